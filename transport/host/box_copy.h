@@ -1,0 +1,26 @@
+// Copies of strided boxes as the host transport wants them: with its own choice of stores and
+// prefetching. DigestBox and CopyBox (host_transport.h) are the plain forms.
+#ifndef REFITD_TRANSPORT_HOST_BOX_COPY_H_
+#define REFITD_TRANSPORT_HOST_BOX_COPY_H_
+
+#include <cstdint>
+
+#include "transport/digest.h"
+#include "transport/layout.h"
+
+namespace refitd {
+
+struct BoxCopyOptions {
+  bool with_digest = false;
+  StoreMode mode = StoreMode::kCached;
+  int64_t prefetch = 0;  // DigestRows::prefetch
+};
+
+// As CopyBox; no fence: callers end a sequence with DigestStoreFence.
+uint64_t CopyBoxUnfenced(char* to, const Dims& to_strides, const char* from,
+                         const Dims& from_strides, const Box& box, const Dims& shape,
+                         int element_bytes, const BoxCopyOptions& options);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_HOST_BOX_COPY_H_

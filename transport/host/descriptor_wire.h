@@ -1,0 +1,55 @@
+// The descriptor socket: how regions and staging pools change hands. Fixed-size messages over a
+// SOCK_SEQPACKET unix socket whose path Welcome.descriptor_socket gives; a descriptor travels
+// beside them (SCM_RIGHTS). One request, one reply, then the next; the client may close at any
+// time. docs/descriptor_socket.md.
+//
+// Little endian; both ends are on one host. The daemon trusts nothing here (P10): the token decides
+// who asks, the kernel's peer credentials must be those that attached, sizes are checked against
+// the descriptor.
+#ifndef REFITD_TRANSPORT_HOST_DESCRIPTOR_WIRE_H_
+#define REFITD_TRANSPORT_HOST_DESCRIPTOR_WIRE_H_
+
+#include <cstdint>
+#include <type_traits>
+
+namespace refitd {
+
+inline constexpr uint32_t kDescriptorMagic = 0x44465252;  // "RRFD"
+inline constexpr uint32_t kDescriptorWireVersion = 1;
+
+enum class DescriptorRequestKind : uint32_t {
+  kRegisterRegion =
+      1,  // with exactly one descriptor: a memfd sealed against shrinking; `bytes` of it are mapped
+  kReleaseRegion = 2,  // `region_id`; refused while a layout names it
+  kMapPool = 3,  // the reply carries the group's pool: writable for trainers, read-only for engines
+};
+
+enum class RegionKind : uint32_t { kMemfd = 1, kCudaVmm = 2 };
+
+struct DescriptorRequest {
+  uint32_t magic = kDescriptorMagic;
+  uint32_t version = kDescriptorWireVersion;
+  DescriptorRequestKind kind{};
+  RegionKind region_kind = RegionKind::kMemfd;
+  uint8_t token[16] = {};
+  int64_t bytes = 0;
+  uint64_t region_id = 0;
+  uint8_t reserved[16] = {};  // zero
+};
+static_assert(sizeof(DescriptorRequest) == 64 && std::is_trivially_copyable_v<DescriptorRequest>);
+
+struct DescriptorReply {
+  uint32_t magic = kDescriptorMagic;
+  uint32_t version = kDescriptorWireVersion;
+  uint32_t code = 0;  // a gRPC status code
+  uint32_t reserved = 0;
+  uint64_t region_id = 0;
+  int64_t bytes = 0;       // of the pool
+  int64_t slot_bytes = 0;  // of the pool
+  char message[216] = {};  // UTF-8, zero-terminated; empty when code is 0
+};
+static_assert(sizeof(DescriptorReply) == 256 && std::is_trivially_copyable_v<DescriptorReply>);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_HOST_DESCRIPTOR_WIRE_H_

@@ -1,0 +1,53 @@
+// The host transport: threaded copies between mapped host memory, with digests computed in the
+// copy.
+//
+// A transfer is cut into chunks of a source piece, which the workers share out; a chunk is worked
+// through in blocks that stay in the core's caches. For a block: the source pass (digest over the
+// source's own metadata, where verification asks for it), then every move that reads it. So a
+// source is read from memory once whatever the number of destinations.
+//
+// Verification (P1): kTransfer compares the source pass with the digest of what the copy stored,
+// per block and destination; kReadback returns the source pass's sums, which Submit(ReadbackJob)
+// compares with the destination's bytes read again. (Under kReadback the first copy of a block is
+// its source pass, if the program reads at just the address that the source's metadata gives.)
+//
+// A program that is malformed or leaves its pieces' memory is refused with INTERNAL; nothing is
+// written. `keep_alive` and `done` are let go right after `done` returned.
+#ifndef REFITD_TRANSPORT_HOST_HOST_TRANSPORT_H_
+#define REFITD_TRANSPORT_HOST_HOST_TRANSPORT_H_
+
+#include <memory>
+
+#include "transport/transport.h"
+
+namespace refitd {
+
+// Test seam: lets a test damage memory between the passes. Null in production.
+class TransferFaults {
+ public:
+  virtual ~TransferFaults() = default;
+  // After the chunk's bytes were stored at `data`.
+  virtual void AfterStore(char* /*data*/, int64_t /*bytes*/) {}
+};
+
+struct HostTransportOptions {
+  int threads = 0;                   // copy workers; 0: one a core, at most 16
+  TransferFaults* faults = nullptr;  // must outlive the transport
+};
+
+// Thread-safe. The destructor waits for submitted work to end (copies are finite) and calls every
+// `done`.
+std::unique_ptr<Transport> MakeHostTransport(const HostTransportOptions& options);
+
+// Copy and digest of strided boxes, exposed for tests and benchmarks.
+// Elements of `box` (global coordinates) of a piece: `data` is the address of the box's first
+// element.
+uint64_t DigestBox(const char* data, const Dims& strides, const Box& box, const Dims& shape,
+                   int element_bytes);
+// Copies; returns the digest of what was stored if `with_digest`, else 0.
+uint64_t CopyBox(char* to, const Dims& to_strides, const char* from, const Dims& from_strides,
+                 const Box& box, const Dims& shape, int element_bytes, bool with_digest);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_HOST_HOST_TRANSPORT_H_

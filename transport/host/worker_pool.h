@@ -1,0 +1,66 @@
+// Threads that run tasks made of independent units.
+//
+// Tasks start in the order of submission; workers go on to the next one when the units of the one
+// before are all taken, so the tail of a task overlaps with its successor. Whoever ends a task's
+// last unit finishes it, exactly once.
+//
+// Thread-safe. The destructor waits for every submitted task; nobody but tasks that still run may
+// submit meanwhile.
+#ifndef REFITD_TRANSPORT_HOST_WORKER_POOL_H_
+#define REFITD_TRANSPORT_HOST_WORKER_POOL_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "transport/base/mutex.h"
+
+namespace refitd {
+
+class WorkTask {
+ public:
+  // A task without units still finishes, on a worker.
+  explicit WorkTask(int64_t units) : units_(units), left_(units > 0 ? units : 1) {}
+  virtual ~WorkTask() = default;
+  WorkTask(const WorkTask&) = delete;
+  WorkTask& operator=(const WorkTask&) = delete;
+
+ protected:
+  // Units run concurrently, each once.
+  virtual void Run(int64_t unit) = 0;
+  // After all units; sees what they wrote.
+  virtual void Finish() = 0;
+
+ private:
+  friend class WorkerPool;
+  const int64_t units_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> left_;
+};
+
+class WorkerPool {
+ public:
+  // Threads are named "refitd-copy-N".
+  explicit WorkerPool(int threads);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  void Submit(std::shared_ptr<WorkTask> task);
+
+ private:
+  void Work();
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<std::shared_ptr<WorkTask>> queue_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;  // constant after construction
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_HOST_WORKER_POOL_H_

@@ -1,0 +1,98 @@
+// Who holds which staging slot of a group: the ledger, pure. The memory itself is the transport's.
+//
+// Grants are made in the order asked (bucket order); a slot is busy until its last reader released
+// it. A pusher may hold at most (slots-1)/pushers leased slots, so that at least one slot can
+// always serve the bucket whose turn it is: no schedule of pushers, slow readers and deaths
+// deadlocks (property test).
+//
+//   state     Free --Grant--> Filling --Publish(n>0 readers)--> Reading --last ReaderDone--> Free
+//                                     --Publish(0) / Release --> Free
+//             Free --Lease--> Leased --Submit--> Filling;  Leased --Release (given back, holder
+//             died)--> Free
+//
+// Not thread-safe: lives inside its group's state machine.
+#ifndef REFITD_TRANSPORT_POOL_H_
+#define REFITD_TRANSPORT_POOL_H_
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+enum class SlotState : uint8_t { kFree, kLeased, kFilling, kReading };
+std::string_view SlotStateName(SlotState state);
+
+struct SlotGrant {
+  SlotIndex slot;
+  GrantId grant;
+  bool operator==(const SlotGrant&) const = default;
+};
+
+class SlotLedger {
+ public:
+  explicit SlotLedger(int slots);
+
+  // How many slots one of `pushers` may lease at a time; may be 0.
+  int LeasableBy(int pushers) const;
+
+  // For the daemon's own staging. nullopt: none is free now.
+  std::optional<SlotGrant> Grant();
+  // For a pusher. RESOURCE_EXHAUSTED: it holds `limit` leases already, or limit is 0. UNAVAILABLE:
+  // none may be leased now: wait. Either the last free slot is kept for staging, or its leases and
+  // its submitted, unpublished slots together are `limit`: without that, buckets submitted ahead of
+  // their turn could take every slot from the pusher whose turn it is.
+  absl::StatusOr<SlotGrant> Lease(MemberId holder, int limit, TimePoint expires);
+  // The holder's bucket came. NOT_FOUND: no such lease of this holder.
+  absl::Status Submit(MemberId holder, SlotGrant grant);
+  // Gives a leased or filling slot back. NOT_FOUND: no such grant (holder is checked for leased
+  // ones).
+  absl::Status Release(SlotGrant grant);
+  absl::Status ReleaseLease(MemberId holder, SlotGrant grant);
+  // A filled slot is handed to readers; with none it is free at once. The grant must be Filling.
+  void Publish(SlotGrant grant, const std::set<MemberId>& readers);
+  // True if that freed the slot. Unknown grants and readers are ignored (late acknowledgements).
+  bool ReaderDone(SlotGrant grant, MemberId reader);
+
+  // The member died: its leases are released, its readings end; a slot that it submitted stays with
+  // the bucket. Returns whether any slot came free.
+  bool Forget(MemberId member);
+  // Leases whose time is up, each told once. They stay their holders': a late packer must not write
+  // into a slot that is somebody else's by then.
+  std::vector<std::pair<MemberId, SlotGrant>> Overdue(TimePoint now);
+  // When the next lease's time is up.
+  std::optional<TimePoint> NextExpiry() const;
+
+  int slots() const { return static_cast<int>(slots_.size()); }
+  int free() const;
+  struct Slot {
+    SlotState state = SlotState::kFree;
+    GrantId grant;
+    MemberId holder;  // who leased it; until it is published
+    TimePoint expires;
+    std::set<MemberId> readers;
+  };
+  const Slot& slot(SlotIndex index) const { return slots_[index.value()]; }
+
+ private:
+  // The first free slot, in that state, under a new grant.
+  std::optional<SlotGrant> Take(SlotState state);
+  // Null if that grant of the slot is over or never was.
+  Slot* Find(SlotGrant grant);
+  // True if that freed the slot.
+  static bool EndReading(Slot* slot, MemberId reader);
+
+  std::vector<Slot> slots_;
+  uint64_t next_grant_ = 1;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_POOL_H_

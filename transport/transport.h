@@ -1,0 +1,106 @@
+// What every transport does for the daemon: run programs over memory that it has mapped, and verify
+// it. The three moves of docs/architecture.md; this interface carries `copy`, the only one that a
+// single daemon needs.
+//
+// Knows neither gRPC nor groups. Transports own their threads; callers never block.
+#ifndef REFITD_TRANSPORT_TRANSPORT_H_
+#define REFITD_TRANSPORT_TRANSPORT_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "transport/layout.h"
+#include "transport/plan.h"
+
+namespace refitd {
+
+enum class Verification : uint8_t { kOff = 1, kTransfer = 2, kReadback = 3 };
+
+// Memory that can be copied to or from: a mapped region, a slot, a request's bytes. `keep_alive`
+// outlives every copy (P6).
+struct MemorySpan {
+  char* data = nullptr;
+  int64_t bytes = 0;
+  std::shared_ptr<const void> keep_alive;
+};
+
+// One piece with its memory.
+struct BoundPiece {
+  DType dtype = DType::kUint8;
+  Dims shape;  // global
+  Box box;
+  Dims strides;          // elements
+  char* data = nullptr;  // first element of the box
+  std::string name;      // tensor, for messages
+};
+
+// What a destination piece must hold after the copies: the sum of digests computed by passes over
+// the *sources'* bytes. The caller adds them up per piece over all transfers of an update and hands
+// them to Verify.
+struct PieceDigest {
+  uint32_t destination = 0;  // index into Transfer::destinations
+  uint32_t piece = 0;        // index into that destination's pieces
+  uint64_t digest = 0;
+};
+
+// One bucket (or part of one) from one place to several.
+struct Transfer {
+  std::vector<BoundPiece> source;  // pieces of the single source
+  // destinations[d] are the bound pieces of destination d that this transfer may write, indexed as
+  // in `program`.
+  std::vector<std::vector<BoundPiece>> destinations;
+  // moves[i].source is 0; source_piece and destination_piece index the above. Byte offsets in the
+  // moves are relative to BoundPiece::data of the piece *they* name (the binder rewrites them), so
+  // that a wrong program shows in the digests.
+  Program program;
+  Verification verification = Verification::kOff;
+  // Destinations that are verified by reading back inside the transfer (staging slots), under
+  // kReadback.
+  std::vector<bool> readback_now;
+  std::vector<std::shared_ptr<const void>> keep_alive;  // all memory named above (P6)
+  std::string label;                                    // for messages: "version 3, part 7"
+};
+
+struct TransferResult {
+  absl::Status status;  // DATA_LOSS: verification failed, naming tensor and destination index
+  std::vector<int64_t> bytes_written;  // per destination
+  std::vector<PieceDigest> expected;   // under kReadback, for destinations without readback_now
+  int failed_destination = -1;         // whose bytes were wrong, if status is not OK
+};
+
+struct ReadbackPiece {
+  BoundPiece piece;
+  uint64_t expected = 0;
+  uint32_t destination = 0;
+};
+
+struct ReadbackJob {
+  std::vector<ReadbackPiece> pieces;
+  std::vector<std::shared_ptr<const void>> keep_alive;
+};
+
+struct ReadbackResult {
+  absl::Status status;  // DATA_LOSS naming the first tensor that differs
+  std::vector<uint32_t> failed_destinations;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // Runs the transfer; calls `done` once, on a thread of the transport, after the last byte was
+  // read and written. Transfers start in the order of submission and overlap (the next one's work
+  // fills the tail of the one before).
+  virtual void Submit(Transfer transfer, std::function<void(TransferResult)> done) = 0;
+
+  // Reads destinations again and compares. Same threads, same order rules.
+  virtual void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_TRANSPORT_H_
