@@ -1,0 +1,335 @@
+#include "proto/convert.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using absl::StatusCode;
+
+// Long or binary names must not flood a status message.
+std::string Quoted(std::string_view name) {
+  constexpr size_t kShown = 96;
+  std::string out = "\"";
+  for (const char c : Shorten(name, kShown)) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f || c == '"' || c == '\\') {
+      out += fmt::format("\\x{:02x}", byte);
+    } else {
+      out += c;
+    }
+  }
+  return out + (name.size() > kShown ? fmt::format("\" ({} bytes)", name.size()) : "\"");
+}
+
+absl::Status Annotate(const absl::Status& status, std::string_view where) {
+  return Error(status.code(), "{}: {}", where, Message(status));
+}
+
+// A shape whose products can't overflow, even those that leave out a dimension of 0.
+absl::StatusOr<Dims> DimsFromWire(const v1::Shape& shape) {
+  if (shape.dims_size() > kMaxDims) {
+    return Error(StatusCode::kInvalidArgument, "{} dims, more than {}", shape.dims_size(),
+                 kMaxDims);
+  }
+  int64_t product = 1;
+  for (int d = 0; d < shape.dims_size(); ++d) {
+    const int64_t dim = shape.dims(d);
+    if (dim < 0) {
+      return Error(StatusCode::kInvalidArgument, "dims[{}] is {}, less than 0", d, dim);
+    }
+    if (dim > kMaxTensorBytes / product) {
+      return Error(StatusCode::kInvalidArgument,
+                   "dims [{}] make more elements than the limit of {} bytes a tensor",
+                   fmt::join(shape.dims(), ", "), kMaxTensorBytes);
+    }
+    product *= std::max<int64_t>(dim, 1);
+  }
+  return Dims(shape.dims().begin(), shape.dims().end());
+}
+
+absl::StatusOr<TensorSpec> TensorFromWire(const std::string& name, int dtype,
+                                          const v1::Shape& shape, std::string_view field,
+                                          int index) {
+  const std::string tensor = fmt::format("tensor {}", Quoted(name));
+  auto type = DTypeFromWire(dtype);
+  if (!type.ok()) {
+    return Annotate(type.status(),
+                    fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor));
+  }
+  auto dims = DimsFromWire(shape);
+  if (!dims.ok()) {
+    return Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor));
+  }
+  TensorSpec spec{name, *type, *std::move(dims)};
+  REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(spec.shape));
+  if (count > kMaxTensorBytes / ElementBytes(spec.dtype)) {
+    return Error(StatusCode::kInvalidArgument, "{}.shapes[{}] of {}: {} is more than {} bytes",
+                 field, index, tensor, ToString(spec.dtype, spec.shape), kMaxTensorBytes);
+  }
+  if (absl::Status status = ValidateTensor(spec); !status.ok()) {
+    return Annotate(status, fmt::format("{}.names[{}]", field, index));
+  }
+  return spec;
+}
+
+absl::Status CheckLength(std::string_view field, std::string_view list, int got,
+                         std::string_view other, int want) {
+  if (got == want) return absl::OkStatus();
+  return Error(StatusCode::kInvalidArgument, "{}.{} has {} entries where {} has {}", field, list,
+               got, other, want);
+}
+
+int64_t VarintBytes(uint64_t value) {
+  int64_t bytes = 1;
+  for (; value >= 0x80; value >>= 7) ++bytes;
+  return bytes;
+}
+
+int64_t VarintBytes(const Dims& dims) {
+  int64_t bytes = 0;
+  for (const int64_t dim : dims) bytes += VarintBytes(static_cast<uint64_t>(dim));
+  return bytes;
+}
+
+// Tag and length of a field, at most.
+constexpr int64_t kFieldBytes = 4;
+
+int64_t WireBytes(const TensorSpec& tensor) {
+  return static_cast<int64_t>(tensor.name.size()) + VarintBytes(tensor.shape) + 3 * kFieldBytes;
+}
+
+int64_t WireBytes(const Piece& piece) {
+  return VarintBytes(piece.tensor) + VarintBytes(piece.box.offset) + VarintBytes(piece.box.extent) +
+         VarintBytes(piece.strides) + VarintBytes(piece.region.value()) +
+         VarintBytes(static_cast<uint64_t>(piece.byte_offset));
+}
+
+// Appends chunks of about equal size.
+class ChunkWriter {
+ public:
+  ChunkWriter(const v1::Lease& lease, uint64_t binding_generation, int64_t chunk_bytes)
+      : chunk_bytes_(chunk_bytes) {
+    chunks_.emplace_back();
+    *chunks_.back().mutable_lease() = lease;
+    chunks_.back().set_binding_generation(binding_generation);
+  }
+
+  // The chunk that takes the next `bytes`.
+  v1::LayoutChunk& Room(int64_t bytes) {
+    if (used_ > 0 && used_ + bytes > chunk_bytes_) {
+      chunks_.emplace_back();
+      used_ = 0;
+    }
+    used_ += bytes;
+    return chunks_.back();
+  }
+
+  std::vector<v1::LayoutChunk> Take() && { return std::move(chunks_); }
+
+ private:
+  const int64_t chunk_bytes_;
+  int64_t used_ = 0;
+  std::vector<v1::LayoutChunk> chunks_;
+};
+
+bool IsDense(const Piece& piece) { return piece.strides == RowMajorStrides(piece.box.extent); }
+
+// Lengths of a chunk's piece arrays agree with each other and with the ranks of the tensors named,
+// so that the arrays can be read without a further check.
+absl::Status CheckPieceArrays(const v1::LayoutChunk& chunk,
+                              const std::vector<TensorSpec>& tensors) {
+  const int pieces = chunk.piece_tensor_size();
+  REFITD_RETURN_IF_ERROR(
+      CheckLength("layout", "piece_region", chunk.piece_region_size(), "piece_tensor", pieces));
+  REFITD_RETURN_IF_ERROR(CheckLength("layout", "piece_byte_offset", chunk.piece_byte_offset_size(),
+                                     "piece_tensor", pieces));
+  int64_t ranks = 0;  // at most kMaxDims for each of pieces, an int: no overflow
+  for (int i = 0; i < pieces; ++i) {
+    const uint32_t tensor = chunk.piece_tensor(i);
+    if (tensor >= tensors.size()) {
+      return Error(StatusCode::kInvalidArgument,
+                   "layout.piece_tensor[{}] is {} where {} tensors were named", i, tensor,
+                   tensors.size());
+    }
+    ranks += static_cast<int64_t>(tensors[tensor].shape.size());
+  }
+  if (chunk.piece_boxes_size() != 2 * ranks) {
+    return Error(StatusCode::kInvalidArgument,
+                 "layout.piece_boxes has {} entries where the pieces' tensors need {}",
+                 chunk.piece_boxes_size(), 2 * ranks);
+  }
+  if (chunk.piece_strides_size() != 0 && chunk.piece_strides_size() != ranks) {
+    return Error(StatusCode::kInvalidArgument,
+                 "layout.piece_strides has {} entries where the pieces' tensors need {} or none",
+                 chunk.piece_strides_size(), ranks);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
+  if (!any_) {
+    layout_.binding_generation = chunk.binding_generation();
+  } else if (chunk.binding_generation() != 0 &&
+             chunk.binding_generation() != layout_.binding_generation) {
+    return Error(StatusCode::kInvalidArgument,
+                 "layout.binding_generation is {} where the first chunk said {}",
+                 chunk.binding_generation(), layout_.binding_generation);
+  }
+  if (last_) {
+    return Error(StatusCode::kInvalidArgument, "layout.last: a chunk came after the last one");
+  }
+  any_ = true;
+  last_ = chunk.last();
+
+  const int names = chunk.names_size();
+  REFITD_RETURN_IF_ERROR(CheckLength("layout", "dtypes", chunk.dtypes_size(), "names", names));
+  REFITD_RETURN_IF_ERROR(CheckLength("layout", "shapes", chunk.shapes_size(), "names", names));
+  if (names > kMaxTensorsPerLayout - static_cast<int64_t>(layout_.tensors.size())) {
+    return Error(StatusCode::kResourceExhausted, "layout.names: {} tensors, more than {}",
+                 layout_.tensors.size() + names, kMaxTensorsPerLayout);
+  }
+  if (chunk.piece_tensor_size() >
+      kMaxPiecesPerLayout - static_cast<int64_t>(layout_.pieces.size())) {
+    return Error(StatusCode::kResourceExhausted, "layout.piece_tensor: {} pieces, more than {}",
+                 layout_.pieces.size() + chunk.piece_tensor_size(), kMaxPiecesPerLayout);
+  }
+  for (int i = 0; i < names; ++i) {
+    REFITD_ASSIGN_OR_RETURN(TensorSpec tensor, TensorFromWire(chunk.names(i), chunk.dtypes(i),
+                                                              chunk.shapes(i), "layout", i));
+    layout_.tensors.push_back(std::move(tensor));
+  }
+
+  REFITD_RETURN_IF_ERROR(CheckPieceArrays(chunk, layout_.tensors));
+  auto box = chunk.piece_boxes().begin();
+  auto stride = chunk.piece_strides().begin();
+  for (int i = 0; i < chunk.piece_tensor_size(); ++i) {
+    const TensorSpec& tensor = layout_.tensors[chunk.piece_tensor(i)];
+    const auto rank = static_cast<int>(tensor.shape.size());
+    Piece piece;
+    piece.tensor = chunk.piece_tensor(i);
+    piece.box.offset.assign(box, box + rank);
+    piece.box.extent.assign(box + rank, box + 2 * rank);
+    box += 2 * rank;
+    if (absl::Status status = ValidateBox(piece.box, tensor.shape); !status.ok()) {
+      return Annotate(
+          status, fmt::format("layout.piece_boxes of piece {}, tensor {}", i, Quoted(tensor.name)));
+    }
+    piece.region = RegionId(chunk.piece_region(i));
+    piece.byte_offset = chunk.piece_byte_offset(i);
+    if (chunk.piece_strides_size() == 0) {
+      piece.strides = RowMajorStrides(piece.box.extent);
+    } else {
+      piece.strides.assign(stride, stride + rank);
+      stride += rank;
+    }
+    layout_.pieces.push_back(std::move(piece));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Layout> LayoutDecoder::Finish() && {
+  if (!any_) {
+    return Error(StatusCode::kInvalidArgument, "layout: the stream ended without a chunk");
+  }
+  if (!last_) {
+    return Error(StatusCode::kInvalidArgument,
+                 "layout.last: the stream ended before a chunk that says so");
+  }
+  return std::move(layout_);
+}
+
+std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease& lease,
+                                          int64_t chunk_bytes) {
+  ChunkWriter writer(lease, layout.binding_generation, chunk_bytes);
+  for (const TensorSpec& tensor : layout.tensors) {
+    v1::LayoutChunk& chunk = writer.Room(WireBytes(tensor));
+    chunk.add_names(tensor.name);
+    chunk.add_dtypes(ToWire(tensor.dtype));
+    *chunk.add_shapes() = ToWire(tensor.shape);
+  }
+  const bool dense = std::all_of(layout.pieces.begin(), layout.pieces.end(), IsDense);
+  for (const Piece& piece : layout.pieces) {
+    v1::LayoutChunk& chunk = writer.Room(WireBytes(piece));
+    chunk.add_piece_tensor(piece.tensor);
+    chunk.mutable_piece_boxes()->Add(piece.box.offset.begin(), piece.box.offset.end());
+    chunk.mutable_piece_boxes()->Add(piece.box.extent.begin(), piece.box.extent.end());
+    chunk.add_piece_region(piece.region.value());
+    chunk.add_piece_byte_offset(piece.byte_offset);
+    if (!dense) chunk.mutable_piece_strides()->Add(piece.strides.begin(), piece.strides.end());
+  }
+  std::vector<v1::LayoutChunk> chunks = std::move(writer).Take();
+  chunks.back().set_last(true);
+  return chunks;
+}
+
+absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
+    const google::protobuf::RepeatedPtrField<std::string>& names,
+    const google::protobuf::RepeatedField<int>& dtypes,
+    const google::protobuf::RepeatedPtrField<v1::Shape>& shapes, std::string_view field,
+    int64_t max_tensors) {
+  REFITD_RETURN_IF_ERROR(CheckLength(field, "dtypes", dtypes.size(), "names", names.size()));
+  REFITD_RETURN_IF_ERROR(CheckLength(field, "shapes", shapes.size(), "names", names.size()));
+  if (names.size() > max_tensors) {
+    return Error(StatusCode::kInvalidArgument, "{}.names has {} entries, more than {}", field,
+                 names.size(), max_tensors);
+  }
+  std::vector<TensorSpec> tensors;
+  tensors.reserve(static_cast<size_t>(names.size()));
+  std::unordered_set<std::string_view> seen;
+  for (int i = 0; i < names.size(); ++i) {
+    REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
+                            TensorFromWire(names[i], dtypes[i], shapes[i], field, i));
+    if (!seen.insert(names[i]).second) {
+      return Error(StatusCode::kInvalidArgument, "{}.names[{}] is {}, which came before", field, i,
+                   Quoted(names[i]));
+    }
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+v1::Shape ToWire(const Dims& shape) {
+  v1::Shape out;
+  out.mutable_dims()->Add(shape.begin(), shape.end());
+  return out;
+}
+
+v1::DType ToWire(DType dtype) { return static_cast<v1::DType>(dtype); }
+
+v1::Verification ToWire(Verification verification) {
+  return static_cast<v1::Verification>(verification);
+}
+
+absl::StatusOr<std::optional<Verification>> VerificationFromWire(v1::Verification verification) {
+  switch (verification) {
+    case v1::VERIFICATION_UNSPECIFIED:
+      return std::nullopt;
+    case v1::VERIFICATION_OFF:
+      return Verification::kOff;
+    case v1::VERIFICATION_TRANSFER:
+      return Verification::kTransfer;
+    case v1::VERIFICATION_READBACK:
+      return Verification::kReadback;
+    default:
+      return Error(StatusCode::kInvalidArgument, "verification is {}, which is not known",
+                   static_cast<int>(verification));
+  }
+}
+
+static_assert(static_cast<int>(DType::kFloat64) == v1::DTYPE_FLOAT64);
+static_assert(static_cast<int>(DType::kBFloat16) == v1::DTYPE_BFLOAT16);
+static_assert(static_cast<int>(DType::kBool) == v1::DTYPE_BOOL);
+static_assert(static_cast<int>(Verification::kOff) == v1::VERIFICATION_OFF);
+static_assert(static_cast<int>(Verification::kTransfer) == v1::VERIFICATION_TRANSFER);
+static_assert(static_cast<int>(Verification::kReadback) == v1::VERIFICATION_READBACK);
+
+}  // namespace refitd

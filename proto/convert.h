@@ -1,0 +1,54 @@
+// Conversions between wire messages and the values of transport/layout.h, for daemon and clients
+// alike.
+//
+// Pure. Decoding trusts nothing (P10): no number is used as a size, an offset or a loop bound
+// before it was checked.
+#ifndef REFITD_PROTO_CONVERT_H_
+#define REFITD_PROTO_CONVERT_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "refitd/v1/types.pb.h"
+#include "transport/layout.h"
+#include "transport/transport.h"
+
+namespace refitd {
+
+// Collects a client stream of LayoutChunk. Not thread-safe.
+class LayoutDecoder {
+ public:
+  absl::Status Add(const v1::LayoutChunk& chunk);
+  // The layout, not yet checked against regions (ValidateLayout does that).
+  absl::StatusOr<Layout> Finish() &&;
+
+ private:
+  Layout layout_;
+  bool any_ = false;
+  bool last_ = false;
+};
+
+// Splits a layout into chunks of at most `chunk_bytes` (approximately) for RegisterLayout; the
+// first carries the lease.
+std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease& lease,
+                                          int64_t chunk_bytes);
+
+absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
+    const google::protobuf::RepeatedPtrField<std::string>& names,
+    const google::protobuf::RepeatedField<int>& dtypes,
+    const google::protobuf::RepeatedPtrField<v1::Shape>& shapes, std::string_view field,
+    int64_t max_tensors);
+
+v1::Shape ToWire(const Dims& shape);
+v1::DType ToWire(DType dtype);
+v1::Verification ToWire(Verification verification);
+// nullopt for UNSPECIFIED; INVALID_ARGUMENT for an unknown number.
+absl::StatusOr<std::optional<Verification>> VerificationFromWire(v1::Verification verification);
+
+}  // namespace refitd
+
+#endif  // REFITD_PROTO_CONVERT_H_

@@ -1,0 +1,236 @@
+#include "proto/convert.h"
+
+#include <catch2/catch.hpp>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using absl::StatusCode;
+using Catch::Matchers::Contains;
+
+constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+
+Layout SomeLayout(int tensors) {
+  Layout layout;
+  layout.binding_generation = 3;
+  int64_t offset = 0;
+  for (int i = 0; i < tensors; ++i) {
+    layout.tensors.push_back({"layer." + std::to_string(i), DType::kBFloat16, {4, 6}});
+    Piece piece;
+    piece.tensor = static_cast<uint32_t>(i);
+    piece.box = Box{{0, 3}, {4, 3}};
+    piece.region = RegionId(1u + static_cast<uint64_t>(i) % 2);
+    piece.byte_offset = offset;
+    piece.strides = RowMajorStrides(piece.box.extent);
+    layout.pieces.push_back(piece);
+    offset += 4096;
+  }
+  return layout;
+}
+
+absl::StatusOr<Layout> Decode(const std::vector<v1::LayoutChunk>& chunks) {
+  LayoutDecoder decoder;
+  for (const v1::LayoutChunk& chunk : chunks) REFITD_RETURN_IF_ERROR(decoder.Add(chunk));
+  return std::move(decoder).Finish();
+}
+
+// The last of `chunks` says so, as a sender's does.
+absl::StatusOr<Layout> DecodeWhole(std::vector<v1::LayoutChunk> chunks) {
+  chunks.back().set_last(true);
+  return Decode(chunks);
+}
+
+void CheckSame(const Layout& a, const Layout& b) {
+  CHECK(a.tensors == b.tensors);
+  CHECK(a.pieces == b.pieces);
+  CHECK(a.binding_generation == b.binding_generation);
+}
+
+// One tensor "w" of float32 [4, 6] and one piece of all of it.
+v1::LayoutChunk OneChunk() {
+  v1::LayoutChunk chunk;
+  chunk.set_binding_generation(1);
+  chunk.add_names("w");
+  chunk.add_dtypes(v1::DTYPE_FLOAT32);
+  chunk.add_shapes()->add_dims(4);
+  chunk.mutable_shapes(0)->add_dims(6);
+  chunk.add_piece_tensor(0);
+  for (const int64_t n : {0, 0, 4, 6}) chunk.add_piece_boxes(n);
+  chunk.add_piece_region(1);
+  chunk.add_piece_byte_offset(0);
+  return chunk;
+}
+
+TEST_CASE("A layout survives the wire whatever the size of its chunks") {
+  const Layout layout = SomeLayout(50);
+  v1::Lease lease;
+  lease.set_token("0123456789abcdef");
+  for (const int64_t chunk_bytes : {int64_t{1}, int64_t{100}, int64_t{1000}, int64_t{1} << 20}) {
+    const auto chunks = EncodeLayout(layout, lease, chunk_bytes);
+    INFO("chunks of " << chunk_bytes << " bytes: " << chunks.size());
+    CHECK(chunks.front().lease().token() == lease.token());
+    CHECK(chunks.front().piece_strides_size() == 0);
+    const auto decoded = Decode(chunks);
+    REQUIRE(decoded.ok());
+    CheckSame(*decoded, layout);
+  }
+}
+
+TEST_CASE("Chunks stay below the size asked for, but for the lease and one entry") {
+  const auto chunks = EncodeLayout(SomeLayout(1000), v1::Lease(), 2000);
+  CHECK(chunks.size() > 10);
+  for (const v1::LayoutChunk& chunk : chunks) CHECK(chunk.ByteSizeLong() < 2100);
+}
+
+TEST_CASE("Strides travel where any piece is not dense") {
+  Layout layout = SomeLayout(3);
+  layout.pieces[1].strides = {64, 1};
+  const auto decoded = Decode(EncodeLayout(layout, v1::Lease(), 60));
+  REQUIRE(decoded.ok());
+  CheckSame(*decoded, layout);
+}
+
+TEST_CASE("Scalars and a layout without pieces survive the wire") {
+  Layout layout;
+  layout.tensors.push_back({"scale", DType::kFloat32, {}});
+  Piece piece;
+  piece.region = RegionId(1);
+  layout.pieces.push_back(piece);
+  auto decoded = Decode(EncodeLayout(layout, v1::Lease(), 1 << 20));
+  REQUIRE(decoded.ok());
+  CheckSame(*decoded, layout);
+
+  decoded = Decode(EncodeLayout(Layout(), v1::Lease(), 1 << 20));
+  REQUIRE(decoded.ok());
+  CHECK(decoded->tensors.empty());
+}
+
+TEST_CASE("A layout stream without a chunk is refused") {
+  CHECK(Decode({}).status().code() == StatusCode::kInvalidArgument);
+}
+
+TEST_CASE("A layout stream that was cut short, or goes on after its last chunk, is refused") {
+  const auto chunks = EncodeLayout(SomeLayout(5), v1::Lease(), 100);
+  REQUIRE(chunks.size() > 1);
+  CHECK(Decode(chunks).ok());
+  const absl::Status cut = Decode({chunks.begin(), chunks.end() - 1}).status();
+  CHECK(cut.code() == StatusCode::kInvalidArgument);
+  CHECK_THAT(Message(cut), Contains("layout.last"));
+  std::vector<v1::LayoutChunk> more = chunks;
+  more.emplace_back();
+  const absl::Status after = DecodeWhole(more).status();
+  CHECK(after.code() == StatusCode::kInvalidArgument);
+  CHECK_THAT(Message(after), Contains("after the last"));
+}
+
+TEST_CASE("Malformed layout chunks are refused with field and value") {
+  struct Case {
+    std::string field;
+    std::string value;
+    void (*damage)(v1::LayoutChunk&);
+  };
+  const std::vector<Case> cases = {
+      {"dtypes", "2", [](auto& c) { c.add_dtypes(v1::DTYPE_INT8); }},
+      {"shapes", "0", [](auto& c) { c.clear_shapes(); }},
+      {"dtypes[0]", "40", [](auto& c) { c.set_dtypes(0, static_cast<v1::DType>(40)); }},
+      {"shapes[0]", "-4", [](auto& c) { c.mutable_shapes(0)->set_dims(0, -4); }},
+      {"shapes[0]", "9223372036854775807", [](auto& c) { c.mutable_shapes(0)->set_dims(1, kMax); }},
+      {"names[0]", "tensor", [](auto& c) { c.set_names(0, ""); }},
+      {"piece_tensor[0]", "7", [](auto& c) { c.set_piece_tensor(0, 7); }},
+      {"piece_region", "2", [](auto& c) { c.add_piece_region(1); }},
+      {"piece_byte_offset", "0", [](auto& c) { c.clear_piece_byte_offset(); }},
+      {"piece_boxes", "5", [](auto& c) { c.add_piece_boxes(1); }},
+      {"piece_boxes", "0", [](auto& c) { c.clear_piece_boxes(); }},
+      {"piece_strides", "1", [](auto& c) { c.add_piece_strides(1); }},
+      {"piece_boxes", "7", [](auto& c) { c.set_piece_boxes(3, 7); }},
+      {"piece_boxes", "-1", [](auto& c) { c.set_piece_boxes(0, -1); }},
+      {"piece_boxes", "9223372036854775807", [](auto& c) { c.set_piece_boxes(2, kMax); }},
+  };
+  REQUIRE(DecodeWhole({OneChunk()}).ok());
+  for (const Case& c : cases) {
+    v1::LayoutChunk chunk = OneChunk();
+    c.damage(chunk);
+    const absl::Status status = DecodeWhole({chunk}).status();
+    INFO(c.field << " " << c.value << ": " << status.ToString());
+    CHECK(status.code() == StatusCode::kInvalidArgument);
+    CHECK_THAT(Message(status), Contains(c.field));
+    CHECK_THAT(Message(status), Contains(c.value));
+  }
+}
+
+TEST_CASE("A later chunk can't change the binding generation") {
+  v1::LayoutChunk second;
+  second.set_binding_generation(2);
+  const absl::Status status = DecodeWhole({OneChunk(), second}).status();
+  CHECK(status.code() == StatusCode::kInvalidArgument);
+  CHECK_THAT(Message(status), Contains("binding_generation is 2"));
+}
+
+TEST_CASE("A later chunk's pieces may name an earlier chunk's tensors") {
+  v1::LayoutChunk second;
+  second.add_piece_tensor(0);
+  for (const int64_t n : {0, 0, 1, 1}) second.add_piece_boxes(n);
+  second.add_piece_region(1);
+  second.add_piece_byte_offset(96);
+  const auto decoded = DecodeWhole({OneChunk(), second});
+  REQUIRE(decoded.ok());
+  CHECK(decoded->pieces.size() == 2);
+}
+
+TEST_CASE("More tensors than the limit are refused across chunks") {
+  v1::LayoutChunk chunk;
+  for (int i = 0; i < 65'536; ++i) {
+    chunk.add_names("t");
+    chunk.add_dtypes(v1::DTYPE_INT8);
+    chunk.add_shapes();
+  }
+  LayoutDecoder decoder;
+  for (int i = 0; i < 4; ++i) REQUIRE(decoder.Add(chunk).ok());
+  const absl::Status status = decoder.Add(chunk);
+  CHECK(status.code() == StatusCode::kResourceExhausted);
+  CHECK_THAT(Message(status), Contains("262144"));
+}
+
+TEST_CASE("A manifest's errors name the field given") {
+  v1::Bucket lists;
+  lists.add_names("a");
+  lists.add_dtypes(v1::DTYPE_BOOL);
+  lists.add_shapes();
+  const auto ok = CheckManifest(lists.names(), lists.dtypes(), lists.shapes(), "manifest", 1);
+  REQUIRE(ok.ok());
+  CHECK(*ok == std::vector<TensorSpec>{{"a", DType::kBool, {}}});
+
+  lists.add_names("a");
+  lists.add_dtypes(v1::DTYPE_BOOL);
+  lists.add_shapes();
+  const auto over = CheckManifest(lists.names(), lists.dtypes(), lists.shapes(), "manifest", 1);
+  CHECK_THAT(Message(over.status()), Contains("manifest.names has 2 entries, more than 1"));
+  const auto twice = CheckManifest(lists.names(), lists.dtypes(), lists.shapes(), "manifest", 9);
+  CHECK_THAT(Message(twice.status()), Contains("manifest.names[1] is \"a\""));
+}
+
+TEST_CASE("Every dtype and verification has the same number on the wire") {
+  for (int number = 1; number <= 12; ++number) {
+    const auto dtype = DTypeFromWire(number);
+    REQUIRE(dtype.ok());
+    CHECK(ToWire(*dtype) == number);
+  }
+  for (const Verification v :
+       {Verification::kOff, Verification::kTransfer, Verification::kReadback}) {
+    CHECK(VerificationFromWire(ToWire(v)).value() == v);
+  }
+  CHECK(VerificationFromWire(v1::VERIFICATION_UNSPECIFIED).value() == std::nullopt);
+  const auto unknown = VerificationFromWire(static_cast<v1::Verification>(9));
+  CHECK(unknown.status().code() == StatusCode::kInvalidArgument);
+  CHECK_THAT(Message(unknown.status()), Contains("9"));
+}
+
+}  // namespace
+}  // namespace refitd
