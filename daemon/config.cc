@@ -1,0 +1,620 @@
+#include "daemon/config.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <google/protobuf/io/tokenizer.h>
+#include <google/protobuf/text_format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cerrno>
+#include <charconv>
+#include <limits>
+#include <memory>
+#include <string_view>
+#include <utility>
+
+#include "daemon/config.pb.h"
+#include "daemon/version.h"
+#include "transport/base/status.h"
+#include "transport/base/unique_fd.h"
+
+namespace refitd {
+namespace {
+
+using config::RefitdConfig;
+using google::protobuf::EnumValueDescriptor;
+using google::protobuf::FieldDescriptor;
+using ProtoMessage = google::protobuf::Message;
+using google::protobuf::Reflection;
+using google::protobuf::TextFormat;
+
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+
+// One setting: `--name`, REFITD_NAME, and its field in the file.
+struct Setting {
+  const char* name;
+  const char* field;
+  const char* help;
+};
+
+constexpr std::array kSettings = {
+    Setting{"listen-unix", "listen.unix_path", "path of the control plane's unix socket"},
+    Setting{"listen-unix-mode", "listen.unix_mode", "mode of the sockets' files, octal"},
+    Setting{"listen-tcp", "listen.tcp", "further listeners, HOST:PORT[,HOST:PORT...]"},
+    Setting{"insecure", "listen.insecure",
+            "allow TCP beyond loopback: no encryption, no authentication"},
+    Setting{"allowed-uids", "allowed_uids", "users who may use the unix sockets, UID[,UID...]"},
+    Setting{"allowed-gids", "allowed_gids", "groups whose members may, GID[,GID...]"},
+    Setting{"log-format", "log.format", "text or json"},
+    Setting{"log-level", "log.level", "debug, info, warning or error"},
+    Setting{"log-file", "log.file", "file to append to; empty: stderr"},
+    Setting{"default-duration-ms", "limits.default_duration_ms",
+            "of an update whose Begin says none"},
+    Setting{"max-duration-ms", "limits.max_duration_ms", "that Begin may ask for"},
+    Setting{"ready-ms", "limits.ready_ms", "Prepare to Ready"},
+    Setting{"ack-ms", "limits.ack_ms", "a bucket to its acknowledgement"},
+    Setting{"idle-ms", "limits.idle_ms", "an update without any call"},
+    Setting{"lease-ms", "limits.lease_ms", "a leased slot not submitted"},
+    Setting{"outstanding-buckets", "limits.outstanding_buckets", "unanswered buckets of a rank"},
+    Setting{"inline-bytes", "limits.inline_bytes", "tensor bytes inside one call"},
+    Setting{"message-bytes", "limits.message_bytes", "of any gRPC message"},
+    Setting{"max-groups", "limits.max_groups", "groups of this daemon"},
+    Setting{"max-members", "limits.max_members", "members of all groups"},
+    Setting{"max-region-bytes", "limits.max_region_bytes", "of one region"},
+    Setting{"slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none"},
+    Setting{"slots", "staging.slots", "staging slots where a group says none"},
+    Setting{"max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
+    Setting{"copy-threads", "host.copy_threads",
+            "of the host transport; 0: one a core, at most 16"},
+    Setting{"default-verification", "default_verification", "off, transfer or readback"},
+};
+
+std::string VariableOf(const Setting& setting) {
+  std::string name = std::string("REFITD_") + setting.name;
+  for (char& c : name) c = c == '-' ? '_' : static_cast<char>(std::toupper(c));
+  return name;
+}
+
+// ---- text to fields ----
+
+// The message that holds the last part of `path`, and that field.
+std::pair<ProtoMessage*, const FieldDescriptor*> Resolve(RefitdConfig* config,
+                                                         std::string_view path) {
+  ProtoMessage* message = config;
+  for (;;) {
+    const size_t dot = path.find('.');
+    const FieldDescriptor* field =
+        message->GetDescriptor()->FindFieldByName(std::string(path.substr(0, dot)));
+    REFITD_CHECK(field != nullptr);
+    if (dot == std::string_view::npos) return {message, field};
+    message = message->GetReflection()->MutableMessage(message, field);
+    path.remove_prefix(dot + 1);
+  }
+}
+
+// "64MiB" -> 67108864 where `field` counts bytes; plain numbers otherwise. Octal for modes.
+absl::StatusOr<int64_t> ParseNumber(std::string_view text, const FieldDescriptor& field) {
+  const bool octal = field.name() == "unix_mode";
+  int64_t number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number, octal ? 8 : 10);
+  if (text.empty() || error != std::errc()) {
+    return Error(kInvalid, "\"{}\" is not {} number", text, octal ? "an octal" : "a");
+  }
+  const std::string_view unit(rest, static_cast<size_t>(end - rest));
+  if (unit.empty()) return number;
+  constexpr std::array<std::pair<std::string_view, int>, 4> kUnits = {
+      {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}}};
+  for (const auto& [name, shift] : kUnits) {
+    if (unit != name || !std::string_view(field.name()).ends_with("_bytes")) continue;
+    const int64_t most = std::numeric_limits<int64_t>::max() >> shift;
+    if (number > most || number < -most) break;
+    return number * (int64_t{1} << shift);
+  }
+  return Error(kInvalid, "\"{}\" is not {} number", text, octal ? "an octal" : "a");
+}
+
+absl::StatusOr<bool> ParseBool(std::string_view text) {
+  if (text == "true" || text == "1") return true;
+  if (text == "false" || text == "0") return false;
+  return Error(kInvalid, "\"{}\" is neither true nor false", text);
+}
+
+template <typename T>
+absl::StatusOr<T> Narrow(int64_t number) {
+  if (number < static_cast<int64_t>(std::numeric_limits<T>::min()) ||
+      number > static_cast<int64_t>(std::numeric_limits<T>::max())) {
+    return Error(kInvalid, "{} is out of range", number);
+  }
+  return static_cast<T>(number);
+}
+
+absl::Status SetEnum(ProtoMessage* message, const FieldDescriptor* field, std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  const EnumValueDescriptor* value = field->enum_type()->FindValueByName(text);
+  if (value == nullptr) {
+    std::string known;
+    for (int i = 0; i < field->enum_type()->value_count(); ++i) {
+      known += (i == 0 ? "" : ", ") + field->enum_type()->value(i)->name();
+    }
+    return Error(kInvalid, "\"{}\" is none of {}", text, known);
+  }
+  message->GetReflection()->SetEnum(message, field, value);
+  return absl::OkStatus();
+}
+
+absl::Status SetScalar(ProtoMessage* message, const FieldDescriptor* field,
+                       const std::string& text) {
+  const Reflection* reflection = message->GetReflection();
+  switch (field->cpp_type()) {
+    case FieldDescriptor::CPPTYPE_STRING:
+      reflection->SetString(message, field, text);
+      return absl::OkStatus();
+    case FieldDescriptor::CPPTYPE_ENUM:
+      return SetEnum(message, field, text);
+    case FieldDescriptor::CPPTYPE_BOOL: {
+      REFITD_ASSIGN_OR_RETURN(const bool value, ParseBool(text));
+      reflection->SetBool(message, field, value);
+      return absl::OkStatus();
+    }
+    default:
+      break;
+  }
+  REFITD_ASSIGN_OR_RETURN(const int64_t number, ParseNumber(text, *field));
+  switch (field->cpp_type()) {
+    case FieldDescriptor::CPPTYPE_INT32: {
+      REFITD_ASSIGN_OR_RETURN(const int32_t value, Narrow<int32_t>(number));
+      reflection->SetInt32(message, field, value);
+      return absl::OkStatus();
+    }
+    case FieldDescriptor::CPPTYPE_UINT32: {
+      REFITD_ASSIGN_OR_RETURN(const uint32_t value, Narrow<uint32_t>(number));
+      reflection->SetUInt32(message, field, value);
+      return absl::OkStatus();
+    }
+    case FieldDescriptor::CPPTYPE_INT64:
+      reflection->SetInt64(message, field, number);
+      return absl::OkStatus();
+    default:
+      REFITD_CHECK(false);  // the schema has no other types
+  }
+}
+
+absl::Status AddElement(ProtoMessage* message, const FieldDescriptor* field,
+                        const std::string& text) {
+  const Reflection* reflection = message->GetReflection();
+  if (field->cpp_type() == FieldDescriptor::CPPTYPE_STRING) {
+    reflection->AddString(message, field, text);
+    return absl::OkStatus();
+  }
+  REFITD_CHECK(field->cpp_type() == FieldDescriptor::CPPTYPE_UINT32);
+  REFITD_ASSIGN_OR_RETURN(const int64_t number, ParseNumber(text, *field));
+  REFITD_ASSIGN_OR_RETURN(const uint32_t value, Narrow<uint32_t>(number));
+  reflection->AddUInt32(message, field, value);
+  return absl::OkStatus();
+}
+
+// Replaces the whole list; empty text is an empty list.
+absl::Status SetList(ProtoMessage* message, const FieldDescriptor* field, std::string_view text) {
+  message->GetReflection()->ClearField(message, field);
+  while (!text.empty()) {
+    const size_t comma = std::min(text.find(','), text.size());
+    REFITD_RETURN_IF_ERROR(AddElement(message, field, std::string(text.substr(0, comma))));
+    text.remove_prefix(std::min(comma + 1, text.size()));
+  }
+  return absl::OkStatus();
+}
+
+// `where` is the variable or flag.
+absl::Status Apply(const Setting& setting, const std::string& text, std::string_view where,
+                   RefitdConfig* config) {
+  const auto [message, field] = Resolve(config, setting.field);
+  const absl::Status status =
+      field->is_repeated() ? SetList(message, field, text) : SetScalar(message, field, text);
+  if (status.ok()) return status;
+  return Error(kInvalid, "{} ({}): {}", where, setting.field, Message(status));
+}
+
+// ---- the file ----
+
+class FirstError : public google::protobuf::io::ErrorCollector {
+ public:
+  void AddError(int line, google::protobuf::io::ColumnNumber column,
+                const std::string& message) override {
+    if (!text_.empty()) return;
+    // From 0; -1 where the message as a whole is meant.
+    text_ =
+        line < 0 ? message : fmt::format("line {}, column {}: {}", line + 1, column + 1, message);
+  }
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string text_;
+};
+
+absl::StatusOr<std::string> ReadConfigFile(const std::string& path) {
+  const UniqueFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file.valid()) return ErrnoError(errno, path);
+  std::string text;
+  std::array<char, 4096> buffer;
+  for (;;) {
+    const ssize_t n = read(file.get(), buffer.data(), buffer.size());
+    if (n < 0) return ErrnoError(errno, path);
+    if (n == 0) return text;
+    text.append(buffer.data(), static_cast<size_t>(n));
+    if (text.size() > static_cast<size_t>(kMaxConfigFileBytes)) {
+      return Error(kInvalid, "{}: more than {} bytes", path, kMaxConfigFileBytes);
+    }
+  }
+}
+
+absl::Status ParseConfigFile(const std::string& path, RefitdConfig* config) {
+  REFITD_ASSIGN_OR_RETURN(const std::string text, ReadConfigFile(path));
+  FirstError error;
+  TextFormat::Parser parser;
+  parser.RecordErrorsTo(&error);
+  if (!parser.ParseFromString(text, config)) {
+    return Error(kInvalid, "{}: {}", path, error.text());
+  }
+  return absl::OkStatus();
+}
+
+// ---- checks ----
+
+absl::Status CheckRange(std::string_view field, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return absl::OkStatus();
+  return Error(kInvalid, "{} is {}, must be {} to {}", field, value, least, most);
+}
+
+absl::Status CheckDuration(std::string_view field, int64_t ms) {
+  constexpr int64_t kMost =
+      std::chrono::duration_cast<std::chrono::milliseconds>(kMaxLimitDuration).count();
+  return CheckRange(field, ms, 1, kMost);
+}
+
+bool IsLoopback(const std::string& host) {
+  if (host == "localhost") return true;
+  in_addr v4{};
+  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) return (ntohl(v4.s_addr) >> 24) == 127;
+  in6_addr v6{};
+  return inet_pton(AF_INET6, host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6);
+}
+
+bool IsNumeric(const std::string& host) {
+  in6_addr any{};
+  return inet_pton(AF_INET, host.c_str(), &any) == 1 ||
+         inet_pton(AF_INET6, host.c_str(), &any) == 1;
+}
+
+// P9.
+absl::Status CheckTcp(const std::string& address, bool insecure) {
+  const auto malformed = [&] {
+    return Error(kInvalid,
+                 "listen.tcp \"{}\" is not HOST:PORT (HOST: an address, [IPv6] or localhost; PORT: "
+                 "0 to 65535)",
+                 address);
+  };
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos) return malformed();
+  std::string host = address.substr(0, colon);
+  const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  if (bracketed) host = host.substr(1, host.size() - 2);
+  if (bracketed != (host.find(':') != std::string::npos)) return malformed();
+  if (host != "localhost" && !IsNumeric(host)) return malformed();
+  uint16_t port = 0;
+  const char* const end = address.data() + address.size();
+  const auto [rest, error] = std::from_chars(address.data() + colon + 1, end, port);
+  if (error != std::errc() || rest != end) return malformed();
+  if (!insecure && !IsLoopback(host)) {
+    return Error(
+        kInvalid,
+        "listen.tcp \"{}\" is beyond loopback, where anybody could read and replace weights: "
+        "TCP is neither encrypted nor authenticated. Use a loopback address or the unix "
+        "socket, or accept that with --insecure (listen.insecure)",
+        address);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckListen(const RefitdConfig::Listen& listen) {
+  if (listen.unix_path().empty() || listen.unix_path()[0] != '/') {
+    return Error(kInvalid, "listen.unix_path is \"{}\", must be an absolute path",
+                 listen.unix_path());
+  }
+  if (listen.unix_path().size() > kMaxUnixPathBytes) {
+    return Error(kInvalid, "listen.unix_path has {} bytes, must be at most {}",
+                 listen.unix_path().size(), kMaxUnixPathBytes);
+  }
+  if (listen.unix_mode() > 0777) {
+    return Error(kInvalid, "listen.unix_mode is {:#o}, must be at most 0777 (octal: write 0660)",
+                 listen.unix_mode());
+  }
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("number of listen.tcp", listen.tcp_size(), 0, kMaxTcpListeners));
+  for (const std::string& address : listen.tcp()) {
+    REFITD_RETURN_IF_ERROR(CheckTcp(address, listen.insecure()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckLimits(const RefitdConfig::Limits& limits) {
+  REFITD_RETURN_IF_ERROR(CheckDuration("limits.max_duration_ms", limits.max_duration_ms()));
+  REFITD_RETURN_IF_ERROR(CheckRange("limits.default_duration_ms", limits.default_duration_ms(), 1,
+                                    limits.max_duration_ms()));
+  REFITD_RETURN_IF_ERROR(CheckDuration("limits.ready_ms", limits.ready_ms()));
+  REFITD_RETURN_IF_ERROR(CheckDuration("limits.ack_ms", limits.ack_ms()));
+  REFITD_RETURN_IF_ERROR(CheckDuration("limits.idle_ms", limits.idle_ms()));
+  REFITD_RETURN_IF_ERROR(CheckDuration("limits.lease_ms", limits.lease_ms()));
+  REFITD_RETURN_IF_ERROR(CheckRange("limits.outstanding_buckets", limits.outstanding_buckets(), 1,
+                                    kMaxConfiguredOutstanding));
+  REFITD_RETURN_IF_ERROR(CheckRange("limits.message_bytes", limits.message_bytes(),
+                                    kMinMessageBytes + kMessageOverheadBytes, kMaxMessageBytes));
+  REFITD_RETURN_IF_ERROR(CheckRange("limits.inline_bytes", limits.inline_bytes(), 1,
+                                    limits.message_bytes() - kMessageOverheadBytes));
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("limits.max_groups", limits.max_groups(), 1, kMaxConfiguredGroups));
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("limits.max_members", limits.max_members(), 1, kMaxConfiguredMembers));
+  return CheckRange("limits.max_region_bytes", limits.max_region_bytes(), kSlotBytesMultiple,
+                    kMaxConfiguredRegionBytes);
+}
+
+absl::Status CheckStaging(const RefitdConfig::Staging& staging) {
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("staging.slot_bytes", staging.slot_bytes(), kMinSlotBytes, kMaxSlotBytes));
+  if (staging.slot_bytes() % kSlotBytesMultiple != 0) {
+    return Error(kInvalid, "staging.slot_bytes is {}, must be a multiple of {}",
+                 staging.slot_bytes(), kSlotBytesMultiple);
+  }
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("staging.slots", staging.slots(), kMinConfiguredSlots, kMaxConfiguredSlots));
+  const int64_t one_pool = staging.slot_bytes() * staging.slots();
+  if (staging.max_pool_bytes() < one_pool) {
+    return Error(kInvalid,
+                 "staging.max_pool_bytes is {}, must hold one pool: slot_bytes * slots = {}",
+                 staging.max_pool_bytes(), one_pool);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckConfig(const RefitdConfig& config) {
+  REFITD_RETURN_IF_ERROR(CheckListen(config.listen()));
+  REFITD_RETURN_IF_ERROR(CheckLimits(config.limits()));
+  REFITD_RETURN_IF_ERROR(CheckStaging(config.staging()));
+  return CheckRange("host.copy_threads", config.host().copy_threads(), 0,
+                    kMaxConfiguredCopyThreads);
+}
+
+// ---- between the file's message and Config ----
+
+Verification FromProto(RefitdConfig::Verification verification) {
+  switch (verification) {
+    case RefitdConfig::OFF:
+      return Verification::kOff;
+    case RefitdConfig::TRANSFER:
+      return Verification::kTransfer;
+    case RefitdConfig::READBACK:
+      return Verification::kReadback;
+  }
+  return Verification::kReadback;
+}
+
+RefitdConfig::Verification ToProto(Verification verification) {
+  switch (verification) {
+    case Verification::kOff:
+      return RefitdConfig::OFF;
+    case Verification::kTransfer:
+      return RefitdConfig::TRANSFER;
+    case Verification::kReadback:
+      return RefitdConfig::READBACK;
+  }
+  return RefitdConfig::READBACK;
+}
+
+LimitsConfig FromProto(const RefitdConfig::Limits& limits) {
+  using Ms = std::chrono::milliseconds;
+  return LimitsConfig{.default_duration = Ms(limits.default_duration_ms()),
+                      .max_duration = Ms(limits.max_duration_ms()),
+                      .ready = Ms(limits.ready_ms()),
+                      .ack = Ms(limits.ack_ms()),
+                      .idle = Ms(limits.idle_ms()),
+                      .lease = Ms(limits.lease_ms()),
+                      .outstanding_buckets = limits.outstanding_buckets(),
+                      .inline_bytes = limits.inline_bytes(),
+                      .message_bytes = limits.message_bytes(),
+                      .max_groups = limits.max_groups(),
+                      .max_members = limits.max_members(),
+                      .max_region_bytes = limits.max_region_bytes()};
+}
+
+void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
+  const auto ms = [](Duration duration) {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(duration).count();
+  };
+  out->set_default_duration_ms(ms(limits.default_duration));
+  out->set_max_duration_ms(ms(limits.max_duration));
+  out->set_ready_ms(ms(limits.ready));
+  out->set_ack_ms(ms(limits.ack));
+  out->set_idle_ms(ms(limits.idle));
+  out->set_lease_ms(ms(limits.lease));
+  out->set_outstanding_buckets(limits.outstanding_buckets);
+  out->set_inline_bytes(limits.inline_bytes);
+  out->set_message_bytes(limits.message_bytes);
+  out->set_max_groups(limits.max_groups);
+  out->set_max_members(limits.max_members);
+  out->set_max_region_bytes(limits.max_region_bytes);
+}
+
+// The enumerators of LogFormat and LogLevel follow the file's.
+static_assert(static_cast<int>(LogFormat::kJson) == RefitdConfig::Log::JSON);
+static_assert(static_cast<int>(LogLevel::kError) == RefitdConfig::Log::ERROR);
+
+Config FromProto(const RefitdConfig& in) {
+  Config config;
+  config.listen = ListenConfig{.unix_path = in.listen().unix_path(),
+                               .unix_mode = in.listen().unix_mode(),
+                               .tcp = {in.listen().tcp().begin(), in.listen().tcp().end()},
+                               .insecure = in.listen().insecure()};
+  config.access.uids.assign(in.allowed_uids().begin(), in.allowed_uids().end());
+  config.access.gids.assign(in.allowed_gids().begin(), in.allowed_gids().end());
+  if (config.access.uids.empty()) {
+    config.access.uids = {0};
+    if (geteuid() != 0) config.access.uids.push_back(geteuid());
+  }
+  config.log = LogConfig{.format = static_cast<LogFormat>(in.log().format()),
+                         .level = static_cast<LogLevel>(in.log().level()),
+                         .file = in.log().file()};
+  config.limits = FromProto(in.limits());
+  config.staging = StagingConfig{.slot_bytes = in.staging().slot_bytes(),
+                                 .slots = in.staging().slots(),
+                                 .max_pool_bytes = in.staging().max_pool_bytes()};
+  config.copy_threads = in.host().copy_threads();
+  config.default_verification = FromProto(in.default_verification());
+  return config;
+}
+
+RefitdConfig ToProto(const Config& config) {
+  RefitdConfig out;
+  out.mutable_listen()->set_unix_path(config.listen.unix_path);
+  out.mutable_listen()->set_unix_mode(config.listen.unix_mode);
+  for (const std::string& address : config.listen.tcp) out.mutable_listen()->add_tcp(address);
+  out.mutable_listen()->set_insecure(config.listen.insecure);
+  for (const uid_t uid : config.access.uids) out.add_allowed_uids(uid);
+  for (const gid_t gid : config.access.gids) out.add_allowed_gids(gid);
+  out.mutable_log()->set_format(static_cast<RefitdConfig::Log::Format>(config.log.format));
+  out.mutable_log()->set_level(static_cast<RefitdConfig::Log::Level>(config.log.level));
+  out.mutable_log()->set_file(config.log.file);
+  ToProto(config.limits, out.mutable_limits());
+  out.mutable_staging()->set_slot_bytes(config.staging.slot_bytes);
+  out.mutable_staging()->set_slots(config.staging.slots);
+  out.mutable_staging()->set_max_pool_bytes(config.staging.max_pool_bytes);
+  out.mutable_host()->set_copy_threads(config.copy_threads);
+  out.set_default_verification(ToProto(config.default_verification));
+  return out;
+}
+
+class OctalPrinter : public TextFormat::FastFieldValuePrinter {
+ public:
+  void PrintUInt32(google::protobuf::uint32 value,
+                   TextFormat::BaseTextGenerator* generator) const override {
+    generator->PrintString(fmt::format("0{:o}", value));
+  }
+};
+
+// ---- the command line ----
+
+struct CommandLine {
+  std::string config_file;
+  bool validate = false;
+  std::array<std::string, kSettings.size()> values;
+  std::array<bool, kSettings.size()> given{};
+  std::optional<std::string> help;
+};
+
+// The only place that sees CLI11's exceptions.
+absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
+  CommandLine line;
+  CLI::App app("refitd: keeps inference engines' weights in step with their trainers'.", "refitd");
+  app.footer(
+      "Each setting is also a variable (--slot-bytes: REFITD_SLOT_BYTES) and a field of the file;\n"
+      "flags win over variables, variables over the file. Exit codes: 0 done, 1 failed while "
+      "running,\n"
+      "2 bad flag, variable or file, 3 socket or port in use.");
+  app.add_option("--config", line.config_file, "file of settings, textproto (REFITD_CONFIG)");
+  app.add_flag("--validate", line.validate, "check the configuration, print it, and exit");
+  bool version = false;
+  app.add_flag("--version", version, "print version and build, and exit");
+  std::array<CLI::Option*, kSettings.size()> options{};
+  for (size_t i = 0; i < kSettings.size(); ++i) {
+    const Setting& setting = kSettings[i];
+    options[i] = app.add_option(std::string("--") + setting.name, line.values[i],
+                                fmt::format("{} ({})", setting.help, setting.field));
+    // A flag by itself says true.
+    if (std::string_view(setting.name) == "insecure") options[i]->expected(0, 1);
+  }
+  try {
+    std::reverse(argv.begin(), argv.end());  // as CLI11 wants it
+    app.parse(std::move(argv));
+  } catch (const CLI::CallForHelp&) {
+    line.help = app.help();
+    return line;
+  } catch (const CLI::ParseError& error) {
+    return Error(kInvalid, "{} (refitd --help lists the flags)", error.what());
+  }
+  for (size_t i = 0; i < kSettings.size(); ++i) {
+    line.given[i] = options[i]->count() > 0;
+    if (line.given[i] && options[i]->get_expected_min() == 0 && line.values[i].empty()) {
+      line.values[i] = "true";
+    }
+  }
+  if (version) line.help = fmt::format("refitd {}\n{}\n", kVersion, BuildInfo());
+  return line;
+}
+
+}  // namespace
+
+absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
+                                      const std::map<std::string, std::string>& environment) {
+  REFITD_ASSIGN_OR_RETURN(CommandLine line, ParseCommandLine(argv));
+  Invocation invocation;
+  invocation.print = line.help;
+  if (invocation.print) return invocation;
+
+  RefitdConfig config;
+  invocation.source = line.config_file;
+  if (const auto found = environment.find("REFITD_CONFIG");
+      invocation.source.empty() && found != environment.end()) {
+    invocation.source = found->second;
+  }
+  if (!invocation.source.empty()) {
+    REFITD_RETURN_IF_ERROR(ParseConfigFile(invocation.source, &config));
+  }
+  for (const Setting& setting : kSettings) {
+    const std::string variable = VariableOf(setting);
+    const auto found = environment.find(variable);
+    if (found == environment.end()) continue;
+    REFITD_RETURN_IF_ERROR(Apply(setting, found->second, variable, &config));
+  }
+  for (size_t i = 0; i < kSettings.size(); ++i) {
+    if (!line.given[i]) continue;
+    REFITD_RETURN_IF_ERROR(
+        Apply(kSettings[i], line.values[i], std::string("--") + kSettings[i].name, &config));
+  }
+  REFITD_RETURN_IF_ERROR(CheckConfig(config));
+  invocation.config = FromProto(config);
+  if (line.validate) invocation.print = FormatConfig(invocation.config);
+  return invocation;
+}
+
+absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
+                                      const char* const* environ) {
+  std::map<std::string, std::string> environment;
+  for (; environ != nullptr && *environ != nullptr; ++environ) {
+    const std::string_view entry(*environ);
+    const size_t equals = entry.find('=');
+    if (!entry.starts_with("REFITD_") || equals == std::string_view::npos) continue;
+    environment.emplace(entry.substr(0, equals), entry.substr(equals + 1));
+  }
+  return LoadConfig(std::vector<std::string>(argv + std::min(argc, 1), argv + argc), environment);
+}
+
+std::string FormatConfig(const Config& config) {
+  TextFormat::Printer printer;
+  const FieldDescriptor* mode = RefitdConfig::Listen::descriptor()->FindFieldByName("unix_mode");
+  // The printer takes ownership if it says true.
+  auto octal = std::make_unique<OctalPrinter>();
+  if (printer.RegisterFieldValuePrinter(mode, octal.get())) {
+    [[maybe_unused]] const auto* owned = octal.release();
+  }
+  std::string text;
+  printer.PrintToString(ToProto(config), &text);
+  return text;
+}
+
+}  // namespace refitd

@@ -1,0 +1,116 @@
+// refitd's configuration: defaults, then a textproto file (daemon/config.proto), then environment
+// variables, then flags; later wins, setting by setting.
+//
+// What LoadConfig returns has been checked in full (P10): every number is within its named limit,
+// and TCP beyond loopback was asked for in so many words (P9). Pure but for reading the file and
+// the process's own user id. Config is a plain value.
+#ifndef REFITD_DAEMON_CONFIG_H_
+#define REFITD_DAEMON_CONFIG_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "daemon/log.h"
+#include "daemon/peer_credentials.h"
+#include "transport/base/ids.h"
+#include "transport/transport.h"
+
+namespace refitd {
+
+// What refitd exits with.
+enum ExitCode : int {
+  kExitOk = 0,
+  kExitFailure = 1,  // failed while running
+  kExitUsage = 2,    // bad flag, variable or file
+  kExitInUse = 3,    // socket or port is in use
+};
+
+// Limits of the settings themselves.
+inline constexpr Duration kMaxLimitDuration = std::chrono::hours(24);  // of any wait
+inline constexpr int64_t kSlotBytesMultiple = 4096;                    // a page
+inline constexpr int64_t kMinSlotBytes = 64 << 10;  // below it, parts cost more than bytes
+inline constexpr int64_t kMaxSlotBytes = int64_t{16} << 30;
+inline constexpr int kMinConfiguredSlots = 2;   // one filling while one is read
+inline constexpr int kMaxConfiguredSlots = 64;  // as kMaxSlots of a group
+inline constexpr int64_t kMinMessageBytes = 64 << 10;
+inline constexpr int64_t kMaxMessageBytes = 1 << 30;        // gRPC buffers a message whole
+inline constexpr int64_t kMessageOverheadBytes = 64 << 10;  // room beside inline bytes
+inline constexpr int kMaxConfiguredOutstanding = 65'536;
+inline constexpr int kMaxConfiguredGroups = 4096;
+inline constexpr int kMaxConfiguredMembers = 65'536;
+inline constexpr int kMaxConfiguredCopyThreads = 256;
+inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kMaxRegionBytes
+inline constexpr size_t kMaxUnixPathBytes = 103;  // 107 of an address, less the ".fds" beside it
+inline constexpr int kMaxTcpListeners = 16;
+inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
+
+struct ListenConfig {
+  std::string unix_path = "/run/refitd/refitd.sock";
+  mode_t unix_mode = 0660;
+  std::vector<std::string> tcp;  // "HOST:PORT", host numeric or "localhost"; IPv6 in brackets
+  bool insecure = false;         // some of tcp is beyond loopback, with neither TLS nor credentials
+  bool operator==(const ListenConfig&) const = default;
+};
+
+struct LimitsConfig {
+  Duration default_duration = std::chrono::seconds(120);  // of an update whose Begin says none
+  Duration max_duration = std::chrono::hours(1);
+  Duration ready = std::chrono::seconds(30);  // Prepare to Ready
+  Duration ack = std::chrono::seconds(30);    // bucket to acknowledgement
+  Duration idle = std::chrono::seconds(30);   // update without any call
+  Duration lease = std::chrono::seconds(30);  // leased slot not submitted
+  int outstanding_buckets = 256;              // per trainer rank
+  int64_t inline_bytes = 4 << 20;             // of one call
+  int64_t message_bytes = 8 << 20;            // of any gRPC message
+  int max_groups = 64;
+  int max_members = 4096;                       // of all groups
+  int64_t max_region_bytes = int64_t{1} << 44;  // of one region
+  bool operator==(const LimitsConfig&) const = default;
+};
+
+struct StagingConfig {
+  int64_t slot_bytes = 64 << 20;               // where a group's spec says none
+  int slots = 4;                               // likewise
+  int64_t max_pool_bytes = int64_t{16} << 30;  // of all groups
+  bool operator==(const StagingConfig&) const = default;
+};
+
+struct Config {
+  ListenConfig listen;
+  AccessRule access;  // filled: the daemon's own user and root unless told otherwise
+  LogConfig log;
+  LimitsConfig limits;
+  StagingConfig staging;
+  int copy_threads = 0;  // host transport; 0: one a core, at most 16
+  Verification default_verification = Verification::kReadback;
+  bool operator==(const Config&) const = default;
+};
+
+// What a command line asks for.
+struct Invocation {
+  Config config;
+  std::string source;  // the file read; empty: none
+  // Set by --validate, --version and --help: print it on stdout and exit with kExitOk.
+  std::optional<std::string> print;
+};
+
+// `argv` without the program's name. Variables that are no setting are ignored, whatever their
+// prefix (service discovery makes some). Errors: INVALID_ARGUMENT with where (file:line:column,
+// variable or flag), field and value; NOT_FOUND or PERMISSION_DENIED file. All mean kExitUsage.
+absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
+                                      const std::map<std::string, std::string>& environment);
+
+// The same from main's own arguments.
+absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
+                                      const char* const* environ);
+
+// As textproto with every setting in it: what --validate prints.
+std::string FormatConfig(const Config& config);
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_CONFIG_H_

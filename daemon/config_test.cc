@@ -1,0 +1,254 @@
+#include "daemon/config.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cstdio>
+#include <fstream>
+
+#include "daemon/config.pb.h"
+#include "daemon/test_util.h"
+
+namespace refitd {
+namespace {
+
+using Environment = std::map<std::string, std::string>;
+
+absl::StatusOr<Invocation> Load(const std::vector<std::string>& flags,
+                                const Environment& environment = {}) {
+  return LoadConfig(flags, environment);
+}
+
+std::string WriteFile(const TempFolder& folder, const std::string& text) {
+  const std::string path = folder / "refitd.textproto";
+  std::ofstream(path) << text;
+  return path;
+}
+
+void RequireInvalid(const absl::StatusOr<Invocation>& loaded, const std::string& named) {
+  REQUIRE_FALSE(loaded.ok());
+  INFO(loaded.status().ToString());
+  CHECK(loaded.status().code() == absl::StatusCode::kInvalidArgument);
+  CHECK_THAT(Message(loaded.status()), Catch::Contains(named));
+}
+
+TEST_CASE("Without file, variables and flags every setting has its documented default") {
+  const auto loaded = Load({});
+  REQUIRE(loaded.ok());
+  CHECK_FALSE(loaded->print.has_value());
+  Config expected;
+  expected.access.uids = {0};
+  if (geteuid() != 0) expected.access.uids.push_back(geteuid());
+  CHECK(loaded->config == expected);
+}
+
+TEST_CASE("Flags win over variables and variables over the file") {
+  const TempFolder folder;
+  const std::string file = WriteFile(folder, R"(
+    # comment
+    listen { unix_path: "/tmp/file.sock" unix_mode: 0600 tcp: "127.0.0.1:1" tcp: "[::1]:2" }
+    limits { ready_ms: 1000 ack_ms: 2000 }
+    staging { slots: 8 }
+    log { format: JSON }
+  )");
+  const auto loaded = Load({"--config", file, "--ready-ms=3000", "--log-level", "debug"},
+                           {{"REFITD_READY_MS", "9"},
+                            {"REFITD_ACK_MS", "2500"},
+                            {"REFITD_LISTEN_TCP", "localhost:7"},
+                            {"REFITD_SLOT_BYTES", "1MiB"}});
+  REQUIRE(loaded.ok());
+  const Config& config = loaded->config;
+  CHECK(loaded->source == file);
+  CHECK(config.listen.unix_path == "/tmp/file.sock");
+  CHECK(config.listen.unix_mode == 0600);
+  CHECK(config.listen.tcp == std::vector<std::string>{"localhost:7"});
+  CHECK(config.limits.ready == std::chrono::seconds(3));
+  CHECK(config.limits.ack == std::chrono::milliseconds(2500));
+  CHECK(config.staging.slots == 8);
+  CHECK(config.staging.slot_bytes == 1 << 20);
+  CHECK(config.log.format == LogFormat::kJson);
+  CHECK(config.log.level == LogLevel::kDebug);
+}
+
+TEST_CASE("REFITD_CONFIG names the file unless a flag does") {
+  const TempFolder folder;
+  const std::string file = WriteFile(folder, "staging { slots: 5 }");
+  CHECK(Load({}, {{"REFITD_CONFIG", file}})->config.staging.slots == 5);
+  CHECK(Load({"--config", "/does/not/exist"}, {{"REFITD_CONFIG", file}}).status().code() ==
+        absl::StatusCode::kNotFound);
+}
+
+TEST_CASE("Main's arguments and environment are taken as they are") {
+  const char* argv[] = {"refitd", "--slots", "6"};
+  const char* environment[] = {"PATH=/bin", "REFITD_COPY_THREADS=3", "REFITD_PORT=tcp://10.0.0.1:1",
+                               nullptr};
+  const auto loaded = LoadConfig(3, argv, environment);
+  REQUIRE(loaded.ok());
+  CHECK(loaded->config.staging.slots == 6);
+  CHECK(loaded->config.copy_threads == 3);
+}
+
+TEST_CASE("An unknown field is refused with its line, column and name") {
+  const TempFolder folder;
+  const std::string file = WriteFile(folder, "listen {\n  unix_pth: \"/x\"\n}\n");
+  const auto loaded = Load({"--config", file});
+  RequireInvalid(loaded, "line 2, column 11");
+  CHECK_THAT(Message(loaded.status()), Catch::Contains("unix_pth") && Catch::Contains(file));
+}
+
+TEST_CASE("A malformed file is refused with its line") {
+  const TempFolder folder;
+  RequireInvalid(Load({"--config", WriteFile(folder, "log { format: YAML }")}), "\"YAML\"");
+  RequireInvalid(Load({"--config", WriteFile(folder, "\nlog { format: ")}), "line 2");
+  RequireInvalid(Load({"--config", WriteFile(folder, "limits { ready_ms: 99999999999999999999 }")}),
+                 "line 1");
+}
+
+TEST_CASE("A file over the limit is refused") {
+  const TempFolder folder;
+  const std::string text(kMaxConfigFileBytes + 1, '\n');
+  RequireInvalid(Load({"--config", WriteFile(folder, text)}), "more than");
+}
+
+TEST_CASE("An unknown flag is refused by name") {
+  RequireInvalid(Load({"--slotz", "4"}), "--slotz");
+  RequireInvalid(Load({"surprise"}), "surprise");
+}
+
+TEST_CASE("A bad value is refused with where it stands, field and value") {
+  RequireInvalid(Load({"--slots", "four"}), "--slots (staging.slots): \"four\"");
+  RequireInvalid(Load({}, {{"REFITD_SLOTS", "4KiB"}}), "REFITD_SLOTS (staging.slots): \"4KiB\"");
+  RequireInvalid(Load({"--slots", "99999999999"}), "99999999999");
+  RequireInvalid(Load({"--slot-bytes", "99999999TiB"}), "99999999TiB");
+  RequireInvalid(Load({"--listen-unix-mode", "0680"}), "0680");
+  RequireInvalid(Load({"--log-level", "loud"}), "\"LOUD\" is none of DEBUG, INFO, WARNING, ERROR");
+  RequireInvalid(Load({"--insecure=perhaps"}), "perhaps");
+  RequireInvalid(Load({"--allowed-uids", "0,-1"}), "-1");
+  RequireInvalid(Load({"--allowed-uids", "0,,1"}), "\"\"");
+}
+
+TEST_CASE("Each number is held to its limits by name") {
+  const auto refused = [](const std::string& flag, const std::string& field) {
+    INFO(flag);
+    RequireInvalid(Load({flag}), field);
+  };
+  refused("--default-duration-ms=0", "limits.default_duration_ms is 0, must be 1 to 3600000");
+  refused("--default-duration-ms=3600001", "limits.default_duration_ms");
+  refused("--max-duration-ms=86400001", "limits.max_duration_ms");
+  refused("--ready-ms=0", "limits.ready_ms");
+  refused("--ack-ms=-1", "limits.ack_ms is -1");
+  refused("--idle-ms=0", "limits.idle_ms");
+  refused("--lease-ms=0", "limits.lease_ms");
+  refused("--outstanding-buckets=0", "limits.outstanding_buckets");
+  refused("--inline-bytes=8MiB", "limits.inline_bytes is 8388608");
+  refused("--message-bytes=1", "limits.message_bytes");
+  refused("--message-bytes=2GiB", "limits.message_bytes");
+  refused("--max-groups=0", "limits.max_groups");
+  refused("--max-members=0", "limits.max_members");
+  refused("--max-region-bytes=32TiB", "limits.max_region_bytes");
+  refused("--slot-bytes=100000", "staging.slot_bytes is 100000, must be a multiple of 4096");
+  refused("--slot-bytes=4096", "staging.slot_bytes");
+  refused("--slots=1", "staging.slots is 1, must be 2 to 64");
+  refused("--slots=65", "staging.slots");
+  refused("--max-pool-bytes=1MiB", "staging.max_pool_bytes is 1048576");
+  refused("--copy-threads=-1", "host.copy_threads");
+  refused("--listen-unix=relative.sock", "listen.unix_path is \"relative.sock\"");
+  refused("--listen-unix=/" + std::string(kMaxUnixPathBytes, 'x'),
+          "listen.unix_path has 104 bytes");
+  refused("--listen-unix-mode=1777", "listen.unix_mode is 01777");
+}
+
+TEST_CASE("A mode written without its leading zero in the file is refused") {
+  const TempFolder folder;
+  RequireInvalid(Load({"--config", WriteFile(folder, "listen { unix_mode: 660 }")}), "write 0660");
+}
+
+TEST_CASE("TCP beyond loopback is refused unless insecure is said in so many words") {
+  for (const char* address : {"0.0.0.0:1", "[::]:1", "10.1.2.3:80", "[fe80::1]:1", "128.0.0.1:1"}) {
+    INFO(address);
+    RequireInvalid(Load({"--listen-tcp", address}), std::string("\"") + address + "\" is beyond");
+    CHECK(Load({"--insecure", "--listen-tcp", address}).ok());
+    CHECK(Load({"--listen-tcp", address}, {{"REFITD_INSECURE", "true"}}).ok());
+    CHECK_FALSE(Load({"--insecure=false", "--listen-tcp", address}).ok());
+  }
+  for (const char* address : {"127.0.0.1:0", "127.9.9.9:65535", "[::1]:1", "localhost:1"}) {
+    INFO(address);
+    CHECK(Load({"--listen-tcp", address}).ok());
+  }
+}
+
+TEST_CASE("An address that is no address is refused even with insecure") {
+  for (const char* address : {"", "7070", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "::1:7",
+                              "[127.0.0.1]:1", "127.0.0.1:1x", ":1", "example.org:1", "[::1]"}) {
+    INFO(address);
+    const TempFolder folder;
+    const std::string file =
+        WriteFile(folder, std::string("listen { insecure: true tcp: \"") + address + "\" }");
+    RequireInvalid(Load({"--config", file}), "is not HOST:PORT");
+  }
+}
+
+TEST_CASE("Allowed users and groups replace the default") {
+  const auto loaded = Load({"--allowed-uids=1000,1001", "--allowed-gids=5"});
+  REQUIRE(loaded.ok());
+  CHECK(loaded->config.access.uids == std::vector<uid_t>{1000, 1001});
+  CHECK(loaded->config.access.gids == std::vector<gid_t>{5});
+}
+
+TEST_CASE("Validate prints the settings in force, and they load again as the same") {
+  const TempFolder folder;
+  const auto first = Load({"--validate", "--slots=7", "--log-format=json", "--ready-ms=77",
+                           "--listen-unix-mode=0600", "--listen-tcp=localhost:1,[::1]:2",
+                           "--allowed-gids=4", "--default-verification=transfer"});
+  REQUIRE(first.ok());
+  REQUIRE(first->print.has_value());
+  CHECK_THAT(*first->print, Catch::Contains("unix_mode: 0600"));
+  const auto second = Load({"--config", WriteFile(folder, *first->print)});
+  REQUIRE(second.ok());
+  CHECK(second->config == first->config);
+}
+
+TEST_CASE("Validate refuses what running would refuse") {
+  RequireInvalid(Load({"--validate", "--slots=1"}), "staging.slots");
+}
+
+TEST_CASE("Version and help are printed whatever else is wrong") {
+  CHECK_THAT(Load({"--version", "--slots=1"})->print.value(), Catch::Contains("refitd 0.1.0"));
+  const std::string help = Load({"--help"})->print.value();
+  CHECK_THAT(help, Catch::Contains("--listen-unix") && Catch::Contains("Exit codes"));
+}
+
+// Every scalar and list field below `message`, as "a.b".
+void CollectFields(const google::protobuf::Descriptor* message, const std::string& prefix,
+                   std::vector<std::string>* fields) {
+  for (int i = 0; i < message->field_count(); ++i) {
+    const auto* field = message->field(i);
+    if (field->message_type() != nullptr) {
+      CollectFields(field->message_type(), prefix + field->name() + ".", fields);
+    } else {
+      fields->push_back(prefix + field->name());
+    }
+  }
+}
+
+TEST_CASE("Every field of the file has a flag") {
+  std::vector<std::string> fields;
+  CollectFields(config::RefitdConfig::descriptor(), "", &fields);
+  CHECK(fields.size() >= 26);
+  const std::string help = Load({"--help"})->print.value();
+  for (const std::string& field : fields) {
+    INFO(field);
+    CHECK_THAT(help, Catch::Contains("(" + field + ")"));
+  }
+}
+
+TEST_CASE("The example configuration says the defaults") {
+  const auto loaded = Load({"--config", "deploy/refitd.textproto"});
+  INFO(loaded.status().ToString());
+  REQUIRE(loaded.ok());
+  CHECK(loaded->config == Load({})->config);
+}
+
+}  // namespace
+}  // namespace refitd

@@ -1,0 +1,238 @@
+#include "daemon/executor.h"
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+// The pieces of a part as a layout for the planner, and bound to their memory. Piece i of both is
+// the same box; its byte offset is 0, so that a move's source offset is relative to the piece.
+struct BoundSource {
+  std::shared_ptr<Layout> layout = std::make_shared<Layout>();
+  std::vector<BoundPiece> pieces;
+  std::vector<uint32_t> range_of_piece;  // index into the part's ranges
+};
+
+absl::StatusOr<MemorySpan> SourceSpan(const StartTransfer& start, const CheckedBucket& bucket,
+                                      uint32_t bucket_range, const MemoryResolver& memory) {
+  const CheckedBucket::Place& place = bucket.places[bucket_range];
+  switch (bucket.source) {
+    case CheckedBucket::Source::kInline:
+      // The request outlives its answer, which comes after the last read (P6).
+      return MemorySpan{const_cast<char*>(place.inline_data), 0, nullptr};
+    case CheckedBucket::Source::kRegions: {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.Region(start.trainer, place.region));
+      span.data += place.byte_offset;
+      return span;
+    }
+    case CheckedBucket::Source::kSlot: {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.Slot(start.source_slot->slot));
+      span.data += place.byte_offset;
+      return span;
+    }
+  }
+  return absl::InternalError("unknown source kind");
+}
+
+absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const CheckedBucket& bucket,
+                                       const MemoryResolver& memory,
+                                       std::vector<std::shared_ptr<const void>>* keep_alive) {
+  BoundSource source;
+  const PartContent& content = *start.content;
+  source.layout->tensors = content.tensors;
+  std::shared_ptr<const void> last_kept;
+  for (uint32_t i = 0; i < content.ranges.size(); ++i) {
+    const TensorRange& range = content.ranges[i];
+    const TensorSpec& tensor = content.tensors[range.tensor];
+    const uint32_t bucket_range = start.bucket_ranges[i];
+    REFITD_ASSIGN_OR_RETURN(MemorySpan span, SourceSpan(start, bucket, bucket_range, memory));
+    if (span.keep_alive != nullptr && span.keep_alive != last_kept) {
+      last_kept = span.keep_alive;
+      keep_alive->push_back(span.keep_alive);
+    }
+    const int64_t element_bytes = ElementBytes(tensor.dtype);
+    const int64_t bucket_start = bucket.ranges[bucket_range].start;
+    const Dims strides = RowMajorStrides(tensor.shape);
+    for (Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
+      char* data = span.data + (FirstIndex(box, tensor.shape) - bucket_start) * element_bytes;
+      source.layout->pieces.push_back({range.tensor, box, RegionId(), 0, strides});
+      source.pieces.push_back({tensor.dtype, tensor.shape, box, strides, data, tensor.name});
+      source.range_of_piece.push_back(i);
+    }
+  }
+  return source;
+}
+
+// Adds the slot as one more destination: packed as the part's content says.
+void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_data,
+             Transfer* transfer) {
+  const PartContent& content = *start.content;
+  const auto slot_index = static_cast<uint32_t>(transfer->destinations.size());
+  std::vector<BoundPiece>& slot_pieces = transfer->destinations.emplace_back();
+  std::vector<CopyMove> slot_moves;
+  for (uint32_t p = 0; p < source.pieces.size(); ++p) {
+    BoundPiece piece = source.pieces[p];
+    const uint32_t r = source.range_of_piece[p];
+    const TensorRange& range = content.ranges[r];
+    piece.data = slot_data + content.byte_offsets[r] +
+                 (FirstIndex(piece.box, piece.shape) - range.start) * ElementBytes(piece.dtype);
+    slot_moves.push_back({0, p, slot_index, p, piece.box, 0, 0});
+    transfer->program.bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
+    slot_pieces.push_back(std::move(piece));
+  }
+  // Keep all moves of one source piece together: the transport reads each chunk once for all its
+  // destinations.
+  std::vector<CopyMove>& moves = transfer->program.moves;
+  moves.insert(moves.end(), slot_moves.begin(), slot_moves.end());
+  std::stable_sort(moves.begin(), moves.end(), [](const CopyMove& a, const CopyMove& b) {
+    return a.source_piece < b.source_piece;
+  });
+}
+
+// Binds the pieces that the program writes, and only those; rewrites the moves to index them.
+// originals[d][i] is the layout's index of bound piece i.
+absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& memory,
+                              Transfer* transfer, std::vector<std::vector<uint32_t>>* originals) {
+  const auto& layouts = start.index->destinations();
+  transfer->destinations.resize(layouts.size());
+  originals->resize(layouts.size());
+  std::vector<std::unordered_map<uint32_t, uint32_t>> bound(layouts.size());
+  std::vector<std::unordered_map<uint64_t, MemorySpan>> spans(layouts.size());
+  for (CopyMove& move : transfer->program.moves) {
+    const uint32_t d = move.destination;
+    const Layout& layout = *layouts[d];
+    const Piece& piece = layout.pieces[move.destination_piece];
+    move.destination_byte_offset -= piece.byte_offset;
+    const auto [it, added] = bound[d].emplace(
+        move.destination_piece, static_cast<uint32_t>(transfer->destinations[d].size()));
+    if (added) {
+      auto span = spans[d].find(piece.region.value());
+      if (span == spans[d].end()) {
+        REFITD_ASSIGN_OR_RETURN(MemorySpan region,
+                                memory.Region(start.destinations[d], piece.region));
+        transfer->keep_alive.push_back(region.keep_alive);
+        span = spans[d].emplace(piece.region.value(), std::move(region)).first;
+      }
+      const TensorSpec& tensor = layout.tensors[piece.tensor];
+      transfer->destinations[d].push_back({tensor.dtype, tensor.shape, piece.box, piece.strides,
+                                           span->second.data + piece.byte_offset, tensor.name});
+      (*originals)[d].push_back(move.destination_piece);
+    }
+    move.destination_piece = it->second;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedBucket& bucket,
+                                      const MemoryResolver& memory,
+                                      std::vector<std::vector<uint32_t>>* originals) {
+  Transfer transfer;
+  transfer.verification = start.verification;
+  transfer.label = fmt::format("version {}, part {}", start.version, start.part);
+  REFITD_ASSIGN_OR_RETURN(BoundSource source,
+                          BindSource(start, bucket, memory, &transfer.keep_alive));
+  if (start.index != nullptr && !start.index->destinations().empty()) {
+    PlanOptions options;
+    options.skip_destination = start.skip_destination;
+    options.require_cover = false;
+    REFITD_ASSIGN_OR_RETURN(transfer.program, Compile({source.layout}, *start.index, options));
+    REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
+  }
+  transfer.readback_now.assign(transfer.destinations.size(), false);
+  if (start.fill_slot.has_value()) {
+    REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.Slot(start.fill_slot->slot));
+    AddSlot(start, source, slot.data, &transfer);
+    transfer.readback_now.push_back(true);
+    transfer.keep_alive.push_back(slot.keep_alive);
+  }
+  transfer.source = std::move(source.pieces);
+  return transfer;
+}
+
+}  // namespace
+
+absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bucket,
+                             const MemoryResolver& memory, std::function<void(Done)> done) {
+  const size_t destinations = start.index == nullptr ? 0 : start.index->destinations().size();
+  std::vector<std::vector<uint32_t>> originals;
+  REFITD_ASSIGN_OR_RETURN(Transfer transfer, MakeTransfer(start, bucket, memory, &originals));
+  if (start.verification == Verification::kReadback && destinations > 0) {
+    UpdateSums& sums = sums_[start.update];
+    sums.resize(destinations);
+    for (size_t d = 0; d < destinations; ++d) {
+      if (!originals[d].empty()) sums[d].resize(start.index->destinations()[d]->pieces.size());
+    }
+  }
+  transport_->Submit(
+      std::move(transfer),
+      [result_base = Done{start.update, start.part, absl::OkStatus(), {}, -1, {}},
+       originals = std::move(originals), destinations,
+       done = std::move(done)](TransferResult result) mutable {
+        result_base.status = std::move(result.status);
+        result_base.bytes_written = std::move(result.bytes_written);
+        result_base.bytes_written.resize(destinations);  // the slot, if any, is last
+        const bool in_layout = result.failed_destination < static_cast<int>(destinations);
+        result_base.failed_destination = in_layout ? result.failed_destination : -1;
+        result_base.sums.reserve(result.expected.size());
+        for (const PieceDigest& e : result.expected) {
+          if (e.destination >= destinations) continue;
+          result_base.sums.push_back({e.destination, originals[e.destination][e.piece], e.digest});
+        }
+        done(std::move(result_base));
+      });
+  return absl::OkStatus();
+}
+
+void Executor::Finished(const Done& done) {
+  const auto it = sums_.find(done.update);
+  if (it == sums_.end()) return;
+  for (const Done::Sum& sum : done.sums) {
+    std::optional<uint64_t>& total = it->second[sum.destination][sum.piece];
+    total = total.value_or(0) + sum.digest;
+  }
+}
+
+absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& memory,
+                             std::function<void(VerifyDone)> done) {
+  ReadbackJob job;
+  VerifyDone result{verify.update, absl::OkStatus(), {}};
+  const UpdateSums& sums = sums_[verify.update];
+  for (uint32_t d = 0; d < verify.destinations.size(); ++d) {
+    const bool skip = d < verify.skip_destination.size() && verify.skip_destination[d];
+    if (skip || d >= sums.size() || sums[d].empty()) continue;
+    const Layout& layout = *verify.index->destinations()[d];
+    std::map<RegionId, MemorySpan> spans;
+    for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
+      const Piece& piece = layout.pieces[p];
+      const TensorSpec& tensor = layout.tensors[piece.tensor];
+      // What was never written (engine-only tensors; the group checks cover) has nothing to agree
+      // with.
+      if (!sums[d][p].has_value()) continue;
+      auto span = spans.find(piece.region);
+      if (span == spans.end()) {
+        REFITD_ASSIGN_OR_RETURN(MemorySpan region,
+                                memory.Region(verify.destinations[d], piece.region));
+        job.keep_alive.push_back(region.keep_alive);
+        span = spans.emplace(piece.region, std::move(region)).first;
+      }
+      job.pieces.push_back({{tensor.dtype, tensor.shape, piece.box, piece.strides,
+                             span->second.data + piece.byte_offset, tensor.name},
+                            *sums[d][p],
+                            d});
+    }
+  }
+  transport_->Submit(std::move(job), [result = std::move(result),
+                                      done = std::move(done)](ReadbackResult readback) mutable {
+    result.status = std::move(readback.status);
+    result.failed_destinations = std::move(readback.failed_destinations);
+    done(std::move(result));
+  });
+  return absl::OkStatus();
+}
+
+}  // namespace refitd

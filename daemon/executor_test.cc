@@ -1,0 +1,256 @@
+#include "daemon/executor.h"
+
+#include <catch2/catch.hpp>
+#include <chrono>
+#include <future>
+#include <string>
+
+#include "transport/host/host_transport.h"
+
+namespace refitd {
+namespace {
+
+constexpr std::chrono::seconds kDeadline{20};
+constexpr MemberId kTrainer(1);
+
+// Memory of members and slots: strings of this test.
+class TestMemory : public MemoryResolver {
+ public:
+  absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
+    const auto it = regions.find({member, region});
+    if (it == regions.end()) return absl::NotFoundError("no such region");
+    return MemorySpan{it->second->data(), static_cast<int64_t>(it->second->size()), it->second};
+  }
+  absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
+    return MemorySpan{slots.at(slot.value())->data(),
+                      static_cast<int64_t>(slots.at(slot.value())->size()), slots.at(slot.value())};
+  }
+  std::map<std::pair<MemberId, RegionId>, std::shared_ptr<std::string>> regions;
+  std::vector<std::shared_ptr<std::string>> slots;
+};
+
+// The host transport, with a wrong source offset planted in one move of a program. The offset stays
+// inside of the source piece: one that leaves it is refused outright.
+class WrongOffset : public Transport {
+ public:
+  explicit WrongOffset(Transport* transport) : transport_(transport) {}
+  void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    if (planted_bytes != 0) transfer.program.moves.at(move).source_byte_offset += planted_bytes;
+    transport_->Submit(std::move(transfer), std::move(done));
+  }
+  void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
+    transport_->Submit(std::move(job), std::move(done));
+  }
+  size_t move = 1;  // the right half of the matrix
+  int64_t planted_bytes = 0;
+
+ private:
+  Transport* const transport_;
+};
+
+// Flips a bit of one byte right after it was stored.
+class FlipByte : public TransferFaults {
+ public:
+  void AfterStore(char* data, int64_t bytes) override {
+    if (target >= data && target < data + bytes) *target = static_cast<char>(*target ^ 0x20);
+  }
+  char* target = nullptr;
+};
+
+// One trainer's region with two tensors, two engine ranks (one whole, one that holds the right half
+// of the matrix and all of the vector) and a slot.
+class Bench {
+ public:
+  Bench() {
+    tensors_ = {{"matrix", DType::kBFloat16, {6, 8}}, {"vector", DType::kFloat32, {10}}};
+    std::string source(96 + 40 + 16, '\0');  // some more bytes follow what is carried
+    for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<char>(i * 7 + 1);
+    memory.regions[{kTrainer, RegionId(1)}] = std::make_shared<std::string>(source);
+    memory.slots.push_back(std::make_shared<std::string>(4096, '-'));
+    AddEngine(Box{{0, 0}, {6, 8}});
+    AddEngine(Box{{0, 4}, {6, 4}});
+    auto made = DestinationIndex::Make({layouts_.begin(), layouts_.end()}, {"whole", "half"});
+    REQUIRE(made.ok());
+    index_ = *made;
+  }
+
+  // Runs the bucket through the executor, to both engines and into the slot.
+  Executor::Done Transfer(Verification verification) {
+    CheckedBucket bucket;
+    bucket.tensors = tensors_;
+    bucket.ranges = {{0, 0, 48}, {1, 0, 10}};
+    bucket.bytes = 136;
+    bucket.source = CheckedBucket::Source::kRegions;
+    bucket.places = {{nullptr, RegionId(1), 0}, {nullptr, RegionId(1), 96}};
+    PartContent content;
+    content.tensors = bucket.tensors;
+    content.ranges = bucket.ranges;
+    content.byte_offsets = {0, 512};
+    content.bytes = 552;
+    StartTransfer start;
+    start.update = UpdateId(1);
+    start.version = Version(1);
+    start.trainer = kTrainer;
+    start.bucket_ranges = {0, 1};
+    start.content = std::make_shared<const PartContent>(content);
+    start.fill_slot = SlotGrant{SlotIndex(0), GrantId(1)};
+    start.index = index_;
+    start.destinations = engines_;
+    start.skip_destination = {false, false};
+    start.verification = verification;
+    std::promise<Executor::Done> promise;
+    auto done = promise.get_future();
+    REQUIRE(executor_
+                .Start(start, bucket, memory,
+                       [&promise](Executor::Done d) { promise.set_value(std::move(d)); })
+                .ok());
+    REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
+    Executor::Done result = done.get();
+    executor_.Finished(result);
+    return result;
+  }
+
+  VerifyDone Verify() {
+    StartVerify verify{UpdateId(1), Version(1), index_, engines_, {false, false}};
+    std::promise<VerifyDone> promise;
+    auto done = promise.get_future();
+    REQUIRE(
+        executor_
+            .Start(verify, memory, [&promise](VerifyDone d) { promise.set_value(std::move(d)); })
+            .ok());
+    REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
+    return done.get();
+  }
+
+  std::string& source() { return *memory.regions.at({kTrainer, RegionId(1)}); }
+  std::string& engine(size_t i) { return *memory.regions.at({engines_[i], RegionId(10 + i)}); }
+  std::string& slot() { return *memory.slots[0]; }
+
+  // All destinations hold what they should, and nothing around it changed.
+  void RequireInstalled() {
+    const std::string matrix = source().substr(0, 96);
+    const std::string vector = source().substr(96, 40);
+    std::string halves;
+    for (size_t row = 0; row < 6; ++row) halves += matrix.substr(row * 16 + 8, 8);
+    REQUIRE(engine(0) == std::string(64, '.') + matrix + vector + "....");
+    REQUIRE(engine(1) == std::string(64, '.') + halves + vector + "....");
+    REQUIRE(slot().substr(0, 96) == matrix);
+    REQUIRE(slot().substr(96, 416) == std::string(416, '-'));
+    REQUIRE(slot().substr(512, 40) == vector);
+  }
+
+  TestMemory memory;
+  FlipByte flip;
+
+ private:
+  void AddEngine(const Box& matrix) {
+    const MemberId member(10 + engines_.size());
+    const RegionId region(10 + engines_.size());
+    auto layout = std::make_shared<Layout>();
+    layout->tensors = tensors_;
+    const int64_t matrix_bytes = 2 * ElementCount(matrix);
+    layout->pieces.push_back({0, matrix, region, 64, RowMajorStrides(matrix.extent)});
+    layout->pieces.push_back({1, WholeBox({10}), region, 64 + matrix_bytes, {1}});
+    memory.regions[{member, region}] =
+        std::make_shared<std::string>(static_cast<size_t>(64 + matrix_bytes + 40 + 4), '.');
+    layouts_.push_back(std::move(layout));
+    engines_.push_back(member);
+  }
+
+  std::vector<TensorSpec> tensors_;
+  std::vector<std::shared_ptr<const Layout>> layouts_;
+  std::vector<MemberId> engines_;
+  std::shared_ptr<const DestinationIndex> index_;
+  const std::unique_ptr<Transport> host_ = MakeHostTransport({.threads = 2, .faults = &flip});
+
+ public:
+  WrongOffset transport{host_.get()};
+
+ private:
+  Executor executor_{&transport};
+};
+
+TEST_CASE("a transfer writes every destination and the slot, and reads back as written") {
+  Bench bench;
+  for (const Verification verification :
+       {Verification::kOff, Verification::kTransfer, Verification::kReadback}) {
+    const Executor::Done done = bench.Transfer(verification);
+    REQUIRE(done.status.ok());
+    CHECK(done.bytes_written == std::vector<int64_t>{136, 88});
+    bench.RequireInstalled();
+  }
+  const VerifyDone verified = bench.Verify();
+  CHECK(verified.status.ok());
+  CHECK(verified.failed_destinations.empty());
+}
+
+TEST_CASE("a wrong source offset planted in a program is caught by transfer") {
+  Bench bench;
+  bench.transport.planted_bytes = -2;
+  // Without verification the wrong bytes go through: the plant does what it should.
+  REQUIRE(bench.Transfer(Verification::kOff).status.ok());
+  REQUIRE(bench.engine(0).substr(64, 96) == bench.source().substr(0, 96));
+  REQUIRE(bench.engine(1).substr(64, 8) == bench.source().substr(6, 8));
+
+  const Executor::Done done = bench.Transfer(Verification::kTransfer);
+  CHECK(done.status.code() == absl::StatusCode::kDataLoss);
+  CHECK_THAT(std::string(done.status.message()), Catch::Contains("matrix"));
+  CHECK(done.failed_destination == 1);
+}
+
+TEST_CASE("a wrong source offset planted in a program is caught by readback too") {
+  Bench bench;
+  bench.transport.planted_bytes = -2;
+  REQUIRE(bench.Transfer(Verification::kReadback).status.ok());
+  const VerifyDone verified = bench.Verify();
+  CHECK(verified.status.code() == absl::StatusCode::kDataLoss);
+  CHECK_THAT(std::string(verified.status.message()), Catch::Contains("matrix"));
+  CHECK(verified.failed_destinations == std::vector<uint32_t>{1});
+}
+
+TEST_CASE("a byte flipped in a destination after the copy is caught by readback, and only by it") {
+  Bench bench;
+  bench.flip.target = &bench.engine(1)[64 + 48 + 13];  // in the vector
+  REQUIRE(bench.Transfer(Verification::kTransfer).status.ok());
+  REQUIRE(bench.Transfer(Verification::kReadback).status.ok());
+  const VerifyDone verified = bench.Verify();
+  CHECK(verified.status.code() == absl::StatusCode::kDataLoss);
+  CHECK_THAT(std::string(verified.status.message()), Catch::Contains("vector"));
+  CHECK(verified.failed_destinations == std::vector<uint32_t>{1});
+}
+
+TEST_CASE("a byte flipped in a slot is caught before any engine could read it") {
+  Bench bench;
+  bench.flip.target = &bench.slot()[512 + 5];
+  const Executor::Done done = bench.Transfer(Verification::kReadback);
+  CHECK(done.status.code() == absl::StatusCode::kDataLoss);
+  CHECK_THAT(std::string(done.status.message()), Catch::Contains("vector"));
+  CHECK(done.failed_destination == -1);  // a slot is no destination of the layouts
+}
+
+TEST_CASE("memory that is gone fails the transfer before it starts") {
+  Bench bench;
+  bench.memory.regions.clear();
+  Executor executor(&bench.transport);
+  CheckedBucket bucket;
+  bucket.tensors = {{"t", DType::kUint8, {4}}};
+  bucket.ranges = {{0, 0, 4}};
+  bucket.source = CheckedBucket::Source::kRegions;
+  bucket.places = {{nullptr, RegionId(1), 0}};
+  PartContent content;
+  content.tensors = bucket.tensors;
+  content.ranges = bucket.ranges;
+  content.byte_offsets = {0};
+  content.bytes = 4;
+  StartTransfer start;
+  start.trainer = kTrainer;
+  start.bucket_ranges = {0};
+  start.content = std::make_shared<const PartContent>(content);
+  bool called = false;
+  CHECK(executor.Start(start, bucket, bench.memory, [&](const Executor::Done&) { called = true; })
+            .code() == absl::StatusCode::kNotFound);
+  CHECK(!called);
+}
+
+}  // namespace
+}  // namespace refitd

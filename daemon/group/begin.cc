@@ -1,0 +1,290 @@
+// Begin, Prepare and Ready: from the first call of a version to the first bucket.
+#include <algorithm>
+
+#include "daemon/group/group_impl.h"
+
+namespace refitd {
+namespace {
+
+template <typename... Args>
+absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
+  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
+}
+
+absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
+  if (told < 0 || told > max) {
+    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, told, max);
+  }
+  if (told != 0 && before != 0 && told != before) {
+    return Precondition("{}: {} differs from the {} of the ranks before", field, told, before);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) const {
+  if (e.version.value() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", e.version);
+  }
+  if (e.duration < Duration(0) || e.duration > limits.max_duration) {
+    return Error(absl::StatusCode::kInvalidArgument, "duration: {} is not in 0..{}",
+                 group::Seconds(e.duration), group::Seconds(limits.max_duration));
+  }
+  const Update none;
+  const Update& u = update == nullptr ? none : *update;
+  REFITD_RETURN_IF_ERROR(
+      CheckTold("tensor_count", e.tensor_count, u.tensor_count, kMaxTensorsPerLayout));
+  REFITD_RETURN_IF_ERROR(CheckTold("total_bytes", e.total_bytes, u.total_bytes, INT64_MAX));
+  if (update == nullptr) {
+    if (state == GroupState::kDrained) {
+      return absl::UnavailableError("the daemon drains: no new update is opened");
+    }
+    if (version.has_value() && e.version <= *version) {
+      return Precondition("version: {} is not greater than the group's {}", e.version, *version);
+    }
+    return absl::OkStatus();
+  }
+  if (u.state == UpdateState::kDraining) {
+    if (u.version != e.version) {
+      return Precondition("an update to version {} is being given up", u.version);
+    }
+    return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", u.version,
+                 u.give_up.reason);
+  }
+  if (u.version != e.version) return Precondition("an update to version {} runs", u.version);
+  const Verification verification = e.verification.value_or(limits.default_verification);
+  if (verification != u.verification) {
+    return Precondition("verification: {} differs from the first rank's {}",
+                        static_cast<int>(verification), static_cast<int>(u.verification));
+  }
+  if (e.evict_late != u.evict_late) {
+    return Precondition("evict_late: {} differs from the first rank's {}", e.evict_late,
+                        u.evict_late);
+  }
+  const auto it = u.trainers.find(member.rank);
+  if (u.state != UpdateState::kOpening && it == u.trainers.end()) {
+    return Precondition("the update to version {} runs without trainer rank {}", u.version,
+                        member.rank);
+  }
+  return absl::OkStatus();
+}
+
+void Group::Impl::On(const BeginEvent& e) {
+  Member* member = Trainer(e.member, e.call);
+  if (member == nullptr) return;
+  const std::string what = fmt::format("begin of version {}", e.version);
+  if (Repeated(member, CallKind::kBegin, e.request_id, what, e.call)) return;
+  if (absl::Status status = CheckBegin(*member, e); !status.ok()) {
+    Refuse(e.call, std::move(status));
+    return;
+  }
+  if (update == nullptr) Open(e);
+  if (update->state == UpdateState::kOpening) {
+    update->tensor_count = std::max(update->tensor_count, e.tensor_count);
+    update->total_bytes = std::max(update->total_bytes, e.total_bytes);
+  }
+  const std::shared_ptr<Request> request =
+      Track(member, CallKind::kBegin, e.request_id, what, e.call);
+  TrainerProgress& progress = update->trainers[member->rank];
+  progress.member = member->id;
+  if (member->state == MemberState::kAttached) Step(&member->state, MemberTrigger::kPrepare);
+  if (member->state == MemberState::kReady) {
+    // The rank missed the answer to its first call.
+    Finish(request, absl::OkStatus(), MakeBeginReply());
+  } else {
+    progress.begins.push_back(request);
+  }
+  Changed();
+}
+
+void Group::Impl::Open(const BeginEvent& e) {
+  update = std::make_unique<Update>();
+  update->id = next_update();
+  update->version = e.version;
+  update->started = now;
+  update->deadline =
+      now + (e.duration == Duration(0) ? std::min(limits.default_duration, limits.max_duration)
+                                       : e.duration);
+  update->verification = e.verification.value_or(limits.default_verification);
+  update->evict_late = e.evict_late;
+  update->last_call = now;
+  Step(&state, GroupTrigger::kOpen);
+  Log(LogLine::kInfo, fmt::format("update to version {} opened", e.version));
+}
+
+std::string Group::Impl::WaitedForToAssemble() const {
+  std::vector<std::string> missing;
+  for (int rank = 0; rank < spec.trainer_ranks; ++rank) {
+    if (update->trainers.contains(rank)) continue;
+    missing.push_back(fmt::format("trainer rank {} to begin", rank));
+  }
+  int complete = 0;
+  std::vector<std::string> incomplete;
+  for (const auto& [instance_name, instance] : instances) {
+    if (Next(instance.state, InstanceTrigger::kPrepare).has_value()) {
+      ++complete;
+      continue;
+    }
+    for (int rank = 0; rank < instance.world_size; ++rank) {
+      const auto it = instance.ranks.find(rank);
+      if (it == instance.ranks.end()) {
+        incomplete.push_back(fmt::format("engine {} rank {}", instance_name, rank));
+      } else if (const Member* member = Find(it->second);
+                 member->delivery == DeliveryMode::kRegistered && member->layout == nullptr) {
+        incomplete.push_back(fmt::format("the layout of {}", member->label));
+      }
+    }
+  }
+  if (complete < spec.min_instances) {
+    missing.push_back(fmt::format("{} of {} instances complete{}{}", complete, spec.min_instances,
+                                  incomplete.empty() ? "" : ", missing ", group::Few(incomplete)));
+  }
+  return group::Few(missing);
+}
+
+// Engines stop serving at Prepare: not before all trainer ranks are there.
+void Group::Impl::AssembleIfAllHere() {
+  if (update->state != UpdateState::kOpening) return;
+  if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
+  const auto complete = std::count_if(instances.begin(), instances.end(), [](const auto& i) {
+    return Next(i.second.state, InstanceTrigger::kPrepare).has_value();
+  });
+  if (complete < std::max(spec.min_instances, 1)) return;
+  if (absl::Status status = MakeParticipants(); !status.ok()) {
+    GiveUp why{Message(status)};
+    why.begin_code = status.code();
+    Abandon(why);
+    return;
+  }
+  Step(&update->state, UpdateTrigger::kAssembled);
+  const Duration remaining = update->deadline - now;
+  update->ready_deadline = now + std::min(limits.ready_limit, remaining);
+  for (const Participant& participant : update->participants) {
+    Step(&instances.at(participant.instance).state, InstanceTrigger::kPrepare);
+    for (const MemberId id : participant.members) {
+      Step(&Find(id)->state, MemberTrigger::kPrepare);
+      Do(SendPrepare{id, update->version, update->id, remaining, update->tensor_count});
+    }
+  }
+  Changed();
+}
+
+absl::Status Group::Impl::MakeParticipants() {
+  std::vector<Catalog::Rank> ranks;
+  std::vector<std::string> names;
+  std::vector<Participant> participants;
+  for (const auto& [instance_name, instance] : instances) {
+    if (!Next(instance.state, InstanceTrigger::kPrepare).has_value()) continue;
+    Participant& participant = participants.emplace_back();
+    participant.instance = instance_name;
+    const auto index = static_cast<uint32_t>(names.size());
+    names.push_back(instance_name);
+    for (const auto& [rank, id] : instance.ranks) {
+      const Member& member = *Find(id);
+      participant.members.push_back(id);
+      const bool staged = member.delivery == DeliveryMode::kStaged;
+      ranks.push_back({id, member.label, index, member.delivery, staged ? nullptr : member.layout,
+                       staged ? member.manifest : nullptr});
+    }
+  }
+  const std::vector<bool> evicted(names.size());
+  if (catalog == nullptr || catalog->ranks() != ranks || catalog->instances() != names) {
+    REFITD_ASSIGN_OR_RETURN(
+        catalog, Catalog::Make(std::move(ranks), std::move(names), spec.engine_only_tensors));
+  }
+  if (const Catalog::Rank* open = catalog->OpenRank(evicted);
+      open != nullptr && update->tensor_count == 0) {
+    return Precondition(
+        "tensor_count: 0, but {} takes staged delivery without a manifest: how many tensors it "
+        "must get has to be told",
+        open->label);
+  }
+  update->catalog = catalog;
+  update->evicted = evicted;
+  update->skip_destination.resize(catalog->destinations().size());
+  update->bytes_written.resize(catalog->destinations().size());
+  for (const Catalog::Rank& rank : catalog->ranks()) {
+    if (rank.delivery != DeliveryMode::kStaged) continue;
+    update->readers[rank.member].participant = rank.instance;
+  }
+  update->participants = std::move(participants);
+  return absl::OkStatus();
+}
+
+void Group::Impl::On(const ReadyEvent& e) {
+  Member* member = Find(e.member);
+  if (member == nullptr || !member->engine || update == nullptr || update->id != e.update) {
+    return;
+  }
+  const std::optional<uint32_t> index = ParticipantOf(e.member);
+  if (!index.has_value() || update->participants[*index].evicted) return;
+  const std::optional<MemberState> next = Next(member->state, MemberTrigger::kReady);
+  if (!next.has_value()) return;
+  member->state = *next;
+  // Who is ready for this update reads nothing of the ones before.
+  EndReads(member);
+  Participant& participant = update->participants[*index];
+  participant.ready =
+      std::all_of(participant.members.begin(), participant.members.end(),
+                  [this](MemberId id) { return Find(id)->state == MemberState::kReady; });
+  if (participant.ready && update->state == UpdateState::kPreparing) {
+    Step(&instances.at(participant.instance).state, InstanceTrigger::kAllReady);
+  }
+  Changed();
+}
+
+std::string Group::Impl::WaitedForReady() const {
+  std::vector<std::string> missing;
+  for (const Participant& participant : update->participants) {
+    if (participant.evicted) continue;
+    for (const MemberId id : participant.members) {
+      if (Find(id)->state == MemberState::kPreparing) missing.push_back(Label(id) + " to be ready");
+    }
+  }
+  return group::Few(missing);
+}
+
+void Group::Impl::FailUnready() {
+  for (uint32_t i = 0; i < update->participants.size(); ++i) {
+    Participant& participant = update->participants[i];
+    if (participant.evicted || participant.ready) continue;
+    if (update->state == UpdateState::kDraining) return;
+    const auto late =
+        std::find_if(participant.members.begin(), participant.members.end(),
+                     [this](MemberId id) { return Find(id)->state == MemberState::kPreparing; });
+    GiveUp why{fmt::format(
+        "{} did not answer Ready within {}", Label(*late),
+        group::Seconds(std::min(limits.ready_limit, update->deadline - update->started)))};
+    why.begin_code = absl::StatusCode::kDeadlineExceeded;
+    FailEngine(i, why);
+  }
+}
+
+BeginReply Group::Impl::MakeBeginReply() const {
+  BeginReply reply;
+  reply.update = update->id;
+  reply.remaining = update->deadline - now;
+  reply.instances =
+      static_cast<int>(std::count(update->evicted.begin(), update->evicted.end(), false));
+  reply.leasable_slots = ledger.LeasableBy(spec.trainer_ranks);
+  return reply;
+}
+
+void Group::Impl::OpenDataIfReady() {
+  if (update->state != UpdateState::kPreparing) return;
+  if (std::any_of(update->participants.begin(), update->participants.end(),
+                  [](const Participant& p) { return !p.evicted && !p.ready; })) {
+    return;
+  }
+  Step(&update->state, UpdateTrigger::kAllReady);
+  for (auto& [rank, progress] : update->trainers) {
+    Step(&Find(progress.member)->state, MemberTrigger::kReady);
+    for (const auto& request : std::exchange(progress.begins, {})) {
+      Finish(request, absl::OkStatus(), MakeBeginReply());
+    }
+  }
+  Changed();
+}
+
+}  // namespace refitd

@@ -1,0 +1,445 @@
+// Data: leased slots, buckets in order, their parts, acknowledgements.
+#include <algorithm>
+
+#include "daemon/group/group_impl.h"
+
+namespace refitd {
+namespace {
+
+template <typename... Args>
+absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
+  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
+}
+
+}  // namespace
+
+absl::Status Group::Impl::NotOpen(Version wanted) const {
+  for (auto it = past.rbegin(); it != past.rend(); ++it) {
+    if (it->first != wanted) continue;
+    if (it->second.outcome == Outcome::kCommitted) {
+      return Precondition("version {} is committed already", wanted);
+    }
+    return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
+                 it->second.reason);
+  }
+  if (update != nullptr) {
+    return Precondition("version: {}, but the update that runs is to version {}", wanted,
+                        update->version);
+  }
+  return Precondition("no update to version {} is open: begin it first", wanted);
+}
+
+absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted) {
+  if (update == nullptr || update->version != wanted) return NotOpen(wanted);
+  if (update->state == UpdateState::kDraining) {
+    return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
+                 update->give_up.reason);
+  }
+  const auto it = update->trainers.find(member.rank);
+  if (member.state != MemberState::kReady || it == update->trainers.end()) {
+    return Precondition("the Begin of version {} by {} was not answered yet", wanted, member.label);
+  }
+  return &it->second;
+}
+
+// ---- slots ----
+
+int Group::Impl::LeasesOf(MemberId member) const {
+  int leases = 0;
+  for (int i = 0; i < ledger.slots(); ++i) {
+    const SlotLedger::Slot& slot = ledger.slot(SlotIndex(static_cast<uint32_t>(i)));
+    if (slot.state == SlotState::kLeased && slot.holder == member) ++leases;
+  }
+  return leases;
+}
+
+void Group::Impl::On(const LeaseSlotEvent& e) {
+  Member* member = Trainer(e.member, e.call);
+  if (member == nullptr) return;
+  if (e.wait < Duration(0)) {
+    Refuse(e.call, Error(absl::StatusCode::kInvalidArgument, "wait: {} is negative",
+                         group::Seconds(e.wait)));
+    return;
+  }
+  const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version);
+  if (!progress.ok()) {
+    Refuse(e.call, progress.status());
+    return;
+  }
+  if ((*progress)->committed) {
+    Refuse(e.call, Precondition("{} has committed version {} already", member->label, e.version));
+    return;
+  }
+  const int limit = ledger.LeasableBy(spec.trainer_ranks);
+  const int held = LeasesOf(e.member);
+  const auto waiting = std::count_if(lease_waiters.begin(), lease_waiters.end(),
+                                     [&e](const LeaseWaiter& w) { return w.member == e.member; });
+  // Slots of buckets that wait for an earlier one of the same rank: it would wait for itself.
+  const auto early =
+      std::count_if((*progress)->early.begin(), (*progress)->early.end(),
+                    [](const auto& bucket) { return bucket.second->slot.has_value(); });
+  if (held + waiting + early >= limit) {
+    Refuse(e.call,
+           Error(absl::StatusCode::kResourceExhausted,
+                 "{} holds {} leased slots, waits for {}, and has {} in buckets that wait for its "
+                 "seq {}; each of {} trainer ranks may hold {} of the group's {} slots",
+                 member->label, held, waiting, early, (*progress)->next_seq, spec.trainer_ranks,
+                 limit, ledger.slots()));
+    return;
+  }
+  const TimePoint deadline =
+      e.wait == Duration(0) ? update->deadline : std::min(now + e.wait, update->deadline);
+  lease_waiters.push_back({e.call, e.member, deadline});
+}
+
+bool Group::Impl::TryLease(const LeaseWaiter& waiter) {
+  const TimePoint expires = std::min(now + limits.lease_limit, update->deadline);
+  const absl::StatusOr<SlotGrant> grant =
+      ledger.Lease(waiter.member, ledger.LeasableBy(spec.trainer_ranks), expires);
+  if (!grant.ok() && grant.status().code() == absl::StatusCode::kUnavailable) return false;
+  update->last_call = now;
+  if (!grant.ok()) {
+    Refuse(waiter.call, grant.status());
+    return true;
+  }
+  Do(Reply{waiter.call, absl::OkStatus(), LeaseSlotReply{*grant, expires - now, spec.slot_bytes}});
+  Changed();
+  return true;
+}
+
+// After the parts that wait for a slot: those are earlier in the order of delivery.
+void Group::Impl::ServeLeases() {
+  if (update == nullptr || update->state != UpdateState::kData) return;
+  for (auto it = lease_waiters.begin(); it != lease_waiters.end();) {
+    it = TryLease(*it) ? lease_waiters.erase(it) : it + 1;
+  }
+}
+
+void Group::Impl::On(const ReleaseSlotEvent& e) {
+  Member* member = Trainer(e.member, e.call);
+  if (member == nullptr) return;
+  Do(Reply{e.call, ledger.ReleaseLease(e.member, e.grant), EmptyReply{}});
+  Changed();
+}
+
+// ---- buckets ----
+
+absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const {
+  if (progress.committed) {
+    return Precondition("seq: {}: the rank has committed version {} already", e.seq, e.version);
+  }
+  if (e.seq < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "seq: {} is negative", e.seq);
+  }
+  if (e.seq < progress.next_seq || progress.early.contains(e.seq)) {
+    return Error(absl::StatusCode::kAlreadyExists, "seq: {} was pushed before", e.seq);
+  }
+  if (e.seq - progress.next_seq >= limits.outstanding_buckets) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "seq: {} is too far ahead: {} comes next, and at most {} may be outstanding",
+                 e.seq, progress.next_seq, limits.outstanding_buckets);
+  }
+  if (progress.pending_buckets >= limits.outstanding_buckets) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "seq: {}: {} buckets are outstanding already", e.seq, progress.pending_buckets);
+  }
+  for (const TensorSpec& tensor : e.tensors) {
+    REFITD_RETURN_IF_ERROR(update->catalog->Check(tensor, update->evicted));
+  }
+  return CheckParts(e);
+}
+
+// Many ranges may name the same source bytes, so that a small message could ask for any number of
+// parts (P10).
+absl::Status Group::Impl::CheckParts(const BucketEvent& e) const {
+  if (e.slot.has_value() || update->readers.empty()) return absl::OkStatus();
+  const int64_t most = kMaxPartsPerBucket * spec.slot_bytes;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < e.tensors.size(); ++i) {
+    const int64_t range = e.ranges[i].count * ElementBytes(e.tensors[i].dtype) + kPackAlignment;
+    if (range > most - bytes) {
+      return Error(
+          absl::StatusCode::kResourceExhausted,
+          "seq {}: the bucket's tensors need more than {} slots of {} bytes; '{}' is one too many",
+          e.seq, kMaxPartsPerBucket, spec.slot_bytes, e.tensors[i].name);
+    }
+    bytes += range;
+  }
+  return absl::OkStatus();
+}
+
+// Takes the bucket's elements, and its slot, or changes nothing.
+absl::Status Group::Impl::Reserve(const BucketEvent& e) {
+  std::vector<group::PushedTensor> taken;
+  taken.reserve(e.tensors.size());
+  int64_t added = 0;
+  for (size_t i = 0; i < e.tensors.size(); ++i) {
+    const TensorSpec& tensor = e.tensors[i];
+    const TensorRange& range = e.ranges[i];
+    const auto it = update->pushed.find(tensor.name);
+    if (it == update->pushed.end()) {
+      REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(tensor.shape));
+      taken.push_back({tensor.dtype, tensor.shape, elements, {}});
+      ++added;
+    } else {
+      const group::PushedTensor& known = it->second;
+      if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
+        return Precondition("tensor '{}': the bucket has {}, but an earlier one had {}",
+                            tensor.name, ToString(tensor.dtype, tensor.shape),
+                            ToString(known.dtype, known.shape));
+      }
+      if (known.elements == 0) {
+        return Error(absl::StatusCode::kAlreadyExists, "tensor '{}' was pushed before",
+                     tensor.name);
+      }
+      taken.push_back(known);
+    }
+    if (!taken.back().covered.Add(range.start, range.start + range.count)) {
+      return Error(absl::StatusCode::kAlreadyExists,
+                   "tensor '{}': elements of [{}, {}) were pushed before", tensor.name, range.start,
+                   range.start + range.count);
+    }
+  }
+  const int64_t tensors = static_cast<int64_t>(update->pushed.size()) + added;
+  const int64_t most = update->tensor_count == 0 ? kMaxTensorsPerLayout : update->tensor_count;
+  if (tensors > most) {
+    return Precondition("seq {} would make {} tensors pushed; {}", e.seq, tensors,
+                        update->tensor_count == 0
+                            ? fmt::format("an update has at most {}", most)
+                            : fmt::format("Begin's tensor_count was {}", most));
+  }
+  if (e.slot.has_value()) REFITD_RETURN_IF_ERROR(ledger.Submit(e.member, *e.slot));
+  for (size_t i = 0; i < e.tensors.size(); ++i) {
+    update->pushed[e.tensors[i].name] = std::move(taken[i]);
+  }
+  return absl::OkStatus();
+}
+
+void Group::Impl::On(const BucketEvent& e) {
+  Member* member = Trainer(e.member, e.call);
+  if (member == nullptr) return;
+  const std::string what = fmt::format("bucket {} of version {}", e.seq, e.version);
+  if (Repeated(member, CallKind::kBucket, e.request_id, what, e.call)) return;
+  const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version);
+  absl::Status status = progress.status();
+  if (status.ok()) status = CheckBucket(**progress, e);
+  if (status.ok()) status = Reserve(e);
+  if (!status.ok()) {
+    Refuse(e.call, std::move(status));
+    return;
+  }
+  auto bucket = std::make_shared<Bucket>();
+  bucket->request = Track(member, CallKind::kBucket, e.request_id, what, e.call);
+  bucket->trainer = e.member;
+  bucket->seq = e.seq;
+  bucket->tensors = e.tensors;
+  bucket->ranges = e.ranges;
+  bucket->slot = e.slot;
+  bucket->slot_byte_offsets = e.slot_byte_offsets;
+  for (size_t i = 0; i < e.tensors.size(); ++i) {
+    bucket->bytes += e.ranges[i].count * ElementBytes(e.tensors[i].dtype);
+  }
+  ++(*progress)->pending_buckets;
+  (*progress)->early[e.seq] = std::move(bucket);
+  TakeInOrder(*progress);
+}
+
+void Group::Impl::TakeInOrder(TrainerProgress* progress) {
+  for (auto it = progress->early.find(progress->next_seq); it != progress->early.end();
+       it = progress->early.find(progress->next_seq)) {
+    const std::shared_ptr<Bucket> bucket = std::move(it->second);
+    progress->early.erase(it);
+    ++progress->next_seq;
+    bucket->group_seq = update->buckets++;
+    update->accepted_bytes += bucket->bytes;
+    CutIntoParts(bucket);
+  }
+}
+
+void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
+  if (bucket->slot.has_value()) {
+    int64_t end = 0;
+    for (size_t i = 0; i < bucket->ranges.size(); ++i) {
+      end = std::max(end, bucket->slot_byte_offsets[i] +
+                              bucket->ranges[i].count * ElementBytes(bucket->tensors[i].dtype));
+    }
+    AddPart(bucket, bucket->ranges, bucket->slot_byte_offsets, end);
+    return;
+  }
+  if (update->readers.empty()) {
+    AddPart(bucket, bucket->ranges, {}, bucket->bytes);
+    return;
+  }
+  for (PackedBucket& packed : FormBuckets(bucket->tensors, bucket->ranges, spec.slot_bytes)) {
+    AddPart(bucket, packed.ranges, std::move(packed.byte_offsets), packed.bytes);
+  }
+  if (bucket->parts_left == 0) FinishBucket(*bucket);
+}
+
+void Group::Impl::AddPart(const std::shared_ptr<Bucket>& bucket,
+                          const std::vector<TensorRange>& ranges, std::vector<int64_t> byte_offsets,
+                          int64_t bytes) {
+  PartContent content;
+  Part part;
+  for (const TensorRange& range : ranges) {
+    const auto index = static_cast<uint32_t>(content.tensors.size());
+    content.tensors.push_back(bucket->tensors[range.tensor]);
+    content.ranges.push_back({index, range.start, range.count});
+    part.bucket_ranges.push_back(range.tensor);
+  }
+  content.byte_offsets = std::move(byte_offsets);
+  content.bytes = bytes;
+  part.seq = PartSeq(update->end_part());
+  part.bucket = bucket;
+  part.content = std::make_shared<const PartContent>(std::move(content));
+  part.slot = bucket->slot;
+  update->parts.push_back(std::move(part));
+  ++bucket->parts_left;
+}
+
+void Group::Impl::FinishBucket(const Bucket& bucket) {
+  --update->trainers.at(Find(bucket.trainer)->rank).pending_buckets;
+  Finish(bucket.request, absl::OkStatus(), BucketReply{bucket.group_seq, bucket.bytes});
+}
+
+// ---- parts ----
+
+// In order, so that the part that is delivered next never waits for a slot that a later one has.
+void Group::Impl::StartParts() {
+  if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
+  for (; update->next_start < update->end_part(); ++update->next_start) {
+    Part& part = update->part(update->next_start);
+    if (!part.slot.has_value() && !update->readers.empty()) {
+      part.slot = ledger.Grant();
+      if (!part.slot.has_value()) return;
+    }
+    StartPart(&part);
+  }
+}
+
+void Group::Impl::StartPart(Part* part) {
+  const Catalog& known = *update->catalog;
+  std::vector<bool> touched(known.destinations().size());
+  for (const TensorRange& range : part->content->ranges) {
+    known.AddTouched(part->content->tensors[range.tensor], range, update->skip_destination,
+                     &touched);
+  }
+  for (uint32_t d = 0; d < touched.size(); ++d) {
+    if (!touched[d]) continue;
+    part->touched.push_back(d);
+    WriteFirst(known.instance_of(d));
+    ++update->participants[known.instance_of(d)].touching;
+    Touch(known.destinations()[d], 1);
+  }
+  Touch(part->bucket->trainer, 1);
+  part->started = true;
+  ++update->in_flight;
+  StartTransfer start;
+  start.update = update->id;
+  start.version = update->version;
+  start.part = part->seq;
+  start.bucket_call = part->bucket->request->first_call;
+  start.trainer = part->bucket->trainer;
+  start.bucket_ranges = part->bucket_ranges;
+  start.content = part->content;
+  (part->bucket->slot.has_value() ? start.source_slot : start.fill_slot) = part->slot;
+  start.index = known.index();
+  start.destinations = known.destinations();
+  start.skip_destination = update->skip_destination;
+  start.verification = update->verification;
+  Do(std::move(start));
+}
+
+// From here on a failure leaves the instance dirty (P2).
+void Group::Impl::WriteFirst(uint32_t index) {
+  Participant& participant = update->participants[index];
+  if (participant.written) return;
+  participant.written = true;
+  Instance& instance = instances.at(participant.instance);
+  Step(&instance.state, InstanceTrigger::kFirstWrite);
+  instance.reason = fmt::format("version {} is being written", update->version);
+  for (const MemberId id : participant.members) Find(id)->version.reset();
+  Changed();
+}
+
+void Group::Impl::On(const TransferDone& e) {
+  if (update == nullptr || update->id != e.update || !update->has_part(e.part.value())) return;
+  Part& part = update->part(e.part.value());
+  if (!part.started || part.done) return;
+  part.done = true;
+  --update->in_flight;
+  const Catalog& known = *update->catalog;
+  for (const uint32_t d : part.touched) {
+    --update->participants[known.instance_of(d)].touching;
+    Touch(known.destinations()[d], -1);
+  }
+  Touch(part.bucket->trainer, -1);
+  if (update->state == UpdateState::kDraining) {
+    if (part.slot.has_value()) (void)ledger.Release(*part.slot);
+    return;
+  }
+  if (!e.status.ok()) {
+    const auto d = static_cast<size_t>(std::max(e.failed_destination, 0));
+    const bool known_culprit = e.failed_destination >= 0 && d < known.destinations().size();
+    Abandon({fmt::format(
+        "{} of part {}{}{}: {}",
+        e.status.code() == absl::StatusCode::kDataLoss ? "verification" : "transfer", e.part,
+        known_culprit ? " to " : "", known_culprit ? known.label(static_cast<uint32_t>(d)) : "",
+        Message(e.status))});
+    return;
+  }
+  const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
+  for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
+  for (const TensorRange& range : part.content->ranges) {
+    update->moved_bytes += range.count * ElementBytes(part.content->tensors[range.tensor].dtype);
+  }
+  if (--part.bucket->parts_left == 0) FinishBucket(*part.bucket);
+}
+
+// Parts go to staged ranks in order, each when its slot is filled and verified.
+void Group::Impl::SendParts() {
+  if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
+  while (!update->parts.empty() && update->parts.front().done) {
+    SendPartToReaders(&update->parts.front());
+    update->parts.pop_front();
+    ++update->first_part;
+  }
+}
+
+void Group::Impl::SendPartToReaders(Part* part) {
+  if (!part->slot.has_value()) return;
+  std::set<MemberId> reading;
+  for (auto& [id, reader] : update->readers) {
+    reading.insert(id);
+    reader.outstanding.push_back({part->seq, now});
+    Find(id)->reads[{update->id, part->seq}] = *part->slot;
+    WriteFirst(reader.participant);
+    Do(SendPart{id, update->id, update->version, part->seq, *part->slot, part->content});
+  }
+  ledger.Publish(*part->slot, reading);
+  if (reading.empty()) return;
+  Changed();
+}
+
+void Group::Impl::On(const AckEvent& e) {
+  Member* member = Find(e.member);
+  if (member == nullptr) return;
+  const auto read = member->reads.find({e.update, e.part});
+  if (read == member->reads.end()) return;
+  ledger.ReaderDone(read->second, e.member);
+  member->reads.erase(read);
+  if (update == nullptr || update->id != e.update) return;
+  const auto reader = update->readers.find(e.member);
+  if (reader == update->readers.end()) return;
+  const auto erased =
+      std::erase_if(reader->second.outstanding,
+                    [&e](const group::StagedReader::Outstanding& o) { return o.part == e.part; });
+  if (erased > 0) reader->second.last_ack = now;
+}
+
+void Group::Impl::EndReads(Member* member) {
+  for (const auto& [part, slot] : member->reads) ledger.ReaderDone(slot, member->id);
+  member->reads.clear();
+}
+
+}  // namespace refitd

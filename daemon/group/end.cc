@@ -1,0 +1,444 @@
+// How an update ends: commit, verification, eviction, giving up.
+#include <algorithm>
+
+#include "daemon/group/group_impl.h"
+
+namespace refitd {
+namespace {
+
+template <typename... Args>
+absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
+  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
+}
+
+}  // namespace
+
+// ---- commit ----
+
+absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const {
+  if (progress.committed) {
+    if (e.bucket_count == progress.bucket_count) return absl::OkStatus();
+    return Precondition("bucket_count: {}, but the rank has committed with {} already",
+                        e.bucket_count, progress.bucket_count);
+  }
+  if (progress.next_seq < e.bucket_count) {
+    return Precondition("bucket_count: {}, but seq {} was never pushed", e.bucket_count,
+                        progress.next_seq);
+  }
+  const int64_t pushed = progress.next_seq + static_cast<int64_t>(progress.early.size());
+  if (pushed > e.bucket_count) {
+    return Precondition("bucket_count: {}, but {} buckets were pushed", e.bucket_count, pushed);
+  }
+  const bool last = std::all_of(
+      update->trainers.begin(), update->trainers.end(),
+      [&progress](const auto& t) { return t.second.committed || &t.second == &progress; });
+  return last ? CheckCoverage() : absl::OkStatus();
+}
+
+// Every element of every tensor that came or that an instance still in knows, once (P1).
+absl::Status Group::Impl::CheckCoverage() const {
+  const std::string* partial = nullptr;
+  for (const auto& [tensor_name, tensor] : update->pushed) {
+    if (tensor.covered.total() == tensor.elements) continue;
+    if (partial == nullptr || tensor_name < *partial) partial = &tensor_name;
+  }
+  if (partial != nullptr) {
+    const group::PushedTensor& tensor = update->pushed.at(*partial);
+    return Precondition("tensor '{}': element {} of {} was never pushed", *partial,
+                        tensor.covered.FirstGap(tensor.elements).value_or(0), tensor.elements);
+  }
+  REFITD_RETURN_IF_ERROR(update->catalog->CheckAllPushed(
+      [this](std::string_view tensor) {
+        return update->pushed.contains(absl::string_view(tensor.data(), tensor.size()));
+      },
+      update->evicted));
+  const auto pushed = static_cast<int64_t>(update->pushed.size());
+  if (update->tensor_count != 0 && pushed != update->tensor_count) {
+    return Precondition("{} tensors were pushed, but Begin's tensor_count was {}", pushed,
+                        update->tensor_count);
+  }
+  return absl::OkStatus();
+}
+
+void Group::Impl::On(const CommitEvent& e) {
+  Member* member = Trainer(e.member, e.call);
+  if (member == nullptr) return;
+  const std::string what =
+      fmt::format("commit of {} buckets of version {}", e.bucket_count, e.version);
+  if (Repeated(member, CallKind::kCommit, e.request_id, what, e.call)) return;
+  const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version);
+  absl::Status status = found.status();
+  if (status.ok()) status = CheckCommit(**found, e);
+  if (!status.ok()) {
+    Refuse(e.call, std::move(status));
+    return;
+  }
+  TrainerProgress& progress = **found;
+  progress.commits.push_back(Track(member, CallKind::kCommit, e.request_id, what, e.call));
+  if (progress.committed) return;
+  progress.committed = true;
+  progress.bucket_count = e.bucket_count;
+  std::erase_if(lease_waiters, [&](const LeaseWaiter& waiter) {
+    if (waiter.member != e.member) return false;
+    Refuse(waiter.call, Precondition("{} has committed version {}", member->label, e.version));
+    return true;
+  });
+  const bool all = std::all_of(update->trainers.begin(), update->trainers.end(),
+                               [](const auto& t) { return t.second.committed; });
+  if (all) Step(&update->state, UpdateTrigger::kAllCommitted);
+  Changed();
+}
+
+void Group::Impl::SettleIfDone() {
+  if (update->state != UpdateState::kSettling) return;
+  if (!update->parts.empty() || update->in_flight > 0) return;
+  if (std::any_of(update->readers.begin(), update->readers.end(),
+                  [](const auto& r) { return !r.second.outstanding.empty(); })) {
+    return;
+  }
+  const Catalog& known = *update->catalog;
+  bool any = false;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    if (update->skip_destination[d]) continue;
+    any = true;
+    if (update->bytes_written[d] == known.expected_bytes(d)) continue;
+    Abandon({fmt::format("verification: {} bytes were written to {}, its layout has {}",
+                         update->bytes_written[d], known.label(d), known.expected_bytes(d))});
+    return;
+  }
+  if (!any || update->verification != Verification::kReadback) {
+    Decide();
+    return;
+  }
+  Step(&update->state, UpdateTrigger::kVerify);
+  update->verifying = true;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    if (update->skip_destination[d]) continue;
+    update->verified_destinations.push_back(d);
+    ++update->participants[known.instance_of(d)].touching;
+    Touch(known.destinations()[d], 1);
+  }
+  Do(StartVerify{update->id, update->version, known.index(), known.destinations(),
+                 update->skip_destination});
+  Changed();
+}
+
+void Group::Impl::On(const VerifyDone& e) {
+  if (update == nullptr || update->id != e.update || !update->verifying) return;
+  update->verifying = false;
+  const Catalog& known = *update->catalog;
+  for (const uint32_t d : update->verified_destinations) {
+    --update->participants[known.instance_of(d)].touching;
+    Touch(known.destinations()[d], -1);
+  }
+  if (update->state == UpdateState::kDraining) return;
+  // Bytes of an instance that was evicted meanwhile are nobody's any more.
+  const bool only_evicted =
+      !e.failed_destinations.empty() &&
+      std::all_of(e.failed_destinations.begin(), e.failed_destinations.end(), [this](uint32_t d) {
+        return d < update->skip_destination.size() && update->skip_destination[d];
+      });
+  if (e.status.ok() || only_evicted) {
+    Decide();
+    return;
+  }
+  std::vector<std::string> culprits;
+  for (const uint32_t d : e.failed_destinations) {
+    if (d < known.destinations().size()) culprits.push_back(known.label(d));
+  }
+  Abandon({fmt::format("verification{}{}: {}", culprits.empty() ? "" : " of ", group::Few(culprits),
+                       Message(e.status))});
+}
+
+void Group::Impl::Decide() {
+  Step(&update->state, UpdateTrigger::kDecide);
+  Conclude(Outcome::kCommitted, "");
+}
+
+// ---- eviction ----
+
+std::optional<uint32_t> Group::Impl::ParticipantOf(MemberId member) const {
+  for (uint32_t i = 0; i < update->participants.size(); ++i) {
+    const std::vector<MemberId>& ranks = update->participants[i].members;
+    if (std::find(ranks.begin(), ranks.end(), member) != ranks.end()) return i;
+  }
+  return std::nullopt;
+}
+
+void Group::Impl::On(const EngineFailed& e) {
+  const Member* member = Find(e.member);
+  if (member == nullptr || member->state == MemberState::kLeaving) return;
+  if (update == nullptr || update->id != e.update) return;
+  const std::optional<uint32_t> index = ParticipantOf(e.member);
+  if (!index.has_value() || update->participants[*index].evicted) return;
+  if (update->state == UpdateState::kDraining) return;
+  FailEngine(*index, {fmt::format("{} failed: {}", member->label, e.reason)});
+}
+
+void Group::Impl::FailEngine(uint32_t participant, const GiveUp& why) {
+  if (update->evict_late) {
+    Evict(participant, why);
+  } else {
+    Abandon(why);
+  }
+}
+
+void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
+  Participant& participant = update->participants[index];
+  participant.evicted = true;
+  participant.reason = why.reason;
+  update->evicted[index] = true;
+  const Catalog& known = *update->catalog;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    if (known.instance_of(d) == index) update->skip_destination[d] = true;
+  }
+  for (const MemberId id : participant.members) {
+    update->readers.erase(id);
+    // What it still loads from a slot goes into weights that are dirty already; the others must not
+    // wait for it.
+    if (Member* member = Find(id); member != nullptr) EndReads(member);
+  }
+  if (const auto it = instances.find(participant.instance); it != instances.end()) {
+    it->second.reason = why.reason;
+    const auto next = Next(it->second.state, InstanceTrigger::kGiveUp);
+    if (next.has_value()) it->second.state = *next;
+  }
+  Log(LogLine::kWarning, fmt::format("instance {} is evicted from the update to version {}: {}",
+                                     participant.instance, update->version, why.reason));
+  Changed();
+  if (std::find(update->evicted.begin(), update->evicted.end(), false) != update->evicted.end()) {
+    return;
+  }
+  GiveUp none_left = why;
+  none_left.reason = "no instance is left: " + why.reason;
+  Abandon(none_left);
+}
+
+// Its ranks resume on Aborted: only when nothing touches their memory any more.
+void Group::Impl::TellEvictedIfQuiet() {
+  for (Participant& participant : update->participants) {
+    if (!participant.evicted || participant.told || participant.touching > 0) continue;
+    participant.told = true;
+    TellAborted(participant, participant.reason);
+  }
+}
+
+void Group::Impl::TellAborted(const Participant& participant, const std::string& reason) {
+  const auto it = instances.find(participant.instance);
+  for (const MemberId id : participant.members) {
+    Member* member = Find(id);
+    if (member == nullptr || member->state == MemberState::kLeaving) continue;
+    Step(&member->state, MemberTrigger::kOutcome);
+    Do(SendAborted{id, update->version, reason, group::IsDirty(it->second.state)});
+  }
+}
+
+// ---- giving up ----
+
+void Group::Impl::Abandon(GiveUp why) {
+  if (update->state == UpdateState::kDraining) return;
+  Step(&update->state, UpdateTrigger::kGiveUp);
+  update->give_up = std::move(why);
+  update->cleanup_deadline = now + limits.cleanup_limit;
+  DropUnstarted();
+  Changed();
+}
+
+// Slots of parts that are in flight are given back when those end.
+void Group::Impl::DropUnstarted() {
+  for (const Part& part : update->parts) {
+    if (part.started && !part.done) continue;
+    if (part.slot.has_value()) (void)ledger.Release(*part.slot);
+  }
+  update->parts.resize(static_cast<size_t>(update->next_start - update->first_part));
+  for (auto& [rank, progress] : update->trainers) {
+    for (const auto& [seq, bucket] : progress.early) {
+      if (bucket->slot.has_value()) (void)ledger.Release(*bucket->slot);
+    }
+    progress.early.clear();
+  }
+}
+
+void Group::Impl::EndIfQuiet() {
+  if (update->state != UpdateState::kDraining) return;
+  if (update->in_flight > 0 || update->verifying) return;
+  Step(&update->state, UpdateTrigger::kQuiet);
+  Conclude(Outcome::kAborted, update->give_up.reason);
+}
+
+void Group::Impl::On(const AbortEvent& e) {
+  Member* member = Trainer(e.member, e.call);
+  if (member == nullptr) return;
+  const std::string what = fmt::format("abort of version {}", e.version);
+  if (Repeated(member, CallKind::kAbort, e.request_id, what, e.call)) return;
+  if (update == nullptr || update->version != e.version ||
+      !update->trainers.contains(member->rank)) {
+    Refuse(e.call,
+           Precondition("no update to version {} is open for {}", e.version, member->label));
+    return;
+  }
+  Track(member, CallKind::kAbort, e.request_id, what, e.call);
+  Abandon({fmt::format("{} gave the update up: {}", member->label, e.reason)});
+}
+
+void Group::Impl::On(const OperatorAbort& e) {
+  if (update == nullptr) {
+    Refuse(e.call, Precondition("group {}: no update runs", name));
+    return;
+  }
+  update->operator_calls.push_back(e.call);
+  Abandon({fmt::format("an operator gave the update up: {}", e.reason)});
+}
+
+// ---- the end ----
+
+std::vector<InstanceOutcome> Group::Impl::Outcomes(bool committed) const {
+  std::vector<InstanceOutcome> outcomes;
+  for (const Participant& p : update->participants) {
+    const bool installed = committed && !p.evicted;
+    outcomes.push_back(
+        {p.instance, installed, installed || p.evicted ? p.reason : update->give_up.reason});
+  }
+  return outcomes;
+}
+
+void Group::Impl::InstallVersion() {
+  version = update->version;
+  committed_once = true;
+  ++committed_updates;
+  for (const Participant& participant : update->participants) {
+    if (participant.evicted) continue;
+    Instance& instance = instances.at(participant.instance);
+    Step(&instance.state, InstanceTrigger::kCommit);
+    instance.reason.clear();
+    for (const MemberId id : participant.members) {
+      Member* member = Find(id);
+      member->version = version;
+      Step(&member->state, MemberTrigger::kOutcome);
+      Do(SendCommitted{id, update->version});
+    }
+  }
+}
+
+void Group::Impl::TearDown(const std::string& reason) {
+  ++aborted_updates;
+  for (Participant& participant : update->participants) {
+    if (participant.evicted) continue;
+    Instance& instance = instances.at(participant.instance);
+    Step(&instance.state, InstanceTrigger::kGiveUp);
+    if (participant.written) instance.reason = reason;
+    TellAborted(participant, reason);
+  }
+}
+
+void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
+  const bool committed = outcome == Outcome::kCommitted;
+  TellEvictedIfQuiet();
+  if (committed) {
+    InstallVersion();
+  } else {
+    TearDown(reason);
+  }
+  for (const auto& [rank, progress] : update->trainers) {
+    Member* member = Find(progress.member);
+    if (member == nullptr || member->state == MemberState::kLeaving) continue;
+    Step(&member->state, MemberTrigger::kOutcome);
+    if (committed) {
+      Do(SendCommitted{member->id, update->version});
+    } else {
+      Do(SendAborted{member->id, update->version, reason, false});
+    }
+  }
+  const std::vector<InstanceOutcome> outcomes = Outcomes(committed);
+  AnswerAll(committed, outcomes);
+  last_update = ViewOf(*update);
+  last_update->outcome = outcome;
+  last_update->instances = outcomes;
+  last_update->elapsed = now - update->started;
+  past.emplace_back(update->version, PastUpdate{outcome, reason});
+  if (past.size() > kRememberedUpdates) past.pop_front();
+  Do(UpdateEnded{update->id});
+  Log(committed ? LogLine::kInfo : LogLine::kWarning,
+      committed ? fmt::format("update committed: version {}, {} bytes in {}", update->version,
+                              update->accepted_bytes, group::Seconds(now - update->started))
+                : fmt::format("update to version {} aborted: {}", update->version, reason));
+  update.reset();
+  Step(&state, GroupTrigger::kEnd);
+  for (const auto& [instance_name, instance] : instances) AdoptReportedVersion(instance);
+  Changed();
+}
+
+// Every call that waits, once.
+void Group::Impl::AnswerAll(bool committed, const std::vector<InstanceOutcome>& outcomes) {
+  const GiveUp& why = update->give_up;
+  const std::string lost =
+      fmt::format("the update to version {} is lost: {}", update->version, why.reason);
+  // Also those whose callers went away: a repeat gets the stored answer.
+  const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
+  for (const auto& [call, request] : waiting) {
+    if (committed) {
+      REFITD_CHECK(request->kind == CallKind::kCommit);
+      Finish(request, absl::OkStatus(),
+             CommitReply{update->version, outcomes, update->accepted_bytes, now - update->started});
+      continue;
+    }
+    switch (request->kind) {
+      case CallKind::kBegin:
+        Finish(request, absl::Status(why.begin_code, lost), EmptyReply{});
+        break;
+      case CallKind::kBucket:
+        Finish(request, absl::Status(why.bucket_code, lost), EmptyReply{});
+        break;
+      case CallKind::kCommit:
+        Finish(request, absl::Status(why.commit_code, lost), EmptyReply{});
+        break;
+      case CallKind::kAbort:
+        Finish(request, absl::OkStatus(), EmptyReply{});
+        break;
+    }
+  }
+  for (const LeaseWaiter& waiter : std::exchange(lease_waiters, {})) {
+    Refuse(waiter.call, absl::Status(why.lease_code, lost));
+  }
+  for (const CallId call : update->operator_calls) {
+    Do(Reply{call, absl::OkStatus(), EmptyReply{}});
+  }
+}
+
+// Who is waited for now, for messages (P4).
+std::string Group::Impl::WaitedFor() const {
+  switch (update->state) {
+    case UpdateState::kOpening:
+      return WaitedForToAssemble();
+    case UpdateState::kPreparing:
+      return WaitedForReady();
+    case UpdateState::kVerifying:
+      return "the verification of what was written";
+    default:
+      break;
+  }
+  std::vector<std::string> waits;
+  for (const auto& [id, reader] : update->readers) {
+    if (reader.outstanding.empty()) continue;
+    waits.push_back(
+        fmt::format("{} to acknowledge part {}", Label(id), reader.outstanding.front().part));
+  }
+  if (update->in_flight > 0) waits.push_back(fmt::format("{} transfers", update->in_flight));
+  if (update->state == UpdateState::kDraining) {
+    if (update->verifying) waits.emplace_back("the verification of what was written");
+    return group::Few(waits);
+  }
+  if (update->next_start < update->end_part()) {
+    waits.push_back(fmt::format("a slot for part {} ({})", update->next_start, HoldersOfSlots()));
+  }
+  for (const auto& [rank, progress] : update->trainers) {
+    if (progress.committed) continue;
+    waits.push_back(
+        progress.early.empty()
+            ? fmt::format("{} to commit", Label(progress.member))
+            : fmt::format("{} to push seq {}", Label(progress.member), progress.next_seq));
+  }
+  return group::Few(waits);
+}
+
+}  // namespace refitd

@@ -1,0 +1,312 @@
+#include "daemon/group/group.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "daemon/group/group_impl.h"
+
+namespace refitd {
+
+namespace group {
+
+std::string Seconds(Duration duration) {
+  return fmt::format("{:g} s", std::chrono::duration<double>(duration).count());
+}
+
+std::string Few(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 4;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
+  return text;
+}
+
+}  // namespace group
+
+Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec group_spec,
+                  GroupLimits group_limits, std::function<UpdateId()> next)
+    : name(std::move(group_name)),
+      incarnation(first_incarnation),
+      spec(std::move(group_spec)),
+      limits(group_limits),
+      next_update(std::move(next)),
+      ledger(spec.slots) {}
+
+void Group::Impl::Pump() {
+  if (update != nullptr) AssembleIfAllHere();
+  if (update != nullptr) OpenDataIfReady();
+  if (update != nullptr) {
+    SendParts();
+    StartParts();
+    TellEvictedIfQuiet();
+    SettleIfDone();
+  }
+  if (update != nullptr) EndIfQuiet();
+  ServeLeases();
+}
+
+// ---- requests ----
+
+bool Group::Impl::Repeated(Member* member, CallKind kind, const std::string& id,
+                           const std::string& what, CallId call) {
+  const std::shared_ptr<Request> first = member->requests.Find(id);
+  if (first == nullptr) return false;
+  if (first->kind != kind || first->what != what) {
+    Refuse(call,
+           Error(absl::StatusCode::kInvalidArgument,
+                 "request_id '{}' was used for {} before, now for {}", id, first->what, what));
+  } else if (first->finished) {
+    Do(Reply{call, first->status, first->payload});
+  } else {
+    first->calls.push_back(call);
+    pending[call] = first;
+  }
+  return true;
+}
+
+std::shared_ptr<group::Request> Group::Impl::Track(Member* member, CallKind kind,
+                                                   const std::string& id, std::string what,
+                                                   CallId call) {
+  auto request = std::make_shared<Request>();
+  request->kind = kind;
+  request->member = member->id;
+  request->id = id;
+  request->what = std::move(what);
+  request->first_call = call;
+  request->calls.push_back(call);
+  member->requests.Add(request);
+  pending[call] = request;
+  unfinished[call] = request;
+  return request;
+}
+
+void Group::Impl::Finish(const std::shared_ptr<Request>& request, absl::Status status,
+                         ReplyPayload payload) {
+  REFITD_CHECK(!request->finished);
+  request->finished = true;
+  unfinished.erase(request->first_call);
+  request->status = std::move(status);
+  request->payload = std::move(payload);
+  for (const CallId call : request->calls) {
+    pending.erase(call);
+    Do(Reply{call, request->status, request->payload});
+  }
+  request->calls.clear();
+  Member* member = Find(request->member);
+  if (member != nullptr) member->requests.Finished(*request);
+  if (update != nullptr) update->last_call = now;
+}
+
+void Group::Impl::On(const CallGone& e) {
+  const auto gone = [this](CallId call) {
+    Refuse(call, absl::CancelledError("the caller went away"));
+    if (update != nullptr) update->last_call = now;
+  };
+  if (const auto it = pending.find(e.call); it != pending.end()) {
+    // A bucket's answer waits for the last read of its source, wanted or not (P6).
+    if (it->second->kind == CallKind::kBucket) return;
+    std::erase(it->second->calls, e.call);
+    pending.erase(it);
+    gone(e.call);
+    return;
+  }
+  const auto waiter = std::find_if(lease_waiters.begin(), lease_waiters.end(),
+                                   [&e](const LeaseWaiter& w) { return w.call == e.call; });
+  if (waiter != lease_waiters.end()) {
+    lease_waiters.erase(waiter);
+    gone(e.call);
+  } else if (update != nullptr && std::erase(update->operator_calls, e.call) > 0) {
+    Refuse(e.call, absl::CancelledError("the caller went away"));
+  }
+}
+
+// ---- time ----
+
+std::optional<TimePoint> Group::Impl::IdleDeadline() const {
+  if (update == nullptr || CallsOutstanding()) return std::nullopt;
+  switch (update->state) {
+    case UpdateState::kOpening:
+    case UpdateState::kPreparing:
+    case UpdateState::kData:
+      return update->last_call + limits.idle_limit;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<std::pair<TimePoint, MemberId>> Group::Impl::AckDeadline() const {
+  std::optional<std::pair<TimePoint, MemberId>> first;
+  if (update->state == UpdateState::kDraining) return first;
+  for (const auto& [id, reader] : update->readers) {
+    if (reader.outstanding.empty()) continue;
+    const TimePoint due =
+        std::max(reader.last_ack, reader.outstanding.front().sent) + limits.ack_limit;
+    if (!first.has_value() || due < first->first) first = {due, id};
+  }
+  return first;
+}
+
+void Group::Impl::On(const Tick&) {
+  // The slot stays its holder's: it may still be packing. Only giving it back, or death, frees it.
+  for (const auto& [holder, grant] : ledger.Overdue(now)) {
+    const std::string reason =
+        fmt::format("{} did not submit leased slot {} within its lease", Label(holder), grant.slot);
+    Log(LogLine::kWarning, reason);
+    if (update != nullptr) Abandon({reason});
+  }
+  if (update != nullptr && update->state == UpdateState::kDraining) {
+    if (now >= update->cleanup_deadline && !update->cleanup_logged) {
+      update->cleanup_logged = true;
+      Log(LogLine::kError,
+          fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
+                      update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
+    }
+  } else if (update != nullptr) {
+    TickUpdate();
+  }
+  for (auto it = lease_waiters.begin(); it != lease_waiters.end();) {
+    if (it->deadline > now) {
+      ++it;
+      continue;
+    }
+    Refuse(it->call,
+           Error(absl::StatusCode::kDeadlineExceeded, "no slot came free: {}", HoldersOfSlots()));
+    if (update != nullptr) update->last_call = now;
+    it = lease_waiters.erase(it);
+  }
+}
+
+void Group::Impl::TickUpdate() {
+  constexpr absl::StatusCode kDeadline = absl::StatusCode::kDeadlineExceeded;
+  if (now >= update->deadline) {
+    Abandon({fmt::format("the update's deadline passed: waited for {}", WaitedFor()), kDeadline,
+             kDeadline, kDeadline, kDeadline});
+    return;
+  }
+  if (update->state == UpdateState::kPreparing && now >= update->ready_deadline) {
+    FailUnready();
+  }
+  for (auto late = AckDeadline(); late.has_value() && late->first <= now; late = AckDeadline()) {
+    const group::StagedReader& reader = update->readers.at(late->second);
+    GiveUp why{fmt::format("{} did not acknowledge part {} within {}", Label(late->second),
+                           reader.outstanding.front().part, group::Seconds(limits.ack_limit))};
+    if (update->state == UpdateState::kSettling) why.commit_code = kDeadline;
+    FailEngine(reader.participant, why);
+  }
+  if (update->state == UpdateState::kDraining) return;
+  if (const std::optional<TimePoint> idle = IdleDeadline(); idle.has_value() && *idle <= now) {
+    Abandon({fmt::format("no call from any trainer rank for {}: waited for {}",
+                         group::Seconds(limits.idle_limit), WaitedFor())});
+  }
+}
+
+// ---- the group's own state ----
+
+void Group::Impl::On(const ReplaceGroup& e) {
+  const std::optional<GroupState> next = Next(state, GroupTrigger::kReplace);
+  if (!next.has_value()) {
+    Refuse(e.call, Error(absl::StatusCode::kFailedPrecondition,
+                         "group {}: replace: an update to version {} runs", name, update->version));
+    return;
+  }
+  state = *next;
+  incarnation = e.incarnation;
+  version.reset();
+  replaced = true;
+  committed_once = false;
+  past.clear();
+  last_update.reset();
+  for (auto& [id, member] : members) member.version.reset();
+  for (auto& [instance_name, instance] : instances) {
+    Step(&instance.state, InstanceTrigger::kMarkDirty);
+    instance.reason = "the group was replaced";
+  }
+  Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
+  Log(LogLine::kInfo, "replaced by a new incarnation: every instance counts as dirty");
+  Changed();
+}
+
+void Group::Impl::On(const DrainEvent&) {
+  if (state == GroupState::kDraining || state == GroupState::kDrained) return;
+  Step(&state, GroupTrigger::kDrain);
+  for (const auto& [id, member] : members) {
+    if (member.state != MemberState::kLeaving) Do(SendDraining{id});
+  }
+  Changed();
+}
+
+// ---- Group ----
+
+Group::Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
+             std::function<UpdateId()> next_update)
+    : impl_(std::make_unique<Impl>(std::move(name), incarnation, std::move(spec), limits,
+                                   std::move(next_update))) {}
+
+Group::~Group() = default;
+
+void Group::Handle(const GroupEvent& event, TimePoint now, GroupActions* actions) {
+  impl_->now = now;
+  impl_->actions = actions;
+  impl_->changed = false;
+  std::visit([this](const auto& e) { impl_->On(e); }, event);
+  impl_->Pump();
+  if (impl_->changed) actions->push_back(StateChanged{});
+  impl_->actions = nullptr;
+}
+
+std::optional<TimePoint> Group::NextDeadline() const {
+  std::optional<TimePoint> next = impl_->ledger.NextExpiry();
+  const auto consider = [&next](std::optional<TimePoint> due) {
+    if (due.has_value() && (!next.has_value() || *due < *next)) next = due;
+  };
+  for (const group::LeaseWaiter& waiter : impl_->lease_waiters) consider(waiter.deadline);
+  const group::Update* update = impl_->update.get();
+  if (update == nullptr) return next;
+  if (update->state == UpdateState::kDraining) {
+    if (!update->cleanup_logged) consider(update->cleanup_deadline);
+    return next;
+  }
+  consider(update->deadline);
+  if (update->state == UpdateState::kPreparing) consider(update->ready_deadline);
+  if (const auto ack = impl_->AckDeadline(); ack.has_value()) consider(ack->first);
+  consider(impl_->IdleDeadline());
+  return next;
+}
+
+const std::string& Group::name() const { return impl_->name; }
+uint64_t Group::incarnation() const { return impl_->incarnation; }
+const GroupSpec& Group::spec() const { return impl_->spec; }
+bool Group::has_members() const { return !impl_->members.empty(); }
+bool Group::update_running() const { return impl_->update != nullptr; }
+std::optional<Version> Group::version() const { return impl_->version; }
+
+absl::Status Group::CanRegisterLayout(MemberId member) const {
+  const group::Member* m = std::as_const(*impl_).Find(member);
+  if (m == nullptr || m->state == MemberState::kLeaving) {
+    return Error(absl::StatusCode::kFailedPrecondition, "member {} is not attached", member);
+  }
+  if (m->engine && m->delivery == DeliveryMode::kStaged) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "{} takes staged delivery: it registers no layout", m->label);
+  }
+  if (m->state != MemberState::kAttached) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "{} takes part in the running update to version {}", m->label,
+                 impl_->update->version);
+  }
+  return absl::OkStatus();
+}
+
+PastUpdate Group::Past(Version version) const {
+  if (impl_->update != nullptr && impl_->update->version == version) {
+    return {Outcome::kRunning, ""};
+  }
+  for (auto it = impl_->past.rbegin(); it != impl_->past.rend(); ++it) {
+    if (it->first == version) return it->second;
+  }
+  return {};
+}
+
+}  // namespace refitd

@@ -1,0 +1,462 @@
+// One group's logic: members, instances, the running update, slots. Events in, actions out.
+//
+// Pure: no I/O, no gRPC, no threads, no clock of its own (`now` comes with every event). The caller
+// serialises events (one mutex), carries out the actions in order, and feeds their results back as
+// events. The same event sequence gives the same actions.
+//
+// The state machines of its parts are in group_state.h, instance_state.h, member_state.h and
+// update_state.h; docs/protocol.md draws them. What this class keeps: P1 (decides committed only
+// when every destination element of every instance still in was written once and verified), P2
+// (dirty from the first byte to the commit), P3 (one update, growing versions, request ids), P4
+// (every wait has a deadline and names its culprit), P6 (ReleaseMember only when no transfer
+// touches the member's memory), P8 (a lost member leaves nothing behind), P10 (refused events
+// change nothing).
+//
+// Culprits are named "engine INSTANCE rank R", "trainer rank R", or "instance INSTANCE", with pid
+// where known.
+#ifndef REFITD_DAEMON_GROUP_GROUP_H_
+#define REFITD_DAEMON_GROUP_GROUP_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/ids.h"
+#include "transport/layout.h"
+#include "transport/plan.h"
+#include "transport/pool.h"
+#include "transport/transport.h"
+
+namespace refitd {
+
+// ---- what a group is made with ----
+
+inline constexpr int kMaxSlots = 64;
+inline constexpr int kMaxTrainerRanks = 65'536;
+inline constexpr int kMaxEngineRanks = 65'536;   // of one group
+inline constexpr int kMaxPartsPerBucket = 4096;  // staged delivery
+inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
+inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
+
+struct GroupSpec {
+  int trainer_ranks = 1;
+  int min_instances = 1;
+  int64_t slot_bytes = 0;  // never 0 here: defaults are filled in before
+  int slots = 0;
+  std::vector<std::string> engine_only_tensors;  // sorted, unique
+  bool operator==(const GroupSpec&) const = default;
+};
+
+// From the daemon's config; each wait is the smaller of its own limit and what remains of the
+// update (P4).
+struct GroupLimits {
+  Duration default_duration = std::chrono::seconds(120);
+  Duration max_duration = std::chrono::hours(1);
+  Duration ready_limit = std::chrono::seconds(30);  // Prepare to Ready
+  Duration ack_limit =
+      std::chrono::seconds(30);  // BucketReady (or the Ack before, if later) to Ack
+  Duration idle_limit =
+      std::chrono::seconds(30);  // no call from any trainer rank, and none outstanding
+  Duration lease_limit = std::chrono::seconds(30);  // a leased slot unsubmitted
+  Duration cleanup_limit = std::chrono::seconds(
+      1);  // draining transfers after an abort: exceeded is logged, never skipped (P6)
+  int outstanding_buckets = 256;  // per trainer rank; also how far ahead of order a seq may be
+  Verification default_verification = Verification::kReadback;
+};
+
+// ---- members ----
+
+enum class DeliveryMode : uint8_t { kRegistered = 1, kStaged = 2 };
+
+struct TrainerIdentity {
+  int rank = 0;
+  int world_size = 1;
+  int pid = 0;
+};
+
+struct EngineIdentity {
+  std::string instance;
+  int rank = 0;
+  int world_size = 1;
+  DeliveryMode delivery = DeliveryMode::kRegistered;
+  int pid = 0;
+  std::optional<Version> held_version;
+  // Staged delivery: what must arrive in every update; absent: Begin's tensor count.
+  std::optional<std::vector<TensorSpec>> manifest;
+};
+
+// ---- events ----
+
+struct TrainerAttached {
+  MemberId member;
+  TrainerIdentity identity;
+};
+struct EngineAttached {
+  MemberId member;
+  EngineIdentity identity;
+};
+
+// The stream ended, the process died, or it detached.
+struct MemberLost {
+  MemberId member;
+  std::string reason;
+};
+
+// A validated layout (ValidateLayout) of an engine rank.
+struct LayoutRegistered {
+  MemberId member;
+  std::shared_ptr<const Layout> layout;
+};
+
+struct BeginEvent {
+  CallId call;
+  MemberId member;
+  std::string request_id;
+  Version version;
+  Duration duration{};  // 0: default
+  std::optional<Verification> verification;
+  bool evict_late = false;
+  int64_t tensor_count = 0;  // 0: not told
+  int64_t total_bytes = 0;   // 0: not told
+};
+
+struct ReadyEvent {
+  MemberId member;
+  UpdateId update;  // of the Prepare that it answers: answers to other updates are ignored
+};
+struct EngineFailed {
+  MemberId member;
+  UpdateId update;
+  std::string reason;
+};
+
+struct LeaseSlotEvent {
+  CallId call;
+  MemberId member;
+  Version version;
+  Duration wait{};
+};
+struct ReleaseSlotEvent {
+  CallId call;
+  MemberId member;
+  SlotGrant grant;
+};
+
+// A bucket whose metadata was validated on its own (lists, dtypes, shapes, sizes, source inside its
+// memory).
+struct BucketEvent {
+  CallId call;
+  MemberId member;
+  std::string request_id;
+  Version version;
+  int64_t seq = 0;
+  std::vector<TensorSpec> tensors;
+  std::vector<TensorRange> ranges;         // ranges[i].tensor == i
+  std::optional<SlotGrant> slot;           // the source is this leased slot
+  std::vector<int64_t> slot_byte_offsets;  // with slot: where each tensor lies in it
+};
+
+// What StartTransfer asked for has ended; nothing of the source is read and nothing written any
+// more.
+struct TransferDone {
+  UpdateId update;
+  PartSeq part;
+  absl::Status status;  // not OK: verification failed, or the program could not be made
+  std::vector<int64_t> bytes_written;  // per destination of StartTransfer::index
+  int failed_destination = -1;         // whose, if not OK and known
+};
+
+struct AckEvent {
+  MemberId member;
+  UpdateId update;
+  PartSeq part;
+};
+struct CommitEvent {
+  CallId call;
+  MemberId member;
+  std::string request_id;
+  Version version;
+  int64_t bucket_count = 0;
+};
+struct AbortEvent {
+  CallId call;
+  MemberId member;
+  std::string request_id;
+  Version version;
+  std::string reason;
+};
+
+// What StartVerify asked for has ended.
+struct VerifyDone {
+  UpdateId update;
+  absl::Status status;
+  std::vector<uint32_t> failed_destinations;
+};
+
+// An operator gave the update up.
+struct OperatorAbort {
+  CallId call;
+  std::string reason;
+};
+// CreateGroup(replace): a new incarnation. Refused while an update runs.
+struct ReplaceGroup {
+  CallId call;
+  uint64_t incarnation = 0;
+};
+// SIGTERM: no new update is opened; the running one ends or meets its deadline.
+struct DrainEvent {};
+// Time passed: whatever is due is done. Sent at NextDeadline() or later.
+struct Tick {};
+// The caller went away (its deadline, its connection): its reply is not wanted any more and comes
+// at once (CANCELLED), but for a bucket, whose answer waits for the last read of its source. Has no
+// other effect: what the call began goes on.
+struct CallGone {
+  CallId call;
+};
+
+using GroupEvent =
+    std::variant<TrainerAttached, EngineAttached, MemberLost, LayoutRegistered, BeginEvent,
+                 ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
+                 TransferDone, AckEvent, CommitEvent, AbortEvent, VerifyDone, OperatorAbort,
+                 ReplaceGroup, DrainEvent, Tick, CallGone>;
+
+// ---- actions ----
+
+struct InstanceOutcome {
+  std::string instance;
+  bool committed = false;
+  std::string reason;
+};
+
+struct BeginReply {
+  UpdateId update;
+  Duration remaining{};
+  int instances = 0;
+  int leasable_slots = 0;
+};
+struct LeaseSlotReply {
+  SlotGrant grant;
+  Duration expires{};
+  int64_t slot_bytes = 0;
+};
+struct BucketReply {
+  int64_t group_seq = 0;
+  int64_t bytes = 0;
+};
+struct CommitReply {
+  Version version;
+  std::vector<InstanceOutcome> instances;
+  int64_t bytes = 0;
+  Duration elapsed{};
+};
+struct EmptyReply {};
+using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
+
+// Answers a call; each call that an event brought is answered exactly once (also refused ones). A
+// PushBucket's answer comes after the last read of its source, whatever its status (P6).
+struct Reply {
+  CallId call;
+  absl::Status status;
+  ReplyPayload payload;
+};
+
+struct SendPrepare {
+  MemberId member;
+  Version version;
+  UpdateId update;
+  Duration remaining{};
+  int64_t tensor_count = 0;
+};
+// One staged part for one engine rank; tensors by index into the part's tensors.
+struct PartContent {
+  std::vector<TensorSpec> tensors;
+  std::vector<TensorRange> ranges;    // ranges[i].tensor == i
+  std::vector<int64_t> byte_offsets;  // from the slot's start; empty if there is no slot
+  int64_t bytes = 0;
+};
+struct SendPart {
+  MemberId member;
+  UpdateId update;
+  Version version;
+  PartSeq part;
+  SlotGrant slot;
+  std::shared_ptr<const PartContent> content;
+};
+struct SendCommitted {
+  MemberId member;
+  Version version;
+};
+struct SendAborted {
+  MemberId member;
+  Version version;
+  std::string reason;
+  bool dirty = false;
+};
+struct SendDraining {
+  MemberId member;
+};
+
+// Copy one part of a bucket: into `slot` (packed as `content` says) if there is one to fill, and
+// into every destination of `index` that is not skipped. Destinations are (member, its layout) in
+// index order.
+struct StartTransfer {
+  UpdateId update;
+  Version version;
+  PartSeq part;
+  CallId bucket_call;  // names the bucket's source bytes; stays valid until its Reply
+  MemberId trainer;
+  std::vector<uint32_t>
+      bucket_ranges;  // content->ranges[i] is a sub-range of the bucket's ranges[bucket_ranges[i]]
+  std::shared_ptr<const PartContent> content;
+  std::optional<SlotGrant> source_slot;           // the source is this slot (leased by the trainer)
+  std::optional<SlotGrant> fill_slot;             // copy into this slot for staged engines
+  std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
+  std::vector<MemberId> destinations;             // in index order
+  std::vector<bool> skip_destination;             // evicted since
+  Verification verification = Verification::kOff;
+};
+
+// Read every written piece of every destination again and compare with the sums of the update's
+// transfers (readback only).
+struct StartVerify {
+  UpdateId update;
+  Version version;
+  std::shared_ptr<const DestinationIndex> index;
+  std::vector<MemberId> destinations;
+  std::vector<bool> skip_destination;
+};
+
+// No transfer touches this member's memory any more, and it is gone: unmap its regions (P6, P8).
+struct ReleaseMember {
+  MemberId member;
+};
+// The update ended: forget its digests.
+struct UpdateEnded {
+  UpdateId update;
+};
+// The member is not (or no longer) acceptable: end its stream with this status (e.g. attach
+// refused).
+struct RefuseMember {
+  MemberId member;
+  absl::Status status;
+};
+// An engine rank attached; the caller sends Welcome before any later action for it.
+struct WelcomeMember {
+  MemberId member;
+};
+// Something that status or watch shows has changed.
+struct StateChanged {};
+// One line for the log: said once, where it is first detected.
+struct LogLine {
+  enum Level { kInfo, kWarning, kError } level = kInfo;
+  std::string text;
+};
+
+using GroupAction = std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted,
+                                 SendDraining, StartTransfer, StartVerify, ReleaseMember,
+                                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
+using GroupActions = std::vector<GroupAction>;
+
+// ---- what status shows ----
+
+struct MemberView {
+  MemberId id;
+  bool engine = false;
+  std::string instance;
+  int rank = 0;
+  int world_size = 0;
+  DeliveryMode delivery = DeliveryMode::kRegistered;
+  std::string_view state;
+  int pid = 0;
+  int64_t pieces = 0;
+  uint64_t layout_digest = 0;
+};
+struct InstanceView {
+  std::string name;
+  std::string_view state;
+  std::optional<Version> version;
+  int world_size = 0;
+  int attached = 0;
+  std::string reason;
+};
+enum class Outcome : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
+struct UpdateView {
+  UpdateId id;
+  Version version;
+  std::string_view state;
+  Outcome outcome = Outcome::kUnknown;
+  std::string reason;
+  int64_t bytes = 0;
+  int64_t total_bytes = 0;
+  int64_t tensors = 0;
+  int64_t tensor_count = 0;
+  int64_t buckets = 0;
+  Duration elapsed{};
+  Duration remaining{};
+  std::vector<InstanceOutcome> instances;
+};
+struct SlotView {
+  SlotIndex slot;
+  SlotState state;
+  std::string holder;
+};
+struct GroupView {
+  std::string name;
+  uint64_t incarnation = 0;
+  std::string_view state;
+  GroupSpec spec;
+  std::optional<Version> version;
+  std::vector<MemberView> members;
+  std::vector<InstanceView> instances;
+  std::optional<UpdateView> update;
+  std::vector<SlotView> slots;
+  int64_t committed = 0;
+  int64_t aborted = 0;
+};
+struct PastUpdate {
+  Outcome outcome = Outcome::kUnknown;
+  std::string reason;
+};
+
+// Not thread-safe.
+class Group {
+ public:
+  // `next_update` gives update ids that are unique in the daemon.
+  Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
+        std::function<UpdateId()> next_update);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // Appends to `actions`.
+  void Handle(const GroupEvent& event, TimePoint now, GroupActions* actions);
+
+  // When the next Tick is due; nullopt: nothing waits.
+  std::optional<TimePoint> NextDeadline() const;
+
+  const std::string& name() const;
+  uint64_t incarnation() const;
+  const GroupSpec& spec() const;
+  bool has_members() const;
+  bool update_running() const;
+  // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
+  absl::Status CanRegisterLayout(MemberId member) const;
+  std::optional<Version> version() const;
+  GroupView View(TimePoint now) const;
+  PastUpdate Past(Version version) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_GROUP_H_

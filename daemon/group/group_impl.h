@@ -1,0 +1,256 @@
+// The inside of Group: its records and the steps that events take. Only group/*.cc includes it.
+//
+//   group.cc    events to steps, the clock
+//   view.cc     what status shows
+//   members.cc  attach, loss, release; instances
+//   begin.cc    Begin, Prepare, Ready
+//   data.cc     slots, buckets, parts, acknowledgements
+//   end.cc      Commit, verification, eviction, giving up
+//
+// Every event ends in Pump(), which takes all steps that have become possible. Not thread-safe.
+#ifndef REFITD_DAEMON_GROUP_GROUP_IMPL_H_
+#define REFITD_DAEMON_GROUP_GROUP_IMPL_H_
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/group/group.h"
+#include "daemon/group/group_state.h"
+#include "daemon/group/instance_state.h"
+#include "daemon/group/member_state.h"
+#include "daemon/group/requests.h"
+#include "daemon/group/update.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+
+namespace group {
+
+struct Member {
+  MemberId id;
+  MemberState state = MemberState::kAttached;
+  bool engine = false;
+  std::string instance;
+  int rank = 0;
+  int world_size = 0;
+  int pid = 0;
+  std::string label;  // for messages
+  DeliveryMode delivery = DeliveryMode::kRegistered;
+  std::shared_ptr<const Manifest> manifest;
+  std::shared_ptr<const Layout> layout;
+  uint64_t layout_digest = 0;
+  std::optional<Version> version;  // that its memory holds complete
+  RequestLog requests;
+  int touching = 0;  // transfers and verifications that touch its memory (P6)
+  std::map<std::pair<UpdateId, PartSeq>, SlotGrant>
+      reads;  // slots in which it may still read a part
+};
+
+struct Instance {
+  std::string name;
+  int world_size = 0;
+  InstanceState state = InstanceState::kForming;
+  std::map<int, MemberId> ranks;  // attached
+  std::string reason;             // why it is dirty or was evicted
+};
+
+// A LeaseSlot call that waits for a slot to come free.
+struct LeaseWaiter {
+  CallId call;
+  MemberId member;
+  TimePoint deadline;
+};
+
+// In a state of the lower row of instance_state.h: it has no version (P2).
+constexpr bool IsDirty(InstanceState state) {
+  return state == InstanceState::kFormingDirty || state == InstanceState::kDirty ||
+         state == InstanceState::kDirtyPreparing || state == InstanceState::kDirtyReady;
+}
+// "1.5 s".
+std::string Seconds(Duration duration);
+// "a, b, c and 4 more".
+std::string Few(const std::vector<std::string>& names);
+
+}  // namespace group
+
+struct Group::Impl {
+  using Bucket = group::Bucket;
+  using CallKind = group::CallKind;
+  using Catalog = group::Catalog;
+  using GiveUp = group::GiveUp;
+  using Instance = group::Instance;
+  using LeaseWaiter = group::LeaseWaiter;
+  using Member = group::Member;
+  using Part = group::Part;
+  using Participant = group::Participant;
+  using Request = group::Request;
+  using TrainerProgress = group::TrainerProgress;
+  using Update = group::Update;
+
+  Impl(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
+       std::function<UpdateId()> next_update);
+
+  // ---- group.cc ----
+  void On(const TrainerAttached& e);
+  void On(const EngineAttached& e);
+  void On(const MemberLost& e);
+  void On(const LayoutRegistered& e);
+  void On(const BeginEvent& e);
+  void On(const ReadyEvent& e);
+  void On(const EngineFailed& e);
+  void On(const LeaseSlotEvent& e);
+  void On(const ReleaseSlotEvent& e);
+  void On(const BucketEvent& e);
+  void On(const TransferDone& e);
+  void On(const AckEvent& e);
+  void On(const CommitEvent& e);
+  void On(const AbortEvent& e);
+  void On(const VerifyDone& e);
+  void On(const OperatorAbort& e);
+  void On(const ReplaceGroup& e);
+  void On(const DrainEvent& e);
+  void On(const Tick& e);
+  void On(const CallGone& e);
+  // All steps that the event made possible.
+  void Pump();
+
+  template <typename Action>
+  void Do(Action action) {
+    actions->push_back(std::move(action));
+  }
+  void Log(LogLine::Level level, std::string text) { Do(LogLine{level, std::move(text)}); }
+  void Changed() { changed = true; }
+  void Refuse(CallId call, absl::Status status) {
+    Do(Reply{call, std::move(status), EmptyReply{}});
+  }
+
+  // Requests. Repeated: the call was answered or joined to its first.
+  bool Repeated(Member* member, CallKind kind, const std::string& id, const std::string& what,
+                CallId call);
+  std::shared_ptr<Request> Track(Member* member, CallKind kind, const std::string& id,
+                                 std::string what, CallId call);
+  void Finish(const std::shared_ptr<Request>& request, absl::Status status, ReplyPayload payload);
+  bool CallsOutstanding() const { return !pending.empty() || !lease_waiters.empty(); }
+  std::optional<TimePoint> IdleDeadline() const;
+  // The earliest moment at which an unacknowledged part is late, and whose it is.
+  std::optional<std::pair<TimePoint, MemberId>> AckDeadline() const;
+  void TickUpdate();
+
+  // ---- view.cc ----
+  UpdateView ViewOf(const Update& u) const;
+  std::string HolderOf(SlotIndex index) const;
+  std::string HoldersOfSlots() const;
+
+  // ---- members.cc ----
+  Member* Find(MemberId id);
+  const Member* Find(MemberId id) const;
+  // A trainer rank that is attached, else null and the call is refused.
+  Member* Trainer(MemberId id, CallId call);
+  std::string Label(MemberId id) const;
+  void Admit(Member member);
+  absl::Status CheckEngine(const EngineIdentity& identity) const;
+  void CompleteIfAllHere(Instance* instance);
+  bool Complete(const Instance& instance) const;
+  std::optional<Version> VersionOf(const Instance& instance) const;
+  void AdoptReportedVersion(const Instance& instance);
+  // It reads no slot any more.
+  void EndReads(Member* member);
+  void LoseEngine(Member* member, const std::string& reason);
+  void LoseTrainer(Member* member, const std::string& reason);
+  void ReleaseIfQuiet(MemberId id);
+  void Touch(MemberId id, int by);
+
+  // ---- begin.cc ----
+  absl::Status CheckBegin(const Member& member, const BeginEvent& e) const;
+  void Open(const BeginEvent& e);
+  void AssembleIfAllHere();
+  absl::Status MakeParticipants();
+  void OpenDataIfReady();
+  void FailUnready();
+  BeginReply MakeBeginReply() const;
+  std::string WaitedForToAssemble() const;
+  std::string WaitedForReady() const;
+
+  // ---- data.cc ----
+  // The running update and the rank's progress in it, or why its data calls are refused.
+  absl::StatusOr<TrainerProgress*> OpenFor(const Member& member, Version version);
+  absl::Status NotOpen(Version version) const;
+  absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
+  absl::Status CheckParts(const BucketEvent& e) const;
+  absl::Status Reserve(const BucketEvent& e);
+  void TakeInOrder(TrainerProgress* progress);
+  void CutIntoParts(const std::shared_ptr<Bucket>& bucket);
+  void AddPart(const std::shared_ptr<Bucket>& bucket, const std::vector<TensorRange>& ranges,
+               std::vector<int64_t> byte_offsets, int64_t bytes);
+  void FinishBucket(const Bucket& bucket);
+  void StartParts();
+  void StartPart(Part* part);
+  void SendParts();
+  void SendPartToReaders(Part* part);
+  void WriteFirst(uint32_t participant);
+  void ServeLeases();
+  int LeasesOf(MemberId member) const;
+  bool TryLease(const LeaseWaiter& waiter);
+
+  // ---- end.cc ----
+  absl::Status CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const;
+  absl::Status CheckCoverage() const;
+  void SettleIfDone();
+  void Decide();
+  void Evict(uint32_t participant, const GiveUp& why);
+  // A live rank is late or failed: its instance is evicted, or the update given up.
+  void FailEngine(uint32_t participant, const GiveUp& why);
+  void Abandon(GiveUp give_up);
+  void DropUnstarted();
+  void EndIfQuiet();
+  void TellEvictedIfQuiet();
+  void TellAborted(const Participant& participant, const std::string& reason);
+  void InstallVersion();
+  void TearDown(const std::string& reason);
+  void AnswerAll(bool committed, const std::vector<InstanceOutcome>& outcomes);
+  void Conclude(Outcome outcome, const std::string& reason);
+  std::optional<uint32_t> ParticipantOf(MemberId member) const;
+  std::vector<InstanceOutcome> Outcomes(bool committed) const;
+  std::string WaitedFor() const;
+
+  // Constant after construction, but for the incarnation.
+  const std::string name;
+  uint64_t incarnation;
+  const GroupSpec spec;
+  const GroupLimits limits;
+  const std::function<UpdateId()> next_update;
+
+  GroupState state = GroupState::kIdle;
+  std::optional<Version> version;
+  bool committed_once = false;  // in this incarnation: reported versions don't count any more
+  bool replaced = false;        // versions held from before don't count
+  std::map<MemberId, Member> members;
+  std::map<int, MemberId> trainers;           // by rank
+  std::map<std::string, Instance> instances;  // by name
+  SlotLedger ledger;
+  std::deque<LeaseWaiter> lease_waiters;
+  std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests
+  std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
+  std::unique_ptr<Update> update;
+  std::shared_ptr<const Catalog> catalog;  // of the last update
+  std::optional<UpdateView> last_update;
+  std::deque<std::pair<Version, PastUpdate>> past;  // newest last
+  int64_t committed_updates = 0;
+  int64_t aborted_updates = 0;
+
+  // During one Handle.
+  TimePoint now;
+  GroupActions* actions = nullptr;
+  bool changed = false;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_GROUP_IMPL_H_

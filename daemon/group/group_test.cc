@@ -1,0 +1,1292 @@
+#include "daemon/group/group.h"
+
+#include <catch2/catch.hpp>
+
+#include "daemon/group/group_test_util.h"
+
+namespace refitd {
+namespace {
+
+using Catch::Contains;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+constexpr auto kOk = absl::StatusCode::kOk;
+constexpr auto kAborted = absl::StatusCode::kAborted;
+constexpr auto kAlreadyExists = absl::StatusCode::kAlreadyExists;
+constexpr auto kCancelled = absl::StatusCode::kCancelled;
+constexpr auto kDeadline = absl::StatusCode::kDeadlineExceeded;
+constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kNotFound = absl::StatusCode::kNotFound;
+constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
+constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
+
+const std::vector<TensorSpec> kModel = {Bytes("a", 1000), Bytes("b", 500)};
+
+GroupSpec SpecOf(int trainer_ranks, int min_instances = 1, int slots = 4) {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.trainer_ranks = trainer_ranks;
+  spec.min_instances = min_instances;
+  spec.slots = slots;
+  return spec;
+}
+
+// A trainer and a registered instance "r", with the update to `version` open for data.
+struct OneToOne : TestGroup {
+  explicit OneToOne(int64_t version = 1, GroupSpec spec = DefaultSpec(), GroupLimits limits = {})
+      : TestGroup(std::move(spec), limits) {
+    trainer = AttachTrainer();
+    engine = Registered("r", kModel);
+    begin = Begin(trainer, version);
+    ReadyAll();
+  }
+  MemberId trainer;
+  MemberId engine;
+  CallId begin;
+};
+
+// The same with a staged instance "s" that has a manifest.
+struct OneToStaged : TestGroup {
+  explicit OneToStaged(GroupSpec spec = DefaultSpec(), GroupLimits limits = {},
+                       bool evict_late = false)
+      : TestGroup(std::move(spec), limits) {
+    trainer = AttachTrainer();
+    engine = Staged("s", kModel);
+    BeginEvent e;
+    e.member = trainer;
+    e.version = Version(1);
+    e.evict_late = evict_late;
+    begin = Begin(e);
+    ReadyAll();
+  }
+  MemberId trainer;
+  MemberId engine;
+  CallId begin;
+};
+
+// ---- the main path ----
+
+TEST_CASE("an update of one trainer and one registered engine commits") {
+  OneToOne g;
+  const auto begun = g.Get<BeginReply>(g.begin);
+  CHECK(begun.instances == 1);
+  CHECK(begun.leasable_slots == 3);
+  CHECK(begun.remaining == seconds(120));
+  const CallId push = g.Push(g.trainer, 1, 0, kModel);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.Answer(push) == nullptr);
+  CHECK(g.Instance("r").state == "dirty_ready");
+  g.FinishAll();
+  CHECK(g.Get<BucketReply>(push).bytes == 1500);
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  REQUIRE(g.verifying.has_value());
+  CHECK(g.Answer(commit) == nullptr);
+  g.FinishVerify();
+  const auto done = g.Get<CommitReply>(commit);
+  CHECK(done.bytes == 1500);
+  REQUIRE(done.instances.size() == 1);
+  CHECK(done.instances[0].committed);
+  CHECK(g.committed.size() == 2);
+  CHECK(g.ended.size() == 1);
+  CHECK(g.group.version() == Version(1));
+  CHECK(g.Instance("r").state == "clean");
+  CHECK(g.Instance("r").version == Version(1));
+  CHECK(g.group.Past(Version(1)).outcome == Outcome::kCommitted);
+  CHECK(g.group.Past(Version(2)).outcome == Outcome::kUnknown);
+  CHECK_FALSE(g.group.update_running());
+  CHECK(g.group.NextDeadline() == std::nullopt);
+}
+
+TEST_CASE("an update to both deliveries and an instance of two ranks commits in all of them") {
+  TestGroup g(SpecOf(2, 3));
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("r", kModel);
+  g.Staged("s", kModel);
+  g.Registered("tp", kModel, 0, 2);
+  const CallId b0 = g.Begin(t0, 3);
+  const CallId b1 = g.Begin(t1, 3);
+  CHECK(g.prepares.empty());  // tp lacks a rank
+  g.Registered("tp", kModel, 1, 2);
+  CHECK(g.prepares.size() == 4);
+  CHECK(g.Answer(b0) == nullptr);
+  g.ReadyAll();
+  CHECK(g.Get<BeginReply>(b0).instances == 3);
+  CHECK(g.Get<BeginReply>(b1).leasable_slots == 1);
+  g.Push(t1, 3, 0, {kModel[1]});
+  g.Push(t0, 3, 0, {kModel[0]});
+  g.Settle();
+  CHECK(g.parts.size() == 2);
+  const CallId c0 = g.Commit(t0, 3, 1);
+  const CallId c1 = g.Commit(t1, 3, 1);
+  g.Settle();
+  CHECK(g.Get<CommitReply>(c0).instances.size() == 3);
+  CHECK(g.Code(c1) == kOk);
+  CHECK(g.committed.size() == 6);
+  CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("verification off or transfer commits without reading back") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  BeginEvent e;
+  e.member = t;
+  e.version = Version(1);
+  e.verification = GENERATE(Verification::kOff, Verification::kTransfer);
+  g.Begin(e);
+  g.ReadyAll();
+  g.Push(t, 1, 0, kModel);
+  CHECK(g.running[0].transfer.verification == *e.verification);
+  g.FinishAll();
+  CHECK(g.Code(g.Commit(t, 1, 1)) == kOk);
+  CHECK_FALSE(g.verifying.has_value());
+}
+
+TEST_CASE(
+    "tensors larger than a slot go to staged engines in parts, in order, as slots come free") {
+  TestGroup g(SpecOf(1, 1, 2));
+  const std::vector<TensorSpec> big = {Bytes("big", 10'000), Bytes("small", 10)};
+  const MemberId t = g.AttachTrainer();
+  g.Staged("s", big);
+  g.Begin(t, 1);
+  g.ReadyAll();
+  const CallId push = g.Push(t, 1, 0, big);
+  CHECK(g.running.size() == 2);  // both slots fill
+  g.Finish(1);
+  CHECK(g.parts.empty());  // part 0 comes first
+  g.Finish(0);
+  CHECK(g.parts.size() == 2);
+  CHECK(g.running.empty());
+  CHECK(g.Answer(push) == nullptr);
+  g.AckOne(1);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.part == PartSeq(2));
+  g.Finish(0);
+  CHECK(g.Code(push) == kOk);  // the source is not read any more, though parts are unacknowledged
+  const CallId commit = g.Commit(t, 1, 1);
+  CHECK(g.Answer(commit) == nullptr);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.FreeSlots() == 2);
+}
+
+TEST_CASE("updates follow each other with growing versions") {
+  OneToOne g;
+  g.Push(g.trainer, 1, 0, kModel);
+  g.Settle();
+  g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  for (int64_t version = 2; version < 5; ++version) {
+    g.Begin(g.trainer, version);
+    g.ReadyAll();
+    g.Push(g.trainer, version, 0, kModel);
+    g.Settle();
+    const CallId commit = g.Commit(g.trainer, version, 1);
+    g.Settle();
+    CHECK(g.Code(commit) == kOk);
+    CHECK(g.Instance("r").version == Version(version));
+  }
+}
+
+// ---- attach ----
+
+TEST_CASE("attach is refused for wrong world sizes, ranks and duplicates") {
+  TestGroup g(SpecOf(2));
+  CHECK(g.refused[g.AttachTrainer(0, 3)].code() == kPrecondition);
+  CHECK(g.refused[g.AttachTrainer(2, 2)].code() == kInvalid);
+  CHECK(g.refused[g.AttachTrainer(-1, 2)].code() == kInvalid);
+  g.AttachTrainer(0, 2);
+  const absl::Status again = g.refused[g.AttachTrainer(0, 2)];
+  CHECK(again.code() == kAlreadyExists);
+  CHECK_THAT(std::string(again.message()), Contains("trainer rank 0 (pid 1000)"));
+  g.Staged("s", kModel, 0, 2);
+  CHECK(g.refused[g.Staged("s", kModel, 1, 3)].code() == kPrecondition);
+  CHECK(g.refused[g.Staged("s", kModel, 0, 2)].code() == kAlreadyExists);
+  CHECK(g.refused[g.Staged("s", kModel, 2, 2)].code() == kInvalid);
+  CHECK(g.refused[g.Staged("z", kModel, 0, 0)].code() == kInvalid);
+  CHECK(g.welcome.size() == 2);
+  CHECK(g.group.View(g.now).members.size() == 2);
+}
+
+TEST_CASE("an instance is complete when all ranks are attached and registered") {
+  TestGroup g;
+  const MemberId r0 = g.AttachEngine({"tp", 0, 2, DeliveryMode::kRegistered, 0, {}, {}});
+  g.Registered("tp", kModel, 1, 2);
+  CHECK(g.Instance("tp").state == "forming");
+  g.Register(r0, LayoutOf(kModel, 0, 2));
+  CHECK(g.Instance("tp").state == "clean");
+  CHECK(g.Instance("tp").version == std::nullopt);
+  g.Lose(r0);
+  CHECK(g.released.contains(r0));
+  CHECK(g.Instance("tp").state == "forming");
+  CHECK(g.Instance("tp").attached == 1);
+}
+
+TEST_CASE("the group takes up the highest version that a complete clean instance reports") {
+  TestGroup g;
+  const auto attach = [&g](const std::string& instance, int rank, int64_t held) {
+    return g.AttachEngine({instance, rank, 2, DeliveryMode::kStaged, 0, Version(held), kModel});
+  };
+  attach("a", 0, 4);
+  CHECK(g.group.version() == std::nullopt);
+  attach("a", 1, 4);
+  CHECK(g.group.version() == Version(4));
+  CHECK(g.Instance("a").version == Version(4));
+  attach("b", 0, 9);
+  attach("b", 1, 8);  // ranks disagree
+  CHECK(g.Instance("b").version == std::nullopt);
+  CHECK(g.group.version() == Version(4));
+  attach("c", 0, 6);
+  const MemberId c1 = attach("c", 1, 6);
+  CHECK(g.group.version() == Version(6));
+  g.Lose(c1);
+  g.Staged("c", kModel, 1, 2);  // restarted without a version
+  CHECK(g.Instance("c").state == "clean");
+  CHECK(g.Instance("c").version == std::nullopt);
+  const MemberId t = g.AttachTrainer();
+  CHECK(g.Code(g.Begin(t, 6)) == kPrecondition);
+}
+
+TEST_CASE("members that attach during an update take part from the next one") {
+  OneToOne g;
+  g.Registered("late", kModel);
+  CHECK(g.prepares.size() == 1);
+  g.Push(g.trainer, 1, 0, kModel);
+  CHECK(g.running[0].transfer.destinations.size() == 1);
+  g.Settle();
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Get<CommitReply>(commit).instances.size() == 1);
+  CHECK(g.Instance("late").version == std::nullopt);
+  g.Begin(g.trainer, 2);
+  CHECK(g.prepares.size() == 3);
+}
+
+TEST_CASE("a rank may attach anew while its predecessor's memory is still touched") {
+  OneToOne g;
+  g.Registered("other", kModel);
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  g.Lose(g.engine);
+  CHECK_FALSE(g.released.contains(g.engine));
+  const MemberId again = g.Registered("r", kModel);
+  CHECK(g.welcome.contains(again));
+  g.FinishAll();
+  CHECK(g.released.contains(g.engine));
+  CHECK(g.Instance("r").state == "clean");
+}
+
+TEST_CASE("registering a layout is refused for staged ranks and during an update") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId r = g.Registered("r", kModel);
+  const MemberId s = g.Staged("s", kModel);
+  CHECK(g.group.CanRegisterLayout(s).code() == kPrecondition);
+  CHECK(g.group.CanRegisterLayout(r).ok());
+  CHECK(g.group.CanRegisterLayout(MemberId(99)).code() == kPrecondition);
+  g.Begin(t, 1);
+  CHECK(g.group.CanRegisterLayout(r).code() == kPrecondition);
+}
+
+// ---- begin ----
+
+TEST_CASE("Begin refuses bad versions, durations and counts and changes nothing") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId r = g.Registered("r", kModel);
+  BeginEvent e;
+  e.member = t;
+  e.version = Version(-1);
+  CHECK(g.Code(g.Begin(e)) == kInvalid);
+  e.version = Version(1);
+  e.duration = std::chrono::hours(2);
+  CHECK(g.Code(g.Begin(e)) == kInvalid);
+  e.duration = seconds(-1);
+  CHECK(g.Code(g.Begin(e)) == kInvalid);
+  e.duration = {};
+  e.tensor_count = -1;
+  CHECK(g.Code(g.Begin(e)) == kInvalid);
+  e.tensor_count = 0;
+  e.total_bytes = -1;
+  CHECK(g.Code(g.Begin(e)) == kInvalid);
+  e.total_bytes = 0;
+  e.member = r;
+  CHECK(g.Code(g.Begin(e)) == kPrecondition);
+  e.member = MemberId(77);
+  CHECK(g.Code(g.Begin(e)) == absl::StatusCode::kUnauthenticated);
+  CHECK_FALSE(g.group.update_running());
+  CHECK(g.prepares.empty());
+}
+
+TEST_CASE("a second rank's Begin joins, and must agree with the first") {
+  TestGroup g(SpecOf(2));
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("r", kModel);
+  BeginEvent e;
+  e.member = t0;
+  e.version = Version(1);
+  e.verification = Verification::kTransfer;
+  e.evict_late = true;
+  e.tensor_count = 2;
+  const CallId b0 = g.Begin(e);
+  e.member = t1;
+  e.verification = Verification::kOff;
+  CHECK_THAT(g.Text(g.Begin(e)), Contains("verification"));
+  e.verification = Verification::kTransfer;
+  e.evict_late = false;
+  CHECK_THAT(g.Text(g.Begin(e)), Contains("evict_late"));
+  e.evict_late = true;
+  e.tensor_count = 3;
+  CHECK_THAT(g.Text(g.Begin(e)), Contains("tensor_count"));
+  e.tensor_count = 0;
+  e.version = Version(2);
+  const CallId other = g.Begin(e);
+  CHECK(g.Code(other) == kPrecondition);
+  CHECK_THAT(g.Text(other), Contains("version 1 runs"));
+  CHECK(g.prepares.empty());
+  e.version = Version(1);
+  const CallId b1 = g.Begin(e);
+  g.ReadyAll();
+  CHECK(g.Code(b0) == kOk);
+  CHECK(g.Code(b1) == kOk);
+  CHECK(g.prepares[0].tensor_count == 2);
+}
+
+TEST_CASE("Begin that waits for instances ends at the deadline and names what is missing") {
+  TestGroup g(SpecOf(1, 2));
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  g.Registered("tp", kModel, 0, 2);
+  const CallId begin = g.Begin(t, 1);
+  CHECK(g.group.NextDeadline() == g.now + seconds(120));
+  g.Expire();
+  CHECK(g.Code(begin) == kDeadline);
+  CHECK_THAT(g.Text(begin), Contains("1 of 2 instances complete") && Contains("tp rank 1"));
+  CHECK(g.group.Past(Version(1)).outcome == Outcome::kAborted);
+  CHECK(g.Instance("r").state == "clean");
+  CHECK(g.aborted.size() == 1);  // the trainer: engines were never told
+}
+
+TEST_CASE("Begin that waits for another trainer rank ends at the deadline and names it") {
+  TestGroup g(SpecOf(2));
+  const MemberId t = g.AttachTrainer(0, 2);
+  g.Registered("r", kModel);
+  const CallId begin = g.Begin(t, 1);
+  g.Expire();
+  CHECK(g.Code(begin) == kDeadline);
+  CHECK_THAT(g.Text(begin), Contains("trainer rank 1 to begin"));
+}
+
+TEST_CASE("an engine that never answers Ready is named, and its instance stays clean") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  g.Registered("slow", kModel);
+  const CallId begin = g.Begin(t, 1);
+  g.Ready(g.prepares[0].member, 1);
+  CHECK(g.group.NextDeadline() == g.now + seconds(30));
+  g.Expire();
+  CHECK(g.Code(begin) == kDeadline);
+  CHECK_THAT(g.Text(begin), Contains("engine slow rank 0 (pid 2000) did not answer Ready"));
+  CHECK(g.aborted.size() == 3);
+  CHECK(g.Instance("slow").state == "clean");
+}
+
+TEST_CASE("with evict_late an engine that never answers Ready loses its instance only") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId r = g.Registered("r", kModel);
+  const MemberId slow = g.Registered("slow", kModel);
+  BeginEvent e;
+  e.member = t;
+  e.version = Version(1);
+  e.evict_late = true;
+  const CallId begin = g.Begin(e);
+  g.Ready(r, 1);
+  g.Expire();
+  CHECK(g.Get<BeginReply>(begin).instances == 1);
+  REQUIRE(g.aborted.size() == 1);
+  CHECK(g.aborted[0].member == slow);
+  g.prepared.clear();
+  g.Ready(slow, 1);  // too late: no effect
+  g.Push(t, 1, 0, kModel);
+  g.Settle();
+  const CallId commit = g.Commit(t, 1, 1);
+  g.Settle();
+  const auto outcomes = g.Get<CommitReply>(commit).instances;
+  REQUIRE(outcomes.size() == 2);
+  CHECK(outcomes[0].committed);
+  CHECK_FALSE(outcomes[1].committed);
+  CHECK_THAT(outcomes[1].reason, Contains("Ready"));
+}
+
+TEST_CASE("with evict_late and nobody ready the update aborts") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("slow", kModel);
+  BeginEvent e;
+  e.member = t;
+  e.version = Version(1);
+  e.evict_late = true;
+  const CallId begin = g.Begin(e);
+  g.Expire();
+  CHECK(g.Code(begin) == kDeadline);
+  CHECK_THAT(g.Text(begin), Contains("no instance is left") && Contains("slow rank 0"));
+}
+
+TEST_CASE("staged engines without a manifest need Begin's tensor count") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Staged("s");
+  const CallId untold = g.Begin(t, 1);
+  CHECK(g.Code(untold) == kPrecondition);
+  CHECK_THAT(g.Text(untold), Contains("tensor_count"));
+  g.tensor_count = 2;
+  g.Begin(t, 1);
+  g.ReadyAll();
+  g.Push(t, 1, 0, {kModel[0]});
+  g.Settle();
+  const CallId early = g.Commit(t, 1, 1);
+  CHECK(g.Code(early) == kPrecondition);
+  CHECK_THAT(g.Text(early), Contains("1 tensors") && Contains("was 2"));
+  g.Push(t, 1, 1, {kModel[1]});
+  const CallId third = g.Push(t, 1, 2, {Bytes("c", 1)});
+  CHECK(g.Code(third) == kPrecondition);
+  g.Settle();
+  const CallId commit = g.Commit(t, 1, 2);
+  CHECK(g.Code(commit) == kOk);
+}
+
+TEST_CASE("instances that disagree about a tensor are both named at Begin") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  g.Staged("s", std::vector<TensorSpec>{Bytes("a", 999)});
+  const CallId begin = g.Begin(t, 1);
+  CHECK(g.Code(begin) == kPrecondition);
+  CHECK_THAT(g.Text(begin), Contains("'a'") && Contains("engine r rank 0") &&
+                                Contains("engine s rank 0") && Contains("[999]"));
+  CHECK_FALSE(g.group.update_running());
+}
+
+// ---- request ids ----
+
+TEST_CASE("a repeated request id has no second effect and gets the first answer") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  BeginEvent e;
+  e.member = t;
+  e.version = Version(1);
+  e.request_id = "x";
+  const CallId first = g.Begin(e);
+  const CallId pending = g.Begin(e);
+  CHECK(g.Answer(pending) == nullptr);
+  g.ReadyAll();
+  CHECK(g.Get<BeginReply>(pending).update == g.Get<BeginReply>(first).update);
+  CHECK(g.Code(g.Begin(e)) == kOk);
+  CHECK(g.prepares.size() == 1);
+  BucketEvent b = g.MakeBucket(t, 1, 0, kModel);
+  b.request_id = "x";
+  const CallId reused = g.Push(b);
+  CHECK(g.Code(reused) == kInvalid);
+  CHECK_THAT(g.Text(reused), Contains("'x'"));
+  b.request_id = "y";
+  const CallId push = g.Push(b);
+  const CallId repeat = g.Push(b);
+  CHECK(g.running.size() == 1);
+  g.FinishAll();
+  CHECK(g.Get<BucketReply>(repeat).group_seq == g.Get<BucketReply>(push).group_seq);
+  CHECK(g.Code(g.Push(b)) == kOk);
+  const CallId c1 = g.Commit(t, 1, 1, "z");
+  const CallId c2 = g.Commit(t, 1, 1, "z");
+  g.Settle();
+  CHECK(g.Code(c1) == kOk);
+  CHECK(g.Code(c2) == kOk);
+  const CallId after = g.Commit(t, 1, 1, "z");
+  CHECK(g.Get<CommitReply>(after).version == Version(1));
+  CHECK(g.Code(g.Commit(t, 1, 1)) == kPrecondition);
+}
+
+TEST_CASE("a commit whose caller went away is answered to its repeat") {
+  OneToOne g;
+  g.Push(g.trainer, 1, 0, kModel);
+  g.Settle();
+  const CallId gone = g.Commit(g.trainer, 1, 1, "c");
+  g.Do(CallGone{gone});
+  CHECK(g.Code(gone) == kCancelled);
+  g.Settle();
+  CHECK(g.group.version() == Version(1));
+  CHECK(g.Get<CommitReply>(g.Commit(g.trainer, 1, 1, "c")).version == Version(1));
+}
+
+TEST_CASE("a refused request may be tried again under its id") {
+  OneToOne g;
+  BucketEvent b = g.MakeBucket(g.trainer, 1, 500, kModel);
+  b.request_id = "x";
+  CHECK(g.Code(g.Push(b)) == kExhausted);
+  b.seq = 0;
+  const CallId push = g.Push(b);
+  g.FinishAll();
+  CHECK(g.Code(push) == kOk);
+}
+
+// ---- buckets ----
+
+TEST_CASE("buckets before Begin, after Commit and of another version are refused") {
+  TestGroup g(SpecOf(2));
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("r", kModel);
+  CHECK(g.Code(g.Push(t0, 1, 0, kModel)) == kPrecondition);
+  g.Begin(t0, 1);
+  CHECK(g.Code(g.Push(t0, 1, 0, kModel)) == kPrecondition);
+  g.Begin(t1, 1);
+  g.ReadyAll();
+  CHECK(g.Code(g.Push(t0, 2, 0, kModel)) == kPrecondition);
+  g.Push(t0, 1, 0, kModel);
+  g.FinishAll();
+  g.Commit(t0, 1, 1);
+  const CallId after = g.Push(t0, 1, 1, kModel);
+  CHECK(g.Code(after) == kPrecondition);
+  CHECK_THAT(g.Text(after), Contains("committed"));
+  g.Commit(t1, 1, 0);
+  g.Settle();
+  CHECK(g.group.version() == Version(1));
+  CHECK(g.Code(g.Push(t0, 1, 1, kModel)) == kPrecondition);
+}
+
+TEST_CASE("repeated and far seqs are refused; early ones wait for their turn") {
+  OneToOne g;
+  const CallId early = g.Push(g.trainer, 1, 1, {kModel[1]});
+  CHECK(g.running.empty());
+  CHECK(g.Code(g.Push(g.trainer, 1, 1, {kModel[0]})) == kAlreadyExists);
+  const CallId far = g.Push(g.trainer, 1, 256, {kModel[0]});
+  CHECK(g.Code(far) == kExhausted);
+  CHECK(g.Code(g.Push(g.trainer, 1, -1, {kModel[0]})) == kInvalid);
+  // What waits holds its elements.
+  CHECK(g.Code(g.Push(g.trainer, 1, 0, {kModel[1]})) == kAlreadyExists);
+  const CallId gap = g.Commit(g.trainer, 1, 2);
+  CHECK(g.Code(gap) == kPrecondition);
+  CHECK_THAT(g.Text(gap), Contains("seq 0 was never pushed"));
+  const CallId first = g.Push(g.trainer, 1, 0, {kModel[0]});
+  CHECK(g.running.size() == 2);
+  g.FinishAll();
+  CHECK(g.Get<BucketReply>(first).group_seq == 0);
+  CHECK(g.Get<BucketReply>(early).group_seq == 1);
+  CHECK(g.Code(g.Push(g.trainer, 1, 0, {kModel[0]})) == kAlreadyExists);
+  const CallId less = g.Commit(g.trainer, 1, 1);
+  CHECK(g.Code(less) == kPrecondition);
+  CHECK_THAT(g.Text(less), Contains("2 buckets were pushed"));
+  const CallId commit = g.Commit(g.trainer, 1, 2);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+}
+
+TEST_CASE("the number of unanswered buckets of a rank is limited") {
+  GroupLimits limits;
+  limits.outstanding_buckets = 2;
+  OneToOne g(1, TestGroup::DefaultSpec(), limits);
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  BucketEvent half = g.MakeBucket(g.trainer, 1, 1, {kModel[1]});
+  half.ranges[0].count = 250;
+  g.Push(half);
+  half.seq = 2;
+  half.ranges[0].start = 250;
+  CHECK(g.Code(g.Push(half)) == kExhausted);
+  g.Finish(0);
+  const CallId now = g.Push(half);
+  g.FinishAll();
+  CHECK(g.Code(now) == kOk);
+}
+
+TEST_CASE("tensors that an instance does not know, or knows otherwise, are refused by name") {
+  OneToOne g;
+  const CallId unknown = g.Push(g.trainer, 1, 0, {kModel[0], Bytes("zzz", 3)});
+  CHECK(g.Code(unknown) == kPrecondition);
+  CHECK_THAT(g.Text(unknown), Contains("'zzz'") && Contains("instance r"));
+  const CallId shape = g.Push(g.trainer, 1, 0, {Bytes("a", 999)});
+  CHECK(g.Code(shape) == kPrecondition);
+  CHECK_THAT(g.Text(shape), Contains("'a'") && Contains("[999]") && Contains("[1000]") &&
+                                Contains("engine r rank 0"));
+  const CallId dtype = g.Push(g.trainer, 1, 0, {{"a", DType::kInt8, {1000}}});
+  CHECK_THAT(g.Text(dtype), Contains("int8") && Contains("uint8"));
+  // Nothing changed: the same seq and tensors may come again.
+  CHECK(g.running.empty());
+  CHECK(g.Instance("r").state == "clean_ready");
+  const CallId push = g.Push(g.trainer, 1, 0, kModel);
+  g.FinishAll();
+  CHECK(g.Code(push) == kOk);
+}
+
+TEST_CASE("overlapping elements are refused by name, disjoint ranges add up") {
+  OneToOne g;
+  BucketEvent b = g.MakeBucket(g.trainer, 1, 0, {kModel[0], kModel[1]});
+  b.ranges[0].count = 600;
+  g.Push(b);
+  BucketEvent c = g.MakeBucket(g.trainer, 1, 1, {kModel[0]});
+  c.ranges[0] = {0, 599, 401};
+  const CallId overlap = g.Push(c);
+  CHECK(g.Code(overlap) == kAlreadyExists);
+  CHECK_THAT(g.Text(overlap), Contains("'a'") && Contains("[599, 1000)"));
+  g.FinishAll();
+  const CallId partial = g.Commit(g.trainer, 1, 1);
+  CHECK(g.Code(partial) == kPrecondition);
+  CHECK_THAT(g.Text(partial), Contains("'a'") && Contains("element 600"));
+  c.ranges[0] = {0, 600, 400};
+  g.Push(c);
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 1, 2);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+}
+
+TEST_CASE("tensors without elements are pushed once too") {
+  const std::vector<TensorSpec> model = {Bytes("a", 10), {"empty", DType::kFloat32, {0, 4}}};
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", model);
+  g.Begin(t, 1);
+  g.ReadyAll();
+  g.Push(t, 1, 0, {model[0]});
+  g.FinishAll();
+  CHECK_THAT(g.Text(g.Commit(t, 1, 1)), Contains("'empty'"));
+  g.Push(t, 1, 1, {model[1]});
+  CHECK(g.Code(g.Push(t, 1, 2, {model[1]})) == kAlreadyExists);
+  const CallId commit = g.Commit(t, 1, 2);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+}
+
+TEST_CASE("engine-only tensors are neither needed nor taken") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.engine_only_tensors = {"rotary"};
+  TestGroup g(spec);
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", {kModel[0], Bytes("rotary", 64)});
+  g.Begin(t, 1);
+  g.ReadyAll();
+  const CallId push = g.Push(t, 1, 0, {Bytes("rotary", 64)});
+  CHECK(g.Code(push) == kPrecondition);
+  g.Push(t, 1, 0, {kModel[0]});
+  g.FinishAll();
+  const CallId commit = g.Commit(t, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+}
+
+TEST_CASE("a missing tensor withdraws the last commit only, and names tensor and instance") {
+  TestGroup g(SpecOf(2));
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("r", kModel);
+  g.Begin(t0, 1);
+  g.Begin(t1, 1);
+  g.ReadyAll();
+  g.Push(t0, 1, 0, {kModel[0]});
+  g.FinishAll();
+  const CallId c0 = g.Commit(t0, 1, 1);
+  const CallId c1 = g.Commit(t1, 1, 0);
+  CHECK(g.Answer(c0) == nullptr);
+  CHECK(g.Code(c1) == kPrecondition);
+  CHECK_THAT(g.Text(c1), Contains("'b'") && Contains("instance r"));
+  g.Push(t1, 1, 0, {kModel[1]});
+  g.FinishAll();
+  const CallId again = g.Commit(t1, 1, 1);
+  g.Settle();
+  CHECK(g.Code(c0) == kOk);
+  CHECK(g.Code(again) == kOk);
+}
+
+// ---- leased slots ----
+
+TEST_CASE("a bucket in a leased slot is handed to staged engines from that slot") {
+  OneToStaged g;
+  const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
+  CHECK(lease.expires == seconds(30));
+  CHECK(lease.slot_bytes == 4096);
+  BucketEvent b = g.MakeBucket(g.trainer, 1, 0, kModel);
+  b.slot = lease.grant;
+  b.slot_byte_offsets = {0, 1024};
+  const CallId push = g.Push(b);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.source_slot == lease.grant);
+  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.parts.empty());
+  g.FinishAll();
+  CHECK(g.Code(push) == kOk);
+  REQUIRE(g.parts.size() == 1);
+  CHECK(g.parts[0].slot == lease.grant);
+  CHECK(g.parts[0].content->byte_offsets == std::vector<int64_t>{0, 1024});
+  CHECK(g.parts[0].content->bytes == 1524);
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("a leased slot is free again after the transfer where nobody is staged") {
+  OneToOne g;
+  const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
+  BucketEvent b = g.MakeBucket(g.trainer, 1, 0, kModel);
+  b.slot = lease.grant;
+  b.slot_byte_offsets = {0, 1024};
+  g.Push(b);
+  CHECK(g.FreeSlots() == 3);
+  g.FinishAll();
+  CHECK(g.FreeSlots() == 4);
+  b.seq = 1;
+  b.tensors = {};
+  b.ranges = {};
+  b.slot_byte_offsets = {};
+  CHECK(g.Code(g.Push(b)) == kNotFound);  // the lease ended with the call
+}
+
+TEST_CASE("leases are limited, waited for in order, given back and named when none comes free") {
+  OneToStaged g(SpecOf(1, 1, 3));
+  const auto first = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
+  g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
+  const CallId third = g.Lease(g.trainer, 1);
+  CHECK(g.Code(third) == kExhausted);
+  CHECK_THAT(g.Text(third), Contains("trainer rank 0"));
+  CHECK(g.Code(g.Release(g.trainer, {first.grant.slot, GrantId(99)})) == kNotFound);
+  CHECK(g.Code(g.Release(g.trainer, first.grant)) == kOk);
+  CHECK(g.Code(g.Release(g.trainer, first.grant)) == kNotFound);
+  // One slot is leased, one is read by the engine, the last is kept for staging.
+  g.Push(g.trainer, 1, 0, kModel);
+  g.FinishAll();
+  const CallId wait = g.Lease(g.trainer, 1, milliseconds(100));
+  CHECK(g.Answer(wait) == nullptr);
+  CHECK(g.Code(g.Lease(g.trainer, 1, seconds(-1))) == kInvalid);
+  CHECK(g.group.NextDeadline() == g.now + milliseconds(100));
+  g.Expire();
+  CHECK(g.Code(wait) == kDeadline);
+  CHECK_THAT(g.Text(wait), Contains("leased by trainer rank 0") &&
+                               Contains("reading by engine s rank 0 (pid 3000)"));
+  const CallId served = g.Lease(g.trainer, 1);
+  CHECK(g.Answer(served) == nullptr);
+  g.AckOne(0);
+  CHECK(g.Code(served) == kOk);
+}
+
+TEST_CASE("a rank whose leased slots wait for its own earlier bucket is told so at once") {
+  OneToStaged g(SpecOf(1, 1, 2));
+  BucketEvent b = g.MakeBucket(g.trainer, 1, 1, {kModel[1]});
+  b.slot = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1)).grant;
+  b.slot_byte_offsets = {0};
+  const CallId early = g.Push(b);
+  const CallId lease = g.Lease(g.trainer, 1);
+  CHECK(g.Code(lease) == kExhausted);
+  CHECK_THAT(g.Text(lease), Contains("wait for its seq 0"));
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  g.Settle();
+  CHECK(g.Code(early) == kOk);
+}
+
+TEST_CASE("groups with too few slots grant no leases") {
+  TestGroup g(SpecOf(4, 1, 4));
+  std::vector<MemberId> trainers;
+  for (int rank = 0; rank < 4; ++rank) trainers.push_back(g.AttachTrainer(rank, 4));
+  g.Registered("r", kModel);
+  for (const MemberId t : trainers) g.Begin(t, 1);
+  g.ReadyAll();
+  CHECK(g.Code(g.Lease(trainers[0], 1)) == kExhausted);
+  CHECK(g.Code(g.Lease(trainers[0], 2)) == kPrecondition);
+}
+
+TEST_CASE("a lease that is not submitted in time aborts the update, and stays its holder's") {
+  GroupLimits limits;
+  limits.lease_limit = seconds(5);
+  OneToStaged g(TestGroup::DefaultSpec(), limits);
+  const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
+  const CallId push = g.Push(g.trainer, 1, 1, {kModel[0]});  // waits for seq 0
+  CHECK(g.group.NextDeadline() == g.now + seconds(5));
+  g.Expire();
+  CHECK(g.Code(push) == kAborted);
+  CHECK_THAT(g.Text(push), Contains("trainer rank 0") && Contains("did not submit leased slot"));
+  CHECK(g.FreeSlots() == 3);  // it may still be packing
+  CHECK(g.group.NextDeadline() == std::nullopt);
+  g.Begin(g.trainer, 1);
+  g.ReadyAll();
+  CHECK(g.FreeSlots() == 3);
+  CHECK(g.Code(g.Release(g.trainer, lease.grant)) == kOk);
+  CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("a lease whose caller went away is not given to nobody") {
+  OneToStaged g(SpecOf(1, 1, 3));
+  g.Push(g.trainer, 1, 0, {Bytes("a", 1000)});
+  g.Push(g.trainer, 1, 1, {Bytes("b", 500)});
+  g.FinishAll();
+  const CallId wait = g.Lease(g.trainer, 1);
+  CHECK(g.Answer(wait) == nullptr);
+  g.Do(CallGone{wait});
+  CHECK(g.Code(wait) == kCancelled);
+  g.Settle();
+  CHECK(g.FreeSlots() == 3);
+}
+
+// ---- lateness, loss, eviction ----
+
+TEST_CASE("an engine that never acknowledges aborts the update and is named") {
+  OneToStaged g;
+  g.Push(g.trainer, 1, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  CHECK(g.group.NextDeadline() == g.now + seconds(30));
+  g.Expire();
+  CHECK(g.Code(commit) == kDeadline);
+  CHECK_THAT(g.Text(commit),
+             Contains("engine s rank 0 (pid 3000) did not acknowledge part 0 within 30 s"));
+  CHECK(g.Instance("s").state == "dirty");
+  CHECK(g.Instance("s").version == std::nullopt);
+  CHECK(g.FreeSlots() == 3);  // it may still read its slot
+  g.AckOne(0);
+  CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("with evict_late an engine that never acknowledges loses its instance only") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  const MemberId s = g.Staged("s", kModel);
+  BeginEvent e;
+  e.member = t;
+  e.version = Version(1);
+  e.evict_late = true;
+  g.Begin(e);
+  g.ReadyAll();
+  g.Push(t, 1, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(t, 1, 1);
+  g.Expire();
+  REQUIRE(g.aborted.size() == 1);
+  CHECK(g.aborted[0].member == s);
+  CHECK(g.aborted[0].dirty);
+  g.FinishVerify();
+  const auto outcomes = g.Get<CommitReply>(commit).instances;
+  CHECK(outcomes[0].committed);
+  CHECK_THAT(outcomes[1].reason, Contains("acknowledge"));
+  CHECK(g.FreeSlots() == 4);  // the others must not wait for it
+}
+
+TEST_CASE("parts without staged engines left need no slots any more") {
+  TestGroup g(SpecOf(1, 1, 2));
+  const std::vector<TensorSpec> big = {Bytes("big", 20'000)};
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", big);
+  const MemberId s = g.Staged("s", big);
+  g.Begin(t, 1);
+  g.ReadyAll();
+  const CallId push = g.Push(t, 1, 0, big);
+  CHECK(g.running.size() == 2);
+  g.Lose(s);
+  CHECK(g.running.size() == 5);
+  CHECK(g.running[4].transfer.fill_slot == std::nullopt);
+  g.FinishAll();
+  CHECK(g.Code(push) == kOk);
+  CHECK(g.FreeSlots() == 2);
+  const CallId commit = g.Commit(t, 1, 1);
+  g.Settle();
+  CHECK(g.Get<CommitReply>(commit).instances[0].committed);
+}
+
+TEST_CASE("the death of an engine rank evicts its instance, and the update goes on") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  const MemberId tp0 = g.Registered("tp", kModel, 0, 2);
+  const MemberId tp1 = g.Registered("tp", kModel, 1, 2);
+  g.Begin(t, 1);
+  g.ReadyAll();
+  g.Push(t, 1, 0, {kModel[0]});
+  g.Lose(tp1);
+  CHECK_FALSE(g.released.contains(tp1));  // a copy still writes there
+  CHECK(g.aborted.empty());               // and into its sibling
+  g.Push(t, 1, 1, {kModel[1]});
+  CHECK(g.running[1].transfer.skip_destination == std::vector<bool>{false, true, true});
+  g.FinishAll();
+  CHECK(g.released.contains(tp1));
+  REQUIRE(g.aborted.size() == 1);
+  CHECK(g.aborted[0].member == tp0);
+  CHECK(g.aborted[0].dirty);
+  CHECK_THAT(g.aborted[0].reason, Contains("engine tp rank 1 (pid 2001) was lost: killed"));
+  const CallId commit = g.Commit(t, 1, 2);
+  REQUIRE(g.verifying.has_value());
+  CHECK(g.verifying->skip_destination == std::vector<bool>{false, true, true});
+  g.FinishVerify();
+  const auto outcomes = g.Get<CommitReply>(commit).instances;
+  CHECK(outcomes[0].committed);
+  CHECK_FALSE(outcomes[1].committed);
+  CHECK(g.Instance("tp").state == "forming_dirty");
+  g.Registered("tp", kModel, 1, 2);
+  CHECK(g.Instance("tp").state == "dirty");
+  g.Begin(t, 2);
+  g.ReadyAll();
+  g.Push(t, 2, 0, kModel);
+  g.FinishAll();
+  g.Commit(t, 2, 1);
+  g.Settle();
+  CHECK(g.Instance("tp").version == Version(2));
+}
+
+TEST_CASE("the death of the last engine aborts the update") {
+  OneToOne g;
+  const CallId push = g.Push(g.trainer, 1, 0, kModel);
+  g.Lose(g.engine);
+  CHECK(g.Answer(push) == nullptr);
+  g.FinishAll();
+  CHECK(g.Code(push) == kAborted);
+  CHECK_THAT(g.Text(push), Contains("no instance is left") && Contains("engine r rank 0"));
+  CHECK(g.released.contains(g.engine));
+  CHECK(g.group.View(g.now).instances.empty());
+}
+
+TEST_CASE("an engine that dies while it is read back is released when that ended") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  const MemberId dies = g.Registered("a", kModel);
+  const bool survivor = GENERATE(true, false);
+  if (survivor) g.Registered("b", kModel);
+  g.Begin(t, 1);
+  g.ReadyAll();
+  g.Push(t, 1, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(t, 1, 1);
+  REQUIRE(g.verifying.has_value());
+  g.Lose(dies);
+  CHECK_FALSE(g.released.contains(dies));
+  CHECK(g.Answer(commit) == nullptr);
+  if (survivor) {
+    g.FinishVerify(absl::DataLossError("of the dead one"), {0});
+    CHECK_FALSE(g.Get<CommitReply>(commit).instances[0].committed);
+    CHECK(g.Instance("b").version == Version(1));
+  } else {
+    g.FinishVerify();
+    CHECK(g.Code(commit) == kAborted);
+  }
+  CHECK(g.released.contains(dies));
+}
+
+TEST_CASE("the loss of a trainer rank aborts, after the copies that read its memory") {
+  TestGroup g(SpecOf(2));
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("r", kModel);
+  g.Begin(t0, 1);
+  g.Begin(t1, 1);
+  g.ReadyAll();
+  const CallId p0 = g.Push(t0, 1, 0, {kModel[0]});
+  const CallId p1 = g.Push(t1, 1, 0, {kModel[1]});
+  const CallId early = g.Push(t1, 1, 2, {});
+  const CallId c0 = g.Commit(t0, 1, 1);
+  g.Lose(t1);
+  CHECK(g.Answer(c0) == nullptr);
+  CHECK(g.released.empty());
+  CHECK(g.Code(g.Push(t0, 1, 1, {})) == kAborted);
+  const CallId begin = g.Begin(t0, 2);
+  CHECK(g.Code(begin) == kPrecondition);
+  CHECK_THAT(g.Text(begin), Contains("given up"));
+  g.FinishAll();
+  for (const CallId call : {p0, p1, early, c0}) {
+    CHECK(g.Code(call) == kAborted);
+    CHECK_THAT(g.Text(call), Contains("trainer rank 1 (pid 1001) was lost"));
+  }
+  CHECK(g.released.contains(t1));
+  CHECK(g.Instance("r").state == "dirty");
+  CHECK(g.aborted.size() == 2);
+  const MemberId again = g.AttachTrainer(1, 2);
+  CHECK(g.welcome.contains(again));
+  const CallId b0 = g.Begin(t0, 1);
+  g.Begin(again, 1);
+  g.ReadyAll();
+  CHECK(g.Code(b0) == kOk);
+}
+
+TEST_CASE("Failed aborts and is named; with evict_late it evicts") {
+  TestGroup g;
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  const MemberId s = g.Staged("s", kModel);
+  BeginEvent e;
+  e.member = t;
+  e.version = Version(1);
+  e.evict_late = GENERATE(false, true);
+  const CallId begin = g.Begin(e);
+  g.Do(EngineFailed{s, UpdateId(77), "another update"});  // no effect
+  g.Do(EngineFailed{s, g.prepares[0].update, "loader broke"});
+  g.ReadyAll();
+  if (e.evict_late) {
+    CHECK(g.Get<BeginReply>(begin).instances == 1);
+  } else {
+    CHECK(g.Code(begin) == kAborted);
+    CHECK_THAT(g.Text(begin), Contains("engine s rank 0") && Contains("loader broke"));
+  }
+  CHECK(g.Instance("s").state == "clean");
+}
+
+TEST_CASE("a failed transfer aborts whatever evict_late says, and names the destination") {
+  OneToStaged g(TestGroup::DefaultSpec(), {}, true);
+  const CallId push = g.Push(g.trainer, 1, 0, kModel);
+  g.Finish(0, absl::DataLossError("tensor 'a' differs"));
+  CHECK(g.Code(push) == kAborted);
+  CHECK_THAT(g.Text(push), Contains("verification of part 0") && Contains("'a' differs"));
+  CHECK(g.Instance("s").state == "clean");  // never handed over
+  CHECK(g.FreeSlots() == 4);
+  CHECK(g.Code(g.Push(g.trainer, 1, 1, kModel)) == kAborted);
+}
+
+TEST_CASE("a failed readback aborts and names the rank") {
+  OneToOne g;
+  g.Push(g.trainer, 1, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  g.FinishVerify(absl::DataLossError("tensor 'b' differs"), {0});
+  CHECK(g.Code(commit) == kAborted);
+  CHECK_THAT(g.Text(commit), Contains("engine r rank 0") && Contains("'b' differs"));
+  CHECK(g.Instance("r").state == "dirty");
+  CHECK(g.group.version() == std::nullopt);
+}
+
+TEST_CASE("a program that wrote too little does not commit") {
+  OneToOne g;
+  g.Push(g.trainer, 1, 0, kModel);
+  const StartTransfer t = g.running[0].transfer;
+  g.running.clear();
+  g.Do(TransferDone{t.update, t.part, absl::OkStatus(), {1499}, -1});
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  CHECK(g.Code(commit) == kAborted);
+  CHECK_THAT(g.Text(commit), Contains("1499") && Contains("1500") && Contains("engine r rank 0"));
+}
+
+// ---- giving up ----
+
+TEST_CASE(
+    "Abort by a trainer rank ends the update, and before the first byte leaves it untouched") {
+  OneToOne g;
+  CHECK(g.Code(g.Abort(g.trainer, 2)) == kPrecondition);
+  const CallId abort = g.Abort(g.trainer, 1, "no more");
+  CHECK(g.Code(abort) == kOk);
+  CHECK(g.Instance("r").state == "clean");
+  CHECK(g.aborted.size() == 2);
+  CHECK_THAT(g.group.Past(Version(1)).reason, Contains("trainer rank 0") && Contains("no more"));
+  CHECK(g.Code(g.Abort(g.trainer, 1)) == kPrecondition);
+}
+
+TEST_CASE("an abort while a copy runs is answered when that ended, and leaves the instance dirty") {
+  OneToOne g;
+  const CallId push = g.Push(g.trainer, 1, 0, kModel);
+  const CallId abort = g.Abort(g.trainer, 1);
+  CHECK(g.Answer(abort) == nullptr);
+  CHECK(g.aborted.empty());
+  CHECK(g.group.NextDeadline() == g.now + seconds(1));
+  g.Expire();
+  CHECK_THAT(g.log.back().text, Contains("1 transfers"));
+  CHECK(g.group.NextDeadline() == std::nullopt);
+  g.FinishAll();
+  CHECK(g.Code(abort) == kOk);
+  CHECK(g.Code(push) == kAborted);
+  CHECK(g.aborted.size() == 2);
+  CHECK(g.Instance("r").state == "dirty");
+}
+
+TEST_CASE("an operator's abort ends the update; without one it is refused") {
+  OneToOne g;
+  const CallId push = g.Push(g.trainer, 1, 1, {kModel[0]});
+  const CallId abort = g.NewCall();
+  g.Do(OperatorAbort{abort, "maintenance"});
+  CHECK(g.Code(abort) == kOk);
+  CHECK(g.Code(push) == kAborted);
+  CHECK_THAT(g.Text(push), Contains("operator") && Contains("maintenance"));
+  const CallId again = g.NewCall();
+  g.Do(OperatorAbort{again, ""});
+  CHECK(g.Code(again) == kPrecondition);
+}
+
+TEST_CASE("an update whose trainers fall silent aborts after the idle limit") {
+  OneToOne g;
+  const CallId push = g.Push(g.trainer, 1, 0, kModel);
+  g.Advance(seconds(40));
+  CHECK(g.group.update_running());  // a call is outstanding
+  g.FinishAll();
+  CHECK(g.Code(push) == kOk);
+  CHECK(g.group.NextDeadline() == g.now + seconds(30));
+  g.Expire();
+  CHECK_FALSE(g.group.update_running());
+  CHECK_THAT(g.group.Past(Version(1)).reason,
+             Contains("no call from any trainer rank") && Contains("trainer rank 0"));
+}
+
+TEST_CASE("a Begin whose caller went away leaves the update to the idle limit") {
+  TestGroup g(SpecOf(1, 2));
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", kModel);
+  const CallId begin = g.Begin(t, 1);
+  g.Do(CallGone{begin});
+  CHECK(g.group.update_running());
+  g.Expire();
+  CHECK_FALSE(g.group.update_running());
+  CHECK(g.now == TimePoint(std::chrono::hours(1)) + seconds(30));
+}
+
+TEST_CASE("at the update's deadline every waiting call gets DEADLINE_EXCEEDED with the culprit") {
+  TestGroup g(SpecOf(2));
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("r", kModel);
+  BeginEvent e;
+  e.member = t0;
+  e.version = Version(1);
+  e.duration = seconds(10);
+  CHECK(g.Code(g.Lease(t0, 1)) == kPrecondition);
+  g.Begin(e);
+  e.member = t1;
+  const CallId b1 = g.Begin(e);
+  CHECK(g.prepares[0].remaining == seconds(10));
+  g.ReadyAll();
+  CHECK(g.Get<BeginReply>(b1).remaining == seconds(10));
+  g.Push(t0, 1, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(t0, 1, 1);
+  const CallId early = g.Push(t1, 1, 3, {});
+  g.Expire();
+  CHECK(g.now == TimePoint(std::chrono::hours(1)) + seconds(10));
+  CHECK(g.Code(commit) == kDeadline);
+  CHECK(g.Code(early) == kDeadline);
+  CHECK_THAT(g.Text(commit), Contains("trainer rank 1 (pid 1001) to push seq 0"));
+  CHECK(g.Instance("r").state == "dirty");
+}
+
+// ---- drain, replace, members that go ----
+
+TEST_CASE("a draining group ends its update and opens no other") {
+  OneToOne g;
+  g.Do(DrainEvent{});
+  g.Do(DrainEvent{});
+  CHECK(g.draining.size() == 2);
+  g.Push(g.trainer, 1, 0, kModel);
+  g.Settle();
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Code(g.Begin(g.trainer, 2)) == kUnavailable);
+  g.Staged("late");
+  CHECK(g.draining.size() == 3);
+}
+
+TEST_CASE("replacing a group marks every instance dirty and starts versions anew") {
+  OneToOne g(5);
+  const CallId refused = g.NewCall();
+  g.Do(ReplaceGroup{refused, 8});
+  CHECK(g.Code(refused) == kPrecondition);
+  CHECK(g.group.incarnation() == 7);
+  g.Push(g.trainer, 5, 0, kModel);
+  g.Settle();
+  g.Commit(g.trainer, 5, 1);
+  g.Settle();
+  const CallId call = g.NewCall();
+  g.Do(ReplaceGroup{call, 8});
+  g.dirty.insert("r");
+  CHECK(g.Code(call) == kOk);
+  CHECK(g.group.incarnation() == 8);
+  CHECK(g.group.version() == std::nullopt);
+  CHECK(g.Instance("r").state == "dirty");
+  CHECK(g.Instance("r").version == std::nullopt);
+  g.AttachEngine({"old", 0, 1, DeliveryMode::kStaged, 0, Version(5), kModel});
+  CHECK(g.group.version() == std::nullopt);  // of an incarnation that is gone
+  g.Begin(g.trainer, 1);
+  g.ReadyAll();
+  g.Push(g.trainer, 1, 0, kModel);
+  g.Settle();
+  g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Instance("r").version == Version(1));
+}
+
+TEST_CASE("the loss of an unknown or refused member is ignored") {
+  TestGroup g;
+  g.AttachTrainer();
+  const MemberId refused = g.AttachTrainer();
+  g.lost.insert(refused);
+  g.Do(MemberLost{refused, "x"});
+  g.Do(MemberLost{MemberId(999), "x"});
+  CHECK(g.released.empty());
+  CHECK(g.group.has_members());
+}
+
+TEST_CASE("outcomes of the last updates are remembered, within a limit") {
+  OneToOne g;
+  g.Abort(g.trainer, 1);
+  for (int64_t version = 2; version < 2 + kRememberedUpdates; ++version) {
+    g.Begin(g.trainer, version);
+    CHECK(g.group.Past(Version(version)).outcome == Outcome::kRunning);
+    g.Abort(g.trainer, version);
+  }
+  CHECK(g.group.Past(Version(1)).outcome == Outcome::kUnknown);
+  CHECK(g.group.Past(Version(2)).outcome == Outcome::kAborted);
+  CHECK(g.group.View(g.now).aborted == 1 + kRememberedUpdates);
+}
+
+TEST_CASE("status shows the running update's progress") {
+  OneToOne g;
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  g.FinishAll();
+  g.now += seconds(2);
+  const GroupView view = g.group.View(g.now);
+  CHECK(view.state == "updating");
+  REQUIRE(view.update.has_value());
+  CHECK(view.update->state == "data");
+  CHECK(view.update->bytes == 1000);
+  CHECK(view.update->buckets == 1);
+  CHECK(view.update->tensors == 1);
+  CHECK(view.update->elapsed == seconds(2));
+  CHECK(view.update->remaining == seconds(118));
+  CHECK(view.members.size() == 2);
+  CHECK(view.members[1].pieces == 2);
+  CHECK(view.members[1].layout_digest == LayoutOf(kModel)->Digest());
+}
+
+TEST_CASE("answers to an aborted update don't count for the next one to the same version") {
+  OneToStaged g;
+  const UpdateId first = g.prepares.back().update;
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  g.FinishAll();
+  g.Abort(g.trainer, 1);
+  CHECK(g.FreeSlots() ==
+        3);  // until it is acknowledged, or the engine is ready for the next update
+  const CallId begin = g.Begin(g.trainer, 1);
+  const MemberId engine = g.prepares.back().member;
+  g.Do(ReadyEvent{engine, first});
+  CHECK(g.Answer(begin) == nullptr);
+  g.Do(EngineFailed{engine, first, "late"});
+  CHECK(g.Answer(begin) == nullptr);
+  g.ReadyAll();
+  CHECK(g.Code(begin) == kOk);
+  CHECK(g.FreeSlots() == 4);
+  g.Push(g.trainer, 1, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  g.Do(AckEvent{engine, first, PartSeq(0)});
+  CHECK(g.Answer(commit) == nullptr);
+  g.AckOne(0);
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("a bucket that would need absurdly many slots is refused by name") {
+  TestGroup g;
+  const std::vector<TensorSpec> huge = {
+      Bytes("huge", (kMaxPartsPerBucket + 1) * g.group.spec().slot_bytes)};
+  const MemberId t = g.AttachTrainer();
+  g.Staged("s", huge);
+  g.Begin(t, 1);
+  g.ReadyAll();
+  const CallId push = g.Push(t, 1, 0, huge);
+  CHECK(g.Code(push) == kExhausted);
+  CHECK_THAT(g.Text(push), Contains("huge"));
+}
+
+}  // namespace
+}  // namespace refitd

@@ -1,0 +1,521 @@
+// A group with members that answer as told, for tests. Carries out actions as a daemon would and
+// checks at each one what must hold whatever the events:
+//   P1 committed goes only to instances of which every element was written (registered) or handed
+//      over and acknowledged (staged) in this update, once;
+//   P2 Aborted says dirty exactly where something was written since the last commit;
+//   P3 versions grow, updates don't overlap;
+//   P6 a member is released only when no transfer and no verification touches its memory;
+//   every call is answered once; nothing is sent to a member that was released or refused.
+#ifndef REFITD_DAEMON_GROUP_GROUP_TEST_UTIL_H_
+#define REFITD_DAEMON_GROUP_GROUP_TEST_UTIL_H_
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/group/group.h"
+
+namespace refitd {
+
+// uint8 tensors keep sizes readable: elements are bytes.
+inline TensorSpec Bytes(std::string name, int64_t elements) {
+  return {std::move(name), DType::kUint8, {elements}};
+}
+
+// The whole of each tensor, or with `of` ranks the `rank`th equal share of its first dimension.
+inline std::shared_ptr<const Layout> LayoutOf(const std::vector<TensorSpec>& tensors, int rank = 0,
+                                              int of = 1) {
+  auto layout = std::make_shared<Layout>();
+  layout->tensors = tensors;
+  for (uint32_t t = 0; t < tensors.size(); ++t) {
+    Piece piece;
+    piece.tensor = t;
+    piece.box = WholeBox(tensors[t].shape);
+    if (!tensors[t].shape.empty()) {
+      const int64_t rows = tensors[t].shape[0];
+      piece.box.offset[0] = rows * rank / of;
+      piece.box.extent[0] = rows * (rank + 1) / of - piece.box.offset[0];
+    }
+    piece.strides = RowMajorStrides(piece.box.extent);
+    layout->pieces.push_back(piece);
+  }
+  return layout;
+}
+
+class TestGroup {
+ public:
+  struct Engine {
+    MemberId id;
+    std::string instance;
+    DeliveryMode delivery;
+    std::shared_ptr<const Layout> layout;
+  };
+  struct Running {
+    StartTransfer transfer;
+    std::set<MemberId> touches;
+  };
+  struct Handed {
+    MemberId member;
+    Version version;
+    PartSeq part;
+    SlotGrant slot;
+    uint64_t update;
+    UpdateId id;
+  };
+
+  explicit TestGroup(GroupSpec spec = DefaultSpec(), GroupLimits limits = {})
+      : group("g", 7, spec, limits, [this] { return UpdateId(++updates_); }) {}
+
+  static GroupSpec DefaultSpec() {
+    GroupSpec spec;
+    spec.slot_bytes = 4096;
+    spec.slots = 4;
+    return spec;
+  }
+
+  // ---- members ----
+
+  MemberId AttachTrainer(int rank = 0, int world_size = 1) {
+    const MemberId id(++members_);
+    Do(TrainerAttached{id, {rank, world_size, 1000 + rank}});
+    return id;
+  }
+  MemberId AttachEngine(EngineIdentity who) {
+    const MemberId id(++members_);
+    engines[id] = {id, who.instance, who.delivery, nullptr};
+    Do(EngineAttached{id, std::move(who)});
+    if (refused.contains(id)) engines.erase(id);
+    return id;
+  }
+  MemberId Registered(const std::string& instance, const std::vector<TensorSpec>& tensors,
+                      int rank = 0, int world_size = 1) {
+    const MemberId id =
+        AttachEngine({instance, rank, world_size, DeliveryMode::kRegistered, 2000 + rank, {}, {}});
+    Register(id, LayoutOf(tensors, rank, world_size));
+    return id;
+  }
+  MemberId Staged(const std::string& instance,
+                  std::optional<std::vector<TensorSpec>> manifest = std::nullopt, int rank = 0,
+                  int world_size = 1) {
+    return AttachEngine(
+        {instance, rank, world_size, DeliveryMode::kStaged, 3000 + rank, {}, std::move(manifest)});
+  }
+  void Register(MemberId id, std::shared_ptr<const Layout> layout) {
+    engines[id].layout = layout;
+    Do(LayoutRegistered{id, std::move(layout)});
+  }
+  void Lose(MemberId id, const std::string& reason = "killed") {
+    // Its instance is gone with its last rank, and what was written in it.
+    lost.insert(id);
+    const auto it = engines.find(id);
+    if (it != engines.end()) {
+      const std::string instance = it->second.instance;
+      std::erase_if(handed, [id](const Handed& h) { return h.member == id; });
+      engines.erase(it);
+      Do(MemberLost{id, reason});
+      if (std::none_of(engines.begin(), engines.end(),
+                       [&](const auto& e) { return e.second.instance == instance; })) {
+        dirty.erase(instance);
+      }
+      return;
+    }
+    Do(MemberLost{id, reason});
+  }
+
+  // ---- calls ----
+
+  CallId Begin(MemberId member, int64_t version) {
+    BeginEvent e;
+    e.member = member;
+    e.version = Version(version);
+    e.tensor_count = tensor_count;
+    return Begin(e);
+  }
+  CallId Begin(BeginEvent e) {
+    e.call = NewCall();
+    Do(e);
+    return e.call;
+  }
+  static BucketEvent MakeBucket(MemberId member, int64_t version, int64_t seq,
+                                std::vector<TensorSpec> tensors) {
+    BucketEvent e;
+    e.member = member;
+    e.version = Version(version);
+    e.seq = seq;
+    e.tensors = std::move(tensors);
+    for (uint32_t i = 0; i < e.tensors.size(); ++i) {
+      e.ranges.push_back({i, 0, *ElementCount(e.tensors[i].shape)});
+    }
+    return e;
+  }
+  CallId Push(BucketEvent e) {
+    e.call = NewCall();
+    bucket_of[e.call] = e.member;
+    Do(e);
+    return e.call;
+  }
+  CallId Push(MemberId member, int64_t version, int64_t seq, std::vector<TensorSpec> tensors) {
+    return Push(MakeBucket(member, version, seq, std::move(tensors)));
+  }
+  CallId Commit(MemberId member, int64_t version, int64_t buckets, std::string request_id = "") {
+    const CallId call = NewCall();
+    Do(CommitEvent{call, member, std::move(request_id), Version(version), buckets});
+    return call;
+  }
+  CallId Abort(MemberId member, int64_t version, std::string reason = "changed my mind") {
+    const CallId call = NewCall();
+    Do(AbortEvent{call, member, "", Version(version), std::move(reason)});
+    return call;
+  }
+  CallId Lease(MemberId member, int64_t version, Duration wait = {}) {
+    const CallId call = NewCall();
+    Do(LeaseSlotEvent{call, member, Version(version), wait});
+    return call;
+  }
+  CallId Release(MemberId member, SlotGrant grant) {
+    const CallId call = NewCall();
+    Do(ReleaseSlotEvent{call, member, grant});
+    return call;
+  }
+  CallId NewCall() {
+    const CallId call(++calls_);
+    asked.insert(call);
+    return call;
+  }
+
+  // ---- answers of engines and of the data plane ----
+
+  // Answers the member's last Prepare of the version.
+  void Ready(MemberId member, int64_t version) {
+    const auto prepare = std::find_if(
+        prepares.rbegin(), prepares.rend(),
+        [&](const SendPrepare& p) { return p.member == member && p.version == Version(version); });
+    REQUIRE(prepare != prepares.rend());
+    AnswerReady(member, prepare->update);
+  }
+  // Who is ready for an update reads nothing of those before.
+  void AnswerReady(MemberId member, UpdateId update) {
+    std::erase_if(handed, [&](const Handed& h) { return h.member == member && h.id < update; });
+    Do(ReadyEvent{member, update});
+  }
+  // Every engine rank that was prepared and has not answered yet.
+  void ReadyAll() {
+    for (const auto& [member, update] : std::exchange(prepared, {})) {
+      if (!lost.contains(member)) AnswerReady(member, update);
+    }
+  }
+  void Finish(size_t index, absl::Status status = absl::OkStatus(), int failed = -1) {
+    const Running done = running.at(index);
+    running.erase(running.begin() + static_cast<int64_t>(index));
+    TransferDone e{done.transfer.update, done.transfer.part, status, {}, failed};
+    e.bytes_written = BytesInto(done.transfer);
+    if (status.ok()) RecordWritten(done.transfer);
+    Do(e);
+  }
+  void FinishAll() {
+    while (!running.empty()) Finish(0);
+  }
+  void AckOne(size_t index) {
+    const Handed h = handed.at(index);
+    handed.erase(handed.begin() + static_cast<int64_t>(index));
+    acked_[{h.member, h.update}].insert(h.part);
+    Do(AckEvent{h.member, h.id, h.part});
+  }
+  void FinishVerify(absl::Status status = absl::OkStatus(), std::vector<uint32_t> failed = {}) {
+    REQUIRE(verifying.has_value());
+    const UpdateId update = verifying->update;
+    verifying.reset();
+    verify_touches.clear();
+    Do(VerifyDone{update, std::move(status), std::move(failed)});
+  }
+  // Until nothing is left to answer.
+  void Settle() {
+    for (bool busy = true; busy;) {
+      busy = false;
+      if (!prepared.empty()) ReadyAll();
+      while (!running.empty() || !handed.empty() || verifying.has_value()) {
+        busy = true;
+        if (!running.empty()) {
+          Finish(0);
+        } else if (!handed.empty()) {
+          AckOne(0);
+        } else {
+          FinishVerify();
+        }
+      }
+    }
+  }
+  void Advance(Duration by) {
+    now += by;
+    Do(Tick{});
+  }
+  // To the next deadline.
+  void Expire() {
+    const auto due = group.NextDeadline();
+    REQUIRE(due.has_value());
+    now = std::max(now, *due);
+    Do(Tick{});
+    const auto after = group.NextDeadline();
+    if (after.has_value()) CHECK(*after > now);  // all that was due is done
+  }
+
+  const Reply* Answer(CallId call) const {
+    const auto it = replies.find(call);
+    return it == replies.end() ? nullptr : &it->second;
+  }
+  absl::StatusCode Code(CallId call) const {
+    const Reply* reply = Answer(call);
+    REQUIRE(reply != nullptr);
+    return reply->status.code();
+  }
+  std::string Text(CallId call) const {
+    const Reply* reply = Answer(call);
+    REQUIRE(reply != nullptr);
+    return std::string(reply->status.message());
+  }
+  template <typename Payload>
+  Payload Get(CallId call) const {
+    const Reply* reply = Answer(call);
+    REQUIRE(reply != nullptr);
+    INFO(reply->status.ToString());
+    REQUIRE(reply->status.ok());
+    return std::get<Payload>(reply->payload);
+  }
+  InstanceView Instance(const std::string& name) const {
+    for (InstanceView& view : group.View(now).instances) {
+      if (view.name == name) return view;
+    }
+    FAIL("no instance " << name);
+    return {};
+  }
+  int FreeSlots() const {
+    int free = 0;
+    for (const SlotView& slot : group.View(now).slots) free += slot.state == SlotState::kFree;
+    return free;
+  }
+
+  void Do(const GroupEvent& event) {
+    GroupActions actions;
+    group.Handle(event, now, &actions);
+    for (const GroupAction& action : actions) {
+      std::visit([this](const auto& a) { On(a); }, action);
+    }
+  }
+
+  Group group;
+  TimePoint now{std::chrono::hours(1)};
+  int64_t tensor_count = 0;  // that Begin tells
+
+  std::map<MemberId, Engine> engines;  // attached
+  std::set<CallId> asked;
+  std::map<CallId, Reply> replies;
+  std::map<CallId, MemberId> bucket_of;
+  std::vector<std::pair<MemberId, UpdateId>> prepared;  // unanswered
+  std::vector<SendPrepare> prepares;                    // all
+  std::vector<Running> running;
+  std::vector<Handed> handed;  // unacknowledged
+  std::vector<SendPart> parts;
+  std::optional<StartVerify> verifying;
+  std::set<MemberId> verify_touches;
+  std::vector<SendCommitted> committed;
+  std::vector<SendAborted> aborted;
+  std::vector<SendDraining> draining;
+  std::vector<UpdateId> ended;
+  std::set<MemberId> welcome;
+  std::map<MemberId, absl::Status> refused;
+  std::set<MemberId> lost;
+  std::set<MemberId> released;
+  std::set<std::string> dirty;  // instances written since their last commit
+  std::vector<LogLine> log;
+
+ private:
+  using Written = std::map<std::string, IntervalSet>;
+
+  static std::vector<int64_t> BytesInto(const StartTransfer& t) {
+    std::vector<int64_t> bytes(t.destinations.size());
+    for (size_t d = 0; d < bytes.size(); ++d) {
+      if (t.skip_destination[d]) continue;
+      ForEachCommon(t, d, [&](const TensorSpec& tensor, const Box& box) {
+        bytes[d] += ElementCount(box) * ElementBytes(tensor.dtype);
+      });
+    }
+    return bytes;
+  }
+  template <typename F>
+  static void ForEachCommon(const StartTransfer& t, size_t d, F f) {
+    const Layout& layout = *t.index->destinations()[d];
+    for (const TensorRange& range : t.content->ranges) {
+      const TensorSpec& tensor = t.content->tensors[range.tensor];
+      for (const Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
+        for (const Piece& piece : layout.pieces) {
+          if (layout.tensors[piece.tensor].name != tensor.name) continue;
+          const auto common = Intersect(box, piece.box);
+          if (common.has_value()) f(tensor, *common);
+        }
+      }
+    }
+  }
+  void RecordWritten(const StartTransfer& t) {
+    for (size_t d = 0; d < t.destinations.size(); ++d) {
+      if (t.skip_destination[d]) continue;
+      for (const TensorRange& range : t.content->ranges) {
+        const std::string& name = t.content->tensors[range.tensor].name;
+        CHECK(written_[t.destinations[d]][name].Add(range.start, range.start + range.count));
+      }
+    }
+  }
+  // From the running update, or the last.
+  bool Evicted(MemberId member) const {
+    const std::optional<UpdateView> view = group.View(now).update;
+    const auto engine = engines.find(member);
+    if (!view.has_value() || engine == engines.end()) return true;
+    return std::any_of(view->instances.begin(), view->instances.end(),
+                       [&](const InstanceOutcome& o) {
+                         return o.instance == engine->second.instance && !o.committed &&
+                                !o.reason.empty() && o.reason != view->reason;
+                       });
+  }
+  void CheckAlive(MemberId member) const {
+    CHECK(welcome.contains(member));
+    CHECK_FALSE(refused.contains(member));
+    CHECK_FALSE(released.contains(member));
+  }
+
+  void On(const Reply& a) {
+    CHECK(asked.contains(a.call));
+    CHECK(replies.emplace(a.call, a).second);  // once
+    if (bucket_of.contains(a.call)) {
+      // Its source is not read any more.
+      for (const Running& r : running) CHECK(r.transfer.bucket_call != a.call);
+    }
+  }
+  void On(const SendPrepare& a) {
+    CheckAlive(a.member);
+    CHECK(a.remaining > Duration(0));
+    prepared.emplace_back(a.member, a.update);
+    prepares.push_back(a);
+    written_.erase(a.member);
+    delivered_.erase(a.member);
+    next_part_.erase(a.member);
+  }
+  void On(const SendPart& a) {
+    CheckAlive(a.member);
+    CHECK(a.part == PartSeq(next_part_[a.member]++));
+    CHECK(a.content->bytes <= group.spec().slot_bytes);
+    for (const TensorRange& range : a.content->ranges) {
+      const TensorSpec& tensor = a.content->tensors[range.tensor];
+      CHECK(delivered_[a.member][tensor.name].Add(range.start, range.start + range.count));
+    }
+    for (const Handed& h : handed) {
+      // A slot that someone still reads is never handed out again, but for who was evicted.
+      CHECK((h.slot.slot != a.slot.slot || h.slot == a.slot || Evicted(h.member)));
+    }
+    if (engines.contains(a.member)) dirty.insert(engines[a.member].instance);
+    handed.push_back({a.member, a.version, a.part, a.slot, updates_, a.update});
+    parts.push_back(a);
+  }
+  void On(const SendCommitted& a) {
+    CheckAlive(a.member);
+    CHECK(running.empty());
+    CHECK_FALSE(verifying.has_value());
+    CHECK((a.version > last_committed_ || a.version == group.version()));
+    last_committed_ = a.version;
+    committed.push_back(a);
+    const auto it = engines.find(a.member);
+    if (it == engines.end()) return;
+    const Engine& engine = it->second;
+    dirty.erase(engine.instance);
+    if (engine.delivery == DeliveryMode::kRegistered) {
+      for (const TensorSpec& tensor : engine.layout->tensors) {
+        const auto& only = group.spec().engine_only_tensors;
+        if (std::find(only.begin(), only.end(), tensor.name) != only.end()) continue;
+        CAPTURE(tensor.name, engine.instance);
+        CHECK(written_[a.member][tensor.name].total() == *ElementCount(tensor.shape));
+      }
+    } else {
+      CHECK(static_cast<int64_t>(acked_[{a.member, updates_}].size()) == next_part_[a.member]);
+      for (const Handed& h : handed) CHECK((h.member != a.member || h.update != updates_));
+    }
+  }
+  void On(const SendAborted& a) {
+    CheckAlive(a.member);
+    for (const Running& r : running) CHECK_FALSE(r.touches.contains(a.member));
+    CHECK_FALSE(verify_touches.contains(a.member));
+    std::erase_if(prepared, [&](const auto& p) { return p.first == a.member; });
+    aborted.push_back(a);
+    // Who was evicted holds up nobody by what it still reads.
+    if (Evicted(a.member)) {
+      std::erase_if(handed, [&](const Handed& h) { return h.member == a.member; });
+    }
+    const auto it = engines.find(a.member);
+    CHECK(a.dirty == (it != engines.end() && dirty.contains(it->second.instance)));
+  }
+  void On(const SendDraining& a) {
+    CheckAlive(a.member);
+    draining.push_back(a);
+  }
+  void On(const StartTransfer& a) {
+    CHECK(a.update == UpdateId(updates_));
+    CHECK(bucket_of.contains(a.bucket_call));
+    CHECK(Answer(a.bucket_call) == nullptr);  // its source is still there
+    CHECK(a.bucket_ranges.size() == a.content->ranges.size());
+    CheckAlive(a.trainer);
+    Running r{a, {a.trainer}};
+    for (size_t d = 0; d < a.destinations.size(); ++d) {
+      if (a.skip_destination[d]) continue;
+      bool any = false;
+      ForEachCommon(a, d, [&](const TensorSpec&, const Box&) { any = true; });
+      if (!any) continue;
+      CheckAlive(a.destinations[d]);
+      r.touches.insert(a.destinations[d]);
+      if (engines.contains(a.destinations[d])) dirty.insert(engines[a.destinations[d]].instance);
+    }
+    running.push_back(std::move(r));
+  }
+  void On(const StartVerify& a) {
+    CHECK(running.empty());
+    CHECK_FALSE(verifying.has_value());
+    for (size_t d = 0; d < a.destinations.size(); ++d) {
+      if (!a.skip_destination[d]) verify_touches.insert(a.destinations[d]);
+    }
+    verifying = a;
+  }
+  void On(const ReleaseMember& a) {
+    CHECK(lost.contains(a.member));
+    for (const Running& r : running) CHECK_FALSE(r.touches.contains(a.member));
+    CHECK_FALSE(verify_touches.contains(a.member));
+    CHECK(released.insert(a.member).second);
+  }
+  void On(const UpdateEnded& a) {
+    CHECK(running.empty());
+    CHECK_FALSE(verifying.has_value());
+    ended.push_back(a.update);
+  }
+  void On(const RefuseMember& a) {
+    CHECK_FALSE(welcome.contains(a.member));
+    CHECK(refused.emplace(a.member, a.status).second);
+  }
+  void On(const WelcomeMember& a) {
+    CHECK_FALSE(refused.contains(a.member));
+    CHECK(welcome.insert(a.member).second);
+  }
+  void On(const StateChanged&) {}
+  void On(const LogLine& a) { log.push_back(a); }
+
+  uint64_t members_ = 0;
+  uint64_t calls_ = 0;
+  uint64_t updates_ = 0;
+  Version last_committed_{-1};
+  std::map<MemberId, Written> written_;    // of the running update
+  std::map<MemberId, Written> delivered_;  // of the running update
+  std::map<std::pair<MemberId, uint64_t>, std::set<PartSeq>> acked_;
+  std::map<MemberId, int64_t> next_part_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_GROUP_TEST_UTIL_H_

@@ -1,0 +1,241 @@
+// Attach, loss and release of members; instances.
+#include <algorithm>
+
+#include "daemon/group/group_impl.h"
+
+namespace refitd {
+namespace {
+
+std::string WithPid(std::string label, int pid) {
+  return pid == 0 ? label : fmt::format("{} (pid {})", label, pid);
+}
+
+absl::Status CheckRank(int rank, int world_size, int max_world_size) {
+  if (world_size < 1 || world_size > max_world_size) {
+    return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}", world_size,
+                 max_world_size);
+  }
+  if (rank < 0 || rank >= world_size) {
+    return Error(absl::StatusCode::kInvalidArgument, "rank: {} is not in 0..{}", rank,
+                 world_size - 1);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+group::Member* Group::Impl::Find(MemberId id) {
+  const auto it = members.find(id);
+  return it == members.end() ? nullptr : &it->second;
+}
+
+const group::Member* Group::Impl::Find(MemberId id) const {
+  const auto it = members.find(id);
+  return it == members.end() ? nullptr : &it->second;
+}
+
+group::Member* Group::Impl::Trainer(MemberId id, CallId call) {
+  Member* member = Find(id);
+  if (member == nullptr || member->state == MemberState::kLeaving) {
+    Refuse(call, Error(absl::StatusCode::kUnauthenticated, "member {} is not attached", id));
+    return nullptr;
+  }
+  if (member->engine) {
+    Refuse(call,
+           Error(absl::StatusCode::kFailedPrecondition, "{} is not a trainer rank", member->label));
+    return nullptr;
+  }
+  if (update != nullptr) update->last_call = now;
+  return member;
+}
+
+std::string Group::Impl::Label(MemberId id) const {
+  const Member* member = Find(id);
+  return member == nullptr ? fmt::format("member {}", id) : member->label;
+}
+
+void Group::Impl::On(const TrainerAttached& e) {
+  const TrainerIdentity& who = e.identity;
+  absl::Status status = CheckRank(who.rank, who.world_size, kMaxTrainerRanks);
+  if (status.ok() && who.world_size != spec.trainer_ranks) {
+    status = Error(absl::StatusCode::kFailedPrecondition,
+                   "world_size: {} differs from the {} trainer_ranks of group {}", who.world_size,
+                   spec.trainer_ranks, name);
+  }
+  if (const auto it = trainers.find(who.rank); status.ok() && it != trainers.end()) {
+    status = Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(it->second));
+  }
+  if (!status.ok()) {
+    Do(RefuseMember{e.member, std::move(status)});
+    return;
+  }
+  Member member;
+  member.id = e.member;
+  member.rank = who.rank;
+  member.world_size = who.world_size;
+  member.pid = who.pid;
+  member.label = WithPid(fmt::format("trainer rank {}", who.rank), who.pid);
+  trainers[who.rank] = e.member;
+  Admit(std::move(member));
+}
+
+void Group::Impl::Admit(Member member) {
+  const MemberId id = member.id;
+  Log(LogLine::kInfo, fmt::format("{} attached", member.label));
+  members.emplace(id, std::move(member));
+  Do(WelcomeMember{id});
+  if (state == GroupState::kDraining || state == GroupState::kDrained) Do(SendDraining{id});
+  Changed();
+}
+
+absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
+  REFITD_RETURN_IF_ERROR(CheckRank(who.rank, who.world_size, kMaxEngineRanks));
+  if (members.size() >= static_cast<size_t>(kMaxEngineRanks) + kMaxTrainerRanks) {
+    return Error(absl::StatusCode::kResourceExhausted, "group {} has {} members already", name,
+                 members.size());
+  }
+  const auto it = instances.find(who.instance);
+  if (it == instances.end()) return absl::OkStatus();
+  if (it->second.world_size != who.world_size) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "world_size: {} differs from the {} of the other ranks of instance {}",
+                 who.world_size, it->second.world_size, who.instance);
+  }
+  if (const auto rank = it->second.ranks.find(who.rank); rank != it->second.ranks.end()) {
+    return Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(rank->second));
+  }
+  return absl::OkStatus();
+}
+
+void Group::Impl::On(const EngineAttached& e) {
+  const EngineIdentity& who = e.identity;
+  if (absl::Status status = CheckEngine(who); !status.ok()) {
+    Do(RefuseMember{e.member, std::move(status)});
+    return;
+  }
+  Member member;
+  member.id = e.member;
+  member.engine = true;
+  member.instance = who.instance;
+  member.rank = who.rank;
+  member.world_size = who.world_size;
+  member.pid = who.pid;
+  member.label = WithPid(fmt::format("engine {} rank {}", who.instance, who.rank), who.pid);
+  member.delivery = who.delivery;
+  if (who.manifest.has_value()) {
+    member.manifest = std::make_shared<const group::Manifest>(*who.manifest);
+  }
+  // What a rank holds from before a replacement is not this incarnation's.
+  if (!replaced) member.version = who.held_version;
+  Instance& instance = instances[who.instance];
+  instance.name = who.instance;
+  instance.world_size = who.world_size;
+  instance.ranks[who.rank] = e.member;
+  Admit(std::move(member));
+  CompleteIfAllHere(&instance);
+}
+
+void Group::Impl::On(const LayoutRegistered& e) {
+  Member* member = Find(e.member);
+  if (member == nullptr || member->state == MemberState::kLeaving) return;
+  // Another binding is other memory: nobody said that it holds the version.
+  if (member->layout != nullptr) member->version.reset();
+  member->layout = e.layout;
+  member->layout_digest = e.layout->Digest();
+  Changed();
+  if (!member->engine) return;
+  const auto it = instances.find(member->instance);
+  if (it != instances.end()) CompleteIfAllHere(&it->second);
+}
+
+bool Group::Impl::Complete(const Instance& instance) const {
+  if (static_cast<int>(instance.ranks.size()) != instance.world_size) return false;
+  return std::all_of(instance.ranks.begin(), instance.ranks.end(), [this](const auto& rank) {
+    const Member& member = *Find(rank.second);
+    return member.delivery == DeliveryMode::kStaged || member.layout != nullptr;
+  });
+}
+
+void Group::Impl::CompleteIfAllHere(Instance* instance) {
+  const std::optional<InstanceState> next = Next(instance->state, InstanceTrigger::kComplete);
+  if (!next.has_value() || !Complete(*instance)) return;
+  instance->state = *next;
+  if (!group::IsDirty(instance->state)) instance->reason.clear();
+  AdoptReportedVersion(*instance);
+  Changed();
+}
+
+std::optional<Version> Group::Impl::VersionOf(const Instance& instance) const {
+  if (group::IsDirty(instance.state) || instance.state == InstanceState::kForming) {
+    return std::nullopt;
+  }
+  std::optional<Version> common;
+  for (const auto& [rank, id] : instance.ranks) {
+    const std::optional<Version> held = Find(id)->version;
+    if (!held.has_value() || (common.has_value() && *common != *held)) return std::nullopt;
+    common = held;
+  }
+  return common;
+}
+
+// After a restart the group's version is the highest that a complete clean instance reports, until
+// an update commits. A running update was checked against the version of its start.
+void Group::Impl::AdoptReportedVersion(const Instance& instance) {
+  if (committed_once || update != nullptr) return;
+  const std::optional<Version> reported = VersionOf(instance);
+  if (reported.has_value() && (!version.has_value() || *version < *reported)) version = reported;
+}
+
+void Group::Impl::On(const MemberLost& e) {
+  Member* member = Find(e.member);
+  if (member == nullptr || member->state == MemberState::kLeaving) return;
+  Log(LogLine::kInfo, fmt::format("{} left: {}", member->label, e.reason));
+  Step(&member->state, MemberTrigger::kLost);
+  // Its slots first: what is given up next may need them.
+  ledger.Forget(e.member);
+  member->reads.clear();
+  if (member->engine) {
+    LoseEngine(member, e.reason);
+  } else {
+    LoseTrainer(member, e.reason);
+  }
+  ReleaseIfQuiet(e.member);
+  Changed();
+}
+
+void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
+  const auto it = instances.find(member->instance);
+  it->second.ranks.erase(member->rank);
+  const bool last = it->second.ranks.empty();
+  Step(&it->second.state, last ? InstanceTrigger::kLastLost : InstanceTrigger::kRankLost);
+  if (last) instances.erase(it);
+  if (update == nullptr) return;
+  const std::optional<uint32_t> participant = ParticipantOf(member->id);
+  if (participant.has_value() && !update->participants[*participant].evicted) {
+    Evict(*participant, {fmt::format("{} was lost: {}", member->label, reason)});
+  }
+}
+
+void Group::Impl::LoseTrainer(Member* member, const std::string& reason) {
+  trainers.erase(member->rank);
+  if (update == nullptr) return;
+  Abandon({fmt::format("{} was lost: {}", member->label, reason)});
+}
+
+void Group::Impl::Touch(MemberId id, int by) {
+  Member* member = Find(id);
+  REFITD_CHECK(member != nullptr && member->touching + by >= 0);
+  member->touching += by;
+  ReleaseIfQuiet(id);
+}
+
+void Group::Impl::ReleaseIfQuiet(MemberId id) {
+  Member* member = Find(id);
+  if (member->state != MemberState::kLeaving || member->touching > 0) return;
+  Step(&member->state, MemberTrigger::kQuiet);
+  members.erase(id);
+  Do(ReleaseMember{id});
+  Changed();
+}
+
+}  // namespace refitd

@@ -1,0 +1,56 @@
+// A member's calls by request id: a repeated id has no second effect and gets the first answer
+// (P3).
+//
+// A call that was refused changed nothing and is not remembered: its id may be used again. At most
+// kRememberedRequests finished ones are kept per member, the oldest go first; pending ones are kept
+// until they end. Not thread-safe: lives inside its group.
+#ifndef REFITD_DAEMON_GROUP_REQUESTS_H_
+#define REFITD_DAEMON_GROUP_REQUESTS_H_
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/group/group.h"
+
+namespace refitd::group {
+
+enum class CallKind : uint8_t { kBegin, kBucket, kCommit, kAbort };
+
+// One request and the calls that wait for its answer: the first one and repeats of it.
+struct Request {
+  CallKind kind = CallKind::kBegin;
+  MemberId member;
+  std::string id;    // may be empty: never repeated
+  std::string what;  // "begin of version 3": a repeat must say the same
+  CallId first_call;
+  std::vector<CallId> calls;
+  bool finished = false;
+  absl::Status status;
+  ReplyPayload payload;
+};
+
+// True if a call that ended so had no effect.
+bool IsRefusal(const absl::Status& status);
+
+class RequestLog {
+ public:
+  // Null: not seen (or forgotten, or an empty id).
+  std::shared_ptr<Request> Find(const std::string& id) const;
+  void Add(const std::shared_ptr<Request>& request);
+  // Of an added request that ended: remembered or, after a refusal, forgotten.
+  void Finished(const Request& request);
+  size_t size() const { return requests_.size(); }
+
+ private:
+  std::map<std::string, std::shared_ptr<Request>> requests_;
+  std::deque<std::string> finished_;  // oldest first
+};
+
+}  // namespace refitd::group
+
+#endif  // REFITD_DAEMON_GROUP_REQUESTS_H_

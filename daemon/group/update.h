@@ -1,0 +1,152 @@
+// What a running update remembers. Records only: the decisions are in begin.cc, data.cc and end.cc.
+//
+// Not thread-safe: lives inside its group. Members are named by id, since they may be gone before
+// the update ends.
+#ifndef REFITD_DAEMON_GROUP_UPDATE_H_
+#define REFITD_DAEMON_GROUP_UPDATE_H_
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "daemon/group/catalog.h"
+#include "daemon/group/group.h"
+#include "daemon/group/requests.h"
+#include "daemon/group/update_state.h"
+
+namespace refitd::group {
+
+// An accepted bucket. `request` is answered after the last read of its source (P6).
+struct Bucket {
+  std::shared_ptr<Request> request;
+  MemberId trainer;
+  int64_t seq = 0;
+  int64_t group_seq = -1;  // set when its turn comes
+  std::vector<TensorSpec> tensors;
+  std::vector<TensorRange> ranges;
+  std::optional<SlotGrant> slot;
+  std::vector<int64_t> slot_byte_offsets;
+  int64_t bytes = 0;
+  int64_t parts_left = 0;
+};
+
+// One part of a bucket, in the order of the whole group. Kept until transferred and handed over.
+struct Part {
+  PartSeq seq;
+  std::shared_ptr<Bucket> bucket;
+  std::shared_ptr<const PartContent> content;
+  std::vector<uint32_t> bucket_ranges;
+  std::optional<SlotGrant> slot;  // leased by the trainer, or granted to be filled
+  bool started = false;
+  bool done = false;              // transferred
+  std::vector<uint32_t> touched;  // destinations that the transfer writes
+};
+
+// A trainer rank that has begun.
+struct TrainerProgress {
+  MemberId member;
+  std::vector<std::shared_ptr<Request>> begins;  // unanswered
+  int64_t next_seq = 0;
+  std::map<int64_t, std::shared_ptr<Bucket>> early;  // reorder window: seq > next_seq
+  int pending_buckets = 0;                           // unanswered
+  bool committed = false;
+  int64_t bucket_count = 0;
+  std::vector<std::shared_ptr<Request>> commits;  // unanswered
+};
+
+// An instance that was complete when the update was prepared.
+struct Participant {
+  std::string instance;
+  std::vector<MemberId> members;  // by rank
+  bool ready = false;             // all its ranks are
+  bool written = false;           // by this update
+  bool evicted = false;
+  bool told = false;   // evicted, and its ranks were sent Aborted
+  std::string reason;  // of the eviction
+  int touching = 0;    // transfers and verifications that touch its memory
+};
+
+// A staged engine rank's unacknowledged parts.
+struct StagedReader {
+  uint32_t participant = 0;
+  struct Outstanding {
+    PartSeq part;
+    TimePoint sent;
+  };
+  std::deque<Outstanding> outstanding;  // in order of sending
+  TimePoint last_ack;
+};
+
+// What was pushed of one tensor.
+struct PushedTensor {
+  DType dtype = DType::kUint8;
+  Dims shape;
+  int64_t elements = 0;
+  IntervalSet covered;
+};
+
+// Why an update is given up, and what that makes of the calls that wait: a call whose own wait ran
+// out gets DEADLINE_EXCEEDED, all others ABORTED.
+struct GiveUp {
+  std::string reason;
+  absl::StatusCode begin_code = absl::StatusCode::kAborted;
+  absl::StatusCode bucket_code = absl::StatusCode::kAborted;
+  absl::StatusCode commit_code = absl::StatusCode::kAborted;
+  absl::StatusCode lease_code = absl::StatusCode::kAborted;
+};
+
+struct Update {
+  UpdateId id;
+  Version version;
+  UpdateState state = UpdateState::kOpening;
+  TimePoint started;
+  TimePoint deadline;
+  Verification verification = Verification::kReadback;
+  bool evict_late = false;
+  int64_t tensor_count = 0;
+  int64_t total_bytes = 0;
+
+  std::map<int, TrainerProgress> trainers;  // by rank
+  TimePoint last_call;                      // last call of a trainer rank, or answer to one
+
+  // From Preparing on.
+  std::shared_ptr<const Catalog> catalog;
+  std::vector<Participant> participants;  // index: Catalog's instances
+  std::vector<bool> evicted;              // by participant
+  std::vector<bool> skip_destination;     // by destination
+  TimePoint ready_deadline;
+  std::map<MemberId, StagedReader> readers;  // staged ranks still in
+
+  absl::flat_hash_map<std::string, PushedTensor> pushed;
+  int64_t buckets = 0;  // in order so far; the next group-wide seq
+  int64_t accepted_bytes = 0;
+  int64_t moved_bytes = 0;
+  std::vector<int64_t> bytes_written;  // by destination
+
+  std::deque<Part> parts;  // not yet handed over; parts[0] has seq first_part
+  int64_t first_part = 0;
+  int64_t next_start = 0;  // seq
+  int64_t in_flight = 0;   // transfers
+  bool verifying = false;  // a verification runs
+  std::vector<uint32_t> verified_destinations;
+
+  // In Draining.
+  GiveUp give_up;
+  TimePoint cleanup_deadline;
+  bool cleanup_logged = false;
+  std::vector<CallId> operator_calls;
+
+  int64_t end_part() const { return first_part + static_cast<int64_t>(parts.size()); }
+  Part& part(int64_t seq) { return parts[static_cast<size_t>(seq - first_part)]; }
+  bool has_part(int64_t seq) const { return seq >= first_part && seq < end_part(); }
+};
+
+}  // namespace refitd::group
+
+#endif  // REFITD_DAEMON_GROUP_UPDATE_H_

@@ -1,0 +1,103 @@
+// The transaction that installs one version. Only the coordinator's own decisions drive it;
+// whatever waits in a state has a deadline (P4), and committed is reached from a settled or
+// verified update only (P1). Pure, thread-safe.
+//
+//              assembled              all_ready          all_committed
+//   opening ------------> preparing ------------> data ----------------> settling --decide--+
+//      |                      |                    |                        | verify        |
+//      |                      |                    |                        v               v
+//      +-------- give_up -----+--------------------+----- give_up ----- verifying --> committed
+//                                                  v                            decide
+//                                              draining --quiet--> aborted
+//
+// Triggers:
+//   assembled      all trainer ranks have begun and enough instances are complete
+//   all_ready      every engine rank still in answered Ready
+//   all_committed  every trainer rank committed, and what was pushed covers every instance
+//   verify         all parts are transferred and acknowledged; the destinations are read back
+//   decide         all that was asked for is verified: the version is installed
+//   give_up        a trainer rank was lost, a deadline passed, someone gave the update up, ...
+//   quiet          no transfer and no verification of it runs any more
+//
+// "-": refused, nothing changes.
+// clang-format off
+// | state     | assembled | all_ready | all_committed | verify    | decide    | give_up  | quiet   |
+// | opening   | preparing | -         | -             | -         | -         | draining | -       |
+// | preparing | -         | data      | -             | -         | -         | draining | -       |
+// | data      | -         | -         | settling      | -         | -         | draining | -       |
+// | settling  | -         | -         | -             | verifying | committed | draining | -       |
+// | verifying | -         | -         | -             | -         | committed | draining | -       |
+// | draining  | -         | -         | -             | -         | -         | -        | aborted |
+// | committed | -         | -         | -             | -         | -         | -        | -       |
+// | aborted   | -         | -         | -             | -         | -         | -        | -       |
+// clang-format on
+#ifndef REFITD_DAEMON_GROUP_UPDATE_STATE_H_
+#define REFITD_DAEMON_GROUP_UPDATE_STATE_H_
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "daemon/group/fsm.h"
+
+namespace refitd {
+
+enum class UpdateState : uint8_t {
+  kOpening,
+  kPreparing,
+  kData,
+  kSettling,
+  kVerifying,
+  kDraining,
+  kCommitted,
+  kAborted,
+};
+inline constexpr std::array<std::string_view, 8> kUpdateStateNames = {
+    "opening", "preparing", "data", "settling", "verifying", "draining", "committed", "aborted"};
+constexpr std::string_view Name(UpdateState state) {
+  return kUpdateStateNames[static_cast<size_t>(state)];
+}
+
+enum class UpdateTrigger : uint8_t {
+  kAssembled,
+  kAllReady,
+  kAllCommitted,
+  kVerify,
+  kDecide,
+  kGiveUp,
+  kQuiet,
+};
+inline constexpr std::array<std::string_view, 7> kUpdateTriggerNames = {
+    "assembled", "all_ready", "all_committed", "verify", "decide", "give_up", "quiet"};
+
+inline constexpr TransitionTable<UpdateState, 8, 7> kUpdateTransitions = [] {
+  using enum UpdateState;
+  constexpr std::nullopt_t kNo = std::nullopt;
+  return TransitionTable<UpdateState, 8, 7>{{
+      // opening
+      {{kPreparing, kNo, kNo, kNo, kNo, kDraining, kNo}},
+      // preparing
+      {{kNo, kData, kNo, kNo, kNo, kDraining, kNo}},
+      // data
+      {{kNo, kNo, kSettling, kNo, kNo, kDraining, kNo}},
+      // settling
+      {{kNo, kNo, kNo, kVerifying, kCommitted, kDraining, kNo}},
+      // verifying
+      {{kNo, kNo, kNo, kNo, kCommitted, kDraining, kNo}},
+      // draining
+      {{kNo, kNo, kNo, kNo, kNo, kNo, kAborted}},
+      // committed
+      {{kNo, kNo, kNo, kNo, kNo, kNo, kNo}},
+      // aborted
+      {{kNo, kNo, kNo, kNo, kNo, kNo, kNo}},
+  }};
+}();
+
+constexpr std::optional<UpdateState> Next(UpdateState state, UpdateTrigger trigger) {
+  return kUpdateTransitions[static_cast<size_t>(state)][static_cast<size_t>(trigger)];
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_UPDATE_STATE_H_

@@ -1,0 +1,96 @@
+// What status shows.
+#include <algorithm>
+
+#include "daemon/group/group_impl.h"
+
+namespace refitd {
+
+UpdateView Group::Impl::ViewOf(const Update& u) const {
+  UpdateView view;
+  view.id = u.id;
+  view.version = u.version;
+  view.state = Name(u.state);
+  view.outcome = Outcome::kRunning;
+  view.reason = u.give_up.reason;
+  view.bytes = u.moved_bytes;
+  view.total_bytes = u.total_bytes;
+  view.tensors = static_cast<int64_t>(u.pushed.size());
+  view.tensor_count = u.tensor_count;
+  view.buckets = u.buckets;
+  for (const Participant& p : u.participants) {
+    view.instances.push_back({p.instance, false, p.reason});
+  }
+  return view;
+}
+
+GroupView Group::View(TimePoint now) const {
+  const Impl& g = *impl_;
+  GroupView view;
+  view.name = g.name;
+  view.incarnation = g.incarnation;
+  view.state = Name(g.state);
+  view.spec = g.spec;
+  view.version = g.version;
+  for (const auto& [id, m] : g.members) {
+    MemberView& v = view.members.emplace_back();
+    v.id = id;
+    v.engine = m.engine;
+    v.instance = m.instance;
+    v.rank = m.rank;
+    v.world_size = m.world_size;
+    v.delivery = m.delivery;
+    v.state = Name(m.state);
+    v.pid = m.pid;
+    v.layout_digest = m.layout_digest;
+    if (m.layout != nullptr) v.pieces = static_cast<int64_t>(m.layout->pieces.size());
+  }
+  for (const auto& [name, instance] : g.instances) {
+    view.instances.push_back({name, Name(instance.state), g.VersionOf(instance),
+                              instance.world_size, static_cast<int>(instance.ranks.size()),
+                              instance.reason});
+  }
+  if (g.update != nullptr) {
+    view.update = g.ViewOf(*g.update);
+    view.update->elapsed = now - g.update->started;
+    view.update->remaining = std::max(g.update->deadline - now, Duration(0));
+  } else {
+    view.update = g.last_update;
+  }
+  for (int i = 0; i < g.ledger.slots(); ++i) {
+    const SlotIndex index(static_cast<uint32_t>(i));
+    view.slots.push_back({index, g.ledger.slot(index).state, g.HolderOf(index)});
+  }
+  view.committed = g.committed_updates;
+  view.aborted = g.aborted_updates;
+  return view;
+}
+
+std::string Group::Impl::HolderOf(SlotIndex index) const {
+  const SlotLedger::Slot& slot = ledger.slot(index);
+  switch (slot.state) {
+    case SlotState::kFree:
+      return "";
+    case SlotState::kLeased:
+      return Label(slot.holder);
+    case SlotState::kFilling:
+      return "the update";
+    case SlotState::kReading:
+      break;
+  }
+  std::vector<std::string> readers;
+  for (const MemberId reader : slot.readers) readers.push_back(Label(reader));
+  return group::Few(readers);
+}
+
+std::string Group::Impl::HoldersOfSlots() const {
+  std::vector<std::string> holders;
+  for (int i = 0; i < ledger.slots(); ++i) {
+    const SlotIndex index(static_cast<uint32_t>(i));
+    const SlotState slot_state = ledger.slot(index).state;
+    holders.push_back(fmt::format("slot {} {}{}", index, SlotStateName(slot_state),
+                                  slot_state == SlotState::kFree ? "" : " by " + HolderOf(index)));
+  }
+  return group::Few(holders);
+}
+
+}  // namespace refitd

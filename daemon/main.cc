@@ -1,0 +1,177 @@
+// refitd: the daemon of one node. Wires configuration, sockets, the node and gRPC together; see
+// docs/architecture.md.
+//
+// Exit codes: daemon/config.h, ExitCode.
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/server_posix.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "daemon/accept_loop.h"
+#include "daemon/config.h"
+#include "daemon/descriptor_socket.h"
+#include "daemon/log.h"
+#include "daemon/node.h"
+#include "daemon/process_watch.h"
+#include "daemon/service_manager.h"
+#include "daemon/services/engine_service.h"
+#include "daemon/services/operator_service.h"
+#include "daemon/services/trainer_service.h"
+#include "daemon/version.h"
+#include "transport/base/status.h"
+#include "transport/host/host_transport.h"
+
+namespace refitd {
+namespace {
+
+// How long clients get to see the end of their streams.
+constexpr std::chrono::seconds kShutdownGrace{2};
+
+NodeOptions NodeOptionsOf(const Config& config) {
+  NodeOptions options;
+  options.group.default_duration = config.limits.default_duration;
+  options.group.max_duration = config.limits.max_duration;
+  options.group.ready_limit = config.limits.ready;
+  options.group.ack_limit = config.limits.ack;
+  options.group.idle_limit = config.limits.idle;
+  options.group.lease_limit = config.limits.lease;
+  options.group.outstanding_buckets = config.limits.outstanding_buckets;
+  options.group.default_verification = config.default_verification;
+  options.default_slot_bytes = config.staging.slot_bytes;
+  options.default_slots = config.staging.slots;
+  options.max_pool_bytes = config.staging.max_pool_bytes;
+  options.max_region_bytes = config.limits.max_region_bytes;
+  options.inline_bytes = config.limits.inline_bytes;
+  options.message_bytes = config.limits.message_bytes;
+  options.max_groups = config.limits.max_groups;
+  options.max_members = config.limits.max_members;
+  options.descriptor_socket = config.listen.unix_path + std::string(kDescriptorSocketSuffix);
+  return options;
+}
+
+// The gRPC server. Null: an address can't be had (gRPC logs which; the caller says so).
+std::unique_ptr<grpc::Server> StartServer(const Config& config,
+                                          std::vector<grpc::Service*> services,
+                                          std::vector<std::string>* listeners) {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits.message_bytes));
+  // Two daemons must never share a port: the second one fails instead.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  for (grpc::Service* service : services) builder.RegisterService(service);
+  std::vector<int> ports(config.listen.tcp.size());
+  for (size_t i = 0; i < ports.size(); ++i) {
+    builder.AddListeningPort(config.listen.tcp[i], grpc::InsecureServerCredentials(), &ports[i]);
+  }
+  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  for (size_t i = 0; i < ports.size(); ++i) {
+    if (ports[i] == 0) return nullptr;
+    // Port 0 asks for any: what it became is what callers need.
+    const std::string& address = config.listen.tcp[i];
+    listeners->push_back(fmt::format("tcp:{}:{}", address.substr(0, address.rfind(':')), ports[i]));
+  }
+  return server;
+}
+
+int Fail(const absl::Status& status) {
+  LogError("{}", Message(status));
+  return absl::IsAlreadyExists(status) ? kExitInUse : kExitFailure;
+}
+
+int Run(const Invocation& invocation) {
+  const Config& config = invocation.config;
+  if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
+
+  // Before any thread: all of them inherit the mask, and only this one waits for the signals.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  signal(SIGPIPE, SIG_IGN);
+
+  absl::StatusOr<std::unique_ptr<ProcessWatch>> processes = ProcessWatch::Create();
+  if (!processes.ok()) return Fail(processes.status());
+  Node node(NodeOptionsOf(config), MakeHostTransport({.threads = config.copy_threads}),
+            processes->get());
+
+  PeerTable peers;
+  const Door door(&peers, config.access);
+  TrainerService trainers(&node, &door);
+  EngineService engines(&node, &door);
+  OperatorService operators(&node, &door);
+
+  // The socket first: two daemons on one path must not both come up.
+  std::unique_ptr<grpc::Server> server;
+  absl::StatusOr<std::unique_ptr<AcceptLoop>> accept_loop = AcceptLoop::Create(
+      {config.listen.unix_path, config.listen.unix_mode}, &peers,
+      [&server](UniqueFd fd) { grpc::AddInsecureChannelFromFd(server.get(), fd.Release()); });
+  if (!accept_loop.ok()) return Fail(accept_loop.status());
+  absl::StatusOr<std::unique_ptr<DescriptorSocket>> descriptors = DescriptorSocket::Create(
+      {config.listen.unix_path + std::string(kDescriptorSocketSuffix), config.listen.unix_mode},
+      &node);
+  if (!descriptors.ok()) return Fail(descriptors.status());
+  std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};
+  server = StartServer(config, {&trainers, &engines, &operators}, &listeners);
+  if (server == nullptr) {
+    LogError("can't listen on {}: in use, or no such address", fmt::join(config.listen.tcp, ", "));
+    return kExitInUse;
+  }
+  node.SetListeners(listeners);
+  (*accept_loop)->Start();
+
+  ServiceManager manager([&node] { return node.Alive(); });
+  LogInfo("refitd {} listening on {}, pid {}", kVersion, fmt::join(listeners, ", "), getpid());
+  manager.Ready("serving");
+
+  int signal_number = 0;
+  sigwait(&signals, &signal_number);
+  LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
+  manager.Stopping("draining");
+  server->GetHealthCheckService()->SetServingStatus(false);
+  node.Drain();
+  // The running update ends or meets its own deadline, which max_duration bounds; a second signal
+  // ends the patience.
+  std::atomic<bool> finished{false};
+  std::thread second([&] {
+    constexpr timespec kLook{0, 100'000'000};
+    while (!finished && sigtimedwait(&signals, nullptr, &kLook) < 0) {
+    }
+    if (!finished) LogInfo("second signal: aborting what still runs");
+    node.Hurry();
+  });
+  node.Finish(std::chrono::steady_clock::now() + config.limits.max_duration);
+  finished = true;
+  second.join();
+  (*accept_loop)->Stop();
+  (*descriptors)->Stop();
+  server->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
+  LogInfo("drained");
+  return kExitOk;
+}
+
+}  // namespace
+}  // namespace refitd
+
+int main(int argc, char** argv) {
+  absl::StatusOr<refitd::Invocation> invocation = refitd::LoadConfig(argc, argv, environ);
+  if (!invocation.ok()) {
+    std::fprintf(stderr, "refitd: %s\n", refitd::Message(invocation.status()).c_str());
+    return refitd::kExitUsage;
+  }
+  if (invocation->print.has_value()) {
+    std::fputs(invocation->print->c_str(), stdout);
+    return refitd::kExitOk;
+  }
+  return refitd::Run(*invocation);
+}

@@ -1,0 +1,357 @@
+// The node's answers to operators: groups by hand, status, watching.
+#include <algorithm>
+#include <utility>
+
+#include "daemon/node.h"
+#include "daemon/process_stats.h"
+#include "daemon/version.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+constexpr int64_t kDefaultWatchMs = 200;
+constexpr int64_t kMinWatchMs = 20;
+constexpr int64_t kMaxWatchMs = 3'600'000;
+constexpr size_t kMaxWatchers = 64;
+
+double Seconds(Duration d) { return std::chrono::duration<double>(d).count(); }
+
+void Fill(const InstanceOutcome& outcome, v1::InstanceResult* result) {
+  result->set_instance(outcome.instance);
+  result->set_committed(outcome.committed);
+  result->set_reason(outcome.reason);
+}
+
+v1::UpdateStatus StatusOf(const std::string& group, const UpdateView& update) {
+  v1::UpdateStatus status;
+  status.set_group(group);
+  status.set_version(update.version.value());
+  status.set_update_id(update.id.value());
+  status.set_state(std::string(update.state));
+  status.set_outcome(static_cast<v1::UpdateOutcome>(update.outcome));
+  status.set_reason(update.reason);
+  status.set_bytes(update.bytes);
+  status.set_total_bytes(update.total_bytes);
+  status.set_tensors(update.tensors);
+  status.set_tensor_count(update.tensor_count);
+  status.set_buckets(update.buckets);
+  status.set_elapsed_seconds(Seconds(update.elapsed));
+  status.set_remaining_ms(ToMillis(update.remaining));
+  for (const InstanceOutcome& outcome : update.instances) Fill(outcome, status.add_instances());
+  return status;
+}
+
+}  // namespace
+
+absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupRequest& request) {
+  REFITD_RETURN_IF_ERROR(CheckName(request.group(), "group"));
+  if (request.request_id().size() > kMaxRequestIdBytes) {
+    return Error(absl::StatusCode::kInvalidArgument, "request_id: {} bytes are more than {}",
+                 request.request_id().size(), kMaxRequestIdBytes);
+  }
+  v1::CreateGroupResponse response;
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    bool created = false;
+    absl::StatusOr<GroupRecord*> made =
+        MakeGroup(request.group(), request.spec(), std::nullopt, &created);
+    // Here another spec means another group of that name.
+    if (absl::IsFailedPrecondition(made.status()))
+      return absl::AlreadyExistsError(Message(made.status()));
+    REFITD_RETURN_IF_ERROR(made.status());
+    if (created) AdmitWaiting(request.group(), &deferred);
+    response.set_incarnation((*made)->group->incarnation());
+    if (!created && request.replace()) {
+      REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation,
+                              Replace(*made, request.request_id(), &deferred));
+      response.set_incarnation(incarnation);
+      created = true;
+    }
+    response.set_created(created);
+  }
+  RunAll(std::move(deferred));
+  return response;
+}
+
+absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& request_id,
+                                       Deferred* deferred) {
+  if (!request_id.empty() && request_id == group->replace_request)
+    return group->replace_incarnation;
+  const uint64_t incarnation = NewIncarnation();
+  const std::string name = group->group->name();
+  Handle(name, ReplaceGroup{NewCall(), incarnation}, deferred);
+  if (group->group->incarnation() != incarnation) {
+    const std::optional<UpdateView> update = group->group->View(Now()).update;
+    return Error(absl::StatusCode::kFailedPrecondition, "group '{}': the update to version {} runs",
+                 name, update.has_value() ? update->version.value() : -1);
+  }
+  group->replace_request = request_id;
+  group->replace_incarnation = incarnation;
+  // Trainers must learn of it: they attach again.
+  std::vector<MemberId> trainers;
+  for (const auto& [id, member] : members_) {
+    if (member.group == name && !member.engine) trainers.push_back(id);
+  }
+  const std::string reason = "the group was replaced: attach again";
+  for (const MemberId id : trainers) {
+    const auto it = members_.find(id);
+    if (it != members_.end()) Lose(&it->second, reason, absl::AbortedError(reason), deferred);
+  }
+  return incarnation;
+}
+
+absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
+  std::unique_ptr<GroupRecord> deleted;  // its pool is unmapped after the mutex
+  MutexLock lock(&mutex_);
+  const GroupRecord* group = FindGroup(request.group());
+  if (group == nullptr) return NoGroup(request.group());
+  // A record outlives its lease while copies touch its memory: it counts as well.
+  const auto members = std::count_if(members_.begin(), members_.end(), [&](const auto& entry) {
+    return entry.second.group == request.group();
+  });
+  if (members > 0 || group->group->has_members() || group->group->update_running()) {
+    return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members",
+                 request.group(), members);
+  }
+  deleted = std::move(groups_.at(request.group()));
+  groups_.erase(request.group());
+  return absl::OkStatus();
+}
+
+void Node::AbortUpdate(CallId call, const v1::AbortUpdateRequest& request, ReplyFunction reply) {
+  Deferred deferred;
+  absl::Status refused;
+  {
+    MutexLock lock(&mutex_);
+    if (FindGroup(request.group()) == nullptr) {
+      refused = NoGroup(request.group());
+    } else {
+      calls_[call] = {request.group(), reply};
+      Handle(request.group(),
+             OperatorAbort{call, std::string(Shorten(request.reason(), kMaxReasonBytes))},
+             &deferred);
+    }
+  }
+  if (!refused.ok()) reply(refused, EmptyReply{});
+  RunAll(std::move(deferred));
+}
+
+v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
+  const GroupView view = record.group->View(Now());
+  v1::GroupStatus status;
+  status.set_name(view.name);
+  status.set_incarnation(view.incarnation);
+  status.set_state(std::string(view.state));
+  v1::GroupSpec* spec = status.mutable_spec();
+  spec->set_trainer_ranks(view.spec.trainer_ranks);
+  spec->set_min_instances(view.spec.min_instances);
+  spec->set_slot_bytes(view.spec.slot_bytes);
+  spec->set_slots(view.spec.slots);
+  if (view.version.has_value()) status.set_version(view.version->value());
+  for (const MemberView& member : view.members) {
+    if (!member.engine) status.set_trainers(status.trainers() + 1);
+  }
+  for (const InstanceView& instance : view.instances) {
+    v1::InstanceStatus* i = status.add_instances();
+    i->set_name(instance.name);
+    i->set_state(std::string(instance.state));
+    if (instance.version.has_value()) i->set_version(instance.version->value());
+    i->set_world_size(instance.world_size);
+    i->set_attached(instance.attached);
+    i->set_reason(instance.reason);
+  }
+  if (view.update.has_value()) *status.mutable_update() = StatusOf(view.name, *view.update);
+  for (const SlotView& slot : view.slots) {
+    v1::SlotStatus* s = status.add_slots();
+    s->set_slot(slot.slot.value());
+    s->set_state(std::string(SlotStateName(slot.state)));
+    s->set_holder(slot.holder);
+  }
+  status.set_updates_committed(view.committed);
+  status.set_updates_aborted(view.aborted);
+  return status;
+}
+
+v1::GetStatusResponse Node::GetStatus() {
+  v1::GetStatusResponse response;
+  response.set_daemon_version(std::string(kVersion));
+  response.set_build(BuildInfo());
+  response.set_uptime_seconds(Seconds(Now() - started_));
+  v1::TransportStatus* host = response.add_transports();
+  host->set_name("host");
+  host->set_available(true);
+  host->set_detail("sealed memfd regions, threaded copies");
+  v1::TransportStatus* cuda = response.add_transports();
+  cuda->set_name("cuda");
+  cuda->set_available(false);
+  cuda->set_detail(Describe(cuda_));
+  if (!cuda_.devices.empty()) {
+    cuda->mutable_detail()->append("; this daemon does not serve GPU memory");
+  }
+  v1::ResourceStatus* resources = response.mutable_resources();
+  if (const absl::StatusOr<ProcessStats> stats = ReadProcessStats(); stats.ok()) {
+    resources->set_threads(stats->threads);
+    resources->set_descriptors(stats->descriptors);
+    resources->set_anonymous_bytes(stats->anonymous_bytes);
+  }
+  MutexLock lock(&mutex_);
+  for (const std::string& listener : listeners_) response.add_listeners(listener);
+  response.set_serving(!draining_);
+  resources->set_members(static_cast<int64_t>(members_.size()));
+  for (const auto& [id, member] : members_) {
+    for (const auto& [region_id, region] : member.regions) {
+      resources->set_regions(resources->regions() + 1);
+      resources->set_region_bytes(resources->region_bytes() + region.mapping->bytes());
+    }
+  }
+  for (const auto& [name, group] : groups_) {
+    if (group->pool != nullptr)
+      resources->set_pool_bytes(resources->pool_bytes() + group->pool_bytes());
+    *response.add_groups() = GroupStatusOf(*group);
+  }
+  return response;
+}
+
+absl::StatusOr<v1::ListGroupsResponse> Node::ListGroups() {
+  v1::ListGroupsResponse response;
+  MutexLock lock(&mutex_);
+  for (const auto& [name, group] : groups_) *response.add_groups() = GroupStatusOf(*group);
+  return response;
+}
+
+absl::StatusOr<v1::GetGroupResponse> Node::GetGroup(const v1::GetGroupRequest& request) {
+  MutexLock lock(&mutex_);
+  const GroupRecord* group = FindGroup(request.group());
+  if (group == nullptr) return NoGroup(request.group());
+  v1::GetGroupResponse response;
+  *response.mutable_group() = GroupStatusOf(*group);
+  // Long lists come with this call only: a whole status must fit into a message.
+  for (const std::string& name : group->group->spec().engine_only_tensors) {
+    response.mutable_group()->mutable_spec()->add_engine_only_tensors(name);
+  }
+  return response;
+}
+
+absl::StatusOr<v1::ListMembersResponse> Node::ListMembers(const v1::ListMembersRequest& request) {
+  v1::ListMembersResponse response;
+  MutexLock lock(&mutex_);
+  if (!request.group().empty() && FindGroup(request.group()) == nullptr)
+    return NoGroup(request.group());
+  for (const auto& [name, group] : groups_) {
+    if (!request.group().empty() && name != request.group()) continue;
+    for (const MemberView& view : group->group->View(Now()).members) {
+      v1::MemberStatus* member = response.add_members();
+      member->set_id(view.id.value());
+      member->set_group(name);
+      member->set_role(view.engine ? "engine" : "trainer");
+      member->set_instance(view.instance);
+      member->set_rank(view.rank);
+      member->set_world_size(view.world_size);
+      if (view.engine) {
+        member->set_delivery(view.delivery == DeliveryMode::kRegistered ? "registered" : "staged");
+      }
+      member->set_state(std::string(view.state));
+      member->set_pid(view.pid);
+      member->set_pieces(view.pieces);
+      member->set_layout_digest(view.layout_digest);
+      const auto record = members_.find(view.id);
+      if (record == members_.end()) continue;
+      if (record->second.peer.credentials.has_value())
+        member->set_uid(record->second.peer.credentials->uid);
+      member->set_client(record->second.client);
+      member->set_device(record->second.device);
+      for (const auto& [id, region] : record->second.regions) {
+        member->set_regions(member->regions() + 1);
+        member->set_region_bytes(member->region_bytes() + region.mapping->bytes());
+      }
+    }
+  }
+  return response;
+}
+
+// ---- watching ----
+
+absl::StatusOr<uint64_t> Node::Watch(const v1::WatchUpdatesRequest& request,
+                                     std::shared_ptr<UpdateSink> sink) {
+  const int64_t interval = request.interval_ms() == 0 ? kDefaultWatchMs : request.interval_ms();
+  if (interval < kMinWatchMs || interval > kMaxWatchMs) {
+    return Error(absl::StatusCode::kInvalidArgument, "interval_ms: {} is not in {}..{}", interval,
+                 kMinWatchMs, kMaxWatchMs);
+  }
+  MutexLock lock(&mutex_);
+  if (!request.group().empty() && FindGroup(request.group()) == nullptr)
+    return NoGroup(request.group());
+  if (watchers_.size() >= kMaxWatchers) {
+    return Error(absl::StatusCode::kResourceExhausted, "{} callers watch already",
+                 watchers_.size());
+  }
+  const uint64_t id = next_watch_++;
+  Watcher watcher;
+  watcher.sink = std::move(sink);
+  watcher.group = request.group();
+  watcher.interval = std::chrono::milliseconds(interval);
+  watcher.until_idle = request.until_idle();
+  // What ended before is history: only its changes are news.
+  for (const auto& [name, group] : groups_) {
+    const GroupView view = group->group->View(Now());
+    if (view.update.has_value() && view.update->outcome != Outcome::kRunning) {
+      watcher.last[name] = WatchKey(*view.update);
+    }
+  }
+  watchers_[id] = std::move(watcher);
+  NotifyWatchers(true);
+  WakeTimer();
+  return id;
+}
+
+void Node::StopWatching(uint64_t watch) {
+  MutexLock lock(&mutex_);
+  watchers_.erase(watch);
+}
+
+std::string Node::WatchKey(const UpdateView& update) {
+  return fmt::format("{}/{}", update.id, update.state);
+}
+
+void Node::NotifyWatchers(bool progress) {
+  if (watchers_.empty()) return;
+  const TimePoint now = Now();
+  // One view a group for all watchers.
+  struct Shown {
+    const std::string* name;
+    bool running;
+    std::string key;
+    UpdateView update;
+  };
+  std::vector<Shown> shown;
+  for (const auto& [name, group] : groups_) {
+    std::optional<UpdateView> update = group->group->View(now).update;
+    const bool running = group->group->update_running();
+    if (update.has_value())
+      shown.push_back({&name, running, WatchKey(*update), *std::move(update)});
+  }
+  for (auto it = watchers_.begin(); it != watchers_.end();) {
+    Watcher& watcher = it->second;
+    const bool due = progress && watcher.due <= now;
+    if (due) watcher.due = now + watcher.interval;
+    bool running = false;
+    for (const Shown& s : shown) {
+      if (!watcher.group.empty() && watcher.group != *s.name) continue;
+      running = running || s.running;
+      std::string& last = watcher.last[*s.name];
+      if (s.key == last && !(due && s.running)) continue;
+      last = s.key;
+      watcher.sink->Send(StatusOf(*s.name, s.update));
+    }
+    if (watcher.until_idle && !running) {
+      watcher.sink->End(absl::OkStatus());
+      it = watchers_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+}  // namespace refitd

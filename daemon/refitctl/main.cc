@@ -1,0 +1,48 @@
+#include <vector>
+
+#include "daemon/refitctl/command.h"
+#include "daemon/version.h"
+
+namespace refitd::refitctl {
+namespace {
+
+int Run(int argc, char** argv) {
+  CLI::App app("Looks after refitd: status, progress, pushing checkpoints, reference engines.");
+  app.footer(kExitCodeHelp);
+  app.set_version_flag("--version", "refitctl " + std::string(kVersion));
+  app.require_subcommand(1);
+  app.fallthrough();  // the options below may also follow the command
+
+  GlobalOptions global;
+  std::string output = "table";
+  app.add_option("--socket", global.socket,
+                 "The daemon's unix socket (default /run/refitd/refitd.sock)")
+      ->envname("REFITD_SOCKET");
+  app.add_option("--address", global.address, "The daemon's HOST:PORT; goes before the socket");
+  app.add_option("--timeout", global.timeout_seconds,
+                 "Seconds to wait for the daemon and each of its answers (default 10)")
+      ->check(CLI::Range(0.001, 86'400.0));
+  app.add_option("-o,--output", output, "table or json (numbers of 64 bits as strings)")
+      ->check(CLI::IsMember({"table", "json"}));
+
+  const std::vector<Command> commands = {AddStatus(&app, global),  AddGroups(&app, global),
+                                         AddMembers(&app, global), AddWatch(&app, global),
+                                         AddPush(&app, global),    AddEngine(&app, global),
+                                         AddValidate(&app, global)};
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    // Help and version are "errors" of code 0 to the library.
+    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+  }
+  global.json = output == "json";
+  for (const Command& command : commands) {
+    if (command.app->parsed()) return command.run();
+  }
+  return kExitUsage;
+}
+
+}  // namespace
+}  // namespace refitd::refitctl
+
+int main(int argc, char** argv) { return refitd::refitctl::Run(argc, argv); }

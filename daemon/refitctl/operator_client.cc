@@ -1,0 +1,98 @@
+#include "daemon/refitctl/operator_client.h"
+
+#include <google/protobuf/util/json_util.h>
+
+#include "client/types.h"
+#include "transport/base/status.h"
+
+namespace refitd::refitctl {
+namespace {
+
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target) {
+  grpc::ChannelArguments arguments;
+  // A local daemon that starts should be seen at once, not after gRPC's first backoff of a second.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
+  // Proxies of the environment are for the web.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  // Status of many groups can exceed gRPC's default.
+  arguments.SetMaxReceiveMessageSize(64 << 20);
+  return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
+}
+
+}  // namespace
+
+std::string SocketOf(const GlobalOptions& options) {
+  return options.socket.empty() ? client::kDefaultSocket : options.socket;
+}
+
+absl::Status StatusOfCall(const grpc::Status& status, const std::string& target) {
+  if (status.ok()) return absl::OkStatus();
+  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  if (code == absl::StatusCode::kUnavailable) {
+    return Error(code, "no daemon answers at {}: {}", target, status.error_message());
+  }
+  if (code == absl::StatusCode::kDeadlineExceeded) {
+    return Error(code, "{}: {}", target, status.error_message());
+  }
+  return absl::Status(code, status.error_message());
+}
+
+OperatorClient::OperatorClient(const GlobalOptions& options)
+    : target_(options.address.empty() ? client::UnixTarget(SocketOf(options)) : options.address),
+      timeout_(options.timeout()),
+      stub_(v1::Operator::NewStub(MakeChannel(target_))) {}
+
+template <typename Request, typename Response>
+absl::StatusOr<Response> OperatorClient::Call(
+    grpc::Status (v1::Operator::Stub::*method)(grpc::ClientContext*, const Request&, Response*),
+    const Request& request, bool wait_for_ready) const {
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + timeout_);
+  context.set_wait_for_ready(wait_for_ready);
+  Response response;
+  const grpc::Status status = (stub_.get()->*method)(&context, request, &response);
+  REFITD_RETURN_IF_ERROR(StatusOfCall(status, target_));
+  return response;
+}
+
+absl::StatusOr<v1::GetStatusResponse> OperatorClient::GetStatus(bool wait_for_ready) const {
+  return Call(&v1::Operator::Stub::GetStatus, v1::GetStatusRequest(), wait_for_ready);
+}
+
+absl::StatusOr<v1::ListGroupsResponse> OperatorClient::ListGroups() const {
+  return Call(&v1::Operator::Stub::ListGroups, v1::ListGroupsRequest(), false);
+}
+
+absl::StatusOr<v1::GetGroupResponse> OperatorClient::GetGroup(const std::string& group) const {
+  v1::GetGroupRequest request;
+  request.set_group(group);
+  return Call(&v1::Operator::Stub::GetGroup, request, false);
+}
+
+absl::StatusOr<v1::ListMembersResponse> OperatorClient::ListMembers(
+    const std::string& group) const {
+  v1::ListMembersRequest request;
+  request.set_group(group);
+  return Call(&v1::Operator::Stub::ListMembers, request, false);
+}
+
+absl::StatusOr<v1::CreateGroupResponse> OperatorClient::CreateGroup(
+    const v1::CreateGroupRequest& request) const {
+  return Call(&v1::Operator::Stub::CreateGroup, request, false);
+}
+
+std::string ToJson(const google::protobuf::Message& message, bool pretty) {
+  google::protobuf::util::JsonPrintOptions options;
+  options.add_whitespace = pretty;
+  options.always_print_primitive_fields = true;
+  options.preserve_proto_field_names = true;
+  std::string text;
+  // Cannot fail for messages without Any.
+  REFITD_CHECK(google::protobuf::util::MessageToJsonString(message, &text, options).ok());
+  if (!pretty) text += "\n";
+  return text;
+}
+
+}  // namespace refitd::refitctl

@@ -1,0 +1,72 @@
+// How refitctl reaches a daemon's Operator service.
+//
+// Every call has a deadline (P4). Thread-safe, like the stub under it.
+#ifndef REFITD_DAEMON_REFITCTL_OPERATOR_CLIENT_H_
+#define REFITD_DAEMON_REFITCTL_OPERATOR_CLIENT_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "refitd/v1/operator.grpc.pb.h"
+
+namespace refitd::refitctl {
+
+// Options that every command takes.
+struct GlobalOptions {
+  std::string socket;   // empty: kDefaultSocket
+  std::string address;  // "host:port"; empty: the socket
+  double timeout_seconds = 10;
+  bool json = false;
+
+  std::chrono::milliseconds timeout() const {
+    return std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000));
+  }
+};
+
+// The socket's path, with the default filled in.
+std::string SocketOf(const GlobalOptions& options);
+
+// Message and code of `status`, which came from `target`. A daemon that doesn't answer is said to
+// be one that can't be reached.
+absl::Status StatusOfCall(const grpc::Status& status, const std::string& target);
+
+class OperatorClient {
+ public:
+  // Does not connect yet; the first call does.
+  explicit OperatorClient(const GlobalOptions& options);
+
+  // With `wait_for_ready` a call waits for the daemon to appear, until the deadline; else it fails
+  // at once where none listens.
+  absl::StatusOr<v1::GetStatusResponse> GetStatus(bool wait_for_ready = false) const;
+  absl::StatusOr<v1::ListGroupsResponse> ListGroups() const;
+  absl::StatusOr<v1::GetGroupResponse> GetGroup(const std::string& group) const;
+  absl::StatusOr<v1::ListMembersResponse> ListMembers(const std::string& group) const;
+  absl::StatusOr<v1::CreateGroupResponse> CreateGroup(const v1::CreateGroupRequest& request) const;
+
+  // For streams: the caller sets up the context.
+  v1::Operator::Stub& stub() const { return *stub_; }
+  const std::string& target() const { return target_; }
+
+ private:
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Call(grpc::Status (v1::Operator::Stub::*method)(grpc::ClientContext*,
+                                                                           const Request&,
+                                                                           Response*),
+                                const Request& request, bool wait_for_ready) const;
+
+  // Constant after construction.
+  std::string target_;
+  std::chrono::milliseconds timeout_;
+  std::unique_ptr<v1::Operator::Stub> stub_;
+};
+
+// Any message as JSON with the proto's field names; `pretty` over several lines.
+std::string ToJson(const google::protobuf::Message& message, bool pretty);
+
+}  // namespace refitd::refitctl
+
+#endif  // REFITD_DAEMON_REFITCTL_OPERATOR_CLIENT_H_

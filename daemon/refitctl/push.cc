@@ -1,0 +1,431 @@
+// push: a checkpoint folder's tensors, pushed as a trainer of one rank.
+//
+// Memory is bounded by a few buckets: while the daemon copies one, the next is read from the files.
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "client/trainer.h"
+#include "daemon/refitctl/command.h"
+#include "daemon/refitctl/format.h"
+#include "daemon/refitctl/render.h"
+#include "daemon/refitctl/safetensors.h"
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+
+namespace refitd::refitctl {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// Buckets on the way: one being read, one being copied, one between them.
+constexpr int kBuffers = 3;
+constexpr int64_t kRegionBucketBytes = 64 << 20;
+constexpr int64_t kInlineBucketBytes = 1 << 20;  // within gRPC's usual limit of 4 MiB a message
+constexpr milliseconds kPollInterval{50};        // while instances are waited for
+// A bucket's answer comes within the update's time; this only bounds a bug (P4).
+constexpr std::chrono::hours kLongestUpdate{24};
+
+struct PushOptions {
+  std::string folder;
+  std::string group;
+  int64_t version = 0;  // 0: the group's next
+  double duration_seconds = 0;
+  std::string verification;
+  uint64_t bucket_bytes = 0;
+  bool evict_late = false;
+  int wait_instances = 0;
+  double wait_seconds = 60;
+  bool create = false;
+  int instances = 1;
+  std::string mode = "region";
+  bool progress = false;
+};
+
+milliseconds FromSeconds(double seconds) {
+  return milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+// How far the push is, on stderr: a bar on a terminal, else a line every tenth.
+class Progress {
+ public:
+  Progress(bool on, std::string label, int64_t total)
+      : label_(std::move(label)), total_(total), start_(Clock::now()) {
+    if (!on) return;
+    on_ = true;
+    if (const auto columns = TerminalColumns(STDERR_FILENO)) block_.emplace(*columns);
+  }
+  void Show(int64_t bytes) {
+    if (!on_) return;
+    meter_.Add(std::chrono::duration<double>(Clock::now() - start_).count(), bytes);
+    const std::string line = ProgressLine(label_, bytes, total_, meter_);
+    if (block_) {
+      fmt::print(stderr, "{}", block_->Redraw({}, {line}));
+      return;
+    }
+    const int tenth = static_cast<int>(Fraction(bytes, total_).value_or(0) * 10);
+    if (tenth <= shown_tenth_) return;
+    shown_tenth_ = tenth;
+    fmt::print(stderr, "{}\n", line);
+  }
+
+ private:
+  bool on_ = false;
+  const std::string label_;
+  const int64_t total_;
+  const Clock::time_point start_;
+  ProgressMeter meter_;
+  std::optional<LiveBlock> block_;
+  int shown_tenth_ = 0;
+};
+
+// What callbacks of buckets tell the pushing thread. Outlives them by shared ownership.
+// Thread-safe.
+class InFlight {
+ public:
+  explicit InFlight(int buffers) : free_(static_cast<size_t>(buffers), true) {}
+
+  // Waits for a buffer that no bucket uses; its index, or the first error of a bucket.
+  absl::StatusOr<int> Acquire() {
+    const auto deadline = Clock::now() + kLongestUpdate;
+    MutexLock lock(&mutex_);
+    while (true) {
+      if (!status_.ok()) return status_;
+      const auto free = std::find(free_.begin(), free_.end(), true);
+      if (free != free_.end()) {
+        *free = false;
+        return static_cast<int>(free - free_.begin());
+      }
+      if (!changed_.WaitUntil(&mutex_, deadline)) {
+        return absl::DeadlineExceededError("no bucket was answered");
+      }
+    }
+  }
+  void Done(int buffer, int64_t bytes, const absl::Status& status) {
+    MutexLock lock(&mutex_);
+    free_[static_cast<size_t>(buffer)] = true;
+    if (status.ok()) {
+      bytes_done_ += bytes;
+    } else if (status_.ok()) {
+      status_ = status;
+    }
+    changed_.NotifyAll();
+  }
+  int64_t bytes_done() {
+    MutexLock lock(&mutex_);
+    return bytes_done_;
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  std::vector<bool> free_ ABSL_GUARDED_BY(mutex_);
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  int64_t bytes_done_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+absl::Status ReadBucket(const Checkpoint& checkpoint, const PackedBucket& packed, char* to) {
+  for (size_t i = 0; i < packed.ranges.size(); ++i) {
+    const TensorRange& range = packed.ranges[i];
+    const int64_t element = ElementBytes(checkpoint.tensors()[range.tensor].dtype);
+    REFITD_RETURN_IF_ERROR(
+        checkpoint.Read(range.tensor, range.start * element,
+                        {to + packed.byte_offsets[i], static_cast<size_t>(range.count * element)}));
+  }
+  return absl::OkStatus();
+}
+
+// The bucket's metadata; its source is still to be set.
+client::Bucket Describe(const Checkpoint& checkpoint, const PackedBucket& packed) {
+  client::Bucket bucket;
+  bucket.packed = true;
+  bucket.byte_offsets = packed.byte_offsets;
+  for (size_t i = 0; i < packed.ranges.size(); ++i) {
+    TensorRange range = packed.ranges[i];
+    bucket.tensors.push_back(checkpoint.tensors()[range.tensor]);
+    range.tensor = static_cast<uint32_t>(i);
+    bucket.ranges.push_back(range);
+  }
+  return bucket;
+}
+
+// Everything that pushing needs, in one place. One thread.
+class Pusher {
+ public:
+  Pusher(const Checkpoint& checkpoint, client::Trainer& trainer, client::Update& update,
+         Progress& progress)
+      : checkpoint_(checkpoint), trainer_(trainer), update_(update), progress_(progress) {}
+
+  absl::Status Push(const std::string& mode, int64_t bucket_bytes) {
+    if (mode == "slot") return PushBySlot(bucket_bytes);
+    if (mode == "inline") return PushInline(bucket_bytes > 0 ? bucket_bytes : kInlineBucketBytes);
+    return PushByRegion(bucket_bytes > 0 ? bucket_bytes : kRegionBucketBytes);
+  }
+  int64_t buckets() const { return buckets_; }
+
+ private:
+  std::vector<PackedBucket> Form(int64_t bucket_bytes) const {
+    std::vector<TensorRange> whole;
+    for (size_t i = 0; i < checkpoint_.tensors().size(); ++i) {
+      const int64_t element = ElementBytes(checkpoint_.tensors()[i].dtype);
+      whole.push_back({static_cast<uint32_t>(i), 0, checkpoint_.bytes(i) / element});
+    }
+    return FormBuckets(checkpoint_.tensors(), whole, bucket_bytes);
+  }
+
+  static int64_t Largest(const std::vector<PackedBucket>& buckets) {
+    int64_t largest = kPackAlignment;
+    for (const PackedBucket& bucket : buckets) largest = std::max(largest, bucket.bytes);
+    return AlignUp(largest);
+  }
+
+  void Submit(client::Bucket bucket, int buffer, int64_t bytes) {
+    ++buckets_;
+    update_.PushAsync(std::move(bucket),
+                      [in_flight = in_flight_, buffer, bytes](const absl::Status& status) {
+                        in_flight->Done(buffer, bytes, status);
+                      });
+    progress_.Show(in_flight_->bytes_done());
+  }
+
+  absl::Status PushByRegion(int64_t bucket_bytes) {
+    const std::vector<PackedBucket> buckets = Form(bucket_bytes);
+    const int64_t buffer_bytes = Largest(buckets);
+    REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<client::Region> region,
+                            trainer_.NewRegion(kBuffers * buffer_bytes));
+    for (const PackedBucket& packed : buckets) {
+      REFITD_ASSIGN_OR_RETURN(const int buffer, in_flight_->Acquire());
+      const int64_t offset = buffer * buffer_bytes;
+      REFITD_RETURN_IF_ERROR(ReadBucket(checkpoint_, packed, region->data() + offset));
+      client::Bucket bucket = Describe(checkpoint_, packed);
+      bucket.region = region;
+      bucket.region_offsets = {offset};
+      Submit(std::move(bucket), buffer, packed.bytes);
+    }
+    return Flush();
+  }
+
+  absl::Status PushBySlot(int64_t bucket_bytes) {
+    if (update_.leasable_slots() == 0) {
+      return absl::FailedPreconditionError("the group has too few slots to lease one");
+    }
+    REFITD_ASSIGN_OR_RETURN(auto slot, update_.LeaseSlot());
+    bucket_bytes = bucket_bytes > 0 ? std::min(bucket_bytes, slot->bytes()) : slot->bytes();
+    for (const PackedBucket& packed : Form(bucket_bytes)) {
+      REFITD_ASSIGN_OR_RETURN(const int buffer, in_flight_->Acquire());
+      if (slot == nullptr) {
+        REFITD_ASSIGN_OR_RETURN(slot, update_.LeaseSlot());
+      }
+      REFITD_RETURN_IF_ERROR(ReadBucket(checkpoint_, packed, slot->data()));
+      client::Bucket bucket = Describe(checkpoint_, packed);
+      bucket.slot = std::move(slot);
+      Submit(std::move(bucket), buffer, packed.bytes);
+    }
+    return Flush();
+  }
+
+  absl::Status PushInline(int64_t bucket_bytes) {
+    const std::vector<PackedBucket> buckets = Form(bucket_bytes);
+    std::vector<char> bytes(static_cast<size_t>(Largest(buckets)));
+    for (const PackedBucket& packed : buckets) {
+      REFITD_ASSIGN_OR_RETURN(const int buffer, in_flight_->Acquire());
+      REFITD_RETURN_IF_ERROR(ReadBucket(checkpoint_, packed, bytes.data()));
+      client::Bucket bucket = Describe(checkpoint_, packed);
+      bucket.bytes = {std::span<const char>(bytes.data(), static_cast<size_t>(packed.bytes))};
+      Submit(std::move(bucket), buffer, packed.bytes);
+    }
+    return Flush();
+  }
+
+  absl::Status Flush() {
+    const absl::Status status = update_.Flush();
+    progress_.Show(in_flight_->bytes_done());
+    return status;
+  }
+
+  const Checkpoint& checkpoint_;
+  client::Trainer& trainer_;
+  client::Update& update_;
+  Progress& progress_;
+  const std::shared_ptr<InFlight> in_flight_ = std::make_shared<InFlight>(kBuffers);
+  int64_t buckets_ = 0;
+};
+
+absl::Status WaitForInstances(const GlobalOptions& global, const PushOptions& options) {
+  if (options.wait_instances == 0) return absl::OkStatus();
+  const OperatorClient client(global);
+  const auto deadline = Clock::now() + FromSeconds(options.wait_seconds);
+  int complete = 0;
+  while (true) {
+    const auto group = client.GetGroup(options.group);
+    if (!group.ok() && group.status().code() != absl::StatusCode::kNotFound) return group.status();
+    if (group.ok()) complete = CompleteInstances(group->group());
+    if (complete >= options.wait_instances) return absl::OkStatus();
+    if (Clock::now() + kPollInterval > deadline) {
+      return Error(absl::StatusCode::kDeadlineExceeded,
+                   "group {}: {} of {} instances are complete after {}", options.group, complete,
+                   options.wait_instances, HumanSeconds(options.wait_seconds));
+    }
+    std::this_thread::sleep_for(kPollInterval);
+  }
+}
+
+client::TrainerOptions AttachOptions(const GlobalOptions& global, const PushOptions& options) {
+  client::TrainerOptions attach;
+  attach.connect.socket = SocketOf(global);
+  attach.connect.group = options.group;
+  attach.connect.wait = global.timeout();
+  attach.connect.client = "refitctl push";
+  if (options.create) {
+    attach.connect.spec.emplace().min_instances = options.instances;
+  }
+  return attach;
+}
+
+std::optional<Verification> VerificationOf(const std::string& word) {
+  if (word == "off") return Verification::kOff;
+  if (word == "transfer") return Verification::kTransfer;
+  if (word == "readback") return Verification::kReadback;
+  return std::nullopt;
+}
+
+client::BeginOptions BeginOf(const PushOptions& options, const Checkpoint& checkpoint,
+                             Version version) {
+  client::BeginOptions begin;
+  begin.version = version;
+  begin.duration = FromSeconds(options.duration_seconds);
+  begin.verification = VerificationOf(options.verification);
+  begin.evict_late = options.evict_late;
+  begin.tensor_count = static_cast<int64_t>(checkpoint.tensors().size());
+  begin.total_bytes = checkpoint.bytes();
+  return begin;
+}
+
+struct Summary {
+  client::CommitResult result;
+  int64_t tensors = 0;
+  int64_t bytes = 0;
+  int64_t buckets = 0;
+  double wall_seconds = 0;  // with reading the files and waiting for engines
+};
+
+std::string AsJson(const Summary& summary, const std::string& group) {
+  nlohmann::json instances = nlohmann::json::array();
+  for (const auto& outcome : summary.result.instances) {
+    instances.push_back({{"instance", outcome.instance},
+                         {"committed", outcome.committed},
+                         {"reason", outcome.reason}});
+  }
+  const nlohmann::json json = {{"group", group},
+                               {"version", summary.result.version.value()},
+                               {"tensors", summary.tensors},
+                               {"bytes", summary.bytes},
+                               {"buckets", summary.buckets},
+                               {"seconds", summary.result.seconds},
+                               {"wall_seconds", summary.wall_seconds},
+                               {"instances", instances}};
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+std::string AsText(const Summary& summary, const std::string& group) {
+  const double seconds = summary.result.seconds;
+  std::string text =
+      fmt::format("{} v{} committed: {} tensors, {} in {} buckets, {} ({}); {} in all\n", group,
+                  summary.result.version, summary.tensors, HumanBytes(summary.bytes),
+                  summary.buckets, HumanSeconds(seconds),
+                  HumanRate(seconds > 0 ? static_cast<double>(summary.bytes) / seconds : 0),
+                  HumanSeconds(summary.wall_seconds));
+  Table table({"INSTANCE", "OUTCOME", "REASON"});
+  for (const auto& outcome : summary.result.instances) {
+    table.Add({outcome.instance, outcome.committed ? "committed" : "evicted",
+               outcome.reason.empty() ? "-" : outcome.reason});
+  }
+  return text + table.ToString();
+}
+
+absl::StatusOr<Summary> PushCheckpoint(const GlobalOptions& global, const PushOptions& options) {
+  REFITD_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open(options.folder));
+  REFITD_ASSIGN_OR_RETURN(const auto trainer,
+                          client::Trainer::Attach(AttachOptions(global, options)));
+  REFITD_RETURN_IF_ERROR(WaitForInstances(global, options));
+  const Version version = options.version != 0
+                              ? Version(options.version)
+                              : trainer->group_version().value_or(Version(0)).Next();
+  const auto start = Clock::now();
+  REFITD_ASSIGN_OR_RETURN(const auto update, trainer->Begin(BeginOf(options, checkpoint, version)));
+  Progress progress(options.progress, fmt::format("{} v{}", options.group, version),
+                    checkpoint.bytes());
+  Pusher pusher(checkpoint, *trainer, *update, progress);
+  const absl::Status pushed = pusher.Push(options.mode, static_cast<int64_t>(options.bucket_bytes));
+  if (!pushed.ok()) {
+    // Why pushing failed is the news; aborting may well be refused because the update is lost.
+    update->Abort(Message(pushed).substr(0, 256)).IgnoreError();
+    return pushed;
+  }
+  Summary summary;
+  REFITD_ASSIGN_OR_RETURN(summary.result, update->Commit());
+  summary.tensors = static_cast<int64_t>(checkpoint.tensors().size());
+  summary.bytes = checkpoint.bytes();
+  summary.buckets = pusher.buckets();
+  summary.wall_seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  return summary;
+}
+
+int RunPush(const GlobalOptions& global, const PushOptions& options) {
+  if (!global.address.empty()) {
+    return UsageError("push shares memory with the daemon: it needs --socket, not --address");
+  }
+  const auto summary = PushCheckpoint(global, options);
+  if (!summary.ok()) return Fail(summary.status());
+  Print(global.json ? AsJson(*summary, options.group) : AsText(*summary, options.group));
+  return kExitOk;
+}
+
+}  // namespace
+
+Command AddPush(CLI::App* app, const GlobalOptions& global) {
+  CLI::App* sub = app->add_subcommand(
+      "push", "Install a checkpoint folder (safetensors) in every instance of a group");
+  auto options = std::make_shared<PushOptions>();
+  sub->add_option("CHECKPOINT_DIR", options->folder,
+                  "Folder with model.safetensors, or an index and its shards")
+      ->required();
+  sub->add_option("--group", options->group, "The group")->required();
+  sub->add_option("--version", options->version,
+                  "The version to install (default: the group's + 1, or 1)")
+      ->check(CLI::Range(int64_t{1}, INT64_MAX));
+  sub->add_option("--duration", options->duration_seconds,
+                  "Seconds that the whole update may take (default: the daemon's)")
+      ->check(CLI::Range(0.001, 86'400.0));
+  sub->add_option("--verification", options->verification, "Default: the daemon's")
+      ->check(CLI::IsMember({"off", "transfer", "readback"}));
+  sub->add_option("--bucket-bytes", options->bucket_bytes,
+                  "Bytes of a bucket, such as 64MiB (default: 64MiB; inline 1MiB; slot a slot)")
+      ->transform(CLI::AsSizeValue(false))
+      ->check(CLI::Range(uint64_t{kPackAlignment}, uint64_t{1} << 40));
+  sub->add_flag("--evict-late", options->evict_late,
+                "Evict instances that are late or fail instead of aborting");
+  sub->add_option("--wait-instances", options->wait_instances,
+                  "Begin when so many complete instances are attached")
+      ->check(CLI::Range(1, 65'536));
+  sub->add_option("--wait", options->wait_seconds,
+                  "Seconds that --wait-instances waits (default 60)")
+      ->check(CLI::Range(0.001, 86'400.0));
+  auto* create = sub->add_flag("--create", options->create,
+                               "Create the group if there is none, for one trainer rank");
+  sub->add_option("--instances", options->instances,
+                  "With --create: instances that an update waits for (default 1)")
+      ->needs(create)
+      ->check(CLI::Range(1, 65'536));
+  sub->add_option("--mode", options->mode,
+                  "How bytes reach the daemon: region (shared memory), slot (its staging), inline")
+      ->check(CLI::IsMember({"region", "slot", "inline"}));
+  sub->add_flag("--progress", options->progress, "Show a progress bar on stderr");
+  return {sub, [&global, options] { return RunPush(global, *options); }};
+}
+
+}  // namespace refitd::refitctl

@@ -1,0 +1,177 @@
+#include "daemon/refitctl/render.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+namespace refitd::refitctl {
+namespace {
+
+// Works for every message with an optional `version`.
+template <typename Message>
+std::string VersionWord(const Message& message) {
+  return message.has_version() ? fmt::format("{}", message.version()) : "-";
+}
+
+std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; }
+
+std::string RenderInstances(const v1::GroupStatus& group) {
+  Table table({"  INSTANCE", "STATE", "VERSION", "RANKS", "REASON"}, {false, false, true, true});
+  for (const auto& instance : group.instances()) {
+    table.Add({"  " + instance.name(), instance.state(), VersionWord(instance),
+               fmt::format("{}/{}", instance.attached(), instance.world_size()),
+               OrDash(instance.reason())});
+  }
+  return table.ToString();
+}
+
+std::string RenderSlots(const v1::GroupStatus& group) {
+  Table table({"  SLOT", "STATE", "WAITS FOR"}, {true});
+  for (const auto& slot : group.slots()) {
+    table.Add({fmt::format("{}", slot.slot()), slot.state(), OrDash(slot.holder())});
+  }
+  return table.ToString();
+}
+
+std::string RenderGroupDetail(const v1::GroupStatus& group) {
+  std::string text = fmt::format("\ngroup {}\n", group.name());
+  if (group.instances_size() > 0) text += RenderInstances(group);
+  if (group.slots_size() > 0) text += RenderSlots(group);
+  if (group.has_update() && group.update().update_id() != 0) {
+    text += fmt::format("  {}: {}\n", HasEnded(group.update()) ? "last update" : "update",
+                        RenderUpdate(group.update(), ProgressMeter()));
+  }
+  return text;
+}
+
+std::string RenderResources(const v1::ResourceStatus& resources) {
+  return fmt::format(
+      "{} members, {} regions of {}, staging pools {}, {} anonymous, {} threads, {} descriptors",
+      resources.members(), resources.regions(), HumanBytes(resources.region_bytes()),
+      HumanBytes(resources.pool_bytes()), HumanBytes(resources.anonymous_bytes()),
+      resources.threads(), resources.descriptors());
+}
+
+std::string Outcomes(const v1::UpdateStatus& update) {
+  int committed = 0;
+  std::string lost;
+  for (const auto& instance : update.instances()) {
+    if (instance.committed()) {
+      ++committed;
+      continue;
+    }
+    lost += fmt::format("; {}: {}", instance.instance(), OrDash(instance.reason()));
+  }
+  return fmt::format("{} of {} instances{}", committed, update.instances_size(), lost);
+}
+
+std::string RenderEnded(const v1::UpdateStatus& update) {
+  const std::string label = fmt::format("{} v{}", update.group(), update.version());
+  if (update.outcome() != v1::UPDATE_OUTCOME_COMMITTED) {
+    return fmt::format("{} {} after {}: {}", label, OrDash(update.state()),
+                       HumanSeconds(update.elapsed_seconds()), OrDash(update.reason()));
+  }
+  const double rate = update.elapsed_seconds() > 0
+                          ? static_cast<double>(update.bytes()) / update.elapsed_seconds()
+                          : 0;
+  return fmt::format("{} committed: {} tensors, {} in {} ({}), {}", label, update.tensors(),
+                     HumanBytes(update.bytes()), HumanSeconds(update.elapsed_seconds()),
+                     HumanRate(rate), Outcomes(update));
+}
+
+}  // namespace
+
+bool HasEnded(const v1::UpdateStatus& update) {
+  return update.outcome() == v1::UPDATE_OUTCOME_COMMITTED ||
+         update.outcome() == v1::UPDATE_OUTCOME_ABORTED;
+}
+
+bool IsComplete(const v1::InstanceStatus& instance) {
+  // States of an instance whose ranks are not all there; docs/protocol.md has them all.
+  return instance.state() != "forming" && instance.state() != "forming_dirty" &&
+         instance.state() != "gone";
+}
+
+int CompleteInstances(const v1::GroupStatus& group) {
+  return static_cast<int>(
+      std::count_if(group.instances().begin(), group.instances().end(), IsComplete));
+}
+
+std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& meter) {
+  if (HasEnded(update)) return RenderEnded(update);
+  const std::string label =
+      fmt::format("{} v{} {:<10}", update.group(), update.version(), update.state());
+  return ProgressLine(label, update.bytes(), update.total_bytes(), meter);
+}
+
+std::string RenderGroups(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups) {
+  Table table({"GROUP", "STATE", "VERSION", "TRAINERS", "INSTANCES", "COMMITTED", "ABORTED"},
+              {false, false, true, true, true, true, true});
+  for (const auto& group : groups) {
+    table.Add({group.name(), group.state(), VersionWord(group),
+               fmt::format("{}/{}", group.trainers(), group.spec().trainer_ranks()),
+               fmt::format("{}", CompleteInstances(group)),
+               fmt::format("{}", group.updates_committed()),
+               fmt::format("{}", group.updates_aborted())});
+  }
+  return table.ToString();
+}
+
+std::string RenderMembers(const google::protobuf::RepeatedPtrField<v1::MemberStatus>& members) {
+  Table table({"ID", "GROUP", "ROLE", "INSTANCE", "RANK", "DELIVERY", "DEVICE", "STATE", "PID",
+               "MEMORY", "PIECES", "CLIENT"},
+              {true, false, false, false, true, false, false, false, true, true, true});
+  for (const auto& member : members) {
+    table.Add({fmt::format("{}", member.id()), member.group(), member.role(),
+               OrDash(member.instance()), fmt::format("{}/{}", member.rank(), member.world_size()),
+               OrDash(member.delivery()), OrDash(member.device()), member.state(),
+               member.pid() == 0 ? "-" : fmt::format("{}", member.pid()),
+               HumanBytes(member.region_bytes()), fmt::format("{}", member.pieces()),
+               OrDash(member.client())});
+  }
+  return table.ToString();
+}
+
+std::string RenderStatus(const v1::GetStatusResponse& status) {
+  std::string text =
+      fmt::format("refitd {} {}, up {}\n", status.daemon_version(),
+                  status.serving() ? "serving" : "draining", HumanSeconds(status.uptime_seconds()));
+  text += fmt::format("build      {}\n", status.build());
+  text += fmt::format("listens    {}\n", fmt::join(status.listeners(), ", "));
+  for (const auto& transport : status.transports()) {
+    text += fmt::format("transport  {}: {}{}\n", transport.name(),
+                        transport.available() ? "" : "not available: ", transport.detail());
+  }
+  text += fmt::format("holds      {}\n", RenderResources(status.resources()));
+  if (status.groups_size() == 0) return text + "no groups\n";
+  text += "\n" + RenderGroups(status.groups());
+  for (const auto& group : status.groups()) text += RenderGroupDetail(group);
+  return text;
+}
+
+UpdateBoard::Change UpdateBoard::Apply(const v1::UpdateStatus& update) {
+  const uint64_t id = update.update_id();
+  if (HasEnded(update)) {
+    running_.erase(id);
+    if (id <= newest_ended_) return {};
+    newest_ended_ = id;
+    if (update.outcome() != v1::UPDATE_OUTCOME_COMMITTED) ++aborted_;
+    return {{RenderUpdate(update, ProgressMeter())}, true};
+  }
+  if (id <= newest_ended_ && running_.count(id) == 0) return {};
+  Running& running = running_[id];
+  running.meter.Add(update.elapsed_seconds(), update.bytes());
+  std::string line = RenderUpdate(update, running.meter);
+  const bool changed = line != running.line;
+  running.line = std::move(line);
+  return {{}, changed};
+}
+
+std::vector<std::string> UpdateBoard::Lines() const {
+  std::vector<std::string> lines;
+  for (const auto& [id, running] : running_) lines.push_back(running.line);
+  return lines;
+}
+
+}  // namespace refitd::refitctl

@@ -1,0 +1,121 @@
+// Checkpoint folders in the safetensors format: strict reader and streaming writer.
+//
+// A folder holds `model.safetensors`, or `model.safetensors.index.json` and the shards it names. A
+// file is an 8-byte little-endian header length, a JSON header {"NAME": {"dtype": "BF16", "shape":
+// [..], "data_offsets": [BEGIN, END]}, "__metadata__": {..}} and the data; offsets count from the
+// end of the header (format: https://huggingface.co/docs/safetensors).
+//
+// Invariants
+//  - Nothing in a file is trusted (P10): the header's length has a limit and lies inside the file;
+//    sizes agree with shapes; tensors lie inside the data, without overlap or hole, as the format
+//    demands; names are unique in the folder; index and shards name the same tensors.
+//  - Bytes are read with pread, not mapped: a file that shrinks meanwhile is an error, not SIGBUS.
+//
+// Threads: a Checkpoint is immutable after Open and thread-safe. A writer belongs to one thread.
+#ifndef REFITD_DAEMON_REFITCTL_SAFETENSORS_H_
+#define REFITD_DAEMON_REFITCTL_SAFETENSORS_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/unique_fd.h"
+#include "transport/layout.h"
+
+namespace refitd {
+
+inline constexpr int64_t kMaxSafetensorsHeaderBytes = 100 << 20;  // the format's own limit
+inline constexpr int64_t kMaxIndexBytes = 100 << 20;
+inline constexpr size_t kMaxShards = 4'096;  // DeepSeek-V3 has 163
+
+// "BF16", "F8_E4M3", ...; nullopt for words of types that refitd does not carry.
+std::optional<DType> DTypeOfSafetensors(std::string_view word);
+std::string_view SafetensorsWord(DType dtype);
+
+// Where a tensor lies in its file.
+struct StoredTensor {
+  TensorSpec spec;
+  int64_t file_offset = 0;  // bytes, from the file's start
+  int64_t bytes = 0;
+};
+
+// The header of one file of `file_bytes` bytes that begins with `head` (length word and JSON).
+// Ordered by file_offset. The pure part of the reader.
+absl::StatusOr<std::vector<StoredTensor>> ParseSafetensorsHeader(std::string_view head,
+                                                                 int64_t file_bytes);
+// Tensor name to shard file name, from the text of an index.
+absl::StatusOr<std::map<std::string, std::string>> ParseSafetensorsIndex(std::string_view text);
+
+class Checkpoint {
+ public:
+  // NOT_FOUND no checkpoint there, or a shard is missing; INVALID_ARGUMENT malformed; messages name
+  // file and tensor.
+  static absl::StatusOr<Checkpoint> Open(const std::string& folder);
+
+  // By shard name, then by place in the shard: reading in this order is sequential.
+  const std::vector<TensorSpec>& tensors() const { return specs_; }
+  std::optional<size_t> Find(std::string_view name) const;
+  int64_t bytes() const { return bytes_; }  // of all tensors
+  int64_t bytes(size_t tensor) const { return places_[tensor].bytes; }
+  const std::string& folder() const { return folder_; }
+
+  // Reads bytes [byte_offset, byte_offset + to.size()) of a tensor. INVALID_ARGUMENT outside of it;
+  // UNAVAILABLE or DATA_LOSS where the file fails or shrank.
+  absl::Status Read(size_t tensor, int64_t byte_offset, std::span<char> to) const;
+
+ private:
+  struct Place {
+    size_t file = 0;
+    int64_t offset = 0;
+    int64_t bytes = 0;
+  };
+
+  Checkpoint() = default;
+  absl::Status AddFile(const std::string& name);
+
+  // Constant after Open.
+  std::string folder_;
+  std::vector<UniqueFd> files_;
+  std::vector<std::string> file_names_;
+  std::vector<TensorSpec> specs_;
+  std::vector<Place> places_;
+  std::map<std::string, size_t, std::less<>> by_name_;
+  int64_t bytes_ = 0;
+};
+
+// Writes one file; the tensors' bytes are appended in the order of `tensors`.
+class SafetensorsWriter {
+ public:
+  // Creates or truncates `path` and writes the header.
+  static absl::StatusOr<std::unique_ptr<SafetensorsWriter>> Create(
+      const std::string& path, const std::vector<TensorSpec>& tensors);
+
+  absl::Status Append(std::span<const char> bytes);
+  // FAILED_PRECONDITION unless exactly the tensors' bytes were appended.
+  absl::Status Finish();
+
+ private:
+  SafetensorsWriter(std::string path, UniqueFd fd, int64_t data_bytes)
+      : path_(std::move(path)), fd_(std::move(fd)), data_bytes_(data_bytes) {}
+
+  const std::string path_;
+  UniqueFd fd_;
+  const int64_t data_bytes_;
+  int64_t appended_ = 0;
+};
+
+// Writes model.safetensors.index.json: tensor name to shard file name.
+absl::Status WriteSafetensorsIndex(const std::string& folder,
+                                   const std::map<std::string, std::string>& shard_of,
+                                   int64_t total_bytes);
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_REFITCTL_SAFETENSORS_H_

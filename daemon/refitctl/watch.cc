@@ -1,0 +1,91 @@
+// watch: updates as they go, one progress line each.
+#include <unistd.h>
+
+#include <memory>
+
+#include "daemon/refitctl/command.h"
+#include "daemon/refitctl/render.h"
+
+namespace refitd::refitctl {
+namespace {
+
+constexpr int64_t kTerminalIntervalMs = 200;
+constexpr int64_t kLogIntervalMs = 1000;  // where every change becomes a line for good
+
+struct WatchOptions {
+  std::string group;
+  int64_t interval_ms = 0;
+  bool until_idle = false;
+  bool timeout_given = false;
+};
+
+// Shows what a board tells: redrawn on a terminal, else a line a change.
+class Screen {
+ public:
+  explicit Screen(std::optional<int> columns) {
+    if (columns) block_.emplace(*columns);
+  }
+  void Show(const UpdateBoard::Change& change, const UpdateBoard& board) {
+    if (!change.changed) return;
+    if (block_) {
+      Print(block_->Redraw(change.finished, board.Lines()));
+      return;
+    }
+    for (const std::string& line : change.finished) Print(line + "\n");
+    if (change.finished.empty()) {
+      for (const std::string& line : board.Lines()) Print(line + "\n");
+    }
+  }
+
+ private:
+  std::optional<LiveBlock> block_;
+};
+
+int RunWatch(const GlobalOptions& global, const WatchOptions& options) {
+  const OperatorClient client(global);
+  grpc::ClientContext context;
+  // Without --timeout a watch lasts until its user ends it.
+  if (options.timeout_given) {
+    context.set_deadline(std::chrono::system_clock::now() + global.timeout());
+  }
+  const auto columns = TerminalColumns(STDOUT_FILENO);
+  v1::WatchUpdatesRequest request;
+  request.set_group(options.group);
+  request.set_until_idle(options.until_idle);
+  request.set_interval_ms(options.interval_ms != 0 ? options.interval_ms
+                          : columns                ? kTerminalIntervalMs
+                                                   : kLogIntervalMs);
+  const auto reader = client.stub().WatchUpdates(&context, request);
+  UpdateBoard board;
+  Screen screen(columns);
+  v1::UpdateStatus update;
+  while (reader->Read(&update)) {
+    const auto change = board.Apply(update);
+    if (global.json) {
+      Print(ToJson(update, false));
+    } else {
+      screen.Show(change, board);
+    }
+  }
+  const absl::Status status = StatusOfCall(reader->Finish(), client.target());
+  if (!status.ok()) return Fail(status);
+  return board.aborted() > 0 ? kExitFailed : kExitOk;
+}
+
+}  // namespace
+
+Command AddWatch(CLI::App* app, const GlobalOptions& global) {
+  CLI::App* sub = app->add_subcommand(
+      "watch", "Updates with their progress; exits with 1 if one that it saw was aborted");
+  auto options = std::make_shared<WatchOptions>();
+  sub->add_option("--group", options->group, "Only this group's");
+  sub->add_flag("--until-idle", options->until_idle, "End when no update runs");
+  sub->add_option("--interval", options->interval_ms, "Milliseconds between progress reports")
+      ->check(CLI::Range(20, 60'000));
+  return {sub, [&global, options, app] {
+            options->timeout_given = app->count("--timeout") > 0;
+            return RunWatch(global, *options);
+          }};
+}
+
+}  // namespace refitd::refitctl

@@ -1,0 +1,252 @@
+// What the thin gRPC handlers share: statuses, peers, reactors for unary calls and event streams.
+//
+// Threads: gRPC's callback threads and whoever replies. Handlers never block; nothing here knows a
+// group's logic.
+#ifndef REFITD_DAEMON_SERVICES_COMMON_H_
+#define REFITD_DAEMON_SERVICES_COMMON_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "daemon/accept_loop.h"
+#include "daemon/node.h"
+#include "daemon/peer_credentials.h"
+#include "transport/base/mutex.h"
+
+namespace refitd {
+
+// The codes are the same numbers.
+inline grpc::Status ToGrpc(const absl::Status& status) {
+  if (status.ok()) return grpc::Status::OK;
+  return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
+}
+
+// Who may call (P9): unix peers that the access rule lets in; TCP peers always (the daemon listens
+// on TCP only where it was told to). Immutable, thread-safe.
+class Door {
+ public:
+  Door(const PeerTable* peers, AccessRule rule) : peers_(peers), rule_(std::move(rule)) {}
+
+  absl::StatusOr<Peer> Admit(const grpc::ServerContextBase& context) const {
+    const std::string peer = context.peer();
+    if (peer.rfind("ipv4:", 0) == 0 || peer.rfind("ipv6:", 0) == 0) return Peer{};
+    std::optional<PeerCredentials> credentials = peers_->Lookup(peer);
+    if (!credentials.has_value())
+      return absl::PermissionDeniedError("the peer's credentials are unknown");
+    if (absl::Status status = rule_.Check(*credentials); !status.ok()) return status;
+    return Peer{std::move(credentials)};
+  }
+
+ private:
+  const PeerTable* const peers_;
+  const AccessRule rule_;
+};
+
+// A unary call that is answered later, by whoever has the reply; deletes itself.
+class PendingCall : public grpc::ServerUnaryReactor {
+ public:
+  explicit PendingCall(Node* node) : node_(node), id_(node->NewCall()) {}
+  CallId id() const { return id_; }
+  void OnDone() override { delete this; }
+  void OnCancel() override { node_->CallGone(id_); }
+
+ private:
+  Node* const node_;
+  const CallId id_;
+};
+
+// Answers later with what the node replies: `start(call, peer, reply)` begins, `fill(payload)`
+// fills the response where it went well.
+template <typename Start, typename Fill>
+grpc::ServerUnaryReactor* AnswerLater(Node* node, const Door& door,
+                                      grpc::CallbackServerContext* context, Start start,
+                                      Fill fill) {
+  const absl::StatusOr<Peer> peer = door.Admit(*context);
+  if (!peer.ok()) {
+    grpc::ServerUnaryReactor* refused = context->DefaultReactor();
+    refused->Finish(ToGrpc(peer.status()));
+    return refused;
+  }
+  auto* call = new PendingCall(node);
+  start(call->id(), *peer, [call, fill](const absl::Status& status, const ReplyPayload& payload) {
+    if (status.ok()) fill(payload);
+    call->Finish(ToGrpc(status));
+  });
+  return call;
+}
+
+// A call that is answered at once: `answer()` gives a StatusOr of the response.
+template <typename Response, typename Respond>
+grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContext* context,
+                                    Response* response, Respond answer) {
+  absl::Status status = door.Admit(*context).status();
+  if (status.ok()) {
+    absl::StatusOr<Response> answered = answer();
+    status = answered.status();
+    if (status.ok()) *response = *std::move(answered);
+  }
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(ToGrpc(status));
+  return reactor;
+}
+
+// The writing half of an event stream, which outlives the stream: the node may send at any time. A
+// queue of at most kMaxQueued events and kMaxQueuedBytes; a peer that reads so slowly loses its
+// stream. Thread-safe.
+//
+// `Reactor` has StartWrite(const Event*), Finish(grpc::Status) and GiveUp(), which cancels the
+// call.
+template <typename Event, typename Reactor>
+class EventStream : public EventSink<Event> {
+ public:
+  static constexpr size_t kMaxQueued = 4096;  // parts without acknowledgement are at most the slots
+  static constexpr size_t kMaxQueuedBytes = size_t{64} << 20;
+
+  explicit EventStream(Reactor* reactor) : reactor_(reactor) {}
+
+  void Send(Event event) override {
+    MutexLock lock(&mutex_);
+    if (reactor_ == nullptr || ended_) return;
+    const size_t bytes = event.ByteSizeLong();
+    if (queue_.size() >= kMaxQueued || bytes > kMaxQueuedBytes - queued_bytes_) {
+      // The write under way may never end: only cancelling ends the call then.
+      queue_.resize(writing_ ? 1 : 0);
+      EndLocked(
+          grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED, "the peer does not read its events"));
+      reactor_->GiveUp();
+      return;
+    }
+    queued_bytes_ += bytes;
+    queue_.push_back(std::move(event));
+    Pump();
+  }
+
+  void End(absl::Status status) override {
+    MutexLock lock(&mutex_);
+    EndLocked(ToGrpc(status));
+  }
+
+  // The reactor's OnWriteDone.
+  void Written(bool ok) {
+    MutexLock lock(&mutex_);
+    writing_ = false;
+    if (!queue_.empty()) {
+      queued_bytes_ -= queue_.front().GetCachedSize();
+      queue_.pop_front();
+    }
+    if (!ok) {
+      queue_.clear();
+      queued_bytes_ = 0;
+    }
+    Pump();
+  }
+
+  // The reactor is about to go.
+  void Detach() {
+    MutexLock lock(&mutex_);
+    reactor_ = nullptr;
+  }
+
+ private:
+  void EndLocked(grpc::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (ended_) return;
+    ended_ = true;
+    end_ = std::move(status);
+    Pump();
+  }
+
+  void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (reactor_ == nullptr || writing_) return;
+    if (!queue_.empty()) {
+      writing_ = true;
+      reactor_->StartWrite(&queue_.front());
+    } else if (ended_ && !finished_) {
+      finished_ = true;
+      reactor_->Finish(end_);
+    }
+  }
+
+  Mutex mutex_;
+  Reactor* reactor_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Event> queue_ ABSL_GUARDED_BY(mutex_);  // the front is being written if writing_
+  size_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  grpc::Status end_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Attach of either role: the first message is the hello, the stream is the lease. Deletes itself.
+//
+// `Role` says how: Message, Event, `MemberId Hello(Node*, const Message&, const Peer&,
+// shared_ptr<sink>)` and `bool Answer(Node*, MemberId, const Message&)`, false for an orderly
+// detach.
+template <typename Role>
+class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typename Role::Event> {
+ public:
+  using Stream = EventStream<typename Role::Event, AttachReactor>;
+
+  AttachReactor(Node* node, grpc::CallbackServerContext* context, absl::StatusOr<Peer> peer)
+      : node_(node),
+        context_(context),
+        stream_(std::make_shared<Stream>(this)),
+        peer_(std::move(peer)) {
+    if (!peer_.ok()) {
+      stream_->End(peer_.status());
+      return;
+    }
+    this->StartRead(&message_);
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) return Leave("its stream ended");
+    if (member_ == 0) {
+      if (!message_.has_hello()) {
+        return stream_->End(
+            absl::InvalidArgumentError("kind: the first message of Attach must be hello"));
+      }
+      member_ = Role::Hello(node_, message_, *peer_, stream_).value();
+    } else if (message_.has_hello()) {
+      stream_->End(absl::InvalidArgumentError("kind: hello was said already"));
+      return Leave("it said hello twice");
+    } else if (!Role::Answer(node_, MemberId(member_), message_)) {
+      stream_->End(absl::OkStatus());
+      return Leave("it detached");
+    }
+    this->StartRead(&message_);
+  }
+  void OnWriteDone(bool ok) override { stream_->Written(ok); }
+  void GiveUp() { context_->TryCancel(); }
+  void OnCancel() override { Leave("its stream was cancelled"); }
+  void OnDone() override {
+    stream_->Detach();
+    Leave("its stream ended");
+    delete this;
+  }
+
+ private:
+  // Losing a member twice is harmless; a read never races with itself, but a cancellation may come
+  // beside it.
+  void Leave(const std::string& reason) {
+    if (const uint64_t member = member_; member != 0) node_->MemberGone(MemberId(member), reason);
+    stream_->End(absl::OkStatus());
+  }
+
+  Node* const node_;
+  grpc::CallbackServerContext* const context_;
+  const std::shared_ptr<Stream> stream_;
+  const absl::StatusOr<Peer> peer_;
+  typename Role::Message message_;
+  std::atomic<uint64_t> member_{0};  // 0: no hello yet
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SERVICES_COMMON_H_

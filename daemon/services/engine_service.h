@@ -1,0 +1,27 @@
+// refitd.v1.Engine over the node: checks the door, translates, nothing else.
+#ifndef REFITD_DAEMON_SERVICES_ENGINE_SERVICE_H_
+#define REFITD_DAEMON_SERVICES_ENGINE_SERVICE_H_
+
+#include "daemon/services/common.h"
+#include "refitd/v1/engine.grpc.pb.h"
+
+namespace refitd {
+
+// `node` and `door` must outlive the server. Thread-safe.
+class EngineService final : public v1::Engine::CallbackService {
+ public:
+  EngineService(Node* node, const Door* door) : node_(node), door_(door) {}
+
+  grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* Attach(
+      grpc::CallbackServerContext* context) override;
+  grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(grpc::CallbackServerContext* context,
+                                                           v1::LayoutRegistered* response) override;
+
+ private:
+  Node* const node_;
+  const Door* const door_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SERVICES_ENGINE_SERVICE_H_

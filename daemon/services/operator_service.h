@@ -1,0 +1,46 @@
+// refitd.v1.Operator over the node: checks the door, translates, nothing else.
+#ifndef REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
+#define REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
+
+#include "daemon/services/common.h"
+#include "refitd/v1/operator.grpc.pb.h"
+
+namespace refitd {
+
+// `node` and `door` must outlive the server. Thread-safe.
+class OperatorService final : public v1::Operator::CallbackService {
+ public:
+  OperatorService(Node* node, const Door* door) : node_(node), door_(door) {}
+
+  grpc::ServerUnaryReactor* CreateGroup(grpc::CallbackServerContext* context,
+                                        const v1::CreateGroupRequest* request,
+                                        v1::CreateGroupResponse* response) override;
+  grpc::ServerUnaryReactor* DeleteGroup(grpc::CallbackServerContext* context,
+                                        const v1::DeleteGroupRequest* request,
+                                        v1::DeleteGroupResponse* response) override;
+  grpc::ServerUnaryReactor* AbortUpdate(grpc::CallbackServerContext* context,
+                                        const v1::AbortUpdateRequest* request,
+                                        v1::AbortUpdateResponse* response) override;
+  grpc::ServerUnaryReactor* GetStatus(grpc::CallbackServerContext* context,
+                                      const v1::GetStatusRequest* request,
+                                      v1::GetStatusResponse* response) override;
+  grpc::ServerUnaryReactor* ListGroups(grpc::CallbackServerContext* context,
+                                       const v1::ListGroupsRequest* request,
+                                       v1::ListGroupsResponse* response) override;
+  grpc::ServerUnaryReactor* GetGroup(grpc::CallbackServerContext* context,
+                                     const v1::GetGroupRequest* request,
+                                     v1::GetGroupResponse* response) override;
+  grpc::ServerUnaryReactor* ListMembers(grpc::CallbackServerContext* context,
+                                        const v1::ListMembersRequest* request,
+                                        v1::ListMembersResponse* response) override;
+  grpc::ServerWriteReactor<v1::UpdateStatus>* WatchUpdates(
+      grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) override;
+
+ private:
+  Node* const node_;
+  const Door* const door_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_

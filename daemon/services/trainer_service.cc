@@ -1,0 +1,128 @@
+#include "daemon/services/trainer_service.h"
+
+#include <utility>
+#include <variant>
+
+namespace refitd {
+namespace {
+
+struct TrainerRole {
+  using Message = v1::TrainerMessage;
+  using Event = v1::TrainerEvent;
+  static MemberId Hello(Node* node, const Message& message, const Peer& peer,
+                        std::shared_ptr<TrainerSink> sink) {
+    return node->AttachTrainer(message.hello(), peer, std::move(sink));
+  }
+  static bool Answer(Node* /*node*/, MemberId /*member*/, const Message& message) {
+    return !message.has_detach();
+  }
+};
+
+}  // namespace
+
+grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* TrainerService::Attach(
+    grpc::CallbackServerContext* context) {
+  return new AttachReactor<TrainerRole>(node_, context, door_->Admit(*context));
+}
+
+grpc::ServerUnaryReactor* TrainerService::Begin(grpc::CallbackServerContext* context,
+                                                const v1::BeginRequest* request,
+                                                v1::BeginResponse* response) {
+  return AnswerLater(
+      node_, *door_, context,
+      [&](CallId call, const Peer& peer, ReplyFunction reply) {
+        node_->Begin(call, *request, peer, std::move(reply));
+      },
+      [response](const ReplyPayload& payload) {
+        const auto& begun = std::get<BeginReply>(payload);
+        response->set_update_id(begun.update.value());
+        response->set_remaining_ms(ToMillis(begun.remaining));
+        response->set_instances(begun.instances);
+        response->set_leasable_slots(begun.leasable_slots);
+      });
+}
+
+grpc::ServerUnaryReactor* TrainerService::LeaseSlot(grpc::CallbackServerContext* context,
+                                                    const v1::LeaseSlotRequest* request,
+                                                    v1::LeaseSlotResponse* response) {
+  return AnswerLater(
+      node_, *door_, context,
+      [&](CallId call, const Peer& peer, ReplyFunction reply) {
+        node_->LeaseSlot(call, *request, peer, std::move(reply));
+      },
+      [response](const ReplyPayload& payload) {
+        const auto& leased = std::get<LeaseSlotReply>(payload);
+        response->set_slot(leased.grant.slot.value());
+        response->set_grant(leased.grant.grant.value());
+        response->set_bytes(leased.slot_bytes);
+        response->set_byte_offset(int64_t{leased.grant.slot.value()} * leased.slot_bytes);
+        response->set_expires_ms(ToMillis(leased.expires));
+      });
+}
+
+grpc::ServerUnaryReactor* TrainerService::ReleaseSlot(grpc::CallbackServerContext* context,
+                                                      const v1::ReleaseSlotRequest* request,
+                                                      v1::ReleaseSlotResponse* /*response*/) {
+  return AnswerLater(
+      node_, *door_, context,
+      [&](CallId call, const Peer& peer, ReplyFunction reply) {
+        node_->ReleaseSlot(call, *request, peer, std::move(reply));
+      },
+      [](const ReplyPayload&) {});
+}
+
+grpc::ServerUnaryReactor* TrainerService::PushBucket(grpc::CallbackServerContext* context,
+                                                     const v1::PushBucketRequest* request,
+                                                     v1::PushBucketResponse* response) {
+  return AnswerLater(
+      node_, *door_, context,
+      [&](CallId call, const Peer& peer, ReplyFunction reply) {
+        node_->PushBucket(call, *request, peer, std::move(reply));
+      },
+      [response](const ReplyPayload& payload) {
+        const auto& pushed = std::get<BucketReply>(payload);
+        response->set_group_seq(pushed.group_seq);
+        response->set_bytes(pushed.bytes);
+      });
+}
+
+grpc::ServerUnaryReactor* TrainerService::Commit(grpc::CallbackServerContext* context,
+                                                 const v1::CommitRequest* request,
+                                                 v1::CommitResponse* response) {
+  return AnswerLater(
+      node_, *door_, context,
+      [&](CallId call, const Peer& peer, ReplyFunction reply) {
+        node_->Commit(call, *request, peer, std::move(reply));
+      },
+      [response](const ReplyPayload& payload) {
+        const auto& committed = std::get<CommitReply>(payload);
+        response->set_version(committed.version.value());
+        response->set_bytes(committed.bytes);
+        response->set_seconds(std::chrono::duration<double>(committed.elapsed).count());
+        for (const InstanceOutcome& outcome : committed.instances) {
+          v1::InstanceResult* result = response->add_instances();
+          result->set_instance(outcome.instance);
+          result->set_committed(outcome.committed);
+          result->set_reason(outcome.reason);
+        }
+      });
+}
+
+grpc::ServerUnaryReactor* TrainerService::Abort(grpc::CallbackServerContext* context,
+                                                const v1::AbortRequest* request,
+                                                v1::AbortResponse* /*response*/) {
+  return AnswerLater(
+      node_, *door_, context,
+      [&](CallId call, const Peer& peer, ReplyFunction reply) {
+        node_->Abort(call, *request, peer, std::move(reply));
+      },
+      [](const ReplyPayload&) {});
+}
+
+grpc::ServerUnaryReactor* TrainerService::GetUpdate(grpc::CallbackServerContext* context,
+                                                    const v1::GetUpdateRequest* request,
+                                                    v1::GetUpdateResponse* response) {
+  return AnswerNow(*door_, context, response, [&] { return node_->GetUpdate(*request); });
+}
+
+}  // namespace refitd

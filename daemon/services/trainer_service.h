@@ -1,0 +1,46 @@
+// refitd.v1.Trainer over the node: checks the door, translates, nothing else.
+#ifndef REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
+#define REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
+
+#include "daemon/services/common.h"
+#include "refitd/v1/trainer.grpc.pb.h"
+
+namespace refitd {
+
+// `node` and `door` must outlive the server. Thread-safe.
+class TrainerService final : public v1::Trainer::CallbackService {
+ public:
+  TrainerService(Node* node, const Door* door) : node_(node), door_(door) {}
+
+  grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* Attach(
+      grpc::CallbackServerContext* context) override;
+  grpc::ServerUnaryReactor* Begin(grpc::CallbackServerContext* context,
+                                  const v1::BeginRequest* request,
+                                  v1::BeginResponse* response) override;
+  grpc::ServerUnaryReactor* LeaseSlot(grpc::CallbackServerContext* context,
+                                      const v1::LeaseSlotRequest* request,
+                                      v1::LeaseSlotResponse* response) override;
+  grpc::ServerUnaryReactor* ReleaseSlot(grpc::CallbackServerContext* context,
+                                        const v1::ReleaseSlotRequest* request,
+                                        v1::ReleaseSlotResponse* response) override;
+  grpc::ServerUnaryReactor* PushBucket(grpc::CallbackServerContext* context,
+                                       const v1::PushBucketRequest* request,
+                                       v1::PushBucketResponse* response) override;
+  grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,
+                                   const v1::CommitRequest* request,
+                                   v1::CommitResponse* response) override;
+  grpc::ServerUnaryReactor* Abort(grpc::CallbackServerContext* context,
+                                  const v1::AbortRequest* request,
+                                  v1::AbortResponse* response) override;
+  grpc::ServerUnaryReactor* GetUpdate(grpc::CallbackServerContext* context,
+                                      const v1::GetUpdateRequest* request,
+                                      v1::GetUpdateResponse* response) override;
+
+ private:
+  Node* const node_;
+  const Door* const door_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
