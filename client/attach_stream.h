@@ -1,0 +1,223 @@
+// The Attach stream of one member: the lease, its events in and its answers out.
+//
+// Invariants
+//  - Events keep their order. At most kMaxQueuedEvents wait for Pop: beyond that the stream is not
+//    read, and the daemon's own writes stop by flow control.
+//  - At most kMaxQueuedMessages answers wait to be written; beyond that Send refuses.
+//  - The stream owns itself until gRPC is done with it, so its holder may let go at any time.
+//
+// Thread-safe. The handler runs on a gRPC thread, one event at a time.
+#ifndef REFITD_CLIENT_ATTACH_STREAM_H_
+#define REFITD_CLIENT_ATTACH_STREAM_H_
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/support/client_callback.h>
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "client/call.h"
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+
+namespace refitd::client {
+
+inline constexpr size_t kMaxQueuedEvents = 128;    // a group has at most 64 slots in flight
+inline constexpr size_t kMaxQueuedMessages = 256;  // an answer for each event, and some
+
+template <typename Out, typename In>
+class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
+ public:
+  using Reactor = grpc::ClientBidiReactor<Out, In>;
+  // Sees each event before it is queued; true: it is dealt with, and not queued.
+  using Handler = std::function<bool(const In&)>;
+
+  // `start` calls the stub's async Attach with the given context and reactor.
+  static std::shared_ptr<AttachStream> Start(
+      const std::function<void(grpc::ClientContext*, Reactor*)>& start, Out hello,
+      Handler handler) {
+    std::shared_ptr<AttachStream> stream(new AttachStream(std::move(handler)));
+    stream->Begin(start, std::move(hello), stream);
+    return stream;
+  }
+
+  // Queues a message. The lease's status if it has ended; RESOURCE_EXHAUSTED: see above.
+  absl::Status Send(Out message) {
+    MutexLock lock(&mutex_);
+    if (done_) return status_;
+    if (reads_ended_ || detaching_) {
+      return Error(absl::StatusCode::kUnavailable, "the lease is ending");
+    }
+    if (outgoing_.size() >= kMaxQueuedMessages) {
+      return Error(absl::StatusCode::kResourceExhausted,
+                   "{} messages to the daemon are unwritten already", outgoing_.size());
+    }
+    outgoing_.push_back(std::move(message));
+    WriteNext();
+    return absl::OkStatus();
+  }
+
+  // The oldest event; nullopt: none came before `deadline`; an error: the lease ended, why, and no
+  // event is left.
+  absl::StatusOr<std::optional<In>> Pop(TimePoint deadline) {
+    MutexLock lock(&mutex_);
+    while (incoming_.empty()) {
+      if (done_) return status_;
+      if (!cond_.WaitUntil(&mutex_, deadline) && incoming_.empty() && !done_) return std::nullopt;
+    }
+    std::optional<In> event = std::move(incoming_.front());
+    incoming_.pop_front();
+    if (read_paused_) ReadNext();
+    return event;
+  }
+
+  // OK while the lease lives; else why it ended.
+  absl::Status status() const {
+    MutexLock lock(&mutex_);
+    return done_ ? status_ : absl::OkStatus();
+  }
+
+  // Ended, and no event is left.
+  bool exhausted() const {
+    MutexLock lock(&mutex_);
+    return done_ && incoming_.empty();
+  }
+
+  // Ends the lease in order, by `detach`; after `limit` by force. Returns when it has ended, or
+  // after twice the limit.
+  void Close(Out detach, Duration limit) {
+    MutexLock lock(&mutex_);
+    if (done_) return;
+    if (!detaching_) {
+      detaching_ = true;
+      if (!reads_ended_) {
+        outgoing_.push_back(std::move(detach));
+        WriteNext();
+        if (read_paused_) ReadNext();
+      }
+    }
+    if (WaitDone(After(limit))) return;
+    context_.TryCancel();
+    WaitDone(After(limit));
+  }
+
+ private:
+  explicit AttachStream(Handler handler) : handler_(std::move(handler)) {}
+
+  void Begin(const std::function<void(grpc::ClientContext*, Reactor*)>& start, Out hello,
+             std::shared_ptr<AttachStream> self) {
+    MutexLock lock(&mutex_);
+    self_ = std::move(self);
+    start(&context_, this);
+    // Writes start outside of gRPC's own callbacks: the hold keeps OnDone away until reads ended.
+    this->AddHold();
+    outgoing_.push_back(std::move(hello));
+    WriteNext();
+    ReadNext();
+    this->StartCall();
+  }
+
+  void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (writing_ || reads_ended_ || write_failed_ || outgoing_.empty()) return;
+    writing_ = true;
+    current_out_ = std::move(outgoing_.front());
+    outgoing_.pop_front();
+    this->StartWrite(&current_out_);
+  }
+
+  void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    read_paused_ = false;
+    this->StartRead(&current_in_);
+  }
+
+  bool WaitDone(TimePoint deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    while (!done_) {
+      if (!cond_.WaitUntil(&mutex_, deadline)) break;
+    }
+    return done_;
+  }
+
+  void OnWriteDone(bool ok) override {
+    MutexLock lock(&mutex_);
+    writing_ = false;
+    if (!ok) write_failed_ = true;  // the read side tells why
+    if (reads_ended_ || write_failed_) return outgoing_.clear();
+    if (!outgoing_.empty()) return WriteNext();
+    if (detaching_ && !writes_closed_) {
+      writes_closed_ = true;
+      this->StartWritesDone();
+    }
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) return EndReads();
+    In event = std::move(current_in_);
+    current_in_ = In();
+    const bool handled = handler_ && handler_(event);
+    MutexLock lock(&mutex_);
+    if (!handled && !detaching_) {
+      incoming_.push_back(std::move(event));
+      cond_.NotifyAll();
+    }
+    if (incoming_.size() < kMaxQueuedEvents || detaching_) {
+      ReadNext();
+    } else {
+      read_paused_ = true;
+    }
+  }
+
+  void EndReads() {
+    {
+      MutexLock lock(&mutex_);
+      reads_ended_ = true;
+    }
+    this->RemoveHold();
+  }
+
+  void OnDone(const grpc::Status& status) override {
+    std::shared_ptr<AttachStream> self;  // dies last: this may be the last reference
+    Handler handler;
+    Finish(status, &self, &handler);
+  }
+
+  void Finish(const grpc::Status& status, std::shared_ptr<AttachStream>* self, Handler* handler) {
+    MutexLock lock(&mutex_);
+    status_ = FromGrpc(status);
+    if (status_.ok()) {
+      status_ = detaching_ ? Error(absl::StatusCode::kCancelled, "detached")
+                           : Error(absl::StatusCode::kUnavailable, "the daemon ended the lease");
+    }
+    done_ = true;
+    handler->swap(handler_);
+    self->swap(self_);
+    cond_.NotifyAll();
+  }
+
+  grpc::ClientContext context_;
+  Handler handler_;  // set before the call starts, cleared in OnDone
+  In current_in_;    // gRPC's while a read is outstanding
+  Out current_out_;  // gRPC's while a write is outstanding
+
+  mutable Mutex mutex_;
+  CondVar cond_;
+  std::deque<Out> outgoing_ ABSL_GUARDED_BY(mutex_);
+  std::deque<In> incoming_ ABSL_GUARDED_BY(mutex_);
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool write_failed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool writes_closed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool read_paused_ ABSL_GUARDED_BY(mutex_) = false;
+  bool reads_ended_ ABSL_GUARDED_BY(mutex_) =
+      false;  // the hold is given up: no operation may start
+  bool detaching_ ABSL_GUARDED_BY(mutex_) = false;
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);  // once done_
+  std::shared_ptr<AttachStream> self_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace refitd::client
+
+#endif  // REFITD_CLIENT_ATTACH_STREAM_H_

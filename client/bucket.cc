@@ -1,0 +1,157 @@
+#include "client/bucket.h"
+
+#include <utility>
+
+#include "proto/convert.h"
+#include "transport/base/status.h"
+
+namespace refitd::client {
+namespace {
+
+absl::Status WrongLength(std::string_view field, size_t length, size_t expected) {
+  return Error(absl::StatusCode::kInvalidArgument, "bucket.{} has {} entries, not {}", field,
+               length, expected);
+}
+
+// Exactly one of the three; a bucket of empty tensors may have none.
+absl::Status CheckOneSource(const Bucket& bucket) {
+  const int sources = (bucket.region != nullptr ? 1 : 0) + (bucket.slot != nullptr ? 1 : 0) +
+                      (bucket.bytes.empty() ? 0 : 1);
+  if (sources == 1) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument,
+               "bucket has {} sources: exactly one of region, slot, bytes", sources);
+}
+
+absl::Status CheckTensors(const Bucket& bucket) {
+  if (bucket.tensors.empty()) {
+    return Error(absl::StatusCode::kInvalidArgument, "bucket.tensors is empty");
+  }
+  if (!bucket.ranges.empty() && bucket.ranges.size() != bucket.tensors.size()) {
+    return WrongLength("ranges", bucket.ranges.size(), bucket.tensors.size());
+  }
+  for (size_t i = 0; i < bucket.tensors.size(); ++i) {
+    REFITD_RETURN_IF_ERROR(ValidateTensor(bucket.tensors[i]));
+    if (bucket.ranges.empty()) continue;
+    const TensorRange& range = bucket.ranges[i];
+    REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(bucket.tensors[i].shape));
+    if (range.tensor != i || range.start < 0 || range.count < 0 || range.start > count ||
+        range.count > count - range.start) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "bucket.ranges[{}]: tensor {}, start {}, count {} is not a range of \"{}\" of {}"
+                   " elements",
+                   i, range.tensor, range.start, range.count, bucket.tensors[i].name, count);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckLists(const Bucket& bucket) {
+  if (!bucket.packed && !bucket.byte_offsets.empty()) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "bucket.byte_offsets are for packed buckets only");
+  }
+  if (!bucket.byte_offsets.empty() && bucket.byte_offsets.size() != bucket.tensors.size()) {
+    return WrongLength("byte_offsets", bucket.byte_offsets.size(), bucket.tensors.size());
+  }
+  if (bucket.slot != nullptr && !bucket.packed) {
+    return Error(absl::StatusCode::kInvalidArgument, "a bucket in a slot must be packed");
+  }
+  const size_t references = bucket.packed ? 1 : bucket.tensors.size();
+  if (bucket.region != nullptr && bucket.region_offsets.size() != references) {
+    return WrongLength("region_offsets", bucket.region_offsets.size(), references);
+  }
+  if (!bucket.bytes.empty() && bucket.bytes.size() != references) {
+    return WrongLength("bytes", bucket.bytes.size(), references);
+  }
+  return absl::OkStatus();
+}
+
+void EncodeTensors(const Bucket& bucket, v1::Bucket* wire) {
+  for (const TensorSpec& tensor : bucket.tensors) {
+    wire->add_names(tensor.name);
+    wire->add_dtypes(ToWire(tensor.dtype));
+    *wire->add_shapes() = ToWire(tensor.shape);
+  }
+  for (const TensorRange& range : bucket.ranges) {
+    wire->add_starts(range.start);
+    wire->add_sizes(range.count);
+  }
+}
+
+void EncodeSource(const Bucket& bucket, v1::Bucket* wire) {
+  if (bucket.packed) wire->set_packed(true);
+  for (const int64_t offset : bucket.byte_offsets) wire->add_byte_offsets(offset);
+  if (bucket.region != nullptr) {
+    for (const int64_t offset : bucket.region_offsets) {
+      v1::RegionRef* ref = wire->mutable_regions()->add_refs();
+      ref->set_region_id(bucket.region->id().value());
+      ref->set_byte_offset(offset);
+    }
+  } else if (bucket.slot == nullptr) {
+    for (const auto& chunk : bucket.bytes) {
+      wire->mutable_inline_bytes()->add_chunks(chunk.data(), chunk.size());
+    }
+  }
+}
+
+}  // namespace
+
+int64_t InlineBytes(const Bucket& bucket) {
+  int64_t total = 0;
+  for (const auto& chunk : bucket.bytes) total += static_cast<int64_t>(chunk.size());
+  return total;
+}
+
+absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bucket* wire) {
+  REFITD_RETURN_IF_ERROR(CheckOneSource(bucket));
+  REFITD_RETURN_IF_ERROR(CheckTensors(bucket));
+  REFITD_RETURN_IF_ERROR(CheckLists(bucket));
+  const int64_t inline_bytes = InlineBytes(bucket);
+  if (inline_bytes > max_inline_bytes) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "{} inline bytes in a bucket; the daemon's limit (inline_bytes) is {}",
+                 inline_bytes, max_inline_bytes);
+  }
+  EncodeTensors(bucket, wire);
+  EncodeSource(bucket, wire);
+  return absl::OkStatus();
+}
+
+Bucket Bucket::Packed(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
+                      int64_t offset, std::vector<int64_t> byte_offsets) {
+  Bucket bucket;
+  bucket.tensors = std::move(tensors);
+  bucket.packed = true;
+  bucket.byte_offsets = std::move(byte_offsets);
+  bucket.region = std::move(region);
+  bucket.region_offsets = {offset};
+  return bucket;
+}
+
+Bucket Bucket::Unpacked(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
+                        std::vector<int64_t> offsets) {
+  Bucket bucket;
+  bucket.tensors = std::move(tensors);
+  bucket.region = std::move(region);
+  bucket.region_offsets = std::move(offsets);
+  return bucket;
+}
+
+Bucket Bucket::Inline(std::vector<TensorSpec> tensors, std::vector<std::span<const char>> bytes) {
+  Bucket bucket;
+  bucket.tensors = std::move(tensors);
+  bucket.bytes = std::move(bytes);
+  return bucket;
+}
+
+Bucket Bucket::InSlot(std::vector<TensorSpec> tensors, std::unique_ptr<LeasedSlot> slot,
+                      std::vector<int64_t> byte_offsets) {
+  Bucket bucket;
+  bucket.tensors = std::move(tensors);
+  bucket.packed = true;
+  bucket.byte_offsets = std::move(byte_offsets);
+  bucket.slot = std::move(slot);
+  return bucket;
+}
+
+}  // namespace refitd::client

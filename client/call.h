@@ -1,0 +1,112 @@
+// One unary call over gRPC's callback API, with a deadline (P4) and an absl::Status.
+//
+// A call owns its context, request and response until its callback ran, so whoever started it may
+// go away earlier. Thread contract: `done` runs once, on a gRPC thread, without any lock of ours
+// held.
+#ifndef REFITD_CLIENT_CALL_H_
+#define REFITD_CLIENT_CALL_H_
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/support/status.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "transport/base/ids.h"
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+
+namespace refitd::client {
+
+// What clean-up calls (Abort, ReleaseSlot, detach) may take.
+inline constexpr std::chrono::milliseconds kCleanupLimit{1'000};
+// No wait is longer than this, whatever a caller asks: keeps time arithmetic from overflowing.
+inline constexpr std::chrono::hours kLongestWait{24 * 365};
+
+// gRPC's codes are Abseil's, number by number.
+inline absl::Status FromGrpc(const grpc::Status& status) {
+  if (status.ok()) return absl::OkStatus();
+  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+}
+
+// From now, within [0, kLongestWait].
+inline TimePoint After(Duration wait) {
+  return std::chrono::steady_clock::now() +
+         std::clamp<Duration>(wait, Duration::zero(), kLongestWait);
+}
+
+inline Duration Until(TimePoint deadline) {
+  return std::max<Duration>(deadline - std::chrono::steady_clock::now(), Duration::zero());
+}
+
+template <typename Stub, typename Request, typename Response>
+using UnaryMethod = void (Stub::*)(grpc::ClientContext*, const Request*, Response*,
+                                   std::function<void(grpc::Status)>);
+
+// Starts a call; the returned context can cancel it.
+template <typename Stub, typename Request, typename Response>
+std::shared_ptr<grpc::ClientContext> StartCall(
+    Stub* stub, UnaryMethod<Stub, Request, Response> method, Request request, TimePoint deadline,
+    std::function<void(const absl::Status&, const Response&)> done) {
+  struct Call {
+    grpc::ClientContext context;
+    Request request;
+    Response response;
+  };
+  auto call = std::make_shared<Call>();
+  call->request = std::move(request);
+  call->context.set_deadline(
+      std::chrono::system_clock::now() +
+      std::chrono::duration_cast<std::chrono::microseconds>(Until(deadline)));
+  (stub->*method)(&call->context, &call->request, &call->response,
+                  [call, done = std::move(done)](const grpc::Status& status) {
+                    done(FromGrpc(status), call->response);
+                  });
+  return {call, &call->context};
+}
+
+// The same, and waits for the answer on this thread. `what` names the call where it gets none.
+template <typename Stub, typename Request, typename Response>
+absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Response> method,
+                                     Request request, TimePoint deadline, std::string_view what) {
+  struct Answer {
+    Mutex mutex;
+    CondVar cond;
+    bool done ABSL_GUARDED_BY(mutex) = false;
+    absl::Status status ABSL_GUARDED_BY(mutex);
+    Response response ABSL_GUARDED_BY(mutex);
+  };
+  auto answer = std::make_shared<Answer>();
+  auto context = StartCall<Stub, Request, Response>(
+      stub, method, std::move(request), deadline,
+      [answer](const absl::Status& status, const Response& response) {
+        MutexLock lock(&answer->mutex);
+        answer->status = status;
+        answer->response = response;
+        answer->done = true;
+        answer->cond.NotifyAll();
+      });
+  // gRPC itself keeps the deadline; the limit on top is for a gRPC that does not.
+  const TimePoint limit = deadline + kCleanupLimit;
+  MutexLock lock(&answer->mutex);
+  while (!answer->done) {
+    if (answer->cond.WaitUntil(&answer->mutex, limit) || answer->done) continue;
+    context->TryCancel();
+    return Error(absl::StatusCode::kDeadlineExceeded, "{}: no answer from the daemon", what);
+  }
+  if (!answer->status.ok()) return answer->status;
+  return std::move(answer->response);
+}
+
+// `text` as valid UTF-8 of at most `max_bytes`: strings in messages must be, whoever wrote them.
+std::string CleanText(std::string_view text, size_t max_bytes);
+
+}  // namespace refitd::client
+
+#endif  // REFITD_CLIENT_CALL_H_

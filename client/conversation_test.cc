@@ -1,0 +1,468 @@
+// The client's own side of the conversation, against a scripted peer: what a good daemon would
+// never do on demand (refuse a bucket, leave a call open, end a lease at the worst moment).
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <cstdlib>
+#include <functional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "client/attach_stream.h"
+#include "client/engine.h"
+#include "client/trainer.h"
+#include "refitd/v1/engine.grpc.pb.h"
+#include "refitd/v1/trainer.grpc.pb.h"
+#include "transport/base/mutex.h"
+
+namespace refitd::client {
+namespace {
+
+constexpr std::chrono::seconds kPatience(20);  // of the test: never reached where all is well
+constexpr int kWindow = 4;
+
+void FillWelcome(v1::Welcome* welcome) {
+  welcome->mutable_lease()->set_token(std::string(16, 't'));
+  welcome->mutable_lease()->set_incarnation(9);
+  welcome->mutable_lease()->set_protocol(v1::PROTOCOL_VERSION_1);
+  welcome->set_descriptor_socket("/nonexistent/descriptors.sock");
+  welcome->mutable_limits()->set_outstanding_buckets(kWindow);
+  welcome->mutable_limits()->set_inline_bytes(1'024);
+  welcome->mutable_limits()->set_max_duration_ms(60'000);
+  welcome->set_slot_bytes(4'096);
+  welcome->set_slots(2);
+}
+
+class ScriptedTrainerService final : public v1::Trainer::Service {
+ public:
+  using PushHook = std::function<grpc::Status(const v1::Bucket&)>;
+
+  void OnPush(PushHook hook) { push_hook_ = std::move(hook); }
+  std::vector<std::string> calls() {
+    MutexLock lock(&mutex_);
+    return calls_;
+  }
+  void EndLease() {
+    MutexLock lock(&mutex_);
+    end_lease_ = true;
+    attach_context_->TryCancel();
+  }
+
+ private:
+  void Note(std::string call) {
+    MutexLock lock(&mutex_);
+    calls_.push_back(std::move(call));
+  }
+
+  grpc::Status Attach(
+      grpc::ServerContext* context,
+      grpc::ServerReaderWriter<v1::TrainerEvent, v1::TrainerMessage>* stream) override {
+    v1::TrainerMessage message;
+    if (!stream->Read(&message)) return grpc::Status::OK;
+    {
+      MutexLock lock(&mutex_);
+      attach_context_ = context;
+    }
+    v1::TrainerEvent event;
+    FillWelcome(event.mutable_welcome());
+    stream->Write(event);
+    while (stream->Read(&message)) Note(message.has_detach() ? "detach" : "message");
+    return grpc::Status::OK;
+  }
+  grpc::Status Begin(grpc::ServerContext*, const v1::BeginRequest* request,
+                     v1::BeginResponse* response) override {
+    Note("begin " + std::to_string(request->version()));
+    response->set_remaining_ms(30'000);
+    response->set_instances(1);
+    return grpc::Status::OK;
+  }
+  grpc::Status PushBucket(grpc::ServerContext*, const v1::PushBucketRequest* request,
+                          v1::PushBucketResponse*) override {
+    Note("push " + std::to_string(request->bucket().seq()));
+    return push_hook_ ? push_hook_(request->bucket()) : grpc::Status::OK;
+  }
+  grpc::Status Commit(grpc::ServerContext*, const v1::CommitRequest* request,
+                      v1::CommitResponse* response) override {
+    Note("commit " + std::to_string(request->bucket_count()));
+    response->set_version(request->version());
+    return grpc::Status::OK;
+  }
+  grpc::Status Abort(grpc::ServerContext*, const v1::AbortRequest* request,
+                     v1::AbortResponse*) override {
+    Note("abort: " + request->reason());
+    return grpc::Status::OK;
+  }
+
+  PushHook push_hook_;
+  Mutex mutex_;
+  std::vector<std::string> calls_ ABSL_GUARDED_BY(mutex_);
+  grpc::ServerContext* attach_context_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  bool end_lease_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+class ScriptedEngineService final : public v1::Engine::Service {
+ public:
+  using Stream = grpc::ServerReaderWriter<v1::EngineEvent, v1::EngineMessage>;
+  explicit ScriptedEngineService(std::function<grpc::Status(Stream*)> script)
+      : script_(std::move(script)) {}
+
+ private:
+  grpc::Status Attach(grpc::ServerContext*, Stream* stream) override {
+    v1::EngineMessage message;
+    if (!stream->Read(&message)) return grpc::Status::OK;
+    v1::EngineEvent event;
+    FillWelcome(event.mutable_welcome());
+    stream->Write(event);
+    return script_(stream);
+  }
+  const std::function<grpc::Status(Stream*)> script_;
+};
+
+// A gRPC server on a unix socket in a folder of its own.
+class Daemon {
+ public:
+  explicit Daemon(grpc::Service* service) {
+    REQUIRE(::mkdtemp(folder_.data()) != nullptr);
+    socket_ = folder_ + "/s";
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort("unix:" + socket_, grpc::InsecureServerCredentials());
+    builder.RegisterService(service);
+    server_ = builder.BuildAndStart();
+    REQUIRE(server_ != nullptr);
+  }
+  ~Daemon() {
+    server_->Shutdown(std::chrono::system_clock::now());
+    ::unlink(socket_.c_str());
+    ::rmdir(folder_.c_str());
+  }
+  ConnectOptions connect() const { return {.socket = socket_, .group = "g"}; }
+
+ private:
+  std::string folder_ = "/tmp/refit-test-XXXXXX";
+  std::string socket_;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+std::unique_ptr<Trainer> AttachTrainer(const Daemon& daemon) {
+  auto trainer = Trainer::Attach({.connect = daemon.connect()});
+  INFO(trainer.status());
+  REQUIRE(trainer.ok());
+  return *std::move(trainer);
+}
+
+Bucket SmallBucket(std::string name) {
+  static const std::string kBytes(4, 'x');
+  return Bucket::Inline({{std::move(name), DType::kFloat32, {1}}}, {kBytes});
+}
+
+bool Contains(const std::vector<std::string>& calls, const std::string& begin) {
+  return std::any_of(calls.begin(), calls.end(),
+                     [&](const std::string& call) { return call.rfind(begin, 0) == 0; });
+}
+
+TEST_CASE("at most the daemon's limit of pushes are unanswered at a time") {
+  constexpr int kBuckets = 20;
+  ScriptedTrainerService service;
+  Mutex mutex;
+  CondVar cond;
+  int open = 0;
+  int most = 0;
+  std::set<int64_t> seqs;
+  // Each call stays open until the window is full, or all have come.
+  service.OnPush([&](const v1::Bucket& bucket) {
+    const TimePoint deadline = std::chrono::steady_clock::now() + kPatience;
+    MutexLock lock(&mutex);
+    seqs.insert(bucket.seq());
+    most = std::max(most, ++open);
+    cond.NotifyAll();
+    while (most < kWindow) {
+      if (!cond.WaitUntil(&mutex, deadline)) break;
+    }
+    --open;
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  auto update = trainer->Begin({.version = Version(1)});
+  REQUIRE(update.ok());
+  int answered = 0;
+  for (int i = 0; i < kBuckets; ++i) {
+    (*update)->PushAsync(SmallBucket("t" + std::to_string(i)), [&](const absl::Status& status) {
+      MutexLock lock(&mutex);
+      answered += status.ok() ? 1 : 0;
+    });
+  }
+  REQUIRE((*update)->Commit().ok());
+  MutexLock lock(&mutex);
+  CHECK(answered == kBuckets);
+  CHECK(most == kWindow);
+  CHECK(seqs.size() == kBuckets);
+  CHECK(*seqs.rbegin() == kBuckets - 1);
+}
+
+TEST_CASE("a refused push leaves the update open and gives its seq to the next bucket") {
+  ScriptedTrainerService service;
+  service.OnPush([](const v1::Bucket& bucket) {
+    return bucket.names(0) == "bad" ? grpc::Status(grpc::StatusCode::FAILED_PRECONDITION, "bad")
+                                    : grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  auto update = trainer->Begin({.version = Version(1)});
+  REQUIRE(update.ok());
+  REQUIRE((*update)->Push(SmallBucket("a")).ok());
+  CHECK((*update)->Push(SmallBucket("bad")) ==
+        absl::Status(absl::StatusCode::kFailedPrecondition, "bad"));
+  REQUIRE((*update)->Push(SmallBucket("b")).ok());
+  REQUIRE((*update)->Commit().ok());
+  CHECK(service.calls() ==
+        std::vector<std::string>{"begin 1", "push 0", "push 1", "push 1", "commit 2"});
+  CHECK(trainer->group_version() == Version(1));
+}
+
+TEST_CASE("a refused asynchronous push ends the update and is what Commit returns") {
+  ScriptedTrainerService service;
+  service.OnPush([](const v1::Bucket& bucket) {
+    return bucket.seq() == 1 ? grpc::Status(grpc::StatusCode::NOT_FOUND, "no region")
+                             : grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  auto update = trainer->Begin({.version = Version(1)});
+  REQUIRE(update.ok());
+  for (int i = 0; i < 3; ++i) (*update)->PushAsync(SmallBucket("t" + std::to_string(i)), nullptr);
+  CHECK(absl::IsNotFound((*update)->Flush()));
+  const auto committed = (*update)->Commit();
+  CHECK(committed.status() == absl::Status(absl::StatusCode::kNotFound, "no region"));
+  update->reset();
+  const auto calls = service.calls();
+  CHECK(Contains(calls, "abort: bucket 1: no region"));
+  CHECK_FALSE(Contains(calls, "commit"));
+}
+
+TEST_CASE("a malformed bucket is answered through done, on another thread, and kept") {
+  ScriptedTrainerService service;
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  auto update = trainer->Begin({.version = Version(1)});
+  REQUIRE(update.ok());
+  Mutex mutex;  // held over the call: done on this thread would deadlock
+  absl::Status answer;
+  {
+    MutexLock lock(&mutex);
+    (*update)->PushAsync(Bucket(), [&](const absl::Status& status) {
+      MutexLock inner(&mutex);
+      answer = status;
+    });
+  }
+  CHECK(absl::IsInvalidArgument((*update)->Commit().status()));
+  MutexLock lock(&mutex);
+  CHECK(absl::IsInvalidArgument(answer));
+}
+
+TEST_CASE("an update that goes without Commit aborts, a committed one does not") {
+  ScriptedTrainerService service;
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  bool commit = false;
+  SECTION("forgotten") {}
+  SECTION("committed") { commit = true; }
+  {
+    auto update = trainer->Begin({.version = Version(1)});
+    REQUIRE(update.ok());
+    if (commit) REQUIRE((*update)->Commit().ok());
+  }
+  CHECK(Contains(service.calls(), "abort") == !commit);
+}
+
+TEST_CASE("after the lease ended calls say why, without asking the daemon") {
+  ScriptedTrainerService service;
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  REQUIRE(trainer->health().ok());
+  service.EndLease();
+  const TimePoint deadline = std::chrono::steady_clock::now() + kPatience;
+  while (trainer->health().ok() && std::chrono::steady_clock::now() < deadline) {
+    (void)trainer->Begin({.version = Version(1)});  // a round trip: the end comes meanwhile
+  }
+  CHECK(absl::IsCancelled(trainer->health()));
+  const size_t before = service.calls().size();
+  CHECK_FALSE(trainer->Begin({.version = Version(1)}).ok());
+  CHECK(service.calls().size() == before);
+}
+
+TEST_CASE("options that can't be meant are refused before anything is connected") {
+  const auto code = [](const TrainerOptions& options) {
+    return Trainer::Attach(options).status().code();
+  };
+  const auto invalid = absl::StatusCode::kInvalidArgument;
+  CHECK(code({.connect = {.group = ""}}) == invalid);
+  CHECK(code({.connect = {.group = std::string(129, 'g')}}) == invalid);
+  CHECK(code({.connect = {.group = "\xff"}}) == invalid);
+  CHECK(code({.connect = {.socket = std::string(200, 's'), .group = "g"}}) == invalid);
+  CHECK(code({.connect = {.group = "g", .wait = std::chrono::milliseconds(-1)}}) == invalid);
+  CHECK(code({.connect = {.group = "g", .call_margin = std::chrono::milliseconds(0)}}) == invalid);
+  CHECK(code({.connect = {.group = "g"}, .rank = 1}) == invalid);
+  CHECK(code({.connect = {.group = "g"}, .rank = -1}) == invalid);
+  CHECK(Engine::Attach({.connect = {.group = "g"}}).status().code() == invalid);
+  CHECK(Engine::Attach(
+            {.connect = {.group = "g"}, .instance = "i", .manifest = std::vector<TensorSpec>{}})
+            .status()
+            .code() == invalid);
+}
+
+// ---- engine ----
+
+v1::EngineEvent PrepareEvent(int64_t version) {
+  v1::EngineEvent event;
+  event.mutable_prepare()->set_version(version);
+  event.mutable_prepare()->set_remaining_ms(1'000);
+  return event;
+}
+
+v1::EngineEvent CommittedEvent(int64_t version) {
+  v1::EngineEvent event;
+  event.mutable_committed()->set_version(version);
+  return event;
+}
+
+std::unique_ptr<Engine> AttachEngine(const Daemon& daemon) {
+  auto engine = Engine::Attach({.connect = daemon.connect(),
+                                .instance = "i",
+                                .delivery = Delivery::kStaged,
+                                .held_version = Version(3)});
+  INFO(engine.status());
+  REQUIRE(engine.ok());
+  return *std::move(engine);
+}
+
+template <typename T>
+T Await(Engine* engine) {
+  auto event = engine->Next(kPatience);
+  INFO(event.status());
+  REQUIRE(event.ok());
+  REQUIRE(std::holds_alternative<T>(*event));
+  return std::get<T>(*std::move(event));
+}
+
+TEST_CASE("an engine serves the version it was told is committed, and says so") {
+  ScriptedEngineService service([](ScriptedEngineService::Stream* stream) {
+    stream->Write(PrepareEvent(4));
+    v1::EngineMessage message;
+    stream->Read(&message);
+    if (message.ready().version() != 4) return grpc::Status(grpc::StatusCode::INTERNAL, "no Ready");
+    stream->Write(CommittedEvent(4));
+    stream->Read(&message);
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachEngine(daemon);
+  CHECK(engine->version() == Version(3));
+  CHECK(absl::IsFailedPrecondition(engine->Ready(Version(4))));
+  CHECK(Await<Prepare>(engine.get()).version == Version(4));
+  CHECK(engine->weights() == Weights::kPaused);
+  CHECK_FALSE(engine->version().has_value());
+  REQUIRE(engine->Ready(Version(4)).ok());
+  CHECK(absl::IsFailedPrecondition(engine->Ready(Version(4))));
+  Await<Committed>(engine.get());
+  CHECK(engine->weights() == Weights::kGood);
+  CHECK(engine->version() == Version(4));
+}
+
+TEST_CASE("a lease lost after Ready leaves doubt, before Ready none") {
+  bool ready = false;
+  SECTION("before") {}
+  SECTION("after") { ready = true; }
+  ScriptedEngineService service([&](ScriptedEngineService::Stream* stream) {
+    stream->Write(PrepareEvent(4));
+    v1::EngineMessage message;
+    if (ready) stream->Read(&message);
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachEngine(daemon);
+  Await<Prepare>(engine.get());
+  if (ready) REQUIRE(engine->Ready(Version(4)).ok());
+  CHECK(engine->Next(kPatience).status() == absl::Status(absl::StatusCode::kUnavailable, "gone"));
+  CHECK(engine->weights() == (ready ? Weights::kInDoubt : Weights::kGood));
+  CHECK(engine->version() == (ready ? std::nullopt : std::optional(Version(3))));
+}
+
+TEST_CASE("an outcome that came before the lease was lost is handed out first") {
+  ScriptedEngineService service([](ScriptedEngineService::Stream* stream) {
+    stream->Write(PrepareEvent(4));
+    v1::EngineMessage message;
+    stream->Read(&message);
+    stream->Write(CommittedEvent(4));
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachEngine(daemon);
+  Await<Prepare>(engine.get());
+  REQUIRE(engine->Ready(Version(4)).ok());
+  Await<Committed>(engine.get());
+  CHECK(absl::IsUnavailable(engine->Next(kPatience).status()));
+  CHECK(engine->version() == Version(4));
+}
+
+TEST_CASE("a part that can't be mapped fails the update and gives its slot back") {
+  std::vector<std::string> answers;
+  ScriptedEngineService service([&](ScriptedEngineService::Stream* stream) {
+    stream->Write(PrepareEvent(4));
+    v1::EngineMessage message;
+    stream->Read(&message);
+    v1::EngineEvent event;
+    event.mutable_bucket()->set_version(4);
+    stream->Write(event);
+    for (int i = 0; i < 2 && stream->Read(&message); ++i) {
+      answers.push_back(message.has_failed() ? "failed" : message.has_ack() ? "ack" : "other");
+    }
+    v1::EngineEvent aborted;
+    aborted.mutable_aborted()->set_version(4);
+    aborted.mutable_aborted()->set_dirty(true);
+    stream->Write(aborted);
+    stream->Read(&message);
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachEngine(daemon);
+  Await<Prepare>(engine.get());
+  REQUIRE(engine->Ready(Version(4)).ok());
+  CHECK(Await<Aborted>(engine.get()).dirty);
+  CHECK(engine->weights() == Weights::kDirty);
+  CHECK(answers == std::vector<std::string>{"failed", "ack"});
+}
+
+TEST_CASE("events beyond what is queued wait in the stream and keep their order") {
+  constexpr int64_t kEvents = 5 * kMaxQueuedEvents;
+  ScriptedEngineService service([](ScriptedEngineService::Stream* stream) {
+    for (int64_t i = 1; i <= kEvents; ++i) stream->Write(PrepareEvent(i));
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachEngine(daemon);
+  for (int64_t i = 1; i <= kEvents; ++i) {
+    REQUIRE(Await<Prepare>(engine.get()).version == Version(i));
+  }
+  CHECK(absl::IsUnavailable(engine->Next(kPatience).status()));
+}
+
+TEST_CASE("Next gives Nothing when its timeout passed") {
+  ScriptedEngineService service([](ScriptedEngineService::Stream* stream) {
+    v1::EngineMessage message;
+    stream->Read(&message);
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachEngine(daemon);
+  auto event = engine->Next(std::chrono::milliseconds(0));
+  REQUIRE(event.ok());
+  CHECK(std::holds_alternative<Nothing>(*event));
+}
+
+}  // namespace
+}  // namespace refitd::client

@@ -1,0 +1,150 @@
+// An engine rank: attach, register parameters (or take staged delivery), then answer events.
+//
+//   EngineOptions options{.connect = {.group = "policy"}, .instance = "vllm-0"};
+//   REFITD_ASSIGN_OR_RETURN(auto engine, Engine::Attach(options));
+//   REFITD_ASSIGN_OR_RETURN(auto region, engine->NewRegion(bytes));
+//   REFITD_RETURN_IF_ERROR(engine->Register(layout));
+//   while (serving) {
+//     REFITD_ASSIGN_OR_RETURN(Event event, engine->Next(std::chrono::seconds(1)));
+//     if (auto* prepare = std::get_if<Prepare>(&event)) {
+//       pause();
+//       REFITD_RETURN_IF_ERROR(engine->Ready(prepare->version));
+//     } else if (auto* part = std::get_if<Part>(&event)) {
+//       load(part->tensors);
+//       REFITD_RETURN_IF_ERROR(engine->Ack(*part));
+//     } else if (std::get_if<Committed>(&event)) {
+//       resume();
+//     } else if (auto* aborted = std::get_if<Aborted>(&event)) {
+//       if (!aborted->dirty) resume();
+//     }
+//   }
+//
+// The rank resumes on Committed or a clean Aborted only. If the lease is lost between Ready and the
+// outcome the rank is in doubt: `weights()` then says kInDoubt, which counts as dirty, and it never
+// guesses (P2).
+#ifndef REFITD_CLIENT_ENGINE_H_
+#define REFITD_CLIENT_ENGINE_H_
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "client/types.h"
+
+namespace refitd::client {
+
+enum class Delivery : uint8_t { kRegistered, kStaged };
+
+struct EngineOptions {
+  ConnectOptions connect{};
+  std::string instance{};
+  int rank = 0;
+  int world_size = 1;
+  Delivery delivery = Delivery::kRegistered;
+  std::optional<std::vector<TensorSpec>> manifest{};  // staged: what must arrive in every update
+  std::optional<Version> held_version{};  // complete and verified, from an earlier incarnation
+};
+
+struct Prepare {
+  Version version;
+  std::chrono::milliseconds remaining{0};
+  int64_t tensor_count = 0;  // 0: not told
+};
+
+// A tensor, or a part of one, in a mapped slot: read-only, valid until Ack, Aborted, or Ready for a
+// later update. Under a rank that is so late that it was evicted the bytes may change: its weights
+// are dirty then, and stay so whatever it loads.
+struct TensorView {
+  TensorSpec tensor;  // of the whole tensor
+  int64_t start = 0;  // first element carried, row-major
+  int64_t count = 0;  // elements carried
+  const char* data = nullptr;
+};
+
+struct Part {
+  Version version;
+  UpdateId update;  // tells the parts of two updates to one version apart
+  PartSeq part;
+  std::vector<TensorView> tensors;
+};
+
+struct Committed {
+  Version version;
+};
+
+struct Aborted {
+  Version version;
+  std::string reason;
+  bool dirty = false;  // this rank's instance has no version until the next commit
+};
+
+struct Draining {};
+struct Nothing {};  // the timeout passed
+
+using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining>;
+
+// What this rank may say of its own weights.
+enum class Weights : uint8_t {
+  kGood,     // version() holds (none yet: as loaded)
+  kPaused,   // Prepare came; not resumed yet
+  kDirty,    // an update was lost after writing began
+  kInDoubt,  // the lease was lost between Ready and the outcome: counts as dirty
+};
+
+// Thread-safe, but events should be answered by one thread. Destroying it detaches.
+class Engine {
+ public:
+  static absl::StatusOr<std::unique_ptr<Engine>> Attach(const EngineOptions& options);
+  virtual ~Engine() = default;
+
+  // Shared memory that the daemon may write: parameters live here (registered delivery).
+  virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
+  // Registers the pieces this rank holds; their regions come from NewRegion. binding_generation is
+  // filled in.
+  virtual absl::Status Register(Layout layout) = 0;
+
+  // The next event, or Nothing after `timeout`. UNAVAILABLE, ABORTED, ...: the lease ended and why;
+  // weights() then tells the rest.
+  virtual absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) = 0;
+  // This rank no longer reads its weights. FAILED_PRECONDITION: no Prepare of this version is
+  // unanswered.
+  virtual absl::Status Ready(Version version) = 0;
+  // The part's views are no longer used. Also due for parts handed out before Fail or Aborted:
+  // their slots are in use until then, or until Ready for a later update, which ends them all.
+  // (Parts that come after Fail are not handed out.)
+  virtual absl::Status Ack(const Part& part) = 0;
+  // This rank can't go on with the update (its loader failed).
+  virtual absl::Status Fail(Version version, const std::string& reason) = 0;
+
+  virtual Weights weights() const = 0;
+  // The version installed and committed here; nullopt: none, or weights() is not kGood.
+  virtual std::optional<Version> version() const = 0;
+};
+
+// Joins the parts of tensors larger than a slot. Feed every Part; whole tensors are handed out once
+// complete. Tensors that arrive whole are passed on without a copy. Not thread-safe.
+class PartJoiner {
+ public:
+  PartJoiner();
+  ~PartJoiner();
+  PartJoiner(const PartJoiner&) = delete;
+  PartJoiner& operator=(const PartJoiner&) = delete;
+  // Whole tensors that this part completes; the views are valid until the part is acknowledged
+  // (and, for joined ones, until the next Add or Reset). INVALID_ARGUMENT: a part that overlaps or
+  // disagrees with what came before.
+  absl::StatusOr<std::vector<TensorView>> Add(const Part& part);
+  // Forgets unfinished tensors (on Committed and Aborted).
+  void Reset();
+  // Names of tensors begun and not finished.
+  std::vector<std::string> Unfinished() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace refitd::client
+
+#endif  // REFITD_CLIENT_ENGINE_H_

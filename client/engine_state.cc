@@ -1,0 +1,79 @@
+#include "client/engine_state.h"
+
+#include "transport/base/status.h"
+
+namespace refitd::client {
+
+bool EngineState::Running(Version version) const {
+  return phase_ != Phase::kIdle && phase_ != Phase::kLost && running_ == version;
+}
+
+void EngineState::OnPrepare(Version version, UpdateId update) {
+  // An update whose outcome was never told can't be taken for a good one.
+  if (phase_ == Phase::kReady || phase_ == Phase::kFailed) settled_ = Weights::kDirty;
+  phase_ = Phase::kPrepared;
+  running_ = version;
+  update_ = update;
+}
+
+bool EngineState::OnPart(UpdateId update, PartSeq part) {
+  if (!Running(running_) || update != update_) return false;
+  return outstanding_.emplace(update, part).second;
+}
+
+bool EngineState::OnCommitted(Version version) {
+  if (!Running(version) || phase_ != Phase::kReady) return false;
+  phase_ = Phase::kIdle;
+  settled_ = Weights::kGood;
+  version_ = version;
+  return true;
+}
+
+bool EngineState::OnAborted(Version version, bool dirty) {
+  const bool running = Running(version);
+  // Also without an update of ours: another incarnation of the group makes every instance dirty.
+  if (dirty) settled_ = Weights::kDirty;
+  if (running) phase_ = Phase::kIdle;
+  return running || dirty;
+}
+
+void EngineState::OnLost() {
+  if (phase_ == Phase::kReady || phase_ == Phase::kFailed) settled_ = Weights::kInDoubt;
+  phase_ = Phase::kLost;
+}
+
+absl::Status EngineState::Ready(Version version) {
+  if (!Running(version) || phase_ != Phase::kPrepared) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "Ready({}): no Prepare of this version is unanswered", version);
+  }
+  phase_ = Phase::kReady;
+  std::erase_if(outstanding_, [this](const auto& part) { return part.first != update_; });
+  return absl::OkStatus();
+}
+
+absl::Status EngineState::Ack(UpdateId update, PartSeq part) {
+  if (outstanding_.erase({update, part}) == 1) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "Ack of update {}, part {}: it is not outstanding", update, part);
+}
+
+absl::Status EngineState::Fail(Version version) {
+  if (!Running(version) || failed()) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "Fail({}): no update of this version runs here, or it was given up already",
+                 version);
+  }
+  phase_ = phase_ == Phase::kReady ? Phase::kFailed : Phase::kRefused;
+  return absl::OkStatus();
+}
+
+Weights EngineState::weights() const {
+  return phase_ == Phase::kIdle || phase_ == Phase::kLost ? settled_ : Weights::kPaused;
+}
+
+std::optional<Version> EngineState::version() const {
+  return weights() == Weights::kGood ? version_ : std::nullopt;
+}
+
+}  // namespace refitd::client

@@ -1,0 +1,68 @@
+// What an engine rank knows of its own weights, and which answers it may give: pure.
+//
+//   phase      event or answer        next phase     weights afterwards
+//   Idle       Prepare(v)             Prepared       kPaused
+//   Prepared   Ready(v)               Ready          kPaused
+//   Prepared   Fail(v)                Refused        kPaused
+//   Ready      Part(v, p)             Ready          kPaused; p is outstanding
+//   Ready      Fail(v)                Failed         kPaused
+//   Ready      Committed(v)           Idle           kGood, version v
+//   any but Idle  Aborted(v, dirty)   Idle           kDirty if dirty, else as before Prepare
+//   Prepared, Refused  lease lost     Lost           as before Prepare: nothing is written before
+//                                                    Ready
+//   Ready, Failed      lease lost     Lost           kInDoubt, for good (P2: it never guesses)
+//   Idle               lease lost     Lost           unchanged
+// Outstanding parts outlive the update: their slots are the daemon's again only when acknowledged.
+//
+// Not thread-safe.
+#ifndef REFITD_CLIENT_ENGINE_STATE_H_
+#define REFITD_CLIENT_ENGINE_STATE_H_
+
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "client/engine.h"
+
+namespace refitd::client {
+
+class EngineState {
+ public:
+  explicit EngineState(std::optional<Version> held) : version_(held) {}
+
+  // Events. False: it does not belong to the running update, and changed nothing.
+  void OnPrepare(Version version, UpdateId update);
+  bool OnPart(UpdateId update, PartSeq part);
+  bool OnCommitted(Version version);
+  bool OnAborted(Version version, bool dirty);
+  void OnLost();
+
+  // Answers: FAILED_PRECONDITION where one is not due; nothing is changed then.
+  absl::Status Ready(Version version);
+  // Parts of earlier updates are over with Ready.
+  absl::Status Ack(UpdateId update, PartSeq part);
+  absl::Status Fail(Version version);
+
+  // This rank gave the running update up: parts of it are of no use.
+  bool failed() const { return phase_ == Phase::kRefused || phase_ == Phase::kFailed; }
+  // Of the last Prepare.
+  UpdateId update() const { return update_; }
+  Weights weights() const;
+  std::optional<Version> version() const;
+
+ private:
+  enum class Phase : uint8_t { kIdle, kPrepared, kRefused, kReady, kFailed, kLost };
+  bool Running(Version version) const;
+
+  Phase phase_ = Phase::kIdle;
+  Version running_;  // but in kIdle, kLost
+  UpdateId update_;
+  Weights settled_ = Weights::kGood;  // what holds outside of an update: kGood, kDirty, kInDoubt
+  std::optional<Version> version_;    // under kGood
+  std::set<std::pair<UpdateId, PartSeq>> outstanding_;
+};
+
+}  // namespace refitd::client
+
+#endif  // REFITD_CLIENT_ENGINE_STATE_H_

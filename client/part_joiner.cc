@@ -1,0 +1,102 @@
+#include <cstring>
+#include <map>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "client/engine.h"
+#include "transport/base/status.h"
+
+namespace refitd::client {
+namespace {
+
+struct Joined {
+  TensorSpec tensor;
+  int64_t elements = 0;
+  std::unique_ptr<char[]> bytes;
+  IntervalSet covered;
+};
+
+}  // namespace
+
+struct PartJoiner::Impl {
+  std::map<std::string, Joined> open;
+  std::vector<Joined> finished;  // behind the views of the last Add
+
+  absl::StatusOr<Joined*> Open(const TensorView& view, int64_t elements);
+  absl::Status Store(const TensorView& view, Joined* joined) const;
+};
+
+absl::StatusOr<Joined*> PartJoiner::Impl::Open(const TensorView& view, int64_t elements) {
+  const auto known = open.find(view.tensor.name);
+  if (known != open.end()) {
+    if (known->second.tensor == view.tensor) return &known->second;
+    return Error(absl::StatusCode::kInvalidArgument, "\"{}\" is {} in this part, was {} before",
+                 view.tensor.name, ToString(view.tensor.dtype, view.tensor.shape),
+                 ToString(known->second.tensor.dtype, known->second.tensor.shape));
+  }
+  const int64_t bytes = elements * ElementBytes(view.tensor.dtype);
+  Joined joined;
+  joined.tensor = view.tensor;
+  joined.elements = elements;
+  joined.bytes.reset(new (std::nothrow) char[bytes]);
+  if (joined.bytes == nullptr) {
+    return Error(absl::StatusCode::kResourceExhausted, "no memory to join \"{}\" of {} bytes",
+                 view.tensor.name, bytes);
+  }
+  return &open.emplace(view.tensor.name, std::move(joined)).first->second;
+}
+
+absl::Status PartJoiner::Impl::Store(const TensorView& view, Joined* joined) const {
+  if (!joined->covered.Add(view.start, view.start + view.count)) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "\"{}\": elements [{}, {}) overlap what came before", view.tensor.name, view.start,
+                 view.start + view.count);
+  }
+  const int64_t element = ElementBytes(view.tensor.dtype);
+  if (view.count > 0) {
+    std::memcpy(joined->bytes.get() + view.start * element, view.data, view.count * element);
+  }
+  return absl::OkStatus();
+}
+
+PartJoiner::PartJoiner() : impl_(std::make_unique<Impl>()) {}
+PartJoiner::~PartJoiner() = default;
+
+absl::StatusOr<std::vector<TensorView>> PartJoiner::Add(const Part& part) {
+  impl_->finished.clear();
+  std::vector<TensorView> whole;
+  for (const TensorView& view : part.tensors) {
+    REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(view.tensor.shape));
+    if (view.start < 0 || view.count < 0 || view.start > elements ||
+        view.count > elements - view.start) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "\"{}\" of {} elements: start {}, count {} is outside", view.tensor.name,
+                   elements, view.start, view.count);
+    }
+    if (view.count == elements && !impl_->open.contains(view.tensor.name)) {
+      whole.push_back(view);
+      continue;
+    }
+    REFITD_ASSIGN_OR_RETURN(Joined * joined, impl_->Open(view, elements));
+    REFITD_RETURN_IF_ERROR(impl_->Store(view, joined));
+    if (joined->covered.total() < elements) continue;
+    whole.push_back({joined->tensor, 0, elements, joined->bytes.get()});
+    impl_->finished.push_back(std::move(*joined));
+    impl_->open.erase(view.tensor.name);
+  }
+  return whole;
+}
+
+void PartJoiner::Reset() {
+  impl_->open.clear();
+  impl_->finished.clear();
+}
+
+std::vector<std::string> PartJoiner::Unfinished() const {
+  std::vector<std::string> names;
+  for (const auto& [name, joined] : impl_->open) names.push_back(name);
+  return names;
+}
+
+}  // namespace refitd::client

@@ -1,0 +1,620 @@
+#include "client/refit.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "client/engine.h"
+#include "client/trainer.h"
+#include "transport/base/status.h"
+#include "transport/base/version.h"
+
+namespace client = refitd::client;
+using refitd::Error;
+using refitd::Version;
+
+// A region's handle is one owner of it among several.
+struct refit_region {
+  std::shared_ptr<client::Region> region;
+};
+
+struct refit_slot {
+  std::unique_ptr<client::LeasedSlot> slot;  // null once pushed
+};
+
+struct refit_update {
+  std::unique_ptr<client::Update> update;
+  std::vector<client::InstanceOutcome> outcomes;  // after a successful commit
+};
+
+struct refit_trainer {
+  std::unique_ptr<client::Trainer> trainer;
+};
+
+struct refit_engine {
+  std::unique_ptr<client::Engine> engine;
+  // What the last event's pointers point to. One thread takes events.
+  client::Event event;
+  std::vector<refit_view> views;
+};
+
+namespace {
+
+thread_local std::string last_error;  // of this thread's last call
+
+refit_status Report(const absl::Status& status) {
+  last_error = refitd::Message(status);
+  return static_cast<refit_status>(status.code());
+}
+
+// Runs `body`, a function of absl::Status, with nothing thrown across the C boundary.
+template <typename Body>
+refit_status Guarded(Body body) {
+  try {
+    return Report(body());
+  } catch (const std::bad_alloc&) {
+    return Report(Error(absl::StatusCode::kResourceExhausted, "out of memory"));
+  } catch (const std::exception& error) {
+    return Report(Error(absl::StatusCode::kInternal, "exception: {}", error.what()));
+  }
+}
+
+absl::Status Null(const char* what) {
+  return Error(absl::StatusCode::kInvalidArgument, "{} is NULL", what);
+}
+
+// A structure that begins with struct_size, as this library knows it: missing fields are 0.
+template <typename T>
+absl::StatusOr<T> Read(const T* given, const char* what) {
+  if (given == nullptr) return Null(what);
+  const size_t size = given->struct_size;
+  if (size < sizeof(given->struct_size)) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "{}.struct_size is {}: initialise it with the REFIT_..._INIT macro", what, size);
+  }
+  const char* bytes = reinterpret_cast<const char*>(given);
+  if (size > sizeof(T) &&
+      std::any_of(bytes + sizeof(T), bytes + size, [](char c) { return c != 0; })) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "{}.struct_size is {}: it asks for what this library ({} bytes) does not know",
+                 what, size, sizeof(T));
+  }
+  T known{};
+  std::memcpy(&known, given, std::min(size, sizeof(T)));
+  return known;
+}
+
+// The other way: as much as the caller's structure holds. struct_size is the caller's.
+template <typename T>
+absl::Status Write(T value, T* taken, const char* what) {
+  const size_t size = taken->struct_size;
+  if (size < sizeof(taken->struct_size)) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "{}.struct_size is {}: initialise it with the REFIT_..._INIT macro", what, size);
+  }
+  value.struct_size = size;
+  std::memcpy(taken, &value, std::min(size, sizeof(T)));
+  return absl::OkStatus();
+}
+
+absl::Status CheckList(const void* list, int64_t count, const char* what) {
+  if (count >= 0 && (count == 0 || list != nullptr)) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "{}: {} entries{}", what, count,
+               list == nullptr ? " at NULL" : "");
+}
+
+std::string Text(const char* text) { return text == nullptr ? std::string() : std::string(text); }
+
+refitd::Dims DimsOf(const int64_t* dims, int32_t count) { return refitd::Dims(dims, dims + count); }
+
+absl::StatusOr<refitd::TensorSpec> SpecOf(const refit_tensor& tensor) {
+  if (tensor.name == nullptr) return Null("tensor.name");
+  refitd::TensorSpec spec;
+  spec.name = tensor.name;
+  REFITD_ASSIGN_OR_RETURN(spec.dtype, refitd::DTypeFromWire(tensor.dtype));
+  if (tensor.dim_count < 0 || tensor.dim_count > refitd::kMaxDims ||
+      (tensor.dim_count > 0 && tensor.dims == nullptr)) {
+    return Error(absl::StatusCode::kInvalidArgument, "\"{}\": dim_count is {}{}; 0 to {} are known",
+                 spec.name, tensor.dim_count, tensor.dims == nullptr ? " at NULL" : "",
+                 refitd::kMaxDims);
+  }
+  if (tensor.dim_count > 0) spec.shape = DimsOf(tensor.dims, tensor.dim_count);
+  return spec;
+}
+
+absl::StatusOr<std::vector<refitd::TensorSpec>> SpecsOf(const refit_tensor* tensors,
+                                                        int64_t count) {
+  REFITD_RETURN_IF_ERROR(CheckList(tensors, count, "tensors"));
+  std::vector<refitd::TensorSpec> specs;
+  for (int64_t i = 0; i < count; ++i) {
+    REFITD_ASSIGN_OR_RETURN(refitd::TensorSpec spec, SpecOf(tensors[i]));
+    specs.push_back(std::move(spec));
+  }
+  return specs;
+}
+
+absl::StatusOr<client::GroupSpec> GroupSpecOf(const refit_group_spec* given) {
+  REFITD_ASSIGN_OR_RETURN(const refit_group_spec known, Read(given, "spec"));
+  REFITD_RETURN_IF_ERROR(
+      CheckList(known.engine_only_tensors, known.engine_only_count, "spec.engine_only_tensors"));
+  client::GroupSpec spec;
+  if (known.trainer_ranks != 0) spec.trainer_ranks = known.trainer_ranks;
+  if (known.min_instances != 0) spec.min_instances = known.min_instances;
+  spec.slot_bytes = known.slot_bytes;
+  spec.slots = known.slots;
+  for (int32_t i = 0; i < known.engine_only_count; ++i) {
+    spec.engine_only_tensors.push_back(Text(known.engine_only_tensors[i]));
+  }
+  return spec;
+}
+
+absl::StatusOr<client::ConnectOptions> ConnectOf(const refit_connect_options* given) {
+  REFITD_ASSIGN_OR_RETURN(const refit_connect_options known, Read(given, "connect"));
+  client::ConnectOptions options;
+  options.socket = Text(known.socket);
+  options.group = Text(known.group);
+  options.client = Text(known.client);
+  if (known.wait_ms != 0) options.wait = std::chrono::milliseconds(known.wait_ms);
+  if (known.call_margin_ms != 0) {
+    options.call_margin = std::chrono::milliseconds(known.call_margin_ms);
+  }
+  if (known.spec != nullptr) {
+    REFITD_ASSIGN_OR_RETURN(options.spec, GroupSpecOf(known.spec));
+  }
+  return options;
+}
+
+// New handles are given out only on success.
+template <typename Handle, typename Value, typename Member>
+absl::Status Give(absl::StatusOr<Value> made, Member Handle::*member, Handle** out) {
+  if (!made.ok()) return made.status();
+  auto handle = std::make_unique<Handle>();
+  (*handle).*member = *std::move(made);
+  *out = handle.release();
+  return absl::OkStatus();
+}
+
+absl::Status SetRanges(const refit_bucket& given, client::Bucket* bucket) {
+  bool parts = false;
+  for (int64_t i = 0; i < given.tensor_count; ++i) {
+    const refit_tensor& tensor = given.tensors[i];
+    refitd::TensorRange range{static_cast<uint32_t>(i), tensor.start, tensor.count};
+    if (tensor.count == REFIT_WHOLE) {
+      REFITD_ASSIGN_OR_RETURN(range.count, refitd::ElementCount(bucket->tensors[i].shape));
+    } else {
+      parts = true;
+    }
+    bucket->ranges.push_back(range);
+  }
+  if (!parts) bucket->ranges.clear();
+  return absl::OkStatus();
+}
+
+absl::Status SetSource(const refit_bucket& given, client::Bucket* bucket) {
+  if (given.region != nullptr) {
+    bucket->region = given.region->region;
+    const int64_t offsets = bucket->packed ? 1 : given.tensor_count;
+    if (given.region_offsets != nullptr) {
+      bucket->region_offsets.assign(given.region_offsets, given.region_offsets + offsets);
+    } else if (bucket->packed) {
+      bucket->region_offsets = {0};
+    } else {
+      return Null("bucket.region_offsets");
+    }
+  }
+  REFITD_RETURN_IF_ERROR(CheckList(given.chunks, given.chunk_count, "bucket.chunks"));
+  REFITD_RETURN_IF_ERROR(CheckList(given.chunk_bytes, given.chunk_count, "bucket.chunk_bytes"));
+  for (int32_t i = 0; i < given.chunk_count; ++i) {
+    REFITD_RETURN_IF_ERROR(CheckList(given.chunks[i], given.chunk_bytes[i], "bucket.chunks[i]"));
+    bucket->bytes.emplace_back(static_cast<const char*>(given.chunks[i]), given.chunk_bytes[i]);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<client::Bucket> BucketOf(const refit_bucket* raw) {
+  REFITD_ASSIGN_OR_RETURN(const refit_bucket given, Read(raw, "bucket"));
+  client::Bucket bucket;
+  // First, so that the slot is given up whatever else is wrong.
+  if (given.slot != nullptr) {
+    bucket.slot = std::move(given.slot->slot);
+    if (bucket.slot == nullptr) {
+      return Error(absl::StatusCode::kFailedPrecondition, "bucket.slot was pushed before");
+    }
+  }
+  bucket.packed = given.packed != 0;
+  REFITD_ASSIGN_OR_RETURN(bucket.tensors, SpecsOf(given.tensors, given.tensor_count));
+  REFITD_RETURN_IF_ERROR(SetRanges(given, &bucket));
+  if (given.byte_offsets != nullptr) {
+    bucket.byte_offsets.assign(given.byte_offsets, given.byte_offsets + given.tensor_count);
+  }
+  REFITD_RETURN_IF_ERROR(SetSource(given, &bucket));
+  return bucket;
+}
+
+absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
+                                      const std::vector<refitd::TensorSpec>& tensors) {
+  if (given.tensor < 0 || given.tensor >= static_cast<int64_t>(tensors.size())) {
+    return Error(absl::StatusCode::kInvalidArgument, "piece.tensor is {} of {} tensors",
+                 given.tensor, tensors.size());
+  }
+  if (given.region == nullptr) return Null("piece.region");
+  const refitd::Dims& shape = tensors[given.tensor].shape;
+  const int32_t rank = static_cast<int32_t>(shape.size());
+  refitd::Piece piece;
+  piece.tensor = static_cast<uint32_t>(given.tensor);
+  piece.box = refitd::WholeBox(shape);
+  if (given.offset != nullptr) piece.box.offset = DimsOf(given.offset, rank);
+  if (given.extent != nullptr) piece.box.extent = DimsOf(given.extent, rank);
+  REFITD_RETURN_IF_ERROR(refitd::ValidateBox(piece.box, shape));
+  piece.strides = given.strides != nullptr ? DimsOf(given.strides, rank)
+                                           : refitd::RowMajorStrides(piece.box.extent);
+  piece.region = given.region->region->id();
+  piece.byte_offset = given.byte_offset;
+  return piece;
+}
+
+absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options* raw) {
+  REFITD_ASSIGN_OR_RETURN(const refit_engine_options given, Read(raw, "options"));
+  client::EngineOptions options;
+  REFITD_ASSIGN_OR_RETURN(options.connect, ConnectOf(given.connect));
+  options.instance = Text(given.instance);
+  options.rank = given.rank;
+  if (given.world_size != 0) options.world_size = given.world_size;
+  if (given.delivery != REFIT_DELIVERY_REGISTERED && given.delivery != REFIT_DELIVERY_STAGED) {
+    return Error(absl::StatusCode::kInvalidArgument, "delivery is {}", given.delivery);
+  }
+  if (given.delivery == REFIT_DELIVERY_STAGED) options.delivery = client::Delivery::kStaged;
+  if (given.has_manifest != 0) {
+    REFITD_ASSIGN_OR_RETURN(options.manifest, SpecsOf(given.manifest, given.manifest_count));
+  }
+  if (given.has_held_version != 0) options.held_version = Version(given.held_version);
+  return options;
+}
+
+absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* raw) {
+  REFITD_ASSIGN_OR_RETURN(const refit_begin_options given, Read(raw, "options"));
+  client::BeginOptions options;
+  options.version = Version(given.version);
+  options.duration = std::chrono::milliseconds(given.duration_ms);
+  if (given.verification < REFIT_VERIFICATION_DEFAULT ||
+      given.verification > REFIT_VERIFICATION_READBACK) {
+    return Error(absl::StatusCode::kInvalidArgument, "verification is {}", given.verification);
+  }
+  if (given.verification != REFIT_VERIFICATION_DEFAULT) {
+    options.verification = static_cast<refitd::Verification>(given.verification);
+  }
+  options.evict_late = given.evict_late != 0;
+  options.tensor_count = given.tensor_count;
+  options.total_bytes = given.total_bytes;
+  return options;
+}
+
+// What the engine's handle keeps of the event, as the C structure shows it.
+void Show(const client::Part& part, refit_engine* engine, refit_event* shown) {
+  shown->kind = REFIT_EVENT_PART;
+  shown->version = part.version.value();
+  shown->update_id = part.update.value();
+  shown->part = part.part.value();
+  engine->views.clear();
+  for (const client::TensorView& view : part.tensors) {
+    refit_view shown_view{};
+    shown_view.tensor.name = view.tensor.name.c_str();
+    shown_view.tensor.dtype = static_cast<int32_t>(view.tensor.dtype);
+    shown_view.tensor.dim_count = static_cast<int32_t>(view.tensor.shape.size());
+    shown_view.tensor.dims = view.tensor.shape.data();
+    shown_view.tensor.start = view.start;
+    shown_view.tensor.count = view.count;
+    shown_view.data = view.data;
+    engine->views.push_back(shown_view);
+  }
+  shown->views = engine->views.data();
+  shown->view_count = static_cast<int64_t>(engine->views.size());
+}
+
+refit_event Show(refit_engine* engine) {
+  refit_event shown{};
+  shown.reason = "";
+  if (const auto* prepare = std::get_if<client::Prepare>(&engine->event)) {
+    shown.kind = REFIT_EVENT_PREPARE;
+    shown.version = prepare->version.value();
+    shown.remaining_ms = prepare->remaining.count();
+    shown.tensor_count = prepare->tensor_count;
+  } else if (const auto* part = std::get_if<client::Part>(&engine->event)) {
+    Show(*part, engine, &shown);
+  } else if (const auto* committed = std::get_if<client::Committed>(&engine->event)) {
+    shown.kind = REFIT_EVENT_COMMITTED;
+    shown.version = committed->version.value();
+  } else if (const auto* aborted = std::get_if<client::Aborted>(&engine->event)) {
+    shown.kind = REFIT_EVENT_ABORTED;
+    shown.version = aborted->version.value();
+    shown.dirty = aborted->dirty ? 1 : 0;
+    shown.reason = aborted->reason.c_str();
+  } else if (std::holds_alternative<client::Draining>(engine->event)) {
+    shown.kind = REFIT_EVENT_DRAINING;
+  }
+  return shown;
+}
+
+absl::Status GiveVersion(std::optional<Version> version, int64_t* out) {
+  if (!version) return Error(absl::StatusCode::kNotFound, "there is no version");
+  *out = version->value();
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* refit_version(void) { return refitd::kVersion; }
+
+const char* refit_last_error(void) { return last_error.c_str(); }
+
+const char* refit_status_name(int32_t status) {
+  static constexpr const char* kNames[] = {"OK",
+                                           "CANCELLED",
+                                           "UNKNOWN",
+                                           "INVALID_ARGUMENT",
+                                           "DEADLINE_EXCEEDED",
+                                           "NOT_FOUND",
+                                           "ALREADY_EXISTS",
+                                           "PERMISSION_DENIED",
+                                           "RESOURCE_EXHAUSTED",
+                                           "FAILED_PRECONDITION",
+                                           "ABORTED",
+                                           "OUT_OF_RANGE",
+                                           "UNIMPLEMENTED",
+                                           "INTERNAL",
+                                           "UNAVAILABLE",
+                                           "DATA_LOSS",
+                                           "UNAUTHENTICATED"};
+  const bool known = status >= 0 && status < static_cast<int32_t>(std::size(kNames));
+  return known ? kNames[status] : "UNKNOWN";
+}
+
+char* refit_region_data(const refit_region* region) {
+  return region == nullptr ? nullptr : region->region->data();
+}
+
+int64_t refit_region_bytes(const refit_region* region) {
+  return region == nullptr ? 0 : region->region->bytes();
+}
+
+void refit_region_free(refit_region* region) { delete region; }
+
+refit_status refit_trainer_attach(const refit_trainer_options* options, refit_trainer** trainer) {
+  return Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    REFITD_ASSIGN_OR_RETURN(const refit_trainer_options given, Read(options, "options"));
+    client::TrainerOptions wanted;
+    REFITD_ASSIGN_OR_RETURN(wanted.connect, ConnectOf(given.connect));
+    wanted.rank = given.rank;
+    if (given.world_size != 0) wanted.world_size = given.world_size;
+    return Give(client::Trainer::Attach(wanted), &refit_trainer::trainer, trainer);
+  });
+}
+
+void refit_trainer_free(refit_trainer* trainer) { delete trainer; }
+
+refit_status refit_trainer_health(const refit_trainer* trainer) {
+  return Guarded([&] { return trainer == nullptr ? Null("trainer") : trainer->trainer->health(); });
+}
+
+refit_status refit_trainer_group_version(const refit_trainer* trainer, int64_t* version) {
+  return Guarded([&] {
+    if (trainer == nullptr) return Null("trainer");
+    if (version == nullptr) return Null("version");
+    return GiveVersion(trainer->trainer->group_version(), version);
+  });
+}
+
+refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome) {
+  return Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    if (outcome == nullptr) return Null("outcome");
+    absl::StatusOr<client::UpdateOutcome> update = trainer->trainer->GetUpdate(Version(version));
+    if (update.ok()) *outcome = update->kind;
+    return update.status();
+  });
+}
+
+refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes,
+                                      refit_region** region) {
+  return Guarded([&] {
+    if (trainer == nullptr) return Null("trainer");
+    if (region == nullptr) return Null("region");
+    return Give(trainer->trainer->NewRegion(bytes), &refit_region::region, region);
+  });
+}
+
+refit_status refit_trainer_begin(refit_trainer* trainer, const refit_begin_options* options,
+                                 refit_update** update) {
+  return Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    if (update == nullptr) return Null("update");
+    REFITD_ASSIGN_OR_RETURN(const client::BeginOptions wanted, BeginOptionsOf(options));
+    return Give(trainer->trainer->Begin(wanted), &refit_update::update, update);
+  });
+}
+
+void refit_update_free(refit_update* update) { delete update; }
+
+int32_t refit_update_instances(const refit_update* update) {
+  return update == nullptr ? 0 : update->update->instances();
+}
+
+int32_t refit_update_leasable_slots(const refit_update* update) {
+  return update == nullptr ? 0 : update->update->leasable_slots();
+}
+
+refit_status refit_update_lease_slot(refit_update* update, int64_t wait_ms, refit_slot** slot) {
+  return Guarded([&] {
+    if (update == nullptr) return Null("update");
+    if (slot == nullptr) return Null("slot");
+    return Give(update->update->LeaseSlot(std::chrono::milliseconds(wait_ms)), &refit_slot::slot,
+                slot);
+  });
+}
+
+char* refit_slot_data(const refit_slot* slot) {
+  return slot == nullptr || slot->slot == nullptr ? nullptr : slot->slot->data();
+}
+
+int64_t refit_slot_bytes(const refit_slot* slot) {
+  return slot == nullptr || slot->slot == nullptr ? 0 : slot->slot->bytes();
+}
+
+void refit_slot_free(refit_slot* slot) { delete slot; }
+
+refit_status refit_update_push(refit_update* update, const refit_bucket* bucket) {
+  return Guarded([&]() -> absl::Status {
+    if (update == nullptr) return Null("update");
+    REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
+    return update->update->Push(std::move(wanted));
+  });
+}
+
+refit_status refit_update_push_async(refit_update* update, const refit_bucket* bucket,
+                                     refit_done done, void* argument) {
+  return Guarded([&]() -> absl::Status {
+    if (update == nullptr) return Null("update");
+    REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
+    update->update->PushAsync(std::move(wanted), [done, argument](const absl::Status& status) {
+      if (done == nullptr) return;
+      done(argument, static_cast<refit_status>(status.code()), refitd::Message(status).c_str());
+    });
+    return absl::OkStatus();
+  });
+}
+
+refit_status refit_update_flush(refit_update* update) {
+  return Guarded([&] { return update == nullptr ? Null("update") : update->update->Flush(); });
+}
+
+refit_status refit_update_commit(refit_update* update, refit_commit_result* result) {
+  return Guarded([&]() -> absl::Status {
+    if (update == nullptr) return Null("update");
+    // Refused before the commit, not after it.
+    if (result != nullptr) REFITD_RETURN_IF_ERROR(Write(refit_commit_result{}, result, "result"));
+    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
+    update->outcomes = std::move(committed.instances);
+    if (result == nullptr) return absl::OkStatus();
+    refit_commit_result shown{};
+    shown.version = committed.version.value();
+    shown.bytes = committed.bytes;
+    shown.seconds = committed.seconds;
+    shown.instances = static_cast<int32_t>(update->outcomes.size());
+    for (const client::InstanceOutcome& outcome : update->outcomes) {
+      shown.committed += outcome.committed ? 1 : 0;
+    }
+    return Write(shown, result, "result");
+  });
+}
+
+refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
+                                  int32_t* committed, const char** reason) {
+  return Guarded([&]() -> absl::Status {
+    if (update == nullptr) return Null("update");
+    if (index < 0 || index >= static_cast<int32_t>(update->outcomes.size())) {
+      return Error(absl::StatusCode::kOutOfRange, "instance {} of {}", index,
+                   update->outcomes.size());
+    }
+    const client::InstanceOutcome& outcome = update->outcomes[index];
+    if (instance != nullptr) *instance = outcome.instance.c_str();
+    if (committed != nullptr) *committed = outcome.committed ? 1 : 0;
+    if (reason != nullptr) *reason = outcome.reason.c_str();
+    return absl::OkStatus();
+  });
+}
+
+refit_status refit_update_abort(refit_update* update, const char* reason) {
+  return Guarded(
+      [&] { return update == nullptr ? Null("update") : update->update->Abort(Text(reason)); });
+}
+
+refit_status refit_engine_attach(const refit_engine_options* options, refit_engine** engine) {
+  return Guarded([&]() -> absl::Status {
+    if (engine == nullptr) return Null("engine");
+    REFITD_ASSIGN_OR_RETURN(const client::EngineOptions wanted, EngineOptionsOf(options));
+    return Give(client::Engine::Attach(wanted), &refit_engine::engine, engine);
+  });
+}
+
+void refit_engine_free(refit_engine* engine) { delete engine; }
+
+refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_region** region) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    if (region == nullptr) return Null("region");
+    return Give(engine->engine->NewRegion(bytes), &refit_region::region, region);
+  });
+}
+
+refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
+                                   int64_t tensor_count, const refit_piece* pieces,
+                                   int64_t piece_count) {
+  return Guarded([&]() -> absl::Status {
+    if (engine == nullptr) return Null("engine");
+    refitd::Layout layout;
+    REFITD_ASSIGN_OR_RETURN(layout.tensors, SpecsOf(tensors, tensor_count));
+    REFITD_RETURN_IF_ERROR(CheckList(pieces, piece_count, "pieces"));
+    for (int64_t i = 0; i < piece_count; ++i) {
+      REFITD_ASSIGN_OR_RETURN(refitd::Piece piece, PieceOf(pieces[i], layout.tensors));
+      layout.pieces.push_back(std::move(piece));
+    }
+    return engine->engine->Register(std::move(layout));
+  });
+}
+
+refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_event* event) {
+  return Guarded([&]() -> absl::Status {
+    if (engine == nullptr) return Null("engine");
+    if (event == nullptr) return Null("event");
+    // Refused before an event is taken, not after.
+    REFITD_RETURN_IF_ERROR(Write(refit_event{}, event, "event"));
+    REFITD_ASSIGN_OR_RETURN(engine->event,
+                            engine->engine->Next(std::chrono::milliseconds(timeout_ms)));
+    return Write(Show(engine), event, "event");
+  });
+}
+
+refit_status refit_engine_ready(refit_engine* engine, int64_t version) {
+  return Guarded(
+      [&] { return engine == nullptr ? Null("engine") : engine->engine->Ready(Version(version)); });
+}
+
+refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    client::Part acknowledged;
+    acknowledged.update = refitd::UpdateId(update_id);
+    acknowledged.part = refitd::PartSeq(part);
+    return engine->engine->Ack(acknowledged);
+  });
+}
+
+refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason) {
+  return Guarded([&] {
+    return engine == nullptr ? Null("engine")
+                             : engine->engine->Fail(Version(version), Text(reason));
+  });
+}
+
+int32_t refit_engine_weights(const refit_engine* engine) {
+  if (engine == nullptr) return REFIT_WEIGHTS_IN_DOUBT;
+  return static_cast<int32_t>(engine->engine->weights());
+}
+
+refit_status refit_engine_version(const refit_engine* engine, int64_t* version) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    if (version == nullptr) return Null("version");
+    return GiveVersion(engine->engine->version(), version);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,350 @@
+/* refit.h: a C interface to refitd's client: trainers push weights, engines receive them.
+ *
+ * Plain C11. Link with -lrefit; only refit_* symbols are exported. The C++ headers trainer.h and
+ * engine.h describe the same conversation in more words.
+ *
+ * Errors. Functions return a refit_status whose numbers are gRPC's. On an error
+ * refit_last_error() says what, where and who was waited for, until the next call of this library
+ * on the same thread, and results are left as they were. A null handle or argument gives
+ * REFIT_INVALID_ARGUMENT, never a crash.
+ *
+ * Structures that may grow begin with `struct_size`: initialise them with the REFIT_..._INIT macro,
+ * which sets it and leaves every other field 0 ("the default"); in C++, value-initialise and set
+ * it. An older, smaller structure is taken as if its missing fields were 0; a larger one only if
+ * what this library does not know is 0.
+ *
+ * Handles are freed by exactly one call of the function named with them; NULL is allowed there and
+ * does nothing. Free what came from a trainer or engine (regions, slots, updates) before or after
+ * it, in any order.
+ *
+ * Threads. A refit_trainer and a refit_engine may be used from any threads at once, but only one
+ * thread should answer an engine's events. A refit_update, a refit_slot and a refit_region are used
+ * by one thread at a time. Freeing a handle while another thread uses it is the caller's error.
+ * Callbacks run on a thread of the library. Do not fork a process that holds handles and go on to
+ * use them in the child.
+ *
+ * Units: `bytes` are bytes, `count`, `start`, dims and strides are elements, `_ms` milliseconds.
+ */
+#ifndef REFITD_CLIENT_REFIT_H_
+#define REFITD_CLIENT_REFIT_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum refit_status {
+  REFIT_OK = 0,
+  REFIT_CANCELLED = 1,
+  REFIT_UNKNOWN = 2,
+  REFIT_INVALID_ARGUMENT = 3,
+  REFIT_DEADLINE_EXCEEDED = 4,
+  REFIT_NOT_FOUND = 5,
+  REFIT_ALREADY_EXISTS = 6,
+  REFIT_PERMISSION_DENIED = 7,
+  REFIT_RESOURCE_EXHAUSTED = 8,
+  REFIT_FAILED_PRECONDITION = 9,
+  REFIT_ABORTED = 10,
+  REFIT_OUT_OF_RANGE = 11,
+  REFIT_UNIMPLEMENTED = 12,
+  REFIT_INTERNAL = 13,
+  REFIT_UNAVAILABLE = 14,
+  REFIT_DATA_LOSS = 15,
+  REFIT_UNAUTHENTICATED = 16
+} refit_status;
+
+/* "0.1.0". Static. */
+const char* refit_version(void);
+/* Of this thread's last call that returned a status; "" if it succeeded. Never NULL. */
+const char* refit_last_error(void);
+/* "DEADLINE_EXCEEDED"; "UNKNOWN" for numbers that are none. Static. */
+const char* refit_status_name(int32_t status);
+
+/* Element types; values are stored as the framework stores them, nothing is converted. */
+enum {
+  REFIT_FLOAT64 = 1,
+  REFIT_FLOAT32 = 2,
+  REFIT_FLOAT16 = 3,
+  REFIT_BFLOAT16 = 4,
+  REFIT_FLOAT8_E4M3FN = 5,
+  REFIT_FLOAT8_E5M2 = 6,
+  REFIT_INT64 = 7,
+  REFIT_INT32 = 8,
+  REFIT_INT16 = 9,
+  REFIT_INT8 = 10,
+  REFIT_UINT8 = 11,
+  REFIT_BOOL = 12
+};
+
+typedef struct refit_trainer refit_trainer;
+typedef struct refit_update refit_update;
+typedef struct refit_engine refit_engine;
+typedef struct refit_region refit_region;
+typedef struct refit_slot refit_slot;
+
+/* A named global tensor of unpadded shape, or elements [start, start + count) of it, row-major. */
+typedef struct refit_tensor {
+  const char* name;
+  int32_t dtype;
+  int32_t dim_count;   /* 0: a scalar */
+  const int64_t* dims; /* dim_count elements */
+  int64_t start;
+  int64_t count; /* REFIT_WHOLE: all of it (start is then 0) */
+} refit_tensor;
+
+#define REFIT_WHOLE ((int64_t)-1)
+
+/* ---- attaching ---- */
+
+/* The first member of a group that brings a spec creates it; later ones must bring an equal one, or
+ * none. */
+typedef struct refit_group_spec {
+  size_t struct_size;
+  int32_t trainer_ranks; /* 0: 1 */
+  int32_t min_instances; /* 0: 1 */
+  int64_t slot_bytes;    /* 0: the daemon's default */
+  int32_t slots;         /* 0: the daemon's default */
+  int32_t engine_only_count;
+  const char* const* engine_only_tensors;
+} refit_group_spec;
+#define REFIT_GROUP_SPEC_INIT \
+  { .struct_size = sizeof(refit_group_spec) }
+
+typedef struct refit_connect_options {
+  size_t struct_size;
+  const char* socket; /* NULL: the environment's REFITD_SOCKET, else /run/refitd/refitd.sock */
+  const char* group;
+  const refit_group_spec* spec; /* NULL: wait for the group */
+  int64_t wait_ms;              /* for the socket and, without a spec, for the group; 0: 10,000 */
+  int64_t call_margin_ms;       /* added to an update's remaining time for its calls; 0: 5,000 */
+  const char* client;           /* free text for status pages; NULL: none */
+} refit_connect_options;
+#define REFIT_CONNECT_OPTIONS_INIT \
+  { .struct_size = sizeof(refit_connect_options) }
+
+/* ---- regions: memory of this process that the daemon has mapped ---- */
+
+char* refit_region_data(const refit_region* region);    /* NULL for NULL */
+int64_t refit_region_bytes(const refit_region* region); /* 0 for NULL */
+/* A push under way keeps the region alive by itself. */
+void refit_region_free(refit_region* region);
+
+/* ---- trainer ---- */
+
+typedef struct refit_trainer_options {
+  size_t struct_size;
+  const refit_connect_options* connect;
+  int32_t rank;
+  int32_t world_size; /* 0: 1 */
+} refit_trainer_options;
+#define REFIT_TRAINER_OPTIONS_INIT \
+  { .struct_size = sizeof(refit_trainer_options) }
+
+refit_status refit_trainer_attach(const refit_trainer_options* options, refit_trainer** trainer);
+/* Detaches and frees; an open update is then lost. */
+void refit_trainer_free(refit_trainer* trainer);
+/* REFIT_OK while attached; else why the lease ended. */
+refit_status refit_trainer_health(const refit_trainer* trainer);
+/* The last committed version that the daemon told of. REFIT_NOT_FOUND: none. */
+refit_status refit_trainer_group_version(const refit_trainer* trainer, int64_t* version);
+/* What became of an update, for whoever missed the commit's answer: *outcome is one of
+ * REFIT_UPDATE_*. */
+enum {
+  REFIT_UPDATE_UNKNOWN = 0,
+  REFIT_UPDATE_RUNNING = 1,
+  REFIT_UPDATE_COMMITTED = 2,
+  REFIT_UPDATE_ABORTED = 3
+};
+refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome);
+refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes, refit_region** region);
+
+enum {
+  REFIT_VERIFICATION_DEFAULT = 0,
+  REFIT_VERIFICATION_OFF = 1,
+  REFIT_VERIFICATION_TRANSFER = 2,
+  REFIT_VERIFICATION_READBACK = 3
+};
+
+typedef struct refit_begin_options {
+  size_t struct_size;
+  int64_t version;
+  int64_t duration_ms; /* of the whole update; 0: the daemon's default */
+  int32_t verification;
+  int32_t evict_late;   /* not 0: evict late or failing instances instead of aborting */
+  int64_t tensor_count; /* of all ranks together; 0: not told */
+  int64_t total_bytes;  /* of all ranks together, for progress; 0: not told */
+} refit_begin_options;
+#define REFIT_BEGIN_OPTIONS_INIT \
+  { .struct_size = sizeof(refit_begin_options) }
+
+/* Opens or joins the update; REFIT_OK when every engine rank is ready. */
+refit_status refit_trainer_begin(refit_trainer* trainer, const refit_begin_options* options,
+                                 refit_update** update);
+/* Aborts the update unless it was committed, and frees the handle. Callbacks have run then, within
+ * the limit of clean-up. */
+void refit_update_free(refit_update* update);
+
+int32_t refit_update_instances(const refit_update* update);      /* taking part; 0 for NULL */
+int32_t refit_update_leasable_slots(const refit_update* update); /* at a time; 0 for NULL */
+
+/* A staging slot to pack into, for one bucket. wait_ms 0: what remains of the update. */
+refit_status refit_update_lease_slot(refit_update* update, int64_t wait_ms, refit_slot** slot);
+char* refit_slot_data(const refit_slot* slot);    /* NULL once pushed */
+int64_t refit_slot_bytes(const refit_slot* slot); /* 0 once pushed */
+/* Gives the slot back unless it was pushed; frees the handle. */
+void refit_slot_free(refit_slot* slot);
+
+/* What one push hands over. Exactly one source: region, slot, or chunks. The bytes are complete
+ * when the call is made. */
+typedef struct refit_bucket {
+  size_t struct_size;
+  const refit_tensor* tensors;
+  int64_t tensor_count;
+  int32_t packed; /* not 0: one contiguous buffer; a bucket in a slot must be */
+  int32_t chunk_count;
+  const int64_t* byte_offsets; /* packed: tensor_count of them; NULL: back to back */
+  const refit_region* region;
+  const int64_t* region_offsets; /* packed: one (NULL: 0); else tensor_count of them */
+  refit_slot* slot;              /* empty afterwards, whatever the status; still to be freed */
+  const void* const* chunks;  /* inline bytes, copied in the call: packed: one; else one a tensor */
+  const int64_t* chunk_bytes; /* chunk_count of them */
+} refit_bucket;
+#define REFIT_BUCKET_INIT \
+  { .struct_size = sizeof(refit_bucket) }
+
+/* Hands the bucket over and waits until its source is no longer read. */
+refit_status refit_update_push(refit_update* update, const refit_bucket* bucket);
+/* The same without waiting; blocks only while the daemon's limit of unanswered buckets is reached.
+ * `done` (may be NULL) runs once, on a thread of the library, and must not use the update;
+ * `message` is valid in the call only. `bucket` and what it points to may go when the function
+ * returns, except the source. The status is of the arguments only: all else goes to `done`, and to
+ * commit. */
+typedef void (*refit_done)(void* argument, refit_status status, const char* message);
+refit_status refit_update_push_async(refit_update* update, const refit_bucket* bucket,
+                                     refit_done done, void* argument);
+/* Until every asynchronous push was answered; the first error of any. */
+refit_status refit_update_flush(refit_update* update);
+
+typedef struct refit_commit_result {
+  size_t struct_size;
+  int64_t version;
+  int64_t bytes;     /* of tensor data pushed by all ranks */
+  double seconds;    /* first begin to decision, by the daemon's clock */
+  int32_t instances; /* that took part: refit_update_outcome() tells of each */
+  int32_t committed; /* of them */
+} refit_commit_result;
+#define REFIT_COMMIT_RESULT_INIT \
+  { .struct_size = sizeof(refit_commit_result) }
+
+/* Flushes and commits. REFIT_OK: every rank of every instance listed as committed holds the
+ * version. `result` may be NULL. */
+refit_status refit_update_commit(refit_update* update, refit_commit_result* result);
+/* After a successful commit: instance `index` of the result. Strings live as long as the update.
+ * REFIT_OUT_OF_RANGE: no such instance. */
+refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
+                                  int32_t* committed, const char** reason);
+refit_status refit_update_abort(refit_update* update, const char* reason);
+
+/* ---- engine ---- */
+
+enum { REFIT_DELIVERY_REGISTERED = 0, REFIT_DELIVERY_STAGED = 1 };
+
+typedef struct refit_engine_options {
+  size_t struct_size;
+  const refit_connect_options* connect;
+  const char* instance;
+  int32_t rank;
+  int32_t world_size; /* 0: 1 */
+  int32_t delivery;
+  int32_t has_manifest;         /* staged: `manifest` must arrive in every update */
+  const refit_tensor* manifest; /* start and count are ignored */
+  int64_t manifest_count;
+  int32_t has_held_version; /* held_version is complete and verified here, from an earlier lease */
+  int64_t held_version;
+} refit_engine_options;
+#define REFIT_ENGINE_OPTIONS_INIT \
+  { .struct_size = sizeof(refit_engine_options) }
+
+refit_status refit_engine_attach(const refit_engine_options* options, refit_engine** engine);
+/* Detaches and frees. */
+void refit_engine_free(refit_engine* engine);
+refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_region** region);
+
+/* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */
+typedef struct refit_piece {
+  int64_t tensor;         /* index into the call's tensors */
+  const int64_t* offset;  /* NULL: 0s */
+  const int64_t* extent;  /* NULL: all of the tensor */
+  const int64_t* strides; /* elements; NULL: row-major without gaps */
+  const refit_region* region;
+  int64_t byte_offset; /* of the box's first element */
+} refit_piece;
+
+/* Registers the parameters of this rank (registered delivery); not during an update. The pieces'
+ * regions must stay until they are registered anew or the engine is freed. */
+refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
+                                   int64_t tensor_count, const refit_piece* pieces,
+                                   int64_t piece_count);
+
+enum {
+  REFIT_EVENT_NOTHING = 0,   /* the timeout passed */
+  REFIT_EVENT_PREPARE = 1,   /* stop reading the weights, then refit_engine_ready() */
+  REFIT_EVENT_PART = 2,      /* staged: load the views, then refit_engine_ack() */
+  REFIT_EVENT_COMMITTED = 3, /* resume on `version` */
+  REFIT_EVENT_ABORTED = 4,   /* resume on what was there, unless `dirty` */
+  REFIT_EVENT_DRAINING = 5   /* the daemon opens no new update */
+};
+
+/* A tensor, or elements [start, start + count) of one, in a mapped slot. */
+typedef struct refit_view {
+  refit_tensor tensor;
+  const char* data; /* read-only; until the part is acknowledged */
+} refit_view;
+
+/* Pointers, but for the views' data, are valid until the next refit_engine_next() of the engine. */
+typedef struct refit_event {
+  size_t struct_size;
+  int32_t kind;
+  int32_t dirty; /* ABORTED: the instance has no version until the next commit */
+  int64_t version;
+  int64_t remaining_ms; /* PREPARE: of the update */
+  int64_t tensor_count; /* PREPARE: 0: not told */
+  uint64_t update_id;   /* PART */
+  int64_t part;         /* PART */
+  int64_t view_count;   /* PART */
+  const refit_view* views;
+  const char* reason; /* ABORTED; else "" */
+} refit_event;
+#define REFIT_EVENT_INIT \
+  { .struct_size = sizeof(refit_event) }
+
+/* The next event, or NOTHING after timeout_ms. An error: the lease ended, why, and no event is
+ * left; refit_engine_weights() then tells the rest. */
+refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_event* event);
+/* REFIT_FAILED_PRECONDITION where the answer is not due. A part is acknowledged by its event's
+ * update_id and part. After an ABORTED, parts that were not acknowledged still must be: their slots
+ * are in use until then. */
+refit_status refit_engine_ready(refit_engine* engine, int64_t version);
+refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part);
+/* This rank can't go on with the update. Parts not yet handed out are dropped; those handed out
+ * still must be acknowledged. */
+refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason);
+
+enum {
+  REFIT_WEIGHTS_GOOD = 0,
+  REFIT_WEIGHTS_PAUSED = 1,  /* prepare came; not resumed yet */
+  REFIT_WEIGHTS_DIRTY = 2,   /* an update was lost after writing began */
+  REFIT_WEIGHTS_IN_DOUBT = 3 /* the lease was lost before the outcome: counts as dirty */
+};
+/* One of the above; REFIT_WEIGHTS_IN_DOUBT for NULL. */
+int32_t refit_engine_weights(const refit_engine* engine);
+/* The version installed here. REFIT_NOT_FOUND: none, or the weights are not good. */
+refit_status refit_engine_version(const refit_engine* engine, int64_t* version);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* REFITD_CLIENT_REFIT_H_ */

@@ -1,0 +1,147 @@
+#include "client/refit.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cstddef>
+#include <iterator>
+#include <string>
+#include <thread>
+
+namespace {
+
+template <typename T>
+T Initialised() {
+  T value{};
+  value.struct_size = sizeof(T);
+  return value;
+}
+
+TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
+  int64_t number = 0;
+  int32_t outcome = 0;
+  refit_region* region = nullptr;
+  refit_slot* slot = nullptr;
+  refit_update* update = nullptr;
+  auto event = Initialised<refit_event>();
+  const refit_status statuses[] = {
+      refit_trainer_attach(nullptr, nullptr),
+      refit_trainer_health(nullptr),
+      refit_trainer_group_version(nullptr, &number),
+      refit_trainer_get_update(nullptr, 1, &outcome),
+      refit_trainer_new_region(nullptr, 1, &region),
+      refit_trainer_begin(nullptr, nullptr, &update),
+      refit_update_lease_slot(nullptr, 0, &slot),
+      refit_update_push(nullptr, nullptr),
+      refit_update_push_async(nullptr, nullptr, nullptr, nullptr),
+      refit_update_flush(nullptr),
+      refit_update_commit(nullptr, nullptr),
+      refit_update_outcome(nullptr, 0, nullptr, nullptr, nullptr),
+      refit_update_abort(nullptr, nullptr),
+      refit_engine_attach(nullptr, nullptr),
+      refit_engine_new_region(nullptr, 1, &region),
+      refit_engine_register(nullptr, nullptr, 0, nullptr, 0),
+      refit_engine_next(nullptr, 0, &event),
+      refit_engine_ready(nullptr, 1),
+      refit_engine_ack(nullptr, 1, 0),
+      refit_engine_fail(nullptr, 1, nullptr),
+      refit_engine_version(nullptr, &number),
+  };
+  for (size_t i = 0; i < std::size(statuses); ++i) {
+    INFO("call " << i);
+    CHECK(statuses[i] == REFIT_INVALID_ARGUMENT);
+  }
+  CHECK(std::string(refit_last_error()) == "engine is NULL");
+}
+
+TEST_CASE("null handles can be freed and asked for their values") {
+  refit_region_free(nullptr);
+  refit_slot_free(nullptr);
+  refit_update_free(nullptr);
+  refit_trainer_free(nullptr);
+  refit_engine_free(nullptr);
+  CHECK(refit_region_data(nullptr) == nullptr);
+  CHECK(refit_region_bytes(nullptr) == 0);
+  CHECK(refit_slot_data(nullptr) == nullptr);
+  CHECK(refit_slot_bytes(nullptr) == 0);
+  CHECK(refit_update_instances(nullptr) == 0);
+  CHECK(refit_update_leasable_slots(nullptr) == 0);
+  CHECK(refit_engine_weights(nullptr) == REFIT_WEIGHTS_IN_DOUBT);
+}
+
+TEST_CASE("a structure without struct_size is refused") {
+  refit_trainer_options options{};
+  refit_trainer* trainer = nullptr;
+  CHECK(refit_trainer_attach(&options, &trainer) == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()).find("struct_size") != std::string::npos);
+  CHECK(trainer == nullptr);
+}
+
+TEST_CASE("a larger structure is taken only if what is unknown in it is 0") {
+  struct Newer {
+    refit_connect_options known;
+    int64_t unknown;
+  };
+  Newer newer{};
+  newer.known.struct_size = sizeof(newer);
+  newer.known.group = "";  // refused, but only after the structure was
+  auto options = Initialised<refit_trainer_options>();
+  options.connect = &newer.known;
+  refit_trainer* trainer = nullptr;
+  CHECK(refit_trainer_attach(&options, &trainer) == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()).find("group") != std::string::npos);
+  newer.unknown = 1;
+  CHECK(refit_trainer_attach(&options, &trainer) == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()).find("struct_size") != std::string::npos);
+}
+
+TEST_CASE("a smaller structure is taken with its missing fields 0") {
+  auto connect = Initialised<refit_connect_options>();
+  connect.group = "g";
+  connect.socket = "/nonexistent/refitd.sock";
+  connect.wait_ms = -1;  // beyond the size below: not seen, or it would be refused
+  connect.struct_size = offsetof(refit_connect_options, wait_ms);
+  auto options = Initialised<refit_engine_options>();
+  options.connect = &connect;
+  options.instance = "";
+  refit_engine* engine = nullptr;
+  CHECK(refit_engine_attach(&options, &engine) == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()).find("instance") != std::string::npos);
+}
+
+TEST_CASE("where no daemon listens attaching is UNAVAILABLE after its wait, naming the socket") {
+  auto connect = Initialised<refit_connect_options>();
+  connect.group = "g";
+  connect.socket = "/nonexistent/refitd.sock";
+  connect.wait_ms = 1;
+  auto options = Initialised<refit_trainer_options>();
+  options.connect = &connect;
+  refit_trainer* trainer = nullptr;
+  CHECK(refit_trainer_attach(&options, &trainer) == REFIT_UNAVAILABLE);
+  CHECK(std::string(refit_last_error()).find("/nonexistent/refitd.sock") != std::string::npos);
+  CHECK(trainer == nullptr);
+}
+
+TEST_CASE("the last error is each thread's own") {
+  CHECK(refit_trainer_health(nullptr) == REFIT_INVALID_ARGUMENT);
+  std::string other = "unset";
+  std::thread thread([&] { other = refit_last_error(); });
+  thread.join();
+  CHECK(other.empty());
+  CHECK(std::string(refit_last_error()) == "trainer is NULL");
+}
+
+TEST_CASE("statuses have gRPC's names") {
+  CHECK(std::string(refit_status_name(REFIT_OK)) == "OK");
+  CHECK(std::string(refit_status_name(REFIT_DEADLINE_EXCEEDED)) == "DEADLINE_EXCEEDED");
+  CHECK(std::string(refit_status_name(REFIT_ABORTED)) == "ABORTED");
+  CHECK(std::string(refit_status_name(REFIT_UNAUTHENTICATED)) == "UNAUTHENTICATED");
+  CHECK(std::string(refit_status_name(17)) == "UNKNOWN");
+  CHECK(std::string(refit_status_name(-1)) == "UNKNOWN");
+}
+
+TEST_CASE("the version has three numbers") {
+  const std::string version = refit_version();
+  CHECK(std::count(version.begin(), version.end(), '.') == 2);
+}
+
+}  // namespace

@@ -1,0 +1,595 @@
+#include "client/trainer.h"
+
+#include <grpcpp/alarm.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "client/attach_stream.h"
+#include "client/bucket.h"
+#include "client/call.h"
+#include "client/connection.h"
+#include "proto/convert.h"
+#include "refitd/v1/trainer.grpc.pb.h"
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+
+namespace refitd::client {
+namespace {
+
+using Stub = v1::Trainer::StubInterface::async_interface;
+using Stream = AttachStream<v1::TrainerMessage, v1::TrainerEvent>;
+
+constexpr std::chrono::seconds kDefaultDuration{120};  // of daemons that do not tell theirs
+constexpr std::chrono::seconds kGetUpdateLimit{10};
+constexpr size_t kMaxReasonBytes = 512;  // AbortRequest.reason
+// Of PushBucket calls that carry their bytes: the window counts calls, this bounds their memory.
+constexpr int64_t kMaxInlineBytesInFlight = int64_t{64} << 20;
+
+// `run` on a gRPC thread, as if a call had ended: whoever holds a lock here is not called back.
+void RunOnClientThread(std::function<void()> run) {
+  auto holder = std::make_shared<std::unique_ptr<grpc::Alarm>>(std::make_unique<grpc::Alarm>());
+  (*holder)->Set(std::chrono::system_clock::now(), [holder, run = std::move(run)](bool) {
+    const std::unique_ptr<grpc::Alarm> alarm = std::move(*holder);  // it keeps this callback alive
+    run();
+  });
+}
+
+// What all objects of one attached trainer share.
+struct Core {
+  std::shared_ptr<Connection> connection;
+  std::unique_ptr<v1::Trainer::Stub> stub;
+  std::shared_ptr<Stream> stream;
+  Mutex mutex;
+  std::optional<Version> group_version ABSL_GUARDED_BY(mutex);
+  // Constant after Attach.
+  std::string group;
+  Duration default_duration = kDefaultDuration;
+
+  Stub* async() { return stub->async(); }
+
+  void Committed(Version version) {
+    MutexLock lock(&mutex);
+    if (!group_version || *group_version < version) group_version = version;
+  }
+
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Call(UnaryMethod<Stub, Request, Response> method, Request request,
+                                TimePoint deadline, std::string_view what) {
+    REFITD_RETURN_IF_ERROR(stream->status());
+    *request.mutable_lease() = connection->lease();
+    return CallAndWait<Stub, Request, Response>(async(), method, std::move(request), deadline,
+                                                what);
+  }
+};
+
+// A clean-up call whose answer nobody waits for; it ends within kCleanupLimit.
+template <typename Request, typename Response>
+void CallAndForget(const std::shared_ptr<Core>& core, UnaryMethod<Stub, Request, Response> method,
+                   Request request) {
+  if (!core->stream->status().ok()) return;
+  *request.mutable_lease() = core->connection->lease();
+  StartCall<Stub, Request, Response>(core->async(), method, std::move(request),
+                                     After(kCleanupLimit),
+                                     [core](const absl::Status&, const Response&) {});
+}
+
+class SlotImpl final : public LeasedSlot {
+ public:
+  SlotImpl(std::shared_ptr<Core> core, std::shared_ptr<HostRegion> pool,
+           const v1::LeaseSlotResponse& lease)
+      : core_(std::move(core)), pool_(std::move(pool)), lease_(lease) {}
+  ~SlotImpl() override {
+    if (submitted_) return;
+    v1::ReleaseSlotRequest request;
+    request.set_slot(lease_.slot());
+    request.set_grant(lease_.grant());
+    CallAndForget<v1::ReleaseSlotRequest, v1::ReleaseSlotResponse>(core_, &Stub::ReleaseSlot,
+                                                                   std::move(request));
+  }
+  char* data() const override { return pool_->data() + lease_.byte_offset(); }
+  int64_t bytes() const override { return lease_.bytes(); }
+
+  const Core* core() const { return core_.get(); }
+  void Describe(v1::SlotRef* ref) const {
+    ref->set_slot(lease_.slot());
+    ref->set_grant(lease_.grant());
+  }
+  // The daemon took the slot with its bucket.
+  void Submitted() { submitted_ = true; }
+
+ private:
+  const std::shared_ptr<Core> core_;
+  const std::shared_ptr<HostRegion> pool_;
+  const v1::LeaseSlotResponse lease_;
+  bool submitted_ = false;  // by the thread that ends the bucket's call
+};
+
+// The pushes of one update: which are unanswered, and what the first error was. Shared by the
+// Update and its calls, so that either may end first.
+class Pushes : public std::enable_shared_from_this<Pushes> {
+ public:
+  using Done = std::function<void(absl::Status)>;
+
+  Pushes(std::shared_ptr<Core> core, Version version, TimePoint deadline)
+      : core_(std::move(core)),
+        version_(version),
+        deadline_(deadline),
+        window_(std::max(1, core_->connection->welcome().limits().outstanding_buckets())) {}
+
+  // Sends the bucket once the window has room. On an error `done` was not taken.
+  absl::Status Start(Bucket bucket, bool keep_error, Done* done);
+  // For an asynchronous push that was not started: keeps the error, calls `done`.
+  void Refuse(const absl::Status& status, Done done);
+
+  absl::Status first_error() const {
+    MutexLock lock(&mutex_);
+    return first_error_;
+  }
+  int64_t bucket_count() const {
+    MutexLock lock(&mutex_);
+    return next_seq_ - static_cast<int64_t>(holes_.size());
+  }
+  // Until no push is unanswered; false: `deadline` passed before.
+  bool WaitAnswered(TimePoint deadline) {
+    std::vector<std::shared_ptr<Region>> retired;  // goes after the lock
+    MutexLock lock(&mutex_);
+    while (!calls_.empty()) {
+      if (!cond_.WaitUntil(&mutex_, deadline) && !calls_.empty()) return false;
+    }
+    retired.swap(retired_);
+    return true;
+  }
+  void Cancel() {
+    std::vector<std::shared_ptr<grpc::ClientContext>> contexts;
+    {
+      MutexLock lock(&mutex_);
+      for (const auto& [number, call] : calls_) contexts.push_back(call.context);
+    }
+    for (const auto& context : contexts) {
+      if (context != nullptr) context->TryCancel();
+    }
+  }
+
+ private:
+  struct Call {
+    std::shared_ptr<grpc::ClientContext> context;  // null until the call was started
+    int64_t inline_bytes = 0;
+  };
+  absl::Status Encode(const Bucket& bucket, v1::PushBucketRequest* request) const;
+  // A call's place in the window, and the seq of its bucket.
+  struct Ticket {
+    int64_t call = 0;
+    int64_t seq = 0;
+  };
+  absl::StatusOr<Ticket> EnterWindow(int64_t inline_bytes);
+  void Answered(Ticket ticket, Bucket* bucket, bool keep_error, const Done& done,
+                const absl::Status& status);
+  void LeaveWindow(int64_t call);
+  void KeepError(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (first_error_.ok()) first_error_ = status;
+  }
+  void GiveUp(int64_t seq, const absl::Status& status);
+
+  const std::shared_ptr<Core> core_;
+  const Version version_;
+  const TimePoint deadline_;  // of every call of the update
+  const size_t window_;
+
+  mutable Mutex mutex_;
+  CondVar cond_;
+  std::map<int64_t, Call> calls_ ABSL_GUARDED_BY(mutex_);  // unanswered
+  int64_t next_call_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t inline_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // in calls_
+  int64_t next_seq_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::set<int64_t> holes_ ABSL_GUARDED_BY(mutex_);   // refused: the next buckets take these first
+  absl::Status first_error_ ABSL_GUARDED_BY(mutex_);  // of an asynchronous push
+  // Sources of answered pushes: a region that goes asks the daemon to release it, and gRPC's
+  // threads do not wait for that. At most window_ of them, until the next push or the end.
+  std::vector<std::shared_ptr<Region>> retired_ ABSL_GUARDED_BY(mutex_);
+};
+
+absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request) const {
+  const int64_t inline_limit = core_->connection->welcome().limits().inline_bytes();
+  REFITD_RETURN_IF_ERROR(EncodeBucket(bucket, inline_limit, request->mutable_bucket()));
+  *request->mutable_lease() = core_->connection->lease();
+  request->set_version(version_.value());
+  if (bucket.slot == nullptr) return absl::OkStatus();
+  const auto* slot = dynamic_cast<const SlotImpl*>(bucket.slot.get());
+  if (slot == nullptr || slot->core() != core_.get()) {
+    return Error(absl::StatusCode::kInvalidArgument, "bucket.slot was not leased by this trainer");
+  }
+  slot->Describe(request->mutable_bucket()->mutable_slot());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Pushes::Ticket> Pushes::EnterWindow(int64_t inline_bytes) {
+  std::vector<std::shared_ptr<Region>> retired;  // goes after the lock
+  MutexLock lock(&mutex_);
+  retired.swap(retired_);
+  while (calls_.size() >= window_ ||
+         (!calls_.empty() && inline_bytes_ + inline_bytes > kMaxInlineBytesInFlight)) {
+    if (cond_.WaitUntil(&mutex_, deadline_)) continue;
+    return Error(absl::StatusCode::kDeadlineExceeded,
+                 "push for version {}: the daemon answered none of {} outstanding buckets in time",
+                 version_, calls_.size());
+  }
+  if (!first_error_.ok()) return first_error_;
+  Ticket ticket{next_call_++, next_seq_};
+  if (holes_.empty()) {
+    ++next_seq_;
+  } else {
+    ticket.seq = *holes_.begin();
+    holes_.erase(holes_.begin());
+  }
+  calls_[ticket.call].inline_bytes = inline_bytes;
+  inline_bytes_ += inline_bytes;
+  return ticket;
+}
+
+absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
+  REFITD_RETURN_IF_ERROR(core_->stream->status());
+  v1::PushBucketRequest request;
+  REFITD_RETURN_IF_ERROR(Encode(bucket, &request));
+  REFITD_ASSIGN_OR_RETURN(const Ticket ticket, EnterWindow(InlineBytes(bucket)));
+  request.mutable_bucket()->set_seq(ticket.seq);
+  // The source lives as long as the call: region and slot are the daemon's to read until it
+  // answers.
+  auto source = std::make_shared<Bucket>(std::move(bucket));
+  auto context = StartCall<Stub, v1::PushBucketRequest, v1::PushBucketResponse>(
+      core_->async(), &Stub::PushBucket, std::move(request), deadline_,
+      [self = shared_from_this(), ticket, source, keep_error, done = std::move(*done)](
+          const absl::Status& status, const v1::PushBucketResponse&) {
+        self->Answered(ticket, source.get(), keep_error, done, status);
+      });
+  MutexLock lock(&mutex_);
+  if (auto call = calls_.find(ticket.call); call != calls_.end()) call->second.context = context;
+  return absl::OkStatus();
+}
+
+void Pushes::Answered(Ticket ticket, Bucket* bucket, bool keep_error, const Done& done,
+                      const absl::Status& status) {
+  if (bucket->slot != nullptr) {
+    if (status.ok()) static_cast<SlotImpl*>(bucket->slot.get())->Submitted();
+    bucket->slot.reset();
+  }
+  {
+    // Before `done`: whoever waits for it may push the next bucket at once.
+    MutexLock lock(&mutex_);
+    retired_.push_back(std::move(bucket->region));
+    if (!status.ok()) holes_.insert(ticket.seq);
+    if (!status.ok() && keep_error) KeepError(status);
+  }
+  if (!status.ok() && keep_error) GiveUp(ticket.seq, status);
+  done(status);
+  LeaveWindow(ticket.call);
+}
+
+// After `done`: whoever waits until all is answered may then destroy what it uses.
+void Pushes::LeaveWindow(int64_t call) {
+  MutexLock lock(&mutex_);
+  const auto left = calls_.find(call);
+  inline_bytes_ -= left->second.inline_bytes;
+  calls_.erase(left);
+  cond_.NotifyAll();
+}
+
+void Pushes::Refuse(const absl::Status& status, Done done) {
+  int64_t call = 0;
+  {
+    MutexLock lock(&mutex_);
+    KeepError(status);
+    call = next_call_++;
+    calls_[call];
+  }
+  RunOnClientThread([self = shared_from_this(), call, status, done = std::move(done)] {
+    done(status);
+    self->LeaveWindow(call);
+  });
+}
+
+// An asynchronous push that failed can't be pushed again by its caller, and the buckets after it
+// wait for its seq: the update is ended now, rather than at its deadline.
+void Pushes::GiveUp(int64_t seq, const absl::Status& status) {
+  if (absl::IsAborted(status) || absl::IsUnavailable(status) || absl::IsCancelled(status)) return;
+  v1::AbortRequest request;
+  request.set_version(version_.value());
+  request.set_reason(
+      CleanText(fmt::format("bucket {}: {}", seq, Message(status)), kMaxReasonBytes));
+  CallAndForget<v1::AbortRequest, v1::AbortResponse>(core_, &Stub::Abort, std::move(request));
+}
+
+class UpdateImpl final : public Update {
+ public:
+  UpdateImpl(std::shared_ptr<Core> core, Version version, const v1::BeginResponse& begun)
+      : core_(std::move(core)),
+        version_(version),
+        begun_(begun),
+        deadline_(After(std::chrono::milliseconds(begun.remaining_ms()))),
+        call_deadline_(deadline_ + core_->connection->call_margin()),
+        pushes_(std::make_shared<Pushes>(core_, version_, call_deadline_)) {}
+
+  ~UpdateImpl() override {
+    if (!ended_) (void)EndByAbort("the trainer gave the update up without Commit");
+    // Answers come once the daemon no longer reads; then no callback is left to run.
+    if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
+    pushes_->Cancel();
+    pushes_->WaitAnswered(After(kCleanupLimit));
+  }
+
+  Version version() const override { return version_; }
+  int instances() const override { return begun_.instances(); }
+  int leasable_slots() const override { return begun_.leasable_slots(); }
+
+  absl::Status Push(Bucket bucket) override;
+  void PushAsync(Bucket bucket, std::function<void(absl::Status)> done) override;
+  absl::Status Flush() override;
+  absl::StatusOr<std::unique_ptr<LeasedSlot>> LeaseSlot(std::chrono::milliseconds wait) override;
+  absl::StatusOr<CommitResult> Commit() override;
+  absl::Status Abort(const std::string& reason) override {
+    REFITD_RETURN_IF_ERROR(CheckOpen());
+    return EndByAbort(reason);
+  }
+
+ private:
+  absl::Status CheckOpen() const {
+    if (!ended_) return absl::OkStatus();
+    return Error(absl::StatusCode::kFailedPrecondition, "the update to version {} has ended",
+                 version_);
+  }
+  absl::Status EndByAbort(const std::string& reason);
+
+  const std::shared_ptr<Core> core_;
+  const Version version_;
+  const v1::BeginResponse begun_;
+  const TimePoint deadline_;       // of the update, by this process's clock
+  const TimePoint call_deadline_;  // the daemon's own answer comes before
+  const std::shared_ptr<Pushes> pushes_;
+  bool ended_ = false;  // committed or aborted: nothing is left to give up
+};
+
+absl::Status UpdateImpl::Push(Bucket bucket) {
+  REFITD_RETURN_IF_ERROR(CheckOpen());
+  struct Answer {
+    Mutex mutex;
+    CondVar cond;
+    std::optional<absl::Status> status ABSL_GUARDED_BY(mutex);
+  };
+  auto answer = std::make_shared<Answer>();
+  Pushes::Done done = [answer](const absl::Status& status) {
+    MutexLock lock(&answer->mutex);
+    answer->status = status;
+    answer->cond.NotifyAll();
+  };
+  REFITD_RETURN_IF_ERROR(pushes_->Start(std::move(bucket), /*keep_error=*/false, &done));
+  MutexLock lock(&answer->mutex);
+  while (!answer->status) {
+    if (answer->cond.WaitUntil(&answer->mutex, call_deadline_ + kCleanupLimit)) continue;
+    if (answer->status) break;
+    return Error(absl::StatusCode::kDeadlineExceeded,
+                 "push for version {}: no answer from the daemon", version_);
+  }
+  return *answer->status;
+}
+
+void UpdateImpl::PushAsync(Bucket bucket, std::function<void(absl::Status)> done) {
+  if (!done) done = [](const absl::Status&) {};
+  absl::Status status = CheckOpen();
+  if (status.ok()) status = pushes_->Start(std::move(bucket), /*keep_error=*/true, &done);
+  if (!status.ok()) pushes_->Refuse(status, std::move(done));
+}
+
+absl::Status UpdateImpl::Flush() {
+  if (!pushes_->WaitAnswered(call_deadline_ + kCleanupLimit)) {
+    return Error(absl::StatusCode::kDeadlineExceeded,
+                 "version {}: the daemon left pushes unanswered", version_);
+  }
+  return pushes_->first_error();
+}
+
+absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::milliseconds wait) {
+  REFITD_RETURN_IF_ERROR(CheckOpen());
+  if (wait.count() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "wait of {} ms", wait.count());
+  }
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> pool,
+                          core_->connection->Pool(Access::kReadWrite));
+  v1::LeaseSlotRequest request;
+  request.set_version(version_.value());
+  request.set_wait_ms(wait.count());
+  const TimePoint limit = wait.count() == 0 ? deadline_ : std::min(deadline_, After(wait));
+  REFITD_ASSIGN_OR_RETURN(const v1::LeaseSlotResponse lease,
+                          (core_->Call<v1::LeaseSlotRequest, v1::LeaseSlotResponse>(
+                              &Stub::LeaseSlot, std::move(request),
+                              limit + core_->connection->call_margin(), "LeaseSlot")));
+  auto slot = std::make_unique<SlotImpl>(core_, pool, lease);
+  if (lease.byte_offset() < 0 || lease.bytes() < 0 || lease.byte_offset() > pool->bytes() ||
+      lease.bytes() > pool->bytes() - lease.byte_offset()) {
+    return Error(absl::StatusCode::kInternal,
+                 "slot {} at {} + {} is outside of the pool of {} bytes", lease.slot(),
+                 lease.byte_offset(), lease.bytes(), pool->bytes());
+  }
+  return std::unique_ptr<LeasedSlot>(std::move(slot));
+}
+
+CommitResult ResultOf(const v1::CommitResponse& response) {
+  CommitResult result;
+  result.version = Version(response.version());
+  result.bytes = response.bytes();
+  result.seconds = response.seconds();
+  for (const v1::InstanceResult& instance : response.instances()) {
+    result.instances.push_back({instance.instance(), instance.committed(), instance.reason()});
+  }
+  return result;
+}
+
+absl::StatusOr<CommitResult> UpdateImpl::Commit() {
+  REFITD_RETURN_IF_ERROR(CheckOpen());
+  REFITD_RETURN_IF_ERROR(Flush());
+  v1::CommitRequest request;
+  request.set_version(version_.value());
+  request.set_bucket_count(pushes_->bucket_count());
+  auto response = core_->Call<v1::CommitRequest, v1::CommitResponse>(
+      &Stub::Commit, std::move(request), call_deadline_, "Commit");
+  if (!response.ok()) {
+    if (absl::IsAborted(response.status())) ended_ = true;
+    return response.status();
+  }
+  ended_ = true;
+  core_->Committed(version_);
+  return ResultOf(*response);
+}
+
+absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
+  v1::AbortRequest request;
+  request.set_version(version_.value());
+  request.set_reason(CleanText(reason, kMaxReasonBytes));
+  const auto response = core_->Call<v1::AbortRequest, v1::AbortResponse>(
+      &Stub::Abort, std::move(request), After(kCleanupLimit), "Abort");
+  if (response.ok()) ended_ = true;
+  return response.status();
+}
+
+class TrainerImpl final : public Trainer {
+ public:
+  explicit TrainerImpl(std::shared_ptr<Core> core) : core_(std::move(core)) {}
+  ~TrainerImpl() override {
+    core_->connection->Detach();
+    v1::TrainerMessage message;
+    message.mutable_detach();
+    core_->stream->Close(std::move(message), kCleanupLimit);
+  }
+
+  absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
+    REFITD_RETURN_IF_ERROR(core_->stream->status());
+    return core_->connection->NewRegion(bytes);
+  }
+  absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) override;
+  absl::StatusOr<UpdateOutcome> GetUpdate(Version version) override;
+  std::optional<Version> group_version() const override {
+    MutexLock lock(&core_->mutex);
+    return core_->group_version;
+  }
+  absl::Status health() const override { return core_->stream->status(); }
+
+ private:
+  const std::shared_ptr<Core> core_;
+};
+
+absl::Status CheckBeginOptions(const BeginOptions& options) {
+  const auto negative = [](std::string_view field, int64_t value) {
+    return Error(absl::StatusCode::kInvalidArgument, "{} is {}: it must not be negative", field,
+                 value);
+  };
+  if (options.version.value() < 0) return negative("version", options.version.value());
+  if (options.duration.count() < 0) return negative("duration", options.duration.count());
+  if (options.tensor_count < 0) return negative("tensor_count", options.tensor_count);
+  if (options.total_bytes < 0) return negative("total_bytes", options.total_bytes);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& options) {
+  REFITD_RETURN_IF_ERROR(CheckBeginOptions(options));
+  v1::BeginRequest request;
+  request.set_version(options.version.value());
+  request.set_duration_ms(options.duration.count());
+  if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
+  request.set_evict_late(options.evict_late);
+  request.set_tensor_count(options.tensor_count);
+  request.set_total_bytes(options.total_bytes);
+  const Duration duration =
+      options.duration.count() == 0 ? core_->default_duration : Duration(options.duration);
+  REFITD_ASSIGN_OR_RETURN(const v1::BeginResponse begun,
+                          (core_->Call<v1::BeginRequest, v1::BeginResponse>(
+                              &Stub::Begin, std::move(request),
+                              After(duration) + core_->connection->call_margin(), "Begin")));
+  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core_, options.version, begun));
+}
+
+absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {
+  v1::GetUpdateRequest request;
+  request.set_group(core_->group);
+  request.set_version(version.value());
+  request.set_incarnation(core_->connection->lease().incarnation());
+  REFITD_ASSIGN_OR_RETURN(const v1::GetUpdateResponse response,
+                          (CallAndWait<Stub, v1::GetUpdateRequest, v1::GetUpdateResponse>(
+                              core_->async(), &Stub::GetUpdate, std::move(request),
+                              After(kGetUpdateLimit), "GetUpdate")));
+  switch (response.outcome()) {
+    case v1::UPDATE_OUTCOME_RUNNING:
+      return UpdateOutcome{UpdateOutcome::kRunning, response.reason()};
+    case v1::UPDATE_OUTCOME_COMMITTED:
+      return UpdateOutcome{UpdateOutcome::kCommitted, response.reason()};
+    case v1::UPDATE_OUTCOME_ABORTED:
+      return UpdateOutcome{UpdateOutcome::kAborted, response.reason()};
+    default:
+      return UpdateOutcome{UpdateOutcome::kUnknown, response.reason()};
+  }
+}
+
+v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
+  v1::TrainerMessage message;
+  v1::TrainerHello* hello = message.mutable_hello();
+  hello->set_protocol(v1::PROTOCOL_VERSION_1);
+  hello->set_group(options.connect.group);
+  if (options.connect.spec) *hello->mutable_spec() = SpecToWire(*options.connect.spec);
+  hello->set_rank(options.rank);
+  hello->set_world_size(options.world_size);
+  hello->set_wait_ms(
+      std::chrono::duration_cast<std::chrono::milliseconds>(Until(deadline)).count());
+  hello->set_client(CleanText(options.connect.client, kMaxClientBytes));
+  hello->set_pid(::getpid());
+  return message;
+}
+
+// Trainers act on their calls' answers; of the events only the group's version is kept.
+Stream::Handler TrainerEvents(const std::weak_ptr<Core>& weak) {
+  return [weak](const v1::TrainerEvent& event) {
+    if (event.has_welcome()) return false;
+    const std::shared_ptr<Core> core = weak.lock();
+    if (core != nullptr && event.has_committed()) {
+      core->Committed(Version(event.committed().version()));
+    }
+    return true;
+  };
+}
+
+absl::StatusOr<v1::Welcome> AwaitWelcome(Stream* stream, TimePoint deadline) {
+  REFITD_ASSIGN_OR_RETURN(std::optional<v1::TrainerEvent> event, stream->Pop(deadline));
+  if (!event) {
+    return Error(absl::StatusCode::kDeadlineExceeded, "Attach: the daemon did not answer in time");
+  }
+  return event->welcome();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Attach(const TrainerOptions& options) {
+  REFITD_RETURN_IF_ERROR(CheckConnectOptions(options.connect));
+  REFITD_RETURN_IF_ERROR(CheckRank(options.rank, options.world_size));
+  const TimePoint deadline = After(options.connect.wait);
+  auto core = std::make_shared<Core>();
+  REFITD_ASSIGN_OR_RETURN(core->connection, Connection::Open(options.connect, deadline));
+  core->stub = v1::Trainer::NewStub(core->connection->channel());
+  core->stream =
+      Stream::Start([&](grpc::ClientContext* context,
+                        Stream::Reactor* reactor) { core->async()->Attach(context, reactor); },
+                    Hello(options, deadline), TrainerEvents(core));
+  // From here on the destructor ends the lease, whatever happens.
+  auto trainer = std::make_unique<TrainerImpl>(core);
+  REFITD_ASSIGN_OR_RETURN(const v1::Welcome welcome,
+                          AwaitWelcome(core->stream.get(), deadline + options.connect.call_margin));
+  REFITD_RETURN_IF_ERROR(core->connection->Adopt(welcome));
+  core->group = options.connect.group;
+  if (welcome.limits().default_duration_ms() > 0) {
+    core->default_duration = std::chrono::milliseconds(welcome.limits().default_duration_ms());
+  }
+  if (welcome.has_group_version()) core->Committed(Version(welcome.group_version()));
+  return std::unique_ptr<Trainer>(std::move(trainer));
+}
+
+}  // namespace refitd::client

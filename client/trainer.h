@@ -1,0 +1,144 @@
+// A trainer rank: attach once; for every version Begin, Push..., Commit.
+//
+//   REFITD_ASSIGN_OR_RETURN(auto trainer, Trainer::Attach({.connect = {.group = "policy"}}));
+//   REFITD_ASSIGN_OR_RETURN(auto region, trainer->NewRegion(bytes));
+//   ... write weights into region->data() ...
+//   REFITD_ASSIGN_OR_RETURN(auto update, trainer->Begin({.version = Version(7)}));
+//   REFITD_RETURN_IF_ERROR(update->Push(Bucket::Packed(tensors, region, 0)));
+//   REFITD_ASSIGN_OR_RETURN(CommitResult result, update->Commit());
+//
+// Every call has a deadline (what remains of the update plus ConnectOptions::call_margin) and
+// returns a status whose message names who was waited for. An Update that goes without Commit
+// aborts: weights are never half installed by forgetting (P2).
+#ifndef REFITD_CLIENT_TRAINER_H_
+#define REFITD_CLIENT_TRAINER_H_
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "client/types.h"
+#include "transport/transport.h"
+
+namespace refitd::client {
+
+struct TrainerOptions {
+  ConnectOptions connect{};
+  int rank = 0;
+  int world_size = 1;
+};
+
+struct BeginOptions {
+  Version version{};
+  std::chrono::milliseconds duration{0};       // of the whole update; 0: the daemon's default
+  std::optional<Verification> verification{};  // absent: the daemon's default
+  bool evict_late = false;   // evict late or failing instances instead of aborting
+  int64_t tensor_count = 0;  // of all ranks together; 0: not told
+  int64_t total_bytes = 0;   // of all ranks together, for progress; 0: not told
+};
+
+struct InstanceOutcome {
+  std::string instance;
+  bool committed = false;
+  std::string reason;
+};
+
+struct CommitResult {
+  Version version;
+  std::vector<InstanceOutcome> instances;
+  int64_t bytes = 0;
+  double seconds = 0;  // first Begin to decision, by the daemon's clock
+};
+
+// A staging slot to pack into: at most one bucket; then it is the daemon's again. Move-only;
+// unsubmitted, it is given back.
+class LeasedSlot {
+ public:
+  virtual ~LeasedSlot() = default;
+  virtual char* data() const = 0;
+  virtual int64_t bytes() const = 0;
+};
+
+// What one Push hands over: tensors (whole, or parts given by `ranges`) and where their bytes are.
+struct Bucket {
+  std::vector<TensorSpec> tensors;
+  std::vector<TensorRange> ranges;  // empty: every tensor whole; else one a tensor
+  bool packed = false;
+  std::vector<int64_t> byte_offsets;  // packed; empty: back to back
+
+  // Exactly one source:
+  std::shared_ptr<Region>
+      region;  // packed: begins at region_offsets[0]; else region_offsets[i] for tensor i
+  std::vector<int64_t> region_offsets;
+  std::unique_ptr<LeasedSlot> slot;  // packed
+  std::vector<std::span<const char>>
+      bytes;  // inline, copied into the call: one if packed, else one a tensor
+
+  static Bucket Packed(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
+                       int64_t offset, std::vector<int64_t> byte_offsets = {});
+  static Bucket Unpacked(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
+                         std::vector<int64_t> offsets);
+  static Bucket Inline(std::vector<TensorSpec> tensors, std::vector<std::span<const char>> bytes);
+  static Bucket InSlot(std::vector<TensorSpec> tensors, std::unique_ptr<LeasedSlot> slot,
+                       std::vector<int64_t> byte_offsets);
+};
+
+// An open update. One thread at a time, except that callbacks run on a client thread. Destroyed
+// before Commit: aborts.
+class Update {
+ public:
+  virtual ~Update() = default;
+  virtual Version version() const = 0;
+  virtual int instances() const = 0;
+  virtual int leasable_slots() const = 0;  // that this rank may hold at a time
+
+  // Hands a bucket over and waits until its source is no longer read.
+  virtual absl::Status Push(Bucket bucket) = 0;
+  // The same without waiting for the end; blocks only while Limits.outstanding_buckets are
+  // unanswered. `done` runs once, on a client thread, and must not call into this object. An error
+  // is also kept and returned by Commit.
+  virtual void PushAsync(Bucket bucket, std::function<void(absl::Status)> done) = 0;
+  // Waits until every PushAsync was answered; the first error of any.
+  virtual absl::Status Flush() = 0;
+
+  virtual absl::StatusOr<std::unique_ptr<LeasedSlot>> LeaseSlot(
+      std::chrono::milliseconds wait = {}) = 0;
+
+  // Flush, then commit; OK means that every rank of every instance listed as committed holds the
+  // version (P1).
+  virtual absl::StatusOr<CommitResult> Commit() = 0;
+  virtual absl::Status Abort(const std::string& reason) = 0;
+};
+
+// What became of an update.
+struct UpdateOutcome {
+  enum Kind : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
+  Kind kind = kUnknown;  // kUnknown: never heard of, forgotten, or of an incarnation that is gone
+  std::string reason;
+};
+
+// Thread-safe. Destroying it detaches.
+class Trainer {
+ public:
+  // Errors: as refitd.v1.Trainer.Attach; UNAVAILABLE where no daemon answers at the socket within
+  // `wait`.
+  static absl::StatusOr<std::unique_ptr<Trainer>> Attach(const TrainerOptions& options);
+  virtual ~Trainer() = default;
+
+  // Shared memory that buckets can name as their source.
+  virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
+  // Opens or joins the update; OK when every engine rank is ready.
+  virtual absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) = 0;
+  // For whoever missed Commit's answer. Works after the lease ended, as long as the daemon lives.
+  virtual absl::StatusOr<UpdateOutcome> GetUpdate(Version version) = 0;
+  // Last committed version that the daemon told of; nullopt: none.
+  virtual std::optional<Version> group_version() const = 0;
+  // OK while attached; else why the lease ended.
+  virtual absl::Status health() const = 0;
+};
+
+}  // namespace refitd::client
+
+#endif  // REFITD_CLIENT_TRAINER_H_
