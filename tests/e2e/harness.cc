@@ -1,0 +1,240 @@
+#include "tests/e2e/harness.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd::e2e {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int MillisUntil(Clock::time_point deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+  return static_cast<int>(std::max<int64_t>(left.count(), 0));
+}
+
+}  // namespace
+
+bool Eventually(const std::function<bool()>& condition) {
+  const auto deadline = Clock::now() + kDeadline;
+  while (!condition()) {
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+std::string BinaryPath(const std::string& target) {
+  namespace fs = std::filesystem;
+  // Under `bazel test` the working folder is the tree of runfiles; run by hand, the binaries lie
+  // beside this one.
+  if (fs::exists(target)) return fs::absolute(target);
+  const fs::path self = fs::read_symlink("/proc/self/exe");
+  for (fs::path folder = self.parent_path(); folder.has_relative_path();
+       folder = folder.parent_path()) {
+    if (fs::exists(folder / target)) return folder / target;
+  }
+  throw std::runtime_error("no " + target + " beside " + self.string());
+}
+
+// ---- processes ----
+
+Process::Process(const std::vector<std::string>& argv) {
+  int to_child[2];
+  int from_child[2];
+  REFITD_CHECK(pipe2(to_child, O_CLOEXEC) == 0 && pipe2(from_child, O_CLOEXEC) == 0);
+  stderr_.Reset(memfd_create("stderr", MFD_CLOEXEC));
+  std::vector<char*> args;
+  for (const std::string& arg : argv) args.push_back(const_cast<char*>(arg.c_str()));
+  args.push_back(nullptr);
+  const pid_t parent = getpid();
+  pid_ = fork();
+  REFITD_CHECK(pid_ >= 0);
+  if (pid_ == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(127);
+    dup2(to_child[0], STDIN_FILENO);
+    dup2(from_child[1], STDOUT_FILENO);
+    dup2(stderr_.get(), STDERR_FILENO);
+    execv(args[0], args.data());
+    _exit(127);
+  }
+  close(to_child[0]);
+  close(from_child[1]);
+  stdin_.Reset(to_child[1]);
+  stdout_.Reset(from_child[0]);
+}
+
+Process::~Process() {
+  if (exit_.has_value()) return;
+  kill(pid_, SIGKILL);
+  waitpid(pid_, nullptr, 0);
+}
+
+void Process::Signal(int signal) const {
+  if (!exit_.has_value()) kill(pid_, signal);
+}
+
+bool Process::EndsWithin(std::chrono::milliseconds wait) const {
+  if (exit_.has_value()) return true;
+  const UniqueFd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid_, 0)));
+  pollfd entry{.fd = pidfd.get(), .events = POLLIN, .revents = 0};
+  return poll(&entry, 1, static_cast<int>(wait.count())) == 1;
+}
+
+std::optional<int> Process::WaitExit() {
+  if (exit_.has_value()) return exit_;
+  if (!EndsWithin(kDeadline)) return std::nullopt;
+  int status = 0;
+  REFITD_CHECK(waitpid(pid_, &status, 0) == pid_);
+  exit_ = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  return exit_;
+}
+
+void Process::WriteLine(const std::string& line) {
+  const std::string text = line + "\n";
+  // Short lines into a pipe that is read: never a partial write.
+  [[maybe_unused]] const ssize_t n = write(stdin_.get(), text.data(), text.size());
+}
+
+std::optional<std::string> Process::ReadLine() {
+  const auto deadline = Clock::now() + kDeadline;
+  for (;;) {
+    if (const size_t end = buffered_.find('\n'); end != std::string::npos) {
+      std::string line = buffered_.substr(0, end);
+      buffered_.erase(0, end + 1);
+      return line;
+    }
+    pollfd entry{.fd = stdout_.get(), .events = POLLIN, .revents = 0};
+    if (poll(&entry, 1, MillisUntil(deadline)) != 1) return std::nullopt;
+    char buffer[4096];
+    const ssize_t n = read(stdout_.get(), buffer, sizeof(buffer));
+    if (n <= 0) return std::nullopt;
+    buffered_.append(buffer, static_cast<size_t>(n));
+  }
+}
+
+std::string Process::Errors() {
+  std::string text(1 << 20, '\0');
+  const ssize_t n = pread(stderr_.get(), text.data(), text.size(), 0);
+  text.resize(static_cast<size_t>(std::max<ssize_t>(n, 0)));
+  return text;
+}
+
+// ---- the daemon ----
+
+TempFolder::TempFolder() {
+  char name[] = "/tmp/refitd_e2e.XXXXXX";
+  REFITD_CHECK(mkdtemp(name) != nullptr);
+  chmod(name, 0755);
+  path_ = name;
+}
+
+TempFolder::~TempFolder() { std::filesystem::remove_all(path_); }
+
+Daemon::Daemon(std::vector<std::string> flags) : socket_(folder_ / "refitd.sock") {
+  flags.insert(flags.begin(), {BinaryPath("daemon/refitd"), "--listen-unix=" + socket_});
+  process_ = std::make_unique<Process>(flags);
+  const std::shared_ptr<grpc::Channel> channel = Connect();
+  operator_ = v1::Operator::NewStub(channel);
+  // It listens before it serves: what connects early waits in the queue.
+  const bool listens = Eventually([this] {
+    return access(socket_.c_str(), F_OK) == 0 || process_->EndsWithin(std::chrono::milliseconds(1));
+  });
+  const grpc::Status status = Call(&v1::Operator::Stub::GetStatus, v1::GetStatusRequest()).status;
+  if (!listens || !status.ok())
+    throw std::runtime_error("refitd: " + status.error_message() + "\n" + log());
+}
+
+std::optional<int> Daemon::Stop() {
+  Signal(SIGTERM);
+  return WaitExit();
+}
+
+v1::GetStatusResponse Daemon::Status() {
+  return Call(&v1::Operator::Stub::GetStatus, v1::GetStatusRequest()).response;
+}
+
+v1::GroupStatus Daemon::Group(const std::string& name) {
+  v1::GetGroupRequest request;
+  request.set_group(name);
+  return Call(&v1::Operator::Stub::GetGroup, request).response.group();
+}
+
+std::string Daemon::InstanceState(const std::string& group, const std::string& instance) {
+  const v1::GroupStatus status = Group(group);
+  for (const v1::InstanceStatus& i : status.instances()) {
+    if (i.name() == instance) return i.state();
+  }
+  return "";
+}
+
+int Daemon::MemfdMappings() const {
+  std::ifstream maps("/proc/" + std::to_string(pid()) + "/maps");
+  int count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("/memfd:") != std::string::npos) ++count;
+  }
+  return count;
+}
+
+// ---- members ----
+
+namespace {
+
+std::vector<std::string> MemberArguments(const Daemon& daemon, const std::string& role,
+                                         const std::vector<std::string>& settings) {
+  std::vector<std::string> argv = {BinaryPath("tests/e2e/member"), role, daemon.socket()};
+  argv.insert(argv.end(), settings.begin(), settings.end());
+  return argv;
+}
+
+}  // namespace
+
+MemberProcess::MemberProcess(const Daemon& daemon, const std::string& role,
+                             const std::vector<std::string>& settings)
+    : process_(MemberArguments(daemon, role, settings)) {}
+
+MemberProcess::~MemberProcess() {
+  for (const pid_t child : children_) kill(child, SIGKILL);
+}
+
+std::string MemberProcess::Do(const std::string& command) {
+  Send(command);
+  return Answer();
+}
+
+bool MemberProcess::ForkChild() {
+  const std::string answer = Do("fork");
+  pid_t child = 0;
+  if (answer.rfind("ok ", 0) != 0) return false;
+  std::from_chars(answer.data() + 3, answer.data() + answer.size(), child);
+  if (child <= 0) return false;
+  children_.push_back(child);
+  return true;
+}
+
+void MemberProcess::Kill() {
+  process_.Signal(SIGKILL);
+  process_.WaitExit();
+}
+
+}  // namespace refitd::e2e

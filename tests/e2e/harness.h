@@ -1,0 +1,148 @@
+// Real processes for end-to-end tests: a daemon of one's own, and member processes to kill and
+// stop.
+//
+// A Daemon is a refitd with its own folder, socket and flags; it is ready when it answers
+// GetStatus. A MemberProcess is tests/e2e/member.cc, driven line by line. Both die with the object,
+// and with the test at the latest. Every wait ends at kDeadline. Not thread-safe.
+#ifndef REFITD_TESTS_E2E_HARNESS_H_
+#define REFITD_TESTS_E2E_HARNESS_H_
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "refitd/v1/operator.grpc.pb.h"
+#include "tests/e2e/raw_client.h"
+#include "transport/base/unique_fd.h"
+
+namespace refitd::e2e {
+
+// Looks until `condition` holds; false: not before kDeadline. Conditions that ask a daemon are the
+// usual case.
+bool Eventually(const std::function<bool()>& condition);
+
+// A binary of this build: "daemon/refitd", "tests/e2e/member".
+std::string BinaryPath(const std::string& target);
+
+// A process with pipes. Killed when destroyed, and when the thread that made it ends (the kernel
+// counts threads).
+class Process {
+ public:
+  explicit Process(const std::vector<std::string>& argv);
+  ~Process();
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  pid_t pid() const { return pid_; }
+  void Signal(int signal) const;
+  // Waits a little; true: it has ended.
+  bool EndsWithin(std::chrono::milliseconds wait) const;
+  // Exit code, or 128 + the signal that ended it. nullopt: it still runs at kDeadline.
+  std::optional<int> WaitExit();
+  void WriteLine(const std::string& line);
+  // A line of its stdout; nullopt: its end, or kDeadline.
+  std::optional<std::string> ReadLine();
+  // All of its stderr so far.
+  std::string Errors();
+
+ private:
+  pid_t pid_ = -1;
+  std::optional<int> exit_;
+  UniqueFd stdin_;
+  UniqueFd stdout_;
+  UniqueFd stderr_;  // a file
+  std::string buffered_;
+};
+
+class TempFolder {
+ public:
+  TempFolder();
+  ~TempFolder();
+  TempFolder(const TempFolder&) = delete;
+  TempFolder& operator=(const TempFolder&) = delete;
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;  // readable for everybody: other users may try the socket
+};
+
+class Daemon {
+ public:
+  // Starts and waits until it answers; throws std::runtime_error with its log if it does not.
+  explicit Daemon(std::vector<std::string> flags = {});
+
+  const std::string& socket() const { return socket_; }
+  pid_t pid() const { return process_->pid(); }
+  std::string log() { return process_->Errors(); }
+  // A connection of its own each time.
+  std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket_); }
+
+  void Signal(int signal) { process_->Signal(signal); }
+  std::optional<int> WaitExit() { return process_->WaitExit(); }
+  // SIGTERM and the exit code; nullopt: it still runs at kDeadline.
+  std::optional<int> Stop();
+
+  v1::GetStatusResponse Status();
+  v1::ResourceStatus Resources() { return Status().resources(); }
+  // Empty if there is no such group.
+  v1::GroupStatus Group(const std::string& name);
+  std::string InstanceState(const std::string& group, const std::string& instance);
+  // Mappings of memfds in its /proc/PID/maps.
+  int MemfdMappings() const;
+
+  // Calls of Operator with kDeadline.
+  template <typename Request, typename Response>
+  Outcome<Response> Call(grpc::Status (v1::Operator::Stub::*method)(grpc::ClientContext*,
+                                                                    const Request&, Response*),
+                         const Request& request) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + kDeadline);
+    Outcome<Response> outcome;
+    outcome.status = (operator_.get()->*method)(&context, request, &outcome.response);
+    return outcome;
+  }
+
+ private:
+  TempFolder folder_;
+  const std::string socket_;
+  std::unique_ptr<Process> process_;
+  std::unique_ptr<v1::Operator::Stub> operator_;
+};
+
+// A member in a process of its own (tests/e2e/member.cc lists the commands).
+class MemberProcess {
+ public:
+  // `role`: "trainer" or "engine"; settings are "key=value".
+  MemberProcess(const Daemon& daemon, const std::string& role,
+                const std::vector<std::string>& settings);
+  ~MemberProcess();
+
+  pid_t pid() const { return process_.pid(); }
+  // Sends a command and waits for its answer: "ok ..." or "error CODE MESSAGE"; "" if the process
+  // is gone or the deadline passed.
+  std::string Do(const std::string& command);
+  // The same in two halves, for commands that block.
+  void Send(const std::string& command) { process_.WriteLine(command); }
+  std::string Answer() { return process_.ReadLine().value_or(""); }
+  // Forks a child that keeps the member's sockets open and lives on after the member's death.
+  bool ForkChild();
+
+  void Signal(int signal) const { process_.Signal(signal); }
+  // SIGKILL; reaped.
+  void Kill();
+  std::string Errors() { return process_.Errors(); }
+
+ private:
+  Process process_;
+  std::vector<pid_t> children_;
+};
+
+}  // namespace refitd::e2e
+
+#endif  // REFITD_TESTS_E2E_HARNESS_H_

@@ -1,0 +1,13 @@
+"""Tests in Python, run by the distribution's interpreter, whose grpcio and protobuf they need."""
+
+def python_test(name, src, data = [], size = "small"):
+    native.sh_test(
+        name = name,
+        size = size,
+        srcs = ["run.sh"],
+        args = ["$(location %s)" % src],
+        data = data + [
+            src,
+            "//tools:tsan.supp",  # TSAN_OPTIONS names it
+        ],
+    )

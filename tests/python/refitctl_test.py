@@ -1,0 +1,232 @@
+"""refitctl against a live daemon: pushes, reference engines, what the daemon tells, exit codes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import unittest
+
+from daemon import CHILD_SECONDS, Child, Daemon
+
+REFITCTL = "daemon/refitctl/refitctl"
+MAKE_CHECKPOINT = "tests/workloads/make_checkpoint"
+SLOT_BYTES = 256 << 10  # several tensors of the checkpoint span slots, several slots hold many
+TENSORS = 46  # of the tiny model
+OK, FAILED, UNREACHABLE, MISMATCH, DEADLINE = 0, 1, 3, 4, 5
+
+
+def alter_last_byte(checkpoint):
+    """Of the last tensor in the first shard."""
+    shard = sorted(name for name in os.listdir(checkpoint) if name.endswith(".safetensors"))[0]
+    with open(os.path.join(checkpoint, shard), "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+class Engine(Child):
+    """A reference engine rank; its events are lines of JSON."""
+
+    def __init__(self, test, group, instance, checkpoint, *flags):
+        arguments = ["--group", group, "--instance", instance, "--checkpoint", checkpoint, *flags]
+        super().__init__(test, REFITCTL, "--socket", test.daemon.socket, "-o", "json", "engine", *arguments)
+
+    def wait_for(self, event):
+        """The fields of the next such event."""
+        while True:
+            line = self.next_line()
+            self.test.assertIsNotNone(line, "%s ended without '%s': %s" % (self, event, self.seen))
+            if line.startswith("{"):
+                fields = json.loads(line)
+                if fields["event"] == event:
+                    return fields
+
+    def verified(self):
+        """Versions of which this rank's memory was found equal to the checkpoint."""
+        events = [json.loads(line) for line in self.seen if line.startswith("{")]
+        return [event["version"] for event in events if event["event"] == "verified"]
+
+
+class RefitctlTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.mkdtemp(prefix="refitd-", dir="/tmp")
+        cls.addClassCleanup(shutil.rmtree, cls.folder)
+        for version in (1, 2, 3):
+            command = [MAKE_CHECKPOINT, "--model", "tiny", "--seed", str(version), "--out", cls.checkpoint(version)]
+            subprocess.run(command, check=True, timeout=CHILD_SECONDS)
+        cls.daemon = Daemon("--slot-bytes", str(SLOT_BYTES), "--slots", "4")
+        cls.daemon.__enter__()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.daemon.__exit__(None, None, None)
+
+    @classmethod
+    def checkpoint(cls, version):
+        """Of a number, or a pattern that an engine completes."""
+        return os.path.join(cls.folder, "v%s" % version)
+
+    def refitctl(self, *arguments, code=OK, socket=None):
+        """Runs to the end and returns stdout, or of a failure the one line of stderr."""
+        command = [REFITCTL, "--socket", socket or self.daemon.socket, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
+        self.assertEqual(done.returncode, code, "%s: %s%s" % (command, done.stdout, done.stderr))
+        if code == OK:
+            return done.stdout
+        self.assertRegex(done.stderr, r"\Arefitctl: [^\n]*\n\Z")
+        return done.stderr
+
+    def json(self, *arguments):
+        return json.loads(self.refitctl(*arguments, "-o", "json"))
+
+    def test_pushes_by_region_slot_and_inline_reach_registered_staged_and_sliced_engines(self):
+        pattern = self.checkpoint("{version}")
+        sliced = ["--world-size", "2", "--slice", "0"]
+        engines = [
+            Engine(self, "modes", "registered", pattern, "--versions", "3"),
+            Engine(self, "modes", "staged", pattern, "--versions", "3", "--delivery", "staged"),
+            Engine(self, "modes", "sliced", pattern, "--versions", "3", *sliced, "--rank", "0"),
+            Engine(self, "modes", "sliced", pattern, "--versions", "3", *sliced, "--rank", "1"),
+        ]
+        common = ["--group", "modes", "--create", "--instances", "3"]
+        for version, mode in enumerate(("region", "slot", "inline"), start=1):
+            pushed = self.json("push", self.checkpoint(version), *common, "--mode", mode)
+            self.assertEqual((pushed["group"], pushed["version"], pushed["tensors"]), ("modes", version, TENSORS))
+            if mode == "slot":
+                self.assertGreaterEqual(pushed["buckets"] * SLOT_BYTES, pushed["bytes"])
+            committed = {"committed": True, "reason": ""}
+            names = ("registered", "sliced", "staged")
+            outcomes = sorted(pushed["instances"], key=lambda outcome: outcome["instance"])
+            self.assertEqual(outcomes, [{"instance": name, **committed} for name in names])
+        for engine in engines:
+            engine.finish(OK)
+            self.assertEqual(engine.verified(), [1, 2, 3])
+        held = [json.loads(engine.seen[0])["bytes"] for engine in engines]
+        self.assertEqual(held[:2], [pushed["bytes"]] * 2)
+        self.assertLess(max(held[2:]), pushed["bytes"])  # a sliced rank holds its part
+
+    def test_status_groups_and_members_show_what_is_there_as_tables_and_as_json(self):
+        engine = Engine(self, "shown", "replica", self.checkpoint(1))
+        text = self.refitctl("push", self.checkpoint(1), "--group", "shown", "--create")
+        self.assertRegex(text, r"\Ashown v1 committed: %d tensors, [^\n]*\nINSTANCE +OUTCOME +REASON\n" % TENSORS)
+        self.assertRegex(text, r"\nreplica +committed +-\n\Z")
+        engine.wait_for("verified")
+
+        table = self.refitctl("groups")
+        self.assertRegex(table, r"\AGROUP +STATE +VERSION +TRAINERS +INSTANCES +COMMITTED +ABORTED\n")
+        self.assertRegex(table, r"\nshown +idle +1 +0/1 +1 +1 +0\n")
+        table = self.refitctl("members", "--group", "shown")
+        self.assertEqual(len(table.splitlines()), 2)
+        row = r"\n *\d+ +shown +engine +replica +0/1 +registered +host +attached +%d "
+        self.assertRegex(table, row % engine.process.pid)
+        text = self.refitctl("status")
+        self.assertRegex(text, r"\Arefitd \S+ serving, up ")
+        self.assertIn("listens    unix:%s\n" % self.daemon.socket, text)
+        self.assertIn("\ngroup shown\n", text)
+        self.assertRegex(text, r"\n  replica +clean +1 +1/1 +-\n")
+        self.assertIn("\n  last update: shown v1 committed: %d tensors" % TENSORS, text)
+
+        status = self.json("status")
+        self.assertTrue(status["serving"])
+        self.assertEqual(status["listeners"], ["unix:" + self.daemon.socket])
+        self.assertGreaterEqual(int(status["resources"]["members"]), 1)
+        groups = {group["name"]: group for group in status["groups"]}
+        listed = {group["name"]: group for group in self.json("groups")["groups"]}
+        self.assertEqual(listed["shown"], groups["shown"])
+        group = groups["shown"]
+        self.assertEqual((group["state"], group["version"], group["updates_committed"]), ("idle", "1", "1"))
+        self.assertEqual(group["spec"]["slot_bytes"], str(SLOT_BYTES))
+        self.assertEqual([slot["state"] for slot in group["slots"]], ["free"] * 4)
+        replica = {"name": "replica", "state": "clean", "version": "1", "world_size": 1, "attached": 1, "reason": ""}
+        self.assertEqual(group["instances"], [replica])
+        self.assertEqual(group["update"]["outcome"], "UPDATE_OUTCOME_COMMITTED")
+        (member,) = self.json("members", "--group", "shown")["members"]
+        self.assertEqual((member["role"], member["instance"], member["pid"]), ("engine", "replica", engine.process.pid))
+        self.assertEqual((member["delivery"], member["pieces"]), ("registered", str(TENSORS)))
+
+        engine.process.send_signal(signal.SIGTERM)
+        engine.finish(OK)
+        self.assertEqual(json.loads(engine.seen[-1]), {"event": "stopped", "commits": 1})
+
+    def start_watched_push(self, group):
+        """A push that waits for a second engine, and a watch until idle that has shown it."""
+        first = Engine(self, group, "first", self.checkpoint(1), "--versions", "1")
+        refitctl = (REFITCTL, "--socket", self.daemon.socket)
+        arguments = ["push", self.checkpoint(1), "--group", group, "--create", "--instances", "2"]
+        push = Child(self, *refitctl, *arguments)
+        opened = json.loads(Child(self, *refitctl, "watch", "-o", "json").next_line())
+        self.assertEqual((opened["group"], opened["version"], opened["tensor_count"]), (group, "1", str(TENSORS)))
+        watch = Child(self, *refitctl, "watch", "--group", group, "--until-idle", "--interval", "20")
+        self.assertIn("%s v1 " % group, watch.next_line())
+        return first, push, watch
+
+    def test_watch_until_idle_follows_an_update_to_its_commit(self):
+        first, push, watch = self.start_watched_push("watched")
+        second = Engine(self, "watched", "second", self.checkpoint(1), "--versions", "1")
+        for child in (push, first, second):
+            child.finish(OK)
+        lines = watch.finish(OK)
+        self.assertRegex(lines[-1], r"^watched v1 committed: %d tensors, .*, 2 of 2 instances$" % TENSORS)
+        self.assertEqual(self.refitctl("watch", "--group", "watched", "--until-idle"), "")  # idle: ends at once
+
+    def test_watch_of_an_update_that_is_aborted_fails_and_tells_why(self):
+        _, push, watch = self.start_watched_push("abandoned")
+        push.process.terminate()
+        lines = watch.finish(FAILED)
+        self.assertRegex(lines[-1], r"^abandoned v1 aborted after .*trainer rank 0 \(pid %d\)" % push.process.pid)
+
+    def test_a_byte_that_differs_from_the_engines_checkpoint_ends_the_engine_with_4(self):
+        altered = os.path.join(self.folder, "altered")
+        shutil.copytree(self.checkpoint(1), altered)
+        alter_last_byte(altered)
+        for delivery in ("registered", "staged"):
+            engine = Engine(self, "altered", delivery, altered, "--delivery", delivery)
+            self.refitctl("push", self.checkpoint(1), "--group", "altered", "--create")
+            difference = r"tensor '\S+': element \d+ in memory differs from %s" % altered
+            self.assertRegex(engine.wait_for("mismatch")["reason"], difference)
+            self.assertRegex(engine.finish(MISMATCH)[-1], "^refitctl: " + difference)
+            self.assertEqual(engine.verified(), [])
+
+    def test_another_checkpoint_than_the_pushed_one_ends_the_engine_with_4(self):
+        engine = Engine(self, "another", "replica", self.checkpoint(2))
+        self.refitctl("push", self.checkpoint(1), "--group", "another", "--create")
+        self.assertIn("element 0 in memory differs", engine.finish(MISMATCH)[-1])
+
+    def test_instances_that_do_not_come_in_time_end_a_push_with_5(self):
+        create = ["push", self.checkpoint(1), "--group", "lonely", "--create", "--instances", "2"]
+        error = self.refitctl(*create, "--wait-instances", "9", "--wait", "0.2", code=DEADLINE)
+        self.assertIn("group lonely: 0 of 9 instances are complete after 200 ms", error)
+        error = self.refitctl(*create, "--duration", "0.3", code=DEADLINE)
+        self.assertIn("0 of 2 instances", error)
+
+    def test_a_version_that_is_not_greater_ends_a_push_with_1_and_changes_nothing(self):
+        engine = Engine(self, "repeated", "replica", self.checkpoint(1), "--versions", "2")
+        push = ["push", self.checkpoint(1), "--group", "repeated", "--create"]
+        self.refitctl(*push, "--version", "7")
+        for version in ("7", "6"):
+            error = self.refitctl(*push, "--version", version, code=FAILED)
+            self.assertIn("version: %s is not greater than the group's 7" % version, error)
+        self.assertEqual(self.json(*push)["version"], 8)
+        engine.finish(OK)
+        self.assertEqual(engine.verified(), [7, 8])
+
+    def test_a_group_that_nobody_creates_ends_a_push_with_1(self):
+        error = self.refitctl("push", self.checkpoint(1), "--group", "nobody", "--timeout", "0.2", code=FAILED)
+        self.assertIn("'nobody'", error)
+
+    def test_no_daemon_ends_every_command_with_3(self):
+        none = os.path.join(self.folder, "none.sock")
+        wait = ["--timeout", "0.2"]  # for a daemon that starts
+        engine = ["engine", "--group", "g", "--checkpoint", self.checkpoint(1), "--instance", "i", *wait]
+        push = ["push", self.checkpoint(1), "--group", "g", *wait]
+        for command in (["status"], ["groups"], ["members"], ["watch"], push, engine):
+            error = self.refitctl(*command, code=UNREACHABLE, socket=none)
+            self.assertIn(none, error)
+
+
+if __name__ == "__main__":
+    unittest.main()
