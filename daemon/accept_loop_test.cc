@@ -4,8 +4,10 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <fstream>
+#include <thread>
 #include <vector>
 
 #include "daemon/test_util.h"
@@ -189,6 +191,29 @@ TEST_CASE_METHOD(Fixture, "A killed daemon's socket is replaced") {
   REQUIRE(std::filesystem::exists(path));
   const auto loop = Start();
   CHECK(ConnectTo(path, SOCK_STREAM).valid());
+}
+
+TEST_CASE_METHOD(Fixture, "Whoever finds the path can connect: never refused while it starts") {
+  std::atomic<bool> stop{false};
+  std::atomic<int> refused{0};
+  std::thread looker([&] {
+    const sockaddr_un address = UnixAddress(path);
+    while (!stop) {
+      const UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      const int result =
+          connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+      if (result != 0 && errno == ECONNREFUSED) ++refused;
+    }
+  });
+  // The path goes while the socket still listens, so that only its coming is tried.
+  for (int i = 0; i < 300; ++i) {
+    const auto loop = Start();
+    std::filesystem::remove(path);
+  }
+  stop = true;
+  looker.join();
+  CHECK(refused == 0);
+  CHECK_FALSE(std::filesystem::exists(path + ".new"));
 }
 
 TEST_CASE_METHOD(Fixture, "A path that is no socket is left alone") {

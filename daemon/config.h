@@ -44,7 +44,7 @@ inline constexpr int kMaxConfiguredGroups = 4096;
 inline constexpr int kMaxConfiguredMembers = 65'536;
 inline constexpr int kMaxConfiguredCopyThreads = 256;
 inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kMaxRegionBytes
-inline constexpr size_t kMaxUnixPathBytes = 103;  // 107 of an address, less the ".fds" beside it
+inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 of an address, less ".fds.new" beside it
 inline constexpr int kMaxTcpListeners = 16;
 inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
 

@@ -128,8 +128,8 @@ absl::StatusOr<std::unique_ptr<UnixListener>> UnixListener::Create(
   std::unique_ptr<UnixListener> listener(new UnixListener(path, UniqueFd(), std::move(lock), none));
   REFITD_RETURN_IF_ERROR(RemoveStale(path, address, options.type));
 
-  // Made beside its place and moved there once it listens: whoever finds the path can connect. Until
-  // listen() connecting is refused, whatever the umask left open before chmod().
+  // Made beside its place and moved there once it listens: whoever finds the path can connect.
+  // Until listen() connecting is refused, whatever the umask left open before chmod().
   const std::string made_path = path + kUnfinishedSuffix;
   REFITD_ASSIGN_OR_RETURN(const sockaddr_un made_address, AddressOf(made_path));
   REFITD_RETURN_IF_ERROR(RemoveStale(made_path, made_address, options.type));
