@@ -69,6 +69,7 @@ constexpr std::array kSettings = {
     Setting{"slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none"},
     Setting{"slots", "staging.slots", "staging slots where a group says none"},
     Setting{"max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
+    Setting{"metrics-listen", "metrics.listen", "HOST:PORT that Prometheus scrapes; empty: off"},
     Setting{"copy-threads", "host.copy_threads",
             "of the host transport; 0: one a core, at most 16"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
@@ -293,12 +294,13 @@ bool IsNumeric(const std::string& host) {
 }
 
 // P9.
-absl::Status CheckTcp(const std::string& address, bool insecure) {
+absl::Status CheckTcp(std::string_view field, std::string_view harm, const std::string& address,
+                      bool insecure) {
   const auto malformed = [&] {
     return Error(kInvalid,
-                 "listen.tcp \"{}\" is not HOST:PORT (HOST: an address, [IPv6] or localhost; PORT: "
+                 "{} \"{}\" is not HOST:PORT (HOST: an address, [IPv6] or localhost; PORT: "
                  "0 to 65535)",
-                 address);
+                 field, address);
   };
   const size_t colon = address.rfind(':');
   if (colon == std::string::npos) return malformed();
@@ -312,12 +314,10 @@ absl::Status CheckTcp(const std::string& address, bool insecure) {
   const auto [rest, error] = std::from_chars(address.data() + colon + 1, end, port);
   if (error != std::errc() || rest != end) return malformed();
   if (!insecure && !IsLoopback(host)) {
-    return Error(
-        kInvalid,
-        "listen.tcp \"{}\" is beyond loopback, where anybody could read and replace weights: "
-        "TCP is neither encrypted nor authenticated. Use a loopback address or the unix "
-        "socket, or accept that with --insecure (listen.insecure)",
-        address);
+    return Error(kInvalid,
+                 "{} \"{}\" is beyond loopback, where anybody could {}, or accept that with "
+                 "--insecure (listen.insecure)",
+                 field, address, harm);
   }
   return absl::OkStatus();
 }
@@ -338,7 +338,11 @@ absl::Status CheckListen(const RefitdConfig::Listen& listen) {
   REFITD_RETURN_IF_ERROR(
       CheckRange("number of listen.tcp", listen.tcp_size(), 0, kMaxTcpListeners));
   for (const std::string& address : listen.tcp()) {
-    REFITD_RETURN_IF_ERROR(CheckTcp(address, listen.insecure()));
+    REFITD_RETURN_IF_ERROR(
+        CheckTcp("listen.tcp",
+                 "read and replace weights: TCP is neither encrypted nor authenticated. Use a "
+                 "loopback address or the unix socket",
+                 address, listen.insecure()));
   }
   return absl::OkStatus();
 }
@@ -387,6 +391,13 @@ absl::Status CheckConfig(const RefitdConfig& config) {
   REFITD_RETURN_IF_ERROR(CheckListen(config.listen()));
   REFITD_RETURN_IF_ERROR(CheckLimits(config.limits()));
   REFITD_RETURN_IF_ERROR(CheckStaging(config.staging()));
+  if (!config.metrics().listen().empty()) {
+    REFITD_RETURN_IF_ERROR(
+        CheckTcp("metrics.listen",
+                 "read the names of groups: metrics are neither encrypted nor authenticated. Use a "
+                 "loopback address",
+                 config.metrics().listen(), config.listen().insecure()));
+  }
   return CheckRange("host.copy_threads", config.host().copy_threads(), 0,
                     kMaxConfiguredCopyThreads);
 }
@@ -474,6 +485,7 @@ Config FromProto(const RefitdConfig& in) {
   config.staging = StagingConfig{.slot_bytes = in.staging().slot_bytes(),
                                  .slots = in.staging().slots(),
                                  .max_pool_bytes = in.staging().max_pool_bytes()};
+  config.metrics.listen = in.metrics().listen();
   config.copy_threads = in.host().copy_threads();
   config.default_verification = FromProto(in.default_verification());
   return config;
@@ -494,6 +506,7 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_staging()->set_slot_bytes(config.staging.slot_bytes);
   out.mutable_staging()->set_slots(config.staging.slots);
   out.mutable_staging()->set_max_pool_bytes(config.staging.max_pool_bytes);
+  out.mutable_metrics()->set_listen(config.metrics.listen);
   out.mutable_host()->set_copy_threads(config.copy_threads);
   out.set_default_verification(ToProto(config.default_verification));
   return out;

@@ -79,12 +79,18 @@ struct StagingConfig {
   bool operator==(const StagingConfig&) const = default;
 };
 
+struct MetricsConfig {
+  std::string listen;  // "HOST:PORT" as of ListenConfig::tcp; empty: off
+  bool operator==(const MetricsConfig&) const = default;
+};
+
 struct Config {
   ListenConfig listen;
   AccessRule access;  // filled: the daemon's own user and root unless told otherwise
   LogConfig log;
   LimitsConfig limits;
   StagingConfig staging;
+  MetricsConfig metrics;
   int copy_threads = 0;  // host transport; 0: one a core, at most 16
   Verification default_verification = Verification::kReadback;
   bool operator==(const Config&) const = default;

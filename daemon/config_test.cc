@@ -178,6 +178,23 @@ TEST_CASE("TCP beyond loopback is refused unless insecure is said in so many wor
   }
 }
 
+TEST_CASE("Metrics are off by default and follow the same rule of loopback as TCP") {
+  CHECK(Load({})->config.metrics.listen.empty());
+  CHECK(Load({}, {{"REFITD_METRICS_LISTEN", ""}})->config.metrics.listen.empty());
+  CHECK(Load({}, {{"REFITD_METRICS_LISTEN", "[::1]:0"}})->config.metrics.listen == "[::1]:0");
+  for (const char* address : {"0.0.0.0:9464", "[::]:9464", "10.1.2.3:9464"}) {
+    INFO(address);
+    RequireInvalid(Load({"--metrics-listen", address}),
+                   std::string("metrics.listen \"") + address + "\" is beyond loopback");
+    CHECK(Load({"--insecure", "--metrics-listen", address})->config.metrics.listen == address);
+  }
+  for (const char* address : {"9464", "127.0.0.1", "127.0.0.1:9464,127.0.0.1:9465", "+9464",
+                              "127.0.0.1:9464s", "example.org:9464"}) {
+    INFO(address);
+    RequireInvalid(Load({"--insecure", "--metrics-listen", address}), "is not HOST:PORT");
+  }
+}
+
 TEST_CASE("An address that is no address is refused even with insecure") {
   for (const char* address : {"", "7070", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "::1:7",
                               "[127.0.0.1]:1", "127.0.0.1:1x", ":1", "example.org:1", "[::1]"}) {
@@ -198,9 +215,10 @@ TEST_CASE("Allowed users and groups replace the default") {
 
 TEST_CASE("Validate prints the settings in force, and they load again as the same") {
   const TempFolder folder;
-  const auto first = Load({"--validate", "--slots=7", "--log-format=json", "--ready-ms=77",
-                           "--listen-unix-mode=0600", "--listen-tcp=localhost:1,[::1]:2",
-                           "--allowed-gids=4", "--default-verification=transfer"});
+  const auto first =
+      Load({"--validate", "--slots=7", "--log-format=json", "--ready-ms=77",
+            "--listen-unix-mode=0600", "--listen-tcp=localhost:1,[::1]:2", "--allowed-gids=4",
+            "--metrics-listen=127.0.0.1:3", "--default-verification=transfer"});
   REQUIRE(first.ok());
   REQUIRE(first->print.has_value());
   CHECK_THAT(*first->print, Catch::Contains("unix_mode: 0600"));
@@ -235,7 +253,7 @@ void CollectFields(const google::protobuf::Descriptor* message, const std::strin
 TEST_CASE("Every field of the file has a flag") {
   std::vector<std::string> fields;
   CollectFields(config::RefitdConfig::descriptor(), "", &fields);
-  CHECK(fields.size() >= 26);
+  CHECK(fields.size() >= 27);
   const std::string help = Load({"--help"})->print.value();
   for (const std::string& field : fields) {
     INFO(field);

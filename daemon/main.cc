@@ -14,12 +14,14 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "daemon/accept_loop.h"
 #include "daemon/config.h"
 #include "daemon/descriptor_socket.h"
 #include "daemon/log.h"
+#include "daemon/metrics.h"
 #include "daemon/node.h"
 #include "daemon/process_watch.h"
 #include "daemon/service_manager.h"
@@ -102,7 +104,10 @@ int Run(const Invocation& invocation) {
 
   absl::StatusOr<std::unique_ptr<ProcessWatch>> processes = ProcessWatch::Create();
   if (!processes.ok()) return Fail(processes.status());
-  Node node(NodeOptionsOf(config), MakeHostTransport({.threads = config.copy_threads}),
+  Metrics metrics(static_cast<size_t>(config.limits.max_groups));
+  NodeOptions options = NodeOptionsOf(config);
+  options.observer = &metrics;
+  Node node(std::move(options), MakeHostTransport({.threads = config.copy_threads}),
             processes->get());
 
   PeerTable peers;
@@ -122,11 +127,19 @@ int Run(const Invocation& invocation) {
       &node);
   if (!descriptors.ok()) return Fail(descriptors.status());
   std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};
+  std::unique_ptr<MetricsServer> metrics_server;
+  if (!config.metrics.listen.empty()) {
+    absl::StatusOr<std::unique_ptr<MetricsServer>> started =
+        MetricsServer::Start(config.metrics.listen, &metrics, [&node] { return node.GetStatus(); });
+    if (!started.ok()) return Fail(started.status());
+    metrics_server = *std::move(started);
+  }
   server = StartServer(config, {&trainers, &engines, &operators}, &listeners);
   if (server == nullptr) {
     LogError("can't listen on {}: in use, or no such address", fmt::join(config.listen.tcp, ", "));
     return kExitInUse;
   }
+  if (metrics_server != nullptr) listeners.push_back("metrics:" + metrics_server->address());
   node.SetListeners(listeners);
   (*accept_loop)->Start();
 

@@ -289,7 +289,7 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
                  "by other groups",
                  name, spec.slots, spec.slot_bytes, pools, options_.max_pool_bytes);
   }
-  auto record = std::make_unique<GroupRecord>();
+  auto record = std::make_unique<GroupRecord>(options_.observer);
   // Called from within Handle, hence under the mutex.
   const auto next_update = [this]()
                                ABSL_NO_THREAD_SAFETY_ANALYSIS { return UpdateId(next_update_++); };
@@ -754,6 +754,7 @@ void Node::Handle(const std::string& name, GroupEvent event, Deferred* deferred)
   while (!events.empty()) {
     GroupActions actions;
     group->group->Handle(events.front(), Now(), &actions);
+    group->meter.Handled(events.front(), actions, *group->group, Now());
     events.pop_front();
     for (GroupAction& action : actions) Perform(group, std::move(action), deferred, &events);
   }
@@ -1125,6 +1126,7 @@ void Node::Finish(TimePoint deadline) {
       idle_cond_.WaitUntil(&mutex_, deadline);
     std::vector<std::string> running;
     for (const auto& [name, group] : groups_) {
+      group->meter.DaemonStops();
       if (group->group->update_running()) running.push_back(name);
     }
     for (const std::string& name : running) {

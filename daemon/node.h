@@ -31,7 +31,9 @@
 #include "daemon/descriptor_socket.h"
 #include "daemon/executor.h"
 #include "daemon/group/group.h"
+#include "daemon/observer.h"
 #include "daemon/process_watch.h"
+#include "daemon/update_meter.h"
 #include "daemon/wire.h"
 #include "refitd/v1/engine.pb.h"
 #include "refitd/v1/operator.pb.h"
@@ -56,7 +58,8 @@ struct NodeOptions {
   int max_regions_per_member = 4096;
   int max_regions =
       16'384;  // of all members: a process has 65,530 mappings by default (vm.max_map_count)
-  std::string descriptor_socket;  // path, told to members
+  std::string descriptor_socket;     // path, told to members
+  NodeObserver* observer = nullptr;  // outlives the node; null: nobody counts
 };
 
 // Who is at the other end of a connection: the kernel's word on a unix socket, nothing on TCP.
@@ -173,7 +176,9 @@ class Node : public DescriptorHandler {
     void End(absl::Status status);
   };
   struct GroupRecord {
+    explicit GroupRecord(NodeObserver* observer) : meter(observer) {}
     std::unique_ptr<Group> group;
+    UpdateMeter meter;
     UniqueFd pool_fd;
     std::shared_ptr<HostRegion> pool;  // null until first needed
     // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).

@@ -117,6 +117,7 @@ absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
   }
   deleted = std::move(groups_.at(request.group()));
   groups_.erase(request.group());
+  if (options_.observer != nullptr) options_.observer->GroupGone(request.group());
   return absl::OkStatus();
 }
 

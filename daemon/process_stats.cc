@@ -40,16 +40,21 @@ absl::StatusOr<int64_t> CountDescriptors() {
 absl::StatusOr<ProcessStats> ReadProcessStats() {
   ProcessStats stats;
   bool threads = false;
+  bool resident = false;
   bool anonymous = false;
+  int64_t resident_kib = 0;
   int64_t anonymous_kib = 0;
   std::ifstream file("/proc/self/status");
   for (std::string line; std::getline(file, line);) {
     threads |= NumberAfter("Threads:", line, &stats.threads);
+    resident |= NumberAfter("VmRSS:", line, &resident_kib);
     anonymous |= NumberAfter("RssAnon:", line, &anonymous_kib);
   }
-  if (!threads || !anonymous) {
-    return Error(absl::StatusCode::kUnavailable, "/proc/self/status has no Threads or RssAnon");
+  if (!threads || !resident || !anonymous) {
+    return Error(absl::StatusCode::kUnavailable,
+                 "/proc/self/status lacks Threads, VmRSS or RssAnon");
   }
+  stats.resident_bytes = resident_kib * kKibibyte;
   stats.anonymous_bytes = anonymous_kib * kKibibyte;
   REFITD_ASSIGN_OR_RETURN(stats.descriptors, CountDescriptors());
   return stats;

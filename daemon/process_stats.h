@@ -11,6 +11,7 @@ namespace refitd {
 struct ProcessStats {
   int64_t threads = 0;
   int64_t descriptors = 0;      // open, without the one that was opened to count them
+  int64_t resident_bytes = 0;   // VmRSS: with mapped regions and pools
   int64_t anonymous_bytes = 0;  // resident (RssAnon): without mapped regions and pools
 };
 

@@ -1,0 +1,329 @@
+#include "daemon/metrics.h"
+
+#include <prometheus/client_metric.h>
+#include <prometheus/collectable.h>
+#include <prometheus/exposer.h>
+#include <prometheus/metric_family.h>
+
+// After exposer.h, which only declares what is in it.
+#include <CivetServer.h>
+
+#include <algorithm>
+#include <exception>
+#include <limits>
+#include <string_view>
+#include <utility>
+
+#include "daemon/log.h"
+#include "daemon/process_stats.h"
+#include "daemon/version.h"
+#include "transport/base/status.h"
+#include "transport/cuda/driver.h"
+
+namespace refitd {
+namespace {
+
+using prometheus::ClientMetric;
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+using Label = ClientMetric::Label;
+using Labels = std::vector<Label>;
+
+constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "verify", "decide"};
+constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "exchange"};
+
+double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+size_t IndexOf(const UpdateReport& report) {
+  if (report.committed) return 0;
+  // Not the first, which is no reason.
+  const auto* const found =
+      std::find(kUpdateReasons.begin() + 1, kUpdateReasons.end(), report.reason);
+  return std::min<size_t>(static_cast<size_t>(found - kUpdateReasons.begin()),
+                          kUpdateReasons.size() - 1);
+}
+
+uint64_t Positive(int64_t number) { return number < 0 ? 0 : static_cast<uint64_t>(number); }
+
+}  // namespace
+
+// One family a metric, in the order they are named first.
+class Metrics::Families {
+ public:
+  void Counter(std::string_view name, std::string_view help, Labels labels, double value) {
+    ClientMetric* metric = Add(name, help, MetricType::Counter, std::move(labels));
+    metric->counter.value = value;
+  }
+  void Counter(std::string_view name, std::string_view help, Labels labels, uint64_t value) {
+    Counter(name, help, std::move(labels), static_cast<double>(value));
+  }
+  void Gauge(std::string_view name, std::string_view help, Labels labels, double value) {
+    Add(name, help, MetricType::Gauge, std::move(labels))->gauge.value = value;
+  }
+  void Gauge(std::string_view name, std::string_view help, Labels labels, int64_t value) {
+    Gauge(name, help, std::move(labels), static_cast<double>(value));
+  }
+  void Seconds(std::string_view name, std::string_view help, Labels labels,
+               const Histogram& values) {
+    ClientMetric::Histogram& out =
+        Add(name, help, MetricType::Histogram, std::move(labels))->histogram;
+    uint64_t count = 0;
+    for (size_t i = 0; i < values.counts.size(); ++i) {
+      count += values.counts[i];
+      const double bound =
+          i < kSecondsBuckets.size() ? kSecondsBuckets[i] : std::numeric_limits<double>::infinity();
+      out.bucket.push_back({.cumulative_count = count, .upper_bound = bound});
+    }
+    out.sample_count = count;
+    out.sample_sum = values.sum;
+  }
+  std::vector<MetricFamily> Take() { return std::move(families_); }
+
+ private:
+  ClientMetric* Add(std::string_view name, std::string_view help, MetricType type, Labels labels) {
+    const auto [at, added] = index_.try_emplace(name, families_.size());
+    if (added) families_.push_back({std::string(name), std::string(help), type, {}});
+    ClientMetric& metric = families_[at->second].metric.emplace_back();
+    metric.label = std::move(labels);
+    return &metric;
+  }
+
+  std::map<std::string_view, size_t> index_;  // keys are literals
+  std::vector<MetricFamily> families_;
+};
+
+// ---- what the node reports ----
+
+void Metrics::Histogram::Observe(Duration duration) {
+  const double seconds = Seconds(duration);
+  const auto* const at = std::lower_bound(kSecondsBuckets.begin(), kSecondsBuckets.end(), seconds);
+  ++counts[static_cast<size_t>(at - kSecondsBuckets.begin())];
+  sum += seconds;
+}
+
+Metrics::Metrics(size_t max_groups) : max_groups_(max_groups) {}
+
+Metrics::GroupCounts* Metrics::Find(const std::string& group) {
+  const auto found = groups_.find(group);
+  if (found != groups_.end()) return &found->second;
+  if (groups_.size() >= max_groups_) {
+    ++dropped_;
+    return nullptr;
+  }
+  return &groups_[group];
+}
+
+void Metrics::UpdateEnded(const UpdateReport& report) {
+  MutexLock lock(&mutex_);
+  GroupCounts* counts = Find(report.group);
+  if (counts == nullptr) return;
+  ++counts->updates[IndexOf(report)];
+  counts->update_bytes += Positive(report.bytes);
+  counts->total.Observe(report.total);
+  const std::array<Duration, kPhases> phases = {report.prepare, report.data, report.verify,
+                                                report.decide};
+  for (size_t i = 0; i < kPhases; ++i) {
+    if (phases[i] > Duration::zero()) counts->phases[i].Observe(phases[i]);
+  }
+}
+
+void Metrics::BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) {
+  MutexLock lock(&mutex_);
+  GroupCounts* counts = Find(group);
+  if (counts != nullptr) counts->moved_bytes[static_cast<size_t>(kind)] += Positive(bytes);
+}
+
+void Metrics::IntegrityFailure(const std::string& group) {
+  MutexLock lock(&mutex_);
+  GroupCounts* counts = Find(group);
+  if (counts != nullptr) ++counts->integrity_failures;
+}
+
+void Metrics::GroupGone(const std::string& group) {
+  MutexLock lock(&mutex_);
+  groups_.erase(group);
+}
+
+// ---- what a scrape shows ----
+
+void Metrics::Show(const std::string& group, const GroupCounts& counts, Families* families) {
+  for (size_t i = 0; i < kUpdateReasons.size(); ++i) {
+    families->Counter("refitd_updates_total", "Updates that have ended, by outcome.",
+                      {{"group", group},
+                       {"result", i == 0 ? "committed" : "aborted"},
+                       {"reason", std::string(kUpdateReasons[i])}},
+                      counts.updates[i]);
+  }
+  families->Seconds("refitd_update_seconds",
+                    "Begin to outcome of updates that have ended, committed or not.",
+                    {{"group", group}}, counts.total);
+  for (size_t i = 0; i < kPhases; ++i) {
+    families->Seconds("refitd_update_phase_seconds",
+                      "Phases of updates that have ended; one that was not reached is not counted.",
+                      {{"group", group}, {"phase", std::string(kPhaseNames[i])}}, counts.phases[i]);
+  }
+  families->Counter("refitd_update_bytes_total",
+                    "Tensor data that trainers handed over in updates that have ended.",
+                    {{"group", group}}, counts.update_bytes);
+  for (size_t i = 0; i < kMoves; ++i) {
+    families->Counter("refitd_moved_bytes_total", "Bytes that the transports wrote or sent.",
+                      {{"group", group}, {"move", std::string(kMoveNames[i])}},
+                      counts.moved_bytes[i]);
+  }
+  families->Counter("refitd_integrity_failures_total",
+                    "Times that verification found other bytes than were meant.",
+                    {{"group", group}}, counts.integrity_failures);
+}
+
+void Metrics::Show(const v1::GroupStatus& group, Families* families) {
+  const Label name{"group", group.name()};
+  if (group.has_version()) {
+    families->Gauge("refitd_committed_version", "Version that was committed last.", {name},
+                    group.version());
+  }
+  const bool running = group.update().outcome() == v1::UPDATE_OUTCOME_RUNNING;
+  families->Gauge("refitd_update_running", "1 while an update runs.", {name}, int64_t{running});
+
+  int64_t engines = 0;
+  std::map<std::string, int64_t> instances;
+  for (const v1::InstanceStatus& instance : group.instances()) {
+    engines += instance.attached();
+    ++instances[instance.state()];
+  }
+  constexpr std::string_view kLeases = "refitd_leases";
+  constexpr std::string_view kLeasesHelp = "Attached ranks.";
+  families->Gauge(kLeases, kLeasesHelp, {name, {"role", "trainer"}}, int64_t{group.trainers()});
+  families->Gauge(kLeases, kLeasesHelp, {name, {"role", "engine"}}, engines);
+  for (const auto& [state, count] : instances) {
+    families->Gauge("refitd_instances", "Instances by state.", {name, {"state", state}}, count);
+  }
+  std::map<std::string, int64_t> slots;
+  for (const v1::SlotStatus& slot : group.slots()) ++slots[slot.state()];
+  for (const auto& [state, count] : slots) {
+    families->Gauge("refitd_slots", "Staging slots by state.", {name, {"state", state}}, count);
+  }
+}
+
+void Metrics::Show(const v1::GetStatusResponse& status, Families* families) {
+  families->Gauge("refitd_build_info", "1, with what this build is.",
+                  {{"version", status.daemon_version()}, {"cuda", CudaBuild()}}, int64_t{1});
+  families->Gauge("refitd_uptime_seconds", "Time since the daemon began.", {},
+                  status.uptime_seconds());
+  families->Gauge("refitd_serving", "0: draining.", {}, int64_t{status.serving()});
+  const v1::ResourceStatus& resources = status.resources();
+  families->Gauge("refitd_members", "Attached processes of all groups.", {}, resources.members());
+  families->Gauge("refitd_regions", "Memory regions that members share.", {}, resources.regions());
+  families->Gauge("refitd_region_bytes", "Bytes mapped of members' regions.", {},
+                  resources.region_bytes());
+  families->Gauge("refitd_pool_bytes", "Bytes of staging pools.", {}, resources.pool_bytes());
+  for (const v1::GroupStatus& group : status.groups()) Show(group, families);
+}
+
+std::vector<MetricFamily> Metrics::Collect(
+    const std::function<v1::GetStatusResponse()>& status_of_node) const {
+  // The counts come first: a group that is deleted in between is shown once more with what it had,
+  // never with zeros. The lock is held for one group at a time, since the node may wait for it.
+  std::map<std::string, GroupCounts> groups;
+  uint64_t dropped = 0;
+  for (;;) {
+    MutexLock lock(&mutex_);
+    dropped = dropped_;
+    const auto next =
+        groups.empty() ? groups_.begin() : groups_.upper_bound(groups.rbegin()->first);
+    if (next == groups_.end()) break;
+    groups.emplace_hint(groups.end(), *next);
+  }
+  const v1::GetStatusResponse status = status_of_node();
+  for (const v1::GroupStatus& group : status.groups()) groups.try_emplace(group.name());
+
+  Families families;
+  Show(status, &families);
+  for (const auto& [group, counts] : groups) Show(group, counts, &families);
+  families.Counter("refitd_dropped_reports_total",
+                   "Events that were not counted, since there were too many groups.", {}, dropped);
+  if (const absl::StatusOr<ProcessStats> process = ReadProcessStats(); process.ok()) {
+    families.Gauge("process_open_fds", "Open file descriptors.", {}, process->descriptors);
+    families.Gauge("process_threads", "Threads.", {}, process->threads);
+    families.Gauge("process_resident_memory_bytes",
+                   "Resident memory, mapped regions and pools included.", {},
+                   process->resident_bytes);
+    families.Gauge("refitd_anonymous_memory_bytes",
+                   "Resident memory without mapped regions and pools.", {},
+                   process->anonymous_bytes);
+  }
+  return families.Take();
+}
+
+// ---- serving it ----
+
+namespace {
+
+class Scrape : public prometheus::Collectable {
+ public:
+  Scrape(const Metrics* metrics, std::function<v1::GetStatusResponse()> status)
+      : metrics_(metrics), status_(std::move(status)) {}
+  std::vector<MetricFamily> Collect() const override { return metrics_->Collect(status_); }
+
+ private:
+  const Metrics* const metrics_;
+  const std::function<v1::GetStatusResponse()> status_;
+};
+
+// What the HTTP server says while it starts, on this thread: why it could not.
+thread_local std::string* start_error = nullptr;
+
+int TakeMessage(const mg_connection* /*connection*/, const char* message) {
+  if (start_error != nullptr) {
+    if (start_error->empty()) *start_error = message;
+  } else {
+    LogDebug("metrics: {}", message);  // clients cause these: no more than debug
+  }
+  return 1;
+}
+
+}  // namespace
+
+struct MetricsServer::Impl {
+  std::shared_ptr<Scrape> scrape;
+  std::unique_ptr<prometheus::Exposer> exposer;  // destroyed first
+};
+
+MetricsServer::MetricsServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+MetricsServer::~MetricsServer() = default;
+
+absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::Start(
+    const std::string& address, const Metrics* metrics,
+    std::function<v1::GetStatusResponse()> status, Duration timeout) {
+  const std::string host = address.substr(0, address.rfind(':'));
+  const std::string port = address.substr(address.rfind(':') + 1);
+  const std::vector<std::string> options = {
+      "listening_ports",    (host == "localhost" ? "127.0.0.1" : host) + ":" + port,
+      "num_threads",        std::to_string(kMetricsThreads),
+      "connection_queue",   std::to_string(kMetricsQueue),
+      "request_timeout_ms", std::to_string(ToMillis(timeout))};
+  CivetCallbacks callbacks;
+  callbacks.log_message = TakeMessage;
+  auto impl = std::make_unique<Impl>();
+  impl->scrape = std::make_shared<Scrape>(metrics, std::move(status));
+  std::string problem;
+  start_error = &problem;
+  try {
+    impl->exposer = std::make_unique<prometheus::Exposer>(options, &callbacks);
+  } catch (const std::exception& error) {
+    if (problem.empty()) problem = error.what();
+  }
+  start_error = nullptr;
+  if (impl->exposer == nullptr) {
+    return Error(absl::StatusCode::kAlreadyExists,
+                 "can't listen on {} for metrics: in use, or no such address ({})", address,
+                 problem);
+  }
+  impl->exposer->RegisterCollectable(impl->scrape);
+  const std::vector<int> ports = impl->exposer->GetListeningPorts();
+  REFITD_CHECK(ports.size() == 1);
+  auto server = std::unique_ptr<MetricsServer>(new MetricsServer(std::move(impl)));
+  server->address_ = fmt::format("{}:{}", host, ports.front());
+  return server;
+}
+
+}  // namespace refitd

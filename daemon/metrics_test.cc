@@ -1,0 +1,365 @@
+#include "daemon/metrics.h"
+
+#include <arpa/inet.h>
+#include <poll.h>
+#include <prometheus/metric_family.h>
+#include <prometheus/text_serializer.h>
+#include <sys/socket.h>
+
+#include <catch2/catch.hpp>
+#include <charconv>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "daemon/test_util.h"
+#include "transport/base/unique_fd.h"
+
+namespace refitd {
+namespace {
+
+using Catch::Contains;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+v1::GetStatusResponse NoStatus() { return {}; }
+
+// As a scrape shows it.
+std::string TextOf(const Metrics& metrics,
+                   const std::function<v1::GetStatusResponse()>& status = NoStatus) {
+  return prometheus::TextSerializer().Serialize(metrics.Collect(status));
+}
+
+// The value of the series written so; "" if there is none.
+std::string ValueOf(const std::string& text, const std::string& series) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with(series + " ")) return line.substr(series.size() + 1);
+  }
+  return "";
+}
+
+size_t SeriesNaming(const std::string& text, const std::string& part) {
+  std::istringstream lines(text);
+  size_t count = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (line[0] != '#' && line.find(part) != std::string::npos) ++count;
+  }
+  return count;
+}
+
+UpdateReport Committed(const std::string& group) {
+  return {.group = group,
+          .committed = true,
+          .reason = kReasonNone,
+          .prepare = milliseconds(2),
+          .data = milliseconds(300),
+          .verify = seconds(4),
+          .decide = milliseconds(1),
+          .total = milliseconds(4303),
+          .bytes = 1'000};
+}
+
+UpdateReport Aborted(const std::string& group, std::string_view reason) {
+  return {.group = group, .reason = reason, .prepare = seconds(30), .total = seconds(30)};
+}
+
+TEST_CASE("What the node reports is shown by group, outcome, reason, phase and move") {
+  Metrics metrics(8);
+  metrics.UpdateEnded(Committed("policy"));
+  metrics.UpdateEnded(Committed("policy"));
+  metrics.UpdateEnded(Aborted("policy", kReasonDeadline));
+  metrics.BytesMoved("policy", MoveKind::kCopy, 5'000'000'000);
+  metrics.BytesMoved("policy", MoveKind::kExchange, 7);
+  metrics.IntegrityFailure("policy");
+  const std::string text = TextOf(metrics);
+  INFO(text);
+  const auto value = [&](const std::string& series) { return ValueOf(text, series); };
+  const std::string updates = R"(refitd_updates_total{group="policy",result=)";
+  CHECK(value(updates + R"("committed",reason=""})") == "2");
+  CHECK(value(updates + R"("aborted",reason="deadline"})") == "1");
+  CHECK(value(updates + R"("aborted",reason="verification"})") == "0");
+  CHECK(value(R"(refitd_update_bytes_total{group="policy"})") == "2000");
+  CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="copy"})") == "5000000000");
+  CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="broadcast"})") == "0");
+  CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="exchange"})") == "7");
+  CHECK(value(R"(refitd_integrity_failures_total{group="policy"})") == "1");
+  CHECK(value(R"(refitd_update_seconds_count{group="policy"})") == "3");
+  CHECK(std::stod(value(R"(refitd_update_seconds_sum{group="policy"})")) == Approx(38.606));
+  CHECK(value(R"(refitd_update_seconds_bucket{group="policy",le="5"})") == "2");
+  const std::string phase = R"({group="policy",phase=)";
+  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("prepare"})") == "3");
+  // The update that was aborted did not reach it.
+  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("data"})") == "2");
+  CHECK(std::stod(value("refitd_update_phase_seconds_sum" + phase + R"("verify"})")) ==
+        Approx(8.0));
+  CHECK_THAT(text, Contains("# TYPE refitd_update_phase_seconds histogram") &&
+                       Contains("# HELP refitd_updates_total ") &&
+                       Contains("# TYPE refitd_updates_total counter"));
+}
+
+TEST_CASE("A duration equal to a bucket's bound is in it, and one beyond all in the last") {
+  Metrics metrics(8);
+  for (const Duration total : {Duration(milliseconds(1)), Duration(seconds(3600)),
+                               Duration(seconds(3601)), Duration::zero()}) {
+    UpdateReport report = Aborted("g", kReasonDrain);
+    report.total = total;
+    metrics.UpdateEnded(report);
+  }
+  const std::string text = TextOf(metrics);
+  INFO(text);
+  const std::string bucket = R"(refitd_update_seconds_bucket{group="g",le=)";
+  CHECK(ValueOf(text, bucket + R"("0.001"})") == "2");
+  CHECK(ValueOf(text, bucket + R"("900"})") == "2");
+  CHECK(ValueOf(text, bucket + R"("3600"})") == "3");
+  CHECK(ValueOf(text, bucket + R"("+Inf"})") == "4");
+}
+
+TEST_CASE("A reason that is none of the set counts as other, and makes no series of its own") {
+  Metrics metrics(8);
+  metrics.UpdateEnded(Aborted("g", "trainer rank 0 (pid 4711) died"));
+  metrics.UpdateEnded(Aborted("g", ""));
+  UpdateReport odd = Committed("g");
+  odd.reason = "deadline";
+  metrics.UpdateEnded(odd);
+  const std::string text = TextOf(metrics);
+  INFO(text);
+  CHECK(ValueOf(text, R"(refitd_updates_total{group="g",result="aborted",reason="other"})") == "2");
+  CHECK(ValueOf(text, R"(refitd_updates_total{group="g",result="committed",reason=""})") == "1");
+  CHECK(SeriesNaming(text, "refitd_updates_total") == kUpdateReasons.size());
+}
+
+TEST_CASE("A deleted group's series are gone, and begin at zero if it is created again") {
+  Metrics metrics(8);
+  metrics.UpdateEnded(Committed("gone"));
+  metrics.UpdateEnded(Committed("kept"));
+  metrics.GroupGone("gone");
+  metrics.GroupGone("never seen");
+  CHECK(SeriesNaming(TextOf(metrics), R"(group="gone")") == 0);
+  CHECK(SeriesNaming(TextOf(metrics), R"(group="kept")") > 0);
+  metrics.IntegrityFailure("gone");
+  const std::string committed =
+      R"(refitd_updates_total{group="gone",result="committed",reason=""})";
+  CHECK(ValueOf(TextOf(metrics), committed) == "0");
+}
+
+TEST_CASE("The number of series is bounded whatever groups are named") {
+  constexpr size_t kGroups = 3;
+  Metrics metrics(kGroups);
+  for (int i = 0; i < 100; ++i) metrics.UpdateEnded(Committed("group" + std::to_string(i)));
+  const std::string text = TextOf(metrics);
+  CHECK(SeriesNaming(text, "refitd_update_bytes_total{") == kGroups);
+  CHECK(ValueOf(text, "refitd_dropped_reports_total") == "97");
+  metrics.GroupGone("group0");
+  metrics.UpdateEnded(Committed("group99"));
+  CHECK(ValueOf(TextOf(metrics), R"(refitd_update_bytes_total{group="group99"})") == "1000");
+}
+
+v1::GetStatusResponse SomeStatus() {
+  v1::GetStatusResponse status;
+  status.set_daemon_version("9.8.7");
+  status.set_uptime_seconds(12.5);
+  status.set_serving(true);
+  status.mutable_resources()->set_region_bytes(4096);
+  v1::GroupStatus* group = status.add_groups();
+  group->set_name("policy");
+  group->set_version(41);
+  group->set_trainers(2);
+  group->mutable_update()->set_outcome(v1::UPDATE_OUTCOME_RUNNING);
+  for (const char* state : {"clean", "dirty", "clean"}) {
+    v1::InstanceStatus* instance = group->add_instances();
+    instance->set_state(state);
+    instance->set_attached(4);
+  }
+  for (const char* state : {"free", "free", "leased"}) group->add_slots()->set_state(state);
+  v1::GroupStatus* fresh = status.add_groups();
+  fresh->set_name("fresh");
+  return status;
+}
+
+TEST_CASE("A scrape shows the node's state and the process's use") {
+  const std::string text = TextOf(Metrics(8), SomeStatus);
+  INFO(text);
+  const auto value = [&](const std::string& series) { return ValueOf(text, series); };
+  CHECK_THAT(text, Contains(R"(refitd_build_info{version="9.8.7",cuda="CUDA )"));
+  CHECK(value("refitd_uptime_seconds") == "12.5");
+  CHECK(value("refitd_serving") == "1");
+  CHECK(value("refitd_region_bytes") == "4096");
+  CHECK(value(R"(refitd_committed_version{group="policy"})") == "41");
+  CHECK(value(R"(refitd_update_running{group="policy"})") == "1");
+  CHECK(value(R"(refitd_leases{group="policy",role="trainer"})") == "2");
+  CHECK(value(R"(refitd_leases{group="policy",role="engine"})") == "12");
+  CHECK(value(R"(refitd_instances{group="policy",state="clean"})") == "2");
+  CHECK(value(R"(refitd_instances{group="policy",state="dirty"})") == "1");
+  CHECK(value(R"(refitd_slots{group="policy",state="free"})") == "2");
+  CHECK(value(R"(refitd_slots{group="policy",state="leased"})") == "1");
+  // Nothing was committed: no version, rather than a wrong one.
+  CHECK(value(R"(refitd_committed_version{group="fresh"})").empty());
+  CHECK(value(R"(refitd_update_running{group="fresh"})") == "0");
+  // Nothing was reported: zeros, from which rates can be taken.
+  CHECK(value(R"(refitd_updates_total{group="fresh",result="committed",reason=""})") == "0");
+  CHECK(value(R"(refitd_update_seconds_count{group="fresh"})") == "0");
+  CHECK(std::stod(value("process_open_fds")) >= 3);
+  CHECK(std::stod(value("process_resident_memory_bytes")) > 1e6);
+}
+
+TEST_CASE("Reports from many threads are all counted while scrapes run") {
+  constexpr int kThreads = 4;
+  constexpr int kReports = 2'000;
+  Metrics metrics(8);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&metrics, t] {
+      for (int i = 0; i < kReports; ++i) {
+        metrics.UpdateEnded(Committed("g" + std::to_string(t % 2)));
+        metrics.GroupGone("other");
+        metrics.BytesMoved("other", MoveKind::kCopy, 1);
+      }
+    });
+  }
+  for (int i = 0; i < 20; ++i) TextOf(metrics);
+  for (std::thread& thread : threads) thread.join();
+  const std::string text = TextOf(metrics);
+  for (const char* group : {"g0", "g1"}) {
+    const std::string series = std::string("refitd_update_seconds_count{group=\"") + group + "\"}";
+    CHECK(ValueOf(text, series) == std::to_string(kReports * kThreads / 2));
+  }
+}
+
+// ---- over HTTP ----
+
+// Null: none listens there.
+UniqueFd Connect(const std::string& address, int receive_bytes = 0) {
+  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  REQUIRE(fd.valid());
+  if (receive_bytes > 0) {
+    REQUIRE(setsockopt(fd.get(), SOL_SOCKET, SO_RCVBUF, &receive_bytes, sizeof(receive_bytes)) ==
+            0);
+  }
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  const size_t colon = address.rfind(':');
+  to.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(colon + 1))));
+  REQUIRE(inet_pton(AF_INET, address.substr(0, colon).c_str(), &to.sin_addr) == 1);
+  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&to), sizeof(to)) != 0) fd.Reset();
+  return fd;
+}
+
+void Send(const UniqueFd& fd, const std::string& text) {
+  REQUIRE(send(fd.get(), text.data(), text.size(), MSG_NOSIGNAL) ==
+          static_cast<ssize_t>(text.size()));
+}
+
+// All that comes until the end.
+std::string ReadAll(const UniqueFd& fd) {
+  std::string all;
+  std::vector<char> buffer(1 << 16);
+  for (;;) {
+    REQUIRE(Readable(fd));
+    const ssize_t n = recv(fd.get(), buffer.data(), buffer.size(), 0);
+    if (n <= 0) return all;  // a connection that was reset has ended as well
+    all.append(buffer.data(), static_cast<size_t>(n));
+  }
+}
+
+std::string Request(const std::string& method, const std::string& path) {
+  return method + " " + path + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+}
+
+std::string Ask(const std::string& address, const std::string& method, const std::string& path) {
+  const UniqueFd fd = Connect(address);
+  REQUIRE(fd.valid());
+  Send(fd, Request(method, path));
+  return ReadAll(fd);
+}
+
+std::unique_ptr<MetricsServer> StartServer(
+    const Metrics* metrics, Duration timeout = seconds(20),
+    std::function<v1::GetStatusResponse()> status = SomeStatus) {
+  auto server = MetricsServer::Start("127.0.0.1:0", metrics, std::move(status), timeout);
+  INFO(server.status().ToString());
+  REQUIRE(server.ok());
+  return *std::move(server);
+}
+
+TEST_CASE("Port 0 picks a port, which serves the metrics and nothing else") {
+  Metrics metrics(8);
+  metrics.UpdateEnded(Committed("policy"));
+  const auto server = StartServer(&metrics);
+  CHECK_THAT(server->address(), Catch::Matches("127\\.0\\.0\\.1:[1-9][0-9]*"));
+  const std::string answer = Ask(server->address(), "GET", "/metrics");
+  CHECK_THAT(answer, Catch::StartsWith("HTTP/1.1 200 OK\r\n") && Contains("text/plain"));
+  CHECK_THAT(answer, Contains("\nrefitd_committed_version{group=\"policy\"} 41") &&
+                         Contains("refitd_update_bytes_total{group=\"policy\"} 1000"));
+  for (const char* path : {"/", "/etc/passwd", "/../../../../etc/passwd", "/proc/self/environ"}) {
+    INFO(path);
+    CHECK_THAT(Ask(server->address(), "GET", path), Catch::StartsWith("HTTP/1.1 404"));
+  }
+  for (const char* method : {"PUT", "DELETE", "POST", "MKCOL", "PROPFIND"}) {
+    INFO(method);
+    CHECK_THAT(Ask(server->address(), method, "/tmp/refitd-metrics-test"),
+               !Catch::StartsWith("HTTP/1.1 2"));
+  }
+}
+
+TEST_CASE("A port in use is refused by address") {
+  Metrics metrics(8);
+  const auto first = StartServer(&metrics);
+  const auto second = MetricsServer::Start(first->address(), &metrics, SomeStatus);
+  REQUIRE_FALSE(second.ok());
+  INFO(second.status().ToString());
+  CHECK(absl::IsAlreadyExists(second.status()));
+  CHECK_THAT(Message(second.status()), Contains(first->address()) && Contains("in use"));
+  CHECK_THAT(Ask(first->address(), "GET", "/metrics"), Contains(" 200 OK"));
+}
+
+TEST_CASE("An address of no interface is refused by name") {
+  Metrics metrics(8);
+  const auto server = MetricsServer::Start("192.0.2.1:0", &metrics, SomeStatus);
+  REQUIRE_FALSE(server.ok());
+  CHECK_THAT(Message(server.status()), Contains("192.0.2.1:0") && Contains("no such address"));
+}
+
+TEST_CASE("Clients that say nothing are cut off and others are served") {
+  Metrics metrics(8);
+  const auto server = StartServer(&metrics, milliseconds(200));
+  std::vector<UniqueFd> silent;
+  for (int i = 0; i < kMetricsThreads; ++i) silent.push_back(Connect(server->address()));
+  Send(silent.back(), "GET /metr");
+  CHECK_THAT(Ask(server->address(), "GET", "/metrics"), Contains(" 200 OK"));
+  for (const UniqueFd& fd : silent) CHECK_THAT(ReadAll(fd), !Contains("200 OK"));
+}
+
+TEST_CASE("Clients that don't read are cut off and others are served") {
+  Metrics metrics(8);
+  // More than the sockets' buffers hold.
+  const auto many_groups = [] {
+    v1::GetStatusResponse status;
+    for (int i = 0; i < 1'200; ++i) status.add_groups()->set_name("g" + std::to_string(i));
+    return status;
+  };
+  const auto server = StartServer(&metrics, milliseconds(200), many_groups);
+  std::vector<UniqueFd> stuck;
+  for (int i = 0; i < kMetricsThreads; ++i) {
+    stuck.push_back(Connect(server->address(), 4096));
+    Send(stuck.back(), Request("GET", "/metrics"));
+  }
+  const std::string whole = Ask(server->address(), "GET", "/metrics");
+  CHECK_THAT(whole, Contains(" 200 OK"));
+  for (const UniqueFd& fd : stuck) CHECK(ReadAll(fd).size() < whole.size() / 2);
+}
+
+TEST_CASE("Ending the server ends its port and its clients' connections") {
+  Metrics metrics(8);
+  auto server = StartServer(&metrics);
+  const std::string address = server->address();
+  const UniqueFd silent = Connect(address);
+  REQUIRE(silent.valid());
+  CHECK_THAT(Ask(address, "GET", "/metrics"), Contains(" 200 OK"));
+  server.reset();
+  CHECK_FALSE(Connect(address).valid());
+  CHECK(ReadAll(silent).empty());
+}
+
+}  // namespace
+}  // namespace refitd
