@@ -1,0 +1,506 @@
+"""deploy/kubernetes, rendered by tests/deploy/kustomize.py: each object and what they say of each other.
+
+Every check is tried with an error planted, so that none passes whatever it is given.
+"""
+
+import copy
+import os
+import re
+import tempfile
+import unittest
+
+import kubernetes_schema
+import kustomize
+import textproto
+
+ROOT = "deploy/kubernetes"
+GPU_COMPONENT = "nvidia.com/gpu"
+USER = 10001  # deploy/container/Containerfile
+# What the socket folder's init container needs, and nobody else has.
+DIRECTORY_CAPABILITIES = {"CHOWN", "FOWNER"}
+CLOSING_SECONDS = 3  # after the last update: clean-up of copies 1 s, ends of streams 2 s
+OWN_BYTES = 1 << 30  # what a daemon may need besides its pools
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+ACTIONS = ("exec", "grpc", "httpGet", "tcpSocket")
+
+VARIANTS = {
+    "base": ("base", ()),
+    "base with probes of gRPC": ("base", ("components/grpc-probes",)),
+    "sidecar": ("sidecar", ()),
+    "gpu": ("overlays/gpu", ()),
+    "gpu with probes of gRPC": ("overlays/gpu", ("components/grpc-probes",)),
+    "gpu with legacy IPC": ("overlays/gpu-legacy-ipc", ()),
+    "sidecar with legacy IPC": ("overlays/sidecar-legacy-ipc", ()),
+}
+
+
+def render(variant):
+    folder, components = VARIANTS[variant]
+    return kustomize.render(os.path.join(ROOT, folder), [os.path.join(ROOT, c) for c in components])
+
+
+def quantity(text):
+    """Bytes of "4Gi"."""
+    match = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti)?", str(text))
+    if match is None:
+        raise ValueError("quantity %r" % text)
+    return int(match.group(1)) << {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}[match.group(2)]
+
+
+def of_kind(resources, *kinds):
+    return [r for r in resources if r["kind"] in kinds]
+
+
+def workload(resources):
+    (found,) = of_kind(resources, "DaemonSet", "Deployment")
+    return found
+
+
+def pod(resources):
+    return workload(resources)["spec"]["template"]["spec"]
+
+
+def containers(spec):
+    return spec.get("initContainers", []) + spec["containers"]
+
+
+def container(resources, name):
+    (found,) = [c for c in containers(pod(resources)) if c["name"] == name]
+    return found
+
+
+# ---- checks: each yields what is wrong ----
+
+
+def check_schema(resources):
+    for resource in resources:
+        yield from kubernetes_schema.problems(resource)
+
+
+def check_names(resources):
+    names = [("object", r["metadata"]["name"]) for r in resources]
+    spec = pod(resources)
+    for kind, items in (("container", containers(spec)), ("volume", spec["volumes"])):
+        own = [(kind, item["name"]) for item in items]
+        names += own
+        for name in {n for n in own if own.count(n) > 1}:
+            yield "%s %s is there twice" % name
+    for kind, name in names:
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name):
+            yield "%s %r is no DNS label" % (kind, name)
+
+
+def check_selectors(resources):
+    spec = workload(resources)["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    wanted = spec["selector"]["matchLabels"]
+    if not wanted or any(labels.get(key) != value for key, value in wanted.items()):
+        yield "selector %s does not match the template's labels %s" % (wanted, labels)
+
+
+def check_references(resources):
+    known = {kustomize.identity(r) for r in resources}
+    spec = pod(resources)
+    references = [("ServiceAccount", spec.get("serviceAccountName")), ("PriorityClass", spec.get("priorityClassName"))]
+    references += [("ConfigMap", v["configMap"]["name"]) for v in spec["volumes"] if "configMap" in v]
+    for kind, name in references:
+        if name is not None and (kind, name) not in known:
+            yield "no %s %s" % (kind, name)
+    space = workload(resources)["metadata"].get("namespace")
+    for resource in resources:
+        if resource["kind"] not in kustomize.CLUSTER_KINDS and resource["metadata"].get("namespace") != space:
+            yield "%s is in another namespace" % resource["metadata"]["name"]
+    if space is not None and ("Namespace", space) not in known:
+        yield "no Namespace %s" % space
+
+
+def check_volumes(resources):
+    spec = pod(resources)
+    declared = {v["name"] for v in spec["volumes"]}
+    mounted = set()
+    for c in containers(spec):
+        paths = [m["mountPath"] for m in c.get("volumeMounts", [])]
+        if len(set(paths)) != len(paths):
+            yield "container %s: two volumes at one path" % c["name"]
+        mounted |= {m["name"] for m in c.get("volumeMounts", [])}
+    for name in mounted - declared:
+        yield "volume %s is mounted and not declared" % name
+    for name in declared - mounted:
+        yield "volume %s is declared and not mounted" % name
+    for v in spec["volumes"]:
+        if len(v) != 2:
+            yield "volume %s: one source, not %s" % (v["name"], sorted(set(v) - {"name"}))
+
+
+def check_ports(resources):
+    spec = pod(resources)
+    every = {}
+    for c in containers(spec):
+        ports = {p["name"]: p["containerPort"] for p in c.get("ports", [])}
+        every.update(ports)
+        for name in PROBES:
+            probe = c.get(name)
+            if probe is None:
+                continue
+            actions = [a for a in ACTIONS if a in probe]
+            if len(actions) != 1:
+                yield "%s of %s: one action, not %s" % (name, c["name"], actions)
+                continue
+            port = probe[actions[0]].get("port")
+            if port is not None and port not in ports and port not in ports.values():
+                yield "%s of %s: no port %s" % (name, c["name"], port)
+            if probe["timeoutSeconds"] > probe["periodSeconds"] and name != "startupProbe":
+                yield "%s of %s: its timeout is longer than its period" % (name, c["name"])
+    for policy in of_kind(resources, "NetworkPolicy"):
+        for rule in policy["spec"]["ingress"]:
+            for port in rule["ports"]:
+                if port["port"] not in every and port["port"] not in every.values():
+                    yield "network policy: no port %s" % port["port"]
+    annotations = workload(resources)["spec"]["template"]["metadata"]["annotations"]
+    scraped = annotations.get("prometheus.io/port")
+    if annotations.get("prometheus.io/scrape") != "true" or scraped != str(every.get("metrics")):
+        yield "Prometheus is told port %s, the metrics are on %s" % (scraped, every.get("metrics"))
+
+
+def check_images(resources):
+    for c in containers(pod(resources)):
+        tag = c["image"].rpartition("/")[2].partition(":")[2]
+        if tag in ("", "latest"):
+            yield "image %s has no version" % c["image"]
+
+
+def check_security(resources):
+    """Pod Security Standards' "restricted", a root that can't be written, and the exceptions by name."""
+    spec = pod(resources)
+    shared = spec["securityContext"]
+    for field in ("hostNetwork", "hostIPC"):
+        if spec.get(field):
+            yield "%s is set" % field
+    if shared.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield "no seccomp profile"
+    if spec.get("automountServiceAccountToken") is not False:
+        yield "a token of the API server is mounted"
+    for v in spec["volumes"]:
+        if v.get("hostPath", {}).get("path", "/run/refitd") != "/run/refitd":
+            yield "volume %s: %s of the node" % (v["name"], v["hostPath"]["path"])
+    for c in containers(spec):
+        own = {**shared, **c.get("securityContext", {})}
+        directory = c["name"] == "socket-directory"
+        if (own.get("runAsUser") in (None, 0) or own.get("runAsNonRoot") is not True) and not directory:
+            yield "container %s may be root" % c["name"]
+        if own.get("privileged") or own.get("allowPrivilegeEscalation") is not False:
+            yield "container %s may gain privileges" % c["name"]
+        if own.get("readOnlyRootFilesystem") is not True:
+            yield "container %s may write its image" % c["name"]
+        capabilities = own.get("capabilities", {})
+        if capabilities.get("drop") != ["ALL"]:
+            yield "container %s keeps capabilities" % c["name"]
+        if set(capabilities.get("add", [])) - (DIRECTORY_CAPABILITIES if directory else set()):
+            yield "container %s adds capabilities" % c["name"]
+
+
+def check_resources(resources):
+    for c in containers(pod(resources)):
+        wanted, limits = c["resources"].get("requests", {}), c["resources"].get("limits", {})
+        if "cpu" not in wanted or "memory" not in wanted or "memory" not in limits:
+            yield "container %s: cpu or memory is missing" % c["name"]
+        elif c["name"] == "refitd" and wanted["memory"] != limits["memory"]:
+            yield "container refitd: it would be among the first to be killed when memory is short"
+        if c["name"] == "refitd" and GPU_COMPONENT in limits:
+            yield "container refitd takes GPUs away from the jobs"
+
+
+def check_environment(resources):
+    for c in containers(pod(resources)):
+        declared = {e["name"] for e in c.get("env", [])}
+        for text in c.get("command", []) + c.get("args", []):
+            for name in re.findall(r"\$\((\w+)\)", text):
+                if name not in declared:
+                    yield "container %s: no variable %s" % (c["name"], name)
+
+
+def check_configuration(resources):
+    """The file is one that refitd takes, and the pod fits what it says."""
+    (config_map,) = of_kind(resources, "ConfigMap")
+    spec, daemon = pod(resources), container(resources, "refitd")
+    (name, text), = config_map["data"].items()
+    with tempfile.NamedTemporaryFile("w", suffix=".textproto") as file:
+        file.write(text)
+        file.flush()
+        try:
+            settings = textproto.validate(file.name)
+        except AssertionError as error:
+            yield str(error)
+            return
+    (folder,) = [m["mountPath"] for m in daemon["volumeMounts"] if m["name"] == "config"]
+    if daemon["args"] != ["--config", os.path.join(folder, name)]:
+        yield "the file is at %s/%s, refitd is given %s" % (folder, name, daemon["args"])
+
+    socket = textproto.get(settings, "listen.unix_path")
+    for c in containers(spec):
+        sockets = [m["mountPath"] for m in c.get("volumeMounts", []) if m["name"] == "sockets"]
+        if sockets != [os.path.dirname(socket)]:
+            yield "container %s: the sockets are in %s, mounted at %s" % (c["name"], os.path.dirname(socket), sockets)
+        for variable in c.get("env", []):
+            if variable["name"] == "REFITD_SOCKET" and variable["value"] != socket:
+                yield "container %s: REFITD_SOCKET is not %s" % (c["name"], socket)
+
+    metrics = textproto.get(settings, "metrics.listen", "")
+    ports = {p["name"]: p["containerPort"] for p in daemon["ports"]}
+    if metrics != "0.0.0.0:%s" % ports.get("metrics"):
+        yield "metrics listen on %r, the port is %s" % (metrics, ports.get("metrics"))
+    tcp = settings["listen"][0].get("tcp", [])
+    if tcp != (["0.0.0.0:%d" % ports["control"]] if "control" in ports else []):
+        yield "the control plane listens on %s, its port is %s" % (tcp, ports.get("control"))
+    if tcp and not of_kind(resources, "NetworkPolicy"):
+        yield "the control plane listens on %s and no network policy guards it" % tcp
+
+    drain = int(textproto.get(settings, "limits.max_duration_ms")) / 1000 + CLOSING_SECONDS
+    if spec["terminationGracePeriodSeconds"] < drain:
+        yield "a drain may take %g s, the pod gets %d" % (drain, spec["terminationGracePeriodSeconds"])
+    pools = int(textproto.get(settings, "staging.max_pool_bytes"))
+    if quantity(daemon["resources"].get("limits", {}).get("memory", 0)) < pools + OWN_BYTES:
+        yield "pools of %d bytes don't fit into the memory limit" % pools
+
+
+CHECKS = (check_names, check_selectors, check_references, check_volumes, check_ports, check_images,
+          check_security, check_resources, check_environment, check_configuration)
+
+
+def problems(resources):
+    # What has other fields can't be looked at by name.
+    return list(check_schema(resources)) or [problem for check in CHECKS for problem in check(resources)]
+
+
+class KubernetesTest(unittest.TestCase):
+    def test_every_variant_is_sound(self):
+        for variant in VARIANTS:
+            with self.subTest(variant):
+                self.assertEqual(problems(render(variant)), [])
+
+    def test_every_kustomization_is_rendered_by_some_variant(self):
+        rendered = {folder for folder, _ in VARIANTS.values()} | {c for _, cs in VARIANTS.values() for c in cs}
+        there = {os.path.relpath(folder, ROOT) for folder, _, files in os.walk(ROOT) if "kustomization.yaml" in files}
+        self.assertEqual(there, rendered)
+
+    def test_every_file_is_used_by_some_kustomization(self):
+        for folder, _, files in os.walk(ROOT):
+            if "kustomization.yaml" not in files:
+                self.assertEqual(files, [], folder)
+                continue
+            kustomization = kustomize.load(os.path.join(folder, "kustomization.yaml"))
+            used = set(kustomization.get("resources", []))
+            used |= {f for g in kustomization.get("configMapGenerator", []) for f in g["files"]}
+            used |= {p["path"] for p in kustomization.get("patches", []) if "path" in p}
+            self.assertEqual({f for f in files if f not in used}, {"kustomization.yaml"}, folder)
+
+    def test_the_base_needs_nothing_of_the_node_but_the_sockets_folder(self):
+        resources = render("base")
+        spec = pod(resources)
+        self.assertEqual(workload(resources)["kind"], "DaemonSet")
+        self.assertFalse(spec.get("hostPID") or spec.get("shareProcessNamespace") or spec.get("runtimeClassName"))
+        self.assertEqual([v["hostPath"] for v in spec["volumes"] if "hostPath" in v],
+                         [{"path": "/run/refitd", "type": "DirectoryOrCreate"}])
+
+    def test_the_sidecar_starts_before_its_engine_and_ends_after_it(self):
+        spec = pod(render("sidecar"))
+        (daemon,) = spec["initContainers"]
+        self.assertEqual((daemon["name"], daemon["restartPolicy"]), ("refitd", "Always"))
+        self.assertIn("startupProbe", daemon)
+        self.assertIn({"name": "sockets", "emptyDir": {"sizeLimit": "1Mi"}}, spec["volumes"])
+        self.assertEqual([c["name"] for c in spec["containers"]], ["engine"])
+
+    def test_gpus_come_by_the_runtime_class(self):
+        for variant in ("gpu", "gpu with legacy IPC", "sidecar with legacy IPC"):
+            with self.subTest(variant):
+                resources = render(variant)
+                environment = {e["name"]: e["value"] for e in container(resources, "refitd")["env"]}
+                self.assertEqual(pod(resources)["runtimeClassName"], "nvidia")
+                self.assertEqual(environment["NVIDIA_VISIBLE_DEVICES"], "all")
+
+    def test_process_namespaces_are_shared_for_legacy_ipc_only(self):
+        for variant in VARIANTS:
+            spec = pod(render(variant))
+            self.assertEqual(bool(spec.get("hostPID")), variant == "gpu with legacy IPC", variant)
+            self.assertEqual(bool(spec.get("shareProcessNamespace")), variant == "sidecar with legacy IPC", variant)
+
+    def test_probes_of_grpc_replace_the_others(self):
+        daemon = container(render("base with probes of gRPC"), "refitd")
+        for name in PROBES:
+            self.assertEqual({a for a in ACTIONS if a in daemon[name]}, {"grpc"})
+        daemon = container(render("base"), "refitd")
+        for name in PROBES:
+            self.assertEqual(daemon[name]["exec"]["command"][0], "refitctl")
+
+    def test_the_daemons_user_is_the_images(self):
+        with open("deploy/container/Containerfile") as file:
+            self.assertIn("\nUSER %d:%d\n" % (USER, USER), file.read())
+        for variant in VARIANTS:
+            context = pod(render(variant))["securityContext"]
+            self.assertEqual((context["runAsUser"], context["runAsGroup"]), (USER, USER), variant)
+
+
+class PlantedTest(unittest.TestCase):
+    """Each of these errors must be found."""
+
+    def assert_found(self, plant, expected, variant="base"):
+        resources = copy.deepcopy(render(variant))
+        plant(resources)
+        found = problems(resources)
+        self.assertTrue(any(expected in problem for problem in found), "%r is not among %s" % (expected, found))
+
+    def test_a_misspelt_field(self):
+        self.assert_found(lambda r: pod(r).update(terminationGracePeriod=5), "terminationGracePeriod: no such field")
+
+    def test_a_field_of_another_type(self):
+        self.assert_found(lambda r: pod(r).update(terminationGracePeriodSeconds="630"), "is no int")
+
+    def test_an_unknown_kind(self):
+        self.assert_found(lambda r: r.append({"apiVersion": "v2", "kind": "Pod", "metadata": {"name": "x"}}),
+                          "v2 Pod: no such kind")
+
+    def test_a_name_that_is_none(self):
+        self.assert_found(lambda r: container(r, "socket-directory").update(name="Sockets_"), "is no DNS label")
+
+    def test_a_selector_that_misses(self):
+        self.assert_found(lambda r: workload(r)["spec"]["selector"]["matchLabels"].update(a="b"), "does not match")
+
+    def test_a_missing_object(self):
+        for kind in ("ServiceAccount", "PriorityClass", "Namespace"):
+            self.assert_found(lambda r, k=kind: r.remove(of_kind(r, k)[0]), "no %s refitd" % kind)
+
+    def test_a_map_of_another_name(self):
+        self.assert_found(lambda r: pod(r)["volumes"][0]["configMap"].update(name="other"), "no ConfigMap other")
+
+    def test_a_volume_that_is_not_declared(self):
+        self.assert_found(lambda r: pod(r)["volumes"].pop(), "volume sockets is mounted and not declared")
+
+    def test_a_volume_that_nobody_mounts(self):
+        self.assert_found(lambda r: pod(r)["volumes"].append({"name": "x", "emptyDir": {}}), "declared and not mounted")
+
+    def test_a_probe_of_a_port_that_is_not_declared(self):
+        self.assert_found(lambda r: container(r, "refitd")["readinessProbe"]["grpc"].update(port=1), "no port 1",
+                          "base with probes of gRPC")
+
+    def test_a_probe_with_two_actions(self):
+        self.assert_found(lambda r: container(r, "refitd")["livenessProbe"].update(grpc={"port": 9464}), "one action")
+
+    def test_a_policy_for_a_port_that_is_not_declared(self):
+        def plant(r):
+            of_kind(r, "NetworkPolicy")[0]["spec"]["ingress"][0]["ports"][0]["port"] = "metric"
+        self.assert_found(plant, "network policy: no port metric")
+
+    def test_a_scrape_of_another_port(self):
+        def plant(r):
+            workload(r)["spec"]["template"]["metadata"]["annotations"]["prometheus.io/port"] = "9465"
+        self.assert_found(plant, "Prometheus is told port 9465")
+
+    def test_an_image_without_version(self):
+        self.assert_found(lambda r: container(r, "refitd").update(image="registry:5000/refitd"), "has no version")
+
+    def test_each_way_out_of_the_sandbox(self):
+        def context(r):
+            return container(r, "refitd")["securityContext"]
+        plants = (
+            (lambda r: context(r).update(runAsUser=0), "may be root"),
+            (lambda r: pod(r)["securityContext"].pop("runAsNonRoot"), "may be root"),
+            (lambda r: context(r).pop("allowPrivilegeEscalation"), "may gain privileges"),
+            (lambda r: context(r).update(privileged=True), "may gain privileges"),
+            (lambda r: context(r).pop("readOnlyRootFilesystem"), "may write its image"),
+            (lambda r: context(r).pop("capabilities"), "keeps capabilities"),
+            (lambda r: context(r)["capabilities"].update(add=["SYS_PTRACE"]), "adds capabilities"),
+            (lambda r: pod(r)["securityContext"].pop("seccompProfile"), "no seccomp profile"),
+            (lambda r: pod(r).update(hostNetwork=True), "hostNetwork"),
+            (lambda r: pod(r).pop("automountServiceAccountToken"), "a token"),
+            (lambda r: pod(r)["volumes"][1]["hostPath"].update(path="/"), "/ of the node"),
+        )
+        for plant, expected in plants:
+            self.assert_found(plant, expected)
+
+    def test_memory_without_a_limit(self):
+        self.assert_found(lambda r: container(r, "refitd")["resources"].pop("limits"), "is missing")
+
+    def test_a_device_request(self):
+        self.assert_found(lambda r: container(r, "refitd")["resources"]["limits"].update({GPU_COMPONENT: 8}),
+                          "takes GPUs away", "gpu")
+
+    def test_a_variable_that_is_not_declared(self):
+        self.assert_found(lambda r: container(r, "engine")["args"].append("$(RANK)"), "no variable RANK", "sidecar")
+
+    def test_a_configuration_that_refitd_refuses(self):
+        def plant(r):
+            of_kind(r, "ConfigMap")[0]["data"]["refitd.textproto"] += "nonsense: 1\n"
+        self.assert_found(plant, "nonsense")
+
+    def test_a_configuration_at_another_place(self):
+        self.assert_found(lambda r: container(r, "refitd").update(args=["--config", "/etc/x"]), "refitd is given")
+
+    def test_sockets_at_another_place(self):
+        self.assert_found(lambda r: container(r, "engine")["volumeMounts"][0].update(mountPath="/sockets"),
+                          "mounted at ['/sockets']", "sidecar")
+        self.assert_found(lambda r: container(r, "engine")["env"][1].update(value="/x"), "REFITD_SOCKET is not",
+                          "sidecar")
+
+    def test_a_control_plane_open_to_the_network(self):
+        def plant(r):
+            data = of_kind(r, "ConfigMap")[0]["data"]
+            data["refitd.textproto"] = data["refitd.textproto"].replace("listen {", 'listen { tcp: "0.0.0.0:7070"', 1)
+        self.assert_found(plant, "the control plane listens on")
+        self.assert_found(lambda r: r.remove(of_kind(r, "NetworkPolicy")[0]), "no network policy guards it",
+                          "base with probes of gRPC")
+
+    def test_a_pod_that_is_killed_while_it_drains(self):
+        self.assert_found(lambda r: pod(r).update(terminationGracePeriodSeconds=30), "a drain may take 603 s")
+
+    def test_pools_beyond_the_memory_limit(self):
+        def plant(r):
+            for amounts in container(r, "refitd")["resources"].values():
+                amounts["memory"] = "2Gi"
+        self.assert_found(plant, "don't fit into the memory limit")
+
+
+class KustomizeTest(unittest.TestCase):
+    """The resolver itself refuses what it does not know, or what is not there."""
+
+    def render(self, files):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in files.items():
+                os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+                with open(os.path.join(folder, name), "w") as file:
+                    file.write(text)
+            return kustomize.render(os.path.join(folder, "a"))
+
+    OBJECT = "apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: x}\n"
+
+    def test_unknown_fields(self):
+        with self.assertRaisesRegex(kustomize.Error, "unknown field resource$"):
+            self.render({"a/kustomization.yaml": "kind: Kustomization\nresource: []\n"})
+
+    def test_missing_files(self):
+        with self.assertRaisesRegex(kustomize.Error, "x.yaml: No such file"):
+            self.render({"a/kustomization.yaml": "kind: Kustomization\nresources: [x.yaml]\n"})
+
+    def test_files_outside(self):
+        with self.assertRaisesRegex(kustomize.Error, "lies outside"):
+            self.render({"a/kustomization.yaml": "kind: Kustomization\nresources: [../x.yaml]\n", "x.yaml": self.OBJECT})
+
+    def test_objects_that_are_there_twice(self):
+        with self.assertRaisesRegex(kustomize.Error, "twice"):
+            self.render({"a/kustomization.yaml": "kind: Kustomization\nresources: [x.yaml, y.yaml]\n",
+                         "a/x.yaml": self.OBJECT, "a/y.yaml": self.OBJECT})
+
+    def test_patches_without_a_target(self):
+        with self.assertRaisesRegex(kustomize.Error, "0 objects are"):
+            self.render({"a/kustomization.yaml": "kind: Kustomization\npatches: [{path: x.yaml}]\n",
+                         "a/x.yaml": self.OBJECT})
+
+    def test_patches_join_lists_by_name_and_delete_by_null(self):
+        base = {"containers": [{"name": "a", "image": "i", "args": ["1", "2"], "livenessProbe": {"exec": {}}}]}
+        patch = {"containers": [{"name": "a", "args": ["3"], "livenessProbe": {"exec": None, "grpc": {"port": 1}}},
+                                {"name": "b"}]}
+        self.assertEqual(kustomize.merge(base, patch), {"containers": [
+            {"name": "a", "image": "i", "args": ["3"], "livenessProbe": {"grpc": {"port": 1}}}, {"name": "b"}]})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,154 @@
+"""deploy/grafana and deploy/prometheus: every expression parses and asks for metrics and labels that exist."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+import yaml
+
+DASHBOARD = "deploy/grafana/refitd.json"
+RULES = "deploy/prometheus/alerts.yml"
+RULES_TEST = "deploy/prometheus/alerts_test.yml"
+OPERATIONS = "docs/operations.md"
+SECONDS = 60
+
+# What is asked for here, with its labels; a histogram's series end in _bucket, _sum and _count.
+METRICS = {
+    "refitd_build_info": {"version", "commit"},
+    "refitd_updates_total": {"group", "result", "reason"},
+    "refitd_update_phase_seconds": {"group", "phase"},
+    "refitd_update_seconds": {"group"},
+    "refitd_moved_bytes_total": {"group", "move"},
+    "refitd_slots": {"group", "state"},
+    "refitd_leases": {"group", "role"},
+    "refitd_epoch": {"group"},
+    "refitd_integrity_failures_total": {"group"},
+    "refitd_committed_version": {"group"},
+    "refitd_peer_up": {"group", "peer"},
+    "up": set(),
+}
+HISTOGRAMS = ("refitd_update_seconds", "refitd_update_phase_seconds")
+TARGET_LABELS = {"job", "instance"}  # Prometheus adds them
+
+
+def promtool(*arguments):
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def wrong_names(expression):
+    """Metrics and labels in the expression that do not exist."""
+    wrong = []
+    text = re.sub(r'"[^"]*"', '""', expression)
+    for name in re.findall(r"\b(refitd_\w+|up)\b", text):
+        base = re.sub(r"_(bucket|sum|count)$", "", name)
+        if name not in METRICS and base not in HISTOGRAMS or name in HISTOGRAMS:
+            wrong.append(name)
+    known = TARGET_LABELS | {"le"}
+    for name in re.findall(r"\b(refitd_\w+)\b", text):
+        known |= METRICS.get(re.sub(r"_(bucket|sum|count)$", "", name), METRICS.get(name, set()))
+    for labels in re.findall(r"\{([^}]*)\}", text):
+        wrong += [n for n in re.findall(r"(\w+)\s*[=!]", labels) if n not in known]
+    for labels in re.findall(r"\b(?:by|without|on)\s*\(([^)]*)\)", text):
+        wrong += [n.strip() for n in labels.split(",") if n.strip() not in known]
+    return wrong
+
+
+class RulesTest(unittest.TestCase):
+    def setUp(self):
+        with open(RULES) as file:
+            (self.group,) = yaml.safe_load(file)["groups"]
+
+    def test_promtool_takes_them(self):
+        done = promtool("check", "rules", RULES)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("%d rules found" % len(self.group["rules"]), done.stdout)
+
+    def test_they_fire_where_they_must_and_are_quiet_elsewhere(self):
+        done = promtool("test", "rules", RULES_TEST)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        with open(RULES_TEST) as file:
+            tried = file.read()
+        for rule in self.group["rules"]:
+            self.assertIn(rule["alert"], tried)
+
+    def test_they_ask_for_what_exists(self):
+        for rule in self.group["rules"]:
+            self.assertEqual(wrong_names(rule["expr"]), [], rule["alert"])
+            self.assertEqual(set(rule["labels"]), {"severity"}, rule["alert"])
+            self.assertEqual(set(rule["annotations"]), {"summary", "description"}, rule["alert"])
+
+    def test_each_is_explained_to_operators(self):
+        with open(OPERATIONS) as file:
+            page = file.read()
+        told = re.findall(r"^\| `(Refitd\w+)` \|", page, re.MULTILINE)
+        self.assertEqual(told, [rule["alert"] for rule in self.group["rules"]])
+
+    def test_names_that_do_not_exist_are_found(self):
+        self.assertEqual(wrong_names("refitd_update_total"), ["refitd_update_total"])
+        self.assertEqual(wrong_names("refitd_update_seconds"), ["refitd_update_seconds"])
+        self.assertEqual(wrong_names('refitd_slots{stat="free"}'), ["stat"])
+        self.assertEqual(wrong_names("sum by (grp) (refitd_slots)"), ["grp"])
+        self.assertEqual(wrong_names('sum by (group, le) (rate(refitd_update_seconds_bucket{group="a"}[5m]))'), [])
+
+
+class DashboardTest(unittest.TestCase):
+    def setUp(self):
+        with open(DASHBOARD) as file:
+            self.dashboard = json.load(file)
+        self.panels = [panel for panel in self.dashboard["panels"] if panel["type"] != "row"]
+
+    def expressions(self):
+        return [(panel["title"], target["expr"]) for panel in self.panels for target in panel["targets"]]
+
+    def test_every_expression_parses(self):
+        # promtool parses rules: each expression becomes one, with Grafana's variables filled in.
+        rules = [{"record": "panel:%d" % i, "expr": expression.replace("$__rate_interval", "5m")}
+                 for i, (_, expression) in enumerate(self.expressions())]
+        folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, folder)
+        path = os.path.join(folder, "panels.yml")
+        with open(path, "w") as file:
+            yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}, file)
+        done = promtool("check", "rules", path)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertGreater(len(rules), 10)
+
+    def test_it_asks_for_what_exists_and_for_all_of_it(self):
+        for title, expression in self.expressions():
+            self.assertEqual(wrong_names(expression), [], title)
+        every = " ".join(expression for _, expression in self.expressions())
+        for name in set(METRICS) - {"up"}:
+            self.assertIn(name, every)
+
+    def test_its_variables_are_declared(self):
+        declared = {variable["name"] for variable in self.dashboard["templating"]["list"]}
+        self.assertEqual(declared, {"datasource", "instance", "group"})
+        for name in re.findall(r"\$\{?([a-z]\w*)\}?", json.dumps(self.dashboard)):
+            self.assertIn(name, declared)
+        for variable in self.dashboard["templating"]["list"]:
+            if variable["type"] == "query":
+                self.assertEqual(wrong_names(variable["definition"].partition("(")[2].partition(",")[0]), [])
+
+    def test_panels_have_a_place_and_say_what_they_show(self):
+        taken = {}
+        ids = [panel["id"] for panel in self.dashboard["panels"]]
+        self.assertEqual(len(set(ids)), len(ids))
+        for panel in self.dashboard["panels"]:
+            place = panel["gridPos"]
+            self.assertLessEqual(place["x"] + place["w"], 24, panel["title"])
+            for x in range(place["x"], place["x"] + place["w"]):
+                for y in range(place["y"], place["y"] + place["h"]):
+                    self.assertNotIn((x, y), taken, "%s lies on another panel" % panel["title"])
+                    taken[x, y] = panel["title"]
+        for panel in self.panels:
+            self.assertTrue(panel["description"], panel["title"])
+            self.assertEqual(panel["datasource"]["uid"], "${datasource}", panel["title"])
+            self.assertEqual(len({t["refId"] for t in panel["targets"]}), len(panel["targets"]), panel["title"])
+
+
+if __name__ == "__main__":
+    unittest.main()
