@@ -6,7 +6,9 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 import unittest
+import urllib.request
 
 import yaml
 
@@ -14,11 +16,14 @@ DASHBOARD = "deploy/grafana/refitd.json"
 RULES = "deploy/prometheus/alerts.yml"
 RULES_TEST = "deploy/prometheus/alerts_test.yml"
 OPERATIONS = "docs/operations.md"
+REFITD = "daemon/refitd"
+REFITCTL = "daemon/refitctl/refitctl"
+MAKE_CHECKPOINT = "tests/workloads/make_checkpoint"
 SECONDS = 60
 
 # What is asked for here, with its labels; a histogram's series end in _bucket, _sum and _count.
 METRICS = {
-    "refitd_build_info": {"version", "commit"},
+    "refitd_build_info": {"version", "cuda"},
     "refitd_updates_total": {"group", "result", "reason"},
     "refitd_update_phase_seconds": {"group", "phase"},
     "refitd_update_seconds": {"group"},
@@ -29,8 +34,16 @@ METRICS = {
     "refitd_integrity_failures_total": {"group"},
     "refitd_committed_version": {"group"},
     "refitd_peer_up": {"group", "peer"},
+    "refitd_instances": {"group", "state"},
+    "refitd_members": set(),
+    "refitd_serving": set(),
+    "refitd_anonymous_memory_bytes": set(),
+    "refitd_pool_bytes": set(),
+    "refitd_region_bytes": set(),
     "up": set(),
 }
+# Told by daemons that have peers.
+BETWEEN_DAEMONS = {"refitd_epoch", "refitd_peer_up"}
 HISTOGRAMS = ("refitd_update_seconds", "refitd_update_phase_seconds")
 TARGET_LABELS = {"job", "instance"}  # Prometheus adds them
 
@@ -55,6 +68,50 @@ def wrong_names(expression):
     for labels in re.findall(r"\b(?:by|without|on)\s*\(([^)]*)\)", text):
         wrong += [n.strip() for n in labels.split(",") if n.strip() not in known]
     return wrong
+
+
+class DaemonTest(unittest.TestCase):
+    """The table above is what a daemon says."""
+
+    def scrape(self, folder):
+        """{name: label names} of every series, after one update of one group."""
+        checkpoint, log = os.path.join(folder, "checkpoint"), os.path.join(folder, "log")
+        socket = os.path.join(folder, "refitd.sock")
+        subprocess.run([MAKE_CHECKPOINT, "--model", "tiny", "--out", checkpoint],
+                       stdout=subprocess.DEVNULL, timeout=SECONDS, check=True)
+        with open(log, "w") as errors:
+            daemon = subprocess.Popen(
+                [REFITD, "--listen-unix", socket, "--metrics-listen", "127.0.0.1:0"], stderr=errors)
+        self.addCleanup(lambda: (daemon.kill(), daemon.wait()))
+        address = self.wait_for(daemon, log, r"metrics:(\S+),")
+        engine = subprocess.Popen(
+            [REFITCTL, "--socket", socket, "engine", "--group", "g", "--instance", "a", "--checkpoint", checkpoint,
+             "--delivery", "staged"], stdout=subprocess.DEVNULL)
+        self.addCleanup(lambda: (engine.kill(), engine.wait()))
+        subprocess.run([REFITCTL, "--socket", socket, "push", checkpoint, "--group", "g", "--create",
+                        "--wait-instances", "1"], stdout=subprocess.DEVNULL, timeout=SECONDS, check=True)
+        with urllib.request.urlopen("http://%s/metrics" % address, timeout=SECONDS) as answer:
+            text = answer.read().decode()
+        told = {}
+        for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? ", text, re.MULTILINE):
+            told.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+        return told
+
+    def wait_for(self, daemon, log, pattern):
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline and daemon.poll() is None:
+            with open(log) as file:
+                found = re.search(pattern, file.read())
+            if found:
+                return found.group(1)
+        self.fail("no %s in the log" % pattern)
+
+    def test_it_tells_every_metric_with_these_labels(self):
+        with tempfile.TemporaryDirectory(prefix="refitd-", dir="/tmp") as folder:
+            told = self.scrape(folder)
+        for name in set(METRICS) - BETWEEN_DAEMONS - {"up"}:
+            series, labels = (name + "_bucket", {"le"}) if name in HISTOGRAMS else (name, set())
+            self.assertEqual(told.get(series), METRICS[name] | labels, name)
 
 
 class RulesTest(unittest.TestCase):
