@@ -18,7 +18,7 @@ GPU_COMPONENT = "nvidia.com/gpu"
 USER = 10001  # deploy/container/Containerfile
 # What the socket folder's init container needs, and nobody else has.
 DIRECTORY_CAPABILITIES = {"CHOWN", "FOWNER"}
-CLOSING_SECONDS = 3  # after the last update: clean-up of copies 1 s, ends of streams 2 s
+CLOSING_SECONDS = 5  # after the last update: clean-up of copies 1 s, ends of streams 2 s, of the metrics server 2 s
 OWN_BYTES = 1 << 30  # what a daemon may need besides its pools
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 ACTIONS = ("exec", "grpc", "httpGet", "tcpSocket")
@@ -450,7 +450,7 @@ class PlantedTest(unittest.TestCase):
                           "base with probes of gRPC")
 
     def test_a_pod_that_is_killed_while_it_drains(self):
-        self.assert_found(lambda r: pod(r).update(terminationGracePeriodSeconds=30), "a drain may take 603 s")
+        self.assert_found(lambda r: pod(r).update(terminationGracePeriodSeconds=30), "a drain may take 605 s")
 
     def test_pools_beyond_the_memory_limit(self):
         def plant(r):

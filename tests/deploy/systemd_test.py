@@ -16,7 +16,7 @@ DROP_INS = ("gpu.conf", "cluster.conf")
 CONFIG = "deploy/refitd.textproto"
 SECONDS = 60
 MAX_EXPOSURE = 2.0
-CLOSING_SECONDS = 3  # after the last update: clean-up of copies 1 s, ends of streams 2 s
+CLOSING_SECONDS = 5  # after the last update: clean-up of copies 1 s, ends of streams 2 s, of the metrics server 2 s
 DESCRIPTORS_OF_A_MEMBER = 4  # connection, pidfd, the watch's own pidfd, a region while it is being mapped
 OTHER_DESCRIPTORS = 1024 + 64 * 2 + 64  # descriptor socket's connections, pools, the process's own
 
