@@ -279,6 +279,14 @@ absl::Status CheckDuration(std::string_view field, int64_t ms) {
   return CheckRange(field, ms, 1, kMost);
 }
 
+// What the kernel and gRPC take as C strings would be cut there: another path or address than the
+// one that was checked.
+absl::Status CheckNoZeroByte(std::string_view field, std::string_view value) {
+  const size_t at = value.find('\0');
+  if (at == std::string_view::npos) return absl::OkStatus();
+  return Error(kInvalid, "{} has a zero byte after \"{}\"", field, value.substr(0, at));
+}
+
 bool IsLoopback(const std::string& host) {
   if (host == "localhost") return true;
   in_addr v4{};
@@ -296,6 +304,7 @@ bool IsNumeric(const std::string& host) {
 // P9.
 absl::Status CheckTcp(std::string_view field, std::string_view harm, const std::string& address,
                       bool insecure) {
+  REFITD_RETURN_IF_ERROR(CheckNoZeroByte(field, address));
   const auto malformed = [&] {
     return Error(kInvalid,
                  "{} \"{}\" is not HOST:PORT (HOST: an address, [IPv6] or localhost; PORT: "
@@ -327,6 +336,7 @@ absl::Status CheckListen(const RefitdConfig::Listen& listen) {
     return Error(kInvalid, "listen.unix_path is \"{}\", must be an absolute path",
                  listen.unix_path());
   }
+  REFITD_RETURN_IF_ERROR(CheckNoZeroByte("listen.unix_path", listen.unix_path()));
   if (listen.unix_path().size() > kMaxUnixPathBytes) {
     return Error(kInvalid, "listen.unix_path has {} bytes, must be at most {}",
                  listen.unix_path().size(), kMaxUnixPathBytes);
@@ -398,6 +408,7 @@ absl::Status CheckConfig(const RefitdConfig& config) {
                  "loopback address",
                  config.metrics().listen(), config.listen().insecure()));
   }
+  REFITD_RETURN_IF_ERROR(CheckNoZeroByte("log.file", config.log().file()));
   return CheckRange("host.copy_threads", config.host().copy_threads(), 0,
                     kMaxConfiguredCopyThreads);
 }

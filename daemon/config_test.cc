@@ -71,6 +71,16 @@ TEST_CASE("Flags win over variables and variables over the file") {
   CHECK(config.log.level == LogLevel::kDebug);
 }
 
+TEST_CASE("A zero byte inside a path or an address is refused, not cut off there") {
+  const TempFolder folder;
+  for (const auto& [text, field] : std::vector<std::pair<std::string, std::string>>{
+           {R"(listen { unix_path: "/tmp/a\000b" })", "listen.unix_path"},
+           {R"(listen { tcp: "127.0.0.1\000.example:80" })", "listen.tcp"},
+           {R"(log { file: "/tmp/a\000b" })", "log.file"}}) {
+    RequireInvalid(Load({"--config", WriteFile(folder, text)}), field + " has a zero byte");
+  }
+}
+
 TEST_CASE("REFITD_CONFIG names the file unless a flag does") {
   const TempFolder folder;
   const std::string file = WriteFile(folder, "staging { slots: 5 }");

@@ -1,13 +1,17 @@
 // Any bytes as a Bucket: what CheckBucket accepts lies inside the memory that it names (P10).
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "daemon/wire.h"
 #include "refitd/v1/types.pb.h"
+#include "tests/fuzz/proto_mutator.h"
 #include "transport/base/status.h"
 #include "transport/layout.h"
 
@@ -49,12 +53,22 @@ void CheckPlace(const v1::Bucket& bucket, const CheckedBucket& checked, size_t i
   REFITD_CHECK(false);
 }
 
+using Wide = __int128;
+
+// Where tensor i begins, in the space of its source.
+Wide Begin(const CheckedBucket& checked, size_t i) {
+  const CheckedBucket::Place& place = checked.places[i];
+  if (checked.source != CheckedBucket::Source::kInline) return place.byte_offset;
+  return reinterpret_cast<uintptr_t>(place.inline_data);
+}
+
 void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked) {
   const size_t tensors = static_cast<size_t>(bucket.names_size());
   REFITD_CHECK(checked.seq == bucket.seq() && checked.seq >= 0);
   REFITD_CHECK(tensors > 0 && checked.tensors.size() == tensors);
   REFITD_CHECK(checked.ranges.size() == tensors && checked.places.size() == tensors);
   std::set<std::string> names;
+  std::vector<std::pair<Wide, Wide>> spans;  // of a packed buffer
   int64_t total = 0;
   for (size_t i = 0; i < tensors; ++i) {
     const TensorSpec& tensor = checked.tensors[i];
@@ -67,6 +81,16 @@ void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked) {
     const int64_t bytes = range.count * ElementBytes(tensor.dtype);
     CheckPlace(bucket, checked, i, bytes);
     total += bytes;
+    if (bucket.packed() && bytes > 0) {
+      const Wide begin = Begin(checked, i);
+      spans.emplace_back(begin, begin + bytes);
+    }
+    // Implied offsets fall where they fall, inside a buffer that is itself aligned.
+    const bool implied = bucket.packed() && bucket.byte_offsets_size() == 0;
+    if (checked.source != CheckedBucket::Source::kInline &&
+        (!implied || checked.source == CheckedBucket::Source::kSlot)) {
+      REFITD_CHECK(checked.places[i].byte_offset % ElementBytes(tensor.dtype) == 0);
+    }
 
     int64_t boxed = 0;
     for (const Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
@@ -76,19 +100,20 @@ void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked) {
     REFITD_CHECK(boxed == range.count);
   }
   REFITD_CHECK(total == checked.bytes);
+  std::sort(spans.begin(), spans.end());
+  for (size_t i = 1; i < spans.size(); ++i) REFITD_CHECK(spans[i - 1].second <= spans[i].first);
+}
+
+void FuzzOne(const v1::Bucket& bucket) {
+  const auto checked = CheckBucket(bucket, kLimits, Regions);
+  if (checked.ok()) {
+    CheckAccepted(bucket, *checked);
+  } else {
+    REFITD_CHECK(!checked.status().message().empty());
+  }
 }
 
 }  // namespace
 }  // namespace refitd
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  refitd::v1::Bucket bucket;
-  if (!bucket.ParseFromArray(data, static_cast<int>(size))) return 0;
-  const auto checked = refitd::CheckBucket(bucket, refitd::kLimits, refitd::Regions);
-  if (checked.ok()) {
-    refitd::CheckAccepted(bucket, *checked);
-  } else {
-    REFITD_CHECK(!checked.status().message().empty());
-  }
-  return 0;
-}
+REFITD_PROTO_FUZZ_TARGET(refitd::v1::Bucket)

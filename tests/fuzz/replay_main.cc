@@ -1,8 +1,11 @@
-// Runs a fuzz target over the files of the folders given, and over every prefix of each: what a
+// Runs a fuzz target over the files below the folders given, and over prefixes of each: what a
 // build without libFuzzer has instead of its main.
+// usage: TARGET PREFIXES FOLDER...    PREFIXES: of each file, evenly spread
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -11,15 +14,24 @@
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 int main(int argc, char** argv) {
+  if (argc < 3) {
+    std::fprintf(stderr, "usage: %s PREFIXES FOLDER...\n", argv[0]);
+    return 2;
+  }
+  const size_t prefixes = std::max<size_t>(std::strtoul(argv[1], nullptr, 10), 1);
   int files = 0;
-  for (int i = 1; i < argc; ++i) {
-    for (const auto& entry : std::filesystem::directory_iterator(argv[i])) {
+  for (int i = 2; i < argc; ++i) {
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(argv[i])) {
+      if (!entry.is_regular_file()) continue;
       std::ifstream in(entry.path(), std::ios::binary);
       const std::string bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+      // Says which one, should it crash.
       std::printf("%s: %zu bytes\n", entry.path().c_str(), bytes.size());
-      for (size_t size = 0; size <= bytes.size(); ++size) {
-        LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(bytes.data()), size);
-      }
+      std::fflush(stdout);
+      const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());
+      const size_t step = bytes.size() / prefixes + 1;
+      for (size_t size = 0; size < bytes.size(); size += step) LLVMFuzzerTestOneInput(data, size);
+      LLVMFuzzerTestOneInput(data, bytes.size());
       ++files;
     }
   }

@@ -1,0 +1,154 @@
+// Any file, environment and command line: what LoadConfig accepts keeps every limit that
+// daemon/config.h names, says what it means in C strings too, and survives being printed and read
+// again (P9, P10).
+#include <google/protobuf/text_format.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <cctype>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "daemon/config.h"
+#include "tests/fuzz/inputs.pb.h"
+#include "tests/fuzz/proto_mutator.h"
+#include "transport/base/status.h"
+#include "transport/base/unique_fd.h"
+
+namespace refitd {
+namespace {
+
+constexpr std::array kSettings = {"listen-unix",
+                                  "listen-unix-mode",
+                                  "listen-tcp",
+                                  "insecure",
+                                  "allowed-uids",
+                                  "allowed-gids",
+                                  "log-format",
+                                  "log-level",
+                                  "log-file",
+                                  "default-duration-ms",
+                                  "max-duration-ms",
+                                  "ready-ms",
+                                  "ack-ms",
+                                  "idle-ms",
+                                  "lease-ms",
+                                  "outstanding-buckets",
+                                  "inline-bytes",
+                                  "message-bytes",
+                                  "max-groups",
+                                  "max-members",
+                                  "max-region-bytes",
+                                  "slot-bytes",
+                                  "slots",
+                                  "max-pool-bytes",
+                                  "copy-threads",
+                                  "metrics-listen",
+                                  "default-verification"};
+
+// A file that lives as long as this.
+class MemoryFile {
+ public:
+  explicit MemoryFile(const std::string& text) : fd_(memfd_create("config", MFD_CLOEXEC)) {
+    REFITD_CHECK(fd_.valid());
+    REFITD_CHECK(write(fd_.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size()));
+  }
+  std::string path() const { return "/proc/self/fd/" + std::to_string(fd_.get()); }
+
+ private:
+  const UniqueFd fd_;
+};
+
+bool InRange(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
+bool IsWait(Duration duration) { return duration > Duration(0) && duration <= kMaxLimitDuration; }
+bool HasNul(const std::string& text) { return text.find('\0') != std::string::npos; }
+
+void CheckAddress(const std::string& address, bool insecure) {
+  REFITD_CHECK(!HasNul(address));
+  const std::string host = address.substr(0, address.rfind(':'));
+  // All words for loopback begin so, or are zeros and a one.
+  REFITD_CHECK(insecure || host == "localhost" || host.starts_with("127.") ||
+               (host.starts_with("[") &&
+                host.find_first_not_of("[]:01.ABCDEFabcdef27") == std::string::npos));
+}
+
+void CheckAccepted(const Config& config) {
+  const ListenConfig& listen = config.listen;
+  REFITD_CHECK(!listen.unix_path.empty() && listen.unix_path[0] == '/');
+  REFITD_CHECK(listen.unix_path.size() <= kMaxUnixPathBytes && !HasNul(listen.unix_path));
+  REFITD_CHECK(listen.unix_mode <= 0777);
+  REFITD_CHECK(listen.tcp.size() <= static_cast<size_t>(kMaxTcpListeners));
+  for (const std::string& address : listen.tcp) CheckAddress(address, listen.insecure);
+  if (!config.metrics.listen.empty()) CheckAddress(config.metrics.listen, listen.insecure);
+  REFITD_CHECK(!config.access.uids.empty());
+  REFITD_CHECK(!HasNul(config.log.file));
+
+  const LimitsConfig& limits = config.limits;
+  REFITD_CHECK(IsWait(limits.max_duration) && IsWait(limits.default_duration));
+  REFITD_CHECK(limits.default_duration <= limits.max_duration);
+  REFITD_CHECK(IsWait(limits.ready) && IsWait(limits.ack));
+  REFITD_CHECK(IsWait(limits.idle) && IsWait(limits.lease));
+  REFITD_CHECK(InRange(limits.outstanding_buckets, 1, kMaxConfiguredOutstanding));
+  REFITD_CHECK(InRange(limits.message_bytes, kMinMessageBytes, kMaxMessageBytes));
+  REFITD_CHECK(InRange(limits.inline_bytes, 1, limits.message_bytes - kMessageOverheadBytes));
+  REFITD_CHECK(InRange(limits.max_groups, 1, kMaxConfiguredGroups));
+  REFITD_CHECK(InRange(limits.max_members, 1, kMaxConfiguredMembers));
+  REFITD_CHECK(InRange(limits.max_region_bytes, 1, kMaxConfiguredRegionBytes));
+  const StagingConfig& staging = config.staging;
+  REFITD_CHECK(InRange(staging.slot_bytes, kMinSlotBytes, kMaxSlotBytes));
+  REFITD_CHECK(staging.slot_bytes % kSlotBytesMultiple == 0);
+  REFITD_CHECK(InRange(staging.slots, kMinConfiguredSlots, kMaxConfiguredSlots));
+  REFITD_CHECK(staging.max_pool_bytes >= staging.slot_bytes * staging.slots);
+  REFITD_CHECK(InRange(config.copy_threads, 0, kMaxConfiguredCopyThreads));
+
+  const MemoryFile printed(FormatConfig(config));
+  const auto again = LoadConfig({"--config", printed.path()}, {});
+  REFITD_CHECK(again.ok());
+  REFITD_CHECK(again->config == config);
+}
+
+std::string FlagOf(const fuzz::ConfigInput::Variable& variable) {
+  return std::string("--") + kSettings[variable.setting() % kSettings.size()];
+}
+
+std::string VariableOf(const fuzz::ConfigInput::Variable& variable) {
+  std::string name = std::string("REFITD_") + kSettings[variable.setting() % kSettings.size()];
+  for (char& c : name) c = c == '-' ? '_' : static_cast<char>(std::toupper(c));
+  return name;
+}
+
+// A flag's or a variable's value comes from the kernel as a C string.
+std::string CString(const std::string& bytes) { return bytes.c_str(); }
+
+void FuzzOne(const fuzz::ConfigInput& input) {
+  std::string text = input.text();
+  if (input.has_message()) {
+    REFITD_CHECK(google::protobuf::TextFormat::PrintToString(input.message(), &text));
+  }
+  const MemoryFile file(text);
+  std::vector<std::string> argv = {"--config", file.path()};
+  for (const auto& flag : input.flags()) argv.push_back(FlagOf(flag) + "=" + CString(flag.value()));
+  for (const std::string& argument : input.arguments()) {
+    // Another file would make the run depend on more than its input.
+    if (argument.find("config") == std::string::npos) argv.push_back(CString(argument));
+  }
+  std::map<std::string, std::string> environment;
+  for (const auto& variable : input.environment()) {
+    environment[VariableOf(variable)] = CString(variable.value());
+  }
+  const auto loaded = LoadConfig(argv, environment);
+  if (!loaded.ok()) {
+    REFITD_CHECK(loaded.status().code() == absl::StatusCode::kInvalidArgument);
+    REFITD_CHECK(!loaded.status().message().empty());
+  } else if (!loaded->print.has_value()) {
+    CheckAccepted(loaded->config);
+  }
+}
+
+}  // namespace
+}  // namespace refitd
+
+REFITD_PROTO_FUZZ_TARGET(refitd::fuzz::ConfigInput)
