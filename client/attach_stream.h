@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -35,12 +36,18 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   using Reactor = grpc::ClientBidiReactor<Out, In>;
   // Sees each event before it is queued; true: it is dealt with, and not queued.
   using Handler = std::function<bool(const In&)>;
+  struct Options {
+    std::string daemon;  // for messages: where the lease is from
+    Handler handler;     // may be null
+    // Runs once, when the lease has ended, on a gRPC thread without any lock held. May be null.
+    std::function<void()> ended;
+  };
 
   // `start` calls the stub's async Attach with the given context and reactor.
   static std::shared_ptr<AttachStream> Start(
       const std::function<void(grpc::ClientContext*, Reactor*)>& start, Out hello,
-      Handler handler) {
-    std::shared_ptr<AttachStream> stream(new AttachStream(std::move(handler)));
+      Options options) {
+    std::shared_ptr<AttachStream> stream(new AttachStream(std::move(options)));
     stream->Begin(start, std::move(hello), stream);
     return stream;
   }
@@ -87,6 +94,9 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return done_ && incoming_.empty();
   }
 
+  // Ends the lease at once; status() tells soon.
+  void Cancel() { context_.TryCancel(); }
+
   // Ends the lease in order, by `detach`; after `limit` by force. Returns when it has ended, or
   // after twice the limit.
   void Close(Out detach, Duration limit) {
@@ -106,7 +116,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   }
 
  private:
-  explicit AttachStream(Handler handler) : handler_(std::move(handler)) {}
+  explicit AttachStream(Options options) : options_(std::move(options)) {}
 
   void Begin(const std::function<void(grpc::ClientContext*, Reactor*)>& start, Out hello,
              std::shared_ptr<AttachStream> self) {
@@ -157,7 +167,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     if (!ok) return EndReads();
     In event = std::move(current_in_);
     current_in_ = In();
-    const bool handled = handler_ && handler_(event);
+    const bool handled = options_.handler && options_.handler(event);
     MutexLock lock(&mutex_);
     if (!handled && !detaching_) {
       incoming_.push_back(std::move(event));
@@ -181,24 +191,29 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   void OnDone(const grpc::Status& status) override {
     std::shared_ptr<AttachStream> self;  // dies last: this may be the last reference
     Handler handler;
-    Finish(status, &self, &handler);
+    std::function<void()> ended;
+    Finish(status, &self, &handler, &ended);
+    if (ended) ended();
   }
 
-  void Finish(const grpc::Status& status, std::shared_ptr<AttachStream>* self, Handler* handler) {
+  void Finish(const grpc::Status& status, std::shared_ptr<AttachStream>* self, Handler* handler,
+              std::function<void()>* ended) {
     MutexLock lock(&mutex_);
     status_ = FromGrpc(status);
     if (status_.ok()) {
       status_ = detaching_ ? Error(absl::StatusCode::kCancelled, "detached")
                            : Error(absl::StatusCode::kUnavailable, "the daemon ended the lease");
     }
+    status_ = NameDaemon("the lease ended", options_.daemon, status_);
     done_ = true;
-    handler->swap(handler_);
+    handler->swap(options_.handler);
+    ended->swap(options_.ended);
     self->swap(self_);
     cond_.NotifyAll();
   }
 
   grpc::ClientContext context_;
-  Handler handler_;  // set before the call starts, cleared in OnDone
+  Options options_;  // set before the call starts, its functions cleared in OnDone
   In current_in_;    // gRPC's while a read is outstanding
   Out current_out_;  // gRPC's while a write is outstanding
 

@@ -34,6 +34,12 @@ size_t SequenceLength(std::string_view text) {
 
 }  // namespace
 
+absl::Status NameDaemon(std::string_view what, std::string_view socket,
+                        const absl::Status& status) {
+  if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) return status;
+  return Error(status.code(), "{}: daemon at {}: {}", what, socket, Message(status));
+}
+
 std::string CleanText(std::string_view text, size_t max_bytes) {
   std::string clean;
   clean.reserve(std::min(text.size(), max_bytes));

@@ -13,6 +13,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <stop_token>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -35,10 +36,18 @@ inline absl::Status FromGrpc(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
+// Waits that a stop request must end are cut into pieces of this.
+inline constexpr std::chrono::milliseconds kStopPoll{50};
+
 // From now, within [0, kLongestWait].
 inline TimePoint After(Duration wait) {
   return std::chrono::steady_clock::now() +
          std::clamp<Duration>(wait, Duration::zero(), kLongestWait);
+}
+
+// How long to wait at a time where `stop` must be noticed meanwhile.
+inline TimePoint PieceOf(TimePoint deadline, const std::stop_token& stop) {
+  return stop.stop_possible() ? std::min(deadline, After(kStopPoll)) : deadline;
 }
 
 inline Duration Until(TimePoint deadline) {
@@ -103,6 +112,10 @@ absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Resp
   if (!answer->status.ok()) return answer->status;
   return std::move(answer->response);
 }
+
+// Where a daemon is gone or silent, gRPC says that in its own words, which name nobody: UNAVAILABLE
+// and DEADLINE_EXCEEDED get `what` and the daemon's socket put before them, others stay.
+absl::Status NameDaemon(std::string_view what, std::string_view socket, const absl::Status& status);
 
 // `text` as valid UTF-8 of at most `max_bytes`: strings in messages must be, whoever wrote them.
 std::string CleanText(std::string_view text, size_t max_bytes);

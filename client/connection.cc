@@ -6,6 +6,7 @@
 #include <sys/un.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
@@ -39,15 +40,23 @@ constexpr int64_t kPopulateBytesPerSecond = int64_t{16} << 20;
 constexpr int kReconnectMs = 50;
 constexpr int kMaxReconnectMs = 500;
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& path) {
+// Of the limit for silence, a third passes before a ping, two thirds until it counts as unanswered.
+constexpr int kSilenceParts = 3;
+
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& path,
+                                           std::chrono::milliseconds silence) {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   // A connection of its own for every member: none waits behind another one's bytes.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // The kernel tells when a unix peer is gone.
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, INT_MAX);
+  // The kernel tells when a unix peer is gone, but not when it is stopped or stuck.
+  const int third =
+      static_cast<int>(std::min<int64_t>(silence.count() / kSilenceParts, INT_MAX / kSilenceParts));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, third > 0 ? third : INT_MAX);
+  if (third > 0) arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, (kSilenceParts - 1) * third);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // as many as it takes
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
@@ -82,12 +91,14 @@ absl::Status NoDaemon(const std::string& path, int error) {
   if (error == EACCES || error == EPERM) {
     return ErrnoError(error, fmt::format("connecting to the daemon at {}", path));
   }
-  return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}{}", path,
-               error == 0 ? "" : fmt::format(": {}", std::strerror(error)));
+  return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", path,
+               error == 0 ? "it takes connections and says nothing" : std::strerror(error));
 }
 
-absl::Status WaitConnected(grpc::Channel* channel, const std::string& path, TimePoint deadline) {
+absl::Status WaitConnected(grpc::Channel* channel, const std::string& path, TimePoint deadline,
+                           const std::stop_token& stop) {
   while (true) {
+    if (stop.stop_requested()) return absl::CancelledError("detached");
     const grpc_connectivity_state state = channel->GetState(/*try_to_connect=*/true);
     if (state == GRPC_CHANNEL_READY) return absl::OkStatus();
     if (state == GRPC_CHANNEL_TRANSIENT_FAILURE) {
@@ -95,9 +106,11 @@ absl::Status WaitConnected(grpc::Channel* channel, const std::string& path, Time
       const int error = ProbeErrno(path);
       if (error == EACCES || error == EPERM) return NoDaemon(path, error);
     }
-    const auto limit = std::chrono::system_clock::now() +
-                       std::chrono::duration_cast<std::chrono::microseconds>(Until(deadline));
-    if (!channel->WaitForStateChange(state, limit)) return NoDaemon(path, ProbeErrno(path));
+    const auto limit =
+        std::chrono::system_clock::now() +
+        std::chrono::duration_cast<std::chrono::microseconds>(Until(PieceOf(deadline, stop)));
+    if (channel->WaitForStateChange(state, limit) || Until(deadline) > Duration::zero()) continue;
+    return NoDaemon(path, ProbeErrno(path));
   }
 }
 
@@ -146,6 +159,20 @@ absl::Status CheckConnectOptions(const ConnectOptions& options) {
     return Error(absl::StatusCode::kInvalidArgument, "call_margin of {} ms must be greater than 0",
                  options.call_margin.count());
   }
+  if (options.coordinator.size() > kMaxCoordinatorBytes || !Printable(options.coordinator)) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "coordinator must be at most {} printable characters, not {} bytes \"{}\"",
+                 kMaxCoordinatorBytes, options.coordinator.size(),
+                 CleanText(options.coordinator, kMaxCoordinatorBytes));
+  }
+  if (options.reattach.count() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "reattach of {} ms", options.reattach.count());
+  }
+  if (options.silence.count() != 0 && options.silence < kMinSilence) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "silence of {} ms: 0, or at least {}, which daemons allow",
+                 options.silence.count(), kMinSilence.count());
+  }
   if (!options.spec) return absl::OkStatus();
   for (const std::string& name : options.spec->engine_only_tensors) {
     if (CleanText(name, name.size()) != name) {
@@ -173,28 +200,27 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   return wire;
 }
 
-class Connection::MappedRegion final : public Region {
- public:
-  MappedRegion(std::shared_ptr<Connection> connection, std::shared_ptr<HostRegion> memory,
-               RegionId id)
-      : connection_(std::move(connection)), memory_(std::move(memory)), id_(id) {}
-  ~MappedRegion() override { connection_->ReleaseRegion(id_); }
-  char* data() const override { return memory_->data(); }
-  int64_t bytes() const override { return memory_->bytes(); }
-  RegionId id() const override { return id_; }
-
- private:
-  const std::shared_ptr<Connection> connection_;
-  const std::shared_ptr<HostRegion> memory_;
-  const RegionId id_;
-};
-
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const ConnectOptions& options,
                                                              TimePoint deadline) {
   KeepCallbackThreads();
   const std::string path = SocketPath(options);
-  std::shared_ptr<Connection> connection(new Connection(MakeChannel(path), options.call_margin));
-  REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), path, deadline));
+  std::shared_ptr<Connection> connection(
+      new Connection(path, MakeChannel(path, options.silence), options.call_margin));
+  REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), path, deadline, {}));
+  return connection;
+}
+
+absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOptions& options,
+                                                                TimePoint deadline,
+                                                                const std::stop_token& stop) {
+  const std::string path = SocketPath(options);
+  if (const int error = ProbeErrno(path); error != 0) {
+    return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", path,
+                 std::strerror(error));
+  }
+  std::shared_ptr<Connection> connection(
+      new Connection(path, MakeChannel(path, options.silence), options.call_margin));
+  REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), path, deadline, stop));
   return connection;
 }
 
@@ -226,29 +252,58 @@ void Connection::Detach() {
   detached_ = true;
 }
 
-absl::StatusOr<std::shared_ptr<Region>> Connection::NewRegion(int64_t bytes) {
+absl::Status Connection::RegisterRegion(RegionId id, const UniqueFd& fd, int64_t bytes,
+                                        const std::stop_token& stop) {
   REFITD_RETURN_IF_ERROR(CheckAttached());
-  REFITD_ASSIGN_OR_RETURN(UniqueFd fd, CreateSealedMemfd("refit-region", bytes));
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> memory,
-                          HostRegion::Map(fd, bytes, Access::kReadWrite, /*populate=*/false));
+  if (WireRegion(id).ok()) return absl::OkStatus();
   DescriptorRequest request;
   request.kind = DescriptorRequestKind::kRegisterRegion;
   request.bytes = bytes;
   const std::chrono::seconds populate(bytes / kPopulateBytesPerSecond);
   REFITD_ASSIGN_OR_RETURN(
-      DescriptorAnswer answer,
-      descriptors_->Ask(request, fd.get(), After(call_margin_ + Duration(populate))));
-  return std::make_shared<MappedRegion>(shared_from_this(), std::move(memory),
-                                        RegionId(answer.reply.region_id));
+      const DescriptorAnswer answer,
+      descriptors_->Ask(request, fd.get(), After(call_margin_ + Duration(populate)), stop));
+  MutexLock lock(&mutex_);
+  regions_[id.value()] = RegionId(answer.reply.region_id);
+  return absl::OkStatus();
 }
 
 void Connection::ReleaseRegion(RegionId id) {
   if (!CheckAttached().ok()) return;
+  const auto wire = WireRegion(id);
+  if (!wire.ok()) return;
+  {
+    MutexLock lock(&mutex_);
+    regions_.erase(id.value());
+  }
   DescriptorRequest request;
   request.kind = DescriptorRequestKind::kReleaseRegion;
-  request.region_id = id.value();
+  request.region_id = wire->value();
   // Refused while a layout names it: then the daemon keeps it until the lease ends, which is right.
   (void)descriptors_->Ask(request, -1, After(kCleanupLimit));
+}
+
+absl::StatusOr<RegionId> Connection::WireRegion(RegionId id) {
+  MutexLock lock(&mutex_);
+  const auto known = regions_.find(id.value());
+  if (known != regions_.end()) return known->second;
+  return Error(absl::StatusCode::kNotFound, "region {} is none of this member's", id);
+}
+
+absl::Status Connection::ToWire(v1::Bucket* bucket) {
+  if (!bucket->has_regions()) return absl::OkStatus();
+  for (v1::RegionRef& ref : *bucket->mutable_regions()->mutable_refs()) {
+    REFITD_ASSIGN_OR_RETURN(const RegionId wire, WireRegion(RegionId(ref.region_id())));
+    ref.set_region_id(wire.value());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Connection::ToWire(Layout* layout) {
+  for (Piece& piece : layout->pieces) {
+    REFITD_ASSIGN_OR_RETURN(piece.region, WireRegion(piece.region));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<HostRegion>> Connection::Pool(Access access) {
@@ -265,6 +320,101 @@ absl::StatusOr<std::shared_ptr<HostRegion>> Connection::Pool(Access access) {
   REFITD_ASSIGN_OR_RETURN(
       pool_, HostRegion::Map(answer.fd, answer.reply.bytes, access, /*populate=*/false));
   return pool_;
+}
+
+std::shared_ptr<HostRegion> Connection::MappedPool() {
+  MutexLock lock(&pool_mutex_);
+  return pool_;
+}
+
+// ---- regions ----
+
+class Regions::Mapped final : public Region {
+ public:
+  Mapped(std::shared_ptr<Regions> regions, std::shared_ptr<HostRegion> memory, UniqueFd fd,
+         RegionId id)
+      : regions_(std::move(regions)), memory_(std::move(memory)), fd_(std::move(fd)), id_(id) {}
+  ~Mapped() override { regions_->Gone(id_); }
+  char* data() const override { return memory_->data(); }
+  int64_t bytes() const override { return memory_->bytes(); }
+  RegionId id() const override { return id_; }
+  const UniqueFd& fd() const { return fd_; }
+  // Before the region is shared.
+  void CloseFd() { fd_.Reset(); }
+
+ private:
+  const std::shared_ptr<Regions> regions_;
+  const std::shared_ptr<HostRegion> memory_;
+  UniqueFd fd_;  // where regions are kept for daemons to come
+  const RegionId id_;
+};
+
+absl::StatusOr<std::shared_ptr<Region>> Regions::New(int64_t bytes) {
+  static std::atomic<uint64_t> next_id{1};  // of all members: one's region is never another's
+  REFITD_ASSIGN_OR_RETURN(UniqueFd fd, CreateSealedMemfd("refit-region", bytes));
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> memory,
+                          HostRegion::Map(fd, bytes, Access::kReadWrite, /*populate=*/false));
+  const RegionId id(next_id.fetch_add(1));
+  auto region = std::make_shared<Mapped>(shared_from_this(), std::move(memory), std::move(fd), id);
+  std::shared_ptr<Connection> connection;
+  {
+    // Known here first: a move to another daemon that comes between takes it along.
+    MutexLock lock(&mutex_);
+    if (keep_) regions_[id.value()] = region;
+    connection = current_;
+  }
+  const absl::Status status = connection->RegisterRegion(id, region->fd(), bytes, {});
+  if (!keep_) region->CloseFd();
+  const bool gone = absl::IsUnavailable(status) || absl::IsUnauthenticated(status) ||
+                    absl::IsNotFound(status);  // its socket, its lease
+  if (!status.ok() && !(keep_ && gone)) return status;
+  return std::shared_ptr<Region>(std::move(region));
+}
+
+absl::Status Regions::MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop) {
+  while (true) {
+    std::vector<std::shared_ptr<Mapped>> all;  // may be the last to hold one: go after the lock
+    std::vector<Mapped*> unknown;
+    {
+      MutexLock lock(&mutex_);
+      for (const auto& [id, region] : regions_) {
+        all.push_back(region.lock());
+        if (all.back() == nullptr || connection->WireRegion(RegionId(id)).ok()) continue;
+        unknown.push_back(all.back().get());
+      }
+      if (unknown.empty()) {
+        current_ = std::move(connection);
+        return absl::OkStatus();
+      }
+    }
+    for (const Mapped* region : unknown) {
+      REFITD_RETURN_IF_ERROR(
+          connection->RegisterRegion(region->id(), region->fd(), region->bytes(), stop));
+    }
+  }
+}
+
+std::vector<std::shared_ptr<Region>> Regions::Of(const Layout& layout) {
+  std::map<uint64_t, std::shared_ptr<Region>> found;
+  MutexLock lock(&mutex_);
+  for (const Piece& piece : layout.pieces) {
+    auto& region = found[piece.region.value()];
+    const auto known = regions_.find(piece.region.value());
+    if (region == nullptr && known != regions_.end()) region = known->second.lock();
+  }
+  std::vector<std::shared_ptr<Region>> regions;
+  for (auto& [id, region] : found) regions.push_back(std::move(region));
+  return regions;
+}
+
+void Regions::Gone(RegionId id) {
+  std::shared_ptr<Connection> connection;
+  {
+    MutexLock lock(&mutex_);
+    regions_.erase(id.value());
+    connection = current_;
+  }
+  if (connection != nullptr) connection->ReleaseRegion(id);
 }
 
 }  // namespace refitd::client

@@ -1,20 +1,27 @@
 // What a trainer's and an engine's connection to the daemon have in common: the channel over the
 // unix socket, the lease, the descriptor socket, this member's regions and its view of the pool.
 //
+// A Connection is one lease's; a member that attaches again makes another one. Regions are the
+// member's, for all its leases: a region has one id here, and another one at each daemon.
+//
 // Invariants
-//  - Everything that waits has a deadline (P4).
+//  - Everything that waits has a deadline (P4), a silent daemon's end by gRPC's keepalive.
 //  - A region's descriptor is sealed before the daemon sees it (P6); the mapping here lives as long
 //    as the Region, the daemon's as long as the daemon needs it.
+//  - Regions::current() knows every region of the member; others may be on their way there.
 //
-// Thread-safe after Adopt, which must come before the connection is shared.
+// Both are thread-safe, a Connection after Adopt, which must come before it is shared.
 #ifndef REFITD_CLIENT_CONNECTION_H_
 #define REFITD_CLIENT_CONNECTION_H_
 
 #include <grpcpp/channel.h>
 
+#include <map>
 #include <memory>
+#include <stop_token>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "client/descriptor_client.h"
@@ -49,6 +56,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // connect()'s own reason); PERMISSION_DENIED: this user may not connect.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(const ConnectOptions& options,
                                                           TimePoint deadline);
+  // One try, for whoever comes again: UNAVAILABLE at once where nobody listens (the socket is not
+  // there yet, stale, or still closed to us). CANCELLED soon after `stop` was requested.
+  static absl::StatusOr<std::shared_ptr<Connection>> OpenNow(const ConnectOptions& options,
+                                                             TimePoint deadline,
+                                                             const std::stop_token& stop);
 
   // Takes the lease over. FAILED_PRECONDITION: another protocol version.
   absl::Status Adopt(const v1::Welcome& welcome);
@@ -56,23 +68,33 @@ class Connection : public std::enable_shared_from_this<Connection> {
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   const v1::Welcome& welcome() const { return welcome_; }
   const v1::Lease& lease() const { return welcome_.lease(); }
+  const std::string& socket() const { return socket_; }
   Duration call_margin() const { return call_margin_; }
 
-  absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes);
+  // The daemon maps what `fd` is; from now on it knows the region `id`. Done before: OK.
+  absl::Status RegisterRegion(RegionId id, const UniqueFd& fd, int64_t bytes,
+                              const std::stop_token& stop);
+  void ReleaseRegion(RegionId id);
+  // What the daemon calls the region. NOT_FOUND: it does not know it.
+  absl::StatusOr<RegionId> WireRegion(RegionId id);
+  absl::Status ToWire(v1::Bucket* bucket);
+  absl::Status ToWire(Layout* layout);
+
   // The staging pool, mapped at the first call.
   absl::StatusOr<std::shared_ptr<HostRegion>> Pool(Access access);
+  // The same if it was mapped; null: it was not.
+  std::shared_ptr<HostRegion> MappedPool();
 
   // From now on nothing is asked of the daemon: regions that go are the daemon's to forget.
   void Detach();
 
  private:
-  class MappedRegion;
-  Connection(std::shared_ptr<grpc::Channel> channel, Duration call_margin)
-      : channel_(std::move(channel)), call_margin_(call_margin) {}
-  void ReleaseRegion(RegionId id);
+  Connection(std::string socket, std::shared_ptr<grpc::Channel> channel, Duration call_margin)
+      : socket_(std::move(socket)), channel_(std::move(channel)), call_margin_(call_margin) {}
   absl::Status CheckAttached();
 
   // Constant after Adopt.
+  const std::string socket_;
   const std::shared_ptr<grpc::Channel> channel_;
   const Duration call_margin_;
   v1::Welcome welcome_;
@@ -80,8 +102,32 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   Mutex mutex_;
   bool detached_ ABSL_GUARDED_BY(mutex_) = false;
+  std::map<uint64_t, RegionId> regions_ ABSL_GUARDED_BY(mutex_);  // by id here: the daemon's
   Mutex pool_mutex_;  // held while the daemon is asked: the pool is mapped once
   std::shared_ptr<HostRegion> pool_ ABSL_GUARDED_BY(pool_mutex_);
+};
+
+class Regions : public std::enable_shared_from_this<Regions> {
+ public:
+  // `keep`: for daemons to come, each region keeps its descriptor.
+  explicit Regions(bool keep) : keep_(keep) {}
+
+  // Known to the current daemon when it is returned; where that one is gone and regions are kept,
+  // to the next.
+  absl::StatusOr<std::shared_ptr<Region>> New(int64_t bytes);
+  // Makes `connection` the current one, once its daemon knows every region.
+  absl::Status MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop);
+  // The regions that the layout's pieces lie in: whoever holds them keeps them known.
+  std::vector<std::shared_ptr<Region>> Of(const Layout& layout);
+
+ private:
+  class Mapped;
+  void Gone(RegionId id);
+
+  const bool keep_;
+  Mutex mutex_;
+  std::map<uint64_t, std::weak_ptr<Mapped>> regions_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<Connection> current_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace refitd::client

@@ -9,6 +9,7 @@
 #include <functional>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -387,7 +388,10 @@ TEST_CASE("a lease lost after Ready leaves doubt, before Ready none") {
   const auto engine = AttachEngine(daemon);
   Await<Prepare>(engine.get());
   if (ready) REQUIRE(engine->Ready(Version(4)).ok());
-  CHECK(engine->Next(kPatience).status() == absl::Status(absl::StatusCode::kUnavailable, "gone"));
+  const absl::Status lost = engine->Next(kPatience).status();
+  CHECK(absl::IsUnavailable(lost));
+  CHECK_THAT(std::string(lost.message()), Catch::Contains("gone"));
+  CHECK_THAT(std::string(lost.message()), Catch::Contains(daemon.connect().socket));
   CHECK(engine->weights() == (ready ? Weights::kInDoubt : Weights::kGood));
   CHECK(engine->version() == (ready ? std::nullopt : std::optional(Version(3))));
 }
@@ -435,6 +439,187 @@ TEST_CASE("a part that can't be mapped fails the update and gives its slot back"
   CHECK(Await<Aborted>(engine.get()).dirty);
   CHECK(engine->weights() == Weights::kDirty);
   CHECK(answers == std::vector<std::string>{"failed", "ack"});
+}
+
+// ---- attaching again ----
+
+// Plays one script after the other, one an Attach, and keeps the hellos.
+class RepeatedEngineService final : public v1::Engine::Service {
+ public:
+  using Stream = ScriptedEngineService::Stream;
+  using Script = std::function<grpc::Status(Stream*)>;
+  explicit RepeatedEngineService(std::vector<Script> scripts) : scripts_(std::move(scripts)) {}
+  std::vector<v1::EngineHello> hellos() {
+    MutexLock lock(&mutex_);
+    return hellos_;
+  }
+
+ private:
+  grpc::Status Attach(grpc::ServerContext*, Stream* stream) override {
+    v1::EngineMessage message;
+    if (!stream->Read(&message)) return grpc::Status::OK;
+    size_t attach = 0;
+    {
+      MutexLock lock(&mutex_);
+      attach = hellos_.size();
+      hellos_.push_back(message.hello());
+    }
+    if (attach >= scripts_.size()) {
+      return grpc::Status(grpc::StatusCode::FAILED_PRECONDITION, "no script is left");
+    }
+    return scripts_[attach](stream);
+  }
+  const std::vector<Script> scripts_;
+  Mutex mutex_;
+  std::vector<v1::EngineHello> hellos_ ABSL_GUARDED_BY(mutex_);
+};
+
+void Greet(RepeatedEngineService::Stream* stream) {
+  v1::EngineEvent event;
+  FillWelcome(event.mutable_welcome());
+  stream->Write(event);
+}
+
+std::unique_ptr<Engine> AttachAgainAndAgain(const Daemon& daemon) {
+  EngineOptions options{.connect = daemon.connect(),
+                        .instance = "i",
+                        .delivery = Delivery::kStaged,
+                        .held_version = Version(3)};
+  options.connect.reattach = kPatience;
+  options.connect.coordinator = "node-a:7001";
+  auto engine = Engine::Attach(options);
+  INFO(engine.status());
+  REQUIRE(engine.ok());
+  return *std::move(engine);
+}
+
+TEST_CASE(
+    "a rank in doubt reports no version at its next lease, and no clean abort makes it good") {
+  bool ready = false;
+  SECTION("lost before Ready") {}
+  SECTION("lost after Ready") { ready = true; }
+  RepeatedEngineService service({
+      [&](auto* stream) {
+        Greet(stream);
+        stream->Write(PrepareEvent(4));
+        v1::EngineMessage message;
+        if (ready) stream->Read(&message);
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+      },
+      [](auto*) { return grpc::Status(grpc::StatusCode::UNAVAILABLE, "not yet"); },
+      [](auto* stream) {
+        Greet(stream);
+        stream->Write(PrepareEvent(5));
+        v1::EngineEvent aborted;
+        aborted.mutable_aborted()->set_version(5);
+        stream->Write(aborted);
+        v1::EngineMessage message;
+        stream->Read(&message);
+        return grpc::Status::OK;
+      },
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachAgainAndAgain(daemon);
+  Await<Prepare>(engine.get());
+  if (ready) REQUIRE(engine->Ready(Version(4)).ok());
+  const Lost lost = Await<Lost>(engine.get());
+  CHECK(lost.weights == (ready ? Weights::kInDoubt : Weights::kGood));
+  CHECK_THAT(lost.reason, Catch::Contains("gone"));
+  const Reattached again = Await<Reattached>(engine.get());
+  CHECK(again.weights == lost.weights);
+  CHECK(again.held_version == (ready ? std::nullopt : std::optional(Version(3))));
+  CHECK(engine->reattachments() == 1);
+  const auto hellos = service.hellos();
+  REQUIRE(hellos.size() == 3);
+  CHECK(hellos[0].held_version() == 3);
+  CHECK(hellos[2].has_held_version() == !ready);
+  CHECK(hellos[0].coordinator() == "node-a:7001");
+  CHECK(hellos[2].coordinator() == "node-a:7001");
+  Await<Prepare>(engine.get());
+  CHECK(Await<Aborted>(engine.get()).dirty == ready);
+  CHECK(engine->weights() == lost.weights);
+}
+
+TEST_CASE("answers to the events of a lost lease are dropped, and do not reach the next one") {
+  Mutex mutex;
+  std::vector<std::string> heard;
+  RepeatedEngineService service({
+      [&](auto* stream) {
+        Greet(stream);
+        stream->Write(PrepareEvent(4));
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+      },
+      [&](auto* stream) {
+        Greet(stream);
+        v1::EngineMessage message;
+        while (stream->Read(&message)) {
+          MutexLock lock(&mutex);
+          heard.push_back(message.has_ready()    ? "ready"
+                          : message.has_detach() ? "detach"
+                                                 : "other");
+          if (message.has_detach()) break;
+        }
+        return grpc::Status::OK;
+      },
+  });
+  {
+    const Daemon daemon(&service);
+    const auto engine = AttachAgainAndAgain(daemon);
+    Await<Prepare>(engine.get());
+    const TimePoint deadline = std::chrono::steady_clock::now() + kPatience;
+    while (engine->reattachments() == 0 && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::yield();
+    }
+    CHECK(engine->Ready(Version(4)).ok());
+    CHECK(engine->weights() == Weights::kGood);
+    Await<Lost>(engine.get());
+    Await<Reattached>(engine.get());
+    CHECK(absl::IsFailedPrecondition(engine->Ready(Version(4))));
+  }
+  MutexLock lock(&mutex);
+  CHECK(heard == std::vector<std::string>{"detach"});
+}
+
+TEST_CASE(
+    "an outcome that is still queued when the lease is lost decides what is reported as held") {
+  RepeatedEngineService service({
+      [](auto* stream) {
+        Greet(stream);
+        stream->Write(PrepareEvent(4));
+        v1::EngineMessage message;
+        stream->Read(&message);
+        stream->Write(CommittedEvent(4));
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+      },
+      [](auto* stream) {
+        Greet(stream);
+        v1::EngineMessage message;
+        stream->Read(&message);
+        return grpc::Status::OK;
+      },
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachAgainAndAgain(daemon);
+  Await<Prepare>(engine.get());
+  REQUIRE(engine->Ready(Version(4)).ok());
+  Await<Committed>(engine.get());
+  CHECK(Await<Lost>(engine.get()).weights == Weights::kGood);
+  CHECK(Await<Reattached>(engine.get()).held_version == Version(4));
+  CHECK(service.hellos().at(1).held_version() == 4);
+}
+
+TEST_CASE("a lease that the daemon refuses for good ends the engine with that reason") {
+  RepeatedEngineService service({[](auto* stream) {
+    Greet(stream);
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+  }});
+  const Daemon daemon(&service);
+  const auto engine = AttachAgainAndAgain(daemon);
+  Await<Lost>(engine.get());
+  const absl::Status end = engine->Next(kPatience).status();
+  CHECK(absl::IsFailedPrecondition(end));
+  CHECK_THAT(std::string(end.message()), Catch::Contains("no script is left"));
+  CHECK(engine->Ready(Version(4)) == end);
 }
 
 TEST_CASE("events beyond what is queued wait in the stream and keep their order") {

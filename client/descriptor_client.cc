@@ -59,18 +59,19 @@ DescriptorClient::DescriptorClient(std::string path, std::string_view token)
     : path_(std::move(path)), token_(token) {}
 
 absl::StatusOr<DescriptorAnswer> DescriptorClient::Ask(DescriptorRequest request, int fd,
-                                                       TimePoint deadline) {
+                                                       TimePoint deadline,
+                                                       const std::stop_token& stop) {
   std::memcpy(request.token, token_.data(), std::min(token_.size(), sizeof(request.token)));
   MutexLock lock(&mutex_);
   const bool reused = socket_.valid();
-  if (!reused) REFITD_RETURN_IF_ERROR(Connect(deadline));
-  absl::Status sent = Send(request, fd, deadline);
+  if (!reused) REFITD_RETURN_IF_ERROR(Connect(deadline, stop));
+  absl::Status sent = Send(request, fd, deadline, stop);
   // The daemon may have closed an idle connection; what was not sent had no effect.
   if (absl::IsUnavailable(sent) && reused) {
-    REFITD_RETURN_IF_ERROR(Connect(deadline));
-    sent = Send(request, fd, deadline);
+    REFITD_RETURN_IF_ERROR(Connect(deadline, stop));
+    sent = Send(request, fd, deadline, stop);
   }
-  auto answer = sent.ok() ? Receive(deadline) : absl::StatusOr<DescriptorAnswer>(sent);
+  auto answer = sent.ok() ? Receive(deadline, stop) : absl::StatusOr<DescriptorAnswer>(sent);
   if (!answer.ok()) {
     socket_.Reset();
     return answer.status();
@@ -79,7 +80,7 @@ absl::StatusOr<DescriptorAnswer> DescriptorClient::Ask(DescriptorRequest request
   return answer;
 }
 
-absl::Status DescriptorClient::Connect(TimePoint deadline) {
+absl::Status DescriptorClient::Connect(TimePoint deadline, const std::stop_token& stop) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   if (path_.empty() || path_.size() >= sizeof(address.sun_path)) {
@@ -94,7 +95,7 @@ absl::Status DescriptorClient::Connect(TimePoint deadline) {
          0) {
     const int error = errno;
     const bool again = error == EAGAIN || error == EINTR;
-    if (again && Until(deadline) > Duration::zero()) {
+    if (again && Until(deadline) > Duration::zero() && !stop.stop_requested()) {
       ::poll(nullptr, 0, kBacklogRetryMs);
       continue;
     }
@@ -104,20 +105,22 @@ absl::Status DescriptorClient::Connect(TimePoint deadline) {
   return absl::OkStatus();
 }
 
-absl::Status DescriptorClient::Wait(short events, TimePoint deadline) {
+absl::Status DescriptorClient::Wait(short events, TimePoint deadline, const std::stop_token& stop) {
   while (true) {
     pollfd entry{socket_.get(), events, 0};
-    const int ready = ::poll(&entry, 1, PollTimeout(deadline));
+    const int ready = ::poll(&entry, 1, PollTimeout(PieceOf(deadline, stop)));
     if (ready > 0) return absl::OkStatus();
-    if (ready == 0) {
+    if (stop.stop_requested()) return absl::CancelledError("detached");
+    if (ready == 0 && Until(deadline) == Duration::zero()) {
       return Error(absl::StatusCode::kDeadlineExceeded,
                    "the daemon did not answer on descriptor socket {} in time", path_);
     }
-    if (errno != EINTR) return ErrnoError(errno, "poll of the descriptor socket");
+    if (ready < 0 && errno != EINTR) return ErrnoError(errno, "poll of the descriptor socket");
   }
 }
 
-absl::Status DescriptorClient::Send(const DescriptorRequest& request, int fd, TimePoint deadline) {
+absl::Status DescriptorClient::Send(const DescriptorRequest& request, int fd, TimePoint deadline,
+                                    const std::stop_token& stop) {
   iovec data{const_cast<DescriptorRequest*>(&request), sizeof(request)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
@@ -135,12 +138,13 @@ absl::Status DescriptorClient::Send(const DescriptorRequest& request, int fd, Ti
   while (::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     if (errno == EINTR) continue;
     if (errno != EAGAIN) return ErrnoError(errno, "sending to the descriptor socket");
-    REFITD_RETURN_IF_ERROR(Wait(POLLOUT, deadline));
+    REFITD_RETURN_IF_ERROR(Wait(POLLOUT, deadline, stop));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<DescriptorAnswer> DescriptorClient::Receive(TimePoint deadline) {
+absl::StatusOr<DescriptorAnswer> DescriptorClient::Receive(TimePoint deadline,
+                                                           const std::stop_token& stop) {
   DescriptorAnswer answer;
   iovec data{&answer.reply, sizeof(answer.reply)};
   // Room for two: a second descriptor is then seen, closed and refused, not silently cut off.
@@ -154,7 +158,7 @@ absl::StatusOr<DescriptorAnswer> DescriptorClient::Receive(TimePoint deadline) {
     const ssize_t got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EAGAIN) {
-      REFITD_RETURN_IF_ERROR(Wait(POLLIN, deadline));
+      REFITD_RETURN_IF_ERROR(Wait(POLLIN, deadline, stop));
       continue;
     }
     if (got < 0) return ErrnoError(errno, "receiving from the descriptor socket");

@@ -6,6 +6,7 @@
 #ifndef REFITD_CLIENT_DESCRIPTOR_CLIENT_H_
 #define REFITD_CLIENT_DESCRIPTOR_CLIENT_H_
 
+#include <stop_token>
 #include <string>
 #include <string_view>
 
@@ -28,16 +29,19 @@ class DescriptorClient {
   DescriptorClient(std::string path, std::string_view token);
 
   // Sends `request` (the token is filled in) with `fd` if it is valid. The daemon's own error, or
-  // DEADLINE_EXCEEDED, UNAVAILABLE and what connect() may say.
-  absl::StatusOr<DescriptorAnswer> Ask(DescriptorRequest request, int fd, TimePoint deadline);
+  // DEADLINE_EXCEEDED, UNAVAILABLE and what connect() may say; CANCELLED once `stop` is requested.
+  absl::StatusOr<DescriptorAnswer> Ask(DescriptorRequest request, int fd, TimePoint deadline,
+                                       const std::stop_token& stop = {});
 
  private:
-  absl::Status Connect(TimePoint deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status Send(const DescriptorRequest& request, int fd, TimePoint deadline)
+  absl::Status Connect(TimePoint deadline, const std::stop_token& stop)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<DescriptorAnswer> Receive(TimePoint deadline)
+  absl::Status Send(const DescriptorRequest& request, int fd, TimePoint deadline,
+                    const std::stop_token& stop) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<DescriptorAnswer> Receive(TimePoint deadline, const std::stop_token& stop)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status Wait(short events, TimePoint deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Wait(short events, TimePoint deadline, const std::stop_token& stop)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::string path_;
   const std::string token_;

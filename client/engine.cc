@@ -3,6 +3,9 @@
 #include <grpcpp/support/client_callback.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <deque>
+#include <functional>
 #include <utility>
 
 #include "client/attach_stream.h"
@@ -11,6 +14,7 @@
 #include "client/engine_state.h"
 #include "client/layout_upload.h"
 #include "client/part.h"
+#include "client/reattach.h"
 #include "proto/convert.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "transport/base/mutex.h"
@@ -27,26 +31,57 @@ constexpr int64_t kLayoutChunkBytes = 1 << 20;  // well below any message limit
 // a moment.
 constexpr std::chrono::seconds kRegisterLimit{60};
 
-class EngineImpl final : public Engine {
- public:
-  EngineImpl(std::shared_ptr<Connection> connection, std::optional<Version> held)
-      : connection_(std::move(connection)),
-        stub_(v1::Engine::NewStub(connection_->channel())),
-        state_(held) {}
+// Update ids are unique in one daemon only: here they carry the number of the lease too, so that an
+// answer never goes to another daemon's update of the same number.
+constexpr int kLeaseShift = 48;
+constexpr uint64_t kWireUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 
-  ~EngineImpl() override {
-    connection_->Detach();
-    if (stream_ == nullptr) return;
+// One lease and what belongs to it. Immutable after Open.
+struct Session {
+  std::shared_ptr<Connection> connection;
+  std::unique_ptr<v1::Engine::Stub> stub;
+  std::shared_ptr<Stream> stream;
+  uint64_t number = 0;  // of this engine's leases
+
+  ~Session() {
+    if (connection == nullptr) return;
+    connection->Detach();
+    if (stream == nullptr) return;
     v1::EngineMessage message;
     message.mutable_detach();
-    stream_->Close(std::move(message), kCleanupLimit);
+    stream->Close(std::move(message), kCleanupLimit);
+  }
+  UpdateId Update(uint64_t wire) const {
+    return UpdateId((wire & kWireUpdateMask) | number << kLeaseShift);
+  }
+  bool Has(UpdateId update) const { return update.value() >> kLeaseShift == number; }
+  static uint64_t ToWire(UpdateId update) { return update.value() & kWireUpdateMask; }
+
+  absl::Status Start(const EngineOptions& options, TimePoint deadline, const std::stop_token& stop,
+                     std::function<void()> ended);
+};
+
+class EngineImpl final : public Engine {
+ public:
+  explicit EngineImpl(const EngineOptions& options)
+      : options_(options),
+        regions_(std::make_shared<Regions>(reattaches())),
+        state_(options.held_version) {}
+
+  ~EngineImpl() override {
+    reattacher_.reset();  // then nobody else changes session_
+    MutexLock lock(&mutex_);
+    if (session_ != nullptr) session_->connection->Detach();  // before regions go
   }
 
-  absl::Status Start(const EngineOptions& options, TimePoint deadline);
+  absl::Status Start();
 
   absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
-    REFITD_RETURN_IF_ERROR(stream_->status());
-    return connection_->NewRegion(bytes);
+    {
+      MutexLock lock(&mutex_);
+      REFITD_RETURN_IF_ERROR(reattaches() ? ended_ : session_->stream->status());
+    }
+    return regions_->New(bytes);
   }
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
@@ -55,29 +90,62 @@ class EngineImpl final : public Engine {
   absl::Status Fail(Version version, const std::string& reason) override;
   Weights weights() const override;
   std::optional<Version> version() const override;
+  int reattachments() const override {
+    MutexLock lock(&mutex_);
+    return reattachments_;
+  }
 
  private:
+  bool reattaches() const { return options_.connect.reattach.count() > 0; }
+  void StartReattacher();
+  absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
+  absl::Status RegisterOn(const Session& session, Layout layout, const std::stop_token& stop)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
+  void Publish(std::shared_ptr<Session> session, std::optional<Version> held);
+  void GiveUp(absl::Status why);
+
+  // An answer goes to the lease that its event came from. OK, and true: that one is lost, another
+  // is tried for or was had, and the answer is dropped.
+  absl::StatusOr<bool> Dropped() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The stream may end under an answer: the same.
+  absl::Status OrDropped(absl::Status sent) const {
+    return reattaches() && DaemonGone(sent) ? absl::OkStatus() : sent;
+  }
   absl::Status SendAck(Version version, UpdateId update, PartSeq part)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendFailed(Version version, const std::string& reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Nothing: the event is not for the caller.
-  Event Take(const v1::EngineEvent& event);
-  Event TakePart(const v1::BucketReady& bucket);
-  void NoteEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (stream_->exhausted()) state_.OnLost();
-  }
+  Event Take(const Session& session, const v1::EngineEvent& event);
+  Event TakePart(const Session& session, const v1::BucketReady& bucket);
+  // Where the lease ended and all its events were taken: what follows for the weights and the
+  // caller.
+  void NoteEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const std::shared_ptr<Connection> connection_;
-  const std::unique_ptr<v1::Engine::Stub> stub_;
-  std::shared_ptr<Stream> stream_;  // constant after Start
+  const EngineOptions options_;
+  const std::shared_ptr<Regions> regions_;
+  std::function<void()> wake_;  // constant after Start; null: no lease follows a lost one
 
-  Mutex next_mutex_;  // one event is taken at a time; before mutex_
-  Mutex register_mutex_;
+  Mutex next_mutex_;      // one event is taken at a time; before mutex_
+  Mutex register_mutex_;  // before mutex_
   uint64_t binding_generation_ ABSL_GUARDED_BY(register_mutex_) = 0;
+  // With `reattach`: what was registered last, for daemons to come.
+  std::optional<Layout> layout_ ABSL_GUARDED_BY(register_mutex_);
+  std::vector<std::shared_ptr<Region>> layout_regions_ ABSL_GUARDED_BY(register_mutex_);
+
   // Held while an answer is queued: answers leave in the order in which the state allowed them.
   mutable Mutex mutex_;
+  mutable CondVar changed_;
+  std::shared_ptr<Session> session_ ABSL_GUARDED_BY(mutex_);  // the last one, also when it is lost
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
+  mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;   // session_ is, and its events are taken
+  mutable absl::Status ended_ ABSL_GUARDED_BY(mutex_);  // no lease follows the lost one
+  mutable std::deque<Event> notices_ ABSL_GUARDED_BY(mutex_);  // Lost, Reattached: before events
+  int reattachments_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Slots' mappings of lost leases, whose views the caller may still hold; until Ready.
+  std::vector<std::shared_ptr<HostRegion>> old_pools_ ABSL_GUARDED_BY(mutex_);
+
+  std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the others
 };
 
 v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
@@ -86,6 +154,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   hello->set_protocol(v1::PROTOCOL_VERSION_1);
   hello->set_group(options.connect.group);
   if (options.connect.spec) *hello->mutable_spec() = SpecToWire(*options.connect.spec);
+  hello->set_coordinator(options.connect.coordinator);
   hello->set_instance(options.instance);
   hello->set_rank(options.rank);
   hello->set_world_size(options.world_size);
@@ -122,53 +191,182 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-absl::Status EngineImpl::Start(const EngineOptions& options, TimePoint deadline) {
-  stream_ =
-      Stream::Start([&](grpc::ClientContext* context,
-                        Stream::Reactor* reactor) { stub_->async()->Attach(context, reactor); },
-                    Hello(options, deadline), nullptr);
+absl::Status Session::Start(const EngineOptions& options, TimePoint deadline,
+                            const std::stop_token& stop, std::function<void()> ended) {
+  stub = v1::Engine::NewStub(connection->channel());
+  stream = Stream::Start(
+      [&](grpc::ClientContext* context, Stream::Reactor* reactor) {
+        stub->async()->Attach(context, reactor);
+      },
+      Hello(options, deadline),
+      {.daemon = connection->socket(), .handler = nullptr, .ended = std::move(ended)});
+  const std::stop_callback cancel(stop, [this] { stream->Cancel(); });
   REFITD_ASSIGN_OR_RETURN(const std::optional<v1::EngineEvent> event,
-                          stream_->Pop(deadline + options.connect.call_margin));
+                          stream->Pop(deadline + options.connect.call_margin));
   if (!event) {
-    return Error(absl::StatusCode::kDeadlineExceeded, "Attach: the daemon did not answer in time");
+    return Error(absl::StatusCode::kDeadlineExceeded,
+                 "Attach: the daemon at {} did not answer in time", connection->socket());
   }
   if (!event->has_welcome()) {
     return Error(absl::StatusCode::kInternal, "Attach: the daemon's first event is no Welcome");
   }
-  return connection_->Adopt(event->welcome());
+  return connection->Adopt(event->welcome());
 }
 
+absl::Status EngineImpl::Start() {
+  const TimePoint deadline = After(options_.connect.wait);
+  auto session = std::make_shared<Session>();
+  REFITD_ASSIGN_OR_RETURN(session->connection, Connection::Open(options_.connect, deadline));
+  if (reattaches()) StartReattacher();
+  REFITD_RETURN_IF_ERROR(session->Start(options_, deadline, {}, wake_));
+  REFITD_RETURN_IF_ERROR(regions_->MoveTo(session->connection, {}));
+  {
+    MutexLock lock(&mutex_);
+    session_ = std::move(session);
+  }
+  if (wake_) wake_();  // it may have ended meanwhile
+  return absl::OkStatus();
+}
+
+// ---- attaching again ----
+
+void EngineImpl::StartReattacher() {
+  Reattacher::Hooks hooks;
+  hooks.lost = [this]() -> std::optional<absl::Status> {
+    MutexLock lock(&mutex_);
+    if (session_ == nullptr) return std::nullopt;
+    NoteEnd();
+    if (!lost_ || !ended_.ok()) return std::nullopt;
+    return session_->stream->status();
+  };
+  hooks.attach = [this](TimePoint deadline, const std::stop_token& stop) {
+    return Reattach(deadline, stop);
+  };
+  hooks.give_up = [this](absl::Status why) { GiveUp(std::move(why)); };
+  reattacher_ = std::make_unique<Reattacher>(
+      SocketPath(options_.connect), options_.connect.reattach,
+      std::max<Duration>(options_.connect.wait, kAttemptLimit),
+      SeedOf(options_.connect.group, options_.instance, options_.rank), std::move(hooks));
+  wake_ = reattacher_->Waker();
+}
+
+absl::Status EngineImpl::Reattach(TimePoint deadline, const std::stop_token& stop) {
+  EngineOptions options = options_;
+  auto session = std::make_shared<Session>();
+  {
+    // No event comes from a lost lease, so this stays true.
+    MutexLock lock(&mutex_);
+    options.held_version = state_.version();
+    session->number = session_->number + 1;
+  }
+  REFITD_ASSIGN_OR_RETURN(session->connection,
+                          Connection::OpenNow(options.connect, deadline, stop));
+  REFITD_RETURN_IF_ERROR(session->Start(options, deadline, stop, wake_));
+  REFITD_RETURN_IF_ERROR(regions_->MoveTo(session->connection, stop));
+  MutexLock lock(&register_mutex_);
+  if (layout_) REFITD_RETURN_IF_ERROR(RegisterOn(*session, *layout_, stop));
+  Publish(std::move(session), options.held_version);
+  return absl::OkStatus();
+}
+
+void EngineImpl::Publish(std::shared_ptr<Session> session, std::optional<Version> held) {
+  MutexLock lock(&mutex_);
+  if (state_.has_outstanding()) {
+    if (auto pool = session_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
+  }
+  session_.swap(session);  // the lost one goes after the lock: its stream has ended
+  state_.OnReattached();
+  lost_ = false;
+  ++reattachments_;
+  notices_.push_back(Reattached{state_.weights(), held});
+  changed_.NotifyAll();
+}
+
+void EngineImpl::GiveUp(absl::Status why) {
+  MutexLock lock(&mutex_);
+  ended_ = std::move(why);
+  changed_.NotifyAll();
+}
+
+void EngineImpl::NoteEnd() const {
+  if (lost_ || !session_->stream->exhausted()) return;
+  lost_ = true;
+  state_.OnLost();
+  const absl::Status why = session_->stream->status();
+  if (!reattaches() || !DaemonGone(why)) {
+    ended_ = why;
+    return;
+  }
+  notices_.push_back(Lost{std::string(Message(why)), state_.weights()});
+  wake_();
+}
+
+// ---- the conversation ----
+
 absl::Status EngineImpl::Register(Layout layout) {
-  REFITD_RETURN_IF_ERROR(stream_->status());
   for (const TensorSpec& tensor : layout.tensors) REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
   MutexLock lock(&register_mutex_);
+  std::shared_ptr<Session> session;
+  {
+    MutexLock state_lock(&mutex_);
+    REFITD_RETURN_IF_ERROR(session_->stream->status());
+    session = session_;
+  }
+  REFITD_RETURN_IF_ERROR(RegisterOn(*session, layout, {}));
+  if (!reattaches()) return absl::OkStatus();
+  layout_regions_ = regions_->Of(layout);
+  layout_ = std::move(layout);
+  return absl::OkStatus();
+}
+
+absl::Status EngineImpl::RegisterOn(const Session& session, Layout layout,
+                                    const std::stop_token& stop) {
+  REFITD_RETURN_IF_ERROR(session.connection->ToWire(&layout));
   layout.binding_generation = ++binding_generation_;
-  return UploadLayout(stub_->async(), EncodeLayout(layout, connection_->lease(), kLayoutChunkBytes),
-                      After(kRegisterLimit + connection_->call_margin()));
+  return NameDaemon(
+      "RegisterLayout", session.connection->socket(),
+      UploadLayout(session.stub->async(),
+                   EncodeLayout(layout, session.connection->lease(), kLayoutChunkBytes),
+                   After(kRegisterLimit + session.connection->call_margin()), stop));
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
   const TimePoint deadline = After(timeout);
   MutexLock lock(&next_mutex_);
   while (true) {
-    auto event = stream_->Pop(deadline);
-    if (!event.ok()) {
+    std::shared_ptr<Session> session;
+    {
       MutexLock state_lock(&mutex_);
       NoteEnd();
-      return event.status();
+      if (!notices_.empty()) {
+        Event notice = std::move(notices_.front());
+        notices_.pop_front();
+        return notice;
+      }
+      REFITD_RETURN_IF_ERROR(ended_);
+      if (lost_) {
+        if (!changed_.WaitUntil(&mutex_, deadline) && lost_ && ended_.ok()) {
+          return Event(Nothing{});
+        }
+        continue;
+      }
+      session = session_;
     }
+    const auto event = session->stream->Pop(deadline);
+    if (!event.ok()) continue;  // NoteEnd knows what follows
     if (!event->has_value()) return Event(Nothing{});
-    Event taken = Take(**event);
+    Event taken = Take(*session, **event);
+    if (wake_ && session->stream->exhausted()) wake_();
     if (!std::holds_alternative<Nothing>(taken)) return taken;
   }
 }
 
-Event EngineImpl::Take(const v1::EngineEvent& event) {
-  if (event.has_bucket()) return TakePart(event.bucket());
+Event EngineImpl::Take(const Session& session, const v1::EngineEvent& event) {
+  if (event.has_bucket()) return TakePart(session, event.bucket());
   MutexLock lock(&mutex_);
   if (event.has_prepare()) {
     const v1::Prepare& prepare = event.prepare();
-    state_.OnPrepare(Version(prepare.version()), UpdateId(prepare.update_id()));
+    state_.OnPrepare(Version(prepare.version()), session.Update(prepare.update_id()));
     return Prepare{Version(prepare.version()), std::chrono::milliseconds(prepare.remaining_ms()),
                    prepare.tensor_count()};
   }
@@ -178,22 +376,25 @@ Event EngineImpl::Take(const v1::EngineEvent& event) {
   if (event.has_aborted()) {
     const v1::Aborted& aborted = event.aborted();
     if (state_.OnAborted(Version(aborted.version()), aborted.dirty())) {
-      return Aborted{Version(aborted.version()), aborted.reason(), aborted.dirty()};
+      // A daemon that was restarted does not know what its predecessor left: this rank does (P2).
+      const bool dirty = aborted.dirty() || state_.weights() != Weights::kGood;
+      return Aborted{Version(aborted.version()), aborted.reason(), dirty};
     }
   }
   if (event.has_draining()) return Draining{};
   return Nothing{};
 }
 
-Event EngineImpl::TakePart(const v1::BucketReady& bucket) {
+Event EngineImpl::TakePart(const Session& session, const v1::BucketReady& bucket) {
   const Version version(bucket.version());
-  const UpdateId update(bucket.update_id());
+  const UpdateId update = session.Update(bucket.update_id());
   const PartSeq seq(bucket.part());
   auto part = [&]() -> absl::StatusOr<Part> {
-    REFITD_ASSIGN_OR_RETURN(const auto pool, connection_->Pool(Access::kReadOnly));
+    REFITD_ASSIGN_OR_RETURN(const auto pool, session.connection->Pool(Access::kReadOnly));
     return DecodePart(bucket, std::span<const char>(pool->data(), pool->bytes()),
-                      connection_->welcome().slot_bytes());
+                      session.connection->welcome().slot_bytes());
   }();
+  if (part.ok()) part->update = update;
   MutexLock lock(&mutex_);
   if (!part.ok() && state_.Fail(version).ok()) {
     (void)SendFailed(version, Message(part.status()));
@@ -209,43 +410,58 @@ Event EngineImpl::TakePart(const v1::BucketReady& bucket) {
 absl::Status EngineImpl::SendAck(Version version, UpdateId update, PartSeq part) {
   v1::EngineMessage message;
   message.mutable_ack()->set_version(version.value());
-  message.mutable_ack()->set_update_id(update.value());
+  message.mutable_ack()->set_update_id(Session::ToWire(update));
   message.mutable_ack()->set_part(part.value());
-  return stream_->Send(std::move(message));
+  return session_->stream->Send(std::move(message));
 }
 
 absl::Status EngineImpl::SendFailed(Version version, const std::string& reason) {
   v1::EngineMessage message;
   message.mutable_failed()->set_version(version.value());
-  message.mutable_failed()->set_update_id(state_.update().value());
+  message.mutable_failed()->set_update_id(Session::ToWire(state_.update()));
   message.mutable_failed()->set_reason(CleanText(reason, kMaxReasonBytes));
-  return stream_->Send(std::move(message));
+  return session_->stream->Send(std::move(message));
+}
+
+absl::StatusOr<bool> EngineImpl::Dropped() {
+  NoteEnd();
+  const absl::Status lease = session_->stream->status();
+  if (!reattaches()) {
+    REFITD_RETURN_IF_ERROR(lease);
+    return false;
+  }
+  REFITD_RETURN_IF_ERROR(ended_);
+  return !lease.ok() || !notices_.empty();
 }
 
 absl::Status EngineImpl::Ready(Version version) {
+  std::vector<std::shared_ptr<HostRegion>> over;  // unmapped after the lock
   MutexLock lock(&mutex_);
-  NoteEnd();
-  REFITD_RETURN_IF_ERROR(stream_->status());
+  REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
+  if (dropped) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(state_.Ready(version));
+  over.swap(old_pools_);
   v1::EngineMessage message;
   message.mutable_ready()->set_version(version.value());
-  message.mutable_ready()->set_update_id(state_.update().value());
-  return stream_->Send(std::move(message));
+  message.mutable_ready()->set_update_id(Session::ToWire(state_.update()));
+  return OrDropped(session_->stream->Send(std::move(message)));
 }
 
 absl::Status EngineImpl::Ack(const Part& part) {
   MutexLock lock(&mutex_);
-  REFITD_RETURN_IF_ERROR(stream_->status());
+  REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
+  if (dropped) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(state_.Ack(part.update, part.part));
-  return SendAck(part.version, part.update, part.part);
+  if (!session_->Has(part.update)) return absl::OkStatus();  // its slot went with its daemon
+  return OrDropped(SendAck(part.version, part.update, part.part));
 }
 
 absl::Status EngineImpl::Fail(Version version, const std::string& reason) {
   MutexLock lock(&mutex_);
-  NoteEnd();
-  REFITD_RETURN_IF_ERROR(stream_->status());
+  REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
+  if (dropped) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(state_.Fail(version));
-  return SendFailed(version, reason);
+  return OrDropped(SendFailed(version, reason));
 }
 
 Weights EngineImpl::weights() const {
@@ -264,10 +480,8 @@ std::optional<Version> EngineImpl::version() const {
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Attach(const EngineOptions& options) {
   REFITD_RETURN_IF_ERROR(CheckOptions(options));
-  const TimePoint deadline = After(options.connect.wait);
-  REFITD_ASSIGN_OR_RETURN(auto connection, Connection::Open(options.connect, deadline));
-  auto engine = std::make_unique<EngineImpl>(std::move(connection), options.held_version);
-  REFITD_RETURN_IF_ERROR(engine->Start(options, deadline));
+  auto engine = std::make_unique<EngineImpl>(options);
+  REFITD_RETURN_IF_ERROR(engine->Start());
   return std::unique_ptr<Engine>(std::move(engine));
 }
 

@@ -16,12 +16,22 @@
 //       resume();
 //     } else if (auto* aborted = std::get_if<Aborted>(&event)) {
 //       if (!aborted->dirty) resume();
+//     } else if (auto* lost = std::get_if<Lost>(&event)) {  // with ConnectOptions::reattach
+//       if (lost->weights == Weights::kGood) resume();
 //     }
 //   }
 //
 // The rank resumes on Committed or a clean Aborted only. If the lease is lost between Ready and the
 // outcome the rank is in doubt: `weights()` then says kInDoubt, which counts as dirty, and it never
 // guesses (P2).
+//
+// With ConnectOptions::reattach a lease that is lost with its daemon is no error: Next() gives
+// Lost, then Reattached once a daemon at the socket has taken the rank back, with the same regions
+// and the layout that was registered last. The daemon is told a held version only if the weights
+// are kGood; a rank in doubt stays so, through every later lease, until an update commits. Between
+// the two events the rank serves what it has, if that is good. Attaching again begins when all
+// events of the lost lease were taken, so keep calling Next(). After Lost the views of its parts
+// are no longer used; answers to its events are dropped, and return OK.
 #ifndef REFITD_CLIENT_ENGINE_H_
 #define REFITD_CLIENT_ENGINE_H_
 
@@ -36,6 +46,14 @@
 namespace refitd::client {
 
 enum class Delivery : uint8_t { kRegistered, kStaged };
+
+// What this rank may say of its own weights.
+enum class Weights : uint8_t {
+  kGood,     // version() holds (none yet: as loaded)
+  kPaused,   // Prepare came; not resumed yet
+  kDirty,    // an update was lost after writing began
+  kInDoubt,  // the lease was lost between Ready and the outcome: counts as dirty
+};
 
 struct EngineOptions {
   ConnectOptions connect{};
@@ -83,15 +101,18 @@ struct Aborted {
 struct Draining {};
 struct Nothing {};  // the timeout passed
 
-using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining>;
-
-// What this rank may say of its own weights.
-enum class Weights : uint8_t {
-  kGood,     // version() holds (none yet: as loaded)
-  kPaused,   // Prepare came; not resumed yet
-  kDirty,    // an update was lost after writing began
-  kInDoubt,  // the lease was lost between Ready and the outcome: counts as dirty
+// The daemon went away, and with it the update that ran, if any; it is being tried to attach again.
+struct Lost {
+  std::string reason;
+  Weights weights = Weights::kGood;  // kGood: serving may go on
 };
+// Attached again.
+struct Reattached {
+  Weights weights = Weights::kGood;
+  std::optional<Version> held_version;  // what the daemon was told that this rank holds
+};
+
+using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining, Lost, Reattached>;
 
 // Thread-safe, but events should be answered by one thread. Destroying it detaches.
 class Engine {
@@ -102,11 +123,11 @@ class Engine {
   // Shared memory that the daemon may write: parameters live here (registered delivery).
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
   // Registers the pieces this rank holds; their regions come from NewRegion. binding_generation is
-  // filled in.
+  // filled in. UNAVAILABLE while the lease is lost: once more after Reattached.
   virtual absl::Status Register(Layout layout) = 0;
 
-  // The next event, or Nothing after `timeout`. UNAVAILABLE, ABORTED, ...: the lease ended and why;
-  // weights() then tells the rest.
+  // The next event, or Nothing after `timeout`. UNAVAILABLE, ABORTED, ...: the lease ended and why,
+  // and no other is tried for (any more); weights() then tells the rest.
   virtual absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) = 0;
   // This rank no longer reads its weights. FAILED_PRECONDITION: no Prepare of this version is
   // unanswered.
@@ -121,6 +142,8 @@ class Engine {
   virtual Weights weights() const = 0;
   // The version installed and committed here; nullopt: none, or weights() is not kGood.
   virtual std::optional<Version> version() const = 0;
+  // How often a lost lease was followed by another.
+  virtual int reattachments() const = 0;
 };
 
 // Joins the parts of tensors larger than a slot. Feed every Part; whole tensors are handed out once

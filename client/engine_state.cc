@@ -42,6 +42,10 @@ void EngineState::OnLost() {
   phase_ = Phase::kLost;
 }
 
+void EngineState::OnReattached() {
+  if (phase_ == Phase::kLost) phase_ = Phase::kIdle;
+}
+
 absl::Status EngineState::Ready(Version version) {
   if (!Running(version) || phase_ != Phase::kPrepared) {
     return Error(absl::StatusCode::kFailedPrecondition,

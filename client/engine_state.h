@@ -12,6 +12,8 @@
 //                                                    Ready
 //   Ready, Failed      lease lost     Lost           kInDoubt, for good (P2: it never guesses)
 //   Idle               lease lost     Lost           unchanged
+//   Lost               attached again Idle           unchanged: only what is good is reported as
+//   held
 // Outstanding parts outlive the update: their slots are the daemon's again only when acknowledged.
 //
 // Not thread-safe.
@@ -37,6 +39,7 @@ class EngineState {
   bool OnCommitted(Version version);
   bool OnAborted(Version version, bool dirty);
   void OnLost();
+  void OnReattached();
 
   // Answers: FAILED_PRECONDITION where one is not due; nothing is changed then.
   absl::Status Ready(Version version);
@@ -48,6 +51,7 @@ class EngineState {
   bool failed() const { return phase_ == Phase::kRefused || phase_ == Phase::kFailed; }
   // Of the last Prepare.
   UpdateId update() const { return update_; }
+  bool has_outstanding() const { return !outstanding_.empty(); }
   Weights weights() const;
   std::optional<Version> version() const;
 

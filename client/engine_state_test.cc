@@ -84,6 +84,31 @@ TEST_CASE("a lost lease leaves doubt exactly between Ready and the outcome") {
   }
 }
 
+TEST_CASE("attaching again changes no weights: what was in doubt stays so until a commit") {
+  for (const Reached& phase : Phases()) {
+    INFO(phase.phase);
+    EngineState state = At(phase);
+    state.OnLost();
+    const Weights lost = state.weights();
+    const std::optional<Version> held = state.version();
+    state.OnReattached();
+    CHECK(state.weights() == lost);
+    CHECK(state.version() == held);
+    CHECK(held.has_value() == (lost == Weights::kGood));
+    // The lost update's answers are not due any more.
+    CHECK(absl::IsFailedPrecondition(state.Ready(kNew)));
+    CHECK_FALSE(state.OnCommitted(kNew));
+    state.OnPrepare(kNew, kUpdate);
+    REQUIRE(state.OnAborted(kNew, false));
+    CHECK(state.weights() == lost);
+    state.OnPrepare(kNew, kUpdate);
+    REQUIRE(state.Ready(kNew).ok());
+    REQUIRE(state.OnCommitted(kNew));
+    CHECK(state.weights() == Weights::kGood);
+    CHECK(state.version() == kNew);
+  }
+}
+
 TEST_CASE("only a rank that is ready takes Committed") {
   for (const Reached& phase : Phases()) {
     INFO(phase.phase);

@@ -27,6 +27,8 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
     StartCall();
   }
 
+  void Cancel() { context_.TryCancel(); }
+
   absl::Status Wait(TimePoint deadline) {
     MutexLock lock(&mutex_);
     while (!done_) {
@@ -72,9 +74,11 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
 }  // namespace
 
 absl::Status UploadLayout(v1::Engine::StubInterface::async_interface* stub,
-                          std::vector<v1::LayoutChunk> chunks, TimePoint deadline) {
+                          std::vector<v1::LayoutChunk> chunks, TimePoint deadline,
+                          const std::stop_token& stop) {
   auto upload = std::make_shared<Upload>(std::move(chunks));
   upload->Begin(stub, deadline, upload);
+  const std::stop_callback cancel(stop, [&upload] { upload->Cancel(); });
   return upload->Wait(deadline + kCleanupLimit);
 }
 

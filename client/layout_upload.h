@@ -2,6 +2,7 @@
 #ifndef REFITD_CLIENT_LAYOUT_UPLOAD_H_
 #define REFITD_CLIENT_LAYOUT_UPLOAD_H_
 
+#include <stop_token>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -10,9 +11,11 @@
 
 namespace refitd::client {
 
-// Sends `chunks` and waits for the daemon's verdict. Thread-safe.
+// Sends `chunks` and waits for the daemon's verdict; CANCELLED soon after `stop` was requested.
+// Thread-safe.
 absl::Status UploadLayout(v1::Engine::StubInterface::async_interface* stub,
-                          std::vector<v1::LayoutChunk> chunks, TimePoint deadline);
+                          std::vector<v1::LayoutChunk> chunks, TimePoint deadline,
+                          const std::stop_token& stop = {});
 
 }  // namespace refitd::client
 

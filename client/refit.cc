@@ -159,6 +159,11 @@ absl::StatusOr<client::ConnectOptions> ConnectOf(const refit_connect_options* gi
   options.socket = Text(known.socket);
   options.group = Text(known.group);
   options.client = Text(known.client);
+  options.coordinator = Text(known.coordinator);
+  options.reattach = std::chrono::milliseconds(known.reattach_ms);
+  if (known.silence_ms != 0) {
+    options.silence = std::chrono::milliseconds(known.silence_ms == -1 ? 0 : known.silence_ms);
+  }
   if (known.wait_ms != 0) options.wait = std::chrono::milliseconds(known.wait_ms);
   if (known.call_margin_ms != 0) {
     options.call_margin = std::chrono::milliseconds(known.call_margin_ms);
@@ -336,6 +341,14 @@ refit_event Show(refit_engine* engine) {
     shown.reason = aborted->reason.c_str();
   } else if (std::holds_alternative<client::Draining>(engine->event)) {
     shown.kind = REFIT_EVENT_DRAINING;
+  } else if (const auto* lost = std::get_if<client::Lost>(&engine->event)) {
+    shown.kind = REFIT_EVENT_LOST;
+    shown.reason = lost->reason.c_str();
+    shown.weights = static_cast<int32_t>(lost->weights);
+  } else if (const auto* again = std::get_if<client::Reattached>(&engine->event)) {
+    shown.kind = REFIT_EVENT_REATTACHED;
+    shown.version = again->held_version.value_or(Version(-1)).value();
+    shown.weights = static_cast<int32_t>(again->weights);
   }
   return shown;
 }
@@ -402,6 +415,10 @@ void refit_trainer_free(refit_trainer* trainer) { delete trainer; }
 
 refit_status refit_trainer_health(const refit_trainer* trainer) {
   return Guarded([&] { return trainer == nullptr ? Null("trainer") : trainer->trainer->health(); });
+}
+
+int32_t refit_trainer_reattachments(const refit_trainer* trainer) {
+  return trainer == nullptr ? 0 : trainer->trainer->reattachments();
 }
 
 refit_status refit_trainer_group_version(const refit_trainer* trainer, int64_t* version) {
@@ -607,6 +624,10 @@ refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char
 int32_t refit_engine_weights(const refit_engine* engine) {
   if (engine == nullptr) return REFIT_WEIGHTS_IN_DOUBT;
   return static_cast<int32_t>(engine->engine->weights());
+}
+
+int32_t refit_engine_reattachments(const refit_engine* engine) {
+  return engine == nullptr ? 0 : engine->engine->reattachments();
 }
 
 refit_status refit_engine_version(const refit_engine* engine, int64_t* version) {

@@ -120,6 +120,12 @@ typedef struct refit_connect_options {
   int64_t wait_ms;              /* for the socket and, without a spec, for the group; 0: 10,000 */
   int64_t call_margin_ms;       /* added to an update's remaining time for its calls; 0: 5,000 */
   const char* client;           /* free text for status pages; NULL: none */
+  const char* coordinator;      /* "host:port" of the daemon with the group; NULL: this one */
+  /* Not 0: a lease that is lost because the daemon went away is followed by another, if a daemon at
+   * the socket gives one within so long. Regions and the registered layout stay. 0: it is not. */
+  int64_t reattach_ms;
+  int64_t silence_ms; /* not even a ping answered for so long: the daemon counts as lost; 0: 30,000,
+                         -1: never; else at least 5,000 */
 } refit_connect_options;
 #define REFIT_CONNECT_OPTIONS_INIT \
   { .struct_size = sizeof(refit_connect_options) }
@@ -145,12 +151,15 @@ typedef struct refit_trainer_options {
 refit_status refit_trainer_attach(const refit_trainer_options* options, refit_trainer** trainer);
 /* Detaches and frees; an open update is then lost. */
 void refit_trainer_free(refit_trainer* trainer);
-/* REFIT_OK while attached; else why the lease ended. */
+/* REFIT_OK while attached; else why the lease ended, or why none follows it. */
 refit_status refit_trainer_health(const refit_trainer* trainer);
+/* How often a lost lease was followed by another (reattach_ms); 0 for NULL. The calls of the update
+ * that ran have failed then; begin the next one. */
+int32_t refit_trainer_reattachments(const refit_trainer* trainer);
 /* The last committed version that the daemon told of. REFIT_NOT_FOUND: none. */
 refit_status refit_trainer_group_version(const refit_trainer* trainer, int64_t* version);
 /* What became of an update, for whoever missed the commit's answer: *outcome is one of
- * REFIT_UPDATE_*. */
+ * REFIT_UPDATE_*. A restarted daemon knows of none before. */
 enum {
   REFIT_UPDATE_UNKNOWN = 0,
   REFIT_UPDATE_RUNNING = 1,
@@ -294,7 +303,11 @@ enum {
   REFIT_EVENT_PART = 2,      /* staged: load the views, then refit_engine_ack() */
   REFIT_EVENT_COMMITTED = 3, /* resume on `version` */
   REFIT_EVENT_ABORTED = 4,   /* resume on what was there, unless `dirty` */
-  REFIT_EVENT_DRAINING = 5   /* the daemon opens no new update */
+  REFIT_EVENT_DRAINING = 5,  /* the daemon opens no new update */
+  /* With reattach_ms only. The daemon went away: resume if `weights` is REFIT_WEIGHTS_GOOD, use no
+   * views any more, go on calling refit_engine_next(). Answers to lost events are dropped. */
+  REFIT_EVENT_LOST = 6,
+  REFIT_EVENT_REATTACHED = 7 /* `version` is what this rank holds; -1: nothing that is good */
 };
 
 /* A tensor, or elements [start, start + count) of one, in a mapped slot. */
@@ -315,7 +328,8 @@ typedef struct refit_event {
   int64_t part;         /* PART */
   int64_t view_count;   /* PART */
   const refit_view* views;
-  const char* reason; /* ABORTED; else "" */
+  const char* reason; /* ABORTED, LOST; else "" */
+  int32_t weights;    /* LOST, REATTACHED: one of REFIT_WEIGHTS_* */
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }
@@ -340,6 +354,8 @@ enum {
 };
 /* One of the above; REFIT_WEIGHTS_IN_DOUBT for NULL. */
 int32_t refit_engine_weights(const refit_engine* engine);
+/* How often a lost lease was followed by another (reattach_ms); 0 for NULL. */
+int32_t refit_engine_reattachments(const refit_engine* engine);
 /* The version installed here. REFIT_NOT_FOUND: none, or the weights are not good. */
 refit_status refit_engine_version(const refit_engine* engine, int64_t* version);
 

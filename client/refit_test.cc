@@ -66,6 +66,8 @@ TEST_CASE("null handles can be freed and asked for their values") {
   CHECK(refit_update_instances(nullptr) == 0);
   CHECK(refit_update_leasable_slots(nullptr) == 0);
   CHECK(refit_engine_weights(nullptr) == REFIT_WEIGHTS_IN_DOUBT);
+  CHECK(refit_engine_reattachments(nullptr) == 0);
+  CHECK(refit_trainer_reattachments(nullptr) == 0);
 }
 
 TEST_CASE("a structure without struct_size is refused") {
@@ -119,6 +121,36 @@ TEST_CASE("where no daemon listens attaching is UNAVAILABLE after its wait, nami
   CHECK(refit_trainer_attach(&options, &trainer) == REFIT_UNAVAILABLE);
   CHECK(std::string(refit_last_error()).find("/nonexistent/refitd.sock") != std::string::npos);
   CHECK(trainer == nullptr);
+}
+
+TEST_CASE(
+    "options of older callers mean what they meant: no reattaching, the default for silence") {
+  auto connect = Initialised<refit_connect_options>();
+  connect.group = "g";
+  connect.socket = "/nonexistent/refitd.sock";
+  connect.wait_ms = 1;
+  auto options = Initialised<refit_trainer_options>();
+  options.connect = &connect;
+  refit_trainer* trainer = nullptr;
+  const auto attach = [&] { return refit_trainer_attach(&options, &trainer); };
+  connect.reattach_ms = -1;
+  connect.silence_ms = 1;
+  connect.struct_size = offsetof(refit_connect_options, coordinator);
+  CHECK(attach() == REFIT_UNAVAILABLE);
+  connect.struct_size = sizeof(connect);
+  CHECK(attach() == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()).find("reattach") != std::string::npos);
+  connect.reattach_ms = 0;
+  CHECK(attach() == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()).find("silence") != std::string::npos);
+  connect.silence_ms = -1;
+  CHECK(attach() == REFIT_UNAVAILABLE);
+  connect.coordinator = "node-a:7001";
+  CHECK(attach() == REFIT_UNAVAILABLE);
+  const std::string long_name(300, 'x');
+  connect.coordinator = long_name.c_str();
+  CHECK(attach() == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()).find("coordinator") != std::string::npos);
 }
 
 TEST_CASE("the last error is each thread's own") {

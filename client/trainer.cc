@@ -13,6 +13,7 @@
 #include "client/bucket.h"
 #include "client/call.h"
 #include "client/connection.h"
+#include "client/reattach.h"
 #include "proto/convert.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/mutex.h"
@@ -39,31 +40,50 @@ void RunOnClientThread(std::function<void()> run) {
   });
 }
 
-// What all objects of one attached trainer share.
-struct Core {
-  std::shared_ptr<Connection> connection;
-  std::unique_ptr<v1::Trainer::Stub> stub;
-  std::shared_ptr<Stream> stream;
+// What a trainer knows whatever its leases.
+struct Known {
   Mutex mutex;
   std::optional<Version> group_version ABSL_GUARDED_BY(mutex);
-  // Constant after Attach.
-  std::string group;
-  Duration default_duration = kDefaultDuration;
-
-  Stub* async() { return stub->async(); }
 
   void Committed(Version version) {
     MutexLock lock(&mutex);
     if (!group_version || *group_version < version) group_version = version;
   }
+};
+
+// One lease, which all that came from it shares.
+struct Core {
+  std::shared_ptr<Connection> connection;
+  std::unique_ptr<v1::Trainer::Stub> stub;
+  std::shared_ptr<Stream> stream;
+  std::shared_ptr<Known> known;
+  // Constant after Start.
+  Duration default_duration = kDefaultDuration;
+
+  // Leaves nothing behind at the daemon, whether it was welcomed or not.
+  ~Core() { Close(); }
+  void Close() {
+    if (connection == nullptr) return;
+    connection->Detach();
+    if (stream == nullptr) return;
+    v1::TrainerMessage message;
+    message.mutable_detach();
+    stream->Close(std::move(message), kCleanupLimit);
+  }
+  absl::Status Start(const TrainerOptions& options, TimePoint deadline, const std::stop_token& stop,
+                     std::function<void()> ended);
+
+  Stub* async() { return stub->async(); }
 
   template <typename Request, typename Response>
   absl::StatusOr<Response> Call(UnaryMethod<Stub, Request, Response> method, Request request,
                                 TimePoint deadline, std::string_view what) {
     REFITD_RETURN_IF_ERROR(stream->status());
     *request.mutable_lease() = connection->lease();
-    return CallAndWait<Stub, Request, Response>(async(), method, std::move(request), deadline,
-                                                what);
+    auto response =
+        CallAndWait<Stub, Request, Response>(async(), method, std::move(request), deadline, what);
+    if (!response.ok()) return NameDaemon(what, connection->socket(), response.status());
+    return response;
   }
 };
 
@@ -196,6 +216,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
 absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request) const {
   const int64_t inline_limit = core_->connection->welcome().limits().inline_bytes();
   REFITD_RETURN_IF_ERROR(EncodeBucket(bucket, inline_limit, request->mutable_bucket()));
+  REFITD_RETURN_IF_ERROR(core_->connection->ToWire(request->mutable_bucket()));
   *request->mutable_lease() = core_->connection->lease();
   request->set_version(version_.value());
   if (bucket.slot == nullptr) return absl::OkStatus();
@@ -244,7 +265,8 @@ absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
       core_->async(), &Stub::PushBucket, std::move(request), deadline_,
       [self = shared_from_this(), ticket, source, keep_error, done = std::move(*done)](
           const absl::Status& status, const v1::PushBucketResponse&) {
-        self->Answered(ticket, source.get(), keep_error, done, status);
+        self->Answered(ticket, source.get(), keep_error, done,
+                       NameDaemon("push", self->core_->connection->socket(), status));
       });
   MutexLock lock(&mutex_);
   if (auto call = calls_.find(ticket.call); call != calls_.end()) call->second.context = context;
@@ -440,7 +462,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
     return response.status();
   }
   ended_ = true;
-  core_->Committed(version_);
+  core_->known->Committed(version_);
   return ResultOf(*response);
 }
 
@@ -456,28 +478,66 @@ absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
 
 class TrainerImpl final : public Trainer {
  public:
-  explicit TrainerImpl(std::shared_ptr<Core> core) : core_(std::move(core)) {}
+  explicit TrainerImpl(const TrainerOptions& options)
+      : options_(options), regions_(std::make_shared<Regions>(reattaches())) {}
   ~TrainerImpl() override {
-    core_->connection->Detach();
-    v1::TrainerMessage message;
-    message.mutable_detach();
-    core_->stream->Close(std::move(message), kCleanupLimit);
+    reattacher_.reset();  // then nobody else changes core_
+    std::shared_ptr<Core> core;
+    {
+      MutexLock lock(&mutex_);
+      core = core_;
+    }
+    if (core != nullptr) core->Close();  // what came from it may outlive the lease
   }
 
+  absl::Status Start();
+
   absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
-    REFITD_RETURN_IF_ERROR(core_->stream->status());
-    return core_->connection->NewRegion(bytes);
+    {
+      MutexLock lock(&mutex_);
+      REFITD_RETURN_IF_ERROR(reattaches() ? ended_ : core_->stream->status());
+    }
+    return regions_->New(bytes);
   }
   absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) override;
   absl::StatusOr<UpdateOutcome> GetUpdate(Version version) override;
   std::optional<Version> group_version() const override {
-    MutexLock lock(&core_->mutex);
-    return core_->group_version;
+    MutexLock lock(&known_->mutex);
+    return known_->group_version;
   }
-  absl::Status health() const override { return core_->stream->status(); }
+  absl::Status health() const override {
+    MutexLock lock(&mutex_);
+    return ended_.ok() ? core_->stream->status() : ended_;
+  }
+  int reattachments() const override {
+    MutexLock lock(&mutex_);
+    return reattachments_;
+  }
 
  private:
-  const std::shared_ptr<Core> core_;
+  bool reattaches() const { return options_.connect.reattach.count() > 0; }
+  void StartReattacher();
+  absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
+  // The lease, once there is one again.
+  absl::StatusOr<std::shared_ptr<Core>> Attached(TimePoint deadline);
+
+  const TrainerOptions options_;
+  const std::shared_ptr<Regions> regions_;
+  const std::shared_ptr<Known> known_ = std::make_shared<Known>();
+  std::function<void()> wake_;  // constant after Start; null: no lease follows a lost one
+
+  mutable Mutex mutex_;
+  CondVar changed_;
+  std::shared_ptr<Core> core_ ABSL_GUARDED_BY(mutex_);  // the last one, also when it is lost
+  absl::Status ended_ ABSL_GUARDED_BY(mutex_);          // no lease follows the lost one
+  int reattachments_ ABSL_GUARDED_BY(mutex_) = 0;
+  struct Begun {
+    Version version;
+    uint64_t incarnation = 0;
+  };
+  std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // last
+
+  std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the others
 };
 
 absl::Status CheckBeginOptions(const BeginOptions& options) {
@@ -496,38 +556,52 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   REFITD_RETURN_IF_ERROR(CheckBeginOptions(options));
   v1::BeginRequest request;
   request.set_version(options.version.value());
+  // As told, whatever the wait for a lease took: the ranks' parameters must be equal.
   request.set_duration_ms(options.duration.count());
   if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
   request.set_evict_late(options.evict_late);
   request.set_tensor_count(options.tensor_count);
   request.set_total_bytes(options.total_bytes);
-  const Duration duration =
-      options.duration.count() == 0 ? core_->default_duration : Duration(options.duration);
+  const bool told = options.duration.count() != 0;
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<Core> core,
+                          Attached(After(told ? Duration(options.duration) : kDefaultDuration)));
+  const Duration duration = told ? Duration(options.duration) : core->default_duration;
+  {
+    MutexLock lock(&mutex_);
+    begun_ = {options.version, core->connection->lease().incarnation()};
+  }
   REFITD_ASSIGN_OR_RETURN(const v1::BeginResponse begun,
-                          (core_->Call<v1::BeginRequest, v1::BeginResponse>(
+                          (core->Call<v1::BeginRequest, v1::BeginResponse>(
                               &Stub::Begin, std::move(request),
-                              After(duration) + core_->connection->call_margin(), "Begin")));
-  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core_, options.version, begun));
+                              After(duration) + core->connection->call_margin(), "Begin")));
+  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core, options.version, begun));
 }
 
 absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {
   v1::GetUpdateRequest request;
-  request.set_group(core_->group);
+  std::shared_ptr<Core> core;
+  {
+    MutexLock lock(&mutex_);
+    core = core_;
+    const bool last = begun_ && begun_->version == version;
+    request.set_incarnation(last ? begun_->incarnation : core->connection->lease().incarnation());
+  }
+  request.set_group(options_.connect.group);
   request.set_version(version.value());
-  request.set_incarnation(core_->connection->lease().incarnation());
-  REFITD_ASSIGN_OR_RETURN(const v1::GetUpdateResponse response,
-                          (CallAndWait<Stub, v1::GetUpdateRequest, v1::GetUpdateResponse>(
-                              core_->async(), &Stub::GetUpdate, std::move(request),
-                              After(kGetUpdateLimit), "GetUpdate")));
-  switch (response.outcome()) {
+  const auto response = CallAndWait<Stub, v1::GetUpdateRequest, v1::GetUpdateResponse>(
+      core->async(), &Stub::GetUpdate, std::move(request), After(kGetUpdateLimit), "GetUpdate");
+  if (!response.ok()) {
+    return NameDaemon("GetUpdate", core->connection->socket(), response.status());
+  }
+  switch (response->outcome()) {
     case v1::UPDATE_OUTCOME_RUNNING:
-      return UpdateOutcome{UpdateOutcome::kRunning, response.reason()};
+      return UpdateOutcome{UpdateOutcome::kRunning, response->reason()};
     case v1::UPDATE_OUTCOME_COMMITTED:
-      return UpdateOutcome{UpdateOutcome::kCommitted, response.reason()};
+      return UpdateOutcome{UpdateOutcome::kCommitted, response->reason()};
     case v1::UPDATE_OUTCOME_ABORTED:
-      return UpdateOutcome{UpdateOutcome::kAborted, response.reason()};
+      return UpdateOutcome{UpdateOutcome::kAborted, response->reason()};
     default:
-      return UpdateOutcome{UpdateOutcome::kUnknown, response.reason()};
+      return UpdateOutcome{UpdateOutcome::kUnknown, response->reason()};
   }
 }
 
@@ -537,6 +611,7 @@ v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
   hello->set_protocol(v1::PROTOCOL_VERSION_1);
   hello->set_group(options.connect.group);
   if (options.connect.spec) *hello->mutable_spec() = SpecToWire(*options.connect.spec);
+  hello->set_coordinator(options.connect.coordinator);
   hello->set_rank(options.rank);
   hello->set_world_size(options.world_size);
   hello->set_wait_ms(
@@ -547,23 +622,102 @@ v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
 }
 
 // Trainers act on their calls' answers; of the events only the group's version is kept.
-Stream::Handler TrainerEvents(const std::weak_ptr<Core>& weak) {
-  return [weak](const v1::TrainerEvent& event) {
+Stream::Handler TrainerEvents(std::shared_ptr<Known> known) {
+  return [known = std::move(known)](const v1::TrainerEvent& event) {
     if (event.has_welcome()) return false;
-    const std::shared_ptr<Core> core = weak.lock();
-    if (core != nullptr && event.has_committed()) {
-      core->Committed(Version(event.committed().version()));
-    }
+    if (event.has_committed()) known->Committed(Version(event.committed().version()));
     return true;
   };
 }
 
-absl::StatusOr<v1::Welcome> AwaitWelcome(Stream* stream, TimePoint deadline) {
-  REFITD_ASSIGN_OR_RETURN(std::optional<v1::TrainerEvent> event, stream->Pop(deadline));
+absl::Status Core::Start(const TrainerOptions& options, TimePoint deadline,
+                         const std::stop_token& stop, std::function<void()> ended) {
+  stub = v1::Trainer::NewStub(connection->channel());
+  stream = Stream::Start(
+      [&](grpc::ClientContext* context, Stream::Reactor* reactor) {
+        async()->Attach(context, reactor);
+      },
+      Hello(options, deadline),
+      {.daemon = connection->socket(), .handler = TrainerEvents(known), .ended = std::move(ended)});
+  const std::stop_callback cancel(stop, [this] { stream->Cancel(); });
+  REFITD_ASSIGN_OR_RETURN(const std::optional<v1::TrainerEvent> event,
+                          stream->Pop(deadline + options.connect.call_margin));
   if (!event) {
-    return Error(absl::StatusCode::kDeadlineExceeded, "Attach: the daemon did not answer in time");
+    return Error(absl::StatusCode::kDeadlineExceeded,
+                 "Attach: the daemon at {} did not answer in time", connection->socket());
   }
-  return event->welcome();
+  const v1::Welcome& welcome = event->welcome();
+  REFITD_RETURN_IF_ERROR(connection->Adopt(welcome));
+  if (welcome.limits().default_duration_ms() > 0) {
+    default_duration = std::chrono::milliseconds(welcome.limits().default_duration_ms());
+  }
+  if (welcome.has_group_version()) known->Committed(Version(welcome.group_version()));
+  return absl::OkStatus();
+}
+
+absl::Status TrainerImpl::Start() {
+  const TimePoint deadline = After(options_.connect.wait);
+  auto core = std::make_shared<Core>();
+  core->known = known_;
+  REFITD_ASSIGN_OR_RETURN(core->connection, Connection::Open(options_.connect, deadline));
+  if (reattaches()) StartReattacher();
+  REFITD_RETURN_IF_ERROR(core->Start(options_, deadline, {}, wake_));
+  REFITD_RETURN_IF_ERROR(regions_->MoveTo(core->connection, {}));
+  {
+    MutexLock lock(&mutex_);
+    core_ = std::move(core);
+  }
+  if (wake_) wake_();  // it may have ended meanwhile
+  return absl::OkStatus();
+}
+
+// ---- attaching again ----
+
+void TrainerImpl::StartReattacher() {
+  Reattacher::Hooks hooks;
+  hooks.lost = [this]() -> std::optional<absl::Status> {
+    MutexLock lock(&mutex_);
+    if (core_ == nullptr || core_->stream->status().ok()) return std::nullopt;
+    return core_->stream->status();
+  };
+  hooks.attach = [this](TimePoint deadline, const std::stop_token& stop) {
+    return Reattach(deadline, stop);
+  };
+  hooks.give_up = [this](absl::Status why) {
+    MutexLock lock(&mutex_);
+    ended_ = std::move(why);
+    changed_.NotifyAll();
+  };
+  reattacher_ = std::make_unique<Reattacher>(
+      SocketPath(options_.connect), options_.connect.reattach,
+      std::max<Duration>(options_.connect.wait, kAttemptLimit),
+      SeedOf(options_.connect.group, "trainer", options_.rank), std::move(hooks));
+  wake_ = reattacher_->Waker();
+}
+
+absl::Status TrainerImpl::Reattach(TimePoint deadline, const std::stop_token& stop) {
+  auto core = std::make_shared<Core>();
+  core->known = known_;
+  REFITD_ASSIGN_OR_RETURN(core->connection, Connection::OpenNow(options_.connect, deadline, stop));
+  REFITD_RETURN_IF_ERROR(core->Start(options_, deadline, stop, wake_));
+  REFITD_RETURN_IF_ERROR(regions_->MoveTo(core->connection, stop));
+  MutexLock lock(&mutex_);
+  core_.swap(core);  // the lost one goes after the lock, or with what came from it
+  ++reattachments_;
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::Attached(TimePoint deadline) {
+  MutexLock lock(&mutex_);
+  while (true) {
+    REFITD_RETURN_IF_ERROR(ended_);
+    const absl::Status lease = core_->stream->status();
+    if (lease.ok()) return core_;
+    if (!reattaches()) return lease;
+    if (changed_.WaitUntil(&mutex_, deadline) || Until(deadline) > Duration::zero()) continue;
+    return Error(absl::StatusCode::kUnavailable, "not attached again in time; {}", Message(lease));
+  }
 }
 
 }  // namespace
@@ -571,24 +725,8 @@ absl::StatusOr<v1::Welcome> AwaitWelcome(Stream* stream, TimePoint deadline) {
 absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Attach(const TrainerOptions& options) {
   REFITD_RETURN_IF_ERROR(CheckConnectOptions(options.connect));
   REFITD_RETURN_IF_ERROR(CheckRank(options.rank, options.world_size));
-  const TimePoint deadline = After(options.connect.wait);
-  auto core = std::make_shared<Core>();
-  REFITD_ASSIGN_OR_RETURN(core->connection, Connection::Open(options.connect, deadline));
-  core->stub = v1::Trainer::NewStub(core->connection->channel());
-  core->stream =
-      Stream::Start([&](grpc::ClientContext* context,
-                        Stream::Reactor* reactor) { core->async()->Attach(context, reactor); },
-                    Hello(options, deadline), TrainerEvents(core));
-  // From here on the destructor ends the lease, whatever happens.
-  auto trainer = std::make_unique<TrainerImpl>(core);
-  REFITD_ASSIGN_OR_RETURN(const v1::Welcome welcome,
-                          AwaitWelcome(core->stream.get(), deadline + options.connect.call_margin));
-  REFITD_RETURN_IF_ERROR(core->connection->Adopt(welcome));
-  core->group = options.connect.group;
-  if (welcome.limits().default_duration_ms() > 0) {
-    core->default_duration = std::chrono::milliseconds(welcome.limits().default_duration_ms());
-  }
-  if (welcome.has_group_version()) core->Committed(Version(welcome.group_version()));
+  auto trainer = std::make_unique<TrainerImpl>(options);
+  REFITD_RETURN_IF_ERROR(trainer->Start());
   return std::unique_ptr<Trainer>(std::move(trainer));
 }
 

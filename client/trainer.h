@@ -10,6 +10,13 @@
 // Every call has a deadline (what remains of the update plus ConnectOptions::call_margin) and
 // returns a status whose message names who was waited for. An Update that goes without Commit
 // aborts: weights are never half installed by forgetting (P2).
+//
+// With ConnectOptions::reattach, when the daemon goes away the calls of the running update fail
+// (UNAVAILABLE or ABORTED, naming the daemon) and so do all later ones of that Update; the trainer
+// attaches again beside that, with the same regions, and the next Begin works: it waits for the
+// lease for at most its own duration. What became of an update whose Commit failed so is not known:
+// the engines that heard of the commit hold the version, the others count as dirty. Begin a greater
+// version, or ask GetUpdate where the daemon was not restarted.
 #ifndef REFITD_CLIENT_TRAINER_H_
 #define REFITD_CLIENT_TRAINER_H_
 
@@ -115,7 +122,9 @@ class Update {
 // What became of an update.
 struct UpdateOutcome {
   enum Kind : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
-  Kind kind = kUnknown;  // kUnknown: never heard of, forgotten, or of an incarnation that is gone
+  // kUnknown: never heard of, forgotten, or of an incarnation that is gone, as every one of before
+  // a daemon's restart is.
+  Kind kind = kUnknown;
   std::string reason;
 };
 
@@ -132,11 +141,15 @@ class Trainer {
   // Opens or joins the update; OK when every engine rank is ready.
   virtual absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) = 0;
   // For whoever missed Commit's answer. Works after the lease ended, as long as the daemon lives.
+  // Asks for the update of the incarnation in which this trainer last began `version`, else of the
+  // current one.
   virtual absl::StatusOr<UpdateOutcome> GetUpdate(Version version) = 0;
-  // Last committed version that the daemon told of; nullopt: none.
+  // The greatest committed version that a daemon told of; nullopt: none.
   virtual std::optional<Version> group_version() const = 0;
-  // OK while attached; else why the lease ended.
+  // OK while attached; else why the lease ended, or why none follows it.
   virtual absl::Status health() const = 0;
+  // How often a lost lease was followed by another.
+  virtual int reattachments() const = 0;
 };
 
 }  // namespace refitd::client

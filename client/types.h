@@ -38,15 +38,31 @@ struct ConnectOptions {
   std::string socket{};  // path of the daemon's unix socket; empty: REFITD_SOCKET or kDefaultSocket
   std::string group{};
   std::optional<GroupSpec> spec{};  // absent: wait for the group
+  // "host:port" of the daemon that holds the group; empty: the one at `socket`. At most
+  // kMaxCoordinatorBytes; a daemon that serves no other node refuses any (FAILED_PRECONDITION).
+  std::string coordinator{};
   std::chrono::milliseconds wait{
       10'000};  // for the daemon's socket to answer and, without a spec, for the group
   std::chrono::milliseconds call_margin{
       5'000};            // added to an update's remaining time as the deadline of its calls
   std::string client{};  // free text for status pages
+
+  // Not 0: when the lease is lost because the daemon went away (restarted, killed, silent), attach
+  // again to the same socket for so long, with growing pauses, on a thread of this member's own.
+  // Memory, regions and the registered layout stay and are made known to the new daemon. 0: the
+  // lease's end is the end; whoever wants to go on attaches anew.
+  std::chrono::milliseconds reattach{0};
+  // A daemon that is not even heard to be alive for so long counts as lost (P4): gRPC's keepalive.
+  // 0: never; else at least kMinSilence.
+  std::chrono::milliseconds silence{30'000};
 };
+
+inline constexpr std::chrono::milliseconds kMinSilence{5'000};  // daemons take a ping a second
+inline constexpr size_t kMaxCoordinatorBytes = 262;             // a host name, a colon, a port
 
 // Memory of this process that the daemon has mapped: a sealed memfd. Thread-safe. The mapping here
 // lives as long as the object; the daemon's lives until the lease ends and no copy touches it.
+// `id` names the region in this process, for all its leases: what the daemon calls it differs.
 class Region {
  public:
   virtual ~Region() = default;

@@ -70,6 +70,9 @@ std::unique_ptr<grpc::Server> StartServer(const Config& config,
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits.message_bytes));
   // Two daemons must never share a port: the second one fails instead.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  // Members ask by pings whether the daemon lives: this often they may, without any other traffic.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   for (grpc::Service* service : services) builder.RegisterService(service);
   std::vector<int> ports(config.listen.tcp.size());
   for (size_t i = 0; i < ports.size(); ++i) {

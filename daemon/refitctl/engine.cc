@@ -42,6 +42,8 @@ struct EngineCommandOptions {
   int64_t versions = 0;  // 0: until SIGTERM
   std::string status_file;
   int64_t stall_in = -1;  // version; -1: never
+  std::string coordinator;
+  double reattach_seconds = 0;  // 0: the lease's end is the end
 };
 
 std::string FolderOf(const std::string& pattern, Version version) {
@@ -116,6 +118,9 @@ class ReferenceEngine {
     attach.connect.group = options_.group;
     attach.connect.wait = global.timeout();
     attach.connect.client = "refitctl engine";
+    attach.connect.coordinator = options_.coordinator;
+    attach.connect.reattach =
+        std::chrono::milliseconds(static_cast<int64_t>(options_.reattach_seconds * 1000));
     attach.instance = options_.instance;
     attach.rank = options_.rank;
     attach.world_size = options_.world_size;
@@ -137,7 +142,8 @@ class ReferenceEngine {
     while (stop_requested == 0 && (options_.versions == 0 || commits_ < options_.versions)) {
       auto event = engine_->Next(kSignalPoll);
       if (!event.ok()) {
-        log_.Tell("lost", {{"reason", Message(event.status())}, {"weights", WeightsWord()}});
+        log_.Tell("lost", {{"reason", Message(event.status())},
+                           {"weights", WeightsWord(engine_->weights())}});
         return event.status();
       }
       REFITD_RETURN_IF_ERROR(std::visit([this](const auto& e) { return Handle(e); }, *event));
@@ -159,8 +165,8 @@ class ReferenceEngine {
     return absl::OkStatus();
   }
 
-  std::string WeightsWord() const {
-    switch (engine_->weights()) {
+  static std::string WeightsWord(client::Weights weights) {
+    switch (weights) {
       case client::Weights::kGood:
         return "good";
       case client::Weights::kPaused:
@@ -176,6 +182,19 @@ class ReferenceEngine {
   absl::Status Handle(const client::Nothing&) { return absl::OkStatus(); }
   absl::Status Handle(const client::Draining&) {
     log_.Tell("draining", json::object());
+    return absl::OkStatus();
+  }
+  absl::Status Handle(const client::Lost& lost) {
+    joiner_.Reset();
+    log_.Tell(
+        "lost",
+        {{"reason", lost.reason}, {"weights", WeightsWord(lost.weights)}, {"reattaching", true}});
+    return absl::OkStatus();
+  }
+  absl::Status Handle(const client::Reattached& again) {
+    json fields = {{"weights", WeightsWord(again.weights)}};
+    if (again.held_version) fields["held_version"] = again.held_version->value();
+    log_.Tell("reattached", std::move(fields));
     return absl::OkStatus();
   }
   absl::Status Handle(const client::Prepare& prepare) {
@@ -307,6 +326,11 @@ Command AddEngine(CLI::App* app, const GlobalOptions& global) {
          "Fault drill, staged delivery: stop (SIGSTOP) with a part of this version in hand, "
          "so that the process can be killed in mid-update or continued late")
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
+  sub->add_option("--coordinator", options->coordinator,
+                  "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
+  sub->add_option("--reattach", options->reattach_seconds,
+                  "When the daemon goes away, attach again for so many seconds (default 0: end)")
+      ->check(CLI::Range(0.0, 86'400.0));
   sub->add_option("--status-file", options->status_file, "Append each event as a line of JSON");
   return {sub, [&global, options] { return RunEngine(global, *options); }};
 }

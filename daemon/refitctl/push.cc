@@ -44,6 +44,7 @@ struct PushOptions {
   int instances = 1;
   std::string mode = "region";
   bool progress = false;
+  std::string coordinator;
 };
 
 milliseconds FromSeconds(double seconds) {
@@ -280,6 +281,7 @@ client::TrainerOptions AttachOptions(const GlobalOptions& global, const PushOpti
   attach.connect.group = options.group;
   attach.connect.wait = global.timeout();
   attach.connect.client = "refitctl push";
+  attach.connect.coordinator = options.coordinator;
   if (options.create) {
     attach.connect.spec.emplace().min_instances = options.instances;
   }
@@ -424,6 +426,8 @@ Command AddPush(CLI::App* app, const GlobalOptions& global) {
   sub->add_option("--mode", options->mode,
                   "How bytes reach the daemon: region (shared memory), slot (its staging), inline")
       ->check(CLI::IsMember({"region", "slot", "inline"}));
+  sub->add_option("--coordinator", options->coordinator,
+                  "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
   sub->add_flag("--progress", options->progress, "Show a progress bar on stderr");
   return {sub, [&global, options] { return RunPush(global, *options); }};
 }

@@ -6,8 +6,10 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -29,6 +31,15 @@ using Clock = std::chrono::steady_clock;
 int MillisUntil(Clock::time_point deadline) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
   return static_cast<int>(std::max<int64_t>(left.count(), 0));
+}
+
+// Whether somebody takes connections at `path`; a daemon that was killed leaves the file.
+bool Listens(const std::string& path) {
+  const UniqueFd probe(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
 }
 
 }  // namespace
@@ -150,18 +161,33 @@ TempFolder::TempFolder() {
 
 TempFolder::~TempFolder() { std::filesystem::remove_all(path_); }
 
-Daemon::Daemon(std::vector<std::string> flags) : socket_(folder_ / "refitd.sock") {
-  flags.insert(flags.begin(), {BinaryPath("daemon/refitd"), "--listen-unix=" + socket_});
-  process_ = std::make_unique<Process>(flags);
+Daemon::Daemon(std::vector<std::string> flags)
+    : socket_(folder_ / "refitd.sock"), flags_(std::move(flags)) {
+  Start();
+}
+
+void Daemon::Start() {
+  std::vector<std::string> argv = {BinaryPath("daemon/refitd"), "--listen-unix=" + socket_};
+  argv.insert(argv.end(), flags_.begin(), flags_.end());
+  process_ = std::make_unique<Process>(argv);
   const std::shared_ptr<grpc::Channel> channel = Connect();
   operator_ = v1::Operator::NewStub(channel);
   // It listens before it serves: what connects early waits in the queue.
-  const bool listens = Eventually([this] {
-    return access(socket_.c_str(), F_OK) == 0 || process_->EndsWithin(std::chrono::milliseconds(1));
-  });
+  const bool listens = Eventually(
+      [this] { return Listens(socket_) || process_->EndsWithin(std::chrono::milliseconds(1)); });
   const grpc::Status status = Call(&v1::Operator::Stub::GetStatus, v1::GetStatusRequest()).status;
   if (!listens || !status.ok())
     throw std::runtime_error("refitd: " + status.error_message() + "\n" + log());
+}
+
+void Daemon::Kill() {
+  Signal(SIGKILL);
+  WaitExit();
+}
+
+void Daemon::Restart() {
+  REFITD_CHECK(WaitExit().has_value());
+  Start();
 }
 
 std::optional<int> Daemon::Stop() {

@@ -87,6 +87,11 @@ class Daemon {
   std::optional<int> WaitExit() { return process_->WaitExit(); }
   // SIGTERM and the exit code; nullopt: it still runs at kDeadline.
   std::optional<int> Stop();
+  // SIGKILL; reaped. Its socket's file stays, as a crash leaves it.
+  void Kill();
+  // After Stop, Kill or an end of its own: another one, with the same folder, socket and flags,
+  // ready as after construction.
+  void Restart();
 
   v1::GetStatusResponse Status();
   v1::ResourceStatus Resources() { return Status().resources(); }
@@ -109,8 +114,11 @@ class Daemon {
   }
 
  private:
+  void Start();
+
   TempFolder folder_;
   const std::string socket_;
+  const std::vector<std::string> flags_;
   std::unique_ptr<Process> process_;
   std::unique_ptr<v1::Operator::Stub> operator_;
 };

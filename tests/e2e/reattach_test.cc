@@ -1,0 +1,603 @@
+// Clients that survive the loss of their daemon: a real one, killed, stopped and started again in
+// every phase of an update, and the client library's own engines and trainers (`reattach`).
+//
+// The engines look at their own memory whenever they would say that it is good: it must hold
+// exactly the version that they say, byte by byte (P2).
+#include <dirent.h>
+#include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <fstream>
+#include <future>
+#include <random>
+#include <thread>
+
+#include "client/engine.h"
+#include "client/trainer.h"
+#include "tests/e2e/harness.h"
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+
+namespace refitd::e2e {
+namespace {
+
+using client::Weights;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kPoll{20};  // how soon an engine's thread sees that it shall end
+constexpr int64_t kAlignment = 64;
+
+client::ConnectOptions ConnectTo(const Daemon& daemon, milliseconds reattach = kDeadline) {
+  client::ConnectOptions connect;
+  connect.socket = daemon.socket();
+  connect.group = "g";
+  connect.reattach = reattach;
+  return connect;
+}
+
+// An engine rank with a thread that answers its events and checks its memory.
+class Rank {
+ public:
+  Rank(client::ConnectOptions connect, const std::string& instance, client::Delivery delivery,
+       const Model& model)
+      : model_(model), delivery_(delivery), held_(HoldWhole(model)) {
+    client::EngineOptions options{
+        .connect = std::move(connect), .instance = instance, .delivery = delivery};
+    if (delivery == client::Delivery::kStaged) options.manifest = model;
+    auto engine = client::Engine::Attach(options);
+    INFO(engine.status());
+    REQUIRE(engine.ok());
+    engine_ = *std::move(engine);
+    if (delivery == client::Delivery::kRegistered) {
+      auto region = engine_->NewRegion(held_.region_bytes);
+      REQUIRE(region.ok());
+      region_ = *std::move(region);
+      const std::string empty = EmptyImage(held_.region_bytes);
+      empty.copy(region_->data(), empty.size());
+      for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
+      REQUIRE(engine_->Register(held_.layout).ok());
+    }
+    thread_ = std::thread([this] { Serve(); });
+  }
+  ~Rank() {
+    Let();
+    {
+      MutexLock lock(&mutex_);
+      stop_ = true;
+    }
+    thread_.join();
+  }
+
+  client::Engine& engine() { return *engine_; }
+
+  // Prepare is not answered until Let.
+  void Hold() {
+    MutexLock lock(&mutex_);
+    hold_ = true;
+  }
+  void Let() {
+    MutexLock lock(&mutex_);
+    hold_ = false;
+    cond_.NotifyAll();
+  }
+
+  struct Seen {
+    int prepares = 0;
+    int losses = 0;
+    Weights lost_weights = Weights::kGood;  // at the last loss
+    int reattached = 0;
+    std::optional<Version> held;  // told to the last daemon
+    std::optional<Version> committed;
+    std::string reason;  // of the last loss
+    absl::Status ended;
+    std::string wrong;  // the first thing that was
+  };
+  Seen seen() {
+    MutexLock lock(&mutex_);
+    return seen_;
+  }
+  bool Await(const std::function<bool(const Seen&)>& condition) {
+    const bool happened = Eventually([&] { return condition(seen()) || !seen().wrong.empty(); });
+    UNSCOPED_INFO(Show());
+    return happened && seen().wrong.empty();
+  }
+  std::string Show() {
+    const Seen s = seen();
+    return fmt::format("prepares {}, losses {} ({}), reattached {}, ended {}, wrong: {}",
+                       s.prepares, s.losses, s.reason, s.reattached, s.ended.ToString(), s.wrong);
+  }
+
+ private:
+  void Serve() {
+    while (true) {
+      {
+        MutexLock lock(&mutex_);
+        if (stop_) return;
+      }
+      auto event = engine_->Next(kPoll);
+      if (!event.ok()) {
+        MutexLock lock(&mutex_);
+        seen_.ended = event.status();
+        return;
+      }
+      const absl::Status answered = std::visit([this](const auto& e) { return On(e); }, *event);
+      if (!answered.ok()) Wrong("an answer: " + answered.ToString());
+    }
+  }
+
+  absl::Status On(const client::Nothing&) { return absl::OkStatus(); }
+  absl::Status On(const client::Draining&) { return absl::OkStatus(); }
+  absl::Status On(const client::Prepare& prepare) {
+    {
+      MutexLock lock(&mutex_);
+      ++seen_.prepares;
+      while (hold_) cond_.Wait(&mutex_);
+    }
+    return engine_->Ready(prepare.version);
+  }
+  absl::Status On(const client::Part& part) {
+    auto whole = joiner_.Add(part);
+    if (!whole.ok()) return whole.status();
+    for (const client::TensorView& view : *whole) {
+      staged_[view.tensor.name].assign(view.data, TensorBytes(view.tensor));
+    }
+    return engine_->Ack(part);
+  }
+  absl::Status On(const client::Committed& committed) {
+    joiner_.Reset();
+    CheckGood();
+    MutexLock lock(&mutex_);
+    seen_.committed = committed.version;
+    return absl::OkStatus();
+  }
+  absl::Status On(const client::Aborted& aborted) {
+    joiner_.Reset();
+    if (!aborted.dirty) CheckGood();
+    return absl::OkStatus();
+  }
+  absl::Status On(const client::Lost& lost) {
+    joiner_.Reset();
+    if (lost.weights == Weights::kGood) CheckGood();
+    MutexLock lock(&mutex_);
+    ++seen_.losses;
+    seen_.lost_weights = lost.weights;
+    seen_.reason = lost.reason;
+    return absl::OkStatus();
+  }
+  absl::Status On(const client::Reattached& again) {
+    if (again.weights == Weights::kGood) CheckGood();
+    if (again.weights != Weights::kGood && again.held_version) Wrong("what is not good was held");
+    MutexLock lock(&mutex_);
+    ++seen_.reattached;
+    seen_.held = again.held_version;
+    return absl::OkStatus();
+  }
+
+  // The rank may say that its weights are good: then they are.
+  void CheckGood() {
+    if (engine_->weights() != Weights::kGood) return Wrong("the weights are not good");
+    const std::optional<Version> version = engine_->version();
+    std::vector<std::string> bytes;
+    if (version) bytes = BytesOf(model_, version->value());
+    if (delivery_ == client::Delivery::kStaged) {
+      for (size_t i = 0; i < bytes.size(); ++i) {
+        if (staged_[model_[i].name] != bytes[i]) Wrong("staged " + model_[i].name);
+      }
+      return;
+    }
+    std::string image = EmptyImage(held_.region_bytes);
+    if (version) image = ExpectedImage(std::move(image), held_.layout, model_, bytes);
+    const std::string difference = Difference(image, region_->data(), held_.layout);
+    if (!difference.empty()) Wrong(fmt::format("good, but torn: {}", difference));
+  }
+  void Wrong(const std::string& what) {
+    MutexLock lock(&mutex_);
+    if (seen_.wrong.empty()) seen_.wrong = what;
+  }
+
+  const Model model_;
+  const client::Delivery delivery_;
+  Held held_;
+  std::unique_ptr<client::Engine> engine_;
+  std::shared_ptr<client::Region> region_;
+  // The thread's:
+  client::PartJoiner joiner_;
+  std::map<std::string, std::string> staged_;
+
+  Mutex mutex_;
+  CondVar cond_;
+  bool hold_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  Seen seen_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+// A trainer rank that pushes every tensor from one region, in two buckets.
+class Pusher {
+ public:
+  Pusher(client::ConnectOptions connect, const Model& model) : model_(model) {
+    connect.spec =
+        client::GroupSpec{.trainer_ranks = 1, .min_instances = 2, .slot_bytes = 65'536, .slots = 4};
+    auto trainer = client::Trainer::Attach({.connect = std::move(connect)});
+    INFO(trainer.status());
+    REQUIRE(trainer.ok());
+    trainer_ = *std::move(trainer);
+    int64_t bytes = 0;
+    for (const TensorSpec& tensor : model) {
+      offsets_.push_back(bytes);
+      bytes += (TensorBytes(tensor) + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    auto region = trainer_->NewRegion(bytes);
+    REQUIRE(region.ok());
+    region_ = *std::move(region);
+  }
+  client::Trainer& trainer() { return *trainer_; }
+
+  enum Step { kBegun, kFirstBucket, kAllBuckets, kCommitted };
+  // Installs `version`; `at` runs after each step. The first error.
+  absl::Status Install(
+      int64_t version, const std::function<void(Step)>& at = [](Step) {}) {
+    const std::vector<std::string> bytes = BytesOf(model_, version);
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      bytes[i].copy(region_->data() + offsets_[i], bytes[i].size());
+    }
+    REFITD_ASSIGN_OR_RETURN(const auto update, trainer_->Begin({.version = Version(version)}));
+    at(kBegun);
+    const size_t half = model_.size() / 2;
+    REFITD_RETURN_IF_ERROR(update->Push(Part(0, half)));
+    at(kFirstBucket);
+    REFITD_RETURN_IF_ERROR(update->Push(Part(half, model_.size())));
+    at(kAllBuckets);
+    REFITD_RETURN_IF_ERROR(update->Commit().status());
+    at(kCommitted);
+    return absl::OkStatus();
+  }
+
+ private:
+  client::Bucket Part(size_t first, size_t end) const {
+    return client::Bucket::Unpacked({model_.begin() + first, model_.begin() + end}, region_,
+                                    {offsets_.begin() + first, offsets_.begin() + end});
+  }
+  const Model model_;
+  std::unique_ptr<client::Trainer> trainer_;
+  std::shared_ptr<client::Region> region_;
+  std::vector<int64_t> offsets_;
+};
+
+std::optional<Version> VersionAt(Daemon* daemon, const std::string& instance) {
+  const v1::GroupStatus group = daemon->Group("g");
+  for (const v1::InstanceStatus& i : group.instances()) {
+    if (i.name() == instance && i.has_version()) return Version(i.version());
+  }
+  return std::nullopt;
+}
+
+// A group of one trainer, a registered and a staged engine.
+struct Fixture {
+  explicit Fixture(milliseconds reattach = kDeadline, milliseconds silence = milliseconds(30'000))
+      : pusher(WithSilence(reattach, silence), model),
+        registered(WithSilence(reattach, silence), "registered", client::Delivery::kRegistered,
+                   model),
+        staged(WithSilence(reattach, silence), "staged", client::Delivery::kStaged, model) {}
+
+  client::ConnectOptions WithSilence(milliseconds reattach, milliseconds silence) const {
+    client::ConnectOptions connect = ConnectTo(daemon, reattach);
+    connect.silence = silence;
+    return connect;
+  }
+  void Installed(int64_t version) {
+    const absl::Status installed = pusher.Install(version);
+    INFO(installed);
+    REQUIRE(installed.ok());
+    for (Rank* rank : ranks()) {
+      REQUIRE(rank->Await([&](const Rank::Seen& s) { return s.committed == Version(version); }));
+    }
+  }
+  void Back(int times) {
+    for (Rank* rank : ranks()) {
+      REQUIRE(rank->Await([&](const Rank::Seen& s) { return s.reattached == times; }));
+    }
+    REQUIRE(Eventually([&] { return pusher.trainer().reattachments() == times; }));
+    CHECK(pusher.trainer().health().ok());
+  }
+  std::vector<Rank*> ranks() { return {&registered, &staged}; }
+
+  const Model model = MixedModel();
+  Daemon daemon;
+  Pusher pusher;
+  Rank registered;
+  Rank staged;
+};
+
+TEST_CASE("members of a daemon that is killed and started again attach again and go on") {
+  Fixture f;
+  f.Installed(1);
+  f.daemon.Kill();
+  for (Rank* rank : f.ranks()) {
+    REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
+    CHECK(rank->seen().lost_weights == Weights::kGood);
+    CHECK_THAT(rank->seen().reason, Catch::Contains(f.daemon.socket()));
+    CHECK(rank->engine().version() == Version(1));
+  }
+  SECTION("over the file that the killed one left") {}
+  SECTION("where the path is missing for a while") {
+    REQUIRE(unlink(f.daemon.socket().c_str()) == 0);
+  }
+  f.daemon.Restart();
+  f.Back(1);
+  for (const std::string instance : {"registered", "staged"}) {
+    CHECK(VersionAt(&f.daemon, instance) == Version(1));
+  }
+  CHECK(f.daemon.Group("g").version() == 1);
+  // Nothing before the restart is known, and nothing is made up.
+  const auto outcome = f.pusher.trainer().GetUpdate(Version(1));
+  REQUIRE(outcome.ok());
+  CHECK(outcome->kind == client::UpdateOutcome::kUnknown);
+  CHECK(f.pusher.trainer().group_version() == Version(1));
+  const absl::Status again = f.pusher.Install(1);
+  CHECK(absl::IsFailedPrecondition(again));
+  f.Installed(2);
+  CHECK(f.daemon.Status().resources().regions() == 2);
+}
+
+TEST_CASE("an orderly stop of the daemon is survived as well") {
+  Fixture f;
+  f.Installed(1);
+  CHECK(f.daemon.Stop() == 0);
+  f.daemon.Restart();
+  f.Back(1);
+  f.Installed(2);
+}
+
+TEST_CASE("Begin waits for the lease while the daemon is away") {
+  Fixture f;
+  f.Installed(1);
+  f.daemon.Kill();
+  REQUIRE(Eventually([&] { return !f.pusher.trainer().health().ok(); }));
+  auto installed = std::async(std::launch::async, [&] { return f.pusher.Install(2); });
+  f.daemon.Restart();
+  const absl::Status status = installed.get();
+  INFO(status);
+  CHECK(status.ok());
+}
+
+TEST_CASE("a rank that has not answered Ready when the daemon dies keeps its version") {
+  Fixture f;
+  f.Installed(1);
+  f.registered.Hold();
+  auto installed = std::async(std::launch::async, [&] { return f.pusher.Install(2); });
+  REQUIRE(f.registered.Await([](const Rank::Seen& s) { return s.prepares == 2; }));
+  f.daemon.Kill();
+  const absl::Status failed = installed.get();
+  CHECK(absl::IsUnavailable(failed));
+  CHECK_THAT(Message(failed), Catch::Contains(f.daemon.socket()));
+  // Lost, which its thread has not heard yet.
+  REQUIRE(Eventually([&] { return f.registered.engine().weights() == Weights::kGood; }));
+  f.registered.Let();
+  REQUIRE(f.registered.Await([](const Rank::Seen& s) { return s.losses == 1; }));
+  CHECK(f.registered.seen().lost_weights == Weights::kGood);
+  f.daemon.Restart();
+  f.Back(1);
+  CHECK(f.registered.seen().held == Version(1));
+  f.Installed(3);
+}
+
+TEST_CASE("ranks of an update whose daemon dies after Ready are in doubt until the next commit") {
+  Fixture f;
+  f.Installed(1);
+  Pusher::Step moment = Pusher::kBegun;
+  SECTION("before any data") {}
+  SECTION("after the first bucket") { moment = Pusher::kFirstBucket; }
+  SECTION("after the last bucket") { moment = Pusher::kAllBuckets; }
+  const absl::Status failed = f.pusher.Install(2, [&](Pusher::Step step) {
+    if (step == moment) f.daemon.Kill();
+  });
+  INFO(failed);
+  CHECK((absl::IsUnavailable(failed) || absl::IsAborted(failed)));
+  CHECK_THAT(Message(failed), Catch::Contains(f.daemon.socket()));
+  for (Rank* rank : f.ranks()) {
+    REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
+    CHECK(rank->seen().lost_weights == Weights::kInDoubt);
+    CHECK_FALSE(rank->engine().version().has_value());
+  }
+  f.daemon.Restart();
+  f.Back(1);
+  for (Rank* rank : f.ranks()) {
+    CHECK(rank->engine().weights() == Weights::kInDoubt);
+    CHECK_FALSE(rank->seen().held.has_value());
+  }
+  for (const std::string instance : {"registered", "staged"}) {
+    CHECK_FALSE(VersionAt(&f.daemon, instance).has_value());
+  }
+  f.Installed(2);
+}
+
+TEST_CASE("after a commit the ranks that heard of it hold the version, others are in doubt") {
+  Fixture f;
+  REQUIRE(f.pusher
+              .Install(1,
+                       [&](Pusher::Step step) {
+                         if (step == Pusher::kCommitted) f.daemon.Kill();
+                       })
+              .ok());
+  for (Rank* rank : f.ranks()) {
+    REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
+    const bool heard = rank->seen().committed == Version(1);
+    CHECK(rank->seen().lost_weights == (heard ? Weights::kGood : Weights::kInDoubt));
+    CHECK(rank->engine().version() == rank->seen().committed);
+  }
+  f.daemon.Restart();
+  f.Back(1);
+  CHECK(f.pusher.trainer().group_version() == Version(1));
+  f.Installed(2);
+}
+
+TEST_CASE(
+    "a daemon that is stopped counts as lost after the limit for silence, and is found again") {
+  Fixture f(kDeadline, client::kMinSilence);
+  f.Installed(1);
+  const absl::Status failed = f.pusher.Install(2, [&](Pusher::Step step) {
+    if (step == Pusher::kFirstBucket) f.daemon.Signal(SIGSTOP);
+  });
+  INFO(failed);
+  CHECK(absl::IsUnavailable(failed));
+  for (Rank* rank : f.ranks()) {
+    REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
+    CHECK(rank->seen().lost_weights == Weights::kInDoubt);
+  }
+  f.daemon.Signal(SIGCONT);
+  f.Back(1);
+  f.Installed(3);
+  CHECK(f.daemon.Group("g").updates_aborted() == 1);
+}
+
+TEST_CASE("a lease that is idle for longer than the limit for silence lives") {
+  Fixture f(kDeadline, client::kMinSilence);
+  f.Installed(1);
+  // More pings than a server takes that was not told of them; only the end of a lease ends this.
+  const auto end = std::chrono::steady_clock::now() + 2 * client::kMinSilence;
+  while (f.registered.seen().losses == 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(kPoll);
+  }
+  for (Rank* rank : f.ranks()) CHECK(rank->seen().losses == 0);
+  CHECK(f.pusher.trainer().health().ok());
+}
+
+TEST_CASE("when no daemon comes back within the limit, members end and say why") {
+  Fixture f(milliseconds(300));
+  f.Installed(1);
+  f.daemon.Kill();
+  for (Rank* rank : f.ranks()) {
+    REQUIRE(rank->Await([](const Rank::Seen& s) { return !s.ended.ok(); }));
+    CHECK(absl::IsUnavailable(rank->seen().ended));
+    CHECK_THAT(Message(rank->seen().ended), Catch::Contains("reattach"));
+    CHECK_THAT(Message(rank->seen().ended), Catch::Contains(f.daemon.socket()));
+    CHECK(rank->engine().version() == Version(1));
+  }
+  CHECK(absl::IsUnavailable(f.pusher.Install(2)));
+  CHECK_THAT(Message(f.pusher.trainer().health()), Catch::Contains("reattach"));
+}
+
+TEST_CASE("without reattach the lease's end is the end") {
+  Fixture f(milliseconds(0));
+  f.Installed(1);
+  f.daemon.Kill();
+  f.daemon.Restart();
+  for (Rank* rank : f.ranks()) {
+    REQUIRE(rank->Await([](const Rank::Seen& s) { return !s.ended.ok(); }));
+    CHECK(rank->seen().losses == 0);
+  }
+  CHECK(absl::IsUnavailable(f.pusher.Install(2)));
+  CHECK(f.daemon.Resources().members() == 0);
+}
+
+TEST_CASE("members can go while their daemon is away, or says nothing") {
+  auto f = std::make_unique<Fixture>(std::chrono::hours(1));
+  f->Installed(1);
+  SECTION("away") {
+    f->daemon.Kill();
+    for (Rank* rank : f->ranks()) {
+      REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
+    }
+  }
+  SECTION("silent, to a member that comes back") {
+    f->daemon.Kill();
+    f->daemon.Restart();
+    f->daemon.Signal(SIGSTOP);
+    for (Rank* rank : f->ranks()) {
+      REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
+    }
+  }
+  auto gone = std::async(std::launch::async, [&] { f.reset(); });
+  CHECK(gone.wait_for(kDeadline) == std::future_status::ready);
+}
+
+TEST_CASE("a daemon that serves one node alone refuses a coordinator") {
+  Daemon daemon;
+  client::ConnectOptions connect = ConnectTo(daemon);
+  connect.spec = client::GroupSpec{};
+  connect.coordinator = "127.0.0.1:1";
+  const absl::Status refused = client::Trainer::Attach({.connect = connect}).status();
+  INFO(refused);
+  CHECK_FALSE(refused.ok());
+}
+
+// ---- nothing is left behind in the client ----
+
+struct Footprint {
+  int descriptors = 0;
+  int mappings = 0;  // of memfds
+  int threads = 0;
+};
+
+int EntriesOf(const char* folder) {
+  DIR* dir = opendir(folder);
+  REQUIRE(dir != nullptr);
+  int count = 0;
+  while (readdir(dir) != nullptr) ++count;
+  closedir(dir);
+  return count;
+}
+
+Footprint Own() {
+  Footprint own{EntriesOf("/proc/self/fd"), 0, EntriesOf("/proc/self/task")};
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("/memfd:") != std::string::npos) ++own.mappings;
+  }
+  return own;
+}
+
+TEST_CASE("20 daemons killed at seeded moments cost the client nothing and tear nothing") {
+  constexpr int kRounds = 20;
+  constexpr int kWarmRounds = 2;
+  constexpr int kSpareThreads = 8;  // gRPC's own come and go with load
+  std::mt19937 random(20);
+  Fixture f;
+  f.Installed(1);
+  int64_t version = 1;
+  Footprint before;
+  for (int round = 1; round <= kRounds; ++round) {
+    // Idle, after a step, or beside the next step, so many yields into it.
+    const int moment = static_cast<int>(random() % 9);
+    const int yields = static_cast<int>(random() % 3'000);
+    INFO("round " << round << ", moment " << moment << ", yields " << yields);
+    ++version;
+    std::future<void> killed;
+    const auto kill_at = [&](int step) {
+      if (moment == 2 * step) f.daemon.Kill();
+      if (moment != 2 * step + 1) return;
+      killed = std::async(std::launch::async, [&] {
+        for (int i = 0; i < yields; ++i) std::this_thread::yield();
+        f.daemon.Signal(SIGKILL);
+      });
+    };
+    const absl::Status installed =
+        f.pusher.Install(version, [&](Pusher::Step step) { kill_at(static_cast<int>(step)); });
+    if (killed.valid()) killed.get();
+    UNSCOPED_INFO(installed);
+    f.daemon.Kill();  // at the latest now
+    f.daemon.Restart();
+    f.Back(round);
+    f.Installed(++version);
+    if (round == kWarmRounds) before = Own();
+  }
+  // What closes asynchronously has a moment.
+  const bool clean = Eventually([&] {
+    const Footprint now = Own();
+    return now.descriptors <= before.descriptors && now.mappings <= before.mappings &&
+           now.threads <= before.threads + kSpareThreads;
+  });
+  const Footprint now = Own();
+  INFO("descriptors " << before.descriptors << " -> " << now.descriptors << ", mappings "
+                      << before.mappings << " -> " << now.mappings << ", threads " << before.threads
+                      << " -> " << now.threads);
+  CHECK(clean);
+  CHECK(f.daemon.Resources().regions() == 2);
+  CHECK(f.daemon.Resources().members() == 3);
+}
+
+}  // namespace
+}  // namespace refitd::e2e
