@@ -21,6 +21,10 @@ using GrantId =
     StrongInt<struct GrantIdTag, uint64_t>;  // one use of a slot; never reused by a group
 using PartSeq = StrongInt<struct PartSeqTag,
                           int64_t>;  // 0.. of an update: order of delivery in the whole group
+using EpochId =
+    StrongInt<struct EpochIdTag, uint64_t>;  // one communicator; never reused by a coordinator
+using WireSeq =
+    StrongInt<struct WireSeqTag, uint64_t>;  // one operation of an epoch, the same on every rank
 
 // Monotonic time, injected everywhere but in main; never a wall time (P4).
 using TimePoint = std::chrono::steady_clock::time_point;

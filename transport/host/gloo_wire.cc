@@ -1,0 +1,1174 @@
+#include "transport/host/gloo_wire.h"
+
+#include <arpa/inet.h>
+#include <gloo/transport/context.h>
+#include <gloo/transport/device.h>
+#include <gloo/transport/pair.h>
+#include <gloo/transport/tcp/address.h>
+#include <gloo/transport/tcp/device.h>
+#include <gloo/transport/unbound_buffer.h>
+#include <ifaddrs.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <map>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+#include "transport/base/unique_fd.h"
+
+namespace refitd {
+namespace {
+
+using absl::StatusCode;
+using Done = std::function<void(absl::Status)>;
+using GlooBuffer = gloo::transport::UnboundBuffer;
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+// Unit of pipelining along the chain of a broadcast; docs/decisions.md has the measurement.
+constexpr int64_t kChunkBytes = int64_t{4} << 20;
+
+// Gloo's own limit for its own waits, which must never be the one that ends: a pair multiplies it
+// by five while it connects, and takes it at construction, before any deadline is known.
+constexpr milliseconds kGlooTimeout = std::chrono::hours(100);
+
+// While a connect is being called off, pairs are closed again this often: it may be between two.
+constexpr Duration kCallOffInterval = milliseconds(20);
+
+// Slots (Gloo's tags), for each pair. Payload slots have the top bit set.
+constexpr uint64_t kHelloSlot = 1;
+constexpr uint64_t kHeaderSlot = 2;
+constexpr uint64_t kTrailerSlot = 3;
+constexpr uint64_t kAckSlot = 4;
+constexpr uint64_t kPayloadBit = uint64_t{1} << 63;
+
+constexpr uint64_t kHelloMagic = 0x31304f4c4c454852;   // "RHELLO01"
+constexpr uint64_t kHeaderMagic = 0x3130524441454852;  // "RHEADR01"
+using Token = std::array<char, 16>;
+
+// Sent by both ends of a new connection. The receiver's token proves that the sender holds the
+// address of this epoch and not a stale one whose port was used again. Byte order is the host's, as
+// in Gloo's own messages; the magic number shows a difference.
+struct Hello {
+  uint64_t magic;
+  uint64_t epoch;
+  uint32_t from;
+  uint32_t to;
+  Token token;
+};
+static_assert(sizeof(Hello) == 40 && std::is_trivially_copyable_v<Hello>);
+
+enum class Kind : uint64_t { kBroadcast = 1, kExchange = 2 };
+
+// Precedes each payload. Compared by the receiver before it takes a byte as written.
+struct Header {
+  uint64_t magic;
+  uint64_t kind;
+  uint64_t seq;
+  uint64_t root;  // of a broadcast, else 0
+  uint64_t bytes;
+};
+static_assert(sizeof(Header) == 40 && std::is_trivially_copyable_v<Header>);
+
+uint64_t SplitMix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+// Ends that disagree use different slots, so that Gloo moves nothing between them: it would end the
+// process when a payload is longer than what was asked for, and take a shorter one as complete.
+uint64_t PayloadSlot(const Header& header) {
+  uint64_t slot = SplitMix(header.kind);
+  for (const uint64_t part : {header.seq, header.root, header.bytes}) slot = SplitMix(slot ^ part);
+  return slot | kPayloadBit;
+}
+
+std::string KindName(uint64_t kind) {
+  if (kind == static_cast<uint64_t>(Kind::kBroadcast)) return "broadcast";
+  if (kind == static_cast<uint64_t>(Kind::kExchange)) return "exchange";
+  return fmt::format("operation of kind {}", kind);
+}
+
+std::string Describe(const Header& header) {
+  return fmt::format("{} seq {} of {} bytes{}", KindName(header.kind), header.seq, header.bytes,
+                     header.kind == static_cast<uint64_t>(Kind::kBroadcast)
+                         ? fmt::format(" from rank {}", header.root)
+                         : "");
+}
+
+// Gloo's messages start with "[file:line] ".
+std::string GlooMessage(const std::exception& error) {
+  std::string text = error.what();
+  if (!text.empty() && text.front() == '[') {
+    const size_t end = text.find("] ");
+    if (end != std::string::npos) text.erase(0, end + 2);
+  }
+  while (!text.empty() && (text.back() == ' ' || text.back() == '\n')) text.pop_back();
+  return std::string(Shorten(text, 300));
+}
+
+// Gloo writes without MSG_NOSIGNAL, and a thread inherits the mask of the one that made it.
+void EnterWireThread(const std::string& name) {
+  sigset_t all;
+  sigfillset(&all);
+  // A fault's signal must keep its handler: blocked, it would end the process without it.
+  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, signal);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+}
+
+// ---- Addresses.
+
+struct HostAddress {
+  sa_family_t family = AF_UNSPEC;
+  std::array<uint8_t, 16> ip{};  // the first four of IPv4
+
+  bool operator==(const HostAddress&) const = default;
+
+  sockaddr_storage Sockaddr(uint16_t port, socklen_t* length) const {
+    sockaddr_storage storage{};
+    if (family == AF_INET) {
+      auto* in = reinterpret_cast<sockaddr_in*>(&storage);
+      in->sin_family = AF_INET;
+      in->sin_port = htons(port);
+      std::memcpy(&in->sin_addr, ip.data(), 4);
+      *length = sizeof(*in);
+    } else {
+      auto* in = reinterpret_cast<sockaddr_in6*>(&storage);
+      in->sin6_family = AF_INET6;
+      in->sin6_port = htons(port);
+      std::memcpy(&in->sin6_addr, ip.data(), 16);
+      *length = sizeof(*in);
+    }
+    return storage;
+  }
+
+  std::string Text() const {
+    char text[INET6_ADDRSTRLEN] = "";
+    inet_ntop(family, ip.data(), text, sizeof(text));
+    return text;
+  }
+};
+
+absl::StatusOr<HostAddress> FromSockaddr(const sockaddr* address) {
+  HostAddress host;
+  host.family = address->sa_family;
+  if (host.family == AF_INET) {
+    std::memcpy(host.ip.data(), &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, 4);
+  } else if (host.family == AF_INET6) {
+    std::memcpy(host.ip.data(), &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, 16);
+  } else {
+    return Error(StatusCode::kInvalidArgument, "address family {}", host.family);
+  }
+  return host;
+}
+
+// Why no peer could reach `host`, or "".
+std::string WhyUnusable(const HostAddress& host) {
+  if (host.family == AF_INET) {
+    if (host.ip[0] == 0) return "unspecified";
+    if (host.ip[0] >= 224) return "multicast, reserved or broadcast";
+    return "";
+  }
+  in6_addr in{};
+  std::memcpy(&in, host.ip.data(), 16);
+  if (IN6_IS_ADDR_UNSPECIFIED(&in)) return "unspecified";
+  if (IN6_IS_ADDR_MULTICAST(&in)) return "multicast";
+  if (IN6_IS_ADDR_LINKLOCAL(&in)) return "link-local (it means another interface on each host)";
+  return "";
+}
+
+// What Open returns, and what comes back from the network. Little-endian:
+//   4 magic "RFW1" | 8 epoch | 4 rank | 4 size | 16 token | 1 family (4 or 6) | 16 ip | 2 x size
+//   ports
+// ports[p]: where rank `rank` listens for rank p; 0 for itself.
+struct WireAddress {
+  uint64_t epoch = 0;
+  uint32_t rank = 0;
+  uint32_t size = 0;
+  Token token{};
+  HostAddress host;
+  std::vector<uint16_t> ports;
+};
+constexpr std::string_view kAddressMagic = "RFW1";
+constexpr size_t kAddressFixedBytes = 4 + 8 + 4 + 4 + 16 + 1 + 16;
+static_assert(kAddressFixedBytes + 2 * kMaxWireRanks <= kMaxWireAddressBytes);
+
+template <typename T>
+void AppendInt(T value, std::string* out) {
+  for (size_t i = 0; i < sizeof(T); ++i) {
+    out->push_back(static_cast<char>((value >> (8 * i)) & 0xff));
+  }
+}
+
+template <typename T>
+T TakeInt(std::string_view* in) {
+  T value = 0;
+  for (size_t i = 0; i < sizeof(T); ++i) {
+    value = static_cast<T>(
+        value | static_cast<T>(static_cast<T>(static_cast<uint8_t>((*in)[i])) << (8 * i)));
+  }
+  in->remove_prefix(sizeof(T));
+  return value;
+}
+
+std::string EncodeAddress(const WireAddress& address) {
+  std::string out(kAddressMagic);
+  AppendInt(address.epoch, &out);
+  AppendInt(address.rank, &out);
+  AppendInt(address.size, &out);
+  out.append(address.token.data(), address.token.size());
+  out.push_back(address.host.family == AF_INET ? 4 : 6);
+  out.append(reinterpret_cast<const char*>(address.host.ip.data()), address.host.ip.size());
+  for (const uint16_t port : address.ports) AppendInt(port, &out);
+  return out;
+}
+
+// The address that rank `rank` of `size` gave; `rank` and `size` are ours and sound.
+absl::StatusOr<WireAddress> DecodeAddress(std::string_view in, EpochId epoch, int rank, int size) {
+  const auto bad = [&](const std::string& why) {
+    return Error(StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}", epoch, rank,
+                 why);
+  };
+  const size_t expected = kAddressFixedBytes + 2 * static_cast<size_t>(size);
+  if (in.size() < kAddressMagic.size() || in.substr(0, kAddressMagic.size()) != kAddressMagic) {
+    return bad("not a wire address of this version");
+  }
+  if (in.size() != expected) {
+    return bad(fmt::format("{} bytes, expected {} for {} ranks", in.size(), expected, size));
+  }
+  in.remove_prefix(kAddressMagic.size());
+  WireAddress address;
+  address.epoch = TakeInt<uint64_t>(&in);
+  if (address.epoch != epoch.value()) return bad(fmt::format("is of epoch {}", address.epoch));
+  address.rank = TakeInt<uint32_t>(&in);
+  if (address.rank != static_cast<uint32_t>(rank)) {
+    return bad(fmt::format("is of rank {}", address.rank));
+  }
+  address.size = TakeInt<uint32_t>(&in);
+  if (address.size != static_cast<uint32_t>(size)) {
+    return bad(fmt::format("is for {} ranks, expected {}", address.size, size));
+  }
+  std::memcpy(address.token.data(), in.data(), address.token.size());
+  in.remove_prefix(address.token.size());
+  const auto family = TakeInt<uint8_t>(&in);
+  if (family != 4 && family != 6) return bad(fmt::format("address family {}", family));
+  address.host.family = family == 4 ? AF_INET : AF_INET6;
+  std::memcpy(address.host.ip.data(), in.data(), address.host.ip.size());
+  in.remove_prefix(address.host.ip.size());
+  const std::string unusable = WhyUnusable(address.host);
+  if (!unusable.empty()) return bad(fmt::format("{} is {}", address.host.Text(), unusable));
+  for (int peer = 0; peer < size; ++peer) {
+    address.ports.push_back(TakeInt<uint16_t>(&in));
+    if ((address.ports.back() == 0) != (peer == rank)) {
+      return bad(fmt::format("port {} for rank {}", address.ports.back(), peer));
+    }
+  }
+  return address;
+}
+
+// ---- Threads.
+
+// Runs functions in order on a thread of its own; the destructor runs what is queued.
+class Executor {
+ public:
+  explicit Executor(std::string name) : thread_([this, name = std::move(name)] { Run(name); }) {}
+  ~Executor() {
+    {
+      MutexLock lock(&mu_);
+      stop_ = true;
+    }
+    wake_.NotifyAll();
+    thread_.join();
+  }
+  void Post(std::function<void()> work) {
+    {
+      MutexLock lock(&mu_);
+      queue_.push_back(std::move(work));
+    }
+    wake_.NotifyAll();
+  }
+
+ private:
+  void Run(const std::string& name) {
+    EnterWireThread(name);
+    for (;;) {
+      std::function<void()> work;
+      {
+        MutexLock lock(&mu_);
+        while (queue_.empty() && !stop_) wake_.Wait(&mu_);
+        if (queue_.empty()) return;
+        work = std::move(queue_.front());
+        queue_.pop_front();
+      }
+      work();
+    }
+  }
+
+  Mutex mu_;
+  CondVar wake_;
+  std::deque<std::function<void()>> queue_ ABSL_GUARDED_BY(mu_);
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;  // last: it uses the others
+};
+
+struct Counters {
+  std::atomic<int64_t> sent{0};
+  std::atomic<int64_t> received{0};
+  WireStats Get() const { return {sent.load(), received.load()}; }
+};
+
+// One thing for an epoch's thread to do.
+struct Work {
+  struct Connect {
+    std::vector<std::string> addresses;
+  };
+  std::optional<Connect> connect;  // else, one of:
+  std::optional<WireBroadcast> broadcast;
+  std::optional<WireExchange> exchange;
+  Duration timeout{};
+  TimePoint deadline;
+  Done done;
+};
+
+// ---- One end of one communicator.
+//
+//   opened --Connect--> connected --failure--> lost
+//      \--failure--> lost                       (every state) --Close--> closed
+//
+// The epoch's thread alone calls Gloo, but for: the connector thread inside Pair::connect, and
+// Close, which interrupts the wait that is in progress.
+class Epoch {
+ public:
+  Epoch(EpochId id, int rank, int size, std::shared_ptr<gloo::transport::Device> device,
+        HostAddress host, Counters* totals)
+      : id_(id), rank_(rank), size_(size), device_(std::move(device)), totals_(totals) {
+    address_.epoch = id.value();
+    address_.rank = static_cast<uint32_t>(rank);
+    address_.size = static_cast<uint32_t>(size);
+    address_.host = host;
+  }
+
+  // Makes the listening sockets. Called before Start.
+  absl::StatusOr<std::string> Listen();
+
+  // `finished` is called last, on the epoch's thread.
+  void Start(std::function<void()> finished) {
+    thread_ = std::thread([this, finished = std::move(finished)] {
+      EnterWireThread(fmt::format("refitd-wire-{}", id_.value() % 1000));
+      Run();
+      finished();
+    });
+  }
+  void Join() { thread_.join(); }
+
+  // RESOURCE_EXHAUSTED or CANCELLED: `work` is untouched.
+  absl::Status Push(Work* work) {
+    {
+      MutexLock lock(&mu_);
+      if (closing_) return Closed();
+      if (queue_.size() >= kMaxWireQueue) {
+        return Error(StatusCode::kResourceExhausted, "epoch {}: {} operations are queued", id_,
+                     queue_.size());
+      }
+      queue_.push_back(std::move(*work));
+    }
+    wake_.NotifyAll();
+    return absl::OkStatus();
+  }
+
+  void Close() {
+    MutexLock lock(&mu_);
+    closing_ = true;
+    wake_.NotifyAll();
+    // Under the mutex: whoever waits takes it before the buffer may go.
+    if (waiting_ == nullptr) return;
+    if (waiting_to_send_) {
+      waiting_->abortWaitSend();
+    } else {
+      waiting_->abortWaitRecv();
+    }
+  }
+
+  WireStats Stats() const { return counters_.Get(); }
+
+ private:
+  // One direction of one peer in one operation. All of it goes through one buffer, `payload`: when
+  // a connection breaks, Gloo wakes only waiters on transfers that have not begun. The trailer (for
+  // a receiver) and the acknowledgement (for a sender) are zero-byte receives on the same buffer
+  // that have not begun while the payload moves, so the waiter always learns of it.
+  struct Leg {
+    int peer = 0;
+    Header header{};    // what we send or expect
+    Header received{};  // receivers only
+    int64_t bytes = 0;
+    std::unique_ptr<GlooBuffer> payload;
+    std::unique_ptr<GlooBuffer> head;
+  };
+
+  absl::Status Closed() const { return Error(StatusCode::kCancelled, "epoch {} was closed", id_); }
+  bool closing() {
+    MutexLock lock(&mu_);
+    return closing_;
+  }
+
+  void Run();
+  void RunOne(Work work);
+  absl::Status RunConnect(const Work& work, bool* began);
+  absl::Status ConnectPairs(const std::vector<WireAddress>& addresses, const Work& work);
+  absl::Status Greet(const std::vector<WireAddress>& addresses, const Work& work);
+  absl::Status RunBroadcast(const Work& work, bool* began);
+  absl::Status RunExchange(const Work& work, bool* began);
+  absl::Status CheckMemory(const MemorySpan& memory) const;
+
+  // Calls Gloo; an exception becomes a status that names `peer`.
+  template <typename F>
+  absl::Status Guard(int peer, const Work& work, F call);
+  absl::Status Wait(GlooBuffer* buffer, bool send, int peer, const Work& work);
+  absl::StatusOr<std::unique_ptr<Leg>> MakeLeg(int peer, bool send, const Header& header,
+                                               const MemorySpan& memory, const Work& work);
+  absl::Status PostSendAll(Leg* leg, const Work& work);
+  absl::Status AwaitReceived(Leg* leg, const Work& work);
+  absl::Status Chain(Leg* in, Leg* out, const Work& work);
+  absl::Status Exchange(const std::vector<std::unique_ptr<Leg>>& receives,
+                        const std::vector<std::unique_ptr<Leg>>& sends, const Work& work);
+  absl::Status PostReceive(Leg* leg, const Work& work);
+  absl::Status PostSendHeader(Leg* leg, const Work& work);
+  absl::Status PostSendChunk(Leg* leg, int64_t offset, const Work& work);
+  absl::Status PostSendTrailer(Leg* leg, const Work& work);
+  absl::Status AwaitHeader(Leg* leg, const Work& work);
+  absl::Status AwaitChunk(Leg* leg, int64_t offset, const Work& work);
+  absl::Status AwaitTrailer(Leg* leg, const Work& work);
+  absl::Status AwaitSent(Leg* leg, const Work& work);
+  void ClosePairs();
+
+  // Constant after Listen.
+  const EpochId id_;
+  const int rank_;
+  const int size_;
+  std::shared_ptr<gloo::transport::Device> device_;
+  Counters* const totals_;
+  WireAddress address_;
+  std::string encoded_address_;
+  std::shared_ptr<gloo::transport::Context> context_;  // let go by Run
+
+  // The epoch's thread only.
+  bool connected_ = false;
+  absl::Status failure_;  // the first one
+
+  Counters counters_;
+  std::thread thread_;
+
+  Mutex mu_;
+  CondVar wake_;
+  std::deque<Work> queue_ ABSL_GUARDED_BY(mu_);
+  bool closing_ ABSL_GUARDED_BY(mu_) = false;
+  GlooBuffer* waiting_ ABSL_GUARDED_BY(mu_) = nullptr;
+  bool waiting_to_send_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+absl::StatusOr<std::string> Epoch::Listen() {
+  if (getrandom(address_.token.data(), address_.token.size(), 0) !=
+      static_cast<ssize_t>(address_.token.size())) {
+    return ErrnoError(errno, "getrandom");
+  }
+  try {
+    context_ = device_->createContext(rank_, size_);
+    context_->setTimeout(kGlooTimeout);
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) {
+        address_.ports.push_back(0);
+        continue;
+      }
+      const auto& pair = context_->createPair(peer);
+      const gloo::transport::tcp::Address address(pair->address().bytes());
+      const sockaddr_storage& storage = address.getSockaddr();
+      address_.ports.push_back(ntohs(
+          storage.ss_family == AF_INET ? reinterpret_cast<const sockaddr_in&>(storage).sin_port
+                                       : reinterpret_cast<const sockaddr_in6&>(storage).sin6_port));
+    }
+  } catch (const std::exception& error) {
+    const int number = errno;
+    context_.reset();
+    return Error(number == EMFILE || number == ENFILE ? StatusCode::kResourceExhausted
+                                                      : StatusCode::kUnavailable,
+                 "epoch {}: cannot listen on {}: {}", id_, address_.host.Text(),
+                 GlooMessage(error));
+  }
+  encoded_address_ = EncodeAddress(address_);
+  return encoded_address_;
+}
+
+void Epoch::Run() {
+  for (;;) {
+    Work work;
+    {
+      MutexLock lock(&mu_);
+      while (queue_.empty() && !closing_) wake_.Wait(&mu_);
+      if (closing_) break;
+      work = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    RunOne(std::move(work));
+  }
+  // No operation runs. Letting go of the pairs ends their connections in an orderly way (what was
+  // sent still arrives), which Pair::close would not.
+  context_.reset();
+  std::deque<Work> cancelled;
+  {
+    MutexLock lock(&mu_);
+    cancelled.swap(queue_);
+  }
+  for (Work& work : cancelled) std::exchange(work.done, nullptr)(Closed());
+}
+
+void Epoch::RunOne(Work work) {
+  absl::Status status;
+  if (!failure_.ok()) {
+    status = Error(StatusCode::kFailedPrecondition, "epoch {} is lost: {}", id_, Message(failure_));
+  } else if (!work.connect.has_value() && !connected_) {
+    status = Error(StatusCode::kFailedPrecondition, "epoch {} is not connected", id_);
+  } else if (work.connect.has_value() && connected_) {
+    status = Error(StatusCode::kFailedPrecondition, "epoch {} is connected already", id_);
+  } else {
+    bool began = false;
+    if (work.connect.has_value()) {
+      status = RunConnect(work, &began);
+    } else if (work.broadcast.has_value()) {
+      status = RunBroadcast(work, &began);
+    } else {
+      status = RunExchange(work, &began);
+    }
+    if (!status.ok() && began) {
+      failure_ = status;
+      ClosePairs();  // tells the peers
+    }
+  }
+  work.done(std::move(status));
+}
+
+template <typename F>
+absl::Status Epoch::Guard(int peer, const Work& work, F call) {
+  std::string why;
+  try {
+    call();
+    return absl::OkStatus();
+  } catch (const std::exception& error) {
+    why = GlooMessage(error);
+  } catch (...) {
+    why = "unknown exception";
+  }
+  if (closing()) return Closed();
+  if (steady_clock::now() >= work.deadline) {
+    return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited {} ms for rank {}", id_,
+                 ToMillis(work.timeout), peer);
+  }
+  return Error(StatusCode::kUnavailable, "epoch {}: rank {}: {}", id_, peer, why);
+}
+
+absl::Status Epoch::Wait(GlooBuffer* buffer, bool send, int peer, const Work& work) {
+  {
+    MutexLock lock(&mu_);
+    if (closing_) return Closed();
+    waiting_ = buffer;
+    waiting_to_send_ = send;
+  }
+  // Rounded up, so that the deadline has passed when Gloo says that it timed out. Zero and below
+  // mean something else to Gloo.
+  const auto left = std::chrono::ceil<milliseconds>(work.deadline - steady_clock::now());
+  const auto timeout = std::max(left, milliseconds(1));
+  bool completed = false;
+  const absl::Status status = Guard(peer, work, [&] {
+    completed = send ? buffer->waitSend(nullptr, timeout) : buffer->waitRecv(nullptr, timeout);
+  });
+  {
+    MutexLock lock(&mu_);
+    waiting_ = nullptr;
+  }
+  REFITD_RETURN_IF_ERROR(status);
+  return completed ? absl::OkStatus() : Closed();  // only Close aborts waits
+}
+
+// ---- Connect.
+
+absl::Status Epoch::RunConnect(const Work& work, bool* began) {
+  const std::vector<std::string>& encoded = work.connect->addresses;
+  if (encoded.size() != static_cast<size_t>(size_)) {
+    return Error(StatusCode::kInvalidArgument, "epoch {}: {} addresses for {} ranks", id_,
+                 encoded.size(), size_);
+  }
+  if (encoded[rank_] != encoded_address_) {
+    return Error(StatusCode::kInvalidArgument,
+                 "epoch {}: the address of rank {} is not what Open returned here", id_, rank_);
+  }
+  std::vector<WireAddress> addresses;
+  for (int peer = 0; peer < size_; ++peer) {
+    REFITD_ASSIGN_OR_RETURN(WireAddress address, DecodeAddress(encoded[peer], id_, peer, size_));
+    if (address.host.family != address_.host.family) {
+      return Error(StatusCode::kInvalidArgument,
+                   "epoch {}: address of rank {}: {} is of another family than this daemon's {}",
+                   id_, peer, address.host.Text(), address_.host.Text());
+    }
+    if (peer != rank_ && address.host == address_.host &&
+        std::find(address_.ports.begin(), address_.ports.end(), address.ports[rank_]) !=
+            address_.ports.end()) {
+      return Error(StatusCode::kInvalidArgument,
+                   "epoch {}: address of rank {}: {} port {} is this daemon's own", id_, peer,
+                   address.host.Text(), address.ports[rank_]);
+    }
+    addresses.push_back(std::move(address));
+  }
+  *began = true;
+  REFITD_RETURN_IF_ERROR(ConnectPairs(addresses, work));
+  REFITD_RETURN_IF_ERROR(Greet(addresses, work));
+  connected_ = true;
+  return absl::OkStatus();
+}
+
+// Pair::connect blocks, without a deadline of ours: it runs on a thread of its own, and closing the
+// pairs ends it. One peer after the other can't deadlock: whoever waits for a peer waits for one
+// that comes later in its own order.
+absl::Status Epoch::ConnectPairs(const std::vector<WireAddress>& addresses, const Work& work) {
+  struct Progress {
+    int peer = 0;
+    bool stop = false;
+    bool ended = false;
+    absl::Status status;
+  } progress;  // guarded by mu_
+  std::thread connector([&] {
+    EnterWireThread("refitd-wire-con");
+    absl::Status status;
+    for (int peer = 0; peer < size_ && status.ok(); ++peer) {
+      if (peer == rank_) continue;
+      {
+        MutexLock lock(&mu_);
+        if (progress.stop) break;
+        progress.peer = peer;
+      }
+      socklen_t length = 0;
+      const sockaddr_storage storage =
+          addresses[peer].host.Sockaddr(addresses[peer].ports[rank_], &length);
+      status = Guard(peer, work, [&] {
+        context_->getPair(peer)->connect(gloo::transport::tcp::Address(storage).bytes());
+      });
+    }
+    {
+      MutexLock lock(&mu_);
+      progress.ended = true;
+      progress.status = std::move(status);
+      wake_.NotifyAll();  // inside: `wake_` is used by Run as soon as this is seen
+    }
+  });
+  bool late = false;
+  bool cancelled = false;
+  int peer = 0;
+  {
+    MutexLock lock(&mu_);
+    while (!progress.ended && !closing_ && !late) late = !wake_.WaitUntil(&mu_, work.deadline);
+    late = late && !progress.ended;
+    cancelled = closing_;
+    peer = progress.peer;
+    progress.stop = true;
+  }
+  for (bool ended = false; !ended;) {
+    {
+      MutexLock lock(&mu_);
+      ended = progress.ended;
+    }
+    if (ended) break;
+    ClosePairs();
+    MutexLock lock(&mu_);
+    if (!progress.ended) wake_.WaitUntil(&mu_, steady_clock::now() + kCallOffInterval);
+  }
+  connector.join();
+  if (cancelled) return Closed();
+  if (late) {
+    return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited {} ms for rank {} to connect",
+                 id_, ToMillis(work.timeout), peer);
+  }
+  return progress.status;
+}
+
+absl::Status Epoch::Greet(const std::vector<WireAddress>& addresses, const Work& work) {
+  std::vector<Hello> ours(size_);
+  std::vector<Hello> theirs(size_);
+  std::vector<std::unique_ptr<GlooBuffer>> buffers;  // of theirs, ours: two a rank
+  buffers.resize(2 * size_);
+  absl::Status status;
+  for (int peer = 0; peer < size_ && status.ok(); ++peer) {
+    if (peer == rank_) continue;
+    ours[peer] = Hello{kHelloMagic, id_.value(), static_cast<uint32_t>(rank_),
+                       static_cast<uint32_t>(peer), addresses[peer].token};
+    status = Guard(peer, work, [&] {
+      auto& in = buffers[2 * peer] = context_->createUnboundBuffer(&theirs[peer], sizeof(Hello));
+      auto& out = buffers[2 * peer + 1] = context_->createUnboundBuffer(&ours[peer], sizeof(Hello));
+      in->recv(peer, kHelloSlot);
+      out->send(peer, kHelloSlot);
+    });
+  }
+  for (int peer = 0; peer < size_ && status.ok(); ++peer) {
+    if (peer == rank_) continue;
+    status = Wait(buffers[2 * peer].get(), false, peer, work);
+    if (status.ok()) status = Wait(buffers[2 * peer + 1].get(), true, peer, work);
+    if (!status.ok()) break;
+    const Hello expected{kHelloMagic, id_.value(), static_cast<uint32_t>(peer),
+                         static_cast<uint32_t>(rank_), address_.token};
+    if (std::memcmp(&theirs[peer], &expected, sizeof(Hello)) != 0) {
+      status = Error(StatusCode::kUnavailable,
+                     "epoch {}: who connected as rank {} is of another epoch (its greeting says "
+                     "epoch {}, rank {} to rank {})",
+                     id_, peer, theirs[peer].epoch, theirs[peer].from, theirs[peer].to);
+    }
+  }
+  if (!status.ok()) ClosePairs();  // before the buffers go
+  return status;
+}
+
+// After it, Gloo's thread touches no memory of this epoch's.
+void Epoch::ClosePairs() {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    try {
+      context_->getPair(peer)->close();
+    } catch (const std::exception&) {  // closed already
+    }
+  }
+}
+
+// ---- Legs.
+
+absl::StatusOr<std::unique_ptr<Epoch::Leg>> Epoch::MakeLeg(int peer, bool send,
+                                                           const Header& header,
+                                                           const MemorySpan& memory,
+                                                           const Work& work) {
+  auto leg = std::make_unique<Leg>();
+  leg->peer = peer;
+  leg->header = header;
+  leg->bytes = memory.bytes;
+  REFITD_RETURN_IF_ERROR(Guard(peer, work, [&] {
+    // Gloo wants some address even where it moves nothing.
+    void* const data = memory.data != nullptr ? static_cast<void*>(memory.data) : leg.get();
+    leg->payload = context_->createUnboundBuffer(data, static_cast<size_t>(memory.bytes));
+    leg->head = context_->createUnboundBuffer(send ? &leg->header : &leg->received, sizeof(Header));
+  }));
+  return leg;
+}
+
+absl::Status Epoch::PostReceive(Leg* leg, const Work& work) {
+  return Guard(leg->peer, work, [&] {
+    leg->head->recv(leg->peer, kHeaderSlot);
+    const uint64_t slot = PayloadSlot(leg->header);
+    for (int64_t offset = 0; offset < leg->bytes; offset += kChunkBytes) {
+      leg->payload->recv(leg->peer, slot, offset, std::min(kChunkBytes, leg->bytes - offset));
+    }
+    leg->payload->recv(leg->peer, kTrailerSlot, 0, 0);
+  });
+}
+
+absl::Status Epoch::PostSendHeader(Leg* leg, const Work& work) {
+  return Guard(leg->peer, work, [&] {
+    leg->payload->recv(leg->peer, kAckSlot, 0, 0);
+    leg->head->send(leg->peer, kHeaderSlot);
+  });
+}
+
+absl::Status Epoch::PostSendChunk(Leg* leg, int64_t offset, const Work& work) {
+  return Guard(leg->peer, work, [&] {
+    leg->payload->send(leg->peer, PayloadSlot(leg->header), offset,
+                       std::min(kChunkBytes, leg->bytes - offset));
+  });
+}
+
+absl::Status Epoch::PostSendTrailer(Leg* leg, const Work& work) {
+  return Guard(leg->peer, work, [&] { leg->payload->send(leg->peer, kTrailerSlot, 0, 0); });
+}
+
+absl::Status Epoch::AwaitHeader(Leg* leg, const Work& work) {
+  REFITD_RETURN_IF_ERROR(Wait(leg->head.get(), false, leg->peer, work));
+  if (std::memcmp(&leg->received, &leg->header, sizeof(Header)) == 0) return absl::OkStatus();
+  return Error(StatusCode::kFailedPrecondition, "epoch {}: rank {} is at {}, this rank {} at {}",
+               id_, leg->peer, Describe(leg->received), rank_, Describe(leg->header));
+}
+
+absl::Status Epoch::AwaitChunk(Leg* leg, int64_t offset, const Work& work) {
+  REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), false, leg->peer, work));
+  const int64_t bytes = std::min(kChunkBytes, leg->bytes - offset);
+  counters_.received += bytes;
+  totals_->received += bytes;
+  return absl::OkStatus();
+}
+
+// And tells the sender that all has come.
+absl::Status Epoch::AwaitTrailer(Leg* leg, const Work& work) {
+  REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), false, leg->peer, work));
+  REFITD_RETURN_IF_ERROR(
+      Guard(leg->peer, work, [&] { leg->payload->send(leg->peer, kAckSlot, 0, 0); }));
+  return Wait(leg->payload.get(), true, leg->peer, work);
+}
+
+absl::Status Epoch::AwaitSent(Leg* leg, const Work& work) {
+  REFITD_RETURN_IF_ERROR(Wait(leg->head.get(), true, leg->peer, work));
+  for (int64_t offset = 0; offset < leg->bytes; offset += kChunkBytes) {
+    REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), true, leg->peer, work));
+    const int64_t bytes = std::min(kChunkBytes, leg->bytes - offset);
+    counters_.sent += bytes;
+    totals_->sent += bytes;
+  }
+  REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), true, leg->peer, work));  // trailer
+  return Wait(leg->payload.get(), false, leg->peer, work);                  // acknowledgement
+}
+
+// ---- Operations.
+
+absl::Status Epoch::CheckMemory(const MemorySpan& memory) const {
+  if (memory.bytes >= 0 && (memory.data != nullptr || memory.bytes == 0)) return absl::OkStatus();
+  return Error(StatusCode::kInvalidArgument, "epoch {}: memory of {} bytes{}", id_, memory.bytes,
+               memory.data == nullptr ? " at null" : "");
+}
+
+absl::Status Epoch::PostSendAll(Leg* leg, const Work& work) {
+  REFITD_RETURN_IF_ERROR(PostSendHeader(leg, work));
+  for (int64_t offset = 0; offset < leg->bytes; offset += kChunkBytes) {
+    REFITD_RETURN_IF_ERROR(PostSendChunk(leg, offset, work));
+  }
+  return PostSendTrailer(leg, work);
+}
+
+absl::Status Epoch::AwaitReceived(Leg* leg, const Work& work) {
+  REFITD_RETURN_IF_ERROR(AwaitHeader(leg, work));
+  for (int64_t offset = 0; offset < leg->bytes; offset += kChunkBytes) {
+    REFITD_RETURN_IF_ERROR(AwaitChunk(leg, offset, work));
+  }
+  return AwaitTrailer(leg, work);
+}
+
+// The ranks form a chain that starts at the root; each hands a chunk on when it has come. So every
+// link carries the bytes once, and a link further down starts one chunk later.
+absl::Status Epoch::RunBroadcast(const Work& work, bool* began) {
+  const WireBroadcast& broadcast = *work.broadcast;
+  if (broadcast.root < 0 || broadcast.root >= size_) {
+    return Error(StatusCode::kInvalidArgument, "epoch {}: broadcast seq {}: root {} of {} ranks",
+                 id_, broadcast.seq, broadcast.root, size_);
+  }
+  REFITD_RETURN_IF_ERROR(CheckMemory(broadcast.memory));
+  *began = true;
+  const Header header{kHeaderMagic, static_cast<uint64_t>(Kind::kBroadcast), broadcast.seq.value(),
+                      static_cast<uint64_t>(broadcast.root),
+                      static_cast<uint64_t>(broadcast.memory.bytes)};
+  const int position = (rank_ - broadcast.root + size_) % size_;
+  std::unique_ptr<Leg> in;
+  std::unique_ptr<Leg> out;
+  if (position > 0) {
+    REFITD_ASSIGN_OR_RETURN(
+        in, MakeLeg((rank_ + size_ - 1) % size_, false, header, broadcast.memory, work));
+  }
+  if (position + 1 < size_) {
+    REFITD_ASSIGN_OR_RETURN(out,
+                            MakeLeg((rank_ + 1) % size_, true, header, broadcast.memory, work));
+  }
+  absl::Status status = Chain(in.get(), out.get(), work);
+  if (!status.ok()) ClosePairs();  // before the buffers go
+  return status;
+}
+
+absl::Status Epoch::Chain(Leg* in, Leg* out, const Work& work) {
+  if (in == nullptr) {
+    if (out == nullptr) return absl::OkStatus();  // alone
+    REFITD_RETURN_IF_ERROR(PostSendAll(out, work));
+    return AwaitSent(out, work);
+  }
+  REFITD_RETURN_IF_ERROR(PostReceive(in, work));
+  if (out == nullptr) return AwaitReceived(in, work);
+  REFITD_RETURN_IF_ERROR(PostSendHeader(out, work));
+  REFITD_RETURN_IF_ERROR(AwaitHeader(in, work));
+  for (int64_t offset = 0; offset < in->bytes; offset += kChunkBytes) {
+    REFITD_RETURN_IF_ERROR(AwaitChunk(in, offset, work));
+    REFITD_RETURN_IF_ERROR(PostSendChunk(out, offset, work));
+  }
+  REFITD_RETURN_IF_ERROR(PostSendTrailer(out, work));
+  REFITD_RETURN_IF_ERROR(AwaitTrailer(in, work));
+  return AwaitSent(out, work);
+}
+
+absl::Status Epoch::RunExchange(const Work& work, bool* began) {
+  const WireExchange& exchange = *work.exchange;
+  for (const auto* legs : {&exchange.sends, &exchange.receives}) {
+    const char* const direction = legs == &exchange.sends ? "send" : "receive";
+    std::vector<bool> seen(size_, false);
+    for (const WireExchange::Leg& leg : *legs) {
+      if (leg.peer < 0 || leg.peer >= size_ || leg.peer == rank_ || seen[leg.peer]) {
+        return Error(StatusCode::kInvalidArgument,
+                     "epoch {}: exchange seq {}: a {} names rank {}; want each rank of {} but {} "
+                     "at most once",
+                     id_, exchange.seq, direction, leg.peer, size_, rank_);
+      }
+      seen[leg.peer] = true;
+      REFITD_RETURN_IF_ERROR(CheckMemory(leg.memory));
+    }
+  }
+  *began = true;
+  std::vector<std::unique_ptr<Leg>> receives;
+  std::vector<std::unique_ptr<Leg>> sends;
+  for (const auto* legs : {&exchange.receives, &exchange.sends}) {
+    const bool send = legs == &exchange.sends;
+    for (const WireExchange::Leg& leg : *legs) {
+      const Header header{kHeaderMagic, static_cast<uint64_t>(Kind::kExchange),
+                          exchange.seq.value(), 0, static_cast<uint64_t>(leg.memory.bytes)};
+      REFITD_ASSIGN_OR_RETURN(auto made, MakeLeg(leg.peer, send, header, leg.memory, work));
+      (send ? sends : receives).push_back(std::move(made));
+    }
+  }
+  absl::Status status = Exchange(receives, sends, work);
+  if (!status.ok()) ClosePairs();  // before the buffers go
+  return status;
+}
+
+// Everything is posted before anything is waited for: no order of the waits can deadlock.
+absl::Status Epoch::Exchange(const std::vector<std::unique_ptr<Leg>>& receives,
+                             const std::vector<std::unique_ptr<Leg>>& sends, const Work& work) {
+  for (const auto& leg : receives) REFITD_RETURN_IF_ERROR(PostReceive(leg.get(), work));
+  for (const auto& leg : sends) REFITD_RETURN_IF_ERROR(PostSendAll(leg.get(), work));
+  for (const auto& leg : receives) REFITD_RETURN_IF_ERROR(AwaitReceived(leg.get(), work));
+  for (const auto& leg : sends) REFITD_RETURN_IF_ERROR(AwaitSent(leg.get(), work));
+  return absl::OkStatus();
+}
+
+// ---- The wire: a table of epochs.
+
+class GlooWire : public Wire {
+ public:
+  GlooWire(std::shared_ptr<gloo::transport::Device> device, HostAddress host)
+      : host_(host), device_(std::move(device)), helper_("refitd-wire") {}
+
+  ~GlooWire() override {
+    std::map<EpochId, std::shared_ptr<Epoch>> open;
+    {
+      MutexLock lock(&mu_);
+      open.swap(epochs_);
+    }
+    for (const auto& [id, epoch] : open) epoch->Close();
+    MutexLock lock(&mu_);
+    while (threads_ > 0) ended_.Wait(&mu_);
+  }
+
+  absl::StatusOr<std::string> Open(EpochId id, int rank, int size) override;
+  void Connect(EpochId id, std::vector<std::string> addresses, Duration timeout,
+               Done done) override;
+  void Submit(WireBroadcast broadcast, Done done) override;
+  void Submit(WireExchange exchange, Done done) override;
+  void Close(EpochId id) override;
+
+  WireStats Stats() const override { return totals_.Get(); }
+  WireStats Stats(EpochId id) const override {
+    const std::shared_ptr<Epoch> epoch = Find(id);
+    return epoch == nullptr ? WireStats{} : epoch->Stats();
+  }
+
+ private:
+  std::shared_ptr<Epoch> Find(EpochId id) const {
+    MutexLock lock(&mu_);
+    const auto it = epochs_.find(id);
+    return it == epochs_.end() ? nullptr : it->second;
+  }
+  void Push(EpochId id, Work work, Duration timeout, Done done);
+
+  // Constant after construction.
+  const HostAddress host_;
+  const std::shared_ptr<gloo::transport::Device> device_;
+
+  Counters totals_;
+  Mutex open_mu_;  // one Open at a time; taken before mu_
+  mutable Mutex mu_;
+  CondVar ended_;
+  // Null while it is being opened.
+  std::map<EpochId, std::shared_ptr<Epoch>> epochs_ ABSL_GUARDED_BY(mu_);
+  int threads_ ABSL_GUARDED_BY(mu_) = 0;  // of epochs, not joined yet
+  Executor helper_;                       // last: ends first, and uses the others
+};
+
+absl::StatusOr<std::string> GlooWire::Open(EpochId id, int rank, int size) {
+  if (size < 1 || size > kMaxWireRanks || rank < 0 || rank >= size) {
+    return Error(StatusCode::kInvalidArgument, "epoch {}: rank {} of {} (at most {} ranks)", id,
+                 rank, size, kMaxWireRanks);
+  }
+  MutexLock opening(&open_mu_);
+  {
+    MutexLock lock(&mu_);
+    if (epochs_.count(id) != 0) {
+      return Error(StatusCode::kAlreadyExists, "epoch {} is open", id);
+    }
+    if (epochs_.size() >= kMaxWireEpochs) {
+      return Error(StatusCode::kResourceExhausted, "epoch {}: {} epochs are open", id,
+                   epochs_.size());
+    }
+    epochs_[id] = nullptr;  // taken
+  }
+  auto epoch = std::make_shared<Epoch>(id, rank, size, device_, host_, &totals_);
+  auto address = epoch->Listen();
+  MutexLock lock(&mu_);
+  const auto it = epochs_.find(id);
+  if (!address.ok() || it == epochs_.end()) {
+    if (it != epochs_.end()) epochs_.erase(it);
+    if (!address.ok()) return address.status();
+    return Error(StatusCode::kCancelled, "epoch {} was closed", id);
+  }
+  it->second = epoch;
+  ++threads_;
+  epoch->Start([this, epoch]() mutable {
+    // A thread can't join itself.
+    helper_.Post([this, epoch = std::move(epoch)]() mutable {
+      epoch->Join();
+      epoch.reset();
+      MutexLock lock(&mu_);
+      --threads_;
+      ended_.NotifyAll();
+    });
+  });
+  return address;
+}
+
+void GlooWire::Push(EpochId id, Work work, Duration timeout, Done done) {
+  work.timeout = std::clamp(timeout, Duration::zero(), kMaxWireTimeout);
+  work.deadline = steady_clock::now() + work.timeout;
+  work.done = std::move(done);
+  const std::shared_ptr<Epoch> epoch = Find(id);
+  absl::Status status = epoch != nullptr ? epoch->Push(&work)
+                                         : Error(StatusCode::kNotFound, "epoch {} is not open", id);
+  if (status.ok()) return;
+  helper_.Post([done = std::move(work.done), status = std::move(status)] { done(status); });
+}
+
+void GlooWire::Connect(EpochId id, std::vector<std::string> addresses, Duration timeout,
+                       Done done) {
+  Work work;
+  work.connect = Work::Connect{std::move(addresses)};
+  Push(id, std::move(work), timeout, std::move(done));
+}
+
+void GlooWire::Submit(WireBroadcast broadcast, Done done) {
+  const EpochId id = broadcast.epoch;
+  const Duration timeout = broadcast.timeout;
+  Work work;
+  work.broadcast = std::move(broadcast);
+  Push(id, std::move(work), timeout, std::move(done));
+}
+
+void GlooWire::Submit(WireExchange exchange, Done done) {
+  const EpochId id = exchange.epoch;
+  const Duration timeout = exchange.timeout;
+  Work work;
+  work.exchange = std::move(exchange);
+  Push(id, std::move(work), timeout, std::move(done));
+}
+
+void GlooWire::Close(EpochId id) {
+  std::shared_ptr<Epoch> epoch;
+  {
+    MutexLock lock(&mu_);
+    const auto it = epochs_.find(id);
+    if (it == epochs_.end()) return;
+    epoch = std::move(it->second);
+    epochs_.erase(it);
+  }
+  if (epoch != nullptr) epoch->Close();
+}
+
+// ---- Which address to bind.
+
+absl::StatusOr<HostAddress> InterfaceAddress(const std::string& interface) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return ErrnoError(errno, "getifaddrs");
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
+  std::vector<std::string> names;
+  std::optional<HostAddress> found;
+  bool exists = false;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (std::find(names.begin(), names.end(), entry->ifa_name) == names.end()) {
+      names.push_back(entry->ifa_name);
+    }
+    if (interface != entry->ifa_name) continue;
+    exists = true;
+    if (entry->ifa_addr == nullptr) continue;
+    const auto host = FromSockaddr(entry->ifa_addr);
+    if (!host.ok() || !WhyUnusable(*host).empty()) continue;
+    if (!found.has_value() || (found->family == AF_INET6 && host->family == AF_INET)) {
+      found = *host;
+    }
+  }
+  if (found.has_value()) return *found;
+  return Error(StatusCode::kNotFound, "network interface \"{}\" {}; there are: {}",
+               Shorten(interface, 64), exists ? "has no address that peers can reach" : "not found",
+               fmt::join(names, ", "));
+}
+
+absl::StatusOr<HostAddress> LiteralAddress(const std::string& text) {
+  HostAddress host;
+  if (inet_pton(AF_INET, text.c_str(), host.ip.data()) == 1) {
+    host.family = AF_INET;
+  } else if (inet_pton(AF_INET6, text.c_str(), host.ip.data()) == 1) {
+    host.family = AF_INET6;
+  } else {
+    return Error(StatusCode::kInvalidArgument, "\"{}\" is not a numeric address",
+                 Shorten(text, 64));
+  }
+  const std::string unusable = WhyUnusable(host);
+  if (!unusable.empty()) {
+    return Error(StatusCode::kInvalidArgument, "address {} is {}: peers can't reach it", text,
+                 unusable);
+  }
+  return host;
+}
+
+absl::Status TryBind(const HostAddress& host) {
+  const UniqueFd fd(socket(host.family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  socklen_t length = 0;
+  const sockaddr_storage storage = host.Sockaddr(0, &length);
+  if (fd.valid() && bind(fd.get(), reinterpret_cast<const sockaddr*>(&storage), length) == 0) {
+    return absl::OkStatus();
+  }
+  return ErrnoError(errno, fmt::format("bind to {}", host.Text()));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Wire>> MakeGlooWire(const GlooWireOptions& options) {
+  REFITD_ASSIGN_OR_RETURN(const HostAddress host, options.address.empty()
+                                                      ? InterfaceAddress(options.interface)
+                                                      : LiteralAddress(options.address));
+  REFITD_RETURN_IF_ERROR(TryBind(host));
+  std::shared_ptr<gloo::transport::Device> device;
+  absl::Status status;
+  // Gloo's thread takes signal mask and name from the one that makes it.
+  std::thread([&] {
+    EnterWireThread("refitd-wire-io");
+    try {
+      gloo::transport::tcp::attr attr;
+      attr.hostname = host.Text();
+      device = gloo::transport::tcp::CreateDevice(attr);
+    } catch (const std::exception& error) {
+      status =
+          Error(StatusCode::kUnavailable, "Gloo device on {}: {}", host.Text(), GlooMessage(error));
+    }
+  }).join();
+  REFITD_RETURN_IF_ERROR(status);
+  return std::unique_ptr<Wire>(std::make_unique<GlooWire>(std::move(device), host));
+}
+
+}  // namespace refitd
