@@ -70,6 +70,12 @@ constexpr std::array kSettings = {
     Setting{"slots", "staging.slots", "staging slots where a group says none"},
     Setting{"max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
     Setting{"metrics-listen", "metrics.listen", "HOST:PORT that Prometheus scrapes; empty: off"},
+    Setting{"daemon-id", "daemon_id", "this daemon among others; empty: the host's name"},
+    Setting{"advertise", "peers.advertise", "HOST:PORT that other nodes know this daemon by"},
+    Setting{"data-interface", "peers.interface",
+            "network interface of the data plane: trusted, nothing is encrypted there"},
+    Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
+    Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
     Setting{"copy-threads", "host.copy_threads",
             "of the host transport; 0: one a core, at most 16"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
@@ -397,7 +403,42 @@ absl::Status CheckStaging(const RefitdConfig::Staging& staging) {
   return absl::OkStatus();
 }
 
+// "HOST:PORT" with a host's name or address; nothing is resolved here.
+absl::Status CheckAdvertise(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  const bool port = colon != std::string::npos && colon > 0 && colon + 1 < address.size() &&
+                    address.find_first_not_of("0123456789", colon + 1) == std::string::npos;
+  if (port && address.size() <= kMaxConfiguredDaemonId &&
+      address.find_first_of(std::string_view("/ \t\n\0", 5)) == std::string::npos) {
+    return absl::OkStatus();
+  }
+  return Error(kInvalid, "peers.advertise is \"{}\", must be HOST:PORT", address);
+}
+
+absl::Status CheckPeers(const RefitdConfig& config) {
+  constexpr std::string_view kAllowed =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
+  if (config.daemon_id().size() > kMaxConfiguredDaemonId ||
+      config.daemon_id().find_first_not_of(kAllowed) != std::string::npos) {
+    return Error(kInvalid, "daemon_id is \"{}\", must be at most {} characters of [A-Za-z0-9._-]",
+                 config.daemon_id(), kMaxConfiguredDaemonId);
+  }
+  const RefitdConfig::Peers& peers = config.peers();
+  if (!peers.advertise().empty()) REFITD_RETURN_IF_ERROR(CheckAdvertise(peers.advertise()));
+  constexpr size_t kMaxInterfaceBytes = 15;  // IFNAMSIZ less the end
+  if (peers.interface().empty() || peers.interface().size() > kMaxInterfaceBytes ||
+      peers.interface().find_first_of(std::string_view("/ \t\n\0", 5)) != std::string::npos) {
+    return Error(kInvalid, "peers.interface is \"{}\", must be the name of a network interface",
+                 peers.interface());
+  }
+  REFITD_RETURN_IF_ERROR(CheckDuration("peers.silence_ms", peers.silence_ms()));
+  REFITD_RETURN_IF_ERROR(CheckRange("peers.silence_ms", peers.silence_ms(), ToMillis(kMinSilence),
+                                    ToMillis(kMaxLimitDuration)));
+  return CheckDuration("peers.wire_ms", peers.wire_ms());
+}
+
 absl::Status CheckConfig(const RefitdConfig& config) {
+  REFITD_RETURN_IF_ERROR(CheckPeers(config));
   REFITD_RETURN_IF_ERROR(CheckListen(config.listen()));
   REFITD_RETURN_IF_ERROR(CheckLimits(config.limits()));
   REFITD_RETURN_IF_ERROR(CheckStaging(config.staging()));
@@ -477,8 +518,25 @@ void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
 static_assert(static_cast<int>(LogFormat::kJson) == RefitdConfig::Log::JSON);
 static_assert(static_cast<int>(LogLevel::kError) == RefitdConfig::Log::ERROR);
 
+// What the kernel calls the host, in the characters of a daemon's id.
+std::string HostName() {
+  std::array<char, 256> name{};
+  if (gethostname(name.data(), name.size() - 1) != 0 || name[0] == 0) return "refitd";
+  std::string id(name.data());
+  for (char& c : id) {
+    const bool allowed = std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '.' || c == '_';
+    if (!allowed) c = '-';
+  }
+  return id.substr(0, kMaxConfiguredDaemonId);
+}
+
 Config FromProto(const RefitdConfig& in) {
   Config config;
+  config.daemon_id = in.daemon_id().empty() ? HostName() : in.daemon_id();
+  config.peers = PeersConfig{.advertise = in.peers().advertise(),
+                             .interface = in.peers().interface(),
+                             .silence = std::chrono::milliseconds(in.peers().silence_ms()),
+                             .wire = std::chrono::milliseconds(in.peers().wire_ms())};
   config.listen = ListenConfig{.unix_path = in.listen().unix_path(),
                                .unix_mode = in.listen().unix_mode(),
                                .tcp = {in.listen().tcp().begin(), in.listen().tcp().end()},
@@ -504,6 +562,11 @@ Config FromProto(const RefitdConfig& in) {
 
 RefitdConfig ToProto(const Config& config) {
   RefitdConfig out;
+  out.set_daemon_id(config.daemon_id);
+  out.mutable_peers()->set_advertise(config.peers.advertise);
+  out.mutable_peers()->set_interface(config.peers.interface);
+  out.mutable_peers()->set_silence_ms(ToMillis(config.peers.silence));
+  out.mutable_peers()->set_wire_ms(ToMillis(config.peers.wire));
   out.mutable_listen()->set_unix_path(config.listen.unix_path);
   out.mutable_listen()->set_unix_mode(config.listen.unix_mode);
   for (const std::string& address : config.listen.tcp) out.mutable_listen()->add_tcp(address);

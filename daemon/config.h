@@ -47,6 +47,9 @@ inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kM
 inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 of an address, less ".fds.new" beside it
 inline constexpr int kMaxTcpListeners = 16;
 inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
+inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of the group
+inline constexpr Duration kMinSilence =
+    std::chrono::milliseconds(100);  // pings come four times as often
 
 struct ListenConfig {
   std::string unix_path = "/run/refitd/refitd.sock";
@@ -84,12 +87,22 @@ struct MetricsConfig {
   bool operator==(const MetricsConfig&) const = default;
 };
 
+struct PeersConfig {
+  std::string advertise;         // HOST:PORT; empty: as it listens
+  std::string interface = "lo";  // of the data plane; trusted (P9)
+  Duration silence = std::chrono::seconds(10);
+  Duration wire = std::chrono::seconds(30);
+  bool operator==(const PeersConfig&) const = default;
+};
+
 struct Config {
+  std::string daemon_id;  // filled: the host's name unless told otherwise
   ListenConfig listen;
   AccessRule access;  // filled: the daemon's own user and root unless told otherwise
   LogConfig log;
   LimitsConfig limits;
   StagingConfig staging;
+  PeersConfig peers;
   MetricsConfig metrics;
   int copy_threads = 0;  // host transport; 0: one a core, at most 16
   Verification default_verification = Verification::kReadback;

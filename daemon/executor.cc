@@ -130,8 +130,10 @@ absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& 
 
 absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedBucket& bucket,
                                       const MemoryResolver& memory,
-                                      std::vector<std::vector<uint32_t>>* originals) {
+                                      std::vector<std::vector<uint32_t>>* originals,
+                                      std::vector<uint32_t>* range_of_piece) {
   Transfer transfer;
+  transfer.want_source_digests = start.want_source_digests;
   transfer.verification = start.verification;
   transfer.label = fmt::format("version {}, part {}", start.version, start.part);
   REFITD_ASSIGN_OR_RETURN(BoundSource source,
@@ -151,16 +153,36 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedB
     transfer.keep_alive.push_back(slot.keep_alive);
   }
   transfer.source = std::move(source.pieces);
+  *range_of_piece = std::move(source.range_of_piece);
   return transfer;
 }
 
 }  // namespace
 
+CheckedBucket Executor::SlotBucket(const StartTransfer& start) {
+  const PartContent& content = *start.content;
+  CheckedBucket bucket;
+  bucket.source = CheckedBucket::Source::kSlot;
+  bucket.tensors = content.tensors;
+  bucket.ranges = content.ranges;
+  bucket.bytes = content.bytes;
+  bucket.slot = start.source_slot;
+  for (const int64_t offset : content.byte_offsets) {
+    CheckedBucket::Place place;
+    place.byte_offset = offset;
+    bucket.places.push_back(place);
+  }
+  return bucket;
+}
+
 absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bucket,
                              const MemoryResolver& memory, std::function<void(Done)> done) {
   const size_t destinations = start.index == nullptr ? 0 : start.index->destinations().size();
   std::vector<std::vector<uint32_t>> originals;
-  REFITD_ASSIGN_OR_RETURN(Transfer transfer, MakeTransfer(start, bucket, memory, &originals));
+  std::vector<uint32_t> range_of_piece;
+  REFITD_ASSIGN_OR_RETURN(Transfer transfer,
+                          MakeTransfer(start, bucket, memory, &originals, &range_of_piece));
+  const size_t ranges = start.want_source_digests ? start.content->ranges.size() : 0;
   if (start.verification == Verification::kReadback && destinations > 0) {
     UpdateSums& sums = sums_[start.update];
     sums.resize(destinations);
@@ -170,14 +192,18 @@ absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bu
   }
   transport_->Submit(
       std::move(transfer),
-      [result_base = Done{start.update, start.part, absl::OkStatus(), {}, -1, {}},
-       originals = std::move(originals), destinations,
-       done = std::move(done)](TransferResult result) mutable {
+      [result_base = Done{start.update, start.part, absl::OkStatus(), {}, -1, {}, {}},
+       originals = std::move(originals), range_of_piece = std::move(range_of_piece), ranges,
+       destinations, done = std::move(done)](TransferResult result) mutable {
         result_base.status = std::move(result.status);
         result_base.bytes_written = std::move(result.bytes_written);
         result_base.bytes_written.resize(destinations);  // the slot, if any, is last
         const bool in_layout = result.failed_destination < static_cast<int>(destinations);
         result_base.failed_destination = in_layout ? result.failed_destination : -1;
+        result_base.source_digests.resize(ranges);
+        for (size_t p = 0; p < result.source_digests.size() && ranges > 0; ++p) {
+          result_base.source_digests[range_of_piece[p]] += result.source_digests[p];
+        }
         result_base.sums.reserve(result.expected.size());
         for (const PieceDigest& e : result.expected) {
           if (e.destination >= destinations) continue;

@@ -43,6 +43,7 @@ class Executor {
     absl::Status status;
     std::vector<int64_t> bytes_written;
     int failed_destination = -1;
+    std::vector<uint64_t> source_digests;  // by range of the content, if they were wanted
     // For Finished(): digests by (destination, piece of its layout).
     struct Sum {
       uint32_t destination;
@@ -52,10 +53,13 @@ class Executor {
     std::vector<Sum> sums;
   };
 
-  // `bucket` is what start.bucket_call brought. Not OK: no job was started, and `done` is not
-  // called.
+  // `bucket` is what start.bucket_call brought, or SlotBucket(start). Not OK: no job was started,
+  // and `done` is not called.
   absl::Status Start(const StartTransfer& start, const CheckedBucket& bucket,
                      const MemoryResolver& memory, std::function<void(Done)> done);
+  // The bucket of a part that another daemon sent: its bytes lie in start.source_slot as its
+  // content says.
+  static CheckedBucket SlotBucket(const StartTransfer& start);
   // Adds the transfer's digests to its update's.
   void Finished(const Done& done);
 

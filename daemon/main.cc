@@ -27,9 +27,11 @@
 #include "daemon/service_manager.h"
 #include "daemon/services/engine_service.h"
 #include "daemon/services/operator_service.h"
+#include "daemon/services/peer_service.h"
 #include "daemon/services/trainer_service.h"
 #include "daemon/version.h"
 #include "transport/base/status.h"
+#include "transport/host/gloo_wire.h"
 #include "transport/host/host_transport.h"
 
 namespace refitd {
@@ -40,6 +42,10 @@ constexpr std::chrono::seconds kShutdownGrace{2};
 
 NodeOptions NodeOptionsOf(const Config& config) {
   NodeOptions options;
+  options.daemon_id = config.daemon_id;
+  options.advertise = config.peers.advertise;
+  options.peers.peer = config.peers.silence;
+  options.peers.wire = config.peers.wire;
   options.group.default_duration = config.limits.default_duration;
   options.group.max_duration = config.limits.max_duration;
   options.group.ready_limit = config.limits.ready;
@@ -110,14 +116,23 @@ int Run(const Invocation& invocation) {
   Metrics metrics(static_cast<size_t>(config.limits.max_groups));
   NodeOptions options = NodeOptionsOf(config);
   options.observer = &metrics;
+  absl::StatusOr<std::unique_ptr<Wire>> wire =
+      MakeGlooWire({.interface = config.peers.interface, .address = ""});
+  // A daemon that serves one node alone needs none.
+  if (!wire.ok()) LogWarning("no data plane to other daemons: {}", Message(wire.status()));
+  const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
+    dial.credentials = grpc::InsecureChannelCredentials();
+    return PeerLink::Dial(std::move(dial), std::move(callbacks));
+  };
   Node node(std::move(options), MakeHostTransport({.threads = config.copy_threads}),
-            processes->get());
+            processes->get(), wire.ok() ? *std::move(wire) : nullptr, dialer);
 
   PeerTable peers;
   const Door door(&peers, config.access);
   TrainerService trainers(&node, &door);
   EngineService engines(&node, &door);
   OperatorService operators(&node, &door);
+  PeerService peer_links(&node, config.limits.message_bytes);
 
   // The socket first: two daemons on one path must not both come up.
   std::unique_ptr<grpc::Server> server;
@@ -137,7 +152,7 @@ int Run(const Invocation& invocation) {
     if (!started.ok()) return Fail(started.status());
     metrics_server = *std::move(started);
   }
-  server = StartServer(config, {&trainers, &engines, &operators}, &listeners);
+  server = StartServer(config, {&trainers, &engines, &operators, &peer_links}, &listeners);
   if (server == nullptr) {
     LogError("can't listen on {}: in use, or no such address", fmt::join(config.listen.tcp, ", "));
     return kExitInUse;

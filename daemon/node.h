@@ -1,8 +1,16 @@
 // The daemon's heart: groups, members, leases, memory; where events meet state machines and actions
 // meet the world.
 //
-//   services (gRPC) --calls--> Node --events--> Group (pure)
-//   Executor, member streams, replies <--effects-- Node <--actions-- Group
+//   services (gRPC) --calls--> Node --events--> GroupMachine (pure)
+//   Executor, wire, links, member streams, replies <--effects-- Node <--actions-- GroupMachine
+//
+//   node.cc           groups, time, the daemon's life
+//   node_members.cc   hellos, leases, layouts
+//   node_calls.cc     a trainer's calls
+//   node_memory.cc    regions, staging pools, the descriptor socket
+//   node_actions.cc   events in, actions out
+//   node_peers.cc     other daemons and the wire
+//   node_operator.cc  what operators ask
 //
 // One mutex serialises all state machines. Nothing under it blocks: transports have their own
 // threads, streams their own queues; replies run after it was released. P6: a member's mappings are
@@ -30,23 +38,32 @@
 #include "absl/status/statusor.h"
 #include "daemon/descriptor_socket.h"
 #include "daemon/executor.h"
+#include "daemon/group/coordinator.h"
+#include "daemon/group/follower.h"
 #include "daemon/group/group.h"
+#include "daemon/group/machine.h"
+#include "daemon/group/wire_lock.h"
 #include "daemon/observer.h"
+#include "daemon/peer_link.h"
 #include "daemon/process_watch.h"
-#include "daemon/update_meter.h"
 #include "daemon/wire.h"
 #include "refitd/v1/engine.pb.h"
 #include "refitd/v1/operator.pb.h"
+#include "refitd/v1/peer.pb.h"
 #include "refitd/v1/trainer.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/cuda/driver.h"
 #include "transport/host/memory.h"
 #include "transport/transport.h"
+#include "transport/wire.h"
 
 namespace refitd {
 
 struct NodeOptions {
+  std::string daemon_id = "refitd";  // unique among the daemons of a group; the order of wire locks
+  std::string advertise;  // HOST:PORT that members name to mean this daemon; may be empty
   GroupLimits group;
+  PeerLimits peers;
   int64_t default_slot_bytes = int64_t{64} << 20;
   int default_slots = 4;
   int64_t max_pool_bytes = int64_t{16} << 30;  // all groups' staging together
@@ -80,13 +97,19 @@ using TrainerSink = EventSink<v1::TrainerEvent>;
 using EngineSink = EventSink<v1::EngineEvent>;
 using UpdateSink = EventSink<v1::UpdateStatus>;
 
+// Dials a coordinator (PeerLink::Dial with the daemon's credentials).
+using PeerDialer = std::function<std::unique_ptr<PeerLink>(PeerDial, PeerLinkCallbacks)>;
+
 // Runs once, on any thread, never under the node's mutex.
 using ReplyFunction = std::function<void(absl::Status, const ReplyPayload&)>;
 
-class Node : public DescriptorHandler {
+class Node : public DescriptorHandler, public PeerAcceptor {
  public:
-  // `processes` must outlive the node.
-  Node(NodeOptions options, std::unique_ptr<Transport> transport, ProcessWatch* processes);
+  // `processes` must outlive the node. Without `wire` and `dialer` the daemon serves groups of its
+  // own members only.
+  Node(NodeOptions options, std::unique_ptr<Transport> transport, ProcessWatch* processes,
+       std::unique_ptr<Wire> wire = nullptr, PeerDialer dialer = nullptr);
+  // Ends the links and waits for their last callbacks.
   ~Node() override;
 
   // ---- membership ----
@@ -133,6 +156,12 @@ class Node : public DescriptorHandler {
                                  std::shared_ptr<UpdateSink> sink);
   void StopWatching(uint64_t watch);
 
+  // ---- daemons that join groups of this one ----
+  void Hello(v1::PeerHello hello, std::string peer_address,
+             std::shared_ptr<PeerSession> session) override;
+  void Report(uint64_t session, PeerReport report) override;
+  void Gone(uint64_t session, std::string reason) override;
+
   // ---- the descriptor socket ----
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                           UniqueFd fd, RegionKind kind, int64_t bytes) override;
@@ -176,15 +205,21 @@ class Node : public DescriptorHandler {
     void End(absl::Status status);
   };
   struct GroupRecord {
-    explicit GroupRecord(NodeObserver* observer) : meter(observer) {}
-    std::unique_ptr<Group> group;
-    UpdateMeter meter;
+    uint64_t id = 0;  // never reused: what comes late is told from it
+    std::unique_ptr<GroupMachine> machine;
+    // One of the two, owned by `machine`.
+    Coordinator* coordinator = nullptr;
+    Follower* follower = nullptr;
+    std::map<NodeId, std::shared_ptr<PeerSession>> sessions;  // coordinator: joined daemons
+    std::string coordinator_address;                          // follower
+    std::unique_ptr<PeerLink> link;                           // follower; null: lost
+    std::map<EpochId, EpochId> epochs;  // the machine's -> the wire's, while open
     UniqueFd pool_fd;
     std::shared_ptr<HostRegion> pool;  // null until first needed
     // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
     std::string replace_request;
     uint64_t replace_incarnation = 0;
-    int64_t pool_bytes() const { return group->spec().slot_bytes * group->spec().slots; }
+    int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
   };
   // A member that waits for its group.
   struct Waiting {
@@ -192,6 +227,19 @@ class Node : public DescriptorHandler {
     GroupEvent attached;
     TimePoint deadline;
   };
+  // A daemon that waits for a group.
+  struct WaitingPeer {
+    v1::PeerHello hello;
+    std::string address;
+    std::shared_ptr<PeerSession> session;
+    TimePoint deadline;
+  };
+  // Whom a session is of, once it joined.
+  struct Joined {
+    std::string group;
+    NodeId node;
+  };
+  static constexpr size_t kMaxWaitingPeers = 1024;
   struct Call {
     std::string group;
     ReplyFunction reply;
@@ -206,6 +254,7 @@ class Node : public DescriptorHandler {
   };
   // What runs after the mutex was released.
   using Deferred = std::vector<std::function<void()>>;
+  using Events = std::deque<std::pair<std::string, MachineEvent>>;  // by group
   class Memory;
   struct Performer;
 
@@ -217,9 +266,11 @@ class Node : public DescriptorHandler {
                                          std::optional<int> trainers, bool* created)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& wire) const;
+  absl::Status CheckPoolFits(const std::string& name, const GroupSpec& spec) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Creates, finds or waits for the hello's group, then attaches.
-  template <typename Hello, typename Sink, typename Identity>
-  MemberId Attach(const Hello& hello, const Peer& peer, std::shared_ptr<Sink> sink,
+  template <typename HelloMessage, typename Sink, typename Identity>
+  MemberId Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
                   absl::StatusOr<Identity> identity);
   void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -239,13 +290,47 @@ class Node : public DescriptorHandler {
   void MemberEvent(MemberId member, const GroupEvent& event);
 
   // Feeds one event (and those that its actions bring at once) and performs the actions.
-  void Handle(const std::string& group, GroupEvent event, Deferred* deferred)
+  void Handle(const std::string& group, MachineEvent event, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Perform(GroupRecord* group, GroupAction action, Deferred* deferred,
-               std::deque<GroupEvent>* more) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformTransfer(GroupRecord* group, StartTransfer start, std::deque<GroupEvent>* more)
+  void Perform(GroupRecord* group, MachineAction action, Deferred* deferred, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformVerify(GroupRecord* group, const StartVerify& verify, std::deque<GroupEvent>* more)
+  void PerformTransfer(GroupRecord* group, StartTransfer start, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformVerify(GroupRecord* group, const StartVerify& verify, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Count(const GroupRecord& group, const UpdateEnded& ended)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // Other daemons.
+  std::string CoordinatorOf(const std::string& address) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static absl::Status Followed(const GroupRecord& group);
+  // The group that the daemon at `address` coordinates, joined or being joined.
+  absl::StatusOr<GroupRecord*> Follow(const std::string& name, const std::string& address,
+                                      const std::optional<v1::GroupSpec>& spec, Duration wait)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LinkIsUp(const std::string& name, uint64_t id, const LinkUp& up);
+  // For callbacks of links and wire: nothing happens if that record of the group is gone.
+  void GroupEventOf(const std::string& name, uint64_t id, MachineEvent event);
+  void DropFollower(const std::string& name, Deferred* deferred, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AdmitPeer(WaitingPeer peer, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AdmitWaitingPeers(const std::string& group, Deferred* deferred)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RefuseLatePeers(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndSession(GroupRecord* group, NodeId node, absl::Status status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndPeers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformSend(GroupRecord* group, const SendCommand& a, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformSend(GroupRecord* group, const SendReport& a, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static std::optional<EpochId> WireEpoch(const GroupRecord& group, EpochId epoch);
+  void PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformClose(GroupRecord* group, const CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformWire(GroupRecord* group, const StartWire& a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendWelcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Deferred* deferred)
@@ -254,6 +339,7 @@ class Node : public DescriptorHandler {
   void NotifyWatchers(bool progress) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static std::string WatchKey(const UpdateView& update);
   static uint64_t NewIncarnation();
+  static std::string NewBootId();
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
                                    Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool AnyUpdateRuns() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -270,6 +356,8 @@ class Node : public DescriptorHandler {
   // Constant after construction.
   const NodeOptions options_;
   ProcessWatch* const processes_;
+  const PeerDialer dialer_;
+  const std::string boot_id_ = NewBootId();
   const TimePoint started_ = Now();
   const CudaReport cuda_ = ProbeCuda();
   std::atomic<uint64_t> next_call_{1};
@@ -281,6 +369,12 @@ class Node : public DescriptorHandler {
   std::map<MemberId, MemberRecord> members_ ABSL_GUARDED_BY(mutex_);
   std::unordered_map<std::string, MemberId> tokens_ ABSL_GUARDED_BY(mutex_);
   std::vector<Waiting> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::vector<WaitingPeer> waiting_peers_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, Joined> joined_ ABSL_GUARDED_BY(mutex_);  // by session
+  WireLock wire_lock_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_group_ ABSL_GUARDED_BY(mutex_) = 1;
+  uint32_t next_node_ ABSL_GUARDED_BY(mutex_) = 1;
+  uint64_t next_epoch_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<CallId, Call> calls_ ABSL_GUARDED_BY(mutex_);
   std::map<CallId, CheckedBucket> buckets_ ABSL_GUARDED_BY(mutex_);  // until their reply
   std::map<uint64_t, Watcher> watchers_ ABSL_GUARDED_BY(mutex_);
@@ -288,10 +382,13 @@ class Node : public DescriptorHandler {
   uint64_t next_region_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t next_update_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t next_watch_ ABSL_GUARDED_BY(mutex_) = 1;
+  int links_ ABSL_GUARDED_BY(mutex_) = 0;  // dialled, on_lost not told yet
+  CondVar links_cond_;
   TimePoint timer_wakes_ ABSL_GUARDED_BY(mutex_) = TimePoint::max();  // until when the timer sleeps
   std::vector<std::string> listeners_ ABSL_GUARDED_BY(mutex_);
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   bool hurrying_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stops_ ABSL_GUARDED_BY(mutex_) = false;  // what is given up from now on, the end gives up
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   int64_t regions_ ABSL_GUARDED_BY(mutex_) = 0;  // of all members
   Executor executor_ ABSL_GUARDED_BY(mutex_);
@@ -299,6 +396,7 @@ class Node : public DescriptorHandler {
   std::thread timer_;
   // Last: destroyed first, after its jobs ended; their callbacks still find the rest.
   std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Wire> wire_;  // null: none
 };
 
 }  // namespace refitd

@@ -62,7 +62,7 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
       return absl::AlreadyExistsError(Message(made.status()));
     REFITD_RETURN_IF_ERROR(made.status());
     if (created) AdmitWaiting(request.group(), &deferred);
-    response.set_incarnation((*made)->group->incarnation());
+    response.set_incarnation((*made)->machine->incarnation());
     if (!created && request.replace()) {
       REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation,
                               Replace(*made, request.request_id(), &deferred));
@@ -80,10 +80,10 @@ absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& re
   if (!request_id.empty() && request_id == group->replace_request)
     return group->replace_incarnation;
   const uint64_t incarnation = NewIncarnation();
-  const std::string name = group->group->name();
+  const std::string name = group->machine->name();
   Handle(name, ReplaceGroup{NewCall(), incarnation}, deferred);
-  if (group->group->incarnation() != incarnation) {
-    const std::optional<UpdateView> update = group->group->View(Now()).update;
+  if (group->machine->incarnation() != incarnation) {
+    const std::optional<UpdateView> update = group->machine->View(Now()).group.update;
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}': the update to version {} runs",
                  name, update.has_value() ? update->version.value() : -1);
   }
@@ -111,7 +111,8 @@ absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
   const auto members = std::count_if(members_.begin(), members_.end(), [&](const auto& entry) {
     return entry.second.group == request.group();
   });
-  if (members > 0 || group->group->has_members() || group->group->update_running()) {
+  if (group->follower != nullptr) return Followed(*group);
+  if (members > 0 || group->machine->has_members() || group->machine->update_running()) {
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members",
                  request.group(), members);
   }
@@ -140,7 +141,8 @@ void Node::AbortUpdate(CallId call, const v1::AbortUpdateRequest& request, Reply
 }
 
 v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
-  const GroupView view = record.group->View(Now());
+  const MachineView machine = record.machine->View(Now());
+  const GroupView& view = machine.group;
   v1::GroupStatus status;
   status.set_name(view.name);
   status.set_incarnation(view.incarnation);
@@ -172,6 +174,25 @@ v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
   }
   status.set_updates_committed(view.committed);
   status.set_updates_aborted(view.aborted);
+  status.set_coordinator(machine.coordinator_address);
+  for (const NodeView& node : machine.nodes) {
+    v1::NodeStatus* n = status.add_nodes();
+    n->set_daemon_id(node.daemon_id);
+    n->set_address(node.address);
+    n->set_state(std::string(node.state));
+    n->set_members(node.members);
+    n->set_silent_seconds(Seconds(node.silent));
+  }
+  if (machine.epoch.has_value()) {
+    status.set_epoch(machine.epoch->value());
+    status.set_epoch_state(std::string(machine.epoch_state));
+    const std::optional<EpochId> local = WireEpoch(record, *machine.epoch);
+    if (local.has_value()) {
+      const WireStats stats = wire_->Stats(*local);
+      status.set_wire_bytes_sent(stats.bytes_sent);
+      status.set_wire_bytes_received(stats.bytes_received);
+    }
+  }
   return status;
 }
 
@@ -191,7 +212,13 @@ v1::GetStatusResponse Node::GetStatus() {
   if (!cuda_.devices.empty()) {
     cuda->mutable_detail()->append("; this daemon does not serve GPU memory");
   }
+  response.set_daemon_id(options_.daemon_id);
   v1::ResourceStatus* resources = response.mutable_resources();
+  if (wire_ != nullptr) {
+    const WireStats stats = wire_->Stats();
+    resources->set_wire_bytes_sent(stats.bytes_sent);
+    resources->set_wire_bytes_received(stats.bytes_received);
+  }
   if (const absl::StatusOr<ProcessStats> stats = ReadProcessStats(); stats.ok()) {
     resources->set_threads(stats->threads);
     resources->set_descriptors(stats->descriptors);
@@ -229,7 +256,7 @@ absl::StatusOr<v1::GetGroupResponse> Node::GetGroup(const v1::GetGroupRequest& r
   v1::GetGroupResponse response;
   *response.mutable_group() = GroupStatusOf(*group);
   // Long lists come with this call only: a whole status must fit into a message.
-  for (const std::string& name : group->group->spec().engine_only_tensors) {
+  for (const std::string& name : group->machine->spec().engine_only_tensors) {
     response.mutable_group()->mutable_spec()->add_engine_only_tensors(name);
   }
   return response;
@@ -242,7 +269,7 @@ absl::StatusOr<v1::ListMembersResponse> Node::ListMembers(const v1::ListMembersR
     return NoGroup(request.group());
   for (const auto& [name, group] : groups_) {
     if (!request.group().empty() && name != request.group()) continue;
-    for (const MemberView& view : group->group->View(Now()).members) {
+    for (const MemberView& view : group->machine->View(Now()).group.members) {
       v1::MemberStatus* member = response.add_members();
       member->set_id(view.id.value());
       member->set_group(name);
@@ -296,7 +323,7 @@ absl::StatusOr<uint64_t> Node::Watch(const v1::WatchUpdatesRequest& request,
   watcher.until_idle = request.until_idle();
   // What ended before is history: only its changes are news.
   for (const auto& [name, group] : groups_) {
-    const GroupView view = group->group->View(Now());
+    const GroupView view = group->machine->View(Now()).group;
     if (view.update.has_value() && view.update->outcome != Outcome::kRunning) {
       watcher.last[name] = WatchKey(*view.update);
     }
@@ -328,8 +355,8 @@ void Node::NotifyWatchers(bool progress) {
   };
   std::vector<Shown> shown;
   for (const auto& [name, group] : groups_) {
-    std::optional<UpdateView> update = group->group->View(now).update;
-    const bool running = group->group->update_running();
+    std::optional<UpdateView> update = group->machine->View(now).group.update;
+    const bool running = group->machine->update_running();
     if (update.has_value())
       shown.push_back({&name, running, WatchKey(*update), *std::move(update)});
   }

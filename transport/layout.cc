@@ -133,15 +133,6 @@ uint64_t Fnv1a(std::string_view text) {
   return hash;
 }
 
-uint64_t TensorHash(const TensorSpec& tensor) {
-  HashChain chain(Fnv1a(tensor.name));
-  chain.Add(tensor.name.size());
-  chain.Add(static_cast<uint64_t>(tensor.dtype));
-  chain.Add(tensor.shape.size());
-  chain.Add(tensor.shape);
-  return chain.hash();
-}
-
 // ---- disjointness of boxes ----
 
 // Finds two of some boxes that overlap. Cuts the set wherever a plane separates it, and compares
@@ -648,6 +639,15 @@ void HashChain::Add(uint64_t number) {
 
 void HashChain::Add(const Dims& dims) {
   for (const int64_t n : dims) Add(static_cast<uint64_t>(n));
+}
+
+uint64_t TensorHash(const TensorSpec& tensor) {
+  HashChain chain(Fnv1a(tensor.name));
+  chain.Add(tensor.name.size());
+  chain.Add(static_cast<uint64_t>(tensor.dtype));
+  chain.Add(tensor.shape.size());
+  chain.Add(tensor.shape);
+  return chain.hash();
 }
 
 absl::StatusOr<int64_t> SpanBytes(const Piece& piece, DType dtype) {

@@ -130,6 +130,9 @@ class HashChain {
   uint64_t hash_;
 };
 
+// Of name, dtype and shape: the tensor hash of Layout::Digest.
+uint64_t TensorHash(const TensorSpec& tensor);
+
 // All pieces of one member.
 struct Layout {
   std::vector<TensorSpec> tensors;

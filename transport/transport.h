@@ -1,6 +1,6 @@
 // What every transport does for the daemon: run programs over memory that it has mapped, and verify
-// it. The three moves of docs/architecture.md; this interface carries `copy`, the only one that a
-// single daemon needs.
+// it. Of the three moves of docs/architecture.md this interface carries `copy`; wire.h has the two
+// between daemons.
 //
 // Knows neither gRPC nor groups. Transports own their threads; callers never block.
 #ifndef REFITD_TRANSPORT_TRANSPORT_H_
@@ -61,15 +61,19 @@ struct Transfer {
   // Destinations that are verified by reading back inside the transfer (staging slots), under
   // kReadback.
   std::vector<bool> readback_now;
+  // Digests of whole source pieces are wanted, moved or not: what another daemon must have
+  // received.
+  bool want_source_digests = false;
   std::vector<std::shared_ptr<const void>> keep_alive;  // all memory named above (P6)
   std::string label;                                    // for messages: "version 3, part 7"
 };
 
 struct TransferResult {
   absl::Status status;  // DATA_LOSS: verification failed, naming tensor and destination index
-  std::vector<int64_t> bytes_written;  // per destination
-  std::vector<PieceDigest> expected;   // under kReadback, for destinations without readback_now
-  int failed_destination = -1;         // whose bytes were wrong, if status is not OK
+  std::vector<int64_t> bytes_written;    // per destination
+  std::vector<PieceDigest> expected;     // under kReadback, for destinations without readback_now
+  std::vector<uint64_t> source_digests;  // per source piece, if wanted
+  int failed_destination = -1;           // whose bytes were wrong, if status is not OK
 };
 
 struct ReadbackPiece {

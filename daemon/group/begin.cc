@@ -1,5 +1,6 @@
 // Begin, Prepare and Ready: from the first call of a version to the first bucket.
 #include <algorithm>
+#include <set>
 
 #include "daemon/group/group_impl.h"
 
@@ -152,7 +153,7 @@ void Group::Impl::AssembleIfAllHere() {
   });
   if (complete < std::max(spec.min_instances, 1)) return;
   if (absl::Status status = MakeParticipants(); !status.ok()) {
-    GiveUp why{Message(status)};
+    GiveUp why{Message(status), GiveUpClass::kOther};
     why.begin_code = status.code();
     Abandon(why);
     return;
@@ -160,6 +161,8 @@ void Group::Impl::AssembleIfAllHere() {
   Step(&update->state, UpdateTrigger::kAssembled);
   const Duration remaining = update->deadline - now;
   update->ready_deadline = now + std::min(limits.ready_limit, remaining);
+  Do(UpdateAssembled{update->id, update->version, remaining, update->tensor_count,
+                     update->verification, update->nodes, update->catalog->destinations()});
   for (const Participant& participant : update->participants) {
     Step(&instances.at(participant.instance).state, InstanceTrigger::kPrepare);
     for (const MemberId id : participant.members) {
@@ -209,6 +212,12 @@ absl::Status Group::Impl::MakeParticipants() {
     update->readers[rank.member].participant = rank.instance;
   }
   update->participants = std::move(participants);
+  std::set<NodeId> nodes;
+  for (const Participant& participant : update->participants) {
+    for (const MemberId id : participant.members) nodes.insert(Find(id)->node);
+  }
+  for (const auto& [rank, progress] : update->trainers) nodes.insert(Find(progress.member)->node);
+  update->nodes.assign(nodes.begin(), nodes.end());
   return absl::OkStatus();
 }
 
@@ -256,6 +265,7 @@ void Group::Impl::FailUnready() {
     GiveUp why{fmt::format(
         "{} did not answer Ready within {}", Label(*late),
         group::Seconds(std::min(limits.ready_limit, update->deadline - update->started)))};
+    why.kind = GiveUpClass::kDeadline;
     why.begin_code = absl::StatusCode::kDeadlineExceeded;
     FailEngine(i, why);
   }
@@ -278,6 +288,7 @@ void Group::Impl::OpenDataIfReady() {
     return;
   }
   Step(&update->state, UpdateTrigger::kAllReady);
+  update->data_began = now;
   for (auto& [rank, progress] : update->trainers) {
     Step(&Find(progress.member)->state, MemberTrigger::kReady);
     for (const auto& request : std::exchange(progress.begins, {})) {

@@ -152,7 +152,9 @@ absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const Buc
 // Many ranges may name the same source bytes, so that a small message could ask for any number of
 // parts (P10).
 absl::Status Group::Impl::CheckParts(const BucketEvent& e) const {
-  if (e.slot.has_value() || update->readers.empty()) return absl::OkStatus();
+  if (e.slot.has_value() || (update->readers.empty() && update->nodes.size() == 1)) {
+    return absl::OkStatus();
+  }
   const int64_t most = kMaxPartsPerBucket * spec.slot_bytes;
   int64_t bytes = 0;
   for (size_t i = 0; i < e.tensors.size(); ++i) {
@@ -256,6 +258,17 @@ void Group::Impl::TakeInOrder(TrainerProgress* progress) {
   }
 }
 
+bool Group::Impl::NeedsSlot(const Bucket& bucket) const {
+  if (!update->readers.empty()) return true;
+  if (update->nodes.size() == 1) return false;
+  const NodeId root = Find(bucket.trainer)->node;
+  const Catalog& known = *update->catalog;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    if (!update->skip_destination[d] && Find(known.destinations()[d])->node != root) return true;
+  }
+  return false;
+}
+
 void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
   if (bucket->slot.has_value()) {
     int64_t end = 0;
@@ -266,7 +279,7 @@ void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
     AddPart(bucket, bucket->ranges, bucket->slot_byte_offsets, end);
     return;
   }
-  if (update->readers.empty()) {
+  if (!NeedsSlot(*bucket)) {
     AddPart(bucket, bucket->ranges, {}, bucket->bytes);
     return;
   }
@@ -309,7 +322,7 @@ void Group::Impl::StartParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
   for (; update->next_start < update->end_part(); ++update->next_start) {
     Part& part = update->part(update->next_start);
-    if (!part.slot.has_value() && !update->readers.empty()) {
+    if (!part.slot.has_value() && !part.content->byte_offsets.empty()) {
       part.slot = ledger.Grant();
       if (!part.slot.has_value()) return;
     }
@@ -338,6 +351,7 @@ void Group::Impl::StartPart(Part* part) {
   start.update = update->id;
   start.version = update->version;
   start.part = part->seq;
+  start.group_seq = part->bucket->group_seq;
   start.bucket_call = part->bucket->request->first_call;
   start.trainer = part->bucket->trainer;
   start.bucket_ranges = part->bucket_ranges;
@@ -347,6 +361,10 @@ void Group::Impl::StartPart(Part* part) {
   start.destinations = known.destinations();
   start.skip_destination = update->skip_destination;
   start.verification = update->verification;
+  start.touched = part->touched;
+  if (part->slot.has_value()) {
+    for (const auto& [id, reader] : update->readers) start.staged.push_back(id);
+  }
   Do(std::move(start));
 }
 
@@ -381,11 +399,13 @@ void Group::Impl::On(const TransferDone& e) {
   if (!e.status.ok()) {
     const auto d = static_cast<size_t>(std::max(e.failed_destination, 0));
     const bool known_culprit = e.failed_destination >= 0 && d < known.destinations().size();
-    Abandon({fmt::format(
-        "{} of part {}{}{}: {}",
-        e.status.code() == absl::StatusCode::kDataLoss ? "verification" : "transfer", e.part,
-        known_culprit ? " to " : "", known_culprit ? known.label(static_cast<uint32_t>(d)) : "",
-        Message(e.status))});
+    Abandon(
+        {fmt::format("{} of part {}{}{}: {}",
+                     e.status.code() == absl::StatusCode::kDataLoss ? "verification" : "transfer",
+                     e.part, known_culprit ? " to " : "",
+                     known_culprit ? known.label(static_cast<uint32_t>(d)) : "", Message(e.status)),
+         e.status.code() == absl::StatusCode::kDataLoss ? GiveUpClass::kVerification
+                                                        : GiveUpClass::kTransfer});
     return;
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());

@@ -85,7 +85,10 @@ void Group::Impl::On(const CommitEvent& e) {
   });
   const bool all = std::all_of(update->trainers.begin(), update->trainers.end(),
                                [](const auto& t) { return t.second.committed; });
-  if (all) Step(&update->state, UpdateTrigger::kAllCommitted);
+  if (all) {
+    Step(&update->state, UpdateTrigger::kAllCommitted);
+    update->data_ended = now;
+  }
   Changed();
 }
 
@@ -103,7 +106,8 @@ void Group::Impl::SettleIfDone() {
     any = true;
     if (update->bytes_written[d] == known.expected_bytes(d)) continue;
     Abandon({fmt::format("verification: {} bytes were written to {}, its layout has {}",
-                         update->bytes_written[d], known.label(d), known.expected_bytes(d))});
+                         update->bytes_written[d], known.label(d), known.expected_bytes(d)),
+             GiveUpClass::kVerification});
     return;
   }
   if (!any || update->verification != Verification::kReadback) {
@@ -147,7 +151,8 @@ void Group::Impl::On(const VerifyDone& e) {
     if (d < known.destinations().size()) culprits.push_back(known.label(d));
   }
   Abandon({fmt::format("verification{}{}: {}", culprits.empty() ? "" : " of ", group::Few(culprits),
-                       Message(e.status))});
+                       Message(e.status)),
+           GiveUpClass::kVerification});
 }
 
 void Group::Impl::Decide() {
@@ -172,7 +177,8 @@ void Group::Impl::On(const EngineFailed& e) {
   const std::optional<uint32_t> index = ParticipantOf(e.member);
   if (!index.has_value() || update->participants[*index].evicted) return;
   if (update->state == UpdateState::kDraining) return;
-  FailEngine(*index, {fmt::format("{} failed: {}", member->label, e.reason)});
+  FailEngine(*index,
+             {fmt::format("{} failed: {}", member->label, e.reason), GiveUpClass::kAborted});
 }
 
 void Group::Impl::FailEngine(uint32_t participant, const GiveUp& why) {
@@ -240,6 +246,7 @@ void Group::Impl::Abandon(GiveUp why) {
   Step(&update->state, UpdateTrigger::kGiveUp);
   update->give_up = std::move(why);
   update->cleanup_deadline = now + limits.cleanup_limit;
+  Do(UpdateAbandoned{update->id});
   DropUnstarted();
   Changed();
 }
@@ -278,7 +285,8 @@ void Group::Impl::On(const AbortEvent& e) {
     return;
   }
   Track(member, CallKind::kAbort, e.request_id, what, e.call);
-  Abandon({fmt::format("{} gave the update up: {}", member->label, e.reason)});
+  Abandon(
+      {fmt::format("{} gave the update up: {}", member->label, e.reason), GiveUpClass::kAborted});
 }
 
 void Group::Impl::On(const OperatorAbort& e) {
@@ -287,7 +295,12 @@ void Group::Impl::On(const OperatorAbort& e) {
     return;
   }
   update->operator_calls.push_back(e.call);
-  Abandon({fmt::format("an operator gave the update up: {}", e.reason)});
+  Abandon({fmt::format("an operator gave the update up: {}", e.reason), GiveUpClass::kOperator});
+}
+
+void Group::Impl::On(const FailUpdate& e) {
+  if (update == nullptr || update->id != e.update) return;
+  Abandon({e.reason, e.kind});
 }
 
 // ---- the end ----
@@ -357,7 +370,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   last_update->elapsed = now - update->started;
   past.emplace_back(update->version, PastUpdate{outcome, reason});
   if (past.size() > kRememberedUpdates) past.pop_front();
-  Do(UpdateEnded{update->id});
+  Do(Ended(outcome, reason));
   Log(committed ? LogLine::kInfo : LogLine::kWarning,
       committed ? fmt::format("update committed: version {}, {} bytes in {}", update->version,
                               update->accepted_bytes, group::Seconds(now - update->started))
@@ -366,6 +379,25 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   Step(&state, GroupTrigger::kEnd);
   for (const auto& [instance_name, instance] : instances) AdoptReportedVersion(instance);
   Changed();
+}
+
+UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const {
+  const Update& u = *update;
+  UpdateEnded ended;
+  ended.update = u.id;
+  ended.version = u.version;
+  ended.outcome = outcome;
+  ended.reason = reason;
+  ended.bytes = u.accepted_bytes;
+  ended.total = now - u.started;
+  ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
+  // A phase that was not reached took no time; the one that did not end took until now.
+  const TimePoint none;
+  const auto until = [this, none](TimePoint end) { return end == none ? now : end; };
+  ended.prepare = until(u.data_began) - u.started;
+  if (u.data_began != none) ended.data = until(u.data_ended) - u.data_began;
+  if (u.data_ended != none) ended.verify = now - u.data_ended;
+  return ended;
 }
 
 // Every call that waits, once.

@@ -154,7 +154,7 @@ void Group::Impl::On(const Tick&) {
     const std::string reason =
         fmt::format("{} did not submit leased slot {} within its lease", Label(holder), grant.slot);
     Log(LogLine::kWarning, reason);
-    if (update != nullptr) Abandon({reason});
+    if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline});
   }
   if (update != nullptr && update->state == UpdateState::kDraining) {
     if (now >= update->cleanup_deadline && !update->cleanup_logged) {
@@ -181,8 +181,8 @@ void Group::Impl::On(const Tick&) {
 void Group::Impl::TickUpdate() {
   constexpr absl::StatusCode kDeadline = absl::StatusCode::kDeadlineExceeded;
   if (now >= update->deadline) {
-    Abandon({fmt::format("the update's deadline passed: waited for {}", WaitedFor()), kDeadline,
-             kDeadline, kDeadline, kDeadline});
+    Abandon({fmt::format("the update's deadline passed: waited for {}", WaitedFor()),
+             GiveUpClass::kDeadline, kDeadline, kDeadline, kDeadline, kDeadline});
     return;
   }
   if (update->state == UpdateState::kPreparing && now >= update->ready_deadline) {
@@ -191,14 +191,16 @@ void Group::Impl::TickUpdate() {
   for (auto late = AckDeadline(); late.has_value() && late->first <= now; late = AckDeadline()) {
     const group::StagedReader& reader = update->readers.at(late->second);
     GiveUp why{fmt::format("{} did not acknowledge part {} within {}", Label(late->second),
-                           reader.outstanding.front().part, group::Seconds(limits.ack_limit))};
+                           reader.outstanding.front().part, group::Seconds(limits.ack_limit)),
+               GiveUpClass::kDeadline};
     if (update->state == UpdateState::kSettling) why.commit_code = kDeadline;
     FailEngine(reader.participant, why);
   }
   if (update->state == UpdateState::kDraining) return;
   if (const std::optional<TimePoint> idle = IdleDeadline(); idle.has_value() && *idle <= now) {
     Abandon({fmt::format("no call from any trainer rank for {}: waited for {}",
-                         group::Seconds(limits.idle_limit), WaitedFor())});
+                         group::Seconds(limits.idle_limit), WaitedFor()),
+             GiveUpClass::kDeadline});
   }
 }
 

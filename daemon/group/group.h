@@ -79,6 +79,8 @@ struct TrainerIdentity {
   int rank = 0;
   int world_size = 1;
   int pid = 0;
+  NodeId node{};         // whose daemon it is attached to; 0: the coordinator's
+  std::string daemon{};  // its id, for messages; empty: the coordinator's
 };
 
 struct EngineIdentity {
@@ -90,6 +92,24 @@ struct EngineIdentity {
   std::optional<Version> held_version;
   // Staged delivery: what must arrive in every update; absent: Begin's tensor count.
   std::optional<std::vector<TensorSpec>> manifest;
+  NodeId node{};         // whose daemon it is attached to; 0: the coordinator's
+  std::string daemon{};  // its id, for messages; empty: the coordinator's
+};
+
+// ---- how an update ends ----
+
+enum class Outcome : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
+// Why an update was given up, as a class (for metrics); the words are in its reason.
+enum class GiveUpClass : uint8_t {
+  kNone,
+  kDeadline,
+  kMemberLost,
+  kPeerLost,
+  kVerification,
+  kAborted,
+  kOperator,
+  kTransfer,
+  kOther
 };
 
 // ---- events ----
@@ -169,8 +189,9 @@ struct TransferDone {
   UpdateId update;
   PartSeq part;
   absl::Status status;  // not OK: verification failed, or the program could not be made
-  std::vector<int64_t> bytes_written;  // per destination of StartTransfer::index
-  int failed_destination = -1;         // whose, if not OK and known
+  std::vector<int64_t> bytes_written;      // per destination of StartTransfer::index
+  int failed_destination = -1;             // whose, if not OK and known
+  std::vector<uint64_t> source_digests{};  // by range, if they were wanted
 };
 
 struct AckEvent {
@@ -212,6 +233,13 @@ struct ReplaceGroup {
 };
 // SIGTERM: no new update is opened; the running one ends or meets its deadline.
 struct DrainEvent {};
+// The update can't go on (a daemon of it was lost, its data plane failed). Nothing happens if it is
+// over or being given up already.
+struct FailUpdate {
+  UpdateId update;
+  std::string reason;
+  GiveUpClass kind = GiveUpClass::kPeerLost;
+};
 // Time passed: whatever is due is done. Sent at NextDeadline() or later.
 struct Tick {};
 // The caller went away (its deadline, its connection): its reply is not wanted any more and comes
@@ -225,7 +253,7 @@ using GroupEvent =
     std::variant<TrainerAttached, EngineAttached, MemberLost, LayoutRegistered, BeginEvent,
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                  TransferDone, AckEvent, CommitEvent, AbortEvent, VerifyDone, OperatorAbort,
-                 ReplaceGroup, DrainEvent, Tick, CallGone>;
+                 ReplaceGroup, DrainEvent, FailUpdate, Tick, CallGone>;
 
 // ---- actions ----
 
@@ -267,6 +295,16 @@ struct Reply {
   ReplyPayload payload;
 };
 
+// The update is assembled: who takes part is known. Comes before its SendPrepare actions.
+struct UpdateAssembled {
+  UpdateId update;
+  Version version;
+  Duration remaining{};
+  int64_t tensor_count = 0;
+  Verification verification = Verification::kOff;
+  std::vector<NodeId> nodes;           // with a rank in it, trainer or engine; ascending
+  std::vector<MemberId> destinations;  // registered ranks, in the order of StartTransfer
+};
 struct SendPrepare {
   MemberId member;
   Version version;
@@ -310,7 +348,8 @@ struct StartTransfer {
   UpdateId update;
   Version version;
   PartSeq part;
-  CallId bucket_call;  // names the bucket's source bytes; stays valid until its Reply
+  int64_t group_seq = 0;  // of the bucket
+  CallId bucket_call;     // names the bucket's source bytes; stays valid until its Reply
   MemberId trainer;
   std::vector<uint32_t>
       bucket_ranges;  // content->ranges[i] is a sub-range of the bucket's ranges[bucket_ranges[i]]
@@ -320,7 +359,11 @@ struct StartTransfer {
   std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
   std::vector<MemberId> destinations;             // in index order
   std::vector<bool> skip_destination;             // evicted since
+  std::vector<uint32_t> touched;                  // destinations that have elements of it
+  std::vector<MemberId> staged;                   // ranks that will be handed the slot
   Verification verification = Verification::kOff;
+  // Digests of the source by range of `content` are wanted with the result.
+  bool want_source_digests = false;
 };
 
 // Read every written piece of every destination again and compare with the sums of the update's
@@ -337,9 +380,23 @@ struct StartVerify {
 struct ReleaseMember {
   MemberId member;
 };
+// The update is being given up; the transfers that run end first.
+struct UpdateAbandoned {
+  UpdateId update;
+};
 // The update ended: forget its digests.
 struct UpdateEnded {
   UpdateId update;
+  Version version;
+  Outcome outcome = Outcome::kUnknown;
+  std::string reason;
+  // How long each phase took; one that was not reached took no time.
+  Duration prepare{};  // Begin to every rank ready
+  Duration data{};     // to the last Commit
+  Duration verify{};   // to every digest compared
+  Duration total{};    // Begin to the outcome
+  int64_t bytes = 0;   // of tensor data handed over
+  GiveUpClass give_up_class = GiveUpClass::kNone;
 };
 // The member is not (or no longer) acceptable: end its stream with this status (e.g. attach
 // refused).
@@ -359,9 +416,10 @@ struct LogLine {
   std::string text;
 };
 
-using GroupAction = std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted,
-                                 SendDraining, StartTransfer, StartVerify, ReleaseMember,
-                                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
+using GroupAction =
+    std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
+                 StartTransfer, StartVerify, ReleaseMember, UpdateAssembled, UpdateAbandoned,
+                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----
@@ -386,7 +444,6 @@ struct InstanceView {
   int attached = 0;
   std::string reason;
 };
-enum class Outcome : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
 struct UpdateView {
   UpdateId id;
   Version version;

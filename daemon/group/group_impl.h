@@ -41,6 +41,7 @@ struct Member {
   int rank = 0;
   int world_size = 0;
   int pid = 0;
+  NodeId node;        // whose daemon it is attached to
   std::string label;  // for messages
   DeliveryMode delivery = DeliveryMode::kRegistered;
   std::shared_ptr<const Manifest> manifest;
@@ -116,6 +117,7 @@ struct Group::Impl {
   void On(const OperatorAbort& e);
   void On(const ReplaceGroup& e);
   void On(const DrainEvent& e);
+  void On(const FailUpdate& e);
   void On(const Tick& e);
   void On(const CallGone& e);
   // All steps that the event made possible.
@@ -190,6 +192,8 @@ struct Group::Impl {
   void AddPart(const std::shared_ptr<Bucket>& bucket, const std::vector<TensorRange>& ranges,
                std::vector<int64_t> byte_offsets, int64_t bytes);
   void FinishBucket(const Bucket& bucket);
+  // Its bytes pass through a slot: for staged ranks, or to another daemon.
+  bool NeedsSlot(const Bucket& bucket) const;
   void StartParts();
   void StartPart(Part* part);
   void SendParts();
@@ -216,6 +220,7 @@ struct Group::Impl {
   void TearDown(const std::string& reason);
   void AnswerAll(bool committed, const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
+  UpdateEnded Ended(Outcome outcome, const std::string& reason) const;
   std::optional<uint32_t> ParticipantOf(MemberId member) const;
   std::vector<InstanceOutcome> Outcomes(bool committed) const;
   std::string WaitedFor() const;

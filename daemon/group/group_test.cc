@@ -1055,7 +1055,7 @@ TEST_CASE("a program that wrote too little does not commit") {
   g.Push(g.trainer, 1, 0, kModel);
   const StartTransfer t = g.running[0].transfer;
   g.running.clear();
-  g.Do(TransferDone{t.update, t.part, absl::OkStatus(), {1499}, -1});
+  g.Do(TransferDone{t.update, t.part, absl::OkStatus(), {1499}, -1, {}});
   const CallId commit = g.Commit(g.trainer, 1, 1);
   CHECK(g.Code(commit) == kAborted);
   CHECK_THAT(g.Text(commit), Contains("1499") && Contains("1500") && Contains("engine r rank 0"));

@@ -81,7 +81,7 @@ class TestGroup {
 
   MemberId AttachTrainer(int rank = 0, int world_size = 1) {
     const MemberId id(++members_);
-    Do(TrainerAttached{id, {rank, world_size, 1000 + rank}});
+    Do(TrainerAttached{id, {rank, world_size, 1000 + rank, NodeId(), ""}});
     return id;
   }
   MemberId AttachEngine(EngineIdentity who) {
@@ -211,7 +211,7 @@ class TestGroup {
   void Finish(size_t index, absl::Status status = absl::OkStatus(), int failed = -1) {
     const Running done = running.at(index);
     running.erase(running.begin() + static_cast<int64_t>(index));
-    TransferDone e{done.transfer.update, done.transfer.part, status, {}, failed};
+    TransferDone e{done.transfer.update, done.transfer.part, status, {}, failed, {}};
     e.bytes_written = BytesInto(done.transfer);
     if (status.ok()) RecordWritten(done.transfer);
     Do(e);
@@ -490,6 +490,8 @@ class TestGroup {
     CHECK_FALSE(verify_touches.contains(a.member));
     CHECK(released.insert(a.member).second);
   }
+  void On(const UpdateAssembled&) {}
+  void On(const UpdateAbandoned&) {}
   void On(const UpdateEnded& a) {
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());

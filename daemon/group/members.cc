@@ -6,8 +6,13 @@
 namespace refitd {
 namespace {
 
-std::string WithPid(std::string label, int pid) {
-  return pid == 0 ? label : fmt::format("{} (pid {})", label, pid);
+// "trainer rank 0 (pid 17)", "engine a rank 0 (pid 17 on node-b)".
+template <typename Identity>
+std::string WithPlace(std::string label, const Identity& who) {
+  const std::string pid = who.pid == 0 ? "" : fmt::format("pid {}", who.pid);
+  const std::string place = who.daemon.empty() ? "" : "on " + who.daemon;
+  if (pid.empty() && place.empty()) return label;
+  return fmt::format("{} ({}{}{})", label, pid, pid.empty() || place.empty() ? "" : " ", place);
 }
 
 absl::Status CheckRank(int rank, int world_size, int max_world_size) {
@@ -74,7 +79,8 @@ void Group::Impl::On(const TrainerAttached& e) {
   member.rank = who.rank;
   member.world_size = who.world_size;
   member.pid = who.pid;
-  member.label = WithPid(fmt::format("trainer rank {}", who.rank), who.pid);
+  member.node = who.node;
+  member.label = WithPlace(fmt::format("trainer rank {}", who.rank), who);
   trainers[who.rank] = e.member;
   Admit(std::move(member));
 }
@@ -120,7 +126,8 @@ void Group::Impl::On(const EngineAttached& e) {
   member.rank = who.rank;
   member.world_size = who.world_size;
   member.pid = who.pid;
-  member.label = WithPid(fmt::format("engine {} rank {}", who.instance, who.rank), who.pid);
+  member.node = who.node;
+  member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
   member.delivery = who.delivery;
   if (who.manifest.has_value()) {
     member.manifest = std::make_shared<const group::Manifest>(*who.manifest);
@@ -212,14 +219,15 @@ void Group::Impl::LoseEngine(Member* member, const std::string& reason) {
   if (update == nullptr) return;
   const std::optional<uint32_t> participant = ParticipantOf(member->id);
   if (participant.has_value() && !update->participants[*participant].evicted) {
-    Evict(*participant, {fmt::format("{} was lost: {}", member->label, reason)});
+    Evict(*participant,
+          {fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost});
   }
 }
 
 void Group::Impl::LoseTrainer(Member* member, const std::string& reason) {
   trainers.erase(member->rank);
   if (update == nullptr) return;
-  Abandon({fmt::format("{} was lost: {}", member->label, reason)});
+  Abandon({fmt::format("{} was lost: {}", member->label, reason), GiveUpClass::kMemberLost});
 }
 
 void Group::Impl::Touch(MemberId id, int by) {

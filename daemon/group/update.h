@@ -95,6 +95,7 @@ struct PushedTensor {
 // out gets DEADLINE_EXCEEDED, all others ABORTED.
 struct GiveUp {
   std::string reason;
+  GiveUpClass kind = GiveUpClass::kOther;
   absl::StatusCode begin_code = absl::StatusCode::kAborted;
   absl::StatusCode bucket_code = absl::StatusCode::kAborted;
   absl::StatusCode commit_code = absl::StatusCode::kAborted;
@@ -106,6 +107,8 @@ struct Update {
   Version version;
   UpdateState state = UpdateState::kOpening;
   TimePoint started;
+  TimePoint data_began;  // every rank was ready
+  TimePoint data_ended;  // the last Commit came
   TimePoint deadline;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
@@ -120,6 +123,7 @@ struct Update {
   std::vector<Participant> participants;  // index: Catalog's instances
   std::vector<bool> evicted;              // by participant
   std::vector<bool> skip_destination;     // by destination
+  std::vector<NodeId> nodes;              // with a rank in it; ascending
   TimePoint ready_deadline;
   std::map<MemberId, StagedReader> readers;  // staged ranks still in
 

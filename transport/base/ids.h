@@ -19,6 +19,8 @@ using Version = StrongInt<struct VersionTag, int64_t>;       // what an instance
 using SlotIndex = StrongInt<struct SlotIndexTag, uint32_t>;  // 0..slots-1 of one group's pool
 using GrantId =
     StrongInt<struct GrantIdTag, uint64_t>;  // one use of a slot; never reused by a group
+using NodeId = StrongInt<struct NodeIdTag,
+                         uint32_t>;  // a daemon of one group; 0 coordinates; never reused
 using PartSeq = StrongInt<struct PartSeqTag,
                           int64_t>;  // 0.. of an update: order of delivery in the whole group
 using EpochId =

@@ -143,8 +143,9 @@ struct Move {
 
 // A box of one source piece and the moves that may read it.
 struct Chunk {
+  const BoundPiece* source = nullptr;
   size_t first_move = 0;
-  size_t last_move = 0;  // past the end
+  size_t last_move = 0;  // past the end; the same: only its digest is wanted
   Box box;
 };
 
@@ -228,20 +229,36 @@ void NumberSums(CopyPlan* plan) {
   }
 }
 
-void MakeChunks(CopyPlan* plan) {
+void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
   const std::vector<Move>& moves = plan->moves;
+  const auto add = [plan](const BoundPiece* source, size_t first, size_t last, const Box& whole) {
+    Cut(whole, ElementBytes(source->dtype), kChunkBytes, [&](const Box& box) {
+      plan->chunks.push_back(
+          {.source = source, .first_move = first, .last_move = last, .box = box});
+    });
+  };
+  size_t next_piece = 0;  // whose digest is not provided for yet
+  const auto digest_until = [&](size_t piece, size_t move) {
+    if (!transfer.want_source_digests) return;
+    for (; next_piece < piece; ++next_piece) {
+      add(&transfer.source[next_piece], move, move, transfer.source[next_piece].box);
+    }
+  };
   for (size_t first = 0; first < moves.size();) {
+    const BoundPiece* const source = moves[first].source;
     // Only what is moved: a bucket may carry a small part of a large piece.
     Box around = *moves[first].box;
     size_t last = first + 1;
-    for (; last < moves.size() && moves[last].source == moves[first].source; ++last) {
+    for (; last < moves.size() && moves[last].source == source; ++last) {
       around = Around(around, *moves[last].box);
     }
-    Cut(around, ElementBytes(moves[first].source->dtype), kChunkBytes, [&](const Box& box) {
-      plan->chunks.push_back({.first_move = first, .last_move = last, .box = box});
-    });
+    const auto piece = static_cast<size_t>(source - transfer.source.data());
+    digest_until(piece, first);
+    add(source, first, last, transfer.want_source_digests ? source->box : around);
+    next_piece = piece + 1;
     first = last;
   }
+  digest_until(transfer.source.size(), moves.size());
 }
 
 CopyPlan MakePlan(const Transfer& transfer) {
@@ -265,7 +282,13 @@ CopyPlan MakePlan(const Transfer& transfer) {
   std::stable_sort(plan.moves.begin(), plan.moves.end(),
                    [](const Move& a, const Move& b) { return a.source < b.source; });
   NumberSums(&plan);
-  MakeChunks(&plan);
+  if (transfer.want_source_digests) {
+    for (const BoundPiece& piece : transfer.source) {
+      plan.status = CheckRanks(piece);
+      if (!plan.status.ok()) return plan;
+    }
+  }
+  MakeChunks(transfer, &plan);
   return plan;
 }
 
@@ -280,7 +303,8 @@ class CopyTask : public WorkTask {
         plan_(std::move(plan)),
         done_(std::move(done)),
         faults_(faults),
-        sums_(plan_.sums.size()) {}
+        sums_(plan_.sums.size()),
+        source_sums_(transfer_.want_source_digests ? transfer_.source.size() : 0) {}
 
  private:
   // Digests of boxes of one chunk, from the source's own metadata; each box is read once.
@@ -308,9 +332,10 @@ class CopyTask : public WorkTask {
 
   void Run(int64_t unit) override {
     const Chunk& chunk = plan_.chunks[static_cast<size_t>(unit)];
-    const BoundPiece& source = *plan_.moves[chunk.first_move].source;
+    const BoundPiece& source = *chunk.source;
     const int64_t element_bytes = ElementBytes(source.dtype);
-    const auto moves = static_cast<int64_t>(chunk.last_move - chunk.first_move);
+    const auto moves =
+        std::max<int64_t>(1, static_cast<int64_t>(chunk.last_move - chunk.first_move));
     const int64_t block_bytes = std::min(kBlockBytes * moves, kChunkBytes);
     const bool stream = ElementCount(chunk.box) * element_bytes >= kStreamingBytes;
     const StoreMode mode = stream ? StoreMode::kStreaming : StoreMode::kCached;
@@ -321,6 +346,10 @@ class CopyTask : public WorkTask {
         const std::optional<Box> box = Intersect(*move.box, block);
         if (box.has_value()) CopyAndVerify(unit, {move, *box, mode, block_bytes}, &pass);
       }
+      if (source_sums_.empty()) return;
+      // After the moves: where one took the whole block, its pass is this one.
+      source_sums_[static_cast<size_t>(&source - transfer_.source.data())].fetch_add(
+          pass.Digest(block), std::memory_order_relaxed);
     });
     if (stream) DigestStoreFence();
   }
@@ -425,6 +454,9 @@ class CopyTask : public WorkTask {
         result.expected.push_back(plan_.sums[i]);
       }
     }
+    for (const auto& sum : source_sums_) {
+      result.source_digests.push_back(sum.load(std::memory_order_relaxed));
+    }
     done_(std::move(result));
     // The last copy ended before: memory is let go as soon as the caller knows.
     done_ = nullptr;
@@ -436,6 +468,7 @@ class CopyTask : public WorkTask {
   Done done_;
   TransferFaults* const faults_;
   std::vector<std::atomic<uint64_t>> sums_;
+  std::vector<std::atomic<uint64_t>> source_sums_;  // per source piece, if wanted
   FirstFailure failure_;
 };
 

@@ -1,0 +1,1109 @@
+#include "daemon/group/coordinator.h"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "daemon/group/worker.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+constexpr int kPingsPerLimit = 4;  // so that a lost ping is not a lost daemon
+
+std::string Seconds(Duration duration) {
+  return fmt::format("{:g} s", std::chrono::duration<double>(duration).count());
+}
+
+struct Node {
+  NodeId id;
+  std::string daemon_id;
+  std::string address;
+  TimePoint heard;
+  TimePoint next_ping;
+  uint64_t pings = 0;
+  std::map<MemberId, MemberId> members;  // its id -> ours
+};
+struct KnownLayout {
+  std::shared_ptr<const Layout> layout;
+  uint64_t digest = 0;
+};
+struct RemoteMember {
+  NodeId node;
+  MemberId id;  // on its daemon
+  bool engine = false;
+};
+struct RemoteCall {
+  NodeId node;
+  CallId id;  // on its daemon
+};
+
+// One part that more than this daemon's members take part in.
+struct PartJob {
+  PeerHeader header;  // as the root gets it
+  NodeId root;
+  std::set<NodeId> sinks;
+  std::set<NodeId> unacknowledged;
+  std::set<NodeId> running;  // that have not reported its end
+  bool issued = false;
+  absl::Status status;
+  int failed_destination = -1;  // of the group's
+  std::vector<int64_t> bytes_written;
+  std::map<NodeId, std::vector<uint64_t>> digests;
+};
+// An update with members on more than this daemon.
+struct Spread {
+  UpdateId update;
+  Version version;
+  Verification verification = Verification::kOff;
+  std::set<NodeId> nodes;  // still in
+  std::map<NodeId, PeerPrepare> prepares;
+  std::map<NodeId, std::vector<uint32_t>> destinations;  // node's index -> the group's
+  size_t destination_count = 0;
+  bool announced = false;
+  bool data_began = false;
+  bool abandoned = false;
+  std::map<PartSeq, PartJob> parts;
+  std::deque<PartSeq> to_issue;  // wired, in order
+  std::set<NodeId> verifying;
+  absl::Status verify_status;
+  std::vector<uint32_t> verify_failed;
+  // The wire lock of each node, taken in daemon-id order.
+  std::vector<NodeId> lock_order;
+  size_t locks_held = 0;
+  std::string lock_holder;  // who has the one that is waited for
+  TimePoint lock_deadline;
+  bool yielding = false;    // another group wants a wire
+  bool turn_taken = false;  // a part was issued since the wire was asked for
+};
+struct Epoch {
+  EpochId id;
+  std::vector<NodeId> ranks;
+  std::map<NodeId, std::string> addresses;
+  std::set<NodeId> up;
+  bool connecting = false;
+  bool ready = false;
+  TimePoint deadline;
+  uint64_t next_seq = 0;
+};
+
+}  // namespace
+
+struct Coordinator::Impl {
+  explicit Impl(CoordinatorOptions coordinator_options);
+
+  // ---- events ----
+  void Handle(const MachineEvent& event);
+  void On(const GroupEvent& event);
+  void On(const NodeJoined& e);
+  void On(const NodeLost& e) { LoseNode(e.node, e.reason); }
+  void On(const ReportReceived& e);
+  void On(const EpochOpened& e) { worker.Handle(e, Out()); }
+  void On(const EpochUp& e) { worker.Handle(e, Out()); }
+  void On(const WireDone& e) { worker.Handle(e, now, Out()); }
+  void On(const WireGranted& e) { worker.Handle(e, Out()); }
+  void On(const WireWaits& e) { worker.Handle(e, Out()); }
+  void On(const WireWanted& e) { worker.Handle(e, Out()); }
+  void On(const LinkUp&) {}
+  void On(const LinkLost&) {}
+  void On(const CommandReceived&) {}
+  void Tick();
+
+  // ---- reports of a node (the own worker's too) ----
+  void Report(NodeId node, const PeerReport& report);
+  void On(Node* node, const PeerAttach& r);
+  void On(Node* node, const PeerGone& r);
+  void On(Node* node, const PeerLayout& r);
+  void On(Node* node, const PeerCall& r);
+  void On(Node* node, const PeerCallGone& r);
+  template <typename MemberReport, typename Make>
+  void ForMember(Node* node, const MemberReport& report, Make make);
+  void HeaderAcknowledged(NodeId node, const PeerHeaderAck& r);
+  void PartEnded(NodeId node, const PeerPartDone& r);
+  void Verified(NodeId node, const PeerVerified& r);
+  void Opened(NodeId node, const PeerEpochOpened& r);
+  void CameUp(NodeId node, const PeerEpochUp& r);
+  void LockGranted(NodeId node, const PeerWireGranted& r);
+
+  // ---- the group's actions ----
+  void Feed(GroupEvent event);
+  void Route(GroupAction action);
+  void Assemble(const UpdateAssembled& a);
+  void Announce();
+  void StartPart(const StartTransfer& a);
+  void StartReadback(const StartVerify& a);
+  void Abandon();
+  void End(const UpdateEnded& a);
+
+  // ---- parts ----
+  void CompleteIfDone(PartSeq seq);
+  absl::Status CompareDigests(const PartJob& part) const;
+  void CompleteVerifyIfDone();
+  void IssueParts();
+  bool WireInFlight() const;
+  void Fail(const std::string& reason, GiveUpClass kind);
+
+  // ---- the data plane ----
+  void EnsureEpoch();
+  void CloseEpochEverywhere();
+  void AskLocks();
+  void AskNextLock();
+  void GiveLocksBack();
+  void YieldIfQuiet();
+
+  // ---- nodes ----
+  void Send(NodeId node, PeerCommand command);
+  void LoseNode(NodeId node, const std::string& reason);
+  std::string Name(NodeId node) const;
+  Worker::Output Out() { return {actions, &own_reports}; }
+  template <typename Action>
+  void Do(Action action) {
+    actions->push_back(std::move(action));
+  }
+
+  const CoordinatorOptions options;
+  Group group;
+  Worker worker;
+  std::map<NodeId, Node> nodes;
+  std::map<MemberId, RemoteMember> remotes;
+  std::map<CallId, RemoteCall> remote_calls;
+  std::map<std::pair<NodeId, CallId>, CallId> calls_of;
+  std::map<CallId, BucketEvent> buckets;    // of this daemon's trainers, until their reply
+  std::map<MemberId, KnownLayout> layouts;  // of all engine ranks
+  std::optional<Spread> spread;
+  std::optional<Epoch> epoch;
+  uint64_t next_epoch = 1;
+
+  // During one Handle.
+  TimePoint now;
+  MachineActions* actions = nullptr;
+  std::vector<PeerReport> own_reports;
+  std::deque<GroupEvent> events;
+  bool feeding = false;
+};
+
+Coordinator::Impl::Impl(CoordinatorOptions coordinator_options)
+    : options(std::move(coordinator_options)),
+      group(options.name, options.incarnation, options.spec, options.limits, options.next_update),
+      worker({.next_update = options.next_update,
+              .layout =
+                  [this](MemberId member) {
+                    const auto it = layouts.find(member);
+                    return it == layouts.end() ? nullptr : it->second.layout;
+                  },
+              .bucket = [this](CallId call) -> const BucketEvent* {
+                const auto it = buckets.find(call);
+                return it == buckets.end() ? nullptr : &it->second;
+              }},
+             options.peer_limits.wire) {}
+
+std::string Coordinator::Impl::Name(NodeId node) const {
+  if (node == kCoordinatorNode) return "daemon " + options.daemon_id;
+  const auto it = nodes.find(node);
+  return it == nodes.end() ? fmt::format("daemon {}", node) : "daemon " + it->second.daemon_id;
+}
+
+void Coordinator::Impl::Send(NodeId node, PeerCommand command) {
+  if (node != kCoordinatorNode) {
+    if (nodes.contains(node)) Do(PeerAction(SendCommand{node, std::move(command)}));
+    return;
+  }
+  // Commands for members have no worker's side.
+  const auto take = [](Impl* self, const auto& c) {
+    if constexpr (requires { self->worker.Handle(c, self->now, self->Out()); }) {
+      self->worker.Handle(c, self->now, self->Out());
+    }
+  };
+  std::visit([this, &take](const auto& c) { take(this, c); }, command);
+}
+
+// ---- events ----
+
+void Coordinator::Impl::Handle(const MachineEvent& event) {
+  std::visit(
+      [this](const auto& outer) {
+        using Outer = std::decay_t<decltype(outer)>;
+        if constexpr (std::is_same_v<Outer, GroupEvent>) {
+          On(outer);
+        } else {
+          std::visit([this](const auto& e) { this->On(e); }, outer);
+        }
+      },
+      event);
+  // What the own worker said is heard like any node's word.
+  do {
+    for (const PeerReport& report : std::exchange(own_reports, {})) {
+      Report(kCoordinatorNode, report);
+    }
+    if (spread.has_value() && own_reports.empty()) {
+      IssueParts();
+      YieldIfQuiet();
+    }
+  } while (!own_reports.empty());
+}
+
+void Coordinator::Impl::On(const GroupEvent& event) {
+  if (const auto* done = std::get_if<TransferDone>(&event)) {
+    if (worker.Handle(*done, now, Out())) return;
+  } else if (const auto* verified = std::get_if<VerifyDone>(&event)) {
+    if (worker.Handle(*verified, now, Out())) return;
+  } else if (const auto* lost = std::get_if<MemberLost>(&event)) {
+    worker.MemberLost(lost->member);
+    layouts.erase(lost->member);
+  } else if (const auto* layout = std::get_if<LayoutRegistered>(&event)) {
+    layouts[layout->member] = {layout->layout, layout->layout->Digest()};
+  } else if (const auto* bucket = std::get_if<BucketEvent>(&event)) {
+    // What the trainer said itself: its daemon's side of the agreement.
+    if (spread.has_value()) buckets.emplace(bucket->call, *bucket);
+  } else if (std::holds_alternative<refitd::Tick>(event)) {
+    Tick();
+  }
+  Feed(event);
+  if (const auto* replaced = std::get_if<ReplaceGroup>(&event);
+      replaced != nullptr && group.incarnation() == replaced->incarnation) {
+    for (const auto& [id, node] : nodes) {
+      Do(PeerAction(SendCommand{id, PeerIncarnation{replaced->incarnation}}));
+    }
+  }
+}
+
+void Coordinator::Impl::Tick() {
+  std::vector<NodeId> silent;
+  for (auto& [id, node] : nodes) {
+    if (now - node.heard > options.peer_limits.peer) {
+      silent.push_back(id);
+    } else if (now >= node.next_ping) {
+      node.next_ping = now + options.peer_limits.peer / kPingsPerLimit;
+      Send(id, PeerPing{++node.pings});
+    }
+  }
+  for (const NodeId id : silent) {
+    const std::string reason =
+        fmt::format("it was silent for {}", Seconds(options.peer_limits.peer));
+    Do(PeerAction(DropNode{id, absl::DeadlineExceededError(reason)}));
+    LoseNode(id, reason);
+  }
+  if (!spread.has_value() || spread->abandoned) return;
+  if (epoch.has_value() && !epoch->ready && now >= epoch->deadline) {
+    std::string waits;
+    for (const NodeId id : epoch->ranks) {
+      const bool came = epoch->connecting ? epoch->up.contains(id) : epoch->addresses.contains(id);
+      if (!came) waits += (waits.empty() ? "" : ", ") + Name(id);
+    }
+    Fail(fmt::format("the data plane did not come up within {}: waited for {}",
+                     Seconds(options.peer_limits.wire), waits),
+         GiveUpClass::kDeadline);
+    CloseEpochEverywhere();
+  } else if (spread->locks_held < spread->lock_order.size() && now >= spread->lock_deadline) {
+    Fail(fmt::format(
+             "the wire of {} was not free within {}: {} has it",
+             Name(spread->lock_order[spread->locks_held]), Seconds(options.peer_limits.wire),
+             spread->lock_holder.empty() ? "nobody answered who" : "group " + spread->lock_holder),
+         GiveUpClass::kDeadline);
+  }
+}
+
+void Coordinator::Impl::On(const NodeJoined& e) {
+  for (const auto& [id, node] : nodes) {
+    if (node.daemon_id != e.daemon_id) continue;
+    const NodeId old = id;
+    Do(PeerAction(DropNode{old, absl::AbortedError("the daemon joined anew")}));
+    LoseNode(old, "it joined anew");
+    break;
+  }
+  Node node;
+  node.id = e.node;
+  node.daemon_id = e.daemon_id;
+  node.address = e.address;
+  node.heard = now;
+  node.next_ping = now + options.peer_limits.peer / kPingsPerLimit;
+  nodes.emplace(e.node, std::move(node));
+  Do(GroupAction(
+      LogLine{LogLine::kInfo, fmt::format("daemon {} joined from {}", e.daemon_id, e.address)}));
+  Do(GroupAction(StateChanged{}));
+}
+
+void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
+  const auto it = nodes.find(id);
+  if (it == nodes.end()) return;
+  const std::string name = Name(id);
+  const Node node = std::move(it->second);
+  nodes.erase(it);
+  Do(GroupAction(LogLine{LogLine::kWarning, fmt::format("{} left: {}", name, reason)}));
+  if (spread.has_value() && spread->nodes.erase(id) > 0) {
+    // In the data phase its end of the communicator held what others wait for.
+    if (spread->data_began) {
+      Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost);
+    }
+  }
+  if (epoch.has_value() &&
+      std::find(epoch->ranks.begin(), epoch->ranks.end(), id) != epoch->ranks.end()) {
+    CloseEpochEverywhere();
+  }
+  // Its calls and members stay known as another daemon's until the group is done with them.
+  std::vector<CallId> calls;
+  for (auto call = calls_of.lower_bound({id, CallId(0)});
+       call != calls_of.end() && call->first.first == id; ++call) {
+    calls.push_back(call->second);
+  }
+  for (const CallId call : calls) Feed(CallGone{call});
+  for (const auto& [theirs, ours] : node.members) {
+    layouts.erase(ours);
+    Feed(MemberLost{ours, fmt::format("{} was lost: {}", name, reason)});
+  }
+  if (spread.has_value()) {
+    // Nothing of it comes any more: what it had to say is said.
+    std::vector<PartSeq> parts;
+    for (auto& [seq, part] : spread->parts) {
+      part.unacknowledged.erase(id);
+      if (part.running.erase(id) > 0) {
+        if (part.status.ok()) {
+          part.status = Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason);
+        }
+        parts.push_back(seq);
+      }
+    }
+    for (const PartSeq seq : parts) CompleteIfDone(seq);
+  }
+  if (spread.has_value() && spread->verifying.erase(id) > 0) {
+    spread->verify_status = Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason);
+    CompleteVerifyIfDone();
+  }
+  if (spread.has_value() && !spread->abandoned) {
+    const auto lock = std::find(spread->lock_order.begin(), spread->lock_order.end(), id);
+    if (lock != spread->lock_order.end()) {
+      const auto index = static_cast<size_t>(lock - spread->lock_order.begin());
+      spread->lock_order.erase(lock);
+      if (index < spread->locks_held) {
+        --spread->locks_held;
+      } else if (index == spread->locks_held) {
+        AskNextLock();
+      }
+    }
+    EnsureEpoch();
+  }
+  Do(GroupAction(StateChanged{}));
+}
+
+// ---- reports ----
+
+void Coordinator::Impl::On(const ReportReceived& e) {
+  const auto it = nodes.find(e.node);
+  if (it == nodes.end()) return;
+  it->second.heard = now;
+  Report(e.node, e.report);
+}
+
+void Coordinator::Impl::Report(NodeId id, const PeerReport& report) {
+  const auto it = nodes.find(id);
+  Node* node = it == nodes.end() ? nullptr : &it->second;
+  std::visit(
+      [this, id, node](const auto& r) {
+        using R = std::decay_t<decltype(r)>;
+        if constexpr (std::is_same_v<R, PeerHeaderAck>) {
+          HeaderAcknowledged(id, r);
+        } else if constexpr (std::is_same_v<R, PeerPartDone>) {
+          PartEnded(id, r);
+        } else if constexpr (std::is_same_v<R, PeerVerified>) {
+          Verified(id, r);
+        } else if constexpr (std::is_same_v<R, PeerEpochOpened>) {
+          Opened(id, r);
+        } else if constexpr (std::is_same_v<R, PeerEpochUp>) {
+          CameUp(id, r);
+        } else if constexpr (std::is_same_v<R, PeerWireGranted>) {
+          LockGranted(id, r);
+        } else if constexpr (std::is_same_v<R, PeerWireWaits>) {
+          if (spread.has_value() && spread->update == r.update) spread->lock_holder = r.holder;
+        } else if constexpr (std::is_same_v<R, PeerWireWanted>) {
+          if (spread.has_value() && spread->update == r.update) spread->yielding = true;
+        } else if constexpr (std::is_same_v<R, PeerPong>) {
+          // Heard; that is all.
+        } else if constexpr (std::is_same_v<R, PeerReady>) {
+          ForMember(node, r, [&](MemberId m) { return ReadyEvent{m, r.update}; });
+        } else if constexpr (std::is_same_v<R, PeerFailed>) {
+          if (node == nullptr) {
+            Feed(EngineFailed{r.member, r.update, r.reason});
+          } else {
+            ForMember(node, r, [&](MemberId m) { return EngineFailed{m, r.update, r.reason}; });
+          }
+        } else if constexpr (std::is_same_v<R, PeerAck>) {
+          ForMember(node, r, [&](MemberId m) { return AckEvent{m, r.update, r.part}; });
+        } else {
+          if (node != nullptr) On(node, r);
+        }
+      },
+      report);
+}
+
+template <typename MemberReport, typename Make>
+void Coordinator::Impl::ForMember(Node* node, const MemberReport& report, Make make) {
+  if (node == nullptr) return;
+  const auto it = node->members.find(report.member);
+  if (it != node->members.end()) Feed(make(it->second));
+}
+
+void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
+  if (node->members.contains(r.member)) return;
+  const MemberId ours = options.next_member();
+  const bool engine = std::holds_alternative<EngineIdentity>(r.identity);
+  node->members[r.member] = ours;
+  remotes[ours] = {node->id, r.member, engine};
+  const NodeId id = node->id;
+  const std::string daemon = node->daemon_id;
+  if (engine) {
+    EngineAttached attached{ours, std::get<EngineIdentity>(r.identity)};
+    attached.identity.node = id;
+    attached.identity.daemon = daemon;
+    Feed(std::move(attached));
+  } else {
+    TrainerAttached attached{ours, std::get<TrainerIdentity>(r.identity)};
+    attached.identity.node = id;
+    attached.identity.daemon = daemon;
+    Feed(std::move(attached));
+  }
+}
+
+void Coordinator::Impl::On(Node* node, const PeerGone& r) {
+  const auto it = node->members.find(r.member);
+  if (it == node->members.end()) return;
+  const MemberId ours = it->second;
+  node->members.erase(it);
+  layouts.erase(ours);
+  Feed(MemberLost{ours, r.reason});
+}
+
+void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
+  const auto it = node->members.find(r.member);
+  if (it == node->members.end()) return;
+  const MemberId ours = it->second;
+  // Between our Prepare and its arrival the other side could still register: its worker finds out
+  // by the digest and fails the rank.
+  layouts[ours] = {r.layout, r.layout->Digest()};
+  Feed(LayoutRegistered{ours, r.layout});
+}
+
+void Coordinator::Impl::On(Node* node, const PeerCall& r) {
+  std::visit(
+      [this, node](auto event) {
+        const CallId theirs = event.call;
+        const auto member = node->members.find(event.member);
+        if (member == node->members.end()) {
+          Send(node->id,
+               PeerReply{theirs, absl::UnauthenticatedError("the member is not attached"), {}});
+          return;
+        }
+        if (calls_of.contains({node->id, theirs})) return;
+        const CallId ours = options.next_call();
+        remote_calls[ours] = {node->id, theirs};
+        calls_of[{node->id, theirs}] = ours;
+        event.call = ours;
+        event.member = member->second;
+        Feed(std::move(event));
+      },
+      r.event);
+}
+
+void Coordinator::Impl::On(Node* node, const PeerCallGone& r) {
+  const auto it = calls_of.find({node->id, r.call});
+  if (it != calls_of.end()) Feed(CallGone{CallId(it->second)});
+}
+
+// ---- the group's actions ----
+
+// In order: what an action brings waits until the event before it is carried out in full.
+void Coordinator::Impl::Feed(GroupEvent event) {
+  events.push_back(std::move(event));
+  if (feeding) return;
+  feeding = true;
+  while (!events.empty()) {
+    const GroupEvent next = std::move(events.front());
+    events.pop_front();
+    GroupActions group_actions;
+    group.Handle(next, now, &group_actions);
+    for (GroupAction& action : group_actions) Route(std::move(action));
+    if (spread.has_value() && !spread->announced) Announce();
+  }
+  feeding = false;
+}
+
+void Coordinator::Impl::Route(GroupAction action) {
+  const auto remote = [this](MemberId member) -> const RemoteMember* {
+    const auto it = remotes.find(member);
+    return it == remotes.end() ? nullptr : &it->second;
+  };
+  if (auto* a = std::get_if<Reply>(&action)) {
+    buckets.erase(a->call);
+    const auto it = remote_calls.find(a->call);
+    if (it != remote_calls.end()) {
+      const RemoteCall call = it->second;
+      remote_calls.erase(it);
+      calls_of.erase({call.node, call.id});
+      Send(call.node, PeerReply{call.id, std::move(a->status), std::move(a->payload)});
+      return;
+    }
+  } else if (auto* a = std::get_if<SendPrepare>(&action)) {
+    if (const RemoteMember* m = remote(a->member)) {
+      spread->prepares[m->node].engines.push_back(m->id);
+      return;
+    }
+  } else if (auto* a = std::get_if<SendPart>(&action)) {
+    if (const RemoteMember* m = remote(a->member)) {
+      Send(m->node, PeerSendPart{m->id, a->update, a->part});
+      return;
+    }
+  } else if (auto* a = std::get_if<SendCommitted>(&action)) {
+    if (const RemoteMember* m = remote(a->member)) {
+      Send(m->node, PeerCommitted{m->id, a->version});
+      return;
+    }
+  } else if (auto* a = std::get_if<SendAborted>(&action)) {
+    if (const RemoteMember* m = remote(a->member)) {
+      Send(m->node, PeerAborted{m->id, a->version, a->reason, a->dirty});
+      return;
+    }
+  } else if (auto* a = std::get_if<SendDraining>(&action)) {
+    if (const RemoteMember* m = remote(a->member)) {
+      Send(m->node, PeerDraining{m->id});
+      return;
+    }
+  } else if (auto* a = std::get_if<WelcomeMember>(&action)) {
+    if (const RemoteMember* m = remote(a->member)) {
+      Send(m->node, PeerWelcome{m->id, group.version()});
+      return;
+    }
+  } else if (auto* a = std::get_if<RefuseMember>(&action)) {
+    if (const RemoteMember* m = remote(a->member)) {
+      const RemoteMember refused = *m;
+      if (const auto node = nodes.find(refused.node); node != nodes.end()) {
+        node->second.members.erase(refused.id);
+      }
+      remotes.erase(a->member);
+      layouts.erase(a->member);
+      Send(refused.node, PeerRefuse{refused.id, std::move(a->status)});
+      return;
+    }
+  } else if (auto* a = std::get_if<ReleaseMember>(&action)) {
+    // Members of other daemons have no memory here.
+    if (remotes.erase(a->member) > 0) return;
+  } else if (auto* a = std::get_if<UpdateAssembled>(&action)) {
+    Assemble(*a);
+  } else if (auto* a = std::get_if<StartTransfer>(&action)) {
+    if (spread.has_value()) return StartPart(*a);
+  } else if (auto* a = std::get_if<StartVerify>(&action)) {
+    if (spread.has_value()) return StartReadback(*a);
+  } else if (std::holds_alternative<UpdateAbandoned>(action)) {
+    if (spread.has_value()) Abandon();
+  } else if (auto* a = std::get_if<UpdateEnded>(&action)) {
+    if (spread.has_value()) End(*a);
+  }
+  Do(std::move(action));
+}
+
+void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
+  if (a.nodes.size() == 1 && a.nodes[0] == kCoordinatorNode) return;
+  spread.emplace();
+  spread->update = a.update;
+  spread->version = a.version;
+  spread->verification = a.verification;
+  spread->nodes.insert(a.nodes.begin(), a.nodes.end());
+  spread->destination_count = a.destinations.size();
+  for (const NodeId node : a.nodes) {
+    PeerPrepare& prepare = spread->prepares[node];
+    prepare.update = a.update;
+    prepare.version = a.version;
+    prepare.remaining = a.remaining;
+    prepare.tensor_count = a.tensor_count;
+    prepare.verification = a.verification;
+  }
+  for (uint32_t d = 0; d < a.destinations.size(); ++d) {
+    const MemberId member = a.destinations[d];
+    const auto remote = remotes.find(member);
+    const NodeId node = remote == remotes.end() ? kCoordinatorNode : remote->second.node;
+    PeerPrepare& prepare = spread->prepares[node];
+    prepare.destinations.push_back(remote == remotes.end() ? member : remote->second.id);
+    const auto layout = layouts.find(member);
+    prepare.layout_digests.push_back(layout == layouts.end() ? 0 : layout->second.digest);
+    spread->destinations[node].push_back(d);
+  }
+}
+
+// After the group's actions: the engines of each node are known by then.
+void Coordinator::Impl::Announce() {
+  spread->announced = true;
+  for (auto& [node, prepare] : std::exchange(spread->prepares, {})) Send(node, std::move(prepare));
+  EnsureEpoch();
+}
+
+void Coordinator::Impl::StartPart(const StartTransfer& a) {
+  spread->data_began = true;
+  const auto node_of = [this](MemberId member) {
+    const auto it = remotes.find(member);
+    return it == remotes.end() ? kCoordinatorNode : it->second.node;
+  };
+  PartJob part;
+  part.root = node_of(a.trainer);
+  bool staged_on_root = false;
+  for (const MemberId member : a.staged) {
+    const NodeId node = node_of(member);
+    if (node == part.root) {
+      staged_on_root = true;
+    } else {
+      part.sinks.insert(node);
+    }
+  }
+  for (const uint32_t d : a.touched) {
+    const NodeId node = node_of(a.destinations[d]);
+    if (node != part.root) part.sinks.insert(node);
+  }
+  PeerHeader& h = part.header;
+  h.header.update = a.update;
+  h.header.version = a.version;
+  h.header.part = a.part;
+  h.header.group_seq = a.group_seq;
+  h.header.root = part.root;
+  h.header.content = a.content;
+  h.header.slot = a.source_slot.has_value() ? a.source_slot : a.fill_slot;
+  h.header.leased = a.source_slot.has_value();
+  h.header.verification = a.verification;
+  h.digest = HeaderDigest(h.header);
+  h.wired = !part.sinks.empty();
+  h.fill_slot = h.header.slot.has_value() && (h.wired || staged_on_root);
+  part.bytes_written.resize(spread->destination_count);
+  part.unacknowledged = part.sinks;
+  part.unacknowledged.insert(part.root);
+  part.running = part.unacknowledged;
+  if (h.wired) {
+    if (!epoch.has_value()) {
+      // It failed, and with it the update: nothing is sent.
+      part.running.clear();
+      part.unacknowledged.clear();
+      part.status = absl::UnavailableError("the data plane is closed");
+      spread->parts.emplace(a.part, std::move(part));
+      CompleteIfDone(a.part);
+      return;
+    }
+    h.epoch = epoch->id;
+    h.wire_seq = WireSeq(epoch->next_seq++);
+    const auto rank_of = [this](NodeId node) {
+      return static_cast<uint32_t>(std::find(epoch->ranks.begin(), epoch->ranks.end(), node) -
+                                   epoch->ranks.begin());
+    };
+    h.ranks.push_back(rank_of(part.root));
+    for (const NodeId node : part.sinks) h.ranks.push_back(rank_of(node));
+    spread->to_issue.push_back(a.part);
+  }
+  for (const NodeId node : part.running) {
+    PeerHeader header = h;
+    if (const auto d = spread->destinations.find(node); d != spread->destinations.end()) {
+      for (const uint32_t index : d->second) {
+        header.skip.push_back(index < a.skip_destination.size() && a.skip_destination[index]);
+      }
+    }
+    if (node == part.root) {
+      header.is_root = true;
+      const auto call = remote_calls.find(a.bucket_call);
+      header.bucket_call = call == remote_calls.end() ? a.bucket_call : call->second.id;
+      const auto trainer = remotes.find(a.trainer);
+      header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
+      header.bucket_ranges = a.bucket_ranges;
+    } else {
+      header.fill_slot = false;
+    }
+    Send(node, std::move(header));
+  }
+  spread->parts.emplace(a.part, std::move(part));
+}
+
+void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind) {
+  if (spread.has_value() && !spread->abandoned) Feed(FailUpdate{spread->update, reason, kind});
+}
+
+// Nodes start nothing new; what is on the wire is cut, since its other ends may be gone.
+void Coordinator::Impl::Abandon() {
+  if (spread->abandoned) return;
+  spread->abandoned = true;
+  spread->to_issue.clear();
+  const bool in_flight = WireInFlight();
+  const std::set<NodeId> told = spread->nodes;
+  for (const NodeId node : told) Send(node, PeerAbandon{spread->update});
+  if (in_flight) CloseEpochEverywhere();
+}
+
+void Coordinator::Impl::End(const UpdateEnded& a) {
+  GiveLocksBack();
+  const Spread ended = std::move(*spread);
+  spread.reset();
+  for (const NodeId node : ended.nodes) {
+    Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason});
+  }
+  if (!epoch.has_value() || epoch->ready) return;
+  // The next update starts from nothing.
+  CloseEpochEverywhere();
+}
+
+// ---- parts ----
+
+void Coordinator::Impl::HeaderAcknowledged(NodeId node, const PeerHeaderAck& r) {
+  if (!spread.has_value() || spread->update != r.update) return;
+  const auto it = spread->parts.find(r.part);
+  if (it == spread->parts.end() || !it->second.unacknowledged.contains(node)) return;
+  PartJob& part = it->second;
+  const bool agreed = r.mismatch.empty() && r.digest == part.header.digest;
+  if (agreed) {
+    part.unacknowledged.erase(node);
+    return;
+  }
+  Fail(fmt::format("{} does not agree about part {}: {}", Name(node), r.part,
+                   r.mismatch.empty() ? "the digest of what it read differs" : r.mismatch),
+       GiveUpClass::kTransfer);
+}
+
+// The wire is asked for when there is something to send, not before: who holds it without need
+// keeps other groups waiting.
+void Coordinator::Impl::IssueParts() {
+  if (spread->abandoned || !epoch.has_value() || !epoch->ready) return;
+  while (!spread->to_issue.empty()) {
+    const PartSeq seq = spread->to_issue.front();
+    const auto it = spread->parts.find(seq);
+    if (it == spread->parts.end()) {
+      spread->to_issue.pop_front();
+      continue;
+    }
+    PartJob& part = it->second;
+    if (!part.unacknowledged.empty()) return;
+    if (spread->lock_order.empty()) AskLocks();
+    if (spread->locks_held < spread->lock_order.size()) return;
+    if (spread->yielding && spread->turn_taken) return;
+    part.issued = true;
+    spread->turn_taken = true;
+    spread->to_issue.pop_front();
+    const UpdateId update = spread->update;
+    const std::set<NodeId> running = part.running;
+    for (const NodeId node : running) Send(node, PeerIssue{update, seq});
+    if (!spread.has_value()) return;
+  }
+}
+
+bool Coordinator::Impl::WireInFlight() const {
+  return std::any_of(spread->parts.begin(), spread->parts.end(), [](const auto& p) {
+    return p.second.header.wired && p.second.issued && !p.second.running.empty();
+  });
+}
+
+void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
+  if (!spread.has_value() || spread->update != r.update) return;
+  const auto it = spread->parts.find(r.part);
+  if (it == spread->parts.end() || !it->second.running.contains(node)) return;
+  PartJob& part = it->second;
+  part.running.erase(node);
+  part.unacknowledged.erase(node);
+  const auto destinations = spread->destinations.find(node);
+  if (destinations != spread->destinations.end()) {
+    const std::vector<uint32_t>& index = destinations->second;
+    for (size_t d = 0; d < std::min(index.size(), r.bytes_written.size()); ++d) {
+      part.bytes_written[index[d]] += r.bytes_written[d];
+    }
+    if (r.failed_destination >= 0 && static_cast<size_t>(r.failed_destination) < index.size() &&
+        part.status.ok()) {
+      part.failed_destination = static_cast<int>(index[static_cast<size_t>(r.failed_destination)]);
+    }
+  }
+  part.digests[node] = r.digests;
+  if (!r.status.ok() && part.status.ok()) {
+    part.status =
+        absl::Status(r.status.code(), fmt::format("{}: {}", Name(node), Message(r.status)));
+  }
+  const bool cut = part.header.wired && (r.wire_failed || !r.status.ok());
+  const absl::Status status = part.status;
+  const PartSeq seq = r.part;
+  if (!r.status.ok() && !spread->abandoned && !it->second.running.empty()) {
+    // The others may wait for it: the update can't go on, so it is given up before they report.
+    Fail(fmt::format("{} of part {}: {}",
+                     status.code() == absl::StatusCode::kDataLoss ? "verification" : "transfer",
+                     seq, Message(status)),
+         status.code() == absl::StatusCode::kDataLoss ? GiveUpClass::kVerification
+                                                      : GiveUpClass::kTransfer);
+  }
+  if (cut) CloseEpochEverywhere();
+  if (spread.has_value()) CompleteIfDone(seq);
+}
+
+// What each node received, against what the root read (P1).
+absl::Status Coordinator::Impl::CompareDigests(const PartJob& part) const {
+  if (!part.header.wired || part.header.header.verification == Verification::kOff) {
+    return absl::OkStatus();
+  }
+  const auto& content = *part.header.header.content;
+  const auto root = part.digests.find(part.root);
+  for (const NodeId sink : part.sinks) {
+    const auto received = part.digests.find(sink);
+    for (size_t i = 0; i < content.ranges.size(); ++i) {
+      const bool same = root != part.digests.end() && received != part.digests.end() &&
+                        i < root->second.size() && i < received->second.size() &&
+                        root->second[i] == received->second[i];
+      if (same) continue;
+      return Error(absl::StatusCode::kDataLoss, "tensor '{}': what {} received is not what {} sent",
+                   content.tensors[content.ranges[i].tensor].name, Name(sink), Name(part.root));
+    }
+  }
+  return absl::OkStatus();
+}
+
+void Coordinator::Impl::CompleteIfDone(PartSeq seq) {
+  if (!spread.has_value()) return;
+  const auto it = spread->parts.find(seq);
+  if (it == spread->parts.end() || !it->second.running.empty()) return;
+  PartJob part = std::move(it->second);
+  spread->parts.erase(it);
+  if (part.status.ok()) part.status = CompareDigests(part);
+  TransferDone done;
+  done.update = spread->update;
+  done.part = seq;
+  done.status = part.status;
+  done.bytes_written = std::move(part.bytes_written);
+  done.failed_destination = part.failed_destination;
+  Feed(done);
+}
+
+// ---- verification ----
+
+void Coordinator::Impl::StartReadback(const StartVerify& a) {
+  spread->verify_status = absl::OkStatus();
+  spread->verify_failed.clear();
+  std::map<NodeId, PeerVerify> commands;
+  for (const auto& [node, index] : spread->destinations) {
+    if (!spread->nodes.contains(node)) continue;
+    PeerVerify verify{a.update, {}};
+    bool any = false;
+    for (const uint32_t d : index) {
+      const bool skip = d < a.skip_destination.size() && a.skip_destination[d];
+      verify.skip.push_back(skip);
+      any |= !skip;
+    }
+    if (any) commands.emplace(node, std::move(verify));
+  }
+  for (const auto& [node, verify] : commands) spread->verifying.insert(node);
+  if (commands.empty()) {
+    // Nothing is left to be read: heard like a worker's word, after this action.
+    own_reports.push_back(PeerVerified{a.update, absl::OkStatus(), {}});
+    spread->verifying.insert(kCoordinatorNode);
+  }
+  for (auto& [node, verify] : commands) Send(node, std::move(verify));
+}
+
+void Coordinator::Impl::Verified(NodeId node, const PeerVerified& r) {
+  if (!spread.has_value() || spread->update != r.update || spread->verifying.erase(node) == 0) {
+    return;
+  }
+  if (!r.status.ok() && spread->verify_status.ok()) {
+    spread->verify_status =
+        absl::Status(r.status.code(), fmt::format("{}: {}", Name(node), Message(r.status)));
+  }
+  if (const auto index = spread->destinations.find(node); index != spread->destinations.end()) {
+    for (const uint32_t d : r.failed_destinations) {
+      if (d < index->second.size()) spread->verify_failed.push_back(index->second[d]);
+    }
+  }
+  CompleteVerifyIfDone();
+}
+
+void Coordinator::Impl::CompleteVerifyIfDone() {
+  if (!spread->verifying.empty()) return;
+  VerifyDone done{spread->update, spread->verify_status, spread->verify_failed};
+  Feed(done);
+}
+
+// ---- the data plane ----
+
+void Coordinator::Impl::EnsureEpoch() {
+  if (spread->nodes.size() < 2) return;
+  const std::vector<NodeId> wanted(spread->nodes.begin(), spread->nodes.end());
+  if (epoch.has_value() && epoch->ranks == wanted) return;
+  if (spread->data_began) return;
+  CloseEpochEverywhere();
+  epoch.emplace();
+  epoch->id = EpochId(next_epoch++);
+  epoch->ranks = wanted;
+  epoch->deadline = now + options.peer_limits.wire;
+  const EpochId id = epoch->id;
+  for (size_t rank = 0; rank < wanted.size(); ++rank) {
+    Send(wanted[rank], PeerEpochOpen{id, static_cast<int>(rank), static_cast<int>(wanted.size())});
+  }
+}
+
+void Coordinator::Impl::CloseEpochEverywhere() {
+  if (!epoch.has_value()) return;
+  const Epoch closed = std::move(*epoch);
+  epoch.reset();
+  for (const NodeId node : closed.ranks) Send(node, PeerEpochClose{closed.id});
+}
+
+void Coordinator::Impl::Opened(NodeId node, const PeerEpochOpened& r) {
+  if (!epoch.has_value() || epoch->id != r.epoch || epoch->connecting) return;
+  if (!r.status.ok()) {
+    Fail(fmt::format("the data plane did not open on {}: {}", Name(node), Message(r.status)),
+         GiveUpClass::kTransfer);
+    CloseEpochEverywhere();
+    return;
+  }
+  epoch->addresses[node] = r.address;
+  if (epoch->addresses.size() < epoch->ranks.size()) return;
+  epoch->connecting = true;
+  epoch->deadline = now + options.peer_limits.wire;
+  PeerEpochConnect connect;
+  connect.epoch = epoch->id;
+  connect.timeout = options.peer_limits.wire;
+  for (const NodeId rank : epoch->ranks) connect.addresses.push_back(epoch->addresses.at(rank));
+  const std::vector<NodeId> ranks = epoch->ranks;
+  for (const NodeId rank : ranks) Send(rank, connect);
+}
+
+void Coordinator::Impl::CameUp(NodeId node, const PeerEpochUp& r) {
+  if (!epoch.has_value() || epoch->id != r.epoch || !epoch->connecting) return;
+  if (!r.status.ok()) {
+    Fail(fmt::format("the data plane did not come up on {}: {}", Name(node), Message(r.status)),
+         GiveUpClass::kTransfer);
+    CloseEpochEverywhere();
+    return;
+  }
+  epoch->up.insert(node);
+  epoch->ready = epoch->up.size() == epoch->ranks.size();
+}
+
+// ---- the wire locks ----
+
+void Coordinator::Impl::AskLocks() {
+  spread->lock_order.clear();
+  spread->locks_held = 0;
+  spread->yielding = false;
+  spread->turn_taken = false;
+  spread->lock_order.assign(spread->nodes.begin(), spread->nodes.end());
+  std::sort(spread->lock_order.begin(), spread->lock_order.end(),
+            [this](NodeId a, NodeId b) { return Name(a) < Name(b); });
+  AskNextLock();
+}
+
+void Coordinator::Impl::AskNextLock() {
+  if (spread->locks_held >= spread->lock_order.size()) return;
+  spread->lock_holder.clear();
+  spread->lock_deadline = now + options.peer_limits.wire;
+  Send(spread->lock_order[spread->locks_held], PeerWireLock{spread->update});
+}
+
+void Coordinator::Impl::LockGranted(NodeId node, const PeerWireGranted& r) {
+  if (!spread.has_value() || spread->update != r.update) return;
+  if (spread->locks_held >= spread->lock_order.size() ||
+      spread->lock_order[spread->locks_held] != node) {
+    return;
+  }
+  ++spread->locks_held;
+  AskNextLock();
+}
+
+void Coordinator::Impl::GiveLocksBack() {
+  const size_t asked = std::min(spread->locks_held + 1, spread->lock_order.size());
+  const std::vector<NodeId> holders(spread->lock_order.begin(),
+                                    spread->lock_order.begin() + static_cast<ptrdiff_t>(asked));
+  spread->locks_held = 0;
+  spread->lock_order.clear();
+  for (const NodeId node : holders) Send(node, PeerWireUnlock{spread->update});
+}
+
+// Somebody else's turn: after one of ours, once nothing of ours is on the wire. Without a turn two
+// groups would hand the wire to each other and never use it. Some of the locks are never given back
+// for the others: they are taken in one order everywhere, so that waiting for the rest is no
+// deadlock.
+void Coordinator::Impl::YieldIfQuiet() {
+  if (!spread->yielding || WireInFlight()) return;
+  if (spread->lock_order.empty() || spread->locks_held < spread->lock_order.size()) return;
+  if (!spread->turn_taken && !spread->abandoned) return;
+  spread->yielding = false;
+  GiveLocksBack();
+  IssueParts();
+}
+
+// ---- Coordinator ----
+
+Coordinator::Coordinator(CoordinatorOptions options)
+    : impl_(std::make_unique<Impl>(std::move(options))) {}
+
+Coordinator::~Coordinator() = default;
+
+void Coordinator::Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) {
+  impl_->now = now;
+  impl_->actions = actions;
+  impl_->Handle(event);
+  impl_->actions = nullptr;
+}
+
+std::optional<TimePoint> Coordinator::NextDeadline() const {
+  std::optional<TimePoint> next = impl_->group.NextDeadline();
+  const auto consider = [&next](TimePoint due) {
+    if (!next.has_value() || due < *next) next = due;
+  };
+  for (const auto& [id, node] : impl_->nodes) {
+    consider(node.next_ping);
+    consider(node.heard + impl_->options.peer_limits.peer + std::chrono::nanoseconds(1));
+  }
+  const auto& spread = impl_->spread;
+  if (spread.has_value() && !spread->abandoned) {
+    if (impl_->epoch.has_value() && !impl_->epoch->ready) consider(impl_->epoch->deadline);
+    if (spread->locks_held < spread->lock_order.size()) consider(spread->lock_deadline);
+  }
+  return next;
+}
+
+const std::string& Coordinator::name() const { return impl_->group.name(); }
+uint64_t Coordinator::incarnation() const { return impl_->group.incarnation(); }
+const GroupSpec& Coordinator::spec() const { return impl_->group.spec(); }
+bool Coordinator::has_members() const { return impl_->group.has_members(); }
+bool Coordinator::update_running() const { return impl_->group.update_running(); }
+std::optional<Version> Coordinator::version() const { return impl_->group.version(); }
+PastUpdate Coordinator::Past(Version version) const { return impl_->group.Past(version); }
+absl::Status Coordinator::CanRegisterLayout(MemberId member) const {
+  return impl_->group.CanRegisterLayout(member);
+}
+
+absl::Status Coordinator::CanJoin(const std::string& daemon_id) const {
+  if (daemon_id == impl_->options.daemon_id) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "daemon_id: '{}' is this daemon's own: give each daemon its own id", daemon_id);
+  }
+  if (impl_->nodes.size() + 1 >= static_cast<size_t>(kMaxNodes)) {
+    return Error(absl::StatusCode::kResourceExhausted, "the group has {} daemons already",
+                 impl_->nodes.size() + 1);
+  }
+  return absl::OkStatus();
+}
+
+MachineView Coordinator::View(TimePoint now) const {
+  MachineView view;
+  view.group = impl_->group.View(now);
+  NodeView self;
+  self.daemon_id = impl_->options.daemon_id;
+  self.state = "self";
+  for (const MemberView& member : view.group.members) {
+    if (!impl_->remotes.contains(member.id)) ++self.members;
+  }
+  view.nodes.push_back(std::move(self));
+  for (const auto& [id, node] : impl_->nodes) {
+    NodeView& v = view.nodes.emplace_back();
+    v.node = id;
+    v.daemon_id = node.daemon_id;
+    v.address = node.address;
+    v.state = "joined";
+    v.members = static_cast<int>(node.members.size());
+    v.silent = now - node.heard;
+  }
+  if (impl_->epoch.has_value()) {
+    view.epoch = impl_->epoch->id;
+    view.epoch_state =
+        impl_->epoch->ready ? "up" : (impl_->epoch->connecting ? "connecting" : "opening");
+  }
+  return view;
+}
+
+}  // namespace refitd

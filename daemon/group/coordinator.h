@@ -1,0 +1,66 @@
+// The daemon on which a group was created: Group decides, this class carries its decisions to the
+// daemons that joined and brings their answers back.
+//
+// Keeps P5 (no part is issued before every node agreed to its header), P7 (parts are issued in part
+// order), P4 (a silent daemon is lost after PeerLimits::peer; a collective, connecting and the wire
+// lock have PeerLimits::wire), P1 (a part counts as written when every node reported, and what the
+// nodes received has the digests of what the root read). Loss of a daemon is the loss of its
+// members; in the data phase, where it shares the communicator, the update is given up.
+//
+// An update whose members are all on this daemon takes the short way: Group's actions are this
+// machine's actions.
+#ifndef REFITD_DAEMON_GROUP_COORDINATOR_H_
+#define REFITD_DAEMON_GROUP_COORDINATOR_H_
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "daemon/group/machine.h"
+
+namespace refitd {
+
+struct CoordinatorOptions {
+  std::string name;
+  std::string daemon_id;  // its own
+  uint64_t incarnation = 0;
+  GroupSpec spec;
+  GroupLimits limits;
+  PeerLimits peer_limits;
+  // Ids that are unique in the daemon.
+  std::function<UpdateId()> next_update;
+  std::function<MemberId()> next_member;  // for members of other daemons
+  std::function<CallId()> next_call;      // for their calls
+};
+
+class Coordinator : public GroupMachine {
+ public:
+  explicit Coordinator(CoordinatorOptions options);
+  ~Coordinator() override;
+
+  void Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) override;
+  std::optional<TimePoint> NextDeadline() const override;
+  const std::string& name() const override;
+  uint64_t incarnation() const override;
+  const GroupSpec& spec() const override;
+  bool has_members() const override;  // of any daemon
+  bool update_running() const override;
+  bool is_coordinator() const override { return true; }
+  absl::Status CanRegisterLayout(MemberId member) const override;
+  std::optional<Version> version() const override;
+  MachineView View(TimePoint now) const override;
+  PastUpdate Past(Version version) const override;
+
+  // Whether a daemon of that id may join now. RESOURCE_EXHAUSTED: kMaxNodes. An older link of the
+  // same id is replaced when NodeJoined comes.
+  absl::Status CanJoin(const std::string& daemon_id) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_COORDINATOR_H_

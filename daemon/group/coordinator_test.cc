@@ -1,0 +1,172 @@
+#include "daemon/group/coordinator.h"
+
+#include <catch2/catch.hpp>
+#include <utility>
+#include <vector>
+
+#include "daemon/group/group_test_util.h"
+
+namespace refitd {
+namespace {
+
+constexpr NodeId kNode{1};
+constexpr MemberId kTrainer{1};
+constexpr MemberId kRemoteEngine{7};
+constexpr EpochId kEpoch{1};
+
+// A coordinator with one joined daemon; what it did since the last look.
+class Fixture {
+ public:
+  Fixture() : coordinator_(MakeOptions()) { Do(NodeJoined{kNode, "a", "elsewhere"}); }
+
+  void Do(MachineEvent event) { coordinator_.Handle(event, now_, &actions_); }
+  void Report(PeerReport report) { Do(ReportReceived{kNode, std::move(report)}); }
+
+  // Local actions of that type since the last Forget.
+  template <typename Action>
+  std::vector<Action> Local() const {
+    std::vector<Action> found;
+    for (const MachineAction& outer : actions_) {
+      std::visit(
+          [&found](const auto& inner) {
+            std::visit(
+                [&found](const auto& a) {
+                  if constexpr (std::is_same_v<std::decay_t<decltype(a)>, Action>) {
+                    found.push_back(a);
+                  }
+                },
+                inner);
+          },
+          outer);
+    }
+    return found;
+  }
+  template <typename Command>
+  std::vector<Command> Sent() const {
+    std::vector<Command> found;
+    for (const SendCommand& send : Local<SendCommand>()) {
+      if (const auto* c = std::get_if<Command>(&send.command)) found.push_back(*c);
+    }
+    return found;
+  }
+  void Forget() { actions_.clear(); }
+
+  // A trainer here, an engine there, and an update whose data may come.
+  void OpenUpdate() {
+    Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
+    EngineIdentity engine;
+    engine.instance = "i";
+    Report(PeerAttach{kRemoteEngine, engine});
+    Report(PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100), Bytes("u", 100)})});
+    BeginEvent begin;
+    begin.call = CallId(1);
+    begin.member = kTrainer;
+    begin.version = Version(1);
+    Do(GroupEvent(begin));
+    update_ = Sent<PeerPrepare>().at(0).update;
+    Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+    Report(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+    Do(EpochUp{kEpoch, absl::OkStatus()});
+    Report(PeerEpochUp{kEpoch, absl::OkStatus()});
+    Report(PeerReady{kRemoteEngine, update_});
+    REQUIRE(Local<Reply>().size() == 1);
+  }
+  // One bucket, packed here and acknowledged there.
+  void Push(int64_t seq, const std::string& tensor) {
+    BucketEvent bucket = TestGroup::MakeBucket(kTrainer, 1, seq, {Bytes(tensor, 100)});
+    bucket.call = CallId(10 + static_cast<uint64_t>(seq));
+    Forget();
+    Do(GroupEvent(bucket));
+    const PeerHeader header = Sent<PeerHeader>().at(0);
+    const StartTransfer pack = Local<StartTransfer>().at(0);
+    Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
+    Report(PeerHeaderAck{update_, header.header.part, header.digest, ""});
+  }
+  void FinishPart(int64_t part) {
+    Do(WireDone{kEpoch, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
+    PeerPartDone done;
+    done.update = update_;
+    done.part = PartSeq(part);
+    done.bytes_written = {100};
+    done.digests = {42};
+    Report(done);
+  }
+  UpdateId update() const { return update_; }
+
+ private:
+  CoordinatorOptions MakeOptions() {
+    CoordinatorOptions options;
+    options.name = "g";
+    options.daemon_id = "b";
+    options.incarnation = 7;
+    options.spec = TestGroup::DefaultSpec();
+    options.next_update = [this] { return UpdateId(++updates_); };
+    options.next_member = [this] { return MemberId(++members_); };
+    options.next_call = [this] { return CallId(++calls_); };
+    return options;
+  }
+
+  uint64_t updates_ = 0;
+  uint64_t members_ = 1000;
+  uint64_t calls_ = 1000;
+  TimePoint now_{std::chrono::hours(1)};
+  Coordinator coordinator_;
+  MachineActions actions_;
+  UpdateId update_;
+};
+
+TEST_CASE("the wire is asked for when there is something to send, in daemon-id order") {
+  Fixture f;
+  f.OpenUpdate();
+  CHECK(f.Sent<PeerWireLock>().empty());
+  CHECK(f.Local<AcquireWire>().empty());
+  f.Push(0, "t");
+  CHECK(f.Sent<PeerWireLock>().size() == 1);  // "a" before "b"
+  CHECK(f.Local<AcquireWire>().empty());
+  f.Report(PeerWireGranted{f.update()});
+  CHECK(f.Local<AcquireWire>().size() == 1);
+  CHECK(f.Sent<PeerIssue>().empty());
+  f.Do(WireGranted{});
+  CHECK(f.Sent<PeerIssue>().size() == 1);
+  CHECK(f.Local<StartWire>().size() == 1);
+}
+
+TEST_CASE("two groups handed the wire to each other without end: it is given back after a turn") {
+  Fixture f;
+  f.OpenUpdate();
+  f.Push(0, "t");
+  f.Forget();
+  // Wanted while only some of the locks are held: they are kept.
+  f.Report(PeerWireGranted{f.update()});
+  f.Report(PeerWireWanted{f.update()});
+  CHECK(f.Sent<PeerWireUnlock>().empty());
+  f.Do(WireGranted{});
+  CHECK(f.Local<StartWire>().size() == 1);  // its turn
+  f.Do(WireWanted{});
+  CHECK(f.Local<ReleaseWire>().empty());  // its collective runs
+  f.Forget();
+  f.FinishPart(0);
+  CHECK(f.Sent<PeerWireUnlock>().size() == 1);
+  CHECK(f.Local<ReleaseWire>().size() == 1);
+  CHECK(f.Sent<PeerWireLock>().empty());  // nothing to send now
+  f.Push(1, "u");
+  CHECK(f.Sent<PeerWireLock>().size() == 1);
+}
+
+TEST_CASE(
+    "members and calls of a lost daemon were released and answered here, where nobody knew them") {
+  Fixture f;
+  f.Report(PeerAttach{MemberId(3), TrainerIdentity{0, 1, 100, {}, ""}});
+  BeginEvent begin;
+  begin.call = CallId(5);
+  begin.member = MemberId(3);
+  begin.version = Version(1);
+  f.Report(PeerCall{begin});
+  SECTION("the daemon is lost") { f.Do(NodeLost{kNode, "gone"}); }
+  SECTION("the member is") { f.Report(PeerGone{MemberId(3), "gone"}); }
+  CHECK(f.Local<ReleaseMember>().empty());
+  CHECK(f.Local<Reply>().empty());
+}
+
+}  // namespace
+}  // namespace refitd

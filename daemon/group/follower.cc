@@ -1,0 +1,477 @@
+#include "daemon/group/follower.h"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <utility>
+
+#include "daemon/group/worker.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+
+struct Follower::Impl {
+  explicit Impl(FollowerOptions follower_options);
+
+  enum class State { kJoining, kJoined, kLost };
+  struct Member {
+    bool engine = false;
+    std::variant<TrainerIdentity, EngineIdentity> identity;
+    std::shared_ptr<const Layout> layout;
+    uint64_t layout_digest = 0;
+    bool welcomed = false;
+    std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
+  };
+
+  // ---- the members' events ----
+  void On(const TrainerAttached& e) { Attach(e.member, false, e.identity); }
+  void On(const EngineAttached& e) { Attach(e.member, true, e.identity); }
+  void On(const MemberLost& e);
+  void On(const LayoutRegistered& e);
+  template <typename Call>
+  void Forward(const Call& e);
+  void On(const BeginEvent& e) { Forward(e); }
+  void On(const LeaseSlotEvent& e) { Forward(e); }
+  void On(const ReleaseSlotEvent& e) { Forward(e); }
+  void On(const BucketEvent& e);
+  void On(const CommitEvent& e) { Forward(e); }
+  void On(const AbortEvent& e) { Forward(e); }
+  void On(const ReadyEvent& e) { Report(PeerReady{e.member, e.update}); }
+  void On(const EngineFailed& e) { Report(PeerFailed{e.member, e.update, e.reason}); }
+  void On(const AckEvent& e) { Report(PeerAck{e.member, e.update, e.part}); }
+  void On(const CallGone& e);
+  void On(const OperatorAbort& e) { RefuseHere(e.call); }
+  void On(const ReplaceGroup& e) { RefuseHere(e.call); }
+  void On(const DrainEvent& e);
+  void On(const FailUpdate&) {}
+  void On(const refitd::Tick& e);
+  void On(const TransferDone& e) { worker.Handle(e, now, Out()); }
+  void On(const VerifyDone& e) { worker.Handle(e, now, Out()); }
+
+  // ---- the link ----
+  void On(const LinkUp& e);
+  void On(const LinkLost& e) { Lose(e.status); }
+  void On(const CommandReceived& e);
+  void On(const NodeJoined&) {}
+  void On(const NodeLost&) {}
+  void On(const ReportReceived&) {}
+  void On(const EpochOpened& e) { worker.Handle(e, Out()); }
+  void On(const EpochUp& e) { worker.Handle(e, Out()); }
+  void On(const WireDone& e) { worker.Handle(e, now, Out()); }
+  void On(const WireGranted& e) { worker.Handle(e, Out()); }
+  void On(const WireWaits& e) { worker.Handle(e, Out()); }
+  void On(const WireWanted& e) { worker.Handle(e, Out()); }
+
+  // ---- commands ----
+  void Take(const PeerWelcome& c);
+  void Take(const PeerRefuse& c);
+  void Take(const PeerReply& c);
+  void Take(const PeerPrepare& c);
+  void Take(const PeerSendPart& c);
+  void Take(const PeerCommitted& c);
+  void Take(const PeerAborted& c);
+  void Take(const PeerDraining& c) { Do(GroupAction(SendDraining{c.member})); }
+  void Take(const PeerUpdateEnded& c);
+  void Take(const PeerPing& c) { Report(PeerPong{c.number}); }
+  void Take(const PeerIncarnation& c);
+  template <typename WorkerCommand>
+  void Take(const WorkerCommand& c) {
+    worker.Handle(c, now, Out());
+  }
+
+  template <typename Identity>
+  void Attach(MemberId id, bool engine, const Identity& identity);
+  void Report(PeerReport report);
+  void RefuseHere(CallId call);
+  void Lose(const absl::Status& status);
+  void AnswerLostCalls();
+  void EndIfIdle();
+  Worker::Output Out() { return {actions, &reports}; }
+  template <typename Action>
+  void Do(Action action) {
+    actions->push_back(std::move(action));
+  }
+
+  const FollowerOptions options;
+  State state = State::kJoining;
+  absl::Status lost;
+  uint64_t incarnation = 0;
+  GroupSpec spec;
+  std::optional<Version> version;
+  std::string coordinator_id;
+  std::map<MemberId, Member> members;
+  std::map<CallId, bool> calls;           // unanswered -> is a bucket's
+  std::map<CallId, BucketEvent> buckets;  // until their reply
+  std::deque<std::pair<Version, PastUpdate>> past;
+  Worker worker;
+  std::optional<TimePoint> heard;
+
+  // During one Handle.
+  TimePoint now;
+  MachineActions* actions = nullptr;
+  std::vector<PeerReport> reports;
+};
+
+Follower::Impl::Impl(FollowerOptions follower_options)
+    : options(std::move(follower_options)),
+      worker({.next_update = options.next_update,
+              .layout = [this](MemberId member) -> std::shared_ptr<const Layout> {
+                const auto it = members.find(member);
+                return it == members.end() ? nullptr : it->second.layout;
+              },
+              .bucket = [this](CallId call) -> const BucketEvent* {
+                const auto it = buckets.find(call);
+                return it == buckets.end() ? nullptr : &it->second;
+              }},
+             options.peer_limits.wire) {}
+
+void Follower::Impl::Report(PeerReport report) {
+  if (state == State::kJoined) reports.push_back(std::move(report));
+}
+
+// ---- members ----
+
+template <typename Identity>
+void Follower::Impl::Attach(MemberId id, bool engine, const Identity& identity) {
+  if (state == State::kLost) {
+    Do(GroupAction(RefuseMember{id, lost}));
+    return;
+  }
+  Member member;
+  member.engine = engine;
+  member.identity = identity;
+  members.emplace(id, std::move(member));
+  Report(PeerAttach{id, identity});
+}
+
+void Follower::Impl::On(const MemberLost& e) {
+  const auto it = members.find(e.member);
+  if (it == members.end()) return;
+  members.erase(it);
+  worker.MemberLost(e.member);
+  Report(PeerGone{e.member, e.reason});
+  // Running copies hold their mappings; new ones leave it out (P6).
+  Do(GroupAction(ReleaseMember{e.member}));
+  Do(GroupAction(StateChanged{}));
+}
+
+void Follower::Impl::On(const LayoutRegistered& e) {
+  const auto it = members.find(e.member);
+  if (it == members.end()) return;
+  it->second.layout = e.layout;
+  it->second.layout_digest = e.layout->Digest();
+  Report(PeerLayout{e.member, e.layout});
+  Do(GroupAction(StateChanged{}));
+}
+
+// ---- calls ----
+
+template <typename Call>
+void Follower::Impl::Forward(const Call& e) {
+  if (state != State::kJoined) {
+    Do(GroupAction(Reply{e.call,
+                         state == State::kLost
+                             ? lost
+                             : absl::UnavailableError("the coordinator has not answered yet"),
+                         EmptyReply{}}));
+    return;
+  }
+  calls[e.call] = std::is_same_v<Call, BucketEvent>;
+  Report(PeerCall{e});
+}
+
+void Follower::Impl::On(const BucketEvent& e) {
+  if (state == State::kJoined) buckets.emplace(e.call, e);
+  Forward(e);
+}
+
+void Follower::Impl::On(const CallGone& e) {
+  if (calls.contains(e.call)) Report(PeerCallGone{e.call});
+}
+
+void Follower::Impl::RefuseHere(CallId call) {
+  Do(GroupAction(
+      Reply{call,
+            Error(absl::StatusCode::kFailedPrecondition, "group {} is coordinated by {}: ask there",
+                  options.name, options.coordinator_address),
+            EmptyReply{}}));
+}
+
+void Follower::Impl::On(const DrainEvent&) {
+  for (const auto& [id, member] : members) {
+    if (member.welcomed) Do(GroupAction(SendDraining{id}));
+  }
+}
+
+void Follower::Impl::On(const refitd::Tick&) {
+  if (state != State::kJoined || now - *heard <= options.peer_limits.peer) return;
+  Lose(Error(absl::StatusCode::kUnavailable, "it was silent for {:g} s",
+             std::chrono::duration<double>(options.peer_limits.peer).count()));
+}
+
+// ---- the link ----
+
+void Follower::Impl::On(const LinkUp& e) {
+  if (state != State::kJoining) return;
+  state = State::kJoined;
+  heard = now;
+  incarnation = e.incarnation;
+  spec = e.spec;
+  version = e.version;
+  coordinator_id = e.coordinator_id;
+  Do(GroupAction(LogLine{LogLine::kInfo, fmt::format("joined daemon {} at {}", coordinator_id,
+                                                     options.coordinator_address)}));
+  for (const auto& [id, member] : members) Report(PeerAttach{id, member.identity});
+  Do(GroupAction(StateChanged{}));
+}
+
+void Follower::Impl::Lose(const absl::Status& status) {
+  if (state == State::kLost) return;
+  const bool joined = state == State::kJoined;
+  state = State::kLost;
+  const std::string what = fmt::format("group {}: the coordinator at {} {}: {}", options.name,
+                                       options.coordinator_address,
+                                       joined ? "is lost" : "could not be joined", Message(status));
+  // A refusal keeps its code; a broken link is UNAVAILABLE whatever broke it.
+  lost = absl::Status(joined ? absl::StatusCode::kUnavailable : status.code(), what);
+  if (lost.ok()) lost = absl::UnavailableError(what);
+  Do(GroupAction(LogLine{LogLine::kWarning, what}));
+  worker.AbandonAll(now, Out());
+  reports.clear();
+  for (const auto& [id, member] : std::exchange(members, {})) {
+    worker.MemberLost(id);
+    Do(GroupAction(RefuseMember{id, lost}));
+  }
+  AnswerLostCalls();
+  Do(PeerAction(CloseLink{Message(status)}));
+  Do(GroupAction(StateChanged{}));
+}
+
+// A bucket's answer waits for the last read of its source (P6).
+void Follower::Impl::AnswerLostCalls() {
+  if (state != State::kLost) return;
+  for (auto it = calls.begin(); it != calls.end();) {
+    if (it->second && worker.Reads(it->first)) {
+      ++it;
+      continue;
+    }
+    Do(GroupAction(Reply{it->first, lost, EmptyReply{}}));
+    buckets.erase(it->first);
+    it = calls.erase(it);
+  }
+}
+
+void Follower::Impl::EndIfIdle() {
+  if (state == State::kLost || !members.empty() || !calls.empty() || !worker.quiet()) return;
+  lost = absl::UnavailableError("no member of this daemon is left");
+  state = State::kLost;
+  worker.AbandonAll(now, Out());
+  Do(PeerAction(CloseLink{"no member is left"}));
+}
+
+void Follower::Impl::On(const CommandReceived& e) {
+  if (state != State::kJoined) return;
+  heard = now;
+  std::visit([this](const auto& c) { Take(c); }, e.command);
+}
+
+// ---- commands ----
+
+void Follower::Impl::Take(const PeerWelcome& c) {
+  const auto it = members.find(c.member);
+  if (it == members.end()) return;
+  it->second.welcomed = true;
+  version = c.group_version;
+  Do(GroupAction(WelcomeMember{c.member}));
+  Do(GroupAction(StateChanged{}));
+}
+
+void Follower::Impl::Take(const PeerRefuse& c) {
+  if (members.erase(c.member) == 0) return;
+  worker.MemberLost(c.member);
+  Do(GroupAction(RefuseMember{c.member, c.status}));
+}
+
+void Follower::Impl::Take(const PeerReply& c) {
+  if (calls.erase(c.call) == 0) return;
+  buckets.erase(c.call);
+  Do(GroupAction(Reply{c.call, c.status, c.payload}));
+}
+
+void Follower::Impl::Take(const PeerPrepare& c) {
+  worker.Handle(c, now, Out());
+  for (const MemberId id : c.engines) {
+    const auto it = members.find(id);
+    if (it == members.end()) continue;
+    it->second.prepared = c.update;
+    Do(GroupAction(SendPrepare{id, c.version, c.update, c.remaining, c.tensor_count}));
+  }
+  Do(GroupAction(StateChanged{}));
+}
+
+void Follower::Impl::Take(const PeerSendPart& c) {
+  const std::optional<BucketHeader> header = worker.Header(c.update, c.part);
+  if (!header.has_value() || !header->slot.has_value() || !members.contains(c.member)) return;
+  Do(GroupAction(
+      SendPart{c.member, c.update, header->version, c.part, *header->slot, header->content}));
+}
+
+void Follower::Impl::Take(const PeerCommitted& c) {
+  version = c.version;
+  if (const auto it = members.find(c.member); it != members.end()) it->second.prepared.reset();
+  Do(GroupAction(SendCommitted{c.member, c.version}));
+}
+
+void Follower::Impl::Take(const PeerAborted& c) {
+  if (const auto it = members.find(c.member); it != members.end()) it->second.prepared.reset();
+  Do(GroupAction(SendAborted{c.member, c.version, c.reason, c.dirty}));
+}
+
+void Follower::Impl::Take(const PeerUpdateEnded& c) {
+  worker.Handle(c, now, Out());
+  past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
+  if (past.size() > kRememberedUpdates) past.pop_front();
+  Do(GroupAction(StateChanged{}));
+}
+
+void Follower::Impl::Take(const PeerIncarnation& c) {
+  incarnation = c.incarnation;
+  version.reset();
+  past.clear();
+  // Trainers' leases carry the old one.
+  std::vector<MemberId> trainers;
+  for (const auto& [id, member] : members) {
+    if (!member.engine) trainers.push_back(id);
+  }
+  for (const MemberId id : trainers) {
+    members.erase(id);
+    worker.MemberLost(id);
+    Report(PeerGone{id, "the group was replaced"});
+    Do(GroupAction(RefuseMember{
+        id, absl::AbortedError("the group was replaced by a new incarnation: attach again")}));
+  }
+  Do(GroupAction(StateChanged{}));
+}
+
+// ---- Follower ----
+
+Follower::Follower(FollowerOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
+
+Follower::~Follower() = default;
+
+void Follower::Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) {
+  Impl& f = *impl_;
+  f.now = now;
+  f.actions = actions;
+  const bool had_members = !f.members.empty();
+  std::visit([&f](const auto& outer) { std::visit([&f](const auto& e) { f.On(e); }, outer); },
+             event);
+  f.AnswerLostCalls();
+  if (f.state == Impl::State::kJoined) {
+    for (PeerReport& report : f.reports) {
+      actions->push_back(PeerAction(SendReport{std::move(report)}));
+    }
+  }
+  f.reports.clear();
+  // A follower is made for its first member.
+  if (had_members) f.EndIfIdle();
+  f.reports.clear();
+  f.actions = nullptr;
+}
+
+std::optional<TimePoint> Follower::NextDeadline() const {
+  if (impl_->state != Impl::State::kJoined) return std::nullopt;
+  return *impl_->heard + impl_->options.peer_limits.peer + std::chrono::nanoseconds(1);
+}
+
+const std::string& Follower::name() const { return impl_->options.name; }
+uint64_t Follower::incarnation() const { return impl_->incarnation; }
+const GroupSpec& Follower::spec() const { return impl_->spec; }
+bool Follower::has_members() const { return !impl_->members.empty(); }
+bool Follower::update_running() const { return impl_->worker.Participates(); }
+std::optional<Version> Follower::version() const { return impl_->version; }
+
+absl::Status Follower::CanRegisterLayout(MemberId member) const {
+  const auto it = impl_->members.find(member);
+  if (it == impl_->members.end()) {
+    return Error(absl::StatusCode::kFailedPrecondition, "member {} is not attached", member);
+  }
+  if (!it->second.engine) return absl::OkStatus();
+  const auto& identity = std::get<EngineIdentity>(it->second.identity);
+  if (identity.delivery == DeliveryMode::kStaged) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "engine {} rank {} takes staged delivery: it registers no layout",
+                 identity.instance, identity.rank);
+  }
+  if (it->second.prepared.has_value()) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "engine {} rank {} takes part in the running update", identity.instance,
+                 identity.rank);
+  }
+  return absl::OkStatus();
+}
+
+PastUpdate Follower::Past(Version version) const {
+  for (auto it = impl_->past.rbegin(); it != impl_->past.rend(); ++it) {
+    if (it->first == version) return it->second;
+  }
+  return {};
+}
+
+bool Follower::finished() const {
+  return impl_->state == Impl::State::kLost && impl_->worker.quiet() && impl_->calls.empty();
+}
+
+MachineView Follower::View(TimePoint now) const {
+  const Impl& f = *impl_;
+  MachineView view;
+  view.coordinator = false;
+  view.coordinator_address = f.options.coordinator_address;
+  view.group.name = f.options.name;
+  view.group.incarnation = f.incarnation;
+  view.group.spec = f.spec;
+  view.group.version = f.version;
+  switch (f.state) {
+    case Impl::State::kJoining:
+      view.group.state = "joining";
+      break;
+    case Impl::State::kJoined:
+      view.group.state = "joined";
+      break;
+    case Impl::State::kLost:
+      view.group.state = "lost";
+      break;
+  }
+  for (const auto& [id, m] : f.members) {
+    MemberView& v = view.group.members.emplace_back();
+    v.id = id;
+    v.engine = m.engine;
+    v.state = !m.welcomed ? "joining" : (m.prepared.has_value() ? "preparing" : "attached");
+    v.layout_digest = m.layout_digest;
+    if (m.layout != nullptr) v.pieces = static_cast<int64_t>(m.layout->pieces.size());
+    if (m.engine) {
+      const auto& who = std::get<EngineIdentity>(m.identity);
+      v.instance = who.instance;
+      v.rank = who.rank;
+      v.world_size = who.world_size;
+      v.delivery = who.delivery;
+      v.pid = who.pid;
+    } else {
+      const auto& who = std::get<TrainerIdentity>(m.identity);
+      v.rank = who.rank;
+      v.world_size = who.world_size;
+      v.pid = who.pid;
+    }
+  }
+  NodeView coordinator;
+  coordinator.daemon_id = f.coordinator_id;
+  coordinator.address = f.options.coordinator_address;
+  coordinator.state = view.group.state;
+  if (f.heard.has_value()) coordinator.silent = now - *f.heard;
+  view.nodes.push_back(std::move(coordinator));
+  view.epoch = f.worker.epoch();
+  view.epoch_state = f.worker.epoch_state();
+  return view;
+}
+
+}  // namespace refitd

@@ -1,0 +1,56 @@
+// A daemon that joined a group: forwards what its members say to the coordinator, passes commands
+// on to them, and moves its share of the bytes.
+//
+// Keeps P2 and P4 when the coordinator is lost or silent (PeerLimits::peer): every member's stream
+// ends with UNAVAILABLE, so that ranks that answered Ready count as in doubt; calls are answered,
+// a bucket's after the last read of its source (P6); nothing more is written to members' memory
+// than what was running.
+#ifndef REFITD_DAEMON_GROUP_FOLLOWER_H_
+#define REFITD_DAEMON_GROUP_FOLLOWER_H_
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "daemon/group/machine.h"
+
+namespace refitd {
+
+struct FollowerOptions {
+  std::string name;
+  std::string coordinator_address;
+  PeerLimits peer_limits;
+  std::function<UpdateId()> next_update;  // ids for the executor, unique in the daemon
+};
+
+class Follower : public GroupMachine {
+ public:
+  // Joining is the caller's work and has begun: LinkUp or LinkLost comes.
+  explicit Follower(FollowerOptions options);
+  ~Follower() override;
+
+  void Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) override;
+  std::optional<TimePoint> NextDeadline() const override;
+  const std::string& name() const override;
+  uint64_t incarnation() const override;
+  const GroupSpec& spec() const override;
+  bool has_members() const override;     // of this daemon
+  bool update_running() const override;  // this daemon takes part in one
+  bool is_coordinator() const override { return false; }
+  absl::Status CanRegisterLayout(MemberId member) const override;
+  std::optional<Version> version() const override;
+  MachineView View(TimePoint now) const override;
+  PastUpdate Past(Version version) const override;  // of updates that this daemon took part in
+
+  // The link is lost, and nothing of this group moves any more: the caller may drop it.
+  bool finished() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_FOLLOWER_H_

@@ -1,0 +1,191 @@
+// A group as one daemon runs it: either it coordinates the group (Coordinator) or it joined the
+// daemon that does (Follower). Events in, actions out.
+//
+// Pure, as Group is: no I/O, no gRPC, no threads, no clock of its own. The caller serialises
+// events, carries out the actions in order and feeds their results back. The same event sequence
+// gives the same actions (tests/sim rests on it).
+//
+//   Coordinator  Group (the decisions) + one link per joined daemon + the epoch + agreement
+//   Follower     forwards its members' events, passes commands on to them
+//   Worker       in both: this daemon's share of the data plane
+#ifndef REFITD_DAEMON_GROUP_MACHINE_H_
+#define REFITD_DAEMON_GROUP_MACHINE_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/group/group.h"
+#include "daemon/group/peer.h"
+
+namespace refitd {
+
+// ---- events beside those of Group ----
+
+// Coordinator: a daemon's link is up. `node` is new.
+struct NodeJoined {
+  NodeId node;
+  std::string daemon_id;
+  std::string address;  // where its connection comes from, for status
+};
+// Coordinator: a daemon's link is down. No report of it comes any more.
+struct NodeLost {
+  NodeId node;
+  std::string reason;
+};
+struct ReportReceived {
+  NodeId node;
+  PeerReport report;
+};
+
+// Follower: the coordinator took this daemon in.
+struct LinkUp {
+  uint64_t incarnation = 0;
+  GroupSpec spec;
+  std::optional<Version> version;
+  std::string coordinator_id;
+};
+// Follower: joining failed, or the link is down. No command comes any more.
+struct LinkLost {
+  absl::Status status;
+};
+struct CommandReceived {
+  PeerCommand command;
+};
+
+// Both: the data plane's answers.
+struct EpochOpened {
+  EpochId epoch;
+  absl::Status status;
+  std::string address;
+};
+struct EpochUp {
+  EpochId epoch;
+  absl::Status status;
+};
+// What StartWire asked for has ended: its memory is not touched any more.
+struct WireDone {
+  EpochId epoch;
+  WireSeq seq;
+  absl::Status status;
+};
+// Both: the daemon's wire lock (wire_lock.h).
+struct WireGranted {};
+struct WireWaits {
+  std::string holder;
+};
+struct WireWanted {};
+
+using PeerEvent =
+    std::variant<NodeJoined, NodeLost, ReportReceived, LinkUp, LinkLost, CommandReceived,
+                 EpochOpened, EpochUp, WireDone, WireGranted, WireWaits, WireWanted>;
+using MachineEvent = std::variant<GroupEvent, PeerEvent>;
+
+// ---- actions beside those of Group ----
+
+struct SendCommand {
+  NodeId node;
+  PeerCommand command;
+};
+// End this daemon's link with that status. NodeLost may follow and is ignored.
+struct DropNode {
+  NodeId node;
+  absl::Status status;
+};
+struct SendReport {
+  PeerReport report;
+};
+// Follower: end the link; nothing is sent or expected any more.
+struct CloseLink {
+  std::string reason;
+};
+// Open this daemon's end of a communicator; answered by EpochOpened.
+struct OpenEpoch {
+  EpochId epoch;
+  int rank = 0;
+  int size = 0;
+};
+// Answered by EpochUp.
+struct ConnectEpoch {
+  EpochId epoch;
+  std::vector<std::string> addresses;
+  Duration timeout{};
+};
+// Its running operations end soon, each with WireDone.
+struct CloseEpoch {
+  EpochId epoch;
+};
+// One collective on the slot, in the order of these actions; answered by WireDone. Every rank of
+// the epoch takes part, or (`ranks`, the root's first) the root sends to each of the others.
+struct StartWire {
+  EpochId epoch;
+  WireSeq seq;
+  SlotGrant slot;
+  int64_t bytes = 0;
+  std::vector<uint32_t> ranks;
+  uint32_t rank = 0;  // this daemon's
+  int size = 0;       // of the epoch
+  Duration timeout{};
+};
+// Ask the daemon's wire lock; answered by WireGranted, or by WireWaits and later WireGranted.
+struct AcquireWire {};
+struct ReleaseWire {};
+
+using PeerAction = std::variant<SendCommand, DropNode, SendReport, CloseLink, OpenEpoch,
+                                ConnectEpoch, CloseEpoch, StartWire, AcquireWire, ReleaseWire>;
+using MachineAction = std::variant<GroupAction, PeerAction>;
+using MachineActions = std::vector<MachineAction>;
+
+// ---- what status shows ----
+
+struct NodeView {
+  NodeId node;
+  std::string daemon_id;
+  std::string address;
+  std::string_view state;  // "self", "joining", "joined"
+  int members = 0;
+  Duration silent{};  // since something was heard
+};
+struct MachineView {
+  GroupView group;
+  bool coordinator = true;
+  std::string coordinator_address;  // where a follower joined
+  std::vector<NodeView> nodes;      // the coordinator's: itself first
+  std::optional<EpochId> epoch;
+  std::string_view epoch_state;  // "opening", "connecting", "up"
+};
+
+// How long a silent daemon counts as alive, and what else waits on peers (P4).
+struct PeerLimits {
+  Duration peer = std::chrono::seconds(10);  // silence after which a daemon is lost
+  Duration wire = std::chrono::seconds(30);  // one collective, connecting, or the wire lock
+};
+
+// Not thread-safe.
+class GroupMachine {
+ public:
+  virtual ~GroupMachine() = default;
+  // Appends to `actions`.
+  virtual void Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) = 0;
+  // When the next Tick is due; nullopt: nothing waits.
+  virtual std::optional<TimePoint> NextDeadline() const = 0;
+
+  virtual const std::string& name() const = 0;
+  virtual uint64_t incarnation() const = 0;
+  // Of a follower that has not joined yet: empty, with slots 0.
+  virtual const GroupSpec& spec() const = 0;
+  virtual bool has_members() const = 0;
+  virtual bool update_running() const = 0;
+  virtual bool is_coordinator() const = 0;
+  virtual absl::Status CanRegisterLayout(MemberId member) const = 0;
+  virtual std::optional<Version> version() const = 0;
+  virtual MachineView View(TimePoint now) const = 0;
+  virtual PastUpdate Past(Version version) const = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_MACHINE_H_

@@ -1,0 +1,254 @@
+// What daemons say to each other about one group, as values. proto/refitd/v1/peer.proto carries the
+// same over the wire; daemon/peer_convert.* translates and checks.
+//
+// A joined daemon (a *node* of the group) sends reports, the coordinator sends commands, each over
+// one ordered link. Member and call ids are those of the joined daemon in both directions; update,
+// part, slot, grant and epoch ids are the coordinator's.
+//
+// One part of a bucket (promises P5 and P7): the coordinator sends its header to every node that
+// takes part; each answers with the digest of what it read, and with the first tensor that differs
+// from what it knows by itself (the root: the trainer's bucket; the others: their engines'
+// layouts); when all agree, Issue goes out in part order, and nodes start their collectives in that
+// order.
+#ifndef REFITD_DAEMON_GROUP_PEER_H_
+#define REFITD_DAEMON_GROUP_PEER_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/group/group.h"
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+inline constexpr NodeId kCoordinatorNode{0};
+inline constexpr int kMaxNodes = 1024;                     // of one group
+inline constexpr size_t kMaxDaemonIdBytes = 128;           // [A-Za-z0-9._-]
+inline constexpr size_t kMaxEpochAddressBytes = 64 << 10;  // opaque, of a data plane's end
+
+// ---- from a joined daemon to the coordinator ----
+
+struct PeerAttach {
+  MemberId member;
+  std::variant<TrainerIdentity, EngineIdentity> identity;
+};
+struct PeerGone {
+  MemberId member;
+  std::string reason;
+};
+// Structure only: regions and offsets are the joined daemon's business.
+struct PeerLayout {
+  MemberId member;
+  std::shared_ptr<const Layout> layout;
+};
+struct PeerReady {
+  MemberId member;
+  UpdateId update;
+};
+struct PeerFailed {
+  MemberId member;
+  UpdateId update;
+  std::string reason;
+};
+struct PeerAck {
+  MemberId member;
+  UpdateId update;
+  PartSeq part;
+};
+// A trainer rank's call; the event's `call` and `member` are the joined daemon's.
+struct PeerCall {
+  std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent, CommitEvent, AbortEvent>
+      event;
+};
+struct PeerCallGone {
+  CallId call;
+};
+struct PeerHeaderAck {
+  UpdateId update;
+  PartSeq part;
+  uint64_t digest = 0;   // HeaderDigest of the header as it came
+  std::string mismatch;  // names the first tensor that differs; empty: none
+};
+// This node's share of a part has ended: nothing of it is read, written, sent or received any more.
+struct PeerPartDone {
+  UpdateId update;
+  PartSeq part;
+  absl::Status status;
+  bool wire_failed = false;            // the data plane failed: its epoch can't be used any more
+  std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
+  int failed_destination = -1;         // of PeerPrepare, if not OK and known
+  // By range of the header, unless verification is off. Root: of the trainer's bytes; others: of
+  // the slot as it was received.
+  std::vector<uint64_t> digests;
+};
+struct PeerVerified {
+  UpdateId update;
+  absl::Status status;
+  std::vector<uint32_t> failed_destinations;  // of PeerPrepare
+};
+struct PeerEpochOpened {
+  EpochId epoch;
+  absl::Status status;
+  std::string address;  // opaque: what the others need to reach this node
+};
+struct PeerEpochUp {
+  EpochId epoch;
+  absl::Status status;
+};
+// An epoch that was closed is quiet: none of its operations runs any more.
+struct PeerWireGranted {
+  UpdateId update;
+};
+// Told when it can't be granted at once.
+struct PeerWireWaits {
+  UpdateId update;
+  std::string holder;  // which group has it
+};
+// Another group waits for this daemon's wire.
+struct PeerWireWanted {
+  UpdateId update;
+};
+struct PeerPong {
+  uint64_t number = 0;
+};
+
+using PeerReport =
+    std::variant<PeerAttach, PeerGone, PeerLayout, PeerReady, PeerFailed, PeerAck, PeerCall,
+                 PeerCallGone, PeerHeaderAck, PeerPartDone, PeerVerified, PeerEpochOpened,
+                 PeerEpochUp, PeerWireGranted, PeerWireWaits, PeerWireWanted, PeerPong>;
+
+// ---- from the coordinator to a joined daemon ----
+
+struct PeerWelcome {
+  MemberId member;
+  std::optional<Version> group_version;
+};
+struct PeerRefuse {
+  MemberId member;
+  absl::Status status;
+};
+struct PeerReply {
+  CallId call;
+  absl::Status status;
+  ReplyPayload payload;
+};
+// An update in which this node takes part is assembled.
+struct PeerPrepare {
+  UpdateId update;
+  Version version;
+  Duration remaining{};
+  int64_t tensor_count = 0;
+  Verification verification = Verification::kOff;
+  std::vector<MemberId> engines;         // of this node: those that Prepare is sent to
+  std::vector<MemberId> destinations;    // of this node: registered ranks, in the order of
+                                         // bytes_written, skip and failed_destinations
+  std::vector<uint64_t> layout_digests;  // of the destinations, as the coordinator knows them
+};
+struct BucketHeader {
+  UpdateId update;
+  Version version;
+  PartSeq part;
+  int64_t group_seq = 0;  // of its bucket
+  NodeId root;
+  std::shared_ptr<const PartContent> content;
+  std::optional<SlotGrant> slot;  // absent: no wire and no staged reader
+  bool leased = false;            // the trainer packed it into the slot
+  Verification verification = Verification::kOff;
+};
+struct PeerHeader {
+  BucketHeader header;
+  uint64_t digest = 0;          // HeaderDigest(header): the same for every node
+  bool is_root = false;         // this node's trainer has the bytes
+  bool wired = false;           // bytes go over the data plane; else the part is this node's alone
+  bool fill_slot = false;       // root: pack into the slot (wire, or staged readers of its own)
+  EpochId epoch;                // wired
+  WireSeq wire_seq;             // wired
+  std::vector<uint32_t> ranks;  // wired: ranks of the epoch that take part, the root's first
+  CallId bucket_call;           // root: which bucket
+  MemberId trainer;             // root
+  std::vector<uint32_t> bucket_ranges;  // root: as StartTransfer::bucket_ranges
+  std::vector<bool> skip;               // by destination: evicted since
+};
+struct PeerIssue {
+  UpdateId update;
+  PartSeq part;
+};
+struct PeerSendPart {
+  MemberId member;
+  UpdateId update;
+  PartSeq part;  // its header came before
+};
+struct PeerCommitted {
+  MemberId member;
+  Version version;
+};
+struct PeerAborted {
+  MemberId member;
+  Version version;
+  std::string reason;
+  bool dirty = false;
+};
+struct PeerDraining {
+  MemberId member;
+};
+struct PeerVerify {
+  UpdateId update;
+  std::vector<bool> skip;  // by destination: evicted since
+};
+// The update is given up: parts that were not issued are not started any more; all that was
+// announced is answered by PeerPartDone all the same.
+struct PeerAbandon {
+  UpdateId update;
+};
+struct PeerUpdateEnded {
+  UpdateId update;
+  Version version;
+  Outcome outcome = Outcome::kUnknown;
+  std::string reason;
+};
+struct PeerEpochOpen {
+  EpochId epoch;
+  int rank = 0;
+  int size = 0;
+};
+struct PeerEpochConnect {
+  EpochId epoch;
+  std::vector<std::string> addresses;  // by rank
+  Duration timeout{};
+};
+struct PeerEpochClose {
+  EpochId epoch;
+};
+struct PeerWireLock {
+  UpdateId update;
+};
+struct PeerWireUnlock {
+  UpdateId update;
+};
+struct PeerPing {
+  uint64_t number = 0;
+};
+// The group was replaced.
+struct PeerIncarnation {
+  uint64_t incarnation = 0;
+};
+
+using PeerCommand =
+    std::variant<PeerWelcome, PeerRefuse, PeerReply, PeerPrepare, PeerHeader, PeerIssue,
+                 PeerSendPart, PeerCommitted, PeerAborted, PeerDraining, PeerVerify, PeerAbandon,
+                 PeerUpdateEnded, PeerEpochOpen, PeerEpochConnect, PeerEpochClose, PeerWireLock,
+                 PeerWireUnlock, PeerPing, PeerIncarnation>;
+
+// Over update, version, part, group_seq, root, names, dtypes, shapes, starts, counts, byte offsets,
+// bytes, slot, grant, leased and verification, in this order; 64 bits, the same on every daemon
+// (P5).
+uint64_t HeaderDigest(const BucketHeader& header);
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_PEER_H_

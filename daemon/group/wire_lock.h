@@ -1,0 +1,38 @@
+// Whose collectives a daemon runs: one group at a time, first come, first served.
+//
+// A coordinator takes the locks of an update's daemons in daemon-id order, so that two groups never
+// wait for each other; a holder that is asked (WireWanted) gives all of them back as soon as none
+// of its collectives runs, and asks again. Pure; not thread-safe: belongs to the daemon's mutex.
+#ifndef REFITD_DAEMON_GROUP_WIRE_LOCK_H_
+#define REFITD_DAEMON_GROUP_WIRE_LOCK_H_
+
+#include <deque>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "daemon/group/machine.h"
+
+namespace refitd {
+
+class WireLock {
+ public:
+  // Events for groups, by name, in order.
+  using Events = std::vector<std::pair<std::string, PeerEvent>>;
+
+  // A group that holds the lock or waits for it already: nothing happens.
+  void Acquire(const std::string& group, Events* events);
+  // Gives back, or stops waiting.
+  void Release(const std::string& group, Events* events);
+
+  const std::string& holder() const { return holder_; }  // empty: free
+  size_t waiting() const { return waiting_.size(); }
+
+ private:
+  std::string holder_;
+  std::deque<std::string> waiting_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_WIRE_LOCK_H_

@@ -1,0 +1,515 @@
+#include "daemon/group/worker.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+
+Worker::Worker(Callbacks callbacks, Duration wire_limit)
+    : callbacks_(std::move(callbacks)), wire_limit_(wire_limit) {}
+
+Worker::Update* Worker::Find(UpdateId id) {
+  const auto it = updates_.find(id);
+  return it == updates_.end() ? nullptr : &it->second;
+}
+
+Worker::Update* Worker::FindLocal(UpdateId local) {
+  for (auto& [id, update] : updates_) {
+    if (update.local == local) return &update;
+  }
+  return nullptr;
+}
+
+// ---- an update ----
+
+void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out) {
+  if (updates_.contains(command.update)) return;
+  Update update;
+  update.id = command.update;
+  update.local = callbacks_.next_update();
+  update.version = command.version;
+  update.verification = command.verification;
+  update.deadline = now + command.remaining;
+  update.destinations = command.destinations;
+  std::vector<std::shared_ptr<const Layout>> layouts;
+  std::vector<std::string> labels;
+  for (size_t d = 0; d < command.destinations.size(); ++d) {
+    const MemberId member = command.destinations[d];
+    layouts.push_back(callbacks_.layout(member));
+    labels.push_back(fmt::format("member {}", member));
+  }
+  if (index_ == nullptr || index_layouts_ != layouts) {
+    absl::StatusOr<std::shared_ptr<const DestinationIndex>> index =
+        DestinationIndex::Make(layouts, std::move(labels));
+    if (!index.ok()) {
+      for (const MemberId member : command.destinations) {
+        out.reports->push_back(PeerFailed{member, command.update, Message(index.status())});
+      }
+      index = DestinationIndex::Make({}, {});
+    }
+    index_ = *index;
+    index_layouts_ = std::move(layouts);
+    index_digests_.clear();
+    for (const auto& layout : index_layouts_) {
+      index_digests_.push_back(layout == nullptr ? 0 : layout->Digest());
+    }
+  }
+  for (size_t d = 0; d < command.destinations.size(); ++d) {
+    const bool same =
+        d < command.layout_digests.size() && command.layout_digests[d] == index_digests_[d];
+    if (same || index_layouts_[d] == nullptr) continue;
+    out.reports->push_back(PeerFailed{command.destinations[d], command.update,
+                                      "its layout changed while the update was being prepared"});
+  }
+  update.index = index_;
+  updates_.emplace(command.update, std::move(update));
+}
+
+void Worker::Handle(const PeerUpdateEnded& command, TimePoint, const Output& out) {
+  Update* update = Find(command.update);
+  if (update == nullptr) return;
+  update->ended = true;
+  DropIfOver(command.update, out);
+}
+
+void Worker::DropIfOver(UpdateId id, const Output& out) {
+  Update* update = Find(id);
+  if (update == nullptr || !update->ended || update->verifying) return;
+  if (std::any_of(update->parts.begin(), update->parts.end(),
+                  [](const auto& p) { return Running(p.second); })) {
+    return;
+  }
+  UpdateEnded ended;
+  ended.update = update->local;
+  ended.version = update->version;
+  out.actions->push_back(GroupAction(std::move(ended)));
+  updates_.erase(id);
+  GiveWireBackIfQuiet(out);
+}
+
+// ---- agreement ----
+
+// The first thing that differs from what this daemon knows by itself; empty: nothing (P5).
+std::string Worker::Disagreement(const Update& update, const PeerHeader& command) const {
+  const PartContent& content = *command.header.content;
+  const auto disagree = [](const TensorSpec& tensor, const std::string& who, DType dtype,
+                           const Dims& shape) {
+    return fmt::format("tensor '{}': the header has {}, but {} has {}", tensor.name,
+                       ToString(tensor.dtype, tensor.shape), who, ToString(dtype, shape));
+  };
+  if (command.is_root) {
+    const BucketEvent* bucket = callbacks_.bucket(command.bucket_call);
+    if (bucket == nullptr) return "the trainer's bucket is gone";
+    if (command.bucket_ranges.size() != content.ranges.size()) {
+      return fmt::format("{} ranges of the bucket, but the header has {}",
+                         command.bucket_ranges.size(), content.ranges.size());
+    }
+    for (size_t i = 0; i < content.ranges.size(); ++i) {
+      const uint32_t b = command.bucket_ranges[i];
+      const TensorRange& range = content.ranges[i];
+      if (b >= bucket->ranges.size() || range.tensor >= content.tensors.size()) {
+        return fmt::format("range {} names what the bucket does not have", i);
+      }
+      const TensorSpec& tensor = content.tensors[range.tensor];
+      const TensorSpec& pushed = bucket->tensors[bucket->ranges[b].tensor];
+      if (tensor.name != pushed.name) {
+        return fmt::format("tensor '{}': the bucket has '{}' there", tensor.name, pushed.name);
+      }
+      if (tensor.dtype != pushed.dtype || tensor.shape != pushed.shape) {
+        return disagree(tensor, "the trainer's bucket", pushed.dtype, pushed.shape);
+      }
+      const TensorRange& whole = bucket->ranges[b];
+      if (range.start < whole.start || range.count < 0 ||
+          range.start - whole.start > whole.count - range.count) {
+        return fmt::format("tensor '{}': elements [{}, {}) are not in the bucket's [{}, {})",
+                           tensor.name, range.start, range.start + range.count, whole.start,
+                           whole.start + whole.count);
+      }
+    }
+  }
+  for (const TensorSpec& tensor : content.tensors) {
+    const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
+    if (known == nullptr || (known->dtype == tensor.dtype && known->shape == tensor.shape)) {
+      continue;
+    }
+    return disagree(tensor, "an engine's layout", known->dtype, known->shape);
+  }
+  return "";
+}
+
+std::vector<bool> Worker::Skip(const Update& update, const std::vector<bool>& skip) const {
+  std::vector<bool> all(update.destinations.size());
+  for (size_t d = 0; d < all.size(); ++d) {
+    all[d] = (d < skip.size() && skip[d]) || lost_.contains(update.destinations[d]) ||
+             d >= update.index->destinations().size() || update.index->destinations()[d] == nullptr;
+  }
+  return all;
+}
+
+bool Worker::AnyTouched(const Update& update, const PartContent& content,
+                        const std::vector<bool>& skip) const {
+  if (std::find(skip.begin(), skip.end(), false) == skip.end()) return false;
+  for (const TensorSpec& tensor : content.tensors) {
+    const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
+    if (known == nullptr) continue;
+    for (const DestinationIndex::Entry& entry : known->entries) {
+      if (!skip[entry.destination]) return true;
+    }
+  }
+  return false;
+}
+
+void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
+  const BucketHeader& header = command.header;
+  Update* update = Find(header.update);
+  PeerHeaderAck ack{header.update, header.part, HeaderDigest(header), ""};
+  if (update == nullptr) {
+    ack.mismatch = "this daemon was not told of the update";
+    out.reports->push_back(std::move(ack));
+    PeerPartDone done;
+    done.update = header.update;
+    done.part = header.part;
+    done.status = absl::FailedPreconditionError("this daemon was not told of the update");
+    out.reports->push_back(std::move(done));
+    return;
+  }
+  ack.mismatch = Disagreement(*update, command);
+  const bool agreed = ack.mismatch.empty() && ack.digest == command.digest;
+  const std::string mismatch = ack.mismatch;
+  out.reports->push_back(std::move(ack));
+  update->headers.emplace(header.part, header);
+  Part& part = update->parts[header.part];
+  part.header = command;
+  part.result.update = header.update;
+  part.result.part = header.part;
+  part.result.bytes_written.resize(update->destinations.size());
+  if (!agreed) {
+    Finish(
+        update, header.part,
+        absl::FailedPreconditionError(mismatch.empty() ? "the header's digest differs" : mismatch),
+        out);
+  } else if (update->abandoned) {
+    Finish(update, header.part, absl::CancelledError("the update was given up"), out);
+  } else if (command.is_root) {
+    Transfer(update, &part, out);
+  }
+}
+
+// Root: from the bucket to slot and engines. Others: from the slot to engines.
+void Worker::Transfer(Update* update, Part* part, const Output& out) {
+  const PeerHeader& command = part->header;
+  const BucketHeader& header = command.header;
+  StartTransfer start;
+  start.skip_destination = Skip(*update, command.skip);
+  start.verification = header.verification;
+  start.want_source_digests = command.wired && header.verification != Verification::kOff;
+  const bool fills = command.is_root && command.fill_slot && !header.leased;
+  const bool touches = AnyTouched(*update, *header.content, start.skip_destination);
+  if (!fills && !touches && !start.want_source_digests) {
+    part->transferred = true;
+    if (!command.is_root || !command.wired) Finish(update, header.part, absl::OkStatus(), out);
+    return;
+  }
+  start.update = update->local;
+  start.version = header.version;
+  start.part = header.part;
+  start.group_seq = header.group_seq;
+  start.content = header.content;
+  start.index = update->index;
+  start.destinations = update->destinations;
+  if (command.is_root) {
+    start.bucket_call = command.bucket_call;
+    start.trainer = command.trainer;
+    start.bucket_ranges = command.bucket_ranges;
+    if (header.leased) start.source_slot = header.slot;
+    if (fills) start.fill_slot = header.slot;
+  } else {
+    for (uint32_t i = 0; i < header.content->ranges.size(); ++i) start.bucket_ranges.push_back(i);
+    start.source_slot = header.slot;
+  }
+  part->transferring = true;
+  out.actions->push_back(GroupAction(std::move(start)));
+}
+
+bool Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) {
+  Update* update = FindLocal(done.update);
+  if (update == nullptr) return false;
+  const auto it = update->parts.find(done.part);
+  if (it == update->parts.end() || !it->second.transferring) return true;
+  Part& part = it->second;
+  part.transferring = false;
+  part.transferred = true;
+  part.result.bytes_written = done.bytes_written;
+  part.result.bytes_written.resize(update->destinations.size());
+  part.result.failed_destination = done.failed_destination;
+  part.result.digests = done.source_digests;
+  const bool more =
+      done.status.ok() && part.header.is_root && part.header.wired && !update->abandoned;
+  const UpdateId id = update->id;
+  if (!more) {
+    const bool lost = done.status.ok() && part.header.is_root && part.header.wired;
+    Finish(update, done.part, lost ? absl::CancelledError("the update was given up") : done.status,
+           out);
+  }
+  PumpWire(update, now, out);
+  DropIfOver(id, out);
+  return true;
+}
+
+void Worker::Finish(Update* update, PartSeq seq, const absl::Status& status, const Output& out) {
+  const auto it = update->parts.find(seq);
+  it->second.result.status = status;
+  out.reports->push_back(std::move(it->second.result));
+  update->parts.erase(it);
+  std::erase(update->to_wire, seq);
+}
+
+// ---- the wire ----
+
+void Worker::Handle(const PeerIssue& command, TimePoint now, const Output& out) {
+  Update* update = Find(command.update);
+  if (update == nullptr) return;
+  const auto it = update->parts.find(command.part);
+  if (it == update->parts.end() || it->second.issued || !it->second.header.wired) return;
+  it->second.issued = true;
+  update->to_wire.push_back(command.part);
+  PumpWire(update, now, out);
+}
+
+// In the order of Issue: a part that is not packed yet holds up the ones after it (P7).
+void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
+  while (!update->to_wire.empty()) {
+    const PartSeq seq = update->to_wire.front();
+    Part& part = update->parts.at(seq);
+    if (part.header.is_root && !part.transferred) return;
+    update->to_wire.pop_front();
+    if (!epoch_.has_value() || *epoch_ != part.header.epoch) {
+      part.result.wire_failed = true;
+      Finish(update, seq, absl::CancelledError("the data plane of the update was closed"), out);
+      continue;
+    }
+    StartWire start;
+    start.epoch = part.header.epoch;
+    start.seq = part.header.wire_seq;
+    start.slot = *part.header.header.slot;
+    start.bytes = part.header.header.content->bytes;
+    start.ranks = part.header.ranks;
+    start.rank = static_cast<uint32_t>(epoch_rank_);
+    start.size = epoch_size_;
+    start.timeout =
+        std::clamp<Duration>(update->deadline - now, std::chrono::milliseconds(1), wire_limit_);
+    part.on_wire = true;
+    out.actions->push_back(PeerAction(std::move(start)));
+  }
+}
+
+void Worker::Handle(const WireDone& done, TimePoint, const Output& out) {
+  for (auto& [id, update] : updates_) {
+    const auto it = std::find_if(update.parts.begin(), update.parts.end(), [&done](const auto& p) {
+      return p.second.on_wire && p.second.header.epoch == done.epoch &&
+             p.second.header.wire_seq == done.seq;
+    });
+    if (it == update.parts.end()) continue;
+    const PartSeq seq = it->first;
+    const UpdateId update_id = id;
+    Part& part = it->second;
+    part.on_wire = false;
+    part.wire_done = true;
+    part.result.wire_failed = !done.status.ok();
+    if (!done.status.ok() || part.header.is_root) {
+      Finish(&update, seq, done.status, out);
+    } else if (update.abandoned) {
+      Finish(&update, seq, absl::CancelledError("the update was given up"), out);
+    } else {
+      Transfer(&update, &part, out);
+    }
+    GiveWireBackIfQuiet(out);
+    DropIfOver(update_id, out);
+    return;
+  }
+}
+
+void Worker::Handle(const PeerEpochOpen& command, TimePoint, const Output& out) {
+  if (epoch_.has_value()) out.actions->push_back(PeerAction(CloseEpoch{*epoch_}));
+  epoch_ = command.epoch;
+  epoch_rank_ = command.rank;
+  epoch_size_ = command.size;
+  epoch_state_ = "opening";
+  out.actions->push_back(PeerAction(OpenEpoch{command.epoch, command.rank, command.size}));
+}
+
+void Worker::Handle(const EpochOpened& event, const Output& out) {
+  if (epoch_ != event.epoch) return;
+  out.reports->push_back(PeerEpochOpened{event.epoch, event.status, event.address});
+}
+
+void Worker::Handle(const PeerEpochConnect& command, TimePoint, const Output& out) {
+  if (epoch_ != command.epoch) return;
+  epoch_state_ = "connecting";
+  out.actions->push_back(
+      PeerAction(ConnectEpoch{command.epoch, command.addresses, command.timeout}));
+}
+
+void Worker::Handle(const EpochUp& event, const Output& out) {
+  if (epoch_ != event.epoch) return;
+  if (event.status.ok()) epoch_state_ = "up";
+  out.reports->push_back(PeerEpochUp{event.epoch, event.status});
+}
+
+void Worker::Handle(const PeerEpochClose& command, TimePoint, const Output& out) {
+  if (epoch_ != command.epoch) return;
+  out.actions->push_back(PeerAction(CloseEpoch{command.epoch}));
+  epoch_.reset();
+  epoch_state_ = "";
+}
+
+// ---- the wire lock ----
+
+void Worker::Handle(const PeerWireLock& command, TimePoint, const Output& out) {
+  wire_update_ = command.update;
+  giving_back_ = false;
+  if (wire_held_) {
+    out.reports->push_back(PeerWireGranted{command.update});
+    return;
+  }
+  out.actions->push_back(PeerAction(AcquireWire{}));
+}
+
+void Worker::Handle(const PeerWireUnlock& command, TimePoint, const Output& out) {
+  if (wire_update_ != command.update) return;
+  giving_back_ = true;
+  GiveWireBackIfQuiet(out);
+}
+
+void Worker::GiveWireBackIfQuiet(const Output& out) {
+  if (!giving_back_ || !wire_update_.has_value()) return;
+  for (const auto& [id, update] : updates_) {
+    if (std::any_of(update.parts.begin(), update.parts.end(),
+                    [](const auto& p) { return p.second.on_wire; })) {
+      return;
+    }
+  }
+  giving_back_ = false;
+  wire_held_ = false;
+  wire_update_.reset();
+  out.actions->push_back(PeerAction(ReleaseWire{}));
+}
+
+void Worker::Handle(const WireGranted&, const Output& out) {
+  if (!wire_update_.has_value()) {
+    // Asked for by an update that is over.
+    out.actions->push_back(PeerAction(ReleaseWire{}));
+    return;
+  }
+  wire_held_ = true;
+  out.reports->push_back(PeerWireGranted{*wire_update_});
+}
+
+void Worker::Handle(const WireWaits& event, const Output& out) {
+  if (wire_update_.has_value()) out.reports->push_back(PeerWireWaits{*wire_update_, event.holder});
+}
+
+void Worker::Handle(const WireWanted&, const Output& out) {
+  if (wire_update_.has_value()) out.reports->push_back(PeerWireWanted{*wire_update_});
+}
+
+// ---- verification ----
+
+void Worker::Handle(const PeerVerify& command, TimePoint, const Output& out) {
+  Update* update = Find(command.update);
+  PeerVerified verified;
+  verified.update = command.update;
+  if (update == nullptr) {
+    verified.status = absl::FailedPreconditionError("this daemon was not told of the update");
+    out.reports->push_back(std::move(verified));
+    return;
+  }
+  StartVerify start;
+  start.update = update->local;
+  start.version = update->version;
+  start.index = update->index;
+  start.destinations = update->destinations;
+  start.skip_destination = Skip(*update, command.skip);
+  if (std::find(start.skip_destination.begin(), start.skip_destination.end(), false) ==
+      start.skip_destination.end()) {
+    out.reports->push_back(std::move(verified));
+    return;
+  }
+  update->verifying = true;
+  out.actions->push_back(GroupAction(std::move(start)));
+}
+
+bool Worker::Handle(const VerifyDone& done, TimePoint, const Output& out) {
+  Update* update = FindLocal(done.update);
+  if (update == nullptr) return false;
+  update->verifying = false;
+  out.reports->push_back(PeerVerified{update->id, done.status, done.failed_destinations});
+  DropIfOver(update->id, out);
+  return true;
+}
+
+// ---- giving up ----
+
+void Worker::Handle(const PeerAbandon& command, TimePoint, const Output& out) {
+  Update* update = Find(command.update);
+  if (update == nullptr || update->abandoned) return;
+  update->abandoned = true;
+  std::vector<PartSeq> idle;
+  for (const auto& [seq, part] : update->parts) {
+    if (!Running(part)) idle.push_back(seq);
+  }
+  for (const PartSeq seq : idle) {
+    Finish(update, seq, absl::CancelledError("the update was given up"), out);
+  }
+  DropIfOver(command.update, out);
+}
+
+void Worker::AbandonAll(TimePoint now, const Output& out) {
+  std::vector<UpdateId> ids;
+  for (const auto& [id, update] : updates_) ids.push_back(id);
+  for (const UpdateId id : ids) Handle(PeerAbandon{id}, now, out);
+  if (epoch_.has_value()) Handle(PeerEpochClose{*epoch_}, now, out);
+  if (wire_update_.has_value()) Handle(PeerWireUnlock{*wire_update_}, now, out);
+  for (const UpdateId id : ids) {
+    PeerUpdateEnded ended;
+    ended.update = id;
+    Handle(ended, now, out);
+  }
+}
+
+// ---- what others ask ----
+
+std::shared_ptr<const PartContent> Worker::Content(UpdateId update, PartSeq part) const {
+  const std::optional<BucketHeader> header = Header(update, part);
+  return header.has_value() ? header->content : nullptr;
+}
+
+std::optional<BucketHeader> Worker::Header(UpdateId update, PartSeq part) const {
+  const auto it = updates_.find(update);
+  if (it == updates_.end()) return std::nullopt;
+  const auto header = it->second.headers.find(part);
+  if (header == it->second.headers.end()) return std::nullopt;
+  return header->second;
+}
+
+bool Worker::quiet() const {
+  return std::all_of(updates_.begin(), updates_.end(), [](const auto& u) {
+    return !u.second.verifying && std::none_of(u.second.parts.begin(), u.second.parts.end(),
+                                               [](const auto& p) { return Running(p.second); });
+  });
+}
+
+bool Worker::Reads(CallId bucket_call) const {
+  for (const auto& [id, update] : updates_) {
+    for (const auto& [seq, part] : update.parts) {
+      if (part.transferring && part.header.is_root && part.header.bucket_call == bucket_call) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+}  // namespace refitd

@@ -1,0 +1,184 @@
+// A trainer's calls: checked, authenticated, turned into events of its group.
+#include <utility>
+
+#include "daemon/node.h"
+#include "daemon/node_checks.h"
+
+namespace refitd {
+namespace {
+
+constexpr size_t kMaxCalls = 65'536;  // unanswered, of all members
+
+}  // namespace
+
+void Node::TrainerCall(
+    CallId call, const v1::Lease& lease, const Peer& peer, const std::string& request_id,
+    ReplyFunction reply,
+    const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event) {
+  Deferred deferred;
+  absl::Status refused;
+  {
+    MutexLock lock(&mutex_);
+    const auto make = [&]() -> absl::StatusOr<std::pair<std::string, GroupEvent>> {
+      mutex_.AssertHeld();
+      REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, false));
+      REFITD_RETURN_IF_ERROR(CheckText(request_id, kMaxRequestIdBytes, "request_id"));
+      if (calls_.size() >= kMaxCalls) {
+        return Error(absl::StatusCode::kResourceExhausted, "{} calls are unanswered already",
+                     calls_.size());
+      }
+      REFITD_ASSIGN_OR_RETURN(GroupEvent made, event(*member));
+      return std::pair(member->group, std::move(made));
+    };
+    absl::StatusOr<std::pair<std::string, GroupEvent>> made = make();
+    refused = made.status();
+    if (made.ok()) {
+      calls_[call] = {made->first, std::move(reply)};
+      Handle(made->first, std::move(made->second), &deferred);
+    }
+  }
+  if (!refused.ok()) reply(refused, EmptyReply{});
+  RunAll(std::move(deferred));
+}
+
+void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
+                 ReplyFunction reply) {
+  TrainerCall(
+      call, request.lease(), peer, request.request_id(), std::move(reply),
+      [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+        BeginEvent event;
+        event.call = call;
+        event.member = member.id;
+        event.request_id = request.request_id();
+        event.version = Version(request.version());
+        REFITD_ASSIGN_OR_RETURN(event.duration, CheckMillis(request.duration_ms(), "duration_ms"));
+        if (event.duration > options_.group.max_duration) {
+          return Error(absl::StatusCode::kInvalidArgument,
+                       "duration_ms: {} is more than the maximum {}", request.duration_ms(),
+                       ToMillis(options_.group.max_duration));
+        }
+        REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
+        event.evict_late = request.evict_late();
+        if (request.version() < 0) {
+          return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative",
+                       request.version());
+        }
+        if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
+          return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
+                       request.tensor_count(), kMaxTensorsPerLayout);
+        }
+        if (request.total_bytes() < 0) {
+          return Error(absl::StatusCode::kInvalidArgument, "total_bytes: {} is negative",
+                       request.total_bytes());
+        }
+        event.tensor_count = request.tensor_count();
+        event.total_bytes = request.total_bytes();
+        return event;
+      });
+}
+
+void Node::LeaseSlot(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,
+                     ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, "", std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                mutex_.AssertHeld();
+                REFITD_RETURN_IF_ERROR(EnsurePool(FindGroup(member.group)));
+                REFITD_ASSIGN_OR_RETURN(Duration wait, CheckMillis(request.wait_ms(), "wait_ms"));
+                return LeaseSlotEvent{call, member.id, Version(request.version()), wait};
+              });
+}
+
+void Node::ReleaseSlot(CallId call, const v1::ReleaseSlotRequest& request, const Peer& peer,
+                       ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, "", std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                return ReleaseSlotEvent{
+                    call, member.id, {SlotIndex(request.slot()), GrantId(request.grant())}};
+              });
+}
+
+void Node::PushBucket(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
+                      ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                mutex_.AssertHeld();
+                const auto region_bytes = [&member](RegionId id) -> std::optional<int64_t> {
+                  const auto it = member.regions.find(id);
+                  return it == member.regions.end()
+                             ? std::nullopt
+                             : std::optional<int64_t>(it->second.mapping->bytes());
+                };
+                const BucketLimits limits{options_.inline_bytes,
+                                          FindGroup(member.group)->machine->spec().slot_bytes};
+                REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket,
+                                        CheckBucket(request.bucket(), limits, region_bytes));
+                BucketEvent event;
+                event.call = call;
+                event.member = member.id;
+                event.request_id = request.request_id();
+                event.version = Version(request.version());
+                event.seq = bucket.seq;
+                event.tensors = bucket.tensors;
+                event.ranges = bucket.ranges;
+                event.slot = bucket.slot;
+                if (bucket.slot.has_value()) {
+                  for (const CheckedBucket::Place& place : bucket.places) {
+                    event.slot_byte_offsets.push_back(place.byte_offset);
+                  }
+                }
+                buckets_[call] = std::move(bucket);
+                return event;
+              });
+}
+
+void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& peer,
+                  ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                if (request.bucket_count() < 0) {
+                  return Error(absl::StatusCode::kInvalidArgument, "bucket_count: {} is negative",
+                               request.bucket_count());
+                }
+                return CommitEvent{call, member.id, request.request_id(),
+                                   Version(request.version()), request.bucket_count()};
+              });
+}
+
+void Node::Abort(CallId call, const v1::AbortRequest& request, const Peer& peer,
+                 ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                REFITD_RETURN_IF_ERROR(CheckText(request.reason(), kMaxReasonBytes, "reason"));
+                return AbortEvent{call, member.id, request.request_id(), Version(request.version()),
+                                  request.reason()};
+              });
+}
+
+void Node::CallGone(CallId call) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const auto it = calls_.find(call);
+    if (it != calls_.end())
+      Handle(std::string(it->second.group), refitd::CallGone{call}, &deferred);
+  }
+  RunAll(std::move(deferred));
+}
+
+absl::StatusOr<v1::GetUpdateResponse> Node::GetUpdate(const v1::GetUpdateRequest& request) {
+  MutexLock lock(&mutex_);
+  const GroupRecord* group = FindGroup(request.group());
+  if (group == nullptr) return NoGroup(request.group());
+  v1::GetUpdateResponse response;
+  response.set_incarnation(group->machine->incarnation());
+  if (request.incarnation() != 0 && request.incarnation() != group->machine->incarnation()) {
+    response.set_reason("that incarnation of the group is gone");
+    return response;
+  }
+  const PastUpdate past = group->machine->Past(Version(request.version()));
+  response.set_outcome(static_cast<v1::UpdateOutcome>(past.outcome));
+  response.set_reason(past.reason);
+  return response;
+}
+
+}  // namespace refitd

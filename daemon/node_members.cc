@@ -1,0 +1,415 @@
+// Membership: hellos, leases, the end of both; engines' layouts.
+#include <sys/random.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "daemon/log.h"
+#include "daemon/node.h"
+#include "daemon/node_checks.h"
+#include "daemon/version.h"
+
+namespace refitd {
+namespace {
+
+constexpr size_t kMaxClientBytes = 128;
+constexpr size_t kMaxDeviceBytes = 64;
+constexpr size_t kMaxAddressBytes = 255;
+
+// From the kernel, so that a token can't be guessed (P9).
+std::string RandomToken() {
+  std::string token(sizeof(Token), '\0');
+  REFITD_CHECK(getrandom(token.data(), token.size(), 0) == static_cast<ssize_t>(token.size()));
+  return token;
+}
+
+// Empty, or "HOST:PORT".
+absl::Status CheckCoordinator(std::string_view address) {
+  if (address.empty()) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckText(address, kMaxAddressBytes, "coordinator"));
+  const size_t colon = address.rfind(':');
+  const std::string_view port = colon == std::string_view::npos ? "" : address.substr(colon + 1);
+  const bool digits = !port.empty() && port.size() <= 5 &&
+                      port.find_first_not_of("0123456789") == std::string_view::npos;
+  const bool plain = address.find_first_of("/, \t\n") == std::string_view::npos;
+  if (colon != std::string_view::npos && colon > 0 && digits && plain) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "coordinator: '{}' is not HOST:PORT", address);
+}
+
+template <typename Hello>
+absl::Status CheckHello(const Hello& hello) {
+  REFITD_RETURN_IF_ERROR(CheckProtocol(hello.protocol()));
+  REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
+  REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
+  REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
+  REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator()));
+  if (hello.device().name() != "" && hello.device().name() != "host") {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "device.name: '{}': this daemon has no transport for it", hello.device().name());
+  }
+  if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
+    return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",
+                 hello.world_size(), kMaxEngineRanks);
+  }
+  if (hello.rank() < 0 || hello.rank() >= hello.world_size()) {
+    return Error(absl::StatusCode::kInvalidArgument, "rank: {} is not in 0..{}", hello.rank(),
+                 hello.world_size() - 1);
+  }
+  return CheckMillis(hello.wait_ms(), "wait_ms").status();
+}
+
+absl::StatusOr<TrainerIdentity> IdentityOf(const v1::TrainerHello& hello, const Peer& peer) {
+  REFITD_RETURN_IF_ERROR(CheckHello(hello));
+  return TrainerIdentity{hello.rank(), hello.world_size(),
+                         peer.credentials ? peer.credentials->pid : hello.pid(), NodeId(), ""};
+}
+
+absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Peer& peer) {
+  REFITD_RETURN_IF_ERROR(CheckHello(hello));
+  REFITD_RETURN_IF_ERROR(CheckName(hello.instance(), "instance"));
+  EngineIdentity identity;
+  identity.instance = hello.instance();
+  identity.rank = hello.rank();
+  identity.world_size = hello.world_size();
+  identity.pid = peer.credentials ? peer.credentials->pid : hello.pid();
+  switch (hello.delivery()) {
+    case v1::DELIVERY_REGISTERED:
+      identity.delivery = DeliveryMode::kRegistered;
+      break;
+    case v1::DELIVERY_STAGED:
+      identity.delivery = DeliveryMode::kStaged;
+      break;
+    default:
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "delivery: {} is neither registered (1) nor staged (2)",
+                   static_cast<int>(hello.delivery()));
+  }
+  if (hello.has_held_version()) {
+    if (hello.held_version() < 0) {
+      return Error(absl::StatusCode::kInvalidArgument, "held_version: {} is negative",
+                   hello.held_version());
+    }
+    identity.held_version = Version(hello.held_version());
+  }
+  if (hello.has_manifest()) {
+    if (identity.delivery != DeliveryMode::kStaged) {
+      return Error(absl::StatusCode::kInvalidArgument, "manifest: only staged delivery takes one");
+    }
+    REFITD_ASSIGN_OR_RETURN(
+        identity.manifest,
+        CheckManifest(hello.manifest().names(), hello.manifest().dtypes(),
+                      hello.manifest().shapes(), "manifest", kMaxTensorsPerLayout));
+  }
+  return identity;
+}
+
+GroupEvent AttachedEvent(MemberId member, TrainerIdentity identity) {
+  return TrainerAttached{member, std::move(identity)};
+}
+GroupEvent AttachedEvent(MemberId member, EngineIdentity identity) {
+  return EngineAttached{member, std::move(identity)};
+}
+
+}  // namespace
+
+void Node::MemberRecord::End(absl::Status status) {
+  if (trainer_sink != nullptr) std::exchange(trainer_sink, nullptr)->End(std::move(status));
+  if (engine_sink != nullptr) std::exchange(engine_sink, nullptr)->End(std::move(status));
+}
+
+template <typename HelloMessage, typename Sink, typename Identity>
+MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
+                      absl::StatusOr<Identity> identity) {
+  Deferred deferred;
+  MemberId member;
+  {
+    MutexLock lock(&mutex_);
+    member = MemberId(next_member_++);
+    if (!identity.ok()) {
+      sink->End(identity.status());
+    } else if (draining_) {
+      sink->End(absl::UnavailableError("the daemon is draining"));
+    } else if (members_.size() + waiting_.size() >= static_cast<size_t>(options_.max_members)) {
+      sink->End(Error(absl::StatusCode::kResourceExhausted,
+                      "the daemon has max_members ({}) members", options_.max_members));
+    } else {
+      MemberRecord record;
+      record.id = member;
+      record.group = hello.group();
+      record.engine = std::is_same_v<Sink, EngineSink>;
+      record.peer = peer;
+      record.client = hello.client();
+      record.device = hello.device().name().empty() ? "host" : hello.device().name();
+      if constexpr (std::is_same_v<Sink, EngineSink>) {
+        record.engine_sink = sink;
+      } else {
+        record.trainer_sink = sink;
+      }
+      GroupEvent attached = AttachedEvent(member, *std::move(identity));
+      bool created = false;
+      absl::StatusOr<GroupRecord*> group = nullptr;
+      if (const std::string coordinator = CoordinatorOf(hello.coordinator());
+          !coordinator.empty()) {
+        std::optional<v1::GroupSpec> spec;
+        if (hello.has_spec()) spec = hello.spec();
+        group = Follow(hello.group(), coordinator, spec, Millis(hello.wait_ms()));
+      } else if (hello.has_spec()) {
+        std::optional<int> trainers;
+        if (!record.engine) trainers = hello.world_size();
+        group = MakeGroup(hello.group(), hello.spec(), trainers, &created);
+      } else {
+        group = FindGroup(hello.group());
+        if (*group != nullptr && (*group)->follower != nullptr) group = Followed(**group);
+      }
+      if (!group.ok()) {
+        sink->End(group.status());
+      } else if (*group != nullptr) {
+        Enter(std::move(record), *group, std::move(attached), &deferred);
+      } else if (hello.wait_ms() == 0) {
+        sink->End(NoGroup(hello.group()));
+      } else {
+        waiting_.push_back(
+            {std::move(record), std::move(attached), Now() + Millis(hello.wait_ms())});
+        WakeTimer();
+      }
+      if (created) AdmitWaiting(hello.group(), &deferred);
+    }
+  }
+  RunAll(std::move(deferred));
+  return member;
+}
+
+MemberId Node::AttachTrainer(const v1::TrainerHello& hello, const Peer& peer,
+                             std::shared_ptr<TrainerSink> sink) {
+  return Attach(hello, peer, std::move(sink), IdentityOf(hello, peer));
+}
+
+MemberId Node::AttachEngine(const v1::EngineHello& hello, const Peer& peer,
+                            std::shared_ptr<EngineSink> sink) {
+  return Attach(hello, peer, std::move(sink), IdentityOf(hello, peer));
+}
+
+void Node::AdmitWaiting(const std::string& group, Deferred* deferred) {
+  std::vector<Waiting> admitted;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (it->record.group == group) {
+      admitted.push_back(std::move(*it));
+      it = waiting_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  for (Waiting& w : admitted)
+    Enter(std::move(w.record), FindGroup(group), std::move(w.attached), deferred);
+  AdmitWaitingPeers(group, deferred);
+}
+
+void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Deferred* deferred) {
+  const MemberId member = record.id;
+  record.token = RandomToken();
+  record.incarnation = group->machine->incarnation();
+  tokens_[record.token] = member;
+  const auto it = members_.emplace(member, std::move(record)).first;
+  MemberRecord& m = it->second;
+  // P8: a killed process whose forked child keeps the socket sends no end of stream.
+  if (m.peer.credentials.has_value() && m.peer.credentials->pid != 0) {
+    absl::StatusOr<WatchHandle> watch = processes_->Watch(
+        *m.peer.credentials, [this, member] { MemberGone(member, "its process died"); });
+    if (watch.ok()) {
+      m.watch = *watch;
+    } else {
+      LogWarning("member {}: process can't be watched: {}", member.value(),
+                 Message(watch.status()));
+    }
+  }
+  Handle(m.group, std::move(attached), deferred);
+}
+
+void Node::MemberGone(MemberId member, const std::string& reason) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const auto waits = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [member](const Waiting& w) { return w.record.id == member; });
+    if (waits != waiting_.end()) {
+      waits->record.End(absl::CancelledError(reason));
+      waiting_.erase(waits);
+    }
+    const auto it = members_.find(member);
+    if (it != members_.end()) {
+      Lose(&it->second, reason, Error(absl::StatusCode::kAborted, "the lease ended: {}", reason),
+           &deferred);
+    }
+  }
+  RunAll(std::move(deferred));
+}
+
+void Node::Lose(MemberRecord* member, const std::string& reason, absl::Status end,
+                Deferred* deferred) {
+  if (member->lost) return;
+  member->lost = true;
+  tokens_.erase(member->token);
+  member->End(std::move(end));
+  if (member->watch != WatchHandle()) processes_->Cancel(member->watch);
+  // The record may go while the event is handled.
+  const std::string group = member->group;
+  const MemberId id = member->id;
+  Handle(group, MemberLost{id, reason}, deferred);
+}
+
+void Node::Erase(MemberId member, Deferred* deferred) {
+  const auto it = members_.find(member);
+  if (it == members_.end()) return;
+  tokens_.erase(it->second.token);
+  if (it->second.watch != WatchHandle()) processes_->Cancel(it->second.watch);
+  // Unmapping large regions takes long: after the mutex.
+  regions_ -= static_cast<int64_t>(it->second.regions.size());
+  auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(it->second.regions));
+  deferred->push_back([regions] { regions->clear(); });
+  members_.erase(it);
+}
+
+absl::StatusOr<Node::MemberRecord*> Node::AuthenticateToken(const std::string& token,
+                                                            const Peer& peer) {
+  const auto it = tokens_.find(token);
+  if (it == tokens_.end()) {
+    return absl::UnauthenticatedError("lease.token: no such lease (never given, or it ended)");
+  }
+  MemberRecord& member = members_.at(it->second);
+  // P9: a lease taken over a unix socket works for the same user only.
+  if (member.peer.credentials.has_value() &&
+      (!peer.credentials.has_value() || peer.credentials->uid != member.peer.credentials->uid)) {
+    return absl::PermissionDeniedError("lease.token: the lease belongs to another user");
+  }
+  return &member;
+}
+
+absl::StatusOr<Node::MemberRecord*> Node::Authenticate(const v1::Lease& lease, const Peer& peer,
+                                                       bool engine) {
+  REFITD_RETURN_IF_ERROR(CheckProtocol(lease.protocol()));
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AuthenticateToken(lease.token(), peer));
+  if (member->engine != engine) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "lease: this call is for {}, the lease is of {}",
+                 engine ? "an engine rank" : "a trainer rank",
+                 member->engine ? "an engine rank" : "a trainer rank");
+  }
+  // An engine's memory does not belong to an incarnation: its lease outlives a replacement.
+  const uint64_t incarnation =
+      engine ? member->incarnation : FindGroup(member->group)->machine->incarnation();
+  if (lease.incarnation() != incarnation) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "lease.incarnation: {:x} is not group '{}''s incarnation {:x}",
+                 lease.incarnation(), member->group, incarnation);
+  }
+  return member;
+}
+
+void Node::MemberEvent(MemberId member, const GroupEvent& event) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const auto it = members_.find(member);
+    if (it != members_.end() && !it->second.lost) Handle(it->second.group, event, &deferred);
+  }
+  RunAll(std::move(deferred));
+}
+
+void Node::Ready(MemberId member, const v1::Ready& ready) {
+  MemberEvent(member, ReadyEvent{member, UpdateId(ready.update_id())});
+}
+
+void Node::Ack(MemberId member, const v1::Ack& ack) {
+  MemberEvent(member, AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
+}
+
+void Node::Failed(MemberId member, const v1::Failed& failed) {
+  MemberEvent(member, EngineFailed{member, UpdateId(failed.update_id()),
+                                   std::string(Shorten(failed.reason(), kMaxReasonBytes))});
+}
+
+absl::Status Node::CheckEngineLease(const v1::Lease& lease, const Peer& peer) {
+  MutexLock lock(&mutex_);
+  return Authenticate(lease, peer, true).status();
+}
+
+absl::StatusOr<v1::LayoutRegistered> Node::RegisterEngineLayout(const v1::Lease& lease,
+                                                                const Peer& peer, Layout layout) {
+  // Checking a big layout takes long: outside the mutex, against the regions of now.
+  std::map<RegionId, RegionRecord> regions;
+  {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(lease, peer, true));
+    regions = member->regions;
+  }
+  const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
+    const auto it = regions.find(id);
+    return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.mapping->bytes());
+  };
+  REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/true));
+  for (const Piece& piece : layout.pieces) {
+    if (regions.at(piece.region).mapping->access() != Access::kReadWrite) {
+      return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",
+                   piece.region, layout.tensors[piece.tensor].name);
+    }
+  }
+  v1::LayoutRegistered reply;
+  reply.set_digest(layout.Digest());
+  reply.set_pieces(static_cast<int64_t>(layout.pieces.size()));
+  reply.set_bytes(layout.Bytes());
+  const auto shared = std::make_shared<const Layout>(std::move(layout));
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(lease, peer, true));
+    for (const Piece& piece : shared->pieces) {
+      if (!member->regions.contains(piece.region)) {
+        return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
+      }
+    }
+    if (member->layout != nullptr &&
+        shared->binding_generation <= member->layout->binding_generation) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "binding_generation: {} is not greater than the registered {}",
+                   shared->binding_generation, member->layout->binding_generation);
+    }
+    GroupRecord* group = FindGroup(member->group);
+    REFITD_RETURN_IF_ERROR(group->machine->CanRegisterLayout(member->id));
+    member->layout = shared;
+    Handle(member->group, LayoutRegistered{member->id, shared}, &deferred);
+  }
+  RunAll(std::move(deferred));
+  return reply;
+}
+
+void Node::SendWelcome(GroupRecord* group, MemberRecord* member) {
+  // A follower learns it when it has joined.
+  member->incarnation = group->machine->incarnation();
+  v1::Welcome welcome;
+  welcome.mutable_lease()->set_token(member->token);
+  welcome.mutable_lease()->set_incarnation(member->incarnation);
+  welcome.mutable_lease()->set_protocol(v1::PROTOCOL_VERSION_1);
+  welcome.set_member_id(member->id.value());
+  welcome.set_descriptor_socket(options_.descriptor_socket);
+  welcome.mutable_limits()->set_inline_bytes(options_.inline_bytes);
+  welcome.mutable_limits()->set_outstanding_buckets(options_.group.outstanding_buckets);
+  welcome.mutable_limits()->set_default_duration_ms(ToMillis(options_.group.default_duration));
+  welcome.mutable_limits()->set_max_duration_ms(ToMillis(options_.group.max_duration));
+  welcome.mutable_limits()->set_message_bytes(options_.message_bytes);
+  welcome.set_slot_bytes(group->machine->spec().slot_bytes);
+  welcome.set_slots(group->machine->spec().slots);
+  if (group->machine->version().has_value())
+    welcome.set_group_version(group->machine->version()->value());
+  welcome.set_daemon_version(std::string(kVersion));
+  if (member->engine) {
+    v1::EngineEvent event;
+    *event.mutable_welcome() = std::move(welcome);
+    member->engine_sink->Send(std::move(event));
+  } else {
+    v1::TrainerEvent event;
+    *event.mutable_welcome() = std::move(welcome);
+    member->trainer_sink->Send(std::move(event));
+  }
+}
+
+}  // namespace refitd

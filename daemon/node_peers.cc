@@ -1,0 +1,419 @@
+// Other daemons: those that join groups of this one, coordinators that this one joins, and the
+// wire between them.
+#include <algorithm>
+#include <utility>
+
+#include "daemon/log.h"
+#include "daemon/node.h"
+#include "daemon/node_checks.h"
+
+namespace refitd {
+
+// ---- groups that another daemon coordinates ----
+
+// Empty: this daemon.
+std::string Node::CoordinatorOf(const std::string& address) const {
+  if (address.empty()) return "";
+  const std::string own = "tcp:" + address;
+  if (std::find(listeners_.begin(), listeners_.end(), own) != listeners_.end()) return "";
+  if (address == options_.advertise) return "";
+  return address;
+}
+
+absl::Status Node::Followed(const GroupRecord& group) {
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "group '{}' is coordinated by {}: name it as coordinator", group.machine->name(),
+               group.coordinator_address);
+}
+
+absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const std::string& address,
+                                                const std::optional<v1::GroupSpec>& wire_spec,
+                                                Duration wait) {
+  if (dialer_ == nullptr) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "coordinator: '{}': this daemon joins no others", address);
+  }
+  std::optional<GroupSpec> spec;
+  if (wire_spec.has_value()) {
+    REFITD_ASSIGN_OR_RETURN(spec, CheckSpec(*wire_spec));
+  }
+  if (GroupRecord* found = FindGroup(name); found != nullptr) {
+    if (found->follower == nullptr) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "coordinator: '{}', but group '{}' is coordinated by this daemon", address,
+                   name);
+    }
+    if (found->coordinator_address != address) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "coordinator: '{}', but group '{}' is coordinated by {}", address, name,
+                   found->coordinator_address);
+    }
+    const GroupSpec& known = found->machine->spec();
+    if (spec.has_value() && known.slots != 0 && !(*spec == known)) {
+      return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", name);
+    }
+    if (found->link == nullptr) {
+      return Error(absl::StatusCode::kUnavailable,
+                   "group '{}': the link to {} is lost and being cleaned up: attach again", name,
+                   address);
+    }
+    return found;
+  }
+  if (draining_) return absl::UnavailableError("the daemon is draining");
+  if (groups_.size() >= static_cast<size_t>(options_.max_groups)) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "group '{}': the daemon has max_groups ({}) groups", name, options_.max_groups);
+  }
+  FollowerOptions options;
+  options.name = name;
+  options.coordinator_address = address;
+  options.peer_limits = options_.peers;
+  options.next_update = [this]()
+                            ABSL_NO_THREAD_SAFETY_ANALYSIS { return UpdateId(next_update_++); };
+  auto record = std::make_unique<GroupRecord>();
+  record->id = next_group_++;
+  record->coordinator_address = address;
+  auto follower = std::make_unique<Follower>(std::move(options));
+  record->follower = follower.get();
+  record->machine = std::move(follower);
+  PeerDial dial;
+  dial.address = address;
+  dial.group = name;
+  dial.spec = wire_spec;
+  dial.wait = wait;
+  dial.daemon_id = options_.daemon_id;
+  dial.boot_id = boot_id_;
+  dial.limits.message_bytes = options_.message_bytes;
+  const uint64_t id = record->id;
+  PeerLinkCallbacks callbacks;
+  callbacks.on_up = [this, name, id](const LinkUp& up) { LinkIsUp(name, id, up); };
+  callbacks.on_command = [this, name, id](PeerCommand command) {
+    GroupEventOf(name, id, CommandReceived{std::move(command)});
+  };
+  callbacks.on_lost = [this, name, id](absl::Status status) {
+    GroupEventOf(name, id, LinkLost{std::move(status)});
+    MutexLock lock(&mutex_);
+    --links_;
+    links_cond_.NotifyAll();
+  };
+  ++links_;
+  LogInfo("group {}: joining its coordinator at {}", name, address);
+  record->link = dialer_(std::move(dial), std::move(callbacks));
+  GroupRecord* result = record.get();
+  groups_[name] = std::move(record);
+  return result;
+}
+
+void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id) Handle(name, std::move(event), &deferred);
+  }
+  RunAll(std::move(deferred));
+}
+
+void Node::LinkIsUp(const std::string& name, uint64_t id, const LinkUp& up) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id) {
+      // The coordinator's word on sizes is bounded like an operator's (P10).
+      absl::Status fits = CheckPoolFits(name, up.spec);
+      if (up.spec.slots < 1 || up.spec.slots > kMaxSlots || up.spec.slot_bytes < 1) {
+        fits = Error(absl::StatusCode::kInvalidArgument, "spec: {} slots of {} bytes",
+                     up.spec.slots, up.spec.slot_bytes);
+      }
+      if (fits.ok()) {
+        Handle(name, up, &deferred);
+      } else {
+        Handle(name, LinkLost{std::move(fits)}, &deferred);
+      }
+    }
+  }
+  RunAll(std::move(deferred));
+}
+
+void Node::DropFollower(const std::string& name, Deferred* deferred, Events* more) {
+  const auto it = groups_.find(name);
+  LogInfo("group {}: left its coordinator at {}", name, it->second->coordinator_address);
+  WireLock::Events events;
+  wire_lock_.Release(name, &events);
+  for (auto& [other, event] : events) more->emplace_back(other, std::move(event));
+  if (options_.observer != nullptr) options_.observer->GroupGone(name);
+  // Its pool is unmapped, and its link let go, after the mutex.
+  deferred->push_back(
+      [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
+  groups_.erase(it);
+}
+
+// ---- daemons that join ----
+
+void Node::Hello(v1::PeerHello hello, std::string peer_address,
+                 std::shared_ptr<PeerSession> session) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    WaitingPeer peer{std::move(hello), std::move(peer_address), std::move(session), Now()};
+    const std::string group = peer.hello.group();
+    const auto check = [&]() -> absl::Status {
+      mutex_.AssertHeld();
+      REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
+      REFITD_RETURN_IF_ERROR(CheckName(peer.hello.daemon_id(), "daemon_id"));
+      if (peer.hello.boot_id() == boot_id_) {
+        return absl::FailedPreconditionError(
+            "boot_id: the daemon joins itself: members must name it as it listens, or as its "
+            "`advertise` says");
+      }
+      if (draining_) return absl::UnavailableError("the daemon is draining");
+      REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer.hello.wait_ms(), "wait_ms"));
+      peer.deadline = Now() + wait;
+      if (peer.hello.has_spec()) {
+        bool created = false;
+        REFITD_RETURN_IF_ERROR(
+            MakeGroup(group, peer.hello.spec(), std::nullopt, &created).status());
+      }
+      if (FindGroup(group) != nullptr) return absl::OkStatus();
+      if (wait == Duration(0)) return NoGroup(group);
+      if (waiting_peers_.size() >= kMaxWaitingPeers) {
+        return Error(absl::StatusCode::kResourceExhausted, "{} daemons wait for groups already",
+                     waiting_peers_.size());
+      }
+      return absl::OkStatus();
+    };
+    if (absl::Status status = check(); !status.ok()) {
+      peer.session->End(std::move(status));
+    } else if (FindGroup(group) == nullptr) {
+      waiting_peers_.push_back(std::move(peer));
+      WakeTimer();
+    } else {
+      AdmitPeer(std::move(peer), &deferred);
+      AdmitWaiting(group, &deferred);
+    }
+  }
+  RunAll(std::move(deferred));
+}
+
+void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
+  const std::string name = peer.hello.group();
+  GroupRecord* group = FindGroup(name);
+  if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
+  if (absl::Status status = group->coordinator->CanJoin(peer.hello.daemon_id()); !status.ok()) {
+    return peer.session->End(std::move(status));
+  }
+  const NodeId node(next_node_++);
+  LinkUp up;
+  up.incarnation = group->machine->incarnation();
+  up.spec = group->machine->spec();
+  up.version = group->machine->version();
+  up.coordinator_id = options_.daemon_id;
+  peer.session->Accept(up);
+  joined_[peer.session->id()] = {name, node};
+  group->sessions[node] = std::move(peer.session);
+  Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address}, deferred);
+}
+
+void Node::AdmitWaitingPeers(const std::string& group, Deferred* deferred) {
+  std::vector<WaitingPeer> admitted;
+  for (auto it = waiting_peers_.begin(); it != waiting_peers_.end();) {
+    if (it->hello.group() == group) {
+      admitted.push_back(std::move(*it));
+      it = waiting_peers_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  for (WaitingPeer& peer : admitted) AdmitPeer(std::move(peer), deferred);
+}
+
+void Node::RefuseLatePeers(TimePoint now) {
+  std::erase_if(waiting_peers_, [now](const WaitingPeer& peer) {
+    if (peer.deadline > now) return false;
+    peer.session->End(Error(absl::StatusCode::kNotFound, "group '{}' was not created in time",
+                            peer.hello.group()));
+    return true;
+  });
+}
+
+void Node::Report(uint64_t session, PeerReport report) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const auto it = joined_.find(session);
+    if (it != joined_.end()) {
+      const Joined joined = it->second;
+      Handle(joined.group, ReportReceived{joined.node, std::move(report)}, &deferred);
+    }
+  }
+  RunAll(std::move(deferred));
+}
+
+void Node::Gone(uint64_t session, std::string reason) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    std::erase_if(waiting_peers_,
+                  [session](const WaitingPeer& peer) { return peer.session->id() == session; });
+    if (const auto it = joined_.find(session); it != joined_.end()) {
+      const Joined joined = it->second;
+      joined_.erase(it);
+      if (GroupRecord* group = FindGroup(joined.group); group != nullptr) {
+        group->sessions.erase(joined.node);
+        Handle(joined.group, NodeLost{joined.node, std::move(reason)}, &deferred);
+      }
+    }
+  }
+  RunAll(std::move(deferred));
+}
+
+void Node::EndSession(GroupRecord* group, NodeId node, absl::Status status) {
+  const auto it = group->sessions.find(node);
+  if (it == group->sessions.end()) return;
+  joined_.erase(it->second->id());
+  it->second->End(std::move(status));
+  group->sessions.erase(it);
+}
+
+void Node::EndPeers() {
+  const absl::Status status = absl::UnavailableError("the daemon stops");
+  for (const auto& [name, group] : groups_) {
+    while (!group->sessions.empty()) {
+      EndSession(group.get(), group->sessions.begin()->first, status);
+    }
+    if (group->link != nullptr) group->link->Close();
+  }
+  for (WaitingPeer& peer : waiting_peers_) peer.session->End(status);
+  waiting_peers_.clear();
+}
+
+// A command that can't be sent concerns a daemon that can't follow any more.
+void Node::PerformSend(GroupRecord* group, const SendCommand& a, Events* more) {
+  const auto it = group->sessions.find(a.node);
+  if (it == group->sessions.end()) return;
+  absl::Status status = it->second->Send(a.command);
+  if (status.ok() || absl::IsUnavailable(status)) return;  // Gone follows
+  LogWarning("group {}: a command was not sent: {}", group->machine->name(), Message(status));
+  const std::string reason = Message(status);
+  EndSession(group, a.node, std::move(status));
+  more->emplace_back(group->machine->name(), NodeLost{a.node, reason});
+}
+
+// A report that can't be sent is refused as the coordinator would.
+void Node::PerformSend(GroupRecord* group, const SendReport& a, Events* more) {
+  if (group->link == nullptr) return;
+  const absl::Status status = group->link->Send(a.report);
+  if (status.ok() || absl::IsUnavailable(status)) return;  // on_lost follows
+  const std::string& name = group->machine->name();
+  if (const auto* call = std::get_if<PeerCall>(&a.report)) {
+    const CallId id = std::visit([](const auto& event) { return event.call; }, call->event);
+    more->emplace_back(name, CommandReceived{PeerReply{id, status, EmptyReply{}}});
+  } else if (const auto* attach = std::get_if<PeerAttach>(&a.report)) {
+    more->emplace_back(name, CommandReceived{PeerRefuse{attach->member, status}});
+  } else if (const auto* layout = std::get_if<PeerLayout>(&a.report)) {
+    more->emplace_back(name, CommandReceived{PeerRefuse{layout->member, status}});
+  } else {
+    more->emplace_back(name, LinkLost{status});
+  }
+}
+
+// ---- the wire ----
+
+// A wire's epochs are the daemon's; a machine's are its coordinator's.
+std::optional<EpochId> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
+  const auto it = group.epochs.find(epoch);
+  if (it == group.epochs.end()) return std::nullopt;
+  return it->second;
+}
+
+void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more) {
+  EpochOpened opened;
+  opened.epoch = a.epoch;
+  if (wire_ == nullptr) {
+    opened.status = absl::UnavailableError("this daemon has no data plane");
+  } else {
+    const EpochId local(next_epoch_++);
+    absl::StatusOr<std::string> address = wire_->Open(local, a.rank, a.size);
+    opened.status = address.status();
+    if (address.ok()) {
+      opened.address = *std::move(address);
+      group->epochs[a.epoch] = local;
+    }
+  }
+  more->emplace_back(group->machine->name(), std::move(opened));
+}
+
+void Node::PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more) {
+  const std::string name = group->machine->name();
+  const std::optional<EpochId> local = WireEpoch(*group, a.epoch);
+  if (!local.has_value()) {
+    more->emplace_back(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
+    return;
+  }
+  wire_->Connect(*local, std::move(a.addresses), a.timeout,
+                 [this, name, id = group->id, epoch = a.epoch](absl::Status status) {
+                   GroupEventOf(name, id, EpochUp{epoch, std::move(status)});
+                 });
+}
+
+void Node::PerformClose(GroupRecord* group, const CloseEpoch& a) {
+  const std::optional<EpochId> local = WireEpoch(*group, a.epoch);
+  if (!local.has_value()) return;
+  wire_->Close(*local);
+  group->epochs.erase(a.epoch);
+}
+
+void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
+  const std::string name = group->machine->name();
+  const std::optional<EpochId> local = WireEpoch(*group, a.epoch);
+  absl::Status status = EnsurePool(group);
+  const int64_t slot_bytes = group->machine->spec().slot_bytes;
+  if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
+  if (status.ok() && (int64_t{a.slot.slot.value()} >= group->machine->spec().slots ||
+                      a.bytes > slot_bytes || a.bytes < 0 || a.ranks.empty())) {
+    status = Error(absl::StatusCode::kInvalidArgument, "slot {}, {} bytes: not in the pool",
+                   a.slot.slot, a.bytes);
+  }
+  if (!status.ok()) {
+    more->emplace_back(name, WireDone{a.epoch, a.seq, std::move(status)});
+    return;
+  }
+  const MemorySpan memory{group->pool->data() + int64_t{a.slot.slot.value()} * slot_bytes, a.bytes,
+                          group->pool};
+  const bool root = a.ranks.front() == a.rank;
+  const bool all = static_cast<int>(a.ranks.size()) == a.size;
+  const MoveKind kind = all ? MoveKind::kBroadcast : MoveKind::kExchange;
+  const int64_t moved = root ? 0 : a.bytes;
+  auto done = [this, name, id = group->id, epoch = a.epoch, seq = a.seq, kind,
+               moved](absl::Status ended) {
+    if (options_.observer != nullptr && ended.ok() && moved > 0) {
+      options_.observer->BytesMoved(name, kind, moved);
+    }
+    GroupEventOf(name, id, WireDone{epoch, seq, std::move(ended)});
+  };
+  if (all) {
+    WireBroadcast broadcast;
+    broadcast.epoch = *local;
+    broadcast.seq = a.seq;
+    broadcast.root = static_cast<int>(a.ranks.front());
+    broadcast.memory = memory;
+    broadcast.timeout = a.timeout;
+    wire_->Submit(std::move(broadcast), std::move(done));
+    return;
+  }
+  WireExchange exchange;
+  exchange.epoch = *local;
+  exchange.seq = a.seq;
+  exchange.timeout = a.timeout;
+  if (root) {
+    for (size_t i = 1; i < a.ranks.size(); ++i) {
+      exchange.sends.push_back({static_cast<int>(a.ranks[i]), memory});
+    }
+  } else {
+    exchange.receives.push_back({static_cast<int>(a.ranks.front()), memory});
+  }
+  wire_->Submit(std::move(exchange), std::move(done));
+}
+
+}  // namespace refitd

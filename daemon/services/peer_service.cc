@@ -1,0 +1,296 @@
+#include "daemon/services/peer_service.h"
+
+#include <fmt/format.h>
+#include <grpc/support/time.h>
+#include <grpcpp/alarm.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "daemon/peer_convert.h"
+#include "daemon/peer_queue.h"
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using absl::StatusCode;
+
+gpr_timespec After(Duration duration) {
+  return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                      gpr_time_from_nanos(duration.count(), GPR_TIMESPAN));
+}
+
+uint64_t NextSession() {
+  static std::atomic<uint64_t> next{1};
+  return next.fetch_add(1);
+}
+
+// "ipv4:10.0.0.1:4000" -> "10.0.0.1:4000", "ipv6:%5B::1%5D:4000" -> "[::1]:4000"; empty: not TCP.
+std::string TcpAddress(const std::string& peer) {
+  if (peer.rfind("ipv4:", 0) != 0 && peer.rfind("ipv6:", 0) != 0) return "";
+  std::string address = peer.substr(5);
+  for (const auto& [escaped, plain] : {std::pair{"%5B", "["}, std::pair{"%5D", "]"}}) {
+    if (const size_t at = address.find(escaped); at != std::string::npos) {
+      address.replace(at, 3, plain);
+    }
+  }
+  return address;
+}
+
+class LinkReactor;
+
+// What the node holds; outlives the reactor.
+class Session final : public PeerSession, public std::enable_shared_from_this<Session> {
+ public:
+  Session(LinkReactor* reactor, int64_t message_bytes)
+      : id_(NextSession()), own_message_bytes_(message_bytes), reactor_(reactor) {}
+
+  uint64_t id() const override { return id_; }
+
+  void Accept(const LinkUp& up) override {
+    v1::PeerAnswer answer = AcceptedToWire(up, own_message_bytes_);
+    const size_t bytes = answer.ByteSizeLong();
+    MutexLock lock(&mutex_);
+    if (ended_ || order_.has_value()) return;
+    order_.emplace(up.incarnation);
+    bounds_ = {up.spec.slots, up.spec.slot_bytes};
+    incarnation_ = up.incarnation;
+    if (static_cast<int64_t>(bytes) > peer_message_bytes_) {
+      return EndLocked(Error(StatusCode::kResourceExhausted,
+                             "the group's spec makes a message of {} bytes, more than this "
+                             "daemon's message_bytes of {}",
+                             bytes, peer_message_bytes_));
+    }
+    queue_.Push(std::move(answer), bytes);
+    Pump();
+  }
+
+  absl::Status Send(const PeerCommand& command) override {
+    int64_t message_bytes = 0;
+    {
+      MutexLock lock(&mutex_);
+      REFITD_RETURN_IF_ERROR(CheckOpen());
+      message_bytes = peer_message_bytes_;
+    }
+    REFITD_ASSIGN_OR_RETURN(v1::PeerAnswer answer, ToWire(command, message_bytes));
+    const size_t bytes = answer.ByteSizeLong() + kNumberingBytes;
+    MutexLock lock(&mutex_);
+    REFITD_RETURN_IF_ERROR(CheckOpen());
+    if (!queue_.HasRoom(bytes)) {
+      queue_.Drop();
+      EndLocked(Error(StatusCode::kResourceExhausted,
+                      "the daemon does not read: more than {} bytes wait for it",
+                      kMaxPeerQueuedBytes));
+      GiveUp();  // the write under way may never end
+      return CheckOpen();
+    }
+    queue_.PushNumbered(std::move(answer), bytes, incarnation_);
+    if (const auto* replaced = std::get_if<PeerIncarnation>(&command)) {
+      incarnation_ = replaced->incarnation;
+      if (absl::Status status = order_->Announce(incarnation_); !status.ok()) {
+        EndLocked(std::move(status));
+      }
+    }
+    Pump();
+    return absl::OkStatus();
+  }
+
+  void End(absl::Status status) override {
+    MutexLock lock(&mutex_);
+    EndLocked(std::move(status));
+  }
+
+  // ---- for the reactor ----
+
+  // Gives the call up at `limit` unless the hello came.
+  void AwaitHello() {
+    hello_alarm_.Set(After(kPeerHelloLimit), [weak = weak_from_this()](bool expired) {
+      const std::shared_ptr<Session> session = weak.lock();
+      if (!expired || session == nullptr) return;
+      session->End(
+          Error(StatusCode::kDeadlineExceeded, "no hello within {} ms", ToMillis(kPeerHelloLimit)));
+    });
+  }
+  // False: the link is being ended already.
+  bool HelloCame(int64_t message_bytes) {
+    hello_alarm_.Cancel();
+    MutexLock lock(&mutex_);
+    peer_message_bytes_ = message_bytes;
+    return !ended_;
+  }
+
+  // What numbers in reports are checked against; nullopt: the message is dropped (repeated, or the
+  // link is being ended).
+  absl::StatusOr<std::optional<PeerBounds>> CheckOrder(const v1::PeerMessage& message) {
+    MutexLock lock(&mutex_);
+    if (ended_) return std::nullopt;
+    if (!order_.has_value()) {
+      return Error(StatusCode::kInvalidArgument, "kind: a report came before accepted");
+    }
+    REFITD_ASSIGN_OR_RETURN(const bool counts,
+                            order_->Check(message.sequence(), message.incarnation()));
+    if (!counts) return std::nullopt;
+    return bounds_;
+  }
+
+  void Written(bool ok) {
+    MutexLock lock(&mutex_);
+    queue_.Written();
+    if (!ok) queue_.Drop();
+    Pump();
+  }
+
+  // Why it ended, for Gone.
+  std::string Reason() {
+    MutexLock lock(&mutex_);
+    return ended_ && !end_.ok() ? Message(end_) : "its link ended";
+  }
+
+  void Detach() {
+    MutexLock lock(&mutex_);
+    reactor_ = nullptr;
+  }
+
+ private:
+  static constexpr size_t kNumberingBytes = 20;  // sequence and incarnation
+
+  absl::Status CheckOpen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (order_.has_value() && !ended_) return absl::OkStatus();
+    return Error(StatusCode::kUnavailable, "the daemon's link is not up");
+  }
+
+  void EndLocked(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (ended_) return;
+    ended_ = true;
+    end_ = std::move(status);
+    if (reactor_ == nullptr) return;
+    end_alarm_.Set(After(kPeerEndLimit), [weak = weak_from_this()](bool expired) {
+      const std::shared_ptr<Session> session = weak.lock();
+      if (!expired || session == nullptr) return;
+      MutexLock lock(&session->mutex_);
+      session->queue_.Drop();
+      session->GiveUp();
+    });
+    Pump();
+  }
+
+  // In terms of the reactor, below.
+  void GiveUp() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const uint64_t id_;
+  const int64_t own_message_bytes_;
+  grpc::Alarm hello_alarm_;
+
+  Mutex mutex_;
+  LinkReactor* reactor_ ABSL_GUARDED_BY(mutex_);
+  grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
+  PeerQueue<v1::PeerAnswer> queue_ ABSL_GUARDED_BY(mutex_);
+  std::optional<PeerOrder> order_ ABSL_GUARDED_BY(mutex_);  // once accepted
+  PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);
+  uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t peer_message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status end_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Deletes itself.
+class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
+ public:
+  LinkReactor(PeerAcceptor* acceptor, int64_t message_bytes, grpc::CallbackServerContext* context)
+      : acceptor_(acceptor),
+        context_(context),
+        address_(TcpAddress(context->peer())),
+        session_(std::make_shared<Session>(this, message_bytes)) {
+    if (address_.empty()) {
+      session_->End(Error(StatusCode::kPermissionDenied,
+                          "daemons link over TCP, not over a socket for clients"));
+      return;
+    }
+    session_->AwaitHello();
+    StartRead(&message_);
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) return Leave();
+    if (const absl::Status status = Take(); !status.ok()) {
+      session_->End(status);
+      return Leave();
+    }
+    StartRead(&message_);
+  }
+  void OnWriteDone(bool ok) override { session_->Written(ok); }
+  void OnDone() override {
+    session_->Detach();
+    Leave();
+    delete this;
+  }
+
+  void GiveUp() { context_->TryCancel(); }
+
+ private:
+  absl::Status Take() {
+    if (!greeted_) {
+      REFITD_RETURN_IF_ERROR(CheckPeerHello(message_));
+      if (!session_->HelloCame(message_.hello().message_bytes())) return absl::OkStatus();
+      greeted_ = true;
+      acceptor_->Hello(std::move(*message_.mutable_hello()), address_, session_);
+      return absl::OkStatus();
+    }
+    REFITD_ASSIGN_OR_RETURN(const std::optional<PeerBounds> bounds, session_->CheckOrder(message_));
+    if (!bounds.has_value()) return absl::OkStatus();
+    if (!decoder_.has_value()) decoder_.emplace(*bounds);
+    REFITD_ASSIGN_OR_RETURN(std::optional<PeerReport> report, decoder_->Decode(message_));
+    if (report.has_value()) acceptor_->Report(session_->id(), *std::move(report));
+    return absl::OkStatus();
+  }
+
+  // After the last report: reads are one after the other, and OnDone comes after all.
+  void Leave() {
+    if (left_) return;
+    left_ = true;
+    if (greeted_) acceptor_->Gone(session_->id(), session_->Reason());
+    session_->End(absl::OkStatus());
+  }
+
+  PeerAcceptor* const acceptor_;
+  grpc::CallbackServerContext* const context_;
+  const std::string address_;
+  const std::shared_ptr<Session> session_;
+  v1::PeerMessage message_;
+  std::optional<ReportDecoder> decoder_;
+  bool greeted_ = false;
+  bool left_ = false;
+};
+
+void Session::GiveUp() {
+  if (reactor_ != nullptr) reactor_->GiveUp();
+}
+
+void Session::Pump() {
+  if (reactor_ == nullptr) return;
+  if (const v1::PeerAnswer* next = queue_.StartNext(); next != nullptr) {
+    reactor_->StartWrite(next);
+  } else if (ended_ && !finished_ && queue_.idle()) {
+    finished_ = true;
+    reactor_->Finish(end_.ok()
+                         ? grpc::Status::OK
+                         : grpc::Status(static_cast<grpc::StatusCode>(end_.code()),
+                                        std::string(Shorten(Message(end_), kMaxPeerTextBytes))));
+  }
+}
+
+}  // namespace
+
+grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* PeerService::Link(
+    grpc::CallbackServerContext* context) {
+  return new LinkReactor(acceptor_, message_bytes_, context);
+}
+
+}  // namespace refitd

@@ -1,0 +1,34 @@
+// refitd.v1.Peer: the coordinator's end of links, over whoever takes them in (the node).
+#ifndef REFITD_DAEMON_SERVICES_PEER_SERVICE_H_
+#define REFITD_DAEMON_SERVICES_PEER_SERVICE_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <cstdint>
+
+#include "daemon/peer_link.h"
+#include "refitd/v1/peer.grpc.pb.h"
+
+namespace refitd {
+
+// `acceptor` must outlive the server. `message_bytes` is what the server was built with
+// (SetMaxReceiveMessageSize). Callers come over TCP, which the daemon serves only where it was told
+// to (P9); on a unix socket there are clients, and they are refused. Thread-safe.
+//
+// The server must be shut down with a deadline, as ever: links do not end by themselves.
+class PeerService final : public v1::Peer::CallbackService {
+ public:
+  PeerService(PeerAcceptor* acceptor, int64_t message_bytes)
+      : acceptor_(acceptor), message_bytes_(message_bytes) {}
+
+  grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* Link(
+      grpc::CallbackServerContext* context) override;
+
+ private:
+  PeerAcceptor* const acceptor_;
+  const int64_t message_bytes_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SERVICES_PEER_SERVICE_H_
