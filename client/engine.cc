@@ -173,6 +173,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   hello->set_client(CleanText(options.connect.client, kMaxClientBytes));
   hello->set_pid(::getpid());
   if (options.held_version) hello->set_held_version(options.held_version->value());
+  hello->set_dirty(options.dirty);
   return message;
 }
 
@@ -257,6 +258,7 @@ absl::Status EngineImpl::Reattach(TimePoint deadline, const std::stop_token& sto
     // No event comes from a lost lease, so this stays true.
     MutexLock lock(&mutex_);
     options.held_version = state_.version();
+    options.dirty = state_.weights() != Weights::kGood;
     session->number = session_->number + 1;
   }
   REFITD_ASSIGN_OR_RETURN(session->connection,

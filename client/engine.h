@@ -63,6 +63,8 @@ struct EngineOptions {
   Delivery delivery = Delivery::kRegistered;
   std::optional<std::vector<TensorSpec>> manifest{};  // staged: what must arrive in every update
   std::optional<Version> held_version{};  // complete and verified, from an earlier incarnation
+  bool dirty = false;  // memory holds no whole version (a failed update, or one whose outcome was
+                       // never heard, of an earlier process's lease); not with held_version
 };
 
 struct Prepare {

@@ -3,6 +3,7 @@
 
 #include "daemon/node.h"
 #include "daemon/node_checks.h"
+#include "daemon/peer_convert.h"
 
 namespace refitd {
 namespace {
@@ -112,6 +113,10 @@ void Node::PushBucket(CallId call, const v1::PushBucketRequest& request, const P
                                           FindGroup(member.group)->machine->spec().slot_bytes};
                 REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket,
                                         CheckBucket(request.bucket(), limits, region_bytes));
+                if (!FindGroup(member.group)->sessions.empty()) {
+                  // Other daemons must be able to read what it becomes.
+                  REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket.tensors, options_.message_bytes));
+                }
                 BucketEvent event;
                 event.call = call;
                 event.member = member.id;

@@ -84,6 +84,10 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                    "delivery: {} is neither registered (1) nor staged (2)",
                    static_cast<int>(hello.delivery()));
   }
+  identity.dirty = hello.dirty();
+  if (hello.dirty() && hello.has_held_version()) {
+    return absl::InvalidArgumentError("dirty: weights that hold a version are not dirty");
+  }
   if (hello.has_held_version()) {
     if (hello.held_version() < 0) {
       return Error(absl::StatusCode::kInvalidArgument, "held_version: {} is negative",

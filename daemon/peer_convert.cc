@@ -324,6 +324,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* wire) {
   e->set_delivery(static_cast<v1::Delivery>(engine.delivery));
   e->set_pid(engine.pid);
   if (engine.held_version.has_value()) e->set_held_version(engine.held_version->value());
+  e->set_dirty(engine.dirty);
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -506,6 +507,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
                                  "attach.engine.delivery"));
   engine.delivery = static_cast<DeliveryMode>(e.delivery());
   engine.pid = e.pid();
+  engine.dirty = e.dirty();
   if (e.has_held_version()) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,
                             VersionOf(e.held_version(), "attach.engine.held_version"));

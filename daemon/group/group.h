@@ -94,6 +94,8 @@ struct EngineIdentity {
   std::optional<std::vector<TensorSpec>> manifest;
   NodeId node{};         // whose daemon it is attached to; 0: the coordinator's
   std::string daemon{};  // its id, for messages; empty: the coordinator's
+  // Its weights are dirty or in doubt from an earlier lease; not with held_version.
+  bool dirty = false;
 };
 
 // ---- how an update ends ----

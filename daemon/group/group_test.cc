@@ -98,6 +98,19 @@ TEST_CASE("an update of one trainer and one registered engine commits") {
   CHECK(g.group.NextDeadline() == std::nullopt);
 }
 
+TEST_CASE("a rank that attaches in doubt makes its instance dirty until a commit") {
+  TestGroup g(SpecOf(1, 1));
+  EngineIdentity who{"r", 0, 2, DeliveryMode::kRegistered, 1, Version(4), {}};
+  g.Register(g.AttachEngine(who), LayoutOf(kModel, 0, 2));
+  who.rank = 1;
+  who.held_version.reset();
+  who.dirty = true;
+  g.Register(g.AttachEngine(who), LayoutOf(kModel, 1, 2));
+  CHECK(g.Instance("r").state == "dirty");
+  CHECK(g.Instance("r").version == std::nullopt);
+  CHECK(g.group.version() == std::nullopt);
+}
+
 TEST_CASE("an update to both deliveries and an instance of two ranks commits in all of them") {
   TestGroup g(SpecOf(2, 3));
   const MemberId t0 = g.AttachTrainer(0, 2);

@@ -138,6 +138,12 @@ void Group::Impl::On(const EngineAttached& e) {
   instance.name = who.instance;
   instance.world_size = who.world_size;
   instance.ranks[who.rank] = e.member;
+  if (who.dirty) {
+    // One rank in doubt makes the whole copy of the model a mixed one (P2).
+    const auto dirty = Next(instance.state, InstanceTrigger::kMarkDirty);
+    if (dirty.has_value()) instance.state = *dirty;
+    instance.reason = fmt::format("{} attached with dirty weights", member.label);
+  }
   Admit(std::move(member));
   CompleteIfAllHere(&instance);
 }
