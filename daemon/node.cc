@@ -36,6 +36,13 @@ Node::~Node() {
     while (links_ > 0) links_cond_.Wait(&mutex_);
   }
   timer_.join();
+  std::unique_ptr<Wire> wire;
+  {
+    // What copies that still run would send finds no epoch any more.
+    MutexLock lock(&mutex_);
+    for (const auto& [name, group] : groups_) group->epochs.clear();
+    wire = std::move(wire_);
+  }
 }
 
 // ---- groups ----
