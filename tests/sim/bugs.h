@@ -1,0 +1,32 @@
+// The planted bugs by name, and which promises they break: the simulator must find each (sim_test).
+#ifndef REFITD_TESTS_SIM_BUGS_H_
+#define REFITD_TESTS_SIM_BUGS_H_
+
+#include <array>
+#include <string_view>
+
+#include "tests/sim/world.h"
+
+namespace refitd::sim {
+
+struct Planted {
+  Bug bug;
+  std::string_view name;
+  std::string_view promises;  // any of these may be what shows it
+  uint64_t within;            // seeds
+};
+
+inline constexpr std::array<Planted, 8> kPlanted = {{
+    {Bug::kEarlyCommitted, "early-committed", "P1", 100},
+    {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
+    {Bug::kEarlyIssue, "early-issue", "P5", 100},
+    {Bug::kSwallowedDeath, "swallowed-death", "P4", 1500},
+    {Bug::kEarlyDone, "early-done", "P1 P2 P6", 100},
+    {Bug::kForgottenRequest, "forgotten-request", "P3", 200},
+    {Bug::kTrustingSink, "trusting-sink", "P1", 500},
+    {Bug::kSharedWire, "shared-wire", "P7", 500},
+}};
+
+}  // namespace refitd::sim
+
+#endif  // REFITD_TESTS_SIM_BUGS_H_

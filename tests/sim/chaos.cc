@@ -1,0 +1,467 @@
+// The scenario of a seed, its faults, and the quiet end: with every fault gone, what runs ends, all
+// attach again, one more update commits everywhere, and nothing is left over.
+#include <algorithm>
+
+#include "tests/sim/world.h"
+#include "transport/base/status.h"
+
+namespace refitd::sim {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr Duration kFaultsLast = seconds(22);  // then everything is healed
+constexpr Duration kLongestFreeze = seconds(5);
+constexpr Duration kLongestUpdate = seconds(6);  // Begin's duration
+// How long after its deadline an update or a call may still be open: clean-up, a lost daemon's
+// limit, a slow copy, a collective and slow messages. A freeze comes on top.
+constexpr Duration kEndSlack = seconds(1 + 2 + 2 + 2 + 2);
+
+}  // namespace
+
+Result World::Run() {
+  MakeScenario();
+  while (!over_ && !queue_.empty()) {
+    std::pop_heap(queue_.begin(), queue_.end(), [](const Item& a, const Item& b) {
+      return a.at != b.at ? a.at > b.at : a.order > b.order;
+    });
+    const Item item = std::move(queue_.back());
+    queue_.pop_back();
+    now_ = item.at;
+    item.run();
+  }
+  if (!over_) Violate("P4", "nothing is left to happen, and the run is not over");
+  result_.virtual_time = now_.time_since_epoch() - std::chrono::hours(1);
+  return result_;
+}
+
+void World::MakeScenario() {
+  // Classes: 0 no faults; 1 members; 2 links; 3 daemons; 4 the data plane; 5 everything.
+  const auto kind = static_cast<int>(options_.seed % 6);
+  no_faults_ = kind == 0;
+  peer_limits_.peer = seconds(2);
+  peer_limits_.wire = seconds(2);
+  if (kind != 0) chances_.slow_message = random_.Int(0, 60);
+  if (kind == 1 || kind == 5) {
+    chances_.late_member = 25;
+    chances_.engine_fails = 15;
+    chances_.trainer_abort = 8;
+    chances_.call_gone = 15;
+    chances_.chaos_members = 100;
+  }
+  if (kind == 2 || kind == 5) chances_.chaos_links = 100;
+  if (kind == 3 || kind == 5) chances_.chaos_daemons = 60;
+  if (kind == 4 || kind == 5) {
+    chances_.transfer_fails = 12;
+    chances_.bytes_damaged = 25;
+    chances_.wire_fails = 15;
+    chances_.epoch_fails = 60;
+  }
+  if (kind == 3 || kind == 4 || kind == 5) chances_.chaos_operator = 25;
+
+  const int daemons = random_.Percent(10) ? 5 : random_.Int(2, 4);
+  daemons_ = std::vector<Daemon>(static_cast<size_t>(daemons));
+  blocked_.assign(static_cast<size_t>(daemons),
+                  std::vector<TimePoint>(static_cast<size_t>(daemons)));
+  const int groups = random_.Percent(35) ? 2 : 1;
+  groups_.resize(static_cast<size_t>(groups));
+  rounds_.emplace_back();  // tag 0 is nobody's
+  for (int g = 0; g < groups; ++g) {
+    GroupWorld& group = GroupOf(g);
+    group.name = fmt::format("g{}", g);
+    group.home = random_.Int(0, daemons - 1);
+    group.spec.trainer_ranks = random_.Int(1, 3);
+    group.spec.slot_bytes = 512 * random_.Int(1, 3);
+    group.spec.slots = random_.Int(2, 5);
+    group.limits.default_duration = seconds(5);
+    group.limits.max_duration = kLongestUpdate;
+    group.limits.ready_limit = seconds(2);
+    group.limits.ack_limit = seconds(2);
+    group.limits.idle_limit = seconds(3);
+    group.limits.lease_limit = seconds(2);
+    group.limits.cleanup_limit = milliseconds(500);
+    group.limits.outstanding_buckets = random_.Int(2, 6);
+    group.verification = random_.Percent(50)   ? Verification::kReadback
+                         : random_.Percent(70) ? Verification::kTransfer
+                                               : Verification::kOff;
+    const int tensors = random_.Int(1, 4);
+    for (int t = 0; t < tensors; ++t) {
+      group.model.push_back({fmt::format("t{}", t), DType::kInt64, {random_.Int(3, 90)}});
+    }
+    group.top = Version(random_.Int(1, 5));
+    Round base;  // what engines load from a checkpoint
+    base.g = g;
+    base.version = group.top;
+    base.outcome = Outcome::kCommitted;
+    rounds_.push_back(std::move(base));
+    for (int rank = 0; rank < group.spec.trainer_ranks; ++rank) {
+      Seat seat;
+      seat.g = g;
+      seat.trainer = true;
+      seat.d = random_.Int(0, daemons - 1);
+      seat.rank = rank;
+      seat.world_size = group.spec.trainer_ranks;
+      seats_.push_back(seat);
+    }
+    const int instances = random_.Int(1, 3);
+    for (int i = 0; i < instances; ++i) {
+      Seat seat;
+      seat.g = g;
+      seat.instance = fmt::format("i{}", i);
+      seat.world_size = random_.Percent(60) ? 1 : random_.Int(2, 3);
+      seat.delivery = random_.Percent(60) ? DeliveryMode::kRegistered : DeliveryMode::kStaged;
+      seat.manifest = seat.delivery == DeliveryMode::kStaged && random_.Percent(50);
+      const int first = random_.Int(0, daemons - 1);
+      for (int rank = 0; rank < seat.world_size; ++rank) {
+        seat.rank = rank;
+        seat.d = random_.Percent(60) ? first : random_.Int(0, daemons - 1);
+        seats_.push_back(seat);
+      }
+      group.instances.push_back(seat.instance);
+    }
+    // Without faults all instances must be there; with faults those that are.
+    group.spec.min_instances = no_faults_ ? instances : 1;
+    group.job.left = random_.Int(2, 5);
+  }
+  for (int d = 0; d < daemons; ++d) {
+    DaemonAt(d).index = d;
+    // The order of ids is not the order of daemons.
+    DaemonAt(d).id = fmt::format("node-{}{}", random_.Int(0, 9), d);
+    StartDaemon(d);
+  }
+  for (size_t seat = 0; seat < seats_.size(); ++seat) NewProcess(static_cast<int>(seat));
+  for (int g = 0; g < groups; ++g) {
+    In(random_.Millis(50, 1500), [this, g] { StartAttempt(g); });
+  }
+  if (!no_faults_) In(random_.Millis(50, 2000), [this] { Chaos(); });
+  In(milliseconds(500), [this] { Sweep(); });
+}
+
+void World::Chaos() {
+  if (healed_) return;
+  In(random_.Millis(40, 900), [this] { Chaos(); });
+  const int daemons = static_cast<int>(daemons_.size());
+  if (random_.PerMille(chances_.chaos_members * 4)) {
+    const Seat& seat = seats_[random_.Index(seats_.size())];
+    Process& p = ProcessOf(seat.pid);
+    if (!p.alive) return;
+    switch (random_.Int(0, 5)) {
+      case 0:
+      case 1:
+      case 2:
+        Count(Fault::kMemberKilled);
+        KillProcess(p.pid);
+        break;
+      case 3:
+        Count(Fault::kMemberMute);
+        Trace("pid {} goes mute", p.pid);
+        p.mute = true;
+        In(random_.Millis(1000, 9000), [this, pid = p.pid] { KillProcess(pid); });
+        break;
+      default:
+        FreezeProcess(p.pid, random_.Millis(50, 4000));
+    }
+  }
+  if (random_.PerMille(chances_.chaos_links * 5)) {
+    if (random_.Percent(25) && daemons > 1) {
+      const int a = random_.Int(0, daemons - 1);
+      const int b = (a + random_.Int(1, daemons - 1)) % daemons;
+      const TimePoint until = now_ + random_.Millis(50, 5000);
+      Count(Fault::kPartition);
+      Trace("d{} and d{} are parted for {} ms", a, b, ToMillis(until - now_));
+      blocked_[static_cast<size_t>(a)][static_cast<size_t>(b)] = until;
+      blocked_[static_cast<size_t>(b)][static_cast<size_t>(a)] = until;
+    } else {
+      std::vector<int> open;
+      for (size_t i = 0; i < links_.size(); ++i) {
+        if (links_[i].c_open && links_[i].f_open) open.push_back(static_cast<int>(i));
+      }
+      if (!open.empty()) {
+        const int index = open[random_.Index(open.size())];
+        Lane& lane = random_.Percent(50) ? links_[static_cast<size_t>(index)].down
+                                         : links_[static_cast<size_t>(index)].up;
+        switch (random_.Int(0, 5)) {
+          case 0:
+            Count(Fault::kMessageLost);
+            lane.lose = true;
+            break;
+          case 1:
+          case 2:
+            Count(Fault::kMessageDuplicated);
+            lane.duplicate = true;
+            break;
+          case 3:
+            Count(Fault::kMessageReordered);
+            lane.reorder = true;
+            break;
+          default:
+            BreakLink(index);
+        }
+      }
+    }
+  }
+  if (random_.PerMille(chances_.chaos_daemons * 4)) {
+    const int d = random_.Int(0, daemons - 1);
+    if (random_.Percent(40)) {
+      FreezeDaemon(d, random_.Millis(50, ToMillis(kLongestFreeze)));
+    } else if (DaemonAt(d).up) {
+      KillDaemon(d, random_.Percent(30));
+      if (options_.bug != Bug::kSwallowedDeath) {
+        In(random_.Millis(20, 6000), [this, d] {
+          if (!DaemonAt(d).up) StartDaemon(d);
+        });
+      }
+    }
+  }
+  if (random_.PerMille(chances_.chaos_operator * 5)) {
+    const int g = random_.Int(0, static_cast<int>(groups_.size()) - 1);
+    const int d = GroupOf(g).home;
+    Daemon& daemon = DaemonAt(d);
+    if (!daemon.up || daemon.frozen || Find(d, g) == nullptr) return;
+    const int what = random_.Int(0, 9);
+    if (what == 0) {
+      Count(Fault::kDrain);
+      daemon.drained = true;
+      for (const auto& [other, machine] : std::map<int, int>{{g, 0}})
+        Feed(d, other, GroupEvent(DrainEvent{}));
+      In(random_.Millis(100, 4000), [this, d, life = daemon.life] {
+        if (DaemonAt(d).life != life) return;
+        KillDaemon(d, false);
+        In(milliseconds(100), [this, d] {
+          if (!DaemonAt(d).up) StartDaemon(d);
+        });
+      });
+      return;
+    }
+    const CallId call(daemon.next_call++);
+    if (what <= 5) {
+      daemon.calls[call] = {0, g, now_, [](const absl::Status&, const ReplyPayload&) {}};
+      Count(Fault::kOperatorAbort);
+      Feed(d, g, GroupEvent(OperatorAbort{call, "planted"}));
+      return;
+    }
+    // As Node does it: trainers' leases carry the old incarnation.
+    const uint64_t incarnation = random_.Next();
+    const auto nonce = Find(d, g)->nonce;
+    daemon.calls[call] = {
+        0, g, now_, [this, d, g, nonce](const absl::Status& status, const ReplyPayload&) {
+          Machine* m = Find(d, g);
+          if (!status.ok() || m == nullptr || m->nonce != nonce) return;
+          Count(Fault::kReplace);
+          std::vector<MemberId> trainers;
+          for (const auto& [member, record] : DaemonAt(d).members) {
+            if (record.g == g && !record.lost && SeatOf(ProcessOf(record.pid)).trainer) {
+              trainers.push_back(member);
+            }
+          }
+          for (const MemberId member : trainers) {
+            Hear(d, member, [this](Process* p) {
+              LoseLease(p->pid, "the group was replaced", random_.Millis(1, 100));
+            });
+            DaemonAt(d).members.at(member).lost = true;
+            Feed(d, g, GroupEvent(MemberLost{member, "the group was replaced"}));
+          }
+        }};
+    Feed(d, g, GroupEvent(ReplaceGroup{call, incarnation}));
+  }
+}
+
+// What must not last.
+void World::Sweep() {
+  In(milliseconds(500), [this] { Sweep(); });
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) JobSweep(g);
+  for (const Round& round : rounds_) {
+    if (round.outcome != Outcome::kRunning) continue;
+    const Machine* m = Find(GroupOf(round.g).home, round.g);
+    if (m == nullptr || m->nonce != round.coordinator) continue;
+    if (now_ < std::max(round.due, thawed_) + kEndSlack) continue;
+    return Violate("P4", fmt::format("g{}: update {} does not end", round.g, round.update));
+  }
+  for (const Daemon& daemon : daemons_) {
+    if (!daemon.up) continue;
+    for (const auto& [call, record] : daemon.calls) {
+      if (now_ < std::max(record.since + kLongestUpdate, thawed_) + kEndSlack) continue;
+      return Violate("P4",
+                     fmt::format("d{} g{}: call {} is not answered", daemon.index, record.g, call));
+    }
+  }
+  if (healed_) return;
+  bool done = now_.time_since_epoch() - std::chrono::hours(1) >= kFaultsLast;
+  if (!done) {
+    done = std::all_of(groups_.begin(), groups_.end(), [](const GroupWorld& group) {
+      return group.job.left <= 0 && !group.job.active;
+    });
+  }
+  if (done) Heal();
+}
+
+void World::Heal() {
+  Trace("everything is healed");
+  healed_ = true;
+  chances_ = {};
+  for (auto& row : blocked_) std::fill(row.begin(), row.end(), TimePoint());
+  for (size_t i = 0; i < links_.size(); ++i) {
+    for (const bool down : {true, false}) {
+      Lane& lane = down ? links_[i].down : links_[i].up;
+      lane.lose = lane.duplicate = lane.reorder = false;
+      In(Duration(0), [this, i, down] { Pump(static_cast<int>(i), down); });
+    }
+  }
+  for (GroupWorld& group : groups_) group.job.left = 0;
+  for (size_t d = 0; d < daemons_.size(); ++d) {
+    Daemon& daemon = daemons_[d];
+    if (daemon.frozen) Thaw(static_cast<int>(d), daemon.life);
+    if (daemon.drained) KillDaemon(static_cast<int>(d), false);
+    if (!daemon.up) StartDaemon(static_cast<int>(d));
+  }
+  for (const Seat& seat : std::vector<Seat>(seats_)) {
+    Process& p = ProcessOf(seat.pid);
+    if (p.alive && p.frozen) ThawProcess(seat.pid);
+    if (p.alive && p.mute) KillProcess(seat.pid);
+  }
+  // Who has not heard of a broken link hears its silence.
+  In(peer_limits_.peer + seconds(1),
+     [this, give_up = now_ + kLongestUpdate + kEndSlack] { AwaitQuiet(give_up); });
+}
+
+bool World::AnyUpdateRuns() {
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
+    for (size_t d = 0; d < daemons_.size(); ++d) {
+      Machine* m = Find(static_cast<int>(d), g);
+      if (m != nullptr && m->machine->update_running()) return true;
+    }
+  }
+  return false;
+}
+
+void World::AwaitQuiet(TimePoint give_up) {
+  bool quiet = !AnyUpdateRuns();
+  for (const GroupWorld& group : groups_) quiet &= !group.job.active;
+  if (!quiet) {
+    if (now_ > give_up) return Violate("P4", "an update does not end, though nothing fails");
+    In(milliseconds(100), [this, give_up] { AwaitQuiet(give_up); });
+    return;
+  }
+  In(milliseconds(100), [this, until = now_ + seconds(20)] { AwaitAttached(until); });
+}
+
+std::string World::WhoIsMissing(int g) {
+  Machine* m = Find(GroupOf(g).home, g);
+  if (m == nullptr) return "the coordinator";
+  const MachineView view = m->machine->View(now_);
+  for (const Seat& seat : seats_) {
+    if (seat.g != g) continue;
+    const bool there =
+        std::any_of(view.group.members.begin(), view.group.members.end(),
+                    [&](const MemberView& member) { return member.pid == seat.pid; });
+    if (!there || !ProcessOf(seat.pid).welcomed) {
+      return seat.trainer ? fmt::format("trainer rank {}", seat.rank)
+                          : fmt::format("engine {} rank {}", seat.instance, seat.rank);
+    }
+  }
+  for (const InstanceView& instance : view.group.instances) {
+    if (instance.state != "clean" && instance.state != "dirty") {
+      return fmt::format("instance {}, which is {}", instance.name, instance.state);
+    }
+  }
+  return "";
+}
+
+void World::AwaitAttached(TimePoint give_up) {
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
+    const std::string missing = WhoIsMissing(g);
+    if (missing.empty()) continue;
+    if (now_ > give_up) {
+      return Violate("LIVE", fmt::format("g{}: nothing fails, but {} is not there", g, missing));
+    }
+    In(milliseconds(100), [this, give_up] { AwaitAttached(give_up); });
+    return;
+  }
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
+    GroupOf(g).job.final = true;
+    GroupOf(g).job.left = 1;
+    StartAttempt(g);
+  }
+  In(milliseconds(10), [this, until = now_ + seconds(20)] { AwaitFinal(until); });
+}
+
+void World::AwaitFinal(TimePoint give_up) {
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
+    const Job& job = GroupOf(g).job;
+    if (!job.active) {
+      for (const auto& [rank, committed] : job.concluded) {
+        if (committed) continue;
+        return Violate("LIVE", fmt::format("g{}: nothing fails, but trainer rank {} could not "
+                                           "install version {}",
+                                           g, rank, job.version));
+      }
+      continue;
+    }
+    if (now_ > give_up) {
+      return Violate("LIVE", fmt::format("g{}: nothing fails, but version {} is not installed", g,
+                                         job.version));
+    }
+    In(milliseconds(20), [this, give_up] { AwaitFinal(give_up); });
+    return;
+  }
+  // Acknowledgements, closing and pings settle.
+  In(seconds(1), [this] { CheckQuiet(); });
+}
+
+void World::CheckQuiet() {
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
+    const GroupWorld& group = GroupOf(g);
+    Machine* m = Find(group.home, g);
+    const MachineView view = m->machine->View(now_);
+    for (const SlotView& slot : view.group.slots) {
+      if (slot.state == SlotState::kFree) continue;
+      return Violate(
+          "P8", fmt::format("g{}: at the end slot {} is held by {}", g, slot.slot, slot.holder));
+    }
+    for (const MemberView& member : view.group.members) {
+      if (member.state == "attached") continue;
+      return Violate("P8",
+                     fmt::format("g{}: at the end pid {} is {}", g, member.pid, member.state));
+    }
+    for (const InstanceView& instance : view.group.instances) {
+      if (instance.state == "clean" && instance.version == group.job.version) continue;
+      return Violate("LIVE", fmt::format("g{}: at the end instance {} is {}", g, instance.name,
+                                         instance.state));
+    }
+    for (const Seat& seat : seats_) {
+      if (seat.g != g || seat.trainer) continue;
+      if (TrueVersion(ProcessOf(seat.pid), nullptr) == group.job.version) continue;
+      return Violate("P1", fmt::format("g{}: at the end pid {} does not hold version {}", g,
+                                       seat.pid, group.job.version));
+    }
+  }
+  if (AnyUpdateRuns()) return Violate("P4", "at the end an update runs");
+  for (const Daemon& daemon : daemons_) {
+    if (!daemon.lock.holder().empty() || daemon.lock.waiting() > 0) {
+      return Violate("P7", fmt::format("d{}: at the end {} holds the wire", daemon.index,
+                                       daemon.lock.holder()));
+    }
+    if (!daemon.calls.empty()) {
+      return Violate("P4", fmt::format("d{}: at the end call {} is not answered", daemon.index,
+                                       daemon.calls.begin()->first));
+    }
+    for (const auto& [member, record] : daemon.members) {
+      if (!record.lost) continue;
+      return Violate("P8", fmt::format("d{}: at the end member {} is lost, but not released",
+                                       daemon.index, member));
+    }
+  }
+  if (!copies_.empty() || !readings_.empty()) return Violate("P6", "at the end a copy runs");
+  for (const auto& [comm, ops] : comms_) {
+    for (const auto& [seq, op] : ops) {
+      if (!op.running.empty()) {
+        return Violate("P4", fmt::format("at the end operation {} of {} runs", seq, comm));
+      }
+    }
+  }
+  Trace("all is well");
+  over_ = true;
+}
+
+}  // namespace refitd::sim

@@ -1,0 +1,588 @@
+// A whole group over several daemons in one thread: real Coordinator, Follower and WireLock
+// machines, everything around them modelled, time and chance from one seed. The same seed gives the
+// same run.
+//
+// What is modelled, and where
+//   world.cc    clock, daemons' life, feeding machines and carrying out their actions, links
+//   data.cc     memory as tags, copies, read-backs, collectives
+//   members.cc  trainer and engine processes, and the job that tells trainers what to push
+//   chaos.cc    scenario, faults, the quiet end, what must hold then
+// Every element of every tensor carries a tag: which update's bytes they are, which tensor, which
+// element. So what a rank holds can be compared with what it was told, at any moment.
+//
+// A broken promise stops the run; Result names it (P1 to P7 of docs/architecture.md, or LIVE: with
+// all faults gone, an update did not commit).
+#ifndef REFITD_TESTS_SIM_WORLD_H_
+#define REFITD_TESTS_SIM_WORLD_H_
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/group/coordinator.h"
+#include "daemon/group/follower.h"
+#include "daemon/group/wire_lock.h"
+#include "tests/sim/random.h"
+
+namespace refitd::sim {
+
+// Planted bugs: what the world does wrong on purpose, at its boundary with the machines.
+enum class Bug : uint8_t {
+  kNone,
+  kEarlyCommitted,    // engines hear Committed when verification starts
+  kForgottenDoubt,    // an engine in doubt reports the version that it held before
+  kEarlyIssue,        // Issue goes out with the header, before the acknowledgements
+  kSwallowedDeath,    // a daemon's death is not told, and its pings are answered
+  kEarlyDone,         // a copy is reported as ended while it runs
+  kForgottenRequest,  // request ids are taken off repeated calls
+  kTrustingSink,      // a receiver reports the digests of what was sent, not of what came
+  kSharedWire,        // every group gets the wire lock at once
+};
+
+struct Options {
+  uint64_t seed = 0;
+  bool trace = false;  // to stdout
+  Bug bug = Bug::kNone;
+};
+
+enum class Fault : uint8_t {
+  kMemberKilled,
+  kMemberMute,
+  kMemberFrozen,
+  kDaemonKilled,
+  kDaemonFrozen,
+  kPartition,
+  kLinkBroken,
+  kMessageLost,
+  kMessageDuplicated,
+  kMessageReordered,
+  kTransferFailed,
+  kBytesDamaged,
+  kWireFailed,
+  kEpochFailed,
+  kOperatorAbort,
+  kTrainerAbort,
+  kEngineFailed,
+  kDrain,
+  kReplace,
+  kCallGone,
+  kCount
+};
+std::string_view FaultName(Fault fault);
+
+struct Result {
+  std::string promise;  // empty: all were kept
+  std::string what;
+  uint64_t trace_hash = 0;
+  int64_t committed = 0;
+  int64_t aborted = 0;
+  int64_t events = 0;
+  Duration virtual_time{};
+  std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
+  bool ok() const { return promise.empty(); }
+};
+
+Result RunSeed(const Options& options);
+
+// ---- memory ----
+
+// Whose bytes an element is: round << 32 | tensor << 16 | element; 0: nobody's.
+using Tag = uint64_t;
+constexpr Tag kDamageBit = Tag{1} << 63;
+constexpr Tag kDamaged = ~Tag{0};
+constexpr int64_t kElementBytes = 8;
+constexpr Tag MakeTag(uint32_t round, uint32_t tensor, int64_t element) {
+  return uint64_t{round} << 32 | uint64_t{tensor} << 16 | static_cast<uint64_t>(element);
+}
+
+// One attempt to install a version, as the world saw it; index: the round in tags.
+struct Round {
+  int g = 0;
+  uint64_t coordinator = 0;  // nonce of the machine
+  UpdateId update;
+  Version version;
+  TimePoint due;  // its deadline
+  Outcome outcome = Outcome::kRunning;
+  std::map<std::string, std::vector<int>> instances;  // pids, by instance
+  std::set<std::string> committed_instances;
+};
+
+// What a daemon's trainer pushed: the bytes of one bucket, until the answer.
+struct Source {
+  BucketEvent bucket;
+  std::vector<std::vector<Tag>> data;  // by range of the bucket
+};
+
+// A daemon's staging pool for one group.
+struct Pool {
+  std::vector<std::vector<Tag>> slots;
+  // Who reads or writes a slot now, and under which grant (P6).
+  struct Use {
+    uint64_t id = 0;
+    GrantId grant;
+    std::string what;
+  };
+  std::vector<std::vector<Use>> uses;  // by slot
+};
+
+// ---- processes ----
+
+struct Seat {  // who should be attached where; a process takes it
+  int g = 0;
+  bool trainer = false;
+  int d = 0;
+  std::string instance;
+  int rank = 0;
+  int world_size = 1;
+  DeliveryMode delivery = DeliveryMode::kRegistered;
+  bool manifest = false;
+  int pid = 0;
+};
+
+struct Process {
+  int pid = 0;
+  int seat = 0;
+  bool alive = true;
+  bool frozen = false;
+  bool mute = false;  // never says anything again
+  std::deque<std::function<void()>> held;
+
+  // Its lease.
+  MemberId member;     // 0: none
+  uint64_t lease = 0;  // counts them: what belongs to an older one is void
+  std::shared_ptr<Pool> pool;
+  uint64_t daemon_life = 0;
+  bool welcomed = false;
+  bool attaching = false;
+  TimePoint heard_until;  // streams keep order
+  TimePoint said_until;
+
+  // Engine.
+  std::shared_ptr<const Layout> layout;
+  std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
+  std::vector<int64_t> first;           // by tensor: first element held
+  std::optional<Version> holds;         // what it believes to serve
+  bool in_doubt = false;                // answered Ready, heard no outcome
+  std::optional<UpdateId> prepared;
+  Version prepared_version;
+  int64_t next_part = 0;
+
+  // Trainer.
+  enum class Phase : uint8_t { kIdle, kBeginning, kPushing, kCommitting } phase = Phase::kIdle;
+  int attempt = -1;  // of the job
+  uint32_t round = 0;
+  size_t next_bucket = 0;
+  int outstanding = 0;
+  int tries = 0;
+  int window = 1;
+  uint64_t token = 0;  // counts attempts: answers to an older one are void
+  struct Pack {
+    SlotGrant grant;
+    uint64_t use = 0;
+  };
+  std::vector<Pack> packs;  // leased slots that it may write into
+};
+
+struct BucketPlan {
+  std::vector<TensorRange> ranges;  // tensor: of the model
+};
+
+// What the trainer ranks of a group are asked to do next.
+struct Job {
+  int attempt = 0;
+  int left = 0;  // attempts to come
+  bool active = false;
+  bool final = false;
+  Version version;
+  Verification verification = Verification::kReadback;
+  bool evict_late = false;
+  std::vector<std::vector<BucketPlan>> plan;  // by rank
+  std::map<int, bool> concluded;              // rank: committed
+  TimePoint started;
+};
+
+struct GroupWorld {
+  std::string name;
+  int home = 0;  // where it is created
+  GroupSpec spec;
+  GroupLimits limits;
+  std::vector<TensorSpec> model;
+  std::vector<std::string> instances;
+  Verification verification = Verification::kReadback;
+  Job job;
+  Version top;                                 // highest that was ever tried
+  std::map<uint64_t, Version> last_committed;  // by incarnation (P3)
+};
+
+// ---- daemons ----
+
+struct Machine {
+  uint64_t nonce = 0;
+  std::unique_ptr<GroupMachine> machine;
+  Coordinator* coordinator = nullptr;
+  Follower* follower = nullptr;
+  uint64_t coordinator_nonce = 0;
+  int link = -1;
+  bool linked = false;
+  uint32_t next_node = 0;
+  bool check_view = false;
+  std::optional<TimePoint> tick;
+  std::shared_ptr<Pool> pool;
+  // What verification expects: by update, destination and (tensor, element).
+  std::map<UpdateId, std::map<MemberId, std::vector<std::pair<uint64_t, Tag>>>> sums;
+};
+
+struct Call {
+  int pid = 0;  // 0: an operator
+  int g = 0;
+  TimePoint since;
+  std::function<void(const absl::Status&, const ReplyPayload&)> reply;
+};
+
+struct DaemonMember {
+  int pid = 0;
+  int g = 0;
+  bool lost = false;
+};
+
+struct Daemon {
+  int index = 0;
+  std::string id;
+  bool up = false;
+  uint64_t life = 0;
+  bool frozen = false;
+  bool drained = false;
+  bool silent_death = false;
+  std::deque<std::function<void()>> held;
+  WireLock lock;
+  std::map<int, Machine> machines;  // by group
+  std::map<MemberId, DaemonMember> members;
+  std::map<CallId, Call> calls;
+  std::map<CallId, std::shared_ptr<Source>> sources;
+  uint64_t next_member = 1;
+  uint64_t next_call = 1;
+  uint64_t next_update = 1;
+  std::deque<std::pair<int, MachineEvent>> inbox;
+  bool busy = false;
+};
+
+struct Letter {
+  uint64_t number = 0;
+  TimePoint due;
+  bool end = false;
+  std::optional<LinkUp> up;
+  std::optional<PeerCommand> command;
+  std::optional<PeerReport> report;
+};
+struct Lane {
+  uint64_t sent = 0;
+  uint64_t expected = 0;
+  std::deque<Letter> letters;
+  TimePoint last;
+  bool lose = false;
+  bool duplicate = false;
+  bool reorder = false;
+};
+struct Link {
+  int g = 0;
+  int c = 0;
+  int f = 0;
+  uint64_t c_life = 0;
+  uint64_t f_life = 0;
+  uint64_t c_nonce = 0;
+  uint64_t f_nonce = 0;
+  NodeId node;
+  bool c_open = true;
+  bool f_open = true;
+  Lane down;  // commands
+  Lane up;    // reports
+};
+
+// ---- the data plane ----
+
+struct Copy {
+  uint64_t id = 0;
+  int d = 0;
+  int g = 0;
+  uint64_t life = 0;
+  uint64_t nonce = 0;
+  StartTransfer start;
+  std::shared_ptr<Source> source;  // null: from a slot
+  std::shared_ptr<Pool> pool;
+  std::vector<int> pids;  // by destination; 0: skipped
+  std::vector<std::pair<SlotIndex, uint64_t>> uses;
+  bool told = false;
+};
+struct Reading {
+  uint64_t id = 0;
+  int d = 0;
+  int g = 0;
+  uint64_t life = 0;
+  uint64_t nonce = 0;
+  StartVerify start;
+};
+
+struct EpochEnd {
+  uint64_t id = 0;
+  int d = 0;
+  int g = 0;
+  uint64_t life = 0;
+  uint64_t nonce = 0;  // of its machine
+  uint64_t coordinator = 0;
+  EpochId epoch;
+  int rank = 0;
+  int size = 0;
+  std::string address;
+  std::vector<std::string> addresses;
+  bool connecting = false;
+  bool answered = false;  // EpochUp was given
+  bool up = false;
+  bool closed = false;
+  std::optional<WireSeq> last;
+  TimePoint free_at;
+};
+struct WireOp {
+  int64_t bytes = 0;
+  SlotGrant slot;
+  std::vector<uint32_t> ranks;
+  std::map<uint32_t, uint64_t> running;  // rank -> use of its slot
+  std::map<uint32_t, std::shared_ptr<Pool>> pools;
+  std::set<uint32_t> started;
+  bool completing = false;
+  uint32_t root = 0;
+  std::shared_ptr<Pool> source;
+  std::optional<std::vector<Tag>> sent;  // what the root had when its share ended
+};
+
+struct HeaderRecord {
+  uint64_t digest = 0;
+  size_t ranks = 0;
+  std::set<NodeId> sent;
+  std::set<NodeId> acknowledged;
+};
+
+class World {
+ public:
+  explicit World(const Options& options);
+  ~World();
+  Result Run();
+
+ private:
+  using Closure = std::function<void()>;
+
+  // ---- world.cc: time ----
+  struct Item {
+    TimePoint at;
+    uint64_t order = 0;
+    Closure run;
+  };
+  void In(Duration delay, Closure run);
+  void InDaemon(int d, Duration delay, Closure run);  // dropped if that life of it is over
+  void OnDaemon(int d, uint64_t life, Closure run);
+  void InProcess(int pid, Duration delay, Closure run);
+  void OnProcess(int pid, Closure run);
+  void Violate(std::string promise, std::string what);
+  template <typename... Args>
+  void Trace(fmt::format_string<Args...> format, Args&&... args) {
+    if (options_.trace) Print(fmt::format(format, std::forward<Args>(args)...));
+  }
+  void Print(const std::string& line) const;
+  template <typename T>
+  void Note(std::string_view what, int d, int g, const T& value);
+  void Count(Fault fault) { ++result_.faults[static_cast<size_t>(fault)]; }
+  Duration NetDelay();
+
+  // ---- world.cc: daemons and machines ----
+  void StartDaemon(int d);
+  void KillDaemon(int d, bool silent);
+  void FreezeDaemon(int d, Duration how_long);
+  void Thaw(int d, uint64_t life);
+  void CreateGroup(int d, int g);
+  Machine* Find(int d, int g);
+  void EnsureFollower(int d, int g);
+  void Join(int d, int g, uint64_t f_nonce);
+  void DropFollower(int d, int g);
+  void Feed(int d, int g, MachineEvent event);
+  void FeedLock(int d, const WireLock::Events& events);
+  void Drain(int d);
+  void ScheduleTick(int d, int g);
+  void Tick(int d, int g, uint64_t nonce);
+  void AfterCoordinator(int d, int g);
+
+  void Perform(int d, int g, const MachineAction& action);
+  void On(int d, int g, const Reply& a);
+  void On(int d, int g, const SendPrepare& a);
+  void On(int d, int g, const SendPart& a);
+  void On(int d, int g, const SendCommitted& a);
+  void On(int d, int g, const SendAborted& a);
+  void On(int d, int g, const SendDraining& a);
+  void On(int d, int g, const StartTransfer& a);
+  void On(int d, int g, const StartVerify& a);
+  void On(int d, int g, const ReleaseMember& a);
+  void On(int d, int g, const UpdateAssembled& a);
+  void On(int d, int g, const UpdateAbandoned& a);
+  void On(int d, int g, const UpdateEnded& a);
+  void On(int d, int g, const RefuseMember& a);
+  void On(int d, int g, const WelcomeMember& a);
+  void On(int d, int g, const StateChanged& a);
+  void On(int d, int g, const LogLine& a);
+  void On(int d, int g, const SendCommand& a);
+  void On(int d, int g, const DropNode& a);
+  void On(int d, int g, const SendReport& a);
+  void On(int d, int g, const CloseLink& a);
+  void On(int d, int g, const OpenEpoch& a);
+  void On(int d, int g, const ConnectEpoch& a);
+  void On(int d, int g, const CloseEpoch& a);
+  void On(int d, int g, const StartWire& a);
+  void On(int d, int g, const AcquireWire& a);
+  void On(int d, int g, const ReleaseWire& a);
+
+  // ---- world.cc: links ----
+  Link* FindLink(int c, int g, NodeId node);
+  void Post(int link, bool down, Letter letter);
+  void Pump(int link, bool down);
+  void Receive(int link, bool down, const Letter& letter);
+  void CloseSide(int link, bool coordinator, bool tell);
+  void BreakLink(int link);
+  TimePoint BlockedUntil(int a, int b) const;
+
+  // ---- data.cc ----
+  void RunCopy(const std::shared_ptr<Copy>& copy, bool end);
+  void EndCopy(const std::shared_ptr<Copy>& copy, bool early);
+  void EndReading(const std::shared_ptr<Reading>& reading);
+  Tag SourceTag(const Copy& copy, size_t range, int64_t i) const;
+  void WriteEngine(const Copy& copy, int pid, uint32_t tensor, int64_t element, Tag tag);
+  TransferDone ResultOf(const Copy& copy) const;
+  uint64_t UseSlot(Pool* pool, SlotGrant slot, const std::string& what);
+  void EndUse(Pool* pool, SlotIndex slot, uint64_t id);
+  bool Touches(int d, MemberId member) const;
+  void CompleteEpoch(uint64_t id, TimePoint give_up);
+  void AnswerEpoch(uint64_t id, const absl::Status& status);
+  std::string CommOf(const EpochEnd& end) const;
+  void TryWire(const std::string& comm, WireSeq seq);
+  void EndWire(uint64_t id, WireSeq seq, const absl::Status& status);
+  void BreakComm(const std::string& comm, Duration soonest, Duration latest);
+  EpochEnd* EndOf(const std::string& address);
+  EpochEnd* FindEnd(int d, int g, EpochId epoch);
+  std::vector<uint64_t> EndsOf(const std::string& comm) const;
+
+  // ---- members.cc ----
+  int NewProcess(int seat);
+  void KillProcess(int pid);
+  void FreezeProcess(int pid, Duration how_long);
+  void ThawProcess(int pid);
+  void TryAttach(int pid);
+  void LoseLease(int pid, const std::string& why, Duration retry);
+  void EndPack(int pid, SlotGrant grant);
+  void Hear(int d, MemberId member, std::function<void(Process*)> what);
+  void Say(int pid, std::function<void(int d, MemberId member)> what);
+  void CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_ptr<Source> source,
+                  std::function<void(const absl::Status&, const ReplyPayload&)> reply);
+  // As CallDaemon; sometimes twice under one request id, and then the answers are compared (P3).
+  void CallTwice(int pid, GroupEvent event, std::shared_ptr<Source> source,
+                 std::function<void(const absl::Status&, const ReplyPayload&)> reply);
+  void HearWelcome(int pid);
+  void HearPrepare(int pid, const SendPrepare& a);
+  void HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& pool);
+  void HearOutcome(int pid, bool committed, Version version, bool dirty, bool is_early);
+  void RegisterLayout(int pid);
+  uint32_t TensorOf(int g, const std::string& name) const;
+  // The version whose bytes it holds in all elements, else nullopt; `round`: of one update.
+  std::string WhatItHolds(const Process& p) const;
+  std::optional<Version> TrueVersion(const Process& p, uint32_t* round) const;
+
+  void StartAttempt(int g);
+  void MakePlan(int g);
+  void BeginAttempt(int pid);
+  void PushMore(int pid);
+  void PushOne(int pid, size_t bucket, std::optional<SlotGrant> slot, int tries);
+  void PushLeased(int pid, size_t bucket);
+  void GiveSlotBack(int pid, SlotGrant grant);
+  BucketEvent MakeBucket(int pid, size_t bucket) const;
+  void PushDone(int pid, size_t bucket, std::optional<SlotGrant> slot, int tries,
+                const absl::Status& status);
+  void CommitAttempt(int pid);
+  void Conclude(int pid, bool committed);
+  void JobSweep(int g);
+
+  // ---- chaos.cc ----
+  void MakeScenario();
+  void Chaos();
+  void Sweep();
+  void Heal();
+  void AwaitQuiet(TimePoint give_up);
+  void AwaitAttached(TimePoint give_up);
+  void AwaitFinal(TimePoint give_up);
+  void CheckQuiet();
+  bool AnyUpdateRuns();
+  std::string WhoIsMissing(int g);
+
+  GroupWorld& GroupOf(int g) { return groups_[static_cast<size_t>(g)]; }
+  Daemon& DaemonAt(int d) { return daemons_[static_cast<size_t>(d)]; }
+  Process& ProcessOf(int pid) { return *processes_[static_cast<size_t>(pid - 1)]; }
+  const Process& ProcessOf(int pid) const { return *processes_[static_cast<size_t>(pid - 1)]; }
+  Seat& SeatOf(const Process& p) { return seats_[static_cast<size_t>(p.seat)]; }
+  const Seat& SeatOf(const Process& p) const { return seats_[static_cast<size_t>(p.seat)]; }
+
+  const Options options_;
+  Random random_;
+  Result result_;
+  TimePoint now_{std::chrono::hours(1)};
+  std::vector<Item> queue_;  // a heap
+  uint64_t order_ = 0;
+  uint64_t nonces_ = 0;
+  bool over_ = false;
+
+  PeerLimits peer_limits_;
+  // Chances, of thousand operations; 0 once everything is healed.
+  struct Chances {
+    int slow_message = 0;
+    int transfer_fails = 0;
+    int bytes_damaged = 0;
+    int wire_fails = 0;
+    int epoch_fails = 0;
+    int late_member = 0;
+    int engine_fails = 0;
+    int trainer_abort = 0;
+    int call_gone = 0;
+    int chaos_members = 0;
+    int chaos_links = 0;
+    int chaos_daemons = 0;
+    int chaos_operator = 0;
+  } chances_;
+  bool healed_ = false;
+  bool no_faults_ = false;
+  TimePoint thawed_;  // when the last freeze of a daemon ended, or will
+
+  std::vector<Daemon> daemons_;
+  std::vector<GroupWorld> groups_;
+  std::vector<Seat> seats_;
+  std::vector<std::unique_ptr<Process>> processes_;
+  std::vector<Link> links_;
+  std::vector<Round> rounds_;
+  std::vector<std::vector<TimePoint>> blocked_;  // between daemons, until then
+  std::map<uint64_t, std::shared_ptr<Copy>> copies_;
+  std::map<uint64_t, std::shared_ptr<Reading>> readings_;
+  std::map<uint64_t, EpochEnd> ends_;
+  std::map<std::string, std::map<WireSeq, WireOp>> comms_;
+  std::set<std::string> broken_comms_;
+  // By group, coordinator, epoch, wire seq (P5).
+  std::map<std::tuple<int, uint64_t, EpochId, WireSeq>, HeaderRecord> headers_;
+  std::map<std::tuple<int, uint64_t, UpdateId, PartSeq>,
+           std::tuple<int, uint64_t, EpochId, WireSeq>>
+      wired_parts_;
+};
+
+}  // namespace refitd::sim
+
+#endif  // REFITD_TESTS_SIM_WORLD_H_
