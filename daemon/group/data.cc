@@ -322,7 +322,8 @@ void Group::Impl::StartParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
   for (; update->next_start < update->end_part(); ++update->next_start) {
     Part& part = update->part(update->next_start);
-    if (!part.slot.has_value() && !part.content->byte_offsets.empty()) {
+    // Whoever needed it may have been evicted since the bucket was cut.
+    if (!part.slot.has_value() && !part.content->byte_offsets.empty() && NeedsSlot(*part.bucket)) {
       part.slot = ledger.Grant();
       if (!part.slot.has_value()) return;
     }
