@@ -67,6 +67,15 @@ bool Send(int socket, const DescriptorReply& reply, const UniqueFd& attach) {
          static_cast<ssize_t>(sizeof(reply));
 }
 
+// The caller closes the connection. A request that is there already is dropped, with what came
+// beside it: closing over it would be a reset, which hides the reply.
+void Refuse(const UniqueFd& socket, const absl::Status& status) {
+  Send(socket.get(), ReplyOf(status), UniqueFd());
+  char dropped;
+  while (recv(socket.get(), &dropped, sizeof(dropped), MSG_DONTWAIT | MSG_TRUNC) > 0) {
+  }
+}
+
 // Takes ownership of every descriptor in the message, before anything is looked at.
 std::vector<UniqueFd> TakeDescriptors(msghdr* message) {
   std::vector<UniqueFd> taken;
@@ -192,6 +201,7 @@ DescriptorSocket::DescriptorSocket(const DescriptorSocketOptions& options,
                                    std::unique_ptr<UnixListener> listener, UniqueFd epoll,
                                    UniqueFd stop, UniqueFd timer, DescriptorHandler* handler)
     : path_(options.path),
+      access_(options.access),
       max_connections_(options.max_connections),
       idle_limit_(options.idle_limit),
       listen_fd_(listener->fd()),
@@ -263,18 +273,17 @@ void DescriptorSocket::AcceptAll() {
 void DescriptorSocket::Admit(UniqueFd socket) {
   auto peer = PeerOf(socket.get(), /*with_pidfd=*/false);
   if (!peer.ok()) return;
+  if (const absl::Status allowed = access_.Check(*peer); !allowed.ok())
+    return Refuse(socket, allowed);
   auto connection = std::make_shared<Connection>();
   connection->peer = std::move(peer).value();
   connection->last_used = std::chrono::steady_clock::now();
 
   MutexLock lock(&mutex_);
   if (static_cast<int>(connections_.size()) >= max_connections_) {
-    Send(socket.get(),
-         ReplyOf(Error(absl::StatusCode::kResourceExhausted,
-                       "{} connections to {} are open, which is the limit", max_connections_,
-                       path_)),
-         UniqueFd());
-    return;
+    return Refuse(socket, Error(absl::StatusCode::kResourceExhausted,
+                                "{} connections to {} are open, which is the limit",
+                                max_connections_, path_));
   }
   const uint64_t id = next_id_++;
   const int fd = socket.get();

@@ -4,7 +4,8 @@
 // Promises kept here: P4 (connections have an idle limit, replies never block), P8 (every
 // descriptor that arrives is owned at once and closed unless the handler takes it; a closed
 // connection leaves nothing), P10 (sizes, magic, version, kinds and the number of descriptors are
-// checked before anything else; connections and requests are bounded). Who may do what (token,
+// checked before anything else; connections and requests are bounded), P9 (whom the access rule
+// refuses is told so and hung up on, before anything of his is read). Who may do what (token,
 // credentials, the memfd's seals and size) is the handler's to decide.
 //
 // Malformed framing (size, magic, version) is answered INVALID_ARGUMENT and ends the connection; a
@@ -69,6 +70,7 @@ class DescriptorHandler {
 struct DescriptorSocketOptions {
   std::string path;
   mode_t mode = 0660;
+  AccessRule access;  // as it is: serves nobody
   int max_connections = kMaxDescriptorConnections;
   std::chrono::milliseconds idle_limit = kDescriptorIdleLimit;
 };
@@ -115,6 +117,7 @@ class DescriptorSocket {
   DescriptorReply Answer(const Connection& connection, Request request, UniqueFd* attach);
 
   const std::string path_;
+  const AccessRule access_;
   const int max_connections_;
   const std::chrono::milliseconds idle_limit_;
   const int listen_fd_;  // of listener_

@@ -56,6 +56,10 @@ class Node : public DescriptorHandler {
     return PoolHandle{.fd = std::move(pool), .bytes = 4 * kRegionBytes, .slot_bytes = kRegionBytes};
   }
 
+  size_t registered() {
+    MutexLock lock(&mutex_);
+    return regions_.size();
+  }
   std::shared_ptr<HostRegion> region(uint64_t id) {
     MutexLock lock(&mutex_);
     return regions_.at(id - 1);
@@ -157,7 +161,8 @@ struct Fixture {
   TempFolder folder;
   std::string path = folder / "r.sock.fds";
   Node node;
-  DescriptorSocketOptions options{.path = path, .mode = 0600};
+  DescriptorSocketOptions options{
+      .path = path, .mode = 0600, .access = {.uids = {getuid()}, .gids = {}}};
   UniqueFd memfd = CreateSealedMemfd("test", kRegionBytes).value();
 
   std::unique_ptr<DescriptorSocket> Start() {
@@ -344,6 +349,32 @@ TEST_CASE_METHOD(Fixture, "Another process's request carries its own credentials
   uint32_t code = 0;
   REQUIRE(read(reading.get(), &code, sizeof(code)) == sizeof(code));
   CHECK(code == Code(absl::StatusCode::kPermissionDenied));
+}
+
+TEST_CASE_METHOD(Fixture,
+                 "Whom the access rule refuses is told so and closed, whatever token he has") {
+  options.access = {.uids = {getuid() + 1}, .gids = {}};
+  const auto socket = Start();
+  Client stranger(path);
+  const auto reply = stranger.Receive();
+  REQUIRE(reply.has_value());
+  CHECK(reply->code == Code(absl::StatusCode::kPermissionDenied));
+  CHECK_THAT(reply->message, Catch::Contains(std::to_string(getuid())));
+  CHECK(stranger.Ended());
+  // One that talks before it listens: its request is not served, its descriptor not kept.
+  for (int i = 0; i < 20; ++i) {
+    Client hasty(path);
+    const auto refused = hasty.Ask(RegisterRequest(), {memfd.get()});
+    if (refused.has_value()) CHECK(refused->code == Code(absl::StatusCode::kPermissionDenied));
+  }
+  CHECK(node.registered() == 0);
+  CHECK(Eventually([&] { return socket->connections() == 0; }));
+}
+
+TEST_CASE_METHOD(Fixture, "The access rule serves members of its groups") {
+  options.access = {.uids = {}, .gids = {getgid()}};
+  const auto socket = Start();
+  CHECK(AskOnce(RegisterRequest(), {memfd.get()}).code == 0);
 }
 
 TEST_CASE_METHOD(Fixture, "Connections over the limit are told so and closed; others go on") {

@@ -141,7 +141,9 @@ int Run(const Invocation& invocation) {
       [&server](UniqueFd fd) { grpc::AddInsecureChannelFromFd(server.get(), fd.Release()); });
   if (!accept_loop.ok()) return Fail(accept_loop.status());
   absl::StatusOr<std::unique_ptr<DescriptorSocket>> descriptors = DescriptorSocket::Create(
-      {config.listen.unix_path + std::string(kDescriptorSocketSuffix), config.listen.unix_mode},
+      {.path = config.listen.unix_path + std::string(kDescriptorSocketSuffix),
+       .mode = config.listen.unix_mode,
+       .access = config.access},
       &node);
   if (!descriptors.ok()) return Fail(descriptors.status());
   std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};

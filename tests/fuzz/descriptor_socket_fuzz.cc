@@ -89,7 +89,8 @@ class Daemon {
     tokens_ = {trainer->token, engine->token, std::string(sizeof(Token), 'x')};
     // The pool's own descriptor stays: it is no leak.
     REFITD_CHECK(node_->MapPool(TokenOf(DescriptorInput::TRAINER), *self.credentials).ok());
-    auto socket = DescriptorSocket::Create({.path = folder_ / "s.fds"}, node_.get());
+    auto socket = DescriptorSocket::Create(
+        {.path = folder_ / "s.fds", .access = {.uids = {getuid()}, .gids = {}}}, node_.get());
     REFITD_CHECK(socket.ok());
     socket_ = *std::move(socket);
   }
