@@ -161,13 +161,14 @@ TempFolder::TempFolder() {
 
 TempFolder::~TempFolder() { std::filesystem::remove_all(path_); }
 
-Daemon::Daemon(std::vector<std::string> flags)
-    : socket_(folder_ / "refitd.sock"), flags_(std::move(flags)) {
+Daemon::Daemon(std::vector<std::string> flags, std::vector<std::string> launcher)
+    : socket_(folder_ / "refitd.sock"), flags_(std::move(flags)), launcher_(std::move(launcher)) {
   Start();
 }
 
 void Daemon::Start() {
-  std::vector<std::string> argv = {BinaryPath("daemon/refitd"), "--listen-unix=" + socket_};
+  std::vector<std::string> argv = launcher_;
+  argv.insert(argv.end(), {BinaryPath("daemon/refitd"), "--listen-unix=" + socket_});
   argv.insert(argv.end(), flags_.begin(), flags_.end());
   process_ = std::make_unique<Process>(argv);
   const std::shared_ptr<grpc::Channel> channel = Connect();

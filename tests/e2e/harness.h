@@ -75,7 +75,9 @@ class TempFolder {
 class Daemon {
  public:
   // Starts and waits until it answers; throws std::runtime_error with its log if it does not.
-  explicit Daemon(std::vector<std::string> flags = {});
+  // `launcher`: a command that ends by executing what follows it (nsenter, prlimit), and its
+  // options.
+  explicit Daemon(std::vector<std::string> flags = {}, std::vector<std::string> launcher = {});
 
   const std::string& socket() const { return socket_; }
   pid_t pid() const { return process_->pid(); }
@@ -119,6 +121,7 @@ class Daemon {
   TempFolder folder_;
   const std::string socket_;
   const std::vector<std::string> flags_;
+  const std::vector<std::string> launcher_;
   std::unique_ptr<Process> process_;
   std::unique_ptr<v1::Operator::Stub> operator_;
 };

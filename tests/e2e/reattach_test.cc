@@ -14,20 +14,12 @@
 #include <random>
 #include <thread>
 
-#include "client/engine.h"
-#include "client/trainer.h"
-#include "tests/e2e/harness.h"
-#include "transport/base/mutex.h"
-#include "transport/base/status.h"
+#include "tests/e2e/client_members.h"
 
 namespace refitd::e2e {
 namespace {
 
-using client::Weights;
 using std::chrono::milliseconds;
-
-constexpr milliseconds kPoll{20};  // how soon an engine's thread sees that it shall end
-constexpr int64_t kAlignment = 64;
 
 client::ConnectOptions ConnectTo(const Daemon& daemon, milliseconds reattach = kDeadline) {
   client::ConnectOptions connect;
@@ -36,235 +28,6 @@ client::ConnectOptions ConnectTo(const Daemon& daemon, milliseconds reattach = k
   connect.reattach = reattach;
   return connect;
 }
-
-// An engine rank with a thread that answers its events and checks its memory.
-class Rank {
- public:
-  Rank(client::ConnectOptions connect, const std::string& instance, client::Delivery delivery,
-       const Model& model)
-      : model_(model), delivery_(delivery), held_(HoldWhole(model)) {
-    client::EngineOptions options{
-        .connect = std::move(connect), .instance = instance, .delivery = delivery};
-    if (delivery == client::Delivery::kStaged) options.manifest = model;
-    auto engine = client::Engine::Attach(options);
-    INFO(engine.status());
-    REQUIRE(engine.ok());
-    engine_ = *std::move(engine);
-    if (delivery == client::Delivery::kRegistered) {
-      auto region = engine_->NewRegion(held_.region_bytes);
-      REQUIRE(region.ok());
-      region_ = *std::move(region);
-      const std::string empty = EmptyImage(held_.region_bytes);
-      empty.copy(region_->data(), empty.size());
-      for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
-      REQUIRE(engine_->Register(held_.layout).ok());
-    }
-    thread_ = std::thread([this] { Serve(); });
-  }
-  ~Rank() {
-    Let();
-    {
-      MutexLock lock(&mutex_);
-      stop_ = true;
-    }
-    thread_.join();
-  }
-
-  client::Engine& engine() { return *engine_; }
-
-  // Prepare is not answered until Let.
-  void Hold() {
-    MutexLock lock(&mutex_);
-    hold_ = true;
-  }
-  void Let() {
-    MutexLock lock(&mutex_);
-    hold_ = false;
-    cond_.NotifyAll();
-  }
-
-  struct Seen {
-    int prepares = 0;
-    int losses = 0;
-    Weights lost_weights = Weights::kGood;  // at the last loss
-    int reattached = 0;
-    std::optional<Version> held;  // told to the last daemon
-    std::optional<Version> committed;
-    std::string reason;  // of the last loss
-    absl::Status ended;
-    std::string wrong;  // the first thing that was
-  };
-  Seen seen() {
-    MutexLock lock(&mutex_);
-    return seen_;
-  }
-  bool Await(const std::function<bool(const Seen&)>& condition) {
-    const bool happened = Eventually([&] { return condition(seen()) || !seen().wrong.empty(); });
-    UNSCOPED_INFO(Show());
-    return happened && seen().wrong.empty();
-  }
-  std::string Show() {
-    const Seen s = seen();
-    return fmt::format("prepares {}, losses {} ({}), reattached {}, ended {}, wrong: {}",
-                       s.prepares, s.losses, s.reason, s.reattached, s.ended.ToString(), s.wrong);
-  }
-
- private:
-  void Serve() {
-    while (true) {
-      {
-        MutexLock lock(&mutex_);
-        if (stop_) return;
-      }
-      auto event = engine_->Next(kPoll);
-      if (!event.ok()) {
-        MutexLock lock(&mutex_);
-        seen_.ended = event.status();
-        return;
-      }
-      const absl::Status answered = std::visit([this](const auto& e) { return On(e); }, *event);
-      if (!answered.ok()) Wrong("an answer: " + answered.ToString());
-    }
-  }
-
-  absl::Status On(const client::Nothing&) { return absl::OkStatus(); }
-  absl::Status On(const client::Draining&) { return absl::OkStatus(); }
-  absl::Status On(const client::Prepare& prepare) {
-    {
-      MutexLock lock(&mutex_);
-      ++seen_.prepares;
-      while (hold_) cond_.Wait(&mutex_);
-    }
-    return engine_->Ready(prepare.version);
-  }
-  absl::Status On(const client::Part& part) {
-    auto whole = joiner_.Add(part);
-    if (!whole.ok()) return whole.status();
-    for (const client::TensorView& view : *whole) {
-      staged_[view.tensor.name].assign(view.data, TensorBytes(view.tensor));
-    }
-    return engine_->Ack(part);
-  }
-  absl::Status On(const client::Committed& committed) {
-    joiner_.Reset();
-    CheckGood();
-    MutexLock lock(&mutex_);
-    seen_.committed = committed.version;
-    return absl::OkStatus();
-  }
-  absl::Status On(const client::Aborted& aborted) {
-    joiner_.Reset();
-    if (!aborted.dirty) CheckGood();
-    return absl::OkStatus();
-  }
-  absl::Status On(const client::Lost& lost) {
-    joiner_.Reset();
-    if (lost.weights == Weights::kGood) CheckGood();
-    MutexLock lock(&mutex_);
-    ++seen_.losses;
-    seen_.lost_weights = lost.weights;
-    seen_.reason = lost.reason;
-    return absl::OkStatus();
-  }
-  absl::Status On(const client::Reattached& again) {
-    if (again.weights == Weights::kGood) CheckGood();
-    if (again.weights != Weights::kGood && again.held_version) Wrong("what is not good was held");
-    MutexLock lock(&mutex_);
-    ++seen_.reattached;
-    seen_.held = again.held_version;
-    return absl::OkStatus();
-  }
-
-  // The rank may say that its weights are good: then they are.
-  void CheckGood() {
-    if (engine_->weights() != Weights::kGood) return Wrong("the weights are not good");
-    const std::optional<Version> version = engine_->version();
-    std::vector<std::string> bytes;
-    if (version) bytes = BytesOf(model_, version->value());
-    if (delivery_ == client::Delivery::kStaged) {
-      for (size_t i = 0; i < bytes.size(); ++i) {
-        if (staged_[model_[i].name] != bytes[i]) Wrong("staged " + model_[i].name);
-      }
-      return;
-    }
-    std::string image = EmptyImage(held_.region_bytes);
-    if (version) image = ExpectedImage(std::move(image), held_.layout, model_, bytes);
-    const std::string difference = Difference(image, region_->data(), held_.layout);
-    if (!difference.empty()) Wrong(fmt::format("good, but torn: {}", difference));
-  }
-  void Wrong(const std::string& what) {
-    MutexLock lock(&mutex_);
-    if (seen_.wrong.empty()) seen_.wrong = what;
-  }
-
-  const Model model_;
-  const client::Delivery delivery_;
-  Held held_;
-  std::unique_ptr<client::Engine> engine_;
-  std::shared_ptr<client::Region> region_;
-  // The thread's:
-  client::PartJoiner joiner_;
-  std::map<std::string, std::string> staged_;
-
-  Mutex mutex_;
-  CondVar cond_;
-  bool hold_ ABSL_GUARDED_BY(mutex_) = false;
-  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
-  Seen seen_ ABSL_GUARDED_BY(mutex_);
-  std::thread thread_;
-};
-
-// A trainer rank that pushes every tensor from one region, in two buckets.
-class Pusher {
- public:
-  Pusher(client::ConnectOptions connect, const Model& model) : model_(model) {
-    connect.spec =
-        client::GroupSpec{.trainer_ranks = 1, .min_instances = 2, .slot_bytes = 65'536, .slots = 4};
-    auto trainer = client::Trainer::Attach({.connect = std::move(connect)});
-    INFO(trainer.status());
-    REQUIRE(trainer.ok());
-    trainer_ = *std::move(trainer);
-    int64_t bytes = 0;
-    for (const TensorSpec& tensor : model) {
-      offsets_.push_back(bytes);
-      bytes += (TensorBytes(tensor) + kAlignment - 1) / kAlignment * kAlignment;
-    }
-    auto region = trainer_->NewRegion(bytes);
-    REQUIRE(region.ok());
-    region_ = *std::move(region);
-  }
-  client::Trainer& trainer() { return *trainer_; }
-
-  enum Step { kBegun, kFirstBucket, kAllBuckets, kCommitted };
-  // Installs `version`; `at` runs after each step. The first error.
-  absl::Status Install(
-      int64_t version, const std::function<void(Step)>& at = [](Step) {}) {
-    const std::vector<std::string> bytes = BytesOf(model_, version);
-    for (size_t i = 0; i < bytes.size(); ++i) {
-      bytes[i].copy(region_->data() + offsets_[i], bytes[i].size());
-    }
-    REFITD_ASSIGN_OR_RETURN(const auto update, trainer_->Begin({.version = Version(version)}));
-    at(kBegun);
-    const size_t half = model_.size() / 2;
-    REFITD_RETURN_IF_ERROR(update->Push(Part(0, half)));
-    at(kFirstBucket);
-    REFITD_RETURN_IF_ERROR(update->Push(Part(half, model_.size())));
-    at(kAllBuckets);
-    REFITD_RETURN_IF_ERROR(update->Commit().status());
-    at(kCommitted);
-    return absl::OkStatus();
-  }
-
- private:
-  client::Bucket Part(size_t first, size_t end) const {
-    return client::Bucket::Unpacked({model_.begin() + first, model_.begin() + end}, region_,
-                                    {offsets_.begin() + first, offsets_.begin() + end});
-  }
-  const Model model_;
-  std::unique_ptr<client::Trainer> trainer_;
-  std::shared_ptr<client::Region> region_;
-  std::vector<int64_t> offsets_;
-};
 
 std::optional<Version> VersionAt(Daemon* daemon, const std::string& instance) {
   const v1::GroupStatus group = daemon->Group("g");
@@ -277,7 +40,7 @@ std::optional<Version> VersionAt(Daemon* daemon, const std::string& instance) {
 // A group of one trainer, a registered and a staged engine.
 struct Fixture {
   explicit Fixture(milliseconds reattach = kDeadline, milliseconds silence = milliseconds(30'000))
-      : pusher(WithSilence(reattach, silence), model),
+      : pusher(WithSpec(WithSilence(reattach, silence)), model),
         registered(WithSilence(reattach, silence), "registered", client::Delivery::kRegistered,
                    model),
         staged(WithSilence(reattach, silence), "staged", client::Delivery::kStaged, model) {}
@@ -285,6 +48,11 @@ struct Fixture {
   client::ConnectOptions WithSilence(milliseconds reattach, milliseconds silence) const {
     client::ConnectOptions connect = ConnectTo(daemon, reattach);
     connect.silence = silence;
+    return connect;
+  }
+  static client::ConnectOptions WithSpec(client::ConnectOptions connect) {
+    connect.spec =
+        client::GroupSpec{.trainer_ranks = 1, .min_instances = 2, .slot_bytes = 65'536, .slots = 4};
     return connect;
   }
   void Installed(int64_t version) {

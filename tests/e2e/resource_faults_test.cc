@@ -1,0 +1,328 @@
+// The machine runs out of what a daemon needs: descriptors, address space, disk for its log; and
+// clocks that are nobody else's. What can't be had is refused with a clear status, nothing that
+// lives already is harmed, and all goes on once there is room again.
+#include <fmt/format.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+
+#include "tests/e2e/harness.h"
+#include "tests/e2e/require.h"
+
+namespace refitd::e2e {
+namespace {
+
+using grpc::StatusCode;
+
+// The soft limit of a running process; put back when destroyed.
+class Limited {
+ public:
+  Limited(pid_t pid, __rlimit_resource resource, rlim_t soft) : pid_(pid), resource_(resource) {
+    REQUIRE(prlimit(pid, resource, nullptr, &before_) == 0);
+    rlimit limit = before_;
+    limit.rlim_cur = soft;
+    REQUIRE(prlimit(pid, resource, &limit, nullptr) == 0);
+  }
+  ~Limited() { Lift(); }
+  Limited(const Limited&) = delete;
+  Limited& operator=(const Limited&) = delete;
+  void Lift() { prlimit(pid_, resource_, &before_, nullptr); }
+
+ private:
+  const pid_t pid_;
+  const __rlimit_resource resource_;
+  rlimit before_{};
+};
+
+std::vector<int> OpenDescriptors(pid_t pid) {
+  std::vector<int> open;
+  for (const auto& entry : std::filesystem::directory_iterator(fmt::format("/proc/{}/fd", pid))) {
+    open.push_back(std::stoi(entry.path().filename()));
+  }
+  std::sort(open.begin(), open.end());
+  return open;
+}
+
+// A daemon that can open no descriptor until one is closed, or until this is destroyed.
+class OutOfDescriptors {
+ public:
+  explicit OutOfDescriptors(const Daemon& daemon)
+      : pid_(daemon.pid()),
+        socket_(daemon.socket() + ".fds"),
+        most_(OpenDescriptors(pid_).back() + 1),
+        limit_(pid_, RLIMIT_NOFILE, static_cast<rlim_t>(most_)) {
+    Fill();
+  }
+  // Numbers below the limit that are free, or came free, are taken by idle connections.
+  void Fill() {
+    for (int left = Free(); left > 0; left = Free()) {
+      idle_.push_back(ConnectIdle(socket_));
+      REQUIRE(Eventually([&] { return Free() < left; }));
+    }
+  }
+
+ private:
+  static UniqueFd ConnectIdle(const std::string& path) {
+    UniqueFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+    REQUIRE(connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0);
+    return fd;
+  }
+  int Free() const { return most_ - static_cast<int>(OpenDescriptors(pid_).size()); }
+
+  const pid_t pid_;
+  const std::string socket_;
+  const int most_;
+  Limited limit_;
+  std::vector<UniqueFd> idle_;
+};
+
+int64_t AddressSpace(pid_t pid) {
+  std::ifstream statm(fmt::format("/proc/{}/statm", pid));
+  int64_t pages = 0;
+  statm >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+// A trainer and a registered engine of one group.
+struct Pair {
+  Pair(const Daemon& trainer_at, const Daemon& engine_at, const std::string& name,
+       const std::string& coordinator = "", const v1::GroupSpec& spec = Spec())
+      : trainer(trainer_at.Connect(), RawTrainer::Hello(name, spec)),
+        engine(engine_at.Connect(), Hello(name, coordinator), HoldWhole(model)) {
+    REQUIRE(trainer.attached().ok());
+  }
+  static v1::EngineHello Hello(const std::string& name, const std::string& coordinator) {
+    v1::EngineHello hello =
+        RawEngine::Hello(name, "i", 0, 1, v1::DELIVERY_REGISTERED, std::nullopt);
+    hello.set_coordinator(coordinator);
+    hello.set_wait_ms(20'000);
+    return hello;
+  }
+  // The first status that is not OK.
+  grpc::Status Install(int64_t version) {
+    if (auto begun = trainer.Begin(version); !begun.ok()) return begun.status;
+    const auto bytes = BytesOf(model, version);
+    if (auto pushed = trainer.Push(version, InlineBucket(model, bytes, 0, true)); !pushed.ok()) {
+      trainer.Abort(version, "the push was refused");
+      return pushed.status;
+    }
+    return trainer.Commit(version, 1).status;
+  }
+  void Installed(int64_t version) {
+    const grpc::Status status = Install(version);
+    INFO(status.error_message());
+    REQUIRE(status.ok());
+    REQUIRE(engine.engine().events().WaitFor(v1::EngineEvent::kCommitted).has_value());
+    CHECK(engine.Difference(model, BytesOf(model, version)) == "");
+  }
+
+  const Model model = MixedModel();
+  RawTrainer trainer;
+  Holder engine;
+};
+
+TEST_CASE("a daemon out of descriptors refuses what needs one, harms nobody, and recovers") {
+  Daemon daemon;
+  Pair old(daemon, daemon, "g");
+  Pair fresh(daemon, daemon, "fresh");  // its pool is not there yet
+  old.Installed(1);
+  REQUIRE(old.trainer.MapPool(Access::kReadWrite) != nullptr);
+  SharedMemory memory = MakeMemory(4096);
+  REQUIRE(fresh.trainer.NewMemory(4096).region_id != 0);  // connected
+  {
+    OutOfDescriptors out(daemon);
+    // Connections are closed, not left waiting.
+    RawTrainer newcomer(daemon.Connect(), RawTrainer::Hello("newcomer"));
+    CHECK(newcomer.attached().error_code() == StatusCode::UNAVAILABLE);
+    out.Fill();
+    // A region's descriptor does not arrive.
+    const auto reply = old.trainer.descriptors().Register(memory.fd.get(), 4096);
+    REQUIRE(reply.has_value());
+    INFO(reply->message);
+    CHECK(reply->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
+    CHECK_THAT(reply->message, Catch::Contains("descriptor"));
+    // Nor can a pool be made.
+    const auto pool = fresh.trainer.descriptors().Ask(
+        fresh.trainer.descriptors().Request(DescriptorRequestKind::kMapPool), {});
+    REQUIRE(pool.has_value());
+    INFO(pool->message);
+    CHECK(pool->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
+    // Members of old go on, update after update.
+    old.Installed(2);
+    old.Installed(3);
+    CHECK(daemon.Status().serving());
+  }
+  fresh.Installed(1);
+  REQUIRE(old.trainer.descriptors().Register(memory.fd.get(), 4096)->code == 0);
+  Pair newcomer(daemon, daemon, "newcomer");
+  newcomer.Installed(1);
+  old.Installed(4);
+  CHECK(daemon.Stop() == 0);
+}
+
+TEST_CASE("descriptors that come free are enough: no limit has to be raised") {
+  Daemon daemon;
+  Pair old(daemon, daemon, "g");
+  old.Installed(1);
+  auto leaver = std::make_unique<Pair>(daemon, daemon, "leaver");
+  leaver->Installed(1);
+  OutOfDescriptors out(daemon);
+  RawTrainer refused(daemon.Connect(), RawTrainer::Hello("newcomer"));
+  CHECK(refused.attached().error_code() == StatusCode::UNAVAILABLE);
+  leaver.reset();
+  CHECK(Eventually([&] {
+    RawTrainer newcomer(daemon.Connect(), RawTrainer::Hello("newcomer"));
+    return newcomer.attached().ok();
+  }));
+  old.Installed(2);
+}
+
+std::string TcpAddress(Daemon* daemon) {
+  const v1::GetStatusResponse status = daemon->Status();
+  for (const std::string& listener : status.listeners()) {
+    if (listener.rfind("tcp:", 0) == 0) return listener.substr(4);
+  }
+  return "";
+}
+
+TEST_CASE("a data plane that finds no descriptors fails the update by name; the next one commits") {
+  Daemon alpha({"--listen-tcp=127.0.0.1:0", "--daemon-id=alpha", "--wire-ms=3000"});
+  Daemon beta({"--daemon-id=beta", "--wire-ms=3000"});
+  const std::string coordinator = TcpAddress(&alpha);
+  Pair local(alpha, alpha, "local");
+  local.Installed(1);
+  Pair spread(alpha, beta, "g", coordinator);
+  std::string who;
+  {
+    Daemon* victim = nullptr;
+    SECTION("at the coordinator") { victim = &alpha; }
+    SECTION("at the other daemon") { victim = &beta; }
+    who = victim == &alpha ? "alpha" : "beta";
+    OutOfDescriptors out(*victim);
+    const grpc::Status failed = spread.Install(1);
+    INFO(failed.error_message());
+    CHECK_FALSE(failed.ok());
+    CHECK_THAT(failed.error_message(), Catch::Contains(who));
+    local.Installed(2);
+    CHECK(victim->Status().serving());
+  }
+  spread.Installed(2);
+}
+
+TEST_CASE("memory that can't be had is refused; what is there goes on") {
+  constexpr int64_t kRoom = int64_t{256} << 20;  // for the daemon's own threads and messages
+  Daemon daemon;
+  Pair old(daemon, daemon, "g");
+  old.Installed(1);
+  Pair large(daemon, daemon, "large", "", Spec(1, 1, int64_t{512} << 20, 4));
+  {
+    Limited out(daemon.pid(), RLIMIT_AS, static_cast<rlim_t>(AddressSpace(daemon.pid()) + kRoom));
+    const auto pool = large.trainer.descriptors().Ask(
+        large.trainer.descriptors().Request(DescriptorRequestKind::kMapPool), {});
+    REQUIRE(pool.has_value());
+    INFO(pool->message);
+    CHECK(pool->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
+    CHECK_THAT(pool->message, Catch::Contains("mapping"));
+    CHECK(large.trainer.LeaseSlot(1).status.error_code() != StatusCode::OK);
+    // A sparse region: address space is all that it takes.
+    constexpr int64_t kHuge = int64_t{1} << 40;
+    SharedMemory memory;
+    memory.fd = CreateSealedMemfd("huge", kHuge).value();
+    const auto region = old.trainer.descriptors().Register(memory.fd.get(), kHuge);
+    REQUIRE(region.has_value());
+    CHECK(region->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
+    CHECK(old.trainer.NewMemory(4096).region_id != 0);
+    old.Installed(2);
+    const v1::ResourceStatus resources = daemon.Resources();
+    CHECK(resources.members() == 4);
+  }
+  large.Installed(1);
+  old.Installed(3);
+  CHECK(daemon.Stop() == 0);
+}
+
+TEST_CASE("a log that takes no more does not stop the daemon") {
+  std::vector<std::string> launcher;
+  std::string file = "/dev/full";
+  TempFolder folder;
+  SECTION("from the first line") {}
+  SECTION("after some lines: its file system is full") {
+    // Tried in a child: what is not root can't.
+    const pid_t child = fork();
+    if (child == 0) _exit(unshare(CLONE_NEWNS) == 0 ? 0 : 1);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    if (status != 0) {
+      WARN("SKIPPED in part: mount namespaces can't be made here");
+      return;
+    }
+    std::filesystem::create_directory(folder / "log");
+    launcher = {
+        "/usr/bin/unshare", "--mount", "--propagation=private",
+        "/bin/sh",          "-c",      "mount -t tmpfs -o size=4k tmpfs \"$0\" && exec \"$@\"",
+        folder / "log"};
+    file = folder / "log/refitd.log";
+  }
+  Daemon daemon({"--log-file=" + file, "--log-level=debug"}, launcher);
+  for (int i = 0; i < 40; ++i) {
+    Pair pair(daemon, daemon, fmt::format("group-{}", i));
+    pair.Installed(1);
+  }
+  if (!launcher.empty()) {
+    // As the daemon sees it.
+    std::error_code error;
+    const auto bytes =
+        std::filesystem::file_size(fmt::format("/proc/{}/root{}", daemon.pid(), file), error);
+    CHECK(error.value() == 0);
+    CHECK(bytes == 4096);
+  }
+  CHECK(daemon.Status().serving());
+  CHECK(daemon.Stop() == 0);
+}
+
+TEST_CASE("the daemon's clocks are its own: one that is years ahead of its members' serves alike") {
+  // Twenty years of uptime, which members do not see.
+  const std::vector<std::string> launcher = {"/usr/bin/unshare", "--time", "--monotonic=630720000",
+                                             "--boottime=630720000"};
+  {
+    std::vector<std::string> argv = launcher;
+    argv.push_back("/bin/true");
+    Process probe(argv);
+    if (probe.WaitExit() != 0) {
+      WARN("SKIPPED: time namespaces can't be made here: " << probe.Errors());
+      return;
+    }
+  }
+  Daemon ahead({"--listen-tcp=127.0.0.1:0", "--daemon-id=ahead"}, launcher);
+  Daemon daemon({"--daemon-id=other"});
+  Pair pair(ahead, ahead, "g");
+  pair.Installed(1);
+  Pair spread(ahead, daemon, "spread", TcpAddress(&ahead));
+  spread.Installed(1);
+  // Limits are as long as elsewhere, neither over at once nor never.
+  v1::BeginRequest begin;
+  begin.set_version(2);
+  begin.set_duration_ms(500);
+  REQUIRE_OK(pair.trainer.Begin(begin));
+  const auto aborted = pair.engine.engine().events().WaitFor(v1::EngineEvent::kAborted);
+  REQUIRE(aborted.has_value());
+  CHECK_THAT(aborted->aborted().reason(), Catch::Contains("deadline"));
+  pair.Installed(3);
+  CHECK(ahead.Stop() == 0);
+}
+
+}  // namespace
+}  // namespace refitd::e2e
