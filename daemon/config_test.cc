@@ -40,6 +40,9 @@ TEST_CASE("Without file, variables and flags every setting has its documented de
   Config expected;
   expected.access.uids = {0};
   if (geteuid() != 0) expected.access.uids.push_back(geteuid());
+  // The host's name.
+  CHECK_FALSE(loaded->config.daemon_id.empty());
+  expected.daemon_id = loaded->config.daemon_id;
   CHECK(loaded->config == expected);
 }
 
@@ -163,6 +166,14 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--slots=65", "staging.slots");
   refused("--max-pool-bytes=1MiB", "staging.max_pool_bytes is 1048576");
   refused("--copy-threads=-1", "host.copy_threads");
+  refused("--daemon-id=a b", "daemon_id is \"a b\"");
+  refused("--daemon-id=" + std::string(kMaxConfiguredDaemonId + 1, 'x'), "daemon_id");
+  refused("--advertise=node-a", "peers.advertise is \"node-a\", must be HOST:PORT");
+  refused("--advertise=:7", "peers.advertise");
+  refused("--data-interface=", "peers.interface");
+  refused("--data-interface=a/b", "peers.interface is \"a/b\"");
+  refused("--peer-silence-ms=99", "peers.silence_ms");
+  refused("--wire-ms=0", "peers.wire_ms");
   refused("--listen-unix=relative.sock", "listen.unix_path is \"relative.sock\"");
   refused("--listen-unix=/" + std::string(kMaxUnixPathBytes, 'x'),
           "listen.unix_path has 100 bytes");

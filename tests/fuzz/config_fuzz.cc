@@ -47,6 +47,11 @@ constexpr std::array kSettings = {"listen-unix",
                                   "max-pool-bytes",
                                   "copy-threads",
                                   "metrics-listen",
+                                  "daemon-id",
+                                  "advertise",
+                                  "data-interface",
+                                  "peer-silence-ms",
+                                  "wire-ms",
                                   "default-verification"};
 
 // A file that lives as long as this.
@@ -83,6 +88,10 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(listen.tcp.size() <= static_cast<size_t>(kMaxTcpListeners));
   for (const std::string& address : listen.tcp) CheckAddress(address, listen.insecure);
   if (!config.metrics.listen.empty()) CheckAddress(config.metrics.listen, listen.insecure);
+  REFITD_CHECK(!config.daemon_id.empty() && config.daemon_id.size() <= kMaxConfiguredDaemonId);
+  REFITD_CHECK(!HasNul(config.peers.advertise) && !HasNul(config.peers.interface));
+  REFITD_CHECK(!config.peers.interface.empty() && config.peers.interface.size() < 16);
+  REFITD_CHECK(IsWait(config.peers.silence) && IsWait(config.peers.wire));
   REFITD_CHECK(!config.access.uids.empty());
   REFITD_CHECK(!HasNul(config.log.file));
 
