@@ -15,6 +15,8 @@ BY_HAND = {
     "allowed_gids": "none",
     "log.file": "stderr",
     "metrics.listen": "off",
+    "daemon_id": "the host's name",
+    "peers.advertise": "none",
 }
 
 
