@@ -78,23 +78,37 @@ absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::Create(const AcceptLoopO
       auto listener,
       UnixListener::Create(
           {.path = options.path, .type = SOCK_STREAM, .mode = options.mode, .lock = true}));
+  Listener listens{listener->path(), listener->fd(), nullptr, UniqueFd()};
+  listens.unix_listener = std::move(listener);
+  return Make(std::move(listens), peers, std::move(serve));
+}
+
+absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::CreateTcp(TcpListener listener,
+                                                                  Serve serve) {
+  Listener listens{std::move(listener.address), listener.socket.get(), nullptr, UniqueFd()};
+  listens.tcp = std::move(listener.socket);
+  return Make(std::move(listens), nullptr, std::move(serve));
+}
+
+absl::StatusOr<std::unique_ptr<AcceptLoop>> AcceptLoop::Make(Listener listener, PeerTable* peers,
+                                                             Serve serve) {
   UniqueFd epoll(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll.valid()) return ErrnoError(errno, "epoll_create1");
   UniqueFd stop(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!stop.valid()) return ErrnoError(errno, "eventfd");
   UniqueFd spare = OpenSpare();
   if (!spare.valid()) return ErrnoError(errno, "/dev/null");
-  REFITD_RETURN_IF_ERROR(AddToEpoll(epoll.get(), listener->fd()));
+  REFITD_RETURN_IF_ERROR(AddToEpoll(epoll.get(), listener.fd));
   REFITD_RETURN_IF_ERROR(AddToEpoll(epoll.get(), stop.get()));
   return std::unique_ptr<AcceptLoop>(new AcceptLoop(std::move(listener), std::move(epoll),
                                                     std::move(stop), std::move(spare), peers,
                                                     std::move(serve)));
 }
 
-AcceptLoop::AcceptLoop(std::unique_ptr<UnixListener> listener, UniqueFd epoll, UniqueFd stop,
-                       UniqueFd spare, PeerTable* peers, Serve serve)
-    : path_(listener->path()),
-      listen_fd_(listener->fd()),
+AcceptLoop::AcceptLoop(Listener listener, UniqueFd epoll, UniqueFd stop, UniqueFd spare,
+                       PeerTable* peers, Serve serve)
+    : path_(listener.path),
+      listen_fd_(listener.fd),
       epoll_(std::move(epoll)),
       stop_(std::move(stop)),
       peers_(peers),
@@ -106,7 +120,7 @@ AcceptLoop::~AcceptLoop() { Stop(); }
 
 void AcceptLoop::Start() {
   MutexLock lock(&mutex_);
-  REFITD_CHECK(listener_ != nullptr && !thread_.joinable());
+  REFITD_CHECK(listener_.has_value() && !thread_.joinable());
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -130,7 +144,7 @@ void AcceptLoop::Run() {
     }
     const auto now = std::chrono::steady_clock::now();
     if (paused_until_ && now >= *paused_until_) ResumeAccepting();
-    if (now >= next_sweep) {
+    if (peers_ != nullptr && now >= next_sweep) {
       peers_->Sweep();
       next_sweep = now + kPeerSweepInterval;
     }
@@ -139,7 +153,7 @@ void AcceptLoop::Run() {
 
 int AcceptLoop::TimeoutMs() const {
   if (paused_until_) return static_cast<int>(kAcceptBackoff.count());
-  if (peers_->size() > 0) return static_cast<int>(kPeerSweepInterval.count());
+  if (peers_ != nullptr && peers_->size() > 0) return static_cast<int>(kPeerSweepInterval.count());
   return -1;
 }
 
@@ -159,6 +173,7 @@ void AcceptLoop::AcceptAll() {
 }
 
 void AcceptLoop::Admit(UniqueFd connection) {
+  if (peers_ == nullptr) return serve_(std::move(connection));
   auto peer = PeerOf(connection.get(), /*with_pidfd=*/true);
   if (!peer.ok()) {
     LogWarning("connection on {} refused: {}", path_, Message(peer.status()));

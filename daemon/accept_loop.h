@@ -1,8 +1,9 @@
-// Accepts the control plane's unix connections and remembers who made them.
+// Accepts the control plane's connections and remembers who made those over a unix socket.
 //
 // gRPC can't tell a unix peer's credentials. So the daemon accepts by itself, records what the
 // kernel says, and hands the descriptor to gRPC; a call's ServerContext::peer() is then "fd:N",
-// which PeerTable turns back into credentials (P9).
+// which PeerTable turns back into credentials (P9). Over TCP there are none; there the daemon
+// accepts by itself because gRPC 1.51 never does so again once it was out of descriptors.
 //
 // Invariants: an entry is recorded before the descriptor is handed over; a descriptor number that
 // was closed or taken again never answers with its old owner (the socket's inode is compared);
@@ -23,6 +24,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "daemon/peer_credentials.h"
+#include "daemon/tcp_listener.h"
 #include "daemon/unix_listener.h"
 #include "transport/base/mutex.h"
 #include "transport/base/unique_fd.h"
@@ -78,17 +80,30 @@ class AcceptLoop {
   AcceptLoop(const AcceptLoop&) = delete;
   AcceptLoop& operator=(const AcceptLoop&) = delete;
 
+  // The same over TCP, where nobody's credentials are known: none are recorded. Errors:
+  // RESOURCE_EXHAUSTED descriptors.
+  static absl::StatusOr<std::unique_ptr<AcceptLoop>> CreateTcp(TcpListener listener, Serve serve);
+
   // Once.
   void Start();
   // Ends accepting, joins the thread, removes the socket's file if it is still this loop's.
   // Accepted connections live on. Idempotent; not from within `serve`.
   void Stop();
 
+  // The socket's path, or HOST:PORT.
   const std::string& path() const { return path_; }
 
  private:
-  AcceptLoop(std::unique_ptr<UnixListener> listener, UniqueFd epoll, UniqueFd stop, UniqueFd spare,
-             PeerTable* peers, Serve serve);
+  struct Listener {
+    std::string path;
+    int fd = -1;  // of one of these
+    std::unique_ptr<UnixListener> unix_listener;
+    UniqueFd tcp;
+  };
+  static absl::StatusOr<std::unique_ptr<AcceptLoop>> Make(Listener listener, PeerTable* peers,
+                                                          Serve serve);
+  AcceptLoop(Listener listener, UniqueFd epoll, UniqueFd stop, UniqueFd spare, PeerTable* peers,
+             Serve serve);
   void Run();
   int TimeoutMs() const;
   void AcceptAll();
@@ -100,8 +115,8 @@ class AcceptLoop {
   const std::string path_;
   const int listen_fd_;  // of listener_
   const UniqueFd epoll_;
-  const UniqueFd stop_;  // eventfd
-  PeerTable* const peers_;
+  const UniqueFd stop_;     // eventfd
+  PeerTable* const peers_;  // null: TCP
   const Serve serve_;
 
   // The loop's thread only, once it runs.
@@ -110,8 +125,8 @@ class AcceptLoop {
   int64_t shed_since_logged_ = 0;
   std::optional<std::chrono::steady_clock::time_point> shed_logged_;
 
-  Mutex mutex_;                             // Start against Stop
-  std::unique_ptr<UnixListener> listener_;  // null after Stop
+  Mutex mutex_;                                               // Start against Stop
+  std::optional<Listener> listener_ ABSL_GUARDED_BY(mutex_);  // nullopt after Stop
   std::thread thread_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -29,6 +29,7 @@
 #include "daemon/services/operator_service.h"
 #include "daemon/services/peer_service.h"
 #include "daemon/services/trainer_service.h"
+#include "daemon/tcp_listener.h"
 #include "daemon/version.h"
 #include "transport/base/status.h"
 #include "transport/host/gloo_wire.h"
@@ -66,32 +67,39 @@ NodeOptions NodeOptionsOf(const Config& config) {
   return options;
 }
 
-// The gRPC server. Null: an address can't be had (gRPC logs which; the caller says so).
+using TcpAcceptor = grpc::experimental::ExternalConnectionAcceptor;
+
+// The gRPC server. It listens nowhere by itself: it gets connections that the accept loops took,
+// those over TCP by `tcp`.
 std::unique_ptr<grpc::Server> StartServer(const Config& config,
                                           std::vector<grpc::Service*> services,
-                                          std::vector<std::string>* listeners) {
+                                          std::unique_ptr<TcpAcceptor>* tcp) {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits.message_bytes));
-  // Two daemons must never share a port: the second one fails instead.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   // Members ask by pings whether the daemon lives: this often they may, without any other traffic.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   for (grpc::Service* service : services) builder.RegisterService(service);
-  std::vector<int> ports(config.listen.tcp.size());
-  for (size_t i = 0; i < ports.size(); ++i) {
-    builder.AddListeningPort(config.listen.tcp[i], grpc::InsecureServerCredentials(), &ports[i]);
+  *tcp = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+      grpc::InsecureServerCredentials());
+  return builder.BuildAndStart();
+}
+
+// Accept loops of listen.tcp, which do not run yet.
+absl::StatusOr<std::vector<std::unique_ptr<AcceptLoop>>> ListenOnTcp(
+    const Config& config, const AcceptLoop::Serve& serve) {
+  std::vector<std::unique_ptr<AcceptLoop>> loops;
+  for (const std::string& address : config.listen.tcp) {
+    REFITD_ASSIGN_OR_RETURN(std::vector<TcpListener> listeners, ListenTcp(address));
+    for (TcpListener& listener : listeners) {
+      REFITD_ASSIGN_OR_RETURN(auto loop, AcceptLoop::CreateTcp(std::move(listener), serve));
+      loops.push_back(std::move(loop));
+    }
   }
-  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  for (size_t i = 0; i < ports.size(); ++i) {
-    if (ports[i] == 0) return nullptr;
-    // Port 0 asks for any: what it became is what callers need.
-    const std::string& address = config.listen.tcp[i];
-    listeners->push_back(fmt::format("tcp:{}:{}", address.substr(0, address.rfind(':')), ports[i]));
-  }
-  return server;
+  return loops;
 }
 
 int Fail(const absl::Status& status) {
@@ -146,7 +154,22 @@ int Run(const Invocation& invocation) {
        .access = config.access},
       &node);
   if (!descriptors.ok()) return Fail(descriptors.status());
+  std::unique_ptr<TcpAcceptor> tcp;
+  auto tcp_loops = ListenOnTcp(config, [&tcp](UniqueFd fd) {
+    TcpAcceptor::NewConnectionParameters connection;
+    connection.fd = fd.Release();
+    tcp->HandleNewConnection(&connection);
+  });
+  if (!tcp_loops.ok()) {
+    LogError("can't listen on {}", Message(tcp_loops.status()));
+    return kExitInUse;
+  }
   std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};
+  for (const auto& loop : *tcp_loops) {
+    // Port 0 asked for any: what it became is what callers need.
+    const std::string name = "tcp:" + loop->path();
+    if (listeners.back() != name) listeners.push_back(name);
+  }
   std::unique_ptr<MetricsServer> metrics_server;
   if (!config.metrics.listen.empty()) {
     absl::StatusOr<std::unique_ptr<MetricsServer>> started =
@@ -154,14 +177,12 @@ int Run(const Invocation& invocation) {
     if (!started.ok()) return Fail(started.status());
     metrics_server = *std::move(started);
   }
-  server = StartServer(config, {&trainers, &engines, &operators, &peer_links}, &listeners);
-  if (server == nullptr) {
-    LogError("can't listen on {}: in use, or no such address", fmt::join(config.listen.tcp, ", "));
-    return kExitInUse;
-  }
+  server = StartServer(config, {&trainers, &engines, &operators, &peer_links}, &tcp);
+  if (server == nullptr) return Fail(absl::InternalError("the gRPC server does not start"));
   if (metrics_server != nullptr) listeners.push_back("metrics:" + metrics_server->address());
   node.SetListeners(listeners);
   (*accept_loop)->Start();
+  for (const auto& loop : *tcp_loops) loop->Start();
 
   ServiceManager manager([&node] { return node.Alive(); });
   LogInfo("refitd {} listening on {}, pid {}", kVersion, fmt::join(listeners, ", "), getpid());
@@ -187,6 +208,7 @@ int Run(const Invocation& invocation) {
   finished = true;
   second.join();
   (*accept_loop)->Stop();
+  for (const auto& loop : *tcp_loops) loop->Stop();
   (*descriptors)->Stop();
   server->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
   LogInfo("drained");

@@ -229,13 +229,13 @@ void Follower::Impl::Lose(const absl::Status& status) {
   if (state == State::kLost) return;
   const bool joined = state == State::kJoined;
   state = State::kLost;
-  const std::string what = fmt::format("group {}: the coordinator at {} {}: {}", options.name,
-                                       options.coordinator_address,
+  const std::string loss = fmt::format("the coordinator at {} {}: {}", options.coordinator_address,
                                        joined ? "is lost" : "could not be joined", Message(status));
+  const std::string what = fmt::format("group {}: {}", options.name, loss);
   // A refusal keeps its code; a broken link is UNAVAILABLE whatever broke it.
   lost = absl::Status(joined ? absl::StatusCode::kUnavailable : status.code(), what);
   if (lost.ok()) lost = absl::UnavailableError(what);
-  Do(GroupAction(LogLine{LogLine::kWarning, what}));
+  Do(GroupAction(LogLine{LogLine::kWarning, loss}));  // the log names the group
   worker.AbandonAll(now, Out());
   reports.clear();
   for (const auto& [id, member] : std::exchange(members, {})) {

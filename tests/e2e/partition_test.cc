@@ -32,8 +32,8 @@ constexpr milliseconds kWire{2'000};
 constexpr milliseconds kSlack{1'000 + 4'000};
 constexpr milliseconds kHealed{10'000};
 constexpr char kCoordinator[] = "10.77.0.1:7411";
-// Slow enough for a fault to hit a part on the wire; a part's 256 KiB take 0.3 s.
-constexpr char kSlow[] = "tbf rate 8mbit burst 32kb latency 400ms";
+// Slow enough for a fault to hit a part on the wire; a part's 256 KiB take a third of a second.
+constexpr char kSlow[] = "tbf rate 6mbit burst 32kb latency 400ms";
 constexpr int64_t kPartBytes = 256 << 10;
 
 // A network namespace; gone with its last process and this.

@@ -222,6 +222,28 @@ TEST_CASE("a data plane that finds no descriptors fails the update by name; the 
   spread.Installed(2);
 }
 
+TEST_CASE("a coordinator that was out of descriptors takes daemons over TCP again") {
+  Daemon alpha({"--listen-tcp=127.0.0.1:0", "--daemon-id=alpha"});
+  Daemon beta({"--daemon-id=beta"});
+  const std::string coordinator = TcpAddress(&alpha);
+  RawTrainer trainer(alpha.Connect(), RawTrainer::Hello("g"));
+  REQUIRE(trainer.attached().ok());
+  {
+    OutOfDescriptors out(alpha);
+    v1::EngineHello hello = Pair::Hello("g", coordinator);
+    hello.set_wait_ms(1'000);
+    RawEngine refused(beta.Connect(), hello);
+    const grpc::Status status = refused.attached();
+    INFO(status.error_message());
+    CHECK_FALSE(status.ok());
+    CHECK_THAT(status.error_message(), Catch::Contains(coordinator));
+  }
+  RawEngine engine(beta.Connect(), Pair::Hello("g", coordinator));
+  const grpc::Status status = engine.attached();
+  INFO(status.error_message() << "\n" << alpha.log());
+  CHECK(status.ok());
+}
+
 TEST_CASE("memory that can't be had is refused; what is there goes on") {
   constexpr int64_t kRoom = int64_t{256} << 20;  // for the daemon's own threads and messages
   Daemon daemon;
