@@ -19,6 +19,16 @@ using absl::StatusCode;
 
 constexpr int kBacklog = 1024;  // connections that the kernel may queue
 
+// A peer that went while the network was away, or whose reset was lost, is asked whether it lives:
+// else its connection would stay for hours (P8).
+constexpr int kProbeAfterSeconds = 10;
+constexpr int kProbeEverySeconds = 5;
+constexpr int kProbes = 3;
+
+void Set(const UniqueFd& socket, int level, int option, int value) {
+  setsockopt(socket.get(), level, option, &value, sizeof(value));
+}
+
 struct FreeAddresses {
   void operator()(addrinfo* list) const { freeaddrinfo(list); }
 };
@@ -33,15 +43,15 @@ absl::StatusOr<UniqueFd> Listen(const sockaddr_storage& where, socklen_t bytes) 
   UniqueFd fd(socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd.valid() && errno == EAFNOSUPPORT) return absl::UnavailableError("no such address family");
   if (!fd.valid()) return ErrnoError(errno, "socket");
-  // What ended just now must not keep a daemon from its port; accepted
-  // connections inherit the second.
-  const int on = 1;
-  const int off = 0;
-  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  if (where.ss_family == AF_INET6) {
-    setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
-  }
+  // What ended just now must not keep a daemon from its port.
+  Set(fd, SOL_SOCKET, SO_REUSEADDR, 1);
+  // Accepted connections inherit these.
+  Set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, kProbeAfterSeconds);
+  Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, kProbeEverySeconds);
+  Set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
+  if (where.ss_family == AF_INET6) Set(fd, IPPROTO_IPV6, IPV6_V6ONLY, 0);
   if (bind(fd.get(), reinterpret_cast<const sockaddr*>(&where), bytes) != 0 ||
       listen(fd.get(), kBacklog) != 0) {
     if (errno == EADDRINUSE) return absl::AlreadyExistsError("in use");
