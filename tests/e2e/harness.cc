@@ -53,6 +53,14 @@ bool Eventually(const std::function<bool()>& condition) {
   return true;
 }
 
+std::string OwnLoopback(int index) {
+  // 127.64.0.0 and up, 17 bits of process id and 5 of index; 127.0.0.1 is everybody's.
+  const int pid = getpid() & 0x1FFFF;
+  const int host = (1 << 22) | (pid << 5) | index;
+  return "127." + std::to_string(host >> 16) + "." + std::to_string((host >> 8) & 0xFF) + "." +
+         std::to_string(host & 0xFF);
+}
+
 std::string BinaryPath(const std::string& target) {
   namespace fs = std::filesystem;
   // Under `bazel test` the working folder is the tree of runfiles; run by hand, the binaries lie
@@ -179,6 +187,17 @@ void Daemon::Start() {
   const grpc::Status status = Call(&v1::Operator::Stub::GetStatus, v1::GetStatusRequest()).status;
   if (!listens || !status.ok())
     throw std::runtime_error("refitd: " + status.error_message() + "\n" + log());
+  constexpr std::string_view kTcp = "tcp:";
+  const v1::GetStatusResponse running = Status();
+  for (const std::string& listener : running.listeners()) {
+    if (listener.rfind(kTcp, 0) != 0) continue;
+    address_ = listener.substr(kTcp.size());
+    break;
+  }
+  // Another start of this daemon is found where this one was.
+  for (std::string& flag : flags_) {
+    if (flag.rfind("--listen-tcp=", 0) == 0) flag = "--listen-tcp=" + address_;
+  }
 }
 
 void Daemon::Kill() {

@@ -27,6 +27,10 @@ namespace refitd::e2e {
 // usual case.
 bool Eventually(const std::function<bool()>& condition);
 
+// An address of 127.0.0.0/8 that is this process's alone, `index` from 0 to 31: no connection of
+// others takes a port there by chance.
+std::string OwnLoopback(int index);
+
 // A binary of this build: "daemon/refitd", "tests/e2e/member".
 std::string BinaryPath(const std::string& target);
 
@@ -82,6 +86,8 @@ class Daemon {
   const std::string& socket() const { return socket_; }
   pid_t pid() const { return process_->pid(); }
   std::string log() { return process_->Errors(); }
+  // HOST:PORT of its first TCP listener, as members name it as coordinator; empty: it has none.
+  const std::string& address() const { return address_; }
   // A connection of its own each time.
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket_); }
 
@@ -91,8 +97,9 @@ class Daemon {
   std::optional<int> Stop();
   // SIGKILL; reaped. Its socket's file stays, as a crash leaves it.
   void Kill();
-  // After Stop, Kill or an end of its own: another one, with the same folder, socket and flags,
-  // ready as after construction.
+  // After Stop, Kill or an end of its own: another one, with the same folder, socket, flags and TCP
+  // address, ready as after construction. Only a host that nobody else connects from keeps its port
+  // free meanwhile: OwnLoopback().
   void Restart();
 
   v1::GetStatusResponse Status();
@@ -120,8 +127,9 @@ class Daemon {
 
   TempFolder folder_;
   const std::string socket_;
-  const std::vector<std::string> flags_;
+  std::vector<std::string> flags_;
   const std::vector<std::string> launcher_;
+  std::string address_;
   std::unique_ptr<Process> process_;
   std::unique_ptr<v1::Operator::Stub> operator_;
 };

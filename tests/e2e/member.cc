@@ -3,6 +3,7 @@
 //   member trainer|engine SOCKET [group=G] [rank=R] [world=W] [trainers=T] [instances=I]
 //   [slot_bytes=B] [slots=S]
 //          [instance=NAME] [delivery=registered|staged] [uid=U] [token=HEX]
+//          [coordinator=HOST:PORT] [auto=1]
 //
 // Reads one command a line from stdin, answers each with one line: "ok ..." or "error CODE
 // MESSAGE". The model is MixedModel(), its bytes those of BytesOf(version).
@@ -16,6 +17,15 @@
 //   memory holds exactly version V (0: untouched) token                   its lease's token, in
 //   hexadecimal fork                    a child that keeps every descriptor and waits to be killed;
 //   "ok PID"
+//   alive                   whether its lease still stands
+// An engine with auto=1 answers Prepare and acknowledges parts by itself, and has:
+//   hold ready|ack          keeps that back from the next event on; release: answers what was kept
+//   await prepare|part V    waits for it
+//   believe V               waits for an outcome of version V or later; what it knows of its
+//   weights:
+//                           "ok good VERSION", "ok dirty", "ok doubt", each with " gone" if its
+//                           lease ended; "error 15 ..." if good weights are not that version's
+//                           bytes
 // Ends with its stdin, or with its parent.
 #include <fmt/format.h>
 #include <grp.h>
@@ -105,6 +115,10 @@ class TrainerMember {
            return Answer(trainer_->Commit(version, Read(in)).status);
          }},
         {"begin_as", [this](auto& in) { return BeginAs(in); }},
+        {"alive",
+         [this](auto&) {
+           return std::string(trainer_->events().ended() ? "error 14 the stream ended" : "ok");
+         }},
         {"token", [this](auto&) { return "ok " + ToHex(trainer_->welcome().lease().token()); }},
     };
   }
@@ -116,10 +130,11 @@ class TrainerMember {
   }
 
   std::string Attach() {
-    trainer_ = std::make_unique<RawTrainer>(
-        ConnectTo(socket_),
+    v1::TrainerHello hello =
         RawTrainer::Hello(settings_.Text("group", "g"), settings_.GroupSpec(),
-                          settings_.Number("rank", 0), settings_.Number("trainers", 1)));
+                          settings_.Number("rank", 0), settings_.Number("trainers", 1));
+    hello.set_coordinator(settings_.Text("coordinator", ""));
+    trainer_ = std::make_unique<RawTrainer>(ConnectTo(socket_), hello);
     const grpc::Status status = trainer_->attached();
     if (!status.ok()) return Answer(status);
     memory_ = trainer_->NewMemory(ModelBytes(model_) + 64 * static_cast<int64_t>(model_.size()));
@@ -202,6 +217,24 @@ class EngineMember {
          }},
         {"outcome", [this](auto&) { return Outcome(); }},
         {"check", [this](auto& in) { return Check(in); }},
+        {"alive",
+         [this](auto&) {
+           return std::string(engine().events().ended() ? "error 14 the stream ended" : "ok");
+         }},
+        {"hold",
+         [this](auto& in) {
+           std::string what;
+           in >> what;
+           engine().Hold(what == "ready", what == "ack");
+           return std::string("ok");
+         }},
+        {"release",
+         [this](auto&) {
+           engine().Release();
+           return std::string("ok");
+         }},
+        {"await", [this](auto& in) { return Await(in); }},
+        {"believe", [this](auto& in) { return Believe(in); }},
         {"token", [this](auto&) { return "ok " + ToHex(engine().welcome().lease().token()); }},
     };
   }
@@ -216,7 +249,9 @@ class EngineMember {
     v1::EngineHello hello = RawEngine::Hello(
         settings_.Text("group", "g"), settings_.Text("instance", "i"), rank, world,
         staged ? v1::DELIVERY_STAGED : v1::DELIVERY_REGISTERED, settings_.GroupSpec());
-    const EngineOptions by_hand{.auto_ready = false, .auto_ack = false};
+    hello.set_coordinator(settings_.Text("coordinator", ""));
+    const bool by_itself = settings_.Number("auto", 0) != 0;
+    const EngineOptions by_hand{.auto_ready = by_itself, .auto_ack = by_itself};
     if (staged) {
       const v1::Bucket all = Describe(model_, 0);
       *hello.mutable_manifest()->mutable_names() = all.names();
@@ -244,18 +279,43 @@ class EngineMember {
                        event->aborted().dirty() ? "dirty" : "clean", event->aborted().reason());
   }
 
+  std::string Await(std::istringstream& in) {
+    std::string what;
+    int64_t version = 0;
+    in >> what >> version;
+    const bool came =
+        what == "prepare" ? engine().AwaitPrepare(version) : engine().AwaitPart(version);
+    return came ? "ok" : "error 4 no " + what;
+  }
+
+  std::string Believe(std::istringstream& in) {
+    int64_t version = 0;
+    in >> version;
+    const Belief belief = engine().AwaitBelief(version);
+    const std::string gone = belief.attached ? "" : " gone";
+    if (belief.in_doubt) return "ok doubt" + gone;
+    if (!belief.good) return "ok dirty" + gone;
+    // Staged engines hold nothing before their first version.
+    if (belief.version != 0 || staged_ == nullptr) {
+      const std::string difference = DifferenceFrom(belief.version);
+      if (!difference.empty()) {
+        return fmt::format("error 15 believes in version {}, but {}", belief.version, difference);
+      }
+    }
+    return fmt::format("ok good {}{}", belief.version, gone);
+  }
+
   std::string Check(std::istringstream& in) {
     int64_t version = 0;
     in >> version;
-    const std::vector<std::string> bytes = BytesOf(model_, version);
-    std::string difference;
-    if (staged_ != nullptr) {
-      difference = staged_->StagedDifference(model_, bytes);
-    } else {
-      difference =
-          version == 0 ? holder_->DifferenceFromEmpty() : holder_->Difference(model_, bytes);
-    }
+    const std::string difference = DifferenceFrom(version);
     return difference.empty() ? "ok" : "error 15 " + difference;
+  }
+
+  std::string DifferenceFrom(int64_t version) {
+    const std::vector<std::string> bytes = BytesOf(model_, version);
+    if (staged_ != nullptr) return staged_->StagedDifference(model_, bytes);
+    return version == 0 ? holder_->DifferenceFromEmpty() : holder_->Difference(model_, bytes);
   }
 
   const std::string socket_;

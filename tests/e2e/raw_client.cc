@@ -240,6 +240,11 @@ Outcome<v1::LayoutRegistered> RawEngine::RegisterChunks(
 }
 
 bool RawEngine::Ready(int64_t version) {
+  {
+    // Before it is on its way: from here on memory may be written.
+    std::lock_guard lock(told_mutex_);
+    if (version == prepared_) answered_ = true;
+  }
   v1::EngineMessage message;
   message.mutable_ready()->set_version(version);
   message.mutable_ready()->set_update_id(update_id_);
@@ -262,21 +267,101 @@ bool RawEngine::Fail(int64_t version, const std::string& reason) {
   return stream_->Write(message);
 }
 
+void RawEngine::Hold(bool ready, bool ack) {
+  std::lock_guard lock(told_mutex_);
+  options_ = {.auto_ready = !ready, .auto_ack = !ack};
+}
+
+void RawEngine::Release() {
+  int64_t ready = 0;
+  std::vector<std::pair<int64_t, int64_t>> acks;
+  {
+    std::lock_guard lock(told_mutex_);
+    options_ = {};
+    if (!answered_) ready = prepared_;
+    acks = std::exchange(kept_acks_, {});
+  }
+  if (ready != 0) Ready(ready);
+  for (const auto& [version, part] : acks) Ack(version, part);
+}
+
+bool RawEngine::Await(const std::function<bool()>& condition) {
+  // The stream's end is no event: it is looked for now and then.
+  constexpr std::chrono::milliseconds kLook{20};
+  const auto deadline = std::chrono::steady_clock::now() + kDeadline;
+  std::unique_lock lock(told_mutex_);
+  while (!condition()) {
+    if (stream_->ended() || std::chrono::steady_clock::now() >= deadline) return condition();
+    told_cond_.wait_for(lock, kLook);
+  }
+  return true;
+}
+
+bool RawEngine::AwaitPrepare(int64_t version) {
+  return Await([&] { return prepared_ == version; });
+}
+
+bool RawEngine::AwaitPart(int64_t version) {
+  return Await([&] { return part_of_ == version; });
+}
+
+Belief RawEngine::AwaitBelief(int64_t version) {
+  Await([&] { return prepared_ == 0 && outcome_of_ >= version; });
+  std::lock_guard lock(told_mutex_);
+  Belief belief = belief_;
+  belief.attached = !stream_->ended();
+  belief.in_doubt = prepared_ != 0 && answered_;
+  if (belief.in_doubt) belief.good = false;
+  return belief;
+}
+
 void RawEngine::On(const v1::EngineEvent& event) {
-  if (event.has_prepare()) update_id_ = event.prepare().update_id();
   SeeWelcome(event);
   if (event.has_prepare()) {
+    update_id_ = event.prepare().update_id();
     {
       std::lock_guard lock(staged_mutex_);
-      staged_tensors_.clear();
+      before_ = std::exchange(staged_tensors_, {});
       staged_error_.clear();
       next_part_ = 0;
     }
-    if (options_.auto_ready) Ready(event.prepare().version());
+    bool answer = false;
+    {
+      std::lock_guard lock(told_mutex_);
+      prepared_ = event.prepare().version();
+      answered_ = false;
+      kept_acks_.clear();
+      answer = options_.auto_ready;
+    }
+    if (answer) Ready(event.prepare().version());
   } else if (event.has_bucket()) {
     Take(event.bucket());
-    if (options_.auto_ack) Ack(event.bucket().version(), event.bucket().part());
+    bool answer = false;
+    {
+      std::lock_guard lock(told_mutex_);
+      part_of_ = event.bucket().version();
+      answer = options_.auto_ack;
+      if (!answer) kept_acks_.emplace_back(event.bucket().version(), event.bucket().part());
+    }
+    if (answer) Ack(event.bucket().version(), event.bucket().part());
+  } else if (event.has_committed()) {
+    std::lock_guard lock(told_mutex_);
+    prepared_ = 0;
+    outcome_of_ = std::max<int64_t>(outcome_of_, event.committed().version());
+    belief_.good = true;
+    belief_.version = event.committed().version();
+  } else if (event.has_aborted()) {
+    if (!event.aborted().dirty()) {
+      std::lock_guard lock(staged_mutex_);
+      staged_tensors_ = std::move(before_);
+      before_.clear();
+    }
+    std::lock_guard lock(told_mutex_);
+    prepared_ = 0;
+    outcome_of_ = std::max<int64_t>(outcome_of_, event.aborted().version());
+    if (event.aborted().dirty()) belief_.good = false;
   }
+  told_cond_.notify_all();
 }
 
 void RawEngine::Take(const v1::BucketReady& part) {

@@ -69,6 +69,10 @@ class EventStream {
     return call_->Write(message);
   }
   void Cancel() { context_.TryCancel(); }
+  bool ended() const {
+    std::lock_guard lock(mutex_);
+    return ended_;
+  }
 
   // The next event of one of these kinds; earlier ones of other kinds are dropped. nullopt: the
   // stream ended or the deadline passed before.
@@ -116,7 +120,7 @@ class EventStream {
   const std::unique_ptr<Call> call_;
   const Handler handler_;
   std::mutex write_mutex_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable cond_;
   std::deque<Event> events_;
   bool ended_ = false;
@@ -256,12 +260,21 @@ struct EngineOptions {
   bool auto_ack = true;    // acknowledges parts after copying them
 };
 
+// What an engine rank knows of its own weights, from what it was told and nothing else.
+struct Belief {
+  bool good = true;       // it holds `version` in full; else dirty, or in doubt
+  int64_t version = 0;    // 0: as it was before the first update
+  bool in_doubt = false;  // answered Ready, and its stream ended before the outcome
+  bool attached = true;
+};
+
 // Says hello at once. Staged parts are copied out into `staged_tensors` on the reading thread and
 // checked for what any engine may rely on.
 class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::EngineEvent> {
  public:
   RawEngine(const std::shared_ptr<grpc::Channel>& channel, const v1::EngineHello& hello,
             EngineOptions options = {});
+  ~RawEngine() { stream_.reset(); }  // its thread uses what this class has
   static v1::EngineHello Hello(const std::string& group, const std::string& instance, int rank = 0,
                                int world_size = 1, v1::Delivery delivery = v1::DELIVERY_REGISTERED,
                                std::optional<v1::GroupSpec> spec = Spec());
@@ -272,6 +285,17 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   bool Ack(int64_t version, int64_t part);
   bool Fail(int64_t version, const std::string& reason);
 
+  // From the next event on: answers by itself, or keeps Ready or acknowledgements back. What was
+  // kept back is answered by Release().
+  void Hold(bool ready, bool ack);
+  void Release();
+  // False: not before kDeadline, or the stream ended.
+  bool AwaitPrepare(int64_t version);
+  bool AwaitPart(int64_t version);
+  // Waits for the outcome of what it is prepared for, and for one of at least `version`; kDeadline
+  // or the stream's end cuts that short.
+  Belief AwaitBelief(int64_t version);
+
   // Staged delivery: empty if exactly these tensors were delivered since the last Prepare, each
   // byte once; else what is wrong.
   std::string StagedDifference(const Model& model, const std::vector<std::string>& bytes);
@@ -281,14 +305,26 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   void On(const v1::EngineEvent& event);
   void Take(const v1::BucketReady& part);
 
-  const EngineOptions options_;
+  // False: the stream ended or kDeadline passed before.
+  bool Await(const std::function<bool()>& condition);
+
   std::atomic<uint64_t> update_id_{0};  // of the last Prepare: what answers carry
+  std::mutex told_mutex_;
+  std::condition_variable told_cond_;
+  EngineOptions options_;
+  int64_t prepared_ = 0;  // version; 0: the outcome came
+  bool answered_ = false;
+  int64_t part_of_ = 0;                                 // version of the last part
+  int64_t outcome_of_ = 0;                              // highest version
+  std::vector<std::pair<int64_t, int64_t>> kept_acks_;  // version, part
+  Belief belief_;
   std::mutex staged_mutex_;
   struct Staged {
     std::string bytes;
     std::string times;  // each byte was delivered
   };
   std::map<std::string, Staged> staged_tensors_;
+  std::map<std::string, Staged> before_;  // of the update before: an abort may leave it valid
   std::string staged_error_;
   int64_t next_part_ = 0;
   std::shared_ptr<HostRegion> pool_;

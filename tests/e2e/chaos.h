@@ -1,0 +1,127 @@
+// A group over three daemons of real processes, and faults in it: whoever takes part is killed or
+// stopped in any phase of an update, and what everybody then says and holds is judged.
+//
+//   coordinator: engine "home"    source: trainer, engine "near"    sink: engines "far", "twin"
+//
+// "far" takes staged delivery, the others registered. A fault's judge asks for the promises:
+//   P1, P2  an engine that believes in a version holds exactly its bytes, and believes in no
+//   version
+//           that was not committed; who was told committed does believe
+//   P4      every call ends within kCallBound
+//   -       the next update commits on all engines within kRecoveryBound of the fault's end
+//   P8      nothing is left in the daemons: members, regions, mappings, slots, nodes
+// Not thread-safe; several clusters may live at once.
+#ifndef REFITD_TESTS_E2E_CHAOS_H_
+#define REFITD_TESTS_E2E_CHAOS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/e2e/harness.h"
+
+namespace refitd::e2e {
+
+enum class Victim { kTrainer, kFarEngine, kNearEngine, kSource, kSink, kCoordinator };
+enum class Fault { kKill, kStop };
+enum class Phase {
+  kPrepare,  // an engine has not answered Ready
+  kData,     // the first bucket is out, a part of it unacknowledged
+  kDecide,   // all buckets and Commit are out, a part unacknowledged
+  kAnytime,  // wherever the update happens to be
+};
+std::string NameOf(Victim victim);
+std::string NameOf(Fault fault);
+std::string NameOf(Phase phase);
+
+struct Case {
+  Victim victim;
+  Fault fault;
+  Phase phase;
+  std::chrono::microseconds delay{0};  // kAnytime: from the update's beginning to the fault
+};
+
+struct ChaosCounts {
+  int64_t updates = 0;  // begun
+  int64_t committed = 0;
+  int64_t aborted = 0;
+  int64_t kills = 0;
+  int64_t stops = 0;
+  int64_t violations = 0;
+  int64_t leaks = 0;
+  std::vector<std::string> details;  // of violations and leaks, in words
+};
+
+class Cluster {
+ public:
+  // Everybody attached, one version committed. Throws std::runtime_error if that can't be.
+  explicit Cluster(int loopback_index = 0);
+
+  // One update with the fault in it, the judgement, and the recovery. Empty: all promises were
+  // kept. `expect_commit`: what must become of the update; absent: either.
+  std::vector<std::string> Run(const Case& fault, std::optional<bool> expect_commit = std::nullopt);
+  const ChaosCounts& counts() const { return counts_; }
+
+ private:
+  struct Seat {
+    std::string name;
+    std::string role;
+    int daemon = 0;
+    std::vector<std::string> settings;
+    std::unique_ptr<MemberProcess> process;  // null: dead
+  };
+  enum : int { kCoordinatorAt, kSourceAt, kSinkAt, kDaemons };
+  enum : int { kTrainerSeat, kHome, kNear, kFar, kTwin, kSeats };
+  using Clock = std::chrono::steady_clock;
+
+  struct Outcome {
+    bool known = false;  // somebody who knows said what became of the update
+    bool committed = false;
+    std::string last_answer;  // the trainer's
+  };
+
+  Daemon& daemon(int i) { return *daemons_[static_cast<size_t>(i)]; }
+  Seat& seat(int i) { return seats_[static_cast<size_t>(i)]; }
+  bool Killed(Victim victim) const;
+
+  void Strike(const Case& fault);
+  // Everything runs again; daemons that died are started anew.
+  void EndFault(const Case& fault);
+  // Waits until those that must go on know of the loss.
+  void AwaitNoticed(const Case& fault);
+  // Without it: an update that must commit.
+  Outcome Update(int64_t version, const Case* fault);
+  void Hold(int64_t version, const Case& fault, bool commit_is_out);
+  std::string Answer(const char* what);
+  void AskOutcome(int64_t version, Outcome* outcome);
+  void Judge(int64_t version, const Outcome& outcome);
+  void Recover(Clock::time_point since);
+  bool AttachMissing();
+  void CheckNothingLeft();
+  void Violation(const std::string& what);
+  void Leak(const std::string& what);
+
+  std::vector<std::unique_ptr<Daemon>> daemons_;
+  std::vector<Seat> seats_;
+  int64_t version_ = 0;
+  std::vector<int64_t> committed_;  // versions that may be believed in
+  int holder_ = kFar;               // who keeps an update in its phase
+  bool fault_over_ = true;
+  std::map<int, v1::ResourceStatus> baseline_;  // of daemons
+  std::string current_;                         // the case, in words
+  ChaosCounts counts_;
+  std::vector<std::string> problems_;  // of this Run
+};
+
+// `rounds` faults by this seed: each one update with a fault and one that must commit after it.
+ChaosCounts Chaos(uint64_t seed, int rounds, int loopback_index = 0);
+
+}  // namespace refitd::e2e
+
+#endif  // REFITD_TESTS_E2E_CHAOS_H_

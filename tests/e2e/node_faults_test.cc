@@ -1,0 +1,96 @@
+// Everybody who takes part in an update over three daemons is killed and stopped in every phase of
+// it (tests/e2e/chaos.h says who there is, and what is asked of the rest).
+#include <catch2/catch.hpp>
+#include <optional>
+#include <string>
+
+#include "tests/e2e/chaos.h"
+
+namespace refitd::e2e {
+namespace {
+
+constexpr std::optional<bool> kCommits = true;
+constexpr std::optional<bool> kAborts = false;
+
+struct Row {
+  Victim victim;
+  // What must become of the update, by phase: prepare, data, decide.
+  std::optional<bool> outcome[3];
+};
+
+// Runs every phase of each row on one cluster.
+void RunTable(Fault fault, const std::vector<Row>& rows, int loopback_index) {
+  Cluster cluster(loopback_index);
+  for (const Row& row : rows) {
+    for (const Phase phase : {Phase::kPrepare, Phase::kData, Phase::kDecide}) {
+      const std::string name = NameOf(row.victim) + " " + NameOf(fault) + " " + NameOf(phase);
+      const std::vector<std::string> problems =
+          cluster.Run({row.victim, fault, phase}, row.outcome[static_cast<int>(phase)]);
+      std::string text;
+      for (const std::string& problem : problems) text += problem + "\n";
+      INFO(name << "\n" << text);
+      CHECK(problems.empty());
+    }
+  }
+  CHECK(cluster.counts().violations == 0);
+  CHECK(cluster.counts().leaks == 0);
+}
+
+TEST_CASE("a member killed in any phase costs its instance or the update, nothing else") {
+  RunTable(Fault::kKill,
+           {
+               {Victim::kTrainer, {kAborts, kAborts, kAborts}},
+               {Victim::kFarEngine, {kCommits, kCommits, kCommits}},
+               {Victim::kNearEngine, {kCommits, kCommits, kCommits}},
+           },
+           0);
+}
+
+TEST_CASE("a daemon killed in any phase aborts the update or leaves it to the rest") {
+  RunTable(Fault::kKill,
+           {
+               {Victim::kSource, {kAborts, kAborts, kAborts}},
+               // No byte is out yet: the rest goes on without its instances.
+               {Victim::kSink, {kCommits, kAborts, kAborts}},
+               {Victim::kCoordinator, {kAborts, kAborts, kAborts}},
+           },
+           1);
+}
+
+TEST_CASE("a member stopped in any phase is late by name, and welcome again") {
+  RunTable(Fault::kStop,
+           {
+               // Its Commit is out: nothing more is asked of it.
+               {Victim::kTrainer, {kAborts, kAborts, kCommits}},
+               {Victim::kFarEngine, {kAborts, kAborts, kAborts}},
+               // Registered: after Ready nothing is asked of it.
+               {Victim::kNearEngine, {kAborts, kCommits, kCommits}},
+           },
+           2);
+}
+
+TEST_CASE("a daemon stopped in any phase is given up in time, and welcome again") {
+  RunTable(Fault::kStop,
+           {
+               {Victim::kSource, {kAborts, kAborts, kAborts}},
+               {Victim::kSink, {kCommits, kAborts, kAborts}},
+               {Victim::kCoordinator, {kAborts, kAborts, kAborts}},
+           },
+           3);
+}
+
+TEST_CASE("20 random faults violate no promise and leave nothing behind") {
+  const ChaosCounts counts = Chaos(20'240'611, 20, 4);
+  std::string details;
+  for (const std::string& detail : counts.details) details += detail + "\n";
+  INFO(details);
+  CHECK(counts.violations == 0);
+  CHECK(counts.leaks == 0);
+  CHECK(counts.kills + counts.stops == 20);
+  // At least the one after each fault.
+  CHECK(counts.committed >= 20);
+  CHECK(counts.updates == counts.committed + counts.aborted);
+}
+
+}  // namespace
+}  // namespace refitd::e2e

@@ -1,0 +1,751 @@
+// Groups over two and three real daemons: every source, delivery and verification, with trainers
+// and engines on every side; what engines then hold is compared byte for byte, and what daemons
+// keep is counted afterwards.
+#include <fmt/format.h>
+
+#include <catch2/catch.hpp>
+#include <future>
+
+#include "tests/e2e/harness.h"
+#include "tests/e2e/require.h"
+
+namespace refitd::e2e {
+namespace {
+
+using grpc::StatusCode;
+
+std::vector<std::string> Flags(const std::string& daemon_id) {
+  return {"--listen-tcp=127.0.0.1:0", "--daemon-id=" + daemon_id};
+}
+
+template <typename Hello>
+Hello In(Hello hello, const Daemon& coordinator) {
+  hello.set_coordinator(coordinator.address());
+  return hello;
+}
+
+v1::EngineHello Registered(const std::string& instance, const v1::GroupSpec& spec, int rank = 0,
+                           int world_size = 1, const std::string& group = "g") {
+  return RawEngine::Hello(group, instance, rank, world_size, v1::DELIVERY_REGISTERED, spec);
+}
+
+v1::EngineHello Staged(const std::string& instance, const v1::GroupSpec& spec,
+                       const Model* manifest = nullptr) {
+  v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, v1::DELIVERY_STAGED, spec);
+  if (manifest != nullptr) {
+    const v1::Bucket all = Describe(*manifest, 0);
+    *hello.mutable_manifest()->mutable_names() = all.names();
+    *hello.mutable_manifest()->mutable_dtypes() = all.dtypes();
+    *hello.mutable_manifest()->mutable_shapes() = all.shapes();
+  }
+  return hello;
+}
+
+// What a daemon has when nobody is attached. Descriptors and threads are those of the moment that
+// the object was made.
+class Baseline {
+ public:
+  explicit Baseline(Daemon* daemon) : daemon_(daemon), before_(daemon->Resources()) {}
+
+  // Empty: back to it. Else what is left.
+  std::string Left() {
+    std::string left;
+    Eventually([&] { return (left = Look()).empty(); });
+    return left;
+  }
+
+ private:
+  // gRPC keeps a poller or two more once several connections were busy at a time.
+  static constexpr int64_t kSpareThreads = 8;
+  static constexpr int64_t kSpareDescriptors = 4;
+
+  std::string Look() {
+    const v1::GetStatusResponse status = daemon_->Status();
+    const v1::ResourceStatus& now = status.resources();
+    std::string left;
+    const auto check = [&left](const char* what, int64_t is, int64_t may) {
+      if (is > may) left += fmt::format("{} {} (not more than {}); ", what, is, may);
+    };
+    check("members", now.members(), 0);
+    check("regions", now.regions(), 0);
+    check("descriptors", now.descriptors(), before_.descriptors() + kSpareDescriptors);
+    check("threads", now.threads(), before_.threads() + kSpareThreads);
+    int64_t pools = 0;
+    for (const v1::GroupStatus& group : status.groups()) {
+      // A joined daemon forgets the group with its last member.
+      if (!group.coordinator().empty()) left += "group of another daemon; ";
+      if (now.pool_bytes() > 0) ++pools;
+      check("nodes", group.nodes_size(), 1);
+      for (const v1::SlotStatus& slot : group.slots()) {
+        if (slot.state() != "free") left += fmt::format("slot {} {}; ", slot.slot(), slot.state());
+      }
+    }
+    check("mappings", daemon_->MemfdMappings(), pools);
+    return left;
+  }
+
+  Daemon* const daemon_;
+  const v1::ResourceStatus before_;
+};
+
+enum class Source { kInline, kInlinePacked, kRegion, kRegionPacked, kSlot };
+
+std::string NameOf(Source source) {
+  switch (source) {
+    case Source::kInline:
+      return "inline";
+    case Source::kInlinePacked:
+      return "inline, packed";
+    case Source::kRegion:
+      return "a region";
+    case Source::kRegionPacked:
+      return "a region, packed";
+    case Source::kSlot:
+      return "leased slots";
+  }
+  return "";
+}
+
+// A trainer rank that pushes its share of the tensors (every n-th) from any source.
+class Pusher {
+ public:
+  Pusher(const Daemon& daemon, const v1::TrainerHello& hello, const Model& model)
+      : trainer(daemon.Connect(), hello),
+        rank_(hello.rank()),
+        ranks_(hello.world_size()),
+        model_(model) {}
+
+  grpc::Status Install(int64_t version, const std::vector<std::string>& bytes, Source source,
+                       v1::Verification verification = v1::VERIFICATION_UNSPECIFIED) {
+    if (auto begun = trainer.Begin(version, verification); !begun.ok()) return begun.status;
+    std::vector<int> share;
+    for (int t = rank_; t < static_cast<int>(model_.size()); t += ranks_) share.push_back(t);
+    int64_t seq = 0;
+    const auto push = [&](v1::Bucket bucket) {
+      bucket.set_seq(seq++);
+      return trainer.Push(version, std::move(bucket)).status;
+    };
+    grpc::Status status;
+    switch (source) {
+      case Source::kInline:
+      case Source::kInlinePacked:
+        // Two buckets, so that one waits for the other.
+        for (size_t half = 0; half < 2 && status.ok(); ++half) {
+          const auto middle = share.begin() + static_cast<ptrdiff_t>(share.size() / 2);
+          const std::vector<int> part(half == 0 ? share.begin() : middle,
+                                      half == 0 ? middle : share.end());
+          if (part.empty()) continue;
+          status = push(InlineBucket(model_, bytes, 0, source == Source::kInlinePacked, part));
+        }
+        break;
+      case Source::kRegion:
+      case Source::kRegionPacked:
+        status = push(RegionBucket(bytes, share, source == Source::kRegionPacked));
+        break;
+      case Source::kSlot:
+        for (const int t : share) {
+          if (!status.ok()) break;
+          status = PushBySlots(version, bytes, t, push);
+        }
+        break;
+    }
+    if (!status.ok()) return status;
+    auto committed = trainer.Commit(version, seq);
+    result = committed.response;
+    return committed.status;
+  }
+
+  RawTrainer trainer;
+  v1::CommitResponse result;
+
+ private:
+  v1::Bucket RegionBucket(const std::vector<std::string>& bytes, const std::vector<int>& share,
+                          bool packed) {
+    if (memory_.region_id == 0) {
+      memory_ = trainer.NewMemory(ModelBytes(model_) + 8 * static_cast<int64_t>(model_.size()));
+    }
+    v1::Bucket bucket = Describe(model_, 0, share);
+    if (packed) {
+      bucket.set_packed(true);
+      bucket.mutable_regions()->add_refs()->set_region_id(memory_.region_id);
+    }
+    int64_t at = 0;
+    for (const int t : share) {
+      const std::string& tensor = bytes[static_cast<size_t>(t)];
+      std::copy(tensor.begin(), tensor.end(), memory_.data() + at);
+      if (packed) {
+        bucket.add_byte_offsets(at);
+      } else {
+        v1::RegionRef* ref = bucket.mutable_regions()->add_refs();
+        ref->set_region_id(memory_.region_id);
+        ref->set_byte_offset(at);
+      }
+      at += (static_cast<int64_t>(tensor.size()) + 7) / 8 * 8;
+    }
+    return bucket;
+  }
+
+  // Tensors beyond a slot in as many as it takes.
+  grpc::Status PushBySlots(int64_t version, const std::vector<std::string>& bytes, int t,
+                           const std::function<grpc::Status(v1::Bucket)>& push) {
+    if (pool_ == nullptr) pool_ = trainer.MapPool(Access::kReadWrite);
+    if (pool_ == nullptr) return {StatusCode::INTERNAL, "the pool can't be mapped"};
+    const std::string& tensor = bytes[static_cast<size_t>(t)];
+    const int64_t element = ElementBytes(model_[static_cast<size_t>(t)].dtype);
+    const int64_t elements = static_cast<int64_t>(tensor.size()) / element;
+    int64_t start = 0;
+    do {
+      const auto slot = trainer.LeaseSlot(version);
+      if (!slot.ok()) return slot.status;
+      const int64_t count = std::min(slot.response.bytes() / element, elements - start);
+      v1::Bucket bucket = Describe(model_, 0, {t});
+      bucket.set_packed(true);
+      bucket.add_byte_offsets(0);
+      bucket.add_starts(start);
+      bucket.add_sizes(count);
+      bucket.mutable_slot()->set_slot(slot.response.slot());
+      bucket.mutable_slot()->set_grant(slot.response.grant());
+      std::copy_n(tensor.data() + start * element, count * element,
+                  pool_->data() + slot.response.byte_offset());
+      if (grpc::Status pushed = push(std::move(bucket)); !pushed.ok()) return pushed;
+      start += count;
+    } while (start < elements);
+    return grpc::Status::OK;
+  }
+
+  const int rank_;
+  const int ranks_;
+  const Model& model_;
+  SharedMemory memory_;
+  std::shared_ptr<HostRegion> pool_;
+};
+
+// Every rank installs its share at once; each must be told committed.
+void InstallTogether(const std::vector<Pusher*>& ranks, int64_t version,
+                     const std::vector<std::string>& bytes, Source source,
+                     v1::Verification verification = v1::VERIFICATION_UNSPECIFIED) {
+  std::vector<std::future<grpc::Status>> calls;
+  for (Pusher* rank : ranks) {
+    calls.push_back(std::async(std::launch::async, [&bytes, version, source, verification, rank] {
+      return rank->Install(version, bytes, source, verification);
+    }));
+  }
+  for (auto& call : calls) {
+    const grpc::Status status = call.get();
+    INFO("version " << version << ": " << status.error_message());
+    REQUIRE(status.ok());
+  }
+}
+
+void RequireCommitted(RawEngine* engine, int64_t version) {
+  const auto event =
+      engine->events().WaitForAny({v1::EngineEvent::kCommitted, v1::EngineEvent::kAborted});
+  REQUIRE(event.has_value());
+  INFO(event->ShortDebugString());
+  REQUIRE(event->has_committed());
+  CHECK(event->committed().version() == version);
+}
+
+TEST_CASE(
+    "trainers on two daemons install every version on engines of both, from every source and "
+    "under every verification") {
+  const Model model = MixedModel();
+  // Of the smaller slots one tensor takes four, and every bucket several.
+  const int slot_bytes = GENERATE(4096, 65'536);
+  const v1::GroupSpec spec = Spec(2, 5, slot_bytes, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Baseline at_a(&a);
+  Baseline at_b(&b);
+  {
+    Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
+    Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+    // One instance on both.
+    Holder left(a.Connect(), Registered("wide", spec, 0, 2), HoldSlice(model, 0, 0, 2));
+    Holder right(b.Connect(), In(Registered("wide", spec, 1, 2), a), HoldSlice(model, 0, 1, 2));
+    RawEngine near_staged(a.Connect(), Staged("near-staged", spec, &model));
+    RawEngine far_staged(b.Connect(), In(Staged("far-staged", spec), a));
+    REQUIRE(near_staged.attached().ok());
+    REQUIRE(far_staged.attached().ok());
+    Pusher first(a, RawTrainer::Hello("g", spec, 0, 2), model);
+    Pusher second(b, In(RawTrainer::Hello("g", spec, 1, 2), a), model);
+    REQUIRE(first.trainer.attached().ok());
+    REQUIRE(second.trainer.attached().ok());
+    CHECK(second.trainer.welcome().slot_bytes() == slot_bytes);
+
+    int64_t version = 0;
+    for (const Source source : {Source::kInline, Source::kInlinePacked, Source::kRegion,
+                                Source::kRegionPacked, Source::kSlot}) {
+      for (const v1::Verification verification :
+           {v1::VERIFICATION_OFF, v1::VERIFICATION_TRANSFER, v1::VERIFICATION_READBACK}) {
+        ++version;
+        INFO("from " << NameOf(source) << ", verification " << verification << ", slots of "
+                     << slot_bytes);
+        const std::vector<std::string> bytes = BytesOf(model, version);
+        InstallTogether({&first, &second}, version, bytes, source, verification);
+        for (const Pusher* rank : {&first, &second}) {
+          CHECK(rank->result.version() == version);
+          CHECK(rank->result.bytes() == ModelBytes(model));
+          CHECK(rank->result.instances_size() == 5);
+          for (const v1::InstanceResult& i : rank->result.instances()) CHECK(i.committed());
+        }
+        for (Holder* holder : {&near, &far, &left, &right}) {
+          RequireCommitted(&holder->engine(), version);
+          CHECK(holder->Difference(model, bytes) == "");
+        }
+        for (RawEngine* engine : {&near_staged, &far_staged}) {
+          RequireCommitted(engine, version);
+          CHECK(engine->StagedDifference(model, bytes) == "");
+        }
+      }
+    }
+    const v1::GroupStatus there = b.Group("g");
+    CHECK(there.coordinator() == a.address());
+    CHECK(there.version() == version);
+    CHECK(there.wire_bytes_received() > 0);
+    const v1::GroupStatus here = a.Group("g");
+    CHECK(here.coordinator().empty());
+    CHECK(here.updates_committed() == version);
+    CHECK(here.updates_aborted() == 0);
+    REQUIRE(here.nodes_size() == 2);
+    CHECK(here.nodes(1).daemon_id() == "b");
+    CHECK(here.nodes(1).state() == "joined");
+    for (const std::string instance : {"near", "far", "wide", "near-staged", "far-staged"}) {
+      CHECK(a.InstanceState("g", instance) == "clean");
+    }
+  }
+  CHECK(at_a.Left() == "");
+  CHECK(at_b.Left() == "");
+  CHECK(b.Stop() == 0);
+  CHECK(a.Stop() == 0);
+}
+
+TEST_CASE("three daemons share one group, with trainers on two of them and engines on all") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(2, 4, 8192, 3);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Daemon c(Flags("c"));
+  Baseline at_a(&a);
+  Baseline at_b(&b);
+  Baseline at_c(&c);
+  {
+    Pusher first(b, In(RawTrainer::Hello("g", spec, 0, 2), a), model);
+    Pusher second(c, In(RawTrainer::Hello("g", spec, 1, 2), a), model);
+    REQUIRE(first.trainer.attached().ok());
+    REQUIRE(second.trainer.attached().ok());
+    std::vector<std::unique_ptr<Holder>> holders;
+    const auto add = [&](const v1::EngineHello& hello, const Daemon& daemon, const Held& held) {
+      holders.push_back(std::make_unique<Holder>(daemon.Connect(), hello, held));
+    };
+    // Three ranks of one instance, one on each daemon.
+    add(Registered("wide", spec, 0, 3), a, HoldSlice(model, 1, 0, 3));
+    add(In(Registered("wide", spec, 1, 3), a), b, HoldSlice(model, 1, 1, 3));
+    add(In(Registered("wide", spec, 2, 3), a), c, HoldSlice(model, 1, 2, 3));
+    add(In(Registered("on-b", spec), a), b, HoldWhole(model));
+    add(In(Registered("on-c", spec), a), c, HoldWhole(model));
+    RawEngine staged(c.Connect(), In(Staged("staged", spec, &model), a));
+    REQUIRE(staged.attached().ok());
+    int64_t version = 0;
+    for (int round = 0; round < 2; ++round) {
+      for (const Source source : {Source::kInline, Source::kRegion, Source::kSlot}) {
+        ++version;
+        INFO("from " << NameOf(source));
+        const std::vector<std::string> bytes = BytesOf(model, version);
+        InstallTogether({&first, &second}, version, bytes, source);
+        for (const auto& holder : holders) {
+          RequireCommitted(&holder->engine(), version);
+          CHECK(holder->Difference(model, bytes) == "");
+        }
+        RequireCommitted(&staged, version);
+        CHECK(staged.StagedDifference(model, bytes) == "");
+      }
+      // A daemon whose last member goes leaves; the communicator of the others is a new one.
+      if (round == 0) {
+        const uint64_t epoch = a.Group("g").epoch();
+        Daemon d(Flags("d"));
+        Holder late(d.Connect(), In(Registered("late", spec), a), HoldWhole(model));
+        ++version;
+        const std::vector<std::string> bytes = BytesOf(model, version);
+        InstallTogether({&first, &second}, version, bytes, Source::kInline);
+        CHECK(late.Difference(model, bytes) == "");
+        for (const auto& holder : holders) RequireCommitted(&holder->engine(), version);
+        RequireCommitted(&staged, version);
+        CHECK(a.Group("g").epoch() > epoch);
+      }
+    }
+    CHECK(a.Group("g").updates_aborted() == 0);
+  }
+  CHECK(at_a.Left() == "");
+  CHECK(at_b.Left() == "");
+  CHECK(at_c.Left() == "");
+}
+
+TEST_CASE("a bucket crosses the wire once a daemon, however many engines are there") {
+  const Model model = PlainModel(6, 64, 128);
+  const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
+  std::vector<int64_t> sent;
+  for (const int engines : {1, 4}) {
+    Daemon a(Flags("a"));
+    Daemon b(Flags("b"));
+    std::vector<std::unique_ptr<Holder>> holders;
+    for (int i = 0; i < engines; ++i) {
+      holders.push_back(std::make_unique<Holder>(
+          b.Connect(), In(Registered("i" + std::to_string(i), spec), a), HoldWhole(model)));
+    }
+    Pusher pusher(a, RawTrainer::Hello("g", spec), model);
+    REQUIRE(pusher.trainer.attached().ok());
+    for (int64_t version = 1; version <= 2; ++version) {
+      InstallTogether({&pusher}, version, BytesOf(model, version), Source::kRegion);
+      for (const auto& holder : holders) {
+        CHECK(holder->Difference(model, BytesOf(model, version)) == "");
+      }
+    }
+    const v1::GroupStatus group = a.Group("g");
+    CHECK(group.wire_bytes_sent() == a.Resources().wire_bytes_sent());
+    CHECK(group.wire_bytes_sent() == b.Group("g").wire_bytes_received());
+    CHECK(b.Resources().wire_bytes_received() == group.wire_bytes_sent());
+    CHECK(b.Resources().wire_bytes_sent() == a.Resources().wire_bytes_received());
+    sent.push_back(group.wire_bytes_sent());
+  }
+  CHECK(sent[0] == sent[1]);
+  // These tensors fill slots without padding between them.
+  CHECK(sent[0] == 2 * ModelBytes(model));
+}
+
+TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
+  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+
+  const auto attach = [](const Daemon& daemon, const v1::EngineHello& hello) {
+    return RawEngine(daemon.Connect(), hello).attached();
+  };
+  SECTION("a daemon that names itself by its own address is its own coordinator") {
+    CHECK(attach(a, In(Registered("self", spec), a)).ok());
+  }
+  SECTION("a daemon that names itself by another address is told so") {
+    const std::string port = a.address().substr(a.address().rfind(':'));
+    v1::EngineHello hello = Registered("self", spec, 0, 1, "other");
+    hello.set_coordinator("localhost" + port);
+    CheckRefused(attach(a, hello), StatusCode::FAILED_PRECONDITION, {"itself", "localhost" + port});
+  }
+  SECTION("the coordinator's own id") {
+    Daemon twin(Flags("a"));
+    CheckRefused(attach(twin, In(Registered("twin", spec), a)), StatusCode::FAILED_PRECONDITION,
+                 {"daemon_id", "'a'"});
+  }
+  SECTION("another spec") {
+    Daemon c(Flags("c"));
+    CheckRefused(attach(c, In(Registered("x", Spec(2, 1, 65'536, 4)), a)),
+                 StatusCode::FAILED_PRECONDITION, {"spec", "'g'"});
+    CheckRefused(attach(b, In(Registered("x", Spec(2, 1, 65'536, 4)), a)),
+                 StatusCode::FAILED_PRECONDITION, {"spec", "'g'"});
+  }
+  SECTION("an unknown group") {
+    v1::EngineHello hello = In(Registered("x", spec, 0, 1, "nobody"), a);
+    hello.clear_spec();
+    CheckRefused(attach(b, hello), StatusCode::NOT_FOUND, {"nobody"});
+    hello.set_wait_ms(50);
+    CheckRefused(attach(b, hello), StatusCode::NOT_FOUND, {"nobody"});
+  }
+  SECTION("nobody listens there") {
+    Daemon gone(Flags("gone"));
+    const v1::EngineHello hello = In(Registered("x", spec, 0, 1, "other"), gone);
+    gone.Kill();
+    CheckRefused(attach(b, hello), StatusCode::UNAVAILABLE, {gone.address()});
+  }
+  SECTION("a group that this daemon follows, without its coordinator's name or with another") {
+    CheckRefused(attach(b, Registered("x", spec)), StatusCode::FAILED_PRECONDITION, {a.address()});
+    CheckRefused(attach(b, In(Registered("x", spec), b)), StatusCode::FAILED_PRECONDITION,
+                 {a.address()});
+    Daemon c(Flags("c"));
+    CheckRefused(attach(b, In(Registered("x", spec), c)), StatusCode::FAILED_PRECONDITION,
+                 {a.address(), c.address()});
+    // And one that follows a follower.
+    CheckRefused(attach(c, In(Registered("x", spec), b)), StatusCode::FAILED_PRECONDITION,
+                 {a.address()});
+  }
+  SECTION("a rank that is attached already, on another daemon or on this one") {
+    CheckRefused(attach(b, In(Registered("near", spec), a)), StatusCode::ALREADY_EXISTS,
+                 {"engine near rank 0"});
+    CheckRefused(attach(b, In(Registered("far", spec), a)), StatusCode::ALREADY_EXISTS,
+                 {"engine far rank 0"});
+    CheckRefused(attach(a, Registered("far", spec)), StatusCode::ALREADY_EXISTS,
+                 {"engine far rank 0"});
+  }
+  SECTION("a world size that the instance does not have") {
+    CHECK_FALSE(attach(b, In(Registered("near", spec, 1, 2), a)).ok());
+  }
+  // All the same as before, and at work.
+  REQUIRE(Eventually([&] { return a.Group("g").instances_size() == 2; }));
+  Pusher pusher(b, In(RawTrainer::Hello("g", spec), a), model);
+  REQUIRE(pusher.trainer.attached().ok());
+  InstallTogether({&pusher}, 1, BytesOf(model, 1), Source::kRegion);
+  for (Holder* holder : {&near, &far}) {
+    RequireCommitted(&holder->engine(), 1);
+    CHECK(holder->Difference(model, BytesOf(model, 1)) == "");
+  }
+}
+
+TEST_CASE("a daemon that joins anew under the same id replaces the old one") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
+  Daemon a(Flags("a"));
+  Daemon old(Flags("b"));
+  Daemon anew(Flags("b"));
+  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
+  Holder before(old.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  Holder after(anew.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  const auto end = before.engine().events().WaitEnd();
+  REQUIRE(end.has_value());
+  CheckRefused(*end, StatusCode::UNAVAILABLE, {"joined anew", a.address()});
+  REQUIRE(Eventually([&] { return old.Status().groups_size() == 0; }));
+  CHECK(a.Group("g").nodes_size() == 2);
+  Pusher pusher(anew, In(RawTrainer::Hello("g", spec), a), model);
+  REQUIRE(pusher.trainer.attached().ok());
+  InstallTogether({&pusher}, 1, BytesOf(model, 1), Source::kInline);
+  for (Holder* holder : {&near, &after}) {
+    RequireCommitted(&holder->engine(), 1);
+    CHECK(holder->Difference(model, BytesOf(model, 1)) == "");
+  }
+  CHECK(before.DifferenceFromEmpty() == "");
+}
+
+TEST_CASE("members that wait on another daemon are admitted when the group is created") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  v1::EngineHello waits = In(Staged("far", spec, &model), a);
+  waits.clear_spec();
+  waits.set_wait_ms(20'000);
+  RawEngine far(b.Connect(), waits);
+  REQUIRE(Eventually([&] { return b.Group("g").state() == "joining"; }));
+  v1::CreateGroupRequest create;
+  create.set_group("g");
+  *create.mutable_spec() = spec;
+  REQUIRE_OK(a.Call(&v1::Operator::Stub::CreateGroup, create));
+  REQUIRE(far.attached().ok());
+  CHECK(far.welcome().slot_bytes() == 65'536);
+  Pusher pusher(a, RawTrainer::Hello("g", spec), model);
+  REQUIRE(pusher.trainer.attached().ok());
+  InstallTogether({&pusher}, 1, BytesOf(model, 1), Source::kRegion);
+  RequireCommitted(&far, 1);
+  CHECK(far.StagedDifference(model, BytesOf(model, 1)) == "");
+}
+
+TEST_CASE("a joined daemon answers for updates it took part in and sends operators on") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  RawTrainer trainer(b.Connect(), In(RawTrainer::Hello("g", spec), a));
+  REQUIRE(trainer.attached().ok());
+  REQUIRE_OK(trainer.Begin(1));
+  REQUIRE_OK(trainer.Push(1, InlineBucket(model, BytesOf(model, 1), 0, true)));
+  REQUIRE_OK(trainer.Commit(1, 1));
+  REQUIRE_OK(trainer.Begin(2));
+  REQUIRE_OK(trainer.Abort(2, "on second thought"));
+  for (const Daemon* daemon : {&a, &b}) {
+    INFO("daemon " << (daemon == &a ? "a" : "b"));
+    RawTrainer asks(daemon->Connect(), RawTrainer::Hello("elsewhere"));
+    REQUIRE(asks.attached().ok());
+    const auto outcome = [&](int64_t version) {
+      const auto update = asks.GetUpdate("g", version);
+      REQUIRE_OK(update);
+      return update.response.outcome();
+    };
+    CHECK(outcome(1) == v1::UPDATE_OUTCOME_COMMITTED);
+    REQUIRE(Eventually([&] { return outcome(2) == v1::UPDATE_OUTCOME_ABORTED; }));
+    CHECK_THAT(asks.GetUpdate("g", 2).response.reason(), Catch::Contains("on second thought"));
+    CHECK(outcome(7) == v1::UPDATE_OUTCOME_UNKNOWN);
+  }
+
+  v1::AbortUpdateRequest abort;
+  abort.set_group("g");
+  CheckRefused(b.Call(&v1::Operator::Stub::AbortUpdate, abort).status,
+               StatusCode::FAILED_PRECONDITION, {a.address()});
+  v1::CreateGroupRequest create;
+  create.set_group("g");
+  *create.mutable_spec() = spec;
+  create.set_replace(true);
+  CheckRefused(b.Call(&v1::Operator::Stub::CreateGroup, create).status,
+               StatusCode::FAILED_PRECONDITION, {a.address()});
+  v1::DeleteGroupRequest remove;
+  remove.set_group("g");
+  CheckRefused(b.Call(&v1::Operator::Stub::DeleteGroup, remove).status,
+               StatusCode::FAILED_PRECONDITION, {a.address()});
+  CHECK(far.Difference(model, BytesOf(model, 1)) == "");
+}
+
+TEST_CASE("a repeated request id through a joined daemon has no second effect") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
+  RawTrainer trainer(b.Connect(), In(RawTrainer::Hello("g", spec), a));
+  REQUIRE(trainer.attached().ok());
+  v1::BeginRequest begin;
+  begin.set_version(1);
+  begin.set_request_id("begin");
+  const auto first = trainer.Begin(begin);
+  REQUIRE_OK(first);
+  const auto again = trainer.Begin(begin);
+  REQUIRE_OK(again);
+  CHECK(again.response.update_id() == first.response.update_id());
+  const std::vector<std::string> bytes = BytesOf(model, 1);
+  for (int i = 0; i < 3; ++i) {
+    const auto pushed = trainer.Push(1, InlineBucket(model, bytes, 0, true, {0, 1, 2}), "push-0");
+    REQUIRE_OK(pushed);
+    CHECK(pushed.response.group_seq() == 0);
+  }
+  CheckRefused(trainer.Push(1, InlineBucket(model, bytes, 0, true, {3}), "push-0").status,
+               StatusCode::FAILED_PRECONDITION, {"push-0"});
+  REQUIRE_OK(trainer.Push(
+      1, InlineBucket(model, bytes, 1, true, {3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14})));
+  for (int i = 0; i < 2; ++i) {
+    const auto committed = trainer.Commit(1, 2, "commit");
+    REQUIRE_OK(committed);
+    CHECK(committed.response.bytes() == ModelBytes(model));
+  }
+  RequireCommitted(&near.engine(), 1);
+  CHECK(near.Difference(model, bytes) == "");
+  CHECK(a.Group("g").updates_committed() == 1);
+}
+
+TEST_CASE("a group that is replaced ends trainers' leases on every daemon and begins anew") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(2, 1, 65'536, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
+  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  const auto attach = [&](std::unique_ptr<Pusher>* first, std::unique_ptr<Pusher>* second) {
+    *first = std::make_unique<Pusher>(a, RawTrainer::Hello("g", spec, 0, 2), model);
+    *second = std::make_unique<Pusher>(b, In(RawTrainer::Hello("g", spec, 1, 2), a), model);
+    REQUIRE((*first)->trainer.attached().ok());
+    REQUIRE((*second)->trainer.attached().ok());
+  };
+  std::unique_ptr<Pusher> first;
+  std::unique_ptr<Pusher> second;
+  attach(&first, &second);
+  InstallTogether({first.get(), second.get()}, 9, BytesOf(model, 9), Source::kRegion);
+
+  v1::CreateGroupRequest create;
+  create.set_group("g");
+  *create.mutable_spec() = spec;
+  create.set_replace(true);
+  REQUIRE_OK(a.Call(&v1::Operator::Stub::CreateGroup, create));
+  for (Pusher* rank : {first.get(), second.get()}) {
+    const auto end = rank->trainer.events().WaitEnd();
+    REQUIRE(end.has_value());
+    CheckRefused(*end, StatusCode::ABORTED, {"replaced"});
+  }
+  for (const std::string instance : {"near", "far"}) {
+    CHECK(a.InstanceState("g", instance) == "dirty");
+  }
+  // What the old ones still hold is worth nothing.
+  CHECK_FALSE(second->trainer.Begin(1).ok());
+  REQUIRE(Eventually([&] { return a.Group("g").trainers() == 0; }));
+  attach(&first, &second);
+  // Versions begin anew as well.
+  InstallTogether({first.get(), second.get()}, 1, BytesOf(model, 1), Source::kRegion);
+  for (Holder* holder : {&near, &far}) {
+    RequireCommitted(&holder->engine(), 9);
+    RequireCommitted(&holder->engine(), 1);
+    CHECK(holder->Difference(model, BytesOf(model, 1)) == "");
+  }
+  CHECK(b.Group("g").incarnation() == a.Group("g").incarnation());
+}
+
+TEST_CASE("two groups of different coordinators update at once over the same two daemons") {
+  constexpr int64_t kVersions = 12;
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 2, 4096, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Baseline at_a(&a);
+  Baseline at_b(&b);
+  {
+    struct Side {
+      std::unique_ptr<Holder> near;
+      std::unique_ptr<Holder> far;
+      std::unique_ptr<Pusher> pusher;
+    };
+    const auto make = [&](const std::string& group, const Daemon& own, const Daemon& other) {
+      Side side;
+      side.near = std::make_unique<Holder>(own.Connect(), Registered("near", spec, 0, 1, group),
+                                           HoldWhole(model));
+      side.far = std::make_unique<Holder>(
+          other.Connect(), In(Registered("far", spec, 0, 1, group), own), HoldWhole(model));
+      side.pusher = std::make_unique<Pusher>(own, RawTrainer::Hello(group, spec), model);
+      REQUIRE(side.pusher->trainer.attached().ok());
+      return side;
+    };
+    Side of_a = make("of-a", a, b);
+    Side of_b = make("of-b", b, a);
+    // Each installs at its own pace; neither can finish alone what the other blocks.
+    const auto run = [&model](Side* side) -> std::string {
+      for (int64_t version = 1; version <= kVersions; ++version) {
+        const std::vector<std::string> bytes = BytesOf(model, version);
+        const grpc::Status status = side->pusher->Install(version, bytes, Source::kRegion);
+        if (!status.ok()) return status.error_message();
+        for (Holder* holder : {side->near.get(), side->far.get()}) {
+          if (!holder->engine().events().WaitFor(v1::EngineEvent::kCommitted).has_value()) {
+            return "not told committed";
+          }
+          if (std::string d = holder->Difference(model, bytes); !d.empty()) return d;
+        }
+      }
+      return "";
+    };
+    auto other = std::async(std::launch::async, [&] { return run(&of_b); });
+    CHECK(run(&of_a) == "");
+    CHECK(other.get() == "");
+    CHECK(a.Group("of-a").updates_committed() == kVersions);
+    CHECK(b.Group("of-b").updates_committed() == kVersions);
+  }
+  CHECK(at_a.Left() == "");
+  CHECK(at_b.Left() == "");
+}
+
+TEST_CASE("metadata that engines of another daemon don't share is refused by the tensor's name") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  const Daemon& trainers_daemon = GENERATE(true, false) ? a : b;
+  RawTrainer trainer(trainers_daemon.Connect(), In(RawTrainer::Hello("g", spec), a));
+  REQUIRE(trainer.attached().ok());
+  Model other = model;
+  other[2].shape = {48, 40};  // of the same size
+  int64_t version = 1;
+  REQUIRE_OK(trainer.Begin(version));
+  CheckRefused(trainer.Push(version, InlineBucket(other, BytesOf(model, 1), 0, true)).status,
+               StatusCode::FAILED_PRECONDITION, {"layers.0.o.weight"});
+  (void)trainer.Abort(version, "refused");
+  CHECK(far.DifferenceFromEmpty() == "");
+
+  // Two engines that contradict each other: the update can't begin.
+  {
+    Holder contrary(a.Connect(), Registered("contrary", spec), HoldWhole(other));
+    const auto begun = trainer.Begin(++version);
+    CHECK_FALSE(begun.ok());
+    CHECK_THAT(begun.status.error_message(), Catch::Contains("layers.0.o.weight"));
+  }
+  REQUIRE(Eventually([&] { return a.Group("g").instances_size() == 1; }));
+  REQUIRE_OK(trainer.Begin(++version));
+  REQUIRE_OK(trainer.Push(version, InlineBucket(model, BytesOf(model, version), 0, true)));
+  REQUIRE_OK(trainer.Commit(version, 1));
+  CHECK(far.Difference(model, BytesOf(model, version)) == "");
+}
+
+}  // namespace
+}  // namespace refitd::e2e
