@@ -374,7 +374,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   WireLock wire_lock_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_group_ ABSL_GUARDED_BY(mutex_) = 1;
   uint32_t next_node_ ABSL_GUARDED_BY(mutex_) = 1;
-  uint64_t next_epoch_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<CallId, Call> calls_ ABSL_GUARDED_BY(mutex_);
   std::map<CallId, CheckedBucket> buckets_ ABSL_GUARDED_BY(mutex_);  // until their reply
   std::map<uint64_t, Watcher> watchers_ ABSL_GUARDED_BY(mutex_);

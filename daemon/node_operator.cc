@@ -57,6 +57,10 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
     bool created = false;
     absl::StatusOr<GroupRecord*> made =
         MakeGroup(request.group(), request.spec(), std::nullopt, &created);
+    if (const GroupRecord* found = FindGroup(request.group());
+        found != nullptr && found->follower != nullptr) {
+      return Followed(*found);
+    }
     // Here another spec means another group of that name.
     if (absl::IsFailedPrecondition(made.status()))
       return absl::AlreadyExistsError(Message(made.status()));

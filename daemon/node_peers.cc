@@ -6,6 +6,7 @@
 #include "daemon/log.h"
 #include "daemon/node.h"
 #include "daemon/node_checks.h"
+#include "transport/layout.h"
 
 namespace refitd {
 
@@ -320,7 +321,8 @@ void Node::PerformSend(GroupRecord* group, const SendReport& a, Events* more) {
 
 // ---- the wire ----
 
-// A wire's epochs are the daemon's; a machine's are its coordinator's.
+// A machine's epochs are numbered by its coordinator, group by group; a wire has those of many
+// groups, and compares ids with other daemons'.
 std::optional<EpochId> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
   const auto it = group.epochs.find(epoch);
   if (it == group.epochs.end()) return std::nullopt;
@@ -333,7 +335,10 @@ void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more) {
   if (wire_ == nullptr) {
     opened.status = absl::UnavailableError("this daemon has no data plane");
   } else {
-    const EpochId local(next_epoch_++);
+    // Every daemon must come to the same one, and no other group of this daemon to it.
+    HashChain id(group->machine->incarnation());
+    id.Add(a.epoch.value());
+    const EpochId local(id.hash());
     absl::StatusOr<std::string> address = wire_->Open(local, a.rank, a.size);
     opened.status = address.status();
     if (address.ok()) {

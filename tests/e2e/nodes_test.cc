@@ -264,7 +264,7 @@ TEST_CASE(
     Holder left(a.Connect(), Registered("wide", spec, 0, 2), HoldSlice(model, 0, 0, 2));
     Holder right(b.Connect(), In(Registered("wide", spec, 1, 2), a), HoldSlice(model, 0, 1, 2));
     RawEngine near_staged(a.Connect(), Staged("near-staged", spec, &model));
-    RawEngine far_staged(b.Connect(), In(Staged("far-staged", spec), a));
+    RawEngine far_staged(b.Connect(), In(Staged("far-staged", spec, &model), a));
     REQUIRE(near_staged.attached().ok());
     REQUIRE(far_staged.attached().ok());
     Pusher first(a, RawTrainer::Hello("g", spec, 0, 2), model);
@@ -605,8 +605,8 @@ TEST_CASE("a repeated request id through a joined daemon has no second effect") 
     REQUIRE_OK(pushed);
     CHECK(pushed.response.group_seq() == 0);
   }
-  CheckRefused(trainer.Push(1, InlineBucket(model, bytes, 0, true, {3}), "push-0").status,
-               StatusCode::FAILED_PRECONDITION, {"push-0"});
+  CheckRefused(trainer.Push(1, InlineBucket(model, bytes, 1, true, {3}), "push-0").status,
+               StatusCode::INVALID_ARGUMENT, {"push-0"});
   REQUIRE_OK(trainer.Push(
       1, InlineBucket(model, bytes, 1, true, {3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14})));
   for (int i = 0; i < 2; ++i) {
