@@ -84,10 +84,13 @@ Process::Process(const std::vector<std::string>& argv) {
   std::vector<char*> args;
   for (const std::string& arg : argv) args.push_back(const_cast<char*>(arg.c_str()));
   args.push_back(nullptr);
+  // A command to one that was killed is lost; the missing answer tells.
+  signal(SIGPIPE, SIG_IGN);
   const pid_t parent = getpid();
   pid_ = fork();
   REFITD_CHECK(pid_ >= 0);
   if (pid_ == 0) {
+    signal(SIGPIPE, SIG_DFL);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(127);
     dup2(to_child[0], STDIN_FILENO);
