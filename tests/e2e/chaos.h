@@ -7,7 +7,7 @@
 //   P1, P2  an engine that believes in a version holds exactly its bytes, and believes in no
 //   version
 //           that was not committed; who was told committed does believe
-//   P4      every call ends within kCallBound
+//   P4      every call ends within kCallBound, and one that the fault ended names the victim
 //   -       the next update commits on all engines within kRecoveryBound of the fault's end
 //   P8      nothing is left in the daemons: members, regions, mappings, slots, nodes
 // Not thread-safe; several clusters may live at once.
@@ -88,8 +88,6 @@ class Cluster {
 
   Daemon& daemon(int i) { return *daemons_[static_cast<size_t>(i)]; }
   Seat& seat(int i) { return seats_[static_cast<size_t>(i)]; }
-  bool Killed(Victim victim) const;
-
   void Strike(const Case& fault);
   // Everything runs again; daemons that died are started anew.
   void EndFault(const Case& fault);
@@ -101,6 +99,7 @@ class Cluster {
   std::string Answer(const char* what);
   void AskOutcome(int64_t version, Outcome* outcome);
   void Judge(int64_t version, const Outcome& outcome);
+  void CheckCulprit(const Case& fault, const Outcome& outcome);
   void Recover(Clock::time_point since);
   bool AttachMissing();
   void CheckNothingLeft();

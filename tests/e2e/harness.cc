@@ -199,7 +199,9 @@ void Daemon::Start() {
   }
   // Another start of this daemon is found where this one was.
   for (std::string& flag : flags_) {
-    if (flag.rfind("--listen-tcp=", 0) == 0) flag = "--listen-tcp=" + address_;
+    if (flag.rfind("--listen-tcp=", 0) != 0) continue;
+    if (flag.size() > 2 && flag.substr(flag.size() - 2) == ":0") flag = "--listen-tcp=" + address_;
+    break;
   }
 }
 

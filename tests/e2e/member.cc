@@ -18,6 +18,7 @@
 //   hexadecimal fork                    a child that keeps every descriptor and waits to be killed;
 //   "ok PID"
 //   alive                   whether its lease still stands
+//   end                     trainer: waits for the end of its lease, and says how it ended
 // An engine with auto=1 answers Prepare and acknowledges parts by itself, and has:
 //   hold ready|ack          keeps that back from the next event on; release: answers what was kept
 //   await prepare|part V    waits for it
@@ -118,6 +119,11 @@ class TrainerMember {
         {"alive",
          [this](auto&) {
            return std::string(trainer_->events().ended() ? "error 14 the stream ended" : "ok");
+         }},
+        {"end",
+         [this](auto&) {
+           const auto end = trainer_->events().WaitEnd();
+           return end.has_value() ? Answer(*end) : "error 4 the stream goes on";
          }},
         {"token", [this](auto&) { return "ok " + ToHex(trainer_->welcome().lease().token()); }},
     };

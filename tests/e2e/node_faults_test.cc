@@ -1,6 +1,7 @@
 // Everybody who takes part in an update over three daemons is killed and stopped in every phase of
 // it (tests/e2e/chaos.h says who there is, and what is asked of the rest).
 #include <catch2/catch.hpp>
+#include <cstdlib>
 #include <optional>
 #include <string>
 
@@ -79,16 +80,24 @@ TEST_CASE("a daemon stopped in any phase is given up in time, and welcome again"
            3);
 }
 
+// By hand, for longer: CHAOS_SEED and CHAOS_ROUNDS in the environment.
+uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? otherwise : std::strtoull(value, nullptr, 10);
+}
+
 TEST_CASE("20 random faults violate no promise and leave nothing behind") {
-  const ChaosCounts counts = Chaos(20'240'611, 20, 4);
+  const uint64_t seed = FromEnvironment("CHAOS_SEED", 20'240'611);
+  const int rounds = static_cast<int>(FromEnvironment("CHAOS_ROUNDS", 20));
+  const ChaosCounts counts = Chaos(seed, rounds, 4);
   std::string details;
   for (const std::string& detail : counts.details) details += detail + "\n";
-  INFO(details);
+  INFO("seed " << seed << ", updates " << counts.updates << "\n" << details);
   CHECK(counts.violations == 0);
   CHECK(counts.leaks == 0);
-  CHECK(counts.kills + counts.stops == 20);
+  CHECK(counts.kills + counts.stops == rounds);
   // At least the one after each fault.
-  CHECK(counts.committed >= 20);
+  CHECK(counts.committed >= rounds);
   CHECK(counts.updates == counts.committed + counts.aborted);
 }
 
