@@ -417,8 +417,12 @@ void Cluster::Recover(Clock::time_point since) {
       continue;
     }
     const v1::GroupStatus group = daemon(kCoordinatorAt).Group("g");
-    if (group.instances_size() != kSeats - 1 || group.trainers() != 1) {
-      why = fmt::format("{} instances", group.instances_size());
+    // A layout that a joined daemon took reaches the coordinator a little later.
+    const auto complete = std::count_if(
+        group.instances().begin(), group.instances().end(),
+        [](const v1::InstanceStatus& i) { return i.state() == "clean" || i.state() == "dirty"; });
+    if (complete != kSeats - 1 || group.trainers() != 1) {
+      why = fmt::format("{} complete instances, {} trainers", complete, group.trainers());
       continue;
     }
     const int64_t version = ++version_;
@@ -433,14 +437,17 @@ void Cluster::Recover(Clock::time_point since) {
       Seat& s = seat(at);
       if (s.process == nullptr || !IsOk(s.process->Do("alive"))) {
         all = false;
+        why = s.name + " lost its lease";
         continue;
       }
       const std::string belief = s.process->Do(fmt::format("believe {}", version));
       if (!IsOk(belief)) Violation(fmt::format("engine {}: {}", s.name, belief));
-      all &= belief == fmt::format("ok good {}", version);
+      if (belief != fmt::format("ok good {}", version)) {
+        all = false;
+        why = fmt::format("engine {} took no part: {}", s.name, belief);
+      }
     }
     if (all) return;
-    why = "not all engines took part";
   }
 }
 
