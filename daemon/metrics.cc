@@ -202,6 +202,22 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
   for (const auto& [state, count] : slots) {
     families->Gauge("refitd_slots", "Staging slots by state.", {name, {"state", state}}, count);
   }
+  if (group.has_epoch()) {
+    families->Gauge("refitd_epoch",
+                    "Of the group's communicator between daemons; none is open: no series.", {name},
+                    static_cast<int64_t>(group.epoch()));
+  }
+  std::map<std::string, bool> peers;  // a restarted daemon may be there twice for a while
+  for (const v1::NodeStatus& node : group.nodes()) {
+    if (node.state() == "self") continue;
+    // A coordinator tells its id when it has taken this daemon in.
+    bool& up = peers[node.daemon_id().empty() ? node.address() : node.daemon_id()];
+    up = up || node.state() == "joined";
+  }
+  for (const auto& [peer, up] : peers) {
+    families->Gauge("refitd_peer_up", "1 while that daemon and this one are linked in the group.",
+                    {name, {"peer", peer}}, int64_t{up});
+  }
 }
 
 void Metrics::Show(const v1::GetStatusResponse& status, Families* families) {

@@ -1,9 +1,9 @@
 // What Prometheus scrapes: counts of what the node reported (NodeObserver), the state that the node
 // tells when asked, and the process's own use of memory and descriptors.
 //
-// Labels are names of groups and words of fixed sets (outcomes, phases, states), so the number of
-// series is bounded: a constant times the number of groups (P10). A deleted group's series go with
-// it.
+// Labels are names of groups, ids of daemons that joined them, and words of fixed sets (outcomes,
+// phases, states), so the number of series is bounded: a constant times the number of groups, plus
+// one for each daemon of a group (P10). A deleted group's series go with it.
 //
 // Locks: the node calls the observer under its own mutex, a scrape asks the node for its state with
 // no lock of this file held.

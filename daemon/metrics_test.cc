@@ -177,6 +177,41 @@ v1::GetStatusResponse SomeStatus() {
   return status;
 }
 
+TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator") {
+  const auto status = [] {
+    v1::GetStatusResponse status;
+    v1::GroupStatus* group = status.add_groups();
+    group->set_name("policy");
+    group->set_epoch(7);
+    const auto add = [&](const std::string& id, const std::string& state) {
+      v1::NodeStatus* node = group->add_nodes();
+      node->set_daemon_id(id);
+      node->set_address("10.0.0.1:7411");
+      node->set_state(state);
+    };
+    add("self-id", "self");
+    add("b", "joined");
+    add("c", "lost");
+    add("twice", "joined");  // its former life is not noticed as lost yet
+    add("twice", "lost");
+    add("", "joining");
+    status.add_groups()->set_name("alone");
+    return status;
+  };
+  const std::string text = TextOf(Metrics(8), status);
+  INFO(text);
+  const auto up = [&](const std::string& peer) {
+    return ValueOf(text, R"(refitd_peer_up{group="policy",peer=")" + peer + R"("})");
+  };
+  CHECK(up("b") == "1");
+  CHECK(up("c") == "0");
+  CHECK(up("twice") == "1");
+  CHECK(up("10.0.0.1:7411") == "0");  // it has not told its id
+  CHECK(SeriesNaming(text, "refitd_peer_up") == 4);
+  CHECK(ValueOf(text, R"(refitd_epoch{group="policy"})") == "7");
+  CHECK(SeriesNaming(text, "refitd_epoch") == 1);
+}
+
 TEST_CASE("A scrape shows the node's state and the process's use") {
   const std::string text = TextOf(Metrics(8), SomeStatus);
   INFO(text);

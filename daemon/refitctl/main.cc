@@ -26,9 +26,9 @@ int Run(int argc, char** argv) {
       ->check(CLI::IsMember({"table", "json"}));
 
   const std::vector<Command> commands = {AddStatus(&app, global),  AddGroups(&app, global),
-                                         AddMembers(&app, global), AddWatch(&app, global),
-                                         AddPush(&app, global),    AddEngine(&app, global),
-                                         AddValidate(&app, global)};
+                                         AddMembers(&app, global), AddNodes(&app, global),
+                                         AddWatch(&app, global),   AddPush(&app, global),
+                                         AddEngine(&app, global),  AddValidate(&app, global)};
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -34,8 +34,44 @@ std::string RenderSlots(const v1::GroupStatus& group) {
   return table.ToString();
 }
 
+bool OnSeveralDaemons(const v1::GroupStatus& group) {
+  return !group.coordinator().empty() || group.nodes_size() > 1;
+}
+
+// Of this daemon's end of the group's communicator.
+std::string RenderLink(const v1::GroupStatus& group) {
+  if (!group.has_epoch()) return "none open";
+  return fmt::format("epoch {} {}, {} sent, {} received", group.epoch(),
+                     OrDash(group.epoch_state()), HumanBytes(group.wire_bytes_sent()),
+                     HumanBytes(group.wire_bytes_received()));
+}
+
+std::vector<std::string> NodeCells(const v1::NodeStatus& node) {
+  // Nobody waits to hear of oneself.
+  const std::string silent = node.state() == "self" ? "-" : HumanSeconds(node.silent_seconds());
+  return {OrDash(node.daemon_id()), OrDash(node.address()), node.state(),
+          fmt::format("{}", node.members()), silent};
+}
+
+std::string RenderGroupNodes(const v1::GroupStatus& group) {
+  Table table({"  NODE", "ADDRESS", "STATE", "MEMBERS", "SILENT"},
+              {false, false, false, true, true});
+  for (const auto& node : group.nodes()) {
+    std::vector<std::string> cells = NodeCells(node);
+    cells.front().insert(0, "  ");
+    table.Add(std::move(cells));
+  }
+  return table.ToString();
+}
+
 std::string RenderGroupDetail(const v1::GroupStatus& group) {
   std::string text = fmt::format("\ngroup {}\n", group.name());
+  if (OnSeveralDaemons(group)) {
+    text += fmt::format("  coordinator: {}\n  link: {}\n",
+                        group.coordinator().empty() ? "this daemon" : group.coordinator(),
+                        RenderLink(group));
+    text += RenderGroupNodes(group);
+  }
   if (group.instances_size() > 0) text += RenderInstances(group);
   if (group.slots_size() > 0) text += RenderSlots(group);
   if (group.has_update() && group.update().update_id() != 0) {
@@ -51,6 +87,12 @@ std::string RenderResources(const v1::ResourceStatus& resources) {
       resources.members(), resources.regions(), HumanBytes(resources.region_bytes()),
       HumanBytes(resources.pool_bytes()), HumanBytes(resources.anonymous_bytes()),
       resources.threads(), resources.descriptors());
+}
+
+std::string RenderWire(const v1::ResourceStatus& resources) {
+  return fmt::format("{} sent, {} received between daemons",
+                     HumanBytes(resources.wire_bytes_sent()),
+                     HumanBytes(resources.wire_bytes_received()));
 }
 
 std::string Outcomes(const v1::UpdateStatus& update) {
@@ -133,10 +175,30 @@ std::string RenderMembers(const google::protobuf::RepeatedPtrField<v1::MemberSta
   return table.ToString();
 }
 
+std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups) {
+  Table nodes({"GROUP", "NODE", "ADDRESS", "STATE", "MEMBERS", "SILENT"},
+              {false, false, false, false, true, true});
+  Table links({"GROUP", "COORDINATOR", "EPOCH", "STATE", "SENT", "RECEIVED"},
+              {false, false, true, false, true, true});
+  for (const auto& group : groups) {
+    for (const auto& node : group.nodes()) {
+      std::vector<std::string> cells = NodeCells(node);
+      cells.insert(cells.begin(), group.name());
+      nodes.Add(std::move(cells));
+    }
+    links.Add({group.name(), group.coordinator().empty() ? "this daemon" : group.coordinator(),
+               group.has_epoch() ? fmt::format("{}", group.epoch()) : "-",
+               OrDash(group.epoch_state()), HumanBytes(group.wire_bytes_sent()),
+               HumanBytes(group.wire_bytes_received())});
+  }
+  return nodes.ToString() + "\n" + links.ToString();
+}
+
 std::string RenderStatus(const v1::GetStatusResponse& status) {
   std::string text =
       fmt::format("refitd {} {}, up {}\n", status.daemon_version(),
                   status.serving() ? "serving" : "draining", HumanSeconds(status.uptime_seconds()));
+  text += fmt::format("daemon     {}\n", OrDash(status.daemon_id()));
   text += fmt::format("build      {}\n", status.build());
   text += fmt::format("listens    {}\n", fmt::join(status.listeners(), ", "));
   for (const auto& transport : status.transports()) {
@@ -144,6 +206,7 @@ std::string RenderStatus(const v1::GetStatusResponse& status) {
                         transport.available() ? "" : "not available: ", transport.detail());
   }
   text += fmt::format("holds      {}\n", RenderResources(status.resources()));
+  text += fmt::format("wire       {}\n", RenderWire(status.resources()));
   if (status.groups_size() == 0) return text + "no groups\n";
   text += "\n" + RenderGroups(status.groups());
   for (const auto& group : status.groups()) text += RenderGroupDetail(group);

@@ -16,6 +16,8 @@ namespace refitd::refitctl {
 
 std::string RenderStatus(const v1::GetStatusResponse& status);
 std::string RenderGroups(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups);
+// The daemons of each group, then this daemon's end of each group's communicator.
+std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups);
 std::string RenderMembers(const google::protobuf::RepeatedPtrField<v1::MemberStatus>& members);
 
 // One line about an update: running (with progress) or ended (with its outcome).

@@ -60,6 +60,77 @@ TEST_CASE("the status page shows groups, instances, slots and the running update
   CHECK_THAT(text, Contains(" 50%  50.00 MiB of 100.00 MiB"));
 }
 
+v1::GroupStatus OnTwoDaemons() {
+  v1::GroupStatus group;
+  group.set_name("policy");
+  auto* self = group.add_nodes();
+  self->set_daemon_id("node-a");
+  self->set_state("self");
+  self->set_members(2);
+  auto* other = group.add_nodes();
+  other->set_daemon_id("node-b");
+  other->set_address("10.0.0.2:40000");
+  other->set_state("joined");
+  other->set_members(3);
+  other->set_silent_seconds(0.5);
+  group.set_epoch(7);
+  group.set_epoch_state("up");
+  group.set_wire_bytes_sent(3 << 20);
+  group.set_wire_bytes_received(1 << 10);
+  return group;
+}
+
+TEST_CASE("the status page shows the daemon's id, a group's nodes and its link") {
+  v1::GetStatusResponse status;
+  status.set_daemon_id("node-a");
+  status.mutable_resources()->set_wire_bytes_sent(5 << 20);
+  *status.add_groups() = OnTwoDaemons();
+  const std::string text = RenderStatus(status);
+  INFO(text);
+  CHECK_THAT(text, Contains("\ndaemon     node-a\n"));
+  CHECK_THAT(text, Contains("\nwire       5.00 MiB sent, 0 B received between daemons\n"));
+  CHECK_THAT(text, Contains("\n  coordinator: this daemon\n"));
+  CHECK_THAT(text, Contains("\n  link: epoch 7 up, 3.00 MiB sent, 1.00 KiB received\n"));
+  CHECK_THAT(text, Contains("\n  node-a  -               self          2       -\n"));
+  CHECK_THAT(text, Contains("\n  node-b  10.0.0.2:40000  joined        3  500 ms\n"));
+}
+
+TEST_CASE("a group of another daemon says where it is coordinated") {
+  v1::GetStatusResponse status;
+  auto* group = status.add_groups();
+  group->set_name("policy");
+  group->set_coordinator("10.0.0.1:7411");
+  auto* node = group->add_nodes();
+  node->set_address("10.0.0.1:7411");
+  node->set_state("joining");
+  const std::string text = RenderStatus(status);
+  INFO(text);
+  CHECK_THAT(text, Contains("\n  coordinator: 10.0.0.1:7411\n  link: none open\n"));
+  CHECK_THAT(text, Contains("\n  -     10.0.0.1:7411  joining"));
+}
+
+TEST_CASE("a group of one daemon says nothing of nodes") {
+  v1::GetStatusResponse status;
+  auto* group = status.add_groups();
+  group->set_name("policy");
+  group->add_nodes()->set_state("self");
+  CHECK_THAT(RenderStatus(status), !Contains("coordinator") && !Contains("NODE"));
+}
+
+TEST_CASE("the nodes page lists every node of every group, and every link") {
+  v1::ListGroupsResponse groups;
+  *groups.add_groups() = OnTwoDaemons();
+  auto* alone = groups.add_groups();
+  alone->set_name("alone");
+  alone->set_coordinator("10.0.0.9:7411");
+  const std::string text = RenderNodes(groups.groups());
+  INFO(text);
+  CHECK_THAT(text, Contains("GROUP   NODE    ADDRESS         STATE   MEMBERS  SILENT\n"));
+  CHECK_THAT(text, Contains("policy  node-b  10.0.0.2:40000  joined        3  500 ms\n"));
+  CHECK_THAT(text, Contains("\npolicy  this daemon        7  up     3.00 MiB  1.00 KiB\n"));
+  CHECK_THAT(text, Contains("\nalone   10.0.0.9:7411      -  -           0 B       0 B\n"));
+}
+
 TEST_CASE("a daemon without groups says so, and a draining one says that") {
   v1::GetStatusResponse status;
   CHECK_THAT(RenderStatus(status), Contains("no groups"));

@@ -1,10 +1,32 @@
-// The commands that read once: status, groups, members.
+// The commands that read once: status, groups, members, nodes.
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "daemon/refitctl/command.h"
 #include "daemon/refitctl/render.h"
 
 namespace refitd::refitctl {
+namespace {
+
+// What `nodes` shows, with the names that the proto has; the rest of a group is left to `groups`.
+std::string NodesJson(const v1::GetStatusResponse& status) {
+  nlohmann::ordered_json out;
+  out["daemon_id"] = status.daemon_id();
+  out["groups"] = nlohmann::json::array();
+  for (const v1::GroupStatus& group : status.groups()) {
+    const auto whole =
+        nlohmann::ordered_json::parse(ToJson(group, false), nullptr, /*allow_exceptions=*/false);
+    nlohmann::ordered_json shown;
+    for (const char* key : {"name", "coordinator", "nodes", "epoch", "epoch_state",
+                            "wire_bytes_sent", "wire_bytes_received"}) {
+      if (whole.contains(key)) shown[key] = whole.at(key);  // no epoch: none is open
+    }
+    out["groups"].push_back(std::move(shown));
+  }
+  return out.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace
 
 Command AddStatus(CLI::App* app, const GlobalOptions& global) {
   CLI::App* sub = app->add_subcommand("status", "The daemon: groups, instances, slots, resources");
@@ -34,6 +56,17 @@ Command AddMembers(CLI::App* app, const GlobalOptions& global) {
             const auto members = OperatorClient(global).ListMembers(*group);
             if (!members.ok()) return Fail(members.status());
             Print(global.json ? ToJson(*members, true) : RenderMembers(members->members()));
+            return static_cast<int>(kExitOk);
+          }};
+}
+
+Command AddNodes(CLI::App* app, const GlobalOptions& global) {
+  CLI::App* sub =
+      app->add_subcommand("nodes", "The daemons of each group, and the links between them");
+  return {sub, [&global] {
+            const auto status = OperatorClient(global).GetStatus();
+            if (!status.ok()) return Fail(status.status());
+            Print(global.json ? NodesJson(*status) : RenderNodes(status->groups()));
             return static_cast<int>(kExitOk);
           }};
 }

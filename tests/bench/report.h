@@ -20,11 +20,13 @@ struct Figure {
   double value = 0;
   std::string unit;
   double baseline = 0;  // in the same unit; 0: none
-  double ratio =
-      0;  // value against baseline, or against the goal's meaning; what the goal is compared with
+  double ratio = 0;     // value against baseline
   double goal = 0;
   bool at_least = true;  // the goal is a floor of `ratio` (true) or a ceiling of `value` (false)
-  bool reached() const { return at_least ? ratio >= goal : value <= goal; }
+  bool ceiling_of_ratio = false;  // where it is a ceiling: of `ratio`
+  bool reached() const {
+    return at_least ? ratio >= goal : (ceiling_of_ratio ? ratio : value) <= goal;
+  }
 };
 
 inline double Median(std::vector<double> values) {

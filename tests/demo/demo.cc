@@ -1,8 +1,11 @@
-// The main job, with real processes: a daemon, a trainer that pushes checkpoints, three instances
-// of a model. Version 1 is installed, every weight is rewritten and version 2 is installed, and
-// during version 3 one instance is killed. Each engine compares its memory with the checkpoint by
-// itself.
+// The main job, with real processes: two daemons as two nodes on this host, a trainer that pushes
+// checkpoints on one of them, three instances of a model: one on each node and one with a rank on
+// either. Version 1 is installed, every weight is rewritten and version 2 is installed, and during
+// version 3 one instance is killed. Each engine compares its memory with the checkpoint by itself.
+#include <fmt/ranges.h>
+
 #include <CLI/CLI.hpp>
+#include <array>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -26,6 +29,7 @@ using std::chrono::steady_clock;
 
 constexpr char kGroup[] = "policy";
 constexpr char kVictim[] = "staged";
+constexpr std::string_view kTcp = "tcp:";  // of a listener, before HOST:PORT
 constexpr int kInstances = 3;
 constexpr int64_t kVersions = 3;
 constexpr int64_t kKillVersion = 3;
@@ -49,7 +53,7 @@ class WorkFolder {
   static absl::StatusOr<std::unique_ptr<WorkFolder>> Make() {
     std::error_code ignored;
     std::string pattern = (fs::temp_directory_path(ignored) / "refitd-demo-XXXXXX").string();
-    if (ignored || pattern.size() + sizeof("/refitd.sock.data") > kMaxSocketPath) {
+    if (ignored || pattern.size() + sizeof("/node-a.sock.data") > kMaxSocketPath) {
       pattern = "/tmp/refitd-demo-XXXXXX";
     }
     if (::mkdtemp(pattern.data()) == nullptr) return ErrnoError(errno, pattern);
@@ -69,8 +73,20 @@ class WorkFolder {
   const std::string path_;
 };
 
+// A daemon that stands for a node of its own: it shares nothing with the other but the network.
+struct NodeDaemon {
+  std::string id;
+  std::string role;
+  std::vector<std::string> flags;
+  GlobalOptions global;
+  std::unique_ptr<Child> process;
+  std::unique_ptr<OperatorClient> client;
+  v1::GetStatusResponse last;  // what it said of itself at the end
+};
+
 // One engine process.
 struct Rank {
+  size_t node = 0;
   std::string instance;
   int rank = 0;
   int world_size = 1;
@@ -101,8 +117,15 @@ class Demo {
     tensors_ = workloads::TensorsOf(model_);
     bytes_ = workloads::BytesOf(tensors_);
     REFITD_ASSIGN_OR_RETURN(work_, WorkFolder::Make());
-    global_.socket = work_->File("refitd.sock");
-    global_.timeout_seconds = options_.wait_seconds;
+    nodes_[kNodeA].id = "node-a";
+    nodes_[kNodeA].role = "coordinator, trainer";
+    nodes_[kNodeA].flags = {"--listen-tcp", "127.0.0.1:0"};
+    nodes_[kNodeB].id = "node-b";
+    nodes_[kNodeB].role = "joined";
+    for (NodeDaemon& node : nodes_) {
+      node.global.socket = work_->File(node.id + ".sock");
+      node.global.timeout_seconds = options_.wait_seconds;
+    }
     const absl::Status status = RunAll();
     if (!status.ok()) ShowLogs();
     watcher_.reset();
@@ -131,7 +154,7 @@ class Demo {
 
   absl::Status RunAll() {
     REFITD_RETURN_IF_ERROR(WriteCheckpoint(1));
-    REFITD_RETURN_IF_ERROR(StartDaemon());
+    REFITD_RETURN_IF_ERROR(StartDaemons());
     REFITD_RETURN_IF_ERROR(StartEngines());
     for (int64_t version = 1; version <= kVersions; ++version) {
       if (version > 1) REFITD_RETURN_IF_ERROR(WriteCheckpoint(version));
@@ -167,12 +190,27 @@ class Demo {
   }
   std::string LogOf(const std::string& name) const { return work_->File(name + ".log"); }
 
-  absl::Status StartDaemon() {
-    REFITD_ASSIGN_OR_RETURN(daemon_,
-                            Start("refitd", {options_.refitd, "--listen-unix", global_.socket}));
-    client_ = std::make_unique<OperatorClient>(global_);
-    REFITD_ASSIGN_OR_RETURN(const auto status, client_->GetStatus(/*wait_for_ready=*/true));
-    console_.Say(fmt::format("refitd {} serves (pid {})", status.daemon_version(), daemon_->pid()));
+  absl::Status StartDaemons() {
+    for (NodeDaemon& node : nodes_) {
+      std::vector<std::string> argv = {options_.refitd, "--listen-unix", node.global.socket,
+                                       "--daemon-id", node.id};
+      argv.insert(argv.end(), node.flags.begin(), node.flags.end());
+      REFITD_ASSIGN_OR_RETURN(node.process, Start(node.id, argv));
+      node.client = std::make_unique<OperatorClient>(node.global);
+    }
+    for (NodeDaemon& node : nodes_) {
+      REFITD_ASSIGN_OR_RETURN(const auto status, node.client->GetStatus(/*wait_for_ready=*/true));
+      for (const std::string& listener : status.listeners()) {
+        if (listener.starts_with(kTcp)) coordinator_ = listener.substr(kTcp.size());
+      }
+      console_.Say(fmt::format("{}: refitd {} serves (pid {}), {}", node.id,
+                               status.daemon_version(), node.process->pid(),
+                               fmt::join(status.listeners(), ", ")));
+    }
+    if (coordinator_.empty()) {
+      return Error(absl::StatusCode::kAborted, "{} has no TCP listener", nodes_[kNodeA].id);
+    }
+    client_ = nodes_[kNodeA].client.get();
     v1::CreateGroupRequest request;
     request.set_group(kGroup);
     request.mutable_spec()->set_trainer_ranks(1);
@@ -185,17 +223,18 @@ class Demo {
   }
 
   absl::Status StartEngines() {
-    ranks_.push_back({"registered", 0, 1, "registered", "every tensor", nullptr});
-    ranks_.push_back({kVictim, 0, 1, "staged", "every tensor", nullptr});
+    const std::string all = "every tensor";
+    ranks_.push_back({kNodeA, "registered", 0, 1, "registered", all, nullptr});
+    ranks_.push_back({kNodeB, kVictim, 0, 1, "staged", all, nullptr});
     for (int rank = 0; rank < 2; ++rank) {
-      ranks_.push_back(
-          {"sharded", rank, 2, "registered", fmt::format("half {} of each matrix", rank), nullptr});
+      ranks_.push_back({rank == 0 ? kNodeA : kNodeB, "sharded", rank, 2, "registered",
+                        fmt::format("half {} of each matrix", rank), nullptr});
     }
     for (Rank& rank : ranks_) {
       std::vector<std::string> argv = {options_.refitctl,
                                        "engine",
                                        "--socket",
-                                       global_.socket,
+                                       nodes_[rank.node].global.socket,
                                        "-o",
                                        "json",
                                        "--group",
@@ -210,6 +249,7 @@ class Demo {
                                        rank.delivery,
                                        "--checkpoint",
                                        work_->File("checkpoint-{version}")};
+      if (rank.node != kNodeA) argv.insert(argv.end(), {"--coordinator", coordinator_});
       if (rank.instance == kVictim) {
         argv.insert(argv.end(), {"--stall-in", fmt::format("{}", kKillVersion)});
       }
@@ -220,9 +260,10 @@ class Demo {
       REFITD_ASSIGN_OR_RETURN(const auto event,
                               events_.Await(rank.name(), "attached", 0, Deadline()));
       rank.bytes = event.value("bytes", int64_t{0});
-      console_.Say(fmt::format("engine {} rank {}/{}: {}, holds {} ({}; pid {})", rank.instance,
-                               rank.rank, rank.world_size, rank.delivery, rank.holds,
-                               HumanBytes(rank.bytes), rank.child->pid()));
+      console_.Say(fmt::format("{}: engine {} rank {}/{}: {}, holds {} ({}; pid {})",
+                               nodes_[rank.node].id, rank.instance, rank.rank, rank.world_size,
+                               rank.delivery, rank.holds, HumanBytes(rank.bytes),
+                               rank.child->pid()));
     }
     return absl::OkStatus();
   }
@@ -271,15 +312,15 @@ class Demo {
   }
 
   absl::Status Install(int64_t version) {
-    console_.Say(fmt::format("version {}: refitctl push", version));
+    console_.Say(fmt::format("version {}: refitctl push on {}", version, nodes_[kNodeA].id));
     const std::string name = fmt::format("push-{}", version);
     REFITD_ASSIGN_OR_RETURN(
         const auto push,
-        Start(name,
-              {options_.refitctl, "push", "--socket", global_.socket, "-o", "json", "--timeout",
-               fmt::format("{}", options_.wait_seconds), "--group", kGroup, "--version",
-               fmt::format("{}", version), "--wait-instances", fmt::format("{}", kInstances),
-               "--bucket-bytes", options_.bucket_bytes, work_->Checkpoint(version)}));
+        Start(name, {options_.refitctl, "push", "--socket", nodes_[kNodeA].global.socket, "-o",
+                     "json", "--timeout", fmt::format("{}", options_.wait_seconds), "--group",
+                     kGroup, "--version", fmt::format("{}", version), "--wait-instances",
+                     fmt::format("{}", kInstances), "--bucket-bytes", options_.bucket_bytes,
+                     work_->Checkpoint(version)}));
     if (version == kKillVersion) REFITD_RETURN_IF_ERROR(KillVictim());
     REFITD_ASSIGN_OR_RETURN(const int code, push->Wait(Deadline()));
     console_.EndProgress();
@@ -334,8 +375,9 @@ class Demo {
       }
       rank.verified = version;
       ++results_.back().ranks_verified;
-      console_.Say(fmt::format("  {} rank {} compared its {} with the checkpoint: equal",
-                               rank.instance, rank.rank, HumanBytes(rank.bytes)));
+      console_.Say(fmt::format("  {}: {} rank {} compared its {} with the checkpoint: equal",
+                               nodes_[rank.node].id, rank.instance, rank.rank,
+                               HumanBytes(rank.bytes)));
     }
     return absl::OkStatus();
   }
@@ -355,6 +397,34 @@ class Demo {
       return Error(absl::StatusCode::kAborted, "instance {} is {} at version {}", instance.name(),
                    instance.state(), instance.version());
     }
+    return CheckNodes();
+  }
+
+  // Each daemon of the other, and of the bytes between them.
+  absl::Status CheckNodes() {
+    for (NodeDaemon& node : nodes_) {
+      REFITD_ASSIGN_OR_RETURN(node.last, node.client->GetStatus());
+    }
+    const auto& groups = nodes_[kNodeA].last.groups();
+    int joined = 0;
+    for (const v1::NodeStatus& node :
+         groups.empty() ? v1::GroupStatus().nodes() : groups[0].nodes()) {
+      joined += node.daemon_id() == nodes_[kNodeB].id && node.state() == "joined" ? 1 : 0;
+    }
+    if (joined != 1) {
+      return Error(absl::StatusCode::kAborted, "{} is not joined to {}", nodes_[kNodeB].id,
+                   nodes_[kNodeA].id);
+    }
+    const int64_t sent = nodes_[kNodeA].last.resources().wire_bytes_sent();
+    const int64_t received = nodes_[kNodeB].last.resources().wire_bytes_received();
+    // Whole versions for the staged instance until it was killed, and once each: its node's other
+    // rank takes its half from the same bytes.
+    const int64_t least = (kKillVersion - 1) * bytes_;
+    if (sent != received || sent < least) {
+      return Error(absl::StatusCode::kAborted,
+                   "{} sent {} bytes and {} received {}; {} were due at least", nodes_[kNodeA].id,
+                   sent, nodes_[kNodeB].id, received, least);
+    }
     return absl::OkStatus();
   }
 
@@ -365,8 +435,11 @@ class Demo {
       rank.child->Signal(SIGTERM);
       REFITD_RETURN_IF_ERROR(ExpectExit(*rank.child));
     }
-    daemon_->Signal(SIGTERM);
-    return ExpectExit(*daemon_);
+    for (size_t i = nodes_.size(); i-- > 0;) {  // the coordinator last
+      nodes_[i].process->Signal(SIGTERM);
+      REFITD_RETURN_IF_ERROR(ExpectExit(*nodes_[i].process));
+    }
+    return absl::OkStatus();
   }
 
   absl::Status ExpectExit(Child& child) {
@@ -386,15 +459,25 @@ class Demo {
                     fmt::format("{} of {}", result.ranks_verified, ranks_.size()), result.committed,
                     result.lost.empty() ? "-" : result.lost});
     }
-    Table engines({"INSTANCE", "RANK", "DELIVERY", "HOLDS", "BYTES", "VERIFIED", "END"},
-                  {false, true, false, false, true, true});
+    Table engines({"INSTANCE", "RANK", "NODE", "DELIVERY", "HOLDS", "BYTES", "VERIFIED", "END"},
+                  {false, true, false, false, false, true, true});
     for (const Rank& rank : ranks_) {
-      engines.Add({rank.instance, fmt::format("{}/{}", rank.rank, rank.world_size), rank.delivery,
-                   rank.holds, HumanBytes(rank.bytes), fmt::format("v{}", rank.verified),
+      engines.Add({rank.instance, fmt::format("{}/{}", rank.rank, rank.world_size),
+                   nodes_[rank.node].id, rank.delivery, rank.holds, HumanBytes(rank.bytes),
+                   fmt::format("v{}", rank.verified),
                    rank.killed ? fmt::format("killed in v{}", kKillVersion) : "in service"});
+    }
+    Table nodes({"NODE", "ROLE", "MEMBERS", "WIRE SENT", "WIRE RECEIVED", "ANONYMOUS MEMORY"},
+                {false, false, true, true, true, true});
+    for (const NodeDaemon& node : nodes_) {
+      const v1::ResourceStatus& r = node.last.resources();
+      nodes.Add({node.id, node.role, fmt::format("{}", r.members()),
+                 HumanBytes(r.wire_bytes_sent()), HumanBytes(r.wire_bytes_received()),
+                 HumanBytes(r.anonymous_bytes())});
     }
     console_.Say("");
     console_.Say(versions.ToString());
+    console_.Say(nodes.ToString());
     console_.Say(engines.ToString() +
                  "every surviving rank's memory equals the checkpoint of every version");
   }
@@ -415,8 +498,10 @@ class Demo {
     }
   }
 
+  static constexpr size_t kNodeA = 0;  // holds the group, and the trainer attaches here
+  static constexpr size_t kNodeB = 1;
+
   const Options options_;
-  GlobalOptions global_;
   workloads::Qwen3Model model_;
   std::vector<TensorSpec> tensors_;
   int64_t bytes_ = 0;
@@ -431,8 +516,9 @@ class Demo {
 
   // Destroyed from the last to the first: watcher, engines, daemon, then their files.
   std::unique_ptr<WorkFolder> work_;
-  std::unique_ptr<Child> daemon_;
-  std::unique_ptr<OperatorClient> client_;
+  std::array<NodeDaemon, 2> nodes_;
+  std::string coordinator_;           // HOST:PORT of the first node's listener
+  OperatorClient* client_ = nullptr;  // of the first node
   std::vector<Rank> ranks_;
   std::vector<VersionResult> results_;
   std::unique_ptr<UpdateWatcher> watcher_;
@@ -449,9 +535,8 @@ int Main(int argc, char** argv) {
   options.refitd = Beside("../../daemon/refitd");
   options.refitctl = Beside("../../daemon/refitctl/refitctl");
   CLI::App app(
-      "Installs three versions of a checkpoint in three instances, kills one instance in the "
-      "middle "
-      "of the third, and verifies every survivor's memory.");
+      "Installs three versions of a checkpoint in three instances over two daemons, kills one "
+      "instance in the middle of the third, and verifies every survivor's memory.");
   app.add_option("--model", options.model, "qwen3-0.6b (default), qwen3-4b or tiny");
   app.add_flag("--json", options.json, "The last line is one JSON object");
   app.add_option("--wait", options.wait_seconds, "Seconds that any single wait may last")

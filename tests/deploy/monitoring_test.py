@@ -42,8 +42,6 @@ METRICS = {
     "refitd_region_bytes": set(),
     "up": set(),
 }
-# Told by daemons that have peers.
-BETWEEN_DAEMONS = {"refitd_epoch", "refitd_peer_up"}
 HISTOGRAMS = ("refitd_update_seconds", "refitd_update_phase_seconds")
 TARGET_LABELS = {"job", "instance"}  # Prometheus adds them
 
@@ -74,28 +72,36 @@ class DaemonTest(unittest.TestCase):
     """The table above is what a daemon says."""
 
     def scrape(self, folder):
-        """{name: label names} of every series, after one update of one group."""
-        checkpoint, log = os.path.join(folder, "checkpoint"), os.path.join(folder, "log")
-        socket = os.path.join(folder, "refitd.sock")
+        """{name: label names} of every series of a coordinator, after one update of one group over two daemons."""
+        checkpoint = os.path.join(folder, "checkpoint")
         subprocess.run([MAKE_CHECKPOINT, "--model", "tiny", "--out", checkpoint],
                        stdout=subprocess.DEVNULL, timeout=SECONDS, check=True)
-        with open(log, "w") as errors:
-            daemon = subprocess.Popen(
-                [REFITD, "--listen-unix", socket, "--metrics-listen", "127.0.0.1:0"], stderr=errors)
-        self.addCleanup(lambda: (daemon.kill(), daemon.wait()))
-        address = self.wait_for(daemon, log, r"metrics:(\S+),")
+        first, second = os.path.join(folder, "a.sock"), os.path.join(folder, "b.sock")
+        log = self.start_daemon(first, "--listen-tcp", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+        self.start_daemon(second)
         engine = subprocess.Popen(
-            [REFITCTL, "--socket", socket, "engine", "--group", "g", "--instance", "a", "--checkpoint", checkpoint,
-             "--delivery", "staged"], stdout=subprocess.DEVNULL)
+            [REFITCTL, "--socket", second, "engine", "--group", "g", "--instance", "a", "--checkpoint", checkpoint,
+             "--coordinator", log(r"tcp:([^\s,]+),"), "--delivery", "staged"], stdout=subprocess.DEVNULL)
         self.addCleanup(lambda: (engine.kill(), engine.wait()))
-        subprocess.run([REFITCTL, "--socket", socket, "push", checkpoint, "--group", "g", "--create",
+        subprocess.run([REFITCTL, "--socket", first, "push", checkpoint, "--group", "g", "--create",
                         "--wait-instances", "1"], stdout=subprocess.DEVNULL, timeout=SECONDS, check=True)
+        address = log(r"metrics:([^\s,]+),")
         with urllib.request.urlopen("http://%s/metrics" % address, timeout=SECONDS) as answer:
             text = answer.read().decode()
         told = {}
         for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? ", text, re.MULTILINE):
             told.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
         return told
+
+    def start_daemon(self, socket, *flags):
+        """Gives what waits for a pattern in its log."""
+        log = socket + ".log"
+        with open(log, "w") as errors:
+            daemon = subprocess.Popen([REFITD, "--listen-unix", socket, "--daemon-id", os.path.basename(socket), *flags],
+                                      stderr=errors)
+        self.addCleanup(lambda: (daemon.kill(), daemon.wait()))
+        self.wait_for(daemon, log, "(listening) on")
+        return lambda pattern: self.wait_for(daemon, log, pattern)
 
     def wait_for(self, daemon, log, pattern):
         deadline = time.monotonic() + SECONDS
@@ -109,7 +115,7 @@ class DaemonTest(unittest.TestCase):
     def test_it_tells_every_metric_with_these_labels(self):
         with tempfile.TemporaryDirectory(prefix="refitd-", dir="/tmp") as folder:
             told = self.scrape(folder)
-        for name in set(METRICS) - BETWEEN_DAEMONS - {"up"}:
+        for name in set(METRICS) - {"up"}:
             series, labels = (name + "_bucket", {"le"}) if name in HISTOGRAMS else (name, set())
             self.assertEqual(told.get(series), METRICS[name] | labels, name)
 

@@ -30,9 +30,9 @@ def alter_last_byte(checkpoint):
 class Engine(Child):
     """A reference engine rank; its events are lines of JSON."""
 
-    def __init__(self, test, group, instance, checkpoint, *flags):
+    def __init__(self, test, group, instance, checkpoint, *flags, socket=None):
         arguments = ["--group", group, "--instance", instance, "--checkpoint", checkpoint, *flags]
-        super().__init__(test, REFITCTL, "--socket", test.daemon.socket, "-o", "json", "engine", *arguments)
+        super().__init__(test, REFITCTL, "--socket", socket or test.daemon.socket, "-o", "json", "engine", *arguments)
 
     def wait_for(self, event):
         """The fields of the next such event."""
@@ -152,6 +152,40 @@ class RefitctlTest(unittest.TestCase):
         engine.finish(OK)
         self.assertEqual(json.loads(engine.seen[-1]), {"event": "stopped", "commits": 1})
 
+    def test_status_and_nodes_show_the_daemons_of_a_group_and_their_link(self):
+        with Daemon("--listen-tcp", "127.0.0.1:0", "--daemon-id", "a") as a, Daemon("--daemon-id", "b") as b:
+            def ask(daemon, *arguments):
+                return self.refitctl(*arguments, socket=daemon.socket)
+
+            listeners = json.loads(ask(a, "status", "-o", "json"))["listeners"]
+            (coordinator,) = [name[len("tcp:"):] for name in listeners if name.startswith("tcp:")]
+            engine = Engine(self, "far", "replica", self.checkpoint(1), "--coordinator", coordinator, socket=b.socket)
+            pushed = json.loads(ask(a, "push", self.checkpoint(1), "--group", "far", "--create", "-o", "json"))
+            engine.wait_for("verified")
+
+            self.assertRegex(ask(a, "status"), r"\ndaemon     a\n")
+            self.assertRegex(ask(a, "status"), r"\n  coordinator: this daemon\n  link: epoch \d+ up, \S+ \S+ sent, 0 B rec")
+            self.assertRegex(ask(a, "status"), r"\n  b +127\.0\.0\.1:\d+ +joined +1 +\d")
+            self.assertRegex(ask(b, "status"), r"\n  coordinator: %s\n  link: epoch \d+ up, 0 B sent, " % coordinator)
+
+            table = ask(a, "nodes")
+            self.assertRegex(table, r"\AGROUP +NODE +ADDRESS +STATE +MEMBERS +SILENT\nfar +a +- +self +0 +-\nfar +b +127\.")
+            self.assertRegex(table, r"\nGROUP +COORDINATOR +EPOCH +STATE +SENT +RECEIVED\nfar +this daemon +\d+ +up +")
+            near, far = (json.loads(ask(daemon, "nodes", "-o", "json")) for daemon in (a, b))
+            self.assertEqual((near["daemon_id"], far["daemon_id"]), ("a", "b"))
+            (near,), (far,) = near["groups"], far["groups"]
+            self.assertEqual((near["name"], near["coordinator"], far["coordinator"]), ("far", "", coordinator))
+            shown = [(node["daemon_id"], node["state"], node["members"]) for node in near["nodes"]]
+            self.assertEqual(shown, [("a", "self", 0), ("b", "joined", 1)])
+            self.assertEqual([(node["daemon_id"], node["state"]) for node in far["nodes"]], [("a", "joined")])
+            # One copy of the model, and the gaps that align its tensors.
+            sent = int(near["wire_bytes_sent"])
+            self.assertTrue(pushed["bytes"] <= sent <= pushed["bytes"] + TENSORS * 512, sent)
+            self.assertEqual((int(far["wire_bytes_received"]), far["epoch"]), (sent, near["epoch"]))
+
+            engine.process.send_signal(signal.SIGTERM)
+            engine.finish(OK)
+
     def start_watched_push(self, group):
         """A push that waits for a second engine, and a watch until idle that has shown it."""
         first = Engine(self, group, "first", self.checkpoint(1), "--versions", "1")
@@ -223,7 +257,7 @@ class RefitctlTest(unittest.TestCase):
         wait = ["--timeout", "0.2"]  # for a daemon that starts
         engine = ["engine", "--group", "g", "--checkpoint", self.checkpoint(1), "--instance", "i", *wait]
         push = ["push", self.checkpoint(1), "--group", "g", *wait]
-        for command in (["status"], ["groups"], ["members"], ["watch"], push, engine):
+        for command in (["status"], ["groups"], ["members"], ["nodes"], ["watch"], push, engine):
             error = self.refitctl(*command, code=UNREACHABLE, socket=none)
             self.assertIn(none, error)
 

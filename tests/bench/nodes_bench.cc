@@ -1,0 +1,266 @@
+// tools/bench nodes: two daemons on this host, linked over loopback. Real processes: two refitd,
+// this one as the trainer at the first, itself again as engines at the second.
+//
+//   nodes_bench --refitd PATH [--model qwen3-0.6b] [--rounds 15] [--json]
+//   nodes_bench --role engine --socket PATH ...            (started by the former)
+//   nodes_bench --role gloo --bytes N --slot-bytes N       (likewise; the other end is its stdin)
+//
+// The baseline is the Gloo library's own broadcast between two processes: the same bytes from the
+// same memory, cut as the daemons' slots cut them, straight into the receiver's memory. It is taken
+// in turns with the measured cases. Weights are fresh random bytes in every round and the
+// destination is poisoned before each; every round's result is compared by a digest that the
+// engine's process computes, outside the measured time.
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <filesystem>
+
+#include "tests/bench/report.h"
+#include "tests/bench/session.h"
+#include "transport/base/unique_fd.h"
+#include "transport/host/gloo_baseline.h"
+
+namespace refitd::bench {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr char kLoopback[] = "127.0.0.1";
+
+void BroadcastAll(GlooBaseline* gloo, char* data, int64_t bytes, int64_t slot_bytes) {
+  for (int64_t at = 0; at < bytes; at += slot_bytes) {
+    Must(gloo->Broadcast(data + at, std::min(slot_bytes, bytes - at), 0, kWait), "broadcast");
+  }
+}
+
+// Rank 1 of the baseline: at each byte on stdin it receives the model once and answers a byte.
+int RunGloo(int64_t bytes, int64_t slot_bytes) {
+  signal(SIGPIPE, SIG_IGN);
+  const auto gloo =
+      Must(GlooBaseline::Connect(kLoopback, 1, 2, ExchangeOverSocket(0, 1), kWait), "gloo");
+  const std::shared_ptr<HostRegion> memory = MappedMemfd(bytes);
+  char byte = 0;
+  while (read(0, &byte, 1) == 1) {
+    BroadcastAll(gloo.get(), memory->data(), bytes, slot_bytes);
+    if (write(0, &byte, 1) != 1) return 1;
+  }
+  return 0;
+}
+
+// Both ends of the baseline; this process is rank 0.
+class GlooPair {
+ public:
+  GlooPair(const std::string& self, int64_t bytes, int64_t slot_bytes)
+      : bytes_(bytes), slot_bytes_(slot_bytes) {
+    int fds[2] = {-1, -1};
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) std::exit(1);
+    control_ = UniqueFd(fds[0]);
+    const UniqueFd theirs(fds[1]);
+    child_ = std::make_unique<Child>(
+        std::vector<std::string>{self, "--role", "gloo", "--bytes", fmt::format("{}", bytes),
+                                 "--slot-bytes", fmt::format("{}", slot_bytes)},
+        false, theirs.get());
+    gloo_ =
+        Must(GlooBaseline::Connect(kLoopback, 0, 2, ExchangeOverSocket(control_.get(), 0), kWait),
+             "gloo");
+  }
+
+  // Seconds until the other process has all of it.
+  double Broadcast(char* data) {
+    char byte = 'g';
+    const auto start = steady_clock::now();
+    bool ok = write(control_.get(), &byte, 1) == 1;
+    BroadcastAll(gloo_.get(), data, bytes_, slot_bytes_);
+    ok = ok && read(control_.get(), &byte, 1) == 1;
+    if (!ok) {
+      fmt::print(stderr, "bench: the baseline's process ended\n");
+      std::exit(1);
+    }
+    return SecondsSince(start);
+  }
+
+ private:
+  const int64_t bytes_;
+  const int64_t slot_bytes_;
+  UniqueFd control_;
+  std::unique_ptr<Child> child_;
+  std::unique_ptr<GlooBaseline> gloo_;
+};
+
+// The daemons, and where their members attach.
+struct Nodes {
+  std::string self;  // this binary
+  std::string socket_a;
+  EnginePlace far;  // at the second daemon
+};
+
+int64_t SlotBytes(const Nodes& nodes, const std::string& group) {
+  for (const auto& status : StatusOf(nodes.socket_a).groups()) {
+    if (status.name() == group) return status.spec().slot_bytes();
+  }
+  fmt::print(stderr, "bench: no group {}\n", group);
+  std::exit(1);
+}
+
+int64_t WireBytes(const Nodes& nodes) {
+  return StatusOf(nodes.socket_a).resources().wire_bytes_sent();
+}
+
+void BenchBroadcast(Report* report, const Nodes& nodes, const std::string& model, int rounds) {
+  Session session(nodes.self, nodes.socket_a, "broadcast", model, {nodes.far});
+  const int64_t bytes = session.model().bytes;
+  GlooPair gloo(nodes.self, bytes, SlotBytes(nodes, "broadcast"));
+  const std::vector<std::pair<Verification, double>> cases = {
+      {Verification::kOff, 0.6}, {Verification::kTransfer, 0.5}, {Verification::kReadback, 0.0}};
+  std::vector<std::vector<double>> seconds(cases.size());
+  std::vector<double> gloo_seconds;
+  const int threads = CopyThreads();
+  FillRandom(session.data(), bytes, 1, threads);
+  session.Update(Verification::kOff, kBucketBytes);  // pools, communicator, page tables
+  gloo.Broadcast(session.data());
+  for (int round = 0; round < rounds; ++round) {
+    gloo_seconds.push_back(gloo.Broadcast(session.data()));
+    for (size_t c = 0; c < cases.size(); ++c) {
+      FillRandom(session.data(), bytes, static_cast<uint64_t>(round) * 10 + c + 100, threads);
+      seconds[c].push_back(session.Update(cases[c].first, kBucketBytes));
+    }
+  }
+  const auto rate = [bytes](const std::vector<double>& s) {
+    return static_cast<double>(bytes) / Median(s) / 1e9;
+  };
+  const double baseline = rate(gloo_seconds);
+  const char* names[] = {"off", "transfer", "readback"};
+  for (size_t c = 0; c < cases.size(); ++c) {
+    report->Add({fmt::format("{} to the other node, {}, against Gloo", model, names[c]),
+                 rate(seconds[c]), "GB/s", baseline, rate(seconds[c]) / baseline, cases[c].second,
+                 true});
+  }
+}
+
+void BenchSmallUpdate(Report* report, const Nodes& nodes, int rounds) {
+  Session session(nodes.self, nodes.socket_a, "small", "1mib", {nodes.far});
+  std::vector<double> seconds;
+  for (int i = 0; i < 20 + rounds * 30; ++i) {
+    FillRandom(session.data(), session.model().bytes, static_cast<uint64_t>(i) + 1, 1);
+    const double s = session.Update(Verification::kReadback, kBucketBytes);
+    if (i >= 20) seconds.push_back(s);
+  }
+  report->Add(
+      {"1 MiB model, begin to committed, p50", Median(seconds) * 1e3, "ms", 0, 0, 3.0, false});
+}
+
+// What more engines on the far node cost: no byte on the wire, and about their local copies.
+void BenchFanOut(Report* report, const Nodes& nodes, int rounds) {
+  constexpr int kMany = 4;
+  const std::string model = "256mib";
+  Session one(nodes.self, nodes.socket_a, "one", model, {nodes.far});
+  Session many(nodes.self, nodes.socket_a, "many", model,
+               std::vector<EnginePlace>(kMany, nodes.far));
+  const int64_t bytes = one.model().bytes;
+  const int threads = CopyThreads();
+  const std::shared_ptr<HostRegion> from = MappedMemfd(bytes);
+  const std::shared_ptr<HostRegion> to = MappedMemfd(bytes);
+  FillRandom(from->data(), bytes, 5, threads);
+  std::vector<double> one_seconds;
+  std::vector<double> many_seconds;
+  std::vector<double> copy_seconds;
+  int64_t one_bytes = 0;
+  int64_t many_bytes = 0;
+  const auto update = [&](Session* session, uint64_t seed, int64_t* wire) {
+    FillRandom(session->data(), bytes, seed, threads);
+    const int64_t before = WireBytes(nodes);
+    const double seconds = session->Update(Verification::kOff, kBucketBytes);
+    *wire += WireBytes(nodes) - before;
+    return seconds;
+  };
+  for (int i = 0; i < rounds + 2; ++i) {
+    const auto seed = static_cast<uint64_t>(i) * 2 + 1;
+    const double one_s = update(&one, seed, &one_bytes);
+    const double many_s = update(&many, seed + 1, &many_bytes);
+    const auto start = steady_clock::now();
+    for (int copy = 1; copy < kMany; ++copy) {
+      ParallelMemcpy(to->data(), from->data(), bytes, threads);
+    }
+    const double copy_s = SecondsSince(start);
+    if (i < 2) continue;
+    one_seconds.push_back(one_s);
+    many_seconds.push_back(many_s);
+    copy_seconds.push_back(copy_s);
+  }
+  const double mib = 1 << 20;
+  const double per_one = static_cast<double>(one_bytes) / (rounds + 2) / mib;
+  const double per_many = static_cast<double>(many_bytes) / (rounds + 2) / mib;
+  report->Add({"wire bytes of an update, 4 far engines against 1", per_many, "MiB", per_one,
+               per_many / per_one, 1.0, false, true});
+  const double t4 = Median(many_seconds) * 1e3;
+  const double due = (Median(one_seconds) + Median(copy_seconds)) * 1e3;
+  report->Add({"4 far engines, against 1 and three memcpy more", t4, "ms", due, t4 / due, 1.3,
+               false, true});
+}
+
+}  // namespace
+
+int Main(int argc, char** argv) {
+  CLI::App app("refitd's benchmark of two daemons on one host");
+  std::string role;
+  std::string refitd;
+  EngineArgs engine;
+  std::string model = "qwen3-0.6b";
+  int rounds = 15;
+  int64_t bytes = 0;
+  int64_t slot_bytes = 0;
+  bool json = false;
+  app.add_option("--role", role);
+  app.add_option("--refitd", refitd);
+  app.add_option("--socket", engine.place.socket);
+  app.add_option("--coordinator", engine.place.coordinator);
+  app.add_option("--group", engine.group);
+  app.add_option("--instance", engine.instance);
+  app.add_option("--bytes", bytes);
+  app.add_option("--slot-bytes", slot_bytes);
+  app.add_option("--model", model, "qwen3-0.6b, qwen3-4b");
+  app.add_option("--rounds", rounds, "measured rounds a case")->check(CLI::Range(1, 1000));
+  app.add_flag("--json", json, "one object a line");
+  CLI11_PARSE(app, argc, argv);
+  if (role == "engine") {
+    engine.model = model;
+    return RunEngine(engine);
+  }
+  if (role == "gloo") return RunGloo(bytes, slot_bytes);
+
+  signal(SIGPIPE, SIG_IGN);  // the baseline's sockets
+  Nodes nodes;
+  nodes.self = std::filesystem::read_symlink("/proc/self/exe");
+  std::string dir = (std::filesystem::temp_directory_path() / "refitd-bench-XXXXXX").string();
+  if (mkdtemp(dir.data()) == nullptr) return 1;
+  nodes.socket_a = dir + "/a.sock";
+  nodes.far.socket = dir + "/b.sock";
+  bool reached = false;
+  {
+    Child a({refitd, "--listen-unix", nodes.socket_a, "--listen-tcp", "127.0.0.1:0", "--daemon-id",
+             "a", "--log-level", "warning"},
+            false);
+    Child b(
+        {refitd, "--listen-unix", nodes.far.socket, "--daemon-id", "b", "--log-level", "warning"},
+        false);
+    constexpr std::string_view kTcp = "tcp:";
+    for (const std::string& listener : StatusOf(nodes.socket_a).listeners()) {
+      if (listener.starts_with(kTcp)) nodes.far.coordinator = listener.substr(kTcp.size());
+    }
+    StatusOf(nodes.far.socket);  // it serves
+    Report report("nodes", json);
+    BenchBroadcast(&report, nodes, model, rounds);
+    BenchSmallUpdate(&report, nodes, rounds);
+    BenchFanOut(&report, nodes, rounds);
+    reached = report.all_reached();
+  }
+  std::filesystem::remove_all(dir);
+  return reached ? 0 : 1;
+}
+
+}  // namespace refitd::bench
+
+int main(int argc, char** argv) { return refitd::bench::Main(argc, argv); }
