@@ -98,7 +98,8 @@ struct Nodes {
 };
 
 int64_t SlotBytes(const Nodes& nodes, const std::string& group) {
-  for (const auto& status : StatusOf(nodes.socket_a).groups()) {
+  const v1::GetStatusResponse answer = StatusOf(nodes.socket_a);
+  for (const auto& status : answer.groups()) {
     if (status.name() == group) return status.spec().slot_bytes();
   }
   fmt::print(stderr, "bench: no group {}\n", group);
@@ -247,7 +248,8 @@ int Main(int argc, char** argv) {
         {refitd, "--listen-unix", nodes.far.socket, "--daemon-id", "b", "--log-level", "warning"},
         false);
     constexpr std::string_view kTcp = "tcp:";
-    for (const std::string& listener : StatusOf(nodes.socket_a).listeners()) {
+    const v1::GetStatusResponse answer = StatusOf(nodes.socket_a);
+    for (const std::string& listener : answer.listeners()) {
       if (listener.starts_with(kTcp)) nodes.far.coordinator = listener.substr(kTcp.size());
     }
     StatusOf(nodes.far.socket);  // it serves
