@@ -430,7 +430,7 @@ class Epoch {
   }
 
   void Run();
-  void RunOne(Work work);
+  void RunOne(const Work& work);
   absl::Status RunConnect(const Work& work, bool* began);
   absl::Status ConnectPairs(const std::vector<WireAddress>& addresses, const Work& work);
   absl::Status Greet(const std::vector<WireAddress>& addresses, const Work& work);
@@ -526,7 +526,7 @@ void Epoch::Run() {
       work = std::move(queue_.front());
       queue_.pop_front();
     }
-    RunOne(std::move(work));
+    RunOne(work);
   }
   // No operation runs. Letting go of the pairs ends their connections in an orderly way (what was
   // sent still arrives), which Pair::close would not.
@@ -539,7 +539,7 @@ void Epoch::Run() {
   for (Work& work : cancelled) std::exchange(work.done, nullptr)(Closed());
 }
 
-void Epoch::RunOne(Work work) {
+void Epoch::RunOne(const Work& work) {
   absl::Status status;
   if (!failure_.ok()) {
     status = Error(StatusCode::kFailedPrecondition, "epoch {} is lost: {}", id_, Message(failure_));

@@ -160,7 +160,7 @@ void Run(int rank, const Options& options, std::vector<int> sockets) {
   const auto measure = [&](const char* name, auto make) {
     self.Measure(name, [&] {
       for (int64_t i = 0; i + 1 < slots; ++i) {
-        (*wire)->Submit(make(), [](absl::Status status) { Must(status); });
+        (*wire)->Submit(make(), [](const absl::Status& status) { Must(status); });
         ++seq;
       }
       wait([&](auto done) { (*wire)->Submit(make(), std::move(done)); });
