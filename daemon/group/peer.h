@@ -100,7 +100,6 @@ struct PeerEpochUp {
   EpochId epoch;
   absl::Status status;
 };
-// An epoch that was closed is quiet: none of its operations runs any more.
 struct PeerWireGranted {
   UpdateId update;
 };

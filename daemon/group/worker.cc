@@ -316,7 +316,6 @@ void Worker::Handle(const WireDone& done, TimePoint, const Output& out) {
     const UpdateId update_id = id;
     Part& part = it->second;
     part.on_wire = false;
-    part.wire_done = true;
     part.result.wire_failed = !done.status.ok();
     if (!done.status.ok() || part.header.is_root) {
       Finish(&update, seq, done.status, out);
@@ -480,11 +479,6 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
 }
 
 // ---- what others ask ----
-
-std::shared_ptr<const PartContent> Worker::Content(UpdateId update, PartSeq part) const {
-  const std::optional<BucketHeader> header = Header(update, part);
-  return header.has_value() ? header->content : nullptr;
-}
 
 std::optional<BucketHeader> Worker::Header(UpdateId update, PartSeq part) const {
   const auto it = updates_.find(update);

@@ -69,8 +69,7 @@ class Worker {
   // The coordinator is lost: nothing new is started, epochs are closed, the wire is given back.
   void AbandonAll(TimePoint now, const Output& out);
 
-  // Null: its header never came, or the update is over.
-  std::shared_ptr<const PartContent> Content(UpdateId update, PartSeq part) const;
+  // nullopt: its header never came, or the update is over.
   std::optional<BucketHeader> Header(UpdateId update, PartSeq part) const;
   bool Participates() const { return !updates_.empty(); }
   // Nothing of it runs: no transfer, collective or read-back.
@@ -87,7 +86,6 @@ class Worker {
     bool transferring = false;
     bool transferred = false;  // root: packed; others: unpacked
     bool on_wire = false;
-    bool wire_done = false;
     PeerPartDone result;
   };
   struct Update {
