@@ -275,6 +275,8 @@ void Round(Fixture* f, Phase phase, Fault fault) {
   CHECK(failed.ok() == goes_on);
   if (goes_on) {
     f->good = version;
+    // The trainer may hear of the commit first.
+    REQUIRE(f->near.Await([&](const Rank::Seen& s) { return s.committed == Version(version); }));
     CHECK(f->near.engine().version() == Version(version));
   } else {
     CHECK_THAT(Message(failed), Catch::Contains(f->side == Side::kAlpha ? "beta" : kCoordinator));
