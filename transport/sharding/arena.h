@@ -1,0 +1,94 @@
+// Parameters laid one after the other in one region: what the layouts of this folder are built of.
+//
+// A *parameter* is what a framework allocates as one tensor: a dense row-major matrix (or vector)
+// into which boxes of one or several global tensors are stacked along the first dimension. A stack
+// of matrices [E, 2P, H] is the same bytes as one of E * 2P rows. Fusions are thus nothing but
+// boxes with byte offsets and strides.
+#ifndef REFITD_TRANSPORT_SHARDING_ARENA_H_
+#define REFITD_TRANSPORT_SHARDING_ARENA_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "transport/layout.h"
+#include "transport/sharding/model.h"
+
+namespace refitd::sharding {
+
+struct LayoutOptions {
+  RegionId region = RegionId(1);
+  int64_t alignment_bytes = kPackAlignment;  // of each parameter; a multiple of 8
+  uint64_t binding_generation = 1;
+  // The embedding's and lm_head's rows are padded to a multiple of this in storage, never in the
+  // layout; 0: as the framework does, see megatron.h and vllm.h.
+  int64_t vocabulary_multiple = 0;
+};
+
+// Bytes that a region needs for the layout: the end of its last piece in any region, rounded up to
+// kPackAlignment. The layout must be valid.
+int64_t ArenaBytes(const Layout& layout);
+
+// A box of a global tensor as a part of a parameter.
+struct Part {
+  TensorSpec tensor;
+  Box box;
+};
+
+class ArenaBuilder {
+ public:
+  // Fails on options out of range.
+  static absl::StatusOr<ArenaBuilder> Make(const LayoutOptions& options);
+
+  // Stacks the parts along dimension 0 in a new parameter of at least `min_rows` rows; rows beyond
+  // the parts' are padding. The parts agree in dtype, rank (at least 1) and all other extents. An
+  // empty box takes no room and has no piece. A parameter without elements is none.
+  void AddParameter(std::span<const Part> parts, int64_t min_rows = 0);
+
+  // A parameter of the parts' scales, stacked in the same order: the blocks that each part touches.
+  // Nothing where `config` does not quantize them.
+  void AddScales(const ModelConfig& config, std::span<const Part> parts);
+  // AddParameter, then AddScales.
+  void AddQuantizable(const ModelConfig& config, std::span<const Part> parts);
+
+  // The tensors in the order in which they were first added, without those that got no piece.
+  Layout Finish() &&;
+
+ private:
+  explicit ArenaBuilder(const LayoutOptions& options) : options_(options) {}
+
+  uint32_t IndexOf(const TensorSpec& tensor);
+
+  LayoutOptions options_;
+  Layout layout_;
+  absl::flat_hash_map<std::string, uint32_t> indices_;
+  int64_t end_ = 0;  // bytes
+};
+
+// INVALID_ARGUMENT unless `by` divides n: "qwen3-4b: heads 32 is not divisible by tp 3".
+absl::Status CheckDivides(const ModelConfig& config, std::string_view what, int64_t n,
+                          std::string_view by_what, int64_t by);
+
+// The embedding or lm_head over tp ranks: rows of storage, and the part that is vocabulary.
+struct VocabularyShard {
+  Part part;
+  int64_t storage_rows = 0;
+};
+// `multiple` rows: the padded vocabulary is the next multiple of it, and tp divides that.
+VocabularyShard ShardVocabulary(TensorSpec tensor, int64_t multiple, int64_t tp, int64_t rank);
+
+// The whole tensor; rows (dimension 0) or columns (dimension 1) of it.
+Part Whole(TensorSpec tensor);
+Part Rows(TensorSpec tensor, int64_t begin, int64_t count);
+Part Columns(TensorSpec tensor, int64_t begin, int64_t count);
+
+// Shard `index` of `shards` equal ones along dimension 0 or 1; the caller has seen that it divides.
+Part RowShard(TensorSpec tensor, int64_t shards, int64_t index);
+Part ColumnShard(TensorSpec tensor, int64_t shards, int64_t index);
+
+}  // namespace refitd::sharding
+
+#endif  // REFITD_TRANSPORT_SHARDING_ARENA_H_

@@ -1,0 +1,44 @@
+// Trainer-to-engine mappings that tests and benchmarks share: those that published measurements
+// name, FP8 among them, and some that reach other corners.
+//
+// Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared.
+#ifndef REFITD_TRANSPORT_SHARDING_MAPPINGS_H_
+#define REFITD_TRANSPORT_SHARDING_MAPPINGS_H_
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "transport/layout.h"
+#include "transport/sharding/megatron.h"
+#include "transport/sharding/model.h"
+#include "transport/sharding/vllm.h"
+
+namespace refitd::sharding {
+
+struct Mapping {
+  std::string_view name;   // "EP4xTP2xDP2->TP4xDP4"; with the model and fp8, unique
+  std::string_view model;  // of KnownModels
+  bool fp8 = false;
+  bool fsdp = false;        // the trainer is fully sharded over trainer.world, else as Megatron
+  TrainerParallel trainer;  // states the world size that the name leaves open
+  EngineParallel engine;    // states its world size too: tp * instances
+  TinySize tiny = {};       // what the mapping divides
+};
+
+std::span<const Mapping> Mappings();
+
+// The model of the mapping: as published, or ScaledDown to what the mapping divides.
+ModelConfig FullModel(const Mapping& mapping);
+ModelConfig TinyModel(const Mapping& mapping);
+
+// Of trainer rank 0 to trainer.world-1 and engine rank 0 to engine.world()-1.
+absl::StatusOr<Layout> TrainerLayout(const Mapping& mapping, const ModelConfig& config,
+                                     int64_t rank, const LayoutOptions& options = {});
+absl::StatusOr<Layout> EngineLayout(const Mapping& mapping, const ModelConfig& config, int64_t rank,
+                                    const LayoutOptions& options = {});
+
+}  // namespace refitd::sharding
+
+#endif  // REFITD_TRANSPORT_SHARDING_MAPPINGS_H_

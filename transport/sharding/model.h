@@ -1,0 +1,154 @@
+// Models as tables of tensors, in the names and shapes of Hugging Face checkpoints: Qwen3 dense and
+// mixture of experts, and models with multi-head latent attention (Moonlight, DeepSeek-V3).
+//
+// Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared. Sizes are counts of
+// elements unless they say bytes.
+#ifndef REFITD_TRANSPORT_SHARDING_MODEL_H_
+#define REFITD_TRANSPORT_SHARDING_MODEL_H_
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "transport/layout.h"
+
+namespace refitd::sharding {
+
+// Multi-head latent attention; kv_lora 0: the model has ordinary (grouped) attention.
+struct LatentAttention {
+  int64_t q_lora = 0;  // 0: queries are projected directly
+  int64_t kv_lora = 0;
+  int64_t nope = 0;  // of a head, without rotary positions
+  int64_t rope = 0;
+  int64_t v = 0;
+  bool operator==(const LatentAttention&) const = default;
+};
+
+struct ModelConfig {
+  std::string name;
+  int64_t hidden = 0;
+  int64_t layers = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;  // ordinary attention only, as are head_dim and qk_norms
+  int64_t head_dim = 0;
+  bool qk_norms = false;  // self_attn.q_norm and k_norm, of head_dim
+  LatentAttention mla = {};
+  int64_t ffn = 0;      // of the dense layers
+  int64_t experts = 0;  // 0: every layer is dense
+  int64_t moe_ffn = 0;
+  int64_t shared_experts = 0;  // one fused MLP, shared_experts * moe_ffn wide
+  int64_t first_dense = 0;     // of a model with experts: so many first layers are dense
+  bool router_bias = false;    // mlp.gate.e_score_correction_bias, always float32
+  int64_t vocabulary = 0;
+  bool tied = false;  // lm_head.weight is the embedding and not listed
+  DType dtype = DType::kBFloat16;
+  // The linear layers' weights (not embedding, lm_head, norms and router) as float8_e4m3fn with a
+  // float32 scale per block: `<weight's name>_scale_inv` of shape ceil(d / scale_block).
+  bool fp8 = false;
+  int64_t scale_block = 128;
+  bool operator==(const ModelConfig&) const = default;
+
+  bool latent() const { return mla.kv_lora > 0; }
+  bool dense(int64_t layer) const { return experts == 0 || layer < first_dense; }
+  int64_t q_head_rows() const { return latent() ? mla.nope + mla.rope : head_dim; }
+  int64_t v_head_rows() const { return latent() ? mla.v : head_dim; }
+};
+
+// Published models: qwen3-0.6b, qwen3-4b, qwen3-30b-a3b, qwen3-235b-a22b, moonlight-16b-a3b,
+// deepseek-v3 (without its multi-token-prediction layer). All bfloat16.
+std::span<const ModelConfig> KnownModels();
+// By name; INVALID_ARGUMENT lists the names known.
+absl::StatusOr<ModelConfig> FindModelConfig(std::string_view name);
+
+// INVALID_ARGUMENT naming the field: a size that must be positive and is not, heads that kv_heads
+// does not divide, more tensors than a layout may have.
+absl::Status ValidateModel(const ModelConfig& config);
+
+// How small ScaledDown makes a model.
+struct TinySize {
+  int64_t layers = 4;
+  int64_t heads = 8;
+  int64_t experts = 8;
+};
+// The same structure (attention, experts, first dense layers, tying, biases, fp8) in small numbers,
+// for tests: at most `size`, kv_heads in the model's proportion to heads (at least 1), every
+// projection's width a multiple of heads, and hidden and vocabulary that no power of two divides.
+// Scale blocks are 8x8, and divide the widths of a head and of its share of each MLP.
+ModelConfig ScaledDown(const ModelConfig& config, const TinySize& size = {});
+
+// What a tensor is in its model.
+enum class Role : uint8_t {
+  kEmbedding,
+  kFinalNorm,
+  kLmHead,
+  // Of a layer.
+  kInputNorm,
+  kPostAttentionNorm,
+  kQ,
+  kK,
+  kV,
+  kQNorm,
+  kKNorm,
+  kQA,
+  kQANorm,
+  kQB,
+  kKvA,
+  kKvANorm,
+  kKvB,
+  kO,
+  kGate,
+  kUp,
+  kDown,
+  kRouter,
+  kRouterBias,
+  kSharedGate,
+  kSharedUp,
+  kSharedDown,
+  // Of an expert of a layer.
+  kExpertGate,
+  kExpertUp,
+  kExpertDown,
+};
+
+// The tensor in that role; layer and expert count where the role has them. Whether the model has
+// such a tensor is not asked.
+TensorSpec TensorOf(const ModelConfig& config, Role role, int64_t layer = 0, int64_t expert = 0);
+
+// The roles of one layer in order, without the experts' three, which follow each other expert by
+// expert after the router's.
+std::vector<Role> LayerRoles(const ModelConfig& config, int64_t layer);
+
+// What a scale tensor's name has beyond its weight's.
+inline constexpr std::string_view kScaleSuffix = "_scale_inv";
+
+// The scales of a weight, or nullopt for a tensor that has none (see ModelConfig::fp8).
+std::optional<TensorSpec> ScaleOf(const ModelConfig& config, const TensorSpec& weight);
+
+// The blocks that the box of a weight touches, as a box of its scale tensor: rounded outwards where
+// the box cuts a block. An empty box touches none.
+Box ScaleBox(const Box& weight_box, int64_t scale_block);
+
+// All tensors in the order of the model: embedding, layers, final norm, lm_head; a scale follows
+// its weight. The config must be valid.
+std::vector<TensorSpec> HfTensors(const ModelConfig& config);
+int64_t TensorBytes(const TensorSpec& tensor);
+// Sum of TensorBytes.
+int64_t TotalBytes(std::span<const TensorSpec> tensors);
+
+// FAILED_PRECONDITION if an engine with this layout could not apply the block scales of its FP8
+// weights, naming the tensor, the boundary and the block. The exact rule: for every tensor W of the
+// layout whose `<W>_scale_inv` S is in the layout too,
+//  - S has the shape ceil(W's / scale_block);
+//  - in each dimension d, where a piece of W begins at b > 0 or ends at e short of the shape, b and
+//    e are multiples of scale_block, unless the pieces of S reach from the first to the last block
+//    of d (S is then not sharded along d, and every block is there whatever the cut).
+// Sources need no such check: their bytes move element by element.
+absl::Status CheckBlockScales(const Layout& layout, int64_t scale_block = 128);
+
+}  // namespace refitd::sharding
+
+#endif  // REFITD_TRANSPORT_SHARDING_MODEL_H_

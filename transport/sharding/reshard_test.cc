@@ -1,0 +1,190 @@
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/base/status.h"
+#include "transport/plan.h"
+#include "transport/sharding/mappings.h"
+#include "transport/sharding/oracle.h"
+
+namespace refitd::sharding {
+namespace {
+
+using LayoutPtr = std::shared_ptr<const Layout>;
+
+std::string Label(const Mapping& mapping) {
+  return fmt::format("{}{} {}", mapping.model, mapping.fp8 ? " fp8" : "", mapping.name);
+}
+
+LayoutPtr Share(absl::StatusOr<Layout> layout, bool destination) {
+  INFO(layout.status());
+  REQUIRE(layout.ok());
+  const int64_t bytes = ArenaBytes(*layout);
+  const auto status = ValidateLayout(
+      *layout, [&](RegionId id) { return id == RegionId(1) ? std::optional(bytes) : std::nullopt; },
+      destination);
+  INFO(status);
+  REQUIRE(status.ok());
+  CHECK(layout->binding_generation == 1);
+  return std::make_shared<const Layout>(*std::move(layout));
+}
+
+std::vector<LayoutPtr> TrainerLayouts(const Mapping& mapping, const ModelConfig& config) {
+  std::vector<LayoutPtr> layouts;
+  for (int64_t rank = 0; rank < mapping.trainer.world; ++rank) {
+    layouts.push_back(Share(TrainerLayout(mapping, config, rank), false));
+  }
+  return layouts;
+}
+
+std::vector<LayoutPtr> EngineLayouts(const Mapping& mapping, const ModelConfig& config) {
+  std::vector<LayoutPtr> layouts;
+  for (int64_t rank = 0; rank < mapping.engine.world(); ++rank) {
+    layouts.push_back(Share(EngineLayout(mapping, config, rank), true));
+    const auto status = CheckBlockScales(*layouts.back(), config.scale_block);
+    INFO(status);
+    REQUIRE(status.ok());
+  }
+  return layouts;
+}
+
+Program MustCompile(const std::vector<LayoutPtr>& sources,
+                    const std::vector<LayoutPtr>& destinations) {
+  std::vector<std::string> labels(destinations.size(), "engine");
+  auto index = DestinationIndex::Make(destinations, std::move(labels));
+  INFO(index.status());
+  REQUIRE(index.ok());
+  auto program = Compile(sources, **index, {});
+  INFO(program.status());
+  REQUIRE(program.ok());
+  return *std::move(program);
+}
+
+// Element by element; false if an element comes from or goes to where nothing is, or goes where
+// something was written before.
+bool Execute(const Program& program, const std::vector<LayoutPtr>& sources,
+             const std::vector<LayoutPtr>& destinations, const std::vector<Arena>& from,
+             std::vector<Arena>* to) {
+  for (const CopyMove& move : program.moves) {
+    const Layout& source = *sources[move.source];
+    const Piece& read = source.pieces[move.source_piece];
+    const Piece& written = destinations[move.destination]->pieces[move.destination_piece];
+    const Arena& in = from[move.source];
+    Arena& out = (*to)[move.destination];
+    const int64_t bytes = ElementBytes(source.tensors[read.tensor].dtype);
+    const bool matrix = move.box.extent.size() == 2;
+    const int64_t columns = matrix ? move.box.extent[1] : 1;
+    for (int64_t i = 0; i < move.box.extent[0]; ++i) {
+      for (int64_t j = 0; j < columns; ++j) {
+        const int64_t at = move.source_byte_offset +
+                           (i * read.strides[0] + (matrix ? j * read.strides[1] : 0)) * bytes;
+        const int64_t target =
+            move.destination_byte_offset +
+            (i * written.strides[0] + (matrix ? j * written.strides[1] : 0)) * bytes;
+        if (at < 0 || at >= static_cast<int64_t>(in.size())) return false;
+        if (target < 0 || target >= static_cast<int64_t>(out.size())) return false;
+        if (in[at] == kUntouched || out[target] != kUntouched) return false;
+        out[target] = in[at];
+      }
+    }
+  }
+  return true;
+}
+
+// Whether the refit of the mapping gives every engine what its own loader would, from trainers that
+// hold what theirs would.
+bool RefitsExactly(const Mapping& mapping, const ModelConfig& config,
+                   const std::vector<LayoutPtr>& trainers, const std::vector<LayoutPtr>& engines) {
+  const GlobalIds ids(config);
+  std::vector<Arena> from;
+  for (int64_t rank = 0; rank < mapping.trainer.world; ++rank) {
+    from.push_back(ExpectedTrainer(ids, mapping, config, rank));
+  }
+  std::vector<Arena> to;
+  for (const LayoutPtr& engine : engines) {
+    to.emplace_back(static_cast<size_t>(ArenaBytes(*engine)), kUntouched);
+  }
+  if (!Execute(MustCompile(trainers, engines), trainers, engines, from, &to)) return false;
+  for (int64_t rank = 0; rank < mapping.engine.world(); ++rank) {
+    if (to[rank] != ExpectedEngine(ids, mapping, config, rank)) return false;
+  }
+  return true;
+}
+
+TEST_CASE("Every mapping gives each engine rank what vLLM's own loader would") {
+  for (const Mapping& mapping : Mappings()) {
+    INFO(Label(mapping));
+    const ModelConfig config = TinyModel(mapping);
+    REQUIRE(RefitsExactly(mapping, config, TrainerLayouts(mapping, config),
+                          EngineLayouts(mapping, config)));
+  }
+}
+
+// What a layout says of its arena, from the global tensors.
+Arena Materialise(const GlobalIds& ids, const Layout& layout) {
+  Arena arena(static_cast<size_t>(ArenaBytes(layout)), kUntouched);
+  for (const Piece& piece : layout.pieces) {
+    const IdMatrix& tensor = ids.Get(layout.tensors[piece.tensor].name);
+    const bool matrix = piece.box.extent.size() == 2;
+    for (int64_t i = 0; i < piece.box.extent[0]; ++i) {
+      for (int64_t j = 0; j < (matrix ? piece.box.extent[1] : 1); ++j) {
+        const int64_t row = piece.box.offset[0] + i;
+        const int64_t column = matrix ? piece.box.offset[1] + j : 0;
+        const int64_t at = i * piece.strides[0] + (matrix ? j * piece.strides[1] : 0);
+        arena[piece.byte_offset + at * tensor.element_bytes] =
+            tensor.ids[row * tensor.columns + column];
+      }
+    }
+  }
+  return arena;
+}
+
+TEST_CASE("A trainer rank's layout describes all that Megatron or FSDP keeps there") {
+  for (const Mapping& mapping : Mappings()) {
+    INFO(Label(mapping));
+    const ModelConfig config = TinyModel(mapping);
+    const GlobalIds ids(config);
+    for (int64_t rank = 0; rank < mapping.trainer.world; ++rank) {
+      const auto layout = TrainerLayout(mapping, config, rank);
+      REQUIRE(layout.ok());
+      INFO("rank " << rank);
+      const bool equal = Materialise(ids, *layout) == ExpectedTrainer(ids, mapping, config, rank);
+      REQUIRE(equal);
+    }
+  }
+}
+
+TEST_CASE("A planted error in an engine's or a trainer's layout is seen by the oracle") {
+  const Mapping& mapping = Mappings()[12];
+  INFO(Label(mapping));
+  const ModelConfig config = TinyModel(mapping);
+  const auto trainers = TrainerLayouts(mapping, config);
+  const auto engines = EngineLayouts(mapping, config);
+  REQUIRE(RefitsExactly(mapping, config, trainers, engines));
+  // Gate and up of the last expert exchanged.
+  const auto exchanged = [&](const Layout& layout) {
+    Layout wrong = layout;
+    std::vector<Piece*> pieces;
+    for (Piece& piece : wrong.pieces) {
+      const std::string& name = wrong.tensors[piece.tensor].name;
+      const bool up = name.ends_with(".up_proj.weight");
+      if (name.find(".experts.") == std::string::npos) continue;
+      if (up || name.ends_with(".gate_proj.weight")) pieces.push_back(&piece);
+    }
+    REQUIRE(pieces.size() >= 2);
+    std::swap(pieces[pieces.size() - 1]->byte_offset, pieces[pieces.size() - 2]->byte_offset);
+    return std::make_shared<const Layout>(std::move(wrong));
+  };
+  auto wrong = engines;
+  wrong[5] = exchanged(*engines[5]);
+  CHECK_FALSE(RefitsExactly(mapping, config, trainers, wrong));
+  wrong = trainers;
+  // Every holder: which replica is read is the planner's choice.
+  for (LayoutPtr& trainer : wrong) trainer = exchanged(*trainer);
+  CHECK_FALSE(RefitsExactly(mapping, config, wrong, engines));
+}
+
+}  // namespace
+}  // namespace refitd::sharding

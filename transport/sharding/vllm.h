@@ -1,0 +1,59 @@
+// Engine ranks' layouts, as vLLM keeps its parameters.
+//
+// Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared.
+//
+// What a rank r of tp holds, and in which order in its arena (each line a parameter):
+//   embed_tokens             rows, of a vocabulary padded to a multiple of 64
+//                            (LayoutOptions::vocabulary_multiple); the last ranks may hold fewer or
+//                            no rows
+//   of each layer:
+//     input_layernorm
+//     qkv_proj               [q_r | k_r | v_r] stacked rows; with fewer KV heads than ranks,
+//                            tp / kv_heads ranks hold the same head
+//     o_proj                 columns
+//     q_norm, k_norm
+//   or, for latent attention: input_layernorm, fused_qkv_a_proj [q_a | kv_a] replicated,
+//     q_a_layernorm, q_b_proj rows (without q_lora: q_proj rows, kv_a_proj_with_mqa replicated),
+//     kv_a_layernorm, kv_b_proj rows, o_proj columns
+//     post_attention_layernorm
+//     gate_up_proj           [gate_r; up_r]
+//     down_proj              columns
+//   or, in a layer of experts: shared_experts' gate_up_proj and down_proj, gate (router),
+//     e_score_correction_bias,
+//     w13 [E_local, 2P, H]   of each expert gate, then up
+//     w2 [E_local, H, P]
+//     With expert parallelism (over the tp ranks) E_local experts in rank order, one more on the
+//     first ranks where there is a remainder, and P = moe_ffn; else all experts, P = moe_ffn / tp.
+//   lm_head                  unless tied: as embed_tokens
+//   norm
+// FP8 scales lie after their parameter, fused as it is. They are the blocks that each part touches;
+// CheckBlockScales (model.h) tells where a shard cuts one.
+#ifndef REFITD_TRANSPORT_SHARDING_VLLM_H_
+#define REFITD_TRANSPORT_SHARDING_VLLM_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "transport/layout.h"
+#include "transport/sharding/arena.h"
+#include "transport/sharding/mesh.h"
+#include "transport/sharding/model.h"
+
+namespace refitd::sharding {
+
+struct EngineParallel {
+  int64_t tp = 1;
+  bool ep = false;        // experts by expert parallel over the tp ranks, else by tensor parallel
+  int64_t instances = 1;  // data parallel
+  int64_t world() const { return tp * instances; }
+  bool operator==(const EngineParallel&) const = default;
+};
+
+// What `rank` of tp * instances holds, tp innermost: ranks with the same rank % tp are equal.
+// INVALID_ARGUMENT: no such rank, or a model that tp does not divide, naming both numbers.
+absl::StatusOr<Layout> VllmLayout(const ModelConfig& config, const EngineParallel& parallel,
+                                  int64_t rank, const LayoutOptions& options = {});
+
+}  // namespace refitd::sharding
+
+#endif  // REFITD_TRANSPORT_SHARDING_VLLM_H_
