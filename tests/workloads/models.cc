@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "transport/base/status.h"
+#include "transport/sharding/model.h"
 
 namespace refitd::workloads {
 namespace {
@@ -20,22 +21,19 @@ constexpr uint64_t Mix(uint64_t x) {
 // Clears the top exponent bit of four bfloat16: below 2, never infinite and never NaN.
 constexpr uint64_t kFiniteMask = 0xbfffbfffbfffbfff;
 
-void AddLayer(const Qwen3Model& m, int64_t layer, std::vector<TensorSpec>* tensors) {
-  const auto add = [&](std::string_view name, Dims shape) {
-    tensors->push_back(
-        {fmt::format("model.layers.{}.{}.weight", layer, name), DType::kBFloat16, shape});
-  };
-  add("input_layernorm", {m.hidden});
-  add("self_attn.q_proj", {m.heads * m.head_dim, m.hidden});
-  add("self_attn.k_proj", {m.kv_heads * m.head_dim, m.hidden});
-  add("self_attn.v_proj", {m.kv_heads * m.head_dim, m.hidden});
-  add("self_attn.o_proj", {m.hidden, m.heads * m.head_dim});
-  add("self_attn.q_norm", {m.head_dim});
-  add("self_attn.k_norm", {m.head_dim});
-  add("post_attention_layernorm", {m.hidden});
-  add("mlp.gate_proj", {m.ffn, m.hidden});
-  add("mlp.up_proj", {m.ffn, m.hidden});
-  add("mlp.down_proj", {m.hidden, m.ffn});
+sharding::ModelConfig ConfigOf(const Qwen3Model& model) {
+  sharding::ModelConfig config;
+  config.name = model.name;
+  config.hidden = model.hidden;
+  config.layers = model.layers;
+  config.heads = model.heads;
+  config.kv_heads = model.kv_heads;
+  config.head_dim = model.head_dim;
+  config.qk_norms = true;
+  config.ffn = model.ffn;
+  config.vocabulary = model.vocabulary;
+  config.tied = true;
+  return config;
 }
 
 }  // namespace
@@ -50,21 +48,10 @@ absl::StatusOr<Qwen3Model> FindModel(std::string_view name) {
 }
 
 std::vector<TensorSpec> TensorsOf(const Qwen3Model& model) {
-  std::vector<TensorSpec> tensors;
-  tensors.push_back(
-      {"model.embed_tokens.weight", DType::kBFloat16, {model.vocabulary, model.hidden}});
-  for (int64_t layer = 0; layer < model.layers; ++layer) AddLayer(model, layer, &tensors);
-  tensors.push_back({"model.norm.weight", DType::kBFloat16, {model.hidden}});
-  return tensors;
+  return sharding::HfTensors(ConfigOf(model));
 }
 
-int64_t BytesOf(const std::vector<TensorSpec>& tensors) {
-  int64_t bytes = 0;
-  for (const TensorSpec& tensor : tensors) {
-    bytes += *ElementCount(tensor.shape) * ElementBytes(tensor.dtype);
-  }
-  return bytes;
-}
+int64_t BytesOf(const std::vector<TensorSpec>& tensors) { return sharding::TotalBytes(tensors); }
 
 void FillBFloat16(uint64_t seed, uint64_t tensor, int64_t first_byte, std::span<char> bytes) {
   REFITD_CHECK(first_byte % 8 == 0);

@@ -34,8 +34,8 @@ int64_t ArenaBytes(const Layout& layout);
 
 // A box of a global tensor as a part of a parameter.
 struct Part {
-  TensorSpec tensor;
-  Box box;
+  TensorSpec tensor = {};
+  Box box = {};
 };
 
 class ArenaBuilder {
@@ -74,7 +74,7 @@ absl::Status CheckDivides(const ModelConfig& config, std::string_view what, int6
 
 // The embedding or lm_head over tp ranks: rows of storage, and the part that is vocabulary.
 struct VocabularyShard {
-  Part part;
+  Part part = {};
   int64_t storage_rows = 0;
 };
 // `multiple` rows: the padded vocabulary is the next multiple of it, and tp divides that.

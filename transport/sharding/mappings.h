@@ -18,13 +18,13 @@
 namespace refitd::sharding {
 
 struct Mapping {
-  std::string_view name;   // "EP4xTP2xDP2->TP4xDP4"; with the model and fp8, unique
-  std::string_view model;  // of KnownModels
+  std::string_view name = {};   // "EP4xTP2xDP2->TP4xDP4"; with the model and fp8, unique
+  std::string_view model = {};  // of KnownModels
   bool fp8 = false;
-  bool fsdp = false;        // the trainer is fully sharded over trainer.world, else as Megatron
-  TrainerParallel trainer;  // states the world size that the name leaves open
-  EngineParallel engine;    // states its world size too: tp * instances
-  TinySize tiny = {};       // what the mapping divides
+  bool fsdp = false;  // the trainer is fully sharded over trainer.world, else as Megatron
+  TrainerParallel trainer = {};  // states the world size that the name leaves open
+  EngineParallel engine = {};    // states its world size too: tp * instances
+  TinySize tiny = {};            // what the mapping divides
 };
 
 std::span<const Mapping> Mappings();

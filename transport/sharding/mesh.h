@@ -21,7 +21,7 @@ inline constexpr int64_t kMaxMeshRanks = int64_t{1} << 20;
 inline constexpr size_t kMaxMeshDims = 8;
 
 struct MeshDim {
-  std::string name;
+  std::string name = {};
   int64_t size = 1;  // ranks
   bool operator==(const MeshDim&) const = default;
 };

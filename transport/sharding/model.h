@@ -29,7 +29,7 @@ struct LatentAttention {
 };
 
 struct ModelConfig {
-  std::string name;
+  std::string name = {};
   int64_t hidden = 0;
   int64_t layers = 0;
   int64_t heads = 0;

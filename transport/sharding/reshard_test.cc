@@ -156,9 +156,28 @@ TEST_CASE("A trainer rank's layout describes all that Megatron or FSDP keeps the
   }
 }
 
+TEST_CASE("A block that trainers' shards cut arrives whole: each of them has its scale") {
+  ModelConfig config = TinyModel({.model = "moonlight-16b-a3b", .fp8 = true});
+  config.moe_ffn = 24;  // 3 blocks: 12 rows a trainer of two
+  const Mapping mapping = {.fp8 = true, .trainer = {.world = 2, .etp = 2}};
+  const auto trainers = TrainerLayouts(mapping, config);
+  const auto engines = EngineLayouts(mapping, config);
+  CHECK(CheckBlockScales(*trainers[0], config.scale_block).code() ==
+        absl::StatusCode::kFailedPrecondition);
+  const GlobalIds ids(config);
+  std::vector<Arena> to = {Arena(static_cast<size_t>(ArenaBytes(*engines[0])), kUntouched)};
+  REQUIRE(Execute(MustCompile(trainers, engines), trainers, engines,
+                  {Materialise(ids, *trainers[0]), Materialise(ids, *trainers[1])}, &to));
+  const bool equal = to[0] == ExpectedEngine(ids, mapping, config, 0);
+  CHECK(equal);
+}
+
 TEST_CASE("A planted error in an engine's or a trainer's layout is seen by the oracle") {
-  const Mapping& mapping = Mappings()[12];
-  INFO(Label(mapping));
+  const auto found = std::find_if(Mappings().begin(), Mappings().end(), [](const Mapping& m) {
+    return m.name == "EP8xTP2->TP4xDP4" && !m.fp8;
+  });
+  REQUIRE(found != Mappings().end());
+  const Mapping& mapping = *found;
   const ModelConfig config = TinyModel(mapping);
   const auto trainers = TrainerLayouts(mapping, config);
   const auto engines = EngineLayouts(mapping, config);
