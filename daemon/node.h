@@ -102,6 +102,7 @@ using PeerDialer = std::function<std::unique_ptr<PeerLink>(PeerDial, PeerLinkCal
 
 // Runs once, on any thread, never under the node's mutex.
 using ReplyFunction = std::function<void(absl::Status, const ReplyPayload&)>;
+using LayoutReply = std::function<void(const absl::StatusOr<v1::LayoutRegistered>&)>;
 
 class Node : public DescriptorHandler, public PeerAcceptor {
  public:
@@ -124,8 +125,10 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void Failed(MemberId member, const v1::Failed& failed);
   // OK: the lease is an engine rank's. Lets a stream be refused before its chunks are collected.
   absl::Status CheckEngineLease(const v1::Lease& lease, const Peer& peer);
-  absl::StatusOr<v1::LayoutRegistered> RegisterEngineLayout(const v1::Lease& lease,
-                                                            const Peer& peer, Layout layout);
+  // Replies once, as a ReplyFunction does: OK when the group's coordinator has it. Where that is
+  // another daemon, its loss (PeerLimits::peer) and the end of the lease answer too (P4).
+  void RegisterEngineLayout(CallId call, const v1::Lease& lease, const Peer& peer, Layout layout,
+                            LayoutReply reply);
 
   // ---- a trainer's calls: each replies exactly once ----
   CallId NewCall() { return CallId(next_call_.fetch_add(1)); }
@@ -240,9 +243,15 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     NodeId node;
   };
   static constexpr size_t kMaxWaitingPeers = 1024;
+  static constexpr size_t kMaxCalls = 65'536;  // unanswered, of all members
   struct Call {
     std::string group;
     ReplyFunction reply;
+  };
+  // A layout that its group's coordinator has not answered yet.
+  struct PendingLayout {
+    MemberId member;
+    std::shared_ptr<const Layout> layout;
   };
   struct Watcher {
     std::shared_ptr<UpdateSink> sink;
@@ -288,6 +297,11 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                    const std::string& request_id, ReplyFunction reply,
                    const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event);
   void MemberEvent(MemberId member, const GroupEvent& event);
+  absl::StatusOr<std::shared_ptr<const Layout>> CheckLayout(const v1::Lease& lease,
+                                                            const Peer& peer, Layout layout);
+  absl::StatusOr<const MemberRecord*> AdmitLayout(const v1::Lease& lease, const Peer& peer,
+                                                  const Layout& layout)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Feeds one event (and those that its actions bring at once) and performs the actions.
   void Handle(const std::string& group, MachineEvent event, Deferred* deferred)
@@ -376,6 +390,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   uint32_t next_node_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<CallId, Call> calls_ ABSL_GUARDED_BY(mutex_);
   std::map<CallId, CheckedBucket> buckets_ ABSL_GUARDED_BY(mutex_);  // until their reply
+  std::map<CallId, PendingLayout> layouts_ ABSL_GUARDED_BY(mutex_);  // until their reply
   std::map<uint64_t, Watcher> watchers_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_member_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t next_region_ ABSL_GUARDED_BY(mutex_) = 1;

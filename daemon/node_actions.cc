@@ -94,6 +94,11 @@ struct Node::Performer {
     const auto it = node->calls_.find(a.call);
     if (it == node->calls_.end()) return;
     node->buckets_.erase(a.call);
+    if (const auto layout = node->layouts_.find(a.call); layout != node->layouts_.end()) {
+      MemberRecord* member = Find(layout->second.member);
+      if (a.status.ok() && member != nullptr) member->layout = std::move(layout->second.layout);
+      node->layouts_.erase(layout);
+    }
     deferred->push_back([reply = std::move(it->second.reply), status = std::move(a.status),
                          payload = std::move(a.payload)] { reply(status, payload); });
     node->calls_.erase(it);

@@ -6,12 +6,6 @@
 #include "daemon/peer_convert.h"
 
 namespace refitd {
-namespace {
-
-constexpr size_t kMaxCalls = 65'536;  // unanswered, of all members
-
-}  // namespace
-
 void Node::TrainerCall(
     CallId call, const v1::Lease& lease, const Peer& peer, const std::string& request_id,
     ReplyFunction reply,

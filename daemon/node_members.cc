@@ -337,9 +337,9 @@ absl::Status Node::CheckEngineLease(const v1::Lease& lease, const Peer& peer) {
   return Authenticate(lease, peer, true).status();
 }
 
-absl::StatusOr<v1::LayoutRegistered> Node::RegisterEngineLayout(const v1::Lease& lease,
+// Checking a big layout takes long: outside the mutex, against the regions of now.
+absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease& lease,
                                                                 const Peer& peer, Layout layout) {
-  // Checking a big layout takes long: outside the mutex, against the regions of now.
   std::map<RegionId, RegionRecord> regions;
   {
     MutexLock lock(&mutex_);
@@ -357,33 +357,62 @@ absl::StatusOr<v1::LayoutRegistered> Node::RegisterEngineLayout(const v1::Lease&
                    piece.region, layout.tensors[piece.tensor].name);
     }
   }
-  v1::LayoutRegistered reply;
-  reply.set_digest(layout.Digest());
-  reply.set_pieces(static_cast<int64_t>(layout.pieces.size()));
-  reply.set_bytes(layout.Bytes());
-  const auto shared = std::make_shared<const Layout>(std::move(layout));
+  return std::make_shared<const Layout>(std::move(layout));
+}
+
+absl::StatusOr<const Node::MemberRecord*> Node::AdmitLayout(const v1::Lease& lease,
+                                                            const Peer& peer,
+                                                            const Layout& layout) {
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, true));
+  if (calls_.size() >= kMaxCalls) {
+    return Error(absl::StatusCode::kResourceExhausted, "{} calls are unanswered already",
+                 calls_.size());
+  }
+  for (const Piece& piece : layout.pieces) {
+    if (!member->regions.contains(piece.region)) {
+      return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
+    }
+  }
+  const Layout* newest = member->layout.get();
+  for (const auto& [call, pending] : layouts_) {
+    if (pending.member == member->id) newest = pending.layout.get();
+  }
+  if (newest != nullptr && layout.binding_generation <= newest->binding_generation) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "binding_generation: {} is not greater than the registered {}",
+                 layout.binding_generation, newest->binding_generation);
+  }
+  REFITD_RETURN_IF_ERROR(FindGroup(member->group)->machine->CanRegisterLayout(member->id));
+  return member;
+}
+
+void Node::RegisterEngineLayout(CallId call, const v1::Lease& lease, const Peer& peer,
+                                Layout layout, LayoutReply reply) {
+  absl::StatusOr<std::shared_ptr<const Layout>> checked =
+      CheckLayout(lease, peer, std::move(layout));
+  if (!checked.ok()) return reply(checked.status());
+  v1::LayoutRegistered registered;
+  registered.set_digest((*checked)->Digest());
+  registered.set_pieces(static_cast<int64_t>((*checked)->pieces.size()));
+  registered.set_bytes((*checked)->Bytes());
   Deferred deferred;
   {
     MutexLock lock(&mutex_);
-    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(lease, peer, true));
-    for (const Piece& piece : shared->pieces) {
-      if (!member->regions.contains(piece.region)) {
-        return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
-      }
+    const absl::StatusOr<const MemberRecord*> member = AdmitLayout(lease, peer, **checked);
+    if (member.ok()) {
+      const std::string group = (*member)->group;
+      const MemberId id = (*member)->id;
+      calls_[call] = {group, [reply, registered](const absl::Status& status, const ReplyPayload&) {
+                        if (status.ok()) return reply(registered);
+                        reply(status);
+                      }};
+      layouts_[call] = {id, *checked};
+      Handle(group, LayoutRegistered{id, *checked, call}, &deferred);
+    } else {
+      deferred.push_back([reply, status = member.status()] { reply(status); });
     }
-    if (member->layout != nullptr &&
-        shared->binding_generation <= member->layout->binding_generation) {
-      return Error(absl::StatusCode::kFailedPrecondition,
-                   "binding_generation: {} is not greater than the registered {}",
-                   shared->binding_generation, member->layout->binding_generation);
-    }
-    GroupRecord* group = FindGroup(member->group);
-    REFITD_RETURN_IF_ERROR(group->machine->CanRegisterLayout(member->id));
-    member->layout = shared;
-    Handle(member->group, LayoutRegistered{member->id, shared}, &deferred);
   }
   RunAll(std::move(deferred));
-  return reply;
 }
 
 void Node::SendWelcome(GroupRecord* group, MemberRecord* member) {

@@ -89,12 +89,17 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
   if (it == member->regions.end()) {
     return Error(absl::StatusCode::kNotFound, "region_id: {} is no region of this member", region);
   }
-  if (member->layout != nullptr) {
-    for (const Piece& piece : member->layout->pieces) {
+  std::vector<const Layout*> layouts;
+  if (member->layout != nullptr) layouts.push_back(member->layout.get());
+  for (const auto& [call, pending] : layouts_) {
+    if (pending.member == member->id) layouts.push_back(pending.layout.get());
+  }
+  for (const Layout* layout : layouts) {
+    for (const Piece& piece : layout->pieces) {
       if (piece.region == region) {
         return Error(absl::StatusCode::kFailedPrecondition,
                      "region_id: {} is in use by tensor '{}'", region,
-                     member->layout->tensors[piece.tensor].name);
+                     layout->tensors[piece.tensor].name);
       }
     }
   }

@@ -313,7 +313,7 @@ void Node::PerformSend(GroupRecord* group, const SendReport& a, Events* more) {
   } else if (const auto* attach = std::get_if<PeerAttach>(&a.report)) {
     more->emplace_back(name, CommandReceived{PeerRefuse{attach->member, status}});
   } else if (const auto* layout = std::get_if<PeerLayout>(&a.report)) {
-    more->emplace_back(name, CommandReceived{PeerRefuse{layout->member, status}});
+    more->emplace_back(name, CommandReceived{PeerReply{layout->call, status, EmptyReply{}}});
   } else {
     more->emplace_back(name, LinkLost{status});
   }

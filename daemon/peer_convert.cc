@@ -1231,6 +1231,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToWire(const PeerLayout& repo
        EncodeLayout(StructureOf(*report.layout), v1::Lease(), chunk_bytes)) {
     v1::PeerLayout* out = messages.emplace_back().mutable_layout();
     out->set_member(report.member.value());
+    out->set_call(report.call.value());
     chunk.clear_lease();
     *out->mutable_chunk() = std::move(chunk);
   }
@@ -1470,7 +1471,8 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   if (absl::Status status = ValidateStructure(complete); !status.ok()) {
     return Invalid("layout of member {}: {}", member, Message(status));
   }
-  return PeerLayout{member, std::make_shared<const Layout>(std::move(complete))};
+  return PeerLayout{member, std::make_shared<const Layout>(std::move(complete)),
+                    CallId(layout.call())};
 }
 
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMessage& message) {

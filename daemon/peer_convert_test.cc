@@ -39,7 +39,7 @@ FIELDS(TrainerIdentity, a, b, c, d, e)
 FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j)
 FIELDS(PeerAttach, a, b)
 FIELDS(PeerGone, a, b)
-FIELDS(PeerLayout, a, b)
+FIELDS(PeerLayout, a, b, c)
 FIELDS(PeerReady, a, b)
 FIELDS(PeerFailed, a, b, c)
 FIELDS(PeerAck, a, b, c)
@@ -630,7 +630,7 @@ PeerLayout Rows(MemberId member, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
     layout.pieces.push_back({0, {{r, 0}, {1, 8}}, RegionId(7), r * 64, {8, 1}});
   }
-  return {member, std::make_shared<const Layout>(std::move(layout))};
+  return {member, std::make_shared<const Layout>(std::move(layout)), CallId(11)};
 }
 
 TEST_CASE("A layout of 20,000 pieces arrives in chunks, without its addresses") {
@@ -647,6 +647,7 @@ TEST_CASE("A layout of 20,000 pieces arrives in chunks, without its addresses") 
     if (!report->has_value()) continue;
     const auto& got = std::get<PeerLayout>(**report);
     CHECK(got.member == MemberId(5));
+    CHECK(got.call == CallId(11));
     CHECK(got.layout->Digest() == layout.layout->Digest());
     CHECK(got.layout->pieces.size() == 20'000);
     CHECK(got.layout->pieces[9].region == RegionId());
@@ -669,9 +670,10 @@ TEST_CASE(
 
 TEST_CASE("A layout whose structure is wrong is refused") {
   const auto error = [](Layout layout) {
-    const auto messages = ToWire(
-        PeerReport(PeerLayout{MemberId(1), std::make_shared<const Layout>(std::move(layout))}),
-        kMessageBytes);
+    const auto messages =
+        ToWire(PeerReport(PeerLayout{MemberId(1), std::make_shared<const Layout>(std::move(layout)),
+                                     CallId(2)}),
+               kMessageBytes);
     ReportDecoder decoder(kBounds);
     const auto decoded = decoder.Decode(messages->front());
     CHECK(decoded.status().code() == absl::StatusCode::kInvalidArgument);

@@ -81,7 +81,7 @@ class PeerLink {
   // Not OK: nothing of it was sent, and the link goes on, but for UNAVAILABLE, where it has ended
   // or is not up yet. RESOURCE_EXHAUSTED: too large (message_bytes), or a layout of more than
   // kMaxPeerQueuedBytes; INVALID_ARGUMENT: a call that makes no sense. The caller treats both as
-  // the coordinator's refusal: of a PeerCall by PeerReply, of PeerAttach and PeerLayout by
+  // the coordinator's refusal: of PeerCall and PeerLayout by PeerReply, of PeerAttach by
   // PeerRefuse.
   absl::Status Send(const PeerReport& report);
 

@@ -247,7 +247,7 @@ TEST_CASE("A layout of 20,000 pieces arrives whole, with a ping behind it") {
     layout.pieces.push_back({0, {{r, 0}, {1, 8}}, RegionId(7), r * 64, {16, 1}});
   }
   const auto sent = std::make_shared<const Layout>(std::move(layout));
-  REQUIRE(joined.link->Send(PeerLayout{MemberId(4), sent}).ok());
+  REQUIRE(joined.link->Send(PeerLayout{MemberId(4), sent, CallId(2)}).ok());
   REQUIRE(joined.link->Send(Pong(1)).ok());
   const PeerReport report = coordinator.reports.Next();
   REQUIRE(std::holds_alternative<PeerLayout>(report));

@@ -477,12 +477,22 @@ void Coordinator::Impl::On(Node* node, const PeerGone& r) {
 
 void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
   const auto it = node->members.find(r.member);
-  if (it == node->members.end()) return;
+  if (it == node->members.end()) {
+    Send(node->id, PeerReply{r.call, absl::UnauthenticatedError("the member is not attached"), {}});
+    return;
+  }
   const MemberId ours = it->second;
-  // Between our Prepare and its arrival the other side could still register: its worker finds out
-  // by the digest and fails the rank.
+  // It may have been sent before our Prepare arrived there.
+  if (absl::Status status = group.CanRegisterLayout(ours); !status.ok()) {
+    Send(node->id, PeerReply{r.call, std::move(status), {}});
+    return;
+  }
+  if (calls_of.contains({node->id, r.call})) return;
+  const CallId call = options.next_call();
+  remote_calls[call] = {node->id, r.call};
+  calls_of[{node->id, r.call}] = call;
   layouts[ours] = {r.layout, r.layout->Digest()};
-  Feed(LayoutRegistered{ours, r.layout});
+  Feed(LayoutRegistered{ours, r.layout, call});
 }
 
 void Coordinator::Impl::On(Node* node, const PeerCall& r) {

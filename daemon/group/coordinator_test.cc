@@ -154,6 +154,27 @@ TEST_CASE("two groups handed the wire to each other without end: it is given bac
 }
 
 TEST_CASE(
+    "a layout of a joined daemon is answered: taken, or refused while its rank is in an update") {
+  Fixture f;
+  const auto layout = LayoutOf({Bytes("t", 100), Bytes("u", 100)});
+  const auto last = [&f] { return f.Sent<PeerReply>().back(); };
+  f.Report(PeerLayout{kRemoteEngine, layout, CallId(50)});
+  CHECK(last().status.code() == absl::StatusCode::kUnauthenticated);
+  f.OpenUpdate();  // registers with call 0
+  f.Report(PeerLayout{kRemoteEngine, layout, CallId(51)});
+  CHECK(last().call == CallId(51));
+  CHECK(last().status.code() == absl::StatusCode::kFailedPrecondition);
+  AbortEvent abort;
+  abort.call = CallId(2);
+  abort.member = kTrainer;
+  abort.version = Version(1);
+  f.Do(GroupEvent(abort));
+  f.Report(PeerLayout{kRemoteEngine, layout, CallId(52)});
+  CHECK(last().call == CallId(52));
+  CHECK(last().status.ok());
+}
+
+TEST_CASE(
     "members and calls of a lost daemon were released and answered here, where nobody knew them") {
   Fixture f;
   f.Report(PeerAttach{MemberId(3), TrainerIdentity{0, 1, 100, {}, ""}});

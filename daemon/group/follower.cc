@@ -22,6 +22,11 @@ struct Follower::Impl {
     bool welcomed = false;
     std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
   };
+  // A layout that the coordinator has not answered yet: the one before is in force.
+  struct SentLayout {
+    MemberId member;
+    std::shared_ptr<const Layout> layout;
+  };
 
   // ---- the members' events ----
   void On(const TrainerAttached& e) { Attach(e.member, false, e.identity); }
@@ -81,8 +86,11 @@ struct Follower::Impl {
 
   template <typename Identity>
   void Attach(MemberId id, bool engine, const Identity& identity);
+  absl::Status CanRegisterLayout(MemberId member) const;
   void Report(PeerReport report);
   void RefuseHere(CallId call);
+  void AnswerLayout(CallId call, const absl::Status& status);
+  void AnswerLayoutsOf(MemberId member, const absl::Status& status);
   void Lose(const absl::Status& status);
   void AnswerLostCalls();
   void EndIfIdle();
@@ -102,6 +110,7 @@ struct Follower::Impl {
   std::map<MemberId, Member> members;
   std::map<CallId, bool> calls;           // unanswered -> is a bucket's
   std::map<CallId, BucketEvent> buckets;  // until their reply
+  std::map<CallId, SentLayout> layouts;   // unanswered; of attached members
   std::deque<std::pair<Version, PastUpdate>> past;
   Worker worker;
   std::optional<TimePoint> heard;
@@ -150,18 +159,45 @@ void Follower::Impl::On(const MemberLost& e) {
   members.erase(it);
   worker.MemberLost(e.member);
   Report(PeerGone{e.member, e.reason});
+  AnswerLayoutsOf(e.member,
+                  Error(absl::StatusCode::kUnauthenticated, "the lease ended: {}", e.reason));
   // Running copies hold their mappings; new ones leave it out (P6).
   Do(GroupAction(ReleaseMember{e.member}));
   Do(GroupAction(StateChanged{}));
 }
 
 void Follower::Impl::On(const LayoutRegistered& e) {
-  const auto it = members.find(e.member);
-  if (it == members.end()) return;
-  it->second.layout = e.layout;
-  it->second.layout_digest = e.layout->Digest();
-  Report(PeerLayout{e.member, e.layout});
+  absl::Status status = state == State::kLost ? lost : CanRegisterLayout(e.member);
+  if (status.ok() && state == State::kJoining) {
+    status = absl::UnavailableError("the coordinator has not answered yet");
+  }
+  if (!status.ok()) {
+    Do(GroupAction(Reply{e.call, std::move(status), EmptyReply{}}));
+    return;
+  }
+  layouts[e.call] = {e.member, e.layout};
+  Report(PeerLayout{e.member, e.layout, e.call});
+}
+
+// Commands come in order: an update that the coordinator prepares with it comes after its answer.
+void Follower::Impl::AnswerLayout(CallId call, const absl::Status& status) {
+  const auto it = layouts.find(call);
+  const SentLayout sent = std::move(it->second);
+  layouts.erase(it);
+  if (const auto member = members.find(sent.member); member != members.end() && status.ok()) {
+    member->second.layout = sent.layout;
+    member->second.layout_digest = sent.layout->Digest();
+  }
+  Do(GroupAction(Reply{call, status, EmptyReply{}}));
   Do(GroupAction(StateChanged{}));
+}
+
+void Follower::Impl::AnswerLayoutsOf(MemberId member, const absl::Status& status) {
+  for (auto it = layouts.begin(); it != layouts.end();) {
+    const CallId call = it->first;
+    const bool its = it++->second.member == member;
+    if (its) AnswerLayout(call, status);
+  }
 }
 
 // ---- calls ----
@@ -240,6 +276,7 @@ void Follower::Impl::Lose(const absl::Status& status) {
   reports.clear();
   for (const auto& [id, member] : std::exchange(members, {})) {
     worker.MemberLost(id);
+    AnswerLayoutsOf(id, lost);
     Do(GroupAction(RefuseMember{id, lost}));
   }
   AnswerLostCalls();
@@ -289,10 +326,12 @@ void Follower::Impl::Take(const PeerWelcome& c) {
 void Follower::Impl::Take(const PeerRefuse& c) {
   if (members.erase(c.member) == 0) return;
   worker.MemberLost(c.member);
+  AnswerLayoutsOf(c.member, c.status);
   Do(GroupAction(RefuseMember{c.member, c.status}));
 }
 
 void Follower::Impl::Take(const PeerReply& c) {
+  if (layouts.contains(c.call)) return AnswerLayout(c.call, c.status);
   if (calls.erase(c.call) == 0) return;
   buckets.erase(c.call);
   Do(GroupAction(Reply{c.call, c.status, c.payload}));
@@ -392,8 +431,12 @@ bool Follower::update_running() const { return impl_->worker.Participates(); }
 std::optional<Version> Follower::version() const { return impl_->version; }
 
 absl::Status Follower::CanRegisterLayout(MemberId member) const {
-  const auto it = impl_->members.find(member);
-  if (it == impl_->members.end()) {
+  return impl_->CanRegisterLayout(member);
+}
+
+absl::Status Follower::Impl::CanRegisterLayout(MemberId member) const {
+  const auto it = members.find(member);
+  if (it == members.end()) {
     return Error(absl::StatusCode::kFailedPrecondition, "member {} is not attached", member);
   }
   if (!it->second.engine) return absl::OkStatus();

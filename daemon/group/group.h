@@ -131,10 +131,12 @@ struct MemberLost {
   std::string reason;
 };
 
-// A validated layout (ValidateLayout) of an engine rank.
+// A validated layout (ValidateLayout) of an engine rank. Answered once the coordinator has it: an
+// update that begins after that counts the rank as registered.
 struct LayoutRegistered {
   MemberId member;
   std::shared_ptr<const Layout> layout;
+  CallId call{};  // 0: nobody waits for an answer
 };
 
 struct BeginEvent {

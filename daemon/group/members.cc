@@ -150,11 +150,18 @@ void Group::Impl::On(const EngineAttached& e) {
 
 void Group::Impl::On(const LayoutRegistered& e) {
   Member* member = Find(e.member);
-  if (member == nullptr || member->state == MemberState::kLeaving) return;
+  if (member == nullptr || member->state == MemberState::kLeaving) {
+    if (e.call != CallId()) {
+      Refuse(e.call,
+             Error(absl::StatusCode::kFailedPrecondition, "member {} is not attached", e.member));
+    }
+    return;
+  }
   // Another binding is other memory: nobody said that it holds the version.
   if (member->layout != nullptr) member->version.reset();
   member->layout = e.layout;
   member->layout_digest = e.layout->Digest();
+  if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
   Changed();
   if (!member->engine) return;
   const auto it = instances.find(member->instance);

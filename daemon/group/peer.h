@@ -41,10 +41,12 @@ struct PeerGone {
   MemberId member;
   std::string reason;
 };
-// Structure only: regions and offsets are the joined daemon's business.
+// Structure only: regions and offsets are the joined daemon's business. Answered by PeerReply, OK
+// once updates that begin count on it.
 struct PeerLayout {
   MemberId member;
   std::shared_ptr<const Layout> layout;
+  CallId call{};
 };
 struct PeerReady {
   MemberId member;

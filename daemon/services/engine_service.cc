@@ -61,10 +61,12 @@ class RegisterLayoutReactor : public grpc::ServerReadReactor<v1::LayoutChunk> {
   void Register() {
     absl::StatusOr<Layout> layout = std::move(decoder_).Finish();
     if (!layout.ok()) return Finish(ToGrpc(layout.status()));
-    absl::StatusOr<v1::LayoutRegistered> registered =
-        node_->RegisterEngineLayout(lease_, *peer_, *std::move(layout));
-    if (registered.ok()) *response_ = *registered;
-    Finish(ToGrpc(registered.status()));
+    // Always answered: whoever cancels meanwhile leaves only this object waiting for that.
+    node_->RegisterEngineLayout(node_->NewCall(), lease_, *peer_, *std::move(layout),
+                                [this](const absl::StatusOr<v1::LayoutRegistered>& registered) {
+                                  if (registered.ok()) *response_ = *registered;
+                                  Finish(ToGrpc(registered.status()));
+                                });
   }
 
   Node* const node_;

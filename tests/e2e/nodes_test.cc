@@ -381,6 +381,26 @@ TEST_CASE("three daemons share one group, with trainers on two of them and engin
   CHECK(at_c.Left() == "");
 }
 
+TEST_CASE("an engine registered on a joined daemon was left out of an update that began at once") {
+  // Big layouts: the coordinator has them later than the joined daemon does.
+  Model model;
+  for (int t = 0; t < 2000; ++t) model.push_back({fmt::format("t{}", t), DType::kUint8, {4}});
+  const v1::GroupSpec spec = Spec();
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
+  RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
+  REQUIRE(trainer.attached().ok());
+  for (int64_t version = 1; version <= 30; ++version) {
+    Holder far(b.Connect(), In(Registered(fmt::format("far{}", version), spec), a),
+               HoldWhole(model));
+    const auto begun = trainer.Begin(version);
+    REQUIRE_OK(begun);
+    CHECK(begun.response.instances() == 2);
+    REQUIRE_OK(trainer.Abort(version, "done"));
+  }
+}
+
 TEST_CASE("a bucket crosses the wire once a daemon, however many engines are there") {
   const Model model = PlainModel(6, 64, 128);
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);

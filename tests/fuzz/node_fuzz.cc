@@ -380,13 +380,18 @@ class World {
     }
     auto layout = std::move(decoder).Finish();
     if (!layout.ok()) return;
-    const auto registered =
-        node_->RegisterEngineLayout(member->lease, PeerOfMember(step, *member), *layout);
-    if (registered.ok()) {
-      REFITD_CHECK(registered->digest() == layout->Digest());
-      REFITD_CHECK(member->engine);
-      member->layout = *std::move(layout);
-    }
+    // The groups are this daemon's own: answered before the call returns.
+    int replies = 0;
+    node_->RegisterEngineLayout(node_->NewCall(), member->lease, PeerOfMember(step, *member),
+                                *layout,
+                                [&](const absl::StatusOr<v1::LayoutRegistered>& registered) {
+                                  ++replies;
+                                  if (!registered.ok()) return;
+                                  REFITD_CHECK(registered->digest() == layout->Digest());
+                                  REFITD_CHECK(member->engine);
+                                  member->layout = *layout;
+                                });
+    REFITD_CHECK(replies == 1);
   }
 
   // The member's own, unless the step brings another.

@@ -16,7 +16,7 @@ struct Planted {
   uint64_t within;            // seeds
 };
 
-inline constexpr std::array<Planted, 8> kPlanted = {{
+inline constexpr std::array<Planted, 9> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -25,6 +25,7 @@ inline constexpr std::array<Planted, 8> kPlanted = {{
     {Bug::kForgottenRequest, "forgotten-request", "P3", 200},
     {Bug::kTrustingSink, "trusting-sink", "P1", 500},
     {Bug::kSharedWire, "shared-wire", "P7", 500},
+    {Bug::kEarlyRegistered, "early-registered", "REG", 500},
 }};
 
 }  // namespace refitd::sim

@@ -48,6 +48,7 @@ void World::MakeScenario() {
     chances_.engine_fails = 15;
     chances_.trainer_abort = 8;
     chances_.call_gone = 15;
+    chances_.new_binding = 60;
     chances_.chaos_members = 100;
   }
   if (kind == 2 || kind == 5) chances_.chaos_links = 100;

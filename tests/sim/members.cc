@@ -200,6 +200,7 @@ void World::LoseLease(int pid, const std::string& why, Duration retry) {
   Trace("pid {} lost its lease: {}", pid, why);
   p.member = MemberId();
   p.welcomed = false;
+  p.registered = false;
   p.attaching = false;
   p.prepared.reset();
   ++p.lease;
@@ -256,18 +257,53 @@ void World::HearWelcome(int pid) {
 }
 
 void World::RegisterLayout(int pid) {
-  Say(pid, [this, pid, layout = ProcessOf(pid).layout](int d, MemberId member) {
-    const int g = SeatOf(ProcessOf(pid)).g;
-    Machine* m = Find(d, g);
-    if (m == nullptr) return;
-    if (m->machine->CanRegisterLayout(member).ok()) {
-      Feed(d, g, GroupEvent(LayoutRegistered{member, layout}));
-      return;
+  LayoutRegistered e;
+  e.layout = ProcessOf(pid).layout;
+  const MemberId member = ProcessOf(pid).member;
+  CallDaemon(pid, Duration(0), e, nullptr,
+             [this, pid, member](const absl::Status& status, const ReplyPayload&) {
+               if (status.ok()) {
+                 ProcessOf(pid).registered = true;
+                 return;
+               }
+               InProcess(pid, random_.Millis(50, 300), [this, pid, member] {
+                 if (ProcessOf(pid).member == member) RegisterLayout(pid);
+               });
+             });
+}
+
+bool World::IsMember(int g, int pid) const {
+  const Process& p = ProcessOf(pid);
+  const Seat& seat = seats_[static_cast<size_t>(p.seat)];
+  const Daemon& daemon = daemons_[static_cast<size_t>(seat.d)];
+  if (!p.alive || p.member == MemberId() || !daemon.up || daemon.life != p.daemon_life) {
+    return false;
+  }
+  const auto member = daemon.members.find(p.member);
+  const auto m = daemon.machines.find(g);
+  if (member == daemon.members.end() || member->second.lost || m == daemon.machines.end()) {
+    return false;
+  }
+  if (m->second.coordinator != nullptr) return true;
+  if (m->second.link < 0) return false;
+  const Link& link = links_[static_cast<size_t>(m->second.link)];
+  return link.c_open && link.f_open;
+}
+
+void World::CheckRegistered(int g, const Round& round) {
+  for (const std::string& instance : GroupOf(g).instances) {
+    bool all = true;
+    for (const Seat& seat : seats_) {
+      if (seat.g != g || seat.trainer || seat.instance != instance) continue;
+      const Process& p = ProcessOf(seat.pid);
+      all &= seat.delivery == DeliveryMode::kRegistered ? p.registered : p.welcomed;
+      all &= IsMember(g, seat.pid);
     }
-    InProcess(pid, random_.Millis(50, 300), [this, pid, member] {
-      if (ProcessOf(pid).member == member) RegisterLayout(pid);
-    });
-  });
+    if (!all || round.instances.contains(instance)) continue;
+    Violate("REG", fmt::format("g{}: update {} begins without instance {}, whose every rank is "
+                               "registered",
+                               g, round.update, instance));
+  }
 }
 
 // ---- engines ----
@@ -392,6 +428,10 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bo
   }
   p.in_doubt = false;
   p.prepared.reset();
+  // Another binding: what it holds now is not known to be a version until the next update.
+  if (seat.delivery == DeliveryMode::kRegistered && random_.PerMille(chances_.new_binding)) {
+    RegisterLayout(pid);
+  }
 }
 
 // ---- calls ----
@@ -427,6 +467,12 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
                  },
                  event);
              daemon.calls[call] = {pid, g, now_, heard};
+             // As Node does it: what it can tell by itself is no event.
+             if (std::holds_alternative<LayoutRegistered>(event)) {
+               absl::Status status = Find(d, g)->machine->CanRegisterLayout(member);
+               if (!status.ok()) return On(d, g, Reply{call, std::move(status), EmptyReply{}});
+               if (options_.bug == Bug::kEarlyRegistered) heard(absl::OkStatus(), EmptyReply{});
+             }
              if (source != nullptr) daemon.sources[call] = source;
              if (random_.PerMille(chances_.call_gone)) {
                Count(Fault::kCallGone);
@@ -733,7 +779,13 @@ void World::CommitAttempt(int pid) {
   CallTwice(pid, e, nullptr,
             [this, pid, token = p.token, round = p.round](const absl::Status& status,
                                                           const ReplyPayload&) {
-              if (status.ok() && rounds_[round].outcome != Outcome::kCommitted) {
+              // A call of a lost attempt may arrive in the next one, to the same version.
+              const bool installed =
+                  std::any_of(rounds_.begin() + round, rounds_.end(), [&](const Round& r) {
+                    return r.g == rounds_[round].g && r.version == rounds_[round].version &&
+                           r.outcome == Outcome::kCommitted;
+                  });
+              if (status.ok() && !installed) {
                 return Violate("P1", fmt::format("pid {}: Commit is answered OK, but update {} was "
                                                  "not committed",
                                                  pid, rounds_[round].update));

@@ -525,6 +525,7 @@ void World::On(int d, int g, const UpdateAssembled& a) {
       round.instances[member.instance].push_back(member.pid);
     }
   }
+  CheckRegistered(g, round);
   rounds_.push_back(std::move(round));
 }
 
@@ -681,7 +682,12 @@ void World::Post(int index, bool down, Letter letter) {
   letter.number = lane.sent++;
   const bool faulty = !letter.up.has_value() && !letter.end;
   if (faulty && std::exchange(lane.lose, false)) return;
-  lane.last = letter.due = std::max(lane.last, now_ + NetDelay());
+  Duration delay = NetDelay();
+  // The longest of all messages, by far.
+  const bool layout =
+      letter.report.has_value() && std::holds_alternative<PeerLayout>(*letter.report);
+  if (layout) delay += random_.Millis(0, 100);
+  lane.last = letter.due = std::max(lane.last, now_ + delay);
   const Duration wait = letter.due - now_;
   if (faulty && std::exchange(lane.duplicate, false)) lane.letters.push_back(letter);
   lane.letters.push_back(std::move(letter));

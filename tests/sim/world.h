@@ -10,8 +10,9 @@
 // Every element of every tensor carries a tag: which update's bytes they are, which tensor, which
 // element. So what a rank holds can be compared with what it was told, at any moment.
 //
-// A broken promise stops the run; Result names it (P1 to P7 of docs/architecture.md, or LIVE: with
-// all faults gone, an update did not commit).
+// A broken promise stops the run; Result names it (P1 to P8 of docs/architecture.md; LIVE: with all
+// faults gone, an update did not commit; REG: an update left out an instance whose every rank was
+// told that it is registered, and none was lost).
 #ifndef REFITD_TESTS_SIM_WORLD_H_
 #define REFITD_TESTS_SIM_WORLD_H_
 
@@ -47,6 +48,7 @@ enum class Bug : uint8_t {
   kForgottenRequest,  // request ids are taken off repeated calls
   kTrustingSink,      // a receiver reports the digests of what was sent, not of what came
   kSharedWire,        // every group gets the wire lock at once
+  kEarlyRegistered,   // a joined daemon answers RegisterLayout by itself
 };
 
 struct Options {
@@ -163,6 +165,7 @@ struct Process {
   std::shared_ptr<Pool> pool;
   uint64_t daemon_life = 0;
   bool welcomed = false;
+  bool registered = false;  // RegisterLayout was answered OK
   bool attaching = false;
   TimePoint heard_until;  // streams keep order
   TimePoint said_until;
@@ -496,6 +499,9 @@ class World {
   void HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& pool);
   void HearOutcome(int pid, bool committed, Version version, bool dirty, bool is_early);
   void RegisterLayout(int pid);
+  // Nothing that its coordinator could know stands against it.
+  bool IsMember(int g, int pid) const;
+  void CheckRegistered(int g, const Round& round);
   uint32_t TensorOf(int g, const std::string& name) const;
   // The version whose bytes it holds in all elements, else nullopt; `round`: of one update.
   std::string WhatItHolds(const Process& p) const;
@@ -555,6 +561,7 @@ class World {
     int engine_fails = 0;
     int trainer_abort = 0;
     int call_gone = 0;
+    int new_binding = 0;
     int chaos_members = 0;
     int chaos_links = 0;
     int chaos_daemons = 0;
