@@ -11,18 +11,12 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "transport/base/status.h"
+#include "transport/boxes.h"
 
 namespace refitd {
 namespace {
 
-// Box comparisons that Compile spends at most (P10: layouts are not trusted): some seconds. The
-// biggest models over a thousand ranks on each side take a third of it.
-constexpr int64_t kMaxSteps = int64_t{1} << 30;
-
 constexpr size_t kReservedMoves = 16'384;  // at most
-
-// Up to this many boxes are searched one by one.
-constexpr size_t kLinearBoxes = 16;
 
 template <typename... Args>
 absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
@@ -30,102 +24,6 @@ absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
 }
 
 absl::string_view Key(std::string_view name) { return {name.data(), name.size()}; }
-
-bool BoxLess(const Box& a, const Box& b) {
-  return std::tie(a.offset, a.extent) < std::tie(b.offset, b.extent);
-}
-
-bool IsEmpty(const Box& box) {
-  return std::any_of(box.extent.begin(), box.extent.end(), [](int64_t n) { return n == 0; });
-}
-
-bool Contains(const Box& outer, const Box& inner) {
-  for (size_t d = 0; d < outer.offset.size(); ++d) {
-    if (inner.offset[d] < outer.offset[d]) return false;
-    if (inner.offset[d] + inner.extent[d] > outer.offset[d] + outer.extent[d]) return false;
-  }
-  return true;
-}
-
-// What of `box` is outside `hole`, as disjoint boxes, to `parts`.
-void Subtract(const Box& box, const Box& hole, std::vector<Box>* parts) {
-  const std::optional<Box> common = Intersect(box, hole);
-  if (!common.has_value()) {
-    parts->push_back(box);
-    return;
-  }
-  Box rest = box;
-  for (size_t d = 0; d < box.offset.size(); ++d) {
-    const int64_t begin = common->offset[d];
-    const int64_t end = begin + common->extent[d];
-    if (rest.offset[d] < begin) {
-      parts->push_back(rest);
-      parts->back().extent[d] = begin - rest.offset[d];
-    }
-    if (end < rest.offset[d] + rest.extent[d]) {
-      parts->push_back(rest);
-      parts->back().offset[d] = end;
-      parts->back().extent[d] = rest.offset[d] + rest.extent[d] - end;
-    }
-    rest.offset[d] = begin;
-    rest.extent[d] = common->extent[d];
-  }
-}
-
-// Finds which of some boxes may meet another: all that meet it along one dimension.
-class BoxIndex {
- public:
-  explicit BoxIndex(absl::Span<const Box* const> boxes) : boxes_(boxes) {
-    if (boxes.size() <= kLinearBoxes || boxes.front()->offset.empty()) return;
-    ChooseDimension();
-    order_.resize(boxes.size());
-    std::iota(order_.begin(), order_.end(), 0U);
-    std::sort(order_.begin(), order_.end(), [this](uint32_t a, uint32_t b) {
-      return std::pair(boxes_[a]->offset[dim_], a) < std::pair(boxes_[b]->offset[dim_], b);
-    });
-    int64_t reach = 0;
-    for (const uint32_t i : order_) {
-      reach = std::max(reach, boxes_[i]->offset[dim_] + boxes_[i]->extent[dim_]);
-      reach_.push_back(reach);
-    }
-  }
-
-  // Calls `visit(i)` for each; returns the number of calls.
-  template <typename Visit>
-  int64_t Query(const Box& box, const Visit& visit) const {
-    if (order_.empty()) {
-      for (uint32_t i = 0; i < boxes_.size(); ++i) visit(i);
-      return static_cast<int64_t>(boxes_.size());
-    }
-    const int64_t begin = box.offset[dim_];
-    const int64_t end = begin + box.extent[dim_];
-    const auto first = std::upper_bound(reach_.begin(), reach_.end(), begin) - reach_.begin();
-    auto i = static_cast<size_t>(first);
-    for (; i < order_.size() && boxes_[order_[i]]->offset[dim_] < end; ++i) visit(order_[i]);
-    return static_cast<int64_t>(i) - first;
-  }
-
- private:
-  // The dimension with the most distinct offsets tells boxes apart best.
-  void ChooseDimension() {
-    size_t most = 0;
-    std::vector<int64_t> offsets(boxes_.size());
-    for (size_t d = 0; d < boxes_.front()->offset.size(); ++d) {
-      for (size_t i = 0; i < boxes_.size(); ++i) offsets[i] = boxes_[i]->offset[d];
-      std::sort(offsets.begin(), offsets.end());
-      const auto distinct =
-          static_cast<size_t>(std::unique(offsets.begin(), offsets.end()) - offsets.begin());
-      if (distinct <= most) continue;
-      most = distinct;
-      dim_ = d;
-    }
-  }
-
-  absl::Span<const Box* const> boxes_;
-  size_t dim_ = 0;
-  std::vector<uint32_t> order_;  // by offset; empty: search one by one
-  std::vector<int64_t> reach_;   // furthest end of order_[0..i]
-};
 
 // A piece of a source that holds part of the tensor.
 struct Held {
@@ -267,7 +165,7 @@ class Planner {
         absl::StatusCode::kResourceExhausted,
         "tensor {}: boxes so far need over {} moves or {} steps of planning: use fewer and "
         "more regular pieces",
-        group.spec->name, options_.max_moves, kMaxSteps);
+        group.spec->name, options_.max_moves, kMaxPlanSteps);
   }
 
   void CollectWanted(const DestinationIndex::Tensor& target) {
@@ -285,7 +183,7 @@ class Planner {
   // Tells the common cases (one holder, one range in a few boxes) from the others cheaply: false
   // also where it would take long.
   static bool AllDisjoint(absl::Span<const Held> held) {
-    if (held.size() > kLinearBoxes) return false;
+    if (held.size() > BoxIndex::kLinearBoxes) return false;
     for (size_t i = 0; i < held.size(); ++i) {
       for (size_t j = 0; j < i; ++j) {
         if (Intersect(*held[i].box, *held[j].box).has_value()) return false;
@@ -295,7 +193,8 @@ class Planner {
   }
 
   bool Exhausted() const {
-    return steps_ > kMaxSteps || static_cast<int64_t>(program_.moves.size()) > options_.max_moves;
+    return steps_ > kMaxPlanSteps ||
+           static_cast<int64_t>(program_.moves.size()) > options_.max_moves;
   }
 
   // Gives every element that several sources hold to one of them.
@@ -388,23 +287,7 @@ class Planner {
     steps_ += wanted.Query(part, [&](uint32_t w) {
       if (auto box = Intersect(part, *wanted_[w].box)) boxes.push_back(*std::move(box));
     });
-    std::sort(boxes.begin(), boxes.end(), BoxLess);
-    boxes.erase(std::unique(boxes.begin(), boxes.end()), boxes.end());
-    std::vector<const Box*> pointers;
-    pointers.reserve(boxes.size());
-    for (const Box& box : boxes) pointers.push_back(&box);
-    const BoxIndex index(pointers);
-    std::vector<Box> disjoint;
-    for (uint32_t i = 0; i < boxes.size() && !Exhausted(); ++i) {
-      std::vector<uint32_t> earlier;
-      steps_ += index.Query(boxes[i], [&](uint32_t other) {
-        if (other < i) earlier.push_back(other);
-      });
-      std::vector<Box> parts = {boxes[i]};
-      for (const uint32_t other : earlier) parts = Outside(parts, boxes[other]);
-      disjoint.insert(disjoint.end(), parts.begin(), parts.end());
-    }
-    return disjoint;
+    return MakeDisjoint(std::move(boxes), &steps_);
   }
 
   const Held& LeastLoaded(const std::vector<Held>& holders) const {
@@ -425,7 +308,7 @@ class Planner {
     }
     const int64_t bytes = ElementCount(box) * element_bytes_;
     const int64_t step_bytes = bytes / box.extent[dim];
-    const int64_t level = Level(holders, bytes);
+    const int64_t level = Level(load_, holders, bytes);
     int64_t quota = 0;  // of all holders so far
     int64_t done = 0;   // steps
     for (size_t h = 0; h < holders.size(); ++h) {
@@ -442,20 +325,12 @@ class Planner {
     }
   }
 
-  // The load up to which `bytes` more fill the least loaded of the holders.
-  int64_t Level(const std::vector<Held>& holders, int64_t bytes) const {
+  static int64_t Level(const std::vector<int64_t>& load, const std::vector<Held>& holders,
+                       int64_t bytes) {
     std::vector<int64_t> loads;
     loads.reserve(holders.size());
-    for (const Held& holder : holders) loads.push_back(load_[holder.source]);
-    std::sort(loads.begin(), loads.end());
-    int64_t level = 0;
-    int64_t sum = bytes;
-    for (size_t n = 1; n <= loads.size(); ++n) {
-      sum += loads[n - 1];
-      level = sum / static_cast<int64_t>(n);
-      if (n < loads.size() && level <= loads[n]) break;
-    }
-    return level;
+    for (const Held& holder : holders) loads.push_back(load[holder.source]);
+    return WaterLevel(std::move(loads), bytes);
   }
 
   // ---- moves ----
@@ -491,21 +366,11 @@ class Planner {
       move.source_piece = from.piece;
       move.destination = to.destination;
       move.destination_piece = to.piece;
-      move.source_byte_offset = ByteOffset(source, *common);
+      move.source_byte_offset = ByteOffset(source, *common, element_bytes_);
       move.destination_byte_offset =
-          ByteOffset(DestinationPiece(to.destination, to.piece), *common);
+          ByteOffset(DestinationPiece(to.destination, to.piece), *common, element_bytes_);
       move.box = *std::move(common);
     });
-  }
-
-  int64_t ByteOffset(const Piece& piece, const Box& box) const {
-    int64_t elements = 0;
-    for (size_t d = 0; d < box.offset.size(); ++d) {
-      const int64_t steps = box.offset[d] - piece.box.offset[d];
-      // Along a dimension of one element the stride is never used and may be anything.
-      if (steps != 0) elements += steps * piece.strides[d];
-    }
-    return piece.byte_offset + elements * element_bytes_;
   }
 
   void SortMoves() {

@@ -1,0 +1,465 @@
+#include "transport/node_program.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/types/span.h"
+#include "transport/base/status.h"
+#include "transport/boxes.h"
+
+namespace refitd {
+namespace {
+
+// Longer chunks are cut to this, so that sizes can be added up safely.
+constexpr int64_t kMaxChunkBytes = int64_t{1} << 40;
+
+constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
+
+// A piece of a local member.
+struct Entry {
+  uint32_t member = 0;
+  uint32_t piece = 0;
+};
+
+// Pieces of the local sources, or destinations, by tensor of the plan.
+struct LocalPieces {
+  std::vector<uint32_t> first;  // per tensor, and one more at the end
+  std::vector<Entry> entries;
+  absl::Span<const Entry> Of(uint32_t tensor) const {
+    return absl::MakeConstSpan(entries).subspan(first[tensor], first[tensor + 1] - first[tensor]);
+  }
+};
+
+class Builder {
+ public:
+  Builder(const RoutePlan& plan, uint32_t node, std::vector<LocalMember> sources,
+          std::vector<LocalMember> destinations, const NodeOptions& options)
+      : plan_(plan), options_(options) {
+    program_.node = node;
+    program_.sources = std::move(sources);
+    program_.destinations = std::move(destinations);
+  }
+
+  absl::StatusOr<NodeProgram> Run() {
+    if (options_.chunk_bytes < kSectionAlignment) {
+      return Error(absl::StatusCode::kInvalidArgument, "a chunk of {} bytes is less than {}",
+                   options_.chunk_bytes, kSectionAlignment);
+    }
+    REFITD_RETURN_IF_ERROR(CheckMembers("source", program_.sources, plan_.source_nodes,
+                                        plan_.source_digests, plan_.source_labels, &source_of_));
+    std::vector<uint64_t> wanted = plan_.destination_digests;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (plan_.destination_skipped[i]) wanted[i] = 0;
+    }
+    REFITD_RETURN_IF_ERROR(CheckMembers("destination", program_.destinations,
+                                        plan_.destination_nodes, wanted, plan_.destination_labels,
+                                        &destination_of_));
+    NumberTensors();
+    source_pieces_ = Collect(program_.sources);
+    destination_pieces_ = Collect(program_.destinations);
+    program_.destination_bytes.assign(program_.destinations.size(), 0);
+    for (size_t begin = 0, end = 0; begin < plan_.routes.size(); begin = end) {
+      const uint32_t tensor = plan_.routes[begin].tensor;
+      while (end < plan_.routes.size() && plan_.routes[end].tensor == tensor) ++end;
+      REFITD_RETURN_IF_ERROR(
+          AddTensor(tensor, absl::MakeConstSpan(plan_.routes).subspan(begin, end - begin)));
+    }
+    SortMoves();
+    FinishStreams();
+    return std::move(program_);
+  }
+
+ private:
+  // Fills `local`: the member of each rank, or kNone.
+  absl::Status CheckMembers(std::string_view side, const std::vector<LocalMember>& members,
+                            const std::vector<uint32_t>& nodes,
+                            const std::vector<uint64_t>& digests,
+                            const std::vector<std::string>& labels, std::vector<uint32_t>* local) {
+    local->assign(nodes.size(), kNone);
+    absl::flat_hash_map<const Layout*, uint64_t> digest_of;
+    for (uint32_t m = 0; m < members.size(); ++m) {
+      const uint32_t rank = members[m].rank;
+      if (rank >= nodes.size() || nodes[rank] != program_.node || (*local)[rank] != kNone ||
+          members[m].layout == nullptr) {
+        return Error(absl::StatusCode::kInvalidArgument,
+                     "{} {} is no member of the plan on node {}, or is there twice", side, rank,
+                     program_.node);
+      }
+      (*local)[rank] = m;
+      const auto [it, added] = digest_of.try_emplace(members[m].layout.get(), 0);
+      if (added) it->second = members[m].layout->Digest();
+      if (it->second == digests[rank]) continue;
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "{}: its layout has digest {:016x}, the plan was made for {:016x}", labels[rank],
+                   it->second, digests[rank]);
+    }
+    for (size_t rank = 0; rank < nodes.size(); ++rank) {
+      if (nodes[rank] != program_.node || digests[rank] == 0 || (*local)[rank] != kNone) continue;
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "{}: has a part in the plan and no layout here", labels[rank]);
+    }
+    return absl::OkStatus();
+  }
+
+  void NumberTensors() {
+    by_name_.reserve(plan_.tensors.size());
+    for (uint32_t t = 0; t < plan_.tensors.size(); ++t) by_name_.emplace(plan_.tensors[t].name, t);
+  }
+
+  LocalPieces Collect(const std::vector<LocalMember>& members) const {
+    std::vector<std::vector<uint32_t>> tensor_of;
+    for (const LocalMember& member : members) {
+      const std::vector<TensorSpec>& tensors = member.layout->tensors;
+      std::vector<uint32_t> ids;
+      ids.reserve(tensors.size());
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        // Members often name the same tensors in the same order.
+        const bool same = !tensor_of.empty() && i < tensor_of.back().size() &&
+                          plan_.tensors[tensor_of.back()[i]].name == tensors[i].name;
+        ids.push_back(same ? tensor_of.back()[i] : by_name_.find(tensors[i].name)->second);
+      }
+      tensor_of.push_back(std::move(ids));
+    }
+    LocalPieces pieces;
+    const auto for_each = [&](const auto& visit) {
+      for (uint32_t m = 0; m < members.size(); ++m) {
+        for (uint32_t p = 0; p < members[m].layout->pieces.size(); ++p) {
+          const Piece& piece = members[m].layout->pieces[p];
+          if (!IsEmpty(piece.box)) visit(tensor_of[m][piece.tensor], Entry{m, p});
+        }
+      }
+    };
+    pieces.first.assign(plan_.tensors.size() + 1, 0);
+    for_each([&](uint32_t t, Entry) { ++pieces.first[t + 1]; });
+    std::partial_sum(pieces.first.begin(), pieces.first.end(), pieces.first.begin());
+    pieces.entries.resize(pieces.first.back());
+    std::vector<uint32_t> next(pieces.first.begin(), std::prev(pieces.first.end()));
+    for_each([&](uint32_t t, Entry entry) { pieces.entries[next[t]++] = entry; });
+    return pieces;
+  }
+
+  const Piece& SourcePiece(Entry entry) const {
+    return program_.sources[entry.member].layout->pieces[entry.piece];
+  }
+  const Piece& DestinationPiece(Entry entry) const {
+    return program_.destinations[entry.member].layout->pieces[entry.piece];
+  }
+
+  bool Reaches(const Route& route) const {
+    const auto nodes = plan_.NodesOf(route);
+    return std::binary_search(nodes.begin(), nodes.end(), program_.node);
+  }
+
+  absl::Status AddTensor(uint32_t tensor, absl::Span<const Route> routes) {
+    const auto held = source_pieces_.Of(tensor);
+    const auto wanted = destination_pieces_.Of(tensor);
+    if (held.empty() && wanted.empty()) return absl::OkStatus();
+    std::vector<const Box*> held_boxes;
+    for (const Entry entry : held) held_boxes.push_back(&SourcePiece(entry).box);
+    std::vector<const Box*> wanted_boxes;
+    for (const Entry entry : wanted) wanted_boxes.push_back(&DestinationPiece(entry).box);
+    const BoxIndex held_index(held_boxes);
+    const BoxIndex wanted_index(wanted_boxes);
+    tensor_hash_ = TensorHash(plan_.tensors[tensor]);
+    element_bytes_ = ElementBytes(plan_.tensors[tensor].dtype);
+    for (const Route& route : routes) {
+      const uint32_t member = source_of_[route.source];
+      const bool reaches = Reaches(route);
+      if (member == kNone && !reaches) continue;
+      const Box box = plan_.BoxOf(route);
+      Section section;
+      section.tensor_hash = tensor_hash_;
+      section.source = route.source;
+      section.element_bytes = static_cast<uint32_t>(element_bytes_);
+      section.box = box;
+      section.bytes = ElementCount(box) * element_bytes_;
+      if (member == kNone) {
+        AddTargets(wanted, wanted_boxes, wanted_index, &section);
+        incoming_[plan_.source_nodes[route.source]].push_back(std::move(section));
+      } else {
+        section.member = member;
+        section.piece = PieceOf(member, box, held, held_boxes, held_index);
+        for (const uint32_t peer : plan_.NodesOf(route)) {
+          if (peer != program_.node) outgoing_[peer].push_back(section);
+        }
+        if (reaches) AddLocal(section, wanted, wanted_boxes, wanted_index);
+      }
+      if (static_cast<int64_t>(program_.local.moves.size() + program_.targets.size()) >
+          options_.max_moves) {
+        return Error(absl::StatusCode::kResourceExhausted,
+                     "tensor {}: boxes so far need over {} moves on node {}",
+                     plan_.tensors[tensor].name, options_.max_moves, program_.node);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // A piece of that source which holds all of `box`; several may. The same one whatever their
+  // order does not matter: they hold the same elements.
+  static uint32_t PieceOf(uint32_t member, const Box& box, absl::Span<const Entry> held,
+                          const std::vector<const Box*>& boxes, const BoxIndex& index) {
+    uint32_t found = kNone;
+    index.Query(box, [&](uint32_t i) {
+      if (held[i].member == member && found == kNone && Contains(*boxes[i], box)) {
+        found = held[i].piece;
+      }
+    });
+    // The plan took the box from cells of this layout's structure.
+    REFITD_CHECK(found != kNone);
+    return found;
+  }
+
+  void AddTargets(absl::Span<const Entry> wanted, const std::vector<const Box*>& boxes,
+                  const BoxIndex& index, Section* section) {
+    section->first_target = static_cast<uint32_t>(program_.targets.size());
+    index.Query(section->box, [&](uint32_t i) {
+      const std::optional<Box> common = Intersect(section->box, *boxes[i]);
+      if (!common.has_value()) return;
+      program_.targets.push_back({wanted[i].member, wanted[i].piece});
+      program_.destination_bytes[wanted[i].member] += ElementCount(*common) * element_bytes_;
+    });
+    section->targets = static_cast<uint32_t>(program_.targets.size()) - section->first_target;
+  }
+
+  void AddLocal(const Section& section, absl::Span<const Entry> wanted,
+                const std::vector<const Box*>& boxes, const BoxIndex& index) {
+    const Piece& source = SourcePiece({section.member, section.piece});
+    index.Query(section.box, [&](uint32_t i) {
+      std::optional<Box> common = Intersect(section.box, *boxes[i]);
+      if (!common.has_value()) return;
+      const int64_t bytes = ElementCount(*common) * element_bytes_;
+      program_.destination_bytes[wanted[i].member] += bytes;
+      program_.local.bytes += bytes;
+      CopyMove& move = program_.local.moves.emplace_back();
+      move.source = section.member;
+      move.source_piece = section.piece;
+      move.destination = wanted[i].member;
+      move.destination_piece = wanted[i].piece;
+      move.source_byte_offset = ByteOffset(source, *common, element_bytes_);
+      move.destination_byte_offset =
+          ByteOffset(DestinationPiece(wanted[i]), *common, element_bytes_);
+      move.box = *std::move(common);
+    });
+  }
+
+  void SortMoves() {
+    std::vector<CopyMove>& moves = program_.local.moves;
+    const auto key = [&](uint32_t i) {
+      const CopyMove& m = moves[i];
+      return std::tie(m.source, m.source_piece, m.box.offset, m.destination, m.destination_piece);
+    };
+    std::vector<uint32_t> order(moves.size());
+    std::iota(order.begin(), order.end(), 0U);
+    std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return key(a) < key(b); });
+    std::vector<CopyMove> sorted;
+    sorted.reserve(moves.size());
+    for (const uint32_t i : order) sorted.push_back(std::move(moves[i]));
+    moves = std::move(sorted);
+  }
+
+  // ---- streams ----
+
+  void FinishStreams() {
+    const int64_t chunk =
+        std::min(options_.chunk_bytes, kMaxChunkBytes) / kSectionAlignment * kSectionAlignment;
+    for (const int64_t bytes : plan_.links.stream) {
+      program_.rounds = std::max(program_.rounds, (bytes + chunk - 1) / chunk);
+    }
+    for (auto* side : {&outgoing_, &incoming_}) {
+      for (auto& [peer, sections] : *side) {
+        Stream stream;
+        stream.peer = peer;
+        stream.sections = Interleaved(std::move(sections));
+        for (Section& section : stream.sections) {
+          section.offset = stream.bytes;
+          stream.bytes += AlignSection(section.bytes);
+        }
+        stream.step = std::min(
+            chunk, std::max(kMinStepBytes,
+                            AlignSection((stream.bytes + program_.rounds - 1) / program_.rounds)));
+        const bool out = side == &outgoing_;
+        REFITD_CHECK(stream.bytes ==
+                     plan_.links.stream[out ? size_t{program_.node} * plan_.nodes + peer
+                                            : size_t{peer} * plan_.nodes + program_.node]);
+        (out ? program_.outgoing : program_.incoming).push_back(std::move(stream));
+      }
+    }
+  }
+
+  // Sections of each source in the plan's order, those of several such that all of them progress
+  // evenly: one round then reads from every rank of the node, not from one after the other.
+  static std::vector<Section> Interleaved(std::vector<Section> sections) {
+    std::map<uint32_t, int64_t> totals;
+    for (const Section& section : sections) totals[section.source] += section.bytes;
+    if (totals.size() <= 1) return sections;
+    struct Place {
+      __extension__ __int128 done = 0;  // bytes of its source up to its middle, twice
+      int64_t total = 0;
+      uint32_t index = 0;
+    };
+    std::map<uint32_t, int64_t> done;
+    std::vector<Place> places;
+    places.reserve(sections.size());
+    for (uint32_t i = 0; i < sections.size(); ++i) {
+      int64_t& before = done[sections[i].source];
+      places.push_back({before + before + sections[i].bytes, totals[sections[i].source], i});
+      before += sections[i].bytes;
+    }
+    std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
+      // a.done / a.total < b.done / b.total
+      const auto left = a.done * b.total;
+      const auto right = b.done * a.total;
+      return left != right ? left < right : a.index < b.index;
+    });
+    std::vector<Section> interleaved;
+    interleaved.reserve(sections.size());
+    for (const Place& place : places) interleaved.push_back(std::move(sections[place.index]));
+    return interleaved;
+  }
+
+  const RoutePlan& plan_;
+  const NodeOptions& options_;
+  NodeProgram program_;
+  std::vector<uint32_t> source_of_;  // per source of the plan: local member
+  std::vector<uint32_t> destination_of_;
+  absl::flat_hash_map<std::string_view, uint32_t> by_name_;
+  LocalPieces source_pieces_;
+  LocalPieces destination_pieces_;
+  std::map<uint32_t, std::vector<Section>> outgoing_;  // by peer
+  std::map<uint32_t, std::vector<Section>> incoming_;
+  uint64_t tensor_hash_ = 0;
+  int64_t element_bytes_ = 1;
+};
+
+// Visits what bytes [begin, end) of a stream hold: `visit(section, box, byte offset from begin)`,
+// boxes in global coordinates, each dense in the stream.
+template <typename Visit>
+void ForEachBox(const Stream& stream, int64_t begin, int64_t end, const Visit& visit) {
+  auto section =
+      std::upper_bound(stream.sections.begin(), stream.sections.end(), begin,
+                       [](int64_t at, const Section& s) { return at < s.offset + s.bytes; });
+  for (; section != stream.sections.end() && section->offset < end; ++section) {
+    const int64_t element_bytes = section->element_bytes;
+    const int64_t from = std::max(begin, section->offset);
+    const int64_t until = std::min(end, section->offset + section->bytes);
+    if (from >= until) continue;
+    const int64_t start = (from - section->offset) / element_bytes;
+    const int64_t count = (until - from) / element_bytes;
+    int64_t at = from - begin;
+    for (Box& box : BoxesOfRange(section->box.extent, start, count)) {
+      for (size_t d = 0; d < box.offset.size(); ++d) box.offset[d] += section->box.offset[d];
+      const int64_t bytes = ElementCount(box) * element_bytes;
+      visit(*section, box, at);
+      at += bytes;
+    }
+  }
+}
+
+const Stream* Find(const std::vector<Stream>& streams, uint32_t peer) {
+  const auto at = std::lower_bound(streams.begin(), streams.end(), peer,
+                                   [](const Stream& s, uint32_t p) { return s.peer < p; });
+  return at == streams.end() || at->peer != peer ? nullptr : &*at;
+}
+
+}  // namespace
+
+uint64_t Stream::Digest() const {
+  HashChain chain(0);
+  chain.Add(sections.size());
+  chain.Add(static_cast<uint64_t>(bytes));
+  chain.Add(static_cast<uint64_t>(step));
+  for (const Section& section : sections) {
+    chain.Add(section.tensor_hash);
+    chain.Add(section.source);
+    chain.Add(section.box.offset);
+    chain.Add(section.box.extent);
+    chain.Add(static_cast<uint64_t>(section.offset));
+  }
+  return chain.hash();
+}
+
+uint64_t NodeProgram::Digest() const {
+  HashChain chain(0);
+  chain.Add(node);
+  chain.Add(static_cast<uint64_t>(rounds));
+  chain.Add(local.Digest());
+  for (const auto* streams : {&outgoing, &incoming}) {
+    for (const Stream& stream : *streams) {
+      chain.Add(stream.peer);
+      chain.Add(stream.Digest());
+    }
+  }
+  return chain.hash();
+}
+
+const Stream* NodeProgram::OutgoingTo(uint32_t peer) const { return Find(outgoing, peer); }
+const Stream* NodeProgram::IncomingFrom(uint32_t peer) const { return Find(incoming, peer); }
+
+std::vector<RoundLeg> NodeProgram::Round(int64_t round) const {
+  std::map<uint32_t, RoundLeg> legs;
+  for (const Stream& stream : outgoing) {
+    const int64_t begin = stream.Begin(round);
+    const int64_t bytes = stream.BytesOf(round);
+    if (bytes == 0) continue;
+    RoundLeg& leg = legs[stream.peer];
+    leg.bytes_out = bytes;
+    ForEachBox(stream, begin, begin + bytes, [&](const Section& section, Box& box, int64_t at) {
+      const Piece& piece = sources[section.member].layout->pieces[section.piece];
+      ChunkMove& move = leg.pack.emplace_back();
+      move.member = section.member;
+      move.piece = section.piece;
+      move.element_bytes = section.element_bytes;
+      move.member_byte_offset = ByteOffset(piece, box, section.element_bytes);
+      move.chunk_byte_offset = at;
+      move.chunk_strides = RowMajorStrides(box.extent);
+      move.box = std::move(box);
+    });
+  }
+  for (const Stream& stream : incoming) {
+    const int64_t begin = stream.Begin(round);
+    const int64_t bytes = stream.BytesOf(round);
+    if (bytes == 0) continue;
+    RoundLeg& leg = legs[stream.peer];
+    leg.bytes_in = bytes;
+    ForEachBox(stream, begin, begin + bytes, [&](const Section& section, Box& box, int64_t at) {
+      const Piece chunk{0, box, RegionId(), at, RowMajorStrides(box.extent)};
+      for (uint32_t t = 0; t < section.targets; ++t) {
+        const SectionTarget target = targets[section.first_target + t];
+        const Piece& piece = destinations[target.destination].layout->pieces[target.piece];
+        std::optional<Box> common = Intersect(box, piece.box);
+        if (!common.has_value()) continue;
+        ChunkMove& move = leg.unpack.emplace_back();
+        move.member = target.destination;
+        move.piece = target.piece;
+        move.element_bytes = section.element_bytes;
+        move.member_byte_offset = ByteOffset(piece, *common, section.element_bytes);
+        move.chunk_byte_offset = ByteOffset(chunk, *common, section.element_bytes);
+        move.chunk_strides = chunk.strides;
+        move.box = *std::move(common);
+      }
+    });
+  }
+  std::vector<RoundLeg> list;
+  for (auto& [peer, leg] : legs) {
+    leg.peer = peer;
+    list.push_back(std::move(leg));
+  }
+  return list;
+}
+
+absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
+                                        std::vector<LocalMember> sources,
+                                        std::vector<LocalMember> destinations,
+                                        const NodeOptions& options) {
+  return Builder(plan, node, std::move(sources), std::move(destinations), options).Run();
+}
+
+}  // namespace refitd
