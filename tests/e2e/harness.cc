@@ -33,6 +33,25 @@ int MillisUntil(Clock::time_point deadline) {
   return static_cast<int>(std::max<int64_t>(left.count(), 0));
 }
 
+// Between two looks at a condition.
+constexpr std::chrono::milliseconds kLook{1};
+
+// Whether every thread of the process has stopped, or ended.
+bool Stopped(pid_t pid) {
+  std::error_code gone;
+  const std::string tasks = "/proc/" + std::to_string(pid) + "/task";
+  for (const auto& task : std::filesystem::directory_iterator(tasks, gone)) {
+    std::ifstream stat(task.path() / "stat");
+    const std::string line{std::istreambuf_iterator<char>(stat), {}};
+    // The name before it may hold anything, parentheses too.
+    const size_t state = line.rfind(") ");
+    if (state != std::string::npos && line.find_first_of("TtZX", state + 2) != state + 2) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // Whether somebody takes connections at `path`; a daemon that was killed leaves the file.
 bool Listens(const std::string& path) {
   const UniqueFd probe(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -48,7 +67,8 @@ bool Eventually(const std::function<bool()>& condition) {
   const auto deadline = Clock::now() + kDeadline;
   while (!condition()) {
     if (Clock::now() >= deadline) return false;
-    std::this_thread::yield();
+    // The processor is for those who are waited for.
+    std::this_thread::sleep_for(kLook);
   }
   return true;
 }
@@ -112,7 +132,9 @@ Process::~Process() {
 }
 
 void Process::Signal(int signal) const {
-  if (!exit_.has_value()) kill(pid_, signal);
+  if (exit_.has_value()) return;
+  kill(pid_, signal);
+  if (signal == SIGSTOP) REFITD_CHECK(Eventually([this] { return Stopped(pid_); }));
 }
 
 bool Process::EndsWithin(std::chrono::milliseconds wait) const {

@@ -44,6 +44,7 @@ class Process {
   Process& operator=(const Process&) = delete;
 
   pid_t pid() const { return pid_; }
+  // After SIGSTOP none of its threads runs: the kernel stops them one by one, in its own time.
   void Signal(int signal) const;
   // Waits a little; true: it has ended.
   bool EndsWithin(std::chrono::milliseconds wait) const;
