@@ -28,10 +28,16 @@ Model SmallModel() {
   return {{"a", DType::kFloat32, {4, 4}}, {"b", DType::kBFloat16, {8}}, {"c", DType::kUint8, {3}}};
 }
 
+// The updates of a test are open all the time that it takes.
+std::vector<std::string> WithPatience(std::vector<std::string> flags) {
+  flags.insert(flags.end(), {"--idle-ms=600000", "--default-duration-ms=600000"});
+  return flags;
+}
+
 // A group with one engine and one trainer, and a bystander group that must not notice anything.
 struct Scene {
   explicit Scene(std::vector<std::string> flags = {}, const v1::GroupSpec& spec = Spec())
-      : daemon(std::move(flags)),
+      : daemon(WithPatience(std::move(flags))),
         engine(daemon.Connect(), RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_REGISTERED, spec),
                HoldWhole(model)),
         trainer(daemon.Connect(), RawTrainer::Hello("g", spec)),

@@ -29,6 +29,9 @@ client::ConnectOptions ConnectTo(const Daemon& daemon, milliseconds reattach = k
   return connect;
 }
 
+// Where silence is what is tried: a busy machine's daemon is not silent for so long.
+constexpr milliseconds kSilence = 2 * client::kMinSilence;
+
 std::optional<Version> VersionAt(Daemon* daemon, const std::string& instance) {
   const v1::GroupStatus group = daemon->Group("g");
   for (const v1::InstanceStatus& i : group.instances()) {
@@ -204,7 +207,7 @@ TEST_CASE("after a commit the ranks that heard of it hold the version, others ar
 
 TEST_CASE(
     "a daemon that is stopped counts as lost after the limit for silence, and is found again") {
-  Fixture f(kDeadline, client::kMinSilence);
+  Fixture f(kDeadline, kSilence);
   f.Installed(1);
   const absl::Status failed = f.pusher.Install(2, [&](Pusher::Step step) {
     if (step == Pusher::kFirstBucket) f.daemon.Signal(SIGSTOP);
@@ -222,10 +225,10 @@ TEST_CASE(
 }
 
 TEST_CASE("a lease that is idle for longer than the limit for silence lives") {
-  Fixture f(kDeadline, client::kMinSilence);
+  Fixture f(kDeadline, kSilence);
   f.Installed(1);
   // More pings than a server takes that was not told of them; only the end of a lease ends this.
-  const auto end = std::chrono::steady_clock::now() + 2 * client::kMinSilence;
+  const auto end = std::chrono::steady_clock::now() + 2 * kSilence;
   while (f.registered.seen().losses == 0 && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(kPoll);
   }
@@ -321,7 +324,9 @@ Footprint Own() {
 TEST_CASE("20 daemons killed at seeded moments cost the client nothing and tear nothing") {
   constexpr int kRounds = 20;
   constexpr int kWarmRounds = 2;
-  constexpr int kSpareThreads = 8;  // gRPC's own come and go with load
+  // gRPC's own come and go with load; a leak of one a round would be 18.
+  constexpr int kSpareThreads = 8;
+  constexpr int kSpareDescriptors = 4;
   std::mt19937 random(20);
   Fixture f;
   f.Installed(1);
@@ -355,8 +360,8 @@ TEST_CASE("20 daemons killed at seeded moments cost the client nothing and tear 
   // What closes asynchronously has a moment.
   const bool clean = Eventually([&] {
     const Footprint now = Own();
-    return now.descriptors <= before.descriptors && now.mappings <= before.mappings &&
-           now.threads <= before.threads + kSpareThreads;
+    return now.descriptors <= before.descriptors + kSpareDescriptors &&
+           now.mappings <= before.mappings && now.threads <= before.threads + kSpareThreads;
   });
   const Footprint now = Own();
   INFO("descriptors " << before.descriptors << " -> " << now.descriptors << ", mappings "
