@@ -80,8 +80,9 @@ class DaemonTest(unittest.TestCase):
         log = self.start_daemon(first, "--listen-tcp", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
         self.start_daemon(second)
         engine = subprocess.Popen(
-            [REFITCTL, "--socket", second, "engine", "--group", "g", "--instance", "a", "--checkpoint", checkpoint,
-             "--coordinator", log(r"tcp:([^\s,]+),"), "--delivery", "staged"], stdout=subprocess.DEVNULL)
+            [REFITCTL, "--socket", second, "--timeout", str(SECONDS), "engine", "--group", "g", "--instance", "a",
+             "--checkpoint", checkpoint, "--coordinator", log(r"tcp:([^\s,]+),"), "--delivery", "staged"],
+            stdout=subprocess.DEVNULL)
         self.addCleanup(lambda: (engine.kill(), engine.wait()))
         subprocess.run([REFITCTL, "--socket", first, "push", checkpoint, "--group", "g", "--create",
                         "--wait-instances", "1"], stdout=subprocess.DEVNULL, timeout=SECONDS, check=True)
@@ -110,6 +111,7 @@ class DaemonTest(unittest.TestCase):
                 found = re.search(pattern, file.read())
             if found:
                 return found.group(1)
+            time.sleep(0.02)
         self.fail("no %s in the log" % pattern)
 
     def test_it_tells_every_metric_with_these_labels(self):

@@ -6,12 +6,26 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 
 import grpc
 
-START_SECONDS = 20
-STOP_SECONDS = 20
-CHILD_SECONDS = 60  # for a line of a child's, and for its end
+# Far longer than anything takes; only a failing test reaches them.
+START_SECONDS = 60
+STOP_SECONDS = 60
+CHILD_SECONDS = 60  # for a line of a child's, for its end, and for whatever else is waited for
+LOOK_SECONDS = 0.02  # between two looks at a condition
+
+
+def wait_for(test, what, condition):
+    """Asks until the condition gives something true, which is returned."""
+    deadline = time.monotonic() + CHILD_SECONDS
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(LOOK_SECONDS)
+    test.fail("not within %d s: %s" % (CHILD_SECONDS, what))
 
 
 class Daemon:

@@ -1,6 +1,6 @@
 """Tests in Python, run by the distribution's interpreter, whose grpcio and protobuf they need."""
 
-def python_test(name, src, data = [], size = "small"):
+def python_test(name, src, data = [], size = "medium"):
     native.sh_test(
         name = name,
         size = size,

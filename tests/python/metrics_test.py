@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 import unittest
 import urllib.error
 import urllib.parse
@@ -14,7 +13,7 @@ import urllib.request
 
 import grpc
 
-from daemon import CHILD_SECONDS, Child, Daemon
+from daemon import CHILD_SECONDS, Child, Daemon, wait_for
 from refitd.v1 import operator_pb2, operator_pb2_grpc, trainer_pb2
 from stub_trainer import MODEL, SECONDS, StubTrainer, elements, unpacked
 
@@ -23,8 +22,8 @@ EXIT_IN_USE = 3
 
 PROMETHEUS_CONFIG = """
 global:
-  scrape_interval: 100ms
-  scrape_timeout: 100ms
+  scrape_interval: 1s
+  scrape_timeout: 1s
 scrape_configs:
   - job_name: refitd
     static_configs:
@@ -78,15 +77,6 @@ class MetricsTest(unittest.TestCase):
         trainer.abort(3, "changed its mind")
         return trainer, engine
 
-    def wait_for(self, what, condition):
-        """Asks until the condition gives something true, which is returned."""
-        deadline = time.monotonic() + CHILD_SECONDS
-        while time.monotonic() < deadline:
-            found = condition()
-            if found:
-                return found
-        self.fail("not within %d s: %s" % (CHILD_SECONDS, what))
-
     def test_a_scrape_shows_the_groups_state(self):
         with Metered() as daemon, daemon.channel() as channel:
             trainer, engine = self.update_twice_and_abort_once(daemon, channel)
@@ -110,7 +100,7 @@ class MetricsTest(unittest.TestCase):
             trainer.begin(4)
             self.assertEqual(values_of(daemon.scrape())['refitd_update_running{group="policy"}'], 1)
             daemon.process.send_signal(signal.SIGTERM)
-            self.wait_for("a draining daemon", lambda: values_of(daemon.scrape())["refitd_serving"] == 0)
+            wait_for(self, "a draining daemon", lambda: values_of(daemon.scrape())["refitd_serving"] == 0)
             trainer.push(4, unpacked(0, 4, [0, 1, 2, 3]))
             trainer.commit(4, 1)
             engine.process.kill()
@@ -143,7 +133,7 @@ class MetricsTest(unittest.TestCase):
             def members():
                 return operator.ListMembers(operator_pb2.ListMembersRequest(group="policy"), timeout=SECONDS).members
 
-            self.wait_for("an empty group", lambda: not members())
+            wait_for(self, "an empty group", lambda: not members())
             operator.DeleteGroup(operator_pb2.DeleteGroupRequest(group="policy"), timeout=SECONDS)
             self.assertNotIn("policy", daemon.scrape())
 
@@ -167,7 +157,7 @@ class MetricsTest(unittest.TestCase):
                     values = values_of(daemon.scrape())
                     return all(values[series] == count for series, count in expected.items())
 
-                self.wait_for(expected, counted)
+                wait_for(self, expected, counted)
 
             abort = operator_pb2.AbortUpdateRequest(group="policy", reason="test")
             lose("operator", lambda: operator.AbortUpdate(abort, timeout=SECONDS))
@@ -179,7 +169,7 @@ class MetricsTest(unittest.TestCase):
             with self.assertRaises(grpc.RpcError):
                 trainer.stub.Begin(request, timeout=SECONDS)
             deadline = updates("policy", "aborted", "deadline")
-            self.wait_for(deadline, lambda: values_of(daemon.scrape())[deadline] == 1)
+            wait_for(self, deadline, lambda: values_of(daemon.scrape())[deadline] == 1)
 
     def test_promtool_finds_no_fault_in_a_scrape(self):
         with Metered() as daemon, daemon.channel() as channel:
@@ -226,7 +216,7 @@ class MetricsTest(unittest.TestCase):
     def test_prometheus_scrapes_the_series(self):
         with Metered() as daemon, daemon.channel() as channel:
             query = self.start_prometheus(daemon.metrics)
-            self.wait_for("up", lambda: [value for _, value in query('up{job="refitd"}')] == [1])
+            wait_for(self, "up", lambda: [value for _, value in query('up{job="refitd"}')] == [1])
             self.update_twice_and_abort_once(daemon, channel)
             for expression, expected in (
                 ('refitd_committed_version{group="policy"}', 2),
@@ -235,7 +225,7 @@ class MetricsTest(unittest.TestCase):
                 ('refitd_update_seconds_bucket{group="policy",le="+Inf"}', 3),
                 ('sum(refitd_instances{group="policy"})', 1),
             ):
-                self.wait_for(expression, lambda: [value for _, value in query(expression)] == [expected])
+                wait_for(self, expression, lambda: [value for _, value in query(expression)] == [expected])
 
     def test_metrics_are_off_unless_asked_for(self):
         with Daemon() as daemon:

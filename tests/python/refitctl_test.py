@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import unittest
 
-from daemon import CHILD_SECONDS, Child, Daemon
+from daemon import CHILD_SECONDS, Child, Daemon, wait_for
 
 REFITCTL = "daemon/refitctl/refitctl"
 MAKE_CHECKPOINT = "tests/workloads/make_checkpoint"
@@ -32,7 +32,9 @@ class Engine(Child):
 
     def __init__(self, test, group, instance, checkpoint, *flags, socket=None):
         arguments = ["--group", group, "--instance", instance, "--checkpoint", checkpoint, *flags]
-        super().__init__(test, REFITCTL, "--socket", socket or test.daemon.socket, "-o", "json", "engine", *arguments)
+        # It waits for whoever creates the group.
+        common = ["--socket", socket or test.daemon.socket, "-o", "json", "--timeout", str(CHILD_SECONDS)]
+        super().__init__(test, REFITCTL, *common, "engine", *arguments)
 
     def wait_for(self, event):
         """The fields of the next such event."""
@@ -83,6 +85,15 @@ class RefitctlTest(unittest.TestCase):
     def json(self, *arguments):
         return json.loads(self.refitctl(*arguments, "-o", "json"))
 
+    def wait_until_no_trainer_is_left(self, group, socket=None):
+        """In the daemon's eyes, which sees a process go after everybody else."""
+
+        def trainers():
+            told = json.loads(self.refitctl("groups", "-o", "json", socket=socket))["groups"]
+            return [g["trainers"] for g in told if g["name"] == group]
+
+        wait_for(self, "no trainer in %s" % group, lambda: trainers() == [0])
+
     def test_pushes_by_region_slot_and_inline_reach_registered_staged_and_sliced_engines(self):
         pattern = self.checkpoint("{version}")
         sliced = ["--world-size", "2", "--slice", "0"]
@@ -115,6 +126,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertRegex(text, r"\Ashown v1 committed: %d tensors, [^\n]*\nINSTANCE +OUTCOME +REASON\n" % TENSORS)
         self.assertRegex(text, r"\nreplica +committed +-\n\Z")
         engine.wait_for("verified")
+        self.wait_until_no_trainer_is_left("shown")
 
         table = self.refitctl("groups")
         self.assertRegex(table, r"\AGROUP +STATE +VERSION +TRAINERS +INSTANCES +COMMITTED +ABORTED\n")
@@ -162,6 +174,7 @@ class RefitctlTest(unittest.TestCase):
             engine = Engine(self, "far", "replica", self.checkpoint(1), "--coordinator", coordinator, socket=b.socket)
             pushed = json.loads(ask(a, "push", self.checkpoint(1), "--group", "far", "--create", "-o", "json"))
             engine.wait_for("verified")
+            self.wait_until_no_trainer_is_left("far", socket=a.socket)
 
             self.assertRegex(ask(a, "status"), r"\ndaemon     a\n")
             self.assertRegex(ask(a, "status"), r"\n  coordinator: this daemon\n  link: epoch \d+ up, \S+ \S+ sent, 0 B rec")
@@ -218,8 +231,9 @@ class RefitctlTest(unittest.TestCase):
         shutil.copytree(self.checkpoint(1), altered)
         alter_last_byte(altered)
         for delivery in ("registered", "staged"):
-            engine = Engine(self, "altered", delivery, altered, "--delivery", delivery)
-            self.refitctl("push", self.checkpoint(1), "--group", "altered", "--create")
+            group = "altered-" + delivery
+            engine = Engine(self, group, "replica", altered, "--delivery", delivery)
+            self.refitctl("push", self.checkpoint(1), "--group", group, "--create")
             difference = r"tensor '\S+': element \d+ in memory differs from %s" % altered
             self.assertRegex(engine.wait_for("mismatch")["reason"], difference)
             self.assertRegex(engine.finish(MISMATCH)[-1], "^refitctl: " + difference)
@@ -249,7 +263,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual(engine.verified(), [7, 8])
 
     def test_a_group_that_nobody_creates_ends_a_push_with_1(self):
-        error = self.refitctl("push", self.checkpoint(1), "--group", "nobody", "--timeout", "0.2", code=FAILED)
+        error = self.refitctl("push", self.checkpoint(1), "--group", "nobody", "--timeout", "3", code=FAILED)
         self.assertIn("'nobody'", error)
 
     def test_no_daemon_ends_every_command_with_3(self):

@@ -2,10 +2,12 @@
 
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 import unittest
 
@@ -21,7 +23,10 @@ NOT_SERVING = b"\x08\x02"
 
 
 class ServiceManager:
-    """Gets what the service tells, a datagram of KEY=VALUE lines each time."""
+    """Gets what the service tells, a datagram of KEY=VALUE lines each time.
+
+    Each is taken at once, as a service manager does: a service whose datagrams lie there waits in its next one.
+    """
 
     def __init__(self, test):
         folder = tempfile.mkdtemp(prefix="refitd-", dir="/tmp")
@@ -31,15 +36,27 @@ class ServiceManager:
         test.addCleanup(self.socket.close)
         self.socket.bind(self.path)
         self.heard = []
+        self.datagrams = queue.Queue()  # the lines of each
+        reader = threading.Thread(target=self._read)
+        reader.start()
+        test.addCleanup(reader.join)
+        test.addCleanup(self._end)
+
+    def _read(self):
+        for datagram in iter(lambda: self.socket.recv(4096), b""):
+            self.datagrams.put(datagram.decode().split("\n"))
+
+    def _end(self):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.sendto(b"", self.path)
 
     def wait_for(self, line):
         """Returns the lines of the first datagram from now on that has this one."""
         deadline = time.monotonic() + START_SECONDS
         while True:
-            self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
-                lines = self.socket.recv(4096).decode().split("\n")
-            except socket.timeout:
+                lines = self.datagrams.get(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty:
                 raise AssertionError("no %s within %d s, but %s" % (line, START_SECONDS, self.heard)) from None
             self.heard += lines
             if line in lines:
