@@ -123,7 +123,7 @@ TEST_CASE_METHOD(Fixture,
     client.Reset();
     served.Close(i);
     CHECK(Eventually([&] { return peers.size() == 0; }));
-    CHECK(pidfd.expired());
+    CHECK(Eventually([&] { return pidfd.expired(); }));
   }
 }
 

@@ -400,7 +400,7 @@ TEST_CASE_METHOD(Fixture, "A connection without requests is closed after the idl
   const auto socket = Start();
   Client client(path);
   CHECK(client.Ended());
-  CHECK(socket->connections() == 0);
+  CHECK(Eventually([&] { return socket->connections() == 0; }));
 }
 
 TEST_CASE_METHOD(Fixture,

@@ -212,11 +212,11 @@ TEST_CASE("Where nobody listens, joining fails at once without a wait, and at it
 TEST_CASE("A coordinator that does not answer the hello is given up after wait and limit") {
   Coordinator coordinator(/*accepts=*/false);
   PeerDial dial = DialTo(coordinator.address());
-  dial.limits.join = std::chrono::milliseconds(200);
+  dial.limits.join = std::chrono::milliseconds(2'000);  // the hello comes in time
   Joined joined(dial);
   const absl::Status lost = joined.logs->lost.Next();
   CHECK(lost.code() == absl::StatusCode::kDeadlineExceeded);
-  CHECK_THAT(Message(lost), Catch::Matchers::Contains("within 200 ms"));
+  CHECK_THAT(Message(lost), Catch::Matchers::Contains("within 2000 ms"));
   coordinator.gone.Next();
 }
 
@@ -563,17 +563,20 @@ TEST_CASE("The death of a joined daemon's process is noticed at once") {
   CHECK(coordinator.gone.Next().first == session->id());
 }
 
+// More than is written at a time; a busy machine writes it within kPeerEndLimit too.
+constexpr size_t kSentBefore = 100;
+
 TEST_CASE("Ending a link says why, after what was sent before") {
   Coordinator coordinator;
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
   const auto session = coordinator.sessions.Next();
-  for (uint64_t i = 0; i < 1000; ++i) REQUIRE(session->Send(PeerPing{i}).ok());
+  for (uint64_t i = 0; i < kSentBefore; ++i) REQUIRE(session->Send(PeerPing{i}).ok());
   session->End(absl::AbortedError("silent for 10 s"));
   const absl::Status lost = joined.logs->lost.Next();
   CHECK(lost.code() == absl::StatusCode::kAborted);
   CHECK_THAT(Message(lost), Catch::Matchers::Contains("silent for 10 s"));
-  CHECK(joined.logs->commands.size() == 1000);
+  CHECK(joined.logs->commands.size() == kSentBefore);
   CHECK(coordinator.gone.Next().second == "silent for 10 s");
   session->End(absl::OkStatus());  // nothing more happens
 }
@@ -582,11 +585,11 @@ TEST_CASE("What was sent before a link is closed still arrives") {
   Coordinator coordinator;
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
-  for (uint64_t i = 0; i < 1000; ++i) REQUIRE(joined.link->Send(Pong(i)).ok());
+  for (uint64_t i = 0; i < kSentBefore; ++i) REQUIRE(joined.link->Send(Pong(i)).ok());
   joined.link.reset();
   CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kCancelled);
   coordinator.gone.Next();
-  CHECK(coordinator.reports.size() == 1000);
+  CHECK(coordinator.reports.size() == kSentBefore);
 }
 
 TEST_CASE("A link may be closed while others send") {

@@ -30,6 +30,8 @@ class Manager {
     const ssize_t n = recv(socket_.get(), text, sizeof(text), 0);
     return std::string(text, n > 0 ? static_cast<size_t>(n) : 0);
   }
+  // Takes no more: a service does not wait for it any longer.
+  void Close() { socket_.Reset(); }
   bool Silent() {
     char byte;
     return recv(socket_.get(), &byte, 1, MSG_DONTWAIT | MSG_PEEK) < 0;
@@ -56,6 +58,7 @@ TEST_CASE("The watchdog is fed while the daemon is alive") {
   setenv("WATCHDOG_USEC", "20000", 1);
   ServiceManager service([] { return true; });
   for (int i = 0; i < 3; ++i) CHECK(manager.Next() == "WATCHDOG=1");
+  manager.Close();
 }
 
 TEST_CASE("The watchdog is not fed while the daemon is not") {

@@ -25,7 +25,7 @@
 namespace refitd {
 
 // Far longer than anything here takes; only a failing test reaches it.
-inline constexpr std::chrono::seconds kTestDeadline{20};
+inline constexpr std::chrono::seconds kTestDeadline{30};
 
 // A folder of its own under /tmp (socket paths are short), removed at the end.
 class TempFolder {
@@ -49,7 +49,8 @@ inline bool Eventually(const std::function<bool()>& condition) {
   const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
   while (!condition()) {
     if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::yield();  // what is waited for takes microseconds, or a timer
+    // The processor is for those who are waited for.
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return true;
 }

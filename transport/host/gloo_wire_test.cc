@@ -37,6 +37,8 @@ constexpr uint64_t kSeed = 20;
 constexpr auto kWait = std::chrono::seconds(60);      // for what should come soon
 constexpr Duration kLong = std::chrono::minutes(30);  // a timeout that must not be what ends things
 constexpr Duration kShort = std::chrono::milliseconds(300);
+// One that passes in the end, but not before the others have done their part.
+constexpr Duration kMedium = std::chrono::milliseconds(3'000);
 constexpr size_t kPortsOffset = 53;  // of the first port in an address
 constexpr size_t kEpochOffset = 4;
 
@@ -366,12 +368,12 @@ TEST_CASE("a rank that does not come to an operation is named when the timeout h
     if (rank == 1) alive = keep;
     MemorySpan span = Span(memory[rank]);
     span.keep_alive = std::move(keep);
-    mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, 0, std::move(span), rank == 1 ? kShort : kLong),
+    mesh.wires[rank]->Submit(Broadcast(kEpoch, 1, 0, std::move(span), rank == 1 ? kMedium : kLong),
                              Into(&results[rank]));
   }
   const absl::Status status = Get(results[1]);
   CHECK(status.code() == StatusCode::kDeadlineExceeded);
-  CHECK_THAT(Message(status), Contains("300 ms") && Contains("rank 2"));
+  CHECK_THAT(Message(status), Contains("3000 ms") && Contains("rank 2"));
   CHECK(Until([&] { return alive.expired(); }));
   // It had all from rank 0, which is done.
   CHECK(Get(results[0]) == absl::OkStatus());
@@ -679,8 +681,9 @@ TEST_CASE("opening and closing leaks no descriptor and no thread") {
   mesh.Connect(EpochId(1));  // whatever is made once
   mesh.wires[0]->Close(EpochId(1));
   mesh.wires[1]->Close(EpochId(1));
+  // Not more: what was counted before may have been about to go.
   const auto settled = [](const char* path, int expected) {
-    return Until([&] { return CountEntries(path) == expected; });
+    return Until([&] { return CountEntries(path) <= expected; });
   };
   int descriptors = 0;
   int threads = 0;
