@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -120,6 +122,44 @@ TEST_CASE("Every mapping gives each engine rank what vLLM's own loader would") {
     REQUIRE(RefitsExactly(mapping, config, TrainerLayouts(mapping, config),
                           EngineLayouts(mapping, config)));
   }
+}
+
+TEST_CASE("So do random models between random parallelisms") {
+  std::mt19937_64 rng(11);
+  const auto one_of = [&](std::initializer_list<int64_t> choices) {
+    return choices.begin()[rng() % choices.size()];
+  };
+  int done = 0;
+  for (int round = 0; round < 160; ++round) {
+    ModelConfig full = KnownModels()[rng() % KnownModels().size()];
+    full.fp8 = one_of({0, 1}) == 1;
+    const TinySize size = {
+        .layers = one_of({2, 3, 5}), .heads = one_of({4, 8, 12}), .experts = one_of({4, 6, 12})};
+    ModelConfig config = ScaledDown(full, size);
+    config.hidden = one_of({7, 16, 20});
+    config.vocabulary = one_of({3, 64, 100, 129});
+    config.tied = one_of({0, 1}) == 1;
+    if (!config.latent()) config.kv_heads = one_of({1, 2, 4});
+    Mapping mapping;
+    mapping.fsdp = one_of({0, 0, 0, 1}) == 1;
+    TrainerParallel& trainer = mapping.trainer;
+    trainer = {.pp = one_of({1, 2, 3}),
+               .tp = one_of({1, 2, 3, 4}),
+               .ep = one_of({1, 2, 3, 4}),
+               .etp = one_of({1, 2, 3}),
+               .cp = one_of({1, 2})};
+    const int64_t ranks = std::lcm(trainer.tp * trainer.cp, trainer.ep * trainer.etp);
+    trainer.world = trainer.pp * ranks;
+    mapping.engine = {
+        .tp = one_of({1, 2, 4}), .ep = one_of({0, 1}) == 1, .instances = one_of({1, 2})};
+    INFO("round " << round << ": " << config.name << ", fp8 " << config.fp8);
+    // What does not divide is refused, which other tests see.
+    if (!TrainerLayout(mapping, config, 0).ok() || !EngineLayout(mapping, config, 0).ok()) continue;
+    REQUIRE(RefitsExactly(mapping, config, TrainerLayouts(mapping, config),
+                          EngineLayouts(mapping, config)));
+    ++done;
+  }
+  CHECK(done > 40);
 }
 
 // What a layout says of its arena, from the global tensors.
