@@ -158,6 +158,7 @@ struct Coordinator::Impl {
   void Send(NodeId node, PeerCommand command);
   void LoseNode(NodeId node, const std::string& reason);
   std::string Name(NodeId node) const;
+  std::string NamesOfRanks(std::string_view message) const;
   Worker::Output Out() { return {actions, &own_reports}; }
   template <typename Action>
   void Do(Action action) {
@@ -204,6 +205,21 @@ std::string Coordinator::Impl::Name(NodeId node) const {
   if (node == kCoordinatorNode) return "daemon " + options.daemon_id;
   const auto it = nodes.find(node);
   return it == nodes.end() ? fmt::format("daemon {}", node) : "daemon " + it->second.daemon_id;
+}
+
+// " (rank 2 is daemon c)": the wire speaks of the epoch's ranks only.
+std::string Coordinator::Impl::NamesOfRanks(std::string_view message) const {
+  if (!epoch.has_value()) return "";
+  std::string names;
+  for (size_t rank = 0; rank < epoch->ranks.size(); ++rank) {
+    const std::string word = fmt::format("rank {}", rank);
+    const size_t at = message.find(word);
+    if (at == std::string_view::npos) continue;
+    const size_t next = at + word.size();
+    if (next < message.size() && message[next] >= '0' && message[next] <= '9') continue;
+    names += fmt::format("{}{} is {}", names.empty() ? "" : ", ", word, Name(epoch->ranks[rank]));
+  }
+  return names.empty() ? "" : fmt::format(" ({})", names);
 }
 
 void Coordinator::Impl::Send(NodeId node, PeerCommand command) {
@@ -823,8 +839,10 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   }
   part.digests[node] = r.digests;
   if (!r.status.ok() && part.status.ok()) {
-    part.status =
-        absl::Status(r.status.code(), fmt::format("{}: {}", Name(node), Message(r.status)));
+    const std::string message = Message(r.status);
+    part.status = absl::Status(
+        r.status.code(),
+        fmt::format("{}: {}{}", Name(node), message, r.wire_failed ? NamesOfRanks(message) : ""));
   }
   const bool cut = part.header.wired && (r.wire_failed || !r.status.ok());
   const absl::Status status = part.status;
@@ -974,7 +992,9 @@ void Coordinator::Impl::Opened(NodeId node, const PeerEpochOpened& r) {
 void Coordinator::Impl::CameUp(NodeId node, const PeerEpochUp& r) {
   if (!epoch.has_value() || epoch->id != r.epoch || !epoch->connecting) return;
   if (!r.status.ok()) {
-    Fail(fmt::format("the data plane did not come up on {}: {}", Name(node), Message(r.status)),
+    const std::string message = Message(r.status);
+    Fail(fmt::format("the data plane did not come up on {}: {}{}", Name(node), message,
+                     NamesOfRanks(message)),
          GiveUpClass::kTransfer);
     CloseEpochEverywhere();
     return;

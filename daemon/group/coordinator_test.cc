@@ -174,6 +174,24 @@ TEST_CASE(
   CHECK(last().status.ok());
 }
 
+TEST_CASE("a wire that failed was told by its ranks only") {
+  Fixture f;
+  f.OpenUpdate();
+  f.Push(0, "t");
+  f.Report(PeerWireGranted{f.update()});
+  f.Do(WireGranted{});
+  PeerPartDone done;
+  done.update = f.update();
+  done.part = PartSeq(0);
+  done.wire_failed = true;
+  done.status = absl::UnavailableError("epoch 1: rank 0: the connection broke, not rank 10's");
+  f.Report(done);
+  f.Do(WireDone{kEpoch, WireSeq(0), absl::OkStatus()});
+  const auto ended = f.Sent<PeerUpdateEnded>();
+  REQUIRE(ended.size() == 1);
+  CHECK_THAT(ended[0].reason, Catch::Contains("(rank 0 is daemon b)"));
+}
+
 TEST_CASE(
     "members and calls of a lost daemon were released and answered here, where nobody knew them") {
   Fixture f;

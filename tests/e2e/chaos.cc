@@ -417,7 +417,7 @@ void Cluster::Recover(Clock::time_point since) {
       continue;
     }
     const v1::GroupStatus group = daemon(kCoordinatorAt).Group("g");
-    // A layout that a joined daemon took reaches the coordinator a little later.
+    // Whoever was killed may be counted still.
     const auto complete = std::count_if(
         group.instances().begin(), group.instances().end(),
         [](const v1::InstanceStatus& i) { return i.state() == "clean" || i.state() == "dirty"; });

@@ -1,0 +1,119 @@
+// Who is told what when the daemon that the trainer lives on goes away in the data phase: engines
+// of other daemons, the group's status and GetUpdate name that daemon.
+#include <fmt/format.h>
+#include <signal.h>
+
+#include <catch2/catch.hpp>
+#include <future>
+#include <string>
+#include <vector>
+
+#include "tests/e2e/harness.h"
+#include "tests/e2e/require.h"
+
+namespace refitd::e2e {
+namespace {
+
+constexpr int kTensors = 8;
+
+std::vector<std::string> Flags(const std::string& id, int silence_ms) {
+  return {"--daemon-id=" + id, "--listen-tcp=127.0.0.1:0",
+          fmt::format("--peer-silence-ms={}", silence_ms), "--wire-ms=2000"};
+}
+
+template <typename Hello>
+Hello In(Hello hello, const Daemon& coordinator) {
+  hello.set_coordinator(coordinator.address());
+  return hello;
+}
+
+enum class When {
+  kBetween,  // a bucket is through, nothing is on the wire
+  kMoving,   // a bucket is, most likely, on the wire
+};
+
+// The coordinator "home" and the daemon "sink" have an engine each, "source" the trainer.
+void Check(int signal, When when, int silence_ms) {
+  const Model model = PlainModel(kTensors, 1024, 4096);  // 64 MiB
+  const v1::GroupSpec spec = Spec(1, 2, int64_t{1} << 20, 4);
+  Daemon home(Flags("home", silence_ms));
+  Daemon source(Flags("source", silence_ms));
+  Daemon sink(Flags("sink", silence_ms));
+  Holder near(home.Connect(), RawEngine::Hello("g", "near", 0, 1, v1::DELIVERY_REGISTERED, spec),
+              HoldWhole(model));
+  Holder far(sink.Connect(),
+             In(RawEngine::Hello("g", "far", 0, 1, v1::DELIVERY_REGISTERED, spec), home),
+             HoldWhole(model));
+  RawTrainer trainer(source.Connect(), In(RawTrainer::Hello("g", spec), home));
+  REQUIRE(trainer.attached().ok());
+  const int64_t tensor_bytes = TensorBytes(model[0]);
+  SharedMemory memory = trainer.NewMemory(ModelBytes(model));
+  REQUIRE(memory.region_id != 0);
+  const auto bucket = [&](int64_t seq, int first, int count) {
+    std::vector<int> indices;
+    for (int t = first; t < first + count; ++t) indices.push_back(t);
+    v1::Bucket b = Describe(model, seq, indices);
+    for (const int t : indices) {
+      v1::RegionRef* ref = b.mutable_regions()->add_refs();
+      ref->set_region_id(memory.region_id);
+      ref->set_byte_offset(t * tensor_bytes);
+    }
+    return b;
+  };
+  REQUIRE_OK(trainer.Begin(1));
+  REQUIRE_OK(trainer.Push(1, bucket(0, 0, 1)));
+  std::future<grpc::Status> rest;
+  if (when == When::kMoving) {
+    rest = std::async(std::launch::async,
+                      [&] { return trainer.Push(1, bucket(1, 1, kTensors - 1)).status; });
+    const int64_t before = home.Resources().wire_bytes_received();
+    REQUIRE(Eventually([&] { return home.Resources().wire_bytes_received() > before; }));
+  }
+  if (signal == SIGKILL) {
+    source.Kill();
+  } else {
+    source.Signal(SIGSTOP);
+  }
+  // A daemon that is gone in the data phase may have sent more to one than to another.
+  for (Holder* engine : {&near, &far}) {
+    const auto event = engine->engine().events().WaitFor(v1::EngineEvent::kAborted);
+    REQUIRE(event.has_value());
+    CHECK_THAT(event->aborted().reason(), Catch::Contains("daemon source"));
+  }
+  const v1::UpdateStatus update = home.Group("g").update();
+  CHECK(update.state() == "aborted");
+  CHECK_THAT(update.reason(), Catch::Contains("daemon source"));
+  for (Daemon* told : {&home, &sink}) {
+    RawTrainer asker(told->Connect(), RawTrainer::Hello("other"));
+    Outcome<v1::GetUpdateResponse> past;
+    // A joined daemon may hear of the end after its engine did.
+    CHECK(Eventually([&] {
+      past = asker.GetUpdate("g", 1);
+      return past.response.outcome() == v1::UPDATE_OUTCOME_ABORTED;
+    }));
+    REQUIRE_OK(past);
+    CHECK_THAT(past.response.reason(), Catch::Contains("daemon source"));
+  }
+  if (signal != SIGKILL) source.Signal(SIGCONT);
+  if (rest.valid()) CHECK_FALSE(rest.get().ok());
+}
+
+constexpr int kSoon = 1'000;
+constexpr int kLater = 6'000;  // the wire's own limit passes first
+
+TEST_CASE("a killed source daemon is named to all that are left") {
+  Check(SIGKILL, When::kBetween, kSoon);
+  Check(SIGKILL, When::kMoving, kSoon);
+}
+
+TEST_CASE("a stopped source daemon is named to all that are left") {
+  Check(SIGSTOP, When::kBetween, kSoon);
+  Check(SIGSTOP, When::kMoving, kSoon);
+}
+
+TEST_CASE("a source daemon that stopped sending was named by its rank only") {
+  Check(SIGSTOP, When::kMoving, kLater);
+}
+
+}  // namespace
+}  // namespace refitd::e2e
