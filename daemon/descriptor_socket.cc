@@ -1,5 +1,6 @@
 #include "daemon/descriptor_socket.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -26,6 +27,9 @@ constexpr int kMaxAcceptsPerWakeup = 64;
 // A request has one descriptor or none; room for more tells "several" from "cut off".
 constexpr size_t kMaxDescriptorsTaken = 8;
 constexpr std::chrono::milliseconds kMaxTick{1'000};
+constexpr std::chrono::seconds kShedLogInterval{10};
+
+UniqueFd OpenSpare() { return UniqueFd(open("/dev/null", O_RDONLY | O_CLOEXEC)); }
 
 std::chrono::milliseconds TickOf(std::chrono::milliseconds idle_limit) {
   return std::clamp(idle_limit / 2, std::chrono::milliseconds(1), kMaxTick);
@@ -209,6 +213,7 @@ DescriptorSocket::DescriptorSocket(const DescriptorSocketOptions& options,
       stop_(std::move(stop)),
       timer_(std::move(timer)),
       handler_(handler),
+      spare_(OpenSpare()),
       next_id_(kFirstConnection),
       listener_(std::move(listener)) {
   for (int i = 0; i < kDescriptorThreads; ++i) threads_.emplace_back([this] { Run(); });
@@ -254,6 +259,7 @@ void DescriptorSocket::Run() {
 }
 
 void DescriptorSocket::AcceptAll() {
+  if (!spare_.valid()) spare_ = OpenSpare();
   for (int i = 0; i < kMaxAcceptsPerWakeup; ++i) {
     UniqueFd socket(accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (socket.valid()) {
@@ -262,12 +268,34 @@ void DescriptorSocket::AcceptAll() {
     }
     if (errno == EINTR || errno == ECONNABORTED) continue;
     if (errno == EAGAIN) break;
-    // Out of descriptors or memory: the next tick listens again, rather than to spin.
+    if ((errno == EMFILE || errno == ENFILE) && ShedOne()) continue;
+    // Out of memory, or of the spare descriptor too: the next tick listens again, rather than to
+    // spin.
     LogWarning("accepting on {}: {}", path_, Message(ErrnoError(errno, "accept")));
     ArmTimer();
     return;
   }
   ListenAgain();
+}
+
+// Out of descriptors: refuses one waiting connection at once, so that its client hears of it.
+// False: not even that works.
+bool DescriptorSocket::ShedOne() {
+  spare_.Reset();
+  UniqueFd shed(accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (!shed.valid()) return false;
+  Refuse(shed, absl::ResourceExhaustedError("the daemon is out of file descriptors"));
+  shed.Reset();
+  spare_ = OpenSpare();
+  ++shed_since_logged_;
+  const auto now = std::chrono::steady_clock::now();
+  if (!shed_logged_ || now - *shed_logged_ >= kShedLogInterval) {
+    LogError("out of file descriptors: refused {} connections to {} (see LimitNOFILE)",
+             shed_since_logged_, path_);
+    shed_logged_ = now;
+    shed_since_logged_ = 0;
+  }
+  return true;
 }
 
 void DescriptorSocket::Admit(UniqueFd socket) {

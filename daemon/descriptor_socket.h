@@ -17,6 +17,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -106,6 +107,7 @@ class DescriptorSocket {
   void Run();
   void AcceptAll();
   void Admit(UniqueFd socket);
+  bool ShedOne();
   // Takes the connection for this thread; null: it was closed in between.
   std::shared_ptr<Connection> Claim(uint64_t id);
   // Serves what has come; false: the connection ends.
@@ -125,6 +127,10 @@ class DescriptorSocket {
   const UniqueFd stop_;   // eventfd, level-triggered: wakes every thread
   const UniqueFd timer_;  // timerfd: idle connections
   DescriptorHandler* const handler_;
+  // Of the thread that has the listener's event.
+  UniqueFd spare_;  // given up for a moment to refuse a connection when there are no descriptors
+  int64_t shed_since_logged_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> shed_logged_;
 
   mutable Mutex mutex_;
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_);

@@ -79,6 +79,8 @@ class OutOfDescriptors {
         limit_(pid_, RLIMIT_NOFILE, static_cast<rlim_t>(most_)) {
     Fill();
   }
+  // A connection to the descriptor socket that waits to be accepted, or has been.
+  UniqueFd Connect() const { return ConnectIdle(socket_); }
   // Numbers below the limit that are free, or came free, are taken by idle connections.
   void Fill() {
     for (int left = Free(); left > 0; left = Free()) {
@@ -199,6 +201,84 @@ TEST_CASE("a daemon out of descriptors refuses what needs one, harms nobody, and
   newcomer.Installed(1);
   old.Installed(4);
   CHECK(daemon.Stop() == 0);
+}
+
+// What comes on a connection on which nothing was asked; nullopt: nothing for a while, or its end.
+std::optional<DescriptorReply> Unasked(const UniqueFd& connection) {
+  const timeval wait{.tv_sec = 1, .tv_usec = 0};
+  REQUIRE(setsockopt(connection.get(), SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof(wait)) == 0);
+  DescriptorReply reply;
+  const ssize_t got = recv(connection.get(), &reply, sizeof(reply), 0);
+  if (got != static_cast<ssize_t>(sizeof(reply))) return std::nullopt;
+  return reply;
+}
+
+TEST_CASE("a new connection to the descriptor socket waited where descriptors had run out") {
+  Daemon daemon;
+  Pair old(daemon, daemon, "g");
+  old.Installed(1);
+  {
+    OutOfDescriptors out(daemon);
+    std::optional<DescriptorReply> refusal;
+    // One that comes free meanwhile serves an attempt after all.
+    CHECK(Eventually([&] {
+      refusal = Unasked(out.Connect());
+      return refusal.has_value();
+    }));
+    REQUIRE(refusal.has_value());
+    CHECK(refusal->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
+    CHECK_THAT(refusal->message, Catch::Contains("out of file descriptors"));
+    CHECK_THAT(daemon.log(), Catch::Contains("refused 1 connections"));
+    old.Installed(2);
+  }
+  SharedMemory memory = MakeMemory(4096);
+  Descriptors fresh(old.trainer.welcome().descriptor_socket(),
+                    old.trainer.welcome().lease().token());
+  const auto reply = fresh.Register(memory.fd.get(), 4096);
+  REQUIRE(reply.has_value());
+  CHECK(reply->code == 0);
+}
+
+// One HTTP request of the metrics; "": no answer.
+std::string ScrapeMetrics(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const timeval wait{.tv_sec = 1, .tv_usec = 0};
+  setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof(wait));
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(colon + 1))));
+  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (connect(fd.get(), reinterpret_cast<sockaddr*>(&to), sizeof(to)) != 0) return "";
+  const std::string request = "GET /metrics HTTP/1.0\r\n\r\n";
+  if (send(fd.get(), request.data(), request.size(), MSG_NOSIGNAL) < 0) return "";
+  std::string answer;
+  char piece[4096];
+  for (ssize_t got = 0; (got = recv(fd.get(), piece, sizeof(piece), 0)) > 0;) {
+    answer.append(piece, static_cast<size_t>(got));
+  }
+  return answer;
+}
+
+TEST_CASE("metrics of a daemon that was out of descriptors are served again") {
+  Daemon daemon({"--metrics-listen=127.0.0.1:0"});
+  Pair old(daemon, daemon, "g");
+  const v1::GetStatusResponse status = daemon.Status();
+  std::string address;
+  for (const std::string& listener : status.listeners()) {
+    if (listener.rfind("metrics:", 0) == 0) address = listener.substr(8);
+  }
+  REQUIRE(address != "");
+  REQUIRE_THAT(ScrapeMetrics(address), Catch::Contains("refitd_"));
+  {
+    OutOfDescriptors out(daemon);
+    ScrapeMetrics(address);  // waits in vain, most likely
+    old.Installed(1);
+    CHECK(daemon.Status().serving());
+  }
+  CHECK(Eventually(
+      [&] { return ScrapeMetrics(address).find("process_open_fds") != std::string::npos; }));
+  old.Installed(2);
 }
 
 TEST_CASE("descriptors that come free are enough: no limit has to be raised") {
