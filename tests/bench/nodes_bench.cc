@@ -1,7 +1,7 @@
 // tools/bench nodes: two daemons on this host, linked over loopback. Real processes: two refitd,
 // this one as the trainer at the first, itself again as engines at the second.
 //
-//   nodes_bench --refitd PATH [--model qwen3-0.6b] [--rounds 15] [--json]
+//   nodes_bench --refitd PATH [--case NAME]... [--model qwen3-0.6b] [--rounds 15] [--json]
 //   nodes_bench --role engine --socket PATH ...            (started by the former)
 //   nodes_bench --role gloo --bytes N --slot-bytes N       (likewise; the other end is its stdin)
 //
@@ -10,6 +10,9 @@
 // in turns with the measured cases. Weights are fresh random bytes in every round and the
 // destination is poisoned before each; every round's result is compared by a digest that the
 // engine's process computes, outside the measured time.
+//
+// The cases "faults" and "chaos" are of real processes that are killed and stopped (faults.h); they
+// take their daemons from this build, take minutes, and run only where they are named.
 #include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -18,6 +21,7 @@
 #include <chrono>
 #include <filesystem>
 
+#include "tests/bench/faults.h"
 #include "tests/bench/report.h"
 #include "tests/bench/session.h"
 #include "transport/base/unique_fd.h"
@@ -214,6 +218,9 @@ int Main(int argc, char** argv) {
   int64_t bytes = 0;
   int64_t slot_bytes = 0;
   bool json = false;
+  std::vector<std::string> cases;
+  int faults = 500;
+  uint64_t seed = 1;
   app.add_option("--role", role);
   app.add_option("--refitd", refitd);
   app.add_option("--socket", engine.place.socket);
@@ -224,6 +231,12 @@ int Main(int argc, char** argv) {
   app.add_option("--slot-bytes", slot_bytes);
   app.add_option("--model", model, "qwen3-0.6b, qwen3-4b");
   app.add_option("--rounds", rounds, "measured rounds a case")->check(CLI::Range(1, 1000));
+  app.add_option("--case", cases,
+                 "of broadcast, small, fan-out (these are the default), faults, chaos")
+      ->check(CLI::IsMember({"broadcast", "small", "fan-out", "faults", "chaos"}));
+  app.add_option("--faults", faults, "of chaos: each in one update, with one update after it")
+      ->check(CLI::Range(1, 100'000));
+  app.add_option("--seed", seed, "of chaos");
   app.add_flag("--json", json, "one object a line");
   CLI11_PARSE(app, argc, argv);
   if (role == "engine") {
@@ -233,13 +246,22 @@ int Main(int argc, char** argv) {
   if (role == "gloo") return RunGloo(bytes, slot_bytes);
 
   signal(SIGPIPE, SIG_IGN);  // the baseline's sockets
+  if (cases.empty()) cases = {"broadcast", "small", "fan-out"};
+  const auto wanted = [&cases](const char* name) {
+    return std::find(cases.begin(), cases.end(), name) != cases.end();
+  };
+  Report report("nodes", json);
+  if (wanted("faults")) BenchFaults(&report);
+  if (wanted("chaos")) BenchChaos(&report, seed, faults);
+  if (!wanted("broadcast") && !wanted("small") && !wanted("fan-out")) {
+    return report.all_reached() ? 0 : 1;
+  }
   Nodes nodes;
   nodes.self = std::filesystem::read_symlink("/proc/self/exe");
   std::string dir = (std::filesystem::temp_directory_path() / "refitd-bench-XXXXXX").string();
   if (mkdtemp(dir.data()) == nullptr) return 1;
   nodes.socket_a = dir + "/a.sock";
   nodes.far.socket = dir + "/b.sock";
-  bool reached = false;
   {
     Child a({refitd, "--listen-unix", nodes.socket_a, "--listen-tcp", "127.0.0.1:0", "--daemon-id",
              "a", "--log-level", "warning"},
@@ -253,14 +275,12 @@ int Main(int argc, char** argv) {
       if (listener.starts_with(kTcp)) nodes.far.coordinator = listener.substr(kTcp.size());
     }
     StatusOf(nodes.far.socket);  // it serves
-    Report report("nodes", json);
-    BenchBroadcast(&report, nodes, model, rounds);
-    BenchSmallUpdate(&report, nodes, rounds);
-    BenchFanOut(&report, nodes, rounds);
-    reached = report.all_reached();
+    if (wanted("broadcast")) BenchBroadcast(&report, nodes, model, rounds);
+    if (wanted("small")) BenchSmallUpdate(&report, nodes, rounds);
+    if (wanted("fan-out")) BenchFanOut(&report, nodes, rounds);
   }
   std::filesystem::remove_all(dir);
-  return reached ? 0 : 1;
+  return report.all_reached() ? 0 : 1;
 }
 
 }  // namespace refitd::bench
