@@ -54,25 +54,25 @@ absl::StatusOr<Dims> DimsFromWire(const v1::Shape& shape) {
   return Dims(shape.dims().begin(), shape.dims().end());
 }
 
-absl::StatusOr<TensorSpec> TensorFromWire(const std::string& name, int dtype,
-                                          const v1::Shape& shape, std::string_view field,
+// `dims`: as DimsFromWire gave them.
+absl::StatusOr<TensorSpec> TensorFromWire(std::string name, int dtype,
+                                          const absl::StatusOr<Dims>& dims, std::string_view field,
                                           int index) {
-  const std::string tensor = fmt::format("tensor {}", Quoted(name));
-  auto type = DTypeFromWire(dtype);
+  const auto tensor = [&] { return fmt::format("tensor {}", Quoted(name)); };
+  const auto type = DTypeFromWire(dtype);
   if (!type.ok()) {
     return Annotate(type.status(),
-                    fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor));
+                    fmt::format("{}.dtypes[{}] = {} of {}", field, index, dtype, tensor()));
   }
-  auto dims = DimsFromWire(shape);
   if (!dims.ok()) {
-    return Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor));
+    return Annotate(dims.status(), fmt::format("{}.shapes[{}] of {}", field, index, tensor()));
   }
-  TensorSpec spec{name, *type, *std::move(dims)};
-  REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(spec.shape));
-  if (count > kMaxTensorBytes / ElementBytes(spec.dtype)) {
+  REFITD_ASSIGN_OR_RETURN(const int64_t count, ElementCount(*dims));
+  if (count > kMaxTensorBytes / ElementBytes(*type)) {
     return Error(StatusCode::kInvalidArgument, "{}.shapes[{}] of {}: {} is more than {} bytes",
-                 field, index, tensor, ToString(spec.dtype, spec.shape), kMaxTensorBytes);
+                 field, index, tensor(), ToString(*type, *dims), kMaxTensorBytes);
   }
+  TensorSpec spec{std::move(name), *type, *dims};
   if (absl::Status status = ValidateTensor(spec); !status.ok()) {
     return Annotate(status, fmt::format("{}.names[{}]", field, index));
   }
@@ -101,8 +101,10 @@ int64_t VarintBytes(const Dims& dims) {
 // Tag and length of a field, at most.
 constexpr int64_t kFieldBytes = 4;
 
-int64_t WireBytes(const TensorSpec& tensor) {
-  return static_cast<int64_t>(tensor.name.size()) + VarintBytes(tensor.shape) + 3 * kFieldBytes;
+// Of a tensor that shares so many bytes of its name with the one before, and its shape or not.
+int64_t WireBytes(const TensorSpec& tensor, size_t shared, bool shape_shared) {
+  const int64_t shape = shape_shared ? 0 : VarintBytes(tensor.shape) + kFieldBytes;
+  return static_cast<int64_t>(tensor.name.size() - shared) + shape + 2 * kFieldBytes;
 }
 
 int64_t WireBytes(const Piece& piece) {
@@ -173,6 +175,46 @@ absl::Status CheckPieceArrays(const v1::LayoutChunk& chunk,
   return absl::OkStatus();
 }
 
+// Name i of the chunk from the name before it.
+absl::StatusOr<std::string> CodedName(const v1::LayoutChunk& chunk, int i,
+                                      const std::vector<TensorSpec>& before) {
+  const std::string_view last = before.empty() ? std::string_view() : before.back().name;
+  const uint32_t prefix = chunk.name_prefix(i);
+  const uint32_t suffix = chunk.name_suffix(i);
+  for (const auto& [field, bytes] :
+       {std::pair("name_prefix", prefix), std::pair("name_suffix", suffix)}) {
+    if (bytes <= last.size()) continue;
+    return Error(StatusCode::kInvalidArgument,
+                 "layout.{}[{}] is {} where the name before has {} bytes", field, i, bytes,
+                 last.size());
+  }
+  std::string name;
+  name.reserve(prefix + chunk.name_middles(i).size() + suffix);
+  name.append(last.substr(0, prefix));
+  name.append(chunk.name_middles(i));
+  name.append(last.substr(last.size() - suffix));
+  return name;
+}
+
+// Bytes that two names share at their start, and at the end of what remains.
+std::pair<size_t, size_t> Shared(std::string_view a, std::string_view b) {
+  const size_t most = std::min(a.size(), b.size());
+  size_t prefix = 0;
+  while (prefix < most && a[prefix] == b[prefix]) ++prefix;
+  size_t suffix = 0;
+  while (suffix < most - prefix && a[a.size() - 1 - suffix] == b[b.size() - 1 - suffix]) ++suffix;
+  return {prefix, suffix};
+}
+
+// How far before tensor i is one of the same shape, if near; else 0.
+uint32_t ShapeBack(const std::vector<TensorSpec>& tensors, size_t i) {
+  constexpr size_t kSearched = 64;
+  for (size_t back = 1; back <= std::min(i, kSearched); ++back) {
+    if (tensors[i - back].shape == tensors[i].shape) return static_cast<uint32_t>(back);
+  }
+  return 0;
+}
+
 }  // namespace
 
 absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
@@ -190,24 +232,67 @@ absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
   any_ = true;
   last_ = chunk.last();
 
-  const int names = chunk.names_size();
-  REFITD_RETURN_IF_ERROR(CheckLength("layout", "dtypes", chunk.dtypes_size(), "names", names));
-  REFITD_RETURN_IF_ERROR(CheckLength("layout", "shapes", chunk.shapes_size(), "names", names));
+  REFITD_RETURN_IF_ERROR(AddTensors(chunk));
+  return AddPieces(chunk);
+}
+
+absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
+  const bool coded = chunk.name_middles_size() > 0;
+  const char* names_field = coded ? "name_middles" : "names";
+  if (coded && chunk.names_size() > 0) {
+    return Error(StatusCode::kInvalidArgument,
+                 "layout.names has {} entries in a chunk with {} name_middles", chunk.names_size(),
+                 chunk.name_middles_size());
+  }
+  const int names = coded ? chunk.name_middles_size() : chunk.names_size();
+  const auto check = [&](std::string_view list, int got, int want) {
+    return CheckLength("layout", list, got, names_field, want);
+  };
+  REFITD_RETURN_IF_ERROR(check("dtypes", chunk.dtypes_size(), names));
+  REFITD_RETURN_IF_ERROR(check("name_prefix", chunk.name_prefix_size(), coded ? names : 0));
+  REFITD_RETURN_IF_ERROR(check("name_suffix", chunk.name_suffix_size(), coded ? names : 0));
+  if (chunk.shape_back_size() == 0) {
+    REFITD_RETURN_IF_ERROR(check("shapes", chunk.shapes_size(), names));
+  } else {
+    REFITD_RETURN_IF_ERROR(check("shape_back", chunk.shape_back_size(), names));
+    const auto taken = std::count(chunk.shape_back().begin(), chunk.shape_back().end(), 0U);
+    REFITD_RETURN_IF_ERROR(CheckLength("layout", "shapes", chunk.shapes_size(),
+                                       "shape_back's zeros", static_cast<int>(taken)));
+  }
   if (names > kMaxTensorsPerLayout - static_cast<int64_t>(layout_.tensors.size())) {
-    return Error(StatusCode::kResourceExhausted, "layout.names: {} tensors, more than {}",
+    return Error(StatusCode::kResourceExhausted, "layout.{}: {} tensors, more than {}", names_field,
                  layout_.tensors.size() + names, kMaxTensorsPerLayout);
   }
+  int next_shape = 0;
+  for (int i = 0; i < names; ++i) {
+    std::string name;
+    if (coded) {
+      REFITD_ASSIGN_OR_RETURN(name, CodedName(chunk, i, layout_.tensors));
+    } else {
+      name = chunk.names(i);
+    }
+    const uint32_t back = chunk.shape_back_size() == 0 ? 0 : chunk.shape_back(i);
+    if (back > layout_.tensors.size()) {
+      return Error(StatusCode::kInvalidArgument,
+                   "layout.shape_back[{}] is {} where {} tensors were named", i, back,
+                   layout_.tensors.size());
+    }
+    absl::StatusOr<Dims> dims = back == 0 ? DimsFromWire(chunk.shapes(next_shape))
+                                          : layout_.tensors[layout_.tensors.size() - back].shape;
+    REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
+                            TensorFromWire(std::move(name), chunk.dtypes(i), dims, "layout", i));
+    if (back == 0) ++next_shape;
+    layout_.tensors.push_back(std::move(tensor));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
   if (chunk.piece_tensor_size() >
       kMaxPiecesPerLayout - static_cast<int64_t>(layout_.pieces.size())) {
     return Error(StatusCode::kResourceExhausted, "layout.piece_tensor: {} pieces, more than {}",
                  layout_.pieces.size() + chunk.piece_tensor_size(), kMaxPiecesPerLayout);
   }
-  for (int i = 0; i < names; ++i) {
-    REFITD_ASSIGN_OR_RETURN(TensorSpec tensor, TensorFromWire(chunk.names(i), chunk.dtypes(i),
-                                                              chunk.shapes(i), "layout", i));
-    layout_.tensors.push_back(std::move(tensor));
-  }
-
   REFITD_RETURN_IF_ERROR(CheckPieceArrays(chunk, layout_.tensors));
   auto box = chunk.piece_boxes().begin();
   auto stride = chunk.piece_strides().begin();
@@ -250,11 +335,19 @@ absl::StatusOr<Layout> LayoutDecoder::Finish() && {
 std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease& lease,
                                           int64_t chunk_bytes) {
   ChunkWriter writer(lease, layout.binding_generation, chunk_bytes);
-  for (const TensorSpec& tensor : layout.tensors) {
-    v1::LayoutChunk& chunk = writer.Room(WireBytes(tensor));
-    chunk.add_names(tensor.name);
+  std::string_view last;
+  for (size_t i = 0; i < layout.tensors.size(); ++i) {
+    const TensorSpec& tensor = layout.tensors[i];
+    const auto [prefix, suffix] = Shared(last, tensor.name);
+    const uint32_t back = ShapeBack(layout.tensors, i);
+    v1::LayoutChunk& chunk = writer.Room(WireBytes(tensor, prefix + suffix, back > 0));
+    chunk.add_name_prefix(static_cast<uint32_t>(prefix));
+    chunk.add_name_middles(tensor.name.substr(prefix, tensor.name.size() - prefix - suffix));
+    chunk.add_name_suffix(static_cast<uint32_t>(suffix));
     chunk.add_dtypes(ToWire(tensor.dtype));
-    *chunk.add_shapes() = ToWire(tensor.shape);
+    chunk.add_shape_back(back);
+    if (back == 0) *chunk.add_shapes() = ToWire(tensor.shape);
+    last = tensor.name;
   }
   const bool dense = std::all_of(layout.pieces.begin(), layout.pieces.end(), IsDense);
   for (const Piece& piece : layout.pieces) {
@@ -287,7 +380,7 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
   std::unordered_set<std::string_view> seen;
   for (int i = 0; i < names.size(); ++i) {
     REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
-                            TensorFromWire(names[i], dtypes[i], shapes[i], field, i));
+                            TensorFromWire(names[i], dtypes[i], DimsFromWire(shapes[i]), field, i));
     if (!seen.insert(names[i]).second) {
       return Error(StatusCode::kInvalidArgument, "{}.names[{}] is {}, which came before", field, i,
                    Quoted(names[i]));

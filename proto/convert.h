@@ -27,13 +27,16 @@ class LayoutDecoder {
   absl::StatusOr<Layout> Finish() &&;
 
  private:
+  absl::Status AddTensors(const v1::LayoutChunk& chunk);
+  absl::Status AddPieces(const v1::LayoutChunk& chunk);
+
   Layout layout_;
   bool any_ = false;
   bool last_ = false;
 };
 
 // Splits a layout into chunks of at most `chunk_bytes` (approximately) for RegisterLayout; the
-// first carries the lease.
+// first carries the lease. Names are coded, and shapes where a near tensor has the same.
 std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease& lease,
                                           int64_t chunk_bytes);
 

@@ -130,6 +130,90 @@ TEST_CASE("A layout stream that was cut short, or goes on after its last chunk, 
   CHECK_THAT(Message(after), Contains("after the last"));
 }
 
+// Tensors "w.0.a" and "w.1.a" of float32 [4, 6], the second coded by the first.
+v1::LayoutChunk CodedChunk() {
+  v1::LayoutChunk chunk;
+  chunk.set_binding_generation(1);
+  for (const uint32_t shared : {0U, 2U}) {
+    chunk.add_name_prefix(shared);
+    chunk.add_name_middles(shared == 0 ? "w.0.a" : "1");
+    chunk.add_name_suffix(shared);
+    chunk.add_dtypes(v1::DTYPE_FLOAT32);
+    chunk.add_shape_back(shared == 0 ? 0 : 1);
+  }
+  chunk.add_shapes()->add_dims(4);
+  chunk.mutable_shapes(0)->add_dims(6);
+  return chunk;
+}
+
+TEST_CASE("Coded names and shapes are those of the tensors before with a part replaced") {
+  v1::LayoutChunk second;
+  second.add_name_prefix(5);
+  second.add_name_middles("b");
+  second.add_name_suffix(0);
+  second.add_dtypes(v1::DTYPE_INT8);
+  second.add_shape_back(2);
+  const auto layout = DecodeWhole({CodedChunk(), second});
+  INFO(layout.status());
+  REQUIRE(layout.ok());
+  const std::vector<TensorSpec> expected = {{"w.0.a", DType::kFloat32, {4, 6}},
+                                            {"w.1.a", DType::kFloat32, {4, 6}},
+                                            {"w.1.ab", DType::kInt8, {4, 6}}};
+  CHECK(layout->tensors == expected);
+}
+
+TEST_CASE("Names of any kind survive the coding") {
+  Layout layout;
+  // Some share a part of a character only, or are a part of their neighbour.
+  for (const char* name : {"aaaa", "aa", "aaaaaa", "a", "x\u00e9y", "x\u00e8y", "x\u00e8", "\u00e8",
+                           "layer.10.w", "layer.11.w", "layer.1.w"}) {
+    layout.tensors.push_back({name, DType::kInt8, {1}});
+  }
+  layout.tensors.push_back({std::string(512, 'n'), DType::kInt8, {2}});
+  layout.tensors.push_back({std::string(511, 'n'), DType::kInt8, {1}});
+  for (const int64_t chunk_bytes : {1, 40, 1 << 20}) {
+    std::vector<v1::LayoutChunk> received;
+    for (const v1::LayoutChunk& chunk : EncodeLayout(layout, v1::Lease(), chunk_bytes)) {
+      REQUIRE(received.emplace_back().ParseFromString(chunk.SerializeAsString()));
+    }
+    const auto decoded = Decode(received);
+    INFO(decoded.status());
+    REQUIRE(decoded.ok());
+    CheckSame(*decoded, layout);
+  }
+}
+
+TEST_CASE("Malformed coding is refused with field and value") {
+  struct Case {
+    std::string field;
+    std::string value;
+    void (*damage)(v1::LayoutChunk&);
+  };
+  const std::vector<Case> cases = {
+      {"name_prefix[0]", "1", [](auto& c) { c.set_name_prefix(0, 1); }},
+      {"name_prefix[1]", "6", [](auto& c) { c.set_name_prefix(1, 6); }},
+      {"name_suffix[1]", "4294967295", [](auto& c) { c.set_name_suffix(1, 0xffffffff); }},
+      {"name_prefix", "3", [](auto& c) { c.add_name_prefix(0); }},
+      {"name_suffix", "0", [](auto& c) { c.clear_name_suffix(); }},
+      {"names", "1", [](auto& c) { c.add_names("w"); }},
+      {"names[1]", "UTF-8", [](auto& c) { c.set_name_middles(1, "\xff"); }},
+      {"names[0]", "empty", [](auto& c) { c.set_name_middles(0, ""); }},
+      {"shape_back[1]", "2", [](auto& c) { c.set_shape_back(1, 2); }},
+      {"shapes has 1", "zeros has 2", [](auto& c) { c.set_shape_back(1, 0); }},
+      {"dtypes", "3", [](auto& c) { c.add_dtypes(v1::DTYPE_INT8); }},
+  };
+  REQUIRE(DecodeWhole({CodedChunk()}).ok());
+  for (const Case& c : cases) {
+    v1::LayoutChunk chunk = CodedChunk();
+    c.damage(chunk);
+    const absl::Status status = DecodeWhole({chunk}).status();
+    INFO(c.field << " " << c.value << ": " << status.ToString());
+    CHECK(status.code() == StatusCode::kInvalidArgument);
+    CHECK_THAT(Message(status), Contains(c.field));
+    CHECK_THAT(Message(status), Contains(c.value));
+  }
+}
+
 TEST_CASE("Malformed layout chunks are refused with field and value") {
   struct Case {
     std::string field;
@@ -152,6 +236,20 @@ TEST_CASE("Malformed layout chunks are refused with field and value") {
       {"piece_boxes", "7", [](auto& c) { c.set_piece_boxes(3, 7); }},
       {"piece_boxes", "-1", [](auto& c) { c.set_piece_boxes(0, -1); }},
       {"piece_boxes", "9223372036854775807", [](auto& c) { c.set_piece_boxes(2, kMax); }},
+      {"names", "1", [](auto& c) { c.add_name_middles("w"); }},
+      {"name_prefix", "1", [](auto& c) { c.add_name_prefix(1); }},
+      {"name_suffix", "1", [](auto& c) { c.add_name_suffix(1); }},
+      {"shape_back", "2",
+       [](auto& c) {
+         c.add_shape_back(0);
+         c.add_shape_back(0);
+       }},
+      {"shapes has 1", "zeros has 0", [](auto& c) { c.add_shape_back(1); }},
+      {"shape_back[0]", "3",
+       [](auto& c) {
+         c.clear_shapes();
+         c.add_shape_back(3);
+       }},
   };
   REQUIRE(DecodeWhole({OneChunk()}).ok());
   for (const Case& c : cases) {

@@ -526,29 +526,30 @@ absl::StatusOr<int64_t> ElementCount(const Dims& shape) {
 }
 
 absl::Status ValidateTensor(const TensorSpec& tensor) {
-  const std::string name = Printable(tensor.name);
+  // Most tensors are valid and need no text.
+  const auto name = [&tensor] { return Printable(tensor.name); };
   if (tensor.name.empty()) return Invalid("tensor name is empty");
   if (tensor.name.size() > static_cast<size_t>(kMaxNameBytes)) {
-    return Invalid("tensor {}: name has {} bytes, at most {} are possible", name,
+    return Invalid("tensor {}: name has {} bytes, at most {} are possible", name(),
                    tensor.name.size(), kMaxNameBytes);
   }
   for (std::string_view rest = tensor.name; !rest.empty();) {
     const size_t length = Utf8Length(rest);
     if (length == 0) {
-      return Invalid("tensor {}: name has a control character or is not UTF-8 at byte {}", name,
+      return Invalid("tensor {}: name has a control character or is not UTF-8 at byte {}", name(),
                      tensor.name.size() - rest.size());
     }
     rest.remove_prefix(length);
   }
   const auto dtype = static_cast<size_t>(tensor.dtype);
   if (dtype < 1 || dtype > std::size(kDTypes)) {
-    return Invalid("tensor {}: dtype {} is not known", name, dtype);
+    return Invalid("tensor {}: dtype {} is not known", name(), dtype);
   }
   const absl::StatusOr<int64_t> count = ElementCount(tensor.shape);
-  if (!count.ok()) return Invalid("tensor {}: {}", name, Message(count.status()));
+  if (!count.ok()) return Invalid("tensor {}: {}", name(), Message(count.status()));
   if (*count > kMaxTensorBytes / ElementBytes(tensor.dtype)) {
-    return Invalid("tensor {}: shape {} of {} has more than {} bytes", name, ToString(tensor.shape),
-                   DTypeName(tensor.dtype), kMaxTensorBytes);
+    return Invalid("tensor {}: shape {} of {} has more than {} bytes", name(),
+                   ToString(tensor.shape), DTypeName(tensor.dtype), kMaxTensorBytes);
   }
   return absl::OkStatus();
 }

@@ -25,6 +25,7 @@ Command AddNodes(CLI::App* app, const GlobalOptions& global);
 Command AddWatch(CLI::App* app, const GlobalOptions& global);
 Command AddPush(CLI::App* app, const GlobalOptions& global);
 Command AddEngine(CLI::App* app, const GlobalOptions& global);
+Command AddPlan(CLI::App* app, const GlobalOptions& global);
 Command AddValidate(CLI::App* app, const GlobalOptions& global);
 
 // "refitctl: MESSAGE" on stderr, in one line; the code that fits.

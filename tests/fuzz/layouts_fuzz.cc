@@ -1,6 +1,7 @@
 // Any uploads of layouts, registered and planned: accepted pieces lie inside their regions,
 // destinations share neither elements nor bytes, what is encoded decodes to the same, and a plan
-// moves each destination element exactly once, from where it says (P1, P10). The judge counts
+// moves each destination element exactly once, from where it says (P1, P10); over several nodes,
+// both ends of every stream agree. The judge counts
 // elements one by one, so that it shares no code with what it judges; inputs too big for that are
 // only run.
 #include <algorithm>
@@ -18,7 +19,9 @@
 #include "tests/fuzz/proto_mutator.h"
 #include "transport/base/status.h"
 #include "transport/layout.h"
+#include "transport/node_program.h"
 #include "transport/plan.h"
+#include "transport/route.h"
 
 namespace refitd {
 namespace {
@@ -227,6 +230,54 @@ void CheckMoves(const Program& program, const Layouts& sources, const Layouts& d
   }
 }
 
+// The same layouts over three nodes: a plan is refused in words, or every node finds its part in
+// it, and both ends of every stream agree.
+void CheckRoutes(const Layouts& sources, const Layouts& destinations, const PlanOptions& options) {
+  std::vector<RouteMember> trainers;
+  std::vector<RouteMember> engines;
+  for (uint32_t i = 0; i < sources.size(); ++i) {
+    trainers.push_back({sources[i], i % 2, 0, "trainer " + std::to_string(i)});
+  }
+  for (uint32_t i = 0; i < destinations.size(); ++i) {
+    engines.push_back({destinations[i], 1 + i % 2, i, "engine " + std::to_string(i)});
+  }
+  RouteOptions route_options;
+  route_options.skip_instance = options.skip_destination;
+  route_options.uncovered_allowed = options.uncovered_allowed;
+  route_options.list_unplaced = !options.require_cover;
+  route_options.max_routes = std::min(options.max_moves, kMaxRoutes);
+  route_options.split_bytes = 16;
+  const auto plan = CompileRoutes(trainers, engines, route_options);
+  if (!plan.ok()) {
+    REFITD_CHECK(plan.status().code() == absl::StatusCode::kFailedPrecondition ||
+                 plan.status().code() == absl::StatusCode::kResourceExhausted);
+    return;
+  }
+  std::map<std::pair<uint32_t, uint32_t>, std::pair<uint64_t, uint64_t>> ends;
+  for (uint32_t n = 0; n < plan->nodes; ++n) {
+    std::vector<LocalMember> local_sources;
+    std::vector<LocalMember> local_destinations;
+    for (uint32_t i = 0; i < sources.size(); ++i) {
+      if (trainers[i].node == n && sources[i] != nullptr) local_sources.push_back({i, sources[i]});
+    }
+    for (uint32_t i = 0; i < destinations.size(); ++i) {
+      if (engines[i].node != n || plan->destination_skipped[i]) continue;
+      local_destinations.push_back({i, destinations[i]});
+    }
+    const auto program = CompileNode(*plan, n, local_sources, local_destinations, {});
+    if (!program.ok()) {
+      REFITD_CHECK(program.status().code() == absl::StatusCode::kResourceExhausted);
+      return;
+    }
+    int64_t stored = 0;
+    for (const int64_t bytes : program->destination_bytes) stored += bytes;
+    REFITD_CHECK(stored == plan->links.node_stores[n]);
+    for (const Stream& out : program->outgoing) ends[{n, out.peer}].first = out.Digest();
+    for (const Stream& in : program->incoming) ends[{in.peer, n}].second = in.Digest();
+  }
+  for (const auto& [link, digests] : ends) REFITD_CHECK(digests.first == digests.second);
+}
+
 void FuzzOne(const fuzz::LayoutsInput& input) {
   const RegionBytes region_bytes = [&input](RegionId id) -> std::optional<int64_t> {
     const uint64_t i = id.value() - 1;
@@ -253,6 +304,7 @@ void FuzzOne(const fuzz::LayoutsInput& input) {
   options.uncovered_allowed.assign(input.uncovered_allowed().begin(),
                                    input.uncovered_allowed().end());
   if (input.max_moves() > 0) options.max_moves = std::min(input.max_moves(), kMaxMoves);
+  CheckRoutes(sources, destinations, options);
   const auto program = Compile(sources, **index, options);
   if (!program.ok()) {
     REFITD_CHECK(program.status().code() == absl::StatusCode::kFailedPrecondition ||

@@ -1,0 +1,297 @@
+// plan: what a compiled refit between a trainer and engines of a known model would move, and how
+// long that takes. Needs no daemon.
+#include <algorithm>
+#include <charconv>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "daemon/refitctl/command.h"
+#include "daemon/refitctl/format.h"
+#include "transport/base/status.h"
+#include "transport/route.h"
+#include "transport/sharding/megatron.h"
+#include "transport/sharding/model.h"
+#include "transport/sharding/vllm.h"
+
+namespace refitd::refitctl {
+namespace {
+
+struct PlanFlags {
+  std::string model;
+  std::string trainer;
+  std::string engine;
+  std::string link_rates;
+  int64_t ranks_per_node = 8;
+  bool colocated = false;
+  bool fp8 = false;
+  std::vector<std::string> pushed;
+  size_t rows = 32;
+};
+
+absl::Status Invalid(const std::string& message) { return absl::InvalidArgumentError(message); }
+
+struct Key {
+  std::string_view name;
+  int64_t* value;
+};
+
+// "pp=16,ep=16" into what `keys` point at; each at least 1.
+absl::Status ParseSizes(std::string_view flag, std::string_view text, std::span<const Key> keys) {
+  std::set<std::string_view> seen;
+  while (!text.empty()) {
+    const std::string_view item = text.substr(0, text.find(','));
+    text.remove_prefix(std::min(text.size(), item.size() + 1));
+    const size_t equals = std::min(item.find('='), item.size());
+    const std::string_view name = item.substr(0, equals);
+    const auto key =
+        std::find_if(keys.begin(), keys.end(), [name](const Key& k) { return k.name == name; });
+    if (key == keys.end() || !seen.insert(name).second) {
+      std::vector<std::string_view> names;
+      for (const Key& k : keys) names.push_back(k.name);
+      return Invalid(fmt::format("{} has '{}': it takes each of {} once, as name=number", flag,
+                                 item, fmt::join(names, ", ")));
+    }
+    const std::string_view number = item.substr(std::min(equals + 1, item.size()));
+    const auto [end, error] =
+        std::from_chars(number.data(), number.data() + number.size(), *key->value);
+    if (error != std::errc() || end != number.data() + number.size() || *key->value < 1) {
+      return Invalid(fmt::format("{} has '{}': not a number from 1", flag, item));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// "node-out=45G,local-copy=1.5T": bytes a second.
+absl::StatusOr<LinkRates> ParseRates(std::string_view text) {
+  LinkRates rates;
+  const std::pair<std::string_view, double*> keys[] = {{"rank-out", &rates.rank_out},
+                                                       {"node-out", &rates.node_out},
+                                                       {"node-in", &rates.node_in},
+                                                       {"local-copy", &rates.local_copy}};
+  while (!text.empty()) {
+    const std::string_view item = text.substr(0, text.find(','));
+    text.remove_prefix(std::min(text.size(), item.size() + 1));
+    const size_t equals = std::min(item.find('='), item.size());
+    const std::string_view name = item.substr(0, equals);
+    const std::string_view number = item.substr(std::min(equals + 1, item.size()));
+    double value = 0;
+    auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), value);
+    constexpr std::string_view kUnits = "KMGT";
+    if (error == std::errc() && end + 1 == number.data() + number.size()) {
+      for (size_t u = kUnits.find(*end); u != std::string_view::npos; --u) {
+        value *= 1000;
+        end = number.data() + number.size();
+        if (u == 0) break;
+      }
+    }
+    bool known = false;
+    for (const auto& [key, target] : keys) {
+      if (key != name || *target != 0) continue;
+      *target = value;
+      known = true;
+    }
+    if (!known || error != std::errc() || end != number.data() + number.size() ||
+        !(value > 0 && value < 1e18)) {
+      return Invalid(fmt::format(
+          "--link-rates has '{}': it takes each of rank-out, node-out, node-in, local-copy once, "
+          "as name=bytes a second (K, M, G, T: powers of 1000)",
+          item));
+    }
+  }
+  return rates;
+}
+
+// Ranks lie on the nodes in order: trainers, then engines; or both from node 0.
+struct Ranks {
+  std::vector<RouteMember> trainers;
+  std::vector<RouteMember> engines;
+};
+
+absl::StatusOr<Ranks> MakeRanks(const PlanFlags& flags) {
+  sharding::TrainerParallel trainer;
+  int64_t fsdp = 0;
+  const Key trainer_keys[] = {
+      {"world", &trainer.world}, {"pp", &trainer.pp}, {"tp", &trainer.tp}, {"ep", &trainer.ep},
+      {"etp", &trainer.etp},     {"cp", &trainer.cp}, {"fsdp", &fsdp}};
+  REFITD_RETURN_IF_ERROR(ParseSizes("--trainer", flags.trainer, trainer_keys));
+  sharding::EngineParallel engine;
+  int64_t engine_ep = 0;
+  const Key engine_keys[] = {
+      {"tp", &engine.tp}, {"instances", &engine.instances}, {"ep", &engine_ep}};
+  REFITD_RETURN_IF_ERROR(ParseSizes("--engine", flags.engine, engine_keys));
+  if (engine_ep > 0 && engine_ep != engine.tp) {
+    return Invalid(fmt::format("--engine has ep={}: experts are over the tp={} ranks or not",
+                               engine_ep, engine.tp));
+  }
+  engine.ep = engine_ep > 0;
+  constexpr int64_t kMaxRanks = 65'536;  // a side
+  const int64_t world = fsdp > 0 ? fsdp : trainer.world;
+  if (world > kMaxRanks || engine.tp > kMaxRanks || engine.instances > kMaxRanks / engine.tp) {
+    return Invalid(fmt::format("more than {} ranks a side", kMaxRanks));
+  }
+  REFITD_ASSIGN_OR_RETURN(sharding::ModelConfig model, sharding::FindModelConfig(flags.model));
+  model.fp8 = flags.fp8;
+  Ranks ranks;
+  for (int64_t r = 0; r < world; ++r) {
+    REFITD_ASSIGN_OR_RETURN(Layout layout, fsdp > 0 ? sharding::FsdpLayout(model, fsdp, r)
+                                                    : sharding::MegatronLayout(model, trainer, r));
+    ranks.trainers.push_back({std::make_shared<Layout>(std::move(layout)),
+                              static_cast<uint32_t>(r / flags.ranks_per_node), 0,
+                              fmt::format("trainer {}", r)});
+  }
+  const int64_t before = flags.colocated ? 0 : world;
+  for (int64_t r = 0; r < engine.world(); ++r) {
+    std::shared_ptr<const Layout> layout;
+    if (r >= engine.tp) {
+      layout = ranks.engines[static_cast<size_t>(r - engine.tp)].layout;
+    } else {
+      REFITD_ASSIGN_OR_RETURN(Layout own, sharding::VllmLayout(model, engine, r));
+      layout = std::make_shared<Layout>(std::move(own));
+    }
+    ranks.engines.push_back({std::move(layout),
+                             static_cast<uint32_t>((before + r) / flags.ranks_per_node),
+                             static_cast<uint32_t>(r / engine.tp), fmt::format("engine {}", r)});
+  }
+  return ranks;
+}
+
+absl::StatusOr<RoutePlan> MakePlan(const PlanFlags& flags) {
+  REFITD_ASSIGN_OR_RETURN(const Ranks ranks, MakeRanks(flags));
+  RouteOptions options;
+  options.skip_tensors = flags.pushed;
+  options.list_unplaced = true;
+  return CompileRoutes(ranks.trainers, ranks.engines, options);
+}
+
+using Json = nlohmann::ordered_json;
+
+// Numbers of 64 bits are strings, as everywhere.
+std::string Number(int64_t value) { return std::to_string(value); }
+
+Json BoundJson(const RouteBound& bound) {
+  return {{"bytes", Number(bound.bytes())},
+          {"rankAlone", Number(bound.rank_alone)},
+          {"nodeAlone", Number(bound.node_alone)},
+          {"nodeReceives", Number(bound.node_receives)}};
+}
+
+std::string ToJson(const RouteExplanation& e) {
+  Json out = {
+      {"tensors", Number(e.tensors)},
+      {"routes", Number(e.routes)},
+      {"bytes", Number(e.bytes)},
+      {"wireBytes", Number(e.wire_bytes)},
+      {"lowerBound", BoundJson(e.bound)},
+      {"worst", {{"link", e.worst.link}, {"bytes", Number(e.worst.bytes)}, {"ratio", e.ratio}}}};
+  out["nodes"] = Json::array();
+  const size_t nodes = e.links.node_sends.size();
+  for (size_t n = 0; n < nodes; ++n) {
+    out["nodes"].push_back({{"node", n},
+                            {"sends", Number(e.links.node_sends[n])},
+                            {"receives", Number(e.links.node_receives[n])},
+                            {"stores", Number(e.links.node_stores[n])}});
+  }
+  out["ranks"] = Json::array();
+  for (size_t r = 0; r < e.source_labels.size(); ++r) {
+    out["ranks"].push_back({{"rank", e.source_labels[r]},
+                            {"node", e.source_nodes[r]},
+                            {"supplies", Number(e.links.rank_supplies[r])}});
+  }
+  out["links"] = Json::array();
+  for (size_t from = 0; from < nodes; ++from) {
+    for (size_t to = 0; to < nodes; ++to) {
+      const int64_t bytes = e.links.matrix[from * nodes + to];
+      if (bytes > 0) out["links"].push_back({{"from", from}, {"to", to}, {"bytes", Number(bytes)}});
+    }
+  }
+  out["unplacedTensors"] = Number(e.unplaced_tensors);
+  out["unplaced"] = Json::array();
+  for (const Unplaced& u : e.unplaced) {
+    out["unplaced"].push_back({{"tensor", u.tensor}, {"reason", u.reason}});
+  }
+  return out.dump(1) + "\n";
+}
+
+// Tensors beyond those that were asked to be pushed.
+int Outcome(const RoutePlan& plan, const PlanFlags& flags) {
+  const bool all = plan.unplaced_tensors <= static_cast<int64_t>(flags.pushed.size());
+  return all ? kExitOk : kExitFailed;
+}
+
+int RunExplain(const PlanFlags& flags, const GlobalOptions& global) {
+  const auto plan = MakePlan(flags);
+  if (!plan.ok()) return UsageError(Message(plan.status()));
+  const RouteExplanation explanation = Explain(*plan);
+  Print(global.json ? ToJson(explanation) : ToText(explanation, flags.rows));
+  return Outcome(*plan, flags);
+}
+
+int RunEstimate(const PlanFlags& flags, const GlobalOptions& global) {
+  const auto rates = ParseRates(flags.link_rates);
+  if (!rates.ok()) return UsageError(Message(rates.status()));
+  const auto plan = MakePlan(flags);
+  if (!plan.ok()) return UsageError(Message(plan.status()));
+  const RouteEstimate estimate = plan->Estimate(*rates);
+  if (global.json) {
+    const Json out = {{"seconds", estimate.seconds},
+                      {"limit", estimate.limit},
+                      {"bytes", Number(plan->bytes)},
+                      {"wireBytes", Number(plan->wire_bytes)},
+                      {"unplacedTensors", Number(plan->unplaced_tensors)}};
+    Print(out.dump(1) + "\n");
+  } else {
+    Print(fmt::format("{}, limited by: {}\n{} supplied, {} of them over the wire\n",
+                      HumanSeconds(estimate.seconds), estimate.limit, HumanBytes(plan->bytes),
+                      HumanBytes(plan->wire_bytes)));
+  }
+  return Outcome(*plan, flags);
+}
+
+void AddFlags(CLI::App* app, PlanFlags* flags) {
+  std::string names;
+  for (const sharding::ModelConfig& model : sharding::KnownModels()) {
+    names += (names.empty() ? "" : ", ") + model.name;
+  }
+  app->add_option("--model", flags->model, names)->required();
+  app->add_option("--trainer", flags->trainer,
+                  "world=N with pp, tp, ep, etp, cp (Megatron), or fsdp=N: pp=16,ep=16,world=256")
+      ->required();
+  app->add_option("--engine", flags->engine,
+                  "tp=N, instances=N, ep=N (tp again): tp=32,instances=8")
+      ->required();
+  app->add_option("--ranks-per-node", flags->ranks_per_node,
+                  "Trainers fill the nodes in order, then engines (default 8)")
+      ->check(CLI::Range(1, 65'536));
+  app->add_flag("--colocated", flags->colocated, "Engines start at the first node, too");
+  app->add_flag("--fp8", flags->fp8, "Weights as FP8 with scales of 128x128 blocks");
+  app->add_option("--pushed", flags->pushed, "A tensor that is pushed; may be given several times");
+}
+
+}  // namespace
+
+Command AddPlan(CLI::App* app, const GlobalOptions& global) {
+  CLI::App* plan = app->add_subcommand("plan", "What a compiled refit would move; needs no daemon");
+  plan->require_subcommand(1);
+  auto flags = std::make_shared<PlanFlags>();
+  CLI::App* explain = plan->add_subcommand(
+      "explain", "Bytes on each link, the lower bound, the worst link, what has no place");
+  AddFlags(explain, flags.get());
+  explain->add_option("--rows", flags->rows, "Of each kind of link, at most (default 32)");
+  CLI::App* estimate = plan->add_subcommand("estimate", "Seconds at given rates of the links");
+  AddFlags(estimate, flags.get());
+  estimate
+      ->add_option("--link-rates", flags->link_rates,
+                   "rank-out, node-out, node-in, local-copy in bytes a second: "
+                   "rank-out=360G,node-out=45G,node-in=45G,local-copy=1.5T")
+      ->required();
+  return {plan, [flags, explain, &global] {
+            return explain->parsed() ? RunExplain(*flags, global) : RunEstimate(*flags, global);
+          }};
+}
+
+}  // namespace refitd::refitctl

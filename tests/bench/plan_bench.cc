@@ -1,0 +1,254 @@
+// The planner of a compiled refit, at the size of big models: layouts as they come over the wire
+// in, one node's program out. One thread, no daemon.
+#include <sys/resource.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "proto/convert.h"
+#include "tests/bench/report.h"
+#include "transport/base/status.h"
+#include "transport/node_program.h"
+#include "transport/route.h"
+#include "transport/sharding/megatron.h"
+#include "transport/sharding/model.h"
+#include "transport/sharding/vllm.h"
+
+namespace refitd::bench {
+namespace {
+
+using sharding::EngineParallel;
+using sharding::ModelConfig;
+using sharding::TrainerParallel;
+
+constexpr int64_t kChunkBytes = 1 << 20;  // as clients send layouts
+constexpr double kMiB = 1 << 20;
+constexpr double kGiB = 1 << 30;
+
+double Now() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(now).count();
+}
+
+// Processor seconds of this process so far.
+double Cpu() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+// Of this process so far.
+double PeakGiB() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) * 1024 / kGiB;
+}
+
+template <typename T>
+T Must(absl::StatusOr<T> value) {
+  if (value.ok()) return *std::move(value);
+  fmt::print(stderr, "plan_bench: {}\n", Message(value.status()));
+  std::exit(1);
+}
+
+// A layout as messages on the wire.
+struct Encoded {
+  std::vector<std::string> chunks;
+  size_t bytes = 0;
+};
+
+Encoded Encode(const Layout& layout) {
+  Encoded encoded;
+  for (const v1::LayoutChunk& chunk : EncodeLayout(layout, v1::Lease(), kChunkBytes)) {
+    encoded.chunks.push_back(chunk.SerializeAsString());
+    encoded.bytes += encoded.chunks.back().size();
+  }
+  return encoded;
+}
+
+std::shared_ptr<const Layout> Decode(const Encoded& encoded) {
+  LayoutDecoder decoder;
+  for (const std::string& bytes : encoded.chunks) {
+    v1::LayoutChunk chunk;
+    REFITD_CHECK(chunk.ParseFromString(bytes));
+    REFITD_CHECK(decoder.Add(chunk).ok());
+  }
+  return std::make_shared<Layout>(Must(std::move(decoder).Finish()));
+}
+
+struct Case {
+  std::string model;
+  TrainerParallel trainer;
+  EngineParallel engine;
+  uint32_t ranks_per_node = 8;
+  bool one_node = false;
+};
+
+// What comes over the wire: each distinct layout once. Engine ranks of different instances are
+// equal.
+struct Inputs {
+  std::vector<Encoded> trainers;
+  std::vector<Encoded> engines;
+};
+
+Inputs MakeInputs(const Case& c) {
+  const ModelConfig config = Must(sharding::FindModelConfig(c.model));
+  Inputs inputs;
+  for (int64_t r = 0; r < c.trainer.world; ++r) {
+    inputs.trainers.push_back(Encode(Must(sharding::MegatronLayout(config, c.trainer, r))));
+  }
+  for (int64_t r = 0; r < c.engine.tp; ++r) {
+    inputs.engines.push_back(Encode(Must(sharding::VllmLayout(config, c.engine, r))));
+  }
+  return inputs;
+}
+
+struct Times {
+  double decode = 0;
+  double routes = 0;
+  double node = 0;  // of the slower of one node of each side
+  double cpu = 0;   // of all of it, both nodes' programs, in processor seconds
+  double total() const { return decode + routes + node; }
+};
+
+struct Result {
+  Times times;
+  RoutePlan plan;
+};
+
+Result Run(const Case& c, const Inputs& inputs) {
+  Result result;
+  const double cpu = Cpu();
+  double start = Now();
+  std::vector<RouteMember> trainers;
+  for (uint32_t r = 0; r < inputs.trainers.size(); ++r) {
+    trainers.push_back({Decode(inputs.trainers[r]), c.one_node ? 0 : r / c.ranks_per_node, 0, {}});
+  }
+  const auto trainer_nodes = static_cast<uint32_t>(trainers.size() / c.ranks_per_node);
+  std::vector<RouteMember> engines;
+  for (uint32_t r = 0; r < static_cast<uint32_t>(c.engine.world()); ++r) {
+    const auto tp = static_cast<uint32_t>(c.engine.tp);
+    engines.push_back({r < tp ? Decode(inputs.engines[r]) : engines[r - tp].layout,
+                       c.one_node ? 0 : trainer_nodes + r / c.ranks_per_node,
+                       r / tp,
+                       {}});
+  }
+  result.times.decode = Now() - start;
+  start = Now();
+  result.plan = Must(CompileRoutes(trainers, engines, {}));
+  result.plan.Digest();
+  result.times.routes = Now() - start;
+  for (const uint32_t node : {uint32_t{0}, c.one_node ? 0 : trainer_nodes}) {
+    start = Now();
+    std::vector<LocalMember> sources;
+    std::vector<LocalMember> destinations;
+    for (uint32_t r = 0; r < trainers.size(); ++r) {
+      if (trainers[r].node == node) sources.push_back({r, trainers[r].layout});
+    }
+    for (uint32_t r = 0; r < engines.size(); ++r) {
+      if (engines[r].node == node) destinations.push_back({r, engines[r].layout});
+    }
+    const NodeProgram program =
+        Must(CompileNode(result.plan, node, std::move(sources), std::move(destinations), {}));
+    program.Digest();
+    result.times.node = std::max(result.times.node, Now() - start);
+  }
+  result.times.cpu = Cpu() - cpu;
+  return result;
+}
+
+struct Options {
+  bool json = false;
+  int rounds = 3;
+};
+
+// Median times of several rounds; the plan of the last.
+Result Median(const Case& c, const Inputs& inputs, const Options& options) {
+  std::vector<double> decode;
+  std::vector<double> routes;
+  std::vector<double> node;
+  std::vector<double> cpu;
+  Result result;
+  for (int i = 0; i < options.rounds; ++i) {
+    result = Result();
+    result = Run(c, inputs);
+    decode.push_back(result.times.decode);
+    routes.push_back(result.times.routes);
+    node.push_back(result.times.node);
+    cpu.push_back(result.times.cpu);
+  }
+  result.times = {bench::Median(decode), bench::Median(routes), bench::Median(node),
+                  bench::Median(cpu)};
+  return result;
+}
+
+void Ceiling(Report* report, const std::string& name, double value, const std::string& unit,
+             double goal) {
+  report->Add({name, value, unit, 0, 0, goal, false});
+}
+
+// The worst link against the lower bound.
+void AddRatio(Report* report, const std::string& name, const RoutePlan& plan) {
+  const RouteExplanation explanation = Explain(plan);
+  report->Add({name + ": worst link", static_cast<double>(explanation.worst.bytes) / kGiB, "GiB",
+               static_cast<double>(explanation.bound.bytes()) / kGiB, explanation.ratio, 1.05,
+               false, true});
+}
+
+void PrintParts(const Result& result) {
+  fmt::print(stderr,
+             "  decoding {:.2f} s, routes {:.2f} s, one node's program {:.2f} s (processor, both "
+             "nodes' programs: {:.2f} s); {} routes\n",
+             result.times.decode, result.times.routes, result.times.node, result.times.cpu,
+             result.plan.routes.size());
+}
+
+void DeepSeek(const Options& options, Report* report) {
+  const Case c{"deepseek-v3", {.world = 256, .pp = 16, .ep = 16}, {.tp = 32, .instances = 8}};
+  const Inputs inputs = MakeInputs(c);
+  size_t most = 0;
+  for (const Encoded& encoded : inputs.engines) most = std::max(most, encoded.bytes);
+  const Result result = Median(c, inputs, options);
+  const std::string name = "DeepSeek-V3 PP16xEP16->TP32xDP8";
+  Ceiling(report, name + ": layout", static_cast<double>(most) / kMiB, "MiB", 1.5);
+  Ceiling(report, name + ": plan", result.times.total(), "s", 5);
+  Ceiling(report, name + ": peak memory", PeakGiB(), "GiB", 2);
+  AddRatio(report, name, result.plan);
+  PrintParts(result);
+}
+
+void Qwen(const Options& options, Report* report) {
+  Case c{"qwen3-30b-a3b", {.world = 4, .tp = 4, .ep = 4}, {.tp = 4}};
+  c.one_node = true;
+  const Inputs inputs = MakeInputs(c);
+  const Result result = Median(c, inputs, options);
+  const std::string name = "Qwen3-30B-A3B TP4+EP4->TP4, one node";
+  Ceiling(report, name + ": plan", result.times.routes + result.times.node, "s", 0.3);
+  AddRatio(report, name, result.plan);
+  PrintParts(result);
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app("The planner at the size of big models");
+  Options options;
+  app.add_flag("--json", options.json, "one JSON object a line");
+  app.add_option("--rounds", options.rounds, "medians of so many")->check(CLI::PositiveNumber);
+  CLI11_PARSE(app, argc, argv);
+  Report report("plan", options.json);
+  DeepSeek(options, &report);
+  Qwen(options, &report);
+  return report.all_reached() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace refitd::bench
+
+int main(int argc, char** argv) { return refitd::bench::Main(argc, argv); }
