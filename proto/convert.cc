@@ -104,7 +104,7 @@ constexpr int64_t kFieldBytes = 4;
 // Of a tensor that shares so many bytes of its name with the one before, and its shape or not.
 int64_t WireBytes(const TensorSpec& tensor, size_t shared, bool shape_shared) {
   const int64_t shape = shape_shared ? 0 : VarintBytes(tensor.shape) + kFieldBytes;
-  return static_cast<int64_t>(tensor.name.size() - shared) + shape + 2 * kFieldBytes;
+  return static_cast<int64_t>(tensor.name.size() - shared) + shape + 3 * kFieldBytes;
 }
 
 int64_t WireBytes(const Piece& piece) {
