@@ -373,6 +373,7 @@ TEST_CASE("three daemons share one group, with trainers on two of them and engin
         RequireCommitted(&staged, version);
         CHECK(a.Group("g").epoch() > epoch);
       }
+      REQUIRE(Eventually([&] { return a.Group("g").nodes_size() == 3; }));
     }
     CHECK(a.Group("g").updates_aborted() == 0);
   }
