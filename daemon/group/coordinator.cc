@@ -740,7 +740,10 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
     }
     Send(node, std::move(header));
   }
+  const bool wired = part.header.wired;
   spread->parts.emplace(a.part, std::move(part));
+  // While the headers travel: the agreement and the wire are waited for together.
+  if (wired && epoch->ready && spread->lock_order.empty()) AskLocks();
 }
 
 void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind) {
@@ -787,8 +790,9 @@ void Coordinator::Impl::HeaderAcknowledged(NodeId node, const PeerHeaderAck& r) 
        GiveUpClass::kTransfer);
 }
 
-// The wire is asked for when there is something to send, not before: who holds it without need
-// keeps other groups waiting.
+// The wire is asked for when there is something to send (by StartPart; here if the epoch came up
+// later or another group had its turn), not before: who holds it without need keeps other groups
+// waiting.
 void Coordinator::Impl::IssueParts() {
   if (spread->abandoned || !epoch.has_value() || !epoch->ready) return;
   while (!spread->to_issue.empty()) {
