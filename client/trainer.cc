@@ -150,6 +150,10 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
     MutexLock lock(&mutex_);
     return first_error_;
   }
+  bool under_way() const {
+    MutexLock lock(&mutex_);
+    return !calls_.empty();
+  }
   int64_t bucket_count() const {
     MutexLock lock(&mutex_);
     return next_seq_ - static_cast<int64_t>(holes_.size());
@@ -451,17 +455,24 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
 
 absl::StatusOr<CommitResult> UpdateImpl::Commit() {
   REFITD_RETURN_IF_ERROR(CheckOpen());
-  REFITD_RETURN_IF_ERROR(Flush());
+  // Without waiting for the answers of pushes: a refused one ends the update, and this call with
+  // it.
+  const bool under_way = pushes_->under_way();
+  if (!under_way || !pushes_->first_error().ok()) REFITD_RETURN_IF_ERROR(Flush());
   v1::CommitRequest request;
   request.set_version(version_.value());
   request.set_bucket_count(pushes_->bucket_count());
+  request.set_pushes_under_way(under_way);
   auto response = core_->Call<v1::CommitRequest, v1::CommitResponse>(
       &Stub::Commit, std::move(request), call_deadline_, "Commit");
   if (!response.ok()) {
     if (absl::IsAborted(response.status())) ended_ = true;
-    return response.status();
+    // The push that ended the update says more than the update's end.
+    const absl::Status pushed = Flush();
+    return pushed.ok() || absl::IsAborted(pushed) ? response.status() : pushed;
   }
   ended_ = true;
+  (void)Flush();  // their answers came before; their callbacks have run when this returns
   core_->known->Committed(version_);
   return ResultOf(*response);
 }

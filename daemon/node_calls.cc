@@ -138,8 +138,12 @@ void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& pee
                   return Error(absl::StatusCode::kInvalidArgument, "bucket_count: {} is negative",
                                request.bucket_count());
                 }
-                return CommitEvent{call, member.id, request.request_id(),
-                                   Version(request.version()), request.bucket_count()};
+                return CommitEvent{call,
+                                   member.id,
+                                   request.request_id(),
+                                   Version(request.version()),
+                                   request.bucket_count(),
+                                   request.pushes_under_way()};
               });
 }
 

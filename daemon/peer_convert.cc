@@ -392,6 +392,7 @@ void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
   out->set_bucket_count(e.bucket_count);
+  out->set_pushes_under_way(e.pushes_under_way);
 }
 
 void PutEvent(const AbortEvent& e, v1::PeerCall* wire) {
@@ -603,6 +604,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& wire, const PeerBounds&)
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "commit.version"));
   REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "commit.bucket_count"));
   out.bucket_count = wire.bucket_count();
+  out.pushes_under_way = wire.pushes_under_way();
   return PeerCall{std::move(out)};
 }
 

@@ -125,14 +125,18 @@ void Group::Impl::On(const ReleaseSlotEvent& e) {
 // ---- buckets ----
 
 absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const {
-  if (progress.committed) {
-    return Precondition("seq: {}: the rank has committed version {} already", e.seq, e.version);
-  }
   if (e.seq < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "seq: {} is negative", e.seq);
   }
   if (e.seq < progress.next_seq || progress.early.contains(e.seq)) {
     return Error(absl::StatusCode::kAlreadyExists, "seq: {} was pushed before", e.seq);
+  }
+  if (progress.committed) {
+    return Precondition("seq: {}: the rank has committed version {} already", e.seq, e.version);
+  }
+  if (progress.announced.has_value() && e.seq >= *progress.announced) {
+    return Precondition("seq: {}, but the rank commits with {} buckets", e.seq,
+                        *progress.announced);
   }
   if (e.seq - progress.next_seq >= limits.outstanding_buckets) {
     return Error(absl::StatusCode::kResourceExhausted,
@@ -227,6 +231,11 @@ void Group::Impl::On(const BucketEvent& e) {
   if (status.ok()) status = CheckBucket(**progress, e);
   if (status.ok()) status = Reserve(e);
   if (!status.ok()) {
+    // The rank's Commit would wait for this bucket.
+    if (progress.ok() && e.seq >= (*progress)->next_seq &&
+        e.seq < (*progress)->announced.value_or(0) && !(*progress)->early.contains(e.seq)) {
+      WithdrawAnnounced(*progress, Precondition("seq {} was refused: {}", e.seq, Message(status)));
+    }
     Refuse(e.call, std::move(status));
     return;
   }
@@ -244,6 +253,7 @@ void Group::Impl::On(const BucketEvent& e) {
   ++(*progress)->pending_buckets;
   (*progress)->early[e.seq] = std::move(bucket);
   TakeInOrder(*progress);
+  TakeAnnounced(member, *progress);
 }
 
 void Group::Impl::TakeInOrder(TrainerProgress* progress) {

@@ -21,14 +21,32 @@ absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const Com
     return Precondition("bucket_count: {}, but the rank has committed with {} already",
                         e.bucket_count, progress.bucket_count);
   }
-  if (progress.next_seq < e.bucket_count) {
-    return Precondition("bucket_count: {}, but seq {} was never pushed", e.bucket_count,
-                        progress.next_seq);
+  if (progress.announced.has_value() && *progress.announced != e.bucket_count) {
+    return Precondition("bucket_count: {}, but the rank commits with {} already", e.bucket_count,
+                        *progress.announced);
   }
   const int64_t pushed = progress.next_seq + static_cast<int64_t>(progress.early.size());
   if (pushed > e.bucket_count) {
     return Precondition("bucket_count: {}, but {} buckets were pushed", e.bucket_count, pushed);
   }
+  if (progress.next_seq == e.bucket_count) return CheckCoverageIfLast(progress);
+  if (!e.pushes_under_way) {
+    return Precondition("bucket_count: {}, but seq {} was never pushed", e.bucket_count,
+                        progress.next_seq);
+  }
+  if (!progress.early.empty() && progress.early.rbegin()->first >= e.bucket_count) {
+    return Precondition("bucket_count: {}, but seq {} was pushed", e.bucket_count,
+                        progress.early.rbegin()->first);
+  }
+  if (e.bucket_count - progress.next_seq > limits.outstanding_buckets) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "bucket_count: {}, but {} comes next, and at most {} may be outstanding",
+                 e.bucket_count, progress.next_seq, limits.outstanding_buckets);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Group::Impl::CheckCoverageIfLast(const TrainerProgress& progress) const {
   const bool last = std::all_of(
       update->trainers.begin(), update->trainers.end(),
       [&progress](const auto& t) { return t.second.committed || &t.second == &progress; });
@@ -76,11 +94,38 @@ void Group::Impl::On(const CommitEvent& e) {
   TrainerProgress& progress = **found;
   progress.commits.push_back(Track(member, CallKind::kCommit, e.request_id, what, e.call));
   if (progress.committed) return;
-  progress.committed = true;
-  progress.bucket_count = e.bucket_count;
+  if (progress.next_seq < e.bucket_count) {
+    progress.announced = e.bucket_count;
+  } else {
+    TakeCommit(member, &progress, e.bucket_count);
+  }
+}
+
+// A bucket was taken: the last that a Commit waits for?
+void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
+  if (progress->announced != progress->next_seq) return;
+  if (const absl::Status covered = CheckCoverageIfLast(*progress); !covered.ok()) {
+    WithdrawAnnounced(progress, covered);
+    return;
+  }
+  TakeCommit(member, progress, *progress->announced);
+}
+
+// The update stays open, as after any refused Commit.
+void Group::Impl::WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why) {
+  progress->announced.reset();
+  for (const auto& request : std::exchange(progress->commits, {})) {
+    Finish(request, why, EmptyReply{});
+  }
+}
+
+void Group::Impl::TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count) {
+  progress->committed = true;
+  progress->bucket_count = bucket_count;
   std::erase_if(lease_waiters, [&](const LeaseWaiter& waiter) {
-    if (waiter.member != e.member) return false;
-    Refuse(waiter.call, Precondition("{} has committed version {}", member->label, e.version));
+    if (waiter.member != member->id) return false;
+    Refuse(waiter.call,
+           Precondition("{} has committed version {}", member->label, update->version));
     return true;
   });
   const bool all = std::all_of(update->trainers.begin(), update->trainers.end(),
@@ -92,6 +137,41 @@ void Group::Impl::On(const CommitEvent& e) {
   Changed();
 }
 
+// DATA_LOSS: not every byte of every registered rank still in.
+absl::Status Group::Impl::WrittenInFull() const {
+  const Catalog& known = *update->catalog;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    if (update->skip_destination[d]) continue;
+    if (update->bytes_written[d] == known.expected_bytes(d)) continue;
+    return Error(absl::StatusCode::kDataLoss,
+                 "verification: {} bytes were written to {}, its layout has {}",
+                 update->bytes_written[d], known.label(d), known.expected_bytes(d));
+  }
+  return absl::OkStatus();
+}
+
+// The destinations are read back once all that was pushed is written. Where other nodes have a part
+// in it, they are told as soon as no part follows: each begins when its own last part has ended.
+void Group::Impl::ReadBackIfLast() {
+  if (update->state != UpdateState::kSettling || update->readback != Readback::kNone) return;
+  if (update->verification != Verification::kReadback) return;
+  if (update->next_start < update->end_part()) return;
+  const bool alone = update->nodes.size() == 1;
+  if (alone && (update->in_flight > 0 || !WrittenInFull().ok())) return;
+  const Catalog& known = *update->catalog;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    if (update->skip_destination[d]) continue;
+    update->verified_destinations.push_back(d);
+    ++update->participants[known.instance_of(d)].touching;
+    Touch(known.destinations()[d], 1);
+  }
+  if (update->verified_destinations.empty()) return;
+  update->readback = Readback::kRunning;
+  Do(StartVerify{update->id, update->version, known.index(), known.destinations(),
+                 update->skip_destination});
+  Changed();
+}
+
 void Group::Impl::SettleIfDone() {
   if (update->state != UpdateState::kSettling) return;
   if (!update->parts.empty() || update->in_flight > 0) return;
@@ -99,37 +179,20 @@ void Group::Impl::SettleIfDone() {
                   [](const auto& r) { return !r.second.outstanding.empty(); })) {
     return;
   }
-  const Catalog& known = *update->catalog;
-  bool any = false;
-  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
-    if (update->skip_destination[d]) continue;
-    any = true;
-    if (update->bytes_written[d] == known.expected_bytes(d)) continue;
-    Abandon({fmt::format("verification: {} bytes were written to {}, its layout has {}",
-                         update->bytes_written[d], known.label(d), known.expected_bytes(d)),
-             GiveUpClass::kVerification});
+  if (const absl::Status written = WrittenInFull(); !written.ok()) {
+    Abandon({Message(written), GiveUpClass::kVerification});
     return;
   }
-  if (!any || update->verification != Verification::kReadback) {
-    Decide();
-    return;
-  }
+  if (update->readback != Readback::kRunning) return Decide();
   Step(&update->state, UpdateTrigger::kVerify);
-  update->verifying = true;
-  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
-    if (update->skip_destination[d]) continue;
-    update->verified_destinations.push_back(d);
-    ++update->participants[known.instance_of(d)].touching;
-    Touch(known.destinations()[d], 1);
-  }
-  Do(StartVerify{update->id, update->version, known.index(), known.destinations(),
-                 update->skip_destination});
   Changed();
 }
 
 void Group::Impl::On(const VerifyDone& e) {
-  if (update == nullptr || update->id != e.update || !update->verifying) return;
-  update->verifying = false;
+  if (update == nullptr || update->id != e.update || update->readback != Readback::kRunning) {
+    return;
+  }
+  update->readback = Readback::kDone;
   const Catalog& known = *update->catalog;
   for (const uint32_t d : update->verified_destinations) {
     --update->participants[known.instance_of(d)].touching;
@@ -143,7 +206,7 @@ void Group::Impl::On(const VerifyDone& e) {
         return d < update->skip_destination.size() && update->skip_destination[d];
       });
   if (e.status.ok() || only_evicted) {
-    Decide();
+    if (update->state == UpdateState::kVerifying) Decide();
     return;
   }
   std::vector<std::string> culprits;
@@ -268,7 +331,7 @@ void Group::Impl::DropUnstarted() {
 
 void Group::Impl::EndIfQuiet() {
   if (update->state != UpdateState::kDraining) return;
-  if (update->in_flight > 0 || update->verifying) return;
+  if (update->in_flight > 0 || update->readback == Readback::kRunning) return;
   Step(&update->state, UpdateTrigger::kQuiet);
   Conclude(Outcome::kAborted, update->give_up.reason);
 }
@@ -457,7 +520,8 @@ std::string Group::Impl::WaitedFor() const {
   }
   if (update->in_flight > 0) waits.push_back(fmt::format("{} transfers", update->in_flight));
   if (update->state == UpdateState::kDraining) {
-    if (update->verifying) waits.emplace_back("the verification of what was written");
+    if (update->readback == Readback::kRunning)
+      waits.emplace_back("the verification of what was written");
     return group::Few(waits);
   }
   if (update->next_start < update->end_part()) {
@@ -466,7 +530,7 @@ std::string Group::Impl::WaitedFor() const {
   for (const auto& [rank, progress] : update->trainers) {
     if (progress.committed) continue;
     waits.push_back(
-        progress.early.empty()
+        progress.early.empty() && !progress.announced.has_value()
             ? fmt::format("{} to commit", Label(progress.member))
             : fmt::format("{} to push seq {}", Label(progress.member), progress.next_seq));
   }

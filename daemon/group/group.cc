@@ -41,6 +41,7 @@ void Group::Impl::Pump() {
     SendParts();
     StartParts();
     TellEvictedIfQuiet();
+    ReadBackIfLast();
     SettleIfDone();
   }
   if (update != nullptr) EndIfQuiet();

@@ -209,6 +209,8 @@ struct CommitEvent {
   std::string request_id;
   Version version;
   int64_t bucket_count = 0;
+  // Some of the buckets may still be on their way: they are waited for.
+  bool pushes_under_way = false;
 };
 struct AbortEvent {
   CallId call;

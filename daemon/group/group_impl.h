@@ -93,6 +93,7 @@ struct Group::Impl {
   using Participant = group::Participant;
   using Request = group::Request;
   using TrainerProgress = group::TrainerProgress;
+  using Readback = group::Readback;
   using Update = group::Update;
 
   Impl(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
@@ -205,7 +206,13 @@ struct Group::Impl {
 
   // ---- end.cc ----
   absl::Status CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const;
+  absl::Status CheckCoverageIfLast(const TrainerProgress& progress) const;
+  void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
+  void TakeAnnounced(Member* member, TrainerProgress* progress);
+  void WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why);
   absl::Status CheckCoverage() const;
+  absl::Status WrittenInFull() const;
+  void ReadBackIfLast();
   void SettleIfDone();
   void Decide();
   void Evict(uint32_t participant, const GiveUp& why);

@@ -957,6 +957,79 @@ TEST_CASE("the death of the last engine aborts the update") {
   CHECK(g.group.View(g.now).instances.empty());
 }
 
+TEST_CASE("a commit that comes before its buckets waits for them") {
+  OneToOne g;
+  const CallId commit = g.CommitAhead(g.trainer, 1, 2);
+  CHECK(g.Code(g.Commit(g.trainer, 1, 2)) == kPrecondition);  // this one does not wait
+  CHECK(g.Code(g.CommitAhead(g.trainer, 1, 3)) == kPrecondition);
+  CHECK(g.Code(g.Push(g.trainer, 1, 2, {Bytes("c", 1)})) == kPrecondition);
+  CHECK(g.Answer(commit) == nullptr);
+  const CallId again = g.CommitAhead(g.trainer, 1, 2);
+  g.Push(g.trainer, 1, 1, {kModel[1]});
+  g.FinishAll();
+  CHECK(g.Answer(commit) == nullptr);
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  CHECK_FALSE(g.verifying.has_value());
+  g.FinishAll();
+  REQUIRE(g.verifying.has_value());
+  g.FinishVerify();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Code(again) == kOk);
+  CHECK(g.group.version() == Version(1));
+}
+
+TEST_CASE("a commit that waits for a bucket fails with it, and the update stays open") {
+  OneToOne g;
+  const CallId commit = g.CommitAhead(g.trainer, 1, 2);
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  CHECK(g.Code(g.Push(g.trainer, 1, 0, {kModel[0]})) ==
+        absl::StatusCode::kAlreadyExists);  // none that is waited for
+  CHECK(g.Answer(commit) == nullptr);
+  CHECK(g.Code(g.Push(g.trainer, 1, 1, {kModel[0]})) == absl::StatusCode::kAlreadyExists);
+  CHECK(g.Code(commit) == kPrecondition);
+  CHECK_THAT(g.Text(commit), Contains("seq 1 was refused") && Contains("'a'"));
+  g.Push(g.trainer, 1, 1, {kModel[1]});
+  g.Settle();
+  const CallId later = g.Commit(g.trainer, 1, 2);
+  g.Settle();
+  CHECK(g.Code(later) == kOk);
+}
+
+TEST_CASE("a commit that waits is refused where its buckets cover too little, or are too many") {
+  OneToOne g;
+  const CallId commit = g.CommitAhead(g.trainer, 1, 1);
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  CHECK(g.Code(commit) == kPrecondition);
+  CHECK_THAT(g.Text(commit), Contains("'b'"));
+  CHECK(g.Code(g.CommitAhead(g.trainer, 1, 100'000)) == kExhausted);
+  g.Push(g.trainer, 1, 1, {kModel[1]});
+  g.Settle();
+  const CallId later = g.CommitAhead(g.trainer, 1, 2);
+  g.Settle();
+  CHECK(g.Code(later) == kOk);
+}
+
+TEST_CASE("a commit that waits ends with the update: deadline, death, abort") {
+  OneToOne g;
+  const CallId commit = g.CommitAhead(g.trainer, 1, 1);
+  switch (GENERATE(0, 1, 2)) {
+    case 0:
+      g.Expire();
+      CHECK(g.Code(commit) == kDeadline);
+      CHECK_THAT(g.Text(commit), Contains("push seq 0"));
+      break;
+    case 1:
+      g.Lose(g.trainer);
+      break;
+    default:
+      g.Abort(g.trainer, 1);
+      CHECK(g.Code(commit) == kAborted);
+      break;
+  }
+  CHECK_FALSE(g.group.update_running());
+  CHECK(g.Instance("r").version == std::nullopt);
+}
+
 TEST_CASE("an engine that dies while it is read back is released when that ended") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();

@@ -163,7 +163,13 @@ class TestGroup {
   }
   CallId Commit(MemberId member, int64_t version, int64_t buckets, std::string request_id = "") {
     const CallId call = NewCall();
-    Do(CommitEvent{call, member, std::move(request_id), Version(version), buckets});
+    Do(CommitEvent{call, member, std::move(request_id), Version(version), buckets, false});
+    return call;
+  }
+  // While buckets are on their way.
+  CallId CommitAhead(MemberId member, int64_t version, int64_t buckets) {
+    const CallId call = NewCall();
+    Do(CommitEvent{call, member, "", Version(version), buckets, true});
     return call;
   }
   CallId Abort(MemberId member, int64_t version, std::string reason = "changed my mind") {

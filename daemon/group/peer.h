@@ -197,6 +197,7 @@ struct PeerAborted {
 struct PeerDraining {
   MemberId member;
 };
+// Read back all destinations, once every part that was announced before has ended.
 struct PeerVerify {
   UpdateId update;
   std::vector<bool> skip;  // by destination: evicted since

@@ -55,6 +55,8 @@ struct TrainerProgress {
   int64_t next_seq = 0;
   std::map<int64_t, std::shared_ptr<Bucket>> early;  // reorder window: seq > next_seq
   int pending_buckets = 0;                           // unanswered
+  // Commit came before all of its buckets: with how many it is taken.
+  std::optional<int64_t> announced;
   bool committed = false;
   int64_t bucket_count = 0;
   std::vector<std::shared_ptr<Request>> commits;  // unanswered
@@ -102,6 +104,9 @@ struct GiveUp {
   absl::StatusCode lease_code = absl::StatusCode::kAborted;
 };
 
+// Of all registered ranks still in.
+enum class Readback : uint8_t { kNone, kRunning, kDone };
+
 struct Update {
   UpdateId id;
   Version version;
@@ -137,7 +142,7 @@ struct Update {
   int64_t first_part = 0;
   int64_t next_start = 0;  // seq
   int64_t in_flight = 0;   // transfers
-  bool verifying = false;  // a verification runs
+  Readback readback = Readback::kNone;
   std::vector<uint32_t> verified_destinations;
 
   // In Draining.

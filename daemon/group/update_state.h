@@ -14,7 +14,7 @@
 //   assembled      all trainer ranks have begun and enough instances are complete
 //   all_ready      every engine rank still in answered Ready
 //   all_committed  every trainer rank committed, and what was pushed covers every instance
-//   verify         all parts are transferred and acknowledged; the destinations are read back
+//   verify         all parts are transferred and acknowledged; the destinations are being read back
 //   decide         all that was asked for is verified: the version is installed
 //   give_up        a trainer rank was lost, a deadline passed, someone gave the update up, ...
 //   quiet          no transfer and no verification of it runs any more

@@ -264,6 +264,7 @@ void Worker::Finish(Update* update, PartSeq seq, const absl::Status& status, con
   out.reports->push_back(std::move(it->second.result));
   update->parts.erase(it);
   std::erase(update->to_wire, seq);
+  VerifyIfWritten(update, out);
 }
 
 // ---- the wire ----
@@ -418,10 +419,24 @@ void Worker::Handle(const WireWanted&, const Output& out) {
 
 void Worker::Handle(const PeerVerify& command, TimePoint, const Output& out) {
   Update* update = Find(command.update);
+  if (update == nullptr) {
+    PeerVerified verified;
+    verified.update = command.update;
+    verified.status = absl::FailedPreconditionError("this daemon was not told of the update");
+    out.reports->push_back(std::move(verified));
+    return;
+  }
+  update->to_verify = command;
+  VerifyIfWritten(update, out);
+}
+
+void Worker::VerifyIfWritten(Update* update, const Output& out) {
+  if (!update->to_verify.has_value() || !update->parts.empty()) return;
+  const PeerVerify command = *std::exchange(update->to_verify, std::nullopt);
   PeerVerified verified;
   verified.update = command.update;
-  if (update == nullptr) {
-    verified.status = absl::FailedPreconditionError("this daemon was not told of the update");
+  if (update->abandoned) {
+    verified.status = absl::CancelledError("the update was given up");
     out.reports->push_back(std::move(verified));
     return;
   }

@@ -101,6 +101,7 @@ class Worker {
     std::deque<PartSeq> to_wire;  // issued, in order, not started
     bool abandoned = false;
     bool ended = false;
+    std::optional<PeerVerify> to_verify;  // once no part is left
     bool verifying = false;
   };
 
@@ -111,6 +112,7 @@ class Worker {
   bool AnyTouched(const Update& update, const PartContent& content,
                   const std::vector<bool>& skip) const;
   void Transfer(Update* update, Part* part, const Output& out);
+  void VerifyIfWritten(Update* update, const Output& out);
   void PumpWire(Update* update, TimePoint now, const Output& out);
   void Finish(Update* update, PartSeq part, const absl::Status& status, const Output& out);
   void DropIfOver(UpdateId id, const Output& out);

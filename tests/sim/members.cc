@@ -655,7 +655,11 @@ void World::PushMore(int pid) {
       PushOne(pid, bucket, std::nullopt, 0);
     }
   }
-  if (p.outstanding == 0) CommitAttempt(pid);
+  if (p.outstanding == 0) {
+    CommitAttempt(pid, false);
+  } else if (p.next_bucket == plan.size() && random_.Percent(20)) {
+    CommitAttempt(pid, true);
+  }
 }
 
 BucketEvent World::MakeBucket(int pid, size_t bucket) const {
@@ -768,32 +772,44 @@ void World::PushLeased(int pid, size_t bucket) {
       });
 }
 
-void World::CommitAttempt(int pid) {
+// `ahead`: while buckets are under way.
+void World::CommitAttempt(int pid, bool ahead) {
   Process& p = ProcessOf(pid);
   const Job& job = GroupOf(SeatOf(p).g).job;
   p.phase = Process::Phase::kCommitting;
   CommitEvent e;
   e.version = job.version;
   e.bucket_count = static_cast<int64_t>(job.plan[static_cast<size_t>(SeatOf(p).rank)].size());
-  e.request_id = fmt::format("c{}.{}", p.attempt, p.token);
-  CallTwice(pid, e, nullptr,
-            [this, pid, token = p.token, round = p.round](const absl::Status& status,
-                                                          const ReplyPayload&) {
-              // A call of a lost attempt may arrive in the next one, to the same version.
-              const bool installed =
-                  std::any_of(rounds_.begin() + round, rounds_.end(), [&](const Round& r) {
-                    return r.g == rounds_[round].g && r.version == rounds_[round].version &&
-                           r.outcome == Outcome::kCommitted;
-                  });
-              if (status.ok() && !installed) {
-                return Violate("P1", fmt::format("pid {}: Commit is answered OK, but update {} was "
-                                                 "not committed",
-                                                 pid, rounds_[round].update));
-              }
-              if (ProcessOf(pid).token != token) return;
-              if (!status.ok()) Trace("pid {}: commit: {}", pid, status.ToString());
-              Conclude(pid, status.ok());
-            });
+  e.request_id = fmt::format("c{}.{}{}", p.attempt, p.token, ahead ? ".ahead" : "");
+  e.pushes_under_way = ahead;
+  const auto answered = [this, pid, ahead, token = p.token, round = p.round](
+                            const absl::Status& status, const ReplyPayload&) {
+    // A call of a lost attempt may arrive in the next one, to the same version.
+    const bool installed = std::any_of(rounds_.begin() + round, rounds_.end(), [&](const Round& r) {
+      return r.g == rounds_[round].g && r.version == rounds_[round].version &&
+             r.outcome == Outcome::kCommitted;
+    });
+    if (status.ok() && !installed) {
+      return Violate("P1", fmt::format("pid {}: Commit is answered OK, but update {} was "
+                                       "not committed",
+                                       pid, rounds_[round].update));
+    }
+    if (ProcessOf(pid).token != token) return;
+    if (!status.ok()) Trace("pid {}: commit: {}", pid, status.ToString());
+    // A bucket was refused, and is tried again; or too many are under way.
+    if (ahead && (status.code() == absl::StatusCode::kFailedPrecondition ||
+                  status.code() == absl::StatusCode::kResourceExhausted)) {
+      ProcessOf(pid).phase = Process::Phase::kPushing;
+      return PushMore(pid);
+    }
+    Conclude(pid, status.ok());
+  };
+  // One of two that come ahead may be refused for what the other then waits for.
+  if (ahead) {
+    CallDaemon(pid, Duration(0), e, nullptr, answered);
+  } else {
+    CallTwice(pid, e, nullptr, answered);
+  }
 }
 
 void World::Conclude(int pid, bool committed) {

@@ -517,7 +517,7 @@ class World {
   BucketEvent MakeBucket(int pid, size_t bucket) const;
   void PushDone(int pid, size_t bucket, std::optional<SlotGrant> slot, int tries,
                 const absl::Status& status);
-  void CommitAttempt(int pid);
+  void CommitAttempt(int pid, bool ahead);
   void Conclude(int pid, bool committed);
   void JobSweep(int g);
 
