@@ -150,13 +150,15 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
     MutexLock lock(&mutex_);
     return first_error_;
   }
-  bool under_way() const {
+  // At one moment.
+  struct Progress {
+    absl::Status first_error;
+    bool under_way = false;
+    int64_t bucket_count = 0;
+  };
+  Progress progress() const {
     MutexLock lock(&mutex_);
-    return !calls_.empty();
-  }
-  int64_t bucket_count() const {
-    MutexLock lock(&mutex_);
-    return next_seq_ - static_cast<int64_t>(holes_.size());
+    return {first_error_, !calls_.empty(), next_seq_ - static_cast<int64_t>(holes_.size())};
   }
   // Until no push is unanswered; false: `deadline` passed before.
   bool WaitAnswered(TimePoint deadline) {
@@ -457,12 +459,12 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
   REFITD_RETURN_IF_ERROR(CheckOpen());
   // Without waiting for the answers of pushes: a refused one ends the update, and this call with
   // it.
-  const bool under_way = pushes_->under_way();
-  if (!under_way || !pushes_->first_error().ok()) REFITD_RETURN_IF_ERROR(Flush());
+  const Pushes::Progress progress = pushes_->progress();
+  if (!progress.first_error.ok() || !progress.under_way) REFITD_RETURN_IF_ERROR(Flush());
   v1::CommitRequest request;
   request.set_version(version_.value());
-  request.set_bucket_count(pushes_->bucket_count());
-  request.set_pushes_under_way(under_way);
+  request.set_bucket_count(progress.bucket_count);
+  request.set_pushes_under_way(progress.under_way);
   auto response = core_->Call<v1::CommitRequest, v1::CommitResponse>(
       &Stub::Commit, std::move(request), call_deadline_, "Commit");
   if (!response.ok()) {

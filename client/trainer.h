@@ -113,8 +113,8 @@ class Update {
   virtual absl::StatusOr<std::unique_ptr<LeasedSlot>> LeaseSlot(
       std::chrono::milliseconds wait = {}) = 0;
 
-  // Flush, then commit; OK means that every rank of every instance listed as committed holds the
-  // version (P1).
+  // Waits for every push as well; OK means that every rank of every instance listed as committed
+  // holds the version (P1).
   virtual absl::StatusOr<CommitResult> Commit() = 0;
   virtual absl::Status Abort(const std::string& reason) = 0;
 };

@@ -143,6 +143,7 @@ struct Coordinator::Impl {
   absl::Status CompareDigests(const PartJob& part) const;
   void CompleteVerifyIfDone();
   void IssueParts();
+  bool WaitsForAgreement() const;
   bool WireInFlight() const;
   void Fail(const std::string& reason, GiveUpClass kind);
 
@@ -743,7 +744,8 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
   const bool wired = part.header.wired;
   spread->parts.emplace(a.part, std::move(part));
   // While the headers travel: the agreement and the wire are waited for together.
-  if (wired && epoch->ready && spread->lock_order.empty()) AskLocks();
+  const bool first = spread->to_issue.size() == 1;
+  if (wired && first && epoch->ready && spread->lock_order.empty()) AskLocks();
 }
 
 void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind) {
@@ -758,7 +760,11 @@ void Coordinator::Impl::Abandon() {
   const bool in_flight = WireInFlight();
   const std::set<NodeId> told = spread->nodes;
   for (const NodeId node : told) Send(node, PeerAbandon{spread->update});
-  if (in_flight) CloseEpochEverywhere();
+  if (in_flight) {
+    CloseEpochEverywhere();
+  } else {
+    GiveLocksBack();
+  }
 }
 
 void Coordinator::Impl::End(const UpdateEnded& a) {
@@ -815,6 +821,13 @@ void Coordinator::Impl::IssueParts() {
     for (const NodeId node : running) Send(node, PeerIssue{update, seq});
     if (!spread.has_value()) return;
   }
+}
+
+// The next part is not agreed to yet, by a node that may be hung.
+bool Coordinator::Impl::WaitsForAgreement() const {
+  if (spread->to_issue.empty()) return false;
+  const auto next = spread->parts.find(spread->to_issue.front());
+  return next != spread->parts.end() && !next->second.unacknowledged.empty();
 }
 
 bool Coordinator::Impl::WireInFlight() const {
@@ -930,13 +943,23 @@ void Coordinator::Impl::Verified(NodeId node, const PeerVerified& r) {
   if (!spread.has_value() || spread->update != r.update || spread->verifying.erase(node) == 0) {
     return;
   }
-  if (!r.status.ok() && spread->verify_status.ok()) {
+  absl::Status status = r.status;
+  if (std::any_of(spread->parts.begin(), spread->parts.end(),
+                  [node](const auto& p) { return p.second.running.contains(node); })) {
+    status = absl::InternalError("it read back before its parts had ended");
+  }
+  if (!status.ok() && spread->verify_status.ok()) {
     spread->verify_status =
-        absl::Status(r.status.code(), fmt::format("{}: {}", Name(node), Message(r.status)));
+        absl::Status(status.code(), fmt::format("{}: {}", Name(node), Message(status)));
   }
   if (const auto index = spread->destinations.find(node); index != spread->destinations.end()) {
     for (const uint32_t d : r.failed_destinations) {
       if (d < index->second.size()) spread->verify_failed.push_back(index->second[d]);
+    }
+    // Not read at all: nobody's bytes there are known.
+    if (!status.ok() && r.failed_destinations.empty()) {
+      spread->verify_failed.insert(spread->verify_failed.end(), index->second.begin(),
+                                   index->second.end());
     }
   }
   CompleteVerifyIfDone();
@@ -1046,14 +1069,14 @@ void Coordinator::Impl::GiveLocksBack() {
   for (const NodeId node : holders) Send(node, PeerWireUnlock{spread->update});
 }
 
-// Somebody else's turn: after one of ours, once nothing of ours is on the wire. Without a turn two
-// groups would hand the wire to each other and never use it. Some of the locks are never given back
-// for the others: they are taken in one order everywhere, so that waiting for the rest is no
-// deadlock.
+// Somebody else's turn: after one of ours, once nothing of ours is on the wire, or while ours is
+// not agreed to (the wire is asked for again when it is). Without a turn two groups would hand the
+// wire to each other and never use it. Some of the locks are never given back for the others: they
+// are taken in one order everywhere, so that waiting for the rest is no deadlock.
 void Coordinator::Impl::YieldIfQuiet() {
   if (!spread->yielding || WireInFlight()) return;
   if (spread->lock_order.empty() || spread->locks_held < spread->lock_order.size()) return;
-  if (!spread->turn_taken && !spread->abandoned) return;
+  if (!spread->turn_taken && !spread->abandoned && !WaitsForAgreement()) return;
   spread->yielding = false;
   GiveLocksBack();
   IssueParts();

@@ -108,9 +108,11 @@ void Group::Impl::On(const CallGone& e) {
   if (const auto it = pending.find(e.call); it != pending.end()) {
     // A bucket's answer waits for the last read of its source, wanted or not (P6).
     if (it->second->kind == CallKind::kBucket) return;
-    std::erase(it->second->calls, e.call);
+    const std::shared_ptr<Request> request = it->second;
+    std::erase(request->calls, e.call);
     pending.erase(it);
     gone(e.call);
+    if (request->kind == CallKind::kCommit) WithdrawIfNobodyWaits(*request);
     return;
   }
   const auto waiter = std::find_if(lease_waiters.begin(), lease_waiters.end(),
@@ -121,6 +123,33 @@ void Group::Impl::On(const CallGone& e) {
   } else if (update != nullptr && std::erase(update->operator_calls, e.call) > 0) {
     Refuse(e.call, absl::CancelledError("the caller went away"));
   }
+}
+
+// A Commit that waits for buckets would take the last of them for somebody who has given up.
+void Group::Impl::WithdrawIfNobodyWaits(const Request& commit) {
+  const Member* member = Find(commit.member);
+  if (member == nullptr || update == nullptr) return;
+  const auto it = update->trainers.find(member->rank);
+  if (it == update->trainers.end() || it->second.member != commit.member) return;
+  TrainerProgress& progress = it->second;
+  if (!progress.announced.has_value() || progress.committed) return;
+  if (std::any_of(progress.commits.begin(), progress.commits.end(),
+                  [](const auto& request) { return !request->calls.empty(); })) {
+    return;
+  }
+  WithdrawAnnounced(&progress, absl::CancelledError("the caller went away"));
+}
+
+bool Group::Impl::CallsOutstanding() const {
+  if (!lease_waiters.empty()) return true;
+  return std::any_of(pending.begin(), pending.end(), [this](const auto& p) {
+    if (p.second->kind != CallKind::kCommit) return true;
+    const Member* member = Find(p.second->member);
+    if (member == nullptr) return true;
+    const auto it = update->trainers.find(member->rank);
+    return it == update->trainers.end() || it->second.committed ||
+           !it->second.announced.has_value();
+  });
 }
 
 // ---- time ----

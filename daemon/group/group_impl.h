@@ -140,7 +140,9 @@ struct Group::Impl {
   std::shared_ptr<Request> Track(Member* member, CallKind kind, const std::string& id,
                                  std::string what, CallId call);
   void Finish(const std::shared_ptr<Request>& request, absl::Status status, ReplyPayload payload);
-  bool CallsOutstanding() const { return !pending.empty() || !lease_waiters.empty(); }
+  // For which a trainer rank waits; a Commit that waits for the rank's own buckets is none.
+  bool CallsOutstanding() const;
+  void WithdrawIfNobodyWaits(const Request& commit);
   std::optional<TimePoint> IdleDeadline() const;
   // The earliest moment at which an unacknowledged part is late, and whose it is.
   std::optional<std::pair<TimePoint, MemberId>> AckDeadline() const;

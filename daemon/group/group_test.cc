@@ -1009,14 +1009,33 @@ TEST_CASE("a commit that waits is refused where its buckets cover too little, or
   CHECK(g.Code(later) == kOk);
 }
 
-TEST_CASE("a commit that waits ends with the update: deadline, death, abort") {
+TEST_CASE("a commit that waits for buckets goes with its last caller") {
+  OneToOne g;
+  const CallId first = g.CommitAhead(g.trainer, 1, 1);
+  const CallId second = g.CommitAhead(g.trainer, 1, 1);
+  g.Do(CallGone{first});
+  CHECK(g.Code(first) == kCancelled);
+  CHECK(g.Answer(second) == nullptr);
+  g.Do(CallGone{second});
+  g.Push(g.trainer, 1, 0, {kModel[0]});
+  g.Push(g.trainer, 1, 1, {kModel[1]});  // more than it announced
+  g.FinishAll();
+  CHECK_FALSE(g.verifying.has_value());
+  const CallId commit = g.Commit(g.trainer, 1, 2);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+}
+
+TEST_CASE("a commit that waits ends with the update: idle limit, death, abort") {
   OneToOne g;
   const CallId commit = g.CommitAhead(g.trainer, 1, 1);
   switch (GENERATE(0, 1, 2)) {
     case 0:
+      // It is no call that the rank waits for alone: the idle limit counts.
+      CHECK(g.group.NextDeadline() == g.now + seconds(30));
       g.Expire();
-      CHECK(g.Code(commit) == kDeadline);
-      CHECK_THAT(g.Text(commit), Contains("push seq 0"));
+      CHECK(g.Code(commit) == kAborted);
+      CHECK_THAT(g.Text(commit), Contains("no call from any trainer rank"));
       break;
     case 1:
       g.Lose(g.trainer);

@@ -1,8 +1,9 @@
 // Whose collectives a daemon runs: one group at a time, first come, first served.
 //
 // A coordinator takes the locks of an update's daemons in daemon-id order, so that two groups never
-// wait for each other; a holder that is asked (WireWanted) gives all of them back as soon as none
-// of its collectives runs, and asks again. Pure; not thread-safe: belongs to the daemon's mutex.
+// wait for each other; a holder that is asked (WireWanted) gives all of them back after a turn of
+// its own, as soon as none of its collectives runs, and asks again. Pure; not thread-safe: belongs
+// to the daemon's mutex.
 #ifndef REFITD_DAEMON_GROUP_WIRE_LOCK_H_
 #define REFITD_DAEMON_GROUP_WIRE_LOCK_H_
 
