@@ -247,8 +247,8 @@ typedef struct refit_commit_result {
 #define REFIT_COMMIT_RESULT_INIT \
   { .struct_size = sizeof(refit_commit_result) }
 
-/* Commits, and waits for every push as well. REFIT_OK: every rank of every instance listed as committed holds the
- * version. `result` may be NULL. */
+/* Commits, and waits for every push as well. REFIT_OK: every rank of every instance listed as
+ * committed holds the version. `result` may be NULL. */
 refit_status refit_update_commit(refit_update* update, refit_commit_result* result);
 /* After a successful commit: instance `index` of the result. Strings live as long as the update.
  * REFIT_OUT_OF_RANGE: no such instance. */
