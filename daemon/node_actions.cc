@@ -134,6 +134,15 @@ struct Node::Performer {
   void operator()(StartVerify& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->PerformVerify(group, a, more);
   }
+  void operator()(CompileProgram& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    more->emplace_back(group->machine->name(),
+                       ProgramCompiled{a.program, absl::UnimplementedError("no planner"), nullptr});
+  }
+  void operator()(StartCompare&) {}  // the coordinator's
+  void operator()(StartRefit&) {}    // the coordinator's
+  void operator()(BuildProgram&) {}
+  void operator()(StartMoves&) {}
+  void operator()(StartExchange&) {}
   void operator()(ReleaseMember& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->Erase(a.member, deferred);
   }

@@ -395,6 +395,16 @@ void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
   out->set_pushes_under_way(e.pushes_under_way);
 }
 
+void PutEvent(const RefitEvent& e, v1::PeerCall* wire) {
+  v1::PeerRefit* out = wire->mutable_refit();
+  out->set_request_id(e.request_id);
+  out->set_version(e.version.value());
+  out->set_duration_ms(MillisToWire(e.duration));
+  if (e.verification.has_value()) out->set_verification(ToWire(*e.verification));
+  out->set_evict_late(e.evict_late);
+  out->set_bucket_count(e.bucket_count);
+}
+
 void PutEvent(const AbortEvent& e, v1::PeerCall* wire) {
   v1::PeerAbort* out = wire->mutable_abort();
   out->set_request_id(e.request_id);
@@ -608,6 +618,19 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& wire, const PeerBounds&)
   return PeerCall{std::move(out)};
 }
 
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& wire, const PeerBounds&) {
+  RefitEvent out;
+  REFITD_ASSIGN_OR_RETURN(out.request_id,
+                          TextOf(wire.request_id(), "refit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "refit.version"));
+  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(wire.duration_ms(), "refit.duration_ms"));
+  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromWire(wire.verification()));
+  out.evict_late = wire.evict_late();
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "refit.bucket_count"));
+  out.bucket_count = wire.bucket_count();
+  return PeerCall{std::move(out)};
+}
+
 absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& wire, const PeerBounds&) {
   AbortEvent out;
   REFITD_ASSIGN_OR_RETURN(out.request_id,
@@ -629,6 +652,8 @@ absl::StatusOr<PeerCall> EventOf(const v1::PeerCall& wire, const PeerBounds& bou
       return CallFrom(wire.bucket(), bounds);
     case v1::PeerCall::kCommit:
       return CallFrom(wire.commit(), bounds);
+    case v1::PeerCall::kRefit:
+      return CallFrom(wire.refit(), bounds);
     case v1::PeerCall::kAbort:
       return CallFrom(wire.abort(), bounds);
     case v1::PeerCall::EVENT_NOT_SET:

@@ -138,6 +138,9 @@ struct Layout {
   std::vector<TensorSpec> tensors;
   std::vector<Piece> pieces;
   uint64_t binding_generation = 0;
+  // Trainers only: indices into `tensors`, ascending, of those that are pushed in buckets rather
+  // than moved by a compiled refit. Not part of the digest.
+  std::vector<uint32_t> pushed_tensors = {};
 
   // Of the structure only: tensors' names, dtypes, shapes, boxes and strides; independent of the
   // order of tensors and pieces, of regions, byte offsets and the binding generation. The layout

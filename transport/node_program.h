@@ -80,6 +80,7 @@ struct Stream {
 struct ChunkMove {
   uint32_t member = 0;  // index into the local sources (pack) or destinations (unpack)
   uint32_t piece = 0;
+  uint32_t chunk_box = 0;  // index into RoundLeg::sent or received
   uint32_t element_bytes = 1;
   Box box;                         // global coordinates, not empty
   int64_t member_byte_offset = 0;  // of the box's first element, from the start of the region
@@ -87,12 +88,31 @@ struct ChunkMove {
   Dims chunk_strides;              // elements
 };
 
+// What a chunk carries of one section: dense, at a byte offset from the start of the chunk.
+struct ChunkBox {
+  uint32_t section = 0;  // index into the stream's sections
+  Box box;               // global coordinates, not empty
+  int64_t chunk_byte_offset = 0;
+};
+
 struct RoundLeg {
   uint32_t peer = 0;
   int64_t bytes_out = 0;
   int64_t bytes_in = 0;
-  std::vector<ChunkMove> pack;    // before the exchange; disjoint in the chunk
-  std::vector<ChunkMove> unpack;  // after it
+  std::vector<ChunkBox> sent;      // one a move of `pack`
+  std::vector<ChunkMove> pack;     // before the exchange; disjoint in the chunk
+  std::vector<ChunkBox> received;  // ascending; `unpack` reads them
+  std::vector<ChunkMove> unpack;   // after it
+};
+
+// The chunks of one peer in one round, and where they lie in a slot of all peers' chunks: one after
+// the other by ascending peer, what goes out in one slot, what comes in in another.
+struct ExchangeLeg {
+  uint32_t peer = 0;
+  int64_t bytes_out = 0;
+  int64_t out_offset = 0;
+  int64_t bytes_in = 0;
+  int64_t in_offset = 0;
 };
 
 class NodeProgram {
@@ -118,7 +138,12 @@ class NodeProgram {
   // One leg for each peer with bytes in that round, ascending peers. Made on demand: all rounds of
   // a big model together are gigabytes.
   std::vector<RoundLeg> Round(int64_t round) const;
+  // The same without the moves.
+  std::vector<ExchangeLeg> Legs(int64_t round) const;
 };
+
+// The same tensors and pieces in the same order; regions, byte offsets and generations may differ.
+bool SameStructure(const Layout& a, const Layout& b);
 
 struct NodeOptions {
   // Of a round, per peer and direction; at least kSectionAlignment, rounded down to a multiple of

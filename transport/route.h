@@ -132,6 +132,7 @@ class RoutePlan {
   int64_t bytes = 0;       // supplied: of every route, once a destination node
   int64_t wire_bytes = 0;  // those of them that leave their node
   LinkBytes links;
+  int64_t longest_stream = 0;  // the largest of links.stream
   RouteBound bound;
   std::vector<Unplaced> unplaced;  // by name, at most kMaxUnplacedListed
   int64_t unplaced_tensors = 0;    // all of them, with those that options leave out

@@ -107,6 +107,8 @@ struct Coordinator::Impl {
   void On(const WireGranted& e) { worker.Handle(e, Out()); }
   void On(const WireWaits& e) { worker.Handle(e, Out()); }
   void On(const WireWanted& e) { worker.Handle(e, Out()); }
+  void On(const ProgramBuilt&) {}
+  void On(const MovesDone&) {}
   void On(const LinkUp&) {}
   void On(const LinkLost&) {}
   void On(const CommandReceived&) {}

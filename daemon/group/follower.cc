@@ -40,6 +40,10 @@ struct Follower::Impl {
   void On(const ReleaseSlotEvent& e) { Forward(e); }
   void On(const BucketEvent& e);
   void On(const CommitEvent& e) { Forward(e); }
+  void On(const RefitEvent& e) { Forward(e); }
+  void On(const ProgramCompiled&) {}
+  void On(const CompareDone&) {}
+  void On(const RefitDone&) {}
   void On(const AbortEvent& e) { Forward(e); }
   void On(const ReadyEvent& e) { Report(PeerReady{e.member, e.update}); }
   void On(const EngineFailed& e) { Report(PeerFailed{e.member, e.update, e.reason}); }
@@ -63,6 +67,8 @@ struct Follower::Impl {
   void On(const EpochOpened& e) { worker.Handle(e, Out()); }
   void On(const EpochUp& e) { worker.Handle(e, Out()); }
   void On(const WireDone& e) { worker.Handle(e, now, Out()); }
+  void On(const ProgramBuilt&) {}
+  void On(const MovesDone&) {}
   void On(const WireGranted& e) { worker.Handle(e, Out()); }
   void On(const WireWaits& e) { worker.Handle(e, Out()); }
   void On(const WireWanted& e) { worker.Handle(e, Out()); }

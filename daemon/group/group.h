@@ -32,6 +32,8 @@
 #include "transport/layout.h"
 #include "transport/plan.h"
 #include "transport/pool.h"
+#include "transport/refit_plan.h"
+#include "transport/route.h"
 #include "transport/transport.h"
 
 namespace refitd {
@@ -212,6 +214,18 @@ struct CommitEvent {
   // Some of the buckets may still be on their way: they are waited for.
   bool pushes_under_way = false;
 };
+// Begin, the compiled moves and Commit in one. The rank has a layout (the caller has compared its
+// binding generation); it may have begun and pushed buckets of its layout's pushed_tensors before.
+struct RefitEvent {
+  CallId call;
+  MemberId member;
+  std::string request_id;
+  Version version;
+  Duration duration{};  // 0: default
+  std::optional<Verification> verification;
+  bool evict_late = false;
+  int64_t bucket_count = 0;  // that the rank has pushed
+};
 struct AbortEvent {
   CallId call;
   MemberId member;
@@ -225,6 +239,25 @@ struct VerifyDone {
   UpdateId update;
   absl::Status status;
   std::vector<uint32_t> failed_destinations;
+};
+
+// What CompileProgram asked for.
+struct ProgramCompiled {
+  ProgramId program;
+  absl::Status status;
+  std::shared_ptr<const RefitPlan> plan;  // if OK
+};
+// What StartCompare asked for. DATA_LOSS: replicas differ; names the tensor and the ranks.
+struct CompareDone {
+  UpdateId update;
+  absl::Status status;
+};
+// What StartRefit asked for has ended; nothing is read or written any more.
+struct RefitDone {
+  UpdateId update;
+  absl::Status status;
+  std::vector<int64_t> bytes_written;  // per destination of UpdateAssembled
+  int failed_destination = -1;         // whose, if not OK and known
 };
 
 // An operator gave the update up.
@@ -258,8 +291,9 @@ struct CallGone {
 using GroupEvent =
     std::variant<TrainerAttached, EngineAttached, MemberLost, LayoutRegistered, BeginEvent,
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
-                 TransferDone, AckEvent, CommitEvent, AbortEvent, VerifyDone, OperatorAbort,
-                 ReplaceGroup, DrainEvent, FailUpdate, Tick, CallGone>;
+                 TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, VerifyDone,
+                 ProgramCompiled, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
+                 FailUpdate, Tick, CallGone>;
 
 // ---- actions ----
 
@@ -301,6 +335,22 @@ struct Reply {
   ReplyPayload payload;
 };
 
+// Compile a refit; takes up to seconds: not on the caller's thread. Answered by ProgramCompiled,
+// also where nobody wants it any more.
+struct CompileProgram {
+  ProgramId program;
+  std::vector<RouteMember> sources;
+  std::vector<RouteMember> destinations;
+  RouteOptions options;
+};
+// The program that an update runs. Sources and destinations by the plan's numbers.
+struct ProgramUse {
+  ProgramId program;
+  std::shared_ptr<const RefitPlan> plan;
+  std::vector<NodeId> nodes;      // the plan's
+  std::vector<MemberId> sources;  // its destinations are UpdateAssembled's
+};
+
 // The update is assembled: who takes part is known. Comes before its SendPrepare actions.
 struct UpdateAssembled {
   UpdateId update;
@@ -310,6 +360,7 @@ struct UpdateAssembled {
   Verification verification = Verification::kOff;
   std::vector<NodeId> nodes;           // with a rank in it, trainer or engine; ascending
   std::vector<MemberId> destinations;  // registered ranks, in the order of StartTransfer
+  std::optional<ProgramUse> program{};
 };
 struct SendPrepare {
   MemberId member;
@@ -372,6 +423,22 @@ struct StartTransfer {
   bool want_source_digests = false;
 };
 
+// Compare what the update's program reads from several ranks, before it moves anything. Answered by
+// CompareDone.
+struct StartCompare {
+  UpdateId update;
+};
+// Run the update's program. Its place in the order of collectives is that of a part. Answered by
+// RefitDone.
+struct StartRefit {
+  UpdateId update;
+  Version version;
+  PartSeq part;
+  std::vector<SlotGrant> slots;  // where bytes go between daemons: 2 or 4
+  std::vector<bool> skip_destination;
+  Verification verification = Verification::kOff;
+};
+
 // Read every written piece of every destination again and compare with the sums of the update's
 // transfers (readback only).
 struct StartVerify {
@@ -424,8 +491,8 @@ struct LogLine {
 
 using GroupAction =
     std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
-                 StartTransfer, StartVerify, ReleaseMember, UpdateAssembled, UpdateAbandoned,
-                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
+                 StartTransfer, StartVerify, CompileProgram, StartCompare, StartRefit,
+                 ReleaseMember, UpdateAssembled, UpdateAbandoned, UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----

@@ -113,6 +113,10 @@ struct Group::Impl {
   void On(const TransferDone& e);
   void On(const AckEvent& e);
   void On(const CommitEvent& e);
+  void On(const RefitEvent& e);
+  void On(const ProgramCompiled& e);
+  void On(const CompareDone& e);
+  void On(const RefitDone& e);
   void On(const AbortEvent& e);
   void On(const VerifyDone& e);
   void On(const OperatorAbort& e);

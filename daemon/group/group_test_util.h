@@ -512,6 +512,9 @@ class TestGroup {
     CHECK(welcome.insert(a.member).second);
   }
   void On(const StateChanged&) {}
+  void On(const CompileProgram&) {}
+  void On(const StartCompare&) {}
+  void On(const StartRefit&) {}
   void On(const LogLine& a) { log.push_back(a); }
 
   uint64_t members_ = 0;

@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "daemon/group/group.h"
 #include "daemon/group/peer.h"
+#include "daemon/group/program.h"
 
 namespace refitd {
 
@@ -81,7 +82,8 @@ struct WireWanted {};
 
 using PeerEvent =
     std::variant<NodeJoined, NodeLost, ReportReceived, LinkUp, LinkLost, CommandReceived,
-                 EpochOpened, EpochUp, WireDone, WireGranted, WireWaits, WireWanted>;
+                 EpochOpened, EpochUp, WireDone, WireGranted, WireWaits, WireWanted, ProgramBuilt,
+                 MovesDone>;
 using MachineEvent = std::variant<GroupEvent, PeerEvent>;
 
 // ---- actions beside those of Group ----
@@ -130,12 +132,30 @@ struct StartWire {
   int size = 0;       // of the epoch
   Duration timeout{};
 };
+// One round of a compiled refit, point to point, in the order of these actions and of StartWire;
+// answered by WireDone.
+struct StartExchange {
+  struct Leg {
+    uint32_t rank = 0;  // of the epoch
+    int64_t bytes_out = 0;
+    int64_t out_offset = 0;
+    int64_t bytes_in = 0;
+    int64_t in_offset = 0;
+  };
+  EpochId epoch;
+  WireSeq seq;
+  SlotIndex out;
+  SlotIndex in;
+  std::vector<Leg> legs;
+  Duration timeout{};
+};
 // Ask the daemon's wire lock; answered by WireGranted, or by WireWaits and later WireGranted.
 struct AcquireWire {};
 struct ReleaseWire {};
 
 using PeerAction = std::variant<SendCommand, DropNode, SendReport, CloseLink, OpenEpoch,
-                                ConnectEpoch, CloseEpoch, StartWire, AcquireWire, ReleaseWire>;
+                                ConnectEpoch, CloseEpoch, StartWire, StartExchange, BuildProgram,
+                                StartMoves, AcquireWire, ReleaseWire>;
 using MachineAction = std::variant<GroupAction, PeerAction>;
 using MachineActions = std::vector<MachineAction>;
 

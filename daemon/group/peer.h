@@ -64,7 +64,8 @@ struct PeerAck {
 };
 // A trainer rank's call; the event's `call` and `member` are the joined daemon's.
 struct PeerCall {
-  std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent, CommitEvent, AbortEvent>
+  std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent, CommitEvent, RefitEvent,
+               AbortEvent>
       event;
 };
 struct PeerCallGone {

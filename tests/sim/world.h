@@ -447,6 +447,12 @@ class World {
   void On(int d, int g, const ConnectEpoch& a);
   void On(int d, int g, const CloseEpoch& a);
   void On(int d, int g, const StartWire& a);
+  void On(int, int, const CompileProgram&) {}
+  void On(int, int, const StartCompare&) {}
+  void On(int, int, const StartRefit&) {}
+  void On(int, int, const BuildProgram&) {}
+  void On(int, int, const StartMoves&) {}
+  void On(int, int, const StartExchange&) {}
   void On(int d, int g, const AcquireWire& a);
   void On(int d, int g, const ReleaseWire& a);
 

@@ -25,6 +25,8 @@ using PartSeq = StrongInt<struct PartSeqTag,
                           int64_t>;  // 0.. of an update: order of delivery in the whole group
 using EpochId =
     StrongInt<struct EpochIdTag, uint64_t>;  // one communicator; never reused by a coordinator
+using ProgramId = StrongInt<struct ProgramIdTag,
+                            uint64_t>;  // one compiled refit; never reused by a coordinator
 using WireSeq =
     StrongInt<struct WireSeqTag, uint64_t>;  // one operation of an epoch, the same on every rank
 

@@ -1,0 +1,99 @@
+// A compiled refit on one daemon: what its worker asks the executor to do, and the answers.
+//
+//   PeerProgram -> BuildProgram -> ProgramBuilt           structure: once for a set of layouts
+//   PeerCompare -> StartMoves(kCompare)                   replicas' digests, before data moves
+//   PeerRefit   -> StartMoves(kLocal)                     within the daemon
+//                  StartMoves(kPack) -> StartExchange -> StartMoves(kUnpack)      a round each
+//
+// Values; thread-safe as such.
+#ifndef REFITD_DAEMON_GROUP_PROGRAM_H_
+#define REFITD_DAEMON_GROUP_PROGRAM_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "transport/base/ids.h"
+#include "transport/layout.h"
+#include "transport/node_program.h"
+#include "transport/pool.h"
+#include "transport/refit_plan.h"
+#include "transport/transport.h"
+
+namespace refitd {
+
+// Compile this daemon's part; takes up to seconds: not on the caller's thread. Answered by
+// ProgramBuilt.
+struct BuildProgram {
+  ProgramId program;
+  uint64_t build = 0;  // unique in the daemon's group
+  std::shared_ptr<const RoutePlan> plan;
+  uint32_t node = 0;
+  std::vector<LocalMember> sources;
+  std::vector<LocalMember> destinations;
+  NodeOptions options;
+};
+struct ProgramBuilt {
+  ProgramId program;
+  uint64_t build = 0;
+  absl::Status status;
+  std::shared_ptr<const NodeProgram> node_program;  // if OK
+};
+
+// A node program and the memory it runs on. Layouts in force have the tensors and pieces of the
+// program's own, in the same order (SameStructure in node_program.h); regions and byte offsets may
+// be others: replaying it elsewhere needs no planning.
+struct BoundProgram {
+  std::shared_ptr<const NodeProgram> program;
+  std::shared_ptr<const std::vector<ReplicaShare>> replicas;  // of this node
+  std::shared_ptr<const RoutePlan> plan;                      // tensors of `replicas`
+  std::vector<MemberId> sources;                              // by program->sources
+  std::vector<MemberId> destinations;                         // by program->destinations
+  std::vector<std::shared_ptr<const Layout>> source_layouts;
+  std::vector<std::shared_ptr<const Layout>> destination_layouts;
+};
+
+enum class MoveStep : uint8_t {
+  kCompare,  // digests of `replicas`; moves nothing
+  kLocal,    // program->local
+  kPack,     // one round: from the sources into `slot`
+  kUnpack,   // one round: from `slot` into the destinations
+};
+
+// Answered by MovesDone.
+struct StartMoves {
+  UpdateId update;  // the worker's
+  Version version;
+  MoveStep step = MoveStep::kLocal;
+  int64_t round = 0;                                // pack, unpack
+  SlotIndex slot;                                   // pack, unpack
+  std::vector<bool> skip_peer;                      // pack, unpack: by node of the plan, gone
+  std::shared_ptr<const BoundProgram> bound;
+  std::vector<bool> skip_destination;               // by program->destinations
+  Verification verification = Verification::kOff;
+};
+
+// Of a section, or of what one round carries of it.
+struct SectionDigest {
+  uint32_t peer = 0;
+  uint32_t section = 0;  // index into the stream's sections
+  uint64_t digest = 0;
+};
+
+// Nothing of it is read or written any more.
+struct MovesDone {
+  UpdateId update;
+  MoveStep step = MoveStep::kLocal;
+  int64_t round = 0;
+  absl::Status status;
+  std::vector<int64_t> bytes_written;  // local, unpack: by program->destinations
+  int failed_destination = -1;         // the same, if not OK and known
+  std::vector<uint64_t> digests;       // compare: by bound->replicas
+  // Pack: of the sources' bytes; unpack: of what was received. None where verification is off.
+  std::vector<SectionDigest> sections;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_PROGRAM_H_
