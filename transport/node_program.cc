@@ -41,7 +41,7 @@ struct LocalPieces {
 class Builder {
  public:
   Builder(const RoutePlan& plan, uint32_t node, std::vector<LocalMember> sources,
-          std::vector<LocalMember> destinations, const NodeOptions& options)
+          std::vector<LocalMember> destinations, const NodeProgramOptions& options)
       : plan_(plan), options_(options) {
     program_.node = node;
     program_.sources = std::move(sources);
@@ -326,7 +326,7 @@ class Builder {
   }
 
   const RoutePlan& plan_;
-  const NodeOptions& options_;
+  const NodeProgramOptions& options_;
   NodeProgram program_;
   std::vector<uint32_t> source_of_;  // per source of the plan: local member
   std::vector<uint32_t> destination_of_;
@@ -458,7 +458,7 @@ std::vector<RoundLeg> NodeProgram::Round(int64_t round) const {
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
                                         std::vector<LocalMember> sources,
                                         std::vector<LocalMember> destinations,
-                                        const NodeOptions& options) {
+                                        const NodeProgramOptions& options) {
   return Builder(plan, node, std::move(sources), std::move(destinations), options).Run();
 }
 

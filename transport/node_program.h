@@ -145,7 +145,7 @@ class NodeProgram {
 // The same tensors and pieces in the same order; regions, byte offsets and generations may differ.
 bool SameStructure(const Layout& a, const Layout& b);
 
-struct NodeOptions {
+struct NodeProgramOptions {
   // Of a round, per peer and direction; at least kSectionAlignment, rounded down to a multiple of
   // it.
   int64_t chunk_bytes = int64_t{64} << 20;
@@ -160,7 +160,7 @@ struct NodeOptions {
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
                                         std::vector<LocalMember> sources,
                                         std::vector<LocalMember> destinations,
-                                        const NodeOptions& options);
+                                        const NodeProgramOptions& options);
 
 }  // namespace refitd
 

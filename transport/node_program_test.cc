@@ -30,7 +30,7 @@ struct Cluster {
 };
 
 Node MakeNode(Rng* rng, const RouteWorld& world, const RoutePlan& plan, uint32_t n,
-              const NodeOptions& options) {
+              const NodeProgramOptions& options) {
   Node node;
   std::vector<LocalMember> sources;
   std::vector<LocalMember> destinations;
@@ -60,7 +60,7 @@ Cluster MakeCluster(Rng* rng, const RouteOptions& options, int64_t chunk_bytes) 
   INFO(plan.status());
   REQUIRE(plan.ok());
   cluster.plan = *std::move(plan);
-  NodeOptions node_options;
+  NodeProgramOptions node_options;
   node_options.chunk_bytes = chunk_bytes;
   for (uint32_t n = 0; n < cluster.plan.nodes; ++n) {
     cluster.nodes.push_back(MakeNode(rng, cluster.world, cluster.plan, n, node_options));
@@ -301,7 +301,7 @@ TEST_CASE("Streams of different length end in the same round and those of few by
   const auto plan =
       CompileRoutes({Rank(all, 0)}, {Rank(all, 1), Rank(half, 2, 1), Rank(few, 3, 2)}, {});
   REQUIRE(plan.ok());
-  NodeOptions options;
+  NodeProgramOptions options;
   options.chunk_bytes = int64_t{4} << 20;
   const auto program = CompileNode(*plan, 0, {{0, all}}, {}, options);
   REQUIRE(program.ok());
@@ -334,7 +334,7 @@ TEST_CASE("A round reads from all ranks of the node") {
   const auto plan =
       CompileRoutes({Rank(first, 0), Rank(second, 0)}, {Rank(layout(0, kTensors), 1)}, {});
   REQUIRE(plan.ok());
-  NodeOptions options;
+  NodeProgramOptions options;
   options.chunk_bytes = 1 << 20;
   const auto program = CompileNode(*plan, 0, {{0, first}, {1, second}}, {}, options);
   REQUIRE(program.ok());
@@ -377,7 +377,7 @@ TEST_CASE("Members that are not the plan's are refused") {
   REQUIRE(plan.ok());
   const auto code = [&](uint32_t node, std::vector<LocalMember> sources,
                         std::vector<LocalMember> destinations, int64_t chunk = 1 << 20) {
-    NodeOptions options;
+    NodeProgramOptions options;
     options.chunk_bytes = chunk;
     return CompileNode(*plan, node, std::move(sources), std::move(destinations), options)
         .status()
@@ -395,7 +395,7 @@ TEST_CASE("Members that are not the plan's are refused") {
   CHECK(code(1, {}, {{1, half}, {0, nullptr}}) == absl::StatusCode::kInvalidArgument);
   const auto other = CompileNode(*plan, 1, {}, {{0, half}, {1, half}}, {});
   CHECK_THAT(Message(other.status()), Contains("rank on 1") && Contains("digest"));
-  NodeOptions few;
+  NodeProgramOptions few;
   few.max_moves = 0;
   CHECK(CompileNode(*plan, 1, {}, {{0, all}, {1, half}}, few).status().code() ==
         absl::StatusCode::kResourceExhausted);

@@ -32,7 +32,7 @@ struct BuildProgram {
   uint32_t node = 0;
   std::vector<LocalMember> sources;
   std::vector<LocalMember> destinations;
-  NodeOptions options;
+  NodeProgramOptions options;
 };
 struct ProgramBuilt {
   ProgramId program;
