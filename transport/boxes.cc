@@ -1,5 +1,6 @@
 #include "transport/boxes.h"
 
+#include <iterator>
 #include <numeric>
 #include <optional>
 #include <tuple>
@@ -45,6 +46,50 @@ bool MergeNeighbours(std::vector<Box>* boxes, size_t d) {
   const bool merged = kept + 1 < boxes->size();
   boxes->resize(kept + 1);
   return merged;
+}
+
+void AddHolders(absl::Span<const uint32_t> holders, HeldBox* box) {
+  for (const uint32_t holder : holders) {
+    const auto at = std::lower_bound(box->holders.begin(), box->holders.end(), holder);
+    if (at == box->holders.end() || *at != holder) box->holders.insert(at, holder);
+  }
+}
+
+// Equal boxes become one.
+void JoinEqual(std::vector<HeldBox>* boxes) {
+  std::sort(boxes->begin(), boxes->end(), [](const HeldBox& a, const HeldBox& b) {
+    return std::tie(a.box.offset, a.box.extent, a.holders) <
+           std::tie(b.box.offset, b.box.extent, b.holders);
+  });
+  size_t kept = 0;
+  for (size_t i = 1; i < boxes->size(); ++i) {
+    if ((*boxes)[i].box == (*boxes)[kept].box) {
+      AddHolders((*boxes)[i].holders, &(*boxes)[kept]);
+    } else if (++kept != i) {
+      (*boxes)[kept] = std::move((*boxes)[i]);
+    }
+  }
+  boxes->resize(kept + 1);
+}
+
+// `by`'s holders hold their part of `boxes`, too.
+void CutBy(const HeldBox& by, std::vector<HeldBox>* boxes, int64_t* steps) {
+  std::vector<HeldBox> cut;
+  for (HeldBox& held : *boxes) {
+    ++*steps;
+    std::optional<Box> common = Intersect(held.box, by.box);
+    if (!common.has_value()) {
+      cut.push_back(std::move(held));
+      continue;
+    }
+    std::vector<Box> outside;
+    Subtract(held.box, *common, &outside);
+    for (Box& box : outside) cut.push_back({std::move(box), held.holders});
+    HeldBox both{*std::move(common), std::move(held.holders)};
+    AddHolders(by.holders, &both);
+    cut.push_back(std::move(both));
+  }
+  *boxes = std::move(cut);
 }
 
 }  // namespace
@@ -139,6 +184,48 @@ void MergeAdjacent(std::vector<Box>* boxes) {
     }
   }
   std::sort(boxes->begin(), boxes->end(), BoxLess);
+}
+
+// Boxes that meet are cut until they don't, bigger boxes first.
+void CutByHolders(std::vector<HeldBox>* held, int64_t* steps) {
+  if (held->size() <= 1) return;
+  JoinEqual(held);
+  std::stable_sort(held->begin(), held->end(), [](const HeldBox& a, const HeldBox& b) {
+    return ElementCount(a.box) > ElementCount(b.box);
+  });
+  std::vector<const Box*> boxes;
+  boxes.reserve(held->size());
+  for (const HeldBox& one : *held) boxes.push_back(&one.box);
+  const BoxIndex index(boxes);
+  std::vector<std::vector<uint32_t>> meeting(held->size());  // earlier ones
+  bool any = false;
+  for (uint32_t i = 0; i < held->size() && *steps <= kMaxPlanSteps; ++i) {
+    *steps += index.Query((*held)[i].box, [&](uint32_t other) {
+      if (other < i && Intersect((*held)[i].box, (*held)[other].box).has_value()) {
+        meeting[i].push_back(other);
+      }
+    });
+    std::sort(meeting[i].begin(), meeting[i].end());
+    any = any || !meeting[i].empty();
+  }
+  if (!any || *steps > kMaxPlanSteps) return;
+  std::vector<std::vector<HeldBox>> cut(held->size());  // of each box, what no earlier one has
+  for (uint32_t i = 0; i < held->size(); ++i) {
+    std::vector<Box> rest = {(*held)[i].box};
+    for (const uint32_t earlier : meeting[i]) {
+      CutBy((*held)[i], &cut[earlier], steps);
+      std::vector<Box> outside;
+      for (const Box& box : rest) Subtract(box, (*held)[earlier].box, &outside);
+      *steps += static_cast<int64_t>(rest.size());
+      rest = std::move(outside);
+      if (*steps > kMaxPlanSteps) return;
+    }
+    for (Box& box : rest) cut[i].push_back({std::move(box), (*held)[i].holders});
+  }
+  held->clear();
+  for (std::vector<HeldBox>& some : cut) {
+    std::move(some.begin(), some.end(), std::back_inserter(*held));
+  }
 }
 
 int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/types/span.h"
 #include "transport/layout.h"
 
@@ -31,6 +32,15 @@ std::vector<Box> MakeDisjoint(std::vector<Box> boxes, int64_t* steps);
 // Joins disjoint boxes that form one box together, along one dimension after the other, as long as
 // there are any. Leaves them in order of BoxLess.
 void MergeAdjacent(std::vector<Box>* boxes);
+// Elements that the same ones hold.
+struct HeldBox {
+  Box box;
+  absl::InlinedVector<uint32_t, 4> holders;  // ascending
+};
+// Boxes with their holders, one or more each, to disjoint ones of the same elements. Equal boxes
+// cost no more than sorting. Adds the comparisons made to `steps` and ends early, with a wrong
+// result, where they come to more than kMaxPlanSteps.
+void CutByHolders(std::vector<HeldBox>* boxes, int64_t* steps);
 // Where the first element of `box`, a part of the piece's box, lies: bytes from the start of the
 // piece's region.
 int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes);

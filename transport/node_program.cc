@@ -21,6 +21,9 @@ namespace {
 // Longer chunks are cut to this, so that sizes can be added up safely.
 constexpr int64_t kMaxChunkBytes = int64_t{1} << 40;
 
+// Of one node: sums of bytes stay below this, so that none overflows (P10).
+constexpr int64_t kMaxBytes = int64_t{1} << 61;
+
 constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
 
 // A piece of a local member.
@@ -49,6 +52,7 @@ class Builder {
   }
 
   absl::StatusOr<NodeProgram> Run() {
+    REFITD_RETURN_IF_ERROR(ValidatePlan(plan_));
     if (options_.chunk_bytes < kSectionAlignment) {
       return Error(absl::StatusCode::kInvalidArgument, "a chunk of {} bytes is less than {}",
                    options_.chunk_bytes, kSectionAlignment);
@@ -63,8 +67,8 @@ class Builder {
                                         plan_.destination_nodes, wanted, plan_.destination_labels,
                                         &destination_of_));
     NumberTensors();
-    source_pieces_ = Collect(program_.sources);
-    destination_pieces_ = Collect(program_.destinations);
+    REFITD_ASSIGN_OR_RETURN(source_pieces_, Collect("source", program_.sources));
+    REFITD_ASSIGN_OR_RETURN(destination_pieces_, Collect("destination", program_.destinations));
     program_.destination_bytes.assign(program_.destinations.size(), 0);
     for (size_t begin = 0, end = 0; begin < plan_.routes.size(); begin = end) {
       const uint32_t tensor = plan_.routes[begin].tensor;
@@ -73,7 +77,7 @@ class Builder {
           AddTensor(tensor, absl::MakeConstSpan(plan_.routes).subspan(begin, end - begin)));
     }
     SortMoves();
-    FinishStreams();
+    REFITD_RETURN_IF_ERROR(FinishStreams());
     return std::move(program_);
   }
 
@@ -98,15 +102,21 @@ class Builder {
       if (added) it->second = members[m].layout->Digest();
       if (it->second == digests[rank]) continue;
       return Error(absl::StatusCode::kFailedPrecondition,
-                   "{}: its layout has digest {:016x}, the plan was made for {:016x}", labels[rank],
-                   it->second, digests[rank]);
+                   "{}: its layout has digest {:016x}, the plan was made for {:016x}",
+                   LabelOf(side, labels, rank), it->second, digests[rank]);
     }
     for (size_t rank = 0; rank < nodes.size(); ++rank) {
       if (nodes[rank] != program_.node || digests[rank] == 0 || (*local)[rank] != kNone) continue;
       return Error(absl::StatusCode::kFailedPrecondition,
-                   "{}: has a part in the plan and no layout here", labels[rank]);
+                   "{}: has a part in the plan and no layout here", LabelOf(side, labels, rank));
     }
     return absl::OkStatus();
+  }
+
+  // Parts of a plan have no labels.
+  static std::string LabelOf(std::string_view side, const std::vector<std::string>& labels,
+                             size_t rank) {
+    return rank < labels.size() ? labels[rank] : fmt::format("{} {}", side, rank);
   }
 
   void NumberTensors() {
@@ -114,7 +124,9 @@ class Builder {
     for (uint32_t t = 0; t < plan_.tensors.size(); ++t) by_name_.emplace(plan_.tensors[t].name, t);
   }
 
-  LocalPieces Collect(const std::vector<LocalMember>& members) const {
+  absl::StatusOr<LocalPieces> Collect(std::string_view side,
+                                      const std::vector<LocalMember>& members) {
+    differs_.resize(plan_.tensors.size());
     std::vector<std::vector<uint32_t>> tensor_of;
     for (const LocalMember& member : members) {
       const std::vector<TensorSpec>& tensors = member.layout->tensors;
@@ -124,7 +136,18 @@ class Builder {
         // Members often name the same tensors in the same order.
         const bool same = !tensor_of.empty() && i < tensor_of.back().size() &&
                           plan_.tensors[tensor_of.back()[i]].name == tensors[i].name;
-        ids.push_back(same ? tensor_of.back()[i] : by_name_.find(tensors[i].name)->second);
+        uint32_t id = same ? tensor_of.back()[i] : kNone;
+        if (!same) {
+          const auto found = by_name_.find(tensors[i].name);
+          if (found == by_name_.end()) {
+            return Error(absl::StatusCode::kFailedPrecondition,
+                         "tensor {}: {} {} has it, the plan does not", tensors[i].name, side,
+                         member.rank);
+          }
+          id = found->second;
+        }
+        if (plan_.tensors[id] != tensors[i]) differs_[id] = true;
+        ids.push_back(id);
       }
       tensor_of.push_back(std::move(ids));
     }
@@ -161,19 +184,24 @@ class Builder {
   absl::Status AddTensor(uint32_t tensor, absl::Span<const Route> routes) {
     const auto held = source_pieces_.Of(tensor);
     const auto wanted = destination_pieces_.Of(tensor);
-    if (held.empty() && wanted.empty()) return absl::OkStatus();
+    const TensorSpec& spec = plan_.tensors[tensor];
     std::vector<const Box*> held_boxes;
     for (const Entry entry : held) held_boxes.push_back(&SourcePiece(entry).box);
     std::vector<const Box*> wanted_boxes;
     for (const Entry entry : wanted) wanted_boxes.push_back(&DestinationPiece(entry).box);
     const BoxIndex held_index(held_boxes);
     const BoxIndex wanted_index(wanted_boxes);
-    tensor_hash_ = TensorHash(plan_.tensors[tensor]);
-    element_bytes_ = ElementBytes(plan_.tensors[tensor].dtype);
+    tensor_hash_ = TensorHash(spec);
+    element_bytes_ = ElementBytes(spec.dtype);
     for (const Route& route : routes) {
       const uint32_t member = source_of_[route.source];
       const bool reaches = Reaches(route);
       if (member == kNone && !reaches) continue;
+      if (differs_[tensor]) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "tensor {}: the plan has it as {}, a rank on node {} has not", spec.name,
+                     ToString(spec.dtype, spec.shape), program_.node);
+      }
       const Box box = plan_.BoxOf(route);
       Section section;
       section.tensor_hash = tensor_hash_;
@@ -182,28 +210,56 @@ class Builder {
       section.box = box;
       section.bytes = ElementCount(box) * element_bytes_;
       if (member == kNone) {
+        const uint32_t from = plan_.source_nodes[route.source];
+        if (from == program_.node) {
+          return Error(absl::StatusCode::kFailedPrecondition,
+                       "tensor {}: it comes from source {}, which has no layout here", spec.name,
+                       route.source);
+        }
         AddTargets(wanted, wanted_boxes, wanted_index, &section);
-        incoming_[plan_.source_nodes[route.source]].push_back(std::move(section));
+        if (section.targets == 0) return NobodyWants(spec, box);
+        incoming_[from].push_back(std::move(section));
       } else {
         section.member = member;
         section.piece = PieceOf(member, box, held, held_boxes, held_index);
+        if (section.piece == kNone) {
+          return Error(absl::StatusCode::kFailedPrecondition,
+                       "tensor {}: no piece of {} holds the box at [{}] of extent [{}]", spec.name,
+                       LabelOf("source", plan_.source_labels, route.source),
+                       fmt::join(box.offset, ", "), fmt::join(box.extent, ", "));
+        }
         for (const uint32_t peer : plan_.NodesOf(route)) {
           if (peer != program_.node) outgoing_[peer].push_back(section);
         }
+        const size_t before = program_.local.moves.size();
         if (reaches) AddLocal(section, wanted, wanted_boxes, wanted_index);
+        if (reaches && program_.local.moves.size() == before) return NobodyWants(spec, box);
       }
-      if (static_cast<int64_t>(program_.local.moves.size() + program_.targets.size()) >
-          options_.max_moves) {
+      if (bytes_ > kMaxBytes ||
+          static_cast<int64_t>(program_.local.moves.size() + program_.targets.size()) >
+              options_.max_moves) {
         return Error(absl::StatusCode::kResourceExhausted,
-                     "tensor {}: boxes so far need over {} moves on node {}",
-                     plan_.tensors[tensor].name, options_.max_moves, program_.node);
+                     "tensor {}: boxes so far need over {} moves or {} bytes on node {}", spec.name,
+                     options_.max_moves, kMaxBytes, program_.node);
       }
     }
     return absl::OkStatus();
   }
 
-  // A piece of that source which holds all of `box`; several may. The same one whatever their
-  // order does not matter: they hold the same elements.
+  absl::Status NobodyWants(const TensorSpec& spec, const Box& box) const {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "tensor {}: no rank on node {} wants the box at [{}] of extent [{}]", spec.name,
+                 program_.node, fmt::join(box.offset, ", "), fmt::join(box.extent, ", "));
+  }
+
+  void Count(uint32_t destination, int64_t bytes) {
+    // Sums stay below 2^62.
+    bytes_ += std::min(bytes, kMaxBytes + 1 - std::min(bytes_, kMaxBytes));
+    if (bytes_ <= kMaxBytes) program_.destination_bytes[destination] += bytes;
+  }
+
+  // A piece of that source which holds all of `box`, or kNone; several may. The same one whatever
+  // their order does not matter: they hold the same elements.
   static uint32_t PieceOf(uint32_t member, const Box& box, absl::Span<const Entry> held,
                           const std::vector<const Box*>& boxes, const BoxIndex& index) {
     uint32_t found = kNone;
@@ -212,8 +268,6 @@ class Builder {
         found = held[i].piece;
       }
     });
-    // The plan took the box from cells of this layout's structure.
-    REFITD_CHECK(found != kNone);
     return found;
   }
 
@@ -224,7 +278,7 @@ class Builder {
       const std::optional<Box> common = Intersect(section->box, *boxes[i]);
       if (!common.has_value()) return;
       program_.targets.push_back({wanted[i].member, wanted[i].piece});
-      program_.destination_bytes[wanted[i].member] += ElementCount(*common) * element_bytes_;
+      Count(wanted[i].member, ElementCount(*common) * element_bytes_);
     });
     section->targets = static_cast<uint32_t>(program_.targets.size()) - section->first_target;
   }
@@ -236,8 +290,8 @@ class Builder {
       std::optional<Box> common = Intersect(section.box, *boxes[i]);
       if (!common.has_value()) return;
       const int64_t bytes = ElementCount(*common) * element_bytes_;
-      program_.destination_bytes[wanted[i].member] += bytes;
-      program_.local.bytes += bytes;
+      Count(wanted[i].member, bytes);
+      if (bytes_ <= kMaxBytes) program_.local.bytes += bytes;
       CopyMove& move = program_.local.moves.emplace_back();
       move.source = section.member;
       move.source_piece = section.piece;
@@ -267,12 +321,10 @@ class Builder {
 
   // ---- streams ----
 
-  void FinishStreams() {
+  absl::Status FinishStreams() {
     const int64_t chunk =
         std::min(options_.chunk_bytes, kMaxChunkBytes) / kSectionAlignment * kSectionAlignment;
-    for (const int64_t bytes : plan_.links.stream) {
-      program_.rounds = std::max(program_.rounds, (bytes + chunk - 1) / chunk);
-    }
+    program_.rounds = (plan_.longest_stream + chunk - 1) / chunk;
     for (auto* side : {&outgoing_, &incoming_}) {
       for (auto& [peer, sections] : *side) {
         Stream stream;
@@ -282,16 +334,19 @@ class Builder {
           section.offset = stream.bytes;
           stream.bytes += AlignSection(section.bytes);
         }
+        if (stream.bytes > plan_.longest_stream) {
+          return Error(absl::StatusCode::kInvalidArgument,
+                       "longest_stream: {}, but that between nodes {} and {} has {} bytes",
+                       plan_.longest_stream, program_.node, peer, stream.bytes);
+        }
         stream.step = std::min(
             chunk, std::max(kMinStepBytes,
                             AlignSection((stream.bytes + program_.rounds - 1) / program_.rounds)));
         const bool out = side == &outgoing_;
-        REFITD_CHECK(stream.bytes ==
-                     plan_.links.stream[out ? size_t{program_.node} * plan_.nodes + peer
-                                            : size_t{peer} * plan_.nodes + program_.node]);
         (out ? program_.outgoing : program_.incoming).push_back(std::move(stream));
       }
     }
+    return absl::OkStatus();
   }
 
   // Sections of each source in the plan's order, those of several such that all of them progress
@@ -337,6 +392,8 @@ class Builder {
   std::map<uint32_t, std::vector<Section>> incoming_;
   uint64_t tensor_hash_ = 0;
   int64_t element_bytes_ = 1;
+  std::vector<bool> differs_;  // per tensor of the plan: a local layout has another dtype or shape
+  int64_t bytes_ = 0;          // that destinations get so far, at most kMaxBytes + 1
 };
 
 // Visits what bytes [begin, end) of a stream hold: `visit(section, box, byte offset from begin)`,
@@ -361,6 +418,10 @@ void ForEachBox(const Stream& stream, int64_t begin, int64_t end, const Visit& v
       at += bytes;
     }
   }
+}
+
+uint32_t IndexOf(const Stream& stream, const Section& section) {
+  return static_cast<uint32_t>(&section - stream.sections.data());
 }
 
 const Stream* Find(const std::vector<Stream>& streams, uint32_t peer) {
@@ -414,6 +475,8 @@ std::vector<RoundLeg> NodeProgram::Round(int64_t round) const {
     ForEachBox(stream, begin, begin + bytes, [&](const Section& section, Box& box, int64_t at) {
       const Piece& piece = sources[section.member].layout->pieces[section.piece];
       ChunkMove& move = leg.pack.emplace_back();
+      move.chunk_box = static_cast<uint32_t>(leg.sent.size());
+      leg.sent.push_back({IndexOf(stream, section), box, at});
       move.member = section.member;
       move.piece = section.piece;
       move.element_bytes = section.element_bytes;
@@ -431,12 +494,15 @@ std::vector<RoundLeg> NodeProgram::Round(int64_t round) const {
     leg.bytes_in = bytes;
     ForEachBox(stream, begin, begin + bytes, [&](const Section& section, Box& box, int64_t at) {
       const Piece chunk{0, box, RegionId(), at, RowMajorStrides(box.extent)};
+      const auto chunk_box = static_cast<uint32_t>(leg.received.size());
+      leg.received.push_back({IndexOf(stream, section), box, at});
       for (uint32_t t = 0; t < section.targets; ++t) {
         const SectionTarget target = targets[section.first_target + t];
         const Piece& piece = destinations[target.destination].layout->pieces[target.piece];
         std::optional<Box> common = Intersect(box, piece.box);
         if (!common.has_value()) continue;
         ChunkMove& move = leg.unpack.emplace_back();
+        move.chunk_box = chunk_box;
         move.member = target.destination;
         move.piece = target.piece;
         move.element_bytes = section.element_bytes;
@@ -453,6 +519,39 @@ std::vector<RoundLeg> NodeProgram::Round(int64_t round) const {
     list.push_back(std::move(leg));
   }
   return list;
+}
+
+std::vector<ExchangeLeg> NodeProgram::Legs(int64_t round) const {
+  std::map<uint32_t, ExchangeLeg> legs;
+  for (const Stream& stream : outgoing) {
+    const int64_t bytes = stream.BytesOf(round);
+    if (bytes > 0) legs[stream.peer].bytes_out = bytes;
+  }
+  for (const Stream& stream : incoming) {
+    const int64_t bytes = stream.BytesOf(round);
+    if (bytes > 0) legs[stream.peer].bytes_in = bytes;
+  }
+  std::vector<ExchangeLeg> list;
+  int64_t out = 0;
+  int64_t in = 0;
+  for (auto& [peer, leg] : legs) {
+    leg.peer = peer;
+    leg.out_offset = out;
+    leg.in_offset = in;
+    out += leg.bytes_out;
+    in += leg.bytes_in;
+    list.push_back(leg);
+  }
+  return list;
+}
+
+bool SameStructure(const Layout& a, const Layout& b) {
+  if (&a == &b) return true;
+  return a.tensors == b.tensors && std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(),
+                                              b.pieces.end(), [](const Piece& p, const Piece& q) {
+                                                return p.tensor == q.tensor && p.box == q.box &&
+                                                       p.strides == q.strides;
+                                              });
 }
 
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,

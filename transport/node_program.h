@@ -156,7 +156,10 @@ struct NodeProgramOptions {
 // those left out aside, in any order; their layouts may be other objects than the plan was made
 // from. Errors: INVALID_ARGUMENT: a member that is not the plan's, not on that node, or twice; a
 // chunk too small. FAILED_PRECONDITION: a layout whose digest is not the plan's; a member of the
-// plan on that node that is missing. RESOURCE_EXHAUSTED: more than max_moves.
+// plan on that node that is missing; a tensor of a layout that the plan lacks or has otherwise; a
+// route whose box no piece of its source holds, or nobody on its node wants. What ValidatePlan
+// finds, and a stream longer than longest_stream: INVALID_ARGUMENT. RESOURCE_EXHAUSTED: more than
+// max_moves, or absurd sums of bytes.
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
                                         std::vector<LocalMember> sources,
                                         std::vector<LocalMember> destinations,

@@ -401,5 +401,108 @@ TEST_CASE("Members that are not the plan's are refused") {
         absl::StatusCode::kResourceExhausted);
 }
 
+TEST_CASE("The legs of a round lie one after the other and the chunks say what they carry") {
+  for (uint64_t seed = 1; seed <= 300; ++seed) {
+    INFO("seed " << seed);
+    Rng rng(seed);
+    const Cluster cluster = MakeCluster(&rng, RandomOptions(&rng), kChunks[Below(&rng, 4)]);
+    for (const Node& node : cluster.nodes) {
+      for (int64_t round = 0; round <= node.program.rounds; ++round) {
+        const std::vector<RoundLeg> full = node.program.Round(round);
+        const std::vector<ExchangeLeg> legs = node.program.Legs(round);
+        REQUIRE(legs.size() == full.size());
+        int64_t out = 0;
+        int64_t in = 0;
+        for (size_t i = 0; i < legs.size(); ++i) {
+          REQUIRE(legs[i].peer == full[i].peer);
+          REQUIRE(legs[i].bytes_out == full[i].bytes_out);
+          REQUIRE(legs[i].bytes_in == full[i].bytes_in);
+          REQUIRE(legs[i].out_offset == out);
+          REQUIRE(legs[i].in_offset == in);
+          out += legs[i].bytes_out;
+          in += legs[i].bytes_in;
+          REQUIRE(full[i].sent.size() == full[i].pack.size());
+          for (size_t m = 0; m < full[i].pack.size(); ++m) {
+            const ChunkMove& move = full[i].pack[m];
+            REQUIRE(move.chunk_box == m);
+            REQUIRE(full[i].sent[m].box == move.box);
+            REQUIRE(full[i].sent[m].chunk_byte_offset == move.chunk_byte_offset);
+          }
+          const Stream* stream = node.program.IncomingFrom(legs[i].peer);
+          uint32_t before = 0;
+          for (const ChunkMove& move : full[i].unpack) {
+            REQUIRE(move.chunk_box >= before);
+            before = move.chunk_box;
+            const ChunkBox& box = full[i].received[move.chunk_box];
+            REQUIRE(Intersect(box.box, move.box) == move.box);
+            REQUIRE(Intersect(stream->sections[box.section].box, box.box) == box.box);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("Layouts of one structure may lie elsewhere") {
+  const LayoutPtr rows = Rows(64, 0, 32);
+  Layout moved = *rows;
+  moved.pieces[0].byte_offset += 64;
+  moved.pieces[0].region = RegionId(9);
+  moved.binding_generation = 7;
+  CHECK(SameStructure(*rows, moved));
+  moved.pieces[0].strides[0] += 1;
+  CHECK(!SameStructure(*rows, moved));
+  CHECK(!SameStructure(*rows, *Rows(64, 0, 31)));
+  CHECK(!SameStructure(*rows, *Rows(65, 0, 32)));
+}
+
+TEST_CASE("A plan that does not hold together is refused by its field") {
+  const LayoutPtr all = Rows(64, 0, 64);
+  const LayoutPtr half = Rows(64, 0, 32);
+  const auto made =
+      CompileRoutes({Rank(half, 0), Rank(all, 1)}, {Rank(all, 0), Rank(all, 2, 1)}, {});
+  REQUIRE(made.ok());
+  REQUIRE(ValidatePlan(*made).ok());
+  const auto refused = [&](const std::string& field, const auto& change) {
+    RoutePlan plan = *made;
+    change(&plan);
+    const auto program = CompileNode(plan, 0, {{0, half}}, {{0, all}}, {});
+    REQUIRE(!program.ok());
+    INFO(program.status());
+    CHECK(program.status().code() != absl::StatusCode::kInternal);
+    CHECK_THAT(Message(program.status()), Contains(field));
+  };
+  refused("nodes", [](RoutePlan* p) { p->nodes = kMaxRouteNodes + 1; });
+  refused("source_nodes", [](RoutePlan* p) { p->source_nodes[1] = 3; });
+  refused("destination_nodes", [](RoutePlan* p) { p->nodes = 2; });
+  refused("source_digests", [](RoutePlan* p) { p->source_digests.pop_back(); });
+  refused("destination_digests", [](RoutePlan* p) { p->destination_digests.pop_back(); });
+  refused("destination_skipped", [](RoutePlan* p) { p->destination_skipped.clear(); });
+  refused("source_labels", [](RoutePlan* p) { p->source_labels.pop_back(); });
+  refused("tensors[1]", [](RoutePlan* p) { p->tensors.push_back(p->tensors[0]); });
+  refused("node_sets[0]", [](RoutePlan* p) { p->node_sets[0].clear(); });
+  refused("node_sets[0]", [](RoutePlan* p) { p->node_sets[0] = {1, 1}; });
+  refused("node_sets[0]", [](RoutePlan* p) { p->node_sets[0] = {3}; });
+  refused("routes[0]", [](RoutePlan* p) { p->routes[0].tensor = 1; });
+  refused("tensor w", [](RoutePlan* p) { p->routes[0].source = 2; });
+  refused("node_set", [](RoutePlan* p) { p->routes[0].node_set = 99; });
+  refused("box", [](RoutePlan* p) { p->routes[0].box = 0xffff'ffff; });
+  refused("box", [](RoutePlan* p) { p->box_numbers.pop_back(); });
+  refused("tensor w", [](RoutePlan* p) { p->box_numbers[p->routes[0].box] = -1; });
+  refused("is empty", [](RoutePlan* p) { p->box_numbers[p->routes[0].box + 2] = 0; });
+  refused("longest_stream", [](RoutePlan* p) { p->longest_stream = -1; });
+  refused("longest_stream", [](RoutePlan* p) { p->longest_stream = 64; });
+  refused("tensor w", [](RoutePlan* p) { p->tensors[0].name.back() = 'v'; });
+  refused("bfloat16 [65, 64]", [](RoutePlan* p) { p->tensors[0].shape[0] = 65; });
+  refused("no piece of rank on 0", [](RoutePlan* p) {
+    // The half that only the other rank has.
+    for (Route& route : p->routes) route.source = 0;
+  });
+  refused("has no layout here", [](RoutePlan* p) {
+    p->source_nodes[1] = 0;
+    p->source_digests[1] = 0;
+  });
+}
+
 }  // namespace
 }  // namespace refitd

@@ -11,7 +11,6 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "absl/container/inlined_vector.h"
 #include "absl/strings/string_view.h"
 #include "transport/base/status.h"
 #include "transport/boxes.h"
@@ -88,12 +87,6 @@ struct Holders {
   Ids ranks;  // by node, then rank
   Ids nodes;  // ascending
   Ids begin;  // of each node in `ranks`, and one more at the end
-};
-
-// Elements that equal holders hold.
-struct Cell {
-  Box box;
-  absl::InlinedVector<uint32_t, 4> layouts;  // ascending
 };
 
 // A box that some nodes want.
@@ -427,7 +420,7 @@ class Router {
     CountStores(t);
     std::vector<const Box*> boxes;
     boxes.reserve(cells_.size());
-    for (const Cell& cell : cells_) boxes.push_back(&cell.box);
+    for (const HeldBox& cell : cells_) boxes.push_back(&cell.box);
     const BoxIndex index(boxes);
     bool covered = true;
     Ids meeting;
@@ -540,88 +533,7 @@ class Router {
     for (const Entry& entry : sources_.Of(t)) {
       cells_.push_back({sources_.BoxOf(entry), {entry.layout}});
     }
-    if (cells_.size() <= 1) return;
-    // Equal boxes first: replicas.
-    std::sort(cells_.begin(), cells_.end(), [](const Cell& a, const Cell& b) {
-      return std::tie(a.box.offset, a.box.extent, a.layouts[0]) <
-             std::tie(b.box.offset, b.box.extent, b.layouts[0]);
-    });
-    size_t kept = 0;
-    for (size_t i = 1; i < cells_.size(); ++i) {
-      if (cells_[i].box == cells_[kept].box) {
-        AddLayouts(cells_[i].layouts, &cells_[kept]);
-      } else if (++kept != i) {
-        cells_[kept] = std::move(cells_[i]);
-      }
-    }
-    cells_.resize(kept + 1);
-    CutCells();
-  }
-
-  static void AddLayouts(absl::Span<const uint32_t> layouts, Cell* cell) {
-    for (const uint32_t layout : layouts) {
-      const auto at = std::lower_bound(cell->layouts.begin(), cell->layouts.end(), layout);
-      if (at == cell->layouts.end() || *at != layout) cell->layouts.insert(at, layout);
-    }
-  }
-
-  // Boxes that meet are cut until they don't, bigger boxes first.
-  void CutCells() {
-    std::stable_sort(cells_.begin(), cells_.end(), [](const Cell& a, const Cell& b) {
-      return ElementCount(a.box) > ElementCount(b.box);
-    });
-    std::vector<const Box*> boxes;
-    boxes.reserve(cells_.size());
-    for (const Cell& cell : cells_) boxes.push_back(&cell.box);
-    const BoxIndex index(boxes);
-    std::vector<Ids> meeting(cells_.size());  // earlier ones
-    bool any = false;
-    for (uint32_t c = 0; c < cells_.size() && !Exhausted(); ++c) {
-      steps_ += index.Query(cells_[c].box, [&](uint32_t other) {
-        if (other < c && Intersect(cells_[c].box, cells_[other].box).has_value()) {
-          meeting[c].push_back(other);
-        }
-      });
-      std::sort(meeting[c].begin(), meeting[c].end());
-      any = any || !meeting[c].empty();
-    }
-    if (!any || Exhausted()) return;
-    std::vector<std::vector<Cell>> cut(cells_.size());  // of each box, what no earlier one has
-    for (uint32_t c = 0; c < cells_.size() && !Exhausted(); ++c) {
-      std::vector<Box> rest = {cells_[c].box};
-      for (const uint32_t earlier : meeting[c]) {
-        CutBy(cells_[c], &cut[earlier]);
-        std::vector<Box> outside;
-        for (const Box& box : rest) Subtract(box, cells_[earlier].box, &outside);
-        steps_ += static_cast<int64_t>(rest.size());
-        rest = std::move(outside);
-        if (Exhausted()) return;
-      }
-      for (Box& box : rest) cut[c].push_back({std::move(box), cells_[c].layouts});
-    }
-    cells_.clear();
-    for (std::vector<Cell>& cells : cut)
-      std::move(cells.begin(), cells.end(), std::back_inserter(cells_));
-  }
-
-  // `by`'s layouts hold their part of `cells`, too.
-  void CutBy(const Cell& by, std::vector<Cell>* cells) {
-    std::vector<Cell> cut;
-    for (Cell& cell : *cells) {
-      ++steps_;
-      std::optional<Box> common = Intersect(cell.box, by.box);
-      if (!common.has_value()) {
-        cut.push_back(std::move(cell));
-        continue;
-      }
-      std::vector<Box> outside;
-      Subtract(cell.box, *common, &outside);
-      for (Box& box : outside) cut.push_back({std::move(box), cell.layouts});
-      Cell both{*std::move(common), std::move(cell.layouts)};
-      AddLayouts(by.layouts, &both);
-      cut.push_back(std::move(both));
-    }
-    *cells = std::move(cut);
+    CutByHolders(&cells_, &steps_);
   }
 
   // Bytes that engines get of this tensor.
@@ -632,7 +544,7 @@ class Router {
       if (cells_.size() == 1 && refitd::Contains(cells_[0].box, box)) {
         elements = ElementCount(box);
       } else {
-        for (const Cell& cell : cells_) {
+        for (const HeldBox& cell : cells_) {
           if (const auto common = Intersect(cell.box, box)) elements += ElementCount(*common);
         }
         steps_ += static_cast<int64_t>(cells_.size());
@@ -667,7 +579,7 @@ class Router {
       const uint32_t member = destinations_.members[entry.layout].front();
       if (member > first_member) continue;
       std::vector<Box> parts = {destinations_.BoxOf(entry)};
-      for (const Cell& cell : cells_) {
+      for (const HeldBox& cell : cells_) {
         std::vector<Box> outside;
         for (const Box& part : parts) Subtract(part, cell.box, &outside);
         steps_ += static_cast<int64_t>(parts.size());
@@ -688,8 +600,8 @@ class Router {
 
   // ---- who supplies ----
 
-  uint32_t HoldersOf(const Cell& cell) {
-    const Ids layouts(cell.layouts.begin(), cell.layouts.end());
+  uint32_t HoldersOf(const HeldBox& cell) {
+    const Ids layouts(cell.holders.begin(), cell.holders.end());
     const uint32_t number = holder_layouts_.Number(layouts);
     if (number < holders_of_layouts_.size()) return holders_of_layouts_[number];
     Ids ranks;
@@ -997,6 +909,7 @@ class Router {
     const auto most = [](const std::vector<int64_t>& loads) {
       return loads.empty() ? 0 : *std::max_element(loads.begin(), loads.end());
     };
+    plan_.longest_stream = most(links.stream);
     plan_.bound = {most(rank_alone_), most(node_alone_), most(node_receives_)};
     std::sort(plan_.unplaced.begin(), plan_.unplaced.end(),
               [](const Unplaced& a, const Unplaced& b) { return a.tensor < b.tensor; });
@@ -1036,7 +949,140 @@ class Router {
   int64_t element_bytes_ = 0;
   Ids first_entry_;  // per destination layout
   std::vector<Wanted> wanted_;
-  std::vector<Cell> cells_;
+  std::vector<HeldBox> cells_;
+};
+
+// A plan that came from elsewhere.
+class PlanChecker {
+ public:
+  explicit PlanChecker(const RoutePlan& plan) : plan_(plan) {}
+
+  absl::Status Run() const {
+    if (plan_.nodes > kMaxRouteNodes) {
+      return Invalid("nodes: {} where {} are possible", plan_.nodes, kMaxRouteNodes);
+    }
+    REFITD_RETURN_IF_ERROR(CheckMembers());
+    REFITD_RETURN_IF_ERROR(CheckTensors());
+    REFITD_RETURN_IF_ERROR(CheckNodeSets());
+    REFITD_RETURN_IF_ERROR(CheckRoutes());
+    constexpr int64_t kMost = kMaxRouteBytes + kMaxRoutes * kSectionAlignment;
+    if (plan_.longest_stream < 0 || plan_.longest_stream > kMost) {
+      return Invalid("longest_stream: {} is not in 0..{}", plan_.longest_stream, kMost);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  template <typename... Args>
+  static absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
+    return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
+  }
+
+  static absl::Status CheckLength(std::string_view field, size_t length, size_t wanted) {
+    if (length == wanted) return absl::OkStatus();
+    return Invalid("{}: {} of them for {} ranks", field, length, wanted);
+  }
+
+  absl::Status CheckMembers() const {
+    const size_t sources = plan_.source_nodes.size();
+    const size_t destinations = plan_.destination_nodes.size();
+    REFITD_RETURN_IF_ERROR(CheckLength("source_digests", plan_.source_digests.size(), sources));
+    REFITD_RETURN_IF_ERROR(
+        CheckLength("destination_digests", plan_.destination_digests.size(), destinations));
+    REFITD_RETURN_IF_ERROR(
+        CheckLength("destination_skipped", plan_.destination_skipped.size(), destinations));
+    if (!plan_.source_labels.empty()) {
+      REFITD_RETURN_IF_ERROR(CheckLength("source_labels", plan_.source_labels.size(), sources));
+    }
+    if (!plan_.destination_labels.empty()) {
+      REFITD_RETURN_IF_ERROR(
+          CheckLength("destination_labels", plan_.destination_labels.size(), destinations));
+    }
+    REFITD_RETURN_IF_ERROR(CheckNodes("source_nodes", plan_.source_nodes));
+    return CheckNodes("destination_nodes", plan_.destination_nodes);
+  }
+
+  absl::Status CheckNodes(std::string_view field, const Ids& nodes) const {
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      if (nodes[i] >= plan_.nodes) {
+        return Invalid("{}[{}]: node {} of {}", field, i, nodes[i], plan_.nodes);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckTensors() const {
+    for (size_t t = 0; t < plan_.tensors.size(); ++t) {
+      REFITD_RETURN_IF_ERROR(ValidateTensor(plan_.tensors[t]));
+      if (t > 0 && plan_.tensors[t - 1].name >= plan_.tensors[t].name) {
+        return Invalid("tensors[{}]: {} is not after {}", t, plan_.tensors[t].name,
+                       plan_.tensors[t - 1].name);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckNodeSets() const {
+    for (size_t i = 0; i < plan_.node_sets.size(); ++i) {
+      const Ids& nodes = plan_.node_sets[i];
+      if (nodes.empty()) return Invalid("node_sets[{}]: is empty", i);
+      for (size_t n = 1; n < nodes.size(); ++n) {
+        if (nodes[n - 1] >= nodes[n]) {
+          return Invalid("node_sets[{}]: {} is not after {}", i, nodes[n], nodes[n - 1]);
+        }
+      }
+      if (nodes.back() >= plan_.nodes) {
+        return Invalid("node_sets[{}]: node {} of {}", i, nodes.back(), plan_.nodes);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckRoutes() const {
+    if (plan_.routes.size() > static_cast<size_t>(kMaxRoutes)) {
+      return Error(absl::StatusCode::kResourceExhausted, "routes: {} where {} are possible",
+                   plan_.routes.size(), kMaxRoutes);
+    }
+    int64_t bytes = 0;
+    for (size_t i = 0; i < plan_.routes.size(); ++i) {
+      const Route& route = plan_.routes[i];
+      if (route.tensor >= plan_.tensors.size()) {
+        return Invalid("routes[{}]: tensor {} of {}", i, route.tensor, plan_.tensors.size());
+      }
+      const TensorSpec& tensor = plan_.tensors[route.tensor];
+      if (i > 0 && plan_.routes[i - 1].tensor > route.tensor) {
+        return Invalid("routes[{}]: tensor {} comes after a later one", i, tensor.name);
+      }
+      if (route.source >= plan_.source_nodes.size()) {
+        return Invalid("routes[{}] of tensor {}: source {} of {}", i, tensor.name, route.source,
+                       plan_.source_nodes.size());
+      }
+      if (route.node_set >= plan_.node_sets.size()) {
+        return Invalid("routes[{}] of tensor {}: node_set {} of {}", i, tensor.name, route.node_set,
+                       plan_.node_sets.size());
+      }
+      const size_t numbers = 2 * tensor.shape.size();
+      if (route.box > plan_.box_numbers.size() || plan_.box_numbers.size() - route.box < numbers) {
+        return Invalid("routes[{}] of tensor {}: box at {} of {} numbers", i, tensor.name,
+                       route.box, plan_.box_numbers.size());
+      }
+      const Box box = plan_.BoxOf(route);
+      if (absl::Status status = ValidateBox(box, tensor.shape); !status.ok()) {
+        return Invalid("routes[{}] of tensor {}: {}", i, tensor.name, Message(status));
+      }
+      if (IsEmpty(box)) return Invalid("routes[{}] of tensor {}: box is empty", i, tensor.name);
+      bytes += ElementCount(box) * ElementBytes(tensor.dtype) *
+               static_cast<int64_t>(plan_.NodesOf(route).size());
+      if (bytes > kMaxRouteBytes) {
+        return Error(absl::StatusCode::kResourceExhausted,
+                     "routes[{}] of tensor {}: routes so far supply over {} bytes", i, tensor.name,
+                     kMaxRouteBytes);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const RoutePlan& plan_;
 };
 
 std::string InUnits(double bytes) {
@@ -1213,6 +1259,8 @@ std::string ToText(const RouteExplanation& e, size_t rows) {
   }
   return text;
 }
+
+absl::Status ValidatePlan(const RoutePlan& plan) { return PlanChecker(plan).Run(); }
 
 absl::StatusOr<RoutePlan> CompileRoutes(const std::vector<RouteMember>& sources,
                                         const std::vector<RouteMember>& destinations,

@@ -178,6 +178,12 @@ RouteExplanation Explain(const RoutePlan& plan);
 // Lines of text; at most `rows` of each kind of link, those with the most bytes first.
 std::string ToText(const RouteExplanation& explanation, size_t rows = 32);
 
+// Of a plan that came from elsewhere (P10): every index inside its list, boxes inside their tensors
+// and not empty, node sets ascending and not empty, lists of one length, sums that can't overflow.
+// Labels may be left out. Nothing about layouts. INVALID_ARGUMENT, or RESOURCE_EXHAUSTED for more
+// routes or bytes than a plan may have, naming the field.
+absl::Status ValidatePlan(const RoutePlan& plan);
+
 // Layouts must be valid (ValidateLayout; destinations as such). Errors, each naming the tensor:
 // FAILED_PRECONDITION: dtype or shape disagree (both labels); an element that an engine wants and
 // no trainer holds (the first such); a tensor that a trainer has and an instance does not, or the
