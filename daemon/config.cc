@@ -60,6 +60,7 @@ constexpr std::array kSettings = {
     Setting{"ack-ms", "limits.ack_ms", "a bucket to its acknowledgement"},
     Setting{"idle-ms", "limits.idle_ms", "an update without any call"},
     Setting{"lease-ms", "limits.lease_ms", "a leased slot not submitted"},
+    Setting{"compare-every", "limits.compare_every", "versions between comparisons of replicas"},
     Setting{"outstanding-buckets", "limits.outstanding_buckets", "unanswered buckets of a rank"},
     Setting{"inline-bytes", "limits.inline_bytes", "tensor bytes inside one call"},
     Setting{"message-bytes", "limits.message_bytes", "of any gRPC message"},
@@ -373,6 +374,8 @@ absl::Status CheckLimits(const RefitdConfig::Limits& limits) {
   REFITD_RETURN_IF_ERROR(CheckDuration("limits.lease_ms", limits.lease_ms()));
   REFITD_RETURN_IF_ERROR(CheckRange("limits.outstanding_buckets", limits.outstanding_buckets(), 1,
                                     kMaxConfiguredOutstanding));
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("limits.compare_every", limits.compare_every(), 1, kMaxConfiguredCompareEvery));
   REFITD_RETURN_IF_ERROR(CheckRange("limits.message_bytes", limits.message_bytes(),
                                     kMinMessageBytes + kMessageOverheadBytes, kMaxMessageBytes));
   REFITD_RETURN_IF_ERROR(CheckRange("limits.inline_bytes", limits.inline_bytes(), 1,
@@ -489,6 +492,7 @@ LimitsConfig FromProto(const RefitdConfig::Limits& limits) {
                       .idle = Ms(limits.idle_ms()),
                       .lease = Ms(limits.lease_ms()),
                       .outstanding_buckets = limits.outstanding_buckets(),
+                      .compare_every = limits.compare_every(),
                       .inline_bytes = limits.inline_bytes(),
                       .message_bytes = limits.message_bytes(),
                       .max_groups = limits.max_groups(),
@@ -507,6 +511,7 @@ void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
   out->set_idle_ms(ms(limits.idle));
   out->set_lease_ms(ms(limits.lease));
   out->set_outstanding_buckets(limits.outstanding_buckets);
+  out->set_compare_every(limits.compare_every);
   out->set_inline_bytes(limits.inline_bytes);
   out->set_message_bytes(limits.message_bytes);
   out->set_max_groups(limits.max_groups);

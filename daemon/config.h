@@ -40,6 +40,7 @@ inline constexpr int64_t kMinMessageBytes = 64 << 10;
 inline constexpr int64_t kMaxMessageBytes = 1 << 30;        // gRPC buffers a message whole
 inline constexpr int64_t kMessageOverheadBytes = 64 << 10;  // room beside inline bytes
 inline constexpr int kMaxConfiguredOutstanding = 65'536;
+inline constexpr int kMaxConfiguredCompareEvery = 1'000'000;
 inline constexpr int kMaxConfiguredGroups = 4096;
 inline constexpr int kMaxConfiguredMembers = 65'536;
 inline constexpr int kMaxConfiguredCopyThreads = 256;
@@ -67,6 +68,7 @@ struct LimitsConfig {
   Duration idle = std::chrono::seconds(30);   // update without any call
   Duration lease = std::chrono::seconds(30);  // leased slot not submitted
   int outstanding_buckets = 256;              // per trainer rank
+  int compare_every = 100;                    // versions of a compiled refit
   int64_t inline_bytes = 4 << 20;             // of one call
   int64_t message_bytes = 8 << 20;            // of any gRPC message
   int max_groups = 64;

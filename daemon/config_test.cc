@@ -154,6 +154,7 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--idle-ms=0", "limits.idle_ms");
   refused("--lease-ms=0", "limits.lease_ms");
   refused("--outstanding-buckets=0", "limits.outstanding_buckets");
+  refused("--compare-every=0", "limits.compare_every is 0");
   refused("--inline-bytes=8MiB", "limits.inline_bytes is 8388608");
   refused("--message-bytes=1", "limits.message_bytes");
   refused("--message-bytes=2GiB", "limits.message_bytes");

@@ -54,6 +54,7 @@ NodeOptions NodeOptionsOf(const Config& config) {
   options.group.idle_limit = config.limits.idle;
   options.group.lease_limit = config.limits.lease;
   options.group.outstanding_buckets = config.limits.outstanding_buckets;
+  options.group.compare_every = config.limits.compare_every;
   options.group.default_verification = config.default_verification;
   options.default_slot_bytes = config.staging.slot_bytes;
   options.default_slots = config.staging.slots;

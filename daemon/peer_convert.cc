@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <unordered_set>
 
+#include "daemon/peer_checks.h"
+#include "daemon/peer_program_convert.h"
 #include "daemon/wire.h"
 #include "transport/base/status.h"
 
@@ -17,31 +19,13 @@ namespace {
 
 using absl::StatusCode;
 
-template <typename... Args>
-absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
-}
+using peer::AtMost;
+using peer::InRange;
+using peer::Invalid;
+using peer::MemberOf;
+using peer::NotNegative;
 
 // ---- numbers ----
-
-absl::Status InRange(int64_t value, int64_t low, int64_t high, std::string_view field) {
-  if (value >= low && value <= high) return absl::OkStatus();
-  return Invalid("{} is {}, outside of {} to {}", field, value, low, high);
-}
-
-absl::Status NotNegative(int64_t value, std::string_view field) {
-  return InRange(value, 0, std::numeric_limits<int64_t>::max(), field);
-}
-
-absl::Status AtMost(int64_t entries, int64_t limit, std::string_view field) {
-  if (entries <= limit) return absl::OkStatus();
-  return Invalid("{} has {} entries, more than {}", field, entries, limit);
-}
-
-absl::StatusOr<MemberId> MemberOf(uint64_t id, std::string_view field) {
-  if (id == 0) return Invalid("{} is 0, which is no member", field);
-  return MemberId(id);
-}
 
 absl::StatusOr<CallId> CallOf(uint64_t id, std::string_view field) {
   if (id == 0) return Invalid("{} is 0, which is no call", field);
@@ -456,6 +440,43 @@ void Put(const PeerVerified& v, v1::PeerMessage* wire) {
                                           v.failed_destinations.end());
 }
 
+template <typename Wire>
+void SetStreams(const std::vector<PeerStream>& streams, Wire* wire) {
+  for (const PeerStream& stream : streams) {
+    v1::PeerStream* out = wire->add_streams();
+    out->set_peer(stream.peer);
+    out->set_out(stream.out);
+    out->set_in(stream.in);
+  }
+}
+
+void Put(const PeerProgramBuilt& v, v1::PeerMessage* wire) {
+  v1::PeerProgramBuilt* out = wire->mutable_program_built();
+  out->set_update(v.update.value());
+  SetStatusOf(v.status, out);
+  out->set_rounds(v.rounds);
+  SetStreams(v.streams, out);
+}
+
+void Put(const PeerCompared& v, v1::PeerMessage* wire) {
+  v1::PeerCompared* out = wire->mutable_compared();
+  out->set_update(v.update.value());
+  SetStatusOf(v.status, out);
+  out->mutable_digests()->Add(v.digests.begin(), v.digests.end());
+}
+
+void Put(const PeerRunDone& v, v1::PeerMessage* wire) {
+  v1::PeerRunDone* out = wire->mutable_run_done();
+  out->set_update(v.update.value());
+  SetStatusOf(v.status, out);
+  out->set_wire_failed(v.wire_failed);
+  out->mutable_bytes_written()->Add(v.bytes_written.begin(), v.bytes_written.end());
+  if (v.failed_destination >= 0) {
+    out->set_failed_destination(static_cast<uint32_t>(v.failed_destination));
+  }
+  SetStreams(v.streams, out);
+}
+
 void Put(const PeerEpochOpened& v, v1::PeerMessage* wire) {
   v1::PeerEpochOpened* out = wire->mutable_epoch_opened();
   out->set_epoch(v.epoch.value());
@@ -723,6 +744,57 @@ absl::StatusOr<PeerVerified> ReportOf(const v1::PeerVerified& wire) {
   return out;
 }
 
+absl::StatusOr<std::vector<PeerStream>> StreamsOf(
+    const google::protobuf::RepeatedPtrField<v1::PeerStream>& wire, std::string_view field) {
+  REFITD_RETURN_IF_ERROR(AtMost(wire.size(), kMaxNodes, field));
+  std::vector<PeerStream> streams;
+  for (int i = 0; i < wire.size(); ++i) {
+    REFITD_RETURN_IF_ERROR(
+        InRange(wire[i].peer(), 0, kMaxNodes - 1, fmt::format("{}[{}].peer", field, i)));
+    streams.push_back({wire[i].peer(), wire[i].out(), wire[i].in()});
+  }
+  return streams;
+}
+
+absl::StatusOr<PeerProgramBuilt> ReportOf(const v1::PeerProgramBuilt& wire) {
+  PeerProgramBuilt out;
+  out.update = UpdateId(wire.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "program_built.status", &out.status));
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.rounds(), "program_built.rounds"));
+  out.rounds = wire.rounds();
+  REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(wire.streams(), "program_built.streams"));
+  return out;
+}
+
+absl::StatusOr<PeerCompared> ReportOf(const v1::PeerCompared& wire) {
+  PeerCompared out;
+  out.update = UpdateId(wire.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "compared.status", &out.status));
+  out.digests.assign(wire.digests().begin(), wire.digests().end());
+  return out;
+}
+
+absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& wire) {
+  PeerRunDone out;
+  out.update = UpdateId(wire.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "run_done.status", &out.status));
+  out.wire_failed = wire.wire_failed();
+  REFITD_RETURN_IF_ERROR(
+      AtMost(wire.bytes_written_size(), kMaxEngineRanks, "run_done.bytes_written"));
+  for (int i = 0; i < wire.bytes_written_size(); ++i) {
+    REFITD_RETURN_IF_ERROR(
+        NotNegative(wire.bytes_written(i), fmt::format("run_done.bytes_written[{}]", i)));
+  }
+  out.bytes_written.assign(wire.bytes_written().begin(), wire.bytes_written().end());
+  if (wire.has_failed_destination()) {
+    REFITD_RETURN_IF_ERROR(
+        InRange(wire.failed_destination(), 0, kMaxEngineRanks - 1, "run_done.failed_destination"));
+    out.failed_destination = static_cast<int>(wire.failed_destination());
+  }
+  REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(wire.streams(), "run_done.streams"));
+  return out;
+}
+
 absl::StatusOr<PeerEpochOpened> ReportOf(const v1::PeerEpochOpened& wire) {
   PeerEpochOpened out;
   out.epoch = EpochId(wire.epoch());
@@ -872,6 +944,22 @@ void Put(const PeerDraining& v, v1::PeerAnswer* wire) {
 void Put(const PeerVerify& v, v1::PeerAnswer* wire) {
   wire->mutable_verify()->set_update(v.update.value());
   wire->mutable_verify()->mutable_skip()->Add(v.skip.begin(), v.skip.end());
+}
+
+void Put(const PeerCompare& v, v1::PeerAnswer* wire) {
+  wire->mutable_compare()->set_update(v.update.value());
+}
+
+void Put(const PeerRun& v, v1::PeerAnswer* wire) {
+  v1::PeerRun* out = wire->mutable_run();
+  out->set_update(v.update.value());
+  out->set_part(v.part.value());
+  out->set_wired(v.wired);
+  out->set_epoch(v.epoch.value());
+  out->set_wire_seq(v.wire_seq.value());
+  out->mutable_ranks()->Add(v.ranks.begin(), v.ranks.end());
+  for (const SlotGrant& slot : v.slots) SetSlot(slot, out->add_slots());
+  out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
 }
 
 void Put(const PeerAbandon& v, v1::PeerAnswer* wire) {
@@ -1151,6 +1239,38 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerVerify& wire, const PeerBoun
   return out;
 }
 
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRun& wire, const PeerBounds& bounds) {
+  constexpr int kMaxProgramSlots = 4;
+  PeerRun out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "run.part"));
+  out.wired = wire.wired();
+  out.epoch = EpochId(wire.epoch());
+  out.wire_seq = WireSeq(wire.wire_seq());
+  REFITD_RETURN_IF_ERROR(AtMost(wire.ranks_size(), kMaxNodes, "run.ranks"));
+  for (int i = 0; i < wire.ranks_size(); ++i) {
+    if (wire.ranks(i) != kNoRank && wire.ranks(i) >= kMaxNodes) {
+      return Invalid("run.ranks[{}] is {}, more than {}", i, wire.ranks(i), kMaxNodes - 1);
+    }
+    out.ranks.push_back(wire.ranks(i));
+  }
+  REFITD_RETURN_IF_ERROR(AtMost(wire.slots_size(), kMaxProgramSlots, "run.slots"));
+  if (wire.slots_size() % 2 != 0 || (out.wired && wire.slots_size() == 0)) {
+    return Invalid("run.slots has {} entries: to send from and to receive into come in pairs",
+                   wire.slots_size());
+  }
+  for (int i = 0; i < wire.slots_size(); ++i) {
+    REFITD_ASSIGN_OR_RETURN(const SlotGrant slot,
+                            SlotOf(wire.slots(i), bounds, fmt::format("run.slots[{}]", i)));
+    for (const SlotGrant& other : out.slots) {
+      if (other.slot == slot.slot) return Invalid("run.slots[{}] is {} again", i, slot.slot);
+    }
+    out.slots.push_back(slot);
+  }
+  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "run.skip"));
+  return out;
+}
+
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& wire, const PeerBounds&) {
   PeerUpdateEnded out;
   out.update = UpdateId(wire.update());
@@ -1425,12 +1545,32 @@ absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
   return messages;
 }
 
-absl::StatusOr<v1::PeerAnswer> ToWire(const PeerCommand& command, int64_t message_bytes) {
-  v1::PeerAnswer answer;
-  std::visit([&](const auto& value) { Put(value, &answer); }, command);
-  REFITD_RETURN_IF_ERROR(CheckSize(static_cast<int64_t>(answer.ByteSizeLong()) + kEnvelopeBytes,
-                                   message_bytes, "a command"));
-  return answer;
+absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
+                                                   int64_t message_bytes) {
+  std::vector<v1::PeerAnswer> answers;
+  if (const auto* program = std::get_if<PeerProgram>(&command)) {
+    answers = ProgramToWire(*program, std::min(kPeerLayoutChunkBytes, message_bytes / 2));
+  } else {
+    answers.resize(1);
+    std::visit(
+        [&](const auto& value) {
+          using Value = std::decay_t<decltype(value)>;
+          if constexpr (!std::is_same_v<Value, PeerProgram>) Put(value, &answers[0]);
+        },
+        command);
+  }
+  for (const v1::PeerAnswer& answer : answers) {
+    REFITD_RETURN_IF_ERROR(CheckSize(static_cast<int64_t>(answer.ByteSizeLong()) + kEnvelopeBytes,
+                                     message_bytes, "a command"));
+  }
+  return answers;
+}
+
+absl::StatusOr<std::optional<PeerCommand>> CommandDecoder::Decode(const v1::PeerAnswer& answer) {
+  if (answer.has_program()) return programs_.Add(answer.program());
+  if (!programs_.idle())
+    return Invalid("kind: another command where the program's next chunk is to come");
+  return FromWire(answer, bounds_);
 }
 
 absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBounds& bounds) {
@@ -1459,6 +1599,12 @@ absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBou
       return CommandOf(answer.draining(), bounds);
     case v1::PeerAnswer::kVerify:
       return CommandOf(answer.verify(), bounds);
+    case v1::PeerAnswer::kProgram:
+      return Invalid("kind: a program comes in chunks");
+    case v1::PeerAnswer::kCompare:
+      return PeerCompare{UpdateId(answer.compare().update())};
+    case v1::PeerAnswer::kRun:
+      return CommandOf(answer.run(), bounds);
     case v1::PeerAnswer::kAbandon:
       return PeerAbandon{UpdateId(answer.abandon().update())};
     case v1::PeerAnswer::kUpdateEnded:
@@ -1531,6 +1677,12 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMe
       return ReportOf(message.part_done());
     case v1::PeerMessage::kVerified:
       return ReportOf(message.verified());
+    case v1::PeerMessage::kProgramBuilt:
+      return ReportOf(message.program_built());
+    case v1::PeerMessage::kCompared:
+      return ReportOf(message.compared());
+    case v1::PeerMessage::kRunDone:
+      return ReportOf(message.run_done());
     case v1::PeerMessage::kEpochOpened:
       return ReportOf(message.epoch_opened());
     case v1::PeerMessage::kEpochUp:

@@ -25,6 +25,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/group/machine.h"
 #include "daemon/group/peer.h"
+#include "daemon/peer_program_convert.h"
 #include "proto/convert.h"
 #include "refitd/v1/peer.pb.h"
 
@@ -59,17 +60,31 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec);
 
 // ---- reports and commands; sequence and incarnation are left to the link ----
 
-// A layout makes several messages, everything else one. Durations are rounded up to milliseconds,
-// texts shortened and made UTF-8. RESOURCE_EXHAUSTED: larger than `message_bytes`;
+// A layout and a program make several messages, everything else one. Durations are rounded up to
+// milliseconds, texts shortened and made UTF-8. RESOURCE_EXHAUSTED: larger than `message_bytes`;
 // INVALID_ARGUMENT: a call that the other side would refuse to read.
 absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
                                                     int64_t message_bytes);
-absl::StatusOr<v1::PeerAnswer> ToWire(const PeerCommand& command, int64_t message_bytes);
+absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
+                                                   int64_t message_bytes);
 
 // Whether every header that this bucket can become fits into a message. RESOURCE_EXHAUSTED.
 absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t message_bytes);
 
+// Of one message; not of a program's chunks.
 absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBounds& bounds);
+
+// Commands of one link, in order.
+class CommandDecoder {
+ public:
+  explicit CommandDecoder(const PeerBounds& bounds) : bounds_(bounds) {}
+  // nullopt: a chunk of a program that is not complete yet.
+  absl::StatusOr<std::optional<PeerCommand>> Decode(const v1::PeerAnswer& answer);
+
+ private:
+  PeerBounds bounds_;
+  ProgramDecoder programs_;
+};
 
 // Reports of one link, in order.
 class ReportDecoder {

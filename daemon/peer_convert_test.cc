@@ -78,6 +78,15 @@ FIELDS(PeerCommitted, a, b)
 FIELDS(PeerAborted, a, b, c, d)
 FIELDS(PeerDraining, a)
 FIELDS(PeerVerify, a, b)
+FIELDS(PlanMember, a, b)
+FIELDS(ReplicaShare, a, b, c)
+FIELDS(PeerProgram, a, b, c, d, e, f, g, h)
+FIELDS(PeerCompare, a)
+FIELDS(PeerRun, a, b, c, d, e, f, g, h)
+FIELDS(PeerStream, a, b, c)
+FIELDS(PeerProgramBuilt, a, b, c, d)
+FIELDS(PeerCompared, a, b, c)
+FIELDS(PeerRunDone, a, b, c, d, e, f)
 FIELDS(PeerAbandon, a)
 FIELDS(PeerUpdateEnded, a, b, c, d)
 FIELDS(PeerEpochOpen, a, b, c)
@@ -106,6 +115,7 @@ bool Equal(const std::optional<T>& a, const std::optional<T>& b);
 template <typename T>
 bool Equal(const std::shared_ptr<T>& a, const std::shared_ptr<T>& b);
 bool Equal(const std::shared_ptr<const Layout>& a, const std::shared_ptr<const Layout>& b);
+bool Equal(const std::shared_ptr<const RoutePlan>& a, const std::shared_ptr<const RoutePlan>& b);
 template <typename... T>
 bool Equal(const std::variant<T...>& a, const std::variant<T...>& b);
 
@@ -142,6 +152,11 @@ bool Equal(const std::shared_ptr<T>& a, const std::shared_ptr<T>& b) {
 bool Equal(const std::shared_ptr<const Layout>& a, const std::shared_ptr<const Layout>& b) {
   return a->tensors == b->tensors && a->pieces == b->pieces &&
          a->binding_generation == b->binding_generation;
+}
+bool Equal(const std::shared_ptr<const RoutePlan>& a, const std::shared_ptr<const RoutePlan>& b) {
+  if (a == nullptr || b == nullptr) return a == b;
+  return a->Digest() == b->Digest() && a->tensors == b->tensors &&
+         a->longest_stream == b->longest_stream && a->wire_bytes == b->wire_bytes;
 }
 template <typename... T>
 bool Equal(const std::variant<T...>& a, const std::variant<T...>& b) {
@@ -233,6 +248,37 @@ void FillOne(Rng& rng, std::shared_ptr<const Layout>* v) {
   }
   *v = std::make_shared<const Layout>(std::move(layout));
 }
+// Two trainers on two nodes, and two engines that each want all rows.
+void FillOne(Rng& rng, std::shared_ptr<const RoutePlan>* v) {
+  std::vector<RouteMember> sources(2);
+  std::vector<RouteMember> destinations(2);
+  std::vector<Layout> layouts(4);
+  for (int64_t t = Between(rng, 1, 5); t > 0; --t) {
+    const int64_t rows = Between(rng, 2, 9);
+    const TensorSpec tensor{fmt::format("weights.{}", t), DType::kFloat32, {rows, 3}};
+    for (uint32_t r = 0; r < 4; ++r) {
+      const Box half{{r == 0 ? 0 : rows / 2, 0}, {r == 0 ? rows / 2 : rows - rows / 2, 3}};
+      const Box box = r < 2 ? half : WholeBox(tensor.shape);
+      const auto index = static_cast<uint32_t>(layouts[r].tensors.size());
+      layouts[r].tensors.push_back(tensor);
+      layouts[r].pieces.push_back({index, box, RegionId(), 0, {3, 1}});
+    }
+  }
+  for (uint32_t r = 0; r < 2; ++r) {
+    sources[r] = {std::make_shared<const Layout>(layouts[r]), r, 0};
+    destinations[r] = {std::make_shared<const Layout>(layouts[2 + r]), r, r};
+  }
+  auto plan = CompileRoutes(sources, destinations, {});
+  REQUIRE(plan.ok());
+  *v = std::make_shared<const RoutePlan>(*std::move(plan));
+}
+void FillOne(Rng& rng, std::shared_ptr<const std::vector<ReplicaShare>>* v) {
+  std::vector<ReplicaShare> shares;
+  for (int64_t n = Between(rng, 0, 4); n > 0; --n) {
+    shares.push_back({static_cast<uint32_t>(n % 2), 0, Box{{0, 1}, {Between(rng, 1, 2), 2}}});
+  }
+  *v = std::make_shared<const std::vector<ReplicaShare>>(std::move(shares));
+}
 template <typename T>
 void FillOne(Rng& rng, std::optional<T>* v) {
   if (Between(rng, 0, 1) == 1) Fill(rng, &v->emplace());
@@ -276,6 +322,24 @@ void Agree(Rng& rng, BucketEvent* v) {
 }
 void Agree(Rng& rng, PeerPartDone* v) {
   v->failed_destination = static_cast<int>(Between(rng, -1, 5));
+}
+void Agree(Rng& rng, PeerRunDone* v) {
+  v->failed_destination = static_cast<int>(Between(rng, -1, 5));
+}
+void Agree(Rng& rng, PeerProgram* v) {
+  v->node = static_cast<uint32_t>(Between(rng, 0, 1));
+  v->chunk_bytes = Between(rng, kSectionAlignment, kMaxTensorBytes);
+  if (Between(rng, 0, 3) > 0) return;
+  v->plan = nullptr;
+  v->replicas = nullptr;
+}
+void Agree(Rng& rng, PeerRun* v) {
+  if (Between(rng, 0, 1) == 1) v->ranks.push_back(kNoRank);
+  v->slots.clear();
+  const int64_t slots = v->wired ? 2 * Between(rng, 1, 2) : 0;
+  for (int64_t s = 0; s < slots; ++s) {
+    v->slots.push_back({SlotIndex(static_cast<uint32_t>(s)), GrantId(9)});
+  }
 }
 void Agree(Rng& /*rng*/, PeerRefuse* v) {
   if (v->status.ok()) v->status = absl::AbortedError("no");
@@ -335,14 +399,21 @@ PeerReport There(const PeerReport& report, ReportDecoder* decoder) {
 }
 
 PeerCommand There(const PeerCommand& command) {
-  auto answer = ToWire(command, kMessageBytes);
-  REQUIRE(answer.ok());
-  v1::PeerAnswer read;
-  REQUIRE(read.ParseFromString(answer->SerializeAsString()));
-  auto decoded = FromWire(read, kBounds);
-  INFO(decoded.status().ToString());
-  REQUIRE(decoded.ok());
-  return *std::move(decoded);
+  auto answers = ToWire(command, kMessageBytes);
+  REQUIRE(answers.ok());
+  CommandDecoder decoder(kBounds);
+  std::optional<PeerCommand> out;
+  for (const v1::PeerAnswer& answer : *answers) {
+    REQUIRE(!out.has_value());
+    v1::PeerAnswer read;
+    REQUIRE(read.ParseFromString(answer.SerializeAsString()));
+    auto decoded = decoder.Decode(read);
+    INFO(decoded.status().ToString());
+    REQUIRE(decoded.ok());
+    out = *std::move(decoded);
+  }
+  REQUIRE(out.has_value());
+  return *std::move(out);
 }
 
 template <typename Variant, typename Check>
@@ -608,7 +679,7 @@ TEST_CASE("A bucket that passes CheckHeaderFits never makes a header that is too
     Fill(rng, &header);
     const auto answer = ToWire(PeerCommand(header), kMessageBytes);
     REQUIRE(answer.ok());
-    const auto bytes = static_cast<int64_t>(answer->ByteSizeLong());
+    const auto bytes = static_cast<int64_t>(answer->at(0).ByteSizeLong());
     CHECK(CheckHeaderFits(header.header.content->tensors, bytes).code() ==
           absl::StatusCode::kResourceExhausted);
   }

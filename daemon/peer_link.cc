@@ -210,7 +210,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
       REFITD_ASSIGN_OR_RETURN(const auto accepted, AcceptedFromWire(answer_));
       const LinkUp& up = accepted.first;
       order_.emplace(up.incarnation);
-      bounds_ = {up.spec.slots, up.spec.slot_bytes};
+      decoder_.emplace(PeerBounds{up.spec.slots, up.spec.slot_bytes});
       {
         MutexLock lock(&mutex_);
         if (ended_ || closing_) return absl::OkStatus();
@@ -225,16 +225,17 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     REFITD_ASSIGN_OR_RETURN(const bool counts,
                             order_->Check(answer_.sequence(), answer_.incarnation()));
     if (!counts) return absl::OkStatus();
-    REFITD_ASSIGN_OR_RETURN(PeerCommand command, FromWire(answer_, bounds_));
+    REFITD_ASSIGN_OR_RETURN(std::optional<PeerCommand> command, decoder_->Decode(answer_));
+    if (!command.has_value()) return absl::OkStatus();
     {
       MutexLock lock(&mutex_);
       if (ended_ || closing_) return absl::OkStatus();
-      if (const auto* replaced = std::get_if<PeerIncarnation>(&command)) {
+      if (const auto* replaced = std::get_if<PeerIncarnation>(&*command)) {
         REFITD_RETURN_IF_ERROR(order_->Announce(replaced->incarnation));
         incarnation_ = replaced->incarnation;
       }
     }
-    callbacks_.on_command(std::move(command));
+    callbacks_.on_command(*std::move(command));
     return absl::OkStatus();
   }
 
@@ -277,7 +278,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   // Of the reading thread.
   v1::PeerAnswer answer_;
   std::optional<PeerOrder> order_;  // once accepted
-  PeerBounds bounds_;
+  std::optional<CommandDecoder> decoder_;
 
   grpc::ClientContext context_;
   std::unique_ptr<v1::Peer::Stub> stub_;

@@ -1,5 +1,5 @@
-// What the coordinator compiles for a refit from the layouts of all ranks: the routes (route.h), and
-// which source ranks hold the same elements and so must agree about them.
+// What the coordinator compiles for a refit from the layouts of all ranks: the routes (route.h),
+// and which source ranks hold the same elements and so must agree about them.
 //
 // Pure; values, thread-safe as such.
 #ifndef REFITD_TRANSPORT_REFIT_PLAN_H_

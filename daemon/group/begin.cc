@@ -141,6 +141,7 @@ std::string Group::Impl::WaitedForToAssemble() const {
     missing.push_back(fmt::format("{} of {} instances complete{}{}", complete, spec.min_instances,
                                   incomplete.empty() ? "" : ", missing ", group::Few(incomplete)));
   }
+  if (missing.empty() && compiling != nullptr) missing.emplace_back("the program to be compiled");
   return group::Few(missing);
 }
 
@@ -158,11 +159,34 @@ void Group::Impl::AssembleIfAllHere() {
     Abandon(why);
     return;
   }
+  const absl::StatusOr<bool> at_hand = ProgramAtHand();
+  if (!at_hand.ok() || !*at_hand) {
+    // Nobody takes part yet: who does is found anew when the program is there.
+    update->participants.clear();
+    update->readers.clear();
+    update->program.reset();
+    if (at_hand.ok()) return;
+    GiveUp why{Message(at_hand.status()), GiveUpClass::kOther};
+    why.begin_code = at_hand.status().code();
+    Abandon(std::move(why));
+    return;
+  }
+  if (update->program.has_value()) {
+    // Known better than any rank could tell.
+    if (update->tensor_count == 0 && program->key.pushed.empty()) {
+      update->tensor_count = program->tensors;
+    }
+    if (update->total_bytes == 0 && program->key.pushed.empty()) {
+      update->total_bytes = program->bytes;
+    }
+    update->accepted_bytes += program->bytes;
+  }
   Step(&update->state, UpdateTrigger::kAssembled);
   const Duration remaining = update->deadline - now;
   update->ready_deadline = now + std::min(limits.ready_limit, remaining);
   Do(UpdateAssembled{update->id, update->version, remaining, update->tensor_count,
-                     update->verification, update->nodes, update->catalog->destinations()});
+                     update->verification, update->nodes, update->catalog->destinations(),
+                     update->program});
   for (const Participant& participant : update->participants) {
     Step(&instances.at(participant.instance).state, InstanceTrigger::kPrepare);
     for (const MemberId id : participant.members) {
@@ -207,6 +231,7 @@ absl::Status Group::Impl::MakeParticipants() {
   update->evicted = evicted;
   update->skip_destination.resize(catalog->destinations().size());
   update->bytes_written.resize(catalog->destinations().size());
+  update->readers.clear();
   for (const Catalog::Rank& rank : catalog->ranks()) {
     if (rank.delivery != DeliveryMode::kStaged) continue;
     update->readers[rank.member].participant = rank.instance;
@@ -296,6 +321,7 @@ void Group::Impl::OpenDataIfReady() {
     }
   }
   Changed();
+  TakeOneCalls();
 }
 
 }  // namespace refitd

@@ -1,12 +1,9 @@
 #include "daemon/group/coordinator.h"
 
 #include <algorithm>
-#include <deque>
-#include <map>
-#include <set>
 #include <utility>
 
-#include "daemon/group/worker.h"
+#include "daemon/group/coordinator_impl.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -18,176 +15,7 @@ std::string Seconds(Duration duration) {
   return fmt::format("{:g} s", std::chrono::duration<double>(duration).count());
 }
 
-struct Node {
-  NodeId id;
-  std::string daemon_id;
-  std::string address;
-  TimePoint heard;
-  TimePoint next_ping;
-  uint64_t pings = 0;
-  std::map<MemberId, MemberId> members;  // its id -> ours
-};
-struct KnownLayout {
-  std::shared_ptr<const Layout> layout;
-  uint64_t digest = 0;
-};
-struct RemoteMember {
-  NodeId node;
-  MemberId id;  // on its daemon
-  bool engine = false;
-};
-struct RemoteCall {
-  NodeId node;
-  CallId id;  // on its daemon
-};
-
-// One part that more than this daemon's members take part in.
-struct PartJob {
-  PeerHeader header;  // as the root gets it
-  NodeId root;
-  std::set<NodeId> sinks;
-  std::set<NodeId> unacknowledged;
-  std::set<NodeId> running;  // that have not reported its end
-  bool issued = false;
-  absl::Status status;
-  int failed_destination = -1;  // of the group's
-  std::vector<int64_t> bytes_written;
-  std::map<NodeId, std::vector<uint64_t>> digests;
-};
-// An update with members on more than this daemon.
-struct Spread {
-  UpdateId update;
-  Version version;
-  Verification verification = Verification::kOff;
-  std::set<NodeId> nodes;  // still in
-  std::map<NodeId, PeerPrepare> prepares;
-  std::map<NodeId, std::vector<uint32_t>> destinations;  // node's index -> the group's
-  size_t destination_count = 0;
-  bool announced = false;
-  bool data_began = false;
-  bool abandoned = false;
-  std::map<PartSeq, PartJob> parts;
-  std::deque<PartSeq> to_issue;  // wired, in order
-  std::set<NodeId> verifying;
-  absl::Status verify_status;
-  std::vector<uint32_t> verify_failed;
-  // The wire lock of each node, taken in daemon-id order.
-  std::vector<NodeId> lock_order;
-  size_t locks_held = 0;
-  std::string lock_holder;  // who has the one that is waited for
-  TimePoint lock_deadline;
-  bool yielding = false;    // another group wants a wire
-  bool turn_taken = false;  // a part was issued since the wire was asked for
-};
-struct Epoch {
-  EpochId id;
-  std::vector<NodeId> ranks;
-  std::map<NodeId, std::string> addresses;
-  std::set<NodeId> up;
-  bool connecting = false;
-  bool ready = false;
-  TimePoint deadline;
-  uint64_t next_seq = 0;
-};
-
 }  // namespace
-
-struct Coordinator::Impl {
-  explicit Impl(CoordinatorOptions coordinator_options);
-
-  // ---- events ----
-  void Handle(const MachineEvent& event);
-  void On(const GroupEvent& event);
-  void On(const NodeJoined& e);
-  void On(const NodeLost& e) { LoseNode(e.node, e.reason); }
-  void On(const ReportReceived& e);
-  void On(const EpochOpened& e) { worker.Handle(e, Out()); }
-  void On(const EpochUp& e) { worker.Handle(e, Out()); }
-  void On(const WireDone& e) { worker.Handle(e, now, Out()); }
-  void On(const WireGranted& e) { worker.Handle(e, Out()); }
-  void On(const WireWaits& e) { worker.Handle(e, Out()); }
-  void On(const WireWanted& e) { worker.Handle(e, Out()); }
-  void On(const ProgramBuilt&) {}
-  void On(const MovesDone&) {}
-  void On(const LinkUp&) {}
-  void On(const LinkLost&) {}
-  void On(const CommandReceived&) {}
-  void Tick();
-
-  // ---- reports of a node (the own worker's too) ----
-  void Report(NodeId node, const PeerReport& report);
-  void On(Node* node, const PeerAttach& r);
-  void On(Node* node, const PeerGone& r);
-  void On(Node* node, const PeerLayout& r);
-  void On(Node* node, const PeerCall& r);
-  void On(Node* node, const PeerCallGone& r);
-  template <typename MemberReport, typename Make>
-  void ForMember(Node* node, const MemberReport& report, Make make);
-  void HeaderAcknowledged(NodeId node, const PeerHeaderAck& r);
-  void PartEnded(NodeId node, const PeerPartDone& r);
-  void Verified(NodeId node, const PeerVerified& r);
-  void Opened(NodeId node, const PeerEpochOpened& r);
-  void CameUp(NodeId node, const PeerEpochUp& r);
-  void LockGranted(NodeId node, const PeerWireGranted& r);
-
-  // ---- the group's actions ----
-  void Feed(GroupEvent event);
-  void Route(GroupAction action);
-  void Assemble(const UpdateAssembled& a);
-  void Announce();
-  void StartPart(const StartTransfer& a);
-  void StartReadback(const StartVerify& a);
-  void Abandon();
-  void End(const UpdateEnded& a);
-
-  // ---- parts ----
-  void CompleteIfDone(PartSeq seq);
-  absl::Status CompareDigests(const PartJob& part) const;
-  void CompleteVerifyIfDone();
-  void IssueParts();
-  bool WaitsForAgreement() const;
-  bool WireInFlight() const;
-  void Fail(const std::string& reason, GiveUpClass kind);
-
-  // ---- the data plane ----
-  void EnsureEpoch();
-  void CloseEpochEverywhere();
-  void AskLocks();
-  void AskNextLock();
-  void GiveLocksBack();
-  void YieldIfQuiet();
-
-  // ---- nodes ----
-  void Send(NodeId node, PeerCommand command);
-  void LoseNode(NodeId node, const std::string& reason);
-  std::string Name(NodeId node) const;
-  std::string NamesOfRanks(std::string_view message) const;
-  Worker::Output Out() { return {actions, &own_reports}; }
-  template <typename Action>
-  void Do(Action action) {
-    actions->push_back(std::move(action));
-  }
-
-  const CoordinatorOptions options;
-  Group group;
-  Worker worker;
-  std::map<NodeId, Node> nodes;
-  std::map<MemberId, RemoteMember> remotes;
-  std::map<CallId, RemoteCall> remote_calls;
-  std::map<std::pair<NodeId, CallId>, CallId> calls_of;
-  std::map<CallId, BucketEvent> buckets;    // of this daemon's trainers, until their reply
-  std::map<MemberId, KnownLayout> layouts;  // of all engine ranks
-  std::optional<Spread> spread;
-  std::optional<Epoch> epoch;
-  uint64_t next_epoch = 1;
-
-  // During one Handle.
-  TimePoint now;
-  MachineActions* actions = nullptr;
-  std::vector<PeerReport> own_reports;
-  std::deque<GroupEvent> events;
-  bool feeding = false;
-};
 
 Coordinator::Impl::Impl(CoordinatorOptions coordinator_options)
     : options(std::move(coordinator_options)),
@@ -351,6 +179,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   const std::string name = Name(id);
   const Node node = std::move(it->second);
   nodes.erase(it);
+  known_programs.erase(id);
   Do(GroupAction(LogLine{LogLine::kWarning, fmt::format("{} left: {}", name, reason)}));
   if (spread.has_value() && spread->nodes.erase(id) > 0) {
     // In the data phase its end of the communicator held what others wait for.
@@ -386,6 +215,9 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
       }
     }
     for (const PartSeq seq : parts) CompleteIfDone(seq);
+  }
+  if (spread.has_value() && spread->program.has_value()) {
+    LoseNodeInProgram(id, Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason));
   }
   if (spread.has_value() && spread->verifying.erase(id) > 0) {
     spread->verify_status = Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason);
@@ -428,6 +260,12 @@ void Coordinator::Impl::Report(NodeId id, const PeerReport& report) {
           PartEnded(id, r);
         } else if constexpr (std::is_same_v<R, PeerVerified>) {
           Verified(id, r);
+        } else if constexpr (std::is_same_v<R, PeerProgramBuilt>) {
+          Built(id, r);
+        } else if constexpr (std::is_same_v<R, PeerCompared>) {
+          Compared(id, r);
+        } else if constexpr (std::is_same_v<R, PeerRunDone>) {
+          RunEnded(id, r);
         } else if constexpr (std::is_same_v<R, PeerEpochOpened>) {
           Opened(id, r);
         } else if constexpr (std::is_same_v<R, PeerEpochUp>) {
@@ -623,6 +461,13 @@ void Coordinator::Impl::Route(GroupAction action) {
     if (spread.has_value()) return StartPart(*a);
   } else if (auto* a = std::get_if<StartVerify>(&action)) {
     if (spread.has_value()) return StartReadback(*a);
+  } else if (std::holds_alternative<StartCompare>(action)) {
+    spread->program->compare = true;
+    return CompareIfAgreed();
+  } else if (auto* a = std::get_if<StartRefit>(&action)) {
+    spread->data_began = true;
+    spread->program->run = std::move(*a);
+    return RunIfAgreed();
   } else if (std::holds_alternative<UpdateAbandoned>(action)) {
     if (spread.has_value()) Abandon();
   } else if (auto* a = std::get_if<UpdateEnded>(&action)) {
@@ -632,8 +477,13 @@ void Coordinator::Impl::Route(GroupAction action) {
 }
 
 void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
-  if (a.nodes.size() == 1 && a.nodes[0] == kCoordinatorNode) return;
+  // The program of one daemon takes the same way: there is one.
+  if (a.nodes.size() == 1 && a.nodes[0] == kCoordinatorNode && !a.program.has_value()) return;
   spread.emplace();
+  if (a.program.has_value()) {
+    spread->program.emplace();
+    spread->program->use = *a.program;
+  }
   spread->update = a.update;
   spread->version = a.version;
   spread->verification = a.verification;
@@ -662,7 +512,16 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
 // After the group's actions: the engines of each node are known by then.
 void Coordinator::Impl::Announce() {
   spread->announced = true;
-  for (auto& [node, prepare] : std::exchange(spread->prepares, {})) Send(node, std::move(prepare));
+  std::map<NodeId, PeerPrepare> prepares = std::exchange(spread->prepares, {});
+  if (spread->program.has_value()) {
+    for (const auto& [node, prepare] : prepares) {
+      for (const MemberId member : prepare.destinations) {
+        spread->program->commands[node].destinations.push_back({0, member});
+      }
+    }
+  }
+  for (auto& [node, prepare] : prepares) Send(node, std::move(prepare));
+  if (spread->program.has_value()) AnnounceProgram();
   EnsureEpoch();
 }
 
@@ -767,6 +626,7 @@ void Coordinator::Impl::Abandon() {
   } else {
     GiveLocksBack();
   }
+  if (spread->program.has_value()) AbandonProgram();
 }
 
 void Coordinator::Impl::End(const UpdateEnded& a) {
@@ -805,21 +665,25 @@ void Coordinator::Impl::IssueParts() {
   if (spread->abandoned || !epoch.has_value() || !epoch->ready) return;
   while (!spread->to_issue.empty()) {
     const PartSeq seq = spread->to_issue.front();
+    ProgramJob* const program = spread->program.has_value() && spread->program->run.has_value() &&
+                                        spread->program->run->part == seq
+                                    ? &*spread->program
+                                    : nullptr;
     const auto it = spread->parts.find(seq);
-    if (it == spread->parts.end()) {
+    if (program == nullptr && it == spread->parts.end()) {
       spread->to_issue.pop_front();
       continue;
     }
-    PartJob& part = it->second;
-    if (!part.unacknowledged.empty()) return;
+    if (program == nullptr && !it->second.unacknowledged.empty()) return;
+    if (program != nullptr && !program->sent) return;
     if (spread->lock_order.empty()) AskLocks();
     if (spread->locks_held < spread->lock_order.size()) return;
     if (spread->yielding && spread->turn_taken) return;
-    part.issued = true;
+    (program == nullptr ? it->second.issued : program->issued) = true;
     spread->turn_taken = true;
     spread->to_issue.pop_front();
     const UpdateId update = spread->update;
-    const std::set<NodeId> running = part.running;
+    const std::set<NodeId> running = program == nullptr ? it->second.running : program->running;
     for (const NodeId node : running) Send(node, PeerIssue{update, seq});
     if (!spread.has_value()) return;
   }
@@ -829,10 +693,14 @@ void Coordinator::Impl::IssueParts() {
 bool Coordinator::Impl::WaitsForAgreement() const {
   if (spread->to_issue.empty()) return false;
   const auto next = spread->parts.find(spread->to_issue.front());
-  return next != spread->parts.end() && !next->second.unacknowledged.empty();
+  if (next != spread->parts.end()) return !next->second.unacknowledged.empty();
+  return spread->program.has_value() && !spread->program->sent;
 }
 
 bool Coordinator::Impl::WireInFlight() const {
+  if (spread->program.has_value() && spread->program->issued && !spread->program->running.empty()) {
+    return true;
+  }
   return std::any_of(spread->parts.begin(), spread->parts.end(), [](const auto& p) {
     return p.second.header.wired && p.second.issued && !p.second.running.empty();
   });
@@ -918,6 +786,11 @@ void Coordinator::Impl::CompleteIfDone(PartSeq seq) {
 // ---- verification ----
 
 void Coordinator::Impl::StartReadback(const StartVerify& a) {
+  if (spread->program.has_value() && !spread->program->sent) {
+    // A node reads back when what it was told of has ended: it must be told of the program first.
+    spread->program->readback = a;
+    return;
+  }
   spread->verify_status = absl::OkStatus();
   spread->verify_failed.clear();
   std::map<NodeId, PeerVerify> commands;

@@ -149,6 +149,11 @@ absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const Buc
   }
   for (const TensorSpec& tensor : e.tensors) {
     REFITD_RETURN_IF_ERROR(update->catalog->Check(tensor, update->evicted));
+    if (Moves(tensor.name)) {
+      return Precondition(
+          "tensor '{}' comes with the registered layouts: list it in pushed_tensors to push it",
+          tensor.name);
+    }
   }
   return CheckParts(e);
 }

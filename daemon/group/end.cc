@@ -67,12 +67,14 @@ absl::Status Group::Impl::CheckCoverage() const {
   }
   REFITD_RETURN_IF_ERROR(update->catalog->CheckAllPushed(
       [this](std::string_view tensor) {
-        return update->pushed.contains(absl::string_view(tensor.data(), tensor.size()));
+        return update->pushed.contains(absl::string_view(tensor.data(), tensor.size())) ||
+               Moves(tensor);
       },
       update->evicted));
-  const auto pushed = static_cast<int64_t>(update->pushed.size());
+  const int64_t moved = update->program.has_value() ? program->tensors : 0;
+  const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
   if (update->tensor_count != 0 && pushed != update->tensor_count) {
-    return Precondition("{} tensors were pushed, but Begin's tensor_count was {}", pushed,
+    return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
                         update->tensor_count);
   }
   return absl::OkStatus();
@@ -86,6 +88,11 @@ void Group::Impl::On(const CommitEvent& e) {
   if (Repeated(member, CallKind::kCommit, e.request_id, what, e.call)) return;
   const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version);
   absl::Status status = found.status();
+  if (status.ok() && HasShards(*member)) {
+    // Commit does not say which binding it means.
+    status =
+        Precondition("{} has registered a layout: it ends an update with Refit", member->label);
+  }
   if (status.ok()) status = CheckCommit(**found, e);
   if (!status.ok()) {
     Refuse(e.call, std::move(status));
@@ -105,6 +112,11 @@ void Group::Impl::On(const CommitEvent& e) {
 void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
   if (progress->announced != progress->next_seq) return;
   if (const absl::Status covered = CheckCoverageIfLast(*progress); !covered.ok()) {
+    if (progress->one_call) {
+      GiveUp why{Message(covered), GiveUpClass::kOther};
+      why.commit_code = covered.code();
+      return Abandon(std::move(why));
+    }
     WithdrawAnnounced(progress, covered);
     return;
   }
@@ -156,6 +168,7 @@ void Group::Impl::ReadBackIfLast() {
   if (update->state != UpdateState::kSettling || update->readback != Readback::kNone) return;
   if (update->verification != Verification::kReadback) return;
   if (update->next_start < update->end_part()) return;
+  if (update->program.has_value() && update->refit < group::RefitPhase::kRunning) return;
   const bool alone = update->nodes.size() == 1;
   if (alone && (update->in_flight > 0 || !WrittenInFull().ok())) return;
   const Catalog& known = *update->catalog;
@@ -175,6 +188,7 @@ void Group::Impl::ReadBackIfLast() {
 void Group::Impl::SettleIfDone() {
   if (update->state != UpdateState::kSettling) return;
   if (!update->parts.empty() || update->in_flight > 0) return;
+  if (update->program.has_value() && update->refit != group::RefitPhase::kDone) return;
   if (std::any_of(update->readers.begin(), update->readers.end(),
                   [](const auto& r) { return !r.second.outstanding.empty(); })) {
     return;
@@ -472,7 +486,7 @@ void Group::Impl::AnswerAll(bool committed, const std::vector<InstanceOutcome>& 
   const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
   for (const auto& [call, request] : waiting) {
     if (committed) {
-      REFITD_CHECK(request->kind == CallKind::kCommit);
+      REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit);
       Finish(request, absl::OkStatus(),
              CommitReply{update->version, outcomes, update->accepted_bytes, now - update->started});
       continue;
@@ -487,6 +501,11 @@ void Group::Impl::AnswerAll(bool committed, const std::vector<InstanceOutcome>& 
       case CallKind::kCommit:
         Finish(request, absl::Status(why.commit_code, lost), EmptyReply{});
         break;
+      case CallKind::kRefit: {
+        const bool began = update->data_began != TimePoint();
+        Finish(request, absl::Status(began ? why.commit_code : why.begin_code, lost), EmptyReply{});
+        break;
+      }
       case CallKind::kAbort:
         Finish(request, absl::OkStatus(), EmptyReply{});
         break;
@@ -526,6 +545,9 @@ std::string Group::Impl::WaitedFor() const {
   }
   if (update->next_start < update->end_part()) {
     waits.push_back(fmt::format("a slot for part {} ({})", update->next_start, HoldersOfSlots()));
+  }
+  if (update->refit == group::RefitPhase::kCompared) {
+    waits.push_back(fmt::format("2 slots for the program ({})", HoldersOfSlots()));
   }
   for (const auto& [rank, progress] : update->trainers) {
     if (progress.committed) continue;

@@ -67,8 +67,8 @@ struct Follower::Impl {
   void On(const EpochOpened& e) { worker.Handle(e, Out()); }
   void On(const EpochUp& e) { worker.Handle(e, Out()); }
   void On(const WireDone& e) { worker.Handle(e, now, Out()); }
-  void On(const ProgramBuilt&) {}
-  void On(const MovesDone&) {}
+  void On(const ProgramBuilt& e) { worker.Handle(e, now, Out()); }
+  void On(const MovesDone& e) { worker.Handle(e, now, Out()); }
   void On(const WireGranted& e) { worker.Handle(e, Out()); }
   void On(const WireWaits& e) { worker.Handle(e, Out()); }
   void On(const WireWanted& e) { worker.Handle(e, Out()); }

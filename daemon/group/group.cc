@@ -40,6 +40,7 @@ void Group::Impl::Pump() {
   if (update != nullptr) {
     SendParts();
     StartParts();
+    RunProgramIfDue();
     TellEvictedIfQuiet();
     ReadBackIfLast();
     SettleIfDone();

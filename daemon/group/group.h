@@ -69,6 +69,8 @@ struct GroupLimits {
   Duration lease_limit = std::chrono::seconds(30);  // a leased slot unsubmitted
   Duration cleanup_limit = std::chrono::seconds(
       1);  // draining transfers after an abort: exceeded is logged, never skipped (P6)
+  int64_t compare_every =
+      100;  // versions after which replicas of a compiled refit are compared again
   int outstanding_buckets = 256;  // per trainer rank; also how far ahead of order a seq may be
   Verification default_verification = Verification::kReadback;
 };
@@ -492,7 +494,8 @@ struct LogLine {
 using GroupAction =
     std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
                  StartTransfer, StartVerify, CompileProgram, StartCompare, StartRefit,
-                 ReleaseMember, UpdateAssembled, UpdateAbandoned, UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
+                 ReleaseMember, UpdateAssembled, UpdateAbandoned, UpdateEnded, RefuseMember,
+                 WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----

@@ -210,6 +210,18 @@ struct Group::Impl {
   int LeasesOf(MemberId member) const;
   bool TryLease(const LeaseWaiter& waiter);
 
+  // ---- refit.cc ----
+  absl::Status CheckRefit(const Member& member, const RefitEvent& e, bool joined);
+  static bool HasShards(const Member& member);
+  void TakeOneCalls();
+  absl::StatusOr<bool> ProgramAtHand();
+  bool Moves(std::string_view tensor) const;
+  void TouchSources(int by);
+  void RunProgramIfDue();
+  bool MustCompare() const;
+  bool TakeProgramSlots();
+  void StartProgram();
+
   // ---- end.cc ----
   absl::Status CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const;
   absl::Status CheckCoverageIfLast(const TrainerProgress& progress) const;
@@ -257,7 +269,10 @@ struct Group::Impl {
   std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
-  std::shared_ptr<const Catalog> catalog;  // of the last update
+  std::shared_ptr<const Catalog> catalog;             // of the last update
+  std::unique_ptr<group::CompiledProgram> program;    // of the last update with shards
+  std::unique_ptr<group::CompiledProgram> compiling;  // asked for; null: none
+  uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
   std::deque<std::pair<Version, PastUpdate>> past;  // newest last
   int64_t committed_updates = 0;

@@ -172,6 +172,26 @@ class TestGroup {
     Do(CommitEvent{call, member, "", Version(version), buckets, true});
     return call;
   }
+  // A trainer rank's shards: the rank's equal share of each tensor.
+  void Shards(MemberId trainer, const std::vector<TensorSpec>& tensors, int rank = 0, int of = 1,
+              std::vector<uint32_t> pushed = {}) {
+    auto layout = std::make_shared<Layout>(*LayoutOf(tensors, rank, of));
+    layout->pushed_tensors = std::move(pushed);
+    Do(LayoutRegistered{trainer, std::move(layout)});
+  }
+  CallId Refit(MemberId member, int64_t version, int64_t buckets = 0, std::string request_id = "") {
+    RefitEvent e;
+    e.member = member;
+    e.version = Version(version);
+    e.bucket_count = buckets;
+    e.request_id = std::move(request_id);
+    return Refit(e);
+  }
+  CallId Refit(RefitEvent e) {
+    e.call = NewCall();
+    Do(e);
+    return e.call;
+  }
   CallId Abort(MemberId member, int64_t version, std::string reason = "changed my mind") {
     const CallId call = NewCall();
     Do(AbortEvent{call, member, "", Version(version), std::move(reason)});
@@ -230,6 +250,42 @@ class TestGroup {
     handed.erase(handed.begin() + static_cast<int64_t>(index));
     acked_[{h.member, h.update}].insert(h.part);
     Do(AckEvent{h.member, h.id, h.part});
+  }
+  // The plan says no more than what the group reads of it.
+  void FinishCompile(absl::Status status = absl::OkStatus(), bool replicas = false,
+                     int64_t wire_bytes = 0) {
+    REQUIRE(compiling.has_value());
+    auto plan = std::make_shared<RefitPlan>();
+    plan->routes.tensors = Moved(*compiling);
+    plan->routes.wire_bytes = wire_bytes;
+    if (replicas) plan->replicas.boxes.resize(1);
+    const ProgramId id = compiling->program;
+    compiling.reset();
+    Do(ProgramCompiled{id, status, status.ok() ? plan : nullptr});
+  }
+  void FinishCompare(absl::Status status = absl::OkStatus()) {
+    REQUIRE(comparing.has_value());
+    const UpdateId update = comparing->update;
+    comparing.reset();
+    Do(CompareDone{update, std::move(status)});
+  }
+  void FinishRefit(absl::Status status = absl::OkStatus(), int failed = -1) {
+    REQUIRE(refitting.has_value());
+    RefitDone done{refitting->update, status, {}, failed};
+    done.bytes_written.resize(assembled->destinations.size());
+    for (size_t d = 0; d < assembled->destinations.size() && status.ok(); ++d) {
+      const auto engine = engines.find(assembled->destinations[d]);
+      if (refitting->skip_destination[d] || engine == engines.end()) continue;
+      for (const TensorSpec& tensor : assembled->program->plan->routes.tensors) {
+        for (const Piece& piece : engine->second.layout->pieces) {
+          if (engine->second.layout->tensors[piece.tensor].name != tensor.name) continue;
+          done.bytes_written[d] += ElementCount(piece.box) * ElementBytes(tensor.dtype);
+        }
+        CHECK(written_[engine->first][tensor.name].Add(0, *ElementCount(tensor.shape)));
+      }
+    }
+    refitting.reset();
+    Do(std::move(done));
   }
   void FinishVerify(absl::Status status = absl::OkStatus(), std::vector<uint32_t> failed = {}) {
     REQUIRE(verifying.has_value());
@@ -325,6 +381,11 @@ class TestGroup {
   std::vector<Running> running;
   std::vector<Handed> handed;  // unacknowledged
   std::vector<SendPart> parts;
+  std::optional<UpdateAssembled> assembled;  // the last
+  std::optional<CompileProgram> compiling;
+  int compiled = 0;  // how often it was asked for
+  std::optional<StartCompare> comparing;
+  std::optional<StartRefit> refitting;
   std::optional<StartVerify> verifying;
   std::set<MemberId> verify_touches;
   std::vector<SendCommitted> committed;
@@ -428,6 +489,7 @@ class TestGroup {
     CheckAlive(a.member);
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());
+    CHECK_FALSE(refitting.has_value());
     CHECK((a.version > last_committed_ || a.version == group.version()));
     last_committed_ = a.version;
     committed.push_back(a);
@@ -451,6 +513,7 @@ class TestGroup {
     CheckAlive(a.member);
     for (const Running& r : running) CHECK_FALSE(r.touches.contains(a.member));
     CHECK_FALSE(verify_touches.contains(a.member));
+    CHECK_FALSE((engines.contains(a.member) && RefitTouches(a.member)));
     std::erase_if(prepared, [&](const auto& p) { return p.first == a.member; });
     aborted.push_back(a);
     // Who was evicted holds up nobody by what it still reads.
@@ -494,13 +557,16 @@ class TestGroup {
     CHECK(lost.contains(a.member));
     for (const Running& r : running) CHECK_FALSE(r.touches.contains(a.member));
     CHECK_FALSE(verify_touches.contains(a.member));
+    CHECK_FALSE(RefitTouches(a.member));
     CHECK(released.insert(a.member).second);
   }
-  void On(const UpdateAssembled&) {}
+  void On(const UpdateAssembled& a) { assembled = a; }
   void On(const UpdateAbandoned&) {}
   void On(const UpdateEnded& a) {
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());
+    CHECK_FALSE(refitting.has_value());
+    CHECK_FALSE(comparing.has_value());
     ended.push_back(a.update);
   }
   void On(const RefuseMember& a) {
@@ -512,9 +578,52 @@ class TestGroup {
     CHECK(welcome.insert(a.member).second);
   }
   void On(const StateChanged&) {}
-  void On(const CompileProgram&) {}
-  void On(const StartCompare&) {}
-  void On(const StartRefit&) {}
+  void On(const CompileProgram& a) {
+    CHECK_FALSE(compiling.has_value());  // one at a time
+    compiling = a;
+    ++compiled;
+  }
+  void On(const StartCompare& a) {
+    CHECK(a.update == UpdateId(updates_));
+    CHECK_FALSE(comparing.has_value());
+    CHECK_FALSE(refitting.has_value());
+    comparing = a;
+  }
+  void On(const StartRefit& a) {
+    CHECK(a.update == UpdateId(updates_));
+    CHECK_FALSE(refitting.has_value());
+    CHECK_FALSE(comparing.has_value());
+    for (const MemberId source : assembled->program->sources) CheckAlive(source);
+    for (size_t d = 0; d < assembled->destinations.size(); ++d) {
+      if (a.skip_destination[d]) continue;
+      CheckAlive(assembled->destinations[d]);
+      const auto engine = engines.find(assembled->destinations[d]);
+      if (engine != engines.end()) dirty.insert(engine->second.instance);
+    }
+    refitting = a;
+  }
+  // A program moves what the trainers' layouts have, but for what is pushed.
+  static std::vector<TensorSpec> Moved(const CompileProgram& compile) {
+    std::map<std::string, TensorSpec> moved;
+    for (const RouteMember& source : compile.sources) {
+      for (const TensorSpec& tensor : source.layout->tensors) moved[tensor.name] = tensor;
+    }
+    for (const std::string& name : compile.options.skip_tensors) moved.erase(name);
+    std::vector<TensorSpec> list;
+    for (const auto& [name, tensor] : moved) list.push_back(tensor);
+    return list;
+  }
+  bool RefitTouches(MemberId member) const {
+    if (comparing.has_value() || refitting.has_value()) {
+      const auto& sources = assembled->program->sources;
+      if (std::find(sources.begin(), sources.end(), member) != sources.end()) return true;
+    }
+    if (!refitting.has_value()) return false;
+    for (size_t d = 0; d < assembled->destinations.size(); ++d) {
+      if (assembled->destinations[d] == member && !refitting->skip_destination[d]) return true;
+    }
+    return false;
+  }
   void On(const LogLine& a) { log.push_back(a); }
 
   uint64_t members_ = 0;

@@ -80,10 +80,9 @@ struct WireWaits {
 };
 struct WireWanted {};
 
-using PeerEvent =
-    std::variant<NodeJoined, NodeLost, ReportReceived, LinkUp, LinkLost, CommandReceived,
-                 EpochOpened, EpochUp, WireDone, WireGranted, WireWaits, WireWanted, ProgramBuilt,
-                 MovesDone>;
+using PeerEvent = std::variant<NodeJoined, NodeLost, ReportReceived, LinkUp, LinkLost,
+                               CommandReceived, EpochOpened, EpochUp, WireDone, WireGranted,
+                               WireWaits, WireWanted, ProgramBuilt, MovesDone>;
 using MachineEvent = std::variant<GroupEvent, PeerEvent>;
 
 // ---- actions beside those of Group ----
@@ -153,9 +152,9 @@ struct StartExchange {
 struct AcquireWire {};
 struct ReleaseWire {};
 
-using PeerAction = std::variant<SendCommand, DropNode, SendReport, CloseLink, OpenEpoch,
-                                ConnectEpoch, CloseEpoch, StartWire, StartExchange, BuildProgram,
-                                StartMoves, AcquireWire, ReleaseWire>;
+using PeerAction =
+    std::variant<SendCommand, DropNode, SendReport, CloseLink, OpenEpoch, ConnectEpoch, CloseEpoch,
+                 StartWire, StartExchange, BuildProgram, StartMoves, AcquireWire, ReleaseWire>;
 using MachineAction = std::variant<GroupAction, PeerAction>;
 using MachineActions = std::vector<MachineAction>;
 

@@ -23,6 +23,8 @@
 #include "absl/status/status.h"
 #include "daemon/group/group.h"
 #include "transport/base/ids.h"
+#include "transport/refit_plan.h"
+#include "transport/route.h"
 
 namespace refitd {
 
@@ -119,10 +121,42 @@ struct PeerPong {
   uint64_t number = 0;
 };
 
+// A stream of a program between this node and another, by its digest at this end; 0: there is none.
+struct PeerStream {
+  uint32_t peer = 0;  // of the plan
+  uint64_t out = 0;
+  uint64_t in = 0;
+};
+// This node's part of the update's program is compiled and bound to its members' memory.
+struct PeerProgramBuilt {
+  UpdateId update;
+  absl::Status status;
+  int64_t rounds = 0;
+  std::vector<PeerStream> streams;  // of their structure (Stream::Digest); ascending peers
+};
+struct PeerCompared {
+  UpdateId update;
+  absl::Status status;
+  std::vector<uint64_t> digests;  // by PeerProgram::replicas
+};
+// This node's share of the program has ended: nothing of it is read, written, sent or received any
+// more.
+struct PeerRunDone {
+  UpdateId update;
+  absl::Status status;
+  bool wire_failed = false;            // the data plane failed: its epoch can't be used any more
+  std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
+  int failed_destination = -1;         // of PeerPrepare, if not OK and known
+  // Unless verification is off: HashChain from 0 over the digests of a stream's sections. Out: of
+  // the sources' bytes; in: of what was received.
+  std::vector<PeerStream> streams;
+};
+
 using PeerReport =
     std::variant<PeerAttach, PeerGone, PeerLayout, PeerReady, PeerFailed, PeerAck, PeerCall,
-                 PeerCallGone, PeerHeaderAck, PeerPartDone, PeerVerified, PeerEpochOpened,
-                 PeerEpochUp, PeerWireGranted, PeerWireWaits, PeerWireWanted, PeerPong>;
+                 PeerCallGone, PeerHeaderAck, PeerPartDone, PeerVerified, PeerProgramBuilt,
+                 PeerCompared, PeerRunDone, PeerEpochOpened, PeerEpochUp, PeerWireGranted,
+                 PeerWireWaits, PeerWireWanted, PeerPong>;
 
 // ---- from the coordinator to a joined daemon ----
 
@@ -203,6 +237,41 @@ struct PeerVerify {
   UpdateId update;
   std::vector<bool> skip;  // by destination: evicted since
 };
+// A rank of a plan, and who it is on this node.
+struct PlanMember {
+  uint32_t rank = 0;  // index into the plan's sources or destinations
+  MemberId member;
+};
+// The program of an update; comes right after its PeerPrepare. Answered by PeerProgramBuilt.
+struct PeerProgram {
+  UpdateId update;
+  ProgramId program;
+  uint32_t node = 0;        // this one's number in the plan
+  int64_t chunk_bytes = 0;  // of a round, per peer and direction
+  std::vector<PlanMember> sources;
+  std::vector<PlanMember> destinations;  // all of PeerPrepare, in its order
+  // What this node needs of the plan (PartOf), and the boxes whose digests PeerCompare asks for, by
+  // plan numbers. Both null: as they came with the same program before.
+  std::shared_ptr<const RoutePlan> plan;
+  std::shared_ptr<const std::vector<ReplicaShare>> replicas;
+};
+// Digests of what several ranks hold, before anything is written. Answered by PeerCompared.
+struct PeerCompare {
+  UpdateId update;
+};
+inline constexpr uint32_t kNoRank = UINT32_MAX;
+// Run the program: what stays on this node at once, rounds over the data plane from the PeerIssue
+// of `part` on. Answered by PeerRunDone.
+struct PeerRun {
+  UpdateId update;
+  PartSeq part;                  // its place among the update's parts
+  bool wired = false;            // any node has a round
+  EpochId epoch;                 // wired
+  WireSeq wire_seq;              // wired: of the first round; the others follow
+  std::vector<uint32_t> ranks;   // wired: of the epoch, by node of the plan; kNoRank: it is gone
+  std::vector<SlotGrant> slots;  // wired: to send from, to receive into, in turn
+  std::vector<bool> skip;        // by destination: evicted since
+};
 // The update is given up: parts that were not issued are not started any more; all that was
 // announced is answered by PeerPartDone all the same.
 struct PeerAbandon {
@@ -241,11 +310,11 @@ struct PeerIncarnation {
   uint64_t incarnation = 0;
 };
 
-using PeerCommand =
-    std::variant<PeerWelcome, PeerRefuse, PeerReply, PeerPrepare, PeerHeader, PeerIssue,
-                 PeerSendPart, PeerCommitted, PeerAborted, PeerDraining, PeerVerify, PeerAbandon,
-                 PeerUpdateEnded, PeerEpochOpen, PeerEpochConnect, PeerEpochClose, PeerWireLock,
-                 PeerWireUnlock, PeerPing, PeerIncarnation>;
+using PeerCommand = std::variant<PeerWelcome, PeerRefuse, PeerReply, PeerPrepare, PeerHeader,
+                                 PeerIssue, PeerSendPart, PeerCommitted, PeerAborted, PeerDraining,
+                                 PeerVerify, PeerProgram, PeerCompare, PeerRun, PeerAbandon,
+                                 PeerUpdateEnded, PeerEpochOpen, PeerEpochConnect, PeerEpochClose,
+                                 PeerWireLock, PeerWireUnlock, PeerPing, PeerIncarnation>;
 
 // Over update, version, part, group_seq, root, names, dtypes, shapes, starts, counts, byte offsets,
 // bytes, slot, grant, leased and verification, in this order; 64 bits, the same on every daemon

@@ -66,11 +66,11 @@ struct StartMoves {
   UpdateId update;  // the worker's
   Version version;
   MoveStep step = MoveStep::kLocal;
-  int64_t round = 0;                                // pack, unpack
-  SlotIndex slot;                                   // pack, unpack
-  std::vector<bool> skip_peer;                      // pack, unpack: by node of the plan, gone
+  int64_t round = 0;            // pack, unpack
+  SlotIndex slot;               // pack, unpack
+  std::vector<bool> skip_peer;  // pack, unpack: by node of the plan, gone
   std::shared_ptr<const BoundProgram> bound;
-  std::vector<bool> skip_destination;               // by program->destinations
+  std::vector<bool> skip_destination;  // by program->destinations
   Verification verification = Verification::kOff;
 };
 

@@ -1,13 +1,309 @@
-// Compiled refit: one call a version with registered layouts.
+// Compiled refit: the trainers' registered layouts, the program, and the one call a version.
+//
+// A rank that has registered a layout finishes an update with Refit, which names the binding
+// generation of that layout, and not with Commit. The program is compiled before engines are
+// prepared, kept while the layouts stay the same, and runs when every trainer rank has committed.
+#include <algorithm>
+
 #include "daemon/group/group_impl.h"
 
 namespace refitd {
+namespace {
+
+template <typename... Args>
+absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
+  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
+}
+
+}  // namespace
+
+// ---- the call ----
 
 void Group::Impl::On(const RefitEvent& e) {
-  Refuse(e.call, absl::UnimplementedError("compiled refits are not served yet"));
+  Member* member = Trainer(e.member, e.call);
+  if (member == nullptr) return;
+  const std::string what =
+      fmt::format("refit to version {} after {} buckets", e.version, e.bucket_count);
+  if (Repeated(member, CallKind::kRefit, e.request_id, what, e.call)) return;
+  const auto begun =
+      update == nullptr ? decltype(update->trainers.end()){} : update->trainers.find(member->rank);
+  const bool joined = update != nullptr && update->version == e.version &&
+                      begun != update->trainers.end() && member->state == MemberState::kReady;
+  absl::Status status = CheckRefit(*member, e, joined);
+  if (!status.ok()) {
+    Refuse(e.call, std::move(status));
+    return;
+  }
+  if (joined) {
+    TrainerProgress& progress = begun->second;
+    progress.commits.push_back(Track(member, CallKind::kRefit, e.request_id, what, e.call));
+    if (!progress.committed) TakeCommit(member, &progress, e.bucket_count);
+    return;
+  }
+  BeginEvent begin;
+  begin.version = e.version;
+  begin.duration = e.duration;
+  begin.verification = e.verification;
+  begin.evict_late = e.evict_late;
+  if (update == nullptr) Open(begin);
+  TrainerProgress& progress = update->trainers[member->rank];
+  progress.member = member->id;
+  progress.one_call = progress.begins.empty();
+  progress.announced = 0;  // taken when the engines are ready
+  progress.commits.push_back(Track(member, CallKind::kRefit, e.request_id, what, e.call));
+  if (member->state == MemberState::kAttached) Step(&member->state, MemberTrigger::kPrepare);
+  Changed();
 }
-void Group::Impl::On(const ProgramCompiled&) {}
-void Group::Impl::On(const CompareDone&) {}
-void Group::Impl::On(const RefitDone&) {}
+
+absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, bool joined) {
+  if (!HasShards(member)) {
+    return Precondition("{} has no layout: register it first", member.label);
+  }
+  if (joined) {
+    const absl::StatusOr<TrainerProgress*> found = OpenFor(member, e.version);
+    if (!found.ok()) return found.status();
+    CommitEvent commit;
+    commit.version = e.version;
+    commit.bucket_count = e.bucket_count;
+    return CheckCommit(**found, commit);
+  }
+  if (e.bucket_count != 0) {
+    return Precondition("bucket_count: {}, but {} has not begun version {}", e.bucket_count,
+                        member.label, e.version);
+  }
+  BeginEvent begin;
+  begin.version = e.version;
+  begin.duration = e.duration;
+  begin.verification = e.verification;
+  begin.evict_late = e.evict_late;
+  return CheckBegin(member, begin);
+}
+
+// An empty layout takes the one before back.
+bool Group::Impl::HasShards(const Member& member) {
+  return !member.engine && member.layout != nullptr && !member.layout->pieces.empty();
+}
+
+// Ranks that are in with one call have nothing left to say.
+void Group::Impl::TakeOneCalls() {
+  for (auto& [rank, progress] : update->trainers) {
+    if (update->state != UpdateState::kData || !progress.announced.has_value()) continue;
+    TakeAnnounced(Find(progress.member), &progress);
+  }
+}
+
+// ---- the program ----
+
+// True: the update has no shards to move, or its program is at hand. False: it is being compiled.
+// Not OK: it can't be.
+absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
+  update->program.reset();
+  const std::vector<NodeId>& nodes = update->nodes;  // ascending
+  const auto number = [&nodes](NodeId node) {
+    return static_cast<uint32_t>(std::lower_bound(nodes.begin(), nodes.end(), node) -
+                                 nodes.begin());
+  };
+  group::ProgramKey key;
+  std::vector<MemberId> sources;
+  std::set<std::string> pushed;
+  for (const auto& [rank, progress] : update->trainers) {
+    const Member& member = *Find(progress.member);
+    if (!HasShards(member)) continue;
+    sources.push_back(member.id);
+    key.sources.push_back({number(member.node), 0, member.layout_digest});
+    for (const uint32_t t : member.layout->pushed_tensors) {
+      pushed.insert(member.layout->tensors[t].name);
+    }
+  }
+  if (sources.empty()) return true;
+  const Catalog& known = *update->catalog;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    const Member& member = *Find(known.destinations()[d]);
+    key.destinations.push_back({number(member.node), known.instance_of(d), member.layout_digest});
+  }
+  key.pushed.assign(pushed.begin(), pushed.end());
+  if (program != nullptr && program->key == key) {
+    REFITD_RETURN_IF_ERROR(program->status);
+    update->program = ProgramUse{program->id, program->plan, nodes, sources};
+    return true;
+  }
+  // One at a time: what is asked for now may be another one by the time it is needed.
+  if (compiling != nullptr) return false;
+  compiling = std::make_unique<group::CompiledProgram>();
+  compiling->id = ProgramId(++next_program);
+  CompileProgram compile;
+  compile.program = compiling->id;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const Member& member = *Find(sources[i]);
+    compile.sources.push_back({member.layout, key.sources[i].node, 0, member.label});
+  }
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    const Member& member = *Find(known.destinations()[d]);
+    compile.destinations.push_back(
+        {member.layout, key.destinations[d].node, key.destinations[d].instance, member.label});
+  }
+  compile.options.skip_tensors = key.pushed;
+  compile.options.skip_tensors.insert(compile.options.skip_tensors.end(),
+                                      spec.engine_only_tensors.begin(),
+                                      spec.engine_only_tensors.end());
+  compiling->key = std::move(key);
+  Do(std::move(compile));
+  Changed();
+  return false;
+}
+
+void Group::Impl::On(const ProgramCompiled& e) {
+  if (compiling == nullptr || compiling->id != e.program) return;
+  program = std::move(compiling);
+  program->status = e.status;
+  program->plan = e.plan;
+  if (program->status.ok() && program->plan == nullptr) {
+    program->status = absl::InternalError("no plan came");
+  }
+  if (!program->status.ok()) return;
+  const std::vector<std::string>& pushed = program->key.pushed;
+  for (const TensorSpec& tensor : program->plan->routes.tensors) {
+    if (std::binary_search(pushed.begin(), pushed.end(), tensor.name) ||
+        std::binary_search(spec.engine_only_tensors.begin(), spec.engine_only_tensors.end(),
+                           tensor.name)) {
+      continue;
+    }
+    ++program->tensors;
+    program->bytes += ElementCount(WholeBox(tensor.shape)) * ElementBytes(tensor.dtype);
+  }
+}
+
+// Of the running update: its program brings that tensor.
+bool Group::Impl::Moves(std::string_view tensor) const {
+  if (!update->program.has_value()) return false;
+  const std::vector<TensorSpec>& tensors = update->program->plan->routes.tensors;
+  const auto at =
+      std::lower_bound(tensors.begin(), tensors.end(), tensor,
+                       [](const TensorSpec& t, std::string_view n) { return t.name < n; });
+  if (at == tensors.end() || at->name != tensor) return false;
+  const std::vector<std::string>& pushed = program->key.pushed;
+  return !std::binary_search(pushed.begin(), pushed.end(), tensor) &&
+         !std::binary_search(spec.engine_only_tensors.begin(), spec.engine_only_tensors.end(),
+                             tensor);
+}
+
+// ---- running it ----
+
+void Group::Impl::TouchSources(int by) {
+  for (const MemberId source : update->program->sources) Touch(source, by);
+}
+
+// After every part, so that collectives have one order (P7). First, whether the ranks that hold the
+// same elements agree about them: on the first version of a registration and now and then.
+void Group::Impl::RunProgramIfDue() {
+  if (!update->program.has_value() || update->state != UpdateState::kSettling) return;
+  if (update->next_start < update->end_part()) return;
+  if (update->refit == group::RefitPhase::kNone) {
+    if (!MustCompare()) {
+      update->refit = group::RefitPhase::kCompared;
+    } else {
+      update->refit = group::RefitPhase::kComparing;
+      ++update->in_flight;
+      TouchSources(1);
+      Do(StartCompare{update->id});
+      Changed();
+    }
+  }
+  if (update->refit == group::RefitPhase::kCompared) StartProgram();
+}
+
+bool Group::Impl::MustCompare() const {
+  if (update->program->plan->replicas.boxes.empty()) return false;
+  std::vector<std::shared_ptr<const Layout>> layouts;
+  for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
+  return program->compared_layouts != layouts ||
+         program->uncompared_versions + 1 >= limits.compare_every;
+}
+
+void Group::Impl::On(const CompareDone& e) {
+  if (update == nullptr || update->id != e.update ||
+      update->refit != group::RefitPhase::kComparing) {
+    return;
+  }
+  update->refit = group::RefitPhase::kCompared;
+  --update->in_flight;
+  TouchSources(-1);
+  if (update->state == UpdateState::kDraining) return;
+  if (!e.status.ok()) {
+    Abandon({Message(e.status), e.status.code() == absl::StatusCode::kDataLoss
+                                    ? GiveUpClass::kVerification
+                                    : GiveUpClass::kTransfer});
+    return;
+  }
+  program->uncompared_versions = -1;
+  program->compared_layouts.clear();
+  for (const MemberId source : update->program->sources) {
+    program->compared_layouts.push_back(Find(source)->layout);
+  }
+}
+
+// Between daemons bytes go through slots: one to send from and one to receive into, twice where
+// there are enough, so that one round is packed while another is on the wire.
+bool Group::Impl::TakeProgramSlots() {
+  constexpr int kLeast = 2;
+  constexpr int kMost = 4;
+  if (update->program->plan->routes.wire_bytes == 0) return true;
+  if (ledger.free() < kLeast) return false;
+  const int take = ledger.free() >= kMost ? kMost : kLeast;
+  for (int i = 0; i < take; ++i) update->program_slots.push_back(*ledger.Grant());
+  return true;
+}
+
+void Group::Impl::StartProgram() {
+  if (!TakeProgramSlots()) return;
+  const Catalog& known = *update->catalog;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    if (update->skip_destination[d]) continue;
+    update->program_destinations.push_back(d);
+    WriteFirst(known.instance_of(d));
+    ++update->participants[known.instance_of(d)].touching;
+    Touch(known.destinations()[d], 1);
+  }
+  TouchSources(1);
+  ++update->in_flight;
+  ++program->uncompared_versions;
+  update->refit = group::RefitPhase::kRunning;
+  Do(StartRefit{update->id, update->version, PartSeq(update->end_part()), update->program_slots,
+                update->skip_destination, update->verification});
+  Changed();
+}
+
+void Group::Impl::On(const RefitDone& e) {
+  if (update == nullptr || update->id != e.update || update->refit != group::RefitPhase::kRunning) {
+    return;
+  }
+  update->refit = group::RefitPhase::kDone;
+  --update->in_flight;
+  const Catalog& known = *update->catalog;
+  for (const uint32_t d : update->program_destinations) {
+    --update->participants[known.instance_of(d)].touching;
+    Touch(known.destinations()[d], -1);
+  }
+  TouchSources(-1);
+  for (const SlotGrant& slot : std::exchange(update->program_slots, {})) {
+    (void)ledger.Release(slot);
+  }
+  if (update->state == UpdateState::kDraining) return;
+  if (!e.status.ok()) {
+    const auto d = static_cast<size_t>(std::max(e.failed_destination, 0));
+    const bool known_culprit = e.failed_destination >= 0 && d < known.destinations().size();
+    const bool lost = e.status.code() == absl::StatusCode::kDataLoss;
+    Abandon(
+        {fmt::format("{} of the refit{}{}: {}", lost ? "verification" : "transfer",
+                     known_culprit ? " to " : "",
+                     known_culprit ? known.label(static_cast<uint32_t>(d)) : "", Message(e.status)),
+         lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer});
+    return;
+  }
+  const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
+  for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
+  update->moved_bytes += program->bytes;
+  Changed();
+}
 
 }  // namespace refitd

@@ -19,7 +19,7 @@
 
 namespace refitd::group {
 
-enum class CallKind : uint8_t { kBegin, kBucket, kCommit, kAbort };
+enum class CallKind : uint8_t { kBegin, kBucket, kCommit, kRefit, kAbort };
 
 // One request and the calls that wait for its answer: the first one and repeats of it.
 struct Request {

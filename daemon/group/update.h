@@ -59,7 +59,8 @@ struct TrainerProgress {
   std::optional<int64_t> announced;
   bool committed = false;
   int64_t bucket_count = 0;
-  std::vector<std::shared_ptr<Request>> commits;  // unanswered
+  std::vector<std::shared_ptr<Request>> commits;  // unanswered; Refit's too
+  bool one_call = false;                          // Refit began it: nobody else can end it
 };
 
 // An instance that was complete when the update was prepared.
@@ -104,6 +105,36 @@ struct GiveUp {
   absl::StatusCode lease_code = absl::StatusCode::kAborted;
 };
 
+// What a program is compiled from: the update's shards and parameters, by rank, with the place of
+// each in the plan's numbering of daemons.
+struct ProgramKey {
+  struct Rank {
+    uint32_t node = 0;
+    uint32_t instance = 0;
+    uint64_t layout_digest = 0;
+    bool operator==(const Rank&) const = default;
+  };
+  std::vector<Rank> sources;
+  std::vector<Rank> destinations;
+  std::vector<std::string> pushed;  // sorted
+  bool operator==(const ProgramKey&) const = default;
+};
+
+// The group's program: structure only; every update says anew where the bytes are.
+struct CompiledProgram {
+  ProgramId id;
+  ProgramKey key;
+  absl::Status status;  // why there is no plan
+  std::shared_ptr<const RefitPlan> plan;
+  int64_t tensors = 0;  // that it moves
+  int64_t bytes = 0;    // of them, once each
+  // By source: registrations whose replicas were found equal, and how many versions ago.
+  std::vector<std::shared_ptr<const Layout>> compared_layouts;
+  int64_t uncompared_versions = 0;
+};
+
+enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };
+
 // Of all registered ranks still in.
 enum class Readback : uint8_t { kNone, kRunning, kDone };
 
@@ -140,8 +171,12 @@ struct Update {
 
   std::deque<Part> parts;  // not yet handed over; parts[0] has seq first_part
   int64_t first_part = 0;
-  int64_t next_start = 0;  // seq
-  int64_t in_flight = 0;   // transfers
+  int64_t next_start = 0;             // seq
+  int64_t in_flight = 0;              // transfers, the program too
+  std::optional<ProgramUse> program;  // where trainer ranks have registered shards
+  RefitPhase refit = RefitPhase::kNone;
+  std::vector<SlotGrant> program_slots;
+  std::vector<uint32_t> program_destinations;
   Readback readback = Readback::kNone;
   std::vector<uint32_t> verified_destinations;
 

@@ -77,6 +77,7 @@ void Worker::Handle(const PeerUpdateEnded& command, TimePoint, const Output& out
 void Worker::DropIfOver(UpdateId id, const Output& out) {
   Update* update = Find(id);
   if (update == nullptr || !update->ended || update->verifying) return;
+  if (update->job.has_value() && Running(*update->job)) return;
   if (std::any_of(update->parts.begin(), update->parts.end(),
                   [](const auto& p) { return Running(p.second); })) {
     return;
@@ -272,6 +273,13 @@ void Worker::Finish(Update* update, PartSeq seq, const absl::Status& status, con
 void Worker::Handle(const PeerIssue& command, TimePoint now, const Output& out) {
   Update* update = Find(command.update);
   if (update == nullptr) return;
+  if (update->job.has_value() && update->job->run.has_value() &&
+      update->job->run->part == command.part) {
+    // After every part: no collective follows that it could hold up.
+    update->job->issued = true;
+    AdvanceRun(update, now, out);
+    return;
+  }
   const auto it = update->parts.find(command.part);
   if (it == update->parts.end() || it->second.issued || !it->second.header.wired) return;
   it->second.issued = true;
@@ -304,9 +312,11 @@ void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
     part.on_wire = true;
     out.actions->push_back(PeerAction(std::move(start)));
   }
+  if (update->job.has_value()) AdvanceRun(update, now, out);
 }
 
-void Worker::Handle(const WireDone& done, TimePoint, const Output& out) {
+void Worker::Handle(const WireDone& done, TimePoint now, const Output& out) {
+  if (FinishRound(done, now, out)) return;
   for (auto& [id, update] : updates_) {
     const auto it = std::find_if(update.parts.begin(), update.parts.end(), [&done](const auto& p) {
       return p.second.on_wire && p.second.header.epoch == done.epoch &&
@@ -390,6 +400,7 @@ void Worker::GiveWireBackIfQuiet(const Output& out) {
                     [](const auto& p) { return p.second.on_wire; })) {
       return;
     }
+    if (update.job.has_value() && OnWire(*update.job)) return;
   }
   giving_back_ = false;
   wire_held_ = false;
@@ -432,6 +443,7 @@ void Worker::Handle(const PeerVerify& command, TimePoint, const Output& out) {
 
 void Worker::VerifyIfWritten(Update* update, const Output& out) {
   if (!update->to_verify.has_value() || !update->parts.empty()) return;
+  if (update->job.has_value() && update->job->run.has_value() && !update->job->done) return;
   const PeerVerify command = *std::exchange(update->to_verify, std::nullopt);
   PeerVerified verified;
   verified.update = command.update;
@@ -477,6 +489,10 @@ void Worker::Handle(const PeerAbandon& command, TimePoint, const Output& out) {
   for (const PartSeq seq : idle) {
     Finish(update, seq, absl::CancelledError("the update was given up"), out);
   }
+  if (update->job.has_value() && update->job->run.has_value()) {
+    StopRun(&*update->job, absl::CancelledError("the update was given up"));
+    EndRunIfQuiet(update, out);
+  }
   DropIfOver(command.update, out);
 }
 
@@ -505,8 +521,9 @@ std::optional<BucketHeader> Worker::Header(UpdateId update, PartSeq part) const 
 
 bool Worker::quiet() const {
   return std::all_of(updates_.begin(), updates_.end(), [](const auto& u) {
-    return !u.second.verifying && std::none_of(u.second.parts.begin(), u.second.parts.end(),
-                                               [](const auto& p) { return Running(p.second); });
+    return !u.second.verifying && !(u.second.job.has_value() && Running(*u.second.job)) &&
+           std::none_of(u.second.parts.begin(), u.second.parts.end(),
+                        [](const auto& p) { return Running(p.second); });
   });
 }
 

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "daemon/group/machine.h"
+#include "daemon/group/program.h"
 
 namespace refitd {
 
@@ -46,6 +47,9 @@ class Worker {
   void Handle(const PeerHeader& command, TimePoint now, const Output& out);
   void Handle(const PeerIssue& command, TimePoint now, const Output& out);
   void Handle(const PeerVerify& command, TimePoint now, const Output& out);
+  void Handle(const PeerProgram& command, TimePoint now, const Output& out);
+  void Handle(const PeerCompare& command, TimePoint now, const Output& out);
+  void Handle(const PeerRun& command, TimePoint now, const Output& out);
   void Handle(const PeerAbandon& command, TimePoint now, const Output& out);
   void Handle(const PeerUpdateEnded& command, TimePoint now, const Output& out);
   void Handle(const PeerEpochOpen& command, TimePoint now, const Output& out);
@@ -57,6 +61,8 @@ class Worker {
   // False: not something that this worker asked for.
   bool Handle(const TransferDone& done, TimePoint now, const Output& out);
   bool Handle(const VerifyDone& done, TimePoint now, const Output& out);
+  void Handle(const ProgramBuilt& built, TimePoint now, const Output& out);
+  void Handle(const MovesDone& done, TimePoint now, const Output& out);
   void Handle(const WireDone& done, TimePoint now, const Output& out);
   void Handle(const EpochOpened& event, const Output& out);
   void Handle(const EpochUp& event, const Output& out);
@@ -88,6 +94,45 @@ class Worker {
     bool on_wire = false;
     PeerPartDone result;
   };
+  // A round of the program that has begun.
+  struct Round {
+    bool packing = false;
+    bool packed = false;
+    bool out = false;  // given to the wire
+    bool on_wire = false;
+    bool unpacking = false;
+    bool ended = false;
+  };
+  // The update's program on this daemon.
+  struct Job {
+    PeerProgram command;
+    bool reported = false;                      // PeerProgramBuilt
+    std::shared_ptr<const BoundProgram> bound;  // null: not built
+    bool comparing = false;
+    std::optional<PeerRun> run;
+    bool issued = false;
+    bool local_begun = false;
+    bool local_running = false;
+    int64_t first_round = 0;          // not ended
+    std::map<int64_t, Round> rounds;  // begun, not ended
+    bool stopped = false;             // it failed or was given up: nothing new is started
+    bool done = false;                // PeerRunDone was sent
+    PeerRunDone result;
+    // Digest sums of sections, by peer.
+    std::map<uint32_t, std::vector<uint64_t>> sent;
+    std::map<uint32_t, std::vector<uint64_t>> received;
+  };
+  // What the last program was compiled to; kept for the updates that run it again.
+  struct Program {
+    ProgramId id;
+    uint32_t node = 0;
+    int64_t chunk_bytes = 0;
+    std::shared_ptr<const RoutePlan> plan;
+    std::shared_ptr<const std::vector<ReplicaShare>> replicas;
+    uint64_t building = 0;  // 0: no build is under way
+    absl::Status status;    // of the last build
+    std::shared_ptr<const BoundProgram> bound;
+  };
   struct Update {
     UpdateId id;
     UpdateId local;
@@ -103,6 +148,7 @@ class Worker {
     bool ended = false;
     std::optional<PeerVerify> to_verify;  // once no part is left
     bool verifying = false;
+    std::optional<Job> job;
   };
 
   Update* Find(UpdateId id);
@@ -113,6 +159,24 @@ class Worker {
                   const std::vector<bool>& skip) const;
   void Transfer(Update* update, Part* part, const Output& out);
   void VerifyIfWritten(Update* update, const Output& out);
+  // ---- worker_program.cc ----
+  void BindOrBuild(Update* update, const Output& out);
+  absl::Status Bind(const Job& job, std::shared_ptr<const NodeProgram> node_program,
+                    std::shared_ptr<const BoundProgram>* bound) const;
+  void Build(const Job& job, const Output& out);
+  void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
+  void AdvanceRun(Update* update, TimePoint now, const Output& out);
+  void BeginRounds(Update* update, const Output& out);
+  void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);
+  void StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out);
+  bool FinishRound(const WireDone& done, TimePoint now, const Output& out);
+  void StopRun(Job* job, const absl::Status& status);
+  void EndRunIfQuiet(Update* update, const Output& out);
+  static bool Running(const Job& job);
+  static bool OnWire(const Job& job);
+  static void Add(const std::vector<SectionDigest>& digests, const std::vector<Stream>& streams,
+                  std::map<uint32_t, std::vector<uint64_t>>* sums);
+
   void PumpWire(Update* update, TimePoint now, const Output& out);
   void Finish(Update* update, PartSeq part, const absl::Status& status, const Output& out);
   void DropIfOver(UpdateId id, const Output& out);
@@ -130,6 +194,8 @@ class Worker {
   std::optional<UpdateId> wire_update_;  // whose lock was asked for
   bool wire_held_ = false;
   bool giving_back_ = false;
+  std::optional<Program> program_;
+  uint64_t next_build_ = 1;
   // Of the last prepared update, kept while layouts stay the same.
   std::vector<std::shared_ptr<const Layout>> index_layouts_;
   std::vector<uint64_t> index_digests_;

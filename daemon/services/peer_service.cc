@@ -77,8 +77,9 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       REFITD_RETURN_IF_ERROR(CheckOpen());
       message_bytes = peer_message_bytes_;
     }
-    REFITD_ASSIGN_OR_RETURN(v1::PeerAnswer answer, ToWire(command, message_bytes));
-    const size_t bytes = answer.ByteSizeLong() + kNumberingBytes;
+    REFITD_ASSIGN_OR_RETURN(std::vector<v1::PeerAnswer> answers, ToWire(command, message_bytes));
+    size_t bytes = 0;
+    for (const v1::PeerAnswer& answer : answers) bytes += answer.ByteSizeLong() + kNumberingBytes;
     MutexLock lock(&mutex_);
     REFITD_RETURN_IF_ERROR(CheckOpen());
     if (!queue_.HasRoom(bytes)) {
@@ -89,7 +90,10 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       GiveUp();  // the write under way may never end
       return CheckOpen();
     }
-    queue_.PushNumbered(std::move(answer), bytes, incarnation_);
+    for (v1::PeerAnswer& answer : answers) {
+      const size_t size = answer.ByteSizeLong() + kNumberingBytes;
+      queue_.PushNumbered(std::move(answer), size, incarnation_);
+    }
     if (const auto* replaced = std::get_if<PeerIncarnation>(&command)) {
       incarnation_ = replaced->incarnation;
       if (absl::Status status = order_->Announce(incarnation_); !status.ok()) {

@@ -37,6 +37,7 @@ constexpr std::array kSettings = {"listen-unix",
                                   "idle-ms",
                                   "lease-ms",
                                   "outstanding-buckets",
+                                  "compare-every",
                                   "inline-bytes",
                                   "message-bytes",
                                   "max-groups",
@@ -101,6 +102,7 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(IsWait(limits.ready) && IsWait(limits.ack));
   REFITD_CHECK(IsWait(limits.idle) && IsWait(limits.lease));
   REFITD_CHECK(InRange(limits.outstanding_buckets, 1, kMaxConfiguredOutstanding));
+  REFITD_CHECK(InRange(limits.compare_every, 1, kMaxConfiguredCompareEvery));
   REFITD_CHECK(InRange(limits.message_bytes, kMinMessageBytes, kMaxMessageBytes));
   REFITD_CHECK(InRange(limits.inline_bytes, 1, limits.message_bytes - kMessageOverheadBytes));
   REFITD_CHECK(InRange(limits.max_groups, 1, kMaxConfiguredGroups));

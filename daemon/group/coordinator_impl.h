@@ -1,0 +1,244 @@
+// Inside Coordinator; private to coordinator.cc and coordinator_program.cc.
+#ifndef REFITD_DAEMON_GROUP_COORDINATOR_IMPL_H_
+#define REFITD_DAEMON_GROUP_COORDINATOR_IMPL_H_
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/group/coordinator.h"
+#include "daemon/group/worker.h"
+
+namespace refitd {
+namespace coordinator {
+
+struct Node {
+  NodeId id;
+  std::string daemon_id;
+  std::string address;
+  TimePoint heard;
+  TimePoint next_ping;
+  uint64_t pings = 0;
+  std::map<MemberId, MemberId> members;  // its id -> ours
+};
+struct KnownLayout {
+  std::shared_ptr<const Layout> layout;
+  uint64_t digest = 0;
+};
+struct RemoteMember {
+  NodeId node;
+  MemberId id;  // on its daemon
+  bool engine = false;
+};
+struct RemoteCall {
+  NodeId node;
+  CallId id;  // on its daemon
+};
+
+// One part that more than this daemon's members take part in.
+struct PartJob {
+  PeerHeader header;  // as the root gets it
+  NodeId root;
+  std::set<NodeId> sinks;
+  std::set<NodeId> unacknowledged;
+  std::set<NodeId> running;  // that have not reported its end
+  bool issued = false;
+  absl::Status status;
+  int failed_destination = -1;  // of the group's
+  std::vector<int64_t> bytes_written;
+  std::map<NodeId, std::vector<uint64_t>> digests;
+};
+// The update's program.
+struct ProgramJob {
+  ProgramUse use;
+  std::map<NodeId, PeerProgram> commands;  // of the nodes with a part in it
+  std::set<NodeId> building;               // not heard of
+  std::map<NodeId, PeerProgramBuilt> built;
+  bool agreed = false;
+  bool compare = false;  // StartCompare came
+  bool compare_sent = false;
+  std::set<NodeId> comparing;
+  absl::Status compared;
+  std::vector<std::vector<uint64_t>> digests;  // by node of the plan
+  std::optional<StartRefit> run;
+  std::optional<StartVerify> readback;  // asked for before the program was sent
+  bool sent = false;
+  bool wired = false;
+  bool issued = false;
+  std::set<NodeId> running;
+  absl::Status status;
+  int failed_destination = -1;
+  std::vector<int64_t> bytes_written;
+  std::map<NodeId, std::vector<PeerStream>> streams;
+};
+// An update with members on more than this daemon, or with a program.
+struct Spread {
+  UpdateId update;
+  Version version;
+  Verification verification = Verification::kOff;
+  std::set<NodeId> nodes;  // still in
+  std::map<NodeId, PeerPrepare> prepares;
+  std::map<NodeId, std::vector<uint32_t>> destinations;  // node's index -> the group's
+  size_t destination_count = 0;
+  bool announced = false;
+  bool data_began = false;
+  bool abandoned = false;
+  std::map<PartSeq, PartJob> parts;
+  std::optional<ProgramJob> program;
+  std::deque<PartSeq> to_issue;  // wired, in order; the program's last
+  std::set<NodeId> verifying;
+  absl::Status verify_status;
+  std::vector<uint32_t> verify_failed;
+  // The wire lock of each node, taken in daemon-id order.
+  std::vector<NodeId> lock_order;
+  size_t locks_held = 0;
+  std::string lock_holder;  // who has the one that is waited for
+  TimePoint lock_deadline;
+  bool yielding = false;    // another group wants a wire
+  bool turn_taken = false;  // a part was issued since the wire was asked for
+};
+struct Epoch {
+  EpochId id;
+  std::vector<NodeId> ranks;
+  std::map<NodeId, std::string> addresses;
+  std::set<NodeId> up;
+  bool connecting = false;
+  bool ready = false;
+  TimePoint deadline;
+  uint64_t next_seq = 0;
+};
+
+}  // namespace coordinator
+
+struct Coordinator::Impl {
+  using Node = coordinator::Node;
+  using KnownLayout = coordinator::KnownLayout;
+  using RemoteMember = coordinator::RemoteMember;
+  using RemoteCall = coordinator::RemoteCall;
+  using PartJob = coordinator::PartJob;
+  using ProgramJob = coordinator::ProgramJob;
+  using Spread = coordinator::Spread;
+  using Epoch = coordinator::Epoch;
+
+  explicit Impl(CoordinatorOptions coordinator_options);
+
+  // ---- events ----
+  void Handle(const MachineEvent& event);
+  void On(const GroupEvent& event);
+  void On(const NodeJoined& e);
+  void On(const NodeLost& e) { LoseNode(e.node, e.reason); }
+  void On(const ReportReceived& e);
+  void On(const EpochOpened& e) { worker.Handle(e, Out()); }
+  void On(const EpochUp& e) { worker.Handle(e, Out()); }
+  void On(const WireDone& e) { worker.Handle(e, now, Out()); }
+  void On(const WireGranted& e) { worker.Handle(e, Out()); }
+  void On(const WireWaits& e) { worker.Handle(e, Out()); }
+  void On(const WireWanted& e) { worker.Handle(e, Out()); }
+  void On(const ProgramBuilt& e) { worker.Handle(e, now, Out()); }
+  void On(const MovesDone& e) { worker.Handle(e, now, Out()); }
+  void On(const LinkUp&) {}
+  void On(const LinkLost&) {}
+  void On(const CommandReceived&) {}
+  void Tick();
+
+  // ---- reports of a node (the own worker's too) ----
+  void Report(NodeId node, const PeerReport& report);
+  void On(Node* node, const PeerAttach& r);
+  void On(Node* node, const PeerGone& r);
+  void On(Node* node, const PeerLayout& r);
+  void On(Node* node, const PeerCall& r);
+  void On(Node* node, const PeerCallGone& r);
+  template <typename MemberReport, typename Make>
+  void ForMember(Node* node, const MemberReport& report, Make make);
+  void HeaderAcknowledged(NodeId node, const PeerHeaderAck& r);
+  void PartEnded(NodeId node, const PeerPartDone& r);
+  void Verified(NodeId node, const PeerVerified& r);
+  void Opened(NodeId node, const PeerEpochOpened& r);
+  void CameUp(NodeId node, const PeerEpochUp& r);
+  void LockGranted(NodeId node, const PeerWireGranted& r);
+
+  // ---- the group's actions ----
+  void Feed(GroupEvent event);
+  void Route(GroupAction action);
+  void Assemble(const UpdateAssembled& a);
+  void Announce();
+  void StartPart(const StartTransfer& a);
+  void StartReadback(const StartVerify& a);
+
+  // ---- the program (coordinator_program.cc) ----
+  void AnnounceProgram();
+  void Built(NodeId node, const PeerProgramBuilt& r);
+  void AgreeIfBuilt();
+  std::optional<std::pair<NodeId, NodeId>> FirstDifference(
+      const std::function<const std::vector<PeerStream>*(NodeId)>& streams_of) const;
+  void CompareIfAgreed();
+  void Compared(NodeId node, const PeerCompared& r);
+  void CompleteCompareIfDone();
+  void RunIfAgreed();
+  void RunEnded(NodeId node, const PeerRunDone& r);
+  void CompleteRunIfDone();
+  void AttachPlan(NodeId node, const RoutePlan& plan, PeerProgram* command) const;
+  void AbandonProgram();
+  void LoseNodeInProgram(NodeId node, const absl::Status& why);
+  void Abandon();
+  void End(const UpdateEnded& a);
+
+  // ---- parts ----
+  void CompleteIfDone(PartSeq seq);
+  absl::Status CompareDigests(const PartJob& part) const;
+  void CompleteVerifyIfDone();
+  void IssueParts();
+  bool WaitsForAgreement() const;
+  bool WireInFlight() const;
+  void Fail(const std::string& reason, GiveUpClass kind);
+
+  // ---- the data plane ----
+  void EnsureEpoch();
+  void CloseEpochEverywhere();
+  void AskLocks();
+  void AskNextLock();
+  void GiveLocksBack();
+  void YieldIfQuiet();
+
+  // ---- nodes ----
+  void Send(NodeId node, PeerCommand command);
+  void LoseNode(NodeId node, const std::string& reason);
+  std::string Name(NodeId node) const;
+  std::string NamesOfRanks(std::string_view message) const;
+  Worker::Output Out() { return {actions, &own_reports}; }
+  template <typename Action>
+  void Do(Action action) {
+    actions->push_back(std::move(action));
+  }
+
+  const CoordinatorOptions options;
+  Group group;
+  Worker worker;
+  std::map<NodeId, Node> nodes;
+  std::map<MemberId, RemoteMember> remotes;
+  std::map<CallId, RemoteCall> remote_calls;
+  std::map<std::pair<NodeId, CallId>, CallId> calls_of;
+  std::map<CallId, BucketEvent> buckets;       // of this daemon's trainers, until their reply
+  std::map<MemberId, KnownLayout> layouts;     // of all engine ranks
+  std::map<NodeId, ProgramId> known_programs;  // whose plan the node has
+  std::optional<Spread> spread;
+  std::optional<Epoch> epoch;
+  uint64_t next_epoch = 1;
+
+  // During one Handle.
+  TimePoint now;
+  MachineActions* actions = nullptr;
+  std::vector<PeerReport> own_reports;
+  std::deque<GroupEvent> events;
+  bool feeding = false;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_COORDINATOR_IMPL_H_

@@ -1,0 +1,322 @@
+// The coordinator's part in a compiled refit: it sends each daemon what it needs of the plan,
+// compares what they derived from it (P5), lets them compare replicas and run it, and compares what
+// was received with what was sent (P1).
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "daemon/group/coordinator_impl.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+const PeerStream* Find(const std::vector<PeerStream>& streams, uint32_t peer) {
+  const auto at = std::find_if(streams.begin(), streams.end(),
+                               [peer](const PeerStream& s) { return s.peer == peer; });
+  return at == streams.end() ? nullptr : &*at;
+}
+
+}  // namespace
+
+// ---- compiling ----
+
+// A node's destinations are in its command already, in the order of its Prepare.
+void Coordinator::Impl::AnnounceProgram() {
+  ProgramJob& job = *spread->program;
+  const RoutePlan& plan = job.use.plan->routes;
+  const auto node_of = [this](MemberId member) {
+    const auto it = remotes.find(member);
+    return it == remotes.end() ? kCoordinatorNode : it->second.node;
+  };
+  for (const auto& [node, index] : spread->destinations) {
+    std::vector<PlanMember>& members = job.commands[node].destinations;
+    for (size_t i = 0; i < std::min(index.size(), members.size()); ++i) members[i].rank = index[i];
+  }
+  for (uint32_t rank = 0; rank < job.use.sources.size(); ++rank) {
+    const MemberId member = job.use.sources[rank];
+    const auto remote = remotes.find(member);
+    job.commands[node_of(member)].sources.push_back(
+        {rank, remote == remotes.end() ? member : remote->second.id});
+  }
+  const auto peers = std::max<int64_t>(1, static_cast<int64_t>(job.use.nodes.size()) - 1);
+  for (auto& [node, command] : job.commands) {
+    command.update = spread->update;
+    command.program = job.use.program;
+    command.node = static_cast<uint32_t>(
+        std::lower_bound(job.use.nodes.begin(), job.use.nodes.end(), node) - job.use.nodes.begin());
+    command.chunk_bytes =
+        std::max<int64_t>(options.spec.slot_bytes / peers / kSectionAlignment, 1) *
+        kSectionAlignment;
+    job.building.insert(node);
+  }
+  for (const auto& [id, command] : job.commands) {
+    PeerProgram sent = command;
+    if (known_programs[id] != job.use.program) {
+      known_programs[id] = job.use.program;
+      AttachPlan(id, plan, &sent);
+    }
+    Send(id, std::move(sent));
+  }
+}
+
+void Coordinator::Impl::AttachPlan(NodeId node, const RoutePlan& plan, PeerProgram* command) const {
+  std::vector<bool> here(plan.source_nodes.size());
+  for (size_t s = 0; s < here.size(); ++s) here[s] = plan.source_nodes[s] == command->node;
+  const RefitPlan& whole = *spread->program->use.plan;
+  auto shares = SharesOf(whole.replicas, here);
+  if (node == kCoordinatorNode) {
+    command->plan = {spread->program->use.plan, &plan};
+  } else {
+    std::vector<std::shared_ptr<const Layout>> local;
+    const auto& members = nodes.at(node).members;
+    for (const auto* side : {&command->sources, &command->destinations}) {
+      for (const PlanMember& m : *side) {
+        const auto ours = members.find(m.member);
+        const auto layout = ours == members.end() ? layouts.end() : layouts.find(ours->second);
+        if (layout != layouts.end()) local.push_back(layout->second.layout);
+      }
+    }
+    auto part = std::make_shared<RoutePlan>(PartOf(plan, command->node, local));
+    // Shares name the part's tensors.
+    for (ReplicaShare& share : shares) {
+      const std::string& name = plan.tensors[share.tensor].name;
+      const auto at =
+          std::lower_bound(part->tensors.begin(), part->tensors.end(), name,
+                           [](const TensorSpec& t, const std::string& n) { return t.name < n; });
+      share.tensor = static_cast<uint32_t>(at - part->tensors.begin());
+    }
+    command->plan = std::move(part);
+  }
+  command->replicas = std::make_shared<const std::vector<ReplicaShare>>(std::move(shares));
+}
+
+void Coordinator::Impl::Built(NodeId node, const PeerProgramBuilt& r) {
+  if (!spread.has_value() || spread->update != r.update || !spread->program.has_value()) return;
+  ProgramJob& job = *spread->program;
+  if (job.building.erase(node) == 0) return;
+  if (!r.status.ok()) {
+    known_programs.erase(node);
+    Fail(fmt::format("{}: its part of the program: {}", Name(node), Message(r.status)),
+         GiveUpClass::kTransfer);
+    return;
+  }
+  job.built[node] = r;
+  AgreeIfBuilt();
+}
+
+// P5: what goes over the data plane was derived alike at both ends.
+void Coordinator::Impl::AgreeIfBuilt() {
+  ProgramJob& job = *spread->program;
+  if (!job.building.empty() || job.agreed || spread->abandoned || job.built.empty()) return;
+  const auto streams_of = [&job](NodeId node) -> const std::vector<PeerStream>* {
+    const auto it = job.built.find(node);
+    return it == job.built.end() ? nullptr : &it->second.streams;
+  };
+  if (const auto differ = FirstDifference(streams_of); differ.has_value()) {
+    return Fail(fmt::format("{} and {} do not agree about what the program sends between them",
+                            Name(differ->first), Name(differ->second)),
+                GiveUpClass::kTransfer);
+  }
+  const auto& [first, one] = *job.built.begin();
+  for (const auto& [node, built] : job.built) {
+    if (built.rounds == one.rounds) continue;
+    return Fail(fmt::format("the program has {} rounds for {}, {} for {}", one.rounds, Name(first),
+                            built.rounds, Name(node)),
+                GiveUpClass::kTransfer);
+  }
+  job.agreed = true;
+  CompareIfAgreed();
+  if (spread.has_value()) RunIfAgreed();
+}
+
+// The first stream, from node to node, of which its two ends do not say the same. Ends that are not
+// here say nothing.
+std::optional<std::pair<NodeId, NodeId>> Coordinator::Impl::FirstDifference(
+    const std::function<const std::vector<PeerStream>*(NodeId)>& streams_of) const {
+  const std::vector<NodeId>& plan_nodes = spread->program->use.nodes;
+  const auto digest = [](const PeerStream* stream, bool out) {
+    return stream == nullptr ? 0 : (out ? stream->out : stream->in);
+  };
+  for (uint32_t a = 0; a < plan_nodes.size(); ++a) {
+    const std::vector<PeerStream>* at_a = streams_of(plan_nodes[a]);
+    if (at_a == nullptr) continue;
+    for (uint32_t b = 0; b < plan_nodes.size(); ++b) {
+      const std::vector<PeerStream>* at_b = b == a ? nullptr : streams_of(plan_nodes[b]);
+      if (at_b == nullptr) continue;
+      if (digest(Find(*at_a, b), true) == digest(Find(*at_b, a), false)) continue;
+      return std::pair(plan_nodes[a], plan_nodes[b]);
+    }
+  }
+  return std::nullopt;
+}
+
+// ---- replicas ----
+
+void Coordinator::Impl::CompareIfAgreed() {
+  ProgramJob& job = *spread->program;
+  if (!job.compare || job.compare_sent) return;
+  if (!spread->abandoned && !job.agreed) return;
+  job.compare_sent = true;
+  job.digests.assign(job.use.nodes.size(), {});
+  if (spread->abandoned) {
+    job.compared = absl::CancelledError("the update was given up");
+  } else {
+    for (const auto& [node, command] : job.commands) {
+      if (!command.sources.empty() && spread->nodes.contains(node)) job.comparing.insert(node);
+    }
+  }
+  const std::set<NodeId> asked = job.comparing;
+  if (asked.empty()) return CompleteCompareIfDone();
+  for (const NodeId node : asked) Send(node, PeerCompare{spread->update});
+}
+
+void Coordinator::Impl::Compared(NodeId node, const PeerCompared& r) {
+  if (!spread.has_value() || spread->update != r.update || !spread->program.has_value()) return;
+  ProgramJob& job = *spread->program;
+  if (job.comparing.erase(node) == 0) return;
+  if (!r.status.ok() && job.compared.ok()) {
+    job.compared =
+        absl::Status(r.status.code(), fmt::format("{}: {}", Name(node), Message(r.status)));
+  }
+  const auto command = job.commands.find(node);
+  if (command != job.commands.end()) job.digests[command->second.node] = r.digests;
+  CompleteCompareIfDone();
+}
+
+void Coordinator::Impl::CompleteCompareIfDone() {
+  ProgramJob& job = *spread->program;
+  if (!job.comparing.empty()) return;
+  if (job.compared.ok()) job.compared = CompareReplicas(*job.use.plan, job.digests);
+  Feed(CompareDone{spread->update, job.compared});
+}
+
+// ---- running ----
+
+void Coordinator::Impl::RunIfAgreed() {
+  ProgramJob& job = *spread->program;
+  if (!job.run.has_value() || job.sent) return;
+  if (!spread->abandoned && !job.agreed) return;
+  job.sent = true;
+  job.bytes_written.resize(spread->destination_count);
+  PeerRun run;
+  run.update = spread->update;
+  run.part = job.run->part;
+  run.wired = job.wired = job.use.plan->routes.wire_bytes > 0;
+  if (run.wired && !spread->abandoned && epoch.has_value()) {
+    run.slots = job.run->slots;
+    run.epoch = epoch->id;
+    run.wire_seq = WireSeq(epoch->next_seq);
+    epoch->next_seq += static_cast<uint64_t>(job.built.begin()->second.rounds);
+    for (const NodeId node : job.use.nodes) {
+      const auto at = std::find(epoch->ranks.begin(), epoch->ranks.end(), node);
+      run.ranks.push_back(at == epoch->ranks.end() || !spread->nodes.contains(node)
+                              ? kNoRank
+                              : static_cast<uint32_t>(at - epoch->ranks.begin()));
+    }
+  } else if (spread->abandoned) {
+    job.status = absl::CancelledError("the update was given up");
+  } else if (run.wired) {
+    job.status = absl::UnavailableError("the data plane is closed");
+  }
+  if (job.status.ok()) {
+    for (const auto& [node, command] : job.commands) {
+      if (spread->nodes.contains(node)) job.running.insert(node);
+    }
+  }
+  const std::set<NodeId> told = job.running;
+  for (const NodeId node : told) {
+    PeerRun mine = run;
+    if (const auto d = spread->destinations.find(node); d != spread->destinations.end()) {
+      for (const uint32_t index : d->second) {
+        mine.skip.push_back(index < job.run->skip_destination.size() &&
+                            job.run->skip_destination[index]);
+      }
+    }
+    Send(node, std::move(mine));
+  }
+  if (run.wired && !told.empty()) spread->to_issue.push_back(run.part);
+  if (auto readback = std::exchange(job.readback, std::nullopt); readback.has_value()) {
+    StartReadback(*readback);
+  }
+  if (told.empty()) CompleteRunIfDone();
+}
+
+void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
+  if (!spread.has_value() || spread->update != r.update || !spread->program.has_value()) return;
+  ProgramJob& job = *spread->program;
+  if (job.running.erase(node) == 0) return;
+  if (const auto d = spread->destinations.find(node); d != spread->destinations.end()) {
+    const std::vector<uint32_t>& index = d->second;
+    for (size_t i = 0; i < std::min(index.size(), r.bytes_written.size()); ++i) {
+      job.bytes_written[index[i]] += r.bytes_written[i];
+    }
+    if (r.failed_destination >= 0 && static_cast<size_t>(r.failed_destination) < index.size() &&
+        job.status.ok()) {
+      job.failed_destination = static_cast<int>(index[static_cast<size_t>(r.failed_destination)]);
+    }
+  }
+  job.streams[node] = r.streams;
+  if (!r.status.ok() && job.status.ok()) {
+    const std::string message = Message(r.status);
+    job.status = absl::Status(
+        r.status.code(),
+        fmt::format("{}: {}{}", Name(node), message, r.wire_failed ? NamesOfRanks(message) : ""));
+  }
+  const bool cut = job.wired && !r.status.ok();
+  if (!r.status.ok() && !spread->abandoned && !job.running.empty()) {
+    // The others may wait for it: the update can't go on, so it is given up before they report.
+    const bool lost = job.status.code() == absl::StatusCode::kDataLoss;
+    Fail(
+        fmt::format("{} of the refit: {}", lost ? "verification" : "transfer", Message(job.status)),
+        lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer);
+  }
+  if (cut) CloseEpochEverywhere();
+  if (spread.has_value() && spread->program.has_value()) CompleteRunIfDone();
+}
+
+void Coordinator::Impl::CompleteRunIfDone() {
+  ProgramJob& job = *spread->program;
+  if (!job.running.empty()) return;
+  if (job.status.ok() && spread->verification != Verification::kOff) {
+    const auto streams_of = [&job](NodeId node) -> const std::vector<PeerStream>* {
+      const auto it = job.streams.find(node);
+      return it == job.streams.end() ? nullptr : &it->second;
+    };
+    if (const auto differ = FirstDifference(streams_of); differ.has_value()) {
+      job.status = Error(absl::StatusCode::kDataLoss, "what {} received is not what {} sent",
+                         Name(differ->second), Name(differ->first));
+    }
+  }
+  RefitDone done;
+  done.update = spread->update;
+  done.status = job.status;
+  done.bytes_written = job.bytes_written;
+  done.failed_destination = job.failed_destination;
+  Feed(std::move(done));
+}
+
+// ---- giving up ----
+
+// What was asked for and not begun is answered, so that the group need not wait for it.
+void Coordinator::Impl::AbandonProgram() {
+  CompareIfAgreed();
+  if (spread.has_value() && spread->program.has_value()) RunIfAgreed();
+}
+
+void Coordinator::Impl::LoseNodeInProgram(NodeId node, const absl::Status& why) {
+  ProgramJob& job = *spread->program;
+  job.built.erase(node);
+  job.building.erase(node);
+  if (job.comparing.erase(node) > 0) {
+    if (job.compared.ok()) job.compared = why;
+    CompleteCompareIfDone();
+  }
+  if (spread.has_value() && job.running.erase(node) > 0) {
+    if (job.status.ok()) job.status = why;
+    CompleteRunIfDone();
+  }
+  if (spread.has_value()) AgreeIfBuilt();
+}
+
+}  // namespace refitd

@@ -1,0 +1,331 @@
+// Compiled refits as the group decides them: the call, the program's life, replicas, mixing.
+#include <catch2/catch.hpp>
+
+#include "daemon/group/group_test_util.h"
+
+namespace refitd {
+namespace {
+
+using absl::StatusCode;
+using Catch::Matchers::Contains;
+
+const std::vector<TensorSpec> kModel = {Bytes("a", 8), Bytes("b", 16)};
+
+// One trainer rank with the whole model, one registered engine.
+struct Pair {
+  explicit Pair(GroupSpec spec = TestGroup::DefaultSpec(), GroupLimits limits = {})
+      : g(std::move(spec), limits), trainer(g.AttachTrainer()), engine(g.Registered("x", kModel)) {
+    g.Shards(trainer, kModel);
+  }
+  // To where the program runs.
+  CallId Run(int64_t version) {
+    const CallId call = g.Refit(trainer, version);
+    if (g.compiling.has_value()) g.FinishCompile();
+    g.ReadyAll();
+    return call;
+  }
+  TestGroup g;
+  MemberId trainer;
+  MemberId engine;
+};
+
+TEST_CASE("Refit is Begin, the program and Commit in one call") {
+  Pair p;
+  const CallId call = p.g.Refit(p.trainer, 1);
+  // No engine hears of an update whose program is not there yet.
+  REQUIRE(p.g.compiling.has_value());
+  CHECK(p.g.prepared.empty());
+  CHECK(p.g.compiling->sources.size() == 1);
+  CHECK(p.g.compiling->destinations.size() == 1);
+  p.g.FinishCompile();
+  REQUIRE(p.g.prepared.size() == 1);
+  CHECK(p.g.prepares[0].tensor_count == 2);
+  CHECK_FALSE(p.g.refitting.has_value());
+  p.g.ReadyAll();
+  REQUIRE(p.g.refitting.has_value());
+  CHECK(p.g.refitting->slots.empty());
+  CHECK(p.g.Instance("x").state == "dirty_ready");
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  const auto reply = p.g.Get<CommitReply>(call);
+  CHECK(reply.version == Version(1));
+  CHECK(reply.bytes == 24);
+  CHECK(p.g.Instance("x").version == Version(1));
+  CHECK(p.g.group.View(p.g.now).update->tensors == 2);
+}
+
+TEST_CASE("the program is compiled once and kept while layouts stay the same") {
+  Pair p;
+  for (int64_t version = 1; version <= 5; ++version) {
+    const CallId call = p.Run(version);
+    p.g.FinishRefit();
+    p.g.FinishVerify();
+    CHECK(p.g.Code(call) == StatusCode::kOk);
+  }
+  CHECK(p.g.compiled == 1);
+  SECTION("the same structure elsewhere is the same program") {
+    p.g.Shards(p.trainer, kModel);
+    p.g.Register(p.engine, LayoutOf(kModel));
+    p.Run(6);
+    CHECK(p.g.compiled == 1);
+  }
+  SECTION("another structure of the trainer is another program") {
+    p.g.Shards(p.trainer, {Bytes("a", 8), Bytes("b", 16), Bytes("c", 1)});
+    p.Run(6);
+    CHECK(p.g.compiled == 2);
+  }
+  SECTION("another instance is another program") {
+    p.g.Registered("y", kModel);
+    p.Run(6);
+    CHECK(p.g.compiled == 2);
+  }
+}
+
+TEST_CASE("what can't be compiled fails the call, and no engine hears of it") {
+  Pair p;
+  const CallId call = p.g.Refit(p.trainer, 1);
+  p.g.FinishCompile(absl::FailedPreconditionError("tensor c: no source holds it"));
+  CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(call), Contains("tensor c: no source holds it"));
+  CHECK(p.g.prepared.empty());
+  CHECK(p.g.Instance("x").state == "clean");
+  // The same layouts: the same answer at once.
+  const CallId again = p.g.Refit(p.trainer, 1);
+  CHECK_FALSE(p.g.compiling.has_value());
+  CHECK(p.g.Code(again) == StatusCode::kFailedPrecondition);
+}
+
+TEST_CASE("a layout that changes while the program is compiled has it compiled again") {
+  Pair p;
+  p.g.Refit(p.trainer, 1);
+  p.g.Registered("y", kModel);
+  REQUIRE(p.g.compiling.has_value());
+  CHECK(p.g.compiling->destinations.size() == 1);
+  p.g.FinishCompile();
+  REQUIRE(p.g.compiling.has_value());
+  CHECK(p.g.compiling->destinations.size() == 2);
+  CHECK(p.g.prepared.empty());
+  p.g.FinishCompile();
+  CHECK(p.g.prepared.size() == 2);
+}
+
+TEST_CASE("a program that comes after its update's end is kept for the next") {
+  Pair p;
+  const CallId call = p.g.Refit(p.trainer, 1);
+  p.g.Advance(std::chrono::seconds(121));
+  CHECK(p.g.Code(call) == StatusCode::kDeadlineExceeded);
+  CHECK_THAT(p.g.Text(call), Contains("waited for the program to be compiled"));
+  p.g.FinishCompile();
+  p.g.Refit(p.trainer, 1);
+  CHECK_FALSE(p.g.compiling.has_value());
+  CHECK(p.g.prepared.size() == 1);
+}
+
+TEST_CASE("several trainer ranks, one update: all must call") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.trainer_ranks = 2;
+  TestGroup g(spec);
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("x", kModel);
+  g.Shards(t0, kModel, 0, 2);
+  g.Shards(t1, kModel, 1, 2);
+  const CallId first = g.Refit(t0, 1);
+  CHECK_FALSE(g.compiling.has_value());
+  const CallId second = g.Refit(t1, 1);
+  REQUIRE(g.compiling.has_value());
+  CHECK(g.compiling->sources.size() == 2);
+  g.FinishCompile();
+  SECTION("both are answered") {
+    g.ReadyAll();
+    g.FinishRefit();
+    g.FinishVerify();
+    CHECK(g.Code(first) == StatusCode::kOk);
+    CHECK(g.Code(second) == StatusCode::kOk);
+  }
+  SECTION("the death of one aborts, when its memory is not read any more") {
+    g.ReadyAll();
+    g.Lose(t1);
+    CHECK_FALSE(g.released.contains(t1));
+    CHECK(g.Answer(first) == nullptr);
+    g.FinishRefit(absl::CancelledError("given up"));
+    CHECK(g.released.contains(t1));
+    CHECK(g.Code(first) == StatusCode::kAborted);
+    CHECK(g.Instance("x").state == "dirty");
+  }
+}
+
+TEST_CASE("Refit without a layout, with buckets never pushed, or of an old version is refused") {
+  Pair p;
+  const MemberId other = p.trainer;
+  CHECK(p.g.Code(p.g.Refit(other, 1, 2)) == StatusCode::kFailedPrecondition);
+  p.g.Shards(p.trainer, {});
+  const CallId none = p.g.Refit(p.trainer, 1);
+  CHECK(p.g.Code(none) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(none), Contains("has no layout"));
+  CHECK_FALSE(p.g.group.update_running());
+  p.g.Shards(p.trainer, kModel);
+  p.Run(3);
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  CHECK(p.g.Code(p.g.Refit(p.trainer, 3)) == StatusCode::kFailedPrecondition);
+}
+
+TEST_CASE("a repeated Refit has no second effect and gets the first answer") {
+  Pair p;
+  const CallId first = p.g.Refit(p.trainer, 1, 0, "once");
+  const CallId second = p.g.Refit(p.trainer, 1, 0, "once");
+  p.g.FinishCompile();
+  p.g.ReadyAll();
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  CHECK(p.g.Code(first) == StatusCode::kOk);
+  CHECK(p.g.Code(second) == StatusCode::kOk);
+  CHECK(p.g.Code(p.g.Refit(p.trainer, 1, 0, "once")) == StatusCode::kOk);
+  CHECK(p.g.ended.size() == 1);
+}
+
+TEST_CASE("Refit and push in one version") {
+  Pair p;
+  const std::vector<TensorSpec> all = {kModel[0], kModel[1], Bytes("c", 4)};
+  p.g.Register(p.engine, LayoutOf(all));
+  p.g.Shards(p.trainer, all, 0, 1, {2});
+  const CallId begin = p.g.Begin(p.trainer, 1);
+  p.g.FinishCompile();
+  p.g.ReadyAll();
+  CHECK(p.g.Code(begin) == StatusCode::kOk);
+  CHECK_FALSE(p.g.refitting.has_value());
+  SECTION("what the layouts bring is not pushed") {
+    const CallId pushed = p.g.Push(p.trainer, 1, 0, {kModel[0]});
+    CHECK(p.g.Code(pushed) == StatusCode::kFailedPrecondition);
+    CHECK_THAT(p.g.Text(pushed), Contains("tensor 'a' comes with the registered layouts"));
+  }
+  p.g.Push(p.trainer, 1, 0, {all[2]});
+  SECTION("the rank ends with Refit, not with Commit") {
+    const CallId commit = p.g.Commit(p.trainer, 1, 1);
+    CHECK(p.g.Code(commit) == StatusCode::kFailedPrecondition);
+    CHECK_THAT(p.g.Text(commit), Contains("ends an update with Refit"));
+  }
+  SECTION("buckets are counted") {
+    CHECK(p.g.Code(p.g.Refit(p.trainer, 1, 0)) == StatusCode::kFailedPrecondition);
+    CHECK(p.g.Code(p.g.Refit(p.trainer, 1, 2)) == StatusCode::kFailedPrecondition);
+  }
+  const CallId refit = p.g.Refit(p.trainer, 1, 1);
+  REQUIRE(p.g.refitting.has_value());
+  CHECK(p.g.refitting->part == PartSeq(1));
+  p.g.FinishRefit();
+  CHECK_FALSE(p.g.verifying.has_value());
+  p.g.FinishAll();
+  p.g.FinishVerify();
+  CHECK(p.g.Get<CommitReply>(refit).bytes == 28);
+}
+
+TEST_CASE("a pushed tensor that nobody pushed aborts a Refit that opened the update") {
+  Pair p;
+  const std::vector<TensorSpec> all = {kModel[0], Bytes("c", 4)};
+  p.g.Register(p.engine, LayoutOf(all));
+  p.g.Shards(p.trainer, all, 0, 1, {1});
+  const CallId call = p.g.Refit(p.trainer, 1);
+  p.g.FinishCompile();
+  p.g.ReadyAll();
+  CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(call), Contains("tensor 'c' of instance x was never pushed"));
+  CHECK(p.g.Instance("x").state == "clean");
+}
+
+TEST_CASE("replicas are compared on the first version of a registration and every Nth") {
+  GroupLimits limits;
+  limits.compare_every = 3;
+  Pair p(TestGroup::DefaultSpec(), limits);
+  std::vector<bool> compared;
+  const auto version = [&](int64_t number) {
+    p.g.Refit(p.trainer, number);
+    if (p.g.compiling.has_value()) p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
+    p.g.ReadyAll();
+    compared.push_back(p.g.comparing.has_value());
+    if (p.g.comparing.has_value()) {
+      CHECK_FALSE(p.g.refitting.has_value());
+      CHECK(p.g.Instance("x").state == "clean_ready");  // nothing is written yet
+      p.g.FinishCompare();
+    }
+    p.g.FinishRefit();
+    p.g.FinishVerify();
+  };
+  for (int64_t v = 1; v <= 7; ++v) version(v);
+  CHECK(compared == std::vector<bool>{true, false, false, true, false, false, true});
+  p.g.Shards(p.trainer, kModel);  // elsewhere
+  version(8);
+  CHECK(compared.back());
+}
+
+TEST_CASE("replicas that differ abort before a byte is written") {
+  Pair p;
+  const CallId call = p.g.Refit(p.trainer, 1);
+  p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
+  p.g.ReadyAll();
+  SECTION("the tensor and the ranks are named") {
+    p.g.FinishCompare(absl::DataLossError("tensor 'a': trainer ranks 0 and 1 differ"));
+    CHECK(p.g.Code(call) == StatusCode::kAborted);
+    CHECK_THAT(p.g.Text(call), Contains("tensor 'a': trainer ranks 0 and 1 differ"));
+    CHECK(p.g.Instance("x").state == "clean");
+    CHECK_FALSE(p.g.aborted.back().dirty);
+  }
+  SECTION("a death meanwhile waits for the reading to end") {
+    p.g.Lose(p.trainer);
+    CHECK_FALSE(p.g.released.contains(p.trainer));
+    p.g.FinishCompare(absl::CancelledError("given up"));
+    CHECK(p.g.released.contains(p.trainer));
+    CHECK(p.g.Instance("x").state == "clean");
+  }
+}
+
+TEST_CASE("bytes between daemons take slots in pairs and give them back") {
+  Pair p;
+  p.g.Refit(p.trainer, 1);
+  p.g.FinishCompile(absl::OkStatus(), false, /*wire_bytes=*/100);
+  p.g.ReadyAll();
+  REQUIRE(p.g.refitting.has_value());
+  CHECK(p.g.refitting->slots.size() == 4);
+  CHECK(p.g.FreeSlots() == 0);
+  p.g.FinishRefit();
+  CHECK(p.g.FreeSlots() == 4);
+}
+
+TEST_CASE("an engine that dies while the program runs is evicted, the others commit") {
+  Pair p;
+  const MemberId other = p.g.Registered("y", kModel);
+  const CallId call = p.Run(1);
+  p.g.Lose(other);
+  CHECK_FALSE(p.g.released.contains(other));
+  p.g.FinishRefit();
+  CHECK(p.g.released.contains(other));
+  p.g.FinishVerify();
+  const auto reply = p.g.Get<CommitReply>(call);
+  REQUIRE(reply.instances.size() == 2);
+  CHECK(reply.instances[0].committed);
+  CHECK_FALSE(reply.instances[1].committed);
+}
+
+TEST_CASE("a program that fails, or writes too little, aborts and leaves the instance dirty") {
+  Pair p;
+  const CallId call = p.Run(1);
+  SECTION("failed") {
+    p.g.FinishRefit(absl::InternalError("the copy failed"), 0);
+    CHECK_THAT(p.g.Text(call), Contains("transfer of the refit to engine x rank 0"));
+  }
+  SECTION("wrong bytes") {
+    p.g.FinishRefit(absl::DataLossError("tensor 'a'"), 0);
+    CHECK_THAT(p.g.Text(call), Contains("verification of the refit to engine x rank 0"));
+  }
+  SECTION("too few bytes") {
+    const UpdateId update = p.g.refitting->update;
+    p.g.refitting.reset();
+    p.g.Do(RefitDone{update, absl::OkStatus(), {7}, -1});
+    CHECK_THAT(p.g.Text(call), Contains("7 bytes were written"));
+  }
+  CHECK(p.g.Code(call) == StatusCode::kAborted);
+  CHECK(p.g.Instance("x").state == "dirty");
+}
+
+}  // namespace
+}  // namespace refitd

@@ -1,0 +1,444 @@
+// A worker's share of a compiled refit: build and bind the program, compare replicas, run it.
+//
+//   local moves  at once
+//   round r      pack -> exchange (issued, in order) -> unpack
+//
+// With two pairs of slots one round is packed while the one before is on the wire or unpacked. A
+// round begins when the one that had its slots before has ended.
+#include <algorithm>
+#include <utility>
+
+#include "daemon/group/worker.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+absl::Status GivenUp() { return absl::CancelledError("the update was given up"); }
+
+bool SameRanks(const std::vector<LocalMember>& known, const std::vector<PlanMember>& wanted) {
+  return std::equal(known.begin(), known.end(), wanted.begin(), wanted.end(),
+                    [](const LocalMember& a, const PlanMember& b) { return a.rank == b.rank; });
+}
+
+}  // namespace
+
+// ---- compiling and binding ----
+
+void Worker::Handle(const PeerProgram& command, TimePoint, const Output& out) {
+  Update* update = Find(command.update);
+  if (update == nullptr) {
+    PeerProgramBuilt built;
+    built.update = command.update;
+    built.status = absl::FailedPreconditionError("this daemon was not told of the update");
+    out.reports->push_back(std::move(built));
+    return;
+  }
+  if (update->job.has_value()) return;
+  update->job.emplace();
+  update->job->command = command;
+  if (command.plan != nullptr && command.replicas != nullptr) {
+    program_.emplace();
+    program_->id = command.program;
+    program_->node = command.node;
+    program_->chunk_bytes = command.chunk_bytes;
+    program_->plan = command.plan;
+    program_->replicas = command.replicas;
+  }
+  // The plan stays with the program.
+  update->job->command.plan = nullptr;
+  update->job->command.replicas = nullptr;
+  BindOrBuild(update, out);
+}
+
+void Worker::BindOrBuild(Update* update, const Output& out) {
+  Job& job = *update->job;
+  if (!program_.has_value() || program_->id != job.command.program) {
+    return ReportBuilt(update, absl::FailedPreconditionError("this daemon has not got the plan"),
+                       out);
+  }
+  if (program_->building != 0) return;
+  if (program_->bound == nullptr) return Build(job, out);
+  std::shared_ptr<const BoundProgram> bound = program_->bound;
+  const absl::Status status = Bind(job, bound->program, &bound);
+  if (status.code() == absl::StatusCode::kFailedPrecondition) {
+    // Pieces in another order, say: the same plan, planned for this node once more.
+    return Build(job, out);
+  }
+  if (status.ok()) job.bound = program_->bound = bound;
+  ReportBuilt(update, status, out);
+}
+
+// `bound` may hold an earlier binding: it stays if nothing moved. FAILED_PRECONDITION: the node
+// program is of layouts of another structure.
+absl::Status Worker::Bind(const Job& job, std::shared_ptr<const NodeProgram> node_program,
+                          std::shared_ptr<const BoundProgram>* bound) const {
+  auto made = std::make_shared<BoundProgram>();
+  made->plan = program_->plan;
+  made->replicas = program_->replicas;
+  const auto bind = [this](const std::vector<LocalMember>& known,
+                           const std::vector<PlanMember>& wanted, bool destination,
+                           std::vector<MemberId>* members,
+                           std::vector<std::shared_ptr<const Layout>>* layouts) {
+    if (!SameRanks(known, wanted)) return absl::FailedPreconditionError("other ranks");
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      std::shared_ptr<const Layout> layout = callbacks_.layout(wanted[i].member);
+      if (layout == nullptr && destination) layout = known[i].layout;  // lost: it is left out
+      if (layout == nullptr) {
+        return Error(absl::StatusCode::kUnavailable, "member {} left", wanted[i].member);
+      }
+      if (layout != known[i].layout && !SameStructure(*known[i].layout, *layout)) {
+        return absl::FailedPreconditionError("another structure");
+      }
+      members->push_back(wanted[i].member);
+      layouts->push_back(std::move(layout));
+    }
+    return absl::OkStatus();
+  };
+  REFITD_RETURN_IF_ERROR(bind(node_program->sources, job.command.sources, false, &made->sources,
+                              &made->source_layouts));
+  REFITD_RETURN_IF_ERROR(bind(node_program->destinations, job.command.destinations, true,
+                              &made->destinations, &made->destination_layouts));
+  const BoundProgram* before = bound->get();
+  if (before != nullptr && before->program == node_program && before->sources == made->sources &&
+      before->destinations == made->destinations &&
+      before->source_layouts == made->source_layouts &&
+      before->destination_layouts == made->destination_layouts) {
+    return absl::OkStatus();
+  }
+  made->program = std::move(node_program);
+  *bound = std::move(made);
+  return absl::OkStatus();
+}
+
+void Worker::Build(const Job& job, const Output& out) {
+  BuildProgram build;
+  build.program = program_->id;
+  build.build = program_->building = next_build_++;
+  build.plan = program_->plan;
+  build.node = program_->node;
+  build.options.chunk_bytes = program_->chunk_bytes;
+  // One who left has no layout: the compiler names it.
+  for (const PlanMember& m : job.command.sources) {
+    build.sources.push_back({m.rank, callbacks_.layout(m.member)});
+  }
+  for (const PlanMember& m : job.command.destinations) {
+    build.destinations.push_back({m.rank, callbacks_.layout(m.member)});
+  }
+  out.actions->push_back(PeerAction(std::move(build)));
+}
+
+void Worker::Handle(const ProgramBuilt& built, TimePoint, const Output& out) {
+  if (!program_.has_value() || program_->building != built.build) return;
+  program_->building = 0;
+  for (auto& [id, update] : updates_) {
+    if (!update.job.has_value() || update.job->reported ||
+        update.job->command.program != program_->id) {
+      continue;
+    }
+    absl::Status status = built.status;
+    std::shared_ptr<const BoundProgram> bound;
+    if (status.ok()) status = Bind(*update.job, built.node_program, &bound);
+    if (status.ok()) update.job->bound = program_->bound = bound;
+    ReportBuilt(&update, status, out);
+  }
+}
+
+void Worker::ReportBuilt(Update* update, const absl::Status& status, const Output& out) {
+  Job& job = *update->job;
+  job.reported = true;
+  PeerProgramBuilt built;
+  built.update = update->id;
+  built.status = status;
+  if (status.ok()) {
+    const NodeProgram& program = *job.bound->program;
+    built.rounds = program.rounds;
+    std::map<uint32_t, PeerStream> streams;
+    for (const Stream& stream : program.outgoing) streams[stream.peer].out = stream.Digest();
+    for (const Stream& stream : program.incoming) streams[stream.peer].in = stream.Digest();
+    for (auto& [peer, stream] : streams) {
+      stream.peer = peer;
+      built.streams.push_back(stream);
+    }
+  }
+  out.reports->push_back(std::move(built));
+}
+
+// ---- comparing ----
+
+void Worker::Handle(const PeerCompare& command, TimePoint, const Output& out) {
+  Update* update = Find(command.update);
+  if (update == nullptr || !update->job.has_value() || update->job->bound == nullptr ||
+      update->job->comparing || update->abandoned) {
+    const bool given_up = update != nullptr && update->abandoned;
+    out.reports->push_back(PeerCompared{
+        command.update,
+        given_up ? GivenUp() : absl::FailedPreconditionError("the program is not built here"),
+        {}});
+    return;
+  }
+  update->job->comparing = true;
+  StartStep(update, MoveStep::kCompare, 0, out);
+}
+
+// ---- running ----
+
+void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
+  Update* update = Find(command.update);
+  const bool runs = update != nullptr && update->job.has_value() && update->job->run.has_value();
+  if (update == nullptr || runs || !update->job.has_value() || update->job->bound == nullptr) {
+    if (runs) return;
+    PeerRunDone done;
+    done.update = command.update;
+    done.status = absl::FailedPreconditionError("the program is not built here");
+    out.reports->push_back(std::move(done));
+    return;
+  }
+  Job& job = *update->job;
+  job.run = command;
+  job.result.update = update->id;
+  job.result.bytes_written.resize(update->destinations.size());
+  if (update->abandoned) {
+    StopRun(&job, GivenUp());
+  } else if (command.wired && (command.slots.size() < 2 || command.slots.size() % 2 != 0)) {
+    StopRun(&job, absl::InternalError("slots do not come in pairs"));
+  }
+  AdvanceRun(update, now, out);
+}
+
+void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
+  Job& job = *update->job;
+  if (!job.run.has_value() || job.done) return;
+  if (!job.local_begun && !job.stopped) {
+    job.local_begun = true;
+    if (!job.bound->program->local.moves.empty()) {
+      job.local_running = true;
+      StartStep(update, MoveStep::kLocal, 0, out);
+    }
+  }
+  do {
+    while (!job.rounds.empty() && job.rounds.begin()->second.ended) {
+      job.rounds.erase(job.rounds.begin());
+      ++job.first_round;
+    }
+    BeginRounds(update, out);
+    // Behind the parts that were issued before (P7).
+    for (auto& [number, round] : job.rounds) {
+      if (job.stopped || !job.issued || !update->to_wire.empty() || !round.packed) break;
+      if (!round.out) StartRoundOnWire(update, number, now, out);
+    }
+  } while (!job.rounds.empty() && job.rounds.begin()->second.ended);
+  EndRunIfQuiet(update, out);
+}
+
+void Worker::BeginRounds(Update* update, const Output& out) {
+  Job& job = *update->job;
+  const NodeProgram& program = *job.bound->program;
+  const auto pairs = static_cast<int64_t>(job.run->slots.size() / 2);
+  const int64_t end = job.run->wired ? program.rounds : 0;
+  while (!job.stopped && job.first_round + static_cast<int64_t>(job.rounds.size()) <
+                             std::min(end, job.first_round + pairs)) {
+    const int64_t number = job.first_round + static_cast<int64_t>(job.rounds.size());
+    Round& round = job.rounds[number];
+    const std::vector<ExchangeLeg> legs = program.Legs(number);
+    const bool sends = std::any_of(legs.begin(), legs.end(),
+                                   [](const ExchangeLeg& leg) { return leg.bytes_out > 0; });
+    if (!sends) {
+      round.packed = true;
+      continue;
+    }
+    round.packing = true;
+    StartStep(update, MoveStep::kPack, number, out);
+  }
+}
+
+void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out) {
+  Job& job = *update->job;
+  const PeerRun& run = *job.run;
+  Round& round = job.rounds.at(number);
+  StartExchange start;
+  start.epoch = run.epoch;
+  start.seq = WireSeq(run.wire_seq.value() + static_cast<uint64_t>(number));
+  for (const ExchangeLeg& leg : job.bound->program->Legs(number)) {
+    const uint32_t rank = leg.peer < run.ranks.size() ? run.ranks[leg.peer] : kNoRank;
+    if (rank == kNoRank) continue;
+    start.legs.push_back({rank, leg.bytes_out, leg.out_offset, leg.bytes_in, leg.in_offset});
+  }
+  round.out = true;
+  if (start.legs.empty()) {
+    round.ended = true;
+    return;
+  }
+  if (!epoch_.has_value() || *epoch_ != run.epoch) {
+    job.result.wire_failed = true;
+    StopRun(&job, absl::CancelledError("the data plane of the update was closed"));
+    return;
+  }
+  const size_t pair = static_cast<size_t>(number) % (run.slots.size() / 2);
+  start.out = run.slots[2 * pair].slot;
+  start.in = run.slots[2 * pair + 1].slot;
+  start.timeout =
+      std::clamp<Duration>(update->deadline - now, std::chrono::milliseconds(1), wire_limit_);
+  round.on_wire = true;
+  out.actions->push_back(PeerAction(std::move(start)));
+}
+
+void Worker::StartStep(Update* update, MoveStep step, int64_t number, const Output& out) {
+  const Job& job = *update->job;
+  StartMoves start;
+  start.update = update->local;
+  start.version = update->version;
+  start.step = step;
+  start.round = number;
+  start.bound = job.bound;
+  start.verification = update->verification;
+  if (job.run.has_value()) {
+    start.skip_destination = Skip(*update, job.run->skip);
+    if (!job.run->slots.empty()) {
+      const size_t pair = static_cast<size_t>(number) % (job.run->slots.size() / 2);
+      start.slot = job.run->slots[2 * pair + (step == MoveStep::kUnpack ? 1 : 0)].slot;
+    }
+    for (const uint32_t rank : job.run->ranks) start.skip_peer.push_back(rank == kNoRank);
+  }
+  out.actions->push_back(PeerAction(std::move(start)));
+}
+
+void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
+  Update* update = FindLocal(done.update);
+  if (update == nullptr || !update->job.has_value()) return;
+  Job& job = *update->job;
+  const UpdateId id = update->id;
+  if (done.step == MoveStep::kCompare) {
+    if (!job.comparing) return;
+    job.comparing = false;
+    out.reports->push_back(
+        PeerCompared{id, update->abandoned ? GivenUp() : done.status, done.digests});
+    return DropIfOver(id, out);
+  }
+  for (size_t d = 0; d < std::min(done.bytes_written.size(), job.result.bytes_written.size());
+       ++d) {
+    job.result.bytes_written[d] += done.bytes_written[d];
+  }
+  if (!done.status.ok()) {
+    if (job.result.failed_destination < 0 && !job.stopped) {
+      job.result.failed_destination = done.failed_destination;
+    }
+    StopRun(&job, done.status);
+  }
+  const NodeProgram& program = *job.bound->program;
+  const auto round = job.rounds.find(done.round);
+  switch (done.step) {
+    case MoveStep::kLocal:
+      job.local_running = false;
+      break;
+    case MoveStep::kPack:
+      if (round == job.rounds.end()) return;
+      round->second.packing = false;
+      round->second.packed = true;
+      Add(done.sections, program.outgoing, &job.sent);
+      break;
+    case MoveStep::kUnpack:
+      if (round == job.rounds.end()) return;
+      round->second.unpacking = false;
+      round->second.ended = true;
+      Add(done.sections, program.incoming, &job.received);
+      break;
+    case MoveStep::kCompare:
+      break;
+  }
+  AdvanceRun(update, now, out);
+  DropIfOver(id, out);
+}
+
+// False: not a round of a program.
+bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out) {
+  for (auto& [id, update] : updates_) {
+    if (!update.job.has_value() || !update.job->run.has_value()) continue;
+    Job& job = *update.job;
+    if (job.run->epoch != done.epoch || done.seq < job.run->wire_seq) continue;
+    const auto number = static_cast<int64_t>(done.seq.value() - job.run->wire_seq.value());
+    const auto round = job.rounds.find(number);
+    if (round == job.rounds.end() || !round->second.on_wire) continue;
+    const UpdateId update_id = id;
+    round->second.on_wire = false;
+    if (!done.status.ok()) {
+      job.result.wire_failed = true;
+      StopRun(&job, done.status);
+    } else if (!job.stopped) {
+      const std::vector<ExchangeLeg> legs = job.bound->program->Legs(number);
+      const bool receives = std::any_of(legs.begin(), legs.end(),
+                                        [](const ExchangeLeg& leg) { return leg.bytes_in > 0; });
+      if (receives) {
+        round->second.unpacking = true;
+        StartStep(&update, MoveStep::kUnpack, number, out);
+      } else {
+        round->second.ended = true;
+      }
+    }
+    AdvanceRun(&update, now, out);
+    GiveWireBackIfQuiet(out);
+    DropIfOver(update_id, out);
+    return true;
+  }
+  return false;
+}
+
+// What runs goes on to its end; the first failure counts.
+void Worker::StopRun(Job* job, const absl::Status& status) {
+  if (job->result.status.ok()) job->result.status = status;
+  job->stopped = true;
+}
+
+bool Worker::OnWire(const Job& job) {
+  return std::any_of(job.rounds.begin(), job.rounds.end(),
+                     [](const auto& r) { return r.second.on_wire; });
+}
+
+bool Worker::Running(const Job& job) {
+  if (job.comparing || job.local_running) return true;
+  return std::any_of(job.rounds.begin(), job.rounds.end(), [](const auto& r) {
+    return r.second.packing || r.second.on_wire || r.second.unpacking;
+  });
+}
+
+void Worker::EndRunIfQuiet(Update* update, const Output& out) {
+  Job& job = *update->job;
+  if (job.done || Running(job)) return;
+  const NodeProgram& program = *job.bound->program;
+  const int64_t rounds = job.run->wired ? program.rounds : 0;
+  if (!job.stopped && (!job.local_begun || job.first_round < rounds)) return;
+  job.done = true;
+  job.rounds.clear();
+  if (job.result.status.ok() && update->verification != Verification::kOff) {
+    std::map<uint32_t, PeerStream> streams;
+    const auto fold = [](const std::vector<uint64_t>& sums) {
+      HashChain chain(0);
+      for (const uint64_t sum : sums) chain.Add(sum);
+      return chain.hash();
+    };
+    for (const auto& [peer, sums] : job.sent) streams[peer].out = fold(sums);
+    for (const auto& [peer, sums] : job.received) streams[peer].in = fold(sums);
+    for (auto& [peer, stream] : streams) {
+      stream.peer = peer;
+      job.result.streams.push_back(stream);
+    }
+  }
+  out.reports->push_back(job.result);
+  VerifyIfWritten(update, out);
+}
+
+void Worker::Add(const std::vector<SectionDigest>& digests, const std::vector<Stream>& streams,
+                 std::map<uint32_t, std::vector<uint64_t>>* sums) {
+  for (const SectionDigest& section : digests) {
+    std::vector<uint64_t>& of_peer = (*sums)[section.peer];
+    if (of_peer.empty()) {
+      const auto stream = std::find_if(streams.begin(), streams.end(), [&section](const Stream& s) {
+        return s.peer == section.peer;
+      });
+      if (stream != streams.end()) of_peer.resize(stream->sections.size());
+    }
+    if (section.section < of_peer.size()) of_peer[section.section] += section.digest;
+  }
+}
+
+}  // namespace refitd
