@@ -214,13 +214,134 @@ absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bu
   return absl::OkStatus();
 }
 
-void Executor::Finished(const Done& done) {
-  const auto it = sums_.find(done.update);
+void Executor::Add(UpdateId update, const std::vector<Done::Sum>& sums) {
+  const auto it = sums_.find(update);
   if (it == sums_.end()) return;
-  for (const Done::Sum& sum : done.sums) {
+  for (const Done::Sum& sum : sums) {
     std::optional<uint64_t>& total = it->second[sum.destination][sum.piece];
     total = total.value_or(0) + sum.digest;
   }
+}
+
+void Executor::Finished(const Done& done) { Add(done.update, done.sums); }
+void Executor::Finished(const Moved& moved) { Add(moved.done.update, moved.sums); }
+
+// ---- compiled refits ----
+
+class Executor::Moves {
+ public:
+  explicit Moves(StartMoves of) : start(std::move(of)) {}
+  const StartMoves start;
+  ProgramMemory memory;
+  std::shared_ptr<const Prepared> prepared;  // null: not bound yet
+};
+
+bool Executor::IsBound(const Moves& moves) { return moves.prepared != nullptr; }
+
+absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMoves& start,
+                                                                   const MemoryResolver& memory) {
+  auto moves = std::make_shared<Moves>(start);
+  if (start.step == MoveStep::kLocal) {
+    for (const Kept& kept : kept_) {
+      if (kept.bound.lock() == start.bound && kept.skip_destination == start.skip_destination) {
+        moves->prepared = kept.prepared;
+        return moves;
+      }
+    }
+  }
+  REFITD_ASSIGN_OR_RETURN(moves->memory, ResolveMemory(start, memory));
+  return moves;
+}
+
+absl::Status Executor::Bind(Transport* transport, Moves* moves) {
+  REFITD_ASSIGN_OR_RETURN(BoundMoves bound, BindMoves(moves->start, moves->memory));
+  auto prepared = std::make_shared<Prepared>();
+  prepared->originals = std::move(bound.originals);
+  prepared->sections = std::move(bound.sections);
+  prepared->section_of_piece = std::move(bound.section_of_piece);
+  REFITD_ASSIGN_OR_RETURN(prepared->transfer, transport->Prepare(std::move(bound.transfer)));
+  moves->prepared = std::move(prepared);
+  moves->memory = {};  // the transfer holds it
+  return absl::OkStatus();
+}
+
+void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done) {
+  const StartMoves& start = moves->start;
+  const BoundProgram& bound = *start.bound;
+  const bool writes = start.step == MoveStep::kLocal || start.step == MoveStep::kUnpack;
+  const size_t destinations = writes ? bound.destinations.size() : 0;
+  DropUnused();
+  if (start.step == MoveStep::kLocal) {
+    std::erase_if(kept_, [&](const Kept& kept) { return kept.bound.lock() == start.bound; });
+    kept_.push_back({start.bound, start.skip_destination, moves->prepared});
+  }
+  if (writes && start.verification == Verification::kReadback) {
+    UpdateSums& sums = sums_[start.update];
+    sums.resize(std::max(sums.size(), destinations));
+    for (size_t d = 0; d < destinations; ++d) {
+      if (moves->prepared->originals[d].empty()) continue;
+      sums[d].resize(bound.destination_layouts[d]->pieces.size());
+    }
+  }
+  Moved base;
+  base.done.update = start.update;
+  base.done.step = start.step;
+  base.done.round = start.round;
+  std::string label = fmt::format("version {}", start.version);
+  transport_->Replay(
+      moves->prepared->transfer, start.verification, std::move(label),
+      [moved = std::move(base), prepared = moves->prepared, destinations,
+       sections = start.verification != Verification::kOff,
+       done = std::move(done)](TransferResult result) mutable {
+        MovesDone& to = moved.done;
+        to.status = std::move(result.status);
+        for (const int64_t bytes : result.bytes_written) moved.bytes += bytes;
+        if (destinations > 0) {
+          to.bytes_written = std::move(result.bytes_written);
+          to.failed_destination = result.failed_destination;
+        }
+        if (to.step == MoveStep::kCompare) {
+          to.digests = std::move(result.source_digests);
+        } else if (sections) {
+          to.sections = prepared->sections;
+          for (size_t p = 0; p < prepared->section_of_piece.size(); ++p) {
+            to.sections[prepared->section_of_piece[p]].digest += result.source_digests[p];
+          }
+        }
+        for (const PieceDigest& e : result.expected) {
+          if (e.destination >= destinations) continue;
+          moved.sums.push_back(
+              {e.destination, prepared->originals[e.destination][e.piece], e.digest});
+        }
+        done(std::move(moved));
+      });
+}
+
+absl::Status Executor::Start(const StartMoves& start, const MemoryResolver& memory,
+                             std::function<void(Moved)> done) {
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<Moves> moves, Resolve(start, memory));
+  if (!IsBound(*moves)) REFITD_RETURN_IF_ERROR(Bind(transport_, moves.get()));
+  Submit(moves, std::move(done));
+  return absl::OkStatus();
+}
+
+void Executor::DropUnused() {
+  std::erase_if(kept_, [](const Kept& kept) { return kept.bound.expired(); });
+}
+
+void Executor::Release(MemberId member) {
+  std::erase_if(kept_, [member](const Kept& kept) {
+    const std::shared_ptr<const BoundProgram> bound = kept.bound.lock();
+    const auto of = [member](const std::vector<MemberId>& members) {
+      return std::find(members.begin(), members.end(), member) != members.end();
+    };
+    return bound == nullptr || of(bound->sources) || of(bound->destinations);
+  });
+}
+
+void Executor::Forget(UpdateId update) {
+  sums_.erase(update);
+  DropUnused();
 }
 
 absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& memory,

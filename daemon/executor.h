@@ -1,5 +1,12 @@
-// Turns a group's StartTransfer and StartVerify into jobs of a transport: plans the moves, finds
-// the memory, keeps the digests that a read-back compares with.
+// Turns a group's StartTransfer, StartMoves and StartVerify into jobs of a transport: plans the
+// moves, finds the memory, keeps the digests that a read-back compares with.
+//
+// Pushed parts and compiled refits of one update add to the same digests: destination i of
+// StartVerify is destination i of StartTransfer's index and program->destinations[i] of StartMoves
+// (the update's registered ranks on this daemon, in one order and number).
+//
+// A bound program's local moves are prepared once and replayed by every update, as long as the
+// BoundProgram lives and no member of it is released.
 //
 // Keeps P6: every job holds the mappings it touches. P1: the expected digests come from passes over
 // the sources, by piece. Not thread-safe: belongs to the node's mutex. Jobs' `done` run on the
@@ -16,19 +23,12 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/group/group.h"
+#include "daemon/group/program.h"
+#include "daemon/program_executor.h"
 #include "daemon/wire.h"
 #include "transport/transport.h"
 
 namespace refitd {
-
-// Memory by name, from whoever owns the mappings. An error is our own bug or a member that
-// vanished: the transfer fails.
-class MemoryResolver {
- public:
-  virtual ~MemoryResolver() = default;
-  virtual absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const = 0;
-  virtual absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const = 0;
-};
 
 class Executor {
  public:
@@ -63,19 +63,66 @@ class Executor {
   // Adds the transfer's digests to its update's.
   void Finished(const Done& done);
 
+  // What came of a step of a compiled refit. Give it to Finished() under the node's mutex, then
+  // `done` to the group.
+  struct Moved {
+    MovesDone done;
+    int64_t bytes = 0;  // copied: into destinations, or into the slot
+    std::vector<Done::Sum> sums;
+  };
+  // A step between the three calls below.
+  class Moves;
+
+  // The step in three parts, so that the second can run outside the node's mutex. Resolve finds the
+  // memory. Not OK: nothing else is to be called.
+  absl::StatusOr<std::shared_ptr<Moves>> Resolve(const StartMoves& start,
+                                                 const MemoryResolver& memory);
+  // False: Bind it first.
+  static bool IsBound(const Moves& moves);
+  // Takes up to seconds; on any thread, with the transport of the executor that resolved it. Not
+  // OK: errors as BindMoves.
+  static absl::Status Bind(Transport* transport, Moves* moves);
+  // `done` is called once.
+  void Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done);
+  // All three. Not OK: no job was started, and `done` is not called.
+  absl::Status Start(const StartMoves& start, const MemoryResolver& memory,
+                     std::function<void(Moved)> done);
+  void Finished(const Moved& moved);
+
+  // Lets go of what is prepared with this member's memory (P8).
+  void Release(MemberId member);
+
   // Reads again what the update wrote. Not OK: no job was started, and `done` is not called.
   absl::Status Start(const StartVerify& verify, const MemoryResolver& memory,
                      std::function<void(VerifyDone)> done);
 
   // The update ended: its digests are dropped.
-  void Forget(UpdateId update) { sums_.erase(update); }
+  void Forget(UpdateId update);
 
  private:
   // sums[destination][piece]: absent until the piece was written; a destination's vector is empty
   // until any was.
   using UpdateSums = std::vector<std::vector<std::optional<uint64_t>>>;
 
+  // What a step comes down to, to be run more than once.
+  struct Prepared {
+    std::shared_ptr<const PreparedTransfer> transfer;
+    std::vector<std::vector<uint32_t>> originals;
+    std::vector<SectionDigest> sections;
+    std::vector<uint32_t> section_of_piece;
+  };
+  // Of a bound program's local moves.
+  struct Kept {
+    std::weak_ptr<const BoundProgram> bound;
+    std::vector<bool> skip_destination;
+    std::shared_ptr<const Prepared> prepared;
+  };
+
+  void Add(UpdateId update, const std::vector<Done::Sum>& sums);
+  void DropUnused();
+
   Transport* const transport_;
+  std::vector<Kept> kept_;  // few: one a group, or two while a new program takes over
   std::map<UpdateId, UpdateSums> sums_;
 };
 

@@ -36,6 +36,8 @@ Node::~Node() {
     while (links_ > 0) links_cond_.Wait(&mutex_);
   }
   timer_.join();
+  planner_.Stop();
+  binder_.Stop();
   std::unique_ptr<Wire> wire;
   {
     // What copies that still run would send finds no epoch any more.

@@ -10,10 +10,12 @@
 //   node_memory.cc    regions, staging pools, the descriptor socket
 //   node_actions.cc   events in, actions out
 //   node_peers.cc     other daemons and the wire
+//   node_programs.cc  compiled refits: plans, node programs, their steps
 //   node_operator.cc  what operators ask
 //
 // One mutex serialises all state machines. Nothing under it blocks: transports have their own
-// threads, streams their own queues; replies run after it was released. P6: a member's mappings are
+// threads, plans are made on threads of their own, streams have their own queues; replies run after
+// it was released. P6: a member's mappings are
 // dropped only on ReleaseMember, and every copy holds its own reference. P8: a lost member's token
 // dies at once, its record with its last copy. P9: a lease is bound to the credentials that
 // attached.
@@ -45,6 +47,7 @@
 #include "daemon/group/wire_lock.h"
 #include "daemon/observer.h"
 #include "daemon/peer_link.h"
+#include "daemon/planner.h"
 #include "daemon/process_watch.h"
 #include "daemon/wire.h"
 #include "refitd/v1/engine.pb.h"
@@ -315,6 +318,18 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void Count(const GroupRecord& group, const UpdateEnded& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  // Compiled refits.
+  void PerformCompile(const GroupRecord& group, CompileProgram a)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformBuild(const GroupRecord& group, BuildProgram a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformMoves(GroupRecord* group, const StartMoves& start, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SubmitMoves(const std::string& name, uint64_t id,
+                   const std::shared_ptr<Executor::Moves>& moves)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformExchange(GroupRecord* group, const StartExchange& a, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   // Other daemons.
   std::string CoordinatorOf(const std::string& address) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static absl::Status Followed(const GroupRecord& group);
@@ -406,6 +421,11 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   int64_t regions_ ABSL_GUARDED_BY(mutex_) = 0;  // of all members
   Executor executor_ ABSL_GUARDED_BY(mutex_);
+
+  // Stopped by the destructor's body: their jobs use what is below. Binding has a thread of its
+  // own: a step of an update does not wait for another group's plan.
+  Planner planner_{"refitd-planner"};
+  Planner binder_{"refitd-binder"};
 
   std::thread timer_;
   // Last: destroyed first, after its jobs ended; their callbacks still find the rest.

@@ -135,14 +135,19 @@ struct Node::Performer {
     node->PerformVerify(group, a, more);
   }
   void operator()(CompileProgram& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    more->emplace_back(group->machine->name(),
-                       ProgramCompiled{a.program, absl::UnimplementedError("no planner"), nullptr});
+    node->PerformCompile(*group, std::move(a));
   }
   void operator()(StartCompare&) {}  // the coordinator's
   void operator()(StartRefit&) {}    // the coordinator's
-  void operator()(BuildProgram&) {}
-  void operator()(StartMoves&) {}
-  void operator()(StartExchange&) {}
+  void operator()(BuildProgram& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    node->PerformBuild(*group, std::move(a));
+  }
+  void operator()(StartMoves& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    node->PerformMoves(group, a, more);
+  }
+  void operator()(StartExchange& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    node->PerformExchange(group, a, more);
+  }
   void operator()(ReleaseMember& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->Erase(a.member, deferred);
   }

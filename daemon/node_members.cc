@@ -266,6 +266,7 @@ void Node::Erase(MemberId member, Deferred* deferred) {
   if (it == members_.end()) return;
   tokens_.erase(it->second.token);
   if (it->second.watch != WatchHandle()) processes_->Cancel(it->second.watch);
+  executor_.Release(member);
   // Unmapping large regions takes long: after the mutex.
   regions_ -= static_cast<int64_t>(it->second.regions.size());
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(it->second.regions));

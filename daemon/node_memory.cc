@@ -112,6 +112,7 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
       }
     }
   }
+  executor_.Release(member->id);
   released = std::move(it->second.mapping);
   member->regions.erase(it);
   --regions_;

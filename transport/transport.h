@@ -10,9 +10,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "transport/layout.h"
 #include "transport/plan.h"
 
@@ -47,9 +48,9 @@ struct PieceDigest {
   uint64_t digest = 0;
 };
 
-// One bucket (or part of one) from one place to several.
+// One bucket (or part of one), or a step of a compiled refit, from some places to several.
 struct Transfer {
-  std::vector<BoundPiece> source;  // pieces of the single source
+  std::vector<BoundPiece> source;  // pieces of all sources, one list
   // destinations[d] are the bound pieces of destination d that this transfer may write, indexed as
   // in `program`.
   std::vector<std::vector<BoundPiece>> destinations;
@@ -92,6 +93,13 @@ struct ReadbackResult {
   std::vector<uint32_t> failed_destinations;
 };
 
+// A transfer that was bound and checked, to be run any number of times over the same memory, which
+// it keeps alive (P6). Immutable; belongs to the transport that made it.
+class PreparedTransfer {
+ public:
+  virtual ~PreparedTransfer() = default;
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -101,8 +109,30 @@ class Transport {
   // fills the tail of the one before).
   virtual void Submit(Transfer transfer, std::function<void(TransferResult)> done) = 0;
 
+  // Does once what every run of the transfer needs: checks, order, shares of the work. Takes up to
+  // seconds for millions of moves; thread-safe. INTERNAL: a wrong program. A transport that gains
+  // nothing by it keeps the transfer.
+  virtual absl::StatusOr<std::shared_ptr<const PreparedTransfer>> Prepare(Transfer transfer) {
+    return std::make_shared<const KeptTransfer>(std::move(transfer));
+  }
+
+  // Runs it as Submit would, with this verification and label in place of its own.
+  virtual void Replay(std::shared_ptr<const PreparedTransfer> prepared, Verification verification,
+                      std::string label, std::function<void(TransferResult)> done) {
+    Transfer transfer = static_cast<const KeptTransfer&>(*prepared).transfer;
+    transfer.verification = verification;
+    transfer.label = std::move(label);
+    Submit(std::move(transfer), std::move(done));
+  }
+
   // Reads destinations again and compares. Same threads, same order rules.
   virtual void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) = 0;
+
+ private:
+  struct KeptTransfer : PreparedTransfer {
+    explicit KeptTransfer(Transfer kept) : transfer(std::move(kept)) {}
+    const Transfer transfer;
+  };
 };
 
 }  // namespace refitd

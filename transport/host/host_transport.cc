@@ -270,8 +270,7 @@ CopyPlan MakePlan(const Transfer& transfer) {
     if (!move.ok()) {
       CopyPlan refused;
       refused.bytes.resize(transfer.destinations.size());
-      refused.status =
-          Error(move.status().code(), "{}: {}", transfer.label, Message(move.status()));
+      refused.status = move.status();
       return refused;
     }
     plan.bytes[move->destination_index] +=
@@ -292,15 +291,27 @@ CopyPlan MakePlan(const Transfer& transfer) {
   return plan;
 }
 
+// A transfer and what it comes down to: the plan points into the transfer.
+struct PreparedCopy : PreparedTransfer {
+  explicit PreparedCopy(Transfer of) : transfer(std::move(of)), plan(MakePlan(transfer)) {}
+  PreparedCopy(const PreparedCopy&) = delete;
+  PreparedCopy& operator=(const PreparedCopy&) = delete;
+  const Transfer transfer;
+  const CopyPlan plan;
+};
+
 class CopyTask : public WorkTask {
  public:
   using Done = std::function<void(TransferResult)>;
 
-  // `plan` is of `transfer`, whose vectors keep their addresses when it moves.
-  CopyTask(Transfer transfer, CopyPlan plan, Done done, TransferFaults* faults)
-      : WorkTask(static_cast<int64_t>(plan.chunks.size())),
-        transfer_(std::move(transfer)),
-        plan_(std::move(plan)),
+  CopyTask(std::shared_ptr<const PreparedCopy> prepared, Verification verification,
+           std::string label, Done done, TransferFaults* faults)
+      : WorkTask(static_cast<int64_t>(prepared->plan.chunks.size())),
+        prepared_(std::move(prepared)),
+        transfer_(prepared_->transfer),
+        plan_(prepared_->plan),
+        verification_(verification),
+        label_(std::move(label)),
         done_(std::move(done)),
         faults_(faults),
         sums_(plan_.sums.size()),
@@ -364,7 +375,7 @@ class CopyTask : public WorkTask {
 
   // P1: two passes over memory must agree.
   void CopyAndVerify(int64_t unit, const Part& part, SourcePass* pass) {
-    switch (transfer_.verification) {
+    switch (verification_) {
       case Verification::kOff:
         Copy(part, {.mode = part.mode});
         return;
@@ -438,20 +449,22 @@ class CopyTask : public WorkTask {
         Error(absl::StatusCode::kDataLoss,
               "{}: verification of \"{}\" at destination {} failed near element {}: digest of "
               "the source is {:016x}, {} {:016x}",
-              transfer_.label, move.source->name, move.destination_index,
+              label_, move.source->name, move.destination_index,
               FirstIndex(part.box, move.source->shape), expected, what, found));
   }
 
   void Finish() override {
     TransferResult result;
     std::tie(result.failed_destination, result.status) = failure_.Take();
-    if (!plan_.status.ok()) result.status = plan_.status;
-    result.bytes_written = std::move(plan_.bytes);
-    if (transfer_.verification == Verification::kReadback) {
+    if (!plan_.status.ok()) {
+      result.status = Error(plan_.status.code(), "{}: {}", label_, Message(plan_.status));
+    }
+    result.bytes_written = plan_.bytes;
+    if (verification_ == Verification::kReadback) {
       for (size_t i = 0; i < plan_.sums.size(); ++i) {
         if (ReadbackNow(plan_.sums[i].destination)) continue;
-        plan_.sums[i].digest = sums_[i].load(std::memory_order_relaxed);
         result.expected.push_back(plan_.sums[i]);
+        result.expected.back().digest = sums_[i].load(std::memory_order_relaxed);
       }
     }
     for (const auto& sum : source_sums_) {
@@ -460,11 +473,14 @@ class CopyTask : public WorkTask {
     done_(std::move(result));
     // The last copy ended before: memory is let go as soon as the caller knows.
     done_ = nullptr;
-    transfer_ = {};
+    prepared_ = nullptr;
   }
 
-  Transfer transfer_;
-  CopyPlan plan_;
+  std::shared_ptr<const PreparedCopy> prepared_;
+  const Transfer& transfer_;
+  const CopyPlan& plan_;
+  const Verification verification_;
+  const std::string label_;
   Done done_;
   TransferFaults* const faults_;
   std::vector<std::atomic<uint64_t>> sums_;
@@ -559,9 +575,22 @@ class HostTransport : public Transport {
       : faults_(options.faults), workers_(Threads(options.threads)) {}
 
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
-    CopyPlan plan = MakePlan(transfer);
-    workers_.Submit(
-        std::make_shared<CopyTask>(std::move(transfer), std::move(plan), std::move(done), faults_));
+    const Verification verification = transfer.verification;
+    std::string label = transfer.label;
+    Start(std::make_shared<const PreparedCopy>(std::move(transfer)), verification, std::move(label),
+          std::move(done));
+  }
+
+  absl::StatusOr<std::shared_ptr<const PreparedTransfer>> Prepare(Transfer transfer) override {
+    auto prepared = std::make_shared<const PreparedCopy>(std::move(transfer));
+    if (!prepared->plan.status.ok()) return prepared->plan.status;
+    return prepared;
+  }
+
+  void Replay(std::shared_ptr<const PreparedTransfer> prepared, Verification verification,
+              std::string label, std::function<void(TransferResult)> done) override {
+    Start(std::static_pointer_cast<const PreparedCopy>(std::move(prepared)), verification,
+          std::move(label), std::move(done));
   }
 
   void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
@@ -571,6 +600,12 @@ class HostTransport : public Transport {
   }
 
  private:
+  void Start(std::shared_ptr<const PreparedCopy> prepared, Verification verification,
+             std::string label, std::function<void(TransferResult)> done) {
+    workers_.Submit(std::make_shared<CopyTask>(std::move(prepared), verification, std::move(label),
+                                               std::move(done), faults_));
+  }
+
   TransferFaults* const faults_;
   WorkerPool workers_;  // last: its threads end before the rest goes
 };

@@ -1,0 +1,143 @@
+// Compiled refits: plans and node programs are made on the planner's thread, the steps of an update
+// are bound on the binder's; what comes of them is fed back as events. A group that is gone
+// meanwhile hears nothing.
+#include <optional>
+#include <utility>
+
+#include "daemon/node.h"
+#include "daemon/node_memory.h"
+#include "transport/base/status.h"
+#include "transport/node_program.h"
+#include "transport/refit_plan.h"
+
+namespace refitd {
+
+void Node::PerformCompile(const GroupRecord& group, CompileProgram a) {
+  planner_.Submit([this, name = group.machine->name(), id = group.id, a = std::move(a)] {
+    ProgramCompiled compiled;
+    compiled.program = a.program;
+    absl::StatusOr<std::shared_ptr<const RefitPlan>> plan =
+        CompileRefit(a.sources, a.destinations, a.options);
+    compiled.status = plan.status();
+    if (plan.ok()) compiled.plan = *std::move(plan);
+    GroupEventOf(name, id, std::move(compiled));
+  });
+}
+
+void Node::PerformBuild(const GroupRecord& group, BuildProgram a) {
+  planner_.Submit([this, name = group.machine->name(), id = group.id, a = std::move(a)]() mutable {
+    ProgramBuilt built;
+    built.program = a.program;
+    built.build = a.build;
+    absl::StatusOr<NodeProgram> program =
+        CompileNode(*a.plan, a.node, std::move(a.sources), std::move(a.destinations), a.options);
+    built.status = program.status();
+    if (program.ok()) {
+      built.node_program = std::make_shared<const NodeProgram>(*std::move(program));
+    }
+    GroupEventOf(name, id, std::move(built));
+  });
+}
+
+void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Events* more) {
+  const std::string name = group->machine->name();
+  absl::Status status = absl::OkStatus();
+  if (start.step == MoveStep::kPack || start.step == MoveStep::kUnpack) {
+    status = EnsurePool(group);
+    if (status.ok() && int64_t{start.slot.value()} >= group->machine->spec().slots) {
+      status = Error(absl::StatusCode::kInvalidArgument, "slot {}: not in the pool", start.slot);
+    }
+  }
+  std::shared_ptr<Executor::Moves> moves;
+  if (status.ok()) {
+    absl::StatusOr<std::shared_ptr<Executor::Moves>> resolved =
+        executor_.Resolve(start, Memory(members_, *group));
+    status = resolved.status();
+    if (resolved.ok()) moves = *std::move(resolved);
+  }
+  MovesDone refused;
+  refused.update = start.update;
+  refused.step = start.step;
+  refused.round = start.round;
+  if (!status.ok()) {
+    refused.status = std::move(status);
+    more->emplace_back(name, std::move(refused));
+    return;
+  }
+  if (Executor::IsBound(*moves)) return SubmitMoves(name, group->id, moves);
+  binder_.Submit([this, name, id = group->id, moves = std::move(moves),
+                  refused = std::move(refused)]() mutable {
+    refused.status = Executor::Bind(transport_.get(), moves.get());
+    if (!refused.status.ok()) return GroupEventOf(name, id, std::move(refused));
+    MutexLock lock(&mutex_);
+    const GroupRecord* found = FindGroup(name);
+    if (found != nullptr && found->id == id) SubmitMoves(name, id, moves);
+  });
+}
+
+void Node::SubmitMoves(const std::string& name, uint64_t id,
+                       const std::shared_ptr<Executor::Moves>& moves) {
+  executor_.Submit(moves, [this, name, id](const Executor::Moved& moved) {
+    Deferred deferred;
+    {
+      MutexLock lock(&mutex_);
+      executor_.Finished(moved);
+      if (options_.observer != nullptr && moved.done.status.ok() && moved.bytes > 0) {
+        options_.observer->BytesMoved(name, MoveKind::kCopy, moved.bytes);
+      }
+      const GroupRecord* group = FindGroup(name);
+      if (group != nullptr && group->id == id) Handle(name, moved.done, &deferred);
+    }
+    RunAll(std::move(deferred));
+  });
+}
+
+void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* more) {
+  const std::string name = group->machine->name();
+  const std::optional<EpochId> local = WireEpoch(*group, a.epoch);
+  const int64_t slots = group->machine->spec().slots;
+  const int64_t slot_bytes = group->machine->spec().slot_bytes;
+  absl::Status status = EnsurePool(group);
+  if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
+  if (status.ok() &&
+      (int64_t{a.out.value()} >= slots || int64_t{a.in.value()} >= slots || a.out == a.in)) {
+    status = Error(absl::StatusCode::kInvalidArgument, "slots {} and {}: not two of the pool",
+                   a.out, a.in);
+  }
+  WireExchange exchange;
+  int64_t received = 0;
+  const auto add = [&](uint32_t rank, SlotIndex slot, int64_t offset, int64_t bytes,
+                       std::vector<WireExchange::Leg>* legs) {
+    if (!status.ok() || bytes == 0) return;
+    if (bytes < 0 || bytes > slot_bytes || offset < 0 || offset > slot_bytes - bytes ||
+        rank >= static_cast<uint32_t>(kMaxWireRanks)) {
+      status = Error(absl::StatusCode::kInvalidArgument,
+                     "rank {}: {} bytes at byte {} of slot {}: not in the pool", rank, bytes,
+                     offset, slot);
+      return;
+    }
+    char* const data = group->pool->data() + int64_t{slot.value()} * slot_bytes + offset;
+    legs->push_back({static_cast<int>(rank), MemorySpan{data, bytes, group->pool}});
+  };
+  for (const StartExchange::Leg& leg : a.legs) {
+    add(leg.rank, a.out, leg.out_offset, leg.bytes_out, &exchange.sends);
+    add(leg.rank, a.in, leg.in_offset, leg.bytes_in, &exchange.receives);
+    if (status.ok()) received += leg.bytes_in;
+  }
+  if (!status.ok()) {
+    more->emplace_back(name, WireDone{a.epoch, a.seq, std::move(status)});
+    return;
+  }
+  exchange.epoch = *local;
+  exchange.seq = a.seq;
+  exchange.timeout = a.timeout;
+  wire_->Submit(std::move(exchange), [this, name, id = group->id, epoch = a.epoch, seq = a.seq,
+                                      received](absl::Status ended) {
+    if (options_.observer != nullptr && ended.ok() && received > 0) {
+      options_.observer->BytesMoved(name, MoveKind::kExchange, received);
+    }
+    GroupEventOf(name, id, WireDone{epoch, seq, std::move(ended)});
+  });
+}
+
+}  // namespace refitd
