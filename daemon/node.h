@@ -126,10 +126,14 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void Ready(MemberId member, const v1::Ready& ready);
   void Ack(MemberId member, const v1::Ack& ack);
   void Failed(MemberId member, const v1::Failed& failed);
-  // OK: the lease is an engine rank's. Lets a stream be refused before its chunks are collected.
+  // OK: the lease is a rank's of that role. Lets a stream be refused before its chunks are
+  // collected.
+  absl::Status CheckTrainerLease(const v1::Lease& lease, const Peer& peer);
   absl::Status CheckEngineLease(const v1::Lease& lease, const Peer& peer);
-  // Replies once, as a ReplyFunction does: OK when the group's coordinator has it. Where that is
+  // Reply once, as a ReplyFunction does: OK when the group's coordinator has it. Where that is
   // another daemon, its loss (PeerLimits::peer) and the end of the lease answer too (P4).
+  void RegisterTrainerLayout(CallId call, const v1::Lease& lease, const Peer& peer, Layout layout,
+                             LayoutReply reply);
   void RegisterEngineLayout(CallId call, const v1::Lease& lease, const Peer& peer, Layout layout,
                             LayoutReply reply);
 
@@ -144,6 +148,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void PushBucket(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
                   ReplyFunction reply);
   void Commit(CallId call, const v1::CommitRequest& request, const Peer& peer, ReplyFunction reply);
+  void Refit(CallId call, const v1::RefitRequest& request, const Peer& peer, ReplyFunction reply);
   void Abort(CallId call, const v1::AbortRequest& request, const Peer& peer, ReplyFunction reply);
   // The caller went away.
   void CallGone(CallId call);
@@ -300,10 +305,13 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                    const std::string& request_id, ReplyFunction reply,
                    const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event);
   void MemberEvent(MemberId member, const GroupEvent& event);
+  void RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer, bool engine,
+                      Layout layout, LayoutReply reply);
   absl::StatusOr<std::shared_ptr<const Layout>> CheckLayout(const v1::Lease& lease,
-                                                            const Peer& peer, Layout layout);
+                                                            const Peer& peer, bool engine,
+                                                            Layout layout);
   absl::StatusOr<const MemberRecord*> AdmitLayout(const v1::Lease& lease, const Peer& peer,
-                                                  const Layout& layout)
+                                                  bool engine, const Layout& layout)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Feeds one event (and those that its actions bring at once) and performs the actions.

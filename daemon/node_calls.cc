@@ -6,6 +6,29 @@
 #include "daemon/peer_convert.h"
 
 namespace refitd {
+namespace {
+
+// What Begin and Refit share.
+absl::StatusOr<Duration> CheckDuration(int64_t ms, Duration max) {
+  REFITD_ASSIGN_OR_RETURN(const Duration duration, CheckMillis(ms, "duration_ms"));
+  if (duration <= max) return duration;
+  return Error(absl::StatusCode::kInvalidArgument, "duration_ms: {} is more than the maximum {}",
+               ms, ToMillis(max));
+}
+
+absl::Status CheckVersion(int64_t version) {
+  if (version >= 0) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", version);
+}
+
+// What Commit and Refit share.
+absl::Status CheckBucketCount(int64_t count) {
+  if (count >= 0) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "bucket_count: {} is negative", count);
+}
+
+}  // namespace
+
 void Node::TrainerCall(
     CallId call, const v1::Lease& lease, const Peer& peer, const std::string& request_id,
     ReplyFunction reply,
@@ -46,18 +69,11 @@ void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
         event.member = member.id;
         event.request_id = request.request_id();
         event.version = Version(request.version());
-        REFITD_ASSIGN_OR_RETURN(event.duration, CheckMillis(request.duration_ms(), "duration_ms"));
-        if (event.duration > options_.group.max_duration) {
-          return Error(absl::StatusCode::kInvalidArgument,
-                       "duration_ms: {} is more than the maximum {}", request.duration_ms(),
-                       ToMillis(options_.group.max_duration));
-        }
+        REFITD_ASSIGN_OR_RETURN(event.duration,
+                                CheckDuration(request.duration_ms(), options_.group.max_duration));
         REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
         event.evict_late = request.evict_late();
-        if (request.version() < 0) {
-          return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative",
-                       request.version());
-        }
+        REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
         if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
           return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
                        request.tensor_count(), kMaxTensorsPerLayout);
@@ -134,10 +150,7 @@ void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& pee
                   ReplyFunction reply) {
   TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
               [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
-                if (request.bucket_count() < 0) {
-                  return Error(absl::StatusCode::kInvalidArgument, "bucket_count: {} is negative",
-                               request.bucket_count());
-                }
+                REFITD_RETURN_IF_ERROR(CheckBucketCount(request.bucket_count()));
                 return CommitEvent{call,
                                    member.id,
                                    request.request_id(),
@@ -145,6 +158,35 @@ void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& pee
                                    request.bucket_count(),
                                    request.pushes_under_way()};
               });
+}
+
+void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
+                 ReplyFunction reply) {
+  TrainerCall(
+      call, request.lease(), peer, request.request_id(), std::move(reply),
+      [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+        RefitEvent event;
+        event.call = call;
+        event.member = member.id;
+        event.request_id = request.request_id();
+        event.version = Version(request.version());
+        REFITD_ASSIGN_OR_RETURN(event.duration,
+                                CheckDuration(request.duration_ms(), options_.group.max_duration));
+        REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
+        event.evict_late = request.evict_late();
+        REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
+        REFITD_RETURN_IF_ERROR(CheckBucketCount(request.bucket_count()));
+        event.bucket_count = request.bucket_count();
+        if (member.layout == nullptr || member.layout->pieces.empty()) {
+          return absl::FailedPreconditionError("this rank has no layout: RegisterLayout first");
+        }
+        if (request.binding_generation() != member.layout->binding_generation) {
+          return Error(absl::StatusCode::kFailedPrecondition,
+                       "binding_generation: {} is not the registered {}",
+                       request.binding_generation(), member.layout->binding_generation);
+        }
+        return event;
+      });
 }
 
 void Node::Abort(CallId call, const v1::AbortRequest& request, const Peer& peer,

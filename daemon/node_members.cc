@@ -1,4 +1,4 @@
-// Membership: hellos, leases, the end of both; engines' layouts.
+// Membership: hellos, leases, the end of both; members' layouts.
 #include <sys/random.h>
 
 #include <algorithm>
@@ -333,6 +333,11 @@ void Node::Failed(MemberId member, const v1::Failed& failed) {
                                    std::string(Shorten(failed.reason(), kMaxReasonBytes))});
 }
 
+absl::Status Node::CheckTrainerLease(const v1::Lease& lease, const Peer& peer) {
+  MutexLock lock(&mutex_);
+  return Authenticate(lease, peer, false).status();
+}
+
 absl::Status Node::CheckEngineLease(const v1::Lease& lease, const Peer& peer) {
   MutexLock lock(&mutex_);
   return Authenticate(lease, peer, true).status();
@@ -340,18 +345,25 @@ absl::Status Node::CheckEngineLease(const v1::Lease& lease, const Peer& peer) {
 
 // Checking a big layout takes long: outside the mutex, against the regions of now.
 absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease& lease,
-                                                                const Peer& peer, Layout layout) {
+                                                                const Peer& peer, bool engine,
+                                                                Layout layout) {
   std::map<RegionId, RegionRecord> regions;
   {
     MutexLock lock(&mutex_);
-    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(lease, peer, true));
+    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(lease, peer, engine));
     regions = member->regions;
   }
   const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
     const auto it = regions.find(id);
     return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.mapping->bytes());
   };
-  REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/true));
+  REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
+  if (!engine) return std::make_shared<const Layout>(std::move(layout));
+  if (!layout.pushed_tensors.empty()) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "layout.pushed_tensors has {} entries: an engine rank pushes none",
+                 layout.pushed_tensors.size());
+  }
   for (const Piece& piece : layout.pieces) {
     if (regions.at(piece.region).mapping->access() != Access::kReadWrite) {
       return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",
@@ -362,9 +374,9 @@ absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease&
 }
 
 absl::StatusOr<const Node::MemberRecord*> Node::AdmitLayout(const v1::Lease& lease,
-                                                            const Peer& peer,
+                                                            const Peer& peer, bool engine,
                                                             const Layout& layout) {
-  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, true));
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, engine));
   if (calls_.size() >= kMaxCalls) {
     return Error(absl::StatusCode::kResourceExhausted, "{} calls are unanswered already",
                  calls_.size());
@@ -374,23 +386,36 @@ absl::StatusOr<const Node::MemberRecord*> Node::AdmitLayout(const v1::Lease& lea
       return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
     }
   }
-  const Layout* newest = member->layout.get();
+  // Of the registered one and of all that are under way.
+  std::optional<uint64_t> greatest;
+  if (member->layout != nullptr) greatest = member->layout->binding_generation;
   for (const auto& [call, pending] : layouts_) {
-    if (pending.member == member->id) newest = pending.layout.get();
+    if (pending.member != member->id) continue;
+    greatest = std::max(greatest.value_or(0), pending.layout->binding_generation);
   }
-  if (newest != nullptr && layout.binding_generation <= newest->binding_generation) {
+  if (greatest.has_value() && layout.binding_generation <= *greatest) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "binding_generation: {} is not greater than the registered {}",
-                 layout.binding_generation, newest->binding_generation);
+                 layout.binding_generation, *greatest);
   }
   REFITD_RETURN_IF_ERROR(FindGroup(member->group)->machine->CanRegisterLayout(member->id));
   return member;
 }
 
+void Node::RegisterTrainerLayout(CallId call, const v1::Lease& lease, const Peer& peer,
+                                 Layout layout, LayoutReply reply) {
+  RegisterLayout(call, lease, peer, false, std::move(layout), std::move(reply));
+}
+
 void Node::RegisterEngineLayout(CallId call, const v1::Lease& lease, const Peer& peer,
                                 Layout layout, LayoutReply reply) {
+  RegisterLayout(call, lease, peer, true, std::move(layout), std::move(reply));
+}
+
+void Node::RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer, bool engine,
+                          Layout layout, LayoutReply reply) {
   absl::StatusOr<std::shared_ptr<const Layout>> checked =
-      CheckLayout(lease, peer, std::move(layout));
+      CheckLayout(lease, peer, engine, std::move(layout));
   if (!checked.ok()) return reply(checked.status());
   v1::LayoutRegistered registered;
   registered.set_digest((*checked)->Digest());
@@ -399,7 +424,7 @@ void Node::RegisterEngineLayout(CallId call, const v1::Lease& lease, const Peer&
   Deferred deferred;
   {
     MutexLock lock(&mutex_);
-    const absl::StatusOr<const MemberRecord*> member = AdmitLayout(lease, peer, **checked);
+    const absl::StatusOr<const MemberRecord*> member = AdmitLayout(lease, peer, engine, **checked);
     if (member.ok()) {
       const std::string group = (*member)->group;
       const MemberId id = (*member)->id;

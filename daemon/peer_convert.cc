@@ -1340,8 +1340,8 @@ Layout StructureOf(const Layout& layout) {
 }
 
 // ValidateLayout judges structure and addresses together: pieces are laid out one behind the other,
-// which is right for any structure.
-absl::Status ValidateStructure(const Layout& structure) {
+// which is right for any structure. `destination`: why it can't be a destination's, else OK.
+absl::Status ValidateStructure(const Layout& structure, absl::Status* destination) {
   Layout placed = structure;
   int64_t end = 0;
   for (size_t i = 0; i < placed.pieces.size(); ++i) {
@@ -1366,8 +1366,10 @@ absl::Status ValidateStructure(const Layout& structure) {
     piece.byte_offset = end;
     end += span;
   }
-  return ValidateLayout(
-      placed, [end](RegionId) -> std::optional<int64_t> { return end; }, /*destination=*/true);
+  const auto region_bytes = [end](RegionId) -> std::optional<int64_t> { return end; };
+  REFITD_RETURN_IF_ERROR(ValidateLayout(placed, region_bytes, /*destination=*/false));
+  *destination = ValidateLayout(placed, region_bytes, /*destination=*/true);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToWire(const PeerLayout& report,
@@ -1641,11 +1643,12 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   REFITD_ASSIGN_OR_RETURN(Layout complete, std::move(assembly_->decoder).Finish());
   assembly_.reset();
   complete = StructureOf(complete);
-  if (absl::Status status = ValidateStructure(complete); !status.ok()) {
+  absl::Status destination;
+  if (absl::Status status = ValidateStructure(complete, &destination); !status.ok()) {
     return Invalid("layout of member {}: {}", member, Message(status));
   }
   return PeerLayout{member, std::make_shared<const Layout>(std::move(complete)),
-                    CallId(layout.call())};
+                    CallId(layout.call()), std::move(destination)};
 }
 
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMessage& message) {

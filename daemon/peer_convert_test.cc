@@ -39,7 +39,7 @@ FIELDS(TrainerIdentity, a, b, c, d, e)
 FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j)
 FIELDS(PeerAttach, a, b)
 FIELDS(PeerGone, a, b)
-FIELDS(PeerLayout, a, b, c)
+FIELDS(PeerLayout, a, b, c, d)
 FIELDS(PeerReady, a, b)
 FIELDS(PeerFailed, a, b, c)
 FIELDS(PeerAck, a, b, c)
@@ -151,7 +151,7 @@ bool Equal(const std::shared_ptr<T>& a, const std::shared_ptr<T>& b) {
 }
 bool Equal(const std::shared_ptr<const Layout>& a, const std::shared_ptr<const Layout>& b) {
   return a->tensors == b->tensors && a->pieces == b->pieces &&
-         a->binding_generation == b->binding_generation;
+         a->binding_generation == b->binding_generation && a->pushed_tensors == b->pushed_tensors;
 }
 bool Equal(const std::shared_ptr<const RoutePlan>& a, const std::shared_ptr<const RoutePlan>& b) {
   if (a == nullptr || b == nullptr) return a == b;
@@ -245,6 +245,7 @@ void FillOne(Rng& rng, std::shared_ptr<const Layout>* v) {
     Dims strides = RowMajorStrides(box.extent);
     for (int64_t& stride : strides) stride *= 2;  // not dense
     layout.pieces.push_back({index, box, RegionId(), 0, strides});
+    if (Between(rng, 0, 1) == 1) layout.pushed_tensors.push_back(index);
   }
   *v = std::make_shared<const Layout>(std::move(layout));
 }
@@ -314,6 +315,7 @@ void Agree(Rng& rng, EngineIdentity* v) {
   v->node = NodeId();
   v->daemon.clear();
 }
+void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }
 void Agree(Rng& rng, BucketEvent* v) {
   RandomTensors tensors = SomeTensors(rng, v->slot.has_value());
   v->tensors = std::move(tensors.tensors);
@@ -751,9 +753,6 @@ TEST_CASE("A layout whose structure is wrong is refused") {
     CHECK(decoded.status().code() == absl::StatusCode::kInvalidArgument);
     return Message(decoded.status());
   };
-  Layout overlap = *Rows(MemberId(1), 2).layout;
-  overlap.pieces[1].box.offset[0] = 0;
-  CHECK_THAT(error(overlap), Contains("layout of member 1"));
   Layout twice = *Rows(MemberId(1), 2).layout;
   twice.tensors.push_back(twice.tensors[0]);
   CHECK_THAT(error(twice), Contains("layout of member 1"));
@@ -764,6 +763,21 @@ TEST_CASE("A layout whose structure is wrong is refused") {
   huge.tensors[0].shape = {2, 8};
   huge.pieces = {{0, {{0, 0}, {2, 8}}, RegionId(), 0, {INT64_MAX / 8, 1}}};
   CHECK_THAT(error(huge), Contains("layout"));
+}
+
+TEST_CASE("A layout that names an element twice arrives as one that no destination can have") {
+  Layout overlap = *Rows(MemberId(1), 2).layout;
+  overlap.pieces[1].box.offset[0] = 0;
+  const auto messages = ToWire(
+      PeerReport(PeerLayout{MemberId(1), std::make_shared<const Layout>(overlap), CallId(2)}),
+      kMessageBytes);
+  ReportDecoder decoder(kBounds);
+  const auto decoded = decoder.Decode(messages->front());
+  REQUIRE(decoded.ok());
+  const auto& got = std::get<PeerLayout>(**decoded);
+  CHECK(got.layout->pieces[1].box == overlap.pieces[1].box);
+  CHECK(absl::IsInvalidArgument(got.destination));
+  CHECK_THAT(Message(got.destination), Contains("w"));
 }
 
 // ---- order ----

@@ -233,7 +233,8 @@ absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
   last_ = chunk.last();
 
   REFITD_RETURN_IF_ERROR(AddTensors(chunk));
-  return AddPieces(chunk);
+  REFITD_RETURN_IF_ERROR(AddPieces(chunk));
+  return AddPushed(chunk);
 }
 
 absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
@@ -321,6 +322,26 @@ absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
   return absl::OkStatus();
 }
 
+// Ascending, so there are at most as many as tensors.
+absl::Status LayoutDecoder::AddPushed(const v1::LayoutChunk& chunk) {
+  std::vector<uint32_t>& pushed = layout_.pushed_tensors;
+  for (int i = 0; i < chunk.pushed_tensors_size(); ++i) {
+    const uint32_t tensor = chunk.pushed_tensors(i);
+    if (tensor >= layout_.tensors.size()) {
+      return Error(StatusCode::kInvalidArgument,
+                   "layout.pushed_tensors[{}] is {} where {} tensors were named", i, tensor,
+                   layout_.tensors.size());
+    }
+    if (!pushed.empty() && tensor <= pushed.back()) {
+      return Error(StatusCode::kInvalidArgument,
+                   "layout.pushed_tensors[{}] is {}, which comes after {}: they must ascend", i,
+                   tensor, pushed.back());
+    }
+    pushed.push_back(tensor);
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Layout> LayoutDecoder::Finish() && {
   if (!any_) {
     return Error(StatusCode::kInvalidArgument, "layout: the stream ended without a chunk");
@@ -358,6 +379,9 @@ std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease&
     chunk.add_piece_region(piece.region.value());
     chunk.add_piece_byte_offset(piece.byte_offset);
     if (!dense) chunk.mutable_piece_strides()->Add(piece.strides.begin(), piece.strides.end());
+  }
+  for (const uint32_t tensor : layout.pushed_tensors) {
+    writer.Room(VarintBytes(tensor)).add_pushed_tensors(tensor);
   }
   std::vector<v1::LayoutChunk> chunks = std::move(writer).Take();
   chunks.back().set_last(true);

@@ -51,6 +51,7 @@ void CheckSame(const Layout& a, const Layout& b) {
   CHECK(a.tensors == b.tensors);
   CHECK(a.pieces == b.pieces);
   CHECK(a.binding_generation == b.binding_generation);
+  CHECK(a.pushed_tensors == b.pushed_tensors);
 }
 
 // One tensor "w" of float32 [4, 6] and one piece of all of it.
@@ -95,6 +96,18 @@ TEST_CASE("Strides travel where any piece is not dense") {
   const auto decoded = Decode(EncodeLayout(layout, v1::Lease(), 60));
   REQUIRE(decoded.ok());
   CheckSame(*decoded, layout);
+}
+
+TEST_CASE("Tensors that are pushed travel, whatever the size of the chunks") {
+  Layout layout = SomeLayout(300);
+  for (uint32_t i = 0; i < 300; i += 3) layout.pushed_tensors.push_back(i);
+  for (const int64_t chunk_bytes : {1, 100, 1 << 20}) {
+    const auto decoded = Decode(EncodeLayout(layout, v1::Lease(), chunk_bytes));
+    INFO(decoded.status());
+    REQUIRE(decoded.ok());
+    CheckSame(*decoded, layout);
+    CHECK(decoded->Digest() == SomeLayout(300).Digest());
+  }
 }
 
 TEST_CASE("Scalars and a layout without pieces survive the wire") {
@@ -236,6 +249,13 @@ TEST_CASE("Malformed layout chunks are refused with field and value") {
       {"piece_boxes", "7", [](auto& c) { c.set_piece_boxes(3, 7); }},
       {"piece_boxes", "-1", [](auto& c) { c.set_piece_boxes(0, -1); }},
       {"piece_boxes", "9223372036854775807", [](auto& c) { c.set_piece_boxes(2, kMax); }},
+      {"pushed_tensors[0]", "1 tensors", [](auto& c) { c.add_pushed_tensors(1); }},
+      {"pushed_tensors[0]", "4294967295", [](auto& c) { c.add_pushed_tensors(0xffffffff); }},
+      {"pushed_tensors[1]", "0",
+       [](auto& c) {
+         c.add_pushed_tensors(0);
+         c.add_pushed_tensors(0);
+       }},
       {"names", "1", [](auto& c) { c.add_name_middles("w"); }},
       {"name_prefix", "1", [](auto& c) { c.add_name_prefix(1); }},
       {"name_suffix", "1", [](auto& c) { c.add_name_suffix(1); }},

@@ -344,6 +344,10 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
     Send(node->id, PeerReply{r.call, std::move(status), {}});
     return;
   }
+  if (!r.destination.ok() && remotes.at(ours).engine) {
+    Send(node->id, PeerReply{r.call, r.destination, {}});
+    return;
+  }
   if (calls_of.contains({node->id, r.call})) return;
   const CallId call = options.next_call();
   remote_calls[call] = {node->id, r.call};

@@ -172,6 +172,9 @@ TEST_CASE(
   f.Report(PeerLayout{kRemoteEngine, layout, CallId(52)});
   CHECK(last().call == CallId(52));
   CHECK(last().status.ok());
+  f.Report(PeerLayout{kRemoteEngine, layout, CallId(53), absl::InvalidArgumentError("overlap")});
+  CHECK(last().call == CallId(53));
+  CHECK(last().status == absl::InvalidArgumentError("overlap"));
 }
 
 TEST_CASE("a wire that failed was told by its ranks only") {

@@ -49,6 +49,8 @@ struct PeerLayout {
   MemberId member;
   std::shared_ptr<const Layout> layout;
   CallId call{};
+  // As received. OK: the structure may be a destination's; else why it may be a source's only.
+  absl::Status destination{};
 };
 struct PeerReady {
   MemberId member;

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "proto/convert.h"
+#include "daemon/services/register_layout.h"
 
 namespace refitd {
 namespace {
@@ -31,51 +31,14 @@ struct EngineRole {
   }
 };
 
-// Collects the chunks, then registers. Deletes itself.
-class RegisterLayoutReactor : public grpc::ServerReadReactor<v1::LayoutChunk> {
- public:
-  RegisterLayoutReactor(Node* node, absl::StatusOr<Peer> peer, v1::LayoutRegistered* response)
-      : node_(node), peer_(std::move(peer)), response_(response) {
-    if (peer_.ok()) {
-      StartRead(&chunk_);
-    } else {
-      Finish(ToGrpc(peer_.status()));
-    }
+struct EngineLayouts {
+  static absl::Status CheckLease(Node* node, const v1::Lease& lease, const Peer& peer) {
+    return node->CheckEngineLease(lease, peer);
   }
-
-  void OnReadDone(bool ok) override {
-    // The end of the stream, or its cancellation: the decoder tells by the last chunk.
-    if (!ok) return Register();
-    if (first_) {
-      lease_ = chunk_.lease();
-      first_ = false;
-      const absl::Status status = node_->CheckEngineLease(lease_, *peer_);
-      if (!status.ok()) return Finish(ToGrpc(status));
-    }
-    if (absl::Status status = decoder_.Add(chunk_); !status.ok()) return Finish(ToGrpc(status));
-    StartRead(&chunk_);
+  static void Register(Node* node, const v1::Lease& lease, const Peer& peer, Layout layout,
+                       LayoutReply reply) {
+    node->RegisterEngineLayout(node->NewCall(), lease, peer, std::move(layout), std::move(reply));
   }
-  void OnDone() override { delete this; }
-
- private:
-  void Register() {
-    absl::StatusOr<Layout> layout = std::move(decoder_).Finish();
-    if (!layout.ok()) return Finish(ToGrpc(layout.status()));
-    // Always answered: whoever cancels meanwhile leaves only this object waiting for that.
-    node_->RegisterEngineLayout(node_->NewCall(), lease_, *peer_, *std::move(layout),
-                                [this](const absl::StatusOr<v1::LayoutRegistered>& registered) {
-                                  if (registered.ok()) *response_ = *registered;
-                                  Finish(ToGrpc(registered.status()));
-                                });
-  }
-
-  Node* const node_;
-  const absl::StatusOr<Peer> peer_;
-  v1::LayoutRegistered* const response_;
-  v1::LayoutChunk chunk_;
-  v1::Lease lease_;
-  bool first_ = true;
-  LayoutDecoder decoder_;
 };
 
 }  // namespace
@@ -87,7 +50,7 @@ grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* EngineService::Atta
 
 grpc::ServerReadReactor<v1::LayoutChunk>* EngineService::RegisterLayout(
     grpc::CallbackServerContext* context, v1::LayoutRegistered* response) {
-  return new RegisterLayoutReactor(node_, door_->Admit(*context), response);
+  return new RegisterLayoutReactor<EngineLayouts>(node_, door_->Admit(*context), response);
 }
 
 }  // namespace refitd

@@ -3,6 +3,8 @@
 #include <utility>
 #include <variant>
 
+#include "daemon/services/register_layout.h"
+
 namespace refitd {
 namespace {
 
@@ -18,11 +20,38 @@ struct TrainerRole {
   }
 };
 
+struct TrainerLayouts {
+  static absl::Status CheckLease(Node* node, const v1::Lease& lease, const Peer& peer) {
+    return node->CheckTrainerLease(lease, peer);
+  }
+  static void Register(Node* node, const v1::Lease& lease, const Peer& peer, Layout layout,
+                       LayoutReply reply) {
+    node->RegisterTrainerLayout(node->NewCall(), lease, peer, std::move(layout), std::move(reply));
+  }
+};
+
+void Fill(const CommitReply& committed, v1::CommitResponse* response) {
+  response->set_version(committed.version.value());
+  response->set_bytes(committed.bytes);
+  response->set_seconds(std::chrono::duration<double>(committed.elapsed).count());
+  for (const InstanceOutcome& outcome : committed.instances) {
+    v1::InstanceResult* result = response->add_instances();
+    result->set_instance(outcome.instance);
+    result->set_committed(outcome.committed);
+    result->set_reason(outcome.reason);
+  }
+}
+
 }  // namespace
 
 grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* TrainerService::Attach(
     grpc::CallbackServerContext* context) {
   return new AttachReactor<TrainerRole>(node_, context, door_->Admit(*context));
+}
+
+grpc::ServerReadReactor<v1::LayoutChunk>* TrainerService::RegisterLayout(
+    grpc::CallbackServerContext* context, v1::LayoutRegistered* response) {
+  return new RegisterLayoutReactor<TrainerLayouts>(node_, door_->Admit(*context), response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::Begin(grpc::CallbackServerContext* context,
@@ -94,18 +123,7 @@ grpc::ServerUnaryReactor* TrainerService::Commit(grpc::CallbackServerContext* co
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         node_->Commit(call, *request, peer, std::move(reply));
       },
-      [response](const ReplyPayload& payload) {
-        const auto& committed = std::get<CommitReply>(payload);
-        response->set_version(committed.version.value());
-        response->set_bytes(committed.bytes);
-        response->set_seconds(std::chrono::duration<double>(committed.elapsed).count());
-        for (const InstanceOutcome& outcome : committed.instances) {
-          v1::InstanceResult* result = response->add_instances();
-          result->set_instance(outcome.instance);
-          result->set_committed(outcome.committed);
-          result->set_reason(outcome.reason);
-        }
-      });
+      [response](const ReplyPayload& payload) { Fill(std::get<CommitReply>(payload), response); });
 }
 
 grpc::ServerUnaryReactor* TrainerService::Abort(grpc::CallbackServerContext* context,
@@ -117,6 +135,17 @@ grpc::ServerUnaryReactor* TrainerService::Abort(grpc::CallbackServerContext* con
         node_->Abort(call, *request, peer, std::move(reply));
       },
       [](const ReplyPayload&) {});
+}
+
+grpc::ServerUnaryReactor* TrainerService::Refit(grpc::CallbackServerContext* context,
+                                                const v1::RefitRequest* request,
+                                                v1::CommitResponse* response) {
+  return AnswerLater(
+      node_, *door_, context,
+      [&](CallId call, const Peer& peer, ReplyFunction reply) {
+        node_->Refit(call, *request, peer, std::move(reply));
+      },
+      [response](const ReplyPayload& payload) { Fill(std::get<CommitReply>(payload), response); });
 }
 
 grpc::ServerUnaryReactor* TrainerService::GetUpdate(grpc::CallbackServerContext* context,

@@ -14,6 +14,8 @@ class TrainerService final : public v1::Trainer::CallbackService {
 
   grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* Attach(
       grpc::CallbackServerContext* context) override;
+  grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(grpc::CallbackServerContext* context,
+                                                           v1::LayoutRegistered* response) override;
   grpc::ServerUnaryReactor* Begin(grpc::CallbackServerContext* context,
                                   const v1::BeginRequest* request,
                                   v1::BeginResponse* response) override;
@@ -32,6 +34,9 @@ class TrainerService final : public v1::Trainer::CallbackService {
   grpc::ServerUnaryReactor* Abort(grpc::CallbackServerContext* context,
                                   const v1::AbortRequest* request,
                                   v1::AbortResponse* response) override;
+  grpc::ServerUnaryReactor* Refit(grpc::CallbackServerContext* context,
+                                  const v1::RefitRequest* request,
+                                  v1::CommitResponse* response) override;
   grpc::ServerUnaryReactor* GetUpdate(grpc::CallbackServerContext* context,
                                       const v1::GetUpdateRequest* request,
                                       v1::GetUpdateResponse* response) override;
