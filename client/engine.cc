@@ -25,11 +25,7 @@ namespace {
 
 using Stream = AttachStream<v1::EngineMessage, v1::EngineEvent>;
 
-constexpr size_t kMaxReasonBytes = 512;         // Failed.reason
-constexpr int64_t kLayoutChunkBytes = 1 << 20;  // well below any message limit
-// Registering is refused during an update, never delayed by one; checking millions of pieces takes
-// a moment.
-constexpr std::chrono::seconds kRegisterLimit{60};
+constexpr size_t kMaxReasonBytes = 512;  // Failed.reason
 
 // Update ids are unique in one daemon only: here they carry the number of the lease too, so that an
 // answer never goes to another daemon's update of the same number.
@@ -55,6 +51,11 @@ struct Session {
     return UpdateId((wire & kWireUpdateMask) | number << kLeaseShift);
   }
   bool Has(UpdateId update) const { return update.value() >> kLeaseShift == number; }
+  StartUpload Uploader() const {
+    return [stub = stub->async()](auto* context, auto* response, auto* reactor) {
+      stub->RegisterLayout(context, response, reactor);
+    };
+  }
   static uint64_t ToWire(UpdateId update) { return update.value() & kWireUpdateMask; }
 
   absl::Status Start(const EngineOptions& options, TimePoint deadline, const std::stop_token& stop,
@@ -66,6 +67,7 @@ class EngineImpl final : public Engine {
   explicit EngineImpl(const EngineOptions& options)
       : options_(options),
         regions_(std::make_shared<Regions>(reattaches())),
+        registration_(regions_, reattaches()),
         state_(options.held_version) {}
 
   ~EngineImpl() override {
@@ -99,8 +101,6 @@ class EngineImpl final : public Engine {
   bool reattaches() const { return options_.connect.reattach.count() > 0; }
   void StartReattacher();
   absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
-  absl::Status RegisterOn(const Session& session, Layout layout, const std::stop_token& stop)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   void Publish(std::shared_ptr<Session> session, std::optional<Version> held);
   void GiveUp(absl::Status why);
 
@@ -128,10 +128,7 @@ class EngineImpl final : public Engine {
 
   Mutex next_mutex_;      // one event is taken at a time; before mutex_
   Mutex register_mutex_;  // before mutex_
-  uint64_t binding_generation_ ABSL_GUARDED_BY(register_mutex_) = 0;
-  // With `reattach`: what was registered last, for daemons to come.
-  std::optional<Layout> layout_ ABSL_GUARDED_BY(register_mutex_);
-  std::vector<std::shared_ptr<Region>> layout_regions_ ABSL_GUARDED_BY(register_mutex_);
+  Registration registration_ ABSL_GUARDED_BY(register_mutex_);
 
   // Held while an answer is queued: answers leave in the order in which the state allowed them.
   mutable Mutex mutex_;
@@ -266,7 +263,8 @@ absl::Status EngineImpl::Reattach(TimePoint deadline, const std::stop_token& sto
   REFITD_RETURN_IF_ERROR(session->Start(options, deadline, stop, wake_));
   REFITD_RETURN_IF_ERROR(regions_->MoveTo(session->connection, stop));
   MutexLock lock(&register_mutex_);
-  if (layout_) REFITD_RETURN_IF_ERROR(RegisterOn(*session, *layout_, stop));
+  REFITD_RETURN_IF_ERROR(
+      registration_.RegisterAgain(session->connection.get(), session->Uploader(), stop).status());
   Publish(std::move(session), options.held_version);
   return absl::OkStatus();
 }
@@ -306,7 +304,6 @@ void EngineImpl::NoteEnd() const {
 // ---- the conversation ----
 
 absl::Status EngineImpl::Register(Layout layout) {
-  for (const TensorSpec& tensor : layout.tensors) REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
   MutexLock lock(&register_mutex_);
   std::shared_ptr<Session> session;
   {
@@ -314,22 +311,8 @@ absl::Status EngineImpl::Register(Layout layout) {
     REFITD_RETURN_IF_ERROR(session_->stream->status());
     session = session_;
   }
-  REFITD_RETURN_IF_ERROR(RegisterOn(*session, layout, {}));
-  if (!reattaches()) return absl::OkStatus();
-  layout_regions_ = regions_->Of(layout);
-  layout_ = std::move(layout);
-  return absl::OkStatus();
-}
-
-absl::Status EngineImpl::RegisterOn(const Session& session, Layout layout,
-                                    const std::stop_token& stop) {
-  REFITD_RETURN_IF_ERROR(session.connection->ToWire(&layout));
-  layout.binding_generation = ++binding_generation_;
-  return NameDaemon(
-      "RegisterLayout", session.connection->socket(),
-      UploadLayout(session.stub->async(),
-                   EncodeLayout(layout, session.connection->lease(), kLayoutChunkBytes),
-                   After(kRegisterLimit + session.connection->call_margin()), stop));
+  return registration_.Register(session->connection.get(), session->Uploader(), std::move(layout))
+      .status();
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {

@@ -1,28 +1,27 @@
 #include "client/layout_upload.h"
 
-#include <grpcpp/support/client_callback.h>
-
-#include <memory>
 #include <utility>
 
 #include "client/call.h"
+#include "proto/convert.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
 namespace {
 
+constexpr int64_t kLayoutChunkBytes = 1 << 20;  // well below any message limit
+
 // Owns itself until gRPC is done with it: whoever waits may give up earlier.
 class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
  public:
   explicit Upload(std::vector<v1::LayoutChunk> chunks) : chunks_(std::move(chunks)) {}
 
-  void Begin(v1::Engine::StubInterface::async_interface* stub, TimePoint deadline,
-             std::shared_ptr<Upload> self) {
+  void Begin(const StartUpload& start, TimePoint deadline, std::shared_ptr<Upload> self) {
     self_ = std::move(self);
     context_.set_deadline(std::chrono::system_clock::now() +
                           std::chrono::duration_cast<std::chrono::microseconds>(Until(deadline)));
-    stub->RegisterLayout(&context_, &response_, this);
+    start(&context_, &response_, this);
     WriteNext();
     StartCall();
   }
@@ -73,13 +72,40 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
 
 }  // namespace
 
-absl::Status UploadLayout(v1::Engine::StubInterface::async_interface* stub,
-                          std::vector<v1::LayoutChunk> chunks, TimePoint deadline,
-                          const std::stop_token& stop) {
+absl::Status UploadLayout(const StartUpload& start, std::vector<v1::LayoutChunk> chunks,
+                          TimePoint deadline, const std::stop_token& stop) {
   auto upload = std::make_shared<Upload>(std::move(chunks));
-  upload->Begin(stub, deadline, upload);
+  upload->Begin(start, deadline, upload);
   const std::stop_callback cancel(stop, [&upload] { upload->Cancel(); });
   return upload->Wait(deadline + kCleanupLimit);
+}
+
+absl::StatusOr<uint64_t> Registration::Upload(Connection* connection, const StartUpload& start,
+                                              Layout layout, const std::stop_token& stop) {
+  REFITD_RETURN_IF_ERROR(connection->ToWire(&layout));
+  layout.binding_generation = ++binding_generation_;
+  REFITD_RETURN_IF_ERROR(
+      NameDaemon("RegisterLayout", connection->socket(),
+                 UploadLayout(start, EncodeLayout(layout, connection->lease(), kLayoutChunkBytes),
+                              After(kRegisterLimit + connection->call_margin()), stop)));
+  return layout.binding_generation;
+}
+
+absl::StatusOr<uint64_t> Registration::Register(Connection* connection, const StartUpload& start,
+                                                Layout layout) {
+  for (const TensorSpec& tensor : layout.tensors) REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
+  REFITD_ASSIGN_OR_RETURN(const uint64_t generation, Upload(connection, start, layout, {}));
+  if (!keep_) return generation;
+  layout_regions_ = regions_->Of(layout);
+  layout_ = std::move(layout);
+  return generation;
+}
+
+absl::StatusOr<uint64_t> Registration::RegisterAgain(Connection* connection,
+                                                     const StartUpload& start,
+                                                     const std::stop_token& stop) {
+  if (!layout_) return uint64_t{0};
+  return Upload(connection, start, *layout_, stop);
 }
 
 }  // namespace refitd::client

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <optional>
 #include <set>
@@ -13,6 +14,7 @@
 #include "client/bucket.h"
 #include "client/call.h"
 #include "client/connection.h"
+#include "client/layout_upload.h"
 #include "client/reattach.h"
 #include "proto/convert.h"
 #include "refitd/v1/trainer.grpc.pb.h"
@@ -59,6 +61,8 @@ struct Core {
   std::shared_ptr<Known> known;
   // Constant after Start.
   Duration default_duration = kDefaultDuration;
+  // Of the layout that the daemon has; 0: it has none.
+  std::atomic<uint64_t> binding_generation{0};
 
   // Leaves nothing behind at the daemon, whether it was welcomed or not.
   ~Core() { Close(); }
@@ -74,6 +78,11 @@ struct Core {
                      std::function<void()> ended);
 
   Stub* async() { return stub->async(); }
+  StartUpload Uploader() {
+    return [stub = async()](auto* context, auto* response, auto* reactor) {
+      stub->RegisterLayout(context, response, reactor);
+    };
+  }
 
   template <typename Request, typename Response>
   absl::StatusOr<Response> Call(UnaryMethod<Stub, Request, Response> method, Request request,
@@ -333,9 +342,11 @@ void Pushes::GiveUp(int64_t seq, const absl::Status& status) {
 
 class UpdateImpl final : public Update {
  public:
-  UpdateImpl(std::shared_ptr<Core> core, Version version, const v1::BeginResponse& begun)
+  UpdateImpl(std::shared_ptr<Core> core, const RefitOptions& options,
+             const v1::BeginResponse& begun)
       : core_(std::move(core)),
-        version_(version),
+        options_(options),
+        version_(options.version),
         begun_(begun),
         deadline_(After(std::chrono::milliseconds(begun.remaining_ms()))),
         call_deadline_(deadline_ + core_->connection->call_margin()),
@@ -358,6 +369,7 @@ class UpdateImpl final : public Update {
   absl::Status Flush() override;
   absl::StatusOr<std::unique_ptr<LeasedSlot>> LeaseSlot(std::chrono::milliseconds wait) override;
   absl::StatusOr<CommitResult> Commit() override;
+  absl::StatusOr<CommitResult> Refit() override;
   absl::Status Abort(const std::string& reason) override {
     REFITD_RETURN_IF_ERROR(CheckOpen());
     return EndByAbort(reason);
@@ -372,6 +384,7 @@ class UpdateImpl final : public Update {
   absl::Status EndByAbort(const std::string& reason);
 
   const std::shared_ptr<Core> core_;
+  const RefitOptions options_;  // Begin's
   const Version version_;
   const v1::BeginResponse begun_;
   const TimePoint deadline_;       // of the update, by this process's clock
@@ -479,6 +492,33 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
   return ResultOf(*response);
 }
 
+v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
+  v1::RefitRequest request;
+  request.set_version(options.version.value());
+  // As told, whatever the wait for a lease took: the ranks' parameters must be equal.
+  request.set_duration_ms(options.duration.count());
+  if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
+  request.set_evict_late(options.evict_late);
+  request.set_binding_generation(core.binding_generation);
+  return request;
+}
+
+absl::StatusOr<CommitResult> UpdateImpl::Refit() {
+  REFITD_RETURN_IF_ERROR(CheckOpen());
+  REFITD_RETURN_IF_ERROR(Flush());
+  v1::RefitRequest request = RefitRequestOf(options_, *core_);
+  request.set_bucket_count(pushes_->progress().bucket_count);
+  const auto response = core_->Call<v1::RefitRequest, v1::CommitResponse>(
+      &Stub::Refit, std::move(request), call_deadline_, "Refit");
+  if (!response.ok()) {
+    if (absl::IsAborted(response.status())) ended_ = true;
+    return response.status();
+  }
+  ended_ = true;
+  core_->known->Committed(version_);
+  return ResultOf(*response);
+}
+
 absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
   v1::AbortRequest request;
   request.set_version(version_.value());
@@ -492,7 +532,9 @@ absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
 class TrainerImpl final : public Trainer {
  public:
   explicit TrainerImpl(const TrainerOptions& options)
-      : options_(options), regions_(std::make_shared<Regions>(reattaches())) {}
+      : options_(options),
+        regions_(std::make_shared<Regions>(reattaches())),
+        registration_(regions_, reattaches()) {}
   ~TrainerImpl() override {
     reattacher_.reset();  // then nobody else changes core_
     std::shared_ptr<Core> core;
@@ -513,6 +555,8 @@ class TrainerImpl final : public Trainer {
     return regions_->New(bytes);
   }
   absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) override;
+  absl::Status Register(Layout layout) override;
+  absl::StatusOr<CommitResult> Refit(const RefitOptions& options) override;
   absl::StatusOr<UpdateOutcome> GetUpdate(Version version) override;
   std::optional<Version> group_version() const override {
     MutexLock lock(&known_->mutex);
@@ -533,11 +577,16 @@ class TrainerImpl final : public Trainer {
   absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
   // The lease, once there is one again.
   absl::StatusOr<std::shared_ptr<Core>> Attached(TimePoint deadline);
+  // The same for an update to `version`, which GetUpdate may be asked for.
+  absl::StatusOr<std::shared_ptr<Core>> AttachedFor(Version version, Duration duration);
 
   const TrainerOptions options_;
   const std::shared_ptr<Regions> regions_;
   const std::shared_ptr<Known> known_ = std::make_shared<Known>();
   std::function<void()> wake_;  // constant after Start; null: no lease follows a lost one
+
+  Mutex register_mutex_;  // before mutex_
+  Registration registration_ ABSL_GUARDED_BY(register_mutex_);
 
   mutable Mutex mutex_;
   CondVar changed_;
@@ -565,6 +614,12 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
   return absl::OkStatus();
 }
 
+// Of a call that lasts until the update has begun, or until its end.
+TimePoint CallDeadline(const Core& core, Duration duration) {
+  const bool told = duration != Duration::zero();
+  return After(told ? duration : core.default_duration) + core.connection->call_margin();
+}
+
 absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& options) {
   REFITD_RETURN_IF_ERROR(CheckBeginOptions(options));
   v1::BeginRequest request;
@@ -575,19 +630,44 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   request.set_evict_late(options.evict_late);
   request.set_tensor_count(options.tensor_count);
   request.set_total_bytes(options.total_bytes);
-  const bool told = options.duration.count() != 0;
   REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<Core> core,
-                          Attached(After(told ? Duration(options.duration) : kDefaultDuration)));
-  const Duration duration = told ? Duration(options.duration) : core->default_duration;
+                          AttachedFor(options.version, options.duration));
+  REFITD_ASSIGN_OR_RETURN(
+      const v1::BeginResponse begun,
+      (core->Call<v1::BeginRequest, v1::BeginResponse>(
+          &Stub::Begin, std::move(request), CallDeadline(*core, options.duration), "Begin")));
+  const RefitOptions same{options.version, options.duration, options.verification,
+                          options.evict_late};
+  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core, same, begun));
+}
+
+absl::StatusOr<CommitResult> TrainerImpl::Refit(const RefitOptions& options) {
+  REFITD_RETURN_IF_ERROR(
+      CheckBeginOptions({.version = options.version, .duration = options.duration}));
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<Core> core,
+                          AttachedFor(options.version, options.duration));
+  REFITD_ASSIGN_OR_RETURN(const v1::CommitResponse response,
+                          (core->Call<v1::RefitRequest, v1::CommitResponse>(
+                              &Stub::Refit, RefitRequestOf(options, *core),
+                              CallDeadline(*core, options.duration), "Refit")));
+  known_->Committed(options.version);
+  return ResultOf(response);
+}
+
+absl::Status TrainerImpl::Register(Layout layout) {
+  // Before the lock: attaching again takes it.
+  REFITD_RETURN_IF_ERROR(Attached(After(kRegisterLimit)).status());
+  MutexLock lock(&register_mutex_);
+  std::shared_ptr<Core> core;
   {
-    MutexLock lock(&mutex_);
-    begun_ = {options.version, core->connection->lease().incarnation()};
+    MutexLock state_lock(&mutex_);
+    core = core_;
   }
-  REFITD_ASSIGN_OR_RETURN(const v1::BeginResponse begun,
-                          (core->Call<v1::BeginRequest, v1::BeginResponse>(
-                              &Stub::Begin, std::move(request),
-                              After(duration) + core->connection->call_margin(), "Begin")));
-  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core, options.version, begun));
+  REFITD_RETURN_IF_ERROR(core->stream->status());
+  REFITD_ASSIGN_OR_RETURN(
+      core->binding_generation,
+      registration_.Register(core->connection.get(), core->Uploader(), std::move(layout)));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {
@@ -714,11 +794,24 @@ absl::Status TrainerImpl::Reattach(TimePoint deadline, const std::stop_token& st
   REFITD_ASSIGN_OR_RETURN(core->connection, Connection::OpenNow(options_.connect, deadline, stop));
   REFITD_RETURN_IF_ERROR(core->Start(options_, deadline, stop, wake_));
   REFITD_RETURN_IF_ERROR(regions_->MoveTo(core->connection, stop));
+  MutexLock register_lock(&register_mutex_);
+  REFITD_ASSIGN_OR_RETURN(
+      core->binding_generation,
+      registration_.RegisterAgain(core->connection.get(), core->Uploader(), stop));
   MutexLock lock(&mutex_);
   core_.swap(core);  // the lost one goes after the lock, or with what came from it
   ++reattachments_;
   changed_.NotifyAll();
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::AttachedFor(Version version, Duration duration) {
+  const bool told = duration != Duration::zero();
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core,
+                          Attached(After(told ? duration : kDefaultDuration)));
+  MutexLock lock(&mutex_);
+  begun_ = {version, core->connection->lease().incarnation()};
+  return core;
 }
 
 absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::Attached(TimePoint deadline) {

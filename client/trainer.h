@@ -1,4 +1,5 @@
-// A trainer rank: attach once; for every version Begin, Push..., Commit.
+// A trainer rank: attach once; for every version Begin, Push..., Commit; or register the shards
+// once and Refit every version.
 //
 //   REFITD_ASSIGN_OR_RETURN(auto trainer, Trainer::Attach({.connect = {.group = "policy"}}));
 //   REFITD_ASSIGN_OR_RETURN(auto region, trainer->NewRegion(bytes));
@@ -6,6 +7,13 @@
 //   REFITD_ASSIGN_OR_RETURN(auto update, trainer->Begin({.version = Version(7)}));
 //   REFITD_RETURN_IF_ERROR(update->Push(Bucket::Packed(tensors, region, 0)));
 //   REFITD_ASSIGN_OR_RETURN(CommitResult result, update->Commit());
+//
+// With shards that stay where they are, registered once, a version is one call of every rank; the
+// moves are compiled at the first and replayed at the others:
+//
+//   REFITD_RETURN_IF_ERROR(trainer->Register(layout));  // boxes of named global tensors in regions
+//   ... train: the shards in place ...
+//   REFITD_ASSIGN_OR_RETURN(CommitResult result, trainer->Refit({.version = Version(8)}));
 //
 // Every call has a deadline (what remains of the update plus ConnectOptions::call_margin) and
 // returns a status whose message names who was waited for. An Update that goes without Commit
@@ -16,7 +24,8 @@
 // attaches again beside that, with the same regions, and the next Begin works: it waits for the
 // lease for at most its own duration. What became of an update whose Commit failed so is not known:
 // the engines that heard of the commit hold the version, the others count as dirty. Begin a greater
-// version, or ask GetUpdate where the daemon was not restarted.
+// version, or ask GetUpdate where the daemon was not restarted. The registered layout is registered
+// again with the new lease.
 #ifndef REFITD_CLIENT_TRAINER_H_
 #define REFITD_CLIENT_TRAINER_H_
 
@@ -44,6 +53,13 @@ struct BeginOptions {
   bool evict_late = false;   // evict late or failing instances instead of aborting
   int64_t tensor_count = 0;  // of all ranks together; 0: not told
   int64_t total_bytes = 0;   // of all ranks together, for progress; 0: not told
+};
+
+struct RefitOptions {
+  Version version{};
+  std::chrono::milliseconds duration{0};       // of the whole update; 0: the daemon's default
+  std::optional<Verification> verification{};  // absent: the daemon's default
+  bool evict_late = false;  // evict late or failing instances instead of aborting
 };
 
 struct InstanceOutcome {
@@ -116,6 +132,9 @@ class Update {
   // Waits for every push as well; OK means that every rank of every instance listed as committed
   // holds the version (P1).
   virtual absl::StatusOr<CommitResult> Commit() = 0;
+  // In place of Commit where this rank registered its layout: waits for every push, of the layout's
+  // pushed_tensors, then moves all other tensors as Trainer::Refit does.
+  virtual absl::StatusOr<CommitResult> Refit() = 0;
   virtual absl::Status Abort(const std::string& reason) = 0;
 };
 
@@ -140,9 +159,18 @@ class Trainer {
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
   // Opens or joins the update; OK when every engine rank is ready.
   virtual absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) = 0;
-  // For whoever missed Commit's answer. Works after the lease ended, as long as the daemon lives.
-  // Asks for the update of the incarnation in which this trainer last began `version`, else of the
-  // current one.
+  // The shards of this rank for Refit: their regions come from NewRegion and must stay until the
+  // next Register. Registers anew what was registered before; a layout without pieces takes it
+  // back, and a rank without one ends its updates by Commit. binding_generation is filled in. Waits
+  // for the lease. FAILED_PRECONDITION: during an update of this rank.
+  virtual absl::Status Register(Layout layout) = 0;
+  // Begin, the compiled moves and Commit in one, by every trainer rank; the shards hold the version
+  // when it is called and are no longer read when it returns. OK as Update::Commit. Errors as
+  // refitd.v1.Trainer.Refit. Waits for the lease as Begin does.
+  virtual absl::StatusOr<CommitResult> Refit(const RefitOptions& options) = 0;
+  // For whoever missed Commit's or Refit's answer. Works after the lease ended, as long as the
+  // daemon lives. Asks for the update of the incarnation in which this trainer last began
+  // `version`, else of the current one.
   virtual absl::StatusOr<UpdateOutcome> GetUpdate(Version version) = 0;
   // The greatest committed version that a daemon told of; nullopt: none.
   virtual std::optional<Version> group_version() const = 0;

@@ -748,6 +748,7 @@ TEST_CASE("a layout that is malformed, outside, overlapping or unaligned is refu
   chunks([](auto* c) { c->set_dtypes(0, static_cast<v1::DType>(55)); }, kInvalid,
          {"dtypes[0]", "55", "\"a\""});
   chunks([](auto* c) { c->mutable_shapes(0)->set_dims(0, -1); }, kInvalid, {"shapes[0]", "-1"});
+  chunks([](auto* c) { c->add_pushed_tensors(1); }, kInvalid, {"pushed_tensors", "1", "engine"});
   chunks([](auto* c) { c->mutable_lease()->set_token("nobody"); }, StatusCode::UNAUTHENTICATED,
          {"token"});
   chunks([&](auto* c) { *c->mutable_lease() = s.trainer.welcome().lease(); },
@@ -772,6 +773,128 @@ TEST_CASE("a layout that is malformed, outside, overlapping or unaligned is refu
   for (Piece& piece : layout.pieces) piece.region = RegionId(own.region_id);
   CheckRefused(staged.Register(layout).status, StatusCode::FAILED_PRECONDITION,
                {"engine k rank 0", "staged"});
+}
+
+TEST_CASE("a trainer's layout that is malformed is refused by tensor, field and value") {
+  Scene s;
+  SharedMemory memory = s.trainer.NewMemory(4096);
+  const auto good = [&] {
+    Held held = HoldWhole(s.model, 0);
+    for (Piece& piece : held.layout.pieces) piece.region = RegionId(memory.region_id);
+    held.layout.binding_generation = 7;
+    return held.layout;
+  };
+  const auto with = [&](const std::function<void(Layout*)>& change) {
+    Layout layout = good();
+    change(&layout);
+    return s.trainer.Register(layout).status;
+  };
+  const StatusCode kInvalid = StatusCode::INVALID_ARGUMENT;
+  CheckRefused(with([](Layout* l) { l->pieces[0].region = RegionId(987'654); }),
+               StatusCode::NOT_FOUND, {"a", "987654"});
+  // Another member's region is none of this one's.
+  CheckRefused(
+      with([&](Layout* l) { l->pieces[0].region = RegionId(s.engine.memory().region_id); }),
+      StatusCode::NOT_FOUND, {"a", std::to_string(s.engine.memory().region_id)});
+  CheckRefused(with([](Layout* l) { l->pieces[0].byte_offset = 4096 - 32; }), kInvalid,
+               {"a", "4096"});
+  CheckRefused(with([](Layout* l) { l->pieces[0].byte_offset = -64; }), kInvalid, {"a", "-64"});
+  CheckRefused(with([](Layout* l) { l->pieces[0].byte_offset = 1026; }), kInvalid, {"a", "1026"});
+  CheckRefused(with([](Layout* l) { l->pieces[0].strides[0] = kMax; }), kInvalid, {"a"});
+  CheckRefused(with([](Layout* l) { l->pieces[0].strides[0] = -4; }), kInvalid, {"a", "-4"});
+  CheckRefused(with([](Layout* l) { l->pieces[0].box.offset[0] = 1; }), kInvalid, {"a"});
+  CheckRefused(with([](Layout* l) { l->tensors[2].name = "a"; }), kInvalid, {"a"});
+  CheckRefused(with([](Layout* l) { l->pushed_tensors = {3}; }), kInvalid,
+               {"pushed_tensors[0]", "3"});
+  CheckRefused(with([](Layout* l) {
+                 l->pushed_tensors = {1, 1};
+               }),
+               kInvalid, {"pushed_tensors[1]", "1"});
+  std::vector<v1::LayoutChunk> chunks =
+      EncodeLayout(good(), s.engine.engine().welcome().lease(), 1 << 20);
+  CheckRefused(s.trainer.RegisterChunks(chunks).status, StatusCode::FAILED_PRECONDITION,
+               {"trainer rank", "engine rank"});
+  CheckRefused(s.trainer.RegisterChunks({}).status, kInvalid, {"chunk"});
+
+  // Sources may be read twice, as engines' parameters may not be written.
+  const auto taken = s.trainer.Register([&] {
+    Layout layout = good();
+    layout.pieces.push_back(layout.pieces[0]);
+    layout.pushed_tensors = {2};
+    return layout;
+  }());
+  REQUIRE_OK(taken);
+  CHECK(taken.response.pieces() == 4);
+  CheckRefused(with([](Layout*) {}), StatusCode::FAILED_PRECONDITION, {"binding_generation: 7"});
+  const auto release = [&] {
+    DescriptorRequest request =
+        s.trainer.descriptors().Request(DescriptorRequestKind::kReleaseRegion);
+    request.region_id = memory.region_id;
+    return s.trainer.descriptors().Ask(request, {});
+  };
+  const auto kept = release();
+  REQUIRE(kept.has_value());
+  CHECK(kept->code == static_cast<uint32_t>(StatusCode::FAILED_PRECONDITION));
+  CHECK_THAT(kept->message, Catch::Contains("'a'"));
+
+  // Without a piece it takes the registration back.
+  Layout none;
+  none.binding_generation = 8;
+  REQUIRE_OK(s.trainer.Register(none));
+  const auto released = release();
+  REQUIRE(released.has_value());
+  CHECK(released->code == 0);
+  REQUIRE_OK(s.trainer.Begin(5));
+  none.binding_generation = 9;
+  CheckRefused(s.trainer.Register(none).status, StatusCode::FAILED_PRECONDITION,
+               {"trainer rank 0", "version 5"});
+  s.RequireUnharmed(5);
+}
+
+TEST_CASE("a Refit that is malformed, or of no layout or another, is refused and opens nothing") {
+  Scene s;
+  CheckRefused(s.trainer.Refit(5, 0).status, StatusCode::FAILED_PRECONDITION,
+               {"no layout", "RegisterLayout"});
+  SharedMemory memory = s.trainer.NewMemory(4096);
+  Held held = HoldWhole(s.model, 0);
+  for (Piece& piece : held.layout.pieces) piece.region = RegionId(memory.region_id);
+  for (const uint64_t generation : {6, 7}) {
+    held.layout.binding_generation = generation;
+    REQUIRE_OK(s.trainer.Register(held.layout));
+  }
+  CheckRefused(s.trainer.Refit(5, 6).status, StatusCode::FAILED_PRECONDITION,
+               {"binding_generation: 6", "7"});
+  CheckRefused(s.trainer.Refit(5, 8).status, StatusCode::FAILED_PRECONDITION,
+               {"binding_generation: 8", "7"});
+  const auto with = [&](const std::function<void(v1::RefitRequest*)>& change) {
+    v1::RefitRequest request;
+    request.set_version(5);
+    request.set_binding_generation(7);
+    change(&request);
+    return s.trainer.Refit(request).status;
+  };
+  const StatusCode kInvalid = StatusCode::INVALID_ARGUMENT;
+  CheckRefused(with([](auto* r) { r->set_version(-1); }), kInvalid, {"version", "-1"});
+  CheckRefused(with([](auto* r) { r->set_duration_ms(-1); }), kInvalid, {"duration_ms", "-1"});
+  CheckRefused(with([](auto* r) { r->set_duration_ms(kMax); }), kInvalid,
+               {"duration_ms", std::to_string(kMax)});
+  CheckRefused(with([](auto* r) { r->set_duration_ms(3'600'001); }), kInvalid,
+               {"duration_ms", "3600001", "3600000"});
+  CheckRefused(with([](auto* r) { r->set_bucket_count(-1); }), kInvalid, {"bucket_count", "-1"});
+  CheckRefused(with([](auto* r) { r->set_request_id(std::string(65, 'r')); }), kInvalid,
+               {"request_id", "65"});
+  CheckRefused(with([](auto* r) { r->set_verification(static_cast<v1::Verification>(9)); }),
+               kInvalid, {"verification", "9"});
+  CheckRefused(with([&](auto* r) { *r->mutable_lease() = s.engine.engine().welcome().lease(); }),
+               StatusCode::FAILED_PRECONDITION, {"trainer rank", "engine rank"});
+  CheckRefused(with([](auto* r) { r->mutable_lease()->set_token("nobody"); }),
+               StatusCode::FAILED_PRECONDITION, {"protocol"});
+  Layout none;
+  none.binding_generation = 9;
+  REQUIRE_OK(s.trainer.Register(none));
+  CheckRefused(s.trainer.Refit(5, 9).status, StatusCode::FAILED_PRECONDITION, {"no layout"});
+  REQUIRE_OK(s.trainer.Begin(5));
+  s.RequireUnharmed(5);
 }
 
 TEST_CASE(

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "proto/convert.h"
 #include "transport/base/status.h"
 
 namespace refitd::e2e {
@@ -161,6 +160,15 @@ Outcome<v1::CommitResponse> RawTrainer::Commit(int64_t version, int64_t buckets,
   return Call(&v1::Trainer::Stub::Commit, request);
 }
 
+Outcome<v1::CommitResponse> RawTrainer::Refit(int64_t version, uint64_t binding_generation,
+                                              int64_t buckets) {
+  v1::RefitRequest request;
+  request.set_version(version);
+  request.set_binding_generation(binding_generation);
+  request.set_bucket_count(buckets);
+  return Refit(request);
+}
+
 Outcome<v1::AbortResponse> RawTrainer::Abort(int64_t version, const std::string& reason) {
   v1::AbortRequest request;
   request.set_version(version);
@@ -219,24 +227,6 @@ RawEngine::RawEngine(const std::shared_ptr<grpc::Channel>& channel, const v1::En
   v1::EngineMessage message;
   *message.mutable_hello() = hello;
   stream_->Write(message);
-}
-
-Outcome<v1::LayoutRegistered> RawEngine::Register(const Layout& layout) {
-  return RegisterChunks(EncodeLayout(layout, welcome_.lease(), 1 << 20));
-}
-
-Outcome<v1::LayoutRegistered> RawEngine::RegisterChunks(
-    const std::vector<v1::LayoutChunk>& chunks) {
-  grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + kDeadline);
-  Outcome<v1::LayoutRegistered> outcome;
-  const auto writer = stub_->RegisterLayout(&context, &outcome.response);
-  for (const v1::LayoutChunk& chunk : chunks) {
-    if (!writer->Write(chunk)) break;
-  }
-  writer->WritesDone();
-  outcome.status = writer->Finish();
-  return outcome;
 }
 
 bool RawEngine::Ready(int64_t version) {

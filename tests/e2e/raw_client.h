@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "proto/convert.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/operator.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
@@ -213,6 +214,22 @@ class RawMember {
     return outcome;
   }
 
+  Outcome<v1::LayoutRegistered> Register(const Layout& layout) {
+    return RegisterChunks(EncodeLayout(layout, welcome_.lease(), 1 << 20));
+  }
+  Outcome<v1::LayoutRegistered> RegisterChunks(const std::vector<v1::LayoutChunk>& chunks) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + kDeadline);
+    Outcome<v1::LayoutRegistered> outcome;
+    const auto writer = stub_->RegisterLayout(&context, &outcome.response);
+    for (const v1::LayoutChunk& chunk : chunks) {
+      if (!writer->Write(chunk)) break;
+    }
+    writer->WritesDone();
+    outcome.status = writer->Finish();
+    return outcome;
+  }
+
  protected:
   explicit RawMember(std::unique_ptr<Stub> stub) : stub_(std::move(stub)) {}
 
@@ -249,6 +266,11 @@ class RawTrainer : public RawMember<v1::Trainer::Stub, v1::TrainerMessage, v1::T
                                        const std::string& request_id = "");
   Outcome<v1::CommitResponse> Commit(int64_t version, int64_t buckets,
                                      const std::string& request_id = "");
+  Outcome<v1::CommitResponse> Refit(const v1::RefitRequest& request) {
+    return Call(&v1::Trainer::Stub::Refit, request);
+  }
+  Outcome<v1::CommitResponse> Refit(int64_t version, uint64_t binding_generation,
+                                    int64_t buckets = 0);
   Outcome<v1::AbortResponse> Abort(int64_t version, const std::string& reason);
   Outcome<v1::LeaseSlotResponse> LeaseSlot(int64_t version, int64_t wait_ms = 0);
   Outcome<v1::ReleaseSlotResponse> ReleaseSlot(uint32_t slot, uint64_t grant);
@@ -279,8 +301,6 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
                                int world_size = 1, v1::Delivery delivery = v1::DELIVERY_REGISTERED,
                                std::optional<v1::GroupSpec> spec = Spec());
 
-  Outcome<v1::LayoutRegistered> Register(const Layout& layout);
-  Outcome<v1::LayoutRegistered> RegisterChunks(const std::vector<v1::LayoutChunk>& chunks);
   bool Ready(int64_t version);
   bool Ack(int64_t version, int64_t part);
   bool Fail(int64_t version, const std::string& reason);
