@@ -43,6 +43,8 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
   using PushHook = std::function<grpc::Status(const v1::Bucket&)>;
 
   void OnPush(PushHook hook) { push_hook_ = std::move(hook); }
+  using RefitHook = std::function<grpc::Status(const v1::RefitRequest&)>;
+  void OnRefit(RefitHook hook) { refit_hook_ = std::move(hook); }
   std::vector<std::string> calls() {
     MutexLock lock(&mutex_);
     return calls_;
@@ -92,6 +94,29 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
     response->set_version(request->version());
     return grpc::Status::OK;
   }
+  grpc::Status RegisterLayout(grpc::ServerContext*, grpc::ServerReader<v1::LayoutChunk>* reader,
+                              v1::LayoutRegistered*) override {
+    std::string call = "register";
+    v1::LayoutChunk chunk;
+    while (reader->Read(&chunk)) {
+      if (chunk.has_lease()) call += " " + std::to_string(chunk.binding_generation());
+      for (const std::string& name : chunk.name_middles()) call += " " + name;
+      for (const uint32_t pushed : chunk.pushed_tensors()) {
+        call += " pushed " + std::to_string(pushed);
+      }
+    }
+    Note(call);
+    return grpc::Status::OK;
+  }
+  grpc::Status Refit(grpc::ServerContext*, const v1::RefitRequest* request,
+                     v1::CommitResponse* response) override {
+    Note("refit " + std::to_string(request->version()) + " of " +
+         std::to_string(request->binding_generation()) + " after " +
+         std::to_string(request->bucket_count()));
+    response->set_version(request->version());
+    response->set_bytes(77);
+    return refit_hook_ ? refit_hook_(*request) : grpc::Status::OK;
+  }
   grpc::Status Abort(grpc::ServerContext*, const v1::AbortRequest* request,
                      v1::AbortResponse*) override {
     Note("abort: " + request->reason());
@@ -99,6 +124,7 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
   }
 
   PushHook push_hook_;
+  RefitHook refit_hook_;
   Mutex mutex_;
   std::vector<std::string> calls_ ABSL_GUARDED_BY(mutex_);
   grpc::ServerContext* attach_context_ ABSL_GUARDED_BY(mutex_) = nullptr;
@@ -327,6 +353,140 @@ TEST_CASE("options that can't be meant are refused before anything is connected"
             {.connect = {.group = "g"}, .instance = "i", .manifest = std::vector<TensorSpec>{}})
             .status()
             .code() == invalid);
+}
+
+// Without pieces: the scripted peer has no descriptor socket for regions.
+Layout TwoTensors() {
+  Layout layout;
+  layout.tensors = {{"a", DType::kFloat32, {1}}, {"b", DType::kInt8, {2}}};
+  layout.pushed_tensors = {1};
+  return layout;
+}
+
+TEST_CASE("a Refit names the generation of the last registration, which grows") {
+  ScriptedTrainerService service;
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  REQUIRE(trainer->Register(TwoTensors()).ok());
+  REQUIRE(trainer->Register(TwoTensors()).ok());
+  const auto result = trainer->Refit({.version = Version(5)});
+  INFO(result.status());
+  REQUIRE(result.ok());
+  CHECK(result->version == Version(5));
+  CHECK(result->bytes == 77);
+  CHECK(trainer->group_version() == Version(5));
+  CHECK(service.calls() == std::vector<std::string>{"register 1 a b pushed 1",
+                                                    "register 2 a b pushed 1",
+                                                    "refit 5 of 2 after 0"});
+}
+
+TEST_CASE("a Refit carries its options, and a negative one is refused before it is sent") {
+  ScriptedTrainerService service;
+  v1::RefitRequest seen;
+  service.OnRefit([&seen](const v1::RefitRequest& request) {
+    seen = request;
+    return grpc::Status(grpc::StatusCode::FAILED_PRECONDITION, "no layout: RegisterLayout first");
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  const auto refused = trainer->Refit({.version = Version(6),
+                                       .duration = std::chrono::milliseconds(4'000),
+                                       .verification = Verification::kTransfer,
+                                       .evict_late = true});
+  CHECK(refused.status() ==
+        absl::Status(absl::StatusCode::kFailedPrecondition, "no layout: RegisterLayout first"));
+  CHECK(seen.version() == 6);
+  CHECK(seen.duration_ms() == 4'000);
+  CHECK(seen.verification() == v1::VERIFICATION_TRANSFER);
+  CHECK(seen.evict_late());
+  CHECK(seen.binding_generation() == 0);
+  CHECK_FALSE(trainer->group_version().has_value());
+  CHECK(absl::IsInvalidArgument(trainer->Refit({.version = Version(-1)}).status()));
+  CHECK(absl::IsInvalidArgument(
+      trainer->Refit({.version = Version(7), .duration = std::chrono::milliseconds(-1)}).status()));
+  CHECK(service.calls().size() == 1);
+}
+
+TEST_CASE("an update's Refit takes Commit's place once its pushes were answered") {
+  ScriptedTrainerService service;
+  v1::RefitRequest seen;
+  service.OnRefit([&seen](const v1::RefitRequest& request) {
+    seen = request;
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  REQUIRE(trainer->Register(TwoTensors()).ok());
+  {
+    auto update = trainer->Begin({.version = Version(3),
+                                  .duration = std::chrono::milliseconds(9'000),
+                                  .evict_late = true,
+                                  .tensor_count = 1});
+    REQUIRE(update.ok());
+    (*update)->PushAsync(SmallBucket("b"), nullptr);
+    const auto result = (*update)->Refit();
+    INFO(result.status());
+    REQUIRE(result.ok());
+    CHECK(absl::IsFailedPrecondition((*update)->Refit().status()));
+    CHECK(absl::IsFailedPrecondition((*update)->Commit().status()));
+  }
+  // Begin's own, so that the ranks' parameters stay equal.
+  CHECK(seen.duration_ms() == 9'000);
+  CHECK(seen.evict_late());
+  CHECK(service.calls() == std::vector<std::string>{"register 1 a b pushed 1", "begin 3", "push 0",
+                                                    "refit 3 of 1 after 1"});
+}
+
+TEST_CASE("an update whose Refit was refused, or whose push was, is aborted when it goes") {
+  ScriptedTrainerService service;
+  bool pushed = false;
+  SECTION("refit") {
+    service.OnRefit([](const v1::RefitRequest&) {
+      return grpc::Status(grpc::StatusCode::FAILED_PRECONDITION, "tensor a");
+    });
+  }
+  SECTION("push") {
+    pushed = true;
+    service.OnPush([](const v1::Bucket&) {
+      return grpc::Status(grpc::StatusCode::FAILED_PRECONDITION, "tensor a");
+    });
+  }
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  {
+    auto update = trainer->Begin({.version = Version(3)});
+    REQUIRE(update.ok());
+    (*update)->PushAsync(SmallBucket("b"), nullptr);
+    CHECK((*update)->Refit().status() ==
+          absl::Status(absl::StatusCode::kFailedPrecondition, "tensor a"));
+  }
+  CHECK(EventuallyContains(&service, "abort: "));
+  CHECK(Contains(service.calls(), "refit") == !pushed);
+}
+
+TEST_CASE(
+    "a trainer that attached again has registered its layout there, in a greater generation") {
+  ScriptedTrainerService service;
+  const Daemon daemon(&service);
+  ConnectOptions connect = daemon.connect();
+  connect.reattach = kPatience;
+  auto trainer = Trainer::Attach({.connect = connect});
+  REQUIRE(trainer.ok());
+  REQUIRE((*trainer)->Register(TwoTensors()).ok());
+  service.EndLease();
+  const TimePoint deadline = std::chrono::steady_clock::now() + kPatience;
+  while ((*trainer)->reattachments() == 0 && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::yield();
+  }
+  const auto result = (*trainer)->Refit({.version = Version(5)});
+  INFO(result.status());
+  REQUIRE(result.ok());
+  const std::vector<std::string> calls = service.calls();
+  CHECK(calls.front() == "register 1 a b pushed 1");
+  CHECK(calls.back() == "refit 5 of 2 after 0");
+  CHECK(Contains(calls, "register 2 a b pushed 1"));
+  REQUIRE((*trainer)->Register(TwoTensors()).ok());
+  CHECK(service.calls().back() == "register 3 a b pushed 1");
 }
 
 // ---- engine ----

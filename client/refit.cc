@@ -11,6 +11,7 @@
 
 #include "client/engine.h"
 #include "client/trainer.h"
+#include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/base/version.h"
 
@@ -29,11 +30,13 @@ struct refit_slot {
 
 struct refit_update {
   std::unique_ptr<client::Update> update;
-  std::vector<client::InstanceOutcome> outcomes;  // after a successful commit
+  std::vector<client::InstanceOutcome> outcomes;  // after a successful commit or refit
 };
 
 struct refit_trainer {
   std::unique_ptr<client::Trainer> trainer;
+  mutable refitd::Mutex mutex;
+  std::vector<client::InstanceOutcome> outcomes ABSL_GUARDED_BY(mutex);  // of the last refit
 };
 
 struct refit_engine {
@@ -263,6 +266,81 @@ absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
   return piece;
 }
 
+absl::StatusOr<refitd::Layout> LayoutOf(const refit_tensor* tensors, int64_t tensor_count,
+                                        const refit_piece* pieces, int64_t piece_count) {
+  refitd::Layout layout;
+  REFITD_ASSIGN_OR_RETURN(layout.tensors, SpecsOf(tensors, tensor_count));
+  REFITD_RETURN_IF_ERROR(CheckList(pieces, piece_count, "pieces"));
+  for (int64_t i = 0; i < piece_count; ++i) {
+    REFITD_ASSIGN_OR_RETURN(refitd::Piece piece, PieceOf(pieces[i], layout.tensors));
+    layout.pieces.push_back(std::move(piece));
+  }
+  return layout;
+}
+
+absl::Status SetPushed(const int64_t* pushed, int64_t count, refitd::Layout* layout) {
+  REFITD_RETURN_IF_ERROR(CheckList(pushed, count, "pushed"));
+  const auto tensors = static_cast<int64_t>(layout->tensors.size());
+  for (int64_t i = 0; i < count; ++i) {
+    if (pushed[i] < 0 || pushed[i] >= tensors) {
+      return Error(absl::StatusCode::kInvalidArgument, "pushed[{}] is {} of {} tensors", i,
+                   pushed[i], tensors);
+    }
+    layout->pushed_tensors.push_back(static_cast<uint32_t>(pushed[i]));
+  }
+  std::sort(layout->pushed_tensors.begin(), layout->pushed_tensors.end());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<refitd::Verification>> VerificationOf(int32_t given) {
+  if (given < REFIT_VERIFICATION_DEFAULT || given > REFIT_VERIFICATION_READBACK) {
+    return Error(absl::StatusCode::kInvalidArgument, "verification is {}", given);
+  }
+  if (given == REFIT_VERIFICATION_DEFAULT) return std::nullopt;
+  return static_cast<refitd::Verification>(given);
+}
+
+absl::StatusOr<client::RefitOptions> RefitOptionsOf(const refit_refit_options* raw) {
+  REFITD_ASSIGN_OR_RETURN(const refit_refit_options given, Read(raw, "options"));
+  client::RefitOptions options;
+  options.version = Version(given.version);
+  options.duration = std::chrono::milliseconds(given.duration_ms);
+  REFITD_ASSIGN_OR_RETURN(options.verification, VerificationOf(given.verification));
+  options.evict_late = given.evict_late != 0;
+  return options;
+}
+
+// What a commit or a refit gave, if anybody asked.
+absl::Status Show(const client::CommitResult& committed, refit_commit_result* result) {
+  if (result == nullptr) return absl::OkStatus();
+  refit_commit_result shown{};
+  shown.version = committed.version.value();
+  shown.bytes = committed.bytes;
+  shown.seconds = committed.seconds;
+  shown.instances = static_cast<int32_t>(committed.instances.size());
+  for (const client::InstanceOutcome& outcome : committed.instances) {
+    shown.committed += outcome.committed ? 1 : 0;
+  }
+  return Write(shown, result, "result");
+}
+
+// Refused before the commit, not after it.
+absl::Status CheckResult(refit_commit_result* result) {
+  return result == nullptr ? absl::OkStatus() : Write(refit_commit_result{}, result, "result");
+}
+
+absl::Status GiveOutcome(const std::vector<client::InstanceOutcome>& outcomes, int32_t index,
+                         const char** instance, int32_t* committed, const char** reason) {
+  if (index < 0 || index >= static_cast<int32_t>(outcomes.size())) {
+    return Error(absl::StatusCode::kOutOfRange, "instance {} of {}", index, outcomes.size());
+  }
+  const client::InstanceOutcome& outcome = outcomes[index];
+  if (instance != nullptr) *instance = outcome.instance.c_str();
+  if (committed != nullptr) *committed = outcome.committed ? 1 : 0;
+  if (reason != nullptr) *reason = outcome.reason.c_str();
+  return absl::OkStatus();
+}
+
 absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options* raw) {
   REFITD_ASSIGN_OR_RETURN(const refit_engine_options given, Read(raw, "options"));
   client::EngineOptions options;
@@ -286,13 +364,7 @@ absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* r
   client::BeginOptions options;
   options.version = Version(given.version);
   options.duration = std::chrono::milliseconds(given.duration_ms);
-  if (given.verification < REFIT_VERIFICATION_DEFAULT ||
-      given.verification > REFIT_VERIFICATION_READBACK) {
-    return Error(absl::StatusCode::kInvalidArgument, "verification is {}", given.verification);
-  }
-  if (given.verification != REFIT_VERIFICATION_DEFAULT) {
-    options.verification = static_cast<refitd::Verification>(given.verification);
-  }
+  REFITD_ASSIGN_OR_RETURN(options.verification, VerificationOf(given.verification));
   options.evict_late = given.evict_late != 0;
   options.tensor_count = given.tensor_count;
   options.total_bytes = given.total_bytes;
@@ -515,20 +587,22 @@ refit_status refit_update_flush(refit_update* update) {
 refit_status refit_update_commit(refit_update* update, refit_commit_result* result) {
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
-    // Refused before the commit, not after it.
-    if (result != nullptr) REFITD_RETURN_IF_ERROR(Write(refit_commit_result{}, result, "result"));
+    REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit());
+    const absl::Status shown = Show(committed, result);
     update->outcomes = std::move(committed.instances);
-    if (result == nullptr) return absl::OkStatus();
-    refit_commit_result shown{};
-    shown.version = committed.version.value();
-    shown.bytes = committed.bytes;
-    shown.seconds = committed.seconds;
-    shown.instances = static_cast<int32_t>(update->outcomes.size());
-    for (const client::InstanceOutcome& outcome : update->outcomes) {
-      shown.committed += outcome.committed ? 1 : 0;
-    }
-    return Write(shown, result, "result");
+    return shown;
+  });
+}
+
+refit_status refit_update_refit(refit_update* update, refit_commit_result* result) {
+  return Guarded([&]() -> absl::Status {
+    if (update == nullptr) return Null("update");
+    REFITD_RETURN_IF_ERROR(CheckResult(result));
+    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Refit());
+    const absl::Status shown = Show(committed, result);
+    update->outcomes = std::move(committed.instances);
+    return shown;
   });
 }
 
@@ -536,15 +610,43 @@ refit_status refit_update_outcome(const refit_update* update, int32_t index, con
                                   int32_t* committed, const char** reason) {
   return Guarded([&]() -> absl::Status {
     if (update == nullptr) return Null("update");
-    if (index < 0 || index >= static_cast<int32_t>(update->outcomes.size())) {
-      return Error(absl::StatusCode::kOutOfRange, "instance {} of {}", index,
-                   update->outcomes.size());
-    }
-    const client::InstanceOutcome& outcome = update->outcomes[index];
-    if (instance != nullptr) *instance = outcome.instance.c_str();
-    if (committed != nullptr) *committed = outcome.committed ? 1 : 0;
-    if (reason != nullptr) *reason = outcome.reason.c_str();
-    return absl::OkStatus();
+    return GiveOutcome(update->outcomes, index, instance, committed, reason);
+  });
+}
+
+refit_status refit_trainer_register(refit_trainer* trainer, const refit_tensor* tensors,
+                                    int64_t tensor_count, const refit_piece* pieces,
+                                    int64_t piece_count, const int64_t* pushed,
+                                    int64_t pushed_count) {
+  return Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    REFITD_ASSIGN_OR_RETURN(refitd::Layout layout,
+                            LayoutOf(tensors, tensor_count, pieces, piece_count));
+    REFITD_RETURN_IF_ERROR(SetPushed(pushed, pushed_count, &layout));
+    return trainer->trainer->Register(std::move(layout));
+  });
+}
+
+refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_options* options,
+                                 refit_commit_result* result) {
+  return Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    REFITD_RETURN_IF_ERROR(CheckResult(result));
+    REFITD_ASSIGN_OR_RETURN(const client::RefitOptions wanted, RefitOptionsOf(options));
+    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, trainer->trainer->Refit(wanted));
+    const absl::Status shown = Show(committed, result);
+    refitd::MutexLock lock(&trainer->mutex);
+    trainer->outcomes = std::move(committed.instances);
+    return shown;
+  });
+}
+
+refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
+                                   const char** instance, int32_t* committed, const char** reason) {
+  return Guarded([&]() -> absl::Status {
+    if (trainer == nullptr) return Null("trainer");
+    refitd::MutexLock lock(&trainer->mutex);
+    return GiveOutcome(trainer->outcomes, index, instance, committed, reason);
   });
 }
 
@@ -576,13 +678,8 @@ refit_status refit_engine_register(refit_engine* engine, const refit_tensor* ten
                                    int64_t piece_count) {
   return Guarded([&]() -> absl::Status {
     if (engine == nullptr) return Null("engine");
-    refitd::Layout layout;
-    REFITD_ASSIGN_OR_RETURN(layout.tensors, SpecsOf(tensors, tensor_count));
-    REFITD_RETURN_IF_ERROR(CheckList(pieces, piece_count, "pieces"));
-    for (int64_t i = 0; i < piece_count; ++i) {
-      REFITD_ASSIGN_OR_RETURN(refitd::Piece piece, PieceOf(pieces[i], layout.tensors));
-      layout.pieces.push_back(std::move(piece));
-    }
+    REFITD_ASSIGN_OR_RETURN(refitd::Layout layout,
+                            LayoutOf(tensors, tensor_count, pieces, piece_count));
     return engine->engine->Register(std::move(layout));
   });
 }

@@ -137,6 +137,16 @@ int64_t refit_region_bytes(const refit_region* region); /* 0 for NULL */
 /* A push under way keeps the region alive by itself. */
 void refit_region_free(refit_region* region);
 
+/* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */
+typedef struct refit_piece {
+  int64_t tensor;         /* index into the call's tensors */
+  const int64_t* offset;  /* NULL: 0s */
+  const int64_t* extent;  /* NULL: all of the tensor */
+  const int64_t* strides; /* elements; NULL: row-major without gaps */
+  const refit_region* region;
+  int64_t byte_offset; /* of the box's first element */
+} refit_piece;
+
 /* ---- trainer ---- */
 
 typedef struct refit_trainer_options {
@@ -239,7 +249,7 @@ refit_status refit_update_flush(refit_update* update);
 typedef struct refit_commit_result {
   size_t struct_size;
   int64_t version;
-  int64_t bytes;     /* of tensor data pushed by all ranks */
+  int64_t bytes;     /* of tensor data that all ranks pushed or refitted */
   double seconds;    /* first begin to decision, by the daemon's clock */
   int32_t instances; /* that took part: refit_update_outcome() tells of each */
   int32_t committed; /* of them */
@@ -250,11 +260,45 @@ typedef struct refit_commit_result {
 /* Commits, and waits for every push as well. REFIT_OK: every rank of every instance listed as
  * committed holds the version. `result` may be NULL. */
 refit_status refit_update_commit(refit_update* update, refit_commit_result* result);
-/* After a successful commit: instance `index` of the result. Strings live as long as the update.
- * REFIT_OUT_OF_RANGE: no such instance. */
+/* After a successful commit or refit: instance `index` of the result. Strings live as long as the
+ * update. REFIT_OUT_OF_RANGE: no such instance. */
 refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
                                   int32_t* committed, const char** reason);
 refit_status refit_update_abort(refit_update* update, const char* reason);
+
+/* ---- trainer: shards that stay where they are ---- */
+
+/* Registers the shards of this rank for refits, in place of those registered before; without a
+ * piece it takes them back, and a rank without them ends its updates by commit. Not during an
+ * update of this rank. `pushed`: indices of tensors that are pushed in buckets instead, in any
+ * order. The pieces' regions must stay until they are registered anew or the trainer is freed. */
+refit_status refit_trainer_register(refit_trainer* trainer, const refit_tensor* tensors,
+                                    int64_t tensor_count, const refit_piece* pieces,
+                                    int64_t piece_count, const int64_t* pushed,
+                                    int64_t pushed_count);
+
+typedef struct refit_refit_options {
+  size_t struct_size;
+  int64_t version;
+  int64_t duration_ms; /* of the whole update; 0: the daemon's default */
+  int32_t verification;
+  int32_t evict_late; /* not 0: evict late or failing instances instead of aborting */
+} refit_refit_options;
+#define REFIT_REFIT_OPTIONS_INIT \
+  { .struct_size = sizeof(refit_refit_options) }
+
+/* Begin, the moves compiled from the registered layouts and commit in one, by every trainer rank:
+ * the shards hold the version when it is called, and are no longer read when it returns. REFIT_OK
+ * as refit_update_commit(). `result` may be NULL. */
+refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_options* options,
+                                 refit_commit_result* result);
+/* Of the trainer's last successful refit: as refit_update_outcome(). Strings live until its next
+ * one; ask on the thread that made it. */
+refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
+                                   const char** instance, int32_t* committed, const char** reason);
+/* The same in an update that was begun, in place of commit: waits for its pushes, of the tensors
+ * registered as pushed, then moves all others. */
+refit_status refit_update_refit(refit_update* update, refit_commit_result* result);
 
 /* ---- engine ---- */
 
@@ -280,16 +324,6 @@ refit_status refit_engine_attach(const refit_engine_options* options, refit_engi
 /* Detaches and frees. */
 void refit_engine_free(refit_engine* engine);
 refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_region** region);
-
-/* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */
-typedef struct refit_piece {
-  int64_t tensor;         /* index into the call's tensors */
-  const int64_t* offset;  /* NULL: 0s */
-  const int64_t* extent;  /* NULL: all of the tensor */
-  const int64_t* strides; /* elements; NULL: row-major without gaps */
-  const refit_region* region;
-  int64_t byte_offset; /* of the box's first element */
-} refit_piece;
 
 /* Registers the parameters of this rank (registered delivery); not during an update. The pieces'
  * regions must stay until they are registered anew or the engine is freed. */

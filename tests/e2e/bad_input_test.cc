@@ -433,11 +433,6 @@ TEST_CASE("a Begin out of bounds is refused by field and value, and versions onl
   refused([](auto* r) { r->set_request_id(std::string(65, 'x')); }, StatusCode::INVALID_ARGUMENT,
           {"request_id", "65", "64"});
 
-  v1::RefitRequest refit;
-  refit.set_version(5);
-  CheckRefused(s.trainer.Call(&v1::Trainer::Stub::Refit, refit).status, StatusCode::UNIMPLEMENTED,
-               {});
-
   REQUIRE_OK(s.trainer.Begin(5));
   REQUIRE_OK(s.trainer.Push(5, s.Good(5)));
   REQUIRE_OK(s.trainer.Commit(5, 1));
