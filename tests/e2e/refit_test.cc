@@ -1,0 +1,324 @@
+// Compiled refits through the client library and a real daemon: trainers' shards in, engines' fused
+// parameters out, compared byte for byte, with everything beside them.
+#include <catch2/catch.hpp>
+#include <future>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "client/trainer.h"
+#include "tests/e2e/harness.h"
+#include "tests/e2e/require.h"
+
+namespace refitd::e2e {
+namespace {
+
+using Catch::Contains;
+
+constexpr int kRanks = 2;
+
+// Projections whose rows engines fuse, matrices that both sides cut elsewhere, and what every rank
+// holds.
+Model AttentionModel() {
+  return {{"q.weight", DType::kBFloat16, {16, 24}}, {"k.weight", DType::kBFloat16, {8, 24}},
+          {"v.weight", DType::kBFloat16, {8, 24}},  {"o.weight", DType::kFloat32, {24, 16}},
+          {"norm.weight", DType::kFloat32, {24}},   {"scale", DType::kFloat64, {}}};
+}
+
+// An engine rank of kRanks: its rows of q, k and v one below the other in one matrix, its columns
+// of o, the rest whole.
+Held Fused(const Model& model, int rank) {
+  Held held;
+  held.layout.tensors = model;
+  int64_t end = 64;  // foreign bytes on either side
+  for (uint32_t t = 0; t < model.size(); ++t) {
+    const Dims& shape = model[t].shape;
+    Box box = WholeBox(shape);
+    if (t <= 3) {
+      const size_t dim = t == 3 ? 1 : 0;
+      box.extent[dim] = shape[dim] / kRanks;
+      box.offset[dim] = box.extent[dim] * rank;
+    }
+    const int64_t bytes = TensorBytes({"", model[t].dtype, box.extent});
+    held.layout.pieces.push_back({t, box, RegionId(), end, RowMajorStrides(box.extent)});
+    end += bytes;
+  }
+  held.region_bytes = end + 64;
+  return held;
+}
+
+// A trainer rank whose shards lie in one region.
+class Shards {
+ public:
+  Shards(const Daemon& daemon, const Model& model, Held held, int rank, int world_size = kRanks,
+         const std::string& coordinator = "")
+      : model_(model), held_(std::move(held)) {
+    client::TrainerOptions options;
+    options.connect.socket = daemon.socket();
+    options.connect.group = "g";
+    options.connect.spec.emplace().trainer_ranks = world_size;
+    options.connect.coordinator = coordinator;
+    options.rank = rank;
+    options.world_size = world_size;
+    auto trainer = client::Trainer::Attach(options);
+    INFO(trainer.status());
+    REQUIRE(trainer.ok());
+    trainer_ = *std::move(trainer);
+    Place();
+  }
+
+  client::Trainer& trainer() { return *trainer_; }
+  Layout& layout() { return held_.layout; }
+  void Hold(Held held) {
+    held_ = std::move(held);
+    Place();
+  }
+
+  // Memory of its own for the shards; what is registered stays where it is.
+  void Place() {
+    auto region = trainer_->NewRegion(held_.region_bytes);
+    INFO(region.status());
+    REQUIRE(region.ok());
+    region_ = *std::move(region);
+    regions_.push_back(region_);
+    for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
+  }
+  absl::Status Register() { return trainer_->Register(held_.layout); }
+  void Fill(int64_t version) {
+    const std::string image = ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model_,
+                                            BytesOf(model_, version));
+    image.copy(region_->data(), image.size());
+  }
+  char* Tensor(uint32_t tensor) {
+    for (const Piece& piece : held_.layout.pieces) {
+      if (piece.tensor == tensor) return region_->data() + piece.byte_offset;
+    }
+    return nullptr;
+  }
+
+ private:
+  const Model model_;
+  Held held_;
+  std::unique_ptr<client::Trainer> trainer_;
+  std::vector<std::shared_ptr<client::Region>> regions_;
+  std::shared_ptr<client::Region> region_;  // where the shards are now
+};
+
+using Ranks = std::vector<std::unique_ptr<Shards>>;
+
+// The daemon of each rank; the first one has the group.
+using Daemons = std::vector<const Daemon*>;
+std::string CoordinatorOf(const Daemons& daemons, int rank) {
+  return daemons[static_cast<size_t>(rank)] == daemons[0] ? "" : daemons[0]->address();
+}
+
+// Cut along the last dimension, rows padded; vectors and scalars on every rank.
+Ranks TensorParallel(const Daemons& daemons, const Model& model) {
+  Ranks ranks;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    ranks.push_back(std::make_unique<Shards>(*daemons[static_cast<size_t>(rank)], model,
+                                             HoldSlice(model, 1, rank, kRanks), rank, kRanks,
+                                             CoordinatorOf(daemons, rank)));
+    REQUIRE(ranks.back()->Register().ok());
+  }
+  return ranks;
+}
+
+std::vector<absl::StatusOr<client::CommitResult>> RefitAll(const Ranks& ranks, int64_t version) {
+  std::vector<std::future<absl::StatusOr<client::CommitResult>>> calls;
+  for (const auto& rank : ranks) {
+    calls.push_back(std::async(std::launch::async, [&rank, version] {
+      return rank->trainer().Refit({.version = Version(version)});
+    }));
+  }
+  std::vector<absl::StatusOr<client::CommitResult>> results;
+  for (auto& call : calls) results.push_back(call.get());
+  return results;
+}
+
+void RequireRefitted(const Ranks& ranks, int64_t version) {
+  for (const auto& result : RefitAll(ranks, version)) {
+    INFO(result.status());
+    REQUIRE(result.ok());
+    CHECK(result->version == Version(version));
+    REQUIRE(result->instances.size() == 1);
+    CHECK(result->instances[0].committed);
+  }
+}
+
+struct Engines {
+  Engines(const Daemons& daemons, const Model& model) {
+    for (int rank = 0; rank < kRanks; ++rank) {
+      v1::EngineHello hello =
+          RawEngine::Hello("g", "i", rank, kRanks, v1::DELIVERY_REGISTERED, std::nullopt);
+      hello.set_coordinator(CoordinatorOf(daemons, rank));
+      hello.set_wait_ms(30'000);
+      ranks.push_back(std::make_unique<Holder>(daemons[static_cast<size_t>(rank)]->Connect(), hello,
+                                               Fused(model, rank)));
+    }
+  }
+  // Empty: they hold these versions' tensors, and nothing else was written.
+  std::string Difference(const Model& model, const std::vector<std::string>& bytes) {
+    std::string all;
+    for (const auto& rank : ranks) all += rank->Difference(model, bytes);
+    return all;
+  }
+  std::vector<std::unique_ptr<Holder>> ranks;
+};
+
+TEST_CASE("layouts registered once, each version is one call of every rank") {
+  const Model model = AttentionModel();
+  Daemon daemon;
+  const Ranks trainers = TensorParallel({&daemon, &daemon}, model);
+  Engines engines({&daemon, &daemon}, model);
+  for (const int64_t version : {1, 2, 5}) {
+    for (const auto& rank : trainers) rank->Fill(version);
+    RequireRefitted(trainers, version);
+    CHECK(engines.Difference(model, BytesOf(model, version)) == "");
+  }
+}
+
+TEST_CASE("trainers and engines on two daemons are refitted as on one") {
+  const Model model = AttentionModel();
+  Daemon a({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
+  Daemon b({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
+  const Ranks trainers = TensorParallel({&a, &b}, model);
+  Engines engines({&a, &b}, model);
+  for (const int64_t version : {1, 2}) {
+    for (const auto& rank : trainers) rank->Fill(version);
+    RequireRefitted(trainers, version);
+    CHECK(engines.Difference(model, BytesOf(model, version)) == "");
+  }
+}
+
+TEST_CASE("a trainer that registers elsewhere is read there from then on") {
+  const Model model = AttentionModel();
+  Daemon daemon;
+  const Ranks trainers = TensorParallel({&daemon, &daemon}, model);
+  Engines engines({&daemon, &daemon}, model);
+  for (const auto& rank : trainers) rank->Fill(1);
+  RequireRefitted(trainers, 1);
+  SECTION("the same structure in other memory") {
+    trainers[0]->Place();
+    REQUIRE(trainers[0]->Register().ok());
+  }
+  SECTION("another structure: the tensors whole") {
+    trainers[0]->Hold(HoldWhole(model));
+    REQUIRE(trainers[0]->Register().ok());
+  }
+  for (const auto& rank : trainers) rank->Fill(2);
+  RequireRefitted(trainers, 2);
+  CHECK(engines.Difference(model, BytesOf(model, 2)) == "");
+}
+
+TEST_CASE("replicas that differ are named with tensor and ranks, and nothing is committed") {
+  const Model model = AttentionModel();
+  Daemon daemon;
+  const Ranks trainers = TensorParallel({&daemon, &daemon}, model);
+  Engines engines({&daemon, &daemon}, model);
+  for (const auto& rank : trainers) rank->Fill(1);
+  *trainers[1]->Tensor(4) ^= 1;
+  for (const auto& result : RefitAll(trainers, 1)) {
+    INFO(result.status());
+    CHECK(absl::IsAborted(result.status()));
+    const std::string message(result.status().message());
+    CHECK_THAT(message, Contains("replicas differ"));
+    CHECK_THAT(message, Contains("norm.weight"));
+    CHECK_THAT(message, Contains("rank 0"));
+    CHECK_THAT(message, Contains("rank 1"));
+  }
+  for (const auto& rank : trainers) rank->Fill(2);
+  RequireRefitted(trainers, 2);
+  CHECK(engines.Difference(model, BytesOf(model, 2)) == "");
+}
+
+TEST_CASE("a tensor that the trainers lack is named, and the next registration works") {
+  const Model model = AttentionModel();
+  Daemon daemon;
+  const Ranks trainers = TensorParallel({&daemon, &daemon}, model);
+  Engines engines({&daemon, &daemon}, model);
+  for (const auto& rank : trainers) {
+    Layout& layout = rank->layout();
+    std::erase_if(layout.pieces, [](const Piece& piece) { return piece.tensor == 3; });
+    REQUIRE(rank->Register().ok());
+    rank->Fill(1);
+  }
+  bool named = false;
+  for (const auto& result : RefitAll(trainers, 1)) {
+    INFO(result.status());
+    CHECK_FALSE(result.ok());
+    named = named || Contains("o.weight").match(std::string(result.status().message()));
+  }
+  CHECK(named);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    trainers[static_cast<size_t>(rank)]->Hold(HoldSlice(model, 1, rank, kRanks));
+    REQUIRE(trainers[static_cast<size_t>(rank)]->Register().ok());
+    trainers[static_cast<size_t>(rank)]->Fill(2);
+  }
+  RequireRefitted(trainers, 2);
+  CHECK(engines.Difference(model, BytesOf(model, 2)) == "");
+}
+
+TEST_CASE("tensors that are pushed and tensors that are refitted make one version") {
+  const Model model = AttentionModel();
+  Daemon daemon;
+  const Ranks trainers = TensorParallel({&daemon, &daemon}, model);
+  Engines engines({&daemon, &daemon}, model);
+  constexpr uint32_t kPushed = 4;
+  for (const auto& rank : trainers) {
+    Layout& layout = rank->layout();
+    std::erase_if(layout.pieces, [](const Piece& piece) { return piece.tensor == kPushed; });
+    layout.pushed_tensors = {kPushed};
+    REQUIRE(rank->Register().ok());
+  }
+  for (const int64_t version : {1, 2}) {
+    const std::vector<std::string> bytes = BytesOf(model, version);
+    for (const auto& rank : trainers) rank->Fill(version);
+    std::vector<std::future<absl::Status>> calls;
+    for (size_t rank = 0; rank < trainers.size(); ++rank) {
+      calls.push_back(std::async(std::launch::async, [&, rank]() -> absl::Status {
+        auto update = trainers[rank]->trainer().Begin({.version = Version(version)});
+        if (!update.ok()) return update.status();
+        if (rank == 0) {
+          (*update)->PushAsync(client::Bucket::Inline({model[kPushed]}, {bytes[kPushed]}), nullptr);
+        }
+        return (*update)->Refit().status();
+      }));
+    }
+    for (auto& call : calls) {
+      const absl::Status status = call.get();
+      INFO(status);
+      CHECK(status.ok());
+    }
+    CHECK(engines.Difference(model, bytes) == "");
+  }
+}
+
+TEST_CASE("a rank with a layout ends no update by Commit; one that took it back does") {
+  const Model model = AttentionModel();
+  Daemon daemon;
+  Shards trainer(daemon, model, HoldWhole(model), 0, 1);
+  REQUIRE(trainer.Register().ok());
+  Engines engines({&daemon, &daemon}, model);
+  trainer.Fill(1);
+  const auto push = [&](int64_t version) -> absl::Status {
+    auto update = trainer.trainer().Begin({.version = Version(version)});
+    if (!update.ok()) return update.status();
+    const std::vector<std::string> bytes = BytesOf(model, version);
+    const absl::Status pushed =
+        (*update)->Push(client::Bucket::Inline(model, {bytes.begin(), bytes.end()}));
+    if (!pushed.ok()) return pushed;
+    return (*update)->Commit().status();
+  };
+  CHECK(absl::IsFailedPrecondition(push(1)));
+  REQUIRE(trainer.trainer().Register(Layout()).ok());
+  const absl::Status pushed = push(2);
+  INFO(pushed);
+  REQUIRE(pushed.ok());
+  CHECK(engines.Difference(model, BytesOf(model, 2)) == "");
+  CHECK(absl::IsFailedPrecondition(trainer.trainer().Refit({.version = Version(3)}).status()));
+}
+
+}  // namespace
+}  // namespace refitd::e2e
