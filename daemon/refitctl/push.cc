@@ -1,9 +1,14 @@
-// push: a checkpoint folder's tensors, pushed as a trainer of one rank.
+// push: a checkpoint folder's tensors, installed as a trainer of one rank.
 //
-// Memory is bounded by a few buckets: while the daemon copies one, the next is read from the files.
+// Where all engines of the group are registered and memory allows, the checkpoint is read whole
+// before anybody pauses, and moved by one compiled refit. Else it is pushed in buckets, whose
+// memory is bounded: while the daemon copies one, the next is read from the files.
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <thread>
@@ -11,6 +16,7 @@
 #include "client/trainer.h"
 #include "daemon/refitctl/command.h"
 #include "daemon/refitctl/format.h"
+#include "daemon/refitctl/placement.h"
 #include "daemon/refitctl/render.h"
 #include "daemon/refitctl/safetensors.h"
 #include "transport/base/mutex.h"
@@ -26,7 +32,9 @@ using std::chrono::milliseconds;
 constexpr int kBuffers = 3;
 constexpr int64_t kRegionBucketBytes = 64 << 20;
 constexpr int64_t kInlineBucketBytes = 1 << 20;  // within gRPC's usual limit of 4 MiB a message
-constexpr milliseconds kPollInterval{50};        // while instances are waited for
+constexpr int64_t kRefitRegionBytes = int64_t{1} << 30;  // a larger tensor has one of its own
+constexpr int64_t kProgressIntervalMs = 200;
+constexpr milliseconds kPollInterval{50};  // while instances are waited for
 // A bucket's answer comes within the update's time; this only bounds a bug (P4).
 constexpr std::chrono::hours kLongestUpdate{24};
 
@@ -42,7 +50,8 @@ struct PushOptions {
   double wait_seconds = 60;
   bool create = false;
   int instances = 1;
-  std::string mode = "region";
+  bool push = false;  // in buckets, whatever the engines
+  std::string mode;   // of a push; empty: region
   bool progress = false;
   std::string coordinator;
 };
@@ -256,6 +265,129 @@ class Pusher {
   int64_t buckets_ = 0;
 };
 
+// ---- a compiled refit ----
+
+// Bytes that may still be taken, of the machine's memory and of this control group's.
+int64_t AvailableBytes() {
+  int64_t available = std::numeric_limits<int64_t>::max();
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string line; std::getline(meminfo, line);) {
+    long long kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %lld kB", &kib) == 1) available = kib * 1024;
+  }
+  std::ifstream limit("/sys/fs/cgroup/memory.max");
+  std::ifstream current("/sys/fs/cgroup/memory.current");
+  int64_t most = 0;
+  int64_t taken = 0;
+  if (limit >> most && current >> taken) available = std::min(available, most - taken);
+  return available;
+}
+
+// Why the checkpoint is pushed; empty: it can be refitted.
+std::string WhyPush(const v1::GroupStatus& group, const v1::ListMembersResponse& members,
+                    int64_t bytes) {
+  if (!group.coordinator().empty()) {
+    return fmt::format("the group's engines are known at {} only", group.coordinator());
+  }
+  int engines = 0;
+  for (const v1::MemberStatus& member : members.members()) {
+    if (member.role() != "engine") continue;
+    ++engines;
+    if (member.delivery() == "registered") continue;
+    return fmt::format("engine {} rank {} takes {} delivery", member.instance(), member.rank(),
+                       member.delivery());
+  }
+  const int complete = CompleteInstances(group);
+  if (engines == 0 || complete < std::max(1, group.spec().min_instances())) {
+    return fmt::format("{} complete instances are attached", complete);
+  }
+  const int64_t available = AvailableBytes();
+  if (bytes <= available / 2) return "";
+  return fmt::format("{} do not fit well into {} of memory", HumanBytes(bytes),
+                     HumanBytes(available));
+}
+
+absl::StatusOr<std::string> WhyPush(const GlobalOptions& global, const PushOptions& options,
+                                    const Checkpoint& checkpoint) {
+  if (options.push) return "--push";
+  if (!options.mode.empty()) return "--mode";
+  if (options.bucket_bytes > 0) return "--bucket-bytes";
+  const OperatorClient client(global);
+  REFITD_ASSIGN_OR_RETURN(const v1::GetGroupResponse group, client.GetGroup(options.group));
+  REFITD_ASSIGN_OR_RETURN(const v1::ListMembersResponse members, client.ListMembers(options.group));
+  return WhyPush(group.group(), members, checkpoint.bytes());
+}
+
+// Shows how far an update is, as the daemon tells it, on a thread of its own until it goes.
+class Follower {
+ public:
+  Follower(const GlobalOptions& global, const std::string& group, Version version,
+           Progress* progress)
+      : client_(global) {
+    v1::WatchUpdatesRequest request;
+    request.set_group(group);
+    request.set_interval_ms(kProgressIntervalMs);
+    reader_ = client_.stub().WatchUpdates(&context_, request);
+    thread_ = std::thread([this, version, progress] {
+      v1::UpdateStatus update;
+      while (reader_->Read(&update)) {
+        if (update.version() == version.value()) progress->Show(update.bytes());
+      }
+      (void)reader_->Finish();
+    });
+  }
+  ~Follower() {
+    context_.TryCancel();
+    thread_.join();
+  }
+  Follower(const Follower&) = delete;
+  Follower& operator=(const Follower&) = delete;
+
+ private:
+  const OperatorClient client_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReader<v1::UpdateStatus>> reader_;
+  std::thread thread_;
+};
+
+// Reads the whole checkpoint into regions and registers them. The regions must live until the
+// refit's end.
+absl::StatusOr<std::vector<std::shared_ptr<client::Region>>> RegisterWhole(
+    const Checkpoint& checkpoint, client::Trainer& trainer, Progress& progress) {
+  const Placement placement = PlaceWhole(checkpoint.tensors(), kRefitRegionBytes);
+  std::vector<std::shared_ptr<client::Region>> regions;
+  std::vector<RegionId> ids;
+  for (const int64_t bytes : placement.region_bytes) {
+    REFITD_ASSIGN_OR_RETURN(regions.emplace_back(), trainer.NewRegion(bytes));
+    ids.push_back(regions.back()->id());
+  }
+  int64_t read = 0;
+  for (size_t i = 0; i < placement.places.size(); ++i) {
+    const Placement::Place& place = placement.places[i];
+    REFITD_RETURN_IF_ERROR(checkpoint.Read(
+        i, 0,
+        {regions[place.region]->data() + place.byte_offset, static_cast<size_t>(place.bytes)}));
+    read += place.bytes;
+    progress.Show(read);
+  }
+  REFITD_RETURN_IF_ERROR(trainer.Register(LayoutOf(checkpoint.tensors(), placement, ids)));
+  return regions;
+}
+
+absl::StatusOr<client::CommitResult> RefitWhole(const GlobalOptions& global,
+                                                const PushOptions& options,
+                                                const Checkpoint& checkpoint,
+                                                client::Trainer& trainer,
+                                                const client::RefitOptions& refit) {
+  const std::string label = fmt::format("{} v{}", options.group, refit.version);
+  Progress reading(options.progress, label + " reading", checkpoint.bytes());
+  REFITD_ASSIGN_OR_RETURN(const auto regions, RegisterWhole(checkpoint, trainer, reading));
+  Progress progress(options.progress, label, checkpoint.bytes());
+  std::optional<Follower> follower;
+  if (options.progress) follower.emplace(global, options.group, refit.version, &progress);
+  return trainer.Refit(refit);
+}
+
 absl::Status WaitForInstances(const GlobalOptions& global, const PushOptions& options) {
   if (options.wait_instances == 0) return absl::OkStatus();
   const OperatorClient client(global);
@@ -311,7 +443,8 @@ struct Summary {
   client::CommitResult result;
   int64_t tensors = 0;
   int64_t bytes = 0;
-  int64_t buckets = 0;
+  int64_t buckets = 0;      // of a push
+  bool refitted = false;    // by one compiled refit; else pushed
   double wall_seconds = 0;  // with reading the files and waiting for engines
 };
 
@@ -326,6 +459,7 @@ std::string AsJson(const Summary& summary, const std::string& group) {
                                {"version", summary.result.version.value()},
                                {"tensors", summary.tensors},
                                {"bytes", summary.bytes},
+                               {"way", summary.refitted ? "refit" : "push"},
                                {"buckets", summary.buckets},
                                {"seconds", summary.result.seconds},
                                {"wall_seconds", summary.wall_seconds},
@@ -336,9 +470,10 @@ std::string AsJson(const Summary& summary, const std::string& group) {
 std::string AsText(const Summary& summary, const std::string& group) {
   const double seconds = summary.result.seconds;
   std::string text =
-      fmt::format("{} v{} committed: {} tensors, {} in {} buckets, {} ({}); {} in all\n", group,
+      fmt::format("{} v{} committed: {} tensors, {} {}, {} ({}); {} in all\n", group,
                   summary.result.version, summary.tensors, HumanBytes(summary.bytes),
-                  summary.buckets, HumanSeconds(seconds),
+                  summary.refitted ? "by refit" : fmt::format("in {} buckets", summary.buckets),
+                  HumanSeconds(seconds),
                   HumanRate(seconds > 0 ? static_cast<double>(summary.bytes) / seconds : 0),
                   HumanSeconds(summary.wall_seconds));
   Table table({"INSTANCE", "OUTCOME", "REASON"});
@@ -349,30 +484,55 @@ std::string AsText(const Summary& summary, const std::string& group) {
   return text + table.ToString();
 }
 
-absl::StatusOr<Summary> PushCheckpoint(const GlobalOptions& global, const PushOptions& options) {
-  REFITD_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open(options.folder));
-  REFITD_ASSIGN_OR_RETURN(const auto trainer,
-                          client::Trainer::Attach(AttachOptions(global, options)));
-  REFITD_RETURN_IF_ERROR(WaitForInstances(global, options));
-  const Version version = options.version != 0
-                              ? Version(options.version)
-                              : trainer->group_version().value_or(Version(0)).Next();
-  const auto start = Clock::now();
-  REFITD_ASSIGN_OR_RETURN(const auto update, trainer->Begin(BeginOf(options, checkpoint, version)));
-  Progress progress(options.progress, fmt::format("{} v{}", options.group, version),
+struct Pushed {
+  client::CommitResult result;
+  int64_t buckets = 0;
+};
+
+absl::StatusOr<Pushed> PushInBuckets(const PushOptions& options, const Checkpoint& checkpoint,
+                                     client::Trainer& trainer, const client::BeginOptions& begin) {
+  REFITD_ASSIGN_OR_RETURN(const auto update, trainer.Begin(begin));
+  Progress progress(options.progress, fmt::format("{} v{}", options.group, begin.version),
                     checkpoint.bytes());
-  Pusher pusher(checkpoint, *trainer, *update, progress);
+  Pusher pusher(checkpoint, trainer, *update, progress);
   const absl::Status pushed = pusher.Push(options.mode, static_cast<int64_t>(options.bucket_bytes));
   if (!pushed.ok()) {
     // Why pushing failed is the news; aborting may well be refused because the update is lost.
     update->Abort(Message(pushed).substr(0, 256)).IgnoreError();
     return pushed;
   }
+  REFITD_ASSIGN_OR_RETURN(client::CommitResult result, update->Commit());
+  return Pushed{std::move(result), pusher.buckets()};
+}
+
+absl::StatusOr<Summary> InstallCheckpoint(const GlobalOptions& global, const PushOptions& options) {
+  REFITD_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::Open(options.folder));
+  REFITD_ASSIGN_OR_RETURN(const auto trainer,
+                          client::Trainer::Attach(AttachOptions(global, options)));
+  REFITD_RETURN_IF_ERROR(WaitForInstances(global, options));
+  REFITD_ASSIGN_OR_RETURN(const std::string why_push, WhyPush(global, options, checkpoint));
+  const Version version = options.version != 0
+                              ? Version(options.version)
+                              : trainer->group_version().value_or(Version(0)).Next();
+  const client::BeginOptions begin = BeginOf(options, checkpoint, version);
   Summary summary;
-  REFITD_ASSIGN_OR_RETURN(summary.result, update->Commit());
   summary.tensors = static_cast<int64_t>(checkpoint.tensors().size());
   summary.bytes = checkpoint.bytes();
-  summary.buckets = pusher.buckets();
+  summary.refitted = why_push.empty();
+  if (options.progress) {
+    fmt::print(stderr, "{} v{}: {}\n", options.group, version,
+               summary.refitted ? "refit" : fmt::format("push ({})", why_push));
+  }
+  const auto start = Clock::now();
+  if (summary.refitted) {
+    REFITD_ASSIGN_OR_RETURN(summary.result, RefitWhole(global, options, checkpoint, *trainer,
+                                                       {version, begin.duration, begin.verification,
+                                                        begin.evict_late}));
+  } else {
+    REFITD_ASSIGN_OR_RETURN(Pushed pushed, PushInBuckets(options, checkpoint, *trainer, begin));
+    summary.result = std::move(pushed.result);
+    summary.buckets = pushed.buckets;
+  }
   summary.wall_seconds = std::chrono::duration<double>(Clock::now() - start).count();
   return summary;
 }
@@ -381,7 +541,7 @@ int RunPush(const GlobalOptions& global, const PushOptions& options) {
   if (!global.address.empty()) {
     return UsageError("push shares memory with the daemon: it needs --socket, not --address");
   }
-  const auto summary = PushCheckpoint(global, options);
+  const auto summary = InstallCheckpoint(global, options);
   if (!summary.ok()) return Fail(summary.status());
   Print(global.json ? AsJson(*summary, options.group) : AsText(*summary, options.group));
   return kExitOk;
@@ -405,8 +565,11 @@ Command AddPush(CLI::App* app, const GlobalOptions& global) {
       ->check(CLI::Range(0.001, 86'400.0));
   sub->add_option("--verification", options->verification, "Default: the daemon's")
       ->check(CLI::IsMember({"off", "transfer", "readback"}));
+  sub->add_flag("--push", options->push,
+                "Push in buckets also where all engines are registered and a refit would do");
   sub->add_option("--bucket-bytes", options->bucket_bytes,
-                  "Bytes of a bucket, such as 64MiB (default: 64MiB; inline 1MiB; slot a slot)")
+                  "Push in buckets of so many bytes, such as 64MiB (default: 64MiB; inline 1MiB; "
+                  "slot a slot)")
       ->transform(CLI::AsSizeValue(false))
       ->check(CLI::Range(uint64_t{kPackAlignment}, uint64_t{1} << 40));
   sub->add_flag("--evict-late", options->evict_late,
@@ -424,7 +587,8 @@ Command AddPush(CLI::App* app, const GlobalOptions& global) {
       ->needs(create)
       ->check(CLI::Range(1, 65'536));
   sub->add_option("--mode", options->mode,
-                  "How bytes reach the daemon: region (shared memory), slot (its staging), inline")
+                  "Push, and how bytes reach the daemon: region (shared memory; the default), slot "
+                  "(its staging), inline")
       ->check(CLI::IsMember({"region", "slot", "inline"}));
   sub->add_option("--coordinator", options->coordinator,
                   "HOST:PORT of the daemon that holds the group (default: the one at --socket)");

@@ -120,6 +120,28 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual(held[:2], [pushed["bytes"]] * 2)
         self.assertLess(max(held[2:]), pushed["bytes"])  # a sliced rank holds its part
 
+    def test_registered_engines_are_refitted_unless_told_to_push_and_staged_ones_are_pushed(self):
+        pattern = self.checkpoint("{version}")
+        engine = Engine(self, "refitted", "replica", pattern, "--versions", "3", "--slice", "0")
+        push = ["--group", "refitted", "--create", "--wait-instances", "1"]
+        refitted = self.json("push", self.checkpoint(1), *push)
+        self.assertEqual((refitted["way"], refitted["buckets"], refitted["tensors"]), ("refit", 0, TENSORS))
+        self.assertEqual(refitted["instances"], [{"instance": "replica", "committed": True, "reason": ""}])
+        self.wait_until_no_trainer_is_left("refitted")
+        pushed = self.json("push", self.checkpoint(2), *push, "--push")
+        self.assertEqual((pushed["way"], pushed["bytes"]), ("push", refitted["bytes"]))
+        self.assertGreater(pushed["buckets"], 0)
+        self.wait_until_no_trainer_is_left("refitted")
+        text = self.refitctl("push", self.checkpoint(3), *push)
+        self.assertRegex(text, r"\Arefitted v3 committed: %d tensors, [^\n]* by refit, " % TENSORS)
+        engine.finish(OK)
+        self.assertEqual(engine.verified(), [1, 2, 3])
+
+        engine = Engine(self, "loaded", "replica", self.checkpoint(1), "--versions", "1", "--delivery", "staged")
+        loaded = self.json("push", self.checkpoint(1), "--group", "loaded", "--create", "--wait-instances", "1")
+        self.assertEqual(loaded["way"], "push")
+        engine.finish(OK)
+
     def test_status_groups_and_members_show_what_is_there_as_tables_and_as_json(self):
         engine = Engine(self, "shown", "replica", self.checkpoint(1))
         text = self.refitctl("push", self.checkpoint(1), "--group", "shown", "--create")

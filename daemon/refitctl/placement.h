@@ -1,0 +1,35 @@
+// Whole tensors in as few regions of memory as a limit on a region's size allows, as the layout of
+// a rank that holds them all.
+//
+// Pure; thread-safe.
+#ifndef REFITD_DAEMON_REFITCTL_PLACEMENT_H_
+#define REFITD_DAEMON_REFITCTL_PLACEMENT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "transport/layout.h"
+
+namespace refitd {
+
+struct Placement {
+  struct Place {
+    size_t region = 0;
+    int64_t byte_offset = 0;  // a multiple of kPackAlignment
+    int64_t bytes = 0;
+  };
+  std::vector<int64_t> region_bytes;  // each at least kPackAlignment
+  std::vector<Place> places;          // one a tensor, in order
+};
+
+// Regions of at most `region_bytes`, or of one tensor where that is larger.
+Placement PlaceWhole(const std::vector<TensorSpec>& tensors, int64_t region_bytes);
+
+// `regions[i]`: the id of the placement's region i.
+Layout LayoutOf(const std::vector<TensorSpec>& tensors, const Placement& placement,
+                const std::vector<RegionId>& regions);
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_REFITCTL_PLACEMENT_H_
