@@ -186,7 +186,7 @@ absl::Status Differ(const RefitPlan& plan, const Replica& replica,
     }
   }
   return Error(absl::StatusCode::kDataLoss,
-               "tensor {}: replicas of the box at [{}] of extent [{}] differ: {}{}, {} of {} ranks "
+               "tensor {}: replicas differ in the box at [{}] of extent [{}]: {}{}, {} of {} ranks "
                "({} and others) have {:016x}",
                plan.routes.tensors[replica.tensor].name, fmt::join(replica.box.offset, ", "),
                fmt::join(replica.box.extent, ", "), fmt::join(odd, ", "),

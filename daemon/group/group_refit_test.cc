@@ -233,6 +233,18 @@ TEST_CASE("a pushed tensor that nobody pushed aborts a Refit that opened the upd
   CHECK(p.g.Instance("x").state == "clean");
 }
 
+TEST_CASE("an update with a staged rank is not refitted") {
+  Pair p;
+  const MemberId staged = p.g.Staged("y", kModel);
+  const CallId call = p.g.Refit(p.trainer, 1);
+  CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(call), Contains("engine y rank 0 (pid 3000) takes staged delivery"));
+  CHECK(p.g.prepared.empty());
+  p.g.Lose(staged);
+  p.Run(1);
+  CHECK(p.g.refitting.has_value());
+}
+
 TEST_CASE("replicas are compared on the first version of a registration and every Nth") {
   GroupLimits limits;
   limits.compare_every = 3;

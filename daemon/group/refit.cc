@@ -121,6 +121,11 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
     const Member& member = *Find(known.destinations()[d]);
     key.destinations.push_back({number(member.node), known.instance_of(d), member.layout_digest});
   }
+  if (!update->readers.empty()) {
+    // It would be told committed without having got what the program moves (P1).
+    return Precondition("{} takes staged delivery: it gets what is pushed, not what layouts bring",
+                        Label(update->readers.begin()->first));
+  }
   key.pushed.assign(pushed.begin(), pushed.end());
   if (program != nullptr && program->key == key) {
     REFITD_RETURN_IF_ERROR(program->status);

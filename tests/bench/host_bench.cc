@@ -14,6 +14,7 @@
 #include <chrono>
 #include <filesystem>
 
+#include "tests/bench/refit_session.h"
 #include "tests/bench/report.h"
 #include "tests/bench/session.h"
 #include "transport/digest.h"
@@ -55,6 +56,51 @@ void BenchRegistered(Report* report, const std::string& self, const std::string&
         {fmt::format("registered, {}, verification {}, against memcpy", model_name, names[c]), rate,
          "GB/s", baseline, rate / baseline, cases[c].second, true});
   }
+}
+
+// The same bytes as a version writes, copied plainly, against the compiled refit of them.
+void BenchRefit(Report* report, const std::string& self, const std::string& socket,
+                const std::string& model, int rounds, int threads) {
+  RefitSession bench(self, socket, "refit", {model, 2, 4});
+  const int64_t bytes = bench.engine_bytes();
+  const std::shared_ptr<HostRegion> from = MappedMemfd(bytes);
+  const std::shared_ptr<HostRegion> to = MappedMemfd(bytes);
+  FillRandom(from->data(), bytes, 7, threads);
+  const std::vector<std::pair<Verification, double>> cases = {{Verification::kOff, 0.7},
+                                                              {Verification::kTransfer, 0.6}};
+  std::vector<std::vector<double>> seconds(cases.size());
+  std::vector<double> memcpy_seconds;
+  bench.Fill(1);
+  bench.Refit(Verification::kOff);  // compiles; page tables of all processes
+  ParallelMemcpy(to->data(), from->data(), bytes, threads);
+  for (int round = 0; round < rounds; ++round) {
+    const auto start = steady_clock::now();
+    ParallelMemcpy(to->data(), from->data(), bytes, threads);
+    memcpy_seconds.push_back(SecondsSince(start));
+    for (size_t c = 0; c < cases.size(); ++c) {
+      bench.Fill(static_cast<uint64_t>(round) * 10 + c + 100);
+      seconds[c].push_back(bench.Refit(cases[c].first));
+    }
+  }
+  const double baseline = static_cast<double>(bytes) / Median(memcpy_seconds) / 1e9;
+  const char* names[] = {"off", "transfer"};
+  for (size_t c = 0; c < cases.size(); ++c) {
+    const double rate = static_cast<double>(bytes) / Median(seconds[c]) / 1e9;
+    report->Add({fmt::format("refit, {} TP2 to TP4 fused, verification {}, against memcpy", model,
+                             names[c]),
+                 rate, "GB/s", baseline, rate / baseline, cases[c].second, true});
+  }
+}
+
+void BenchReplay(Report* report, const std::string& self, const std::string& socket, int rounds) {
+  RefitSession bench(self, socket, "replay", {"nothing", 1, 1});
+  std::vector<double> seconds;
+  for (int i = 0; i < 20 + rounds * 30; ++i) {
+    const double s = bench.Refit(Verification::kReadback);
+    if (i >= 20) seconds.push_back(s);
+  }
+  report->Add({"refit with nothing to move, 1 + 1 ranks, p50", Median(seconds) * 1e6, "us", 0, 0,
+               500, false});
 }
 
 void BenchDigest(Report* report, int rounds, int threads) {
@@ -150,6 +196,8 @@ int Main(int argc, char** argv) {
   std::string socket;
   EngineArgs engine;
   std::string model = "qwen3-0.6b";
+  RefitCase refit;
+  int rank = 0;
   int rounds = 15;
   bool json = false;
   app.add_option("--role", role);
@@ -159,6 +207,9 @@ int Main(int argc, char** argv) {
   app.add_option("--group", engine.group);
   app.add_option("--instance", engine.instance);
   app.add_option("--model", model, "qwen3-0.6b, qwen3-4b");
+  app.add_option("--trainers", refit.trainers);
+  app.add_option("--engines", refit.engines);
+  app.add_option("--rank", rank);
   app.add_option("--rounds", rounds, "measured rounds a case")->check(CLI::Range(1, 1000));
   app.add_flag("--json", json, "one object a line");
   CLI11_PARSE(app, argc, argv);
@@ -166,6 +217,10 @@ int Main(int argc, char** argv) {
     engine.place.socket = socket;
     engine.model = model;
     return RunEngine(engine);
+  }
+  if (role == "refit-engine") {
+    refit.model = model;
+    return RunRefitEngine(refit, {socket, engine.place.coordinator}, engine.group, rank);
   }
 
   const std::string self = std::filesystem::read_symlink("/proc/self/exe");
@@ -179,6 +234,8 @@ int Main(int argc, char** argv) {
     Report report("host", json);
     BenchDigest(&report, rounds, threads);
     BenchRegistered(&report, self, socket, model, rounds, threads);
+    BenchRefit(&report, self, socket, model, rounds, threads);
+    BenchReplay(&report, self, socket, rounds);
     BenchSmallUpdate(&report, self, socket, rounds);
     BenchBucketCost(&report, self, socket, rounds);
     BenchMemory(&report, self, socket);

@@ -14,6 +14,7 @@
 #include "tests/bench/report.h"
 #include "transport/base/status.h"
 #include "transport/node_program.h"
+#include "transport/refit_plan.h"
 #include "transport/route.h"
 #include "transport/sharding/megatron.h"
 #include "transport/sharding/model.h"
@@ -121,7 +122,8 @@ struct Times {
 
 struct Result {
   Times times;
-  RoutePlan plan;
+  std::shared_ptr<const RefitPlan> refit;
+  const RoutePlan& plan() const { return refit->routes; }
 };
 
 Result Run(const Case& c, const Inputs& inputs) {
@@ -143,8 +145,8 @@ Result Run(const Case& c, const Inputs& inputs) {
   }
   result.times.decode = Now() - start;
   start = Now();
-  result.plan = Must(CompileRoutes(trainers, engines, {}));
-  result.plan.Digest();
+  result.refit = Must(CompileRefit(trainers, engines, {}));
+  result.plan().Digest();
   result.times.routes = Now() - start;
   for (const uint32_t node : {uint32_t{0}, c.one_node ? 0 : trainer_nodes}) {
     start = Now();
@@ -156,8 +158,13 @@ Result Run(const Case& c, const Inputs& inputs) {
     for (uint32_t r = 0; r < engines.size(); ++r) {
       if (engines[r].node == node) destinations.push_back({r, engines[r].layout});
     }
+    std::vector<std::shared_ptr<const Layout>> local;
+    for (const auto* side : {&sources, &destinations}) {
+      for (const LocalMember& member : *side) local.push_back(member.layout);
+    }
+    const RoutePlan part = PartOf(result.plan(), node, local);
     const NodeProgram program =
-        Must(CompileNode(result.plan, node, std::move(sources), std::move(destinations), {}));
+        Must(CompileNode(part, node, std::move(sources), std::move(destinations), {}));
     program.Digest();
     result.times.node = std::max(result.times.node, Now() - start);
   }
@@ -208,7 +215,7 @@ void PrintParts(const Result& result) {
              "  decoding {:.2f} s, routes {:.2f} s, one node's program {:.2f} s (processor, both "
              "nodes' programs: {:.2f} s); {} routes\n",
              result.times.decode, result.times.routes, result.times.node, result.times.cpu,
-             result.plan.routes.size());
+             result.plan().routes.size());
 }
 
 void DeepSeek(const Options& options, Report* report) {
@@ -221,7 +228,7 @@ void DeepSeek(const Options& options, Report* report) {
   Ceiling(report, name + ": layout", static_cast<double>(most) / kMiB, "MiB", 1.5);
   Ceiling(report, name + ": plan", result.times.total(), "s", 5);
   Ceiling(report, name + ": peak memory", PeakGiB(), "GiB", 2);
-  AddRatio(report, name, result.plan);
+  AddRatio(report, name, result.plan());
   PrintParts(result);
 }
 
@@ -232,7 +239,7 @@ void Qwen(const Options& options, Report* report) {
   const Result result = Median(c, inputs, options);
   const std::string name = "Qwen3-30B-A3B TP4+EP4->TP4, one node";
   Ceiling(report, name + ": plan", result.times.routes + result.times.node, "s", 0.3);
-  AddRatio(report, name, result.plan);
+  AddRatio(report, name, result.plan());
   PrintParts(result);
 }
 

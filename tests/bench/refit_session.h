@@ -1,0 +1,59 @@
+// What the benchmarks of compiled refits share: trainer ranks of this process, engine ranks as
+// processes of their own, one instance; each with its shard of a published model, as Megatron and
+// vLLM hold it.
+//
+// A failure prints one line and ends the process. Not thread-safe: one thread.
+#ifndef REFITD_TESTS_BENCH_REFIT_SESSION_H_
+#define REFITD_TESTS_BENCH_REFIT_SESSION_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "client/trainer.h"
+#include "tests/bench/session.h"
+#include "transport/layout.h"
+
+namespace refitd::bench {
+
+// "qwen3-0.6b TP2->TP4": names of tensor-parallel sizes, or "nothing": one rank each side, one
+// tensor without elements.
+struct RefitCase {
+  std::string model;
+  int trainers = 1;
+  int engines = 1;
+};
+
+// An engine rank's process: registers its parameters; after each commit it prints a digest of what
+// it holds, and poisons it. As RunEngine.
+int RunRefitEngine(const RefitCase& c, const EnginePlace& place, const std::string& group,
+                   int rank);
+
+class RefitSession {
+ public:
+  RefitSession(const std::string& self, const std::string& socket, const std::string& group,
+               const RefitCase& c);
+
+  int64_t trainer_bytes() const;                          // of all ranks' shards
+  int64_t engine_bytes() const { return engine_bytes_; }  // that a version writes
+  // Fresh random weights; ranks that hold the same elements get the same.
+  void Fill(uint64_t seed);
+  // One version: seconds from the first call to the last answer. What the engines hold is compared,
+  // outside that time.
+  double Refit(Verification verification);
+
+ private:
+  const RefitCase case_;
+  std::vector<Layout> trainer_layouts_;
+  std::vector<Layout> engine_layouts_;
+  int64_t engine_bytes_ = 0;
+  std::vector<std::unique_ptr<Child>> engines_;
+  std::vector<std::unique_ptr<client::Trainer>> trainers_;
+  std::vector<std::shared_ptr<client::Region>> regions_;
+  int64_t version_ = 0;
+};
+
+}  // namespace refitd::bench
+
+#endif  // REFITD_TESTS_BENCH_REFIT_SESSION_H_
