@@ -215,6 +215,7 @@ struct Group::Impl {
   static bool HasShards(const Member& member);
   void TakeOneCalls();
   absl::StatusOr<bool> ProgramAtHand();
+  void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
   bool Moves(std::string_view tensor) const;
   void TouchSources(int by);
   void RunProgramIfDue();

@@ -5,6 +5,7 @@
 // prepared, kept while the layouts stay the same, and runs when every trainer rank has committed.
 #include <algorithm>
 
+#include "absl/container/flat_hash_set.h"
 #include "daemon/group/group_impl.h"
 
 namespace refitd {
@@ -117,6 +118,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   }
   if (sources.empty()) return true;
   const Catalog& known = *update->catalog;
+  if (sources.size() < update->trainers.size()) AddUnheld(sources, &pushed);
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
     const Member& member = *Find(known.destinations()[d]);
     key.destinations.push_back({number(member.node), known.instance_of(d), member.layout_digest});
@@ -155,6 +157,21 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   Do(std::move(compile));
   Changed();
   return false;
+}
+
+// Ranks without shards push: what no layout has is theirs to bring, and Commit sees whether they
+// did.
+void Group::Impl::AddUnheld(const std::vector<MemberId>& sources,
+                            std::set<std::string>* pushed) const {
+  absl::flat_hash_set<std::string_view> held;
+  for (const MemberId source : sources) {
+    for (const TensorSpec& tensor : Find(source)->layout->tensors) held.insert(tensor.name);
+  }
+  for (const auto& layout : update->catalog->index()->destinations()) {
+    for (const TensorSpec& tensor : layout->tensors) {
+      if (!held.contains(tensor.name)) pushed->insert(tensor.name);
+    }
+  }
 }
 
 void Group::Impl::On(const ProgramCompiled& e) {

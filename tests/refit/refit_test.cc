@@ -1,0 +1,346 @@
+// What the life of a compiled refit asks of whole daemons: replay, memory that moved, other
+// layouts, mixing with push, replicas that differ, damaged bytes.
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "tests/refit/cluster.h"
+
+namespace refitd::refit {
+namespace {
+
+using Catch::Matchers::Contains;
+
+constexpr int64_t kRows = 64;
+constexpr int64_t kColumns = 48;
+
+TensorSpec Matrix(const std::string& name) { return {name, DType::kUint8, {kRows, kColumns}}; }
+TensorSpec Vector(const std::string& name) { return {name, DType::kUint8, {kColumns}}; }
+
+// The byte of an element in a version.
+char Value(const std::string& tensor, int64_t index, int64_t version) {
+  HashChain chain(static_cast<uint64_t>(version));
+  for (const char c : tensor) chain.Add(static_cast<uint64_t>(c));
+  chain.Add(static_cast<uint64_t>(index));
+  return static_cast<char>(chain.hash() >> 56);
+}
+
+// Boxes one after the other, dense, from `gap` bytes on.
+class Builder {
+ public:
+  explicit Builder(int64_t gap = 0) : end_(gap) {}
+  Builder& Add(const TensorSpec& tensor, Box box) {
+    const auto index = static_cast<uint32_t>(layout_.tensors.size());
+    layout_.tensors.push_back(tensor);
+    const int64_t elements = ElementCount(box);
+    Dims strides = RowMajorStrides(box.extent);
+    layout_.pieces.push_back({index, std::move(box), RegionId(1), end_, std::move(strides)});
+    end_ += elements + 3;
+    return *this;
+  }
+  Builder& Rows(const std::string& name, int64_t begin, int64_t count) {
+    return Add(Matrix(name), {{begin, 0}, {count, kColumns}});
+  }
+  Builder& Whole(const std::string& name) { return Add(Vector(name), {{0}, {kColumns}}); }
+  Builder& Pushed() {
+    layout_.pushed_tensors.push_back(static_cast<uint32_t>(layout_.tensors.size()) - 1);
+    return *this;
+  }
+  Layout Done() { return layout_; }
+
+ private:
+  Layout layout_;
+  int64_t end_;
+};
+
+// Columns of both matrices side by side in one buffer, then the vectors.
+Layout EngineLayout(int rank, int of, const std::vector<std::string>& matrices,
+                    const std::vector<std::string>& vectors) {
+  Layout layout;
+  const int64_t mine = kColumns / of;
+  const auto row = static_cast<int64_t>(matrices.size()) * mine;
+  for (size_t m = 0; m < matrices.size(); ++m) {
+    const auto index = static_cast<uint32_t>(layout.tensors.size());
+    layout.tensors.push_back(Matrix(matrices[m]));
+    layout.pieces.push_back({index,
+                             Box{{0, rank * mine}, {kRows, mine}},
+                             RegionId(1),
+                             static_cast<int64_t>(m) * mine,
+                             {row, 1}});
+  }
+  int64_t end = row * kRows;
+  for (const std::string& name : vectors) {
+    const auto index = static_cast<uint32_t>(layout.tensors.size());
+    layout.tensors.push_back(Vector(name));
+    layout.pieces.push_back({index, Box{{0}, {kColumns}}, RegionId(1), end, {1}});
+    end += kColumns;
+  }
+  return layout;
+}
+
+template <typename Visit>
+void ForEachElement(const Layout& layout, const Visit& visit) {
+  for (const Piece& piece : layout.pieces) {
+    const TensorSpec& tensor = layout.tensors[piece.tensor];
+    const bool matrix = tensor.shape.size() == 2;
+    const int64_t columns = matrix ? piece.box.extent[1] : 1;
+    for (int64_t i = 0; i < piece.box.extent[0]; ++i) {
+      for (int64_t j = 0; j < columns; ++j) {
+        const int64_t at =
+            piece.byte_offset + i * piece.strides[0] + (matrix ? j * piece.strides[1] : 0);
+        const int64_t index = matrix
+                                  ? (piece.box.offset[0] + i) * kColumns + piece.box.offset[1] + j
+                                  : piece.box.offset[0] + i;
+        visit(tensor.name, index, at);
+      }
+    }
+  }
+}
+
+void Fill(Rank* rank, int64_t version) {
+  ForEachElement(*rank->layout, [&](const std::string& name, int64_t index, int64_t at) {
+    rank->memory[static_cast<size_t>(at)] = Value(name, index, version);
+  });
+}
+
+bool Holds(const Rank& rank, int64_t version) {
+  bool right = rank.committed == Version(version);
+  ForEachElement(*rank.layout, [&](const std::string& name, int64_t index, int64_t at) {
+    right &= rank.memory[static_cast<size_t>(at)] == Value(name, index, version);
+  });
+  return right;
+}
+
+GroupSpec SpecOf(int trainers) {
+  GroupSpec spec;
+  spec.trainer_ranks = trainers;
+  spec.slot_bytes = 4096;
+  spec.slots = 4;
+  return spec;
+}
+
+// Two trainer ranks with half the rows of "a" and "b" each and all of the vector "n"; two engine
+// ranks with half the columns, fused. Over two daemons each has one rank of either.
+struct World {
+  explicit World(int daemons, GroupLimits limits = {}, TransferFaults* faults = nullptr)
+      : cluster(daemons, SpecOf(2), limits, faults) {
+    for (int r = 0; r < 2; ++r) {
+      const int d = r % daemons;
+      trainers.push_back(cluster.AddTrainer(d, r, 2, Half(r)));
+      engines.push_back(cluster.AddEngine(d, "x", r, 2, EngineLayout(r, 2, {"a", "b"}, {"n"})));
+    }
+  }
+  static Layout Half(int rank, int64_t gap = 0) {
+    return Builder(gap)
+        .Rows("a", rank * kRows / 2, kRows / 2)
+        .Rows("b", rank * kRows / 2, kRows / 2)
+        .Whole("n")
+        .Done();
+  }
+  void FillAll(int64_t version) {
+    for (const int t : trainers) Fill(&cluster.rank(t), version);
+  }
+  // The status of the first trainer's call.
+  absl::Status Refit(int64_t version, Verification verification = Verification::kReadback) {
+    std::vector<std::shared_ptr<Answer>> answers;
+    for (const int t : trainers) {
+      answers.push_back(cluster.Refit(t, Version(version), verification));
+    }
+    if (!cluster.Run()) return absl::DeadlineExceededError("the test's own");
+    for (const auto& answer : answers) {
+      if (!answer->came) return absl::InternalError("not answered");
+    }
+    return answers[0]->status;
+  }
+  absl::Status FillAndRefit(int64_t version, Verification verification = Verification::kReadback) {
+    FillAll(version);
+    return Refit(version, verification);
+  }
+  bool AllHold(int64_t version) {
+    return Holds(cluster.rank(engines[0]), version) && Holds(cluster.rank(engines[1]), version);
+  }
+
+  Cluster cluster;
+  std::vector<int> trainers;
+  std::vector<int> engines;
+};
+
+TEST_CASE("a program is compiled once and replayed, and runs on memory that moved") {
+  const int daemons = GENERATE(1, 2);
+  CAPTURE(daemons);
+  World world(daemons);
+  for (int64_t version = 1; version <= 3; ++version) {
+    const absl::Status status = world.FillAndRefit(version);
+    INFO(status.ToString());
+    REQUIRE(status.ok());
+    REQUIRE(world.AllHold(version));
+  }
+  REQUIRE(world.cluster.compiled() == 1);
+  REQUIRE(world.cluster.built() == daemons);
+  // Offloaded and loaded elsewhere: other memory, other offsets, the same structure.
+  REQUIRE(world.cluster.Register(world.trainers[0], World::Half(0, 1000)).ok());
+  REQUIRE(world.cluster.Register(world.engines[1], EngineLayout(1, 2, {"a", "b"}, {"n"})).ok());
+  REQUIRE(world.FillAndRefit(4).ok());
+  CHECK(world.AllHold(4));
+  CHECK(world.cluster.compiled() == 1);
+  CHECK(world.cluster.built() == daemons);
+  // The same pieces in another order: planned for its node once more.
+  Layout turned = World::Half(1);
+  std::swap(turned.pieces[0], turned.pieces[2]);
+  REQUIRE(world.cluster.Register(world.trainers[1], turned).ok());
+  REQUIRE(world.FillAndRefit(5).ok());
+  CHECK(world.AllHold(5));
+  CHECK(world.cluster.compiled() == 1);
+  CHECK(world.cluster.built() == daemons + 1);
+}
+
+TEST_CASE("another split of the trainers is another program") {
+  const int daemons = GENERATE(1, 2);
+  CAPTURE(daemons);
+  World world(daemons);
+  REQUIRE(world.FillAndRefit(1).ok());
+  // From halves of every matrix to whole ones: a pipeline split.
+  REQUIRE(world.cluster.Register(world.trainers[0], Builder().Rows("a", 0, kRows).Whole("n").Done())
+              .ok());
+  REQUIRE(world.cluster.Register(world.trainers[1], Builder().Rows("b", 0, kRows).Done()).ok());
+  REQUIRE(world.FillAndRefit(2).ok());
+  CHECK(world.AllHold(2));
+  CHECK(world.cluster.compiled() == 2);
+  // What is missing is named, and the engines stay as they are.
+  REQUIRE(world.cluster.Register(world.trainers[1], Builder().Rows("b", 0, kRows - 1).Done()).ok());
+  const absl::Status status = world.FillAndRefit(3);
+  CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(status.message()), Contains("tensor b"));
+  CHECK(world.cluster.rank(world.engines[0]).aborted == 0);
+  CHECK(world.AllHold(2));
+}
+
+TEST_CASE("refit and push in one version") {
+  const int daemons = GENERATE(1, 2);
+  CAPTURE(daemons);
+  Cluster cluster(daemons, SpecOf(2));
+  const int first = cluster.AddTrainer(
+      0, 0, 2, Builder().Rows("a", 0, kRows).Rows("b", 0, kRows).Whole("p").Pushed().Done());
+  const int second = cluster.AddTrainer(daemons - 1, 1, 2, Layout());  // pushes only
+  std::vector<int> engines;
+  for (int r = 0; r < 2; ++r) {
+    engines.push_back(
+        cluster.AddEngine(r % daemons, "x", r, 2, EngineLayout(r, 2, {"a", "b"}, {"p", "q"})));
+  }
+  const auto bytes_of = [](const std::string& name, int64_t version) {
+    std::vector<char> bytes;
+    for (int64_t i = 0; i < kColumns; ++i) bytes.push_back(Value(name, i, version));
+    return bytes;
+  };
+  for (int64_t version = 1; version <= 2; ++version) {
+    Fill(&cluster.rank(first), version);
+    const auto begun = cluster.Begin(first, Version(version), Verification::kReadback);
+    const auto also = cluster.Begin(second, Version(version), Verification::kReadback);
+    REQUIRE(cluster.Run());
+    INFO(begun->status.ToString());
+    REQUIRE((begun->came && begun->status.ok()));
+    REQUIRE(also->came);
+    const auto p = cluster.Push(first, Version(version), 0, Vector("p"), bytes_of("p", version));
+    const auto q = cluster.Push(second, Version(version), 0, Vector("q"), bytes_of("q", version));
+    REQUIRE(cluster.Run());
+    INFO(p->status.ToString() << q->status.ToString());
+    REQUIRE((p->came && p->status.ok() && q->came && q->status.ok()));
+    const auto refit = cluster.Refit(first, Version(version), Verification::kReadback, 1);
+    const auto commit = cluster.Commit(second, Version(version), 1);
+    REQUIRE(cluster.Run());
+    INFO(refit->status.ToString() << commit->status.ToString());
+    REQUIRE((refit->came && refit->status.ok() && commit->came && commit->status.ok()));
+    for (const int e : engines) CHECK(Holds(cluster.rank(e), version));
+  }
+}
+
+TEST_CASE("replicas that differ are named and nothing is written") {
+  const int daemons = GENERATE(1, 2);
+  CAPTURE(daemons);
+  GroupLimits limits;
+  limits.compare_every = 2;
+  World world(daemons, limits);
+  REQUIRE(world.FillAndRefit(1).ok());
+  CHECK(world.cluster.compared() == daemons);
+  // One element of rank 1's copy of the vector.
+  const auto damage = [&] {
+    Rank& r = world.cluster.rank(world.trainers[1]);
+    r.memory[static_cast<size_t>(r.layout->pieces[2].byte_offset + 5)] ^= 1;
+  };
+  world.FillAll(2);
+  damage();
+  CHECK(world.Refit(2).ok());  // not compared: whoever is chosen as the source is believed
+  world.FillAll(3);
+  damage();
+  const absl::Status status = world.Refit(3);
+  CHECK(status.code() == absl::StatusCode::kAborted);
+  CHECK_THAT(std::string(status.message()),
+             Contains("tensor n") && Contains("trainer rank 1") && Contains("trainer rank 0"));
+  CHECK_FALSE(world.cluster.rank(world.engines[0]).dirty);
+  CHECK(world.cluster.rank(world.engines[0]).committed == Version(2));
+  CHECK(world.FillAndRefit(4).ok());
+  CHECK(world.AllHold(4));
+}
+
+// Damages the n-th store from now on.
+class OneFault : public TransferFaults {
+ public:
+  void Arm(int stores) { left_ = stores; }
+  bool fired() const { return left_ == 0; }
+  void AfterStore(char* data, int64_t) override {
+    if (left_ > 0 && --left_ == 0) *data ^= 0x10;
+  }
+
+ private:
+  std::atomic<int> left_{-1};
+};
+
+// (Verification `transfer` compares what a copy read and stored, not what memory holds afterwards.)
+TEST_CASE(
+    "a byte damaged after any copy is read back, and the instance is dirty until the next "
+    "version") {
+  const int daemons = GENERATE(1, 2);
+  const Verification verification = Verification::kReadback;
+  CAPTURE(daemons);
+  OneFault fault;
+  World world(daemons, {}, &fault);
+  REQUIRE(world.FillAndRefit(1, verification).ok());
+  int fired = 0;
+  int64_t version = 2;
+  for (int store = 1; store < 200; ++store) {
+    fault.Arm(store);
+    const absl::Status status = world.FillAndRefit(version, verification);
+    if (!fault.fired()) {
+      CHECK(status.ok());
+      break;
+    }
+    ++fired;
+    CAPTURE(store, status.ToString());
+    REQUIRE(status.code() == absl::StatusCode::kAborted);
+    CHECK_THAT(std::string(status.message()), Contains("verification"));
+    CHECK(world.cluster.rank(world.engines[0]).dirty);
+    ++version;
+    fault.Arm(-1);
+    REQUIRE(world.FillAndRefit(version, verification).ok());
+    CHECK(world.AllHold(version));
+    ++version;
+  }
+  CHECK(fired >= 4);
+}
+
+TEST_CASE("an engine's instance that leaves makes room for another program") {
+  World world(2);
+  const int other = world.cluster.AddEngine(1, "y", 0, 1, EngineLayout(0, 1, {"a", "b"}, {"n"}));
+  REQUIRE(world.FillAndRefit(1).ok());
+  CHECK(Holds(world.cluster.rank(other), 1));
+  world.cluster.Lose(other);
+  REQUIRE(world.cluster.Run());
+  REQUIRE(world.FillAndRefit(2).ok());
+  CHECK(world.AllHold(2));
+  CHECK(world.cluster.compiled() == 2);
+}
+
+}  // namespace
+}  // namespace refitd::refit
