@@ -392,8 +392,10 @@ void Follower::Impl::Take(const PeerIncarnation& c) {
     members.erase(id);
     worker.MemberLost(id);
     Report(PeerGone{id, "the group was replaced"});
-    Do(GroupAction(RefuseMember{
-        id, absl::AbortedError("the group was replaced by a new incarnation: attach again")}));
+    const absl::Status why =
+        absl::AbortedError("the group was replaced by a new incarnation: attach again");
+    AnswerLayoutsOf(id, why);
+    Do(GroupAction(RefuseMember{id, why}));
   }
   Do(GroupAction(StateChanged{}));
 }

@@ -131,6 +131,19 @@ TEST_CASE("a layout that is on its way is answered when the coordinator or the m
   CHECK(f.follower().finished());
 }
 
+TEST_CASE("a trainer's layout that is on its way was forgotten when the group was replaced") {
+  Fixture f;
+  constexpr MemberId kTrainer{8};
+  f.Do(GroupEvent(TrainerAttached{kTrainer, TrainerIdentity{}}));
+  f.Command(PeerWelcome{kTrainer, std::nullopt});
+  f.Do(GroupEvent(LayoutRegistered{kTrainer, LayoutOf({Bytes("t", 100)}), kCall}));
+  REQUIRE(f.Sent<PeerLayout>().size() == 1);
+  f.Command(PeerIncarnation{9});
+  REQUIRE(f.Replies().size() == 1);
+  CHECK(f.Replies()[0].call == kCall);
+  CHECK(f.Replies()[0].status.code() == absl::StatusCode::kAborted);
+}
+
 TEST_CASE("a rank that takes part in an update registers nothing") {
   Fixture f;
   PeerPrepare prepare;
