@@ -16,7 +16,7 @@ struct Planted {
   uint64_t within;            // seeds
 };
 
-inline constexpr std::array<Planted, 9> kPlanted = {{
+inline constexpr std::array<Planted, 12> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -26,6 +26,9 @@ inline constexpr std::array<Planted, 9> kPlanted = {{
     {Bug::kTrustingSink, "trusting-sink", "P1", 500},
     {Bug::kSharedWire, "shared-wire", "P7", 500},
     {Bug::kEarlyRegistered, "early-registered", "REG", 500},
+    {Bug::kTrustedReplicas, "trusted-replicas", "P1", 1000},
+    {Bug::kOldBinding, "old-binding", "P1", 500},
+    {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
 }};
 
 }  // namespace refitd::sim

@@ -56,6 +56,7 @@ void World::MakeScenario() {
   if (kind == 4 || kind == 5) {
     chances_.transfer_fails = 12;
     chances_.bytes_damaged = 25;
+    chances_.replica_differs = 60;
     chances_.wire_fails = 15;
     chances_.epoch_fails = 60;
   }
@@ -90,6 +91,20 @@ void World::MakeScenario() {
     for (int t = 0; t < tensors; ++t) {
       group.model.push_back({fmt::format("t{}", t), DType::kInt64, {random_.Int(3, 90)}});
     }
+    group.way = random_.Percent(50)                   ? GroupWorld::Way::kPush
+                : tensors == 1 || random_.Percent(50) ? GroupWorld::Way::kRefit
+                                                      : GroupWorld::Way::kMixed;
+    const bool mixed = group.way == GroupWorld::Way::kMixed;
+    group.pushed.assign(group.model.size(), group.way == GroupWorld::Way::kPush);
+    for (int t = 0; mixed && t + 1 < tensors; ++t) {
+      group.pushed[static_cast<size_t>(t)] = t == 0 || random_.Percent(40);
+    }
+    for (int rank = 0; rank < group.spec.trainer_ranks; ++rank) {
+      group.registers.push_back(group.way != GroupWorld::Way::kPush &&
+                                (!mixed || rank == 0 || random_.Percent(60)));
+    }
+    constexpr int kCompareEvery[] = {1, 1, 3, 100};
+    group.limits.compare_every = kCompareEvery[random_.Index(4)];
     group.top = Version(random_.Int(1, 5));
     Round base;  // what engines load from a checkpoint
     base.g = g;
@@ -111,7 +126,9 @@ void World::MakeScenario() {
       seat.g = g;
       seat.instance = fmt::format("i{}", i);
       seat.world_size = random_.Percent(60) ? 1 : random_.Int(2, 3);
-      seat.delivery = random_.Percent(60) ? DeliveryMode::kRegistered : DeliveryMode::kStaged;
+      // What a program moves needs a place.
+      const bool registered = group.way != GroupWorld::Way::kPush || random_.Percent(60);
+      seat.delivery = registered ? DeliveryMode::kRegistered : DeliveryMode::kStaged;
       seat.manifest = seat.delivery == DeliveryMode::kStaged && random_.Percent(50);
       const int first = random_.Int(0, daemons - 1);
       for (int rank = 0; rank < seat.world_size; ++rank) {
@@ -453,7 +470,8 @@ void World::CheckQuiet() {
                                        daemon.index, member));
     }
   }
-  if (!copies_.empty() || !readings_.empty()) return Violate("P6", "at the end a copy runs");
+  if (!copies_.empty() || !movings_.empty() || !readings_.empty())
+    return Violate("P6", "at the end a copy runs");
   for (const auto& [comm, ops] : comms_) {
     for (const auto& [seq, op] : ops) {
       if (!op.running.empty()) {

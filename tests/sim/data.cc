@@ -107,13 +107,13 @@ Tag World::SourceTag(const Copy& copy, size_t range, int64_t i) const {
 }
 
 // P2: nobody writes to an engine that serves.
-void World::WriteEngine(const Copy& copy, int pid, uint32_t tensor, int64_t element, Tag tag) {
+void World::WriteEngine(int g, UpdateId update, int pid, uint32_t tensor, int64_t element,
+                        Tag tag) {
   Process& p = ProcessOf(pid);
   if (!p.alive) return;
   if (!p.in_doubt && p.holds.has_value()) {
-    return Violate("P2", fmt::format("g{}: part {} of update {} is written to pid {}, which serves "
-                                     "version {}",
-                                     copy.g, copy.start.part, copy.start.update, pid, *p.holds));
+    return Violate("P2", fmt::format("g{}: update {} writes to pid {}, which serves version {}", g,
+                                     update, pid, *p.holds));
   }
   p.cells[tensor][static_cast<size_t>(element - p.first[tensor])] = tag;
 }
@@ -150,7 +150,7 @@ void World::RunCopy(const std::shared_ptr<Copy>& copy, bool end) {
       high = std::min(high, stop);
       for (int64_t e = low; e < high && !over_; ++e) {
         const Tag tag = SourceTag(*copy, i, e - range.start);
-        WriteEngine(*copy, copy->pids[k], t, e, tag);
+        WriteEngine(copy->g, copy->start.update, copy->pids[k], t, e, tag);
         if (sums) {
           m->sums[copy->start.update][copy->start.destinations[k]].emplace_back(
               uint64_t{t} << 32 | static_cast<uint64_t>(e), tag);
@@ -239,6 +239,16 @@ bool World::Touches(int d, MemberId member) const {
     for (size_t k = 0; k < copy->pids.size(); ++k) {
       if (copy->pids[k] == 0 || copy->start.destinations[k] != member) continue;
       if (ResultOf(*copy).bytes_written[k] > 0) return true;
+    }
+  }
+  for (const auto& [id, moving] : movings_) {
+    if (moving->d != d) continue;
+    const BoundProgram& bound = *moving->start.bound;
+    for (const auto& run : moving->runs) {
+      if (run.to == nullptr && bound.destinations[run.destination] == member) return true;
+    }
+    for (size_t i = 0; i < bound.sources.size(); ++i) {
+      if (bound.sources[i] == member && moving->start.step != MoveStep::kUnpack) return true;
     }
   }
   return std::any_of(readings_.begin(), readings_.end(),
@@ -447,17 +457,41 @@ void World::On(int d, int g, const CloseEpoch& a) {
 
 // ---- collectives ----
 
+// What holds for every operation of an epoch; null: it does not.
+EpochEnd* World::CheckWire(int d, int g, EpochId epoch, WireSeq seq, Duration timeout,
+                           const std::string& where) {
+  EpochEnd* end = FindEnd(d, g, epoch);
+  if (end == nullptr || end->closed) {
+    Violate("P5", where + " starts, but the epoch is not open");
+    return nullptr;
+  }
+  if (timeout <= Duration(0)) Violate("P4", where + " has no time limit");
+  if (end->last.has_value() && seq <= *end->last) {
+    Violate("P7", fmt::format("{} starts after operation {}", where, *end->last));
+  }
+  end->last = seq;
+  for (const auto& [id, other] : ends_) {
+    if (other.d != d || other.g == g) continue;
+    for (const auto& [running, op] : comms_[CommOf(other)]) {
+      if (op.running.contains(static_cast<uint32_t>(other.rank))) {
+        Violate("P7",
+                fmt::format("{} starts while operation {} of g{} runs", where, running, other.g));
+      }
+    }
+  }
+  if (options_.bug != Bug::kSharedWire && DaemonAt(d).lock.holder() != GroupOf(g).name) {
+    Violate("P7", where + " starts without the wire");
+  }
+  return over_ ? nullptr : end;
+}
+
 void World::On(int d, int g, const StartWire& a) {
   Machine* m = Find(d, g);
-  EpochEnd* end = FindEnd(d, g, a.epoch);
   const std::string where = fmt::format("d{} g{}: operation {} of epoch {}", d, g, a.seq, a.epoch);
-  if (end == nullptr || end->closed || static_cast<uint32_t>(end->rank) != a.rank ||
-      end->size != a.size) {
+  EpochEnd* end = CheckWire(d, g, a.epoch, a.seq, a.timeout, where);
+  if (end == nullptr) return;
+  if (static_cast<uint32_t>(end->rank) != a.rank || end->size != a.size) {
     return Violate("P5", where + " starts, but the epoch is not open so");
-  }
-  if (a.timeout <= Duration(0)) return Violate("P4", where + " has no time limit");
-  if (end->last.has_value() && a.seq <= *end->last) {
-    return Violate("P7", fmt::format("{} starts after operation {}", where, *end->last));
   }
   const auto header = headers_.find({g, m->coordinator_nonce, a.epoch, a.seq});
   if (header == headers_.end()) return Violate("P5", where + " starts, but has no header");
@@ -471,19 +505,6 @@ void World::On(int d, int g, const StartWire& a) {
   if (record.sent.size() + 1 < record.ranks) {
     return Violate("P5", where + " starts before all nodes got its header");
   }
-  end->last = a.seq;
-  for (const auto& [id, other] : ends_) {
-    if (other.d != d || other.g == g) continue;
-    for (const auto& [seq, op] : comms_[CommOf(other)]) {
-      if (op.running.contains(static_cast<uint32_t>(other.rank))) {
-        return Violate(
-            "P7", fmt::format("{} starts while operation {} of g{} runs", where, seq, other.g));
-      }
-    }
-  }
-  if (options_.bug != Bug::kSharedWire && DaemonAt(d).lock.holder() != GroupOf(g).name) {
-    return Violate("P7", where + " starts without the wire");
-  }
   const std::string comm = CommOf(*end);
   WireOp& op = comms_[comm][a.seq];
   if (op.started.empty()) {
@@ -491,7 +512,8 @@ void World::On(int d, int g, const StartWire& a) {
     op.slot = a.slot;
     op.ranks = a.ranks;
     op.root = a.ranks.empty() ? 0 : a.ranks[0];
-  } else if (op.bytes != a.bytes || op.slot != a.slot || op.ranks != a.ranks) {
+  } else if (!op.shares.empty() || op.bytes != a.bytes || op.slot != a.slot ||
+             op.ranks != a.ranks) {
     return Violate("P5", where + " differs from what another node started");
   }
   if (std::find(a.ranks.begin(), a.ranks.end(), a.rank) == a.ranks.end()) {
@@ -500,21 +522,26 @@ void World::On(int d, int g, const StartWire& a) {
   const uint64_t use = UseSlot(m->pool.get(), a.slot, where + " runs");
   if (over_) return;
   op.started.insert(a.rank);
-  op.running[a.rank] = use;
+  op.running[a.rank] = {{a.slot.slot, use}};
   op.pools[a.rank] = m->pool;
   if (a.rank == op.root) op.source = m->pool;
+  RunWire(end, a.seq, a.timeout);
+}
+
+void World::RunWire(EpochEnd* end, WireSeq seq, Duration timeout) {
   const uint64_t id = end->id;
-  InDaemon(d, a.timeout, [this, id, seq = a.seq] {
+  const int d = end->d;
+  const std::string comm = CommOf(*end);
+  InDaemon(d, timeout, [this, id, seq] {
     EndWire(id, seq, absl::DeadlineExceededError("the collective took too long"));
   });
   if (broken_comms_.contains(comm) || random_.PerMille(chances_.wire_fails)) {
     if (!broken_comms_.contains(comm)) Count(Fault::kWireFailed);
-    InDaemon(d, random_.Millis(1, 300), [this, id, seq = a.seq] {
-      EndWire(id, seq, absl::UnavailableError("reset by peer"));
-    });
+    InDaemon(d, random_.Millis(1, 300),
+             [this, id, seq] { EndWire(id, seq, absl::UnavailableError("reset by peer")); });
     return;
   }
-  TryWire(comm, a.seq);
+  TryWire(comm, seq);
 }
 
 // All its ranks are there: it completes, at each rank after what that rank started before.
@@ -522,6 +549,7 @@ void World::TryWire(const std::string& comm, WireSeq seq) {
   const auto found = comms_[comm].find(seq);
   if (found == comms_[comm].end() || broken_comms_.contains(comm)) return;
   WireOp& op = found->second;
+  if (!op.shares.empty()) return TryExchange(comm, seq);
   if (op.completing || op.started.size() != op.ranks.size()) return;
   std::map<uint32_t, uint64_t> ids;
   for (const uint64_t id : EndsOf(comm)) ids[static_cast<uint32_t>(ends_.at(id).rank)] = id;
@@ -570,7 +598,9 @@ void World::EndWire(uint64_t id, WireSeq seq, const absl::Status& status) {
   const size_t slot = op.slot.slot.value();
   const auto cells = static_cast<size_t>(op.bytes / kElementBytes);
   const std::shared_ptr<Pool> pool = op.pools.at(rank);
-  if (status.ok() && rank == op.root) {
+  if (!op.shares.empty()) {
+    if (status.ok()) ReceiveShare(end, &op);
+  } else if (status.ok() && rank == op.root) {
     op.sent.emplace(pool->slots[slot].begin(),
                     pool->slots[slot].begin() + static_cast<int64_t>(cells));
   } else if (status.ok()) {
@@ -582,9 +612,10 @@ void World::EndWire(uint64_t id, WireSeq seq, const absl::Status& status) {
       pool->slots[slot][0] |= kDamageBit;
     }
   }
-  EndUse(pool.get(), op.slot.slot, op.running.at(rank));
+  for (const auto& [used, use] : op.running.at(rank)) EndUse(pool.get(), used, use);
   op.running.erase(rank);
-  if (op.running.empty() && op.started.size() == op.ranks.size()) comms_[comm].erase(it);
+  if (op.shares.empty() && op.running.empty() && op.started.size() == op.ranks.size())
+    comms_[comm].erase(it);
   if (!status.ok()) {
     broken_comms_.insert(comm);
     if (random_.Percent(70)) BreakComm(comm, milliseconds(1), milliseconds(800));

@@ -66,6 +66,11 @@ class Describer {
     REFITD_SIM_FIELD(holder);
     REFITD_SIM_FIELD(text);
     REFITD_SIM_FIELD(request_id);
+    REFITD_SIM_FIELD(program);
+    REFITD_SIM_FIELD(build);
+    REFITD_SIM_FIELD(step);
+    REFITD_SIM_FIELD(round);
+    REFITD_SIM_FIELD(rounds);
 #undef REFITD_SIM_FIELD
     if constexpr (requires { x.event; }) Add(x.event);
     if constexpr (requires { x.report; }) Add(x.report);
@@ -84,7 +89,7 @@ class Describer {
     } else if constexpr (std::is_same_v<T, SlotGrant>) {
       Field(name, value.slot);
       Field("grant", value.grant);
-    } else if constexpr (requires { value.value(); }) {
+    } else if constexpr (requires { static_cast<uint64_t>(value.value()); }) {
       Number(static_cast<uint64_t>(value.value()));
       Text(name, value.value());
     } else if constexpr (std::is_same_v<T, absl::Status>) {

@@ -208,6 +208,10 @@ void World::LoseLease(int pid, const std::string& why, Duration retry) {
   if (p.in_doubt && options_.bug != Bug::kForgottenDoubt) p.holds.reset();
   p.in_doubt = false;
   while (!p.packs.empty()) EndPack(pid, p.packs.back().grant);
+  for (const auto& shard : p.shards) Clobber(shard.get());
+  p.shard.reset();
+  p.refit_version.reset();
+  p.refits_out = 0;
   if (SeatOf(p).trainer) Conclude(pid, false);
   InProcess(pid, retry, [this, pid] { TryAttach(pid); });
 }
@@ -442,46 +446,71 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
   if (p.mute || p.member == MemberId()) return;
   const int d = SeatOf(p).d;
   const int g = SeatOf(p).g;
+  const bool refit = std::holds_alternative<RefitEvent>(event);
+  const std::shared_ptr<const Layout> believed =
+      refit && p.shard != nullptr ? p.shard->layout : nullptr;
   // Answers to a lease that is gone are nobody's.
-  auto heard = [this, pid, lease = p.lease, reply = std::move(reply)](const absl::Status& status,
-                                                                      const ReplyPayload& payload) {
-    if (ProcessOf(pid).lease == lease && !ProcessOf(pid).mute) reply(status, payload);
+  auto heard = [this, pid, refit, lease = p.lease, reply = std::move(reply)](
+                   const absl::Status& status, const ReplyPayload& payload) {
+    Process& q = ProcessOf(pid);
+    if (q.lease != lease || q.mute) return;
+    // Called off: what it began goes on, and the shard is read until an answer comes.
+    const bool open = status.code() == absl::StatusCode::kCancelled;
+    if (refit && --q.refits_out == 0 && !open) {
+      q.refit_version.reset();
+      Clobber(q.shard.get());
+    }
+    reply(status, payload);
   };
   if (!DaemonAt(d).up || DaemonAt(d).life != p.daemon_life) return;
-  InDaemon(d, delay + NetDelay(),
-           [this, pid, d, g, member = p.member, event = std::move(event),
-            source = std::move(source), heard = std::move(heard)]() mutable {
-             Daemon& daemon = DaemonAt(d);
-             const auto it = daemon.members.find(member);
-             if (it == daemon.members.end() || it->second.lost || Find(d, g) == nullptr) {
-               InProcess(pid, NetDelay(), [heard] {
-                 heard(absl::UnauthenticatedError("no such lease"), EmptyReply{});
-               });
-               return;
-             }
-             const CallId call(daemon.next_call++);
-             std::visit(
-                 [&](auto& e) {
-                   if constexpr (requires { e.call; }) e.call = call;
-                   if constexpr (requires { e.member; }) e.member = member;
-                 },
-                 event);
-             daemon.calls[call] = {pid, g, now_, heard};
-             // As Node does it: what it can tell by itself is no event.
-             if (std::holds_alternative<LayoutRegistered>(event)) {
-               absl::Status status = Find(d, g)->machine->CanRegisterLayout(member);
-               if (!status.ok()) return On(d, g, Reply{call, std::move(status), EmptyReply{}});
-               if (options_.bug == Bug::kEarlyRegistered) heard(absl::OkStatus(), EmptyReply{});
-             }
-             if (source != nullptr) daemon.sources[call] = source;
-             if (random_.PerMille(chances_.call_gone)) {
-               Count(Fault::kCallGone);
-               InDaemon(d, random_.Millis(0, 400), [this, d, g, call] {
-                 if (DaemonAt(d).calls.contains(call)) Feed(d, g, GroupEvent(CallGone{call}));
-               });
-             }
-             Feed(d, g, std::move(event));
-           });
+  if (refit) ++p.refits_out;
+  InDaemon(
+      d, delay + NetDelay(),
+      [this, pid, d, g, refit, believed, member = p.member, event = std::move(event),
+       source = std::move(source), heard = std::move(heard)]() mutable {
+        Daemon& daemon = DaemonAt(d);
+        const auto it = daemon.members.find(member);
+        if (it == daemon.members.end() || it->second.lost || Find(d, g) == nullptr) {
+          InProcess(pid, NetDelay(),
+                    [heard] { heard(absl::UnauthenticatedError("no such lease"), EmptyReply{}); });
+          return;
+        }
+        const CallId call(daemon.next_call++);
+        std::visit(
+            [&](auto& e) {
+              if constexpr (requires { e.call; }) e.call = call;
+              if constexpr (requires { e.member; }) e.member = member;
+            },
+            event);
+        daemon.calls[call] = {pid, g, now_, heard, member, nullptr, refit};
+        if (refit && it->second.layout != believed) {
+          return On(d, g,
+                    Reply{call, absl::FailedPreconditionError("another binding"), EmptyReply{}});
+        }
+        if (const auto* layout = std::get_if<LayoutRegistered>(&event)) {
+          const uint64_t generation = layout->layout->binding_generation;
+          if (generation > 0 && generation <= it->second.newest) {
+            return On(d, g,
+                      Reply{call, absl::FailedPreconditionError("an older binding"), EmptyReply{}});
+          }
+          it->second.newest = generation;
+          daemon.calls[call].layout = layout->layout;
+        }
+        // As Node does it: what it can tell by itself is no event.
+        if (std::holds_alternative<LayoutRegistered>(event)) {
+          absl::Status status = Find(d, g)->machine->CanRegisterLayout(member);
+          if (!status.ok()) return On(d, g, Reply{call, std::move(status), EmptyReply{}});
+          if (options_.bug == Bug::kEarlyRegistered) heard(absl::OkStatus(), EmptyReply{});
+        }
+        if (source != nullptr) daemon.sources[call] = source;
+        if (random_.PerMille(chances_.call_gone)) {
+          Count(Fault::kCallGone);
+          InDaemon(d, random_.Millis(0, 400), [this, d, g, call] {
+            if (DaemonAt(d).calls.contains(call)) Feed(d, g, GroupEvent(CallGone{call}));
+          });
+        }
+        Feed(d, g, std::move(event));
+      });
 }
 
 void World::CallTwice(int pid, GroupEvent event, std::shared_ptr<Source> source,
@@ -539,6 +568,7 @@ void World::MakePlan(int g) {
   Job& job = group.job;
   job.plan.assign(static_cast<size_t>(group.spec.trainer_ranks), {});
   for (uint32_t t = 0; t < group.model.size(); ++t) {
+    if (!group.pushed[t]) continue;
     const int64_t elements = group.model[t].shape[0];
     for (int64_t start = 0; start < elements;) {
       int64_t count = elements - start;
@@ -569,6 +599,10 @@ void World::StartAttempt(int g) {
   group.top = std::max(group.top, job.version);
   job.evict_late = random_.Percent(40);
   MakePlan(g);
+  if (group.way != GroupWorld::Way::kPush) {
+    if (job.split.empty() || random_.Percent(25)) MakeSplit(g);
+    for (int& binding : job.binding) binding += random_.Percent(15);
+  }
   Trace("g{} attempt {}: version {}", g, job.attempt, job.version);
   for (const Seat& seat : seats_) {
     if (seat.g != g || !seat.trainer) continue;
@@ -583,6 +617,13 @@ void World::BeginAttempt(int pid) {
   const int rank = SeatOf(p).rank;
   if (!job.active || job.concluded.contains(rank) || !p.welcomed || p.mute) return;
   if (p.attempt == job.attempt && p.phase != Process::Phase::kBeginning) return;
+  if (p.refits_out > 0) {
+    // Its shards may be read yet.
+    InProcess(pid, random_.Millis(20, 100), [this, pid, lease = p.lease] {
+      if (ProcessOf(pid).lease == lease) BeginAttempt(pid);
+    });
+    return;
+  }
   if (p.attempt != job.attempt) {
     p.attempt = job.attempt;
     p.tries = 0;
@@ -591,7 +632,24 @@ void World::BeginAttempt(int pid) {
   p.phase = Process::Phase::kBeginning;
   p.next_bucket = 0;
   p.outstanding = 0;
-  const uint64_t token = ++p.token;
+  p.round = 0;
+  ++p.token;
+  if (!Registers(pid)) return BeginCall(pid);
+  const int binding = job.binding[static_cast<size_t>(rank)];
+  if (p.shard == nullptr || p.binding != binding) return RegisterShard(pid);
+  const bool pushes = !job.plan[static_cast<size_t>(rank)].empty();
+  if (pushes || (group.way == GroupWorld::Way::kMixed && random_.Percent(50))) {
+    BeginCall(pid);
+  } else {
+    CallRefit(pid);
+  }
+}
+
+void World::BeginCall(int pid) {
+  Process& p = ProcessOf(pid);
+  const GroupWorld& group = GroupOf(SeatOf(p).g);
+  const Job& job = group.job;
+  const uint64_t token = p.token;
   BeginEvent e;
   e.version = job.version;
   e.duration = random_.Percent(30) ? Duration(0) : Duration(seconds(random_.Between(2, 6)));
@@ -657,7 +715,7 @@ void World::PushMore(int pid) {
   }
   if (p.outstanding == 0) {
     CommitAttempt(pid, false);
-  } else if (p.next_bucket == plan.size() && random_.Percent(20)) {
+  } else if (p.next_bucket == plan.size() && !Registers(pid) && random_.Percent(20)) {
     CommitAttempt(pid, true);
   }
 }
@@ -774,6 +832,7 @@ void World::PushLeased(int pid, size_t bucket) {
 
 // `ahead`: while buckets are under way.
 void World::CommitAttempt(int pid, bool ahead) {
+  if (Registers(pid)) return CallRefit(pid);
   Process& p = ProcessOf(pid);
   const Job& job = GroupOf(SeatOf(p).g).job;
   p.phase = Process::Phase::kCommitting;

@@ -45,6 +45,10 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
     sum.committed += result.committed;
     sum.aborted += result.aborted;
     sum.events += result.events;
+    sum.exchanges += result.exchanges;
+    for (const int mixed : {0, 1}) {
+      for (const int wide : {0, 1}) sum.refits[mixed][wide] += result.refits[mixed][wide];
+    }
     sum.virtual_time += result.virtual_time;
     for (size_t f = 0; f < sum.faults.size(); ++f) sum.faults[f] += result.faults[f];
   }
@@ -59,11 +63,19 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
     fmt::print(" {} {},", FaultName(static_cast<Fault>(f)), sum.faults[f]);
     CHECK(sum.faults[f] > 0);
   }
-  fmt::print("\n");
+  fmt::print(
+      "\nrefits committed: {} within daemons, {} over several; with pushes {} and {}; {} ends of "
+      "exchanges\n",
+      sum.refits[0][0], sum.refits[0][1], sum.refits[1][0], sum.refits[1][1], sum.exchanges);
   CHECK(broken == 0);
   // Else the scenarios would test little.
   CHECK(sum.committed > static_cast<int64_t>(kSeeds));
   CHECK(sum.aborted > static_cast<int64_t>(kSeeds / 2));
+  CHECK(sum.refits[0][0] > static_cast<int64_t>(kSeeds / 50));
+  CHECK(sum.refits[0][1] > static_cast<int64_t>(kSeeds / 10));
+  CHECK(sum.refits[1][0] > static_cast<int64_t>(kSeeds / 200));
+  CHECK(sum.refits[1][1] > static_cast<int64_t>(kSeeds / 20));
+  CHECK(sum.exchanges > static_cast<int64_t>(kSeeds));
 }
 
 TEST_CASE("the same seed is the same run") {

@@ -24,7 +24,8 @@ std::string_view FaultName(Fault fault) {
       "member killed",   "member mute",   "member frozen", "daemon killed",   "daemon frozen",
       "partition",       "link broken",   "message lost",  "message doubled", "message swapped",
       "transfer failed", "bytes damaged", "wire failed",   "epoch failed",    "operator abort",
-      "trainer abort",   "engine failed", "drain",         "replace",         "call gone"};
+      "trainer abort",   "engine failed", "drain",         "replace",         "call gone",
+      "replica differs"};
   return kNames[static_cast<size_t>(fault)];
 }
 
@@ -178,6 +179,7 @@ void World::KillDaemon(int d, bool silent) {
   }
   daemon.members.clear();
   std::erase_if(copies_, [d](const auto& c) { return c.second->d == d; });
+  std::erase_if(movings_, [d](const auto& r) { return r.second->d == d; });
   std::erase_if(readings_, [d](const auto& r) { return r.second->d == d; });
   for (auto& [key, end] : ends_) {
     if (end.d != d) continue;
@@ -300,6 +302,11 @@ void World::DropFollower(int d, int g) {
   for (const auto& [id, copy] : copies_) {
     if (copy->d == d && copy->nonce == m->nonce) {
       Violate("P6", fmt::format("d{} g{}: finished, but a copy runs", d, g));
+    }
+  }
+  for (const auto& [id, moving] : movings_) {
+    if (moving->d == d && moving->nonce == m->nonce) {
+      Violate("P6", fmt::format("d{} g{}: finished, but moves run", d, g));
     }
   }
   for (const auto& [key, end] : ends_) {
@@ -444,6 +451,16 @@ void World::On(int d, int g, const Reply& a) {
   }
   const Call call = std::move(it->second);
   daemon.calls.erase(it);
+  if (const auto member = daemon.members.find(call.member);
+      call.layout != nullptr && a.status.ok() && member != daemon.members.end()) {
+    member->second.layout = call.layout;
+  }
+  // The trainer may use its shards again, and does.
+  const bool over = a.status.ok() || a.status.code() == absl::StatusCode::kAborted;
+  if (call.refit && over && Touches(d, call.member)) {
+    return Violate("P6", fmt::format("d{} g{}: refit call {} is answered while its shards are read",
+                                     d, g, a.call));
+  }
   const auto reply = [reply = call.reply, status = a.status, payload = a.payload] {
     reply(status, payload);
   };
@@ -525,8 +542,18 @@ void World::On(int d, int g, const UpdateAssembled& a) {
       round.instances[member.instance].push_back(member.pid);
     }
   }
+  if (a.program.has_value()) {
+    round.plan = a.program->plan;
+    for (const MemberId source : a.program->sources) {
+      const auto at = std::find_if(view.group.members.begin(), view.group.members.end(),
+                                   [source](const MemberView& v) { return v.id == source; });
+      REFITD_CHECK(at != view.group.members.end());
+      round.sources.push_back(at->pid);
+    }
+  }
   CheckRegistered(g, round);
   rounds_.push_back(std::move(round));
+  FillShards(static_cast<uint32_t>(rounds_.size() - 1));
 }
 
 void World::On(int, int, const UpdateAbandoned&) {}
@@ -560,7 +587,16 @@ void World::On(int d, int g, const UpdateEnded& a) {
                                        copy->start.part));
     }
   }
+  for (const auto& [id, moving] : movings_) {
+    if (moving->g == g && moving->d == d && moving->start.update == a.update) {
+      return Violate("P6", fmt::format("g{}: update {} ended while its program runs", g, a.update));
+    }
+  }
   if (a.outcome != Outcome::kCommitted) return;
+  if (round->plan != nullptr) {
+    const bool mixed = GroupOf(g).way == GroupWorld::Way::kMixed;
+    ++result_.refits[mixed ? 1 : 0][round->plan->routes.wire_bytes > 0 ? 1 : 0];
+  }
   const uint32_t index = static_cast<uint32_t>(round - rounds_.begin());
   const MachineView view = m->machine->View(now_);
   REFITD_CHECK(view.group.update.has_value());
@@ -648,9 +684,25 @@ void World::On(int d, int g, const SendCommand& a) {
       return;
     }
   }
+  ProgramRecord* record = nullptr;
+  const auto known = [&](UpdateId update) { return &programs_[{g, m->nonce, update}]; };
+  if (const auto* program = std::get_if<PeerProgram>(&a.command)) {
+    known(program->update)->sent.insert(a.node);
+  } else if (const auto* run = std::get_if<PeerRun>(&a.command)) {
+    record = known(run->update);
+    record->run = *run;
+  } else if (const auto* issue = std::get_if<PeerIssue>(&a.command)) {
+    ProgramRecord* issued = known(issue->update);
+    if (issued->run.has_value() && issued->run->part == issue->part) issued->issued.insert(a.node);
+  }
   Letter letter;
   letter.command = a.command;
   Post(index, true, std::move(letter));
+  if (record != nullptr && options_.bug == Bug::kEarlyRounds) {
+    Letter early;
+    early.command = PeerIssue{record->run->update, record->run->part};
+    Post(index, true, std::move(early));
+  }
 }
 
 void World::On(int d, int g, const SendReport& a) {
@@ -661,6 +713,16 @@ void World::On(int d, int g, const SendReport& a) {
   if (!links_[static_cast<size_t>(m->link)].f_open) return;
   Letter letter;
   letter.report = a.report;
+  if (auto* layout = std::get_if<PeerLayout>(&*letter.report)) {
+    // Structure only.
+    auto structure = std::make_shared<Layout>(*layout->layout);
+    structure->binding_generation = 0;
+    for (Piece& piece : structure->pieces) {
+      piece.region = RegionId();
+      piece.byte_offset = 0;
+    }
+    layout->layout = std::move(structure);
+  }
   Post(m->link, false, std::move(letter));
 }
 
@@ -759,6 +821,10 @@ void World::Receive(int index, bool down, const Letter& letter) {
           record.acknowledged.insert(link.node);
         }
       }
+    }
+    if (const auto* built = std::get_if<PeerProgramBuilt>(&*letter.report);
+        built != nullptr && built->status.ok()) {
+      programs_[{link.g, link.c_nonce, built->update}].built.insert(link.node);
     }
     Feed(d, link.g, ReportReceived{link.node, *letter.report});
   }

@@ -5,6 +5,7 @@
 // What is modelled, and where
 //   world.cc    clock, daemons' life, feeding machines and carrying out their actions, links
 //   data.cc     memory as tags, copies, read-backs, collectives
+//   refits.cc   compiled refits: shards, programs, moves, exchanges, and the trainers' calls
 //   members.cc  trainer and engine processes, and the job that tells trainers what to push
 //   chaos.cc    scenario, faults, the quiet end, what must hold then
 // Every element of every tensor carries a tag: which update's bytes they are, which tensor, which
@@ -49,6 +50,9 @@ enum class Bug : uint8_t {
   kTrustingSink,      // a receiver reports the digests of what was sent, not of what came
   kSharedWire,        // every group gets the wire lock at once
   kEarlyRegistered,   // a joined daemon answers RegisterLayout by itself
+  kTrustedReplicas,   // replicas that differ are reported with equal digests
+  kOldBinding,        // moves read the memory of an earlier registration
+  kEarlyRounds,       // a program's Issue goes out with its Run, before the wire is the group's
 };
 
 struct Options {
@@ -78,6 +82,7 @@ enum class Fault : uint8_t {
   kDrain,
   kReplace,
   kCallGone,
+  kReplicaDiffers,
   kCount
 };
 std::string_view FaultName(Fault fault);
@@ -88,6 +93,10 @@ struct Result {
   uint64_t trace_hash = 0;
   int64_t committed = 0;
   int64_t aborted = 0;
+  // Committed with a program: by whether tensors were pushed as well, and whether its bytes went
+  // over the wire.
+  int64_t refits[2][2] = {};
+  int64_t exchanges = 0;
   int64_t events = 0;
   Duration virtual_time{};
   std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
@@ -117,6 +126,16 @@ struct Round {
   Outcome outcome = Outcome::kRunning;
   std::map<std::string, std::vector<int>> instances;  // pids, by instance
   std::set<std::string> committed_instances;
+  std::shared_ptr<const RefitPlan> plan;  // null: no program
+  std::vector<int> sources;               // pids, by the plan's numbers
+};
+
+// A trainer's memory for one registration.
+struct Shard {
+  std::shared_ptr<const Layout> layout;
+  std::vector<std::vector<Tag>> cells;  // by piece
+  uint32_t round = 0;                   // whose bytes; 0: nobody's
+  bool compared = false;                // its replicas were digested once
 };
 
 // What a daemon's trainer pushed: the bytes of one bucket, until the answer.
@@ -193,7 +212,12 @@ struct Process {
     SlotGrant grant;
     uint64_t use = 0;
   };
-  std::vector<Pack> packs;  // leased slots that it may write into
+  std::vector<Pack> packs;                     // leased slots that it may write into
+  std::vector<std::shared_ptr<Shard>> shards;  // all that it ever tried to register
+  std::shared_ptr<Shard> shard;                // in force; null: not known
+  int binding = -1;                            // of the job, that `shard` is
+  std::optional<Version> refit_version;        // called; its shard stays as it is until answered
+  int refits_out = 0;                          // calls not answered, or to be repeated
 };
 
 struct BucketPlan {
@@ -209,8 +233,10 @@ struct Job {
   Version version;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
-  std::vector<std::vector<BucketPlan>> plan;  // by rank
-  std::map<int, bool> concluded;              // rank: committed
+  std::vector<std::vector<BucketPlan>> plan;    // by rank
+  std::vector<std::vector<TensorRange>> split;  // by rank: what it registers
+  std::vector<int> binding;                     // by rank: counts its registrations
+  std::map<int, bool> concluded;                // rank: committed
   TimePoint started;
 };
 
@@ -222,6 +248,10 @@ struct GroupWorld {
   std::vector<TensorSpec> model;
   std::vector<std::string> instances;
   Verification verification = Verification::kReadback;
+  // How versions are installed: pushed, moved by a compiled refit, or some tensors each.
+  enum class Way : uint8_t { kPush, kRefit, kMixed } way = Way::kPush;
+  std::vector<bool> registers;  // by trainer rank: it has shards
+  std::vector<bool> pushed;     // by tensor
   Job job;
   Version top;                                 // highest that was ever tried
   std::map<uint64_t, Version> last_committed;  // by incarnation (P3)
@@ -250,12 +280,17 @@ struct Call {
   int g = 0;
   TimePoint since;
   std::function<void(const absl::Status&, const ReplyPayload&)> reply;
+  MemberId member{};
+  std::shared_ptr<const Layout> layout{};  // that it registers
+  bool refit = false;
 };
 
 struct DaemonMember {
   int pid = 0;
   int g = 0;
   bool lost = false;
+  std::shared_ptr<const Layout> layout{};  // a trainer's, in force
+  uint64_t newest = 0;                     // the highest binding generation that it tried
 };
 
 struct Daemon {
@@ -326,6 +361,39 @@ struct Copy {
   std::vector<std::pair<SlotIndex, uint64_t>> uses;
   bool told = false;
 };
+// A step of a program.
+struct Moving {
+  // A run of elements of one tensor.
+  struct Run {
+    std::vector<Tag>* from = nullptr;
+    size_t from_at = 0;
+    std::vector<Tag>* to = nullptr;  // a slot; null: `destination`
+    size_t to_at = 0;
+    uint32_t destination = 0;  // of the program
+    uint32_t tensor = 0;
+    int64_t first = 0;  // element
+    int64_t count = 0;
+  };
+  // Elements whose digest is wanted, in order.
+  struct Sum {
+    std::vector<Tag>* of = nullptr;
+    size_t at = 0;
+    int64_t count = 0;
+    SectionDigest section;
+  };
+  uint64_t id = 0;
+  int d = 0;
+  int g = 0;
+  uint64_t nonce = 0;
+  StartMoves start;
+  std::shared_ptr<Pool> pool;
+  std::vector<std::shared_ptr<Shard>> shards;  // by source
+  std::vector<int> pids;                       // by destination; 0: not touched
+  std::vector<Run> runs;
+  std::vector<Sum> sums;
+  std::optional<uint64_t> use;  // of its slot
+  bool told = false;
+};
 struct Reading {
   uint64_t id = 0;
   int d = 0;
@@ -358,13 +426,21 @@ struct WireOp {
   int64_t bytes = 0;
   SlotGrant slot;
   std::vector<uint32_t> ranks;
-  std::map<uint32_t, uint64_t> running;  // rank -> use of its slot
+  // rank -> uses of its slots
+  std::map<uint32_t, std::vector<std::pair<SlotIndex, uint64_t>>> running;
   std::map<uint32_t, std::shared_ptr<Pool>> pools;
   std::set<uint32_t> started;
   bool completing = false;
   uint32_t root = 0;
   std::shared_ptr<Pool> source;
   std::optional<std::vector<Tag>> sent;  // what the root had when its share ended
+  // A round of a program instead: each rank's share.
+  struct Share {
+    StartExchange start;
+    bool completing = false;
+    std::optional<std::vector<Tag>> sent;  // what it had when it ended
+  };
+  std::map<uint32_t, Share> shares;
 };
 
 struct HeaderRecord {
@@ -372,6 +448,13 @@ struct HeaderRecord {
   size_t ranks = 0;
   std::set<NodeId> sent;
   std::set<NodeId> acknowledged;
+};
+
+struct ProgramRecord {
+  std::set<NodeId> sent;
+  std::set<NodeId> built;
+  std::set<NodeId> issued;
+  std::optional<PeerRun> run;
 };
 
 class World {
@@ -447,12 +530,12 @@ class World {
   void On(int d, int g, const ConnectEpoch& a);
   void On(int d, int g, const CloseEpoch& a);
   void On(int d, int g, const StartWire& a);
-  void On(int, int, const CompileProgram&) {}
-  void On(int, int, const StartCompare&) {}
+  void On(int d, int g, const CompileProgram& a);
+  void On(int, int, const StartCompare&) {}  // the coordinator's own
   void On(int, int, const StartRefit&) {}
-  void On(int, int, const BuildProgram&) {}
-  void On(int, int, const StartMoves&) {}
-  void On(int, int, const StartExchange&) {}
+  void On(int d, int g, const BuildProgram& a);
+  void On(int d, int g, const StartMoves& a);
+  void On(int d, int g, const StartExchange& a);
   void On(int d, int g, const AcquireWire& a);
   void On(int d, int g, const ReleaseWire& a);
 
@@ -470,7 +553,7 @@ class World {
   void EndCopy(const std::shared_ptr<Copy>& copy, bool early);
   void EndReading(const std::shared_ptr<Reading>& reading);
   Tag SourceTag(const Copy& copy, size_t range, int64_t i) const;
-  void WriteEngine(const Copy& copy, int pid, uint32_t tensor, int64_t element, Tag tag);
+  void WriteEngine(int g, UpdateId update, int pid, uint32_t tensor, int64_t element, Tag tag);
   TransferDone ResultOf(const Copy& copy) const;
   uint64_t UseSlot(Pool* pool, SlotGrant slot, const std::string& what);
   void EndUse(Pool* pool, SlotIndex slot, uint64_t id);
@@ -480,10 +563,34 @@ class World {
   std::string CommOf(const EpochEnd& end) const;
   void TryWire(const std::string& comm, WireSeq seq);
   void EndWire(uint64_t id, WireSeq seq, const absl::Status& status);
+  EpochEnd* CheckWire(int d, int g, EpochId epoch, WireSeq seq, Duration timeout,
+                      const std::string& where);
+  // It runs now: completes, fails or is cut.
+  void RunWire(EpochEnd* end, WireSeq seq, Duration timeout);
   void BreakComm(const std::string& comm, Duration soonest, Duration latest);
   EpochEnd* EndOf(const std::string& address);
   EpochEnd* FindEnd(int d, int g, EpochId epoch);
   std::vector<uint64_t> EndsOf(const std::string& comm) const;
+
+  // ---- refits.cc ----
+  void MakeSplit(int g);
+  bool Registers(int pid) const;
+  std::shared_ptr<Shard> MakeShard(int pid);
+  void Clobber(Shard* shard);
+  void FillShard(int pid, uint32_t round);
+  void FillShards(uint32_t round);
+  void RegisterShard(int pid);
+  void CallRefit(int pid);
+  void RefitAnswered(int pid, const RefitEvent& e, uint64_t token, size_t since, int repeats,
+                     const absl::Status& status);
+  std::shared_ptr<Shard> ShardOf(int pid, const Layout* layout) const;
+  uint64_t UseProgramSlot(int d, int g, SlotIndex slot, const std::string& what);
+  void PlanMoves(Moving* moving);
+  void RunMoves(const Moving& moving, bool end);
+  MovesDone ResultOf(const Moving& moving) const;
+  void EndMoves(const std::shared_ptr<Moving>& moving);
+  void TryExchange(const std::string& comm, WireSeq seq);
+  void ReceiveShare(const EpochEnd& end, WireOp* op);
 
   // ---- members.cc ----
   int NewProcess(int seat);
@@ -516,6 +623,7 @@ class World {
   void StartAttempt(int g);
   void MakePlan(int g);
   void BeginAttempt(int pid);
+  void BeginCall(int pid);
   void PushMore(int pid);
   void PushOne(int pid, size_t bucket, std::optional<SlotGrant> slot, int tries);
   void PushLeased(int pid, size_t bucket);
@@ -561,6 +669,7 @@ class World {
     int slow_message = 0;
     int transfer_fails = 0;
     int bytes_damaged = 0;
+    int replica_differs = 0;
     int wire_fails = 0;
     int epoch_fails = 0;
     int late_member = 0;
@@ -585,12 +694,14 @@ class World {
   std::vector<Round> rounds_;
   std::vector<std::vector<TimePoint>> blocked_;  // between daemons, until then
   std::map<uint64_t, std::shared_ptr<Copy>> copies_;
+  std::map<uint64_t, std::shared_ptr<Moving>> movings_;
   std::map<uint64_t, std::shared_ptr<Reading>> readings_;
   std::map<uint64_t, EpochEnd> ends_;
   std::map<std::string, std::map<WireSeq, WireOp>> comms_;
   std::set<std::string> broken_comms_;
   // By group, coordinator, epoch, wire seq (P5).
   std::map<std::tuple<int, uint64_t, EpochId, WireSeq>, HeaderRecord> headers_;
+  std::map<std::tuple<int, uint64_t, UpdateId>, ProgramRecord> programs_;  // by group, coordinator
   std::map<std::tuple<int, uint64_t, UpdateId, PartSeq>,
            std::tuple<int, uint64_t, EpochId, WireSeq>>
       wired_parts_;
