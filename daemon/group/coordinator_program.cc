@@ -114,6 +114,7 @@ void Coordinator::Impl::AgreeIfBuilt() {
     return it == job.built.end() ? nullptr : &it->second.streams;
   };
   if (const auto differ = FirstDifference(streams_of); differ.has_value()) {
+    known_programs.clear();  // one of them has it wrong: the next update sends it anew
     return Fail(fmt::format("{} and {} do not agree about what the program sends between them",
                             Name(differ->first), Name(differ->second)),
                 GiveUpClass::kTransfer);
@@ -121,6 +122,7 @@ void Coordinator::Impl::AgreeIfBuilt() {
   const auto& [first, one] = *job.built.begin();
   for (const auto& [node, built] : job.built) {
     if (built.rounds == one.rounds) continue;
+    known_programs.clear();
     return Fail(fmt::format("the program has {} rounds for {}, {} for {}", one.rounds, Name(first),
                             built.rounds, Name(node)),
                 GiveUpClass::kTransfer);
