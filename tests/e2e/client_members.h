@@ -1,9 +1,9 @@
 // Members by the client library, for tests of whole systems: an engine that checks its own memory
-// whenever it would say that it is good (P2), and a trainer that installs versions whose bytes are
-// known (tests/e2e/model.h).
+// whenever it would say that it is good (P2), and trainers that install versions whose bytes are
+// known (tests/e2e/model.h): by pushing, and by compiled refits.
 //
 // A Rank answers its events on a thread of its own; its methods may be called from any thread. A
-// Pusher is used by one thread at a time. Waits end at kDeadline.
+// Pusher and Shards are used by one thread at a time. Waits end at kDeadline.
 #ifndef REFITD_TESTS_E2E_CLIENT_MEMBERS_H_
 #define REFITD_TESTS_E2E_CLIENT_MEMBERS_H_
 
@@ -66,6 +66,9 @@ class Rank {
   }
 
   client::Engine& engine() { return *engine_; }
+  // Registered delivery: where its layout's bytes are.
+  const char* memory() const { return region_->data(); }
+  const Layout& layout() const { return held_.layout; }
 
   // Prepare is not answered until Let.
   void Hold() {
@@ -86,6 +89,8 @@ class Rank {
     std::optional<Version> held;  // told to the last daemon
     std::optional<Version> committed;
     std::string reason;  // of the last loss
+    int aborts = 0;
+    client::Aborted aborted;  // the last one
     absl::Status ended;
     std::string wrong;  // the first thing that was
   };
@@ -150,6 +155,9 @@ class Rank {
   absl::Status On(const client::Aborted& aborted) {
     joiner_.Reset();
     if (!aborted.dirty) CheckGood();
+    MutexLock lock(&mutex_);
+    ++seen_.aborts;
+    seen_.aborted = aborted;
     return absl::OkStatus();
   }
   absl::Status On(const client::Lost& lost) {
@@ -258,6 +266,73 @@ class Pusher {
   std::unique_ptr<client::Trainer> trainer_;
   std::shared_ptr<client::Region> region_;
   std::vector<int64_t> offsets_;
+};
+
+// Options of a rank with shards; the first one brings the group.
+inline client::TrainerOptions ShardsOn(const Daemon& daemon, int rank = 0, int world_size = 1) {
+  client::TrainerOptions options;
+  options.connect.socket = daemon.socket();
+  options.connect.group = "g";
+  options.connect.spec.emplace().trainer_ranks = world_size;
+  options.rank = rank;
+  options.world_size = world_size;
+  return options;
+}
+
+// A trainer rank whose shards lie in one region.
+class Shards {
+ public:
+  Shards(const client::TrainerOptions& options, const Model& model, Held held)
+      : model_(model), held_(std::move(held)) {
+    auto trainer = client::Trainer::Attach(options);
+    INFO(trainer.status());
+    REQUIRE(trainer.ok());
+    trainer_ = *std::move(trainer);
+    Place();
+  }
+
+  client::Trainer& trainer() { return *trainer_; }
+  Layout& layout() { return held_.layout; }
+  void Hold(Held held) {
+    held_ = std::move(held);
+    Place();
+  }
+
+  // Memory of its own for the shards; what is registered stays where it is.
+  void Place() {
+    auto region = trainer_->NewRegion(held_.region_bytes);
+    INFO(region.status());
+    REQUIRE(region.ok());
+    region_ = *std::move(region);
+    regions_.push_back(region_);
+    for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
+  }
+  // Gives back all memory but where the shards are now.
+  void DropOld() { regions_ = {region_}; }
+  // Gives all of it back: Place before anything else.
+  void DropAll() {
+    regions_.clear();
+    region_.reset();
+  }
+  absl::Status Register() { return trainer_->Register(held_.layout); }
+  void Fill(int64_t version) {
+    const std::string image = ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model_,
+                                            BytesOf(model_, version));
+    image.copy(region_->data(), image.size());
+  }
+  char* Tensor(uint32_t tensor) {
+    for (const Piece& piece : held_.layout.pieces) {
+      if (piece.tensor == tensor) return region_->data() + piece.byte_offset;
+    }
+    return nullptr;
+  }
+
+ private:
+  const Model model_;
+  Held held_;
+  std::unique_ptr<client::Trainer> trainer_;
+  std::vector<std::shared_ptr<client::Region>> regions_;
+  std::shared_ptr<client::Region> region_;  // where the shards are now
 };
 
 }  // namespace refitd::e2e

@@ -3,10 +3,10 @@
 //   member trainer|engine SOCKET [group=G] [rank=R] [world=W] [trainers=T] [instances=I]
 //   [slot_bytes=B] [slots=S]
 //          [instance=NAME] [delivery=registered|staged] [uid=U] [token=HEX]
-//          [coordinator=HOST:PORT] [auto=1]
+//          [coordinator=HOST:PORT] [auto=1] [matrices=M rows=N columns=K]
 //
 // Reads one command a line from stdin, answers each with one line: "ok ..." or "error CODE
-// MESSAGE". The model is MixedModel(), its bytes those of BytesOf(version).
+// MESSAGE". The model is MixedModel(), or PlainModel(M, N, K), its bytes those of BytesOf(version).
 //   attach                  says hello; waits for Welcome. Engines also make memory and register
 //   it. begin V                 trainer: waits until buckets may be pushed push V [SEQ [FIRST N]]
 //   trainer: tensors FIRST.. (all of them) as one bucket, from its own region commit V BUCKETS
@@ -17,6 +17,8 @@
 //   memory holds exactly version V (0: untouched) token                   its lease's token, in
 //   hexadecimal fork                    a child that keeps every descriptor and waits to be killed;
 //   "ok PID"
+//   register                trainer: its columns of every tensor, in a region of their own
+//   refit V                 trainer: fills them with version V; "ok NAME=committed NAME=REASON..."
 //   alive                   whether its lease still stands
 //   end                     trainer: waits for the end of its lease, and says how it ended
 // An engine with auto=1 answers Prepare and acknowledges parts by itself, and has:
@@ -93,6 +95,11 @@ class Settings {
     return Spec(Number("trainers", 1), Number("instances", 1), Number("slot_bytes", 65'536),
                 Number("slots", 4));
   }
+  Model TheModel() const {
+    const int matrices = Number("matrices", 0);
+    return matrices == 0 ? MixedModel()
+                         : PlainModel(matrices, Number("rows", 64), Number("columns", 64));
+  }
 
  private:
   std::map<std::string, std::string> values_;
@@ -110,6 +117,8 @@ class TrainerMember {
         {"attach", [this](auto&) { return Attach(); }},
         {"begin", [this](auto& in) { return Answer(trainer_->Begin(Read(in)).status); }},
         {"push", [this](auto& in) { return Push(in); }},
+        {"register", [this](auto&) { return Register(); }},
+        {"refit", [this](auto& in) { return Refit(Read(in)); }},
         {"commit",
          [this](auto& in) {
            const int64_t version = Read(in);
@@ -168,6 +177,29 @@ class TrainerMember {
     return Answer(trainer_->Push(version, std::move(bucket)).status);
   }
 
+  std::string Register() {
+    const uint64_t before = held_.layout.binding_generation;
+    held_ = HoldSlice(model_, 1, settings_.Number("rank", 0), settings_.Number("trainers", 1));
+    shards_ = trainer_->NewMemory(held_.region_bytes);
+    if (shards_.region_id == 0) return "error 0 the region was refused";
+    for (Piece& piece : held_.layout.pieces) piece.region = RegionId(shards_.region_id);
+    held_.layout.binding_generation = before + 1;
+    return Answer(trainer_->Register(held_.layout).status);
+  }
+
+  std::string Refit(int64_t version) {
+    const std::string image = ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model_,
+                                            BytesOf(model_, version));
+    image.copy(shards_.data(), image.size());
+    const auto refitted = trainer_->Refit(version, held_.layout.binding_generation);
+    std::string instances;
+    for (const v1::InstanceResult& instance : refitted.response.instances()) {
+      instances += fmt::format("{}={} ", instance.instance(),
+                               instance.committed() ? "committed" : instance.reason());
+    }
+    return Answer(refitted.status, instances);
+  }
+
   std::string BeginAs(std::istringstream& in) {
     std::string token;
     in >> token;
@@ -182,9 +214,11 @@ class TrainerMember {
 
   const std::string socket_;
   const Settings& settings_;
-  const Model model_ = MixedModel();
+  const Model model_ = settings_.TheModel();
   std::unique_ptr<RawTrainer> trainer_;
   SharedMemory memory_;
+  Held held_;  // what is registered
+  SharedMemory shards_;
 };
 
 class EngineMember {
@@ -326,7 +360,7 @@ class EngineMember {
 
   const std::string socket_;
   const Settings& settings_;
-  const Model model_ = MixedModel();
+  const Model model_ = settings_.TheModel();
   std::unique_ptr<Holder> holder_;
   std::unique_ptr<RawEngine> staged_;
 };

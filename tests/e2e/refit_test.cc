@@ -7,8 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/trainer.h"
-#include "tests/e2e/harness.h"
+#include "tests/e2e/client_members.h"
 #include "tests/e2e/require.h"
 
 namespace refitd::e2e {
@@ -48,63 +47,6 @@ Held Fused(const Model& model, int rank) {
   return held;
 }
 
-// A trainer rank whose shards lie in one region.
-class Shards {
- public:
-  Shards(const Daemon& daemon, const Model& model, Held held, int rank, int world_size = kRanks,
-         const std::string& coordinator = "")
-      : model_(model), held_(std::move(held)) {
-    client::TrainerOptions options;
-    options.connect.socket = daemon.socket();
-    options.connect.group = "g";
-    options.connect.spec.emplace().trainer_ranks = world_size;
-    options.connect.coordinator = coordinator;
-    options.rank = rank;
-    options.world_size = world_size;
-    auto trainer = client::Trainer::Attach(options);
-    INFO(trainer.status());
-    REQUIRE(trainer.ok());
-    trainer_ = *std::move(trainer);
-    Place();
-  }
-
-  client::Trainer& trainer() { return *trainer_; }
-  Layout& layout() { return held_.layout; }
-  void Hold(Held held) {
-    held_ = std::move(held);
-    Place();
-  }
-
-  // Memory of its own for the shards; what is registered stays where it is.
-  void Place() {
-    auto region = trainer_->NewRegion(held_.region_bytes);
-    INFO(region.status());
-    REQUIRE(region.ok());
-    region_ = *std::move(region);
-    regions_.push_back(region_);
-    for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
-  }
-  absl::Status Register() { return trainer_->Register(held_.layout); }
-  void Fill(int64_t version) {
-    const std::string image = ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model_,
-                                            BytesOf(model_, version));
-    image.copy(region_->data(), image.size());
-  }
-  char* Tensor(uint32_t tensor) {
-    for (const Piece& piece : held_.layout.pieces) {
-      if (piece.tensor == tensor) return region_->data() + piece.byte_offset;
-    }
-    return nullptr;
-  }
-
- private:
-  const Model model_;
-  Held held_;
-  std::unique_ptr<client::Trainer> trainer_;
-  std::vector<std::shared_ptr<client::Region>> regions_;
-  std::shared_ptr<client::Region> region_;  // where the shards are now
-};
-
 using Ranks = std::vector<std::unique_ptr<Shards>>;
 
 // The daemon of each rank; the first one has the group.
@@ -117,9 +59,9 @@ std::string CoordinatorOf(const Daemons& daemons, int rank) {
 Ranks TensorParallel(const Daemons& daemons, const Model& model) {
   Ranks ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
-    ranks.push_back(std::make_unique<Shards>(*daemons[static_cast<size_t>(rank)], model,
-                                             HoldSlice(model, 1, rank, kRanks), rank, kRanks,
-                                             CoordinatorOf(daemons, rank)));
+    client::TrainerOptions options = ShardsOn(*daemons[static_cast<size_t>(rank)], rank, kRanks);
+    options.connect.coordinator = CoordinatorOf(daemons, rank);
+    ranks.push_back(std::make_unique<Shards>(options, model, HoldSlice(model, 1, rank, kRanks)));
     REQUIRE(ranks.back()->Register().ok());
   }
   return ranks;
@@ -298,7 +240,7 @@ TEST_CASE("tensors that are pushed and tensors that are refitted make one versio
 TEST_CASE("a rank with a layout ends no update by Commit; one that took it back does") {
   const Model model = AttentionModel();
   Daemon daemon;
-  Shards trainer(daemon, model, HoldWhole(model), 0, 1);
+  Shards trainer(ShardsOn(daemon), model, HoldWhole(model));
   REQUIRE(trainer.Register().ok());
   Engines engines({&daemon, &daemon}, model);
   trainer.Fill(1);
