@@ -14,6 +14,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "transport/base/status.h"
+#include "transport/block_scales.h"
 #include "transport/boxes.h"
 
 namespace refitd {
@@ -194,6 +195,21 @@ absl::Status Differ(const RefitPlan& plan, const Replica& replica,
                holders.size(), with, common);
 }
 
+// Of each distinct layout of a destination that takes part.
+absl::Status CheckScales(const std::vector<RouteMember>& destinations,
+                         const RouteOptions& options) {
+  absl::flat_hash_set<const Layout*> seen;
+  for (const RouteMember& member : destinations) {
+    const Layout* layout = member.layout.get();
+    const bool skipped =
+        member.instance < options.skip_instance.size() && options.skip_instance[member.instance];
+    if (layout == nullptr || skipped || !seen.insert(layout).second) continue;
+    const absl::Status status = CheckFloat8Scales(*layout);
+    if (!status.ok()) return Error(status.code(), "{}: {}", member.label, Message(status));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
@@ -201,6 +217,7 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     const RouteOptions& options) {
   auto plan = std::make_shared<RefitPlan>();
   REFITD_ASSIGN_OR_RETURN(plan->routes, CompileRoutes(sources, destinations, options));
+  REFITD_RETURN_IF_ERROR(CheckScales(destinations, options));
   REFITD_ASSIGN_OR_RETURN(plan->replicas,
                           ReplicaFinder(sources, options, plan->routes.tensors).Run());
   return plan;

@@ -39,7 +39,8 @@ struct RefitPlan {
   Replicas replicas;
 };
 
-// Errors as CompileRoutes.
+// Errors as CompileRoutes; FAILED_PRECONDITION naming the rank and the tensor also where a
+// destination can't apply its block scales (CheckFloat8Scales).
 absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
     const RouteOptions& options);

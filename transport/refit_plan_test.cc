@@ -242,6 +242,41 @@ TEST_CASE("Replicas have the plan's limits") {
   CHECK_THAT(Message(plan.status()), Contains("tensor t19"));
 }
 
+TEST_CASE("An engine whose shard cuts a block of sharded scales is refused by rank and tensor") {
+  const std::vector<TensorSpec> tensors = {{"w", DType::kFloat8E4M3FN, {512, 256}},
+                                           {"w_scale_inv", DType::kFloat32, {4, 2}}};
+  const auto rows = [&](int64_t begin, int64_t end, int64_t first_block, int64_t end_block) {
+    return Make(tensors, {Dense(0, {{begin, 0}, {end - begin, 256}}),
+                          Dense(1, {{first_block, 0}, {end_block - first_block, 2}}, 1 << 20)});
+  };
+  const LayoutPtr low = rows(0, 192, 0, 2);
+  const LayoutPtr high = rows(192, 512, 1, 4);
+  const LayoutPtr whole = rows(0, 512, 0, 4);
+  // Trainers may cut as they like.
+  const std::vector<RouteMember> trainers = {{low, 0, 0, "a"}, {high, 0, 0, "b"}};
+  RouteOptions options;
+  CHECK(CompileRefit(trainers, {{whole, 0, 0, "engine e rank 0"}}, options).ok());
+  const std::vector<RouteMember> engines = {{whole, 0, 0, "engine e rank 0"},
+                                            {low, 0, 1, "engine tp rank 0"},
+                                            {high, 0, 1, "engine tp rank 1"}};
+  const auto plan = CompileRefit(trainers, engines, options);
+  CHECK(plan.status().code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(Message(plan.status()),
+             Contains("engine tp rank 0: tensor w: the shard [0, 192) of dimension 0"));
+  options.skip_instance = {false, true};
+  CHECK(CompileRefit(trainers, engines, options).ok());
+  options.skip_instance = {};
+  // On the boundary, and with all scales on every rank.
+  CHECK(CompileRefit(trainers,
+                     {{rows(0, 256, 0, 2), 0, 0, "rank 0"}, {rows(256, 512, 2, 4), 0, 0, "rank 1"}},
+                     options)
+            .ok());
+  CHECK(CompileRefit(trainers,
+                     {{rows(0, 192, 0, 4), 0, 0, "rank 0"}, {rows(192, 512, 0, 4), 0, 0, "rank 1"}},
+                     options)
+            .ok());
+}
+
 TEST_CASE("A model of many tensors over many ranks has one box for each that is replicated") {
   // 64 expert parallel ranks of 4 replicas; every rank has every dense tensor.
   constexpr uint32_t kExperts = 44'000;

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
 #include "transport/base/status.h"
 
 namespace refitd::sharding {
@@ -14,11 +12,6 @@ namespace {
 template <typename... Args>
 absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
-}
-
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
 }
 
 constexpr int64_t kQwen3Vocabulary = 151'936;
@@ -208,29 +201,6 @@ void Append(const ModelConfig& config, TensorSpec tensor, std::vector<TensorSpec
   if (scale.has_value()) tensors->push_back(*std::move(scale));
 }
 
-// What CheckBlockScales wants to know about one tensor of the layout.
-struct Reach {
-  Dims begin;  // the least offset of its pieces in each dimension; empty: no pieces
-  Dims end;
-};
-
-std::vector<Reach> ReachOfTensors(const Layout& layout) {
-  std::vector<Reach> reach(layout.tensors.size());
-  for (const Piece& piece : layout.pieces) {
-    if (ElementCount(piece.box) == 0) continue;
-    Reach& of = reach[piece.tensor];
-    if (of.begin.empty()) {
-      of.begin.assign(piece.box.offset.size(), std::numeric_limits<int64_t>::max());
-      of.end.assign(piece.box.offset.size(), 0);
-    }
-    for (size_t d = 0; d < of.begin.size(); ++d) {
-      of.begin[d] = std::min(of.begin[d], piece.box.offset[d]);
-      of.end[d] = std::max(of.end[d], piece.box.offset[d] + piece.box.extent[d]);
-    }
-  }
-  return reach;
-}
-
 }  // namespace
 
 std::span<const ModelConfig> KnownModels() {
@@ -412,46 +382,6 @@ int64_t TotalBytes(std::span<const TensorSpec> tensors) {
   int64_t bytes = 0;
   for (const TensorSpec& tensor : tensors) bytes += TensorBytes(tensor);
   return bytes;
-}
-
-absl::Status CheckBlockScales(const Layout& layout, int64_t scale_block) {
-  if (scale_block < 1) return Invalid("scale_block is {}", scale_block);
-  absl::flat_hash_map<std::string_view, uint32_t> scales;  // by their weights' names
-  for (size_t i = 0; i < layout.tensors.size(); ++i) {
-    std::string_view name = layout.tensors[i].name;
-    if (!name.ends_with(kScaleSuffix)) continue;
-    name.remove_suffix(kScaleSuffix.size());
-    scales.emplace(name, static_cast<uint32_t>(i));
-  }
-  if (scales.empty()) return absl::OkStatus();
-  const std::vector<Reach> reach = ReachOfTensors(layout);
-  for (const Piece& piece : layout.pieces) {
-    const TensorSpec& weight = layout.tensors[piece.tensor];
-    const auto found = scales.find(weight.name);
-    if (found == scales.end()) continue;
-    const TensorSpec& scale = layout.tensors[found->second];
-    Dims blocks = weight.shape;
-    for (int64_t& n : blocks) n = Blocks(n, scale_block);
-    if (scale.shape != blocks) {
-      return Precondition("tensor {}: {} is {}, not one scale for each block of {}: {}",
-                          weight.name, scale.name, ToString(scale.dtype, scale.shape), scale_block,
-                          ToString(scale.dtype, blocks));
-    }
-    const Reach& held = reach[found->second];
-    for (size_t d = 0; d < blocks.size(); ++d) {
-      const bool whole = !held.begin.empty() && held.begin[d] == 0 && held.end[d] == blocks[d];
-      if (whole) continue;
-      const int64_t begin = piece.box.offset[d];
-      const int64_t end = begin + piece.box.extent[d];
-      const bool cut_at_end = end % scale_block != 0 && end != weight.shape[d];
-      if (begin % scale_block == 0 && !cut_at_end) continue;
-      return Precondition(
-          "tensor {}: the shard [{}, {}) of dimension {} cuts a block of {} whose scales in {} are "
-          "sharded along it",
-          weight.name, begin, end, d, scale_block, scale.name);
-    }
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace refitd::sharding

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "transport/block_scales.h"
 #include "transport/layout.h"
 
 namespace refitd::sharding {
@@ -122,9 +123,6 @@ TensorSpec TensorOf(const ModelConfig& config, Role role, int64_t layer = 0, int
 // expert after the router's.
 std::vector<Role> LayerRoles(const ModelConfig& config, int64_t layer);
 
-// What a scale tensor's name has beyond its weight's.
-inline constexpr std::string_view kScaleSuffix = "_scale_inv";
-
 // The scales of a weight, or nullopt for a tensor that has none (see ModelConfig::fp8).
 std::optional<TensorSpec> ScaleOf(const ModelConfig& config, const TensorSpec& weight);
 
@@ -138,16 +136,6 @@ std::vector<TensorSpec> HfTensors(const ModelConfig& config);
 int64_t TensorBytes(const TensorSpec& tensor);
 // Sum of TensorBytes.
 int64_t TotalBytes(std::span<const TensorSpec> tensors);
-
-// FAILED_PRECONDITION if an engine with this layout could not apply the block scales of its FP8
-// weights, naming the tensor, the boundary and the block. The exact rule: for every tensor W of the
-// layout whose `<W>_scale_inv` S is in the layout too,
-//  - S has the shape ceil(W's / scale_block);
-//  - in each dimension d, where a piece of W begins at b > 0 or ends at e short of the shape, b and
-//    e are multiples of scale_block, unless the pieces of S reach from the first to the last block
-//    of d (S is then not sharded along d, and every block is there whatever the cut).
-// Sources need no such check: their bytes move element by element.
-absl::Status CheckBlockScales(const Layout& layout, int64_t scale_block = 128);
 
 }  // namespace refitd::sharding
 

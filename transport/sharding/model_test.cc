@@ -148,55 +148,5 @@ TEST_CASE("A model scaled down keeps its structure") {
   }
 }
 
-// ---- block scales ----
-
-Layout BlockLayout(const Dims& shape, const Box& box, const Box& scale_box) {
-  Layout layout;
-  layout.tensors = {
-      {"w", DType::kFloat8E4M3FN, shape},
-      {"w_scale_inv", DType::kFloat32, {(shape[0] + 127) / 128, (shape[1] + 127) / 128}}};
-  layout.pieces = {{0, box, RegionId(1), 0, RowMajorStrides(box.extent)},
-                   {1, scale_box, RegionId(1), 1 << 20, RowMajorStrides(scale_box.extent)}};
-  return layout;
-}
-
-TEST_CASE("Shards on block boundaries pass, also where the last block is short") {
-  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{128, 0}, {128, 200}}, {{1, 0}, {1, 2}})).ok());
-  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{256, 0}, {44, 200}}, {{2, 0}, {1, 2}})).ok());
-  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{0, 128}, {300, 72}}, {{0, 1}, {3, 1}})).ok());
-  CHECK(CheckBlockScales({}).ok());
-}
-
-TEST_CASE("A shard that cuts a block whose scales are sharded is named") {
-  const auto rows =
-      CheckBlockScales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}}));
-  CHECK(rows.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK(rows.message() ==
-        "tensor w: the shard [192, 384) of dimension 0 cuts a block of 128 whose scales in "
-        "w_scale_inv are sharded along it");
-  const auto columns =
-      CheckBlockScales(BlockLayout({256, 1408}, {{0, 0}, {256, 704}}, {{0, 0}, {2, 6}}));
-  CHECK(columns.message().find("[0, 704) of dimension 1") != std::string::npos);
-}
-
-TEST_CASE("A cut block whose scales are all there passes") {
-  CHECK(CheckBlockScales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{0, 0}, {6, 2}})).ok());
-  // One block, halved.
-  CHECK(CheckBlockScales(BlockLayout({128, 128}, {{64, 0}, {64, 128}}, {{0, 0}, {1, 1}})).ok());
-}
-
-TEST_CASE("Scales of another shape than the blocks' are named") {
-  Layout layout = BlockLayout({256, 256}, WholeBox({256, 256}), WholeBox({2, 2}));
-  CHECK(CheckBlockScales(layout).ok());
-  const auto status = CheckBlockScales(layout, 64);
-  CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK(
-      status.message().find("float32 [2, 2], not one scale for each block of 64: float32 [4, 4]") !=
-      std::string::npos);
-  CHECK(CheckBlockScales(layout, 0).code() == absl::StatusCode::kInvalidArgument);
-  layout.tensors[1].name = "another";
-  CHECK(CheckBlockScales(layout, 64).ok());
-}
-
 }  // namespace
 }  // namespace refitd::sharding

@@ -27,7 +27,7 @@
 //   lm_head                  unless tied: as embed_tokens
 //   norm
 // FP8 scales lie after their parameter, fused as it is. They are the blocks that each part touches;
-// CheckBlockScales (model.h) tells where a shard cuts one.
+// CheckBlockScales (transport/block_scales.h) tells where a shard cuts one.
 #ifndef REFITD_TRANSPORT_SHARDING_VLLM_H_
 #define REFITD_TRANSPORT_SHARDING_VLLM_H_
 
