@@ -265,13 +265,16 @@ absl::Status Executor::Bind(Transport* transport, Moves* moves) {
   return absl::OkStatus();
 }
 
-void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done) {
+const BoundProgram& Executor::BoundOf(const Moves& moves) { return *moves.start.bound; }
+
+void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done,
+                      bool keep) {
   const StartMoves& start = moves->start;
   const BoundProgram& bound = *start.bound;
   const bool writes = start.step == MoveStep::kLocal || start.step == MoveStep::kUnpack;
   const size_t destinations = writes ? bound.destinations.size() : 0;
   DropUnused();
-  if (start.step == MoveStep::kLocal) {
+  if (start.step == MoveStep::kLocal && keep) {
     std::erase_if(kept_, [&](const Kept& kept) { return kept.bound.lock() == start.bound; });
     kept_.push_back({start.bound, start.skip_destination, moves->prepared});
   }

@@ -82,8 +82,11 @@ class Executor {
   // Takes up to seconds; on any thread, with the transport of the executor that resolved it. Not
   // OK: errors as BindMoves.
   static absl::Status Bind(Transport* transport, Moves* moves);
-  // `done` is called once.
-  void Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done);
+  // `done` is called once. `keep`: for replay; not where a member of it was released meanwhile
+  // (P8).
+  void Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done,
+              bool keep = true);
+  static const BoundProgram& BoundOf(const Moves& moves);
   // All three. Not OK: no job was started, and `done` is not called.
   absl::Status Start(const StartMoves& start, const MemoryResolver& memory,
                      std::function<void(Moved)> done);
@@ -92,6 +95,8 @@ class Executor {
   // Lets go of what is prepared with this member's memory (P8).
   void Release(MemberId member);
 
+  // False: Start would read nothing.
+  bool AnyWritten(UpdateId update) const { return sums_.contains(update); }
   // Reads again what the update wrote. Not OK: no job was started, and `done` is not called.
   absl::Status Start(const StartVerify& verify, const MemoryResolver& memory,
                      std::function<void(VerifyDone)> done);

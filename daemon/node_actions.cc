@@ -267,6 +267,11 @@ void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Events* 
     }
     RunAll(std::move(deferred));
   };
+  if (!executor_.AnyWritten(verify.update)) {
+    // A refit with nothing to move: no thread is woken for it.
+    more->emplace_back(name, VerifyDone{verify.update, absl::OkStatus(), {}});
+    return;
+  }
   const absl::Status status = executor_.Start(verify, Memory(members_, *group), done);
   if (!status.ok()) more->emplace_back(name, VerifyDone{verify.update, status, {}});
 }

@@ -165,6 +165,7 @@ void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
   TrainerCall(
       call, request.lease(), peer, request.request_id(), std::move(reply),
       [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+        mutex_.AssertHeld();
         RefitEvent event;
         event.call = call;
         event.member = member.id;
@@ -179,6 +180,12 @@ void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
         event.bucket_count = request.bucket_count();
         if (member.layout == nullptr || member.layout->pieces.empty()) {
           return absl::FailedPreconditionError("this rank has no layout: RegisterLayout first");
+        }
+        for (const auto& [other, pending] : layouts_) {
+          if (pending.member != member.id) continue;
+          return Error(absl::StatusCode::kFailedPrecondition,
+                       "binding_generation: {} is being replaced by {}, which is not answered yet",
+                       request.binding_generation(), pending.layout->binding_generation);
         }
         if (request.binding_generation() != member.layout->binding_generation) {
           return Error(absl::StatusCode::kFailedPrecondition,

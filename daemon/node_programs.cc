@@ -1,6 +1,7 @@
 // Compiled refits: plans and node programs are made on the planner's thread, the steps of an update
 // are bound on the binder's; what comes of them is fed back as events. A group that is gone
 // meanwhile hears nothing.
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -77,7 +78,12 @@ void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Events* mor
 
 void Node::SubmitMoves(const std::string& name, uint64_t id,
                        const std::shared_ptr<Executor::Moves>& moves) {
-  executor_.Submit(moves, [this, name, id](const Executor::Moved& moved) {
+  const BoundProgram& bound = Executor::BoundOf(*moves);
+  const auto here = [this](MemberId member)
+                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return members_.contains(member); };
+  const bool keep = std::all_of(bound.sources.begin(), bound.sources.end(), here) &&
+                    std::all_of(bound.destinations.begin(), bound.destinations.end(), here);
+  const auto done = [this, name, id](const Executor::Moved& moved) {
     Deferred deferred;
     {
       MutexLock lock(&mutex_);
@@ -89,7 +95,8 @@ void Node::SubmitMoves(const std::string& name, uint64_t id,
       if (group != nullptr && group->id == id) Handle(name, moved.done, &deferred);
     }
     RunAll(std::move(deferred));
-  });
+  };
+  executor_.Submit(moves, done, keep);
 }
 
 void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* more) {

@@ -324,7 +324,12 @@ class Builder {
   absl::Status FinishStreams() {
     const int64_t chunk =
         std::min(options_.chunk_bytes, kMaxChunkBytes) / kSectionAlignment * kSectionAlignment;
-    program_.rounds = (plan_.longest_stream + chunk - 1) / chunk;
+    program_.rounds = plan_.longest_stream / chunk + (plan_.longest_stream % chunk != 0 ? 1 : 0);
+    if (program_.rounds > kMaxRounds) {
+      return Error(absl::StatusCode::kResourceExhausted,
+                   "longest_stream: {} bytes in chunks of {} are more than {} rounds",
+                   plan_.longest_stream, chunk, kMaxRounds);
+    }
     for (auto* side : {&outgoing_, &incoming_}) {
       for (auto& [peer, sections] : *side) {
         Stream stream;

@@ -34,6 +34,9 @@ namespace refitd {
 // A stream's step is this at least, if a round's limit allows: short streams end early.
 inline constexpr int64_t kMinStepBytes = int64_t{1} << 20;
 
+// Of a program: DeepSeek-V3 between 64 nodes has some ten thousand.
+inline constexpr int64_t kMaxRounds = int64_t{1} << 20;
+
 // A rank on this node.
 struct LocalMember {
   uint32_t rank = 0;  // index into the plan's sources or destinations

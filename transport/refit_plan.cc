@@ -220,6 +220,16 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
   REFITD_RETURN_IF_ERROR(CheckScales(destinations, options));
   REFITD_ASSIGN_OR_RETURN(plan->replicas,
                           ReplicaFinder(sources, options, plan->routes.tensors).Run());
+  std::vector<int64_t> shares(plan->routes.nodes);
+  for (const Replica& replica : plan->replicas.boxes) {
+    for (const uint32_t source : plan->replicas.HoldersOf(replica)) {
+      const uint32_t node = plan->routes.source_nodes[source];
+      if (++shares[node] <= kMaxNodeShares) continue;
+      return Error(absl::StatusCode::kResourceExhausted,
+                   "tensor {}: the ranks on node {} hold more than {} boxes that others hold too",
+                   plan->routes.tensors[replica.tensor].name, node, kMaxNodeShares);
+    }
+  }
   return plan;
 }
 

@@ -34,13 +34,17 @@ struct Replicas {
   }
 };
 
+// Of one node: their digests travel in one message.
+inline constexpr int64_t kMaxNodeShares = 900'000;
+
 struct RefitPlan {
   RoutePlan routes;
   Replicas replicas;
 };
 
 // Errors as CompileRoutes; FAILED_PRECONDITION naming the rank and the tensor also where a
-// destination can't apply its block scales (CheckFloat8Scales).
+// destination can't apply its block scales (CheckFloat8Scales); RESOURCE_EXHAUSTED also: a node
+// with more than kMaxNodeShares replicas.
 absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
     const RouteOptions& options);

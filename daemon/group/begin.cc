@@ -165,6 +165,7 @@ void Group::Impl::AssembleIfAllHere() {
     update->participants.clear();
     update->readers.clear();
     update->program.reset();
+    update->compiled.reset();
     if (at_hand.ok()) return;
     GiveUp why{Message(at_hand.status()), GiveUpClass::kOther};
     why.begin_code = at_hand.status().code();
@@ -173,13 +174,13 @@ void Group::Impl::AssembleIfAllHere() {
   }
   if (update->program.has_value()) {
     // Known better than any rank could tell.
-    if (update->tensor_count == 0 && program->key.pushed.empty()) {
-      update->tensor_count = program->tensors;
+    if (update->tensor_count == 0 && update->compiled->key.pushed.empty()) {
+      update->tensor_count = update->compiled->tensors;
     }
-    if (update->total_bytes == 0 && program->key.pushed.empty()) {
-      update->total_bytes = program->bytes;
+    if (update->total_bytes == 0 && update->compiled->key.pushed.empty()) {
+      update->total_bytes = update->compiled->bytes;
     }
-    update->accepted_bytes += program->bytes;
+    update->accepted_bytes += update->compiled->bytes;
   }
   Step(&update->state, UpdateTrigger::kAssembled);
   const Duration remaining = update->deadline - now;

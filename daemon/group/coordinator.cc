@@ -191,6 +191,8 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
       std::find(epoch->ranks.begin(), epoch->ranks.end(), id) != epoch->ranks.end()) {
     CloseEpochEverywhere();
   }
+  // Before what follows opens the data phase: an epoch of those that are left.
+  if (spread.has_value() && !spread->abandoned) EnsureEpoch();
   // Its calls and members stay known as another daemon's until the group is done with them.
   std::vector<CallId> calls;
   for (auto call = calls_of.lower_bound({id, CallId(0)});
@@ -201,6 +203,13 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   for (const auto& [theirs, ours] : node.members) {
     layouts.erase(ours);
     Feed(MemberLost{ours, fmt::format("{} was lost: {}", name, reason)});
+  }
+  if (spread.has_value() && spread->nodes.erase(id) > 0) {
+    // The loss of one of its members was what an update waited for: it was announced to nobody
+    // there.
+    if (spread->data_began)
+      Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost);
+    if (epoch.has_value()) CloseEpochEverywhere();
   }
   if (spread.has_value()) {
     // Nothing of it comes any more: what it had to say is said.

@@ -40,6 +40,9 @@ void Coordinator::Impl::AnnounceProgram() {
         {rank, remote == remotes.end() ? member : remote->second.id});
   }
   const auto peers = std::max<int64_t>(1, static_cast<int64_t>(job.use.nodes.size()) - 1);
+  std::erase_if(job.commands, [this](const auto& c) {
+    return c.first != kCoordinatorNode && !nodes.contains(c.first);  // it is being lost
+  });
   for (auto& [node, command] : job.commands) {
     command.update = spread->update;
     command.program = job.use.program;
@@ -204,7 +207,8 @@ void Coordinator::Impl::RunIfAgreed() {
   PeerRun run;
   run.update = spread->update;
   run.part = job.run->part;
-  run.wired = job.wired = job.use.plan->routes.wire_bytes > 0;
+  // Where only one daemon is left, what the others would get goes nowhere.
+  run.wired = job.wired = job.use.plan->routes.wire_bytes > 0 && spread->nodes.size() > 1;
   if (run.wired && !spread->abandoned && epoch.has_value()) {
     run.slots = job.run->slots;
     run.epoch = epoch->id;

@@ -71,7 +71,7 @@ absl::Status Group::Impl::CheckCoverage() const {
                Moves(tensor);
       },
       update->evicted));
-  const int64_t moved = update->program.has_value() ? program->tensors : 0;
+  const int64_t moved = update->program.has_value() ? update->compiled->tensors : 0;
   const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
   if (update->tensor_count != 0 && pushed != update->tensor_count) {
     return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
@@ -425,6 +425,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   const bool committed = outcome == Outcome::kCommitted;
   TellEvictedIfQuiet();
   if (committed) {
+    if (update->program.has_value()) CountCompared();
     InstallVersion();
   } else {
     TearDown(reason);
@@ -537,7 +538,13 @@ std::string Group::Impl::WaitedFor() const {
     waits.push_back(
         fmt::format("{} to acknowledge part {}", Label(id), reader.outstanding.front().part));
   }
-  if (update->in_flight > 0) waits.push_back(fmt::format("{} transfers", update->in_flight));
+  const bool comparing = update->refit == group::RefitPhase::kComparing;
+  const bool running = update->refit == group::RefitPhase::kRunning;
+  if (comparing) waits.emplace_back("the comparison of replicas");
+  if (running) waits.emplace_back("the program");
+  if (const int64_t transfers = update->in_flight - (comparing || running); transfers > 0) {
+    waits.push_back(fmt::format("{} transfers", transfers));
+  }
   if (update->state == UpdateState::kDraining) {
     if (update->readback == Readback::kRunning)
       waits.emplace_back("the verification of what was written");

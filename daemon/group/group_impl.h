@@ -220,6 +220,7 @@ struct Group::Impl {
   void TouchSources(int by);
   void RunProgramIfDue();
   bool MustCompare() const;
+  void CountCompared();
   bool TakeProgramSlots();
   void StartProgram();
 
@@ -271,8 +272,8 @@ struct Group::Impl {
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
   std::shared_ptr<const Catalog> catalog;             // of the last update
-  std::unique_ptr<group::CompiledProgram> program;    // of the last update with shards
-  std::unique_ptr<group::CompiledProgram> compiling;  // asked for; null: none
+  std::shared_ptr<group::CompiledProgram> program;    // the newest
+  std::shared_ptr<group::CompiledProgram> compiling;  // asked for; null: none
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
   std::deque<std::pair<Version, PastUpdate>> past;  // newest last

@@ -121,6 +121,28 @@ TEST_CASE("a program that comes after its update's end is kept for the next") {
   CHECK(p.g.prepared.size() == 1);
 }
 
+TEST_CASE("a program that comes while another runs does not touch the running update") {
+  Pair p;
+  p.Run(1);
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  // Another instance asks for another program, and goes before it is there.
+  const CallId call = p.g.Refit(p.trainer, 2);
+  p.g.ReadyAll();
+  p.g.FinishRefit(absl::InternalError("the copy failed"));
+  CHECK(p.g.Code(call) == StatusCode::kAborted);
+  const MemberId other = p.g.Registered("y", kModel);
+  const CallId waits = p.g.Refit(p.trainer, 2);
+  REQUIRE(p.g.compiling.has_value());
+  p.g.Lose(other);
+  CHECK(p.g.prepared.size() == 1);  // the program of before will do
+  p.g.ReadyAll();
+  p.g.FinishCompile(absl::FailedPreconditionError("tensor z: no source holds it"));
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  CHECK(p.g.Get<CommitReply>(waits).bytes == 24);
+}
+
 TEST_CASE("several trainer ranks, one update: all must call") {
   GroupSpec spec = TestGroup::DefaultSpec();
   spec.trainer_ranks = 2;

@@ -129,14 +129,16 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
                         Label(update->readers.begin()->first));
   }
   key.pushed.assign(pushed.begin(), pushed.end());
+  key.nodes = static_cast<uint32_t>(nodes.size());
   if (program != nullptr && program->key == key) {
     REFITD_RETURN_IF_ERROR(program->status);
+    update->compiled = program;
     update->program = ProgramUse{program->id, program->plan, nodes, sources};
     return true;
   }
   // One at a time: what is asked for now may be another one by the time it is needed.
   if (compiling != nullptr) return false;
-  compiling = std::make_unique<group::CompiledProgram>();
+  compiling = std::make_shared<group::CompiledProgram>();
   compiling->id = ProgramId(++next_program);
   CompileProgram compile;
   compile.program = compiling->id;
@@ -203,7 +205,7 @@ bool Group::Impl::Moves(std::string_view tensor) const {
       std::lower_bound(tensors.begin(), tensors.end(), tensor,
                        [](const TensorSpec& t, std::string_view n) { return t.name < n; });
   if (at == tensors.end() || at->name != tensor) return false;
-  const std::vector<std::string>& pushed = program->key.pushed;
+  const std::vector<std::string>& pushed = update->compiled->key.pushed;
   return !std::binary_search(pushed.begin(), pushed.end(), tensor) &&
          !std::binary_search(spec.engine_only_tensors.begin(), spec.engine_only_tensors.end(),
                              tensor);
@@ -238,8 +240,8 @@ bool Group::Impl::MustCompare() const {
   if (update->program->plan->replicas.boxes.empty()) return false;
   std::vector<std::shared_ptr<const Layout>> layouts;
   for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
-  return program->compared_layouts != layouts ||
-         program->uncompared_versions + 1 >= limits.compare_every;
+  return update->compiled->compared_layouts != layouts ||
+         update->compiled->uncompared_versions + 1 >= limits.compare_every;
 }
 
 void Group::Impl::On(const CompareDone& e) {
@@ -257,10 +259,20 @@ void Group::Impl::On(const CompareDone& e) {
                                     : GiveUpClass::kTransfer});
     return;
   }
-  program->uncompared_versions = -1;
-  program->compared_layouts.clear();
+  update->compared = true;
+}
+
+// Only a version that was installed counts: another attempt may bring other bytes.
+void Group::Impl::CountCompared() {
+  group::CompiledProgram& compiled = *update->compiled;
+  if (!update->compared) {
+    ++compiled.uncompared_versions;
+    return;
+  }
+  compiled.uncompared_versions = 0;
+  compiled.compared_layouts.clear();
   for (const MemberId source : update->program->sources) {
-    program->compared_layouts.push_back(Find(source)->layout);
+    compiled.compared_layouts.push_back(Find(source)->layout);
   }
 }
 
@@ -288,7 +300,6 @@ void Group::Impl::StartProgram() {
   }
   TouchSources(1);
   ++update->in_flight;
-  ++program->uncompared_versions;
   update->refit = group::RefitPhase::kRunning;
   Do(StartRefit{update->id, update->version, PartSeq(update->end_part()), update->program_slots,
                 update->skip_destination, update->verification});
@@ -324,7 +335,7 @@ void Group::Impl::On(const RefitDone& e) {
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
-  update->moved_bytes += program->bytes;
+  update->moved_bytes += update->compiled->bytes;
   Changed();
 }
 

@@ -117,6 +117,7 @@ struct ProgramKey {
   std::vector<Rank> sources;
   std::vector<Rank> destinations;
   std::vector<std::string> pushed;  // sorted
+  uint32_t nodes = 0;               // of the update: rounds depend on it
   bool operator==(const ProgramKey&) const = default;
 };
 
@@ -171,9 +172,12 @@ struct Update {
 
   std::deque<Part> parts;  // not yet handed over; parts[0] has seq first_part
   int64_t first_part = 0;
-  int64_t next_start = 0;             // seq
-  int64_t in_flight = 0;              // transfers, the program too
-  std::optional<ProgramUse> program;  // where trainer ranks have registered shards
+  int64_t next_start = 0;  // seq
+  int64_t in_flight = 0;   // transfers, the program too
+  // Where trainer ranks have registered shards. The group may have a newer one meanwhile.
+  std::shared_ptr<CompiledProgram> compiled;
+  std::optional<ProgramUse> program;
+  bool compared = false;  // its replicas were found equal
   RefitPhase refit = RefitPhase::kNone;
   std::vector<SlotGrant> program_slots;
   std::vector<uint32_t> program_destinations;

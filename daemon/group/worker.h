@@ -130,7 +130,7 @@ class Worker {
     std::shared_ptr<const RoutePlan> plan;
     std::shared_ptr<const std::vector<ReplicaShare>> replicas;
     uint64_t building = 0;  // 0: no build is under way
-    absl::Status status;    // of the last build
+    UpdateId building_for;
     std::shared_ptr<const BoundProgram> bound;
   };
   struct Update {
@@ -163,7 +163,7 @@ class Worker {
   void BindOrBuild(Update* update, const Output& out);
   absl::Status Bind(const Job& job, std::shared_ptr<const NodeProgram> node_program,
                     std::shared_ptr<const BoundProgram>* bound) const;
-  void Build(const Job& job, const Output& out);
+  void Build(const Update& update, const Output& out);
   void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);

@@ -58,12 +58,12 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
                        out);
   }
   if (program_->building != 0) return;
-  if (program_->bound == nullptr) return Build(job, out);
+  if (program_->bound == nullptr) return Build(*update, out);
   std::shared_ptr<const BoundProgram> bound = program_->bound;
   const absl::Status status = Bind(job, bound->program, &bound);
   if (status.code() == absl::StatusCode::kFailedPrecondition) {
     // Pieces in another order, say: the same plan, planned for this node once more.
-    return Build(job, out);
+    return Build(*update, out);
   }
   if (status.ok()) job.bound = program_->bound = bound;
   ReportBuilt(update, status, out);
@@ -111,19 +111,26 @@ absl::Status Worker::Bind(const Job& job, std::shared_ptr<const NodeProgram> nod
   return absl::OkStatus();
 }
 
-void Worker::Build(const Job& job, const Output& out) {
+void Worker::Build(const Update& update, const Output& out) {
+  const Job& job = *update.job;
+  program_->building_for = update.id;
   BuildProgram build;
   build.program = program_->id;
   build.build = program_->building = next_build_++;
   build.plan = program_->plan;
   build.node = program_->node;
   build.options.chunk_bytes = program_->chunk_bytes;
-  // One who left has no layout: the compiler names it.
   for (const PlanMember& m : job.command.sources) {
     build.sources.push_back({m.rank, callbacks_.layout(m.member)});
   }
-  for (const PlanMember& m : job.command.destinations) {
-    build.destinations.push_back({m.rank, callbacks_.layout(m.member)});
+  // An engine that left meanwhile is planned with what it had at Prepare, and left out when it
+  // runs.
+  const auto& prepared = update.index->destinations();
+  for (size_t i = 0; i < job.command.destinations.size(); ++i) {
+    const PlanMember& m = job.command.destinations[i];
+    std::shared_ptr<const Layout> layout = callbacks_.layout(m.member);
+    if (layout == nullptr && i < prepared.size()) layout = prepared[i];
+    build.destinations.push_back({m.rank, std::move(layout)});
   }
   out.actions->push_back(PeerAction(std::move(build)));
 }
@@ -139,6 +146,11 @@ void Worker::Handle(const ProgramBuilt& built, TimePoint, const Output& out) {
     absl::Status status = built.status;
     std::shared_ptr<const BoundProgram> bound;
     if (status.ok()) status = Bind(*update.job, built.node_program, &bound);
+    if (!status.ok() && program_->building_for != id) {
+      // It was made for the members of an update that is over.
+      Build(update, out);
+      return;
+    }
     if (status.ok()) update.job->bound = program_->bound = bound;
     ReportBuilt(&update, status, out);
   }

@@ -406,6 +406,21 @@ void Cluster::On(int daemon, const ConnectEpoch& a) {
   Feed(daemon, EpochUp{a.epoch, absl::OkStatus()});
 }
 
+// What its end waits in ends; the others hear of it by their own.
+void Cluster::On(int daemon, const CloseEpoch& a) {
+  const uint32_t rank = daemons_[static_cast<size_t>(daemon)]->epoch_rank;
+  const auto end = [&](auto* operations) {
+    for (auto it = operations->begin(); it != operations->end();) {
+      if (it->second.posted.erase(rank) > 0) {
+        Feed(daemon, WireDone{a.epoch, WireSeq(it->first), absl::CancelledError("closed")});
+      }
+      it = it->second.posted.empty() ? operations->erase(it) : std::next(it);
+    }
+  };
+  end(&exchanges_);
+  end(&broadcasts_);
+}
+
 void Cluster::On(int daemon, const AcquireWire&) { Feed(daemon, WireGranted{}); }
 
 void Cluster::On(int daemon, const StartWire& a) {

@@ -116,6 +116,7 @@ class Cluster {
   void On(int daemon, const SendReport& a);
   void On(int daemon, const OpenEpoch& a);
   void On(int daemon, const ConnectEpoch& a);
+  void On(int daemon, const CloseEpoch& a);
   void On(int daemon, const StartWire& a);
   void On(int daemon, const StartExchange& a);
   void On(int daemon, const BuildProgram& a);
