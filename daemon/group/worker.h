@@ -25,6 +25,50 @@
 
 namespace refitd {
 
+namespace worker {
+
+// A round of the program that has begun.
+struct Round {
+  bool packing = false;
+  bool packed = false;
+  bool out = false;  // given to the wire
+  bool on_wire = false;
+  bool unpacking = false;
+  bool ended = false;
+};
+// The update's program on this daemon.
+struct Job {
+  PeerProgram command;
+  bool reported = false;                      // PeerProgramBuilt
+  std::shared_ptr<const BoundProgram> bound;  // null: not built
+  bool comparing = false;
+  std::optional<PeerRun> run;
+  bool issued = false;
+  bool local_begun = false;
+  bool local_running = false;
+  int64_t first_round = 0;          // not ended
+  std::map<int64_t, Round> rounds;  // begun, not ended
+  bool stopped = false;             // it failed or was given up: nothing new is started
+  bool done = false;                // PeerRunDone was sent
+  PeerRunDone result;
+  // Digest sums of sections, by peer.
+  std::map<uint32_t, std::vector<uint64_t>> sent;
+  std::map<uint32_t, std::vector<uint64_t>> received;
+};
+// What the last program was compiled to; kept for the updates that run it again.
+struct Program {
+  ProgramId id;
+  uint32_t node = 0;
+  int64_t chunk_bytes = 0;
+  std::shared_ptr<const RoutePlan> plan;
+  std::shared_ptr<const std::vector<ReplicaShare>> replicas;
+  uint64_t building = 0;  // 0: no build is under way
+  UpdateId building_for;
+  std::shared_ptr<const BoundProgram> bound;
+};
+
+}  // namespace worker
+
 class Worker {
  public:
   struct Callbacks {
@@ -94,45 +138,9 @@ class Worker {
     bool on_wire = false;
     PeerPartDone result;
   };
-  // A round of the program that has begun.
-  struct Round {
-    bool packing = false;
-    bool packed = false;
-    bool out = false;  // given to the wire
-    bool on_wire = false;
-    bool unpacking = false;
-    bool ended = false;
-  };
-  // The update's program on this daemon.
-  struct Job {
-    PeerProgram command;
-    bool reported = false;                      // PeerProgramBuilt
-    std::shared_ptr<const BoundProgram> bound;  // null: not built
-    bool comparing = false;
-    std::optional<PeerRun> run;
-    bool issued = false;
-    bool local_begun = false;
-    bool local_running = false;
-    int64_t first_round = 0;          // not ended
-    std::map<int64_t, Round> rounds;  // begun, not ended
-    bool stopped = false;             // it failed or was given up: nothing new is started
-    bool done = false;                // PeerRunDone was sent
-    PeerRunDone result;
-    // Digest sums of sections, by peer.
-    std::map<uint32_t, std::vector<uint64_t>> sent;
-    std::map<uint32_t, std::vector<uint64_t>> received;
-  };
-  // What the last program was compiled to; kept for the updates that run it again.
-  struct Program {
-    ProgramId id;
-    uint32_t node = 0;
-    int64_t chunk_bytes = 0;
-    std::shared_ptr<const RoutePlan> plan;
-    std::shared_ptr<const std::vector<ReplicaShare>> replicas;
-    uint64_t building = 0;  // 0: no build is under way
-    UpdateId building_for;
-    std::shared_ptr<const BoundProgram> bound;
-  };
+  using Round = worker::Round;
+  using Job = worker::Job;
+  using Program = worker::Program;
   struct Update {
     UpdateId id;
     UpdateId local;

@@ -255,7 +255,7 @@ void Cluster::Feed(int daemon, MachineEvent event) {
 void Cluster::Perform(int daemon, const MachineAction& action) {
   std::visit(
       [this, daemon](const auto& outer) {
-        std::visit([this, daemon](const auto& a) { On(daemon, a); }, outer);
+        std::visit([this, daemon](const auto& a) { this->On(daemon, a); }, outer);
       },
       action);
 }
