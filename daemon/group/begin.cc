@@ -87,9 +87,7 @@ void Group::Impl::On(const BeginEvent& e) {
   }
   const std::shared_ptr<Request> request =
       Track(member, CallKind::kBegin, e.request_id, what, e.call);
-  TrainerProgress& progress = update->trainers[member->rank];
-  progress.member = member->id;
-  if (member->state == MemberState::kAttached) Step(&member->state, MemberTrigger::kPrepare);
+  TrainerProgress& progress = Join(member);
   if (member->state == MemberState::kReady) {
     // The rank missed the answer to its first call.
     Finish(request, absl::OkStatus(), MakeBeginReply());
@@ -97,6 +95,13 @@ void Group::Impl::On(const BeginEvent& e) {
     progress.begins.push_back(request);
   }
   Changed();
+}
+
+group::TrainerProgress& Group::Impl::Join(Member* member) {
+  TrainerProgress& progress = update->trainers[member->rank];
+  progress.member = member->id;
+  if (member->state == MemberState::kAttached) Step(&member->state, MemberTrigger::kPrepare);
+  return progress;
 }
 
 void Group::Impl::Open(const BeginEvent& e) {

@@ -540,15 +540,11 @@ void Coordinator::Impl::Announce() {
 
 void Coordinator::Impl::StartPart(const StartTransfer& a) {
   spread->data_began = true;
-  const auto node_of = [this](MemberId member) {
-    const auto it = remotes.find(member);
-    return it == remotes.end() ? kCoordinatorNode : it->second.node;
-  };
   PartJob part;
-  part.root = node_of(a.trainer);
+  part.root = NodeOf(a.trainer);
   bool staged_on_root = false;
   for (const MemberId member : a.staged) {
-    const NodeId node = node_of(member);
+    const NodeId node = NodeOf(member);
     if (node == part.root) {
       staged_on_root = true;
     } else {
@@ -556,7 +552,7 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
     }
   }
   for (const uint32_t d : a.touched) {
-    const NodeId node = node_of(a.destinations[d]);
+    const NodeId node = NodeOf(a.destinations[d]);
     if (node != part.root) part.sinks.insert(node);
   }
   PeerHeader& h = part.header;
@@ -726,37 +722,22 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   PartJob& part = it->second;
   part.running.erase(node);
   part.unacknowledged.erase(node);
-  const auto destinations = spread->destinations.find(node);
-  if (destinations != spread->destinations.end()) {
-    const std::vector<uint32_t>& index = destinations->second;
-    for (size_t d = 0; d < std::min(index.size(), r.bytes_written.size()); ++d) {
-      part.bytes_written[index[d]] += r.bytes_written[d];
-    }
-    if (r.failed_destination >= 0 && static_cast<size_t>(r.failed_destination) < index.size() &&
-        part.status.ok()) {
-      part.failed_destination = static_cast<int>(index[static_cast<size_t>(r.failed_destination)]);
-    }
-  }
   part.digests[node] = r.digests;
-  if (!r.status.ok() && part.status.ok()) {
-    const std::string message = Message(r.status);
-    part.status = absl::Status(
-        r.status.code(),
-        fmt::format("{}: {}{}", Name(node), message, r.wire_failed ? NamesOfRanks(message) : ""));
-  }
+  AddResult(node, r, &part);
   const bool cut = part.header.wired && (r.wire_failed || !r.status.ok());
-  const absl::Status status = part.status;
   const PartSeq seq = r.part;
-  if (!r.status.ok() && !spread->abandoned && !it->second.running.empty()) {
-    // The others may wait for it: the update can't go on, so it is given up before they report.
-    Fail(fmt::format("{} of part {}: {}",
-                     status.code() == absl::StatusCode::kDataLoss ? "verification" : "transfer",
-                     seq, Message(status)),
-         status.code() == absl::StatusCode::kDataLoss ? GiveUpClass::kVerification
-                                                      : GiveUpClass::kTransfer);
+  if (!r.status.ok() && !part.running.empty()) {
+    FailForOthers(fmt::format("part {}", seq), absl::Status(part.status));
   }
   if (cut) CloseEpochEverywhere();
   if (spread.has_value()) CompleteIfDone(seq);
+}
+
+// The others may wait for who failed: the update can't go on, so it is given up before they report.
+void Coordinator::Impl::FailForOthers(const std::string& what, const absl::Status& status) {
+  const bool lost = status.code() == absl::StatusCode::kDataLoss;
+  Fail(fmt::format("{} of {}: {}", lost ? "verification" : "transfer", what, Message(status)),
+       lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer);
 }
 
 // What each node received, against what the root read (P1).

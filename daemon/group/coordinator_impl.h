@@ -2,6 +2,7 @@
 #ifndef REFITD_DAEMON_GROUP_COORDINATOR_IMPL_H_
 #define REFITD_DAEMON_GROUP_COORDINATOR_IMPL_H_
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <map>
@@ -14,6 +15,7 @@
 
 #include "daemon/group/coordinator.h"
 #include "daemon/group/worker.h"
+#include "transport/base/status.h"
 
 namespace refitd {
 namespace coordinator {
@@ -190,6 +192,28 @@ struct Coordinator::Impl {
   void End(const UpdateEnded& a);
 
   // ---- parts ----
+  // A node's result to those of the part's, or the program's, others.
+  template <typename Done, typename Job>
+  void AddResult(NodeId node, const Done& r, Job* job) const {
+    const auto destinations = spread->destinations.find(node);
+    if (destinations != spread->destinations.end()) {
+      const std::vector<uint32_t>& index = destinations->second;
+      for (size_t d = 0; d < std::min(index.size(), r.bytes_written.size()); ++d) {
+        job->bytes_written[index[d]] += r.bytes_written[d];
+      }
+      const auto failed = static_cast<size_t>(std::max(r.failed_destination, 0));
+      if (r.failed_destination >= 0 && failed < index.size() && job->status.ok()) {
+        job->failed_destination = static_cast<int>(index[failed]);
+      }
+    }
+    if (!r.status.ok() && job->status.ok()) {
+      const std::string message = Message(r.status);
+      job->status = absl::Status(
+          r.status.code(),
+          fmt::format("{}: {}{}", Name(node), message, r.wire_failed ? NamesOfRanks(message) : ""));
+    }
+  }
+  void FailForOthers(const std::string& what, const absl::Status& status);
   void CompleteIfDone(PartSeq seq);
   absl::Status CompareDigests(const PartJob& part) const;
   void CompleteVerifyIfDone();
@@ -210,6 +234,10 @@ struct Coordinator::Impl {
   void Send(NodeId node, PeerCommand command);
   void LoseNode(NodeId node, const std::string& reason);
   std::string Name(NodeId node) const;
+  NodeId NodeOf(MemberId member) const {
+    const auto it = remotes.find(member);
+    return it == remotes.end() ? kCoordinatorNode : it->second.node;
+  }
   std::string NamesOfRanks(std::string_view message) const;
   Worker::Output Out() { return {actions, &own_reports}; }
   template <typename Action>

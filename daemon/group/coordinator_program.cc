@@ -25,10 +25,6 @@ const PeerStream* Find(const std::vector<PeerStream>& streams, uint32_t peer) {
 void Coordinator::Impl::AnnounceProgram() {
   ProgramJob& job = *spread->program;
   const RoutePlan& plan = job.use.plan->routes;
-  const auto node_of = [this](MemberId member) {
-    const auto it = remotes.find(member);
-    return it == remotes.end() ? kCoordinatorNode : it->second.node;
-  };
   for (const auto& [node, index] : spread->destinations) {
     std::vector<PlanMember>& members = job.commands[node].destinations;
     for (size_t i = 0; i < std::min(index.size(), members.size()); ++i) members[i].rank = index[i];
@@ -36,7 +32,7 @@ void Coordinator::Impl::AnnounceProgram() {
   for (uint32_t rank = 0; rank < job.use.sources.size(); ++rank) {
     const MemberId member = job.use.sources[rank];
     const auto remote = remotes.find(member);
-    job.commands[node_of(member)].sources.push_back(
+    job.commands[NodeOf(member)].sources.push_back(
         {rank, remote == remotes.end() ? member : remote->second.id});
   }
   const auto peers = std::max<int64_t>(1, static_cast<int64_t>(job.use.nodes.size()) - 1);
@@ -252,31 +248,10 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   if (!spread.has_value() || spread->update != r.update || !spread->program.has_value()) return;
   ProgramJob& job = *spread->program;
   if (job.running.erase(node) == 0) return;
-  if (const auto d = spread->destinations.find(node); d != spread->destinations.end()) {
-    const std::vector<uint32_t>& index = d->second;
-    for (size_t i = 0; i < std::min(index.size(), r.bytes_written.size()); ++i) {
-      job.bytes_written[index[i]] += r.bytes_written[i];
-    }
-    if (r.failed_destination >= 0 && static_cast<size_t>(r.failed_destination) < index.size() &&
-        job.status.ok()) {
-      job.failed_destination = static_cast<int>(index[static_cast<size_t>(r.failed_destination)]);
-    }
-  }
   job.streams[node] = r.streams;
-  if (!r.status.ok() && job.status.ok()) {
-    const std::string message = Message(r.status);
-    job.status = absl::Status(
-        r.status.code(),
-        fmt::format("{}: {}{}", Name(node), message, r.wire_failed ? NamesOfRanks(message) : ""));
-  }
+  AddResult(node, r, &job);
   const bool cut = job.wired && !r.status.ok();
-  if (!r.status.ok() && !spread->abandoned && !job.running.empty()) {
-    // The others may wait for it: the update can't go on, so it is given up before they report.
-    const bool lost = job.status.code() == absl::StatusCode::kDataLoss;
-    Fail(
-        fmt::format("{} of the refit: {}", lost ? "verification" : "transfer", Message(job.status)),
-        lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer);
-  }
+  if (!r.status.ok() && !job.running.empty()) FailForOthers("the refit", absl::Status(job.status));
   if (cut) CloseEpochEverywhere();
   if (spread.has_value() && spread->program.has_value()) CompleteRunIfDone();
 }

@@ -357,9 +357,8 @@ void Group::Impl::StartPart(Part* part) {
     if (!touched[d]) continue;
     part->touched.push_back(d);
     WriteFirst(known.instance_of(d));
-    ++update->participants[known.instance_of(d)].touching;
-    Touch(known.destinations()[d], 1);
   }
+  TouchDestinations(part->touched, 1);
   Touch(part->bucket->trainer, 1);
   part->started = true;
   ++update->in_flight;
@@ -402,27 +401,14 @@ void Group::Impl::On(const TransferDone& e) {
   if (!part.started || part.done) return;
   part.done = true;
   --update->in_flight;
-  const Catalog& known = *update->catalog;
-  for (const uint32_t d : part.touched) {
-    --update->participants[known.instance_of(d)].touching;
-    Touch(known.destinations()[d], -1);
-  }
+  TouchDestinations(part.touched, -1);
   Touch(part.bucket->trainer, -1);
   if (update->state == UpdateState::kDraining) {
     if (part.slot.has_value()) (void)ledger.Release(*part.slot);
     return;
   }
   if (!e.status.ok()) {
-    const auto d = static_cast<size_t>(std::max(e.failed_destination, 0));
-    const bool known_culprit = e.failed_destination >= 0 && d < known.destinations().size();
-    Abandon(
-        {fmt::format("{} of part {}{}{}: {}",
-                     e.status.code() == absl::StatusCode::kDataLoss ? "verification" : "transfer",
-                     e.part, known_culprit ? " to " : "",
-                     known_culprit ? known.label(static_cast<uint32_t>(d)) : "", Message(e.status)),
-         e.status.code() == absl::StatusCode::kDataLoss ? GiveUpClass::kVerification
-                                                        : GiveUpClass::kTransfer});
-    return;
+    return Abandon(FailedMove(fmt::format("part {}", e.part), e.status, e.failed_destination));
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];

@@ -175,9 +175,8 @@ void Group::Impl::ReadBackIfLast() {
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
     if (update->skip_destination[d]) continue;
     update->verified_destinations.push_back(d);
-    ++update->participants[known.instance_of(d)].touching;
-    Touch(known.destinations()[d], 1);
   }
+  TouchDestinations(update->verified_destinations, 1);
   if (update->verified_destinations.empty()) return;
   update->readback = Readback::kRunning;
   Do(StartVerify{update->id, update->version, known.index(), known.destinations(),
@@ -208,10 +207,7 @@ void Group::Impl::On(const VerifyDone& e) {
   }
   update->readback = Readback::kDone;
   const Catalog& known = *update->catalog;
-  for (const uint32_t d : update->verified_destinations) {
-    --update->participants[known.instance_of(d)].touching;
-    Touch(known.destinations()[d], -1);
-  }
+  TouchDestinations(update->verified_destinations, -1);
   if (update->state == UpdateState::kDraining) return;
   // Bytes of an instance that was evicted meanwhile are nobody's any more.
   const bool only_evicted =
@@ -317,6 +313,19 @@ void Group::Impl::TellAborted(const Participant& participant, const std::string&
 }
 
 // ---- giving up ----
+
+// A part or the program did not get where it should.
+group::GiveUp Group::Impl::FailedMove(std::string_view what, const absl::Status& status,
+                                      int failed_destination) const {
+  const Catalog& known = *update->catalog;
+  const auto d = static_cast<size_t>(std::max(failed_destination, 0));
+  const bool known_culprit = failed_destination >= 0 && d < known.destinations().size();
+  const bool lost = status.code() == absl::StatusCode::kDataLoss;
+  return {fmt::format("{} of {}{}{}: {}", lost ? "verification" : "transfer", what,
+                      known_culprit ? " to " : "",
+                      known_culprit ? known.label(static_cast<uint32_t>(d)) : "", Message(status)),
+          lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer};
+}
 
 void Group::Impl::Abandon(GiveUp why) {
   if (update->state == UpdateState::kDraining) return;

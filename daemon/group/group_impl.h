@@ -175,10 +175,12 @@ struct Group::Impl {
   void LoseTrainer(Member* member, const std::string& reason);
   void ReleaseIfQuiet(MemberId id);
   void Touch(MemberId id, int by);
+  void TouchDestinations(const std::vector<uint32_t>& destinations, int by);
 
   // ---- begin.cc ----
   absl::Status CheckBegin(const Member& member, const BeginEvent& e) const;
   void Open(const BeginEvent& e);
+  TrainerProgress& Join(Member* member);
   void AssembleIfAllHere();
   absl::Status MakeParticipants();
   void OpenDataIfReady();
@@ -217,6 +219,7 @@ struct Group::Impl {
   absl::StatusOr<bool> ProgramAtHand();
   void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
   bool Moves(std::string_view tensor) const;
+  bool LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const;
   void TouchSources(int by);
   void RunProgramIfDue();
   bool MustCompare() const;
@@ -238,6 +241,8 @@ struct Group::Impl {
   void Evict(uint32_t participant, const GiveUp& why);
   // A live rank is late or failed: its instance is evicted, or the update given up.
   void FailEngine(uint32_t participant, const GiveUp& why);
+  GiveUp FailedMove(std::string_view what, const absl::Status& status,
+                    int failed_destination) const;
   void Abandon(GiveUp give_up);
   void DropUnstarted();
   void EndIfQuiet();

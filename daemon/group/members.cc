@@ -250,6 +250,14 @@ void Group::Impl::Touch(MemberId id, int by) {
   ReleaseIfQuiet(id);
 }
 
+void Group::Impl::TouchDestinations(const std::vector<uint32_t>& destinations, int by) {
+  const Catalog& known = *update->catalog;
+  for (const uint32_t d : destinations) {
+    update->participants[known.instance_of(d)].touching += by;
+    Touch(known.destinations()[d], by);
+  }
+}
+
 void Group::Impl::ReleaseIfQuiet(MemberId id) {
   Member* member = Find(id);
   if (member->state != MemberState::kLeaving || member->touching > 0) return;

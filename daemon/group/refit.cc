@@ -16,6 +16,15 @@ absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
 }
 
+BeginEvent BeginOf(const RefitEvent& e) {
+  BeginEvent begin;
+  begin.version = e.version;
+  begin.duration = e.duration;
+  begin.verification = e.verification;
+  begin.evict_late = e.evict_late;
+  return begin;
+}
+
 }  // namespace
 
 // ---- the call ----
@@ -41,18 +50,11 @@ void Group::Impl::On(const RefitEvent& e) {
     if (!progress.committed) TakeCommit(member, &progress, e.bucket_count);
     return;
   }
-  BeginEvent begin;
-  begin.version = e.version;
-  begin.duration = e.duration;
-  begin.verification = e.verification;
-  begin.evict_late = e.evict_late;
-  if (update == nullptr) Open(begin);
-  TrainerProgress& progress = update->trainers[member->rank];
-  progress.member = member->id;
+  if (update == nullptr) Open(BeginOf(e));
+  TrainerProgress& progress = Join(member);
   progress.one_call = progress.begins.empty();
   progress.announced = 0;  // taken when the engines are ready
   progress.commits.push_back(Track(member, CallKind::kRefit, e.request_id, what, e.call));
-  if (member->state == MemberState::kAttached) Step(&member->state, MemberTrigger::kPrepare);
   Changed();
 }
 
@@ -72,12 +74,7 @@ absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, 
     return Precondition("bucket_count: {}, but {} has not begun version {}", e.bucket_count,
                         member.label, e.version);
   }
-  BeginEvent begin;
-  begin.version = e.version;
-  begin.duration = e.duration;
-  begin.verification = e.verification;
-  begin.evict_late = e.evict_late;
-  return CheckBegin(member, begin);
+  return CheckBegin(member, BeginOf(e));
 }
 
 // An empty layout takes the one before back.
@@ -185,13 +182,8 @@ void Group::Impl::On(const ProgramCompiled& e) {
     program->status = absl::InternalError("no plan came");
   }
   if (!program->status.ok()) return;
-  const std::vector<std::string>& pushed = program->key.pushed;
   for (const TensorSpec& tensor : program->plan->routes.tensors) {
-    if (std::binary_search(pushed.begin(), pushed.end(), tensor.name) ||
-        std::binary_search(spec.engine_only_tensors.begin(), spec.engine_only_tensors.end(),
-                           tensor.name)) {
-      continue;
-    }
+    if (LeavesOut(*program, tensor.name)) continue;
     ++program->tensors;
     program->bytes += ElementCount(WholeBox(tensor.shape)) * ElementBytes(tensor.dtype);
   }
@@ -204,11 +196,15 @@ bool Group::Impl::Moves(std::string_view tensor) const {
   const auto at =
       std::lower_bound(tensors.begin(), tensors.end(), tensor,
                        [](const TensorSpec& t, std::string_view n) { return t.name < n; });
-  if (at == tensors.end() || at->name != tensor) return false;
-  const std::vector<std::string>& pushed = update->compiled->key.pushed;
-  return !std::binary_search(pushed.begin(), pushed.end(), tensor) &&
-         !std::binary_search(spec.engine_only_tensors.begin(), spec.engine_only_tensors.end(),
-                             tensor);
+  return at != tensors.end() && at->name == tensor && !LeavesOut(*update->compiled, tensor);
+}
+
+// A plan knows the tensors, too, that it does not move.
+bool Group::Impl::LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const {
+  const auto in = [tensor](const std::vector<std::string>& names) {
+    return std::binary_search(names.begin(), names.end(), tensor);
+  };
+  return in(compiled.key.pushed) || in(spec.engine_only_tensors);
 }
 
 // ---- running it ----
@@ -295,9 +291,8 @@ void Group::Impl::StartProgram() {
     if (update->skip_destination[d]) continue;
     update->program_destinations.push_back(d);
     WriteFirst(known.instance_of(d));
-    ++update->participants[known.instance_of(d)].touching;
-    Touch(known.destinations()[d], 1);
   }
+  TouchDestinations(update->program_destinations, 1);
   TouchSources(1);
   ++update->in_flight;
   update->refit = group::RefitPhase::kRunning;
@@ -312,26 +307,14 @@ void Group::Impl::On(const RefitDone& e) {
   }
   update->refit = group::RefitPhase::kDone;
   --update->in_flight;
-  const Catalog& known = *update->catalog;
-  for (const uint32_t d : update->program_destinations) {
-    --update->participants[known.instance_of(d)].touching;
-    Touch(known.destinations()[d], -1);
-  }
+  TouchDestinations(update->program_destinations, -1);
   TouchSources(-1);
   for (const SlotGrant& slot : std::exchange(update->program_slots, {})) {
     (void)ledger.Release(slot);
   }
   if (update->state == UpdateState::kDraining) return;
   if (!e.status.ok()) {
-    const auto d = static_cast<size_t>(std::max(e.failed_destination, 0));
-    const bool known_culprit = e.failed_destination >= 0 && d < known.destinations().size();
-    const bool lost = e.status.code() == absl::StatusCode::kDataLoss;
-    Abandon(
-        {fmt::format("{} of the refit{}{}: {}", lost ? "verification" : "transfer",
-                     known_culprit ? " to " : "",
-                     known_culprit ? known.label(static_cast<uint32_t>(d)) : "", Message(e.status)),
-         lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer});
-    return;
+    return Abandon(FailedMove("the refit", e.status, e.failed_destination));
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
