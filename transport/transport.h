@@ -117,8 +117,9 @@ class Transport {
   }
 
   // Runs it as Submit would, with this verification and label in place of its own.
-  virtual void Replay(std::shared_ptr<const PreparedTransfer> prepared, Verification verification,
-                      std::string label, std::function<void(TransferResult)> done) {
+  virtual void Replay(const std::shared_ptr<const PreparedTransfer>& prepared,
+                      Verification verification, std::string label,
+                      std::function<void(TransferResult)> done) {
     Transfer transfer = static_cast<const KeptTransfer&>(*prepared).transfer;
     transfer.verification = verification;
     transfer.label = std::move(label);

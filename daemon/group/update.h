@@ -142,15 +142,15 @@ enum class Readback : uint8_t { kNone, kRunning, kDone };
 struct Update {
   UpdateId id;
   Version version;
-  UpdateState state = UpdateState::kOpening;
   TimePoint started;
   TimePoint data_began;  // every rank was ready
   TimePoint data_ended;  // the last Commit came
   TimePoint deadline;
-  Verification verification = Verification::kReadback;
-  bool evict_late = false;
   int64_t tensor_count = 0;
   int64_t total_bytes = 0;
+  UpdateState state = UpdateState::kOpening;
+  Verification verification = Verification::kReadback;
+  bool evict_late = false;
 
   std::map<int, TrainerProgress> trainers;  // by rank
   TimePoint last_call;                      // last call of a trainer rank, or answer to one
@@ -179,9 +179,9 @@ struct Update {
   std::optional<ProgramUse> program;
   bool compared = false;  // its replicas were found equal
   RefitPhase refit = RefitPhase::kNone;
+  Readback readback = Readback::kNone;
   std::vector<SlotGrant> program_slots;
   std::vector<uint32_t> program_destinations;
-  Readback readback = Readback::kNone;
   std::vector<uint32_t> verified_destinations;
 
   // In Draining.

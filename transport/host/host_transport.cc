@@ -587,10 +587,10 @@ class HostTransport : public Transport {
     return prepared;
   }
 
-  void Replay(std::shared_ptr<const PreparedTransfer> prepared, Verification verification,
+  void Replay(const std::shared_ptr<const PreparedTransfer>& prepared, Verification verification,
               std::string label, std::function<void(TransferResult)> done) override {
-    Start(std::static_pointer_cast<const PreparedCopy>(std::move(prepared)), verification,
-          std::move(label), std::move(done));
+    Start(std::static_pointer_cast<const PreparedCopy>(prepared), verification, std::move(label),
+          std::move(done));
   }
 
   void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {

@@ -1,0 +1,22 @@
+// The copy kernel's machine code, made by nvcc when the project is built.
+//
+//   extern "C" __global__ void refitd_copy(refitd::CopyLaunch launch)
+//
+// kCopyThreads threads a block, no dynamic shared memory, any number of blocks: each takes tasks
+// until there are none left.
+#ifndef REFITD_TRANSPORT_CUDA_COPY_KERNEL_H_
+#define REFITD_TRANSPORT_CUDA_COPY_KERNEL_H_
+
+#include <string_view>
+
+namespace refitd {
+
+inline constexpr int kCopyThreads = 512;
+inline constexpr char kCopyKernel[] = "refitd_copy";
+
+// A fat binary for cuModuleLoadData; empty: built without nvcc.
+std::string_view CopyKernelImage();
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_CUDA_COPY_KERNEL_H_

@@ -1,0 +1,87 @@
+// GPU memory of other processes, mapped into this one.
+//
+// A region's address (`data()`) is where its own device reaches it; it is what MemorySpan and
+// BoundPiece carry. A kernel or copy that runs on another device may need another address: a legacy
+// CUDA IPC handle is opened once for each device that works on it (CUDA: an opened handle serves
+// the device that was current; enabling peers is not enough), a VMM mapping has one address for
+// all. CudaRegion::On gives it.
+//
+// Legacy handles (cudaIpcGetMemHandle) name a whole block of cudaMalloc, whatever address they were
+// taken of. A handle that is open already is not opened again: both hold the same region. P6: a
+// region is closed when its last shared_ptr goes, which every copy holds until it has drained. P8:
+// so a dead process's memory is given back when its last copy ended (measured: it lives until then,
+// docs/decisions.md). P10: sizes come from the driver, never from who registered.
+//
+// Contexts: each device's primary one, retained when a region or a copy first needs the device
+// (about 0.5 GiB of its memory), never released: they belong to the process.
+//
+// No CUDA type appears here; builds without CUDA too, and then Create says so. Thread-safe. Calls
+// that open or close take up to milliseconds: never under the node's mutex, never on a gRPC thread.
+#ifndef REFITD_TRANSPORT_CUDA_MEMORY_H_
+#define REFITD_TRANSPORT_CUDA_MEMORY_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "transport/base/unique_fd.h"
+#include "transport/cuda/driver.h"
+
+namespace refitd {
+
+inline constexpr size_t kCudaIpcHandleBytes = 64;  // CUipcMemHandle, cudaIpcMemHandle_t
+
+// Immutable. Destroying it closes every mapping of it.
+class CudaRegion {
+ public:
+  virtual ~CudaRegion() = default;
+  int device() const { return device_; }  // ordinal in this process
+  char* data() const { return data_; }    // on that device; not to be dereferenced by the host
+  int64_t bytes() const { return bytes_; }
+  // Where kernels and copies of `device` reach data(); opened at the first call. UNAVAILABLE: the
+  // device can't reach it, and why.
+  virtual absl::StatusOr<char*> On(int device) const = 0;
+
+ protected:
+  CudaRegion(int device, char* data, int64_t bytes) : device_(device), data_(data), bytes_(bytes) {}
+
+ private:
+  const int device_;
+  char* const data_;
+  const int64_t bytes_;
+};
+
+class CudaMemory {
+ public:
+  // Loads the driver; no context yet. UNAVAILABLE: no driver, no device, or CUDA is not compiled
+  // in.
+  static absl::StatusOr<std::shared_ptr<CudaMemory>> Create(
+      const std::string& library = "libcuda.so.1");
+  virtual ~CudaMemory() = default;
+
+  virtual const std::vector<CudaDevice>& devices() const = 0;
+  // The ordinal. FAILED_PRECONDITION: no device has this UUID; the message has those that there
+  // are.
+  virtual absl::StatusOr<int> DeviceOf(std::string_view uuid) const = 0;
+
+  // The block that a legacy handle names, which lies on `device`. INVALID_ARGUMENT: not
+  // kCudaIpcHandleBytes. FAILED_PRECONDITION: the driver refuses it (stale, of this process, of
+  // another device, not of cudaMalloc).
+  virtual absl::StatusOr<std::shared_ptr<const CudaRegion>> OpenLegacy(int device,
+                                                                       std::string_view handle) = 0;
+  // Memory of cuMemCreate, exported as a POSIX descriptor, `bytes` of it, accessible to every
+  // device that can reach `device`. FAILED_PRECONDITION: the driver refuses it, or it is not of
+  // `device`; INVALID_ARGUMENT: `bytes` is not what the allocation has.
+  virtual absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int device, UniqueFd fd,
+                                                                      int64_t bytes) = 0;
+  // The region that holds [data, data + bytes), as its own device addresses it; null: none that is
+  // open. Fast: called for every piece.
+  virtual std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_CUDA_MEMORY_H_
