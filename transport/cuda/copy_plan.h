@@ -1,6 +1,10 @@
 // What a transfer comes down to on GPUs: for each device that runs something, a list of tasks for
 // the copy kernel (copy_task.h). Pure: no CUDA call, so that all of it is tested where there is no
-// GPU, the tasks run by an interpreter that shares the kernel's code.
+// GPU, the tasks run by an interpreter that shares the kernel's code (copy_interpreter.h).
+//
+// A task runs on its source's device and stores to the destination's; where the source is host
+// memory, on the destination's. Programs are refused as the host transport refuses them
+// (bound_moves.h); digests are those that it would compute (P1).
 #ifndef REFITD_TRANSPORT_CUDA_COPY_PLAN_H_
 #define REFITD_TRANSPORT_CUDA_COPY_PLAN_H_
 
@@ -13,7 +17,7 @@
 
 namespace refitd {
 
-// Who reaches what, asked once a piece.
+// Who reaches what, asked once a piece (and device that runs tasks over it).
 class CopyAddresses {
  public:
   virtual ~CopyAddresses() = default;
@@ -33,22 +37,45 @@ struct DeviceTasks {
 
 struct CudaCopyPlan {
   std::vector<DeviceTasks> devices;  // ascending; none has neither tasks nor copies
+  // Under kReadback, for destinations with readback_now: digests of what was moved where it lies
+  // now. To be run after all of `devices` ended, on the destinations' devices, with
+  // CopyLaunch::source_sums pointing at the *stored* sums: proof_sum is an index into those.
+  std::vector<DeviceTasks> readback;
   // Destination pieces that are written; digests not filled in. A task's `sum` is an index into it:
-  // of the digest of what was stored, and of the source pass.
+  // of the digest of what was stored, and of the source pass. Verified: the two sums are equal
+  // (kTransfer: all; kReadback: those of destinations with readback_now; the others' source sums
+  // are what a ReadbackJob must find).
   std::vector<PieceDigest> sums;
   std::vector<int64_t> bytes;  // per destination
-  // Sums of whole source pieces (want_source_digests) follow those of `sums` in the tasks' numbers.
+  // Sums of whole source pieces (want_source_digests) follow those of `sums` in the numbers of
+  // source sums: piece i of the transfer has sums.size() + i.
   uint32_t source_sums = 0;
   int64_t task_sums() const { return static_cast<int64_t>(sums.size()) + source_sums; }
 };
 
-// `verification`: what the tasks compute; a prepared transfer is planned once for each that is
-// asked for. Errors: INTERNAL a malformed program, as the host transport's; those of CopyAddresses.
-absl::StatusOr<CudaCopyPlan> PlanCopies(const Transfer& transfer, Verification verification,
-                                        CopyAddresses* addresses);
+struct CopyPlanOptions {
+  // Tasks have at most so many bytes, fewer where a device has little to do: about
+  // tasks_wanted tasks, of no less than least_task_bytes.
+  int64_t most_task_bytes = 256 << 10;
+  int64_t least_task_bytes = 32 << 10;
+  int64_t tasks_wanted = 1024;
+  // Undigested contiguous pieces of this size and more go to copy engines; 0: none do.
+  int64_t engine_bytes = 0;
+};
 
-// Digests of pieces where they lie, on their own devices: the sum of job.pieces[i] has number i.
-absl::StatusOr<CudaCopyPlan> PlanReadback(const ReadbackJob& job, CopyAddresses* addresses);
+// `verification`: what the tasks compute; a prepared transfer is planned once for each that is
+// asked for. Order of a device's tasks: destinations' devices take turns, in proportion to what
+// each gets, each source device starting with another one; parts of one chunk for several
+// destinations are close together. Errors: INTERNAL a malformed program, as the host transport's;
+// UNIMPLEMENTED into host memory; those of CopyAddresses.
+absl::StatusOr<CudaCopyPlan> PlanCopies(const Transfer& transfer, Verification verification,
+                                        CopyAddresses* addresses,
+                                        const CopyPlanOptions& options = {});
+
+// Digests of pieces where they lie, on their own devices: the sum of job.pieces[i] is source sum i.
+// Pieces in host memory are read by the lowest device of the others (0: there is none).
+absl::StatusOr<CudaCopyPlan> PlanReadback(const ReadbackJob& job, CopyAddresses* addresses,
+                                          const CopyPlanOptions& options = {});
 
 }  // namespace refitd
 

@@ -11,27 +11,36 @@ namespace refitd {
 inline constexpr int kTaskDims = 3;
 inline constexpr uint32_t kNoSum = ~uint32_t{0};
 
+// Of a task, runs times the 16-byte vectors that one run may touch: its index arithmetic is exact
+// up to here.
+inline constexpr uint32_t kMaxTaskVectors = 1 << 16;
+
 // A box of `count[0] * count[1] * count[2]` runs of `run` elements each. A run is contiguous at the
-// source, at the destination, and in the tensor's row-major index.
+// source and at the destination, and, where digested, in the tensor's row-major index. Addresses
+// and steps need no alignment. Every address inside is accessed in units of 16 aligned bytes where
+// that pays: loads may fetch, and drop, what lies beside a run in its first and last unit.
 //
 // Two passes (P1): the copy reads at `source`, as the program says, stores at `destination` and
 // adds the digest of what it stored, with the index by the destination's metadata, to
 // stored_sums[sum]; the source pass reads the same elements at `proof`, where the source's own
-// metadata says that they lie, and adds to source_sums[proof_sum].
-struct CopyTask {
+// metadata says that they lie, and adds to source_sums[proof_sum]. Where nothing wants the digest
+// of what was stored (sum is kNoSum) and `proof` is `source`, the copy is the source pass.
+struct alignas(16) CopyTask {
   uint64_t source = 0;       // address; 0: nothing is copied
   uint64_t destination = 0;  // address; 0: nothing is copied
   uint64_t proof = 0;        // address; 0: no source pass
   uint64_t index = 0;        // of the first element, row-major in the unpadded global shape
-  uint32_t run = 0;          // elements
-  uint32_t count[kTaskDims] = {1, 1, 1};       // slowest first
   int64_t source_step[kTaskDims] = {0, 0, 0};  // bytes; of `proof` too
   int64_t destination_step[kTaskDims] = {0, 0, 0};
   int64_t index_step[kTaskDims] = {0, 0, 0};  // elements
-  uint32_t sum = kNoSum;                      // of what is stored; kNoSum: not digested
-  uint32_t proof_sum = kNoSum;                // of the source pass
-  uint8_t element_bytes = 1;                  // 1, 2, 4 or 8
+  uint32_t run = 0;                           // elements
+  uint16_t count[kTaskDims] = {1, 1, 1};      // slowest first; of fewer dimensions the last ones
+  uint8_t element_bytes = 1;                  // 1, 2 or 4; 8-byte elements are two of 4 bytes
+  uint8_t unused = 0;
+  uint32_t sum = kNoSum;        // of what is stored; kNoSum: not digested
+  uint32_t proof_sum = kNoSum;  // of the source pass
 };
+static_assert(sizeof(CopyTask) == 128);
 
 // For a copy engine: `bytes` from one address to another.
 struct LinearCopy {
@@ -42,7 +51,7 @@ struct LinearCopy {
 
 // What the kernel is launched with.
 struct CopyLaunch {
-  const CopyTask* tasks = nullptr;  // in device memory
+  const CopyTask* tasks = nullptr;  // in device memory, aligned to 16 bytes
   uint32_t task_count = 0;
   uint32_t* next_task = nullptr;              // zero at the launch; blocks take tasks from it
   unsigned long long* stored_sums = nullptr;  // zeroed before; null where no task has one

@@ -9,6 +9,7 @@
 
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/bound_moves.h"
 #include "transport/host/box_copy.h"
 #include "transport/host/worker_pool.h"
 
@@ -25,22 +26,6 @@ constexpr int64_t kChunkBytes = 256 << 10;
 constexpr int64_t kBlockBytes = 32 << 10;
 
 constexpr int kMaxThreads = 16;  // more don't make memory faster
-
-// Distance in bytes from the first element of a piece's box to that of `box` inside it.
-int64_t ByteDistance(const Box& box, const Box& from, const Dims& strides, int64_t element_bytes) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < strides.size(); ++d) {
-    elements += (box.offset[d] - from.offset[d]) * strides[d];
-  }
-  return elements * element_bytes;
-}
-
-// Bytes from the first to the end of the last element of a box that is not empty.
-int64_t Span(const Dims& extent, const Dims& strides, int64_t element_bytes) {
-  int64_t last = 0;
-  for (size_t d = 0; d < strides.size(); ++d) last += (extent[d] - 1) * strides[d];
-  return (last + 1) * element_bytes;
-}
 
 const char* AddressOf(const BoundPiece& piece, const Box& box) {
   return piece.data + ByteDistance(box, piece.box, piece.strides, ElementBytes(piece.dtype));
@@ -95,16 +80,6 @@ void Cut(const Box& box, int64_t element_bytes, int64_t most_bytes, Add add) {
   }
 }
 
-absl::Status CheckRanks(const BoundPiece& piece) {
-  const size_t rank = piece.shape.size();
-  if (rank <= kMaxDims && piece.box.offset.size() == rank && piece.box.extent.size() == rank &&
-      piece.strides.size() == rank) {
-    return absl::OkStatus();
-  }
-  return Error(absl::StatusCode::kInternal, "piece of \"{}\": shape, box and strides disagree",
-               piece.name);
-}
-
 // Keeps the failure of the lowest position, so that the message does not depend on timing.
 class FirstFailure {
  public:
@@ -130,17 +105,6 @@ class FirstFailure {
 
 // ---- copies ----
 
-struct Move {
-  const BoundPiece* source = nullptr;
-  const BoundPiece* destination = nullptr;
-  const Box* box = nullptr;
-  const char* from = nullptr;  // of the box's first element, as the program says
-  char* to = nullptr;
-  uint32_t destination_index = 0;
-  uint32_t destination_piece = 0;
-  size_t sum = 0;  // index into the plan's sums
-};
-
 // A box of one source piece and the moves that may read it.
 struct Chunk {
   const BoundPiece* source = nullptr;
@@ -152,85 +116,12 @@ struct Chunk {
 // What a transfer comes down to. Points into the transfer.
 struct CopyPlan {
   absl::Status status;
-  std::vector<Move> moves;  // ordered by source piece
+  BoundMoves bound;
   std::vector<Chunk> chunks;
-  std::vector<PieceDigest> sums;  // destination pieces, digests not filled in
-  std::vector<int64_t> bytes;     // per destination
 };
 
-bool Inside(const Box& inner, const Box& outer) {
-  const std::optional<Box> both = Intersect(inner, outer);
-  return both.has_value() && *both == inner;
-}
-
-// A wrong program is our own bug, but one that must not write outside the pieces. (Wrong offsets
-// inside them are found by verification.)
-absl::Status CheckSide(const BoundPiece& piece, const Box& box, int64_t byte_offset,
-                       std::string_view side) {
-  REFITD_RETURN_IF_ERROR(CheckRanks(piece));
-  if (box.offset.size() != piece.shape.size() || box.extent.size() != piece.shape.size() ||
-      ElementCount(box) == 0 || !Inside(box, piece.box)) {
-    return Error(absl::StatusCode::kInternal, "program: move of \"{}\" is not inside its {} piece",
-                 piece.name, side);
-  }
-  const int64_t element_bytes = ElementBytes(piece.dtype);
-  const int64_t end = Span(piece.box.extent, piece.strides, element_bytes);
-  if (byte_offset < 0 || byte_offset + Span(box.extent, piece.strides, element_bytes) > end) {
-    return Error(absl::StatusCode::kInternal,
-                 "program: move of \"{}\" at byte {} leaves its {} piece of {} bytes", piece.name,
-                 byte_offset, side, end);
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<Move> BindMove(const Transfer& transfer, const CopyMove& move) {
-  if (move.source != 0 || move.source_piece >= transfer.source.size() ||
-      move.destination >= transfer.destinations.size() ||
-      move.destination_piece >= transfer.destinations[move.destination].size()) {
-    return Error(absl::StatusCode::kInternal,
-                 "program: move from piece {} of source {} to piece {} of destination {}: no such",
-                 move.source_piece, move.source, move.destination_piece, move.destination);
-  }
-  const BoundPiece& source = transfer.source[move.source_piece];
-  const BoundPiece& destination = transfer.destinations[move.destination][move.destination_piece];
-  REFITD_RETURN_IF_ERROR(CheckSide(source, move.box, move.source_byte_offset, "source"));
-  REFITD_RETURN_IF_ERROR(
-      CheckSide(destination, move.box, move.destination_byte_offset, "destination"));
-  if (source.dtype != destination.dtype || source.shape != destination.shape) {
-    return Error(absl::StatusCode::kInternal, "program: \"{}\" is {} at the source, {} at \"{}\"",
-                 source.name, ToString(source.dtype, source.shape),
-                 ToString(destination.dtype, destination.shape), destination.name);
-  }
-  return Move{.source = &source,
-              .destination = &destination,
-              .box = &move.box,
-              .from = source.data + move.source_byte_offset,
-              .to = destination.data + move.destination_byte_offset,
-              .destination_index = move.destination,
-              .destination_piece = move.destination_piece};
-}
-
-// Gives each destination piece that is written its place in the sums.
-void NumberSums(CopyPlan* plan) {
-  std::vector<Move*> order;
-  order.reserve(plan->moves.size());
-  for (Move& move : plan->moves) order.push_back(&move);
-  std::sort(order.begin(), order.end(), [](const Move* a, const Move* b) {
-    return std::tie(a->destination_index, a->destination_piece) <
-           std::tie(b->destination_index, b->destination_piece);
-  });
-  for (Move* move : order) {
-    if (plan->sums.empty() || plan->sums.back().destination != move->destination_index ||
-        plan->sums.back().piece != move->destination_piece) {
-      plan->sums.push_back(
-          {.destination = move->destination_index, .piece = move->destination_piece});
-    }
-    move->sum = plan->sums.size() - 1;
-  }
-}
-
 void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
-  const std::vector<Move>& moves = plan->moves;
+  const std::vector<BoundMove>& moves = plan->bound.moves;
   const auto add = [plan](const BoundPiece* source, size_t first, size_t last, const Box& whole) {
     Cut(whole, ElementBytes(source->dtype), kChunkBytes, [&](const Box& box) {
       plan->chunks.push_back(
@@ -263,30 +154,13 @@ void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
 
 CopyPlan MakePlan(const Transfer& transfer) {
   CopyPlan plan;
-  plan.bytes.resize(transfer.destinations.size());
-  plan.moves.reserve(transfer.program.moves.size());
-  for (const CopyMove& copy : transfer.program.moves) {
-    absl::StatusOr<Move> move = BindMove(transfer, copy);
-    if (!move.ok()) {
-      CopyPlan refused;
-      refused.bytes.resize(transfer.destinations.size());
-      refused.status = move.status();
-      return refused;
-    }
-    plan.bytes[move->destination_index] +=
-        ElementCount(*move->box) * ElementBytes(move->source->dtype);
-    plan.moves.push_back(*move);
+  absl::StatusOr<BoundMoves> bound = BindMoves(transfer);
+  if (!bound.ok()) {
+    plan.status = bound.status();
+    plan.bound.bytes.resize(transfer.destinations.size());
+    return plan;
   }
-  // Programs come in this order already.
-  std::stable_sort(plan.moves.begin(), plan.moves.end(),
-                   [](const Move& a, const Move& b) { return a.source < b.source; });
-  NumberSums(&plan);
-  if (transfer.want_source_digests) {
-    for (const BoundPiece& piece : transfer.source) {
-      plan.status = CheckRanks(piece);
-      if (!plan.status.ok()) return plan;
-    }
-  }
+  plan.bound = *std::move(bound);
   MakeChunks(transfer, &plan);
   return plan;
 }
@@ -314,7 +188,7 @@ class CopyTask : public WorkTask {
         label_(std::move(label)),
         done_(std::move(done)),
         faults_(faults),
-        sums_(plan_.sums.size()),
+        sums_(plan_.bound.sums.size()),
         source_sums_(transfer_.want_source_digests ? transfer_.source.size() : 0) {}
 
  private:
@@ -353,7 +227,7 @@ class CopyTask : public WorkTask {
     Cut(chunk.box, element_bytes, block_bytes, [&](const Box& block) {
       SourcePass pass(source);
       for (size_t i = chunk.first_move; i < chunk.last_move; ++i) {
-        const Move& move = plan_.moves[i];
+        const BoundMove& move = plan_.bound.moves[i];
         const std::optional<Box> box = Intersect(*move.box, block);
         if (box.has_value()) CopyAndVerify(unit, {move, *box, mode, block_bytes}, &pass);
       }
@@ -367,7 +241,7 @@ class CopyTask : public WorkTask {
 
   // The part of a move that lies in one block.
   struct Part {
-    const Move& move;
+    const BoundMove& move;
     const Box& box;
     StoreMode mode;
     int64_t block_bytes;
@@ -418,8 +292,9 @@ class CopyTask : public WorkTask {
 
   // As the program says.
   static const char* SourceAddress(const Part& part) {
-    return part.move.from + ByteDistance(part.box, *part.move.box, part.move.source->strides,
-                                         ElementBytes(part.move.source->dtype));
+    return part.move.from_address() + ByteDistance(part.box, *part.move.box,
+                                                   part.move.source->strides,
+                                                   ElementBytes(part.move.source->dtype));
   }
 
   uint64_t Copy(const Part& part, const BoxCopyOptions& options) {
@@ -427,12 +302,12 @@ class CopyTask : public WorkTask {
     const Dims& to_strides = part.move.destination->strides;
     const int64_t element_bytes = ElementBytes(source.dtype);
     char* const to =
-        part.move.to + ByteDistance(part.box, *part.move.box, to_strides, element_bytes);
+        part.move.to_address() + ByteDistance(part.box, *part.move.box, to_strides, element_bytes);
     const uint64_t digest =
         CopyBoxUnfenced(to, to_strides, SourceAddress(part), source.strides, part.box, source.shape,
                         static_cast<int>(element_bytes), options);
     if (faults_ != nullptr) {
-      faults_->AfterStore(to, Span(part.box.extent, to_strides, element_bytes));
+      faults_->AfterStore(to, ByteSpan(part.box.extent, to_strides, element_bytes));
     }
     return digest;
   }
@@ -443,7 +318,7 @@ class CopyTask : public WorkTask {
 
   void Fail(int64_t unit, const Part& part, std::string_view what, uint64_t found,
             uint64_t expected) {
-    const Move& move = part.move;
+    const BoundMove& move = part.move;
     failure_.Offer(
         unit, static_cast<int>(move.destination_index),
         Error(absl::StatusCode::kDataLoss,
@@ -459,11 +334,11 @@ class CopyTask : public WorkTask {
     if (!plan_.status.ok()) {
       result.status = Error(plan_.status.code(), "{}: {}", label_, Message(plan_.status));
     }
-    result.bytes_written = plan_.bytes;
+    result.bytes_written = plan_.bound.bytes;
     if (verification_ == Verification::kReadback) {
-      for (size_t i = 0; i < plan_.sums.size(); ++i) {
-        if (ReadbackNow(plan_.sums[i].destination)) continue;
-        result.expected.push_back(plan_.sums[i]);
+      for (size_t i = 0; i < plan_.bound.sums.size(); ++i) {
+        if (ReadbackNow(plan_.bound.sums[i].destination)) continue;
+        result.expected.push_back(plan_.bound.sums[i]);
         result.expected.back().digest = sums_[i].load(std::memory_order_relaxed);
       }
     }
