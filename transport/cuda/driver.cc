@@ -3,13 +3,10 @@
 #include <fmt/format.h>
 
 #if defined(REFITD_CUDA)
-#include <cuda.h>
-#include <dlfcn.h>
-
 #include <array>
-#include <string_view>
 
 #include "transport/base/status.h"
+#include "transport/cuda/api.h"
 #endif
 
 namespace refitd {
@@ -24,58 +21,6 @@ std::string VersionText(int version) {
 constexpr int kCompiledVersion = CUDA_VERSION;
 constexpr size_t kMaxNameBytes = 256;  // of a device; the driver cuts longer ones
 
-// The driver's calls that a probe needs. Names with a version are looked up as the header's macros
-// would spell them.
-struct Driver {
-  decltype(&cuGetErrorString) get_error_string = nullptr;
-  decltype(&cuDriverGetVersion) driver_get_version = nullptr;
-  decltype(&cuInit) init = nullptr;
-  decltype(&cuDeviceGetCount) device_get_count = nullptr;
-  decltype(&cuDeviceGet) device_get = nullptr;
-  decltype(&cuDeviceGetUuid) device_get_uuid = nullptr;
-  decltype(&cuDeviceGetName) device_get_name = nullptr;
-  decltype(&cuDeviceTotalMem) device_total_mem = nullptr;
-};
-
-std::string LastLoadError() {
-  const char* error = dlerror();
-  return error != nullptr ? error : "the loader gives no reason";
-}
-
-template <typename Function>
-absl::Status Find(void* library, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(dlsym(library, name));
-  if (*function != nullptr) return absl::OkStatus();
-  return absl::NotFoundError(LastLoadError());
-}
-
-absl::StatusOr<Driver> LoadDriver(const std::string& path) {
-  // NODELETE: the driver starts threads of its own and can't be unloaded safely.
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  if (library == nullptr) return absl::NotFoundError(LastLoadError());
-  Driver driver;
-  REFITD_RETURN_IF_ERROR(Find(library, "cuGetErrorString", &driver.get_error_string));
-  REFITD_RETURN_IF_ERROR(Find(library, "cuDriverGetVersion", &driver.driver_get_version));
-  REFITD_RETURN_IF_ERROR(Find(library, "cuInit", &driver.init));
-  REFITD_RETURN_IF_ERROR(Find(library, "cuDeviceGetCount", &driver.device_get_count));
-  REFITD_RETURN_IF_ERROR(Find(library, "cuDeviceGet", &driver.device_get));
-  REFITD_RETURN_IF_ERROR(Find(library, "cuDeviceGetUuid_v2", &driver.device_get_uuid));
-  REFITD_RETURN_IF_ERROR(Find(library, "cuDeviceGetName", &driver.device_get_name));
-  REFITD_RETURN_IF_ERROR(Find(library, "cuDeviceTotalMem_v2", &driver.device_total_mem));
-  return driver;
-}
-
-// "cuInit: no CUDA-capable device is detected (error 100)".
-absl::Status Check(const Driver& driver, std::string_view call, CUresult result) {
-  if (result == CUDA_SUCCESS) return absl::OkStatus();
-  const char* text = nullptr;
-  if (driver.get_error_string(result, &text) != CUDA_SUCCESS || text == nullptr) {
-    text = "unknown to the driver";
-  }
-  return Error(absl::StatusCode::kUnavailable, "{}: {} (error {})", call, text,
-               static_cast<int>(result));
-}
-
 std::string UuidText(const CUuuid& uuid) {
   std::string text = "GPU-";
   for (size_t i = 0; i < sizeof(uuid.bytes); ++i) {
@@ -85,38 +30,36 @@ std::string UuidText(const CUuuid& uuid) {
   return text;
 }
 
-absl::StatusOr<CudaDevice> ReadDevice(const Driver& driver, int ordinal) {
+absl::StatusOr<CudaDevice> ReadDevice(const CudaApi& api, int ordinal) {
   CudaDevice device;
   device.ordinal = ordinal;
   CUdevice handle = 0;
-  REFITD_RETURN_IF_ERROR(Check(driver, "cuDeviceGet", driver.device_get(&handle, ordinal)));
+  REFITD_RETURN_IF_ERROR(api.Check("cuDeviceGet", api.cuDeviceGet(&handle, ordinal)));
   CUuuid uuid = {};
-  REFITD_RETURN_IF_ERROR(
-      Check(driver, "cuDeviceGetUuid_v2", driver.device_get_uuid(&uuid, handle)));
+  REFITD_RETURN_IF_ERROR(api.Check("cuDeviceGetUuid_v2", api.cuDeviceGetUuid(&uuid, handle)));
   device.uuid = UuidText(uuid);
   std::array<char, kMaxNameBytes + 1> name = {};  // ends in a zero, whatever the driver writes
   REFITD_RETURN_IF_ERROR(
-      Check(driver, "cuDeviceGetName", driver.device_get_name(name.data(), kMaxNameBytes, handle)));
+      api.Check("cuDeviceGetName", api.cuDeviceGetName(name.data(), kMaxNameBytes, handle)));
   device.name = name.data();
   size_t bytes = 0;
-  REFITD_RETURN_IF_ERROR(
-      Check(driver, "cuDeviceTotalMem_v2", driver.device_total_mem(&bytes, handle)));
+  REFITD_RETURN_IF_ERROR(api.Check("cuDeviceTotalMem_v2", api.cuDeviceTotalMem(&bytes, handle)));
   device.memory_bytes = static_cast<int64_t>(bytes);
   return device;
 }
 
 absl::Status Probe(const std::string& library, CudaReport* report) {
-  REFITD_ASSIGN_OR_RETURN(const Driver driver, LoadDriver(library));
+  REFITD_ASSIGN_OR_RETURN(const CudaApi api, CudaApi::Load(library));
   int version = 0;
-  REFITD_RETURN_IF_ERROR(Check(driver, "cuDriverGetVersion", driver.driver_get_version(&version)));
+  REFITD_RETURN_IF_ERROR(api.Check("cuDriverGetVersion", api.cuDriverGetVersion(&version)));
   report->driver_version = version;
-  REFITD_RETURN_IF_ERROR(Check(driver, "cuInit", driver.init(0)));
+  REFITD_RETURN_IF_ERROR(api.Check("cuInit", api.cuInit(0)));
   int count = 0;
-  REFITD_RETURN_IF_ERROR(Check(driver, "cuDeviceGetCount", driver.device_get_count(&count)));
+  REFITD_RETURN_IF_ERROR(api.Check("cuDeviceGetCount", api.cuDeviceGetCount(&count)));
   if (count == 0) return absl::NotFoundError("the driver shows no device");
   absl::Status first;  // of the devices' problems
   for (int ordinal = 0; ordinal < count; ++ordinal) {
-    absl::StatusOr<CudaDevice> device = ReadDevice(driver, ordinal);
+    absl::StatusOr<CudaDevice> device = ReadDevice(api, ordinal);
     if (device.ok()) {
       report->devices.push_back(*std::move(device));
     } else if (first.ok()) {

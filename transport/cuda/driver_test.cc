@@ -1,12 +1,13 @@
 #include "transport/cuda/driver.h"
 
-#include <dlfcn.h>
-
 #include <catch2/catch.hpp>
-#include <filesystem>
 #include <string>
 #include <thread>
 #include <vector>
+
+#if defined(REFITD_CUDA)
+#include "transport/cuda/fake_cuda.h"
+#endif
 
 namespace refitd {
 namespace {
@@ -43,34 +44,6 @@ TEST_CASE("threads that ask together get one report") {
 
 #if defined(REFITD_CUDA)
 
-// Beside this binary, under `bazel test` and by hand.
-std::string FakePath() {
-  return std::filesystem::read_symlink("/proc/self/exe").parent_path() / "libcuda_fake.so";
-}
-
-// The fake driver; its call `call` answers `result` while this lives.
-class Failing {
- public:
-  Failing(const char* call, int result)
-      : library_(dlopen(FakePath().c_str(), RTLD_NOW | RTLD_LOCAL)) {
-    INFO(FakePath());
-    REQUIRE(library_ != nullptr);
-    fail_ = reinterpret_cast<void (*)(const char*, int)>(dlsym(library_, "FakeCudaFail"));
-    REQUIRE(fail_ != nullptr);
-    fail_(call, result);
-  }
-  ~Failing() {
-    fail_(nullptr, 0);
-    dlclose(library_);
-  }
-  Failing(const Failing&) = delete;
-  Failing& operator=(const Failing&) = delete;
-
- private:
-  void* library_;
-  void (*fail_)(const char*, int) = nullptr;
-};
-
 TEST_CASE("without a driver the report says what the loader says") {
   const CudaReport report = ProbeCudaLibrary("libcuda_missing.so.1");
   REQUIRE(report.compiled_version >= 11000);
@@ -88,7 +61,8 @@ TEST_CASE("a library that is no CUDA driver is named with the call that it lacks
 }
 
 TEST_CASE("version and devices are read: UUID, name, memory") {
-  const CudaReport report = ProbeCudaLibrary(FakePath());
+  const FakeCuda fake;
+  const CudaReport report = ProbeCudaLibrary(FakeCuda::Path());
   REQUIRE(report.problem.empty());
   REQUIRE(report.driver_version == 12040);
   REQUIRE(report.devices.size() == 2);
@@ -108,20 +82,24 @@ TEST_CASE("version and devices are read: UUID, name, memory") {
 
 TEST_CASE("a call that fails is named with the driver's text") {
   const std::string call = GENERATE("cuDriverGetVersion", "cuInit", "cuDeviceGetCount");
-  const Failing failing(call.c_str(), 100);
-  const CudaReport report = ProbeCudaLibrary(FakePath());
+  FakeCuda fake;
+  fake.Fail(call.c_str(), 100);
+  const CudaReport report = ProbeCudaLibrary(FakeCuda::Path());
   REQUIRE(report.devices.empty());
   REQUIRE(report.problem == call + ": no CUDA-capable device is detected (error 100)");
 }
 
 TEST_CASE("an error that the driver has no text for is told by its number") {
-  const Failing failing("cuInit", 999);
-  REQUIRE(ProbeCudaLibrary(FakePath()).problem == "cuInit: unknown to the driver (error 999)");
+  FakeCuda fake;
+  fake.Fail("cuInit", 999);
+  REQUIRE(ProbeCudaLibrary(FakeCuda::Path()).problem ==
+          "cuInit: unknown to the driver (error 999)");
 }
 
 TEST_CASE("a driver without devices is told apart from one that fails") {
-  const Failing failing("cuDeviceGetCount", 0);
-  const CudaReport report = ProbeCudaLibrary(FakePath());
+  FakeCuda fake;
+  fake.Fail("cuDeviceGetCount", 0);
+  const CudaReport report = ProbeCudaLibrary(FakeCuda::Path());
   REQUIRE(report.driver_version == 12040);
   REQUIRE(report.problem == "the driver shows no device");
 }
@@ -129,8 +107,9 @@ TEST_CASE("a driver without devices is told apart from one that fails") {
 TEST_CASE("a device that does not answer is named, and the others are listed") {
   const std::string call =
       GENERATE("cuDeviceGet", "cuDeviceGetUuid_v2", "cuDeviceGetName", "cuDeviceTotalMem_v2");
-  const Failing failing(call.c_str(), 100);
-  const CudaReport report = ProbeCudaLibrary(FakePath());
+  FakeCuda fake;
+  fake.Fail(call.c_str(), 100);
+  const CudaReport report = ProbeCudaLibrary(FakeCuda::Path());
   REQUIRE(report.devices.size() == 1);
   REQUIRE(report.devices[0].ordinal == 0);
   REQUIRE(report.problem ==

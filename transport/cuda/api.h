@@ -1,0 +1,144 @@
+// The CUDA driver as this folder calls it: the table of its functions, errors as statuses, and the
+// contexts of its devices. Private to transport/cuda/; empty in builds without CUDA.
+//
+// The one file (with api.cc) where a CUresult becomes a status. Thread-safe, as the driver is.
+#ifndef REFITD_TRANSPORT_CUDA_API_H_
+#define REFITD_TRANSPORT_CUDA_API_H_
+
+#if defined(REFITD_CUDA)
+#include <cuda.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/mutex.h"
+
+namespace refitd {
+
+// Every call that is used, and the name under which the driver has the version that cuda.h declares
+// (CUDA 11 and later).
+#define REFITD_CUDA_CALLS(V)                                                          \
+  V(cuGetErrorString, "cuGetErrorString")                                             \
+  V(cuDriverGetVersion, "cuDriverGetVersion")                                         \
+  V(cuInit, "cuInit")                                                                 \
+  V(cuDeviceGetCount, "cuDeviceGetCount")                                             \
+  V(cuDeviceGet, "cuDeviceGet")                                                       \
+  V(cuDeviceGetUuid, "cuDeviceGetUuid_v2")                                            \
+  V(cuDeviceGetName, "cuDeviceGetName")                                               \
+  V(cuDeviceTotalMem, "cuDeviceTotalMem_v2")                                          \
+  V(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer")                                   \
+  V(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain")                             \
+  V(cuCtxPushCurrent, "cuCtxPushCurrent_v2")                                          \
+  V(cuCtxPopCurrent, "cuCtxPopCurrent_v2")                                            \
+  V(cuPointerGetAttribute, "cuPointerGetAttribute")                                   \
+  V(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2")                                      \
+  V(cuIpcCloseMemHandle, "cuIpcCloseMemHandle")                                       \
+  V(cuMemGetAddressRange, "cuMemGetAddressRange_v2")                                  \
+  V(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle")                 \
+  V(cuMemGetAllocationPropertiesFromHandle, "cuMemGetAllocationPropertiesFromHandle") \
+  V(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity")                   \
+  V(cuMemAddressReserve, "cuMemAddressReserve")                                       \
+  V(cuMemAddressFree, "cuMemAddressFree")                                             \
+  V(cuMemMap, "cuMemMap")                                                             \
+  V(cuMemUnmap, "cuMemUnmap")                                                         \
+  V(cuMemSetAccess, "cuMemSetAccess")                                                 \
+  V(cuMemRelease, "cuMemRelease")                                                     \
+  V(cuMemAlloc, "cuMemAlloc_v2")                                                      \
+  V(cuMemFree, "cuMemFree_v2")                                                        \
+  V(cuMemHostAlloc, "cuMemHostAlloc")                                                 \
+  V(cuMemFreeHost, "cuMemFreeHost")                                                   \
+  V(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2")                                        \
+  V(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2")                                        \
+  V(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2")                                        \
+  V(cuMemsetD8Async, "cuMemsetD8Async")                                               \
+  V(cuStreamCreate, "cuStreamCreate")                                                 \
+  V(cuStreamDestroy, "cuStreamDestroy_v2")                                            \
+  V(cuStreamWaitEvent, "cuStreamWaitEvent")                                           \
+  V(cuEventCreate, "cuEventCreate")                                                   \
+  V(cuEventDestroy, "cuEventDestroy_v2")                                              \
+  V(cuEventRecord, "cuEventRecord")                                                   \
+  V(cuEventQuery, "cuEventQuery")                                                     \
+  V(cuModuleLoadData, "cuModuleLoadData")                                             \
+  V(cuModuleUnload, "cuModuleUnload")                                                 \
+  V(cuModuleGetFunction, "cuModuleGetFunction")                                       \
+  V(cuLaunchKernel, "cuLaunchKernel")
+
+struct CudaApi {
+  // NOT_FOUND in the loader's words: no such library, or it lacks a call. A library once loaded
+  // stays loaded: the driver starts threads of its own and can't be unloaded safely.
+  static absl::StatusOr<CudaApi> Load(const std::string& library);
+
+  // "cuMemAlloc: out of memory (error 2)". INTERNAL and IsLost: the context is gone for good;
+  // RESOURCE_EXHAUSTED: out of memory; FAILED_PRECONDITION: what was passed is refused; else
+  // UNAVAILABLE.
+  absl::Status Check(std::string_view call, CUresult result) const;
+
+#define REFITD_CUDA_MEMBER(call, symbol) decltype(&::call) call = nullptr;
+  REFITD_CUDA_CALLS(REFITD_CUDA_MEMBER)
+#undef REFITD_CUDA_MEMBER
+};
+
+// REFITD_CUDA_CALL(api, cuMemFree, address): the call's status.
+#define REFITD_CUDA_CALL(api, call, ...) (api).Check(#call, (api).call(__VA_ARGS__))
+
+// Errors after which a context, and with it this process's use of GPUs, is lost: illegal addresses,
+// failed launches, uncorrectable memory errors. Every later call fails too.
+bool IsLostContext(CUresult result);
+// Whether Check made this status of such an error.
+bool IsLost(const absl::Status& status);
+
+// The primary contexts of all devices: retained when first asked for, never released.
+class CudaContexts {
+ public:
+  // The driver must be initialised; ordinals are 0 to devices - 1.
+  CudaContexts(const CudaApi& api, int devices)
+      : api_(api), contexts_(static_cast<size_t>(devices)) {}
+  CudaContexts(const CudaContexts&) = delete;
+  CudaContexts& operator=(const CudaContexts&) = delete;
+
+  const CudaApi& api() const { return api_; }
+  int devices() const { return static_cast<int>(contexts_.size()); }
+  // INVALID_ARGUMENT: no such ordinal.
+  absl::StatusOr<CUcontext> Get(int device);
+  // Whether kernels and copies of `device` can reach memory of `owner`.
+  absl::StatusOr<bool> CanReach(int device, int owner) const;
+
+ private:
+  const CudaApi api_;
+  Mutex mutex_;
+  std::vector<CUcontext> contexts_ ABSL_GUARDED_BY(mutex_);
+};
+
+// A context is the thread's current one while this lives. `status` must be looked at.
+class ScopedContext {
+ public:
+  ScopedContext(const CudaApi& api, CUcontext context)
+      : api_(api), status_(REFITD_CUDA_CALL(api, cuCtxPushCurrent, context)) {}
+  ~ScopedContext() {
+    CUcontext old = nullptr;
+    if (status_.ok()) (void)api_.cuCtxPopCurrent(&old);
+  }
+  ScopedContext(const ScopedContext&) = delete;
+  ScopedContext& operator=(const ScopedContext&) = delete;
+  const absl::Status& status() const { return status_; }
+
+ private:
+  const CudaApi& api_;
+  const absl::Status status_;
+};
+
+// What CudaMemory::Create makes is one of these too: how the transport gets at the driver.
+class CudaContextsOwner {
+ public:
+  virtual ~CudaContextsOwner() = default;
+  virtual const std::shared_ptr<CudaContexts>& contexts() const = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_CUDA
+#endif  // REFITD_TRANSPORT_CUDA_API_H_

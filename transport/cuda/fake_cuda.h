@@ -1,0 +1,100 @@
+// How tests get hold of the fake driver (fake_driver.cc), and what they tell it.
+//
+// The fake's "device" memory is host memory: a block of another process is a memfd, mapped once
+// more for each open, so that a mapping that was closed too early or that belongs to another device
+// is found out. Work on streams is queued and done when somebody queries an event, in order of
+// submission: bytes that are reused before their copy ran come out wrong.
+#ifndef REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_
+#define REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_
+
+#include <dlfcn.h>
+
+#include <catch2/catch.hpp>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+#include "transport/cuda/fake_driver.h"
+
+namespace refitd {
+
+// The fake, in its first state while this lives, alone.
+class FakeCuda {
+ public:
+  FakeCuda() : library_(dlopen(Path().c_str(), RTLD_NOW | RTLD_LOCAL)) {
+    INFO(Path());
+    REQUIRE(library_ != nullptr);
+    Find("FakeCudaFail", &fail_);
+    Find("FakeCudaFailAt", &fail_at_);
+    Find("FakeCudaReset", &reset_);
+    Find("FakeCudaHold", &hold_);
+    Find("FakeCudaPeers", &peers_);
+    Find("FakeCudaCount", &count_);
+    Find("FakeCudaExport", &export_);
+    Find("FakeCudaExportVmm", &export_vmm_);
+    Find("FakeCudaForget", &forget_);
+    Find("FakeCudaCorrupt", &corrupt_);
+    reset_();
+  }
+  ~FakeCuda() {
+    reset_();
+    dlclose(library_);
+  }
+  FakeCuda(const FakeCuda&) = delete;
+  FakeCuda& operator=(const FakeCuda&) = delete;
+
+  // Beside this binary, under `bazel test` and by hand.
+  static std::string Path() {
+    return std::filesystem::read_symlink("/proc/self/exe").parent_path() / "libcuda_fake.so";
+  }
+
+  // A probe's call that always fails; about a device, on device 1 only.
+  void Fail(const char* call, int result) { fail_(call, result); }
+  // The nth call from now (1: the next) fails, once; results that cost a context go on for all
+  // calls. "kernel": when a launch runs.
+  void FailAt(const char* call, int nth, int result) { fail_at_(call, nth, result); }
+  // Devices (bit mask) whose streams stand still.
+  void Hold(unsigned devices) { hold_(devices); }
+  // Whether the two devices reach each other; they do at first.
+  void Peers(bool reach) { peers_(reach); }
+  // The nth launch from now leaves one wrong bit in what it stored.
+  void Corrupt(int nth) { corrupt_(nth); }
+  FakeCudaCounts Count() const {
+    FakeCudaCounts counts;
+    count_(&counts);
+    return counts;
+  }
+  // Another process's cudaMalloc: its bytes, and the handle for importers.
+  char* Export(int device, int64_t bytes, std::string* handle) {
+    handle->assign(64, '\0');
+    return export_(device, bytes, handle->data());
+  }
+  // Another process's cuMemCreate, with a descriptor that is the caller's.
+  char* ExportVmm(int device, int64_t bytes, int* fd) { return export_vmm_(device, bytes, fd); }
+  // Its process died: the handle is refused from now on.
+  void Forget(char* exported) { forget_(exported); }
+
+ private:
+  template <typename Function>
+  void Find(const char* name, Function* function) {
+    *function = reinterpret_cast<Function>(dlsym(library_, name));
+    INFO(name);
+    REQUIRE(*function != nullptr);
+  }
+
+  void* const library_;
+  void (*fail_)(const char*, int) = nullptr;
+  void (*fail_at_)(const char*, int, int) = nullptr;
+  void (*reset_)() = nullptr;
+  void (*hold_)(unsigned) = nullptr;
+  void (*peers_)(bool) = nullptr;
+  void (*corrupt_)(int) = nullptr;
+  void (*count_)(FakeCudaCounts*) = nullptr;
+  char* (*export_)(int, int64_t, char*) = nullptr;
+  char* (*export_vmm_)(int, int64_t, int*) = nullptr;
+  void (*forget_)(char*) = nullptr;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_

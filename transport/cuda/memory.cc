@@ -1,0 +1,422 @@
+#include "transport/cuda/memory.h"
+
+#include "transport/base/status.h"
+
+#if defined(REFITD_CUDA)
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <utility>
+
+#include "transport/base/mutex.h"
+#include "transport/cuda/api.h"
+#endif
+
+namespace refitd {
+
+#if defined(REFITD_CUDA)
+namespace {
+
+char* Pointer(CUdeviceptr address) { return reinterpret_cast<char*>(address); }
+
+// `status`, told as the world's refusal of what a member gave: FAILED_PRECONDITION unless the
+// device itself is the trouble.
+absl::Status Refused(const absl::Status& status, std::string_view what) {
+  if (status.ok() || IsLost(status)) return status;
+  const bool full = status.code() == absl::StatusCode::kResourceExhausted;
+  return Error(full ? status.code() : absl::StatusCode::kFailedPrecondition, "{}: {}", what,
+               Message(status));
+}
+
+// Open regions by address. Outlives the memory as long as there are regions.
+//
+// Entries hold no region alive; Find locks the weak pointer, which fails once the last shared_ptr
+// went, so that a region that is being closed is never given out.
+class RegionIndex {
+ public:
+  void Add(const std::shared_ptr<const CudaRegion>& region) {
+    const std::unique_lock lock(mutex_);
+    by_address_[region->data()] = {region, region.get(), region->bytes()};
+  }
+
+  // `region` is being destroyed. The entry may belong to a newer region by then: the driver gives
+  // out an address again, even for a handle opened twice.
+  void Remove(const CudaRegion* region) {
+    const std::unique_lock lock(mutex_);
+    const auto it = by_address_.find(region->data());
+    if (it != by_address_.end() && it->second.raw == region) by_address_.erase(it);
+  }
+
+  std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const {
+    const std::shared_lock lock(mutex_);
+    auto it = by_address_.upper_bound(data);
+    if (it == by_address_.begin()) return nullptr;
+    --it;
+    const int64_t offset = data - it->first;
+    if (bytes < 0 || offset > it->second.bytes || bytes > it->second.bytes - offset) return nullptr;
+    return it->second.region.lock();  // dropped, if last, by the caller: not under mutex_
+  }
+
+ private:
+  struct Entry {
+    std::weak_ptr<const CudaRegion> region;
+    const CudaRegion* raw = nullptr;
+    int64_t bytes = 0;
+  };
+  // Read for every piece, written once a registration; Mutex (base/mutex.h) has no shared mode.
+  mutable std::shared_mutex mutex_;
+  std::map<const char*, Entry> by_address_;  // guarded by mutex_
+};
+
+// ---- legacy IPC ----
+
+// One open of a handle, with one device current.
+struct Opened {
+  CUcontext context = nullptr;
+  CUdeviceptr address = 0;
+};
+
+absl::StatusOr<Opened> OpenHandle(CudaContexts* contexts, int device,
+                                  const CUipcMemHandle& handle) {
+  Opened opened;
+  REFITD_ASSIGN_OR_RETURN(opened.context, contexts->Get(device));
+  const ScopedContext current(contexts->api(), opened.context);
+  REFITD_RETURN_IF_ERROR(current.status());
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(contexts->api(), cuIpcOpenMemHandle, &opened.address,
+                                          handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+  return opened;
+}
+
+// There is nobody to tell of an error; the context is lost then.
+void CloseHandle(const CudaContexts& contexts, const Opened& opened) {
+  const ScopedContext current(contexts.api(), opened.context);
+  if (current.status().ok()) (void)contexts.api().cuIpcCloseMemHandle(opened.address);
+}
+
+// The size of an opened block, after a look at whether it lies on `device` at all.
+absl::StatusOr<int64_t> BlockBytes(const CudaApi& api, int device, const Opened& opened) {
+  const ScopedContext current(api, opened.context);
+  REFITD_RETURN_IF_ERROR(current.status());
+  int owner = -1;
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuPointerGetAttribute, &owner,
+                                          CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, opened.address));
+  if (owner != device) {
+    return Error(absl::StatusCode::kFailedPrecondition, "it lies on device {}, not on device {}",
+                 owner, device);
+  }
+  CUdeviceptr base = 0;
+  size_t bytes = 0;
+  REFITD_RETURN_IF_ERROR(
+      REFITD_CUDA_CALL(api, cuMemGetAddressRange, &base, &bytes, opened.address));
+  return static_cast<int64_t>(base + bytes - opened.address);
+}
+
+class LegacyRegion final : public CudaRegion {
+ public:
+  LegacyRegion(std::shared_ptr<CudaContexts> contexts, std::shared_ptr<RegionIndex> index,
+               int device, const CUipcMemHandle& handle, const Opened& opened, int64_t bytes)
+      : CudaRegion(device, Pointer(opened.address), bytes),
+        contexts_(std::move(contexts)),
+        index_(std::move(index)),
+        handle_(handle),
+        opened_(opened) {}
+
+  // P6: nothing holds the region, so nothing copies.
+  ~LegacyRegion() override {
+    index_->Remove(this);
+    for (const auto& [device, opened] : others_) CloseHandle(*contexts_, opened);
+    CloseHandle(*contexts_, opened_);
+  }
+
+  absl::StatusOr<char*> On(int on) const override {
+    if (on == device()) return data();
+    MutexLock lock(&mutex_);
+    const auto it = others_.find(on);
+    if (it != others_.end()) return Pointer(it->second.address);
+    absl::StatusOr<Opened> opened = OpenOn(on);
+    if (!opened.ok()) {
+      if (IsLost(opened.status())) return opened.status();
+      return Error(absl::StatusCode::kUnavailable, "device {} can't reach memory of device {}: {}",
+                   on, device(), Message(opened.status()));
+    }
+    others_[on] = *opened;
+    return Pointer(opened->address);
+  }
+
+ private:
+  absl::StatusOr<Opened> OpenOn(int on) const {
+    REFITD_ASSIGN_OR_RETURN(const bool can, contexts_->CanReach(on, device()));
+    if (!can) return absl::UnavailableError("the driver sees no peer access between them");
+    return OpenHandle(contexts_.get(), on, handle_);
+  }
+
+  const std::shared_ptr<CudaContexts> contexts_;
+  const std::shared_ptr<RegionIndex> index_;
+  const CUipcMemHandle handle_;
+  const Opened opened_;  // with its own device current
+  mutable Mutex mutex_;  // held while opening: one open a device
+  mutable std::map<int, Opened> others_ ABSL_GUARDED_BY(mutex_);
+};
+
+// ---- VMM ----
+
+// An imported allocation and its mapping, undone in the right order as far as it came.
+class VmmMapping {
+ public:
+  explicit VmmMapping(std::shared_ptr<CudaContexts> contexts) : contexts_(std::move(contexts)) {}
+  VmmMapping(const VmmMapping&) = delete;
+  VmmMapping& operator=(const VmmMapping&) = delete;
+  ~VmmMapping() {
+    const CudaApi& api = contexts_->api();
+    if (mapped_) (void)api.cuMemUnmap(address_, bytes_);
+    if (imported_) (void)api.cuMemRelease(handle_);
+    if (address_ != 0) (void)api.cuMemAddressFree(address_, bytes_);
+  }
+
+  absl::Status Map(int device, const UniqueFd& fd, int64_t bytes) {
+    REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device));
+    const ScopedContext current(contexts_->api(), context);
+    REFITD_RETURN_IF_ERROR(current.status());
+    REFITD_RETURN_IF_ERROR(Import(fd));
+    REFITD_RETURN_IF_ERROR(CheckProperties(device, bytes));
+    const CudaApi& api = contexts_->api();
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAddressReserve, &address_,
+                                            static_cast<size_t>(bytes), granularity_, 0, 0));
+    bytes_ = static_cast<size_t>(bytes);
+    const CUresult mapped = api.cuMemMap(address_, bytes_, 0, handle_, 0);
+    if (mapped == CUDA_ERROR_INVALID_VALUE) {
+      return Error(absl::StatusCode::kInvalidArgument, "{} bytes are not what it has: {}", bytes,
+                   Message(api.Check("cuMemMap", mapped)));
+    }
+    REFITD_RETURN_IF_ERROR(Refused(api.Check("cuMemMap", mapped), "mapping it"));
+    mapped_ = true;
+    return Allow(device);
+  }
+
+  CUdeviceptr address() const { return address_; }
+  bool Reaches(int device) const {
+    return std::find(reaching_.begin(), reaching_.end(), device) != reaching_.end();
+  }
+
+ private:
+  absl::Status Import(const UniqueFd& fd) {
+    const CudaApi& api = contexts_->api();
+    const absl::Status status =
+        REFITD_CUDA_CALL(api, cuMemImportFromShareableHandle, &handle_,
+                         reinterpret_cast<void*>(static_cast<intptr_t>(fd.get())),
+                         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    imported_ = status.ok();
+    return Refused(status, "the driver refuses the descriptor");
+  }
+
+  absl::Status CheckProperties(int device, int64_t bytes) {
+    const CudaApi& api = contexts_->api();
+    CUmemAllocationProp have = {};
+    REFITD_RETURN_IF_ERROR(
+        REFITD_CUDA_CALL(api, cuMemGetAllocationPropertiesFromHandle, &have, handle_));
+    if (have.location.type != CU_MEM_LOCATION_TYPE_DEVICE || have.location.id != device) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "it lies at location {} of type {}, not on device {}", have.location.id,
+                   static_cast<int>(have.location.type), device);
+    }
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity_,
+                                            &have, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+    if (granularity_ == 0 || bytes % static_cast<int64_t>(granularity_) != 0) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "{} bytes are not what it has: allocations are multiples of {}", bytes,
+                   granularity_);
+    }
+    return absl::OkStatus();
+  }
+
+  // Every device that can reach the memory may read and write it.
+  absl::Status Allow(int owner) {
+    std::vector<CUmemAccessDesc> access;
+    for (int device = 0; device < contexts_->devices(); ++device) {
+      const absl::StatusOr<bool> can = contexts_->CanReach(device, owner);
+      if (!can.ok() || !*can) continue;
+      CUmemAccessDesc one = {};
+      one.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+      one.location.id = device;
+      one.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+      access.push_back(one);
+      reaching_.push_back(device);
+    }
+    return REFITD_CUDA_CALL(contexts_->api(), cuMemSetAccess, address_, bytes_, access.data(),
+                            access.size());
+  }
+
+  const std::shared_ptr<CudaContexts> contexts_;
+  CUmemGenericAllocationHandle handle_ = 0;
+  CUdeviceptr address_ = 0;  // 0: none reserved
+  size_t bytes_ = 0;
+  size_t granularity_ = 0;
+  bool imported_ = false;
+  bool mapped_ = false;
+  std::vector<int> reaching_;
+};
+
+class VmmRegion final : public CudaRegion {
+ public:
+  VmmRegion(std::shared_ptr<RegionIndex> index, int device, std::unique_ptr<VmmMapping> mapping,
+            int64_t bytes)
+      : CudaRegion(device, Pointer(mapping->address()), bytes),
+        index_(std::move(index)),
+        mapping_(std::move(mapping)) {}
+  ~VmmRegion() override { index_->Remove(this); }  // then it is unmapped
+
+  absl::StatusOr<char*> On(int on) const override {
+    if (mapping_->Reaches(on)) return data();
+    return Error(absl::StatusCode::kUnavailable,
+                 "device {} can't reach memory of device {}: the driver sees no peer access "
+                 "between them",
+                 on, device());
+  }
+
+ private:
+  const std::shared_ptr<RegionIndex> index_;
+  const std::unique_ptr<const VmmMapping> mapping_;
+};
+
+// ---- the memory ----
+
+class Memory final : public CudaMemory, public CudaContextsOwner {
+ public:
+  Memory(std::vector<CudaDevice> devices, std::shared_ptr<CudaContexts> contexts)
+      : devices_(std::move(devices)), contexts_(std::move(contexts)) {}
+
+  const std::vector<CudaDevice>& devices() const override { return devices_; }
+  const std::shared_ptr<CudaContexts>& contexts() const override { return contexts_; }
+
+  absl::StatusOr<int> DeviceOf(std::string_view uuid) const override {
+    std::string have;
+    for (const CudaDevice& device : devices_) {
+      if (device.uuid == uuid) return device.ordinal;
+      have += (have.empty() ? "" : ", ") + device.uuid;
+    }
+    return Error(absl::StatusCode::kFailedPrecondition, "no device \"{}\" here; there are {}",
+                 Shorten(uuid, kMaxUuidInMessage), have);
+  }
+
+  absl::StatusOr<std::shared_ptr<const CudaRegion>> OpenLegacy(int device,
+                                                               std::string_view bytes) override {
+    REFITD_RETURN_IF_ERROR(CheckDevice(device));
+    if (bytes.size() != kCudaIpcHandleBytes) {
+      return Error(absl::StatusCode::kInvalidArgument, "a CUDA IPC handle has {} bytes, this {}",
+                   kCudaIpcHandleBytes, bytes.size());
+    }
+    const std::pair<int, std::string> key(device, bytes);
+    // Held while opening: two that come with one handle open it once.
+    MutexLock lock(&mutex_);
+    const auto open = open_.find(key);
+    if (open != open_.end()) {
+      std::shared_ptr<const CudaRegion> region = open->second.lock();
+      if (region != nullptr) return region;
+    }
+    CUipcMemHandle handle = {};
+    static_assert(sizeof(handle) == kCudaIpcHandleBytes);
+    std::memcpy(&handle, bytes.data(), bytes.size());
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> region, Open(device, handle));
+    DropClosed();
+    open_[key] = region;
+    return region;
+  }
+
+  absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int device, UniqueFd fd,
+                                                              int64_t bytes) override {
+    REFITD_RETURN_IF_ERROR(CheckDevice(device));
+    // P10: before any address space is taken.
+    if (bytes <= 0 || bytes > DeviceBytes(device)) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "device memory of {} bytes: must be 1 to the device's {}", bytes,
+                   DeviceBytes(device));
+    }
+    auto mapping = std::make_unique<VmmMapping>(contexts_);
+    const absl::Status mapped = mapping->Map(device, fd, bytes);
+    if (!mapped.ok()) {
+      if (IsLost(mapped)) return mapped;
+      return Error(mapped.code(), "VMM memory of device {}: {}", device, Message(mapped));
+    }
+    std::shared_ptr<const CudaRegion> region =
+        std::make_shared<VmmRegion>(index_, device, std::move(mapping), bytes);
+    index_->Add(region);
+    return region;
+  }
+
+  std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const override {
+    return index_->Find(data, bytes);
+  }
+
+ private:
+  static constexpr size_t kMaxUuidInMessage = 64;
+
+  absl::Status CheckDevice(int device) const {
+    if (DeviceBytes(device) > 0) return absl::OkStatus();
+    return Error(absl::StatusCode::kInvalidArgument, "no CUDA device {}", device);
+  }
+  // 0: no such device.
+  int64_t DeviceBytes(int ordinal) const {
+    for (const CudaDevice& device : devices_) {
+      if (device.ordinal == ordinal) return device.memory_bytes;
+    }
+    return 0;
+  }
+
+  absl::StatusOr<std::shared_ptr<const CudaRegion>> Open(int device, const CUipcMemHandle& handle) {
+    const absl::StatusOr<Opened> opened = OpenHandle(contexts_.get(), device, handle);
+    if (!opened.ok()) {
+      return Refused(opened.status(),
+                     fmt::format("the driver refuses the CUDA IPC handle on device {}", device));
+    }
+    const absl::StatusOr<int64_t> bytes = BlockBytes(contexts_->api(), device, *opened);
+    if (!bytes.ok()) {
+      CloseHandle(*contexts_, *opened);
+      return Refused(bytes.status(), "the memory of a CUDA IPC handle");
+    }
+    std::shared_ptr<const CudaRegion> region =
+        std::make_shared<LegacyRegion>(contexts_, index_, device, handle, *opened, *bytes);
+    index_->Add(region);
+    return region;
+  }
+
+  // Entries are few: as many as registered blocks.
+  void DropClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    for (auto it = open_.begin(); it != open_.end();) {
+      it = it->second.expired() ? open_.erase(it) : std::next(it);
+    }
+  }
+
+  const std::vector<CudaDevice> devices_;
+  const std::shared_ptr<CudaContexts> contexts_;
+  const std::shared_ptr<RegionIndex> index_ = std::make_shared<RegionIndex>();
+  Mutex mutex_;
+  std::map<std::pair<int, std::string>, std::weak_ptr<const CudaRegion>> open_
+      ABSL_GUARDED_BY(mutex_);
+};
+
+constexpr char kSystemDriver[] = "libcuda.so.1";
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string& library) {
+  CudaReport report = library == kSystemDriver ? ProbeCuda() : ProbeCudaLibrary(library);
+  if (report.devices.empty()) return absl::UnavailableError(report.problem);
+  REFITD_ASSIGN_OR_RETURN(const CudaApi api, CudaApi::Load(library));
+  int ordinals = 0;  // devices that did not answer leave gaps
+  for (const CudaDevice& device : report.devices) ordinals = std::max(ordinals, device.ordinal + 1);
+  auto contexts = std::make_shared<CudaContexts>(api, ordinals);
+  return std::make_shared<Memory>(std::move(report.devices), std::move(contexts));
+}
+
+#else
+
+absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string& /*library*/) {
+  return absl::UnavailableError(CudaBuild());
+}
+
+#endif
+
+}  // namespace refitd

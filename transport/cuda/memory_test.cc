@@ -1,0 +1,329 @@
+#include "transport/cuda/memory.h"
+
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#if defined(REFITD_CUDA)
+#include "transport/cuda/fake_cuda.h"
+#endif
+
+namespace refitd {
+namespace {
+
+using Catch::Matchers::Contains;
+
+#if !defined(REFITD_CUDA)
+
+TEST_CASE("where CUDA is not compiled in there is no device memory, and that is said") {
+  const auto memory = CudaMemory::Create();
+  REQUIRE(memory.status().code() == absl::StatusCode::kUnavailable);
+  REQUIRE(memory.status().message() == "CUDA not compiled in");
+}
+
+#else
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+std::shared_ptr<CudaMemory> MakeMemory() {
+  auto memory = CudaMemory::Create(FakeCuda::Path());
+  INFO(memory.status().ToString());
+  REQUIRE(memory.ok());
+  return *std::move(memory);
+}
+
+std::shared_ptr<const CudaRegion> Open(CudaMemory* memory, int device, const std::string& handle) {
+  auto region = memory->OpenLegacy(device, handle);
+  INFO(region.status().ToString());
+  REQUIRE(region.ok());
+  return *std::move(region);
+}
+
+// Nothing but what the process keeps (contexts).
+void CheckNothingOpen(const FakeCuda& fake) {
+  const FakeCudaCounts counts = fake.Count();
+  CHECK(counts.opened_handles == 0);
+  CHECK(counts.imported == 0);
+  CHECK(counts.reserved == 0);
+  CHECK(counts.mapped == 0);
+}
+
+TEST_CASE("without a driver or a device there is no device memory, in the driver's words") {
+  FakeCuda fake;
+  auto memory = CudaMemory::Create("libcuda_missing.so.1");
+  REQUIRE(memory.status().code() == absl::StatusCode::kUnavailable);
+  REQUIRE_THAT(std::string(memory.status().message()), Contains("libcuda_missing.so.1"));
+  fake.Fail("cuDeviceGetCount", 0);
+  memory = CudaMemory::Create(FakeCuda::Path());
+  REQUIRE(memory.status().code() == absl::StatusCode::kUnavailable);
+  REQUIRE(memory.status().message() == "the driver shows no device");
+}
+
+TEST_CASE("devices are found by UUID, and an unknown one is answered with those there are") {
+  const FakeCuda fake;
+  const auto memory = MakeMemory();
+  REQUIRE(memory->devices().size() == 2);
+  REQUIRE(memory->DeviceOf(memory->devices()[1].uuid).value() == 1);
+  const auto unknown = memory->DeviceOf("GPU-none");
+  REQUIRE(unknown.status().code() == absl::StatusCode::kFailedPrecondition);
+  REQUIRE_THAT(std::string(unknown.status().message()), Contains("GPU-none") &&
+                                                            Contains(memory->devices()[0].uuid) &&
+                                                            Contains(memory->devices()[1].uuid));
+}
+
+TEST_CASE("a device that does not answer is no reason to refuse the others") {
+  FakeCuda fake;
+  fake.Fail("cuDeviceGetName", 100);
+  const auto memory = MakeMemory();
+  fake.Fail(nullptr, 0);
+  REQUIRE(memory->devices().size() == 1);
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  REQUIRE(memory->OpenLegacy(0, handle).ok());
+  REQUIRE(memory->OpenLegacy(1, handle).status().code() == absl::StatusCode::kInvalidArgument);
+}
+
+TEST_CASE("a legacy handle maps the whole block, with the driver's size") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  char* const exported = fake.Export(1, 3 * kMiB, &handle);
+  std::strcpy(exported + kMiB, "of the other process");
+  {
+    const auto region = Open(memory.get(), 1, handle);
+    REQUIRE(region->device() == 1);
+    REQUIRE(region->bytes() == 3 * kMiB);
+    REQUIRE(std::string(region->data() + kMiB) == "of the other process");
+    REQUIRE(fake.Count().opened_handles == 1);
+  }
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("a handle that is open is not opened again, until its last holder let go") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  auto first = Open(memory.get(), 0, handle);
+  auto second = Open(memory.get(), 0, handle);
+  REQUIRE(first == second);
+  REQUIRE(fake.Count().open_calls == 1);
+  first.reset();
+  REQUIRE(fake.Count().opened_handles == 1);
+  second.reset();
+  CheckNothingOpen(fake);
+  const auto third = Open(memory.get(), 0, handle);
+  REQUIRE(fake.Count().open_calls == 2);
+}
+
+TEST_CASE("a region is opened once for each device that works on it, and closed for all") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  auto region = Open(memory.get(), 0, handle);
+  REQUIRE(region->On(0).value() == region->data());
+  char* const on_one = region->On(1).value();
+  REQUIRE(on_one != region->data());
+  REQUIRE(region->On(1).value() == on_one);
+  REQUIRE(fake.Count().open_calls == 2);
+  region->data()[5] = 'x';
+  REQUIRE(on_one[5] == 'x');
+  // Only its own device's address stands for the region.
+  REQUIRE(memory->Find(on_one, 1) == nullptr);
+  region.reset();
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("a device that can't reach the memory is told so, and may ask again") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  const auto region = Open(memory.get(), 0, handle);
+  fake.Peers(false);
+  absl::StatusOr<char*> on_one = region->On(1);
+  REQUIRE(on_one.status().code() == absl::StatusCode::kUnavailable);
+  REQUIRE_THAT(std::string(on_one.status().message()),
+               Contains("device 1 can't reach memory of device 0"));
+  REQUIRE(region->On(7).status().code() == absl::StatusCode::kUnavailable);
+  fake.Peers(true);
+  fake.FailAt("cuIpcOpenMemHandle", 1, 1);
+  REQUIRE(region->On(1).status().code() == absl::StatusCode::kUnavailable);
+  REQUIRE(region->On(1).ok());
+}
+
+TEST_CASE("handles that the driver refuses are refused, and leave nothing open") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  char* const exported = fake.Export(0, kMiB, &handle);
+  const auto code = [&](int device, std::string_view bytes) {
+    return memory->OpenLegacy(device, bytes).status().code();
+  };
+  CHECK(code(0, "short") == absl::StatusCode::kInvalidArgument);
+  CHECK(code(0, handle + "x") == absl::StatusCode::kInvalidArgument);
+  CHECK(code(2, handle) == absl::StatusCode::kInvalidArgument);
+  CHECK(code(-1, handle) == absl::StatusCode::kInvalidArgument);
+  CHECK(code(0, std::string(64, '\xff')) == absl::StatusCode::kFailedPrecondition);
+  // Of another device.
+  const auto other = memory->OpenLegacy(1, handle).status();
+  CHECK(other.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK_THAT(std::string(other.message()), Contains("device 0, not on device 1"));
+  for (const char* call : {"cuPointerGetAttribute", "cuMemGetAddressRange"}) {
+    fake.FailAt(call, 1, 1);
+    CHECK(code(0, handle) == absl::StatusCode::kFailedPrecondition);
+  }
+  fake.FailAt("cuIpcOpenMemHandle", 1, 2);
+  CHECK(code(0, handle) == absl::StatusCode::kResourceExhausted);
+  fake.Forget(exported);
+  CHECK(code(0, handle) == absl::StatusCode::kFailedPrecondition);
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("VMM memory has one address for all devices that reach it") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  int fd = -1;
+  char* const exported = fake.ExportVmm(1, 4 * kMiB, &fd);
+  auto region = memory->ImportVmm(1, UniqueFd(fd), 4 * kMiB);
+  INFO(region.status().ToString());
+  REQUIRE(region.ok());
+  REQUIRE((*region)->device() == 1);
+  REQUIRE((*region)->bytes() == 4 * kMiB);
+  REQUIRE((*region)->On(0).value() == (*region)->data());
+  REQUIRE((*region)->On(1).value() == (*region)->data());
+  exported[77] = 'y';
+  REQUIRE((*region)->data()[77] == 'y');
+  REQUIRE(memory->Find((*region)->data() + 77, 1) == *region);
+  region->reset();
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("VMM memory is for those devices only that the driver sees as peers") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  fake.Peers(false);
+  int fd = -1;
+  fake.ExportVmm(0, 2 * kMiB, &fd);
+  const auto region = memory->ImportVmm(0, UniqueFd(fd), 2 * kMiB);
+  REQUIRE(region.ok());
+  REQUIRE((*region)->On(0).ok());
+  REQUIRE((*region)->On(1).status().code() == absl::StatusCode::kUnavailable);
+}
+
+TEST_CASE("VMM memory that is not what was said is refused, and leaves nothing open") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  const auto import = [&](int device, int64_t bytes) {
+    int fd = -1;
+    fake.ExportVmm(0, 4 * kMiB, &fd);
+    return memory->ImportVmm(device, UniqueFd(fd), bytes).status().code();
+  };
+  CHECK(import(1, 4 * kMiB) == absl::StatusCode::kFailedPrecondition);
+  CHECK(import(2, 4 * kMiB) == absl::StatusCode::kInvalidArgument);
+  for (const int64_t bytes :
+       {int64_t{0}, int64_t{-1}, 2 * kMiB, 6 * kMiB, 4 * kMiB - 1, INT64_MAX}) {
+    INFO(bytes);
+    CHECK(import(0, bytes) == absl::StatusCode::kInvalidArgument);
+  }
+  CHECK(memory->ImportVmm(0, UniqueFd(dup(0)), 2 * kMiB).status().code() ==
+        absl::StatusCode::kFailedPrecondition);
+  CHECK(memory->ImportVmm(0, UniqueFd(), 2 * kMiB).status().code() ==
+        absl::StatusCode::kFailedPrecondition);
+  for (const char* call :
+       {"cuMemGetAllocationPropertiesFromHandle", "cuMemGetAllocationGranularity",
+        "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"}) {
+    INFO(call);
+    fake.FailAt(call, 1, 801);
+    CHECK(import(0, 4 * kMiB) != absl::StatusCode::kOk);
+    CheckNothingOpen(fake);
+  }
+  CHECK(import(0, 4 * kMiB) == absl::StatusCode::kOk);
+}
+
+TEST_CASE("regions are found by any range inside them, and by no other") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::vector<std::shared_ptr<const CudaRegion> > regions;
+  for (int i = 0; i < 5; ++i) {
+    std::string handle;
+    fake.Export(i % 2, (i + 1) * kMiB, &handle);
+    regions.push_back(Open(memory.get(), i % 2, handle));
+  }
+  for (const auto& region : regions) {
+    const char* const data = region->data();
+    const int64_t bytes = region->bytes();
+    CHECK(memory->Find(data, bytes) == region);
+    CHECK(memory->Find(data + bytes - 1, 1) == region);
+    CHECK(memory->Find(data + 100, 0) == region);
+    CHECK(memory->Find(data, bytes + 1) == nullptr);
+    CHECK(memory->Find(data + 1, bytes) == nullptr);
+    CHECK(memory->Find(data + 1, INT64_MAX) == nullptr);
+    CHECK(memory->Find(data, -1) == nullptr);
+  }
+  const char on_stack = 0;
+  CHECK(memory->Find(&on_stack, 1) == nullptr);
+  CHECK(memory->Find(nullptr, 0) == nullptr);
+  const char* const gone = regions[2]->data();
+  regions[2].reset();
+  CHECK(memory->Find(gone, 1) == nullptr);
+}
+
+TEST_CASE("regions may outlive the memory that opened them") {
+  FakeCuda fake;
+  auto memory = MakeMemory();
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  auto region = Open(memory.get(), 0, handle);
+  memory.reset();
+  REQUIRE(region->On(1).ok());
+  region.reset();
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("threads that open, find and close the same memory leave nothing open") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int round = 0; round < 300; ++round) {
+        const auto region = memory->OpenLegacy(0, handle);
+        if (!region.ok() || !(*region)->On(1).ok()) {
+          ++wrong;
+          continue;
+        }
+        const auto found = memory->Find((*region)->data() + round, 1);
+        if (found != *region) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0);
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("a lost context is told from a refused handle") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  fake.FailAt("cuIpcOpenMemHandle", 1, 700);
+  const auto lost = memory->OpenLegacy(0, handle).status();
+  CHECK(lost.code() == absl::StatusCode::kInternal);
+  CHECK_THAT(std::string(lost.message()),
+             Contains("cuIpcOpenMemHandle: an illegal memory access was encountered (error 700)"));
+}
+
+#endif
+
+}  // namespace
+}  // namespace refitd
