@@ -9,6 +9,9 @@
 namespace refitd {
 namespace {
 
+// How long others may say whom they waited for, once one said that the wire failed: less than the
+// second that survivors have to hear of an abort.
+constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
 constexpr int kPingsPerLimit = 4;  // so that a lost ping is not a lost daemon
 
 std::string Seconds(Duration duration) {
@@ -38,17 +41,25 @@ std::string Coordinator::Impl::Name(NodeId node) const {
   return it == nodes.end() ? fmt::format("daemon {}", node) : "daemon " + it->second.daemon_id;
 }
 
-// " (rank 2 is daemon c)": the wire speaks of the epoch's ranks only.
-std::string Coordinator::Impl::NamesOfRanks(std::string_view message) const {
-  if (!epoch.has_value()) return "";
-  std::string names;
-  for (size_t rank = 0; rank < epoch->ranks.size(); ++rank) {
+std::vector<size_t> Coordinator::Impl::RanksNamed(std::string_view message) const {
+  std::vector<size_t> ranks;
+  for (size_t rank = 0; epoch.has_value() && rank < epoch->ranks.size(); ++rank) {
     const std::string word = fmt::format("rank {}", rank);
     const size_t at = message.find(word);
     if (at == std::string_view::npos) continue;
     const size_t next = at + word.size();
     if (next < message.size() && message[next] >= '0' && message[next] <= '9') continue;
-    names += fmt::format("{}{} is {}", names.empty() ? "" : ", ", word, Name(epoch->ranks[rank]));
+    ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+// " (rank 2 is daemon c)": the wire speaks of the epoch's ranks only.
+std::string Coordinator::Impl::NamesOfRanks(std::string_view message) const {
+  std::string names;
+  for (const size_t rank : RanksNamed(message)) {
+    names +=
+        fmt::format("{}rank {} is {}", names.empty() ? "" : ", ", rank, Name(epoch->ranks[rank]));
   }
   return names.empty() ? "" : fmt::format(" ({})", names);
 }
@@ -134,6 +145,10 @@ void Coordinator::Impl::Tick() {
     LoseNode(id, reason);
   }
   if (!spread.has_value() || spread->abandoned) return;
+  if (spread->wire_verdict.has_value() && now >= spread->wire_verdict->due) {
+    Judge().IgnoreError();
+    return;
+  }
   if (epoch.has_value() && !epoch->ready && now >= epoch->deadline) {
     std::string waits;
     for (const NodeId id : epoch->ranks) {
@@ -626,6 +641,7 @@ void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind) {
 void Coordinator::Impl::Abandon() {
   if (spread->abandoned) return;
   spread->abandoned = true;
+  spread->wire_verdict.reset();
   spread->to_issue.clear();
   const bool in_flight = WireInFlight();
   const std::set<NodeId> told = spread->nodes;
@@ -723,14 +739,37 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   part.running.erase(node);
   part.unacknowledged.erase(node);
   part.digests[node] = r.digests;
-  AddResult(node, r, &part);
-  const bool cut = part.header.wired && (r.wire_failed || !r.status.ok());
   const PartSeq seq = r.part;
-  if (!r.status.ok() && !part.running.empty()) {
-    FailForOthers(fmt::format("part {}", seq), absl::Status(part.status));
-  }
-  if (cut) CloseEpochEverywhere();
+  HearEnd(node, r, fmt::format("part {}", seq), part.header.wired, &part);
   if (spread.has_value()) CompleteIfDone(seq);
+}
+
+void Coordinator::Impl::HearOfWire(NodeId node, std::string what, const absl::Status& status) {
+  std::optional<coordinator::WireVerdict>& verdict = spread->wire_verdict;
+  if (!verdict.has_value()) {
+    const Duration wait = std::min<Duration>(options.peer_limits.wire / 4, kLongestVerdict);
+    verdict = coordinator::WireVerdict{{}, std::move(what), now + wait};
+  }
+  std::vector<NodeId> named;
+  for (const size_t rank : RanksNamed(Message(status))) named.push_back(epoch->ranks[rank]);
+  verdict->words.push_back({node, std::move(named), Told(node, status, true)});
+}
+
+absl::Status Coordinator::Impl::Judge() {
+  const coordinator::WireVerdict verdict = *std::exchange(spread->wire_verdict, std::nullopt);
+  const auto spoke = [&verdict](NodeId node) {
+    return std::any_of(verdict.words.begin(), verdict.words.end(),
+                       [node](const auto& word) { return word.node == node; });
+  };
+  const auto culprit =
+      std::find_if(verdict.words.begin(), verdict.words.end(), [&spoke](const auto& word) {
+        return !word.named.empty() && std::none_of(word.named.begin(), word.named.end(), spoke);
+      });
+  const absl::Status status =
+      culprit == verdict.words.end() ? verdict.words.front().status : culprit->status;
+  CloseEpochEverywhere();
+  FailForOthers(verdict.what, status);
+  return status;
 }
 
 // The others may wait for who failed: the update can't go on, so it is given up before they report.
@@ -978,6 +1017,7 @@ std::optional<TimePoint> Coordinator::NextDeadline() const {
   if (spread.has_value() && !spread->abandoned) {
     if (impl_->epoch.has_value() && !impl_->epoch->ready) consider(impl_->epoch->deadline);
     if (spread->locks_held < spread->lock_order.size()) consider(spread->lock_deadline);
+    if (spread->wire_verdict.has_value()) consider(spread->wire_verdict->due);
   }
   return next;
 }

@@ -79,6 +79,18 @@ struct ProgramJob {
   std::vector<int64_t> bytes_written;
   std::map<NodeId, std::vector<PeerStream>> streams;
 };
+// The wire failed, and who is to blame is not decided yet. In a chain everyone behind the one that
+// stopped runs out of time at about the same moment, and may be heard in any order.
+struct WireVerdict {
+  struct Word {
+    NodeId node;
+    std::vector<NodeId> named;  // whom it waited for
+    absl::Status status;
+  };
+  std::vector<Word> words;  // not empty
+  std::string what;         // that was on the wire
+  TimePoint due;
+};
 // An update with members on more than this daemon, or with a program.
 struct Spread {
   UpdateId update;
@@ -94,6 +106,7 @@ struct Spread {
   std::map<PartSeq, PartJob> parts;
   std::optional<ProgramJob> program;
   std::deque<PartSeq> to_issue;  // wired, in order; the program's last
+  std::optional<WireVerdict> wire_verdict;
   std::set<NodeId> verifying;
   absl::Status verify_status;
   std::vector<uint32_t> verify_failed;
@@ -206,13 +219,34 @@ struct Coordinator::Impl {
         job->failed_destination = static_cast<int>(index[failed]);
       }
     }
-    if (!r.status.ok() && job->status.ok()) {
-      const std::string message = Message(r.status);
-      job->status = absl::Status(
-          r.status.code(),
-          fmt::format("{}: {}{}", Name(node), message, r.wire_failed ? NamesOfRanks(message) : ""));
+    if (!r.status.ok() && job->status.ok()) job->status = Told(node, r.status, r.wire_failed);
+  }
+  // A node's failed result, by name.
+  absl::Status Told(NodeId node, const absl::Status& status, bool of_wire) const {
+    const std::string message = Message(status);
+    return absl::Status(status.code(), fmt::format("{}: {}{}", Name(node), message,
+                                                   of_wire ? NamesOfRanks(message) : ""));
+  }
+  // A node's end of a part or the program, which others may still be at: fails the update, now or
+  // when the others had the time to say whom they waited for.
+  template <typename Done, typename Job>
+  void HearEnd(NodeId node, const Done& r, std::string what, bool wired, Job* job) {
+    AddResult(node, r, job);
+    const bool failed = !r.status.ok();
+    if (failed && r.wire_failed && !spread->abandoned) {
+      HearOfWire(node, std::move(what), r.status);
+      if (job->running.empty()) job->status = Judge();
+      return;
+    }
+    if (failed && !job->running.empty()) FailForOthers(what, absl::Status(job->status));
+    if (wired && failed) CloseEpochEverywhere();
+    if (job->running.empty() && spread.has_value() && spread->wire_verdict.has_value()) {
+      job->status = Judge();
     }
   }
+  void HearOfWire(NodeId node, std::string what, const absl::Status& status);
+  // Closes the epoch; returns the word of whoever named a node that said nothing itself.
+  absl::Status Judge();
   void FailForOthers(const std::string& what, const absl::Status& status);
   void CompleteIfDone(PartSeq seq);
   absl::Status CompareDigests(const PartJob& part) const;
@@ -238,6 +272,8 @@ struct Coordinator::Impl {
     const auto it = remotes.find(member);
     return it == remotes.end() ? kCoordinatorNode : it->second.node;
   }
+  // The epoch's ranks that the wire's message names.
+  std::vector<size_t> RanksNamed(std::string_view message) const;
   std::string NamesOfRanks(std::string_view message) const;
   Worker::Output Out() { return {actions, &own_reports}; }
   template <typename Action>

@@ -249,10 +249,7 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   ProgramJob& job = *spread->program;
   if (job.running.erase(node) == 0) return;
   job.streams[node] = r.streams;
-  AddResult(node, r, &job);
-  const bool cut = job.wired && !r.status.ok();
-  if (!r.status.ok() && !job.running.empty()) FailForOthers("the refit", absl::Status(job.status));
-  if (cut) CloseEpochEverywhere();
+  HearEnd(node, r, "the refit", job.wired, &job);
   if (spread.has_value() && spread->program.has_value()) CompleteRunIfDone();
 }
 

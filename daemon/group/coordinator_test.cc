@@ -10,6 +10,7 @@ namespace refitd {
 namespace {
 
 constexpr NodeId kNode{1};
+constexpr NodeId kThird{2};
 constexpr MemberId kTrainer{1};
 constexpr MemberId kRemoteEngine{7};
 constexpr EpochId kEpoch{1};
@@ -21,6 +22,15 @@ class Fixture {
 
   void Do(MachineEvent event) { coordinator_.Handle(event, now_, &actions_); }
   void Report(PeerReport report) { Do(ReportReceived{kNode, std::move(report)}); }
+  // Every joined daemon says it.
+  void ReportAll(const PeerReport& report) {
+    for (const NodeId node : nodes_) Do(ReportReceived{node, report});
+  }
+  // Daemon c, with an instance of its own.
+  void JoinThird() {
+    Do(NodeJoined{kThird, "c", "elsewhere"});
+    nodes_.push_back(kThird);
+  }
 
   // Local actions of that type since the last Forget.
   template <typename Action>
@@ -50,14 +60,25 @@ class Fixture {
     return found;
   }
   void Forget() { actions_.clear(); }
+  // Time passes, with every Tick that is due.
+  void Wait(Duration duration) {
+    const TimePoint until = now_ + duration;
+    while (coordinator_.NextDeadline().value_or(until) < until) {
+      now_ = *coordinator_.NextDeadline();
+      Do(GroupEvent(Tick{}));
+    }
+    now_ = until;
+  }
 
   // A trainer here, an engine there, and an update whose data may come.
   void OpenUpdate() {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
     EngineIdentity engine;
-    engine.instance = "i";
-    Report(PeerAttach{kRemoteEngine, engine});
-    Report(PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100), Bytes("u", 100)})});
+    for (const NodeId node : nodes_) {
+      engine.instance = node == kNode ? "i" : "j";
+      Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
+    }
+    ReportAll(PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100), Bytes("u", 100)})});
     BeginEvent begin;
     begin.call = CallId(1);
     begin.member = kTrainer;
@@ -65,10 +86,10 @@ class Fixture {
     Do(GroupEvent(begin));
     update_ = Sent<PeerPrepare>().at(0).update;
     Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    Report(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+    ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
     Do(EpochUp{kEpoch, absl::OkStatus()});
-    Report(PeerEpochUp{kEpoch, absl::OkStatus()});
-    Report(PeerReady{kRemoteEngine, update_});
+    ReportAll(PeerEpochUp{kEpoch, absl::OkStatus()});
+    ReportAll(PeerReady{kRemoteEngine, update_});
     REQUIRE(Local<Reply>().size() == 1);
   }
   // One bucket, packed here and acknowledged there.
@@ -80,7 +101,7 @@ class Fixture {
     const PeerHeader header = Sent<PeerHeader>().at(0);
     const StartTransfer pack = Local<StartTransfer>().at(0);
     Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
-    Report(PeerHeaderAck{update_, header.header.part, header.digest, ""});
+    ReportAll(PeerHeaderAck{update_, header.header.part, header.digest, ""});
   }
   void FinishPart(int64_t part) {
     Do(WireDone{kEpoch, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
@@ -110,6 +131,7 @@ class Fixture {
   uint64_t members_ = 1000;
   uint64_t calls_ = 1000;
   TimePoint now_{std::chrono::hours(1)};
+  std::vector<NodeId> nodes_{kNode};
   Coordinator coordinator_;
   MachineActions actions_;
   UpdateId update_;
@@ -193,6 +215,42 @@ TEST_CASE("a wire that failed was told by its ranks only") {
   const auto ended = f.Sent<PeerUpdateEnded>();
   REQUIRE(ended.size() == 1);
   CHECK_THAT(ended[0].reason, Catch::Contains("(rank 0 is daemon b)"));
+}
+
+TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
+  Fixture f;
+  f.JoinThird();
+  f.OpenUpdate();
+  f.Push(0, "t");
+  f.Report(PeerWireGranted{f.update()});
+  f.Do(WireGranted{});
+  f.Do(ReportReceived{kThird, PeerWireGranted{f.update()}});
+  PeerPartDone done;
+  done.update = f.update();
+  done.part = PartSeq(0);
+  done.wire_failed = true;
+  done.status = absl::DeadlineExceededError("epoch 1: waited 2000 ms for rank 0");
+  f.Report(done);
+  CHECK(f.Sent<PeerAbandon>().empty());
+  std::string culprit;
+  SECTION("rank 0 has its say in time") {
+    f.Do(WireDone{kEpoch, WireSeq(0), absl::DeadlineExceededError("waited 2000 ms for rank 2")});
+    CHECK(f.Sent<PeerAbandon>().empty());  // rank 2 may have one
+    f.Wait(std::chrono::milliseconds(600));
+    CHECK_FALSE(f.Sent<PeerAbandon>().empty());
+    culprit = "for rank 2 (rank 2 is daemon c)";
+  }
+  SECTION("rank 0 is silent") {
+    f.Wait(std::chrono::milliseconds(600));
+    CHECK_FALSE(f.Sent<PeerAbandon>().empty());
+    f.Do(WireDone{kEpoch, WireSeq(0), absl::CancelledError("closed")});
+    culprit = "for rank 0 (rank 0 is daemon b)";
+  }
+  done.status = absl::CancelledError("closed");
+  f.Do(ReportReceived{kThird, done});
+  const auto ended = f.Sent<PeerUpdateEnded>();
+  REQUIRE(ended.size() == 2);
+  CHECK_THAT(ended[0].reason, Catch::Contains(culprit));
 }
 
 TEST_CASE(
