@@ -1,0 +1,535 @@
+// What one thread of a block does for a copy task: the code of the copy kernel, which compiles for
+// nvcc and, thread after thread, for the host (copy_interpreter.h), so that tests without a GPU run
+// it too.
+//
+// A run is worked on in vectors of 16 aligned bytes. Where they begin is decided by the address
+// that is stored to (or, in a pass that stores nothing, read from); the first and last vector of a
+// run may be partial. The vectors of all runs of a task are numbered, and thread i takes numbers i,
+// i + threads, ...: short runs keep a block as busy as long ones. Digests are of the registers that
+// are stored.
+//
+// Two loops share the work. QuickPass takes whole vectors where source, destination and the
+// digest's blocks are aligned alike. SlowPass takes everything: sources that lie otherwise modulo
+// 16 are loaded as two aligned vectors and shifted, partial vectors are stored in parts, vectors
+// may lie in two blocks of the digest; after QuickPass it takes only the ends of runs.
+//
+// An address that is no multiple of the element size cannot be digested in such vectors: they would
+// cut elements. Then vectors begin where the run does, and stores are as narrow as that needs.
+#ifndef REFITD_TRANSPORT_CUDA_COPY_CODE_H_
+#define REFITD_TRANSPORT_CUDA_COPY_CODE_H_
+
+#include <cstdint>
+
+#include "transport/cuda/copy_task.h"
+
+#if defined(__CUDACC__)
+#define REFITD_COPY_CODE __device__ __forceinline__
+#define REFITD_COPY_UNROLL _Pragma("unroll")
+#define REFITD_COPY_NO_UNROLL _Pragma("unroll 1")
+#else
+#define REFITD_COPY_CODE inline
+#define REFITD_COPY_UNROLL
+#define REFITD_COPY_NO_UNROLL
+#endif
+
+// Loads of whole aligned vectors read beside a run (copy_task.h); the sanitizer must not mind.
+#if defined(__SANITIZE_ADDRESS__)
+#define REFITD_COPY_LOAD __attribute__((no_sanitize_address, noinline))
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define REFITD_COPY_LOAD __attribute__((no_sanitize("address", "thread"), noinline))
+#endif
+#endif
+#if !defined(REFITD_COPY_LOAD)
+#define REFITD_COPY_LOAD inline
+#endif
+
+namespace refitd::copy_code {
+
+constexpr uint32_t kVector = 16;       // bytes
+constexpr uint32_t kDigestBlock = 64;  // elements
+
+struct Vector {
+  uint32_t w[4];
+};
+
+// ---- memory ----
+
+#if defined(__CUDACC__)
+
+// Sources are written before the launch, by whomever: the non-coherent path is safe.
+template <bool kOnce>
+REFITD_COPY_CODE Vector Load(uint64_t address) {
+  Vector v;
+  if constexpr (kOnce) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                 : "l"(address));
+  } else {
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                 : "l"(address));
+  }
+  return v;
+}
+
+REFITD_COPY_CODE void Store(uint64_t address, const Vector& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.w[0]),
+               "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+               : "memory");
+}
+REFITD_COPY_CODE void Store8(uint64_t address, uint32_t low, uint32_t high) {
+  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(low), "r"(high)
+               : "memory");
+}
+REFITD_COPY_CODE void Store4(uint64_t address, uint32_t x) {
+  asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
+}
+REFITD_COPY_CODE void Store2(uint64_t address, uint32_t x) {
+  asm volatile("st.global.cs.u16 [%0], %1;" ::"l"(address), "h"(static_cast<uint16_t>(x))
+               : "memory");
+}
+REFITD_COPY_CODE void Store1(uint64_t address, uint32_t x) {
+  asm volatile("st.global.cs.u8 [%0], %1;" ::"l"(address), "h"(static_cast<uint16_t>(x & 0xff))
+               : "memory");
+}
+
+REFITD_COPY_CODE uint32_t ShiftRight(uint32_t low, uint32_t high, uint32_t bits) {
+  return __funnelshift_r(low, high, bits);
+}
+REFITD_COPY_CODE uint32_t MultiplyHigh(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+
+#else
+
+// As the GPU, refuses what is not aligned: the host's own stores would not.
+inline void CheckAligned(uint64_t address, uint64_t bytes) {
+  if (address % bytes != 0) __builtin_trap();
+}
+
+template <bool kOnce>
+REFITD_COPY_LOAD Vector Load(uint64_t address) {
+  CheckAligned(address, kVector);
+  const volatile uint32_t* const from = reinterpret_cast<const uint32_t*>(address);
+  return {{from[0], from[1], from[2], from[3]}};
+}
+
+template <typename Word>
+inline void StoreWord(uint64_t address, Word x) {
+  CheckAligned(address, sizeof(Word));
+  __builtin_memcpy(reinterpret_cast<void*>(address), &x, sizeof(x));
+}
+inline void Store(uint64_t address, const Vector& v) { StoreWord(address, v); }
+inline void Store8(uint64_t address, uint32_t low, uint32_t high) {
+  StoreWord(address, uint64_t{high} << 32 | low);
+}
+inline void Store4(uint64_t address, uint32_t x) { StoreWord(address, x); }
+inline void Store2(uint64_t address, uint32_t x) { StoreWord(address, static_cast<uint16_t>(x)); }
+inline void Store1(uint64_t address, uint32_t x) { StoreWord(address, static_cast<uint8_t>(x)); }
+
+inline uint32_t ShiftRight(uint32_t low, uint32_t high, uint32_t bits) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> bits);
+}
+inline uint32_t MultiplyHigh(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+}
+
+#endif
+
+// Bytes [n, n + 16) of `a` and then `b`; n < 16.
+REFITD_COPY_CODE Vector Shifted(const Vector& a, const Vector& b, uint32_t n) {
+  uint32_t x[8] = {a.w[0], a.w[1], a.w[2], a.w[3], b.w[0], b.w[1], b.w[2], b.w[3]};
+  REFITD_COPY_UNROLL
+  for (int i = 0; i < 6; ++i) x[i] = (n & 8) != 0 ? x[i + 2] : x[i];
+  REFITD_COPY_UNROLL
+  for (int i = 0; i < 5; ++i) x[i] = (n & 4) != 0 ? x[i + 1] : x[i];
+  Vector v;
+  REFITD_COPY_UNROLL
+  for (int i = 0; i < 4; ++i) v.w[i] = ShiftRight(x[i], x[i + 1], 8 * (n & 3));
+  return v;
+}
+
+// Stores bytes [low, high) of `v`, whose byte 0 belongs at `address`, as widely as addresses allow.
+REFITD_COPY_CODE void StoreBytes(uint64_t address, Vector v, int low, int high) {
+  v = Shifted(v, Vector{}, static_cast<uint32_t>(low));
+  uint64_t at = address + static_cast<uint64_t>(low);
+  REFITD_COPY_NO_UNROLL
+  for (int left = high - low; left > 0;) {
+    if (at % 8 == 0 && left >= 8) {
+      Store8(at, v.w[0], v.w[1]);
+      v = {{v.w[2], v.w[3], 0, 0}};
+      at += 8;
+      left -= 8;
+      continue;
+    }
+    uint32_t bytes = 1;
+    if (at % 4 == 0 && left >= 4) {
+      Store4(at, v.w[0]);
+      v = {{v.w[1], v.w[2], v.w[3], 0}};
+      at += 4;
+      left -= 4;
+      continue;
+    }
+    if (at % 2 == 0 && left >= 2) {
+      Store2(at, v.w[0]);
+      bytes = 2;
+    } else {
+      Store1(at, v.w[0]);
+    }
+    v = {{ShiftRight(v.w[0], v.w[1], 8 * bytes), ShiftRight(v.w[1], v.w[2], 8 * bytes),
+          ShiftRight(v.w[2], v.w[3], 8 * bytes), v.w[3] >> (8 * bytes)}};
+    at += bytes;
+    left -= static_cast<int>(bytes);
+  }
+}
+
+// ---- digests (transport/digest.h) ----
+
+REFITD_COPY_CODE constexpr uint64_t SplitMix64(uint64_t x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+// kDigestT[i].
+REFITD_COPY_CODE constexpr uint32_t DigestConstant(uint32_t i) {
+  return static_cast<uint32_t>(SplitMix64(~uint64_t{i}) >> 32) | 1;
+}
+
+REFITD_COPY_CODE uint64_t BlockFactor(uint64_t block) { return SplitMix64(block) | 1; }
+
+// Adds up vectors of elements of kBytes bytes. Each with the index of the element in its byte 0,
+// which may lie before the run, and even before 0.
+template <int kBytes>
+class VectorDigest {
+ public:
+  static constexpr uint32_t kLanes = kVector / kBytes;
+
+  // `table`: kDigestBlock constants.
+  REFITD_COPY_CODE explicit VectorDigest(const uint32_t* table) : table_(table) {}
+
+  // A whole vector; p is a multiple of kLanes.
+  REFITD_COPY_CODE void AddWhole(const Vector& v, uint64_t p) {
+    const uint32_t at = static_cast<uint32_t>(p) % kDigestBlock;
+    // In long runs a thread meets the same constants again and again.
+    if (at != at_) Fetch(at);
+    uint64_t sum = ones_;
+    REFITD_COPY_UNROLL
+    for (uint32_t i = 0; i < kLanes; ++i) sum += uint64_t{Lane(v, i)} * t_[i];
+    sum_ += sum * BlockFactor(p / kDigestBlock);
+  }
+
+  // Elements in bytes [low, high) of `v`.
+  REFITD_COPY_CODE void AddPart(const Vector& v, uint64_t p, int low, int high) {
+    Vector rest = Shifted(v, Vector{}, static_cast<uint32_t>(low));
+    p += static_cast<uint64_t>(low / kBytes);
+    uint64_t sum = 0;
+    REFITD_COPY_NO_UNROLL
+    for (int left = (high - low) / kBytes; left > 0; --left) {
+      const uint32_t at = static_cast<uint32_t>(p) % kDigestBlock;
+      sum += (uint64_t{rest.w[0] & kMask} + 1) * table_[at];
+      if (left == 1 || at == kDigestBlock - 1) {
+        sum_ += sum * BlockFactor(p / kDigestBlock);
+        sum = 0;
+      }
+      ++p;
+      if constexpr (kBytes == 4) {
+        rest = {{rest.w[1], rest.w[2], rest.w[3], 0}};
+      } else {
+        constexpr uint32_t kBits = 8 * kBytes;
+        rest = {{ShiftRight(rest.w[0], rest.w[1], kBits), ShiftRight(rest.w[1], rest.w[2], kBits),
+                 ShiftRight(rest.w[2], rest.w[3], kBits), rest.w[3] >> kBits}};
+      }
+    }
+  }
+
+  REFITD_COPY_CODE uint64_t sum() const { return sum_; }
+
+ private:
+  static constexpr uint32_t kMask = kBytes == 4 ? ~0U : (1U << (8 * (kBytes % 4))) - 1;
+
+  static REFITD_COPY_CODE uint32_t Lane(const Vector& v, uint32_t i) {
+    constexpr uint32_t kPerWord = 4 / kBytes;
+    return v.w[i / kPerWord] >> (8 * kBytes * (i % kPerWord)) & kMask;
+  }
+
+  REFITD_COPY_CODE void Fetch(uint32_t at) {
+    at_ = at;
+    ones_ = 0;
+    REFITD_COPY_UNROLL
+    for (uint32_t i = 0; i < kLanes; ++i) {
+      t_[i] = table_[at + i];
+      ones_ += t_[i];
+    }
+  }
+
+  const uint32_t* const table_;
+  uint32_t t_[kLanes] = {};
+  uint64_t ones_ = 0;  // sum of t_: (bits + 1) * t = bits * t + t
+  uint32_t at_ = ~0U;
+  uint64_t sum_ = 0;
+};
+
+template <>
+class VectorDigest<0> {
+ public:
+  REFITD_COPY_CODE explicit VectorDigest(const uint32_t* /*table*/) {}
+  REFITD_COPY_CODE void AddWhole(const Vector& /*v*/, uint64_t /*p*/) {}
+  REFITD_COPY_CODE void AddPart(const Vector& /*v*/, uint64_t /*p*/, int /*low*/, int /*high*/) {}
+  REFITD_COPY_CODE uint64_t sum() const { return 0; }
+};
+
+// ---- one pass over a task ----
+
+// Exact for n and d of at most 2^16.
+struct Divisor {
+  uint32_t d;
+  uint32_t inverse;
+  REFITD_COPY_CODE explicit Divisor(uint32_t divisor) : d(divisor), inverse(~0U / divisor + 1) {}
+  REFITD_COPY_CODE uint32_t Divide(uint32_t n) const {
+    return d == 1 ? n : MultiplyHigh(n, inverse);
+  }
+};
+
+// Where one vector lies.
+struct Place {
+  uint64_t from;  // of its byte 0
+  uint64_t to;
+  uint64_t p;  // of the element in its byte 0
+  int low;     // bytes [low, high) belong to the run; none where high <= low
+  int high;
+};
+
+// What a pass reads, and how it cuts it into vectors.
+struct PassShape {
+  uint64_t from;     // task.source or task.proof
+  uint32_t run;      // bytes
+  uint32_t vectors;  // of a run, at most
+  uint32_t runs;
+  uint64_t grid;  // 15: vectors are aligned; 0: they begin with the run
+  bool quick;     // whole vectors are QuickPass's
+  bool ends;      // there may be others
+  int dims;       // 0, 1 or kTaskDims: what has to be told apart
+};
+
+// `base`, and what is `step` from it in each dimension, are multiples of `of`.
+REFITD_COPY_CODE bool Multiple(const CopyTask& task, uint64_t base, const uint64_t* step,
+                               uint64_t of) {
+  bool yes = base % of == 0;
+  REFITD_COPY_UNROLL
+  for (int d = 0; d < kTaskDims; ++d) yes = yes && (task.count[d] == 1 || step[d] % of == 0);
+  return yes;
+}
+
+// kDigest: bytes of an element, which must not be cut; 0: no digest. With kStore, vectors are
+// aligned by where they are stored.
+template <int kDigest, bool kStore>
+REFITD_COPY_CODE PassShape MakeShape(const CopyTask& task, uint64_t from) {
+  constexpr uint64_t kElement = kDigest == 0 ? 1 : kDigest;
+  const uint64_t base = kStore ? task.destination : from;
+  uint64_t step[kTaskDims];
+  uint64_t relative[kTaskDims];  // source against destination
+  uint64_t index[kTaskDims];     // index against addresses
+  REFITD_COPY_UNROLL
+  for (int d = 0; d < kTaskDims; ++d) {
+    step[d] = static_cast<uint64_t>(kStore ? task.destination_step[d] : task.source_step[d]);
+    relative[d] = static_cast<uint64_t>(task.source_step[d]) - step[d];
+    index[d] = static_cast<uint64_t>(task.index_step[d]) * kElement - step[d];
+  }
+  PassShape shape;
+  shape.from = from;
+  shape.run = task.run * task.element_bytes;
+  const bool whole = Multiple(task, base, step, kElement);
+  const bool alike = Multiple(task, 0, step, kVector);  // all runs begin alike
+  shape.grid = whole ? kVector - 1 : 0;
+  const auto before = static_cast<uint32_t>(base % kVector);
+  uint32_t most = 0;  // bytes of a first vector that lie before the run
+  if (whole) most = alike ? before : kVector - static_cast<uint32_t>(kElement);
+  shape.vectors = (most + shape.run + kVector - 1) / kVector;
+  shape.runs = uint32_t{task.count[0]} * task.count[1] * task.count[2];
+  shape.quick = whole && (!kStore || Multiple(task, from - base, relative, kVector)) &&
+                (kDigest == 0 || Multiple(task, task.index * kElement - base, index, kVector));
+  shape.ends = !shape.quick || !alike || before != 0 || shape.run % kVector != 0;
+  shape.dims = task.count[0] > 1 || task.count[1] > 1 ? kTaskDims : task.count[2] > 1 ? 1 : 0;
+  return shape;
+}
+
+template <int kDims, int kDigest, bool kStore>
+class Locator {
+ public:
+  REFITD_COPY_CODE Locator(const CopyTask& task, const PassShape& shape)
+      : task_(task),
+        shape_(shape),
+        count1_(kDims > 1 ? task.count[1] : 1),
+        count2_(kDims > 1 ? task.count[2] : 1) {}
+
+  REFITD_COPY_CODE Place At(uint32_t run, uint32_t vector) const {
+    Place place = {shape_.from, task_.destination, task_.index, 0, 0};
+    if constexpr (kDims == 1) {
+      Step(2, run, &place);
+    } else if constexpr (kDims > 1) {
+      const uint32_t rest = count2_.Divide(run);
+      const uint32_t slowest = count1_.Divide(rest);
+      Step(2, run - rest * count2_.d, &place);
+      Step(1, rest - slowest * count1_.d, &place);
+      Step(0, slowest, &place);
+    }
+    const auto before = static_cast<int>((kStore ? place.to : place.from) & shape_.grid);
+    const int at = static_cast<int>(vector * kVector) - before;
+    const int left = static_cast<int>(shape_.run) - at;
+    place.low = at < 0 ? -at : 0;
+    place.high = left < static_cast<int>(kVector) ? left : static_cast<int>(kVector);
+    place.from += static_cast<uint64_t>(int64_t{at});
+    place.to += static_cast<uint64_t>(int64_t{at});
+    if constexpr (kDigest != 0) place.p += static_cast<uint64_t>(int64_t{at / kDigest});
+    return place;
+  }
+
+ private:
+  REFITD_COPY_CODE void Step(int d, uint32_t times, Place* place) const {
+    place->from += times * static_cast<uint64_t>(task_.source_step[d]);
+    if constexpr (kStore) place->to += times * static_cast<uint64_t>(task_.destination_step[d]);
+    if constexpr (kDigest != 0) place->p += times * static_cast<uint64_t>(task_.index_step[d]);
+  }
+
+  const CopyTask& task_;
+  const PassShape& shape_;
+  const Divisor count1_;
+  const Divisor count2_;
+};
+
+template <int kDims, int kDigest, bool kStore>
+REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, uint32_t thread,
+                                uint32_t threads, VectorDigest<kDigest>* digest) {
+  // Loads in flight of one thread: what hides the latency of memory.
+  constexpr int kUnroll = 4;
+  const Locator<kDims, kDigest, kStore> locator(task, shape);
+  const Divisor vectors(kDims == 0 ? 1 : shape.vectors);
+  const uint32_t items = shape.vectors * shape.runs;
+  REFITD_COPY_NO_UNROLL
+  for (uint32_t first = thread; first < items; first += kUnroll * threads) {
+    bool whole[kUnroll];
+    uint64_t to[kUnroll];
+    uint64_t p[kUnroll];
+    Vector v[kUnroll];
+    REFITD_COPY_UNROLL
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint32_t item = first + static_cast<uint32_t>(u) * threads;
+      const uint32_t run = kDims == 0 ? 0 : vectors.Divide(item);
+      const Place place = locator.At(run, kDims == 0 ? item : item - run * vectors.d);
+      whole[u] = item < items && place.low == 0 && place.high == static_cast<int>(kVector);
+      to[u] = place.to;
+      p[u] = place.p;
+      if (whole[u]) v[u] = Load<true>(place.from);
+    }
+    REFITD_COPY_UNROLL
+    for (int u = 0; u < kUnroll; ++u) {
+      if (!whole[u]) continue;
+      if constexpr (kStore) Store(to[u], v[u]);
+      digest->AddWhole(v[u], p[u]);
+    }
+  }
+}
+
+// The vectors of a run at which it may end, besides the first: the last ones, if all that there may
+// be are counted.
+constexpr uint32_t kEnds = 3;
+
+template <int kDigest, bool kStore>
+REFITD_COPY_CODE void SlowPass(const CopyTask& task, const PassShape& shape, uint32_t thread,
+                               uint32_t threads, VectorDigest<kDigest>* digest) {
+  const Locator<kTaskDims, kDigest, kStore> locator(task, shape);
+  const bool ends = shape.quick && shape.vectors > kEnds;
+  const Divisor each(ends ? kEnds : shape.vectors);
+  const uint32_t items = each.d * shape.runs;
+  REFITD_COPY_NO_UNROLL
+  for (uint32_t item = thread; item < items; item += threads) {
+    const uint32_t run = each.Divide(item);
+    uint32_t vector = item - run * each.d;
+    if (ends && vector > 0) vector = shape.vectors - vector;
+    const Place place = locator.At(run, vector);
+    const bool whole = place.low == 0 && place.high == static_cast<int>(kVector);
+    if (place.low >= place.high || (shape.quick && whole)) continue;
+    // Aligned vectors that hold no byte of the run may not exist.
+    const auto shift = static_cast<uint32_t>(place.from % kVector);
+    const int split = static_cast<int>(kVector - shift);
+    Vector v = {};
+    Vector next = {};
+    if (place.low < split) v = Load<false>(place.from - shift);
+    if (place.high > split) next = Load<false>(place.from - shift + kVector);
+    v = Shifted(v, next, shift);
+    if constexpr (kStore) {
+      if (whole && place.to % kVector == 0) {
+        Store(place.to, v);
+      } else {
+        StoreBytes(place.to, v, place.low, place.high);
+      }
+    }
+    digest->AddPart(v, place.p, place.low, place.high);
+  }
+}
+
+template <int kDigest, bool kStore>
+REFITD_COPY_CODE uint64_t Pass(const CopyTask& task, uint64_t from, const uint32_t* table,
+                               uint32_t thread, uint32_t threads) {
+  const PassShape shape = MakeShape<kDigest, kStore>(task, from);
+  VectorDigest<kDigest> digest(table);
+  if (shape.quick) {
+    switch (shape.dims) {
+      case 0:
+        QuickPass<0, kDigest, kStore>(task, shape, thread, threads, &digest);
+        break;
+      case 1:
+        QuickPass<1, kDigest, kStore>(task, shape, thread, threads, &digest);
+        break;
+      default:
+        QuickPass<kTaskDims, kDigest, kStore>(task, shape, thread, threads, &digest);
+    }
+  }
+  if (shape.ends) SlowPass<kDigest, kStore>(task, shape, thread, threads, &digest);
+  return digest.sum();
+}
+
+template <bool kStore>
+REFITD_COPY_CODE uint64_t DigestPass(const CopyTask& task, uint64_t from, const uint32_t* table,
+                                     uint32_t thread, uint32_t threads) {
+  switch (task.element_bytes) {
+    case 1:
+      return Pass<1, kStore>(task, from, table, thread, threads);
+    case 2:
+      return Pass<2, kStore>(task, from, table, thread, threads);
+    default:
+      return Pass<4, kStore>(task, from, table, thread, threads);
+  }
+}
+
+// ---- a task ----
+
+struct TaskSums {
+  uint64_t stored = 0;
+  uint64_t source = 0;
+};
+
+// One thread's share of a task. The sums of all threads are what the task adds.
+REFITD_COPY_CODE TaskSums RunShare(const CopyTask& task, const uint32_t* table, uint32_t thread,
+                                   uint32_t threads) {
+  TaskSums sums;
+  const bool copied = task.destination != 0;
+  const bool proven = task.proof_sum != kNoSum;
+  const bool is_proof = copied && proven && task.sum == kNoSum && task.proof == task.source;
+  if (proven && !is_proof) {
+    sums.source = DigestPass<false>(task, task.proof, table, thread, threads);
+  }
+  if (!copied) return sums;
+  if (task.sum == kNoSum && !is_proof) {
+    Pass<0, true>(task, task.source, table, thread, threads);
+    return sums;
+  }
+  const uint64_t digest = DigestPass<true>(task, task.source, table, thread, threads);
+  (is_proof ? sums.source : sums.stored) = digest;
+  return sums;
+}
+
+}  // namespace refitd::copy_code
+
+#endif  // REFITD_TRANSPORT_CUDA_COPY_CODE_H_

@@ -1,0 +1,37 @@
+#include "transport/cuda/copy_interpreter.h"
+
+#include <array>
+
+#include "transport/cuda/copy_code.h"
+
+namespace refitd {
+namespace {
+
+constexpr std::array<uint32_t, copy_code::kDigestBlock> MakeTable() {
+  std::array<uint32_t, copy_code::kDigestBlock> table = {};
+  for (uint32_t i = 0; i < table.size(); ++i) table[i] = copy_code::DigestConstant(i);
+  return table;
+}
+
+constexpr std::array<uint32_t, copy_code::kDigestBlock> kTable = MakeTable();
+
+void Add(unsigned long long* sums, uint32_t sum, uint64_t digest) {
+  if (sum != kNoSum) __atomic_fetch_add(sums + sum, digest, __ATOMIC_RELAXED);
+}
+
+}  // namespace
+
+void RunTasks(const CopyLaunch& launch, uint32_t threads) {
+  while (true) {
+    const uint32_t next = __atomic_fetch_add(launch.next_task, 1, __ATOMIC_RELAXED);
+    if (next >= launch.task_count) return;
+    const CopyTask& task = launch.tasks[next];
+    for (uint32_t thread = 0; thread < threads; ++thread) {
+      const copy_code::TaskSums sums = copy_code::RunShare(task, kTable.data(), thread, threads);
+      Add(launch.stored_sums, task.sum, sums.stored);
+      Add(launch.source_sums, task.proof_sum, sums.source);
+    }
+  }
+}
+
+}  // namespace refitd

@@ -1,0 +1,83 @@
+// The copy kernel: thread blocks that take tasks until there are none left.
+#include "transport/cuda/copy_code.h"
+#include "transport/cuda/copy_kernel.h"
+#include "transport/cuda/copy_task.h"
+
+namespace refitd {
+namespace {
+
+constexpr uint32_t kWarps = kCopyThreads / 32;
+constexpr uint32_t kTaskWords = sizeof(CopyTask) / sizeof(uint64_t);
+
+// What a block keeps of two tasks, the one at hand and the next, in turns.
+struct Turn {
+  uint64_t task[kTaskWords];
+  uint64_t stored[kWarps];
+  uint64_t source[kWarps];
+  uint32_t number;
+};
+
+__device__ __forceinline__ uint64_t WarpSum(uint64_t x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0U, x, lanes);
+  return x;
+}
+
+// Adds up what the warps left, by the first warp.
+__device__ __forceinline__ void AddSum(unsigned long long* sums, uint32_t sum,
+                                       const uint64_t* warps) {
+  const uint64_t digest = WarpSum(threadIdx.x < kWarps ? warps[threadIdx.x] : 0);
+  if (threadIdx.x == 0) atomicAdd(sums + sum, digest);
+}
+
+__device__ __forceinline__ void FetchTask(const CopyLaunch& launch, uint32_t number, Turn* turn) {
+  if (number >= launch.task_count || threadIdx.x >= kTaskWords) return;
+  turn->task[threadIdx.x] = reinterpret_cast<const uint64_t*>(launch.tasks + number)[threadIdx.x];
+}
+
+}  // namespace
+
+// A block's first task is that of its own number; the others come from the counter, each taken and
+// fetched while the one before is worked on.
+extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLaunch launch) {
+  __shared__ uint32_t table[copy_code::kDigestBlock];
+  __shared__ __align__(16) Turn turns[2];
+  const uint32_t thread = threadIdx.x;
+  if (thread < copy_code::kDigestBlock) table[thread] = copy_code::DigestConstant(thread);
+  uint32_t number = blockIdx.x;
+  if (thread == 0) turns[1].number = gridDim.x + atomicAdd(launch.next_task, 1);
+  FetchTask(launch, number, &turns[0]);
+  __syncthreads();
+  for (uint32_t at = 0; number < launch.task_count; at ^= 1) {
+    Turn& turn = turns[at];
+    Turn& other = turns[at ^ 1];
+    const uint32_t next = other.number;
+    uint32_t after = 0;
+    if (thread == 0) after = gridDim.x + atomicAdd(launch.next_task, 1);
+    FetchTask(launch, next, &other);
+
+    const CopyTask& task = *reinterpret_cast<const CopyTask*>(turn.task);
+    const copy_code::TaskSums sums = copy_code::RunShare(task, table, thread, kCopyThreads);
+    const bool stored = task.sum != kNoSum;
+    const bool source = task.proof_sum != kNoSum;
+    if (stored) {
+      const uint64_t sum = WarpSum(sums.stored);
+      if (thread % 32 == 0) turn.stored[thread / 32] = sum;
+    }
+    if (source) {
+      const uint64_t sum = WarpSum(sums.source);
+      if (thread % 32 == 0) turn.source[thread / 32] = sum;
+    }
+    if (thread == 0) turn.number = after;
+    __syncthreads();
+    // The next turn writes to the other half; this one is written again after its barrier.
+    if (thread < 32) {
+      if (stored) AddSum(launch.stored_sums, task.sum, turn.stored);
+      if (source) AddSum(launch.source_sums, task.proof_sum, turn.source);
+    }
+    __syncwarp();  // the next turn's fetch overwrites what this one's sums were read from
+    number = next;
+  }
+}
+
+}  // namespace refitd

@@ -1,0 +1,488 @@
+#include "transport/cuda/copy_plan.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <utility>
+
+#include "absl/container/inlined_vector.h"
+#include "transport/base/status.h"
+#include "transport/bound_moves.h"
+
+namespace refitd {
+namespace {
+
+constexpr int64_t kVectorBytes = 16;
+// Where a run is cut: the parts stay aligned as the run is, in memory and in blocks of the digest.
+constexpr int64_t kCutBytes = 512;
+constexpr int64_t kMostCount = 65'535;  // what CopyTask::count holds
+
+// ---- boxes as loops ----
+
+// One dimension of a box, or several that lie behind one another wherever that matters.
+struct Loop {
+  int64_t extent = 1;
+  int64_t from = 0;  // bytes
+  int64_t to = 0;    // bytes
+  int64_t p = 0;     // elements of the global index
+};
+
+// Innermost first, after the run.
+using Loops = absl::InlinedVector<Loop, kMaxDims + 1>;
+
+// A box to be cut into tasks: what is not in the loops is in `task`, whose run may be too long.
+struct Strip {
+  CopyTask task;
+  int64_t run = 1;  // elements
+  Loops loops;
+};
+
+bool Continues(const Loop& inner, const Loop& next, bool digested) {
+  return next.from == inner.extent * inner.from && next.to == inner.extent * inner.to &&
+         (!digested || next.p == inner.extent * inner.p);
+}
+
+// The box's dimensions, as few as can be. What only copies may take them in any order: as they lie
+// at the destination.
+Loops Collapse(const Box& box, const Dims& shape, const Dims& from_strides, const Dims& to_strides,
+               int64_t element_bytes, bool digested) {
+  Loops dims;
+  int64_t p = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    if (box.extent[d] > 1) {
+      dims.push_back({.extent = box.extent[d],
+                      .from = from_strides[d] * element_bytes,
+                      .to = to_strides[d] * element_bytes,
+                      .p = p});
+    }
+    p *= shape[d];
+  }
+  if (!digested) {
+    std::stable_sort(dims.begin(), dims.end(),
+                     [](const Loop& a, const Loop& b) { return a.to < b.to; });
+  }
+  Loops loops;
+  for (const Loop& dim : dims) {
+    if (!loops.empty() && Continues(loops.back(), dim, digested)) {
+      loops.back().extent *= dim.extent;
+    } else {
+      loops.push_back(dim);
+    }
+  }
+  return loops;
+}
+
+// `task` has its addresses and sums; a pass that stores nothing gives its own strides twice.
+Strip MakeStrip(const CopyTask& task, const BoundPiece& piece, const Box& box,
+                const Dims& to_strides) {
+  const int64_t element_bytes = ElementBytes(piece.dtype);
+  const bool digested = task.sum != kNoSum || task.proof_sum != kNoSum;
+  Strip strip = {
+      .task = task,
+      .run = 1,
+      .loops = Collapse(box, piece.shape, piece.strides, to_strides, element_bytes, digested)};
+  Loops& loops = strip.loops;
+  if (!loops.empty() && loops[0].from == element_bytes && loops[0].to == element_bytes &&
+      (!digested || loops[0].p == 1)) {
+    strip.run = loops[0].extent;
+    loops.erase(loops.begin());
+  }
+  strip.task.index = static_cast<uint64_t>(FirstIndex(box, piece.shape));
+  strip.task.element_bytes = static_cast<uint8_t>(std::min<int64_t>(element_bytes, 4));
+  if (element_bytes == 8) {  // two words, low word first
+    strip.run *= 2;
+    strip.task.index *= 2;
+    for (Loop& loop : loops) loop.p *= 2;
+  }
+  return strip;
+}
+
+int64_t RunBytes(const Strip& strip) { return strip.run * strip.task.element_bytes; }
+
+int64_t StripBytes(const Strip& strip) {
+  int64_t bytes = RunBytes(strip);
+  for (const Loop& loop : strip.loops) bytes *= loop.extent;
+  return bytes;
+}
+
+int64_t TaskBytes(const CopyTask& task) {
+  return int64_t{task.run} * task.element_bytes * task.count[0] * task.count[1] * task.count[2];
+}
+
+int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ---- tasks ----
+
+void Advance(CopyTask* task, const Loop& loop, int64_t steps) {
+  const auto move = [steps](uint64_t* address, int64_t step) {
+    if (*address != 0) *address += static_cast<uint64_t>(steps * step);
+  };
+  move(&task->source, loop.from);
+  move(&task->proof, loop.from);
+  move(&task->destination, loop.to);
+  task->index += static_cast<uint64_t>(steps * loop.p);
+}
+
+void SetDim(CopyTask* task, int at, const Loop& loop, int64_t count) {
+  task->count[at] = static_cast<uint16_t>(count);
+  task->source_step[at] = loop.from;
+  task->destination_step[at] = loop.to;
+  task->index_step[at] = loop.p;
+}
+
+// Cuts a strip into tasks of at most `most` bytes and calls add(task). A run's cost is that of the
+// vectors it may touch: short runs cost more than their bytes.
+class Cutter {
+ public:
+  Cutter(const Strip& strip, int64_t most)
+      : strip_(strip),
+        most_(std::min<int64_t>(most, (kMaxTaskVectors - 2) * kVectorBytes)),
+        run_cost_((RunBytes(strip) / kVectorBytes + 2) * kVectorBytes) {}
+
+  template <typename Add>
+  void Run(Add add) const {
+    CopyTask task = strip_.task;
+    if (RunBytes(strip_) > most_) {
+      const Loop run = {.extent = strip_.run,
+                        .from = strip_.task.element_bytes,
+                        .to = strip_.task.element_bytes,
+                        .p = 1};
+      return ForEach(task, 0, [&](const CopyTask& at) { CutRun(at, run, add); });
+    }
+    task.run = static_cast<uint32_t>(strip_.run);
+    // Dimensions that fit as a whole.
+    const size_t dims = strip_.loops.size();
+    size_t whole = 0;
+    int64_t cost = run_cost_;
+    while (whole < dims && whole < kTaskDims && strip_.loops[whole].extent <= kMostCount &&
+           cost * strip_.loops[whole].extent <= most_) {
+      const Loop& loop = strip_.loops[whole];
+      SetDim(&task, kTaskDims - 1 - static_cast<int>(whole), loop, loop.extent);
+      cost *= loop.extent;
+      ++whole;
+    }
+    if (whole == dims || whole == kTaskDims) return ForEach(task, whole, add);
+    ForEach(task, whole + 1, [&](const CopyTask& at) { CutLoop(at, whole, cost, add); });
+  }
+
+ private:
+  template <typename Add>
+  void CutRun(CopyTask task, const Loop& run, const Add& add) const {
+    const int64_t parts = CeilDivide(RunBytes(strip_), most_);
+    const int64_t unit = kCutBytes / strip_.task.element_bytes;
+    const int64_t step =
+        std::min(CeilDivide(CeilDivide(run.extent, parts), unit) * unit, run.extent);
+    for (int64_t done = 0; done < run.extent; done += step) {
+      task.run = static_cast<uint32_t>(std::min(step, run.extent - done));
+      add(task);
+      Advance(&task, run, task.run);
+    }
+  }
+
+  // The parts differ by one step at most.
+  template <typename Add>
+  void CutLoop(CopyTask task, size_t cut, int64_t cost, const Add& add) const {
+    const Loop& loop = strip_.loops[cut];
+    const int64_t fit = std::clamp<int64_t>(most_ / cost, 1, kMostCount);
+    const int64_t step = CeilDivide(loop.extent, CeilDivide(loop.extent, fit));
+    for (int64_t done = 0; done < loop.extent; done += step) {
+      const int64_t count = std::min(step, loop.extent - done);
+      SetDim(&task, kTaskDims - 1 - static_cast<int>(cut), loop, count);
+      add(task);
+      Advance(&task, loop, count);
+    }
+  }
+
+  // Calls visit(task) for each index of the loops from `begin` on, in ascending order.
+  template <typename Visit>
+  void ForEach(CopyTask task, size_t begin, const Visit& visit) const {
+    const Loops& loops = strip_.loops;
+    std::array<int64_t, kMaxDims + 1> index = {};
+    while (true) {
+      visit(task);
+      size_t d = begin;
+      while (d < loops.size() && index[d] + 1 == loops[d].extent) {
+        Advance(&task, loops[d], -index[d]);
+        index[d++] = 0;
+      }
+      if (d == loops.size()) return;
+      Advance(&task, loops[d], 1);
+      ++index[d];
+    }
+  }
+
+  const Strip& strip_;
+  const int64_t most_;
+  const int64_t run_cost_;
+};
+
+// ---- order ----
+
+// What one device runs, by the devices it stores to.
+class DeviceQueues {
+ public:
+  void Add(int target, const Strip& strip) {
+    strips_[target].push_back(strip);
+    bytes_ += StripBytes(strip);
+  }
+  void AddCopy(const LinearCopy& copy) { copies_.push_back(copy); }
+  bool empty() const { return strips_.empty() && copies_.empty(); }
+
+  DeviceTasks Take(int device, const CopyPlanOptions& options) {
+    DeviceTasks result = {.device = device, .tasks = {}, .copies = std::move(copies_)};
+    const int64_t most =
+        std::clamp(bytes_ / std::max<int64_t>(options.tasks_wanted, 1), options.least_task_bytes,
+                   std::max(options.least_task_bytes, options.most_task_bytes));
+    std::vector<Queue> queues;
+    size_t count = 0;
+    for (const auto& [target, strips] : strips_) {
+      queues.push_back(MakeQueue(strips, most));
+      count += queues.back().tasks.size();
+    }
+    // Sources that start together start with different targets.
+    if (!queues.empty()) {
+      const auto first = static_cast<size_t>(std::max(device, 0)) % queues.size();
+      std::rotate(queues.begin(), queues.begin() + static_cast<std::ptrdiff_t>(first),
+                  queues.end());
+    }
+    result.tasks = queues.size() == 1 ? std::move(queues[0].tasks) : TakeTurns(&queues, count);
+    return result;
+  }
+
+ private:
+  struct Queue {
+    std::vector<CopyTask> tasks;
+    int64_t bytes = 0;
+    int64_t done = 0;
+    size_t next = 0;
+    double Progress() const { return static_cast<double>(done) / static_cast<double>(bytes); }
+  };
+
+  static Queue MakeQueue(const std::vector<Strip>& strips, int64_t most) {
+    Queue queue;
+    for (const Strip& strip : strips) queue.bytes += StripBytes(strip);
+    queue.tasks.reserve(static_cast<size_t>(queue.bytes / most) + strips.size());
+    for (const Strip& strip : strips) {
+      Cutter(strip, most).Run([&queue](const CopyTask& task) { queue.tasks.push_back(task); });
+    }
+    return queue;
+  }
+
+  // Whoever has got the smallest share of its bytes is next: all end together.
+  static std::vector<CopyTask> TakeTurns(std::vector<Queue>* queues, size_t count) {
+    std::vector<CopyTask> tasks;
+    tasks.reserve(count);
+    while (tasks.size() < count) {
+      Queue* least = nullptr;
+      for (Queue& queue : *queues) {
+        if (queue.next == queue.tasks.size()) continue;
+        if (least == nullptr || queue.Progress() < least->Progress()) least = &queue;
+      }
+      const CopyTask& task = least->tasks[least->next++];
+      least->done += TaskBytes(task);
+      tasks.push_back(task);
+    }
+    return tasks;
+  }
+
+  std::map<int, std::vector<Strip>> strips_;
+  std::vector<LinearCopy> copies_;
+  int64_t bytes_ = 0;
+};
+
+using Devices = std::map<int, DeviceQueues>;
+
+std::vector<DeviceTasks> TakeAll(Devices* devices, const CopyPlanOptions& options) {
+  std::vector<DeviceTasks> all;
+  for (auto& [device, queues] : *devices) {
+    if (!queues.empty()) all.push_back(queues.Take(device, options));
+  }
+  return all;
+}
+
+// ---- addresses ----
+
+// Asks once a piece, and once a piece and device.
+class Endpoint {
+ public:
+  absl::StatusOr<int> Device(const BoundPiece& piece, CopyAddresses* addresses) {
+    if (known_) return device_;
+    REFITD_ASSIGN_OR_RETURN(device_, addresses->DeviceOf(piece));
+    known_ = true;
+    return device_;
+  }
+  absl::StatusOr<uint64_t> On(int device, const BoundPiece& piece, CopyAddresses* addresses) {
+    for (const auto& [known, address] : addresses_) {
+      if (known == device) return address;
+    }
+    REFITD_ASSIGN_OR_RETURN(const uint64_t address, addresses->On(device, piece));
+    addresses_.emplace_back(device, address);
+    return address;
+  }
+
+ private:
+  bool known_ = false;
+  int device_ = 0;
+  absl::InlinedVector<std::pair<int, uint64_t>, 1> addresses_;
+};
+
+// Reads `box` of `piece` where its own metadata says that it lies.
+Strip SourcePass(const BoundPiece& piece, const Box& box, uint64_t address, size_t sum) {
+  CopyTask task;
+  task.proof = address + static_cast<uint64_t>(ByteDistance(box, piece.box, piece.strides,
+                                                            ElementBytes(piece.dtype)));
+  task.proof_sum = static_cast<uint32_t>(sum);
+  return MakeStrip(task, piece, box, piece.strides);
+}
+
+// ---- transfers ----
+
+class CopyPlanner {
+ public:
+  CopyPlanner(const Transfer& transfer, Verification verification, CopyAddresses* addresses,
+              const CopyPlanOptions& options)
+      : transfer_(transfer),
+        verification_(verification),
+        addresses_(addresses),
+        options_(options) {}
+
+  absl::StatusOr<CudaCopyPlan> Plan() {
+    REFITD_ASSIGN_OR_RETURN(const BoundMoves bound, BindMoves(transfer_));
+    const size_t sums =
+        bound.sums.size() + (transfer_.want_source_digests ? transfer_.source.size() : 0);
+    if (sums >= kNoSum) {
+      return Error(absl::StatusCode::kInternal, "program: {} digests, more than tasks can number",
+                   sums);
+    }
+    sources_.resize(transfer_.source.size());
+    destinations_.resize(bound.sums.size());
+    for (const BoundMove& move : bound.moves) REFITD_RETURN_IF_ERROR(AddMove(move));
+    if (transfer_.want_source_digests) {
+      REFITD_RETURN_IF_ERROR(AddSourceDigests(bound.sums.size()));
+    }
+    CudaCopyPlan plan;
+    plan.devices = TakeAll(&devices_, options_);
+    plan.readback = TakeAll(&readback_, options_);
+    plan.sums = bound.sums;
+    plan.bytes = bound.bytes;
+    plan.source_sums = static_cast<uint32_t>(sums - bound.sums.size());
+    return plan;
+  }
+
+ private:
+  absl::Status AddMove(const BoundMove& move) {
+    Endpoint& source = SourceOf(*move.source);
+    Endpoint& destination = destinations_[move.sum];
+    REFITD_ASSIGN_OR_RETURN(const int from, source.Device(*move.source, addresses_));
+    REFITD_ASSIGN_OR_RETURN(const int to, destination.Device(*move.destination, addresses_));
+    if (to == CopyAddresses::kHostMemory) {
+      return Error(absl::StatusCode::kUnimplemented,
+                   "\"{}\" at destination {} is in host memory: only device memory is written",
+                   move.destination->name, move.destination_index);
+    }
+    const int device = from == CopyAddresses::kHostMemory ? to : from;
+    REFITD_ASSIGN_OR_RETURN(const uint64_t source_address,
+                            source.On(device, *move.source, addresses_));
+    REFITD_ASSIGN_OR_RETURN(const uint64_t destination_address,
+                            destination.On(device, *move.destination, addresses_));
+    const CopyTask task = TaskOf(move, source_address, destination_address);
+    const Strip strip = MakeStrip(task, *move.source, *move.box, move.destination->strides);
+    if (!AddToEngine(device, strip)) devices_[device].Add(to, strip);
+    if (!ReadbackNow(move)) return absl::OkStatus();
+    REFITD_ASSIGN_OR_RETURN(const uint64_t own, destination.On(to, *move.destination, addresses_));
+    readback_[to].Add(to, SourcePass(*move.destination, *move.box, own, move.sum));
+    return absl::OkStatus();
+  }
+
+  CopyTask TaskOf(const BoundMove& move, uint64_t source, uint64_t destination) const {
+    CopyTask task;
+    task.source = source + static_cast<uint64_t>(move.from);
+    task.destination = destination + static_cast<uint64_t>(move.to);
+    if (verification_ == Verification::kOff) return task;
+    const BoundPiece& piece = *move.source;
+    task.proof = source + static_cast<uint64_t>(ByteDistance(*move.box, piece.box, piece.strides,
+                                                             ElementBytes(piece.dtype)));
+    task.proof_sum = static_cast<uint32_t>(move.sum);
+    // Under kReadback the second pass is the one over the destination.
+    if (verification_ == Verification::kTransfer) task.sum = static_cast<uint32_t>(move.sum);
+    return task;
+  }
+
+  bool AddToEngine(int device, const Strip& strip) {
+    if (options_.engine_bytes <= 0 || verification_ != Verification::kOff || !strip.loops.empty() ||
+        RunBytes(strip) < options_.engine_bytes) {
+      return false;
+    }
+    devices_[device].AddCopy({.source = strip.task.source,
+                              .destination = strip.task.destination,
+                              .bytes = RunBytes(strip)});
+    return true;
+  }
+
+  bool ReadbackNow(const BoundMove& move) const {
+    return verification_ == Verification::kReadback &&
+           move.destination_index < transfer_.readback_now.size() &&
+           transfer_.readback_now[move.destination_index];
+  }
+
+  // Pieces in host memory: by the first device that runs anything.
+  absl::Status AddSourceDigests(size_t first_sum) {
+    const int spare = devices_.empty() ? 0 : devices_.begin()->first;
+    for (size_t i = 0; i < transfer_.source.size(); ++i) {
+      const BoundPiece& piece = transfer_.source[i];
+      if (ElementCount(piece.box) <= 0) continue;
+      REFITD_ASSIGN_OR_RETURN(const int home, sources_[i].Device(piece, addresses_));
+      const int device = home == CopyAddresses::kHostMemory ? spare : home;
+      REFITD_ASSIGN_OR_RETURN(const uint64_t address, sources_[i].On(device, piece, addresses_));
+      devices_[device].Add(device, SourcePass(piece, piece.box, address, first_sum + i));
+    }
+    return absl::OkStatus();
+  }
+
+  Endpoint& SourceOf(const BoundPiece& piece) {
+    return sources_[static_cast<size_t>(&piece - transfer_.source.data())];
+  }
+
+  const Transfer& transfer_;
+  const Verification verification_;
+  CopyAddresses* const addresses_;
+  const CopyPlanOptions options_;
+  std::vector<Endpoint> sources_;       // per source piece
+  std::vector<Endpoint> destinations_;  // per sum: destination pieces that are written
+  Devices devices_;
+  Devices readback_;
+};
+
+}  // namespace
+
+absl::StatusOr<CudaCopyPlan> PlanCopies(const Transfer& transfer, Verification verification,
+                                        CopyAddresses* addresses, const CopyPlanOptions& options) {
+  return CopyPlanner(transfer, verification, addresses, options).Plan();
+}
+
+absl::StatusOr<CudaCopyPlan> PlanReadback(const ReadbackJob& job, CopyAddresses* addresses,
+                                          const CopyPlanOptions& options) {
+  std::vector<int> homes;
+  homes.reserve(job.pieces.size());
+  int spare = CopyAddresses::kHostMemory;
+  for (const ReadbackPiece& readback : job.pieces) {
+    REFITD_RETURN_IF_ERROR(CheckRanks(readback.piece));
+    REFITD_ASSIGN_OR_RETURN(const int home, addresses->DeviceOf(readback.piece));
+    homes.push_back(home);
+    if (home != CopyAddresses::kHostMemory && (spare < 0 || home < spare)) spare = home;
+  }
+  Devices devices;
+  for (size_t i = 0; i < job.pieces.size(); ++i) {
+    const BoundPiece& piece = job.pieces[i].piece;
+    if (ElementCount(piece.box) <= 0) continue;
+    const int device = homes[i] == CopyAddresses::kHostMemory ? std::max(spare, 0) : homes[i];
+    REFITD_ASSIGN_OR_RETURN(const uint64_t address, addresses->On(device, piece));
+    devices[device].Add(device, SourcePass(piece, piece.box, address, i));
+  }
+  CudaCopyPlan plan;
+  plan.devices = TakeAll(&devices, options);
+  plan.source_sums = static_cast<uint32_t>(job.pieces.size());
+  return plan;
+}
+
+}  // namespace refitd

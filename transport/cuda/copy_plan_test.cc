@@ -1,0 +1,618 @@
+#include "transport/cuda/copy_plan.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <catch2/catch.hpp>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "transport/cuda/copy_interpreter.h"
+#include "transport/digest.h"
+#include "transport/host/host_transport.h"
+
+namespace refitd {
+namespace {
+
+constexpr uint64_t kSeed = 4711;
+constexpr auto kWait = std::chrono::seconds(30);
+constexpr char kPoison = '\xcd';
+constexpr int kDevices = 4;
+
+using Rng = std::mt19937_64;
+
+int64_t Pick(Rng* rng, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(*rng);
+}
+
+// Memory that each device sees at an address of its own, as peers' mappings are; the last view is
+// the owner's.
+class Views {
+ public:
+  static constexpr size_t kBytes = size_t{8} << 20;
+
+  Views() {
+    const int fd = memfd_create("views", 0);
+    REQUIRE(fd >= 0);
+    REQUIRE(ftruncate(fd, kBytes) == 0);
+    for (char*& view : views_) {
+      void* const at = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+      REQUIRE(at != MAP_FAILED);
+      view = static_cast<char*>(at);
+    }
+    close(fd);
+    std::memset(data(), kPoison, kBytes);
+  }
+  ~Views() {
+    for (char* view : views_) munmap(view, kBytes);
+  }
+  Views(const Views&) = delete;
+  Views& operator=(const Views&) = delete;
+
+  char* data() const { return views_[kDevices]; }
+  char* of(int device) const { return views_[static_cast<size_t>(device)]; }
+  size_t used() const { return used_; }
+
+  // At an address of this alignment or a worse one, guard bytes around it.
+  char* Take(Rng* rng, int64_t bytes, int64_t alignment) {
+    used_ = (used_ + 511) / 512 * 512;
+    const size_t at = used_ + static_cast<size_t>(Pick(rng, 0, 32 / alignment) * alignment);
+    used_ = at + static_cast<size_t>(bytes) + 64;
+    REQUIRE(used_ <= kBytes);
+    return data() + at;
+  }
+
+ private:
+  std::array<char*, kDevices + 1> views_ = {};
+  size_t used_ = 64;
+};
+
+// Pieces belong to devices, by their addresses.
+class FakeAddresses : public CopyAddresses {
+ public:
+  explicit FakeAddresses(const Views& views) : views_(views) {}
+
+  void Put(const char* data, int device) { devices_[data] = device; }
+  void Hide(int from) { hidden_from_ = from; }
+
+  absl::StatusOr<int> DeviceOf(const BoundPiece& piece) override {
+    const auto found = devices_.find(piece.data);
+    if (found == devices_.end()) return absl::InternalError("no region");
+    return found->second;
+  }
+  absl::StatusOr<uint64_t> On(int device, const BoundPiece& piece) override {
+    ++questions;
+    if (device == hidden_from_) return absl::UnavailableError("no peer access");
+    return reinterpret_cast<uint64_t>(views_.of(device) + (piece.data - views_.data()));
+  }
+
+  int questions = 0;
+
+ private:
+  const Views& views_;
+  std::map<const char*, int> devices_;
+  int hidden_from_ = kHostMemory - 1;
+};
+
+int64_t SpanElements(const Dims& extent, const Dims& strides) {
+  int64_t last = 0;
+  for (size_t d = 0; d < extent.size(); ++d) {
+    if (extent[d] == 0) return 0;
+    last += (extent[d] - 1) * strides[d];
+  }
+  return last + 1;
+}
+
+// Strides of a padded array of `extent`, dimensions possibly stored in another order.
+Dims RandomStrides(Rng* rng, const Dims& extent) {
+  Dims strides(extent.size(), 0);
+  std::vector<size_t> order(extent.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (Pick(rng, 0, 5) == 0) std::shuffle(order.begin(), order.end(), *rng);
+  int64_t stride = Pick(rng, 0, 9) == 0 ? 2 : 1;
+  for (size_t i = order.size(); i-- > 0;) {
+    strides[order[i]] = stride;
+    stride *= extent[order[i]];
+    if (Pick(rng, 0, 3) == 0) stride += Pick(rng, 1, 5);
+  }
+  return strides;
+}
+
+Dims RandomShape(Rng* rng) {
+  switch (Pick(rng, 0, 4)) {
+    case 0:
+      return {Pick(rng, 1, 70'000)};
+    case 1:
+      return {Pick(rng, 1, 90), 64 * Pick(rng, 1, 12)};
+    case 2:
+      return {Pick(rng, 30, 60), Pick(rng, 1, 3), 257};
+    default: {
+      Dims shape;
+      const int64_t rank = Pick(rng, 0, kMaxDims);
+      for (int64_t d = 0; d < rank; ++d) shape.push_back(Pick(rng, 1, rank > 4 ? 3 : 12));
+      return shape;
+    }
+  }
+}
+
+DType TypeOf(int64_t element_bytes) {
+  switch (element_bytes) {
+    case 1:
+      return DType::kFloat8E4M3FN;
+    case 2:
+      return DType::kBFloat16;
+    case 4:
+      return DType::kFloat32;
+    default:
+      return DType::kInt64;
+  }
+}
+
+// A partition of `shape` into a few boxes.
+std::vector<Box> Partition(Rng* rng, const Dims& shape) {
+  std::vector<Box> boxes = {WholeBox(shape)};
+  for (int cuts = static_cast<int>(Pick(rng, 0, 3)); cuts > 0 && !shape.empty(); --cuts) {
+    Box& box = boxes[static_cast<size_t>(Pick(rng, 0, static_cast<int64_t>(boxes.size()) - 1))];
+    const auto d = static_cast<size_t>(Pick(rng, 0, static_cast<int64_t>(shape.size()) - 1));
+    if (box.extent[d] < 2) continue;
+    int64_t cut = Pick(rng, 1, box.extent[d] - 1);
+    if (cut >= 64) cut = cut / 64 * 64;
+    Box rest = box;
+    rest.offset[d] += cut;
+    rest.extent[d] -= cut;
+    box.extent[d] = cut;
+    boxes.push_back(std::move(rest));
+  }
+  return boxes;
+}
+
+// A random transfer, its memory, and who owns what.
+struct Case {
+  Views views;
+  FakeAddresses addresses{views};
+  Transfer transfer;
+  std::vector<std::pair<char*, size_t>> sources;  // memory that is not poisoned
+
+  BoundPiece AddPiece(Rng* rng, int64_t tensor, DType dtype, const Dims& shape, const Box& box,
+                      int device) {
+    const int64_t element_bytes = ElementBytes(dtype);
+    Dims strides = RandomStrides(rng, box.extent);
+    // Mostly aligned to elements, now and then not even to those.
+    const int64_t alignment =
+        std::array<int64_t, 5>{1, element_bytes, 16, 16, 32}[static_cast<size_t>(Pick(rng, 0, 4))];
+    char* const data =
+        views.Take(rng, SpanElements(box.extent, strides) * element_bytes, alignment);
+    addresses.Put(data, device);
+    return {.dtype = dtype,
+            .shape = shape,
+            .box = box,
+            .strides = std::move(strides),
+            .data = data,
+            .name = "tensor." + std::to_string(tensor)};
+  }
+};
+
+int64_t Offset(const BoundPiece& piece, const Box& box) {
+  int64_t elements = 0;
+  for (size_t d = 0; d < box.offset.size(); ++d) {
+    elements += (box.offset[d] - piece.box.offset[d]) * piece.strides[d];
+  }
+  return elements * ElementBytes(piece.dtype);
+}
+
+void AddMoves(Transfer* transfer, size_t first_source, uint32_t destination, uint32_t piece) {
+  const BoundPiece& to = transfer->destinations[destination][piece];
+  for (size_t s = first_source; s < transfer->source.size(); ++s) {
+    const BoundPiece& from = transfer->source[s];
+    const std::optional<Box> box = Intersect(from.box, to.box);
+    if (!box.has_value()) continue;
+    transfer->program.moves.push_back({.source = 0,
+                                       .source_piece = static_cast<uint32_t>(s),
+                                       .destination = destination,
+                                       .destination_piece = piece,
+                                       .box = *box,
+                                       .source_byte_offset = Offset(from, *box),
+                                       .destination_byte_offset = Offset(to, *box)});
+  }
+}
+
+void AddTensor(Case* c, Rng* rng, int64_t tensor, const Dims& shape, DType dtype,
+               bool host_sources) {
+  Transfer& transfer = c->transfer;
+  const size_t first_source = transfer.source.size();
+  for (const Box& box : Partition(rng, shape)) {
+    const int device =
+        host_sources ? CopyAddresses::kHostMemory : static_cast<int>(Pick(rng, 0, kDevices - 1));
+    transfer.source.push_back(c->AddPiece(rng, tensor, dtype, shape, box, device));
+    const BoundPiece& piece = transfer.source.back();
+    const auto bytes =
+        static_cast<size_t>(SpanElements(box.extent, piece.strides) * ElementBytes(dtype));
+    for (size_t i = 0; i < bytes; ++i) piece.data[i] = static_cast<char>((*rng)());
+  }
+  for (uint32_t d = 0; d < transfer.destinations.size(); ++d) {
+    for (const Box& box : Partition(rng, shape)) {
+      if (Pick(rng, 0, 5) == 0) continue;
+      const int device = static_cast<int>(Pick(rng, 0, kDevices - 1));
+      auto& pieces = transfer.destinations[d];
+      pieces.push_back(c->AddPiece(rng, tensor, dtype, shape, box, device));
+      AddMoves(&transfer, first_source, d, static_cast<uint32_t>(pieces.size() - 1));
+    }
+  }
+}
+
+std::unique_ptr<Case> RandomCase(Rng* rng) {
+  auto c = std::make_unique<Case>();
+  c->transfer.label = "random";
+  c->transfer.destinations.resize(static_cast<size_t>(Pick(rng, 1, 3)));
+  const int64_t tensors = Pick(rng, 0, 4);
+  for (int64_t t = 0; t < tensors; ++t) {
+    AddTensor(c.get(), rng, t, RandomShape(rng), TypeOf(int64_t{1} << Pick(rng, 0, 3)),
+              Pick(rng, 0, 5) == 0);
+  }
+  std::shuffle(c->transfer.program.moves.begin(), c->transfer.program.moves.end(), *rng);
+  return c;
+}
+
+std::vector<char> Snapshot(const Case& c) {
+  return {c.views.data(), c.views.data() + c.views.used()};
+}
+void Restore(Case* c, const std::vector<char>& bytes) {
+  std::memcpy(c->views.data(), bytes.data(), bytes.size());
+}
+
+TransferResult RunOnHost(const Transfer& transfer) {
+  const auto transport = MakeHostTransport({.threads = 1});
+  std::promise<TransferResult> promise;
+  auto future = promise.get_future();
+  transport->Submit(transfer, [&](TransferResult result) { promise.set_value(std::move(result)); });
+  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
+  return future.get();
+}
+
+struct Sums {
+  std::vector<unsigned long long> stored;
+  std::vector<unsigned long long> source;
+};
+
+void RunAll(const std::vector<DeviceTasks>& devices, uint32_t threads,
+            std::vector<unsigned long long>* stored, std::vector<unsigned long long>* source) {
+  for (const DeviceTasks& device : devices) {
+    uint32_t next = 0;
+    RunTasks({.tasks = device.tasks.data(),
+              .task_count = static_cast<uint32_t>(device.tasks.size()),
+              .next_task = &next,
+              .stored_sums = stored->data(),
+              .source_sums = source->data()},
+             threads);
+    for (const LinearCopy& copy : device.copies) {
+      std::memcpy(reinterpret_cast<void*>(copy.destination),
+                  reinterpret_cast<const void*>(copy.source), static_cast<size_t>(copy.bytes));
+    }
+  }
+}
+
+Sums Run(const CudaCopyPlan& plan, uint32_t threads) {
+  Sums sums;
+  sums.stored.resize(static_cast<size_t>(plan.task_sums()) + 1);
+  sums.source.resize(static_cast<size_t>(plan.task_sums()) + 1);
+  RunAll(plan.devices, threads, &sums.stored, &sums.source);
+  RunAll(plan.readback, threads, &sums.stored, &sums.stored);
+  return sums;
+}
+
+// Small tasks, so that small transfers are cut too.
+CopyPlanOptions SmallTasks(Rng* rng) {
+  CopyPlanOptions options;
+  options.most_task_bytes = int64_t{1} << Pick(rng, 8, 17);
+  options.least_task_bytes = std::min<int64_t>(options.most_task_bytes, 1024);
+  options.tasks_wanted = Pick(rng, 1, 50);
+  if (Pick(rng, 0, 1) == 0) options.engine_bytes = 4096;
+  return options;
+}
+
+bool ReadbackNow(const Transfer& transfer, uint32_t destination) {
+  return destination < transfer.readback_now.size() && transfer.readback_now[destination];
+}
+
+void CheckSums(const Transfer& transfer, Verification verification, const CudaCopyPlan& plan,
+               const Sums& sums, const std::vector<PieceDigest>& want) {
+  REQUIRE(plan.sums.size() == want.size());
+  for (size_t i = 0; i < want.size(); ++i) {
+    REQUIRE(plan.sums[i].destination == want[i].destination);
+    REQUIRE(plan.sums[i].piece == want[i].piece);
+    if (verification == Verification::kOff) continue;
+    REQUIRE(sums.source[i] == want[i].digest);
+    const bool compared =
+        verification == Verification::kTransfer || ReadbackNow(transfer, want[i].destination);
+    REQUIRE(sums.stored[i] == (compared ? want[i].digest : 0));
+  }
+}
+
+TEST_CASE("Tasks leave the bytes and the digests that the host transport leaves") {
+  Rng rng(kSeed);
+  for (int round = 0; round < 150; ++round) {
+    INFO("seed " << kSeed << ", round " << round);
+    const auto c = RandomCase(&rng);
+    c->transfer.want_source_digests = Pick(&rng, 0, 1) == 0;
+    const std::vector<char> before = Snapshot(*c);
+    c->transfer.verification = Verification::kReadback;
+    const TransferResult want = RunOnHost(c->transfer);
+    REQUIRE(want.status.ok());
+    const std::vector<char> after = Snapshot(*c);
+    c->transfer.readback_now = {true, false};
+
+    for (const Verification verification :
+         {Verification::kOff, Verification::kTransfer, Verification::kReadback}) {
+      Restore(c.get(), before);
+      const auto plan = PlanCopies(c->transfer, verification, &c->addresses, SmallTasks(&rng));
+      INFO(plan.status().ToString());
+      REQUIRE(plan.ok());
+      REQUIRE(plan->bytes == want.bytes_written);
+      const std::array<uint32_t, 4> threads = {1, 32, 96, 512};
+      const Sums sums = Run(*plan, threads[static_cast<size_t>(round) % threads.size()]);
+      REQUIRE(Snapshot(*c) == after);
+      CheckSums(c->transfer, verification, *plan, sums, want.expected);
+      for (size_t i = 0; i < want.source_digests.size(); ++i) {
+        REQUIRE(sums.source[plan->sums.size() + i] == want.source_digests[i]);
+      }
+    }
+  }
+}
+
+TEST_CASE("Readback tasks digest pieces where they lie") {
+  Rng rng(kSeed + 1);
+  for (int round = 0; round < 60; ++round) {
+    INFO("seed " << kSeed + 1 << ", round " << round);
+    const auto c = RandomCase(&rng);
+    ReadbackJob job;
+    for (const BoundPiece& piece : c->transfer.source) job.pieces.push_back({.piece = piece});
+    const auto plan = PlanReadback(job, &c->addresses, SmallTasks(&rng));
+    REQUIRE(plan.ok());
+    REQUIRE(plan->task_sums() == static_cast<int64_t>(job.pieces.size()));
+    const Sums sums = Run(*plan, 64);
+    for (size_t i = 0; i < job.pieces.size(); ++i) {
+      const BoundPiece& piece = job.pieces[i].piece;
+      REQUIRE(sums.source[i] == DigestBox(piece.data, piece.strides, piece.box, piece.shape,
+                                          static_cast<int>(ElementBytes(piece.dtype))));
+    }
+  }
+}
+
+// ---- one tensor, dense everywhere ----
+
+// [rows, columns] of 2-byte elements on device 0, to destination d on device devices[d] as a whole.
+std::unique_ptr<Case> DenseCase(Rng* rng, const Dims& shape, const std::vector<int>& devices) {
+  auto c = std::make_unique<Case>();
+  const Box whole = WholeBox(shape);
+  const auto add = [&](int device) {
+    char* const data = c->views.Take(rng, ElementCount(whole) * 2, 32);
+    c->addresses.Put(data, device);
+    return BoundPiece{.dtype = DType::kBFloat16,
+                      .shape = shape,
+                      .box = whole,
+                      .strides = RowMajorStrides(shape),
+                      .data = data,
+                      .name = "tensor.0"};
+  };
+  c->transfer.source.push_back(add(0));
+  char* const from = c->transfer.source[0].data;
+  for (int64_t i = 0; i < 2 * ElementCount(whole); ++i) from[i] = static_cast<char>((*rng)());
+  for (const int device : devices) {
+    c->transfer.destinations.push_back({add(device)});
+    AddMoves(&c->transfer, 0, static_cast<uint32_t>(c->transfer.destinations.size() - 1), 0);
+  }
+  return c;
+}
+
+TEST_CASE("A wrong offset in a program shows as sums that differ") {
+  Rng rng(kSeed + 2);
+  for (const bool at_source : {true, false}) {
+    for (const int64_t off : {1, 2, 16, 1024}) {
+      INFO("off by " << off << (at_source ? " at the source" : " at the destination"));
+      const auto c = DenseCase(&rng, {600, 512}, {1, 2});
+      CopyMove& move = c->transfer.program.moves[1];
+      move.box = {{0, 0}, {500, 512}};
+      (at_source ? move.source_byte_offset : move.destination_byte_offset) += off;
+      c->transfer.readback_now = {true, true};
+      const auto transfer = PlanCopies(c->transfer, Verification::kTransfer, &c->addresses);
+      REQUIRE(transfer.ok());
+      Sums sums = Run(*transfer, 512);
+      CHECK(sums.stored[0] == sums.source[0]);
+      // What was stored is digested with the index by metadata: only readback sees where it went.
+      CHECK((sums.stored[1] != sums.source[1]) == at_source);
+      const auto readback = PlanCopies(c->transfer, Verification::kReadback, &c->addresses);
+      REQUIRE(readback.ok());
+      sums = Run(*readback, 512);
+      CHECK(sums.stored[0] == sums.source[0]);
+      CHECK(sums.stored[1] != sums.source[1]);
+    }
+  }
+}
+
+TEST_CASE("Malformed programs are refused as the host transport refuses them") {
+  Rng rng(kSeed + 3);
+  const auto c = DenseCase(&rng, {20, 30}, {1});
+  c->transfer.label = "bad";
+  const std::vector<char> before = Snapshot(*c);
+  std::vector<std::pair<std::string, Transfer>> bad;
+  const auto plant = [&](std::string what, auto change) {
+    Transfer transfer = c->transfer;
+    change(&transfer, &transfer.program.moves[0]);
+    bad.emplace_back(std::move(what), std::move(transfer));
+  };
+  plant("source", [](Transfer*, CopyMove* m) { m->source = 1; });
+  plant("source piece", [](Transfer*, CopyMove* m) { m->source_piece = 1; });
+  plant("destination", [](Transfer*, CopyMove* m) { m->destination = 1; });
+  plant("destination piece", [](Transfer*, CopyMove* m) { m->destination_piece = 9; });
+  plant("rank", [](Transfer*, CopyMove* m) { m->box = {{0}, {20}}; });
+  plant("box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 21; });
+  plant("empty box", [](Transfer*, CopyMove* m) { m->box.extent[0] = 0; });
+  plant("source offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = 2; });
+  plant("negative offset", [](Transfer*, CopyMove* m) { m->source_byte_offset = -2; });
+  plant("destination offset", [](Transfer*, CopyMove* m) { m->destination_byte_offset = 2; });
+  plant("strides", [](Transfer* t, CopyMove*) { t->source[0].strides.pop_back(); });
+  plant("dtype", [](Transfer* t, CopyMove*) { t->source[0].dtype = DType::kFloat16; });
+  plant("unmoved piece", [](Transfer* t, CopyMove*) {
+    t->source.push_back(t->source[0]);
+    t->source[1].strides.clear();
+    t->want_source_digests = true;
+  });
+  for (const auto& [what, transfer] : bad) {
+    INFO(what);
+    const auto plan = PlanCopies(transfer, Verification::kTransfer, &c->addresses);
+    const TransferResult host = RunOnHost(transfer);
+    CHECK(plan.status().code() == absl::StatusCode::kInternal);
+    CHECK(host.status.code() == absl::StatusCode::kInternal);
+    CHECK("bad: " + std::string(plan.status().message()) == std::string(host.status.message()));
+  }
+  CHECK(Snapshot(*c) == before);
+}
+
+TEST_CASE("Unknown, unreachable and host destinations are errors that say so") {
+  Rng rng(kSeed + 4);
+  const auto plan = [](Case* c) {
+    return PlanCopies(c->transfer, Verification::kOff, &c->addresses).status().code();
+  };
+  auto c = DenseCase(&rng, {20, 30}, {1});
+  c->addresses.Hide(0);
+  CHECK(plan(c.get()) == absl::StatusCode::kUnavailable);
+  c = DenseCase(&rng, {20, 30}, {CopyAddresses::kHostMemory});
+  CHECK(plan(c.get()) == absl::StatusCode::kUnimplemented);
+  c = DenseCase(&rng, {20, 30}, {1});
+  c->transfer.destinations[0][0].data += 1;
+  CHECK(plan(c.get()) == absl::StatusCode::kInternal);
+}
+
+// ---- what tasks look like ----
+
+std::vector<CopyTask> OnlyDevice(const CudaCopyPlan& plan) {
+  REQUIRE(plan.devices.size() == 1);
+  return plan.devices[0].tasks;
+}
+
+int64_t BytesOf(const CopyTask& task) {
+  return int64_t{task.run} * task.element_bytes * task.count[0] * task.count[1] * task.count[2];
+}
+
+TEST_CASE("Tasks are balanced, and no more than their bytes need") {
+  Rng rng(kSeed + 5);
+  const auto c = DenseCase(&rng, {1000, 999}, {1});
+  const int64_t bytes = 2 * 1000 * 999;
+  const auto plan = PlanCopies(c->transfer, Verification::kTransfer, &c->addresses,
+                               {.most_task_bytes = 65536, .tasks_wanted = 1});
+  REQUIRE(plan.ok());
+  const std::vector<CopyTask> tasks = OnlyDevice(*plan);
+  CHECK(static_cast<int64_t>(tasks.size()) == (bytes + 65535) / 65536);
+  int64_t sum = 0;
+  for (const CopyTask& task : tasks) {
+    sum += BytesOf(task);
+    CHECK(BytesOf(task) <= 65536);
+    CHECK((task.source - tasks[0].source) % 512 == 0);
+  }
+  CHECK(sum == bytes);
+  CHECK(BytesOf(tasks.front()) - BytesOf(tasks.back()) <= 512 * static_cast<int64_t>(tasks.size()));
+}
+
+TEST_CASE("Rows of a slice become one task, and rows that touch one run") {
+  Rng rng(kSeed + 6);
+  const auto c = DenseCase(&rng, {64, 1024}, {1});
+  CopyMove& move = c->transfer.program.moves[0];
+  move.box = {{0, 192}, {64, 192}};
+  move.source_byte_offset = move.destination_byte_offset = 384;
+  auto tasks = OnlyDevice(*PlanCopies(c->transfer, Verification::kTransfer, &c->addresses));
+  REQUIRE(tasks.size() == 1);
+  CHECK(tasks[0].run == 192);
+  CHECK(tasks[0].count[2] == 64);
+  CHECK(tasks[0].source_step[2] == 2048);
+  CHECK(tasks[0].index_step[2] == 1024);
+  CHECK(tasks[0].index == 192);
+
+  // Columns [192, 384) dense at both ends: rows touch in memory, but not in the index.
+  for (BoundPiece* piece : {&c->transfer.source[0], &c->transfer.destinations[0][0]}) {
+    piece->box = move.box;
+    piece->strides = {192, 1};
+  }
+  move.source_byte_offset = move.destination_byte_offset = 0;
+  tasks = OnlyDevice(*PlanCopies(c->transfer, Verification::kTransfer, &c->addresses));
+  REQUIRE(tasks.size() == 1);
+  CHECK(tasks[0].run == 192);
+  tasks = OnlyDevice(*PlanCopies(c->transfer, Verification::kOff, &c->addresses));
+  REQUIRE(tasks.size() == 1);
+  CHECK(tasks[0].run == 192 * 64);
+}
+
+TEST_CASE("Destinations take turns, chunk by chunk, each source starting with another") {
+  Rng rng(kSeed + 7);
+  const auto c = DenseCase(&rng, {256, 1024}, {0, 1, 2, 3});
+  const CopyPlanOptions options = {.most_task_bytes = 16384, .least_task_bytes = 16384};
+  for (const int source : {0, 2}) {
+    c->addresses.Put(c->transfer.source[0].data, source);
+    const auto plan = PlanCopies(c->transfer, Verification::kOff, &c->addresses, options);
+    REQUIRE(plan.ok());
+    CHECK(plan->devices[0].device == source);
+    const std::vector<CopyTask> tasks = OnlyDevice(*plan);
+    REQUIRE(tasks.size() == 4 * 32);
+    const char* const view = c->views.of(source);
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      const size_t target = (i + static_cast<size_t>(source)) % 4;
+      const BoundPiece& piece = c->transfer.destinations[target][0];
+      const auto at = reinterpret_cast<uint64_t>(view + (piece.data - c->views.data()));
+      CHECK(tasks[i].destination >= at);
+      CHECK(tasks[i].destination < at + 2 * 256 * 1024);
+      CHECK(tasks[i].source == tasks[i / 4 * 4].source);
+    }
+  }
+}
+
+TEST_CASE("Host sources run on their destination's device, each address asked for once") {
+  Rng rng(kSeed + 8);
+  const auto c = DenseCase(&rng, {64, 64}, {1, 3});
+  c->addresses.Put(c->transfer.source[0].data, CopyAddresses::kHostMemory);
+  const auto plan = PlanCopies(c->transfer, Verification::kTransfer, &c->addresses);
+  REQUIRE(plan.ok());
+  REQUIRE(plan->devices.size() == 2);
+  CHECK(plan->devices[0].device == 1);
+  CHECK(plan->devices[1].device == 3);
+  CHECK(c->addresses.questions == 4);
+}
+
+TEST_CASE("Long runs go to copy engines where asked for and nothing is digested") {
+  Rng rng(kSeed + 9);
+  const auto c = DenseCase(&rng, {64, 64}, {1});
+  const CopyPlanOptions options = {.engine_bytes = 8192};
+  const auto off = PlanCopies(c->transfer, Verification::kOff, &c->addresses, options);
+  REQUIRE(off.ok());
+  REQUIRE(off->devices.size() == 1);
+  CHECK(off->devices[0].tasks.empty());
+  REQUIRE(off->devices[0].copies.size() == 1);
+  CHECK(off->devices[0].copies[0].bytes == 8192);
+  const auto digested = PlanCopies(c->transfer, Verification::kTransfer, &c->addresses, options);
+  REQUIRE(digested.ok());
+  CHECK(digested->devices[0].copies.empty());
+}
+
+TEST_CASE("A transfer without moves has no tasks") {
+  const Views views;
+  FakeAddresses addresses(views);
+  Transfer transfer;
+  transfer.destinations.resize(3);
+  const auto plan = PlanCopies(transfer, Verification::kReadback, &addresses);
+  REQUIRE(plan.ok());
+  CHECK(plan->devices.empty());
+  CHECK(plan->task_sums() == 0);
+  CHECK(plan->bytes == std::vector<int64_t>(3, 0));
+  CHECK(PlanReadback({}, &addresses)->devices.empty());
+}
+
+}  // namespace
+}  // namespace refitd
