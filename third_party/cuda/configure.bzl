@@ -1,7 +1,10 @@
-"""Finds the headers of a CUDA toolkit: @local_cuda//:headers.
+"""Finds a CUDA toolkit: its headers, @local_cuda//:headers, and its compiler, @local_cuda//:defs.bzl.
 
 With a toolkit, the target holds its cuda.h and defines REFITD_CUDA=1; without one it is empty, and what depends on it
 builds without CUDA. Nothing is linked: the driver is loaded at run time. Nothing is fetched.
+
+The compiler is bin/nvcc beside the header, from CUDA 12 on (C++20); NVCC is its absolute path, or "" where there is none:
+kernels.bzl beside this file builds with it. The headers alone are enough for all but the kernels.
 
   REFITD_CUDA=off  in the environment of a build: without CUDA, whatever is installed
   CUDA_HOME=DIR    the toolkit to use; then no other place is searched
@@ -16,6 +19,8 @@ _PLACES = ["/usr/local/cuda/include", "/usr/include"]
 _WITH = """\
 package(default_visibility = ["//visibility:public"])
 
+exports_files(["nvcc_version.txt"])
+
 # The driver API's one header: it includes nothing of the toolkit.
 cc_library(
     name = "headers",
@@ -28,12 +33,50 @@ cc_library(
 _WITHOUT = """\
 package(default_visibility = ["//visibility:public"])
 
+exports_files(["nvcc_version.txt"])
+
 # {reason}
 cc_library(name = "headers")
 """
 
+_DEFS = """\
+NVCC = {nvcc}
+NVCC_ARCHITECTURES = {architectures}
+NVCC_FLAGS = {flags}
+"""
+
+# Machine code for these, as far as the compiler knows them; and PTX of the newest for what comes after.
+_ARCHITECTURES = ["80", "90", "100"]
+
 def _without(reason):
     return _WITHOUT.format(reason = reason)
+
+def _define_nvcc(repository_ctx, nvcc, version, architectures, flags):
+    # An input of what is compiled: another compiler, another result.
+    repository_ctx.file("nvcc_version.txt", version)
+    repository_ctx.file("defs.bzl", _DEFS.format(
+        nvcc = repr(nvcc),
+        architectures = repr(architectures),
+        flags = repr(flags),
+    ))
+
+def _find_nvcc(repository_ctx, place):
+    """Describes the compiler of the toolkit whose headers lie in `place`."""
+    nvcc = repository_ctx.path(place).dirname.get_child("bin").get_child("nvcc")
+    version = repository_ctx.execute([nvcc, "--version"]) if nvcc.exists else None
+    codes = repository_ctx.execute([nvcc, "--list-gpu-code"]) if nvcc.exists else None
+    if not version or version.return_code != 0 or codes.return_code != 0:
+        return _define_nvcc(repository_ctx, "", "none", [], [])
+    release = version.stdout.partition("release ")[2].partition(",")[0].split(".")
+    if len(release) < 2 or not release[0].isdigit() or int(release[0]) < 12:
+        return _define_nvcc(repository_ctx, "", version.stdout, [], [])
+    known = codes.stdout.split("\n")
+    architectures = [a for a in _ARCHITECTURES if "sm_" + a in known]
+    if not architectures:
+        return _define_nvcc(repository_ctx, "", version.stdout, [], [])
+    small = int(release[0]) > 12 or (release[1].isdigit() and int(release[1]) >= 4)
+    flags = ["--compress-mode=size"] if small else []
+    return _define_nvcc(repository_ctx, str(nvcc), version.stdout, architectures, flags)
 
 def _local_cuda_impl(repository_ctx):
     environ = repository_ctx.os.environ
@@ -42,6 +85,7 @@ def _local_cuda_impl(repository_ctx):
         fail("REFITD_CUDA is %r: only 'off' has a meaning" % switch)
     if switch == "off":
         repository_ctx.file("BUILD.bazel", _without("REFITD_CUDA=off"))
+        _define_nvcc(repository_ctx, "", "none", [], [])
         return
 
     home = environ.get("CUDA_HOME", "")
@@ -51,6 +95,7 @@ def _local_cuda_impl(repository_ctx):
         if header.exists:
             repository_ctx.symlink(header, "include/cuda.h")
             repository_ctx.file("BUILD.bazel", _WITH)
+            _find_nvcc(repository_ctx, place)
             return
 
     if home:
@@ -58,6 +103,7 @@ def _local_cuda_impl(repository_ctx):
         # buildifier: disable=print
         print("CUDA_HOME is %s, which has no include/cuda.h: building without CUDA" % home)
     repository_ctx.file("BUILD.bazel", _without("no cuda.h in " + ", ".join(places)))
+    _define_nvcc(repository_ctx, "", "none", [], [])
 
 local_cuda = repository_rule(
     implementation = _local_cuda_impl,

@@ -1,0 +1,494 @@
+// The copy kernel on a GPU: random tasks against the interpreter, bit for bit, then its rate
+// against the driver's own copies in the same run. With two GPUs, between them too.
+//
+//   copy_kernel_trial            # both parts
+//   copy_kernel_trial random     # the first: small, for compute-sanitizer
+//   copy_kernel_trial rates [GIB]
+//
+// Prints SKIPPED and ends well where there is no GPU; ends with 1 at the first byte or digest that
+// is wrong.
+#include <cstdio>
+
+#if !defined(REFITD_CUDA)
+
+int main() {
+  std::puts("SKIPPED: built without CUDA");
+  return 0;
+}
+
+#else
+
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/cuda/copy_interpreter.h"
+#include "transport/cuda/copy_kernel.h"
+#include "transport/cuda/copy_task.h"
+
+namespace refitd {
+namespace {
+
+constexpr uint64_t kSeed = 20261122;
+constexpr int kRounds = 5;
+
+#define TRIAL_QUOTE(function) #function
+#define TRIAL_NAME(function) TRIAL_QUOTE(function)
+#define TRIAL_SYMBOL(function) \
+  reinterpret_cast<decltype(&function)>(dlsym(Library(), TRIAL_NAME(function)))
+
+void* Library() {
+  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+  return library;
+}
+
+[[noreturn]] void Die(const char* what, int64_t code) {
+  std::printf("FAILED: %s (%lld)\n", what, static_cast<long long>(code));
+  std::exit(1);
+}
+
+#define TRIAL_CALL(function, ...)                                  \
+  do {                                                             \
+    static const auto call = TRIAL_SYMBOL(function);               \
+    if (call == nullptr) Die("no " TRIAL_NAME(function), 0);       \
+    const CUresult result = call(__VA_ARGS__);                     \
+    if (result != CUDA_SUCCESS) Die(TRIAL_NAME(function), result); \
+  } while (false)
+
+int Devices() {
+  if (Library() == nullptr) return 0;
+  const auto init = TRIAL_SYMBOL(cuInit);
+  const auto count = TRIAL_SYMBOL(cuDeviceGetCount);
+  int devices = 0;
+  if (init == nullptr || init(0) != CUDA_SUCCESS || count(&devices) != CUDA_SUCCESS) return 0;
+  return devices;
+}
+
+// A device's memory from here to the end of the process.
+CUdeviceptr Allocate(size_t bytes) {
+  CUdeviceptr address = 0;
+  TRIAL_CALL(cuMemAlloc, &address, bytes);
+  return address;
+}
+
+class Gpu {
+ public:
+  explicit Gpu(int ordinal) {
+    CUdevice device = 0;
+    TRIAL_CALL(cuDeviceGet, &device, ordinal);
+    TRIAL_CALL(cuDevicePrimaryCtxRetain, &context_, device);
+    Use();
+    TRIAL_CALL(cuDeviceGetAttribute, &processors_, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+               device);
+    TRIAL_CALL(cuStreamCreate, &stream_, CU_STREAM_NON_BLOCKING);
+    TRIAL_CALL(cuEventCreate, &begin_, CU_EVENT_DEFAULT);
+    TRIAL_CALL(cuEventCreate, &end_, CU_EVENT_DEFAULT);
+    CUmodule module = nullptr;
+    TRIAL_CALL(cuModuleLoadData, &module, CopyKernelImage().data());
+    TRIAL_CALL(cuModuleGetFunction, &kernel_, module, kCopyKernel);
+    next_ = Allocate(sizeof(uint32_t));
+  }
+
+  void Use() const { TRIAL_CALL(cuCtxSetCurrent, context_); }
+  int processors() const { return processors_; }
+  CUcontext context() const { return context_; }
+  int Attribute(CUfunction_attribute attribute) const {
+    int value = 0;
+    TRIAL_CALL(cuFuncGetAttribute, &value, attribute, kernel_);
+    return value;
+  }
+
+  // Milliseconds of the device's own clock.
+  float Time(const std::function<void(CUstream)>& work) {
+    Use();
+    TRIAL_CALL(cuEventRecord, begin_, stream_);
+    work(stream_);
+    TRIAL_CALL(cuEventRecord, end_, stream_);
+    TRIAL_CALL(cuStreamSynchronize, stream_);
+    float milliseconds = 0;
+    TRIAL_CALL(cuEventElapsedTime, &milliseconds, begin_, end_);
+    return milliseconds;
+  }
+
+  // `sums`: device memory, stored ones and then as many source ones; zeroed here.
+  float Launch(CUdeviceptr tasks, uint32_t count, int blocks, CUdeviceptr sums, size_t sum_count) {
+    Use();
+    TRIAL_CALL(cuMemsetD8, next_, 0, sizeof(uint32_t));
+    TRIAL_CALL(cuMemsetD8, sums, 0, 2 * sum_count * 8);
+    CopyLaunch launch = {
+        .tasks = reinterpret_cast<const CopyTask*>(tasks),
+        .task_count = count,
+        .next_task = reinterpret_cast<uint32_t*>(next_),
+        .stored_sums = reinterpret_cast<unsigned long long*>(sums),
+        .source_sums = reinterpret_cast<unsigned long long*>(sums + sum_count * 8)};
+    void* arguments[] = {&launch};
+    // Memory is set by the legacy stream, which this one does not wait for.
+    TRIAL_CALL(cuCtxSynchronize, );
+    return Time([&](CUstream stream) {
+      TRIAL_CALL(cuLaunchKernel, kernel_, static_cast<unsigned>(blocks), 1, 1, kCopyThreads, 1, 1,
+                 0, stream, arguments, nullptr);
+    });
+  }
+
+ private:
+  CUcontext context_ = nullptr;
+  CUstream stream_ = nullptr;
+  CUevent begin_ = nullptr;
+  CUevent end_ = nullptr;
+  CUfunction kernel_ = nullptr;
+  CUdeviceptr next_ = 0;
+  int processors_ = 0;
+};
+
+template <typename T>
+CUdeviceptr Upload(const std::vector<T>& values) {
+  const CUdeviceptr at = Allocate(values.size() * sizeof(T));
+  TRIAL_CALL(cuMemcpyHtoD, at, values.data(), values.size() * sizeof(T));
+  return at;
+}
+
+template <typename T>
+std::vector<T> Download(CUdeviceptr at, size_t count) {
+  std::vector<T> values(count);
+  TRIAL_CALL(cuMemcpyDtoH, values.data(), at, count * sizeof(T));
+  return values;
+}
+
+// ---- random tasks ----
+
+using Rng = std::mt19937_64;
+
+int64_t Pick(Rng* rng, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(*rng);
+}
+
+constexpr int64_t kSlot = 96 << 10;  // of one task, at source and destination
+constexpr size_t kSums = 16;
+
+int64_t PickStep(Rng* rng, int64_t span) {
+  int64_t step = span + (Pick(rng, 0, 1) == 0 ? Pick(rng, 0, 40) : 0);
+  if (Pick(rng, 0, 1) == 0) step = (step + 15) / 16 * 16;
+  return step;
+}
+
+// Steps of nested dimensions; returns what the whole spans.
+int64_t PickSteps(Rng* rng, const CopyTask& task, int64_t run_bytes, int64_t* steps) {
+  int64_t span = run_bytes;
+  for (int d = kTaskDims; d-- > 0;) {
+    steps[d] = PickStep(rng, span);
+    span = steps[d] * (task.count[d] - 1) + span;
+  }
+  return span;
+}
+
+bool PickTask(Rng* rng, uint64_t slot, CopyTask* task) {
+  *task = {};
+  task->element_bytes = static_cast<uint8_t>(1 << Pick(rng, 0, 2));
+  const int dims = static_cast<int>(Pick(rng, 0, kTaskDims));
+  for (int d = kTaskDims - dims; d < kTaskDims; ++d) {
+    task->count[d] = static_cast<uint16_t>(Pick(rng, 1, 20));
+  }
+  task->run = static_cast<uint32_t>(dims == 0 ? Pick(rng, 1, 30'000) : Pick(rng, 1, 300));
+  if (Pick(rng, 0, 2) == 0) task->run = (task->run + 191) / 192 * 192;
+  const int64_t run_bytes = int64_t{task->run} * task->element_bytes;
+  if (PickSteps(rng, *task, run_bytes, task->source_step) + 64 > kSlot ||
+      PickSteps(rng, *task, run_bytes, task->destination_step) + 64 > kSlot) {
+    return false;
+  }
+  for (int d = 0; d < kTaskDims; ++d) {
+    task->index_step[d] = task->source_step[d] / task->element_bytes;
+  }
+  const auto misaligned = [rng, task] {
+    const int64_t kind = Pick(rng, 0, 3);
+    if (kind < 2) return int64_t{0};
+    return kind == 2 ? Pick(rng, 0, 7) * task->element_bytes : Pick(rng, 0, 31);
+  };
+  task->index = static_cast<uint64_t>(Pick(rng, 0, 1) == 0 ? 64 * Pick(rng, 0, 1'000'000)
+                                                           : Pick(rng, 0, 1'000'000));
+  task->source = slot * kSlot + static_cast<uint64_t>(misaligned());
+  task->destination = slot * kSlot + static_cast<uint64_t>(misaligned());
+  const int64_t kind = Pick(rng, 0, 4);
+  const auto sum = static_cast<uint32_t>(Pick(rng, 0, kSums - 1));
+  if (kind > 0) task->proof_sum = sum;
+  if (kind > 1) task->sum = sum;
+  task->proof = Pick(rng, 0, 1) == 0 ? task->source : slot * kSlot + misaligned();
+  return true;
+}
+
+// Tasks hold offsets; on a device, or here, they are addresses. Some only read.
+std::vector<CopyTask> At(std::vector<CopyTask> tasks, uint64_t source, uint64_t destination) {
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    CopyTask& task = tasks[i];
+    task.source += source;
+    task.proof += source;
+    task.destination += destination;
+    if (i % 11 != 0) continue;
+    task.source = task.destination = 0;
+    task.sum = kNoSum;
+    task.proof_sum = 0;
+  }
+  return tasks;
+}
+
+void RandomPart(Gpu* gpu) {
+  Rng rng(kSeed);
+  gpu->Use();
+  for (int round = 0; round < 4; ++round) {
+    std::vector<CopyTask> tasks(400);
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      while (!PickTask(&rng, i, &tasks[i])) continue;
+    }
+    const size_t bytes = tasks.size() * kSlot;
+    std::vector<uint64_t> source(bytes / 8);
+    for (uint64_t& word : source) word = rng();
+    std::vector<uint64_t> want(bytes / 8, 0xcdcdcdcdcdcdcdcd);
+    const CUdeviceptr from = Upload(source);
+    const CUdeviceptr to = Upload(want);
+    const CUdeviceptr sums = Allocate(2 * kSums * 8);
+    const CUdeviceptr on_gpu = Upload(At(tasks, from, to));
+    const auto count = static_cast<uint32_t>(tasks.size());
+    gpu->Launch(on_gpu, count, 1 + 7 * round, sums, kSums);
+
+    std::vector<unsigned long long> want_sums(2 * kSums);
+    const auto here = At(tasks, reinterpret_cast<uint64_t>(source.data()),
+                         reinterpret_cast<uint64_t>(want.data()));
+    uint32_t next = 0;
+    RunTasks({.tasks = here.data(),
+              .task_count = count,
+              .next_task = &next,
+              .stored_sums = want_sums.data(),
+              .source_sums = want_sums.data() + kSums},
+             128);
+    const auto got = Download<uint64_t>(to, bytes / 8);
+    for (size_t i = 0; i < got.size(); ++i) {
+      if (got[i] != want[i])
+        Die("random tasks: wrong byte in slot", static_cast<int64_t>(i * 8 / kSlot));
+    }
+    if (Download<unsigned long long>(sums, 2 * kSums) != want_sums) {
+      Die("random tasks: wrong digest, round", round);
+    }
+    for (const CUdeviceptr at : {from, to, sums, on_gpu}) TRIAL_CALL(cuMemFree, at);
+  }
+  std::printf("random tasks: 4 x 400 as the interpreter runs them\n");
+}
+
+// ---- rates ----
+
+float Median(std::vector<float> times) {
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+enum class Digest { kNone, kReadback, kTransfer, kOnly };
+
+const char* Name(Digest digest) {
+  switch (digest) {
+    case Digest::kNone:
+      return "copy";
+    case Digest::kReadback:
+      return "copy+digest";
+    case Digest::kTransfer:
+      return "copy+2 digests";
+    default:
+      return "digest";
+  }
+}
+
+struct Shape {
+  const char* name;
+  uint32_t run;        // bytes; 0: the whole
+  int64_t source_row;  // bytes from run to run
+  int64_t off;         // of the source, bytes
+  uint8_t element_bytes;
+};
+
+struct Rates {
+  Gpu* gpu;
+  CUdeviceptr from;
+  CUdeviceptr to;
+  CUdeviceptr sums;
+  int64_t bytes;
+};
+
+std::vector<CopyTask> MakeTasks(const Rates& rates, const Shape& shape, Digest digest,
+                                int64_t task_bytes) {
+  std::vector<CopyTask> tasks;
+  const int64_t run = shape.run == 0 ? task_bytes : shape.run;
+  const int64_t rows = shape.run == 0 ? 1 : task_bytes / shape.run;
+  const int64_t row = shape.run == 0 ? run : shape.source_row;
+  const int64_t end = rates.bytes - (shape.off == 0 ? 0 : 4096);
+  CopyTask task;
+  task.run = static_cast<uint32_t>(run / shape.element_bytes);
+  task.element_bytes = shape.element_bytes;
+  task.count[2] = static_cast<uint16_t>(rows);
+  task.source_step[2] = row;
+  task.destination_step[2] = run;
+  task.index_step[2] = row / shape.element_bytes;
+  if (digest != Digest::kNone) task.proof_sum = 0;
+  if (digest == Digest::kTransfer) task.sum = 0;
+  int64_t to = 0;
+  for (int64_t at = 0; at + rows * row <= end; at += rows * row, to += rows * run) {
+    task.index = static_cast<uint64_t>(at / shape.element_bytes);
+    task.proof = rates.from + static_cast<uint64_t>(at + shape.off);
+    task.source = digest == Digest::kOnly ? 0 : task.proof;
+    task.destination = digest == Digest::kOnly ? 0 : rates.to + static_cast<uint64_t>(to);
+    tasks.push_back(task);
+  }
+  return tasks;
+}
+
+// The digests of what was stored and of what there was to store.
+void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
+  for (int pass = 0; pass < 2; ++pass) {
+    for (CopyTask& task : tasks) {
+      if (pass == 0) {
+        task.proof = task.source;
+      } else {
+        task.proof = task.destination;
+        std::copy(task.destination_step, task.destination_step + kTaskDims, task.source_step);
+      }
+      task.proof_sum = static_cast<uint32_t>(pass);
+      task.sum = kNoSum;
+    }
+    std::vector<CopyTask> reads = tasks;
+    for (CopyTask& task : reads) task.source = task.destination = 0;
+    const CUdeviceptr at = Upload(reads);
+    // Two sums: both passes' launches zero all, so each is read before the next.
+    rates.gpu->Launch(at, static_cast<uint32_t>(reads.size()), 264, rates.sums, 2);
+    static unsigned long long first = 0;
+    const auto got = Download<unsigned long long>(rates.sums, 4);
+    if (pass == 0) first = got[2];
+    if (pass == 1 && got[3] != first) Die("rates: wrong bytes", 0);
+    TRIAL_CALL(cuMemFree, at);
+  }
+}
+
+double Measure(const Rates& rates, const Shape& shape, Digest digest, int64_t task_bytes,
+               int blocks) {
+  rates.gpu->Use();
+  const std::vector<CopyTask> tasks = MakeTasks(rates, shape, digest, task_bytes);
+  const CUdeviceptr on_gpu = Upload(tasks);
+  const auto count = static_cast<uint32_t>(tasks.size());
+  TRIAL_CALL(cuMemsetD8, rates.to, 0xcd, static_cast<size_t>(rates.bytes));
+  std::vector<float> times;
+  for (int round = 0; round <= kRounds; ++round) {
+    const float time = rates.gpu->Launch(on_gpu, count, blocks, rates.sums, 1);
+    if (round > 0) times.push_back(time);
+  }
+  const auto sums = Download<unsigned long long>(rates.sums, 2);
+  if (digest == Digest::kTransfer && sums[0] != sums[1]) Die("rates: digests differ", 0);
+  if (digest != Digest::kOnly) CheckDigests(rates, tasks);
+  TRIAL_CALL(cuMemFree, on_gpu);
+  int64_t bytes = 0;
+  for (const CopyTask& task : tasks) {
+    bytes += int64_t{task.run} * task.element_bytes * task.count[2];
+  }
+  return static_cast<double>(bytes) / Median(times) / 1e6;
+}
+
+double Baseline(const Rates& rates) {
+  std::vector<float> times;
+  for (int round = 0; round <= kRounds; ++round) {
+    const float time = rates.gpu->Time([&](CUstream stream) {
+      TRIAL_CALL(cuMemcpyDtoDAsync, rates.to, rates.from, static_cast<size_t>(rates.bytes), stream);
+    });
+    if (round > 0) times.push_back(time);
+  }
+  return static_cast<double>(rates.bytes) / Median(times) / 1e6;
+}
+
+constexpr Shape kShapes[] = {
+    {"contiguous, 2-byte elements", 0, 0, 0, 2}, {"runs of 384 bytes", 384, 1536, 0, 2},
+    {"source off by 2 bytes", 0, 0, 2, 2},       {"contiguous, 1-byte elements", 0, 0, 0, 1},
+    {"contiguous, 4-byte elements", 0, 0, 0, 4}, {"source off by 1, 1-byte elements", 0, 0, 1, 1},
+};
+
+void Table(const char* where, const Rates& rates) {
+  const double baseline = Baseline(rates);
+  std::printf("\n%s, %.1f GiB; driver's copy %.1f GB/s\n", where,
+              static_cast<double>(rates.bytes) / (1 << 30), baseline);
+  std::printf("%-34s %-15s %6s %7s | GB/s (of the driver's copy)\n", "", "", "task", "");
+  const std::vector<int> blocks = {32, 64, 132, 264};
+  for (const Shape& shape : kShapes) {
+    for (const Digest digest :
+         {Digest::kNone, Digest::kReadback, Digest::kTransfer, Digest::kOnly}) {
+      std::vector<int64_t> sizes = {256};
+      if (&shape == kShapes && digest != Digest::kOnly) sizes = {64, 128, 256, 512};
+      for (const int64_t size : sizes) {
+        std::printf("%-34s %-15s %3d KiB", shape.name, Name(digest), static_cast<int>(size));
+        for (const int n : blocks) {
+          const double rate = Measure(rates, shape, digest, size << 10, n);
+          std::printf(" | %3d: %6.0f (%.2f)", n, rate, rate / baseline);
+        }
+        std::puts("");
+      }
+    }
+  }
+}
+
+CUdeviceptr RandomMemory(int64_t bytes) {
+  Rng rng(std::random_device{}());
+  constexpr int64_t kBlock = int64_t{64} << 20;
+  std::vector<uint64_t> block(kBlock / 8);
+  for (uint64_t& word : block) word = rng();
+  const CUdeviceptr at = Allocate(static_cast<size_t>(bytes));
+  for (int64_t done = 0; done < bytes; done += kBlock) {
+    block[0] = rng();
+    TRIAL_CALL(cuMemcpyHtoD, at + static_cast<uint64_t>(done), block.data(),
+               static_cast<size_t>(std::min(kBlock, bytes - done)));
+  }
+  return at;
+}
+
+void RatesPart(std::vector<Gpu>* gpus, int64_t bytes) {
+  Gpu& gpu = (*gpus)[0];
+  gpu.Use();
+  Rates rates = {.gpu = &gpu,
+                 .from = RandomMemory(bytes),
+                 .to = Allocate(static_cast<size_t>(bytes)),
+                 .sums = Allocate(64),
+                 .bytes = bytes};
+  std::printf("%d multiprocessors; kernel: %d registers, %d bytes of local memory\n",
+              gpu.processors(), gpu.Attribute(CU_FUNC_ATTRIBUTE_NUM_REGS),
+              gpu.Attribute(CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES));
+  Table("on one GPU", rates);
+  if (gpus->size() < 2) return;
+  TRIAL_CALL(cuCtxEnablePeerAccess, (*gpus)[1].context(), 0);
+  (*gpus)[1].Use();
+  rates.to = Allocate(static_cast<size_t>(bytes));
+  TRIAL_CALL(cuCtxEnablePeerAccess, gpu.context(), 0);
+  gpu.Use();
+  Table("to a peer", rates);
+}
+
+int Main(int argc, char** argv) {
+  const int devices = Devices();
+  if (devices == 0) {
+    std::puts("SKIPPED: no GPU");
+    return 0;
+  }
+  if (CopyKernelImage().empty()) Die("built without nvcc", 0);
+  const std::string part = argc > 1 ? argv[1] : "";
+  std::vector<Gpu> gpus;
+  for (int i = 0; i < std::min(devices, 2); ++i) gpus.emplace_back(i);
+  if (part != "rates") RandomPart(&gpus[0]);
+  if (part != "random") RatesPart(&gpus, (argc > 2 ? std::atoll(argv[2]) : 4) << 30);
+  std::puts("OK");
+  return 0;
+}
+
+}  // namespace
+}  // namespace refitd
+
+int main(int argc, char** argv) { return refitd::Main(argc, argv); }
+
+#endif  // REFITD_CUDA
