@@ -2,19 +2,20 @@
 // nvcc and, thread after thread, for the host (copy_interpreter.h), so that tests without a GPU run
 // it too.
 //
-// A run is worked on in vectors of 16 aligned bytes. Where they begin is decided by the address
-// that is stored to (or, in a pass that stores nothing, read from); the first and last vector of a
-// run may be partial. The vectors of all runs of a task are numbered, and thread i takes numbers i,
-// i + threads, ...: short runs keep a block as busy as long ones. Digests are of the registers that
-// are stored.
+// A run is worked on in vectors of 16 bytes. Where they begin is decided by the address that is
+// stored to, or, in a pass that stores nothing, by the digest's index; the first and last vector of
+// a run may be partial. The vectors of all runs of a task are numbered, and thread i takes numbers
+// i, i + threads, ...: short runs keep a block as busy as long ones. Digests are of the registers
+// that are stored.
 //
 // Two loops share the work. QuickPass takes whole vectors where source, destination and the
-// digest's blocks are aligned alike. SlowPass takes everything: sources that lie otherwise modulo
-// 16 are loaded as two aligned vectors and shifted, partial vectors are stored in parts, vectors
-// may lie in two blocks of the digest; after QuickPass it takes only the ends of runs.
+// digest's index are aligned alike. SlowPass takes everything: sources that lie otherwise modulo 16
+// are loaded as two aligned vectors and shifted, partial vectors are stored in parts, elements of a
+// vector may belong to two blocks of the digest; after QuickPass it takes only the ends of runs.
 //
-// An address that is no multiple of the element size cannot be digested in such vectors: they would
-// cut elements. Then vectors begin where the run does, and stores are as narrow as that needs.
+// Where a digest is wanted of what is stored at no multiple of the element size, aligned vectors
+// would cut elements. Then vectors begin where the run does, and stores are as narrow as that
+// needs.
 #ifndef REFITD_TRANSPORT_CUDA_COPY_CODE_H_
 #define REFITD_TRANSPORT_CUDA_COPY_CODE_H_
 
@@ -273,6 +274,8 @@ class VectorDigest {
 template <>
 class VectorDigest<0> {
  public:
+  static constexpr uint32_t kLanes = kVector;
+
   REFITD_COPY_CODE explicit VectorDigest(const uint32_t* /*table*/) {}
   REFITD_COPY_CODE void AddWhole(const Vector& /*v*/, uint64_t /*p*/) {}
   REFITD_COPY_CODE void AddPart(const Vector& /*v*/, uint64_t /*p*/, int /*low*/, int /*high*/) {}
@@ -321,20 +324,21 @@ REFITD_COPY_CODE bool Multiple(const CopyTask& task, uint64_t base, const uint64
   return yes;
 }
 
-// kDigest: bytes of an element, which must not be cut; 0: no digest. With kStore, vectors are
-// aligned by where they are stored.
+// kDigest: bytes of an element, which must not be cut; 0: no digest.
 template <int kDigest, bool kStore>
 REFITD_COPY_CODE PassShape MakeShape(const CopyTask& task, uint64_t from) {
   constexpr uint64_t kElement = kDigest == 0 ? 1 : kDigest;
-  const uint64_t base = kStore ? task.destination : from;
+  // What vectors are aligned by, and what else would have to be alike.
+  const uint64_t base = kStore ? task.destination : task.index * kElement;
   uint64_t step[kTaskDims];
-  uint64_t relative[kTaskDims];  // source against destination
-  uint64_t index[kTaskDims];     // index against addresses
+  uint64_t source[kTaskDims];
+  uint64_t index[kTaskDims];
   REFITD_COPY_UNROLL
   for (int d = 0; d < kTaskDims; ++d) {
-    step[d] = static_cast<uint64_t>(kStore ? task.destination_step[d] : task.source_step[d]);
-    relative[d] = static_cast<uint64_t>(task.source_step[d]) - step[d];
-    index[d] = static_cast<uint64_t>(task.index_step[d]) * kElement - step[d];
+    const uint64_t index_step = static_cast<uint64_t>(task.index_step[d]) * kElement;
+    step[d] = kStore ? static_cast<uint64_t>(task.destination_step[d]) : index_step;
+    source[d] = static_cast<uint64_t>(task.source_step[d]) - step[d];
+    index[d] = index_step - step[d];
   }
   PassShape shape;
   shape.from = from;
@@ -347,7 +351,7 @@ REFITD_COPY_CODE PassShape MakeShape(const CopyTask& task, uint64_t from) {
   if (whole) most = alike ? before : kVector - static_cast<uint32_t>(kElement);
   shape.vectors = (most + shape.run + kVector - 1) / kVector;
   shape.runs = uint32_t{task.count[0]} * task.count[1] * task.count[2];
-  shape.quick = whole && (!kStore || Multiple(task, from - base, relative, kVector)) &&
+  shape.quick = whole && Multiple(task, from - base, source, kVector) &&
                 (kDigest == 0 || Multiple(task, task.index * kElement - base, index, kVector));
   shape.ends = !shape.quick || !alike || before != 0 || shape.run % kVector != 0;
   shape.dims = task.count[0] > 1 || task.count[1] > 1 ? kTaskDims : task.count[2] > 1 ? 1 : 0;
@@ -374,7 +378,8 @@ class Locator {
       Step(1, rest - slowest * count1_.d, &place);
       Step(0, slowest, &place);
     }
-    const auto before = static_cast<int>((kStore ? place.to : place.from) & shape_.grid);
+    const uint64_t base = kStore ? place.to : place.p * (kDigest == 0 ? 1 : kDigest);
+    const auto before = static_cast<int>(base & shape_.grid);
     const int at = static_cast<int>(vector * kVector) - before;
     const int left = static_cast<int>(shape_.run) - at;
     place.low = at < 0 ? -at : 0;
@@ -402,7 +407,7 @@ template <int kDims, int kDigest, bool kStore>
 REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, uint32_t thread,
                                 uint32_t threads, VectorDigest<kDigest>* digest) {
   // Loads in flight of one thread: what hides the latency of memory.
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = kDigest == 0 ? 8 : 4;
   const Locator<kDims, kDigest, kStore> locator(task, shape);
   const Divisor vectors(kDims == 0 ? 1 : shape.vectors);
   const uint32_t items = shape.vectors * shape.runs;
@@ -465,7 +470,11 @@ REFITD_COPY_CODE void SlowPass(const CopyTask& task, const PassShape& shape, uin
         StoreBytes(place.to, v, place.low, place.high);
       }
     }
-    digest->AddPart(v, place.p, place.low, place.high);
+    if (kDigest != 0 && whole && place.p % VectorDigest<kDigest>::kLanes == 0) {
+      digest->AddWhole(v, place.p);
+    } else {
+      digest->AddPart(v, place.p, place.low, place.high);
+    }
   }
 }
 
