@@ -96,12 +96,12 @@ class CudaContexts {
  public:
   // The driver must be initialised; ordinals are 0 to devices - 1.
   CudaContexts(const CudaApi& api, int devices)
-      : api_(api), contexts_(static_cast<size_t>(devices)) {}
+      : api_(api), devices_(devices), contexts_(static_cast<size_t>(devices)) {}
   CudaContexts(const CudaContexts&) = delete;
   CudaContexts& operator=(const CudaContexts&) = delete;
 
   const CudaApi& api() const { return api_; }
-  int devices() const { return static_cast<int>(contexts_.size()); }
+  int devices() const { return devices_; }
   // INVALID_ARGUMENT: no such ordinal.
   absl::StatusOr<CUcontext> Get(int device);
   // Whether kernels and copies of `device` can reach memory of `owner`.
@@ -109,6 +109,7 @@ class CudaContexts {
 
  private:
   const CudaApi api_;
+  const int devices_;
   Mutex mutex_;
   std::vector<CUcontext> contexts_ ABSL_GUARDED_BY(mutex_);
 };

@@ -20,9 +20,12 @@
 #define REFITD_TRANSPORT_CUDA_CUDA_TRANSPORT_H_
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <string_view>
 
+#include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/memory.h"
 #include "transport/transport.h"
 
@@ -30,15 +33,19 @@ namespace refitd {
 
 struct CudaTransportOptions {
   int blocks = 64;  // thread blocks of a copy kernel: at most so many multiprocessors are taken
+  // Contiguous boxes of this size and more go to copy engines where nothing is digested; 0: none.
+  int64_t engine_bytes = 0;
   std::chrono::milliseconds limit{60'000};
   std::function<void(absl::Status)> lost;  // on a thread of the transport
 };
 
-// As Transport says; thread-safe. The destructor waits for what was submitted, at most `limit`.
-// UNIMPLEMENTED: built without nvcc, so that there is no kernel.
-absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(std::shared_ptr<CudaMemory> memory,
-                                                             std::unique_ptr<Transport> host,
-                                                             const CudaTransportOptions& options);
+// As Transport says; thread-safe. The destructor waits for what was submitted, at most `limit`;
+// what has not ended by then is told so, and its memory is never given back. `memory` is of
+// CudaMemory::Create, `kernel` (which tests replace) an image for cuModuleLoadData. UNIMPLEMENTED:
+// built without nvcc, so that there is no kernel.
+absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(
+    std::shared_ptr<CudaMemory> memory, std::unique_ptr<Transport> host,
+    const CudaTransportOptions& options, std::string_view kernel = CopyKernelImage());
 
 }  // namespace refitd
 

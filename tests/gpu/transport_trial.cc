@@ -1,0 +1,324 @@
+// The cuda transport on a real GPU: memory of another process, random transfers against the host
+// transport bit for bit under each verification, and what small and large transfers take. Says
+// SKIPPED where there is no GPU. By hand, or by `bazel run //tests/gpu:transport_trial`.
+#define CATCH_CONFIG_RUNNER
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <future>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/base/status.h"
+#include "transport/cuda/api.h"
+#include "transport/cuda/cuda_transport.h"
+#include "transport/cuda/random_transfer.h"
+#include "transport/host/host_transport.h"
+
+#if defined(REFITD_CUDA)
+namespace refitd {
+namespace {
+
+constexpr auto kWait = std::chrono::seconds(60);
+constexpr int64_t kSharedBytes = kBlockBytes;
+constexpr char kLibrary[] = "libcuda.so.1";
+
+[[noreturn]] void Die(const std::string& what) {
+  std::fprintf(stderr, "exporter: %s\n", what.c_str());
+  _exit(1);
+}
+
+// A command to the process that owns the memory.
+struct Command {
+  enum class Kind : int { kAllocate, kRead } kind = Kind::kAllocate;
+  int device = 0;
+  uint64_t block = 0;
+  uint64_t bytes = 0;
+  bool fill = false;  // from the shared memory
+};
+
+// The child: allocates with cuMemAlloc, as cudaMalloc does, until its parent goes.
+[[noreturn]] void Serve(int fd, char* shared) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  const auto api = CudaApi::Load(kLibrary);
+  if (!api.ok()) _exit(0);  // the parent says why
+  void* const library = dlopen(kLibrary, RTLD_NOW);
+  const auto get_handle =
+      reinterpret_cast<decltype(&cuIpcGetMemHandle)>(dlsym(library, "cuIpcGetMemHandle"));
+  const auto synchronize =
+      reinterpret_cast<decltype(&cuCtxSynchronize)>(dlsym(library, "cuCtxSynchronize"));
+  const auto check = [&](const char* call, CUresult result) {
+    if (result != CUDA_SUCCESS) Die(Message(api->Check(call, result)));
+  };
+  check("cuInit", api->cuInit(0));
+  CudaContexts contexts(*api, 64);
+  std::vector<std::pair<int, CUdeviceptr>> blocks;
+  Command command;
+  while (read(fd, &command, sizeof(command)) == sizeof(command)) {
+    const int device =
+        command.kind == Command::Kind::kRead ? blocks[command.block].first : command.device;
+    const auto context = contexts.Get(device);
+    if (!context.ok()) Die(Message(context.status()));
+    const ScopedContext current(*api, *context);
+    CUipcMemHandle handle = {};
+    if (command.kind == Command::Kind::kAllocate) {
+      CUdeviceptr address = 0;
+      check("cuMemAlloc", api->cuMemAlloc(&address, command.bytes));
+      if (command.fill) {
+        check("copy", api->cuMemcpyHtoDAsync(address, shared, command.bytes, nullptr));
+      } else {
+        check("set", api->cuMemsetD8Async(address, 0x5a, command.bytes, nullptr));
+      }
+      check("cuIpcGetMemHandle", get_handle(&handle, address));
+      blocks.emplace_back(device, address);
+    } else {
+      check("copy",
+            api->cuMemcpyDtoHAsync(shared, blocks[command.block].second, command.bytes, nullptr));
+    }
+    check("cuCtxSynchronize", synchronize());
+    if (write(fd, &handle, sizeof(handle)) != sizeof(handle)) Die("write");
+  }
+  _exit(0);
+}
+
+// The other process. Made before this one touches CUDA: it is forked.
+class Child : public Exporter {
+ public:
+  Child() {
+    int ends[2];
+    shared_ = static_cast<char*>(
+        mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    if (shared_ == MAP_FAILED || socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) Die("setup");
+    pid_ = fork();
+    if (pid_ == 0) Serve(ends[1], shared_);
+    close(ends[1]);
+    fd_ = ends[0];
+  }
+  ~Child() override {
+    close(fd_);
+    waitpid(pid_, nullptr, 0);
+  }
+
+  std::string Export(int device, const std::vector<char>& bytes) override {
+    std::memcpy(shared_, bytes.data(), bytes.size());
+    return Ask({.device = device, .bytes = bytes.size(), .fill = true});
+  }
+  std::vector<char> Read(size_t block, size_t bytes) override {
+    (void)Ask({.kind = Command::Kind::kRead, .block = first_ + block, .bytes = bytes});
+    return {shared_, shared_ + bytes};
+  }
+  std::string Allocate(int device, int64_t bytes) {
+    return Ask({.device = device, .bytes = static_cast<uint64_t>(bytes)});
+  }
+  // Blocks are counted from here.
+  void StartWorld() { first_ = blocks_; }
+
+ private:
+  std::string Ask(const Command& command) {
+    if (command.kind == Command::Kind::kAllocate) ++blocks_;
+    std::string handle(kCudaIpcHandleBytes, '\0');
+    REQUIRE(write(fd_, &command, sizeof(command)) == sizeof(command));
+    REQUIRE(read(fd_, handle.data(), handle.size()) == static_cast<ssize_t>(handle.size()));
+    return handle;
+  }
+
+  pid_t pid_ = -1;
+  int fd_ = -1;
+  char* shared_ = nullptr;
+  uint64_t blocks_ = 0;
+  uint64_t first_ = 0;
+};
+
+Child* child = nullptr;  // of main
+std::shared_ptr<CudaMemory> memory;
+
+std::unique_ptr<Transport> MakeTransport(const CudaTransportOptions& options = {}) {
+  auto made = MakeCudaTransport(memory, MakeHostTransport({.threads = 1}), options);
+  INFO(made.status().ToString());
+  REQUIRE(made.ok());
+  return *std::move(made);
+}
+
+template <typename Result, typename Submit>
+Result Await(Submit submit) {
+  auto promise = std::make_shared<std::promise<Result>>();
+  auto future = promise->get_future();
+  submit([promise](Result result) { promise->set_value(std::move(result)); });
+  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
+  return future.get();
+}
+
+TransferResult Run(Transport* transport, const Transfer& transfer) {
+  return Await<TransferResult>([&](auto done) { transport->Submit(transfer, done); });
+}
+
+ReadbackResult Run(Transport* transport, const ReadbackJob& job) {
+  return Await<ReadbackResult>([&](auto done) { transport->Submit(job, done); });
+}
+
+ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
+  ReadbackJob job;
+  for (const PieceDigest& sum : result.expected) {
+    job.pieces.push_back({.piece = transfer.destinations[sum.destination][sum.piece],
+                          .expected = sum.digest,
+                          .destination = sum.destination});
+  }
+  job.keep_alive = transfer.keep_alive;
+  return job;
+}
+
+TEST_CASE("random transfers leave the host transport's bytes and digests") {
+  constexpr uint64_t kSeed = 99;
+  Rng random(kSeed);
+  const auto transport = MakeTransport();
+  const auto engines = MakeTransport({.engine_bytes = 256, .lost = {}});
+  const auto host = MakeHostTransport({.threads = 2});
+  const int devices = std::min<int>(2, static_cast<int>(memory->devices().size()));
+  for (int round = 0; round < 60; ++round) {
+    INFO("seed " << kSeed << ", round " << round);
+    child->StartWorld();
+    World world(child, memory.get(), &random);
+    FillRandomly(&world, &random, round % 3 == 0, devices);
+    world.model.verification = static_cast<Verification>(round / 2 % 3 + 1);
+    const Transfer transfer = world.OnDevices();
+    const TransferResult result = Run((round % 2 == 0 ? transport : engines).get(), transfer);
+    const TransferResult want = Run(host.get(), world.model);
+    INFO(result.status.ToString());
+    REQUIRE(result.status.ok());
+    REQUIRE(result.source_digests == want.source_digests);
+    REQUIRE(result.bytes_written == want.bytes_written);
+    REQUIRE(result.expected.size() == want.expected.size());
+    for (size_t i = 0; i < want.expected.size(); ++i) {
+      REQUIRE(result.expected[i].digest == want.expected[i].digest);
+    }
+    world.CheckBytes();
+    const ReadbackResult readback = Run(transport.get(), JobOf(transfer, result));
+    INFO(readback.status.ToString());
+    REQUIRE(readback.status.ok());
+  }
+}
+
+// One bf16 matrix between two blocks of the child's.
+Transfer Matrix(int64_t bytes, int from, int to) {
+  const Dims shape = {bytes / 4096, 2048};
+  Transfer transfer;
+  const auto piece = [&](int device) {
+    const auto region = memory->OpenLegacy(device, child->Allocate(device, bytes));
+    INFO(region.status().ToString());
+    REQUIRE(region.ok());
+    transfer.keep_alive.push_back(*region);
+    return BoundPiece{.dtype = DType::kBFloat16,
+                      .shape = shape,
+                      .box = WholeBox(shape),
+                      .strides = RowMajorStrides(shape),
+                      .data = (*region)->data(),
+                      .name = "matrix"};
+  };
+  transfer.source.push_back(piece(from));
+  transfer.destinations.push_back({piece(to)});
+  transfer.program.moves.push_back({.box = WholeBox(shape)});
+  return transfer;
+}
+
+// Milliseconds, from submission to the call of `done`: median of several.
+double Milliseconds(Transport* transport, const Transfer& transfer, bool replay, int rounds) {
+  std::shared_ptr<const PreparedTransfer> prepared;
+  if (replay) prepared = transport->Prepare(transfer).value();
+  std::vector<double> times;
+  for (int i = 0; i < rounds; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    const TransferResult result = Await<TransferResult>([&](auto done) {
+      if (replay) {
+        transport->Replay(prepared, transfer.verification, "replay", done);
+      } else {
+        transport->Submit(transfer, done);
+      }
+    });
+    INFO(result.status.ToString());
+    REQUIRE(result.status.ok());
+    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+    times.push_back(took.count());
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+TEST_CASE("what transfers take") {
+  const int last = static_cast<int>(memory->devices().size()) - 1;
+  const char* const names[] = {"", "off", "transfer", "readback"};
+  for (const int blocks : {32, 64, 132}) {
+    const auto transport = MakeTransport({.blocks = blocks, .lost = {}});
+    for (const int64_t bytes : {int64_t{1} << 20, int64_t{4} << 30}) {
+      for (const int to : {0, last}) {
+        Transfer transfer = Matrix(bytes, 0, to);
+        for (const auto verification :
+             {Verification::kOff, Verification::kTransfer, Verification::kReadback}) {
+          transfer.verification = verification;
+          const int rounds = bytes > (1 << 20) ? 5 : 200;
+          const double submitted = Milliseconds(transport.get(), transfer, false, rounds);
+          const double replayed = Milliseconds(transport.get(), transfer, true, rounds);
+          std::printf(
+              "%3d blocks, %5lld MiB, device 0 to %d, %-8s: %.3f ms submitted, %.3f ms "
+              "replayed, %.0f GB/s\n",
+              blocks, static_cast<long long>(bytes >> 20), to,
+              names[static_cast<int>(verification)], submitted, replayed,
+              static_cast<double>(bytes) / replayed / 1e6);
+          std::fflush(stdout);
+        }
+        const ReadbackJob job = JobOf(transfer, Run(transport.get(), transfer));
+        const auto start = std::chrono::steady_clock::now();
+        REQUIRE(Run(transport.get(), job).status.ok());
+        const std::chrono::duration<double, std::milli> took =
+            std::chrono::steady_clock::now() - start;
+        std::printf("%3d blocks, %5lld MiB, read back on device %d: %.3f ms\n", blocks,
+                    static_cast<long long>(bytes >> 20), to, took.count());
+        if (last == 0) break;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int Main(int argc, char** argv) {
+  Child exporter;
+  child = &exporter;
+  auto made = CudaMemory::Create();
+  if (!made.ok()) {
+    std::printf("SKIPPED: %s\n", std::string(made.status().message()).c_str());
+    return 0;
+  }
+  if (CopyKernelImage().empty()) {
+    std::printf("SKIPPED: built without nvcc\n");
+    return 0;
+  }
+  memory = *std::move(made);
+  const int failed = Catch::Session().run(argc, argv);
+  memory = nullptr;
+  return failed;
+}
+
+}  // namespace refitd
+
+int main(int argc, char** argv) { return refitd::Main(argc, argv); }
+
+#else
+
+int main() {
+  std::printf("SKIPPED: CUDA not compiled in\n");
+  return 0;
+}
+
+#endif

@@ -1,0 +1,95 @@
+// Memory of the transport's own, device or pinned, reused so that small transfers make no call that
+// may wait for a device. Private to transport/cuda/.
+//
+// A buffer goes back to its pool when it is destroyed, on any thread and without a call to the
+// driver; who destroys it knows that the device is done with it. Trim, on the thread that may call
+// the driver, frees what is too much. Thread-safe.
+#ifndef REFITD_TRANSPORT_CUDA_BUFFERS_H_
+#define REFITD_TRANSPORT_CUDA_BUFFERS_H_
+
+#if defined(REFITD_CUDA)
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "transport/base/mutex.h"
+#include "transport/cuda/api.h"
+
+namespace refitd {
+
+class BufferPool;
+
+// Move-only; empty by default.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Buffer&& other) noexcept
+      : pool_(std::move(other.pool_)),
+        address_(std::exchange(other.address_, 0)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(pool_, other.pool_);
+    std::swap(address_, other.address_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~Buffer();
+
+  uint64_t address() const { return address_; }                     // aligned to 256 bytes
+  char* host() const { return reinterpret_cast<char*>(address_); }  // pinned ones only
+  int64_t bytes() const { return bytes_; }
+  bool empty() const { return bytes_ == 0; }
+
+ private:
+  friend class BufferPool;
+  Buffer(std::shared_ptr<BufferPool> pool, uint64_t address, int64_t bytes)
+      : pool_(std::move(pool)), address_(address), bytes_(bytes) {}
+  std::shared_ptr<BufferPool> pool_;
+  uint64_t address_ = 0;
+  int64_t bytes_ = 0;
+};
+
+class BufferPool : public std::enable_shared_from_this<BufferPool> {
+ public:
+  enum class Kind : uint8_t { kDevice, kPinned };
+
+  // Free buffers beyond `most_kept` bytes are freed by Trim.
+  BufferPool(std::shared_ptr<CudaContexts> contexts, int device, Kind kind, int64_t most_kept)
+      : contexts_(std::move(contexts)), device_(device), kind_(kind), most_kept_(most_kept) {}
+  ~BufferPool();
+  BufferPool(const BufferPool&) = delete;
+  BufferPool& operator=(const BufferPool&) = delete;
+
+  // At least so many bytes. Errors: the driver's, RESOURCE_EXHAUSTED above all.
+  absl::StatusOr<Buffer> Take(int64_t bytes);
+  void Trim();
+  // The device hangs: nothing is freed any more, since that would wait for it.
+  void Abandon();
+
+ private:
+  friend class Buffer;
+  struct Free {
+    uint64_t address = 0;
+    int64_t bytes = 0;
+  };
+
+  void GiveBack(uint64_t address, int64_t bytes);
+  absl::StatusOr<uint64_t> Allocate(int64_t bytes);
+  void Release(const std::vector<Free>& buffers);
+
+  const std::shared_ptr<CudaContexts> contexts_;
+  const int device_;
+  const Kind kind_;
+  const int64_t most_kept_;
+  Mutex mutex_;
+  std::vector<Free> free_ ABSL_GUARDED_BY(mutex_);
+  int64_t free_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_CUDA
+#endif  // REFITD_TRANSPORT_CUDA_BUFFERS_H_

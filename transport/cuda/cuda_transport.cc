@@ -1,0 +1,833 @@
+#include "transport/cuda/cuda_transport.h"
+
+#include "transport/base/status.h"
+
+#if defined(REFITD_CUDA)
+#include <pthread.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "transport/base/mutex.h"
+#include "transport/bound_moves.h"
+#include "transport/cuda/api.h"
+#include "transport/cuda/buffers.h"
+#include "transport/cuda/copy_plan.h"
+#include "transport/cuda/device_queue.h"
+#endif
+
+namespace refitd {
+
+#if defined(REFITD_CUDA)
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// What is uploaded through pinned memory, so that issuing never waits for the device; more than
+// this goes as the driver takes it, which stages it itself while the issuer waits.
+constexpr int64_t kMaxPinnedUpload = 4 << 20;
+
+// Every buffer and every part of one starts at a multiple of this.
+constexpr int64_t kAlign = 256;
+int64_t AlignUp(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+// The counter `next_task` comes before the sums.
+constexpr int64_t kCounterBytes = 16;
+
+int64_t PieceSpan(const BoundPiece& piece) {
+  if (piece.box.extent.size() != piece.strides.size() || ElementCount(piece.box) == 0) return 0;
+  return ByteSpan(piece.box.extent, piece.strides, ElementBytes(piece.dtype));
+}
+
+// ---- what the threads share ----
+
+// The parts of the transport that jobs use. Outlives the transport while a device hangs.
+class Engine {
+ public:
+  Engine(std::shared_ptr<CudaMemory> memory, std::shared_ptr<CudaContexts> contexts,
+         const CudaTransportOptions& options, std::string_view kernel)
+      : memory_(std::move(memory)),
+        contexts_(std::move(contexts)),
+        options_(options),
+        kernel_(kernel),
+        lost_(std::make_shared<LostContext>(options.lost)) {}
+
+  const CudaMemory& memory() const { return *memory_; }
+  const CudaTransportOptions& options() const { return options_; }
+
+  // Made when first needed, and kept.
+  std::shared_ptr<DeviceQueue> Queue(int device) {
+    MutexLock lock(&mutex_);
+    std::shared_ptr<DeviceQueue>& queue = queues_[device];
+    if (queue == nullptr) {
+      queue = std::make_shared<DeviceQueue>(
+          contexts_, device,
+          DeviceQueueOptions{.name = Name(device), .kernel = kernel_, .limit = options_.limit},
+          lost_);
+      queue->Start();
+    }
+    return queue;
+  }
+
+  // Errors of calls outside the queues.
+  absl::Status Note(const absl::Status& status) { return lost_->Note(status); }
+
+  void Enter() {
+    MutexLock lock(&mutex_);
+    ++active_;
+  }
+  void Leave() {
+    MutexLock lock(&mutex_);
+    --active_;
+    idle_.NotifyAll();
+  }
+
+  // Waits until nothing is active, then stops the queues.
+  void Stop() {
+    const Clock::time_point deadline = Clock::now() + options_.limit;
+    std::map<int, std::shared_ptr<DeviceQueue>> queues;
+    {
+      MutexLock lock(&mutex_);
+      while (active_ > 0 && idle_.WaitUntil(&mutex_, deadline)) {
+      }
+      queues = queues_;  // what comes late finds them stopped
+    }
+    for (const auto& [device, queue] : queues) queue->Stop(std::max(deadline, Clock::now()));
+  }
+
+ private:
+  // "0 (GPU-...)".
+  std::string Name(int device) const {
+    for (const CudaDevice& known : memory_->devices()) {
+      if (known.ordinal == device) return fmt::format("{} ({})", device, known.uuid);
+    }
+    return std::to_string(device);
+  }
+
+  const std::shared_ptr<CudaMemory> memory_;
+  const std::shared_ptr<CudaContexts> contexts_;
+  const CudaTransportOptions options_;
+  const std::string_view kernel_;
+  const std::shared_ptr<LostContext> lost_;
+  Mutex mutex_;
+  CondVar idle_;
+  std::map<int, std::shared_ptr<DeviceQueue>> queues_ ABSL_GUARDED_BY(mutex_);
+  int64_t active_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+// ---- plans ----
+
+// Host bytes that a device's tasks read from `scratch`: copied there before each launch.
+struct HostUpload {
+  const char* from = nullptr;
+  int64_t bytes = 0;
+  Buffer scratch;
+};
+
+// One device's part of a plan, with what of it lies on the device.
+struct DevicePart {
+  const DeviceTasks* tasks = nullptr;
+  std::vector<HostUpload>* uploads = nullptr;
+  // The device's issuer's alone.
+  Buffer memory;
+  bool uploaded = false;
+};
+
+// A plan that can be run any number of times. Points into the transfer or job it was made from.
+struct Planned {
+  CudaCopyPlan plan;
+  std::map<int, std::vector<HostUpload>> uploads;  // by device
+  std::vector<DevicePart> parts;
+  std::vector<DevicePart> readback;
+
+  void MakeParts() {
+    for (const DeviceTasks& tasks : plan.devices) {
+      parts.push_back(
+          {.tasks = &tasks, .uploads = &uploads[tasks.device], .memory = {}, .uploaded = false});
+    }
+    for (const DeviceTasks& tasks : plan.readback) {
+      readback.push_back({.tasks = &tasks, .uploads = nullptr, .memory = {}, .uploaded = false});
+    }
+  }
+};
+
+// Pieces' addresses by the memory that is mapped; what is in no region is host memory.
+class Addresses : public CopyAddresses {
+ public:
+  Addresses(Engine* engine, Planned* planned) : engine_(engine), planned_(planned) {}
+
+  absl::StatusOr<int> DeviceOf(const BoundPiece& piece) override {
+    const auto region = engine_->memory().Find(piece.data, PieceSpan(piece));
+    if (region != nullptr) return region->device();
+    // A piece that begins in a region and leaves it is no host memory.
+    if (engine_->memory().Find(piece.data, 1) != nullptr) {
+      return Error(absl::StatusCode::kInternal, "piece of \"{}\" leaves its region", piece.name);
+    }
+    return kHostMemory;
+  }
+
+  absl::StatusOr<uint64_t> On(int device, const BoundPiece& piece) override {
+    const int64_t bytes = PieceSpan(piece);
+    const auto region = engine_->memory().Find(piece.data, bytes);
+    if (region == nullptr) return Scratch(device, piece.data, bytes);
+    const absl::StatusOr<char*> data = region->On(device);
+    if (!data.ok()) {
+      const absl::Status noted = engine_->Note(data.status());
+      return Error(noted.code(), "\"{}\": {}", piece.name, Message(noted));
+    }
+    return reinterpret_cast<uint64_t>(*data + (piece.data - region->data()));
+  }
+
+ private:
+  absl::StatusOr<uint64_t> Scratch(int device, const char* from, int64_t bytes) {
+    const auto [it, added] = scratch_.try_emplace({device, from, bytes}, 0);
+    if (!added) return it->second;
+    absl::StatusOr<Buffer> buffer = engine_->Queue(device)->memory()->Take(bytes);
+    if (!buffer.ok()) return engine_->Note(buffer.status());
+    it->second = buffer->address();
+    planned_->uploads[device].push_back(
+        {.from = from, .bytes = bytes, .scratch = *std::move(buffer)});
+    return it->second;
+  }
+
+  Engine* const engine_;
+  Planned* const planned_;
+  std::map<std::tuple<int, const char*, int64_t>, uint64_t> scratch_;
+};
+
+// A transfer that touches device memory; planned once for each verification, when first asked.
+class CudaPrepared : public PreparedTransfer {
+ public:
+  explicit CudaPrepared(Transfer of) : transfer(std::move(of)) {}
+
+  absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine, Verification verification) const {
+    MutexLock lock(&mutex_);  // held: whoever else wants the plan waits for it
+    std::shared_ptr<Planned>& kept = planned_[static_cast<size_t>(verification)];
+    if (kept != nullptr) return kept;
+    auto planned = std::make_shared<Planned>();
+    Addresses addresses(engine, planned.get());
+    CopyPlanOptions options;
+    options.engine_bytes = engine->options().engine_bytes;
+    absl::StatusOr<CudaCopyPlan> plan = PlanCopies(transfer, verification, &addresses, options);
+    if (!plan.ok()) return plan.status();
+    planned->plan = *std::move(plan);
+    planned->MakeParts();
+    kept = std::move(planned);
+    return kept;
+  }
+
+  const Transfer transfer;
+
+ private:
+  mutable Mutex mutex_;
+  mutable std::array<std::shared_ptr<Planned>, 4> planned_ ABSL_GUARDED_BY(mutex_);
+};
+
+// All of it in host memory.
+struct HostPrepared : PreparedTransfer {
+  explicit HostPrepared(std::shared_ptr<const PreparedTransfer> of) : prepared(std::move(of)) {}
+  const std::shared_ptr<const PreparedTransfer> prepared;
+};
+
+// ---- runs ----
+
+// What was computed on the devices so far.
+struct Sums {
+  std::vector<uint64_t> stored;
+  std::vector<uint64_t> source;
+};
+
+// One run of a plan: jobs on several devices, in one or two phases. Kept by its jobs.
+//
+// `Finish` is called once with the outcome: when all jobs ended, or as soon as one is late. The run
+// itself, and so the memory that it names, goes when the last job ended (P6).
+class Run : public std::enable_shared_from_this<Run> {
+ public:
+  Run(std::shared_ptr<Engine> engine, std::shared_ptr<Planned> planned, std::string label,
+      bool with_sums)
+      : engine_(std::move(engine)), planned_(std::move(planned)), label_(std::move(label)) {
+    if (!with_sums) return;
+    sums_.stored.resize(planned_->plan.sums.size());
+    sums_.source.resize(static_cast<size_t>(planned_->plan.task_sums()));
+  }
+  virtual ~Run() = default;
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+  void Start() { StartPhase(&planned_->parts, false); }
+  const Engine& engine() const { return *engine_; }
+  const Planned& planned() const { return *planned_; }
+  const std::string& label() const { return label_; }
+  int64_t stored_sums() const { return static_cast<int64_t>(sums_.stored.size()); }
+  int64_t source_sums() const { return static_cast<int64_t>(sums_.source.size()); }
+
+  bool finished() const { return finished_.load(std::memory_order_relaxed); }
+
+  void Fail(const absl::Status& status) { FinishOnce(status); }
+
+  // `results`: stored sums, then source sums of the job's device; null: it has none.
+  void JobEnded(const absl::Status& status, const unsigned long long* results) {
+    bool last = false;
+    absl::Status outcome;
+    {
+      MutexLock lock(&mutex_);
+      if (status_.ok()) status_ = status;
+      if (status.ok() && results != nullptr) Add(results);
+      last = --jobs_left_ == 0;
+      outcome = status_;
+    }
+    if (last) PhaseEnded(outcome);
+  }
+
+ protected:
+  virtual void Finish(absl::Status status, const Sums& sums) = 0;
+
+ private:
+  void StartPhase(std::vector<DevicePart>* parts, bool readback);
+
+  void PhaseEnded(const absl::Status& status) {
+    if (status.ok() && !finished() && !readback_begun_ && !planned_->readback.empty()) {
+      readback_begun_ = true;
+      StartPhase(&planned_->readback, true);
+      return;
+    }
+    FinishOnce(status);
+  }
+
+  void FinishOnce(const absl::Status& status) {
+    if (finished_.exchange(true)) return;
+    Sums sums;
+    if (status.ok()) {
+      MutexLock lock(&mutex_);
+      sums = std::move(sums_);
+    }
+    if (status.ok() || label_.empty()) {
+      Finish(status, sums);
+    } else {
+      Finish(Error(status.code(), "{}: {}", label_, Message(status)), sums);
+    }
+  }
+
+  void Add(const unsigned long long* results) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    for (uint64_t& sum : sums_.stored) sum += *results++;
+    for (uint64_t& sum : sums_.source) sum += *results++;
+  }
+
+  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<Planned> planned_;
+  const std::string label_;
+  bool readback_begun_ = false;  // phases follow one another
+  std::atomic<bool> finished_ = false;
+  Mutex mutex_;
+  size_t jobs_left_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  // Sizes are constant while jobs run; the numbers are guarded by mutex_.
+  Sums sums_;
+};
+
+// A run's part on one device.
+class PartJob : public DeviceJob {
+ public:
+  PartJob(std::shared_ptr<Run> run, DevicePart* part, bool readback, DeviceQueue* queue)
+      : run_(std::move(run)), part_(*part), readback_(readback), queue_(queue) {}
+
+  bool Cancelled() const override { return run_->finished(); }
+
+  void Fail(const absl::Status& status) override { run_->Fail(status); }
+
+  void End(const absl::Status& status) override {
+    const bool have = status.ok() && results_at_ >= 0;
+    run_->JobEnded(
+        status,
+        have ? reinterpret_cast<const unsigned long long*>(pinned_.host() + results_at_) : nullptr);
+  }
+
+  absl::Status Issue(DeviceStreams* streams) override {
+    REFITD_RETURN_IF_ERROR(TakeBuffers());
+    if (part_.uploads != nullptr) {
+      for (const HostUpload& upload : *part_.uploads) {
+        REFITD_RETURN_IF_ERROR(
+            Upload(*streams, upload.scratch.address(), upload.from, upload.bytes));
+      }
+    }
+    if (!part_.tasks->tasks.empty()) REFITD_RETURN_IF_ERROR(IssueTasks(streams));
+    return IssueCopies(streams);
+  }
+
+ private:
+  int64_t TaskBytes() const {
+    return static_cast<int64_t>(part_.tasks->tasks.size() * sizeof(CopyTask));
+  }
+  int64_t SumBytes() const {
+    return (run_->stored_sums() + run_->source_sums()) * static_cast<int64_t>(sizeof(uint64_t));
+  }
+  static int64_t PinnedFor(int64_t bytes) { return bytes <= kMaxPinnedUpload ? AlignUp(bytes) : 0; }
+
+  absl::Status TakeBuffers() {
+    const bool kernel = !part_.tasks->tasks.empty();
+    int64_t pinned = 0;
+    if (part_.uploads != nullptr) {
+      for (const HostUpload& upload : *part_.uploads) pinned += PinnedFor(upload.bytes);
+    }
+    if (kernel && !part_.uploaded) pinned += PinnedFor(TaskBytes());
+    if (kernel && SumBytes() > 0) {
+      results_at_ = pinned;
+      pinned += SumBytes();
+    }
+    if (pinned > 0) {
+      REFITD_ASSIGN_OR_RETURN(pinned_, queue_->pinned()->Take(pinned));
+    }
+    if (!kernel) return absl::OkStatus();
+    if (part_.memory.empty()) {
+      REFITD_ASSIGN_OR_RETURN(part_.memory, queue_->memory()->Take(TaskBytes()));
+    }
+    REFITD_ASSIGN_OR_RETURN(scratch_, queue_->memory()->Take(kCounterBytes + SumBytes()));
+    return absl::OkStatus();
+  }
+
+  absl::Status Upload(const DeviceStreams& streams, uint64_t to, const void* from, int64_t bytes) {
+    const int64_t pinned = PinnedFor(bytes);
+    if (pinned > 0) {
+      char* const staged = pinned_.host() + staged_;
+      std::memcpy(staged, from, static_cast<size_t>(bytes));
+      staged_ += pinned;
+      from = staged;
+    }
+    return REFITD_CUDA_CALL(streams.api, cuMemcpyHtoDAsync, to, from, static_cast<size_t>(bytes),
+                            streams.main);
+  }
+
+  absl::Status IssueTasks(DeviceStreams* streams) {
+    const CudaApi& api = streams->api;
+    if (!part_.uploaded) {
+      REFITD_RETURN_IF_ERROR(
+          Upload(*streams, part_.memory.address(), part_.tasks->tasks.data(), TaskBytes()));
+      part_.uploaded = true;
+    }
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemsetD8Async, scratch_.address(), 0,
+                                            static_cast<size_t>(kCounterBytes + SumBytes()),
+                                            streams->main));
+    CopyLaunch launch = MakeLaunch();
+    void* parameters[] = {&launch};
+    const auto blocks = static_cast<unsigned>(std::min<int64_t>(
+        std::max(run_->engine().options().blocks, 1), static_cast<int64_t>(launch.task_count)));
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuLaunchKernel, streams->kernel, blocks, 1, 1,
+                                            kCopyThreads, 1, 1, 0, streams->main, parameters,
+                                            nullptr));
+    if (results_at_ < 0) return absl::OkStatus();
+    return REFITD_CUDA_CALL(api, cuMemcpyDtoHAsync, pinned_.host() + results_at_,
+                            scratch_.address() + kCounterBytes, static_cast<size_t>(SumBytes()),
+                            streams->main);
+  }
+
+  CopyLaunch MakeLaunch() const {
+    CopyLaunch launch;
+    launch.tasks = reinterpret_cast<const CopyTask*>(part_.memory.address());
+    launch.task_count = static_cast<uint32_t>(part_.tasks->tasks.size());
+    launch.next_task = reinterpret_cast<uint32_t*>(scratch_.address());
+    if (SumBytes() == 0) return launch;
+    auto* const stored = reinterpret_cast<unsigned long long*>(scratch_.address() + kCounterBytes);
+    // What a readback finds counts as what was stored (copy_plan.h).
+    launch.stored_sums = stored;
+    launch.source_sums = readback_ ? stored : stored + run_->stored_sums();
+    return launch;
+  }
+
+  absl::Status IssueCopies(DeviceStreams* streams) {
+    if (part_.tasks->copies.empty()) return absl::OkStatus();
+    const CudaApi& api = streams->api;
+    if (part_.uploads != nullptr && !part_.uploads->empty()) {
+      REFITD_RETURN_IF_ERROR(
+          REFITD_CUDA_CALL(api, cuEventRecord, streams->before_engine, streams->main));
+      REFITD_RETURN_IF_ERROR(
+          REFITD_CUDA_CALL(api, cuStreamWaitEvent, streams->engine, streams->before_engine, 0));
+    }
+    streams->engine_used = true;
+    for (const LinearCopy& copy : part_.tasks->copies) {
+      REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemcpyDtoDAsync, copy.destination, copy.source,
+                                              static_cast<size_t>(copy.bytes), streams->engine));
+    }
+    return absl::OkStatus();
+  }
+
+  const std::shared_ptr<Run> run_;
+  DevicePart& part_;
+  const bool readback_;
+  DeviceQueue* const queue_;
+  Buffer pinned_;   // what is staged, then the results
+  Buffer scratch_;  // counter and sums
+  int64_t staged_ = 0;
+  int64_t results_at_ = -1;
+};
+
+void Run::StartPhase(std::vector<DevicePart>* parts, bool readback) {
+  if (parts->empty()) return PhaseEnded(absl::OkStatus());
+  {
+    MutexLock lock(&mutex_);
+    jobs_left_ = parts->size();
+  }
+  const std::shared_ptr<Run> self = shared_from_this();
+  for (DevicePart& part : *parts) {
+    const std::shared_ptr<DeviceQueue> queue = engine_->Queue(part.tasks->device);
+    queue->Submit(std::make_shared<PartJob>(self, &part, readback, queue.get()));
+  }
+}
+
+// ---- transfers ----
+
+// Counts something submitted as active until it is destroyed.
+class Activity {
+ public:
+  explicit Activity(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {
+    engine_->Enter();
+  }
+  ~Activity() { engine_->Leave(); }
+  Activity(const Activity&) = delete;
+  Activity& operator=(const Activity&) = delete;
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+};
+
+struct TransferCall {
+  std::shared_ptr<Activity> activity;  // first: it goes last
+  std::shared_ptr<const CudaPrepared> prepared;
+  Verification verification = Verification::kOff;
+  std::string label;
+  std::function<void(TransferResult)> done;
+};
+
+bool WantsSums(const Transfer& transfer, Verification verification) {
+  return verification != Verification::kOff || transfer.want_source_digests;
+}
+
+bool ReadbackNow(const Transfer& transfer, uint32_t destination) {
+  return destination < transfer.readback_now.size() && transfer.readback_now[destination];
+}
+
+class TransferRun : public Run {
+ public:
+  TransferRun(std::shared_ptr<Engine> engine, std::shared_ptr<Planned> planned, TransferCall call)
+      : Run(std::move(engine), std::move(planned), call.label,
+            WantsSums(call.prepared->transfer, call.verification)),
+        call_(std::move(call)) {}
+
+ private:
+  void Finish(absl::Status status, const Sums& sums) override {
+    TransferResult result;
+    result.status = std::move(status);
+    result.bytes_written = planned().plan.bytes;
+    if (result.status.ok()) Verify(sums, &result);
+    if (transfer().want_source_digests && !sums.source.empty()) {
+      const auto own = static_cast<std::ptrdiff_t>(planned().plan.sums.size());
+      result.source_digests.assign(sums.source.begin() + own, sums.source.end());
+    }
+    const auto done = std::move(call_.done);
+    done(std::move(result));
+  }
+
+  // P1: two passes over memory must agree.
+  void Verify(const Sums& sums, TransferResult* result) const {
+    if (call_.verification == Verification::kOff) return;
+    const std::vector<PieceDigest>& pieces = planned().plan.sums;
+    const bool readback = call_.verification == Verification::kReadback;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (readback && !ReadbackNow(transfer(), pieces[i].destination)) {
+        result->expected.push_back(pieces[i]);
+        result->expected.back().digest = sums.source[i];
+      } else if (sums.stored[i] != sums.source[i] && result->status.ok()) {
+        result->failed_destination = static_cast<int>(pieces[i].destination);
+        result->status = Mismatch(pieces[i], sums.source[i], sums.stored[i]);
+      }
+    }
+  }
+
+  absl::Status Mismatch(const PieceDigest& at, uint64_t expected, uint64_t found) const {
+    const BoundPiece& piece = transfer().destinations[at.destination][at.piece];
+    const bool readback = call_.verification == Verification::kReadback;
+    return Error(absl::StatusCode::kDataLoss,
+                 "{}: verification of \"{}\" at destination {} failed in the piece from element "
+                 "{}: digest of the source is {:016x}, {} {:016x}",
+                 label(), piece.name, at.destination, FirstIndex(piece.box, piece.shape), expected,
+                 readback ? "read back" : "what was stored", found);
+  }
+
+  const Transfer& transfer() const { return call_.prepared->transfer; }
+
+  TransferCall call_;
+};
+
+TransferResult Failed(const Transfer& transfer, absl::Status status) {
+  TransferResult result;
+  result.status = std::move(status);
+  result.bytes_written.resize(transfer.destinations.size());
+  return result;
+}
+
+// ---- reading back ----
+
+struct ReadbackCall {
+  std::shared_ptr<Activity> activity;  // first: it goes last
+  ReadbackJob job;
+  std::function<void(ReadbackResult)> done;
+};
+
+class ReadbackRun : public Run {
+ public:
+  ReadbackRun(std::shared_ptr<Engine> engine, std::shared_ptr<Planned> planned, ReadbackCall call)
+      : Run(std::move(engine), std::move(planned), "read back", true), call_(std::move(call)) {}
+
+ private:
+  void Finish(absl::Status status, const Sums& sums) override {
+    ReadbackResult result;
+    result.status = std::move(status);
+    if (result.status.ok()) Compare(sums, &result);
+    const auto done = std::move(call_.done);
+    done(std::move(result));
+  }
+
+  // P1: the destination's bytes against the sums of the passes over their sources.
+  void Compare(const Sums& sums, ReadbackResult* result) const {
+    std::vector<uint32_t>& failed = result->failed_destinations;
+    for (size_t i = 0; i < call_.job.pieces.size(); ++i) {
+      const ReadbackPiece& piece = call_.job.pieces[i];
+      const uint64_t found = sums.source[i];
+      if (found == piece.expected) continue;
+      failed.push_back(piece.destination);
+      if (!result->status.ok()) continue;
+      result->status = Error(absl::StatusCode::kDataLoss,
+                             "verification of \"{}\" at destination {} failed: digest of the "
+                             "source is {:016x}, read back {:016x}",
+                             piece.piece.name, piece.destination, piece.expected, found);
+    }
+    std::sort(failed.begin(), failed.end());
+    failed.erase(std::unique(failed.begin(), failed.end()), failed.end());
+  }
+
+  ReadbackCall call_;
+};
+
+// Two halves of one job, each on its transport; `done` when both ended.
+class SplitReadback {
+ public:
+  explicit SplitReadback(std::function<void(ReadbackResult)> done) : done_(std::move(done)) {}
+
+  void Ended(ReadbackResult half) {
+    {
+      MutexLock lock(&mutex_);
+      std::vector<uint32_t>& failed = result_.failed_destinations;
+      failed.insert(failed.end(), half.failed_destinations.begin(), half.failed_destinations.end());
+      // An error tells more than a difference.
+      if (result_.status.ok() ||
+          (result_.status.code() == absl::StatusCode::kDataLoss && !half.status.ok() &&
+           half.status.code() != absl::StatusCode::kDataLoss)) {
+        result_.status = half.status;
+      }
+      if (--left_ > 0) return;
+      std::sort(failed.begin(), failed.end());
+      failed.erase(std::unique(failed.begin(), failed.end()), failed.end());
+    }
+    done_(std::move(result_));
+  }
+
+ private:
+  const std::function<void(ReadbackResult)> done_;
+  Mutex mutex_;
+  int left_ = 2;
+  ReadbackResult result_;
+};
+
+// ---- the transport ----
+
+// A thread that plans what is submitted, in order, so that callers never wait for a plan or for the
+// opening of a handle.
+class Planner {
+ public:
+  Planner() : thread_([this] { Work(); }) {
+    (void)pthread_setname_np(thread_.native_handle(), "refitd-gpu-plan");
+  }
+  // Nothing is left by then but what Engine::Stop waited for in vain.
+  ~Planner() {
+    {
+      MutexLock lock(&mutex_);
+      stopping_ = true;
+      changed_.NotifyAll();
+    }
+    thread_.join();
+  }
+  Planner(const Planner&) = delete;
+  Planner& operator=(const Planner&) = delete;
+
+  void Submit(std::function<void()> work) {
+    MutexLock lock(&mutex_);
+    queue_.push_back(std::move(work));
+    changed_.NotifyAll();
+  }
+
+ private:
+  void Work() {
+    while (true) {
+      std::function<void()> work;
+      {
+        MutexLock lock(&mutex_);
+        while (queue_.empty() && !stopping_) changed_.Wait(&mutex_);
+        if (queue_.empty()) return;
+        work = std::move(queue_.front());
+        queue_.pop_front();
+      }
+      work();
+    }
+  }
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<std::function<void()>> queue_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last
+};
+
+class CudaTransport : public Transport {
+ public:
+  CudaTransport(std::shared_ptr<Engine> engine, std::unique_ptr<Transport> host)
+      : engine_(std::move(engine)), host_(std::move(host)) {}
+
+  ~CudaTransport() override {
+    engine_->Stop();
+    // `host_` and `planner_` end what they have.
+  }
+
+  void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    if (AllHost(transfer)) return host_->Submit(std::move(transfer), std::move(done));
+    const Verification verification = transfer.verification;
+    std::string label = transfer.label;
+    Start({.activity = std::make_shared<Activity>(engine_),
+           .prepared = std::make_shared<const CudaPrepared>(std::move(transfer)),
+           .verification = verification,
+           .label = std::move(label),
+           .done = std::move(done)});
+  }
+
+  absl::StatusOr<std::shared_ptr<const PreparedTransfer>> Prepare(Transfer transfer) override {
+    if (AllHost(transfer)) {
+      REFITD_ASSIGN_OR_RETURN(auto prepared, host_->Prepare(std::move(transfer)));
+      return std::make_shared<const HostPrepared>(std::move(prepared));
+    }
+    const Verification verification = transfer.verification;
+    auto prepared = std::make_shared<const CudaPrepared>(std::move(transfer));
+    REFITD_RETURN_IF_ERROR(prepared->Plan(engine_.get(), verification).status());
+    return prepared;
+  }
+
+  void Replay(const std::shared_ptr<const PreparedTransfer>& prepared, Verification verification,
+              std::string label, std::function<void(TransferResult)> done) override {
+    if (const auto* host = dynamic_cast<const HostPrepared*>(prepared.get())) {
+      return host_->Replay(host->prepared, verification, std::move(label), std::move(done));
+    }
+    Start({.activity = std::make_shared<Activity>(engine_),
+           .prepared = std::static_pointer_cast<const CudaPrepared>(prepared),
+           .verification = verification,
+           .label = std::move(label),
+           .done = std::move(done)});
+  }
+
+  void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
+    ReadbackJob on_host;
+    ReadbackJob on_device;
+    for (ReadbackPiece& piece : job.pieces) {
+      (OnHost(piece.piece) ? on_host : on_device).pieces.push_back(std::move(piece));
+    }
+    on_host.keep_alive = job.keep_alive;
+    on_device.keep_alive = std::move(job.keep_alive);
+    if (on_device.pieces.empty()) return host_->Submit(std::move(on_host), std::move(done));
+    if (on_host.pieces.empty()) return Start(std::move(on_device), std::move(done));
+    auto split = std::make_shared<SplitReadback>(std::move(done));
+    const auto half = [split](ReadbackResult result) { split->Ended(std::move(result)); };
+    host_->Submit(std::move(on_host), half);
+    Start(std::move(on_device), half);
+  }
+
+ private:
+  bool OnHost(const BoundPiece& piece) const {
+    return PieceSpan(piece) == 0 || engine_->memory().Find(piece.data, 1) == nullptr;
+  }
+
+  bool AllHost(const Transfer& transfer) const {
+    const auto all = [this](const std::vector<BoundPiece>& pieces) {
+      return std::all_of(pieces.begin(), pieces.end(),
+                         [this](const BoundPiece& piece) { return OnHost(piece); });
+    };
+    return all(transfer.source) &&
+           std::all_of(transfer.destinations.begin(), transfer.destinations.end(), all);
+  }
+
+  void Start(TransferCall call) {
+    planner_.Submit([engine = engine_, call = std::move(call)]() mutable {
+      absl::StatusOr<std::shared_ptr<Planned>> planned =
+          call.prepared->Plan(engine.get(), call.verification);
+      if (!planned.ok()) {
+        const absl::Status& status = planned.status();
+        call.done(Failed(call.prepared->transfer,
+                         Error(status.code(), "{}: {}", call.label, Message(status))));
+        return;
+      }
+      std::make_shared<TransferRun>(engine, *std::move(planned), std::move(call))->Start();
+    });
+  }
+
+  void Start(ReadbackJob job, std::function<void(ReadbackResult)> done) {
+    auto call = std::make_shared<ReadbackCall>(
+        ReadbackCall{std::make_shared<Activity>(engine_), std::move(job), std::move(done)});
+    planner_.Submit([engine = engine_, call = std::move(call)]() {
+      auto planned = std::make_shared<Planned>();
+      Addresses addresses(engine.get(), planned.get());
+      absl::StatusOr<CudaCopyPlan> plan = PlanReadback(call->job, &addresses);
+      if (!plan.ok()) {
+        call->done({.status = plan.status(), .failed_destinations = {}});
+        return;
+      }
+      planned->plan = *std::move(plan);
+      planned->MakeParts();
+      std::make_shared<ReadbackRun>(engine, std::move(planned), std::move(*call))->Start();
+    });
+  }
+
+  const std::shared_ptr<Engine> engine_;
+  const std::unique_ptr<Transport> host_;
+  Planner planner_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(std::shared_ptr<CudaMemory> memory,
+                                                             std::unique_ptr<Transport> host,
+                                                             const CudaTransportOptions& options,
+                                                             std::string_view kernel) {
+  if (kernel.empty())
+    return absl::UnimplementedError("built without nvcc: there is no copy kernel");
+  auto* const owner = dynamic_cast<CudaContextsOwner*>(memory.get());
+  if (owner == nullptr) return absl::InvalidArgumentError("not a memory of CudaMemory::Create");
+  std::shared_ptr<CudaContexts> contexts = owner->contexts();
+  return std::make_unique<CudaTransport>(
+      std::make_shared<Engine>(std::move(memory), std::move(contexts), options, kernel),
+      std::move(host));
+}
+
+#else
+
+absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(
+    std::shared_ptr<CudaMemory> /*memory*/, std::unique_ptr<Transport> /*host*/,
+    const CudaTransportOptions& /*options*/, std::string_view /*kernel*/) {
+  return absl::UnimplementedError(CudaBuild());
+}
+
+#endif
+
+}  // namespace refitd

@@ -1,0 +1,578 @@
+#include "transport/cuda/cuda_transport.h"
+
+#include <catch2/catch.hpp>
+
+#if defined(REFITD_CUDA)
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "transport/base/status.h"
+#include "transport/cuda/fake_cuda.h"
+#include "transport/cuda/random_transfer.h"
+#include "transport/host/host_transport.h"
+#endif
+
+namespace refitd {
+namespace {
+
+#if !defined(REFITD_CUDA)
+
+TEST_CASE("where CUDA is not compiled in there is no transport for it, and that is said") {
+  const auto transport = MakeCudaTransport(nullptr, nullptr, {});
+  REQUIRE(transport.status().code() == absl::StatusCode::kUnimplemented);
+}
+
+#else
+
+using Catch::Matchers::Contains;
+constexpr uint64_t kSeed = 4711;
+constexpr auto kWait = std::chrono::seconds(30);
+
+// Blocks of another process, as the fake plays it.
+class FakeExporter : public Exporter {
+ public:
+  explicit FakeExporter(FakeCuda* fake) : fake_(fake) {}
+  std::string Export(int device, const std::vector<char>& bytes) override {
+    std::string handle;
+    blocks_.push_back(fake_->Export(device, static_cast<int64_t>(bytes.size()), &handle));
+    std::memcpy(blocks_.back(), bytes.data(), bytes.size());
+    return handle;
+  }
+  std::vector<char> Read(size_t block, size_t bytes) override {
+    return {blocks_[block], blocks_[block] + bytes};
+  }
+
+ private:
+  FakeCuda* const fake_;
+  std::vector<char*> blocks_;
+};
+
+// A transport over the fake.
+struct Setup {
+  explicit Setup(CudaTransportOptions options = {}) {
+    memory = *CudaMemory::Create(FakeCuda::Path());
+    auto lost = std::move(options.lost);
+    options.lost = [this, lost](const absl::Status& status) {
+      ++losses;
+      if (lost) lost(status);
+    };
+    auto made = MakeCudaTransport(memory, MakeHostTransport({.threads = 1}), options, "an image");
+    REQUIRE(made.ok());
+    transport = *std::move(made);
+  }
+
+  // One a world: it counts the blocks.
+  Exporter* exporter() {
+    exporters.push_back(std::make_unique<FakeExporter>(&fake));
+    return exporters.back().get();
+  }
+
+  FakeCuda fake;
+  std::vector<std::unique_ptr<FakeExporter>> exporters;
+  std::shared_ptr<CudaMemory> memory;
+  std::atomic<int> losses = 0;
+  std::unique_ptr<Transport> transport;
+  std::unique_ptr<Transport> host = MakeHostTransport({.threads = 1});
+};
+
+template <typename Result>
+struct Outcome {
+  std::shared_ptr<std::promise<Result>> promise = std::make_shared<std::promise<Result>>();
+  std::future<Result> future = promise->get_future();
+  std::function<void(Result)> done() {
+    return [promise = promise](Result result) { promise->set_value(std::move(result)); };
+  }
+  Result Wait() {
+    REQUIRE(future.wait_for(kWait) == std::future_status::ready);
+    return future.get();
+  }
+};
+
+TransferResult Run(Transport* transport, Transfer transfer) {
+  Outcome<TransferResult> outcome;
+  transport->Submit(std::move(transfer), outcome.done());
+  return outcome.Wait();
+}
+
+TransferResult Replay(Transport* transport, const std::shared_ptr<const PreparedTransfer>& prepared,
+                      Verification verification) {
+  Outcome<TransferResult> outcome;
+  transport->Replay(prepared, verification, "replay", outcome.done());
+  return outcome.Wait();
+}
+
+ReadbackResult Run(Transport* transport, ReadbackJob job) {
+  Outcome<ReadbackResult> outcome;
+  transport->Submit(std::move(job), outcome.done());
+  return outcome.Wait();
+}
+
+ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
+  ReadbackJob job;
+  for (const PieceDigest& sum : result.expected) {
+    job.pieces.push_back({.piece = transfer.destinations[sum.destination][sum.piece],
+                          .expected = sum.digest,
+                          .destination = sum.destination});
+  }
+  job.keep_alive = transfer.keep_alive;
+  return job;
+}
+
+template <typename Condition>
+bool Eventually(Condition condition) {
+  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+void CheckNothingOpen(const FakeCuda& fake) {
+  const FakeCudaCounts counts = fake.Count();
+  CHECK(counts.opened_handles == 0);
+  CHECK(counts.allocations == 0);
+  CHECK(counts.host_allocations == 0);
+  CHECK(counts.streams == 0);
+  CHECK(counts.events == 0);
+  CHECK(counts.modules == 0);
+}
+
+void CheckSame(const TransferResult& result, const TransferResult& want) {
+  INFO(result.status.ToString());
+  REQUIRE(result.status.ok());
+  REQUIRE(want.status.ok());
+  CHECK(result.failed_destination == -1);
+  CHECK(result.bytes_written == want.bytes_written);
+  CHECK(result.source_digests == want.source_digests);
+  REQUIRE(result.expected.size() == want.expected.size());
+  for (size_t i = 0; i < want.expected.size(); ++i) {
+    CHECK(result.expected[i].destination == want.expected[i].destination);
+    CHECK(result.expected[i].piece == want.expected[i].piece);
+    CHECK(result.expected[i].digest == want.expected[i].digest);
+  }
+}
+
+// ---- equality with the host transport ----
+
+TEST_CASE("random transfers leave the host transport's bytes, digests and counts") {
+  Rng random(kSeed);
+  for (int round = 0; round < 60; ++round) {
+    INFO("seed " << kSeed << ", round " << round);
+    Setup setup({.blocks = 1 + round % 5, .engine_bytes = round % 2 * 64, .lost = {}});
+    World world(setup.exporter(), setup.memory.get(), &random);
+    FillRandomly(&world, &random, round % 3 == 0);
+    world.model.verification = static_cast<Verification>(round / 2 % 3 + 1);
+    const Transfer transfer = world.OnDevices();
+    const TransferResult result = Run(setup.transport.get(), transfer);
+    CheckSame(result, Run(setup.host.get(), world.model));
+    world.CheckBytes();
+    CHECK(setup.fake.Count().largest_grid <= 1 + round % 5);
+    const ReadbackResult readback = Run(setup.transport.get(), JobOf(transfer, result));
+    INFO(readback.status.ToString());
+    CHECK(readback.status.ok());
+    CHECK(setup.losses == 0);
+  }
+}
+
+TEST_CASE("prepared transfers are replayed under every verification, over new bytes") {
+  Rng random(kSeed + 1);
+  for (int round = 0; round < 12; ++round) {
+    INFO("seed " << kSeed + 1 << ", round " << round);
+    Setup setup;
+    World world(setup.exporter(), setup.memory.get(), &random);
+    FillRandomly(&world, &random, round % 2 == 0);
+    const auto prepared = setup.transport->Prepare(world.OnDevices());
+    const auto model = setup.host->Prepare(world.model);
+    REQUIRE(prepared.ok());
+    REQUIRE(model.ok());
+    for (int version = 0; version < 6; ++version) {
+      const auto verification = static_cast<Verification>(version % 3 + 1);
+      const TransferResult result = Replay(setup.transport.get(), *prepared, verification);
+      CheckSame(result, Replay(setup.host.get(), *model, verification));
+      world.CheckBytes();
+      const Transfer bound = world.OnDevices();
+      for (size_t i = 0; i < bound.source.size(); ++i) {
+        char* const real = bound.source[i].data;
+        char* const modelled = world.model.source[i].data;
+        *real ^= 1;
+        if (modelled != real) *modelled ^= 1;  // host memory is one and the same for both
+      }
+    }
+  }
+}
+
+TEST_CASE("several transfers at once each end exactly once and leave the right bytes") {
+  Rng random(kSeed + 2);
+  Setup setup;
+  std::vector<std::unique_ptr<World>> worlds;
+  std::vector<Outcome<TransferResult>> outcomes(30);
+  for (auto& outcome : outcomes) {
+    worlds.push_back(std::make_unique<World>(setup.exporter(), setup.memory.get(), &random));
+    FillRandomly(worlds.back().get(), &random, true);
+    worlds.back()->model.verification = Verification::kTransfer;
+    setup.transport->Submit(worlds.back()->OnDevices(), outcome.done());
+  }
+  for (size_t i = 0; i < worlds.size(); ++i) {
+    CheckSame(outcomes[i].Wait(), Run(setup.host.get(), worlds[i]->model));
+    worlds[i]->CheckBytes();
+  }
+}
+
+// ---- verification (P1) ----
+
+TEST_CASE("a wrong bit in what was stored is caught by transfer verification") {
+  Rng random(kSeed + 3);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  world.model.verification = Verification::kTransfer;
+  setup.fake.Corrupt(1);
+  const TransferResult result = Run(setup.transport.get(), world.OnDevices());
+  REQUIRE(result.status.code() == absl::StatusCode::kDataLoss);
+  CHECK(result.failed_destination == 0);
+  CHECK_THAT(std::string(result.status.message()),
+             Contains("version 3, part 7: verification of \"weight\" at destination 0 failed") &&
+                 Contains("what was stored"));
+}
+
+TEST_CASE("a wrong bit in a destination is caught by readback, inside the transfer or after") {
+  Rng random(kSeed + 4);
+  for (const bool now : {true, false}) {
+    Setup setup;
+    World world(setup.exporter(), setup.memory.get(), &random);
+    FillSimply(&world, 0, {1});
+    world.model.verification = Verification::kReadback;
+    world.model.readback_now = {now};
+    setup.fake.Corrupt(1);
+    const Transfer transfer = world.OnDevices();
+    const TransferResult result = Run(setup.transport.get(), transfer);
+    if (now) {
+      REQUIRE(result.status.code() == absl::StatusCode::kDataLoss);
+      CHECK(result.failed_destination == 0);
+      CHECK_THAT(std::string(result.status.message()),
+                 Contains("\"weight\" at destination 0") && Contains("read back"));
+      continue;
+    }
+    REQUIRE(result.status.ok());
+    const ReadbackResult readback = Run(setup.transport.get(), JobOf(transfer, result));
+    REQUIRE(readback.status.code() == absl::StatusCode::kDataLoss);
+    CHECK(readback.failed_destinations == std::vector<uint32_t>{0});
+    CHECK_THAT(std::string(readback.status.message()),
+               Contains("verification of \"weight\" at destination 0 failed"));
+  }
+}
+
+TEST_CASE("a wrong offset in a program is caught on its destination only") {
+  Rng random(kSeed + 5);
+  Setup setup;
+  for (const Verification verification : {Verification::kTransfer, Verification::kReadback}) {
+    World world(setup.exporter(), setup.memory.get(), &random);
+    FillSimply(&world, 0, {0, 1});
+    CopyMove& move = world.model.program.moves[1];
+    move.box = {{0, 0}, {40, 32}};
+    move.source_byte_offset += 64;
+    world.model.verification = verification;
+    world.model.readback_now = {true, true};
+    const TransferResult result = Run(setup.transport.get(), world.OnDevices());
+    CHECK(result.status.code() == absl::StatusCode::kDataLoss);
+    CHECK(result.failed_destination == 1);
+  }
+}
+
+TEST_CASE("readbacks over host and device memory are split, and both halves' failures told") {
+  Rng random(kSeed + 6);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  world.model.verification = Verification::kReadback;
+  const Transfer transfer = world.OnDevices();
+  const TransferResult result = Run(setup.transport.get(), transfer);
+  ReadbackJob job = JobOf(transfer, result);
+  const TransferResult on_host = Run(setup.transport.get(), world.model);
+  ReadbackPiece host_piece = JobOf(world.model, on_host).pieces[0];
+  host_piece.destination = 7;
+  job.pieces.push_back(host_piece);
+  CHECK(Run(setup.transport.get(), job).status.ok());
+  job.pieces[1].expected ^= 1;
+  ReadbackResult readback = Run(setup.transport.get(), job);
+  CHECK(readback.status.code() == absl::StatusCode::kDataLoss);
+  CHECK(readback.failed_destinations == std::vector<uint32_t>{7});
+  job.pieces[0].expected ^= 1;
+  readback = Run(setup.transport.get(), job);
+  CHECK(readback.failed_destinations == std::vector<uint32_t>{0, 7});
+}
+
+// ---- what is refused ----
+
+TEST_CASE("without a kernel there is no transport") {
+  const FakeCuda fake;
+  const auto transport =
+      MakeCudaTransport(*CudaMemory::Create(FakeCuda::Path()), MakeHostTransport({}), {}, {});
+  CHECK(transport.status().code() == absl::StatusCode::kUnimplemented);
+}
+
+TEST_CASE("transfers within host memory never touch a device") {
+  Rng random(kSeed + 7);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, kHost, {kHost});
+  CHECK(Run(setup.transport.get(), world.model).status.ok());
+  const auto prepared = setup.transport->Prepare(world.model);
+  REQUIRE(prepared.ok());
+  CHECK(Replay(setup.transport.get(), *prepared, Verification::kTransfer).status.ok());
+  CHECK(setup.fake.Count() == FakeCudaCounts());
+}
+
+TEST_CASE("what would be written to host memory from a device is refused by name") {
+  Rng random(kSeed + 8);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {kHost});
+  const TransferResult result = Run(setup.transport.get(), world.OnDevices());
+  CHECK(result.status.code() == absl::StatusCode::kUnimplemented);
+  CHECK_THAT(std::string(result.status.message()), Contains("weight"));
+  CHECK(result.bytes_written == std::vector<int64_t>{0});
+}
+
+TEST_CASE("wrong programs are refused and nothing is launched") {
+  Rng random(kSeed + 9);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  world.model.program.moves[0].destination_byte_offset = 2;
+  const Transfer transfer = world.OnDevices();
+  const TransferResult result = Run(setup.transport.get(), transfer);
+  CHECK(result.status.code() == absl::StatusCode::kInternal);
+  CHECK(result.bytes_written == std::vector<int64_t>{0});
+  CHECK(setup.transport->Prepare(transfer).status().code() == absl::StatusCode::kInternal);
+  CHECK(setup.fake.Count().launch_calls == 0);
+  CHECK(setup.losses == 0);
+}
+
+TEST_CASE("a device that can't reach the destination is named") {
+  Rng random(kSeed + 10);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  setup.fake.Peers(false);
+  const TransferResult result = Run(setup.transport.get(), world.OnDevices());
+  CHECK(result.status.code() == absl::StatusCode::kUnavailable);
+  CHECK_THAT(std::string(result.status.message()),
+             Contains("device 0 can't reach memory of device 1") && Contains("weight"));
+}
+
+TEST_CASE("a transfer without moves still ends") {
+  Rng random(kSeed + 11);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  world.model.program.moves.clear();
+  world.model.verification = Verification::kReadback;
+  CHECK(Run(setup.transport.get(), world.OnDevices()).status.ok());
+  CHECK(Run(setup.transport.get(), ReadbackJob()).status.ok());
+}
+
+// ---- limits, errors, ends (P4, P6, P8) ----
+
+TEST_CASE("a device that hangs is named after the limit; its memory is kept until it ends") {
+  Rng random(kSeed + 12);
+  Setup setup({.limit = std::chrono::milliseconds(30), .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  CHECK(Run(setup.transport.get(), world.OnDevices()).status.ok());
+  setup.fake.Hold(1);
+  Outcome<TransferResult> first;
+  Outcome<TransferResult> behind;
+  setup.transport->Submit(world.OnDevices(), first.done());
+  setup.transport->Submit(world.OnDevices(), behind.done());
+  for (auto* outcome : {&first, &behind}) {
+    const TransferResult result = outcome->Wait();
+    CHECK(result.status.code() == absl::StatusCode::kDeadlineExceeded);
+    CHECK_THAT(std::string(result.status.message()),
+               Contains("version 3, part 7: device 0 (GPU-") && Contains("within 30 ms"));
+  }
+  world.DropRegions();
+  CHECK(setup.fake.Count().opened_handles == 3);  // the source's, the destination's on both
+  setup.fake.Hold(0);
+  CHECK(Eventually([&] { return setup.fake.Count().opened_handles == 0; }));
+  CHECK(setup.losses == 0);
+}
+
+TEST_CASE("many transfers that each end in time are not late because they wait for one another") {
+  Rng random(kSeed + 13);
+  Setup setup({.limit = kWait, .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  const Transfer transfer = world.OnDevices();
+  setup.fake.Hold(1);
+  std::vector<Outcome<TransferResult>> outcomes(50);
+  for (auto& outcome : outcomes) setup.transport->Submit(transfer, outcome.done());
+  CHECK(Eventually([&] { return setup.fake.Count().launch_calls > 1; }));
+  CHECK(setup.fake.Count().launch_calls <= 16);  // several at once, but not all
+  setup.fake.Hold(0);
+  for (auto& outcome : outcomes) CHECK(outcome.Wait().status.ok());
+}
+
+TEST_CASE("a transport whose device hangs for ever is destroyed all the same") {
+  Rng random(kSeed + 14);
+  Outcome<TransferResult> outcome;
+  {
+    Setup setup({.limit = std::chrono::milliseconds(30), .lost = {}});
+    World world(setup.exporter(), setup.memory.get(), &random);
+    FillSimply(&world, 0, {1});
+    setup.fake.Hold(1);
+    setup.transport->Submit(world.OnDevices(), outcome.done());
+    setup.transport.reset();
+    CHECK(outcome.Wait().status.code() == absl::StatusCode::kDeadlineExceeded);
+    world.DropRegions();
+    CHECK(setup.fake.Count().opened_handles == 3);
+  }
+}
+
+TEST_CASE("an error that costs the context fails every transfer and is told once") {
+  const std::string call = GENERATE("kernel", "cuLaunchKernel", "cuMemcpyHtoDAsync", "cuEventQuery",
+                                    "cuEventRecord", "cuStreamCreate");
+  INFO(call);
+  Rng random(kSeed + 15);
+  std::string told;
+  Setup setup({.lost = [&told](const absl::Status& status) { told = Message(status); }});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  World other(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&other, 1, {1});
+  setup.fake.FailAt(call.c_str(), 1, 700);
+  for (World* one : {&world, &world, &other}) {
+    const TransferResult result = Run(setup.transport.get(), one->OnDevices());
+    CHECK(result.status.code() == absl::StatusCode::kInternal);
+    CHECK_THAT(std::string(result.status.message()), Contains("an illegal memory access"));
+  }
+  CHECK(setup.losses == 1);
+  CHECK_THAT(told, Contains("lost the use of its GPUs") && Contains("error 700"));
+}
+
+TEST_CASE("transfers on other devices that still run fail too when the context is lost") {
+  Rng random(kSeed + 16);
+  Setup setup;
+  World hanging(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&hanging, 1, {1});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {0});
+  setup.fake.Hold(2);
+  Outcome<TransferResult> outcome;
+  setup.transport->Submit(hanging.OnDevices(), outcome.done());
+  CHECK(Eventually([&] { return setup.fake.Count().launch_calls == 1; }));
+  setup.fake.FailAt("kernel", 1, 719);
+  CHECK(Run(setup.transport.get(), world.OnDevices()).status.code() == absl::StatusCode::kInternal);
+  CHECK(outcome.Wait().status.code() == absl::StatusCode::kInternal);
+  CHECK(setup.losses == 1);
+}
+
+TEST_CASE("calls that fail cost their transfer alone, and nothing is left open") {
+  Rng random(kSeed + 17);
+  for (const char* call :
+       {"cuModuleLoadData", "cuModuleGetFunction", "cuStreamCreate", "cuEventCreate", "cuMemAlloc",
+        "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuMemsetD8Async", "cuLaunchKernel",
+        "cuMemcpyDtoHAsync", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"}) {
+    INFO(call);
+    Setup setup;
+    World world(setup.exporter(), setup.memory.get(), &random);
+    FillSimply(&world, 0, {0});
+    world.model.verification = Verification::kTransfer;
+    const std::string name = call;
+    // Contexts are there since the regions were opened; a second device's is not.
+    if (name != "cuDevicePrimaryCtxRetain") setup.fake.FailAt(call, 1, 2);
+    const TransferResult result = Run(setup.transport.get(), world.OnDevices());
+    if (name != "cuDevicePrimaryCtxRetain") {
+      CHECK(result.status.code() == absl::StatusCode::kResourceExhausted);
+      CHECK_THAT(std::string(result.status.message()), Contains(name + ": out of memory"));
+    }
+    const TransferResult again = Run(setup.transport.get(), world.OnDevices());
+    INFO(again.status.ToString());
+    CHECK(again.status.ok());
+    CHECK(setup.losses == 0);
+    setup.transport.reset();
+    world.DropRegions();
+    CheckNothingOpen(setup.fake);
+  }
+}
+
+TEST_CASE("regions are closed when the last transfer ended, not before") {
+  Rng random(kSeed + 18);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  setup.fake.Hold(1);
+  Outcome<TransferResult> outcome;
+  setup.transport->Submit(world.OnDevices(), outcome.done());
+  world.DropRegions();
+  CHECK(Eventually([&] { return setup.fake.Count().launch_calls == 1; }));
+  CHECK(setup.fake.Count().opened_handles == 3);
+  setup.fake.Hold(0);
+  CHECK(outcome.Wait().status.ok());
+  CHECK(Eventually([&] { return setup.fake.Count().opened_handles == 0; }));
+}
+
+TEST_CASE("the same transfers again allocate nothing more") {
+  Rng random(kSeed + 19);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, kHost, {0, 1});
+  world.model.verification = Verification::kTransfer;
+  const auto run = [&] { CHECK(Run(setup.transport.get(), world.OnDevices()).status.ok()); };
+  for (int i = 0; i < 8; ++i) run();
+  // Buffers come back a moment after `done`.
+  const int after_some = setup.fake.Count().allocation_calls;
+  for (int i = 0; i < 50; ++i) run();
+  CHECK(setup.fake.Count().allocation_calls <= after_some + 8);
+}
+
+TEST_CASE("everything is given back at the end") {
+  Rng random(kSeed + 20);
+  Setup setup;
+  {
+    World world(setup.exporter(), setup.memory.get(), &random);
+    FillRandomly(&world, &random, true);
+    std::shared_ptr<const PreparedTransfer> prepared = *setup.transport->Prepare(world.OnDevices());
+    for (const auto verification :
+         {Verification::kOff, Verification::kTransfer, Verification::kReadback}) {
+      CHECK(Replay(setup.transport.get(), prepared, verification).status.ok());
+    }
+    setup.transport.reset();
+    world.DropRegions();
+    // A prepared transfer may outlive its transport, and holds its regions until then.
+    CHECK(setup.fake.Count().opened_handles > 0);
+  }
+  CheckNothingOpen(setup.fake);
+}
+
+TEST_CASE("a done callback may submit more work, also while the transport ends") {
+  Rng random(kSeed + 21);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  world.model.verification = Verification::kReadback;
+  const Transfer transfer = world.OnDevices();
+  Transport* const transport = setup.transport.get();
+  Outcome<ReadbackResult> outcome;
+  transport->Submit(transfer, [&, transport](const TransferResult& result) {
+    transport->Submit(JobOf(transfer, result), outcome.done());
+  });
+  setup.transport.reset();
+  CHECK(outcome.Wait().status.ok());
+}
+
+#endif
+
+}  // namespace
+}  // namespace refitd
