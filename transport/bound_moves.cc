@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <optional>
 #include <string_view>
-#include <tuple>
 
 #include "transport/base/status.h"
 
@@ -61,21 +60,22 @@ absl::StatusOr<BoundMove> BindMove(const Transfer& transfer, const CopyMove& mov
 }
 
 // Gives each destination piece that is written its place in the sums.
-void NumberSums(BoundMoves* bound) {
-  std::vector<BoundMove*> order;
-  order.reserve(bound->moves.size());
-  for (BoundMove& move : bound->moves) order.push_back(&move);
-  std::sort(order.begin(), order.end(), [](const BoundMove* a, const BoundMove* b) {
-    return std::tie(a->destination_index, a->destination_piece) <
-           std::tie(b->destination_index, b->destination_piece);
-  });
-  std::vector<PieceDigest>& sums = bound->sums;
-  for (BoundMove* move : order) {
-    if (sums.empty() || sums.back().destination != move->destination_index ||
-        sums.back().piece != move->destination_piece) {
-      sums.push_back({.destination = move->destination_index, .piece = move->destination_piece});
+void NumberSums(const Transfer& transfer, BoundMoves* bound) {
+  std::vector<std::vector<size_t>> numbers;  // 0: not written; else past its place
+  numbers.reserve(transfer.destinations.size());
+  for (const auto& pieces : transfer.destinations) numbers.emplace_back(pieces.size());
+  for (const BoundMove& move : bound->moves) {
+    numbers[move.destination_index][move.destination_piece] = 1;
+  }
+  for (uint32_t d = 0; d < numbers.size(); ++d) {
+    for (uint32_t piece = 0; piece < numbers[d].size(); ++piece) {
+      if (numbers[d][piece] == 0) continue;
+      bound->sums.push_back({.destination = d, .piece = piece});
+      numbers[d][piece] = bound->sums.size();
     }
-    move->sum = sums.size() - 1;
+  }
+  for (BoundMove& move : bound->moves) {
+    move.sum = numbers[move.destination_index][move.destination_piece] - 1;
   }
 }
 
@@ -118,10 +118,12 @@ absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
   if (transfer.want_source_digests) {
     for (const BoundPiece& piece : transfer.source) REFITD_RETURN_IF_ERROR(CheckRanks(piece));
   }
-  // Programs come in this order already.
-  std::stable_sort(bound.moves.begin(), bound.moves.end(),
-                   [](const BoundMove& a, const BoundMove& b) { return a.source < b.source; });
-  NumberSums(&bound);
+  const auto by_source = [](const BoundMove& a, const BoundMove& b) { return a.source < b.source; };
+  // Programs mostly come in this order.
+  if (!std::is_sorted(bound.moves.begin(), bound.moves.end(), by_source)) {
+    std::stable_sort(bound.moves.begin(), bound.moves.end(), by_source);
+  }
+  NumberSums(transfer, &bound);
   return bound;
 }
 

@@ -28,7 +28,7 @@ struct Loop {
 };
 
 // Innermost first, after the run.
-using Loops = absl::InlinedVector<Loop, kMaxDims + 1>;
+using Loops = absl::InlinedVector<Loop, 2>;
 
 // A box to be cut into tasks: what is not in the loops is in `task`, whose run may be too long.
 struct Strip {
@@ -236,53 +236,70 @@ class DeviceQueues {
     std::vector<Queue> queues;
     size_t count = 0;
     for (const auto& [target, strips] : strips_) {
-      queues.push_back(MakeQueue(strips, most));
-      count += queues.back().tasks.size();
+      queues.emplace_back(strips, most);
+      count += strips.size();
     }
+    result.tasks.reserve(count + static_cast<size_t>(bytes_ / most));
     // Sources that start together start with different targets.
     if (!queues.empty()) {
       const auto first = static_cast<size_t>(std::max(device, 0)) % queues.size();
       std::rotate(queues.begin(), queues.begin() + static_cast<std::ptrdiff_t>(first),
                   queues.end());
     }
-    result.tasks = queues.size() == 1 ? std::move(queues[0].tasks) : TakeTurns(&queues, count);
+    TakeTurns(&queues, &result.tasks);
     return result;
   }
 
  private:
-  struct Queue {
-    std::vector<CopyTask> tasks;
-    int64_t bytes = 0;
-    int64_t done = 0;
-    size_t next = 0;
-    double Progress() const { return static_cast<double>(done) / static_cast<double>(bytes); }
+  // The tasks of one target, cut as they are taken.
+  class Queue {
+   public:
+    Queue(const std::vector<Strip>& strips, int64_t most) : strips_(&strips), most_(most) {
+      int64_t bytes = 0;
+      for (const Strip& strip : strips) bytes += StripBytes(strip);
+      share_ = 1 / static_cast<double>(std::max<int64_t>(bytes, 1));
+      Refill();
+    }
+    bool empty() const { return next_ == tasks_.size(); }
+    double progress() const { return progress_; }
+    void MoveTo(std::vector<CopyTask>* tasks) {
+      const CopyTask& task = tasks_[next_++];
+      progress_ += static_cast<double>(TaskBytes(task)) * share_;
+      tasks->push_back(task);
+      if (empty()) Refill();
+    }
+
+   private:
+    void Refill() {
+      tasks_.clear();
+      next_ = 0;
+      while (tasks_.empty() && next_strip_ < strips_->size()) {
+        Cutter((*strips_)[next_strip_++], most_).Run([this](const CopyTask& task) {
+          tasks_.push_back(task);
+        });
+      }
+    }
+
+    const std::vector<Strip>* strips_;
+    int64_t most_;
+    double share_ = 0;     // of a byte
+    double progress_ = 0;  // of its bytes
+    std::vector<CopyTask> tasks_;
+    size_t next_ = 0;
+    size_t next_strip_ = 0;
   };
 
-  static Queue MakeQueue(const std::vector<Strip>& strips, int64_t most) {
-    Queue queue;
-    for (const Strip& strip : strips) queue.bytes += StripBytes(strip);
-    queue.tasks.reserve(static_cast<size_t>(queue.bytes / most) + strips.size());
-    for (const Strip& strip : strips) {
-      Cutter(strip, most).Run([&queue](const CopyTask& task) { queue.tasks.push_back(task); });
-    }
-    return queue;
-  }
-
   // Whoever has got the smallest share of its bytes is next: all end together.
-  static std::vector<CopyTask> TakeTurns(std::vector<Queue>* queues, size_t count) {
-    std::vector<CopyTask> tasks;
-    tasks.reserve(count);
-    while (tasks.size() < count) {
+  static void TakeTurns(std::vector<Queue>* queues, std::vector<CopyTask>* tasks) {
+    while (true) {
       Queue* least = nullptr;
       for (Queue& queue : *queues) {
-        if (queue.next == queue.tasks.size()) continue;
-        if (least == nullptr || queue.Progress() < least->Progress()) least = &queue;
+        if (queue.empty()) continue;
+        if (least == nullptr || queue.progress() < least->progress()) least = &queue;
       }
-      const CopyTask& task = least->tasks[least->next++];
-      least->done += TaskBytes(task);
-      tasks.push_back(task);
+      if (least == nullptr) return;
+      least->MoveTo(tasks);
     }
-    return tasks;
   }
 
   std::map<int, std::vector<Strip>> strips_;
