@@ -102,7 +102,10 @@ class Child : public Exporter {
         mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     if (shared_ == MAP_FAILED || socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) Die("setup");
     pid_ = fork();
-    if (pid_ == 0) Serve(ends[1], shared_);
+    if (pid_ == 0) {
+      close(ends[0]);
+      Serve(ends[1], shared_);
+    }
     close(ends[1]);
     fd_ = ends[0];
   }
