@@ -11,9 +11,11 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "client/call.h"
+#include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
@@ -37,6 +39,9 @@ constexpr size_t kTokenBytes = sizeof(DescriptorRequest::token);
 // A region's pages are filled when the daemon maps it; this much a second is slow even for a busy
 // virtual machine that gets its memory back from its host page by page (0.1 GB/s was seen).
 constexpr int64_t kPopulateBytesPerSecond = int64_t{16} << 20;
+// Opening device memory for the first time makes the daemon's context on that GPU.
+constexpr std::chrono::seconds kDeviceLimit{30};
+constexpr size_t kMaxDeviceBytes = 64;
 constexpr int kReconnectMs = 50;
 constexpr int kMaxReconnectMs = 500;
 
@@ -165,6 +170,12 @@ absl::Status CheckConnectOptions(const ConnectOptions& options) {
                  kMaxCoordinatorBytes, options.coordinator.size(),
                  CleanText(options.coordinator, kMaxCoordinatorBytes));
   }
+  if (options.device.size() > kMaxDeviceBytes || !Printable(options.device)) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "device must be at most {} printable characters, not {} bytes \"{}\"",
+                 kMaxDeviceBytes, options.device.size(),
+                 CleanText(options.device, kMaxDeviceBytes));
+  }
   if (options.reattach.count() < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "reattach of {} ms", options.reattach.count());
   }
@@ -252,19 +263,49 @@ void Connection::Detach() {
   detached_ = true;
 }
 
-absl::Status Connection::RegisterRegion(RegionId id, const UniqueFd& fd, int64_t bytes,
-                                        const std::stop_token& stop) {
+absl::StatusOr<RegionId> Connection::RegisterBlock(const RegionSource& source,
+                                                   const RegionOwner& owner) {
+  v1::RegisterRegionRequest request;
+  *request.mutable_lease() = lease();
+  request.mutable_cuda_ipc()->set_gpu_uuid(owner.device);
+  request.mutable_cuda_ipc()->set_handle(source.handle);
+  request.mutable_cuda_ipc()->set_bytes(source.bytes);
+  const auto ask = [&](auto stub) {
+    using Stub = typename std::remove_pointer_t<decltype(stub->async())>;
+    return CallAndWait<Stub, v1::RegisterRegionRequest, v1::RegisterRegionResponse>(
+        stub->async(), &Stub::RegisterRegion, request, After(call_margin_ + kDeviceLimit),
+        "RegisterRegion");
+  };
+  const auto answer =
+      owner.engine
+          ? ask(std::unique_ptr<v1::Engine::StubInterface>(v1::Engine::NewStub(channel_)))
+          : ask(std::unique_ptr<v1::Trainer::StubInterface>(v1::Trainer::NewStub(channel_)));
+  if (!answer.ok()) return NameDaemon("RegisterRegion", socket_, answer.status());
+  return RegionId(answer->region_id());
+}
+
+absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
+                                        const RegionOwner& owner, const std::stop_token& stop) {
   REFITD_RETURN_IF_ERROR(CheckAttached());
   if (WireRegion(id).ok()) return absl::OkStatus();
-  DescriptorRequest request;
-  request.kind = DescriptorRequestKind::kRegisterRegion;
-  request.bytes = bytes;
-  const std::chrono::seconds populate(bytes / kPopulateBytesPerSecond);
-  REFITD_ASSIGN_OR_RETURN(
-      const DescriptorAnswer answer,
-      descriptors_->Ask(request, fd.get(), After(call_margin_ + Duration(populate)), stop));
+  RegionId wire;
+  if (!source.handle.empty()) {
+    REFITD_ASSIGN_OR_RETURN(wire, RegisterBlock(source, owner));
+  } else {
+    DescriptorRequest request;
+    request.kind = DescriptorRequestKind::kRegisterRegion;
+    request.region_kind = source.kind;
+    request.bytes = source.bytes;
+    const bool host = source.kind == RegionKind::kMemfd;
+    const Duration extra =
+        host ? std::chrono::seconds(source.bytes / kPopulateBytesPerSecond) : kDeviceLimit;
+    REFITD_ASSIGN_OR_RETURN(
+        const DescriptorAnswer answer,
+        descriptors_->Ask(request, source.fd.get(), After(call_margin_ + extra), stop));
+    wire = RegionId(answer.reply.region_id);
+  }
   MutexLock lock(&mutex_);
-  regions_[id.value()] = RegionId(answer.reply.region_id);
+  regions_[id.value()] = wire;
   return absl::OkStatus();
 }
 
@@ -331,31 +372,67 @@ std::shared_ptr<HostRegion> Connection::MappedPool() {
 
 class Regions::Mapped final : public Region {
  public:
-  Mapped(std::shared_ptr<Regions> regions, std::shared_ptr<HostRegion> memory, UniqueFd fd,
+  Mapped(std::shared_ptr<Regions> regions, std::shared_ptr<HostRegion> memory, RegionSource source,
          RegionId id)
-      : regions_(std::move(regions)), memory_(std::move(memory)), fd_(std::move(fd)), id_(id) {}
+      : regions_(std::move(regions)),
+        memory_(std::move(memory)),
+        source_(std::move(source)),
+        id_(id) {}
   ~Mapped() override { regions_->Gone(id_); }
-  char* data() const override { return memory_->data(); }
-  int64_t bytes() const override { return memory_->bytes(); }
+  char* data() const override { return memory_ == nullptr ? nullptr : memory_->data(); }
+  int64_t bytes() const override { return source_.bytes; }
   RegionId id() const override { return id_; }
-  const UniqueFd& fd() const { return fd_; }
+  const RegionSource& source() const { return source_; }
   // Before the region is shared.
-  void CloseFd() { fd_.Reset(); }
+  void CloseFd() { source_.fd.Reset(); }
 
  private:
   const std::shared_ptr<Regions> regions_;
-  const std::shared_ptr<HostRegion> memory_;
-  UniqueFd fd_;  // where regions are kept for daemons to come
+  const std::shared_ptr<HostRegion> memory_;  // null: device memory
+  RegionSource source_;  // its descriptor only where regions are kept for daemons to come
   const RegionId id_;
 };
 
 absl::StatusOr<std::shared_ptr<Region>> Regions::New(int64_t bytes) {
+  RegionSource source;
+  source.bytes = bytes;
+  REFITD_ASSIGN_OR_RETURN(source.fd, CreateSealedMemfd("refit-region", bytes));
+  REFITD_ASSIGN_OR_RETURN(
+      std::shared_ptr<HostRegion> memory,
+      HostRegion::Map(source.fd, bytes, Access::kReadWrite, /*populate=*/false));
+  return Share(std::move(source), std::move(memory));
+}
+
+absl::StatusOr<std::shared_ptr<Region>> Regions::Add(const CudaIpcBlock& block) {
+  if (block.handle.size() != kCudaIpcHandleBytes || block.bytes <= 0) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "a block of {} bytes with a handle of {}: they must be positive, and {}",
+                 block.bytes, block.handle.size(), kCudaIpcHandleBytes);
+  }
+  RegionSource source;
+  source.handle = block.handle;
+  source.bytes = block.bytes;
+  return Share(std::move(source), nullptr);
+}
+
+absl::StatusOr<std::shared_ptr<Region>> Regions::Add(UniqueFd vmm, int64_t bytes) {
+  if (!vmm.valid() || bytes <= 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "device memory of {} bytes with descriptor {}",
+                 bytes, vmm.get());
+  }
+  RegionSource source;
+  source.kind = RegionKind::kCudaVmm;
+  source.fd = std::move(vmm);
+  source.bytes = bytes;
+  return Share(std::move(source), nullptr);
+}
+
+absl::StatusOr<std::shared_ptr<Region>> Regions::Share(RegionSource source,
+                                                       std::shared_ptr<HostRegion> memory) {
   static std::atomic<uint64_t> next_id{1};  // of all members: one's region is never another's
-  REFITD_ASSIGN_OR_RETURN(UniqueFd fd, CreateSealedMemfd("refit-region", bytes));
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> memory,
-                          HostRegion::Map(fd, bytes, Access::kReadWrite, /*populate=*/false));
   const RegionId id(next_id.fetch_add(1));
-  auto region = std::make_shared<Mapped>(shared_from_this(), std::move(memory), std::move(fd), id);
+  auto region =
+      std::make_shared<Mapped>(shared_from_this(), std::move(memory), std::move(source), id);
   std::shared_ptr<Connection> connection;
   {
     // Known here first: a move to another daemon that comes between takes it along.
@@ -363,7 +440,7 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::New(int64_t bytes) {
     if (keep_) regions_[id.value()] = region;
     connection = current_;
   }
-  const absl::Status status = connection->RegisterRegion(id, region->fd(), bytes, {});
+  const absl::Status status = connection->RegisterRegion(id, region->source(), owner_, {});
   if (!keep_) region->CloseFd();
   const bool gone = absl::IsUnavailable(status) || absl::IsUnauthenticated(status) ||
                     absl::IsNotFound(status);  // its socket, its lease
@@ -389,7 +466,7 @@ absl::Status Regions::MoveTo(std::shared_ptr<Connection> connection, const std::
     }
     for (const Mapped* region : unknown) {
       REFITD_RETURN_IF_ERROR(
-          connection->RegisterRegion(region->id(), region->fd(), region->bytes(), stop));
+          connection->RegisterRegion(region->id(), region->source(), owner_, stop));
     }
   }
 }

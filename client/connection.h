@@ -29,6 +29,8 @@
 #include "refitd/v1/types.pb.h"
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
+#include "transport/base/unique_fd.h"
+#include "transport/host/descriptor_wire.h"
 #include "transport/host/memory.h"
 
 namespace refitd::client {
@@ -49,6 +51,20 @@ absl::Status CheckIdentifier(std::string_view value, std::string_view field);
 std::string SocketPath(const ConnectOptions& options);
 
 v1::GroupSpec SpecToWire(const GroupSpec& spec);
+
+// Whose regions they are.
+struct RegionOwner {
+  bool engine = false;
+  std::string device{};
+};
+
+// What a region is of, as the daemon is told.
+struct RegionSource {
+  RegionKind kind = RegionKind::kMemfd;  // of `fd`
+  UniqueFd fd{};
+  std::string handle{};  // not empty: of a block of cudaMalloc, in place of `fd`
+  int64_t bytes = 0;
+};
 
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
@@ -71,8 +87,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   const std::string& socket() const { return socket_; }
   Duration call_margin() const { return call_margin_; }
 
-  // The daemon maps what `fd` is; from now on it knows the region `id`. Done before: OK.
-  absl::Status RegisterRegion(RegionId id, const UniqueFd& fd, int64_t bytes,
+  // The daemon maps what `source` is, of the member that it says; from now on it knows the region
+  // `id`. Done before: OK.
+  absl::Status RegisterRegion(RegionId id, const RegionSource& source, const RegionOwner& owner,
                               const std::stop_token& stop);
   void ReleaseRegion(RegionId id);
   // What the daemon calls the region. NOT_FOUND: it does not know it.
@@ -92,6 +109,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Connection(std::string socket, std::shared_ptr<grpc::Channel> channel, Duration call_margin)
       : socket_(std::move(socket)), channel_(std::move(channel)), call_margin_(call_margin) {}
   absl::Status CheckAttached();
+  absl::StatusOr<RegionId> RegisterBlock(const RegionSource& source, const RegionOwner& owner);
 
   // Constant after Adopt.
   const std::string socket_;
@@ -110,11 +128,14 @@ class Connection : public std::enable_shared_from_this<Connection> {
 class Regions : public std::enable_shared_from_this<Regions> {
  public:
   // `keep`: for daemons to come, each region keeps its descriptor.
-  explicit Regions(bool keep) : keep_(keep) {}
+  Regions(bool keep, RegionOwner owner) : keep_(keep), owner_(std::move(owner)) {}
 
   // Known to the current daemon when it is returned; where that one is gone and regions are kept,
   // to the next.
   absl::StatusOr<std::shared_ptr<Region>> New(int64_t bytes);
+  // The same for device memory. INVALID_ARGUMENT: the handle's or the block's bytes.
+  absl::StatusOr<std::shared_ptr<Region>> Add(const CudaIpcBlock& block);
+  absl::StatusOr<std::shared_ptr<Region>> Add(UniqueFd vmm, int64_t bytes);
   // Makes `connection` the current one, once its daemon knows every region.
   absl::Status MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop);
   // The regions that the layout's pieces lie in: whoever holds them keeps them known.
@@ -122,9 +143,12 @@ class Regions : public std::enable_shared_from_this<Regions> {
 
  private:
   class Mapped;
+  absl::StatusOr<std::shared_ptr<Region>> Share(RegionSource source,
+                                                std::shared_ptr<HostRegion> memory);
   void Gone(RegionId id);
 
   const bool keep_;
+  const RegionOwner owner_;
   Mutex mutex_;
   std::map<uint64_t, std::weak_ptr<Mapped>> regions_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Connection> current_ ABSL_GUARDED_BY(mutex_);

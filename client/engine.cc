@@ -66,7 +66,8 @@ class EngineImpl final : public Engine {
  public:
   explicit EngineImpl(const EngineOptions& options)
       : options_(options),
-        regions_(std::make_shared<Regions>(reattaches())),
+        regions_(
+            std::make_shared<Regions>(reattaches(), RegionOwner{true, options.connect.device})),
         registration_(regions_, reattaches()),
         state_(options.held_version) {}
 
@@ -79,11 +80,16 @@ class EngineImpl final : public Engine {
   absl::Status Start();
 
   absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
-    {
-      MutexLock lock(&mutex_);
-      REFITD_RETURN_IF_ERROR(reattaches() ? ended_ : session_->stream->status());
-    }
+    REFITD_RETURN_IF_ERROR(MayShare());
     return regions_->New(bytes);
+  }
+  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) override {
+    REFITD_RETURN_IF_ERROR(MayShare());
+    return regions_->Add(block);
+  }
+  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) override {
+    REFITD_RETURN_IF_ERROR(MayShare());
+    return regions_->Add(std::move(vmm), bytes);
   }
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
@@ -99,6 +105,11 @@ class EngineImpl final : public Engine {
 
  private:
   bool reattaches() const { return options_.connect.reattach.count() > 0; }
+  // OK: there is a daemon that regions are made known to, or may be one again.
+  absl::Status MayShare() const {
+    MutexLock lock(&mutex_);
+    return reattaches() ? ended_ : session_->stream->status();
+  }
   void StartReattacher();
   absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
   void Publish(std::shared_ptr<Session> session, std::optional<Version> held);
@@ -169,6 +180,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
       std::chrono::duration_cast<std::chrono::milliseconds>(Until(deadline)).count());
   hello->set_client(CleanText(options.connect.client, kMaxClientBytes));
   hello->set_pid(::getpid());
+  hello->mutable_device()->set_name(options.connect.device);
   if (options.held_version) hello->set_held_version(options.held_version->value());
   hello->set_dirty(options.dirty);
   return message;

@@ -124,6 +124,12 @@ class Engine {
 
   // Shared memory that the daemon may write: parameters live here (registered delivery).
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
+  // Memory of ConnectOptions::device, which the caller keeps allocated (Region): a block of
+  // cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor (torch's expandable
+  // segments, ncclMemAlloc). The daemon writes it. Errors: as
+  // refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) = 0;
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) = 0;
   // Registers the pieces this rank holds; their regions come from NewRegion. binding_generation is
   // filled in. UNAVAILABLE while the lease is lost: once more after Reattached.
   virtual absl::Status Register(Layout layout) = 0;

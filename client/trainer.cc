@@ -533,7 +533,8 @@ class TrainerImpl final : public Trainer {
  public:
   explicit TrainerImpl(const TrainerOptions& options)
       : options_(options),
-        regions_(std::make_shared<Regions>(reattaches())),
+        regions_(
+            std::make_shared<Regions>(reattaches(), RegionOwner{false, options.connect.device})),
         registration_(regions_, reattaches()) {}
   ~TrainerImpl() override {
     reattacher_.reset();  // then nobody else changes core_
@@ -548,11 +549,16 @@ class TrainerImpl final : public Trainer {
   absl::Status Start();
 
   absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
-    {
-      MutexLock lock(&mutex_);
-      REFITD_RETURN_IF_ERROR(reattaches() ? ended_ : core_->stream->status());
-    }
+    REFITD_RETURN_IF_ERROR(MayShare());
     return regions_->New(bytes);
+  }
+  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) override {
+    REFITD_RETURN_IF_ERROR(MayShare());
+    return regions_->Add(block);
+  }
+  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) override {
+    REFITD_RETURN_IF_ERROR(MayShare());
+    return regions_->Add(std::move(vmm), bytes);
   }
   absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) override;
   absl::Status Register(Layout layout) override;
@@ -573,6 +579,11 @@ class TrainerImpl final : public Trainer {
 
  private:
   bool reattaches() const { return options_.connect.reattach.count() > 0; }
+  // OK: there is a daemon that regions are made known to, or may be one again.
+  absl::Status MayShare() const {
+    MutexLock lock(&mutex_);
+    return reattaches() ? ended_ : core_->stream->status();
+  }
   void StartReattacher();
   absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
   // The lease, once there is one again.
@@ -711,6 +722,7 @@ v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
       std::chrono::duration_cast<std::chrono::milliseconds>(Until(deadline)).count());
   hello->set_client(CleanText(options.connect.client, kMaxClientBytes));
   hello->set_pid(::getpid());
+  hello->mutable_device()->set_name(options.connect.device);
   return message;
 }
 

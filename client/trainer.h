@@ -157,6 +157,12 @@ class Trainer {
 
   // Shared memory that buckets can name as their source.
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
+  // Memory of ConnectOptions::device, which the caller keeps allocated (Region): a block of
+  // cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor (torch's expandable
+  // segments, ncclMemAlloc). Buckets and layouts name it as any other. Errors: as
+  // refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) = 0;
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) = 0;
   // Opens or joins the update; OK when every engine rank is ready.
   virtual absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) = 0;
   // The shards of this rank for Refit: their regions come from NewRegion and must stay until the

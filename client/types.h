@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "transport/base/unique_fd.h"
 #include "transport/layout.h"
 
 namespace refitd::client {
@@ -46,6 +47,9 @@ struct ConnectOptions {
   std::chrono::milliseconds call_margin{
       5'000};            // added to an update's remaining time as the deadline of its calls
   std::string client{};  // free text for status pages
+  // Where this member's memory is: a GPU by UUID ("GPU-01234567-89ab-...", as nvidia-smi -L prints
+  // it); empty: host memory. A daemon that serves no such GPU refuses it (FAILED_PRECONDITION).
+  std::string device{};
 
   // Not 0: when the lease is lost because the daemon went away (restarted, killed, silent), attach
   // again to the same socket for so long, with growing pauses, on a thread of this member's own.
@@ -60,13 +64,29 @@ struct ConnectOptions {
 inline constexpr std::chrono::milliseconds kMinSilence{5'000};  // daemons take a ping a second
 inline constexpr size_t kMaxCoordinatorBytes = 262;             // a host name, a colon, a port
 
-// Memory of this process that the daemon has mapped: a sealed memfd. Thread-safe. The mapping here
-// lives as long as the object; the daemon's lives until the lease ends and no copy touches it.
-// `id` names the region in this process, for all its leases: what the daemon calls it differs.
+// A whole block of cudaMalloc of this process, on ConnectOptions::device: what cudaIpcGetMemHandle
+// gives for any address in it. Offsets count from the block's base.
+struct CudaIpcBlock {
+  std::string handle{};  // the kCudaIpcHandleBytes of a cudaIpcMemHandle_t
+  int64_t bytes = 0;     // at most what the block has
+};
+inline constexpr size_t kCudaIpcHandleBytes = 64;
+
+// Memory of this process that the daemon has mapped: a sealed memfd, or a GPU's. Thread-safe. The
+// mapping here lives as long as the object; the daemon's lives until the lease ends and no copy
+// touches it. `id` names the region in this process, for all its leases: what the daemon calls it
+// differs.
+//
+// Device memory stays its owner's, and this library touches it in no way. It must stay allocated as
+// long as the region, and while a registered layout names it as long as the trainer or engine: CUDA
+// does not define what a free before the daemon closed it does. Nothing orders CUDA's streams and
+// this library's calls: synchronise the streams that wrote the weights before Push, Refit and
+// Commit; an engine synchronises its device before Ready, and may start work again when it has
+// Committed or Aborted.
 class Region {
  public:
   virtual ~Region() = default;
-  virtual char* data() const = 0;
+  virtual char* data() const = 0;  // null: device memory
   virtual int64_t bytes() const = 0;
   virtual RegionId id() const = 0;
 };

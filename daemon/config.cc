@@ -79,6 +79,10 @@ constexpr std::array kSettings = {
     Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
     Setting{"copy-threads", "host.copy_threads",
             "of the host transport; 0: one a core, at most 16"},
+    Setting{"cuda", "cuda.enabled", "serve GPU memory where there is a driver, true or false"},
+    Setting{"cuda-copy-blocks", "cuda.copy_blocks", "thread blocks of a copy kernel"},
+    Setting{"cuda-device-ms", "cuda.device_ms", "device work that takes longer has failed"},
+    Setting{"cuda-library", "cuda.library", "the driver: a name for the loader, or a path"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
 };
 
@@ -440,7 +444,20 @@ absl::Status CheckPeers(const RefitdConfig& config) {
   return CheckDuration("peers.wire_ms", peers.wire_ms());
 }
 
+absl::Status CheckCuda(const RefitdConfig::Cuda& cuda) {
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("cuda.copy_blocks", cuda.copy_blocks(), 1, kMaxConfiguredCopyBlocks));
+  REFITD_RETURN_IF_ERROR(CheckDuration("cuda.device_ms", cuda.device_ms()));
+  REFITD_RETURN_IF_ERROR(CheckNoZeroByte("cuda.library", cuda.library()));
+  if (!cuda.library().empty() && cuda.library().size() <= kMaxCudaLibraryBytes) {
+    return absl::OkStatus();
+  }
+  return Error(kInvalid, "cuda.library has {} bytes, must have 1 to {}", cuda.library().size(),
+               kMaxCudaLibraryBytes);
+}
+
 absl::Status CheckConfig(const RefitdConfig& config) {
+  REFITD_RETURN_IF_ERROR(CheckCuda(config.cuda()));
   REFITD_RETURN_IF_ERROR(CheckPeers(config));
   REFITD_RETURN_IF_ERROR(CheckListen(config.listen()));
   REFITD_RETURN_IF_ERROR(CheckLimits(config.limits()));
@@ -561,6 +578,10 @@ Config FromProto(const RefitdConfig& in) {
                                  .max_pool_bytes = in.staging().max_pool_bytes()};
   config.metrics.listen = in.metrics().listen();
   config.copy_threads = in.host().copy_threads();
+  config.cuda = CudaConfig{.enabled = in.cuda().enabled(),
+                           .copy_blocks = in.cuda().copy_blocks(),
+                           .device = std::chrono::milliseconds(in.cuda().device_ms()),
+                           .library = in.cuda().library()};
   config.default_verification = FromProto(in.default_verification());
   return config;
 }
@@ -587,6 +608,10 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_staging()->set_max_pool_bytes(config.staging.max_pool_bytes);
   out.mutable_metrics()->set_listen(config.metrics.listen);
   out.mutable_host()->set_copy_threads(config.copy_threads);
+  out.mutable_cuda()->set_enabled(config.cuda.enabled);
+  out.mutable_cuda()->set_copy_blocks(config.cuda.copy_blocks);
+  out.mutable_cuda()->set_device_ms(ToMillis(config.cuda.device));
+  out.mutable_cuda()->set_library(config.cuda.library);
   out.set_default_verification(ToProto(config.default_verification));
   return out;
 }

@@ -44,6 +44,8 @@ inline constexpr int kMaxConfiguredCompareEvery = 1'000'000;
 inline constexpr int kMaxConfiguredGroups = 4096;
 inline constexpr int kMaxConfiguredMembers = 65'536;
 inline constexpr int kMaxConfiguredCopyThreads = 256;
+inline constexpr int kMaxConfiguredCopyBlocks = 1024;  // more than a GPU has multiprocessors
+inline constexpr size_t kMaxCudaLibraryBytes = 4095;   // a path
 inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kMaxRegionBytes
 inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 of an address, less ".fds.new" beside it
 inline constexpr int kMaxTcpListeners = 16;
@@ -97,6 +99,14 @@ struct PeersConfig {
   bool operator==(const PeersConfig&) const = default;
 };
 
+struct CudaConfig {
+  bool enabled = true;
+  int copy_blocks = 64;                        // of a copy kernel
+  Duration device = std::chrono::seconds(60);  // device work that takes longer has failed
+  std::string library = "libcuda.so.1";        // as for dlopen
+  bool operator==(const CudaConfig&) const = default;
+};
+
 struct Config {
   std::string daemon_id;  // filled: the host's name unless told otherwise
   ListenConfig listen;
@@ -106,6 +116,7 @@ struct Config {
   StagingConfig staging;
   PeersConfig peers;
   MetricsConfig metrics;
+  CudaConfig cuda;
   int copy_threads = 0;  // host transport; 0: one a core, at most 16
   Verification default_verification = Verification::kReadback;
   bool operator==(const Config&) const = default;

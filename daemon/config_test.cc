@@ -167,6 +167,9 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--slots=65", "staging.slots");
   refused("--max-pool-bytes=1MiB", "staging.max_pool_bytes is 1048576");
   refused("--copy-threads=-1", "host.copy_threads");
+  refused("--cuda-copy-blocks=0", "cuda.copy_blocks");
+  refused("--cuda-device-ms=0", "cuda.device_ms");
+  refused("--cuda-library=" + std::string(kMaxCudaLibraryBytes + 1, 'x'), "cuda.library");
   refused("--daemon-id=a b", "daemon_id is \"a b\"");
   refused("--daemon-id=" + std::string(kMaxConfiguredDaemonId + 1, 'x'), "daemon_id");
   refused("--advertise=node-a", "peers.advertise is \"node-a\", must be HOST:PORT");

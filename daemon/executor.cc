@@ -25,6 +25,8 @@ absl::StatusOr<MemorySpan> SourceSpan(const StartTransfer& start, const CheckedB
     case CheckedBucket::Source::kInline:
       // The request outlives its answer, which comes after the last read (P6).
       return MemorySpan{const_cast<char*>(place.inline_data), 0, nullptr};
+    case CheckedBucket::Source::kDevice:
+      return MemorySpan{const_cast<char*>(place.inline_data), 0, place.keep_alive};
     case CheckedBucket::Source::kRegions: {
       REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.Region(start.trainer, place.region));
       span.data += place.byte_offset;

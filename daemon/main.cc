@@ -31,7 +31,9 @@
 #include "daemon/services/trainer_service.h"
 #include "daemon/tcp_listener.h"
 #include "daemon/version.h"
+#include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/cuda/cuda_transport.h"
 #include "transport/host/gloo_wire.h"
 #include "transport/host/host_transport.h"
 
@@ -40,6 +42,8 @@ namespace {
 
 // How long clients get to see the end of their streams.
 constexpr std::chrono::seconds kShutdownGrace{2};
+// How long updates in host memory may still run when the GPUs are lost.
+constexpr std::chrono::seconds kLostGrace{2};
 
 NodeOptions NodeOptionsOf(const Config& config) {
   NodeOptions options;
@@ -66,6 +70,54 @@ NodeOptions NodeOptionsOf(const Config& config) {
   options.max_members = config.limits.max_members;
   options.descriptor_socket = config.listen.unix_path + std::string(kDescriptorSocketSuffix);
   return options;
+}
+
+// The GPUs' end, from the transport's thread to main's, which waits for signals.
+class DeviceLoss {
+ public:
+  void Tell(const absl::Status& why) {
+    {
+      MutexLock lock(&mutex_);
+      if (!why_.ok()) return;
+      why_ = why;
+    }
+    kill(getpid(), SIGTERM);
+  }
+  // OK: not lost.
+  absl::Status why() const {
+    MutexLock lock(&mutex_);
+    return why_;
+  }
+
+ private:
+  mutable Mutex mutex_;
+  absl::Status why_ ABSL_GUARDED_BY(mutex_);
+};
+
+// What moves bytes: the GPUs' transport around the host's where there are a driver, a device and a
+// kernel; else the host's, and `cuda` says why. `loss` outlives it.
+std::unique_ptr<Transport> MakeTransport(const Config& config, DeviceLoss* loss,
+                                         DeviceOptions* cuda) {
+  const HostTransportOptions host{.threads = config.copy_threads};
+  if (!config.cuda.enabled) {
+    cuda->detail = "cuda.enabled is false";
+    return MakeHostTransport(host);
+  }
+  cuda->detail = Describe(ProbeCudaLibrary(config.cuda.library));
+  absl::StatusOr<std::shared_ptr<CudaMemory>> memory = CudaMemory::Create(config.cuda.library);
+  if (!memory.ok()) return MakeHostTransport(host);
+  CudaTransportOptions options;
+  options.blocks = config.cuda.copy_blocks;
+  options.limit = std::chrono::ceil<std::chrono::milliseconds>(config.cuda.device);
+  options.lost = [loss](const absl::Status& why) { loss->Tell(why); };
+  absl::StatusOr<std::unique_ptr<Transport>> transport =
+      MakeCudaTransport(*memory, MakeHostTransport(host), options);
+  if (!transport.ok()) {
+    cuda->detail += "; " + Message(transport.status());
+    return MakeHostTransport(host);
+  }
+  cuda->memory = *std::move(memory);
+  return *std::move(transport);
 }
 
 using TcpAcceptor = grpc::experimental::ExternalConnectionAcceptor;
@@ -133,8 +185,11 @@ int Run(const Invocation& invocation) {
     dial.credentials = grpc::InsecureChannelCredentials();
     return PeerLink::Dial(std::move(dial), std::move(callbacks));
   };
-  Node node(std::move(options), MakeHostTransport({.threads = config.copy_threads}),
-            processes->get(), wire.ok() ? *std::move(wire) : nullptr, dialer);
+  DeviceLoss loss;
+  std::unique_ptr<Transport> transport = MakeTransport(config, &loss, &options.cuda);
+  LogInfo("cuda: {}", options.cuda.detail);
+  Node node(std::move(options), std::move(transport), processes->get(),
+            wire.ok() ? *std::move(wire) : nullptr, dialer);
 
   PeerTable peers;
   const Door door(&peers, config.access);
@@ -191,7 +246,14 @@ int Run(const Invocation& invocation) {
 
   int signal_number = 0;
   sigwait(&signals, &signal_number);
-  LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
+  // A process whose context is lost never gets it back; the next one does. Exits as failed, so
+  // that the service manager starts that.
+  const bool lost = !loss.why().ok();
+  if (lost) {
+    node.DevicesLost(loss.why());
+  } else {
+    LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
+  }
   manager.Stopping("draining");
   server->GetHealthCheckService()->SetServingStatus(false);
   node.Drain();
@@ -205,7 +267,8 @@ int Run(const Invocation& invocation) {
     if (!finished) LogInfo("second signal: aborting what still runs");
     node.Hurry();
   });
-  node.Finish(std::chrono::steady_clock::now() + config.limits.max_duration);
+  const Duration patience = lost ? Duration(kLostGrace) : config.limits.max_duration;
+  node.Finish(std::chrono::steady_clock::now() + patience);
   finished = true;
   second.join();
   (*accept_loop)->Stop();
@@ -213,7 +276,7 @@ int Run(const Invocation& invocation) {
   (*descriptors)->Stop();
   server->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
   LogInfo("drained");
-  return kExitOk;
+  return loss.why().ok() ? kExitOk : kExitFailure;
 }
 
 }  // namespace

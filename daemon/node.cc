@@ -38,6 +38,7 @@ Node::~Node() {
   timer_.join();
   planner_.Stop();
   binder_.Stop();
+  regions_thread_->Stop();
   std::unique_ptr<Wire> wire;
   {
     // What copies that still run would send finds no epoch any more.

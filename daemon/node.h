@@ -8,17 +8,17 @@
 //   node_members.cc   hellos, leases, layouts
 //   node_calls.cc     a trainer's calls
 //   node_memory.cc    regions, staging pools, the descriptor socket
+//   node_device.cc    members on GPUs: their devices, device memory, a lost GPU
 //   node_actions.cc   events in, actions out
 //   node_peers.cc     other daemons and the wire
 //   node_programs.cc  compiled refits: plans, node programs, their steps
 //   node_operator.cc  what operators ask
 //
 // One mutex serialises all state machines. Nothing under it blocks: transports have their own
-// threads, plans are made on threads of their own, streams have their own queues; replies run after
-// it was released. P6: a member's mappings are
-// dropped only on ReleaseMember, and every copy holds its own reference. P8: a lost member's token
-// dies at once, its record with its last copy. P9: a lease is bound to the credentials that
-// attached.
+// threads, plans are made and device memory is opened and closed on threads of their own, streams
+// have their own queues; replies run after it was released. P6: a member's mappings are dropped
+// only on ReleaseMember, and every copy holds its own reference. P8: a lost member's token dies at
+// once, its record with its last copy. P9: a lease is bound to the credentials that attached.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_H_
@@ -55,12 +55,18 @@
 #include "refitd/v1/peer.pb.h"
 #include "refitd/v1/trainer.pb.h"
 #include "transport/base/mutex.h"
-#include "transport/cuda/driver.h"
+#include "transport/cuda/memory.h"
 #include "transport/host/memory.h"
 #include "transport/transport.h"
 #include "transport/wire.h"
 
 namespace refitd {
+
+// GPUs that this daemon serves.
+struct DeviceOptions {
+  std::shared_ptr<CudaMemory> memory;    // null: none; else the transport moves what it opens
+  std::string detail = "not asked for";  // versions found, or why none are served; for people
+};
 
 struct NodeOptions {
   std::string daemon_id = "refitd";  // unique among the daemons of a group; the order of wire locks
@@ -78,7 +84,8 @@ struct NodeOptions {
   int max_regions_per_member = 4096;
   int max_regions =
       16'384;  // of all members: a process has 65,530 mappings by default (vm.max_map_count)
-  std::string descriptor_socket;     // path, told to members
+  std::string descriptor_socket;  // path, told to members
+  DeviceOptions cuda;
   NodeObserver* observer = nullptr;  // outlives the node; null: nobody counts
 };
 
@@ -105,7 +112,9 @@ using PeerDialer = std::function<std::unique_ptr<PeerLink>(PeerDial, PeerLinkCal
 
 // Runs once, on any thread, never under the node's mutex.
 using ReplyFunction = std::function<void(absl::Status, const ReplyPayload&)>;
-using LayoutReply = std::function<void(const absl::StatusOr<v1::LayoutRegistered>&)>;
+template <typename Response>
+using ResponseFunction = std::function<void(const absl::StatusOr<Response>&)>;
+using LayoutReply = ResponseFunction<v1::LayoutRegistered>;
 
 class Node : public DescriptorHandler, public PeerAcceptor {
  public:
@@ -137,6 +146,14 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void RegisterEngineLayout(CallId call, const v1::Lease& lease, const Peer& peer, Layout layout,
                             LayoutReply reply);
 
+  // ---- regions: each replies once ----
+  // Device memory; opened on a thread for that.
+  void RegisterRegion(const v1::RegisterRegionRequest& request, const Peer& peer, bool engine,
+                      ResponseFunction<v1::RegisterRegionResponse> reply);
+  // A region of any kind; replies when it is closed.
+  void ReleaseRegion(const v1::ReleaseRegionRequest& request, const Peer& peer, bool engine,
+                     ResponseFunction<v1::ReleaseRegionResponse> reply);
+
   // ---- a trainer's calls: each replies exactly once ----
   CallId NewCall() { return CallId(next_call_.fetch_add(1)); }
   void Begin(CallId call, const v1::BeginRequest& request, const Peer& peer, ReplyFunction reply);
@@ -144,7 +161,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                  ReplyFunction reply);
   void ReleaseSlot(CallId call, const v1::ReleaseSlotRequest& request, const Peer& peer,
                    ReplyFunction reply);
-  // `request` must live until the reply: inline bytes are read from it.
+  // `request` must live until the reply: inline bytes and handles are read from it.
   void PushBucket(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
                   ReplyFunction reply);
   void Commit(CallId call, const v1::CommitRequest& request, const Peer& peer, ReplyFunction reply);
@@ -181,6 +198,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) override;
 
   // ---- life ----
+  // The GPUs can't be used any more: running updates of groups with members on them are given up
+  // (what was written counts as dirty, P2). The caller ends the daemon.
+  void DevicesLost(const absl::Status& why);
   // No new updates; members are told. Running ones go on.
   void Drain();
   // Waits until no update runs, at most until `deadline`; then aborts what still runs (its calls
@@ -195,8 +215,11 @@ class Node : public DescriptorHandler, public PeerAcceptor {
 
  private:
   struct RegionRecord {
-    std::shared_ptr<HostRegion> mapping;
-    std::pair<uint64_t, uint64_t> file;  // device and inode: which memfd it is
+    MemorySpan memory;  // keep_alive is the mapping
+    Access access = Access::kReadOnly;
+    // Equal for regions that are the same memory: the memfd's device and inode, or the block's
+    // address. (A VMM allocation that comes twice is mapped twice, unseen.)
+    std::string identity;
   };
   struct MemberRecord {
     MemberId id;
@@ -207,6 +230,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     Peer peer;
     std::string client;
     std::string device;
+    std::optional<int> ordinal;  // of its GPU; none: host
+    bool updated = false;        // engines: an update was committed in this lease
     std::shared_ptr<TrainerSink> trainer_sink;
     std::shared_ptr<EngineSink> engine_sink;
     std::map<RegionId, RegionRecord> regions;
@@ -230,6 +255,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
     std::string replace_request;
     uint64_t replace_incarnation = 0;
+    // What updates to this version that say no verification get, the same on every rank.
+    std::optional<std::pair<Version, std::optional<Verification>>> verification;
     int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
   };
   // A member that waits for its group.
@@ -252,6 +279,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   };
   static constexpr size_t kMaxWaitingPeers = 1024;
   static constexpr size_t kMaxCalls = 65'536;  // unanswered, of all members
+  // RegisterRegion, and PushBucket with handles: waiting to be opened, of all members.
+  static constexpr size_t kMaxOpening = 4096;
   struct Call {
     std::string group;
     ReplyFunction reply;
@@ -289,11 +318,54 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   template <typename HelloMessage, typename Sink, typename Identity>
   MemberId Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
                   absl::StatusOr<Identity> identity);
+  // Or refuses it.
   void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitWaiting(const std::string& group, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status EnsurePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The member, if it may have one more region, of this identity if one is given.
+  absl::StatusOr<MemberRecord*> AdmitRegion(const std::string& token, const Peer& peer,
+                                            const std::string& identity)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  RegionId AddRegion(MemberRecord* member, RegionRecord region)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Out of the records, unless it is in use. Unmapped where what is returned goes: not under the
+  // mutex.
+  absl::StatusOr<RegionRecord> TakeRegion(MemberRecord* member, RegionId region)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // Members on GPUs.
+  // The ordinal of a hello's device; none: host.
+  absl::StatusOr<std::optional<int>> DeviceOf(const std::string& name) const;
+  absl::Status CheckDevices(const GroupRecord& group, const MemberRecord& record) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasDevices(const std::string& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What is to be opened for the request.
+  struct DeviceHandle {
+    int ordinal = 0;
+    bool engine = false;
+    int64_t bytes = 0;  // 0: all of the block
+    std::string handle;
+  };
+  absl::StatusOr<DeviceHandle> CheckHandle(const v1::RegisterRegionRequest& request,
+                                           const Peer& peer, bool engine)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<RegionRecord> OpenDevice(const DeviceHandle& handle) const;
+  // Device memory as a region; its mapping is closed on regions_thread_, wherever it is let go.
+  RegionRecord DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const;
+  absl::StatusOr<RegionId> RegisterVmm(const Token& token, const PeerCredentials& peer, UniqueFd fd,
+                                       int64_t bytes);
+  // Opens the handles of the bucket, then pushes.
+  void PushFromDevice(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
+                      ReplyFunction reply);
+  absl::StatusOr<DeviceSource> OpenSource(const v1::CudaIpcHandles& handles, int ordinal,
+                                          std::vector<int> indices) const;
+  void PushOpened(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
+                  ReplyFunction reply, const DeviceSource& device);
+  // Of an update whose Begin says none; none: the group's default.
+  std::optional<Verification> DefaultVerification(GroupRecord* group, Version version)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   absl::StatusOr<MemberRecord*> Authenticate(const v1::Lease& lease, const Peer& peer, bool engine)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -396,7 +468,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   const PeerDialer dialer_;
   const std::string boot_id_ = NewBootId();
   const TimePoint started_ = Now();
-  const CudaReport cuda_ = ProbeCuda();
   std::atomic<uint64_t> next_call_{1};
 
   Mutex mutex_;
@@ -414,6 +485,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   std::map<CallId, Call> calls_ ABSL_GUARDED_BY(mutex_);
   std::map<CallId, CheckedBucket> buckets_ ABSL_GUARDED_BY(mutex_);  // until their reply
   std::map<CallId, PendingLayout> layouts_ ABSL_GUARDED_BY(mutex_);  // until their reply
+  size_t opening_regions_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<CallId, bool> opening_pushes_ ABSL_GUARDED_BY(mutex_);  // true: the caller went away
   std::map<uint64_t, Watcher> watchers_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_member_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t next_region_ ABSL_GUARDED_BY(mutex_) = 1;
@@ -428,6 +501,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   bool stops_ ABSL_GUARDED_BY(mutex_) = false;  // what is given up from now on, the end gives up
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   int64_t regions_ ABSL_GUARDED_BY(mutex_) = 0;  // of all members
+  // Opens device memory and closes what regions hold. Whoever lets a device's region go uses it,
+  // be it after the node.
+  const std::shared_ptr<Planner> regions_thread_ = std::make_shared<Planner>("refitd-regions");
   Executor executor_ ABSL_GUARDED_BY(mutex_);
 
   // Stopped by the destructor's body: their jobs use what is below. Binding has a thread of its

@@ -115,6 +115,7 @@ struct Node::Performer {
     SendEngine(a.member, PartEvent(a, group->machine->spec().slot_bytes));
   }
   void operator()(SendCommitted& a) {
+    if (MemberRecord* member = Find(a.member); member != nullptr) member->updated = true;
     SendEither(a.member,
                [&](auto* event) { event->mutable_committed()->set_version(a.version.value()); });
   }
@@ -155,6 +156,7 @@ struct Node::Performer {
   void operator()(UpdateAbandoned&) {}
   void operator()(UpdateEnded& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->executor_.Forget(a.update);
+    group->verification.reset();
     // Unknown: this daemon's share of an update, which its coordinator counts.
     if (a.outcome != Outcome::kUnknown) node->Count(*group, a);
   }

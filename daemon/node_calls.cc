@@ -64,6 +64,7 @@ void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
   TrainerCall(
       call, request.lease(), peer, request.request_id(), std::move(reply),
       [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+        mutex_.AssertHeld();
         BeginEvent event;
         event.call = call;
         event.member = member.id;
@@ -74,6 +75,9 @@ void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
         REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
         event.evict_late = request.evict_late();
         REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
+        if (!event.verification.has_value()) {
+          event.verification = DefaultVerification(FindGroup(member.group), event.version);
+        }
         if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
           return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
                        request.tensor_count(), kMaxTensorsPerLayout);
@@ -110,6 +114,14 @@ void Node::ReleaseSlot(CallId call, const v1::ReleaseSlotRequest& request, const
 
 void Node::PushBucket(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
                       ReplyFunction reply) {
+  if (request.bucket().has_cuda_ipc() && options_.cuda.memory != nullptr) {
+    return PushFromDevice(call, request, peer, std::move(reply));
+  }
+  PushOpened(call, request, peer, std::move(reply), {});
+}
+
+void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
+                      ReplyFunction reply, const DeviceSource& device) {
   TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
               [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
                 mutex_.AssertHeld();
@@ -117,12 +129,12 @@ void Node::PushBucket(CallId call, const v1::PushBucketRequest& request, const P
                   const auto it = member.regions.find(id);
                   return it == member.regions.end()
                              ? std::nullopt
-                             : std::optional<int64_t>(it->second.mapping->bytes());
+                             : std::optional<int64_t>(it->second.memory.bytes);
                 };
                 const BucketLimits limits{options_.inline_bytes,
                                           FindGroup(member.group)->machine->spec().slot_bytes};
-                REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket,
-                                        CheckBucket(request.bucket(), limits, region_bytes));
+                REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, CheckBucket(request.bucket(), limits,
+                                                                          region_bytes, device));
                 if (!FindGroup(member.group)->sessions.empty()) {
                   // Other daemons must be able to read what it becomes.
                   REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket.tensors, options_.message_bytes));
@@ -177,6 +189,9 @@ void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
         event.evict_late = request.evict_late();
         REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
         REFITD_RETURN_IF_ERROR(CheckBucketCount(request.bucket_count()));
+        if (!event.verification.has_value()) {
+          event.verification = DefaultVerification(FindGroup(member.group), event.version);
+        }
         event.bucket_count = request.bucket_count();
         if (member.layout == nullptr || member.layout->pieces.empty()) {
           return absl::FailedPreconditionError("this rank has no layout: RegisterLayout first");
@@ -210,6 +225,9 @@ void Node::CallGone(CallId call) {
   Deferred deferred;
   {
     MutexLock lock(&mutex_);
+    if (const auto push = opening_pushes_.find(call); push != opening_pushes_.end()) {
+      push->second = true;
+    }
     const auto it = calls_.find(call);
     if (it != calls_.end())
       Handle(std::string(it->second.group), refitd::CallGone{call}, &deferred);

@@ -43,10 +43,6 @@ absl::Status CheckHello(const Hello& hello) {
   REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
   REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
   REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator()));
-  if (hello.device().name() != "" && hello.device().name() != "host") {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "device.name: '{}': this daemon has no transport for it", hello.device().name());
-  }
   if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
     return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",
                  hello.world_size(), kMaxEngineRanks);
@@ -126,11 +122,23 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
                       absl::StatusOr<Identity> identity) {
   Deferred deferred;
   MemberId member;
+  absl::StatusOr<std::optional<int>> ordinal = std::nullopt;
+  if (identity.ok()) ordinal = DeviceOf(hello.device().name());
+  if constexpr (std::is_same_v<Sink, EngineSink>) {
+    if (ordinal.ok() && ordinal->has_value() && hello.delivery() == v1::DELIVERY_STAGED) {
+      ordinal = Error(absl::StatusCode::kFailedPrecondition,
+                      "delivery: staged delivery needs device.name 'host', not '{}': staging slots "
+                      "are in host memory",
+                      hello.device().name());
+    }
+  }
   {
     MutexLock lock(&mutex_);
     member = MemberId(next_member_++);
     if (!identity.ok()) {
       sink->End(identity.status());
+    } else if (!ordinal.ok()) {
+      sink->End(ordinal.status());
     } else if (draining_) {
       sink->End(absl::UnavailableError("the daemon is draining"));
     } else if (members_.size() + waiting_.size() >= static_cast<size_t>(options_.max_members)) {
@@ -144,6 +152,7 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       record.peer = peer;
       record.client = hello.client();
       record.device = hello.device().name().empty() ? "host" : hello.device().name();
+      record.ordinal = *ordinal;
       if constexpr (std::is_same_v<Sink, EngineSink>) {
         record.engine_sink = sink;
       } else {
@@ -153,7 +162,12 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       bool created = false;
       absl::StatusOr<GroupRecord*> group = nullptr;
       if (const std::string coordinator = CoordinatorOf(hello.coordinator());
-          !coordinator.empty()) {
+          !coordinator.empty() && record.ordinal.has_value()) {
+        group = Error(absl::StatusCode::kFailedPrecondition,
+                      "device.name: '{}' with coordinator '{}': device memory moves within one "
+                      "daemon only",
+                      record.device, hello.coordinator());
+      } else if (!coordinator.empty()) {
         std::optional<v1::GroupSpec> spec;
         if (hello.has_spec()) spec = hello.spec();
         group = Follow(hello.group(), coordinator, spec, Millis(hello.wait_ms()));
@@ -209,6 +223,9 @@ void Node::AdmitWaiting(const std::string& group, Deferred* deferred) {
 }
 
 void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Deferred* deferred) {
+  if (absl::Status devices = CheckDevices(*group, record); !devices.ok()) {
+    return record.End(std::move(devices));
+  }
   const MemberId member = record.id;
   record.token = RandomToken();
   record.incarnation = group->machine->incarnation();
@@ -355,7 +372,7 @@ absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease&
   }
   const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
     const auto it = regions.find(id);
-    return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.mapping->bytes());
+    return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.memory.bytes);
   };
   REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
   if (!engine) return std::make_shared<const Layout>(std::move(layout));
@@ -365,7 +382,7 @@ absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease&
                  layout.pushed_tensors.size());
   }
   for (const Piece& piece : layout.pieces) {
-    if (regions.at(piece.region).mapping->access() != Access::kReadWrite) {
+    if (regions.at(piece.region).access != Access::kReadWrite) {
       return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",
                    piece.region, layout.tensors[piece.tensor].name);
     }

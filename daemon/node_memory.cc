@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <future>
 #include <utility>
 
 namespace refitd {
@@ -21,70 +22,73 @@ absl::Status Node::EnsurePool(GroupRecord* group) {
   return absl::OkStatus();
 }
 
-// ---- the descriptor socket ----
+// ---- regions ----
+
+absl::StatusOr<Node::MemberRecord*> Node::AdmitRegion(const std::string& token, const Peer& peer,
+                                                      const std::string& identity) {
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AuthenticateToken(token, peer));
+  if (member->regions.size() >= static_cast<size_t>(options_.max_regions_per_member)) {
+    return Error(absl::StatusCode::kResourceExhausted, "the member has {} regions already",
+                 member->regions.size());
+  }
+  if (regions_ >= options_.max_regions) {
+    return Error(absl::StatusCode::kResourceExhausted, "the daemon has {} regions already",
+                 regions_);
+  }
+  if (!member->engine || identity.empty()) return member;
+  // Two regions over one memory could hold two tensors in the same bytes, unseen by
+  // ValidateLayout.
+  for (const auto& [id, region] : member->regions) {
+    if (region.identity == identity) {
+      return Error(absl::StatusCode::kAlreadyExists, "the memory is region {} already", id);
+    }
+  }
+  return member;
+}
+
+RegionId Node::AddRegion(MemberRecord* member, RegionRecord region) {
+  const RegionId id(next_region_++);
+  member->regions[id] = std::move(region);
+  ++regions_;
+  return id;
+}
 
 absl::StatusOr<RegionId> Node::RegisterRegion(const Token& token, const PeerCredentials& peer,
                                               UniqueFd fd, RegionKind kind, int64_t bytes) {
-  if (kind != RegionKind::kMemfd) {
-    return Error(absl::StatusCode::kUnimplemented,
-                 "region_kind: {}: this daemon maps sealed memfds only",
-                 static_cast<uint32_t>(kind));
-  }
   if (bytes > options_.max_region_bytes) {
     return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
                  bytes, options_.max_region_bytes);
   }
+  if (kind == RegionKind::kCudaVmm) return RegisterVmm(token, peer, std::move(fd), bytes);
+  if (kind != RegionKind::kMemfd) {
+    return Error(absl::StatusCode::kUnimplemented,
+                 "region_kind: {}: this daemon maps sealed memfds and CUDA's VMM memory only",
+                 static_cast<uint32_t>(kind));
+  }
   struct stat file {};
   if (fstat(fd.get(), &file) != 0) return ErrnoError(errno, "looking at the descriptor");
-  const std::pair<uint64_t, uint64_t> identity(file.st_dev, file.st_ino);
+  RegionRecord region;
+  region.identity = fmt::format("memfd {} {}", file.st_dev, file.st_ino);
   const std::string key(token.begin(), token.end());
-  const auto admit = [&]() -> absl::StatusOr<MemberRecord*> {
-    mutex_.AssertHeld();
-    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AuthenticateToken(key, Peer{peer}));
-    if (member->regions.size() >= static_cast<size_t>(options_.max_regions_per_member)) {
-      return Error(absl::StatusCode::kResourceExhausted, "the member has {} regions already",
-                   member->regions.size());
-    }
-    if (regions_ >= options_.max_regions) {
-      return Error(absl::StatusCode::kResourceExhausted, "the daemon has {} regions already",
-                   regions_);
-    }
-    if (!member->engine) return member;
-    // Two regions over one memfd could hold two tensors in the same bytes, unseen by
-    // ValidateLayout.
-    for (const auto& [id, region] : member->regions) {
-      if (region.file == identity) {
-        return Error(absl::StatusCode::kAlreadyExists, "the descriptor is region {} already", id);
-      }
-    }
-    return member;
-  };
-  Access access = Access::kReadOnly;
   {
     MutexLock lock(&mutex_);
-    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, admit());
-    if (member->engine) access = Access::kReadWrite;  // trainers' memory is only read
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member,
+                            AdmitRegion(key, Peer{peer}, region.identity));
+    if (member->engine) region.access = Access::kReadWrite;  // trainers' memory is only read
   }
   // Mapping and filling page tables takes long: outside the mutex. Memory that its owner never
   // touched is not filled here: it would be charged to the daemon.
   constexpr int64_t kStatBlockBytes = 512;
   const bool allocated = file.st_blocks * kStatBlockBytes >= bytes;
   REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> mapping,
-                          HostRegion::Map(fd, bytes, access, allocated));
+                          HostRegion::Map(fd, bytes, region.access, allocated));
+  region.memory = {mapping->data(), mapping->bytes(), mapping};
   MutexLock lock(&mutex_);
-  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, admit());
-  const RegionId id(next_region_++);
-  member->regions[id] = {std::move(mapping), identity};
-  ++regions_;
-  return id;
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AdmitRegion(key, Peer{peer}, region.identity));
+  return AddRegion(member, std::move(region));
 }
 
-absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer, RegionId region) {
-  std::shared_ptr<HostRegion>
-      released;  // unmapped after the mutex, and after the copies that hold it
-  MutexLock lock(&mutex_);
-  REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
-                          AuthenticateToken(std::string(token.begin(), token.end()), Peer{peer}));
+absl::StatusOr<Node::RegionRecord> Node::TakeRegion(MemberRecord* member, RegionId region) {
   const auto it = member->regions.find(region);
   if (it == member->regions.end()) {
     return Error(absl::StatusCode::kNotFound, "region_id: {} is no region of this member", region);
@@ -113,9 +117,44 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
     }
   }
   executor_.Release(member->id);
-  released = std::move(it->second.mapping);
+  RegionRecord taken = std::move(it->second);
   member->regions.erase(it);
   --regions_;
+  return taken;
+}
+
+// Answered when it is closed, or when only copies that still run hold it: an exporter that frees
+// the memory before its importer closed it breaks CUDA's rules.
+void Node::ReleaseRegion(const v1::ReleaseRegionRequest& request, const Peer& peer, bool engine,
+                         ResponseFunction<v1::ReleaseRegionResponse> reply) {
+  const auto take = [&]() -> absl::StatusOr<RegionRecord> {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(request.lease(), peer, engine));
+    return TakeRegion(member, RegionId(request.region_id()));
+  };
+  absl::StatusOr<RegionRecord> taken = take();
+  if (!taken.ok()) return reply(taken.status());
+  auto held = std::make_shared<RegionRecord>(*std::move(taken));
+  regions_thread_->Submit([this, held, reply = std::move(reply)] {
+    *held = {};
+    // Behind the closing of a device's region, which that has put in line.
+    regions_thread_->Submit([reply] { reply(v1::ReleaseRegionResponse()); });
+  });
+}
+
+absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer, RegionId region) {
+  const auto take = [&]() -> absl::StatusOr<RegionRecord> {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
+                            AuthenticateToken(std::string(token.begin(), token.end()), Peer{peer}));
+    return TakeRegion(member, region);
+  };
+  { REFITD_ASSIGN_OR_RETURN(const RegionRecord taken, take()); }
+  // As above. A job that is dropped, because the daemon ends, breaks the promise: that wakes too.
+  auto closed = std::make_shared<std::promise<void>>();
+  const std::future<void> wait = closed->get_future();
+  regions_thread_->Submit([closed = std::move(closed)] { closed->set_value(); });
+  wait.wait();
   return absl::OkStatus();
 }
 

@@ -22,8 +22,7 @@ class Node::Memory : public MemoryResolver {
     if (r == m->second.regions.end()) {
       return Error(absl::StatusCode::kNotFound, "region {} of member {} is gone", region, member);
     }
-    const std::shared_ptr<HostRegion>& mapping = r->second.mapping;
-    return MemorySpan{mapping->data(), mapping->bytes(), mapping};
+    return r->second.memory;
   }
 
   absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {

@@ -211,11 +211,8 @@ v1::GetStatusResponse Node::GetStatus() {
   host->set_detail("sealed memfd regions, threaded copies");
   v1::TransportStatus* cuda = response.add_transports();
   cuda->set_name("cuda");
-  cuda->set_available(false);
-  cuda->set_detail(Describe(cuda_));
-  if (!cuda_.devices.empty()) {
-    cuda->mutable_detail()->append("; this daemon does not serve GPU memory");
-  }
+  cuda->set_available(options_.cuda.memory != nullptr);
+  cuda->set_detail(options_.cuda.detail);
   response.set_daemon_id(options_.daemon_id);
   v1::ResourceStatus* resources = response.mutable_resources();
   if (wire_ != nullptr) {
@@ -235,7 +232,7 @@ v1::GetStatusResponse Node::GetStatus() {
   for (const auto& [id, member] : members_) {
     for (const auto& [region_id, region] : member.regions) {
       resources->set_regions(resources->regions() + 1);
-      resources->set_region_bytes(resources->region_bytes() + region.mapping->bytes());
+      resources->set_region_bytes(resources->region_bytes() + region.memory.bytes);
     }
   }
   for (const auto& [name, group] : groups_) {
@@ -296,7 +293,7 @@ absl::StatusOr<v1::ListMembersResponse> Node::ListMembers(const v1::ListMembersR
       member->set_device(record->second.device);
       for (const auto& [id, region] : record->second.regions) {
         member->set_regions(member->regions() + 1);
-        member->set_region_bytes(member->region_bytes() + region.mapping->bytes());
+        member->set_region_bytes(member->region_bytes() + region.memory.bytes);
       }
     }
   }

@@ -204,6 +204,12 @@ void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
   if (absl::Status status = group->coordinator->CanJoin(peer.hello.daemon_id()); !status.ok()) {
     return peer.session->End(std::move(status));
   }
+  if (HasDevices(name)) {
+    return peer.session->End(Error(absl::StatusCode::kFailedPrecondition,
+                                   "group '{}' has members on GPUs: device memory moves within one "
+                                   "daemon only",
+                                   name));
+  }
   const NodeId node(next_node_++);
   LinkUp up;
   up.incarnation = group->machine->incarnation();

@@ -6,11 +6,14 @@
 #include <utility>
 
 #include "transport/base/status.h"
+#include "transport/cuda/memory.h"
 
 namespace refitd {
 namespace {
 
 using absl::StatusCode;
+
+constexpr size_t kMaxUuidInMessage = 64;
 
 // "bucket.sizes[3]" of "model.norm.weight".
 std::string At(std::string_view list, size_t index, const TensorSpec& tensor) {
@@ -281,6 +284,70 @@ absl::Status PlaceInSlot(const v1::SlotRef& source, const std::optional<Packing>
   return absl::OkStatus();
 }
 
+// [handle.byte_offset, + bytes) lies in the open block, and in what the handle says of itself.
+absl::Status CheckHandle(const v1::CudaIpcHandle& handle, int index, int64_t bytes,
+                         int64_t block_bytes) {
+  if (handle.byte_offset() < 0 || handle.byte_offset() > block_bytes) {
+    return Error(StatusCode::kInvalidArgument,
+                 "bucket.cuda_ipc.handles[{}].byte_offset is {}: outside of the block, which has "
+                 "{} bytes",
+                 index, handle.byte_offset(), block_bytes);
+  }
+  const int64_t room = block_bytes - handle.byte_offset();
+  if (handle.bytes() < 0 || handle.bytes() > room) {
+    return Error(StatusCode::kInvalidArgument,
+                 "bucket.cuda_ipc.handles[{}].bytes is {}: the block has {} from byte_offset {} on",
+                 index, handle.bytes(), room, handle.byte_offset());
+  }
+  const int64_t has = handle.bytes() == 0 ? room : handle.bytes();
+  if (bytes <= has) return absl::OkStatus();
+  return Error(StatusCode::kInvalidArgument,
+               "bucket.cuda_ipc.handles[{}]: {} bytes are too few for the {} that are carried",
+               index, has, bytes);
+}
+
+absl::Status CheckHandleAlignment(const v1::CudaIpcHandle& handle, int index,
+                                  const TensorSpec& tensor) {
+  if (handle.byte_offset() % ElementBytes(tensor.dtype) == 0) return absl::OkStatus();
+  return Error(StatusCode::kInvalidArgument,
+               "bucket.cuda_ipc.handles[{}].byte_offset is {}: unaligned for tensor \"{}\", not a "
+               "multiple of {} bytes",
+               index, handle.byte_offset(), tensor.name, ElementBytes(tensor.dtype));
+}
+
+absl::Status PlaceOnDevice(const v1::CudaIpcHandles& source, const std::optional<Packing>& packing,
+                           const std::vector<int64_t>& bytes, const DeviceSource& device,
+                           CheckedBucket* out) {
+  if (device.blocks.empty()) {
+    return Error(StatusCode::kUnimplemented,
+                 "bucket.cuda_ipc has {} handles: this daemon has no cuda transport",
+                 source.handles_size());
+  }
+  const size_t want = packing.has_value() ? 1 : bytes.size();
+  REFITD_CHECK(device.blocks.size() == want && device.indices.size() == want);
+  out->source = CheckedBucket::Source::kDevice;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    const size_t r = packing.has_value() ? 0 : i;
+    const int index = device.indices[r];
+    const v1::CudaIpcHandle& handle = source.handles(index);
+    const MemorySpan& block = device.blocks[r];
+    if (r == i) {
+      const int64_t needed = packing.has_value() ? packing->bytes : bytes[i];
+      REFITD_RETURN_IF_ERROR(CheckHandle(handle, index, needed, block.bytes));
+    }
+    // As in a region: implied offsets fall where they fall.
+    if (r == i || packing->explicit_offsets) {
+      REFITD_RETURN_IF_ERROR(CheckHandleAlignment(handle, index, out->tensors[i]));
+    }
+    CheckedBucket::Place place;
+    place.inline_data =
+        block.data + handle.byte_offset() + (packing.has_value() ? packing->offsets[i] : 0);
+    place.keep_alive = block.keep_alive;
+    out->places.push_back(std::move(place));
+  }
+  return absl::OkStatus();
+}
+
 bool IsNameCharacter(char c) {
   return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' ||
          c == '_' || c == '-';
@@ -288,8 +355,48 @@ bool IsNameCharacter(char c) {
 
 }  // namespace
 
+absl::StatusOr<std::vector<int>> HandlesOn(const v1::Bucket& bucket, std::string_view uuid) {
+  const v1::CudaIpcHandles& source = bucket.cuda_ipc();
+  const auto check = [&](int i) -> absl::Status {
+    const size_t bytes = source.handles(i).handle().size();
+    if (bytes == kCudaIpcHandleBytes) return absl::OkStatus();
+    return Error(StatusCode::kInvalidArgument,
+                 "bucket.cuda_ipc.handles[{}].handle has {} bytes, a CUDA IPC handle {}", i, bytes,
+                 kCudaIpcHandleBytes);
+  };
+  std::vector<int> indices;
+  const auto names = static_cast<size_t>(bucket.names_size());
+  if (!bucket.packed()) {
+    REFITD_RETURN_IF_ERROR(
+        CheckRefCount("cuda_ipc.handles", source.handles_size(), /*packed=*/false, names));
+  }
+  for (int i = 0; i < source.handles_size(); ++i) {
+    const v1::CudaIpcHandle& handle = source.handles(i);
+    if (handle.gpu_uuid() == uuid) {
+      REFITD_RETURN_IF_ERROR(check(i));
+      indices.push_back(i);
+    } else if (!bucket.packed()) {
+      return Error(StatusCode::kFailedPrecondition,
+                   "bucket.cuda_ipc.handles[{}].gpu_uuid is \"{}\", the lease's device is \"{}\"",
+                   i, Shorten(handle.gpu_uuid(), kMaxUuidInMessage), uuid);
+    }
+  }
+  if (!bucket.packed() || indices.size() == 1) return indices;
+  if (indices.empty() && source.handles_size() > 0) {
+    return Error(
+        StatusCode::kFailedPrecondition,
+        "bucket.cuda_ipc.handles: none of {} is of the lease's device \"{}\"; the first is "
+        "of \"{}\"",
+        source.handles_size(), uuid, Shorten(source.handles(0).gpu_uuid(), kMaxUuidInMessage));
+  }
+  return Error(StatusCode::kInvalidArgument,
+               "bucket.cuda_ipc.handles has {} of device \"{}\" where a packed bucket needs 1",
+               indices.size(), uuid);
+}
+
 absl::StatusOr<CheckedBucket> CheckBucket(const v1::Bucket& bucket, const BucketLimits& limits,
-                                          const RegionBytes& region_bytes) {
+                                          const RegionBytes& region_bytes,
+                                          const DeviceSource& device) {
   CheckedBucket out;
   out.seq = bucket.seq();
   if (out.seq < 0) {
@@ -324,9 +431,8 @@ absl::StatusOr<CheckedBucket> CheckBucket(const v1::Bucket& bucket, const Bucket
       REFITD_RETURN_IF_ERROR(PlaceInSlot(bucket.slot(), packing, limits, &out));
       break;
     case v1::Bucket::kCudaIpc:
-      return Error(StatusCode::kUnimplemented,
-                   "bucket.cuda_ipc has {} handles: this daemon has no cuda transport",
-                   bucket.cuda_ipc().handles_size());
+      REFITD_RETURN_IF_ERROR(PlaceOnDevice(bucket.cuda_ipc(), packing, bytes, device, &out));
+      break;
     case v1::Bucket::SOURCE_NOT_SET:
       return Error(StatusCode::kInvalidArgument,
                    "bucket.source is missing: one of inline_bytes, regions, slot, cuda_ipc");

@@ -82,6 +82,25 @@ grpc::ServerUnaryReactor* AnswerLater(Node* node, const Door& door,
   return call;
 }
 
+// Answers later with the response itself: `start(peer, reply)` begins.
+template <typename Response, typename Start>
+grpc::ServerUnaryReactor* AnswerOnce(Node* node, const Door& door,
+                                     grpc::CallbackServerContext* context, Response* response,
+                                     Start start) {
+  const absl::StatusOr<Peer> peer = door.Admit(*context);
+  if (!peer.ok()) {
+    grpc::ServerUnaryReactor* refused = context->DefaultReactor();
+    refused->Finish(ToGrpc(peer.status()));
+    return refused;
+  }
+  auto* call = new PendingCall(node);
+  start(*peer, [call, response](const absl::StatusOr<Response>& answer) {
+    if (answer.ok()) *response = *answer;
+    call->Finish(ToGrpc(answer.status()));
+  });
+  return call;
+}
+
 // A call that is answered at once: `answer()` gives a StatusOr of the response.
 template <typename Response, typename Respond>
 grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContext* context,

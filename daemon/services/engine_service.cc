@@ -53,4 +53,20 @@ grpc::ServerReadReactor<v1::LayoutChunk>* EngineService::RegisterLayout(
   return new RegisterLayoutReactor<EngineLayouts>(node_, door_->Admit(*context), response);
 }
 
+grpc::ServerUnaryReactor* EngineService::RegisterRegion(grpc::CallbackServerContext* context,
+                                                        const v1::RegisterRegionRequest* request,
+                                                        v1::RegisterRegionResponse* response) {
+  return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
+    node_->RegisterRegion(*request, peer, /*engine=*/true, std::move(reply));
+  });
+}
+
+grpc::ServerUnaryReactor* EngineService::ReleaseRegion(grpc::CallbackServerContext* context,
+                                                       const v1::ReleaseRegionRequest* request,
+                                                       v1::ReleaseRegionResponse* response) {
+  return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
+    node_->ReleaseRegion(*request, peer, /*engine=*/true, std::move(reply));
+  });
+}
+
 }  // namespace refitd

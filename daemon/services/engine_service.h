@@ -16,6 +16,12 @@ class EngineService final : public v1::Engine::CallbackService {
       grpc::CallbackServerContext* context) override;
   grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(grpc::CallbackServerContext* context,
                                                            v1::LayoutRegistered* response) override;
+  grpc::ServerUnaryReactor* RegisterRegion(grpc::CallbackServerContext* context,
+                                           const v1::RegisterRegionRequest* request,
+                                           v1::RegisterRegionResponse* response) override;
+  grpc::ServerUnaryReactor* ReleaseRegion(grpc::CallbackServerContext* context,
+                                          const v1::ReleaseRegionRequest* request,
+                                          v1::ReleaseRegionResponse* response) override;
 
  private:
   Node* const node_;

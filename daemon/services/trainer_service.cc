@@ -54,6 +54,22 @@ grpc::ServerReadReactor<v1::LayoutChunk>* TrainerService::RegisterLayout(
   return new RegisterLayoutReactor<TrainerLayouts>(node_, door_->Admit(*context), response);
 }
 
+grpc::ServerUnaryReactor* TrainerService::RegisterRegion(grpc::CallbackServerContext* context,
+                                                         const v1::RegisterRegionRequest* request,
+                                                         v1::RegisterRegionResponse* response) {
+  return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
+    node_->RegisterRegion(*request, peer, /*engine=*/false, std::move(reply));
+  });
+}
+
+grpc::ServerUnaryReactor* TrainerService::ReleaseRegion(grpc::CallbackServerContext* context,
+                                                        const v1::ReleaseRegionRequest* request,
+                                                        v1::ReleaseRegionResponse* response) {
+  return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
+    node_->ReleaseRegion(*request, peer, /*engine=*/false, std::move(reply));
+  });
+}
+
 grpc::ServerUnaryReactor* TrainerService::Begin(grpc::CallbackServerContext* context,
                                                 const v1::BeginRequest* request,
                                                 v1::BeginResponse* response) {

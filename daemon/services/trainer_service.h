@@ -16,6 +16,12 @@ class TrainerService final : public v1::Trainer::CallbackService {
       grpc::CallbackServerContext* context) override;
   grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(grpc::CallbackServerContext* context,
                                                            v1::LayoutRegistered* response) override;
+  grpc::ServerUnaryReactor* RegisterRegion(grpc::CallbackServerContext* context,
+                                           const v1::RegisterRegionRequest* request,
+                                           v1::RegisterRegionResponse* response) override;
+  grpc::ServerUnaryReactor* ReleaseRegion(grpc::CallbackServerContext* context,
+                                          const v1::ReleaseRegionRequest* request,
+                                          v1::ReleaseRegionResponse* response) override;
   grpc::ServerUnaryReactor* Begin(grpc::CallbackServerContext* context,
                                   const v1::BeginRequest* request,
                                   v1::BeginResponse* response) override;

@@ -47,6 +47,10 @@ constexpr std::array kSettings = {"listen-unix",
                                   "slots",
                                   "max-pool-bytes",
                                   "copy-threads",
+                                  "cuda",
+                                  "cuda-copy-blocks",
+                                  "cuda-device-ms",
+                                  "cuda-library",
                                   "metrics-listen",
                                   "daemon-id",
                                   "advertise",
@@ -114,6 +118,9 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(InRange(staging.slots, kMinConfiguredSlots, kMaxConfiguredSlots));
   REFITD_CHECK(staging.max_pool_bytes >= staging.slot_bytes * staging.slots);
   REFITD_CHECK(InRange(config.copy_threads, 0, kMaxConfiguredCopyThreads));
+  REFITD_CHECK(InRange(config.cuda.copy_blocks, 1, kMaxConfiguredCopyBlocks));
+  REFITD_CHECK(IsWait(config.cuda.device));
+  REFITD_CHECK(!config.cuda.library.empty() && !HasNul(config.cuda.library));
 
   const MemoryFile printed(FormatConfig(config));
   const auto again = LoadConfig({"--config", printed.path()}, {});

@@ -43,9 +43,13 @@ class FakeCuda {
   FakeCuda(const FakeCuda&) = delete;
   FakeCuda& operator=(const FakeCuda&) = delete;
 
-  // Beside this binary, under `bazel test` and by hand.
+  // Beside this binary, under `bazel test` and by hand; else, for tests of other folders, in
+  // transport/cuda two folders up.
   static std::string Path() {
-    return std::filesystem::read_symlink("/proc/self/exe").parent_path() / "libcuda_fake.so";
+    const std::filesystem::path folder =
+        std::filesystem::read_symlink("/proc/self/exe").parent_path();
+    if (exists(folder / "libcuda_fake.so")) return folder / "libcuda_fake.so";
+    return folder / "../../transport/cuda/libcuda_fake.so";
   }
 
   // A probe's call that always fails; about a device, on device 1 only.

@@ -1,0 +1,294 @@
+// Members on GPUs: their devices, device memory as regions and as sources of buckets, the end of a
+// lost GPU.
+//
+// Opening and closing takes up to milliseconds, and longer where a context is made: it runs on
+// regions_thread_, or on a thread of the descriptor socket.
+#include <algorithm>
+#include <map>
+#include <string_view>
+#include <utility>
+
+#include "daemon/log.h"
+#include "daemon/node.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+constexpr size_t kMaxUuidInMessage = 64;
+
+bool IsHost(std::string_view device) { return device.empty() || device == "host"; }
+
+// The same status, beginning with the field that it is about.
+absl::Status In(std::string_view field, const absl::Status& status) {
+  return Error(status.code(), "{}: {}", field, Message(status));
+}
+
+}  // namespace
+
+// ---- devices ----
+
+absl::StatusOr<std::optional<int>> Node::DeviceOf(const std::string& name) const {
+  if (IsHost(name)) return std::nullopt;
+  if (options_.cuda.memory == nullptr) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "device.name: '{}': this daemon has no transport for it ({})", name,
+                 options_.cuda.detail);
+  }
+  const absl::StatusOr<int> ordinal = options_.cuda.memory->DeviceOf(name);
+  if (!ordinal.ok()) return In("device.name", ordinal.status());
+  return *ordinal;
+}
+
+bool Node::HasDevices(const std::string& group) const {
+  return std::any_of(members_.begin(), members_.end(), [&](const auto& entry) {
+    return entry.second.group == group && entry.second.ordinal.has_value();
+  });
+}
+
+// What no transport moves is refused before anything waits for it: device memory to another daemon,
+// and from a GPU into host memory.
+absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
+  if (record.ordinal.has_value() && (group.follower != nullptr || !group.sessions.empty())) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "device.name: '{}': group '{}' spans daemons, and device memory moves within one "
+                 "daemon only",
+                 record.device, record.group);
+  }
+  for (const auto& [id, member] : members_) {
+    if (member.lost || member.group != record.group || member.engine == record.engine) continue;
+    const MemberRecord& trainer = record.engine ? member : record;
+    const MemberRecord& engine = record.engine ? record : member;
+    if (!trainer.ordinal.has_value() || engine.ordinal.has_value()) continue;
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "device.name: '{}': group '{}' would have a trainer rank on GPU {} and an engine "
+                 "rank in host memory: nothing moves weights that way",
+                 record.device, record.group, trainer.device);
+  }
+  return absl::OkStatus();
+}
+
+// DESIGN.md, section 4: on GPUs what was stored is compared in the copy; an instance's first update
+// is read back as well. What the operator configured in other words than the default stays.
+std::optional<Verification> Node::DefaultVerification(GroupRecord* group, Version version) {
+  // Elsewhere the coordinator's default counts, and there are no GPUs.
+  if (group->follower != nullptr) return std::nullopt;
+  if (options_.group.default_verification != Verification::kReadback) return std::nullopt;
+  // The ranks of one update must mean the same, whoever attaches between their calls.
+  if (group->verification.has_value() && group->verification->first == version) {
+    return group->verification->second;
+  }
+  bool devices = false;
+  bool first = false;
+  for (const auto& [id, member] : members_) {
+    if (!member.engine || member.lost || member.group != group->machine->name()) continue;
+    devices = devices || member.ordinal.has_value();
+    first = first || !member.updated;
+  }
+  std::optional<Verification> chosen;
+  if (devices) chosen = first ? Verification::kReadback : Verification::kTransfer;
+  group->verification = {version, chosen};
+  return chosen;
+}
+
+void Node::DevicesLost(const absl::Status& why) {
+  LogError("the GPUs are lost to this process: {}", Message(why));
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    std::vector<std::string> running;
+    for (const auto& [name, group] : groups_) {
+      if (group->machine->update_running() && HasDevices(name)) running.push_back(name);
+    }
+    for (const std::string& name : running) {
+      Handle(name,
+             OperatorAbort{NewCall(), fmt::format("the daemon lost its GPUs: {}", Message(why))},
+             &deferred);
+    }
+  }
+  RunAll(std::move(deferred));
+}
+
+// ---- regions ----
+
+// Closing waits for the driver, and the last reference may go anywhere, also under the mutex.
+Node::RegionRecord Node::DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const {
+  const CudaRegion* const raw = region.get();
+  std::shared_ptr<const void> kept(
+      raw, [closer = regions_thread_, held = std::move(region)](const void*) mutable {
+        closer->Submit([closed = std::move(held)]() mutable { closed.reset(); });
+      });
+  RegionRecord record;
+  record.identity = fmt::format("device {} {}", raw->device(), static_cast<void*>(raw->data()));
+  record.memory = {raw->data(), raw->bytes(), std::move(kept)};
+  record.access = engine ? Access::kReadWrite : Access::kReadOnly;
+  return record;
+}
+
+absl::StatusOr<Node::DeviceHandle> Node::CheckHandle(const v1::RegisterRegionRequest& request,
+                                                     const Peer& peer, bool engine) {
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(request.lease(), peer, engine));
+  if (options_.cuda.memory == nullptr) {
+    return Error(absl::StatusCode::kUnimplemented, "this daemon has no cuda transport: {}",
+                 options_.cuda.detail);
+  }
+  const v1::CudaIpcHandle& given = request.cuda_ipc();
+  if (given.handle().size() != kCudaIpcHandleBytes) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "cuda_ipc.handle has {} bytes, a CUDA IPC handle {}", given.handle().size(),
+                 kCudaIpcHandleBytes);
+  }
+  if (given.byte_offset() != 0) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "cuda_ipc.byte_offset is {}, must be 0: a region is a whole block",
+                 given.byte_offset());
+  }
+  if (given.bytes() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "cuda_ipc.bytes is {}, less than 0",
+                 given.bytes());
+  }
+  if (!member->ordinal.has_value() || given.gpu_uuid() != member->device) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "cuda_ipc.gpu_uuid is '{}', the lease's device is '{}'",
+                 Shorten(given.gpu_uuid(), kMaxUuidInMessage), member->device);
+  }
+  REFITD_RETURN_IF_ERROR(AdmitRegion(request.lease().token(), peer, "").status());
+  if (opening_regions_ >= kMaxOpening) {
+    return Error(absl::StatusCode::kResourceExhausted, "{} regions are being opened already",
+                 opening_regions_);
+  }
+  return DeviceHandle{*member->ordinal, engine, given.bytes(), given.handle()};
+}
+
+absl::StatusOr<Node::RegionRecord> Node::OpenDevice(const DeviceHandle& handle) const {
+  absl::StatusOr<std::shared_ptr<const CudaRegion>> opened =
+      options_.cuda.memory->OpenLegacy(handle.ordinal, handle.handle);
+  if (!opened.ok()) return In("cuda_ipc.handle", opened.status());
+  RegionRecord region = DeviceRegion(*std::move(opened), handle.engine);
+  if (handle.bytes > region.memory.bytes) {
+    return Error(absl::StatusCode::kInvalidArgument, "cuda_ipc.bytes is {}: the block has {}",
+                 handle.bytes, region.memory.bytes);
+  }
+  if (handle.bytes > 0) region.memory.bytes = handle.bytes;
+  if (region.memory.bytes <= options_.max_region_bytes) return region;
+  return Error(absl::StatusCode::kResourceExhausted,
+               "cuda_ipc.bytes: {} is more than max_region_bytes {}", region.memory.bytes,
+               options_.max_region_bytes);
+}
+
+void Node::RegisterRegion(const v1::RegisterRegionRequest& request, const Peer& peer, bool engine,
+                          ResponseFunction<v1::RegisterRegionResponse> reply) {
+  const auto check = [&]() -> absl::StatusOr<DeviceHandle> {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(DeviceHandle checked, CheckHandle(request, peer, engine));
+    ++opening_regions_;
+    return checked;
+  };
+  absl::StatusOr<DeviceHandle> handle = check();
+  if (!handle.ok()) return reply(handle.status());
+  regions_thread_->Submit([this, handle = *std::move(handle), token = request.lease().token(), peer,
+                           reply = std::move(reply)] {
+    absl::StatusOr<RegionRecord> opened = OpenDevice(handle);
+    const auto add = [&]() -> absl::StatusOr<v1::RegisterRegionResponse> {
+      MutexLock lock(&mutex_);
+      --opening_regions_;
+      REFITD_RETURN_IF_ERROR(opened.status());
+      // The lease may have ended meanwhile, and another region have come.
+      REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AdmitRegion(token, peer, opened->identity));
+      v1::RegisterRegionResponse response;
+      response.set_bytes(opened->memory.bytes);
+      response.set_region_id(AddRegion(member, *std::move(opened)).value());
+      return response;
+    };
+    reply(add());
+  });
+}
+
+absl::StatusOr<RegionId> Node::RegisterVmm(const Token& token, const PeerCredentials& peer,
+                                           UniqueFd fd, int64_t bytes) {
+  const std::string key(token.begin(), token.end());
+  int ordinal = 0;
+  bool engine = false;
+  {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, AdmitRegion(key, Peer{peer}, ""));
+    if (options_.cuda.memory == nullptr) {
+      return Error(absl::StatusCode::kUnimplemented,
+                   "region_kind: 2: this daemon has no cuda transport: {}", options_.cuda.detail);
+    }
+    if (!member->ordinal.has_value()) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "region_kind: 2 is device memory, the lease's device is '{}'", member->device);
+    }
+    ordinal = *member->ordinal;
+    engine = member->engine;
+  }
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> imported,
+                          options_.cuda.memory->ImportVmm(ordinal, std::move(fd), bytes));
+  RegionRecord region = DeviceRegion(std::move(imported), engine);
+  MutexLock lock(&mutex_);
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AdmitRegion(key, Peer{peer}, region.identity));
+  return AddRegion(member, std::move(region));
+}
+
+// ---- buckets ----
+
+absl::StatusOr<DeviceSource> Node::OpenSource(const v1::CudaIpcHandles& handles, int ordinal,
+                                              std::vector<int> indices) const {
+  DeviceSource source;
+  std::map<std::string_view, MemorySpan> open;  // tensors of one block come with one handle
+  for (const int index : indices) {
+    const std::string& handle = handles.handles(index).handle();
+    auto block = open.find(handle);
+    if (block == open.end()) {
+      absl::StatusOr<std::shared_ptr<const CudaRegion>> opened =
+          options_.cuda.memory->OpenLegacy(ordinal, handle);
+      if (!opened.ok()) {
+        return In(fmt::format("bucket.cuda_ipc.handles[{}]", index), opened.status());
+      }
+      block = open.emplace(handle, DeviceRegion(*std::move(opened), false).memory).first;
+    }
+    source.blocks.push_back(block->second);
+  }
+  source.indices = std::move(indices);
+  return source;
+}
+
+void Node::PushFromDevice(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
+                          ReplyFunction reply) {
+  int ordinal = 0;
+  const auto check = [&]() -> absl::StatusOr<std::vector<int>> {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(request.lease(), peer, false));
+    REFITD_ASSIGN_OR_RETURN(std::vector<int> indices, HandlesOn(request.bucket(), member->device));
+    if (!member->ordinal.has_value()) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "bucket.cuda_ipc is device memory, the lease's device is '{}'", member->device);
+    }
+    if (opening_pushes_.size() >= kMaxOpening) {
+      return Error(absl::StatusCode::kResourceExhausted, "{} buckets are being opened already",
+                   opening_pushes_.size());
+    }
+    ordinal = *member->ordinal;
+    opening_pushes_[call] = false;
+    return indices;
+  };
+  absl::StatusOr<std::vector<int>> indices = check();
+  if (!indices.ok()) return reply(indices.status(), EmptyReply{});
+  regions_thread_->Submit([this, call, &request, peer, ordinal, indices = *std::move(indices),
+                           reply = std::move(reply)] {
+    const absl::StatusOr<DeviceSource> source =
+        OpenSource(request.bucket().cuda_ipc(), ordinal, indices);
+    bool gone = false;
+    {
+      MutexLock lock(&mutex_);
+      gone = opening_pushes_.at(call);
+      opening_pushes_.erase(call);
+    }
+    if (gone) return reply(absl::CancelledError("the caller went away"), EmptyReply{});
+    if (!source.ok()) return reply(source.status(), EmptyReply{});
+    PushOpened(call, request, peer, reply, *source);
+  });
+}
+
+}  // namespace refitd

@@ -1,0 +1,585 @@
+// Members on GPUs: attaching by UUID, device memory as regions and in buckets, pushes and compiled
+// refits between GPUs, the end of a member. The daemon's parts run in this process, over the fake
+// driver; bytes are moved by the real transport's tasks.
+#include <grpcpp/server_posix.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+
+#if defined(REFITD_CUDA)
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "client/engine.h"
+#include "client/trainer.h"
+#include "daemon/accept_loop.h"
+#include "daemon/descriptor_socket.h"
+#include "daemon/node.h"
+#include "daemon/process_watch.h"
+#include "daemon/services/engine_service.h"
+#include "daemon/services/operator_service.h"
+#include "daemon/services/trainer_service.h"
+#include "daemon/test_util.h"
+#include "tests/e2e/raw_client.h"
+#include "tests/e2e/require.h"
+#include "transport/cuda/cuda_transport.h"
+#include "transport/cuda/fake_cuda.h"
+#include "transport/host/host_transport.h"
+#endif
+
+namespace refitd::e2e {
+namespace {
+
+#if !defined(REFITD_CUDA)
+
+TEST_CASE("where CUDA is not compiled in there is no GPU to attach on") { SUCCEED(); }
+
+#else
+
+using Catch::Matchers::Contains;
+using grpc::StatusCode;
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+// The daemon's node, services and sockets, over two fake GPUs.
+class LocalDaemon {
+ public:
+  explicit LocalDaemon(bool gpus = true) {
+    processes_ = *ProcessWatch::Create();
+    NodeOptions options;
+    options.descriptor_socket = socket() + std::string(kDescriptorSocketSuffix);
+    options.cuda.detail = "the test has none";
+    std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1});
+    if (gpus) {
+      options.cuda.memory = *CudaMemory::Create(FakeCuda::Path());
+      options.cuda.detail = "two fakes";
+      for (const CudaDevice& device : options.cuda.memory->devices()) uuids_.push_back(device.uuid);
+      CudaTransportOptions cuda;
+      cuda.lost = [this](const absl::Status& why) {
+        MutexLock lock(&mutex_);
+        lost_ = why;
+      };
+      transport = *MakeCudaTransport(options.cuda.memory, std::move(transport), cuda, "an image");
+    }
+    node_ = std::make_unique<Node>(std::move(options), std::move(transport), processes_.get());
+    const AccessRule mine{{geteuid()}, {}};
+    door_ = std::make_unique<Door>(&peers_, mine);
+    trainers_ = std::make_unique<TrainerService>(node_.get(), door_.get());
+    engines_ = std::make_unique<EngineService>(node_.get(), door_.get());
+    operators_ = std::make_unique<OperatorService>(node_.get(), door_.get());
+    accept_loop_ = *AcceptLoop::Create({socket(), 0600}, &peers_, [this](UniqueFd fd) {
+      grpc::AddInsecureChannelFromFd(server_.get(), fd.Release());
+    });
+    descriptors_ = *DescriptorSocket::Create(
+        {.path = socket() + std::string(kDescriptorSocketSuffix), .mode = 0600, .access = mine},
+        node_.get());
+    grpc::ServerBuilder builder;
+    builder.RegisterService(trainers_.get());
+    builder.RegisterService(engines_.get());
+    builder.RegisterService(operators_.get());
+    server_ = builder.BuildAndStart();
+    accept_loop_->Start();
+  }
+  ~LocalDaemon() {
+    node_->Drain();
+    node_->Finish(std::chrono::steady_clock::now());
+    accept_loop_->Stop();
+    descriptors_->Stop();
+    server_->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(2));
+    server_.reset();
+  }
+
+  std::string socket() const { return folder_ / "refitd.sock"; }
+  std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket()); }
+  FakeCuda& fake() { return fake_; }
+  Node& node() { return *node_; }
+  const std::string& uuid(size_t device) const { return uuids_[device]; }
+  absl::Status lost() {
+    MutexLock lock(&mutex_);
+    return lost_;
+  }
+
+  v1::TrainerHello TrainerOn(size_t device) const {
+    v1::TrainerHello hello = RawTrainer::Hello("g");
+    hello.mutable_device()->set_name(uuid(device));
+    return hello;
+  }
+  v1::EngineHello EngineOn(size_t device, v1::Delivery delivery = v1::DELIVERY_REGISTERED) const {
+    v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, delivery);
+    hello.mutable_device()->set_name(uuid(device));
+    return hello;
+  }
+
+ private:
+  const TempFolder folder_;
+  FakeCuda fake_;
+  Mutex mutex_;
+  absl::Status lost_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::string> uuids_;
+  std::unique_ptr<ProcessWatch> processes_;
+  std::unique_ptr<Node> node_;
+  PeerTable peers_;
+  std::unique_ptr<Door> door_;
+  std::unique_ptr<TrainerService> trainers_;
+  std::unique_ptr<EngineService> engines_;
+  std::unique_ptr<OperatorService> operators_;
+  std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<AcceptLoop> accept_loop_;
+  std::unique_ptr<DescriptorSocket> descriptors_;
+};
+
+// A block of another process's cudaMalloc.
+struct Block {
+  Block(LocalDaemon* daemon, size_t device, int64_t size)
+      : bytes(size), data(daemon->fake().Export(static_cast<int>(device), size, &handle)) {
+    request.mutable_cuda_ipc()->set_gpu_uuid(daemon->uuid(device));
+    request.mutable_cuda_ipc()->set_handle(handle);
+  }
+  v1::CudaIpcHandle At(int64_t byte_offset, int64_t count = 0) const {
+    v1::CudaIpcHandle place = request.cuda_ipc();
+    place.set_byte_offset(byte_offset);
+    place.set_bytes(count);
+    return place;
+  }
+  std::string handle;
+  int64_t bytes;
+  char* data;
+  v1::RegisterRegionRequest request;  // of all of it
+};
+
+template <typename Member>
+auto Register(Member* member, const v1::RegisterRegionRequest& request) {
+  if constexpr (std::is_same_v<Member, RawEngine>) {
+    return member->Call(&v1::Engine::Stub::RegisterRegion, request);
+  } else {
+    return member->Call(&v1::Trainer::Stub::RegisterRegion, request);
+  }
+}
+template <typename Member>
+auto Release(Member* member, uint64_t region) {
+  v1::ReleaseRegionRequest request;
+  request.set_region_id(region);
+  if constexpr (std::is_same_v<Member, RawEngine>) {
+    return member->Call(&v1::Engine::Stub::ReleaseRegion, request);
+  } else {
+    return member->Call(&v1::Trainer::Stub::ReleaseRegion, request);
+  }
+}
+
+// A registered engine rank whose parameters are on a GPU.
+struct DeviceEngine {
+  DeviceEngine(LocalDaemon* daemon, size_t device, const Model& of)
+      : model(of),
+        held(HoldWhole(of)),
+        block(daemon, device, held.region_bytes),
+        engine(daemon->Connect(), daemon->EngineOn(device)) {
+    REQUIRE(engine.attached().ok());
+    const auto region = Register(&engine, block.request);
+    REQUIRE_OK(region);
+    REQUIRE(region.response.bytes() >= held.region_bytes);
+    const std::string empty = EmptyImage(held.region_bytes);
+    std::memcpy(block.data, empty.data(), empty.size());
+    for (Piece& piece : held.layout.pieces) piece.region = RegionId(region.response.region_id());
+    held.layout.binding_generation = 1;
+    REQUIRE_OK(engine.Register(held.layout));
+  }
+  // Empty: it holds the version, and nothing else was written.
+  std::string Difference(int64_t version) const {
+    return e2e::Difference(
+        ExpectedImage(EmptyImage(held.region_bytes), held.layout, model, BytesOf(model, version)),
+        block.data, held.layout);
+  }
+  const Model model;
+  Held held;
+  const Block block;
+  RawEngine engine;
+};
+
+// The version's tensors one after the other, each on a multiple of 64 bytes.
+std::vector<int64_t> Pack(const Model& model, int64_t version, char* to) {
+  std::vector<int64_t> offsets;
+  int64_t end = 0;
+  for (const std::string& bytes : BytesOf(model, version)) {
+    offsets.push_back(end);
+    std::memcpy(to + end, bytes.data(), bytes.size());
+    end += (static_cast<int64_t>(bytes.size()) + 63) / 64 * 64;
+  }
+  return offsets;
+}
+
+TEST_CASE("a member attaches on a GPU by its UUID, and an unknown one is told which there are") {
+  LocalDaemon daemon;
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  RawEngine engine(daemon.Connect(), daemon.EngineOn(0));
+  REQUIRE(engine.attached().ok());
+
+  v1::EngineHello hello = daemon.EngineOn(0);
+  hello.mutable_device()->set_name("GPU-none");
+  hello.set_instance("other");
+  CheckRefused(RawEngine(daemon.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
+               {"device.name", "GPU-none", daemon.uuid(0), daemon.uuid(1)});
+  hello = daemon.EngineOn(0, v1::DELIVERY_STAGED);
+  hello.set_instance("staged");
+  CheckRefused(RawEngine(daemon.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
+               {"delivery", "staged", daemon.uuid(0)});
+  hello = daemon.EngineOn(0);
+  hello.set_group("far");
+  hello.set_coordinator("10.0.0.1:7");
+  CheckRefused(RawEngine(daemon.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
+               {"device.name", "10.0.0.1:7"});
+  CheckRefused(RawEngine(daemon.Connect(), RawEngine::Hello("g", "host")).attached(),
+               StatusCode::FAILED_PRECONDITION, {"device.name", "host memory", daemon.uuid(1)});
+}
+
+TEST_CASE("a daemon without GPUs says so to whoever has one") {
+  LocalDaemon daemon(/*gpus=*/false);
+  v1::TrainerHello hello = RawTrainer::Hello("g");
+  hello.mutable_device()->set_name("GPU-1");
+  CheckRefused(RawTrainer(daemon.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
+               {"device.name", "GPU-1", "the test has none"});
+  RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
+  REQUIRE(trainer.attached().ok());
+  CheckRefused(Register(&trainer, {}).status, StatusCode::UNIMPLEMENTED, {"the test has none"});
+  const v1::GetStatusResponse status = daemon.node().GetStatus();
+  REQUIRE(status.transports(1).name() == "cuda");
+  CHECK(!status.transports(1).available());
+  CHECK(status.transports(1).detail() == "the test has none");
+}
+
+TEST_CASE("regions of device memory: fields are checked, and released ones are closed") {
+  LocalDaemon daemon;
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(0));
+  REQUIRE(trainer.attached().ok());
+  const Block block(&daemon, 0, 3 * kMiB);
+  const auto refused = [&](StatusCode code, const std::vector<std::string>& words,
+                           const std::function<void(v1::CudaIpcHandle*)>& damage) {
+    v1::RegisterRegionRequest request = block.request;
+    damage(request.mutable_cuda_ipc());
+    CheckRefused(Register(&trainer, request).status, code, words);
+  };
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handle", "63"},
+          [](auto* h) { h->mutable_handle()->pop_back(); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.byte_offset", "256"},
+          [](auto* h) { h->set_byte_offset(256); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.bytes", "-1"},
+          [](auto* h) { h->set_bytes(-1); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.bytes", std::to_string(4 * kMiB)},
+          [](auto* h) { h->set_bytes(4 * kMiB); });
+  refused(StatusCode::FAILED_PRECONDITION, {"cuda_ipc.gpu_uuid", daemon.uuid(1), daemon.uuid(0)},
+          [&](auto* h) { h->set_gpu_uuid(daemon.uuid(1)); });
+  refused(StatusCode::FAILED_PRECONDITION, {"cuda_ipc.handle"},
+          [](auto* h) { h->set_handle(std::string(64, 'x')); });
+  CHECK(Eventually([&] { return daemon.fake().Count().opened_handles == 0; }));
+
+  v1::RegisterRegionRequest part = block.request;
+  part.mutable_cuda_ipc()->set_bytes(2 * kMiB);
+  const auto region = Register(&trainer, part);
+  REQUIRE_OK(region);
+  CHECK(region.response.bytes() == 2 * kMiB);
+  // A trainer may register a block twice; it is open once.
+  const auto again = Register(&trainer, block.request);
+  REQUIRE_OK(again);
+  CHECK(again.response.bytes() == 3 * kMiB);
+  CHECK(daemon.fake().Count().opened_handles == 1);
+  CheckRefused(Release(&trainer, 4711).status, StatusCode::NOT_FOUND, {"region_id", "4711"});
+  REQUIRE_OK(Release(&trainer, region.response.region_id()));
+  CHECK(daemon.fake().Count().opened_handles == 1);
+  REQUIRE_OK(Release(&trainer, again.response.region_id()));
+  // Answered when it is closed.
+  CHECK(daemon.fake().Count().opened_handles == 0);
+}
+
+TEST_CASE("an engine's block is one region, stays while a layout names it, and ends with it") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(2, 8, 8);
+  {
+    DeviceEngine engine(&daemon, 0, model);
+    CheckRefused(Register(&engine.engine, engine.block.request).status, StatusCode::ALREADY_EXISTS,
+                 {"region"});
+    CheckRefused(Release(&engine.engine, engine.held.layout.pieces[0].region.value()).status,
+                 StatusCode::FAILED_PRECONDITION, {"in use by tensor"});
+    CHECK(daemon.fake().Count().opened_handles == 1);
+  }
+  CHECK(Eventually([&] { return daemon.fake().Count().opened_handles == 0; }));
+}
+
+TEST_CASE("VMM memory comes over the descriptor socket") {
+  LocalDaemon daemon;
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  int raw = -1;
+  daemon.fake().ExportVmm(1, 4 * kMiB, &raw);
+  const UniqueFd fd(raw);
+  DescriptorRequest request = trainer.descriptors().Request(DescriptorRequestKind::kRegisterRegion);
+  request.region_kind = RegionKind::kCudaVmm;
+  request.bytes = 4 * kMiB;
+  const auto registered = trainer.descriptors().Ask(request, {fd.get()});
+  REQUIRE(registered.has_value());
+  INFO(registered->message);
+  REQUIRE(registered->code == 0);
+  CHECK(daemon.fake().Count().mapped == 1);
+  request = trainer.descriptors().Request(DescriptorRequestKind::kReleaseRegion);
+  request.region_id = registered->region_id;
+  const auto released = trainer.descriptors().Ask(request, {});
+  REQUIRE(released.has_value());
+  CHECK(released->code == 0);
+  CHECK(daemon.fake().Count().mapped == 0);
+
+  RawTrainer host(daemon.Connect(), RawTrainer::Hello("other"));
+  REQUIRE(host.attached().ok());
+  request = host.descriptors().Request(DescriptorRequestKind::kRegisterRegion);
+  request.region_kind = RegionKind::kCudaVmm;
+  request.bytes = 4 * kMiB;
+  const auto refused = host.descriptors().Ask(request, {fd.get()});
+  REQUIRE(refused.has_value());
+  CHECK(refused->code == static_cast<uint32_t>(absl::StatusCode::kFailedPrecondition));
+  CHECK_THAT(std::string(refused->message), Contains("host"));
+}
+
+TEST_CASE("buckets from another GPU: by region, by a handle for all, by a handle a tensor") {
+  LocalDaemon daemon;
+  const Model model = MixedModel();
+  DeviceEngine engine(&daemon, 0, model);
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 1, ModelBytes(model) + 64 * 64);
+  const v1::Verification verification =
+      GENERATE(v1::VERIFICATION_UNSPECIFIED, v1::VERIFICATION_OFF, v1::VERIFICATION_TRANSFER,
+               v1::VERIFICATION_READBACK);
+  int64_t version = 0;
+  const auto install =
+      [&](const std::function<void(v1::Bucket*, const std::vector<int64_t>&)>& from,
+          int64_t shift) {
+        const std::vector<int64_t> offsets = Pack(model, ++version, source.data + shift);
+        REQUIRE_OK(trainer.Begin(version, verification));
+        v1::Bucket bucket = Describe(model, 0);
+        from(&bucket, offsets);
+        REQUIRE_OK(trainer.Push(version, bucket));
+        REQUIRE_OK(trainer.Commit(version, 1));
+        CHECK(engine.Difference(version) == "");
+      };
+  install(
+      [&](v1::Bucket* bucket, const std::vector<int64_t>& offsets) {
+        const auto region = Register(&trainer, source.request);
+        REQUIRE_OK(region);
+        for (const int64_t offset : offsets) {
+          v1::RegionRef* ref = bucket->mutable_regions()->add_refs();
+          ref->set_region_id(region.response.region_id());
+          ref->set_byte_offset(offset);
+        }
+      },
+      0);
+  REQUIRE(daemon.fake().Count().opened_handles > 0);
+  install(
+      [&](v1::Bucket* bucket, const std::vector<int64_t>& offsets) {
+        bucket->set_packed(true);
+        for (const int64_t offset : offsets) bucket->add_byte_offsets(offset);
+        v1::CudaIpcHandle* other = bucket->mutable_cuda_ipc()->add_handles();
+        other->set_gpu_uuid(daemon.uuid(0));  // of another rank
+        *bucket->mutable_cuda_ipc()->add_handles() = source.At(64);
+      },
+      64);
+  install(
+      [&](v1::Bucket* bucket, const std::vector<int64_t>& offsets) {
+        for (size_t i = 0; i < model.size(); ++i) {
+          *bucket->mutable_cuda_ipc()->add_handles() = source.At(offsets[i], TensorBytes(model[i]));
+        }
+      },
+      0);
+}
+
+TEST_CASE("handles of a bucket are open until its answer, and bad ones change nothing") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine engine(&daemon, 0, model);
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 1, kMiB);
+  const std::vector<int64_t> offsets = Pack(model, 1, source.data);
+  REQUIRE_OK(trainer.Begin(1));
+  v1::Bucket good = Describe(model, 0);
+  for (const int64_t offset : offsets) {
+    *good.mutable_cuda_ipc()->add_handles() = source.At(offset);
+  }
+  const auto refused = [&](StatusCode code, const std::vector<std::string>& words,
+                           const std::function<void(v1::Bucket*)>& damage) {
+    v1::Bucket bucket = good;
+    damage(&bucket);
+    CheckRefused(trainer.Push(1, bucket).status, code, words);
+  };
+  const auto handle = [](v1::Bucket* bucket, int i) {
+    return bucket->mutable_cuda_ipc()->mutable_handles(i);
+  };
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles", "1 entries"},
+          [](auto* b) { b->mutable_cuda_ipc()->mutable_handles()->RemoveLast(); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles[1].handle", "5"},
+          [&](auto* b) { handle(b, 1)->set_handle("short"); });
+  refused(StatusCode::FAILED_PRECONDITION, {"cuda_ipc.handles[1]"},
+          [&](auto* b) { handle(b, 1)->set_handle(std::string(64, 'x')); });
+  refused(StatusCode::FAILED_PRECONDITION, {"cuda_ipc.handles[0].gpu_uuid", daemon.uuid(0)},
+          [&](auto* b) { handle(b, 0)->set_gpu_uuid(daemon.uuid(0)); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles[0].byte_offset", "-2"},
+          [&](auto* b) { handle(b, 0)->set_byte_offset(-2); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles[0].byte_offset", "unaligned"},
+          [&](auto* b) { handle(b, 0)->set_byte_offset(1); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles[0].byte_offset", "outside"},
+          [&](auto* b) { handle(b, 0)->set_byte_offset(int64_t{1} << 62); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles[0]", "too few"},
+          [&](auto* b) { handle(b, 0)->set_byte_offset(kMiB - 2); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles[0]", "too few"},
+          [&](auto* b) { handle(b, 0)->set_bytes(2); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles[0].bytes"},
+          [&](auto* b) { handle(b, 0)->set_bytes(int64_t{1} << 62); });
+  refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles", "2 of device"},
+          [&](auto* b) { b->set_packed(true); });
+  REQUIRE_OK(trainer.Push(1, good));
+  REQUIRE_OK(trainer.Commit(1, 1));
+  CHECK(engine.Difference(1) == "");
+  // What remains is the engine's, and what the transport opened of it for the source's GPU.
+  CHECK(Eventually([&] { return daemon.fake().Count().opened_handles <= 2; }));
+}
+
+TEST_CASE("a trainer in host memory feeds an engine on a GPU") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine engine(&daemon, 0, model);
+  RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
+  REQUIRE(trainer.attached().ok());
+  REQUIRE_OK(trainer.Begin(1));
+  REQUIRE_OK(trainer.Push(1, InlineBucket(model, BytesOf(model, 1), 0, false)));
+  REQUIRE_OK(trainer.Commit(1, 1));
+  CHECK(engine.Difference(1) == "");
+}
+
+// An engine of the client library that answers by itself.
+class ClientEngine {
+ public:
+  ClientEngine(LocalDaemon* daemon, const Model& model) : held_(HoldWhole(model)) {
+    client::EngineOptions options;
+    options.connect.socket = daemon->socket();
+    options.connect.group = "g";
+    options.connect.spec = client::GroupSpec{};
+    options.connect.device = daemon->uuid(0);
+    options.instance = "i";
+    auto engine = client::Engine::Attach(options);
+    INFO(engine.status());
+    REQUIRE(engine.ok());
+    engine_ = *std::move(engine);
+    int fd = -1;
+    bytes_ = (held_.region_bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
+    memory_ = daemon->fake().ExportVmm(0, bytes_, &fd);
+    auto region = engine_->AddCudaRegion(UniqueFd(fd), bytes_);
+    INFO(region.status());
+    REQUIRE(region.ok());
+    region_ = *std::move(region);
+    CHECK(region_->data() == nullptr);
+    CHECK(region_->bytes() == bytes_);
+    const std::string empty = EmptyImage(held_.region_bytes);
+    std::memcpy(memory_, empty.data(), empty.size());
+    for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
+    REQUIRE(engine_->Register(held_.layout).ok());
+    thread_ = std::thread([this] { Serve(); });
+  }
+  ~ClientEngine() {
+    stop_ = true;
+    thread_.join();
+  }
+  std::string Difference(const Model& model, int64_t version) const {
+    return e2e::Difference(
+        ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model, BytesOf(model, version)),
+        memory_, held_.layout);
+  }
+
+ private:
+  void Serve() {
+    while (!stop_) {
+      auto event = engine_->Next(std::chrono::milliseconds(20));
+      if (!event.ok()) return;
+      if (const auto* prepare = std::get_if<client::Prepare>(&*event)) {
+        (void)engine_->Ready(prepare->version);
+      }
+    }
+  }
+  Held held_;
+  int64_t bytes_ = 0;
+  char* memory_ = nullptr;
+  std::unique_ptr<client::Engine> engine_;
+  std::shared_ptr<client::Region> region_;
+  std::atomic<bool> stop_ = false;
+  std::thread thread_;
+};
+
+TEST_CASE("compiled refits between GPUs through the client library, version after version") {
+  LocalDaemon daemon;
+  const Model model = MixedModel();
+  {
+    ClientEngine engine(&daemon, model);
+    client::TrainerOptions options;
+    options.connect.socket = daemon.socket();
+    options.connect.group = "g";
+    options.connect.spec = client::GroupSpec{};
+    options.connect.device = daemon.uuid(1);
+    auto trainer = client::Trainer::Attach(options);
+    INFO(trainer.status());
+    REQUIRE(trainer.ok());
+    Held shards = HoldWhole(model, 0);
+    const Block source(&daemon, 1, shards.region_bytes);
+    CHECK(absl::IsInvalidArgument(
+        (*trainer)->AddCudaRegion(client::CudaIpcBlock{"short", 5}).status()));
+    auto region =
+        (*trainer)->AddCudaRegion(client::CudaIpcBlock{source.handle, shards.region_bytes});
+    INFO(region.status());
+    REQUIRE(region.ok());
+    CHECK((*region)->data() == nullptr);
+    for (Piece& piece : shards.layout.pieces) piece.region = (*region)->id();
+    REQUIRE((*trainer)->Register(shards.layout).ok());
+    for (int64_t version = 1; version <= 3; ++version) {
+      const std::string image = ExpectedImage(EmptyImage(shards.region_bytes), shards.layout, model,
+                                              BytesOf(model, version));
+      std::memcpy(source.data, image.data(), image.size());
+      const auto result = (*trainer)->Refit({.version = Version(version)});
+      INFO(result.status());
+      REQUIRE(result.ok());
+      CHECK(engine.Difference(model, version) == "");
+    }
+  }
+  CHECK(Eventually([&] {
+    const FakeCudaCounts counts = daemon.fake().Count();
+    return counts.opened_handles == 0 && counts.mapped == 0 && counts.imported == 0;
+  }));
+}
+
+TEST_CASE("a lost context fails the running update, and whoever runs the daemon is told") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine engine(&daemon, 0, model);
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 1, kMiB);
+  const std::vector<int64_t> offsets = Pack(model, 1, source.data);
+  REQUIRE_OK(trainer.Begin(1));
+  v1::Bucket bucket = Describe(model, 0);
+  for (const int64_t offset : offsets)
+    *bucket.mutable_cuda_ipc()->add_handles() = source.At(offset);
+  constexpr int kIllegalAddress = 700;
+  daemon.fake().FailAt("kernel", 1, kIllegalAddress);
+  CHECK(!trainer.Push(1, bucket).ok());
+  REQUIRE(Eventually([&] { return !daemon.lost().ok(); }));
+  daemon.node().DevicesLost(daemon.lost());
+  CHECK(!trainer.Commit(1, 1).ok());
+  const auto aborted = engine.engine.events().WaitFor(v1::EngineEvent::kAborted);
+  REQUIRE(aborted.has_value());
+  CHECK(aborted->aborted().dirty());
+}
+
+#endif
+
+}  // namespace
+}  // namespace refitd::e2e
