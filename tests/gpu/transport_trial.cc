@@ -262,7 +262,7 @@ TEST_CASE("what transfers take") {
   const int last = static_cast<int>(memory->devices().size()) - 1;
   const char* const names[] = {"", "off", "transfer", "readback"};
   for (const int blocks : {32, 64, 132}) {
-    const auto transport = MakeTransport({.blocks = blocks, .lost = {}});
+    const auto transport = MakeTransport({.blocks = blocks, .local_blocks = blocks, .lost = {}});
     for (const int64_t bytes : {int64_t{1} << 20, int64_t{4} << 30}) {
       for (const int to : {0, last}) {
         Transfer transfer = Matrix(bytes, 0, to);

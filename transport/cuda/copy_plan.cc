@@ -229,7 +229,10 @@ class DeviceQueues {
   bool empty() const { return strips_.empty() && copies_.empty(); }
 
   DeviceTasks Take(int device, const CopyPlanOptions& options) {
-    DeviceTasks result = {.device = device, .tasks = {}, .copies = std::move(copies_)};
+    const bool local = std::all_of(strips_.begin(), strips_.end(),
+                                   [device](const auto& strips) { return strips.first == device; });
+    DeviceTasks result = {
+        .device = device, .local = local, .tasks = {}, .copies = std::move(copies_)};
     const int64_t most =
         std::clamp(bytes_ / std::max<int64_t>(options.tasks_wanted, 1), options.least_task_bytes,
                    std::max(options.least_task_bytes, options.most_task_bytes));

@@ -31,6 +31,7 @@ class CopyAddresses {
 
 struct DeviceTasks {
   int device = 0;
+  bool local = false;              // no task stores to another device
   std::vector<CopyTask> tasks;     // for the kernel; run in any order, each by one thread block
   std::vector<LinearCopy> copies;  // for copy engines; only where nothing is digested
 };

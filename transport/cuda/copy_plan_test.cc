@@ -560,6 +560,7 @@ TEST_CASE("Destinations take turns, chunk by chunk, each source starting with an
     const auto plan = PlanCopies(c->transfer, Verification::kOff, &c->addresses, options);
     REQUIRE(plan.ok());
     CHECK(plan->devices[0].device == source);
+    CHECK_FALSE(plan->devices[0].local);
     const std::vector<CopyTask> tasks = OnlyDevice(*plan);
     REQUIRE(tasks.size() == 4 * 32);
     const char* const view = c->views.of(source);

@@ -417,8 +417,10 @@ class PartJob : public DeviceJob {
                                             streams->main));
     CopyLaunch launch = MakeLaunch();
     void* parameters[] = {&launch};
-    const auto blocks = static_cast<unsigned>(std::min<int64_t>(
-        std::max(run_->engine().options().blocks, 1), static_cast<int64_t>(launch.task_count)));
+    const CudaTransportOptions& options = run_->engine().options();
+    const int most = std::max(part_.tasks->local ? options.local_blocks : options.blocks, 1);
+    const auto blocks =
+        static_cast<unsigned>(std::min<int64_t>(most, static_cast<int64_t>(launch.task_count)));
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuLaunchKernel, streams->kernel, blocks, 1, 1,
                                             kCopyThreads, 1, 1, 0, streams->main, parameters,
                                             nullptr));

@@ -32,7 +32,11 @@
 namespace refitd {
 
 struct CudaTransportOptions {
-  int blocks = 64;  // thread blocks of a copy kernel: at most so many multiprocessors are taken
+  // Thread blocks of a copy kernel, one a multiprocessor. 64 fill a link; a copy within a device
+  // and a read-back are bound by its memory, which takes all multiprocessors (more blocks than a
+  // device has cost nothing).
+  int blocks = 64;
+  int local_blocks = 256;
   // Contiguous boxes of this size and more go to copy engines where nothing is digested; 0: none.
   int64_t engine_bytes = 0;
   std::chrono::milliseconds limit{60'000};
