@@ -124,6 +124,12 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
   MemberId member;
   absl::StatusOr<std::optional<int>> ordinal = std::nullopt;
   if (identity.ok()) ordinal = DeviceOf(hello.device().name());
+  if (ordinal.ok() && ordinal->has_value() && !peer.credentials.has_value()) {
+    // P9: handles are opened with this daemon's rights.
+    ordinal = Error(absl::StatusCode::kPermissionDenied,
+                    "device.name: '{}': members on a GPU attach over the unix socket",
+                    hello.device().name());
+  }
   if constexpr (std::is_same_v<Sink, EngineSink>) {
     if (ordinal.ok() && ordinal->has_value() && hello.delivery() == v1::DELIVERY_STAGED) {
       ordinal = Error(absl::StatusCode::kFailedPrecondition,

@@ -238,6 +238,21 @@ TEST_CASE("a member attaches on a GPU by its UUID, and an unknown one is told wh
                StatusCode::FAILED_PRECONDITION, {"device.name", "host memory", daemon.uuid(1)});
 }
 
+// What a stream was told at its end.
+struct EndedSink : EventSink<v1::TrainerEvent> {
+  void Send(v1::TrainerEvent) override {}
+  void End(absl::Status status) override { end = std::move(status); }
+  absl::Status end;
+};
+
+TEST_CASE("a member whose credentials nobody knows gets no GPU") {
+  LocalDaemon daemon;
+  const auto sink = std::make_shared<EndedSink>();
+  daemon.node().AttachTrainer(daemon.TrainerOn(0), Peer{}, sink);
+  CHECK(absl::IsPermissionDenied(sink->end));
+  CHECK_THAT(Message(sink->end), Contains("device.name") && Contains(daemon.uuid(0)));
+}
+
 TEST_CASE("a daemon without GPUs says so to whoever has one") {
   LocalDaemon daemon(/*gpus=*/false);
   v1::TrainerHello hello = RawTrainer::Hello("g");
@@ -456,6 +471,31 @@ TEST_CASE("a trainer in host memory feeds an engine on a GPU") {
   REQUIRE_OK(trainer.Push(1, InlineBucket(model, BytesOf(model, 1), 0, false)));
   REQUIRE_OK(trainer.Commit(1, 1));
   CHECK(engine.Difference(1) == "");
+}
+
+TEST_CASE("without a word on verification the first update is read back, later ones compared") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine engine(&daemon, 0, model);
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 1, kMiB);
+  // What the update was answered, with a bit of what its copies stored gone wrong if told.
+  const auto commit = [&](int64_t version, bool damage) {
+    const std::vector<int64_t> offsets = Pack(model, version, source.data);
+    REQUIRE_OK(trainer.Begin(version));
+    v1::Bucket bucket = Describe(model, 0);
+    for (const int64_t offset : offsets) {
+      *bucket.mutable_cuda_ipc()->add_handles() = source.At(offset);
+    }
+    if (damage) daemon.fake().Corrupt(1);
+    (void)trainer.Push(version, bucket);
+    return trainer.Commit(version, 1).status.error_message();
+  };
+  CHECK_THAT(commit(1, true), Contains("verification") && Contains("read back"));
+  CHECK(commit(2, false) == "");
+  CHECK(engine.Difference(2) == "");
+  CHECK_THAT(commit(3, true), Contains("verification") && Contains("what was stored"));
 }
 
 // An engine of the client library that answers by itself.
