@@ -26,6 +26,7 @@
 #include "daemon/services/operator_service.h"
 #include "daemon/services/trainer_service.h"
 #include "daemon/test_util.h"
+#include "tests/e2e/harness.h"
 #include "tests/e2e/raw_client.h"
 #include "tests/e2e/require.h"
 #include "transport/cuda/cuda_transport.h"
@@ -47,10 +48,18 @@ using grpc::StatusCode;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
+// What outlives a daemon.
+struct Machine {
+  const TempFolder folder;
+  FakeCuda fake;
+};
+
 // The daemon's node, services and sockets, over two fake GPUs.
 class LocalDaemon {
  public:
-  explicit LocalDaemon(bool gpus = true) {
+  explicit LocalDaemon(bool gpus = true, Machine* machine = nullptr)
+      : own_(machine == nullptr ? std::make_unique<Machine>() : nullptr),
+        machine_(machine == nullptr ? own_.get() : machine) {
     processes_ = *ProcessWatch::Create();
     NodeOptions options;
     options.descriptor_socket = socket() + std::string(kDescriptorSocketSuffix);
@@ -95,9 +104,9 @@ class LocalDaemon {
     server_.reset();
   }
 
-  std::string socket() const { return folder_ / "refitd.sock"; }
+  std::string socket() const { return machine_->folder / "refitd.sock"; }
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket()); }
-  FakeCuda& fake() { return fake_; }
+  FakeCuda& fake() { return machine_->fake; }
   Node& node() { return *node_; }
   const std::string& uuid(size_t device) const { return uuids_[device]; }
   absl::Status lost() {
@@ -117,8 +126,8 @@ class LocalDaemon {
   }
 
  private:
-  const TempFolder folder_;
-  FakeCuda fake_;
+  const std::unique_ptr<Machine> own_;
+  Machine* const machine_;
   Mutex mutex_;
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> uuids_;
@@ -594,6 +603,65 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
     const FakeCudaCounts counts = daemon.fake().Count();
     return counts.opened_handles == 0 && counts.mapped == 0 && counts.imported == 0;
   }));
+}
+
+TEST_CASE("device memory is known again to the daemon that follows") {
+  Machine machine;
+  auto daemon = std::make_unique<LocalDaemon>(true, &machine);
+  const Model model = PlainModel(2, 8, 8);
+  client::TrainerOptions options;
+  options.connect.socket = daemon->socket();
+  options.connect.group = "g";
+  options.connect.spec = client::GroupSpec{.slot_bytes = 65'536, .slots = 4};
+  options.connect.device = daemon->uuid(1);
+  options.connect.reattach = kTestDeadline;
+  auto trainer = client::Trainer::Attach(options);
+  INFO(trainer.status());
+  REQUIRE(trainer.ok());
+  const Block source(daemon.get(), 1, kMiB);
+  auto block = (*trainer)->AddCudaRegion(client::CudaIpcBlock{source.handle, kMiB});
+  int fd = -1;
+  char* const vmm_data = machine.fake.ExportVmm(1, 2 * kMiB, &fd);
+  auto vmm = (*trainer)->AddCudaRegion(UniqueFd(fd), 2 * kMiB);
+  REQUIRE(block.ok());
+  REQUIRE(vmm.ok());
+
+  daemon.reset();
+  CHECK(machine.fake.Count().opened_handles == 0);
+  CHECK(machine.fake.Count().mapped == 0);
+  daemon = std::make_unique<LocalDaemon>(true, &machine);
+  REQUIRE(Eventually([&] { return (*trainer)->reattachments() == 1; }));
+  DeviceEngine engine(daemon.get(), 0, model);
+  int64_t version = 0;
+  for (const auto& [region, data] : {std::pair(*block, source.data), std::pair(*vmm, vmm_data)}) {
+    const std::vector<int64_t> offsets = Pack(model, ++version, data);
+    auto update = (*trainer)->Begin({.version = Version(version)});
+    INFO(update.status());
+    REQUIRE(update.ok());
+    REQUIRE((*update)->Push(client::Bucket::Unpacked(model, region, offsets)).ok());
+    REQUIRE((*update)->Commit().ok());
+    CHECK(engine.Difference(version) == "");
+  }
+}
+
+TEST_CASE("the daemon's own process serves the GPUs of the driver that it is told to load") {
+  Daemon daemon({"--cuda-library=" + FakeCuda::Path()});
+  const auto status = daemon.Status();
+  REQUIRE(status.transports(1).name() == "cuda");
+  INFO(status.transports(1).detail());
+  if (CopyKernelImage().empty()) {
+    CHECK(!status.transports(1).available());
+    CHECK_THAT(status.transports(1).detail(), Contains("nvcc"));
+    return;
+  }
+  CHECK(status.transports(1).available());
+  v1::TrainerHello hello = RawTrainer::Hello("g");
+  hello.mutable_device()->set_name((*CudaMemory::Create(FakeCuda::Path()))->devices()[1].uuid);
+  CHECK(RawTrainer(daemon.Connect(), hello).attached().ok());
+
+  Daemon without({"--cuda-library=" + FakeCuda::Path(), "--cuda=false"});
+  CHECK(!without.Status().transports(1).available());
+  CHECK_THAT(without.Status().transports(1).detail(), Contains("cuda.enabled"));
 }
 
 TEST_CASE("a lost context fails the running update, and whoever runs the daemon is told") {
