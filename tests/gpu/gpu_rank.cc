@@ -1,0 +1,572 @@
+// One rank of a group, a trainer or an engine, in a process of its own: GPU memory (or shared host
+// memory), a layout, and refitd's C++ client. Driven line by line through stdin; answers with JSON,
+// one object a line, on stdout. tests/gpu/orchestrate.py is what drives it.
+//
+//   gpu_rank trainer|engine --socket PATH --group NAME [...]   (gpu_rank --help)
+//   gpu_rank selftest --device N --memory legacy|vmm|host      fills and checks without a daemon
+//
+// Both roles first say {"event": "ready", ...}. Every command is answered by one object, whose
+// "event" is the command's name, with "ok", or "error" in words:
+//   fill V                     (trainer) the values of version V, and waits for them
+//   push V [word...]           (trainer) Begin, every bucket, Commit. Words: off, transfer,
+//   readback;
+//                              unpacked; stream (each bucket filled right before its Push);
+//                              overwrite (poisoned right after its answer); spin=MS (a kernel that
+//                              keeps the stream busy goes before the fill)
+//   refit V [word...]          (trainer) the same words, but unpacked
+//   abort V                    (trainer) Begin, one bucket, Abort
+//   check V                    (engine) wrong elements, and bytes written beside the pieces; after
+//                              it all of the memory is poison
+//   untouched                  (engine) bytes that are not poison
+//   hold, release              (engine) keeps Ready back from the next Prepare on; gives it
+//   poison, memory, quit
+// An engine also tells what it hears: prepare, committed, aborted, lost.
+//
+// Memory starts out as poison. Ends with its stdin, or with its parent.
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <chrono>
+#include <iostream>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "tests/gpu/rank_layout.h"
+#include "tests/gpu/share.h"
+#include "tests/gpu/store.h"
+
+namespace refitd::gpu {
+namespace {
+
+using nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+double Seconds(Clock::time_point since) {
+  return std::chrono::duration<double>(Clock::now() - since).count();
+}
+
+struct Options {
+  std::string role;
+  std::string socket;
+  std::string group = "gpu";
+  int device = 0;
+  std::string memory = "legacy";
+  uint64_t seed = 1;
+  int trainers = 1;
+  int instances = 1;
+  std::string instance = "engine-0";
+  int64_t duration_ms = 60'000;
+  LayoutOptions layout;
+
+  MemoryKind kind() const {
+    return memory == "host"  ? MemoryKind::kHost
+           : memory == "vmm" ? MemoryKind::kVmm
+                             : MemoryKind::kLegacy;
+  }
+};
+
+void Say(const json& line) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::cout << line.dump() << std::endl;
+}
+
+json Answer(const std::string& event, const absl::Status& status) {
+  json line = {{"event", event}, {"ok", status.ok()}};
+  if (!status.ok()) line["error"] = status.ToString();
+  return line;
+}
+
+// The words behind a command.
+struct Words {
+  int64_t version = 0;
+  std::set<std::string> flags;
+  int64_t spin_ms = 0;
+
+  explicit Words(std::istringstream& in) {
+    in >> version;
+    for (std::string word; in >> word;) {
+      if (word.starts_with("spin=")) {
+        spin_ms = std::stoll(word.substr(5));
+      } else {
+        flags.insert(word);
+      }
+    }
+  }
+  bool Has(const std::string& word) const { return flags.contains(word); }
+  std::optional<Verification> verification() const {
+    if (Has("off")) return Verification::kOff;
+    if (Has("transfer")) return Verification::kTransfer;
+    if (Has("readback")) return Verification::kReadback;
+    return std::nullopt;
+  }
+};
+
+client::ConnectOptions Connect(const Options& options, const std::string& device) {
+  client::ConnectOptions connect;
+  connect.socket = options.socket;
+  connect.group = options.group;
+  connect.spec =
+      client::GroupSpec{.trainer_ranks = options.trainers, .min_instances = options.instances};
+  connect.client = "gpu_rank";
+  SetDevice(&connect, device);
+  return connect;
+}
+
+// Memory and layout: what both roles have.
+class Holder {
+ public:
+  explicit Holder(const Options& options) : options_(options) {}
+
+  absl::Status Allocate() {
+    REFITD_ASSIGN_OR_RETURN(held_, MakeRankLayout(options_.layout));
+    REFITD_ASSIGN_OR_RETURN(store_, Store::Create(options_.kind(), options_.device));
+    if (options_.kind() == MemoryKind::kHost) return absl::OkStatus();
+    for (const int64_t bytes : held_.block_bytes) REFITD_RETURN_IF_ERROR(store_->AddBlock(bytes));
+    return absl::OkStatus();
+  }
+
+  template <typename Member>
+  absl::Status ShareWith(Member* member) {
+    REFITD_ASSIGN_OR_RETURN(regions_,
+                            Share(member, options_.kind(), held_.block_bytes, store_.get()));
+    return Prepare();
+  }
+
+  absl::Status Prepare() {
+    REFITD_RETURN_IF_ERROR(store_->SetLayout(held_.layout, held_.piece_names));
+    return Poison();
+  }
+
+  absl::Status Poison() {
+    REFITD_RETURN_IF_ERROR(store_->PoisonAll());
+    return store_->Synchronise();
+  }
+
+  absl::Status Fill(int64_t version, int64_t spin_ms, int block = -1) {
+    if (spin_ms > 0) REFITD_RETURN_IF_ERROR(store_->Spin(spin_ms));
+    REFITD_RETURN_IF_ERROR(store_->Fill(version, options_.seed, block));
+    return store_->Synchronise();
+  }
+
+  // The layout as the client takes it: with its own regions' ids.
+  Layout ForClient() const {
+    Layout layout = held_.layout;
+    for (Piece& piece : layout.pieces) {
+      piece.region = regions_[static_cast<size_t>(piece.region.value()) - 1]->id();
+    }
+    return layout;
+  }
+
+  json Check(int64_t version) {
+    const auto start = Clock::now();
+    const auto wrong = store_->Check(version, options_.seed);
+    absl::Status status = wrong.status();
+    int64_t beside = 0;
+    if (status.ok()) status = store_->PoisonPieces(-1);
+    if (status.ok()) {
+      const auto counted = store_->CountUnpoisoned();
+      status = counted.status();
+      beside = counted.value_or(-1);
+    }
+    json line = Answer("check", status);
+    line["version"] = version;
+    line["wrong"] = wrong.ok() ? wrong->count : -1;
+    if (wrong.ok() && wrong->count > 0) line["first"] = wrong->first;
+    line["beside"] = beside;
+    line["seconds"] = Seconds(start);
+    return line;
+  }
+
+  json Untouched() {
+    const auto count = store_->CountUnpoisoned();
+    json line = Answer("untouched", count.status());
+    line["bytes"] = count.value_or(-1);
+    return line;
+  }
+
+  json Memory() {
+    const auto memory = store_->Memory();
+    json line = Answer("memory", memory.status());
+    if (memory.ok()) line["free"] = memory->free_bytes;
+    if (memory.ok()) line["total"] = memory->total_bytes;
+    return line;
+  }
+
+  json Ready(double seconds) const {
+    return {{"event", "ready"},
+            {"ok", true},
+            {"device", store_->device_name()},
+            {"bytes", held_.layout.Bytes()},
+            {"tensors", held_.layout.tensors.size()},
+            {"pieces", held_.layout.pieces.size()},
+            {"blocks", held_.block_bytes.size()},
+            {"seconds", seconds}};
+  }
+
+  const Options& options() const { return options_; }
+  Store& store() { return *store_; }
+  const RankLayout& held() const { return held_; }
+  const std::vector<std::shared_ptr<client::Region>>& regions() const { return regions_; }
+
+ private:
+  const Options& options_;
+  RankLayout held_;
+  std::unique_ptr<Store> store_;
+  std::vector<std::shared_ptr<client::Region>> regions_;
+};
+
+// ---- trainer ----
+
+class TrainerRank {
+ public:
+  explicit TrainerRank(const Options& options) : holder_(options) {}
+
+  absl::Status Start() {
+    const auto start = Clock::now();
+    const Options& options = holder_.options();
+    REFITD_RETURN_IF_ERROR(holder_.Allocate());
+    client::TrainerOptions attach;
+    attach.connect = Connect(options, holder_.store().device_name());
+    attach.rank = options.layout.rank;
+    attach.world_size = options.trainers;
+    REFITD_ASSIGN_OR_RETURN(trainer_, client::Trainer::Attach(attach));
+    REFITD_RETURN_IF_ERROR(holder_.ShareWith(trainer_.get()));
+    if (options.layout.kind != "push") {
+      REFITD_RETURN_IF_ERROR(trainer_->Register(holder_.ForClient()));
+    }
+    Say(holder_.Ready(Seconds(start)));
+    return absl::OkStatus();
+  }
+
+  json Run(const std::string& command, std::istringstream& in) {
+    const Words words(in);
+    if (command == "fill") return Filled(words);
+    if (command == "push") return Push(words);
+    if (command == "refit") return Refit(words);
+    if (command == "abort") return Abort(words);
+    if (command == "poison") return Answer(command, holder_.Poison());
+    if (command == "memory") return holder_.Memory();
+    return Answer(command, absl::InvalidArgumentError("no such command"));
+  }
+
+ private:
+  json Filled(const Words& words) {
+    const auto start = Clock::now();
+    json line = Answer("fill", holder_.Fill(words.version, words.spin_ms));
+    line["version"] = words.version;
+    line["seconds"] = Seconds(start);
+    return line;
+  }
+
+  static json Committed(const std::string& event, int64_t version, Clock::time_point start,
+                        const absl::StatusOr<client::CommitResult>& result) {
+    json line = Answer(event, result.status());
+    line["version"] = version;
+    line["seconds"] = Seconds(start);
+    if (!result.ok()) return line;
+    line["daemon_seconds"] = result->seconds;
+    line["bytes"] = result->bytes;
+    for (const client::InstanceOutcome& instance : result->instances) {
+      line["instances"][instance.instance] =
+          instance.committed ? std::string("committed") : instance.reason;
+    }
+    return line;
+  }
+
+  client::BeginOptions Begin(const Words& words) const {
+    client::BeginOptions begin;
+    begin.version = Version(words.version);
+    begin.duration = std::chrono::milliseconds(holder_.options().duration_ms);
+    begin.verification = words.verification();
+    return begin;
+  }
+
+  client::Bucket BucketOf(size_t block, bool packed) const {
+    std::vector<TensorSpec> tensors;
+    std::vector<int64_t> offsets;
+    for (const Piece& piece : holder_.held().layout.pieces) {
+      if (piece.region.value() != block + 1) continue;
+      tensors.push_back(holder_.held().layout.tensors[piece.tensor]);
+      offsets.push_back(piece.byte_offset);
+    }
+    const std::shared_ptr<client::Region>& region = holder_.regions()[block];
+    return packed ? client::Bucket::Packed(std::move(tensors), region, 0, std::move(offsets))
+                  : client::Bucket::Unpacked(std::move(tensors), region, std::move(offsets));
+  }
+
+  json Push(const Words& words) {
+    const auto start = Clock::now();
+    auto update = trainer_->Begin(Begin(words));
+    if (!update.ok()) return Committed("push", words.version, start, update.status());
+    const bool one_by_one = words.Has("stream") || words.Has("overwrite") || words.spin_ms > 0;
+    for (size_t b = 0; b < holder_.regions().size(); ++b) {
+      client::Bucket bucket = BucketOf(b, !words.Has("unpacked"));
+      if (!one_by_one) {
+        (*update)->PushAsync(std::move(bucket), [](absl::Status) {});
+        continue;
+      }
+      const absl::Status status = PushOne(update->get(), std::move(bucket), b, words);
+      if (!status.ok()) return Committed("push", words.version, start, status);
+    }
+    return Committed("push", words.version, start, (*update)->Commit());
+  }
+
+  // The values are written right before, behind a busy stream if asked for, and gone right after:
+  // what a caller may do whose buffers are reused.
+  absl::Status PushOne(client::Update* update, client::Bucket bucket, size_t block,
+                       const Words& words) {
+    if (words.Has("stream") || words.spin_ms > 0) {
+      REFITD_RETURN_IF_ERROR(holder_.Fill(words.version, words.spin_ms, static_cast<int>(block)));
+    }
+    REFITD_RETURN_IF_ERROR(update->Push(std::move(bucket)));
+    if (!words.Has("overwrite")) return absl::OkStatus();
+    return holder_.store().PoisonPieces(static_cast<int>(block));
+  }
+
+  json Refit(const Words& words) {
+    if (words.spin_ms > 0) {
+      const absl::Status status = holder_.Fill(words.version, words.spin_ms);
+      if (!status.ok()) return Answer("refit", status);
+    }
+    const auto start = Clock::now();
+    client::RefitOptions refit;
+    refit.version = Version(words.version);
+    refit.duration = std::chrono::milliseconds(holder_.options().duration_ms);
+    refit.verification = words.verification();
+    const auto result = trainer_->Refit(refit);
+    if (words.Has("overwrite")) (void)holder_.store().PoisonPieces(-1);
+    return Committed("refit", words.version, start, result);
+  }
+
+  json Abort(const Words& words) {
+    auto update = trainer_->Begin(Begin(words));
+    if (!update.ok()) return Answer("abort", update.status());
+    if (holder_.options().layout.kind == "push") {
+      const absl::Status status = (*update)->Push(BucketOf(0, true));
+      if (!status.ok()) return Answer("abort", status);
+    }
+    return Answer("abort", (*update)->Abort("as asked"));
+  }
+
+  Holder holder_;
+  std::unique_ptr<client::Trainer> trainer_;
+};
+
+// ---- engine ----
+
+class EngineRank {
+ public:
+  explicit EngineRank(const Options& options) : holder_(options) {}
+  ~EngineRank() {
+    stop_ = true;
+    if (events_.joinable()) events_.join();
+  }
+  EngineRank(const EngineRank&) = delete;
+  EngineRank& operator=(const EngineRank&) = delete;
+
+  absl::Status Start() {
+    const auto start = Clock::now();
+    const Options& options = holder_.options();
+    REFITD_RETURN_IF_ERROR(holder_.Allocate());
+    client::EngineOptions attach;
+    attach.connect = Connect(options, holder_.store().device_name());
+    attach.instance = options.instance;
+    attach.rank = options.layout.rank;
+    attach.world_size = options.layout.world;
+    REFITD_ASSIGN_OR_RETURN(engine_, client::Engine::Attach(attach));
+    REFITD_RETURN_IF_ERROR(holder_.ShareWith(engine_.get()));
+    REFITD_RETURN_IF_ERROR(engine_->Register(holder_.ForClient()));
+    events_ = std::thread([this] { Listen(); });
+    Say(holder_.Ready(Seconds(start)));
+    return absl::OkStatus();
+  }
+
+  json Run(const std::string& command, std::istringstream& in) {
+    const Words words(in);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (command == "check") return holder_.Check(words.version);
+    if (command == "untouched") return holder_.Untouched();
+    if (command == "poison") return Answer(command, holder_.Poison());
+    if (command == "memory") return holder_.Memory();
+    if (command == "hold") return Hold(true);
+    if (command == "release") return Hold(false);
+    return Answer(command, absl::InvalidArgumentError("no such command"));
+  }
+
+ private:
+  json Hold(bool hold) {
+    hold_ = hold;
+    absl::Status status;
+    if (!hold && kept_.has_value()) status = engine_->Ready(*kept_);
+    if (!hold) kept_.reset();
+    return Answer(hold ? "hold" : "release", status);
+  }
+
+  void Listen() {
+    while (!stop_) {
+      const auto event = engine_->Next(std::chrono::milliseconds(100));
+      if (!event.ok()) {
+        json line = Answer("lost", event.status());
+        line["weights"] = static_cast<int>(engine_->weights());
+        Say(line);
+        return;
+      }
+      if (const auto* prepare = std::get_if<client::Prepare>(&*event)) {
+        OnPrepare(*prepare);
+      } else if (const auto* committed = std::get_if<client::Committed>(&*event)) {
+        Say({{"event", "committed"}, {"version", committed->version.value()}});
+      } else if (const auto* aborted = std::get_if<client::Aborted>(&*event)) {
+        Say({{"event", "aborted"},
+             {"version", aborted->version.value()},
+             {"reason", aborted->reason},
+             {"dirty", aborted->dirty}});
+      }
+    }
+  }
+
+  // Work of this rank that reads or writes the weights is over once the lock is had.
+  void OnPrepare(const client::Prepare& prepare) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (hold_) {
+      kept_ = prepare.version;
+    } else if (const absl::Status status = engine_->Ready(prepare.version); !status.ok()) {
+      Say(Answer("not ready", status));
+    }
+    Say({{"event", "prepare"}, {"version", prepare.version.value()}});
+  }
+
+  Holder holder_;
+  std::unique_ptr<client::Engine> engine_;
+  std::thread events_;
+  std::atomic<bool> stop_ = false;
+  std::mutex mutex_;
+  bool hold_ = false;
+  std::optional<Version> kept_;
+};
+
+template <typename Rank>
+int Serve(const Options& options) {
+  Rank rank(options);
+  if (const absl::Status status = rank.Start(); !status.ok()) {
+    Say(Answer("ready", status));
+    return 1;
+  }
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream in(line);
+    std::string command;
+    in >> command;
+    if (command == "quit") break;
+    Say(rank.Run(command, in));
+  }
+  return 0;
+}
+
+// ---- without a daemon ----
+
+// Memory of the process's own where nobody else makes it.
+class HostBlocks {
+ public:
+  void Adopt(const RankLayout& held, Store* store) {
+    for (const int64_t bytes : held.block_bytes) {
+      blocks_.push_back(std::make_unique<char[]>(static_cast<size_t>(bytes)));
+      store->Adopt(blocks_.back().get(), bytes);
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<char[]>> blocks_;
+};
+
+// A fill checks; another version, a poisoned piece and a byte beside the pieces are seen.
+absl::Status SelfTest(Holder* holder, json* line) {
+  HostBlocks blocks;
+  REFITD_RETURN_IF_ERROR(holder->Allocate());
+  if (holder->options().kind() == MemoryKind::kHost) blocks.Adopt(holder->held(), &holder->store());
+  REFITD_RETURN_IF_ERROR(holder->Prepare());
+  (*line)["clean"] = holder->Untouched()["bytes"];
+  const auto start = Clock::now();
+  REFITD_RETURN_IF_ERROR(holder->Fill(3, 0));
+  const double fill = Seconds(start);
+  const int64_t elements = holder->held().layout.Bytes();
+  REFITD_ASSIGN_OR_RETURN(const WrongElements other,
+                          holder->store().Check(4, holder->options().seed));
+  REFITD_RETURN_IF_ERROR(holder->store().PoisonPieces(0));
+  REFITD_ASSIGN_OR_RETURN(const WrongElements poisoned,
+                          holder->store().Check(3, holder->options().seed));
+  REFITD_RETURN_IF_ERROR(holder->Fill(3, 0));
+  const json check = holder->Check(3);
+  (*line)["bytes"] = elements;
+  (*line)["fill_seconds"] = fill;
+  (*line)["check_seconds"] = check["seconds"];
+  (*line)["wrong"] = check["wrong"];
+  (*line)["beside"] = check["beside"];
+  (*line)["wrong_of_other_version"] = other.count;
+  (*line)["wrong_where_poisoned"] = poisoned.count;
+  const bool good = check["wrong"] == 0 && check["beside"] == 0 && (*line)["clean"] == 0 &&
+                    other.count > 0 && poisoned.count > 0;
+  return good ? absl::OkStatus() : absl::DataLossError("the store does not see what it must");
+}
+
+int RunSelfTest(const Options& options) {
+  Holder holder(options);
+  json line;
+  const absl::Status status = SelfTest(&holder, &line);
+  line.update(Answer("selftest", status));
+  Say(line);
+  return status.ok() ? 0 : 1;
+}
+
+void AddLayoutOptions(CLI::App* app, LayoutOptions* layout) {
+  app->add_option("--layout", layout->kind, "megatron, fsdp, push (trainers); vllm; random");
+  app->add_option("--model", layout->model, "a known model, or tensors:N:BYTES");
+  app->add_option("--layers", layout->layers, "only so many of the model's");
+  app->add_option("--experts", layout->experts, "only so many of the model's");
+  app->add_flag("--tiny", layout->tiny, "the model's structure in small numbers");
+  app->add_option("--rank", layout->rank);
+  app->add_option("--world", layout->world, "ranks of this side (engines: of the instance)");
+  app->add_option("--tp", layout->tp);
+  app->add_option("--pp", layout->pp);
+  app->add_option("--ep", layout->ep);
+  app->add_option("--etp", layout->etp);
+  app->add_option("--random-seed", layout->random_seed, "of random layouts and odd places");
+  app->add_option("--block-bytes", layout->block_bytes, "of an allocation; push: of a bucket");
+  app->add_flag("--odd", layout->odd, "pieces at odd offsets, with gaps");
+}
+
+int Main(int argc, char** argv) {
+  Options options;
+  CLI::App app("A rank of refitd's GPU tests: reads commands, prints JSON lines.");
+  app.add_option("role", options.role, "trainer, engine or selftest")->required();
+  app.add_option("--socket", options.socket, "of the daemon");
+  app.add_option("--group", options.group);
+  app.add_option("--device", options.device, "ordinal of the GPU");
+  app.add_option("--memory", options.memory, "legacy (cuMemAlloc), vmm (cuMemCreate) or host")
+      ->check(CLI::IsMember({"legacy", "vmm", "host"}));
+  app.add_option("--seed", options.seed, "of the values");
+  app.add_option("--trainers", options.trainers, "trainer ranks of the group");
+  app.add_option("--instances", options.instances, "that an update waits for");
+  app.add_option("--instance", options.instance);
+  app.add_option("--duration-ms", options.duration_ms, "of an update");
+  AddLayoutOptions(&app, &options.layout);
+  CLI11_PARSE(app, argc, argv);
+  options.layout.trainer = options.role == "trainer";
+
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (options.role == "trainer") return Serve<TrainerRank>(options);
+  if (options.role == "engine") return Serve<EngineRank>(options);
+  if (options.role == "selftest") return RunSelfTest(options);
+  std::cerr << "gpu_rank: role " << options.role << " is none of trainer, engine, selftest\n";
+  return 2;
+}
+
+}  // namespace
+}  // namespace refitd::gpu
+
+int main(int argc, char** argv) { return refitd::gpu::Main(argc, argv); }

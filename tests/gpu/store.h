@@ -1,0 +1,89 @@
+// Memory of one rank of the GPU tests: blocks on a GPU (or, to try the tests' own machinery without
+// one, shared host memory), and kernels that fill, check and poison the pieces of a layout in it.
+//
+// Blocks are of cuMemAlloc, for legacy CUDA IPC, or of cuMemCreate, exported as descriptors. The
+// driver is loaded at run time; no CUDA type appears here. All work runs on one stream of the
+// rank's own, in order. Not thread-safe. Errors: UNAVAILABLE no driver or device, else INTERNAL
+// with the driver's words.
+#ifndef REFITD_TESTS_GPU_STORE_H_
+#define REFITD_TESTS_GPU_STORE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tests/gpu/values.h"
+#include "transport/layout.h"
+
+namespace refitd::gpu {
+
+enum class MemoryKind : uint8_t { kLegacy, kVmm, kHost };
+
+// How a block is made known to a daemon.
+struct Export {
+  std::string ipc_handle;  // kLegacy: 64 bytes
+  int descriptor = -1;     // kVmm: owned by the store
+  int64_t bytes = 0;
+};
+
+struct DeviceMemory {
+  int64_t free_bytes = 0;
+  int64_t total_bytes = 0;
+};
+
+struct WrongElements {
+  int64_t count = 0;
+  std::string first;  // "tensor NAME, element 5 of piece 3"; empty: none
+};
+
+inline constexpr uint8_t kPoison = 0xa5;
+
+class Store {
+ public:
+  // `device`: the driver's ordinal, of no meaning to kHost.
+  static absl::StatusOr<std::unique_ptr<Store>> Create(MemoryKind kind, int device);
+  virtual ~Store() = default;
+
+  // "GPU-..."; "host".
+  virtual const std::string& device_name() const = 0;
+  // Adds a block of at least so many bytes; what it has is in its Export. Blocks of kHost are not
+  // made here: see Adopt.
+  virtual absl::Status AddBlock(int64_t bytes) = 0;
+  virtual absl::StatusOr<Export> ExportBlock(size_t block) = 0;
+  // kHost: memory that somebody else made, as the next block.
+  virtual void Adopt(char* data, int64_t bytes) = 0;
+
+  // The pieces lie in blocks by index: RegionId(b + 1) is block b. Later calls work on these.
+  virtual absl::Status SetLayout(const Layout& layout, const std::vector<std::string>& names) = 0;
+
+  // These queue work; Synchronise waits for it (without a deadline: who drives the rank has one).
+  virtual absl::Status Spin(int64_t milliseconds) = 0;
+  // Pieces of one block, or of all (-1).
+  virtual absl::Status Fill(int64_t version, uint64_t seed, int block) = 0;
+  virtual absl::Status PoisonPieces(int block) = 0;
+  // Every byte of every block, pieces or not.
+  virtual absl::Status PoisonAll() = 0;
+  virtual absl::Status Synchronise() = 0;
+
+  virtual absl::StatusOr<WrongElements> Check(int64_t version, uint64_t seed) = 0;
+  // Bytes of all blocks that are not poison. After PoisonPieces: bytes beside the pieces that
+  // somebody wrote.
+  virtual absl::StatusOr<int64_t> CountUnpoisoned() = 0;
+
+  virtual absl::StatusOr<DeviceMemory> Memory() = 0;
+};
+
+// Tasks of a layout's pieces, in order, and their chunks; `addresses` are those of the blocks.
+struct Tasks {
+  std::vector<Task> tasks;
+  std::vector<Chunk> chunks;
+  std::vector<size_t> first_chunk;  // of each block's pieces, and the end: pieces ascend by block
+};
+absl::StatusOr<Tasks> MakeTasks(const Layout& layout, const std::vector<uint64_t>& addresses);
+
+}  // namespace refitd::gpu
+
+#endif  // REFITD_TESTS_GPU_STORE_H_
