@@ -256,7 +256,7 @@ absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMo
 }
 
 absl::Status Executor::Bind(Transport* transport, Moves* moves) {
-  REFITD_ASSIGN_OR_RETURN(BoundMoves bound, BindMoves(moves->start, moves->memory));
+  REFITD_ASSIGN_OR_RETURN(BoundStep bound, BindStep(moves->start, moves->memory));
   auto prepared = std::make_shared<Prepared>();
   prepared->originals = std::move(bound.originals);
   prepared->sections = std::move(bound.sections);

@@ -80,7 +80,7 @@ class Executor {
   // False: Bind it first.
   static bool IsBound(const Moves& moves);
   // Takes up to seconds; on any thread, with the transport of the executor that resolved it. Not
-  // OK: errors as BindMoves.
+  // OK: errors as BindStep.
   static absl::Status Bind(Transport* transport, Moves* moves);
   // `done` is called once. `keep`: for replay; not where a member of it was released meanwhile
   // (P8).

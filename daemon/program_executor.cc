@@ -90,7 +90,7 @@ class Binder {
   Binder(const StartMoves& start, const ProgramMemory& memory)
       : start_(start), bound_(*start.bound), program_(*start.bound->program), memory_(memory) {}
 
-  absl::StatusOr<BoundMoves> Run() {
+  absl::StatusOr<BoundStep> Run() {
     result_.transfer.verification = start_.verification;
     KeepAlive();
     switch (start_.step) {
@@ -355,7 +355,7 @@ class Binder {
   const BoundProgram& bound_;
   const NodeProgram& program_;
   const ProgramMemory& memory_;
-  BoundMoves result_;
+  BoundStep result_;
   KnownPieces known_sources_;
   KnownPieces known_destinations_;
   absl::flat_hash_map<const Layout*, std::unique_ptr<PiecesByName>> by_name_;
@@ -392,7 +392,7 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
   return found;
 }
 
-absl::StatusOr<BoundMoves> BindMoves(const StartMoves& start, const ProgramMemory& memory) {
+absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory) {
   return Binder(start, memory).Run();
 }
 

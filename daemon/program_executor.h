@@ -6,7 +6,7 @@
 // mapping that it touches. P10: pieces are compared with the program's own, and with the bounds of
 // their regions, before an address is made.
 //
-// Functions share nothing; BindMoves needs no mutex.
+// Functions share nothing; BindStep needs no mutex.
 #ifndef REFITD_DAEMON_PROGRAM_EXECUTOR_H_
 #define REFITD_DAEMON_PROGRAM_EXECUTOR_H_
 
@@ -36,7 +36,7 @@ struct ProgramMemory {
   MemorySpan slot;
 };
 
-struct BoundMoves {
+struct BoundStep {
   Transfer transfer;
   // Of each destination, for each of its bound pieces: its index in the layout.
   std::vector<std::vector<uint32_t>> originals;
@@ -51,7 +51,7 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
 // FAILED_PRECONDITION: a layout in force has another structure than the program's, or a rank does
 // not hold a replica. INVALID_ARGUMENT: a round that the program does not have, or a slot that is
 // too small. INTERNAL: a piece outside its region.
-absl::StatusOr<BoundMoves> BindMoves(const StartMoves& start, const ProgramMemory& memory);
+absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory);
 
 }  // namespace refitd
 

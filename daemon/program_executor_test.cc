@@ -69,9 +69,9 @@ class Counting : public Transport {
     ++prepared;
     return transport_->Prepare(std::move(transfer));
   }
-  void Replay(std::shared_ptr<const PreparedTransfer> of, Verification verification,
+  void Replay(const std::shared_ptr<const PreparedTransfer>& of, Verification verification,
               std::string label, std::function<void(TransferResult)> done) override {
-    transport_->Replay(std::move(of), verification, std::move(label), std::move(done));
+    transport_->Replay(of, verification, std::move(label), std::move(done));
   }
   int prepared = 0;
 

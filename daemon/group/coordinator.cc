@@ -744,11 +744,12 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   if (spread.has_value()) CompleteIfDone(seq);
 }
 
-void Coordinator::Impl::HearOfWire(NodeId node, std::string what, const absl::Status& status) {
+void Coordinator::Impl::HearOfWire(NodeId node, const std::string& what,
+                                   const absl::Status& status) {
   std::optional<coordinator::WireVerdict>& verdict = spread->wire_verdict;
   if (!verdict.has_value()) {
     const Duration wait = std::min<Duration>(options.peer_limits.wire / 4, kLongestVerdict);
-    verdict = coordinator::WireVerdict{{}, std::move(what), now + wait};
+    verdict = coordinator::WireVerdict{{}, what, now + wait};
   }
   std::vector<NodeId> named;
   for (const size_t rank : RanksNamed(Message(status))) named.push_back(epoch->ranks[rank]);
@@ -765,7 +766,7 @@ absl::Status Coordinator::Impl::Judge() {
       std::find_if(verdict.words.begin(), verdict.words.end(), [&spoke](const auto& word) {
         return !word.named.empty() && std::none_of(word.named.begin(), word.named.end(), spoke);
       });
-  const absl::Status status =
+  absl::Status status =
       culprit == verdict.words.end() ? verdict.words.front().status : culprit->status;
   CloseEpochEverywhere();
   FailForOthers(verdict.what, status);

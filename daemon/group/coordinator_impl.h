@@ -230,11 +230,11 @@ struct Coordinator::Impl {
   // A node's end of a part or the program, which others may still be at: fails the update, now or
   // when the others had the time to say whom they waited for.
   template <typename Done, typename Job>
-  void HearEnd(NodeId node, const Done& r, std::string what, bool wired, Job* job) {
+  void HearEnd(NodeId node, const Done& r, const std::string& what, bool wired, Job* job) {
     AddResult(node, r, job);
     const bool failed = !r.status.ok();
     if (failed && r.wire_failed && !spread->abandoned) {
-      HearOfWire(node, std::move(what), r.status);
+      HearOfWire(node, what, r.status);
       if (job->running.empty()) job->status = Judge();
       return;
     }
@@ -244,7 +244,7 @@ struct Coordinator::Impl {
       job->status = Judge();
     }
   }
-  void HearOfWire(NodeId node, std::string what, const absl::Status& status);
+  void HearOfWire(NodeId node, const std::string& what, const absl::Status& status);
   // Closes the epoch; returns the word of whoever named a node that said nothing itself.
   absl::Status Judge();
   void FailForOthers(const std::string& what, const absl::Status& status);

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -26,6 +27,36 @@ std::optional<int64_t> Regions(RegionId id) {
   return std::nullopt;
 }
 
+// What the blocks behind handles look like when they are open: nothing reads them. A handle whose
+// first byte is even is of the larger one.
+constexpr char kUuid[] = "GPU-0";
+alignas(256) char device_memory[4096];
+constexpr int64_t kSmallBlock = 100;
+
+DeviceSource Open(const v1::Bucket& bucket, std::vector<int> indices) {
+  static const std::shared_ptr<const void> keep_alive = std::make_shared<int>();
+  DeviceSource source;
+  for (const int index : indices) {
+    const bool large = bucket.cuda_ipc().handles(index).handle()[0] % 2 == 0;
+    const int64_t bytes = large ? int64_t{sizeof(device_memory)} : kSmallBlock;
+    source.blocks.push_back({device_memory, bytes, keep_alive});
+  }
+  source.indices = std::move(indices);
+  return source;
+}
+
+// In the block, and in what the handle says of itself, that tensor i was accepted from.
+bool InsideItsBlock(const v1::Bucket& bucket, const DeviceSource& device, size_t i,
+                    const char* data, int64_t bytes) {
+  const size_t r = bucket.packed() ? 0 : i;
+  const v1::CudaIpcHandle& handle = bucket.cuda_ipc().handles(device.indices[r]);
+  const char* const begin = device.blocks[r].data + handle.byte_offset();
+  const char* const end =
+      handle.bytes() == 0 ? device.blocks[r].data + device.blocks[r].bytes : begin + handle.bytes();
+  return begin >= device.blocks[r].data && end <= device.blocks[r].data + device.blocks[r].bytes &&
+         data >= begin && data <= end && bytes <= end - data;
+}
+
 bool InsideAChunk(const v1::Bucket& bucket, const char* data, int64_t bytes) {
   const std::less_equal<const char*> le;
   for (const std::string& chunk : bucket.inline_bytes().chunks()) {
@@ -35,11 +66,16 @@ bool InsideAChunk(const v1::Bucket& bucket, const char* data, int64_t bytes) {
   return false;
 }
 
-void CheckPlace(const v1::Bucket& bucket, const CheckedBucket& checked, size_t i, int64_t bytes) {
+void CheckPlace(const v1::Bucket& bucket, const CheckedBucket& checked, const DeviceSource& device,
+                size_t i, int64_t bytes) {
   const CheckedBucket::Place& place = checked.places[i];
   switch (checked.source) {
     case CheckedBucket::Source::kInline:
       REFITD_CHECK(InsideAChunk(bucket, place.inline_data, bytes));
+      return;
+    case CheckedBucket::Source::kDevice:
+      REFITD_CHECK(InsideItsBlock(bucket, device, i, place.inline_data, bytes));
+      REFITD_CHECK(place.keep_alive != nullptr);
       return;
     case CheckedBucket::Source::kRegions:
       REFITD_CHECK(Regions(place.region).has_value());
@@ -58,11 +94,12 @@ using Wide = __int128;
 // Where tensor i begins, in the space of its source.
 Wide Begin(const CheckedBucket& checked, size_t i) {
   const CheckedBucket::Place& place = checked.places[i];
-  if (checked.source != CheckedBucket::Source::kInline) return place.byte_offset;
+  if (place.inline_data == nullptr) return place.byte_offset;
   return reinterpret_cast<uintptr_t>(place.inline_data);
 }
 
-void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked) {
+void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked,
+                   const DeviceSource& device) {
   const size_t tensors = static_cast<size_t>(bucket.names_size());
   REFITD_CHECK(checked.seq == bucket.seq() && checked.seq >= 0);
   REFITD_CHECK(tensors > 0 && checked.tensors.size() == tensors);
@@ -79,7 +116,7 @@ void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked) {
     REFITD_CHECK(range.tensor == i && range.start >= 0 && range.count >= 0);
     REFITD_CHECK(range.count <= whole - range.start);
     const int64_t bytes = range.count * ElementBytes(tensor.dtype);
-    CheckPlace(bucket, checked, i, bytes);
+    CheckPlace(bucket, checked, device, i, bytes);
     total += bytes;
     if (bucket.packed() && bytes > 0) {
       const Wide begin = Begin(checked, i);
@@ -87,7 +124,7 @@ void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked) {
     }
     // Implied offsets fall where they fall, inside a buffer that is itself aligned.
     const bool implied = bucket.packed() && bucket.byte_offsets_size() == 0;
-    if (checked.source != CheckedBucket::Source::kInline &&
+    if (checked.places[i].inline_data == nullptr &&
         (!implied || checked.source == CheckedBucket::Source::kSlot)) {
       REFITD_CHECK(checked.places[i].byte_offset % ElementBytes(tensor.dtype) == 0);
     }
@@ -105,9 +142,18 @@ void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked) {
 }
 
 void FuzzOne(const v1::Bucket& bucket) {
-  const auto checked = CheckBucket(bucket, kLimits, Regions);
+  DeviceSource device;
+  if (bucket.has_cuda_ipc()) {
+    absl::StatusOr<std::vector<int>> handles = HandlesOn(bucket, kUuid);
+    if (handles.ok()) {
+      device = Open(bucket, *std::move(handles));
+    } else {
+      REFITD_CHECK(!handles.status().message().empty());
+    }
+  }
+  const auto checked = CheckBucket(bucket, kLimits, Regions, device);
   if (checked.ok()) {
-    CheckAccepted(bucket, *checked);
+    CheckAccepted(bucket, *checked, device);
   } else {
     REFITD_CHECK(!checked.status().message().empty());
   }

@@ -147,7 +147,7 @@ class ServiceTest(unittest.TestCase):
             self.assertRegex(line["ts"], r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")
             self.assertIn(line["level"], ("info", "warning"))
         messages = [line["msg"] for line in lines]
-        self.assertIn("listening on unix:" + service.socket, messages[0])
+        self.assertEqual(len([m for m in messages if "listening on unix:" + service.socket in m]), 1, messages)
         self.assertEqual(len([m for m in messages if reason in m]), 1, messages)
         self.assertIn("SIGTERM: draining", messages)
         self.assertEqual(messages[-1], "drained")

@@ -110,6 +110,7 @@ inline void CheckAligned(uint64_t address, uint64_t bytes) {
 template <bool kOnce>
 REFITD_COPY_LOAD Vector Load(uint64_t address) {
   CheckAligned(address, kVector);
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): tasks hold addresses of the device
   const volatile uint32_t* const from = reinterpret_cast<const uint32_t*>(address);
   return {{from[0], from[1], from[2], from[3]}};
 }
@@ -117,6 +118,7 @@ REFITD_COPY_LOAD Vector Load(uint64_t address) {
 template <typename Word>
 inline void StoreWord(uint64_t address, Word x) {
   CheckAligned(address, sizeof(Word));
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): as above
   __builtin_memcpy(reinterpret_cast<void*>(address), &x, sizeof(x));
 }
 inline void Store(uint64_t address, const Vector& v) { StoreWord(address, v); }
@@ -324,10 +326,16 @@ REFITD_COPY_CODE bool Multiple(const CopyTask& task, uint64_t base, const uint64
   return yes;
 }
 
-// kDigest: bytes of an element, which must not be cut; 0: no digest.
+// Bytes that runs are not cut within, by kDigest as everywhere here: bytes of an element to digest;
+// 0: no digest.
+template <int kDigest>
+constexpr uint64_t kElementBytes = kDigest;
+template <>
+constexpr uint64_t kElementBytes<0> = 1;
+
 template <int kDigest, bool kStore>
 REFITD_COPY_CODE PassShape MakeShape(const CopyTask& task, uint64_t from) {
-  constexpr uint64_t kElement = kDigest == 0 ? 1 : kDigest;
+  constexpr uint64_t kElement = kElementBytes<kDigest>;
   // What vectors are aligned by, and what else would have to be alike.
   const uint64_t base = kStore ? task.destination : task.index * kElement;
   uint64_t step[kTaskDims];
@@ -378,7 +386,7 @@ class Locator {
       Step(1, rest - slowest * count1_.d, &place);
       Step(0, slowest, &place);
     }
-    const uint64_t base = kStore ? place.to : place.p * (kDigest == 0 ? 1 : kDigest);
+    const uint64_t base = kStore ? place.to : place.p * kElementBytes<kDigest>;
     const auto before = static_cast<int>(base & shape_.grid);
     const int at = static_cast<int>(vector * kVector) - before;
     const int left = static_cast<int>(shape_.run) - at;

@@ -825,6 +825,7 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(std::shared_ptr<Cud
 #else
 
 absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(
+    // NOLINTNEXTLINE(performance-unnecessary-value-param): taken where there is CUDA
     std::shared_ptr<CudaMemory> /*memory*/, std::unique_ptr<Transport> /*host*/,
     const CudaTransportOptions& /*options*/, std::string_view /*kernel*/) {
   return absl::UnimplementedError(CudaBuild());

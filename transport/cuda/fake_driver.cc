@@ -88,10 +88,18 @@ struct Op {
   std::function<CUresult()> run;
 };
 
+// What was made and not yet destroyed. The driver's own, as a real one's: of a lost context, or of
+// a device that was given up, nobody destroys it.
+template <typename Thing>
+using Owned = std::map<Thing*, std::unique_ptr<Thing>>;
+
 struct State {
   std::mutex mutex;
   std::vector<std::unique_ptr<Block>> blocks;  // a handle holds an index
   std::map<uintptr_t, Range> ranges;
+  std::map<char*, std::unique_ptr<char[]>> memory;
+  Owned<Stream> streams;
+  Owned<Event> events;
   std::deque<Op> queue;
   FakeCudaCounts counts;
   std::map<std::string, std::pair<int, int>, std::less<>> faults;  // calls to go, result
@@ -99,6 +107,20 @@ struct State {
   unsigned held = 0;
   bool peers = true;
   CUresult lost = CUDA_SUCCESS;
+
+  char* Allocate(size_t bytes) {
+    auto made = std::make_unique<char[]>(bytes);
+    char* const data = made.get();
+    memory[data] = std::move(made);
+    return data;
+  }
+  template <typename Thing>
+  static Thing* Keep(Owned<Thing>* owned, Thing thing) {
+    auto made = std::make_unique<Thing>(std::move(thing));
+    Thing* const at = made.get();
+    (*owned)[at] = std::move(made);
+    return at;
+  }
 };
 
 State& Fake() {
@@ -609,7 +631,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle /*handle*/) {
 CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   const Call call("cuMemAlloc");
   if (call.failed()) return call.result;
-  auto* const data = new char[bytes];
+  char* const data = call.fake->Allocate(bytes);
   std::memset(data, 0xab, bytes);
   *address = reinterpret_cast<CUdeviceptr>(data);
   call.fake->ranges[*address] = {
@@ -623,7 +645,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
   const Call call("cuMemFree");
   if (call.failed()) return call.result;
   if (call.fake->ranges.erase(address) == 0) return CUDA_ERROR_INVALID_VALUE;
-  delete[] At(address);
+  call.fake->memory.erase(At(address));
   --call.fake->counts.allocations;
   return CUDA_SUCCESS;
 }
@@ -631,7 +653,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
 CUresult cuMemHostAlloc(void** data, size_t bytes, unsigned /*flags*/) {
   const Call call("cuMemHostAlloc");
   if (call.failed()) return call.result;
-  *data = new char[bytes];
+  *data = call.fake->Allocate(bytes);
   call.fake->ranges[reinterpret_cast<uintptr_t>(*data)] = {
       .bytes = bytes, .reach = kAllDevices, .pinned = true};
   ++call.fake->counts.host_allocations;
@@ -645,7 +667,7 @@ CUresult cuMemFreeHost(void* data) {
   if (call.fake->ranges.erase(reinterpret_cast<uintptr_t>(data)) == 0) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  delete[] static_cast<char*>(data);
+  call.fake->memory.erase(static_cast<char*>(data));
   --call.fake->counts.host_allocations;
   return CUDA_SUCCESS;
 }
@@ -715,7 +737,7 @@ CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
   const Call call("cuStreamCreate");
   if (call.failed()) return call.result;
   if (flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
-  *stream = reinterpret_cast<CUstream>(new Stream{call.device()});
+  *stream = reinterpret_cast<CUstream>(State::Keep(&call.fake->streams, {call.device()}));
   ++call.fake->counts.streams;
   return CUDA_SUCCESS;
 }
@@ -723,7 +745,7 @@ CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
 CUresult cuStreamDestroy_v2(CUstream stream) {
   const Call call("cuStreamDestroy");
   if (call.failed()) return call.result;
-  delete reinterpret_cast<Stream*>(stream);
+  call.fake->streams.erase(reinterpret_cast<Stream*>(stream));
   --call.fake->counts.streams;
   return CUDA_SUCCESS;
 }
@@ -737,7 +759,7 @@ CUresult cuStreamWaitEvent(CUstream /*stream*/, CUevent /*event*/, unsigned /*fl
 CUresult cuEventCreate(CUevent* event, unsigned /*flags*/) {
   const Call call("cuEventCreate");
   if (call.failed()) return call.result;
-  *event = reinterpret_cast<CUevent>(new Event);
+  *event = reinterpret_cast<CUevent>(State::Keep(&call.fake->events, {}));
   ++call.fake->counts.events;
   return CUDA_SUCCESS;
 }
@@ -745,7 +767,7 @@ CUresult cuEventCreate(CUevent* event, unsigned /*flags*/) {
 CUresult cuEventDestroy_v2(CUevent event) {
   const Call call("cuEventDestroy");
   if (call.failed()) return call.result;
-  delete reinterpret_cast<Event*>(event);
+  call.fake->events.erase(reinterpret_cast<Event*>(event));
   --call.fake->counts.events;
   return CUDA_SUCCESS;
 }
