@@ -78,7 +78,7 @@ struct Setup {
   }
 
   FakeCuda fake;
-  std::vector<std::unique_ptr<FakeExporter> > exporters;
+  std::vector<std::unique_ptr<FakeExporter>> exporters;
   std::shared_ptr<CudaMemory> memory;
   std::atomic<int> losses = 0;
   std::unique_ptr<Transport> transport;
@@ -87,7 +87,7 @@ struct Setup {
 
 template <typename Result>
 struct Outcome {
-  std::shared_ptr<std::promise<Result> > promise = std::make_shared<std::promise<Result> >();
+  std::shared_ptr<std::promise<Result>> promise = std::make_shared<std::promise<Result>>();
   std::future<Result> future = promise->get_future();
   std::function<void(Result)> done() {
     return [promise = promise](Result result) { promise->set_value(std::move(result)); };
@@ -219,8 +219,8 @@ TEST_CASE("prepared transfers are replayed under every verification, over new by
 TEST_CASE("several transfers at once each end exactly once and leave the right bytes") {
   Rng random(kSeed + 2);
   Setup setup;
-  std::vector<std::unique_ptr<World> > worlds;
-  std::vector<Outcome<TransferResult> > outcomes(30);
+  std::vector<std::unique_ptr<World>> worlds;
+  std::vector<Outcome<TransferResult>> outcomes(30);
   for (auto& outcome : outcomes) {
     worlds.push_back(std::make_unique<World>(setup.exporter(), setup.memory.get(), &random));
     FillRandomly(worlds.back().get(), &random, true);
@@ -420,7 +420,7 @@ TEST_CASE("many transfers that each end in time are not late because they wait f
   FillSimply(&world, 0, {1});
   const Transfer transfer = world.OnDevices();
   setup.fake.Hold(1);
-  std::vector<Outcome<TransferResult> > outcomes(50);
+  std::vector<Outcome<TransferResult>> outcomes(50);
   for (auto& outcome : outcomes) setup.transport->Submit(transfer, outcome.done());
   CHECK(Eventually([&] { return setup.fake.Count().launch_calls > 1; }));
   CHECK(setup.fake.Count().launch_calls <= 16);  // several at once, but not all

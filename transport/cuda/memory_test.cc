@@ -249,7 +249,7 @@ TEST_CASE("VMM memory that is not what was said is refused, and leaves nothing o
 TEST_CASE("regions are found by any range inside them, and by no other") {
   FakeCuda fake;
   const auto memory = MakeMemory();
-  std::vector<std::shared_ptr<const CudaRegion> > regions;
+  std::vector<std::shared_ptr<const CudaRegion>> regions;
   for (int i = 0; i < 5; ++i) {
     std::string handle;
     fake.Export(i % 2, (i + 1) * kMiB, &handle);
