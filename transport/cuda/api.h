@@ -38,6 +38,8 @@ namespace refitd {
   V(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2")                                      \
   V(cuIpcCloseMemHandle, "cuIpcCloseMemHandle")                                       \
   V(cuMemGetAddressRange, "cuMemGetAddressRange_v2")                                  \
+  V(cuMemCreate, "cuMemCreate")                                                       \
+  V(cuMemExportToShareableHandle, "cuMemExportToShareableHandle")                     \
   V(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle")                 \
   V(cuMemGetAllocationPropertiesFromHandle, "cuMemGetAllocationPropertiesFromHandle") \
   V(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity")                   \

@@ -285,6 +285,13 @@ Block* MakeBlock(State* fake, int device, size_t bytes, bool vmm) {
   return fake->blocks.back().get();
 }
 
+// VMM handles: a block's number from 1, with this bit where it was created here.
+constexpr CUmemGenericAllocationHandle kCreated = 1ULL << 40;
+
+Block& BlockOf(const State& fake, CUmemGenericAllocationHandle handle) {
+  return *fake.blocks[(handle & ~kCreated) - 1];
+}
+
 unsigned Reach(const State& fake, int owner) { return fake.peers ? kAllDevices : 1U << owner; }
 
 }  // namespace
@@ -513,6 +520,33 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr a
   return CUDA_SUCCESS;
 }
 
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
+                     const CUmemAllocationProp* wanted, unsigned long long /*flags*/) {
+  const Call call("cuMemCreate", false);
+  if (call.failed()) return call.result;
+  if (bytes == 0 || bytes % kGranularity != 0 || wanted->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
+      wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE || wanted->location.id >= kDevices ||
+      wanted->requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  MakeBlock(call.fake, wanted->location.id, bytes, true);
+  *handle = call.fake->blocks.size() | kCreated;
+  ++call.fake->counts.created;
+  ++call.fake->counts.allocation_calls;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemExportToShareableHandle(void* descriptor, CUmemGenericAllocationHandle handle,
+                                      CUmemAllocationHandleType type,
+                                      unsigned long long /*flags*/) {
+  const Call call("cuMemExportToShareableHandle", false);
+  if (call.failed()) return call.result;
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_INVALID_VALUE;
+  const int fd = dup(BlockOf(*call.fake, handle).fd);
+  std::memcpy(descriptor, &fd, sizeof(fd));
+  return fd < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+}
+
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* descriptor,
                                         CUmemAllocationHandleType type) {
   const Call call("cuMemImportFromShareableHandle", false);
@@ -538,7 +572,7 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* have,
   *have = {};
   have->type = CU_MEM_ALLOCATION_TYPE_PINNED;
   have->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  have->location.id = call.fake->blocks[handle - 1]->device;
+  have->location.id = BlockOf(*call.fake, handle).device;
   return call.result;
 }
 
@@ -579,7 +613,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset,
                   CUmemGenericAllocationHandle handle, unsigned long long /*flags*/) {
   const Call call("cuMemMap", false);
   if (call.failed()) return call.result;
-  const Block& block = *call.fake->blocks[handle - 1];
+  const Block& block = BlockOf(*call.fake, handle);
   const auto it = call.fake->ranges.find(address);
   if (offset != 0 || bytes != block.bytes || it == call.fake->ranges.end() ||
       it->second.bytes != bytes || MapBlock(block, At(address)) == nullptr) {
@@ -620,10 +654,12 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemRelease(CUmemGenericAllocationHandle /*handle*/) {
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   const Call call("cuMemRelease", false);
-  if (!call.failed()) --call.fake->counts.imported;
-  return call.result;
+  if (call.failed()) return call.result;
+  FakeCudaCounts& counts = call.fake->counts;
+  --((handle & kCreated) != 0 ? counts.created : counts.imported);
+  return CUDA_SUCCESS;
 }
 
 // ---- own memory ----

@@ -8,7 +8,8 @@ namespace refitd {
 struct FakeCudaCounts {
   int opened_handles = 0;  // of legacy IPC, every open
   int open_calls = 0;
-  int imported = 0;  // VMM allocations
+  int imported = 0;  // VMM allocations of others
+  int created = 0;   // own ones
   int reserved = 0;  // address ranges
   int mapped = 0;
   int allocations = 0;       // device memory

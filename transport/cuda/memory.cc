@@ -3,7 +3,10 @@
 #include "transport/base/status.h"
 
 #if defined(REFITD_CUDA)
+#include <fcntl.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -163,7 +166,8 @@ class LegacyRegion final : public CudaRegion {
 
 // ---- VMM ----
 
-// An imported allocation and its mapping, undone in the right order as far as it came.
+// An allocation, imported or made here, and its mapping; undone in the right order as far as it
+// came.
 class VmmMapping {
  public:
   explicit VmmMapping(std::shared_ptr<CudaContexts> contexts) : contexts_(std::move(contexts)) {}
@@ -172,31 +176,50 @@ class VmmMapping {
   ~VmmMapping() {
     const CudaApi& api = contexts_->api();
     if (mapped_) (void)api.cuMemUnmap(address_, bytes_);
-    if (imported_) (void)api.cuMemRelease(handle_);
+    if (held_) (void)api.cuMemRelease(handle_);
     if (address_ != 0) (void)api.cuMemAddressFree(address_, bytes_);
   }
 
-  absl::Status Map(int device, const UniqueFd& fd, int64_t bytes) {
+  absl::Status MapImported(int device, const UniqueFd& fd, int64_t bytes) {
     REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device));
     const ScopedContext current(contexts_->api(), context);
     REFITD_RETURN_IF_ERROR(current.status());
     REFITD_RETURN_IF_ERROR(Import(fd));
     REFITD_RETURN_IF_ERROR(CheckProperties(device, bytes));
+    return Map(device, bytes);
+  }
+
+  // Makes it; `fd` becomes a descriptor of it.
+  absl::Status MapNew(int device, int64_t bytes, UniqueFd* fd) {
+    REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device));
+    const ScopedContext current(contexts_->api(), context);
+    REFITD_RETURN_IF_ERROR(current.status());
     const CudaApi& api = contexts_->api();
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAddressReserve, &address_,
-                                            static_cast<size_t>(bytes), granularity_, 0, 0));
-    bytes_ = static_cast<size_t>(bytes);
-    const CUresult mapped = api.cuMemMap(address_, bytes_, 0, handle_, 0);
-    if (mapped == CUDA_ERROR_INVALID_VALUE) {
-      return Error(absl::StatusCode::kInvalidArgument, "{} bytes are not what it has: {}", bytes,
-                   Message(api.Check("cuMemMap", mapped)));
-    }
-    REFITD_RETURN_IF_ERROR(Refused(api.Check("cuMemMap", mapped), "mapping it"));
-    mapped_ = true;
-    return Allow(device);
+    CUmemAllocationProp wanted = {};
+    wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    wanted.location.id = device;
+    wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity_,
+                                            &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+    if (granularity_ == 0) return absl::InternalError("the driver's granularity is 0");
+    const size_t units = (static_cast<size_t>(bytes) + granularity_ - 1) / granularity_;
+    const auto rounded = static_cast<int64_t>(units * granularity_);
+    REFITD_RETURN_IF_ERROR(
+        REFITD_CUDA_CALL(api, cuMemCreate, &handle_, static_cast<size_t>(rounded), &wanted, 0));
+    held_ = true;
+    REFITD_RETURN_IF_ERROR(Map(device, rounded));
+    int exported = -1;
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemExportToShareableHandle, &exported, handle_,
+                                            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+    fd->Reset(exported);
+    // Not for what this process starts.
+    if (fcntl(exported, F_SETFD, FD_CLOEXEC) != 0) return ErrnoError(errno, "FD_CLOEXEC");
+    return absl::OkStatus();
   }
 
   CUdeviceptr address() const { return address_; }
+  int64_t bytes() const { return static_cast<int64_t>(bytes_); }
   bool Reaches(int device) const {
     return std::find(reaching_.begin(), reaching_.end(), device) != reaching_.end();
   }
@@ -208,7 +231,7 @@ class VmmMapping {
         REFITD_CUDA_CALL(api, cuMemImportFromShareableHandle, &handle_,
                          reinterpret_cast<void*>(static_cast<intptr_t>(fd.get())),
                          CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    imported_ = status.ok();
+    held_ = status.ok();
     return Refused(status, "the driver refuses the descriptor");
   }
 
@@ -230,6 +253,21 @@ class VmmMapping {
                    granularity_);
     }
     return absl::OkStatus();
+  }
+
+  absl::Status Map(int device, int64_t bytes) {
+    const CudaApi& api = contexts_->api();
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAddressReserve, &address_,
+                                            static_cast<size_t>(bytes), granularity_, 0, 0));
+    bytes_ = static_cast<size_t>(bytes);
+    const CUresult mapped = api.cuMemMap(address_, bytes_, 0, handle_, 0);
+    if (mapped == CUDA_ERROR_INVALID_VALUE) {
+      return Error(absl::StatusCode::kInvalidArgument, "{} bytes are not what it has: {}", bytes,
+                   Message(api.Check("cuMemMap", mapped)));
+    }
+    REFITD_RETURN_IF_ERROR(Refused(api.Check("cuMemMap", mapped), "mapping it"));
+    mapped_ = true;
+    return Allow(device);
   }
 
   // Every device that can reach the memory may read and write it.
@@ -254,16 +292,15 @@ class VmmMapping {
   CUdeviceptr address_ = 0;  // 0: none reserved
   size_t bytes_ = 0;
   size_t granularity_ = 0;
-  bool imported_ = false;
+  bool held_ = false;  // handle_ is
   bool mapped_ = false;
   std::vector<int> reaching_;
 };
 
 class VmmRegion final : public CudaRegion {
  public:
-  VmmRegion(std::shared_ptr<RegionIndex> index, int device, std::unique_ptr<VmmMapping> mapping,
-            int64_t bytes)
-      : CudaRegion(device, Pointer(mapping->address()), bytes),
+  VmmRegion(std::shared_ptr<RegionIndex> index, int device, std::unique_ptr<VmmMapping> mapping)
+      : CudaRegion(device, Pointer(mapping->address()), mapping->bytes()),
         index_(std::move(index)),
         mapping_(std::move(mapping)) {}
   ~VmmRegion() override { index_->Remove(this); }  // then it is unmapped
@@ -335,15 +372,32 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
                    DeviceBytes(device));
     }
     auto mapping = std::make_unique<VmmMapping>(contexts_);
-    const absl::Status mapped = mapping->Map(device, fd, bytes);
+    const absl::Status mapped = mapping->MapImported(device, fd, bytes);
     if (!mapped.ok()) {
       if (IsLost(mapped)) return mapped;
       return Error(mapped.code(), "VMM memory of device {}: {}", device, Message(mapped));
     }
-    std::shared_ptr<const CudaRegion> region =
-        std::make_shared<VmmRegion>(index_, device, std::move(mapping), bytes);
-    index_->Add(region);
-    return region;
+    return Adopt(device, std::move(mapping));
+  }
+
+  absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) override {
+    REFITD_RETURN_IF_ERROR(CheckDevice(device));
+    const auto refused = [&](const absl::Status& status) -> absl::Status {
+      if (IsLost(status)) return status;
+      return Error(status.code(), "a pool of {} bytes on device {}: {}", bytes, device,
+                   Message(status));
+    };
+    if (bytes <= 0 || bytes > DeviceBytes(device)) {
+      return refused(Error(absl::StatusCode::kInvalidArgument, "must be 1 to the device's {}",
+                           DeviceBytes(device)));
+    }
+    auto mapping = std::make_unique<VmmMapping>(contexts_);
+    CudaPool pool;
+    if (const absl::Status made = mapping->MapNew(device, bytes, &pool.descriptor); !made.ok()) {
+      return refused(made);
+    }
+    pool.region = Adopt(device, std::move(mapping));
+    return pool;
   }
 
   std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const override {
@@ -352,6 +406,13 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
  private:
   static constexpr size_t kMaxUuidInMessage = 64;
+
+  std::shared_ptr<const CudaRegion> Adopt(int device, std::unique_ptr<VmmMapping> mapping) {
+    std::shared_ptr<const CudaRegion> region =
+        std::make_shared<VmmRegion>(index_, device, std::move(mapping));
+    index_->Add(region);
+    return region;
+  }
 
   absl::Status CheckDevice(int device) const {
     if (DeviceBytes(device) > 0) return absl::OkStatus();

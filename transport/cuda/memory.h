@@ -1,4 +1,5 @@
-// GPU memory of other processes, mapped into this one.
+// GPU memory of other processes, mapped into this one; and pools of this process's own, for others
+// to map.
 //
 // A region's address (`data()`) is where its own device reaches it; it is what MemorySpan and
 // BoundPiece carry. A kernel or copy that runs on another device may need another address: a legacy
@@ -54,6 +55,14 @@ class CudaRegion {
   const int64_t bytes_;
 };
 
+// Memory that this process made, for others to import: ImportVmm with `descriptor` (a duplicate)
+// and region->bytes(). The device has it back when the region, every descriptor and every import of
+// it are gone.
+struct CudaPool {
+  std::shared_ptr<const CudaRegion> region;
+  UniqueFd descriptor;
+};
+
 class CudaMemory {
  public:
   // Loads the driver; no context yet. UNAVAILABLE: no driver, no device, or CUDA is not compiled
@@ -77,6 +86,11 @@ class CudaMemory {
   // `device`; INVALID_ARGUMENT: `bytes` is not what the allocation has.
   virtual absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int device, UniqueFd fd,
                                                                       int64_t bytes) = 0;
+  // New memory of cuMemCreate on `device`, at least `bytes` (the driver's granularity, 2 MiB, is
+  // what it is a multiple of), accessible to every device that can reach `device`.
+  // INVALID_ARGUMENT: `bytes` is not 1 to the device's memory; RESOURCE_EXHAUSTED: not so much is
+  // free.
+  virtual absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) = 0;
   // The region that holds [data, data + bytes), as its own device addresses it; null: none that is
   // open. Fast: called for every piece.
   virtual std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const = 0;

@@ -9,6 +9,9 @@
 #include <vector>
 
 #if defined(REFITD_CUDA)
+#include <fcntl.h>
+#include <unistd.h>
+
 #include "transport/cuda/fake_cuda.h"
 #endif
 
@@ -48,6 +51,7 @@ void CheckNothingOpen(const FakeCuda& fake) {
   const FakeCudaCounts counts = fake.Count();
   CHECK(counts.opened_handles == 0);
   CHECK(counts.imported == 0);
+  CHECK(counts.created == 0);
   CHECK(counts.reserved == 0);
   CHECK(counts.mapped == 0);
 }
@@ -244,6 +248,64 @@ TEST_CASE("VMM memory that is not what was said is refused, and leaves nothing o
     CheckNothingOpen(fake);
   }
   CHECK(import(0, 4 * kMiB) == absl::StatusCode::kOk);
+}
+
+std::shared_ptr<const CudaRegion> Import(CudaMemory* memory, const CudaPool& pool) {
+  auto region = memory->ImportVmm(pool.region->device(), UniqueFd(dup(pool.descriptor.get())),
+                                  pool.region->bytes());
+  INFO(region.status());
+  REQUIRE(region.ok());
+  return *std::move(region);
+}
+
+TEST_CASE("a pool is this process's memory, found as a region, and others import it") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  {
+    auto pool = memory->MakePool(1, 3 * kMiB);
+    INFO(pool.status());
+    REQUIRE(pool.ok());
+    REQUIRE(pool->region->device() == 1);
+    REQUIRE(pool->region->bytes() == 4 * kMiB);
+    REQUIRE(pool->region->On(0).value() == pool->region->data());
+    REQUIRE(memory->Find(pool->region->data() + 4 * kMiB - 1, 1) == pool->region);
+    REQUIRE((fcntl(pool->descriptor.get(), F_GETFD) & FD_CLOEXEC) != 0);
+    REQUIRE(fake.Count().created == 1);
+
+    const auto other = MakeMemory();
+    auto imported = Import(other.get(), *pool);
+    REQUIRE(imported->data() != pool->region->data());
+    pool->region->data()[4 * kMiB - 1] = 'p';
+    REQUIRE(imported->data()[4 * kMiB - 1] == 'p');
+    // It outlives its maker's mapping.
+    pool->region.reset();
+    REQUIRE(fake.Count().created == 0);
+    REQUIRE(imported->data()[4 * kMiB - 1] == 'p');
+  }
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("a pool of no size, of no device, or that the driver refuses leaves nothing open") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  for (const int64_t bytes : {int64_t{0}, int64_t{-1}, int64_t{90} << 30, INT64_MAX}) {
+    INFO(bytes);
+    CHECK(memory->MakePool(0, bytes).status().code() == absl::StatusCode::kInvalidArgument);
+  }
+  CHECK(memory->MakePool(2, kMiB).status().code() == absl::StatusCode::kInvalidArgument);
+  fake.FailAt("cuMemCreate", 1, 2);
+  const absl::Status full = memory->MakePool(0, kMiB).status();
+  CHECK(full.code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(std::string(full.message()),
+             Contains("1048576 bytes on device 0") && Contains("out of memory"));
+  for (const char* call : {"cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve",
+                           "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"}) {
+    INFO(call);
+    fake.FailAt(call, 1, 801);
+    CHECK(!memory->MakePool(0, kMiB).ok());
+    CheckNothingOpen(fake);
+  }
+  CHECK(memory->MakePool(0, kMiB).ok());
 }
 
 TEST_CASE("regions are found by any range inside them, and by no other") {
