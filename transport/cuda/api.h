@@ -60,6 +60,7 @@ namespace refitd {
   V(cuStreamCreate, "cuStreamCreate")                                                 \
   V(cuStreamDestroy, "cuStreamDestroy_v2")                                            \
   V(cuStreamWaitEvent, "cuStreamWaitEvent")                                           \
+  V(cuStreamSynchronize, "cuStreamSynchronize")                                       \
   V(cuEventCreate, "cuEventCreate")                                                   \
   V(cuEventDestroy, "cuEventDestroy_v2")                                              \
   V(cuEventRecord, "cuEventRecord")                                                   \

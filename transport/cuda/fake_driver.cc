@@ -792,6 +792,14 @@ CUresult cuStreamWaitEvent(CUstream /*stream*/, CUevent /*event*/, unsigned /*fl
   return call.result;
 }
 
+// Does not wait for devices that stand still.
+CUresult cuStreamSynchronize(CUstream /*stream*/) {
+  const Call call("cuStreamSynchronize");
+  if (call.failed()) return call.result;
+  RunQueue(call.fake);
+  return call.fake->lost;
+}
+
 CUresult cuEventCreate(CUevent* event, unsigned /*flags*/) {
   const Call call("cuEventCreate");
   if (call.failed()) return call.result;

@@ -318,6 +318,67 @@ class VmmRegion final : public CudaRegion {
   const std::unique_ptr<const VmmMapping> mapping_;
 };
 
+// ---- buffers ----
+
+class Buffer final : public CudaBuffer {
+ public:
+  static absl::StatusOr<std::unique_ptr<CudaBuffer>> Make(std::shared_ptr<CudaContexts> contexts,
+                                                          int device, int64_t bytes) {
+    REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts->Get(device));
+    const CudaApi& api = contexts->api();
+    const ScopedContext current(api, context);
+    REFITD_RETURN_IF_ERROR(current.status());
+    CUdeviceptr address = 0;
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAlloc, &address, static_cast<size_t>(bytes)));
+    CUstream stream = nullptr;
+    const absl::Status made =
+        REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
+    if (!made.ok()) {
+      (void)api.cuMemFree(address);
+      return made;
+    }
+    return std::unique_ptr<CudaBuffer>(
+        new Buffer(std::move(contexts), context, stream, address, bytes));
+  }
+
+  ~Buffer() override {
+    const CudaApi& api = contexts_->api();
+    const ScopedContext current(api, context_);
+    if (!current.status().ok()) return;
+    (void)api.cuStreamDestroy(stream_);
+    (void)api.cuMemFree(address_);
+  }
+
+  absl::Status Store(int64_t offset, const char* from, int64_t count) override {
+    if (offset < 0 || count < 0 || offset > bytes() || count > bytes() - offset) {
+      return Error(absl::StatusCode::kInvalidArgument, "{} bytes at {} of a buffer of {}", count,
+                   offset, bytes());
+    }
+    if (count == 0) return absl::OkStatus();
+    const CudaApi& api = contexts_->api();
+    const ScopedContext current(api, context_);
+    REFITD_RETURN_IF_ERROR(current.status());
+    REFITD_RETURN_IF_ERROR(
+        REFITD_CUDA_CALL(api, cuMemcpyDtoDAsync, address_ + static_cast<CUdeviceptr>(offset),
+                         reinterpret_cast<CUdeviceptr>(from), static_cast<size_t>(count), stream_));
+    return REFITD_CUDA_CALL(api, cuStreamSynchronize, stream_);
+  }
+
+ private:
+  Buffer(std::shared_ptr<CudaContexts> contexts, CUcontext context, CUstream stream,
+         CUdeviceptr address, int64_t bytes)
+      : CudaBuffer(Pointer(address), bytes),
+        contexts_(std::move(contexts)),
+        context_(context),
+        stream_(stream),
+        address_(address) {}
+
+  const std::shared_ptr<CudaContexts> contexts_;
+  const CUcontext context_;
+  const CUstream stream_;
+  const CUdeviceptr address_;
+};
+
 // ---- the memory ----
 
 class Memory final : public CudaMemory, public CudaContextsOwner {
@@ -381,23 +442,19 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   }
 
   absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) override {
-    REFITD_RETURN_IF_ERROR(CheckDevice(device));
-    const auto refused = [&](const absl::Status& status) -> absl::Status {
-      if (IsLost(status)) return status;
-      return Error(status.code(), "a pool of {} bytes on device {}: {}", bytes, device,
-                   Message(status));
-    };
-    if (bytes <= 0 || bytes > DeviceBytes(device)) {
-      return refused(Error(absl::StatusCode::kInvalidArgument, "must be 1 to the device's {}",
-                           DeviceBytes(device)));
-    }
+    REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
     auto mapping = std::make_unique<VmmMapping>(contexts_);
     CudaPool pool;
-    if (const absl::Status made = mapping->MapNew(device, bytes, &pool.descriptor); !made.ok()) {
-      return refused(made);
-    }
+    REFITD_RETURN_IF_ERROR(OfNew(device, bytes, mapping->MapNew(device, bytes, &pool.descriptor)));
     pool.region = Adopt(device, std::move(mapping));
     return pool;
+  }
+
+  absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) override {
+    REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
+    absl::StatusOr<std::unique_ptr<CudaBuffer>> made = Buffer::Make(contexts_, device, bytes);
+    REFITD_RETURN_IF_ERROR(OfNew(device, bytes, made.status()));
+    return made;
   }
 
   std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const override {
@@ -417,6 +474,18 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   absl::Status CheckDevice(int device) const {
     if (DeviceBytes(device) > 0) return absl::OkStatus();
     return Error(absl::StatusCode::kInvalidArgument, "no CUDA device {}", device);
+  }
+  // `status`, about new memory.
+  static absl::Status OfNew(int device, int64_t bytes, const absl::Status& status) {
+    if (status.ok() || IsLost(status)) return status;
+    return Error(status.code(), "{} bytes of device {}: {}", bytes, device, Message(status));
+  }
+  absl::Status CheckNew(int device, int64_t bytes) const {
+    REFITD_RETURN_IF_ERROR(CheckDevice(device));
+    if (bytes > 0 && bytes <= DeviceBytes(device)) return absl::OkStatus();
+    return OfNew(device, bytes,
+                 Error(absl::StatusCode::kInvalidArgument, "must be 1 to the device's {}",
+                       DeviceBytes(device)));
   }
   // 0: no such device.
   int64_t DeviceBytes(int ordinal) const {

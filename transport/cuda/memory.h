@@ -63,6 +63,24 @@ struct CudaPool {
   UniqueFd descriptor;
 };
 
+// Memory of one device for this process alone. One thread at a time; freed when destroyed.
+class CudaBuffer {
+ public:
+  virtual ~CudaBuffer() = default;
+  char* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+  // Copies `bytes` from `from`, which the device reaches, to data() + offset; done when it returns,
+  // whatever other streams do. INVALID_ARGUMENT: outside of the buffer.
+  virtual absl::Status Store(int64_t offset, const char* from, int64_t bytes) = 0;
+
+ protected:
+  CudaBuffer(char* data, int64_t bytes) : data_(data), bytes_(bytes) {}
+
+ private:
+  char* const data_;
+  const int64_t bytes_;
+};
+
 class CudaMemory {
  public:
   // Loads the driver; no context yet. UNAVAILABLE: no driver, no device, or CUDA is not compiled
@@ -91,6 +109,8 @@ class CudaMemory {
   // INVALID_ARGUMENT: `bytes` is not 1 to the device's memory; RESOURCE_EXHAUSTED: not so much is
   // free.
   virtual absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) = 0;
+  // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: as MakePool.
+  virtual absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) = 0;
   // The region that holds [data, data + bytes), as its own device addresses it; null: none that is
   // open. Fast: called for every piece.
   virtual std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const = 0;

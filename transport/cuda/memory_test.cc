@@ -297,7 +297,7 @@ TEST_CASE("a pool of no size, of no device, or that the driver refuses leaves no
   const absl::Status full = memory->MakePool(0, kMiB).status();
   CHECK(full.code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(std::string(full.message()),
-             Contains("1048576 bytes on device 0") && Contains("out of memory"));
+             Contains("1048576 bytes of device 0") && Contains("out of memory"));
   for (const char* call : {"cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve",
                            "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"}) {
     INFO(call);
@@ -306,6 +306,37 @@ TEST_CASE("a pool of no size, of no device, or that the driver refuses leaves no
     CheckNothingOpen(fake);
   }
   CHECK(memory->MakePool(0, kMiB).ok());
+}
+
+TEST_CASE("a buffer is written when Store returns, and is nobody's region") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  auto pool = memory->MakePool(1, kMiB);
+  REQUIRE(pool.ok());
+  std::strcpy(pool->region->data() + 100, "staged");
+  {
+    auto buffer = memory->MakeBuffer(1, 64);
+    INFO(buffer.status());
+    REQUIRE(buffer.ok());
+    REQUIRE((*buffer)->bytes() == 64);
+    CHECK((*buffer)->Store(57, pool->region->data() + 100, 7).ok());
+    CHECK(std::string((*buffer)->data() + 57) == "staged");
+    CHECK((*buffer)->Store(64, pool->region->data(), 0).ok());
+    for (const auto& [offset, bytes] : {std::pair<int64_t, int64_t>{58, 7}, {-1, 1}, {0, -1}}) {
+      CHECK(absl::IsInvalidArgument((*buffer)->Store(offset, pool->region->data(), bytes)));
+    }
+    CHECK(memory->Find((*buffer)->data(), 1) == nullptr);
+    CHECK(fake.Count().allocations == 1);
+    fake.FailAt("cuMemcpyDtoDAsync", 1, 1);
+    CHECK(!(*buffer)->Store(0, pool->region->data(), 1).ok());
+  }
+  for (const char* call : {"cuMemAlloc", "cuStreamCreate"}) {
+    fake.FailAt(call, 1, 2);
+    CHECK(absl::IsResourceExhausted(memory->MakeBuffer(1, 64).status()));
+  }
+  CHECK(absl::IsInvalidArgument(memory->MakeBuffer(1, 0).status()));
+  CHECK(fake.Count().allocations == 0);
+  CHECK(fake.Count().streams == 0);
 }
 
 TEST_CASE("regions are found by any range inside them, and by no other") {
