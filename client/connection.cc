@@ -211,12 +211,18 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   return wire;
 }
 
+Connection::Connection(const ConnectOptions& options, std::string socket)
+    : socket_(std::move(socket)),
+      channel_(MakeChannel(socket_, options.silence)),
+      call_margin_(options.call_margin),
+      device_(options.device),
+      cuda_library_(options.cuda_library) {}
+
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const ConnectOptions& options,
                                                              TimePoint deadline) {
   KeepCallbackThreads();
   const std::string path = SocketPath(options);
-  std::shared_ptr<Connection> connection(
-      new Connection(path, MakeChannel(path, options.silence), options.call_margin));
+  std::shared_ptr<Connection> connection(new Connection(options, path));
   REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), path, deadline, {}));
   return connection;
 }
@@ -229,8 +235,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
     return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", path,
                  std::strerror(error));
   }
-  std::shared_ptr<Connection> connection(
-      new Connection(path, MakeChannel(path, options.silence), options.call_margin));
+  std::shared_ptr<Connection> connection(new Connection(options, path));
   REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), path, deadline, stop));
   return connection;
 }
@@ -347,23 +352,28 @@ absl::Status Connection::ToWire(Layout* layout) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<HostRegion>> Connection::Pool(Access access) {
+absl::StatusOr<std::shared_ptr<const SlotMemory>> Connection::Pool(Access access) {
   REFITD_RETURN_IF_ERROR(CheckAttached());
   MutexLock lock(&pool_mutex_);
   if (pool_ != nullptr) return pool_;
+  const bool gpu = OnGpu(device_);
   DescriptorRequest request;
   request.kind = DescriptorRequestKind::kMapPool;
-  REFITD_ASSIGN_OR_RETURN(DescriptorAnswer answer,
-                          descriptors_->Ask(request, -1, After(call_margin_)));
+  const Duration limit = gpu ? call_margin_ + kDeviceLimit : call_margin_;
+  REFITD_ASSIGN_OR_RETURN(DescriptorAnswer answer, descriptors_->Ask(request, -1, After(limit)));
   if (!answer.fd.valid()) {
     return Error(absl::StatusCode::kInternal, "the daemon's pool came without a descriptor");
   }
-  REFITD_ASSIGN_OR_RETURN(
-      pool_, HostRegion::Map(answer.fd, answer.reply.bytes, access, /*populate=*/false));
+  if (gpu) {
+    REFITD_ASSIGN_OR_RETURN(
+        pool_, MapDeviceSlots(std::move(answer.fd), answer.reply.bytes, device_, cuda_library_));
+  } else {
+    REFITD_ASSIGN_OR_RETURN(pool_, MapHostSlots(answer.fd, answer.reply.bytes, access));
+  }
   return pool_;
 }
 
-std::shared_ptr<HostRegion> Connection::MappedPool() {
+std::shared_ptr<const SlotMemory> Connection::MappedPool() {
   MutexLock lock(&pool_mutex_);
   return pool_;
 }

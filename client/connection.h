@@ -25,6 +25,7 @@
 
 #include "absl/status/statusor.h"
 #include "client/descriptor_client.h"
+#include "client/slot_memory.h"
 #include "client/types.h"
 #include "refitd/v1/types.pb.h"
 #include "transport/base/ids.h"
@@ -97,17 +98,17 @@ class Connection : public std::enable_shared_from_this<Connection> {
   absl::Status ToWire(v1::Bucket* bucket);
   absl::Status ToWire(Layout* layout);
 
-  // The staging pool, mapped at the first call.
-  absl::StatusOr<std::shared_ptr<HostRegion>> Pool(Access access);
+  // The staging pool of this member's device, mapped at the first call. On a GPU `access` has no
+  // meaning.
+  absl::StatusOr<std::shared_ptr<const SlotMemory>> Pool(Access access);
   // The same if it was mapped; null: it was not.
-  std::shared_ptr<HostRegion> MappedPool();
+  std::shared_ptr<const SlotMemory> MappedPool();
 
   // From now on nothing is asked of the daemon: regions that go are the daemon's to forget.
   void Detach();
 
  private:
-  Connection(std::string socket, std::shared_ptr<grpc::Channel> channel, Duration call_margin)
-      : socket_(std::move(socket)), channel_(std::move(channel)), call_margin_(call_margin) {}
+  Connection(const ConnectOptions& options, std::string socket);
   absl::Status CheckAttached();
   absl::StatusOr<RegionId> RegisterBlock(const RegionSource& source, const RegionOwner& owner);
 
@@ -115,6 +116,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   const std::string socket_;
   const std::shared_ptr<grpc::Channel> channel_;
   const Duration call_margin_;
+  const std::string device_;
+  const std::string cuda_library_;
   v1::Welcome welcome_;
   std::unique_ptr<DescriptorClient> descriptors_;
 
@@ -122,7 +125,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool detached_ ABSL_GUARDED_BY(mutex_) = false;
   std::map<uint64_t, RegionId> regions_ ABSL_GUARDED_BY(mutex_);  // by id here: the daemon's
   Mutex pool_mutex_;  // held while the daemon is asked: the pool is mapped once
-  std::shared_ptr<HostRegion> pool_ ABSL_GUARDED_BY(pool_mutex_);
+  std::shared_ptr<const SlotMemory> pool_ ABSL_GUARDED_BY(pool_mutex_);
 };
 
 class Regions : public std::enable_shared_from_this<Regions> {

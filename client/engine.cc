@@ -151,7 +151,7 @@ class EngineImpl final : public Engine {
   mutable std::deque<Event> notices_ ABSL_GUARDED_BY(mutex_);  // Lost, Reattached: before events
   int reattachments_ ABSL_GUARDED_BY(mutex_) = 0;
   // Slots' mappings of lost leases, whose views the caller may still hold; until Ready.
-  std::vector<std::shared_ptr<HostRegion>> old_pools_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<const SlotMemory>> old_pools_ ABSL_GUARDED_BY(mutex_);
 
   std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the others
 };
@@ -220,7 +220,12 @@ absl::Status Session::Start(const EngineOptions& options, TimePoint deadline,
   if (!event->has_welcome()) {
     return Error(absl::StatusCode::kInternal, "Attach: the daemon's first event is no Welcome");
   }
-  return connection->Adopt(event->welcome());
+  REFITD_RETURN_IF_ERROR(connection->Adopt(event->welcome()));
+  // A driver that is missing here, or refuses, is no surprise for the first update.
+  if (options.delivery != Delivery::kStaged || !OnGpu(options.connect.device)) {
+    return absl::OkStatus();
+  }
+  return connection->Pool(Access::kReadOnly).status();
 }
 
 absl::Status EngineImpl::Start() {
@@ -387,9 +392,13 @@ Event EngineImpl::TakePart(const Session& session, const v1::BucketReady& bucket
   const UpdateId update = session.Update(bucket.update_id());
   const PartSeq seq(bucket.part());
   auto part = [&]() -> absl::StatusOr<Part> {
-    REFITD_ASSIGN_OR_RETURN(const auto pool, session.connection->Pool(Access::kReadOnly));
-    return DecodePart(bucket, std::span<const char>(pool->data(), pool->bytes()),
-                      session.connection->welcome().slot_bytes());
+    REFITD_ASSIGN_OR_RETURN(auto pool, session.connection->Pool(Access::kReadOnly));
+    REFITD_ASSIGN_OR_RETURN(
+        Part decoded,
+        DecodePart(bucket, std::span<const char>(pool->data(), static_cast<size_t>(pool->bytes())),
+                   session.connection->welcome().slot_bytes()));
+    decoded.slots = std::move(pool);
+    return decoded;
   }();
   if (part.ok()) part->update = update;
   MutexLock lock(&mutex_);
@@ -432,7 +441,7 @@ absl::StatusOr<bool> EngineImpl::Dropped() {
 }
 
 absl::Status EngineImpl::Ready(Version version) {
-  std::vector<std::shared_ptr<HostRegion>> over;  // unmapped after the lock
+  std::vector<std::shared_ptr<const SlotMemory>> over;  // unmapped after the lock
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
   if (dropped) return absl::OkStatus();

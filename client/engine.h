@@ -45,6 +45,8 @@
 
 namespace refitd::client {
 
+class SlotMemory;  // client/slot_memory.h
+
 enum class Delivery : uint8_t { kRegistered, kStaged };
 
 // What this rank may say of its own weights.
@@ -74,8 +76,11 @@ struct Prepare {
 };
 
 // A tensor, or a part of one, in a mapped slot: read-only, valid until Ack, Aborted, or Ready for a
-// later update. Under a rank that is so late that it was evicted the bytes may change: its weights
-// are dirty then, and stay so whatever it loads.
+// later update. `data` is memory of ConnectOptions::device: where that is a GPU, an address for
+// kernels and copies of this process on that GPU, and not for the host. The bytes are there when
+// the part is: no stream has to wait for them. A write there, which the device lets pass, damages
+// what other engines of the group on the same GPU load. Under a rank that is so late that it was
+// evicted the bytes may change: its weights are dirty then, and stay so whatever it loads.
 struct TensorView {
   TensorSpec tensor;  // of the whole tensor
   int64_t start = 0;  // first element carried, row-major
@@ -88,6 +93,7 @@ struct Part {
   UpdateId update;  // tells the parts of two updates to one version apart
   PartSeq part;
   std::vector<TensorView> tensors;
+  std::shared_ptr<const SlotMemory> slots{};  // behind the views
 };
 
 struct Committed {
@@ -140,9 +146,10 @@ class Engine {
   // This rank no longer reads its weights. FAILED_PRECONDITION: no Prepare of this version is
   // unanswered.
   virtual absl::Status Ready(Version version) = 0;
-  // The part's views are no longer used. Also due for parts handed out before Fail or Aborted:
-  // their slots are in use until then, or until Ready for a later update, which ends them all.
-  // (Parts that come after Fail are not handed out.)
+  // The part's views are no longer used: on a GPU, all device work that reads them has ended (a
+  // stream was synchronised, an event was waited for). Also due for parts handed out before Fail or
+  // Aborted: their slots are in use until then, or until Ready for a later update, which ends them
+  // all. (Parts that come after Fail are not handed out.)
   virtual absl::Status Ack(const Part& part) = 0;
   // This rank can't go on with the update (its loader failed).
   virtual absl::Status Fail(Version version, const std::string& reason) = 0;
@@ -154,8 +161,9 @@ class Engine {
   virtual int reattachments() const = 0;
 };
 
-// Joins the parts of tensors larger than a slot. Feed every Part; whole tensors are handed out once
-// complete. Tensors that arrive whole are passed on without a copy. Not thread-safe.
+// Joins the parts of tensors larger than a slot, in memory of the device that the parts are on.
+// Feed every Part; whole tensors are handed out once complete. Tensors that arrive whole are passed
+// on without a copy. Of what it copied it has read the part when Add returns. Not thread-safe.
 class PartJoiner {
  public:
   PartJoiner();
@@ -164,7 +172,7 @@ class PartJoiner {
   PartJoiner& operator=(const PartJoiner&) = delete;
   // Whole tensors that this part completes; the views are valid until the part is acknowledged
   // (and, for joined ones, until the next Add or Reset). INVALID_ARGUMENT: a part that overlaps or
-  // disagrees with what came before.
+  // disagrees with what came before; RESOURCE_EXHAUSTED: no memory to join in, on this device.
   absl::StatusOr<std::vector<TensorView>> Add(const Part& part);
   // Forgets unfinished tensors (on Committed and Aborted).
   void Reset();

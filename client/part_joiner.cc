@@ -1,10 +1,9 @@
-#include <cstring>
 #include <map>
 #include <memory>
-#include <new>
 #include <utility>
 
 #include "client/engine.h"
+#include "client/slot_memory.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
@@ -13,7 +12,7 @@ namespace {
 struct Joined {
   TensorSpec tensor;
   int64_t elements = 0;
-  std::unique_ptr<char[]> bytes;
+  std::unique_ptr<JoinBuffer> buffer;
   IntervalSet covered;
 };
 
@@ -23,11 +22,12 @@ struct PartJoiner::Impl {
   std::map<std::string, Joined> open;
   std::vector<Joined> finished;  // behind the views of the last Add
 
-  absl::StatusOr<Joined*> Open(const TensorView& view, int64_t elements);
+  absl::StatusOr<Joined*> Open(const TensorView& view, int64_t elements, const SlotMemory* slots);
   absl::Status Store(const TensorView& view, Joined* joined) const;
 };
 
-absl::StatusOr<Joined*> PartJoiner::Impl::Open(const TensorView& view, int64_t elements) {
+absl::StatusOr<Joined*> PartJoiner::Impl::Open(const TensorView& view, int64_t elements,
+                                               const SlotMemory* slots) {
   const auto known = open.find(view.tensor.name);
   if (known != open.end()) {
     if (known->second.tensor == view.tensor) return &known->second;
@@ -39,11 +39,12 @@ absl::StatusOr<Joined*> PartJoiner::Impl::Open(const TensorView& view, int64_t e
   Joined joined;
   joined.tensor = view.tensor;
   joined.elements = elements;
-  joined.bytes.reset(new (std::nothrow) char[bytes]);
-  if (joined.bytes == nullptr) {
-    return Error(absl::StatusCode::kResourceExhausted, "no memory to join \"{}\" of {} bytes",
-                 view.tensor.name, bytes);
+  auto buffer = slots == nullptr ? NewHostBuffer(bytes) : slots->NewBuffer(bytes);
+  if (!buffer.ok()) {
+    return Error(buffer.status().code(), "no memory to join \"{}\" of {} bytes: {}",
+                 view.tensor.name, bytes, Message(buffer.status()));
   }
+  joined.buffer = *std::move(buffer);
   return &open.emplace(view.tensor.name, std::move(joined)).first->second;
 }
 
@@ -54,10 +55,7 @@ absl::Status PartJoiner::Impl::Store(const TensorView& view, Joined* joined) con
                  view.start + view.count);
   }
   const int64_t element = ElementBytes(view.tensor.dtype);
-  if (view.count > 0) {
-    std::memcpy(joined->bytes.get() + view.start * element, view.data, view.count * element);
-  }
-  return absl::OkStatus();
+  return joined->buffer->Store(view.start * element, view.data, view.count * element);
 }
 
 PartJoiner::PartJoiner() : impl_(std::make_unique<Impl>()) {}
@@ -78,10 +76,10 @@ absl::StatusOr<std::vector<TensorView>> PartJoiner::Add(const Part& part) {
       whole.push_back(view);
       continue;
     }
-    REFITD_ASSIGN_OR_RETURN(Joined * joined, impl_->Open(view, elements));
+    REFITD_ASSIGN_OR_RETURN(Joined * joined, impl_->Open(view, elements, part.slots.get()));
     REFITD_RETURN_IF_ERROR(impl_->Store(view, joined));
     if (joined->covered.total() < elements) continue;
-    whole.push_back({joined->tensor, 0, elements, joined->bytes.get()});
+    whole.push_back({joined->tensor, 0, elements, joined->buffer->data()});
     impl_->finished.push_back(std::move(*joined));
     impl_->open.erase(view.tensor.name);
   }

@@ -109,7 +109,7 @@ void CallAndForget(const std::shared_ptr<Core>& core, UnaryMethod<Stub, Request,
 
 class SlotImpl final : public LeasedSlot {
  public:
-  SlotImpl(std::shared_ptr<Core> core, std::shared_ptr<HostRegion> pool,
+  SlotImpl(std::shared_ptr<Core> core, std::shared_ptr<const SlotMemory> pool,
            const v1::LeaseSlotResponse& lease)
       : core_(std::move(core)), pool_(std::move(pool)), lease_(lease) {}
   ~SlotImpl() override {
@@ -133,7 +133,7 @@ class SlotImpl final : public LeasedSlot {
 
  private:
   const std::shared_ptr<Core> core_;
-  const std::shared_ptr<HostRegion> pool_;
+  const std::shared_ptr<const SlotMemory> pool_;
   const v1::LeaseSlotResponse lease_;
   bool submitted_ = false;  // by the thread that ends the bucket's call
 };
@@ -437,7 +437,7 @@ absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::m
   if (wait.count() < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "wait of {} ms", wait.count());
   }
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> pool,
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<const SlotMemory> pool,
                           core_->connection->Pool(Access::kReadWrite));
   v1::LeaseSlotRequest request;
   request.set_version(version_.value());

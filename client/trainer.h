@@ -76,7 +76,9 @@ struct CommitResult {
 };
 
 // A staging slot to pack into: at most one bucket; then it is the daemon's again. Move-only;
-// unsubmitted, it is given back.
+// unsubmitted, it is given back. It is memory of ConnectOptions::device: on a GPU `data` is an
+// address for kernels and copies of this process there, and not for the host; the device work that
+// packs has to have ended before the slot is pushed, and before it is given back.
 class LeasedSlot {
  public:
   virtual ~LeasedSlot() = default;

@@ -33,7 +33,8 @@ absl::StatusOr<MemorySpan> SourceSpan(const StartTransfer& start, const CheckedB
       return span;
     }
     case CheckedBucket::Source::kSlot: {
-      REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.Slot(start.source_slot->slot));
+      REFITD_ASSIGN_OR_RETURN(MemorySpan span,
+                              memory.SlotOf(start.trainer, start.source_slot->slot));
       span.data += place.byte_offset;
       return span;
     }
@@ -68,6 +69,38 @@ absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const Checked
     }
   }
   return source;
+}
+
+// Where the part has to be packed for those that it will be handed to: the slot on each of their
+// devices, but for where it is the source.
+absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
+                                                    const MemoryResolver& memory) {
+  std::vector<MemorySpan> slots;
+  const auto add = [&slots](MemorySpan slot) {
+    const bool known = std::any_of(slots.begin(), slots.end(),
+                                   [&](const MemorySpan& s) { return s.data == slot.data; });
+    if (!known) slots.push_back(std::move(slot));
+  };
+  if (start.source_slot.has_value() && !start.staged.empty()) {
+    REFITD_ASSIGN_OR_RETURN(MemorySpan source,
+                            memory.SlotOf(start.trainer, start.source_slot->slot));
+    add(std::move(source));
+  }
+  const size_t sources = slots.size();
+  const std::optional<SlotGrant>& grant =
+      start.source_slot.has_value() ? start.source_slot : start.fill_slot;
+  if (grant.has_value()) {
+    for (const MemberId reader : start.staged) {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.SlotOf(reader, grant->slot));
+      add(std::move(slot));
+    }
+  }
+  if (start.fill_slot.has_value() && start.staged.empty()) {
+    REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.Slot(start.fill_slot->slot));
+    add(std::move(slot));
+  }
+  slots.erase(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(sources));
+  return slots;
 }
 
 // Adds the slot as one more destination: packed as the part's content says.
@@ -148,8 +181,8 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedB
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }
   transfer.readback_now.assign(transfer.destinations.size(), false);
-  if (start.fill_slot.has_value()) {
-    REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.Slot(start.fill_slot->slot));
+  REFITD_ASSIGN_OR_RETURN(const std::vector<MemorySpan> slots, SlotsToFill(start, memory));
+  for (const MemorySpan& slot : slots) {
     AddSlot(start, source, slot.data, &transfer);
     transfer.readback_now.push_back(true);
     transfer.keep_alive.push_back(slot.keep_alive);
@@ -185,6 +218,11 @@ absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bu
   REFITD_ASSIGN_OR_RETURN(Transfer transfer,
                           MakeTransfer(start, bucket, memory, &originals, &range_of_piece));
   const size_t ranges = start.want_source_digests ? start.content->ranges.size() : 0;
+  Done base;
+  base.update = start.update;
+  base.part = start.part;
+  base.slot_bytes =
+      static_cast<int64_t>(transfer.destinations.size() - destinations) * start.content->bytes;
   if (start.verification == Verification::kReadback && destinations > 0) {
     UpdateSums& sums = sums_[start.update];
     sums.resize(destinations);
@@ -193,13 +231,12 @@ absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bu
     }
   }
   transport_->Submit(
-      std::move(transfer),
-      [result_base = Done{start.update, start.part, absl::OkStatus(), {}, -1, {}, {}},
-       originals = std::move(originals), range_of_piece = std::move(range_of_piece), ranges,
-       destinations, done = std::move(done)](TransferResult result) mutable {
+      std::move(transfer), [result_base = std::move(base), originals = std::move(originals),
+                            range_of_piece = std::move(range_of_piece), ranges, destinations,
+                            done = std::move(done)](TransferResult result) mutable {
         result_base.status = std::move(result.status);
         result_base.bytes_written = std::move(result.bytes_written);
-        result_base.bytes_written.resize(destinations);  // the slot, if any, is last
+        result_base.bytes_written.resize(destinations);  // slots, if any, are last
         const bool in_layout = result.failed_destination < static_cast<int>(destinations);
         result_base.failed_destination = in_layout ? result.failed_destination : -1;
         result_base.source_digests.resize(ranges);

@@ -240,6 +240,10 @@ void Node::Drain() {
     draining_ = true;
     for (Waiting& w : waiting_) w.record.End(absl::UnavailableError("the daemon is draining"));
     waiting_.clear();
+    for (auto& [id, pooling] : pooling_) {
+      pooling.record.End(absl::UnavailableError("the daemon is draining"));
+    }
+    pooling_.clear();
     for (WaitingPeer& w : waiting_peers_) {
       w.session->End(absl::UnavailableError("the daemon is draining"));
     }

@@ -75,7 +75,7 @@ struct NodeOptions {
   PeerLimits peers;
   int64_t default_slot_bytes = int64_t{64} << 20;
   int default_slots = 4;
-  int64_t max_pool_bytes = int64_t{16} << 30;  // all groups' staging together
+  int64_t max_pool_bytes = int64_t{16} << 30;  // all groups' staging together, on each device
   int64_t max_region_bytes = kMaxRegionBytes;  // of one region
   int64_t inline_bytes = int64_t{4} << 20;     // of one PushBucket
   int64_t message_bytes = int64_t{8} << 20;    // of any message
@@ -231,6 +231,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::string client;
     std::string device;
     std::optional<int> ordinal;  // of its GPU; none: host
+    bool staged = false;         // engines: how the weights are delivered
     bool updated = false;        // engines: an update was committed in this lease
     std::shared_ptr<TrainerSink> trainer_sink;
     std::shared_ptr<EngineSink> engine_sink;
@@ -239,6 +240,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     uint64_t incarnation = 0;
     WatchHandle watch;
     void End(absl::Status status);
+  };
+  // Staging slots on a GPU. `memory` may be let go anywhere: it and the descriptor are closed on
+  // regions_thread_.
+  struct DevicePool {
+    MemorySpan memory;
+    int descriptor = -1;  // memory.keep_alive's
   };
   struct GroupRecord {
     uint64_t id = 0;  // never reused: what comes late is told from it
@@ -250,8 +257,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::string coordinator_address;                          // follower
     std::unique_ptr<PeerLink> link;                           // follower; null: lost
     std::map<EpochId, EpochId> epochs;  // the machine's -> the wire's, while open
+    // The staging pool, the same slots at the same offsets in host memory and on each GPU.
     UniqueFd pool_fd;
     std::shared_ptr<HostRegion> pool;  // null until first needed
+    // By ordinal: made before a staged rank there is welcomed, or when a trainer there first leases
+    // or maps; given up with the last member there.
+    std::map<int, DevicePool> device_pools;
     // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
     std::string replace_request;
     uint64_t replace_incarnation = 0;
@@ -264,6 +275,11 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     MemberRecord record;
     GroupEvent attached;
     TimePoint deadline;
+  };
+  // An engine rank that waits until its group has a pool on its GPU.
+  struct Pooling {
+    MemberRecord record;
+    GroupEvent attached;
   };
   // A daemon that waits for a group.
   struct WaitingPeer {
@@ -279,7 +295,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   };
   static constexpr size_t kMaxWaitingPeers = 1024;
   static constexpr size_t kMaxCalls = 65'536;  // unanswered, of all members
-  // RegisterRegion, and PushBucket with handles: waiting to be opened, of all members.
+  // RegisterRegion, PushBucket with handles and LeaseSlot on a GPU: waiting to be opened, of all
+  // members.
   static constexpr size_t kMaxOpening = 4096;
   struct Call {
     std::string group;
@@ -356,6 +373,27 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   RegionRecord DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const;
   absl::StatusOr<RegionId> RegisterVmm(const Token& token, const PeerCredentials& peer, UniqueFd fd,
                                        int64_t bytes);
+  // Staging pools on GPUs.
+  // On regions_thread_. OK: the group of this id has a pool on the device, which has a member of
+  // it.
+  absl::Status MakeDevicePool(const std::string& group, uint64_t id, int ordinal);
+  bool OnDevice(const std::string& group, int ordinal) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The rank enters once the pool is there; or is refused.
+  void AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndPooling(MemberId member, absl::Status made);
+  // A pool that is to be made before a call of this member goes on.
+  struct MissingPool {
+    std::string group;
+    uint64_t id = 0;
+    int ordinal = 0;
+  };
+  std::optional<MissingPool> Missing(const MemberRecord& member)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<PoolHandle> HandleOf(const MemberRecord& member)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,
+                   ReplyFunction reply);
   // Opens the handles of the bucket, then pushes.
   void PushFromDevice(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
                       ReplyFunction reply);
@@ -391,6 +429,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Perform(GroupRecord* group, MachineAction action, Deferred* deferred, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool UsesHostPool(const StartTransfer& start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformTransfer(GroupRecord* group, StartTransfer start, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformVerify(GroupRecord* group, const StartVerify& verify, Events* more)
@@ -477,6 +516,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   std::map<MemberId, MemberRecord> members_ ABSL_GUARDED_BY(mutex_);
   std::unordered_map<std::string, MemberId> tokens_ ABSL_GUARDED_BY(mutex_);
   std::vector<Waiting> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::map<MemberId, Pooling> pooling_ ABSL_GUARDED_BY(mutex_);
   std::vector<WaitingPeer> waiting_peers_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, Joined> joined_ ABSL_GUARDED_BY(mutex_);  // by session
   WireLock wire_lock_ ABSL_GUARDED_BY(mutex_);
@@ -486,7 +526,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   std::map<CallId, CheckedBucket> buckets_ ABSL_GUARDED_BY(mutex_);  // until their reply
   std::map<CallId, PendingLayout> layouts_ ABSL_GUARDED_BY(mutex_);  // until their reply
   size_t opening_regions_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::map<CallId, bool> opening_pushes_ ABSL_GUARDED_BY(mutex_);  // true: the caller went away
+  std::map<CallId, bool> opening_calls_ ABSL_GUARDED_BY(mutex_);  // true: the caller went away
   std::map<uint64_t, Watcher> watchers_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_member_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t next_region_ ABSL_GUARDED_BY(mutex_) = 1;

@@ -1,5 +1,6 @@
 // Where events meet the state machines and actions meet the world: replies, streams, copies,
 // collectives.
+#include <algorithm>
 #include <utility>
 
 #include "daemon/log.h"
@@ -220,20 +221,30 @@ void Node::Perform(GroupRecord* group, MachineAction action, Deferred* deferred,
   std::visit([&performer](auto& kind) { std::visit(performer, kind); }, action);
 }
 
+// What another daemon's member packed or will read lies in host memory here.
+bool Node::UsesHostPool(const StartTransfer& start) const {
+  const auto on_host = [this](MemberId id) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    const auto it = members_.find(id);
+    return it == members_.end() || !it->second.ordinal.has_value();
+  };
+  if (start.source_slot.has_value() && on_host(start.trainer)) return true;
+  if (start.fill_slot.has_value() && start.staged.empty()) return true;
+  const bool slot = start.source_slot.has_value() || start.fill_slot.has_value();
+  return slot && std::any_of(start.staged.begin(), start.staged.end(), on_host);
+}
+
 void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Events* more) {
   const std::string name = group->machine->name();
   absl::Status status = absl::OkStatus();
-  if (start.fill_slot.has_value() || start.source_slot.has_value()) status = EnsurePool(group);
+  if (UsesHostPool(start)) status = EnsurePool(group);
   if (status.ok()) {
-    int64_t filled = 0;
-    if (start.fill_slot.has_value()) filled = start.content->bytes;
-    const auto done = [this, name, filled](const Executor::Done& d) {
+    const auto done = [this, name](const Executor::Done& d) {
       Deferred deferred;
       {
         MutexLock lock(&mutex_);
         executor_.Finished(d);
         if (options_.observer != nullptr && d.status.ok()) {
-          int64_t bytes = filled;
+          int64_t bytes = d.slot_bytes;
           for (const int64_t written : d.bytes_written) bytes += written;
           options_.observer->BytesMoved(name, MoveKind::kCopy, bytes);
         }

@@ -92,12 +92,16 @@ void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
       });
 }
 
-void Node::LeaseSlot(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,
-                     ReplyFunction reply) {
+void Node::LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,
+                       ReplyFunction reply) {
   TrainerCall(call, request.lease(), peer, "", std::move(reply),
               [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
                 mutex_.AssertHeld();
-                REFITD_RETURN_IF_ERROR(EnsurePool(FindGroup(member.group)));
+                if (!member.ordinal.has_value()) {
+                  REFITD_RETURN_IF_ERROR(EnsurePool(FindGroup(member.group)));
+                } else if (Missing(member).has_value()) {
+                  return absl::InternalError("the staging pool went");
+                }
                 REFITD_ASSIGN_OR_RETURN(Duration wait, CheckMillis(request.wait_ms(), "wait_ms"));
                 return LeaseSlotEvent{call, member.id, Version(request.version()), wait};
               });
@@ -225,8 +229,8 @@ void Node::CallGone(CallId call) {
   Deferred deferred;
   {
     MutexLock lock(&mutex_);
-    if (const auto push = opening_pushes_.find(call); push != opening_pushes_.end()) {
-      push->second = true;
+    if (const auto opening = opening_calls_.find(call); opening != opening_calls_.end()) {
+      opening->second = true;
     }
     const auto it = calls_.find(call);
     if (it != calls_.end())

@@ -1,5 +1,5 @@
-// Members on GPUs: their devices, device memory as regions and as sources of buckets, the end of a
-// lost GPU.
+// Members on GPUs: their devices, device memory as regions and as sources of buckets, staging pools
+// there, the end of a lost GPU.
 //
 // Opening and closing takes up to milliseconds, and longer where a context is made: it runs on
 // regions_thread_, or on a thread of the descriptor socket.
@@ -231,6 +231,123 @@ absl::StatusOr<RegionId> Node::RegisterVmm(const Token& token, const PeerCredent
   return AddRegion(member, std::move(region));
 }
 
+// ---- staging pools ----
+
+bool Node::OnDevice(const std::string& group, int ordinal) const {
+  const auto there = [&](const MemberRecord& record) {
+    return record.group == group && record.ordinal == ordinal;
+  };
+  return std::any_of(members_.begin(), members_.end(),
+                     [&](const auto& entry) { return there(entry.second); }) ||
+         std::any_of(pooling_.begin(), pooling_.end(),
+                     [&](const auto& entry) { return there(entry.second.record); });
+}
+
+// Nobody else makes pools of GPUs: none is made twice.
+absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ordinal) {
+  // The group's record, if it still lacks the pool.
+  const auto find = [&]() -> absl::StatusOr<GroupRecord*> {
+    mutex_.AssertHeld();
+    GroupRecord* found = FindGroup(group);
+    if (found == nullptr || found->id != id) return NoGroup(group);
+    return found->device_pools.contains(ordinal) ? nullptr : found;
+  };
+  int64_t bytes = 0;
+  {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(const GroupRecord* lacking, find());
+    if (lacking == nullptr) return absl::OkStatus();
+    bytes = lacking->pool_bytes();
+  }
+  absl::StatusOr<CudaPool> made = options_.cuda.memory->MakePool(ordinal, bytes);
+  if (!made.ok()) {
+    return Error(made.status().code(), "group '{}': staging slots: {}", group,
+                 Message(made.status()));
+  }
+  // As DeviceRegion: the last reference may go anywhere.
+  auto held = std::make_shared<CudaPool>(*std::move(made));
+  DevicePool pool;
+  pool.descriptor = held->descriptor.get();
+  const CudaPool* const raw = held.get();
+  pool.memory = {raw->region->data(), raw->region->bytes(),
+                 std::shared_ptr<const void>(
+                     raw, [closer = regions_thread_, held = std::move(held)](const void*) mutable {
+                       closer->Submit([closed = std::move(held)]() mutable { closed.reset(); });
+                     })};
+  MutexLock lock(&mutex_);
+  REFITD_ASSIGN_OR_RETURN(GroupRecord * lacking, find());
+  if (!OnDevice(group, ordinal)) return absl::CancelledError("the member went away");
+  if (lacking != nullptr) lacking->device_pools[ordinal] = std::move(pool);
+  return absl::OkStatus();
+}
+
+void Node::AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached) {
+  const MemberId member = record.id;
+  const int ordinal = *record.ordinal;
+  regions_thread_->Submit([this, member, name = record.group, id = group.id, ordinal] {
+    EndPooling(member, MakeDevicePool(name, id, ordinal));
+  });
+  pooling_.emplace(member, Pooling{std::move(record), std::move(attached)});
+}
+
+void Node::EndPooling(MemberId member, absl::Status made) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const auto it = pooling_.find(member);
+    if (it == pooling_.end()) return;  // it went away, or the daemon drains
+    Pooling waited = std::move(it->second);
+    pooling_.erase(it);
+    GroupRecord* group = FindGroup(waited.record.group);
+    if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
+    if (made.ok()) {
+      Enter(std::move(waited.record), group, std::move(waited.attached), &deferred);
+    } else {
+      waited.record.End(std::move(made));
+    }
+  }
+  RunAll(std::move(deferred));
+}
+
+std::optional<Node::MissingPool> Node::Missing(const MemberRecord& member) {
+  if (!member.ordinal.has_value()) return std::nullopt;
+  const GroupRecord& group = *FindGroup(member.group);
+  if (group.device_pools.contains(*member.ordinal)) return std::nullopt;
+  return MissingPool{member.group, group.id, *member.ordinal};
+}
+
+void Node::LeaseSlot(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,
+                     ReplyFunction reply) {
+  const auto check = [&]() -> absl::StatusOr<std::optional<MissingPool>> {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(request.lease(), peer, false));
+    std::optional<MissingPool> missing = Missing(*member);
+    if (!missing.has_value()) return missing;
+    if (opening_calls_.size() >= kMaxOpening) {
+      return Error(absl::StatusCode::kResourceExhausted, "{} calls wait for device memory already",
+                   opening_calls_.size());
+    }
+    opening_calls_[call] = false;
+    return missing;
+  };
+  const absl::StatusOr<std::optional<MissingPool>> missing = check();
+  if (!missing.ok()) return reply(missing.status(), EmptyReply{});
+  if (!missing->has_value()) return LeaseOpened(call, request, peer, std::move(reply));
+  regions_thread_->Submit(
+      [this, call, request, peer, pool = **missing, reply = std::move(reply)]() mutable {
+        const absl::Status made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
+        bool gone = false;
+        {
+          MutexLock lock(&mutex_);
+          gone = opening_calls_.at(call);
+          opening_calls_.erase(call);
+        }
+        if (gone) return reply(absl::CancelledError("the caller went away"), EmptyReply{});
+        if (!made.ok()) return reply(made, EmptyReply{});
+        LeaseOpened(call, request, peer, std::move(reply));
+      });
+}
+
 // ---- buckets ----
 
 absl::StatusOr<DeviceSource> Node::OpenSource(const v1::CudaIpcHandles& handles, int ordinal,
@@ -265,12 +382,12 @@ void Node::PushFromDevice(CallId call, const v1::PushBucketRequest& request, con
       return Error(absl::StatusCode::kFailedPrecondition,
                    "bucket.cuda_ipc is device memory, the lease's device is '{}'", member->device);
     }
-    if (opening_pushes_.size() >= kMaxOpening) {
-      return Error(absl::StatusCode::kResourceExhausted, "{} buckets are being opened already",
-                   opening_pushes_.size());
+    if (opening_calls_.size() >= kMaxOpening) {
+      return Error(absl::StatusCode::kResourceExhausted, "{} calls wait for device memory already",
+                   opening_calls_.size());
     }
     ordinal = *member->ordinal;
-    opening_pushes_[call] = false;
+    opening_calls_[call] = false;
     return indices;
   };
   absl::StatusOr<std::vector<int>> indices = check();
@@ -282,8 +399,8 @@ void Node::PushFromDevice(CallId call, const v1::PushBucketRequest& request, con
     bool gone = false;
     {
       MutexLock lock(&mutex_);
-      gone = opening_pushes_.at(call);
-      opening_pushes_.erase(call);
+      gone = opening_calls_.at(call);
+      opening_calls_.erase(call);
     }
     if (gone) return reply(absl::CancelledError("the caller went away"), EmptyReply{});
     if (!source.ok()) return reply(source.status(), EmptyReply{});

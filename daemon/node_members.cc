@@ -130,14 +130,6 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
                     "device.name: '{}': members on a GPU attach over the unix socket",
                     hello.device().name());
   }
-  if constexpr (std::is_same_v<Sink, EngineSink>) {
-    if (ordinal.ok() && ordinal->has_value() && hello.delivery() == v1::DELIVERY_STAGED) {
-      ordinal = Error(absl::StatusCode::kFailedPrecondition,
-                      "delivery: staged delivery needs device.name 'host', not '{}': staging slots "
-                      "are in host memory",
-                      hello.device().name());
-    }
-  }
   {
     MutexLock lock(&mutex_);
     member = MemberId(next_member_++);
@@ -147,7 +139,8 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       sink->End(ordinal.status());
     } else if (draining_) {
       sink->End(absl::UnavailableError("the daemon is draining"));
-    } else if (members_.size() + waiting_.size() >= static_cast<size_t>(options_.max_members)) {
+    } else if (members_.size() + waiting_.size() + pooling_.size() >=
+               static_cast<size_t>(options_.max_members)) {
       sink->End(Error(absl::StatusCode::kResourceExhausted,
                       "the daemon has max_members ({}) members", options_.max_members));
     } else {
@@ -161,6 +154,7 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       record.ordinal = *ordinal;
       if constexpr (std::is_same_v<Sink, EngineSink>) {
         record.engine_sink = sink;
+        record.staged = hello.delivery() == v1::DELIVERY_STAGED;
       } else {
         record.trainer_sink = sink;
       }
@@ -232,6 +226,9 @@ void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, D
   if (absl::Status devices = CheckDevices(*group, record); !devices.ok()) {
     return record.End(std::move(devices));
   }
+  if (record.staged && Missing(record).has_value()) {
+    return AwaitPool(std::move(record), *group, std::move(attached));
+  }
   const MemberId member = record.id;
   record.token = RandomToken();
   record.incarnation = group->machine->incarnation();
@@ -261,6 +258,10 @@ void Node::MemberGone(MemberId member, const std::string& reason) {
     if (waits != waiting_.end()) {
       waits->record.End(absl::CancelledError(reason));
       waiting_.erase(waits);
+    }
+    if (const auto pools = pooling_.find(member); pools != pooling_.end()) {
+      pools->second.record.End(absl::CancelledError(reason));
+      pooling_.erase(pools);
     }
     const auto it = members_.find(member);
     if (it != members_.end()) {
@@ -294,7 +295,14 @@ void Node::Erase(MemberId member, Deferred* deferred) {
   regions_ -= static_cast<int64_t>(it->second.regions.size());
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(it->second.regions));
   deferred->push_back([regions] { regions->clear(); });
+  const std::optional<int> ordinal = it->second.ordinal;
+  const std::string name = it->second.group;
   members_.erase(it);
+  // P8: device memory is for members that can use it. Copies that still run hold it.
+  GroupRecord* group = FindGroup(name);
+  if (group != nullptr && ordinal.has_value() && !OnDevice(name, *ordinal)) {
+    group->device_pools.erase(*ordinal);
+  }
 }
 
 absl::StatusOr<Node::MemberRecord*> Node::AuthenticateToken(const std::string& token,

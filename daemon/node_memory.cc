@@ -158,23 +158,53 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
   return absl::OkStatus();
 }
 
-absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentials& peer) {
-  MutexLock lock(&mutex_);
-  REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
-                          AuthenticateToken(std::string(token.begin(), token.end()), Peer{peer}));
-  GroupRecord* group = FindGroup(member->group);
-  REFITD_RETURN_IF_ERROR(EnsurePool(group));
+absl::StatusOr<PoolHandle> Node::HandleOf(const MemberRecord& member) {
+  GroupRecord* group = FindGroup(member.group);
   PoolHandle handle;
-  handle.bytes = group->pool_bytes();
   handle.slot_bytes = group->machine->spec().slot_bytes;
-  if (member->engine) {
-    // An engine only reads slots; a bug there must not damage what its neighbours load.
-    REFITD_ASSIGN_OR_RETURN(handle.fd, ReadOnlyDuplicate(group->pool_fd));
-    return handle;
+  int fd = -1;
+  if (member.ordinal.has_value()) {
+    const auto pool = group->device_pools.find(*member.ordinal);
+    if (pool == group->device_pools.end()) return absl::InternalError("the staging pool went");
+    handle.bytes = pool->second.memory.bytes;
+    fd = pool->second.descriptor;
+  } else {
+    REFITD_RETURN_IF_ERROR(EnsurePool(group));
+    handle.bytes = group->pool_bytes();
+    fd = group->pool_fd.get();
+    if (member.engine) {
+      // An engine only reads slots; a bug there must not damage what its neighbours load.
+      REFITD_ASSIGN_OR_RETURN(handle.fd, ReadOnlyDuplicate(group->pool_fd));
+      return handle;
+    }
   }
-  handle.fd = UniqueFd(fcntl(group->pool_fd.get(), F_DUPFD_CLOEXEC, 0));
+  handle.fd = UniqueFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!handle.fd.valid()) return ErrnoError(errno, "duplicating the pool's descriptor");
   return handle;
+}
+
+absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentials& peer) {
+  const std::string key(token.begin(), token.end());
+  std::optional<MissingPool> missing;
+  {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, AuthenticateToken(key, Peer{peer}));
+    missing = Missing(*member);
+    if (!missing.has_value()) return HandleOf(*member);
+  }
+  auto made = std::make_shared<absl::Status>(absl::UnavailableError("the daemon ends"));
+  // A job that is dropped, because the daemon ends, breaks the promise: that wakes too.
+  auto ended = std::make_shared<std::promise<void>>();
+  const std::future<void> wait = ended->get_future();
+  regions_thread_->Submit([this, made, ended = std::move(ended), pool = *missing] {
+    *made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
+    ended->set_value();
+  });
+  wait.wait();
+  REFITD_RETURN_IF_ERROR(*made);
+  MutexLock lock(&mutex_);
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, AuthenticateToken(key, Peer{peer}));
+  return HandleOf(*member);
 }
 
 }  // namespace refitd

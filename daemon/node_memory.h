@@ -27,11 +27,23 @@ class Node::Memory : public MemoryResolver {
 
   absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
     if (group_.pool == nullptr) return absl::InternalError("the staging pool is not mapped");
-    const int64_t bytes = group_.machine->spec().slot_bytes;
-    return MemorySpan{group_.pool->data() + int64_t{slot.value()} * bytes, bytes, group_.pool};
+    return SlotIn({group_.pool->data(), group_.pool->bytes(), group_.pool}, slot);
+  }
+
+  absl::StatusOr<MemorySpan> SlotOf(MemberId member, SlotIndex slot) const override {
+    const auto m = members_.find(member);
+    if (m == members_.end() || !m->second.ordinal.has_value()) return Slot(slot);
+    const auto pool = group_.device_pools.find(*m->second.ordinal);
+    if (pool != group_.device_pools.end()) return SlotIn(pool->second.memory, slot);
+    return Error(absl::StatusCode::kInternal, "there is no staging pool on {}", m->second.device);
   }
 
  private:
+  MemorySpan SlotIn(const MemorySpan& pool, SlotIndex slot) const {
+    const int64_t bytes = group_.machine->spec().slot_bytes;
+    return {pool.data + int64_t{slot.value()} * bytes, bytes, pool.keep_alive};
+  }
+
   const std::map<MemberId, MemberRecord>& members_;
   const GroupRecord& group_;
 };

@@ -238,6 +238,9 @@ v1::GetStatusResponse Node::GetStatus() {
   for (const auto& [name, group] : groups_) {
     if (group->pool != nullptr)
       resources->set_pool_bytes(resources->pool_bytes() + group->pool_bytes());
+    for (const auto& [ordinal, pool] : group->device_pools) {
+      resources->set_pool_bytes(resources->pool_bytes() + pool.memory.bytes);
+    }
     *response.add_groups() = GroupStatusOf(*group);
   }
   return response;

@@ -10,7 +10,9 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -234,10 +236,9 @@ TEST_CASE("a member attaches on a GPU by its UUID, and an unknown one is told wh
   hello.set_instance("other");
   CheckRefused(RawEngine(daemon.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
                {"device.name", "GPU-none", daemon.uuid(0), daemon.uuid(1)});
-  hello = daemon.EngineOn(0, v1::DELIVERY_STAGED);
+  hello = daemon.EngineOn(1, v1::DELIVERY_STAGED);
   hello.set_instance("staged");
-  CheckRefused(RawEngine(daemon.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
-               {"delivery", "staged", daemon.uuid(0)});
+  CHECK(RawEngine(daemon.Connect(), hello).attached().ok());
   hello = daemon.EngineOn(0);
   hello.set_group("far");
   hello.set_coordinator("10.0.0.1:7");
@@ -662,6 +663,406 @@ TEST_CASE("the daemon's own process serves the GPUs of the driver that it is tol
   Daemon without({"--cuda-library=" + FakeCuda::Path(), "--cuda=false"});
   CHECK(!without.Status().transports(1).available());
   CHECK_THAT(without.Status().transports(1).detail(), Contains("cuda.enabled"));
+}
+
+// ---- staging slots on GPUs ----
+
+client::ConnectOptions ConnectOn(const LocalDaemon& daemon, const std::string& device,
+                                 int64_t slot_bytes) {
+  client::ConnectOptions connect;
+  connect.socket = daemon.socket();
+  connect.group = "g";
+  connect.spec = client::GroupSpec{.slot_bytes = slot_bytes, .slots = 4};
+  connect.device = device;
+  connect.cuda_library = FakeCuda::Path();
+  return connect;
+}
+
+// A staged engine on a GPU that loads by itself: whole tensors, joined, out of device memory.
+class StagedEngine {
+ public:
+  StagedEngine(LocalDaemon* daemon, size_t device, const std::string& instance,
+               int64_t slot_bytes = 4096, std::chrono::milliseconds reattach = {}) {
+    client::EngineOptions options;
+    options.connect = ConnectOn(*daemon, daemon->uuid(device), slot_bytes);
+    options.connect.reattach = reattach;
+    options.instance = instance;
+    options.delivery = client::Delivery::kStaged;
+    auto engine = client::Engine::Attach(options);
+    INFO(engine.status());
+    REQUIRE(engine.ok());
+    engine_ = *std::move(engine);
+    thread_ = std::thread([this] { Serve(); });
+  }
+  ~StagedEngine() {
+    stop_ = true;
+    thread_.join();
+  }
+
+  client::Engine& engine() { return *engine_; }
+  // Parts are neither loaded nor acknowledged while this is on.
+  void Hold(bool hold) { hold_ = hold; }
+  int held() {
+    MutexLock lock(&mutex_);
+    return held_;
+  }
+  int aborts() {
+    MutexLock lock(&mutex_);
+    return aborts_;
+  }
+  // Empty: it was told that it holds the version, and it does.
+  std::string Difference(const Model& model, int64_t version) {
+    Eventually([&] {
+      MutexLock lock(&mutex_);
+      return committed_ >= version;
+    });
+    MutexLock lock(&mutex_);
+    if (!wrong_.empty()) return wrong_;
+    if (committed_ != version) return fmt::format("it heard of version {}", committed_);
+    const std::vector<std::string> bytes = BytesOf(model, version);
+    for (size_t i = 0; i < model.size(); ++i) {
+      if (loaded_[model[i].name] != bytes[i]) return "wrong bytes in " + model[i].name;
+    }
+    return "";
+  }
+
+ private:
+  void Serve() {
+    while (!stop_) {
+      auto event = engine_->Next(std::chrono::milliseconds(20));
+      if (!event.ok()) return;
+      const absl::Status answered = On(*event);
+      MutexLock lock(&mutex_);
+      if (!answered.ok() && wrong_.empty()) wrong_ = answered.ToString();
+    }
+  }
+  absl::Status On(const client::Event& event) {
+    if (const auto* prepare = std::get_if<client::Prepare>(&event)) {
+      return engine_->Ready(prepare->version);
+    }
+    if (const auto* part = std::get_if<client::Part>(&event)) return Load(*part);
+    if (const auto* committed = std::get_if<client::Committed>(&event)) {
+      MutexLock lock(&mutex_);
+      committed_ = committed->version.value();
+    } else if (std::get_if<client::Aborted>(&event) != nullptr) {
+      joiner_.Reset();
+      MutexLock lock(&mutex_);
+      ++aborts_;
+    }
+    return absl::OkStatus();
+  }
+  absl::Status Load(const client::Part& part) {
+    if (hold_) {
+      MutexLock lock(&mutex_);
+      ++held_;
+      return absl::OkStatus();
+    }
+    REFITD_ASSIGN_OR_RETURN(const std::vector<client::TensorView> whole, joiner_.Add(part));
+    for (const client::TensorView& view : whole) {
+      MutexLock lock(&mutex_);
+      loaded_[view.tensor.name].assign(view.data, static_cast<size_t>(TensorBytes(view.tensor)));
+    }
+    return engine_->Ack(part);
+  }
+
+  std::unique_ptr<client::Engine> engine_;
+  client::PartJoiner joiner_;  // the thread's
+  std::atomic<bool> stop_ = false;
+  std::atomic<bool> hold_ = false;
+  Mutex mutex_;
+  int64_t committed_ ABSL_GUARDED_BY(mutex_) = 0;
+  int held_ ABSL_GUARDED_BY(mutex_) = 0;
+  int aborts_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::string wrong_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::string> loaded_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+std::unique_ptr<client::Trainer> AttachTrainer(const client::ConnectOptions& connect) {
+  auto trainer = client::Trainer::Attach({.connect = connect});
+  INFO(trainer.status());
+  REQUIRE(trainer.ok());
+  return *std::move(trainer);
+}
+
+// No pool, of the daemon or as a member sees it.
+bool NoPools(const FakeCuda& fake) {
+  const FakeCudaCounts counts = fake.Count();
+  return counts.created == 0 && counts.imported == 0 && counts.mapped == 0 && counts.reserved == 0;
+}
+
+// One bucket a tensor, packed behind some bytes in a leased slot, then Commit.
+absl::Status PushBySlots(client::Trainer* trainer, const Model& model, int64_t version,
+                         std::optional<Verification> verification = std::nullopt) {
+  constexpr int64_t kOffset = 512;
+  REFITD_ASSIGN_OR_RETURN(const auto update,
+                          trainer->Begin({.version = Version(version),
+                                          .verification = verification,
+                                          .tensor_count = static_cast<int64_t>(model.size())}));
+  const std::vector<std::string> bytes = BytesOf(model, version);
+  for (size_t t = 0; t < model.size(); ++t) {
+    REFITD_ASSIGN_OR_RETURN(auto slot, update->LeaseSlot());
+    bytes[t].copy(slot->data() + kOffset, bytes[t].size());
+    REFITD_RETURN_IF_ERROR(
+        update->Push(client::Bucket::InSlot({model[t]}, std::move(slot), {kOffset})));
+  }
+  return update->Commit().status();
+}
+
+TEST_CASE("staged engines on both GPUs load what regions, handles and a call's bytes bring") {
+  LocalDaemon daemon;
+  const Model model = MixedModel();
+  {
+    StagedEngine here(&daemon, 1, "here");
+    StagedEngine there(&daemon, 0, "there");
+    CHECK(daemon.fake().Count().created == 2);
+    CHECK(daemon.fake().Count().imported == 2);
+    v1::TrainerHello hello = daemon.TrainerOn(1);
+    *hello.mutable_spec() = Spec(1, 1, 4096);
+    RawTrainer trainer(daemon.Connect(), hello);
+    REQUIRE(trainer.attached().ok());
+    const Block source(&daemon, 1, ModelBytes(model) + 64 * 64);
+    const auto region = Register(&trainer, source.request);
+    REQUIRE_OK(region);
+    const v1::Verification verification =
+        GENERATE(v1::VERIFICATION_UNSPECIFIED, v1::VERIFICATION_OFF, v1::VERIFICATION_TRANSFER,
+                 v1::VERIFICATION_READBACK);
+    int64_t version = 0;
+    const auto install =
+        [&](const std::function<v1::Bucket(const std::vector<int64_t>&)>& bucket_at) {
+          const std::vector<int64_t> offsets = Pack(model, ++version, source.data);
+          v1::BeginRequest begin;
+          begin.set_version(version);
+          begin.set_verification(verification);
+          begin.set_tensor_count(static_cast<int64_t>(model.size()));
+          REQUIRE_OK(trainer.Begin(begin));
+          REQUIRE_OK(trainer.Push(version, bucket_at(offsets)));
+          REQUIRE_OK(trainer.Commit(version, 1));
+          CHECK(here.Difference(model, version) == "");
+          CHECK(there.Difference(model, version) == "");
+        };
+    install([&](const std::vector<int64_t>& offsets) {
+      v1::Bucket bucket = Describe(model, 0);
+      for (const int64_t offset : offsets) {
+        v1::RegionRef* ref = bucket.mutable_regions()->add_refs();
+        ref->set_region_id(region.response.region_id());
+        ref->set_byte_offset(offset);
+      }
+      return bucket;
+    });
+    install([&](const std::vector<int64_t>& offsets) {
+      v1::Bucket bucket = Describe(model, 0);
+      for (const int64_t offset : offsets) {
+        *bucket.mutable_cuda_ipc()->add_handles() = source.At(offset);
+      }
+      return bucket;
+    });
+    install([&](const std::vector<int64_t>&) {
+      return InlineBucket(model, BytesOf(model, version), 0, false);
+    });
+  }
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE("a bucket packed in a leased slot reaches engines of every kind and GPU") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(6, 20, 30);
+  // Where the trainer is: the first GPU, the second, host memory.
+  const int place = GENERATE(0, 1, -1);
+  const std::string device = place < 0 ? "" : daemon.uuid(static_cast<size_t>(place));
+  const auto verification =
+      GENERATE(Verification::kOff, Verification::kTransfer, Verification::kReadback);
+  {
+    StagedEngine zero(&daemon, 0, "zero", 65'536);
+    StagedEngine one(&daemon, 1, "one", 65'536);
+    DeviceEngine registered(&daemon, 0, model);
+    const auto trainer = AttachTrainer(ConnectOn(daemon, device, 65'536));
+    for (int64_t version = 1; version <= 3; ++version) {
+      const absl::Status pushed = PushBySlots(trainer.get(), model, version, verification);
+      INFO(pushed);
+      REQUIRE(pushed.ok());
+      CHECK(zero.Difference(model, version) == "");
+      CHECK(one.Difference(model, version) == "");
+      CHECK(registered.Difference(version) == "");
+    }
+  }
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE(
+    "a leased slot of a GPU has memory before the trainer maps it, and serves without staging") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(1, 20, 30);
+  {
+    DeviceEngine engine(&daemon, 0, model);
+    RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+    REQUIRE(trainer.attached().ok());
+    REQUIRE_OK(trainer.Begin(1));
+    CHECK(daemon.fake().Count().created == 0);
+    constexpr int kOutOfMemory = 2;
+    daemon.fake().FailAt("cuMemCreate", 1, kOutOfMemory);
+    CheckRefused(trainer.LeaseSlot(1).status, StatusCode::RESOURCE_EXHAUSTED,
+                 {"group 'g'", "staging slots", "out of memory"});
+    const auto slot = trainer.LeaseSlot(1);
+    REQUIRE_OK(slot);
+    CHECK(daemon.fake().Count().created == 1);
+
+    UniqueFd fd;
+    const auto reply = trainer.descriptors().Ask(
+        trainer.descriptors().Request(DescriptorRequestKind::kMapPool), {}, &fd);
+    REQUIRE(reply.has_value());
+    REQUIRE(reply->code == 0);
+    CHECK(daemon.fake().Count().created == 1);
+    CHECK(reply->slot_bytes == 65'536);
+    auto pool = (*CudaMemory::Create(FakeCuda::Path()))->ImportVmm(1, std::move(fd), reply->bytes);
+    INFO(pool.status());
+    REQUIRE(pool.ok());
+    const std::string bytes = BytesOf(model, 1)[0];
+    bytes.copy((*pool)->data() + slot.response.byte_offset(), bytes.size());
+    v1::Bucket bucket = Describe(model, 0);
+    bucket.set_packed(true);
+    bucket.add_byte_offsets(0);
+    bucket.mutable_slot()->set_slot(slot.response.slot());
+    bucket.mutable_slot()->set_grant(slot.response.grant());
+    REQUIRE_OK(trainer.Push(1, bucket));
+    REQUIRE_OK(trainer.Commit(1, 1));
+    CHECK(engine.Difference(1) == "");
+  }
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE("a GPU without room for the slots refuses the staged engine, and serves the next") {
+  LocalDaemon daemon;
+  v1::EngineHello hello = daemon.EngineOn(0, v1::DELIVERY_STAGED);
+  constexpr int kOutOfMemory = 2;
+  daemon.fake().FailAt("cuMemCreate", 1, kOutOfMemory);
+  CheckRefused(RawEngine(daemon.Connect(), hello).attached(), StatusCode::RESOURCE_EXHAUSTED,
+               {"group 'g'", "staging slots", "device 0", "out of memory"});
+  CHECK(NoPools(daemon.fake()));
+  CHECK(RawEngine(daemon.Connect(), hello).attached().ok());
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE("a process that has no driver gets no slots on a GPU, and is told at Attach") {
+  LocalDaemon daemon;
+  client::EngineOptions options;
+  options.connect = ConnectOn(daemon, daemon.uuid(0), 4096);
+  options.connect.cuda_library = "libcuda_missing.so.1";
+  options.instance = "i";
+  options.delivery = client::Delivery::kStaged;
+  const absl::Status refused = client::Engine::Attach(options).status();
+  CHECK(absl::IsUnavailable(refused));
+  CHECK_THAT(Message(refused), Contains("libcuda_missing") && Contains(daemon.uuid(0)));
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE("a wrong bit in a slot of a GPU is found before anybody loads it") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(1, 20, 30);
+  const auto verification = GENERATE(Verification::kTransfer, Verification::kReadback);
+  StagedEngine engine(&daemon, 0, "i", 65'536);
+  const auto trainer = AttachTrainer(ConnectOn(daemon, daemon.uuid(1), 65'536));
+  daemon.fake().Corrupt(1);
+  const absl::Status failed = PushBySlots(trainer.get(), model, 1, verification);
+  CHECK_THAT(Message(failed), Contains("verification"));
+  const absl::Status pushed = PushBySlots(trainer.get(), model, 2, verification);
+  INFO(pushed);
+  CHECK(pushed.ok());
+  CHECK(engine.Difference(model, 2) == "");
+}
+
+TEST_CASE("an abort with parts unread: the slots come back, and the next update uses them") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(6, 20, 30);
+  StagedEngine zero(&daemon, 0, "zero", 65'536);
+  StagedEngine one(&daemon, 1, "one", 65'536);
+  const auto trainer = AttachTrainer(ConnectOn(daemon, daemon.uuid(1), 65'536));
+  for (int64_t version = 1; version <= 5; version += 2) {
+    one.Hold(true);
+    const int held = one.held();
+    {
+      auto update = trainer->Begin(
+          {.version = Version(version), .tensor_count = static_cast<int64_t>(model.size())});
+      INFO(update.status());
+      REQUIRE(update.ok());
+      auto slot = (*update)->LeaseSlot();
+      REQUIRE(slot.ok());
+      REQUIRE((*update)->Push(client::Bucket::InSlot({model[0]}, *std::move(slot), {0})).ok());
+      REQUIRE(Eventually([&] { return one.held() > held; }));
+      REQUIRE((*update)->Abort("as the test wants").ok());
+    }
+    REQUIRE(Eventually([&] { return one.aborts() == (version + 1) / 2; }));
+    one.Hold(false);
+    const absl::Status pushed = PushBySlots(trainer.get(), model, version + 1);
+    INFO(pushed);
+    REQUIRE(pushed.ok());
+    CHECK(zero.Difference(model, version + 1) == "");
+    CHECK(one.Difference(model, version + 1) == "");
+  }
+}
+
+TEST_CASE(
+    "a staged engine dies with a slot unread: the other commits, its GPU has its memory back") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(8, 20, 30);
+  {
+    StagedEngine stays(&daemon, 0, "stays", 65'536);
+    v1::EngineHello hello = daemon.EngineOn(1, v1::DELIVERY_STAGED);
+    hello.set_instance("dies");
+    hello.mutable_device()->set_name(daemon.uuid(1));
+    auto dies = std::make_unique<RawEngine>(daemon.Connect(), hello,
+                                            EngineOptions{.auto_ready = true, .auto_ack = false});
+    REQUIRE(dies->attached().ok());
+    const auto trainer = AttachTrainer(ConnectOn(daemon, daemon.uuid(0), 65'536));
+    CHECK(daemon.fake().Count().created == 2);
+    std::thread death([&] {
+      CHECK(dies->events().WaitFor(v1::EngineEvent::kBucket).has_value());
+      dies.reset();
+    });
+    const absl::Status pushed = PushBySlots(trainer.get(), model, 1);
+    death.join();
+    INFO(pushed);
+    REQUIRE(pushed.ok());
+    CHECK(stays.Difference(model, 1) == "");
+    CHECK(Eventually([&] { return daemon.fake().Count().created == 1; }));
+    // A new one gets slots again.
+    StagedEngine follows(&daemon, 1, "follows", 65'536);
+    CHECK(PushBySlots(trainer.get(), model, 2).ok());
+    CHECK(follows.Difference(model, 2) == "");
+    CHECK(stays.Difference(model, 2) == "");
+  }
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE("slots on a GPU are mapped again from the daemon that follows") {
+  Machine machine;
+  auto daemon = std::make_unique<LocalDaemon>(true, &machine);
+  const Model model = MixedModel();
+  StagedEngine engine(daemon.get(), 0, "i", 4096, kTestDeadline);
+  client::ConnectOptions connect = ConnectOn(*daemon, daemon->uuid(1), 4096);
+  connect.reattach = kTestDeadline;
+  const auto trainer = AttachTrainer(connect);
+  const Block source(daemon.get(), 1, kMiB);
+  auto region = trainer->AddCudaRegion(client::CudaIpcBlock{source.handle, kMiB});
+  REQUIRE(region.ok());
+  for (int64_t version = 1; version <= 2; ++version) {
+    const std::vector<int64_t> offsets = Pack(model, version, source.data);
+    auto update = trainer->Begin(
+        {.version = Version(version), .tensor_count = static_cast<int64_t>(model.size())});
+    INFO(update.status());
+    REQUIRE(update.ok());
+    REQUIRE((*update)->Push(client::Bucket::Unpacked(model, *region, offsets)).ok());
+    REQUIRE((*update)->Commit().ok());
+    CHECK(engine.Difference(model, version) == "");
+    if (version == 2) break;
+    daemon.reset();
+    CHECK(machine.fake.Count().created == 0);
+    daemon = std::make_unique<LocalDaemon>(true, &machine);
+    REQUIRE(Eventually(
+        [&] { return trainer->reattachments() == 1 && engine.engine().reattachments() == 1; }));
+    // The old mapping went with its lease.
+    CHECK(machine.fake.Count().imported == 1);
+  }
 }
 
 TEST_CASE("a lost context fails the running update, and whoever runs the daemon is told") {
