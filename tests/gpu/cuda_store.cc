@@ -6,7 +6,8 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
-#include <array>
+#include <algorithm>
+#include <map>
 
 #include "tests/gpu/fill.h"
 #include "transport/base/unique_fd.h"
@@ -38,6 +39,7 @@ namespace {
   V(cuMemExportToShareableHandle, "cuMemExportToShareableHandle")   \
   V(cuMemcpyHtoD, "cuMemcpyHtoD_v2")                                \
   V(cuMemcpyDtoH, "cuMemcpyDtoH_v2")                                \
+  V(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2")                      \
   V(cuMemsetD8Async, "cuMemsetD8Async")                             \
   V(cuStreamCreate, "cuStreamCreate")                               \
   V(cuStreamSynchronize, "cuStreamSynchronize")                     \
@@ -157,6 +159,10 @@ class CudaStore final : public Store {
     for (const Block& block : blocks_) addresses.push_back(block.address);
     REFITD_ASSIGN_OR_RETURN(tasks_, MakeTasks(layout, addresses));
     names_ = names;
+    by_tensor_.clear();
+    for (size_t t = 0; t < tasks_.tasks.size(); ++t) {
+      by_tensor_.emplace(tasks_.tasks[t].tensor_hash, t);
+    }
     REFITD_RETURN_IF_ERROR(Upload(tasks_.tasks, &task_table_));
     return Upload(tasks_.chunks, &chunk_table_);
   }
@@ -171,6 +177,30 @@ class CudaStore final : public Store {
 
   absl::Status Fill(int64_t version, uint64_t seed, int block) override {
     return Launch(fill_, block, Salt(static_cast<uint64_t>(version), seed), nullptr);
+  }
+
+  absl::Status Load(uint64_t tensor_hash, int64_t start, int64_t count, const char* from) override {
+    REFITD_RETURN_IF_ERROR(Current());
+    const auto [first, end] = by_tensor_.equal_range(tensor_hash);
+    for (auto task = first; task != end; ++task) {
+      const size_t chunk = tasks_.chunk_of_task[task->second];
+      uint64_t chunks = tasks_.chunk_of_task[task->second + 1] - chunk;
+      if (chunks == 0) continue;
+      CUdeviceptr table = chunk_table_ + chunk * sizeof(Chunk);
+      auto source = reinterpret_cast<uint64_t>(from);
+      void* arguments[] = {&task_table_, &table, &chunks, &source, &start, &count};
+      REFITD_GPU(cuLaunchKernel, load_, GridOf(chunks), 1, 1, kThreads, 1, 1, 0, stream_, arguments,
+                 nullptr);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CopyOut(size_t block, int64_t byte_offset, int64_t bytes, char* to) override {
+    REFITD_RETURN_IF_ERROR(Current());
+    REFITD_GPU(cuMemcpyDtoDAsync, reinterpret_cast<CUdeviceptr>(to),
+               blocks_[block].address + static_cast<CUdeviceptr>(byte_offset),
+               static_cast<size_t>(bytes), stream_);
+    return absl::OkStatus();
   }
 
   absl::Status PoisonPieces(int block) override {
@@ -234,6 +264,7 @@ class CudaStore final : public Store {
     CUmodule module = nullptr;
     REFITD_GPU(cuModuleLoadData, &module, image.data());
     REFITD_GPU(cuModuleGetFunction, &fill_, module, "Fill");
+    REFITD_GPU(cuModuleGetFunction, &load_, module, "Load");
     REFITD_GPU(cuModuleGetFunction, &poison_, module, "Poison");
     REFITD_GPU(cuModuleGetFunction, &check_, module, "Check");
     REFITD_GPU(cuModuleGetFunction, &count_other_, module, "CountOther");
@@ -272,6 +303,10 @@ class CudaStore final : public Store {
     return absl::OkStatus();
   }
 
+  static unsigned GridOf(uint64_t chunks) {
+    return static_cast<unsigned>(std::min<uint64_t>(chunks, kBlocks));
+  }
+
   // A kernel over the chunks of a block or of all; `extra` is its last argument if not null.
   absl::Status Launch(CUfunction kernel, int block, uint64_t value, CUdeviceptr* extra) {
     REFITD_RETURN_IF_ERROR(Current());
@@ -282,8 +317,7 @@ class CudaStore final : public Store {
     if (count == 0) return absl::OkStatus();
     CUdeviceptr chunks = chunk_table_ + begin * sizeof(Chunk);
     void* arguments[] = {&task_table_, &chunks, &count, &value, extra};
-    const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>(count, kBlocks));
-    REFITD_GPU(cuLaunchKernel, kernel, blocks, 1, 1, kThreads, 1, 1, 0, stream_, arguments,
+    REFITD_GPU(cuLaunchKernel, kernel, GridOf(count), 1, 1, kThreads, 1, 1, 0, stream_, arguments,
                nullptr);
     return absl::OkStatus();
   }
@@ -309,6 +343,7 @@ class CudaStore final : public Store {
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
   CUfunction fill_ = nullptr;
+  CUfunction load_ = nullptr;
   CUfunction poison_ = nullptr;
   CUfunction check_ = nullptr;
   CUfunction count_other_ = nullptr;
@@ -316,6 +351,7 @@ class CudaStore final : public Store {
   std::vector<Block> blocks_;
   std::vector<std::string> names_;
   Tasks tasks_;
+  std::multimap<uint64_t, size_t> by_tensor_;  // TensorHash: tasks
   CUdeviceptr task_table_ = 0;
   CUdeviceptr chunk_table_ = 0;
   CUdeviceptr wrong_ = 0;

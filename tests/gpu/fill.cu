@@ -22,6 +22,19 @@ extern "C" __global__ void Fill(const Task* tasks, const Chunk* chunks, uint64_t
   }
 }
 
+// Elements of the pieces whose row-major index is in [start, start + count): they lie one after the
+// other from `from`.
+extern "C" __global__ void Load(const Task* tasks, const Chunk* chunks, uint64_t chunk_count,
+                                uint64_t from, int64_t start, int64_t count) {
+  for (uint64_t c = blockIdx.x; c < chunk_count; c += gridDim.x) {
+    const Chunk chunk = chunks[c];
+    const Task& task = tasks[chunk.task];
+    for (int64_t i = threadIdx.x; i < chunk.count; i += blockDim.x) {
+      LoadFrom(task, Locate(task, chunk.first + i), from, start, count);
+    }
+  }
+}
+
 // Writes `byte` over every element: what Fill and a transfer must have replaced, and what is left
 // of a region afterwards are the bytes beside the pieces.
 extern "C" __global__ void Poison(const Task* tasks, const Chunk* chunks, uint64_t chunk_count,

@@ -12,15 +12,18 @@
 //   readback;
 //                              unpacked; stream (each bucket filled right before its Push);
 //                              overwrite (poisoned right after its answer); spin=MS (a kernel that
-//                              keeps the stream busy goes before the fill)
-//   refit V [word...]          (trainer) the same words, but unpacked
+//                              keeps the stream busy goes before the fill); slots (packed into
+//                              leased slots, tensors cut where one is full: no other of these
+//                              words)
+//   refit V [word...]          (trainer) the same words, but unpacked and slots
 //   abort V                    (trainer) Begin, one bucket, Abort
 //   check V                    (engine) wrong elements, and bytes written beside the pieces; after
 //                              it all of the memory is poison
 //   untouched                  (engine) bytes that are not poison
 //   hold, release              (engine) keeps Ready back from the next Prepare on; gives it
 //   poison, memory, quit
-// An engine also tells what it hears: prepare, committed, aborted, lost.
+// An engine also tells what it hears: prepare, committed, aborted, lost. With --delivery staged it
+// copies the parts into its memory itself.
 //
 // Memory starts out as poison. Ends with its stdin, or with its parent.
 #include <signal.h>
@@ -28,6 +31,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <iostream>
@@ -61,6 +65,7 @@ struct Options {
   int trainers = 1;
   int instances = 1;
   std::string instance = "engine-0";
+  std::string delivery = "registered";
   int64_t duration_ms = 60'000;
   LayoutOptions layout;
 
@@ -119,6 +124,20 @@ client::ConnectOptions Connect(const Options& options, const std::string& device
   return connect;
 }
 
+// Memory of the process's own where nobody else makes it.
+class HostBlocks {
+ public:
+  void Adopt(const RankLayout& held, Store* store) {
+    for (const int64_t bytes : held.block_bytes) {
+      blocks_.push_back(std::make_unique<char[]>(static_cast<size_t>(bytes)));
+      store->Adopt(blocks_.back().get(), bytes);
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<char[]>> blocks_;
+};
+
 // Memory and layout: what both roles have.
 class Holder {
  public:
@@ -136,6 +155,11 @@ class Holder {
   absl::Status ShareWith(Member* member) {
     REFITD_ASSIGN_OR_RETURN(regions_,
                             Share(member, options_.kind(), held_.block_bytes, store_.get()));
+    return Prepare();
+  }
+
+  absl::Status KeepToItself() {
+    if (options_.kind() == MemoryKind::kHost) host_.Adopt(held_, store_.get());
     return Prepare();
   }
 
@@ -218,11 +242,66 @@ class Holder {
  private:
   const Options& options_;
   RankLayout held_;
+  HostBlocks host_;
   std::unique_ptr<Store> store_;
   std::vector<std::shared_ptr<client::Region>> regions_;
 };
 
 // ---- trainer ----
+
+// Cuts tensors to fill leased slots, one bucket a slot. Pieces are whole tensors, row-major.
+class SlotPacker {
+ public:
+  SlotPacker(client::Update* update, Store* store) : update_(update), store_(store) {}
+
+  absl::Status Add(const TensorSpec& tensor, const Piece& piece) {
+    const int64_t element = ElementBytes(tensor.dtype);
+    const int64_t elements = ElementCount(piece.box);
+    int64_t start = 0;
+    do {
+      if (slot_ == nullptr) {
+        REFITD_ASSIGN_OR_RETURN(slot_, update_->LeaseSlot());
+      }
+      const int64_t count = std::min(elements - start, (slot_->bytes() - end_) / element);
+      if (count > 0 || elements == 0) {
+        REFITD_RETURN_IF_ERROR(store_->CopyOut(static_cast<size_t>(piece.region.value()) - 1,
+                                               piece.byte_offset + start * element, count * element,
+                                               slot_->data() + end_));
+        tensors_.push_back(tensor);
+        ranges_.push_back({static_cast<uint32_t>(ranges_.size()), start, count});
+        offsets_.push_back(end_);
+        end_ = (end_ + count * element + kAlignment - 1) / kAlignment * kAlignment;
+        start += count;
+      }
+      if (start < elements || end_ >= slot_->bytes()) REFITD_RETURN_IF_ERROR(Flush());
+    } while (start < elements);
+    return absl::OkStatus();
+  }
+
+  absl::Status Flush() {
+    if (slot_ == nullptr) return absl::OkStatus();
+    REFITD_RETURN_IF_ERROR(store_->Synchronise());
+    client::Bucket bucket =
+        client::Bucket::InSlot(std::move(tensors_), std::move(slot_), std::move(offsets_));
+    bucket.ranges = std::move(ranges_);
+    tensors_.clear();
+    ranges_.clear();
+    offsets_.clear();
+    end_ = 0;
+    return update_->Push(std::move(bucket));
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 512;
+
+  client::Update* const update_;
+  Store* const store_;
+  std::unique_ptr<client::LeasedSlot> slot_;
+  std::vector<TensorSpec> tensors_;
+  std::vector<TensorRange> ranges_;
+  std::vector<int64_t> offsets_;
+  int64_t end_ = 0;
+};
 
 class TrainerRank {
  public:
@@ -305,6 +384,11 @@ class TrainerRank {
     const auto start = Clock::now();
     auto update = trainer_->Begin(Begin(words));
     if (!update.ok()) return Committed("push", words.version, start, update.status());
+    if (words.Has("slots")) {
+      const absl::Status status = PushSlots(update->get());
+      if (!status.ok()) return Committed("push", words.version, start, status);
+      return Committed("push", words.version, start, (*update)->Commit());
+    }
     const bool one_by_one = words.Has("stream") || words.Has("overwrite") || words.spin_ms > 0;
     for (size_t b = 0; b < holder_.regions().size(); ++b) {
       client::Bucket bucket = BucketOf(b, !words.Has("unpacked"));
@@ -316,6 +400,14 @@ class TrainerRank {
       if (!status.ok()) return Committed("push", words.version, start, status);
     }
     return Committed("push", words.version, start, (*update)->Commit());
+  }
+
+  absl::Status PushSlots(client::Update* update) {
+    SlotPacker packer(update, &holder_.store());
+    for (const Piece& piece : holder_.held().layout.pieces) {
+      REFITD_RETURN_IF_ERROR(packer.Add(holder_.held().layout.tensors[piece.tensor], piece));
+    }
+    return packer.Flush();
   }
 
   // The values are written right before, behind a busy stream if asked for, and gone right after:
@@ -380,9 +472,18 @@ class EngineRank {
     attach.instance = options.instance;
     attach.rank = options.layout.rank;
     attach.world_size = options.layout.world;
+    const bool staged = options.delivery == "staged";
+    if (staged) {
+      attach.delivery = client::Delivery::kStaged;
+      attach.manifest = holder_.held().layout.tensors;
+    }
     REFITD_ASSIGN_OR_RETURN(engine_, client::Engine::Attach(attach));
-    REFITD_RETURN_IF_ERROR(holder_.ShareWith(engine_.get()));
-    REFITD_RETURN_IF_ERROR(engine_->Register(holder_.ForClient()));
+    if (staged) {
+      REFITD_RETURN_IF_ERROR(holder_.KeepToItself());
+    } else {
+      REFITD_RETURN_IF_ERROR(holder_.ShareWith(engine_.get()));
+      REFITD_RETURN_IF_ERROR(engine_->Register(holder_.ForClient()));
+    }
     events_ = std::thread([this] { Listen(); });
     Say(holder_.Ready(Seconds(start)));
     return absl::OkStatus();
@@ -420,6 +521,8 @@ class EngineRank {
       }
       if (const auto* prepare = std::get_if<client::Prepare>(&*event)) {
         OnPrepare(*prepare);
+      } else if (const auto* part = std::get_if<client::Part>(&*event)) {
+        OnPart(*part);
       } else if (const auto* committed = std::get_if<client::Committed>(&*event)) {
         Say({{"event", "committed"}, {"version", committed->version.value()}});
       } else if (const auto* aborted = std::get_if<client::Aborted>(&*event)) {
@@ -440,6 +543,23 @@ class EngineRank {
       Say(Answer("not ready", status));
     }
     Say({{"event", "prepare"}, {"version", prepare.version.value()}});
+  }
+
+  absl::Status Load(const client::Part& part) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const client::TensorView& view : part.tensors) {
+      REFITD_RETURN_IF_ERROR(
+          holder_.store().Load(TensorHash(view.tensor), view.start, view.count, view.data));
+    }
+    return holder_.store().Synchronise();
+  }
+
+  // Acknowledged once the device has read the slot.
+  void OnPart(const client::Part& part) {
+    const absl::Status loaded = Load(part);
+    if (!loaded.ok()) (void)engine_->Fail(part.version, std::string(loaded.message()));
+    const absl::Status answered = engine_->Ack(part);
+    if (!loaded.ok() || !answered.ok()) Say(Answer("not loaded", loaded.ok() ? answered : loaded));
   }
 
   Holder holder_;
@@ -469,20 +589,6 @@ int Serve(const Options& options) {
 }
 
 // ---- without a daemon ----
-
-// Memory of the process's own where nobody else makes it.
-class HostBlocks {
- public:
-  void Adopt(const RankLayout& held, Store* store) {
-    for (const int64_t bytes : held.block_bytes) {
-      blocks_.push_back(std::make_unique<char[]>(static_cast<size_t>(bytes)));
-      store->Adopt(blocks_.back().get(), bytes);
-    }
-  }
-
- private:
-  std::vector<std::unique_ptr<char[]>> blocks_;
-};
 
 // A fill checks; another version, a poisoned piece and a byte beside the pieces are seen.
 absl::Status SelfTest(Holder* holder, json* line) {
@@ -553,6 +659,8 @@ int Main(int argc, char** argv) {
   app.add_option("--trainers", options.trainers, "trainer ranks of the group");
   app.add_option("--instances", options.instances, "that an update waits for");
   app.add_option("--instance", options.instance);
+  app.add_option("--delivery", options.delivery, "of an engine: registered or staged")
+      ->check(CLI::IsMember({"registered", "staged"}));
   app.add_option("--duration-ms", options.duration_ms, "of an update");
   AddLayoutOptions(&app, &options.layout);
   CLI11_PARSE(app, argc, argv);

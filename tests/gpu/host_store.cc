@@ -43,6 +43,20 @@ class HostStore final : public Store {
     return absl::OkStatus();
   }
 
+  absl::Status Load(uint64_t tensor_hash, int64_t start, int64_t count, const char* from) override {
+    ForEach(-1, [&](const Task& task, uint64_t, int64_t element) {
+      if (task.tensor_hash != tensor_hash) return;
+      LoadFrom(task, Locate(task, element), reinterpret_cast<uint64_t>(from), start, count);
+    });
+    return absl::OkStatus();
+  }
+
+  absl::Status CopyOut(size_t block, int64_t byte_offset, int64_t bytes, char* to) override {
+    std::memcpy(to, reinterpret_cast<const char*>(addresses_[block]) + byte_offset,
+                static_cast<size_t>(bytes));
+    return absl::OkStatus();
+  }
+
   absl::Status PoisonPieces(int block) override {
     ForEach(block, [](const Task& task, uint64_t, int64_t element) {
       StoreElement(task, Locate(task, element).storage, uint64_t{kPoison} * 0x0101010101010101);

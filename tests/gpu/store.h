@@ -64,6 +64,12 @@ class Store {
   // Pieces of one block, or of all (-1).
   virtual absl::Status Fill(int64_t version, uint64_t seed, int block) = 0;
   virtual absl::Status PoisonPieces(int block) = 0;
+  // Elements [start, start + count), row-major, of the tensor with this TensorHash, which lie one
+  // after the other at `from`, on this device: into the pieces that have any of them.
+  virtual absl::Status Load(uint64_t tensor_hash, int64_t start, int64_t count,
+                            const char* from) = 0;
+  // Bytes of a block to `to`, on this device.
+  virtual absl::Status CopyOut(size_t block, int64_t byte_offset, int64_t bytes, char* to) = 0;
   // Every byte of every block, pieces or not.
   virtual absl::Status PoisonAll() = 0;
   virtual absl::Status Synchronise() = 0;
@@ -80,7 +86,8 @@ class Store {
 struct Tasks {
   std::vector<Task> tasks;
   std::vector<Chunk> chunks;
-  std::vector<size_t> first_chunk;  // of each block's pieces, and the end: pieces ascend by block
+  std::vector<size_t> first_chunk;    // of each block's pieces, and the end: pieces ascend by block
+  std::vector<size_t> chunk_of_task;  // the first, and the end
 };
 absl::StatusOr<Tasks> MakeTasks(const Layout& layout, const std::vector<uint64_t>& addresses);
 

@@ -31,6 +31,7 @@ void MergeDims(const Piece& piece, const Dims& shape, Task* task) {
 absl::StatusOr<Tasks> MakeTasks(const Layout& layout, const std::vector<uint64_t>& addresses) {
   Tasks made;
   made.first_chunk.push_back(0);
+  made.chunk_of_task.push_back(0);
   for (const Piece& piece : layout.pieces) {
     const size_t block = static_cast<size_t>(piece.region.value()) - 1;
     if (block >= addresses.size()) return Error(absl::StatusCode::kInternal, "block {}", block);
@@ -51,6 +52,7 @@ absl::StatusOr<Tasks> MakeTasks(const Layout& layout, const std::vector<uint64_t
           {first, std::min(kChunkElements, task.elements - first), made.tasks.size()});
     }
     made.tasks.push_back(task);
+    made.chunk_of_task.push_back(made.chunks.size());
   }
   while (made.first_chunk.size() <= addresses.size())
     made.first_chunk.push_back(made.chunks.size());

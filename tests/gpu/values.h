@@ -115,6 +115,17 @@ REFITD_HOST_DEVICE uint64_t LoadElement(const Task& task, int64_t storage) {
   }
 }
 
+// The element at `place`, if it is among the `count` from row-major index `start` on that lie one
+// after the other at the address `from`.
+REFITD_HOST_DEVICE void LoadFrom(const Task& task, const Place& place, uint64_t from, int64_t start,
+                                 int64_t count) {
+  if (place.index < start || place.index >= start + count) return;
+  Task source;
+  source.address = from;
+  source.element_bytes = task.element_bytes;
+  StoreElement(task, place.storage, LoadElement(source, place.index - start));
+}
+
 }  // namespace refitd::gpu
 
 #endif  // REFITD_TESTS_GPU_VALUES_H_
