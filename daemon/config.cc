@@ -82,6 +82,8 @@ constexpr std::array kSettings = {
     Setting{"cuda", "cuda.enabled", "serve GPU memory where there is a driver, true or false"},
     Setting{"cuda-copy-blocks", "cuda.copy_blocks", "thread blocks of a copy kernel"},
     Setting{"cuda-device-ms", "cuda.device_ms", "device work that takes longer has failed"},
+    Setting{"cuda-engine-bytes", "cuda.engine_bytes",
+            "contiguous pieces from this size on go to copy engines where nothing is verified"},
     Setting{"cuda-library", "cuda.library", "the driver: a name for the loader, or a path"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
 };
@@ -448,6 +450,8 @@ absl::Status CheckCuda(const RefitdConfig::Cuda& cuda) {
   REFITD_RETURN_IF_ERROR(
       CheckRange("cuda.copy_blocks", cuda.copy_blocks(), 1, kMaxConfiguredCopyBlocks));
   REFITD_RETURN_IF_ERROR(CheckDuration("cuda.device_ms", cuda.device_ms()));
+  REFITD_RETURN_IF_ERROR(
+      CheckRange("cuda.engine_bytes", cuda.engine_bytes(), 0, std::numeric_limits<int64_t>::max()));
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte("cuda.library", cuda.library()));
   if (!cuda.library().empty() && cuda.library().size() <= kMaxCudaLibraryBytes) {
     return absl::OkStatus();
@@ -581,6 +585,7 @@ Config FromProto(const RefitdConfig& in) {
   config.cuda = CudaConfig{.enabled = in.cuda().enabled(),
                            .copy_blocks = in.cuda().copy_blocks(),
                            .device = std::chrono::milliseconds(in.cuda().device_ms()),
+                           .engine_bytes = in.cuda().engine_bytes(),
                            .library = in.cuda().library()};
   config.default_verification = FromProto(in.default_verification());
   return config;
@@ -611,6 +616,7 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_cuda()->set_enabled(config.cuda.enabled);
   out.mutable_cuda()->set_copy_blocks(config.cuda.copy_blocks);
   out.mutable_cuda()->set_device_ms(ToMillis(config.cuda.device));
+  out.mutable_cuda()->set_engine_bytes(config.cuda.engine_bytes);
   out.mutable_cuda()->set_library(config.cuda.library);
   out.set_default_verification(ToProto(config.default_verification));
   return out;

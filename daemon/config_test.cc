@@ -169,6 +169,7 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--copy-threads=-1", "host.copy_threads");
   refused("--cuda-copy-blocks=0", "cuda.copy_blocks");
   refused("--cuda-device-ms=0", "cuda.device_ms");
+  refused("--cuda-engine-bytes=-1", "cuda.engine_bytes");
   refused("--cuda-library=" + std::string(kMaxCudaLibraryBytes + 1, 'x'), "cuda.library");
   refused("--daemon-id=a b", "daemon_id is \"a b\"");
   refused("--daemon-id=" + std::string(kMaxConfiguredDaemonId + 1, 'x'), "daemon_id");

@@ -108,6 +108,7 @@ std::unique_ptr<Transport> MakeTransport(const Config& config, DeviceLoss* loss,
   if (!memory.ok()) return MakeHostTransport(host);
   CudaTransportOptions options;
   options.blocks = config.cuda.copy_blocks;
+  options.engine_bytes = config.cuda.engine_bytes;
   options.limit = std::chrono::ceil<std::chrono::milliseconds>(config.cuda.device);
   options.lost = [loss](const absl::Status& why) { loss->Tell(why); };
   absl::StatusOr<std::unique_ptr<Transport>> transport =

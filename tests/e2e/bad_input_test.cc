@@ -67,7 +67,7 @@ struct Scene {
   }
 
   const Model model = SmallModel();
-  Daemon daemon;
+  Daemon daemon{std::vector<std::string>{"--cuda=false"}};
   Holder engine;
   RawTrainer trainer;
   Holder bystander_engine;

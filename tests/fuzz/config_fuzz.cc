@@ -50,6 +50,7 @@ constexpr std::array kSettings = {"listen-unix",
                                   "cuda",
                                   "cuda-copy-blocks",
                                   "cuda-device-ms",
+                                  "cuda-engine-bytes",
                                   "cuda-library",
                                   "metrics-listen",
                                   "daemon-id",
@@ -120,6 +121,7 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(InRange(config.copy_threads, 0, kMaxConfiguredCopyThreads));
   REFITD_CHECK(InRange(config.cuda.copy_blocks, 1, kMaxConfiguredCopyBlocks));
   REFITD_CHECK(IsWait(config.cuda.device));
+  REFITD_CHECK(config.cuda.engine_bytes >= 0);
   REFITD_CHECK(!config.cuda.library.empty() && !HasNul(config.cuda.library));
 
   const MemoryFile printed(FormatConfig(config));

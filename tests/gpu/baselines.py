@@ -124,9 +124,9 @@ def median(values):
     return values[n // 2] if n % 2 else (values[n // 2 - 1] + values[n // 2]) / 2
 
 
-def report(case, model, size, seconds):
+def report(case, model, size, seconds, spans=()):
     line = {"case": case, "model": model, "bytes": size, "seconds": median(seconds), "all": seconds,
-            "gb_per_s": size / median(seconds) / 1e9}
+            "gb_per_s": size / median(seconds) / 1e9, "spans": spans}
     print(json.dumps(line), flush=True)
 
 
@@ -245,14 +245,15 @@ class Gather:
 
 
 def timed(ranks, run):
+    """Begin and end, by CLOCK_MONOTONIC."""
     torch.cuda.synchronize()
     dist.barrier()
-    start = time.perf_counter()
+    start = time.monotonic()
     run()
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return start, time.monotonic()
 
 
 def same_sums(ranks, parameters):
@@ -280,15 +281,15 @@ def distributed_rank(rank, world, store, model, rounds, cases):
     for case, run in runs.items():
         if case not in cases:
             continue
-        seconds = []
+        spans = []
         for _ in range(rounds + 1):
             if ranks.trainer:
                 refill(parameters, generator)
-            seconds.append(timed(ranks, run))
+            spans.append(timed(ranks, run))
             if case != "gather":
                 same_sums(ranks, parameters)
         if rank == 0:
-            report(case, model, size, seconds[1:])
+            report(case, model, size, [end - start for start, end in spans[1:]], spans[1:])
     dist.destroy_process_group()
 
 
