@@ -65,17 +65,31 @@ absl::Status Group::Impl::CheckCoverage() const {
     return Precondition("tensor '{}': element {} of {} was never pushed", *partial,
                         tensor.covered.FirstGap(tensor.elements).value_or(0), tensor.elements);
   }
+  REFITD_RETURN_IF_ERROR(CheckAllPushed());
+  const int64_t moved = update->program.has_value() ? update->compiled->tensors : 0;
+  const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
+  if (update->tensor_count != 0 && pushed != update->tensor_count) {
+    return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
+                        update->tensor_count);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Group::Impl::CheckAllPushed() const {
+  group::CompiledProgram* const compiled =
+      update->program.has_value() ? update->compiled.get() : nullptr;
+  // A program moves the same tensors in every update.
+  if (compiled != nullptr && compiled->covers.lock() == update->catalog) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(update->catalog->CheckAllPushed(
       [this](std::string_view tensor) {
         return update->pushed.contains(absl::string_view(tensor.data(), tensor.size())) ||
                Moves(tensor);
       },
       update->evicted));
-  const int64_t moved = update->program.has_value() ? update->compiled->tensors : 0;
-  const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
-  if (update->tensor_count != 0 && pushed != update->tensor_count) {
-    return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
-                        update->tensor_count);
+  const bool nobody_evicted =
+      std::find(update->evicted.begin(), update->evicted.end(), true) == update->evicted.end();
+  if (compiled != nullptr && update->pushed.empty() && nobody_evicted) {
+    compiled->covers = update->catalog;
   }
   return absl::OkStatus();
 }

@@ -234,6 +234,7 @@ struct Group::Impl {
   void TakeAnnounced(Member* member, TrainerProgress* progress);
   void WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why);
   absl::Status CheckCoverage() const;
+  absl::Status CheckAllPushed() const;
   absl::Status WrittenInFull() const;
   void ReadBackIfLast();
   void SettleIfDone();

@@ -129,6 +129,8 @@ struct CompiledProgram {
   std::shared_ptr<const RefitPlan> plan;
   int64_t tensors = 0;  // that it moves
   int64_t bytes = 0;    // of them, once each
+  // Whose every tensor it was found to bring.
+  std::weak_ptr<const Catalog> covers;
   // By source: registrations whose replicas were found equal, and how many versions ago.
   std::vector<std::shared_ptr<const Layout>> compared_layouts;
   int64_t uncompared_versions = 0;

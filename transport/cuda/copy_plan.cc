@@ -222,25 +222,29 @@ class Cutter {
 class DeviceQueues {
  public:
   void Add(int target, const Strip& strip) {
-    strips_[target].push_back(strip);
+    Target& to = targets_[target];
+    to.strips.push_back(strip);
+    to.bytes += StripBytes(strip);
     bytes_ += StripBytes(strip);
   }
   void AddCopy(const LinearCopy& copy) { copies_.push_back(copy); }
-  bool empty() const { return strips_.empty() && copies_.empty(); }
+  bool empty() const { return targets_.empty() && copies_.empty(); }
 
   DeviceTasks Take(int device, const CopyPlanOptions& options) {
-    const bool local = std::all_of(strips_.begin(), strips_.end(),
-                                   [device](const auto& strips) { return strips.first == device; });
-    DeviceTasks result = {
-        .device = device, .local = local, .tasks = {}, .copies = std::move(copies_)};
+    const auto own = targets_.find(device);
+    const int64_t away = bytes_ - (own == targets_.end() ? 0 : own->second.bytes);
+    DeviceTasks result = {.device = device,
+                          .local = away <= bytes_ / kLocalShare,
+                          .tasks = {},
+                          .copies = std::move(copies_)};
     const int64_t most =
         std::clamp(bytes_ / std::max<int64_t>(options.tasks_wanted, 1), options.least_task_bytes,
                    std::max(options.least_task_bytes, options.most_task_bytes));
     std::vector<Queue> queues;
     size_t count = 0;
-    for (const auto& [target, strips] : strips_) {
-      queues.emplace_back(strips, most);
-      count += strips.size();
+    for (const auto& [number, target] : targets_) {
+      queues.emplace_back(target, most);
+      count += target.strips.size();
     }
     result.tasks.reserve(count + static_cast<size_t>(bytes_ / most));
     // Sources that start together start with different targets.
@@ -254,13 +258,20 @@ class DeviceQueues {
   }
 
  private:
+  static constexpr int64_t kLocalShare = 16;
+
+  struct Target {
+    std::vector<Strip> strips;
+    int64_t bytes = 0;
+  };
+
   // The tasks of one target, cut as they are taken.
   class Queue {
    public:
-    Queue(const std::vector<Strip>& strips, int64_t most) : strips_(&strips), most_(most) {
-      int64_t bytes = 0;
-      for (const Strip& strip : strips) bytes += StripBytes(strip);
-      share_ = 1 / static_cast<double>(std::max<int64_t>(bytes, 1));
+    Queue(const Target& target, int64_t most)
+        : strips_(&target.strips),
+          most_(most),
+          share_(1 / static_cast<double>(std::max<int64_t>(target.bytes, 1))) {
       Refill();
     }
     bool empty() const { return next_ == tasks_.size(); }
@@ -285,7 +296,7 @@ class DeviceQueues {
 
     const std::vector<Strip>* strips_;
     int64_t most_;
-    double share_ = 0;     // of a byte
+    double share_;         // of a byte
     double progress_ = 0;  // of its bytes
     std::vector<CopyTask> tasks_;
     size_t next_ = 0;
@@ -305,7 +316,7 @@ class DeviceQueues {
     }
   }
 
-  std::map<int, std::vector<Strip>> strips_;
+  std::map<int, Target> targets_;
   std::vector<LinearCopy> copies_;
   int64_t bytes_ = 0;
 };

@@ -31,7 +31,8 @@ class CopyAddresses {
 
 struct DeviceTasks {
   int device = 0;
-  bool local = false;              // no task stores to another device
+  // At most a 16th of the bytes go to other devices: memory bounds it, not a link.
+  bool local = false;
   std::vector<CopyTask> tasks;     // for the kernel; run in any order, each by one thread block
   std::vector<LinearCopy> copies;  // for copy engines; only where nothing is digested
 };

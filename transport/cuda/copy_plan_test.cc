@@ -551,6 +551,25 @@ TEST_CASE("Rows of a slice become one task, and rows that touch one run") {
   CHECK(tasks[0].run == 192 * 64);
 }
 
+TEST_CASE("A device that keeps nearly all bytes to itself is bound by its memory") {
+  Rng rng(kSeed + 8);
+  const auto local = [&rng](const std::vector<int>& targets) {
+    const auto c = DenseCase(&rng, {64, 1024}, targets);
+    const auto plan = PlanCopies(c->transfer, Verification::kOff, &c->addresses);
+    REQUIRE(plan.ok());
+    REQUIRE(plan->devices.size() == 1);
+    return plan->devices[0].local;
+  };
+  const int own = 0;
+  CHECK(local({own}));
+  CHECK_FALSE(local({own + 1}));
+  std::vector<int> targets(15, own);
+  targets.push_back(own + 1);
+  CHECK(local(targets));
+  targets.push_back(own + 1);
+  CHECK_FALSE(local(targets));
+}
+
 TEST_CASE("Destinations take turns, chunk by chunk, each source starting with another") {
   Rng rng(kSeed + 7);
   const auto c = DenseCase(&rng, {256, 1024}, {0, 1, 2, 3});
