@@ -369,6 +369,7 @@ absl::Status Executor::Start(const StartMoves& start, const MemoryResolver& memo
 
 void Executor::DropUnused() {
   std::erase_if(kept_, [](const Kept& kept) { return kept.bound.expired(); });
+  std::erase_if(kept_readbacks_, [](const KeptReadback& kept) { return kept.index.expired(); });
 }
 
 void Executor::Release(MemberId member) {
@@ -379,6 +380,10 @@ void Executor::Release(MemberId member) {
     };
     return bound == nullptr || of(bound->sources) || of(bound->destinations);
   });
+  std::erase_if(kept_readbacks_, [member](const KeptReadback& kept) {
+    return std::find(kept.destinations.begin(), kept.destinations.end(), member) !=
+           kept.destinations.end();
+  });
 }
 
 void Executor::Forget(UpdateId update) {
@@ -386,41 +391,71 @@ void Executor::Forget(UpdateId update) {
   DropUnused();
 }
 
-absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& memory,
-                             std::function<void(VerifyDone)> done) {
-  ReadbackJob job;
-  VerifyDone result{verify.update, absl::OkStatus(), {}};
+// What was never written (engine-only tensors; the group checks cover) has nothing to agree with.
+Executor::Written Executor::WrittenIn(const StartVerify& verify) {
+  Written written;
   const UpdateSums& sums = sums_[verify.update];
   for (uint32_t d = 0; d < verify.destinations.size(); ++d) {
     const bool skip = d < verify.skip_destination.size() && verify.skip_destination[d];
-    if (skip || d >= sums.size() || sums[d].empty()) continue;
-    const Layout& layout = *verify.index->destinations()[d];
-    std::map<RegionId, MemorySpan> spans;
-    for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
-      const Piece& piece = layout.pieces[p];
-      const TensorSpec& tensor = layout.tensors[piece.tensor];
-      // What was never written (engine-only tensors; the group checks cover) has nothing to agree
-      // with.
+    if (skip || d >= sums.size()) continue;
+    for (uint32_t p = 0; p < sums[d].size(); ++p) {
       if (!sums[d][p].has_value()) continue;
-      auto span = spans.find(piece.region);
-      if (span == spans.end()) {
-        REFITD_ASSIGN_OR_RETURN(MemorySpan region,
-                                memory.Region(verify.destinations[d], piece.region));
-        job.keep_alive.push_back(region.keep_alive);
-        span = spans.emplace(piece.region, std::move(region)).first;
-      }
-      job.pieces.push_back({{tensor.dtype, tensor.shape, piece.box, piece.strides,
-                             span->second.data + piece.byte_offset, tensor.name},
-                            *sums[d][p],
-                            d});
+      written.pieces.emplace_back(d, p);
+      written.expected.push_back(*sums[d][p]);
     }
   }
-  transport_->Submit(std::move(job), [result = std::move(result),
-                                      done = std::move(done)](ReadbackResult readback) mutable {
-    result.status = std::move(readback.status);
-    result.failed_destinations = std::move(readback.failed_destinations);
-    done(std::move(result));
-  });
+  return written;
+}
+
+absl::StatusOr<std::shared_ptr<const PreparedReadback>> Executor::PrepareReadback(
+    const StartVerify& verify, std::vector<std::pair<uint32_t, uint32_t>> pieces,
+    const MemoryResolver& memory) {
+  // Regions that a layout names stay as long as the layout, and with it the index.
+  for (const KeptReadback& kept : kept_readbacks_) {
+    if (kept.index.lock() == verify.index && kept.destinations == verify.destinations &&
+        kept.pieces == pieces) {
+      return kept.readback;
+    }
+  }
+  ReadbackJob job;
+  job.pieces.reserve(pieces.size());
+  std::map<std::pair<uint32_t, RegionId>, MemorySpan> spans;
+  for (const auto& [d, p] : pieces) {
+    const Layout& layout = *verify.index->destinations()[d];
+    const Piece& piece = layout.pieces[p];
+    const TensorSpec& tensor = layout.tensors[piece.tensor];
+    auto span = spans.find({d, piece.region});
+    if (span == spans.end()) {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan region,
+                              memory.Region(verify.destinations[d], piece.region));
+      job.keep_alive.push_back(region.keep_alive);
+      span = spans.emplace(std::pair(d, piece.region), std::move(region)).first;
+    }
+    job.pieces.push_back({{tensor.dtype, tensor.shape, piece.box, piece.strides,
+                           span->second.data + piece.byte_offset, tensor.name},
+                          0,
+                          d});
+  }
+  auto readback = transport_->Prepare(std::move(job));
+  std::erase_if(kept_readbacks_,
+                [&](const KeptReadback& kept) { return kept.index.lock() == verify.index; });
+  kept_readbacks_.push_back({verify.index, verify.destinations, std::move(pieces), readback});
+  return readback;
+}
+
+absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& memory,
+                             std::function<void(VerifyDone)> done) {
+  DropUnused();
+  Written written = WrittenIn(verify);
+  REFITD_ASSIGN_OR_RETURN(const auto readback,
+                          PrepareReadback(verify, std::move(written.pieces), memory));
+  transport_->Replay(readback, std::move(written.expected),
+                     [result = VerifyDone{verify.update, absl::OkStatus(), {}},
+                      done = std::move(done)](ReadbackResult found) mutable {
+                       result.status = std::move(found.status);
+                       result.failed_destinations = std::move(found.failed_destinations);
+                       done(std::move(result));
+                     });
   return absl::OkStatus();
 }
 

@@ -124,11 +124,29 @@ class Executor {
     std::shared_ptr<const Prepared> prepared;
   };
 
+  // What was read back last, for the next version that writes the same pieces.
+  struct KeptReadback {
+    std::weak_ptr<const DestinationIndex> index;
+    std::vector<MemberId> destinations;
+    std::vector<std::pair<uint32_t, uint32_t>> pieces;  // destination, index in its layout
+    std::shared_ptr<const PreparedReadback> readback;
+  };
+  // The written pieces of a verification, and what they must have.
+  struct Written {
+    std::vector<std::pair<uint32_t, uint32_t>> pieces;
+    std::vector<uint64_t> expected;
+  };
+  Written WrittenIn(const StartVerify& verify);
+  absl::StatusOr<std::shared_ptr<const PreparedReadback>> PrepareReadback(
+      const StartVerify& verify, std::vector<std::pair<uint32_t, uint32_t>> pieces,
+      const MemoryResolver& memory);
+
   void Add(UpdateId update, const std::vector<Done::Sum>& sums);
   void DropUnused();
 
   Transport* const transport_;
   std::vector<Kept> kept_;  // few: one a group, or two while a new program takes over
+  std::vector<KeptReadback> kept_readbacks_;  // one a group
   std::map<UpdateId, UpdateSums> sums_;
 };
 

@@ -100,6 +100,13 @@ class PreparedTransfer {
   virtual ~PreparedTransfer() = default;
 };
 
+// A ReadbackJob to be run any number of times over the same memory, which it keeps alive (P6).
+// Immutable; belongs to the transport that made it.
+class PreparedReadback {
+ public:
+  virtual ~PreparedReadback() = default;
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -129,10 +136,28 @@ class Transport {
   // Reads destinations again and compares. Same threads, same order rules.
   virtual void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) = 0;
 
+  // For Replay, at once: whatever takes long is done by the first run. `expected` of the pieces
+  // counts for nothing.
+  virtual std::shared_ptr<const PreparedReadback> Prepare(ReadbackJob job) {
+    return std::make_shared<const KeptReadback>(std::move(job));
+  }
+
+  // Runs it as Submit would; expected[i] is what piece i of the job must have.
+  virtual void Replay(const std::shared_ptr<const PreparedReadback>& prepared,
+                      std::vector<uint64_t> expected, std::function<void(ReadbackResult)> done) {
+    ReadbackJob job = static_cast<const KeptReadback&>(*prepared).job;
+    for (size_t i = 0; i < job.pieces.size(); ++i) job.pieces[i].expected = expected[i];
+    Submit(std::move(job), std::move(done));
+  }
+
  private:
   struct KeptTransfer : PreparedTransfer {
     explicit KeptTransfer(Transfer kept) : transfer(std::move(kept)) {}
     const Transfer transfer;
+  };
+  struct KeptReadback : PreparedReadback {
+    explicit KeptReadback(ReadbackJob kept) : job(std::move(kept)) {}
+    const ReadbackJob job;
   };
 };
 

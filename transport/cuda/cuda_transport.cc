@@ -576,9 +576,54 @@ TransferResult Failed(const Transfer& transfer, absl::Status status) {
 
 // ---- reading back ----
 
+// Pieces of a job by where they lie, each half with its pieces' indices in the job; what lies on
+// devices is planned by the first run.
+class CudaReadback : public PreparedReadback {
+ public:
+  // `job` is that of the pieces on devices, `host` (null: none) of the others.
+  CudaReadback(ReadbackJob job, std::vector<size_t> on_device, std::vector<size_t> on_host,
+               std::shared_ptr<const PreparedReadback> host)
+      : job(std::move(job)),
+        on_device(std::move(on_device)),
+        on_host(std::move(on_host)),
+        host(std::move(host)) {}
+
+  absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine) const {
+    MutexLock lock(&mutex_);  // held: whoever else wants the plan waits for it
+    if (planned_ != nullptr) return planned_;
+    auto planned = std::make_shared<Planned>();
+    Addresses addresses(engine, planned.get());
+    absl::StatusOr<CudaCopyPlan> plan = PlanReadback(job, &addresses);
+    if (!plan.ok()) return plan.status();
+    planned->plan = *std::move(plan);
+    planned->MakeParts();
+    planned_ = std::move(planned);
+    return planned_;
+  }
+
+  // Those of `all` that are of these pieces.
+  static std::vector<uint64_t> Pick(const std::vector<uint64_t>& all,
+                                    const std::vector<size_t>& indices) {
+    std::vector<uint64_t> picked;
+    picked.reserve(indices.size());
+    for (const size_t i : indices) picked.push_back(all[i]);
+    return picked;
+  }
+
+  const ReadbackJob job;
+  const std::vector<size_t> on_device;
+  const std::vector<size_t> on_host;
+  const std::shared_ptr<const PreparedReadback> host;
+
+ private:
+  mutable Mutex mutex_;
+  mutable std::shared_ptr<Planned> planned_ ABSL_GUARDED_BY(mutex_);
+};
+
 struct ReadbackCall {
   std::shared_ptr<Activity> activity;  // first: it goes last
-  ReadbackJob job;
+  std::shared_ptr<const CudaReadback> readback;
+  std::vector<uint64_t> expected;
   std::function<void(ReadbackResult)> done;
 };
 
@@ -599,16 +644,18 @@ class ReadbackRun : public Run {
   // P1: the destination's bytes against the sums of the passes over their sources.
   void Compare(const Sums& sums, ReadbackResult* result) const {
     std::vector<uint32_t>& failed = result->failed_destinations;
-    for (size_t i = 0; i < call_.job.pieces.size(); ++i) {
-      const ReadbackPiece& piece = call_.job.pieces[i];
+    const std::vector<ReadbackPiece>& pieces = call_.readback->job.pieces;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const ReadbackPiece& piece = pieces[i];
+      const uint64_t expected = call_.expected[i];
       const uint64_t found = sums.source[i];
-      if (found == piece.expected) continue;
+      if (found == expected) continue;
       failed.push_back(piece.destination);
       if (!result->status.ok()) continue;
       result->status = Error(absl::StatusCode::kDataLoss,
                              "verification of \"{}\" at destination {} failed: digest of the "
                              "source is {:016x}, read back {:016x}",
-                             piece.piece.name, piece.destination, piece.expected, found);
+                             piece.piece.name, piece.destination, expected, found);
     }
     std::sort(failed.begin(), failed.end());
     failed.erase(std::unique(failed.begin(), failed.end()), failed.end());
@@ -741,19 +788,42 @@ class CudaTransport : public Transport {
   }
 
   void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
-    ReadbackJob on_host;
-    ReadbackJob on_device;
-    for (ReadbackPiece& piece : job.pieces) {
-      (OnHost(piece.piece) ? on_host : on_device).pieces.push_back(std::move(piece));
+    std::vector<uint64_t> expected;
+    expected.reserve(job.pieces.size());
+    for (const ReadbackPiece& piece : job.pieces) expected.push_back(piece.expected);
+    Replay(Prepare(std::move(job)), std::move(expected), std::move(done));
+  }
+
+  std::shared_ptr<const PreparedReadback> Prepare(ReadbackJob job) override {
+    ReadbackJob device_job{.pieces = {}, .keep_alive = job.keep_alive};
+    ReadbackJob host_job{.pieces = {}, .keep_alive = std::move(job.keep_alive)};
+    std::vector<size_t> on_device;
+    std::vector<size_t> on_host;
+    for (size_t i = 0; i < job.pieces.size(); ++i) {
+      const bool host = OnHost(job.pieces[i].piece);
+      (host ? host_job : device_job).pieces.push_back(std::move(job.pieces[i]));
+      (host ? on_host : on_device).push_back(i);
     }
-    on_host.keep_alive = job.keep_alive;
-    on_device.keep_alive = std::move(job.keep_alive);
-    if (on_device.pieces.empty()) return host_->Submit(std::move(on_host), std::move(done));
-    if (on_host.pieces.empty()) return Start(std::move(on_device), std::move(done));
+    std::shared_ptr<const PreparedReadback> host;
+    if (!on_host.empty() || on_device.empty()) host = host_->Prepare(std::move(host_job));
+    return std::make_shared<const CudaReadback>(std::move(device_job), std::move(on_device),
+                                                std::move(on_host), std::move(host));
+  }
+
+  void Replay(const std::shared_ptr<const PreparedReadback>& prepared,
+              std::vector<uint64_t> expected, std::function<void(ReadbackResult)> done) override {
+    auto readback = std::static_pointer_cast<const CudaReadback>(prepared);
+    if (readback->on_device.empty()) {
+      return host_->Replay(readback->host, std::move(expected), std::move(done));
+    }
+    if (readback->host == nullptr) {
+      return Start(std::move(readback), std::move(expected), std::move(done));
+    }
     auto split = std::make_shared<SplitReadback>(std::move(done));
     const auto half = [split](ReadbackResult result) { split->Ended(std::move(result)); };
-    host_->Submit(std::move(on_host), half);
-    Start(std::move(on_device), half);
+    host_->Replay(readback->host, CudaReadback::Pick(expected, readback->on_host), half);
+    std::vector<uint64_t> of_devices = CudaReadback::Pick(expected, readback->on_device);
+    Start(std::move(readback), std::move(of_devices), half);
   }
 
  private:
@@ -784,20 +854,18 @@ class CudaTransport : public Transport {
     });
   }
 
-  void Start(ReadbackJob job, std::function<void(ReadbackResult)> done) {
-    auto call = std::make_shared<ReadbackCall>(
-        ReadbackCall{std::make_shared<Activity>(engine_), std::move(job), std::move(done)});
+  void Start(std::shared_ptr<const CudaReadback> readback, std::vector<uint64_t> expected,
+             std::function<void(ReadbackResult)> done) {
+    auto call = std::make_shared<ReadbackCall>(ReadbackCall{std::make_shared<Activity>(engine_),
+                                                            std::move(readback),
+                                                            std::move(expected), std::move(done)});
     planner_.Submit([engine = engine_, call = std::move(call)]() {
-      auto planned = std::make_shared<Planned>();
-      Addresses addresses(engine.get(), planned.get());
-      absl::StatusOr<CudaCopyPlan> plan = PlanReadback(call->job, &addresses);
-      if (!plan.ok()) {
-        call->done({.status = plan.status(), .failed_destinations = {}});
+      absl::StatusOr<std::shared_ptr<Planned>> planned = call->readback->Plan(engine.get());
+      if (!planned.ok()) {
+        call->done({.status = planned.status(), .failed_destinations = {}});
         return;
       }
-      planned->plan = *std::move(plan);
-      planned->MakeParts();
-      std::make_shared<ReadbackRun>(engine, std::move(planned), std::move(*call))->Start();
+      std::make_shared<ReadbackRun>(engine, *std::move(planned), std::move(*call))->Start();
     });
   }
 
