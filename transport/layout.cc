@@ -20,6 +20,10 @@ namespace {
 constexpr int64_t kMaxBoxSteps = int64_t{1} << 27;
 constexpr int64_t kMaxOverlapRuns = int64_t{1} << 20;
 
+// Bytes of a source piece whose strides repeat memory (torch's expand): so much work can be asked for
+// with no memory of one's own to show for it (P10).
+constexpr int64_t kMaxRepeatedBytes = int64_t{256} << 20;
+
 // Below this many boxes all pairs are compared.
 constexpr int64_t kPairwiseBoxes = 8;
 
@@ -434,6 +438,11 @@ absl::Status ValidatePiece(const TensorSpec& tensor, const Piece& piece,
   if (piece.byte_offset > *bytes || span > *bytes - piece.byte_offset) {
     return Invalid("byte_offset {} and {} bytes end outside region {} of {} bytes",
                    piece.byte_offset, span, piece.region, *bytes);
+  }
+  const int64_t all = ElementCount(piece.box) * element_bytes;
+  if (all > span && all > kMaxRepeatedBytes) {
+    return Invalid("strides {} repeat {} bytes of memory as {}, more than {}",
+                   ToString(piece.strides), span, all, kMaxRepeatedBytes);
   }
   return absl::OkStatus();
 }

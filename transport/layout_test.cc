@@ -333,6 +333,16 @@ TEST_CASE("Sources may overlap in elements and memory, destinations may not") {
   Refused(layout, absl::StatusCode::kInvalidArgument, {"tensor b", "several elements", "[0]"});
 }
 
+TEST_CASE("A source repeats memory up to a limit") {
+  constexpr int64_t kRows = int64_t{1} << 27;  // with 2 bytes an element: 256 MiB
+  for (const int64_t rows : {kRows, kRows + 1, int64_t{1} << 46}) {
+    Layout layout;
+    layout.tensors = {{"a", DType::kBFloat16, {rows}}};
+    layout.pieces = {{0, WholeBox({rows}), RegionId(1), 0, {0}}};
+    CHECK(ValidateLayout(layout, OneRegion, false).ok() == (rows == kRows));
+  }
+}
+
 TEST_CASE("Column slices of one fused matrix are disjoint however many rows it has") {
   constexpr int64_t kRows = 3'000'000;
   Layout layout;
