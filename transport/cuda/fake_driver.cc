@@ -70,6 +70,7 @@ struct Range {
   // Legacy handles: the context that opened it, and how often.
   CUcontext opener = nullptr;
   int refs = 0;
+  const Block* block = nullptr;
   bool reserved = false;  // VMM: an address range
   bool mapped = false;
   bool pinned = false;
@@ -473,16 +474,25 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle handle, unsi
   const Block& block = *fake.blocks[number];
   if (block.vmm || !block.alive) return CUDA_ERROR_INVALID_VALUE;
   if (block.device != call.device() && !fake.peers) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+  ++fake.counts.open_calls;
+  // A context maps a block once.
+  for (auto& [at, range] : fake.ranges) {
+    if (range.block != &block || range.opener != current.back()) continue;
+    ++range.refs;
+    ++fake.counts.opened_handles;
+    *address = at;
+    return CUDA_SUCCESS;
+  }
   char* const mapped = MapBlock(block);
   if (mapped == nullptr) return CUDA_ERROR_MAP_FAILED;
   ++fake.counts.opened_handles;
-  ++fake.counts.open_calls;
   *address = reinterpret_cast<CUdeviceptr>(mapped);
   fake.ranges[*address] = {.bytes = block.bytes,
                            .device = block.device,
                            .reach = 1U << call.device(),
                            .opener = current.back(),
-                           .refs = 1};
+                           .refs = 1,
+                           .block = &block};
   return CUDA_SUCCESS;
 }
 
@@ -494,6 +504,7 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   --call.fake->counts.opened_handles;
+  if (--it->second.refs > 0) return CUDA_SUCCESS;
   munmap(At(address), it->second.bytes);
   call.fake->ranges.erase(it);
   return CUDA_SUCCESS;

@@ -13,6 +13,7 @@
 #include <optional>
 #include <shared_mutex>
 #include <utility>
+#include <vector>
 
 #include "transport/base/mutex.h"
 #include "transport/cuda/api.h"
@@ -37,20 +38,23 @@ absl::Status Refused(const absl::Status& status, std::string_view what) {
 // Open regions by address. Outlives the memory as long as there are regions.
 //
 // Entries hold no region alive; Find locks the weak pointer, which fails once the last shared_ptr
-// went, so that a region that is being closed is never given out.
+// went, so that a region that is being closed is never given out. Several may have one address: a
+// block may come with two handles, and the driver gives out an address again while the region that
+// had it is being destroyed.
 class RegionIndex {
  public:
   void Add(const std::shared_ptr<const CudaRegion>& region) {
     const std::unique_lock lock(mutex_);
-    by_address_[region->data()] = {region, region.get(), region->bytes()};
+    by_address_[region->data()].push_back({region, region.get(), region->bytes()});
   }
 
-  // `region` is being destroyed. The entry may belong to a newer region by then: the driver gives
-  // out an address again, even for a handle opened twice.
+  // `region` is being destroyed.
   void Remove(const CudaRegion* region) {
     const std::unique_lock lock(mutex_);
     const auto it = by_address_.find(region->data());
-    if (it != by_address_.end() && it->second.raw == region) by_address_.erase(it);
+    if (it == by_address_.end()) return;
+    std::erase_if(it->second, [region](const Entry& entry) { return entry.raw == region; });
+    if (it->second.empty()) by_address_.erase(it);
   }
 
   std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const {
@@ -59,8 +63,12 @@ class RegionIndex {
     if (it == by_address_.begin()) return nullptr;
     --it;
     const int64_t offset = data - it->first;
-    if (bytes < 0 || offset > it->second.bytes || bytes > it->second.bytes - offset) return nullptr;
-    return it->second.region.lock();  // dropped, if last, by the caller: not under mutex_
+    for (const Entry& entry : it->second) {
+      if (bytes < 0 || offset > entry.bytes || bytes > entry.bytes - offset) continue;
+      // Dropped, if last, by the caller: not under mutex_.
+      if (auto region = entry.region.lock(); region != nullptr) return region;
+    }
+    return nullptr;
   }
 
  private:
@@ -71,7 +79,7 @@ class RegionIndex {
   };
   // Read for every piece, written once a registration; Mutex (base/mutex.h) has no shared mode.
   mutable std::shared_mutex mutex_;
-  std::map<const char*, Entry> by_address_;  // guarded by mutex_
+  std::map<const char*, std::vector<Entry>> by_address_;  // guarded by mutex_
 };
 
 // ---- legacy IPC ----

@@ -124,6 +124,27 @@ TEST_CASE("a handle that is open is not opened again, until its last holder let 
   REQUIRE(fake.Count().open_calls == 2);
 }
 
+TEST_CASE("a block that comes with two handles is found as long as either is open") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  std::string other = handle;
+  other.back() ^= 1;
+  auto first = Open(memory.get(), 0, handle);
+  for (const bool second_stays : {false, true}) {
+    auto second = Open(memory.get(), 0, other);
+    REQUIRE(second != first);
+    REQUIRE(second->data() == first->data());
+    char* const data = first->data();
+    (second_stays ? first : second).reset();
+    const auto found = memory->Find(data, kMiB);
+    REQUIRE(found != nullptr);
+    CHECK(found->device() == 0);
+  }
+  CheckNothingOpen(fake);
+}
+
 TEST_CASE("a region is opened once for each device that works on it, and closed for all") {
   FakeCuda fake;
   const auto memory = MakeMemory();
