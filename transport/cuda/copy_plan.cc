@@ -240,10 +240,14 @@ class DeviceQueues {
     const int64_t most =
         std::clamp(bytes_ / std::max<int64_t>(options.tasks_wanted, 1), options.least_task_bytes,
                    std::max(options.least_task_bytes, options.most_task_bytes));
+    const int64_t most_first = result.local
+                                   ? std::clamp(bytes_ / std::max<int64_t>(options.tasks_wanted, 1),
+                                                most, std::max(most, options.most_local_task_bytes))
+                                   : most;
     std::vector<Queue> queues;
     size_t count = 0;
     for (const auto& [number, target] : targets_) {
-      queues.emplace_back(target, most);
+      queues.emplace_back(target, most_first, most);
       count += target.strips.size();
     }
     result.tasks.reserve(count + static_cast<size_t>(bytes_ / most));
@@ -259,6 +263,7 @@ class DeviceQueues {
 
  private:
   static constexpr int64_t kLocalShare = 16;
+  static constexpr double kFirstTasks = 0.8;  // of a target's bytes
 
   struct Target {
     std::vector<Strip> strips;
@@ -268,8 +273,9 @@ class DeviceQueues {
   // The tasks of one target, cut as they are taken.
   class Queue {
    public:
-    Queue(const Target& target, int64_t most)
+    Queue(const Target& target, int64_t most_first, int64_t most)
         : strips_(&target.strips),
+          most_first_(most_first),
           most_(most),
           share_(1 / static_cast<double>(std::max<int64_t>(target.bytes, 1))) {
       Refill();
@@ -288,16 +294,20 @@ class DeviceQueues {
       tasks_.clear();
       next_ = 0;
       while (tasks_.empty() && next_strip_ < strips_->size()) {
-        Cutter((*strips_)[next_strip_++], most_).Run([this](const CopyTask& task) {
+        const Strip& strip = (*strips_)[next_strip_++];
+        cut_ += static_cast<double>(StripBytes(strip)) * share_;
+        Cutter(strip, cut_ < kFirstTasks ? most_first_ : most_).Run([this](const CopyTask& task) {
           tasks_.push_back(task);
         });
       }
     }
 
     const std::vector<Strip>* strips_;
+    int64_t most_first_;
     int64_t most_;
     double share_;         // of a byte
     double progress_ = 0;  // of its bytes
+    double cut_ = 0;       // likewise: of those that are in tasks_ or were
     std::vector<CopyTask> tasks_;
     size_t next_ = 0;
     size_t next_strip_ = 0;
