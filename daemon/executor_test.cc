@@ -4,6 +4,7 @@
 #include <chrono>
 #include <future>
 #include <string>
+#include <thread>
 
 #include "transport/host/host_transport.h"
 
@@ -122,6 +123,19 @@ class Bench {
     return done.get();
   }
 
+  void NextUpdate() { executor_.Forget(UpdateId(1)); }
+  void Release(size_t engine) { executor_.Release(engines_[engine]); }
+  // So many hold the engine's memory, its owner included, once the transport's threads let go.
+  bool HasHolders(size_t i, int64_t holders) const {
+    const auto deadline = std::chrono::steady_clock::now() + kDeadline;
+    const auto& held = memory.regions.at({engines_[i], RegionId(10 + i)});
+    while (held.use_count() != holders) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::yield();
+    }
+    return true;
+  }
+
   std::string& source() { return *memory.regions.at({kTrainer, RegionId(1)}); }
   std::string& engine(size_t i) { return *memory.regions.at({engines_[i], RegionId(10 + i)}); }
   std::string& slot() { return *memory.slots[0]; }
@@ -226,6 +240,27 @@ TEST_CASE("a byte flipped in a slot is caught before any engine could read it") 
   CHECK(done.status.code() == absl::StatusCode::kDataLoss);
   CHECK_THAT(std::string(done.status.message()), Catch::Contains("vector"));
   CHECK(done.failed_destination == -1);  // a slot is no destination of the layouts
+}
+
+TEST_CASE("what is read back is kept for the next update, and let go with a member") {
+  Bench bench;
+  for (int update = 0; update < 3; ++update) {
+    for (char& byte : bench.source()) byte = static_cast<char>(byte + 13);
+    REQUIRE(bench.Transfer(Verification::kReadback).status.ok());
+    bench.RequireInstalled();
+    const VerifyDone verified = bench.Verify();
+    INFO(verified.status.ToString());
+    CHECK(verified.status.ok());
+    bench.engine(1)[64 + 48 + 13] ^= 1;
+    CHECK(bench.Verify().failed_destinations == std::vector<uint32_t>{1});
+    bench.engine(1)[64 + 48 + 13] ^= 1;
+    bench.NextUpdate();
+  }
+  CHECK(bench.HasHolders(0, 2));
+  CHECK(bench.HasHolders(1, 2));
+  bench.Release(0);
+  CHECK(bench.HasHolders(0, 1));
+  CHECK(bench.HasHolders(1, 1));
 }
 
 TEST_CASE("memory that is gone fails the transfer before it starts") {

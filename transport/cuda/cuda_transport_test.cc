@@ -317,6 +317,42 @@ TEST_CASE("readbacks over host and device memory are split, and both halves' fai
   CHECK(readback.failed_destinations == std::vector<uint32_t>{0, 7});
 }
 
+TEST_CASE("a prepared readback reads again each time, and counts pieces as the job does") {
+  Rng random(kSeed + 8);
+  Setup setup;
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  world.model.verification = Verification::kReadback;
+  const Transfer transfer = world.OnDevices();
+  ReadbackJob job = JobOf(transfer, Run(setup.transport.get(), transfer));
+  ReadbackPiece host_piece = JobOf(world.model, Run(setup.transport.get(), world.model)).pieces[0];
+  host_piece.destination = 7;
+  job.pieces.insert(job.pieces.begin(), host_piece);
+  std::vector<uint64_t> expected;
+  for (const ReadbackPiece& piece : job.pieces) expected.push_back(piece.expected);
+  char* const on_device = job.pieces.back().piece.data;
+  const auto prepared = setup.transport->Prepare(std::move(job));
+  const auto replay = [&](const std::vector<uint64_t>& of) {
+    Outcome<ReadbackResult> outcome;
+    setup.transport->Replay(prepared, of, outcome.done());
+    return outcome.Wait();
+  };
+  const int calls = setup.fake.Count().allocation_calls;
+  CHECK(replay(expected).status.ok());
+  const int first = setup.fake.Count().allocation_calls - calls;
+  CHECK(replay(expected).status.ok());
+  CHECK(setup.fake.Count().allocation_calls - calls == first);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    std::vector<uint64_t> other = expected;
+    other[i] ^= 1;
+    const ReadbackResult readback = replay(other);
+    CHECK(readback.status.code() == absl::StatusCode::kDataLoss);
+    CHECK(readback.failed_destinations == std::vector<uint32_t>{i == 0 ? 7U : 0U});
+  }
+  *on_device = static_cast<char>(*on_device ^ 1);
+  CHECK(replay(expected).failed_destinations == std::vector<uint32_t>{0});
+}
+
 // ---- what is refused ----
 
 TEST_CASE("without a kernel there is no transport") {
