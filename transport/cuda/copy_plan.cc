@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -111,6 +112,13 @@ int64_t TaskBytes(const CopyTask& task) {
 
 int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Of counts that are not negative.
+int64_t SaturatingMultiply(int64_t a, int64_t b) {
+  int64_t product = 0;
+  if (__builtin_mul_overflow(a, b, &product)) return std::numeric_limits<int64_t>::max();
+  return product;
+}
+
 // ---- tasks ----
 
 void Advance(CopyTask* task, const Loop& loop, int64_t steps) {
@@ -139,6 +147,15 @@ class Cutter {
         most_(std::min<int64_t>(most, (kMaxTaskVectors - 2) * kVectorBytes)),
         run_cost_((RunBytes(strip) / kVectorBytes + 2) * kVectorBytes) {}
 
+  // How many tasks Run adds.
+  int64_t Count() const {
+    if (RunBytes(strip_) > most_) return Times(CeilDivide(strip_.run, RunStep()), 0);
+    const auto [whole, cost] = Whole();
+    if (whole == strip_.loops.size() || whole == kTaskDims) return Times(1, whole);
+    const int64_t extent = strip_.loops[whole].extent;
+    return Times(CeilDivide(extent, LoopStep(extent, cost)), whole + 1);
+  }
+
   template <typename Add>
   void Run(Add add) const {
     CopyTask task = strip_.task;
@@ -150,28 +167,51 @@ class Cutter {
       return ForEach(task, 0, [&](const CopyTask& at) { CutRun(at, run, add); });
     }
     task.run = static_cast<uint32_t>(strip_.run);
-    // Dimensions that fit as a whole.
-    const size_t dims = strip_.loops.size();
-    size_t whole = 0;
-    int64_t cost = run_cost_;
-    while (whole < dims && whole < kTaskDims && strip_.loops[whole].extent <= kMostCount &&
-           cost * strip_.loops[whole].extent <= most_) {
-      const Loop& loop = strip_.loops[whole];
-      SetDim(&task, kTaskDims - 1 - static_cast<int>(whole), loop, loop.extent);
-      cost *= loop.extent;
-      ++whole;
+    const auto [whole, cost] = Whole();
+    for (size_t i = 0; i < whole; ++i) {
+      SetDim(&task, kTaskDims - 1 - static_cast<int>(i), strip_.loops[i], strip_.loops[i].extent);
     }
-    if (whole == dims || whole == kTaskDims) return ForEach(task, whole, add);
-    ForEach(task, whole + 1, [&](const CopyTask& at) { CutLoop(at, whole, cost, add); });
+    if (whole == strip_.loops.size() || whole == kTaskDims) return ForEach(task, whole, add);
+    const size_t cut = whole;
+    const int64_t each = cost;
+    ForEach(task, cut + 1, [&](const CopyTask& at) { CutLoop(at, cut, each, add); });
   }
 
  private:
-  template <typename Add>
-  void CutRun(CopyTask task, const Loop& run, const Add& add) const {
+  // How many loops fit into a task as a whole, and what one step of the next costs.
+  std::pair<size_t, int64_t> Whole() const {
+    size_t whole = 0;
+    int64_t cost = run_cost_;
+    while (whole < strip_.loops.size() && whole < kTaskDims &&
+           strip_.loops[whole].extent <= kMostCount && cost * strip_.loops[whole].extent <= most_) {
+      cost *= strip_.loops[whole++].extent;
+    }
+    return {whole, cost};
+  }
+
+  int64_t RunStep() const {
     const int64_t parts = CeilDivide(RunBytes(strip_), most_);
     const int64_t unit = kCutBytes / strip_.task.element_bytes;
-    const int64_t step =
-        std::min(CeilDivide(CeilDivide(run.extent, parts), unit) * unit, run.extent);
+    return std::min(CeilDivide(CeilDivide(strip_.run, parts), unit) * unit, strip_.run);
+  }
+
+  // The parts differ by one step at most.
+  int64_t LoopStep(int64_t extent, int64_t cost) const {
+    const int64_t fit = std::clamp<int64_t>(most_ / cost, 1, kMostCount);
+    return CeilDivide(extent, CeilDivide(extent, fit));
+  }
+
+  // `count` for each index of the loops from `begin` on.
+  int64_t Times(int64_t count, size_t begin) const {
+    for (size_t i = begin; i < strip_.loops.size(); ++i) {
+      count = SaturatingMultiply(count, strip_.loops[i].extent);
+    }
+    return count;
+  }
+
+  template <typename Add>
+  void CutRun(CopyTask task, const Loop& run, const Add& add) const {
+    const int64_t step = RunStep();
     for (int64_t done = 0; done < run.extent; done += step) {
       task.run = static_cast<uint32_t>(std::min(step, run.extent - done));
       add(task);
@@ -179,12 +219,10 @@ class Cutter {
     }
   }
 
-  // The parts differ by one step at most.
   template <typename Add>
   void CutLoop(CopyTask task, size_t cut, int64_t cost, const Add& add) const {
     const Loop& loop = strip_.loops[cut];
-    const int64_t fit = std::clamp<int64_t>(most_ / cost, 1, kMostCount);
-    const int64_t step = CeilDivide(loop.extent, CeilDivide(loop.extent, fit));
+    const int64_t step = LoopStep(loop.extent, cost);
     for (int64_t done = 0; done < loop.extent; done += step) {
       const int64_t count = std::min(step, loop.extent - done);
       SetDim(&task, kTaskDims - 1 - static_cast<int>(cut), loop, count);
@@ -230,27 +268,28 @@ class DeviceQueues {
   void AddCopy(const LinearCopy& copy) { copies_.push_back(copy); }
   bool empty() const { return targets_.empty() && copies_.empty(); }
 
-  DeviceTasks Take(int device, const CopyPlanOptions& options) {
-    const auto own = targets_.find(device);
-    const int64_t away = bytes_ - (own == targets_.end() ? 0 : own->second.bytes);
-    DeviceTasks result = {.device = device,
-                          .local = away <= bytes_ / kLocalShare,
-                          .tasks = {},
-                          .copies = std::move(copies_)};
-    const int64_t most =
-        std::clamp(bytes_ / std::max<int64_t>(options.tasks_wanted, 1), options.least_task_bytes,
-                   std::max(options.least_task_bytes, options.most_task_bytes));
-    const int64_t most_first = result.local
-                                   ? std::clamp(bytes_ / std::max<int64_t>(options.tasks_wanted, 1),
-                                                most, std::max(most, options.most_local_task_bytes))
-                                   : most;
-    std::vector<Queue> queues;
-    size_t count = 0;
+  // How many tasks Take makes; where that is more than kMaxDeviceTasks, something that is.
+  int64_t CountTasks(int device, const CopyPlanOptions& options) const {
+    const Sizes sizes = TaskSizes(device, options);
+    int64_t count = 0;
     for (const auto& [number, target] : targets_) {
-      queues.emplace_back(target, most_first, most);
-      count += target.strips.size();
+      Cut cut(target, sizes);
+      for (const Strip& strip : target.strips) {
+        count += std::min(Cutter(strip, cut.Next(strip)).Count(), kMaxDeviceTasks + 1);
+        if (count > kMaxDeviceTasks) return count;
+      }
     }
-    result.tasks.reserve(count + static_cast<size_t>(bytes_ / most));
+    return count;
+  }
+
+  DeviceTasks Take(int device, const CopyPlanOptions& options) {
+    const Sizes sizes = TaskSizes(device, options);
+    const auto count = static_cast<size_t>(CountTasks(device, options));
+    DeviceTasks result = {
+        .device = device, .local = sizes.local, .tasks = {}, .copies = std::move(copies_)};
+    std::vector<Queue> queues;
+    for (const auto& [number, target] : targets_) queues.emplace_back(target, sizes);
+    result.tasks.reserve(count);
     // Sources that start together start with different targets.
     if (!queues.empty()) {
       const auto first = static_cast<size_t>(std::max(device, 0)) % queues.size();
@@ -258,6 +297,7 @@ class DeviceQueues {
                   queues.end());
     }
     TakeTurns(&queues, &result.tasks);
+    REFITD_CHECK(result.tasks.size() == count);
     return result;
   }
 
@@ -270,21 +310,54 @@ class DeviceQueues {
     int64_t bytes = 0;
   };
 
+  // The most bytes of a task: of a target's first ones, and of the others.
+  struct Sizes {
+    bool local = false;
+    int64_t first = 0;
+    int64_t others = 0;
+  };
+
+  Sizes TaskSizes(int device, const CopyPlanOptions& options) const {
+    const auto own = targets_.find(device);
+    const int64_t away = bytes_ - (own == targets_.end() ? 0 : own->second.bytes);
+    const bool local = away <= bytes_ / kLocalShare;
+    const int64_t wanted = bytes_ / std::max<int64_t>(options.tasks_wanted, 1);
+    const int64_t most = std::clamp(wanted, options.least_task_bytes,
+                                    std::max(options.least_task_bytes, options.most_task_bytes));
+    return {.local = local,
+            .first = local ? std::clamp(wanted, most, std::max(most, options.most_local_task_bytes))
+                           : most,
+            .others = most};
+  }
+
+  // How large the tasks of a target's strips may be, one strip after the other.
+  class Cut {
+   public:
+    Cut(const Target& target, const Sizes& sizes)
+        : sizes_(sizes), share_(1 / static_cast<double>(std::max<int64_t>(target.bytes, 1))) {}
+    int64_t Next(const Strip& strip) {
+      done_ += static_cast<double>(StripBytes(strip)) * share_;
+      return done_ < kFirstTasks ? sizes_.first : sizes_.others;
+    }
+    double share() const { return share_; }
+
+   private:
+    Sizes sizes_;
+    double share_;     // of a byte
+    double done_ = 0;  // of the target's bytes
+  };
+
   // The tasks of one target, cut as they are taken.
   class Queue {
    public:
-    Queue(const Target& target, int64_t most_first, int64_t most)
-        : strips_(&target.strips),
-          most_first_(most_first),
-          most_(most),
-          share_(1 / static_cast<double>(std::max<int64_t>(target.bytes, 1))) {
+    Queue(const Target& target, const Sizes& sizes) : strips_(&target.strips), cut_(target, sizes) {
       Refill();
     }
     bool empty() const { return next_ == tasks_.size(); }
     double progress() const { return progress_; }
     void MoveTo(std::vector<CopyTask>* tasks) {
       const CopyTask& task = tasks_[next_++];
-      progress_ += static_cast<double>(TaskBytes(task)) * share_;
+      progress_ += static_cast<double>(TaskBytes(task)) * cut_.share();
       tasks->push_back(task);
       if (empty()) Refill();
     }
@@ -295,19 +368,15 @@ class DeviceQueues {
       next_ = 0;
       while (tasks_.empty() && next_strip_ < strips_->size()) {
         const Strip& strip = (*strips_)[next_strip_++];
-        cut_ += static_cast<double>(StripBytes(strip)) * share_;
-        Cutter(strip, cut_ < kFirstTasks ? most_first_ : most_).Run([this](const CopyTask& task) {
+        Cutter(strip, cut_.Next(strip)).Run([this](const CopyTask& task) {
           tasks_.push_back(task);
         });
       }
     }
 
     const std::vector<Strip>* strips_;
-    int64_t most_first_;
-    int64_t most_;
-    double share_;         // of a byte
+    Cut cut_;
     double progress_ = 0;  // of its bytes
-    double cut_ = 0;       // likewise: of those that are in tasks_ or were
     std::vector<CopyTask> tasks_;
     size_t next_ = 0;
     size_t next_strip_ = 0;
@@ -333,12 +402,36 @@ class DeviceQueues {
 
 using Devices = std::map<int, DeviceQueues>;
 
-std::vector<DeviceTasks> TakeAll(Devices* devices, const CopyPlanOptions& options) {
+absl::Status TooManyTasks(int device) {
+  return Error(absl::StatusCode::kResourceExhausted,
+               "device {} would run more than {} tasks: the pieces' strides leave too few elements "
+               "together",
+               device, kMaxDeviceTasks);
+}
+
+absl::StatusOr<std::vector<DeviceTasks>> TakeAll(Devices* devices, const CopyPlanOptions& options) {
+  // Before any is made (P10).
+  for (const auto& [device, queues] : *devices) {
+    if (queues.CountTasks(device, options) > kMaxDeviceTasks) return TooManyTasks(device);
+  }
   std::vector<DeviceTasks> all;
   for (auto& [device, queues] : *devices) {
     if (!queues.empty()) all.push_back(queues.Take(device, options));
   }
   return all;
+}
+
+// One piece that alone is too much, by name.
+absl::Status CheckStrip(const Strip& strip, const BoundPiece& piece,
+                        const CopyPlanOptions& options) {
+  const int64_t most =
+      std::max({options.least_task_bytes, options.most_task_bytes, options.most_local_task_bytes});
+  const int64_t count = Cutter(strip, most).Count();
+  if (count <= kMaxDeviceTasks) return absl::OkStatus();
+  return Error(absl::StatusCode::kResourceExhausted,
+               "\"{}\" would take {} tasks, at most {} a device: its strides leave too few "
+               "elements together",
+               piece.name, count, kMaxDeviceTasks);
 }
 
 // ---- addresses ----
@@ -402,8 +495,8 @@ class CopyPlanner {
       REFITD_RETURN_IF_ERROR(AddSourceDigests(bound.sums.size()));
     }
     CudaCopyPlan plan;
-    plan.devices = TakeAll(&devices_, options_);
-    plan.readback = TakeAll(&readback_, options_);
+    REFITD_ASSIGN_OR_RETURN(plan.devices, TakeAll(&devices_, options_));
+    REFITD_ASSIGN_OR_RETURN(plan.readback, TakeAll(&readback_, options_));
     plan.sums = bound.sums;
     plan.bytes = bound.bytes;
     plan.source_sums = static_cast<uint32_t>(sums - bound.sums.size());
@@ -428,10 +521,13 @@ class CopyPlanner {
                             destination.On(device, *move.destination, addresses_));
     const CopyTask task = TaskOf(move, source_address, destination_address);
     const Strip strip = MakeStrip(task, *move.source, *move.box, move.destination->strides);
+    REFITD_RETURN_IF_ERROR(CheckStrip(strip, *move.destination, options_));
     if (!AddToEngine(device, strip)) devices_[device].Add(to, strip);
     if (!ReadbackNow(move)) return absl::OkStatus();
     REFITD_ASSIGN_OR_RETURN(const uint64_t own, destination.On(to, *move.destination, addresses_));
-    readback_[to].Add(to, SourcePass(*move.destination, *move.box, own, move.sum));
+    const Strip pass = SourcePass(*move.destination, *move.box, own, move.sum);
+    REFITD_RETURN_IF_ERROR(CheckStrip(pass, *move.destination, options_));
+    readback_[to].Add(to, pass);
     return absl::OkStatus();
   }
 
@@ -475,7 +571,9 @@ class CopyPlanner {
       REFITD_ASSIGN_OR_RETURN(const int home, sources_[i].Device(piece, addresses_));
       const int device = home == CopyAddresses::kHostMemory ? spare : home;
       REFITD_ASSIGN_OR_RETURN(const uint64_t address, sources_[i].On(device, piece, addresses_));
-      devices_[device].Add(device, SourcePass(piece, piece.box, address, first_sum + i));
+      const Strip pass = SourcePass(piece, piece.box, address, first_sum + i);
+      REFITD_RETURN_IF_ERROR(CheckStrip(pass, piece, options_));
+      devices_[device].Add(device, pass);
     }
     return absl::OkStatus();
   }
@@ -518,10 +616,12 @@ absl::StatusOr<CudaCopyPlan> PlanReadback(const ReadbackJob& job, CopyAddresses*
     if (ElementCount(piece.box) <= 0) continue;
     const int device = homes[i] == CopyAddresses::kHostMemory ? std::max(spare, 0) : homes[i];
     REFITD_ASSIGN_OR_RETURN(const uint64_t address, addresses->On(device, piece));
-    devices[device].Add(device, SourcePass(piece, piece.box, address, i));
+    const Strip pass = SourcePass(piece, piece.box, address, i);
+    REFITD_RETURN_IF_ERROR(CheckStrip(pass, piece, options));
+    devices[device].Add(device, pass);
   }
   CudaCopyPlan plan;
-  plan.devices = TakeAll(&devices, options);
+  REFITD_ASSIGN_OR_RETURN(plan.devices, TakeAll(&devices, options));
   plan.source_sums = static_cast<uint32_t>(job.pieces.size());
   return plan;
 }

@@ -17,6 +17,11 @@
 
 namespace refitd {
 
+// Of one device in one plan (P10). Layouts decide how many tasks a transfer becomes: a piece whose
+// strides leave no two elements together is many. 512 MiB of tasks; a GPU full of weights that lie
+// as they should takes half a million.
+inline constexpr int64_t kMaxDeviceTasks = int64_t{1} << 22;
+
 // Who reaches what, asked once a piece (and device that runs tasks over it).
 class CopyAddresses {
  public:
@@ -73,7 +78,8 @@ struct CopyPlanOptions {
 // asked for. Order of a device's tasks: destinations' devices take turns, in proportion to what
 // each gets, each source device starting with another one; parts of one chunk for several
 // destinations are close together. Errors: INTERNAL a malformed program, as the host transport's;
-// UNIMPLEMENTED into host memory; those of CopyAddresses.
+// UNIMPLEMENTED into host memory; RESOURCE_EXHAUSTED more than kMaxDeviceTasks; those of
+// CopyAddresses.
 absl::StatusOr<CudaCopyPlan> PlanCopies(const Transfer& transfer, Verification verification,
                                         CopyAddresses* addresses,
                                         const CopyPlanOptions& options = {});

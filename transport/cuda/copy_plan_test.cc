@@ -634,5 +634,63 @@ TEST_CASE("A transfer without moves has no tasks") {
   CHECK(PlanReadback({}, &addresses)->devices.empty());
 }
 
+// ---- limits (P10) ----
+
+// A whole tensor of bytes, its dimensions stored in the opposite order: no two elements that follow
+// each other lie together.
+BoundPiece Reversed(const Dims& shape, char* data) {
+  Dims strides(shape.size(), 1);
+  for (size_t d = 1; d < shape.size(); ++d) strides[d] = strides[d - 1] * shape[d - 1];
+  return {.dtype = DType::kUint8,
+          .shape = shape,
+          .box = WholeBox(shape),
+          .strides = strides,
+          .data = data,
+          .name = "reversed"};
+}
+
+TEST_CASE("pieces that would become more tasks than a device may have are refused by name") {
+  const Views views;  // only addresses count: no byte is touched
+  FakeAddresses addresses(views);
+  char* const to = views.data() + 4096;
+  addresses.Put(views.data(), 0);
+  addresses.Put(to, 1);
+  const Dims shape = {int64_t{1} << 29, 2, 2, 2};
+  Transfer transfer;
+  transfer.source.push_back(Reversed(shape, views.data()));
+  transfer.destinations.push_back({transfer.source[0]});
+  transfer.destinations[0][0].data = to;
+  transfer.destinations[0][0].strides = RowMajorStrides(shape);
+  transfer.program.moves.push_back({.source = 0, .box = WholeBox(shape)});
+  const auto refused = PlanCopies(transfer, Verification::kTransfer, &addresses);
+  REQUIRE(refused.status().code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(std::string(refused.status().message()),
+             Catch::Matchers::Contains("\"reversed\"") &&
+                 Catch::Matchers::Contains(std::to_string(kMaxDeviceTasks)));
+
+  ReadbackJob job;
+  job.pieces.push_back({.piece = Reversed(shape, views.data())});
+  CHECK(PlanReadback(job, &addresses).status().code() == absl::StatusCode::kResourceExhausted);
+}
+
+TEST_CASE("many pieces, each within the limit, are refused when a device would have too many") {
+  const Views views;
+  FakeAddresses addresses(views);
+  addresses.Put(views.data(), 0);
+  const Dims shape = {int64_t{1} << 17, 2, 2, 2, 2};
+  ReadbackJob job;
+  job.pieces.push_back({.piece = Reversed(shape, views.data())});
+  const auto one = PlanReadback(job, &addresses);
+  REQUIRE(one.ok());
+  const auto each = static_cast<int64_t>(one->devices[0].tasks.size());
+  REQUIRE(each >= int64_t{1} << 17);
+  job.pieces.resize(static_cast<size_t>(kMaxDeviceTasks / each + 1), job.pieces[0]);
+  const auto all = PlanReadback(job, &addresses);
+  REQUIRE(all.status().code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(std::string(all.status().message()),
+             Catch::Matchers::Contains("device 0") &&
+                 Catch::Matchers::Contains(std::to_string(kMaxDeviceTasks)));
+}
+
 }  // namespace
 }  // namespace refitd
