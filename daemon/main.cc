@@ -44,6 +44,9 @@ namespace {
 constexpr std::chrono::seconds kShutdownGrace{2};
 // How long updates in host memory may still run when the GPUs are lost.
 constexpr std::chrono::seconds kLostGrace{2};
+// After which a daemon that lost its GPUs ends, whatever hangs: more than both graces and the
+// clean-up of a group (GroupLimits) together.
+constexpr std::chrono::seconds kLostLimit{8};
 
 NodeOptions NodeOptionsOf(const Config& config) {
   NodeOptions options;
@@ -73,6 +76,10 @@ NodeOptions NodeOptionsOf(const Config& config) {
 }
 
 // The GPUs' end, from the transport's thread to main's, which waits for signals.
+//
+// Where a GPU hangs, its work has not ended, and neither have the calls that wait for it; no
+// destructor gets past a thread that hangs in the driver (P4). The process's end takes its contexts
+// along, and only that stops the GPU (P6): nobody is answered before.
 class DeviceLoss {
  public:
   void Tell(const absl::Status& why) {
@@ -82,6 +89,7 @@ class DeviceLoss {
       why_ = why;
     }
     kill(getpid(), SIGTERM);
+    std::thread(EndProcess).detach();
   }
   // OK: not lost.
   absl::Status why() const {
@@ -90,13 +98,21 @@ class DeviceLoss {
   }
 
  private:
+  static void EndProcess() {
+    std::this_thread::sleep_for(kLostLimit);
+    LogError("ended {} s after the GPUs were lost: work on them had not ended", kLostLimit.count());
+    _exit(kExitFailure);
+  }
+
   mutable Mutex mutex_;
   absl::Status why_ ABSL_GUARDED_BY(mutex_);
 };
 
 // What moves bytes: the GPUs' transport around the host's where there are a driver, a device and a
-// kernel; else the host's, and `cuda` says why. `loss` outlives it.
-std::unique_ptr<Transport> MakeTransport(const Config& config, DeviceLoss* loss,
+// kernel; else the host's, and `cuda` says why. A thread that hangs in the driver may tell `loss`
+// after the transport's end.
+std::unique_ptr<Transport> MakeTransport(const Config& config,
+                                         const std::shared_ptr<DeviceLoss>& loss,
                                          DeviceOptions* cuda) {
   const HostTransportOptions host{.threads = config.copy_threads};
   if (!config.cuda.enabled) {
@@ -186,8 +202,8 @@ int Run(const Invocation& invocation) {
     dial.credentials = grpc::InsecureChannelCredentials();
     return PeerLink::Dial(std::move(dial), std::move(callbacks));
   };
-  DeviceLoss loss;
-  std::unique_ptr<Transport> transport = MakeTransport(config, &loss, &options.cuda);
+  const auto loss = std::make_shared<DeviceLoss>();
+  std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
   LogInfo("cuda: {}", options.cuda.detail);
   Node node(std::move(options), std::move(transport), processes->get(),
             wire.ok() ? *std::move(wire) : nullptr, dialer);
@@ -247,11 +263,11 @@ int Run(const Invocation& invocation) {
 
   int signal_number = 0;
   sigwait(&signals, &signal_number);
-  // A process whose context is lost never gets it back; the next one does. Exits as failed, so
-  // that the service manager starts that.
-  const bool lost = !loss.why().ok();
+  // A process whose context is lost never gets it back, and what hangs on a GPU may go on while it
+  // lives; the next one is free of both. Exits as failed, so that the service manager starts that.
+  const bool lost = !loss->why().ok();
   if (lost) {
-    node.DevicesLost(loss.why());
+    node.DevicesLost(loss->why());
   } else {
     LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
   }
@@ -277,7 +293,7 @@ int Run(const Invocation& invocation) {
   (*descriptors)->Stop();
   server->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
   LogInfo("drained");
-  return loss.why().ok() ? kExitOk : kExitFailure;
+  return loss->why().ok() ? kExitOk : kExitFailure;
 }
 
 }  // namespace

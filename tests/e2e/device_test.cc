@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <optional>
@@ -59,7 +60,9 @@ struct Machine {
 // The daemon's node, services and sockets, over two fake GPUs.
 class LocalDaemon {
  public:
-  explicit LocalDaemon(bool gpus = true, Machine* machine = nullptr)
+  // `limit`: of device work.
+  explicit LocalDaemon(bool gpus = true, Machine* machine = nullptr,
+                       std::chrono::milliseconds limit = CudaTransportOptions().limit)
       : own_(machine == nullptr ? std::make_unique<Machine>() : nullptr),
         machine_(machine == nullptr ? own_.get() : machine) {
     processes_ = *ProcessWatch::Create();
@@ -72,6 +75,7 @@ class LocalDaemon {
       options.cuda.detail = "two fakes";
       for (const CudaDevice& device : options.cuda.memory->devices()) uuids_.push_back(device.uuid);
       CudaTransportOptions cuda;
+      cuda.limit = limit;
       cuda.lost = [this](const absl::Status& why) {
         MutexLock lock(&mutex_);
         lost_ = why;
@@ -1086,6 +1090,69 @@ TEST_CASE("a lost context fails the running update, and whoever runs the daemon 
   const auto aborted = engine.engine.events().WaitFor(v1::EngineEvent::kAborted);
   REQUIRE(aborted.has_value());
   CHECK(aborted->aborted().dirty());
+}
+
+TEST_CASE("a GPU that hangs is told; its calls are answered when its work has ended") {
+  LocalDaemon daemon(true, nullptr, std::chrono::milliseconds(100));
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine engine(&daemon, 0, model);
+  RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
+  REQUIRE(trainer.attached().ok());
+  REQUIRE_OK(trainer.Begin(1));
+  daemon.fake().Hold(1);
+  auto pushed = std::async(std::launch::async, [&] {
+    return trainer.Push(1, InlineBucket(model, BytesOf(model, 1), 0, false));
+  });
+  REQUIRE(Eventually([&] { return !daemon.lost().ok(); }));
+  CHECK_THAT(Message(daemon.lost()), Contains("did not end its work within 100 ms"));
+  daemon.node().DevicesLost(daemon.lost());
+  // The copy may still read the call's bytes and write the engine's.
+  CHECK(!trainer.Begin(2).ok());
+  CHECK(pushed.wait_for(std::chrono::seconds(0)) != std::future_status::ready);
+  daemon.fake().Hold(0);
+  CHECK(!pushed.get().ok());
+  const auto aborted = engine.engine.events().WaitFor(v1::EngineEvent::kAborted);
+  REQUIRE(aborted.has_value());
+  CHECK(aborted->aborted().dirty());
+}
+
+TEST_CASE("a daemon whose GPU hangs ends, and with it what the GPU would still write") {
+  if (CopyKernelImage().empty()) return;
+  FakeCuda fake;
+  Daemon daemon({"--cuda-library=" + FakeCuda::Path(), "--cuda-device-ms=200"},
+                {"/usr/bin/env", "REFITD_FAKE_CUDA_HOLD=1"});
+  const Model model = PlainModel(2, 8, 8);
+  v1::EngineHello hello = RawEngine::Hello("g", "i");
+  hello.mutable_device()->set_name((*CudaMemory::Create(FakeCuda::Path()))->devices()[0].uuid);
+  RawEngine engine(daemon.Connect(), hello);
+  REQUIRE(engine.attached().ok());
+  Held held = HoldWhole(model);
+  int raw = -1;
+  const int64_t bytes = (held.region_bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
+  char* const memory = fake.ExportVmm(0, bytes, &raw);
+  const UniqueFd fd(raw);
+  const std::string before = EmptyImage(held.region_bytes);
+  std::memcpy(memory, before.data(), before.size());
+  DescriptorRequest request = engine.descriptors().Request(DescriptorRequestKind::kRegisterRegion);
+  request.region_kind = RegionKind::kCudaVmm;
+  request.bytes = bytes;
+  const auto registered = engine.descriptors().Ask(request, {fd.get()});
+  REQUIRE(registered.has_value());
+  INFO(registered->message);
+  REQUIRE(registered->code == 0);
+  for (Piece& piece : held.layout.pieces) piece.region = RegionId(registered->region_id);
+  held.layout.binding_generation = 1;
+  REQUIRE_OK(engine.Register(held.layout));
+  RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
+  REQUIRE(trainer.attached().ok());
+  REQUIRE_OK(trainer.Begin(1));
+
+  const auto pushed = trainer.Push(1, InlineBucket(model, BytesOf(model, 1), 0, false));
+  CHECK(!pushed.ok());
+  CHECK(daemon.WaitExit() == 1);
+  CHECK_THAT(daemon.log(), Contains("the GPUs are lost to this process") &&
+                               Contains("did not end its work within 200 ms"));
+  CHECK(std::memcmp(memory, before.data(), before.size()) == 0);
 }
 
 #endif

@@ -72,10 +72,20 @@ void BufferPool::Abandon() {
   abandoned_ = true;
 }
 
-void BufferPool::GiveBack(uint64_t address, int64_t bytes) {
+void BufferPool::OnSurplus(std::function<void()> call) {
   MutexLock lock(&mutex_);
-  free_.push_back({address, bytes});
-  free_bytes_ += bytes;
+  on_surplus_ = std::move(call);
+}
+
+void BufferPool::GiveBack(uint64_t address, int64_t bytes) {
+  std::function<void()> tell;
+  {
+    MutexLock lock(&mutex_);
+    free_.push_back({address, bytes});
+    free_bytes_ += bytes;
+    if (free_bytes_ > most_kept_ && !abandoned_) tell = on_surplus_;
+  }
+  if (tell) tell();
 }
 
 absl::StatusOr<uint64_t> BufferPool::Allocate(int64_t bytes) {

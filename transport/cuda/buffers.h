@@ -3,12 +3,14 @@
 //
 // A buffer goes back to its pool when it is destroyed, on any thread and without a call to the
 // driver; who destroys it knows that the device is done with it. Trim, on the thread that may call
-// the driver, frees what is too much. Thread-safe.
+// the driver, frees what is too much (P8: also of a device that has nothing to do, hence
+// OnSurplus). Thread-safe.
 #ifndef REFITD_TRANSPORT_CUDA_BUFFERS_H_
 #define REFITD_TRANSPORT_CUDA_BUFFERS_H_
 
 #if defined(REFITD_CUDA)
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -65,6 +67,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   // At least so many bytes. Errors: the driver's, RESOURCE_EXHAUSTED above all.
   absl::StatusOr<Buffer> Take(int64_t bytes);
   void Trim();
+  // `call` runs whenever a buffer came back and there is something to trim: on the thread that
+  // destroyed it, which may hold any mutex of its own; not a call to the driver.
+  void OnSurplus(std::function<void()> call);
   // The device hangs: nothing is freed any more, since that would wait for it.
   void Abandon();
 
@@ -87,6 +92,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   std::vector<Free> free_ ABSL_GUARDED_BY(mutex_);
   int64_t free_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
+  std::function<void()> on_surplus_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace refitd

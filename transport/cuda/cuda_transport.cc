@@ -3,15 +3,11 @@
 #include "transport/base/status.h"
 
 #if defined(REFITD_CUDA)
-#include <pthread.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <deque>
 #include <map>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -22,6 +18,7 @@
 #include "transport/cuda/buffers.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/device_queue.h"
+#include "transport/cuda/plan_thread.h"
 #endif
 
 namespace refitd {
@@ -58,7 +55,12 @@ class Engine {
         contexts_(std::move(contexts)),
         options_(options),
         kernel_(kernel),
-        lost_(std::make_shared<LostContext>(options.lost)) {}
+        lost_(std::make_shared<LostContext>(options.lost)),
+        planner_(std::make_shared<PlanThread>(options.limit, lost_, [memory = memory_](int device) {
+          return Name(*memory, device);
+        })) {
+    planner_->Start();
+  }
 
   const CudaMemory& memory() const { return *memory_; }
   const CudaTransportOptions& options() const { return options_; }
@@ -70,12 +72,22 @@ class Engine {
     if (queue == nullptr) {
       queue = std::make_shared<DeviceQueue>(
           contexts_, device,
-          DeviceQueueOptions{.name = Name(device), .kernel = kernel_, .limit = options_.limit},
+          DeviceQueueOptions{.name = Name(*memory_, device),
+                             .kernel = kernel_,
+                             .limit = options_.limit,
+                             .kept_device_bytes = options_.kept_device_bytes,
+                             .kept_pinned_bytes = options_.kept_pinned_bytes},
           lost_);
-      queue->Start();
+      if (stopped_) {
+        queue->Close();
+      } else {
+        queue->Start();
+      }
     }
     return queue;
   }
+
+  PlanThread* planner() const { return planner_.get(); }
 
   // Errors of calls outside the queues.
   absl::Status Note(const absl::Status& status) { return lost_->Note(status); }
@@ -90,7 +102,7 @@ class Engine {
     idle_.NotifyAll();
   }
 
-  // Waits until nothing is active, then stops the queues.
+  // Waits until nothing is active, then stops planning and the queues.
   void Stop() {
     const Clock::time_point deadline = Clock::now() + options_.limit;
     std::map<int, std::shared_ptr<DeviceQueue>> queues;
@@ -98,6 +110,11 @@ class Engine {
       MutexLock lock(&mutex_);
       while (active_ > 0 && idle_.WaitUntil(&mutex_, deadline)) {
       }
+    }
+    planner_->Stop(deadline);
+    {
+      MutexLock lock(&mutex_);
+      stopped_ = true;
       queues = queues_;  // what comes late finds them stopped
     }
     for (const auto& [device, queue] : queues) queue->Stop(std::max(deadline, Clock::now()));
@@ -105,8 +122,8 @@ class Engine {
 
  private:
   // "0 (GPU-...)".
-  std::string Name(int device) const {
-    for (const CudaDevice& known : memory_->devices()) {
+  static std::string Name(const CudaMemory& memory, int device) {
+    for (const CudaDevice& known : memory.devices()) {
       if (known.ordinal == device) return fmt::format("{} ({})", device, known.uuid);
     }
     return std::to_string(device);
@@ -117,10 +134,12 @@ class Engine {
   const CudaTransportOptions options_;
   const std::string_view kernel_;
   const std::shared_ptr<LostContext> lost_;
+  const std::shared_ptr<PlanThread> planner_;
   Mutex mutex_;
   CondVar idle_;
   std::map<int, std::shared_ptr<DeviceQueue>> queues_ ABSL_GUARDED_BY(mutex_);
   int64_t active_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 // ---- plans ----
@@ -178,7 +197,7 @@ class Addresses : public CopyAddresses {
     const int64_t bytes = PieceSpan(piece);
     const auto region = engine_->memory().Find(piece.data, bytes);
     if (region == nullptr) return Scratch(device, piece.data, bytes);
-    const absl::StatusOr<char*> data = region->On(device);
+    const absl::StatusOr<char*> data = OnDevice(*region, device);
     if (!data.ok()) {
       const absl::Status noted = engine_->Note(data.status());
       return Error(noted.code(), "\"{}\": {}", piece.name, Message(noted));
@@ -190,12 +209,22 @@ class Addresses : public CopyAddresses {
   absl::StatusOr<uint64_t> Scratch(int device, const char* from, int64_t bytes) {
     const auto [it, added] = scratch_.try_emplace({device, from, bytes}, 0);
     if (!added) return it->second;
-    absl::StatusOr<Buffer> buffer = engine_->Queue(device)->memory()->Take(bytes);
+    absl::StatusOr<Buffer> buffer = TakeMemory(device, bytes);
     if (!buffer.ok()) return engine_->Note(buffer.status());
     it->second = buffer->address();
     planned_->uploads[device].push_back(
         {.from = from, .bytes = bytes, .scratch = *std::move(buffer)});
     return it->second;
+  }
+
+  // P4: what may hang behind a device.
+  absl::StatusOr<char*> OnDevice(const CudaRegion& region, int device) {
+    const PlanThread::Watched watched(engine_->planner(), device);
+    return region.On(device);
+  }
+  absl::StatusOr<Buffer> TakeMemory(int device, int64_t bytes) {
+    const PlanThread::Watched watched(engine_->planner(), device);
+    return engine_->Queue(device)->memory()->Take(bytes);
   }
 
   Engine* const engine_;
@@ -247,8 +276,9 @@ struct Sums {
 
 // One run of a plan: jobs on several devices, in one or two phases. Kept by its jobs.
 //
-// `Finish` is called once with the outcome: when all jobs ended, or as soon as one is late. The run
-// itself, and so the memory that it names, goes when the last job ended (P6).
+// `Finish` is called once with the outcome, when all jobs ended: until then devices may read and
+// write what the run names (P6). Only the end of the transport comes before that, if a device does
+// not end its work; what the run names is then kept by its jobs.
 class Run : public std::enable_shared_from_this<Run> {
  public:
   Run(std::shared_ptr<Engine> engine, std::shared_ptr<Planned> planned, std::string label,
@@ -269,14 +299,17 @@ class Run : public std::enable_shared_from_this<Run> {
   int64_t stored_sums() const { return static_cast<int64_t>(sums_.stored.size()); }
   int64_t source_sums() const { return static_cast<int64_t>(sums_.source.size()); }
 
-  bool finished() const { return finished_.load(std::memory_order_relaxed); }
+  // What was not begun of it need not be.
+  bool failed() const { return failed_.load(std::memory_order_relaxed); }
 
+  // The transport ends, and a device has not ended its job.
   void Fail(const absl::Status& status) { FinishOnce(status); }
 
   // `results`: stored sums, then source sums of the job's device; null: it has none.
   void JobEnded(const absl::Status& status, const unsigned long long* results) {
     bool last = false;
     absl::Status outcome;
+    if (!status.ok()) failed_.store(true, std::memory_order_relaxed);
     {
       MutexLock lock(&mutex_);
       if (status_.ok()) status_ = status;
@@ -294,7 +327,7 @@ class Run : public std::enable_shared_from_this<Run> {
   void StartPhase(std::vector<DevicePart>* parts, bool readback);
 
   void PhaseEnded(const absl::Status& status) {
-    if (status.ok() && !finished() && !readback_begun_ && !planned_->readback.empty()) {
+    if (status.ok() && !finished_ && !readback_begun_ && !planned_->readback.empty()) {
       readback_begun_ = true;
       StartPhase(&planned_->readback, true);
       return;
@@ -325,6 +358,7 @@ class Run : public std::enable_shared_from_this<Run> {
   const std::shared_ptr<Planned> planned_;
   const std::string label_;
   bool readback_begun_ = false;  // phases follow one another
+  std::atomic<bool> failed_ = false;
   std::atomic<bool> finished_ = false;
   Mutex mutex_;
   size_t jobs_left_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -339,7 +373,7 @@ class PartJob : public DeviceJob {
   PartJob(std::shared_ptr<Run> run, DevicePart* part, bool readback, DeviceQueue* queue)
       : run_(std::move(run)), part_(*part), readback_(readback), queue_(queue) {}
 
-  bool Cancelled() const override { return run_->finished(); }
+  bool Cancelled() const override { return run_->failed(); }
 
   void Fail(const absl::Status& status) override { run_->Fail(status); }
 
@@ -433,6 +467,8 @@ class PartJob : public DeviceJob {
   CopyLaunch MakeLaunch() const {
     CopyLaunch launch;
     launch.tasks = reinterpret_cast<const CopyTask*>(part_.memory.address());
+    static_assert(kMaxDeviceTasks <= UINT32_MAX);
+    REFITD_CHECK(part_.tasks->tasks.size() <= static_cast<size_t>(kMaxDeviceTasks));
     launch.task_count = static_cast<uint32_t>(part_.tasks->tasks.size());
     launch.next_task = reinterpret_cast<uint32_t*>(scratch_.address());
     if (SumBytes() == 0) return launch;
@@ -694,54 +730,54 @@ class SplitReadback {
   ReadbackResult result_;
 };
 
-// ---- the transport ----
+// ---- planning ----
 
-// A thread that plans what is submitted, in order, so that callers never wait for a plan or for the
-// opening of a handle.
-class Planner {
+class TransferJob : public PlanJob {
  public:
-  Planner() : thread_([this] { Work(); }) {
-    (void)pthread_setname_np(thread_.native_handle(), "refitd-gpu-plan");
-  }
-  // Nothing is left by then but what Engine::Stop waited for in vain.
-  ~Planner() {
-    {
-      MutexLock lock(&mutex_);
-      stopping_ = true;
-      changed_.NotifyAll();
-    }
-    thread_.join();
-  }
-  Planner(const Planner&) = delete;
-  Planner& operator=(const Planner&) = delete;
+  TransferJob(std::shared_ptr<Engine> engine, TransferCall call)
+      : engine_(std::move(engine)), call_(std::move(call)) {}
 
-  void Submit(std::function<void()> work) {
-    MutexLock lock(&mutex_);
-    queue_.push_back(std::move(work));
-    changed_.NotifyAll();
+  void Plan() override { planned_ = call_.prepared->Plan(engine_.get(), call_.verification); }
+
+  void Start() override {
+    if (!planned_.ok()) return Fail(planned_.status());
+    std::make_shared<TransferRun>(engine_, *std::move(planned_), std::move(call_))->Start();
+  }
+
+  void Fail(const absl::Status& status) override {
+    call_.done(Failed(call_.prepared->transfer,
+                      Error(status.code(), "{}: {}", call_.label, Message(status))));
   }
 
  private:
-  void Work() {
-    while (true) {
-      std::function<void()> work;
-      {
-        MutexLock lock(&mutex_);
-        while (queue_.empty() && !stopping_) changed_.Wait(&mutex_);
-        if (queue_.empty()) return;
-        work = std::move(queue_.front());
-        queue_.pop_front();
-      }
-      work();
-    }
+  const std::shared_ptr<Engine> engine_;
+  TransferCall call_;
+  absl::StatusOr<std::shared_ptr<Planned>> planned_ = absl::UnknownError("not planned");
+};
+
+class ReadbackPlanJob : public PlanJob {
+ public:
+  ReadbackPlanJob(std::shared_ptr<Engine> engine, ReadbackCall call)
+      : engine_(std::move(engine)), call_(std::move(call)) {}
+
+  void Plan() override { planned_ = call_.readback->Plan(engine_.get()); }
+
+  void Start() override {
+    if (!planned_.ok()) return Fail(planned_.status());
+    std::make_shared<ReadbackRun>(engine_, *std::move(planned_), std::move(call_))->Start();
   }
 
-  Mutex mutex_;
-  CondVar changed_;
-  std::deque<std::function<void()>> queue_ ABSL_GUARDED_BY(mutex_);
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // last
+  void Fail(const absl::Status& status) override {
+    call_.done({.status = status, .failed_destinations = {}});
+  }
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+  ReadbackCall call_;
+  absl::StatusOr<std::shared_ptr<Planned>> planned_ = absl::UnknownError("not planned");
 };
+
+// ---- the transport ----
 
 class CudaTransport : public Transport {
  public:
@@ -750,7 +786,7 @@ class CudaTransport : public Transport {
 
   ~CudaTransport() override {
     engine_->Stop();
-    // `host_` and `planner_` end what they have.
+    // `host_` ends what it has.
   }
 
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
@@ -841,37 +877,18 @@ class CudaTransport : public Transport {
   }
 
   void Start(TransferCall call) {
-    planner_.Submit([engine = engine_, call = std::move(call)]() mutable {
-      absl::StatusOr<std::shared_ptr<Planned>> planned =
-          call.prepared->Plan(engine.get(), call.verification);
-      if (!planned.ok()) {
-        const absl::Status& status = planned.status();
-        call.done(Failed(call.prepared->transfer,
-                         Error(status.code(), "{}: {}", call.label, Message(status))));
-        return;
-      }
-      std::make_shared<TransferRun>(engine, *std::move(planned), std::move(call))->Start();
-    });
+    engine_->planner()->Submit(std::make_shared<TransferJob>(engine_, std::move(call)));
   }
 
   void Start(std::shared_ptr<const CudaReadback> readback, std::vector<uint64_t> expected,
              std::function<void(ReadbackResult)> done) {
-    auto call = std::make_shared<ReadbackCall>(ReadbackCall{std::make_shared<Activity>(engine_),
-                                                            std::move(readback),
-                                                            std::move(expected), std::move(done)});
-    planner_.Submit([engine = engine_, call = std::move(call)]() {
-      absl::StatusOr<std::shared_ptr<Planned>> planned = call->readback->Plan(engine.get());
-      if (!planned.ok()) {
-        call->done({.status = planned.status(), .failed_destinations = {}});
-        return;
-      }
-      std::make_shared<ReadbackRun>(engine, *std::move(planned), std::move(*call))->Start();
-    });
+    engine_->planner()->Submit(std::make_shared<ReadbackPlanJob>(
+        engine_, ReadbackCall{std::make_shared<Activity>(engine_), std::move(readback),
+                              std::move(expected), std::move(done)}));
   }
 
   const std::shared_ptr<Engine> engine_;
   const std::unique_ptr<Transport> host_;
-  Planner planner_;
 };
 
 }  // namespace

@@ -12,10 +12,15 @@
 // host memory and write device memory; into host memory from a device: UNIMPLEMENTED.
 //
 // Threads: one a device issues work, in order of submission; one a device waits for it (P7 for
-// communicators to come). P4: device work that does not end within `limit` is reported as
-// DEADLINE_EXCEEDED naming the device; its memory is kept until it does end. An error that costs
-// the context (illegal address, ECC) is reported to every transfer, and once to `lost`: the process
-// can use no GPU any more, and every group with device memory has to count as dirty (P2).
+// communicators to come); one plans, and one looks after the calls of the driver that planning
+// makes.
+//
+// P4: the GPUs are lost to this process where an error costs a context (illegal address, ECC), or
+// where a device or such a call does not end within `limit` (DEADLINE_EXCEEDED, naming the device).
+// That is told to `lost`, once; nothing is begun any more. Every group with device memory has to
+// count as dirty then (P2), and the process to end: nothing else stops a device that hangs, which
+// may wake and go on. So `done` still comes only after the last byte (P1, P6): of a transfer that
+// hangs when its device is done after all, or from the destructor.
 #ifndef REFITD_TRANSPORT_CUDA_CUDA_TRANSPORT_H_
 #define REFITD_TRANSPORT_CUDA_CUDA_TRANSPORT_H_
 
@@ -40,11 +45,17 @@ struct CudaTransportOptions {
   // Contiguous boxes of this size and more go to copy engines where nothing is digested; 0: none.
   int64_t engine_bytes = 0;
   std::chrono::milliseconds limit{60'000};
-  std::function<void(absl::Status)> lost;  // on a thread of the transport
+  // Memory of a device, and pinned, that is kept for the next transfers.
+  int64_t kept_device_bytes = 256 << 20;
+  int64_t kept_pinned_bytes = 64 << 20;
+  // On a thread of the transport; one that hangs in the driver may call it after the transport was
+  // destroyed.
+  std::function<void(absl::Status)> lost;
 };
 
 // As Transport says; thread-safe. The destructor waits for what was submitted, at most `limit`;
-// what has not ended by then is told so, and its memory is never given back. `memory` is of
+// what has not ended by then is told so, and its memory is never given back, since a device may
+// still use it. `memory` is of
 // CudaMemory::Create, `kernel` (which tests replace) an image for cuModuleLoadData. UNIMPLEMENTED:
 // built without nvcc, so that there is no kernel.
 absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(

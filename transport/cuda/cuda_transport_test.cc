@@ -92,6 +92,9 @@ struct Outcome {
   std::function<void(Result)> done() {
     return [promise = promise](Result result) { promise->set_value(std::move(result)); };
   }
+  bool ended() const {
+    return future.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  }
   Result Wait() {
     REQUIRE(future.wait_for(kWait) == std::future_status::ready);
     return future.get();
@@ -425,9 +428,18 @@ TEST_CASE("a transfer without moves still ends") {
 
 // ---- limits, errors, ends (P4, P6, P8) ----
 
-TEST_CASE("a device that hangs is named after the limit; its memory is kept until it ends") {
+constexpr auto kShort = std::chrono::milliseconds(30);
+
+void CheckLate(const TransferResult& result) {
+  CHECK(result.status.code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(result.status.message()),
+             Contains("version 3, part 7: ") &&
+                 Contains("lost the use of its GPUs: device 0 (GPU-") && Contains("within 30 ms"));
+}
+
+TEST_CASE("a device that hangs is told as a loss after the limit; its transfers end when it does") {
   Rng random(kSeed + 12);
-  Setup setup({.limit = std::chrono::milliseconds(30), .lost = {}});
+  Setup setup({.limit = kShort, .lost = {}});
   World world(setup.exporter(), setup.memory.get(), &random);
   FillSimply(&world, 0, {1});
   CHECK(Run(setup.transport.get(), world.OnDevices()).status.ok());
@@ -436,17 +448,170 @@ TEST_CASE("a device that hangs is named after the limit; its memory is kept unti
   Outcome<TransferResult> behind;
   setup.transport->Submit(world.OnDevices(), first.done());
   setup.transport->Submit(world.OnDevices(), behind.done());
-  for (auto* outcome : {&first, &behind}) {
-    const TransferResult result = outcome->Wait();
-    CHECK(result.status.code() == absl::StatusCode::kDeadlineExceeded);
-    CHECK_THAT(std::string(result.status.message()),
-               Contains("version 3, part 7: device 0 (GPU-") && Contains("within 30 ms"));
-  }
+  CHECK(Eventually([&] { return setup.fake.Count().launch_calls == 3; }));
+  CHECK(Eventually([&] { return setup.losses == 1; }));
+  // What comes now is refused, and nothing is begun; what runs may still store.
+  CheckLate(Run(setup.transport.get(), world.OnDevices()));
+  CHECK(setup.fake.Count().launch_calls == 3);
+  CHECK(!first.ended());
+  CHECK(!behind.ended());
   world.DropRegions();
   CHECK(setup.fake.Count().opened_handles == 3);  // the source's, the destination's on both
   setup.fake.Hold(0);
+  CheckLate(first.Wait());
+  CheckLate(behind.Wait());
   CHECK(Eventually([&] { return setup.fake.Count().opened_handles == 0; }));
+  CHECK(setup.losses == 1);
+}
+
+TEST_CASE("a transfer ends when all of its devices are done, also if one of them was late") {
+  Rng random(kSeed + 22);
+  Setup setup({.limit = kShort, .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  World other(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&other, 1, {1});
+  Transfer both = world.OnDevices();
+  {
+    Transfer second = other.OnDevices();
+    both.source.push_back(second.source[0]);
+    both.destinations.push_back(second.destinations[0]);
+    CopyMove move = second.program.moves[0];
+    move.source_piece = 1;
+    move.destination = 1;
+    both.program.moves.push_back(move);
+    both.keep_alive.insert(both.keep_alive.end(), second.keep_alive.begin(),
+                           second.keep_alive.end());
+  }
+  for (const unsigned stays : {1U, 2U}) {
+    INFO("held to the end: " << stays);
+    Setup* const at = &setup;
+    at->transport.reset();
+    at->losses = 0;
+    CudaTransportOptions options;
+    options.limit = kShort;
+    options.lost = [at](const absl::Status&) { ++at->losses; };
+    at->transport =
+        *MakeCudaTransport(at->memory, MakeHostTransport({.threads = 1}), options, "an image");
+    setup.fake.Hold(3);
+    Outcome<TransferResult> outcome;
+    setup.transport->Submit(both, outcome.done());
+    CHECK(Eventually([&] { return setup.losses == 1; }));
+    setup.fake.Hold(stays);
+    // The other device's part ends, and more than a limit passes.
+    const auto until = std::chrono::steady_clock::now() + 2 * kShort;
+    CHECK(Eventually([&] { return std::chrono::steady_clock::now() > until; }));
+    CHECK(!outcome.ended());
+    setup.fake.Hold(0);
+    CHECK(outcome.Wait().status.code() == absl::StatusCode::kDeadlineExceeded);
+  }
+}
+
+TEST_CASE("a transfer whose launch hangs in the driver ends when that returns") {
+  Rng random(kSeed + 23);
+  Setup setup({.limit = kShort, .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, kHost, {0});  // its bytes are the caller's until `done`
+  const Transfer transfer = world.OnDevices();
+  const auto prepared = setup.transport->Prepare(transfer);
+  REQUIRE(prepared.ok());
+  setup.fake.Block("cuMemcpyHtoDAsync");
+  Outcome<TransferResult> hangs;
+  Outcome<TransferResult> behind;
+  for (auto* outcome : {&hangs, &behind}) {
+    setup.transport->Replay(*prepared, Verification::kOff, "version 3, part 7", outcome->done());
+  }
+  CheckLate(behind.Wait());  // it was not begun
+  CHECK(setup.fake.Count().blocked_calls == 1);
+  CHECK(!hangs.ended());
+  CHECK(setup.losses == 1);
+  setup.fake.Block("");
+  CheckLate(hangs.Wait());
+}
+
+TEST_CASE("work that has ended is not late, however long nobody looked") {
+  Rng random(kSeed + 24);
+  constexpr auto kLimit = std::chrono::milliseconds(200);
+  Setup setup({.limit = kLimit, .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  const Transfer transfer = world.OnDevices();
+  Outcome<TransferResult> second;
+  // Stops the thread that waits for the device, as a stopped process would.
+  setup.transport->Submit(transfer, [&](const TransferResult& first) {
+    CHECK(first.status.ok());
+    CHECK(Eventually([&] { return setup.fake.Count().launch_calls == 2; }));
+    const auto until = std::chrono::steady_clock::now() + 2 * kLimit;
+    CHECK(Eventually([&] { return std::chrono::steady_clock::now() > until; }));
+  });
+  setup.transport->Submit(transfer, second.done());
+  const TransferResult result = second.Wait();
+  INFO(result.status.ToString());
+  CHECK(result.status.ok());
   CHECK(setup.losses == 0);
+}
+
+TEST_CASE("a call of the driver that hangs while planning is a loss, and stops nobody for ever") {
+  // Where the bytes of a call are copied to; a peer's way to the destination.
+  const std::string call = GENERATE("cuMemAlloc", "cuIpcOpenMemHandle");
+  INFO(call);
+  Rng random(kSeed + 25);
+  Setup setup({.limit = kShort, .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, call == "cuMemAlloc" ? kHost : 0, {call == "cuMemAlloc" ? 0 : 1});
+  const Transfer transfer = world.OnDevices();
+  setup.fake.Block(call.c_str());
+  Outcome<TransferResult> hangs;
+  Outcome<TransferResult> behind;
+  Outcome<ReadbackResult> readback;
+  setup.transport->Submit(transfer, hangs.done());
+  setup.transport->Submit(transfer, behind.done());
+  ReadbackJob job;
+  job.pieces.push_back({.piece = transfer.destinations[0][0]});
+  setup.transport->Submit(job, readback.done());
+  CheckLate(behind.Wait());
+  CHECK(readback.Wait().status.code() == absl::StatusCode::kDeadlineExceeded);
+  CheckLate(Run(setup.transport.get(), transfer));  // what comes later does not wait either
+  CHECK(setup.losses == 1);
+  CHECK(setup.fake.Count().blocked_calls == 1);
+  CHECK(!hangs.ended());
+  SECTION("until it returns") {
+    setup.fake.Block("");
+    CheckLate(hangs.Wait());
+    CHECK(setup.fake.Count().launch_calls == 0);
+  }
+  SECTION("until the transport ends") {
+    setup.transport.reset();
+    CHECK(hangs.Wait().status.code() == absl::StatusCode::kUnavailable);
+    setup.fake.Block("");
+    CHECK(Eventually([&] { return setup.fake.Count().blocked_calls == 0; }));
+  }
+}
+
+TEST_CASE("a call of the driver that hangs in Prepare is a loss too") {
+  Rng random(kSeed + 26);
+  Setup setup({.limit = kShort, .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, kHost, {0});
+  const Transfer transfer = world.OnDevices();
+  setup.fake.Block("cuMemAlloc");
+  std::thread prepares([&] { (void)setup.transport->Prepare(transfer); });
+  CHECK(Eventually([&] { return setup.losses == 1; }));
+  setup.fake.Block("");
+  prepares.join();
+}
+
+TEST_CASE("memory beyond what is kept goes back also while the device has nothing to do") {
+  Rng random(kSeed + 27);
+  constexpr int64_t kKept = 4096;
+  Setup setup({.kept_device_bytes = kKept, .kept_pinned_bytes = 0, .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, kHost, {0}, {128, 128});
+  Outcome<TransferResult> outcome;
+  setup.transport->Submit(world.OnDevices(), outcome.done());
+  CHECK(outcome.Wait().status.ok());
+  CHECK(Eventually([&] { return setup.fake.Count().allocations <= 1; }));
+  CHECK(Eventually([&] { return setup.fake.Count().host_allocations == 0; }));
 }
 
 TEST_CASE("many transfers that each end in time are not late because they wait for one another") {
@@ -468,7 +633,7 @@ TEST_CASE("a transport whose device hangs for ever is destroyed all the same") {
   Rng random(kSeed + 14);
   Outcome<TransferResult> outcome;
   {
-    Setup setup({.limit = std::chrono::milliseconds(30), .lost = {}});
+    Setup setup({.limit = kShort, .lost = {}});
     World world(setup.exporter(), setup.memory.get(), &random);
     FillSimply(&world, 0, {1});
     setup.fake.Hold(1);

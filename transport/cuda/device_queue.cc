@@ -16,10 +16,6 @@ namespace {
 // before, few enough that the driver's own queue, at which issuing would wait, never fills.
 constexpr int kMaxRunning = 16;
 
-// Kept for reuse; more goes back to the driver.
-constexpr int64_t kMaxKeptDeviceBytes = 256 << 20;
-constexpr int64_t kMaxKeptPinnedBytes = 64 << 20;
-
 constexpr auto kYieldFor = std::chrono::microseconds(200);
 constexpr auto kShortPause = std::chrono::microseconds(50);
 constexpr auto kLongPause = std::chrono::microseconds(500);
@@ -37,14 +33,17 @@ void KeepForever(std::shared_ptr<DeviceQueue> queue) {
 
 absl::Status LostContext::Note(const absl::Status& status) {
   if (!IsLost(status)) return status;
+  Lose(Error(absl::StatusCode::kInternal, "{}", Message(status)));
+  return this->status();
+}
+
+void LostContext::Lose(const absl::Status& why) {
   {
     MutexLock lock(&mutex_);
-    if (!status_.ok()) return status_;
-    status_ = Error(absl::StatusCode::kInternal, "this process lost the use of its GPUs: {}",
-                    Message(status));
+    if (!status_.ok()) return;
+    status_ = Error(why.code(), "this process lost the use of its GPUs: {}", Message(why));
   }
-  if (tell_) tell_(this->status());
-  return this->status();
+  if (tell_) tell_(status());
 }
 
 absl::Status LostContext::status() const {
@@ -59,14 +58,24 @@ DeviceQueue::DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device,
       options_(std::move(options)),
       lost_(std::move(lost)),
       memory_(std::make_shared<BufferPool>(contexts_, device, BufferPool::Kind::kDevice,
-                                           kMaxKeptDeviceBytes)),
+                                           options_.kept_device_bytes)),
       pinned_(std::make_shared<BufferPool>(contexts_, device, BufferPool::Kind::kPinned,
-                                           kMaxKeptPinnedBytes)) {}
+                                           options_.kept_pinned_bytes)),
+      late_clock_(options_.limit) {}
 
 // On the thread that ended last.
 DeviceQueue::~DeviceQueue() = default;
 
 void DeviceQueue::Start() {
+  for (const auto& pool : {memory_, pinned_}) {
+    pool->OnSurplus([weak = weak_from_this()] {
+      const std::shared_ptr<DeviceQueue> self = weak.lock();
+      if (self == nullptr) return;
+      MutexLock lock(&self->mutex_);
+      self->surplus_ = true;
+      self->changed_.NotifyAll();
+    });
+  }
   issuer_ = std::thread([self = shared_from_this()] { self->IssueAll(); });
   waiter_ = std::thread([self = shared_from_this()] { self->WaitForAll(); });
   const std::string number = std::to_string(device_);
@@ -80,34 +89,32 @@ void DeviceQueue::Submit(std::shared_ptr<DeviceJob> job) {
   entry->submitted = Clock::now();
   {
     MutexLock lock(&mutex_);
-    if (!given_up_) {
+    if (!stopping_) {
       entries_.push_back(std::move(entry));
       changed_.NotifyAll();
       return;
     }
   }
-  const absl::Status gone =
-      Error(absl::StatusCode::kUnavailable, "device {} was given up", options_.name);
-  entry->job->Fail(gone);
-  entry->job->End(gone);
+  entry->job->End(
+      Error(absl::StatusCode::kUnavailable, "device {} is no longer served", options_.name));
+}
+
+void DeviceQueue::Close() {
+  MutexLock lock(&mutex_);
+  stopping_ = true;
+  changed_.NotifyAll();
 }
 
 void DeviceQueue::Stop(Clock::time_point deadline) {
+  Close();
   bool ended = false;
   {
     MutexLock lock(&mutex_);
-    stopping_ = true;
-    changed_.NotifyAll();
     while (threads_ended_ < 2 && changed_.WaitUntil(&mutex_, deadline)) {
     }
-    if (threads_ended_ < 2) {
-      given_up_ = true;
-      changed_.NotifyAll();
-      memory_->Abandon();
-      pinned_->Abandon();
-    }
+    ended = threads_ended_ == 2;
   }
-  FailLate();
+  if (!ended) GiveUp();
   {
     // The waiter polls, so it ends soon; the issuer may hang inside the driver.
     constexpr auto kGrace = std::chrono::seconds(1);
@@ -129,14 +136,36 @@ void DeviceQueue::Stop(Clock::time_point deadline) {
   }
 }
 
+void DeviceQueue::GiveUp() {
+  memory_->Abandon();
+  pinned_->Abandon();
+  Entries begun;
+  {
+    MutexLock lock(&mutex_);
+    given_up_ = true;
+    changed_.NotifyAll();
+    for (const std::shared_ptr<Entry>& entry : entries_) {
+      if (entry->state != JobState::kQueued) begun.push_back(entry);
+    }
+  }
+  absl::Status status = lost_->status();
+  if (status.ok()) status = TooLate();
+  for (const std::shared_ptr<Entry>& entry : begun) entry->job->Fail(status);
+  EndQueued(status);
+}
+
+absl::Status DeviceQueue::TooLate() const {
+  return Error(absl::StatusCode::kDeadlineExceeded, "device {} did not end its work within {} ms",
+               options_.name, options_.limit.count());
+}
+
 // ---- issuing ----
 
 void DeviceQueue::IssueAll() {
-  while (true) {
-    std::shared_ptr<Entry> entry = NextToIssue();
-    if (entry == nullptr) break;
-    IssueOne(entry.get());
-    {
+  std::shared_ptr<Entry> entry;
+  while (NextToIssue(&entry)) {
+    if (entry != nullptr) {
+      IssueOne(entry.get());
       MutexLock lock(&mutex_);
       entry->state = JobState::kRunning;
       ++running_;
@@ -152,20 +181,22 @@ void DeviceQueue::IssueAll() {
   changed_.NotifyAll();
 }
 
-std::shared_ptr<DeviceQueue::Entry> DeviceQueue::NextToIssue() {
+bool DeviceQueue::NextToIssue(std::shared_ptr<Entry>* entry) {
   MutexLock lock(&mutex_);
   while (true) {
-    if (given_up_) return nullptr;
+    if (given_up_) return false;
     if (running_ < kMaxRunning) {
-      const auto queued = std::find_if(entries_.begin(), entries_.end(), [](const auto& entry) {
-        return entry->state == JobState::kQueued;
+      const auto queued = std::find_if(entries_.begin(), entries_.end(), [](const auto& each) {
+        return each->state == JobState::kQueued;
       });
       if (queued != entries_.end()) {
         (*queued)->state = JobState::kIssuing;
-        return *queued;
+        *entry = *queued;
+        return true;
       }
     }
-    if (stopping_ && entries_.empty()) return nullptr;
+    if (stopping_ && entries_.empty()) return false;
+    if (std::exchange(surplus_, false)) return true;
     changed_.Wait(&mutex_);
   }
 }
@@ -212,7 +243,7 @@ absl::Status DeviceQueue::IssueWork(DeviceJob* job, CUevent* event) {
                            .main = main_,
                            .engine = engine_,
                            .before_engine = engine_event_};
-  const absl::Status issued = job->Issue(&streams);
+  absl::Status issued = job->Issue(&streams);
   // What was issued before an error still runs, and has to end before the job does.
   absl::Status closed = CloseJob(streams, &taken);
   if (closed.ok()) {
@@ -253,6 +284,7 @@ absl::StatusOr<CUevent> DeviceQueue::TakeEvent() {
 void DeviceQueue::WaitForAll() {
   while (true) {
     std::shared_ptr<Entry> first;
+    bool running = false;
     {
       MutexLock lock(&mutex_);
       if (given_up_ || (stopping_ && entries_.empty())) break;
@@ -262,15 +294,14 @@ void DeviceQueue::WaitForAll() {
       }
       first = entries_.front();
       if (first->state != JobState::kRunning) {
-        // Until it is issued; or it is late.
-        const Clock::time_point from = std::max(first->submitted, last_end_);
-        (void)changed_.WaitUntil(
-            &mutex_, first->failed ? Clock::now() + options_.limit : from + options_.limit);
-        if (first->state != JobState::kRunning) first = nullptr;
+        (void)changed_.WaitUntil(&mutex_, late_clock_.NextLook());
       }
+      running = first->state == JobState::kRunning;
     }
-    FailLate();
-    if (first != nullptr && !TakeEnd(first.get())) Pause(*first);
+    // First what has ended: it is not late, however long nobody looked.
+    if (running && TakeEnd(first.get())) continue;
+    JudgeLate();
+    if (running) Pause(*first);
   }
   MutexLock lock(&mutex_);
   ++threads_ended_;
@@ -297,40 +328,50 @@ bool DeviceQueue::TakeEnd(Entry* first) {
     --running_;
     last_end_ = Clock::now();
     if (entry->event != nullptr) events_.push_back(entry->event);
+    if (late_ && status.ok()) status = lost_->status();
     changed_.NotifyAll();
   }
   entry->job->End(status);
   return true;
 }
 
-bool DeviceQueue::Late(const Entry& entry, Clock::time_point now) const {
-  return given_up_ || now - std::max(entry.submitted, last_end_) > options_.limit;
-}
-
-void DeviceQueue::FailLate() {
-  const absl::Status lost = lost_->status();
-  Entries late;
-  Entries never_begun;
+void DeviceQueue::JudgeLate() {
+  bool late = false;
   {
     MutexLock lock(&mutex_);
-    const Clock::time_point now = Clock::now();
-    for (const std::shared_ptr<Entry>& entry : entries_) {
-      if (entry->failed || (lost.ok() && !Late(*entry, now))) continue;
-      entry->failed = true;
-      late.push_back(entry);
-      if (entry->state == JobState::kQueued) never_begun.push_back(entry);
-    }
-    for (const std::shared_ptr<Entry>& entry : never_begun) {
-      entries_.erase(std::find(entries_.begin(), entries_.end(), entry));
-    }
-    if (!never_begun.empty()) changed_.NotifyAll();
+    late_clock_.Look();
+    late = !late_ && AnyLate();
+    late_ = late_ || late;
   }
-  const absl::Status status = lost.ok() ? Error(absl::StatusCode::kDeadlineExceeded,
-                                                "device {} did not end its work within {} ms",
-                                                options_.name, options_.limit.count())
-                                        : lost;
-  for (const std::shared_ptr<Entry>& entry : late) entry->job->Fail(status);
-  for (const std::shared_ptr<Entry>& entry : never_begun) entry->job->End(status);
+  if (late) lost_->Lose(TooLate());
+  const absl::Status lost = lost_->status();
+  if (!lost.ok()) EndQueued(lost);
+}
+
+bool DeviceQueue::AnyLate() const {
+  return std::any_of(entries_.begin(), entries_.end(), [this](const auto& entry) {
+    mutex_.AssertHeld();
+    return late_clock_.Late(std::max(entry->submitted, last_end_));
+  });
+}
+
+// What was not begun can end at once, whatever the device does.
+void DeviceQueue::EndQueued(const absl::Status& status) {
+  Entries queued;
+  {
+    MutexLock lock(&mutex_);
+    std::deque<std::shared_ptr<Entry>> others;
+    for (std::shared_ptr<Entry>& entry : entries_) {
+      if (entry->state == JobState::kQueued) {
+        queued.push_back(std::move(entry));
+      } else {
+        others.push_back(std::move(entry));
+      }
+    }
+    entries_ = std::move(others);
+    if (!queued.empty()) changed_.NotifyAll();
+  }
+  for (const std::shared_ptr<Entry>& entry : queued) entry->job->End(status);
 }
 
 // The device works for microseconds or for seconds: polled closely at first, then ever less.

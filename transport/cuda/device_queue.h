@@ -3,18 +3,24 @@
 //
 //   Submit -> queued -> issuing -> running -> ended
 //                |         |          |
-//                +---------+----------+--> late: Fail, and if still queued, ended at once
+//                |         +----------+--> Stop gave up: Fail, and kept for ever
+//                +--> the GPUs are lost: ended at once
 //
-// P4: a job is late when the device ended nothing for `limit` and the job is older than that. It is
-// told with Fail; End follows when the device is done after all. While it runs, the job is kept,
-// and with it all memory that it names (P6).
+// P4: a job is late when the device ended nothing for `limit` and the job is older than that. That
+// is told at once, as a loss of the GPUs (LostContext), and fails what is queued. What is being
+// issued or runs is not ended by it: the device, or a call of the driver, may still read and write
+// all that the job names. It ends, as failed, when the device is done after all; until then it is
+// kept, and with it its memory (P6). Nothing but the end of the process stops a device: whoever is
+// told of the loss sees to that.
 //
-// A lost context (api.h) fails every job on every device, and is told once.
+// A lost context (api.h) is such a loss too: what runs ends as the driver says of each device.
 #ifndef REFITD_TRANSPORT_CUDA_DEVICE_QUEUE_H_
 #define REFITD_TRANSPORT_CUDA_DEVICE_QUEUE_H_
 
 #if defined(REFITD_CUDA)
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -30,12 +36,16 @@
 
 namespace refitd {
 
-// Whether the process lost its use of GPUs, shared by all queues. Thread-safe.
+// Whether the process lost its use of GPUs, shared by all queues: to an error that costs a context,
+// or to a device or a call that does not end. The first loss is told, later ones are not.
+// Thread-safe.
 class LostContext {
  public:
   explicit LostContext(std::function<void(absl::Status)> tell) : tell_(std::move(tell)) {}
   // Passes `status` through; an error that costs the context becomes the one of all jobs.
   absl::Status Note(const absl::Status& status);
+  // Lost for this reason, with its code.
+  void Lose(const absl::Status& why);
   // OK: not lost.
   absl::Status status() const;
 
@@ -43,6 +53,29 @@ class LostContext {
   mutable Mutex mutex_;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
   const std::function<void(absl::Status)> tell_;
+};
+
+// Decides what is late, for one thread that looks often: at least four times a limit. Time in which
+// this process did not run at all (SIGSTOP, a machine that slept) counts for nobody.
+class LateClock {
+ public:
+  using Clock = std::chrono::steady_clock;
+  explicit LateClock(std::chrono::milliseconds limit) : limit_(limit) {}
+  void Look() {
+    const Clock::time_point now = Clock::now();
+    if (now - last_look_ > limit_ / 2) resumed_ = now;
+    last_look_ = now;
+  }
+  // At the last look.
+  bool Late(Clock::time_point since) const {
+    return last_look_ - std::max(since, resumed_) > limit_;
+  }
+  Clock::time_point NextLook() const { return Clock::now() + limit_ / 8; }
+
+ private:
+  const Clock::duration limit_;
+  Clock::time_point last_look_;
+  Clock::time_point resumed_;
 };
 
 // What a job issues to, valid on the issuer's thread, the device's context current.
@@ -62,9 +95,10 @@ class DeviceJob {
   virtual bool Cancelled() const = 0;
   // Calls that return at once only.
   virtual absl::Status Issue(DeviceStreams* streams) = 0;
-  // The job is late, or the context is lost. At most once, before End.
+  // Stop gave the device up while the job is being issued or runs: End does not follow. At most
+  // once.
   virtual void Fail(const absl::Status& status) = 0;
-  // The device is done with it, or never began. Once, unless the process gives the device up.
+  // The device is done with it, or never began. Once, unless Fail was called.
   virtual void End(const absl::Status& status) = 0;
 };
 
@@ -72,6 +106,9 @@ struct DeviceQueueOptions {
   std::string name;         // of the device, for messages
   std::string_view kernel;  // image; outlives the queue
   std::chrono::milliseconds limit{0};
+  // Free memory of the pools beyond this goes back to the driver.
+  int64_t kept_device_bytes = 0;
+  int64_t kept_pinned_bytes = 0;
 };
 
 // Thread-safe; its threads hold it too.
@@ -85,8 +122,10 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
 
   void Start();
   void Submit(std::shared_ptr<DeviceJob> job);
-  // Ends the threads when all jobs have ended, at the latest at `deadline`: then jobs that have not
-  // ended fail, and what they and the device hold is never given back.
+  // What is submitted from now on ends at once, UNAVAILABLE.
+  void Close();
+  // Closes, and ends the threads when all jobs have ended, at the latest at `deadline`: then jobs
+  // that have not ended fail, and what they and the device hold is never given back.
   void Stop(std::chrono::steady_clock::time_point deadline);
 
   BufferPool* memory() const { return memory_.get(); }
@@ -99,7 +138,6 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
     std::shared_ptr<DeviceJob> job;
     Clock::time_point submitted;
     JobState state = JobState::kQueued;
-    bool failed = false;
     CUevent event = nullptr;  // null while running: nothing was issued
     absl::Status issued;      // what issuing it came to
   };
@@ -107,15 +145,19 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
 
   void IssueAll();
   void WaitForAll();
-  std::shared_ptr<Entry> NextToIssue();
+  // False: the queue ends. A null entry: there is only memory to give back.
+  bool NextToIssue(std::shared_ptr<Entry>* entry);
   void IssueOne(Entry* entry);
   absl::Status Begin();
   absl::Status IssueWork(DeviceJob* job, CUevent* event);
   absl::Status CloseJob(const DeviceStreams& streams, CUevent* event);
   // The end of the first job in order, if it came: true.
   bool TakeEnd(Entry* first);
-  void FailLate();
-  bool Late(const Entry& entry, Clock::time_point now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void JudgeLate();
+  bool AnyLate() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndQueued(const absl::Status& status);
+  void GiveUp();
+  absl::Status TooLate() const;
   void Pause(const Entry& entry) const;
   absl::StatusOr<CUevent> TakeEvent();
   void Destroy();
@@ -142,6 +184,9 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   int running_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<CUevent> events_ ABSL_GUARDED_BY(mutex_);  // not in use
   Clock::time_point last_end_ ABSL_GUARDED_BY(mutex_);
+  LateClock late_clock_ ABSL_GUARDED_BY(mutex_);
+  bool late_ ABSL_GUARDED_BY(mutex_) = false;     // what the device does ends as failed
+  bool surplus_ ABSL_GUARDED_BY(mutex_) = false;  // a pool has memory to give back
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool given_up_ ABSL_GUARDED_BY(mutex_) = false;
   int threads_ended_ ABSL_GUARDED_BY(mutex_) = 0;

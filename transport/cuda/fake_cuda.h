@@ -28,6 +28,7 @@ class FakeCuda {
     Find("FakeCudaFailAt", &fail_at_);
     Find("FakeCudaReset", &reset_);
     Find("FakeCudaHold", &hold_);
+    Find("FakeCudaBlock", &block_);
     Find("FakeCudaPeers", &peers_);
     Find("FakeCudaCount", &count_);
     Find("FakeCudaExport", &export_);
@@ -59,6 +60,8 @@ class FakeCuda {
   void FailAt(const char* call, int nth, int result) { fail_at_(call, nth, result); }
   // Devices (bit mask) whose streams stand still.
   void Hold(unsigned devices) { hold_(devices); }
+  // The call that does not return until another one is named, or "".
+  void Block(const char* call) { block_(call); }
   // Whether the two devices reach each other; they do at first.
   void Peers(bool reach) { peers_(reach); }
   // The nth launch from now leaves one wrong bit in what it stored.
@@ -91,6 +94,7 @@ class FakeCuda {
   void (*fail_at_)(const char*, int, int) = nullptr;
   void (*reset_)() = nullptr;
   void (*hold_)(unsigned) = nullptr;
+  void (*block_)(const char*) = nullptr;
   void (*peers_)(bool) = nullptr;
   void (*corrupt_)(int) = nullptr;
   void (*count_)(FakeCudaCounts*) = nullptr;

@@ -8,7 +8,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -94,8 +96,16 @@ struct Op {
 template <typename Thing>
 using Owned = std::map<Thing*, std::unique_ptr<Thing>>;
 
+// Devices that stand still at first, as FakeCudaHold: for the fake of a daemon's own process.
+unsigned HeldAtFirst() {
+  const char* const held = std::getenv("REFITD_FAKE_CUDA_HOLD");
+  return held == nullptr ? 0 : static_cast<unsigned>(std::strtoul(held, nullptr, 0));
+}
+
 struct State {
   std::mutex mutex;
+  std::condition_variable unblocked;
+  std::string blocked;                         // the call that does not return
   std::vector<std::unique_ptr<Block>> blocks;  // a handle holds an index
   std::map<uintptr_t, Range> ranges;
   std::map<char*, std::unique_ptr<char[]>> memory;
@@ -105,7 +115,7 @@ struct State {
   FakeCudaCounts counts;
   std::map<std::string, std::pair<int, int>, std::less<>> faults;  // calls to go, result
   int corrupt_launch = 0;
-  unsigned held = 0;
+  unsigned held = HeldAtFirst();
   bool peers = true;
   CUresult lost = CUDA_SUCCESS;
 
@@ -152,14 +162,20 @@ CUresult Fault(State* fake, std::string_view call) {
 // Locks the fake for a call; `result` is not CUDA_SUCCESS where it fails.
 struct Call {
   explicit Call(const char* name, bool needs_context = true)
-      : lock(Fake().mutex), fake(&Fake()), result(Fault(fake, name)) {
+      : lock(Fake().mutex), fake(&Fake()), result((WaitWhileBlocked(name), Fault(fake, name))) {
     if (result == CUDA_SUCCESS && needs_context && current.empty()) {
       result = CUDA_ERROR_INVALID_CONTEXT;
     }
   }
   bool failed() const { return result != CUDA_SUCCESS; }
   int device() const { return DeviceOf(current.back()); }
-  std::lock_guard<std::mutex> lock;
+  void WaitWhileBlocked(const char* name) {
+    if (fake->blocked != name) return;
+    ++fake->counts.blocked_calls;
+    fake->unblocked.wait(lock, [this, name] { return fake->blocked != name; });
+    --fake->counts.blocked_calls;
+  }
+  std::unique_lock<std::mutex> lock;
   State* fake;
   CUresult result;
 };
@@ -269,14 +285,12 @@ char* MapBlock(const Block& block, void* fixed = nullptr) {
   return at == MAP_FAILED ? nullptr : static_cast<char*>(at);
 }
 
-Block* MakeBlock(State* fake, int device, size_t bytes, bool vmm) {
+// Takes `fd`, which has so many bytes.
+Block* AddBlock(State* fake, int device, int fd, size_t bytes, bool vmm) {
   auto block = std::make_unique<Block>();
-  block->fd = memfd_create("fake_cuda", MFD_CLOEXEC);
+  block->fd = fd;
   struct stat about = {};
-  if (block->fd < 0 || ftruncate(block->fd, static_cast<off_t>(bytes)) != 0 ||
-      fstat(block->fd, &about) != 0) {
-    return nullptr;
-  }
+  if (fd < 0 || fstat(fd, &about) != 0) return nullptr;
   block->device = device;
   block->bytes = bytes;
   block->vmm = vmm;
@@ -284,6 +298,25 @@ Block* MakeBlock(State* fake, int device, size_t bytes, bool vmm) {
   block->exporter = MapBlock(*block);
   fake->blocks.push_back(std::move(block));
   return fake->blocks.back().get();
+}
+
+constexpr char kBlockName[] = "fake_cuda.";  // and the device
+
+Block* MakeBlock(State* fake, int device, size_t bytes, bool vmm) {
+  const int fd = memfd_create((kBlockName + std::to_string(device)).c_str(), MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return nullptr;
+  return AddBlock(fake, device, fd, bytes, vmm);
+}
+
+// What the fake of another process made with FakeCudaExportVmm; null: it is not that.
+Block* AdoptBlock(State* fake, int fd, const struct stat& about) {
+  char name[64] = {};
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  if (readlink(link.c_str(), name, sizeof(name) - 1) < 0) return nullptr;
+  const std::string wanted = std::string("/memfd:") + kBlockName;
+  if (std::string_view(name).substr(0, wanted.size()) != wanted) return nullptr;
+  return AddBlock(fake, std::atoi(name + wanted.size()), dup(fd),
+                  static_cast<size_t>(about.st_size), true);
 }
 
 // VMM handles: a block's number from 1, with this bit where it was created here.
@@ -322,7 +355,11 @@ void FakeCudaReset() {
   fake.blocks.clear();
   fake.ranges.clear();
   fake.queue.clear();
+  fake.blocked.clear();
+  fake.unblocked.notify_all();
+  const int blocked_calls = fake.counts.blocked_calls;  // they take themselves off
   fake.counts = {};
+  fake.counts.blocked_calls = blocked_calls;
   fake.faults.clear();
   fake.corrupt_launch = 0;
   fake.held = 0;
@@ -333,6 +370,12 @@ void FakeCudaReset() {
 void FakeCudaHold(unsigned devices) {
   const std::lock_guard lock(Fake().mutex);
   Fake().held = devices;
+}
+
+void FakeCudaBlock(const char* call) {
+  const std::lock_guard lock(Fake().mutex);
+  Fake().blocked = call;
+  Fake().unblocked.notify_all();
 }
 
 void FakeCudaPeers(bool reach) {
@@ -574,7 +617,10 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
     ++call.fake->counts.imported;
     return CUDA_SUCCESS;
   }
-  return CUDA_ERROR_INVALID_VALUE;
+  if (AdoptBlock(call.fake, fd, about) == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *handle = call.fake->blocks.size();
+  ++call.fake->counts.imported;
+  return CUDA_SUCCESS;
 }
 
 CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* have,

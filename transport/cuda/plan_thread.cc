@@ -1,0 +1,157 @@
+#include "transport/cuda/plan_thread.h"
+
+#if defined(REFITD_CUDA)
+#include <pthread.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+
+PlanThread::PlanThread(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost,
+                       std::function<std::string(int)> name)
+    : limit_(limit), lost_(std::move(lost)), name_(std::move(name)), late_clock_(limit) {}
+
+// On the thread that ended last.
+PlanThread::~PlanThread() = default;
+
+void PlanThread::Start() {
+  worker_ = std::thread([self = shared_from_this()] { self->Work(); });
+  watcher_ = std::thread([self = shared_from_this()] { self->Watch(); });
+  (void)pthread_setname_np(worker_.native_handle(), "refitd-gpu-plan");
+  (void)pthread_setname_np(watcher_.native_handle(), "refitd-gpu-call");
+}
+
+void PlanThread::Submit(std::shared_ptr<PlanJob> job) {
+  {
+    MutexLock lock(&mutex_);
+    if (!stopping_) {
+      queued_.push_back(std::move(job));
+      changed_.NotifyAll();
+      return;
+    }
+  }
+  job->Fail(absl::UnavailableError("the transport ends"));
+}
+
+void PlanThread::Stop(Clock::time_point deadline) {
+  const absl::Status gone = absl::UnavailableError("the transport ends");
+  Jobs left;
+  {
+    MutexLock lock(&mutex_);
+    stopping_ = true;
+    left.swap(queued_);
+    changed_.NotifyAll();
+  }
+  for (const std::shared_ptr<PlanJob>& job : left) job->Fail(gone);
+  bool ended = false;
+  std::shared_ptr<PlanJob> given_up;
+  {
+    constexpr auto kGrace = std::chrono::seconds(1);
+    const Clock::time_point last = std::max(deadline, Clock::now() + kGrace);
+    MutexLock lock(&mutex_);
+    while (!worked_ && changed_.WaitUntil(&mutex_, last)) {
+    }
+    ended = worked_;
+    given_up = std::move(planning_);
+    planning_ = nullptr;
+    watch_ends_ = true;
+    watching_.NotifyAll();
+  }
+  if (given_up != nullptr) given_up->Fail(gone);
+  watcher_.join();
+  if (ended) {
+    worker_.join();
+  } else {
+    worker_.detach();  // it hangs inside the driver
+  }
+}
+
+void PlanThread::Work() {
+  while (true) {
+    std::shared_ptr<PlanJob> job;
+    {
+      MutexLock lock(&mutex_);
+      while (queued_.empty() && !stopping_) changed_.Wait(&mutex_);
+      if (queued_.empty()) break;
+      job = std::move(queued_.front());
+      queued_.pop_front();
+      planning_ = job;
+    }
+    PlanOne(job);
+  }
+  MutexLock lock(&mutex_);
+  worked_ = true;
+  changed_.NotifyAll();
+}
+
+void PlanThread::PlanOne(const std::shared_ptr<PlanJob>& job) {
+  absl::Status lost = lost_->status();
+  if (lost.ok()) {
+    job->Plan();
+    lost = lost_->status();
+  }
+  {
+    MutexLock lock(&mutex_);
+    if (planning_ == nullptr) return;
+    planning_ = nullptr;
+  }
+  if (lost.ok()) {
+    job->Start();
+  } else {
+    job->Fail(lost);
+  }
+}
+
+void PlanThread::Watch() {
+  while (true) {
+    {
+      MutexLock lock(&mutex_);
+      if (watch_ends_) return;
+      (void)watching_.WaitUntil(&mutex_, late_clock_.NextLook());
+      late_clock_.Look();
+    }
+    JudgeCalls();
+  }
+}
+
+void PlanThread::JudgeCalls() {
+  std::optional<int> late;
+  {
+    MutexLock lock(&mutex_);
+    for (const auto& [number, call] : calls_) {
+      if (late_clock_.Late(call.since)) late = call.device;
+    }
+  }
+  if (late.has_value()) {
+    lost_->Lose(Error(absl::StatusCode::kDeadlineExceeded,
+                      "device {}: a call of the driver did not return within {} ms", name_(*late),
+                      limit_.count()));
+  }
+  const absl::Status lost = lost_->status();
+  if (lost.ok()) return;
+  Jobs behind;
+  {
+    MutexLock lock(&mutex_);
+    behind.swap(queued_);
+  }
+  for (const std::shared_ptr<PlanJob>& job : behind) job->Fail(lost);
+}
+
+uint64_t PlanThread::BeginCall(int device) {
+  MutexLock lock(&mutex_);
+  calls_[next_call_] = {device, Clock::now()};
+  return next_call_++;
+}
+
+void PlanThread::EndCall(uint64_t number) {
+  MutexLock lock(&mutex_);
+  calls_.erase(number);
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_CUDA
