@@ -26,8 +26,17 @@ class TestMemory : public MemoryResolver {
     return MemorySpan{slots.at(slot.value())->data(),
                       static_cast<int64_t>(slots.at(slot.value())->size()), slots.at(slot.value())};
   }
+  absl::StatusOr<MemorySpan> SlotOf(MemberId member, SlotIndex slot) const override {
+    const auto it = devices.find(member);
+    if (it == devices.end()) return Slot(slot);
+    std::string& pool = *device_slots.at(it->second).at(slot.value());
+    return MemorySpan{pool.data(), static_cast<int64_t>(pool.size()),
+                      device_slots[it->second][slot.value()]};
+  }
   std::map<std::pair<MemberId, RegionId>, std::shared_ptr<std::string>> regions;
   std::vector<std::shared_ptr<std::string>> slots;
+  std::map<MemberId, size_t> devices;  // none: host memory
+  std::vector<std::vector<std::shared_ptr<std::string>>> device_slots;
 };
 
 // The host transport, with a wrong source offset planted in one move of a program. The offset stays
@@ -261,6 +270,87 @@ TEST_CASE("what is read back is kept for the next update, and let go with a memb
   bench.Release(0);
   CHECK(bench.HasHolders(0, 1));
   CHECK(bench.HasHolders(1, 1));
+}
+
+// Members 20 and 21 on device 0, 22 on device 1, all staged; one slot on each.
+class StagedBench {
+ public:
+  StagedBench() {
+    memory.devices = {{MemberId(20), 0}, {MemberId(21), 0}, {MemberId(22), 1}};
+    for (int device = 0; device < 2; ++device) {
+      memory.device_slots.push_back({std::make_shared<std::string>(64, '-')});
+    }
+    memory.regions[{kTrainer, RegionId(1)}] = std::make_shared<std::string>("12345678");
+  }
+
+  Executor::Done Run(CheckedBucket::Source source, const std::vector<MemberId>& readers) {
+    CheckedBucket bucket;
+    bucket.tensors = {{"t", DType::kUint8, {8}}};
+    bucket.ranges = {{0, 0, 8}};
+    bucket.source = source;
+    const bool slot = source == CheckedBucket::Source::kSlot;
+    bucket.places = {{nullptr, RegionId(1), slot ? 16 : 0}};
+    PartContent content;
+    content.tensors = bucket.tensors;
+    content.ranges = bucket.ranges;
+    content.byte_offsets = {16};
+    content.bytes = 24;
+    StartTransfer start;
+    start.trainer = kTrainer;
+    start.bucket_ranges = {0};
+    start.content = std::make_shared<const PartContent>(content);
+    (slot ? start.source_slot : start.fill_slot) = SlotGrant{SlotIndex(0), GrantId(1)};
+    start.staged = readers;
+    start.verification = Verification::kReadback;
+    std::promise<Executor::Done> promise;
+    auto done = promise.get_future();
+    REQUIRE(executor_
+                .Start(start, bucket, memory,
+                       [&promise](Executor::Done d) { promise.set_value(std::move(d)); })
+                .ok());
+    REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
+    return done.get();
+  }
+  std::string& slot(size_t device) { return *memory.device_slots[device][0]; }
+
+  TestMemory memory;
+
+ private:
+  const std::unique_ptr<Transport> host_ = MakeHostTransport({.threads = 1});
+  Executor executor_{host_.get()};
+};
+
+const std::string kPacked = std::string(16, '-') + "12345678" + std::string(40, '-');
+
+TEST_CASE("a part is packed once on each device that has staged readers") {
+  StagedBench bench;
+  const auto readers = {MemberId(20), MemberId(21), MemberId(22)};
+  const Executor::Done done = bench.Run(CheckedBucket::Source::kRegions, readers);
+  REQUIRE(done.status.ok());
+  CHECK(done.slot_bytes == 48);
+  CHECK(bench.slot(0) == kPacked);
+  CHECK(bench.slot(1) == kPacked);
+
+  StagedBench one;
+  CHECK(one.Run(CheckedBucket::Source::kRegions, {MemberId(21)}).slot_bytes == 24);
+  CHECK(one.slot(0) == kPacked);
+  CHECK(one.slot(1) == std::string(64, '-'));
+}
+
+TEST_CASE("a leased slot is copied to the other devices of its readers, and not to its own") {
+  StagedBench bench;
+  bench.memory.devices[kTrainer] = 1;
+  bench.slot(1) = kPacked;
+  const auto readers = {MemberId(20), MemberId(21), MemberId(22)};
+  const Executor::Done done = bench.Run(CheckedBucket::Source::kSlot, readers);
+  REQUIRE(done.status.ok());
+  CHECK(done.slot_bytes == 24);
+  CHECK(bench.slot(0) == kPacked);
+
+  StagedBench own;
+  own.memory.devices[kTrainer] = 1;
+  CHECK(own.Run(CheckedBucket::Source::kSlot, {MemberId(22)}).slot_bytes == 0);
+  CHECK(own.slot(0) == std::string(64, '-'));
 }
 
 TEST_CASE("memory that is gone fails the transfer before it starts") {

@@ -47,7 +47,7 @@ bool Node::HasDevices(const std::string& group) const {
 }
 
 // What no transport moves is refused before anything waits for it: device memory to another daemon,
-// and from a GPU into host memory.
+// from a GPU into host memory, and one bucket into host memory and a GPU.
 absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
   if (record.ordinal.has_value() && (group.follower != nullptr || !group.sessions.empty())) {
     return Error(absl::StatusCode::kFailedPrecondition,
@@ -56,7 +56,16 @@ absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& re
                  record.device, record.group);
   }
   for (const auto& [id, member] : members_) {
-    if (member.lost || member.group != record.group || member.engine == record.engine) continue;
+    if (member.lost || member.group != record.group) continue;
+    if (record.engine && member.engine &&
+        record.ordinal.has_value() != member.ordinal.has_value()) {
+      return Error(
+          absl::StatusCode::kFailedPrecondition,
+          "device.name: '{}': group '{}' has engine ranks on '{}': one group's engines are "
+          "all on GPUs, or all in host memory",
+          record.device, record.group, member.device);
+    }
+    if (member.engine == record.engine) continue;
     const MemberRecord& trainer = record.engine ? member : record;
     const MemberRecord& engine = record.engine ? record : member;
     if (!trainer.ordinal.has_value() || engine.ordinal.has_value()) continue;

@@ -53,7 +53,7 @@ CUresult Answer(std::string_view call, int device) {
 
 // ---- state ----
 
-// Memory of another process.
+// Memory of another process, or created here for others.
 struct Block {
   int fd = -1;
   int device = 0;
@@ -62,6 +62,7 @@ struct Block {
   bool vmm = false;
   bool alive = true;
   ino_t inode = 0;
+  int handles = 0;  // of a created one, imports included: with the last it goes
 };
 
 // Addresses that something may use.
@@ -326,6 +327,14 @@ Block& BlockOf(const State& fake, CUmemGenericAllocationHandle handle) {
   return *fake.blocks[(handle & ~kCreated) - 1];
 }
 
+// Mappings hold the memory by themselves.
+void Close(Block* block) {
+  if (block->fd < 0) return;
+  munmap(block->exporter, block->bytes);
+  close(block->fd);
+  block->fd = -1;
+}
+
 unsigned Reach(const State& fake, int owner) { return fake.peers ? kAllDevices : 1U << owner; }
 
 }  // namespace
@@ -347,10 +356,7 @@ void FakeCudaFailAt(const char* call, int nth, int result) {
 void FakeCudaReset() {
   State& fake = Fake();
   const std::lock_guard lock(fake.mutex);
-  for (const auto& block : fake.blocks) {
-    munmap(block->exporter, block->bytes);
-    close(block->fd);
-  }
+  for (const auto& block : fake.blocks) Close(block.get());
   failing_call = nullptr;
   fake.blocks.clear();
   fake.ranges.clear();
@@ -583,7 +589,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
       wanted->requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  MakeBlock(call.fake, wanted->location.id, bytes, true);
+  MakeBlock(call.fake, wanted->location.id, bytes, true)->handles = 1;
   *handle = call.fake->blocks.size() | kCreated;
   ++call.fake->counts.created;
   ++call.fake->counts.allocation_calls;
@@ -611,9 +617,10 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
     return CUDA_ERROR_INVALID_VALUE;
   }
   for (size_t i = 0; i < call.fake->blocks.size(); ++i) {
-    const Block& block = *call.fake->blocks[i];
-    if (!block.vmm || block.inode != about.st_ino) continue;
+    Block& block = *call.fake->blocks[i];
+    if (!block.vmm || block.fd < 0 || block.inode != about.st_ino) continue;
     *handle = i + 1;
+    if (block.handles > 0) ++block.handles;
     ++call.fake->counts.imported;
     return CUDA_SUCCESS;
   }
@@ -716,6 +723,8 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   if (call.failed()) return call.result;
   FakeCudaCounts& counts = call.fake->counts;
   --((handle & kCreated) != 0 ? counts.created : counts.imported);
+  Block& block = BlockOf(*call.fake, handle);
+  if (block.handles > 0 && --block.handles == 0) Close(&block);
   return CUDA_SUCCESS;
 }
 
