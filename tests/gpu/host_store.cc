@@ -44,10 +44,12 @@ class HostStore final : public Store {
   }
 
   absl::Status Load(uint64_t tensor_hash, int64_t start, int64_t count, const char* from) override {
-    ForEach(-1, [&](const Task& task, uint64_t, int64_t element) {
-      if (task.tensor_hash != tensor_hash) return;
-      LoadFrom(task, Locate(task, element), reinterpret_cast<uint64_t>(from), start, count);
-    });
+    for (const Task& task : tasks_.tasks) {
+      if (task.tensor_hash != tensor_hash) continue;
+      for (int64_t element = 0; element < task.elements; ++element) {
+        LoadFrom(task, Locate(task, element), reinterpret_cast<uint64_t>(from), start, count);
+      }
+    }
     return absl::OkStatus();
   }
 
