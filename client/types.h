@@ -51,8 +51,8 @@ struct ConnectOptions {
   // it); empty: host memory. A daemon that serves no such GPU refuses it (FAILED_PRECONDITION).
   std::string device{};
 
-  // The CUDA driver, loaded when a staged engine on a GPU attaches, or a trainer on one first leases
-  // a slot: both map the staging pool of their GPU. As for dlopen.
+  // The CUDA driver, loaded when a staged engine on a GPU attaches, or a trainer on one first
+  // leases a slot: both map the staging pool of their GPU. As for dlopen.
   std::string cuda_library{"libcuda.so.1"};
 
   // Not 0: when the lease is lost because the daemon went away (restarted, killed, silent), attach
