@@ -276,6 +276,10 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     GroupEvent attached;
     TimePoint deadline;
   };
+  struct Opening {
+    MemberId member;
+    bool gone = false;  // the caller went away
+  };
   // An engine rank that waits until its group has a pool on its GPU.
   struct Pooling {
     MemberRecord record;
@@ -373,6 +377,10 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   RegionRecord DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const;
   absl::StatusOr<RegionId> RegisterVmm(const Token& token, const PeerCredentials& peer, UniqueFd fd,
                                        int64_t bytes);
+  // A call that waits on regions_thread_ for device memory: at most outstanding_buckets a member.
+  absl::Status AdmitOpening(CallId call, MemberId member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status OpeningWanted(CallId call) const;
+  absl::Status EndOpening(CallId call);
   // Staging pools on GPUs.
   // On regions_thread_. OK: the group of this id has a pool on the device, which has a member of
   // it.
@@ -526,7 +534,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   std::map<CallId, CheckedBucket> buckets_ ABSL_GUARDED_BY(mutex_);  // until their reply
   std::map<CallId, PendingLayout> layouts_ ABSL_GUARDED_BY(mutex_);  // until their reply
   size_t opening_regions_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::map<CallId, bool> opening_calls_ ABSL_GUARDED_BY(mutex_);  // true: the caller went away
+  std::map<CallId, Opening> opening_calls_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, Watcher> watchers_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_member_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t next_region_ ABSL_GUARDED_BY(mutex_) = 1;

@@ -230,7 +230,7 @@ void Node::CallGone(CallId call) {
   {
     MutexLock lock(&mutex_);
     if (const auto opening = opening_calls_.find(call); opening != opening_calls_.end()) {
-      opening->second = true;
+      opening->second.gone = true;
     }
     const auto it = calls_.find(call);
     if (it != calls_.end())

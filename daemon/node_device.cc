@@ -83,10 +83,10 @@ std::optional<Verification> Node::DefaultVerification(GroupRecord* group, Versio
   // Elsewhere the coordinator's default counts, and there are no GPUs.
   if (group->follower != nullptr) return std::nullopt;
   if (options_.group.default_verification != Verification::kReadback) return std::nullopt;
-  // The ranks of one update must mean the same, whoever attaches between their calls.
-  if (group->verification.has_value() && group->verification->first == version) {
-    return group->verification->second;
-  }
+  // The ranks of one update must mean the same, whoever attaches between their calls. A call that
+  // opened none left nothing to agree with.
+  const bool kept = group->machine->update_running() && group->verification.has_value();
+  if (kept && group->verification->first == version) return group->verification->second;
   bool devices = false;
   bool first = false;
   for (const auto& [id, member] : members_) {
@@ -96,7 +96,7 @@ std::optional<Verification> Node::DefaultVerification(GroupRecord* group, Versio
   }
   std::optional<Verification> chosen;
   if (devices) chosen = first ? Verification::kReadback : Verification::kTransfer;
-  group->verification = {version, chosen};
+  if (!kept) group->verification = {version, chosen};
   return chosen;
 }
 
@@ -240,6 +240,38 @@ absl::StatusOr<RegionId> Node::RegisterVmm(const Token& token, const PeerCredent
   return AddRegion(member, std::move(region));
 }
 
+// ---- calls that wait for device memory ----
+
+absl::Status Node::AdmitOpening(CallId call, MemberId member) {
+  const auto of_member =
+      std::count_if(opening_calls_.begin(), opening_calls_.end(),
+                    [member](const auto& entry) { return entry.second.member == member; });
+  if (of_member >= options_.group.outstanding_buckets || opening_calls_.size() >= kMaxOpening) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "{} calls of the member, {} of all, wait for device memory already", of_member,
+                 opening_calls_.size());
+  }
+  opening_calls_[call] = {member, false};
+  return absl::OkStatus();
+}
+
+// Looked at again right before the driver is kept busy: the line may have been long.
+absl::Status Node::OpeningWanted(CallId call) const {
+  MutexLock lock(&mutex_);
+  const Opening& opening = opening_calls_.at(call);
+  if (opening.gone) return absl::CancelledError("the caller went away");
+  const auto member = members_.find(opening.member);
+  if (member != members_.end() && !member->second.lost) return absl::OkStatus();
+  return absl::CancelledError("the lease ended");
+}
+
+absl::Status Node::EndOpening(CallId call) {
+  MutexLock lock(&mutex_);
+  const bool gone = opening_calls_.at(call).gone;
+  opening_calls_.erase(call);
+  return gone ? absl::CancelledError("the caller went away") : absl::OkStatus();
+}
+
 // ---- staging pools ----
 
 bool Node::OnDevice(const std::string& group, int ordinal) const {
@@ -332,11 +364,7 @@ void Node::LeaseSlot(CallId call, const v1::LeaseSlotRequest& request, const Pee
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(request.lease(), peer, false));
     std::optional<MissingPool> missing = Missing(*member);
     if (!missing.has_value()) return missing;
-    if (opening_calls_.size() >= kMaxOpening) {
-      return Error(absl::StatusCode::kResourceExhausted, "{} calls wait for device memory already",
-                   opening_calls_.size());
-    }
-    opening_calls_[call] = false;
+    REFITD_RETURN_IF_ERROR(AdmitOpening(call, member->id));
     return missing;
   };
   const absl::StatusOr<std::optional<MissingPool>> missing = check();
@@ -344,14 +372,10 @@ void Node::LeaseSlot(CallId call, const v1::LeaseSlotRequest& request, const Pee
   if (!missing->has_value()) return LeaseOpened(call, request, peer, std::move(reply));
   regions_thread_->Submit(
       [this, call, request, peer, pool = **missing, reply = std::move(reply)]() mutable {
-        const absl::Status made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
-        bool gone = false;
-        {
-          MutexLock lock(&mutex_);
-          gone = opening_calls_.at(call);
-          opening_calls_.erase(call);
-        }
-        if (gone) return reply(absl::CancelledError("the caller went away"), EmptyReply{});
+        absl::Status made = OpeningWanted(call);
+        if (made.ok()) made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
+        const absl::Status wanted = EndOpening(call);
+        if (made.ok()) made = wanted;
         if (!made.ok()) return reply(made, EmptyReply{});
         LeaseOpened(call, request, peer, std::move(reply));
       });
@@ -391,27 +415,18 @@ void Node::PushFromDevice(CallId call, const v1::PushBucketRequest& request, con
       return Error(absl::StatusCode::kFailedPrecondition,
                    "bucket.cuda_ipc is device memory, the lease's device is '{}'", member->device);
     }
-    if (opening_calls_.size() >= kMaxOpening) {
-      return Error(absl::StatusCode::kResourceExhausted, "{} calls wait for device memory already",
-                   opening_calls_.size());
-    }
+    REFITD_RETURN_IF_ERROR(AdmitOpening(call, member->id));
     ordinal = *member->ordinal;
-    opening_calls_[call] = false;
     return indices;
   };
   absl::StatusOr<std::vector<int>> indices = check();
   if (!indices.ok()) return reply(indices.status(), EmptyReply{});
   regions_thread_->Submit([this, call, &request, peer, ordinal, indices = *std::move(indices),
                            reply = std::move(reply)] {
-    const absl::StatusOr<DeviceSource> source =
-        OpenSource(request.bucket().cuda_ipc(), ordinal, indices);
-    bool gone = false;
-    {
-      MutexLock lock(&mutex_);
-      gone = opening_calls_.at(call);
-      opening_calls_.erase(call);
-    }
-    if (gone) return reply(absl::CancelledError("the caller went away"), EmptyReply{});
+    absl::StatusOr<DeviceSource> source = OpeningWanted(call);
+    if (source.ok()) source = OpenSource(request.bucket().cuda_ipc(), ordinal, indices);
+    const absl::Status wanted = EndOpening(call);
+    if (source.ok() && !wanted.ok()) source = wanted;
     if (!source.ok()) return reply(source.status(), EmptyReply{});
     PushOpened(call, request, peer, reply, *source);
   });

@@ -4,10 +4,17 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <chrono>
 #include <future>
 #include <utility>
 
 namespace refitd {
+namespace {
+
+// P4: so long a thread of the descriptor socket waits for the driver, which may be making contexts.
+constexpr std::chrono::milliseconds kDriverWait{20'000};
+
+}  // namespace
 
 absl::Status Node::EnsurePool(GroupRecord* group) {
   if (group->pool != nullptr) return absl::OkStatus();
@@ -154,8 +161,10 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
   auto closed = std::make_shared<std::promise<void>>();
   const std::future<void> wait = closed->get_future();
   regions_thread_->Submit([closed = std::move(closed)] { closed->set_value(); });
-  wait.wait();
-  return absl::OkStatus();
+  if (wait.wait_for(kDriverWait) == std::future_status::ready) return absl::OkStatus();
+  return Error(absl::StatusCode::kDeadlineExceeded,
+               "region_id: {} is released, but the driver has not closed it within {} ms", region,
+               kDriverWait.count());
 }
 
 absl::StatusOr<PoolHandle> Node::HandleOf(const MemberRecord& member) {
@@ -200,7 +209,10 @@ absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentia
     *made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
     ended->set_value();
   });
-  wait.wait();
+  if (wait.wait_for(kDriverWait) != std::future_status::ready) {
+    return Error(absl::StatusCode::kDeadlineExceeded,
+                 "the driver has not made the staging slots within {} ms", kDriverWait.count());
+  }
   REFITD_RETURN_IF_ERROR(*made);
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, AuthenticateToken(key, Peer{peer}));
