@@ -20,8 +20,8 @@ namespace {
 constexpr int64_t kMaxBoxSteps = int64_t{1} << 27;
 constexpr int64_t kMaxOverlapRuns = int64_t{1} << 20;
 
-// Bytes of a source piece whose strides repeat memory (torch's expand): so much work can be asked for
-// with no memory of one's own to show for it (P10).
+// Bytes of a source piece whose strides repeat memory (torch's expand): so much work can be asked
+// for with no memory of one's own to show for it (P10).
 constexpr int64_t kMaxRepeatedBytes = int64_t{256} << 20;
 
 // Below this many boxes all pairs are compared.

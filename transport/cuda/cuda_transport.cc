@@ -568,6 +568,9 @@ class TransferRun : public Run {
       const auto own = static_cast<std::ptrdiff_t>(planned().plan.sums.size());
       result.source_digests.assign(sums.source.begin() + own, sums.source.end());
     }
+    // Whoever is told may close the memory at once (P8). What a device may still touch is kept
+    // (P6).
+    if (result.status.ok()) call_.prepared.reset();
     const auto done = std::move(call_.done);
     done(std::move(result));
   }
