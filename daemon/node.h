@@ -379,7 +379,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                                        int64_t bytes);
   // A call that waits on regions_thread_ for device memory: at most outstanding_buckets a member.
   absl::Status AdmitOpening(CallId call, MemberId member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status OpeningWanted(CallId call) const;
+  absl::Status OpeningWanted(CallId call);
   absl::Status EndOpening(CallId call);
   // Staging pools on GPUs.
   // On regions_thread_. OK: the group of this id has a pool on the device, which has a member of

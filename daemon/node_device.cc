@@ -256,7 +256,7 @@ absl::Status Node::AdmitOpening(CallId call, MemberId member) {
 }
 
 // Looked at again right before the driver is kept busy: the line may have been long.
-absl::Status Node::OpeningWanted(CallId call) const {
+absl::Status Node::OpeningWanted(CallId call) {
   MutexLock lock(&mutex_);
   const Opening& opening = opening_calls_.at(call);
   if (opening.gone) return absl::CancelledError("the caller went away");
@@ -423,8 +423,11 @@ void Node::PushFromDevice(CallId call, const v1::PushBucketRequest& request, con
   if (!indices.ok()) return reply(indices.status(), EmptyReply{});
   regions_thread_->Submit([this, call, &request, peer, ordinal, indices = *std::move(indices),
                            reply = std::move(reply)] {
-    absl::StatusOr<DeviceSource> source = OpeningWanted(call);
-    if (source.ok()) source = OpenSource(request.bucket().cuda_ipc(), ordinal, indices);
+    const auto open = [&]() -> absl::StatusOr<DeviceSource> {
+      REFITD_RETURN_IF_ERROR(OpeningWanted(call));
+      return OpenSource(request.bucket().cuda_ipc(), ordinal, indices);
+    };
+    absl::StatusOr<DeviceSource> source = open();
     const absl::Status wanted = EndOpening(call);
     if (source.ok() && !wanted.ok()) source = wanted;
     if (!source.ok()) return reply(source.status(), EmptyReply{});

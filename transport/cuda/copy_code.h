@@ -329,9 +329,9 @@ REFITD_COPY_CODE bool Multiple(const CopyTask& task, uint64_t base, const uint64
 // Bytes that runs are not cut within, by kDigest as everywhere here: bytes of an element to digest;
 // 0: no digest.
 template <int kDigest>
-constexpr uint64_t kElementBytes = kDigest;
+inline constexpr uint64_t kElementBytes = kDigest;
 template <>
-constexpr uint64_t kElementBytes<0> = 1;
+inline constexpr uint64_t kElementBytes<0> = 1;
 
 template <int kDigest, bool kStore>
 REFITD_COPY_CODE PassShape MakeShape(const CopyTask& task, uint64_t from) {
