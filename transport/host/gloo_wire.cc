@@ -13,6 +13,8 @@
 #include <signal.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -133,6 +135,9 @@ void EnterWireThread(const std::string& name) {
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
 }
+
+// Of Gloo's own thread.
+constexpr char kIoThread[] = "refitd-wire-io";
 
 // ---- Addresses.
 
@@ -1157,7 +1162,7 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeGlooWire(const GlooWireOptions& option
   absl::Status status;
   // Gloo's thread takes signal mask and name from the one that makes it.
   std::thread([&] {
-    EnterWireThread("refitd-wire-io");
+    EnterWireThread(kIoThread);
     try {
       gloo::transport::tcp::attr attr;
       attr.hostname = host.Text();
@@ -1172,3 +1177,23 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeGlooWire(const GlooWireOptions& option
 }
 
 }  // namespace refitd
+
+// In place of the C library's. Gloo asks who is behind each connection that it accepts, and throws
+// on its own thread, which ends the process, if that one has reset it by then: a peer that is
+// killed, or gives an epoch up, as it connects. Told an address that is nobody's, Gloo finds the
+// connection closed when it reads, which is an error of that connection alone.
+extern "C" int getpeername(int fd, sockaddr* address, socklen_t* length) noexcept {
+  const auto result = static_cast<int>(syscall(SYS_getpeername, fd, address, length));
+  if (result == 0 || errno != ENOTCONN) return result;
+  char thread[16] = {};
+  if (pthread_getname_np(pthread_self(), thread, sizeof(thread)) != 0 ||
+      std::strcmp(thread, refitd::kIoThread) != 0 || *length < sizeof(sockaddr_in)) {
+    errno = ENOTCONN;
+    return result;
+  }
+  sockaddr_in nobody{};
+  nobody.sin_family = AF_INET;
+  std::memcpy(address, &nobody, sizeof(nobody));
+  *length = sizeof(nobody);
+  return 0;
+}
