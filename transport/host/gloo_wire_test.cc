@@ -594,19 +594,24 @@ TEST_CASE("an address with another token does not connect") {
   CHECK((status.ok() || status.code() == StatusCode::kUnavailable));
 }
 
+// Where the rank with that address waits for rank `peer`.
+sockaddr_in ListenerFor(const std::string& address, int peer) {
+  const size_t at = kPortsOffset + 2 * static_cast<size_t>(peer);
+  sockaddr_in in{};
+  in.sin_family = AF_INET;
+  in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  in.sin_port = htons(static_cast<uint16_t>(static_cast<uint8_t>(address[at]) |
+                                            static_cast<uint8_t>(address[at + 1]) << 8));
+  return in;
+}
+
 TEST_CASE("a stranger that takes a peer's connection makes Connect fail, and nothing else") {
   Mesh mesh(2);
   const std::vector<std::string> addresses = mesh.Open(kEpoch);
   mesh.Connect(EpochId(8));
   std::vector<UniqueFd> strangers;
   for (int rank = 0; rank < 2; ++rank) {
-    const std::string& address = addresses[rank];
-    const size_t at = kPortsOffset + 2 * (1 - rank);
-    sockaddr_in in{};
-    in.sin_family = AF_INET;
-    in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    in.sin_port = htons(static_cast<uint16_t>(static_cast<uint8_t>(address[at]) |
-                                              static_cast<uint8_t>(address[at + 1]) << 8));
+    const sockaddr_in in = ListenerFor(addresses[rank], 1 - rank);
     UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     REQUIRE(connect(fd.get(), reinterpret_cast<const sockaddr*>(&in), sizeof(in)) == 0);
     const std::string text = "GET / HTTP/1.1\r\nHost: refitd\r\nUser-Agent: scanner\r\n\r\n";
@@ -637,13 +642,7 @@ TEST_CASE("a peer that resets its connection at once is an error of its epoch al
   // Whether Gloo's thread is there before the reset is chance: some of many meet it.
   for (uint64_t epoch = 100; epoch < 164; ++epoch) {
     const std::vector<std::string> addresses = mesh.Open(EpochId(epoch));
-    const std::string& address = addresses[0];
-    const size_t at = kPortsOffset + 2;
-    sockaddr_in in{};
-    in.sin_family = AF_INET;
-    in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    in.sin_port = htons(static_cast<uint16_t>(static_cast<uint8_t>(address[at]) |
-                                              static_cast<uint8_t>(address[at + 1]) << 8));
+    const sockaddr_in in = ListenerFor(addresses[0], 1);
     UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const linger reset{.l_onoff = 1, .l_linger = 0};
     REQUIRE(setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &reset, sizeof(reset)) == 0);
