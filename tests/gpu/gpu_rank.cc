@@ -12,9 +12,10 @@
 //   readback;
 //                              unpacked; stream (each bucket filled right before its Push);
 //                              overwrite (poisoned right after its answer); spin=MS (a kernel that
-//                              keeps the stream busy goes before the fill); slots (packed into
-//                              leased slots, tensors cut where one is full: no other of these
-//                              words)
+//                              keeps the stream busy goes before the fill); at=S (begins when the
+//                              monotonic clock says S seconds: many ranks at once); slots (packed
+//                              into leased slots, tensors cut where one is full: of these words
+//                              only `at` goes with it)
 //   refit V [word...]          (trainer) the same words, but unpacked and slots
 //   abort V                    (trainer) Begin, one bucket, Abort
 //   check V                    (engine) wrong elements, and bytes written beside the pieces; after
@@ -93,18 +94,31 @@ struct Words {
   int64_t version = 0;
   std::set<std::string> flags;
   int64_t spin_ms = 0;
+  std::optional<double> at;  // seconds of the monotonic clock
 
   explicit Words(std::istringstream& in) {
     in >> version;
     for (std::string word; in >> word;) {
       if (word.starts_with("spin=")) {
         spin_ms = std::stoll(word.substr(5));
+      } else if (word.starts_with("at=")) {
+        at = std::stod(word.substr(3));
       } else {
         flags.insert(word);
       }
     }
   }
   bool Has(const std::string& word) const { return flags.contains(word); }
+  // The last stretch awake: all ranks begin within microseconds.
+  void AwaitStart() const {
+    if (!at.has_value()) return;
+    constexpr auto kAwake = std::chrono::milliseconds(1);
+    const Clock::time_point start(
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*at)));
+    std::this_thread::sleep_until(start - kAwake);
+    while (Clock::now() < start) {
+    }
+  }
   std::optional<Verification> verification() const {
     if (Has("off")) return Verification::kOff;
     if (Has("transfer")) return Verification::kTransfer;
@@ -381,6 +395,7 @@ class TrainerRank {
   }
 
   json Push(const Words& words) {
+    words.AwaitStart();
     const auto start = Clock::now();
     auto update = trainer_->Begin(Begin(words));
     if (!update.ok()) return Committed("push", words.version, start, update.status());
@@ -427,6 +442,7 @@ class TrainerRank {
       const absl::Status status = holder_.Fill(words.version, words.spin_ms);
       if (!status.ok()) return Answer("refit", status);
     }
+    words.AwaitStart();
     const auto start = Clock::now();
     client::RefitOptions refit;
     refit.version = Version(words.version);

@@ -18,6 +18,7 @@ BIN = os.environ.get("REFITD_GPU_BIN", os.path.join(HERE, "bin"))
 START_SECONDS = 60  # until a daemon or a rank is ready (a model's memory included)
 ANSWER_SECONDS = 120  # for one command
 LOOK_SECONDS = 0.01  # between two looks at a condition
+TOGETHER_SECONDS = 0.02  # until ranks begin an update: each has heard of it by then
 
 
 class Failure(Exception):
@@ -285,7 +286,9 @@ class Group:
             expect(answer["ok"], "fill: %s", answer.get("error"))
 
     def update(self, command, version, *words):
-        """A whole update by all trainers, which must commit everywhere. Seconds: the slowest rank's."""
+        """A whole update by all trainers, which must commit everywhere. Seconds: the slowest rank's, from when all begin."""
+        if len(self.trainers) > 1:
+            words += ("at=%.6f" % (time.monotonic() + TOGETHER_SECONDS),)
         answers = self.all(self.trainers, " ".join([command, str(version), *words]))
         for rank, answer in zip(self.trainers, answers):
             expect(answer["ok"], "%s of version %d, %s: %s", command, version, rank.name, answer.get("error"))
