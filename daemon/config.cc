@@ -83,7 +83,7 @@ constexpr std::array kSettings = {
     Setting{"cuda-copy-blocks", "cuda.copy_blocks", "thread blocks of a copy kernel"},
     Setting{"cuda-device-ms", "cuda.device_ms", "device work that takes longer has failed"},
     Setting{"cuda-engine-bytes", "cuda.engine_bytes",
-            "contiguous pieces from this size on go to copy engines where nothing is verified"},
+            "contiguous pieces from this size on go to other GPUs by copy engines; 0: none"},
     Setting{"cuda-library", "cuda.library", "the driver: a name for the loader, or a path"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
 };

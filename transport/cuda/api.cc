@@ -46,6 +46,9 @@ absl::StatusOr<CudaApi> CudaApi::Load(const std::string& library) {
 #define REFITD_CUDA_FIND(call, symbol) REFITD_RETURN_IF_ERROR(Find(loaded, symbol, &api.call));
   REFITD_CUDA_CALLS(REFITD_CUDA_FIND)
 #undef REFITD_CUDA_FIND
+#if CUDA_VERSION >= 12080
+  (void)Find(loaded, "cuMemcpyBatchAsync_v2", &api.copy_batch);
+#endif
   return api;
 }
 

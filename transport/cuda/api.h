@@ -80,6 +80,19 @@ struct CudaApi {
   // UNAVAILABLE.
   absl::Status Check(std::string_view call, CUresult result) const;
 
+  // Many copies in one call: of drivers since CUDA 13, where the toolkit (since 12.8) declares what
+  // it takes.
+  bool has_batches() const { return copy_batch != nullptr; }
+#if CUDA_VERSION >= 12080
+  using CopyAttributes = CUmemcpyAttributes;
+#else
+  struct CopyAttributes {};
+#endif
+  using CopyBatch = CUresult (*)(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count,
+                                 CopyAttributes* attributes, size_t* attribute_first,
+                                 size_t attribute_count, CUstream stream);
+  CopyBatch copy_batch = nullptr;
+
 #define REFITD_CUDA_MEMBER(call, symbol) decltype(&::call) call = nullptr;
   REFITD_CUDA_CALLS(REFITD_CUDA_MEMBER)
 #undef REFITD_CUDA_MEMBER

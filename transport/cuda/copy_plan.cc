@@ -265,7 +265,12 @@ class DeviceQueues {
     to.bytes += StripBytes(strip);
     bytes_ += StripBytes(strip);
   }
-  void AddCopy(const LinearCopy& copy) { copies_.push_back(copy); }
+  void AddCopy(int target, uint64_t source, uint64_t destination, int64_t bytes) {
+    EngineCopies& copies = copies_[target];
+    copies.sources.push_back(source);
+    copies.destinations.push_back(destination);
+    copies.bytes.push_back(static_cast<size_t>(bytes));
+  }
   bool empty() const { return targets_.empty() && copies_.empty(); }
 
   // How many tasks Take makes; where that is more than kMaxDeviceTasks, something that is.
@@ -286,7 +291,7 @@ class DeviceQueues {
     const Sizes sizes = TaskSizes(device, options);
     const auto count = static_cast<size_t>(CountTasks(device, options));
     DeviceTasks result = {
-        .device = device, .local = sizes.local, .tasks = {}, .copies = std::move(copies_)};
+        .device = device, .local = sizes.local, .tasks = {}, .lanes = TakeLanes()};
     std::vector<Queue> queues;
     for (const auto& [number, target] : targets_) queues.emplace_back(target, sizes);
     result.tasks.reserve(count);
@@ -382,6 +387,23 @@ class DeviceQueues {
     size_t next_strip_ = 0;
   };
 
+  // A target's copies stay in one lane, one after the other.
+  std::vector<EngineCopies> TakeLanes() {
+    std::vector<EngineCopies> lanes(std::min(copies_.size(), kEngineLanes));
+    size_t next = 0;
+    const auto append = [](auto* to, const auto& from) {
+      to->insert(to->end(), from.begin(), from.end());
+    };
+    for (const auto& [target, copies] : copies_) {
+      EngineCopies& lane = lanes[next++ % kEngineLanes];
+      append(&lane.sources, copies.sources);
+      append(&lane.destinations, copies.destinations);
+      append(&lane.bytes, copies.bytes);
+    }
+    copies_.clear();
+    return lanes;
+  }
+
   // Whoever has got the smallest share of its bytes is next: all end together.
   static void TakeTurns(std::vector<Queue>* queues, std::vector<CopyTask>* tasks) {
     while (true) {
@@ -396,7 +418,7 @@ class DeviceQueues {
   }
 
   std::map<int, Target> targets_;
-  std::vector<LinearCopy> copies_;
+  std::map<int, EngineCopies> copies_;  // by target
   int64_t bytes_ = 0;
 };
 
@@ -520,9 +542,17 @@ class CopyPlanner {
     REFITD_ASSIGN_OR_RETURN(const uint64_t destination_address,
                             destination.On(device, *move.destination, addresses_));
     const CopyTask task = TaskOf(move, source_address, destination_address);
-    const Strip strip = MakeStrip(task, *move.source, *move.box, move.destination->strides);
-    REFITD_RETURN_IF_ERROR(CheckStrip(strip, *move.destination, options_));
-    if (!AddToEngine(device, strip)) devices_[device].Add(to, strip);
+    if (AddToEngine(device, to, move, task)) {
+      if (task.proof_sum != kNoSum) {
+        const Strip pass = SourcePass(*move.source, *move.box, source_address, move.sum);
+        REFITD_RETURN_IF_ERROR(CheckStrip(pass, *move.source, options_));
+        devices_[device].Add(device, pass);
+      }
+    } else {
+      const Strip strip = MakeStrip(task, *move.source, *move.box, move.destination->strides);
+      REFITD_RETURN_IF_ERROR(CheckStrip(strip, *move.destination, options_));
+      devices_[device].Add(to, strip);
+    }
     if (!ReadbackNow(move)) return absl::OkStatus();
     REFITD_ASSIGN_OR_RETURN(const uint64_t own, destination.On(to, *move.destination, addresses_));
     const Strip pass = SourcePass(*move.destination, *move.box, own, move.sum);
@@ -545,14 +575,15 @@ class CopyPlanner {
     return task;
   }
 
-  bool AddToEngine(int device, const Strip& strip) {
-    if (options_.engine_bytes <= 0 || verification_ != Verification::kOff || !strip.loops.empty() ||
-        RunBytes(strip) < options_.engine_bytes) {
-      return false;
-    }
-    devices_[device].AddCopy({.source = strip.task.source,
-                              .destination = strip.task.destination,
-                              .bytes = RunBytes(strip)});
+  // P1: nothing but the kernel digests what it stores.
+  bool AddToEngine(int device, int to, const BoundMove& move, const CopyTask& task) {
+    if (options_.engine_bytes <= 0 || device == to || task.sum != kNoSum) return false;
+    CopyTask bytes;
+    bytes.source = task.source;
+    bytes.destination = task.destination;
+    const Strip strip = MakeStrip(bytes, *move.source, *move.box, move.destination->strides);
+    if (!strip.loops.empty() || RunBytes(strip) < options_.engine_bytes) return false;
+    devices_[device].AddCopy(to, task.source, task.destination, RunBytes(strip));
     return true;
   }
 

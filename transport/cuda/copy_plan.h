@@ -34,16 +34,27 @@ class CopyAddresses {
   virtual absl::StatusOr<uint64_t> On(int device, const BoundPiece& piece) = 0;
 };
 
+// Contiguous pieces for copy engines, in any order. Of equal length, as the driver takes a batch.
+struct EngineCopies {
+  std::vector<unsigned long long> sources;  // addresses
+  std::vector<unsigned long long> destinations;
+  std::vector<size_t> bytes;
+};
+
+// A device's copies to others run in so many lanes at once, a stream each. Measured: with one for
+// each of four receivers all links are full; with two for each, eight at once, they are at 0.8.
+inline constexpr size_t kEngineLanes = 4;
+
 struct DeviceTasks {
   int device = 0;
   // At most a 16th of the bytes go to other devices: memory bounds it, not a link.
   bool local = false;
-  std::vector<CopyTask> tasks;     // for the kernel; run in any order, each by one thread block
-  std::vector<LinearCopy> copies;  // for copy engines; only where nothing is digested
+  std::vector<CopyTask> tasks;      // for the kernel; run in any order, each by one thread block
+  std::vector<EngineCopies> lanes;  // at most kEngineLanes; none is empty; beside `tasks`
 };
 
 struct CudaCopyPlan {
-  std::vector<DeviceTasks> devices;  // ascending; none has neither tasks nor copies
+  std::vector<DeviceTasks> devices;  // ascending; none has neither tasks nor lanes
   // Under kReadback, for destinations with readback_now: digests of what was moved where it lies
   // now. To be run after all of `devices` ended, on the destinations' devices, with
   // CopyLaunch::source_sums pointing at the *stored* sums: proof_sum is an index into those.
@@ -70,7 +81,8 @@ struct CopyPlanOptions {
   // or two, which a link hides and memory does not. The last ones stay small: all blocks end
   // together.
   int64_t most_local_task_bytes = 1 << 20;
-  // Undigested contiguous pieces of this size and more go to copy engines; 0: none do.
+  // Contiguous pieces of this size and more that go to another device are moved by copy engines,
+  // except under kTransfer, which digests what the kernel stores; 0: none are.
   int64_t engine_bytes = 0;
 };
 

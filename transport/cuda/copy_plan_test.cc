@@ -294,9 +294,11 @@ void RunAll(const std::vector<DeviceTasks>& devices, uint32_t threads,
               .stored_sums = stored->data(),
               .source_sums = source->data()},
              threads);
-    for (const LinearCopy& copy : device.copies) {
-      std::memcpy(reinterpret_cast<void*>(copy.destination),
-                  reinterpret_cast<const void*>(copy.source), static_cast<size_t>(copy.bytes));
+    for (const EngineCopies& copies : device.lanes) {
+      for (size_t i = 0; i < copies.bytes.size(); ++i) {
+        std::memcpy(reinterpret_cast<void*>(copies.destinations[i]),
+                    reinterpret_cast<const void*>(copies.sources[i]), copies.bytes[i]);
+      }
     }
   }
 }
@@ -606,19 +608,73 @@ TEST_CASE("Host sources run on their destination's device, each address asked fo
   CHECK(c->addresses.questions == 4);
 }
 
-TEST_CASE("Long runs go to copy engines where asked for and nothing is digested") {
+TEST_CASE("Long runs go to other devices by copy engines where the kernel need not digest them") {
   Rng rng(kSeed + 9);
-  const auto c = DenseCase(&rng, {64, 64}, {1});
+  // Device 0 is the source's own; 2 lanes end up with two of the others.
+  const auto c = DenseCase(&rng, {64, 64}, {0, 1, 2, 3, 4, 5, 6});
   const CopyPlanOptions options = {.engine_bytes = 8192};
   const auto off = PlanCopies(c->transfer, Verification::kOff, &c->addresses, options);
   REQUIRE(off.ok());
   REQUIRE(off->devices.size() == 1);
-  CHECK(off->devices[0].tasks.empty());
-  REQUIRE(off->devices[0].copies.size() == 1);
-  CHECK(off->devices[0].copies[0].bytes == 8192);
+  for (const CopyTask& task : off->devices[0].tasks) {
+    CHECK(task.destination >= reinterpret_cast<uint64_t>(c->transfer.destinations[0][0].data));
+    CHECK(task.destination <
+          reinterpret_cast<uint64_t>(c->transfer.destinations[0][0].data) + 8192);
+  }
+  REQUIRE(off->devices[0].lanes.size() == kEngineLanes);
+  std::vector<uint64_t> found;
+  for (const EngineCopies& copies : off->devices[0].lanes) {
+    CHECK(copies.bytes == std::vector<size_t>(copies.bytes.size(), 8192));
+    CHECK(copies.bytes.size() <= 2);
+    REQUIRE(copies.sources.size() == copies.bytes.size());
+    REQUIRE(copies.destinations.size() == copies.bytes.size());
+    found.insert(found.end(), copies.destinations.begin(), copies.destinations.end());
+  }
+  std::vector<uint64_t> want;
+  for (size_t d = 1; d < c->transfer.destinations.size(); ++d) {
+    want.push_back(reinterpret_cast<uint64_t>(c->transfer.destinations[d][0].data));
+  }
+  std::sort(found.begin(), found.end());
+  std::sort(want.begin(), want.end());
+  CHECK(found == want);
+
   const auto digested = PlanCopies(c->transfer, Verification::kTransfer, &c->addresses, options);
   REQUIRE(digested.ok());
-  CHECK(digested->devices[0].copies.empty());
+  CHECK(digested->devices[0].lanes.empty());
+
+  // The kernel digests the source beside them.
+  const auto readback = PlanCopies(c->transfer, Verification::kReadback, &c->addresses, options);
+  REQUIRE(readback.ok());
+  CHECK(readback->devices[0].lanes.size() == kEngineLanes);
+  for (const CopyTask& task : readback->devices[0].tasks) CHECK(task.proof_sum != kNoSum);
+
+  const auto longer = PlanCopies(c->transfer, Verification::kOff, &c->addresses,
+                                 CopyPlanOptions{.engine_bytes = 8193});
+  REQUIRE(longer.ok());
+  CHECK(longer->devices[0].lanes.empty());
+}
+
+TEST_CASE("What lies together but is no range of the tensor is moved by copy engines as well") {
+  Rng rng(kSeed + 10);
+  // Two halves of the columns, each stored densely on both sides.
+  const auto c = DenseCase(&rng, {64, 64}, {1});
+  const Box half = {.start = {0, 32}, .extent = {64, 32}};
+  for (BoundPiece* piece : {&c->transfer.source[0], &c->transfer.destinations[0][0]}) {
+    piece->box = half;
+    piece->strides = {32, 1};
+  }
+  c->transfer.program.moves.clear();
+  AddMoves(&c->transfer, 0, 0, 0);
+  const CopyPlanOptions options = {.engine_bytes = 4096};
+  for (const Verification verification : {Verification::kOff, Verification::kReadback}) {
+    const auto plan = PlanCopies(c->transfer, verification, &c->addresses, options);
+    INFO(plan.status().ToString());
+    REQUIRE(plan.ok());
+    REQUIRE(plan->devices.size() == 1);
+    REQUIRE(plan->devices[0].lanes.size() == 1);
+    CHECK(plan->devices[0].lanes[0].bytes == std::vector<size_t>{4096});
+    CHECK(plan->devices[0].tasks.empty() == (verification == Verification::kOff));
+  }
 }
 
 TEST_CASE("A transfer without moves has no tasks") {

@@ -42,13 +42,6 @@ struct alignas(16) CopyTask {
 };
 static_assert(sizeof(CopyTask) == 128);
 
-// For a copy engine: `bytes` from one address to another.
-struct LinearCopy {
-  uint64_t source = 0;
-  uint64_t destination = 0;
-  int64_t bytes = 0;
-};
-
 // What the kernel is launched with.
 struct CopyLaunch {
   const CopyTask* tasks = nullptr;  // in device memory, aligned to 16 bytes

@@ -32,6 +32,9 @@ using Clock = std::chrono::steady_clock;
 // this goes as the driver takes it, which stages it itself while the issuer waits.
 constexpr int64_t kMaxPinnedUpload = 4 << 20;
 
+// Of one call to a lane of copy engines.
+constexpr size_t kCopiesACall = 64;
+
 // Every buffer and every part of one starts at a multiple of this.
 constexpr int64_t kAlign = 256;
 int64_t AlignUp(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -64,6 +67,7 @@ class Engine {
 
   const CudaMemory& memory() const { return *memory_; }
   const CudaTransportOptions& options() const { return options_; }
+  bool has_batches() const { return contexts_->api().has_batches(); }
 
   // Made when first needed, and kept.
   std::shared_ptr<DeviceQueue> Queue(int device) {
@@ -244,7 +248,7 @@ class CudaPrepared : public PreparedTransfer {
     auto planned = std::make_shared<Planned>();
     Addresses addresses(engine, planned.get());
     CopyPlanOptions options;
-    options.engine_bytes = engine->options().engine_bytes;
+    if (engine->has_batches()) options.engine_bytes = engine->options().engine_bytes;
     absl::StatusOr<CudaCopyPlan> plan = PlanCopies(transfer, verification, &addresses, options);
     if (!plan.ok()) return plan.status();
     planned->plan = *std::move(plan);
@@ -479,21 +483,37 @@ class PartJob : public DeviceJob {
     return launch;
   }
 
+  // Lanes take turns: none waits until another's copies are all issued.
   absl::Status IssueCopies(DeviceStreams* streams) {
-    if (part_.tasks->copies.empty()) return absl::OkStatus();
-    const CudaApi& api = streams->api;
-    if (part_.uploads != nullptr && !part_.uploads->empty()) {
-      REFITD_RETURN_IF_ERROR(
-          REFITD_CUDA_CALL(api, cuEventRecord, streams->before_engine, streams->main));
-      REFITD_RETURN_IF_ERROR(
-          REFITD_CUDA_CALL(api, cuStreamWaitEvent, streams->engine, streams->before_engine, 0));
-    }
-    streams->engine_used = true;
-    for (const LinearCopy& copy : part_.tasks->copies) {
-      REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemcpyDtoDAsync, copy.destination, copy.source,
-                                              static_cast<size_t>(copy.bytes), streams->engine));
+    const std::vector<EngineCopies>& lanes = part_.tasks->lanes;
+    streams->lanes_used = lanes.size();
+    size_t most = 0;
+    for (const EngineCopies& copies : lanes) most = std::max(most, copies.bytes.size());
+    for (size_t first = 0; first < most; first += kCopiesACall) {
+      for (size_t i = 0; i < lanes.size(); ++i) {
+        REFITD_RETURN_IF_ERROR(IssueBatch(*streams, lanes[i], first, streams->lanes[i]));
+      }
     }
     return absl::OkStatus();
+  }
+
+  static absl::Status IssueBatch(const DeviceStreams& streams, const EngineCopies& copies,
+                                 size_t first, CUstream lane) {
+    if (first >= copies.bytes.size()) return absl::OkStatus();
+    const size_t count = std::min(kCopiesACall, copies.bytes.size() - first);
+    CudaApi::CopyAttributes attributes = {};
+#if CUDA_VERSION >= 12080
+    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
+#endif
+    size_t attributes_from = 0;
+    // The driver's parameters are not const; it only reads them.
+    auto* const to = const_cast<CUdeviceptr*>(copies.destinations.data() + first);
+    auto* const from = const_cast<CUdeviceptr*>(copies.sources.data() + first);
+    auto* const bytes = const_cast<size_t*>(copies.bytes.data() + first);
+    return streams.api.Check(
+        "cuMemcpyBatchAsync",
+        streams.api.copy_batch(to, from, bytes, count, &attributes, &attributes_from, 1, lane));
   }
 
   const std::shared_ptr<Run> run_;

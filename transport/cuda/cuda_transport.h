@@ -1,5 +1,5 @@
 // The cuda transport: copies between GPU memory of any mapped processes, by our kernel on the
-// source's GPU, and by copy engines for what is large and contiguous.
+// source's GPU, and by copy engines beside it for what is large and contiguous.
 //
 // A transfer is planned into tasks for each source device (copy_plan.h); one kernel a device runs
 // them in batches, stores straight into the destinations, on its own device or a peer's, and adds
@@ -42,8 +42,10 @@ struct CudaTransportOptions {
   // device has cost nothing).
   int blocks = 64;
   int local_blocks = 256;
-  // Contiguous boxes of this size and more go to copy engines where nothing is digested; 0: none.
-  int64_t engine_bytes = 0;
+  // Contiguous boxes of this size and more go to other devices by copy engines, but under
+  // kTransfer; 0: none. Smaller ones cost engines more than the kernel (measured: they are even at
+  // 3 MiB). Only with drivers that take batches of copies (CUDA 13).
+  int64_t engine_bytes = 8 << 20;
   std::chrono::milliseconds limit{60'000};
   // Memory of a device, and pinned, that is kept for the next transfers.
   int64_t kept_device_bytes = 256 << 20;

@@ -192,6 +192,45 @@ TEST_CASE("random transfers leave the host transport's bytes, digests and counts
   }
 }
 
+TEST_CASE("copy engines move large pieces to other devices, but not what the kernel digests") {
+  Rng random(kSeed + 30);
+  for (const Verification verification :
+       {Verification::kOff, Verification::kTransfer, Verification::kReadback}) {
+    for (const int to : {0, 1}) {
+      INFO("verification " << static_cast<int>(verification) << ", to device " << to);
+      Setup setup({.engine_bytes = 64, .lost = {}});
+      World world(setup.exporter(), setup.memory.get(), &random);
+      FillSimply(&world, 0, {to});
+      world.model.verification = verification;
+      const Transfer transfer = world.OnDevices();
+      const TransferResult result = Run(setup.transport.get(), transfer);
+      CheckSame(result, Run(setup.host.get(), world.model));
+      world.CheckBytes();
+      CHECK((setup.fake.Count().engine_copies > 0) ==
+            (to == 1 && verification != Verification::kTransfer));
+      CHECK(Run(setup.transport.get(), JobOf(transfer, result)).status.ok());
+    }
+  }
+}
+
+TEST_CASE("a batch of copies that fails costs its transfer alone") {
+  Rng random(kSeed + 31);
+  Setup setup({.engine_bytes = 64, .lost = {}});
+  World world(setup.exporter(), setup.memory.get(), &random);
+  FillSimply(&world, 0, {1});
+  world.model.verification = Verification::kOff;
+  setup.fake.FailAt("cuMemcpyBatchAsync", 1, 2);
+  const TransferResult result = Run(setup.transport.get(), world.OnDevices());
+  CHECK(result.status.code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(std::string(result.status.message()), Contains("cuMemcpyBatchAsync: out of memory"));
+  CHECK(Run(setup.transport.get(), world.OnDevices()).status.ok());
+  world.CheckBytes();
+  CHECK(setup.losses == 0);
+  setup.transport.reset();
+  world.DropRegions();
+  CheckNothingOpen(setup.fake);
+}
+
 TEST_CASE("prepared transfers are replayed under every verification, over new bytes") {
   Rng random(kSeed + 1);
   for (int round = 0; round < 12; ++round) {

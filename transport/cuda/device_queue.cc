@@ -221,13 +221,15 @@ absl::Status DeviceQueue::Begin() {
   }
   REFITD_RETURN_IF_ERROR(
       REFITD_CUDA_CALL(api, cuModuleGetFunction, &kernel_, module_, kCopyKernel));
-  for (CUstream* stream : {&main_, &engine_}) {
-    if (*stream != nullptr) continue;
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamCreate, stream, CU_STREAM_NON_BLOCKING));
-  }
-  if (engine_event_ == nullptr) {
+  const auto make = [&api](CUstream* stream) {
+    if (*stream != nullptr) return absl::OkStatus();
+    return REFITD_CUDA_CALL(api, cuStreamCreate, stream, CU_STREAM_NON_BLOCKING);
+  };
+  REFITD_RETURN_IF_ERROR(make(&main_));
+  for (CUstream& lane : lanes_) REFITD_RETURN_IF_ERROR(make(&lane));
+  if (lane_event_ == nullptr) {
     REFITD_RETURN_IF_ERROR(
-        REFITD_CUDA_CALL(api, cuEventCreate, &engine_event_, CU_EVENT_DISABLE_TIMING));
+        REFITD_CUDA_CALL(api, cuEventCreate, &lane_event_, CU_EVENT_DISABLE_TIMING));
   }
   begun_ = true;
   return absl::OkStatus();
@@ -238,11 +240,7 @@ absl::Status DeviceQueue::IssueWork(DeviceJob* job, CUevent* event) {
   const ScopedContext current(api, context_);
   REFITD_RETURN_IF_ERROR(current.status());
   REFITD_ASSIGN_OR_RETURN(CUevent taken, TakeEvent());
-  DeviceStreams streams = {.api = api,
-                           .kernel = kernel_,
-                           .main = main_,
-                           .engine = engine_,
-                           .before_engine = engine_event_};
+  DeviceStreams streams = {.api = api, .kernel = kernel_, .main = main_, .lanes = lanes_};
   absl::Status issued = job->Issue(&streams);
   // What was issued before an error still runs, and has to end before the job does.
   absl::Status closed = CloseJob(streams, &taken);
@@ -257,9 +255,9 @@ absl::Status DeviceQueue::IssueWork(DeviceJob* job, CUevent* event) {
 
 absl::Status DeviceQueue::CloseJob(const DeviceStreams& streams, CUevent* event) {
   const CudaApi& api = contexts_->api();
-  if (streams.engine_used) {
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuEventRecord, engine_event_, engine_));
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamWaitEvent, main_, engine_event_, 0));
+  for (size_t i = 0; i < streams.lanes_used; ++i) {
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuEventRecord, lane_event_, lanes_[i]));
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamWaitEvent, main_, lane_event_, 0));
   }
   return REFITD_CUDA_CALL(api, cuEventRecord, *event, main_);
 }
@@ -395,10 +393,11 @@ void DeviceQueue::Destroy() {
   const CudaApi& api = contexts_->api();
   const ScopedContext current(api, context_);
   if (!current.status().ok()) return;
-  if (engine_event_ != nullptr) events.push_back(engine_event_);
+  if (lane_event_ != nullptr) events.push_back(lane_event_);
   for (CUevent event : events) (void)api.cuEventDestroy(event);
-  for (CUstream stream : {main_, engine_}) {
-    if (stream != nullptr) (void)api.cuStreamDestroy(stream);
+  if (main_ != nullptr) (void)api.cuStreamDestroy(main_);
+  for (CUstream lane : lanes_) {
+    if (lane != nullptr) (void)api.cuStreamDestroy(lane);
   }
   if (module_ != nullptr) (void)api.cuModuleUnload(module_);
 }

@@ -19,6 +19,7 @@
 
 #if defined(REFITD_CUDA)
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -33,6 +34,7 @@
 #include "transport/base/mutex.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/buffers.h"
+#include "transport/cuda/copy_plan.h"
 
 namespace refitd {
 
@@ -83,9 +85,10 @@ struct DeviceStreams {
   const CudaApi& api;
   CUfunction kernel = nullptr;
   CUstream main = nullptr;
-  CUstream engine = nullptr;  // for copies; joined with `main` after the job where it was used
-  CUevent before_engine = nullptr;
-  bool engine_used = false;
+  // For copy engines; the first `lanes_used` are joined with `main` after the job. They do not wait
+  // for what is on `main`.
+  std::array<CUstream, kEngineLanes> lanes{};
+  size_t lanes_used = 0;
 };
 
 class DeviceJob {
@@ -174,8 +177,8 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   CUmodule module_ = nullptr;
   CUfunction kernel_ = nullptr;
   CUstream main_ = nullptr;
-  CUstream engine_ = nullptr;
-  CUevent engine_event_ = nullptr;
+  std::array<CUstream, kEngineLanes> lanes_{};
+  CUevent lane_event_ = nullptr;
   bool begun_ = false;
 
   Mutex mutex_;

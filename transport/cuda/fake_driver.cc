@@ -823,6 +823,33 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CU
   });
 }
 
+// Copies of a batch have no order: from the last to the first.
+CUresult cuMemcpyBatchAsync_v2(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count,
+                               CUmemcpyAttributes* attributes, size_t* attributes_from,
+                               size_t attribute_count, CUstream stream) {
+  Call call("cuMemcpyBatchAsync");
+  if (call.failed()) return call.result;
+  if (count == 0 || stream == nullptr || attribute_count != 1 || attributes_from[0] != 0 ||
+      attributes[0].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  State* const fake = call.fake;
+  const int device = call.device();
+  for (size_t i = count; i-- > 0;) {
+    const CUresult queued =
+        Enqueue(&call, stream, [fake, device, to = to[i], from = from[i], bytes = bytes[i]] {
+          if (!Reaches(*fake, device, from, bytes) || !Reaches(*fake, device, to, bytes)) {
+            return CUDA_ERROR_ILLEGAL_ADDRESS;
+          }
+          std::memcpy(At(to), At(from), bytes);
+          ++fake->counts.engine_copies;
+          return CUDA_SUCCESS;
+        });
+    if (queued != CUDA_SUCCESS) return queued;
+  }
+  return CUDA_SUCCESS;
+}
+
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
   Call call("cuMemsetD8Async");
   if (call.failed()) return call.result;

@@ -20,6 +20,7 @@ struct FakeCudaCounts {
   int launch_calls = 0;
   int largest_grid = 0;
   int allocation_calls = 0;  // device and pinned
+  int engine_copies = 0;     // of batches; since FakeCudaReset
   int blocked_calls = 0;     // that do not return now
   bool operator==(const FakeCudaCounts&) const = default;
 };
