@@ -330,8 +330,7 @@ class DeviceQueues {
     const int64_t most = std::clamp(wanted, options.least_task_bytes,
                                     std::max(options.least_task_bytes, options.most_task_bytes));
     return {.local = local,
-            .first = local ? std::clamp(wanted, most, std::max(most, options.most_local_task_bytes))
-                           : most,
+            .first = std::clamp(wanted, most, std::max(most, options.most_first_task_bytes)),
             .others = most};
   }
 
@@ -447,7 +446,7 @@ absl::StatusOr<std::vector<DeviceTasks>> TakeAll(Devices* devices, const CopyPla
 absl::Status CheckStrip(const Strip& strip, const BoundPiece& piece,
                         const CopyPlanOptions& options) {
   const int64_t most =
-      std::max({options.least_task_bytes, options.most_task_bytes, options.most_local_task_bytes});
+      std::max({options.least_task_bytes, options.most_task_bytes, options.most_first_task_bytes});
   const int64_t count = Cutter(strip, most).Count();
   if (count <= kMaxDeviceTasks) return absl::OkStatus();
   return Error(absl::StatusCode::kResourceExhausted,

@@ -77,10 +77,10 @@ struct CopyPlanOptions {
   int64_t most_task_bytes = 256 << 10;
   int64_t least_task_bytes = 32 << 10;
   int64_t tasks_wanted = 1024;
-  // Of a local device's first tasks: between two tasks a multiprocessor runs dry for a microsecond
-  // or two, which a link hides and memory does not. The last ones stay small: all blocks end
-  // together.
-  int64_t most_local_task_bytes = 1 << 20;
+  // Of a device's first tasks: between two tasks a multiprocessor runs dry for a microsecond or
+  // two, which memory does not hide, and a large model's tasks would be a million. The last ones
+  // stay small: all blocks end together.
+  int64_t most_first_task_bytes = 1 << 20;
   // Contiguous pieces of this size and more that go to another device are moved by copy engines,
   // except under kTransfer, which digests what the kernel stores; 0: none are.
   int64_t engine_bytes = 0;
