@@ -26,6 +26,16 @@ void Node::PerformCompile(const GroupRecord& group, CompileProgram a) {
 }
 
 void Node::PerformBuild(const GroupRecord& group, BuildProgram a) {
+  const auto place = [this](const std::vector<MemberId>& ids,
+                            std::vector<LocalMember>* members) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const auto it = members_.find(ids[i]);
+      if (it == members_.end()) continue;
+      (*members)[i].device = it->second.ordinal.value_or(LocalMember::kNoDevice);
+    }
+  };
+  place(a.source_members, &a.sources);
+  place(a.destination_members, &a.destinations);
   planner_.Submit([this, name = group.machine->name(), id = group.id, a = std::move(a)]() mutable {
     ProgramBuilt built;
     built.program = a.program;

@@ -232,7 +232,9 @@ class Builder {
           if (peer != program_.node) outgoing_[peer].push_back(section);
         }
         const size_t before = program_.local.moves.size();
-        if (reaches) AddLocal(section, wanted, wanted_boxes, wanted_index);
+        if (reaches) {
+          AddLocal(section, {held, held_boxes, held_index}, {wanted, wanted_boxes, wanted_index});
+        }
         if (reaches && program_.local.moves.size() == before) return NobodyWants(spec, box);
       }
       if (bytes_ > kMaxBytes ||
@@ -283,25 +285,48 @@ class Builder {
     section->targets = static_cast<uint32_t>(program_.targets.size()) - section->first_target;
   }
 
-  void AddLocal(const Section& section, absl::Span<const Entry> wanted,
-                const std::vector<const Box*>& boxes, const BoxIndex& index) {
-    const Piece& source = SourcePiece({section.member, section.piece});
-    index.Query(section.box, [&](uint32_t i) {
-      std::optional<Box> common = Intersect(section.box, *boxes[i]);
+  // The pieces of one tensor on one side.
+  struct Pieces {
+    const absl::Span<const Entry> entries;
+    const std::vector<const Box*>& boxes;
+    const BoxIndex& index;
+  };
+
+  void AddLocal(const Section& section, const Pieces& held, const Pieces& wanted) {
+    wanted.index.Query(section.box, [&](uint32_t i) {
+      std::optional<Box> common = Intersect(section.box, *wanted.boxes[i]);
       if (!common.has_value()) return;
+      const Entry to = wanted.entries[i];
+      const Entry from = Nearest(section, to.member, *common, held);
       const int64_t bytes = ElementCount(*common) * element_bytes_;
-      Count(wanted[i].member, bytes);
+      Count(to.member, bytes);
       if (bytes_ <= kMaxBytes) program_.local.bytes += bytes;
       CopyMove& move = program_.local.moves.emplace_back();
-      move.source = section.member;
-      move.source_piece = section.piece;
-      move.destination = wanted[i].member;
-      move.destination_piece = wanted[i].piece;
-      move.source_byte_offset = ByteOffset(source, *common, element_bytes_);
-      move.destination_byte_offset =
-          ByteOffset(DestinationPiece(wanted[i]), *common, element_bytes_);
+      move.source = from.member;
+      move.source_piece = from.piece;
+      move.destination = to.member;
+      move.destination_piece = to.piece;
+      move.source_byte_offset = ByteOffset(SourcePiece(from), *common, element_bytes_);
+      move.destination_byte_offset = ByteOffset(DestinationPiece(to), *common, element_bytes_);
       move.box = *std::move(common);
     });
+  }
+
+  // The section's own source, or another that holds all of the box on the destination's device.
+  Entry Nearest(const Section& section, uint32_t destination, const Box& box,
+                const Pieces& held) const {
+    const Entry own = {section.member, section.piece};
+    const int device = program_.destinations[destination].device;
+    if (device == LocalMember::kNoDevice || program_.sources[own.member].device == device) {
+      return own;
+    }
+    Entry near = own;
+    held.index.Query(box, [&](uint32_t i) {
+      const Entry entry = held.entries[i];
+      if (program_.sources[entry.member].device != device || !Contains(*held.boxes[i], box)) return;
+      if (near.member == own.member || entry.member < near.member) near = entry;
+    });
+    return near;
   }
 
   void SortMoves() {

@@ -41,6 +41,11 @@ inline constexpr int64_t kMaxRounds = int64_t{1} << 20;
 struct LocalMember {
   uint32_t rank = 0;  // index into the plan's sources or destinations
   std::shared_ptr<const Layout> layout;
+  // Where its memory is: numbers are equal for equal devices. Of sources that hold the same
+  // elements, local moves read the one on the destination's device, whichever the plan names: what
+  // is colocated crosses no link.
+  int device = kNoDevice;
+  static constexpr int kNoDevice = -1;  // near to nobody
 };
 
 // Where a section's elements go, all or some.

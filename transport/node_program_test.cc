@@ -38,7 +38,8 @@ Node MakeNode(Rng* rng, const RouteWorld& world, const RoutePlan& plan, uint32_t
                            std::vector<LocalMember>* local, std::vector<uint32_t>* of) {
     for (uint32_t i = 0; i < members.size(); ++i) {
       if (members[i].node != n || (skipping && plan.destination_skipped[i])) continue;
-      local->push_back({i, Shuffled(rng, *members[i].layout)});
+      const int device = static_cast<int>(Below(rng, 4)) - 1;
+      local->push_back({i, Shuffled(rng, *members[i].layout), device});
     }
     std::shuffle(local->begin(), local->end(), *rng);
     for (const LocalMember& member : *local) of->push_back(member.rank);
@@ -240,6 +241,41 @@ TEST_CASE("Every element of every destination is written once with its own bytes
   CHECK(rounds > 5);
 }
 
+TEST_CASE("Local moves read the holder on the destination's device where there is one") {
+  int64_t near = 0;
+  int64_t far = 0;
+  for (uint64_t seed = 1; seed <= 600; ++seed) {
+    INFO("seed " << seed);
+    Rng rng(seed);
+    const Cluster cluster = MakeCluster(&rng, RandomOptions(&rng), 1 << 20);
+    for (const Node& node : cluster.nodes) {
+      const std::vector<LocalMember>& sources = node.program.sources;
+      for (const CopyMove& move : node.program.local.moves) {
+        const LocalMember& to = node.program.destinations[move.destination];
+        const LocalMember& from = sources[move.source];
+        if (to.device == LocalMember::kNoDevice) continue;
+        if (from.device == to.device) {
+          ++near;
+          continue;
+        }
+        ++far;
+        const std::string& name =
+            from.layout->tensors[from.layout->pieces[move.source_piece].tensor].name;
+        for (const LocalMember& other : sources) {
+          if (other.device != to.device) continue;
+          for (const Piece& piece : other.layout->pieces) {
+            const bool holds = other.layout->tensors[piece.tensor].name == name &&
+                               Intersect(piece.box, move.box) == move.box;
+            REQUIRE_FALSE(holds);
+          }
+        }
+      }
+    }
+  }
+  CHECK(near > 1000);
+  CHECK(far > 1000);
+}
+
 TEST_CASE("Planted faults of node programs are found") {
   // The first random cluster whose streams are long enough to spoil.
   const auto make = [] {
@@ -402,7 +438,7 @@ TEST_CASE("Members that are not the plan's are refused") {
 }
 
 TEST_CASE("The legs of a round lie one after the other and the chunks say what they carry") {
-  for (uint64_t seed = 1; seed <= 300; ++seed) {
+  for (uint64_t seed = 1; seed <= 600; ++seed) {
     INFO("seed " << seed);
     Rng rng(seed);
     const Cluster cluster = MakeCluster(&rng, RandomOptions(&rng), kChunks[Below(&rng, 4)]);

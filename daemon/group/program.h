@@ -30,8 +30,10 @@ struct BuildProgram {
   uint64_t build = 0;  // unique in the daemon's group
   std::shared_ptr<const RoutePlan> plan;
   uint32_t node = 0;
-  std::vector<LocalMember> sources;
+  std::vector<LocalMember> sources;  // `device` is filled in by whoever knows the members
   std::vector<LocalMember> destinations;
+  std::vector<MemberId> source_members;  // the same ranks
+  std::vector<MemberId> destination_members;
   NodeProgramOptions options;
 };
 struct ProgramBuilt {

@@ -121,7 +121,8 @@ void Worker::Build(const Update& update, const Output& out) {
   build.node = program_->node;
   build.options.chunk_bytes = program_->chunk_bytes;
   for (const PlanMember& m : job.command.sources) {
-    build.sources.push_back({m.rank, callbacks_.layout(m.member)});
+    build.sources.push_back({.rank = m.rank, .layout = callbacks_.layout(m.member)});
+    build.source_members.push_back(m.member);
   }
   // An engine that left meanwhile is planned with what it had at Prepare, and left out when it
   // runs.
@@ -130,7 +131,8 @@ void Worker::Build(const Update& update, const Output& out) {
     const PlanMember& m = job.command.destinations[i];
     std::shared_ptr<const Layout> layout = callbacks_.layout(m.member);
     if (layout == nullptr && i < prepared.size()) layout = prepared[i];
-    build.destinations.push_back({m.rank, std::move(layout)});
+    build.destinations.push_back({.rank = m.rank, .layout = std::move(layout)});
+    build.destination_members.push_back(m.member);
   }
   out.actions->push_back(PeerAction(std::move(build)));
 }
