@@ -8,10 +8,17 @@
 // i, i + threads, ...: short runs keep a block as busy as long ones. Digests are of the registers
 // that are stored.
 //
-// Two loops share the work. QuickPass takes whole vectors where source, destination and the
-// digest's index are aligned alike. SlowPass takes everything: sources that lie otherwise modulo 16
-// are loaded as two aligned vectors and shifted, partial vectors are stored in parts, elements of a
-// vector may belong to two blocks of the digest; after QuickPass it takes only the ends of runs.
+// Three loops share the work. Line and QuickPass take whole vectors where source, destination and
+// the digest's index are aligned alike: Line those of tasks of one run, QuickPass all others.
+// SlowPass takes everything: sources that lie otherwise modulo 16 are loaded as two aligned vectors
+// and shifted, partial vectors are stored in parts, elements of a vector may belong to two blocks
+// of the digest; after the others it takes only the ends of runs.
+//
+// Large weights are tasks of one run, and memory brings a multiprocessor of an H200 a vector for
+// each thread of a warp every 31 cycles: Line spends 54 instructions on a vector of 2-byte elements
+// that is digested, 50 of 1-byte ones, 37 of 4-byte ones, QuickPass 100 to 157 (sm_90). Line does
+// both passes of a task at once: the second load finds in a cache what the first brought from
+// memory.
 //
 // Where a digest is wanted of what is stored at no multiple of the element size, aligned vectors
 // would cut elements. Then vectors begin where the run does, and stores are as narrow as that
@@ -99,6 +106,9 @@ REFITD_COPY_CODE uint32_t ShiftRight(uint32_t low, uint32_t high, uint32_t bits)
   return __funnelshift_r(low, high, bits);
 }
 REFITD_COPY_CODE uint32_t MultiplyHigh(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+REFITD_COPY_CODE uint32_t DotBytes(uint32_t a, uint32_t b, uint32_t sum) {
+  return __dp4a(a, b, sum);
+}
 
 #else
 
@@ -134,6 +144,11 @@ inline uint32_t ShiftRight(uint32_t low, uint32_t high, uint32_t bits) {
 }
 inline uint32_t MultiplyHigh(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+}
+// `sum` and the products of bytes.
+inline uint32_t DotBytes(uint32_t a, uint32_t b, uint32_t sum) {
+  for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 0xff) * (b >> shift & 0xff);
+  return sum;
 }
 
 #endif
@@ -199,7 +214,61 @@ REFITD_COPY_CODE constexpr uint32_t DigestConstant(uint32_t i) {
   return static_cast<uint32_t>(SplitMix64(~uint64_t{i}) >> 32) | 1;
 }
 
+// Passes take a table of these: the constants, and then their bytes as DotBytes takes them, of
+// each four constants the lowest bytes, the second ones, and so on.
+constexpr uint32_t kTableWords = 2 * kDigestBlock;
+REFITD_COPY_CODE constexpr uint32_t TableWord(uint32_t i) {
+  if (i < kDigestBlock) return DigestConstant(i);
+  const uint32_t first = (i - kDigestBlock) / 4 * 4;
+  const uint32_t shift = 8 * (i % 4);
+  uint32_t word = 0;
+  for (uint32_t k = 0; k < 4; ++k) word |= (DigestConstant(first + k) >> shift & 0xff) << (8 * k);
+  return word;
+}
+
 REFITD_COPY_CODE uint64_t BlockFactor(uint64_t block) { return SplitMix64(block) | 1; }
+
+// The constants of one vector's elements of kBytes bytes.
+template <int kBytes>
+class LaneConstants {
+ public:
+  static constexpr uint32_t kLanes = kVector / kBytes;
+
+  // Of elements [at, at + kLanes) of a block.
+  REFITD_COPY_CODE void Fetch(const uint32_t* table, uint32_t at) {
+    ones_ = 0;
+    REFITD_COPY_UNROLL
+    for (uint32_t i = 0; i < kLanes; ++i) ones_ += table[at + i];
+    const uint32_t from = kBytes == 1 ? kDigestBlock + at : at;
+    REFITD_COPY_UNROLL
+    for (uint32_t i = 0; i < kLanes; ++i) t_[i] = table[from + i];
+  }
+
+  // Sum of (bits + 1) * t.
+  REFITD_COPY_CODE uint64_t Sum(const Vector& v) const {
+    if constexpr (kBytes == 1) {
+      // Four products an instruction; no sum exceeds 16 * 255 * 255.
+      uint32_t sums[4] = {};
+      REFITD_COPY_UNROLL
+      for (uint32_t i = 0; i < kLanes; ++i) sums[i % 4] = DotBytes(v.w[i / 4], t_[i], sums[i % 4]);
+      return ones_ + (sums[0] + (sums[1] << 8)) + uint64_t{sums[2] + (sums[3] << 8)} * 0x10000;
+    } else {
+      uint64_t sum = ones_;
+      REFITD_COPY_UNROLL
+      for (uint32_t i = 0; i < kLanes; ++i) sum += uint64_t{Lane(v, i)} * t_[i];
+      return sum;
+    }
+  }
+
+ private:
+  static REFITD_COPY_CODE uint32_t Lane(const Vector& v, uint32_t i) {
+    if constexpr (kBytes == 4) return v.w[i];
+    return i % 2 == 0 ? v.w[i / 2] & 0xffff : v.w[i / 2] >> 16;
+  }
+
+  uint32_t t_[kLanes] = {};  // of single bytes, those of the table's second half
+  uint64_t ones_ = 0;        // sum of the constants: (bits + 1) * t = bits * t + t
+};
 
 // Adds up vectors of elements of kBytes bytes. Each with the index of the element in its byte 0,
 // which may lie before the run, and even before 0.
@@ -208,18 +277,15 @@ class VectorDigest {
  public:
   static constexpr uint32_t kLanes = kVector / kBytes;
 
-  // `table`: kDigestBlock constants.
+  // `table`: kTableWords.
   REFITD_COPY_CODE explicit VectorDigest(const uint32_t* table) : table_(table) {}
 
   // A whole vector; p is a multiple of kLanes.
   REFITD_COPY_CODE void AddWhole(const Vector& v, uint64_t p) {
     const uint32_t at = static_cast<uint32_t>(p) % kDigestBlock;
     // In long runs a thread meets the same constants again and again.
-    if (at != at_) Fetch(at);
-    uint64_t sum = ones_;
-    REFITD_COPY_UNROLL
-    for (uint32_t i = 0; i < kLanes; ++i) sum += uint64_t{Lane(v, i)} * t_[i];
-    sum_ += sum * BlockFactor(p / kDigestBlock);
+    if (at != at_) constants_.Fetch(table_, at_ = at);
+    sum_ += constants_.Sum(v) * BlockFactor(p / kDigestBlock);
   }
 
   // Elements in bytes [low, high) of `v`.
@@ -246,32 +312,21 @@ class VectorDigest {
     }
   }
 
+  // What others added up.
+  REFITD_COPY_CODE void AddSum(uint64_t sum) { sum_ += sum; }
   REFITD_COPY_CODE uint64_t sum() const { return sum_; }
 
  private:
   static constexpr uint32_t kMask = kBytes == 4 ? ~0U : (1U << (8 * (kBytes % 4))) - 1;
 
-  static REFITD_COPY_CODE uint32_t Lane(const Vector& v, uint32_t i) {
-    constexpr uint32_t kPerWord = 4 / kBytes;
-    return v.w[i / kPerWord] >> (8 * kBytes * (i % kPerWord)) & kMask;
-  }
-
-  REFITD_COPY_CODE void Fetch(uint32_t at) {
-    at_ = at;
-    ones_ = 0;
-    REFITD_COPY_UNROLL
-    for (uint32_t i = 0; i < kLanes; ++i) {
-      t_[i] = table_[at + i];
-      ones_ += t_[i];
-    }
-  }
-
   const uint32_t* const table_;
-  uint32_t t_[kLanes] = {};
-  uint64_t ones_ = 0;  // sum of t_: (bits + 1) * t = bits * t + t
+  LaneConstants<kBytes> constants_;
   uint32_t at_ = ~0U;
   uint64_t sum_ = 0;
 };
+
+template <>
+class LaneConstants<0> {};
 
 template <>
 class VectorDigest<0> {
@@ -281,6 +336,7 @@ class VectorDigest<0> {
   REFITD_COPY_CODE explicit VectorDigest(const uint32_t* /*table*/) {}
   REFITD_COPY_CODE void AddWhole(const Vector& /*v*/, uint64_t /*p*/) {}
   REFITD_COPY_CODE void AddPart(const Vector& /*v*/, uint64_t /*p*/, int /*low*/, int /*high*/) {}
+  REFITD_COPY_CODE void AddSum(uint64_t /*sum*/) {}
   REFITD_COPY_CODE uint64_t sum() const { return 0; }
 };
 
@@ -411,10 +467,98 @@ class Locator {
   const Divisor count2_;
 };
 
+// Whether the vectors of a Line's thread lie alike in blocks of the digest.
+template <int kDigest>
+REFITD_COPY_CODE constexpr bool LineFits(uint32_t threads) {
+  return threads * (kVector / kElementBytes<kDigest>) % kDigestBlock == 0;
+}
+
+// One thread's whole vectors of a task of one run: nothing is computed for a vector but what the
+// vector itself needs. With kProof both passes at once: what is stored, and what lies at `proof`,
+// which is loaded on its own; they share the factors of their blocks.
+template <int kDigest, bool kStore, bool kProof>
+class Line {
+ public:
+  REFITD_COPY_CODE Line(const CopyTask& task, const PassShape& shape, const uint32_t* table,
+                        uint32_t thread, uint32_t threads)
+      : stride_(uint64_t{threads} * kVector) {
+    constexpr uint64_t kElement = kElementBytes<kDigest>;
+    const uint64_t base = kStore ? task.destination : task.index * kElement;
+    const auto before = static_cast<uint32_t>(base % kVector);
+    const uint32_t first = (before != 0 ? 1 : 0) + thread;
+    const uint32_t end = (before + shape.run) / kVector;
+    if (first >= end) return;
+    left_ = (end - first - 1) / threads + 1;
+    const uint32_t skipped = first * kVector - before;
+    from_ = shape.from + skipped;
+    to_ = task.destination + skipped;
+    proof_ = task.proof + skipped;
+    if constexpr (kDigest != 0) {
+      const uint64_t p = task.index + skipped / kElement;
+      block_ = p / kDigestBlock;
+      constants_.Fetch(table, static_cast<uint32_t>(p) % kDigestBlock);
+    }
+  }
+
+  REFITD_COPY_CODE void Run() {
+    REFITD_COPY_NO_UNROLL
+    for (; left_ >= kMany; left_ -= kMany) Step<true>();
+    if (left_ > 0) Step<false>();
+  }
+
+  REFITD_COPY_CODE uint64_t sum() const { return sum_; }
+  REFITD_COPY_CODE uint64_t proof_sum() const { return proof_sum_; }
+
+ private:
+  // Vectors at once: loads in flight hide the latency of memory. Memory that is written too is
+  // slower with more of them.
+  static constexpr uint32_t kMany = kStore ? 4 : 8;
+
+  template <bool kAll>
+  REFITD_COPY_CODE void Step() {
+    Vector v[kMany];
+    Vector proof[kMany];
+    REFITD_COPY_UNROLL
+    for (uint32_t u = 0; u < kMany; ++u) {
+      if (!kAll && u >= left_) break;
+      v[u] = Load<true>(from_ + u * stride_);
+      if constexpr (kProof) proof[u] = Load<true>(proof_ + u * stride_);
+    }
+    REFITD_COPY_UNROLL
+    for (uint32_t u = 0; u < kMany; ++u) {
+      if (!kAll && u >= left_) break;
+      if constexpr (kStore) Store(to_ + u * stride_, v[u]);
+      if constexpr (kDigest != 0) {
+        const uint64_t factor = BlockFactor(block_ + u * BlockStep());
+        sum_ += constants_.Sum(v[u]) * factor;
+        if constexpr (kProof) proof_sum_ += constants_.Sum(proof[u]) * factor;
+      }
+    }
+    from_ += kMany * stride_;
+    to_ += kMany * stride_;
+    proof_ += kMany * stride_;
+    block_ += kMany * BlockStep();
+  }
+
+  REFITD_COPY_CODE uint64_t BlockStep() const {
+    return stride_ / kElementBytes<kDigest> / kDigestBlock;
+  }
+
+  const uint64_t stride_;  // bytes from one vector to the next
+  uint32_t left_ = 0;      // vectors
+  uint64_t from_ = 0;      // of the next one
+  uint64_t to_ = 0;
+  uint64_t proof_ = 0;
+  uint64_t block_ = 0;
+  LaneConstants<kDigest> constants_;
+  uint64_t sum_ = 0;
+  uint64_t proof_sum_ = 0;
+};
+
 template <int kDims, int kDigest, bool kStore>
 REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, uint32_t thread,
                                 uint32_t threads, VectorDigest<kDigest>* digest) {
-  // Loads in flight of one thread: what hides the latency of memory.
+  // Loads in flight of one thread.
   constexpr int kUnroll = kDigest == 0 ? 8 : 4;
   const Locator<kDims, kDigest, kStore> locator(task, shape);
   const Divisor vectors(kDims == 0 ? 1 : shape.vectors);
@@ -494,7 +638,13 @@ REFITD_COPY_CODE uint64_t Pass(const CopyTask& task, uint64_t from, const uint32
   if (shape.quick) {
     switch (shape.dims) {
       case 0:
-        QuickPass<0, kDigest, kStore>(task, shape, thread, threads, &digest);
+        if (kDigest == 0 || LineFits<kDigest>(threads)) {
+          Line<kDigest, kStore, false> line(task, shape, table, thread, threads);
+          line.Run();
+          digest.AddSum(line.sum());
+        } else {
+          QuickPass<0, kDigest, kStore>(task, shape, thread, threads, &digest);
+        }
         break;
       case 1:
         QuickPass<1, kDigest, kStore>(task, shape, thread, threads, &digest);
@@ -527,6 +677,34 @@ struct TaskSums {
   uint64_t source = 0;
 };
 
+// Both passes at once, where they take the same whole vectors; false: nothing was done.
+template <int kDigest>
+REFITD_COPY_CODE bool BothPasses(const CopyTask& task, const uint32_t* table, uint32_t thread,
+                                 uint32_t threads, TaskSums* sums) {
+  const PassShape shape = MakeShape<kDigest, true>(task, task.source);
+  if (!shape.quick || shape.ends || shape.dims != 0 || !LineFits<kDigest>(threads) ||
+      task.proof % kVector != 0) {
+    return false;
+  }
+  Line<kDigest, true, true> line(task, shape, table, thread, threads);
+  line.Run();
+  sums->stored = line.sum();
+  sums->source = line.proof_sum();
+  return true;
+}
+
+REFITD_COPY_CODE bool BothPasses(const CopyTask& task, const uint32_t* table, uint32_t thread,
+                                 uint32_t threads, TaskSums* sums) {
+  switch (task.element_bytes) {
+    case 1:
+      return BothPasses<1>(task, table, thread, threads, sums);
+    case 2:
+      return BothPasses<2>(task, table, thread, threads, sums);
+    default:
+      return BothPasses<4>(task, table, thread, threads, sums);
+  }
+}
+
 // One thread's share of a task. The sums of all threads are what the task adds.
 REFITD_COPY_CODE TaskSums RunShare(const CopyTask& task, const uint32_t* table, uint32_t thread,
                                    uint32_t threads) {
@@ -534,6 +712,9 @@ REFITD_COPY_CODE TaskSums RunShare(const CopyTask& task, const uint32_t* table, 
   const bool copied = task.destination != 0;
   const bool proven = task.proof_sum != kNoSum;
   const bool is_proof = copied && proven && task.sum == kNoSum && task.proof == task.source;
+  if (copied && proven && task.sum != kNoSum && BothPasses(task, table, thread, threads, &sums)) {
+    return sums;
+  }
   if (proven && !is_proof) {
     sums.source = DigestPass<false>(task, task.proof, table, thread, threads);
   }

@@ -7,13 +7,13 @@
 namespace refitd {
 namespace {
 
-constexpr std::array<uint32_t, copy_code::kDigestBlock> MakeTable() {
-  std::array<uint32_t, copy_code::kDigestBlock> table = {};
-  for (uint32_t i = 0; i < table.size(); ++i) table[i] = copy_code::DigestConstant(i);
+constexpr std::array<uint32_t, copy_code::kTableWords> MakeTable() {
+  std::array<uint32_t, copy_code::kTableWords> table = {};
+  for (uint32_t i = 0; i < table.size(); ++i) table[i] = copy_code::TableWord(i);
   return table;
 }
 
-constexpr std::array<uint32_t, copy_code::kDigestBlock> kTable = MakeTable();
+constexpr std::array<uint32_t, copy_code::kTableWords> kTable = MakeTable();
 
 void Add(unsigned long long* sums, uint32_t sum, uint64_t digest) {
   if (sum != kNoSum) __atomic_fetch_add(sums + sum, digest, __ATOMIC_RELAXED);

@@ -37,15 +37,19 @@ __device__ __forceinline__ void FetchTask(const CopyLaunch& launch, uint32_t num
 
 }  // namespace
 
-// A block's first task is that of its own number; the others come from the counter, each taken and
-// fetched while the one before is worked on.
+// All tasks come from the counter, the first ones too: those of a block that has to wait for a
+// multiprocessor would wait with it. Each is taken and fetched while the one before is worked on.
 extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLaunch launch) {
-  __shared__ uint32_t table[copy_code::kDigestBlock];
+  __shared__ uint32_t table[copy_code::kTableWords];
   __shared__ __align__(16) Turn turns[2];
   const uint32_t thread = threadIdx.x;
-  if (thread < copy_code::kDigestBlock) table[thread] = copy_code::DigestConstant(thread);
-  uint32_t number = blockIdx.x;
-  if (thread == 0) turns[1].number = gridDim.x + atomicAdd(launch.next_task, 1);
+  if (thread < copy_code::kTableWords) table[thread] = copy_code::TableWord(thread);
+  if (thread == 0) {
+    turns[0].number = atomicAdd(launch.next_task, 1);
+    turns[1].number = atomicAdd(launch.next_task, 1);
+  }
+  __syncthreads();
+  uint32_t number = turns[0].number;
   FetchTask(launch, number, &turns[0]);
   __syncthreads();
   for (uint32_t at = 0; number < launch.task_count; at ^= 1) {
@@ -53,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLa
     Turn& other = turns[at ^ 1];
     const uint32_t next = other.number;
     uint32_t after = 0;
-    if (thread == 0) after = gridDim.x + atomicAdd(launch.next_task, 1);
+    if (thread == 0) after = atomicAdd(launch.next_task, 1);
     FetchTask(launch, next, &other);
 
     const CopyTask& task = *reinterpret_cast<const CopyTask*>(turn.task);

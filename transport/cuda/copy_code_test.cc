@@ -1,0 +1,182 @@
+// The copy kernel's code on contiguous tasks, which have a loop of their own, against the digest's
+// definition. Boxes, and all of it on a GPU: copy_plan_test.cc, tests/gpu/copy_kernel_trial.cc.
+#include "transport/cuda/copy_code.h"
+
+#include <array>
+#include <catch2/catch.hpp>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "transport/cuda/copy_interpreter.h"
+#include "transport/digest.h"
+
+namespace refitd {
+namespace {
+
+constexpr uint64_t kSeed = 90210;
+constexpr unsigned char kPoison = 0xcd;
+constexpr size_t kBytes = 160 << 10;
+
+using Rng = std::mt19937_64;
+
+int64_t Pick(Rng* rng, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(*rng);
+}
+
+struct alignas(16) Memory {
+  std::array<unsigned char, kBytes> bytes;
+};
+
+// Mostly where vectors are aligned, else where elements are, or not even those.
+size_t PickPlace(Rng* rng, int64_t element_bytes) {
+  const int64_t kind = Pick(rng, 0, 4);
+  const int64_t at = 16 * Pick(rng, 1, 8);
+  if (kind < 3) return static_cast<size_t>(at);
+  return static_cast<size_t>(at + Pick(rng, 0, 15) * (kind == 3 ? element_bytes : 1));
+}
+
+uint64_t PickIndex(Rng* rng) {
+  switch (Pick(rng, 0, 3)) {
+    case 0:
+      return 0;
+    case 1:  // 4-byte words of a tensor that no memory holds
+      return (uint64_t{1} << 45) + static_cast<uint64_t>(64 * Pick(rng, 0, 1'000'000));
+    case 2:
+      return static_cast<uint64_t>(16 * Pick(rng, 0, 1'000'000));
+    default:
+      return static_cast<uint64_t>(Pick(rng, 0, 1'000'000));
+  }
+}
+
+uint32_t PickRun(Rng* rng, int64_t element_bytes) {
+  const int64_t most = (kBytes - 512) / element_bytes;
+  const int64_t run = Pick(rng, 0, 1) == 0 ? Pick(rng, 1, most) : Pick(rng, 1, 700);
+  return static_cast<uint32_t>(Pick(rng, 0, 2) == 0 ? run : (run + 15) / 16 * 16);
+}
+
+uint64_t Address(const Memory& memory, size_t at) {
+  return reinterpret_cast<uint64_t>(memory.bytes.data() + at);
+}
+
+struct Trial {
+  Memory source;
+  Memory proof;
+  Memory destination;
+  size_t from = 0;
+  size_t proof_at = 0;
+  size_t to = 0;
+  CopyTask task;
+
+  uint64_t Digest(const Memory& memory, size_t at) const {
+    return ReferenceDigest(memory.bytes.data() + at, task.element_bytes,
+                           static_cast<int64_t>(task.index), task.run);
+  }
+};
+
+void PickTrial(Rng* rng, Trial* trial) {
+  for (Memory* memory : {&trial->source, &trial->proof}) {
+    for (size_t at = 0; at < kBytes; at += sizeof(uint64_t)) {
+      const uint64_t word = (*rng)();
+      std::memcpy(memory->bytes.data() + at, &word, sizeof(word));
+    }
+  }
+  trial->destination.bytes.fill(kPoison);
+  CopyTask& task = trial->task;
+  task = {};
+  const int64_t element_bytes = int64_t{1} << Pick(rng, 0, 2);
+  task.element_bytes = static_cast<uint8_t>(element_bytes);
+  task.run = PickRun(rng, element_bytes);
+  task.index = PickIndex(rng);
+  trial->from = PickPlace(rng, element_bytes);
+  trial->proof_at = PickPlace(rng, element_bytes);
+  trial->to = PickPlace(rng, element_bytes);
+  task.source = Address(trial->source, trial->from);
+  task.destination = Address(trial->destination, trial->to);
+}
+
+// The digest of what is stored differs from that of the source pass: they read different memory.
+void CheckBoth(Trial* trial, uint32_t threads) {
+  trial->task.proof = Address(trial->proof, trial->proof_at);
+  trial->task.sum = 0;
+  trial->task.proof_sum = 1;
+  unsigned long long stored = 0;
+  std::array<unsigned long long, 2> source = {};
+  uint32_t next = 0;
+  RunTasks({.tasks = &trial->task,
+            .task_count = 1,
+            .next_task = &next,
+            .stored_sums = &stored,
+            .source_sums = source.data()},
+           threads);
+  CHECK(stored == trial->Digest(trial->source, trial->from));
+  CHECK(source[0] == 0);
+  CHECK(source[1] == trial->Digest(trial->proof, trial->proof_at));
+}
+
+void CheckRead(Trial* trial, uint32_t threads) {
+  trial->task.proof = Address(trial->proof, trial->proof_at);
+  trial->task.source = trial->task.destination = 0;
+  trial->task.proof_sum = 0;
+  unsigned long long sum = 0;
+  uint32_t next = 0;
+  RunTasks({.tasks = &trial->task,
+            .task_count = 1,
+            .next_task = &next,
+            .stored_sums = nullptr,
+            .source_sums = &sum},
+           threads);
+  CHECK(sum == trial->Digest(trial->proof, trial->proof_at));
+}
+
+void CheckCopy(Trial* trial, uint32_t threads) {
+  uint32_t next = 0;
+  RunTasks({.tasks = &trial->task, .task_count = 1, .next_task = &next}, threads);
+}
+
+void CheckStored(const Trial& trial) {
+  std::vector<unsigned char> want(kBytes, kPoison);
+  std::memcpy(want.data() + trial.to, trial.source.bytes.data() + trial.from,
+              size_t{trial.task.run} * trial.task.element_bytes);
+  CHECK(std::memcmp(want.data(), trial.destination.bytes.data(), kBytes) == 0);
+}
+
+TEST_CASE("A contiguous task stores its bytes and digests as defined, however it lies") {
+  Rng rng(kSeed);
+  const auto trial = std::make_unique<Trial>();
+  constexpr std::array<uint32_t, 4> kThreads = {1, 32, 96, 512};
+  for (int round = 0; round < 600; ++round) {
+    INFO("round " << round);
+    PickTrial(&rng, trial.get());
+    const uint32_t threads = kThreads[static_cast<size_t>(round) % kThreads.size()];
+    switch (Pick(&rng, 0, 3)) {
+      case 0:
+        CheckRead(trial.get(), threads);
+        break;
+      case 1:
+        CheckCopy(trial.get(), threads);
+        CheckStored(*trial);
+        break;
+      default:
+        CheckBoth(trial.get(), threads);
+        CheckStored(*trial);
+    }
+  }
+}
+
+TEST_CASE("The table's second half holds the bytes of the constants, four by four") {
+  for (uint32_t i = 0; i < copy_code::kDigestBlock; ++i) {
+    CHECK(copy_code::TableWord(i) == kDigestT[i]);
+    uint32_t constant = 0;
+    for (uint32_t byte = 0; byte < 4; ++byte) {
+      const uint32_t word = copy_code::TableWord(copy_code::kDigestBlock + i / 4 * 4 + byte);
+      constant |= (word >> (8 * (i % 4)) & 0xff) << (8 * byte);
+    }
+    CHECK(constant == kDigestT[i]);
+  }
+}
+
+}  // namespace
+}  // namespace refitd
