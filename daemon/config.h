@@ -103,7 +103,7 @@ struct CudaConfig {
   bool enabled = true;
   int copy_blocks = 64;                        // of a copy kernel
   Duration device = std::chrono::seconds(60);  // device work that takes longer has failed
-  int64_t engine_bytes = 8 << 20;              // from which on copy engines move a piece; 0: none
+  int64_t engine_bytes = 2 << 20;              // from which on copy engines move a piece; 0: none
   std::string library = "libcuda.so.1";        // as for dlopen
   bool operator==(const CudaConfig&) const = default;
 };

@@ -287,11 +287,12 @@ class DeviceQueues {
     return count;
   }
 
-  DeviceTasks Take(int device, const CopyPlanOptions& options) {
+  // `position`: of the device among those of the plan.
+  DeviceTasks Take(int device, size_t position, const CopyPlanOptions& options) {
     const Sizes sizes = TaskSizes(device, options);
     const auto count = static_cast<size_t>(CountTasks(device, options));
     DeviceTasks result = {
-        .device = device, .local = sizes.local, .tasks = {}, .lanes = TakeLanes()};
+        .device = device, .local = sizes.local, .tasks = {}, .lanes = TakeLanes(position)};
     std::vector<Queue> queues;
     for (const auto& [number, target] : targets_) queues.emplace_back(target, sizes);
     result.tasks.reserve(count);
@@ -387,14 +388,16 @@ class DeviceQueues {
   };
 
   // A target's copies stay in one lane, one after the other.
-  std::vector<EngineCopies> TakeLanes() {
-    std::vector<EngineCopies> lanes(std::min(copies_.size(), kEngineLanes));
-    size_t next = 0;
+  std::vector<EngineCopies> TakeLanes(size_t position) {
+    std::vector<const EngineCopies*> turns;
+    for (const auto& [target, copies] : copies_) turns.push_back(&copies);
+    std::vector<EngineCopies> lanes(std::min(turns.size(), kEngineLanes));
     const auto append = [](auto* to, const auto& from) {
       to->insert(to->end(), from.begin(), from.end());
     };
-    for (const auto& [target, copies] : copies_) {
-      EngineCopies& lane = lanes[next++ % kEngineLanes];
+    for (size_t turn = 0; turn < turns.size(); ++turn) {
+      const EngineCopies& copies = *turns[(turn + position) % turns.size()];
+      EngineCopies& lane = lanes[turn % kEngineLanes];
       append(&lane.sources, copies.sources);
       append(&lane.destinations, copies.destinations);
       append(&lane.bytes, copies.bytes);
@@ -437,7 +440,7 @@ absl::StatusOr<std::vector<DeviceTasks>> TakeAll(Devices* devices, const CopyPla
   }
   std::vector<DeviceTasks> all;
   for (auto& [device, queues] : *devices) {
-    if (!queues.empty()) all.push_back(queues.Take(device, options));
+    if (!queues.empty()) all.push_back(queues.Take(device, all.size(), options));
   }
   return all;
 }

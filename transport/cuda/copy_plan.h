@@ -41,16 +41,21 @@ struct EngineCopies {
   std::vector<size_t> bytes;
 };
 
-// A device's copies to others run in so many lanes at once, a stream each. Measured: with one for
-// each of four receivers all links are full; with two for each, eight at once, they are at 0.8.
+// A device's copies to others are issued to so many lanes, a stream each. Measured: with one for
+// each of four receivers all links are full; with two for each, eight in all, they are at 0.8.
+// However many there are, a device copies to one receiver at a time, the lanes' in the order in
+// which they were first issued: several sources must begin with different ones, or half the links
+// stand idle.
 inline constexpr size_t kEngineLanes = 4;
 
 struct DeviceTasks {
   int device = 0;
   // At most a 16th of the bytes go to other devices: memory bounds it, not a link.
   bool local = false;
-  std::vector<CopyTask> tasks;      // for the kernel; run in any order, each by one thread block
-  std::vector<EngineCopies> lanes;  // at most kEngineLanes; none is empty; beside `tasks`
+  std::vector<CopyTask> tasks;  // for the kernel; run in any order, each by one thread block
+  // Beside `tasks`; at most kEngineLanes, none empty. To be issued in this order: the nth source of
+  // a plan begins with its nth receiver.
+  std::vector<EngineCopies> lanes;
 };
 
 struct CudaCopyPlan {

@@ -656,6 +656,42 @@ TEST_CASE("Long runs go to other devices by copy engines where the kernel need n
   CHECK(longer->devices[0].lanes.empty());
 }
 
+TEST_CASE("Sources begin their copies by engines with different receivers") {
+  Rng rng(kSeed + 11);
+  // From devices 0 and 2, both even, to two others each.
+  const auto c = DenseCase(&rng, {64, 64}, {4, 5});
+  const auto add = [&](int device) {
+    BoundPiece piece = c->transfer.source[0];
+    piece.data = c->views.Take(&rng, ElementCount(piece.box) * 2, 32);
+    piece.name = "tensor.1";
+    c->addresses.Put(piece.data, device);
+    return piece;
+  };
+  c->transfer.source.push_back(add(2));
+  for (uint32_t d = 0; d < 2; ++d) {
+    c->transfer.destinations[d].push_back(add(static_cast<int>(d) + 4));
+    c->transfer.program.moves.push_back({.source = 0,
+                                         .source_piece = 1,
+                                         .destination = d,
+                                         .destination_piece = 1,
+                                         .box = c->transfer.source[1].box});
+  }
+  const auto plan = PlanCopies(c->transfer, Verification::kOff, &c->addresses,
+                               CopyPlanOptions{.engine_bytes = 8192});
+  INFO(plan.status().ToString());
+  REQUIRE(plan.ok());
+  REQUIRE(plan->devices.size() == 2);
+  for (size_t source = 0; source < 2; ++source) {
+    const DeviceTasks& device = plan->devices[source];
+    REQUIRE(device.lanes.size() == 2);
+    for (size_t lane = 0; lane < 2; ++lane) {
+      const BoundPiece& to = c->transfer.destinations[(source + lane) % 2][source];
+      CHECK(device.lanes[lane].destinations ==
+            std::vector<unsigned long long>{*c->addresses.On(device.device, to)});
+    }
+  }
+}
+
 TEST_CASE("What lies together but is no range of the tensor is moved by copy engines as well") {
   Rng rng(kSeed + 10);
   // Two halves of the columns, each stored densely on both sides.
