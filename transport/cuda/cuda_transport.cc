@@ -309,15 +309,20 @@ class Run : public std::enable_shared_from_this<Run> {
   // The transport ends, and a device has not ended its job.
   void Fail(const absl::Status& status) { FinishOnce(status); }
 
-  // `results`: stored sums, then source sums of the job's device; null: it has none.
-  void JobEnded(const absl::Status& status, const unsigned long long* results) {
+  // `results`: stored sums, then source sums of a job's device.
+  void Add(const unsigned long long* results) {
+    MutexLock lock(&mutex_);
+    for (uint64_t& sum : sums_.stored) sum += *results++;
+    for (uint64_t& sum : sums_.source) sum += *results++;
+  }
+
+  void JobEnded(const absl::Status& status) {
     bool last = false;
     absl::Status outcome;
     if (!status.ok()) failed_.store(true, std::memory_order_relaxed);
     {
       MutexLock lock(&mutex_);
       if (status_.ok()) status_ = status;
-      if (status.ok() && results != nullptr) Add(results);
       last = --jobs_left_ == 0;
       outcome = status_;
     }
@@ -353,11 +358,6 @@ class Run : public std::enable_shared_from_this<Run> {
     }
   }
 
-  void Add(const unsigned long long* results) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    for (uint64_t& sum : sums_.stored) sum += *results++;
-    for (uint64_t& sum : sums_.source) sum += *results++;
-  }
-
   const std::shared_ptr<Engine> engine_;
   const std::shared_ptr<Planned> planned_;
   const std::string label_;
@@ -382,10 +382,13 @@ class PartJob : public DeviceJob {
   void Fail(const absl::Status& status) override { run_->Fail(status); }
 
   void End(const absl::Status& status) override {
-    const bool have = status.ok() && results_at_ >= 0;
-    run_->JobEnded(
-        status,
-        have ? reinterpret_cast<const unsigned long long*>(pinned_.host() + results_at_) : nullptr);
+    if (status.ok() && results_at_ >= 0) {
+      run_->Add(reinterpret_cast<const unsigned long long*>(pinned_.host() + results_at_));
+    }
+    // Before anybody is told: the next run finds them.
+    pinned_ = Buffer();
+    scratch_ = Buffer();
+    run_->JobEnded(status);
   }
 
   absl::Status Issue(DeviceStreams* streams) override {
