@@ -9,16 +9,16 @@
 // that are stored.
 //
 // Three loops share the work. Line and QuickPass take whole vectors where source, destination and
-// the digest's index are aligned alike: Line those of tasks of one run, QuickPass all others.
-// SlowPass takes everything: sources that lie otherwise modulo 16 are loaded as two aligned vectors
-// and shifted, partial vectors are stored in parts, elements of a vector may belong to two blocks
-// of the digest; after the others it takes only the ends of runs.
+// the digest's index are aligned alike: Line those of tasks of one run, and of runs that lie alike;
+// QuickPass all others. SlowPass takes everything: sources that lie otherwise modulo 16 are loaded
+// as two aligned vectors and shifted, partial vectors are stored in parts, elements of a vector may
+// belong to two blocks of the digest; after the others it takes only the ends of runs.
 //
-// Large weights are tasks of one run, and memory brings a multiprocessor of an H200 a vector for
-// each thread of a warp every 31 cycles: Line spends 54 instructions on a vector of 2-byte elements
-// that is digested, 50 of 1-byte ones, 37 of 4-byte ones, QuickPass 100 to 157 (sm_90). Line does
-// both passes of a task at once: the second load finds in a cache what the first brought from
-// memory.
+// Most weights are Line's, and memory brings a multiprocessor of an H200 a vector for each thread
+// of a warp every 31 cycles: Line spends 53 instructions on a vector of 2-byte elements that is
+// digested (of 1-byte ones 50, of 4-byte ones 37; 11 more where there are runs), QuickPass 120 to
+// 172 (sm_90). Line does both passes of a task at once: the second load finds in a cache what the
+// first brought from memory.
 //
 // Where a digest is wanted of what is stored at no multiple of the element size, aligned vectors
 // would cut elements. Then vectors begin where the run does, and stores are as narrow as that
@@ -422,26 +422,19 @@ REFITD_COPY_CODE PassShape MakeShape(const CopyTask& task, uint64_t from) {
   return shape;
 }
 
-template <int kDims, int kDigest, bool kStore>
+template <int kDigest, bool kStore>
 class Locator {
  public:
   REFITD_COPY_CODE Locator(const CopyTask& task, const PassShape& shape)
-      : task_(task),
-        shape_(shape),
-        count1_(kDims > 1 ? task.count[1] : 1),
-        count2_(kDims > 1 ? task.count[2] : 1) {}
+      : task_(task), shape_(shape), count1_(task.count[1]), count2_(task.count[2]) {}
 
   REFITD_COPY_CODE Place At(uint32_t run, uint32_t vector) const {
     Place place = {shape_.from, task_.destination, task_.index, 0, 0};
-    if constexpr (kDims == 1) {
-      Step(2, run, &place);
-    } else if constexpr (kDims > 1) {
-      const uint32_t rest = count2_.Divide(run);
-      const uint32_t slowest = count1_.Divide(rest);
-      Step(2, run - rest * count2_.d, &place);
-      Step(1, rest - slowest * count1_.d, &place);
-      Step(0, slowest, &place);
-    }
+    const uint32_t rest = count2_.Divide(run);
+    const uint32_t slowest = count1_.Divide(rest);
+    Step(2, run - rest * count2_.d, &place);
+    Step(1, rest - slowest * count1_.d, &place);
+    Step(0, slowest, &place);
     const uint64_t base = kStore ? place.to : place.p * kElementBytes<kDigest>;
     const auto before = static_cast<int>(base & shape_.grid);
     const int at = static_cast<int>(vector * kVector) - before;
@@ -467,35 +460,63 @@ class Locator {
   const Divisor count2_;
 };
 
-// Whether the vectors of a Line's thread lie alike in blocks of the digest.
+// What a Line takes: one run, or runs at a regular distance.
+enum class LineKind : uint8_t { kNone, kRun, kRuns };
+
+// One thread's vectors must lie alike in blocks of the digest; those of several runs must be whole.
 template <int kDigest>
-REFITD_COPY_CODE constexpr bool LineFits(uint32_t threads) {
-  return threads * (kVector / kElementBytes<kDigest>) % kDigestBlock == 0;
+REFITD_COPY_CODE LineKind LineOf(const CopyTask& task, const PassShape& shape, uint32_t threads) {
+  constexpr uint32_t kLanes = kVector / kElementBytes<kDigest>;
+  if (!shape.quick || (kDigest != 0 && threads * kLanes % kDigestBlock != 0)) {
+    return LineKind::kNone;
+  }
+  if (shape.dims == 0) return LineKind::kRun;
+  const bool alike =
+      kDigest == 0 || (task.run % kDigestBlock == 0 && task.index_step[2] % kDigestBlock == 0);
+  return shape.dims == 1 && !shape.ends && alike ? LineKind::kRuns : LineKind::kNone;
 }
 
-// One thread's whole vectors of a task of one run: nothing is computed for a vector but what the
-// vector itself needs. With kProof both passes at once: what is stored, and what lies at `proof`,
-// which is loaded on its own; they share the factors of their blocks.
-template <int kDigest, bool kStore, bool kProof>
+// Where a vector lies, or how far from another one.
+struct LinePlace {
+  uint64_t from = 0;
+  uint64_t to = 0;
+  uint64_t block = 0;  // of the digest
+
+  REFITD_COPY_CODE void Add(const LinePlace& distance) {
+    from += distance.from;
+    to += distance.to;
+    block += distance.block;
+  }
+};
+
+// One thread's whole vectors of a task: little is computed for a vector but what the vector itself
+// needs. With kProof both passes at once: what is stored, and what lies at `proof`, which is loaded
+// on its own; they share the factors of their blocks. LineOf the task says kRuns.
+template <bool kRuns, int kDigest, bool kStore, bool kProof>
 class Line {
  public:
   REFITD_COPY_CODE Line(const CopyTask& task, const PassShape& shape, const uint32_t* table,
                         uint32_t thread, uint32_t threads)
-      : stride_(uint64_t{threads} * kVector) {
-    constexpr uint64_t kElement = kElementBytes<kDigest>;
-    const uint64_t base = kStore ? task.destination : task.index * kElement;
+      : proof_(task.proof - shape.from) {
+    const uint64_t base = kStore ? task.destination : task.index * kElementBytes<kDigest>;
     const auto before = static_cast<uint32_t>(base % kVector);
     const uint32_t first = (before != 0 ? 1 : 0) + thread;
-    const uint32_t end = (before + shape.run) / kVector;
+    run_ = (before + shape.run) / kVector;
+    // Of one run these are constants.
+    const uint32_t step_runs = kRuns ? threads / run_ : 0;
+    rest_ = threads - step_runs * run_;
+    step_ = Distance(task, step_runs, rest_);
+    wrap_ = Distance(task, 1, -int64_t{run_});
+    const uint32_t end = kRuns ? run_ * shape.runs : run_;
     if (first >= end) return;
     left_ = (end - first - 1) / threads + 1;
-    const uint32_t skipped = first * kVector - before;
-    from_ = shape.from + skipped;
-    to_ = task.destination + skipped;
-    proof_ = task.proof + skipped;
+    const uint32_t runs = kRuns ? first / run_ : 0;
+    at_ = first - runs * run_;
+    next_ = {shape.from - before, task.destination - before, 0};
+    next_.Add(Distance(task, runs, at_));
     if constexpr (kDigest != 0) {
-      const uint64_t p = task.index + skipped / kElement;
-      block_ = p / kDigestBlock;
+      const uint64_t p = task.index - before / kDigest + Elements(task, runs, at_);
+      next_.block = p / kDigestBlock;
       constants_.Fetch(table, static_cast<uint32_t>(p) % kDigestBlock);
     }
   }
@@ -513,55 +534,84 @@ class Line {
   // Vectors at once: loads in flight hide the latency of memory. Memory that is written too is
   // slower with more of them.
   static constexpr uint32_t kMany = kStore ? 4 : 8;
+  // Past the L1 cache; a mere copy is 2% faster through it.
+  static constexpr bool kOnce = !kStore || kProof;
 
   template <bool kAll>
   REFITD_COPY_CODE void Step() {
     Vector v[kMany];
     Vector proof[kMany];
+    LinePlace at[kMany];
     REFITD_COPY_UNROLL
     for (uint32_t u = 0; u < kMany; ++u) {
       if (!kAll && u >= left_) break;
-      v[u] = Load<true>(from_ + u * stride_);
-      if constexpr (kProof) proof[u] = Load<true>(proof_ + u * stride_);
+      at[u] = next_;
+      v[u] = Load<kOnce>(next_.from);
+      if constexpr (kProof) proof[u] = Load<kOnce>(next_.from + proof_);
+      Advance();
     }
     REFITD_COPY_UNROLL
     for (uint32_t u = 0; u < kMany; ++u) {
       if (!kAll && u >= left_) break;
-      if constexpr (kStore) Store(to_ + u * stride_, v[u]);
+      if constexpr (kStore) Store(at[u].to, v[u]);
       if constexpr (kDigest != 0) {
-        const uint64_t factor = BlockFactor(block_ + u * BlockStep());
+        const uint64_t factor = BlockFactor(at[u].block);
         sum_ += constants_.Sum(v[u]) * factor;
         if constexpr (kProof) proof_sum_ += constants_.Sum(proof[u]) * factor;
       }
     }
-    from_ += kMany * stride_;
-    to_ += kMany * stride_;
-    proof_ += kMany * stride_;
-    block_ += kMany * BlockStep();
   }
 
-  REFITD_COPY_CODE uint64_t BlockStep() const {
-    return stride_ / kElementBytes<kDigest> / kDigestBlock;
+  REFITD_COPY_CODE void Advance() {
+    next_.Add(step_);
+    if constexpr (kRuns) {
+      at_ += rest_;
+      if (at_ < run_) return;
+      at_ -= run_;
+      next_.Add(wrap_);
+    }
   }
 
-  const uint64_t stride_;  // bytes from one vector to the next
-  uint32_t left_ = 0;      // vectors
-  uint64_t from_ = 0;      // of the next one
-  uint64_t to_ = 0;
-  uint64_t proof_ = 0;
-  uint64_t block_ = 0;
+  static REFITD_COPY_CODE uint64_t Elements(const CopyTask& task, int64_t runs, int64_t vectors) {
+    constexpr int64_t kLanes = kVector / kElementBytes<kDigest>;
+    return static_cast<uint64_t>(runs * task.index_step[2] + vectors * kLanes);
+  }
+
+  // A multiple of blocks for the distances that this thread goes.
+  static REFITD_COPY_CODE LinePlace Distance(const CopyTask& task, int64_t runs, int64_t vectors) {
+    const int64_t bytes = vectors * kVector;
+    LinePlace distance;
+    distance.from = static_cast<uint64_t>(runs * task.source_step[2] + bytes);
+    if constexpr (kStore) {
+      distance.to = static_cast<uint64_t>(runs * task.destination_step[2] + bytes);
+    }
+    if constexpr (kDigest != 0) {
+      const auto elements = static_cast<int64_t>(Elements(task, runs, vectors));
+      distance.block = static_cast<uint64_t>(elements / int64_t{kDigestBlock});
+    }
+    return distance;
+  }
+
+  const uint64_t proof_;  // how far from the source
+  uint32_t run_ = 0;      // vectors of a run
+  uint32_t left_ = 0;     // vectors of this thread
+  LinePlace next_;        // the next one, and which of its run
+  uint32_t at_ = 0;
+  LinePlace step_;  // to the one after it, rest_ further in its run
+  uint32_t rest_ = 0;
+  LinePlace wrap_;  // from behind a run to the next one's begin
   LaneConstants<kDigest> constants_;
   uint64_t sum_ = 0;
   uint64_t proof_sum_ = 0;
 };
 
-template <int kDims, int kDigest, bool kStore>
+template <int kDigest, bool kStore>
 REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, uint32_t thread,
                                 uint32_t threads, VectorDigest<kDigest>* digest) {
   // Loads in flight of one thread.
   constexpr int kUnroll = kDigest == 0 ? 8 : 4;
-  const Locator<kDims, kDigest, kStore> locator(task, shape);
-  const Divisor vectors(kDims == 0 ? 1 : shape.vectors);
+  const Locator<kDigest, kStore> locator(task, shape);
+  const Divisor vectors(shape.vectors);
   const uint32_t items = shape.vectors * shape.runs;
   REFITD_COPY_NO_UNROLL
   for (uint32_t first = thread; first < items; first += kUnroll * threads) {
@@ -572,8 +622,8 @@ REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, ui
     REFITD_COPY_UNROLL
     for (int u = 0; u < kUnroll; ++u) {
       const uint32_t item = first + static_cast<uint32_t>(u) * threads;
-      const uint32_t run = kDims == 0 ? 0 : vectors.Divide(item);
-      const Place place = locator.At(run, kDims == 0 ? item : item - run * vectors.d);
+      const uint32_t run = vectors.Divide(item);
+      const Place place = locator.At(run, item - run * vectors.d);
       whole[u] = item < items && place.low == 0 && place.high == static_cast<int>(kVector);
       to[u] = place.to;
       p[u] = place.p;
@@ -595,7 +645,7 @@ constexpr uint32_t kEnds = 3;
 template <int kDigest, bool kStore>
 REFITD_COPY_CODE void SlowPass(const CopyTask& task, const PassShape& shape, uint32_t thread,
                                uint32_t threads, VectorDigest<kDigest>* digest) {
-  const Locator<kTaskDims, kDigest, kStore> locator(task, shape);
+  const Locator<kDigest, kStore> locator(task, shape);
   const bool ends = shape.quick && shape.vectors > kEnds;
   const Divisor each(ends ? kEnds : shape.vectors);
   const uint32_t items = each.d * shape.runs;
@@ -635,23 +685,21 @@ REFITD_COPY_CODE uint64_t Pass(const CopyTask& task, uint64_t from, const uint32
                                uint32_t thread, uint32_t threads) {
   const PassShape shape = MakeShape<kDigest, kStore>(task, from);
   VectorDigest<kDigest> digest(table);
-  if (shape.quick) {
-    switch (shape.dims) {
-      case 0:
-        if (kDigest == 0 || LineFits<kDigest>(threads)) {
-          Line<kDigest, kStore, false> line(task, shape, table, thread, threads);
-          line.Run();
-          digest.AddSum(line.sum());
-        } else {
-          QuickPass<0, kDigest, kStore>(task, shape, thread, threads, &digest);
-        }
-        break;
-      case 1:
-        QuickPass<1, kDigest, kStore>(task, shape, thread, threads, &digest);
-        break;
-      default:
-        QuickPass<kTaskDims, kDigest, kStore>(task, shape, thread, threads, &digest);
+  switch (LineOf<kDigest>(task, shape, threads)) {
+    case LineKind::kRun: {
+      Line<false, kDigest, kStore, false> line(task, shape, table, thread, threads);
+      line.Run();
+      digest.AddSum(line.sum());
+      break;
     }
+    case LineKind::kRuns: {
+      Line<true, kDigest, kStore, false> line(task, shape, table, thread, threads);
+      line.Run();
+      digest.AddSum(line.sum());
+      break;
+    }
+    default:
+      if (shape.quick) QuickPass<kDigest, kStore>(task, shape, thread, threads, &digest);
   }
   if (shape.ends) SlowPass<kDigest, kStore>(task, shape, thread, threads, &digest);
   return digest.sum();
@@ -677,20 +725,32 @@ struct TaskSums {
   uint64_t source = 0;
 };
 
+template <bool kRuns, int kDigest>
+REFITD_COPY_CODE void LineOfBoth(const CopyTask& task, const PassShape& shape,
+                                 const uint32_t* table, uint32_t thread, uint32_t threads,
+                                 TaskSums* sums) {
+  Line<kRuns, kDigest, true, true> line(task, shape, table, thread, threads);
+  line.Run();
+  sums->stored = line.sum();
+  sums->source = line.proof_sum();
+}
+
 // Both passes at once, where they take the same whole vectors; false: nothing was done.
 template <int kDigest>
 REFITD_COPY_CODE bool BothPasses(const CopyTask& task, const uint32_t* table, uint32_t thread,
                                  uint32_t threads, TaskSums* sums) {
   const PassShape shape = MakeShape<kDigest, true>(task, task.source);
-  if (!shape.quick || shape.ends || shape.dims != 0 || !LineFits<kDigest>(threads) ||
-      task.proof % kVector != 0) {
-    return false;
+  if (shape.ends || task.proof % kVector != 0) return false;
+  switch (LineOf<kDigest>(task, shape, threads)) {
+    case LineKind::kRun:
+      LineOfBoth<false, kDigest>(task, shape, table, thread, threads, sums);
+      return true;
+    case LineKind::kRuns:
+      LineOfBoth<true, kDigest>(task, shape, table, thread, threads, sums);
+      return true;
+    default:
+      return false;
   }
-  Line<kDigest, true, true> line(task, shape, table, thread, threads);
-  line.Run();
-  sums->stored = line.sum();
-  sums->source = line.proof_sum();
-  return true;
 }
 
 REFITD_COPY_CODE bool BothPasses(const CopyTask& task, const uint32_t* table, uint32_t thread,

@@ -1,7 +1,9 @@
-// The copy kernel's code on contiguous tasks, which have a loop of their own, against the digest's
-// definition. Boxes, and all of it on a GPU: copy_plan_test.cc, tests/gpu/copy_kernel_trial.cc.
+// The copy kernel's code on tasks of one run and of runs at a distance, which have a loop of their
+// own, against the digest's definition. Other boxes, and all of it on a GPU: copy_plan_test.cc,
+// tests/gpu/copy_kernel_trial.cc.
 #include "transport/cuda/copy_code.h"
 
+#include <algorithm>
 #include <array>
 #include <catch2/catch.hpp>
 #include <cstdint>
@@ -71,10 +73,29 @@ struct Trial {
   CopyTask task;
 
   uint64_t Digest(const Memory& memory, size_t at) const {
-    return ReferenceDigest(memory.bytes.data() + at, task.element_bytes,
-                           static_cast<int64_t>(task.index), task.run);
+    uint64_t digest = 0;
+    for (int64_t run = 0; run < task.count[2]; ++run) {
+      digest +=
+          ReferenceDigest(memory.bytes.data() + at + run * task.source_step[2], task.element_bytes,
+                          static_cast<int64_t>(task.index) + run * task.index_step[2], task.run);
+    }
+    return digest;
   }
 };
+
+// Steps are mostly such that all runs lie alike.
+void PickRuns(Rng* rng, CopyTask* task) {
+  const int64_t element_bytes = task->element_bytes;
+  const int64_t unit = Pick(rng, 0, 3) == 0 ? 1 : 64;  // elements
+  task->run = static_cast<uint32_t>(Pick(rng, 1, 400 / unit + 1) * unit);
+  const auto step = [&] { return (task->run + unit * Pick(rng, 0, 3)) * element_bytes; };
+  task->source_step[2] = step();
+  task->destination_step[2] = step();
+  task->index_step[2] = step() / element_bytes + (Pick(rng, 0, 3) == 0 ? 16 : 0);
+  const int64_t widest = std::max(task->source_step[2], task->destination_step[2]);
+  const auto most = std::min<int64_t>((kBytes - 512) / widest, 300);
+  task->count[2] = static_cast<uint16_t>(Pick(rng, 1, most));
+}
 
 void PickTrial(Rng* rng, Trial* trial) {
   for (Memory* memory : {&trial->source, &trial->proof}) {
@@ -88,7 +109,11 @@ void PickTrial(Rng* rng, Trial* trial) {
   task = {};
   const int64_t element_bytes = int64_t{1} << Pick(rng, 0, 2);
   task.element_bytes = static_cast<uint8_t>(element_bytes);
-  task.run = PickRun(rng, element_bytes);
+  if (Pick(rng, 0, 1) == 0) {
+    task.run = PickRun(rng, element_bytes);
+  } else {
+    PickRuns(rng, &task);
+  }
   task.index = PickIndex(rng);
   trial->from = PickPlace(rng, element_bytes);
   trial->proof_at = PickPlace(rng, element_bytes);
@@ -138,16 +163,20 @@ void CheckCopy(Trial* trial, uint32_t threads) {
 
 void CheckStored(const Trial& trial) {
   std::vector<unsigned char> want(kBytes, kPoison);
-  std::memcpy(want.data() + trial.to, trial.source.bytes.data() + trial.from,
-              size_t{trial.task.run} * trial.task.element_bytes);
+  const CopyTask& task = trial.task;
+  for (int64_t run = 0; run < task.count[2]; ++run) {
+    std::memcpy(want.data() + trial.to + run * task.destination_step[2],
+                trial.source.bytes.data() + trial.from + run * task.source_step[2],
+                size_t{task.run} * task.element_bytes);
+  }
   CHECK(std::memcmp(want.data(), trial.destination.bytes.data(), kBytes) == 0);
 }
 
-TEST_CASE("A contiguous task stores its bytes and digests as defined, however it lies") {
+TEST_CASE("A task of runs stores its bytes and digests as defined, however it lies") {
   Rng rng(kSeed);
   const auto trial = std::make_unique<Trial>();
   constexpr std::array<uint32_t, 4> kThreads = {1, 32, 96, 512};
-  for (int round = 0; round < 600; ++round) {
+  for (int round = 0; round < 1200; ++round) {
     INFO("round " << round);
     PickTrial(&rng, trial.get());
     const uint32_t threads = kThreads[static_cast<size_t>(round) % kThreads.size()];
