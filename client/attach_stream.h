@@ -168,16 +168,16 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     In event = std::move(current_in_);
     current_in_ = In();
     const bool handled = options_.handler && options_.handler(event);
-    MutexLock lock(&mutex_);
-    if (!handled && !detaching_) {
-      incoming_.push_back(std::move(event));
-      cond_.NotifyAll();
+    bool more = false;
+    {
+      MutexLock lock(&mutex_);
+      if (!handled && !detaching_) incoming_.push_back(std::move(event));
+      more = incoming_.size() < kMaxQueuedEvents || detaching_;
+      read_paused_ = !more;
     }
-    if (incoming_.size() < kMaxQueuedEvents || detaching_) {
-      ReadNext();
-    } else {
-      read_paused_ = true;
-    }
+    // Whoever waits goes on now, and not behind a mutex that is held while the next read begins.
+    if (!handled) cond_.NotifyAll();
+    if (more) this->StartRead(&current_in_);
   }
 
   void EndReads() {

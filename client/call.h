@@ -95,11 +95,13 @@ absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Resp
   auto context = StartCall<Stub, Request, Response>(
       stub, method, std::move(request), deadline,
       [answer](const absl::Status& status, const Response& response) {
-        MutexLock lock(&answer->mutex);
-        answer->status = status;
-        answer->response = response;
-        answer->done = true;
-        answer->cond.NotifyAll();
+        {
+          MutexLock lock(&answer->mutex);
+          answer->status = status;
+          answer->response = response;
+          answer->done = true;
+        }
+        answer->cond.NotifyAll();  // who wakes finds the mutex free
       });
   // gRPC itself keeps the deadline; the limit on top is for a gRPC that does not.
   const TimePoint limit = deadline + kCleanupLimit;

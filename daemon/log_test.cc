@@ -5,8 +5,11 @@
 #include <catch2/catch.hpp>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
 #include <vector>
 
+#include "daemon/log_queue.h"
 #include "daemon/test_util.h"
 
 namespace refitd {
@@ -41,6 +44,51 @@ TEST_CASE_METHOD(Fixture, "JSON lines parse whatever the message holds") {
   const auto second = nlohmann::json::parse(lines[1]);
   CHECK(second["level"] == "error");
   CHECK(second["msg"] == "second 2");
+}
+
+TEST_CASE_METHOD(Fixture, "Queued lines are written by Write, each once, in the order of Add") {
+  REQUIRE(SetLogging({.format = LogFormat::kJson, .level = LogLevel::kInfo, .file = path}).ok());
+  {
+    LogQueue queue;
+    queue.Add(LogLevel::kInfo, "one");
+    queue.Add(LogLevel::kWarning, "two");
+    CHECK(Lines(path).empty());
+    queue.Write();
+    queue.Write();
+    CHECK(Lines(path).size() == 2);
+    queue.Add(LogLevel::kInfo, "three");
+  }
+  std::vector<std::string> messages;
+  for (const std::string& line : Lines(path)) {
+    messages.push_back(nlohmann::json::parse(line)["msg"].get<std::string>());
+  }
+  CHECK(messages == std::vector<std::string>{"one", "two", "three"});
+}
+
+TEST_CASE_METHOD(Fixture, "Lines keep the order of Add where several threads write them") {
+  REQUIRE(SetLogging({.format = LogFormat::kJson, .level = LogLevel::kInfo, .file = path}).ok());
+  constexpr int kLines = 400;
+  LogQueue queue;
+  Mutex mutex;
+  int next = 0;
+  const auto work = [&] {
+    while (true) {
+      {
+        MutexLock lock(&mutex);
+        if (next == kLines) return;
+        queue.Add(LogLevel::kInfo, std::to_string(next++));
+      }
+      queue.Write();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) threads.emplace_back(work);
+  for (std::thread& thread : threads) thread.join();
+  const auto lines = Lines(path);
+  REQUIRE(lines.size() == kLines);
+  for (int i = 0; i < kLines; ++i) {
+    REQUIRE(nlohmann::json::parse(lines[static_cast<size_t>(i)])["msg"] == std::to_string(i));
+  }
 }
 
 TEST_CASE_METHOD(Fixture, "A text line stays one line whatever the message holds") {

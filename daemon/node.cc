@@ -170,8 +170,11 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
 
 // ---- time and life ----
 
-void Node::RunAll(Deferred deferred) {
-  for (const std::function<void()>& f : deferred) f();
+void Node::Deferred::Run() const {
+  for (const auto& sink : engines_) sink->Flush();
+  for (const std::function<void()>& run : others_) run();
+  for (const auto& sink : trainers_) sink->Flush();
+  if (log_ != nullptr) log_->Write();
 }
 
 TimePoint Node::NextWake() const {
@@ -223,7 +226,7 @@ void Node::TimerLoop() {
       }
       NotifyWatchers(true);
     }
-    RunAll(std::move(deferred));
+    RunAll(deferred);
   }
 }
 
@@ -252,7 +255,7 @@ void Node::Drain() {
     for (const auto& [name, group] : groups_) names.push_back(name);
     for (const std::string& name : names) Handle(name, DrainEvent{}, &deferred);
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::Finish(TimePoint deadline) {
@@ -270,8 +273,8 @@ void Node::Finish(TimePoint deadline) {
       Handle(name, OperatorAbort{NewCall(), "the daemon stops"}, &deferred);
     }
   }
-  RunAll(std::move(deferred));
-  deferred.clear();
+  RunAll(deferred);
+  deferred = {};
   {
     MutexLock lock(&mutex_);
     // Copies are finite; their end is what clean-up waits for (P6).
@@ -289,7 +292,7 @@ void Node::Finish(TimePoint deadline) {
       watcher.sink->End(absl::UnavailableError("the daemon stops"));
     watchers_.clear();
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::Hurry() {

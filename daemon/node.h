@@ -16,9 +16,10 @@
 //
 // One mutex serialises all state machines. Nothing under it blocks: transports have their own
 // threads, plans are made and device memory is opened and closed on threads of their own, streams
-// have their own queues; replies run after it was released. P6: a member's mappings are dropped
-// only on ReleaseMember, and every copy holds its own reference. P8: a lost member's token dies at
-// once, its record with its last copy. P9: a lease is bound to the credentials that attached.
+// have their own queues; replies run, events and log lines are written after it was released. P6: a
+// member's mappings are dropped only on ReleaseMember, and every copy holds its own reference. P8:
+// a lost member's token dies at once, its record with its last copy. P9: a lease is bound to the
+// credentials that attached.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_H_
@@ -45,6 +46,7 @@
 #include "daemon/group/group.h"
 #include "daemon/group/machine.h"
 #include "daemon/group/wire_lock.h"
+#include "daemon/log_queue.h"
 #include "daemon/observer.h"
 #include "daemon/peer_link.h"
 #include "daemon/planner.h"
@@ -94,14 +96,18 @@ struct Peer {
   std::optional<PeerCredentials> credentials;
 };
 
-// A member's event stream. Send and End are called under the node's mutex: they only enqueue. End
-// comes last, once.
+// A member's event stream. Events go out in the order of Queue and Send, which are called under the
+// node's mutex, as End is: none of them waits for the member. End comes last, once.
 template <typename Event>
 class EventSink {
  public:
   virtual ~EventSink() = default;
   virtual void Send(Event event) = 0;
   virtual void End(absl::Status status) = 0;
+  // Send in two steps: what is queued is written by the next Flush, Send or End. Flush is called
+  // without the node's mutex, on any thread, also after End: writing takes system calls.
+  virtual void Queue(Event event) { Send(std::move(event)); }
+  virtual void Flush() {}
 };
 using TrainerSink = EventSink<v1::TrainerEvent>;
 using EngineSink = EventSink<v1::EngineEvent>;
@@ -319,8 +325,22 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     TimePoint due;
     std::map<std::string, std::string> last;  // group -> state last sent, to send each change once
   };
-  // What runs after the mutex was released.
-  using Deferred = std::vector<std::function<void()>>;
+  // What runs after the mutex was released: events to engines, then whatever was added, answers to
+  // calls above all, then events to trainers, for which nobody waits, and log lines.
+  class Deferred {
+   public:
+    void Add(std::function<void()> run) { others_.push_back(std::move(run)); }
+    void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }
+    void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
+    void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
+    void Run() const;
+
+   private:
+    std::vector<std::shared_ptr<EngineSink>> engines_;
+    std::vector<std::function<void()>> others_;
+    std::vector<std::shared_ptr<TrainerSink>> trainers_;
+    std::shared_ptr<LogQueue> log_;  // null: no line was added
+  };
   using Events = std::deque<std::pair<std::string, MachineEvent>>;  // by group
   class Memory;
   struct Performer;
@@ -500,7 +520,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                                    Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool AnyUpdateRuns() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  static void RunAll(Deferred deferred);
+  // Without the mutex.
+  static void RunAll(const Deferred& deferred) { deferred.Run(); }
   void TimerLoop();
   TimePoint NextWake() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void WakeTimer() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -516,6 +537,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   const std::string boot_id_ = NewBootId();
   const TimePoint started_ = Now();
   std::atomic<uint64_t> next_call_{1};
+
+  // Filled under mutex_, so that lines have the order of what they tell.
+  const std::shared_ptr<LogQueue> log_ = std::make_shared<LogQueue>();
 
   Mutex mutex_;
   CondVar timer_cond_;

@@ -67,13 +67,15 @@ struct Node::Performer {
   }
   void SendEngine(MemberId id, v1::EngineEvent event) {
     MemberRecord* member = Find(id);
-    if (member != nullptr && member->engine_sink != nullptr)
-      member->engine_sink->Send(std::move(event));
+    if (member == nullptr || member->engine_sink == nullptr) return;
+    member->engine_sink->Queue(std::move(event));
+    deferred->Flush(member->engine_sink);
   }
   void SendTrainer(MemberId id, v1::TrainerEvent event) {
     MemberRecord* member = Find(id);
-    if (member != nullptr && member->trainer_sink != nullptr)
-      member->trainer_sink->Send(std::move(event));
+    if (member == nullptr || member->trainer_sink == nullptr) return;
+    member->trainer_sink->Queue(std::move(event));
+    deferred->Flush(member->trainer_sink);
   }
   // Committed, Aborted and Draining mean the same to both roles.
   template <typename Fill>
@@ -112,7 +114,7 @@ struct Node::Performer {
         closer->Submit(behind);
       };
     }
-    deferred->push_back(std::move(answer));
+    deferred->Add(std::move(answer));
     node->calls_.erase(it);
   }
   void operator()(SendPrepare& a) {
@@ -187,7 +189,9 @@ struct Node::Performer {
     const LogLevel level = a.level == LogLine::kInfo      ? LogLevel::kInfo
                            : a.level == LogLine::kWarning ? LogLevel::kWarning
                                                           : LogLevel::kError;
-    Log(level, "group {}: {}", group->machine->name(), a.text);
+    if (!LogEnabled(level)) return;
+    node->log_->Add(level, fmt::format("group {}: {}", group->machine->name(), a.text));
+    deferred->Write(node->log_);
   }
 
   // ---- other daemons ----
@@ -264,7 +268,7 @@ void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Events* more
                             d.source_digests},
                &deferred);
       }
-      RunAll(std::move(deferred));
+      RunAll(deferred);
     };
     const Memory memory(members_, *group);
     // A call of 0: the part came from another daemon into the slot.
@@ -289,7 +293,7 @@ void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Events* 
       MutexLock lock(&mutex_);
       Handle(name, d, &deferred);
     }
-    RunAll(std::move(deferred));
+    RunAll(deferred);
   };
   if (!executor_.AnyWritten(verify.update)) {
     // A refit with nothing to move: no thread is woken for it.

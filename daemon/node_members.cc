@@ -193,7 +193,7 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       if (created) AdmitWaiting(hello.group(), &deferred);
     }
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
   return member;
 }
 
@@ -269,7 +269,7 @@ void Node::MemberGone(MemberId member, const std::string& reason) {
            &deferred);
     }
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::Lose(MemberRecord* member, const std::string& reason, absl::Status end,
@@ -294,7 +294,7 @@ void Node::Erase(MemberId member, Deferred* deferred) {
   // Unmapping large regions takes long: after the mutex.
   regions_ -= static_cast<int64_t>(it->second.regions.size());
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(it->second.regions));
-  deferred->push_back([regions] { regions->clear(); });
+  deferred->Add([regions] { regions->clear(); });
   const std::optional<int> ordinal = it->second.ordinal;
   const std::string name = it->second.group;
   members_.erase(it);
@@ -348,7 +348,7 @@ void Node::MemberEvent(MemberId member, const GroupEvent& event) {
     const auto it = members_.find(member);
     if (it != members_.end() && !it->second.lost) Handle(it->second.group, event, &deferred);
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::Ready(MemberId member, const v1::Ready& ready) {
@@ -466,10 +466,10 @@ void Node::RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer,
       layouts_[call] = {id, *checked};
       Handle(group, LayoutRegistered{id, *checked, call}, &deferred);
     } else {
-      deferred.push_back([reply, status = member.status()] { reply(status); });
+      deferred.Add([reply, status = member.status()] { reply(status); });
     }
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::SendWelcome(GroupRecord* group, MemberRecord* member) {

@@ -75,7 +75,7 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
     }
     response.set_created(created);
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
   return response;
 }
 
@@ -141,7 +141,7 @@ void Node::AbortUpdate(CallId call, const v1::AbortUpdateRequest& request, Reply
     }
   }
   if (!refused.ok()) reply(refused, EmptyReply{});
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {

@@ -112,7 +112,7 @@ void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event
     const GroupRecord* group = FindGroup(name);
     if (group != nullptr && group->id == id) Handle(name, std::move(event), &deferred);
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::LinkIsUp(const std::string& name, uint64_t id, const LinkUp& up) {
@@ -134,7 +134,7 @@ void Node::LinkIsUp(const std::string& name, uint64_t id, const LinkUp& up) {
       }
     }
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::DropFollower(const std::string& name, Deferred* deferred, Events* more) {
@@ -145,7 +145,7 @@ void Node::DropFollower(const std::string& name, Deferred* deferred, Events* mor
   for (auto& [other, event] : events) more->emplace_back(other, std::move(event));
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
   // Its pool is unmapped, and its link let go, after the mutex.
-  deferred->push_back(
+  deferred->Add(
       [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
   groups_.erase(it);
 }
@@ -194,7 +194,7 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
       AdmitWaiting(group, &deferred);
     }
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
@@ -254,7 +254,7 @@ void Node::Report(uint64_t session, PeerReport report) {
       Handle(joined.group, ReportReceived{joined.node, std::move(report)}, &deferred);
     }
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::Gone(uint64_t session, std::string reason) {
@@ -272,7 +272,7 @@ void Node::Gone(uint64_t session, std::string reason) {
       }
     }
   }
-  RunAll(std::move(deferred));
+  RunAll(deferred);
 }
 
 void Node::EndSession(GroupRecord* group, NodeId node, absl::Status status) {

@@ -118,10 +118,11 @@ grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContex
 
 // The writing half of an event stream, which outlives the stream: the node may send at any time. A
 // queue of at most kMaxQueued events and kMaxQueuedBytes; a peer that reads so slowly loses its
-// stream. Thread-safe.
+// stream. Thread-safe. gRPC's operations begin without the stream's mutex: whoever queues an event
+// never waits for another one's write.
 //
 // `Reactor` has StartWrite(const Event*), Finish(grpc::Status) and GiveUp(), which cancels the
-// call.
+// call. It lives until Finish, which comes once no write is under way.
 template <typename Event, typename Reactor>
 class EventStream : public EventSink<Event> {
  public:
@@ -131,38 +132,52 @@ class EventStream : public EventSink<Event> {
   explicit EventStream(Reactor* reactor) : reactor_(reactor) {}
 
   void Send(Event event) override {
+    Queue(std::move(event));
+    Flush();
+  }
+
+  void Queue(Event event) override {
     MutexLock lock(&mutex_);
     if (reactor_ == nullptr || ended_) return;
     const size_t bytes = event.ByteSizeLong();
     if (queue_.size() >= kMaxQueued || bytes > kMaxQueuedBytes - queued_bytes_) {
-      // The write under way may never end: only cancelling ends the call then.
       queue_.resize(writing_ ? 1 : 0);
-      EndLocked(
-          grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED, "the peer does not read its events"));
-      reactor_->GiveUp();
+      ended_ = true;
+      end_ =
+          grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED, "the peer does not read its events");
+      // The write under way may never end: only cancelling ends the call then.
+      if (writing_) reactor_->GiveUp();
       return;
     }
     queued_bytes_ += bytes;
     queue_.push_back(std::move(event));
-    Pump();
   }
 
+  void Flush() override { Pump(); }
+
   void End(absl::Status status) override {
-    MutexLock lock(&mutex_);
-    EndLocked(ToGrpc(status));
+    {
+      MutexLock lock(&mutex_);
+      if (ended_) return;
+      ended_ = true;
+      end_ = ToGrpc(status);
+    }
+    Pump();
   }
 
   // The reactor's OnWriteDone.
   void Written(bool ok) {
-    MutexLock lock(&mutex_);
-    writing_ = false;
-    if (!queue_.empty()) {
-      queued_bytes_ -= queue_.front().GetCachedSize();
-      queue_.pop_front();
-    }
-    if (!ok) {
-      queue_.clear();
-      queued_bytes_ = 0;
+    {
+      MutexLock lock(&mutex_);
+      writing_ = false;
+      if (!queue_.empty()) {
+        queued_bytes_ -= queue_.front().GetCachedSize();
+        queue_.pop_front();
+      }
+      if (!ok) {
+        queue_.clear();
+        queued_bytes_ = 0;
+      }
     }
     Pump();
   }
@@ -174,21 +189,30 @@ class EventStream : public EventSink<Event> {
   }
 
  private:
-  void EndLocked(grpc::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (ended_) return;
-    ended_ = true;
-    end_ = std::move(status);
-    Pump();
-  }
-
-  void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (reactor_ == nullptr || writing_) return;
-    if (!queue_.empty()) {
-      writing_ = true;
-      reactor_->StartWrite(&queue_.front());
-    } else if (ended_ && !finished_) {
-      finished_ = true;
-      reactor_->Finish(end_);
+  // Begins what comes next, if nothing is under way. The front of the queue stays where it is until
+  // it was written.
+  void Pump() {
+    Reactor* reactor = nullptr;
+    const Event* event = nullptr;
+    grpc::Status end;
+    {
+      MutexLock lock(&mutex_);
+      if (reactor_ == nullptr || writing_ || finished_) return;
+      if (!queue_.empty()) {
+        writing_ = true;
+        event = &queue_.front();
+      } else if (ended_) {
+        finished_ = true;
+        end = end_;
+      } else {
+        return;
+      }
+      reactor = reactor_;
+    }
+    if (event != nullptr) {
+      reactor->StartWrite(event);
+    } else {
+      reactor->Finish(end);
     }
   }
 

@@ -188,7 +188,7 @@ class CopyTask : public WorkTask {
         label_(std::move(label)),
         done_(std::move(done)),
         faults_(faults),
-        sums_(plan_.bound.sums.size()),
+        sums_(verification == Verification::kReadback ? plan_.bound.sums.size() : 0),
         source_sums_(transfer_.want_source_digests ? transfer_.source.size() : 0) {}
 
  private:
@@ -358,7 +358,7 @@ class CopyTask : public WorkTask {
   const std::string label_;
   Done done_;
   TransferFaults* const faults_;
-  std::vector<std::atomic<uint64_t>> sums_;
+  std::vector<std::atomic<uint64_t>> sums_;         // kReadback
   std::vector<std::atomic<uint64_t>> source_sums_;  // per source piece, if wanted
   FirstFailure failure_;
 };
@@ -387,53 +387,62 @@ ReadbackPlan MakePlan(const ReadbackJob& job) {
   return plan;
 }
 
+// A job and what it comes down to.
+struct PreparedRead : PreparedReadback {
+  explicit PreparedRead(ReadbackJob of) : job(std::move(of)), plan(MakePlan(job)) {}
+  const ReadbackJob job;
+  const ReadbackPlan plan;
+};
+
 class ReadbackTask : public WorkTask {
  public:
   using Done = std::function<void(ReadbackResult)>;
 
-  ReadbackTask(ReadbackJob job, ReadbackPlan plan, Done done)
-      : WorkTask(static_cast<int64_t>(plan.chunks.size())),
-        job_(std::move(job)),
-        plan_(std::move(plan)),
+  // expected[i] is what piece i of the job must have.
+  ReadbackTask(std::shared_ptr<const PreparedRead> prepared, std::vector<uint64_t> expected,
+               Done done)
+      : WorkTask(static_cast<int64_t>(prepared->plan.chunks.size())),
+        prepared_(std::move(prepared)),
+        expected_(std::move(expected)),
         done_(std::move(done)),
-        sums_(job_.pieces.size()) {}
+        sums_(expected_.size()) {}
 
  private:
   void Run(int64_t unit) override {
-    const ReadbackChunk& chunk = plan_.chunks[static_cast<size_t>(unit)];
-    sums_[chunk.piece].fetch_add(DigestPiece(job_.pieces[chunk.piece].piece, chunk.box),
+    const ReadbackChunk& chunk = prepared_->plan.chunks[static_cast<size_t>(unit)];
+    sums_[chunk.piece].fetch_add(DigestPiece(prepared_->job.pieces[chunk.piece].piece, chunk.box),
                                  std::memory_order_relaxed);
   }
 
   void Finish() override {
     ReadbackResult result;
-    result.status = plan_.status;
-    if (plan_.status.ok()) Compare(&result);
+    result.status = prepared_->plan.status;
+    if (result.status.ok()) Compare(&result);
     done_(std::move(result));
     done_ = nullptr;
-    job_ = {};
+    prepared_ = nullptr;
   }
 
   // P1: the destination's bytes against the sums of the passes over their sources.
   void Compare(ReadbackResult* result) const {
     std::vector<uint32_t>& failed = result->failed_destinations;
-    for (size_t i = 0; i < job_.pieces.size(); ++i) {
-      const ReadbackPiece& piece = job_.pieces[i];
+    for (size_t i = 0; i < expected_.size(); ++i) {
       const uint64_t found = sums_[i].load(std::memory_order_relaxed);
-      if (found == piece.expected) continue;
+      if (found == expected_[i]) continue;
+      const ReadbackPiece& piece = prepared_->job.pieces[i];
       failed.push_back(piece.destination);
       if (!result->status.ok()) continue;
       result->status = Error(absl::StatusCode::kDataLoss,
                              "verification of \"{}\" at destination {} failed: digest of the "
                              "source is {:016x}, read back {:016x}",
-                             piece.piece.name, piece.destination, piece.expected, found);
+                             piece.piece.name, piece.destination, expected_[i], found);
     }
     std::sort(failed.begin(), failed.end());
     failed.erase(std::unique(failed.begin(), failed.end()), failed.end());
   }
 
-  ReadbackJob job_;
-  ReadbackPlan plan_;
+  std::shared_ptr<const PreparedRead> prepared_;
+  const std::vector<uint64_t> expected_;
   Done done_;
   std::vector<std::atomic<uint64_t>> sums_;
 };
@@ -469,9 +478,22 @@ class HostTransport : public Transport {
   }
 
   void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
-    ReadbackPlan plan = MakePlan(job);
+    std::vector<uint64_t> expected;
+    expected.reserve(job.pieces.size());
+    for (const ReadbackPiece& piece : job.pieces) expected.push_back(piece.expected);
+    Replay(std::make_shared<const PreparedRead>(std::move(job)), std::move(expected),
+           std::move(done));
+  }
+
+  std::shared_ptr<const PreparedReadback> Prepare(ReadbackJob job) override {
+    return std::make_shared<const PreparedRead>(std::move(job));
+  }
+
+  void Replay(const std::shared_ptr<const PreparedReadback>& prepared,
+              std::vector<uint64_t> expected, std::function<void(ReadbackResult)> done) override {
     workers_.Submit(
-        std::make_shared<ReadbackTask>(std::move(job), std::move(plan), std::move(done)));
+        std::make_shared<ReadbackTask>(std::static_pointer_cast<const PreparedRead>(prepared),
+                                       std::move(expected), std::move(done)));
   }
 
  private:

@@ -1,0 +1,57 @@
+// Log lines that are made under a mutex and written after it was released: writing one takes system
+// calls. Lines are written in the order of Add, whichever threads write them.
+//
+// Thread-safe. Write never waits for another thread's writing: that one takes the new lines too.
+#ifndef REFITD_DAEMON_LOG_QUEUE_H_
+#define REFITD_DAEMON_LOG_QUEUE_H_
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "daemon/log.h"
+#include "transport/base/mutex.h"
+
+namespace refitd {
+
+class LogQueue {
+ public:
+  ~LogQueue() { Write(); }
+
+  // Whoever adds a line calls Write once it may.
+  void Add(LogLevel level, std::string message) {
+    MutexLock lock(&mutex_);
+    lines_.emplace_back(level, std::move(message));
+  }
+
+  void Write() {
+    for (Lines lines = Take(); !lines.empty(); lines = TakeMore()) {
+      for (const auto& [level, message] : lines) LogMessage(level, message);
+    }
+  }
+
+ private:
+  using Lines = std::vector<std::pair<LogLevel, std::string>>;
+
+  // None: there are none, or another thread writes.
+  Lines Take() {
+    MutexLock lock(&mutex_);
+    if (writing_) return {};
+    writing_ = !lines_.empty();
+    return std::exchange(lines_, {});
+  }
+  Lines TakeMore() {
+    MutexLock lock(&mutex_);
+    writing_ = !lines_.empty();
+    return std::exchange(lines_, {});
+  }
+
+  Mutex mutex_;
+  Lines lines_ ABSL_GUARDED_BY(mutex_);
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_LOG_QUEUE_H_
