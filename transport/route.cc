@@ -703,10 +703,11 @@ class Router {
              std::tie(b.box.offset, b.box.extent, node_sets_[b.node_set]);
     };
     std::sort(demands_.begin(), demands_.end(), less);
+    const int64_t whole = std::max(options_.split_bytes, FairShare());
     for (const Demand& demand : demands_) {
       const auto holders = static_cast<int64_t>(holders_[demand.holders].ranks.size());
       steps_ += holders * static_cast<int64_t>(node_sets_[demand.node_set].size());
-      if (demand.bytes < options_.split_bytes || demand.box.extent.empty()) {
+      if (demand.bytes < whole || demand.box.extent.empty()) {
         AssignWhole(demand);
       } else {
         AssignCut(demand);
@@ -714,6 +715,13 @@ class Router {
       if (Exhausted()) return TooMuch(demand.tensor);
     }
     return absl::OkStatus();
+  }
+
+  // A split_share'th of what a rank supplies on average.
+  int64_t FairShare() const {
+    if (options_.split_share <= 0) return 0;
+    return supplied_ / std::max<int64_t>(static_cast<int64_t>(plan_.source_nodes.size()), 1) /
+           options_.split_share;
   }
 
   // The whole box for each node, from the least loaded rank of the least loaded node.

@@ -11,7 +11,7 @@
 //    over ranks, so that loads come out even: first what has no choice, then the rest by water
 //    level.
 //  - Boxes wanted by ranks of one node are joined where they form one box, then cut where holders
-//    change, or where a box of kSplitBytes and more is shared by several.
+//    change, or where a box that is large beside what a source supplies is shared by several.
 //
 // Values; thread-safe as such.
 #ifndef REFITD_TRANSPORT_ROUTE_H_
@@ -65,8 +65,11 @@ struct RouteOptions {
   // What can't be placed is listed in RoutePlan::unplaced and is no error.
   bool list_unplaced = false;
   int64_t max_routes = kMaxRoutes;
-  // A box of fewer bytes goes from one holder to a node as a whole; at least 1.
+  // A box of fewer bytes goes from one holder to a node as a whole; at least 1. So does one that is
+  // less than a `split_share`th of what a source supplies on average (0: cut all the same): loads
+  // come out even without cutting it, and the program is shorter and its pieces longer.
   int64_t split_bytes = kSplitBytes;
+  int64_t split_share = 32;
 };
 
 // A box of one tensor, from one rank to some nodes.
