@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -224,8 +225,8 @@ absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bu
   base.slot_bytes =
       static_cast<int64_t>(transfer.destinations.size() - destinations) * start.content->bytes;
   if (start.verification == Verification::kReadback && destinations > 0) {
-    UpdateSums& sums = sums_[start.update];
-    sums.resize(destinations);
+    auto& sums = sums_[start.update].by_piece;
+    sums.resize(std::max(sums.size(), destinations));
     for (size_t d = 0; d < destinations; ++d) {
       if (!originals[d].empty()) sums[d].resize(start.index->destinations()[d]->pieces.size());
     }
@@ -253,19 +254,100 @@ absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bu
   return absl::OkStatus();
 }
 
-void Executor::Add(UpdateId update, const std::vector<Done::Sum>& sums) {
-  const auto it = sums_.find(update);
+void Executor::UpdateSums::Add(uint32_t destination, uint32_t piece, uint64_t digest) {
+  if (by_piece.size() <= destination) by_piece.resize(destination + 1);
+  std::vector<std::optional<uint64_t>>& of = by_piece[destination];
+  if (of.size() <= piece) of.resize(piece + 1);
+  of[piece] = of[piece].value_or(0) + digest;
+}
+
+void Executor::UpdateSums::AddUp() {
+  if (pieces == nullptr) return;
+  for (size_t i = 0; i < digests.size(); ++i) {
+    Add((*pieces)[i].first, (*pieces)[i].second, digests[i]);
+  }
+  pieces = nullptr;
+  digests.clear();
+}
+
+void Executor::Finished(const Done& done) {
+  const auto it = sums_.find(done.update);
   if (it == sums_.end()) return;
-  for (const Done::Sum& sum : sums) {
-    std::optional<uint64_t>& total = it->second[sum.destination][sum.piece];
-    total = total.value_or(0) + sum.digest;
+  it->second.AddUp();
+  for (const Done::Sum& sum : done.sums) it->second.Add(sum.destination, sum.piece, sum.digest);
+}
+
+void Executor::Finished(Moved* moved) {
+  const auto it = sums_.find(moved->done.update);
+  if (it == sums_.end() || moved->pieces == nullptr) return;
+  UpdateSums& sums = it->second;
+  if (sums.pieces == nullptr && sums.by_piece.empty()) {
+    sums.pieces = std::move(moved->pieces);
+    sums.digests = std::move(moved->digests);
+    return;
+  }
+  sums.AddUp();
+  for (size_t i = 0; i < moved->digests.size(); ++i) {
+    sums.Add((*moved->pieces)[i].first, (*moved->pieces)[i].second, moved->digests[i]);
   }
 }
 
-void Executor::Finished(const Done& done) { Add(done.update, done.sums); }
-void Executor::Finished(const Moved& moved) { Add(moved.done.update, moved.sums); }
-
 // ---- compiled refits ----
+
+// A transport tells a step's digests for the same pieces in every run: which these are is worked
+// out once, outside the node's mutex. Thread-safe.
+class Executor::StepSums {
+ public:
+  // `originals` as BoundStep's. A piece may be told in several shares.
+  void Fill(const std::vector<PieceDigest>& told,
+            const std::vector<std::vector<uint32_t>>& originals, Moved* moved) {
+    if (told.empty()) return;
+    const std::shared_ptr<const Order> order = OrderOf(told, originals);
+    moved->pieces = {order, &order->pieces};
+    moved->digests.resize(order->pieces.size());
+    for (size_t i = 0; i < told.size(); ++i) moved->digests[order->places[i]] += told[i].digest;
+  }
+
+ private:
+  struct Order {
+    std::vector<std::pair<uint32_t, uint32_t>> told;  // destination, bound piece
+    Pieces pieces;
+    std::vector<uint32_t> places;  // in `pieces`, of each that was told
+    bool IsOf(const std::vector<PieceDigest>& other) const {
+      return std::equal(told.begin(), told.end(), other.begin(), other.end(),
+                        [](const auto& a, const PieceDigest& b) {
+                          return a.first == b.destination && a.second == b.piece;
+                        });
+    }
+  };
+
+  std::shared_ptr<const Order> OrderOf(const std::vector<PieceDigest>& told,
+                                       const std::vector<std::vector<uint32_t>>& originals) {
+    {
+      MutexLock lock(&mutex_);
+      if (order_ != nullptr && order_->IsOf(told)) return order_;
+    }
+    auto made = std::make_shared<Order>();
+    Pieces of_told;
+    for (const PieceDigest& e : told) {
+      made->told.emplace_back(e.destination, e.piece);
+      of_told.emplace_back(e.destination, originals[e.destination][e.piece]);
+    }
+    made->pieces = of_told;
+    std::sort(made->pieces.begin(), made->pieces.end());
+    made->pieces.erase(std::unique(made->pieces.begin(), made->pieces.end()), made->pieces.end());
+    for (const auto& piece : of_told) {
+      const auto at = std::lower_bound(made->pieces.begin(), made->pieces.end(), piece);
+      made->places.push_back(static_cast<uint32_t>(at - made->pieces.begin()));
+    }
+    MutexLock lock(&mutex_);
+    order_ = made;
+    return made;
+  }
+
+  Mutex mutex_;
+  std::shared_ptr<const Order> order_ ABSL_GUARDED_BY(mutex_);  // of the last run
+};
 
 class Executor::Moves {
  public:
@@ -298,6 +380,7 @@ absl::Status Executor::Bind(Transport* transport, Moves* moves) {
   prepared->originals = std::move(bound.originals);
   prepared->sections = std::move(bound.sections);
   prepared->section_of_piece = std::move(bound.section_of_piece);
+  prepared->sums = std::make_shared<StepSums>();
   REFITD_ASSIGN_OR_RETURN(prepared->transfer, transport->Prepare(std::move(bound.transfer)));
   moves->prepared = std::move(prepared);
   moves->memory = {};  // the transfer holds it
@@ -317,46 +400,36 @@ void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Mo
     std::erase_if(kept_, [&](const Kept& kept) { return kept.bound.lock() == start.bound; });
     kept_.push_back({start.bound, start.skip_destination, moves->prepared});
   }
-  if (writes && start.verification == Verification::kReadback) {
-    UpdateSums& sums = sums_[start.update];
-    sums.resize(std::max(sums.size(), destinations));
-    for (size_t d = 0; d < destinations; ++d) {
-      if (moves->prepared->originals[d].empty()) continue;
-      sums[d].resize(bound.destination_layouts[d]->pieces.size());
-    }
-  }
+  if (writes && start.verification == Verification::kReadback) sums_.try_emplace(start.update);
   Moved base;
   base.done.update = start.update;
   base.done.step = start.step;
   base.done.round = start.round;
   std::string label = fmt::format("version {}", start.version);
-  transport_->Replay(
-      moves->prepared->transfer, start.verification, std::move(label),
-      [moved = std::move(base), prepared = moves->prepared, destinations,
-       sections = start.verification != Verification::kOff,
-       done = std::move(done)](TransferResult result) mutable {
-        MovesDone& to = moved.done;
-        to.status = std::move(result.status);
-        for (const int64_t bytes : result.bytes_written) moved.bytes += bytes;
-        if (destinations > 0) {
-          to.bytes_written = std::move(result.bytes_written);
-          to.failed_destination = result.failed_destination;
-        }
-        if (to.step == MoveStep::kCompare) {
-          to.digests = std::move(result.source_digests);
-        } else if (sections) {
-          to.sections = prepared->sections;
-          for (size_t p = 0; p < prepared->section_of_piece.size(); ++p) {
-            to.sections[prepared->section_of_piece[p]].digest += result.source_digests[p];
-          }
-        }
-        for (const PieceDigest& e : result.expected) {
-          if (e.destination >= destinations) continue;
-          moved.sums.push_back(
-              {e.destination, prepared->originals[e.destination][e.piece], e.digest});
-        }
-        done(std::move(moved));
-      });
+  transport_->Replay(moves->prepared->transfer, start.verification, std::move(label),
+                     [moved = std::move(base), prepared = moves->prepared, destinations,
+                      sections = start.verification != Verification::kOff,
+                      done = std::move(done)](TransferResult result) mutable {
+                       MovesDone& to = moved.done;
+                       to.status = std::move(result.status);
+                       for (const int64_t bytes : result.bytes_written) moved.bytes += bytes;
+                       if (destinations > 0) {
+                         to.bytes_written = std::move(result.bytes_written);
+                         to.failed_destination = result.failed_destination;
+                       }
+                       if (to.step == MoveStep::kCompare) {
+                         to.digests = std::move(result.source_digests);
+                       } else if (sections) {
+                         to.sections = prepared->sections;
+                         for (size_t p = 0; p < prepared->section_of_piece.size(); ++p) {
+                           to.sections[prepared->section_of_piece[p]].digest +=
+                               result.source_digests[p];
+                         }
+                       }
+                       if (destinations > 0)
+                         prepared->sums->Fill(result.expected, prepared->originals, &moved);
+                       done(std::move(moved));
+                     });
 }
 
 absl::Status Executor::Start(const StartMoves& start, const MemoryResolver& memory,
@@ -393,34 +466,44 @@ void Executor::Forget(UpdateId update) {
 
 // What was never written (engine-only tensors; the group checks cover) has nothing to agree with.
 Executor::Written Executor::WrittenIn(const StartVerify& verify) {
+  const auto skipped = [&verify](uint32_t d) {
+    return d >= verify.destinations.size() ||
+           (d < verify.skip_destination.size() && verify.skip_destination[d]);
+  };
+  UpdateSums& sums = sums_[verify.update];
+  const bool none_skipped =
+      std::find(verify.skip_destination.begin(), verify.skip_destination.end(), true) ==
+      verify.skip_destination.end();
+  // A step's alone: in the same order in every version.
+  if (sums.pieces != nullptr && none_skipped) return {sums.pieces, std::move(sums.digests)};
+  sums.AddUp();
+  Pieces pieces;
   Written written;
-  const UpdateSums& sums = sums_[verify.update];
-  for (uint32_t d = 0; d < verify.destinations.size(); ++d) {
-    const bool skip = d < verify.skip_destination.size() && verify.skip_destination[d];
-    if (skip || d >= sums.size()) continue;
-    for (uint32_t p = 0; p < sums[d].size(); ++p) {
-      if (!sums[d][p].has_value()) continue;
-      written.pieces.emplace_back(d, p);
-      written.expected.push_back(*sums[d][p]);
+  for (uint32_t d = 0; d < sums.by_piece.size(); ++d) {
+    if (skipped(d)) continue;
+    for (uint32_t p = 0; p < sums.by_piece[d].size(); ++p) {
+      if (!sums.by_piece[d][p].has_value()) continue;
+      pieces.emplace_back(d, p);
+      written.expected.push_back(*sums.by_piece[d][p]);
     }
   }
+  written.pieces = std::make_shared<const Pieces>(std::move(pieces));
   return written;
 }
 
 absl::StatusOr<std::shared_ptr<const PreparedReadback>> Executor::PrepareReadback(
-    const StartVerify& verify, std::vector<std::pair<uint32_t, uint32_t>> pieces,
-    const MemoryResolver& memory) {
+    const StartVerify& verify, std::shared_ptr<const Pieces> pieces, const MemoryResolver& memory) {
   // Regions that a layout names stay as long as the layout, and with it the index.
   for (const KeptReadback& kept : kept_readbacks_) {
     if (kept.index.lock() == verify.index && kept.destinations == verify.destinations &&
-        kept.pieces == pieces) {
+        (kept.pieces == pieces || *kept.pieces == *pieces)) {
       return kept.readback;
     }
   }
   ReadbackJob job;
-  job.pieces.reserve(pieces.size());
+  job.pieces.reserve(pieces->size());
   std::map<std::pair<uint32_t, RegionId>, MemorySpan> spans;
-  for (const auto& [d, p] : pieces) {
+  for (const auto& [d, p] : *pieces) {
     const Layout& layout = *verify.index->destinations()[d];
     const Piece& piece = layout.pieces[p];
     const TensorSpec& tensor = layout.tensors[piece.tensor];

@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -64,12 +65,18 @@ class Executor {
   // Adds the transfer's digests to its update's.
   void Finished(const Done& done);
 
+  // Pieces of destinations' layouts: (destination, index), ascending, each once.
+  using Pieces = std::vector<std::pair<uint32_t, uint32_t>>;
+
   // What came of a step of a compiled refit. Give it to Finished() under the node's mutex, then
   // `done` to the group.
   struct Moved {
     MovesDone done;
     int64_t bytes = 0;  // copied: into destinations, or into the slot
-    std::vector<Done::Sum> sums;
+    // For Finished(): digests[i] is of (*pieces)[i]; the same list in every run of a step. Null:
+    // none.
+    std::shared_ptr<const Pieces> pieces;
+    std::vector<uint64_t> digests;
   };
   // A step between the three calls below.
   class Moves;
@@ -91,7 +98,8 @@ class Executor {
   // All three. Not OK: no job was started, and `done` is not called.
   absl::Status Start(const StartMoves& start, const MemoryResolver& memory,
                      std::function<void(Moved)> done);
-  void Finished(const Moved& moved);
+  // Takes its digests.
+  void Finished(Moved* moved);
 
   // Lets go of what is prepared with this member's memory (P8).
   void Release(MemberId member);
@@ -106,9 +114,20 @@ class Executor {
   void Forget(UpdateId update);
 
  private:
-  // sums[destination][piece]: absent until the piece was written; a destination's vector is empty
-  // until any was.
-  using UpdateSums = std::vector<std::vector<std::optional<uint64_t>>>;
+  // What the pieces of an update must have: of one step alone, as it told them; else added up.
+  struct UpdateSums {
+    std::shared_ptr<const Pieces> pieces;  // null: see by_piece
+    std::vector<uint64_t> digests;
+    // [destination][piece]: absent until the piece was written; as short as what was written lets
+    // them be.
+    std::vector<std::vector<std::optional<uint64_t>>> by_piece;
+    void Add(uint32_t destination, uint32_t piece, uint64_t digest);
+    // Into by_piece, if a step's are kept as they came.
+    void AddUp();
+  };
+
+  // The digests of each run of a step, in the order of Pieces.
+  class StepSums;
 
   // What a step comes down to, to be run more than once.
   struct Prepared {
@@ -116,6 +135,7 @@ class Executor {
     std::vector<std::vector<uint32_t>> originals;
     std::vector<SectionDigest> sections;
     std::vector<uint32_t> section_of_piece;
+    std::shared_ptr<StepSums> sums;
   };
   // Of a bound program's local moves.
   struct Kept {
@@ -128,20 +148,19 @@ class Executor {
   struct KeptReadback {
     std::weak_ptr<const DestinationIndex> index;
     std::vector<MemberId> destinations;
-    std::vector<std::pair<uint32_t, uint32_t>> pieces;  // destination, index in its layout
+    std::shared_ptr<const Pieces> pieces;
     std::shared_ptr<const PreparedReadback> readback;
   };
   // The written pieces of a verification, and what they must have.
   struct Written {
-    std::vector<std::pair<uint32_t, uint32_t>> pieces;
+    std::shared_ptr<const Pieces> pieces;
     std::vector<uint64_t> expected;
   };
   Written WrittenIn(const StartVerify& verify);
   absl::StatusOr<std::shared_ptr<const PreparedReadback>> PrepareReadback(
-      const StartVerify& verify, std::vector<std::pair<uint32_t, uint32_t>> pieces,
+      const StartVerify& verify, std::shared_ptr<const Pieces> pieces,
       const MemoryResolver& memory);
 
-  void Add(UpdateId update, const std::vector<Done::Sum>& sums);
   void DropUnused();
 
   Transport* const transport_;

@@ -93,16 +93,16 @@ void Node::SubmitMoves(const std::string& name, uint64_t id,
                         ABSL_NO_THREAD_SAFETY_ANALYSIS { return members_.contains(member); };
   const bool keep = std::all_of(bound.sources.begin(), bound.sources.end(), here) &&
                     std::all_of(bound.destinations.begin(), bound.destinations.end(), here);
-  const auto done = [this, name, id](const Executor::Moved& moved) {
+  const auto done = [this, name, id](Executor::Moved moved) {
     Deferred deferred;
     {
       MutexLock lock(&mutex_);
-      executor_.Finished(moved);
+      executor_.Finished(&moved);
       if (options_.observer != nullptr && moved.done.status.ok() && moved.bytes > 0) {
         options_.observer->BytesMoved(name, MoveKind::kCopy, moved.bytes);
       }
       const GroupRecord* group = FindGroup(name);
-      if (group != nullptr && group->id == id) Handle(name, moved.done, &deferred);
+      if (group != nullptr && group->id == id) Handle(name, std::move(moved.done), &deferred);
     }
     RunAll(deferred);
   };

@@ -105,8 +105,8 @@ struct Daemon {
     INFO(status);
     REQUIRE(status.ok());
     REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
-    const Executor::Moved moved = done.get();
-    executor.Finished(moved);
+    Executor::Moved moved = done.get();
+    executor.Finished(&moved);
     return moved.done;
   }
   absl::Status Refused(const StartMoves& start) {
@@ -331,6 +331,16 @@ std::unique_ptr<Cluster> MixedCluster(Transport* transport) {
   }
 }
 
+// The first world of one daemon that moves anything.
+std::unique_ptr<Cluster> AloneCluster(Transport* transport) {
+  for (uint64_t seed = 1;; ++seed) {
+    auto cluster = std::make_unique<Cluster>(seed, transport);
+    if (cluster->daemons.size() == 1 && !cluster->daemons[0]->bound->program->local.moves.empty()) {
+      return cluster;
+    }
+  }
+}
+
 TEST_CASE("A compiled refit over daemons gives every engine its bytes, wherever memory lies") {
   Bench bench;
   int64_t sections = 0;
@@ -416,6 +426,30 @@ TEST_CASE("A byte damaged in an engine, in a slot or on the way is found") {
   CHECK(cluster->Refit(Verification::kOff, true) == "");
   CHECK(cluster->ByteFault() != "");
   CHECK(cluster->Refit(Verification::kTransfer, true) == "a section's digests differ");
+}
+
+TEST_CASE("Replayed moves are read back against their own version's digests") {
+  Bench bench;
+  const auto cluster = AloneCluster(&bench.transport);
+  Daemon& daemon = *cluster->daemons[0];
+  const StartMoves moves = daemon.Step(MoveStep::kLocal, Verification::kReadback);
+  for (int version = 0; version < 3; ++version) {
+    for (auto& [name, region] : daemon.memory.regions) {
+      for (char& c : *region) c = static_cast<char>(c * 5 + version + 1);
+    }
+    CHECK(daemon.Run(moves).status.ok());
+    const VerifyDone same = daemon.Verify();
+    INFO(same.status);
+    CHECK(same.status.ok());
+    daemon.executor.Forget(kUpdate);
+  }
+  // Twice in one update: the digests add up, and are no version's any more.
+  CHECK(daemon.Run(moves).status.ok());
+  CHECK(daemon.Run(moves).status.ok());
+  CHECK(daemon.Verify().status.code() == absl::StatusCode::kDataLoss);
+  daemon.executor.Forget(kUpdate);
+  CHECK(daemon.Run(moves).status.ok());
+  CHECK(daemon.Verify().status.ok());
 }
 
 TEST_CASE("Replicas' digests are equal until one holder's byte differs") {

@@ -336,10 +336,10 @@ void Cluster::On(int daemon, const StartMoves& a) {
   Daemon& d = *daemons_[static_cast<size_t>(daemon)];
   compared_ += a.step == MoveStep::kCompare;
   ++jobs_;
-  const absl::Status status = d.executor->Start(a, d, [this, daemon](const Executor::Moved& moved) {
-    Post([this, daemon, moved] {
+  const absl::Status status = d.executor->Start(a, d, [this, daemon](Executor::Moved moved) {
+    Post([this, daemon, moved = std::move(moved)]() mutable {
       --jobs_;
-      daemons_[static_cast<size_t>(daemon)]->executor->Finished(moved);
+      daemons_[static_cast<size_t>(daemon)]->executor->Finished(&moved);
       Feed(daemon, moved.done);
     });
   });
