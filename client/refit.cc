@@ -1,6 +1,9 @@
 #include "client/refit.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -13,6 +16,7 @@
 #include "client/trainer.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/base/unique_fd.h"
 #include "transport/base/version.h"
 
 namespace client = refitd::client;
@@ -163,6 +167,8 @@ absl::StatusOr<client::ConnectOptions> ConnectOf(const refit_connect_options* gi
   options.group = Text(known.group);
   options.client = Text(known.client);
   options.coordinator = Text(known.coordinator);
+  options.device = Text(known.device);
+  if (known.cuda_library != nullptr) options.cuda_library = known.cuda_library;
   options.reattach = std::chrono::milliseconds(known.reattach_ms);
   if (known.silence_ms != 0) {
     options.silence = std::chrono::milliseconds(known.silence_ms == -1 ? 0 : known.silence_ms);
@@ -185,6 +191,26 @@ absl::Status Give(absl::StatusOr<Value> made, Member Handle::*member, Handle** o
   (*handle).*member = *std::move(made);
   *out = handle.release();
   return absl::OkStatus();
+}
+
+template <typename Member>
+absl::Status AddCudaBlock(Member* member, const void* ipc_handle, int64_t bytes,
+                          refit_region** region) {
+  if (ipc_handle == nullptr) return Null("ipc_handle");
+  static_assert(REFIT_CUDA_IPC_HANDLE_BYTES == client::kCudaIpcHandleBytes);
+  std::string handle(static_cast<const char*>(ipc_handle), client::kCudaIpcHandleBytes);
+  return Give(member->AddCudaRegion(client::CudaIpcBlock{std::move(handle), bytes}),
+              &refit_region::region, region);
+}
+
+template <typename Member>
+absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, refit_region** region) {
+  refitd::UniqueFd own(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  if (!own.valid()) {
+    return Error(absl::StatusCode::kInvalidArgument, "descriptor is {}: {}", descriptor,
+                 std::strerror(errno));
+  }
+  return Give(member->AddCudaRegion(std::move(own), bytes), &refit_region::region, region);
 }
 
 absl::Status SetRanges(const refit_bucket& given, client::Bucket* bucket) {
@@ -520,6 +546,24 @@ refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes,
   });
 }
 
+refit_status refit_trainer_add_cuda_block(refit_trainer* trainer, const void* ipc_handle,
+                                          int64_t bytes, refit_region** region) {
+  return Guarded([&] {
+    if (trainer == nullptr) return Null("trainer");
+    if (region == nullptr) return Null("region");
+    return AddCudaBlock(trainer->trainer.get(), ipc_handle, bytes, region);
+  });
+}
+
+refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                        refit_region** region) {
+  return Guarded([&] {
+    if (trainer == nullptr) return Null("trainer");
+    if (region == nullptr) return Null("region");
+    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, region);
+  });
+}
+
 refit_status refit_trainer_begin(refit_trainer* trainer, const refit_begin_options* options,
                                  refit_update** update) {
   return Guarded([&]() -> absl::Status {
@@ -670,6 +714,24 @@ refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_
     if (engine == nullptr) return Null("engine");
     if (region == nullptr) return Null("region");
     return Give(engine->engine->NewRegion(bytes), &refit_region::region, region);
+  });
+}
+
+refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_handle,
+                                         int64_t bytes, refit_region** region) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    if (region == nullptr) return Null("region");
+    return AddCudaBlock(engine->engine.get(), ipc_handle, bytes, region);
+  });
+}
+
+refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int64_t bytes,
+                                       refit_region** region) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    if (region == nullptr) return Null("region");
+    return AddCudaVmm(engine->engine.get(), descriptor, bytes, region);
   });
 }
 

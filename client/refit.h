@@ -126,13 +126,28 @@ typedef struct refit_connect_options {
   int64_t reattach_ms;
   int64_t silence_ms; /* not even a ping answered for so long: the daemon counts as lost; 0: 30,000,
                          -1: never; else at least 5,000 */
+  /* Where this member's memory is: a GPU by UUID ("GPU-01234567-89ab-...", as nvidia-smi -L prints
+   * it); NULL: host memory. REFIT_FAILED_PRECONDITION: the daemon serves no such GPU. */
+  const char* device;
+  /* The CUDA driver, which staged engines and trainers that lease slots load on a GPU, to map the
+   * slots: as for dlopen; NULL: "libcuda.so.1". */
+  const char* cuda_library;
 } refit_connect_options;
 #define REFIT_CONNECT_OPTIONS_INIT \
   { .struct_size = sizeof(refit_connect_options) }
 
-/* ---- regions: memory of this process that the daemon has mapped ---- */
+/* ---- regions: memory of this process that the daemon has mapped ----
+ *
+ * In host memory, by refit_..._new_region(), or on the GPU of refit_connect_options.device, by
+ * refit_..._add_cuda_block() and refit_..._add_cuda_vmm(). Memory of a GPU stays its owner's: it
+ * must stay allocated as long as the region, and while a registered layout names it as long as the
+ * trainer or engine. Nothing orders CUDA's streams and these calls: synchronise the streams that
+ * wrote the weights before a push, refit or commit; an engine synchronises its device before
+ * refit_engine_ready(). */
 
-char* refit_region_data(const refit_region* region);    /* NULL for NULL */
+enum { REFIT_CUDA_IPC_HANDLE_BYTES = 64 }; /* of a cudaIpcMemHandle_t */
+
+char* refit_region_data(const refit_region* region);    /* NULL for NULL and on a GPU */
 int64_t refit_region_bytes(const refit_region* region); /* 0 for NULL */
 /* A push under way keeps the region alive by itself. */
 void refit_region_free(refit_region* region);
@@ -178,6 +193,14 @@ enum {
 };
 refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome);
 refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes, refit_region** region);
+/* A block of cudaMalloc of this process: `ipc_handle` is what cudaIpcGetMemHandle gives for any
+ * address in it, `bytes` at most what the block has. Offsets count from the block's base. */
+refit_status refit_trainer_add_cuda_block(refit_trainer* trainer, const void* ipc_handle,
+                                          int64_t bytes, refit_region** region);
+/* `bytes` of cuMemCreate (torch's expandable segments), exported as the POSIX descriptor, which
+ * stays the caller's. */
+refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                        refit_region** region);
 
 enum {
   REFIT_VERIFICATION_DEFAULT = 0,
@@ -210,7 +233,7 @@ int32_t refit_update_leasable_slots(const refit_update* update); /* at a time; 0
 
 /* A staging slot to pack into, for one bucket. wait_ms 0: what remains of the update. */
 refit_status refit_update_lease_slot(refit_update* update, int64_t wait_ms, refit_slot** slot);
-char* refit_slot_data(const refit_slot* slot);    /* NULL once pushed */
+char* refit_slot_data(const refit_slot* slot); /* NULL once pushed; on a GPU as refit_view.data */
 int64_t refit_slot_bytes(const refit_slot* slot); /* 0 once pushed */
 /* Gives the slot back unless it was pushed; frees the handle. */
 void refit_slot_free(refit_slot* slot);
@@ -324,6 +347,11 @@ refit_status refit_engine_attach(const refit_engine_options* options, refit_engi
 /* Detaches and frees. */
 void refit_engine_free(refit_engine* engine);
 refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_region** region);
+/* As refit_trainer_add_cuda_block(), refit_trainer_add_cuda_vmm(). */
+refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_handle,
+                                         int64_t bytes, refit_region** region);
+refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int64_t bytes,
+                                       refit_region** region);
 
 /* Registers the parameters of this rank (registered delivery); not during an update. The pieces'
  * regions must stay until they are registered anew or the engine is freed. */
@@ -347,7 +375,8 @@ enum {
 /* A tensor, or elements [start, start + count) of one, in a mapped slot. */
 typedef struct refit_view {
   refit_tensor tensor;
-  const char* data; /* read-only; until the part is acknowledged */
+  const char* data; /* read-only; until the part is acknowledged; on a GPU an address for kernels
+                       and copies there, and acknowledged when the work that reads it has ended */
 } refit_view;
 
 /* Pointers, but for the views' data, are valid until the next refit_engine_next() of the engine. */

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "client/engine.h"
+#include "client/refit.h"
 #include "client/trainer.h"
 #include "daemon/accept_loop.h"
 #include "daemon/descriptor_socket.h"
@@ -627,6 +628,110 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
     const FakeCudaCounts counts = daemon.fake().Count();
     return counts.opened_handles == 0 && counts.mapped == 0 && counts.imported == 0;
   }));
+}
+
+// The same through the C interface: an engine in VMM memory, a trainer in a block.
+TEST_CASE("compiled refits between GPUs through the C interface") {
+  LocalDaemon daemon;
+  const Model model = MixedModel();
+  std::vector<refit_tensor> tensors;
+  std::vector<refit_piece> pieces;
+  const auto list = [&](const Held& held, const refit_region* region) {
+    tensors.clear();
+    pieces.clear();
+    for (const TensorSpec& tensor : held.layout.tensors) {
+      tensors.push_back({.name = tensor.name.c_str(),
+                         .dtype = static_cast<int32_t>(tensor.dtype),
+                         .dim_count = static_cast<int32_t>(tensor.shape.size()),
+                         .dims = tensor.shape.data(),
+                         .start = 0,
+                         .count = REFIT_WHOLE});
+    }
+    for (const Piece& piece : held.layout.pieces) {
+      pieces.push_back({.tensor = piece.tensor,
+                        .offset = piece.box.offset.data(),
+                        .extent = piece.box.extent.data(),
+                        .strides = piece.strides.data(),
+                        .region = region,
+                        .byte_offset = piece.byte_offset});
+    }
+  };
+  const auto count = [](const auto& all) { return static_cast<int64_t>(all.size()); };
+  const auto ok = [](refit_status status) {
+    INFO(refit_last_error());
+    REQUIRE(status == REFIT_OK);
+  };
+  const std::string socket = daemon.socket();
+  refit_group_spec spec = REFIT_GROUP_SPEC_INIT;
+  refit_connect_options connect = REFIT_CONNECT_OPTIONS_INIT;
+  connect.socket = socket.c_str();
+  connect.group = "g";
+  connect.spec = &spec;
+
+  connect.device = "GPU-none";
+  refit_engine_options engine_options = REFIT_ENGINE_OPTIONS_INIT;
+  engine_options.connect = &connect;
+  engine_options.instance = "i";
+  refit_engine* engine = nullptr;
+  CHECK(refit_engine_attach(&engine_options, &engine) == REFIT_FAILED_PRECONDITION);
+  connect.device = daemon.uuid(0).c_str();
+  ok(refit_engine_attach(&engine_options, &engine));
+
+  const Held held = HoldWhole(model);
+  const int64_t engine_bytes = (held.region_bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
+  int fd = -1;
+  char* const memory = daemon.fake().ExportVmm(0, engine_bytes, &fd);
+  refit_region* parameters = nullptr;
+  CHECK(refit_engine_add_cuda_vmm(engine, -1, engine_bytes, &parameters) == REFIT_INVALID_ARGUMENT);
+  CHECK(refit_engine_add_cuda_block(engine, nullptr, engine_bytes, &parameters) ==
+        REFIT_INVALID_ARGUMENT);
+  ok(refit_engine_add_cuda_vmm(engine, fd, engine_bytes, &parameters));
+  close(fd);  // the caller's
+  CHECK(refit_region_data(parameters) == nullptr);
+  CHECK(refit_region_bytes(parameters) == engine_bytes);
+  std::memcpy(memory, EmptyImage(held.region_bytes).data(), static_cast<size_t>(held.region_bytes));
+  list(held, parameters);
+  ok(refit_engine_register(engine, tensors.data(), count(tensors), pieces.data(), count(pieces)));
+
+  connect.device = daemon.uuid(1).c_str();
+  refit_trainer_options trainer_options = REFIT_TRAINER_OPTIONS_INIT;
+  trainer_options.connect = &connect;
+  refit_trainer* trainer = nullptr;
+  ok(refit_trainer_attach(&trainer_options, &trainer));
+  const Held shards = HoldWhole(model, 0);
+  const Block source(&daemon, 1, shards.region_bytes);
+  refit_region* region = nullptr;
+  ok(refit_trainer_add_cuda_block(trainer, source.handle.data(), shards.region_bytes, &region));
+  list(shards, region);
+  ok(refit_trainer_register(trainer, tensors.data(), count(tensors), pieces.data(), count(pieces),
+                            nullptr, 0));
+
+  std::atomic<bool> stop = false;
+  std::thread serve([&] {
+    refit_event event = REFIT_EVENT_INIT;
+    while (!stop && refit_engine_next(engine, 20, &event) == REFIT_OK) {
+      if (event.kind == REFIT_EVENT_PREPARE) (void)refit_engine_ready(engine, event.version);
+    }
+  });
+  std::vector<std::string> differences;
+  for (int64_t version = 1; version <= 2; ++version) {
+    const std::string image = ExpectedImage(EmptyImage(shards.region_bytes), shards.layout, model,
+                                            BytesOf(model, version));
+    std::memcpy(source.data, image.data(), image.size());
+    refit_refit_options refit = REFIT_REFIT_OPTIONS_INIT;
+    refit.version = version;
+    CHECK(refit_trainer_refit(trainer, &refit, nullptr) == REFIT_OK);
+    differences.push_back(Difference(
+        ExpectedImage(EmptyImage(held.region_bytes), held.layout, model, BytesOf(model, version)),
+        memory, held.layout));
+  }
+  stop = true;
+  serve.join();
+  CHECK(differences == std::vector<std::string>(2));
+  refit_region_free(region);
+  refit_trainer_free(trainer);
+  refit_region_free(parameters);
+  refit_engine_free(engine);
 }
 
 TEST_CASE("device memory is known again to the daemon that follows") {
