@@ -474,8 +474,10 @@ Executor::Written Executor::WrittenIn(const StartVerify& verify) {
   const bool none_skipped =
       std::find(verify.skip_destination.begin(), verify.skip_destination.end(), true) ==
       verify.skip_destination.end();
-  // A step's alone: in the same order in every version.
-  if (sums.pieces != nullptr && none_skipped) return {sums.pieces, std::move(sums.digests)};
+  // A step's alone: in the same order in every version, ascending.
+  const bool of_step =
+      sums.pieces != nullptr && (sums.pieces->empty() || !skipped(sums.pieces->back().first));
+  if (of_step && none_skipped) return {sums.pieces, sums.digests};
   sums.AddUp();
   Pieces pieces;
   Written written;

@@ -2,9 +2,14 @@
 // calls. Lines are written in the order of Add, whichever threads write them.
 //
 // Thread-safe. Write never waits for another thread's writing: that one takes the new lines too.
+// Where it does not get on (a pipe that nobody reads), at most kMaxLines wait; later ones are
+// dropped, and counted in the line that follows (P10).
 #ifndef REFITD_DAEMON_LOG_QUEUE_H_
 #define REFITD_DAEMON_LOG_QUEUE_H_
 
+#include <fmt/format.h>
+
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,11 +22,17 @@ namespace refitd {
 
 class LogQueue {
  public:
+  static constexpr size_t kMaxLines = 10'000;
+
   ~LogQueue() { Write(); }
 
   // Whoever adds a line calls Write once it may.
   void Add(LogLevel level, std::string message) {
     MutexLock lock(&mutex_);
+    if (lines_.size() >= kMaxLines) {
+      ++dropped_;
+      return;
+    }
     lines_.emplace_back(level, std::move(message));
   }
 
@@ -37,12 +48,17 @@ class LogQueue {
   // None: there are none, or another thread writes.
   Lines Take() {
     MutexLock lock(&mutex_);
-    if (writing_) return {};
-    writing_ = !lines_.empty();
-    return std::exchange(lines_, {});
+    return writing_ ? Lines() : TakeLines();
   }
   Lines TakeMore() {
     MutexLock lock(&mutex_);
+    return TakeLines();
+  }
+  Lines TakeLines() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (const int64_t dropped = std::exchange(dropped_, 0); dropped > 0) {
+      lines_.emplace_back(LogLevel::kWarning,
+                          fmt::format("{} lines were dropped: the log took no more", dropped));
+    }
     writing_ = !lines_.empty();
     return std::exchange(lines_, {});
   }
@@ -50,6 +66,7 @@ class LogQueue {
   Mutex mutex_;
   Lines lines_ ABSL_GUARDED_BY(mutex_);
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t dropped_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace refitd

@@ -65,6 +65,19 @@ TEST_CASE_METHOD(Fixture, "Queued lines are written by Write, each once, in the 
   CHECK(messages == std::vector<std::string>{"one", "two", "three"});
 }
 
+TEST_CASE_METHOD(Fixture, "Lines that nobody writes are dropped from a limit on, and counted") {
+  REQUIRE(SetLogging({.format = LogFormat::kJson, .level = LogLevel::kInfo, .file = path}).ok());
+  LogQueue queue;
+  for (size_t i = 0; i < LogQueue::kMaxLines + 7; ++i) queue.Add(LogLevel::kInfo, "line");
+  queue.Write();
+  queue.Add(LogLevel::kInfo, "after");
+  queue.Write();
+  const auto lines = Lines(path);
+  REQUIRE(lines.size() == LogQueue::kMaxLines + 2);
+  CHECK_THAT(lines[LogQueue::kMaxLines], Catch::Contains("7 lines were dropped"));
+  CHECK_THAT(lines.back(), Catch::Contains("after"));
+}
+
 TEST_CASE_METHOD(Fixture, "Lines keep the order of Add where several threads write them") {
   REQUIRE(SetLogging({.format = LogFormat::kJson, .level = LogLevel::kInfo, .file = path}).ok());
   constexpr int kLines = 400;

@@ -172,9 +172,10 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
 
 void Node::Deferred::Run() const {
   for (const auto& sink : engines_) sink->Flush();
-  for (const std::function<void()>& run : others_) run();
+  for (const std::function<void()>& run : answers_) run();
   for (const auto& sink : trainers_) sink->Flush();
   if (log_ != nullptr) log_->Write();
+  for (const std::function<void()>& run : last_) run();
 }
 
 TimePoint Node::NextWake() const {

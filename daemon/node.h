@@ -329,7 +329,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // calls above all, then events to trainers, for which nobody waits, and log lines.
   class Deferred {
    public:
-    void Add(std::function<void()> run) { others_.push_back(std::move(run)); }
+    void Add(std::function<void()> run) { answers_.push_back(std::move(run)); }
+    // What takes long and nobody waits for: memory to be unmapped.
+    void AddLast(std::function<void()> run) { last_.push_back(std::move(run)); }
     void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }
     void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
     void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
@@ -337,7 +339,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
 
    private:
     std::vector<std::shared_ptr<EngineSink>> engines_;
-    std::vector<std::function<void()>> others_;
+    std::vector<std::function<void()>> answers_;
+    std::vector<std::function<void()>> last_;
     std::vector<std::shared_ptr<TrainerSink>> trainers_;
     std::shared_ptr<LogQueue> log_;  // null: no line was added
   };

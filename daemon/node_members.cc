@@ -294,7 +294,7 @@ void Node::Erase(MemberId member, Deferred* deferred) {
   // Unmapping large regions takes long: after the mutex.
   regions_ -= static_cast<int64_t>(it->second.regions.size());
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(it->second.regions));
-  deferred->Add([regions] { regions->clear(); });
+  deferred->AddLast([regions] { regions->clear(); });
   const std::optional<int> ordinal = it->second.ordinal;
   const std::string name = it->second.group;
   members_.erase(it);

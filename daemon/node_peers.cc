@@ -145,7 +145,7 @@ void Node::DropFollower(const std::string& name, Deferred* deferred, Events* mor
   for (auto& [other, event] : events) more->emplace_back(other, std::move(event));
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
   // Its pool is unmapped, and its link let go, after the mutex.
-  deferred->Add(
+  deferred->AddLast(
       [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
   groups_.erase(it);
 }

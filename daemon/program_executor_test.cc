@@ -438,9 +438,12 @@ TEST_CASE("Replayed moves are read back against their own version's digests") {
       for (char& c : *region) c = static_cast<char>(c * 5 + version + 1);
     }
     CHECK(daemon.Run(moves).status.ok());
-    const VerifyDone same = daemon.Verify();
-    INFO(same.status);
-    CHECK(same.status.ok());
+    // As often as asked.
+    for (int time = 0; time < 2; ++time) {
+      const VerifyDone same = daemon.Verify();
+      INFO(same.status);
+      CHECK(same.status.ok());
+    }
     daemon.executor.Forget(kUpdate);
   }
   // Twice in one update: the digests add up, and are no version's any more.

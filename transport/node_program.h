@@ -43,7 +43,8 @@ struct LocalMember {
   std::shared_ptr<const Layout> layout;
   // Where its memory is: numbers are equal for equal devices. Of sources that hold the same
   // elements, local moves read the one on the destination's device, whichever the plan names: what
-  // is colocated crosses no link.
+  // is colocated crosses no link. Looked at when the program is compiled, not when it is bound: of
+  // a rank that comes back elsewhere with the same layout, moves stay as they were.
   int device = kNoDevice;
   static constexpr int kNoDevice = -1;  // near to nobody
 };

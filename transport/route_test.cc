@@ -207,6 +207,42 @@ TEST_CASE("Small replicated tensors are shared out whole") {
   CHECK(*most - *least <= 200);
 }
 
+TEST_CASE("Replicated boxes are cut only where they are large beside what a source supplies") {
+  // 400 tensors of 2 MiB and one of 256 MiB, whole on four ranks of a node.
+  std::vector<TensorSpec> tensors;
+  std::vector<Piece> pieces;
+  int64_t end = 0;
+  const auto add = [&](const std::string& name, int64_t rows) {
+    const auto t = static_cast<uint32_t>(tensors.size());
+    tensors.push_back({name, DType::kUint8, {rows, 2048}});
+    pieces.push_back(Dense(t, {{0, 0}, {rows, 2048}}, end));
+    end += rows * 2048;
+  };
+  for (int t = 0; t < 400; ++t) add(fmt::format("small{}", t), 1024);
+  add("large", 128 * 1024);
+  const LayoutPtr layout = Make(tensors, pieces);
+  std::vector<RouteMember> trainers;
+  for (uint32_t r = 0; r < 4; ++r) trainers.push_back(Trainer(layout, 0, r));
+  const std::vector<RouteMember> engines = {Engine(layout, 0)};
+  const RoutePlan plan = MustCompile(trainers, engines);
+  int64_t of_large = 0;
+  for (const Route& route : plan.routes) {
+    const bool large = plan.tensors[route.tensor].name == "large";
+    of_large += large ? 1 : 0;
+    if (!large) CHECK(plan.BoxOf(route).extent == plan.tensors[route.tensor].shape);
+  }
+  CHECK(of_large > 1);
+  const auto [least, most] =
+      std::minmax_element(plan.links.rank_supplies.begin(), plan.links.rank_supplies.end());
+  CHECK(*most - *least <= end / 4 / RouteOptions().split_share);
+
+  RouteOptions cut;
+  cut.split_share = 0;
+  const auto finer = CompileRoutes(trainers, engines, cut);
+  REQUIRE(finer.ok());
+  CHECK(finer->routes.size() >= 2 * plan.routes.size());
+}
+
 TEST_CASE("A disagreement about dtype or shape names the tensor and both sides") {
   const auto of = [](DType dtype, Dims shape) {
     Box box = WholeBox(shape);

@@ -630,6 +630,14 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
   }));
 }
 
+// As the REFIT_..._INIT macros, which are C.
+template <typename T>
+T Initialised() {
+  T made{};
+  made.struct_size = sizeof(T);
+  return made;
+}
+
 // The same through the C interface: an engine in VMM memory, a trainer in a block.
 TEST_CASE("compiled refits between GPUs through the C interface") {
   LocalDaemon daemon;
@@ -662,14 +670,14 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
     REQUIRE(status == REFIT_OK);
   };
   const std::string socket = daemon.socket();
-  refit_group_spec spec = REFIT_GROUP_SPEC_INIT;
-  refit_connect_options connect = REFIT_CONNECT_OPTIONS_INIT;
+  auto spec = Initialised<refit_group_spec>();
+  auto connect = Initialised<refit_connect_options>();
   connect.socket = socket.c_str();
   connect.group = "g";
   connect.spec = &spec;
 
   connect.device = "GPU-none";
-  refit_engine_options engine_options = REFIT_ENGINE_OPTIONS_INIT;
+  auto engine_options = Initialised<refit_engine_options>();
   engine_options.connect = &connect;
   engine_options.instance = "i";
   refit_engine* engine = nullptr;
@@ -694,7 +702,7 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
   ok(refit_engine_register(engine, tensors.data(), count(tensors), pieces.data(), count(pieces)));
 
   connect.device = daemon.uuid(1).c_str();
-  refit_trainer_options trainer_options = REFIT_TRAINER_OPTIONS_INIT;
+  auto trainer_options = Initialised<refit_trainer_options>();
   trainer_options.connect = &connect;
   refit_trainer* trainer = nullptr;
   ok(refit_trainer_attach(&trainer_options, &trainer));
@@ -708,7 +716,7 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
 
   std::atomic<bool> stop = false;
   std::thread serve([&] {
-    refit_event event = REFIT_EVENT_INIT;
+    auto event = Initialised<refit_event>();
     while (!stop && refit_engine_next(engine, 20, &event) == REFIT_OK) {
       if (event.kind == REFIT_EVENT_PREPARE) (void)refit_engine_ready(engine, event.version);
     }
@@ -718,7 +726,7 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
     const std::string image = ExpectedImage(EmptyImage(shards.region_bytes), shards.layout, model,
                                             BytesOf(model, version));
     std::memcpy(source.data, image.data(), image.size());
-    refit_refit_options refit = REFIT_REFIT_OPTIONS_INIT;
+    auto refit = Initialised<refit_refit_options>();
     refit.version = version;
     CHECK(refit_trainer_refit(trainer, &refit, nullptr) == REFIT_OK);
     differences.push_back(Difference(

@@ -237,6 +237,7 @@ class Group:
         self.trainers = []
         self.engines = []  # of all instances, instance by instance
         self.instances = instances
+        self.began = 0.0  # the last update, by the monotonic clock
         try:
             # Memory of all of them at once.
             started = [self.start_trainer(r) for r in range(trainer.get("world", 1))]
@@ -286,9 +287,12 @@ class Group:
             expect(answer["ok"], "fill: %s", answer.get("error"))
 
     def update(self, command, version, *words):
-        """A whole update by all trainers, which must commit everywhere. Seconds: the slowest rank's, from when all begin."""
+        """A whole update by all trainers, which must commit everywhere. Seconds: the slowest rank's, from when all begin, which
+        `began` keeps."""
+        self.began = time.monotonic()
         if len(self.trainers) > 1:
-            words += ("at=%.6f" % (time.monotonic() + TOGETHER_SECONDS),)
+            self.began += TOGETHER_SECONDS
+            words += ("at=%.6f" % self.began,)
         answers = self.all(self.trainers, " ".join([command, str(version), *words]))
         for rank, answer in zip(self.trainers, answers):
             expect(answer["ok"], "%s of version %d, %s: %s", command, version, rank.name, answer.get("error"))

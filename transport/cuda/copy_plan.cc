@@ -270,7 +270,9 @@ class DeviceQueues {
     copies.sources.push_back(source);
     copies.destinations.push_back(destination);
     copies.bytes.push_back(static_cast<size_t>(bytes));
+    copied_ += bytes;
   }
+  bool has_copies() const { return !copies_.empty(); }
   bool empty() const { return targets_.empty() && copies_.empty(); }
 
   // How many tasks Take makes; where that is more than kMaxDeviceTasks, something that is.
@@ -287,7 +289,7 @@ class DeviceQueues {
     return count;
   }
 
-  // `position`: of the device among those of the plan.
+  // `position`: of the device among those of the plan that have copies for engines.
   DeviceTasks Take(int device, size_t position, const CopyPlanOptions& options) {
     const Sizes sizes = TaskSizes(device, options);
     const auto count = static_cast<size_t>(CountTasks(device, options));
@@ -325,8 +327,8 @@ class DeviceQueues {
 
   Sizes TaskSizes(int device, const CopyPlanOptions& options) const {
     const auto own = targets_.find(device);
-    const int64_t away = bytes_ - (own == targets_.end() ? 0 : own->second.bytes);
-    const bool local = away <= bytes_ / kLocalShare;
+    const int64_t away = bytes_ - (own == targets_.end() ? 0 : own->second.bytes) + copied_;
+    const bool local = away <= (bytes_ + copied_) / kLocalShare;
     const int64_t wanted = bytes_ / std::max<int64_t>(options.tasks_wanted, 1);
     const int64_t most = std::clamp(wanted, options.least_task_bytes,
                                     std::max(options.least_task_bytes, options.most_task_bytes));
@@ -421,6 +423,7 @@ class DeviceQueues {
 
   std::map<int, Target> targets_;
   std::map<int, EngineCopies> copies_;  // by target
+  int64_t copied_ = 0;                  // bytes of them
   int64_t bytes_ = 0;
 };
 
@@ -439,8 +442,11 @@ absl::StatusOr<std::vector<DeviceTasks>> TakeAll(Devices* devices, const CopyPla
     if (queues.CountTasks(device, options) > kMaxDeviceTasks) return TooManyTasks(device);
   }
   std::vector<DeviceTasks> all;
+  size_t position = 0;
   for (auto& [device, queues] : *devices) {
-    if (!queues.empty()) all.push_back(queues.Take(device, all.size(), options));
+    const bool copies = queues.has_copies();
+    if (!queues.empty()) all.push_back(queues.Take(device, position, options));
+    if (copies) ++position;
   }
   return all;
 }

@@ -50,11 +50,12 @@ inline constexpr size_t kEngineLanes = 4;
 
 struct DeviceTasks {
   int device = 0;
-  // At most a 16th of the bytes go to other devices: memory bounds it, not a link.
+  // At most a 16th of the bytes go to other devices, by kernel or engine: memory bounds it, not a
+  // link.
   bool local = false;
   std::vector<CopyTask> tasks;  // for the kernel; run in any order, each by one thread block
-  // Beside `tasks`; at most kEngineLanes, none empty. To be issued in this order: the nth source of
-  // a plan begins with its nth receiver.
+  // Beside `tasks`; at most kEngineLanes, none empty. To be issued in this order: of a
+  // plan's sources with lanes the nth begins with its nth receiver.
   std::vector<EngineCopies> lanes;
 };
 

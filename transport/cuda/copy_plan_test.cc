@@ -658,7 +658,8 @@ TEST_CASE("Long runs go to other devices by copy engines where the kernel need n
 
 TEST_CASE("Sources begin their copies by engines with different receivers") {
   Rng rng(kSeed + 11);
-  // From devices 0 and 2, both even, to two others each.
+  // From devices 0 and 2, both even, to two others each; device 1 between them has work for the
+  // kernel alone.
   const auto c = DenseCase(&rng, {64, 64}, {4, 5});
   const auto add = [&](int device) {
     BoundPiece piece = c->transfer.source[0];
@@ -676,13 +677,22 @@ TEST_CASE("Sources begin their copies by engines with different receivers") {
                                          .destination_piece = 1,
                                          .box = c->transfer.source[1].box});
   }
+  BoundPiece small = add(1);
+  small.box.extent[0] = 1;
+  BoundPiece to = add(4);
+  to.box = small.box;
+  c->transfer.source.push_back(small);
+  c->transfer.destinations[0].push_back(to);
+  c->transfer.program.moves.push_back(
+      {.source = 0, .source_piece = 2, .destination = 0, .destination_piece = 2, .box = small.box});
   const auto plan = PlanCopies(c->transfer, Verification::kOff, &c->addresses,
                                CopyPlanOptions{.engine_bytes = 8192});
   INFO(plan.status().ToString());
   REQUIRE(plan.ok());
-  REQUIRE(plan->devices.size() == 2);
+  REQUIRE(plan->devices.size() == 3);
+  CHECK(plan->devices[1].lanes.empty());
   for (size_t source = 0; source < 2; ++source) {
-    const DeviceTasks& device = plan->devices[source];
+    const DeviceTasks& device = plan->devices[2 * source];
     REQUIRE(device.lanes.size() == 2);
     for (size_t lane = 0; lane < 2; ++lane) {
       const BoundPiece& to = c->transfer.destinations[(source + lane) % 2][source];

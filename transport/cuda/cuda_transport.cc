@@ -875,6 +875,7 @@ class CudaTransport : public Transport {
   void Replay(const std::shared_ptr<const PreparedReadback>& prepared,
               std::vector<uint64_t> expected, std::function<void(ReadbackResult)> done) override {
     auto readback = std::static_pointer_cast<const CudaReadback>(prepared);
+    REFITD_CHECK(expected.size() == readback->on_device.size() + readback->on_host.size());
     if (readback->on_device.empty()) {
       return host_->Replay(readback->host, std::move(expected), std::move(done));
     }

@@ -96,7 +96,8 @@ class DeviceJob {
   virtual ~DeviceJob() = default;
   // Nobody waits any more: it is not begun.
   virtual bool Cancelled() const = 0;
-  // Calls that return at once only.
+  // Calls that return at once, or as soon as the device has room for more: they wait for the
+  // device's work at most, never for anybody else.
   virtual absl::Status Issue(DeviceStreams* streams) = 0;
   // Stop gave the device up while the job is being issued or runs: End does not follow. At most
   // once.

@@ -491,9 +491,10 @@ class HostTransport : public Transport {
 
   void Replay(const std::shared_ptr<const PreparedReadback>& prepared,
               std::vector<uint64_t> expected, std::function<void(ReadbackResult)> done) override {
+    auto read = std::static_pointer_cast<const PreparedRead>(prepared);
+    REFITD_CHECK(expected.size() == read->job.pieces.size());
     workers_.Submit(
-        std::make_shared<ReadbackTask>(std::static_pointer_cast<const PreparedRead>(prepared),
-                                       std::move(expected), std::move(done)));
+        std::make_shared<ReadbackTask>(std::move(read), std::move(expected), std::move(done)));
   }
 
  private:
