@@ -7,14 +7,11 @@
 #include <string>
 #include <thread>
 
+#include "client/refit_test_util.h"
+
 namespace {
 
-template <typename T>
-T Initialised() {
-  T value{};
-  value.struct_size = sizeof(T);
-  return value;
-}
+using refitd::Initialised;
 
 TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
   int64_t number = 0;
@@ -29,6 +26,10 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_trainer_group_version(nullptr, &number),
       refit_trainer_get_update(nullptr, 1, &outcome),
       refit_trainer_new_region(nullptr, 1, &region),
+      refit_trainer_add_cuda_block(nullptr, "", 1, &region),
+      refit_trainer_add_cuda_vmm(nullptr, 0, 1, &region),
+      refit_engine_add_cuda_block(nullptr, "", 1, &region),
+      refit_engine_add_cuda_vmm(nullptr, 0, 1, &region),
       refit_trainer_begin(nullptr, nullptr, &update),
       refit_update_lease_slot(nullptr, 0, &slot),
       refit_update_push(nullptr, nullptr),

@@ -23,6 +23,7 @@
 
 #include "client/engine.h"
 #include "client/refit.h"
+#include "client/refit_test_util.h"
 #include "client/trainer.h"
 #include "daemon/accept_loop.h"
 #include "daemon/descriptor_socket.h"
@@ -628,14 +629,6 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
     const FakeCudaCounts counts = daemon.fake().Count();
     return counts.opened_handles == 0 && counts.mapped == 0 && counts.imported == 0;
   }));
-}
-
-// As the REFIT_..._INIT macros, which are C.
-template <typename T>
-T Initialised() {
-  T made{};
-  made.struct_size = sizeof(T);
-  return made;
 }
 
 // The same through the C interface: an engine in VMM memory, a trainer in a block.

@@ -1,0 +1,17 @@
+// For tests of the C interface.
+#ifndef REFITD_CLIENT_REFIT_TEST_UTIL_H_
+#define REFITD_CLIENT_REFIT_TEST_UTIL_H_
+
+namespace refitd {
+
+// As the REFIT_..._INIT macros, which are C.
+template <typename T>
+T Initialised() {
+  T value{};
+  value.struct_size = sizeof(T);
+  return value;
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_CLIENT_REFIT_TEST_UTIL_H_
