@@ -261,11 +261,13 @@ void Executor::UpdateSums::Add(uint32_t destination, uint32_t piece, uint64_t di
   of[piece] = of[piece].value_or(0) + digest;
 }
 
+void Executor::UpdateSums::Add(const Pieces& of, const std::vector<uint64_t>& shares) {
+  for (size_t i = 0; i < shares.size(); ++i) Add(of[i].first, of[i].second, shares[i]);
+}
+
 void Executor::UpdateSums::AddUp() {
   if (pieces == nullptr) return;
-  for (size_t i = 0; i < digests.size(); ++i) {
-    Add((*pieces)[i].first, (*pieces)[i].second, digests[i]);
-  }
+  Add(*pieces, digests);
   pieces = nullptr;
   digests.clear();
 }
@@ -287,9 +289,7 @@ void Executor::Finished(Moved* moved) {
     return;
   }
   sums.AddUp();
-  for (size_t i = 0; i < moved->digests.size(); ++i) {
-    sums.Add((*moved->pieces)[i].first, (*moved->pieces)[i].second, moved->digests[i]);
-  }
+  sums.Add(*moved->pieces, moved->digests);
 }
 
 // ---- compiled refits ----

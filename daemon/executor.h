@@ -122,6 +122,7 @@ class Executor {
     // them be.
     std::vector<std::vector<std::optional<uint64_t>>> by_piece;
     void Add(uint32_t destination, uint32_t piece, uint64_t digest);
+    void Add(const Pieces& of, const std::vector<uint64_t>& shares);
     // Into by_piece, if a step's are kept as they came.
     void AddUp();
   };

@@ -227,7 +227,7 @@ void Node::TimerLoop() {
       }
       NotifyWatchers(true);
     }
-    RunAll(deferred);
+    deferred.Run();
   }
 }
 
@@ -256,7 +256,7 @@ void Node::Drain() {
     for (const auto& [name, group] : groups_) names.push_back(name);
     for (const std::string& name : names) Handle(name, DrainEvent{}, &deferred);
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::Finish(TimePoint deadline) {
@@ -274,7 +274,7 @@ void Node::Finish(TimePoint deadline) {
       Handle(name, OperatorAbort{NewCall(), "the daemon stops"}, &deferred);
     }
   }
-  RunAll(deferred);
+  deferred.Run();
   deferred = {};
   {
     MutexLock lock(&mutex_);
@@ -293,7 +293,7 @@ void Node::Finish(TimePoint deadline) {
       watcher.sink->End(absl::UnavailableError("the daemon stops"));
     watchers_.clear();
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::Hurry() {

@@ -325,17 +325,17 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     TimePoint due;
     std::map<std::string, std::string> last;  // group -> state last sent, to send each change once
   };
-  // What runs after the mutex was released: events to engines, then whatever was added, answers to
-  // calls above all, then events to trainers, for which nobody waits, and log lines.
+  // What runs after the mutex was released: events to engines, then answers to calls, then events
+  // to trainers, for which nobody waits, log lines, and what takes long.
   class Deferred {
    public:
     void Add(std::function<void()> run) { answers_.push_back(std::move(run)); }
-    // What takes long and nobody waits for: memory to be unmapped.
+    // What nobody waits for either: memory to be unmapped.
     void AddLast(std::function<void()> run) { last_.push_back(std::move(run)); }
     void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }
     void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
     void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
-    void Run() const;
+    void Run() const;  // without the mutex
 
    private:
     std::vector<std::shared_ptr<EngineSink>> engines_;
@@ -523,8 +523,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                                    Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool AnyUpdateRuns() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // Without the mutex.
-  static void RunAll(const Deferred& deferred) { deferred.Run(); }
   void TimerLoop();
   TimePoint NextWake() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void WakeTimer() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -268,7 +268,7 @@ void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Events* more
                             d.source_digests},
                &deferred);
       }
-      RunAll(deferred);
+      deferred.Run();
     };
     const Memory memory(members_, *group);
     // A call of 0: the part came from another daemon into the slot.
@@ -293,7 +293,7 @@ void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Events* 
       MutexLock lock(&mutex_);
       Handle(name, d, &deferred);
     }
-    RunAll(deferred);
+    deferred.Run();
   };
   if (!executor_.AnyWritten(verify.update)) {
     // A refit with nothing to move: no thread is woken for it.

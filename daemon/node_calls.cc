@@ -56,7 +56,7 @@ void Node::TrainerCall(
     }
   }
   if (!refused.ok()) reply(refused, EmptyReply{});
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
@@ -236,7 +236,7 @@ void Node::CallGone(CallId call) {
     if (it != calls_.end())
       Handle(std::string(it->second.group), refitd::CallGone{call}, &deferred);
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 absl::StatusOr<v1::GetUpdateResponse> Node::GetUpdate(const v1::GetUpdateRequest& request) {

@@ -115,7 +115,7 @@ void Node::DevicesLost(const absl::Status& why) {
              &deferred);
     }
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 // ---- regions ----
@@ -347,7 +347,7 @@ void Node::EndPooling(MemberId member, absl::Status made) {
       waited.record.End(std::move(made));
     }
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 std::optional<Node::MissingPool> Node::Missing(const MemberRecord& member) {

@@ -193,7 +193,7 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       if (created) AdmitWaiting(hello.group(), &deferred);
     }
   }
-  RunAll(deferred);
+  deferred.Run();
   return member;
 }
 
@@ -269,7 +269,7 @@ void Node::MemberGone(MemberId member, const std::string& reason) {
            &deferred);
     }
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::Lose(MemberRecord* member, const std::string& reason, absl::Status end,
@@ -348,7 +348,7 @@ void Node::MemberEvent(MemberId member, const GroupEvent& event) {
     const auto it = members_.find(member);
     if (it != members_.end() && !it->second.lost) Handle(it->second.group, event, &deferred);
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::Ready(MemberId member, const v1::Ready& ready) {
@@ -469,7 +469,7 @@ void Node::RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer,
       deferred.Add([reply, status = member.status()] { reply(status); });
     }
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::SendWelcome(GroupRecord* group, MemberRecord* member) {

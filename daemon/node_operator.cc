@@ -75,7 +75,7 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
     }
     response.set_created(created);
   }
-  RunAll(deferred);
+  deferred.Run();
   return response;
 }
 
@@ -141,7 +141,7 @@ void Node::AbortUpdate(CallId call, const v1::AbortUpdateRequest& request, Reply
     }
   }
   if (!refused.ok()) reply(refused, EmptyReply{});
-  RunAll(deferred);
+  deferred.Run();
 }
 
 v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {

@@ -112,7 +112,7 @@ void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event
     const GroupRecord* group = FindGroup(name);
     if (group != nullptr && group->id == id) Handle(name, std::move(event), &deferred);
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::LinkIsUp(const std::string& name, uint64_t id, const LinkUp& up) {
@@ -134,7 +134,7 @@ void Node::LinkIsUp(const std::string& name, uint64_t id, const LinkUp& up) {
       }
     }
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::DropFollower(const std::string& name, Deferred* deferred, Events* more) {
@@ -194,7 +194,7 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
       AdmitWaiting(group, &deferred);
     }
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
@@ -254,7 +254,7 @@ void Node::Report(uint64_t session, PeerReport report) {
       Handle(joined.group, ReportReceived{joined.node, std::move(report)}, &deferred);
     }
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::Gone(uint64_t session, std::string reason) {
@@ -272,7 +272,7 @@ void Node::Gone(uint64_t session, std::string reason) {
       }
     }
   }
-  RunAll(deferred);
+  deferred.Run();
 }
 
 void Node::EndSession(GroupRecord* group, NodeId node, absl::Status status) {

@@ -104,7 +104,7 @@ void Node::SubmitMoves(const std::string& name, uint64_t id,
       const GroupRecord* group = FindGroup(name);
       if (group != nullptr && group->id == id) Handle(name, std::move(moved.done), &deferred);
     }
-    RunAll(deferred);
+    deferred.Run();
   };
   executor_.Submit(moves, done, keep);
 }
