@@ -44,7 +44,8 @@ class Executor {
     absl::Status status;
     std::vector<int64_t> bytes_written;
     int failed_destination = -1;
-    int64_t slot_bytes = 0;                // copied into slots
+    int64_t slot_bytes = 0;  // copied into slots
+    BroadcastMethod broadcast = BroadcastMethod::kDirect;
     std::vector<uint64_t> source_digests;  // by range of the content, if they were wanted
     // For Finished(): digests by (destination, piece of its layout).
     struct Sum {

@@ -265,7 +265,7 @@ void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Events* more
         }
         Handle(name,
                TransferDone{d.update, d.part, d.status, d.bytes_written, d.failed_destination,
-                            d.source_digests},
+                            d.source_digests, d.broadcast},
                &deferred);
       }
       deferred.Run();

@@ -38,6 +38,11 @@ class Node::Memory : public MemoryResolver {
     return Error(absl::StatusCode::kInternal, "there is no staging pool on {}", m->second.device);
   }
 
+  std::optional<int> DeviceOf(MemberId member) const override {
+    const auto m = members_.find(member);
+    return m == members_.end() ? std::nullopt : m->second.ordinal;
+  }
+
  private:
   MemorySpan SlotIn(const MemorySpan& pool, SlotIndex slot) const {
     const int64_t bytes = group_.machine->spec().slot_bytes;

@@ -32,6 +32,8 @@ class MemoryResolver {
   virtual absl::StatusOr<MemorySpan> SlotOf(MemberId /*member*/, SlotIndex slot) const {
     return Slot(slot);
   }
+  // Where a member's memory is: a device's ordinal; nullopt: the host, or another daemon.
+  virtual std::optional<int> DeviceOf(MemberId /*member*/) const { return std::nullopt; }
 };
 
 // What a step may touch.

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,20 @@
 namespace refitd {
 
 enum class Verification : uint8_t { kOff = 1, kTransfer = 2, kReadback = 3 };
+
+// How the bytes of one source reach several devices of this node.
+//   kAuto       whichever is expected to be the fastest for the bytes and the devices
+//   kDirect     the source's device stores into every destination; no staging
+//   kChain      copy engines relay chunks from device to device, slot to slot
+//   kSymmetric  each receiver gets its share, then all-gather over symmetric windows (NCCL)
+//   kNccl       one NCCL broadcast, slot to slot
+enum class BroadcastMethod : uint8_t {
+  kAuto = 0,
+  kDirect = 1,
+  kChain = 2,
+  kSymmetric = 3,
+  kNccl = 4
+};
 
 // Memory that can be copied to or from: a mapped region, a slot, a request's bytes. `keep_alive`
 // outlives every copy (P6).
@@ -48,6 +63,14 @@ struct PieceDigest {
   uint64_t digest = 0;
 };
 
+// All of a transfer's source, packed, in one slot of each device that needs it; destinations are
+// then written from the slot of their own device.
+struct Broadcast {
+  BroadcastMethod method = BroadcastMethod::kDirect;  // of those through slots
+  std::vector<MemorySpan> slots;                      // one a device; filled in any case
+  std::vector<int64_t> byte_offsets;  // of each source piece's first element, in every slot
+};
+
 // One bucket (or part of one), or a step of a compiled refit, from some places to several.
 struct Transfer {
   std::vector<BoundPiece> source;  // pieces of all sources, one list
@@ -65,6 +88,9 @@ struct Transfer {
   // Digests of whole source pieces are wanted, moved or not: what another daemon must have
   // received.
   bool want_source_digests = false;
+  // Through slots: of source pieces that lie row-major on one device, by a method other than kAuto
+  // and kDirect that CanBroadcast. Without: kDirect.
+  std::optional<Broadcast> broadcast;
   std::vector<std::shared_ptr<const void>> keep_alive;  // all memory named above (P6)
   std::string label;                                    // for messages: "version 3, part 7"
 };
@@ -110,6 +136,12 @@ class PreparedReadback {
 class Transport {
  public:
   virtual ~Transport() = default;
+
+  // Whether transfers can go by this method. UNIMPLEMENTED: why not.
+  virtual absl::Status CanBroadcast(BroadcastMethod method) const {
+    if (method == BroadcastMethod::kDirect) return absl::OkStatus();
+    return absl::UnimplementedError("broadcasts through slots need GPUs");
+  }
 
   // Runs the transfer; calls `done` once, on a thread of the transport, after the last byte was
   // read and written. Transfers start in the order of submission and overlap (the next one's work

@@ -153,6 +153,7 @@ struct BeginEvent {
   bool evict_late = false;
   int64_t tensor_count = 0;  // 0: not told
   int64_t total_bytes = 0;   // 0: not told
+  BroadcastMethod broadcast = BroadcastMethod::kAuto;
 };
 
 struct ReadyEvent {
@@ -197,9 +198,10 @@ struct TransferDone {
   UpdateId update;
   PartSeq part;
   absl::Status status;  // not OK: verification failed, or the program could not be made
-  std::vector<int64_t> bytes_written;      // per destination of StartTransfer::index
-  int failed_destination = -1;             // whose, if not OK and known
-  std::vector<uint64_t> source_digests{};  // by range, if they were wanted
+  std::vector<int64_t> bytes_written;                    // per destination of StartTransfer::index
+  int failed_destination = -1;                           // whose, if not OK and known
+  std::vector<uint64_t> source_digests{};                // by range, if they were wanted
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // by which the bytes went
 };
 
 struct AckEvent {
@@ -420,6 +422,8 @@ struct StartTransfer {
   std::vector<bool> skip_destination;             // evicted since
   std::vector<uint32_t> touched;                  // destinations that have elements of it
   std::vector<MemberId> staged;                   // ranks that will be handed the slot
+  // With a slot, kAuto leaves the choice to the executor; without one every method is kDirect.
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;
   Verification verification = Verification::kOff;
   // Digests of the source by range of `content` are wanted with the result.
   bool want_source_digests = false;
