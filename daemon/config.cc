@@ -85,6 +85,8 @@ constexpr std::array kSettings = {
     Setting{"cuda-engine-bytes", "cuda.engine_bytes",
             "contiguous pieces from this size on go to other GPUs by copy engines; 0: none"},
     Setting{"cuda-library", "cuda.library", "the driver: a name for the loader, or a path"},
+    Setting{"cuda-nccl", "cuda.nccl", "load NCCL where there is a GPU, true or false"},
+    Setting{"cuda-nccl-library", "cuda.nccl_library", "NCCL: a path; empty: searched for"},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
 };
 
@@ -453,11 +455,14 @@ absl::Status CheckCuda(const RefitdConfig::Cuda& cuda) {
   REFITD_RETURN_IF_ERROR(
       CheckRange("cuda.engine_bytes", cuda.engine_bytes(), 0, std::numeric_limits<int64_t>::max()));
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte("cuda.library", cuda.library()));
-  if (!cuda.library().empty() && cuda.library().size() <= kMaxCudaLibraryBytes) {
-    return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckNoZeroByte("cuda.nccl_library", cuda.nccl_library()));
+  if (cuda.library().empty() || cuda.library().size() > kMaxCudaLibraryBytes) {
+    return Error(kInvalid, "cuda.library has {} bytes, must have 1 to {}", cuda.library().size(),
+                 kMaxCudaLibraryBytes);
   }
-  return Error(kInvalid, "cuda.library has {} bytes, must have 1 to {}", cuda.library().size(),
-               kMaxCudaLibraryBytes);
+  if (cuda.nccl_library().size() <= kMaxCudaLibraryBytes) return absl::OkStatus();
+  return Error(kInvalid, "cuda.nccl_library has {} bytes, must have at most {}",
+               cuda.nccl_library().size(), kMaxCudaLibraryBytes);
 }
 
 absl::Status CheckConfig(const RefitdConfig& config) {
@@ -586,7 +591,9 @@ Config FromProto(const RefitdConfig& in) {
                            .copy_blocks = in.cuda().copy_blocks(),
                            .device = std::chrono::milliseconds(in.cuda().device_ms()),
                            .engine_bytes = in.cuda().engine_bytes(),
-                           .library = in.cuda().library()};
+                           .library = in.cuda().library(),
+                           .nccl = in.cuda().nccl(),
+                           .nccl_library = in.cuda().nccl_library()};
   config.default_verification = FromProto(in.default_verification());
   return config;
 }
@@ -618,6 +625,8 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_cuda()->set_device_ms(ToMillis(config.cuda.device));
   out.mutable_cuda()->set_engine_bytes(config.cuda.engine_bytes);
   out.mutable_cuda()->set_library(config.cuda.library);
+  out.mutable_cuda()->set_nccl(config.cuda.nccl);
+  out.mutable_cuda()->set_nccl_library(config.cuda.nccl_library);
   out.set_default_verification(ToProto(config.default_verification));
   return out;
 }

@@ -105,6 +105,8 @@ struct CudaConfig {
   Duration device = std::chrono::seconds(60);  // device work that takes longer has failed
   int64_t engine_bytes = 2 << 20;              // from which on copy engines move a piece; 0: none
   std::string library = "libcuda.so.1";        // as for dlopen
+  bool nccl = true;
+  std::string nccl_library;  // as for dlopen; empty: searched for
   bool operator==(const CudaConfig&) const = default;
 };
 

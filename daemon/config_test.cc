@@ -171,6 +171,7 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--cuda-device-ms=0", "cuda.device_ms");
   refused("--cuda-engine-bytes=-1", "cuda.engine_bytes");
   refused("--cuda-library=" + std::string(kMaxCudaLibraryBytes + 1, 'x'), "cuda.library");
+  refused("--cuda-nccl-library=" + std::string(kMaxCudaLibraryBytes + 1, 'x'), "cuda.nccl_library");
   refused("--daemon-id=a b", "daemon_id is \"a b\"");
   refused("--daemon-id=" + std::string(kMaxConfiguredDaemonId + 1, 'x'), "daemon_id");
   refused("--advertise=node-a", "peers.advertise is \"node-a\", must be HOST:PORT");

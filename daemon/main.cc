@@ -2,6 +2,7 @@
 // docs/architecture.md.
 //
 // Exit codes: daemon/config.h, ExitCode.
+#include <fmt/ranges.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -35,6 +36,7 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/cuda/cuda_transport.h"
+#include "transport/cuda/nccl.h"
 #include "transport/host/gloo_wire.h"
 #include "transport/host/host_transport.h"
 
@@ -109,6 +111,27 @@ class DeviceLoss {
   absl::Status why_ ABSL_GUARDED_BY(mutex_);
 };
 
+// What the daemon took out of its environment, and what it put there, for NCCL.
+void LogNcclEnvironment(const NcclEnvironment& done) {
+  if (!done.dropped.empty()) {
+    LogWarning("dropped from the environment: {}", fmt::join(done.dropped, ", "));
+  }
+  if (!done.kept.empty()) LogInfo("NCCL's environment has {}", fmt::join(done.kept, ", "));
+  if (!done.machine.empty()) {
+    LogWarning("{} sets {}: NCCL reads it", kNcclMachineFile, fmt::join(done.machine, ", "));
+  }
+}
+
+// For people: which NCCL was loaded, or why none.
+std::string LoadNccl(const CudaConfig& config) {
+  if (!config.nccl) return "no NCCL: cuda.nccl is false";
+  const NcclReport nccl = FindNccl(config.nccl_library);
+  if (!nccl.problem.empty() && !config.nccl_library.empty()) {
+    LogError("cuda.nccl_library: {}", nccl.problem);
+  }
+  return Describe(nccl);
+}
+
 // What moves bytes: the GPUs' transport around the host's where there are a driver, a device and a
 // kernel; else the host's, and `cuda` says why. A thread that hangs in the driver may tell `loss`
 // after the transport's end.
@@ -135,6 +158,7 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
     return MakeHostTransport(host);
   }
   cuda->memory = *std::move(memory);
+  cuda->detail += "; " + LoadNccl(config.cuda);
   return *std::move(transport);
 }
 
@@ -181,6 +205,9 @@ int Fail(const absl::Status& status) {
 int Run(const Invocation& invocation) {
   const Config& config = invocation.config;
   if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
+
+  // Before any thread, as all that changes the environment.
+  LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
 
   // Before any thread: all of them inherit the mask, and only this one waits for the signals.
   sigset_t signals;

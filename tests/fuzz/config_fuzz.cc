@@ -52,6 +52,8 @@ constexpr std::array kSettings = {"listen-unix",
                                   "cuda-device-ms",
                                   "cuda-engine-bytes",
                                   "cuda-library",
+                                  "cuda-nccl",
+                                  "cuda-nccl-library",
                                   "metrics-listen",
                                   "daemon-id",
                                   "advertise",
@@ -123,6 +125,7 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(IsWait(config.cuda.device));
   REFITD_CHECK(config.cuda.engine_bytes >= 0);
   REFITD_CHECK(!config.cuda.library.empty() && !HasNul(config.cuda.library));
+  REFITD_CHECK(!HasNul(config.cuda.nccl_library));
 
   const MemoryFile printed(FormatConfig(config));
   const auto again = LoadConfig({"--config", printed.path()}, {});

@@ -3,6 +3,9 @@
 With a toolkit, the target holds its cuda.h and defines REFITD_CUDA=1; without one it is empty, and what depends on it
 builds without CUDA. Nothing is linked: the driver is loaded at run time. Nothing is fetched.
 
+@local_cuda//:nccl_header holds the toolkit's nccl.h, with what it includes, and defines REFITD_NCCL_HEADER=1; it is empty
+where there is none. One test compares the project's own declarations with it; nothing else may depend on it.
+
 The compiler is bin/nvcc beside the header, from CUDA 12 on (C++20); NVCC is its absolute path, or "" where there is none:
 kernels.bzl beside this file builds with it. The headers alone are enough for all but the kernels.
 
@@ -30,6 +33,25 @@ cc_library(
 )
 """
 
+_NCCL = """
+cc_library(
+    name = "nccl_header",
+    hdrs = glob([
+        "toolkit/*.h",
+        "toolkit/*.hpp",
+        "toolkit/crt/*.h",
+        "toolkit/crt/*.hpp",
+        "toolkit/nv/**",
+    ]),
+    defines = ["REFITD_NCCL_HEADER=1"],
+    includes = ["toolkit"],
+)
+"""
+
+_NO_NCCL = """
+cc_library(name = "nccl_header")
+"""
+
 _WITHOUT = """\
 package(default_visibility = ["//visibility:public"])
 
@@ -49,7 +71,14 @@ NVCC_FLAGS = {flags}
 _ARCHITECTURES = ["80", "90", "100"]
 
 def _without(reason):
-    return _WITHOUT.format(reason = reason)
+    return _WITHOUT.format(reason = reason) + _NO_NCCL
+
+def _with_header(repository_ctx, place):
+    """The packages of a toolkit whose cuda.h lies in `place`."""
+    if not repository_ctx.path(place + "/nccl.h").exists or not repository_ctx.path(place + "/cuda_runtime.h").exists:
+        return _WITH + _NO_NCCL
+    repository_ctx.symlink(place, "toolkit")
+    return _WITH + _NCCL
 
 def _define_nvcc(repository_ctx, nvcc, version, architectures, flags):
     # An input of what is compiled: another compiler, another result.
@@ -94,7 +123,7 @@ def _local_cuda_impl(repository_ctx):
         header = repository_ctx.path(place + "/cuda.h")
         if header.exists:
             repository_ctx.symlink(header, "include/cuda.h")
-            repository_ctx.file("BUILD.bazel", _WITH)
+            repository_ctx.file("BUILD.bazel", _with_header(repository_ctx, place))
             _find_nvcc(repository_ctx, place)
             return
 

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "transport/cuda/copy_task.h"
+#include "transport/cuda/fake_nccl_counts.h"
 #include "transport/digest.h"
 
 namespace {
@@ -88,7 +89,7 @@ struct Stream {
 };
 
 struct Op {
-  int device = 0;
+  unsigned devices = 0;  // bit mask
   std::function<CUresult()> run;
 };
 
@@ -198,11 +199,13 @@ bool Reaches(const State& fake, int device, uint64_t address, size_t bytes) {
 
 void RunQueue(State* fake) {
   std::deque<Op> left;
+  unsigned still = fake->held;  // and what waits for a device that stands still
   while (!fake->queue.empty()) {
     Op op = std::move(fake->queue.front());
     fake->queue.pop_front();
     if (fake->lost != CUDA_SUCCESS) continue;
-    if ((fake->held >> op.device & 1) != 0) {
+    if ((still & op.devices) != 0) {
+      still |= op.devices;
       left.push_back(std::move(op));
       continue;
     }
@@ -215,7 +218,7 @@ void RunQueue(State* fake) {
 CUresult Enqueue(Call* call, CUstream stream, std::function<CUresult()> run) {
   const int device = reinterpret_cast<Stream*>(stream)->device;
   if (call->device() != device) return CUDA_ERROR_INVALID_HANDLE;
-  call->fake->queue.push_back({device, std::move(run)});
+  call->fake->queue.push_back({1U << device, std::move(run)});
   return CUDA_SUCCESS;
 }
 
@@ -420,6 +423,45 @@ void FakeCudaForget(char* exported) {
   for (const auto& block : Fake().blocks) {
     if (block->exporter == exported) block->alive = false;
   }
+}
+
+// ---- for the fake NCCL ----
+
+// -1: no context is current.
+int FakeCudaCurrentDevice() { return current.empty() ? -1 : DeviceOf(current.back()); }
+
+int FakeCudaStreamDevice(CUstream stream) { return reinterpret_cast<Stream*>(stream)->device; }
+
+// Whether memory of cuMemCreate is mapped there.
+bool FakeCudaIsVmm(uint64_t address, size_t bytes) {
+  const std::lock_guard lock(Fake().mutex);
+  const Range* const range = Holding(Fake(), address, bytes);
+  return range != nullptr && range->reserved && range->mapped;
+}
+
+// One piece of work for all of its devices; nothing, if `stopped` by then. The copies read what was
+// there before.
+void FakeCudaCollective(const refitd::FakeCudaCopy* copies, size_t count, const bool* stopped) {
+  State* const fake = &Fake();
+  const std::lock_guard lock(fake->mutex);
+  const std::vector<refitd::FakeCudaCopy> all(copies, copies + count);
+  unsigned devices = 0;
+  for (const auto& copy : all) devices |= 1U << copy.from_device | 1U << copy.to_device;
+  fake->queue.push_back({devices, [fake, all, stopped] {
+                           std::vector<std::string> read;
+                           for (const auto& copy : all) {
+                             if (*stopped) return CUDA_SUCCESS;
+                             if (!Reaches(*fake, copy.from_device, copy.from, copy.bytes) ||
+                                 !Reaches(*fake, copy.to_device, copy.to, copy.bytes)) {
+                               return CUDA_ERROR_ILLEGAL_ADDRESS;
+                             }
+                             read.emplace_back(At(copy.from), copy.bytes);
+                           }
+                           for (size_t i = 0; i < all.size(); ++i) {
+                             std::memcpy(At(all[i].to), read[i].data(), read[i].size());
+                           }
+                           return CUDA_SUCCESS;
+                         }});
 }
 
 // ---- the driver: devices and contexts ----

@@ -1,0 +1,540 @@
+// An NCCL for tests, over the fake driver, as fake_nccl.h says. Without CUDA it is empty.
+// Thread-safe.
+#if defined(REFITD_CUDA)
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "transport/cuda/fake_nccl_counts.h"
+#include "transport/cuda/nccl_abi.h"
+
+namespace refitd {
+
+// The ranks that one unique id joins, all in this process. Never freed: what the devices still have
+// to do asks whether it was revoked.
+struct Clique {
+  std::vector<NcclCommStruct*> comms;  // by rank
+  int left = 0;                        // ranks that were not destroyed
+  bool stopped = false;
+};
+
+struct Group;
+
+struct NcclCommStruct {
+  Clique* clique = nullptr;
+  int rank = 0;
+  int ranks = 0;
+  int device = 0;
+  int policy = 0;
+  bool made = false;
+  bool revoked = false;
+  bool gone = false;
+  NcclResult result = NcclResult::kSuccess;
+  std::shared_ptr<Group> group;  // in progress; else null
+};
+
+struct NcclWindowStruct {
+  NcclComm comm = nullptr;
+  uint64_t data = 0;
+  size_t bytes = 0;
+};
+
+enum class Kind { kInit, kWindow, kBroadcast, kAllGather, kRevoke };
+
+struct Task {
+  Kind kind = Kind::kInit;
+  NcclComm comm = nullptr;
+  uint64_t send = 0;
+  uint64_t receive = 0;
+  size_t bytes = 0;
+  int root = 0;
+  NcclWindow* window = nullptr;
+};
+
+struct Group {
+  std::vector<Task> tasks;
+  int polls = 2;  // until it ends
+  bool stuck = false;
+  NcclResult result = NcclResult::kSuccess;
+};
+
+}  // namespace refitd
+
+namespace {
+
+using namespace refitd;  // NOLINT: the whole file is the fake
+
+struct State {
+  std::mutex mutex;
+  std::condition_variable unblocked;
+  std::string blocked;
+  std::map<std::string, std::pair<int, NcclResult>, std::less<>> faults;
+  std::pair<int, NcclResult> group_fault{0, NcclResult::kSuccess};
+  bool stuck = false;
+  bool stuck_revokes = false;
+  bool symmetric = true;
+  std::map<uint64_t, std::unique_ptr<Clique>> cliques;
+  uint64_t next_clique = 1;
+  std::vector<std::unique_ptr<NcclCommStruct>> comms;
+  std::set<NcclWindow> windows;
+  std::set<std::thread::id> threads;
+  FakeNcclCounts counts;
+};
+
+State& Fake() {
+  static State* const state = new State;
+  return *state;
+}
+
+thread_local int depth = 0;
+thread_local std::vector<Task> tasks;
+
+// ---- the fake driver ----
+
+struct Driver {
+  int (*current_device)() = nullptr;
+  int (*stream_device)(CUstream_st*) = nullptr;
+  bool (*is_vmm)(uint64_t, size_t) = nullptr;
+  void (*collective)(const FakeCudaCopy*, size_t, const bool*) = nullptr;
+};
+
+// The fake that lies beside this file and is open already.
+const Driver& TheDriver() {
+  static const Driver driver = [] {
+    Dl_info info = {};
+    (void)dladdr(reinterpret_cast<const void*>(&Fake), &info);
+    std::string path = info.dli_fname;
+    path = path.substr(0, path.rfind('/') + 1) + "libcuda_fake.so";
+    void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
+    if (library == nullptr) std::abort();  // tests make a FakeCuda first
+    Driver found;
+    const auto find = [library](const char* name, auto* function) {
+      *function =
+          reinterpret_cast<std::remove_reference_t<decltype(*function)>>(dlsym(library, name));
+      if (*function == nullptr) std::abort();
+    };
+    find("FakeCudaCurrentDevice", &found.current_device);
+    find("FakeCudaStreamDevice", &found.stream_device);
+    find("FakeCudaIsVmm", &found.is_vmm);
+    find("FakeCudaCollective", &found.collective);
+    return found;
+  }();
+  return driver;
+}
+
+// ---- calls ----
+
+// Locks the fake for a call; `result` is not kSuccess where it fails.
+struct Call {
+  explicit Call(const char* name) : fake(Fake()), lock(fake.mutex) {
+    fake.threads.insert(std::this_thread::get_id());
+    if (fake.blocked == name) {
+      ++fake.counts.blocked_calls;
+      fake.unblocked.wait(lock, [this, name] { return fake.blocked != name; });
+      --fake.counts.blocked_calls;
+    }
+    const auto it = fake.faults.find(name);
+    if (it == fake.faults.end() || --it->second.first > 0) return;
+    result = it->second.second;
+    fake.faults.erase(it);
+  }
+  bool failed() const { return result != NcclResult::kSuccess; }
+  State& fake;
+  std::unique_lock<std::mutex> lock;
+  NcclResult result = NcclResult::kSuccess;
+};
+
+// ---- what a group does when it ends ----
+
+bool Whole(const std::vector<Task>& of, const Clique& clique) {
+  return of.size() == clique.comms.size() &&
+         std::all_of(of.begin(), of.end(), [&of](const Task& task) {
+           return task.bytes == of[0].bytes && task.root == of[0].root;
+         });
+}
+
+const NcclWindowStruct* WindowOf(const State& fake, NcclComm comm, uint64_t data, size_t bytes) {
+  for (const NcclWindow window : fake.windows) {
+    if (window->comm == comm && data >= window->data &&
+        data + bytes <= window->data + window->bytes) {
+      return window;
+    }
+  }
+  return nullptr;
+}
+
+// Both buffers in windows, at equal offsets on all ranks.
+bool InWindows(const State& fake, const std::vector<Task>& of) {
+  uint64_t offset = 0;
+  for (const Task& task : of) {
+    const auto* const receive = WindowOf(fake, task.comm, task.receive, task.bytes * of.size());
+    if (receive == nullptr || WindowOf(fake, task.comm, task.send, task.bytes) == nullptr) {
+      return false;
+    }
+    if (&task == &of[0]) offset = task.receive - receive->data;
+    if (task.receive - receive->data != offset) return false;
+  }
+  return true;
+}
+
+void Broadcast(State* fake, const std::vector<Task>& of) {
+  const Task& root = of[static_cast<size_t>(of[0].root)];
+  std::vector<FakeCudaCopy> copies;
+  for (const Task& task : of) {
+    copies.push_back({root.comm->device, root.send, task.comm->device, task.receive, task.bytes});
+  }
+  TheDriver().collective(copies.data(), copies.size(), &root.comm->clique->stopped);
+  ++fake->counts.broadcasts;
+}
+
+void AllGather(State* fake, const std::vector<Task>& of) {
+  std::vector<FakeCudaCopy> copies;
+  for (const Task& from : of) {
+    for (const Task& to : of) {
+      const uint64_t offset = static_cast<uint64_t>(from.comm->rank) * from.bytes;
+      copies.push_back(
+          {from.comm->device, from.send, to.comm->device, to.receive + offset, from.bytes});
+    }
+  }
+  TheDriver().collective(copies.data(), copies.size(), &of[0].comm->clique->stopped);
+  ++fake->counts.all_gathers;
+  if (!InWindows(*fake, of)) return;
+  const bool engines = of[0].comm->policy == kNcclPolicyZero;
+  ++(engines ? fake->counts.engine_all_gathers : fake->counts.symmetric_all_gathers);
+}
+
+NcclResult MakeWindows(State* fake, const std::vector<Task>& of) {
+  for (const Task& task : of) {
+    if (!fake->symmetric) continue;
+    if (task.receive % kNcclWindowAlignment != 0) return NcclResult::kInvalidArgument;
+    if (!TheDriver().is_vmm(task.receive, task.bytes)) return NcclResult::kUnhandledCudaError;
+    *task.window = new NcclWindowStruct{task.comm, task.receive, task.bytes};
+    fake->windows.insert(*task.window);
+  }
+  return NcclResult::kSuccess;
+}
+
+// The tasks of one kind and one clique: one call's over its ranks.
+NcclResult RunTasks(State* fake, const std::vector<Task>& of) {
+  switch (of[0].kind) {
+    case Kind::kInit:
+      for (const Task& task : of) task.comm->made = true;
+      return NcclResult::kSuccess;
+    case Kind::kWindow:
+      return MakeWindows(fake, of);
+    case Kind::kBroadcast:
+      Broadcast(fake, of);
+      return NcclResult::kSuccess;
+    case Kind::kAllGather:
+      AllGather(fake, of);
+      return NcclResult::kSuccess;
+    case Kind::kRevoke:
+      return NcclResult::kSuccess;
+  }
+  return NcclResult::kInternalError;
+}
+
+// False: it waits for ranks that are not there.
+bool RunGroup(State* fake, Group* group) {
+  std::map<std::pair<Clique*, Kind>, std::vector<Task>> calls;
+  for (const Task& task : group->tasks) {
+    calls[{task.comm->clique, task.kind}].push_back(task);
+  }
+  for (auto& [key, of] : calls) {
+    std::sort(of.begin(), of.end(),
+              [](const Task& a, const Task& b) { return a.comm->rank < b.comm->rank; });
+    if (key.second != Kind::kRevoke && !Whole(of, *key.first)) return false;
+    if (group->result == NcclResult::kSuccess) group->result = RunTasks(fake, of);
+  }
+  return true;
+}
+
+void EndGroup(State* fake, const std::shared_ptr<Group>& group) {
+  for (const Task& task : group->tasks) {
+    if (task.comm->group != group) continue;
+    task.comm->result = group->result;
+    task.comm->group = nullptr;
+  }
+  --fake->counts.groups;
+}
+
+NcclResult BeginGroup(State* fake) {
+  auto group = std::make_shared<Group>();
+  group->tasks.swap(tasks);
+  if (group->tasks.empty()) return NcclResult::kSuccess;
+  const bool revokes = group->tasks[0].kind == Kind::kRevoke;
+  group->stuck = revokes ? fake->stuck_revokes : fake->stuck;
+  if (fake->group_fault.first > 0 && --fake->group_fault.first == 0) {
+    group->result = fake->group_fault.second;
+  }
+  for (const Task& task : group->tasks) task.comm->group = group;
+  ++fake->counts.groups;
+  return NcclResult::kInProgress;
+}
+
+NcclResult Add(State* fake, Task task) {
+  const bool revoke = task.kind == Kind::kRevoke;
+  if (task.comm->gone || (!revoke && (task.comm->group != nullptr || task.comm->revoked)) ||
+      (task.kind != Kind::kInit && !revoke && !task.comm->made)) {
+    return NcclResult::kInvalidUsage;
+  }
+  if (revoke && task.comm->group != nullptr) EndGroup(fake, task.comm->group);
+  tasks.push_back(task);
+  return depth > 0 ? NcclResult::kSuccess : BeginGroup(fake);
+}
+
+NcclResult AddCollective(State* fake, const Task& task, CUstream_st* stream) {
+  if (TheDriver().stream_device(stream) != task.comm->device) return NcclResult::kInvalidArgument;
+  return Add(fake, task);
+}
+
+NcclResult Leave(State* fake, NcclComm comm) {
+  if (comm->gone) return NcclResult::kInvalidArgument;
+  if (comm->group != nullptr) EndGroup(fake, comm->group);
+  comm->gone = true;
+  --fake->counts.comms;
+  for (auto it = fake->windows.begin(); it != fake->windows.end();) {
+    if ((*it)->comm != comm) {
+      ++it;
+      continue;
+    }
+    ++fake->counts.lost_windows;
+    delete *it;
+    it = fake->windows.erase(it);
+  }
+  return NcclResult::kSuccess;
+}
+
+uint64_t Address(const void* data) { return reinterpret_cast<uint64_t>(data); }
+
+}  // namespace
+
+extern "C" {
+
+// ---- for tests ----
+
+void FakeNcclReset() {
+  State& fake = Fake();
+  const std::lock_guard lock(fake.mutex);
+  fake.blocked.clear();
+  fake.unblocked.notify_all();
+  fake.faults.clear();
+  fake.group_fault = {0, NcclResult::kSuccess};
+  fake.stuck = fake.stuck_revokes = false;
+  fake.symmetric = true;
+  for (const NcclWindow window : fake.windows) delete window;
+  fake.windows.clear();
+  fake.threads.clear();
+  const int blocked_calls = fake.counts.blocked_calls;  // they take themselves off
+  fake.counts = {};
+  fake.counts.blocked_calls = blocked_calls;
+}
+
+void FakeNcclFailAt(const char* call, int nth, int result) {
+  const std::lock_guard lock(Fake().mutex);
+  Fake().faults[call] = {nth, static_cast<NcclResult>(result)};
+}
+
+void FakeNcclFailGroup(int nth, int result) {
+  const std::lock_guard lock(Fake().mutex);
+  Fake().group_fault = {nth, static_cast<NcclResult>(result)};
+}
+
+void FakeNcclStick(bool stuck, bool revokes) {
+  const std::lock_guard lock(Fake().mutex);
+  Fake().stuck = stuck;
+  Fake().stuck_revokes = revokes;
+}
+
+void FakeNcclBlock(const char* call) {
+  const std::lock_guard lock(Fake().mutex);
+  Fake().blocked = call;
+  Fake().unblocked.notify_all();
+}
+
+void FakeNcclSymmetric(bool possible) {
+  const std::lock_guard lock(Fake().mutex);
+  Fake().symmetric = possible;
+}
+
+void FakeNcclCount(FakeNcclCounts* counts) {
+  const std::lock_guard lock(Fake().mutex);
+  *counts = Fake().counts;
+  counts->windows = static_cast<int>(Fake().windows.size());
+  counts->threads = static_cast<int>(Fake().threads.size());
+}
+
+// ---- NCCL ----
+
+// No call of a communicator: it is asked by whoever loads the library.
+NcclResult ncclGetVersion(int* version) {
+  const char* const told = std::getenv("REFITD_FAKE_NCCL_VERSION");
+  *version = told != nullptr ? std::atoi(told) : 22809;
+  return NcclResult::kSuccess;
+}
+
+const char* ncclGetErrorString(NcclResult result) {
+  return result == NcclResult::kUnhandledCudaError ? "unhandled cuda error" : "some error";
+}
+
+const char* ncclGetLastError(NcclComm /*comm*/) { return ""; }
+
+NcclResult ncclGetUniqueId(NcclUniqueId* id) {
+  Call call("ncclGetUniqueId");
+  if (call.failed()) return call.result;
+  const uint64_t number = call.fake.next_clique++;
+  call.fake.cliques[number] = std::make_unique<Clique>();
+  std::memcpy(id->internal.data(), &number, sizeof(number));
+  return NcclResult::kSuccess;
+}
+
+NcclResult ncclCommInitRankConfig(NcclComm* made, int ranks, NcclUniqueId id, int rank,
+                                  NcclConfig* config) {
+  Call call("ncclCommInitRankConfig");
+  if (call.failed()) return call.result;
+  uint64_t number = 0;
+  std::memcpy(&number, id.internal.data(), sizeof(number));
+  const int device = TheDriver().current_device();
+  if (rank < 0 || rank >= ranks || device < 0 || config->size != sizeof(NcclConfig) ||
+      config->magic != 0xcafebeef || config->blocking != 0) {
+    return NcclResult::kInvalidArgument;
+  }
+  auto comm = std::make_unique<NcclCommStruct>();
+  comm->clique = call.fake.cliques[number].get();
+  comm->clique->comms.resize(static_cast<size_t>(ranks));
+  comm->clique->comms[static_cast<size_t>(rank)] = comm.get();
+  comm->rank = rank;
+  comm->ranks = ranks;
+  comm->device = device;
+  comm->policy = config->cta_policy;
+  *made = comm.get();
+  call.fake.comms.push_back(std::move(comm));
+  ++call.fake.counts.comms;
+  return Add(&call.fake, {.kind = Kind::kInit, .comm = *made});
+}
+
+NcclResult ncclCommGetAsyncError(NcclComm comm, NcclResult* result) {
+  Call call("ncclCommGetAsyncError");
+  if (call.failed()) return call.result;
+  if (comm->gone) return NcclResult::kInvalidArgument;
+  const std::shared_ptr<Group> group = comm->group;
+  if (group != nullptr && !group->stuck && --group->polls <= 0) {
+    if (group->result != NcclResult::kSuccess || RunGroup(&call.fake, group.get())) {
+      EndGroup(&call.fake, group);
+    }
+  }
+  *result = comm->group != nullptr ? NcclResult::kInProgress : comm->result;
+  return NcclResult::kSuccess;
+}
+
+// Not while a group is in progress.
+NcclResult ncclCommDestroy(NcclComm comm) {
+  Call call("ncclCommDestroy");
+  if (call.failed()) return call.result;
+  if (comm->group != nullptr) return NcclResult::kInvalidArgument;
+  return Leave(&call.fake, comm);
+}
+
+NcclResult ncclCommAbort(NcclComm comm) {
+  Call call("ncclCommAbort");
+  if (call.failed()) return call.result;
+  comm->clique->stopped = true;
+  ++call.fake.counts.aborts;
+  return Leave(&call.fake, comm);
+}
+
+NcclResult ncclGroupStart() {
+  Call call("ncclGroupStart");
+  if (!call.failed()) ++depth;
+  return call.result;
+}
+
+// A group that fails here does nothing.
+NcclResult ncclGroupEnd() {
+  Call call("ncclGroupEnd");
+  if (depth == 0) return NcclResult::kInvalidUsage;
+  if (--depth > 0) return call.result;
+  if (call.failed()) {
+    tasks.clear();
+    return call.result;
+  }
+  return BeginGroup(&call.fake);
+}
+
+NcclResult ncclBroadcast(const void* send, void* receive, size_t count, NcclDataType type, int root,
+                         NcclComm comm, CUstream_st* stream) {
+  Call call("ncclBroadcast");
+  if (call.failed()) return call.result;
+  if (type != NcclDataType::kInt8) return NcclResult::kInvalidArgument;
+  return AddCollective(&call.fake,
+                       {.kind = Kind::kBroadcast,
+                        .comm = comm,
+                        .send = Address(send),
+                        .receive = Address(receive),
+                        .bytes = count,
+                        .root = root},
+                       stream);
+}
+
+NcclResult ncclAllGather(const void* send, void* receive, size_t send_count, NcclDataType type,
+                         NcclComm comm, CUstream_st* stream) {
+  Call call("ncclAllGather");
+  if (call.failed()) return call.result;
+  if (type != NcclDataType::kInt8) return NcclResult::kInvalidArgument;
+  return AddCollective(&call.fake,
+                       {.kind = Kind::kAllGather,
+                        .comm = comm,
+                        .send = Address(send),
+                        .receive = Address(receive),
+                        .bytes = send_count},
+                       stream);
+}
+
+NcclResult ncclCommWindowRegister(NcclComm comm, void* data, size_t bytes, NcclWindow* window,
+                                  int flags) {
+  Call call("ncclCommWindowRegister");
+  if (call.failed()) return call.result;
+  if (flags != kNcclWindowSymmetric) return NcclResult::kInvalidArgument;
+  *window = nullptr;
+  return Add(&call.fake, {.kind = Kind::kWindow,
+                          .comm = comm,
+                          .receive = Address(data),
+                          .bytes = bytes,
+                          .window = window});
+}
+
+// Nothing may use it any more.
+NcclResult ncclCommWindowDeregister(NcclComm comm, NcclWindow window) {
+  Call call("ncclCommWindowDeregister");
+  if (call.failed()) return call.result;
+  if (comm->gone || call.fake.windows.erase(window) == 0 || window->comm != comm) {
+    return NcclResult::kInvalidArgument;
+  }
+  delete window;
+  return NcclResult::kSuccess;
+}
+
+NcclResult ncclCommRevoke(NcclComm comm, int flags) {
+  Call call("ncclCommRevoke");
+  if (call.failed()) return call.result;
+  if (flags != kNcclRevokeDefault || comm->revoked) return NcclResult::kInvalidArgument;
+  comm->clique->stopped = true;
+  comm->revoked = true;
+  ++call.fake.counts.revokes;
+  return Add(&call.fake, {.kind = Kind::kRevoke, .comm = comm});
+}
+
+}  // extern "C"
+
+#endif  // REFITD_CUDA
