@@ -1,12 +1,14 @@
 #include "daemon/executor.h"
 
 #include <algorithm>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/broadcast.h"
 
 namespace refitd {
 namespace {
@@ -72,51 +74,66 @@ absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const Checked
   return source;
 }
 
+void AddUnique(MemorySpan slot, std::vector<MemorySpan>* slots) {
+  const bool known = std::any_of(slots->begin(), slots->end(),
+                                 [&](const MemorySpan& s) { return s.data == slot.data; });
+  if (!known) slots->push_back(std::move(slot));
+}
+
+const std::optional<SlotGrant>& GrantOf(const StartTransfer& start) {
+  return start.source_slot.has_value() ? start.source_slot : start.fill_slot;
+}
+
+// Whether the slot was granted for a broadcast alone: nobody is handed it, and it crosses to no
+// other daemon.
+bool SlotIsSpare(const StartTransfer& start) {
+  return start.broadcast != BroadcastMethod::kDirect && start.staged.empty();
+}
+
 // Where the part has to be packed for those that it will be handed to: the slot on each of their
 // devices, but for where it is the source.
 absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
                                                     const MemoryResolver& memory) {
   std::vector<MemorySpan> slots;
-  const auto add = [&slots](MemorySpan slot) {
-    const bool known = std::any_of(slots.begin(), slots.end(),
-                                   [&](const MemorySpan& s) { return s.data == slot.data; });
-    if (!known) slots.push_back(std::move(slot));
-  };
+  if (SlotIsSpare(start)) return slots;
   if (start.source_slot.has_value() && !start.staged.empty()) {
     REFITD_ASSIGN_OR_RETURN(MemorySpan source,
                             memory.SlotOf(start.trainer, start.source_slot->slot));
-    add(std::move(source));
+    AddUnique(std::move(source), &slots);
   }
   const size_t sources = slots.size();
-  const std::optional<SlotGrant>& grant =
-      start.source_slot.has_value() ? start.source_slot : start.fill_slot;
+  const std::optional<SlotGrant>& grant = GrantOf(start);
   if (grant.has_value()) {
     for (const MemberId reader : start.staged) {
       REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.SlotOf(reader, grant->slot));
-      add(std::move(slot));
+      AddUnique(std::move(slot), &slots);
     }
   }
   if (start.fill_slot.has_value() && start.staged.empty()) {
     REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.Slot(start.fill_slot->slot));
-    add(std::move(slot));
+    AddUnique(std::move(slot), &slots);
   }
   slots.erase(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(sources));
   return slots;
 }
 
+// Of a source piece's first element in a slot.
+int64_t SlotOffset(const PartContent& content, const BoundSource& source, uint32_t piece) {
+  const BoundPiece& of = source.pieces[piece];
+  const uint32_t r = source.range_of_piece[piece];
+  return content.byte_offsets[r] +
+         (FirstIndex(of.box, of.shape) - content.ranges[r].start) * ElementBytes(of.dtype);
+}
+
 // Adds the slot as one more destination: packed as the part's content says.
 void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_data,
              Transfer* transfer) {
-  const PartContent& content = *start.content;
   const auto slot_index = static_cast<uint32_t>(transfer->destinations.size());
   std::vector<BoundPiece>& slot_pieces = transfer->destinations.emplace_back();
   std::vector<CopyMove> slot_moves;
   for (uint32_t p = 0; p < source.pieces.size(); ++p) {
     BoundPiece piece = source.pieces[p];
-    const uint32_t r = source.range_of_piece[p];
-    const TensorRange& range = content.ranges[r];
-    piece.data = slot_data + content.byte_offsets[r] +
-                 (FirstIndex(piece.box, piece.shape) - range.start) * ElementBytes(piece.dtype);
+    piece.data = slot_data + SlotOffset(*start.content, source, p);
     slot_moves.push_back({0, p, slot_index, p, piece.box, 0, 0});
     transfer->program.bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
     slot_pieces.push_back(std::move(piece));
@@ -164,8 +181,74 @@ absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& 
   return absl::OkStatus();
 }
 
+// ---- broadcasts through slots ----
+
+// What each device other than the source's is to receive.
+BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
+                     const MemoryResolver& memory) {
+  const std::optional<int> source = memory.DeviceOf(start.trainer);
+  BroadcastLoad load;
+  load.packed_bytes = start.content->bytes;
+  const auto add = [&](MemberId member, int64_t bytes) {
+    const std::optional<int> device = memory.DeviceOf(member);
+    if (device.has_value() && device != source) load.direct_bytes[*device] += bytes;
+  };
+  for (const CopyMove& move : transfer.program.moves) {
+    const DType dtype = transfer.destinations[move.destination][move.destination_piece].dtype;
+    add(start.destinations[move.destination], ElementCount(move.box) * ElementBytes(dtype));
+  }
+  // One slot on each device, however many read it.
+  std::set<std::optional<int>> filled;
+  for (const MemberId reader : start.staged) {
+    if (filled.insert(memory.DeviceOf(reader)).second) add(reader, start.content->bytes);
+  }
+  return load;
+}
+
+// How the part's bytes go. What is not on devices goes directly.
+absl::StatusOr<BroadcastMethod> MethodOf(const StartTransfer& start, const CheckedBucket& bucket,
+                                         const Transfer& transfer, const MemoryResolver& memory,
+                                         const Transport& transport) {
+  const bool on_devices = GrantOf(start).has_value() &&
+                          bucket.source != CheckedBucket::Source::kInline &&
+                          memory.DeviceOf(start.trainer).has_value();
+  if (!on_devices || start.broadcast == BroadcastMethod::kDirect) return BroadcastMethod::kDirect;
+  const BroadcastLoad load = LoadOf(start, transfer, memory);
+  if (start.broadcast == BroadcastMethod::kAuto) return FastestBroadcast(load, transport);
+  REFITD_RETURN_IF_ERROR(transport.CanBroadcast(start.broadcast));
+  // With the source's device alone there is nobody to send to.
+  return load.direct_bytes.empty() ? BroadcastMethod::kDirect : start.broadcast;
+}
+
+// The slot on every device that needs the part, but for where it is the source.
+absl::StatusOr<Broadcast> BroadcastOf(const StartTransfer& start, BroadcastMethod method,
+                                      const BoundSource& source, const Transfer& transfer,
+                                      const MemoryResolver& memory) {
+  Broadcast broadcast;
+  broadcast.method = method;
+  const SlotIndex slot = GrantOf(start)->slot;
+  const auto add = [&](MemberId member) -> absl::Status {
+    if (!memory.DeviceOf(member).has_value()) return absl::OkStatus();
+    REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.SlotOf(member, slot));
+    AddUnique(std::move(span), &broadcast.slots);
+    return absl::OkStatus();
+  };
+  for (const MemberId reader : start.staged) REFITD_RETURN_IF_ERROR(add(reader));
+  for (size_t d = 0; d < transfer.destinations.size(); ++d) {
+    if (!transfer.destinations[d].empty()) REFITD_RETURN_IF_ERROR(add(start.destinations[d]));
+  }
+  if (start.source_slot.has_value()) {
+    REFITD_ASSIGN_OR_RETURN(const MemorySpan from, memory.SlotOf(start.trainer, slot));
+    std::erase_if(broadcast.slots, [&](const MemorySpan& s) { return s.data == from.data; });
+  }
+  for (uint32_t p = 0; p < source.pieces.size(); ++p) {
+    broadcast.byte_offsets.push_back(SlotOffset(*start.content, source, p));
+  }
+  return broadcast;
+}
+
 absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedBucket& bucket,
-                                      const MemoryResolver& memory,
+                                      const MemoryResolver& memory, const Transport& transport,
                                       std::vector<std::vector<uint32_t>>* originals,
                                       std::vector<uint32_t>* range_of_piece) {
   Transfer transfer;
@@ -182,11 +265,21 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedB
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }
   transfer.readback_now.assign(transfer.destinations.size(), false);
-  REFITD_ASSIGN_OR_RETURN(const std::vector<MemorySpan> slots, SlotsToFill(start, memory));
-  for (const MemorySpan& slot : slots) {
-    AddSlot(start, source, slot.data, &transfer);
-    transfer.readback_now.push_back(true);
-    transfer.keep_alive.push_back(slot.keep_alive);
+  REFITD_ASSIGN_OR_RETURN(const BroadcastMethod method,
+                          MethodOf(start, bucket, transfer, memory, transport));
+  if (method == BroadcastMethod::kDirect) {
+    REFITD_ASSIGN_OR_RETURN(const std::vector<MemorySpan> slots, SlotsToFill(start, memory));
+    for (const MemorySpan& slot : slots) {
+      AddSlot(start, source, slot.data, &transfer);
+      transfer.readback_now.push_back(true);
+      transfer.keep_alive.push_back(slot.keep_alive);
+    }
+  } else {
+    REFITD_ASSIGN_OR_RETURN(transfer.broadcast,
+                            BroadcastOf(start, method, source, transfer, memory));
+    for (const MemorySpan& slot : transfer.broadcast->slots) {
+      transfer.keep_alive.push_back(slot.keep_alive);
+    }
   }
   transfer.source = std::move(source.pieces);
   *range_of_piece = std::move(source.range_of_piece);
@@ -216,14 +309,18 @@ absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bu
   const size_t destinations = start.index == nullptr ? 0 : start.index->destinations().size();
   std::vector<std::vector<uint32_t>> originals;
   std::vector<uint32_t> range_of_piece;
-  REFITD_ASSIGN_OR_RETURN(Transfer transfer,
-                          MakeTransfer(start, bucket, memory, &originals, &range_of_piece));
+  REFITD_ASSIGN_OR_RETURN(Transfer transfer, MakeTransfer(start, bucket, memory, *transport_,
+                                                          &originals, &range_of_piece));
   const size_t ranges = start.want_source_digests ? start.content->ranges.size() : 0;
   Done base;
   base.update = start.update;
   base.part = start.part;
-  base.slot_bytes =
-      static_cast<int64_t>(transfer.destinations.size() - destinations) * start.content->bytes;
+  size_t slots = transfer.destinations.size() - destinations;
+  if (transfer.broadcast.has_value()) {
+    slots = transfer.broadcast->slots.size();
+    base.broadcast = transfer.broadcast->method;
+  }
+  base.slot_bytes = static_cast<int64_t>(slots) * start.content->bytes;
   if (start.verification == Verification::kReadback && destinations > 0) {
     auto& sums = sums_[start.update].by_piece;
     sums.resize(std::max(sums.size(), destinations));

@@ -2,10 +2,13 @@
 
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <cstring>
 #include <future>
+#include <optional>
 #include <string>
 #include <thread>
 
+#include "transport/cuda/relay_plan.h"
 #include "transport/host/host_transport.h"
 
 namespace refitd {
@@ -33,6 +36,25 @@ class TestMemory : public MemoryResolver {
     return MemorySpan{pool.data(), static_cast<int64_t>(pool.size()),
                       device_slots[it->second][slot.value()]};
   }
+  std::optional<int> DeviceOf(MemberId member) const override {
+    const auto it = devices.find(member);
+    return it == devices.end() ? std::nullopt : std::optional<int>(static_cast<int>(it->second));
+  }
+  // The device of an address; -1: none.
+  int Holding(const char* data) const {
+    const auto holds = [data](const std::string& bytes) {
+      return data >= bytes.data() && data < bytes.data() + bytes.size();
+    };
+    for (size_t d = 0; d < device_slots.size(); ++d) {
+      for (const auto& slot : device_slots[d]) {
+        if (holds(*slot)) return static_cast<int>(d);
+      }
+    }
+    for (const auto& [key, bytes] : regions) {
+      if (holds(*bytes)) return DeviceOf(key.first).value_or(-1);
+    }
+    return -1;
+  }
   std::map<std::pair<MemberId, RegionId>, std::shared_ptr<std::string>> regions;
   std::vector<std::shared_ptr<std::string>> slots;
   std::map<MemberId, size_t> devices;  // none: host memory
@@ -56,6 +78,44 @@ class WrongOffset : public Transport {
 
  private:
   Transport* const transport_;
+};
+
+// Broadcasts through slots as a transport with devices makes them, over this test's memory.
+class Relaying : public Transport {
+ public:
+  Relaying(Transport* transport, const TestMemory* memory)
+      : transport_(transport), memory_(memory) {}
+  absl::Status CanBroadcast(BroadcastMethod method) const override {
+    if (method == BroadcastMethod::kDirect || method == BroadcastMethod::kChain) {
+      return absl::OkStatus();
+    }
+    return absl::UnimplementedError("no such method here");
+  }
+  void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    if (!transfer.broadcast.has_value()) {
+      return transport_->Submit(std::move(transfer), std::move(done));
+    }
+    slots.clear();
+    for (const MemorySpan& slot : transfer.broadcast->slots) {
+      slots.push_back(slot.data);
+      for (size_t i = 0; i < transfer.source.size(); ++i) {
+        const BoundPiece& piece = transfer.source[i];
+        std::memcpy(slot.data + transfer.broadcast->byte_offsets[i], piece.data,
+                    static_cast<size_t>(ElementCount(piece.box) * ElementBytes(piece.dtype)));
+      }
+    }
+    transport_->Submit(
+        FromSlots(std::move(transfer), [this](const char* data) { return memory_->Holding(data); }),
+        std::move(done));
+  }
+  void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
+    transport_->Submit(std::move(job), std::move(done));
+  }
+  std::vector<char*> slots;  // of the last broadcast
+
+ private:
+  Transport* const transport_;
+  const TestMemory* const memory_;
 };
 
 // Flips a bit of one byte right after it was stored.
@@ -86,6 +146,20 @@ class Bench {
 
   // Runs the bucket through the executor, to both engines and into the slot.
   Executor::Done Transfer(Verification verification) {
+    std::promise<Executor::Done> promise;
+    auto done = promise.get_future();
+    REQUIRE(Begin(verification, [&promise](Executor::Done d) {
+              promise.set_value(std::move(d));
+            }).ok());
+    REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
+    Executor::Done result = done.get();
+    executor_.Finished(result);
+    return result;
+  }
+  absl::Status Refused() {
+    return Begin(Verification::kOff, [](const Executor::Done& /*done*/) {});
+  }
+  absl::Status Begin(Verification verification, std::function<void(Executor::Done)> done) {
     CheckedBucket bucket;
     bucket.tensors = tensors_;
     bucket.ranges = {{0, 0, 48}, {1, 0, 10}};
@@ -108,16 +182,8 @@ class Bench {
     start.destinations = engines_;
     start.skip_destination = {false, false};
     start.verification = verification;
-    std::promise<Executor::Done> promise;
-    auto done = promise.get_future();
-    REQUIRE(executor_
-                .Start(start, bucket, memory,
-                       [&promise](Executor::Done d) { promise.set_value(std::move(d)); })
-                .ok());
-    REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
-    Executor::Done result = done.get();
-    executor_.Finished(result);
-    return result;
+    start.broadcast = broadcast;
+    return executor_.Start(start, bucket, memory, std::move(done));
   }
 
   VerifyDone Verify() {
@@ -162,8 +228,28 @@ class Bench {
     REQUIRE(slot().substr(512, 40) == vector);
   }
 
+  // The trainer on device 0, the engines on 1 and 2, with a slot each.
+  void OnDevices() {
+    memory.devices = {{kTrainer, 0}, {engines_[0], 1}, {engines_[1], 2}};
+    for (int device = 0; device < 3; ++device) {
+      memory.device_slots.push_back({std::make_shared<std::string>(4096, '-')});
+    }
+  }
+  char* slot_on(size_t device) { return memory.device_slots[device][0]->data(); }
+  // A slot holds what it should, and an engine too.
+  void RequireBroadcast() {
+    for (const size_t device : {1, 2}) {
+      const std::string& filled = *memory.device_slots[device][0];
+      REQUIRE(filled.substr(0, 96) == source().substr(0, 96));
+      REQUIRE(filled.substr(512, 40) == source().substr(96, 40));
+    }
+    REQUIRE(engine(0).substr(64, 136) == source().substr(0, 136));
+    REQUIRE(engine(1).substr(64, 8) == source().substr(8, 8));
+  }
+
   TestMemory memory;
   FlipByte flip;
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;
 
  private:
   void AddEngine(const Box& matrix) {
@@ -188,9 +274,10 @@ class Bench {
 
  public:
   WrongOffset transport{host_.get()};
+  Relaying relays{&transport, &memory};
 
  private:
-  Executor executor_{&transport};
+  Executor executor_{&relays};
 };
 
 TEST_CASE("a transfer writes every destination and the slot, and reads back as written") {
@@ -249,6 +336,46 @@ TEST_CASE("a byte flipped in a slot is caught before any engine could read it") 
   CHECK(done.status.code() == absl::StatusCode::kDataLoss);
   CHECK_THAT(std::string(done.status.message()), Catch::Contains("vector"));
   CHECK(done.failed_destination == -1);  // a slot is no destination of the layouts
+}
+
+TEST_CASE("a broadcast fills the slot of each engine's device, and engines take it from there") {
+  Bench bench;
+  bench.OnDevices();
+  bench.broadcast = BroadcastMethod::kChain;
+  for (const Verification verification :
+       {Verification::kOff, Verification::kTransfer, Verification::kReadback}) {
+    for (char& byte : bench.source()) byte = static_cast<char>(byte + 13);
+    const Executor::Done done = bench.Transfer(verification);
+    INFO(done.status.ToString());
+    REQUIRE(done.status.ok());
+    CHECK(done.broadcast == BroadcastMethod::kChain);
+    CHECK(bench.relays.slots == std::vector<char*>{bench.slot_on(1), bench.slot_on(2)});
+    CHECK(done.bytes_written == std::vector<int64_t>{136, 88});
+    CHECK(done.slot_bytes == 2 * 552);
+    bench.RequireBroadcast();
+    CHECK(bench.slot() == std::string(4096, '-'));  // the host's
+  }
+  CHECK(bench.Verify().status.ok());
+}
+
+TEST_CASE("a method that is not there is refused, and auto takes what is cheapest") {
+  Bench bench;
+  bench.OnDevices();
+  bench.broadcast = BroadcastMethod::kNccl;
+  CHECK(bench.Refused().code() == absl::StatusCode::kUnimplemented);
+  // A hundred bytes are not worth a relay; a slot that nobody reads is left as it is.
+  bench.broadcast = BroadcastMethod::kAuto;
+  const Executor::Done done = bench.Transfer(Verification::kTransfer);
+  REQUIRE(done.status.ok());
+  CHECK(done.broadcast == BroadcastMethod::kDirect);
+  CHECK(done.slot_bytes == 0);
+  CHECK(bench.slot() == std::string(4096, '-'));
+  // Host memory has no device to relay from.
+  Bench host;
+  host.broadcast = BroadcastMethod::kChain;
+  const Executor::Done direct = host.Transfer(Verification::kTransfer);
+  REQUIRE(direct.status.ok());
+  CHECK(direct.broadcast == BroadcastMethod::kDirect);
 }
 
 TEST_CASE("what is read back is kept for the next update, and let go with a member") {

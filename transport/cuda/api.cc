@@ -94,6 +94,21 @@ bool IsLostContext(CUresult result) {
 
 bool IsLost(const absl::Status& status) { return status.GetPayload(kLostPayload).has_value(); }
 
+absl::Status CudaApi::CopyMany(const CUdeviceptr* to, const CUdeviceptr* from, const size_t* bytes,
+                               size_t count, CUstream stream) const {
+  CopyAttributes attributes = {};
+#if CUDA_VERSION >= 12080
+  attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+  attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
+#endif
+  size_t attributes_from = 0;
+  // The driver's parameters are not const; it only reads them.
+  return Check(
+      "cuMemcpyBatchAsync",
+      copy_batch(const_cast<CUdeviceptr*>(to), const_cast<CUdeviceptr*>(from),
+                 const_cast<size_t*>(bytes), count, &attributes, &attributes_from, 1, stream));
+}
+
 absl::StatusOr<CUcontext> CudaContexts::Get(int device) {
   if (device < 0 || device >= devices()) {
     return Error(absl::StatusCode::kInvalidArgument, "no CUDA device {}: there are {}", device,

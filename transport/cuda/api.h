@@ -92,6 +92,10 @@ struct CudaApi {
                                  CopyAttributes* attributes, size_t* attribute_first,
                                  size_t attribute_count, CUstream stream);
   CopyBatch copy_batch = nullptr;
+  // `count` copies between device memory, in any order, beside kernels as far as there are engines.
+  // Only with has_batches().
+  absl::Status CopyMany(const CUdeviceptr* to, const CUdeviceptr* from, const size_t* bytes,
+                        size_t count, CUstream stream) const;
 
 #define REFITD_CUDA_MEMBER(call, symbol) decltype(&::call) call = nullptr;
   REFITD_CUDA_CALLS(REFITD_CUDA_MEMBER)

@@ -7,7 +7,9 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <map>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -19,6 +21,8 @@
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/device_queue.h"
 #include "transport/cuda/plan_thread.h"
+#include "transport/cuda/relay.h"
+#include "transport/cuda/relay_plan.h"
 #endif
 
 namespace refitd {
@@ -504,19 +508,8 @@ class PartJob : public DeviceJob {
                                  size_t first, CUstream lane) {
     if (first >= copies.bytes.size()) return absl::OkStatus();
     const size_t count = std::min(kCopiesACall, copies.bytes.size() - first);
-    CudaApi::CopyAttributes attributes = {};
-#if CUDA_VERSION >= 12080
-    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-    attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
-#endif
-    size_t attributes_from = 0;
-    // The driver's parameters are not const; it only reads them.
-    auto* const to = const_cast<CUdeviceptr*>(copies.destinations.data() + first);
-    auto* const from = const_cast<CUdeviceptr*>(copies.sources.data() + first);
-    auto* const bytes = const_cast<size_t*>(copies.bytes.data() + first);
-    return streams.api.Check(
-        "cuMemcpyBatchAsync",
-        streams.api.copy_batch(to, from, bytes, count, &attributes, &attributes_from, 1, lane));
+    return streams.api.CopyMany(copies.destinations.data() + first, copies.sources.data() + first,
+                                copies.bytes.data() + first, count, lane);
   }
 
   const std::shared_ptr<Run> run_;
@@ -629,10 +622,10 @@ class TransferRun : public Run {
   TransferCall call_;
 };
 
-TransferResult Failed(const Transfer& transfer, absl::Status status) {
+TransferResult Failed(size_t destinations, absl::Status status) {
   TransferResult result;
   result.status = std::move(status);
-  result.bytes_written.resize(transfer.destinations.size());
+  result.bytes_written.resize(destinations);
   return result;
 }
 
@@ -771,7 +764,7 @@ class TransferJob : public PlanJob {
   }
 
   void Fail(const absl::Status& status) override {
-    call_.done(Failed(call_.prepared->transfer,
+    call_.done(Failed(call_.prepared->transfer.destinations.size(),
                       Error(status.code(), "{}: {}", call_.label, Message(status))));
   }
 
@@ -803,19 +796,193 @@ class ReadbackPlanJob : public PlanJob {
   absl::StatusOr<std::shared_ptr<Planned>> planned_ = absl::UnknownError("not planned");
 };
 
+// ---- broadcasts through slots ----
+
+// The relay and the plan of what follows it: whichever is ready last starts the second transfer, or
+// tells why there is none.
+class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
+ public:
+  BroadcastRun(std::shared_ptr<Engine> engine, const Transfer& transfer,
+               std::function<void(TransferResult)> done)
+      : engine_(std::move(engine)),
+        label_(transfer.label),
+        slots_(transfer.broadcast->slots.size()),
+        wanted_(transfer.want_source_digests),
+        destinations_(transfer.destinations.size()),
+        done_(std::move(done)) {}
+
+  // Before Planned(OK), on the thread that plans.
+  absl::Status Plan(Transfer transfer) {
+    const Verification verification = transfer.verification;
+    prepared_ = std::make_shared<const CudaPrepared>(
+        FromSlots(std::move(transfer), [this](const char* data) { return DeviceOf(data); }));
+    REFITD_ASSIGN_OR_RETURN(planned_, prepared_->Plan(engine_.get(), verification));
+    return absl::OkStatus();
+  }
+
+  void Relayed(const absl::Status& status) { Arrive(status); }
+  void Planned(const absl::Status& status) { Arrive(status); }
+
+ private:
+  // Host memory has none.
+  int DeviceOf(const char* data) const {
+    const auto region = engine_->memory().Find(data, 1);
+    return region == nullptr ? CopyAddresses::kHostMemory : region->device();
+  }
+
+  void Arrive(const absl::Status& status) {
+    absl::Status outcome;
+    {
+      MutexLock lock(&mutex_);
+      if (status_.ok()) status_ = status;
+      if (++arrived_ < 2) return;
+      outcome = status_;
+    }
+    if (outcome.ok()) return StartTransfer();
+    done_(Failed(destinations_, Error(outcome.code(), "{}: {}", label_, Message(outcome))));
+  }
+
+  void StartTransfer() {
+    TransferCall call{.activity = std::make_shared<Activity>(engine_),
+                      .prepared = prepared_,
+                      .verification = prepared_->transfer.verification,
+                      .label = label_,
+                      .done = [self = shared_from_this()](TransferResult result) {
+                        self->Finish(std::move(result));
+                      }};
+    std::make_shared<TransferRun>(engine_, std::move(planned_), std::move(call))->Start();
+  }
+
+  void Finish(TransferResult result) {
+    CompareSlots(prepared_->transfer, slots_, wanted_, &result);
+    if (result.status.ok()) prepared_.reset();  // as TransferRun::Finish
+    done_(std::move(result));
+  }
+
+  const std::shared_ptr<Engine> engine_;
+  const std::string label_;
+  const size_t slots_;
+  const bool wanted_;
+  const size_t destinations_;
+  const std::function<void(TransferResult)> done_;
+  std::shared_ptr<const CudaPrepared> prepared_;
+  std::shared_ptr<refitd::Planned> planned_;
+  Mutex mutex_;
+  int arrived_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Plans the relay and hands it over; what follows it is planned while it runs.
+class BroadcastJob : public PlanJob {
+ public:
+  BroadcastJob(std::shared_ptr<Engine> engine, RelayQueue* relays, Transfer transfer,
+               std::function<void(TransferResult)> done)
+      : engine_(std::move(engine)),
+        activity_(std::make_shared<Activity>(engine_)),
+        relays_(relays),
+        run_(std::make_shared<BroadcastRun>(engine_, transfer, std::move(done))),
+        transfer_(std::move(transfer)) {}
+
+  void Plan() override {
+    absl::StatusOr<Relay> relay = PlanRelay();
+    if (!relay.ok()) {
+      planned_ = relay.status();
+      return;
+    }
+    // Fail may have come meanwhile.
+    if (relayed_.exchange(true)) return;
+    relays_->Submit(*std::move(relay), [run = run_, activity = activity_](
+                                           const absl::Status& status) { run->Relayed(status); });
+    planned_ = run_->Plan(std::move(transfer_));
+  }
+
+  void Start() override { Fail(planned_); }
+
+  // Its arguments aside, as Start.
+  void Fail(const absl::Status& status) override {
+    if (!relayed_.exchange(true)) run_->Relayed(status);
+    run_->Planned(status);
+  }
+
+ private:
+  absl::StatusOr<Relay> PlanRelay() const {
+    const Broadcast& broadcast = *transfer_.broadcast;
+    Relay relay;
+    relay.keep_alive = transfer_.keep_alive;
+    REFITD_ASSIGN_OR_RETURN(relay.source, SourceDevice());
+    int64_t slot_bytes = std::numeric_limits<int64_t>::max();
+    for (const MemorySpan& slot : broadcast.slots) {
+      const auto region = engine_->memory().Find(slot.data, slot.bytes);
+      if (region == nullptr) return absl::InternalError("a slot is not on a device");
+      relay.slots.push_back({region->device(), slot.data});
+      relay.keep_alive.push_back(slot.keep_alive);
+      slot_bytes = std::min(slot_bytes, slot.bytes);
+    }
+    // All chains go round in one direction: two at once use different halves of the links.
+    std::sort(relay.slots.begin(), relay.slots.end(), [&](const auto& a, const auto& b) {
+      return std::pair(a.device < relay.source, a.device) <
+             std::pair(b.device < relay.source, b.device);
+    });
+    REFITD_ASSIGN_OR_RETURN(relay.chunks,
+                            CutIntoChunks(transfer_.source, broadcast.byte_offsets, slot_bytes,
+                                          engine_->options().relay_chunk_bytes));
+    return relay;
+  }
+
+  absl::StatusOr<int> SourceDevice() const {
+    std::optional<int> device;
+    for (const BoundPiece& piece : transfer_.source) {
+      const int64_t bytes = PieceSpan(piece);
+      if (bytes == 0) continue;
+      const auto region = engine_->memory().Find(piece.data, bytes);
+      if (region == nullptr || (device.has_value() && *device != region->device())) {
+        return Error(absl::StatusCode::kInternal,
+                     "\"{}\" is not on the device from which all is to be broadcast", piece.name);
+      }
+      device = region->device();
+    }
+    return device.value_or(0);
+  }
+
+  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<Activity> activity_;
+  RelayQueue* const relays_;
+  const std::shared_ptr<BroadcastRun> run_;
+  Transfer transfer_;  // the planning thread's
+  absl::Status planned_;
+  std::atomic<bool> relayed_ = false;
+};
+
 // ---- the transport ----
 
 class CudaTransport : public Transport {
  public:
-  CudaTransport(std::shared_ptr<Engine> engine, std::unique_ptr<Transport> host)
-      : engine_(std::move(engine)), host_(std::move(host)) {}
+  CudaTransport(std::shared_ptr<Engine> engine, std::unique_ptr<RelayQueue> relays,
+                std::unique_ptr<Transport> host)
+      : engine_(std::move(engine)), relays_(std::move(relays)), host_(std::move(host)) {}
 
   ~CudaTransport() override {
+    const Clock::time_point deadline = Clock::now() + engine_->options().limit;
     engine_->Stop();
+    // What is left of a relay hangs; its threads alone take no time to end.
+    constexpr auto kGrace = std::chrono::milliseconds(100);
+    relays_->Stop(std::max(deadline, Clock::now() + kGrace));
     // `host_` ends what it has.
   }
 
+  absl::Status CanBroadcast(BroadcastMethod method) const override {
+    if (method == BroadcastMethod::kDirect || method == BroadcastMethod::kChain) {
+      return absl::OkStatus();
+    }
+    return absl::UnimplementedError("broadcasts by NCCL are not there yet");
+  }
+
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    if (transfer.broadcast.has_value()) {
+      engine_->planner()->Submit(std::make_shared<BroadcastJob>(
+          engine_, relays_.get(), std::move(transfer), std::move(done)));
+      return;
+    }
     if (AllHost(transfer)) return host_->Submit(std::move(transfer), std::move(done));
     const Verification verification = transfer.verification;
     std::string label = transfer.label;
@@ -915,6 +1082,7 @@ class CudaTransport : public Transport {
   }
 
   const std::shared_ptr<Engine> engine_;
+  const std::unique_ptr<RelayQueue> relays_;
   const std::unique_ptr<Transport> host_;
 };
 
@@ -929,9 +1097,11 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(std::shared_ptr<Cud
   auto* const owner = dynamic_cast<CudaContextsOwner*>(memory.get());
   if (owner == nullptr) return absl::InvalidArgumentError("not a memory of CudaMemory::Create");
   std::shared_ptr<CudaContexts> contexts = owner->contexts();
+  auto relays = std::make_unique<RelayQueue>(
+      memory, contexts, RelayQueue::Options{.limit = options.limit, .lost = options.lost});
   return std::make_unique<CudaTransport>(
       std::make_shared<Engine>(std::move(memory), std::move(contexts), options, kernel),
-      std::move(host));
+      std::move(relays), std::move(host));
 }
 
 #else

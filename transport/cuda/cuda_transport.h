@@ -8,6 +8,9 @@
 // kernel runs on a destination's GPU, unless it is the source's too, except for
 // Submit(ReadbackJob), and where the source is host memory (the bytes of a call): those are few.
 //
+// A transfer with a broadcast is two: its source's bytes into every slot (relay.h), then from the
+// slots into the destinations, by kernels on the destinations' devices.
+//
 // Transfers whose pieces are all in host memory go to the host transport given. A transfer may read
 // host memory and write device memory; into host memory from a device: UNIMPLEMENTED.
 //
@@ -46,6 +49,8 @@ struct CudaTransportOptions {
   // kTransfer; 0: none. A copy costs 1.4 us to issue, in which a link moves half a MiB. Only with
   // drivers that take batches of copies (CUDA 13).
   int64_t engine_bytes = 2 << 20;
+  // What a device hands to the next at a time in a broadcast by kChain.
+  int64_t relay_chunk_bytes = 16 << 20;
   std::chrono::milliseconds limit{60'000};
   // Memory of a device, and pinned, that is kept for the next transfers.
   int64_t kept_device_bytes = 256 << 20;

@@ -59,7 +59,8 @@ class FakeExporter : public Exporter {
 
 // A transport over the fake.
 struct Setup {
-  explicit Setup(CudaTransportOptions options = {}) {
+  explicit Setup(CudaTransportOptions options = {}, int devices = 2) {
+    fake.Devices(devices);
     memory = *CudaMemory::Create(FakeCuda::Path());
     auto lost = std::move(options.lost);
     options.lost = [this, lost](const absl::Status& status) {
@@ -273,6 +274,177 @@ TEST_CASE("several transfers at once each end exactly once and leave the right b
     CheckSame(outcomes[i].Wait(), Run(setup.host.get(), worlds[i]->model));
     worlds[i]->CheckBytes();
   }
+}
+
+// ---- broadcasts through slots ----
+
+// A broadcast of a random transfer from one of `devices`, through slots on those of `slots_on`.
+struct BroadcastCase {
+  BroadcastCase(Setup* setup, Rng* random, int source, int devices, Verification verification)
+      : world(setup->exporter(), setup->memory.get(), random) {
+    FillForBroadcast(&world, random, source, devices);
+    world.model.want_source_digests = Pick(random, 0, 1) == 0;
+    world.model.verification = verification;
+    std::vector<int> slots_on;
+    for (int device = 0; device < devices; ++device) {
+      if (Pick(random, 0, 2) > 0) slots_on.push_back(device);
+    }
+    std::shuffle(slots_on.begin(), slots_on.end(), *random);
+    transfer = Broadcasting(&world, setup->memory.get(), random, slots_on, BroadcastMethod::kChain,
+                            &pools);
+  }
+
+  // The fake's device memory can be read.
+  void CheckSlots() const {
+    for (const MemorySpan& slot : transfer.broadcast->slots) {
+      for (size_t i = 0; i < transfer.source.size(); ++i) {
+        const BoundPiece& piece = world.model.source[i];
+        const auto bytes = static_cast<size_t>(ElementCount(piece.box) * ElementBytes(piece.dtype));
+        REQUIRE(std::memcmp(slot.data + transfer.broadcast->byte_offsets[i], piece.data, bytes) ==
+                0);
+      }
+    }
+  }
+
+  World world;
+  BroadcastPools pools;
+  Transfer transfer;
+};
+
+TEST_CASE("random broadcasts fill every slot and leave the host transport's bytes and digests") {
+  Rng random(kSeed + 40);
+  for (int round = 0; round < 90; ++round) {
+    INFO("seed " << kSeed + 40 << ", round " << round);
+    const int devices = 2 + round % 4;
+    Setup setup({.relay_chunk_bytes = round % 2 == 0 ? 100 : 1 << 20, .lost = {}}, devices);
+    const auto source = static_cast<int>(Pick(&random, 0, devices - 1));
+    BroadcastCase broadcast(&setup, &random, source, devices,
+                            static_cast<Verification>(round / 2 % 3 + 1));
+    const TransferResult result = Run(setup.transport.get(), broadcast.transfer);
+    CheckSame(result, Run(setup.host.get(), broadcast.world.model));
+    broadcast.world.CheckBytes();
+    broadcast.CheckSlots();
+    CHECK(Run(setup.transport.get(), JobOf(broadcast.transfer, result)).status.ok());
+    CHECK(setup.losses == 0);
+  }
+}
+
+TEST_CASE("broadcasts from several devices at once end once each and leave the right bytes") {
+  Rng random(kSeed + 41);
+  Setup setup({.relay_chunk_bytes = 4096, .lost = {}}, 4);
+  std::vector<std::unique_ptr<BroadcastCase>> cases;
+  std::vector<Outcome<TransferResult>> outcomes(24);
+  for (size_t i = 0; i < outcomes.size(); ++i) {
+    cases.push_back(std::make_unique<BroadcastCase>(&setup, &random, static_cast<int>(i % 4), 4,
+                                                    Verification::kTransfer));
+    setup.transport->Submit(cases.back()->transfer, outcomes[i].done());
+  }
+  for (size_t i = 0; i < outcomes.size(); ++i) {
+    CheckSame(outcomes[i].Wait(), Run(setup.host.get(), cases[i]->world.model));
+    cases[i]->world.CheckBytes();
+    cases[i]->CheckSlots();
+  }
+}
+
+// One tensor from device 0 to destinations and slots on 1 and 2.
+struct SimpleBroadcast {
+  explicit SimpleBroadcast(Setup* setup, Rng* random)
+      : world(setup->exporter(), setup->memory.get(), random) {
+    FillSimply(&world, 0, {1, 2});
+    world.model.verification = Verification::kTransfer;
+    transfer =
+        Broadcasting(&world, setup->memory.get(), random, {1, 2}, BroadcastMethod::kChain, &pools);
+  }
+  World world;
+  BroadcastPools pools;
+  Transfer transfer;
+};
+
+TEST_CASE("a wrong byte in a slot is caught, whichever slot it is (P1)") {
+  Rng random(kSeed + 42);
+  // The source changes between the relay and the digest of it: as a slot that differs.
+  for (int slot = 0; slot < 2; ++slot) {
+    Setup setup({.lost = {}}, 3);
+    SimpleBroadcast broadcast(&setup, &random);
+    // What follows the relay stands still while the slot is spoilt.
+    setup.fake.Block("cuLaunchKernel");
+    Outcome<TransferResult> outcome;
+    setup.transport->Submit(broadcast.transfer, outcome.done());
+    REQUIRE(Eventually([&] { return setup.fake.Count().blocked_calls > 0; }));
+    char* const spoilt = broadcast.transfer.broadcast->slots[static_cast<size_t>(slot)].data +
+                         broadcast.transfer.broadcast->byte_offsets[0];
+    *spoilt ^= 1;
+    setup.fake.Block("");
+    const TransferResult result = outcome.Wait();
+    REQUIRE(result.status.code() == absl::StatusCode::kDataLoss);
+    CHECK_THAT(std::string(result.status.message()),
+               Contains("verification of \"weight\" in slot " + std::to_string(slot)));
+  }
+}
+
+TEST_CASE("a broadcast whose calls fail costs itself alone, and nothing is left open") {
+  Rng random(kSeed + 43);
+  for (const char* call :
+       {"cuStreamCreate", "cuEventCreate", "cuMemcpyDtoDAsync", "cuLaunchKernel", "cuMemAlloc"}) {
+    for (int nth = 1; nth <= 3; ++nth) {
+      INFO(call << " " << nth);
+      Setup setup({.lost = {}}, 3);
+      {
+        SimpleBroadcast broadcast(&setup, &random);
+        setup.fake.FailAt(call, nth, 2);
+        // The nth call may be of the second broadcast.
+        int failed = 0;
+        TransferResult result = Run(setup.transport.get(), broadcast.transfer);
+        for (int more = 0; more < 2; ++more) {
+          if (!result.status.ok()) {
+            ++failed;
+            CHECK(result.status.code() == absl::StatusCode::kResourceExhausted);
+            CHECK_THAT(std::string(result.status.message()), Contains(call));
+          }
+          result = Run(setup.transport.get(), broadcast.transfer);
+        }
+        CHECK(failed == 1);
+        CheckSame(result, Run(setup.host.get(), broadcast.world.model));
+        broadcast.world.CheckBytes();
+        CHECK(setup.losses == 0);
+      }
+      setup.transport.reset();
+      CheckNothingOpen(setup.fake);
+    }
+  }
+}
+
+TEST_CASE("a broadcast whose end nothing would tell is a loss of the GPUs (P6)") {
+  Rng random(kSeed + 45);
+  Setup setup({.lost = {}}, 3);
+  SimpleBroadcast broadcast(&setup, &random);
+  setup.fake.FailAt("cuStreamWaitEvent", 2, 2);  // the first is the chain's
+  CHECK(Run(setup.transport.get(), broadcast.transfer).status.code() ==
+        absl::StatusCode::kInternal);
+  CHECK(setup.losses == 1);
+}
+
+TEST_CASE("a device that hangs holds a broadcast up to its end, and is told as a loss") {
+  Rng random(kSeed + 44);
+  Setup setup({.limit = std::chrono::milliseconds(100), .lost = {}}, 3);
+  SimpleBroadcast broadcast(&setup, &random);
+  setup.fake.Hold(1U << 1);
+  Outcome<TransferResult> outcome;
+  setup.transport->Submit(broadcast.transfer, outcome.done());
+  REQUIRE(Eventually([&] { return setup.losses > 0; }));
+  CHECK_FALSE(outcome.ended());
+  setup.fake.Hold(0);
+  CHECK(outcome.Wait().status.code() == absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_CASE("methods that are not there are said so") {
+  const Setup setup;
+  CHECK(setup.transport->CanBroadcast(BroadcastMethod::kDirect).ok());
+  CHECK(setup.transport->CanBroadcast(BroadcastMethod::kChain).ok());
+  CHECK(setup.transport->CanBroadcast(BroadcastMethod::kNccl).code() ==
+        absl::StatusCode::kUnimplemented);
+  CHECK(setup.host->CanBroadcast(BroadcastMethod::kChain).code() ==
+        absl::StatusCode::kUnimplemented);
 }
 
 // ---- verification (P1) ----

@@ -80,8 +80,11 @@ void DeviceQueue::Start() {
   issuer_ = std::thread([self = shared_from_this()] { self->IssueAll(); });
   waiter_ = std::thread([self = shared_from_this()] { self->WaitForAll(); });
   const std::string number = std::to_string(device_);
-  (void)pthread_setname_np(issuer_.native_handle(), ("refitd-gpu-" + number).c_str());
-  (void)pthread_setname_np(waiter_.native_handle(), ("refitd-gpuw-" + number).c_str());
+  const auto name = [this](const std::string& otherwise, const char* suffix) {
+    return options_.threads.empty() ? otherwise : options_.threads + suffix;
+  };
+  (void)pthread_setname_np(issuer_.native_handle(), name("refitd-gpu-" + number, "").c_str());
+  (void)pthread_setname_np(waiter_.native_handle(), name("refitd-gpuw-" + number, "-w").c_str());
 }
 
 void DeviceQueue::Submit(std::shared_ptr<DeviceJob> job) {
@@ -106,7 +109,7 @@ void DeviceQueue::Close() {
   changed_.NotifyAll();
 }
 
-void DeviceQueue::Stop(Clock::time_point deadline) {
+bool DeviceQueue::Stop(Clock::time_point deadline) {
   Close();
   bool ended = false;
   {
@@ -135,6 +138,8 @@ void DeviceQueue::Stop(Clock::time_point deadline) {
     issuer_.detach();
     waiter_.detach();
   }
+  MutexLock lock(&mutex_);
+  return ended && !given_up_;
 }
 
 void DeviceQueue::GiveUp() {
@@ -216,12 +221,14 @@ absl::Status DeviceQueue::Begin() {
   REFITD_ASSIGN_OR_RETURN(context_, contexts_->Get(device_));
   const ScopedContext current(api, context_);
   REFITD_RETURN_IF_ERROR(current.status());
-  if (module_ == nullptr) {
+  if (!options_.kernel.empty()) {
+    if (module_ == nullptr) {
+      REFITD_RETURN_IF_ERROR(
+          REFITD_CUDA_CALL(api, cuModuleLoadData, &module_, options_.kernel.data()));
+    }
     REFITD_RETURN_IF_ERROR(
-        REFITD_CUDA_CALL(api, cuModuleLoadData, &module_, options_.kernel.data()));
+        REFITD_CUDA_CALL(api, cuModuleGetFunction, &kernel_, module_, kCopyKernel));
   }
-  REFITD_RETURN_IF_ERROR(
-      REFITD_CUDA_CALL(api, cuModuleGetFunction, &kernel_, module_, kCopyKernel));
   const auto make = [&api](CUstream* stream) {
     if (*stream != nullptr) return absl::OkStatus();
     return REFITD_CUDA_CALL(api, cuStreamCreate, stream, CU_STREAM_NON_BLOCKING);

@@ -108,7 +108,8 @@ class DeviceJob {
 
 struct DeviceQueueOptions {
   std::string name;         // of the device, for messages
-  std::string_view kernel;  // image; outlives the queue
+  std::string threads{};    // their names' beginning; empty: "refitd-gpu-N" and "refitd-gpuw-N"
+  std::string_view kernel;  // image; outlives the queue. Empty: jobs launch none
   std::chrono::milliseconds limit{0};
   // Free memory of the pools beyond this goes back to the driver.
   int64_t kept_device_bytes = 0;
@@ -129,8 +130,8 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   // What is submitted from now on ends at once, UNAVAILABLE.
   void Close();
   // Closes, and ends the threads when all jobs have ended, at the latest at `deadline`: then jobs
-  // that have not ended fail, and what they and the device hold is never given back.
-  void Stop(std::chrono::steady_clock::time_point deadline);
+  // that have not ended fail, and what they and the device hold is never given back: false.
+  bool Stop(std::chrono::steady_clock::time_point deadline);
 
   BufferPool* memory() const { return memory_.get(); }
   BufferPool* pinned() const { return pinned_.get(); }

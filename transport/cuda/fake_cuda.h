@@ -2,8 +2,9 @@
 //
 // The fake's "device" memory is host memory: a block of another process is a memfd, mapped once
 // more for each open, so that a mapping that was closed too early or that belongs to another device
-// is found out. Work on streams is queued and done when somebody queries an event, in order of
-// submission: bytes that are reused before their copy ran come out wrong.
+// is found out. Work on streams is queued and done when somebody queries an event; between streams
+// there is no order but that of events: bytes that are reused before their copy ran, or read before
+// what should have been waited for, come out wrong.
 #ifndef REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_
 #define REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_
 
@@ -30,6 +31,7 @@ class FakeCuda {
     Find("FakeCudaHold", &hold_);
     Find("FakeCudaBlock", &block_);
     Find("FakeCudaPeers", &peers_);
+    Find("FakeCudaDevices", &devices_);
     Find("FakeCudaCount", &count_);
     Find("FakeCudaExport", &export_);
     Find("FakeCudaExportVmm", &export_vmm_);
@@ -62,7 +64,9 @@ class FakeCuda {
   void Hold(unsigned devices) { hold_(devices); }
   // The call that does not return until another one is named, or "".
   void Block(const char* call) { block_(call); }
-  // Whether the two devices reach each other; they do at first.
+  // 1 to 8; 2 at first. Before anything asks the driver.
+  void Devices(int devices) { devices_(devices); }
+  // Whether devices reach one another; they do at first.
   void Peers(bool reach) { peers_(reach); }
   // The nth launch from now leaves one wrong bit in what it stored.
   void Corrupt(int nth) { corrupt_(nth); }
@@ -96,6 +100,7 @@ class FakeCuda {
   void (*hold_)(unsigned) = nullptr;
   void (*block_)(const char*) = nullptr;
   void (*peers_)(bool) = nullptr;
+  void (*devices_)(int) = nullptr;
   void (*corrupt_)(int) = nullptr;
   void (*count_)(FakeCudaCounts*) = nullptr;
   char* (*export_)(int, int64_t, char*) = nullptr;

@@ -1,5 +1,5 @@
-// A CUDA driver for tests: version 12.4, two devices, memory and streams as fake_cuda.h says.
-// Without CUDA's headers it is empty. Thread-safe, but for FakeCudaFail.
+// A CUDA driver for tests: version 12.4, two devices or as many as it is told, memory and streams
+// as fake_cuda.h says. Without CUDA's headers it is empty. Thread-safe, but for FakeCudaFail.
 #if defined(REFITD_CUDA)
 #include "transport/cuda/fake_driver.h"
 
@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -32,8 +33,8 @@ using refitd::CopyLaunch;
 using refitd::CopyTask;
 using refitd::FakeCudaCounts;
 
-constexpr int kDevices = 2;
-constexpr unsigned kAllDevices = (1U << kDevices) - 1;
+constexpr int kDefaultDevices = 2;
+constexpr int kMostDevices = 8;
 constexpr size_t kGranularity = 2 << 20;
 
 // ---- calls that fail ----
@@ -81,27 +82,34 @@ struct Range {
 };
 
 struct Event {
-  bool done = true;
+  uint64_t recorded = 0;  // records so far; those that have been reached:
+  uint64_t reached = 0;
+};
+
+struct Op {
+  std::function<bool()> ready;  // null: at once
+  std::function<CUresult()> run;
 };
 
 struct Stream {
   int device = 0;
-};
-
-struct Op {
-  unsigned devices = 0;  // bit mask
-  std::function<CUresult()> run;
+  std::deque<Op> queue;
 };
 
 // What was made and not yet destroyed. The driver's own, as a real one's: of a lost context, or of
 // a device that was given up, nobody destroys it.
 template <typename Thing>
-using Owned = std::map<Thing*, std::unique_ptr<Thing>>;
+using Owned = std::map<Thing*, std::shared_ptr<Thing>>;
 
-// Devices that stand still at first, as FakeCudaHold: for the fake of a daemon's own process.
-unsigned HeldAtFirst() {
-  const char* const held = std::getenv("REFITD_FAKE_CUDA_HOLD");
-  return held == nullptr ? 0 : static_cast<unsigned>(std::strtoul(held, nullptr, 0));
+// What the environment says, for the fake of a daemon's own process.
+unsigned AtFirst(const char* variable, unsigned otherwise) {
+  const char* const number = std::getenv(variable);
+  return number == nullptr ? otherwise : static_cast<unsigned>(std::strtoul(number, nullptr, 0));
+}
+// Devices that stand still, as FakeCudaHold.
+unsigned HeldAtFirst() { return AtFirst("REFITD_FAKE_CUDA_HOLD", 0); }
+int DevicesAtFirst() {
+  return static_cast<int>(AtFirst("REFITD_FAKE_CUDA_DEVICES", kDefaultDevices));
 }
 
 struct State {
@@ -112,12 +120,14 @@ struct State {
   std::map<uintptr_t, Range> ranges;
   std::map<char*, std::unique_ptr<char[]>> memory;
   Owned<Stream> streams;
+  std::vector<std::shared_ptr<Stream>> destroyed;  // with work left
   Owned<Event> events;
-  std::deque<Op> queue;
   FakeCudaCounts counts;
   std::map<std::string, std::pair<int, int>, std::less<>> faults;  // calls to go, result
   int corrupt_launch = 0;
   unsigned held = HeldAtFirst();
+  int devices = DevicesAtFirst();
+  bool backwards = false;  // the order of streams
   bool peers = true;
   CUresult lost = CUDA_SUCCESS;
 
@@ -129,7 +139,7 @@ struct State {
   }
   template <typename Thing>
   static Thing* Keep(Owned<Thing>* owned, Thing thing) {
-    auto made = std::make_unique<Thing>(std::move(thing));
+    auto made = std::make_shared<Thing>(std::move(thing));
     Thing* const at = made.get();
     (*owned)[at] = std::move(made);
     return at;
@@ -141,7 +151,7 @@ State& Fake() {
   return *state;
 }
 
-char contexts[kDevices];  // their addresses are the contexts
+char contexts[kMostDevices];  // their addresses are the contexts
 thread_local std::vector<CUcontext> current;
 
 CUcontext ContextOf(int device) { return reinterpret_cast<CUcontext>(&contexts[device]); }
@@ -197,28 +207,41 @@ bool Reaches(const State& fake, int device, uint64_t address, size_t bytes) {
 
 // ---- streams ----
 
-void RunQueue(State* fake) {
-  std::deque<Op> left;
-  unsigned still = fake->held;  // and what waits for a device that stands still
-  while (!fake->queue.empty()) {
-    Op op = std::move(fake->queue.front());
-    fake->queue.pop_front();
+// Runs what can be run of a stream; true: something was.
+bool RunStream(State* fake, Stream* stream) {
+  bool any = false;
+  while (!stream->queue.empty() && (fake->held >> stream->device & 1) == 0) {
+    Op& next = stream->queue.front();
+    if (next.ready != nullptr && !next.ready() && fake->lost == CUDA_SUCCESS) break;
+    const Op op = std::move(next);
+    stream->queue.pop_front();
+    any = true;
     if (fake->lost != CUDA_SUCCESS) continue;
-    if ((still & op.devices) != 0) {
-      still |= op.devices;
-      left.push_back(std::move(op));
-      continue;
-    }
     const CUresult result = op.run();
     if (result != CUDA_SUCCESS) fake->lost = result;
   }
-  fake->queue = std::move(left);
+  return any;
 }
 
-CUresult Enqueue(Call* call, CUstream stream, std::function<CUresult()> run) {
-  const int device = reinterpret_cast<Stream*>(stream)->device;
-  if (call->device() != device) return CUDA_ERROR_INVALID_HANDLE;
-  call->fake->queue.push_back({1U << device, std::move(run)});
+// Streams have no order but that of events: each runs as far as it can, the next time in the
+// opposite order.
+void RunQueue(State* fake) {
+  std::vector<std::shared_ptr<Stream>> streams = fake->destroyed;
+  for (const auto& [at, stream] : fake->streams) streams.push_back(stream);
+  if (fake->backwards) std::reverse(streams.begin(), streams.end());
+  fake->backwards = !fake->backwards;
+  bool any = true;
+  while (any) {
+    any = false;
+    for (const std::shared_ptr<Stream>& stream : streams) any |= RunStream(fake, stream.get());
+  }
+  std::erase_if(fake->destroyed, [](const auto& stream) { return stream->queue.empty(); });
+}
+
+CUresult Enqueue(Call* call, CUstream handle, std::function<CUresult()> run) {
+  auto* const stream = reinterpret_cast<Stream*>(handle);
+  if (call->device() != stream->device) return CUDA_ERROR_INVALID_HANDLE;
+  stream->queue.push_back({nullptr, std::move(run)});
   return CUDA_SUCCESS;
 }
 
@@ -338,7 +361,8 @@ void Close(Block* block) {
   block->fd = -1;
 }
 
-unsigned Reach(const State& fake, int owner) { return fake.peers ? kAllDevices : 1U << owner; }
+unsigned AllDevices(const State& fake) { return (1U << fake.devices) - 1; }
+unsigned Reach(const State& fake, int owner) { return fake.peers ? AllDevices(fake) : 1U << owner; }
 
 }  // namespace
 
@@ -363,7 +387,8 @@ void FakeCudaReset() {
   failing_call = nullptr;
   fake.blocks.clear();
   fake.ranges.clear();
-  fake.queue.clear();
+  for (const auto& [at, stream] : fake.streams) stream->queue.clear();
+  fake.destroyed.clear();
   fake.blocked.clear();
   fake.unblocked.notify_all();
   const int blocked_calls = fake.counts.blocked_calls;  // they take themselves off
@@ -372,6 +397,7 @@ void FakeCudaReset() {
   fake.faults.clear();
   fake.corrupt_launch = 0;
   fake.held = 0;
+  fake.devices = DevicesAtFirst();
   fake.peers = true;
   fake.lost = CUDA_SUCCESS;
 }
@@ -385,6 +411,11 @@ void FakeCudaBlock(const char* call) {
   const std::lock_guard lock(Fake().mutex);
   Fake().blocked = call;
   Fake().unblocked.notify_all();
+}
+
+void FakeCudaDevices(int devices) {
+  const std::lock_guard lock(Fake().mutex);
+  Fake().devices = devices;
 }
 
 void FakeCudaPeers(bool reach) {
@@ -439,29 +470,40 @@ bool FakeCudaIsVmm(uint64_t address, size_t bytes) {
   return range != nullptr && range->reserved && range->mapped;
 }
 
-// One piece of work for all of its devices; nothing, if `stopped` by then. The copies read what was
-// there before.
-void FakeCudaCollective(const refitd::FakeCudaCopy* copies, size_t count, const bool* stopped) {
+// The copies of a collective, all at once when every one of its streams has come to it: they read
+// what was there before. Until then the streams wait, or, once `stopped`, go on without them.
+void FakeCudaCollective(const refitd::FakeCudaCopy* copies, size_t count, const CUstream* streams,
+                        size_t stream_count, const bool* stopped) {
   State* const fake = &Fake();
   const std::lock_guard lock(fake->mutex);
-  const std::vector<refitd::FakeCudaCopy> all(copies, copies + count);
-  unsigned devices = 0;
-  for (const auto& copy : all) devices |= 1U << copy.from_device | 1U << copy.to_device;
-  fake->queue.push_back({devices, [fake, all, stopped] {
-                           std::vector<std::string> read;
-                           for (const auto& copy : all) {
-                             if (*stopped) return CUDA_SUCCESS;
-                             if (!Reaches(*fake, copy.from_device, copy.from, copy.bytes) ||
-                                 !Reaches(*fake, copy.to_device, copy.to, copy.bytes)) {
-                               return CUDA_ERROR_ILLEGAL_ADDRESS;
-                             }
-                             read.emplace_back(At(copy.from), copy.bytes);
-                           }
-                           for (size_t i = 0; i < all.size(); ++i) {
-                             std::memcpy(At(all[i].to), read[i].data(), read[i].size());
-                           }
-                           return CUDA_SUCCESS;
-                         }});
+  struct Meeting {
+    std::vector<refitd::FakeCudaCopy> copies;
+    size_t missing = 0;
+  };
+  auto meeting = std::make_shared<Meeting>();
+  meeting->copies.assign(copies, copies + count);
+  meeting->missing = stream_count;
+  const auto come = [fake, meeting, stopped] {
+    if (--meeting->missing > 0 || *stopped) return CUDA_SUCCESS;
+    std::vector<std::string> read;
+    for (const auto& copy : meeting->copies) {
+      if (!Reaches(*fake, copy.from_device, copy.from, copy.bytes) ||
+          !Reaches(*fake, copy.to_device, copy.to, copy.bytes)) {
+        return CUDA_ERROR_ILLEGAL_ADDRESS;
+      }
+      read.emplace_back(At(copy.from), copy.bytes);
+    }
+    for (size_t i = 0; i < read.size(); ++i) {
+      std::memcpy(At(meeting->copies[i].to), read[i].data(), read[i].size());
+    }
+    return CUDA_SUCCESS;
+  };
+  for (size_t i = 0; i < stream_count; ++i) {
+    auto* const stream = reinterpret_cast<Stream*>(streams[i]);
+    stream->queue.push_back({nullptr, come});
+    stream->queue.push_back({[meeting, stopped] { return meeting->missing == 0 || *stopped; },
+                             [] { return CUDA_SUCCESS; }});
+  }
 }
 
 // ---- the driver: devices and contexts ----
@@ -496,12 +538,13 @@ CUresult cuInit(unsigned int /*flags*/) { return Answer("cuInit"); }
 CUresult cuDeviceGetCount(int* count) {
   const bool named =
       failing_call != nullptr && std::string_view(failing_call) == "cuDeviceGetCount";
-  *count = named ? 0 : kDevices;
+  const std::lock_guard lock(Fake().mutex);
+  *count = named ? 0 : Fake().devices;
   return Answer("cuDeviceGetCount");
 }
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
-  if (ordinal < 0 || ordinal >= kDevices) return CUDA_ERROR_INVALID_DEVICE;
+  if (ordinal < 0 || ordinal >= kMostDevices) return CUDA_ERROR_INVALID_DEVICE;
   *device = ordinal;
   return Answer("cuDeviceGet", ordinal);
 }
@@ -627,7 +670,8 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
   const Call call("cuMemCreate", false);
   if (call.failed()) return call.result;
   if (bytes == 0 || bytes % kGranularity != 0 || wanted->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
-      wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE || wanted->location.id >= kDevices ||
+      wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+      wanted->location.id >= call.fake->devices ||
       wanted->requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
     return CUDA_ERROR_INVALID_VALUE;
   }
@@ -799,7 +843,7 @@ CUresult cuMemHostAlloc(void** data, size_t bytes, unsigned /*flags*/) {
   if (call.failed()) return call.result;
   *data = call.fake->Allocate(bytes);
   call.fake->ranges[reinterpret_cast<uintptr_t>(*data)] = {
-      .bytes = bytes, .reach = kAllDevices, .pinned = true};
+      .bytes = bytes, .reach = AllDevices(*call.fake), .pinned = true};
   ++call.fake->counts.host_allocations;
   ++call.fake->counts.allocation_calls;
   return CUDA_SUCCESS;
@@ -908,7 +952,7 @@ CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
   const Call call("cuStreamCreate");
   if (call.failed()) return call.result;
   if (flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
-  *stream = reinterpret_cast<CUstream>(State::Keep(&call.fake->streams, {call.device()}));
+  *stream = reinterpret_cast<CUstream>(State::Keep(&call.fake->streams, {call.device(), {}}));
   ++call.fake->counts.streams;
   return CUDA_SUCCESS;
 }
@@ -916,15 +960,24 @@ CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
 CUresult cuStreamDestroy_v2(CUstream stream) {
   const Call call("cuStreamDestroy");
   if (call.failed()) return call.result;
-  call.fake->streams.erase(reinterpret_cast<Stream*>(stream));
+  const auto it = call.fake->streams.find(reinterpret_cast<Stream*>(stream));
+  if (it == call.fake->streams.end()) return CUDA_ERROR_INVALID_HANDLE;
+  if (!it->second->queue.empty()) call.fake->destroyed.push_back(it->second);
+  call.fake->streams.erase(it);
   --call.fake->counts.streams;
   return CUDA_SUCCESS;
 }
 
-// The queue of all streams is run in order: what is waited for comes before.
-CUresult cuStreamWaitEvent(CUstream /*stream*/, CUevent /*event*/, unsigned /*flags*/) {
+// For the last record before this call, as the driver does; of none it does not wait.
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned /*flags*/) {
   const Call call("cuStreamWaitEvent");
-  return call.result;
+  if (call.failed()) return call.result;
+  const auto it = call.fake->events.find(reinterpret_cast<Event*>(event));
+  if (it == call.fake->events.end()) return CUDA_ERROR_INVALID_HANDLE;
+  reinterpret_cast<Stream*>(stream)->queue.push_back(
+      {[waited = it->second, record = it->second->recorded] { return waited->reached >= record; },
+       [] { return CUDA_SUCCESS; }});
+  return CUDA_SUCCESS;
 }
 
 // Does not wait for devices that stand still.
@@ -954,12 +1007,16 @@ CUresult cuEventDestroy_v2(CUevent event) {
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   Call call("cuEventRecord");
   if (call.failed()) return call.result;
-  auto* const recorded = reinterpret_cast<Event*>(event);
-  recorded->done = false;
-  return Enqueue(&call, stream, [recorded] {
-    recorded->done = true;
+  const auto it = call.fake->events.find(reinterpret_cast<Event*>(event));
+  if (it == call.fake->events.end()) return CUDA_ERROR_INVALID_HANDLE;
+  const std::shared_ptr<Event> recorded = it->second;
+  const uint64_t record = recorded->recorded + 1;
+  const CUresult queued = Enqueue(&call, stream, [recorded, record] {
+    recorded->reached = record;
     return CUDA_SUCCESS;
   });
+  if (queued == CUDA_SUCCESS) recorded->recorded = record;
+  return queued;
 }
 
 CUresult cuEventQuery(CUevent event) {
@@ -967,7 +1024,8 @@ CUresult cuEventQuery(CUevent event) {
   if (call.failed()) return call.result;
   RunQueue(call.fake);
   if (call.fake->lost != CUDA_SUCCESS) return call.fake->lost;
-  return reinterpret_cast<Event*>(event)->done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+  const auto* const queried = reinterpret_cast<Event*>(event);
+  return queried->reached == queried->recorded ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 // ---- the kernel ----

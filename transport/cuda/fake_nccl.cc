@@ -60,6 +60,7 @@ struct Task {
   size_t bytes = 0;
   int root = 0;
   NcclWindow* window = nullptr;
+  CUstream_st* stream = nullptr;
 };
 
 struct Group {
@@ -106,7 +107,8 @@ struct Driver {
   int (*current_device)() = nullptr;
   int (*stream_device)(CUstream_st*) = nullptr;
   bool (*is_vmm)(uint64_t, size_t) = nullptr;
-  void (*collective)(const FakeCudaCopy*, size_t, const bool*) = nullptr;
+  void (*collective)(const FakeCudaCopy*, size_t, CUstream_st* const*, size_t,
+                     const bool*) = nullptr;
 };
 
 // The fake that lies beside this file and is open already.
@@ -188,13 +190,21 @@ bool InWindows(const State& fake, const std::vector<Task>& of) {
   return true;
 }
 
+// On the streams of all ranks.
+void Collective(const std::vector<Task>& of, const std::vector<FakeCudaCopy>& copies) {
+  std::vector<CUstream_st*> streams;
+  for (const Task& task : of) streams.push_back(task.stream);
+  TheDriver().collective(copies.data(), copies.size(), streams.data(), streams.size(),
+                         &of[0].comm->clique->stopped);
+}
+
 void Broadcast(State* fake, const std::vector<Task>& of) {
   const Task& root = of[static_cast<size_t>(of[0].root)];
   std::vector<FakeCudaCopy> copies;
   for (const Task& task : of) {
     copies.push_back({root.comm->device, root.send, task.comm->device, task.receive, task.bytes});
   }
-  TheDriver().collective(copies.data(), copies.size(), &root.comm->clique->stopped);
+  Collective(of, copies);
   ++fake->counts.broadcasts;
 }
 
@@ -207,7 +217,7 @@ void AllGather(State* fake, const std::vector<Task>& of) {
           {from.comm->device, from.send, to.comm->device, to.receive + offset, from.bytes});
     }
   }
-  TheDriver().collective(copies.data(), copies.size(), &of[0].comm->clique->stopped);
+  Collective(of, copies);
   ++fake->counts.all_gathers;
   if (!InWindows(*fake, of)) return;
   const bool engines = of[0].comm->policy == kNcclPolicyZero;
@@ -294,8 +304,9 @@ NcclResult Add(State* fake, Task task) {
   return depth > 0 ? NcclResult::kSuccess : BeginGroup(fake);
 }
 
-NcclResult AddCollective(State* fake, const Task& task, CUstream_st* stream) {
+NcclResult AddCollective(State* fake, Task task, CUstream_st* stream) {
   if (TheDriver().stream_device(stream) != task.comm->device) return NcclResult::kInvalidArgument;
+  task.stream = stream;
   return Add(fake, task);
 }
 

@@ -232,6 +232,66 @@ inline void FillSimply(World* world, int source, const std::vector<int>& destina
   }
 }
 
+// The model's transfer on devices, through one slot on each of `slots_on`: pools that stay as long
+// as `pools` keeps them. Its sources must be dense and on one device.
+struct BroadcastPools {
+  std::vector<CudaPool> pools;
+  int64_t slot_bytes = 0;
+};
+inline Transfer Broadcasting(World* world, CudaMemory* memory, Rng* random,
+                             const std::vector<int>& slots_on, BroadcastMethod method,
+                             BroadcastPools* pools) {
+  Transfer transfer = world->OnDevices();
+  Broadcast broadcast{.method = method, .slots = {}, .byte_offsets = {}};
+  int64_t at = 0;
+  for (const BoundPiece& piece : transfer.source) {
+    at += Pick(random, 0, 2) * 256;
+    broadcast.byte_offsets.push_back(at);
+    at += (ElementCount(piece.box) * ElementBytes(piece.dtype) + 255) / 256 * 256;
+  }
+  pools->slot_bytes = at + 256;
+  for (const int device : slots_on) {
+    absl::StatusOr<CudaPool> pool = memory->MakePool(device, 2 * pools->slot_bytes);
+    REQUIRE(pool.ok());
+    const auto& region = pool->region;
+    // The second slot: at an offset.
+    broadcast.slots.push_back({region->data() + pools->slot_bytes, pools->slot_bytes, region});
+    pools->pools.push_back(*std::move(pool));
+  }
+  transfer.broadcast = std::move(broadcast);
+  return transfer;
+}
+
+// Dense sources on one device; destinations on any.
+inline void FillForBroadcast(World* world, Rng* random, int source, int devices) {
+  constexpr DType kTypes[] = {DType::kFloat8E4M3FN, DType::kBFloat16, DType::kFloat32,
+                              DType::kInt64};
+  Block* const from = world->AddBlock(source);
+  Transfer& model = world->model;
+  std::vector<Block*> destinations;
+  for (int64_t i = Pick(random, 0, 4); i > 0; --i) {
+    destinations.push_back(world->AddBlock(static_cast<int>(Pick(random, 0, devices - 1))));
+    model.readback_now.push_back(false);
+  }
+  model.destinations.resize(destinations.size());
+  for (int64_t t = Pick(random, 1, 8); t > 0; --t) {
+    const std::string name = "tensor." + std::to_string(t);
+    const DType dtype = kTypes[Pick(random, 0, 3)];
+    const Dims shape = RandomShape(random);
+    const Box box = WholeBox(shape);
+    const auto piece = static_cast<uint32_t>(model.source.size());
+    model.source.push_back(world->Place(from, name, dtype, shape, box, RowMajorStrides(shape)));
+    for (uint32_t d = 0; d < destinations.size(); ++d) {
+      if (Pick(random, 0, 4) == 0) continue;
+      const Box part = RandomPart(random, box);
+      model.destinations[d].push_back(
+          world->Place(destinations[d], name, dtype, shape, part,
+                       RandomStrides(random, part.extent, Pick(random, 0, 4) == 0)));
+      world->AddMove(piece, d, part);
+    }
+  }
+}
+
 }  // namespace refitd
 
 #endif  // REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_H_

@@ -1,0 +1,49 @@
+#include "transport/broadcast.h"
+
+#include <algorithm>
+
+namespace refitd {
+namespace {
+
+// In bytes that a link carries meanwhile.
+constexpr int64_t kChainBegins = int64_t{32} << 20;
+constexpr int64_t kHopBegins = int64_t{16} << 20;
+
+int64_t DirectCost(const BroadcastLoad& load) {
+  int64_t cost = 0;
+  for (const auto& [device, bytes] : load.direct_bytes) cost += bytes;
+  return cost;
+}
+
+int64_t ChainCost(const BroadcastLoad& load) {
+  const auto hops = static_cast<int64_t>(load.direct_bytes.size());
+  return load.packed_bytes + kChainBegins +
+         std::max<int64_t>(hops - 1, 0) * std::min(kHopBegins, load.packed_bytes);
+}
+
+}  // namespace
+
+std::string_view BroadcastMethodName(BroadcastMethod method) {
+  switch (method) {
+    case BroadcastMethod::kAuto:
+      return "auto";
+    case BroadcastMethod::kDirect:
+      return "direct";
+    case BroadcastMethod::kChain:
+      return "chain";
+    case BroadcastMethod::kSymmetric:
+      return "symmetric";
+    case BroadcastMethod::kNccl:
+      return "nccl";
+  }
+  return "unknown";
+}
+
+BroadcastMethod FastestBroadcast(const BroadcastLoad& load, const Transport& transport) {
+  if (load.direct_bytes.empty() || !transport.CanBroadcast(BroadcastMethod::kChain).ok()) {
+    return BroadcastMethod::kDirect;
+  }
+  return ChainCost(load) < DirectCost(load) ? BroadcastMethod::kChain : BroadcastMethod::kDirect;
+}
+
+}  // namespace refitd
