@@ -12,12 +12,14 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <condition_variable>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -214,6 +216,38 @@ TEST_CASE("random transfers leave the host transport's bytes and digests") {
   }
 }
 
+TEST_CASE("random broadcasts leave the host transport's bytes and digests") {
+  constexpr uint64_t kSeed = 100;
+  Rng random(kSeed);
+  const int devices = static_cast<int>(memory->devices().size());
+  const auto host = MakeHostTransport({.threads = 2});
+  for (int round = 0; round < 40; ++round) {
+    INFO("seed " << kSeed << ", round " << round);
+    const auto transport =
+        MakeTransport({.relay_chunk_bytes = round % 2 == 0 ? 1000 : 1 << 20, .lost = {}});
+    child->StartWorld();
+    World world(child, memory.get(), &random);
+    FillForBroadcast(&world, &random, static_cast<int>(Pick(&random, 0, devices - 1)), devices);
+    world.model.want_source_digests = true;
+    world.model.verification = static_cast<Verification>(round / 2 % 3 + 1);
+    std::vector<int> slots_on;
+    for (int device = 0; device < devices; ++device) {
+      if (Pick(&random, 0, 3) > 0) slots_on.push_back(device);
+    }
+    BroadcastPools pools;
+    const Transfer transfer =
+        Broadcasting(&world, memory.get(), &random, slots_on, BroadcastMethod::kChain, &pools);
+    const TransferResult result = Run(transport.get(), transfer);
+    const TransferResult want = Run(host.get(), world.model);
+    INFO(result.status.ToString());
+    REQUIRE(result.status.ok());
+    REQUIRE(result.source_digests == want.source_digests);
+    REQUIRE(result.bytes_written == want.bytes_written);
+    world.CheckBytes();
+    REQUIRE(Run(transport.get(), JobOf(transfer, result)).status.ok());
+  }
+}
+
 // One bf16 matrix between two blocks of the child's.
 Transfer Matrix(int64_t bytes, int from, int to) {
   const Dims shape = {bytes / 4096, 2048};
@@ -289,6 +323,99 @@ TEST_CASE("what transfers take") {
         std::printf("%3d blocks, %5lld MiB, read back on device %d: %.3f ms\n", blocks,
                     static_cast<long long>(bytes >> 20), to, took.count());
         if (last == 0) break;
+      }
+    }
+  }
+}
+
+// Parts of `slot_bytes` one after another through `slots` slots of each device, as a group's would
+// be: GB/s into each receiver.
+double BroadcastRate(Transport* transport, int64_t slot_bytes, int slots, int parts,
+                     Verification verification) {
+  const int devices = static_cast<int>(memory->devices().size());
+  std::vector<int> receivers;
+  for (int device = std::max(devices / 2, 1); device < devices; ++device) {
+    receivers.push_back(device);
+  }
+  std::vector<CudaPool> pools;
+  for (const int device : receivers) {
+    auto pool = memory->MakePool(device, slot_bytes * slots);
+    REQUIRE(pool.ok());
+    pools.push_back(*std::move(pool));
+  }
+  std::vector<Transfer> transfers;
+  for (int s = 0; s < slots; ++s) {
+    Transfer transfer = Matrix(slot_bytes, 0, receivers[0]);
+    Broadcast broadcast{.method = BroadcastMethod::kChain, .slots = {}, .byte_offsets = {0}};
+    for (size_t r = 0; r < receivers.size(); ++r) {
+      broadcast.slots.push_back(
+          {pools[r].region->data() + s * slot_bytes, slot_bytes, pools[r].region});
+      if (r == 0) continue;
+      const Transfer other = Matrix(slot_bytes, 0, receivers[r]);
+      transfer.destinations.push_back(other.destinations[0]);
+      transfer.keep_alive.insert(transfer.keep_alive.end(), other.keep_alive.begin(),
+                                 other.keep_alive.end());
+      CopyMove move = transfer.program.moves[0];
+      move.destination = static_cast<uint32_t>(r);
+      transfer.program.moves.push_back(move);
+    }
+    transfer.broadcast = std::move(broadcast);
+    transfer.verification = verification;
+    transfers.push_back(std::move(transfer));
+  }
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<bool> busy(static_cast<size_t>(slots));
+  absl::Status failed;
+  std::chrono::steady_clock::time_point start;
+  for (int part = 0; part < parts + slots; ++part) {
+    const auto slot = static_cast<size_t>(part % slots);
+    std::unique_lock lock(mutex);
+    REQUIRE(changed.wait_for(lock, kWait, [&] { return !busy[slot]; }));
+    if (part == slots) start = std::chrono::steady_clock::now();  // the first ones warm up
+    busy[slot] = true;
+    lock.unlock();
+    transport->Submit(transfers[slot], [&, slot](const TransferResult& result) {
+      const std::lock_guard guard(mutex);
+      if (failed.ok()) failed = result.status;
+      busy[slot] = false;
+      changed.notify_all();
+    });
+  }
+  std::unique_lock lock(mutex);
+  REQUIRE(changed.wait_for(lock, kWait, [&] {
+    return std::none_of(busy.begin(), busy.end(), [](bool b) { return b; });
+  }));
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  INFO(failed.ToString());
+  REQUIRE(failed.ok());
+  return static_cast<double>(parts * slot_bytes) / took.count() / 1e9;
+}
+
+TEST_CASE("what broadcasts take") {
+  const int devices = static_cast<int>(memory->devices().size());
+  if (devices < 2) {
+    std::printf("SKIPPED: broadcasts, which need two GPUs\n");
+    return;
+  }
+  const char* const names[] = {"", "off", "transfer", "readback"};
+  const auto peer = MakeTransport();
+  const double best =
+      4.294967296e3 / Milliseconds(peer.get(), Matrix(int64_t{4} << 30, 0, devices - 1), true, 5);
+  std::printf("one to one, 4 GiB by copy engines: %.0f GB/s\n", best);
+  for (const int64_t chunk : {4, 8, 16, 32, 64}) {
+    const auto transport = MakeTransport({.relay_chunk_bytes = chunk << 20, .lost = {}});
+    for (const int64_t slot : {64, 128, 256}) {
+      for (const auto verification : {Verification::kOff, Verification::kTransfer}) {
+        const double rate = BroadcastRate(transport.get(), slot << 20, 3, 64, verification);
+        std::printf(
+            "chain from 0 to %d devices, slots of %lld MiB, chunks of %lld MiB, %-8s: %.0f GB/s "
+            "into "
+            "each (%.2f)\n",
+            devices - std::max(devices / 2, 1), static_cast<long long>(slot),
+            static_cast<long long>(chunk), names[static_cast<int>(verification)], rate,
+            rate / best);
+        std::fflush(stdout);
       }
     }
   }

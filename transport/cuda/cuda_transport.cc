@@ -923,10 +923,19 @@ class BroadcastJob : public PlanJob {
       return std::pair(a.device < relay.source, a.device) <
              std::pair(b.device < relay.source, b.device);
     });
-    REFITD_ASSIGN_OR_RETURN(relay.chunks,
-                            CutIntoChunks(transfer_.source, broadcast.byte_offsets, slot_bytes,
-                                          engine_->options().relay_chunk_bytes));
+    REFITD_ASSIGN_OR_RETURN(relay.chunks, CutIntoChunks(transfer_.source, broadcast.byte_offsets,
+                                                        slot_bytes, ChunkBytes()));
     return relay;
+  }
+
+  // A quarter of what there is: the last device is done soon after the first.
+  int64_t ChunkBytes() const {
+    constexpr int64_t kLeast = 1 << 20;
+    int64_t bytes = 0;
+    for (const BoundPiece& piece : transfer_.source) {
+      bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
+    }
+    return std::min(engine_->options().relay_chunk_bytes, std::max(bytes / 4, kLeast));
   }
 
   absl::StatusOr<int> SourceDevice() const {

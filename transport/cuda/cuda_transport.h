@@ -49,8 +49,9 @@ struct CudaTransportOptions {
   // kTransfer; 0: none. A copy costs 1.4 us to issue, in which a link moves half a MiB. Only with
   // drivers that take batches of copies (CUDA 13).
   int64_t engine_bytes = 2 << 20;
-  // What a device hands to the next at a time in a broadcast by kChain.
-  int64_t relay_chunk_bytes = 16 << 20;
+  // What a device hands to the next at a time in a broadcast by kChain, at most: a copy begins some
+  // microseconds after the one before it, and every device a chunk after the one before it.
+  int64_t relay_chunk_bytes = 64 << 20;
   std::chrono::milliseconds limit{60'000};
   // Memory of a device, and pinned, that is kept for the next transfers.
   int64_t kept_device_bytes = 256 << 20;
