@@ -32,26 +32,6 @@ void KeepForever(std::shared_ptr<DeviceQueue> queue) {
 
 }  // namespace
 
-absl::Status LostContext::Note(const absl::Status& status) {
-  if (!IsLost(status)) return status;
-  Lose(Error(absl::StatusCode::kInternal, "{}", Message(status)));
-  return this->status();
-}
-
-void LostContext::Lose(const absl::Status& why) {
-  {
-    MutexLock lock(&mutex_);
-    if (!status_.ok()) return;
-    status_ = Error(why.code(), "this process lost the use of its GPUs: {}", Message(why));
-  }
-  if (tell_) tell_(status());
-}
-
-absl::Status LostContext::status() const {
-  MutexLock lock(&mutex_);
-  return status_;
-}
-
 DeviceQueue::DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device,
                          DeviceQueueOptions options, std::shared_ptr<LostContext> lost)
     : contexts_(std::move(contexts)),

@@ -66,7 +66,7 @@ struct Task {
 struct Group {
   std::vector<Task> tasks;
   int polls = 2;  // until it ends
-  bool stuck = false;
+  bool revokes = false;
   NcclResult result = NcclResult::kSuccess;
 };
 
@@ -99,6 +99,7 @@ State& Fake() {
 }
 
 thread_local int depth = 0;
+thread_local NcclResult group_error = NcclResult::kSuccess;
 thread_local std::vector<Task> tasks;
 
 // ---- the fake driver ----
@@ -150,6 +151,7 @@ struct Call {
     if (it == fake.faults.end() || --it->second.first > 0) return;
     result = it->second.second;
     fake.faults.erase(it);
+    if (depth > 0) group_error = result;
   }
   bool failed() const { return result != NcclResult::kSuccess; }
   State& fake;
@@ -270,7 +272,8 @@ bool RunGroup(State* fake, Group* group) {
   return true;
 }
 
-void EndGroup(State* fake, const std::shared_ptr<Group>& group) {
+// The pointer is a copy: communicators lose theirs here.
+void EndGroup(State* fake, const std::shared_ptr<Group> group) {  // NOLINT
   for (const Task& task : group->tasks) {
     if (task.comm->group != group) continue;
     task.comm->result = group->result;
@@ -283,8 +286,7 @@ NcclResult BeginGroup(State* fake) {
   auto group = std::make_shared<Group>();
   group->tasks.swap(tasks);
   if (group->tasks.empty()) return NcclResult::kSuccess;
-  const bool revokes = group->tasks[0].kind == Kind::kRevoke;
-  group->stuck = revokes ? fake->stuck_revokes : fake->stuck;
+  group->revokes = group->tasks[0].kind == Kind::kRevoke;
   if (fake->group_fault.first > 0 && --fake->group_fault.first == 0) {
     group->result = fake->group_fault.second;
   }
@@ -440,7 +442,9 @@ NcclResult ncclCommGetAsyncError(NcclComm comm, NcclResult* result) {
   if (call.failed()) return call.result;
   if (comm->gone) return NcclResult::kInvalidArgument;
   const std::shared_ptr<Group> group = comm->group;
-  if (group != nullptr && !group->stuck && --group->polls <= 0) {
+  const bool stuck =
+      group != nullptr && (group->revokes ? call.fake.stuck_revokes : call.fake.stuck);
+  if (group != nullptr && !stuck && --group->polls <= 0) {
     if (group->result != NcclResult::kSuccess || RunGroup(&call.fake, group.get())) {
       EndGroup(&call.fake, group);
     }
@@ -453,7 +457,9 @@ NcclResult ncclCommGetAsyncError(NcclComm comm, NcclResult* result) {
 NcclResult ncclCommDestroy(NcclComm comm) {
   Call call("ncclCommDestroy");
   if (call.failed()) return call.result;
-  if (comm->group != nullptr) return NcclResult::kInvalidArgument;
+  if (comm->group != nullptr || comm->result != NcclResult::kSuccess) {
+    return NcclResult::kInvalidArgument;
+  }
   return Leave(&call.fake, comm);
 }
 
@@ -471,16 +477,17 @@ NcclResult ncclGroupStart() {
   return call.result;
 }
 
-// A group that fails here does nothing.
+// A group of which a call failed does nothing; its communicators have that error then.
 NcclResult ncclGroupEnd() {
   Call call("ncclGroupEnd");
   if (depth == 0) return NcclResult::kInvalidUsage;
-  if (--depth > 0) return call.result;
-  if (call.failed()) {
-    tasks.clear();
-    return call.result;
-  }
-  return BeginGroup(&call.fake);
+  if (call.failed()) group_error = call.result;
+  if (--depth > 0) return group_error;
+  const NcclResult error = std::exchange(group_error, NcclResult::kSuccess);
+  if (error == NcclResult::kSuccess) return BeginGroup(&call.fake);
+  for (const Task& task : tasks) task.comm->result = error;
+  tasks.clear();
+  return error;
 }
 
 NcclResult ncclBroadcast(const void* send, void* receive, size_t count, NcclDataType type, int root,
@@ -543,6 +550,9 @@ NcclResult ncclCommRevoke(NcclComm comm, int flags) {
   comm->clique->stopped = true;
   comm->revoked = true;
   ++call.fake.counts.revokes;
+  if (comm->group != nullptr || comm->result != NcclResult::kSuccess) {
+    ++call.fake.counts.unsafe_revokes;
+  }
   return Add(&call.fake, {.kind = Kind::kRevoke, .comm = comm});
 }
 

@@ -53,7 +53,7 @@ class FakeNccl {
   void FailAt(const char* call, int nth, int result) { fail_at_(call, nth, result); }
   // The nth group from now comes to this result, when it was polled.
   void FailGroup(int nth, int result) { fail_group_(nth, result); }
-  // Groups that begin from now on never end; those of ncclCommRevoke only if `revokes`.
+  // No group ends while `stuck`, none of ncclCommRevoke while `revokes`.
   void Stick(bool stuck, bool revokes = false) { stick_(stuck, revokes); }
   // The call that does not return until another one is named, or "".
   void Block(const char* call) { block_(call); }

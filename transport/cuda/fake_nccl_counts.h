@@ -20,9 +20,10 @@ struct FakeNcclCounts {
   int engine_all_gathers = 0;     // of these by copy engines over windows
   int aborts = 0;                 // of ranks
   int revokes = 0;
-  int lost_windows = 0;   // that were open when their communicator went
-  int threads = 0;        // from which calls came
-  int blocked_calls = 0;  // that do not return now
+  int unsafe_revokes = 0;  // of ranks whose last group had not ended well
+  int lost_windows = 0;    // that were open when their communicator went
+  int threads = 0;         // from which calls came
+  int blocked_calls = 0;   // that do not return now
   bool operator==(const FakeNcclCounts&) const = default;
 };
 

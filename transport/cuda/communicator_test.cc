@@ -1,0 +1,636 @@
+#include "transport/cuda/communicator.h"
+
+#include <catch2/catch.hpp>
+
+#if defined(REFITD_CUDA)
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "transport/base/mutex.h"
+#include "transport/cuda/fake_cuda.h"
+#include "transport/cuda/fake_nccl.h"
+#include "transport/cuda/nccl.h"
+#endif
+
+namespace refitd {
+namespace {
+
+#if !defined(REFITD_CUDA)
+
+TEST_CASE("where CUDA is not compiled in there are no communicators") { SUCCEED(); }
+
+#else
+
+using Catch::Matchers::Contains;
+using Clock = Communicator::Clock;
+using Regions = std::vector<std::shared_ptr<const CudaRegion>>;
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int kDevices = 2;
+constexpr auto kPlenty = std::chrono::seconds(30);  // only a failing test reaches it
+constexpr auto kShort = std::chrono::milliseconds(30);
+
+Clock::time_point Plenty() { return Clock::now() + kPlenty; }
+
+template <typename T>
+T Ok(absl::StatusOr<T> value) {
+  INFO(value.status().ToString());
+  REQUIRE(value.ok());
+  return *std::move(value);
+}
+
+void RequireOk(const absl::Status& status) {
+  INFO(status.ToString());
+  REQUIRE(status.ok());
+}
+
+void WaitFor(const std::function<bool()>& condition) {
+  const Clock::time_point last = Plenty();
+  while (!condition()) {
+    if (Clock::now() >= last) FAIL("waited for " << kPlenty.count() << " s");
+    std::this_thread::yield();
+  }
+}
+
+// Both fakes, two devices with a stream each, and what makes communicators over them.
+class Host {
+ public:
+  explicit Host(CommunicatorsOptions options = {}) {
+    memory_ = Ok(CudaMemory::Create(FakeCuda::Path()));
+    const NcclReport nccl = FindNccl(FakeNccl::Path());
+    INFO(nccl.problem);
+    REQUIRE(nccl.api != nullptr);
+    options.lost = [this](const absl::Status& why) {
+      MutexLock lock(&mutex_);
+      told_.push_back(why);
+    };
+    communicators_ = std::make_unique<Communicators>(nccl.api, memory_, std::move(options));
+    contexts_ = dynamic_cast<const CudaContextsOwner&>(*memory_).contexts();
+    for (int device = 0; device < kDevices; ++device) {
+      const ScopedContext current(contexts_->api(), *contexts_->Get(device));
+      CUstream stream = nullptr;
+      CUevent event = nullptr;
+      const CudaApi& api = contexts_->api();
+      RequireOk(REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING));
+      RequireOk(REFITD_CUDA_CALL(api, cuEventCreate, &event, CU_EVENT_DISABLE_TIMING));
+      streams_.push_back(stream);
+      events_.push_back(event);
+    }
+  }
+
+  CudaMemory* memory() { return memory_.get(); }
+  Communicators* communicators() { return communicators_.get(); }
+  void Destroy() { communicators_ = nullptr; }
+  const std::vector<CUstream>& streams() const { return streams_; }
+  FakeCuda* cuda() { return &cuda_; }
+  FakeNccl* nccl() { return &nccl_; }
+  std::vector<absl::Status> told() {
+    MutexLock lock(&mutex_);
+    return told_;
+  }
+
+  std::unique_ptr<Communicator> Make(bool copy_engines = false) {
+    return Ok(communicators_->Create({.devices = {0, 1}, .copy_engines = copy_engines}, Plenty()));
+  }
+  Regions MakeRegions(int64_t bytes) {
+    Regions regions;
+    for (int device = 0; device < kDevices; ++device) {
+      regions.push_back(Ok(memory_->MakePool(device, bytes)).region);
+    }
+    return regions;
+  }
+  // Runs what is on the streams, as far as devices do not stand still.
+  bool RunStreams() {
+    bool ended = true;
+    const CudaApi& api = contexts_->api();
+    for (size_t device = 0; device < kDevices; ++device) {
+      const ScopedContext current(api, *contexts_->Get(static_cast<int>(device)));
+      RequireOk(REFITD_CUDA_CALL(api, cuEventRecord, events_[device], streams_[device]));
+    }
+    for (size_t device = 0; device < kDevices; ++device) {
+      const ScopedContext current(api, *contexts_->Get(static_cast<int>(device)));
+      ended = api.cuEventQuery(events_[device]) == CUDA_SUCCESS && ended;
+    }
+    return ended;
+  }
+  // Streams and events of this class aside.
+  FakeCudaCounts Open() {
+    FakeCudaCounts counts = cuda_.Count();
+    counts.allocation_calls = 0;
+    return counts;
+  }
+
+ private:
+  FakeCuda cuda_;
+  FakeNccl nccl_;
+  Mutex mutex_;
+  std::vector<absl::Status> told_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<CudaMemory> memory_;
+  std::shared_ptr<CudaContexts> contexts_;
+  std::vector<CUstream> streams_;
+  std::vector<CUevent> events_;
+  std::unique_ptr<Communicators> communicators_;
+};
+
+// The fake's device memory is the host's: the bytes from `first` on count up from `value`.
+void Fill(char* data, int64_t bytes, char value) { std::iota(data, data + bytes, value); }
+bool Filled(const char* data, int64_t bytes, char value) {
+  std::vector<char> want(static_cast<size_t>(bytes));
+  std::iota(want.begin(), want.end(), value);
+  return std::memcmp(data, want.data(), want.size()) == 0;
+}
+
+void CheckNothingOpen(const FakeNccl& nccl) {
+  const FakeNcclCounts counts = nccl.Count();
+  CHECK(counts.comms == 0);
+  CHECK(counts.windows == 0);
+  CHECK(counts.groups == 0);
+  CHECK(counts.lost_windows == 0);
+  CHECK(counts.unsafe_revokes == 0);
+}
+
+Communicator::BroadcastCall BroadcastOf(Host* host, const Regions& regions, int root,
+                                        int64_t bytes) {
+  Communicator::BroadcastCall call;
+  call.root = root;
+  call.send = regions[static_cast<size_t>(root)]->data();
+  for (const auto& region : regions) call.receive.push_back(region->data());
+  call.bytes = bytes;
+  call.streams = host->streams();
+  return call;
+}
+
+TEST_CASE("a broadcast is on the streams when it returns, and its bytes come with them") {
+  Host host;
+  const auto communicator = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  Fill(regions[0]->data(), 1000, 3);
+  Fill(regions[1]->data(), 1000, 99);
+  RequireOk(communicator->Broadcast(BroadcastOf(&host, regions, 0, 999), Plenty()));
+  CHECK(Filled(regions[1]->data(), 1000, 99));
+  REQUIRE(host.RunStreams());
+  CHECK(Filled(regions[1]->data(), 999, 3));
+  CHECK(regions[1]->data()[999] == static_cast<char>(99 + 999));
+
+  Fill(regions[1]->data(), 500, 7);
+  RequireOk(communicator->Broadcast(BroadcastOf(&host, regions, 1, 500), Plenty()));
+  REQUIRE(host.RunStreams());
+  CHECK(Filled(regions[0]->data(), 500, 7));
+  CHECK(host.nccl()->Count().broadcasts == 3);  // one when it was made
+  CHECK(host.nccl()->Count().threads == 1);
+  RequireOk(communicator->Close(Plenty()));
+  CheckNothingOpen(*host.nccl());
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("a broadcast waits for what is before it on each stream") {
+  Host host;
+  const auto communicator = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  Fill(regions[0]->data(), 100, 3);
+  host.cuda()->Hold(2);
+  RequireOk(communicator->Broadcast(BroadcastOf(&host, regions, 0, 100), Plenty()));
+  REQUIRE(!host.RunStreams());
+  Fill(regions[0]->data(), 100, 4);
+  host.cuda()->Hold(0);
+  REQUIRE(host.RunStreams());
+  CHECK(Filled(regions[1]->data(), 100, 4));
+  RequireOk(communicator->Close(Plenty()));
+}
+
+TEST_CASE("an all-gather over a window is symmetric, with copy engines where they are asked for") {
+  const bool engines = GENERATE(false, true);
+  Host host;
+  const auto communicator = host.Make(engines);
+  const Regions regions = host.MakeRegions(kMiB);
+  const auto window = Ok(communicator->RegisterWindow(regions, Plenty()));
+  CHECK(host.nccl()->Count().windows == kDevices);
+  Fill(regions[0]->data() + 4096, 300, 1);
+  Fill(regions[1]->data() + 4096 + 300, 300, 2);
+  RequireOk(communicator->AllGather(
+      {.window = window, .byte_offset = 4096, .bytes = 300, .streams = host.streams()}, Plenty()));
+  REQUIRE(host.RunStreams());
+  for (const auto& region : regions) {
+    CHECK(Filled(region->data() + 4096, 300, 1));
+    CHECK(Filled(region->data() + 4096 + 300, 300, 2));
+  }
+  const FakeNcclCounts counts = host.nccl()->Count();
+  CHECK(counts.symmetric_all_gathers == (engines ? 0 : 1));
+  CHECK(counts.engine_all_gathers == (engines ? 1 : 0));
+  RequireOk(communicator->DeregisterWindow(window, Plenty()));
+  CHECK(host.nccl()->Count().windows == 0);
+  RequireOk(communicator->Close(Plenty()));
+  CheckNothingOpen(*host.nccl());
+}
+
+TEST_CASE("windows hold their regions until NCCL let go of them, also when nobody closes") {
+  Host host;
+  const int how = GENERATE(0, 1, 2, 3);
+  auto communicator = host.Make();
+  const auto window = Ok(communicator->RegisterWindow(host.MakeRegions(kMiB), Plenty()));
+  CHECK(host.cuda()->Count().created == kDevices);
+  CHECK(communicator->Describe().windows == 1);
+  CHECK(communicator->Describe().window_bytes == 2 * kMiB);
+  if (how == 0) {
+    RequireOk(communicator->DeregisterWindow(window, Plenty()));
+    CHECK(communicator->Describe().windows == 0);
+    CHECK(communicator->Describe().window_bytes == 0);
+  } else if (how == 1) {
+    RequireOk(communicator->Close(Plenty()));
+  } else if (how == 2) {
+    communicator->Abort(absl::InternalError("a device hangs"));
+  } else {
+    communicator = nullptr;
+  }
+  WaitFor([&host] { return host.cuda()->Count().created == 0; });
+  communicator = nullptr;
+  WaitFor([&host] { return host.nccl()->Count().comms == 0; });
+  CheckNothingOpen(*host.nccl());
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("wrong arguments are refused by name, and cost nothing") {
+  Host host;
+  const auto communicator = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  const auto refused = [&communicator](const absl::Status& status, const std::string& part) {
+    INFO(status.ToString());
+    CHECK(status.code() == absl::StatusCode::kInvalidArgument);
+    CHECK_THAT(std::string(status.message()), Contains(part));
+    CHECK(communicator->status().ok());
+  };
+  for (const auto& [devices, part] :
+       std::vector<std::pair<std::vector<int>, std::string>>{{{}, "0 devices"},
+                                                             {{1}, "1 devices"},
+                                                             {{0, 2}, "no CUDA device 2"},
+                                                             {{-1, 0}, "no CUDA device -1"},
+                                                             {{1, 1}, "device 1 comes twice"}}) {
+    refused(host.communicators()->Create({.devices = devices}, Plenty()).status(), part);
+  }
+  const auto window = Ok(communicator->RegisterWindow(regions, Plenty()));
+  const auto registered = [&](const Regions& given) {
+    return communicator->RegisterWindow(given, Plenty()).status();
+  };
+  refused(registered({regions[0]}), "1 regions for 2 devices");
+  refused(registered({regions[1], regions[0]}), "region 0 is not on device 0");
+  refused(registered({regions[0], nullptr}), "region 1 is not on device 1");
+  refused(registered({host.MakeRegions(kMiB)[0], host.MakeRegions(3 * kMiB)[1]}),
+          "has 4194304 bytes, that of device 0 2097152");
+  refused(registered(regions), "region of device 0 is in window 1 already");
+
+  const Communicator::BroadcastCall good = BroadcastOf(&host, regions, 0, 10);
+  const auto broadcast = [&](const std::function<void(Communicator::BroadcastCall*)>& change) {
+    Communicator::BroadcastCall call = good;
+    change(&call);
+    return communicator->Broadcast(call, Plenty());
+  };
+  refused(broadcast([](auto* call) { call->root = 2; }), "from rank 2 of 2");
+  refused(broadcast([](auto* call) { call->root = -1; }), "from rank -1");
+  refused(broadcast([](auto* call) { call->bytes = -1; }), "of -1 bytes");
+  refused(broadcast([](auto* call) { call->send = nullptr; }), "from null");
+  refused(broadcast([](auto* call) { call->receive.pop_back(); }), "1 pointers for 2 devices");
+  refused(broadcast([](auto* call) { call->receive[1] = nullptr; }), "one is null");
+  refused(broadcast([](auto* call) { call->streams.pop_back(); }), "1 streams for 2 devices");
+  refused(broadcast([](auto* call) { call->streams[1] = nullptr; }), "of device 1 is null");
+
+  const auto gather = [&](Communicator::WindowId id, int64_t offset, int64_t bytes) {
+    return communicator->AllGather(
+        {.window = id, .byte_offset = offset, .bytes = bytes, .streams = host.streams()}, Plenty());
+  };
+  refused(gather(window + 1, 0, 1), "no window 2");
+  refused(gather(window, -1, 1), "at -1");
+  refused(gather(window, 0, -1), "of -1 bytes");
+  refused(gather(window, 0, kMiB + 1), "2 shares of 1048577 bytes at 0 of a window of 2097152");
+  refused(gather(window, 2, kMiB), "at 2 of a window");
+  refused(gather(window, 3 * kMiB, 1), "at 3145728");
+  refused(gather(window, 1, std::numeric_limits<int64_t>::max()), "of a window");
+  refused(communicator->DeregisterWindow(window + 1, Plenty()), "no window 2");
+
+  RequireOk(broadcast([](auto* call) { call->bytes = 0; }));
+  RequireOk(gather(window, 0, 0));
+  RequireOk(gather(window, 0, kMiB));
+  RequireOk(broadcast([](auto* /*call*/) {}));
+  REQUIRE(host.RunStreams());
+  RequireOk(communicator->Close(Plenty()));
+}
+
+TEST_CASE("where there is no symmetric memory that is said, and all else works") {
+  Host host;
+  const auto communicator = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  host.nccl()->Symmetric(false);
+  const auto window = communicator->RegisterWindow(regions, Plenty());
+  CHECK(window.status().code() == absl::StatusCode::kUnimplemented);
+  CHECK_THAT(std::string(window.status().message()), Contains("no symmetric memory"));
+  RequireOk(communicator->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty()));
+  host.nccl()->Symmetric(true);
+  Ok(communicator->RegisterWindow(regions, Plenty()));
+  RequireOk(communicator->Close(Plenty()));
+  CheckNothingOpen(*host.nccl());
+}
+
+TEST_CASE("an NCCL before 2.28.7 broadcasts, and has no windows") {
+  setenv("REFITD_FAKE_NCCL_VERSION", "22005", 1);
+  Host host;
+  unsetenv("REFITD_FAKE_NCCL_VERSION");
+  const auto communicator = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  const auto window = communicator->RegisterWindow(regions, Plenty());
+  CHECK(window.status().code() == absl::StatusCode::kUnimplemented);
+  CHECK_THAT(std::string(window.status().message()), Contains("2.28.7") && Contains("2.20.5"));
+  RequireOk(communicator->Broadcast(BroadcastOf(&host, regions, 1, 10), Plenty()));
+  RequireOk(communicator->Close(Plenty()));
+}
+
+TEST_CASE("memory that NCCL can't map into a window poisons the communicator, not the daemon") {
+  Host host;
+  const auto communicator = host.Make();
+  Regions regions;
+  for (int device = 0; device < kDevices; ++device) {
+    std::string handle;
+    host.cuda()->Export(device, kMiB, &handle);
+    regions.push_back(Ok(host.memory()->OpenLegacy(device, handle)));
+  }
+  const auto window = communicator->RegisterWindow(regions, Plenty());
+  CHECK(window.status().code() == absl::StatusCode::kUnavailable);
+  CHECK_THAT(std::string(window.status().message()), Contains("registering a window"));
+  CHECK(!communicator->status().ok());
+  WaitFor([&host] { return host.nccl()->Count().comms == 0; });
+  regions.clear();
+  WaitFor([&host] { return host.cuda()->Count().opened_handles == 0; });
+  CheckNothingOpen(*host.nccl());
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("whatever call fails while a communicator is made, nothing of it is left") {
+  Host host;
+  const FakeCudaCounts before = host.Open();
+  const auto failed = [&](const std::string& part) {
+    const auto made = host.communicators()->Create({.devices = {0, 1}}, Plenty());
+    INFO(part);
+    REQUIRE(!made.ok());
+    CHECK_THAT(std::string(made.status().message()), Contains(part));
+    CheckNothingOpen(*host.nccl());
+    CHECK(host.Open() == before);
+  };
+  const int result = static_cast<int>(NcclResult::kSystemError);
+  for (const char* call :
+       {"ncclGetUniqueId", "ncclCommInitRankConfig", "ncclGroupStart", "ncclGroupEnd",
+        "ncclCommGetAsyncError", "ncclAllGather", "ncclBroadcast"}) {
+    for (const int nth : {1, 2}) {
+      if (nth == 2 && std::string(call) == "ncclGetUniqueId") continue;
+      host.nccl()->FailAt(call, nth, result);
+      failed(call);
+    }
+  }
+  for (const int nth : {1, 2, 3}) {
+    host.nccl()->FailGroup(nth, result);
+    failed(nth == 1 ? "making it" : "the first");
+  }
+  for (const char* call : {"cuMemAlloc", "cuStreamCreate", "cuEventCreate"}) {
+    host.cuda()->FailAt(call, 2, CUDA_ERROR_OUT_OF_MEMORY);
+    failed(call);
+  }
+  CHECK(host.told().empty());
+  const auto communicator = host.Make();
+  CHECK(communicator->epoch() == host.communicators()->Describe().back().epoch);
+  CHECK(communicator->epoch() > 19);
+  RequireOk(communicator->Close(Plenty()));
+}
+
+TEST_CASE("a communicator that is not made in time is given back, and the device is named") {
+  Host host;
+  host.nccl()->Stick(true);
+  const auto made = host.communicators()->Create({.devices = {1, 0}}, Clock::now() + kShort);
+  CHECK(made.status().code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(made.status().message()),
+             Contains("communicator 1 (devices 1, 0)") && Contains("NCCL waits for device 1"));
+  CheckNothingOpen(*host.nccl());
+  host.nccl()->Stick(false);
+  // The first collective does not end.
+  host.cuda()->Hold(1);
+  const auto held = host.communicators()->Create({.devices = {1, 0}}, Clock::now() + kShort);
+  CHECK(held.status().code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(held.status().message()),
+             Contains("communicator 2") && Contains("device"));
+  CheckNothingOpen(*host.nccl());
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("a call that fails poisons its communicator alone; the next has a new epoch") {
+  Host host;
+  const auto first = host.Make();
+  const auto other = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  const int result = static_cast<int>(NcclResult::kInternalError);
+  if (GENERATE(false, true)) {
+    host.nccl()->FailGroup(1, result);
+  } else {
+    host.nccl()->FailAt("ncclBroadcast", 2, result);
+  }
+  const absl::Status failed = first->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty());
+  CHECK(failed.code() == absl::StatusCode::kInternal);
+  CHECK_THAT(std::string(failed.message()),
+             Contains("a broadcast of communicator 1 (devices 0, 1): device"));
+  const absl::Status refused = first->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty());
+  CHECK(refused.code() == absl::StatusCode::kInternal);
+  CHECK_THAT(std::string(refused.message()), Contains("is no longer usable"));
+  CHECK(first->Close(Plenty()) == refused);
+  WaitFor([&host] { return host.nccl()->Count().comms == kDevices; });
+  CHECK(host.nccl()->Count().aborts == kDevices);
+
+  RequireOk(other->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty()));
+  const auto next = host.Make();
+  CHECK(first->epoch() == 1);
+  CHECK(next->epoch() == 3);
+  RequireOk(next->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty()));
+  REQUIRE(host.RunStreams());
+  RequireOk(next->Close(Plenty()));
+  RequireOk(other->Close(Plenty()));
+  CheckNothingOpen(*host.nccl());
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("a call that is late poisons; its windows go once it has ended after all") {
+  Host host({.clean_up = kPlenty});
+  const auto communicator = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  Ok(communicator->RegisterWindow(regions, Plenty()));
+  host.nccl()->Stick(true);
+  const absl::Status late =
+      communicator->Broadcast(BroadcastOf(&host, regions, 0, 10), Clock::now() + kShort);
+  CHECK(late.code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(late.message()), Contains("NCCL waits for device 0"));
+  CHECK(!communicator->status().ok());
+  CHECK(host.nccl()->Count().windows == kDevices);
+  host.nccl()->Stick(false);
+  WaitFor([&host] { return host.nccl()->Count().comms == 0; });
+  CHECK(host.nccl()->Count().revokes == kDevices);
+  CheckNothingOpen(*host.nccl());
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("windows of a call that never ends are never given back: the GPUs are lost") {
+  Host host({.limit = std::chrono::seconds(5), .clean_up = kShort});
+  const bool revoke = GENERATE(false, true);
+  const auto communicator = host.Make();
+  Regions regions = host.MakeRegions(kMiB);
+  Ok(communicator->RegisterWindow(regions, Plenty()));
+  const auto call = BroadcastOf(&host, regions, 0, 10);
+  regions.clear();
+  host.nccl()->Stick(!revoke, revoke);
+  if (revoke) {
+    communicator->Abort(absl::DeadlineExceededError("device 1 hangs"));
+  } else {
+    CHECK(!communicator->Broadcast(call, Clock::now() + kShort).ok());
+  }
+  WaitFor([&host] { return !host.told().empty(); });
+  CHECK_THAT(std::string(host.told()[0].message()), Contains("the end of communicator 1"));
+  CHECK(host.nccl()->Count().windows == kDevices);
+  CHECK(host.cuda()->Count().created == kDevices);
+  const auto next = host.communicators()->Create({.devices = {0, 1}}, Plenty());
+  CHECK(next.status().code() == absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_CASE("an abort gives all back, whatever the devices are at") {
+  Host host;
+  const bool windows = GENERATE(false, true);
+  const auto communicator = host.Make();
+  Regions regions = host.MakeRegions(kMiB);
+  if (windows) Ok(communicator->RegisterWindow(regions, Plenty()));
+  Fill(regions[0]->data(), 10, 1);
+  Fill(regions[1]->data(), 10, 50);
+  host.cuda()->Hold(2);
+  RequireOk(communicator->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty()));
+  REQUIRE(!host.RunStreams());
+  communicator->Abort(absl::DeadlineExceededError("device 1 hangs"));
+  CHECK_THAT(std::string(communicator->status().message()), Contains("device 1 hangs"));
+  WaitFor([&host] { return host.nccl()->Count().comms == 0; });
+  CHECK(host.nccl()->Count().revokes == (windows ? kDevices : 0));
+  CheckNothingOpen(*host.nccl());
+  host.cuda()->Hold(0);
+  REQUIRE(host.RunStreams());
+  CHECK(Filled(regions[1]->data(), 10, 50));
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("a call that hangs in NCCL holds nobody beyond his deadline, and is told as a loss") {
+  Host host({.limit = std::chrono::milliseconds(100)});
+  const std::string hangs = GENERATE("ncclBroadcast", "ncclCommGetAsyncError", "ncclCommAbort");
+  const auto communicator = host.Make();
+  const auto other = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  const auto call = BroadcastOf(&host, regions, 0, 10);
+  host.nccl()->Block(hangs.c_str());
+  if (hangs == "ncclCommAbort") {
+    communicator->Abort(absl::InternalError("enough"));
+  } else {
+    const absl::Status late = communicator->Broadcast(call, Clock::now() + kShort);
+    CHECK(late.code() == absl::StatusCode::kDeadlineExceeded);
+    CHECK_THAT(std::string(late.message()), Contains("does not return"));
+    CHECK(!communicator->status().ok());
+  }
+  WaitFor([&host] { return host.nccl()->Count().blocked_calls == 1; });
+  // Others are told what they wait for, and are not poisoned: nothing of theirs began.
+  const absl::Status behind = other->Broadcast(call, Clock::now() + kShort);
+  CHECK(behind.code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(behind.message()),
+             Contains("a broadcast of communicator 2 (devices 0, 1) waits for another call of "
+                      "NCCL: ") &&
+                 Contains("of communicator 1 (devices 0, 1)"));
+  CHECK(other->status().ok());
+  WaitFor([&host] { return !host.told().empty(); });
+  CHECK(host.told()[0].code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(host.told()[0].message()),
+             Contains("of communicator 1") && Contains("did not return within 100 ms"));
+  CHECK(!host.communicators()->Create({.devices = {0, 1}}, Plenty()).ok());
+
+  if (GENERATE(false, true)) host.Destroy();  // does not hang either
+  CHECK(host.told().size() == 1);
+  host.nccl()->Block("");
+  WaitFor([&host] { return host.nccl()->Count().blocked_calls == 0; });
+}
+
+TEST_CASE("communicators outlive what made them, without use") {
+  Host host;
+  const auto communicator = host.Make();
+  const Regions regions = host.MakeRegions(kMiB);
+  host.Destroy();
+  CHECK(communicator->Broadcast(BroadcastOf(&host, regions, 0, 10), Plenty()).code() ==
+        absl::StatusCode::kUnavailable);
+  CHECK(!communicator->Close(Plenty()).ok());
+}
+
+TEST_CASE("what is told of communicators is what there is") {
+  Host host;
+  CHECK(host.communicators()->Describe().empty());
+  auto first = host.Make();
+  const auto second = host.Make(/*copy_engines=*/true);
+  Ok(second->RegisterWindow(host.MakeRegions(kMiB), Plenty()));
+  Ok(second->RegisterWindow(host.MakeRegions(3 * kMiB), Plenty()));
+  first->Abort(absl::InternalError("enough"));
+  std::vector<CommunicatorStatus> all = host.communicators()->Describe();
+  REQUIRE(all.size() == 2);
+  CHECK(all[0].epoch == 1);
+  CHECK(all[0].devices == std::vector<int>{0, 1});
+  CHECK_THAT(std::string(all[0].status.message()), Contains("enough"));
+  CHECK(all[1].epoch == 2);
+  CHECK(all[1].copy_engines);
+  CHECK(all[1].windows == 2);
+  CHECK(all[1].window_bytes == 6 * kMiB);
+  CHECK(all[1].status.ok());
+  first = nullptr;
+  WaitFor([&host] { return host.communicators()->Describe().size() == 1; });
+}
+
+TEST_CASE("a window more than the limit is refused, and another takes its place") {
+  Host host;
+  const auto communicator = host.Make();
+  Communicator::WindowId first = 0;
+  for (size_t i = 0; i < kMaxCommunicatorWindows; ++i) {
+    const auto window = Ok(communicator->RegisterWindow(host.MakeRegions(kMiB), Plenty()));
+    if (i == 0) first = window;
+  }
+  const auto more = communicator->RegisterWindow(host.MakeRegions(kMiB), Plenty());
+  CHECK(more.status().code() == absl::StatusCode::kResourceExhausted);
+  RequireOk(communicator->DeregisterWindow(first, Plenty()));
+  Ok(communicator->RegisterWindow(host.MakeRegions(kMiB), Plenty()));
+  RequireOk(communicator->Close(Plenty()));
+  CheckNothingOpen(*host.nccl());
+}
+
+TEST_CASE("a thousand windows and a hundred communicators leave nothing behind") {
+  Host host;
+  const FakeCudaCounts before = host.Open();
+  for (int i = 0; i < 100; ++i) {
+    const auto communicator = host.Make(/*copy_engines=*/i % 2 == 1);
+    for (int j = 0; j < 10; ++j) {
+      const Regions regions = host.MakeRegions(kMiB);
+      const auto window = Ok(communicator->RegisterWindow(regions, Plenty()));
+      RequireOk(communicator->AllGather(
+          {.window = window, .byte_offset = 0, .bytes = 1000, .streams = host.streams()},
+          Plenty()));
+      REQUIRE(host.RunStreams());
+      if (j < 9) RequireOk(communicator->DeregisterWindow(window, Plenty()));
+    }
+    if (i % 3 != 0) RequireOk(communicator->Close(Plenty()));
+  }
+  WaitFor([&host] { return host.nccl()->Count().comms == 0; });
+  CheckNothingOpen(*host.nccl());
+  WaitFor([&] { return host.Open() == before; });
+  CHECK(host.nccl()->Count().threads == 1);
+  CHECK(host.told().empty());
+}
+
+#endif
+
+}  // namespace
+}  // namespace refitd

@@ -1,0 +1,31 @@
+#include "transport/cuda/lost_context.h"
+
+#if defined(REFITD_CUDA)
+#include "transport/base/status.h"
+#include "transport/cuda/api.h"
+
+namespace refitd {
+
+absl::Status LostContext::Note(const absl::Status& status) {
+  if (!IsLost(status)) return status;
+  Lose(Error(absl::StatusCode::kInternal, "{}", Message(status)));
+  return this->status();
+}
+
+void LostContext::Lose(const absl::Status& why) {
+  {
+    MutexLock lock(&mutex_);
+    if (!status_.ok()) return;
+    status_ = Error(why.code(), "this process lost the use of its GPUs: {}", Message(why));
+  }
+  if (tell_) tell_(status());
+}
+
+absl::Status LostContext::status() const {
+  MutexLock lock(&mutex_);
+  return status_;
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_CUDA
