@@ -122,14 +122,17 @@ void LogNcclEnvironment(const NcclEnvironment& done) {
   }
 }
 
-// For people: which NCCL was loaded, or why none.
-std::string LoadNccl(const CudaConfig& config) {
-  if (!config.nccl) return "no NCCL: cuda.nccl is false";
-  const NcclReport nccl = FindNccl(config.nccl_library);
+NcclReport LoadNccl(const CudaConfig& config) {
+  if (!config.nccl) {
+    NcclReport none;
+    none.problem = "cuda.nccl is false";
+    return none;
+  }
+  NcclReport nccl = FindNccl(config.nccl_library);
   if (!nccl.problem.empty() && !config.nccl_library.empty()) {
     LogError("cuda.nccl_library: {}", nccl.problem);
   }
-  return Describe(nccl);
+  return nccl;
 }
 
 // What moves bytes: the GPUs' transport around the host's where there are a driver, a device and a
@@ -151,6 +154,9 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   options.engine_bytes = config.cuda.engine_bytes;
   options.limit = std::chrono::ceil<std::chrono::milliseconds>(config.cuda.device);
   options.lost = [loss](const absl::Status& why) { loss->Tell(why); };
+  const NcclReport nccl = LoadNccl(config.cuda);
+  options.nccl = nccl.api;
+  options.no_nccl = Describe(nccl);
   absl::StatusOr<std::unique_ptr<Transport>> transport =
       MakeCudaTransport(*memory, MakeHostTransport(host), options);
   if (!transport.ok()) {
@@ -158,7 +164,7 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
     return MakeHostTransport(host);
   }
   cuda->memory = *std::move(memory);
-  cuda->detail += "; " + LoadNccl(config.cuda);
+  cuda->detail += "; " + Describe(nccl);
   return *std::move(transport);
 }
 

@@ -312,8 +312,11 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
   const CudaPool* const raw = held.get();
   pool.memory = {raw->region->data(), raw->region->bytes(),
                  std::shared_ptr<const void>(
-                     raw, [closer = regions_thread_, held = std::move(held)](const void*) mutable {
-                       closer->Submit([closed = std::move(held)]() mutable { closed.reset(); });
+                     raw, [closer = regions_thread_, memory = options_.cuda.memory,
+                           held = std::move(held)](const void*) mutable {
+                       closer->Submit([memory = std::move(memory), pool = std::move(held)] {
+                         memory->GiveBack(std::move(*pool));
+                       });
                      })};
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(GroupRecord * lacking, find());

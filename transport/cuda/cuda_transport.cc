@@ -20,6 +20,7 @@
 #include "transport/cuda/buffers.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/device_queue.h"
+#include "transport/cuda/nccl_broadcast.h"
 #include "transport/cuda/plan_thread.h"
 #include "transport/cuda/relay.h"
 #include "transport/cuda/relay_plan.h"
@@ -69,7 +70,7 @@ class Engine {
     planner_->Start();
   }
 
-  const CudaMemory& memory() const { return *memory_; }
+  CudaMemory& memory() const { return *memory_; }
   const CudaTransportOptions& options() const { return options_; }
   bool has_batches() const { return contexts_->api().has_batches(); }
 
@@ -891,8 +892,12 @@ class BroadcastJob : public PlanJob {
     }
     // Fail may have come meanwhile.
     if (relayed_.exchange(true)) return;
-    relays_->Submit(*std::move(relay), [run = run_, activity = activity_](
-                                           const absl::Status& status) { run->Relayed(status); });
+    if (relay->runs.empty() || relay->slots.empty()) {
+      run_->Relayed(absl::OkStatus());  // nothing to fill, or nobody to fill it for
+    } else {
+      relays_->Submit(*std::move(relay), [run = run_, activity = activity_](
+                                             const absl::Status& status) { run->Relayed(status); });
+    }
     planned_ = run_->Plan(std::move(transfer_));
   }
 
@@ -923,8 +928,11 @@ class BroadcastJob : public PlanJob {
       return std::pair(a.device < relay.source, a.device) <
              std::pair(b.device < relay.source, b.device);
     });
-    REFITD_ASSIGN_OR_RETURN(relay.chunks, CutIntoChunks(transfer_.source, broadcast.byte_offsets,
-                                                        slot_bytes, ChunkBytes()));
+    relay.method = broadcast.method;
+    relay.slot_bytes = slot_bytes;
+    relay.chunk_bytes = ChunkBytes();
+    REFITD_ASSIGN_OR_RETURN(relay.runs,
+                            RunsOf(transfer_.source, broadcast.byte_offsets, slot_bytes));
     return relay;
   }
 
@@ -966,11 +974,20 @@ class BroadcastJob : public PlanJob {
 
 class CudaTransport : public Transport {
  public:
+  // `nccl`: null where there is none.
   CudaTransport(std::shared_ptr<Engine> engine, std::unique_ptr<RelayQueue> relays,
-                std::unique_ptr<Transport> host)
-      : engine_(std::move(engine)), relays_(std::move(relays)), host_(std::move(host)) {}
+                std::shared_ptr<NcclBroadcasts> nccl, std::unique_ptr<Transport> host)
+      : engine_(std::move(engine)),
+        relays_(std::move(relays)),
+        nccl_(std::move(nccl)),
+        host_(std::move(host)) {
+    if (nccl_ == nullptr) return;
+    engine_->memory().WatchPools(this,
+                                 [nccl = nccl_](const CudaRegion& pool) { nccl->LetGo(pool); });
+  }
 
   ~CudaTransport() override {
+    engine_->memory().UnwatchPools(this);
     const Clock::time_point deadline = Clock::now() + engine_->options().limit;
     engine_->Stop();
     // What is left of a relay hangs; its threads alone take no time to end.
@@ -983,7 +1000,8 @@ class CudaTransport : public Transport {
     if (method == BroadcastMethod::kDirect || method == BroadcastMethod::kChain) {
       return absl::OkStatus();
     }
-    return absl::UnimplementedError("broadcasts by NCCL are not there yet");
+    if (nccl_ != nullptr) return nccl_->Can(method);
+    return absl::UnimplementedError(engine_->options().no_nccl);
   }
 
   void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
@@ -1092,6 +1110,7 @@ class CudaTransport : public Transport {
 
   const std::shared_ptr<Engine> engine_;
   const std::unique_ptr<RelayQueue> relays_;
+  const std::shared_ptr<NcclBroadcasts> nccl_;
   const std::unique_ptr<Transport> host_;
 };
 
@@ -1106,11 +1125,20 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeCudaTransport(std::shared_ptr<Cud
   auto* const owner = dynamic_cast<CudaContextsOwner*>(memory.get());
   if (owner == nullptr) return absl::InvalidArgumentError("not a memory of CudaMemory::Create");
   std::shared_ptr<CudaContexts> contexts = owner->contexts();
+  std::shared_ptr<NcclBroadcasts> nccl;
+  if (options.nccl != nullptr) {
+    nccl = std::make_shared<NcclBroadcasts>(
+        options.nccl, memory,
+        NcclBroadcasts::Options{.limit = options.limit,
+                                .copy_engines = options.symmetric_copy_engines,
+                                .lost = options.lost});
+  }
   auto relays = std::make_unique<RelayQueue>(
-      memory, contexts, RelayQueue::Options{.limit = options.limit, .lost = options.lost});
+      memory, contexts,
+      RelayQueue::Options{.limit = options.limit, .lost = options.lost, .nccl = nccl});
   return std::make_unique<CudaTransport>(
       std::make_shared<Engine>(std::move(memory), std::move(contexts), options, kernel),
-      std::move(relays), std::move(host));
+      std::move(relays), std::move(nccl), std::move(host));
 }
 
 #else

@@ -31,6 +31,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include "transport/cuda/copy_kernel.h"
@@ -38,6 +39,8 @@
 #include "transport/transport.h"
 
 namespace refitd {
+
+struct NcclApi;  // of FindNccl (nccl.h)
 
 struct CudaTransportOptions {
   // Thread blocks of a copy kernel, one a multiprocessor. 64 fill a link; a copy within a device
@@ -53,6 +56,11 @@ struct CudaTransportOptions {
   // microseconds after the one before it, and every device a chunk after the one before it.
   int64_t relay_chunk_bytes = 64 << 20;
   std::chrono::milliseconds limit{60'000};
+  // For broadcasts by kNccl and kSymmetric; null: there are none, and `no_nccl` says why.
+  std::shared_ptr<const NcclApi> nccl{};
+  std::string no_nccl = "there is no NCCL";
+  // kSymmetric: receivers gather their shares by copy engines, without a kernel.
+  bool symmetric_copy_engines = true;
   // Memory of a device, and pinned, that is kept for the next transfers.
   int64_t kept_device_bytes = 256 << 20;
   int64_t kept_pinned_bytes = 64 << 20;

@@ -18,6 +18,8 @@
 
 #include "transport/base/status.h"
 #include "transport/cuda/fake_cuda.h"
+#include "transport/cuda/fake_nccl.h"
+#include "transport/cuda/nccl.h"
 #include "transport/cuda/random_transfer.h"
 #include "transport/host/host_transport.h"
 #endif
@@ -59,9 +61,14 @@ class FakeExporter : public Exporter {
 
 // A transport over the fake.
 struct Setup {
-  explicit Setup(CudaTransportOptions options = {}, int devices = 2) {
+  explicit Setup(CudaTransportOptions options = {}, int devices = 2, bool with_nccl = false) {
     fake.Devices(devices);
     memory = *CudaMemory::Create(FakeCuda::Path());
+    if (with_nccl) {
+      nccl = std::make_unique<FakeNccl>();
+      options.nccl = FindNccl(FakeNccl::Path()).api;
+      REQUIRE(options.nccl != nullptr);
+    }
     auto lost = std::move(options.lost);
     options.lost = [this, lost](const absl::Status& status) {
       ++losses;
@@ -79,6 +86,7 @@ struct Setup {
   }
 
   FakeCuda fake;
+  std::unique_ptr<FakeNccl> nccl;
   std::vector<std::unique_ptr<FakeExporter>> exporters;
   std::shared_ptr<CudaMemory> memory;
   std::atomic<int> losses = 0;
@@ -280,7 +288,8 @@ TEST_CASE("several transfers at once each end exactly once and leave the right b
 
 // A broadcast of a random transfer from one of `devices`, through slots on those of `slots_on`.
 struct BroadcastCase {
-  BroadcastCase(Setup* setup, Rng* random, int source, int devices, Verification verification)
+  BroadcastCase(Setup* setup, Rng* random, int source, int devices, Verification verification,
+                BroadcastMethod method = BroadcastMethod::kChain)
       : world(setup->exporter(), setup->memory.get(), random) {
     FillForBroadcast(&world, random, source, devices);
     world.model.want_source_digests = Pick(random, 0, 1) == 0;
@@ -290,8 +299,12 @@ struct BroadcastCase {
       if (Pick(random, 0, 2) > 0) slots_on.push_back(device);
     }
     std::shuffle(slots_on.begin(), slots_on.end(), *random);
-    transfer = Broadcasting(&world, setup->memory.get(), random, slots_on, BroadcastMethod::kChain,
-                            &pools);
+    transfer = Broadcasting(&world, setup->memory.get(), random, slots_on, method, &pools);
+  }
+
+  void GiveBack(CudaMemory* memory) {
+    transfer = {};
+    for (CudaPool& pool : pools.pools) memory->GiveBack(std::move(pool));
   }
 
   // The fake's device memory can be read.
@@ -348,17 +361,75 @@ TEST_CASE("broadcasts from several devices at once end once each and leave the r
 
 // One tensor from device 0 to destinations and slots on 1 and 2.
 struct SimpleBroadcast {
-  explicit SimpleBroadcast(Setup* setup, Rng* random)
+  SimpleBroadcast(Setup* setup, Rng* random, BroadcastMethod method = BroadcastMethod::kChain)
       : world(setup->exporter(), setup->memory.get(), random) {
     FillSimply(&world, 0, {1, 2});
     world.model.verification = Verification::kTransfer;
-    transfer =
-        Broadcasting(&world, setup->memory.get(), random, {1, 2}, BroadcastMethod::kChain, &pools);
+    transfer = Broadcasting(&world, setup->memory.get(), random, {1, 2}, method, &pools);
   }
   World world;
   BroadcastPools pools;
   Transfer transfer;
 };
+
+TEST_CASE("random broadcasts by NCCL leave the host transport's bytes, and give back all") {
+  Rng random(kSeed + 46);
+  for (const BroadcastMethod method : {BroadcastMethod::kNccl, BroadcastMethod::kSymmetric}) {
+    FakeNcclCounts most;
+    for (int round = 0; round < 24; ++round) {
+      INFO("seed " << kSeed + 46 << ", round " << round << ", method " << static_cast<int>(method));
+      const int devices = 2 + round % 3;
+      Setup setup({.symmetric_copy_engines = round % 2 == 0, .lost = {}}, devices, true);
+      for (int version = 0; version < 3; ++version) {
+        const auto source = static_cast<int>(Pick(&random, 0, devices - 1));
+        BroadcastCase broadcast(&setup, &random, source, devices,
+                                static_cast<Verification>(round / 2 % 3 + 1), method);
+        const TransferResult result = Run(setup.transport.get(), broadcast.transfer);
+        CheckSame(result, Run(setup.host.get(), broadcast.world.model));
+        broadcast.world.CheckBytes();
+        broadcast.CheckSlots();
+        broadcast.GiveBack(setup.memory.get());
+        CHECK(setup.nccl->Count().windows == 0);
+        CHECK(setup.fake.Count().created == 0);
+      }
+      const FakeNcclCounts counts = setup.nccl->Count();
+      most.broadcasts = std::max(most.broadcasts, counts.broadcasts);
+      most.symmetric_all_gathers =
+          std::max(most.symmetric_all_gathers, counts.symmetric_all_gathers);
+      most.engine_all_gathers = std::max(most.engine_all_gathers, counts.engine_all_gathers);
+      // Every all-gather ran over windows.
+      CHECK(counts.all_gathers - counts.symmetric_all_gathers - counts.engine_all_gathers <=
+            counts.comms);
+      CHECK(setup.losses == 0);
+      setup.transport.reset();
+      CHECK(setup.nccl->Count().comms == 0);
+      CHECK(setup.nccl->Count().lost_windows == 0);
+      CheckNothingOpen(setup.fake);
+    }
+    if (method == BroadcastMethod::kNccl) {
+      CHECK(most.broadcasts > 0);
+    } else {
+      CHECK(most.symmetric_all_gathers > 0);
+      CHECK(most.engine_all_gathers > 0);
+    }
+  }
+}
+
+TEST_CASE("a broadcast whose communicator fails costs itself alone; the next has another") {
+  Rng random(kSeed + 47);
+  Setup setup({.lost = {}}, 3, true);
+  SimpleBroadcast broadcast(&setup, &random, BroadcastMethod::kNccl);
+  CheckSame(Run(setup.transport.get(), broadcast.transfer),
+            Run(setup.host.get(), broadcast.world.model));
+  setup.nccl->FailAt("ncclBroadcast", 1, 3);
+  const TransferResult failed = Run(setup.transport.get(), broadcast.transfer);
+  CHECK_FALSE(failed.status.ok());
+  CHECK_THAT(std::string(failed.status.message()), Contains("ncclBroadcast"));
+  CheckSame(Run(setup.transport.get(), broadcast.transfer),
+            Run(setup.host.get(), broadcast.world.model));
+  broadcast.world.CheckBytes();
+  CHECK(setup.losses == 0);
+}
 
 TEST_CASE("a wrong byte in a slot is caught, whichever slot it is (P1)") {
   Rng random(kSeed + 42);
@@ -438,13 +509,17 @@ TEST_CASE("a device that hangs holds a broadcast up to its end, and is told as a
 }
 
 TEST_CASE("methods that are not there are said so") {
-  const Setup setup;
-  CHECK(setup.transport->CanBroadcast(BroadcastMethod::kDirect).ok());
-  CHECK(setup.transport->CanBroadcast(BroadcastMethod::kChain).ok());
-  CHECK(setup.transport->CanBroadcast(BroadcastMethod::kNccl).code() ==
-        absl::StatusCode::kUnimplemented);
-  CHECK(setup.host->CanBroadcast(BroadcastMethod::kChain).code() ==
-        absl::StatusCode::kUnimplemented);
+  constexpr auto kUnimplemented = absl::StatusCode::kUnimplemented;
+  for (const bool with_nccl : {false, true}) {
+    const Setup setup({.lost = {}}, 2, with_nccl);
+    const auto can = [&](BroadcastMethod method) { return setup.transport->CanBroadcast(method); };
+    CHECK(can(BroadcastMethod::kDirect).ok());
+    CHECK(can(BroadcastMethod::kChain).ok());
+    CHECK(can(BroadcastMethod::kNccl).ok() == with_nccl);
+    CHECK(can(BroadcastMethod::kSymmetric).ok() == with_nccl);
+    CHECK(with_nccl == (can(BroadcastMethod::kNccl).code() != kUnimplemented));
+    CHECK(setup.host->CanBroadcast(BroadcastMethod::kChain).code() == kUnimplemented);
+  }
 }
 
 // ---- verification (P1) ----

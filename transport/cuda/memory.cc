@@ -458,6 +458,22 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return pool;
   }
 
+  void GiveBack(CudaPool pool) override {
+    {
+      MutexLock lock(&watchers_mutex_);
+      for (const auto& [watcher, let_go] : watchers_) let_go(*pool.region);
+    }
+    pool.region.reset();
+  }
+  void WatchPools(const void* watcher, std::function<void(const CudaRegion&)> let_go) override {
+    MutexLock lock(&watchers_mutex_);
+    watchers_[watcher] = std::move(let_go);
+  }
+  void UnwatchPools(const void* watcher) override {
+    MutexLock lock(&watchers_mutex_);
+    watchers_.erase(watcher);
+  }
+
   absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) override {
     REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
     absl::StatusOr<std::unique_ptr<CudaBuffer>> made = Buffer::Make(contexts_, device, bytes);
@@ -533,6 +549,9 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   Mutex mutex_;
   std::map<std::pair<int, std::string>, std::weak_ptr<const CudaRegion>> open_
       ABSL_GUARDED_BY(mutex_);
+  Mutex watchers_mutex_;
+  std::map<const void*, std::function<void(const CudaRegion&)>> watchers_
+      ABSL_GUARDED_BY(watchers_mutex_);
 };
 
 constexpr char kSystemDriver[] = "libcuda.so.1";

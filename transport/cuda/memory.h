@@ -22,6 +22,7 @@
 #define REFITD_TRANSPORT_CUDA_MEMORY_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -109,6 +110,12 @@ class CudaMemory {
   // INVALID_ARGUMENT: `bytes` is not 1 to the device's memory; RESOURCE_EXHAUSTED: not so much is
   // free.
   virtual absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) = 0;
+  // Drops a pool that nothing uses any more, after all who watch have let go of it: what they keep
+  // of it besides would keep its memory.
+  virtual void GiveBack(CudaPool pool) = 0;
+  // `let_go` is called by GiveBack, on its thread; not any more once UnwatchPools returned.
+  virtual void WatchPools(const void* watcher, std::function<void(const CudaRegion&)> let_go) = 0;
+  virtual void UnwatchPools(const void* watcher) = 0;
   // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: as MakePool.
   virtual absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) = 0;
   // The region that holds [data, data + bytes), as its own device addresses it; null: none that is

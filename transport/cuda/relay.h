@@ -23,13 +23,17 @@
 #include "transport/cuda/api.h"
 #include "transport/cuda/device_queue.h"
 #include "transport/cuda/memory.h"
+#include "transport/cuda/relay_issue.h"
 #include "transport/cuda/relay_plan.h"
 
 namespace refitd {
 
 struct Relay {
-  int source = 0;  // device; all runs' bytes are on it
-  std::vector<RelayChunk> chunks;
+  BroadcastMethod method = BroadcastMethod::kChain;
+  int source = 0;              // device; all runs' bytes are on it
+  std::vector<RelayRun> runs;  // not empty
+  int64_t slot_bytes = 0;
+  int64_t chunk_bytes = 0;  // of a chain
   struct Slot {
     int device = 0;
     char* data = nullptr;  // as that device addresses it
@@ -38,12 +42,15 @@ struct Relay {
   std::vector<std::shared_ptr<const void>> keep_alive;  // P6
 };
 
+class NcclBroadcasts;
+
 // Thread-safe.
 class RelayQueue {
  public:
   struct Options {
     std::chrono::milliseconds limit{0};
     std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
+    std::shared_ptr<NcclBroadcasts> nccl;    // null: no relay is by NCCL
   };
   RelayQueue(std::shared_ptr<CudaMemory> memory, std::shared_ptr<CudaContexts> contexts,
              Options options);
@@ -59,13 +66,12 @@ class RelayQueue {
 
  private:
   class Job;
-  class Hops;
 
   const std::shared_ptr<CudaMemory> memory_;
   const std::shared_ptr<CudaContexts> contexts_;
   const Options options_;
   const std::shared_ptr<LostContext> lost_;
-  const std::shared_ptr<Hops> hops_;
+  const std::shared_ptr<RelayStreams> streams_;
   Mutex mutex_;
   std::shared_ptr<DeviceQueue> queue_ ABSL_GUARDED_BY(mutex_);  // made by the first broadcast
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;

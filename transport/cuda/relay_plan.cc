@@ -21,9 +21,9 @@ bool IsDense(const BoundPiece& piece) {
   return true;
 }
 
-absl::StatusOr<std::vector<RelayRun>> Runs(const std::vector<BoundPiece>& source,
-                                           const std::vector<int64_t>& byte_offsets,
-                                           int64_t slot_bytes) {
+absl::StatusOr<std::vector<RelayRun>> Sorted(const std::vector<BoundPiece>& source,
+                                             const std::vector<int64_t>& byte_offsets,
+                                             int64_t slot_bytes) {
   REFITD_CHECK(source.size() == byte_offsets.size());
   std::vector<RelayRun> runs;
   runs.reserve(source.size());
@@ -70,12 +70,16 @@ absl::StatusOr<std::vector<RelayRun>> Joined(const std::vector<RelayRun>& runs) 
 
 }  // namespace
 
-absl::StatusOr<std::vector<RelayChunk>> CutIntoChunks(const std::vector<BoundPiece>& source,
-                                                      const std::vector<int64_t>& byte_offsets,
-                                                      int64_t slot_bytes, int64_t chunk_bytes) {
+absl::StatusOr<std::vector<RelayRun>> RunsOf(const std::vector<BoundPiece>& source,
+                                             const std::vector<int64_t>& byte_offsets,
+                                             int64_t slot_bytes) {
+  REFITD_ASSIGN_OR_RETURN(const std::vector<RelayRun> runs,
+                          Sorted(source, byte_offsets, slot_bytes));
+  return Joined(runs);
+}
+
+std::vector<RelayChunk> CutIntoChunks(const std::vector<RelayRun>& runs, int64_t chunk_bytes) {
   REFITD_CHECK(chunk_bytes > 0);
-  REFITD_ASSIGN_OR_RETURN(std::vector<RelayRun> runs, Runs(source, byte_offsets, slot_bytes));
-  REFITD_ASSIGN_OR_RETURN(runs, Joined(runs));
   std::vector<RelayChunk> chunks;
   int64_t limit = 0;  // of the last chunk
   for (RelayRun run : runs) {
@@ -94,6 +98,18 @@ absl::StatusOr<std::vector<RelayChunk>> CutIntoChunks(const std::vector<BoundPie
     }
   }
   return chunks;
+}
+
+std::vector<RelayRun> RunsWithin(const std::vector<RelayRun>& runs, int64_t begin, int64_t end) {
+  std::vector<RelayRun> within;
+  auto run = std::partition_point(
+      runs.begin(), runs.end(), [begin](const RelayRun& r) { return r.offset + r.bytes <= begin; });
+  for (; run != runs.end() && run->offset < end; ++run) {
+    const int64_t first = std::max(run->offset, begin);
+    within.push_back({run->from + (first - run->offset), first,
+                      std::min(run->offset + run->bytes, end) - first});
+  }
+  return within;
 }
 
 Transfer FromSlots(Transfer transfer, const std::function<int(const char*)>& device_of) {

@@ -38,12 +38,18 @@ struct RelayChunk {
   int64_t end = 0;
 };
 
+// The source's pieces as copies, ascending, adjacent ones joined. INTERNAL: a piece that is not
+// row-major, two that overlap in the slot, or one outside of [0, slot_bytes).
+absl::StatusOr<std::vector<RelayRun>> RunsOf(const std::vector<BoundPiece>& source,
+                                             const std::vector<int64_t>& byte_offsets,
+                                             int64_t slot_bytes);
+
 // Chunks of `chunk_bytes` of the slot, but for those at its end and where there is nothing, in
-// order. INTERNAL: a piece that is not row-major, two that overlap in the slot, or one outside of
-// [0, slot_bytes).
-absl::StatusOr<std::vector<RelayChunk>> CutIntoChunks(const std::vector<BoundPiece>& source,
-                                                      const std::vector<int64_t>& byte_offsets,
-                                                      int64_t slot_bytes, int64_t chunk_bytes);
+// order.
+std::vector<RelayChunk> CutIntoChunks(const std::vector<RelayRun>& runs, int64_t chunk_bytes);
+
+// What of them lies in [begin, end) of the slot.
+std::vector<RelayRun> RunsWithin(const std::vector<RelayRun>& runs, int64_t begin, int64_t end);
 
 // The second transfer: from the slots, which are filled, into the destinations. A move reads from
 // the slot of its destination's device, and from the source itself where that device has none.

@@ -31,13 +31,20 @@ BoundPiece Bytes(char* data, int64_t count) {
           .name = "weight"};
 }
 
+absl::StatusOr<std::vector<RelayChunk>> Cut(const std::vector<BoundPiece>& source,
+                                            const std::vector<int64_t>& byte_offsets,
+                                            int64_t slot_bytes, int64_t chunk_bytes) {
+  const auto runs = RunsOf(source, byte_offsets, slot_bytes);
+  if (!runs.ok()) return runs.status();
+  return CutIntoChunks(*runs, chunk_bytes);
+}
+
 TEST_CASE("pieces that are adjacent at both ends are one copy, others are not") {
   std::vector<char> memory(100);
   char* const m = memory.data();
   // 0-9 and 10-29 follow one another on both sides, 40-49 only in the slot, 60-64 only in memory.
-  const auto chunks =
-      CutIntoChunks({Bytes(m + 10, 20), Bytes(m, 10), Bytes(m + 40, 10), Bytes(m + 50, 5)},
-                    {10, 0, 30, 64}, 100, kAll);
+  const auto chunks = Cut({Bytes(m + 10, 20), Bytes(m, 10), Bytes(m + 40, 10), Bytes(m + 50, 5)},
+                          {10, 0, 30, 64}, 100, kAll);
   REQUIRE(chunks.ok());
   REQUIRE(chunks->size() == 1);
   const RelayChunk& chunk = chunks->front();
@@ -55,7 +62,7 @@ TEST_CASE("chunks end at multiples of their size, and there is none where there 
   std::vector<char> memory(1000);
   char* const m = memory.data();
   const auto chunks =
-      CutIntoChunks({Bytes(m, 250), Bytes(m + 500, 10), Bytes(m, 0)}, {20, 512, 7}, 1000, 100);
+      Cut({Bytes(m, 250), Bytes(m + 500, 10), Bytes(m, 0)}, {20, 512, 7}, 1000, 100);
   REQUIRE(chunks.ok());
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (const RelayChunk& chunk : *chunks) ranges.emplace_back(chunk.begin, chunk.end);
@@ -91,7 +98,7 @@ TEST_CASE("whatever the pieces and the size of chunks, every byte goes once to i
       shuffled.push_back(source[i]);
       shuffled_offsets.push_back(offsets[i]);
     }
-    const auto chunks = CutIntoChunks(shuffled, shuffled_offsets, 8192, Pick(&random, 1, 700));
+    const auto chunks = Cut(shuffled, shuffled_offsets, 8192, Pick(&random, 1, 700));
     REQUIRE(chunks.ok());
     std::vector<char> slot(8192, '\xcd');
     std::vector<int> written(8192);
@@ -107,6 +114,20 @@ TEST_CASE("whatever the pieces and the size of chunks, every byte goes once to i
       }
     }
     CHECK(slot == expected);
+    // Any cut of the runs holds the same bytes.
+    const auto runs = RunsOf(shuffled, shuffled_offsets, 8192);
+    std::vector<char> again(8192, '\xcd');
+    for (int64_t begin = 0; begin < 8192;) {
+      const int64_t end = begin + Pick(&random, 1, 900);
+      for (const RelayRun& run : RunsWithin(*runs, begin, end)) {
+        REQUIRE(run.offset >= begin);
+        REQUIRE(run.offset + run.bytes <= end);
+        REQUIRE(run.bytes > 0);
+        std::copy_n(run.from, run.bytes, again.data() + run.offset);
+      }
+      begin = end;
+    }
+    CHECK(again == expected);
     CHECK(*std::max_element(written.begin(), written.end()) <= 1);
   }
 }
@@ -119,12 +140,12 @@ TEST_CASE("pieces that overlap in a slot, leave it or have gaps are refused by n
     REQUIRE(chunks.status().code() == absl::StatusCode::kInternal);
     CHECK_THAT(std::string(chunks.status().message()), Contains(why));
   };
-  refused(CutIntoChunks({Bytes(m, 10), Bytes(m + 20, 10)}, {0, 9}, 100, 50), "overlap at byte 9");
-  refused(CutIntoChunks({Bytes(m, 10)}, {91}, 100, 50), "\"weight\": 10 bytes at 91");
-  refused(CutIntoChunks({Bytes(m, 10)}, {-1}, 100, 50), "10 bytes at -1");
+  refused(Cut({Bytes(m, 10), Bytes(m + 20, 10)}, {0, 9}, 100, 50), "overlap at byte 9");
+  refused(Cut({Bytes(m, 10)}, {91}, 100, 50), "\"weight\": 10 bytes at 91");
+  refused(Cut({Bytes(m, 10)}, {-1}, 100, 50), "10 bytes at -1");
   BoundPiece gaps = Bytes(m, 10);
   gaps.strides = {2};
-  refused(CutIntoChunks({gaps}, {0}, 100, 50), "\"weight\" is not row-major");
+  refused(Cut({gaps}, {0}, 100, 50), "\"weight\" is not row-major");
 }
 
 TEST_CASE("a box of whole rows is dense, a box of columns is not") {
@@ -135,11 +156,11 @@ TEST_CASE("a box of whole rows is dense, a box of columns is not") {
                    .strides = {8, 1},
                    .data = memory.data(),
                    .name = "weight"};
-  CHECK(CutIntoChunks({piece}, {0}, 100, 50).ok());
+  CHECK(Cut({piece}, {0}, 100, 50).ok());
   piece.box = {{2, 3}, {1, 5}};  // within one row
-  CHECK(CutIntoChunks({piece}, {0}, 100, 50).ok());
+  CHECK(Cut({piece}, {0}, 100, 50).ok());
   piece.box = {{2, 3}, {2, 5}};
-  CHECK_FALSE(CutIntoChunks({piece}, {0}, 100, 50).ok());
+  CHECK_FALSE(Cut({piece}, {0}, 100, 50).ok());
 }
 
 // One tensor of 8 bytes on "device" 0, for destinations on 0, 1 and 2, with slots on 1 and 2.

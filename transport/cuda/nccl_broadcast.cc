@@ -1,0 +1,210 @@
+#include "transport/cuda/nccl_broadcast.h"
+
+#if defined(REFITD_CUDA)
+#include <algorithm>
+
+#include "transport/base/status.h"
+#include "transport/cuda/nccl.h"
+
+namespace refitd {
+namespace {
+
+// Of an all-gather's shares: what symmetric kernels move as a whole.
+constexpr int64_t kShareAlignment = 4096;
+// A share of a round at most, and what is not worth a round.
+constexpr int64_t kMostShare = 32 << 20;
+
+int64_t BytesOf(const Relay& relay) { return relay.runs.back().offset + relay.runs.back().bytes; }
+
+}  // namespace
+
+NcclBroadcasts::NcclBroadcasts(std::shared_ptr<const NcclApi> api,
+                               const std::shared_ptr<CudaMemory>& memory, Options options)
+    : options_(std::move(options)),
+      memory_(memory),
+      communicators_(std::move(api), memory,
+                     CommunicatorsOptions{.limit = options_.limit, .lost = options_.lost}) {}
+
+NcclBroadcasts::~NcclBroadcasts() = default;
+
+absl::Status NcclBroadcasts::Can(BroadcastMethod method) const {
+  if (method == BroadcastMethod::kNccl || communicators_.api().version >= kNcclSymmetricFloor) {
+    return absl::OkStatus();
+  }
+  return Error(absl::StatusCode::kUnimplemented, "broadcast symmetric: NCCL {} is older than {}",
+               NcclVersionText(communicators_.api().version), NcclVersionText(kNcclSymmetricFloor));
+}
+
+absl::Status NcclBroadcasts::Issue(const Relay& relay, RelayIssue* issue) {
+  MutexLock lock(&mutex_);
+  return relay.method == BroadcastMethod::kSymmetric ? Symmetric(relay, issue)
+                                                     : Broadcast(relay, issue);
+}
+
+// ---- communicators and windows ----
+
+absl::StatusOr<NcclBroadcasts::Held*> NcclBroadcasts::Get(const std::vector<int>& devices,
+                                                          bool copy_engines) {
+  const auto key = std::pair(devices, copy_engines);
+  const auto it = held_.find(key);
+  if (it != held_.end()) {
+    if (it->second.communicator->status().ok()) return &it->second;
+    held_.erase(it);  // poisoned: it is given back behind the scenes
+  }
+  if (held_.size() >= kMaxBroadcastCommunicators) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "broadcasts have {} sets of devices already, each with a communicator",
+                 held_.size());
+  }
+  REFITD_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> made,
+                          communicators_.Create({.devices = devices, .copy_engines = copy_engines},
+                                                Clock::now() + options_.limit));
+  Held& held = held_[key];
+  held.communicator = std::move(made);
+  return &held;
+}
+
+absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(
+    Held* held, const std::vector<std::shared_ptr<const CudaRegion>>& pools) {
+  std::vector<const CudaRegion*> key;
+  for (const auto& pool : pools) key.push_back(pool.get());
+  const auto it = held->windows.find(key);
+  if (it != held->windows.end()) return it->second;
+  REFITD_ASSIGN_OR_RETURN(const Communicator::WindowId window,
+                          held->communicator->RegisterWindow(pools, Clock::now() + options_.limit));
+  held->windows.emplace(std::move(key), window);
+  return window;
+}
+
+void NcclBroadcasts::LetGo(const CudaRegion& pool) {
+  MutexLock lock(&mutex_);
+  for (auto& [key, held] : held_) {
+    std::erase_if(held.windows, [&](const auto& entry) {
+      if (std::find(entry.first.begin(), entry.first.end(), &pool) == entry.first.end()) {
+        return false;
+      }
+      // Where NCCL fails to, it poisons the communicator, which lets go of all of them.
+      (void)held.communicator->DeregisterWindow(entry.second, Clock::now() + options_.limit);
+      return true;
+    });
+  }
+}
+
+void NcclBroadcasts::Close(Clock::time_point deadline) {
+  MutexLock lock(&mutex_);
+  for (auto& [key, held] : held_) {
+    for (const auto& [pools, window] : held.windows) {
+      (void)held.communicator->DeregisterWindow(window, deadline);
+    }
+    (void)held.communicator->Close(deadline);
+  }
+  held_.clear();
+  scratch_.clear();
+}
+
+// ---- one broadcast ----
+
+absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, RelayIssue* issue) {
+  const RelayRun& first = relay.runs.front();
+  if (relay.runs.size() == 1) return first.from;
+  std::unique_ptr<CudaBuffer>& scratch = scratch_[relay.source];
+  REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(relay.source));
+  if (scratch == nullptr || scratch->bytes() < relay.slot_bytes) {
+    // Freeing the one before waits for what uses it.
+    scratch = nullptr;
+    REFITD_ASSIGN_OR_RETURN(scratch, memory_->MakeBuffer(relay.source, relay.slot_bytes));
+  }
+  REFITD_RETURN_IF_ERROR(issue->CopyRuns(*onward, relay.runs, scratch->data()));
+  return scratch->data() + first.offset;
+}
+
+absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue) {
+  std::vector<int> devices = {relay.source};
+  for (const Relay::Slot& slot : relay.slots) devices.push_back(slot.device);
+  std::sort(devices.begin(), devices.end());
+  devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
+  REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, false));
+  REFITD_ASSIGN_OR_RETURN(const char* const packed, Packed(relay, issue));
+  const int64_t begin = relay.runs.front().offset;
+  Communicator::BroadcastCall call;
+  call.send = packed;
+  call.bytes = BytesOf(relay) - begin;
+  for (const int device : devices) {
+    REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(device));
+    call.streams.push_back(onward->stream);
+    if (device == relay.source) call.root = static_cast<int>(call.receive.size());
+    const auto slot = std::find_if(relay.slots.begin(), relay.slots.end(),
+                                   [device](const auto& s) { return s.device == device; });
+    // The source's device needs it only where it has a slot.
+    call.receive.push_back(slot == relay.slots.end() ? const_cast<char*>(packed)
+                                                     : slot->data + begin);
+  }
+  return held->communicator->Broadcast(call, Clock::now() + options_.limit);
+}
+
+absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
+  std::vector<Relay::Slot> receivers;
+  for (const Relay::Slot& slot : relay.slots) {
+    if (slot.device != relay.source) receivers.push_back(slot);
+  }
+  std::sort(receivers.begin(), receivers.end(),
+            [](const auto& a, const auto& b) { return a.device < b.device; });
+  const auto count = static_cast<int64_t>(receivers.size());
+  REFITD_ASSIGN_OR_RETURN(const RelayStream* const source, issue->Onward(relay.source));
+  if (receivers.size() != relay.slots.size()) {
+    REFITD_ASSIGN_OR_RETURN(const RelayStream* const own, issue->Own(relay.source));
+    for (const Relay::Slot& slot : relay.slots) {
+      if (slot.device != relay.source) continue;
+      REFITD_RETURN_IF_ERROR(issue->CopyRuns(*own, relay.runs, slot.data));
+    }
+  }
+  std::vector<int> devices;
+  std::vector<std::shared_ptr<const CudaRegion>> pools;
+  std::vector<char*> reached;  // by the source
+  Communicator::AllGatherCall call;
+  std::vector<const RelayStream*> onward;
+  for (const Relay::Slot& slot : receivers) {
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> pool, issue->RegionOf(slot.data));
+    REFITD_ASSIGN_OR_RETURN(char* const at, issue->Reach(slot.data, relay.source));
+    REFITD_ASSIGN_OR_RETURN(const RelayStream* const stream, issue->Onward(slot.device));
+    devices.push_back(slot.device);
+    pools.push_back(std::move(pool));
+    reached.push_back(at);
+    onward.push_back(stream);
+    call.streams.push_back(stream->stream);
+  }
+  const int64_t end = BytesOf(relay);
+  int64_t at = relay.runs.front().offset / kShareAlignment * kShareAlignment;
+  if (count > 1) {
+    REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, options_.copy_engines));
+    REFITD_ASSIGN_OR_RETURN(call.window, WindowOf(held, pools));
+    const int64_t slot_offset = receivers[0].data - pools[0]->data();
+    while (end - at >= count * kShareAlignment) {
+      const int64_t share =
+          std::min(kMostShare, (end - at) / count / kShareAlignment * kShareAlignment);
+      for (int64_t r = 0; r < count; ++r) {
+        REFITD_RETURN_IF_ERROR(
+            issue->CopyRuns(*source, RunsWithin(relay.runs, at + r * share, at + (r + 1) * share),
+                            reached[static_cast<size_t>(r)]));
+      }
+      REFITD_RETURN_IF_ERROR(issue->Record(*source));
+      for (const RelayStream* stream : onward) {
+        REFITD_RETURN_IF_ERROR(issue->Wait(*stream, *source));
+      }
+      call.byte_offset = slot_offset + at;
+      call.bytes = share;
+      REFITD_RETURN_IF_ERROR(held->communicator->AllGather(call, Clock::now() + options_.limit));
+      at += count * share;
+    }
+  }
+  // What is left is less than a page for each, or there is one receiver alone.
+  const std::vector<RelayRun> rest = RunsWithin(relay.runs, at, end);
+  for (char* const slot : reached) {
+    REFITD_RETURN_IF_ERROR(issue->CopyRuns(*source, rest, slot));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_CUDA

@@ -1,0 +1,96 @@
+// Broadcasts through slots by NCCL, among the GPUs of this daemon. Private to transport/cuda/.
+//
+//   kNccl       one ncclBroadcast from the source's bytes, packed first where they are not, into
+//   the
+//               slot of every receiver
+//   kSymmetric  copy engines give each receiver its share, then the receivers all-gather the shares
+//               over windows of their pools; in rounds, so that the shares of one are on their way
+//               while the ones before are gathered
+//
+// Communicators are made when first needed, one for each set of devices and kind, and live as long
+// as this: they are few, since trainers' and engines' devices are. Windows are made of whole pools
+// and given back by LetGo.
+//
+// P4: what NCCL does not issue within `limit` fails, and what the devices do not end is found late
+// by the queue that waits for them (device_queue.h). P7: one thread issues. P8: LetGo, Close.
+#ifndef REFITD_TRANSPORT_CUDA_NCCL_BROADCAST_H_
+#define REFITD_TRANSPORT_CUDA_NCCL_BROADCAST_H_
+
+#if defined(REFITD_CUDA)
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/mutex.h"
+#include "transport/cuda/communicator.h"
+#include "transport/cuda/relay.h"
+#include "transport/cuda/relay_issue.h"
+
+namespace refitd {
+
+// Sets of devices that broadcasts of one daemon have had, each a communicator of some hundred MiB.
+inline constexpr size_t kMaxBroadcastCommunicators = 16;
+
+// Thread-safe.
+class NcclBroadcasts {
+ public:
+  using Clock = std::chrono::steady_clock;
+  struct Options {
+    std::chrono::milliseconds limit{0};
+    bool copy_engines = true;                // kSymmetric: no kernel gathers
+    std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
+  };
+  NcclBroadcasts(std::shared_ptr<const NcclApi> api, const std::shared_ptr<CudaMemory>& memory,
+                 Options options);
+  ~NcclBroadcasts();
+  NcclBroadcasts(const NcclBroadcasts&) = delete;
+  NcclBroadcasts& operator=(const NcclBroadcasts&) = delete;
+
+  // UNIMPLEMENTED: this NCCL does not have what the method needs.
+  absl::Status Can(BroadcastMethod method) const;
+  // On the issuing thread. Not OK: some of it may be issued.
+  absl::Status Issue(const Relay& relay, RelayIssue* issue);
+  // The pool is about to be given back, and no broadcast uses it: neither do windows from now on.
+  void LetGo(const CudaRegion& pool);
+  // Nothing runs any more.
+  void Close(Clock::time_point deadline);
+  std::vector<CommunicatorStatus> Describe() const { return communicators_.Describe(); }
+
+ private:
+  struct Held {
+    std::unique_ptr<Communicator> communicator;
+    // By the pools that it is made of, which it holds.
+    std::map<std::vector<const CudaRegion*>, Communicator::WindowId> windows;
+  };
+
+  absl::Status Broadcast(const Relay& relay, RelayIssue* issue)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Symmetric(const Relay& relay, RelayIssue* issue)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<Held*> Get(const std::vector<int>& devices, bool copy_engines)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<Communicator::WindowId> WindowOf(
+      Held* held, const std::vector<std::shared_ptr<const CudaRegion>>& pools)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where the source's bytes lie as they do in a slot, from the first one on; packed there if need
+  // be.
+  absl::StatusOr<const char*> Packed(const Relay& relay, RelayIssue* issue)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const Options options_;
+  const std::shared_ptr<CudaMemory> memory_;
+  Communicators communicators_;
+  Mutex mutex_;  // held while work is issued
+  std::map<std::pair<std::vector<int>, bool>, Held> held_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::unique_ptr<CudaBuffer>> scratch_ ABSL_GUARDED_BY(mutex_);  // by device
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_CUDA
+#endif  // REFITD_TRANSPORT_CUDA_NCCL_BROADCAST_H_
