@@ -50,7 +50,7 @@ struct NcclWindowStruct {
   size_t bytes = 0;
 };
 
-enum class Kind { kInit, kWindow, kBroadcast, kAllGather, kRevoke };
+enum class Kind { kInit, kWindow, kBroadcast, kAllGather, kSend, kReceive, kRevoke };
 
 struct Task {
   Kind kind = Kind::kInit;
@@ -58,9 +58,10 @@ struct Task {
   uint64_t send = 0;
   uint64_t receive = 0;
   size_t bytes = 0;
-  int root = 0;
+  int root = 0;  // or peer
   NcclWindow* window = nullptr;
   CUstream_st* stream = nullptr;
+  bool ran = false;
 };
 
 struct Group {
@@ -161,11 +162,10 @@ struct Call {
 
 // ---- what a group does when it ends ----
 
-bool Whole(const std::vector<Task>& of, const Clique& clique) {
-  return of.size() == clique.comms.size() &&
-         std::all_of(of.begin(), of.end(), [&of](const Task& task) {
-           return task.bytes == of[0].bytes && task.root == of[0].root;
-         });
+bool Alike(const std::vector<Task*>& of) {
+  return std::all_of(of.begin(), of.end(), [&of](const Task* task) {
+    return task->bytes == of[0]->bytes && task->root == of[0]->root;
+  });
 }
 
 const NcclWindowStruct* WindowOf(const State& fake, NcclComm comm, uint64_t data, size_t bytes) {
@@ -251,25 +251,70 @@ NcclResult RunTasks(State* fake, const std::vector<Task>& of) {
     case Kind::kAllGather:
       AllGather(fake, of);
       return NcclResult::kSuccess;
-    case Kind::kRevoke:
-      return NcclResult::kSuccess;
+    default:
+      return NcclResult::kInternalError;
   }
-  return NcclResult::kInternalError;
+}
+
+// The tasks of that kind of a communicator's group that did not run.
+std::vector<Task*> Waiting(NcclComm comm, Kind kind) {
+  std::vector<Task*> waiting;
+  if (comm == nullptr || comm->group == nullptr) return waiting;
+  for (Task& task : comm->group->tasks) {
+    if (task.comm == comm && task.kind == kind && !task.ran) waiting.push_back(&task);
+  }
+  return waiting;
+}
+
+// With the same call of all other ranks, in whichever groups they are.
+NcclResult RunCollective(State* fake, const Task& task) {
+  std::vector<Task*> of;
+  for (const NcclComm comm : task.comm->clique->comms) {
+    const std::vector<Task*> waiting = Waiting(comm, task.kind);
+    if (waiting.empty()) return NcclResult::kSuccess;  // it waits
+    of.push_back(waiting[0]);
+  }
+  if (!Alike(of)) return NcclResult::kSuccess;  // for ever
+  std::vector<Task> tasks_of;
+  for (Task* each : of) {
+    each->ran = true;
+    tasks_of.push_back(*each);
+  }
+  return RunTasks(fake, tasks_of);
+}
+
+// With the peer's receive.
+void RunSend(Task* send) {
+  const NcclComm peer = send->comm->clique->comms[static_cast<size_t>(send->root)];
+  for (Task* receive : Waiting(peer, Kind::kReceive)) {
+    if (receive->root != send->comm->rank || receive->bytes != send->bytes) continue;
+    send->ran = receive->ran = true;
+    Collective({*send, *receive},
+               {{send->comm->device, send->send, peer->device, receive->receive, send->bytes}});
+    return;
+  }
 }
 
 // False: it waits for ranks that are not there.
 bool RunGroup(State* fake, Group* group) {
-  std::map<std::pair<Clique*, Kind>, std::vector<Task>> calls;
-  for (const Task& task : group->tasks) {
-    calls[{task.comm->clique, task.kind}].push_back(task);
+  for (Task& task : group->tasks) {
+    if (task.ran || group->result != NcclResult::kSuccess) continue;
+    if (task.kind == Kind::kRevoke) {
+      task.ran = true;
+    } else if (task.kind == Kind::kSend) {
+      RunSend(&task);
+    } else if (task.kind == Kind::kReceive) {
+      const NcclComm peer = task.comm->clique->comms[static_cast<size_t>(task.root)];
+      for (Task* send : Waiting(peer, Kind::kSend)) {
+        if (send->root == task.comm->rank && !task.ran) RunSend(send);
+      }
+    } else {
+      group->result = RunCollective(fake, task);
+    }
   }
-  for (auto& [key, of] : calls) {
-    std::sort(of.begin(), of.end(),
-              [](const Task& a, const Task& b) { return a.comm->rank < b.comm->rank; });
-    if (key.second != Kind::kRevoke && !Whole(of, *key.first)) return false;
-    if (group->result == NcclResult::kSuccess) group->result = RunTasks(fake, of);
-  }
-  return true;
+  return group->result != NcclResult::kSuccess ||
+         std::all_of(group->tasks.begin(), group->tasks.end(),
+                     [](const Task& task) { return task.ran; });
 }
 
 // The pointer is a copy: communicators lose theirs here.
@@ -502,6 +547,35 @@ NcclResult ncclBroadcast(const void* send, void* receive, size_t count, NcclData
                         .receive = Address(receive),
                         .bytes = count,
                         .root = root},
+                       stream);
+}
+
+NcclResult ncclSend(const void* data, size_t count, NcclDataType type, int peer, NcclComm comm,
+                    CUstream_st* stream) {
+  Call call("ncclSend");
+  if (call.failed()) return call.result;
+  if (type != NcclDataType::kInt8 || peer < 0 || peer >= comm->ranks) {
+    return NcclResult::kInvalidArgument;
+  }
+  return AddCollective(
+      &call.fake,
+      {.kind = Kind::kSend, .comm = comm, .send = Address(data), .bytes = count, .root = peer},
+      stream);
+}
+
+NcclResult ncclRecv(void* data, size_t count, NcclDataType type, int peer, NcclComm comm,
+                    CUstream_st* stream) {
+  Call call("ncclRecv");
+  if (call.failed()) return call.result;
+  if (type != NcclDataType::kInt8 || peer < 0 || peer >= comm->ranks) {
+    return NcclResult::kInvalidArgument;
+  }
+  return AddCollective(&call.fake,
+                       {.kind = Kind::kReceive,
+                        .comm = comm,
+                        .receive = Address(data),
+                        .bytes = count,
+                        .root = peer},
                        stream);
 }
 

@@ -89,7 +89,11 @@ struct NcclConfig {
   V(ncclBroadcast, (const void* send, void* receive, size_t count, NcclDataType type, int root, \
                     NcclComm comm, CUstream_st* stream))                                        \
   V(ncclAllGather, (const void* send, void* receive, size_t send_count, NcclDataType type,      \
-                    NcclComm comm, CUstream_st* stream))
+                    NcclComm comm, CUstream_st* stream))                                        \
+  V(ncclSend, (const void* data, size_t count, NcclDataType type, int peer, NcclComm comm,      \
+               CUstream_st* stream))                                                            \
+  V(ncclRecv, (void* data, size_t count, NcclDataType type, int peer, NcclComm comm,            \
+               CUstream_st* stream))
 
 // Those of symmetric memory, from kNcclSymmetricFloor on; null in older libraries.
 #define REFITD_NCCL_SYMMETRIC_CALLS(V)                                        \

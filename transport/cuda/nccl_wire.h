@@ -1,0 +1,62 @@
+// The wire over GPU memory: NCCL between daemons, over the network that it finds there.
+//
+// An epoch is one communicator with one rank a daemon, on the device that Open names. Memory of
+// operations is of that device, or of one that it reaches: a staging slot. Rank 0's address holds
+// NCCL's unique id; the others' say who they are. Broadcasts are ncclBroadcast, exchanges grouped
+// sends and receives. Communicators are nonblocking and polled against the operation's timeout
+// (P4). What fails is aborted, and `done` comes when the device has ended what NCCL put there (P6).
+//
+// Beyond what wire.h says:
+//   - OK on the sender means that its memory is no longer read, not that a peer has received it.
+//   - Whether peers are at the same operation is not checked again: NCCL does not look. P5 rests on
+//     the agreement before (docs/protocol.md); bytes are verified by their digests after.
+//   - An epoch that is opened and never connected by all leaves one listening thread of NCCL's in
+//     rank 0's process.
+//
+// Threads: one an epoch ("refitd-nwire"), which issues and waits; what may hang inside NCCL runs on
+// a watched one (nccl_thread.h) and is told as a loss of the GPUs.
+//
+// No CUDA and no NCCL type appears here.
+#ifndef REFITD_TRANSPORT_CUDA_NCCL_WIRE_H_
+#define REFITD_TRANSPORT_CUDA_NCCL_WIRE_H_
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "transport/cuda/memory.h"
+#include "transport/wire.h"
+
+namespace refitd {
+
+struct NcclApi;  // of FindNccl (nccl.h)
+
+// As Wire; thread-safe.
+class DeviceWire : public Wire {
+ public:
+  // Wire::Open, with the device (ordinal) whose communicator it is. INVALID_ARGUMENT: also no such
+  // device. Takes some 100 ms the first time.
+  virtual absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int rank, int size) = 0;
+  // On device 0.
+  absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) override {
+    return OpenOn(0, epoch, rank, size);
+  }
+};
+
+struct NcclWireOptions {
+  // What NCCL or a device does not end so long after it was aborted has hung: `lost` is told, as
+  // CudaTransportOptions::lost.
+  std::chrono::milliseconds limit{60'000};
+  std::function<void(absl::Status)> lost;
+};
+
+// `memory` is of CudaMemory::Create. UNIMPLEMENTED: CUDA is not compiled in.
+absl::StatusOr<std::unique_ptr<DeviceWire>> MakeNcclWire(std::shared_ptr<const NcclApi> api,
+                                                         const std::shared_ptr<CudaMemory>& memory,
+                                                         const NcclWireOptions& options);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_CUDA_NCCL_WIRE_H_
