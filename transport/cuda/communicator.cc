@@ -574,9 +574,11 @@ absl::Status Communicator::Broadcast(const BroadcastCall& call, Clock::time_poin
 
 absl::Status Communicator::AllGather(const AllGatherCall& call, Clock::time_point deadline) {
   REFITD_RETURN_IF_ERROR(CheckStreams(call.streams, devices()));
-  if (call.bytes < 0 || call.byte_offset < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "shares of {} bytes at {}", call.bytes,
-                 call.byte_offset);
+  if (call.bytes < 0 || call.byte_offset < 0 || call.bytes % kAllGatherAlignment != 0 ||
+      call.byte_offset % kAllGatherAlignment != 0) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "shares of {} bytes at {}, must be multiples of {}, not less than 0", call.bytes,
+                 call.byte_offset, kAllGatherAlignment);
   }
   if (call.bytes == 0) return status();
   return state_->Run("an all-gather", deadline,

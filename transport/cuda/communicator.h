@@ -44,6 +44,11 @@
 
 namespace refitd {
 
+// Of shares of an all-gather. Of addresses that are no multiples of 4, NCCL 2.28.9's symmetric
+// kernel for small messages gathers wrong bytes (tests/gpu/nccl_trial.cc found it); 16 is also what
+// its other one is fast with.
+inline constexpr int64_t kAllGatherAlignment = 16;
+
 inline constexpr size_t kMaxCommunicatorDevices = 64;  // more than a host has
 inline constexpr size_t kMaxCommunicatorWindows = 64;  // pools of groups; each takes addresses
 
@@ -104,11 +109,12 @@ class Communicator {
   struct AllGatherCall {
     WindowId window = 0;
     // Rank r has its share at byte_offset + r * bytes of its region, and gets all others' there.
+    // Multiples of kAllGatherAlignment.
     int64_t byte_offset = 0;
     int64_t bytes = 0;  // of each share
     std::vector<CUstream> streams;
   };
-  // As Broadcast. INVALID_ARGUMENT: also outside of the window.
+  // As Broadcast. INVALID_ARGUMENT: also outside of the window, or unaligned.
   absl::Status AllGather(const AllGatherCall& call, Clock::time_point deadline);
 
   // Gives everything back. No work of it may be left. What it could not give back by the deadline

@@ -213,14 +213,14 @@ TEST_CASE("an all-gather over a window is symmetric, with copy engines where the
   const Regions regions = host.MakeRegions(kMiB);
   const auto window = Ok(communicator->RegisterWindow(regions, Plenty()));
   CHECK(host.nccl()->Count().windows == kDevices);
-  Fill(regions[0]->data() + 4096, 300, 1);
-  Fill(regions[1]->data() + 4096 + 300, 300, 2);
+  Fill(regions[0]->data() + 4096, 304, 1);
+  Fill(regions[1]->data() + 4096 + 304, 304, 2);
   RequireOk(communicator->AllGather(
-      {.window = window, .byte_offset = 4096, .bytes = 300, .streams = host.streams()}, Plenty()));
+      {.window = window, .byte_offset = 4096, .bytes = 304, .streams = host.streams()}, Plenty()));
   REQUIRE(host.RunStreams());
   for (const auto& region : regions) {
-    CHECK(Filled(region->data() + 4096, 300, 1));
-    CHECK(Filled(region->data() + 4096 + 300, 300, 2));
+    CHECK(Filled(region->data() + 4096, 304, 1));
+    CHECK(Filled(region->data() + 4096 + 304, 304, 2));
   }
   const FakeNcclCounts counts = host.nccl()->Count();
   CHECK(counts.symmetric_all_gathers == (engines ? 0 : 1));
@@ -305,13 +305,15 @@ TEST_CASE("wrong arguments are refused by name, and cost nothing") {
     return communicator->AllGather(
         {.window = id, .byte_offset = offset, .bytes = bytes, .streams = host.streams()}, Plenty());
   };
-  refused(gather(window + 1, 0, 1), "no window 2");
-  refused(gather(window, -1, 1), "at -1");
-  refused(gather(window, 0, -1), "of -1 bytes");
-  refused(gather(window, 0, kMiB + 1), "2 shares of 1048577 bytes at 0 of a window of 2097152");
-  refused(gather(window, 2, kMiB), "at 2 of a window");
-  refused(gather(window, 3 * kMiB, 1), "at 3145728");
-  refused(gather(window, 1, std::numeric_limits<int64_t>::max()), "of a window");
+  refused(gather(window + 1, 0, 16), "no window 2");
+  refused(gather(window, -16, 16), "at -16");
+  refused(gather(window, 0, -16), "of -16 bytes");
+  refused(gather(window, 8, 16), "16 bytes at 8, must be multiples of 16");
+  refused(gather(window, 16, 17), "17 bytes at 16, must be multiples of 16");
+  refused(gather(window, 0, kMiB + 16), "2 shares of 1048592 bytes at 0 of a window of 2097152");
+  refused(gather(window, 16, kMiB), "at 16 of a window");
+  refused(gather(window, 3 * kMiB, 16), "at 3145728 of a window");
+  refused(gather(window, 16, std::numeric_limits<int64_t>::max() - 15), "of a window");
   refused(communicator->DeregisterWindow(window + 1, Plenty()), "no window 2");
 
   RequireOk(broadcast([](auto* call) { call->bytes = 0; }));
@@ -616,7 +618,7 @@ TEST_CASE("a thousand windows and a hundred communicators leave nothing behind")
       const Regions regions = host.MakeRegions(kMiB);
       const auto window = Ok(communicator->RegisterWindow(regions, Plenty()));
       RequireOk(communicator->AllGather(
-          {.window = window, .byte_offset = 0, .bytes = 1000, .streams = host.streams()},
+          {.window = window, .byte_offset = 0, .bytes = 1008, .streams = host.streams()},
           Plenty()));
       REQUIRE(host.RunStreams());
       if (j < 9) RequireOk(communicator->DeregisterWindow(window, Plenty()));
