@@ -119,6 +119,9 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
   if (counts == nullptr) return;
   ++counts->updates[IndexOf(report)];
   counts->update_bytes += Positive(report.bytes);
+  for (size_t i = 0; i < kPushMethods.size(); ++i) {
+    counts->pushed_bytes[i] += Positive(report.pushed_bytes[i]);
+  }
   counts->total.Observe(report.total);
   const std::array<Duration, kPhases> phases = {report.prepare, report.data, report.verify,
                                                 report.decide};
@@ -165,6 +168,13 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
   families->Counter("refitd_update_bytes_total",
                     "Tensor data that trainers handed over in updates that have ended.",
                     {{"group", group}}, counts.update_bytes);
+  for (size_t i = 0; i < kPushMethods.size(); ++i) {
+    families->Counter("refitd_pushed_bytes_total",
+                      "Tensor data that came in buckets of updates that have ended, by how it went "
+                      "on to the engines.",
+                      {{"group", group}, {"broadcast", std::string(kPushMethods[i])}},
+                      counts.pushed_bytes[i]);
+  }
   for (size_t i = 0; i < kMoves; ++i) {
     families->Counter("refitd_moved_bytes_total", "Bytes that the transports wrote or sent.",
                       {{"group", group}, {"move", std::string(kMoveNames[i])}},

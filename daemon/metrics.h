@@ -65,6 +65,7 @@ class Metrics : public NodeObserver {
   struct GroupCounts {
     std::array<uint64_t, kUpdateReasons.size()> updates{};  // [0]: committed
     uint64_t update_bytes = 0;
+    std::array<uint64_t, kPushMethods.size()> pushed_bytes{};
     std::array<uint64_t, kMoves> moved_bytes{};
     uint64_t integrity_failures = 0;
     Histogram total;

@@ -68,7 +68,9 @@ UpdateReport Aborted(const std::string& group, std::string_view reason) {
 TEST_CASE("What the node reports is shown by group, outcome, reason, phase and move") {
   Metrics metrics(8);
   metrics.UpdateEnded(Committed("policy"));
-  metrics.UpdateEnded(Committed("policy"));
+  UpdateReport chained = Committed("policy");
+  chained.pushed_bytes = {1, 999, 0, 0};
+  metrics.UpdateEnded(chained);
   metrics.UpdateEnded(Aborted("policy", kReasonDeadline));
   metrics.BytesMoved("policy", MoveKind::kCopy, 5'000'000'000);
   metrics.BytesMoved("policy", MoveKind::kExchange, 7);
@@ -81,6 +83,9 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value(updates + R"("aborted",reason="deadline"})") == "1");
   CHECK(value(updates + R"("aborted",reason="verification"})") == "0");
   CHECK(value(R"(refitd_update_bytes_total{group="policy"})") == "2000");
+  CHECK(value(R"(refitd_pushed_bytes_total{group="policy",broadcast="direct"})") == "1");
+  CHECK(value(R"(refitd_pushed_bytes_total{group="policy",broadcast="chain"})") == "999");
+  CHECK(value(R"(refitd_pushed_bytes_total{group="policy",broadcast="nccl"})") == "0");
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="copy"})") == "5000000000");
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="broadcast"})") == "0");
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="exchange"})") == "7");

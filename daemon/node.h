@@ -185,6 +185,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   absl::StatusOr<v1::ListGroupsResponse> ListGroups();
   absl::StatusOr<v1::GetGroupResponse> GetGroup(const v1::GetGroupRequest& request);
   absl::StatusOr<v1::ListMembersResponse> ListMembers(const v1::ListMembersRequest& request);
+  absl::StatusOr<v1::GetUpdateStatisticsResponse> GetUpdateStatistics(
+      const v1::GetUpdateStatisticsRequest& request);
   // Watches until StopWatching; the sink's End comes from the node only with until_idle.
   absl::StatusOr<uint64_t> Watch(const v1::WatchUpdatesRequest& request,
                                  std::shared_ptr<UpdateSink> sink);
@@ -237,6 +239,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::string client;
     std::string device;
     std::optional<int> ordinal;  // of its GPU; none: host
+    std::string instance;        // engines
     bool staged = false;         // engines: how the weights are delivered
     bool updated = false;        // engines: an update was committed in this lease
     std::shared_ptr<TrainerSink> trainer_sink;
@@ -266,9 +269,17 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     // The staging pool, the same slots at the same offsets in host memory and on each GPU.
     UniqueFd pool_fd;
     std::shared_ptr<HostRegion> pool;  // null until first needed
-    // By ordinal: made before a staged rank there is welcomed, or when a trainer there first leases
-    // or maps; given up with the last member there.
+    // By ordinal: made before a staged rank there is welcomed, when a trainer there first leases or
+    // maps, or for a Begin whose buckets may be broadcast through slots; given up with the last
+    // member there.
     std::map<int, DevicePool> device_pools;
+    // Engine ranks that attach have to have a pool on their GPU: while Begin calls make theirs, and
+    // where the running update's buckets may be broadcast.
+    int preparing_begins = 0;
+    bool broadcasts = false;
+    bool wants_pools() const {
+      return preparing_begins > 0 || (broadcasts && machine->update_running());
+    }
     // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
     std::string replace_request;
     uint64_t replace_incarnation = 0;
@@ -286,7 +297,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     MemberId member;
     bool gone = false;  // the caller went away
   };
-  // An engine rank that waits until its group has a pool on its GPU.
+  // An engine rank that waits until its group has a pool on its GPU: it reads parts there, or an
+  // update that is being opened broadcasts.
   struct Pooling {
     MemberRecord record;
     GroupEvent attached;
@@ -305,8 +317,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   };
   static constexpr size_t kMaxWaitingPeers = 1024;
   static constexpr size_t kMaxCalls = 65'536;  // unanswered, of all members
-  // RegisterRegion, PushBucket with handles and LeaseSlot on a GPU: waiting to be opened, of all
-  // members.
+  // RegisterRegion, PushBucket with handles, Begin and LeaseSlot on a GPU: waiting to be opened, of
+  // all members.
   static constexpr size_t kMaxOpening = 4096;
   struct Call {
     std::string group;
@@ -362,8 +374,10 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   template <typename HelloMessage, typename Sink, typename Identity>
   MemberId Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
                   absl::StatusOr<Identity> identity);
-  // Or refuses it.
+  // Or refuses it. At once, or when its GPU has the pool that it needs.
   void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Deferred* deferred)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Admit(MemberRecord record, GroupEvent attached, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitWaiting(const std::string& group, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -421,6 +435,32 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   };
   std::optional<MissingPool> Missing(const MemberRecord& member)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Broadcasts through slots. OK: the method can serve updates that this rank begins.
+  absl::Status CheckBroadcast(const MemberRecord& trainer, BroadcastMethod method)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether kAuto could gain by slots.
+  bool CouldGain(const MemberRecord& trainer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // GPUs of the trainer and of the group's engines that have none.
+  std::vector<MissingPool> MissingFor(const MemberRecord& trainer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What a Begin needs before its event may enter the group.
+  struct BeginNeeds {
+    BroadcastMethod broadcast = BroadcastMethod::kDirect;
+    bool slots = false;  // on the GPUs
+    std::string group;
+    uint64_t id = 0;
+    std::vector<MissingPool> missing;
+  };
+  absl::StatusOr<BeginNeeds> NeedsOf(CallId call, const v1::BeginRequest& request, const Peer& peer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // On regions_thread_. Not OK: the call is not wanted any more, or a pool could not be made.
+  absl::Status MakePools(CallId call, const std::vector<MissingPool>& missing);
+  absl::StatusOr<BeginEvent> MakeBegin(CallId call, const v1::BeginRequest& request,
+                                       const MemberRecord& member)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // `slots`: the pools are there.
+  void BeginOpened(CallId call, const v1::BeginRequest& request, const Peer& peer,
+                   ReplyFunction reply, bool slots);
   absl::StatusOr<PoolHandle> HandleOf(const MemberRecord& member)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,

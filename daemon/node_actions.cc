@@ -172,7 +172,9 @@ struct Node::Performer {
     node->executor_.Forget(a.update);
     group->verification.reset();
     // Unknown: this daemon's share of an update, which its coordinator counts.
-    if (a.outcome != Outcome::kUnknown) node->Count(*group, a);
+    if (a.outcome == Outcome::kUnknown) return;
+    group->broadcasts = false;
+    node->Count(*group, a);
   }
   void operator()(RefuseMember& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     MemberRecord* member = Find(a.member);
@@ -243,7 +245,8 @@ bool Node::UsesHostPool(const StartTransfer& start) const {
     return it == members_.end() || !it->second.ordinal.has_value();
   };
   if (start.source_slot.has_value() && on_host(start.trainer)) return true;
-  if (start.fill_slot.has_value() && start.staged.empty()) return true;
+  const bool broadcasts = start.broadcast != BroadcastMethod::kDirect;
+  if (start.fill_slot.has_value() && start.staged.empty() && !broadcasts) return true;
   const bool slot = start.source_slot.has_value() || start.fill_slot.has_value();
   return slot && std::any_of(start.staged.begin(), start.staged.end(), on_host);
 }
@@ -339,6 +342,11 @@ void Node::Count(const GroupRecord& group, const UpdateEnded& ended) {
   report.verify = ended.verify;
   report.total = ended.total;
   report.bytes = ended.bytes;
+  for (const BroadcastTotals& totals : ended.pushed) {
+    // kAuto is before the first: what is used is known.
+    const size_t at = static_cast<size_t>(totals.method) - 1;
+    if (at < report.pushed_bytes.size()) report.pushed_bytes[at] = totals.bytes;
+  }
   options_.observer->UpdateEnded(report);
   if (ended.give_up_class == GiveUpClass::kVerification) {
     options_.observer->IntegrityFailure(report.group);

@@ -59,37 +59,48 @@ void Node::TrainerCall(
   deferred.Run();
 }
 
-void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
-                 ReplyFunction reply) {
-  TrainerCall(
-      call, request.lease(), peer, request.request_id(), std::move(reply),
-      [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
-        mutex_.AssertHeld();
-        BeginEvent event;
-        event.call = call;
-        event.member = member.id;
-        event.request_id = request.request_id();
-        event.version = Version(request.version());
-        REFITD_ASSIGN_OR_RETURN(event.duration,
-                                CheckDuration(request.duration_ms(), options_.group.max_duration));
-        REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
-        event.evict_late = request.evict_late();
-        REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
-        if (!event.verification.has_value()) {
-          event.verification = DefaultVerification(FindGroup(member.group), event.version);
-        }
-        if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
-          return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
-                       request.tensor_count(), kMaxTensorsPerLayout);
-        }
-        if (request.total_bytes() < 0) {
-          return Error(absl::StatusCode::kInvalidArgument, "total_bytes: {} is negative",
-                       request.total_bytes());
-        }
-        event.tensor_count = request.tensor_count();
-        event.total_bytes = request.total_bytes();
-        return event;
-      });
+absl::StatusOr<BeginEvent> Node::MakeBegin(CallId call, const v1::BeginRequest& request,
+                                           const MemberRecord& member) {
+  BeginEvent event;
+  event.call = call;
+  event.member = member.id;
+  event.request_id = request.request_id();
+  event.version = Version(request.version());
+  REFITD_ASSIGN_OR_RETURN(event.duration,
+                          CheckDuration(request.duration_ms(), options_.group.max_duration));
+  REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
+  event.evict_late = request.evict_late();
+  REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
+  if (!event.verification.has_value()) {
+    event.verification = DefaultVerification(FindGroup(member.group), event.version);
+  }
+  if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
+    return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
+                 request.tensor_count(), kMaxTensorsPerLayout);
+  }
+  if (request.total_bytes() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "total_bytes: {} is negative",
+                 request.total_bytes());
+  }
+  event.tensor_count = request.tensor_count();
+  event.total_bytes = request.total_bytes();
+  REFITD_ASSIGN_OR_RETURN(event.broadcast, BroadcastFromWire(request.broadcast()));
+  return event;
+}
+
+void Node::BeginOpened(CallId call, const v1::BeginRequest& request, const Peer& peer,
+                       ReplyFunction reply, bool slots) {
+  TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                mutex_.AssertHeld();
+                REFITD_ASSIGN_OR_RETURN(BeginEvent event, MakeBegin(call, request, member));
+                REFITD_RETURN_IF_ERROR(CheckBroadcast(member, event.broadcast));
+                event.slots_on_devices = slots && MissingFor(member).empty();
+                GroupRecord* group = FindGroup(member.group);
+                if (!group->machine->update_running()) group->broadcasts = false;
+                group->broadcasts = group->broadcasts || event.slots_on_devices;
+                return event;
+              });
 }
 
 void Node::LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,

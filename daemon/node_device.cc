@@ -5,12 +5,14 @@
 // regions_thread_, or on a thread of the descriptor socket.
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string_view>
 #include <utility>
 
 #include "daemon/log.h"
 #include "daemon/node.h"
 #include "transport/base/status.h"
+#include "transport/broadcast.h"
 
 namespace refitd {
 namespace {
@@ -344,8 +346,17 @@ void Node::EndPooling(MemberId member, absl::Status made) {
     pooling_.erase(it);
     GroupRecord* group = FindGroup(waited.record.group);
     if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
+    const bool there = group != nullptr && !absl::IsCancelled(made) && !absl::IsNotFound(made);
+    if (!made.ok() && there && !waited.record.staged) {
+      // It can do without.
+      LogWarning("group {}: what is being opened goes without broadcasts: {}", waited.record.group,
+                 Message(made));
+      std::get<EngineAttached>(waited.attached).lacks_slots = true;
+      made = absl::OkStatus();
+    }
+    if (made.ok()) made = CheckDevices(*group, waited.record);
     if (made.ok()) {
-      Enter(std::move(waited.record), group, std::move(waited.attached), &deferred);
+      Admit(std::move(waited.record), std::move(waited.attached), &deferred);
     } else {
       waited.record.End(std::move(made));
     }
@@ -381,6 +392,128 @@ void Node::LeaseSlot(CallId call, const v1::LeaseSlotRequest& request, const Pee
         if (made.ok()) made = wanted;
         if (!made.ok()) return reply(made, EmptyReply{});
         LeaseOpened(call, request, peer, std::move(reply));
+      });
+}
+
+// ---- broadcasts through slots ----
+
+absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod method) {
+  if (method == BroadcastMethod::kAuto || method == BroadcastMethod::kDirect) {
+    return absl::OkStatus();
+  }
+  const GroupRecord& group = *FindGroup(trainer.group);
+  if (group.follower != nullptr || !group.sessions.empty()) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "broadcast: {} is between GPUs of one daemon, and group '{}' spans daemons",
+                 BroadcastMethodName(method), trainer.group);
+  }
+  if (!trainer.ordinal.has_value()) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "broadcast: {} is between GPUs, and this trainer rank's memory is the host's",
+                 BroadcastMethodName(method));
+  }
+  if (absl::Status can = transport_->CanBroadcast(method); !can.ok()) {
+    return Error(can.code(), "broadcast: {}: {}", BroadcastMethodName(method), Message(can));
+  }
+  return absl::OkStatus();
+}
+
+// What one instance alone has, it has once: its ranks hold shards.
+bool Node::CouldGain(const MemberRecord& trainer) const {
+  if (!trainer.ordinal.has_value()) return false;
+  const auto can = [this](BroadcastMethod method) { return transport_->CanBroadcast(method).ok(); };
+  if (!can(BroadcastMethod::kChain) && !can(BroadcastMethod::kSymmetric) &&
+      !can(BroadcastMethod::kNccl)) {
+    return false;
+  }
+  std::set<int> devices;
+  std::set<std::string_view> instances;
+  for (const auto& [id, member] : members_) {
+    if (!member.engine || member.lost || member.staged || member.group != trainer.group) continue;
+    if (!member.ordinal.has_value() || member.ordinal == trainer.ordinal) continue;
+    devices.insert(*member.ordinal);
+    instances.insert(member.instance);
+  }
+  return devices.size() > 1 && instances.size() > 1;
+}
+
+std::vector<Node::MissingPool> Node::MissingFor(const MemberRecord& trainer) {
+  std::map<int, MissingPool> missing;
+  for (const auto& [id, member] : members_) {
+    if (member.lost || member.group != trainer.group) continue;
+    if (!member.engine && id != trainer.id) continue;
+    const std::optional<MissingPool> pool = Missing(member);
+    if (pool.has_value()) missing[pool->ordinal] = *pool;
+  }
+  std::vector<MissingPool> all;
+  for (auto& [ordinal, pool] : missing) all.push_back(std::move(pool));
+  return all;
+}
+
+absl::StatusOr<Node::BeginNeeds> Node::NeedsOf(CallId call, const v1::BeginRequest& request,
+                                               const Peer& peer) {
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(request.lease(), peer, false));
+  BeginNeeds needs;
+  REFITD_ASSIGN_OR_RETURN(needs.broadcast, BroadcastFromWire(request.broadcast()));
+  if (needs.broadcast == BroadcastMethod::kDirect) return needs;
+  // What is refused anyway makes no pools.
+  REFITD_RETURN_IF_ERROR(MakeBegin(call, request, *member).status());
+  REFITD_RETURN_IF_ERROR(CheckBroadcast(*member, needs.broadcast));
+  needs.slots = needs.broadcast != BroadcastMethod::kAuto || CouldGain(*member);
+  if (!needs.slots) return needs;
+  needs.missing = MissingFor(*member);
+  if (needs.missing.empty()) return needs;
+  REFITD_RETURN_IF_ERROR(AdmitOpening(call, member->id));
+  GroupRecord* group = FindGroup(member->group);
+  needs.group = member->group;
+  needs.id = group->id;
+  ++group->preparing_begins;
+  return needs;
+}
+
+absl::Status Node::MakePools(CallId call, const std::vector<MissingPool>& missing) {
+  for (const MissingPool& pool : missing) {
+    REFITD_RETURN_IF_ERROR(OpeningWanted(call));
+    const absl::Status made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
+    // Who needed it has gone.
+    if (!made.ok() && !absl::IsCancelled(made)) return made;
+  }
+  return absl::OkStatus();
+}
+
+// Before its event enters the group, so that no slot is granted that a GPU lacks. Engine ranks that
+// attach meanwhile wait for a pool of their own (GroupRecord::wants_pools).
+void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
+                 ReplyFunction reply) {
+  const auto check = [&]() -> absl::StatusOr<BeginNeeds> {
+    MutexLock lock(&mutex_);
+    return NeedsOf(call, request, peer);
+  };
+  absl::StatusOr<BeginNeeds> checked = check();
+  if (!checked.ok()) return reply(checked.status(), EmptyReply{});
+  if (checked->missing.empty()) {
+    return BeginOpened(call, request, peer, std::move(reply), checked->slots);
+  }
+  regions_thread_->Submit(
+      [this, call, request, peer, needs = *std::move(checked), reply = std::move(reply)]() mutable {
+        absl::Status made = MakePools(call, needs.missing);
+        const absl::Status wanted = EndOpening(call);
+        if (!wanted.ok()) made = wanted;
+        const bool goes_without = needs.broadcast == BroadcastMethod::kAuto && wanted.ok();
+        if (made.ok() || goes_without) {
+          if (!made.ok()) {
+            LogWarning("group {}: version {} is pushed without broadcasts: {}", needs.group,
+                       request.version(), Message(made));
+          }
+          BeginOpened(call, request, peer, std::move(reply), made.ok());
+        } else {
+          reply(Error(made.code(), "broadcast: {}: {}", BroadcastMethodName(needs.broadcast),
+                      Message(made)),
+                EmptyReply{});
+        }
+        MutexLock lock(&mutex_);
+        GroupRecord* group = FindGroup(needs.group);
+        if (group != nullptr && group->id == needs.id) --group->preparing_begins;
       });
 }
 

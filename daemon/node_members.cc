@@ -154,6 +154,7 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       record.ordinal = *ordinal;
       if constexpr (std::is_same_v<Sink, EngineSink>) {
         record.engine_sink = sink;
+        record.instance = hello.instance();
         record.staged = hello.delivery() == v1::DELIVERY_STAGED;
       } else {
         record.trainer_sink = sink;
@@ -226,12 +227,17 @@ void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, D
   if (absl::Status devices = CheckDevices(*group, record); !devices.ok()) {
     return record.End(std::move(devices));
   }
-  if (record.staged && Missing(record).has_value()) {
+  const bool wants_pool = record.staged || (record.engine && group->wants_pools());
+  if (wants_pool && Missing(record).has_value()) {
     return AwaitPool(std::move(record), *group, std::move(attached));
   }
+  Admit(std::move(record), std::move(attached), deferred);
+}
+
+void Node::Admit(MemberRecord record, GroupEvent attached, Deferred* deferred) {
   const MemberId member = record.id;
   record.token = RandomToken();
-  record.incarnation = group->machine->incarnation();
+  record.incarnation = FindGroup(record.group)->machine->incarnation();
   tokens_[record.token] = member;
   const auto it = members_.emplace(member, std::move(record)).first;
   MemberRecord& m = it->second;

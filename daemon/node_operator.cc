@@ -303,6 +303,37 @@ absl::StatusOr<v1::ListMembersResponse> Node::ListMembers(const v1::ListMembersR
   return response;
 }
 
+absl::StatusOr<v1::GetUpdateStatisticsResponse> Node::GetUpdateStatistics(
+    const v1::GetUpdateStatisticsRequest& request) {
+  v1::GetUpdateStatisticsResponse response;
+  UpdateStatistics statistics;
+  {
+    MutexLock lock(&mutex_);
+    const GroupRecord* group = FindGroup(request.group());
+    if (group == nullptr) return NoGroup(request.group());
+    if (group->follower != nullptr) return Followed(*group);
+    statistics = group->machine->Statistics();
+    const std::optional<UpdateView> update = group->machine->View(Now()).group.update;
+    if (update.has_value()) *response.mutable_update() = StatusOf(request.group(), *update);
+  }
+  for (const BroadcastTotals& totals : statistics.pushed) {
+    *response.add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
+  }
+  for (const BucketRecord& record : statistics.buckets) {
+    v1::BucketStatistics* bucket = response.add_buckets();
+    bucket->set_group_seq(record.group_seq);
+    bucket->set_trainer_rank(record.trainer_rank);
+    bucket->set_seq(record.seq);
+    bucket->set_tensors(record.tensors);
+    bucket->set_bytes(record.bytes);
+    bucket->set_parts(record.parts);
+    bucket->set_broadcast(ToWire(record.broadcast));
+    bucket->set_seconds(Seconds(record.took));
+  }
+  response.set_buckets_left_out(statistics.left_out);
+  return response;
+}
+
 // ---- watching ----
 
 absl::StatusOr<uint64_t> Node::Watch(const v1::WatchUpdatesRequest& request,

@@ -30,6 +30,10 @@ inline constexpr std::array kUpdateReasons = {
     kReasonNone,    kReasonDeadline, kReasonMemberLost, kReasonPeerLost, kReasonVerification,
     kReasonAborted, kReasonOperator, kReasonTransfer,   kReasonDrain,    kReasonOther};
 
+// How buckets went (transport/transport.h); metrics have one series each.
+inline constexpr std::array<std::string_view, 4> kPushMethods = {"direct", "chain", "symmetric",
+                                                                 "nccl"};
+
 // An update that has ended. A phase that was not reached took no time.
 struct UpdateReport {
   std::string group;
@@ -41,6 +45,7 @@ struct UpdateReport {
   Duration decide{};        // to the outcome told
   Duration total{};         // Begin to the outcome
   int64_t bytes = 0;        // of tensor data handed over
+  std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of it in buckets, by kPushMethods
 };
 
 // The moves of a transport (docs/architecture.md).

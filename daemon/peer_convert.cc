@@ -351,6 +351,7 @@ void PutEvent(const BeginEvent& e, v1::PeerCall* wire) {
   out->set_evict_late(e.evict_late);
   out->set_tensor_count(e.tensor_count);
   out->set_total_bytes(e.total_bytes);
+  out->set_broadcast(ToWire(e.broadcast));
 }
 
 void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* wire) {
@@ -430,6 +431,7 @@ void Put(const PeerPartDone& v, v1::PeerMessage* wire) {
     out->set_failed_destination(static_cast<uint32_t>(v.failed_destination));
   }
   out->mutable_digests()->Add(v.digests.begin(), v.digests.end());
+  if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
 }
 
 void Put(const PeerVerified& v, v1::PeerMessage* wire) {
@@ -594,6 +596,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& wire, const PeerBounds&) 
   out.tensor_count = wire.tensor_count();
   REFITD_RETURN_IF_ERROR(NotNegative(wire.total_bytes(), "begin.total_bytes"));
   out.total_bytes = wire.total_bytes();
+  REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
   return PeerCall{std::move(out)};
 }
 
@@ -731,6 +734,9 @@ absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& wire) {
   }
   REFITD_RETURN_IF_ERROR(AtMost(wire.digests_size(), kMaxTensorsPerBucket, "part_done.digests"));
   out.digests.assign(wire.digests().begin(), wire.digests().end());
+  if (wire.has_broadcast()) {
+    REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
+  }
   return out;
 }
 
@@ -864,6 +870,9 @@ void PutPayload(const CommitReply& r, v1::PeerReply* wire) {
   out->set_bytes(r.bytes);
   out->set_elapsed_us(
       std::chrono::ceil<std::chrono::microseconds>(std::max(r.elapsed, Duration(0))).count());
+  for (const BroadcastTotals& totals : r.pushed) {
+    *out->add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
+  }
 }
 
 void Put(const PeerReply& v, v1::PeerAnswer* wire) {
@@ -910,6 +919,7 @@ void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
   out->set_trainer(v.trainer.value());
   out->mutable_bucket_ranges()->Add(v.bucket_ranges.begin(), v.bucket_ranges.end());
   out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
+  if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
 }
 
 void Put(const PeerIssue& v, v1::PeerAnswer* wire) {
@@ -1072,6 +1082,14 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {
       std::chrono::duration_cast<std::chrono::microseconds>(kMaxPeerDuration).count();
   REFITD_RETURN_IF_ERROR(InRange(wire.elapsed_us(), 0, kMaxMicros, "reply.done.elapsed_us"));
   out.elapsed = std::chrono::microseconds(wire.elapsed_us());
+  REFITD_RETURN_IF_ERROR(
+      AtMost(wire.pushed_size(), v1::BroadcastMethod_ARRAYSIZE, "reply.done.pushed"));
+  for (const v1::BroadcastTotals& totals : wire.pushed()) {
+    REFITD_RETURN_IF_ERROR(NotNegative(totals.bytes(), "reply.done.pushed.bytes"));
+    REFITD_RETURN_IF_ERROR(NotNegative(totals.buckets(), "reply.done.pushed.buckets"));
+    REFITD_ASSIGN_OR_RETURN(const BroadcastMethod method, BroadcastFromWire(totals.method()));
+    out.pushed.push_back({method, totals.bytes(), totals.buckets()});
+  }
   return out;
 }
 
@@ -1195,6 +1213,9 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& wire, const PeerBoun
       out.bucket_ranges, IndicesOf(wire.bucket_ranges(), kMaxTensorsPerBucket, kMaxTensorsPerBucket,
                                    "header.bucket_ranges"));
   REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "header.skip"));
+  if (wire.has_broadcast()) {
+    REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
+  }
   return out;
 }
 

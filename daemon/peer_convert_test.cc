@@ -43,7 +43,6 @@ FIELDS(PeerLayout, a, b, c, d)
 FIELDS(PeerReady, a, b)
 FIELDS(PeerFailed, a, b, c)
 FIELDS(PeerAck, a, b, c)
-FIELDS(BeginEvent, a, b, c, d, e, f, g, h, i)
 FIELDS(LeaseSlotEvent, a, b, c, d)
 FIELDS(ReleaseSlotEvent, a, b, c)
 FIELDS(BucketEvent, a, b, c, d, e, f, g, h, i)
@@ -53,7 +52,7 @@ FIELDS(RefitEvent, a, b, c, d, e, f, g, h)
 FIELDS(PeerCall, a)
 FIELDS(PeerCallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d)
-FIELDS(PeerPartDone, a, b, c, d, e, f, g)
+FIELDS(PeerPartDone, a, b, c, d, e, f, g, h)
 FIELDS(PeerVerified, a, b, c)
 FIELDS(PeerEpochOpened, a, b, c)
 FIELDS(PeerEpochUp, a, b)
@@ -67,11 +66,12 @@ FIELDS(BeginReply, a, b, c, d)
 FIELDS(LeaseSlotReply, a, b, c)
 FIELDS(BucketReply, a, b)
 FIELDS(InstanceOutcome, a, b, c)
-FIELDS(CommitReply, a, b, c, d)
+FIELDS(BroadcastTotals, a, b, c)
+FIELDS(CommitReply, a, b, c, d, e)
 FIELDS(PeerReply, a, b, c)
 FIELDS(PeerPrepare, a, b, c, d, e, f, g, h)
 FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
-FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l)
+FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m)
 FIELDS(PeerIssue, a, b)
 FIELDS(PeerSendPart, a, b, c)
 FIELDS(PeerCommitted, a, b)
@@ -99,6 +99,14 @@ FIELDS(PeerIncarnation, a)
 FIELDS(GroupSpec, a, b, c, d, e)
 FIELDS(LinkUp, a, b, c, d)
 #undef FIELDS
+// All but slots_on_devices: of a joined daemon's ranks it is never true.
+template <typename V>
+requires std::is_same_v<std::remove_const_t<V>, BeginEvent>
+auto Fields(V& v) {
+  auto& [a, b, c, d, e, f, g, h, i, j, slots_on_devices] = v;
+  (void)slots_on_devices;
+  return std::tie(a, b, c, d, e, f, g, h, i, j);
+}
 std::tuple<> Fields(const EmptyReply& /*reply*/) { return {}; }
 
 template <typename T>
@@ -229,6 +237,9 @@ void FillOne(Rng& rng, absl::Status* v) {
   *v = absl::Status(static_cast<absl::StatusCode>(Between(rng, 1, 16)), message);
 }
 void FillOne(Rng& rng, Verification* v) { *v = static_cast<Verification>(Between(rng, 1, 3)); }
+void FillOne(Rng& rng, BroadcastMethod* v) {
+  *v = static_cast<BroadcastMethod>(Between(rng, 0, 4));
+}
 void FillOne(Rng& rng, DeliveryMode* v) { *v = static_cast<DeliveryMode>(Between(rng, 1, 2)); }
 void FillOne(Rng& rng, Outcome* v) { *v = static_cast<Outcome>(Between(rng, 0, 3)); }
 void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }

@@ -442,11 +442,35 @@ absl::StatusOr<std::optional<Verification>> VerificationFromWire(v1::Verificatio
   }
 }
 
+v1::BroadcastMethod ToWire(BroadcastMethod method) {
+  return static_cast<v1::BroadcastMethod>(method);
+}
+
+v1::BroadcastTotals BroadcastTotalsToWire(BroadcastMethod method, int64_t bytes, int64_t buckets) {
+  v1::BroadcastTotals totals;
+  totals.set_method(ToWire(method));
+  totals.set_bytes(bytes);
+  totals.set_buckets(buckets);
+  return totals;
+}
+
+absl::StatusOr<BroadcastMethod> BroadcastFromWire(v1::BroadcastMethod method) {
+  if (v1::BroadcastMethod_IsValid(method)) return static_cast<BroadcastMethod>(method);
+  return Error(StatusCode::kInvalidArgument, "broadcast is {}, which is not known",
+               static_cast<int>(method));
+}
+
 static_assert(static_cast<int>(DType::kFloat64) == v1::DTYPE_FLOAT64);
 static_assert(static_cast<int>(DType::kBFloat16) == v1::DTYPE_BFLOAT16);
 static_assert(static_cast<int>(DType::kBool) == v1::DTYPE_BOOL);
 static_assert(static_cast<int>(Verification::kOff) == v1::VERIFICATION_OFF);
 static_assert(static_cast<int>(Verification::kTransfer) == v1::VERIFICATION_TRANSFER);
 static_assert(static_cast<int>(Verification::kReadback) == v1::VERIFICATION_READBACK);
+static_assert(static_cast<int>(BroadcastMethod::kAuto) == v1::BROADCAST_METHOD_UNSPECIFIED);
+static_assert(static_cast<int>(BroadcastMethod::kDirect) == v1::BROADCAST_METHOD_DIRECT);
+static_assert(static_cast<int>(BroadcastMethod::kChain) == v1::BROADCAST_METHOD_CHAIN);
+static_assert(static_cast<int>(BroadcastMethod::kSymmetric) == v1::BROADCAST_METHOD_SYMMETRIC);
+static_assert(static_cast<int>(BroadcastMethod::kNccl) == v1::BROADCAST_METHOD_NCCL);
+static_assert(v1::BroadcastMethod_MAX == v1::BROADCAST_METHOD_NCCL);
 
 }  // namespace refitd

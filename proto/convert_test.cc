@@ -350,5 +350,19 @@ TEST_CASE("Every dtype and verification has the same number on the wire") {
   CHECK_THAT(Message(unknown.status()), Contains("9"));
 }
 
+TEST_CASE("Every broadcast method has the same number on the wire, and auto is unspecified") {
+  for (const BroadcastMethod method :
+       {BroadcastMethod::kAuto, BroadcastMethod::kDirect, BroadcastMethod::kChain,
+        BroadcastMethod::kSymmetric, BroadcastMethod::kNccl}) {
+    CHECK(BroadcastFromWire(ToWire(method)).value() == method);
+  }
+  CHECK(ToWire(BroadcastMethod::kAuto) == v1::BROADCAST_METHOD_UNSPECIFIED);
+  for (const int number : {-1, 5}) {
+    const auto unknown = BroadcastFromWire(static_cast<v1::BroadcastMethod>(number));
+    CHECK(unknown.status().code() == StatusCode::kInvalidArgument);
+    CHECK_THAT(Message(unknown.status()), Contains(std::to_string(number)));
+  }
+}
+
 }  // namespace
 }  // namespace refitd

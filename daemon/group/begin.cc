@@ -3,6 +3,7 @@
 #include <set>
 
 #include "daemon/group/group_impl.h"
+#include "transport/broadcast.h"
 
 namespace refitd {
 namespace {
@@ -10,6 +11,11 @@ namespace {
 template <typename... Args>
 absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
+}
+
+// Those that can't do without.
+bool NeedsSlots(BroadcastMethod method) {
+  return method != BroadcastMethod::kAuto && method != BroadcastMethod::kDirect;
 }
 
 absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int64_t max) {
@@ -71,17 +77,57 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
   return absl::OkStatus();
 }
 
+// Refit has no say: what a rank that begins says counts.
+absl::Status Group::Impl::CheckBroadcast(const BeginEvent& e) const {
+  if (update != nullptr && update->broadcast.has_value() && *update->broadcast != e.broadcast) {
+    return Precondition("broadcast: {} differs from the first rank's {}",
+                        BroadcastMethodName(e.broadcast), BroadcastMethodName(*update->broadcast));
+  }
+  if (NeedsSlots(e.broadcast) && !e.slots_on_devices) {
+    return Precondition(
+        "broadcast: {} goes through slots on the GPUs of one daemon, and there are none",
+        BroadcastMethodName(e.broadcast));
+  }
+  return absl::OkStatus();
+}
+
+void Group::Impl::TakeBroadcast(const Member& member, const BeginEvent& e) {
+  update->broadcast = e.broadcast;
+  if (!e.slots_on_devices && update->lacks_slots.empty()) update->lacks_slots = member.label;
+}
+
+// Who takes part is known. Between daemons bytes go over the data plane.
+absl::Status Group::Impl::DecideBroadcast() {
+  update->through_slots = false;
+  const BroadcastMethod method = update->broadcast.value_or(BroadcastMethod::kDirect);
+  if (method == BroadcastMethod::kDirect) return absl::OkStatus();
+  const bool asked = NeedsSlots(method);
+  if (update->nodes.size() > 1) {
+    if (!asked) return absl::OkStatus();
+    return Precondition("broadcast: {} moves bytes within one daemon, and the update is of {}",
+                        BroadcastMethodName(method), update->nodes.size());
+  }
+  update->through_slots = update->lacks_slots.empty();
+  if (!asked || update->through_slots) return absl::OkStatus();
+  return Error(absl::StatusCode::kResourceExhausted,
+               "broadcast: {} needs staging slots, and the GPU of {} has none",
+               BroadcastMethodName(method), update->lacks_slots);
+}
+
 void Group::Impl::On(const BeginEvent& e) {
   Member* member = Trainer(e.member, e.call);
   if (member == nullptr) return;
   const std::string what = fmt::format("begin of version {}", e.version);
   if (Repeated(member, CallKind::kBegin, e.request_id, what, e.call)) return;
-  if (absl::Status status = CheckBegin(*member, e); !status.ok()) {
+  absl::Status status = CheckBegin(*member, e);
+  if (status.ok()) status = CheckBroadcast(e);
+  if (!status.ok()) {
     Refuse(e.call, std::move(status));
     return;
   }
   if (update == nullptr) Open(e);
   if (update->state == UpdateState::kOpening) {
+    TakeBroadcast(*member, e);
     update->tensor_count = std::max(update->tensor_count, e.tensor_count);
     update->total_bytes = std::max(update->total_bytes, e.total_bytes);
   }
@@ -115,6 +161,7 @@ void Group::Impl::Open(const BeginEvent& e) {
   update->verification = e.verification.value_or(limits.default_verification);
   update->evict_late = e.evict_late;
   update->last_call = now;
+  bucket_log.Clear();
   Step(&state, GroupTrigger::kOpen);
   Log(LogLine::kInfo, fmt::format("update to version {} opened", e.version));
 }
@@ -158,7 +205,11 @@ void Group::Impl::AssembleIfAllHere() {
     return Next(i.second.state, InstanceTrigger::kPrepare).has_value();
   });
   if (complete < std::max(spec.min_instances, 1)) return;
-  if (absl::Status status = MakeParticipants(); !status.ok()) {
+  absl::Status status = MakeParticipants();
+  if (status.ok()) status = DecideBroadcast();
+  if (!status.ok()) {
+    update->participants.clear();  // nobody takes part yet
+    update->readers.clear();
     GiveUp why{Message(status), GiveUpClass::kOther};
     why.begin_code = status.code();
     Abandon(why);

@@ -582,7 +582,8 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
   h.header.verification = a.verification;
   h.digest = HeaderDigest(h.header);
   h.wired = !part.sinks.empty();
-  h.fill_slot = h.header.slot.has_value() && (h.wired || staged_on_root);
+  const bool broadcasts = a.broadcast != BroadcastMethod::kDirect;
+  h.fill_slot = h.header.slot.has_value() && (h.wired || staged_on_root || broadcasts);
   part.bytes_written.resize(spread->destination_count);
   part.unacknowledged = part.sinks;
   part.unacknowledged.insert(part.root);
@@ -621,6 +622,7 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
       const auto trainer = remotes.find(a.trainer);
       header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
       header.bucket_ranges = a.bucket_ranges;
+      header.broadcast = a.broadcast;
     } else {
       header.fill_slot = false;
     }
@@ -739,6 +741,7 @@ void Coordinator::Impl::PartEnded(NodeId node, const PeerPartDone& r) {
   part.running.erase(node);
   part.unacknowledged.erase(node);
   part.digests[node] = r.digests;
+  if (node == part.root) part.broadcast = r.broadcast;
   const PartSeq seq = r.part;
   HearEnd(node, r, fmt::format("part {}", seq), part.header.wired, &part);
   if (spread.has_value()) CompleteIfDone(seq);
@@ -814,6 +817,7 @@ void Coordinator::Impl::CompleteIfDone(PartSeq seq) {
   done.status = part.status;
   done.bytes_written = std::move(part.bytes_written);
   done.failed_destination = part.failed_destination;
+  done.broadcast = part.broadcast;
   Feed(done);
 }
 
@@ -1029,6 +1033,7 @@ const GroupSpec& Coordinator::spec() const { return impl_->group.spec(); }
 bool Coordinator::has_members() const { return impl_->group.has_members(); }
 bool Coordinator::update_running() const { return impl_->group.update_running(); }
 std::optional<Version> Coordinator::version() const { return impl_->group.version(); }
+UpdateStatistics Coordinator::Statistics() const { return impl_->group.Statistics(); }
 PastUpdate Coordinator::Past(Version version) const { return impl_->group.Past(version); }
 absl::Status Coordinator::CanRegisterLayout(MemberId member) const {
   return impl_->group.CanRegisterLayout(member);

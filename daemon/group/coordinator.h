@@ -50,6 +50,7 @@ class Coordinator : public GroupMachine {
   absl::Status CanRegisterLayout(MemberId member) const override;
   std::optional<Version> version() const override;
   MachineView View(TimePoint now) const override;
+  UpdateStatistics Statistics() const override;
   PastUpdate Past(Version version) const override;
 
   // Whether a daemon of that id may join now. RESOURCE_EXHAUSTED: kMaxNodes. An older link of the

@@ -55,6 +55,7 @@ struct PartJob {
   int failed_destination = -1;  // of the group's
   std::vector<int64_t> bytes_written;
   std::map<NodeId, std::vector<uint64_t>> digests;
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // by the root's word
 };
 // The update's program.
 struct ProgramJob {

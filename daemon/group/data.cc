@@ -161,7 +161,8 @@ absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const Buc
 // Many ranges may name the same source bytes, so that a small message could ask for any number of
 // parts (P10).
 absl::Status Group::Impl::CheckParts(const BucketEvent& e) const {
-  if (e.slot.has_value() || (update->readers.empty() && update->nodes.size() == 1)) {
+  if (e.slot.has_value()) return absl::OkStatus();
+  if (update->readers.empty() && update->nodes.size() == 1 && !update->through_slots) {
     return absl::OkStatus();
   }
   const int64_t most = kMaxPartsPerBucket * spec.slot_bytes;
@@ -268,13 +269,14 @@ void Group::Impl::TakeInOrder(TrainerProgress* progress) {
     progress->early.erase(it);
     ++progress->next_seq;
     bucket->group_seq = update->buckets++;
+    bucket->turn = now;
     update->accepted_bytes += bucket->bytes;
     CutIntoParts(bucket);
   }
 }
 
 bool Group::Impl::NeedsSlot(const Bucket& bucket) const {
-  if (!update->readers.empty()) return true;
+  if (!update->readers.empty() || update->through_slots) return true;
   if (update->nodes.size() == 1) return false;
   const NodeId root = Find(bucket.trainer)->node;
   const Catalog& known = *update->catalog;
@@ -323,10 +325,25 @@ void Group::Impl::AddPart(const std::shared_ptr<Bucket>& bucket,
   part.slot = bucket->slot;
   update->parts.push_back(std::move(part));
   ++bucket->parts_left;
+  ++bucket->parts;
 }
 
 void Group::Impl::FinishBucket(const Bucket& bucket) {
-  --update->trainers.at(Find(bucket.trainer)->rank).pending_buckets;
+  const Member& trainer = *Find(bucket.trainer);
+  --update->trainers.at(trainer.rank).pending_buckets;
+  // A bucket without a byte went like most: directly.
+  const auto& by_method = bucket.bytes_by_method;
+  const auto most = std::max_element(by_method.begin(), by_method.end());
+  BucketRecord record;
+  record.group_seq = bucket.group_seq;
+  record.trainer_rank = trainer.rank;
+  record.seq = bucket.seq;
+  record.tensors = static_cast<int64_t>(bucket.tensors.size());
+  record.bytes = bucket.bytes;
+  record.parts = bucket.parts;
+  if (*most > 0) record.broadcast = static_cast<BroadcastMethod>(most - by_method.begin());
+  record.took = now - bucket.turn;
+  bucket_log.Add(record);
   Finish(bucket.request, absl::OkStatus(), BucketReply{bucket.group_seq, bucket.bytes});
 }
 
@@ -379,6 +396,7 @@ void Group::Impl::StartPart(Part* part) {
   start.touched = part->touched;
   if (part->slot.has_value()) {
     for (const auto& [id, reader] : update->readers) start.staged.push_back(id);
+    if (update->through_slots) start.broadcast = *update->broadcast;
   }
   Do(std::move(start));
 }
@@ -412,10 +430,22 @@ void Group::Impl::On(const TransferDone& e) {
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
+  int64_t bytes = 0;
   for (const TensorRange& range : part.content->ranges) {
-    update->moved_bytes += range.count * ElementBytes(part.content->tensors[range.tensor].dtype);
+    bytes += range.count * ElementBytes(part.content->tensors[range.tensor].dtype);
   }
+  update->moved_bytes += bytes;
+  part.bucket->bytes_by_method[static_cast<size_t>(e.broadcast)] += bytes;
+  bucket_log.AddBytes(e.broadcast, bytes);
+  GiveBackIfUnread(&part);
   if (--part.bucket->parts_left == 0) FinishBucket(*part.bucket);
+}
+
+// Where nobody is handed the slot, it has served: parts before this one may still run.
+void Group::Impl::GiveBackIfUnread(Part* part) {
+  if (!part->slot.has_value() || !update->readers.empty()) return;
+  ledger.Publish(*part->slot, {});
+  part->slot.reset();
 }
 
 // Parts go to staged ranks in order, each when its slot is filled and verified.

@@ -490,6 +490,7 @@ UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const
   ended.outcome = outcome;
   ended.reason = reason;
   ended.bytes = u.accepted_bytes;
+  ended.pushed = bucket_log.Totals();
   ended.total = now - u.started;
   ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
   // A phase that was not reached took no time; the one that did not end took until now.
@@ -512,7 +513,8 @@ void Group::Impl::AnswerAll(bool committed, const std::vector<InstanceOutcome>& 
     if (committed) {
       REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit);
       Finish(request, absl::OkStatus(),
-             CommitReply{update->version, outcomes, update->accepted_bytes, now - update->started});
+             CommitReply{update->version, outcomes, update->accepted_bytes, now - update->started,
+                         bucket_log.Totals()});
       continue;
     }
     switch (request->kind) {

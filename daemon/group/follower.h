@@ -41,6 +41,7 @@ class Follower : public GroupMachine {
   absl::Status CanRegisterLayout(MemberId member) const override;
   std::optional<Version> version() const override;
   MachineView View(TimePoint now) const override;
+  UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version version) const override;  // of updates that this daemon took part in
 
   // The link is lost, and nothing of this group moves any more: the caller may drop it.

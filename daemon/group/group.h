@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -46,6 +47,7 @@ inline constexpr int kMaxEngineRanks = 65'536;   // of one group
 inline constexpr int kMaxPartsPerBucket = 4096;  // staged delivery
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
+inline constexpr int kRememberedBuckets = 4096;  // ended, of the running update or the last one
 
 struct GroupSpec {
   int trainer_ranks = 1;
@@ -118,6 +120,34 @@ enum class GiveUpClass : uint8_t {
   kOther
 };
 
+// ---- how buckets went ----
+
+// What went by one method.
+struct BroadcastTotals {
+  BroadcastMethod method = BroadcastMethod::kDirect;
+  int64_t bytes = 0;    // of tensor data, once, whoever received it
+  int64_t buckets = 0;  // whose bytes went so for the most part
+};
+
+// A bucket whose last part has ended.
+struct BucketRecord {
+  int64_t group_seq = 0;
+  int trainer_rank = 0;
+  int64_t seq = 0;  // of that rank
+  int64_t tensors = 0;
+  int64_t bytes = 0;
+  int64_t parts = 0;
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // of most of its bytes
+  Duration took{};                                       // from its turn to the end
+};
+
+// Of the running update, or the last one.
+struct UpdateStatistics {
+  std::vector<BroadcastTotals> pushed;  // of the methods that were used
+  std::vector<BucketRecord> buckets;    // in the order of their ends, the last kRememberedBuckets
+  int64_t left_out = 0;                 // that ended before those
+};
+
 // ---- events ----
 
 struct TrainerAttached {
@@ -127,6 +157,9 @@ struct TrainerAttached {
 struct EngineAttached {
   MemberId member;
   EngineIdentity identity;
+  // It is on a GPU where staging slots could not be made: an update that is being opened can't
+  // broadcast through slots.
+  bool lacks_slots = false;
 };
 
 // The stream ended, the process died, or it detached.
@@ -154,6 +187,10 @@ struct BeginEvent {
   int64_t tensor_count = 0;  // 0: not told
   int64_t total_bytes = 0;   // 0: not told
   BroadcastMethod broadcast = BroadcastMethod::kAuto;
+  // The GPUs of this rank and of all engines have staging slots, and something could be gained by
+  // them. With kAuto, buckets pass through slots only where every rank that begins says so; a
+  // method that needs slots is refused without.
+  bool slots_on_devices = false;
 };
 
 struct ReadyEvent {
@@ -327,6 +364,7 @@ struct CommitReply {
   std::vector<InstanceOutcome> instances;
   int64_t bytes = 0;
   Duration elapsed{};
+  std::vector<BroadcastTotals> pushed;  // by method
 };
 struct EmptyReply {};
 using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
@@ -415,8 +453,10 @@ struct StartTransfer {
   std::vector<uint32_t>
       bucket_ranges;  // content->ranges[i] is a sub-range of the bucket's ranges[bucket_ranges[i]]
   std::shared_ptr<const PartContent> content;
-  std::optional<SlotGrant> source_slot;           // the source is this slot (leased by the trainer)
-  std::optional<SlotGrant> fill_slot;             // copy into this slot for staged engines
+  std::optional<SlotGrant> source_slot;  // the source is this slot (leased by the trainer)
+  // Copy into this slot for staged engines; or, with a method other than kDirect, broadcast through
+  // it.
+  std::optional<SlotGrant> fill_slot;
   std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
   std::vector<MemberId> destinations;             // in index order
   std::vector<bool> skip_destination;             // evicted since
@@ -476,6 +516,7 @@ struct UpdateEnded {
   Duration total{};    // Begin to the outcome
   int64_t bytes = 0;   // of tensor data handed over
   GiveUpClass give_up_class = GiveUpClass::kNone;
+  std::vector<BroadcastTotals> pushed{};  // by method
 };
 // The member is not (or no longer) acceptable: end its stream with this status (e.g. attach
 // refused).
@@ -587,6 +628,7 @@ class Group {
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
   GroupView View(TimePoint now) const;
+  UpdateStatistics Statistics() const;
   PastUpdate Past(Version version) const;
 
  private:

@@ -11,6 +11,7 @@
 #ifndef REFITD_DAEMON_GROUP_GROUP_IMPL_H_
 #define REFITD_DAEMON_GROUP_GROUP_IMPL_H_
 
+#include <array>
 #include <deque>
 #include <functional>
 #include <map>
@@ -60,6 +61,21 @@ struct Instance {
   InstanceState state = InstanceState::kForming;
   std::map<int, MemberId> ranks;  // attached
   std::string reason;             // why it is dirty or was evicted
+};
+
+// How the buckets of the running update, or of the last one, went.
+class BucketLog {
+ public:
+  void Clear() { *this = BucketLog(); }
+  void AddBytes(BroadcastMethod method, int64_t bytes);
+  void Add(const BucketRecord& record);
+  std::vector<BroadcastTotals> Totals() const;
+  UpdateStatistics Statistics() const;
+
+ private:
+  std::array<BroadcastTotals, kBroadcastMethods> totals_{};
+  std::deque<BucketRecord> records_;  // at most kRememberedBuckets (P10)
+  int64_t left_out_ = 0;
 };
 
 // A LeaseSlot call that waits for a slot to come free.
@@ -179,6 +195,9 @@ struct Group::Impl {
 
   // ---- begin.cc ----
   absl::Status CheckBegin(const Member& member, const BeginEvent& e) const;
+  absl::Status CheckBroadcast(const BeginEvent& e) const;
+  void TakeBroadcast(const Member& member, const BeginEvent& e);
+  absl::Status DecideBroadcast();
   void Open(const BeginEvent& e);
   TrainerProgress& Join(Member* member);
   void AssembleIfAllHere();
@@ -201,10 +220,11 @@ struct Group::Impl {
   void AddPart(const std::shared_ptr<Bucket>& bucket, const std::vector<TensorRange>& ranges,
                std::vector<int64_t> byte_offsets, int64_t bytes);
   void FinishBucket(const Bucket& bucket);
-  // Its bytes pass through a slot: for staged ranks, or to another daemon.
+  // Its bytes pass through a slot: for staged ranks, to another daemon, or by a broadcast.
   bool NeedsSlot(const Bucket& bucket) const;
   void StartParts();
   void StartPart(Part* part);
+  void GiveBackIfUnread(Part* part);
   void SendParts();
   void SendPartToReaders(Part* part);
   void WriteFirst(uint32_t participant);
@@ -277,6 +297,7 @@ struct Group::Impl {
   std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
+  group::BucketLog bucket_log;                        // of the update, or the last
   std::shared_ptr<const Catalog> catalog;             // of the last update
   std::shared_ptr<group::CompiledProgram> program;    // the newest
   std::shared_ptr<group::CompiledProgram> compiling;  // asked for; null: none

@@ -126,6 +126,7 @@ class Schedule {
     version_ = group_version + Pick(1, 3);
     verification_ = static_cast<Verification>(Pick(1, 3));
     evict_late_ = Chance(50);
+    broadcast_ = static_cast<BroadcastMethod>(Pick(0, 4));
     for (auto& [rank, t] : trainers_) {
       const MemberId id = t.id;
       t = {};
@@ -168,6 +169,9 @@ class Schedule {
       e.verification = verification_;
       e.evict_late = evict_late_;
       e.tensor_count = static_cast<int64_t>(model_.size());
+      e.broadcast = broadcast_;
+      e.slots_on_devices = broadcast_ > BroadcastMethod::kDirect || Chance(80);
+      if (Fault(10)) e.broadcast = BroadcastMethod::kNccl;
       if (Fault(20)) e.version = Version(0);
       if (Chance(30)) e.request_id = "begin" + std::to_string(version_);
       t->plan = plan_[static_cast<size_t>(rank)];
@@ -393,6 +397,7 @@ class Schedule {
   int64_t version_ = 1;
   Verification verification_ = Verification::kReadback;
   bool evict_late_ = false;
+  BroadcastMethod broadcast_ = BroadcastMethod::kAuto;
 };
 
 TEST_CASE("random schedules without faults commit every update") {

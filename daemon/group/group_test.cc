@@ -757,6 +757,242 @@ TEST_CASE("a leased slot is free again after the transfer where nobody is staged
   CHECK(g.Code(g.Push(b)) == kNotFound);  // the lease ended with the call
 }
 
+// ---- broadcasts through slots ----
+
+// A trainer on a GPU and two registered instances on others, with an update by `method` open.
+struct OneToTwo : TestGroup {
+  explicit OneToTwo(BroadcastMethod method, bool slots = true, GroupSpec spec = DefaultSpec())
+      : TestGroup(std::move(spec)) {
+    trainer = AttachTrainer();
+    first = Registered("a", kModel);
+    second = Registered("b", kModel);
+    begin = BeginBy(method, slots);
+    ReadyAll();
+  }
+  CallId BeginBy(BroadcastMethod method, bool slots, int64_t version = 1) {
+    BeginEvent e;
+    e.member = trainer;
+    e.version = Version(version);
+    e.broadcast = method;
+    e.slots_on_devices = slots;
+    return Begin(e);
+  }
+  MemberId trainer;
+  MemberId first;
+  MemberId second;
+  CallId begin;
+};
+
+TEST_CASE("a broadcast goes through a slot, in parts of a slot's size, and gives it back") {
+  const BroadcastMethod method = GENERATE(BroadcastMethod::kChain, BroadcastMethod::kSymmetric,
+                                          BroadcastMethod::kNccl, BroadcastMethod::kAuto);
+  OneToTwo g(method);
+  const CallId push = g.Push(g.trainer, 1, 0, kModel);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.broadcast == method);
+  CHECK(g.running[0].transfer.fill_slot.has_value());
+  CHECK(g.running[0].transfer.staged.empty());
+  CHECK(g.running[0].transfer.touched.size() == 2);
+  CHECK_FALSE(g.running[0].transfer.content->byte_offsets.empty());
+  CHECK(g.FreeSlots() == 3);
+  g.FinishAll();
+  CHECK(g.FreeSlots() == 4);
+  CHECK(g.parts.empty());
+  CHECK(g.Code(push) == kOk);
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  const auto pushed = g.Get<CommitReply>(commit).pushed;
+  REQUIRE(pushed.size() == 1);
+  CHECK(pushed[0].method == (method == BroadcastMethod::kAuto ? BroadcastMethod::kChain : method));
+  CHECK(pushed[0].bytes == 1500);
+  CHECK(pushed[0].buckets == 1);
+}
+
+TEST_CASE("with kDirect, and with kAuto where GPUs lack slots, nothing passes through one") {
+  const bool automatic = GENERATE(false, true);
+  OneToTwo g(automatic ? BroadcastMethod::kAuto : BroadcastMethod::kDirect, !automatic);
+  g.Push(g.trainer, 1, 0, kModel);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kDirect);
+  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("parts of a broadcast start in order as slots come free, whichever ends first") {
+  const std::vector<TensorSpec> big = {Bytes("big", 5 * 4096)};
+  TestGroup g(SpecOf(1, 2, 2));
+  const MemberId trainer = g.AttachTrainer();
+  g.Registered("a", big);
+  g.Registered("b", big);
+  BeginEvent e;
+  e.member = trainer;
+  e.version = Version(1);
+  e.broadcast = BroadcastMethod::kChain;
+  e.slots_on_devices = true;
+  g.Begin(e);
+  g.ReadyAll();
+  const CallId push = g.Push(trainer, 1, 0, big);
+  REQUIRE(g.running.size() == 2);
+  g.Finish(1);  // its slot serves again though the part before it runs
+  REQUIRE(g.running.size() == 2);
+  CHECK(g.running[0].transfer.part == PartSeq(0));
+  CHECK(g.running[1].transfer.part == PartSeq(2));
+  g.FinishAll();
+  CHECK(g.Code(push) == kOk);
+  const CallId commit = g.Commit(trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.FreeSlots() == 2);
+  const UpdateStatistics statistics = g.group.Statistics();
+  REQUIRE(statistics.buckets.size() == 1);
+  CHECK(statistics.buckets[0].parts == 5);
+  CHECK(statistics.buckets[0].bytes == 5 * 4096);
+  CHECK(statistics.buckets[0].broadcast == BroadcastMethod::kChain);
+}
+
+TEST_CASE("a bucket of a leased slot is broadcast from it") {
+  OneToTwo g(BroadcastMethod::kChain);
+  const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
+  BucketEvent b = g.MakeBucket(g.trainer, 1, 0, kModel);
+  b.slot = lease.grant;
+  b.slot_byte_offsets = {0, 1024};
+  g.Push(b);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kChain);
+  CHECK(g.running[0].transfer.source_slot == lease.grant);
+  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+  g.FinishAll();
+  CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("a broadcast to staged engines too hands them its slot") {
+  TestGroup g(SpecOf(1, 2));
+  const MemberId trainer = g.AttachTrainer();
+  g.Registered("a", kModel);
+  g.Staged("s", kModel);
+  BeginEvent e;
+  e.member = trainer;
+  e.version = Version(1);
+  e.broadcast = BroadcastMethod::kChain;
+  e.slots_on_devices = true;
+  g.Begin(e);
+  g.ReadyAll();
+  g.Push(trainer, 1, 0, kModel);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.staged.size() == 1);
+  CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kChain);
+  g.FinishAll();
+  REQUIRE(g.parts.size() == 1);
+  CHECK(g.FreeSlots() == 3);
+  const CallId commit = g.Commit(trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("ranks agree about the method, and all of them need slots for kAuto to use any") {
+  TestGroup g(SpecOf(2));
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("r", kModel);
+  BeginEvent e;
+  e.member = t0;
+  e.version = Version(1);
+  e.slots_on_devices = true;
+  g.Begin(e);
+  e.member = t1;
+  e.broadcast = BroadcastMethod::kChain;
+  const CallId other = g.Begin(e);
+  CHECK(g.Code(other) == kPrecondition);
+  CHECK_THAT(g.Text(other), Contains("broadcast") && Contains("chain") && Contains("auto"));
+  e.broadcast = BroadcastMethod::kAuto;
+  e.slots_on_devices = GENERATE(false, true);
+  g.Begin(e);
+  g.ReadyAll();
+  g.Push(t1, 1, 0, kModel);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.fill_slot.has_value() == e.slots_on_devices);
+}
+
+TEST_CASE("a method that needs slots is refused where there are none") {
+  OneToTwo g(BroadcastMethod::kAuto);
+  g.Abort(g.trainer, 1);
+  const CallId begin = g.BeginBy(BroadcastMethod::kSymmetric, false, 2);
+  CHECK(g.Code(begin) == kPrecondition);
+  CHECK_THAT(g.Text(begin), Contains("broadcast") && Contains("symmetric"));
+  CHECK_FALSE(g.group.update_running());
+}
+
+TEST_CASE("an engine that comes while an update is opened, on a GPU without slots, is named") {
+  const bool automatic = GENERATE(true, false);
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  BeginEvent e;
+  e.member = trainer;
+  e.version = Version(1);
+  e.broadcast = automatic ? BroadcastMethod::kAuto : BroadcastMethod::kChain;
+  e.slots_on_devices = true;
+  const CallId begin = g.Begin(e);
+  const MemberId late(77);
+  g.engines[late] = {late, "late", DeliveryMode::kRegistered, nullptr};
+  EngineAttached attached{late, {}, true};
+  attached.identity.instance = "late";
+  g.Do(attached);
+  g.Register(late, LayoutOf(kModel));
+  if (!automatic) {
+    CHECK(g.Code(begin) == kExhausted);
+    CHECK_THAT(g.Text(begin), Contains("chain") && Contains("engine late rank 0"));
+    return;
+  }
+  g.ReadyAll();
+  CHECK(g.Code(begin) == kOk);
+  g.Push(trainer, 1, 0, kModel);
+  REQUIRE(g.running.size() == 1);
+  CHECK(g.running[0].transfer.fill_slot == std::nullopt);
+}
+
+TEST_CASE("an abort gives the slots of a broadcast back when its copies have ended") {
+  OneToTwo g(BroadcastMethod::kChain);
+  g.Push(g.trainer, 1, 0, kModel);
+  g.Abort(g.trainer, 1);
+  CHECK(g.FreeSlots() == 3);
+  g.FinishAll();
+  CHECK(g.FreeSlots() == 4);
+  CHECK_FALSE(g.group.update_running());
+}
+
+TEST_CASE("the statistics of the last buckets are kept until the next update, and no more") {
+  OneToTwo g(BroadcastMethod::kDirect);
+  const CallId first = g.Push(g.trainer, 1, 0, {kModel[0]});
+  g.Advance(milliseconds(5));
+  g.FinishAll();
+  g.Push(g.trainer, 1, 1, {kModel[1]});
+  g.FinishAll();
+  CHECK(g.Code(first) == kOk);
+  g.Commit(g.trainer, 1, 2);
+  g.Settle();
+  const UpdateStatistics statistics = g.group.Statistics();
+  REQUIRE(statistics.buckets.size() == 2);
+  CHECK(statistics.buckets[0].took == milliseconds(5));
+  CHECK(statistics.buckets[1].took == Duration(0));
+  CHECK(statistics.buckets[1].group_seq == 1);
+  CHECK(statistics.buckets[1].seq == 1);
+  CHECK(statistics.buckets[1].tensors == 1);
+  CHECK(statistics.left_out == 0);
+  // Buckets without an element are as good as any to fill it up.
+  g.BeginBy(BroadcastMethod::kDirect, true, 2);
+  CHECK(g.group.Statistics().buckets.empty());
+  g.ReadyAll();
+  for (int64_t seq = 0; seq < kRememberedBuckets + 3; ++seq) {
+    BucketEvent b = g.MakeBucket(g.trainer, 2, seq, {});
+    g.Push(b);
+    g.FinishAll();
+  }
+  CHECK(g.group.Statistics().buckets.size() == kRememberedBuckets);
+  CHECK(g.group.Statistics().left_out == 3);
+  CHECK(g.group.Statistics().buckets.front().group_seq == 3);
+}
+
 TEST_CASE("leases are limited, waited for in order, given back and named when none comes free") {
   OneToStaged g(SpecOf(1, 1, 3));
   const auto first = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));

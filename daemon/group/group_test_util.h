@@ -234,10 +234,16 @@ class TestGroup {
       if (!lost.contains(member)) AnswerReady(member, update);
     }
   }
+  // As an executor would choose with kAuto: every other part goes by the chain.
+  static BroadcastMethod MethodOf(const StartTransfer& t) {
+    if (t.broadcast != BroadcastMethod::kAuto) return t.broadcast;
+    return t.part.value() % 2 == 0 ? BroadcastMethod::kChain : BroadcastMethod::kDirect;
+  }
   void Finish(size_t index, absl::Status status = absl::OkStatus(), int failed = -1) {
     const Running done = running.at(index);
     running.erase(running.begin() + static_cast<int64_t>(index));
     TransferDone e{done.transfer.update, done.transfer.part, status, {}, failed, {}};
+    e.broadcast = MethodOf(done.transfer);
     e.bytes_written = BytesInto(done.transfer);
     if (status.ok()) RecordWritten(done.transfer);
     Do(e);
@@ -533,6 +539,14 @@ class TestGroup {
     CHECK(Answer(a.bucket_call) == nullptr);  // its source is still there
     CHECK(a.bucket_ranges.size() == a.content->ranges.size());
     CheckAlive(a.trainer);
+    const bool slot = a.source_slot.has_value() || a.fill_slot.has_value();
+    CHECK((slot || a.broadcast == BroadcastMethod::kDirect));
+    for (const Running& other : running) {
+      // One slot, one part.
+      for (const auto& theirs : {other.transfer.source_slot, other.transfer.fill_slot}) {
+        CHECK((!theirs.has_value() || (theirs != a.source_slot && theirs != a.fill_slot)));
+      }
+    }
     Running r{a, {a.trainer}};
     for (size_t d = 0; d < a.destinations.size(); ++d) {
       if (a.skip_destination[d]) continue;

@@ -202,6 +202,8 @@ class GroupMachine {
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;
   virtual std::optional<Version> version() const = 0;
   virtual MachineView View(TimePoint now) const = 0;
+  // Of the coordinator; a follower knows none.
+  virtual UpdateStatistics Statistics() const = 0;
   virtual PastUpdate Past(Version version) const = 0;
 };
 

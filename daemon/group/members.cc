@@ -144,6 +144,10 @@ void Group::Impl::On(const EngineAttached& e) {
     if (dirty.has_value()) instance.state = *dirty;
     instance.reason = fmt::format("{} attached with dirty weights", member.label);
   }
+  if (e.lacks_slots && update != nullptr && update->state == UpdateState::kOpening &&
+      update->lacks_slots.empty()) {
+    update->lacks_slots = member.label;
+  }
   Admit(std::move(member));
   CompleteIfAllHere(&instance);
 }

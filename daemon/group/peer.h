@@ -92,6 +92,7 @@ struct PeerPartDone {
   // By range of the header, unless verification is off. Root: of the trainer's bytes; others: of
   // the slot as it was received.
   std::vector<uint64_t> digests;
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as TransferDone::broadcast
 };
 struct PeerVerified {
   UpdateId update;
@@ -209,8 +210,9 @@ struct PeerHeader {
   std::vector<uint32_t> ranks;  // wired: ranks of the epoch that take part, the root's first
   CallId bucket_call;           // root: which bucket
   MemberId trainer;             // root
-  std::vector<uint32_t> bucket_ranges;  // root: as StartTransfer::bucket_ranges
-  std::vector<bool> skip;               // by destination: evicted since
+  std::vector<uint32_t> bucket_ranges;                   // root: as StartTransfer::bucket_ranges
+  std::vector<bool> skip;                                // by destination: evicted since
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as StartTransfer::broadcast
 };
 struct PeerIssue {
   UpdateId update;

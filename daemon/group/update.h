@@ -5,6 +5,7 @@
 #ifndef REFITD_DAEMON_GROUP_UPDATE_H_
 #define REFITD_DAEMON_GROUP_UPDATE_H_
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -22,6 +23,8 @@
 
 namespace refitd::group {
 
+inline constexpr size_t kBroadcastMethods = 5;  // values of BroadcastMethod
+
 // An accepted bucket. `request` is answered after the last read of its source (P6).
 struct Bucket {
   std::shared_ptr<Request> request;
@@ -34,6 +37,9 @@ struct Bucket {
   std::vector<int64_t> slot_byte_offsets;
   int64_t bytes = 0;
   int64_t parts_left = 0;
+  int64_t parts = 0;
+  TimePoint turn;  // when its turn came
+  std::array<int64_t, kBroadcastMethods> bytes_by_method{};
 };
 
 // One part of a bucket, in the order of the whole group. Kept until transferred and handed over.
@@ -153,6 +159,10 @@ struct Update {
   UpdateState state = UpdateState::kOpening;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
+  // Of the buckets; none: nobody who pushes has begun (Refit has no say).
+  std::optional<BroadcastMethod> broadcast;
+  std::string lacks_slots;     // who has none on its GPU, or would gain nothing; empty: nobody
+  bool through_slots = false;  // from Preparing on: buckets may be broadcast through slots
 
   std::map<int, TrainerProgress> trainers;  // by rank
   TimePoint last_call;                      // last call of a trainer rank, or answer to one

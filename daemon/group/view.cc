@@ -24,6 +24,33 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
   return view;
 }
 
+void group::BucketLog::AddBytes(BroadcastMethod method, int64_t bytes) {
+  totals_[static_cast<size_t>(method)].bytes += bytes;
+}
+
+void group::BucketLog::Add(const BucketRecord& record) {
+  ++totals_[static_cast<size_t>(record.broadcast)].buckets;
+  records_.push_back(record);
+  if (records_.size() <= kRememberedBuckets) return;
+  records_.pop_front();
+  ++left_out_;
+}
+
+std::vector<BroadcastTotals> group::BucketLog::Totals() const {
+  std::vector<BroadcastTotals> used;
+  for (size_t m = 0; m < totals_.size(); ++m) {
+    if (totals_[m].bytes == 0 && totals_[m].buckets == 0) continue;
+    used.push_back({static_cast<BroadcastMethod>(m), totals_[m].bytes, totals_[m].buckets});
+  }
+  return used;
+}
+
+UpdateStatistics group::BucketLog::Statistics() const {
+  return {Totals(), {records_.begin(), records_.end()}, left_out_};
+}
+
+UpdateStatistics Group::Statistics() const { return impl_->bucket_log.Statistics(); }
+
 GroupView Group::View(TimePoint now) const {
   const Impl& g = *impl_;
   GroupView view;

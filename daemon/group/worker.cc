@@ -226,6 +226,7 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
     start.bucket_ranges = command.bucket_ranges;
     if (header.leased) start.source_slot = header.slot;
     if (fills) start.fill_slot = header.slot;
+    if (!command.wired) start.broadcast = command.broadcast;
   } else {
     for (uint32_t i = 0; i < header.content->ranges.size(); ++i) start.bucket_ranges.push_back(i);
     start.source_slot = header.slot;
@@ -246,6 +247,7 @@ bool Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
   part.result.bytes_written.resize(update->destinations.size());
   part.result.failed_destination = done.failed_destination;
   part.result.digests = done.source_digests;
+  part.result.broadcast = done.broadcast;
   const bool more =
       done.status.ok() && part.header.is_root && part.header.wired && !update->abandoned;
   const UpdateId id = update->id;

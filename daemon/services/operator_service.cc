@@ -95,6 +95,12 @@ grpc::ServerUnaryReactor* OperatorService::ListMembers(grpc::CallbackServerConte
   return AnswerNow(*door_, context, response, [&] { return node_->ListMembers(*request); });
 }
 
+grpc::ServerUnaryReactor* OperatorService::GetUpdateStatistics(
+    grpc::CallbackServerContext* context, const v1::GetUpdateStatisticsRequest* request,
+    v1::GetUpdateStatisticsResponse* response) {
+  return AnswerNow(*door_, context, response, [&] { return node_->GetUpdateStatistics(*request); });
+}
+
 grpc::ServerWriteReactor<v1::UpdateStatus>* OperatorService::WatchUpdates(
     grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) {
   return new WatchReactor(node_, context, door_->Admit(*context).status(), *request);

@@ -33,6 +33,9 @@ class OperatorService final : public v1::Operator::CallbackService {
   grpc::ServerUnaryReactor* ListMembers(grpc::CallbackServerContext* context,
                                         const v1::ListMembersRequest* request,
                                         v1::ListMembersResponse* response) override;
+  grpc::ServerUnaryReactor* GetUpdateStatistics(grpc::CallbackServerContext* context,
+                                                const v1::GetUpdateStatisticsRequest* request,
+                                                v1::GetUpdateStatisticsResponse* response) override;
   grpc::ServerWriteReactor<v1::UpdateStatus>* WatchUpdates(
       grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) override;
 

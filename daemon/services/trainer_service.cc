@@ -40,6 +40,9 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
     result->set_committed(outcome.committed);
     result->set_reason(outcome.reason);
   }
+  for (const BroadcastTotals& totals : committed.pushed) {
+    *response->add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
+  }
 }
 
 }  // namespace

@@ -598,6 +598,7 @@ void World::StartAttempt(int g) {
   job.version = again ? job.version : Version(group.top.value() + random_.Between(1, 2));
   group.top = std::max(group.top, job.version);
   job.evict_late = random_.Percent(40);
+  job.slots_on_devices = (options_.seed + static_cast<uint64_t>(job.attempt)) % 2 == 0;
   MakePlan(g);
   if (group.way != GroupWorld::Way::kPush) {
     if (job.split.empty() || random_.Percent(25)) MakeSplit(g);
@@ -656,6 +657,9 @@ void World::BeginCall(int pid) {
   e.verification = group.verification;
   e.evict_late = job.evict_late;
   e.tensor_count = static_cast<int64_t>(group.model.size());
+  // As if their memory were on GPUs with slots: broadcasts go through them where one daemon has
+  // all.
+  e.slots_on_devices = job.slots_on_devices;
   e.request_id = fmt::format("b{}.{}", job.attempt, p.tries);
   const int g = SeatOf(p).g;
   CallTwice(pid, e, nullptr,

@@ -233,6 +233,7 @@ struct Job {
   Version version;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
+  bool slots_on_devices = false;
   std::vector<std::vector<BucketPlan>> plan;    // by rank
   std::vector<std::vector<TensorRange>> split;  // by rank: what it registers
   std::vector<int> binding;                     // by rank: counts its registrations
