@@ -78,7 +78,9 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
   }
   grpc::Status Begin(grpc::ServerContext*, const v1::BeginRequest* request,
                      v1::BeginResponse* response) override {
-    Note("begin " + std::to_string(request->version()));
+    const bool told = request->broadcast() != v1::BROADCAST_METHOD_UNSPECIFIED;
+    Note("begin " + std::to_string(request->version()) +
+         (told ? " by " + v1::BroadcastMethod_Name(request->broadcast()) : ""));
     response->set_remaining_ms(30'000);
     response->set_instances(1);
     return grpc::Status::OK;
@@ -92,6 +94,12 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
                       v1::CommitResponse* response) override {
     Note("commit " + std::to_string(request->bucket_count()));
     response->set_version(request->version());
+    v1::BroadcastTotals* pushed = response->add_pushed();
+    pushed->set_method(v1::BROADCAST_METHOD_CHAIN);
+    pushed->set_bytes(700);
+    pushed->set_buckets(7);
+    // Of a daemon that knows more.
+    response->add_pushed()->set_method(static_cast<v1::BroadcastMethod>(99));
     return grpc::Status::OK;
   }
   grpc::Status RegisterLayout(grpc::ServerContext*, grpc::ServerReader<v1::LayoutChunk>* reader,
@@ -405,6 +413,22 @@ TEST_CASE("a Refit carries its options, and a negative one is refused before it 
   CHECK(absl::IsInvalidArgument(
       trainer->Refit({.version = Version(7), .duration = std::chrono::milliseconds(-1)}).status()));
   CHECK(service.calls().size() == 1);
+}
+
+TEST_CASE("an update carries its broadcast method, and Commit tells what went by which") {
+  ScriptedTrainerService service;
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  auto update = trainer->Begin({.version = Version(3), .broadcast = BroadcastMethod::kSymmetric});
+  REQUIRE(update.ok());
+  const auto result = (*update)->Commit();
+  REQUIRE(result.ok());
+  REQUIRE(result->pushed.size() == 1);
+  CHECK(result->pushed[0].method == BroadcastMethod::kChain);
+  CHECK(result->pushed[0].bytes == 700);
+  CHECK(result->pushed[0].buckets == 7);
+  CHECK(service.calls() ==
+        std::vector<std::string>{"begin 3 by BROADCAST_METHOD_SYMMETRIC", "commit 0"});
 }
 
 TEST_CASE("an update's Refit takes Commit's place once its pushes were answered") {

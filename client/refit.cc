@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <type_traits>
 #include <utility>
@@ -347,6 +348,10 @@ absl::Status Show(const client::CommitResult& committed, refit_commit_result* re
   for (const client::InstanceOutcome& outcome : committed.instances) {
     shown.committed += outcome.committed ? 1 : 0;
   }
+  for (const client::BroadcastTotals& totals : committed.pushed) {
+    const auto method = static_cast<size_t>(totals.method);
+    if (method < std::size(shown.pushed_bytes)) shown.pushed_bytes[method] = totals.bytes;
+  }
   return Write(shown, result, "result");
 }
 
@@ -385,6 +390,13 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   return options;
 }
 
+absl::StatusOr<refitd::BroadcastMethod> BroadcastOf(int32_t given) {
+  if (given < REFIT_BROADCAST_AUTO || given > REFIT_BROADCAST_NCCL) {
+    return Error(absl::StatusCode::kInvalidArgument, "broadcast is {}", given);
+  }
+  return static_cast<refitd::BroadcastMethod>(given);
+}
+
 absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* raw) {
   REFITD_ASSIGN_OR_RETURN(const refit_begin_options given, Read(raw, "options"));
   client::BeginOptions options;
@@ -394,6 +406,7 @@ absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* r
   options.evict_late = given.evict_late != 0;
   options.tensor_count = given.tensor_count;
   options.total_bytes = given.total_bytes;
+  REFITD_ASSIGN_OR_RETURN(options.broadcast, BroadcastOf(given.broadcast));
   return options;
 }
 

@@ -209,6 +209,17 @@ enum {
   REFIT_VERIFICATION_READBACK = 3
 };
 
+/* How what is pushed reaches engines on several GPUs of a daemon. */
+enum {
+  REFIT_BROADCAST_AUTO = 0,   /* the daemon picks, bucket by bucket */
+  REFIT_BROADCAST_DIRECT = 1, /* the trainer's GPU stores into every engine's memory */
+  /* Through staging slots on each GPU; refused unless trainer and engines are on GPUs of one
+   * daemon (REFIT_FAILED_PRECONDITION) that can move bytes so (REFIT_UNIMPLEMENTED). */
+  REFIT_BROADCAST_CHAIN = 2,
+  REFIT_BROADCAST_SYMMETRIC = 3,
+  REFIT_BROADCAST_NCCL = 4
+};
+
 typedef struct refit_begin_options {
   size_t struct_size;
   int64_t version;
@@ -217,6 +228,7 @@ typedef struct refit_begin_options {
   int32_t evict_late;   /* not 0: evict late or failing instances instead of aborting */
   int64_t tensor_count; /* of all ranks together; 0: not told */
   int64_t total_bytes;  /* of all ranks together, for progress; 0: not told */
+  int32_t broadcast;    /* the same on every rank that begins */
 } refit_begin_options;
 #define REFIT_BEGIN_OPTIONS_INIT \
   { .struct_size = sizeof(refit_begin_options) }
@@ -276,6 +288,9 @@ typedef struct refit_commit_result {
   double seconds;    /* first begin to decision, by the daemon's clock */
   int32_t instances; /* that took part: refit_update_outcome() tells of each */
   int32_t committed; /* of them */
+  /* Of tensor data that all ranks pushed, by REFIT_BROADCAST_...; what a refit moved is not in it.
+   */
+  int64_t pushed_bytes[5];
 } refit_commit_result;
 #define REFIT_COMMIT_RESULT_INIT \
   { .struct_size = sizeof(refit_commit_result) }

@@ -465,6 +465,12 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   for (const v1::InstanceResult& instance : response.instances()) {
     result.instances.push_back({instance.instance(), instance.committed(), instance.reason()});
   }
+  for (const v1::BroadcastTotals& totals : response.pushed()) {
+    // A daemon of the next version may know more methods.
+    const auto method = refitd::BroadcastFromWire(totals.method());
+    if (!method.ok()) continue;
+    result.pushed.push_back({*method, totals.bytes(), totals.buckets()});
+  }
   return result;
 }
 
@@ -641,6 +647,7 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   request.set_evict_late(options.evict_late);
   request.set_tensor_count(options.tensor_count);
   request.set_total_bytes(options.total_bytes);
+  request.set_broadcast(refitd::ToWire(options.broadcast));
   REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<Core> core,
                           AttachedFor(options.version, options.duration));
   REFITD_ASSIGN_OR_RETURN(

@@ -53,6 +53,10 @@ struct BeginOptions {
   bool evict_late = false;   // evict late or failing instances instead of aborting
   int64_t tensor_count = 0;  // of all ranks together; 0: not told
   int64_t total_bytes = 0;   // of all ranks together, for progress; 0: not told
+  // How what is pushed reaches engines on several GPUs; the same on every rank that begins. Other
+  // than kAuto and kDirect: refused unless trainer and engines are on GPUs of one daemon
+  // (FAILED_PRECONDITION) that can move bytes so (UNIMPLEMENTED).
+  BroadcastMethod broadcast = BroadcastMethod::kAuto;
 };
 
 struct RefitOptions {
@@ -68,11 +72,19 @@ struct InstanceOutcome {
   std::string reason;
 };
 
+// What was pushed by one method, by all ranks.
+struct BroadcastTotals {
+  BroadcastMethod method = BroadcastMethod::kDirect;
+  int64_t bytes = 0;    // of tensor data, once, whoever received it
+  int64_t buckets = 0;  // whose bytes went so for the most part
+};
+
 struct CommitResult {
   Version version;
   std::vector<InstanceOutcome> instances;
   int64_t bytes = 0;
-  double seconds = 0;  // first Begin to decision, by the daemon's clock
+  double seconds = 0;                     // first Begin to decision, by the daemon's clock
+  std::vector<BroadcastTotals> pushed{};  // by method; what a refit moved is not in it
 };
 
 // A staging slot to pack into: at most one bucket; then it is the daemon's again. Move-only;

@@ -22,6 +22,7 @@ Command AddStatus(CLI::App* app, const GlobalOptions& global);
 Command AddGroups(CLI::App* app, const GlobalOptions& global);
 Command AddMembers(CLI::App* app, const GlobalOptions& global);
 Command AddNodes(CLI::App* app, const GlobalOptions& global);
+Command AddBuckets(CLI::App* app, const GlobalOptions& global);
 Command AddWatch(CLI::App* app, const GlobalOptions& global);
 Command AddPush(CLI::App* app, const GlobalOptions& global);
 Command AddEngine(CLI::App* app, const GlobalOptions& global);

@@ -78,6 +78,13 @@ absl::StatusOr<v1::ListMembersResponse> OperatorClient::ListMembers(
   return Call(&v1::Operator::Stub::ListMembers, request, false);
 }
 
+absl::StatusOr<v1::GetUpdateStatisticsResponse> OperatorClient::GetUpdateStatistics(
+    const std::string& group) const {
+  v1::GetUpdateStatisticsRequest request;
+  request.set_group(group);
+  return Call(&v1::Operator::Stub::GetUpdateStatistics, request, false);
+}
+
 absl::StatusOr<v1::CreateGroupResponse> OperatorClient::CreateGroup(
     const v1::CreateGroupRequest& request) const {
   return Call(&v1::Operator::Stub::CreateGroup, request, false);

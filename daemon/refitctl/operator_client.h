@@ -45,6 +45,8 @@ class OperatorClient {
   absl::StatusOr<v1::ListGroupsResponse> ListGroups() const;
   absl::StatusOr<v1::GetGroupResponse> GetGroup(const std::string& group) const;
   absl::StatusOr<v1::ListMembersResponse> ListMembers(const std::string& group) const;
+  absl::StatusOr<v1::GetUpdateStatisticsResponse> GetUpdateStatistics(
+      const std::string& group) const;
   absl::StatusOr<v1::CreateGroupResponse> CreateGroup(const v1::CreateGroupRequest& request) const;
 
   // For streams: the caller sets up the context.

@@ -21,6 +21,7 @@
 #include "daemon/refitctl/safetensors.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/broadcast.h"
 
 namespace refitd::refitctl {
 namespace {
@@ -44,6 +45,7 @@ struct PushOptions {
   int64_t version = 0;  // 0: the group's next
   double duration_seconds = 0;
   std::string verification;
+  std::string broadcast;
   uint64_t bucket_bytes = 0;
   bool evict_late = false;
   int wait_instances = 0;
@@ -312,6 +314,7 @@ absl::StatusOr<std::string> WhyPush(const GlobalOptions& global, const PushOptio
   if (options.push) return "--push";
   if (!options.mode.empty()) return "--mode";
   if (options.bucket_bytes > 0) return "--bucket-bytes";
+  if (!options.broadcast.empty()) return "--broadcast";
   const OperatorClient client(global);
   REFITD_ASSIGN_OR_RETURN(const v1::GetGroupResponse group, client.GetGroup(options.group));
   REFITD_ASSIGN_OR_RETURN(const v1::ListMembersResponse members, client.ListMembers(options.group));
@@ -427,6 +430,14 @@ std::optional<Verification> VerificationOf(const std::string& word) {
   return std::nullopt;
 }
 
+BroadcastMethod BroadcastOf(const std::string& word) {
+  for (const BroadcastMethod method : {BroadcastMethod::kDirect, BroadcastMethod::kChain,
+                                       BroadcastMethod::kSymmetric, BroadcastMethod::kNccl}) {
+    if (word == BroadcastMethodName(method)) return method;
+  }
+  return BroadcastMethod::kAuto;
+}
+
 client::BeginOptions BeginOf(const PushOptions& options, const Checkpoint& checkpoint,
                              Version version) {
   client::BeginOptions begin;
@@ -434,6 +445,7 @@ client::BeginOptions BeginOf(const PushOptions& options, const Checkpoint& check
   begin.duration = FromSeconds(options.duration_seconds);
   begin.verification = VerificationOf(options.verification);
   begin.evict_late = options.evict_late;
+  begin.broadcast = BroadcastOf(options.broadcast);
   begin.tensor_count = static_cast<int64_t>(checkpoint.tensors().size());
   begin.total_bytes = checkpoint.bytes();
   return begin;
@@ -455,12 +467,17 @@ std::string AsJson(const Summary& summary, const std::string& group) {
                          {"committed", outcome.committed},
                          {"reason", outcome.reason}});
   }
+  nlohmann::json pushed = nlohmann::json::object();  // bytes by method
+  for (const client::BroadcastTotals& totals : summary.result.pushed) {
+    pushed[std::string(BroadcastMethodName(totals.method))] = totals.bytes;
+  }
   const nlohmann::json json = {{"group", group},
                                {"version", summary.result.version.value()},
                                {"tensors", summary.tensors},
                                {"bytes", summary.bytes},
                                {"way", summary.refitted ? "refit" : "push"},
                                {"buckets", summary.buckets},
+                               {"pushed", pushed},
                                {"seconds", summary.result.seconds},
                                {"wall_seconds", summary.wall_seconds},
                                {"instances", instances}};
@@ -565,6 +582,10 @@ Command AddPush(CLI::App* app, const GlobalOptions& global) {
       ->check(CLI::Range(0.001, 86'400.0));
   sub->add_option("--verification", options->verification, "Default: the daemon's")
       ->check(CLI::IsMember({"off", "transfer", "readback"}));
+  sub->add_option("--broadcast", options->broadcast,
+                  "Push, and how bytes reach engines on several GPUs: auto (the default), direct, "
+                  "chain, symmetric, nccl; all but the first two need a trainer on a GPU")
+      ->check(CLI::IsMember({"auto", "direct", "chain", "symmetric", "nccl"}));
   sub->add_flag("--push", options->push,
                 "Push in buckets also where all engines are registered and a refit would do");
   sub->add_option("--bucket-bytes", options->bucket_bytes,

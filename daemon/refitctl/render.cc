@@ -14,6 +14,23 @@ std::string VersionWord(const Message& message) {
   return message.has_version() ? fmt::format("{}", message.version()) : "-";
 }
 
+std::string MethodWord(v1::BroadcastMethod method) {
+  switch (method) {
+    case v1::BROADCAST_METHOD_UNSPECIFIED:
+      return "auto";
+    case v1::BROADCAST_METHOD_DIRECT:
+      return "direct";
+    case v1::BROADCAST_METHOD_CHAIN:
+      return "chain";
+    case v1::BROADCAST_METHOD_SYMMETRIC:
+      return "symmetric";
+    case v1::BROADCAST_METHOD_NCCL:
+      return "nccl";
+    default:
+      return fmt::format("method {}", static_cast<int>(method));  // of a newer daemon
+  }
+}
+
 std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; }
 
 std::string RenderInstances(const v1::GroupStatus& group) {
@@ -173,6 +190,32 @@ std::string RenderMembers(const google::protobuf::RepeatedPtrField<v1::MemberSta
                OrDash(member.client())});
   }
   return table.ToString();
+}
+
+std::string RenderBuckets(const v1::GetUpdateStatisticsResponse& statistics) {
+  if (!statistics.has_update()) return "no update yet\n";
+  std::string text = RenderUpdate(statistics.update(), ProgressMeter()) + "\n";
+  for (const auto& totals : statistics.pushed()) {
+    text += fmt::format("{}: {} in {} buckets\n", MethodWord(totals.method()),
+                        HumanBytes(totals.bytes()), totals.buckets());
+  }
+  Table table(
+      {"BUCKET", "TRAINER", "SEQ", "TENSORS", "BYTES", "PARTS", "BROADCAST", "TIME", "RATE"},
+      {true, true, true, true, true, true, false, true, true});
+  for (const auto& bucket : statistics.buckets()) {
+    const std::string rate = bucket.seconds() > 0
+                                 ? HumanRate(static_cast<double>(bucket.bytes()) / bucket.seconds())
+                                 : "-";
+    table.Add({fmt::format("{}", bucket.group_seq()), fmt::format("{}", bucket.trainer_rank()),
+               fmt::format("{}", bucket.seq()), fmt::format("{}", bucket.tensors()),
+               HumanBytes(bucket.bytes()), fmt::format("{}", bucket.parts()),
+               MethodWord(bucket.broadcast()), HumanSeconds(bucket.seconds()), rate});
+  }
+  text += table.ToString();
+  if (statistics.buckets_left_out() > 0) {
+    text += fmt::format("{} earlier buckets are not kept\n", statistics.buckets_left_out());
+  }
+  return text;
 }
 
 std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups) {

@@ -19,6 +19,8 @@ std::string RenderGroups(const google::protobuf::RepeatedPtrField<v1::GroupStatu
 // The daemons of each group, then this daemon's end of each group's communicator.
 std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups);
 std::string RenderMembers(const google::protobuf::RepeatedPtrField<v1::MemberStatus>& members);
+// The update, what went by each method, then its buckets.
+std::string RenderBuckets(const v1::GetUpdateStatisticsResponse& statistics);
 
 // One line about an update: running (with progress) or ended (with its outcome).
 std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& meter);

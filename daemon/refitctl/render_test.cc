@@ -131,6 +131,34 @@ TEST_CASE("the nodes page lists every node of every group, and every link") {
   CHECK_THAT(text, Contains("\nalone   10.0.0.9:7411      -  -           0 B       0 B\n"));
 }
 
+TEST_CASE("the buckets page says what went by each method, then every bucket") {
+  v1::GetUpdateStatisticsResponse statistics;
+  CHECK(RenderBuckets(statistics) == "no update yet\n");
+  *statistics.mutable_update() = Ended(Update(3, 7, 100 << 20, 2), true);
+  auto* chain = statistics.add_pushed();
+  chain->set_method(v1::BROADCAST_METHOD_CHAIN);
+  chain->set_bytes(96 << 20);
+  chain->set_buckets(2);
+  auto* bucket = statistics.add_buckets();
+  bucket->set_group_seq(41);
+  bucket->set_trainer_rank(1);
+  bucket->set_seq(20);
+  bucket->set_tensors(9);
+  bucket->set_bytes(64 << 20);
+  bucket->set_parts(4);
+  bucket->set_broadcast(v1::BROADCAST_METHOD_CHAIN);
+  bucket->set_seconds(0.5);
+  // Of a newer daemon, and in no time.
+  statistics.add_buckets()->set_broadcast(static_cast<v1::BroadcastMethod>(77));
+  statistics.set_buckets_left_out(12);
+  const std::string text = RenderBuckets(statistics);
+  INFO(text);
+  CHECK_THAT(text, Contains("policy v7") && Contains("chain: 96.00 MiB in 2 buckets"));
+  CHECK_THAT(text, Contains("41") && Contains("64.00 MiB") && Contains("500 ms") &&
+                       Contains("128.00 MiB/s") && Contains("method 77"));
+  CHECK_THAT(text, Contains("12 earlier buckets"));
+}
+
 TEST_CASE("a daemon without groups says so, and a draining one says that") {
   v1::GetStatusResponse status;
   CHECK_THAT(RenderStatus(status), Contains("no groups"));

@@ -1,4 +1,4 @@
-// The commands that read once: status, groups, members, nodes.
+// The commands that read once: status, groups, members, nodes, buckets.
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -67,6 +67,19 @@ Command AddNodes(CLI::App* app, const GlobalOptions& global) {
             const auto status = OperatorClient(global).GetStatus();
             if (!status.ok()) return Fail(status.status());
             Print(global.json ? NodesJson(*status) : RenderNodes(status->groups()));
+            return static_cast<int>(kExitOk);
+          }};
+}
+
+Command AddBuckets(CLI::App* app, const GlobalOptions& global) {
+  CLI::App* sub = app->add_subcommand(
+      "buckets", "How the buckets of a group's running update, or of its last one, went");
+  auto group = std::make_shared<std::string>();
+  sub->add_option("--group", *group, "The group")->required();
+  return {sub, [&global, group] {
+            const auto statistics = OperatorClient(global).GetUpdateStatistics(*group);
+            if (!statistics.ok()) return Fail(statistics.status());
+            Print(global.json ? ToJson(*statistics, true) : RenderBuckets(*statistics));
             return static_cast<int>(kExitOk);
           }};
 }

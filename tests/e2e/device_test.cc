@@ -8,6 +8,7 @@
 
 #if defined(REFITD_CUDA)
 #include <atomic>
+#include <cstddef>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -61,12 +62,13 @@ struct Machine {
   FakeCuda fake;
 };
 
-// The daemon's node, services and sockets, over two fake GPUs.
+// The daemon's node, services and sockets, over two fake GPUs, or more.
 class LocalDaemon {
  public:
   // `limit`: of device work.
   explicit LocalDaemon(bool gpus = true, Machine* machine = nullptr,
-                       std::chrono::milliseconds limit = CudaTransportOptions().limit)
+                       std::chrono::milliseconds limit = CudaTransportOptions().limit,
+                       int devices = 2)
       : own_(machine == nullptr ? std::make_unique<Machine>() : nullptr),
         machine_(machine == nullptr ? own_.get() : machine) {
     processes_ = *ProcessWatch::Create();
@@ -75,8 +77,9 @@ class LocalDaemon {
     options.cuda.detail = "the test has none";
     std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1});
     if (gpus) {
+      fake().Devices(devices);
       options.cuda.memory = *CudaMemory::Create(FakeCuda::Path());
-      options.cuda.detail = "two fakes";
+      options.cuda.detail = "fakes";
       for (const CudaDevice& device : options.cuda.memory->devices()) uuids_.push_back(device.uuid);
       CudaTransportOptions cuda;
       cuda.limit = limit;
@@ -129,8 +132,9 @@ class LocalDaemon {
     hello.mutable_device()->set_name(uuid(device));
     return hello;
   }
-  v1::EngineHello EngineOn(size_t device, v1::Delivery delivery = v1::DELIVERY_REGISTERED) const {
-    v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, delivery);
+  v1::EngineHello EngineOn(size_t device, v1::Delivery delivery = v1::DELIVERY_REGISTERED,
+                           const std::string& instance = "i") const {
+    v1::EngineHello hello = RawEngine::Hello("g", instance, 0, 1, delivery);
     hello.mutable_device()->set_name(uuid(device));
     return hello;
   }
@@ -193,11 +197,12 @@ auto Release(Member* member, uint64_t region) {
 
 // A registered engine rank whose parameters are on a GPU.
 struct DeviceEngine {
-  DeviceEngine(LocalDaemon* daemon, size_t device, const Model& of)
+  DeviceEngine(LocalDaemon* daemon, size_t device, const Model& of,
+               const std::string& instance = "i")
       : model(of),
         held(HoldWhole(of)),
         block(daemon, device, held.region_bytes),
-        engine(daemon->Connect(), daemon->EngineOn(device)) {
+        engine(daemon->Connect(), daemon->EngineOn(device, v1::DELIVERY_REGISTERED, instance)) {
     REQUIRE(engine.attached().ok());
     const auto region = Register(&engine, block.request);
     REQUIRE_OK(region);
@@ -726,6 +731,18 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
         ExpectedImage(EmptyImage(held.region_bytes), held.layout, model, BytesOf(model, version)),
         memory, held.layout));
   }
+  auto begin = Initialised<refit_begin_options>();
+  begin.version = 3;
+  begin.broadcast = 5;
+  refit_update* update = nullptr;
+  CHECK(refit_trainer_begin(trainer, &begin, &update) == REFIT_INVALID_ARGUMENT);
+  begin.broadcast = REFIT_BROADCAST_NCCL;
+  CHECK(refit_trainer_begin(trainer, &begin, &update) == REFIT_UNIMPLEMENTED);
+  begin.broadcast = REFIT_BROADCAST_CHAIN;
+  begin.struct_size = offsetof(refit_begin_options, broadcast);  // an older caller's: auto
+  CHECK(refit_trainer_begin(trainer, &begin, &update) == REFIT_OK);
+  refit_update_free(update);
+  CHECK(daemon.fake().Count().created == 0);
   stop = true;
   serve.join();
   CHECK(differences == std::vector<std::string>(2));
@@ -1064,6 +1081,203 @@ TEST_CASE(
     CHECK(engine.Difference(1) == "");
   }
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+// ---- broadcasts through slots ----
+
+v1::BeginRequest BeginBy(int64_t version, v1::BroadcastMethod method) {
+  v1::BeginRequest request;
+  request.set_version(version);
+  request.set_broadcast(method);
+  return request;
+}
+
+// One bucket of the model by handles of the block, then Commit, of an update that has begun.
+v1::CommitResponse PushByHandles(RawTrainer* trainer, const Block& source, const Model& model,
+                                 int64_t version) {
+  v1::Bucket bucket = Describe(model, 0);
+  for (const int64_t offset : Pack(model, version, source.data)) {
+    *bucket.mutable_cuda_ipc()->add_handles() = source.At(offset);
+  }
+  REQUIRE_OK(trainer->Push(version, bucket));
+  const auto committed = trainer->Commit(version, 1);
+  REQUIRE_OK(committed);
+  return committed.response;
+}
+
+v1::GetUpdateStatisticsResponse StatisticsOf(LocalDaemon* daemon) {
+  v1::GetUpdateStatisticsRequest request;
+  request.set_group("g");
+  auto statistics = daemon->node().GetUpdateStatistics(request);
+  INFO(statistics.status());
+  REQUIRE(statistics.ok());
+  return *std::move(statistics);
+}
+
+TEST_CASE("a chain takes a bucket through slots of each GPU, whose pools Begin made, and counts") {
+  LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 3);
+  const Model model = PlainModel(5, 100, 100);  // several slots
+  {
+    DeviceEngine one(&daemon, 1, model, "one");
+    DeviceEngine two(&daemon, 2, model, "two");
+    RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(0));
+    REQUIRE(trainer.attached().ok());
+    const Block source(&daemon, 0, ModelBytes(model) + 64 * 64);
+    CHECK(daemon.fake().Count().created == 0);
+    const v1::Verification verification =
+        GENERATE(v1::VERIFICATION_UNSPECIFIED, v1::VERIFICATION_OFF, v1::VERIFICATION_TRANSFER,
+                 v1::VERIFICATION_READBACK);
+    for (int64_t version = 1; version <= 2; ++version) {
+      v1::BeginRequest begin = BeginBy(version, v1::BROADCAST_METHOD_CHAIN);
+      begin.set_verification(verification);
+      REQUIRE_OK(trainer.Begin(begin));
+      CHECK(daemon.fake().Count().created == 3);
+      const v1::CommitResponse committed = PushByHandles(&trainer, source, model, version);
+      CHECK(one.Difference(version) == "");
+      CHECK(two.Difference(version) == "");
+      REQUIRE(committed.pushed_size() == 1);
+      CHECK(committed.pushed(0).method() == v1::BROADCAST_METHOD_CHAIN);
+      CHECK(committed.pushed(0).bytes() == ModelBytes(model));
+      CHECK(committed.pushed(0).buckets() == 1);
+      const v1::GetUpdateStatisticsResponse statistics = StatisticsOf(&daemon);
+      CHECK(statistics.update().version() == version);
+      REQUIRE(statistics.buckets_size() == 1);
+      CHECK(statistics.buckets(0).broadcast() == v1::BROADCAST_METHOD_CHAIN);
+      CHECK(statistics.buckets(0).tensors() == static_cast<int64_t>(model.size()));
+      CHECK(statistics.buckets(0).bytes() == ModelBytes(model));
+      CHECK(statistics.buckets(0).parts() > 1);
+      CHECK(statistics.buckets(0).seconds() > 0);
+    }
+  }
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE("buckets beside a compiled refit go by the chain, the rest by the program") {
+  LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 3);
+  const Model model = PlainModel(5, 100, 100);
+  DeviceEngine one(&daemon, 1, model, "one");
+  DeviceEngine two(&daemon, 2, model, "two");
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(0));
+  REQUIRE(trainer.attached().ok());
+  Held shards = HoldWhole(model);
+  const Block source(&daemon, 0, shards.region_bytes);
+  const auto region = Register(&trainer, source.request);
+  REQUIRE_OK(region);
+  for (Piece& piece : shards.layout.pieces) piece.region = RegionId(region.response.region_id());
+  shards.layout.binding_generation = 1;
+  shards.layout.pushed_tensors = {0, 1};
+  REQUIRE_OK(trainer.Register(shards.layout));
+  for (int64_t version = 1; version <= 2; ++version) {
+    const std::string image = ExpectedImage(EmptyImage(shards.region_bytes), shards.layout, model,
+                                            BytesOf(model, version));
+    std::memcpy(source.data, image.data(), image.size());
+    REQUIRE_OK(trainer.Begin(BeginBy(version, v1::BROADCAST_METHOD_CHAIN)));
+    v1::Bucket bucket = Describe({model[0], model[1]}, 0);
+    for (const uint32_t pushed : shards.layout.pushed_tensors) {
+      v1::RegionRef* ref = bucket.mutable_regions()->add_refs();
+      ref->set_region_id(region.response.region_id());
+      ref->set_byte_offset(shards.layout.pieces[pushed].byte_offset);
+    }
+    REQUIRE_OK(trainer.Push(version, bucket));
+    v1::RefitRequest refit;
+    refit.set_version(version);
+    refit.set_binding_generation(1);
+    refit.set_bucket_count(1);
+    const auto committed = trainer.Refit(refit);
+    REQUIRE_OK(committed);
+    CHECK(one.Difference(version) == "");
+    CHECK(two.Difference(version) == "");
+    REQUIRE(committed.response.pushed_size() == 1);
+    CHECK(committed.response.pushed(0).method() == v1::BROADCAST_METHOD_CHAIN);
+    CHECK(committed.response.pushed(0).bytes() == TensorBytes(model[0]) + TensorBytes(model[1]));
+  }
+}
+
+TEST_CASE("auto makes slots where several instances are on other GPUs than the trainer's") {
+  LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 3);
+  const Model model = PlainModel(5, 20, 30);
+  DeviceEngine one(&daemon, 1, model, "one");
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(0));
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 0, ModelBytes(model) + 64 * 64);
+  REQUIRE_OK(trainer.Begin(1));
+  PushByHandles(&trainer, source, model, 1);
+  CHECK(daemon.fake().Count().created == 0);  // one instance
+  const bool same = GENERATE(false, true);
+  DeviceEngine two(&daemon, same ? 1 : 2, model, "two");
+  const bool room = GENERATE(true, false);
+  constexpr int kOutOfMemory = 2;
+  if (!room) daemon.fake().FailAt("cuMemCreate", 2, kOutOfMemory);
+  REQUIRE_OK(trainer.Begin(2));
+  if (room) CHECK(daemon.fake().Count().created == (same ? 0 : 3));
+  PushByHandles(&trainer, source, model, 2);
+  CHECK(one.Difference(2) == "");
+  CHECK(two.Difference(2) == "");
+}
+
+TEST_CASE("direct makes no slots, and a method without room for its slots is refused") {
+  LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 3);
+  const Model model = PlainModel(5, 20, 30);
+  DeviceEngine one(&daemon, 1, model, "one");
+  DeviceEngine two(&daemon, 2, model, "two");
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(0));
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 0, ModelBytes(model) + 64 * 64);
+  REQUIRE_OK(trainer.Begin(BeginBy(1, v1::BROADCAST_METHOD_DIRECT)));
+  const v1::CommitResponse committed = PushByHandles(&trainer, source, model, 1);
+  REQUIRE(committed.pushed_size() == 1);
+  CHECK(committed.pushed(0).method() == v1::BROADCAST_METHOD_DIRECT);
+  CHECK(daemon.fake().Count().created == 0);
+  constexpr int kOutOfMemory = 2;
+  daemon.fake().FailAt("cuMemCreate", 2, kOutOfMemory);
+  CheckRefused(trainer.Begin(BeginBy(2, v1::BROADCAST_METHOD_CHAIN)).status,
+               StatusCode::RESOURCE_EXHAUSTED, {"broadcast", "chain", "staging slots"});
+  REQUIRE_OK(trainer.Begin(BeginBy(2, v1::BROADCAST_METHOD_CHAIN)));
+  PushByHandles(&trainer, source, model, 2);
+  CHECK(one.Difference(2) == "");
+  CHECK(two.Difference(2) == "");
+}
+
+TEST_CASE("an engine that comes while a broadcast is opened gets slots on its GPU first") {
+  LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 3);
+  const Model model = PlainModel(5, 20, 30);
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(0));
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 0, ModelBytes(model) + 64 * 64);
+  auto begun = std::async(std::launch::async, [&] {
+    return trainer.Begin(BeginBy(1, v1::BROADCAST_METHOD_CHAIN)).status;
+  });
+  REQUIRE(Eventually([&] { return daemon.fake().Count().created == 1; }));
+  REQUIRE(Eventually([&] { return StatisticsOf(&daemon).has_update(); }));
+  DeviceEngine engine(&daemon, 2, model, "late");
+  CHECK(daemon.fake().Count().created == 2);
+  const grpc::Status status = begun.get();
+  INFO(status.error_message());
+  REQUIRE(status.ok());
+  const v1::CommitResponse committed = PushByHandles(&trainer, source, model, 1);
+  CHECK(engine.Difference(1) == "");
+  REQUIRE(committed.pushed_size() == 1);
+  CHECK(committed.pushed(0).method() == v1::BROADCAST_METHOD_CHAIN);
+}
+
+TEST_CASE("broadcasts that can't be are refused at Begin, with the reason") {
+  const Model model = PlainModel(1, 20, 30);
+  const bool on_gpu = GENERATE(false, true);
+  LocalDaemon daemon;
+  DeviceEngine engine(&daemon, 0, model);
+  RawTrainer trainer(daemon.Connect(), on_gpu ? daemon.TrainerOn(1) : RawTrainer::Hello("g"));
+  REQUIRE(trainer.attached().ok());
+  CheckRefused(trainer.Begin(BeginBy(1, static_cast<v1::BroadcastMethod>(9))).status,
+               StatusCode::INVALID_ARGUMENT, {"broadcast", "9"});
+  if (on_gpu) {
+    CheckRefused(trainer.Begin(BeginBy(1, v1::BROADCAST_METHOD_NCCL)).status,
+                 StatusCode::UNIMPLEMENTED, {"broadcast", "nccl"});
+  } else {
+    CheckRefused(trainer.Begin(BeginBy(1, v1::BROADCAST_METHOD_CHAIN)).status,
+                 StatusCode::FAILED_PRECONDITION, {"broadcast", "chain", "host"});
+  }
+  CHECK(daemon.fake().Count().created == 0);
+  REQUIRE_OK(trainer.Begin(BeginBy(1, v1::BROADCAST_METHOD_UNSPECIFIED)));
 }
 
 TEST_CASE("a GPU without room for the slots refuses the staged engine, and serves the next") {

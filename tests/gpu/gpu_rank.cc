@@ -33,6 +33,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <iostream>
@@ -45,6 +46,7 @@
 #include "tests/gpu/rank_layout.h"
 #include "tests/gpu/share.h"
 #include "tests/gpu/store.h"
+#include "transport/broadcast.h"
 
 namespace refitd::gpu {
 namespace {
@@ -55,6 +57,10 @@ using Clock = std::chrono::steady_clock;
 double Seconds(Clock::time_point since) {
   return std::chrono::duration<double>(Clock::now() - since).count();
 }
+
+constexpr std::array kMethods = {BroadcastMethod::kAuto, BroadcastMethod::kDirect,
+                                 BroadcastMethod::kChain, BroadcastMethod::kSymmetric,
+                                 BroadcastMethod::kNccl};
 
 struct Options {
   std::string role;
@@ -68,12 +74,19 @@ struct Options {
   std::string instance = "engine-0";
   std::string delivery = "registered";
   int64_t duration_ms = 60'000;
+  std::string broadcast = "auto";
   LayoutOptions layout;
 
   MemoryKind kind() const {
     return memory == "host"  ? MemoryKind::kHost
            : memory == "vmm" ? MemoryKind::kVmm
                              : MemoryKind::kLegacy;
+  }
+  BroadcastMethod method() const {
+    for (const BroadcastMethod method : kMethods) {
+      if (broadcast == BroadcastMethodName(method)) return method;
+    }
+    return BroadcastMethod::kAuto;
   }
 };
 
@@ -366,6 +379,9 @@ class TrainerRank {
     if (!result.ok()) return line;
     line["daemon_seconds"] = result->seconds;
     line["bytes"] = result->bytes;
+    for (const client::BroadcastTotals& totals : result->pushed) {
+      line["pushed"][std::string(BroadcastMethodName(totals.method))] = totals.bytes;
+    }
     for (const client::InstanceOutcome& instance : result->instances) {
       line["instances"][instance.instance] =
           instance.committed ? std::string("committed") : instance.reason;
@@ -378,6 +394,7 @@ class TrainerRank {
     begin.version = Version(words.version);
     begin.duration = std::chrono::milliseconds(holder_.options().duration_ms);
     begin.verification = words.verification();
+    begin.broadcast = holder_.options().method();
     return begin;
   }
 
@@ -677,6 +694,9 @@ int Main(int argc, char** argv) {
   app.add_option("--instance", options.instance);
   app.add_option("--delivery", options.delivery, "of an engine: registered or staged")
       ->check(CLI::IsMember({"registered", "staged"}));
+  app.add_option("--broadcast", options.broadcast,
+                 "of what a trainer pushes: auto, direct, chain, symmetric or nccl")
+      ->check(CLI::IsMember({"auto", "direct", "chain", "symmetric", "nccl"}));
   app.add_option("--duration-ms", options.duration_ms, "of an update");
   AddLayoutOptions(&app, &options.layout);
   CLI11_PARSE(app, argc, argv);

@@ -238,6 +238,7 @@ class Group:
         self.engines = []  # of all instances, instance by instance
         self.instances = instances
         self.began = 0.0  # the last update, by the monotonic clock
+        self.pushed = {}
         try:
             # Memory of all of them at once.
             started = [self.start_trainer(r) for r in range(trainer.get("world", 1))]
@@ -300,6 +301,7 @@ class Group:
                 expect(outcome == "committed", "%s: %s", instance, outcome)
         for engine in self.engines:
             engine.wait("committed", version=version)
+        self.pushed = answers[0].get("pushed", {})  # bytes by method
         return max(answer["seconds"] for answer in answers)
 
     def check(self, version, engines=None):
