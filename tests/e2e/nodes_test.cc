@@ -569,7 +569,16 @@ TEST_CASE("a joined daemon answers for updates it took part in and sends operato
   REQUIRE(trainer.attached().ok());
   REQUIRE_OK(trainer.Begin(1));
   REQUIRE_OK(trainer.Push(1, InlineBucket(model, BytesOf(model, 1), 0, true)));
-  REQUIRE_OK(trainer.Commit(1, 1));
+  const auto committed = trainer.Commit(1, 1);
+  REQUIRE_OK(committed);
+  REQUIRE(committed.response.pushed_size() == 1);
+  CHECK(committed.response.pushed(0).method() == v1::BROADCAST_METHOD_DIRECT);
+  CHECK(committed.response.pushed(0).buckets() == 1);
+  v1::BeginRequest chain;
+  chain.set_version(2);
+  chain.set_broadcast(v1::BROADCAST_METHOD_CHAIN);
+  CheckRefused(trainer.Begin(chain).status, StatusCode::FAILED_PRECONDITION,
+               {"broadcast", "chain", "spans daemons"});
   REQUIRE_OK(trainer.Begin(2));
   REQUIRE_OK(trainer.Abort(2, "on second thought"));
   for (const Daemon* daemon : {&a, &b}) {
@@ -601,6 +610,11 @@ TEST_CASE("a joined daemon answers for updates it took part in and sends operato
   remove.set_group("g");
   CheckRefused(b.Call(&v1::Operator::Stub::DeleteGroup, remove).status,
                StatusCode::FAILED_PRECONDITION, {a.address()});
+  v1::GetUpdateStatisticsRequest statistics;
+  statistics.set_group("g");
+  CheckRefused(b.Call(&v1::Operator::Stub::GetUpdateStatistics, statistics).status,
+               StatusCode::FAILED_PRECONDITION, {a.address()});
+  REQUIRE_OK(a.Call(&v1::Operator::Stub::GetUpdateStatistics, statistics));
   CHECK(far.Difference(model, BytesOf(model, 1)) == "");
 }
 

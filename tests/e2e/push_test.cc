@@ -216,7 +216,11 @@ TEST_CASE("version after version is installed under every verification") {
       begin.set_total_bytes(ModelBytes(model));
       REQUIRE_OK(trainer.Begin(begin));
       REQUIRE_OK(trainer.Push(version, InlineBucket(model, bytes, 0, false)));
-      REQUIRE_OK(trainer.Commit(version, 1));
+      const auto committed = trainer.Commit(version, 1);
+      REQUIRE_OK(committed);
+      REQUIRE(committed.response.pushed_size() == 1);
+      CHECK(committed.response.pushed(0).method() == v1::BROADCAST_METHOD_DIRECT);
+      CHECK(committed.response.pushed(0).bytes() == ModelBytes(model));
       REQUIRE(staged.events().WaitFor(v1::EngineEvent::kCommitted).has_value());
       CHECK(registered.Difference(model, bytes) == "");
       CHECK(staged.StagedDifference(model, bytes) == "");
@@ -228,6 +232,18 @@ TEST_CASE("version after version is installed under every verification") {
     }
   }
   CHECK(trainer.GetUpdate("g", 11).response.outcome() == v1::UPDATE_OUTCOME_UNKNOWN);
+  v1::GetUpdateStatisticsRequest request;
+  request.set_group("g");
+  const auto statistics = daemon.Call(&v1::Operator::Stub::GetUpdateStatistics, request);
+  REQUIRE_OK(statistics);
+  CHECK(statistics.response.update().version() == version);
+  REQUIRE(statistics.response.buckets_size() == 1);
+  CHECK(statistics.response.buckets(0).tensors() == static_cast<int64_t>(model.size()));
+  CHECK(statistics.response.buckets(0).bytes() == ModelBytes(model));
+  CHECK(statistics.response.buckets(0).parts() >= 1);
+  request.set_group("other");
+  CheckRefused(daemon.Call(&v1::Operator::Stub::GetUpdateStatistics, request).status,
+               grpc::StatusCode::NOT_FOUND, {"'other'"});
 }
 
 TEST_CASE("several trainer ranks feed several instances of several ranks with strided slices") {

@@ -128,10 +128,21 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual((refitted["way"], refitted["buckets"], refitted["tensors"]), ("refit", 0, TENSORS))
         self.assertEqual(refitted["instances"], [{"instance": "replica", "committed": True, "reason": ""}])
         self.wait_until_no_trainer_is_left("refitted")
-        pushed = self.json("push", self.checkpoint(2), *push, "--push")
+        self.assertEqual(refitted["pushed"], {})
+        error = self.refitctl("push", self.checkpoint(2), *push, "--broadcast", "chain", code=FAILED)
+        self.assertIn("broadcast: chain is between GPUs", error)
+        self.wait_until_no_trainer_is_left("refitted")
+        pushed = self.json("push", self.checkpoint(2), *push, "--broadcast", "direct")
         self.assertEqual((pushed["way"], pushed["bytes"]), ("push", refitted["bytes"]))
         self.assertGreater(pushed["buckets"], 0)
+        self.assertEqual(pushed["pushed"], {"direct": pushed["bytes"]})
         self.wait_until_no_trainer_is_left("refitted")
+        told = self.json("buckets", "--group", "refitted")
+        self.assertEqual(len(told["buckets"]), pushed["buckets"])
+        self.assertEqual(sum(int(bucket["bytes"]) for bucket in told["buckets"]), pushed["bytes"])
+        text = self.refitctl("buckets", "--group", "refitted")
+        self.assertIn("refitted v2 committed", text)
+        self.assertIn("direct: ", text)
         text = self.refitctl("push", self.checkpoint(3), *push)
         self.assertRegex(text, r"\Arefitted v3 committed: %d tensors, [^\n]* by refit, " % TENSORS)
         engine.finish(OK)
@@ -293,7 +304,8 @@ class RefitctlTest(unittest.TestCase):
         wait = ["--timeout", "0.2"]  # for a daemon that starts
         engine = ["engine", "--group", "g", "--checkpoint", self.checkpoint(1), "--instance", "i", *wait]
         push = ["push", self.checkpoint(1), "--group", "g", *wait]
-        for command in (["status"], ["groups"], ["members"], ["nodes"], ["watch"], push, engine):
+        buckets = ["buckets", "--group", "g"]
+        for command in (["status"], ["groups"], ["members"], ["nodes"], buckets, ["watch"], push, engine):
             error = self.refitctl(*command, code=UNREACHABLE, socket=none)
             self.assertIn(none, error)
 
