@@ -1249,9 +1249,20 @@ TEST_CASE("an engine that comes while a broadcast is opened gets slots on its GP
   });
   REQUIRE(Eventually([&] { return daemon.fake().Count().created == 1; }));
   REQUIRE(Eventually([&] { return StatisticsOf(&daemon).has_update(); }));
+  const bool room = GENERATE(true, false);
+  constexpr int kOutOfMemory = 2;
+  if (!room) daemon.fake().FailAt("cuMemCreate", 1, kOutOfMemory);
   DeviceEngine engine(&daemon, 2, model, "late");
-  CHECK(daemon.fake().Count().created == 2);
+  CHECK(daemon.fake().Count().created == (room ? 2 : 1));
   const grpc::Status status = begun.get();
+  if (!room) {
+    CheckRefused(status, StatusCode::RESOURCE_EXHAUSTED, {"chain", "engine late rank 0"});
+    REQUIRE_OK(trainer.Begin(BeginBy(1, v1::BROADCAST_METHOD_CHAIN)));
+    CHECK(daemon.fake().Count().created == 2);
+    PushByHandles(&trainer, source, model, 1);
+    CHECK(engine.Difference(1) == "");
+    return;
+  }
   INFO(status.error_message());
   REQUIRE(status.ok());
   const v1::CommitResponse committed = PushByHandles(&trainer, source, model, 1);
