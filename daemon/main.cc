@@ -165,6 +165,7 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   }
   cuda->memory = *std::move(memory);
   cuda->detail += "; " + Describe(nccl);
+  cuda->nccl = nccl;
   return *std::move(transport);
 }
 

@@ -58,6 +58,7 @@
 #include "refitd/v1/trainer.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/cuda/memory.h"
+#include "transport/cuda/nccl.h"
 #include "transport/host/memory.h"
 #include "transport/transport.h"
 #include "transport/wire.h"
@@ -68,6 +69,7 @@ namespace refitd {
 struct DeviceOptions {
   std::shared_ptr<CudaMemory> memory;    // null: none; else the transport moves what it opens
   std::string detail = "not asked for";  // versions found, or why none are served; for people
+  NcclReport nccl;                       // which the transport has; of no meaning without memory
 };
 
 struct NodeOptions {

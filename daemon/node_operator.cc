@@ -17,6 +17,34 @@ constexpr size_t kMaxWatchers = 64;
 
 double Seconds(Duration d) { return std::chrono::duration<double>(d).count(); }
 
+std::string UuidOf(const CudaMemory& memory, int ordinal) {
+  for (const CudaDevice& device : memory.devices()) {
+    if (device.ordinal == ordinal) return device.uuid;
+  }
+  return "";
+}
+
+// What was loaded, and the communicators that `transport` has by it.
+void Describe(const DeviceOptions& cuda, const Transport* transport, v1::NcclStatus* status) {
+  status->set_library(cuda.nccl.library);
+  if (cuda.nccl.version != 0) status->set_version(NcclVersionText(cuda.nccl.version));
+  status->set_problem(cuda.nccl.problem);
+  status->set_no_symmetric(cuda.nccl.no_symmetric);
+  const auto* const owner = dynamic_cast<const CommunicatorsOwner*>(transport);
+  if (owner == nullptr) return;
+  for (const CommunicatorStatus& communicator : owner->Communicators()) {
+    v1::CommunicatorStatus* const out = status->add_communicators();
+    out->set_epoch(communicator.epoch);
+    for (const int device : communicator.devices) {
+      out->add_gpu_uuids(UuidOf(*cuda.memory, device));
+    }
+    out->set_copy_engines(communicator.copy_engines);
+    out->set_windows(communicator.windows);
+    out->set_window_bytes(communicator.window_bytes);
+    out->set_error(Message(communicator.status));
+  }
+}
+
 void Fill(const InstanceOutcome& outcome, v1::InstanceResult* result) {
   result->set_instance(outcome.instance);
   result->set_committed(outcome.committed);
@@ -213,6 +241,7 @@ v1::GetStatusResponse Node::GetStatus() {
   cuda->set_name("cuda");
   cuda->set_available(options_.cuda.memory != nullptr);
   cuda->set_detail(options_.cuda.detail);
+  if (cuda->available()) Describe(options_.cuda, transport_.get(), cuda->mutable_nccl());
   response.set_daemon_id(options_.daemon_id);
   v1::ResourceStatus* resources = response.mutable_resources();
   if (wire_ != nullptr) {

@@ -98,6 +98,18 @@ std::string RenderGroupDetail(const v1::GroupStatus& group) {
   return text;
 }
 
+std::string RenderCommunicator(const v1::CommunicatorStatus& communicator) {
+  std::string text = fmt::format("communicator {} of {}", communicator.epoch(),
+                                 fmt::join(communicator.gpu_uuids(), ", "));
+  if (communicator.copy_engines()) text += ", by copy engines";
+  if (communicator.windows() > 0) {
+    text += fmt::format("; windows: {}, {} on each GPU", communicator.windows(),
+                        HumanBytes(communicator.window_bytes()));
+  }
+  if (!communicator.error().empty()) text += "; " + communicator.error();
+  return text;
+}
+
 std::string RenderResources(const v1::ResourceStatus& resources) {
   return fmt::format(
       "{} members, {} regions of {}, staging pools {}, {} anonymous, {} threads, {} descriptors",
@@ -247,6 +259,9 @@ std::string RenderStatus(const v1::GetStatusResponse& status) {
   for (const auto& transport : status.transports()) {
     text += fmt::format("transport  {}: {}{}\n", transport.name(),
                         transport.available() ? "" : "not available: ", transport.detail());
+    for (const auto& each : transport.nccl().communicators()) {
+      text += fmt::format("nccl       {}\n", RenderCommunicator(each));
+    }
   }
   text += fmt::format("holds      {}\n", RenderResources(status.resources()));
   text += fmt::format("wire       {}\n", RenderWire(status.resources()));

@@ -95,6 +95,31 @@ TEST_CASE("the status page shows the daemon's id, a group's nodes and its link")
   CHECK_THAT(text, Contains("\n  node-b  10.0.0.2:40000  joined        3  500 ms\n"));
 }
 
+TEST_CASE("the status page shows NCCL's communicators, and why one is no longer usable") {
+  v1::GetStatusResponse status;
+  auto* cuda = status.add_transports();
+  cuda->set_name("cuda");
+  cuda->set_available(true);
+  cuda->set_detail("NCCL 2.28.9 from PATH");
+  auto* good = cuda->mutable_nccl()->add_communicators();
+  good->set_epoch(3);
+  good->add_gpu_uuids("GPU-a");
+  good->add_gpu_uuids("GPU-b");
+  good->set_copy_engines(true);
+  good->set_windows(2);
+  good->set_window_bytes(3 << 20);
+  auto* bad = cuda->mutable_nccl()->add_communicators();
+  bad->set_epoch(4);
+  bad->add_gpu_uuids("GPU-a");
+  bad->set_error("a device hangs");
+  const std::string text = RenderStatus(status);
+  INFO(text);
+  CHECK_THAT(text, Contains("\ntransport  cuda: NCCL 2.28.9 from PATH\n"));
+  CHECK_THAT(text, Contains("\nnccl       communicator 3 of GPU-a, GPU-b, by copy engines; "
+                            "windows: 2, 3.00 MiB on each GPU\n"));
+  CHECK_THAT(text, Contains("\nnccl       communicator 4 of GPU-a; a device hangs\n"));
+}
+
 TEST_CASE("a group of another daemon says where it is coordinated") {
   v1::GetStatusResponse status;
   auto* group = status.add_groups();

@@ -12,11 +12,15 @@ DRIVER = "transport/cuda/libcuda_fake.so"
 NCCL = "transport/cuda/libnccl_fake.so"
 
 
-def cuda_detail(daemon):
+def cuda_status(daemon):
     """What status says under "transport cuda"."""
     with daemon.channel() as channel:
         status = operator_pb2_grpc.OperatorStub(channel).GetStatus(operator_pb2.GetStatusRequest(), timeout=SECONDS)
-    return next(each.detail for each in status.transports if each.name == "cuda")
+    return next(each for each in status.transports if each.name == "cuda")
+
+
+def cuda_detail(daemon):
+    return cuda_status(daemon).detail
 
 
 class NcclTest(unittest.TestCase):
@@ -28,11 +32,24 @@ class NcclTest(unittest.TestCase):
 
     def test_status_says_which_nccl_was_loaded(self):
         with Daemon("--cuda-library", DRIVER, "--cuda-nccl-library", NCCL) as daemon:
-            self.assertRegex(cuda_detail(daemon), r"; NCCL 2\.28\.9 from .*libnccl_fake\.so$")
+            cuda = cuda_status(daemon)
+        self.assertRegex(cuda.detail, r"; NCCL 2\.28\.9 from .*libnccl_fake\.so$")
+        self.assertTrue(cuda.nccl.library.endswith("libnccl_fake.so"))
+        self.assertEqual((cuda.nccl.version, cuda.nccl.problem, cuda.nccl.no_symmetric), ("2.28.9", "", ""))
+        self.assertFalse(cuda.nccl.communicators)
+
+    def test_an_nccl_without_symmetric_memory_says_so(self):
+        environment = dict(os.environ, REFITD_FAKE_NCCL_VERSION="22005")
+        with Daemon("--cuda-library", DRIVER, "--cuda-nccl-library", NCCL, environment=environment) as daemon:
+            cuda = cuda_status(daemon)
+        self.assertEqual((cuda.nccl.version, cuda.nccl.no_symmetric), ("2.20.5", "it needs NCCL 2.28.7"))
 
     def test_a_path_that_fails_is_said_and_not_replaced(self):
         with Daemon("--cuda-library", DRIVER, "--cuda-nccl-library", "/nowhere/libnccl.so.2") as daemon:
-            self.assertRegex(cuda_detail(daemon), r"; no NCCL: /nowhere/libnccl\.so\.2: ")
+            cuda = cuda_status(daemon)
+        self.assertRegex(cuda.detail, r"; no NCCL: /nowhere/libnccl\.so\.2: ")
+        self.assertRegex(cuda.nccl.problem, r"^/nowhere/libnccl\.so\.2: ")
+        self.assertEqual((cuda.nccl.library, cuda.nccl.version), ("", ""))
 
     def test_it_can_be_switched_off(self):
         with Daemon("--cuda-library", DRIVER, "--cuda-nccl=false") as daemon:

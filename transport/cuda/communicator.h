@@ -39,6 +39,7 @@
 #include "transport/base/mutex.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/memory.h"
+#include "transport/cuda/nccl.h"
 #include "transport/cuda/nccl_api.h"
 #include "transport/cuda/nccl_thread.h"
 
@@ -56,16 +57,6 @@ struct CommunicatorOptions {
   std::vector<int> devices;  // ordinals, by rank; two at least, each once
   // All-gathers over windows by copy engines (CTA policy zero) instead of by kernels.
   bool copy_engines = false;
-};
-
-// For people and status calls.
-struct CommunicatorStatus {
-  uint64_t epoch = 0;
-  std::vector<int> devices;
-  bool copy_engines = false;
-  int windows = 0;           // open
-  int64_t window_bytes = 0;  // of each rank, all windows
-  absl::Status status;       // why it is no longer usable
 };
 
 class Communicator {

@@ -972,7 +972,7 @@ class BroadcastJob : public PlanJob {
 
 // ---- the transport ----
 
-class CudaTransport : public Transport {
+class CudaTransport : public Transport, public CommunicatorsOwner {
  public:
   // `nccl`: null where there is none.
   CudaTransport(std::shared_ptr<Engine> engine, std::unique_ptr<RelayQueue> relays,
@@ -994,6 +994,10 @@ class CudaTransport : public Transport {
     constexpr auto kGrace = std::chrono::milliseconds(100);
     relays_->Stop(std::max(deadline, Clock::now() + kGrace));
     // `host_` ends what it has.
+  }
+
+  std::vector<CommunicatorStatus> Communicators() const override {
+    return nccl_ != nullptr ? nccl_->Describe() : std::vector<CommunicatorStatus>();
   }
 
   absl::Status CanBroadcast(BroadcastMethod method) const override {

@@ -23,11 +23,14 @@
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "absl/status/status.h"
 
 namespace refitd {
 
@@ -39,6 +42,24 @@ struct NcclReport {
   int version = 0;                     // 10000 * major + 100 * minor + patch; 0: none
   std::string problem;                 // why there is none; empty if there is one
   std::string no_symmetric;            // why it has no symmetric memory; empty if it has, or none
+};
+
+// A communicator over GPUs of this process (communicator.h), for people and status calls.
+struct CommunicatorStatus {
+  uint64_t epoch = 0;
+  std::vector<int> devices;   // ordinals, by rank
+  bool copy_engines = false;  // they do its all-gathers
+  int windows = 0;            // open
+  int64_t window_bytes = 0;   // of each rank, all windows
+  absl::Status status;        // why it is no longer usable
+};
+
+// What has communicators is one of these too: MakeCudaTransport's transport.
+class CommunicatorsOwner {
+ public:
+  virtual ~CommunicatorsOwner() = default;
+  // Oldest first. Waits for nothing.
+  virtual std::vector<CommunicatorStatus> Communicators() const = 0;
 };
 
 // Where NCCL is searched for, in order: files that exist, then "libnccl.so.2". `environment` gives

@@ -92,8 +92,8 @@ struct NcclConfig {
                     NcclComm comm, CUstream_st* stream))                                        \
   V(ncclSend, (const void* data, size_t count, NcclDataType type, int peer, NcclComm comm,      \
                CUstream_st* stream))                                                            \
-  V(ncclRecv, (void* data, size_t count, NcclDataType type, int peer, NcclComm comm,            \
-               CUstream_st* stream))
+  V(ncclRecv,                                                                                   \
+    (void* data, size_t count, NcclDataType type, int peer, NcclComm comm, CUstream_st* stream))
 
 // Those of symmetric memory, from kNcclSymmetricFloor on; null in older libraries.
 #define REFITD_NCCL_SYMMETRIC_CALLS(V)                                        \
