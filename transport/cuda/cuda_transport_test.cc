@@ -419,8 +419,16 @@ TEST_CASE("a broadcast whose communicator fails costs itself alone; the next has
   Rng random(kSeed + 47);
   Setup setup({.lost = {}}, 3, true);
   SimpleBroadcast broadcast(&setup, &random, BroadcastMethod::kNccl);
+  const auto communicators = [&setup] {
+    return dynamic_cast<const CommunicatorsOwner&>(*setup.transport).Communicators();
+  };
+  CHECK(communicators().empty());
   CheckSame(Run(setup.transport.get(), broadcast.transfer),
             Run(setup.host.get(), broadcast.world.model));
+  REQUIRE(communicators().size() == 1);
+  CHECK(communicators()[0].epoch == 1);
+  CHECK(communicators()[0].devices.size() > 1);
+  CHECK(communicators()[0].status.ok());
   setup.nccl->FailAt("ncclBroadcast", 1, 3);
   const TransferResult failed = Run(setup.transport.get(), broadcast.transfer);
   CHECK_FALSE(failed.status.ok());
@@ -428,6 +436,9 @@ TEST_CASE("a broadcast whose communicator fails costs itself alone; the next has
   CheckSame(Run(setup.transport.get(), broadcast.transfer),
             Run(setup.host.get(), broadcast.world.model));
   broadcast.world.CheckBytes();
+  REQUIRE(!communicators().empty());
+  CHECK(communicators().back().epoch == 2);
+  CHECK(communicators().back().status.ok());
   CHECK(setup.losses == 0);
 }
 
