@@ -17,6 +17,7 @@ BY_HAND = {
     "metrics.listen": "off",
     "daemon_id": "the host's name",
     "peers.advertise": "none",
+    "cuda.nccl_library": "searched for",
 }
 
 
