@@ -96,7 +96,7 @@ absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
                                                     const MemoryResolver& memory) {
   std::vector<MemorySpan> slots;
   if (SlotIsSpare(start)) return slots;
-  if (start.source_slot.has_value() && !start.staged.empty()) {
+  if (start.source_slot.has_value() && (start.wired || !start.staged.empty())) {
     REFITD_ASSIGN_OR_RETURN(MemorySpan source,
                             memory.SlotOf(start.trainer, start.source_slot->slot));
     AddUnique(std::move(source), &slots);
@@ -109,8 +109,8 @@ absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
       AddUnique(std::move(slot), &slots);
     }
   }
-  if (start.fill_slot.has_value() && start.staged.empty()) {
-    REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.Slot(start.fill_slot->slot));
+  if (grant.has_value() && (start.wired || (start.fill_slot.has_value() && start.staged.empty()))) {
+    REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.Slot(grant->slot));
     AddUnique(std::move(slot), &slots);
   }
   slots.erase(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(sources));

@@ -166,6 +166,12 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   cuda->memory = *std::move(memory);
   cuda->detail += "; " + Describe(nccl);
   cuda->nccl = nccl;
+  cuda->no_wire = Describe(nccl);
+  if (nccl.api != nullptr) {
+    absl::StatusOr<std::unique_ptr<DeviceWire>> wire =
+        MakeNcclWire(nccl.api, cuda->memory, {.limit = options.limit, .lost = options.lost});
+    if (wire.ok()) cuda->wire = *std::move(wire);
+  }
   return *std::move(transport);
 }
 

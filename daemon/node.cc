@@ -40,11 +40,13 @@ Node::~Node() {
   binder_.Stop();
   regions_thread_->Stop();
   std::unique_ptr<Wire> wire;
+  std::shared_ptr<DeviceWire> device_wire;
   {
     // What copies that still run would send finds no epoch any more.
     MutexLock lock(&mutex_);
     for (const auto& [name, group] : groups_) group->epochs.clear();
     wire = std::move(wire_);
+    device_wire = std::move(options_.cuda.wire);
   }
 }
 

@@ -59,6 +59,7 @@
 #include "transport/base/mutex.h"
 #include "transport/cuda/memory.h"
 #include "transport/cuda/nccl.h"
+#include "transport/cuda/nccl_wire.h"
 #include "transport/host/memory.h"
 #include "transport/transport.h"
 #include "transport/wire.h"
@@ -67,9 +68,11 @@ namespace refitd {
 
 // GPUs that this daemon serves.
 struct DeviceOptions {
-  std::shared_ptr<CudaMemory> memory;    // null: none; else the transport moves what it opens
-  std::string detail = "not asked for";  // versions found, or why none are served; for people
-  NcclReport nccl;                       // which the transport has; of no meaning without memory
+  std::shared_ptr<CudaMemory> memory;     // null: none; else the transport moves what it opens
+  std::string detail = "not asked for";   // versions found, or why none are served; for people
+  NcclReport nccl;                        // which the transport has; of no meaning without memory
+  std::shared_ptr<DeviceWire> wire;       // between daemons; null: none
+  std::string no_wire = "not asked for";  // why there is none, for people
 };
 
 struct NodeOptions {
@@ -258,6 +261,15 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     MemorySpan memory;
     int descriptor = -1;  // memory.keep_alive's
   };
+  // An open end of a communicator.
+  struct EpochRecord {
+    EpochId id;               // the wire's
+    bool on_devices = false;  // of the wire over GPU memory
+  };
+  struct WirePool {
+    int ordinal = 0;
+    MemorySpan memory;
+  };
   struct GroupRecord {
     uint64_t id = 0;  // never reused: what comes late is told from it
     std::unique_ptr<GroupMachine> machine;
@@ -267,7 +279,10 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::map<NodeId, std::shared_ptr<PeerSession>> sessions;  // coordinator: joined daemons
     std::string coordinator_address;                          // follower
     std::unique_ptr<PeerLink> link;                           // follower; null: lost
-    std::map<EpochId, EpochId> epochs;  // the machine's -> the wire's, while open
+    std::map<EpochId, EpochRecord> epochs;                    // by the machine's id, while open
+    // Where the group's members are on GPUs: what crosses daemons lies in the pool of one of them,
+    // which is kept from the opening of an epoch to the end of all.
+    std::optional<WirePool> wire_pool;
     // The staging pool, the same slots at the same offsets in host memory and on each GPU.
     UniqueFd pool_fd;
     std::shared_ptr<HostRegion> pool;  // null until first needed
@@ -545,7 +560,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformSend(GroupRecord* group, const SendReport& a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  static std::optional<EpochId> WireEpoch(const GroupRecord& group, EpochId epoch);
+  static std::optional<EpochRecord> WireEpoch(const GroupRecord& group, EpochId epoch);
+  Wire* WireOf(const EpochRecord& epoch) const;
+  // Where the slots are that cross daemons.
+  absl::Status EnsureWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more)

@@ -254,7 +254,7 @@ bool Node::UsesHostPool(const StartTransfer& start) const {
 void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Events* more) {
   const std::string name = group->machine->name();
   absl::Status status = absl::OkStatus();
-  if (UsesHostPool(start)) status = EnsurePool(group);
+  if (UsesHostPool(start)) status = EnsureWirePool(group);
   if (status.ok()) {
     const auto done = [this, name](const Executor::Done& d) {
       Deferred deferred;

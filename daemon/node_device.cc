@@ -51,11 +51,12 @@ bool Node::HasDevices(const std::string& group) const {
 // What no transport moves is refused before anything waits for it: device memory to another daemon,
 // from a GPU into host memory, and one bucket into host memory and a GPU.
 absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
-  if (record.ordinal.has_value() && (group.follower != nullptr || !group.sessions.empty())) {
+  if (record.ordinal.has_value() && options_.cuda.wire == nullptr &&
+      (group.follower != nullptr || !group.sessions.empty())) {
     return Error(absl::StatusCode::kFailedPrecondition,
-                 "device.name: '{}': group '{}' spans daemons, and device memory moves within one "
-                 "daemon only",
-                 record.device, record.group);
+                 "device.name: '{}': group '{}' spans daemons, and device memory moves within this "
+                 "one only: {}",
+                 record.device, record.group, options_.cuda.no_wire);
   }
   for (const auto& [id, member] : members_) {
     if (member.lost || member.group != record.group) continue;
@@ -82,8 +83,8 @@ absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& re
 // DESIGN.md, section 4: on GPUs what was stored is compared in the copy; an instance's first update
 // is read back as well. What the operator configured in other words than the default stays.
 std::optional<Verification> Node::DefaultVerification(GroupRecord* group, Version version) {
-  // Elsewhere the coordinator's default counts, and there are no GPUs.
-  if (group->follower != nullptr) return std::nullopt;
+  // Over several daemons the coordinator's default counts: no one of them knows all ranks.
+  if (group->follower != nullptr || !group->sessions.empty()) return std::nullopt;
   if (options_.group.default_verification != Verification::kReadback) return std::nullopt;
   // The ranks of one update must mean the same, whoever attaches between their calls. A call that
   // opened none left nothing to agree with.
@@ -312,14 +313,14 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
   DevicePool pool;
   pool.descriptor = held->descriptor.get();
   const CudaPool* const raw = held.get();
-  pool.memory = {raw->region->data(), raw->region->bytes(),
-                 std::shared_ptr<const void>(
-                     raw, [closer = regions_thread_, memory = options_.cuda.memory,
-                           held = std::move(held)](const void*) mutable {
-                       closer->Submit([memory = std::move(memory), pool = std::move(held)] {
-                         memory->GiveBack(std::move(*pool));
-                       });
-                     })};
+  pool.memory = {
+      raw->region->data(), raw->region->bytes(),
+      std::shared_ptr<const void>(raw, [closer = regions_thread_, memory = options_.cuda.memory,
+                                        held = std::move(held)](const void*) mutable {
+        closer->Submit([memory = std::move(memory), pool = std::move(held)] {
+          memory->GiveBack(std::move(*pool));
+        });
+      })};
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(GroupRecord * lacking, find());
   if (!OnDevice(group, ordinal)) return absl::CancelledError("the member went away");

@@ -218,9 +218,9 @@ v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
   if (machine.epoch.has_value()) {
     status.set_epoch(machine.epoch->value());
     status.set_epoch_state(std::string(machine.epoch_state));
-    const std::optional<EpochId> local = WireEpoch(record, *machine.epoch);
+    const std::optional<EpochRecord> local = WireEpoch(record, *machine.epoch);
     if (local.has_value()) {
-      const WireStats stats = wire_->Stats(*local);
+      const WireStats stats = WireOf(*local)->Stats(local->id);
       status.set_wire_bytes_sent(stats.bytes_sent);
       status.set_wire_bytes_received(stats.bytes_received);
     }
@@ -244,10 +244,12 @@ v1::GetStatusResponse Node::GetStatus() {
   if (cuda->available()) Describe(options_.cuda, transport_.get(), cuda->mutable_nccl());
   response.set_daemon_id(options_.daemon_id);
   v1::ResourceStatus* resources = response.mutable_resources();
-  if (wire_ != nullptr) {
-    const WireStats stats = wire_->Stats();
-    resources->set_wire_bytes_sent(stats.bytes_sent);
-    resources->set_wire_bytes_received(stats.bytes_received);
+  for (const Wire* wire : {static_cast<const Wire*>(wire_.get()),
+                           static_cast<const Wire*>(options_.cuda.wire.get())}) {
+    if (wire == nullptr) continue;
+    const WireStats stats = wire->Stats();
+    resources->set_wire_bytes_sent(resources->wire_bytes_sent() + stats.bytes_sent);
+    resources->set_wire_bytes_received(resources->wire_bytes_received() + stats.bytes_received);
   }
   if (const absl::StatusOr<ProcessStats> stats = ReadProcessStats(); stats.ok()) {
     resources->set_threads(stats->threads);

@@ -6,6 +6,7 @@
 #include "daemon/log.h"
 #include "daemon/node.h"
 #include "daemon/node_checks.h"
+#include "daemon/node_memory.h"
 #include "transport/layout.h"
 
 namespace refitd {
@@ -329,56 +330,109 @@ void Node::PerformSend(GroupRecord* group, const SendReport& a, Events* more) {
 
 // A machine's epochs are numbered by its coordinator, group by group; a wire has those of many
 // groups, and compares ids with other daemons'.
-std::optional<EpochId> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
+std::optional<Node::EpochRecord> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
   const auto it = group.epochs.find(epoch);
   if (it == group.epochs.end()) return std::nullopt;
   return it->second;
 }
 
 void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more) {
+  // Every daemon must come to the same one, and no other group of this daemon to it.
+  HashChain id(group->machine->incarnation());
+  id.Add(a.epoch.value());
+  const EpochId local(id.hash());
   EpochOpened opened;
   opened.epoch = a.epoch;
-  if (wire_ == nullptr) {
+  if (HasDevices(group->machine->name())) {
+    if (options_.cuda.wire != nullptr) return OpenOnDevice(group, a, local);
+    opened.status =
+        Error(absl::StatusCode::kUnavailable, "this daemon has no data plane for GPU memory: {}",
+              options_.cuda.no_wire);
+  } else if (wire_ == nullptr) {
     opened.status = absl::UnavailableError("this daemon has no data plane");
   } else {
-    // Every daemon must come to the same one, and no other group of this daemon to it.
-    HashChain id(group->machine->incarnation());
-    id.Add(a.epoch.value());
-    const EpochId local(id.hash());
     absl::StatusOr<std::string> address = wire_->Open(local, a.rank, a.size);
     opened.status = address.status();
     if (address.ok()) {
       opened.address = *std::move(address);
-      group->epochs[a.epoch] = local;
+      group->epochs[a.epoch] = {local, false};
     }
   }
   more->emplace_back(group->machine->name(), std::move(opened));
 }
 
+// The device is the lowest that a member is on: whatever the daemon's other GPUs send or receive
+// passes through its slots.
+void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
+  const std::string name = group->machine->name();
+  std::optional<int> lowest;
+  for (const auto& [id, member] : members_) {
+    if (member.group != name || !member.ordinal.has_value()) continue;
+    lowest = std::min(lowest.value_or(*member.ordinal), *member.ordinal);
+  }
+  group->epochs[a.epoch] = {local, true};
+  regions_thread_->Submit([this, name, id = group->id, a, local, ordinal = *lowest] {
+    EpochOpened opened;
+    opened.epoch = a.epoch;
+    opened.status = MakeDevicePool(name, id, ordinal);
+    if (opened.status.ok()) {
+      absl::StatusOr<std::string> address =
+          options_.cuda.wire->OpenOn(ordinal, local, a.rank, a.size);
+      opened.status = address.status();
+      if (address.ok()) opened.address = *std::move(address);
+    }
+    {
+      MutexLock lock(&mutex_);
+      GroupRecord* const now = FindGroup(name);
+      const bool wanted = now != nullptr && now->id == id && now->epochs.contains(a.epoch);
+      const bool pooled = wanted && now->device_pools.contains(ordinal);
+      if (opened.status.ok() && !pooled) {
+        options_.cuda.wire->Close(local);
+        opened.status = absl::CancelledError("the epoch was closed, or its members went away");
+      }
+      if (opened.status.ok()) {
+        now->wire_pool = WirePool{ordinal, now->device_pools.at(ordinal).memory};
+      } else if (wanted) {
+        now->epochs.erase(a.epoch);
+      }
+    }
+    GroupEventOf(name, id, std::move(opened));
+  });
+}
+
+Wire* Node::WireOf(const EpochRecord& epoch) const {
+  return epoch.on_devices ? options_.cuda.wire.get() : wire_.get();
+}
+
+absl::Status Node::EnsureWirePool(GroupRecord* group) {
+  return group->wire_pool.has_value() ? absl::OkStatus() : EnsurePool(group);
+}
+
 void Node::PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more) {
   const std::string name = group->machine->name();
-  const std::optional<EpochId> local = WireEpoch(*group, a.epoch);
+  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   if (!local.has_value()) {
     more->emplace_back(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
     return;
   }
-  wire_->Connect(*local, std::move(a.addresses), a.timeout,
-                 [this, name, id = group->id, epoch = a.epoch](absl::Status status) {
-                   GroupEventOf(name, id, EpochUp{epoch, std::move(status)});
-                 });
+  WireOf(*local)->Connect(local->id, std::move(a.addresses), a.timeout,
+                          [this, name, id = group->id, epoch = a.epoch](absl::Status status) {
+                            GroupEventOf(name, id, EpochUp{epoch, std::move(status)});
+                          });
 }
 
 void Node::PerformClose(GroupRecord* group, const CloseEpoch& a) {
-  const std::optional<EpochId> local = WireEpoch(*group, a.epoch);
+  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   if (!local.has_value()) return;
-  wire_->Close(*local);
+  WireOf(*local)->Close(local->id);
   group->epochs.erase(a.epoch);
+  if (group->epochs.empty()) group->wire_pool.reset();  // P8: what still moves holds it
 }
 
 void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
   const std::string name = group->machine->name();
-  const std::optional<EpochId> local = WireEpoch(*group, a.epoch);
-  absl::Status status = EnsurePool(group);
+  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
+  absl::Status status = EnsureWirePool(group);
   const int64_t slot_bytes = group->machine->spec().slot_bytes;
   if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
   if (status.ok() && (int64_t{a.slot.slot.value()} >= group->machine->spec().slots ||
@@ -390,8 +444,8 @@ void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
     more->emplace_back(name, WireDone{a.epoch, a.seq, std::move(status)});
     return;
   }
-  const MemorySpan memory{group->pool->data() + int64_t{a.slot.slot.value()} * slot_bytes, a.bytes,
-                          group->pool};
+  MemorySpan memory = *Memory(members_, *group).Slot(a.slot.slot);
+  memory.bytes = a.bytes;
   const bool root = a.ranks.front() == a.rank;
   const bool all = static_cast<int>(a.ranks.size()) == a.size;
   const MoveKind kind = all ? MoveKind::kBroadcast : MoveKind::kExchange;
@@ -405,16 +459,16 @@ void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
   };
   if (all) {
     WireBroadcast broadcast;
-    broadcast.epoch = *local;
+    broadcast.epoch = local->id;
     broadcast.seq = a.seq;
     broadcast.root = static_cast<int>(a.ranks.front());
     broadcast.memory = memory;
     broadcast.timeout = a.timeout;
-    wire_->Submit(std::move(broadcast), std::move(done));
+    WireOf(*local)->Submit(std::move(broadcast), std::move(done));
     return;
   }
   WireExchange exchange;
-  exchange.epoch = *local;
+  exchange.epoch = local->id;
   exchange.seq = a.seq;
   exchange.timeout = a.timeout;
   if (root) {
@@ -424,7 +478,7 @@ void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
   } else {
     exchange.receives.push_back({static_cast<int>(a.ranks.front()), memory});
   }
-  wire_->Submit(std::move(exchange), std::move(done));
+  WireOf(*local)->Submit(std::move(exchange), std::move(done));
 }
 
 }  // namespace refitd

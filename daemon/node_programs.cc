@@ -54,7 +54,7 @@ void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Events* mor
   const std::string name = group->machine->name();
   absl::Status status = absl::OkStatus();
   if (start.step == MoveStep::kPack || start.step == MoveStep::kUnpack) {
-    status = EnsurePool(group);
+    status = EnsureWirePool(group);
     if (status.ok() && int64_t{start.slot.value()} >= group->machine->spec().slots) {
       status = Error(absl::StatusCode::kInvalidArgument, "slot {}: not in the pool", start.slot);
     }
@@ -111,10 +111,10 @@ void Node::SubmitMoves(const std::string& name, uint64_t id,
 
 void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* more) {
   const std::string name = group->machine->name();
-  const std::optional<EpochId> local = WireEpoch(*group, a.epoch);
+  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   const int64_t slots = group->machine->spec().slots;
   const int64_t slot_bytes = group->machine->spec().slot_bytes;
-  absl::Status status = EnsurePool(group);
+  absl::Status status = EnsureWirePool(group);
   if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
   if (status.ok() &&
       (int64_t{a.out.value()} >= slots || int64_t{a.in.value()} >= slots || a.out == a.in)) {
@@ -133,8 +133,10 @@ void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* m
                      offset, slot);
       return;
     }
-    char* const data = group->pool->data() + int64_t{slot.value()} * slot_bytes + offset;
-    legs->push_back({static_cast<int>(rank), MemorySpan{data, bytes, group->pool}});
+    MemorySpan memory = *Memory(members_, *group).Slot(slot);
+    memory.data += offset;
+    memory.bytes = bytes;
+    legs->push_back({static_cast<int>(rank), std::move(memory)});
   };
   for (const StartExchange::Leg& leg : a.legs) {
     add(leg.rank, a.out, leg.out_offset, leg.bytes_out, &exchange.sends);
@@ -145,11 +147,11 @@ void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* m
     more->emplace_back(name, WireDone{a.epoch, a.seq, std::move(status)});
     return;
   }
-  exchange.epoch = *local;
+  exchange.epoch = local->id;
   exchange.seq = a.seq;
   exchange.timeout = a.timeout;
-  wire_->Submit(std::move(exchange), [this, name, id = group->id, epoch = a.epoch, seq = a.seq,
-                                      received](absl::Status ended) {
+  WireOf(*local)->Submit(std::move(exchange), [this, name, id = group->id, epoch = a.epoch,
+                                               seq = a.seq, received](absl::Status ended) {
     if (options_.observer != nullptr && ended.ok() && received > 0) {
       options_.observer->BytesMoved(name, MoveKind::kExchange, received);
     }

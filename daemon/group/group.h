@@ -462,6 +462,7 @@ struct StartTransfer {
   std::vector<bool> skip_destination;             // evicted since
   std::vector<uint32_t> touched;                  // destinations that have elements of it
   std::vector<MemberId> staged;                   // ranks that will be handed the slot
+  bool wired = false;  // the slot is sent to other daemons after it: their place for it is filled
   // With a slot, kAuto leaves the choice to the executor; without one every method is kDirect.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
   Verification verification = Verification::kOff;

@@ -208,7 +208,9 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   start.want_source_digests = command.wired && header.verification != Verification::kOff;
   const bool fills = command.is_root && command.fill_slot && !header.leased;
   const bool touches = AnyTouched(*update, *header.content, start.skip_destination);
-  if (!fills && !touches && !start.want_source_digests) {
+  // A leased slot may lie elsewhere than what is sent.
+  const bool moves = fills || (command.is_root && command.wired && header.leased);
+  if (!moves && !touches && !start.want_source_digests) {
     part->transferred = true;
     if (!command.is_root || !command.wired) Finish(update, header.part, absl::OkStatus(), out);
     return;
@@ -221,6 +223,7 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   start.index = update->index;
   start.destinations = update->destinations;
   if (command.is_root) {
+    start.wired = command.wired;
     start.bucket_call = command.bucket_call;
     start.trainer = command.trainer;
     start.bucket_ranges = command.bucket_ranges;

@@ -10,12 +10,12 @@
 //   fill V                     (trainer) the values of version V, and waits for them
 //   push V [word...]           (trainer) Begin, every bucket, Commit. Words: off, transfer,
 //   readback;
-//                              unpacked; stream (each bucket filled right before its Push);
-//                              overwrite (poisoned right after its answer); spin=MS (a kernel that
-//                              keeps the stream busy goes before the fill); at=S (begins when the
-//                              monotonic clock says S seconds: many ranks at once); slots (packed
-//                              into leased slots, tensors cut where one is full: of these words
-//                              only `at` goes with it)
+//                              broadcast=METHOD; unpacked; stream (each bucket filled right before
+//                              its Push); overwrite (poisoned right after its answer); spin=MS (a
+//                              kernel that keeps the stream busy goes before the fill); at=S
+//                              (begins when the monotonic clock says S seconds: many ranks at
+//                              once); slots (packed into leased slots, tensors cut where one is
+//                              full: of these words only `at` goes with it)
 //   refit V [word...]          (trainer) the same words, but unpacked and slots
 //   abort V                    (trainer) Begin, one bucket, Abort
 //   check V                    (engine) wrong elements, and bytes written beside the pieces; after
@@ -75,6 +75,7 @@ struct Options {
   std::string delivery = "registered";
   int64_t duration_ms = 60'000;
   std::string broadcast = "auto";
+  std::string coordinator;
   LayoutOptions layout;
 
   MemoryKind kind() const {
@@ -82,13 +83,14 @@ struct Options {
            : memory == "vmm" ? MemoryKind::kVmm
                              : MemoryKind::kLegacy;
   }
-  BroadcastMethod method() const {
-    for (const BroadcastMethod method : kMethods) {
-      if (broadcast == BroadcastMethodName(method)) return method;
-    }
-    return BroadcastMethod::kAuto;
-  }
 };
+
+BroadcastMethod MethodOf(const std::string& name) {
+  for (const BroadcastMethod method : kMethods) {
+    if (name == BroadcastMethodName(method)) return method;
+  }
+  return BroadcastMethod::kAuto;
+}
 
 void Say(const json& line) {
   static std::mutex mutex;
@@ -108,12 +110,15 @@ struct Words {
   std::set<std::string> flags;
   int64_t spin_ms = 0;
   std::optional<double> at;  // seconds of the monotonic clock
+  std::string broadcast;     // empty: --broadcast
 
   explicit Words(std::istringstream& in) {
     in >> version;
     for (std::string word; in >> word;) {
       if (word.starts_with("spin=")) {
         spin_ms = std::stoll(word.substr(5));
+      } else if (word.starts_with("broadcast=")) {
+        broadcast = word.substr(10);
       } else if (word.starts_with("at=")) {
         at = std::stod(word.substr(3));
       } else {
@@ -147,6 +152,7 @@ client::ConnectOptions Connect(const Options& options, const std::string& device
   connect.spec =
       client::GroupSpec{.trainer_ranks = options.trainers, .min_instances = options.instances};
   connect.client = "gpu_rank";
+  connect.coordinator = options.coordinator;
   SetDevice(&connect, device);
   return connect;
 }
@@ -394,7 +400,8 @@ class TrainerRank {
     begin.version = Version(words.version);
     begin.duration = std::chrono::milliseconds(holder_.options().duration_ms);
     begin.verification = words.verification();
-    begin.broadcast = holder_.options().method();
+    begin.broadcast =
+        MethodOf(words.broadcast.empty() ? holder_.options().broadcast : words.broadcast);
     return begin;
   }
 
@@ -694,6 +701,8 @@ int Main(int argc, char** argv) {
   app.add_option("--instance", options.instance);
   app.add_option("--delivery", options.delivery, "of an engine: registered or staged")
       ->check(CLI::IsMember({"registered", "staged"}));
+  app.add_option("--coordinator", options.coordinator,
+                 "HOST:PORT of the daemon with the group; none: the one on the socket");
   app.add_option("--broadcast", options.broadcast,
                  "of what a trainer pushes: auto, direct, chain, symmetric or nccl")
       ->check(CLI::IsMember({"auto", "direct", "chain", "symmetric", "nccl"}));
