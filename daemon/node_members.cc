@@ -163,11 +163,11 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       bool created = false;
       absl::StatusOr<GroupRecord*> group = nullptr;
       if (const std::string coordinator = CoordinatorOf(hello.coordinator());
-          !coordinator.empty() && record.ordinal.has_value()) {
+          !coordinator.empty() && record.ordinal.has_value() && options_.cuda.wire == nullptr) {
         group = Error(absl::StatusCode::kFailedPrecondition,
-                      "device.name: '{}' with coordinator '{}': device memory moves within one "
-                      "daemon only",
-                      record.device, hello.coordinator());
+                      "device.name: '{}' with coordinator '{}': device memory moves within this "
+                      "daemon only: {}",
+                      record.device, hello.coordinator(), options_.cuda.no_wire);
       } else if (!coordinator.empty()) {
         std::optional<v1::GroupSpec> spec;
         if (hello.has_spec()) spec = hello.spec();

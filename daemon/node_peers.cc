@@ -205,11 +205,11 @@ void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
   if (absl::Status status = group->coordinator->CanJoin(peer.hello.daemon_id()); !status.ok()) {
     return peer.session->End(std::move(status));
   }
-  if (HasDevices(name)) {
+  if (HasDevices(name) && options_.cuda.wire == nullptr) {
     return peer.session->End(Error(absl::StatusCode::kFailedPrecondition,
-                                   "group '{}' has members on GPUs: device memory moves within one "
-                                   "daemon only",
-                                   name));
+                                   "group '{}' has members on GPUs: device memory moves within "
+                                   "that daemon only: {}",
+                                   name, options_.cuda.no_wire));
   }
   const NodeId node(next_node_++);
   LinkUp up;

@@ -32,6 +32,7 @@
 #include "daemon/process_watch.h"
 #include "daemon/services/engine_service.h"
 #include "daemon/services/operator_service.h"
+#include "daemon/services/peer_service.h"
 #include "daemon/services/trainer_service.h"
 #include "daemon/test_util.h"
 #include "tests/e2e/harness.h"
@@ -39,6 +40,9 @@
 #include "tests/e2e/require.h"
 #include "transport/cuda/cuda_transport.h"
 #include "transport/cuda/fake_cuda.h"
+#include "transport/cuda/fake_nccl.h"
+#include "transport/cuda/nccl.h"
+#include "transport/cuda/nccl_wire.h"
 #include "transport/host/host_transport.h"
 #endif
 
@@ -60,19 +64,23 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 struct Machine {
   const TempFolder folder;
   FakeCuda fake;
+  std::unique_ptr<FakeNccl> nccl;
 };
 
 // The daemon's node, services and sockets, over two fake GPUs, or more.
 class LocalDaemon {
  public:
   // `limit`: of device work.
+  // `id`: it has peers, over TCP and NCCL; empty: it has none.
   explicit LocalDaemon(bool gpus = true, Machine* machine = nullptr,
                        std::chrono::milliseconds limit = CudaTransportOptions().limit,
-                       int devices = 2)
+                       int devices = 2, const std::string& id = "")
       : own_(machine == nullptr ? std::make_unique<Machine>() : nullptr),
-        machine_(machine == nullptr ? own_.get() : machine) {
+        machine_(machine == nullptr ? own_.get() : machine),
+        id_(id) {
     processes_ = *ProcessWatch::Create();
     NodeOptions options;
+    if (!id.empty()) options.daemon_id = id;
     options.descriptor_socket = socket() + std::string(kDescriptorSocketSuffix);
     options.cuda.detail = "the test has none";
     std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1});
@@ -83,13 +91,24 @@ class LocalDaemon {
       for (const CudaDevice& device : options.cuda.memory->devices()) uuids_.push_back(device.uuid);
       CudaTransportOptions cuda;
       cuda.limit = limit;
+      if (!id.empty()) {
+        if (machine_->nccl == nullptr) machine_->nccl = std::make_unique<FakeNccl>();
+        options.cuda.nccl = FindNccl(FakeNccl::Path());
+        cuda.nccl = options.cuda.nccl.api;
+        options.cuda.wire = MakeNcclWire(cuda.nccl, options.cuda.memory, {}).value();
+      }
       cuda.lost = [this](const absl::Status& why) {
         MutexLock lock(&mutex_);
         lost_ = why;
       };
       transport = *MakeCudaTransport(options.cuda.memory, std::move(transport), cuda, "an image");
     }
-    node_ = std::make_unique<Node>(std::move(options), std::move(transport), processes_.get());
+    const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
+      dial.credentials = grpc::InsecureChannelCredentials();
+      return PeerLink::Dial(std::move(dial), std::move(callbacks));
+    };
+    node_ = std::make_unique<Node>(std::move(options), std::move(transport), processes_.get(),
+                                   nullptr, id.empty() ? nullptr : dialer);
     const AccessRule mine{{geteuid()}, {}};
     door_ = std::make_unique<Door>(&peers_, mine);
     trainers_ = std::make_unique<TrainerService>(node_.get(), door_.get());
@@ -105,6 +124,11 @@ class LocalDaemon {
     builder.RegisterService(trainers_.get());
     builder.RegisterService(engines_.get());
     builder.RegisterService(operators_.get());
+    if (!id.empty()) {
+      peer_links_ = std::make_unique<PeerService>(node_.get(), 64 * kMiB);
+      builder.RegisterService(peer_links_.get());
+      builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+    }
     server_ = builder.BuildAndStart();
     accept_loop_->Start();
   }
@@ -117,7 +141,9 @@ class LocalDaemon {
     server_.reset();
   }
 
-  std::string socket() const { return machine_->folder / "refitd.sock"; }
+  std::string socket() const { return machine_->folder / ("refitd" + id_ + ".sock"); }
+  // For peers.
+  std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket()); }
   FakeCuda& fake() { return machine_->fake; }
   Node& node() { return *node_; }
@@ -142,6 +168,8 @@ class LocalDaemon {
  private:
   const std::unique_ptr<Machine> own_;
   Machine* const machine_;
+  const std::string id_;
+  int port_ = 0;
   Mutex mutex_;
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> uuids_;
@@ -152,6 +180,7 @@ class LocalDaemon {
   std::unique_ptr<TrainerService> trainers_;
   std::unique_ptr<EngineService> engines_;
   std::unique_ptr<OperatorService> operators_;
+  std::unique_ptr<PeerService> peer_links_;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<AcceptLoop> accept_loop_;
   std::unique_ptr<DescriptorSocket> descriptors_;
@@ -197,12 +226,18 @@ auto Release(Member* member, uint64_t region) {
 
 // A registered engine rank whose parameters are on a GPU.
 struct DeviceEngine {
+  // `coordinator`: the daemon with the group; null: the engine's own.
   DeviceEngine(LocalDaemon* daemon, size_t device, const Model& of,
-               const std::string& instance = "i")
+               const std::string& instance = "i", const LocalDaemon* coordinator = nullptr)
       : model(of),
         held(HoldWhole(of)),
         block(daemon, device, held.region_bytes),
-        engine(daemon->Connect(), daemon->EngineOn(device, v1::DELIVERY_REGISTERED, instance)) {
+        engine(daemon->Connect(), [&] {
+          v1::EngineHello hello = daemon->EngineOn(device, v1::DELIVERY_REGISTERED, instance);
+          if (coordinator != nullptr) hello.set_coordinator(coordinator->address());
+          return hello;
+        }()) {
+    INFO(engine.attached().error_message());
     REQUIRE(engine.attached().ok());
     const auto region = Register(&engine, block.request);
     REQUIRE_OK(region);
@@ -1517,6 +1552,99 @@ TEST_CASE("a daemon whose GPU hangs ends, and with it what the GPU would still w
   CHECK_THAT(daemon.log(), Contains("the GPUs are lost to this process") &&
                                Contains("did not end its work within 200 ms"));
   CHECK(std::memcmp(memory, before.data(), before.size()) == 0);
+}
+
+// ---- several daemons ----
+
+// A trainer's GPU at one daemon, engines' at another: two GPUs there, both with the whole model.
+struct TwoDaemons {
+  Machine machine;
+  LocalDaemon near{true, &machine, CudaTransportOptions().limit, 3, "a"};
+  LocalDaemon far{true, &machine, CudaTransportOptions().limit, 3, "b"};
+};
+
+TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
+  TwoDaemons daemons;
+  const Model model = MixedModel();
+  v1::TrainerHello hello = daemons.near.TrainerOn(0);
+  RawTrainer trainer(daemons.near.Connect(), hello);
+  REQUIRE(trainer.attached().ok());
+  std::vector<std::unique_ptr<DeviceEngine>> engines;
+  for (const size_t device : {1, 2}) {
+    engines.push_back(std::make_unique<DeviceEngine>(&daemons.far, device, model,
+                                                     std::to_string(device), &daemons.near));
+  }
+  const Block source(&daemons.near, 0, ModelBytes(model) + 64 * 64);
+  const auto region = Register(&trainer, source.request);
+  REQUIRE_OK(region);
+  int64_t version = 0;
+  for (const v1::Verification verification :
+       {v1::VERIFICATION_UNSPECIFIED, v1::VERIFICATION_OFF, v1::VERIFICATION_TRANSFER,
+        v1::VERIFICATION_READBACK}) {
+    const std::vector<int64_t> offsets = Pack(model, ++version, source.data);
+    REQUIRE_OK(trainer.Begin(version, verification));
+    v1::Bucket bucket = Describe(model, 0);
+    for (const int64_t offset : offsets) {
+      v1::RegionRef* ref = bucket.mutable_regions()->add_refs();
+      ref->set_region_id(region.response.region_id());
+      ref->set_byte_offset(offset);
+    }
+    REQUIRE_OK(trainer.Push(version, bucket));
+    REQUIRE_OK(trainer.Commit(version, 1));
+    for (const auto& engine : engines) CHECK(engine->Difference(version) == "");
+  }
+  const v1::GetStatusResponse status = daemons.far.node().GetStatus();
+  CHECK(status.resources().wire_bytes_received() >= 4 * ModelBytes(model));
+  CHECK(status.resources().wire_bytes_received() < 5 * ModelBytes(model));
+  CHECK(daemons.machine.nccl->Count().broadcasts >= 4);
+  CHECK(daemons.near.lost().ok());
+  CHECK(daemons.far.lost().ok());
+}
+
+TEST_CASE("shards cross daemons from GPU to GPU: compiled refits, by NCCL's sends and receives") {
+  TwoDaemons daemons;
+  const Model model = MixedModel();
+  v1::TrainerHello hello = daemons.near.TrainerOn(0);
+  RawTrainer trainer(daemons.near.Connect(), hello);
+  REQUIRE(trainer.attached().ok());
+  std::vector<std::unique_ptr<DeviceEngine>> engines;
+  engines.push_back(std::make_unique<DeviceEngine>(&daemons.far, 2, model, "far", &daemons.near));
+  engines.push_back(std::make_unique<DeviceEngine>(&daemons.near, 1, model, "near"));
+  Held shards = HoldWhole(model);
+  const Block source(&daemons.near, 0, shards.region_bytes);
+  const auto region = Register(&trainer, source.request);
+  REQUIRE_OK(region);
+  for (Piece& piece : shards.layout.pieces) piece.region = RegionId(region.response.region_id());
+  shards.layout.binding_generation = 1;
+  REQUIRE_OK(trainer.Register(shards.layout));
+  for (int64_t version = 1; version <= 3; ++version) {
+    const std::string image = ExpectedImage(EmptyImage(shards.region_bytes), shards.layout, model,
+                                            BytesOf(model, version));
+    std::memcpy(source.data, image.data(), image.size());
+    REQUIRE_OK(trainer.Refit(version, 1));
+    for (const auto& engine : engines) CHECK(engine->Difference(version) == "");
+  }
+  CHECK(daemons.far.node().GetStatus().resources().wire_bytes_received() >= 3 * ModelBytes(model));
+}
+
+TEST_CASE("device memory that crossed daemons is given back with the epoch") {
+  Machine machine;
+  LocalDaemon near(true, &machine, CudaTransportOptions().limit, 3, "a");
+  const Model model = PlainModel(2, 8, 8);
+  {
+    LocalDaemon far(true, &machine, CudaTransportOptions().limit, 3, "b");
+    v1::TrainerHello hello = near.TrainerOn(0);
+    RawTrainer trainer(near.Connect(), hello);
+    REQUIRE(trainer.attached().ok());
+    DeviceEngine engine(&far, 1, model, "far", &near);
+    const Block source(&near, 0, ModelBytes(model) + 64 * 64);
+    REQUIRE_OK(trainer.Begin(1));
+    PushByHandles(&trainer, source, model, 1);
+    CHECK(engine.Difference(1) == "");
+    CHECK(machine.fake.Count().created == 2);
+  }
+  CHECK(Eventually([&] { return NoPools(machine.fake); }));
+  CHECK(Eventually([&] { return machine.nccl->Count().comms == 0; }));
 }
 
 #endif

@@ -4,6 +4,7 @@ started is killed at the end. Standard library only. Runs from an unpacked bundl
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -156,13 +157,14 @@ class Process:
 class Daemon:
     """A refitd on a socket in a fresh folder."""
 
-    def __init__(self, *flags):
+    def __init__(self, *flags, environment=None):
         self.folder = tempfile.mkdtemp(prefix="refitd-gpu-", dir="/tmp")
         self.socket = os.path.join(self.folder, "refitd.sock")
         self.log = os.path.join(self.folder, "log")
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [os.path.join(BIN, "refitd"), "--listen-unix", self.socket, *flags], stdout=log, stderr=log
+                [os.path.join(BIN, "refitd"), "--listen-unix", self.socket, *flags], stdout=log, stderr=log,
+                env=dict(os.environ, **(environment or {}))
             )
         wait_for("refitd answers", self._answers, START_SECONDS)
 
@@ -172,6 +174,13 @@ class Daemon:
         with socket.socket(socket.AF_UNIX) as s:
             s.settimeout(1)
             return s.connect_ex(self.socket) == 0
+
+    def address(self):
+        """HOST:PORT for other daemons, of one that was started with --listen-tcp."""
+        with open(self.log, "rb") as log:
+            found = re.search(r"listening on .*tcp:([^ ,]+)", log.read().decode(errors="replace"))
+        expect(found is not None, "refitd listens on no TCP port: %s", self.log_text())
+        return found.group(1)
 
     def log_text(self):
         with open(self.log, "rb") as log:
@@ -226,11 +235,13 @@ class Group:
     common: flags of all ranks (memory, model, ...). trainer, engine: flags of a side, without rank; `world` is the number
     of ranks (of an instance)."""
 
-    def __init__(self, daemon, machine, common, trainer, engine, instances=1, colocated=False, name="gpu"):
+    def __init__(self, daemon, machine, common, trainer, engine, instances=1, colocated=False, name="gpu", engines_at=None):
         self.daemon = daemon
         self.machine = machine
         self.common = dict(common, socket=daemon.socket, group=name, instances=instances,
                            trainers=max(trainer.get("world", 1), 1))  # 0: somebody else is the trainer
+        # engines_at: another daemon, which joins the group.
+        self.engines_at = {} if engines_at is None else {"socket": engines_at.socket, "coordinator": daemon.address()}
         self.trainer_flags = trainer
         self.engine_flags = engine
         self.colocated = colocated
@@ -261,7 +272,7 @@ class Group:
 
     def start_engine(self, instance, rank):
         per = self.engine_flags.get("world", 1)
-        options = dict(self.common, **self.engine_flags, rank=rank, instance="engine-%d" % instance,
+        options = dict(dict(self.common, **self.engines_at), **self.engine_flags, rank=rank, instance="engine-%d" % instance,
                        device=self.machine.engine(instance * per + rank, self.colocated))
         process = Process(
             "engine %d.%d" % (instance, rank), [os.path.join(BIN, "gpu_rank"), "engine", *flags_of(options)])
