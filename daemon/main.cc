@@ -170,7 +170,11 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   if (nccl.api != nullptr) {
     absl::StatusOr<std::unique_ptr<DeviceWire>> wire =
         MakeNcclWire(nccl.api, cuda->memory, {.limit = options.limit, .lost = options.lost});
-    if (wire.ok()) cuda->wire = *std::move(wire);
+    if (wire.ok()) {
+      cuda->wire = *std::move(wire);
+    } else {
+      cuda->no_wire = Message(wire.status());
+    }
   }
   return *std::move(transport);
 }

@@ -281,7 +281,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::unique_ptr<PeerLink> link;                           // follower; null: lost
     std::map<EpochId, EpochRecord> epochs;                    // by the machine's id, while open
     // Where the group's members are on GPUs: what crosses daemons lies in the pool of one of them,
-    // which is kept from the opening of an epoch to the end of all.
+    // which is kept as long as a member is on any.
     std::optional<WirePool> wire_pool;
     // The staging pool, the same slots at the same offsets in host memory and on each GPU.
     UniqueFd pool_fd;
@@ -520,6 +520,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   bool UsesHostPool(const StartTransfer& start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformTransfer(GroupRecord* group, StartTransfer start, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // `status`: what came of the slots that it waited for.
+  void PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformVerify(GroupRecord* group, const StartVerify& verify, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Count(const GroupRecord& group, const UpdateEnded& ended)
@@ -530,6 +533,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformBuild(const GroupRecord& group, BuildProgram a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformMoves(GroupRecord* group, const StartMoves& start, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SubmitMoves(const std::string& name, uint64_t id,
                    const std::shared_ptr<Executor::Moves>& moves)
@@ -562,8 +567,19 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static std::optional<EpochRecord> WireEpoch(const GroupRecord& group, EpochId epoch);
   Wire* WireOf(const EpochRecord& epoch) const;
-  // Where the slots are that cross daemons.
+  // Whether the group is of several daemons.
+  static bool Spans(const GroupRecord& group);
+  absl::Status CheckSpanning(const std::string& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckOneMore(const GroupRecord& group, const MemberRecord& record) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where the slots are that cross daemons: host memory, or GroupRecord::wire_pool, which has to be
+  // made first (LacksWirePool).
   absl::Status EnsureWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool LacksWirePool(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // `then` follows under the mutex; not where the group is gone.
+  using WirePoolFunction = std::function<void(GroupRecord*, absl::Status made, Events* more)>;
+  void MakeWirePool(const GroupRecord& group, WirePoolFunction then)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more)
@@ -645,6 +661,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // own: a step of an update does not wait for another group's plan.
   Planner planner_{"refitd-planner"};
   Planner binder_{"refitd-binder"};
+  Planner opener_{"refitd-opener"};  // epochs over GPU memory
 
   std::thread timer_;
   // Last: destroyed first, after its jobs ended; their callbacks still find the rest.

@@ -244,7 +244,7 @@ bool Node::UsesHostPool(const StartTransfer& start) const {
     const auto it = members_.find(id);
     return it == members_.end() || !it->second.ordinal.has_value();
   };
-  if (start.source_slot.has_value() && on_host(start.trainer)) return true;
+  if (start.wired || (start.source_slot.has_value() && on_host(start.trainer))) return true;
   const bool broadcasts = start.broadcast != BroadcastMethod::kDirect;
   if (start.fill_slot.has_value() && start.staged.empty() && !broadcasts) return true;
   const bool slot = start.source_slot.has_value() || start.fill_slot.has_value();
@@ -252,9 +252,21 @@ bool Node::UsesHostPool(const StartTransfer& start) const {
 }
 
 void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Events* more) {
+  // The root packs as soon as it has a bucket, perhaps before an epoch was opened.
+  if (UsesHostPool(start) && LacksWirePool(*group)) {
+    return MakeWirePool(
+        *group, [this, start](GroupRecord* found, const absl::Status& made, Events* events) {
+          mutex_.AssertHeld();
+          PerformTransfer(found, start, made, events);
+        });
+  }
+  PerformTransfer(group, std::move(start), absl::OkStatus(), more);
+}
+
+void Node::PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status,
+                           Events* more) {
   const std::string name = group->machine->name();
-  absl::Status status = absl::OkStatus();
-  if (UsesHostPool(start)) status = EnsureWirePool(group);
+  if (status.ok() && UsesHostPool(start)) status = EnsureWirePool(group);
   if (status.ok()) {
     const auto done = [this, name](const Executor::Done& d) {
       Deferred deferred;

@@ -48,16 +48,42 @@ bool Node::HasDevices(const std::string& group) const {
   });
 }
 
-// What no transport moves is refused before anything waits for it: device memory to another daemon,
-// from a GPU into host memory, and one bucket into host memory and a GPU.
-absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
-  if (record.ordinal.has_value() && options_.cuda.wire == nullptr &&
-      (group.follower != nullptr || !group.sessions.empty())) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "device.name: '{}': group '{}' spans daemons, and device memory moves within this "
-                 "one only: {}",
-                 record.device, record.group, options_.cuda.no_wire);
+bool Node::Spans(const GroupRecord& group) {
+  return group.follower != nullptr || !group.sessions.empty();
+}
+
+// In a group over several daemons slots lie on GPUs or in host memory, for all of a daemon's
+// members; and staged ranks are handed slots of their own GPU, which nobody fills there yet.
+absl::Status Node::CheckSpanning(const std::string& group) const {
+  const MemberRecord* on_device = nullptr;
+  const MemberRecord* on_host = nullptr;
+  for (const auto& [id, member] : members_) {
+    if (member.lost || member.group != group) continue;
+    (member.ordinal.has_value() ? on_device : on_host) = &member;
+    if (member.ordinal.has_value() && member.staged) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "group '{}' has a staged engine rank on GPU {}: over several daemons ranks on "
+                   "GPUs take delivery in place",
+                   group, member.device);
+    }
   }
+  if (on_device == nullptr) return absl::OkStatus();
+  if (options_.cuda.wire == nullptr) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "group '{}' has members on GPUs: device memory moves within this daemon only: {}",
+                 group, options_.cuda.no_wire);
+  }
+  if (on_host == nullptr) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "group '{}' has members on GPU {} and in host memory: over several daemons all of a "
+               "daemon's are on GPUs or none",
+               group, on_device->device);
+}
+
+// What no transport moves is refused before anything waits for it: device memory to another daemon
+// without NCCL, from a GPU into host memory, and one bucket into host memory and a GPU.
+absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
+  if (Spans(group)) REFITD_RETURN_IF_ERROR(CheckOneMore(group, record));
   for (const auto& [id, member] : members_) {
     if (member.lost || member.group != record.group) continue;
     if (record.engine && member.engine &&
@@ -80,11 +106,78 @@ absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& re
   return absl::OkStatus();
 }
 
+// As CheckSpanning, for a member that is about to enter.
+absl::Status Node::CheckOneMore(const GroupRecord& group, const MemberRecord& record) const {
+  REFITD_RETURN_IF_ERROR(CheckSpanning(record.group));
+  if (record.ordinal.has_value() && options_.cuda.wire == nullptr) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "device.name: '{}': group '{}' spans daemons, and device memory moves within this "
+                 "one only: {}",
+                 record.device, record.group, options_.cuda.no_wire);
+  }
+  if (record.ordinal.has_value() && record.staged) {
+    return Error(
+        absl::StatusCode::kFailedPrecondition,
+        "device.name: '{}': group '{}' spans daemons, where ranks on GPUs take delivery in "
+        "place, not staged",
+        record.device, record.group);
+  }
+  const bool others = std::any_of(members_.begin(), members_.end(), [&](const auto& entry) {
+    const MemberRecord& member = entry.second;
+    return !member.lost && member.group == record.group &&
+           member.ordinal.has_value() != record.ordinal.has_value();
+  });
+  if (!others) return absl::OkStatus();
+  return Error(
+      absl::StatusCode::kFailedPrecondition,
+      "device.name: '{}': group '{}' spans daemons, where all of a daemon's members are on "
+      "GPUs or none{}",
+      record.device, record.group, group.follower != nullptr ? "" : ": its coordinator's");
+}
+
+// ---- slots that cross daemons ----
+
+bool Node::LacksWirePool(const GroupRecord& group) const {
+  return Spans(group) && !group.wire_pool.has_value() && HasDevices(group.machine->name());
+}
+
+// On the lowest GPU that a member is on: whatever the daemon's other GPUs send or receive passes
+// through its slots. Kept until the group has no member on a GPU here: what was packed into it must
+// be what is sent.
+void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
+  const std::string name = group.machine->name();
+  std::optional<int> lowest;
+  for (const auto& [id, member] : members_) {
+    if (member.group != name || !member.ordinal.has_value()) continue;
+    lowest = std::min(lowest.value_or(*member.ordinal), *member.ordinal);
+  }
+  regions_thread_->Submit([this, name, id = group.id, ordinal = *lowest, then = std::move(then)] {
+    absl::Status made = MakeDevicePool(name, id, ordinal);
+    Deferred deferred;
+    {
+      MutexLock lock(&mutex_);
+      GroupRecord* const found = FindGroup(name);
+      if (found == nullptr || found->id != id) return;
+      const auto pool = found->device_pools.find(ordinal);
+      if (made.ok() && pool == found->device_pools.end()) {
+        made = absl::CancelledError("the members on that GPU went away");
+      }
+      if (made.ok() && !found->wire_pool.has_value()) {
+        found->wire_pool = WirePool{ordinal, pool->second.memory};
+      }
+      Events more;
+      then(found, made, &more);
+      for (auto& [group_name, event] : more) Handle(group_name, std::move(event), &deferred);
+    }
+    deferred.Run();
+  });
+}
+
 // DESIGN.md, section 4: on GPUs what was stored is compared in the copy; an instance's first update
 // is read back as well. What the operator configured in other words than the default stays.
 std::optional<Verification> Node::DefaultVerification(GroupRecord* group, Version version) {
   // Over several daemons the coordinator's default counts: no one of them knows all ranks.
-  if (group->follower != nullptr || !group->sessions.empty()) return std::nullopt;
+  if (Spans(*group)) return std::nullopt;
   if (options_.group.default_verification != Verification::kReadback) return std::nullopt;
   // The ranks of one update must mean the same, whoever attaches between their calls. A call that
   // opened none left nothing to agree with.
@@ -403,7 +496,7 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
     return absl::OkStatus();
   }
   const GroupRecord& group = *FindGroup(trainer.group);
-  if (group.follower != nullptr || !group.sessions.empty()) {
+  if (Spans(group)) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "broadcast: {} is between GPUs of one daemon, and group '{}' spans daemons",
                  BroadcastMethodName(method), trainer.group);
@@ -421,7 +514,7 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
 
 // What one instance alone has, it has once: its ranks hold shards.
 bool Node::CouldGain(const MemberRecord& trainer) const {
-  if (!trainer.ordinal.has_value()) return false;
+  if (!trainer.ordinal.has_value() || Spans(*groups_.at(trainer.group))) return false;
   const auto can = [this](BroadcastMethod method) { return transport_->CanBroadcast(method).ok(); };
   if (!can(BroadcastMethod::kChain) && !can(BroadcastMethod::kSymmetric) &&
       !can(BroadcastMethod::kNccl)) {

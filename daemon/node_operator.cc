@@ -148,6 +148,7 @@ absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members",
                  request.group(), members);
   }
+  for (const auto& [epoch, record] : group->epochs) WireOf(record)->Close(record.id);
   deleted = std::move(groups_.at(request.group()));
   groups_.erase(request.group());
   if (options_.observer != nullptr) options_.observer->GroupGone(request.group());

@@ -205,11 +205,8 @@ void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
   if (absl::Status status = group->coordinator->CanJoin(peer.hello.daemon_id()); !status.ok()) {
     return peer.session->End(std::move(status));
   }
-  if (HasDevices(name) && options_.cuda.wire == nullptr) {
-    return peer.session->End(Error(absl::StatusCode::kFailedPrecondition,
-                                   "group '{}' has members on GPUs: device memory moves within "
-                                   "that daemon only: {}",
-                                   name, options_.cuda.no_wire));
+  if (absl::Status spanning = CheckSpanning(name); !spanning.ok()) {
+    return peer.session->End(std::move(spanning));
   }
   const NodeId node(next_node_++);
   LinkUp up;
@@ -361,42 +358,33 @@ void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more) {
   more->emplace_back(group->machine->name(), std::move(opened));
 }
 
-// The device is the lowest that a member is on: whatever the daemon's other GPUs send or receive
-// passes through its slots.
+// NCCL takes its time, the first time most of all: not under the mutex.
 void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
   const std::string name = group->machine->name();
-  std::optional<int> lowest;
-  for (const auto& [id, member] : members_) {
-    if (member.group != name || !member.ordinal.has_value()) continue;
-    lowest = std::min(lowest.value_or(*member.ordinal), *member.ordinal);
-  }
   group->epochs[a.epoch] = {local, true};
-  regions_thread_->Submit([this, name, id = group->id, a, local, ordinal = *lowest] {
-    EpochOpened opened;
-    opened.epoch = a.epoch;
-    opened.status = MakeDevicePool(name, id, ordinal);
-    if (opened.status.ok()) {
+  const auto open = [this, name, id = group->id, a, local](int ordinal) {
+    opener_.Submit([this, name, id, a, local, ordinal] {
+      EpochOpened opened;
+      opened.epoch = a.epoch;
       absl::StatusOr<std::string> address =
           options_.cuda.wire->OpenOn(ordinal, local, a.rank, a.size);
       opened.status = address.status();
       if (address.ok()) opened.address = *std::move(address);
-    }
-    {
-      MutexLock lock(&mutex_);
-      GroupRecord* const now = FindGroup(name);
-      const bool wanted = now != nullptr && now->id == id && now->epochs.contains(a.epoch);
-      const bool pooled = wanted && now->device_pools.contains(ordinal);
-      if (opened.status.ok() && !pooled) {
-        options_.cuda.wire->Close(local);
-        opened.status = absl::CancelledError("the epoch was closed, or its members went away");
+      {
+        MutexLock lock(&mutex_);
+        GroupRecord* const now = FindGroup(name);
+        const bool wanted = now != nullptr && now->id == id && now->epochs.contains(a.epoch);
+        if (opened.status.ok() && !wanted) options_.cuda.wire->Close(local);
+        if (!opened.status.ok() && wanted) now->epochs.erase(a.epoch);
       }
-      if (opened.status.ok()) {
-        now->wire_pool = WirePool{ordinal, now->device_pools.at(ordinal).memory};
-      } else if (wanted) {
-        now->epochs.erase(a.epoch);
-      }
-    }
-    GroupEventOf(name, id, std::move(opened));
+      GroupEventOf(name, id, std::move(opened));
+    });
+  };
+  if (group->wire_pool.has_value()) return open(group->wire_pool->ordinal);
+  MakeWirePool(*group, [open, name, a](GroupRecord* found, const absl::Status& made, Events* more) {
+    if (made.ok()) return open(found->wire_pool->ordinal);
+    found->epochs.erase(a.epoch);
+    more->emplace_back(name, EpochOpened{a.epoch, made, ""});
   });
 }
 
@@ -405,6 +393,7 @@ Wire* Node::WireOf(const EpochRecord& epoch) const {
 }
 
 absl::Status Node::EnsureWirePool(GroupRecord* group) {
+  if (LacksWirePool(*group)) return absl::UnavailableError("the slots on GPUs are not made");
   return group->wire_pool.has_value() ? absl::OkStatus() : EnsurePool(group);
 }
 
@@ -426,7 +415,6 @@ void Node::PerformClose(GroupRecord* group, const CloseEpoch& a) {
   if (!local.has_value()) return;
   WireOf(*local)->Close(local->id);
   group->epochs.erase(a.epoch);
-  if (group->epochs.empty()) group->wire_pool.reset();  // P8: what still moves holds it
 }
 
 void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
@@ -435,6 +423,10 @@ void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
   absl::Status status = EnsureWirePool(group);
   const int64_t slot_bytes = group->machine->spec().slot_bytes;
   if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
+  // Its members went and others came: the next epoch is of their kind.
+  if (status.ok() && local->on_devices != group->wire_pool.has_value()) {
+    status = absl::CancelledError("the epoch is of another kind of memory");
+  }
   if (status.ok() && (int64_t{a.slot.slot.value()} >= group->machine->spec().slots ||
                       a.bytes > slot_bytes || a.bytes < 0 || a.ranks.empty())) {
     status = Error(absl::StatusCode::kInvalidArgument, "slot {}, {} bytes: not in the pool",

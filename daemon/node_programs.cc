@@ -51,10 +51,22 @@ void Node::PerformBuild(const GroupRecord& group, BuildProgram a) {
 }
 
 void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Events* more) {
+  const bool in_slot = start.step == MoveStep::kPack || start.step == MoveStep::kUnpack;
+  if (in_slot && LacksWirePool(*group)) {
+    return MakeWirePool(
+        *group, [this, start](GroupRecord* found, const absl::Status& made, Events* events) {
+          mutex_.AssertHeld();
+          PerformMoves(found, start, made, events);
+        });
+  }
+  PerformMoves(group, start, absl::OkStatus(), more);
+}
+
+void Node::PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status,
+                        Events* more) {
   const std::string name = group->machine->name();
-  absl::Status status = absl::OkStatus();
   if (start.step == MoveStep::kPack || start.step == MoveStep::kUnpack) {
-    status = EnsureWirePool(group);
+    if (status.ok()) status = EnsureWirePool(group);
     if (status.ok() && int64_t{start.slot.value()} >= group->machine->spec().slots) {
       status = Error(absl::StatusCode::kInvalidArgument, "slot {}: not in the pool", start.slot);
     }
@@ -116,6 +128,9 @@ void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* m
   const int64_t slot_bytes = group->machine->spec().slot_bytes;
   absl::Status status = EnsureWirePool(group);
   if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
+  if (status.ok() && local->on_devices != group->wire_pool.has_value()) {
+    status = absl::CancelledError("the epoch is of another kind of memory");
+  }
   if (status.ok() &&
       (int64_t{a.out.value()} >= slots || int64_t{a.in.value()} >= slots || a.out == a.in)) {
     status = Error(absl::StatusCode::kInvalidArgument, "slots {} and {}: not two of the pool",

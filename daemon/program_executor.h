@@ -27,7 +27,7 @@ class MemoryResolver {
  public:
   virtual ~MemoryResolver() = default;
   virtual absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const = 0;
-  // In host memory: where slots are that cross daemons.
+  // Where slots are that cross daemons: in host memory, or on one GPU of this daemon.
   virtual absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const = 0;
   // On the device of a member of this daemon; of another daemon's: as Slot.
   virtual absl::StatusOr<MemorySpan> SlotOf(MemberId /*member*/, SlotIndex slot) const {

@@ -622,7 +622,8 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
       const auto trainer = remotes.find(a.trainer);
       header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
       header.bucket_ranges = a.bucket_ranges;
-      header.broadcast = a.broadcast;
+      // A worker is not told whose slots to fill: readers take what is packed directly.
+      header.broadcast = a.staged.empty() ? a.broadcast : BroadcastMethod::kDirect;
     } else {
       header.fill_slot = false;
     }

@@ -1627,6 +1627,52 @@ TEST_CASE("shards cross daemons from GPU to GPU: compiled refits, by NCCL's send
   CHECK(daemons.far.node().GetStatus().resources().wire_bytes_received() >= 3 * ModelBytes(model));
 }
 
+TEST_CASE("a bucket that comes before NCCL is up waits for its slot on the GPU") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(2, 8, 8);
+  RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(0));
+  REQUIRE(trainer.attached().ok());
+  DeviceEngine engine(&daemons.far, 1, model, "far", &daemons.near);
+  const Block source(&daemons.near, 0, ModelBytes(model) + 64 * 64);
+  daemons.machine.nccl->Block("ncclGetUniqueId");
+  auto pushed = std::async(std::launch::async, [&] {
+    REQUIRE_OK(trainer.Begin(1, v1::VERIFICATION_OFF));
+    PushByHandles(&trainer, source, model, 1);
+  });
+  // The root packs, and waits for the wire.
+  REQUIRE(Eventually([&] { return daemons.machine.nccl->Count().blocked_calls == 1; }));
+  REQUIRE(Eventually([&] { return daemons.machine.fake.Count().launch_calls > 0; }));
+  daemons.machine.nccl->Block("");
+  pushed.get();
+  CHECK(engine.Difference(1) == "");
+}
+
+TEST_CASE("over several daemons staged ranks on GPUs, and members of both kinds, are refused") {
+  TwoDaemons daemons;
+  RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(0));
+  REQUIRE(trainer.attached().ok());
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine engine(&daemons.far, 1, model, "far", &daemons.near);
+  v1::EngineHello hello = daemons.far.EngineOn(2, v1::DELIVERY_STAGED, "staged");
+  hello.set_coordinator(daemons.near.address());
+  CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
+               {"spans daemons", "staged"});
+  hello = RawEngine::Hello("g", "host");
+  hello.set_coordinator(daemons.near.address());
+  CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
+               {"device.name", "spans daemons"});
+  // A daemon can't join a group that has what could not cross.
+  v1::EngineHello staged = daemons.near.EngineOn(1, v1::DELIVERY_STAGED);
+  staged.set_group("s");
+  RawEngine near(daemons.near.Connect(), staged);
+  REQUIRE(near.attached().ok());
+  hello = daemons.far.EngineOn(2, v1::DELIVERY_REGISTERED, "late");
+  hello.set_group("s");
+  hello.set_coordinator(daemons.near.address());
+  RawEngine late(daemons.far.Connect(), hello);
+  CHECK_FALSE(late.attached().ok());
+}
+
 TEST_CASE("device memory that crossed daemons is given back with the epoch") {
   Machine machine;
   LocalDaemon near(true, &machine, CudaTransportOptions().limit, 3, "a");

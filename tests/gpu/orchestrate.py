@@ -154,8 +154,20 @@ class Process:
             raise Failure("%s does not quit" % self.name)
 
 
+def torch_nccl():
+    """The NCCL that torch brings in a wheel of its own, if there is one: the baselines run with it."""
+    try:
+        import importlib.util
+        spec = importlib.util.find_spec("nvidia.nccl")
+        places = list(spec.submodule_search_locations) if spec else []
+    except (ImportError, ValueError):
+        places = []
+    found = [os.path.join(place, "lib", "libnccl.so.2") for place in places]
+    return [path for path in found if os.path.exists(path)]
+
+
 class Daemon:
-    """A refitd on a socket in a fresh folder."""
+    """A refitd on a socket in a fresh folder, with torch's NCCL where there is one."""
 
     def __init__(self, *flags, environment=None):
         self.folder = tempfile.mkdtemp(prefix="refitd-gpu-", dir="/tmp")
@@ -163,7 +175,8 @@ class Daemon:
         self.log = os.path.join(self.folder, "log")
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [os.path.join(BIN, "refitd"), "--listen-unix", self.socket, *flags], stdout=log, stderr=log,
+                [os.path.join(BIN, "refitd"), "--listen-unix", self.socket,
+                 *["--cuda-nccl-library=" + path for path in torch_nccl()[:1]], *flags], stdout=log, stderr=log,
                 env=dict(os.environ, **(environment or {}))
             )
         wait_for("refitd answers", self._answers, START_SECONDS)

@@ -96,6 +96,24 @@ class Engine {
     return queue;
   }
 
+  // Whether every device reaches every other, asked once. UNIMPLEMENTED: which does not.
+  absl::Status AllReach() {
+    MutexLock lock(&mutex_);
+    if (!reach_.has_value()) reach_ = AskReach();
+    return *reach_;
+  }
+  absl::Status AskReach() const {
+    for (int device = 0; device < contexts_->devices(); ++device) {
+      for (int other = 0; other < contexts_->devices(); ++other) {
+        REFITD_ASSIGN_OR_RETURN(const bool reaches, contexts_->CanReach(device, other));
+        if (reaches) continue;
+        return Error(absl::StatusCode::kUnimplemented, "device {} can't reach memory of device {}",
+                     Name(*memory_, device), Name(*memory_, other));
+      }
+    }
+    return absl::OkStatus();
+  }
+
   PlanThread* planner() const { return planner_.get(); }
 
   // Errors of calls outside the queues.
@@ -149,6 +167,7 @@ class Engine {
   std::map<int, std::shared_ptr<DeviceQueue>> queues_ ABSL_GUARDED_BY(mutex_);
   int64_t active_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<absl::Status> reach_ ABSL_GUARDED_BY(mutex_);
 };
 
 // ---- plans ----
@@ -1001,9 +1020,8 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
   }
 
   absl::Status CanBroadcast(BroadcastMethod method) const override {
-    if (method == BroadcastMethod::kDirect || method == BroadcastMethod::kChain) {
-      return absl::OkStatus();
-    }
+    if (method == BroadcastMethod::kDirect) return absl::OkStatus();
+    if (method == BroadcastMethod::kChain) return engine_->AllReach();
     if (nccl_ != nullptr) return nccl_->Can(method);
     return absl::UnimplementedError(engine_->options().no_nccl);
   }

@@ -156,6 +156,18 @@ NcclReport FindNcclAmong(const std::vector<std::string>& candidates) {
   return report;
 }
 
+namespace {
+
+constexpr char kNet[] = "NCCL_NET";
+constexpr char kSockets[] = "Socket";
+
+// Whether the operator, or the machine's administrator, says which network is meant.
+bool NamesNetwork(std::string_view variable) {
+  return variable.substr(0, 8) == "NCCL_IB_" || variable.substr(0, 8) == kNet;
+}
+
+}  // namespace
+
 NcclEnvironment CleanNcclEnvironment(const std::string& interface,
                                      const std::string& machine_file) {
   const std::vector<std::pair<std::string, std::string>> ours = {
@@ -168,6 +180,7 @@ NcclEnvironment CleanNcclEnvironment(const std::string& interface,
   for (const auto& variable : NcclVariables()) {
     const auto& [name, value] = variable;
     if (std::find(ours.begin(), ours.end(), variable) != ours.end()) continue;
+    if (name == kNet && value == kSockets) continue;  // of an earlier call
     const bool kept = IsKept(name);
     (kept ? done.kept : done.dropped).push_back(name + "=" + value);
     if (!kept) unsetenv(name.c_str());
@@ -175,6 +188,13 @@ NcclEnvironment CleanNcclEnvironment(const std::string& interface,
   for (const auto& [name, value] : ours) {
     setenv(name.c_str(), value.c_str(), /*overwrite=*/1);
     done.set.push_back(name + "=" + value);
+  }
+  bool network_named = false;
+  for (const std::string& variable : done.kept) network_named |= NamesNetwork(variable);
+  for (const std::string& name : NamesIn(machine_file)) network_named |= NamesNetwork(name);
+  if (!network_named) {
+    setenv(kNet, kSockets, /*overwrite=*/1);
+    done.set.push_back(fmt::format("{}={}", kNet, kSockets));
   }
   for (std::string& name : NamesIn(machine_file)) {
     if (std::getenv(name.c_str()) == nullptr) done.machine.push_back(std::move(name));

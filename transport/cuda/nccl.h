@@ -95,6 +95,9 @@ inline constexpr std::string_view kNcclMachineFile = "/etc/nccl.conf";
 //   NCCL_NVLS_ENABLE=0            no multicast
 //   NCCL_RAS_ENABLE=0             NCCL's own service, which listens without credentials
 //   NCCL_SOCKET_IFNAME            =`interface`
+//   NCCL_NET=Socket               P9: no adapter that nobody named; not where a NCCL_IB_* or
+//   NCCL_NET*
+//                                 is kept, or the machine's file has one
 // Changes the environment: before the process has threads, and before NCCL is loaded.
 NcclEnvironment CleanNcclEnvironment(
     const std::string& interface, const std::string& machine_file = std::string(kNcclMachineFile));

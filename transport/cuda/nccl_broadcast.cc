@@ -14,6 +14,13 @@ constexpr int64_t kShareAlignment = 4096;
 // A share of a round at most, and what is not worth a round.
 constexpr int64_t kMostShare = 32 << 20;
 
+// P6: a collective that NCCL did not issue in time may still come, on memory that is another's by
+// then. Nothing tells: the devices count as lost.
+absl::Status Issued(const absl::Status& status, const RelayIssue& issue) {
+  if (!absl::IsDeadlineExceeded(status)) return status;
+  return issue.api().Check("NCCL", CUDA_ERROR_UNKNOWN);
+}
+
 int64_t BytesOf(const Relay& relay) { return relay.runs.back().offset + relay.runs.back().bytes; }
 
 }  // namespace
@@ -49,16 +56,17 @@ absl::StatusOr<NcclBroadcasts::Held*> NcclBroadcasts::Get(const std::vector<int>
   const auto it = held_.find(key);
   if (it != held_.end()) {
     if (it->second.communicator->status().ok()) return &it->second;
-    held_.erase(it);  // poisoned: it is given back behind the scenes
   }
+  // Poisoned ones are given back behind the scenes.
+  std::erase_if(held_, [](const auto& e) { return !e.second.communicator->status().ok(); });
   if (held_.size() >= kMaxBroadcastCommunicators) {
     return Error(absl::StatusCode::kResourceExhausted,
                  "broadcasts have {} sets of devices already, each with a communicator",
                  held_.size());
   }
-  REFITD_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> made,
-                          communicators_.Create({.devices = devices, .copy_engines = copy_engines},
-                                                Clock::now() + options_.limit));
+  REFITD_ASSIGN_OR_RETURN(
+      std::unique_ptr<Communicator> made,
+      communicators_.Create({.devices = devices, .copy_engines = copy_engines}, Deadline()));
   Held& held = held_[key];
   held.communicator = std::move(made);
   return &held;
@@ -71,7 +79,7 @@ absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(
   const auto it = held->windows.find(key);
   if (it != held->windows.end()) return it->second;
   REFITD_ASSIGN_OR_RETURN(const Communicator::WindowId window,
-                          held->communicator->RegisterWindow(pools, Clock::now() + options_.limit));
+                          held->communicator->RegisterWindow(pools, Deadline()));
   held->windows.emplace(std::move(key), window);
   return window;
 }
@@ -83,11 +91,14 @@ void NcclBroadcasts::LetGo(const CudaRegion& pool) {
       if (std::find(entry.first.begin(), entry.first.end(), &pool) == entry.first.end()) {
         return false;
       }
-      // Where NCCL fails to, it poisons the communicator, which lets go of all of them.
-      (void)held.communicator->DeregisterWindow(entry.second, Clock::now() + options_.limit);
+      const absl::Status gone =
+          held.communicator->DeregisterWindow(entry.second, Clock::now() + options_.limit);
+      // A communicator that is given up lets go of all of them.
+      if (!gone.ok()) held.communicator->Abort(gone);
       return true;
     });
   }
+  scratch_.erase(pool.device());  // P8: made again when next needed
 }
 
 void NcclBroadcasts::Close(Clock::time_point deadline) {
@@ -114,6 +125,9 @@ absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, RelayIssu
     scratch = nullptr;
     REFITD_ASSIGN_OR_RETURN(scratch, memory_->MakeBuffer(relay.source, relay.slot_bytes));
   }
+  // Another group's bytes may lie between the runs, and all of it is sent (P9).
+  REFITD_RETURN_IF_ERROR(
+      issue->Clear(*onward, scratch->data() + first.offset, BytesOf(relay) - first.offset));
   REFITD_RETURN_IF_ERROR(issue->CopyRuns(*onward, relay.runs, scratch->data()));
   return scratch->data() + first.offset;
 }
@@ -139,7 +153,7 @@ absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue) {
     call.receive.push_back(slot == relay.slots.end() ? const_cast<char*>(packed)
                                                      : slot->data + begin);
   }
-  return held->communicator->Broadcast(call, Clock::now() + options_.limit);
+  return Issued(held->communicator->Broadcast(call, Deadline()), *issue);
 }
 
 absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
@@ -193,7 +207,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
       }
       call.byte_offset = slot_offset + at;
       call.bytes = share;
-      REFITD_RETURN_IF_ERROR(held->communicator->AllGather(call, Clock::now() + options_.limit));
+      REFITD_RETURN_IF_ERROR(Issued(held->communicator->AllGather(call, Deadline()), *issue));
       at += count * share;
     }
   }

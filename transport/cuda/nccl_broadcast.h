@@ -68,6 +68,8 @@ class NcclBroadcasts {
     std::map<std::vector<const CudaRegion*>, Communicator::WindowId> windows;
   };
 
+  // Of one call: a broadcast makes up to three before the queue that issues it counts it as late.
+  Clock::time_point Deadline() const { return Clock::now() + options_.limit / 4; }
   absl::Status Broadcast(const Relay& relay, RelayIssue* issue)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Symmetric(const Relay& relay, RelayIssue* issue)

@@ -90,8 +90,8 @@ std::map<std::string, std::string> Variables() {
 
 const std::map<std::string, std::string> kSet = {
     {"NCCL_CONF_FILE", "/dev/null"}, {"NCCL_CUMEM_ENABLE", "1"}, {"NCCL_ENV_PLUGIN", "none"},
-    {"NCCL_NVLS_ENABLE", "0"},       {"NCCL_RAS_ENABLE", "0"},   {"NCCL_SOCKET_IFNAME", "=eth7"},
-    {"NCCL_WIN_ENABLE", "1"}};
+    {"NCCL_NET", "Socket"},          {"NCCL_NVLS_ENABLE", "0"},  {"NCCL_RAS_ENABLE", "0"},
+    {"NCCL_SOCKET_IFNAME", "=eth7"}, {"NCCL_WIN_ENABLE", "1"}};
 
 void Export(const std::map<std::string, std::string>& variables) {
   for (const auto& [name, value] : Variables()) unsetenv(name.c_str());
@@ -119,6 +119,7 @@ TEST_CASE("what a launcher exported is dropped or overruled, and said; the opera
                              "NCCL_IB_HCA=mlx5_0"});
   CHECK(done.machine.empty());
   std::map<std::string, std::string> want = kSet;
+  want.erase("NCCL_NET");  // the operator named an adapter
   want.insert({{"NCCL_DEBUG", "INFO"},
                {"NCCL_DEBUG_FILE", "/tmp/log"},
                {"NCCL_HOSTID", "a"},
@@ -146,6 +147,11 @@ TEST_CASE("names of the machine's file that nothing overrules are said") {
   const std::string file = folder.Write(
       "nccl.conf", "# NCCL_PROTO=LL\nNCCL_ALGO=Tree\nNCCL_DEBUG=INFO\nNCCL_NVLS_ENABLE=1\nx\n\n");
   CHECK(CleanNcclEnvironment("lo", file).machine == Strings{"NCCL_ALGO"});
+  CHECK(Variables().at("NCCL_NET") == "Socket");
+  const std::string adapters = folder.Write("adapters.conf", "NCCL_IB_HCA=mlx5_0\n");
+  Export({});
+  CHECK(CleanNcclEnvironment("lo", adapters).machine == Strings{"NCCL_IB_HCA"});
+  CHECK(Variables().count("NCCL_NET") == 0);
   Export({});
 }
 

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <future>
 #include <map>
 #include <optional>
 #include <string_view>
@@ -37,6 +38,8 @@ constexpr auto kYieldFor = std::chrono::microseconds(200);
 constexpr auto kShortPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::microseconds(200);
 constexpr auto kLongAfter = std::chrono::milliseconds(20);
+// For NCCL to make a unique id.
+constexpr auto kOpening = std::chrono::seconds(20);
 // For an abort to go through (P4: a deadline plus this).
 constexpr auto kCleanUp = std::chrono::milliseconds(800);
 
@@ -110,7 +113,9 @@ struct Shared {
   std::shared_ptr<CudaContexts> contexts;
   NcclWireOptions options;
   std::shared_ptr<LostContext> lost;
-  std::shared_ptr<NcclThread> watched;  // what may hang
+  // What may hang: aborts, and the making of ids, which takes its time.
+  std::shared_ptr<NcclThread> watched;
+  std::shared_ptr<NcclThread> opening;
   Counters totals;
 };
 
@@ -139,9 +144,7 @@ class Epoch {
     address.epoch = id_.value();
     address.rank = static_cast<uint32_t>(rank_);
     address.size = static_cast<uint32_t>(size_);
-    if (rank_ == 0) {
-      REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*shared_->nccl, ncclGetUniqueId, &address.id));
-    }
+    if (rank_ == 0) REFITD_RETURN_IF_ERROR(MakeId(&address.id));
     return Encode(address);
   }
 
@@ -177,6 +180,20 @@ class Epoch {
   WireStats Stats() const { return counters_.Get(); }
 
  private:
+  // NCCL looks for its networks the first time.
+  absl::Status MakeId(NcclUniqueId* id) const {
+    auto made = std::make_shared<NcclUniqueId>();
+    bool began = false;
+    const absl::Status status = shared_->opening->Run(
+        "ncclGetUniqueId", Clock::now() + kOpening,
+        [shared = shared_, made] {
+          return REFITD_NCCL_CALL(*shared->nccl, ncclGetUniqueId, made.get());
+        },
+        &began);
+    if (status.ok()) *id = *made;
+    return status;
+  }
+
   absl::Status Closed() const { return Error(StatusCode::kCancelled, "epoch {} was closed", id_); }
 
   void Run() {
@@ -393,23 +410,19 @@ class Epoch {
     GiveUp();
   }
 
+  // However long it takes: until then the memory may be touched. What hangs is told as a loss by
+  // whoever watches it, and ends with the process.
   void GiveUp() {
     if (comm_ == nullptr) return;
-    bool began = false;
-    const absl::Status aborted = shared_->watched->Run(
-        fmt::format("ncclCommAbort of epoch {}", id_), Clock::now() + kCleanUp,
-        [shared = shared_, context = context_, comm = comm_] {
-          const ScopedContext current(shared->contexts->api(), context);
-          REFITD_RETURN_IF_ERROR(current.status());
-          return REFITD_NCCL_CALL(*shared->nccl, ncclCommAbort, comm);
-        },
-        &began);
+    auto aborted = std::make_shared<std::promise<void>>();
+    shared_->watched->Post(fmt::format("ncclCommAbort of epoch {}", id_), Clock::now() + kCleanUp,
+                           [shared = shared_, context = context_, comm = comm_, aborted] {
+                             const ScopedContext current(shared->contexts->api(), context);
+                             if (current.status().ok()) (void)shared->nccl->ncclCommAbort(comm);
+                             aborted->set_value();
+                           });
+    aborted->get_future().wait();
     comm_ = nullptr;
-    if (absl::IsDeadlineExceeded(aborted)) {
-      // It is told as a loss when it is late; until it returns the memory may be touched.
-      return shared_->lost->Lose(Error(StatusCode::kDeadlineExceeded,
-                                       "epoch {}: NCCL does not abort: {}", id_, Message(aborted)));
-    }
     DrainStream();
   }
 
@@ -426,9 +439,9 @@ class Epoch {
       const absl::StatusOr<bool> ended = StreamEnded();
       if (!ended.ok() || *ended) return;
       if (Clock::now() > late) {
-        return shared_->lost->Lose(Error(StatusCode::kDeadlineExceeded,
-                                         "epoch {}: device {} does not end what NCCL put there",
-                                         id_, device_));
+        shared_->lost->Lose(Error(StatusCode::kDeadlineExceeded,
+                                  "epoch {}: device {} does not end what NCCL put there", id_,
+                                  device_));
       }
       std::this_thread::sleep_for(kLongPause);
     }
@@ -481,7 +494,9 @@ class NcclWire final : public DeviceWire {
       changed_.NotifyAll();
     }
     answers_.join();
-    shared_->watched->Stop(Clock::now() + shared_->options.limit);
+    const Clock::time_point deadline = Clock::now() + shared_->options.limit;
+    shared_->watched->Stop(deadline);
+    shared_->opening->Stop(deadline);
   }
 
   absl::StatusOr<std::string> OpenOn(int device, EpochId id, int rank, int size) override {
@@ -491,13 +506,20 @@ class NcclWire final : public DeviceWire {
     if (device < 0 || device >= shared_->contexts->devices()) {
       return Error(StatusCode::kInvalidArgument, "epoch {}: no device {}", id, device);
     }
-    MutexLock lock(&mutex_);
-    if (epochs_.contains(id)) return Error(StatusCode::kAlreadyExists, "epoch {} is open", id);
-    if (epochs_.size() >= kMaxWireEpochs) {
+    const auto check = [&] {
+      mutex_.AssertHeld();
+      if (epochs_.contains(id)) return Error(StatusCode::kAlreadyExists, "epoch {} is open", id);
+      if (epochs_.size() < kMaxWireEpochs) return absl::OkStatus();
       return Error(StatusCode::kResourceExhausted, "{} epochs are open", epochs_.size());
+    };
+    {
+      MutexLock lock(&mutex_);
+      REFITD_RETURN_IF_ERROR(check());
     }
     auto epoch = std::make_unique<Epoch>(shared_, device, id, rank, size);
     REFITD_ASSIGN_OR_RETURN(std::string address, epoch->MakeAddress());
+    MutexLock lock(&mutex_);
+    REFITD_RETURN_IF_ERROR(check());
     epoch->Start([this, id] {
       MutexLock guard(&mutex_);
       ended_.push_back(id);
@@ -603,6 +625,8 @@ absl::StatusOr<std::unique_ptr<DeviceWire>> MakeNcclWire(std::shared_ptr<const N
   shared->lost = std::make_shared<LostContext>(options.lost);
   shared->watched = std::make_shared<NcclThread>(options.limit, shared->lost);
   shared->watched->Start();
+  shared->opening = std::make_shared<NcclThread>(options.limit, shared->lost);
+  shared->opening->Start();
   return std::make_unique<NcclWire>(std::move(shared));
 }
 

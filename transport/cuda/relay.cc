@@ -114,13 +114,12 @@ void RelayQueue::Submit(Relay relay, std::function<void(absl::Status)> done) {
   {
     MutexLock lock(&mutex_);
     if (queue_ == nullptr) {
-      queue_ = std::make_shared<DeviceQueue>(
-          contexts_, relay.source,
-          DeviceQueueOptions{.name = fmt::format("{} (broadcasts)", relay.source),
-                             .threads = "refitd-relay",
-                             .kernel = {},
-                             .limit = options_.limit},
-          lost_);
+      queue_ = std::make_shared<DeviceQueue>(contexts_, relay.source,
+                                             DeviceQueueOptions{.name = "of broadcasts",
+                                                                .threads = "refitd-relay",
+                                                                .kernel = {},
+                                                                .limit = options_.limit},
+                                             lost_);
       if (stopped_) {
         queue_->Close();
       } else {

@@ -87,6 +87,13 @@ absl::Status RelayIssue::Copy(const RelayStream& on, char* to, const char* from,
                           static_cast<size_t>(bytes), on.stream);
 }
 
+absl::Status RelayIssue::Clear(const RelayStream& on, char* data, int64_t bytes) const {
+  const ScopedContext current(api(), on.context);
+  REFITD_RETURN_IF_ERROR(current.status());
+  return REFITD_CUDA_CALL(api(), cuMemsetD8Async, Address(data), 0, static_cast<size_t>(bytes),
+                          on.stream);
+}
+
 absl::Status RelayIssue::Record(const RelayStream& on) const {
   const ScopedContext current(api(), on.context);
   REFITD_RETURN_IF_ERROR(current.status());

@@ -67,6 +67,7 @@ class RelayIssue {
   // Into a slot as the stream's device reaches it.
   absl::Status CopyRuns(const RelayStream& on, const std::vector<RelayRun>& runs, char* slot) const;
   absl::Status Copy(const RelayStream& on, char* to, const char* from, int64_t bytes) const;
+  absl::Status Clear(const RelayStream& on, char* data, int64_t bytes) const;
   absl::Status Record(const RelayStream& on) const;
   // For the last record of `event`'s stream.
   absl::Status Wait(const RelayStream& on, const RelayStream& event) const;
