@@ -29,7 +29,7 @@ struct Clique {
   bool stopped = false;
 };
 
-struct Group;
+struct NcclGroup;
 
 struct NcclCommStruct {
   Clique* clique = nullptr;
@@ -41,7 +41,7 @@ struct NcclCommStruct {
   bool revoked = false;
   bool gone = false;
   NcclResult result = NcclResult::kSuccess;
-  std::shared_ptr<Group> group;  // in progress; else null
+  std::shared_ptr<NcclGroup> group;  // in progress; else null
 };
 
 struct NcclWindowStruct {
@@ -64,7 +64,7 @@ struct Task {
   bool ran = false;
 };
 
-struct Group {
+struct NcclGroup {
   std::vector<Task> tasks;
   int polls = 2;  // until it ends
   bool revokes = false;
@@ -296,7 +296,7 @@ void RunSend(Task* send) {
 }
 
 // False: it waits for ranks that are not there.
-bool RunGroup(State* fake, Group* group) {
+bool RunGroup(State* fake, NcclGroup* group) {
   for (Task& task : group->tasks) {
     if (task.ran || group->result != NcclResult::kSuccess) continue;
     if (task.kind == Kind::kRevoke) {
@@ -318,7 +318,7 @@ bool RunGroup(State* fake, Group* group) {
 }
 
 // The pointer is a copy: communicators lose theirs here.
-void EndGroup(State* fake, const std::shared_ptr<Group> group) {  // NOLINT
+void EndGroup(State* fake, const std::shared_ptr<NcclGroup> group) {  // NOLINT
   for (const Task& task : group->tasks) {
     if (task.comm->group != group) continue;
     task.comm->result = group->result;
@@ -328,7 +328,7 @@ void EndGroup(State* fake, const std::shared_ptr<Group> group) {  // NOLINT
 }
 
 NcclResult BeginGroup(State* fake) {
-  auto group = std::make_shared<Group>();
+  auto group = std::make_shared<NcclGroup>();
   group->tasks.swap(tasks);
   if (group->tasks.empty()) return NcclResult::kSuccess;
   group->revokes = group->tasks[0].kind == Kind::kRevoke;
@@ -486,7 +486,7 @@ NcclResult ncclCommGetAsyncError(NcclComm comm, NcclResult* result) {
   Call call("ncclCommGetAsyncError");
   if (call.failed()) return call.result;
   if (comm->gone) return NcclResult::kInvalidArgument;
-  const std::shared_ptr<Group> group = comm->group;
+  const std::shared_ptr<NcclGroup> group = comm->group;
   const bool stuck =
       group != nullptr && (group->revokes ? call.fake.stuck_revokes : call.fake.stuck);
   if (group != nullptr && !stuck && --group->polls <= 0) {
