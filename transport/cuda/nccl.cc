@@ -182,12 +182,12 @@ NcclEnvironment CleanNcclEnvironment(const std::string& interface,
     if (std::find(ours.begin(), ours.end(), variable) != ours.end()) continue;
     if (name == kNet && value == kSockets) continue;  // of an earlier call
     const bool kept = IsKept(name);
-    (kept ? done.kept : done.dropped).push_back(name + "=" + value);
+    (kept ? done.kept : done.dropped).push_back(fmt::format("{}={}", name, value));
     if (!kept) unsetenv(name.c_str());
   }
   for (const auto& [name, value] : ours) {
     setenv(name.c_str(), value.c_str(), /*overwrite=*/1);
-    done.set.push_back(name + "=" + value);
+    done.set.push_back(fmt::format("{}={}", name, value));
   }
   bool network_named = false;
   for (const std::string& variable : done.kept) network_named |= NamesNetwork(variable);
