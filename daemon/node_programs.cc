@@ -148,6 +148,7 @@ void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* m
                      offset, slot);
       return;
     }
+    mutex_.AssertHeld();
     MemorySpan memory = *Memory(members_, *group).Slot(slot);
     memory.data += offset;
     memory.bytes = bytes;

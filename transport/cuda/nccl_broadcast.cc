@@ -86,7 +86,8 @@ absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(
 
 void NcclBroadcasts::LetGo(const CudaRegion& pool) {
   MutexLock lock(&mutex_);
-  for (auto& [key, held] : held_) {
+  for (auto& each : held_) {
+    Held& held = each.second;
     std::erase_if(held.windows, [&](const auto& entry) {
       if (std::find(entry.first.begin(), entry.first.end(), &pool) == entry.first.end()) {
         return false;
