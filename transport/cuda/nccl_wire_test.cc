@@ -127,7 +127,7 @@ TEST_CASE("broadcasts from every rank bring its bytes to all") {
     std::vector<char> sent(static_cast<size_t>(bytes));
     for (char& byte : sent) byte = static_cast<char>(random());
     for (int rank = 0; rank < 3; ++rank) std::memset(daemons.slot(rank), 0x5a, kBytes);
-    std::memcpy(daemons.slot(root), sent.data(), sent.size());
+    std::copy(sent.begin(), sent.end(), daemons.slot(root));
     std::vector<Outcome> outcomes(3);
     for (int rank = 0; rank < 3; ++rank) {
       daemons.wires[static_cast<size_t>(rank)]->Submit(
@@ -136,7 +136,7 @@ TEST_CASE("broadcasts from every rank bring its bytes to all") {
     }
     for (Outcome& outcome : outcomes) REQUIRE(outcome.Wait().ok());
     for (int rank = 0; rank < 3; ++rank) {
-      REQUIRE(std::memcmp(daemons.slot(rank), sent.data(), sent.size()) == 0);
+      REQUIRE(std::equal(sent.begin(), sent.end(), daemons.slot(rank)));
       if (bytes < kBytes) REQUIRE(daemons.slot(rank)[bytes] == 0x5a);
     }
   }
