@@ -189,14 +189,13 @@ NcclEnvironment CleanNcclEnvironment(const std::string& interface,
     setenv(name.c_str(), value.c_str(), /*overwrite=*/1);
     done.set.push_back(fmt::format("{}={}", name, value));
   }
-  bool network_named = false;
-  for (const std::string& variable : done.kept) network_named |= NamesNetwork(variable);
-  for (const std::string& name : NamesIn(machine_file)) network_named |= NamesNetwork(name);
-  if (!network_named) {
+  std::vector<std::string> machine = NamesIn(machine_file);
+  if (std::none_of(done.kept.begin(), done.kept.end(), NamesNetwork) &&
+      std::none_of(machine.begin(), machine.end(), NamesNetwork)) {
     setenv(kNet, kSockets, /*overwrite=*/1);
     done.set.push_back(fmt::format("{}={}", kNet, kSockets));
   }
-  for (std::string& name : NamesIn(machine_file)) {
+  for (std::string& name : machine) {
     if (std::getenv(name.c_str()) == nullptr) done.machine.push_back(std::move(name));
   }
   std::sort(done.dropped.begin(), done.dropped.end());

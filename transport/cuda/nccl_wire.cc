@@ -430,8 +430,12 @@ class Epoch {
     const CudaApi& api = shared_->contexts->api();
     {
       const ScopedContext current(api, context_);
-      if (!current.status().ok() || !REFITD_CUDA_CALL(api, cuEventRecord, event_, stream_).ok()) {
-        return;
+      absl::Status recorded = current.status();
+      if (recorded.ok()) recorded = REFITD_CUDA_CALL(api, cuEventRecord, event_, stream_);
+      if (!recorded.ok()) {
+        // P6: nothing tells any more when the device is done.
+        return shared_->lost->Lose(
+            Error(StatusCode::kInternal, "epoch {}: {}", id_, Message(recorded)));
       }
     }
     const Clock::time_point late = Clock::now() + shared_->options.limit;
