@@ -606,6 +606,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void WakeTimer() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static TimePoint Now() { return std::chrono::steady_clock::now(); }
 
+  void DescribeEpochs(v1::NcclStatus* status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::GroupStatus GroupStatusOf(const GroupRecord& group) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 

@@ -1,5 +1,6 @@
 // The node's answers to operators: groups by hand, status, watching.
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "daemon/node.h"
@@ -43,6 +44,16 @@ void Describe(const DeviceOptions& cuda, const Transport* transport, v1::NcclSta
     out->set_window_bytes(communicator.window_bytes);
     out->set_error(Message(communicator.status));
   }
+}
+
+void Fill(const DeviceEpochStatus& epoch, const CudaMemory& memory, v1::WireEpochStatus* out) {
+  out->set_gpu_uuid(UuidOf(memory, epoch.device));
+  out->set_rank(epoch.rank);
+  out->set_ranks(epoch.size);
+  out->set_state(std::string(epoch.state));
+  out->set_error(Message(epoch.status));
+  out->set_bytes_sent(epoch.moved.bytes_sent);
+  out->set_bytes_received(epoch.moved.bytes_received);
 }
 
 void Fill(const InstanceOutcome& outcome, v1::InstanceResult* result) {
@@ -229,6 +240,27 @@ v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
   return status;
 }
 
+void Node::DescribeEpochs(v1::NcclStatus* status) {
+  std::map<EpochId, DeviceEpochStatus> open;
+  for (DeviceEpochStatus& each : options_.cuda.wire->Epochs()) {
+    const EpochId id = each.epoch;
+    open.emplace(id, std::move(each));
+  }
+  const CudaMemory& memory = *options_.cuda.memory;
+  for (const auto& [name, group] : groups_) {
+    for (const auto& [id, record] : group->epochs) {
+      const auto found = open.find(record.id);
+      if (!record.on_devices || found == open.end()) continue;
+      v1::WireEpochStatus* const out = status->add_epochs();
+      out->set_group(name);
+      out->set_epoch(id.value());
+      Fill(found->second, memory, out);
+      open.erase(found);
+    }
+  }
+  for (const auto& [id, epoch] : open) Fill(epoch, memory, status->add_epochs());
+}
+
 v1::GetStatusResponse Node::GetStatus() {
   v1::GetStatusResponse response;
   response.set_daemon_version(std::string(kVersion));
@@ -258,6 +290,7 @@ v1::GetStatusResponse Node::GetStatus() {
     resources->set_anonymous_bytes(stats->anonymous_bytes);
   }
   MutexLock lock(&mutex_);
+  if (cuda->available() && options_.cuda.wire != nullptr) DescribeEpochs(cuda->mutable_nccl());
   for (const std::string& listener : listeners_) response.add_listeners(listener);
   response.set_serving(!draining_);
   resources->set_members(static_cast<int64_t>(members_.size()));

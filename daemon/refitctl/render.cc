@@ -110,6 +110,17 @@ std::string RenderCommunicator(const v1::CommunicatorStatus& communicator) {
   return text;
 }
 
+std::string RenderEpoch(const v1::WireEpochStatus& epoch) {
+  std::string text = epoch.group().empty()
+                         ? std::string("epoch of no group")
+                         : fmt::format("epoch {} of group {}", epoch.epoch(), epoch.group());
+  text += fmt::format(": rank {} of {} daemons on {}, {}; {} sent, {} received", epoch.rank(),
+                      epoch.ranks(), epoch.gpu_uuid(), epoch.state(),
+                      HumanBytes(epoch.bytes_sent()), HumanBytes(epoch.bytes_received()));
+  if (!epoch.error().empty()) text += "; " + epoch.error();
+  return text;
+}
+
 std::string RenderResources(const v1::ResourceStatus& resources) {
   return fmt::format(
       "{} members, {} regions of {}, staging pools {}, {} anonymous, {} threads, {} descriptors",
@@ -261,6 +272,9 @@ std::string RenderStatus(const v1::GetStatusResponse& status) {
                         transport.available() ? "" : "not available: ", transport.detail());
     for (const auto& each : transport.nccl().communicators()) {
       text += fmt::format("nccl       {}\n", RenderCommunicator(each));
+    }
+    for (const auto& each : transport.nccl().epochs()) {
+      text += fmt::format("nccl       {}\n", RenderEpoch(each));
     }
   }
   text += fmt::format("holds      {}\n", RenderResources(status.resources()));

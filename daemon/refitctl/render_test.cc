@@ -95,7 +95,8 @@ TEST_CASE("the status page shows the daemon's id, a group's nodes and its link")
   CHECK_THAT(text, Contains("\n  node-b  10.0.0.2:40000  joined        3  500 ms\n"));
 }
 
-TEST_CASE("the status page shows NCCL's communicators, and why one is no longer usable") {
+TEST_CASE(
+    "the status page shows NCCL's communicators and epochs, and why one is no longer usable") {
   v1::GetStatusResponse status;
   auto* cuda = status.add_transports();
   cuda->set_name("cuda");
@@ -112,12 +113,29 @@ TEST_CASE("the status page shows NCCL's communicators, and why one is no longer 
   bad->set_epoch(4);
   bad->add_gpu_uuids("GPU-a");
   bad->set_error("a device hangs");
+  auto* epoch = cuda->mutable_nccl()->add_epochs();
+  epoch->set_group("policy");
+  epoch->set_epoch(7);
+  epoch->set_gpu_uuid("GPU-b");
+  epoch->set_rank(1);
+  epoch->set_ranks(3);
+  epoch->set_state("connected");
+  epoch->set_bytes_sent(3 << 20);
+  auto* lost = cuda->mutable_nccl()->add_epochs();
+  lost->set_gpu_uuid("GPU-a");
+  lost->set_ranks(2);
+  lost->set_state("lost");
+  lost->set_error("rank 1 went");
   const std::string text = RenderStatus(status);
   INFO(text);
   CHECK_THAT(text, Contains("\ntransport  cuda: NCCL 2.28.9 from PATH\n"));
   CHECK_THAT(text, Contains("\nnccl       communicator 3 of GPU-a, GPU-b, by copy engines; "
                             "windows: 2, 3.00 MiB on each GPU\n"));
   CHECK_THAT(text, Contains("\nnccl       communicator 4 of GPU-a; a device hangs\n"));
+  CHECK_THAT(text, Contains("\nnccl       epoch 7 of group policy: rank 1 of 3 daemons on GPU-b, "
+                            "connected; 3.00 MiB sent, 0 B received\n"));
+  CHECK_THAT(text, Contains("\nnccl       epoch of no group: rank 0 of 2 daemons on GPU-a, lost; "
+                            "0 B sent, 0 B received; rank 1 went\n"));
 }
 
 TEST_CASE("a group of another daemon says where it is coordinated") {

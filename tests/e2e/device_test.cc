@@ -1563,6 +1563,13 @@ struct TwoDaemons {
   LocalDaemon far{true, &machine, CudaTransportOptions().limit, 3, "b"};
 };
 
+std::vector<v1::WireEpochStatus> Epochs(LocalDaemon& daemon) {
+  const v1::GetStatusResponse status = daemon.node().GetStatus();
+  REQUIRE(status.transports(1).name() == "cuda");
+  const auto& epochs = status.transports(1).nccl().epochs();
+  return {epochs.begin(), epochs.end()};
+}
+
 TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
   TwoDaemons daemons;
   const Model model = MixedModel();
@@ -1596,6 +1603,21 @@ TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
   const v1::GetStatusResponse status = daemons.far.node().GetStatus();
   CHECK(status.resources().wire_bytes_received() >= 4 * ModelBytes(model));
   CHECK(status.resources().wire_bytes_received() < 5 * ModelBytes(model));
+  // One epoch for all of them, and each daemon shows its end.
+  for (LocalDaemon* daemon : {&daemons.near, &daemons.far}) {
+    const auto epochs = Epochs(*daemon);
+    REQUIRE(epochs.size() == 1);
+    const bool far = daemon == &daemons.far;
+    CHECK(epochs[0].group() == "g");
+    CHECK(epochs[0].epoch() == status.groups(0).epoch());
+    CHECK(epochs[0].gpu_uuid() == daemon->uuid(far ? 1 : 0));
+    CHECK(epochs[0].rank() == (far ? 1 : 0));
+    CHECK(epochs[0].ranks() == 2);
+    CHECK(epochs[0].state() == "connected");
+    CHECK(epochs[0].error().empty());
+    CHECK((far ? epochs[0].bytes_received() : epochs[0].bytes_sent()) ==
+          status.resources().wire_bytes_received());
+  }
   CHECK(daemons.machine.nccl->Count().broadcasts >= 4);
   CHECK(daemons.near.lost().ok());
   CHECK(daemons.far.lost().ok());

@@ -179,6 +179,20 @@ class Epoch {
 
   WireStats Stats() const { return counters_.Get(); }
 
+  DeviceEpochStatus Describe() const {
+    DeviceEpochStatus status{.epoch = id_,
+                             .device = device_,
+                             .rank = rank_,
+                             .size = size_,
+                             .state = {},
+                             .moved = Stats(),
+                             .status = {}};
+    MutexLock lock(&mutex_);
+    status.state = closing_ ? "closing" : state_;
+    status.status = lost_;
+    return status;
+  }
+
  private:
   // NCCL looks for its networks the first time.
   absl::Status MakeId(NcclUniqueId* id) const {
@@ -218,9 +232,9 @@ class Epoch {
     {
       MutexLock lock(&mutex_);
       if (closing_) return Closed();
-    }
-    if (!lost_.ok()) {
-      return Error(StatusCode::kFailedPrecondition, "epoch {} was lost: {}", id_, Message(lost_));
+      if (!lost_.ok()) {
+        return Error(StatusCode::kFailedPrecondition, "epoch {} was lost: {}", id_, Message(lost_));
+      }
     }
     if (work->connect.has_value()) return Connect(*work->connect, work->deadline);
     if (comm_ == nullptr) {
@@ -249,9 +263,19 @@ class Epoch {
                               Decode(addresses[static_cast<size_t>(rank)], id_, rank, size_));
       if (rank == 0) unique = address.id;
     }
+    Enter("connecting");
     absl::Status status = Initialise(unique, deadline);
-    if (!status.ok()) Lose(status);
+    if (!status.ok()) {
+      Lose(status);
+    } else {
+      Enter("connected");
+    }
     return status;
+  }
+
+  void Enter(std::string_view state) {
+    MutexLock lock(&mutex_);
+    state_ = state;
   }
 
   absl::Status Initialise(const NcclUniqueId& unique, Clock::time_point deadline) {
@@ -406,7 +430,11 @@ class Epoch {
 
   // Aborts, so that the device ends what NCCL put there, and waits until it has (P6).
   void Lose(const absl::Status& why) {
-    lost_ = why;
+    {
+      MutexLock lock(&mutex_);
+      state_ = "lost";
+      lost_ = why;
+    }
     GiveUp();
   }
 
@@ -473,13 +501,14 @@ class Epoch {
   CUstream stream_ = nullptr;
   CUevent event_ = nullptr;
   NcclComm comm_ = nullptr;
-  absl::Status lost_;  // why; OK: it is not
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   CondVar wake_;
   std::deque<Work> queue_ ABSL_GUARDED_BY(mutex_);
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // last: it uses the others
+  std::string_view state_ ABSL_GUARDED_BY(mutex_) = "open";
+  absl::Status lost_ ABSL_GUARDED_BY(mutex_);  // why; OK: it is not
+  std::thread thread_;                         // last: it uses the others
 };
 
 // ---- the wire ----
@@ -567,6 +596,12 @@ class NcclWire final : public DeviceWire {
     MutexLock lock(&mutex_);
     const auto it = epochs_.find(id);
     return it == epochs_.end() ? WireStats() : it->second->Stats();
+  }
+  std::vector<DeviceEpochStatus> Epochs() const override {
+    MutexLock lock(&mutex_);
+    std::vector<DeviceEpochStatus> all;
+    for (const auto& [id, epoch] : epochs_) all.push_back(epoch->Describe());
+    return all;
   }
 
  private:

@@ -24,7 +24,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/cuda/memory.h"
 #include "transport/wire.h"
@@ -32,6 +35,18 @@
 namespace refitd {
 
 struct NcclApi;  // of FindNccl (nccl.h)
+
+// This daemon's end of an epoch, for people and status calls.
+struct DeviceEpochStatus {
+  EpochId epoch;
+  int device = 0;  // ordinal
+  int rank = 0;
+  int size = 0;
+  // "open", "connecting", "connected", "lost": as wire.h says; "closing": until it is given back.
+  std::string_view state;
+  WireStats moved;
+  absl::Status status;  // why it was lost; OK: it was not
+};
 
 // As Wire; thread-safe.
 class DeviceWire : public Wire {
@@ -43,6 +58,8 @@ class DeviceWire : public Wire {
   absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) override {
     return OpenOn(0, epoch, rank, size);
   }
+  // Those that are open, or not yet given back. Waits for nothing.
+  virtual std::vector<DeviceEpochStatus> Epochs() const = 0;
 };
 
 struct NcclWireOptions {

@@ -7,10 +7,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <future>
 #include <memory>
 #include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -50,6 +52,15 @@ struct Outcome {
     return future.get();
   }
 };
+
+bool Eventually(const std::function<bool()>& condition) {
+  const auto deadline = std::chrono::steady_clock::now() + kWait;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
 
 // As many daemons as ranks, each with a wire on a device of its own and a slot there.
 class Daemons {
@@ -250,6 +261,50 @@ TEST_CASE("many epochs after one another leave nothing") {
   CHECK(daemons.cuda.Count().streams == 0);
 }
 
+TEST_CASE("what is told of epochs is what there is") {
+  Daemons daemons(2);
+  const DeviceWire& wire = *daemons.wires[1];
+  CHECK(wire.Epochs().empty());
+  const auto is = [&wire](std::string_view state) {
+    const std::vector<DeviceEpochStatus> all = wire.Epochs();
+    return all.size() == 1 && all[0].state == state;
+  };
+  const std::vector<std::string> addresses = daemons.Open();
+  REQUIRE(is("open"));
+  CHECK(wire.Epochs()[0].epoch == kEpoch);
+  CHECK(wire.Epochs()[0].device == 1);
+  CHECK(wire.Epochs()[0].rank == 1);
+  CHECK(wire.Epochs()[0].size == 2);
+  Outcome up[2];
+  daemons.wires[1]->Connect(kEpoch, addresses, kPlenty, up[1].done());
+  REQUIRE(Eventually([&] { return is("connecting"); }));
+  daemons.wires[0]->Connect(kEpoch, addresses, kPlenty, up[0].done());
+  for (Outcome& outcome : up) REQUIRE(outcome.Wait().ok());
+  CHECK(is("connected"));
+  Outcome moved[2];
+  for (int rank = 0; rank < 2; ++rank) {
+    daemons.wires[static_cast<size_t>(rank)]->Submit(daemons.Broadcast(rank, 0, 1000, 1, kPlenty),
+                                                     moved[rank].done());
+  }
+  for (Outcome& outcome : moved) REQUIRE(outcome.Wait().ok());
+  CHECK(wire.Epochs()[0].moved.bytes_received == 1000);
+  CHECK(wire.Epochs()[0].moved.bytes_sent == 0);
+  CHECK(wire.Epochs()[0].status.ok());
+
+  Outcome late;
+  daemons.wires[1]->Submit(daemons.Broadcast(1, 0, 100, 2, kShort), late.done());
+  CHECK(!late.Wait().ok());
+  REQUIRE(is("lost"));
+  CHECK_THAT(std::string(wire.Epochs()[0].status.message()), Contains("seq 2: rank 0"));
+  // Given up, and NCCL still at it.
+  daemons.nccl->Block("ncclCommAbort");
+  daemons.wires[0]->Close(kEpoch);
+  CHECK(daemons.wires[0]->Epochs()[0].state == "closing");
+  daemons.nccl->Block("");
+  daemons.wires[1]->Close(kEpoch);
+  CHECK(Eventually([&] { return wire.Epochs().empty() && daemons.wires[0]->Epochs().empty(); }));
+}
+
 TEST_CASE("bad addresses are refused and change nothing (P10)") {
   Daemons daemons(2);
   std::vector<std::string> addresses = daemons.Open();
@@ -305,11 +360,7 @@ TEST_CASE("an abort that hangs is told as a loss of the GPUs (P4)") {
   Outcome late;
   daemons.wires[0]->Submit(daemons.Broadcast(0, 1, 100, 1, kShort), late.done());
   // Told, but not answered: NCCL may still touch the memory (P6).
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
-  while (daemons.losses == 0 && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::yield();
-  }
-  CHECK(daemons.losses > 0);
+  CHECK(Eventually([&] { return daemons.losses > 0; }));
   CHECK(late.future.wait_for(std::chrono::seconds(0)) == std::future_status::timeout);
   daemons.nccl->Block("");
   CHECK(late.Wait().code() == absl::StatusCode::kDeadlineExceeded);
