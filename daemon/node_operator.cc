@@ -259,6 +259,7 @@ void Node::DescribeEpochs(v1::NcclStatus* status) {
     }
   }
   for (const auto& [id, epoch] : open) Fill(epoch, memory, status->add_epochs());
+  status->set_abandoned_epochs(options_.cuda.wire->Abandoned());
 }
 
 v1::GetStatusResponse Node::GetStatus() {

@@ -276,6 +276,9 @@ std::string RenderStatus(const v1::GetStatusResponse& status) {
     for (const auto& each : transport.nccl().epochs()) {
       text += fmt::format("nccl       {}\n", RenderEpoch(each));
     }
+    if (const int64_t abandoned = transport.nccl().abandoned_epochs(); abandoned > 0) {
+      text += fmt::format("nccl       {} epochs never connected\n", abandoned);
+    }
   }
   text += fmt::format("holds      {}\n", RenderResources(status.resources()));
   text += fmt::format("wire       {}\n", RenderWire(status.resources()));

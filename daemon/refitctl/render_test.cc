@@ -126,6 +126,7 @@ TEST_CASE(
   lost->set_ranks(2);
   lost->set_state("lost");
   lost->set_error("rank 1 went");
+  cuda->mutable_nccl()->set_abandoned_epochs(3);
   const std::string text = RenderStatus(status);
   INFO(text);
   CHECK_THAT(text, Contains("\ntransport  cuda: NCCL 2.28.9 from PATH\n"));
@@ -136,6 +137,7 @@ TEST_CASE(
                             "connected; 3.00 MiB sent, 0 B received\n"));
   CHECK_THAT(text, Contains("\nnccl       epoch of no group: rank 0 of 2 daemons on GPU-a, lost; "
                             "0 B sent, 0 B received; rank 1 went\n"));
+  CHECK_THAT(text, Contains("\nnccl       3 epochs never connected\n"));
 }
 
 TEST_CASE("a group of another daemon says where it is coordinated") {

@@ -25,7 +25,9 @@ namespace refitd {
 // to do asks whether it was revoked.
 struct Clique {
   std::vector<NcclCommStruct*> comms;  // by rank
-  int left = 0;                        // ranks that were not destroyed
+  int ranks = 0;                       // as the first one said; 0: none has come
+  int came = 0;
+  bool listens = true;  // until all have come, or one that can't be of them
   bool stopped = false;
 };
 
@@ -374,6 +376,28 @@ NcclResult Leave(State* fake, NcclComm comm) {
   return NcclResult::kSuccess;
 }
 
+void StopListening(State* fake, Clique* clique) {
+  if (!std::exchange(clique->listens, false)) return;
+  --fake->counts.listeners;
+}
+
+// The clique of a rank that comes; who is none of its ranks waits for ever.
+Clique* Join(State* fake, uint64_t number, int ranks) {
+  Clique* const clique = fake->cliques[number].get();
+  if (clique->ranks == 0) clique->ranks = ranks;
+  if (!clique->listens || clique->ranks != ranks) {
+    StopListening(fake, clique);
+    std::unique_ptr<Clique>& alone = fake->cliques[fake->next_clique++];
+    alone = std::make_unique<Clique>();
+    alone->listens = false;
+    alone->comms.resize(static_cast<size_t>(ranks) + 1);
+    return alone.get();
+  }
+  clique->comms.resize(static_cast<size_t>(ranks));
+  if (++clique->came == ranks) StopListening(fake, clique);
+  return clique;
+}
+
 uint64_t Address(const void* data) { return reinterpret_cast<uint64_t>(data); }
 
 }  // namespace
@@ -393,6 +417,7 @@ void FakeNcclReset() {
   fake.symmetric = true;
   for (const NcclWindow window : fake.windows) delete window;
   fake.windows.clear();
+  for (const auto& [number, clique] : fake.cliques) clique->listens = false;
   fake.threads.clear();
   const int blocked_calls = fake.counts.blocked_calls;  // they take themselves off
   fake.counts = {};
@@ -453,6 +478,7 @@ NcclResult ncclGetUniqueId(NcclUniqueId* id) {
   if (call.failed()) return call.result;
   const uint64_t number = call.fake.next_clique++;
   call.fake.cliques[number] = std::make_unique<Clique>();
+  ++call.fake.counts.listeners;
   std::memcpy(id->internal.data(), &number, sizeof(number));
   return NcclResult::kSuccess;
 }
@@ -469,8 +495,7 @@ NcclResult ncclCommInitRankConfig(NcclComm* made, int ranks, NcclUniqueId id, in
     return NcclResult::kInvalidArgument;
   }
   auto comm = std::make_unique<NcclCommStruct>();
-  comm->clique = call.fake.cliques[number].get();
-  comm->clique->comms.resize(static_cast<size_t>(ranks));
+  comm->clique = Join(&call.fake, number, ranks);
   comm->clique->comms[static_cast<size_t>(rank)] = comm.get();
   comm->rank = rank;
   comm->ranks = ranks;

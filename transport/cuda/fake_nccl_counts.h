@@ -10,9 +10,10 @@ namespace refitd {
 
 // What is open now, but for what is said to be since FakeNcclReset.
 struct FakeNcclCounts {
-  int comms = 0;    // of ranks
-  int windows = 0;  // of ranks
-  int groups = 0;   // that are in progress
+  int comms = 0;      // of ranks
+  int windows = 0;    // of ranks
+  int groups = 0;     // that are in progress
+  int listeners = 0;  // for ranks of a unique id
   // Since FakeNcclReset:
   int broadcasts = 0;             // issued, each counted once
   int all_gathers = 0;            // likewise

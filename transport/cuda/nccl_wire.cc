@@ -42,6 +42,8 @@ constexpr auto kLongAfter = std::chrono::milliseconds(20);
 constexpr auto kOpening = std::chrono::seconds(20);
 // For an abort to go through (P4: a deadline plus this).
 constexpr auto kCleanUp = std::chrono::milliseconds(800);
+// For NCCL to make a communicator of one rank, so that it stops listening.
+constexpr auto kLastRank = std::chrono::seconds(2);
 
 // What Open returns, and what comes back from the network. Little-endian, as NCCL's own ends must
 // be alike:  4 magic "RFN1" | 8 epoch | 4 rank | 4 size | 128 unique id (zeros but for rank 0)
@@ -117,6 +119,7 @@ struct Shared {
   std::shared_ptr<NcclThread> watched;
   std::shared_ptr<NcclThread> opening;
   Counters totals;
+  std::atomic<int64_t> abandoned{0};  // epochs
 };
 
 // One thing for an epoch's thread to do.
@@ -144,7 +147,10 @@ class Epoch {
     address.epoch = id_.value();
     address.rank = static_cast<uint32_t>(rank_);
     address.size = static_cast<uint32_t>(size_);
-    if (rank_ == 0) REFITD_RETURN_IF_ERROR(MakeId(&address.id));
+    if (rank_ == 0) {
+      REFITD_RETURN_IF_ERROR(MakeId(&address.id));
+      listens_ = address.id;
+    }
     return Encode(address);
   }
 
@@ -264,10 +270,12 @@ class Epoch {
       if (rank == 0) unique = address.id;
     }
     Enter("connecting");
-    absl::Status status = Initialise(unique, deadline);
+    absl::Status status = Initialise(unique, rank_, size_);
+    if (status.ok()) status = AwaitGroup(deadline, "all ranks to connect");
     if (!status.ok()) {
       Lose(status);
     } else {
+      listens_.reset();
       Enter("connected");
     }
     return status;
@@ -278,18 +286,24 @@ class Epoch {
     state_ = state;
   }
 
-  absl::Status Initialise(const NcclUniqueId& unique, Clock::time_point deadline) {
+  // Begins it.
+  absl::Status Initialise(const NcclUniqueId& unique, int rank, int size) {
     REFITD_ASSIGN_OR_RETURN(context_, shared_->contexts->Get(device_));
     const CudaApi& api = shared_->contexts->api();
     const ScopedContext current(api, context_);
     REFITD_RETURN_IF_ERROR(current.status());
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamCreate, &stream_, CU_STREAM_NON_BLOCKING));
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuEventCreate, &event_, CU_EVENT_DISABLE_TIMING));
+    if (stream_ == nullptr) {
+      REFITD_RETURN_IF_ERROR(
+          REFITD_CUDA_CALL(api, cuStreamCreate, &stream_, CU_STREAM_NON_BLOCKING));
+    }
+    if (event_ == nullptr) {
+      REFITD_RETURN_IF_ERROR(
+          REFITD_CUDA_CALL(api, cuEventCreate, &event_, CU_EVENT_DISABLE_TIMING));
+    }
     NcclConfig config;
     config.blocking = 0;
-    REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*shared_->nccl, ncclCommInitRankConfig, &comm_, size_,
-                                            unique, rank_, &config));
-    return AwaitGroup(deadline, "all ranks to connect");
+    return REFITD_NCCL_CALL(*shared_->nccl, ncclCommInitRankConfig, &comm_, size, unique, rank,
+                            &config);
   }
 
   // ---- operations ----
@@ -479,8 +493,23 @@ class Epoch {
     }
   }
 
+  // P8: NCCL has a thread that listens for the ranks of a unique id until all have come, or one
+  // that can't be of them. A communicator of a single rank is always one of the two.
+  void StopListening() {
+    if (!listens_.has_value()) return;
+    ++shared_->abandoned;
+    const Clock::time_point limit = Clock::now() + kLastRank;
+    absl::StatusOr<bool> came = Initialise(*listens_, 0, 1).ok() ? GroupEnded() : true;
+    while (came.ok() && !*came && Clock::now() < limit) {
+      std::this_thread::sleep_for(kLongPause);
+      came = GroupEnded();
+    }
+    GiveUp();
+  }
+
   void End() {
     GiveUp();
+    StopListening();
     const CudaApi& api = shared_->contexts->api();
     if (context_ == nullptr) return;
     const ScopedContext current(api, context_);
@@ -501,6 +530,7 @@ class Epoch {
   CUstream stream_ = nullptr;
   CUevent event_ = nullptr;
   NcclComm comm_ = nullptr;
+  std::optional<NcclUniqueId> listens_;  // NCCL does, in this process
 
   mutable Mutex mutex_;
   CondVar wake_;
@@ -603,6 +633,7 @@ class NcclWire final : public DeviceWire {
     for (const auto& [id, epoch] : epochs_) all.push_back(epoch->Describe());
     return all;
   }
+  int64_t Abandoned() const override { return shared_->abandoned; }
 
  private:
   void Push(EpochId id, Duration timeout, Work work, Done done) {

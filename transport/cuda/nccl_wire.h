@@ -10,8 +10,8 @@
 //   - OK on the sender means that its memory is no longer read, not that a peer has received it.
 //   - Whether peers are at the same operation is not checked again: NCCL does not look. P5 rests on
 //     the agreement before (docs/protocol.md); bytes are verified by their digests after.
-//   - An epoch that is opened and never connected by all leaves one listening thread of NCCL's in
-//     rank 0's process.
+//   - An epoch that is opened and never connected by all is given back late at rank 0, up to two
+//     seconds after Close: until then NCCL listens for its ranks.
 //
 // Threads: one an epoch ("refitd-nwire"), which issues and waits; what may hang inside NCCL runs on
 // a watched one (nccl_thread.h) and is told as a loss of the GPUs.
@@ -21,6 +21,7 @@
 #define REFITD_TRANSPORT_CUDA_NCCL_WIRE_H_
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -60,6 +61,8 @@ class DeviceWire : public Wire {
   }
   // Those that are open, or not yet given back. Waits for nothing.
   virtual std::vector<DeviceEpochStatus> Epochs() const = 0;
+  // Epochs of which this was rank 0 and that never connected, since the start.
+  virtual int64_t Abandoned() const = 0;
 };
 
 struct NcclWireOptions {

@@ -223,6 +223,39 @@ TEST_CASE("a rank that never connects costs the others their deadline alone") {
   daemons.wires[0]->Connect(kEpoch, addresses, kShort, outcome.done());
   CHECK(outcome.Wait().code() == absl::StatusCode::kDeadlineExceeded);
   CHECK(daemons.nccl->Count().comms == 0);
+  CHECK(daemons.losses == 0);
+}
+
+TEST_CASE("an epoch that is not connected by all leaves nobody listening for its ranks (P8)") {
+  Daemons daemons(3);
+  // Of the ranks, these come.
+  const std::vector<int> comes = GENERATE(values<std::vector<int>>({{}, {1}, {0, 2}}));
+  const std::vector<std::string> addresses = daemons.Open();
+  CHECK(daemons.nccl->Count().listeners == 1);
+  std::vector<Outcome> outcomes(comes.size());
+  for (size_t i = 0; i < comes.size(); ++i) {
+    daemons.wires[static_cast<size_t>(comes[i])]->Connect(kEpoch, addresses, kShort,
+                                                          outcomes[i].done());
+  }
+  for (Outcome& outcome : outcomes) CHECK(!outcome.Wait().ok());
+  CHECK(daemons.nccl->Count().listeners == 1);
+  CHECK(daemons.wires[0]->Abandoned() == 0);
+  for (const auto& wire : daemons.wires) wire->Close(kEpoch);
+  CHECK(Eventually([&] { return daemons.nccl->Count().listeners == 0; }));
+  for (const auto& wire : daemons.wires) {
+    CHECK(Eventually([&] { return wire->Epochs().empty(); }));
+  }
+  CHECK(daemons.wires[0]->Abandoned() == 1);
+  CHECK(daemons.wires[1]->Abandoned() == 0);
+  CHECK(daemons.nccl->Count().comms == 0);
+  CHECK(daemons.cuda.Count().streams == 0);
+  CHECK(daemons.cuda.Count().events == 0);
+  // One that all connect does not need it.
+  daemons.Connect(EpochId(8));
+  CHECK(daemons.nccl->Count().listeners == 0);
+  daemons.wires.clear();
+  CHECK(daemons.nccl->Count().comms == 0);
+  CHECK(daemons.losses == 0);
 }
 
 TEST_CASE("closing ends what runs, and gives back all") {
