@@ -587,12 +587,15 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformClose(GroupRecord* group, const CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // P8: of a coordinator without members on GPUs.
+  void GiveUpEpochs(const GroupRecord& group, Events* more) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformWire(GroupRecord* group, const StartWire& a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendWelcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Erase(MemberId member, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Erase(MemberId member, Deferred* deferred, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void NotifyWatchers(bool progress) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static std::string WatchKey(const UpdateView& update);
   static uint64_t NewIncarnation();

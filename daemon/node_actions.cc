@@ -164,13 +164,14 @@ struct Node::Performer {
     node->PerformExchange(group, a, more);
   }
   void operator()(ReleaseMember& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->Erase(a.member, deferred);
+    node->Erase(a.member, deferred, more);
   }
   void operator()(UpdateAssembled&) {}
   void operator()(UpdateAbandoned&) {}
   void operator()(UpdateEnded& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->executor_.Forget(a.update);
     group->verification.reset();
+    node->GiveUpEpochs(*group, more);
     // Unknown: this daemon's share of an update, which its coordinator counts.
     if (a.outcome == Outcome::kUnknown) return;
     group->broadcasts = false;
@@ -180,7 +181,7 @@ struct Node::Performer {
     MemberRecord* member = Find(a.member);
     if (member == nullptr) return;
     member->End(a.status);
-    node->Erase(a.member, deferred);
+    node->Erase(a.member, deferred, more);
   }
   void operator()(WelcomeMember& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     MemberRecord* member = Find(a.member);

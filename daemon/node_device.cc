@@ -173,6 +173,18 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
   });
 }
 
+// A joined daemon leaves with its last member, and its epochs end with that. A coordinator stays,
+// so it reports its end as lost, which closes the epoch everywhere; the update that needs one opens
+// another. While an update runs its nodes may be at it.
+void Node::GiveUpEpochs(const GroupRecord& group, Events* more) {
+  const std::string& name = group.machine->name();
+  if (group.coordinator == nullptr || group.machine->update_running()) return;
+  for (const auto& [id, epoch] : group.epochs) {
+    if (!epoch.on_devices || HasDevices(name)) continue;
+    more->emplace_back(name, EpochUp{id, absl::CancelledError("no member on a GPU is left")});
+  }
+}
+
 // DESIGN.md, section 4: on GPUs what was stored is compared in the copy; an instance's first update
 // is read back as well. What the operator configured in other words than the default stays.
 std::optional<Verification> Node::DefaultVerification(GroupRecord* group, Version version) {

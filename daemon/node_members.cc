@@ -291,7 +291,7 @@ void Node::Lose(MemberRecord* member, const std::string& reason, absl::Status en
   Handle(group, MemberLost{id, reason}, deferred);
 }
 
-void Node::Erase(MemberId member, Deferred* deferred) {
+void Node::Erase(MemberId member, Deferred* deferred, Events* more) {
   const auto it = members_.find(member);
   if (it == members_.end()) return;
   tokens_.erase(it->second.token);
@@ -309,6 +309,7 @@ void Node::Erase(MemberId member, Deferred* deferred) {
   if (group != nullptr && ordinal.has_value() && !OnDevice(name, *ordinal)) {
     group->device_pools.erase(*ordinal);
     if (!HasDevices(name)) group->wire_pool.reset();  // what still moves holds it
+    GiveUpEpochs(*group, more);
   }
 }
 

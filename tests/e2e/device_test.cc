@@ -1715,6 +1715,66 @@ TEST_CASE("device memory that crossed daemons is given back with the epoch") {
   CHECK(Eventually([&] { return machine.nccl->Count().comms == 0; }));
 }
 
+TEST_CASE("a coordinator whose last member on a GPU left gives its wire back, and opens another") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine engine(&daemons.far, 1, model, "far", &daemons.near);
+  // On another GPU each time.
+  for (int64_t version = 1; version <= 3; ++version) {
+    const auto gpu = static_cast<size_t>(version % 3);
+    {
+      RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(gpu));
+      REQUIRE(trainer.attached().ok());
+      const Block source(&daemons.near, gpu, ModelBytes(model) + 64 * 64);
+      REQUIRE_OK(trainer.Begin(version));
+      PushByHandles(&trainer, source, model, version);
+      CHECK(engine.Difference(version) == "");
+      const auto epochs = Epochs(daemons.near);
+      REQUIRE(epochs.size() == 1);
+      CHECK(epochs[0].gpu_uuid() == daemons.near.uuid(gpu));
+      CHECK(daemons.machine.nccl->Count().comms == 2);
+      CHECK(daemons.machine.fake.Count().created == 2);
+    }
+    CHECK(Eventually([&] { return Epochs(daemons.near).empty() && Epochs(daemons.far).empty(); }));
+    CHECK(daemons.machine.nccl->Count().comms == 0);
+    // The engine's, which stays.
+    CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 1; }));
+  }
+}
+
+TEST_CASE("a wire that an update needs outlives the coordinator's last member on a GPU") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(2, 8, 8);
+  v1::TrainerHello hello = daemons.far.TrainerOn(0);
+  hello.set_coordinator(daemons.near.address());
+  RawTrainer trainer(daemons.far.Connect(), hello);
+  REQUIRE(trainer.attached().ok());
+  DeviceEngine stays(&daemons.far, 1, model, "far", &daemons.near);
+  auto leaves = std::make_unique<DeviceEngine>(&daemons.near, 2, model, "near");
+  const Block source(&daemons.far, 0, ModelBytes(model) + 64 * 64);
+  REQUIRE_OK(trainer.Begin(1));
+  v1::Bucket bucket = Describe(model, 0);
+  for (const int64_t offset : Pack(model, 1, source.data)) {
+    *bucket.mutable_cuda_ipc()->add_handles() = source.At(offset);
+  }
+  REQUIRE_OK(trainer.Push(1, bucket));
+  leaves.reset();
+  REQUIRE(Eventually([&] { return daemons.near.node().GetStatus().resources().members() == 0; }));
+  for (LocalDaemon* daemon : {&daemons.near, &daemons.far}) {
+    REQUIRE(Epochs(*daemon).size() == 1);
+    CHECK(Epochs(*daemon)[0].state() == "connected");
+  }
+  REQUIRE_OK(trainer.Commit(1, 1));
+  CHECK(stays.Difference(1) == "");
+  CHECK(Eventually([&] { return Epochs(daemons.near).empty() && Epochs(daemons.far).empty(); }));
+  CHECK(daemons.machine.nccl->Count().comms == 0);
+  // What is left is on one daemon.
+  REQUIRE_OK(trainer.Begin(2));
+  PushByHandles(&trainer, source, model, 2);
+  CHECK(stays.Difference(2) == "");
+  CHECK(Epochs(daemons.far).empty());
+}
+
 #endif
 
 }  // namespace
