@@ -109,6 +109,9 @@ void SetStatusOf(const absl::Status& status, Wire* message) {
   if (!status.ok()) SetStatus(status, message->mutable_status());
 }
 
+// Of one answer: there are fewer methods, of this version and the next.
+constexpr int kMaxBroadcastTotals = 64;
+
 constexpr uint32_t kMaxStatusCode = static_cast<uint32_t>(StatusCode::kUnauthenticated);
 static_assert(kMaxStatusCode == 16);
 
@@ -734,8 +737,9 @@ absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& wire) {
   }
   REFITD_RETURN_IF_ERROR(AtMost(wire.digests_size(), kMaxTensorsPerBucket, "part_done.digests"));
   out.digests.assign(wire.digests().begin(), wire.digests().end());
+  // It is counted, no more, and may be of a method that only the next version knows.
   if (wire.has_broadcast()) {
-    REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
+    out.broadcast = BroadcastFromWire(wire.broadcast()).value_or(BroadcastMethod::kDirect);
   }
   return out;
 }
@@ -1082,13 +1086,13 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {
       std::chrono::duration_cast<std::chrono::microseconds>(kMaxPeerDuration).count();
   REFITD_RETURN_IF_ERROR(InRange(wire.elapsed_us(), 0, kMaxMicros, "reply.done.elapsed_us"));
   out.elapsed = std::chrono::microseconds(wire.elapsed_us());
-  REFITD_RETURN_IF_ERROR(
-      AtMost(wire.pushed_size(), v1::BroadcastMethod_ARRAYSIZE, "reply.done.pushed"));
+  REFITD_RETURN_IF_ERROR(AtMost(wire.pushed_size(), kMaxBroadcastTotals, "reply.done.pushed"));
   for (const v1::BroadcastTotals& totals : wire.pushed()) {
     REFITD_RETURN_IF_ERROR(NotNegative(totals.bytes(), "reply.done.pushed.bytes"));
     REFITD_RETURN_IF_ERROR(NotNegative(totals.buckets(), "reply.done.pushed.buckets"));
-    REFITD_ASSIGN_OR_RETURN(const BroadcastMethod method, BroadcastFromWire(totals.method()));
-    out.pushed.push_back({method, totals.bytes(), totals.buckets()});
+    // A daemon of the next version may know more methods: no reason to refuse what was committed.
+    const absl::StatusOr<BroadcastMethod> method = BroadcastFromWire(totals.method());
+    if (method.ok()) out.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
   return out;
 }

@@ -632,6 +632,45 @@ TEST_CASE("A malformed command is refused with field and value") {
   CHECK_THAT(CommandError("new_incarnation {}"), Contains("new_incarnation.incarnation is 0"));
 }
 
+TEST_CASE("Statistics of methods that only a later version knows cost no answer and no report") {
+  constexpr auto kLater = static_cast<v1::BroadcastMethod>(v1::BroadcastMethod_MAX + 3);
+  v1::PeerAnswer answer;
+  answer.mutable_reply()->set_call(1);
+  v1::PeerCommitDone* const done = answer.mutable_reply()->mutable_done();
+  done->set_version(7);
+  for (const auto method : {v1::BROADCAST_METHOD_CHAIN, kLater, v1::BROADCAST_METHOD_NCCL}) {
+    v1::BroadcastTotals* const totals = done->add_pushed();
+    totals->set_method(method);
+    totals->set_bytes(100 + done->pushed_size());
+    totals->set_buckets(1);
+  }
+  const auto read = [](const auto& wire) {
+    std::remove_cvref_t<decltype(wire)> parsed;
+    REQUIRE(parsed.ParseFromString(wire.SerializeAsString()));
+    return parsed;
+  };
+  const auto command = FromWire(read(answer), kBounds);
+  INFO(command.status().ToString());
+  REQUIRE(command.ok());
+  const auto& committed = std::get<CommitReply>(std::get<PeerReply>(*command).payload);
+  CHECK(committed.version == Version(7));
+  REQUIRE(committed.pushed.size() == 2);
+  CHECK(committed.pushed[0].method == BroadcastMethod::kChain);
+  CHECK(committed.pushed[0].bytes == 101);
+  CHECK(committed.pushed[1].method == BroadcastMethod::kNccl);
+  CHECK(committed.pushed[1].bytes == 103);
+  for (int i = done->pushed_size(); i < 65; ++i) done->add_pushed();
+  CHECK_THAT(Message(FromWire(answer, kBounds).status()), Contains("reply.done.pushed has 65"));
+
+  v1::PeerMessage message;
+  message.mutable_part_done()->set_broadcast(kLater);
+  ReportDecoder decoder(kBounds);
+  const auto report = decoder.Decode(read(message));
+  INFO(report.status().ToString());
+  REQUIRE(report.ok());
+  CHECK(std::get<PeerPartDone>(**report).broadcast == BroadcastMethod::kDirect);
+}
+
 TEST_CASE("A malformed hello is refused with field and value") {
   const std::string rest = "wait_ms: 1 boot_id: '0123456789abcdef' message_bytes: 65536 ";
   const auto error = [](const std::string& text) {
