@@ -4,9 +4,12 @@
 
 #if defined(REFITD_CUDA)
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -609,26 +612,121 @@ TEST_CASE("a window more than the limit is refused, and another takes its place"
   CheckNothingOpen(*host.nccl());
 }
 
-TEST_CASE("a thousand windows and a hundred communicators leave nothing behind") {
+// Ends the process, and with it a test that would hang.
+class Watchdog {
+ public:
+  Watchdog() : thread_([this] { Watch(); }) {}
+  ~Watchdog() {
+    {
+      MutexLock lock(&mutex_);
+      ended_ = true;
+    }
+    changed_.NotifyAll();
+    thread_.join();
+  }
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+ private:
+  void Watch() {
+    MutexLock lock(&mutex_);
+    while (!ended_) {
+      if (changed_.WaitUntil(&mutex_, last_) || ended_) continue;
+      std::fputs("the watchdog's time is up\n", stderr);
+      std::abort();
+    }
+  }
+
+  const Clock::time_point last_ = Clock::now() + std::chrono::minutes(4);
+  Mutex mutex_;
+  CondVar changed_;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last: it uses the others
+};
+
+std::ptrdiff_t EntriesOf(const char* folder) {
+  return std::distance(std::filesystem::directory_iterator(folder), {});
+}
+
+TEST_CASE("a thousand communicators with a window each leave nothing behind") {
+  const Watchdog watchdog;
   Host host;
+  RequireOk(host.Make()->Close(Plenty()));  // its thread has started
+  WaitFor([&host] { return host.nccl()->Count().comms == 0; });
   const FakeCudaCounts before = host.Open();
-  for (int i = 0; i < 100; ++i) {
-    const auto communicator = host.Make(/*copy_engines=*/i % 2 == 1);
-    for (int j = 0; j < 10; ++j) {
-      const Regions regions = host.MakeRegions(kMiB);
-      const auto window = Ok(communicator->RegisterWindow(regions, Plenty()));
+  const std::ptrdiff_t descriptors = EntriesOf("/proc/self/fd");
+  const std::ptrdiff_t threads = EntriesOf("/proc/self/task");
+  for (int i = 0; i < 1000; ++i) {
+    auto communicator = host.Make(/*copy_engines=*/i % 2 == 1);
+    // A second window comes and goes.
+    for (const bool stays : {false, true}) {
+      const auto window = Ok(communicator->RegisterWindow(host.MakeRegions(kMiB), Plenty()));
       RequireOk(communicator->AllGather(
           {.window = window, .byte_offset = 0, .bytes = 1008, .streams = host.streams()},
           Plenty()));
       REQUIRE(host.RunStreams());
-      if (j < 9) RequireOk(communicator->DeregisterWindow(window, Plenty()));
+      if (!stays) RequireOk(communicator->DeregisterWindow(window, Plenty()));
     }
-    if (i % 3 != 0) RequireOk(communicator->Close(Plenty()));
+    // Closed, aborted, or neither.
+    if (i % 3 == 0) RequireOk(communicator->Close(Plenty()));
+    if (i % 3 == 1) communicator->Abort(absl::InternalError("enough"));
   }
-  WaitFor([&host] { return host.nccl()->Count().comms == 0; });
+  WaitFor([&host] { return host.communicators()->Describe().empty(); });
   CheckNothingOpen(*host.nccl());
-  WaitFor([&] { return host.Open() == before; });
+  CHECK(host.nccl()->Count().listeners == 0);
   CHECK(host.nccl()->Count().threads == 1);
+  CHECK(host.Open() == before);
+  CHECK(EntriesOf("/proc/self/fd") == descriptors);
+  CHECK(EntriesOf("/proc/self/task") == threads);
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("collectives over the same devices in opposite order never wait for each other (P7)") {
+  const Watchdog watchdog;
+  Host host;
+  constexpr int kCalls = 300;
+  constexpr int64_t kEach = 64;
+  // Each has a thread that issues, onto the same two streams.
+  struct Side {
+    std::vector<int> devices;
+    std::unique_ptr<Communicator> communicator{};
+    Regions regions{};
+    absl::Status status{};
+    std::thread thread{};
+  };
+  std::vector<Side> sides;
+  sides.push_back({.devices = {0, 1}});
+  sides.push_back({.devices = {1, 0}});
+  for (Side& side : sides) {
+    side.communicator = Ok(host.communicators()->Create({.devices = side.devices}, Plenty()));
+    side.regions = host.MakeRegions(kCalls * kEach);
+    Fill(side.regions[static_cast<size_t>(side.devices[0])]->data(), kCalls * kEach,
+         static_cast<char>(side.devices[0] + 7));
+  }
+  for (Side& side : sides) {
+    side.thread = std::thread([&side, &host] {
+      for (int i = 0; i < kCalls && side.status.ok(); ++i) {
+        Communicator::BroadcastCall call;
+        for (const int device : side.devices) {
+          call.receive.push_back(side.regions[static_cast<size_t>(device)]->data() + i * kEach);
+          call.streams.push_back(host.streams()[static_cast<size_t>(device)]);
+        }
+        call.send = call.receive[0];
+        call.bytes = kEach;
+        side.status = side.communicator->Broadcast(call, Plenty());
+      }
+    });
+  }
+  for (Side& side : sides) side.thread.join();
+  for (const Side& side : sides) RequireOk(side.status);
+  REQUIRE(host.RunStreams());
+  for (const Side& side : sides) {
+    CHECK(Filled(side.regions[static_cast<size_t>(side.devices[1])]->data(), kCalls * kEach,
+                 static_cast<char>(side.devices[0] + 7)));
+    RequireOk(side.communicator->Close(Plenty()));
+  }
+  CHECK(host.nccl()->Count().threads == 1);
+  CheckNothingOpen(*host.nccl());
   CHECK(host.told().empty());
 }
 

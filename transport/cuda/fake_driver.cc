@@ -470,19 +470,19 @@ bool FakeCudaIsVmm(uint64_t address, size_t bytes) {
   return range != nullptr && range->reserved && range->mapped;
 }
 
-// The copies of a collective, all at once when every one of its streams has come to it: they read
-// what was there before. Until then the streams wait, or, once `stopped`, go on without them.
-void FakeCudaCollective(const refitd::FakeCudaCopy* copies, size_t count, const CUstream* streams,
-                        size_t stream_count, const bool* stopped) {
+// A collective of so many streams. `*put` puts onto one of them that it comes to the collective, or
+// that it waits for it. The copies run all at once when every stream has come: they read what was
+// there before. Until then streams wait, or, once `stopped`, go on without them.
+void FakeCudaCollective(const refitd::FakeCudaCopy* copies, size_t count, size_t streams,
+                        const bool* stopped, std::function<void(CUstream, bool)>* put) {
   State* const fake = &Fake();
-  const std::lock_guard lock(fake->mutex);
   struct Meeting {
     std::vector<refitd::FakeCudaCopy> copies;
     size_t missing = 0;
   };
   auto meeting = std::make_shared<Meeting>();
   meeting->copies.assign(copies, copies + count);
-  meeting->missing = stream_count;
+  meeting->missing = streams;
   const auto come = [fake, meeting, stopped] {
     if (--meeting->missing > 0 || *stopped) return CUDA_SUCCESS;
     std::vector<std::string> read;
@@ -498,12 +498,13 @@ void FakeCudaCollective(const refitd::FakeCudaCopy* copies, size_t count, const 
     }
     return CUDA_SUCCESS;
   };
-  for (size_t i = 0; i < stream_count; ++i) {
-    auto* const stream = reinterpret_cast<Stream*>(streams[i]);
-    stream->queue.push_back({nullptr, come});
-    stream->queue.push_back({[meeting, stopped] { return meeting->missing == 0 || *stopped; },
-                             [] { return CUDA_SUCCESS; }});
-  }
+  *put = [fake, meeting, come, stopped](CUstream on, bool waits) {
+    const std::lock_guard lock(fake->mutex);
+    auto& queue = reinterpret_cast<Stream*>(on)->queue;
+    if (!waits) return queue.push_back({nullptr, come});
+    queue.push_back({[meeting, stopped] { return meeting->missing == 0 || *stopped; },
+                     [] { return CUDA_SUCCESS; }});
+  };
 }
 
 // ---- the driver: devices and contexts ----

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -33,6 +34,9 @@ struct Clique {
 
 struct NcclGroup;
 
+// FakeCudaCollective has it.
+using PutOnStream = std::function<void(CUstream_st*, bool waits)>;
+
 struct NcclCommStruct {
   Clique* clique = nullptr;
   int rank = 0;
@@ -44,6 +48,7 @@ struct NcclCommStruct {
   bool gone = false;
   NcclResult result = NcclResult::kSuccess;
   std::shared_ptr<NcclGroup> group;  // in progress; else null
+  int polls = 0;                     // until its share of that may end
 };
 
 struct NcclWindowStruct {
@@ -64,11 +69,11 @@ struct Task {
   NcclWindow* window = nullptr;
   CUstream_st* stream = nullptr;
   bool ran = false;
+  PutOnStream put{};  // of a collective that ran
 };
 
 struct NcclGroup {
   std::vector<Task> tasks;
-  int polls = 2;  // until it ends
   bool revokes = false;
   NcclResult result = NcclResult::kSuccess;
 };
@@ -111,8 +116,7 @@ struct Driver {
   int (*current_device)() = nullptr;
   int (*stream_device)(CUstream_st*) = nullptr;
   bool (*is_vmm)(uint64_t, size_t) = nullptr;
-  void (*collective)(const FakeCudaCopy*, size_t, CUstream_st* const*, size_t,
-                     const bool*) = nullptr;
+  void (*collective)(const FakeCudaCopy*, size_t, size_t, const bool*, PutOnStream*) = nullptr;
 };
 
 // The fake that lies beside this file and is open already.
@@ -181,69 +185,71 @@ const NcclWindowStruct* WindowOf(const State& fake, NcclComm comm, uint64_t data
 }
 
 // Both buffers in windows, at equal offsets on all ranks.
-bool InWindows(const State& fake, const std::vector<Task>& of) {
+bool InWindows(const State& fake, const std::vector<Task*>& of) {
   uint64_t offset = 0;
-  for (const Task& task : of) {
-    const auto* const receive = WindowOf(fake, task.comm, task.receive, task.bytes * of.size());
-    if (receive == nullptr || WindowOf(fake, task.comm, task.send, task.bytes) == nullptr) {
+  for (const Task* task : of) {
+    const auto* const receive = WindowOf(fake, task->comm, task->receive, task->bytes * of.size());
+    if (receive == nullptr || WindowOf(fake, task->comm, task->send, task->bytes) == nullptr) {
       return false;
     }
-    if (&task == &of[0]) offset = task.receive - receive->data;
-    if (task.receive - receive->data != offset) return false;
+    if (task == of[0]) offset = task->receive - receive->data;
+    if (task->receive - receive->data != offset) return false;
   }
   return true;
 }
 
-// On the streams of all ranks.
-void Collective(const std::vector<Task>& of, const std::vector<FakeCudaCopy>& copies) {
-  std::vector<CUstream_st*> streams;
-  for (const Task& task : of) streams.push_back(task.stream);
-  TheDriver().collective(copies.data(), copies.size(), streams.data(), streams.size(),
-                         &of[0].comm->clique->stopped);
+// On the streams of all ranks, on each when its rank is polled: whoever issues for several
+// communicators at once may bring them onto two devices in different orders.
+void Collective(const std::vector<Task*>& of, const std::vector<FakeCudaCopy>& copies) {
+  PutOnStream put;
+  TheDriver().collective(copies.data(), copies.size(), of.size(), &of[0]->comm->clique->stopped,
+                         &put);
+  for (Task* task : of) task->put = put;
 }
 
-void Broadcast(State* fake, const std::vector<Task>& of) {
-  const Task& root = of[static_cast<size_t>(of[0].root)];
+void Broadcast(State* fake, const std::vector<Task*>& of) {
+  const Task& root = *of[static_cast<size_t>(of[0]->root)];
   std::vector<FakeCudaCopy> copies;
-  for (const Task& task : of) {
-    copies.push_back({root.comm->device, root.send, task.comm->device, task.receive, task.bytes});
+  for (const Task* task : of) {
+    copies.push_back(
+        {root.comm->device, root.send, task->comm->device, task->receive, task->bytes});
   }
   Collective(of, copies);
   ++fake->counts.broadcasts;
 }
 
-void AllGather(State* fake, const std::vector<Task>& of) {
+void AllGather(State* fake, const std::vector<Task*>& of) {
   std::vector<FakeCudaCopy> copies;
-  for (const Task& from : of) {
-    for (const Task& to : of) {
-      const uint64_t offset = static_cast<uint64_t>(from.comm->rank) * from.bytes;
+  for (const Task* from : of) {
+    for (const Task* to : of) {
+      const uint64_t offset = static_cast<uint64_t>(from->comm->rank) * from->bytes;
       copies.push_back(
-          {from.comm->device, from.send, to.comm->device, to.receive + offset, from.bytes});
+          {from->comm->device, from->send, to->comm->device, to->receive + offset, from->bytes});
     }
   }
   Collective(of, copies);
   ++fake->counts.all_gathers;
   if (!InWindows(*fake, of)) return;
-  const bool engines = of[0].comm->policy == kNcclPolicyZero;
+  const bool engines = of[0]->comm->policy == kNcclPolicyZero;
   ++(engines ? fake->counts.engine_all_gathers : fake->counts.symmetric_all_gathers);
 }
 
-NcclResult MakeWindows(State* fake, const std::vector<Task>& of) {
-  for (const Task& task : of) {
+NcclResult MakeWindows(State* fake, const std::vector<Task*>& of) {
+  for (const Task* task : of) {
     if (!fake->symmetric) continue;
-    if (task.receive % kNcclWindowAlignment != 0) return NcclResult::kInvalidArgument;
-    if (!TheDriver().is_vmm(task.receive, task.bytes)) return NcclResult::kUnhandledCudaError;
-    *task.window = new NcclWindowStruct{task.comm, task.receive, task.bytes};
-    fake->windows.insert(*task.window);
+    if (task->receive % kNcclWindowAlignment != 0) return NcclResult::kInvalidArgument;
+    if (!TheDriver().is_vmm(task->receive, task->bytes)) return NcclResult::kUnhandledCudaError;
+    *task->window = new NcclWindowStruct{task->comm, task->receive, task->bytes};
+    fake->windows.insert(*task->window);
   }
   return NcclResult::kSuccess;
 }
 
 // The tasks of one kind and one clique: one call's over its ranks.
-NcclResult RunTasks(State* fake, const std::vector<Task>& of) {
-  switch (of[0].kind) {
+NcclResult RunTasks(State* fake, const std::vector<Task*>& of) {
+  switch (of[0]->kind) {
     case Kind::kInit:
-      for (const Task& task : of) task.comm->made = true;
+      for (const Task* task : of) task->comm->made = true;
       return NcclResult::kSuccess;
     case Kind::kWindow:
       return MakeWindows(fake, of);
@@ -277,12 +283,8 @@ NcclResult RunCollective(State* fake, const Task& task) {
     of.push_back(waiting[0]);
   }
   if (!Alike(of)) return NcclResult::kSuccess;  // for ever
-  std::vector<Task> tasks_of;
-  for (Task* each : of) {
-    each->ran = true;
-    tasks_of.push_back(*each);
-  }
-  return RunTasks(fake, tasks_of);
+  for (Task* each : of) each->ran = true;
+  return RunTasks(fake, of);
 }
 
 // With the peer's receive.
@@ -291,14 +293,14 @@ void RunSend(Task* send) {
   for (Task* receive : Waiting(peer, Kind::kReceive)) {
     if (receive->root != send->comm->rank || receive->bytes != send->bytes) continue;
     send->ran = receive->ran = true;
-    Collective({*send, *receive},
+    Collective({send, receive},
                {{send->comm->device, send->send, peer->device, receive->receive, send->bytes}});
     return;
   }
 }
 
-// False: it waits for ranks that are not there.
-bool RunGroup(State* fake, NcclGroup* group) {
+// As far as the other ranks are there.
+void RunGroup(State* fake, NcclGroup* group) {
   for (Task& task : group->tasks) {
     if (task.ran || group->result != NcclResult::kSuccess) continue;
     if (task.kind == Kind::kRevoke) {
@@ -314,9 +316,6 @@ bool RunGroup(State* fake, NcclGroup* group) {
       group->result = RunCollective(fake, task);
     }
   }
-  return group->result != NcclResult::kSuccess ||
-         std::all_of(group->tasks.begin(), group->tasks.end(),
-                     [](const Task& task) { return task.ran; });
 }
 
 // The pointer is a copy: communicators lose theirs here.
@@ -329,6 +328,27 @@ void EndGroup(State* fake, const std::shared_ptr<NcclGroup> group) {  // NOLINT
   --fake->counts.groups;
 }
 
+// What of a group is one communicator's goes onto its streams, if all of that ran.
+void EndShare(State* fake, NcclComm comm) {
+  const std::shared_ptr<NcclGroup> group = comm->group;
+  const auto its = [comm](const Task& task) { return task.comm == comm; };
+  if (std::any_of(group->tasks.begin(), group->tasks.end(),
+                  [&](const Task& task) { return its(task) && !task.ran; })) {
+    return;
+  }
+  // Sends and receives of a group are under way at once.
+  for (const bool waits : {false, true}) {
+    for (const Task& task : group->tasks) {
+      if (its(task) && task.put) task.put(task.stream, waits);
+    }
+  }
+  comm->result = NcclResult::kSuccess;
+  comm->group = nullptr;
+  const bool last = std::none_of(group->tasks.begin(), group->tasks.end(),
+                                 [&](const Task& task) { return task.comm->group == group; });
+  if (last) --fake->counts.groups;
+}
+
 NcclResult BeginGroup(State* fake) {
   auto group = std::make_shared<NcclGroup>();
   group->tasks.swap(tasks);
@@ -337,7 +357,10 @@ NcclResult BeginGroup(State* fake) {
   if (fake->group_fault.first > 0 && --fake->group_fault.first == 0) {
     group->result = fake->group_fault.second;
   }
-  for (const Task& task : group->tasks) task.comm->group = group;
+  for (const Task& task : group->tasks) {
+    task.comm->group = group;
+    task.comm->polls = 2;
+  }
   ++fake->counts.groups;
   return NcclResult::kInProgress;
 }
@@ -514,8 +537,11 @@ NcclResult ncclCommGetAsyncError(NcclComm comm, NcclResult* result) {
   const std::shared_ptr<NcclGroup> group = comm->group;
   const bool stuck =
       group != nullptr && (group->revokes ? call.fake.stuck_revokes : call.fake.stuck);
-  if (group != nullptr && !stuck && --group->polls <= 0) {
-    if (group->result != NcclResult::kSuccess || RunGroup(&call.fake, group.get())) {
+  if (group != nullptr && !stuck && --comm->polls <= 0) {
+    if (group->result == NcclResult::kSuccess) RunGroup(&call.fake, group.get());
+    if (group->result == NcclResult::kSuccess) {
+      EndShare(&call.fake, comm);
+    } else {
       EndGroup(&call.fake, group);
     }
   }

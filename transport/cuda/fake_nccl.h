@@ -2,7 +2,8 @@
 //
 // The fake moves bytes of the fake driver's devices, in the order of their streams: a collective
 // runs when all of its devices do, and what is behind it waits. Its communicators are nonblocking:
-// a group is in progress until somebody polled it twice, and only then is its work on the streams.
+// a rank's share of a group is in progress until somebody polled the rank twice, and only then on
+// its stream: whoever issues on several threads may deadlock his devices, as with NCCL.
 // It takes over NCCL's rules that it can check: all ranks in one group, equal sizes, windows over
 // memory of cuMemCreate alone; what breaks them fails, or never ends, as with NCCL.
 #ifndef REFITD_TRANSPORT_CUDA_FAKE_NCCL_H_
