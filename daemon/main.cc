@@ -155,8 +155,9 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   options.limit = std::chrono::ceil<std::chrono::milliseconds>(config.cuda.device);
   options.lost = [loss](const absl::Status& why) { loss->Tell(why); };
   const NcclReport nccl = LoadNccl(config.cuda);
+  const std::string found = Describe(nccl);
   options.nccl = nccl.api;
-  options.no_nccl = Describe(nccl);
+  options.no_nccl = found;
   absl::StatusOr<std::unique_ptr<Transport>> transport =
       MakeCudaTransport(*memory, MakeHostTransport(host), options);
   if (!transport.ok()) {
@@ -164,9 +165,9 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
     return MakeHostTransport(host);
   }
   cuda->memory = *std::move(memory);
-  cuda->detail += "; " + Describe(nccl);
+  cuda->detail += "; " + found;
   cuda->nccl = nccl;
-  cuda->no_wire = Describe(nccl);
+  cuda->no_wire = found;
   if (nccl.api != nullptr) {
     absl::StatusOr<std::unique_ptr<DeviceWire>> wire =
         MakeNcclWire(nccl.api, cuda->memory, {.limit = options.limit, .lost = options.lost});

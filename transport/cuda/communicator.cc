@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <map>
-#include <thread>
 #include <utility>
 
 #include "transport/base/status.h"
@@ -18,21 +17,6 @@ namespace {
 using Clock = Communicator::Clock;
 
 constexpr size_t kWarmUpBytes = 16;  // of each rank
-
-// NCCL answers a group in some 50 us, and makes a communicator in a second.
-constexpr auto kYieldFor = std::chrono::microseconds(200);
-constexpr auto kShortPause = std::chrono::microseconds(20);
-constexpr auto kLongPause = std::chrono::milliseconds(1);
-constexpr auto kLongAfter = std::chrono::milliseconds(20);
-
-void Pause(Clock::time_point since) {
-  const auto age = Clock::now() - since;
-  if (age < kYieldFor) {
-    std::this_thread::yield();
-  } else {
-    std::this_thread::sleep_for(age < kLongAfter ? kShortPause : kLongPause);
-  }
-}
 
 // Such a status says that nothing was done.
 bool Refuses(const absl::Status& status) {
@@ -342,7 +326,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
           return Error(absl::StatusCode::kDeadlineExceeded,
                        "{} was not done in time: NCCL waits for device {}", what, rank.device);
         }
-        Pause(begun);
+        PauseOfPoll(begun);
       }
     }
     return absl::OkStatus();
@@ -381,7 +365,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
                        "the first collective was not done in time: device {} is at it",
                        ranks_[rank].device);
         }
-        Pause(begun);
+        PauseOfPoll(begun);
       }
     }
     return absl::OkStatus();

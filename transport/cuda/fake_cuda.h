@@ -8,23 +8,18 @@
 #ifndef REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_
 #define REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_
 
-#include <dlfcn.h>
-
-#include <catch2/catch.hpp>
 #include <cstdint>
-#include <filesystem>
 #include <string>
 
 #include "transport/cuda/fake_driver.h"
+#include "transport/cuda/fake_library.h"
 
 namespace refitd {
 
 // The fake, in its first state while this lives, alone.
-class FakeCuda {
+class FakeCuda : public FakeLibrary {
  public:
-  FakeCuda() : library_(dlopen(Path().c_str(), RTLD_NOW | RTLD_LOCAL)) {
-    INFO(Path());
-    REQUIRE(library_ != nullptr);
+  FakeCuda() : FakeLibrary(Path()) {
     Find("FakeCudaFail", &fail_);
     Find("FakeCudaFailAt", &fail_at_);
     Find("FakeCudaReset", &reset_);
@@ -39,21 +34,9 @@ class FakeCuda {
     Find("FakeCudaCorrupt", &corrupt_);
     reset_();
   }
-  ~FakeCuda() {
-    reset_();
-    dlclose(library_);
-  }
-  FakeCuda(const FakeCuda&) = delete;
-  FakeCuda& operator=(const FakeCuda&) = delete;
+  ~FakeCuda() { reset_(); }
 
-  // Beside this binary, under `bazel test` and by hand; else, for tests of other folders, in
-  // transport/cuda two folders up.
-  static std::string Path() {
-    const std::filesystem::path folder =
-        std::filesystem::read_symlink("/proc/self/exe").parent_path();
-    if (exists(folder / "libcuda_fake.so")) return folder / "libcuda_fake.so";
-    return folder / "../../transport/cuda/libcuda_fake.so";
-  }
+  static std::string Path() { return PathOf("libcuda_fake.so"); }
 
   // A probe's call that always fails; about a device, on device 1 only.
   void Fail(const char* call, int result) { fail_(call, result); }
@@ -86,14 +69,6 @@ class FakeCuda {
   void Forget(char* exported) { forget_(exported); }
 
  private:
-  template <typename Function>
-  void Find(const char* name, Function* function) {
-    *function = reinterpret_cast<Function>(dlsym(library_, name));
-    INFO(name);
-    REQUIRE(*function != nullptr);
-  }
-
-  void* const library_;
   void (*fail_)(const char*, int) = nullptr;
   void (*fail_at_)(const char*, int, int) = nullptr;
   void (*reset_)() = nullptr;

@@ -9,22 +9,17 @@
 #ifndef REFITD_TRANSPORT_CUDA_FAKE_NCCL_H_
 #define REFITD_TRANSPORT_CUDA_FAKE_NCCL_H_
 
-#include <dlfcn.h>
-
-#include <catch2/catch.hpp>
-#include <filesystem>
 #include <string>
 
+#include "transport/cuda/fake_library.h"
 #include "transport/cuda/fake_nccl_counts.h"
 
 namespace refitd {
 
 // The fake, in its first state while this lives. A FakeCuda lives longer.
-class FakeNccl {
+class FakeNccl : public FakeLibrary {
  public:
-  FakeNccl() : library_(dlopen(Path().c_str(), RTLD_NOW | RTLD_LOCAL)) {
-    INFO(Path());
-    REQUIRE(library_ != nullptr);
+  FakeNccl() : FakeLibrary(Path()) {
     Find("FakeNcclReset", &reset_);
     Find("FakeNcclFailAt", &fail_at_);
     Find("FakeNcclFailGroup", &fail_group_);
@@ -34,21 +29,10 @@ class FakeNccl {
     Find("FakeNcclCount", &count_);
     reset_();
   }
-  ~FakeNccl() {
-    reset_();
-    dlclose(library_);
-  }
-  FakeNccl(const FakeNccl&) = delete;
-  FakeNccl& operator=(const FakeNccl&) = delete;
+  ~FakeNccl() { reset_(); }
 
-  // Beside this binary; else, for tests of other folders, in transport/cuda two folders up. Its
-  // version is 22809, or what REFITD_FAKE_NCCL_VERSION says.
-  static std::string Path() {
-    const std::filesystem::path folder =
-        std::filesystem::read_symlink("/proc/self/exe").parent_path();
-    if (exists(folder / "libnccl_fake.so")) return folder / "libnccl_fake.so";
-    return folder / "../../transport/cuda/libnccl_fake.so";
-  }
+  // Its version is 22809, or what REFITD_FAKE_NCCL_VERSION says.
+  static std::string Path() { return PathOf("libnccl_fake.so"); }
 
   // The nth call of this name from now (1: the next) returns this result, and does nothing.
   void FailAt(const char* call, int nth, int result) { fail_at_(call, nth, result); }
@@ -67,14 +51,6 @@ class FakeNccl {
   }
 
  private:
-  template <typename Function>
-  void Find(const char* name, Function* function) {
-    *function = reinterpret_cast<Function>(dlsym(library_, name));
-    INFO(name);
-    REQUIRE(*function != nullptr);
-  }
-
-  void* const library_;
   void (*reset_)() = nullptr;
   void (*fail_at_)(const char*, int, int) = nullptr;
   void (*fail_group_)(int, int) = nullptr;

@@ -14,7 +14,21 @@ namespace {
 // A call that polls against its deadline returns within this of it.
 constexpr auto kGrace = std::chrono::milliseconds(200);
 
+constexpr auto kYieldFor = std::chrono::microseconds(200);
+constexpr auto kShortPause = std::chrono::microseconds(20);
+constexpr auto kLongPause = std::chrono::microseconds(200);
+constexpr auto kLongAfter = std::chrono::milliseconds(20);
+
 }  // namespace
+
+void PauseOfPoll(std::chrono::steady_clock::time_point since) {
+  const auto age = std::chrono::steady_clock::now() - since;
+  if (age < kYieldFor) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(age < kLongAfter ? kShortPause : kLongPause);
+  }
+}
 
 NcclThread::NcclThread(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost)
     : limit_(limit), lost_(std::move(lost)), late_clock_(limit) {}

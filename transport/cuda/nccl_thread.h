@@ -29,6 +29,10 @@
 
 namespace refitd {
 
+// Between two looks at what NCCL or a device is at, by who has looked since then. NCCL answers a
+// group in some 50 us, sockets move a slot in milliseconds, a communicator is made in a second.
+void PauseOfPoll(std::chrono::steady_clock::time_point since);
+
 class NcclThread : public std::enable_shared_from_this<NcclThread> {
  public:
   using Clock = std::chrono::steady_clock;

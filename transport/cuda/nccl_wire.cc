@@ -33,11 +33,6 @@ using absl::StatusCode;
 using Clock = std::chrono::steady_clock;
 using Done = std::function<void(absl::Status)>;
 
-// NCCL answers a group in some 50 us; sockets move a slot in milliseconds.
-constexpr auto kYieldFor = std::chrono::microseconds(200);
-constexpr auto kShortPause = std::chrono::microseconds(20);
-constexpr auto kLongPause = std::chrono::microseconds(200);
-constexpr auto kLongAfter = std::chrono::milliseconds(20);
 // For NCCL to make a unique id.
 constexpr auto kOpening = std::chrono::seconds(20);
 // For an abort to go through (P4: a deadline plus this).
@@ -338,30 +333,28 @@ class Epoch {
     const NcclApi& nccl = *shared_->nccl;
     const ScopedContext current(shared_->contexts->api(), context_);
     REFITD_RETURN_IF_ERROR(current.status());
-    int64_t sent = 0;
-    int64_t received = 0;
     std::string whom;
-    const auto name = [&whom](int peer) {
-      whom += fmt::format("{}{}", whom.empty() ? "ranks " : ", ", peer);
+    absl::Status status;
+    // Returns the bytes of the legs.
+    const auto add = [&](const std::vector<WireExchange::Leg>& legs, const auto& call) {
+      int64_t bytes = 0;
+      for (const WireExchange::Leg& leg : legs) {
+        if (!status.ok() || leg.memory.bytes == 0) continue;
+        bytes += leg.memory.bytes;
+        whom += fmt::format("{}{}", whom.empty() ? "ranks " : ", ", leg.peer);
+        status = call(leg.memory.data, static_cast<size_t>(leg.memory.bytes), leg.peer);
+      }
+      return bytes;
     };
     REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(nccl, ncclGroupStart));
-    absl::Status status;
-    for (const WireExchange::Leg& leg : op.sends) {
-      if (!status.ok() || leg.memory.bytes == 0) continue;
-      sent += leg.memory.bytes;
-      name(leg.peer);
-      status =
-          REFITD_NCCL_CALL(nccl, ncclSend, leg.memory.data, static_cast<size_t>(leg.memory.bytes),
-                           NcclDataType::kInt8, leg.peer, comm_, stream_);
-    }
-    for (const WireExchange::Leg& leg : op.receives) {
-      if (!status.ok() || leg.memory.bytes == 0) continue;
-      received += leg.memory.bytes;
-      name(leg.peer);
-      status =
-          REFITD_NCCL_CALL(nccl, ncclRecv, leg.memory.data, static_cast<size_t>(leg.memory.bytes),
-                           NcclDataType::kInt8, leg.peer, comm_, stream_);
-    }
+    const int64_t sent = add(op.sends, [&](const char* data, size_t bytes, int peer) {
+      return REFITD_NCCL_CALL(nccl, ncclSend, data, bytes, NcclDataType::kInt8, peer, comm_,
+                              stream_);
+    });
+    const int64_t received = add(op.receives, [&](char* data, size_t bytes, int peer) {
+      return REFITD_NCCL_CALL(nccl, ncclRecv, data, bytes, NcclDataType::kInt8, peer, comm_,
+                              stream_);
+    });
     const absl::Status ended = REFITD_NCCL_CALL(nccl, ncclGroupEnd);
     REFITD_RETURN_IF_ERROR(status);
     REFITD_RETURN_IF_ERROR(ended);
@@ -387,19 +380,14 @@ class Epoch {
     while (true) {
       REFITD_ASSIGN_OR_RETURN(const bool is_ready, ready());
       if (is_ready) return absl::OkStatus();
-      const Clock::time_point now = Clock::now();
-      if (now >= deadline) {
+      if (Clock::now() >= deadline) {
         return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited for {}", id_, what);
       }
       {
         MutexLock lock(&mutex_);
         if (closing_) return Closed();
       }
-      if (now - since < kYieldFor) {
-        std::this_thread::yield();
-      } else {
-        std::this_thread::sleep_for(now - since < kLongAfter ? kShortPause : kLongPause);
-      }
+      PauseOfPoll(since);
     }
   }
 
@@ -480,16 +468,16 @@ class Epoch {
             Error(StatusCode::kInternal, "epoch {}: {}", id_, Message(recorded)));
       }
     }
-    const Clock::time_point late = Clock::now() + shared_->options.limit;
+    const Clock::time_point since = Clock::now();
     while (true) {
       const absl::StatusOr<bool> ended = StreamEnded();
       if (!ended.ok() || *ended) return;
-      if (Clock::now() > late) {
+      if (Clock::now() > since + shared_->options.limit) {
         shared_->lost->Lose(Error(StatusCode::kDeadlineExceeded,
                                   "epoch {}: device {} does not end what NCCL put there", id_,
                                   device_));
       }
-      std::this_thread::sleep_for(kLongPause);
+      PauseOfPoll(since);
     }
   }
 
@@ -498,10 +486,10 @@ class Epoch {
   void StopListening() {
     if (!listens_.has_value()) return;
     ++shared_->abandoned;
-    const Clock::time_point limit = Clock::now() + kLastRank;
+    const Clock::time_point since = Clock::now();
     absl::StatusOr<bool> came = Initialise(*listens_, 0, 1).ok() ? GroupEnded() : true;
-    while (came.ok() && !*came && Clock::now() < limit) {
-      std::this_thread::sleep_for(kLongPause);
+    while (came.ok() && !*came && Clock::now() < since + kLastRank) {
+      PauseOfPoll(since);
       came = GroupEnded();
     }
     GiveUp();
