@@ -242,7 +242,7 @@ v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
 
 void Node::DescribeEpochs(v1::NcclStatus* status) {
   std::map<EpochId, DeviceEpochStatus> open;
-  for (DeviceEpochStatus& each : options_.cuda.wire->Epochs()) {
+  for (DeviceEpochStatus& each : options_.cuda.wire->Describe()) {
     const EpochId id = each.epoch;
     open.emplace(id, std::move(each));
   }

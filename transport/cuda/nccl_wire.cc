@@ -3,21 +3,16 @@
 #include "transport/base/status.h"
 
 #if defined(REFITD_CUDA)
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <deque>
 #include <future>
-#include <map>
 #include <optional>
 #include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "transport/base/mutex.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/lost_context.h"
 #include "transport/cuda/nccl_api.h"
@@ -31,7 +26,6 @@ namespace {
 
 using absl::StatusCode;
 using Clock = std::chrono::steady_clock;
-using Done = std::function<void(absl::Status)>;
 
 // For NCCL to make a unique id.
 constexpr auto kOpening = std::chrono::seconds(20);
@@ -98,12 +92,6 @@ absl::StatusOr<Address> Decode(std::string_view in, EpochId epoch, int rank, int
   return address;
 }
 
-struct Counters {
-  std::atomic<int64_t> sent{0};
-  std::atomic<int64_t> received{0};
-  WireStats Get() const { return {sent.load(), received.load()}; }
-};
-
 // What all epochs share.
 struct Shared {
   std::shared_ptr<const NcclApi> nccl;
@@ -113,31 +101,18 @@ struct Shared {
   // What may hang: aborts, and the making of ids, which takes its time.
   std::shared_ptr<NcclThread> watched;
   std::shared_ptr<NcclThread> opening;
-  Counters totals;
   std::atomic<int64_t> abandoned{0};  // epochs
 };
 
-// One thing for an epoch's thread to do.
-struct Work {
-  std::optional<std::vector<std::string>> connect;  // else, one of:
-  std::optional<WireBroadcast> broadcast;
-  std::optional<WireExchange> exchange;
-  Clock::time_point deadline;
-  Done done;
-};
-
 // ---- one end of one communicator ----
-//
-//   opened --Connect--> connected --failure--> lost
-//      \--failure--> lost                       (every state) --Close--> closed
-class Epoch {
- public:
-  Epoch(std::shared_ptr<Shared> shared, int device, EpochId id, int rank, int size)
-      : shared_(std::move(shared)), device_(device), id_(id), rank_(rank), size_(size) {}
-  Epoch(const Epoch&) = delete;
-  Epoch& operator=(const Epoch&) = delete;
 
-  absl::StatusOr<std::string> MakeAddress() {
+class NcclEpoch final : public WireEpoch {
+ public:
+  NcclEpoch(std::shared_ptr<Shared> shared, int device, EpochId id, int rank, int size,
+            WireCounters* totals)
+      : WireEpoch(id, rank, size, totals), shared_(std::move(shared)), device_(device) {}
+
+  absl::StatusOr<std::string> Open() override {
     Address address;
     address.epoch = id_.value();
     address.rank = static_cast<uint32_t>(rank_);
@@ -149,49 +124,14 @@ class Epoch {
     return Encode(address);
   }
 
-  // `ended` is called last, on the epoch's thread.
-  void Start(std::function<void()> ended) {
-    thread_ = std::thread([this, ended = std::move(ended)] {
-      (void)pthread_setname_np(pthread_self(), "refitd-nwire");
-      Run();
-      ended();
-    });
-  }
-  void Join() { thread_.join(); }
-
-  // Not OK: `work` is untouched.
-  absl::Status Push(Work* work) {
-    MutexLock lock(&mutex_);
-    if (closing_) return Closed();
-    if (queue_.size() >= kMaxWireQueue) {
-      return Error(StatusCode::kResourceExhausted, "epoch {}: {} operations are queued", id_,
-                   queue_.size());
-    }
-    queue_.push_back(std::move(*work));
-    wake_.NotifyAll();
-    return absl::OkStatus();
-  }
-
-  void Close() {
-    MutexLock lock(&mutex_);
-    closing_ = true;
-    wake_.NotifyAll();
-  }
-
-  WireStats Stats() const { return counters_.Get(); }
-
   DeviceEpochStatus Describe() const {
-    DeviceEpochStatus status{.epoch = id_,
-                             .device = device_,
-                             .rank = rank_,
-                             .size = size_,
-                             .state = {},
-                             .moved = Stats(),
-                             .status = {}};
-    MutexLock lock(&mutex_);
-    status.state = closing_ ? "closing" : state_;
-    status.status = lost_;
-    return status;
+    return {.epoch = id_,
+            .device = device_,
+            .rank = rank_,
+            .size = size_,
+            .state = state(),
+            .moved = Stats(),
+            .status = failure()};
   }
 
  private:
@@ -209,51 +149,10 @@ class Epoch {
     return status;
   }
 
-  absl::Status Closed() const { return Error(StatusCode::kCancelled, "epoch {} was closed", id_); }
-
-  void Run() {
-    while (true) {
-      Work work;
-      {
-        MutexLock lock(&mutex_);
-        while (queue_.empty() && !closing_) wake_.Wait(&mutex_);
-        if (queue_.empty()) break;
-        work = std::move(queue_.front());
-        queue_.pop_front();
-      }
-      absl::Status status = Do(&work);
-      work.broadcast.reset();  // its memory is no longer held when the caller is told
-      work.exchange.reset();
-      work.done(std::move(status));
-    }
-    End();
-  }
-
-  absl::Status Do(Work* work) {
-    {
-      MutexLock lock(&mutex_);
-      if (closing_) return Closed();
-      if (!lost_.ok()) {
-        return Error(StatusCode::kFailedPrecondition, "epoch {} was lost: {}", id_, Message(lost_));
-      }
-    }
-    if (work->connect.has_value()) return Connect(*work->connect, work->deadline);
-    if (comm_ == nullptr) {
-      return Error(StatusCode::kFailedPrecondition, "epoch {} is not connected", id_);
-    }
-    REFITD_RETURN_IF_ERROR(CheckRanks(*work));
-    absl::Status status = work->broadcast.has_value() ? Broadcast(*work->broadcast, work->deadline)
-                                                      : Exchange(*work->exchange, work->deadline);
-    if (!status.ok()) Lose(status);
-    return status;
-  }
-
   // ---- connecting ----
 
-  absl::Status Connect(const std::vector<std::string>& addresses, Clock::time_point deadline) {
-    if (comm_ != nullptr) {
-      return Error(StatusCode::kFailedPrecondition, "epoch {} is connected already", id_);
-    }
+  absl::Status Connect(const WireWork& work, bool* began) override {
+    const std::vector<std::string>& addresses = *work.connect;
     if (addresses.size() != static_cast<size_t>(size_)) {
       return Error(StatusCode::kInvalidArgument, "epoch {}: {} addresses for {} ranks", id_,
                    addresses.size(), size_);
@@ -264,21 +163,11 @@ class Epoch {
                               Decode(addresses[static_cast<size_t>(rank)], id_, rank, size_));
       if (rank == 0) unique = address.id;
     }
-    Enter("connecting");
-    absl::Status status = Initialise(unique, rank_, size_);
-    if (status.ok()) status = AwaitGroup(deadline, "all ranks to connect");
-    if (!status.ok()) {
-      Lose(status);
-    } else {
-      listens_.reset();
-      Enter("connected");
-    }
-    return status;
-  }
-
-  void Enter(std::string_view state) {
-    MutexLock lock(&mutex_);
-    state_ = state;
+    *began = true;
+    REFITD_RETURN_IF_ERROR(Initialise(unique, rank_, size_));
+    REFITD_RETURN_IF_ERROR(AwaitGroup(work.deadline, "all ranks to connect"));
+    listens_.reset();
+    return absl::OkStatus();
   }
 
   // Begins it.
@@ -303,7 +192,14 @@ class Epoch {
 
   // ---- operations ----
 
-  absl::Status CheckRanks(const Work& work) const {
+  absl::Status Move(const WireWork& work, bool* began) override {
+    REFITD_RETURN_IF_ERROR(CheckRanks(work));
+    *began = true;
+    return work.broadcast.has_value() ? Broadcast(*work.broadcast, work.deadline)
+                                      : Exchange(*work.exchange, work.deadline);
+  }
+
+  absl::Status CheckRanks(const WireWork& work) const {
     const auto check = [this](int rank, bool may_be_own) {
       if (rank >= 0 && rank < size_ && (may_be_own || rank != rank_)) return absl::OkStatus();
       return Error(StatusCode::kInvalidArgument, "epoch {}: rank {} as a peer of {} of {}", id_,
@@ -364,13 +260,6 @@ class Epoch {
     return absl::OkStatus();
   }
 
-  void Count(int64_t sent, int64_t received) {
-    for (Counters* counters : {&counters_, &shared_->totals}) {
-      counters->sent += sent;
-      counters->received += received;
-    }
-  }
-
   // ---- waiting ----
 
   // Until `ready` says true. `what` is waited for.
@@ -383,10 +272,7 @@ class Epoch {
       if (Clock::now() >= deadline) {
         return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited for {}", id_, what);
       }
-      {
-        MutexLock lock(&mutex_);
-        if (closing_) return Closed();
-      }
+      if (closing()) return Closed();
       PauseOfPoll(since);
     }
   }
@@ -431,14 +317,7 @@ class Epoch {
   // ---- the end ----
 
   // Aborts, so that the device ends what NCCL put there, and waits until it has (P6).
-  void Lose(const absl::Status& why) {
-    {
-      MutexLock lock(&mutex_);
-      state_ = "lost";
-      lost_ = why;
-    }
-    GiveUp();
-  }
+  void Lose() override { GiveUp(); }
 
   // However long it takes: until then the memory may be touched. What hangs is told as a loss by
   // whoever watches it, and ends with the process.
@@ -495,7 +374,7 @@ class Epoch {
     GiveUp();
   }
 
-  void End() {
+  void End() override {
     GiveUp();
     StopListening();
     const CudaApi& api = shared_->contexts->api();
@@ -508,10 +387,6 @@ class Epoch {
 
   const std::shared_ptr<Shared> shared_;
   const int device_;
-  const EpochId id_;
-  const int rank_;
-  const int size_;
-  Counters counters_;
 
   // The thread's alone.
   CUcontext context_ = nullptr;
@@ -519,14 +394,6 @@ class Epoch {
   CUevent event_ = nullptr;
   NcclComm comm_ = nullptr;
   std::optional<NcclUniqueId> listens_;  // NCCL does, in this process
-
-  mutable Mutex mutex_;
-  CondVar wake_;
-  std::deque<Work> queue_ ABSL_GUARDED_BY(mutex_);
-  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
-  std::string_view state_ ABSL_GUARDED_BY(mutex_) = "open";
-  absl::Status lost_ ABSL_GUARDED_BY(mutex_);  // why; OK: it is not
-  std::thread thread_;                         // last: it uses the others
 };
 
 // ---- the wire ----
@@ -534,139 +401,35 @@ class Epoch {
 class NcclWire final : public DeviceWire {
  public:
   explicit NcclWire(std::shared_ptr<Shared> shared)
-      : shared_(std::move(shared)), answers_([this] { Answer(); }) {}
+      : DeviceWire("refitd-nwire-a"), shared_(std::move(shared)) {}
 
   ~NcclWire() override {
-    {
-      MutexLock lock(&mutex_);
-      for (auto& [id, epoch] : epochs_) epoch->Close();
-      while (!epochs_.empty()) changed_.Wait(&mutex_);
-      stopping_ = true;
-      changed_.NotifyAll();
-    }
-    answers_.join();
+    CloseAll();
     const Clock::time_point deadline = Clock::now() + shared_->options.limit;
     shared_->watched->Stop(deadline);
     shared_->opening->Stop(deadline);
   }
 
   absl::StatusOr<std::string> OpenOn(int device, EpochId id, int rank, int size) override {
-    if (size < 1 || size > kMaxWireRanks || rank < 0 || rank >= size) {
-      return Error(StatusCode::kInvalidArgument, "epoch {}: rank {} of {}", id, rank, size);
-    }
     if (device < 0 || device >= shared_->contexts->devices()) {
       return Error(StatusCode::kInvalidArgument, "epoch {}: no device {}", id, device);
     }
-    const auto check = [&] {
-      mutex_.AssertHeld();
-      if (epochs_.contains(id)) return Error(StatusCode::kAlreadyExists, "epoch {} is open", id);
-      if (epochs_.size() < kMaxWireEpochs) return absl::OkStatus();
-      return Error(StatusCode::kResourceExhausted, "{} epochs are open", epochs_.size());
-    };
-    {
-      MutexLock lock(&mutex_);
-      REFITD_RETURN_IF_ERROR(check());
-    }
-    auto epoch = std::make_unique<Epoch>(shared_, device, id, rank, size);
-    REFITD_ASSIGN_OR_RETURN(std::string address, epoch->MakeAddress());
-    MutexLock lock(&mutex_);
-    REFITD_RETURN_IF_ERROR(check());
-    epoch->Start([this, id] {
-      MutexLock guard(&mutex_);
-      ended_.push_back(id);
-      changed_.NotifyAll();
+    return OpenEpoch(id, rank, size, "refitd-nwire", [&] {
+      return std::make_shared<NcclEpoch>(shared_, device, id, rank, size, totals());
     });
-    epochs_.emplace(id, std::move(epoch));
-    return address;
   }
 
-  void Connect(EpochId id, std::vector<std::string> addresses, Duration timeout,
-               Done done) override {
-    Work work;
-    work.connect = std::move(addresses);
-    Push(id, timeout, std::move(work), std::move(done));
-  }
-
-  void Submit(WireBroadcast broadcast, Done done) override {
-    const EpochId id = broadcast.epoch;
-    const Duration timeout = broadcast.timeout;
-    Work work;
-    work.broadcast = std::move(broadcast);
-    Push(id, timeout, std::move(work), std::move(done));
-  }
-
-  void Submit(WireExchange exchange, Done done) override {
-    const EpochId id = exchange.epoch;
-    const Duration timeout = exchange.timeout;
-    Work work;
-    work.exchange = std::move(exchange);
-    Push(id, timeout, std::move(work), std::move(done));
-  }
-
-  void Close(EpochId id) override {
-    MutexLock lock(&mutex_);
-    const auto it = epochs_.find(id);
-    if (it != epochs_.end()) it->second->Close();
-  }
-
-  WireStats Stats() const override { return shared_->totals.Get(); }
-  WireStats Stats(EpochId id) const override {
-    MutexLock lock(&mutex_);
-    const auto it = epochs_.find(id);
-    return it == epochs_.end() ? WireStats() : it->second->Stats();
-  }
-  std::vector<DeviceEpochStatus> Epochs() const override {
-    MutexLock lock(&mutex_);
+  std::vector<DeviceEpochStatus> Describe() const override {
     std::vector<DeviceEpochStatus> all;
-    for (const auto& [id, epoch] : epochs_) all.push_back(epoch->Describe());
+    for (const auto& epoch : Epochs()) {
+      all.push_back(static_cast<const NcclEpoch&>(*epoch).Describe());
+    }
     return all;
   }
   int64_t Abandoned() const override { return shared_->abandoned; }
 
  private:
-  void Push(EpochId id, Duration timeout, Work work, Done done) {
-    work.deadline = Clock::now() + std::min<Duration>(timeout, kMaxWireTimeout);
-    work.done = std::move(done);
-    MutexLock lock(&mutex_);
-    const auto it = epochs_.find(id);
-    const absl::Status status = it == epochs_.end()
-                                    ? Error(StatusCode::kNotFound, "epoch {} is not open", id)
-                                    : it->second->Push(&work);
-    if (status.ok()) return;
-    refused_.emplace_back(std::move(work.done), status);
-    changed_.NotifyAll();
-  }
-
-  // Answers what was refused, never inside the call; joins threads of closed epochs.
-  void Answer() {
-    (void)pthread_setname_np(pthread_self(), "refitd-nwire-a");
-    while (true) {
-      std::vector<std::pair<Done, absl::Status>> refused;
-      std::vector<std::unique_ptr<Epoch>> ended;
-      {
-        MutexLock lock(&mutex_);
-        while (refused_.empty() && ended_.empty() && !stopping_) changed_.Wait(&mutex_);
-        if (refused_.empty() && ended_.empty()) return;
-        refused.swap(refused_);
-        for (const EpochId id : ended_) ended.push_back(std::move(epochs_.extract(id).mapped()));
-        ended_.clear();
-      }
-      for (const auto& [done, status] : refused) done(status);
-      for (const std::unique_ptr<Epoch>& epoch : ended) epoch->Join();
-      ended.clear();
-      MutexLock lock(&mutex_);
-      changed_.NotifyAll();
-    }
-  }
-
   const std::shared_ptr<Shared> shared_;
-  mutable Mutex mutex_;
-  CondVar changed_;
-  std::map<EpochId, std::unique_ptr<Epoch>> epochs_ ABSL_GUARDED_BY(mutex_);
-  std::vector<EpochId> ended_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::pair<Done, absl::Status>> refused_ ABSL_GUARDED_BY(mutex_);
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread answers_;  // last: it uses the others
 };
 
 }  // namespace

@@ -13,8 +13,8 @@
 //   - An epoch that is opened and never connected by all is given back late at rank 0, up to two
 //     seconds after Close: until then NCCL listens for its ranks.
 //
-// Threads: one an epoch ("refitd-nwire"), which issues and waits; what may hang inside NCCL runs on
-// a watched one (nccl_thread.h) and is told as a loss of the GPUs.
+// Threads: those of wire_epochs.h ("refitd-nwire" an epoch, "refitd-nwire-a"); what may hang inside
+// NCCL runs on a watched one (nccl_thread.h) and is told as a loss of the GPUs.
 //
 // No CUDA and no NCCL type appears here.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_WIRE_H_
@@ -31,7 +31,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/cuda/memory.h"
-#include "transport/wire.h"
+#include "transport/wire_epochs.h"
 
 namespace refitd {
 
@@ -50,7 +50,7 @@ struct DeviceEpochStatus {
 };
 
 // As Wire; thread-safe.
-class DeviceWire : public Wire {
+class DeviceWire : public EpochWire {
  public:
   // Wire::Open, with the device (ordinal) whose communicator it is. INVALID_ARGUMENT: also no such
   // device. Takes some 100 ms the first time.
@@ -60,9 +60,12 @@ class DeviceWire : public Wire {
     return OpenOn(0, epoch, rank, size);
   }
   // Those that are open, or not yet given back. Waits for nothing.
-  virtual std::vector<DeviceEpochStatus> Epochs() const = 0;
+  virtual std::vector<DeviceEpochStatus> Describe() const = 0;
   // Epochs of which this was rank 0 and that never connected, since the start.
   virtual int64_t Abandoned() const = 0;
+
+ protected:
+  using EpochWire::EpochWire;
 };
 
 struct NcclWireOptions {

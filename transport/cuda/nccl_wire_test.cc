@@ -243,7 +243,7 @@ TEST_CASE("an epoch that is not connected by all leaves nobody listening for its
   for (const auto& wire : daemons.wires) wire->Close(kEpoch);
   CHECK(Eventually([&] { return daemons.nccl->Count().listeners == 0; }));
   for (const auto& wire : daemons.wires) {
-    CHECK(Eventually([&] { return wire->Epochs().empty(); }));
+    CHECK(Eventually([&] { return wire->Describe().empty(); }));
   }
   CHECK(daemons.wires[0]->Abandoned() == 1);
   CHECK(daemons.wires[1]->Abandoned() == 0);
@@ -297,17 +297,17 @@ TEST_CASE("many epochs after one another leave nothing") {
 TEST_CASE("what is told of epochs is what there is") {
   Daemons daemons(2);
   const DeviceWire& wire = *daemons.wires[1];
-  CHECK(wire.Epochs().empty());
+  CHECK(wire.Describe().empty());
   const auto is = [&wire](std::string_view state) {
-    const std::vector<DeviceEpochStatus> all = wire.Epochs();
+    const std::vector<DeviceEpochStatus> all = wire.Describe();
     return all.size() == 1 && all[0].state == state;
   };
   const std::vector<std::string> addresses = daemons.Open();
   REQUIRE(is("open"));
-  CHECK(wire.Epochs()[0].epoch == kEpoch);
-  CHECK(wire.Epochs()[0].device == 1);
-  CHECK(wire.Epochs()[0].rank == 1);
-  CHECK(wire.Epochs()[0].size == 2);
+  CHECK(wire.Describe()[0].epoch == kEpoch);
+  CHECK(wire.Describe()[0].device == 1);
+  CHECK(wire.Describe()[0].rank == 1);
+  CHECK(wire.Describe()[0].size == 2);
   Outcome up[2];
   daemons.wires[1]->Connect(kEpoch, addresses, kPlenty, up[1].done());
   REQUIRE(Eventually([&] { return is("connecting"); }));
@@ -320,22 +320,23 @@ TEST_CASE("what is told of epochs is what there is") {
                                                      moved[rank].done());
   }
   for (Outcome& outcome : moved) REQUIRE(outcome.Wait().ok());
-  CHECK(wire.Epochs()[0].moved.bytes_received == 1000);
-  CHECK(wire.Epochs()[0].moved.bytes_sent == 0);
-  CHECK(wire.Epochs()[0].status.ok());
+  CHECK(wire.Describe()[0].moved.bytes_received == 1000);
+  CHECK(wire.Describe()[0].moved.bytes_sent == 0);
+  CHECK(wire.Describe()[0].status.ok());
 
   Outcome late;
   daemons.wires[1]->Submit(daemons.Broadcast(1, 0, 100, 2, kShort), late.done());
   CHECK(!late.Wait().ok());
   REQUIRE(is("lost"));
-  CHECK_THAT(std::string(wire.Epochs()[0].status.message()), Contains("seq 2: rank 0"));
+  CHECK_THAT(std::string(wire.Describe()[0].status.message()), Contains("seq 2: rank 0"));
   // Given up, and NCCL still at it.
   daemons.nccl->Block("ncclCommAbort");
   daemons.wires[0]->Close(kEpoch);
-  CHECK(daemons.wires[0]->Epochs()[0].state == "closing");
+  CHECK(daemons.wires[0]->Describe()[0].state == "closing");
   daemons.nccl->Block("");
   daemons.wires[1]->Close(kEpoch);
-  CHECK(Eventually([&] { return wire.Epochs().empty() && daemons.wires[0]->Epochs().empty(); }));
+  CHECK(
+      Eventually([&] { return wire.Describe().empty() && daemons.wires[0]->Describe().empty(); }));
 }
 
 TEST_CASE("bad addresses are refused and change nothing (P10)") {

@@ -10,7 +10,6 @@
 #include <ifaddrs.h>
 #include <netinet/in.h>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -18,13 +17,10 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <deque>
 #include <exception>
-#include <map>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -32,12 +28,12 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
+#include "transport/wire_epochs.h"
 
 namespace refitd {
 namespace {
 
 using absl::StatusCode;
-using Done = std::function<void(absl::Status)>;
 using GlooBuffer = gloo::transport::UnboundBuffer;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
@@ -124,16 +120,6 @@ std::string GlooMessage(const std::exception& error) {
   }
   while (!text.empty() && (text.back() == ' ' || text.back() == '\n')) text.pop_back();
   return std::string(Shorten(text, 300));
-}
-
-// Gloo writes without MSG_NOSIGNAL, and a thread inherits the mask of the one that made it.
-void EnterWireThread(const std::string& name) {
-  sigset_t all;
-  sigfillset(&all);
-  // A fault's signal must keep its handler: blocked, it would end the process without it.
-  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, signal);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
 }
 
 // Of Gloo's own thread.
@@ -289,130 +275,23 @@ absl::StatusOr<WireAddress> DecodeAddress(std::string_view in, EpochId epoch, in
   return address;
 }
 
-// ---- Threads.
-
-// Runs functions in order on a thread of its own; the destructor runs what is queued.
-class Executor {
- public:
-  explicit Executor(std::string name) : thread_([this, name = std::move(name)] { Run(name); }) {}
-  ~Executor() {
-    {
-      MutexLock lock(&mu_);
-      stop_ = true;
-    }
-    wake_.NotifyAll();
-    thread_.join();
-  }
-  void Post(std::function<void()> work) {
-    {
-      MutexLock lock(&mu_);
-      queue_.push_back(std::move(work));
-    }
-    wake_.NotifyAll();
-  }
-
- private:
-  void Run(const std::string& name) {
-    EnterWireThread(name);
-    for (;;) {
-      std::function<void()> work;
-      {
-        MutexLock lock(&mu_);
-        while (queue_.empty() && !stop_) wake_.Wait(&mu_);
-        if (queue_.empty()) return;
-        work = std::move(queue_.front());
-        queue_.pop_front();
-      }
-      work();
-    }
-  }
-
-  Mutex mu_;
-  CondVar wake_;
-  std::deque<std::function<void()>> queue_ ABSL_GUARDED_BY(mu_);
-  bool stop_ ABSL_GUARDED_BY(mu_) = false;
-  std::thread thread_;  // last: it uses the others
-};
-
-struct Counters {
-  std::atomic<int64_t> sent{0};
-  std::atomic<int64_t> received{0};
-  WireStats Get() const { return {sent.load(), received.load()}; }
-};
-
-// One thing for an epoch's thread to do.
-struct Work {
-  struct Connect {
-    std::vector<std::string> addresses;
-  };
-  std::optional<Connect> connect;  // else, one of:
-  std::optional<WireBroadcast> broadcast;
-  std::optional<WireExchange> exchange;
-  Duration timeout{};
-  TimePoint deadline;
-  Done done;
-};
-
 // ---- One end of one communicator.
 //
-//   opened --Connect--> connected --failure--> lost
-//      \--failure--> lost                       (every state) --Close--> closed
-//
 // The epoch's thread alone calls Gloo, but for: the connector thread inside Pair::connect, and
-// Close, which interrupts the wait that is in progress.
-class Epoch {
+// Interrupt, which ends the wait that is in progress.
+class GlooEpoch final : public WireEpoch {
  public:
-  Epoch(EpochId id, int rank, int size, std::shared_ptr<gloo::transport::Device> device,
-        HostAddress host, Counters* totals)
-      : id_(id), rank_(rank), size_(size), device_(std::move(device)), totals_(totals) {
+  GlooEpoch(EpochId id, int rank, int size, std::shared_ptr<gloo::transport::Device> device,
+            HostAddress host, WireCounters* totals)
+      : WireEpoch(id, rank, size, totals), device_(std::move(device)) {
     address_.epoch = id.value();
     address_.rank = static_cast<uint32_t>(rank);
     address_.size = static_cast<uint32_t>(size);
     address_.host = host;
   }
 
-  // Makes the listening sockets. Called before Start.
-  absl::StatusOr<std::string> Listen();
-
-  // `finished` is called last, on the epoch's thread.
-  void Start(std::function<void()> finished) {
-    thread_ = std::thread([this, finished = std::move(finished)] {
-      EnterWireThread(fmt::format("refitd-wire-{}", id_.value() % 1000));
-      Run();
-      finished();
-    });
-  }
-  void Join() { thread_.join(); }
-
-  // RESOURCE_EXHAUSTED or CANCELLED: `work` is untouched.
-  absl::Status Push(Work* work) {
-    {
-      MutexLock lock(&mu_);
-      if (closing_) return Closed();
-      if (queue_.size() >= kMaxWireQueue) {
-        return Error(StatusCode::kResourceExhausted, "epoch {}: {} operations are queued", id_,
-                     queue_.size());
-      }
-      queue_.push_back(std::move(*work));
-    }
-    wake_.NotifyAll();
-    return absl::OkStatus();
-  }
-
-  void Close() {
-    MutexLock lock(&mu_);
-    closing_ = true;
-    wake_.NotifyAll();
-    // Under the mutex: whoever waits takes it before the buffer may go.
-    if (waiting_ == nullptr) return;
-    if (waiting_to_send_) {
-      waiting_->abortWaitSend();
-    } else {
-      waiting_->abortWaitRecv();
-    }
-  }
-
-  WireStats Stats() const { return counters_.Get(); }
+  // Makes the listening sockets.
+  absl::StatusOr<std::string> Open() override;
 
  private:
   // One direction of one peer in one operation. All of it goes through one buffer, `payload`: when
@@ -428,68 +307,66 @@ class Epoch {
     std::unique_ptr<GlooBuffer> head;
   };
 
-  absl::Status Closed() const { return Error(StatusCode::kCancelled, "epoch {} was closed", id_); }
-  bool closing() {
+  absl::Status Connect(const WireWork& work, bool* began) override;
+  absl::Status Move(const WireWork& work, bool* began) override {
+    return work.broadcast.has_value() ? RunBroadcast(work, began) : RunExchange(work, began);
+  }
+  void Lose() override { ClosePairs(); }  // tells the peers
+  // Letting go of the pairs ends their connections in an orderly way (what was sent still arrives),
+  // which Pair::close would not.
+  void End() override { context_.reset(); }
+  void Interrupt() override {
     MutexLock lock(&mu_);
-    return closing_;
+    wake_.NotifyAll();
+    // Under the mutex: whoever waits takes it before the buffer may go.
+    if (waiting_ == nullptr) return;
+    if (waiting_to_send_) {
+      waiting_->abortWaitSend();
+    } else {
+      waiting_->abortWaitRecv();
+    }
   }
 
-  void Run();
-  void RunOne(const Work& work);
-  absl::Status RunConnect(const Work& work, bool* began);
-  absl::Status ConnectPairs(const std::vector<WireAddress>& addresses, const Work& work);
-  absl::Status Greet(const std::vector<WireAddress>& addresses, const Work& work);
-  absl::Status RunBroadcast(const Work& work, bool* began);
-  absl::Status RunExchange(const Work& work, bool* began);
+  absl::Status ConnectPairs(const std::vector<WireAddress>& addresses, const WireWork& work);
+  absl::Status Greet(const std::vector<WireAddress>& addresses, const WireWork& work);
+  absl::Status RunBroadcast(const WireWork& work, bool* began);
+  absl::Status RunExchange(const WireWork& work, bool* began);
   absl::Status CheckMemory(const MemorySpan& memory) const;
 
   // Calls Gloo; an exception becomes a status that names `peer`.
   template <typename F>
-  absl::Status Guard(int peer, const Work& work, F call);
-  absl::Status Wait(GlooBuffer* buffer, bool send, int peer, const Work& work);
+  absl::Status Guard(int peer, const WireWork& work, F call);
+  absl::Status Wait(GlooBuffer* buffer, bool send, int peer, const WireWork& work);
   absl::StatusOr<std::unique_ptr<Leg>> MakeLeg(int peer, bool send, const Header& header,
-                                               const MemorySpan& memory, const Work& work);
-  absl::Status PostSendAll(Leg* leg, const Work& work);
-  absl::Status AwaitReceived(Leg* leg, const Work& work);
-  absl::Status Chain(Leg* in, Leg* out, const Work& work);
+                                               const MemorySpan& memory, const WireWork& work);
+  absl::Status PostSendAll(Leg* leg, const WireWork& work);
+  absl::Status AwaitReceived(Leg* leg, const WireWork& work);
+  absl::Status Chain(Leg* in, Leg* out, const WireWork& work);
   absl::Status Exchange(const std::vector<std::unique_ptr<Leg>>& receives,
-                        const std::vector<std::unique_ptr<Leg>>& sends, const Work& work);
-  absl::Status PostReceive(Leg* leg, const Work& work);
-  absl::Status PostSendHeader(Leg* leg, const Work& work);
-  absl::Status PostSendChunk(Leg* leg, int64_t offset, const Work& work);
-  absl::Status PostSendTrailer(Leg* leg, const Work& work);
-  absl::Status AwaitHeader(Leg* leg, const Work& work);
-  absl::Status AwaitChunk(Leg* leg, int64_t offset, const Work& work);
-  absl::Status AwaitTrailer(Leg* leg, const Work& work);
-  absl::Status AwaitSent(Leg* leg, const Work& work);
+                        const std::vector<std::unique_ptr<Leg>>& sends, const WireWork& work);
+  absl::Status PostReceive(Leg* leg, const WireWork& work);
+  absl::Status PostSendHeader(Leg* leg, const WireWork& work);
+  absl::Status PostSendChunk(Leg* leg, int64_t offset, const WireWork& work);
+  absl::Status PostSendTrailer(Leg* leg, const WireWork& work);
+  absl::Status AwaitHeader(Leg* leg, const WireWork& work);
+  absl::Status AwaitChunk(Leg* leg, int64_t offset, const WireWork& work);
+  absl::Status AwaitTrailer(Leg* leg, const WireWork& work);
+  absl::Status AwaitSent(Leg* leg, const WireWork& work);
   void ClosePairs();
 
-  // Constant after Listen.
-  const EpochId id_;
-  const int rank_;
-  const int size_;
+  // Constant after Open.
   std::shared_ptr<gloo::transport::Device> device_;
-  Counters* const totals_;
   WireAddress address_;
   std::string encoded_address_;
-  std::shared_ptr<gloo::transport::Context> context_;  // let go by Run
-
-  // The epoch's thread only.
-  bool connected_ = false;
-  absl::Status failure_;  // the first one
-
-  Counters counters_;
-  std::thread thread_;
+  std::shared_ptr<gloo::transport::Context> context_;  // let go by End
 
   Mutex mu_;
   CondVar wake_;
-  std::deque<Work> queue_ ABSL_GUARDED_BY(mu_);
-  bool closing_ ABSL_GUARDED_BY(mu_) = false;
   GlooBuffer* waiting_ ABSL_GUARDED_BY(mu_) = nullptr;
   bool waiting_to_send_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-absl::StatusOr<std::string> Epoch::Listen() {
+absl::StatusOr<std::string> GlooEpoch::Open() {
   if (getrandom(address_.token.data(), address_.token.size(), 0) !=
       static_cast<ssize_t>(address_.token.size())) {
     return ErrnoError(errno, "getrandom");
@@ -521,56 +398,8 @@ absl::StatusOr<std::string> Epoch::Listen() {
   return encoded_address_;
 }
 
-void Epoch::Run() {
-  for (;;) {
-    Work work;
-    {
-      MutexLock lock(&mu_);
-      while (queue_.empty() && !closing_) wake_.Wait(&mu_);
-      if (closing_) break;
-      work = std::move(queue_.front());
-      queue_.pop_front();
-    }
-    RunOne(work);
-  }
-  // No operation runs. Letting go of the pairs ends their connections in an orderly way (what was
-  // sent still arrives), which Pair::close would not.
-  context_.reset();
-  std::deque<Work> cancelled;
-  {
-    MutexLock lock(&mu_);
-    cancelled.swap(queue_);
-  }
-  for (Work& work : cancelled) std::exchange(work.done, nullptr)(Closed());
-}
-
-void Epoch::RunOne(const Work& work) {
-  absl::Status status;
-  if (!failure_.ok()) {
-    status = Error(StatusCode::kFailedPrecondition, "epoch {} is lost: {}", id_, Message(failure_));
-  } else if (!work.connect.has_value() && !connected_) {
-    status = Error(StatusCode::kFailedPrecondition, "epoch {} is not connected", id_);
-  } else if (work.connect.has_value() && connected_) {
-    status = Error(StatusCode::kFailedPrecondition, "epoch {} is connected already", id_);
-  } else {
-    bool began = false;
-    if (work.connect.has_value()) {
-      status = RunConnect(work, &began);
-    } else if (work.broadcast.has_value()) {
-      status = RunBroadcast(work, &began);
-    } else {
-      status = RunExchange(work, &began);
-    }
-    if (!status.ok() && began) {
-      failure_ = status;
-      ClosePairs();  // tells the peers
-    }
-  }
-  work.done(std::move(status));
-}
-
 template <typename F>
-absl::Status Epoch::Guard(int peer, const Work& work, F call) {
+absl::Status GlooEpoch::Guard(int peer, const WireWork& work, F call) {
   std::string why;
   try {
     call();
@@ -588,10 +417,10 @@ absl::Status Epoch::Guard(int peer, const Work& work, F call) {
   return Error(StatusCode::kUnavailable, "epoch {}: rank {}: {}", id_, peer, why);
 }
 
-absl::Status Epoch::Wait(GlooBuffer* buffer, bool send, int peer, const Work& work) {
+absl::Status GlooEpoch::Wait(GlooBuffer* buffer, bool send, int peer, const WireWork& work) {
   {
     MutexLock lock(&mu_);
-    if (closing_) return Closed();
+    if (closing()) return Closed();
     waiting_ = buffer;
     waiting_to_send_ = send;
   }
@@ -613,8 +442,8 @@ absl::Status Epoch::Wait(GlooBuffer* buffer, bool send, int peer, const Work& wo
 
 // ---- Connect.
 
-absl::Status Epoch::RunConnect(const Work& work, bool* began) {
-  const std::vector<std::string>& encoded = work.connect->addresses;
+absl::Status GlooEpoch::Connect(const WireWork& work, bool* began) {
+  const std::vector<std::string>& encoded = *work.connect;
   if (encoded.size() != static_cast<size_t>(size_)) {
     return Error(StatusCode::kInvalidArgument, "epoch {}: {} addresses for {} ranks", id_,
                  encoded.size(), size_);
@@ -642,15 +471,14 @@ absl::Status Epoch::RunConnect(const Work& work, bool* began) {
   }
   *began = true;
   REFITD_RETURN_IF_ERROR(ConnectPairs(addresses, work));
-  REFITD_RETURN_IF_ERROR(Greet(addresses, work));
-  connected_ = true;
-  return absl::OkStatus();
+  return Greet(addresses, work);
 }
 
 // Pair::connect blocks, without a deadline of ours: it runs on a thread of its own, and closing the
 // pairs ends it. One peer after the other can't deadlock: whoever waits for a peer waits for one
 // that comes later in its own order.
-absl::Status Epoch::ConnectPairs(const std::vector<WireAddress>& addresses, const Work& work) {
+absl::Status GlooEpoch::ConnectPairs(const std::vector<WireAddress>& addresses,
+                                     const WireWork& work) {
   struct Progress {
     int peer = 0;
     bool stop = false;
@@ -678,7 +506,7 @@ absl::Status Epoch::ConnectPairs(const std::vector<WireAddress>& addresses, cons
       MutexLock lock(&mu_);
       progress.ended = true;
       progress.status = std::move(status);
-      wake_.NotifyAll();  // inside: `wake_` is used by Run as soon as this is seen
+      wake_.NotifyAll();
     }
   });
   bool late = false;
@@ -686,9 +514,9 @@ absl::Status Epoch::ConnectPairs(const std::vector<WireAddress>& addresses, cons
   int peer = 0;
   {
     MutexLock lock(&mu_);
-    while (!progress.ended && !closing_ && !late) late = !wake_.WaitUntil(&mu_, work.deadline);
+    while (!progress.ended && !closing() && !late) late = !wake_.WaitUntil(&mu_, work.deadline);
     late = late && !progress.ended;
-    cancelled = closing_;
+    cancelled = closing();
     peer = progress.peer;
     progress.stop = true;
   }
@@ -711,7 +539,7 @@ absl::Status Epoch::ConnectPairs(const std::vector<WireAddress>& addresses, cons
   return progress.status;
 }
 
-absl::Status Epoch::Greet(const std::vector<WireAddress>& addresses, const Work& work) {
+absl::Status GlooEpoch::Greet(const std::vector<WireAddress>& addresses, const WireWork& work) {
   std::vector<Hello> ours(size_);
   std::vector<Hello> theirs(size_);
   std::vector<std::unique_ptr<GlooBuffer>> buffers;  // of theirs, ours: two a rank
@@ -747,7 +575,7 @@ absl::Status Epoch::Greet(const std::vector<WireAddress>& addresses, const Work&
 }
 
 // After it, Gloo's thread touches no memory of this epoch's.
-void Epoch::ClosePairs() {
+void GlooEpoch::ClosePairs() {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     try {
@@ -759,10 +587,10 @@ void Epoch::ClosePairs() {
 
 // ---- Legs.
 
-absl::StatusOr<std::unique_ptr<Epoch::Leg>> Epoch::MakeLeg(int peer, bool send,
-                                                           const Header& header,
-                                                           const MemorySpan& memory,
-                                                           const Work& work) {
+absl::StatusOr<std::unique_ptr<GlooEpoch::Leg>> GlooEpoch::MakeLeg(int peer, bool send,
+                                                                   const Header& header,
+                                                                   const MemorySpan& memory,
+                                                                   const WireWork& work) {
   auto leg = std::make_unique<Leg>();
   leg->peer = peer;
   leg->header = header;
@@ -776,7 +604,7 @@ absl::StatusOr<std::unique_ptr<Epoch::Leg>> Epoch::MakeLeg(int peer, bool send,
   return leg;
 }
 
-absl::Status Epoch::PostReceive(Leg* leg, const Work& work) {
+absl::Status GlooEpoch::PostReceive(Leg* leg, const WireWork& work) {
   return Guard(leg->peer, work, [&] {
     leg->head->recv(leg->peer, kHeaderSlot);
     const uint64_t slot = PayloadSlot(leg->header);
@@ -787,54 +615,50 @@ absl::Status Epoch::PostReceive(Leg* leg, const Work& work) {
   });
 }
 
-absl::Status Epoch::PostSendHeader(Leg* leg, const Work& work) {
+absl::Status GlooEpoch::PostSendHeader(Leg* leg, const WireWork& work) {
   return Guard(leg->peer, work, [&] {
     leg->payload->recv(leg->peer, kAckSlot, 0, 0);
     leg->head->send(leg->peer, kHeaderSlot);
   });
 }
 
-absl::Status Epoch::PostSendChunk(Leg* leg, int64_t offset, const Work& work) {
+absl::Status GlooEpoch::PostSendChunk(Leg* leg, int64_t offset, const WireWork& work) {
   return Guard(leg->peer, work, [&] {
     leg->payload->send(leg->peer, PayloadSlot(leg->header), offset,
                        std::min(kChunkBytes, leg->bytes - offset));
   });
 }
 
-absl::Status Epoch::PostSendTrailer(Leg* leg, const Work& work) {
+absl::Status GlooEpoch::PostSendTrailer(Leg* leg, const WireWork& work) {
   return Guard(leg->peer, work, [&] { leg->payload->send(leg->peer, kTrailerSlot, 0, 0); });
 }
 
-absl::Status Epoch::AwaitHeader(Leg* leg, const Work& work) {
+absl::Status GlooEpoch::AwaitHeader(Leg* leg, const WireWork& work) {
   REFITD_RETURN_IF_ERROR(Wait(leg->head.get(), false, leg->peer, work));
   if (std::memcmp(&leg->received, &leg->header, sizeof(Header)) == 0) return absl::OkStatus();
   return Error(StatusCode::kFailedPrecondition, "epoch {}: rank {} is at {}, this rank {} at {}",
                id_, leg->peer, Describe(leg->received), rank_, Describe(leg->header));
 }
 
-absl::Status Epoch::AwaitChunk(Leg* leg, int64_t offset, const Work& work) {
+absl::Status GlooEpoch::AwaitChunk(Leg* leg, int64_t offset, const WireWork& work) {
   REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), false, leg->peer, work));
-  const int64_t bytes = std::min(kChunkBytes, leg->bytes - offset);
-  counters_.received += bytes;
-  totals_->received += bytes;
+  Count(0, std::min(kChunkBytes, leg->bytes - offset));
   return absl::OkStatus();
 }
 
 // And tells the sender that all has come.
-absl::Status Epoch::AwaitTrailer(Leg* leg, const Work& work) {
+absl::Status GlooEpoch::AwaitTrailer(Leg* leg, const WireWork& work) {
   REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), false, leg->peer, work));
   REFITD_RETURN_IF_ERROR(
       Guard(leg->peer, work, [&] { leg->payload->send(leg->peer, kAckSlot, 0, 0); }));
   return Wait(leg->payload.get(), true, leg->peer, work);
 }
 
-absl::Status Epoch::AwaitSent(Leg* leg, const Work& work) {
+absl::Status GlooEpoch::AwaitSent(Leg* leg, const WireWork& work) {
   REFITD_RETURN_IF_ERROR(Wait(leg->head.get(), true, leg->peer, work));
   for (int64_t offset = 0; offset < leg->bytes; offset += kChunkBytes) {
     REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), true, leg->peer, work));
-    const int64_t bytes = std::min(kChunkBytes, leg->bytes - offset);
-    counters_.sent += bytes;
-    totals_->sent += bytes;
+    Count(std::min(kChunkBytes, leg->bytes - offset), 0);
   }
   REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), true, leg->peer, work));  // trailer
   return Wait(leg->payload.get(), false, leg->peer, work);                  // acknowledgement
@@ -842,13 +666,13 @@ absl::Status Epoch::AwaitSent(Leg* leg, const Work& work) {
 
 // ---- Operations.
 
-absl::Status Epoch::CheckMemory(const MemorySpan& memory) const {
+absl::Status GlooEpoch::CheckMemory(const MemorySpan& memory) const {
   if (memory.bytes >= 0 && (memory.data != nullptr || memory.bytes == 0)) return absl::OkStatus();
   return Error(StatusCode::kInvalidArgument, "epoch {}: memory of {} bytes{}", id_, memory.bytes,
                memory.data == nullptr ? " at null" : "");
 }
 
-absl::Status Epoch::PostSendAll(Leg* leg, const Work& work) {
+absl::Status GlooEpoch::PostSendAll(Leg* leg, const WireWork& work) {
   REFITD_RETURN_IF_ERROR(PostSendHeader(leg, work));
   for (int64_t offset = 0; offset < leg->bytes; offset += kChunkBytes) {
     REFITD_RETURN_IF_ERROR(PostSendChunk(leg, offset, work));
@@ -856,7 +680,7 @@ absl::Status Epoch::PostSendAll(Leg* leg, const Work& work) {
   return PostSendTrailer(leg, work);
 }
 
-absl::Status Epoch::AwaitReceived(Leg* leg, const Work& work) {
+absl::Status GlooEpoch::AwaitReceived(Leg* leg, const WireWork& work) {
   REFITD_RETURN_IF_ERROR(AwaitHeader(leg, work));
   for (int64_t offset = 0; offset < leg->bytes; offset += kChunkBytes) {
     REFITD_RETURN_IF_ERROR(AwaitChunk(leg, offset, work));
@@ -866,7 +690,7 @@ absl::Status Epoch::AwaitReceived(Leg* leg, const Work& work) {
 
 // The ranks form a chain that starts at the root; each hands a chunk on when it has come. So every
 // link carries the bytes once, and a link further down starts one chunk later.
-absl::Status Epoch::RunBroadcast(const Work& work, bool* began) {
+absl::Status GlooEpoch::RunBroadcast(const WireWork& work, bool* began) {
   const WireBroadcast& broadcast = *work.broadcast;
   if (broadcast.root < 0 || broadcast.root >= size_) {
     return Error(StatusCode::kInvalidArgument, "epoch {}: broadcast seq {}: root {} of {} ranks",
@@ -893,7 +717,7 @@ absl::Status Epoch::RunBroadcast(const Work& work, bool* began) {
   return status;
 }
 
-absl::Status Epoch::Chain(Leg* in, Leg* out, const Work& work) {
+absl::Status GlooEpoch::Chain(Leg* in, Leg* out, const WireWork& work) {
   if (in == nullptr) {
     if (out == nullptr) return absl::OkStatus();  // alone
     REFITD_RETURN_IF_ERROR(PostSendAll(out, work));
@@ -912,7 +736,7 @@ absl::Status Epoch::Chain(Leg* in, Leg* out, const Work& work) {
   return AwaitSent(out, work);
 }
 
-absl::Status Epoch::RunExchange(const Work& work, bool* began) {
+absl::Status GlooEpoch::RunExchange(const WireWork& work, bool* began) {
   const WireExchange& exchange = *work.exchange;
   for (const auto* legs : {&exchange.sends, &exchange.receives}) {
     const char* const direction = legs == &exchange.sends ? "send" : "receive";
@@ -946,8 +770,9 @@ absl::Status Epoch::RunExchange(const Work& work, bool* began) {
 }
 
 // Everything is posted before anything is waited for: no order of the waits can deadlock.
-absl::Status Epoch::Exchange(const std::vector<std::unique_ptr<Leg>>& receives,
-                             const std::vector<std::unique_ptr<Leg>>& sends, const Work& work) {
+absl::Status GlooEpoch::Exchange(const std::vector<std::unique_ptr<Leg>>& receives,
+                                 const std::vector<std::unique_ptr<Leg>>& sends,
+                                 const WireWork& work) {
   for (const auto& leg : receives) REFITD_RETURN_IF_ERROR(PostReceive(leg.get(), work));
   for (const auto& leg : sends) REFITD_RETURN_IF_ERROR(PostSendAll(leg.get(), work));
   for (const auto& leg : receives) REFITD_RETURN_IF_ERROR(AwaitReceived(leg.get(), work));
@@ -955,145 +780,24 @@ absl::Status Epoch::Exchange(const std::vector<std::unique_ptr<Leg>>& receives,
   return absl::OkStatus();
 }
 
-// ---- The wire: a table of epochs.
+// ---- The wire.
 
-class GlooWire : public Wire {
+class GlooWire final : public EpochWire {
  public:
   GlooWire(std::shared_ptr<gloo::transport::Device> device, HostAddress host)
-      : host_(host), device_(std::move(device)), helper_("refitd-wire") {}
+      : EpochWire("refitd-wire"), host_(host), device_(std::move(device)) {}
+  ~GlooWire() override { CloseAll(); }
 
-  ~GlooWire() override {
-    std::map<EpochId, std::shared_ptr<Epoch>> open;
-    {
-      MutexLock lock(&mu_);
-      open.swap(epochs_);
-    }
-    for (const auto& [id, epoch] : open) epoch->Close();
-    MutexLock lock(&mu_);
-    while (threads_ > 0) ended_.Wait(&mu_);
-  }
-
-  absl::StatusOr<std::string> Open(EpochId id, int rank, int size) override;
-  void Connect(EpochId id, std::vector<std::string> addresses, Duration timeout,
-               Done done) override;
-  void Submit(WireBroadcast broadcast, Done done) override;
-  void Submit(WireExchange exchange, Done done) override;
-  void Close(EpochId id) override;
-
-  WireStats Stats() const override { return totals_.Get(); }
-  WireStats Stats(EpochId id) const override {
-    const std::shared_ptr<Epoch> epoch = Find(id);
-    return epoch == nullptr ? WireStats{} : epoch->Stats();
+  absl::StatusOr<std::string> Open(EpochId id, int rank, int size) override {
+    return OpenEpoch(id, rank, size, fmt::format("refitd-wire-{}", id.value() % 1000), [&] {
+      return std::make_shared<GlooEpoch>(id, rank, size, device_, host_, totals());
+    });
   }
 
  private:
-  std::shared_ptr<Epoch> Find(EpochId id) const {
-    MutexLock lock(&mu_);
-    const auto it = epochs_.find(id);
-    return it == epochs_.end() ? nullptr : it->second;
-  }
-  void Push(EpochId id, Work work, Duration timeout, Done done);
-
-  // Constant after construction.
   const HostAddress host_;
   const std::shared_ptr<gloo::transport::Device> device_;
-
-  Counters totals_;
-  Mutex open_mu_;  // one Open at a time; taken before mu_
-  mutable Mutex mu_;
-  CondVar ended_;
-  // Null while it is being opened.
-  std::map<EpochId, std::shared_ptr<Epoch>> epochs_ ABSL_GUARDED_BY(mu_);
-  int threads_ ABSL_GUARDED_BY(mu_) = 0;  // of epochs, not joined yet
-  Executor helper_;                       // last: ends first, and uses the others
 };
-
-absl::StatusOr<std::string> GlooWire::Open(EpochId id, int rank, int size) {
-  if (size < 1 || size > kMaxWireRanks || rank < 0 || rank >= size) {
-    return Error(StatusCode::kInvalidArgument, "epoch {}: rank {} of {} (at most {} ranks)", id,
-                 rank, size, kMaxWireRanks);
-  }
-  MutexLock opening(&open_mu_);
-  {
-    MutexLock lock(&mu_);
-    if (epochs_.count(id) != 0) {
-      return Error(StatusCode::kAlreadyExists, "epoch {} is open", id);
-    }
-    if (epochs_.size() >= kMaxWireEpochs) {
-      return Error(StatusCode::kResourceExhausted, "epoch {}: {} epochs are open", id,
-                   epochs_.size());
-    }
-    epochs_[id] = nullptr;  // taken
-  }
-  auto epoch = std::make_shared<Epoch>(id, rank, size, device_, host_, &totals_);
-  auto address = epoch->Listen();
-  MutexLock lock(&mu_);
-  const auto it = epochs_.find(id);
-  if (!address.ok() || it == epochs_.end()) {
-    if (it != epochs_.end()) epochs_.erase(it);
-    if (!address.ok()) return address.status();
-    return Error(StatusCode::kCancelled, "epoch {} was closed", id);
-  }
-  it->second = epoch;
-  ++threads_;
-  epoch->Start([this, epoch]() mutable {
-    // A thread can't join itself.
-    helper_.Post([this, epoch = std::move(epoch)]() mutable {
-      epoch->Join();
-      epoch.reset();
-      MutexLock lock(&mu_);
-      --threads_;
-      ended_.NotifyAll();
-    });
-  });
-  return address;
-}
-
-void GlooWire::Push(EpochId id, Work work, Duration timeout, Done done) {
-  work.timeout = std::clamp(timeout, Duration::zero(), kMaxWireTimeout);
-  work.deadline = steady_clock::now() + work.timeout;
-  work.done = std::move(done);
-  const std::shared_ptr<Epoch> epoch = Find(id);
-  absl::Status status = epoch != nullptr ? epoch->Push(&work)
-                                         : Error(StatusCode::kNotFound, "epoch {} is not open", id);
-  if (status.ok()) return;
-  helper_.Post([done = std::move(work.done), status = std::move(status)] { done(status); });
-}
-
-void GlooWire::Connect(EpochId id, std::vector<std::string> addresses, Duration timeout,
-                       Done done) {
-  Work work;
-  work.connect = Work::Connect{std::move(addresses)};
-  Push(id, std::move(work), timeout, std::move(done));
-}
-
-void GlooWire::Submit(WireBroadcast broadcast, Done done) {
-  const EpochId id = broadcast.epoch;
-  const Duration timeout = broadcast.timeout;
-  Work work;
-  work.broadcast = std::move(broadcast);
-  Push(id, std::move(work), timeout, std::move(done));
-}
-
-void GlooWire::Submit(WireExchange exchange, Done done) {
-  const EpochId id = exchange.epoch;
-  const Duration timeout = exchange.timeout;
-  Work work;
-  work.exchange = std::move(exchange);
-  Push(id, std::move(work), timeout, std::move(done));
-}
-
-void GlooWire::Close(EpochId id) {
-  std::shared_ptr<Epoch> epoch;
-  {
-    MutexLock lock(&mu_);
-    const auto it = epochs_.find(id);
-    if (it == epochs_.end()) return;
-    epoch = std::move(it->second);
-    epochs_.erase(it);
-  }
-  if (epoch != nullptr) epoch->Close();
-}
 
 // ---- Which address to bind.
 

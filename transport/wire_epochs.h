@@ -1,0 +1,166 @@
+// What wires are made of, whatever carries their bytes: a table of epochs, each with a thread and a
+// queue of its own, and answers that never come inside a call. Which bytes go where says a
+// WireEpoch.
+//
+// Kept here, of what wire.h promises: the order (P7), deadlines that count from submission (P4),
+// what loses an epoch, Close. By the epochs: that an operation ends by its deadline, and touches no
+// memory after (P6).
+#ifndef REFITD_TRANSPORT_WIRE_EPOCHS_H_
+#define REFITD_TRANSPORT_WIRE_EPOCHS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/mutex.h"
+#include "transport/wire.h"
+
+namespace refitd {
+
+struct WireCounters {
+  std::atomic<int64_t> sent{0};
+  std::atomic<int64_t> received{0};
+  WireStats Get() const { return {sent.load(), received.load()}; }
+};
+
+// One thing for an epoch's thread to do.
+struct WireWork {
+  std::optional<std::vector<std::string>> connect;  // addresses; else, one of:
+  std::optional<WireBroadcast> broadcast;
+  std::optional<WireExchange> exchange;
+  Duration timeout{};
+  TimePoint deadline;
+  std::function<void(absl::Status)> done;
+};
+
+// Names the calling thread, and blocks signals there and in threads that it makes: what carries
+// bytes writes to sockets without MSG_NOSIGNAL.
+void EnterWireThread(const std::string& name);
+
+// One end of one communicator.
+//
+//   opened --Connect--> connected --failure--> lost
+//      \--failure--> lost                       (every state) --Close--> closed
+class WireEpoch {
+ public:
+  // `totals`: of all epochs; outlives it.
+  WireEpoch(EpochId id, int rank, int size, WireCounters* totals)
+      : id_(id), rank_(rank), size_(size), totals_(totals) {}
+  virtual ~WireEpoch() = default;
+  WireEpoch(const WireEpoch&) = delete;
+  WireEpoch& operator=(const WireEpoch&) = delete;
+
+  // Its address. Called first, once.
+  virtual absl::StatusOr<std::string> Open() = 0;
+  // `ended` is called last, on the epoch's thread.
+  void Start(const std::string& thread, std::function<void()> ended);
+  void Join() { thread_.join(); }
+  // Not OK: `work` is untouched.
+  absl::Status Push(WireWork* work);
+  void Close();
+
+  EpochId id() const { return id_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  WireStats Stats() const { return counters_.Get(); }
+  // "open", "connecting", "connected", "lost" or "closing".
+  std::string_view state() const;
+  // Why it was lost; OK: it was not.
+  absl::Status failure() const;
+
+ protected:
+  // On the epoch's thread; ended by the work's deadline, or soon after Interrupt. A failure loses
+  // the epoch if *began was set.
+  virtual absl::Status Connect(const WireWork& work, bool* began) = 0;
+  virtual absl::Status Move(const WireWork& work, bool* began) = 0;
+  // On the epoch's thread: after the failure that lost it; at its end.
+  virtual void Lose() = 0;
+  virtual void End() = 0;
+  // On any thread: it is closing(), and what waits is to notice.
+  virtual void Interrupt() {}
+
+  bool closing() const;
+  absl::Status Closed() const;
+  void Count(int64_t sent, int64_t received);
+
+  const EpochId id_;
+  const int rank_;
+  const int size_;
+
+ private:
+  void Run();
+  absl::Status Do(const WireWork& work);
+  void Enter(std::string_view state, const absl::Status& failure = absl::OkStatus());
+
+  WireCounters counters_;
+  WireCounters* const totals_;
+
+  mutable Mutex mutex_;
+  CondVar wake_;
+  std::deque<WireWork> queue_ ABSL_GUARDED_BY(mutex_);
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string_view state_ ABSL_GUARDED_BY(mutex_) = "open";
+  absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+// A wire over such epochs. Whoever derives from it calls CloseAll in its destructor.
+class EpochWire : public Wire {
+ public:
+  using Done = std::function<void(absl::Status)>;
+
+  void Connect(EpochId id, std::vector<std::string> addresses, Duration timeout,
+               Done done) override;
+  void Submit(WireBroadcast broadcast, Done done) override;
+  void Submit(WireExchange exchange, Done done) override;
+  void Close(EpochId id) override;
+  WireStats Stats() const override { return totals_.Get(); }
+  WireStats Stats(EpochId id) const override;
+
+ protected:
+  // `thread`: the name of its own, which joins the others and answers what was refused.
+  explicit EpochWire(const std::string& thread);
+  ~EpochWire() override;
+
+  // As Wire::Open, of what `make` makes.
+  absl::StatusOr<std::string> OpenEpoch(EpochId id, int rank, int size, const std::string& thread,
+                                        const std::function<std::shared_ptr<WireEpoch>()>& make);
+  // Closes every epoch, and waits for the end of their threads.
+  void CloseAll();
+  // Those that are open, then those whose thread has not ended.
+  std::vector<std::shared_ptr<const WireEpoch>> Epochs() const;
+  WireCounters* totals() { return &totals_; }
+
+ private:
+  template <typename Operation>
+  void Submit(std::optional<Operation> WireWork::*kind, Operation operation, Done done);
+  void Push(EpochId id, Duration timeout, WireWork work, Done done);
+  std::shared_ptr<WireEpoch> Find(EpochId id) const;
+  void Post(std::function<void()> call);
+  void Help();
+
+  WireCounters totals_;
+  Mutex opening_;  // one Open at a time; taken before mutex_
+  mutable Mutex mutex_;
+  CondVar changed_;
+  // Null while it is being opened.
+  std::map<EpochId, std::shared_ptr<WireEpoch>> epochs_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<WireEpoch>> closed_ ABSL_GUARDED_BY(mutex_);  // not joined yet
+  std::deque<std::function<void()>> calls_ ABSL_GUARDED_BY(mutex_);         // of the helper
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread helper_;  // last: it uses the others
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_WIRE_EPOCHS_H_
