@@ -210,6 +210,7 @@ void Collective(const std::vector<Task*>& of, const std::vector<FakeCudaCopy>& c
 void Broadcast(State* fake, const std::vector<Task*>& of) {
   const Task& root = *of[static_cast<size_t>(of[0]->root)];
   std::vector<FakeCudaCopy> copies;
+  copies.reserve(of.size());
   for (const Task* task : of) {
     copies.push_back(
         {root.comm->device, root.send, task->comm->device, task->receive, task->bytes});
@@ -372,14 +373,14 @@ NcclResult Add(State* fake, Task task) {
     return NcclResult::kInvalidUsage;
   }
   if (revoke && task.comm->group != nullptr) EndGroup(fake, task.comm->group);
-  tasks.push_back(task);
+  tasks.push_back(std::move(task));
   return depth > 0 ? NcclResult::kSuccess : BeginGroup(fake);
 }
 
 NcclResult AddCollective(State* fake, Task task, CUstream_st* stream) {
   if (TheDriver().stream_device(stream) != task.comm->device) return NcclResult::kInvalidArgument;
   task.stream = stream;
-  return Add(fake, task);
+  return Add(fake, std::move(task));
 }
 
 NcclResult Leave(State* fake, NcclComm comm) {

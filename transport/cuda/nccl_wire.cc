@@ -139,7 +139,7 @@ class NcclEpoch final : public WireEpoch {
   absl::Status MakeId(NcclUniqueId* id) const {
     auto made = std::make_shared<NcclUniqueId>();
     bool began = false;
-    const absl::Status status = shared_->opening->Run(
+    absl::Status status = shared_->opening->Run(
         "ncclGetUniqueId", Clock::now() + kOpening,
         [shared = shared_, made] {
           return REFITD_NCCL_CALL(*shared->nccl, ncclGetUniqueId, made.get());
