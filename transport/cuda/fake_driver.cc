@@ -676,7 +676,10 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
       wanted->requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  MakeBlock(call.fake, wanted->location.id, bytes, true)->handles = 1;
+  Block* const block = MakeBlock(call.fake, wanted->location.id, bytes, true);
+  block->handles = 1;
+  // What somebody left there.
+  std::memset(block->exporter, 0xab, kGranularity);
   *handle = call.fake->blocks.size() | kCreated;
   ++call.fake->counts.created;
   ++call.fake->counts.allocation_calls;

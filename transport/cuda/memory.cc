@@ -217,6 +217,7 @@ class VmmMapping {
         REFITD_CUDA_CALL(api, cuMemCreate, &handle_, static_cast<size_t>(rounded), &wanted, 0));
     held_ = true;
     REFITD_RETURN_IF_ERROR(Map(device, rounded));
+    REFITD_RETURN_IF_ERROR(Clear());
     int exported = -1;
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemExportToShareableHandle, &exported, handle_,
                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
@@ -233,6 +234,17 @@ class VmmMapping {
   }
 
  private:
+  // The driver promises nothing of what new memory holds: it may be another group's weights (P9).
+  absl::Status Clear() {
+    const CudaApi& api = contexts_->api();
+    CUstream stream = nullptr;
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING));
+    absl::Status status = REFITD_CUDA_CALL(api, cuMemsetD8Async, address_, 0, bytes_, stream);
+    if (status.ok()) status = REFITD_CUDA_CALL(api, cuStreamSynchronize, stream);
+    (void)api.cuStreamDestroy(stream);
+    return status;
+  }
+
   absl::Status Import(const UniqueFd& fd) {
     const CudaApi& api = contexts_->api();
     const absl::Status status =

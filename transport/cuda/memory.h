@@ -106,7 +106,7 @@ class CudaMemory {
   virtual absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int device, UniqueFd fd,
                                                                       int64_t bytes) = 0;
   // New memory of cuMemCreate on `device`, at least `bytes` (the driver's granularity, 2 MiB, is
-  // what it is a multiple of), accessible to every device that can reach `device`.
+  // what it is a multiple of), all zeros, accessible to every device that can reach `device`.
   // INVALID_ARGUMENT: `bytes` is not 1 to the device's memory; RESOURCE_EXHAUSTED: not so much is
   // free.
   virtual absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) = 0;

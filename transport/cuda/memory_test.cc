@@ -290,6 +290,8 @@ TEST_CASE("a pool is this process's memory, found as a region, and others import
     REQUIRE(pool->region->bytes() == 4 * kMiB);
     REQUIRE(pool->region->On(0).value() == pool->region->data());
     REQUIRE(memory->Find(pool->region->data() + 4 * kMiB - 1, 1) == pool->region);
+    const std::string_view bytes(pool->region->data(), 4 * kMiB);
+    REQUIRE(bytes.find_first_not_of('\0') == std::string_view::npos);
     REQUIRE((fcntl(pool->descriptor.get(), F_GETFD) & FD_CLOEXEC) != 0);
     REQUIRE(fake.Count().created == 1);
 
@@ -320,7 +322,8 @@ TEST_CASE("a pool of no size, of no device, or that the driver refuses leaves no
   CHECK_THAT(std::string(full.message()),
              Contains("1048576 bytes of device 0") && Contains("out of memory"));
   for (const char* call : {"cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve",
-                           "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"}) {
+                           "cuMemMap", "cuMemSetAccess", "cuStreamCreate", "cuMemsetD8Async",
+                           "cuStreamSynchronize", "cuMemExportToShareableHandle"}) {
     INFO(call);
     fake.FailAt(call, 1, 801);
     CHECK(!memory->MakePool(0, kMiB).ok());
