@@ -407,28 +407,54 @@ class StagedBench {
     for (int device = 0; device < 2; ++device) {
       memory.device_slots.push_back({std::make_shared<std::string>(64, '-')});
     }
+    // Slots that cross daemons are those of device 1.
+    memory.slots = memory.device_slots[1];
     memory.regions[{kTrainer, RegionId(1)}] = std::make_shared<std::string>("12345678");
   }
 
-  Executor::Done Run(CheckedBucket::Source source, const std::vector<MemberId>& readers) {
+  // `wired`: it is sent to other daemons as well.
+  Executor::Done Run(CheckedBucket::Source source, const std::vector<MemberId>& readers,
+                     bool wired = false) {
     CheckedBucket bucket;
     bucket.tensors = {{"t", DType::kUint8, {8}}};
     bucket.ranges = {{0, 0, 8}};
     bucket.source = source;
     const bool slot = source == CheckedBucket::Source::kSlot;
     bucket.places = {{nullptr, RegionId(1), slot ? 16 : 0}};
+    StartTransfer start = Part(readers);
+    start.trainer = kTrainer;
+    (slot ? start.source_slot : start.fill_slot) = kGrant;
+    start.wired = wired;
+    return Run(start, bucket);
+  }
+  // What another daemon sent into the slot of device 1.
+  Executor::Done RunCrossed(const std::vector<MemberId>& readers) {
+    StartTransfer start = Part(readers);
+    start.source_slot = kGrant;
+    start.want_source_digests = true;
+    return Run(start, Executor::SlotBucket(start));
+  }
+  std::string& slot(size_t device) { return *memory.device_slots[device][0]; }
+
+  TestMemory memory;
+
+ private:
+  static constexpr SlotGrant kGrant{SlotIndex(0), GrantId(1)};
+
+  static StartTransfer Part(const std::vector<MemberId>& readers) {
     PartContent content;
-    content.tensors = bucket.tensors;
-    content.ranges = bucket.ranges;
+    content.tensors = {{"t", DType::kUint8, {8}}};
+    content.ranges = {{0, 0, 8}};
     content.byte_offsets = {16};
     content.bytes = 24;
     StartTransfer start;
-    start.trainer = kTrainer;
     start.bucket_ranges = {0};
     start.content = std::make_shared<const PartContent>(content);
-    (slot ? start.source_slot : start.fill_slot) = SlotGrant{SlotIndex(0), GrantId(1)};
     start.staged = readers;
     start.verification = Verification::kReadback;
+    return start;
+  }
+  Executor::Done Run(const StartTransfer& start, const CheckedBucket& bucket) {
     std::promise<Executor::Done> promise;
     auto done = promise.get_future();
     REQUIRE(executor_
@@ -438,11 +464,7 @@ class StagedBench {
     REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
     return done.get();
   }
-  std::string& slot(size_t device) { return *memory.device_slots[device][0]; }
 
-  TestMemory memory;
-
- private:
   const std::unique_ptr<Transport> host_ = MakeHostTransport({.threads = 1});
   Executor executor_{host_.get()};
 };
@@ -478,6 +500,46 @@ TEST_CASE("a leased slot is copied to the other devices of its readers, and not 
   own.memory.devices[kTrainer] = 1;
   CHECK(own.Run(CheckedBucket::Source::kSlot, {MemberId(22)}).slot_bytes == 0);
   CHECK(own.slot(0) == std::string(64, '-'));
+}
+
+TEST_CASE(
+    "a part that is sent to other daemons is packed for readers here as well, once a device") {
+  StagedBench other;
+  CHECK(other.Run(CheckedBucket::Source::kRegions, {MemberId(20)}, true).slot_bytes == 48);
+  CHECK(other.slot(0) == kPacked);
+  CHECK(other.slot(1) == kPacked);
+
+  StagedBench same;
+  CHECK(same.Run(CheckedBucket::Source::kRegions, {MemberId(22)}, true).slot_bytes == 24);
+  CHECK(same.slot(0) == std::string(64, '-'));
+  CHECK(same.slot(1) == kPacked);
+
+  StagedBench leased;
+  leased.memory.devices[kTrainer] = 0;
+  leased.slot(0) = kPacked;
+  const auto readers = {MemberId(20), MemberId(22)};
+  CHECK(leased.Run(CheckedBucket::Source::kSlot, readers, true).slot_bytes == 24);
+  CHECK(leased.slot(1) == kPacked);
+}
+
+TEST_CASE("what came from another daemon is packed on the other devices of its readers") {
+  StagedBench bench;
+  bench.slot(1) = kPacked;
+  const auto readers = {MemberId(20), MemberId(21), MemberId(22)};
+  const Executor::Done done = bench.RunCrossed(readers);
+  REQUIRE(done.status.ok());
+  CHECK(done.slot_bytes == 24);
+  CHECK(bench.slot(0) == kPacked);
+  REQUIRE(done.source_digests.size() == 1);
+
+  // Where it lies on their device, it is read for its digest alone.
+  StagedBench own;
+  own.slot(1) = kPacked;
+  const Executor::Done same = own.RunCrossed({MemberId(22)});
+  REQUIRE(same.status.ok());
+  CHECK(same.slot_bytes == 0);
+  CHECK(own.slot(0) == std::string(64, '-'));
+  CHECK(same.source_digests == done.source_digests);
 }
 
 TEST_CASE("memory that is gone fails the transfer before it starts") {

@@ -569,8 +569,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   Wire* WireOf(const EpochRecord& epoch) const;
   // Whether the group is of several daemons.
   static bool Spans(const GroupRecord& group);
-  absl::Status CheckSpanning(const std::string& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckOneMore(const GroupRecord& group, const MemberRecord& record) const
+  // Whether what this daemon has of a group of several daemons can cross to the others. `entering`:
+  // with this member, which is about to come; null: as it is.
+  absl::Status CheckSpanning(const std::string& group, const MemberRecord* entering) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // For a rank whose group another daemon coordinates: answered by SlotsMade.
+  void PerformMakeSlots(const GroupRecord& group, const MakeSlots& a)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Where the slots are that cross daemons: host memory, or GroupRecord::wire_pool, which has to be
   // made first (LacksWirePool).

@@ -212,6 +212,9 @@ struct Node::Performer {
     group->link->Close();
     group->link.reset();
   }
+  void operator()(MakeSlots& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    node->PerformMakeSlots(*group, a);
+  }
   void operator()(OpenEpoch& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->PerformOpen(group, a, more);
   }

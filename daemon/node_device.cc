@@ -52,38 +52,38 @@ bool Node::Spans(const GroupRecord& group) {
   return group.follower != nullptr || !group.sessions.empty();
 }
 
-// In a group over several daemons slots lie on GPUs or in host memory, for all of a daemon's
-// members; and staged ranks are handed slots of their own GPU, which nobody fills there yet.
-absl::Status Node::CheckSpanning(const std::string& group) const {
+// Slots that cross daemons lie on GPUs or in host memory, for all of a daemon's members.
+absl::Status Node::CheckSpanning(const std::string& group, const MemberRecord* entering) const {
   const MemberRecord* on_device = nullptr;
   const MemberRecord* on_host = nullptr;
-  for (const auto& [id, member] : members_) {
-    if (member.lost || member.group != group) continue;
+  const auto look = [&](const MemberRecord& member) {
     (member.ordinal.has_value() ? on_device : on_host) = &member;
-    if (member.ordinal.has_value() && member.staged) {
-      return Error(absl::StatusCode::kFailedPrecondition,
-                   "group '{}' has a staged engine rank on GPU {}: over several daemons ranks on "
-                   "GPUs take delivery in place",
-                   group, member.device);
-    }
+  };
+  for (const auto& [id, member] : members_) {
+    if (!member.lost && member.group == group) look(member);
   }
+  if (entering != nullptr) look(*entering);
   if (on_device == nullptr) return absl::OkStatus();
+  const std::string what =
+      entering == nullptr
+          ? fmt::format("group '{}' would span daemons", group)
+          : fmt::format("device.name: '{}': group '{}' spans daemons", entering->device, group);
   if (options_.cuda.wire == nullptr) {
     return Error(absl::StatusCode::kFailedPrecondition,
-                 "group '{}' has members on GPUs: device memory moves within this daemon only: {}",
-                 group, options_.cuda.no_wire);
+                 "{}, and device memory moves within daemon {} only: {}", what, options_.daemon_id,
+                 options_.cuda.no_wire);
   }
   if (on_host == nullptr) return absl::OkStatus();
   return Error(absl::StatusCode::kFailedPrecondition,
-               "group '{}' has members on GPU {} and in host memory: over several daemons all of a "
-               "daemon's are on GPUs or none",
-               group, on_device->device);
+               "{}, where all of a daemon's members are on GPUs or none: daemon {} would have one "
+               "on {} and one in host memory",
+               what, options_.daemon_id, on_device->device);
 }
 
 // What no transport moves is refused before anything waits for it: device memory to another daemon
 // without NCCL, from a GPU into host memory, and one bucket into host memory and a GPU.
 absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
-  if (Spans(group)) REFITD_RETURN_IF_ERROR(CheckOneMore(group, record));
+  if (Spans(group)) REFITD_RETURN_IF_ERROR(CheckSpanning(record.group, &record));
   for (const auto& [id, member] : members_) {
     if (member.lost || member.group != record.group) continue;
     if (record.engine && member.engine &&
@@ -104,35 +104,6 @@ absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& re
                  record.device, record.group, trainer.device);
   }
   return absl::OkStatus();
-}
-
-// As CheckSpanning, for a member that is about to enter.
-absl::Status Node::CheckOneMore(const GroupRecord& group, const MemberRecord& record) const {
-  REFITD_RETURN_IF_ERROR(CheckSpanning(record.group));
-  if (record.ordinal.has_value() && options_.cuda.wire == nullptr) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "device.name: '{}': group '{}' spans daemons, and device memory moves within this "
-                 "one only: {}",
-                 record.device, record.group, options_.cuda.no_wire);
-  }
-  if (record.ordinal.has_value() && record.staged) {
-    return Error(
-        absl::StatusCode::kFailedPrecondition,
-        "device.name: '{}': group '{}' spans daemons, where ranks on GPUs take delivery in "
-        "place, not staged",
-        record.device, record.group);
-  }
-  const bool others = std::any_of(members_.begin(), members_.end(), [&](const auto& entry) {
-    const MemberRecord& member = entry.second;
-    return !member.lost && member.group == record.group &&
-           member.ordinal.has_value() != record.ordinal.has_value();
-  });
-  if (!others) return absl::OkStatus();
-  return Error(
-      absl::StatusCode::kFailedPrecondition,
-      "device.name: '{}': group '{}' spans daemons, where all of a daemon's members are on "
-      "GPUs or none{}",
-      record.device, record.group, group.follower != nullptr ? "" : ": its coordinator's");
 }
 
 // ---- slots that cross daemons ----
@@ -468,6 +439,15 @@ void Node::EndPooling(MemberId member, absl::Status made) {
     }
   }
   deferred.Run();
+}
+
+void Node::PerformMakeSlots(const GroupRecord& group, const MakeSlots& a) {
+  const auto it = members_.find(a.member);
+  if (it == members_.end() || !it->second.ordinal.has_value()) return;
+  regions_thread_->Submit([this, member = a.member, name = group.machine->name(), id = group.id,
+                           ordinal = *it->second.ordinal] {
+    GroupEventOf(name, id, SlotsMade{member, MakeDevicePool(name, id, ordinal)});
+  });
 }
 
 std::optional<Node::MissingPool> Node::Missing(const MemberRecord& member) {

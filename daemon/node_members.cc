@@ -227,6 +227,11 @@ void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, D
   if (absl::Status devices = CheckDevices(*group, record); !devices.ok()) {
     return record.End(std::move(devices));
   }
+  if (record.staged && record.ordinal.has_value() && group->follower != nullptr) {
+    // Which slots is the coordinator's word, which may be on its way.
+    std::get<EngineAttached>(attached).awaits_slots = true;
+    return Admit(std::move(record), std::move(attached), deferred);
+  }
   const bool wants_pool = record.staged || (record.engine && group->wants_pools());
   if (wants_pool && Missing(record).has_value()) {
     return AwaitPool(std::move(record), *group, std::move(attached));

@@ -205,7 +205,7 @@ void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
   if (absl::Status status = group->coordinator->CanJoin(peer.hello.daemon_id()); !status.ok()) {
     return peer.session->End(std::move(status));
   }
-  if (absl::Status spanning = CheckSpanning(name); !spanning.ok()) {
+  if (absl::Status spanning = CheckSpanning(name, nullptr); !spanning.ok()) {
     return peer.session->End(std::move(spanning));
   }
   const NodeId node(next_node_++);

@@ -923,6 +923,7 @@ void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
   out->set_trainer(v.trainer.value());
   out->mutable_bucket_ranges()->Add(v.bucket_ranges.begin(), v.bucket_ranges.end());
   out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
+  SetIds(v.staged, out->mutable_staged());
   if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
 }
 
@@ -1176,7 +1177,9 @@ absl::Status CheckSlotUse(const v1::PeerHeader& wire) {
   };
   REFITD_RETURN_IF_ERROR(check(wire.leased(), "leased"));
   REFITD_RETURN_IF_ERROR(check(wire.fill_slot(), "fill_slot"));
-  return check(wire.wired(), "wired");
+  REFITD_RETURN_IF_ERROR(check(wire.wired(), "wired"));
+  if (wire.staged_size() == 0 || wire.has_slot()) return absl::OkStatus();
+  return Invalid("header.staged has {} entries where there is no slot", wire.staged_size());
 }
 
 absl::Status CheckRanks(const v1::PeerHeader& wire) {
@@ -1217,6 +1220,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& wire, const PeerBoun
       out.bucket_ranges, IndicesOf(wire.bucket_ranges(), kMaxTensorsPerBucket, kMaxTensorsPerBucket,
                                    "header.bucket_ranges"));
   REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "header.skip"));
+  REFITD_ASSIGN_OR_RETURN(out.staged, MembersOf(wire.staged(), "header.staged"));
   if (wire.has_broadcast()) {
     REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
   }
@@ -1522,11 +1526,12 @@ absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t mes
   // Per tensor: tags and lengths of name and shape (its own and its dims'), dtype, start, size,
   // byte offset, bucket range.
   constexpr int64_t kTensorBytes = 4 + 8 + 1 + 3 * kVarintBytes + 5;
-  // Once: everything else, two bytes a rank of the epoch, and a flag for each of as many
-  // destinations as one daemon is likely to have. With more, the header itself may still be
-  // refused.
-  constexpr int64_t kDestinations = 4096;
-  constexpr int64_t kFixedBytes = 1024 + kDestinations + 2 * kMaxNodes;
+  // Once: everything else, two bytes a rank of the epoch, and a flag (registered) or an id (staged)
+  // for each of as many engine ranks as one daemon is likely to have. With more, the header itself
+  // may still be refused.
+  constexpr int64_t kEngineRanks = 4096;
+  constexpr int64_t kIdBytes = 5;
+  constexpr int64_t kFixedBytes = 1024 + kIdBytes * kEngineRanks + 2 * kMaxNodes;
   static_assert(kFixedBytes < kMinPeerMessageBytes);
   int64_t bytes = kFixedBytes;
   for (const TensorSpec& tensor : tensors) {

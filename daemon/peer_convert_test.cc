@@ -71,7 +71,7 @@ FIELDS(CommitReply, a, b, c, d, e)
 FIELDS(PeerReply, a, b, c)
 FIELDS(PeerPrepare, a, b, c, d, e, f, g, h)
 FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
-FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m)
+FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
 FIELDS(PeerIssue, a, b)
 FIELDS(PeerSendPart, a, b, c)
 FIELDS(PeerCommitted, a, b)
@@ -374,6 +374,7 @@ void Agree(Rng& rng, BucketHeader* v) {
 void Agree(Rng& rng, PeerHeader* v) {
   v->wired = v->wired && v->header.slot.has_value();
   v->fill_slot = v->fill_slot && v->header.slot.has_value();
+  if (!v->header.slot.has_value()) v->staged.clear();
   v->bucket_ranges.clear();
   for (size_t i = 0; v->is_root && i < v->header.content->tensors.size(); ++i) {
     v->bucket_ranges.push_back(static_cast<uint32_t>(Between(rng, 0, 9)));
@@ -613,6 +614,15 @@ TEST_CASE("A malformed command is refused with field and value") {
   CHECK_THAT(CommandError("header { " + content +
                           "bytes: 16 verification: VERIFICATION_OFF wired: true }"),
              Contains("header.wired is true where there is no slot"));
+  CHECK_THAT(CommandError("header { " + content +
+                          "bytes: 16 verification: VERIFICATION_OFF staged: [3, 4] }"),
+             Contains("header.staged has 2 entries where there is no slot"));
+  std::string placed = content;
+  placed.insert(placed.rfind('}'), "byte_offsets: 0 ");
+  CHECK_THAT(
+      CommandError("header { " + placed +
+                   "bytes: 16 verification: VERIFICATION_OFF slot { slot: 1 } staged: [3, 0] }"),
+      Contains("header.staged[1] is 0"));
   CHECK_THAT(CommandError("header { " + content +
                           "bytes: 16 verification: VERIFICATION_OFF ranks: [1, 1] }"),
              Contains("header.ranks has 2 entries, 1 of them different"));

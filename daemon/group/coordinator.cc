@@ -615,6 +615,11 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
         header.skip.push_back(index < a.skip_destination.size() && a.skip_destination[index]);
       }
     }
+    for (const MemberId member : a.staged) {
+      if (NodeOf(member) != node) continue;
+      const auto remote = remotes.find(member);
+      header.staged.push_back(remote == remotes.end() ? member : remote->second.id);
+    }
     if (node == part.root) {
       header.is_root = true;
       const auto call = remote_calls.find(a.bucket_call);
@@ -622,8 +627,7 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
       const auto trainer = remotes.find(a.trainer);
       header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
       header.bucket_ranges = a.bucket_ranges;
-      // A worker is not told whose slots to fill: readers take what is packed directly.
-      header.broadcast = a.staged.empty() ? a.broadcast : BroadcastMethod::kDirect;
+      header.broadcast = a.broadcast;
     } else {
       header.fill_slot = false;
     }

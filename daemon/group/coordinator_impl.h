@@ -161,6 +161,7 @@ struct Coordinator::Impl {
   void On(const LinkUp&) {}
   void On(const LinkLost&) {}
   void On(const CommandReceived&) {}
+  void On(const SlotsMade&) {}
   void Tick();
 
   // ---- reports of a node (the own worker's too) ----

@@ -1,6 +1,8 @@
 #include "daemon/group/coordinator.h"
 
 #include <catch2/catch.hpp>
+#include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -151,6 +153,59 @@ TEST_CASE("the wire is asked for when there is something to send, in daemon-id o
   f.Do(WireGranted{});
   CHECK(f.Sent<PeerIssue>().size() == 1);
   CHECK(f.Local<StartWire>().size() == 1);
+}
+
+TEST_CASE("the header tells each daemon which of its staged ranks will be handed the part") {
+  Fixture f;
+  f.JoinThird();
+  constexpr MemberId kHere{2};
+  const bool leaves = GENERATE(false, true);
+  f.Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
+  EngineIdentity staged;
+  staged.delivery = DeliveryMode::kStaged;
+  staged.instance = "here";
+  f.Do(GroupEvent(EngineAttached{kHere, staged}));
+  for (const uint64_t id : {7, 8}) {
+    staged.instance = "there " + std::to_string(id);
+    f.Report(PeerAttach{MemberId(id), staged});
+  }
+  EngineIdentity registered;
+  registered.instance = "third";
+  f.Do(ReportReceived{kThird, PeerAttach{kRemoteEngine, registered}});
+  f.Do(ReportReceived{kThird, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)})}});
+  BeginEvent begin;
+  begin.call = CallId(1);
+  begin.member = kTrainer;
+  begin.version = Version(1);
+  begin.tensor_count = 1;
+  f.Do(GroupEvent(begin));
+  const UpdateId update = f.Sent<PeerPrepare>().at(0).update;
+  f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+  f.ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+  f.Do(GroupEvent(ReadyEvent{kHere, update}));
+  for (const uint64_t id : {7, 8}) f.Report(PeerReady{MemberId(id), update});
+  f.Do(ReportReceived{kThird, PeerReady{kRemoteEngine, update}});
+  if (leaves) f.Report(PeerGone{MemberId(7), "its process died"});
+  BucketEvent bucket = TestGroup::MakeBucket(kTrainer, 1, 0, {Bytes("t", 100)});
+  bucket.call = CallId(10);
+  f.Do(GroupEvent(bucket));
+
+  std::map<NodeId, std::vector<MemberId>> told;
+  for (const SendCommand& send : f.Local<SendCommand>()) {
+    const auto* header = std::get_if<PeerHeader>(&send.command);
+    if (header == nullptr) continue;
+    told[send.node] = header->staged;
+    CHECK(header->wired);
+  }
+  CHECK(told ==
+        std::map<NodeId, std::vector<MemberId>>{
+            {kNode, leaves ? std::vector{MemberId(8)} : std::vector{MemberId(7), MemberId(8)}},
+            {kThird, {}}});
+  // Here it is packed for the wire and for the rank of this daemon.
+  REQUIRE(f.Local<StartTransfer>().size() == 1);
+  CHECK(f.Local<StartTransfer>()[0].wired);
+  CHECK(f.Local<StartTransfer>()[0].fill_slot.has_value());
+  CHECK(f.Local<StartTransfer>()[0].staged == std::vector{kHere});
 }
 
 TEST_CASE("two groups handed the wire to each other without end: it is given back after a turn") {

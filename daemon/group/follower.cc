@@ -19,6 +19,7 @@ struct Follower::Impl {
     std::variant<TrainerIdentity, EngineIdentity> identity;
     std::shared_ptr<const Layout> layout;
     uint64_t layout_digest = 0;
+    bool awaits_slots = false;  // the coordinator has not heard of it
     bool welcomed = false;
     std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
   };
@@ -29,8 +30,8 @@ struct Follower::Impl {
   };
 
   // ---- the members' events ----
-  void On(const TrainerAttached& e) { Attach(e.member, false, e.identity); }
-  void On(const EngineAttached& e) { Attach(e.member, true, e.identity); }
+  void On(const TrainerAttached& e) { Attach(e.member, false, e.identity, false); }
+  void On(const EngineAttached& e) { Attach(e.member, true, e.identity, e.awaits_slots); }
   void On(const MemberLost& e);
   void On(const LayoutRegistered& e);
   template <typename Call>
@@ -64,6 +65,7 @@ struct Follower::Impl {
   void On(const NodeJoined&) {}
   void On(const NodeLost&) {}
   void On(const ReportReceived&) {}
+  void On(const SlotsMade& e);
   void On(const EpochOpened& e) { worker.Handle(e, Out()); }
   void On(const EpochUp& e) { worker.Handle(e, Out()); }
   void On(const WireDone& e) { worker.Handle(e, now, Out()); }
@@ -91,7 +93,8 @@ struct Follower::Impl {
   }
 
   template <typename Identity>
-  void Attach(MemberId id, bool engine, const Identity& identity);
+  void Attach(MemberId id, bool engine, const Identity& identity, bool awaits_slots);
+  void Announce(MemberId id, const Member& member);
   absl::Status CanRegisterLayout(MemberId member) const;
   void Report(PeerReport report);
   void RefuseHere(CallId call);
@@ -147,7 +150,7 @@ void Follower::Impl::Report(PeerReport report) {
 // ---- members ----
 
 template <typename Identity>
-void Follower::Impl::Attach(MemberId id, bool engine, const Identity& identity) {
+void Follower::Impl::Attach(MemberId id, bool engine, const Identity& identity, bool awaits_slots) {
   if (state == State::kLost) {
     Do(GroupAction(RefuseMember{id, lost}));
     return;
@@ -155,8 +158,30 @@ void Follower::Impl::Attach(MemberId id, bool engine, const Identity& identity) 
   Member member;
   member.engine = engine;
   member.identity = identity;
-  members.emplace(id, std::move(member));
-  Report(PeerAttach{id, identity});
+  member.awaits_slots = awaits_slots;
+  Announce(id, members.emplace(id, std::move(member)).first->second);
+}
+
+// Once joined. The coordinator may hand it parts from then on: its slots come first.
+void Follower::Impl::Announce(MemberId id, const Member& member) {
+  if (state != State::kJoined) return;
+  if (member.awaits_slots) {
+    Do(PeerAction(MakeSlots{id}));
+  } else {
+    Report(PeerAttach{id, member.identity});
+  }
+}
+
+void Follower::Impl::On(const SlotsMade& e) {
+  const auto it = members.find(e.member);
+  if (it == members.end() || !it->second.awaits_slots) return;
+  if (!e.status.ok()) {
+    members.erase(it);
+    Do(GroupAction(RefuseMember{e.member, e.status}));
+    return;
+  }
+  it->second.awaits_slots = false;
+  Announce(e.member, it->second);
 }
 
 void Follower::Impl::On(const MemberLost& e) {
@@ -263,7 +288,7 @@ void Follower::Impl::On(const LinkUp& e) {
   coordinator_id = e.coordinator_id;
   Do(GroupAction(LogLine{LogLine::kInfo, fmt::format("joined daemon {} at {}", coordinator_id,
                                                      options.coordinator_address)}));
-  for (const auto& [id, member] : members) Report(PeerAttach{id, member.identity});
+  for (const auto& [id, member] : members) Announce(id, member);
   Do(GroupAction(StateChanged{}));
 }
 
@@ -355,10 +380,13 @@ void Follower::Impl::Take(const PeerPrepare& c) {
 }
 
 void Follower::Impl::Take(const PeerSendPart& c) {
-  const std::optional<BucketHeader> header = worker.Header(c.update, c.part);
-  if (!header.has_value() || !header->slot.has_value() || !members.contains(c.member)) return;
-  Do(GroupAction(
-      SendPart{c.member, c.update, header->version, c.part, *header->slot, header->content}));
+  if (!members.contains(c.member)) return;
+  absl::StatusOr<SendPart> part = worker.PartFor(c.member, c.update, c.part);
+  if (part.ok()) {
+    Do(GroupAction(*std::move(part)));
+  } else {
+    Report(PeerFailed{c.member, c.update, Message(part.status())});
+  }
 }
 
 void Follower::Impl::Take(const PeerCommitted& c) {

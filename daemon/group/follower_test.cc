@@ -22,8 +22,20 @@ class Fixture {
     EngineIdentity engine;
     engine.instance = "i";
     Do(GroupEvent(EngineAttached{kEngine, engine}));
-    Do(LinkUp{7, TestGroup::DefaultSpec(), std::nullopt, "a"});
+    Join();
     Do(CommandReceived{PeerWelcome{kEngine, std::nullopt}});
+  }
+  // With nobody, not joined.
+  explicit Fixture(std::nullopt_t /*nobody*/) : follower_(MakeOptions()) {}
+
+  void Join() { Do(LinkUp{7, TestGroup::DefaultSpec(), std::nullopt, "a"}); }
+  // A staged rank on a GPU.
+  void AttachStaged(MemberId member) {
+    EngineAttached attached{member, {}};
+    attached.identity.instance = "staged";
+    attached.identity.delivery = DeliveryMode::kStaged;
+    attached.awaits_slots = true;
+    Do(GroupEvent(attached));
   }
 
   void Do(MachineEvent event) { follower_.Handle(event, now_, &actions_); }
@@ -40,15 +52,27 @@ class Fixture {
     }
     return found;
   }
-  std::vector<Reply> Replies() const {
-    std::vector<Reply> found;
+  template <typename Action>
+  std::vector<Action> Own() const {
+    std::vector<Action> found;
     for (const MachineAction& action : actions_) {
       const auto* own = std::get_if<GroupAction>(&action);
-      const auto* reply = own == nullptr ? nullptr : std::get_if<Reply>(own);
-      if (reply != nullptr) found.push_back(*reply);
+      const auto* a = own == nullptr ? nullptr : std::get_if<Action>(own);
+      if (a != nullptr) found.push_back(*a);
     }
     return found;
   }
+  template <typename Action>
+  std::vector<Action> Peers() const {
+    std::vector<Action> found;
+    for (const MachineAction& action : actions_) {
+      const auto* peer = std::get_if<PeerAction>(&action);
+      const auto* a = peer == nullptr ? nullptr : std::get_if<Action>(peer);
+      if (a != nullptr) found.push_back(*a);
+    }
+    return found;
+  }
+  std::vector<Reply> Replies() const { return Own<Reply>(); }
   // Of the layout that is in force; 0: none.
   uint64_t Digest() const {
     const std::vector<MemberView> members = follower_.View(now_).group.members;
@@ -63,16 +87,6 @@ class Fixture {
     options.coordinator_address = "elsewhere";
     options.next_update = [this] { return UpdateId(++updates_); };
     return options;
-  }
-  template <typename Action>
-  std::vector<Action> Peers() const {
-    std::vector<Action> found;
-    for (const MachineAction& action : actions_) {
-      const auto* peer = std::get_if<PeerAction>(&action);
-      const auto* a = peer == nullptr ? nullptr : std::get_if<Action>(peer);
-      if (a != nullptr) found.push_back(*a);
-    }
-    return found;
   }
 
   uint64_t updates_ = 0;
@@ -155,6 +169,125 @@ TEST_CASE("a rank that takes part in an update registers nothing") {
   CHECK(f.Sent<PeerLayout>().empty());
   REQUIRE(f.Replies().size() == 1);
   CHECK_THAT(Message(f.Replies()[0].status), Contains("takes part in the running update"));
+}
+
+constexpr MemberId kStaged{8};
+constexpr MemberId kOther{9};
+
+TEST_CASE("a staged rank on a GPU is made known once it has slots, whose size the join brings") {
+  Fixture f{std::nullopt};
+  f.AttachStaged(kStaged);
+  CHECK(f.Peers<MakeSlots>().empty());
+  f.Join();
+  REQUIRE(f.Peers<MakeSlots>().size() == 1);
+  CHECK(f.Peers<MakeSlots>()[0].member == kStaged);
+  CHECK(f.Sent<PeerAttach>().empty());
+  SECTION("they are there") {
+    f.Do(SlotsMade{kStaged, absl::OkStatus()});
+    REQUIRE(f.Sent<PeerAttach>().size() == 1);
+    CHECK(f.Sent<PeerAttach>()[0].member == kStaged);
+    f.Do(SlotsMade{kStaged, absl::OkStatus()});
+    CHECK(f.Sent<PeerAttach>().size() == 1);
+    // The next one, of a daemon that has joined.
+    f.AttachStaged(kOther);
+    REQUIRE(f.Peers<MakeSlots>().size() == 2);
+    f.Do(SlotsMade{kOther, absl::OkStatus()});
+    CHECK(f.Sent<PeerAttach>().size() == 2);
+  }
+  SECTION("there is no room: nobody is left, and the daemon leaves") {
+    f.Do(SlotsMade{kStaged, absl::ResourceExhaustedError("no room")});
+    REQUIRE(f.Own<RefuseMember>().size() == 1);
+    CHECK(f.Own<RefuseMember>()[0].status == absl::ResourceExhaustedError("no room"));
+    CHECK(f.Peers<CloseLink>().size() == 1);
+    CHECK(f.follower().finished());
+  }
+  SECTION("the rank is lost meanwhile") {
+    f.Do(GroupEvent(MemberLost{kStaged, "its process died"}));
+    f.Do(SlotsMade{kStaged, absl::OkStatus()});
+    CHECK(f.Own<RefuseMember>().empty());
+    CHECK(f.follower().finished());
+  }
+  SECTION("the coordinator is lost meanwhile") {
+    f.Do(LinkLost{absl::UnavailableError("gone")});
+    REQUIRE(f.Own<RefuseMember>().size() == 1);
+    CHECK(f.Own<RefuseMember>()[0].status.code() == absl::StatusCode::kUnavailable);
+    f.Do(SlotsMade{kStaged, absl::OkStatus()});
+    CHECK(f.follower().finished());
+  }
+  CHECK(f.Sent<PeerAttach>().size() == (f.follower().finished() ? 0 : 2));
+}
+
+// One part that crosses to this daemon, for its staged ranks.
+PeerHeader Crossing(Verification verification, std::vector<MemberId> staged) {
+  PartContent content;
+  content.tensors = {Bytes("t", 100)};
+  content.ranges = {{0, 0, 100}};
+  content.byte_offsets = {0};
+  content.bytes = 100;
+  PeerHeader header;
+  header.header.update = UpdateId(1);
+  header.header.version = Version(1);
+  header.header.content = std::make_shared<const PartContent>(content);
+  header.header.slot = SlotGrant{SlotIndex(2), GrantId(5)};
+  header.header.verification = verification;
+  header.digest = HeaderDigest(header.header);
+  header.wired = true;
+  header.epoch = EpochId(1);
+  header.ranks = {0, 1};
+  header.staged = std::move(staged);
+  return header;
+}
+
+TEST_CASE(
+    "what crossed is packed for the staged ranks that the header names, and handed to these") {
+  Fixture f;
+  for (const MemberId member : {kStaged, kOther}) {
+    f.AttachStaged(member);
+    f.Do(SlotsMade{member, absl::OkStatus()});
+    f.Command(PeerWelcome{member, std::nullopt});
+  }
+  PeerPrepare prepare;
+  prepare.update = UpdateId(1);
+  prepare.version = Version(1);
+  prepare.engines = {kStaged, kOther};
+  f.Command(prepare);
+  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  const auto verification = GENERATE(Verification::kOff, Verification::kTransfer);
+  const bool dies = GENERATE(false, true);
+  f.Command(Crossing(verification, dies ? std::vector{kStaged, kOther} : std::vector{kStaged}));
+  REQUIRE(f.Sent<PeerHeaderAck>().size() == 1);
+  CHECK(f.Sent<PeerHeaderAck>()[0].mismatch.empty());
+  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  CHECK(f.Own<StartTransfer>().empty());
+  if (dies) f.Do(GroupEvent(MemberLost{kOther, "its process died"}));
+  f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
+
+  // Also where nothing is verified.
+  REQUIRE(f.Own<StartTransfer>().size() == 1);
+  const StartTransfer start = f.Own<StartTransfer>()[0];
+  CHECK(start.staged == std::vector{kStaged});
+  REQUIRE(start.source_slot.has_value());
+  CHECK(start.source_slot->slot == SlotIndex(2));
+  CHECK_FALSE(start.fill_slot.has_value());
+  CHECK_FALSE(start.wired);
+  CHECK(f.Sent<PeerPartDone>().empty());
+  f.Do(GroupEvent(TransferDone{start.update, start.part, absl::OkStatus(), {}, -1, {42}}));
+  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
+  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
+
+  f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(0)});
+  REQUIRE(f.Own<SendPart>().size() == 1);
+  CHECK(f.Own<SendPart>()[0].member == kStaged);
+  CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
+  CHECK(f.Own<SendPart>()[0].content->tensors[0].name == "t");
+  CHECK(f.Sent<PeerFailed>().empty());
+  // Nobody filled a slot for these (P1).
+  f.Command(PeerSendPart{kOther, UpdateId(1), PartSeq(0)});
+  f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(1)});
+  CHECK(f.Own<SendPart>().size() == 1);
+  REQUIRE(f.Sent<PeerFailed>().size() == (dies ? 1 : 2));
+  CHECK(f.Sent<PeerFailed>()[0].member == (dies ? kStaged : kOther));
+  CHECK_THAT(f.Sent<PeerFailed>()[0].reason, Contains("header did not say"));
 }
 
 }  // namespace

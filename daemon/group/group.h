@@ -160,6 +160,8 @@ struct EngineAttached {
   // It is on a GPU where staging slots could not be made: an update that is being opened can't
   // broadcast through slots.
   bool lacks_slots = false;
+  // Follower: it is on a GPU where it needs slots, as many and as large as the coordinator says.
+  bool awaits_slots = false;
 };
 
 // The stream ended, the process died, or it detached.

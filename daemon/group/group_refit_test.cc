@@ -258,7 +258,8 @@ TEST_CASE("a pushed tensor that nobody pushed aborts a Refit that opened the upd
 TEST_CASE("an update with a staged rank is not refitted") {
   Pair p;
   const MemberId staged = p.g.Staged("y", kModel);
-  const CallId call = p.g.Refit(p.trainer, 1);
+  const bool pushes = GENERATE(false, true);  // beside the refit: refused when it begins, too
+  const CallId call = pushes ? p.g.Begin(p.trainer, 1) : p.g.Refit(p.trainer, 1);
   CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
   CHECK_THAT(p.g.Text(call), Contains("engine y rank 0 (pid 3000) takes staged delivery"));
   CHECK(p.g.prepared.empty());

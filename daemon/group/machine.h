@@ -56,6 +56,11 @@ struct LinkLost {
 struct CommandReceived {
   PeerCommand command;
 };
+// Follower: what MakeSlots asked for. Not OK: the member is refused with it.
+struct SlotsMade {
+  MemberId member;
+  absl::Status status;
+};
 
 // Both: the data plane's answers.
 struct EpochOpened {
@@ -81,8 +86,8 @@ struct WireWaits {
 struct WireWanted {};
 
 using PeerEvent = std::variant<NodeJoined, NodeLost, ReportReceived, LinkUp, LinkLost,
-                               CommandReceived, EpochOpened, EpochUp, WireDone, WireGranted,
-                               WireWaits, WireWanted, ProgramBuilt, MovesDone>;
+                               CommandReceived, SlotsMade, EpochOpened, EpochUp, WireDone,
+                               WireGranted, WireWaits, WireWanted, ProgramBuilt, MovesDone>;
 using MachineEvent = std::variant<GroupEvent, PeerEvent>;
 
 // ---- actions beside those of Group ----
@@ -102,6 +107,11 @@ struct SendReport {
 // Follower: end the link; nothing is sent or expected any more.
 struct CloseLink {
   std::string reason;
+};
+// Follower: make the staging slots that an engine rank awaits (EngineAttached::awaits_slots); the
+// group's spec is known. Answered by SlotsMade; the coordinator hears of the rank then.
+struct MakeSlots {
+  MemberId member;
 };
 // Open this daemon's end of a communicator; answered by EpochOpened.
 struct OpenEpoch {
@@ -152,9 +162,9 @@ struct StartExchange {
 struct AcquireWire {};
 struct ReleaseWire {};
 
-using PeerAction =
-    std::variant<SendCommand, DropNode, SendReport, CloseLink, OpenEpoch, ConnectEpoch, CloseEpoch,
-                 StartWire, StartExchange, BuildProgram, StartMoves, AcquireWire, ReleaseWire>;
+using PeerAction = std::variant<SendCommand, DropNode, SendReport, CloseLink, MakeSlots, OpenEpoch,
+                                ConnectEpoch, CloseEpoch, StartWire, StartExchange, BuildProgram,
+                                StartMoves, AcquireWire, ReleaseWire>;
 using MachineAction = std::variant<GroupAction, PeerAction>;
 using MachineActions = std::vector<MachineAction>;
 

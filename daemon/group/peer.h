@@ -210,8 +210,9 @@ struct PeerHeader {
   std::vector<uint32_t> ranks;  // wired: ranks of the epoch that take part, the root's first
   CallId bucket_call;           // root: which bucket
   MemberId trainer;             // root
-  std::vector<uint32_t> bucket_ranges;                   // root: as StartTransfer::bucket_ranges
-  std::vector<bool> skip;                                // by destination: evicted since
+  std::vector<uint32_t> bucket_ranges;  // root: as StartTransfer::bucket_ranges
+  std::vector<bool> skip;               // by destination: evicted since
+  std::vector<MemberId> staged;         // of this node: ranks that will be handed the slot
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as StartTransfer::broadcast
 };
 struct PeerIssue {
@@ -221,7 +222,7 @@ struct PeerIssue {
 struct PeerSendPart {
   MemberId member;
   UpdateId update;
-  PartSeq part;  // its header came before
+  PartSeq part;  // its header came before, with the member among `staged`
 };
 struct PeerCommitted {
   MemberId member;

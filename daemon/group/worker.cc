@@ -1,6 +1,7 @@
 #include "daemon/group/worker.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "transport/base/status.h"
@@ -180,7 +181,7 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
   const bool agreed = ack.mismatch.empty() && ack.digest == command.digest;
   const std::string mismatch = ack.mismatch;
   out.reports->push_back(std::move(ack));
-  update->headers.emplace(header.part, header);
+  if (!command.staged.empty()) update->handouts[header.part] = {header, command.staged};
   Part& part = update->parts[header.part];
   part.header = command;
   part.result.update = header.update;
@@ -198,7 +199,8 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
   }
 }
 
-// Root: from the bucket to slot and engines. Others: from the slot to engines.
+// Root: from the bucket to slots and engines. Others: from the slot that crossed to engines, and to
+// the slots of staged ones on other devices.
 void Worker::Transfer(Update* update, Part* part, const Output& out) {
   const PeerHeader& command = part->header;
   const BucketHeader& header = command.header;
@@ -206,10 +208,13 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   start.skip_destination = Skip(*update, command.skip);
   start.verification = header.verification;
   start.want_source_digests = command.wired && header.verification != Verification::kOff;
+  std::copy_if(command.staged.begin(), command.staged.end(), std::back_inserter(start.staged),
+               [this](MemberId member) { return !lost_.contains(member); });
   const bool fills = command.is_root && command.fill_slot && !header.leased;
   const bool touches = AnyTouched(*update, *header.content, start.skip_destination);
   // A leased slot may lie elsewhere than what is sent.
-  const bool moves = fills || (command.is_root && command.wired && header.leased);
+  const bool moves =
+      fills || !start.staged.empty() || (command.is_root && command.wired && header.leased);
   if (!moves && !touches && !start.want_source_digests) {
     part->transferred = true;
     if (!command.is_root || !command.wired) Finish(update, header.part, absl::OkStatus(), out);
@@ -516,12 +521,21 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
 
 // ---- what others ask ----
 
-std::optional<BucketHeader> Worker::Header(UpdateId update, PartSeq part) const {
+absl::StatusOr<SendPart> Worker::PartFor(MemberId member, UpdateId update, PartSeq part) const {
   const auto it = updates_.find(update);
-  if (it == updates_.end()) return std::nullopt;
-  const auto header = it->second.headers.find(part);
-  if (header == it->second.headers.end()) return std::nullopt;
-  return header->second;
+  if (it == updates_.end()) {
+    return absl::FailedPreconditionError("this daemon was not told of the update");
+  }
+  const auto handout = it->second.handouts.find(part);
+  const bool named = handout != it->second.handouts.end() &&
+                     std::find(handout->second.staged.begin(), handout->second.staged.end(),
+                               member) != handout->second.staged.end();
+  if (!named || !handout->second.header.slot.has_value()) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "part {}: its header did not say that the rank is handed it", part);
+  }
+  const BucketHeader& header = handout->second.header;
+  return SendPart{member, update, header.version, part, *header.slot, header.content};
 }
 
 bool Worker::quiet() const {

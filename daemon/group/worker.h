@@ -2,8 +2,8 @@
 // collectives, unpacks into its engines' memory, reads back. Takes the coordinator's commands,
 // gives local actions and reports. The coordinator's own daemon has one as well.
 //
-// A part on the root:  header -> pack (slot, own engines) -> issued: collective -> done
-//      on the others:  header -> issued: collective -> unpack (own engines) -> done
+// A part on the root:  header -> pack (slots, own engines) -> issued: collective -> done
+//      on the others:  header -> issued: collective -> unpack (own engines, their slots) -> done
 // Packing needs no agreement: it stays inside the daemon. Collectives start in the order of Issue
 // (P7), so that the part on the wire, the one being packed and the one being unpacked overlap.
 //
@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "daemon/group/machine.h"
 #include "daemon/group/program.h"
 
@@ -119,8 +120,9 @@ class Worker {
   // The coordinator is lost: nothing new is started, epochs are closed, the wire is given back.
   void AbandonAll(TimePoint now, const Output& out);
 
-  // nullopt: its header never came, or the update is over.
-  std::optional<BucketHeader> Header(UpdateId update, PartSeq part) const;
+  // What a staged rank of this daemon is handed. FAILED_PRECONDITION: the part's header did not
+  // name the rank, so nobody filled a slot for it (P1), or never came, or the update is over.
+  absl::StatusOr<SendPart> PartFor(MemberId member, UpdateId update, PartSeq part) const;
   bool Participates() const { return !updates_.empty(); }
   // Nothing of it runs: no transfer, collective or read-back.
   bool quiet() const;
@@ -138,6 +140,11 @@ class Worker {
     bool on_wire = false;
     PeerPartDone result;
   };
+  // What staged ranks are to be handed of a part.
+  struct Handout {
+    BucketHeader header;
+    std::vector<MemberId> staged;
+  };
   using Round = worker::Round;
   using Job = worker::Job;
   using Program = worker::Program;
@@ -150,7 +157,7 @@ class Worker {
     std::vector<MemberId> destinations;
     std::shared_ptr<const DestinationIndex> index;
     std::map<PartSeq, Part> parts;  // not reported yet
-    std::map<PartSeq, BucketHeader> headers;
+    std::map<PartSeq, Handout> handouts;
     std::deque<PartSeq> to_wire;  // issued, in order, not started
     bool abandoned = false;
     bool ended = false;

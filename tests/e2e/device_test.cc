@@ -234,7 +234,9 @@ struct DeviceEngine {
         block(daemon, device, held.region_bytes),
         engine(daemon->Connect(), [&] {
           v1::EngineHello hello = daemon->EngineOn(device, v1::DELIVERY_REGISTERED, instance);
-          if (coordinator != nullptr) hello.set_coordinator(coordinator->address());
+          if (coordinator == nullptr) return hello;
+          hello.set_coordinator(coordinator->address());
+          hello.clear_spec();  // it is there
           return hello;
         }()) {
     INFO(engine.attached().error_message());
@@ -862,11 +864,17 @@ client::ConnectOptions ConnectOn(const LocalDaemon& daemon, const std::string& d
 // A staged engine on a GPU that loads by itself: whole tensors, joined, out of device memory.
 class StagedEngine {
  public:
+  // `coordinator`: the daemon with the group, whose spec is waited for; null: the engine's own.
   StagedEngine(LocalDaemon* daemon, size_t device, const std::string& instance,
-               int64_t slot_bytes = 4096, std::chrono::milliseconds reattach = {}) {
+               int64_t slot_bytes = 4096, std::chrono::milliseconds reattach = {},
+               const LocalDaemon* coordinator = nullptr) {
     client::EngineOptions options;
     options.connect = ConnectOn(*daemon, daemon->uuid(device), slot_bytes);
     options.connect.reattach = reattach;
+    if (coordinator != nullptr) {
+      options.connect.coordinator = coordinator->address();
+      options.connect.spec.reset();
+    }
     options.instance = instance;
     options.delivery = client::Delivery::kStaged;
     auto engine = client::Engine::Attach(options);
@@ -1561,6 +1569,11 @@ struct TwoDaemons {
   Machine machine;
   LocalDaemon near{true, &machine, CudaTransportOptions().limit, 3, "a"};
   LocalDaemon far{true, &machine, CudaTransportOptions().limit, 3, "b"};
+  // A staged engine at the far one: of the two GPUs that clients of this process know.
+  std::unique_ptr<StagedEngine> Staged(size_t device, int64_t slot_bytes) {
+    return std::make_unique<StagedEngine>(&far, device, "staged-" + std::to_string(device),
+                                          slot_bytes, std::chrono::milliseconds(0), &near);
+  }
 };
 
 std::vector<v1::WireEpochStatus> Epochs(LocalDaemon& daemon) {
@@ -1669,21 +1682,178 @@ TEST_CASE("a bucket that comes before NCCL is up waits for its slot on the GPU")
   CHECK(engine.Difference(1) == "");
 }
 
-TEST_CASE("over several daemons staged ranks on GPUs, and members of both kinds, are refused") {
+TEST_CASE(
+    "staged engines of another daemon load what crossed, on each GPU, beside a registered one") {
+  TwoDaemons daemons;
+  const Model model = MixedModel();
+  {
+    // It comes before the group does, whose spec says what slots it needs.
+    auto first = std::async(std::launch::async, [&] { return daemons.Staged(0, 4096); });
+    REQUIRE(Eventually([&] {
+      const auto members = daemons.far.node().ListMembers({});
+      return members.ok() && members->members_size() == 1;
+    }));
+    CHECK(NoPools(daemons.machine.fake));
+    v1::TrainerHello hello = daemons.near.TrainerOn(0);
+    *hello.mutable_spec() = Spec(1, 1, 4096);
+    RawTrainer trainer(daemons.near.Connect(), hello);
+    REQUIRE(trainer.attached().ok());
+    const std::unique_ptr<StagedEngine> far_zero = first.get();
+    const std::unique_ptr<StagedEngine> far_one = daemons.Staged(1, 4096);
+    DeviceEngine registered(&daemons.far, 2, model, "registered", &daemons.near);
+    StagedEngine near_zero(&daemons.near, 0, "near-0");
+    StagedEngine near_one(&daemons.near, 1, "near-1");
+    CHECK(daemons.machine.fake.Count().created == 4);
+    const Block source(&daemons.near, 0, ModelBytes(model) + 64 * 64);
+    const auto region = Register(&trainer, source.request);
+    REQUIRE_OK(region);
+    int64_t version = 0;
+    for (const v1::Verification verification :
+         {v1::VERIFICATION_UNSPECIFIED, v1::VERIFICATION_OFF, v1::VERIFICATION_TRANSFER,
+          v1::VERIFICATION_READBACK}) {
+      const std::vector<int64_t> offsets = Pack(model, ++version, source.data);
+      v1::BeginRequest begin;
+      begin.set_version(version);
+      begin.set_verification(verification);
+      begin.set_tensor_count(static_cast<int64_t>(model.size()));
+      REQUIRE_OK(trainer.Begin(begin));
+      v1::Bucket bucket = Describe(model, 0);
+      for (const int64_t offset : offsets) {
+        v1::RegionRef* ref = bucket.mutable_regions()->add_refs();
+        ref->set_region_id(region.response.region_id());
+        ref->set_byte_offset(offset);
+      }
+      REQUIRE_OK(trainer.Push(version, bucket));
+      REQUIRE_OK(trainer.Commit(version, 1));
+      for (StagedEngine* engine : {far_zero.get(), far_one.get(), &near_zero, &near_one}) {
+        CHECK(engine->Difference(model, version) == "");
+      }
+      CHECK(registered.Difference(version) == "");
+    }
+    // Once, whatever the number of readers.
+    const int64_t crossed = daemons.far.node().GetStatus().resources().wire_bytes_received();
+    CHECK(crossed >= version * ModelBytes(model));
+    CHECK(crossed < 2 * version * ModelBytes(model));
+    // Slots that crossed are those of the lowest GPU: no pool but the four.
+    CHECK(daemons.machine.fake.Count().created == 4);
+  }
+  CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
+}
+
+TEST_CASE(
+    "a leased slot reaches staged engines of another daemon, and a wrong bit there is found") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(6, 20, 30);
+  const bool from_far = GENERATE(false, true);
+  LocalDaemon& at = from_far ? daemons.far : daemons.near;
+  client::ConnectOptions connect = ConnectOn(at, at.uuid(GENERATE(0U, 1U)), 65'536);
+  if (from_far) connect.coordinator = daemons.near.address();
+  const auto trainer = AttachTrainer(connect);
+  const auto verification =
+      GENERATE(Verification::kOff, Verification::kTransfer, Verification::kReadback);
+  // What crosses lies on the lowest GPU that a daemon has a member on.
+  const std::unique_ptr<StagedEngine> zero = daemons.Staged(0, 65'536);
+  const std::unique_ptr<StagedEngine> one = daemons.Staged(1, 65'536);
+  StagedEngine near(&daemons.near, 1, "near", 65'536);
+  DeviceEngine registered(&daemons.near, 0, model, "registered");
+  const auto check = [&](int64_t version) {
+    CHECK(zero->Difference(model, version) == "");
+    CHECK(one->Difference(model, version) == "");
+    CHECK(near.Difference(model, version) == "");
+    CHECK(registered.Difference(version) == "");
+  };
+  for (int64_t version = 1; version <= 2; ++version) {
+    const absl::Status pushed = PushBySlots(trainer.get(), model, version, verification);
+    INFO(pushed);
+    REQUIRE(pushed.ok());
+    check(version);
+  }
+  if (verification == Verification::kOff) return;
+  const int64_t launches = daemons.machine.fake.Count().launch_calls;
+  REQUIRE(PushBySlots(trainer.get(), model, 3, verification).ok());
+  const int64_t an_update = daemons.machine.fake.Count().launch_calls - launches;
+  // Whichever launch it is: what it stores is not handed out unseen.
+  int64_t version = 3;
+  int failed = 0;
+  for (int nth = 1; nth <= an_update; ++nth) {
+    daemons.machine.fake.Corrupt(nth);
+    const absl::Status pushed = PushBySlots(trainer.get(), model, ++version, verification);
+    daemons.machine.fake.Corrupt(0);
+    if (!pushed.ok()) {
+      CHECK_THAT(Message(pushed), Contains("verification"));
+      ++failed;
+      continue;
+    }
+    check(version);
+  }
+  CHECK(failed > 0);
+}
+
+TEST_CASE(
+    "a staged engine of another daemon dies with a slot unread: the rest commits, its GPU has its "
+    "memory back") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(8, 20, 30);
+  {
+    const auto trainer = AttachTrainer(ConnectOn(daemons.near, daemons.near.uuid(0), 65'536));
+    const std::unique_ptr<StagedEngine> stays = daemons.Staged(0, 65'536);
+    v1::EngineHello hello = daemons.far.EngineOn(1, v1::DELIVERY_STAGED, "dies");
+    hello.set_coordinator(daemons.near.address());
+    auto dies = std::make_unique<RawEngine>(daemons.far.Connect(), hello,
+                                            EngineOptions{.auto_ready = true, .auto_ack = false});
+    INFO(dies->attached().error_message());
+    REQUIRE(dies->attached().ok());
+    CHECK(daemons.machine.fake.Count().created == 2);
+    // More parts than slots: none is granted again before whoever reads it let go.
+    auto pushed =
+        std::async(std::launch::async, [&] { return PushBySlots(trainer.get(), model, 1); });
+    CHECK(dies->events().WaitFor(v1::EngineEvent::kBucket).has_value());
+    CHECK(pushed.wait_for(std::chrono::milliseconds(100)) == std::future_status::timeout);
+    dies.reset();
+    const absl::Status status = pushed.get();
+    INFO(status);
+    REQUIRE(status.ok());
+    CHECK(stays->Difference(model, 1) == "");
+    // The trainer's GPU, and that of the one that stays.
+    CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 2; }));
+    const std::unique_ptr<StagedEngine> follows = daemons.Staged(1, 65'536);
+    CHECK(PushBySlots(trainer.get(), model, 2).ok());
+    CHECK(follows->Difference(model, 2) == "");
+    CHECK(stays->Difference(model, 2) == "");
+  }
+  CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
+}
+
+TEST_CASE("a GPU of another daemon without room for the slots refuses the staged engine") {
+  TwoDaemons daemons;
+  RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(0));
+  REQUIRE(trainer.attached().ok());
+  v1::EngineHello hello = daemons.far.EngineOn(1, v1::DELIVERY_STAGED);
+  hello.set_coordinator(daemons.near.address());
+  constexpr int kOutOfMemory = 2;
+  daemons.machine.fake.FailAt("cuMemCreate", 1, kOutOfMemory);
+  CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::RESOURCE_EXHAUSTED,
+               {"group 'g'", "staging slots", "device 1", "out of memory"});
+  CHECK(NoPools(daemons.machine.fake));
+  // Nobody is left there: the daemon leaves the group, and joins it again for the next.
+  CHECK(Eventually([&] { return daemons.far.node().ListGroups()->groups_size() == 0; }));
+  CHECK(RawEngine(daemons.far.Connect(), hello).attached().ok());
+  CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
+}
+
+TEST_CASE("over several daemons members of both kinds at one are refused, whoever comes last") {
   TwoDaemons daemons;
   RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(0));
   REQUIRE(trainer.attached().ok());
   const Model model = PlainModel(2, 8, 8);
   DeviceEngine engine(&daemons.far, 1, model, "far", &daemons.near);
-  v1::EngineHello hello = daemons.far.EngineOn(2, v1::DELIVERY_STAGED, "staged");
+  v1::EngineHello hello = RawEngine::Hello("g", "host");
   hello.set_coordinator(daemons.near.address());
   CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
-               {"spans daemons", "staged"});
-  hello = RawEngine::Hello("g", "host");
-  hello.set_coordinator(daemons.near.address());
-  CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
-               {"device.name", "spans daemons"});
+               {"device.name", "spans daemons", "daemon b", daemons.far.uuid(1)});
   // A daemon can't join a group that has what could not cross.
+  RawTrainer host(daemons.near.Connect(), RawTrainer::Hello("s"));
+  REQUIRE(host.attached().ok());
   v1::EngineHello staged = daemons.near.EngineOn(1, v1::DELIVERY_STAGED);
   staged.set_group("s");
   RawEngine near(daemons.near.Connect(), staged);
@@ -1691,8 +1861,8 @@ TEST_CASE("over several daemons staged ranks on GPUs, and members of both kinds,
   hello = daemons.far.EngineOn(2, v1::DELIVERY_REGISTERED, "late");
   hello.set_group("s");
   hello.set_coordinator(daemons.near.address());
-  RawEngine late(daemons.far.Connect(), hello);
-  CHECK_FALSE(late.attached().ok());
+  CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
+               {"would span daemons", "daemon a", daemons.near.uuid(1)});
 }
 
 TEST_CASE("device memory that crossed daemons is given back with the epoch") {

@@ -16,7 +16,7 @@ struct Planted {
   uint64_t within;            // seeds
 };
 
-inline constexpr std::array<Planted, 12> kPlanted = {{
+inline constexpr std::array<Planted, 13> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -29,6 +29,7 @@ inline constexpr std::array<Planted, 12> kPlanted = {{
     {Bug::kTrustedReplicas, "trusted-replicas", "P1", 1000},
     {Bug::kOldBinding, "old-binding", "P1", 500},
     {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
+    {Bug::kUnfilledSlot, "unfilled-slot", "P1", 500},
 }};
 
 }  // namespace refitd::sim

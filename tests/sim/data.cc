@@ -41,6 +41,15 @@ void World::EndUse(Pool* pool, SlotIndex slot, uint64_t id) {
   std::erase_if(pool->uses[slot.value()], [id](const Pool::Use& u) { return u.id == id; });
 }
 
+std::shared_ptr<Pool> World::OwnPool(Machine* m, MemberId reader) {
+  std::shared_ptr<Pool>& pool = m->own_pools[reader];
+  if (pool == nullptr) {
+    pool = std::make_shared<Pool>();
+    for (const std::vector<Tag>& slot : m->pool->slots) pool->slots.emplace_back(slot.size());
+  }
+  return pool;
+}
+
 // ---- copies ----
 
 void World::On(int d, int g, const StartTransfer& a) {
@@ -69,6 +78,10 @@ void World::On(int d, int g, const StartTransfer& a) {
     copy->uses.emplace_back(a.fill_slot->slot, UseSlot(m->pool.get(), *a.fill_slot, what));
   }
   if (over_) return;
+  const bool crossed = a.source_slot.has_value() && a.trainer == MemberId();
+  if (!crossed || options_.bug != Bug::kUnfilledSlot) {
+    for (const MemberId reader : a.staged) copy->readers.push_back(OwnPool(m, reader));
+  }
   for (size_t i = 0; i < a.destinations.size(); ++i) {
     const auto member = daemon.members.find(a.destinations[i]);
     const bool skip = a.skip_destination[i];
@@ -135,13 +148,17 @@ void World::RunCopy(const std::shared_ptr<Copy>& copy, bool end) {
     const TensorRange& range = content.ranges[i];
     const uint32_t t = TensorOf(copy->g, content.tensors[range.tensor].name);
     const int64_t stop = range.start + (end ? range.count : range.count / 2);
-    if (copy->start.fill_slot.has_value()) {
-      auto& slot = copy->pool->slots[copy->start.fill_slot->slot.value()];
+    const auto pack = [&](SlotIndex index, Pool* pool) {
+      std::vector<Tag>& slot = pool->slots[index.value()];
       const int64_t base = content.byte_offsets[i] / kElementBytes;
       for (int64_t e = range.start; e < stop; ++e) {
         slot[static_cast<size_t>(base + e - range.start)] = SourceTag(*copy, i, e - range.start);
       }
-    }
+    };
+    const std::optional<SlotGrant>& grant =
+        copy->start.source_slot.has_value() ? copy->start.source_slot : copy->start.fill_slot;
+    if (copy->start.fill_slot.has_value()) pack(grant->slot, copy->pool.get());
+    for (const auto& reader : copy->readers) pack(grant->slot, reader.get());
     for (size_t k = 0; k < copy->pids.size(); ++k) {
       if (copy->pids[k] == 0) continue;
       int64_t low = 0;

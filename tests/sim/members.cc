@@ -191,7 +191,9 @@ void World::TryAttach(int pid) {
     who.pid = pid;
     who.held_version = holds;
     if (s.manifest) who.manifest = GroupOf(g).model;
-    Feed(d, g, GroupEvent(EngineAttached{member, std::move(who)}));
+    EngineAttached attached{member, std::move(who)};
+    attached.awaits_slots = m->follower != nullptr && s.delivery == DeliveryMode::kStaged;
+    Feed(d, g, GroupEvent(std::move(attached)));
   });
 }
 
@@ -646,6 +648,14 @@ void World::BeginAttempt(int pid) {
   }
 }
 
+// 0: the group's default. Without faults the update must commit: members' attaching alone may take
+// two seconds.
+Duration World::SomeDuration() {
+  if (random_.Percent(30)) return Duration(0);
+  const Duration duration = seconds(random_.Between(2, 6));
+  return no_faults_ ? std::max<Duration>(duration, seconds(3)) : duration;
+}
+
 void World::BeginCall(int pid) {
   Process& p = ProcessOf(pid);
   const GroupWorld& group = GroupOf(SeatOf(p).g);
@@ -653,7 +663,7 @@ void World::BeginCall(int pid) {
   const uint64_t token = p.token;
   BeginEvent e;
   e.version = job.version;
-  e.duration = random_.Percent(30) ? Duration(0) : Duration(seconds(random_.Between(2, 6)));
+  e.duration = SomeDuration();
   e.verification = group.verification;
   e.evict_late = job.evict_late;
   e.tensor_count = static_cast<int64_t>(group.model.size());

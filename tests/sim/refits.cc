@@ -9,7 +9,6 @@ namespace refitd::sim {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::seconds;
 
 constexpr int kMostRepeats = 400;  // of a call whose answer was called off
 
@@ -201,7 +200,7 @@ void World::CallRefit(int pid) {
   p.refit_version = job.version;
   RefitEvent e;
   e.version = job.version;
-  e.duration = random_.Percent(30) ? Duration(0) : Duration(seconds(random_.Between(2, 6)));
+  e.duration = SomeDuration();
   e.verification = group.verification;
   e.evict_late = job.evict_late;
   e.bucket_count = static_cast<int64_t>(job.plan[static_cast<size_t>(SeatOf(p).rank)].size());

@@ -476,7 +476,7 @@ void World::On(int d, int, const SendPrepare& a) {
 }
 
 void World::On(int d, int g, const SendPart& a) {
-  const std::shared_ptr<Pool> pool = Find(d, g)->pool;
+  const std::shared_ptr<Pool> pool = OwnPool(Find(d, g), a.member);
   Hear(d, a.member, [this, a, pool](Process* p) { HearPart(p->pid, a, pool); });
 }
 
@@ -736,6 +736,17 @@ void World::On(int d, int g, const DropNode& a) {
 void World::On(int d, int g, const CloseLink&) {
   const Machine* m = Find(d, g);
   if (m->link >= 0 && links_[static_cast<size_t>(m->link)].f_open) CloseSide(m->link, false, true);
+}
+
+void World::On(int d, int g, const MakeSlots& a) {
+  const Machine* m = Find(d, g);
+  if (m->pool->slots.empty()) {
+    return Violate("P8", fmt::format("d{} g{}: slots of no size", d, g));
+  }
+  InDaemon(d, std::chrono::milliseconds(1), [this, d, g, nonce = m->nonce, a] {
+    const Machine* now = Find(d, g);
+    if (now != nullptr && now->nonce == nonce) Feed(d, g, SlotsMade{a.member, absl::OkStatus()});
+  });
 }
 
 void World::Post(int index, bool down, Letter letter) {

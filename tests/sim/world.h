@@ -53,6 +53,7 @@ enum class Bug : uint8_t {
   kTrustedReplicas,   // replicas that differ are reported with equal digests
   kOldBinding,        // moves read the memory of an earlier registration
   kEarlyRounds,       // a program's Issue goes out with its Run, before the wire is the group's
+  kUnfilledSlot,      // what crossed stays in the slot that it crossed into
 };
 
 struct Options {
@@ -272,6 +273,8 @@ struct Machine {
   bool check_view = false;
   std::optional<TimePoint> tick;
   std::shared_ptr<Pool> pool;
+  // The slots that a staged rank is handed: of a GPU of its own.
+  std::map<MemberId, std::shared_ptr<Pool>> own_pools;
   // What verification expects: by update, destination and (tensor, element).
   std::map<UpdateId, std::map<MemberId, std::vector<std::pair<uint64_t, Tag>>>> sums;
 };
@@ -358,7 +361,8 @@ struct Copy {
   StartTransfer start;
   std::shared_ptr<Source> source;  // null: from a slot
   std::shared_ptr<Pool> pool;
-  std::vector<int> pids;  // by destination; 0: skipped
+  std::vector<std::shared_ptr<Pool>> readers;  // of staged ranks
+  std::vector<int> pids;                       // by destination; 0: skipped
   std::vector<std::pair<SlotIndex, uint64_t>> uses;
   bool told = false;
 };
@@ -527,6 +531,7 @@ class World {
   void On(int d, int g, const DropNode& a);
   void On(int d, int g, const SendReport& a);
   void On(int d, int g, const CloseLink& a);
+  void On(int d, int g, const MakeSlots& a);
   void On(int d, int g, const OpenEpoch& a);
   void On(int d, int g, const ConnectEpoch& a);
   void On(int d, int g, const CloseEpoch& a);
@@ -556,6 +561,7 @@ class World {
   Tag SourceTag(const Copy& copy, size_t range, int64_t i) const;
   void WriteEngine(int g, UpdateId update, int pid, uint32_t tensor, int64_t element, Tag tag);
   TransferDone ResultOf(const Copy& copy) const;
+  static std::shared_ptr<Pool> OwnPool(Machine* m, MemberId reader);
   uint64_t UseSlot(Pool* pool, SlotGrant slot, const std::string& what);
   void EndUse(Pool* pool, SlotIndex slot, uint64_t id);
   bool Touches(int d, MemberId member) const;
@@ -624,6 +630,7 @@ class World {
   void StartAttempt(int g);
   void MakePlan(int g);
   void BeginAttempt(int pid);
+  Duration SomeDuration();
   void BeginCall(int pid);
   void PushMore(int pid);
   void PushOne(int pid, size_t bucket, std::optional<SlotGrant> slot, int tries);
