@@ -186,6 +186,11 @@ class CudaStore final : public Store {
       const size_t chunk = tasks_.chunk_of_task[task->second];
       uint64_t chunks = tasks_.chunk_of_task[task->second + 1] - chunk;
       if (chunks == 0) continue;
+      const Task& piece = tasks_.tasks[task->second];
+      if (IsOneRun(piece)) {
+        REFITD_RETURN_IF_ERROR(LoadRun(piece, start, count, from));
+        continue;
+      }
       CUdeviceptr table = chunk_table_ + chunk * sizeof(Chunk);
       auto source = reinterpret_cast<uint64_t>(from);
       void* arguments[] = {&task_table_, &table, &chunks, &source, &start, &count};
@@ -255,6 +260,26 @@ class CudaStore final : public Store {
   // Calls come from the threads of the rank; which is the caller's business.
   absl::Status Current() {
     REFITD_GPU(cuCtxSetCurrent, context_);
+    return absl::OkStatus();
+  }
+
+  // Elements that follow one another in the tensor and in memory: most pieces, which an engine's own
+  // loader would copy so too.
+  static bool IsOneRun(const Task& piece) {
+    return piece.dims == 0 ||
+           (piece.dims == 1 && piece.stride[0] == 1 && piece.global_stride[0] == 1);
+  }
+
+  absl::Status LoadRun(const Task& piece, int64_t start, int64_t count, const char* from) {
+    const int64_t first = std::max(start, piece.first_index);
+    const int64_t end = std::min(start + count, piece.first_index + piece.elements);
+    if (first >= end) return absl::OkStatus();
+    const auto bytes_of = [&](int64_t elements) {
+      return static_cast<uint64_t>(elements * piece.element_bytes);
+    };
+    REFITD_GPU(cuMemcpyDtoDAsync, piece.address + bytes_of(first - piece.first_index),
+               reinterpret_cast<CUdeviceptr>(from) + bytes_of(first - start),
+               bytes_of(end - first), stream_);
     return absl::OkStatus();
   }
 
