@@ -51,6 +51,7 @@
 #include "daemon/peer_link.h"
 #include "daemon/planner.h"
 #include "daemon/process_watch.h"
+#include "daemon/push_turns.h"
 #include "daemon/wire.h"
 #include "refitd/v1/engine.pb.h"
 #include "refitd/v1/operator.pb.h"
@@ -498,10 +499,11 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   absl::StatusOr<MemberRecord*> AuthenticateToken(const std::string& token, const Peer& peer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Authenticates and hands `event(member)` to the member's group, with `reply` waiting under
-  // `call`.
+  // `call`. A push lets others go ahead.
   void TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
                    const std::string& request_id, ReplyFunction reply,
-                   const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event);
+                   const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event,
+                   bool push = false);
   void MemberEvent(MemberId member, const GroupEvent& event);
   void RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer, bool engine,
                       Layout layout, LayoutReply reply);
@@ -628,6 +630,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // Filled under mutex_, so that lines have the order of what they tell.
   const std::shared_ptr<LogQueue> log_ = std::make_shared<LogQueue>();
 
+  PushTurns pushes_;
   Mutex mutex_;
   CondVar timer_cond_;
   CondVar idle_cond_;

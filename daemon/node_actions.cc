@@ -275,7 +275,7 @@ void Node::PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status
     const auto done = [this, name](const Executor::Done& d) {
       Deferred deferred;
       {
-        MutexLock lock(&mutex_);
+        const PushTurns::Ahead lock(&pushes_, &mutex_);
         executor_.Finished(d);
         if (options_.observer != nullptr && d.status.ok()) {
           int64_t bytes = d.slot_bytes;
@@ -309,7 +309,7 @@ void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Events* 
   const auto done = [this, name](const VerifyDone& d) {
     Deferred deferred;
     {
-      MutexLock lock(&mutex_);
+      const PushTurns::Ahead lock(&pushes_, &mutex_);
       Handle(name, d, &deferred);
     }
     deferred.Run();

@@ -29,13 +29,15 @@ absl::Status CheckBucketCount(int64_t count) {
 
 }  // namespace
 
-void Node::TrainerCall(
-    CallId call, const v1::Lease& lease, const Peer& peer, const std::string& request_id,
-    ReplyFunction reply,
-    const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event) {
+void Node::TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
+                       const std::string& request_id, ReplyFunction reply,
+                       const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event,
+                       bool push) {
   Deferred deferred;
   absl::Status refused;
   {
+    std::optional<PushTurns::Turn> turn;
+    if (push) turn.emplace(&pushes_);
     MutexLock lock(&mutex_);
     const auto make = [&]() -> absl::StatusOr<std::pair<std::string, GroupEvent>> {
       mutex_.AssertHeld();
@@ -137,40 +139,41 @@ void Node::PushBucket(CallId call, const v1::PushBucketRequest& request, const P
 
 void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
                       ReplyFunction reply, const DeviceSource& device) {
-  TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
-              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
-                mutex_.AssertHeld();
-                const auto region_bytes = [&member](RegionId id) -> std::optional<int64_t> {
-                  const auto it = member.regions.find(id);
-                  return it == member.regions.end()
-                             ? std::nullopt
-                             : std::optional<int64_t>(it->second.memory.bytes);
-                };
-                const BucketLimits limits{options_.inline_bytes,
-                                          FindGroup(member.group)->machine->spec().slot_bytes};
-                REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, CheckBucket(request.bucket(), limits,
-                                                                          region_bytes, device));
-                if (!FindGroup(member.group)->sessions.empty()) {
-                  // Other daemons must be able to read what it becomes.
-                  REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket.tensors, options_.message_bytes));
-                }
-                BucketEvent event;
-                event.call = call;
-                event.member = member.id;
-                event.request_id = request.request_id();
-                event.version = Version(request.version());
-                event.seq = bucket.seq;
-                event.tensors = bucket.tensors;
-                event.ranges = bucket.ranges;
-                event.slot = bucket.slot;
-                if (bucket.slot.has_value()) {
-                  for (const CheckedBucket::Place& place : bucket.places) {
-                    event.slot_byte_offsets.push_back(place.byte_offset);
-                  }
-                }
-                buckets_[call] = std::move(bucket);
-                return event;
-              });
+  TrainerCall(
+      call, request.lease(), peer, request.request_id(), std::move(reply),
+      [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+        mutex_.AssertHeld();
+        const auto region_bytes = [&member](RegionId id) -> std::optional<int64_t> {
+          const auto it = member.regions.find(id);
+          return it == member.regions.end() ? std::nullopt
+                                            : std::optional<int64_t>(it->second.memory.bytes);
+        };
+        const BucketLimits limits{options_.inline_bytes,
+                                  FindGroup(member.group)->machine->spec().slot_bytes};
+        REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket,
+                                CheckBucket(request.bucket(), limits, region_bytes, device));
+        if (!FindGroup(member.group)->sessions.empty()) {
+          // Other daemons must be able to read what it becomes.
+          REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket.tensors, options_.message_bytes));
+        }
+        BucketEvent event;
+        event.call = call;
+        event.member = member.id;
+        event.request_id = request.request_id();
+        event.version = Version(request.version());
+        event.seq = bucket.seq;
+        event.tensors = bucket.tensors;
+        event.ranges = bucket.ranges;
+        event.slot = bucket.slot;
+        if (bucket.slot.has_value()) {
+          for (const CheckedBucket::Place& place : bucket.places) {
+            event.slot_byte_offsets.push_back(place.byte_offset);
+          }
+        }
+        buckets_[call] = std::move(bucket);
+        return event;
+      },
+      true);
 }
 
 void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& peer,

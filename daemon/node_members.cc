@@ -357,7 +357,7 @@ absl::StatusOr<Node::MemberRecord*> Node::Authenticate(const v1::Lease& lease, c
 void Node::MemberEvent(MemberId member, const GroupEvent& event) {
   Deferred deferred;
   {
-    MutexLock lock(&mutex_);
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
     const auto it = members_.find(member);
     if (it != members_.end() && !it->second.lost) Handle(it->second.group, event, &deferred);
   }

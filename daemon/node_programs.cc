@@ -108,7 +108,7 @@ void Node::SubmitMoves(const std::string& name, uint64_t id,
   const auto done = [this, name, id](Executor::Moved moved) {
     Deferred deferred;
     {
-      MutexLock lock(&mutex_);
+      const PushTurns::Ahead lock(&pushes_, &mutex_);
       executor_.Finished(&moved);
       if (options_.observer != nullptr && moved.done.status.ok() && moved.bytes > 0) {
         options_.observer->BytesMoved(name, MoveKind::kCopy, moved.bytes);

@@ -285,6 +285,8 @@ absl::Status Group::Impl::MakeParticipants() {
         open->label);
   }
   update->catalog = catalog;
+  // Before anybody pushes: growing would hold up what else waits for the group.
+  if (update->broadcast.has_value()) update->pushed.reserve(catalog->tensor_count());
   update->evicted = evicted;
   update->skip_destination.resize(catalog->destinations().size());
   update->bytes_written.resize(catalog->destinations().size());

@@ -53,6 +53,7 @@ class Catalog {
 
   const std::vector<Rank>& ranks() const { return ranks_; }
   const std::vector<std::string>& instances() const { return instances_; }
+  size_t tensor_count() const { return tensors_.size(); }
 
   // FAILED_PRECONDITION naming tensor and instance or rank: engine-only, unknown to an instance
   // that is not in `evicted`, dtype or shape disagree.

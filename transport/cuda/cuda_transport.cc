@@ -955,14 +955,14 @@ class BroadcastJob : public PlanJob {
     return relay;
   }
 
-  // A quarter of what there is: the last device is done soon after the first.
+  // A half of what there is: the last device is done soon after the first.
   int64_t ChunkBytes() const {
     constexpr int64_t kLeast = 1 << 20;
     int64_t bytes = 0;
     for (const BoundPiece& piece : transfer_.source) {
       bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
     }
-    return std::min(engine_->options().relay_chunk_bytes, std::max(bytes / 4, kLeast));
+    return std::min(engine_->options().relay_chunk_bytes, std::max(bytes / 2, kLeast));
   }
 
   absl::StatusOr<int> SourceDevice() const {

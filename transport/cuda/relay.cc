@@ -39,7 +39,9 @@ absl::StatusOr<std::vector<Link>> MakeChain(const Relay& relay, RelayIssue* issu
 
 absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
   REFITD_ASSIGN_OR_RETURN(const std::vector<Link> chain, MakeChain(relay, issue));
-  for (const RelayChunk& chunk : CutIntoChunks(relay.runs, relay.chunk_bytes)) {
+  // With one link nobody waits for a chunk, and a batch of copies leaves the fewest gaps.
+  const int64_t chunk_bytes = chain.size() > 1 ? relay.chunk_bytes : relay.slot_bytes;
+  for (const RelayChunk& chunk : CutIntoChunks(relay.runs, chunk_bytes)) {
     const RelayStream* before = nullptr;
     for (const Link& link : chain) {
       if (before == nullptr) {
