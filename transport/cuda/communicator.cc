@@ -185,6 +185,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     }
     NcclConfig config;
     config.blocking = 0;
+    config.max_ctas = kMostCtas;
     config.cta_policy = copy_engines_ ? kNcclPolicyZero : kNcclPolicyDefault;
     REFITD_RETURN_IF_ERROR(Grouped(deadline, "making it", [&](size_t rank) {
       return REFITD_NCCL_CALL(*api_, ncclCommInitRankConfig, &ranks_[rank].comm,

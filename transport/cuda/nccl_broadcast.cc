@@ -86,8 +86,8 @@ absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(
 
 void NcclBroadcasts::LetGo(const CudaRegion& pool) {
   MutexLock lock(&mutex_);
-  for (auto& each : held_) {
-    Held& held = each.second;
+  for (auto it = held_.begin(); it != held_.end();) {
+    Held& held = it->second;
     std::erase_if(held.windows, [&](const auto& entry) {
       if (std::find(entry.first.begin(), entry.first.end(), &pool) == entry.first.end()) {
         return false;
@@ -98,8 +98,15 @@ void NcclBroadcasts::LetGo(const CudaRegion& pool) {
       if (!gone.ok()) held.communicator->Abort(gone);
       return true;
     });
+    // P8: whoever broadcasts there again makes another one. Nothing of it runs: its pools were
+    // given back.
+    if (held.pools.erase(&pool) > 0 && held.pools.empty()) {
+      (void)held.communicator->Close(Clock::now() + options_.limit);
+      it = held_.erase(it);
+    } else {
+      ++it;
+    }
   }
-  scratch_.erase(pool.device());  // P8: made again when next needed
 }
 
 void NcclBroadcasts::Close(Clock::time_point deadline) {
@@ -111,15 +118,15 @@ void NcclBroadcasts::Close(Clock::time_point deadline) {
     (void)held.communicator->Close(deadline);
   }
   held_.clear();
-  scratch_.clear();
 }
 
 // ---- one broadcast ----
 
-absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, RelayIssue* issue) {
+absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, Held* held,
+                                                   RelayIssue* issue) {
   const RelayRun& first = relay.runs.front();
   if (relay.runs.size() == 1) return first.from;
-  std::unique_ptr<CudaBuffer>& scratch = scratch_[relay.source];
+  std::unique_ptr<CudaBuffer>& scratch = held->scratch[relay.source];
   REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(relay.source));
   if (scratch == nullptr || scratch->bytes() < relay.slot_bytes) {
     // Freeing the one before waits for what uses it.
@@ -139,7 +146,12 @@ absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue) {
   std::sort(devices.begin(), devices.end());
   devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
   REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, false));
-  REFITD_ASSIGN_OR_RETURN(const char* const packed, Packed(relay, issue));
+  for (const Relay::Slot& slot : relay.slots) {
+    REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<const CudaRegion> pool,
+                            issue->RegionOf(slot.data));
+    held->pools.insert(pool.get());
+  }
+  REFITD_ASSIGN_OR_RETURN(const char* const packed, Packed(relay, held, issue));
   const int64_t begin = relay.runs.front().offset;
   Communicator::BroadcastCall call;
   call.send = packed;
@@ -192,6 +204,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
   int64_t at = relay.runs.front().offset / kShareAlignment * kShareAlignment;
   if (count > 1) {
     REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, options_.copy_engines));
+    for (const auto& pool : pools) held->pools.insert(pool.get());
     REFITD_ASSIGN_OR_RETURN(call.window, WindowOf(held, pools));
     const int64_t slot_offset = receivers[0].data - pools[0]->data();
     while (end - at >= count * kShareAlignment) {

@@ -7,9 +7,9 @@
 //               over windows of their pools; in rounds, so that the shares of one are on their way
 //               while the ones before are gathered
 //
-// Communicators are made when first needed, one for each set of devices and kind, and live as long
-// as this: they are few, since trainers' and engines' devices are. Windows are made of whole pools
-// and given back by LetGo.
+// Communicators are made when first needed, one for each set of devices and kind: they are few,
+// since trainers' and engines' devices are. Windows are made of whole pools. LetGo gives back a
+// pool's windows, and communicators all of whose broadcasts went to pools that are gone.
 //
 // P4: what NCCL does not issue within `limit` fails, and what the devices do not end is found late
 // by the queue that waits for them (device_queue.h). P7: one thread issues. P8: LetGo, Close.
@@ -21,6 +21,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -66,6 +67,9 @@ class NcclBroadcasts {
     std::unique_ptr<Communicator> communicator;
     // By the pools that it is made of, which it holds.
     std::map<std::vector<const CudaRegion*>, Communicator::WindowId> windows;
+    std::set<const CudaRegion*> pools;  // that its broadcasts filled slots of
+    // By device of a source whose bytes do not lie as in a slot.
+    std::map<int, std::unique_ptr<CudaBuffer>> scratch;
   };
 
   // Of one call: a broadcast makes up to three before the queue that issues it counts it as late.
@@ -81,7 +85,7 @@ class NcclBroadcasts {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Where the source's bytes lie as they do in a slot, from the first one on; packed there if need
   // be.
-  absl::StatusOr<const char*> Packed(const Relay& relay, RelayIssue* issue)
+  absl::StatusOr<const char*> Packed(const Relay& relay, Held* held, RelayIssue* issue)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Options options_;
@@ -89,7 +93,6 @@ class NcclBroadcasts {
   Communicators communicators_;
   Mutex mutex_;  // held while work is issued
   std::map<std::pair<std::vector<int>, bool>, Held> held_ ABSL_GUARDED_BY(mutex_);
-  std::map<int, std::unique_ptr<CudaBuffer>> scratch_ ABSL_GUARDED_BY(mutex_);  // by device
 };
 
 }  // namespace refitd
