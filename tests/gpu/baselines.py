@@ -5,7 +5,7 @@
 Cases: limits (a peer copy from GPU 0 to the last one and a local copy, in GiB pieces), per_tensor (one NCCL broadcast a
 tensor), packed (1 GiB buckets, two buffers on two streams, copied into parameters by name), gather (all-gather among
 sharded trainers, then packed, then each engine keeps its slice), colocated (1 GiB flattened, CUDA IPC, copied out).
-Trainers are on the first half of the GPUs, engines on the second, one process a GPU; rank 0 broadcasts to all engines.
+Trainers are on the first half of the GPUs (--trainers), engines on the others, one process a GPU; rank 0 broadcasts to all engines.
 Fresh random values every round, outside the measured time; sums of every tensor are compared after each. Seconds are wall
 time between barriers."""
 
@@ -159,12 +159,12 @@ def limits(model, rounds):
 class Ranks:
     """Of one torch.distributed world: trainers first, then engines."""
 
-    def __init__(self, rank, world, store):
+    def __init__(self, rank, world, trainers, store):
         self.rank = rank
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", init_method="file://" + store, rank=rank, world_size=world,
                                 timeout=timedelta(seconds=120), device_id=torch.device("cuda", rank))
-        self.trainers = max(world // 2, 1)
+        self.trainers = trainers
         self.engines = world - self.trainers
         self.trainer = rank < self.trainers
         self.wire = dist.new_group([0] + list(range(self.trainers, world)))
@@ -265,8 +265,8 @@ def same_sums(ranks, parameters):
     assert torch.equal(mine, theirs), "tensors differ"
 
 
-def distributed_rank(rank, world, store, model, rounds, cases):
-    ranks = Ranks(rank, world, store)
+def distributed_rank(rank, world, trainers, store, model, rounds, cases):
+    ranks = Ranks(rank, world, trainers, store)
     parameters = new_parameters(model, "cuda")
     size = bytes_of(parameters)
     packed = Packed(parameters)
@@ -355,6 +355,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-4b")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trainers", type=int, help="GPUs of trainers, the first ones; half of them if not said")
     parser.add_argument("--only", default="limits,per_tensor,packed,gather,colocated")
     options = parser.parse_args()
     cases = options.only.split(",")
@@ -364,7 +365,8 @@ def main():
     if world > 1 and {"per_tensor", "packed", "gather"} & set(cases):
         with tempfile.TemporaryDirectory() as folder:
             context = mp.spawn(distributed_rank, nprocs=world, join=False,
-                               args=(world, os.path.join(folder, "store"), options.model, options.rounds, cases))
+                               args=(world, options.trainers or max(world // 2, 1), os.path.join(folder, "store"),
+                                     options.model, options.rounds, cases))
             deadline = time.monotonic() + PATIENCE_SECONDS
             while not context.join(timeout=1):
                 if time.monotonic() > deadline:

@@ -263,8 +263,8 @@ class CudaStore final : public Store {
     return absl::OkStatus();
   }
 
-  // Elements that follow one another in the tensor and in memory: most pieces, which an engine's own
-  // loader would copy so too.
+  // Elements that follow one another in the tensor and in memory: most pieces, which an engine's
+  // own loader would copy so too.
   static bool IsOneRun(const Task& piece) {
     return piece.dims == 0 ||
            (piece.dims == 1 && piece.stride[0] == 1 && piece.global_stride[0] == 1);
@@ -278,8 +278,8 @@ class CudaStore final : public Store {
       return static_cast<uint64_t>(elements * piece.element_bytes);
     };
     REFITD_GPU(cuMemcpyDtoDAsync, piece.address + bytes_of(first - piece.first_index),
-               reinterpret_cast<CUdeviceptr>(from) + bytes_of(first - start),
-               bytes_of(end - first), stream_);
+               reinterpret_cast<CUdeviceptr>(from) + bytes_of(first - start), bytes_of(end - first),
+               stream_);
     return absl::OkStatus();
   }
 

@@ -220,9 +220,17 @@ class Daemon:
 class Machine:
     """The GPUs and who goes where. Without GPUs (memory host) ordinals have no meaning."""
 
-    def __init__(self, count):
+    def __init__(self, count, half=None):
         self.count = max(count, 1)
-        self.half = max(self.count // 2, 1)
+        self.half = half or max(self.count // 2, 1)  # trainers' GPUs, the first ones
+
+    def one_to_many(self):
+        """One trainer's GPU and at most four for engines."""
+        return Machine(self.count, max(self.count - 4, 1))
+
+    def engines(self):
+        """How many GPUs are engines' alone; 1 where there is one."""
+        return max(self.count - self.half, 1)
 
     def trainer(self, index, colocated):
         return index % (self.count if colocated else self.half)

@@ -248,27 +248,42 @@ TEST_CASE("random broadcasts leave the host transport's bytes and digests") {
   }
 }
 
-// One bf16 matrix between two blocks of the child's.
-Transfer Matrix(int64_t bytes, int from, int to) {
-  const Dims shape = {bytes / 4096, 2048};
+// bf16 matrices of `each` bytes between two blocks of the child's; in the source something lies
+// between any two.
+Transfer Matrices(int64_t bytes, int64_t each, int from, int to) {
+  constexpr int64_t kGap = 256;
+  const int64_t count = bytes / each;
+  const Dims shape = {each / 4096, 2048};
   Transfer transfer;
-  const auto piece = [&](int device) {
-    const auto region = memory->OpenLegacy(device, child->Allocate(device, bytes));
+  const auto region_on = [&](int device) {
+    const int64_t room = bytes + count * kGap;
+    const auto region = memory->OpenLegacy(device, child->Allocate(device, room));
     INFO(region.status().ToString());
     REQUIRE(region.ok());
     transfer.keep_alive.push_back(*region);
-    return BoundPiece{.dtype = DType::kBFloat16,
-                      .shape = shape,
-                      .box = WholeBox(shape),
-                      .strides = RowMajorStrides(shape),
-                      .data = (*region)->data(),
-                      .name = "matrix"};
+    return (*region)->data();
   };
-  transfer.source.push_back(piece(from));
-  transfer.destinations.push_back({piece(to)});
-  transfer.program.moves.push_back({.box = WholeBox(shape)});
+  char* const source = region_on(from);
+  char* const destination = region_on(to);
+  transfer.destinations.emplace_back();
+  for (int64_t i = 0; i < count; ++i) {
+    BoundPiece piece{.dtype = DType::kBFloat16,
+                     .shape = shape,
+                     .box = WholeBox(shape),
+                     .strides = RowMajorStrides(shape),
+                     .data = source + i * (each + (count > 1 ? kGap : 0)),
+                     .name = "matrix"};
+    transfer.source.push_back(piece);
+    piece.data = destination + i * each;
+    transfer.destinations[0].push_back(std::move(piece));
+    const auto index = static_cast<uint32_t>(i);
+    transfer.program.moves.push_back(
+        {.source_piece = index, .destination_piece = index, .box = WholeBox(shape)});
+  }
   return transfer;
 }
+
+Transfer Matrix(int64_t bytes, int from, int to) { return Matrices(bytes, bytes, from, to); }
 
 // Milliseconds, from submission to the call of `done`: median of several.
 double Milliseconds(Transport* transport, const Transfer& transfer, bool replay, int rounds) {
@@ -328,47 +343,71 @@ TEST_CASE("what transfers take") {
   }
 }
 
-// Parts of `slot_bytes` one after another through `slots` slots of each device, as a group's would
-// be: GB/s into each receiver.
-double BroadcastRate(Transport* transport, int64_t slot_bytes, int slots, int parts,
-                     Verification verification) {
+// What a broadcast's parts are made of.
+struct Parts {
+  int64_t slot_bytes = 0;
+  int slots = 3;
+  int64_t tensor_bytes = 0;
+  Verification verification = Verification::kOff;
+};
+
+// At most four, on the last devices.
+std::vector<int> Receivers() {
   const int devices = static_cast<int>(memory->devices().size());
   std::vector<int> receivers;
-  for (int device = std::max(devices / 2, 1); device < devices; ++device) {
+  for (int device = std::max(devices - 4, 1); device < devices; ++device) {
     receivers.push_back(device);
   }
+  return receivers;
+}
+
+// A part from device 0 through one slot of each pool into each receiver's memory.
+Transfer PartThrough(const Parts& parts, const std::vector<int>& receivers,
+                     const std::vector<CudaPool>& pools, int slot) {
+  Transfer transfer = Matrices(parts.slot_bytes, parts.tensor_bytes, 0, receivers[0]);
+  Broadcast broadcast{.method = BroadcastMethod::kChain, .slots = {}, .byte_offsets = {}};
+  for (size_t i = 0; i < transfer.source.size(); ++i) {
+    broadcast.byte_offsets.push_back(static_cast<int64_t>(i) * parts.tensor_bytes);
+  }
+  for (size_t r = 0; r < receivers.size(); ++r) {
+    broadcast.slots.push_back(
+        {pools[r].region->data() + slot * parts.slot_bytes, parts.slot_bytes, pools[r].region});
+    if (r == 0) continue;
+    const Transfer other = Matrices(parts.slot_bytes, parts.tensor_bytes, 0, receivers[r]);
+    transfer.destinations.push_back(other.destinations[0]);
+    transfer.keep_alive.insert(transfer.keep_alive.end(), other.keep_alive.begin(),
+                               other.keep_alive.end());
+    for (CopyMove move : other.program.moves) {
+      move.destination = static_cast<uint32_t>(r);
+      transfer.program.moves.push_back(std::move(move));
+    }
+  }
+  std::stable_sort(
+      transfer.program.moves.begin(), transfer.program.moves.end(),
+      [](const CopyMove& a, const CopyMove& b) { return a.source_piece < b.source_piece; });
+  transfer.broadcast = std::move(broadcast);
+  transfer.verification = parts.verification;
+  return transfer;
+}
+
+// `count` parts one after another, as a group's would be: GB/s into each receiver.
+double BroadcastRate(Transport* transport, const Parts& of, int count) {
+  const int slots = of.slots;
+  const std::vector<int> receivers = Receivers();
   std::vector<CudaPool> pools;
   for (const int device : receivers) {
-    auto pool = memory->MakePool(device, slot_bytes * slots);
+    auto pool = memory->MakePool(device, of.slot_bytes * slots);
     REQUIRE(pool.ok());
     pools.push_back(*std::move(pool));
   }
   std::vector<Transfer> transfers;
-  for (int s = 0; s < slots; ++s) {
-    Transfer transfer = Matrix(slot_bytes, 0, receivers[0]);
-    Broadcast broadcast{.method = BroadcastMethod::kChain, .slots = {}, .byte_offsets = {0}};
-    for (size_t r = 0; r < receivers.size(); ++r) {
-      broadcast.slots.push_back(
-          {pools[r].region->data() + s * slot_bytes, slot_bytes, pools[r].region});
-      if (r == 0) continue;
-      const Transfer other = Matrix(slot_bytes, 0, receivers[r]);
-      transfer.destinations.push_back(other.destinations[0]);
-      transfer.keep_alive.insert(transfer.keep_alive.end(), other.keep_alive.begin(),
-                                 other.keep_alive.end());
-      CopyMove move = transfer.program.moves[0];
-      move.destination = static_cast<uint32_t>(r);
-      transfer.program.moves.push_back(move);
-    }
-    transfer.broadcast = std::move(broadcast);
-    transfer.verification = verification;
-    transfers.push_back(std::move(transfer));
-  }
+  for (int s = 0; s < slots; ++s) transfers.push_back(PartThrough(of, receivers, pools, s));
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<bool> busy(static_cast<size_t>(slots));
   absl::Status failed;
   std::chrono::steady_clock::time_point start;
-  for (int part = 0; part < parts + slots; ++part) {
+  for (int part = 0; part < count + slots; ++part) {
     const auto slot = static_cast<size_t>(part % slots);
     std::unique_lock lock(mutex);
     REQUIRE(changed.wait_for(lock, kWait, [&] { return !busy[slot]; }));
@@ -389,7 +428,7 @@ double BroadcastRate(Transport* transport, int64_t slot_bytes, int slots, int pa
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
   INFO(failed.ToString());
   REQUIRE(failed.ok());
-  return static_cast<double>(parts * slot_bytes) / took.count() / 1e9;
+  return static_cast<double>(count * of.slot_bytes) / took.count() / 1e9;
 }
 
 TEST_CASE("what broadcasts take") {
@@ -403,18 +442,19 @@ TEST_CASE("what broadcasts take") {
   const double best =
       4.294967296e3 / Milliseconds(peer.get(), Matrix(int64_t{4} << 30, 0, devices - 1), true, 5);
   std::printf("one to one, 4 GiB by copy engines: %.0f GB/s\n", best);
-  for (const int64_t chunk : {4, 8, 16, 32, 64}) {
+  for (const int64_t chunk : {16, 64}) {
     const auto transport = MakeTransport({.relay_chunk_bytes = chunk << 20, .lost = {}});
-    for (const int64_t slot : {64, 128, 256}) {
+    for (const int64_t tensor : {192, 16, 6, 1}) {
       for (const auto verification : {Verification::kOff, Verification::kTransfer}) {
-        const double rate = BroadcastRate(transport.get(), slot << 20, 3, 64, verification);
+        const double rate = BroadcastRate(
+            transport.get(),
+            {.slot_bytes = 192 << 20, .tensor_bytes = tensor << 20, .verification = verification},
+            64);
         std::printf(
-            "chain from 0 to %d devices, slots of %lld MiB, chunks of %lld MiB, %-8s: %.0f GB/s "
-            "into "
-            "each (%.2f)\n",
-            devices - std::max(devices / 2, 1), static_cast<long long>(slot),
-            static_cast<long long>(chunk), names[static_cast<int>(verification)], rate,
-            rate / best);
+            "chain to %zu devices, slots of 192 MiB, tensors of %lld MiB, chunks of %lld MiB, "
+            "%-8s: %.0f GB/s into each (%.2f)\n",
+            Receivers().size(), static_cast<long long>(tensor), static_cast<long long>(chunk),
+            names[static_cast<int>(verification)], rate, rate / best);
         std::fflush(stdout);
       }
     }
