@@ -27,6 +27,19 @@ absl::Status CheckBucketCount(int64_t count) {
   return Error(absl::StatusCode::kInvalidArgument, "bucket_count: {} is negative", count);
 }
 
+// Whether the regions that a bucket names are there. Ids are not used twice.
+template <typename Regions>
+bool HasRegions(const Regions& regions, const CheckedBucket& bucket) {
+  if (bucket.source != CheckedBucket::Source::kRegions) return true;
+  RegionId last;
+  for (const CheckedBucket::Place& place : bucket.places) {
+    if (place.region == last) continue;
+    if (!regions.contains(place.region)) return false;
+    last = place.region;
+  }
+  return true;
+}
+
 }  // namespace
 
 void Node::TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
@@ -139,39 +152,56 @@ void Node::PushBucket(CallId call, const v1::PushBucketRequest& request, const P
 
 void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
                       ReplyFunction reply, const DeviceSource& device) {
+  BucketLimits limits;
+  std::map<RegionId, int64_t> regions;
+  const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
+    const auto it = regions.find(id);
+    return it == regions.end() ? std::nullopt : std::optional(it->second);
+  };
+  // Checking many tensors takes long: outside the mutex, against the regions of now.
+  const auto check = [&]() -> absl::StatusOr<CheckedBucket> {
+    {
+      MutexLock lock(&mutex_);
+      REFITD_ASSIGN_OR_RETURN(const MemberRecord* const member,
+                              Authenticate(request.lease(), peer, false));
+      for (const auto& [id, region] : member->regions) regions[id] = region.memory.bytes;
+      limits = {options_.inline_bytes, FindGroup(member->group)->machine->spec().slot_bytes};
+    }
+    return CheckBucket(request.bucket(), limits, region_bytes, device);
+  };
+  absl::StatusOr<CheckedBucket> bucket = check();
+  BucketEvent event;
+  event.call = call;
+  event.request_id = request.request_id();
+  event.version = Version(request.version());
+  if (bucket.ok()) {
+    event.seq = bucket->seq;
+    event.tensors = bucket->tensors;
+    event.ranges = bucket->ranges;
+    event.slot = bucket->slot;
+    if (bucket->slot.has_value()) {
+      for (const CheckedBucket::Place& place : bucket->places) {
+        event.slot_byte_offsets.push_back(place.byte_offset);
+      }
+    }
+  }
   TrainerCall(
       call, request.lease(), peer, request.request_id(), std::move(reply),
       [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
         mutex_.AssertHeld();
-        const auto region_bytes = [&member](RegionId id) -> std::optional<int64_t> {
-          const auto it = member.regions.find(id);
-          return it == member.regions.end() ? std::nullopt
-                                            : std::optional<int64_t>(it->second.memory.bytes);
-        };
-        const BucketLimits limits{options_.inline_bytes,
-                                  FindGroup(member.group)->machine->spec().slot_bytes};
-        REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket,
-                                CheckBucket(request.bucket(), limits, region_bytes, device));
+        REFITD_RETURN_IF_ERROR(bucket.status());
+        if (!HasRegions(member.regions, *bucket)) {
+          // One went meanwhile: said as if it had not been there.
+          std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
+          return CheckBucket(request.bucket(), limits, region_bytes, device).status();
+        }
         if (!FindGroup(member.group)->sessions.empty()) {
           // Other daemons must be able to read what it becomes.
-          REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket.tensors, options_.message_bytes));
+          REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, options_.message_bytes));
         }
-        BucketEvent event;
-        event.call = call;
         event.member = member.id;
-        event.request_id = request.request_id();
-        event.version = Version(request.version());
-        event.seq = bucket.seq;
-        event.tensors = bucket.tensors;
-        event.ranges = bucket.ranges;
-        event.slot = bucket.slot;
-        if (bucket.slot.has_value()) {
-          for (const CheckedBucket::Place& place : bucket.places) {
-            event.slot_byte_offsets.push_back(place.byte_offset);
-          }
-        }
-        buckets_[call] = std::move(bucket);
-        return event;
+        buckets_[call] = *std::move(bucket);
+        return std::move(event);
       },
       true);
 }
