@@ -156,11 +156,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   }
 
   absl::Status Close(Clock::time_point deadline) {
-    {
-      MutexLock lock(&mutex_);
-      if (!status_.ok()) return status_;
-      status_ = Error(absl::StatusCode::kFailedPrecondition, "{} is closed", Name());
-    }
+    REFITD_RETURN_IF_ERROR(BeginToClose());
     bool began = false;
     const absl::Status closed = thread_->Run(
         "the end of " + Name(), deadline,
@@ -168,10 +164,26 @@ class Communicator::State : public std::enable_shared_from_this<State> {
         &began);
     if (closed.ok() || began) return closed;
     // It was not even begun: then behind everything else.
-    const Clock::time_point late = Clock::now() + clean_up_;
-    thread_->Post("the end of " + Name(), late,
-                  [self = shared_from_this(), late] { (void)self->GiveBack(/*idle=*/true, late); });
+    PostEnd(Clock::now() + clean_up_);
     return closed;
+  }
+
+  void CloseLater(Clock::time_point deadline) {
+    if (BeginToClose().ok()) PostEnd(deadline);
+  }
+
+  // Not OK: it is not usable any more.
+  absl::Status BeginToClose() {
+    MutexLock lock(&mutex_);
+    if (!status_.ok()) return status_;
+    status_ = Error(absl::StatusCode::kFailedPrecondition, "{} is closed", Name());
+    return absl::OkStatus();
+  }
+
+  void PostEnd(Clock::time_point deadline) {
+    thread_->Post("the end of " + Name(), deadline, [self = shared_from_this(), deadline] {
+      (void)self->GiveBack(/*idle=*/true, deadline);
+    });
   }
 
   // ---- on the communicator thread ----
@@ -490,6 +502,7 @@ absl::Status Communicator::status() const { return state_->status(); }
 CommunicatorStatus Communicator::Describe() const { return state_->Describe(); }
 void Communicator::Abort(const absl::Status& why) { state_->Poison(why); }
 absl::Status Communicator::Close(Clock::time_point deadline) { return state_->Close(deadline); }
+void Communicator::CloseLater(Clock::time_point deadline) { state_->CloseLater(deadline); }
 
 absl::StatusOr<Communicator::WindowId> Communicator::RegisterWindow(
     const std::vector<std::shared_ptr<const CudaRegion>>& regions, Clock::time_point deadline) {

@@ -117,6 +117,8 @@ class Communicator {
   // Gives everything back. No work of it may be left. What it could not give back by the deadline
   // is told as a loss.
   absl::Status Close(Clock::time_point deadline);
+  // As Close, behind what was asked for before, without waiting; no use may follow.
+  void CloseLater(Clock::time_point deadline);
   // Poisons it for this reason, and begins to give everything back, whatever its devices are at:
   // they end what NCCL put there, with bytes that mean nothing. Does not wait.
   void Abort(const absl::Status& why);

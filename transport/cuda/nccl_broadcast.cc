@@ -101,7 +101,7 @@ void NcclBroadcasts::LetGo(const CudaRegion& pool) {
     // P8: whoever broadcasts there again makes another one. Nothing of it runs: its pools were
     // given back.
     if (held.pools.erase(&pool) > 0 && held.pools.empty()) {
-      (void)held.communicator->Close(Clock::now() + options_.limit);
+      held.communicator->CloseLater(Clock::now() + options_.limit);
       it = held_.erase(it);
     } else {
       ++it;
