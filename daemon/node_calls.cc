@@ -161,10 +161,17 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
   // Checking many tensors takes long: outside the mutex, against the regions of now.
   const auto check = [&]() -> absl::StatusOr<CheckedBucket> {
     {
+      const PushTurns::Turn turn(&pushes_);
       MutexLock lock(&mutex_);
       REFITD_ASSIGN_OR_RETURN(const MemberRecord* const member,
                               Authenticate(request.lease(), peer, false));
-      for (const auto& [id, region] : member->regions) regions[id] = region.memory.bytes;
+      uint64_t last = 0;
+      for (const v1::RegionRef& ref : request.bucket().regions().refs()) {
+        if (ref.region_id() == last) continue;
+        last = ref.region_id();
+        const auto it = member->regions.find(RegionId(last));
+        if (it != member->regions.end()) regions[it->first] = it->second.memory.bytes;
+      }
       limits = {options_.inline_bytes, FindGroup(member->group)->machine->spec().slot_bytes};
     }
     return CheckBucket(request.bucket(), limits, region_bytes, device);

@@ -1,8 +1,11 @@
 #include "daemon/push_turns.h"
 
+#include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <cstdint>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -59,26 +62,43 @@ TEST_CASE("who goes ahead waits for one push at most, however many there are") {
   CHECK(most <= 1);
 }
 
-TEST_CASE("pushes go on when nobody is ahead any more") {
+TEST_CASE("pushes go on when nobody is ahead any more, and when somebody always is") {
   PushTurns turns;
   Mutex mutex;
   std::atomic<int> pushed = 0;
-  mutex.Lock();
-  std::thread ahead([&] { const PushTurns::Ahead lock(&turns, &mutex); });
-  CHECK(Becomes([&] { return turns.AnyAhead(); }));
-  std::vector<std::thread> pushers;
+  const auto push = [&] {
+    const PushTurns::Turn turn(&turns);
+    MutexLock lock(&mutex);
+    ++pushed;
+  };
+  for (int round = 0; round < 20; ++round) {
+    pushed = 0;
+    mutex.Lock();
+    std::thread ahead([&] { const PushTurns::Ahead lock(&turns, &mutex); });
+    CHECK(Becomes([&] { return turns.AnyAhead(); }));
+    std::thread first(push);
+    std::thread second(push);
+    mutex.Unlock();
+    CHECK(Becomes([&] { return pushed == 2; }));
+    ahead.join();
+    first.join();
+    second.join();
+  }
+
+  // One comes before the other has gone.
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> always;
   for (int i = 0; i < 3; ++i) {
-    pushers.emplace_back([&] {
-      const PushTurns::Turn turn(&turns);
-      MutexLock lock(&mutex);
-      ++pushed;
+    always.emplace_back([&] {
+      while (!stop) const PushTurns::Ahead lock(&turns, &mutex);
     });
   }
-  CHECK(pushed == 0);
-  mutex.Unlock();
-  CHECK(Becomes([&] { return pushed == 3; }));
-  ahead.join();
-  for (std::thread& pusher : pushers) pusher.join();
+  pushed = 0;
+  std::thread pusher(push);
+  CHECK(Becomes([&] { return pushed == 1; }));
+  stop = true;
+  pusher.join();
+  for (std::thread& thread : always) thread.join();
 }
 
 }  // namespace

@@ -380,7 +380,6 @@ TEST_CASE("random broadcasts by NCCL leave the host transport's bytes, and give 
       INFO("seed " << kSeed + 46 << ", round " << round << ", method " << static_cast<int>(method));
       const int devices = 2 + round % 3;
       Setup setup({.symmetric_copy_engines = round % 2 == 0, .lost = {}}, devices, true);
-      int communicators = 0;  // each begins with an all-gather over no window
       for (int version = 0; version < 3; ++version) {
         const auto source = static_cast<int>(Pick(&random, 0, devices - 1));
         BroadcastCase broadcast(&setup, &random, source, devices,
@@ -389,9 +388,7 @@ TEST_CASE("random broadcasts by NCCL leave the host transport's bytes, and give 
         CheckSame(result, Run(setup.host.get(), broadcast.world.model));
         broadcast.world.CheckBytes();
         broadcast.CheckSlots();
-        communicators += setup.nccl->Count().comms > 0 ? 1 : 0;
         broadcast.GiveBack(setup.memory.get());
-        CHECK(Eventually([&] { return setup.nccl->Count().comms == 0; }));
         CHECK(setup.nccl->Count().windows == 0);
         CHECK(setup.fake.Count().created == 0);
       }
@@ -402,9 +399,10 @@ TEST_CASE("random broadcasts by NCCL leave the host transport's bytes, and give 
       most.engine_all_gathers = std::max(most.engine_all_gathers, counts.engine_all_gathers);
       // Every all-gather ran over windows.
       CHECK(counts.all_gathers - counts.symmetric_all_gathers - counts.engine_all_gathers <=
-            communicators);
+            counts.comms);
       CHECK(setup.losses == 0);
       setup.transport.reset();
+      CHECK(setup.nccl->Count().comms == 0);
       CHECK(setup.nccl->Count().lost_windows == 0);
       CheckNothingOpen(setup.fake);
     }
@@ -441,6 +439,60 @@ TEST_CASE("a broadcast whose communicator fails costs itself alone; the next has
   REQUIRE(!communicators().empty());
   CHECK(communicators().back().epoch == 2);
   CHECK(communicators().back().status.ok());
+  CHECK(setup.losses == 0);
+}
+
+TEST_CASE("of too many sets of devices that NCCL broadcasts to, idle ones make room (P10)") {
+  Rng random(kSeed + 48);
+  constexpr int kDevices = 7;
+  constexpr size_t kMostSets = 16;  // nccl_broadcast.h
+  Setup setup({.lost = {}}, kDevices, true);
+  // A tensor from one device to a slot and a destination on another.
+  struct Pair {
+    Pair(Setup* of, Rng* random, int from, int to)
+        : world(of->exporter(), of->memory.get(), random) {
+      FillSimply(&world, from, {to});
+      transfer =
+          Broadcasting(&world, of->memory.get(), random, {to}, BroadcastMethod::kNccl, &pools);
+    }
+    void GiveBack(CudaMemory* memory) {
+      transfer = {};
+      for (CudaPool& pool : pools.pools) memory->GiveBack(std::move(pool));
+    }
+    World world;
+    BroadcastPools pools;
+    Transfer transfer;
+  };
+  const auto communicators = [&setup] {
+    return dynamic_cast<const CommunicatorsOwner&>(*setup.transport).Communicators().size();
+  };
+  std::vector<std::pair<int, int>> all;
+  for (int from = 0; from < kDevices; ++from) {
+    for (int to = from + 1; to < kDevices; ++to) all.emplace_back(from, to);
+  }
+  REQUIRE(all.size() > kMostSets);
+  for (const auto& [from, to] : all) {
+    Pair pair(&setup, &random, from, to);
+    CheckSame(Run(setup.transport.get(), pair.transfer), Run(setup.host.get(), pair.world.model));
+    pair.world.CheckBytes();
+    pair.GiveBack(setup.memory.get());
+  }
+  CHECK(Eventually([&] { return communicators() == kMostSets; }));
+
+  // Those whose pools are there stay.
+  std::vector<std::unique_ptr<Pair>> held;
+  for (const auto& [from, to] : all) {
+    held.push_back(std::make_unique<Pair>(&setup, &random, from, to));
+    const absl::Status status = Run(setup.transport.get(), held.back()->transfer).status;
+    if (held.size() <= kMostSets) {
+      REQUIRE(status.ok());
+    } else {
+      CHECK(status.code() == absl::StatusCode::kResourceExhausted);
+    }
+  }
+  held[3]->GiveBack(setup.memory.get());
+  REQUIRE(Run(setup.transport.get(), held.back()->transfer).status.ok());
+  CHECK(Eventually([&] { return communicators() == kMostSets; }));
   CHECK(setup.losses == 0);
 }
 

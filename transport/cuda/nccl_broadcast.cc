@@ -54,22 +54,38 @@ absl::StatusOr<NcclBroadcasts::Held*> NcclBroadcasts::Get(const std::vector<int>
                                                           bool copy_engines) {
   const auto key = std::pair(devices, copy_engines);
   const auto it = held_.find(key);
-  if (it != held_.end()) {
-    if (it->second.communicator->status().ok()) return &it->second;
+  if (it != held_.end() && it->second.communicator->status().ok()) {
+    it->second.last_use = ++uses_;
+    return &it->second;
   }
   // Poisoned ones are given back behind the scenes.
   std::erase_if(held_, [](const auto& e) { return !e.second.communicator->status().ok(); });
-  if (held_.size() >= kMaxBroadcastCommunicators) {
-    return Error(absl::StatusCode::kResourceExhausted,
-                 "broadcasts have {} sets of devices already, each with a communicator",
-                 held_.size());
-  }
+  REFITD_RETURN_IF_ERROR(MakeRoom());
   REFITD_ASSIGN_OR_RETURN(
       std::unique_ptr<Communicator> made,
       communicators_.Create({.devices = devices, .copy_engines = copy_engines}, Deadline()));
   Held& held = held_[key];
   held.communicator = std::move(made);
+  held.last_use = ++uses_;
   return &held;
+}
+
+// P10. Of an idle one nothing runs: all pools that it filled were given back.
+absl::Status NcclBroadcasts::MakeRoom() {
+  if (held_.size() < kMaxBroadcastCommunicators) return absl::OkStatus();
+  auto oldest = held_.end();
+  for (auto it = held_.begin(); it != held_.end(); ++it) {
+    if (!it->second.pools.empty()) continue;
+    if (oldest == held_.end() || it->second.last_use < oldest->second.last_use) oldest = it;
+  }
+  if (oldest == held_.end()) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "broadcasts have {} sets of devices already, each with a communicator",
+                 held_.size());
+  }
+  oldest->second.communicator->CloseLater(Clock::now() + options_.limit);
+  held_.erase(oldest);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(
@@ -86,8 +102,9 @@ absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(
 
 void NcclBroadcasts::LetGo(const CudaRegion& pool) {
   MutexLock lock(&mutex_);
-  for (auto it = held_.begin(); it != held_.end();) {
-    Held& held = it->second;
+  bool idle = true;
+  for (auto& each : held_) {
+    Held& held = each.second;
     std::erase_if(held.windows, [&](const auto& entry) {
       if (std::find(entry.first.begin(), entry.first.end(), &pool) == entry.first.end()) {
         return false;
@@ -98,15 +115,10 @@ void NcclBroadcasts::LetGo(const CudaRegion& pool) {
       if (!gone.ok()) held.communicator->Abort(gone);
       return true;
     });
-    // P8: whoever broadcasts there again makes another one. Nothing of it runs: its pools were
-    // given back.
-    if (held.pools.erase(&pool) > 0 && held.pools.empty()) {
-      held.communicator->CloseLater(Clock::now() + options_.limit);
-      it = held_.erase(it);
-    } else {
-      ++it;
-    }
+    held.pools.erase(&pool);
+    idle = idle && held.pools.empty();
   }
+  if (idle) scratch_.clear();  // P8: made again when next needed
 }
 
 void NcclBroadcasts::Close(Clock::time_point deadline) {
@@ -118,15 +130,15 @@ void NcclBroadcasts::Close(Clock::time_point deadline) {
     (void)held.communicator->Close(deadline);
   }
   held_.clear();
+  scratch_.clear();
 }
 
 // ---- one broadcast ----
 
-absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, Held* held,
-                                                   RelayIssue* issue) {
+absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, RelayIssue* issue) {
   const RelayRun& first = relay.runs.front();
   if (relay.runs.size() == 1) return first.from;
-  std::unique_ptr<CudaBuffer>& scratch = held->scratch[relay.source];
+  std::unique_ptr<CudaBuffer>& scratch = scratch_[relay.source];
   REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(relay.source));
   if (scratch == nullptr || scratch->bytes() < relay.slot_bytes) {
     // Freeing the one before waits for what uses it.
@@ -151,7 +163,7 @@ absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue) {
                             issue->RegionOf(slot.data));
     held->pools.insert(pool.get());
   }
-  REFITD_ASSIGN_OR_RETURN(const char* const packed, Packed(relay, held, issue));
+  REFITD_ASSIGN_OR_RETURN(const char* const packed, Packed(relay, issue));
   const int64_t begin = relay.runs.front().offset;
   Communicator::BroadcastCall call;
   call.send = packed;

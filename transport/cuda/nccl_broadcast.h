@@ -7,9 +7,9 @@
 //               over windows of their pools; in rounds, so that the shares of one are on their way
 //               while the ones before are gathered
 //
-// Communicators are made when first needed, one for each set of devices and kind: they are few,
-// since trainers' and engines' devices are. Windows are made of whole pools. LetGo gives back a
-// pool's windows, and communicators all of whose broadcasts went to pools that are gone.
+// Communicators are made when first needed, one for each set of devices and kind, and stay: the
+// next group on the same devices has them at once. Where there are too many, the one goes that has
+// been idle longest. Windows are made of whole pools and given back by LetGo.
 //
 // P4: what NCCL does not issue within `limit` fails, and what the devices do not end is found late
 // by the queue that waits for them (device_queue.h). P7: one thread issues. P8: LetGo, Close.
@@ -67,9 +67,8 @@ class NcclBroadcasts {
     std::unique_ptr<Communicator> communicator;
     // By the pools that it is made of, which it holds.
     std::map<std::vector<const CudaRegion*>, Communicator::WindowId> windows;
-    std::set<const CudaRegion*> pools;  // that its broadcasts filled slots of
-    // By device of a source whose bytes do not lie as in a slot.
-    std::map<int, std::unique_ptr<CudaBuffer>> scratch;
+    std::set<const CudaRegion*> pools;  // that its broadcasts filled slots of; none: it is idle
+    uint64_t last_use = 0;
   };
 
   // Of one call: a broadcast makes up to three before the queue that issues it counts it as late.
@@ -85,14 +84,17 @@ class NcclBroadcasts {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Where the source's bytes lie as they do in a slot, from the first one on; packed there if need
   // be.
-  absl::StatusOr<const char*> Packed(const Relay& relay, Held* held, RelayIssue* issue)
+  absl::StatusOr<const char*> Packed(const Relay& relay, RelayIssue* issue)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status MakeRoom() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Options options_;
   const std::shared_ptr<CudaMemory> memory_;
   Communicators communicators_;
   Mutex mutex_;  // held while work is issued
   std::map<std::pair<std::vector<int>, bool>, Held> held_ ABSL_GUARDED_BY(mutex_);
+  uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<int, std::unique_ptr<CudaBuffer>> scratch_ ABSL_GUARDED_BY(mutex_);  // by device
 };
 
 }  // namespace refitd

@@ -33,7 +33,7 @@ struct Relay {
   int source = 0;              // device; all runs' bytes are on it
   std::vector<RelayRun> runs;  // not empty
   int64_t slot_bytes = 0;
-  int64_t chunk_bytes = 0;  // of a chain
+  int64_t chunk_bytes = 0;  // of a chain with more than one link
   struct Slot {
     int device = 0;
     char* data = nullptr;  // as that device addresses it
