@@ -116,6 +116,7 @@ struct Follower::Impl {
   GroupSpec spec;
   std::optional<Version> version;
   std::string coordinator_id;
+  bool entered = false;  // a member attached: it is made for that one
   std::map<MemberId, Member> members;
   std::map<CallId, bool> calls;           // unanswered -> is a bucket's
   std::map<CallId, BucketEvent> buckets;  // until their reply
@@ -159,6 +160,7 @@ void Follower::Impl::Attach(MemberId id, bool engine, const Identity& identity, 
   member.engine = engine;
   member.identity = identity;
   member.awaits_slots = awaits_slots;
+  entered = true;
   Announce(id, members.emplace(id, std::move(member)).first->second);
 }
 
@@ -438,7 +440,6 @@ void Follower::Handle(const MachineEvent& event, TimePoint now, MachineActions* 
   Impl& f = *impl_;
   f.now = now;
   f.actions = actions;
-  const bool had_members = !f.members.empty();
   std::visit([&f](const auto& outer) { std::visit([&f](const auto& e) { f.On(e); }, outer); },
              event);
   f.AnswerLostCalls();
@@ -448,8 +449,8 @@ void Follower::Handle(const MachineEvent& event, TimePoint now, MachineActions* 
     }
   }
   f.reports.clear();
-  // A follower is made for its first member.
-  if (had_members) f.EndIfIdle();
+  // P8: also where calls or copies outlived the last member.
+  if (f.entered) f.EndIfIdle();
   f.reports.clear();
   f.actions = nullptr;
 }

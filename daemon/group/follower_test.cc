@@ -158,6 +158,40 @@ TEST_CASE("a trainer's layout that is on its way was forgotten when the group wa
   CHECK(f.Replies()[0].status.code() == absl::StatusCode::kAborted);
 }
 
+// A call of a trainer, beside which nobody is left.
+void LeaveWithCall(Fixture* f, const MachineEvent& goes) {
+  constexpr MemberId kTrainer{8};
+  f->Do(GroupEvent(TrainerAttached{kTrainer, TrainerIdentity{}}));
+  f->Command(PeerWelcome{kTrainer, std::nullopt});
+  f->Do(GroupEvent(MemberLost{kEngine, "its process died"}));
+  BucketEvent bucket;
+  bucket.call = kCall;
+  bucket.member = kTrainer;
+  f->Do(GroupEvent(bucket));
+  f->Do(goes);
+}
+
+TEST_CASE("a daemon whose last member went with a call unanswered leaves with the answer") {
+  Fixture f;
+  SECTION("it died") { LeaveWithCall(&f, GroupEvent(MemberLost{MemberId(8), "its process died"})); }
+  SECTION("the group was replaced") { LeaveWithCall(&f, CommandReceived{PeerIncarnation{9}}); }
+  CHECK_FALSE(f.follower().has_members());
+  CHECK(f.Peers<CloseLink>().empty());
+  CHECK_FALSE(f.follower().finished());
+  f.Command(PeerReply{kCall, absl::AbortedError("its trainer is gone"), EmptyReply{}});
+  CHECK(f.Replies().size() == 1);
+  CHECK(f.Peers<CloseLink>().size() == 1);
+  CHECK(f.follower().finished());
+}
+
+TEST_CASE("a daemon that has joined and waits for its first member stays") {
+  Fixture f{std::nullopt};
+  f.Join();
+  f.Command(PeerPing{1});
+  CHECK(f.Peers<CloseLink>().empty());
+  CHECK_FALSE(f.follower().finished());
+}
+
 TEST_CASE("a rank that takes part in an update registers nothing") {
   Fixture f;
   PeerPrepare prepare;
@@ -288,6 +322,24 @@ TEST_CASE(
   REQUIRE(f.Sent<PeerFailed>().size() == (dies ? 1 : 2));
   CHECK(f.Sent<PeerFailed>()[0].member == (dies ? kStaged : kOther));
   CHECK_THAT(f.Sent<PeerFailed>()[0].reason, Contains("header did not say"));
+}
+
+TEST_CASE("a daemon whose last member went with a part under way leaves when that has ended") {
+  Fixture f;
+  PeerPrepare prepare;
+  prepare.update = UpdateId(1);
+  prepare.version = Version(1);
+  prepare.engines = {kEngine};
+  f.Command(prepare);
+  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  f.Command(Crossing(Verification::kTransfer, {kEngine}));
+  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  REQUIRE(f.Peers<StartWire>().size() == 1);
+  f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
+  CHECK(f.Peers<CloseLink>().empty());
+  f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("the epoch is closed")});
+  CHECK(f.Peers<CloseLink>().size() == 1);
+  CHECK(f.follower().finished());
 }
 
 }  // namespace
