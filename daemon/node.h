@@ -282,7 +282,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::unique_ptr<PeerLink> link;                           // follower; null: lost
     std::map<EpochId, EpochRecord> epochs;                    // by the machine's id, while open
     // Where the group's members are on GPUs: what crosses daemons lies in the pool of one of them,
-    // which is kept as long as a member is on any.
+    // which is kept as long as a member is on any or an update runs.
     std::optional<WirePool> wire_pool;
     // The staging pool, the same slots at the same offsets in host memory and on each GPU.
     UniqueFd pool_fd;
@@ -586,6 +586,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   using WirePoolFunction = std::function<void(GroupRecord*, absl::Status made, Events* more)>;
   void MakeWirePool(const GroupRecord& group, WirePoolFunction then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // P8: of a group without members on GPUs.
+  void DropWirePool(GroupRecord* group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more)

@@ -171,6 +171,7 @@ struct Node::Performer {
   void operator()(UpdateEnded& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->executor_.Forget(a.update);
     group->verification.reset();
+    node->DropWirePool(group);
     node->GiveUpEpochs(*group, more);
     // Unknown: this daemon's share of an update, which its coordinator counts.
     if (a.outcome == Outcome::kUnknown) return;

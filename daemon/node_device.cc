@@ -113,8 +113,8 @@ bool Node::LacksWirePool(const GroupRecord& group) const {
 }
 
 // On the lowest GPU that a member is on: whatever the daemon's other GPUs send or receive passes
-// through its slots. Kept until the group has no member on a GPU here: what was packed into it must
-// be what is sent.
+// through its slots. Kept until the group has no member on a GPU here and no update runs: what was
+// packed into it must be what is sent.
 void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
   const std::string name = group.machine->name();
   std::optional<int> lowest;
@@ -142,6 +142,12 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
     }
     deferred.Run();
   });
+}
+
+// P1: while an update runs its parts go on through the same slots, also those of members that went.
+void Node::DropWirePool(GroupRecord* group) const {
+  if (HasDevices(group->machine->name()) || group->machine->update_running()) return;
+  group->wire_pool.reset();  // what still moves holds it
 }
 
 // A joined daemon leaves with its last member, and its epochs end with that. A coordinator stays,

@@ -313,7 +313,7 @@ void Node::Erase(MemberId member, Deferred* deferred, Events* more) {
   GroupRecord* group = FindGroup(name);
   if (group != nullptr && ordinal.has_value() && !OnDevice(name, *ordinal)) {
     group->device_pools.erase(*ordinal);
-    if (!HasDevices(name)) group->wire_pool.reset();  // what still moves holds it
+    DropWirePool(group);
     GiveUpEpochs(*group, more);
   }
 }
