@@ -266,6 +266,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   struct EpochRecord {
     EpochId id;               // the wire's
     bool on_devices = false;  // of the wire over GPU memory
+    int ordinal = -1;         // on_devices: of its GPU; -1: its slots are being made
   };
   struct WirePool {
     int ordinal = 0;
@@ -569,6 +570,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static std::optional<EpochRecord> WireEpoch(const GroupRecord& group, EpochId epoch);
   Wire* WireOf(const EpochRecord& epoch) const;
+  // Whether the epoch can move what is in the group's slots.
+  static bool ReachesSlots(const EpochRecord& epoch, const GroupRecord& group);
   // Whether the group is of several daemons.
   static bool Spans(const GroupRecord& group);
   // Whether what this daemon has of a group of several daemons can cross to the others. `entering`:
@@ -595,7 +598,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformClose(GroupRecord* group, const CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // P8: of a coordinator without members on GPUs.
+  // P8: of a coordinator, those over GPUs whose slots went.
   void GiveUpEpochs(const GroupRecord& group, Events* more) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformWire(GroupRecord* group, const StartWire& a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -152,13 +152,14 @@ void Node::DropWirePool(GroupRecord* group) const {
 
 // A joined daemon leaves with its last member, and its epochs end with that. A coordinator stays,
 // so it reports its end as lost, which closes the epoch everywhere; the update that needs one opens
-// another. While an update runs its nodes may be at it.
+// another, perhaps on another GPU. While an update runs its nodes may be at it.
 void Node::GiveUpEpochs(const GroupRecord& group, Events* more) {
-  const std::string& name = group.machine->name();
   if (group.coordinator == nullptr || group.machine->update_running()) return;
   for (const auto& [id, epoch] : group.epochs) {
-    if (!epoch.on_devices || HasDevices(name)) continue;
-    more->emplace_back(name, EpochUp{id, absl::CancelledError("no member on a GPU is left")});
+    // Of one whose slots are being made it is told when they are.
+    if (!epoch.on_devices || epoch.ordinal < 0 || ReachesSlots(epoch, group)) continue;
+    more->emplace_back(group.machine->name(),
+                       EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
   }
 }
 

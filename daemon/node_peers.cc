@@ -362,7 +362,11 @@ void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more) {
 void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
   const std::string name = group->machine->name();
   group->epochs[a.epoch] = {local, true};
-  const auto open = [this, name, id = group->id, a, local](int ordinal) {
+  const auto open = [this, name, id = group->id, a, local](GroupRecord* found) {
+    const int ordinal = found->wire_pool->ordinal;
+    if (const auto it = found->epochs.find(a.epoch); it != found->epochs.end()) {
+      it->second.ordinal = ordinal;
+    }
     opener_.Submit([this, name, id, a, local, ordinal] {
       EpochOpened opened;
       opened.epoch = a.epoch;
@@ -380,12 +384,17 @@ void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
       GroupEventOf(name, id, std::move(opened));
     });
   };
-  if (group->wire_pool.has_value()) return open(group->wire_pool->ordinal);
+  if (group->wire_pool.has_value()) return open(group);
   MakeWirePool(*group, [open, name, a](GroupRecord* found, const absl::Status& made, Events* more) {
-    if (made.ok()) return open(found->wire_pool->ordinal);
+    if (made.ok()) return open(found);
     found->epochs.erase(a.epoch);
     more->emplace_back(name, EpochOpened{a.epoch, made, ""});
   });
+}
+
+bool Node::ReachesSlots(const EpochRecord& epoch, const GroupRecord& group) {
+  if (!epoch.on_devices) return !group.wire_pool.has_value();
+  return group.wire_pool.has_value() && group.wire_pool->ordinal == epoch.ordinal;
 }
 
 Wire* Node::WireOf(const EpochRecord& epoch) const {
@@ -423,9 +432,9 @@ void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
   absl::Status status = EnsureWirePool(group);
   const int64_t slot_bytes = group->machine->spec().slot_bytes;
   if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
-  // Its members went and others came: the next epoch is of their kind.
-  if (status.ok() && local->on_devices != group->wire_pool.has_value()) {
-    status = absl::CancelledError("the epoch is of another kind of memory");
+  // Its members went and others came: the next epoch is of their memory.
+  if (status.ok() && !ReachesSlots(*local, *group)) {
+    status = absl::CancelledError("the epoch is of other memory");
   }
   if (status.ok() && (int64_t{a.slot.slot.value()} >= group->machine->spec().slots ||
                       a.bytes > slot_bytes || a.bytes < 0 || a.ranks.empty())) {

@@ -128,8 +128,8 @@ void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* m
   const int64_t slot_bytes = group->machine->spec().slot_bytes;
   absl::Status status = EnsureWirePool(group);
   if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
-  if (status.ok() && local->on_devices != group->wire_pool.has_value()) {
-    status = absl::CancelledError("the epoch is of another kind of memory");
+  if (status.ok() && !ReachesSlots(*local, *group)) {
+    status = absl::CancelledError("the epoch is of other memory");
   }
   if (status.ok() &&
       (int64_t{a.out.value()} >= slots || int64_t{a.in.value()} >= slots || a.out == a.in)) {
