@@ -19,7 +19,8 @@ struct Follower::Impl {
     std::variant<TrainerIdentity, EngineIdentity> identity;
     std::shared_ptr<const Layout> layout;
     uint64_t layout_digest = 0;
-    bool awaits_slots = false;  // the coordinator has not heard of it
+    bool own_slots = false;     // on its GPU
+    bool awaits_slots = false;  // these; the coordinator has not heard of it
     bool welcomed = false;
     std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
   };
@@ -159,6 +160,7 @@ void Follower::Impl::Attach(MemberId id, bool engine, const Identity& identity, 
   Member member;
   member.engine = engine;
   member.identity = identity;
+  member.own_slots = awaits_slots;
   member.awaits_slots = awaits_slots;
   entered = true;
   Announce(id, members.emplace(id, std::move(member)).first->second);
@@ -382,8 +384,9 @@ void Follower::Impl::Take(const PeerPrepare& c) {
 }
 
 void Follower::Impl::Take(const PeerSendPart& c) {
-  if (!members.contains(c.member)) return;
-  absl::StatusOr<SendPart> part = worker.PartFor(c.member, c.update, c.part);
+  const auto it = members.find(c.member);
+  if (it == members.end()) return;
+  absl::StatusOr<SendPart> part = worker.PartFor(c.member, it->second.own_slots, c.update, c.part);
   if (part.ok()) {
     Do(GroupAction(*std::move(part)));
   } else {

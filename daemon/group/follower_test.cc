@@ -321,6 +321,39 @@ TEST_CASE(
   CHECK(f.Own<SendPart>().size() == 1);
   REQUIRE(f.Sent<PeerFailed>().size() == (dies ? 1 : 2));
   CHECK(f.Sent<PeerFailed>()[0].member == (dies ? kStaged : kOther));
+  CHECK_THAT(f.Sent<PeerFailed>()[0].reason,
+             Contains(dies ? "no slot of it is known" : "header did not say"));
+}
+
+TEST_CASE("a staged rank in host memory was not handed parts whose headers name nobody") {
+  Fixture f;
+  EngineAttached attached{kOther, {}};
+  attached.identity.instance = "host";
+  attached.identity.delivery = DeliveryMode::kStaged;
+  f.Do(GroupEvent(attached));
+  f.Command(PeerWelcome{kOther, std::nullopt});
+  f.AttachStaged(kStaged);
+  f.Do(SlotsMade{kStaged, absl::OkStatus()});
+  f.Command(PeerWelcome{kStaged, std::nullopt});
+  PeerPrepare prepare;
+  prepare.update = UpdateId(1);
+  prepare.version = Version(1);
+  prepare.engines = {kOther, kStaged};
+  f.Command(prepare);
+  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  // As a coordinator sends it that does not know the field.
+  f.Command(Crossing(Verification::kOff, {}));
+  f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
+  f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
+  REQUIRE(f.Sent<PeerPartDone>().size() == 1);
+  CHECK(f.Sent<PeerPartDone>()[0].status.ok());
+  f.Command(PeerSendPart{kOther, UpdateId(1), PartSeq(0)});
+  f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(0)});
+  REQUIRE(f.Own<SendPart>().size() == 1);
+  CHECK(f.Own<SendPart>()[0].member == kOther);
+  CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
+  REQUIRE(f.Sent<PeerFailed>().size() == 1);
+  CHECK(f.Sent<PeerFailed>()[0].member == kStaged);
   CHECK_THAT(f.Sent<PeerFailed>()[0].reason, Contains("header did not say"));
 }
 

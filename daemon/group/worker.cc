@@ -181,7 +181,7 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
   const bool agreed = ack.mismatch.empty() && ack.digest == command.digest;
   const std::string mismatch = ack.mismatch;
   out.reports->push_back(std::move(ack));
-  if (!command.staged.empty()) update->handouts[header.part] = {header, command.staged};
+  update->handouts[header.part] = {header, command.staged};
   Part& part = update->parts[header.part];
   part.header = command;
   part.result.update = header.update;
@@ -521,20 +521,23 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
 
 // ---- what others ask ----
 
-absl::StatusOr<SendPart> Worker::PartFor(MemberId member, UpdateId update, PartSeq part) const {
+absl::StatusOr<SendPart> Worker::PartFor(MemberId member, bool own_slots, UpdateId update,
+                                         PartSeq part) const {
   const auto it = updates_.find(update);
   if (it == updates_.end()) {
     return absl::FailedPreconditionError("this daemon was not told of the update");
   }
   const auto handout = it->second.handouts.find(part);
-  const bool named = handout != it->second.handouts.end() &&
-                     std::find(handout->second.staged.begin(), handout->second.staged.end(),
-                               member) != handout->second.staged.end();
-  if (!named || !handout->second.header.slot.has_value()) {
+  if (handout == it->second.handouts.end() || !handout->second.header.slot.has_value()) {
+    return Error(absl::StatusCode::kFailedPrecondition, "part {}: no slot of it is known here",
+                 part);
+  }
+  const auto& [header, staged] = handout->second;
+  // Coordinators of older versions name nobody; what is in host memory they hand out all the same.
+  if (own_slots && std::find(staged.begin(), staged.end(), member) == staged.end()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "part {}: its header did not say that the rank is handed it", part);
   }
-  const BucketHeader& header = handout->second.header;
   return SendPart{member, update, header.version, part, *header.slot, header.content};
 }
 

@@ -120,9 +120,11 @@ class Worker {
   // The coordinator is lost: nothing new is started, epochs are closed, the wire is given back.
   void AbandonAll(TimePoint now, const Output& out);
 
-  // What a staged rank of this daemon is handed. FAILED_PRECONDITION: the part's header did not
-  // name the rank, so nobody filled a slot for it (P1), or never came, or the update is over.
-  absl::StatusOr<SendPart> PartFor(MemberId member, UpdateId update, PartSeq part) const;
+  // What a staged rank of this daemon is handed. `own_slots`: it reads slots that are filled for
+  // it, beside those that parts cross in. FAILED_PRECONDITION: the part's header never came, or did
+  // not name a rank with slots of its own, so nobody filled one for it (P1), or the update is over.
+  absl::StatusOr<SendPart> PartFor(MemberId member, bool own_slots, UpdateId update,
+                                   PartSeq part) const;
   bool Participates() const { return !updates_.empty(); }
   // Nothing of it runs: no transfer, collective or read-back.
   bool quiet() const;
