@@ -384,6 +384,8 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
     MutexLock lock(&mutex_);
     REFITD_ASSIGN_OR_RETURN(const GroupRecord* lacking, find());
     if (lacking == nullptr) return absl::OkStatus();
+    // The line may have been long.
+    if (!OnDevice(group, ordinal)) return absl::CancelledError("the member went away");
     bytes = lacking->pool_bytes();
   }
   absl::StatusOr<CudaPool> made = options_.cuda.memory->MakePool(ordinal, bytes);
