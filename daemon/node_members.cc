@@ -263,7 +263,7 @@ void Node::Admit(MemberRecord record, GroupEvent attached, Deferred* deferred) {
 void Node::MemberGone(MemberId member, const std::string& reason) {
   Deferred deferred;
   {
-    MutexLock lock(&mutex_);
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
     const auto waits = std::find_if(waiting_.begin(), waiting_.end(),
                                     [member](const Waiting& w) { return w.record.id == member; });
     if (waits != waiting_.end()) {

@@ -109,7 +109,7 @@ absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const s
 void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event) {
   Deferred deferred;
   {
-    MutexLock lock(&mutex_);
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
     const GroupRecord* group = FindGroup(name);
     if (group != nullptr && group->id == id) Handle(name, std::move(event), &deferred);
   }
@@ -245,7 +245,7 @@ void Node::RefuseLatePeers(TimePoint now) {
 void Node::Report(uint64_t session, PeerReport report) {
   Deferred deferred;
   {
-    MutexLock lock(&mutex_);
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
     const auto it = joined_.find(session);
     if (it != joined_.end()) {
       const Joined joined = it->second;
