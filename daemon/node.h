@@ -446,6 +446,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndPooling(MemberId member, absl::Status made);
+  // Of a rank that is not in pooling_ any more and was not admitted.
+  void EndWithoutPool(MemberRecord record, absl::Status status, Deferred* deferred)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Once a member on that GPU has gone.
+  void DropUnused(GroupRecord* group, int ordinal, Events* more)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A pool that is to be made before a call of this member goes on.
   struct MissingPool {
     std::string group;

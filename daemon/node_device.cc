@@ -444,10 +444,27 @@ void Node::EndPooling(MemberId member, absl::Status made) {
     if (made.ok()) {
       Admit(std::move(waited.record), std::move(waited.attached), &deferred);
     } else {
-      waited.record.End(std::move(made));
+      EndWithoutPool(std::move(waited.record), std::move(made), &deferred);
     }
   }
   deferred.Run();
+}
+
+// What was made for it may have come already.
+void Node::EndWithoutPool(MemberRecord record, absl::Status status, Deferred* deferred) {
+  record.End(std::move(status));
+  GroupRecord* group = FindGroup(record.group);
+  if (group == nullptr) return;
+  Events more;
+  DropUnused(group, *record.ordinal, &more);
+  for (auto& [name, event] : more) Handle(name, std::move(event), deferred);
+}
+
+// P8: device memory is for members that can use it. Copies that still run hold it.
+void Node::DropUnused(GroupRecord* group, int ordinal, Events* more) {
+  if (!OnDevice(group->machine->name(), ordinal)) group->device_pools.erase(ordinal);
+  DropWirePool(group);
+  GiveUpEpochs(*group, more);
 }
 
 void Node::PerformMakeSlots(const GroupRecord& group, const MakeSlots& a) {

@@ -271,8 +271,9 @@ void Node::MemberGone(MemberId member, const std::string& reason) {
       waiting_.erase(waits);
     }
     if (const auto pools = pooling_.find(member); pools != pooling_.end()) {
-      pools->second.record.End(absl::CancelledError(reason));
+      MemberRecord record = std::move(pools->second.record);
       pooling_.erase(pools);
+      EndWithoutPool(std::move(record), absl::CancelledError(reason), &deferred);
     }
     const auto it = members_.find(member);
     if (it != members_.end()) {
@@ -309,12 +310,8 @@ void Node::Erase(MemberId member, Deferred* deferred, Events* more) {
   const std::optional<int> ordinal = it->second.ordinal;
   const std::string name = it->second.group;
   members_.erase(it);
-  // P8: device memory is for members that can use it. Copies that still run hold it.
-  GroupRecord* group = FindGroup(name);
-  if (group != nullptr && ordinal.has_value() && !OnDevice(name, *ordinal)) {
-    group->device_pools.erase(*ordinal);
-    DropWirePool(group);
-    GiveUpEpochs(*group, more);
+  if (GroupRecord* group = FindGroup(name); group != nullptr && ordinal.has_value()) {
+    DropUnused(group, *ordinal, more);
   }
 }
 
