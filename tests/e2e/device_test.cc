@@ -1346,6 +1346,21 @@ TEST_CASE("a GPU without room for the slots refuses the staged engine, and serve
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
 }
 
+TEST_CASE("slots of a rank that was refused when they had come are given back") {
+  LocalDaemon daemon;
+  daemon.fake().Block("cuMemCreate");
+  auto staged = std::async(std::launch::async, [&] {
+    RawEngine engine(daemon.Connect(), daemon.EngineOn(0, v1::DELIVERY_STAGED));
+    return engine.attached();
+  });
+  CHECK(Eventually([&] { return daemon.fake().Count().blocked_calls == 1; }));
+  RawEngine host(daemon.Connect(), RawEngine::Hello("g", "host"));
+  CHECK(host.attached().ok());
+  daemon.fake().Block("");
+  CheckRefused(staged.get(), StatusCode::FAILED_PRECONDITION, {"device.name", daemon.uuid(0)});
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
 TEST_CASE("a process that has no driver gets no slots on a GPU, and is told at Attach") {
   LocalDaemon daemon;
   client::EngineOptions options;
@@ -1935,15 +1950,46 @@ TEST_CASE("a wire that an update needs outlives the coordinator's last member on
     REQUIRE(Epochs(*daemon).size() == 1);
     CHECK(Epochs(*daemon)[0].state() == "connected");
   }
+  // Each end's slots.
+  CHECK(daemons.machine.fake.Count().created == 2);
   REQUIRE_OK(trainer.Commit(1, 1));
   CHECK(stays.Difference(1) == "");
   CHECK(Eventually([&] { return Epochs(daemons.near).empty() && Epochs(daemons.far).empty(); }));
   CHECK(daemons.machine.nccl->Count().comms == 0);
+  CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 1; }));
   // What is left is on one daemon.
   REQUIRE_OK(trainer.Begin(2));
   PushByHandles(&trainer, source, model, 2);
   CHECK(stays.Difference(2) == "");
   CHECK(Epochs(daemons.far).empty());
+}
+
+TEST_CASE("what crossed was looked for in host memory when the last reader there had died") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(2, 8, 8);
+  v1::TrainerHello hello = daemons.far.TrainerOn(0);
+  hello.set_coordinator(daemons.near.address());
+  RawTrainer trainer(daemons.far.Connect(), hello);
+  REQUIRE(trainer.attached().ok());
+  DeviceEngine stays(&daemons.far, 1, model, "far", &daemons.near);
+  auto dies = std::make_unique<RawEngine>(daemons.near.Connect(),
+                                          daemons.near.EngineOn(2, v1::DELIVERY_STAGED, "near"),
+                                          EngineOptions{.auto_ready = true, .auto_ack = false});
+  REQUIRE(dies->attached().ok());
+  const Block source(&daemons.far, 0, ModelBytes(model) + 64 * 64);
+  v1::BeginRequest begin;
+  begin.set_version(1);
+  begin.set_verification(v1::VERIFICATION_TRANSFER);
+  begin.set_tensor_count(static_cast<int64_t>(model.size()));
+  REQUIRE_OK(trainer.Begin(begin));
+  daemons.machine.nccl->Block("ncclBroadcast");
+  auto pushed = std::async(std::launch::async, [&] { PushByHandles(&trainer, source, model, 1); });
+  CHECK(Eventually([&] { return daemons.machine.nccl->Count().blocked_calls == 2; }));
+  dies.reset();
+  CHECK(Eventually([&] { return daemons.near.node().GetStatus().resources().members() == 0; }));
+  daemons.machine.nccl->Block("");
+  pushed.get();
+  CHECK(stays.Difference(1) == "");
 }
 
 #endif
