@@ -1,4 +1,5 @@
 // A trainer's calls: checked, authenticated, turned into events of its group.
+#include <algorithm>
 #include <utility>
 
 #include "daemon/node.h"
@@ -165,11 +166,15 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
       MutexLock lock(&mutex_);
       REFITD_ASSIGN_OR_RETURN(const MemberRecord* const member,
                               Authenticate(request.lease(), peer, false));
-      uint64_t last = 0;
-      for (const v1::RegionRef& ref : request.bucket().regions().refs()) {
-        if (ref.region_id() == last) continue;
-        last = ref.region_id();
-        const auto it = member->regions.find(RegionId(last));
+      // P10: a bucket with more is refused without a look at them.
+      const auto& refs = request.bucket().regions().refs();
+      const int64_t count = std::min<int64_t>(refs.size(), kMaxTensorsPerBucket);
+      RegionId last;
+      for (int i = 0; i < count; ++i) {
+        const RegionId id(refs[i].region_id());
+        if (id == last) continue;
+        last = id;
+        const auto it = member->regions.find(id);
         if (it != member->regions.end()) regions[it->first] = it->second.memory.bytes;
       }
       limits = {options_.inline_bytes, FindGroup(member->group)->machine->spec().slot_bytes};
