@@ -144,6 +144,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   MemberId AttachEngine(const v1::EngineHello& hello, const Peer& peer,
                         std::shared_ptr<EngineSink> sink);
   void MemberGone(MemberId member, const std::string& reason);
+  // As MemberGone, by the member's own word: its sink ends with OK, and whoever saw that end may
+  // attach in its place.
+  void MemberDetached(MemberId member);
   void Ready(MemberId member, const v1::Ready& ready);
   void Ack(MemberId member, const v1::Ack& ack);
   void Failed(MemberId member, const v1::Failed& failed);
@@ -609,6 +612,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void PerformWire(GroupRecord* group, const StartWire& a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendWelcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // `end`: what the member's sink ends with.
+  void Gone(MemberId member, const std::string& reason, const absl::Status& end);
   void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Erase(MemberId member, Deferred* deferred, Events* more)

@@ -261,25 +261,28 @@ void Node::Admit(MemberRecord record, GroupEvent attached, Deferred* deferred) {
 }
 
 void Node::MemberGone(MemberId member, const std::string& reason) {
+  Gone(member, reason, Error(absl::StatusCode::kAborted, "the lease ended: {}", reason));
+}
+
+void Node::MemberDetached(MemberId member) { Gone(member, "it detached", absl::OkStatus()); }
+
+void Node::Gone(MemberId member, const std::string& reason, const absl::Status& end) {
   Deferred deferred;
   {
     const PushTurns::Ahead lock(&pushes_, &mutex_);
     const auto waits = std::find_if(waiting_.begin(), waiting_.end(),
                                     [member](const Waiting& w) { return w.record.id == member; });
     if (waits != waiting_.end()) {
-      waits->record.End(absl::CancelledError(reason));
+      waits->record.End(end);
       waiting_.erase(waits);
     }
     if (const auto pools = pooling_.find(member); pools != pooling_.end()) {
       MemberRecord record = std::move(pools->second.record);
       pooling_.erase(pools);
-      EndWithoutPool(std::move(record), absl::CancelledError(reason), &deferred);
+      EndWithoutPool(std::move(record), end, &deferred);
     }
     const auto it = members_.find(member);
-    if (it != members_.end()) {
-      Lose(&it->second, reason, Error(absl::StatusCode::kAborted, "the lease ended: {}", reason),
-           &deferred);
-    }
+    if (it != members_.end()) Lose(&it->second, reason, end, &deferred);
   }
   deferred.Run();
 }

@@ -260,8 +260,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
       stream_->End(absl::InvalidArgumentError("kind: hello was said already"));
       return Leave("it said hello twice");
     } else if (!Role::Answer(node_, MemberId(member_), message_)) {
-      stream_->End(absl::OkStatus());
-      return Leave("it detached");
+      return node_->MemberDetached(MemberId(member_));  // ends the stream
     }
     this->StartRead(&message_);
   }

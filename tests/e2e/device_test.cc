@@ -1460,6 +1460,31 @@ TEST_CASE(
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
 }
 
+TEST_CASE("whoever has detached may attach again at once") {
+  LocalDaemon daemon;
+  constexpr int kMembers = 8;
+  constexpr int kRounds = 100;
+  std::vector<std::future<absl::Status>> members;
+  for (int i = 0; i < kMembers; ++i) {
+    members.push_back(std::async(std::launch::async, [&daemon, i] {
+      client::EngineOptions options;
+      options.connect = ConnectOn(daemon, daemon.uuid(i % 2), 4096);
+      options.instance = "i" + std::to_string(i);
+      options.delivery = client::Delivery::kStaged;
+      for (int round = 0; round < kRounds; ++round) {
+        const absl::Status attached = client::Engine::Attach(options).status();
+        if (!attached.ok()) return attached;
+      }
+      return absl::OkStatus();
+    }));
+  }
+  for (auto& member : members) {
+    const absl::Status ended = member.get();
+    INFO(ended);
+    CHECK(ended.ok());
+  }
+}
+
 TEST_CASE("slots on a GPU are mapped again from the daemon that follows") {
   Machine machine;
   auto daemon = std::make_unique<LocalDaemon>(true, &machine);
