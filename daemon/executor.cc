@@ -452,6 +452,7 @@ class Executor::Moves {
   const StartMoves start;
   ProgramMemory memory;
   std::shared_ptr<const Prepared> prepared;  // null: not bound yet
+  bool released = false;                     // a member of it, since; not Bind's
 };
 
 bool Executor::IsBound(const Moves& moves) { return moves.prepared != nullptr; }
@@ -459,15 +460,11 @@ bool Executor::IsBound(const Moves& moves) { return moves.prepared != nullptr; }
 absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMoves& start,
                                                                    const MemoryResolver& memory) {
   auto moves = std::make_shared<Moves>(start);
-  if (start.step == MoveStep::kLocal) {
-    for (const Kept& kept : kept_) {
-      if (kept.bound.lock() == start.bound && kept.skip_destination == start.skip_destination) {
-        moves->prepared = kept.prepared;
-        return moves;
-      }
-    }
-  }
+  TakeKept(moves.get());
+  if (IsBound(*moves)) return moves;
   REFITD_ASSIGN_OR_RETURN(moves->memory, ResolveMemory(start, memory));
+  std::erase_if(binding_, [](const std::weak_ptr<Moves>& other) { return other.expired(); });
+  binding_.push_back(moves);
   return moves;
 }
 
@@ -484,19 +481,34 @@ absl::Status Executor::Bind(Transport* transport, Moves* moves) {
   return absl::OkStatus();
 }
 
-const BoundProgram& Executor::BoundOf(const Moves& moves) { return *moves.start.bound; }
+const StartMoves& Executor::StartOf(const Moves& moves) { return moves.start; }
 
-void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done,
-                      bool keep) {
+void Executor::TakeKept(Moves* moves) const {
+  const StartMoves& start = moves->start;
+  if (start.step != MoveStep::kLocal) return;
+  for (const Kept& kept : kept_) {
+    if (kept.bound.lock() != start.bound || kept.skip_destination != start.skip_destination) {
+      continue;
+    }
+    moves->prepared = kept.prepared;
+    moves->memory = {};  // the transfer holds it
+  }
+}
+
+void Executor::Keep(const Moves& moves) {
+  const StartMoves& start = moves.start;
+  DropUnused();
+  if (start.step != MoveStep::kLocal || moves.released) return;
+  std::erase_if(kept_, [&](const Kept& kept) { return kept.bound.lock() == start.bound; });
+  kept_.push_back({start.bound, start.skip_destination, moves.prepared});
+}
+
+void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done) {
   const StartMoves& start = moves->start;
   const BoundProgram& bound = *start.bound;
   const bool writes = start.step == MoveStep::kLocal || start.step == MoveStep::kUnpack;
   const size_t destinations = writes ? bound.destinations.size() : 0;
-  DropUnused();
-  if (start.step == MoveStep::kLocal && keep) {
-    std::erase_if(kept_, [&](const Kept& kept) { return kept.bound.lock() == start.bound; });
-    kept_.push_back({start.bound, start.skip_destination, moves->prepared});
-  }
+  Keep(*moves);
   if (writes && start.verification == Verification::kReadback) sums_.try_emplace(start.update);
   Moved base;
   base.done.update = start.update;
@@ -543,12 +555,20 @@ void Executor::DropUnused() {
 }
 
 void Executor::Release(MemberId member) {
-  std::erase_if(kept_, [member](const Kept& kept) {
-    const std::shared_ptr<const BoundProgram> bound = kept.bound.lock();
-    const auto of = [member](const std::vector<MemberId>& members) {
+  const auto of = [member](const BoundProgram& bound) {
+    const auto in = [member](const std::vector<MemberId>& members) {
       return std::find(members.begin(), members.end(), member) != members.end();
     };
-    return bound == nullptr || of(bound->sources) || of(bound->destinations);
+    return in(bound.sources) || in(bound.destinations);
+  };
+  for (const std::weak_ptr<Moves>& binding : binding_) {
+    if (const auto moves = binding.lock(); moves != nullptr && of(*moves->start.bound)) {
+      moves->released = true;
+    }
+  }
+  std::erase_if(kept_, [of](const Kept& kept) {
+    const std::shared_ptr<const BoundProgram> bound = kept.bound.lock();
+    return bound == nullptr || of(*bound);
   });
   std::erase_if(kept_readbacks_, [member](const KeptReadback& kept) {
     return std::find(kept.destinations.begin(), kept.destinations.end(), member) !=

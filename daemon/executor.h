@@ -91,11 +91,13 @@ class Executor {
   // Takes up to seconds; on any thread, with the transport of the executor that resolved it. Not
   // OK: errors as BindStep.
   static absl::Status Bind(Transport* transport, Moves* moves);
-  // `done` is called once. `keep`: for replay; not where a member of it was released meanwhile
-  // (P8).
-  void Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done,
-              bool keep = true);
-  static const BoundProgram& BoundOf(const Moves& moves);
+  // `done` is called once. Keeps the step, too.
+  void Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done);
+  // For replay: local moves, unless a member of them was released since they were resolved (P8).
+  void Keep(const Moves& moves);
+  static const StartMoves& StartOf(const Moves& moves);
+  // What was kept since they were resolved.
+  void TakeKept(Moves* moves) const;
   // All three. Not OK: no job was started, and `done` is not called.
   absl::Status Start(const StartMoves& start, const MemoryResolver& memory,
                      std::function<void(Moved)> done);
@@ -166,6 +168,7 @@ class Executor {
   void DropUnused();
 
   Transport* const transport_;
+  std::vector<std::weak_ptr<Moves>> binding_;  // resolved, and perhaps not bound yet
   std::vector<Kept> kept_;  // few: one a group, or two while a new program takes over
   std::vector<KeptReadback> kept_readbacks_;  // one a group
   std::map<UpdateId, UpdateSums> sums_;

@@ -38,6 +38,7 @@ Node::~Node() {
   timer_.join();
   planner_.Stop();
   binder_.Stop();
+  local_binder_.Stop();
   opener_.Stop();
   regions_thread_->Stop();
   std::unique_ptr<Wire> wire;

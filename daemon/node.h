@@ -548,6 +548,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Binds the moves that come after a comparison, while that runs.
+  void BindAhead(const GroupRecord& group, const StartMoves& compare)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // On a binder's thread: binds them, unless that was done ahead, and submits them.
+  void BindMoves(const std::string& name, uint64_t id,
+                 const std::shared_ptr<Executor::Moves>& moves);
   void SubmitMoves(const std::string& name, uint64_t id,
                    const std::shared_ptr<Executor::Moves>& moves)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -684,10 +690,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   const std::shared_ptr<Planner> regions_thread_ = std::make_shared<Planner>("refitd-regions");
   Executor executor_ ABSL_GUARDED_BY(mutex_);
 
-  // Stopped by the destructor's body: their jobs use what is below. Binding has a thread of its
-  // own: a step of an update does not wait for another group's plan.
+  // Stopped by the destructor's body: their jobs use what is below. Binding has threads of its
+  // own: a step of an update does not wait for another group's plan, and local moves are bound
+  // while replicas are compared and rounds are packed.
   Planner planner_{"refitd-planner"};
   Planner binder_{"refitd-binder"};
+  Planner local_binder_{"refitd-local"};
   Planner opener_{"refitd-opener"};  // epochs over GPU memory
 
   std::thread timer_;

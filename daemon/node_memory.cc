@@ -142,10 +142,13 @@ void Node::ReleaseRegion(const v1::ReleaseRegionRequest& request, const Peer& pe
   absl::StatusOr<RegionRecord> taken = take();
   if (!taken.ok()) return reply(taken.status());
   auto held = std::make_shared<RegionRecord>(*std::move(taken));
-  regions_thread_->Submit([this, held, reply = std::move(reply)] {
-    *held = {};
-    // Behind the closing of a device's region, which that has put in line.
-    regions_thread_->Submit([reply] { reply(v1::ReleaseRegionResponse()); });
+  // Behind what is being bound ahead of an update that has ended.
+  local_binder_.Submit([this, held, reply = std::move(reply)] {
+    regions_thread_->Submit([this, held, reply] {
+      *held = {};
+      // Behind the closing of a device's region, which that has put in line.
+      regions_thread_->Submit([reply] { reply(v1::ReleaseRegionResponse()); });
+    });
   });
 }
 

@@ -12,6 +12,18 @@
 #include "transport/refit_plan.h"
 
 namespace refitd {
+namespace {
+
+MovesDone Refused(const StartMoves& start, absl::Status why) {
+  MovesDone refused;
+  refused.update = start.update;
+  refused.step = start.step;
+  refused.round = start.round;
+  refused.status = std::move(why);
+  return refused;
+}
+
+}  // namespace
 
 void Node::PerformCompile(const GroupRecord& group, CompileProgram a) {
   planner_.Submit([this, name = group.machine->name(), id = group.id, a = std::move(a)] {
@@ -78,33 +90,48 @@ void Node::PerformMoves(GroupRecord* group, const StartMoves& start, absl::Statu
     status = resolved.status();
     if (resolved.ok()) moves = *std::move(resolved);
   }
-  MovesDone refused;
-  refused.update = start.update;
-  refused.step = start.step;
-  refused.round = start.round;
   if (!status.ok()) {
-    refused.status = std::move(status);
-    more->emplace_back(name, std::move(refused));
+    more->emplace_back(name, Refused(start, std::move(status)));
     return;
   }
   if (Executor::IsBound(*moves)) return SubmitMoves(name, group->id, moves);
-  binder_.Submit([this, name, id = group->id, moves = std::move(moves),
-                  refused = std::move(refused)]() mutable {
-    refused.status = Executor::Bind(transport_.get(), moves.get());
-    if (!refused.status.ok()) return GroupEventOf(name, id, std::move(refused));
+  if (start.step == MoveStep::kCompare) BindAhead(*group, start);
+  Planner& binder = start.step == MoveStep::kLocal ? local_binder_ : binder_;
+  binder.Submit(
+      [this, name, id = group->id, moves = std::move(moves)] { BindMoves(name, id, moves); });
+}
+
+void Node::BindAhead(const GroupRecord& group, const StartMoves& compare) {
+  StartMoves start = compare;
+  start.step = MoveStep::kLocal;
+  const auto resolved = executor_.Resolve(start, Memory(members_, group));
+  // What fails here is said when they are asked for.
+  if (!resolved.ok() || Executor::IsBound(**resolved)) return;
+  local_binder_.Submit([this, moves = *resolved]() mutable {
+    const absl::Status bound = Executor::Bind(transport_.get(), moves.get());
     MutexLock lock(&mutex_);
-    const GroupRecord* found = FindGroup(name);
-    if (found != nullptr && found->id == id) SubmitMoves(name, id, moves);
+    if (bound.ok()) executor_.Keep(*moves);
   });
+}
+void Node::BindMoves(const std::string& name, uint64_t id,
+                     const std::shared_ptr<Executor::Moves>& moves) {
+  {
+    MutexLock lock(&mutex_);
+    executor_.TakeKept(moves.get());
+  }
+  if (!Executor::IsBound(*moves)) {
+    absl::Status bound = Executor::Bind(transport_.get(), moves.get());
+    if (!bound.ok()) {
+      return GroupEventOf(name, id, Refused(Executor::StartOf(*moves), std::move(bound)));
+    }
+  }
+  MutexLock lock(&mutex_);
+  const GroupRecord* found = FindGroup(name);
+  if (found != nullptr && found->id == id) SubmitMoves(name, id, moves);
 }
 
 void Node::SubmitMoves(const std::string& name, uint64_t id,
                        const std::shared_ptr<Executor::Moves>& moves) {
-  const BoundProgram& bound = Executor::BoundOf(*moves);
-  const auto here = [this](MemberId member)
-                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return members_.contains(member); };
-  const bool keep = std::all_of(bound.sources.begin(), bound.sources.end(), here) &&
-                    std::all_of(bound.destinations.begin(), bound.destinations.end(), here);
   const auto done = [this, name, id](Executor::Moved moved) {
     Deferred deferred;
     {
@@ -118,7 +145,7 @@ void Node::SubmitMoves(const std::string& name, uint64_t id,
     }
     deferred.Run();
   };
-  executor_.Submit(moves, done, keep);
+  executor_.Submit(moves, done);
 }
 
 void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* more) {

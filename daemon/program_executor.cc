@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <numeric>
+#include <optional>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -73,6 +75,7 @@ absl::StatusOr<PiecePair> Pair(const Layout& compiled, const Layout& in_force, u
                  compiled.pieces.size());
   }
   const Piece& p = compiled.pieces[piece];
+  if (&compiled == &in_force) return PiecePair{&p, &p};
   const TensorSpec& tensor = compiled.tensors[p.tensor];
   if (piece < in_force.pieces.size()) {
     const Piece& q = in_force.pieces[piece];
@@ -129,11 +132,11 @@ class Binder {
   // ---- members' pieces ----
 
   struct Known {
-    PiecePair pair;
+    const Piece* compiled = nullptr;
     uint32_t index = 0;  // in its list
   };
-  using KnownPieces = absl::flat_hash_map<uint64_t, Known>;
-  static uint64_t Key(uint32_t member, uint32_t piece) { return uint64_t{member} << 32U | piece; }
+  // By member, then piece of its layout; null: not bound yet.
+  using KnownPieces = std::vector<std::vector<Known>>;
 
   // The piece, bound once and added to `list`.
   static absl::StatusOr<Known> Bind(uint32_t member, uint32_t piece,
@@ -141,15 +144,17 @@ class Binder {
                                     const std::vector<std::shared_ptr<const Layout>>& in_force,
                                     const std::vector<std::map<RegionId, MemorySpan>>& regions,
                                     std::vector<BoundPiece>* list, KnownPieces* known) {
-    if (const auto it = known->find(Key(member, piece)); it != known->end()) return it->second;
-    Known made;
-    REFITD_ASSIGN_OR_RETURN(made.pair, Pair(*compiled[member].layout, *in_force[member], piece));
+    const Layout& layout = *compiled[member].layout;
+    if (known->empty()) known->resize(compiled.size());
+    std::vector<Known>& of_member = (*known)[member];
+    if (of_member.empty()) of_member.resize(layout.pieces.size());
+    if (piece < of_member.size() && of_member[piece].compiled != nullptr) return of_member[piece];
+    REFITD_ASSIGN_OR_RETURN(const PiecePair pair, Pair(layout, *in_force[member], piece));
     REFITD_ASSIGN_OR_RETURN(BoundPiece bound,
-                            BindPiece(*in_force[member], *made.pair.in_force, regions[member]));
-    made.index = static_cast<uint32_t>(list->size());
+                            BindPiece(*in_force[member], *pair.in_force, regions[member]));
+    of_member[piece] = {pair.compiled, static_cast<uint32_t>(list->size())};
     list->push_back(std::move(bound));
-    known->emplace(Key(member, piece), made);
-    return made;
+    return of_member[piece];
   }
 
   absl::StatusOr<Known> Source(uint32_t member, uint32_t piece, std::vector<BoundPiece>* list) {
@@ -191,8 +196,8 @@ class Binder {
       REFITD_ASSIGN_OR_RETURN(const Known destination,
                               Destination(move.destination, move.destination_piece));
       AddMove({0, source.index, move.destination, destination.index, move.box,
-               move.source_byte_offset - source.pair.compiled->byte_offset,
-               move.destination_byte_offset - destination.pair.compiled->byte_offset},
+               move.source_byte_offset - source.compiled->byte_offset,
+               move.destination_byte_offset - destination.compiled->byte_offset},
               ElementBytes(transfer.source[source.index].dtype));
     }
     return absl::OkStatus();
@@ -250,7 +255,7 @@ class Binder {
         transfer.source.push_back(std::move(source));
         transfer.destinations[0].push_back(std::move(packed));
         AddMove({0, index, 0, index, move.box,
-                 move.member_byte_offset - known.pair.compiled->byte_offset - inside,
+                 move.member_byte_offset - known.compiled->byte_offset - inside,
                  move.chunk_byte_offset - sent.chunk_byte_offset},
                 move.element_bytes);
       }
@@ -287,24 +292,41 @@ class Binder {
         const ChunkBox& received = round[i].received[move.chunk_box];
         AddMove({0, first + move.chunk_box, move.member, known.index, move.box,
                  move.chunk_byte_offset - received.chunk_byte_offset,
-                 move.member_byte_offset - known.pair.compiled->byte_offset},
+                 move.member_byte_offset - known.compiled->byte_offset},
                 move.element_bytes);
       }
     }
     return absl::OkStatus();
   }
 
-  // Pieces of one layout by tensor.
-  using PiecesByName = absl::flat_hash_map<std::string_view, std::vector<uint32_t>>;
+  // Pieces of one layout by the plan's tensor.
+  struct Holdings {
+    std::vector<uint32_t> first;   // per tensor, index into `pieces`; one more at the end
+    std::vector<uint32_t> pieces;  // in their order
+  };
 
-  const PiecesByName& ByName(const Layout& layout) {
-    const auto [it, added] = by_name_.try_emplace(&layout);
-    if (!added) return *it->second;
-    it->second = std::make_unique<PiecesByName>();
-    for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
-      (*it->second)[layout.tensors[layout.pieces[p].tensor].name].push_back(p);
+  // Pieces of other tensors than the plan's are left out.
+  Holdings HoldingsOf(const Layout& layout,
+                      const absl::flat_hash_map<std::string_view, uint32_t>& number_of) const {
+    const std::vector<TensorSpec>& tensors = bound_.plan->tensors;
+    const auto none = static_cast<uint32_t>(tensors.size());
+    std::vector<uint32_t> numbers;
+    numbers.reserve(layout.tensors.size());
+    for (const TensorSpec& tensor : layout.tensors) {
+      const auto it = number_of.find(tensor.name);
+      const bool known = it != number_of.end() && tensors[it->second] == tensor;
+      numbers.push_back(known ? it->second : none);
     }
-    return *it->second;
+    Holdings holdings;
+    holdings.first.assign(tensors.size() + 2, 0);
+    for (const Piece& piece : layout.pieces) ++holdings.first[numbers[piece.tensor] + 1];
+    std::partial_sum(holdings.first.begin(), holdings.first.end(), holdings.first.begin());
+    holdings.pieces.resize(layout.pieces.size());
+    std::vector<uint32_t> next = holdings.first;
+    for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
+      holdings.pieces[next[numbers[layout.pieces[p].tensor]]++] = p;
+    }
+    return holdings;
   }
 
   static bool Holds(const Piece& piece, const Box& box) {
@@ -318,6 +340,13 @@ class Binder {
     for (uint32_t m = 0; m < program_.sources.size(); ++m) {
       member_of.emplace(program_.sources[m].rank, m);
     }
+    absl::flat_hash_map<std::string_view, uint32_t> number_of;
+    number_of.reserve(bound_.plan->tensors.size());
+    for (uint32_t t = 0; t < bound_.plan->tensors.size(); ++t) {
+      number_of.emplace(bound_.plan->tensors[t].name, t);
+    }
+    std::vector<std::optional<Holdings>> holdings(program_.sources.size());
+    result_.transfer.source.reserve(bound_.replicas->size());
     for (const ReplicaShare& share : *bound_.replicas) {
       const auto member = member_of.find(share.source);
       if (member == member_of.end() || share.tensor >= bound_.plan->tensors.size()) {
@@ -327,16 +356,15 @@ class Binder {
       }
       const TensorSpec& tensor = bound_.plan->tensors[share.tensor];
       const Layout& layout = *bound_.source_layouts[member->second];
-      const PiecesByName& by_name = ByName(layout);
+      std::optional<Holdings>& held = holdings[member->second];
+      if (!held.has_value()) held = HoldingsOf(layout, number_of);
       const Piece* holder = nullptr;
-      if (const auto pieces = by_name.find(tensor.name); pieces != by_name.end()) {
-        for (const uint32_t p : pieces->second) {
-          if (!Holds(layout.pieces[p], share.box)) continue;
-          holder = &layout.pieces[p];
-          break;
-        }
+      for (uint32_t i = held->first[share.tensor]; i < held->first[share.tensor + 1]; ++i) {
+        if (!Holds(layout.pieces[held->pieces[i]], share.box)) continue;
+        holder = &layout.pieces[held->pieces[i]];
+        break;
       }
-      if (holder == nullptr || layout.tensors[holder->tensor] != tensor) {
+      if (holder == nullptr) {
         return Error(absl::StatusCode::kFailedPrecondition,
                      "tensor {}: source {} does not hold the box at [{}] of extent [{}]",
                      tensor.name, share.source, fmt::join(share.box.offset, ", "),
@@ -358,7 +386,6 @@ class Binder {
   BoundStep result_;
   KnownPieces known_sources_;
   KnownPieces known_destinations_;
-  absl::flat_hash_map<const Layout*, std::unique_ptr<PiecesByName>> by_name_;
 };
 
 }  // namespace

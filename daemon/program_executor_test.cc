@@ -538,6 +538,25 @@ TEST_CASE("Local moves are prepared once and let go with the program or a member
 
   cluster->Bind(64);
   run(Verification::kOff);
+
+  // Bound ahead, and taken by who resolved them meanwhile; not once a member was released.
+  for (const bool released : {false, true}) {
+    cluster->Bind(released ? 192 : 128);
+    const StartMoves start = daemon.Step(MoveStep::kLocal, Verification::kOff);
+    auto ahead = daemon.executor.Resolve(start, daemon.memory);
+    auto later = daemon.executor.Resolve(start, daemon.memory);
+    REQUIRE(ahead.ok());
+    REQUIRE(later.ok());
+    REQUIRE(!Executor::IsBound(**later));
+    if (released) daemon.executor.Release(daemon.bound->sources[source]);
+    REQUIRE(Executor::Bind(&bench.transport, ahead->get()).ok());
+    daemon.executor.Keep(**ahead);
+    daemon.executor.TakeKept(later->get());
+    CHECK(Executor::IsBound(**later) == !released);
+    bench.transport.prepared = 0;
+    run(Verification::kOff);
+    CHECK(bench.transport.prepared == (released ? 1 : 0));
+  }
   forget_memory();
   daemon.bound = nullptr;
   daemon.executor.Forget(kUpdate);

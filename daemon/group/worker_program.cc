@@ -306,8 +306,9 @@ void Worker::StartStep(Update* update, MoveStep step, int64_t number, const Outp
   start.round = number;
   start.bound = job.bound;
   start.verification = update->verification;
+  // Before it runs, too: its moves are bound while replicas are compared.
+  start.skip_destination = Skip(*update, job.run.has_value() ? job.run->skip : std::vector<bool>());
   if (job.run.has_value()) {
-    start.skip_destination = Skip(*update, job.run->skip);
     if (!job.run->slots.empty()) {
       const size_t pair = static_cast<size_t>(number) % (job.run->slots.size() / 2);
       start.slot = job.run->slots[2 * pair + (step == MoveStep::kUnpack ? 1 : 0)].slot;

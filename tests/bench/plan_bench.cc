@@ -6,16 +6,20 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "daemon/program_executor.h"
 #include "proto/convert.h"
 #include "tests/bench/report.h"
 #include "transport/base/status.h"
+#include "transport/cuda/copy_plan.h"
 #include "transport/node_program.h"
 #include "transport/refit_plan.h"
 #include "transport/route.h"
+#include "transport/sharding/arena.h"
 #include "transport/sharding/megatron.h"
 #include "transport/sharding/model.h"
 #include "transport/sharding/vllm.h"
@@ -175,6 +179,7 @@ Result Run(const Case& c, const Inputs& inputs) {
 struct Options {
   bool json = false;
   int rounds = 3;
+  std::string only;  // "cluster" or "first-call"; empty: both
 };
 
 // Median times of several rounds; the plan of the last.
@@ -243,15 +248,159 @@ void Qwen(const Options& options, Report* report) {
   PrintParts(result);
 }
 
+// ---- the first refit within a node of GPUs ----
+
+// Where members' memory would be: 256 GiB of addresses for each, none of them touched.
+constexpr uint64_t kMemberBytes = uint64_t{256} << 30;
+
+char* MemoryOf(uint32_t member) {
+  return reinterpret_cast<char*>((uint64_t{member} + 1) * kMemberBytes);
+}
+
+class DeviceAddresses final : public CopyAddresses {
+ public:
+  explicit DeviceAddresses(std::vector<int> devices) : devices_(std::move(devices)) {}
+  absl::StatusOr<int> DeviceOf(const BoundPiece& piece) override {
+    return devices_[reinterpret_cast<uint64_t>(piece.data) / kMemberBytes - 1];
+  }
+  absl::StatusOr<uint64_t> On(int /*device*/, const BoundPiece& piece) override {
+    return reinterpret_cast<uint64_t>(piece.data);
+  }
+
+ private:
+  const std::vector<int> devices_;  // by member
+};
+
+struct LocalCase {
+  std::string name;
+  std::vector<std::shared_ptr<const Layout>> trainers;
+  std::vector<std::shared_ptr<const Layout>> engines;
+  int ranks_per_instance = 1;
+  bool colocated = false;
+};
+
+// What a daemon does before the first byte of a refit moves, in seconds; mapping memory aside.
+struct FirstCall {
+  double routes = 0;
+  double program = 0;
+  double compare = 0;  // binding and tasks of comparing replicas
+  double local = 0;    // of the moves
+  size_t moves = 0;
+  // The last two on a thread each.
+  double total() const { return routes + program + std::max(compare, local); }
+};
+
+// Seconds of a step: its binding and its tasks.
+double Step(MoveStep step, const std::shared_ptr<const BoundProgram>& bound,
+            const ProgramMemory& memory, DeviceAddresses* addresses) {
+  const double start = Now();
+  StartMoves moves;
+  moves.step = step;
+  moves.bound = bound;
+  const BoundStep made = Must(BindStep(moves, memory));
+  Must(
+      PlanCopies(made.transfer, Verification::kOff, addresses, {.engine_bytes = int64_t{2} << 20}));
+  return Now() - start;
+}
+
+FirstCall RunFirstCall(const LocalCase& c) {
+  FirstCall result;
+  std::vector<RouteMember> trainers;
+  std::vector<RouteMember> engines;
+  std::vector<LocalMember> sources;
+  std::vector<LocalMember> destinations;
+  std::vector<int> devices;
+  ProgramMemory memory;
+  const auto bind = [&](const std::shared_ptr<const Layout>& layout) {
+    MemorySpan span{MemoryOf(static_cast<uint32_t>(devices.size() - 1)),
+                    sharding::ArenaBytes(*layout), nullptr};
+    return std::map<RegionId, MemorySpan>{{layout->pieces[0].region, std::move(span)}};
+  };
+  for (uint32_t r = 0; r < c.trainers.size(); ++r) {
+    trainers.push_back({c.trainers[r], 0, 0, {}});
+    devices.push_back(static_cast<int>(r));
+    sources.push_back({r, c.trainers[r], devices.back()});
+    memory.sources.push_back(bind(c.trainers[r]));
+  }
+  for (uint32_t r = 0; r < c.engines.size(); ++r) {
+    engines.push_back({c.engines[r], 0, r / static_cast<uint32_t>(c.ranks_per_instance), {}});
+    devices.push_back(static_cast<int>(r + (c.colocated ? 0 : c.trainers.size())));
+    destinations.push_back({r, c.engines[r], devices.back()});
+    memory.destinations.push_back(bind(c.engines[r]));
+  }
+  double start = Now();
+  const std::shared_ptr<const RefitPlan> plan = Must(CompileRefit(trainers, engines, {}));
+  result.routes = Now() - start;
+  start = Now();
+  auto program = std::make_shared<const NodeProgram>(
+      Must(CompileNode(plan->routes, 0, sources, destinations, {})));
+  result.program = Now() - start;
+  auto bound = std::make_shared<BoundProgram>();
+  bound->program = program;
+  bound->replicas = std::make_shared<const std::vector<ReplicaShare>>(
+      SharesOf(plan->replicas, std::vector<bool>(c.trainers.size(), true)));
+  bound->plan = {plan, &plan->routes};
+  bound->source_layouts = c.trainers;
+  bound->destination_layouts = c.engines;
+  DeviceAddresses addresses(devices);
+  result.compare = Step(MoveStep::kCompare, bound, memory, &addresses);
+  result.local = Step(MoveStep::kLocal, bound, memory, &addresses);
+  result.moves = program->local.moves.size();
+  return result;
+}
+
+std::vector<LocalCase> LocalCases() {
+  const ModelConfig config = Must(sharding::FindModelConfig("qwen3-30b-a3b"));
+  constexpr int kRanks = 4;
+  const auto add = [&](const auto& make) {
+    std::vector<std::shared_ptr<const Layout>> layouts;
+    for (int r = 0; r < kRanks; ++r) layouts.push_back(std::make_shared<Layout>(Must(make(r))));
+    return layouts;
+  };
+  const auto megatron = [&](const TrainerParallel& parallel) {
+    return add([&](int r) { return sharding::MegatronLayout(config, parallel, r); });
+  };
+  const auto replicas = megatron({.world = kRanks});
+  const auto tensors = megatron({.world = kRanks, .tp = kRanks, .ep = kRanks});
+  const auto fsdp = add([&](int r) { return sharding::FsdpLayout(config, kRanks, r); });
+  const auto whole = add([&](int) { return sharding::VllmLayout(config, {}, 0); });
+  const auto shards = add([&](int r) { return sharding::VllmLayout(config, {.tp = kRanks}, r); });
+  return {{"full replicas", replicas, whole, 1, false},
+          {"TP4+EP4->TP4", tensors, shards, kRanks, false},
+          {"FSDP4->TP4", fsdp, shards, kRanks, false},
+          {"colocated, 4 pairs", replicas, whole, 1, true}};
+}
+
+void FirstCalls(const Options& options, Report* report) {
+  for (const LocalCase& c : LocalCases()) {
+    std::vector<FirstCall> calls;
+    for (int i = 0; i < options.rounds; ++i) calls.push_back(RunFirstCall(c));
+    std::sort(calls.begin(), calls.end(),
+              [](const FirstCall& a, const FirstCall& b) { return a.total() < b.total(); });
+    const FirstCall& median = calls[calls.size() / 2];
+    Ceiling(report, "Qwen3-30B-A3B, one node of GPUs, " + c.name + ": until the first byte moves",
+            median.total(), "s", 0.5);
+    fmt::print(stderr,
+               "  routes {:.3f} s, program {:.3f} s, comparing replicas {:.3f} s, moves {:.3f} s "
+               "({} of them)\n",
+               median.routes, median.program, median.compare, median.local, median.moves);
+  }
+}
+
 int Main(int argc, char** argv) {
   CLI::App app("The planner at the size of big models");
   Options options;
   app.add_flag("--json", options.json, "one JSON object a line");
   app.add_option("--rounds", options.rounds, "medians of so many")->check(CLI::PositiveNumber);
+  app.add_option("--case", options.only, "one of them alone")
+      ->check(CLI::IsMember({"cluster", "first-call"}));
   CLI11_PARSE(app, argc, argv);
   Report report("plan", options.json);
-  DeepSeek(options, &report);
-  Qwen(options, &report);
+  if (options.only != "first-call") {
+    DeepSeek(options, &report);
+    Qwen(options, &report);
+  }
+  if (options.only != "cluster") FirstCalls(options, &report);
   return report.all_reached() ? 0 : 1;
 }
 
