@@ -113,6 +113,7 @@ void Node::BindAhead(const GroupRecord& group, const StartMoves& compare) {
     if (bound.ok()) executor_.Keep(*moves);
   });
 }
+
 void Node::BindMoves(const std::string& name, uint64_t id,
                      const std::shared_ptr<Executor::Moves>& moves) {
   {

@@ -135,8 +135,8 @@ class Binder {
     const Piece* compiled = nullptr;
     uint32_t index = 0;  // in its list
   };
-  // By member, then piece of its layout; null: not bound yet.
-  using KnownPieces = std::vector<std::vector<Known>>;
+  // By member, then piece of its layout: its index and one; 0: not bound yet.
+  using KnownPieces = std::vector<std::vector<uint32_t>>;
 
   // The piece, bound once and added to `list`.
   static absl::StatusOr<Known> Bind(uint32_t member, uint32_t piece,
@@ -146,15 +146,17 @@ class Binder {
                                     std::vector<BoundPiece>* list, KnownPieces* known) {
     const Layout& layout = *compiled[member].layout;
     if (known->empty()) known->resize(compiled.size());
-    std::vector<Known>& of_member = (*known)[member];
+    std::vector<uint32_t>& of_member = (*known)[member];
     if (of_member.empty()) of_member.resize(layout.pieces.size());
-    if (piece < of_member.size() && of_member[piece].compiled != nullptr) return of_member[piece];
+    if (piece < of_member.size() && of_member[piece] > 0) {
+      return Known{&layout.pieces[piece], of_member[piece] - 1};
+    }
     REFITD_ASSIGN_OR_RETURN(const PiecePair pair, Pair(layout, *in_force[member], piece));
     REFITD_ASSIGN_OR_RETURN(BoundPiece bound,
                             BindPiece(*in_force[member], *pair.in_force, regions[member]));
-    of_member[piece] = {pair.compiled, static_cast<uint32_t>(list->size())};
     list->push_back(std::move(bound));
-    return of_member[piece];
+    of_member[piece] = static_cast<uint32_t>(list->size());
+    return Known{pair.compiled, of_member[piece] - 1};
   }
 
   absl::StatusOr<Known> Source(uint32_t member, uint32_t piece, std::vector<BoundPiece>* list) {
