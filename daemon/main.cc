@@ -147,13 +147,14 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
     return MakeHostTransport(host);
   }
   cuda->detail = Describe(ProbeCudaLibrary(config.cuda.library));
-  absl::StatusOr<std::shared_ptr<CudaMemory>> memory = CudaMemory::Create(config.cuda.library);
-  if (!memory.ok()) return MakeHostTransport(host);
   CudaTransportOptions options;
   options.blocks = config.cuda.copy_blocks;
   options.engine_bytes = config.cuda.engine_bytes;
   options.limit = std::chrono::ceil<std::chrono::milliseconds>(config.cuda.device);
   options.lost = [loss](const absl::Status& why) { loss->Tell(why); };
+  absl::StatusOr<std::shared_ptr<CudaMemory>> memory =
+      CudaMemory::Create(config.cuda.library, {.limit = options.limit, .lost = options.lost});
+  if (!memory.ok()) return MakeHostTransport(host);
   const NcclReport nccl = LoadNccl(config.cuda);
   const std::string found = Describe(nccl);
   options.nccl = nccl.api;

@@ -1602,6 +1602,19 @@ TEST_CASE("a daemon whose GPU hangs ends, and with it what the GPU would still w
   CHECK(std::memcmp(memory, before.data(), before.size()) == 0);
 }
 
+TEST_CASE("a daemon whose GPU hangs as slots are made there ends, and says so to who needs them") {
+  if (CopyKernelImage().empty()) return;
+  const FakeCuda fake;
+  Daemon daemon({"--cuda-library=" + FakeCuda::Path(), "--cuda-device-ms=200"},
+                {"/usr/bin/env", "REFITD_FAKE_CUDA_HOLD=1"});
+  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_STAGED);
+  hello.mutable_device()->set_name((*CudaMemory::Create(FakeCuda::Path()))->devices()[0].uuid);
+  CHECK(!RawEngine(daemon.Connect(), hello).attached().ok());
+  CHECK(daemon.WaitExit() == 1);
+  CHECK_THAT(daemon.log(), Contains("the GPUs are lost to this process") &&
+                               Contains("did not end its work within 200 ms"));
+}
+
 // ---- several daemons ----
 
 // A trainer's GPU at one daemon, engines' at another: two GPUs there, both with the whole model.

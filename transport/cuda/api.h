@@ -59,6 +59,7 @@ namespace refitd {
   V(cuMemsetD8Async, "cuMemsetD8Async")                                               \
   V(cuStreamCreate, "cuStreamCreate")                                                 \
   V(cuStreamDestroy, "cuStreamDestroy_v2")                                            \
+  V(cuStreamQuery, "cuStreamQuery")                                                   \
   V(cuStreamWaitEvent, "cuStreamWaitEvent")                                           \
   V(cuStreamSynchronize, "cuStreamSynchronize")                                       \
   V(cuEventCreate, "cuEventCreate")                                                   \

@@ -2,9 +2,9 @@
 //
 // The fake's "device" memory is host memory: a block of another process is a memfd, mapped once
 // more for each open, so that a mapping that was closed too early or that belongs to another device
-// is found out. Work on streams is queued and done when somebody queries an event; between streams
-// there is no order but that of events: bytes that are reused before their copy ran, or read before
-// what should have been waited for, come out wrong.
+// is found out. Work on streams is queued and done when somebody queries an event or a stream;
+// between streams there is no order but that of events: bytes that are reused before their copy
+// ran, or read before what should have been waited for, come out wrong.
 #ifndef REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_
 #define REFITD_TRANSPORT_CUDA_FAKE_CUDA_H_
 

@@ -984,6 +984,16 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned /*flags*/) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuStreamQuery(CUstream stream) {
+  const Call call("cuStreamQuery");
+  if (call.failed()) return call.result;
+  const auto it = call.fake->streams.find(reinterpret_cast<Stream*>(stream));
+  if (it == call.fake->streams.end()) return CUDA_ERROR_INVALID_HANDLE;
+  RunQueue(call.fake);
+  if (call.fake->lost != CUDA_SUCCESS) return call.fake->lost;
+  return it->second->queue.empty() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
 // Does not wait for devices that stand still.
 CUresult cuStreamSynchronize(CUstream /*stream*/) {
   const Call call("cuStreamSynchronize");

@@ -12,11 +12,13 @@
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "transport/base/mutex.h"
 #include "transport/cuda/api.h"
+#include "transport/cuda/lost_context.h"
 #endif
 
 namespace refitd {
@@ -197,8 +199,9 @@ class VmmMapping {
     return Map(device, bytes);
   }
 
-  // Makes it; `fd` becomes a descriptor of it.
-  absl::Status MapNew(int device, int64_t bytes, UniqueFd* fd) {
+  // Makes it; `fd` becomes a descriptor of it. DEADLINE_EXCEEDED: the device hangs, and may write
+  // to it still.
+  absl::Status MapNew(int device, int64_t bytes, std::chrono::milliseconds limit, UniqueFd* fd) {
     REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device));
     const ScopedContext current(contexts_->api(), context);
     REFITD_RETURN_IF_ERROR(current.status());
@@ -217,7 +220,7 @@ class VmmMapping {
         REFITD_CUDA_CALL(api, cuMemCreate, &handle_, static_cast<size_t>(rounded), &wanted, 0));
     held_ = true;
     REFITD_RETURN_IF_ERROR(Map(device, rounded));
-    REFITD_RETURN_IF_ERROR(Clear());
+    REFITD_RETURN_IF_ERROR(Clear(device, limit));
     int exported = -1;
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemExportToShareableHandle, &exported, handle_,
                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
@@ -235,14 +238,32 @@ class VmmMapping {
 
  private:
   // The driver promises nothing of what new memory holds: it may be another group's weights (P9).
-  absl::Status Clear() {
+  absl::Status Clear(int device, std::chrono::milliseconds limit) {
     const CudaApi& api = contexts_->api();
     CUstream stream = nullptr;
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING));
     absl::Status status = REFITD_CUDA_CALL(api, cuMemsetD8Async, address_, 0, bytes_, stream);
-    if (status.ok()) status = REFITD_CUDA_CALL(api, cuStreamSynchronize, stream);
-    (void)api.cuStreamDestroy(stream);
+    if (status.ok()) status = Await(stream, device, limit);
+    // Of a device that hangs nothing is given back: the driver may wait for it.
+    if (!absl::IsDeadlineExceeded(status)) (void)api.cuStreamDestroy(stream);
     return status;
+  }
+
+  // P4: whatever the device does.
+  absl::Status Await(CUstream stream, int device, std::chrono::milliseconds limit) const {
+    constexpr auto kPause = std::chrono::microseconds(50);
+    const auto since = LateClock::Clock::now();
+    LateClock late_clock(limit);
+    while (true) {
+      const CUresult result = contexts_->api().cuStreamQuery(stream);
+      if (result != CUDA_ERROR_NOT_READY) return contexts_->api().Check("cuStreamQuery", result);
+      late_clock.Look();
+      if (late_clock.Late(since)) {
+        return Error(absl::StatusCode::kDeadlineExceeded,
+                     "device {} did not end its work within {} ms", device, limit.count());
+      }
+      std::this_thread::sleep_for(kPause);
+    }
   }
 
   absl::Status Import(const UniqueFd& fd) {
@@ -316,6 +337,14 @@ class VmmMapping {
   bool mapped_ = false;
   std::vector<int> reaching_;
 };
+
+// What a device that hangs may still write to must stay (P6).
+void KeepForever(std::unique_ptr<VmmMapping> mapping) {
+  static Mutex* const mutex = new Mutex;
+  static auto* const kept = new std::vector<std::unique_ptr<VmmMapping>>;
+  MutexLock lock(mutex);
+  kept->push_back(std::move(mapping));
+}
 
 class VmmRegion final : public CudaRegion {
  public:
@@ -403,8 +432,12 @@ class Buffer final : public CudaBuffer {
 
 class Memory final : public CudaMemory, public CudaContextsOwner {
  public:
-  Memory(std::vector<CudaDevice> devices, std::shared_ptr<CudaContexts> contexts)
-      : devices_(std::move(devices)), contexts_(std::move(contexts)) {}
+  Memory(std::vector<CudaDevice> devices, std::shared_ptr<CudaContexts> contexts,
+         CudaMemoryOptions options)
+      : devices_(std::move(devices)),
+        contexts_(std::move(contexts)),
+        limit_(options.limit),
+        lost_(std::move(options.lost)) {}
 
   const std::vector<CudaDevice>& devices() const override { return devices_; }
   const std::shared_ptr<CudaContexts>& contexts() const override { return contexts_; }
@@ -463,9 +496,15 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
   absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) override {
     REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
+    REFITD_RETURN_IF_ERROR(lost_.status());
     auto mapping = std::make_unique<VmmMapping>(contexts_);
     CudaPool pool;
-    REFITD_RETURN_IF_ERROR(OfNew(device, bytes, mapping->MapNew(device, bytes, &pool.descriptor)));
+    const absl::Status made = mapping->MapNew(device, bytes, limit_, &pool.descriptor);
+    if (absl::IsDeadlineExceeded(made)) {
+      KeepForever(std::move(mapping));
+      lost_.Lose(made);
+    }
+    REFITD_RETURN_IF_ERROR(OfNew(device, bytes, made));
     pool.region = Adopt(device, std::move(mapping));
     return pool;
   }
@@ -557,6 +596,8 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
   const std::vector<CudaDevice> devices_;
   const std::shared_ptr<CudaContexts> contexts_;
+  const std::chrono::milliseconds limit_;
+  LostContext lost_;  // to a device that hangs
   const std::shared_ptr<RegionIndex> index_ = std::make_shared<RegionIndex>();
   Mutex mutex_;
   std::map<std::pair<int, std::string>, std::weak_ptr<const CudaRegion>> open_
@@ -570,19 +611,22 @@ constexpr char kSystemDriver[] = "libcuda.so.1";
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string& library) {
+absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string& library,
+                                                               CudaMemoryOptions options) {
   CudaReport report = library == kSystemDriver ? ProbeCuda() : ProbeCudaLibrary(library);
   if (report.devices.empty()) return absl::UnavailableError(report.problem);
   REFITD_ASSIGN_OR_RETURN(const CudaApi api, CudaApi::Load(library));
   int ordinals = 0;  // devices that did not answer leave gaps
   for (const CudaDevice& device : report.devices) ordinals = std::max(ordinals, device.ordinal + 1);
   auto contexts = std::make_shared<CudaContexts>(api, ordinals);
-  return std::make_shared<Memory>(std::move(report.devices), std::move(contexts));
+  return std::make_shared<Memory>(std::move(report.devices), std::move(contexts),
+                                  std::move(options));
 }
 
 #else
 
-absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string& /*library*/) {
+absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string& /*library*/,
+                                                               CudaMemoryOptions /*options*/) {
   return absl::UnavailableError(CudaBuild());
 }
 

@@ -21,6 +21,7 @@
 #ifndef REFITD_TRANSPORT_CUDA_MEMORY_H_
 #define REFITD_TRANSPORT_CUDA_MEMORY_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -82,12 +83,19 @@ class CudaBuffer {
   const int64_t bytes_;
 };
 
+struct CudaMemoryOptions {
+  // A device that has not zeroed a pool after so long hangs: the GPUs are lost.
+  std::chrono::milliseconds limit{60'000};
+  // The GPUs are lost: the process has to end. On the thread that asked for the pool.
+  std::function<void(absl::Status)> lost{};
+};
+
 class CudaMemory {
  public:
   // Loads the driver; no context yet. UNAVAILABLE: no driver, no device, or CUDA is not compiled
   // in.
   static absl::StatusOr<std::shared_ptr<CudaMemory>> Create(
-      const std::string& library = "libcuda.so.1");
+      const std::string& library = "libcuda.so.1", CudaMemoryOptions options = {});
   virtual ~CudaMemory() = default;
 
   virtual const std::vector<CudaDevice>& devices() const = 0;
@@ -108,7 +116,7 @@ class CudaMemory {
   // New memory of cuMemCreate on `device`, at least `bytes` (the driver's granularity, 2 MiB, is
   // what it is a multiple of), all zeros, accessible to every device that can reach `device`.
   // INVALID_ARGUMENT: `bytes` is not 1 to the device's memory; RESOURCE_EXHAUSTED: not so much is
-  // free.
+  // free; DEADLINE_EXCEEDED: a device hung, now or before.
   virtual absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) = 0;
   // Drops a pool that nothing uses any more, after all who watch have let go of it: what they keep
   // of it besides would keep its memory.

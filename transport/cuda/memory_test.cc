@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <catch2/catch.hpp>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -323,13 +324,39 @@ TEST_CASE("a pool of no size, of no device, or that the driver refuses leaves no
              Contains("1048576 bytes of device 0") && Contains("out of memory"));
   for (const char* call : {"cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve",
                            "cuMemMap", "cuMemSetAccess", "cuStreamCreate", "cuMemsetD8Async",
-                           "cuStreamSynchronize", "cuMemExportToShareableHandle"}) {
+                           "cuStreamQuery", "cuMemExportToShareableHandle"}) {
     INFO(call);
     fake.FailAt(call, 1, 801);
     CHECK(!memory->MakePool(0, kMiB).ok());
     CheckNothingOpen(fake);
   }
   CHECK(memory->MakePool(0, kMiB).ok());
+}
+
+TEST_CASE("a device that hung as it zeroed a pool held its maker for ever") {
+  FakeCuda fake;
+  std::vector<absl::Status> told;
+  CudaMemoryOptions options;
+  options.limit = std::chrono::milliseconds(50);
+  options.lost = [&told](const absl::Status& why) { told.push_back(why); };
+  const auto memory = CudaMemory::Create(FakeCuda::Path(), options).value();
+  fake.Hold(1U << 1);
+  CHECK(memory->MakePool(0, kMiB).ok());
+  const absl::Status hung = memory->MakePool(1, kMiB).status();
+  CHECK(absl::IsDeadlineExceeded(hung));
+  CHECK_THAT(std::string(hung.message()), Contains("device 1 did not end its work within 50 ms"));
+  REQUIRE(told.size() == 1);
+  CHECK_THAT(std::string(told[0].message()), Contains("device 1 did not end its work"));
+  // It may still be written.
+  CHECK(fake.Count().mapped == 1);
+  CHECK(fake.Count().streams == 1);
+  // Whoever comes next does not wait so long again, and whoever runs the daemon knows already.
+  for (const int device : {0, 1}) {
+    CHECK_THAT(std::string(memory->MakePool(device, kMiB).status().message()),
+               Contains("lost the use of its GPUs"));
+  }
+  CHECK(fake.Count().created == 1);
+  CHECK(told.size() == 1);
 }
 
 TEST_CASE("a buffer is written when Store returns, and is nobody's region") {
