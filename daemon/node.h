@@ -271,10 +271,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     bool on_devices = false;  // of the wire over GPU memory
     int ordinal = -1;         // on_devices: of its GPU; -1: its slots are being made
   };
-  struct WirePool {
-    int ordinal = 0;
-    MemorySpan memory;
-  };
   struct GroupRecord {
     uint64_t id = 0;  // never reused: what comes late is told from it
     std::unique_ptr<GroupMachine> machine;
@@ -285,15 +281,15 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::string coordinator_address;                          // follower
     std::unique_ptr<PeerLink> link;                           // follower; null: lost
     std::map<EpochId, EpochRecord> epochs;                    // by the machine's id, while open
-    // Where the group's members are on GPUs: what crosses daemons lies in the pool of one of them,
+    // Where the group's members are on GPUs: what crosses daemons lies in the pool of this one,
     // which is kept as long as a member is on any or an update runs.
-    std::optional<WirePool> wire_pool;
+    std::optional<int> wire_ordinal;
     // The staging pool, the same slots at the same offsets in host memory and on each GPU.
     UniqueFd pool_fd;
     std::shared_ptr<HostRegion> pool;  // null until first needed
     // By ordinal: made before a staged rank there is welcomed, when a trainer there first leases or
     // maps, or for a Begin whose buckets may be broadcast through slots; given up with the last
-    // member there.
+    // member there, that of wire_ordinal not before it is the wire's no more.
     std::map<int, DevicePool> device_pools;
     // Engine ranks that attach have to have a pool on their GPU: while Begin calls make theirs, and
     // where the running update's buckets may be broadcast.
@@ -596,8 +592,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // For a rank whose group another daemon coordinates: answered by SlotsMade.
   void PerformMakeSlots(const GroupRecord& group, const MakeSlots& a)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Where the slots are that cross daemons: host memory, or GroupRecord::wire_pool, which has to be
-  // made first (LacksWirePool).
+  // Where the slots are that cross daemons: host memory, or the pool of GroupRecord::wire_ordinal,
+  // which has to be made first (LacksWirePool).
   absl::Status EnsureWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool LacksWirePool(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `then` follows under the mutex; not where the group is gone.
@@ -605,7 +601,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void MakeWirePool(const GroupRecord& group, WirePoolFunction then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // P8: of a group without members on GPUs.
-  void DropWirePool(GroupRecord* group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more)

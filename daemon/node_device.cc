@@ -109,7 +109,7 @@ absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& re
 // ---- slots that cross daemons ----
 
 bool Node::LacksWirePool(const GroupRecord& group) const {
-  return Spans(group) && !group.wire_pool.has_value() && HasDevices(group.machine->name());
+  return Spans(group) && !group.wire_ordinal.has_value() && HasDevices(group.machine->name());
 }
 
 // On the lowest GPU that a member is on: whatever the daemon's other GPUs send or receive passes
@@ -129,13 +129,10 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
       MutexLock lock(&mutex_);
       GroupRecord* const found = FindGroup(name);
       if (found == nullptr || found->id != id) return;
-      const auto pool = found->device_pools.find(ordinal);
-      if (made.ok() && pool == found->device_pools.end()) {
+      if (made.ok() && !found->device_pools.contains(ordinal)) {
         made = absl::CancelledError("the members on that GPU went away");
       }
-      if (made.ok() && !found->wire_pool.has_value()) {
-        found->wire_pool = WirePool{ordinal, pool->second.memory};
-      }
+      if (made.ok() && !found->wire_ordinal.has_value()) found->wire_ordinal = ordinal;
       Events more;
       then(found, made, &more);
       for (auto& [group_name, event] : more) Handle(group_name, std::move(event), &deferred);
@@ -145,9 +142,13 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
 }
 
 // P1: while an update runs its parts go on through the same slots, also those of members that went.
-void Node::DropWirePool(GroupRecord* group) const {
-  if (HasDevices(group->machine->name()) || group->machine->update_running()) return;
-  group->wire_pool.reset();  // what still moves holds it
+void Node::DropWirePool(GroupRecord* group) {
+  const std::string& name = group->machine->name();
+  if (!group->wire_ordinal.has_value() || HasDevices(name) || group->machine->update_running()) {
+    return;
+  }
+  const int ordinal = *std::exchange(group->wire_ordinal, std::nullopt);
+  if (!OnDevice(name, ordinal)) group->device_pools.erase(ordinal);  // what still moves holds it
 }
 
 // A joined daemon leaves with its last member, and its epochs end with that. A coordinator stays,
@@ -462,8 +463,10 @@ void Node::EndWithoutPool(MemberRecord record, absl::Status status, Deferred* de
 
 // P8: device memory is for members that can use it. Copies that still run hold it.
 void Node::DropUnused(GroupRecord* group, int ordinal, Events* more) {
-  if (!OnDevice(group->machine->name(), ordinal)) group->device_pools.erase(ordinal);
   DropWirePool(group);
+  if (group->wire_ordinal != ordinal && !OnDevice(group->machine->name(), ordinal)) {
+    group->device_pools.erase(ordinal);
+  }
   GiveUpEpochs(*group, more);
 }
 

@@ -26,7 +26,9 @@ class Node::Memory : public MemoryResolver {
   }
 
   absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
-    if (group_.wire_pool.has_value()) return SlotIn(group_.wire_pool->memory, slot);
+    if (group_.wire_ordinal.has_value()) {
+      return SlotIn(group_.device_pools.at(*group_.wire_ordinal).memory, slot);
+    }
     if (group_.pool == nullptr) return absl::InternalError("the staging pool is not mapped");
     return SlotIn({group_.pool->data(), group_.pool->bytes(), group_.pool}, slot);
   }

@@ -363,7 +363,7 @@ void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
   const std::string name = group->machine->name();
   group->epochs[a.epoch] = {local, true};
   const auto open = [this, name, id = group->id, a, local](GroupRecord* found) {
-    const int ordinal = found->wire_pool->ordinal;
+    const int ordinal = *found->wire_ordinal;
     if (const auto it = found->epochs.find(a.epoch); it != found->epochs.end()) {
       it->second.ordinal = ordinal;
     }
@@ -384,7 +384,7 @@ void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
       GroupEventOf(name, id, std::move(opened));
     });
   };
-  if (group->wire_pool.has_value()) return open(group);
+  if (group->wire_ordinal.has_value()) return open(group);
   MakeWirePool(*group, [open, name, a](GroupRecord* found, const absl::Status& made, Events* more) {
     if (made.ok()) return open(found);
     found->epochs.erase(a.epoch);
@@ -393,8 +393,8 @@ void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
 }
 
 bool Node::ReachesSlots(const EpochRecord& epoch, const GroupRecord& group) {
-  if (!epoch.on_devices) return !group.wire_pool.has_value();
-  return group.wire_pool.has_value() && group.wire_pool->ordinal == epoch.ordinal;
+  if (!epoch.on_devices) return !group.wire_ordinal.has_value();
+  return group.wire_ordinal == epoch.ordinal;
 }
 
 Wire* Node::WireOf(const EpochRecord& epoch) const {
@@ -403,7 +403,7 @@ Wire* Node::WireOf(const EpochRecord& epoch) const {
 
 absl::Status Node::EnsureWirePool(GroupRecord* group) {
   if (LacksWirePool(*group)) return absl::UnavailableError("the slots on GPUs are not made");
-  return group->wire_pool.has_value() ? absl::OkStatus() : EnsurePool(group);
+  return group->wire_ordinal.has_value() ? absl::OkStatus() : EnsurePool(group);
 }
 
 void Node::PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more) {

@@ -2030,6 +2030,42 @@ TEST_CASE("what crossed was looked for in host memory when the last reader there
   CHECK(stays.Difference(1) == "");
 }
 
+TEST_CASE("a rank that came back to the GPU of the wire's slots got others there") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(6, 20, 30);
+  {
+    const auto trainer = AttachTrainer(ConnectOn(daemons.near, daemons.near.uuid(1), 65'536));
+    const std::unique_ptr<StagedEngine> far = daemons.Staged(1, 65'536);
+    auto comes_and_goes = [&] {
+      return std::make_unique<StagedEngine>(&daemons.near, 0, "near", 65'536);
+    };
+    auto near = comes_and_goes();
+    const auto push = [&](int64_t version) {
+      const absl::Status pushed = PushBySlots(trainer.get(), model, version);
+      INFO(pushed);
+      REQUIRE(pushed.ok());
+      CHECK(near->Difference(model, version) == "");
+      CHECK(far->Difference(model, version) == "");
+      // The trainer's slots, and each end's of the wire.
+      CHECK(daemons.machine.fake.Count().created == 3);
+      REQUIRE(Epochs(daemons.near).size() == 1);
+      CHECK(Epochs(daemons.near)[0].gpu_uuid() == daemons.near.uuid(0));
+    };
+    push(1);
+    const auto goes = [&] {
+      near.reset();
+      REQUIRE(
+          Eventually([&] { return daemons.near.node().GetStatus().resources().members() == 1; }));
+    };
+    goes();
+    near = comes_and_goes();
+    push(2);
+    // The last member on any GPU is on another.
+    goes();
+  }
+  CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
+}
+
 #endif
 
 }  // namespace
