@@ -974,6 +974,46 @@ std::unique_ptr<client::Trainer> AttachTrainer(const client::ConnectOptions& con
   return *std::move(trainer);
 }
 
+// An engine rank whose events come without a stream: when its calls return, the node has them.
+class DirectEngine {
+ public:
+  ~DirectEngine() { Leave(); }
+
+  void Attach(LocalDaemon* daemon, const v1::EngineHello& hello) {
+    daemon_ = daemon;
+    PeerCredentials self;
+    self.uid = geteuid();
+    member_ = daemon->node().AttachEngine(hello, Peer{self}, sink_);
+  }
+  void Leave() {
+    if (daemon_ != nullptr) std::exchange(daemon_, nullptr)->node().MemberGone(member_, "it left");
+  }
+  void Detach() { std::exchange(daemon_, nullptr)->node().MemberDetached(member_); }
+  bool welcomed() const { return sink_->welcomed; }
+  // What it was told at its end; nullopt: none came.
+  std::optional<absl::Status> end() const {
+    MutexLock lock(&sink_->mutex);
+    return sink_->end;
+  }
+
+ private:
+  struct Sink : EventSink<v1::EngineEvent> {
+    void Send(v1::EngineEvent event) override {
+      if (event.has_welcome()) welcomed = true;
+    }
+    void End(absl::Status status) override {
+      MutexLock lock(&mutex);
+      end = std::move(status);
+    }
+    std::atomic<bool> welcomed = false;
+    Mutex mutex;
+    std::optional<absl::Status> end ABSL_GUARDED_BY(mutex);
+  };
+  const std::shared_ptr<Sink> sink_ = std::make_shared<Sink>();
+  LocalDaemon* daemon_ = nullptr;
+  MemberId member_;
+};
+
 // No pool, of the daemon or as a member sees it.
 bool NoPools(const FakeCuda& fake) {
   const FakeCudaCounts counts = fake.Count();
@@ -1082,6 +1122,41 @@ TEST_CASE("a bucket packed in a leased slot reaches engines of every kind and GP
     }
   }
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE("a staged rank that goes while its GPU's slots are made gets no place, nor the slots") {
+  LocalDaemon daemon;
+  const bool detaches = GENERATE(false, true);
+  const bool alone = GENERATE(false, true);
+  DirectEngine goes;
+  DirectEngine stays;
+  daemon.fake().Block("cuMemCreate");
+  goes.Attach(&daemon, daemon.EngineOn(1, v1::DELIVERY_STAGED, "goes"));
+  CHECK(Eventually([&] { return daemon.fake().Count().blocked_calls == 1; }));
+  if (!alone) stays.Attach(&daemon, daemon.EngineOn(1, v1::DELIVERY_STAGED, "stays"));
+  if (detaches) {
+    goes.Detach();
+  } else {
+    goes.Leave();
+  }
+  const std::optional<absl::Status> end = goes.end();
+  daemon.fake().Block("");
+  // At once, whatever the driver was at.
+  REQUIRE(end.has_value());
+  CHECK(end->code() == (detaches ? absl::StatusCode::kOk : absl::StatusCode::kAborted));
+  if (!detaches) CHECK_THAT(Message(*end), Contains("it left"));
+  if (!alone) {
+    CHECK(Eventually([&] { return stays.welcomed(); }));
+    CHECK(daemon.fake().Count().created == 1);
+    stays.Leave();
+  }
+  CHECK(Eventually([&] { return daemon.fake().Count().allocation_calls == 1; }));
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+  CHECK(!goes.welcomed());
+  CHECK(daemon.node().GetStatus().resources().members() == 0);
+  // Its place is free.
+  CHECK(
+      RawEngine(daemon.Connect(), daemon.EngineOn(1, v1::DELIVERY_STAGED, "goes")).attached().ok());
 }
 
 TEST_CASE(
@@ -2062,6 +2137,47 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
     push(2);
     // The last member on any GPU is on another.
     goes();
+  }
+  CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
+}
+
+TEST_CASE("an epoch and a staged rank that need slots on one GPU at once get the same") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(2, 8, 8);
+  {
+    RawTrainer trainer(daemons.near.Connect(), daemons.near.TrainerOn(0));
+    REQUIRE(trainer.attached().ok());
+    DeviceEngine registered(&daemons.far, 1, model, "registered", &daemons.near);
+    const Block source(&daemons.near, 0, ModelBytes(model) + 64 * 64);
+    std::future<void> pushed;
+    DirectEngine staged;
+    const auto blocked = [&](int calls) {
+      return Eventually([&] { return daemons.machine.fake.Count().blocked_calls == calls; });
+    };
+    // One pool at each daemon is all there is room for.
+    constexpr int kOutOfMemory = 2;
+    daemons.machine.fake.FailAt("cuMemCreate", 3, kOutOfMemory);
+    daemons.machine.fake.Block("cuMemCreate");
+    const bool rank_first = GENERATE(true, false);
+    if (rank_first) {
+      staged.Attach(&daemons.near, daemons.near.EngineOn(0, v1::DELIVERY_STAGED, "staged"));
+      CHECK(blocked(1));
+    }
+    pushed = std::async(std::launch::async, [&] {
+      REQUIRE_OK(trainer.Begin(1, v1::VERIFICATION_TRANSFER));
+      PushByHandles(&trainer, source, model, 1);
+    });
+    CHECK(blocked(2));  // one at each daemon
+    if (!rank_first) {
+      staged.Attach(&daemons.near, daemons.near.EngineOn(0, v1::DELIVERY_STAGED, "staged"));
+    }
+    CHECK(!staged.welcomed());
+    daemons.machine.fake.Block("");
+    pushed.get();
+    CHECK(registered.Difference(1) == "");
+    CHECK(Eventually([&] { return staged.welcomed(); }));
+    CHECK(daemons.machine.fake.Count().created == 2);
+    staged.Leave();
   }
   CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
 }
