@@ -442,27 +442,53 @@ TEST_CASE("a broadcast whose communicator fails costs itself alone; the next has
   CHECK(setup.losses == 0);
 }
 
+// A tensor from one device to a slot and a destination on another, by NCCL.
+struct PairBroadcast {
+  PairBroadcast(Setup* setup, Rng* random, int from, int to)
+      : world(setup->exporter(), setup->memory.get(), random) {
+    FillSimply(&world, from, {to});
+    transfer =
+        Broadcasting(&world, setup->memory.get(), random, {to}, BroadcastMethod::kNccl, &pools);
+  }
+  void GiveBack(CudaMemory* memory) {
+    transfer = {};
+    for (CudaPool& pool : pools.pools) memory->GiveBack(std::move(pool));
+  }
+  World world;
+  BroadcastPools pools;
+  Transfer transfer;
+};
+
+TEST_CASE("a broadcast that NCCL never began costs itself alone, and no GPU") {
+  Rng random(kSeed + 49);
+  Setup setup({.limit = std::chrono::seconds(8), .lost = {}}, 3, true);
+  const PairBroadcast broadcast(&setup, &random, 0, 1);
+  const PairBroadcast other(&setup, &random, 0, 2);
+  CheckSame(Run(setup.transport.get(), broadcast.transfer),
+            Run(setup.host.get(), broadcast.world.model));
+  REQUIRE(Run(setup.transport.get(), other.transfer).status.ok());
+  // The other's communicator is given up, and that takes its time.
+  setup.nccl->FailAt("ncclBroadcast", 1, 3);
+  setup.nccl->Block("ncclCommAbort");
+  CHECK_FALSE(Run(setup.transport.get(), other.transfer).status.ok());
+  REQUIRE(Eventually([&] { return setup.nccl->Count().blocked_calls == 1; }));
+  const TransferResult behind = Run(setup.transport.get(), broadcast.transfer);
+  setup.nccl->Block("");
+  CHECK(behind.status.code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(behind.status.message()), Contains("waits for another call of NCCL"));
+  CHECK(setup.losses == 0);
+  // Its communicator is as good as before.
+  CheckSame(Run(setup.transport.get(), broadcast.transfer),
+            Run(setup.host.get(), broadcast.world.model));
+  broadcast.world.CheckBytes();
+  CHECK(setup.nccl->Count().comms == 2);
+}
+
 TEST_CASE("of too many sets of devices that NCCL broadcasts to, idle ones make room (P10)") {
   Rng random(kSeed + 48);
   constexpr int kDevices = 7;
   constexpr size_t kMostSets = 16;  // nccl_broadcast.h
   Setup setup({.lost = {}}, kDevices, true);
-  // A tensor from one device to a slot and a destination on another.
-  struct Pair {
-    Pair(Setup* of, Rng* random, int from, int to)
-        : world(of->exporter(), of->memory.get(), random) {
-      FillSimply(&world, from, {to});
-      transfer =
-          Broadcasting(&world, of->memory.get(), random, {to}, BroadcastMethod::kNccl, &pools);
-    }
-    void GiveBack(CudaMemory* memory) {
-      transfer = {};
-      for (CudaPool& pool : pools.pools) memory->GiveBack(std::move(pool));
-    }
-    World world;
-    BroadcastPools pools;
-    Transfer transfer;
-  };
   const auto communicators = [&setup] {
     return dynamic_cast<const CommunicatorsOwner&>(*setup.transport).Communicators().size();
   };
@@ -472,7 +498,7 @@ TEST_CASE("of too many sets of devices that NCCL broadcasts to, idle ones make r
   }
   REQUIRE(all.size() > kMostSets);
   for (const auto& [from, to] : all) {
-    Pair pair(&setup, &random, from, to);
+    PairBroadcast pair(&setup, &random, from, to);
     CheckSame(Run(setup.transport.get(), pair.transfer), Run(setup.host.get(), pair.world.model));
     pair.world.CheckBytes();
     pair.GiveBack(setup.memory.get());
@@ -480,9 +506,9 @@ TEST_CASE("of too many sets of devices that NCCL broadcasts to, idle ones make r
   CHECK(Eventually([&] { return communicators() == kMostSets; }));
 
   // Those whose pools are there stay.
-  std::vector<std::unique_ptr<Pair>> held;
+  std::vector<std::unique_ptr<PairBroadcast>> held;
   for (const auto& [from, to] : all) {
-    held.push_back(std::make_unique<Pair>(&setup, &random, from, to));
+    held.push_back(std::make_unique<PairBroadcast>(&setup, &random, from, to));
     const absl::Status status = Run(setup.transport.get(), held.back()->transfer).status;
     if (held.size() <= kMostSets) {
       REQUIRE(status.ok());

@@ -15,9 +15,10 @@ constexpr int64_t kShareAlignment = 4096;
 constexpr int64_t kMostShare = 32 << 20;
 
 // P6: a collective that NCCL did not issue in time may still come, on memory that is another's by
-// then. Nothing tells: the devices count as lost.
-absl::Status Issued(const absl::Status& status, const RelayIssue& issue) {
-  if (!absl::IsDeadlineExceeded(status)) return status;
+// then. Nothing tells: the devices count as lost. One that was not begun never comes, and leaves
+// its communicator usable.
+absl::Status Issued(const absl::Status& status, const Communicator& by, const RelayIssue& issue) {
+  if (!absl::IsDeadlineExceeded(status) || by.status().ok()) return status;
   return issue.api().Check("NCCL", CUDA_ERROR_UNKNOWN);
 }
 
@@ -178,7 +179,7 @@ absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue) {
     call.receive.push_back(slot == relay.slots.end() ? const_cast<char*>(packed)
                                                      : slot->data + begin);
   }
-  return Issued(held->communicator->Broadcast(call, Deadline()), *issue);
+  return Issued(held->communicator->Broadcast(call, Deadline()), *held->communicator, *issue);
 }
 
 absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
@@ -233,7 +234,8 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
       }
       call.byte_offset = slot_offset + at;
       call.bytes = share;
-      REFITD_RETURN_IF_ERROR(Issued(held->communicator->AllGather(call, Deadline()), *issue));
+      REFITD_RETURN_IF_ERROR(
+          Issued(held->communicator->AllGather(call, Deadline()), *held->communicator, *issue));
       at += count * share;
     }
   }
