@@ -157,6 +157,9 @@ class Communicators {
   // CommunicatorOptions says. Other errors are NCCL's or the driver's; nothing is left behind.
   absl::StatusOr<std::unique_ptr<Communicator>> Create(const CommunicatorOptions& options,
                                                        Clock::time_point deadline);
+  // Runs `call` behind all calls of NCCL, and tells nobody: for what hangs where a device does,
+  // which is a loss as of a call of NCCL. It owns all that it touches.
+  void Post(const std::string& what, std::function<void()> call);
   // Those that were not destroyed, oldest first.
   std::vector<CommunicatorStatus> Describe() const;
   const NcclApi& api() const { return *api_; }

@@ -442,11 +442,11 @@ TEST_CASE("a broadcast whose communicator fails costs itself alone; the next has
   CHECK(setup.losses == 0);
 }
 
-// A tensor from one device to a slot and a destination on another, by NCCL.
+// Tensors from one device to a slot and a destination on another, by NCCL.
 struct PairBroadcast {
-  PairBroadcast(Setup* setup, Rng* random, int from, int to)
+  PairBroadcast(Setup* setup, Rng* random, int from, int to, int tensors = 1)
       : world(setup->exporter(), setup->memory.get(), random) {
-    FillSimply(&world, from, {to});
+    for (int i = 0; i < tensors; ++i) FillSimply(&world, from, {to});
     transfer =
         Broadcasting(&world, setup->memory.get(), random, {to}, BroadcastMethod::kNccl, &pools);
   }
@@ -482,6 +482,35 @@ TEST_CASE("a broadcast that NCCL never began costs itself alone, and no GPU") {
             Run(setup.host.get(), broadcast.world.model));
   broadcast.world.CheckBytes();
   CHECK(setup.nccl->Count().comms == 2);
+}
+
+TEST_CASE("scratch that the driver does not free holds nobody up, and goes when it does (P8)") {
+  Rng random(kSeed + 50);
+  Setup setup({.limit = std::chrono::seconds(2),
+               .kept_device_bytes = 0,
+               .kept_pinned_bytes = 0,
+               .lost = {}},
+              2, true);
+  {
+    // Two tensors apart: packed into scratch.
+    PairBroadcast broadcast(&setup, &random, 0, 1, 2);
+    CheckSame(Run(setup.transport.get(), broadcast.transfer),
+              Run(setup.host.get(), broadcast.world.model));
+    REQUIRE(Eventually([&] { return setup.fake.Count().allocations == 1; }));
+    setup.fake.Block("cuMemFree");
+    const bool idle = GENERATE(false, true);
+    std::atomic<bool> gone = false;
+    std::thread end([&] {
+      if (idle) broadcast.GiveBack(setup.memory.get());
+      setup.transport.reset();
+      gone = true;
+    });
+    CHECK(Eventually([&] { return gone.load(); }));
+    CHECK(setup.fake.Count().blocked_calls == 1);
+    setup.fake.Block("");
+    end.join();
+  }
+  CHECK(Eventually([&] { return setup.fake.Count().allocations == 0; }));
 }
 
 TEST_CASE("of too many sets of devices that NCCL broadcasts to, idle ones make room (P10)") {

@@ -33,7 +33,10 @@ NcclBroadcasts::NcclBroadcasts(std::shared_ptr<const NcclApi> api,
       communicators_(std::move(api), memory,
                      CommunicatorsOptions{.limit = options_.limit, .lost = options_.lost}) {}
 
-NcclBroadcasts::~NcclBroadcasts() = default;
+NcclBroadcasts::~NcclBroadcasts() {
+  MutexLock lock(&mutex_);
+  FreeScratch();
+}
 
 absl::Status NcclBroadcasts::Can(BroadcastMethod method) const {
   if (method == BroadcastMethod::kNccl || communicators_.api().version >= kNcclSymmetricFloor) {
@@ -119,7 +122,16 @@ void NcclBroadcasts::LetGo(const CudaRegion& pool) {
     held.pools.erase(&pool);
     idle = idle && held.pools.empty();
   }
-  if (idle) scratch_.clear();  // P8: made again when next needed
+  if (idle) FreeScratch();  // P8: made again when next needed
+}
+
+// The driver frees memory when its device is done, whoever's that work is. Where it hangs, so does
+// the thread of all calls, which is told as a loss; the memory stays, and nobody else waits (P4).
+void NcclBroadcasts::FreeScratch() {
+  if (scratch_.empty()) return;
+  auto freed = std::make_shared<decltype(scratch_)>();
+  freed->swap(scratch_);
+  communicators_.Post("giving back scratch of broadcasts", [freed] { freed->clear(); });
 }
 
 void NcclBroadcasts::Close(Clock::time_point deadline) {
@@ -131,7 +143,7 @@ void NcclBroadcasts::Close(Clock::time_point deadline) {
     (void)held.communicator->Close(deadline);
   }
   held_.clear();
-  scratch_.clear();
+  FreeScratch();
 }
 
 // ---- one broadcast ----

@@ -87,6 +87,8 @@ class NcclBroadcasts {
   absl::StatusOr<const char*> Packed(const Relay& relay, RelayIssue* issue)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status MakeRoom() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Nothing that was issued uses it.
+  void FreeScratch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Options options_;
   const std::shared_ptr<CudaMemory> memory_;
