@@ -16,6 +16,7 @@
 #include "transport/cuda/api.h"
 #include "transport/cuda/lost_context.h"
 #include "transport/cuda/nccl_api.h"
+#include "transport/cuda/nccl_listener.h"
 #include "transport/cuda/nccl_thread.h"
 #endif
 
@@ -27,8 +28,6 @@ namespace {
 using absl::StatusCode;
 using Clock = std::chrono::steady_clock;
 
-// For NCCL to make a unique id.
-constexpr auto kOpening = std::chrono::seconds(20);
 // For an abort to go through (P4: a deadline plus this).
 constexpr auto kCleanUp = std::chrono::milliseconds(800);
 // For NCCL to make a communicator of one rank, so that it stops listening.
@@ -135,18 +134,41 @@ class NcclEpoch final : public WireEpoch {
   }
 
  private:
-  // NCCL looks for its networks the first time.
+  // NCCL looks for its networks the first time. P8: an id that is made when nobody waits for it any
+  // more is given up at once.
   absl::Status MakeId(NcclUniqueId* id) const {
-    auto made = std::make_shared<NcclUniqueId>();
+    struct Making {
+      NcclUniqueId id;
+      std::atomic<bool> over = false;  // it was made, or nobody waits for it: what comes first
+    };
+    const auto making = std::make_shared<Making>();
+    const auto end = [shared = shared_, device = device_, making] {
+      if (making->over.exchange(true)) GiveUpId(shared, device, making->id);
+    };
     bool began = false;
     absl::Status status = shared_->opening->Run(
-        "ncclGetUniqueId", Clock::now() + kOpening,
-        [shared = shared_, made] {
-          return REFITD_NCCL_CALL(*shared->nccl, ncclGetUniqueId, made.get());
+        "ncclGetUniqueId", Clock::now() + shared_->options.opening,
+        [shared = shared_, making, end] {
+          REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*shared->nccl, ncclGetUniqueId, &making->id));
+          end();
+          return absl::OkStatus();
         },
         &began);
-    if (status.ok()) *id = *made;
+    if (status.ok()) {
+      *id = making->id;
+    } else {
+      end();
+    }
     return status;
+  }
+
+  static void GiveUpId(const std::shared_ptr<Shared>& shared, int device, const NcclUniqueId& id) {
+    ++shared->abandoned;
+    shared->opening->Post("giving up a unique id", Clock::now() + kLastRank, [shared, device, id] {
+      const absl::StatusOr<CUcontext> context = shared->contexts->Get(device);
+      if (!context.ok()) return;
+      refitd::StopListening(*shared->nccl, shared->contexts->api(), *context, id, kLastRank);
+    });
   }
 
   // ---- connecting ----
@@ -164,14 +186,14 @@ class NcclEpoch final : public WireEpoch {
       if (rank == 0) unique = address.id;
     }
     *began = true;
-    REFITD_RETURN_IF_ERROR(Initialise(unique, rank_, size_));
+    REFITD_RETURN_IF_ERROR(Initialise(unique));
     REFITD_RETURN_IF_ERROR(AwaitGroup(work.deadline, "all ranks to connect"));
     listens_.reset();
     return absl::OkStatus();
   }
 
   // Begins it.
-  absl::Status Initialise(const NcclUniqueId& unique, int rank, int size) {
+  absl::Status Initialise(const NcclUniqueId& unique) {
     REFITD_ASSIGN_OR_RETURN(context_, shared_->contexts->Get(device_));
     const CudaApi& api = shared_->contexts->api();
     const ScopedContext current(api, context_);
@@ -186,7 +208,7 @@ class NcclEpoch final : public WireEpoch {
     }
     NcclConfig config;
     config.blocking = 0;
-    return REFITD_NCCL_CALL(*shared_->nccl, ncclCommInitRankConfig, &comm_, size, unique, rank,
+    return REFITD_NCCL_CALL(*shared_->nccl, ncclCommInitRankConfig, &comm_, size_, unique, rank_,
                             &config);
   }
 
@@ -323,6 +345,11 @@ class NcclEpoch final : public WireEpoch {
   // whoever watches it, and ends with the process.
   void GiveUp() {
     if (comm_ == nullptr) return;
+    Abort();
+    DrainStream();
+  }
+
+  void Abort() {
     auto aborted = std::make_shared<std::promise<void>>();
     shared_->watched->Post(fmt::format("ncclCommAbort of epoch {}", id_), Clock::now() + kCleanUp,
                            [shared = shared_, context = context_, comm = comm_, aborted] {
@@ -332,7 +359,6 @@ class NcclEpoch final : public WireEpoch {
                            });
     aborted->get_future().wait();
     comm_ = nullptr;
-    DrainStream();
   }
 
   void DrainStream() {
@@ -360,18 +386,16 @@ class NcclEpoch final : public WireEpoch {
     }
   }
 
-  // P8: NCCL has a thread that listens for the ranks of a unique id until all have come, or one
-  // that can't be of them. A communicator of a single rank is always one of the two.
   void StopListening() {
     if (!listens_.has_value()) return;
     ++shared_->abandoned;
-    const Clock::time_point since = Clock::now();
-    absl::StatusOr<bool> came = Initialise(*listens_, 0, 1).ok() ? GroupEnded() : true;
-    while (came.ok() && !*came && Clock::now() < since + kLastRank) {
-      PauseOfPoll(since);
-      came = GroupEnded();
-    }
-    GiveUp();
+    const absl::StatusOr<CUcontext> context = shared_->contexts->Get(device_);
+    if (!context.ok()) return;
+    context_ = *context;
+    const ScopedContext current(shared_->contexts->api(), context_);
+    if (!current.status().ok()) return;
+    comm_ = MakeLastRank(*shared_->nccl, *listens_, kLastRank);
+    if (comm_ != nullptr) Abort();
   }
 
   void End() override {

@@ -72,6 +72,8 @@ struct NcclWireOptions {
   // What NCCL or a device does not end so long after it was aborted has hung: `lost` is told, as
   // CudaTransportOptions::lost.
   std::chrono::milliseconds limit{60'000};
+  // For NCCL to make a unique id, in Open.
+  std::chrono::milliseconds opening{20'000};
   std::function<void(absl::Status)> lost;
 };
 

@@ -65,7 +65,8 @@ bool Eventually(const std::function<bool()>& condition) {
 // As many daemons as ranks, each with a wire on a device of its own and a slot there.
 class Daemons {
  public:
-  explicit Daemons(int ranks, std::chrono::milliseconds limit = std::chrono::seconds(60)) {
+  explicit Daemons(int ranks, std::chrono::milliseconds limit = std::chrono::seconds(60),
+                   std::chrono::milliseconds opening = std::chrono::seconds(20)) {
     cuda.Devices(ranks);
     nccl = std::make_unique<FakeNccl>();
     memory_ = CudaMemory::Create(FakeCuda::Path()).value();
@@ -74,6 +75,7 @@ class Daemons {
     for (int rank = 0; rank < ranks; ++rank) {
       NcclWireOptions options;
       options.limit = limit;
+      options.opening = opening;
       options.lost = [this](const absl::Status&) { ++losses; };
       wires.push_back(MakeNcclWire(found.api, memory_, options).value());
       pools.push_back(memory_->MakePool(rank, kBytes).value());
@@ -255,6 +257,22 @@ TEST_CASE("an epoch that is not connected by all leaves nobody listening for its
   CHECK(daemons.nccl->Count().listeners == 0);
   daemons.wires.clear();
   CHECK(daemons.nccl->Count().comms == 0);
+  CHECK(daemons.losses == 0);
+}
+
+TEST_CASE("an id that NCCL makes after the limit of its Open leaves nobody listening (P8)") {
+  Daemons daemons(1, std::chrono::seconds(60), std::chrono::milliseconds(30));
+  daemons.nccl->Block("ncclGetUniqueId");
+  const absl::Status late = daemons.wires[0]->OpenOn(0, kEpoch, 0, 1).status();
+  CHECK(late.code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK(daemons.wires[0]->Abandoned() == 0);
+  daemons.nccl->Block("");
+  CHECK(Eventually([&] { return daemons.wires[0]->Abandoned() == 1; }));
+  CHECK(Eventually([&] {
+    const FakeNcclCounts counts = daemons.nccl->Count();
+    return counts.listeners == 0 && counts.comms == 0;
+  }));
+  CHECK(daemons.nccl->Count().aborts == 1);
   CHECK(daemons.losses == 0);
 }
 
