@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "transport/base/status.h"
 #include "transport/cuda/nccl.h"
+#include "transport/cuda/nccl_listener.h"
 
 namespace refitd {
 namespace {
@@ -189,12 +191,13 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   // ---- on the communicator thread ----
 
   absl::Status Init(Clock::time_point deadline) {
-    NcclUniqueId id;
-    REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*api_, ncclGetUniqueId, &id));
     for (const int device : devices_) {
       REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device));
       ranks_.push_back({.device = device, .context = context});
     }
+    NcclUniqueId id;
+    REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*api_, ncclGetUniqueId, &id));
+    listens_ = id;
     NcclConfig config;
     config.blocking = 0;
     config.max_ctas = kMostCtas;
@@ -204,6 +207,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
                               static_cast<int>(ranks_.size()), id, static_cast<int>(rank), &config);
     }));
     made_ = true;
+    listens_.reset();
     return WarmUp(deadline);
   }
 
@@ -412,6 +416,9 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     if (status.ok()) {
       status = DestroyAll(idle && made_);
       warm_up_.clear();
+      if (listens_.has_value()) {
+        StopListening(*api_, contexts_->api(), ranks_[0].context, *listens_, clean_up_);
+      }
       return status;
     }
     status = Error(status.code(), "the end of {}: {}", Name(), Message(status));
@@ -484,6 +491,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   std::map<WindowId, Window> windows_;
   WindowId next_window_ = 1;
   bool made_ = false;
+  std::optional<NcclUniqueId> listens_;               // P8: NCCL does, until all ranks have come
   std::vector<std::unique_ptr<WarmUpRank>> warm_up_;  // until a device is known to have ended it
 
   mutable Mutex mutex_;
@@ -653,8 +661,9 @@ absl::StatusOr<std::unique_ptr<Communicator>> Communicators::Create(
   if (begun.ok()) return made;
   made = nullptr;
   bool waited = false;
+  // Its ranks are given back, then whoever listens for them.
   (void)thread->Run(
-      "waiting for the end of a communicator", Clock::now() + options_.clean_up,
+      "waiting for the end of a communicator", Clock::now() + 2 * options_.clean_up,
       [] { return absl::OkStatus(); }, &waited);
   return begun;
 }
