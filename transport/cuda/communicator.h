@@ -11,8 +11,8 @@
 // P4: every call has a deadline and keeps it, also where NCCL hangs; the error names the call and
 // the device that is waited for. A call that fails or is late poisons its communicator: nothing
 // else may be asked of it, and its successor has a new epoch. A call whose time was up before it
-// began leaves all as it was. A communicator that can't be given
-// back, because a device does not end what NCCL put there, is told as a loss of the GPUs.
+// began leaves all as it was. A communicator that can't be given back, because a device does not
+// end what NCCL put there, is told as a loss of the GPUs.
 // P7: all calls of all communicators are issued by one thread in the order in which they came.
 // P6, P8: a window holds its regions until NCCL has let go of them; nothing outlives the
 // communicator, poisoned or not.
