@@ -433,11 +433,11 @@ class Buffer final : public CudaBuffer {
 class Memory final : public CudaMemory, public CudaContextsOwner {
  public:
   Memory(std::vector<CudaDevice> devices, std::shared_ptr<CudaContexts> contexts,
-         CudaMemoryOptions options)
+         const CudaMemoryOptions& options)
       : devices_(std::move(devices)),
         contexts_(std::move(contexts)),
         limit_(options.limit),
-        lost_(std::move(options.lost)) {}
+        lost_(options.lost) {}
 
   const std::vector<CudaDevice>& devices() const override { return devices_; }
   const std::shared_ptr<CudaContexts>& contexts() const override { return contexts_; }
@@ -503,6 +503,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     if (absl::IsDeadlineExceeded(made)) {
       KeepForever(std::move(mapping));
       lost_.Lose(made);
+      return OfNew(device, bytes, made);
     }
     REFITD_RETURN_IF_ERROR(OfNew(device, bytes, made));
     pool.region = Adopt(device, std::move(mapping));
@@ -612,21 +613,20 @@ constexpr char kSystemDriver[] = "libcuda.so.1";
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string& library,
-                                                               CudaMemoryOptions options) {
+                                                               const CudaMemoryOptions& options) {
   CudaReport report = library == kSystemDriver ? ProbeCuda() : ProbeCudaLibrary(library);
   if (report.devices.empty()) return absl::UnavailableError(report.problem);
   REFITD_ASSIGN_OR_RETURN(const CudaApi api, CudaApi::Load(library));
   int ordinals = 0;  // devices that did not answer leave gaps
   for (const CudaDevice& device : report.devices) ordinals = std::max(ordinals, device.ordinal + 1);
   auto contexts = std::make_shared<CudaContexts>(api, ordinals);
-  return std::make_shared<Memory>(std::move(report.devices), std::move(contexts),
-                                  std::move(options));
+  return std::make_shared<Memory>(std::move(report.devices), std::move(contexts), options);
 }
 
 #else
 
-absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string& /*library*/,
-                                                               CudaMemoryOptions /*options*/) {
+absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(
+    const std::string& /*library*/, const CudaMemoryOptions& /*options*/) {
   return absl::UnavailableError(CudaBuild());
 }
 

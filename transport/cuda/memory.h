@@ -95,7 +95,7 @@ class CudaMemory {
   // Loads the driver; no context yet. UNAVAILABLE: no driver, no device, or CUDA is not compiled
   // in.
   static absl::StatusOr<std::shared_ptr<CudaMemory>> Create(
-      const std::string& library = "libcuda.so.1", CudaMemoryOptions options = {});
+      const std::string& library = "libcuda.so.1", const CudaMemoryOptions& options = {});
   virtual ~CudaMemory() = default;
 
   virtual const std::vector<CudaDevice>& devices() const = 0;
