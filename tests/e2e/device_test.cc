@@ -146,6 +146,8 @@ class LocalDaemon {
   std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket()); }
   FakeCuda& fake() { return machine_->fake; }
+  // Of one that has peers.
+  FakeNccl& nccl() { return *machine_->nccl; }
   Node& node() { return *node_; }
   const std::string& uuid(size_t device) const { return uuids_[device]; }
   absl::Status lost() {
@@ -1265,6 +1267,67 @@ TEST_CASE("a chain takes a bucket through slots of each GPU, whose pools Begin m
       CHECK(statistics.buckets(0).bytes() == ModelBytes(model));
       CHECK(statistics.buckets(0).parts() > 1);
       CHECK(statistics.buckets(0).seconds() > 0);
+    }
+  }
+  CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
+}
+
+TEST_CASE("four replicas on four GPUs get a bucket by whatever method, and the shards beside it") {
+  LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 5, "a");
+  const Model model = PlainModel(6, 100, 100);  // several slots
+  const auto method = GENERATE(v1::BROADCAST_METHOD_CHAIN, v1::BROADCAST_METHOD_SYMMETRIC,
+                               v1::BROADCAST_METHOD_NCCL, v1::BROADCAST_METHOD_DIRECT);
+  {
+    std::vector<std::unique_ptr<DeviceEngine>> engines;
+    for (size_t device = 1; device <= 4; ++device) {
+      engines.push_back(std::make_unique<DeviceEngine>(&daemon, device, model,
+                                                       "engine-" + std::to_string(device)));
+    }
+    RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(0));
+    REQUIRE(trainer.attached().ok());
+    Held shards = HoldWhole(model);
+    const Block source(&daemon, 0, shards.region_bytes);
+    const auto region = Register(&trainer, source.request);
+    REQUIRE_OK(region);
+    for (Piece& piece : shards.layout.pieces) piece.region = RegionId(region.response.region_id());
+    shards.layout.binding_generation = 1;
+    shards.layout.pushed_tensors = {0, 1, 2};
+    REQUIRE_OK(trainer.Register(shards.layout));
+    int64_t version = 0;
+    for (const auto verification :
+         {v1::VERIFICATION_OFF, v1::VERIFICATION_TRANSFER, v1::VERIFICATION_READBACK}) {
+      const std::string image = ExpectedImage(EmptyImage(shards.region_bytes), shards.layout, model,
+                                              BytesOf(model, ++version));
+      std::memcpy(source.data, image.data(), image.size());
+      v1::BeginRequest begin = BeginBy(version, method);
+      begin.set_verification(verification);
+      REQUIRE_OK(trainer.Begin(begin));
+      v1::Bucket bucket = Describe({model[0], model[1], model[2]}, 0);
+      int64_t pushed_bytes = 0;
+      for (const uint32_t pushed : shards.layout.pushed_tensors) {
+        v1::RegionRef* ref = bucket.mutable_regions()->add_refs();
+        ref->set_region_id(region.response.region_id());
+        ref->set_byte_offset(shards.layout.pieces[pushed].byte_offset);
+        pushed_bytes += TensorBytes(model[pushed]);
+      }
+      REQUIRE_OK(trainer.Push(version, bucket));
+      v1::RefitRequest refit;
+      refit.set_version(version);
+      refit.set_binding_generation(1);
+      refit.set_bucket_count(1);
+      refit.set_verification(verification);
+      const auto committed = trainer.Refit(refit);
+      REQUIRE_OK(committed);
+      CHECK(committed.response.instances_size() == 4);
+      for (const auto& engine : engines) CHECK(engine->Difference(version) == "");
+      REQUIRE(committed.response.pushed_size() == 1);
+      CHECK(committed.response.pushed(0).method() == method);
+      CHECK(committed.response.pushed(0).bytes() == pushed_bytes);
+    }
+    if (method == v1::BROADCAST_METHOD_NCCL) CHECK(daemon.nccl().Count().broadcasts > 0);
+    if (method == v1::BROADCAST_METHOD_SYMMETRIC) {
+      const FakeNcclCounts counts = daemon.nccl().Count();
+      CHECK(counts.symmetric_all_gathers + counts.engine_all_gathers > 0);
     }
   }
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
