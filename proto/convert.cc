@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <unordered_set>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -401,7 +401,8 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
   }
   std::vector<TensorSpec> tensors;
   tensors.reserve(static_cast<size_t>(names.size()));
-  std::unordered_set<std::string_view> seen;
+  absl::flat_hash_set<std::string_view> seen;
+  seen.reserve(static_cast<size_t>(names.size()));
   for (int i = 0; i < names.size(); ++i) {
     REFITD_ASSIGN_OR_RETURN(TensorSpec tensor,
                             TensorFromWire(names[i], dtypes[i], DimsFromWire(shapes[i]), field, i));

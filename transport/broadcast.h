@@ -26,7 +26,9 @@ struct BroadcastLoad {
 //
 // Directly, the source's link carries what all devices take together; along a chain it carries the
 // packed bytes once, and so does every other link, each device starting a chunk later than the one
-// before. The costs of beginning are measured ones (docs/decisions.md).
+// before. The costs of beginning are measured ones (docs/decisions.md). Planning is left out: it
+// goes by tensors, and whichever way a bucket takes, it is cut into parts before, so that all but
+// the first are planned while others move.
 BroadcastMethod FastestBroadcast(const BroadcastLoad& load, const Transport& transport);
 
 }  // namespace refitd

@@ -34,7 +34,10 @@ TEST_CASE("replicas on several devices go along a chain, shards directly") {
   // A quarter each.
   CHECK(fastest(part, {{1, part / 4}, {2, part / 4}, {3, part / 4}, {4, part / 4}}) ==
         BroadcastMethod::kDirect);
-  CHECK(fastest(part, {{1, part}}) == BroadcastMethod::kDirect);
+  // With one receiver both carry the same bytes, whatever their number.
+  for (const int64_t bytes : {kMiB, part, 1024 * part}) {
+    CHECK(fastest(bytes, {{1, bytes}}) == BroadcastMethod::kDirect);
+  }
   CHECK(fastest(part, {}) == BroadcastMethod::kDirect);
   // Too little to wait for four devices in turn.
   CHECK(fastest(kMiB, {{1, kMiB}, {2, kMiB}, {3, kMiB}, {4, kMiB}}) == BroadcastMethod::kDirect);

@@ -542,7 +542,10 @@ absl::Status ValidateTensor(const TensorSpec& tensor) {
     return Invalid("tensor {}: name has {} bytes, at most {} are possible", name(),
                    tensor.name.size(), kMaxNameBytes);
   }
-  for (std::string_view rest = tensor.name; !rest.empty();) {
+  // Mostly all of it.
+  const auto ascii = std::find_if_not(tensor.name.begin(), tensor.name.end(),
+                                      [](char c) { return c >= 0x20 && c < 0x7f; });
+  for (std::string_view rest(ascii, tensor.name.end()); !rest.empty();) {
     const size_t length = Utf8Length(rest);
     if (length == 0) {
       return Invalid("tensor {}: name has a control character or is not UTF-8 at byte {}", name(),

@@ -77,7 +77,7 @@ absl::Status Catalog::Declare(const Rank& rank, const TensorSpec& tensor) {
 }
 
 absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& evicted) const {
-  if (engine_only_.contains(tensor.name)) {
+  if (!engine_only_.empty() && engine_only_.contains(tensor.name)) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "tensor '{}' is engine-only in the group's spec: trainers never push it",
                  tensor.name);
@@ -125,12 +125,13 @@ const Catalog::Rank* Catalog::OpenRank(const std::vector<bool>& evicted) const {
   return nullptr;
 }
 
-void Catalog::AddTouched(const TensorSpec& tensor, const TensorRange& range,
-                         const std::vector<bool>& skip_destination,
-                         std::vector<bool>* touched) const {
-  if (range.count == 0) return;
+int Catalog::AddTouched(const TensorSpec& tensor, const TensorRange& range,
+                        const std::vector<bool>& skip_destination,
+                        std::vector<bool>* touched) const {
+  if (range.count == 0) return 0;
   const DestinationIndex::Tensor* known = index_->Find(tensor.name);
-  if (known == nullptr) return;
+  if (known == nullptr) return 0;
+  int marked = 0;
   std::vector<Box> boxes;
   for (const DestinationIndex::Entry& entry : known->entries) {
     const uint32_t d = entry.destination;
@@ -139,7 +140,9 @@ void Catalog::AddTouched(const TensorSpec& tensor, const TensorRange& range,
     const Box& box = index_->destinations()[d]->pieces[entry.piece].box;
     (*touched)[d] = std::any_of(boxes.begin(), boxes.end(),
                                 [&box](const Box& b) { return Intersect(b, box).has_value(); });
+    if ((*touched)[d]) ++marked;
   }
+  return marked;
 }
 
 }  // namespace refitd::group

@@ -73,9 +73,10 @@ class Catalog {
   int64_t expected_bytes(uint32_t destination) const { return expected_bytes_[destination]; }
   const std::string& label(uint32_t destination) const { return index_->labels()[destination]; }
 
-  // Destinations with elements of `range` of `tensor`, appended unless skipped.
-  void AddTouched(const TensorSpec& tensor, const TensorRange& range,
-                  const std::vector<bool>& skip_destination, std::vector<bool>* touched) const;
+  // Marks destinations with elements of `range` of `tensor`, unless skipped; how many were not
+  // marked before.
+  int AddTouched(const TensorSpec& tensor, const TensorRange& range,
+                 const std::vector<bool>& skip_destination, std::vector<bool>* touched) const;
 
  private:
   Catalog() = default;

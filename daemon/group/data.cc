@@ -182,19 +182,33 @@ absl::Status Group::Impl::CheckParts(const BucketEvent& e) const {
 
 // Takes the bucket's elements, and its slot, or changes nothing.
 absl::Status Group::Impl::Reserve(const BucketEvent& e) {
-  std::vector<group::PushedTensor> taken;
-  taken.reserve(e.tensors.size());
-  int64_t added = 0;
+  Taken taken;
+  absl::Status status = TakeElements(e, &taken);
+  if (status.ok() && e.slot.has_value()) status = ledger.Submit(e.member, *e.slot);
+  if (status.ok()) return status;
+  // Backwards: a tensor may be in the bucket twice.
+  for (auto it = taken.before.rbegin(); it != taken.before.rend(); ++it) {
+    update->pushed.at(*it->first).covered = std::move(it->second);
+  }
+  for (const std::string* name : taken.added) update->pushed.erase(*name);
+  return status;
+}
+
+// One look-up a tensor: a big bucket's first byte waits for all of them.
+absl::Status Group::Impl::TakeElements(const BucketEvent& e, Taken* taken) {
+  update->pushed.reserve(update->pushed.size() + e.tensors.size());
+  taken->added.reserve(e.tensors.size());
   for (size_t i = 0; i < e.tensors.size(); ++i) {
     const TensorSpec& tensor = e.tensors[i];
     const TensorRange& range = e.ranges[i];
-    const auto it = update->pushed.find(tensor.name);
-    if (it == update->pushed.end()) {
-      REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(tensor.shape));
-      taken.push_back({tensor.dtype, tensor.shape, elements, {}});
-      ++added;
+    const auto [it, added] = update->pushed.try_emplace(tensor.name);
+    group::PushedTensor& known = it->second;
+    if (added) {
+      taken->added.push_back(&tensor.name);
+      known.dtype = tensor.dtype;
+      known.shape = tensor.shape;
+      REFITD_ASSIGN_OR_RETURN(known.elements, ElementCount(tensor.shape));
     } else {
-      const group::PushedTensor& known = it->second;
       if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
         return Precondition("tensor '{}': the bucket has {}, but an earlier one had {}",
                             tensor.name, ToString(tensor.dtype, tensor.shape),
@@ -204,27 +218,20 @@ absl::Status Group::Impl::Reserve(const BucketEvent& e) {
         return Error(absl::StatusCode::kAlreadyExists, "tensor '{}' was pushed before",
                      tensor.name);
       }
-      taken.push_back(known);
+      taken->before.emplace_back(&tensor.name, known.covered);
     }
-    if (!taken.back().covered.Add(range.start, range.start + range.count)) {
+    if (!known.covered.Add(range.start, range.start + range.count)) {
       return Error(absl::StatusCode::kAlreadyExists,
                    "tensor '{}': elements of [{}, {}) were pushed before", tensor.name, range.start,
                    range.start + range.count);
     }
   }
-  const int64_t tensors = static_cast<int64_t>(update->pushed.size()) + added;
+  const auto tensors = static_cast<int64_t>(update->pushed.size());
   const int64_t most = update->tensor_count == 0 ? kMaxTensorsPerLayout : update->tensor_count;
-  if (tensors > most) {
-    return Precondition("seq {} would make {} tensors pushed; {}", e.seq, tensors,
-                        update->tensor_count == 0
-                            ? fmt::format("an update has at most {}", most)
-                            : fmt::format("Begin's tensor_count was {}", most));
-  }
-  if (e.slot.has_value()) REFITD_RETURN_IF_ERROR(ledger.Submit(e.member, *e.slot));
-  for (size_t i = 0; i < e.tensors.size(); ++i) {
-    update->pushed[e.tensors[i].name] = std::move(taken[i]);
-  }
-  return absl::OkStatus();
+  if (tensors <= most) return absl::OkStatus();
+  return Precondition("seq {} would make {} tensors pushed; {}", e.seq, tensors,
+                      update->tensor_count == 0 ? fmt::format("an update has at most {}", most)
+                                                : fmt::format("Begin's tensor_count was {}", most));
 }
 
 void Group::Impl::On(const BucketEvent& e) {
@@ -297,7 +304,7 @@ void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
     return;
   }
   if (!NeedsSlot(*bucket)) {
-    AddPart(bucket, bucket->ranges, {}, bucket->bytes);
+    CutBetweenTensors(bucket);
     return;
   }
   for (PackedBucket& packed : FormBuckets(bucket->tensors, bucket->ranges, spec.slot_bytes)) {
@@ -306,11 +313,38 @@ void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
   if (bucket->parts_left == 0) FinishBucket(*bucket);
 }
 
+// What goes directly: nothing but planning asks for parts, and that goes by tensors. However small
+// they are, no more parts than any other bucket makes (P10).
+void Group::Impl::CutBetweenTensors(const std::shared_ptr<Bucket>& bucket) {
+  const auto tensors = static_cast<int64_t>(bucket->ranges.size());
+  const int64_t most =
+      std::min({bucket->bytes / limits.direct_part_bytes, tensors / limits.direct_part_tensors,
+                int64_t{kMaxPartsPerBucket}});
+  const int64_t parts = std::max<int64_t>(most, 1);
+  const int64_t each = (bucket->bytes + parts - 1) / parts;
+  absl::Span<const TensorRange> rest = bucket->ranges;
+  int64_t rest_bytes = bucket->bytes;
+  int64_t bytes = 0;
+  for (size_t end = 0; end < rest.size();) {
+    const TensorRange& range = rest[end++];
+    bytes += range.count * ElementBytes(bucket->tensors[range.tensor].dtype);
+    if (bytes < each || bytes == rest_bytes) continue;
+    AddPart(bucket, rest.first(end), {}, bytes);
+    rest.remove_prefix(end);
+    rest_bytes -= bytes;
+    bytes = end = 0;
+  }
+  AddPart(bucket, rest, {}, rest_bytes);
+}
+
 void Group::Impl::AddPart(const std::shared_ptr<Bucket>& bucket,
-                          const std::vector<TensorRange>& ranges, std::vector<int64_t> byte_offsets,
+                          absl::Span<const TensorRange> ranges, std::vector<int64_t> byte_offsets,
                           int64_t bytes) {
   PartContent content;
   Part part;
+  content.tensors.reserve(ranges.size());
+  content.ranges.reserve(ranges.size());
+  part.bucket_ranges.reserve(ranges.size());
   for (const TensorRange& range : ranges) {
     const auto index = static_cast<uint32_t>(content.tensors.size());
     content.tensors.push_back(bucket->tensors[range.tensor]);
@@ -366,9 +400,11 @@ void Group::Impl::StartParts() {
 void Group::Impl::StartPart(Part* part) {
   const Catalog& known = *update->catalog;
   std::vector<bool> touched(known.destinations().size());
+  auto left = std::count(update->skip_destination.begin(), update->skip_destination.end(), false);
   for (const TensorRange& range : part->content->ranges) {
-    known.AddTouched(part->content->tensors[range.tensor], range, update->skip_destination,
-                     &touched);
+    if (left == 0) break;
+    left -= known.AddTouched(part->content->tensors[range.tensor], range, update->skip_destination,
+                             &touched);
   }
   for (uint32_t d = 0; d < touched.size(); ++d) {
     if (!touched[d]) continue;

@@ -43,8 +43,8 @@ namespace refitd {
 
 inline constexpr int kMaxSlots = 64;
 inline constexpr int kMaxTrainerRanks = 65'536;
-inline constexpr int kMaxEngineRanks = 65'536;   // of one group
-inline constexpr int kMaxPartsPerBucket = 4096;  // staged delivery
+inline constexpr int kMaxEngineRanks = 65'536;  // of one group
+inline constexpr int kMaxPartsPerBucket = 4096;
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
 inline constexpr int kRememberedBuckets = 4096;  // ended, of the running update or the last one
@@ -75,6 +75,10 @@ struct GroupLimits {
       100;  // versions after which replicas of a compiled refit are compared again
   int outstanding_buckets = 256;  // per trainer rank; also how far ahead of order a seq may be
   Verification default_verification = Verification::kReadback;
+  // What goes directly is cut, between tensors, into parts of so much at least: one moves while the
+  // next is planned. Not an operator's: tests use less.
+  int64_t direct_part_bytes = int64_t{128} << 20;
+  int64_t direct_part_tensors = 64;
 };
 
 // ---- members ----

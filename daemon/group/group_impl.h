@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "daemon/group/group.h"
 #include "daemon/group/group_state.h"
 #include "daemon/group/instance_state.h"
@@ -215,9 +216,16 @@ struct Group::Impl {
   absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
   absl::Status CheckParts(const BucketEvent& e) const;
   absl::Status Reserve(const BucketEvent& e);
+  // The tensors of a bucket that were not pushed before, and those that were: what was covered.
+  struct Taken {
+    std::vector<const std::string*> added;
+    std::vector<std::pair<const std::string*, IntervalSet>> before;
+  };
+  absl::Status TakeElements(const BucketEvent& e, Taken* taken);
   void TakeInOrder(TrainerProgress* progress);
   void CutIntoParts(const std::shared_ptr<Bucket>& bucket);
-  void AddPart(const std::shared_ptr<Bucket>& bucket, const std::vector<TensorRange>& ranges,
+  void CutBetweenTensors(const std::shared_ptr<Bucket>& bucket);
+  void AddPart(const std::shared_ptr<Bucket>& bucket, absl::Span<const TensorRange> ranges,
                std::vector<int64_t> byte_offsets, int64_t bytes);
   void FinishBucket(const Bucket& bucket);
   // Its bytes pass through a slot: for staged ranks, to another daemon, or by a broadcast.

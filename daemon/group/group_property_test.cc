@@ -64,6 +64,8 @@ class Schedule {
   GroupLimits MakeLimits() {
     GroupLimits limits;
     limits.outstanding_buckets = Pick(1, 6);
+    limits.direct_part_bytes = Pick(1, 5000);
+    limits.direct_part_tensors = Pick(1, 3);
     return limits;
   }
   void MakeModel() {

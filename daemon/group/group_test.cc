@@ -961,6 +961,249 @@ TEST_CASE("an abort gives the slots of a broadcast back when its copies have end
   CHECK_FALSE(g.group.update_running());
 }
 
+// ---- parts of what goes directly ----
+
+// Eight tensors "t0" to "t7" of 500 bytes: four parts of two, where all of them are in one bucket.
+std::vector<TensorSpec> Eight() {
+  std::vector<TensorSpec> tensors;
+  for (int i = 0; i < 8; ++i) tensors.push_back(Bytes("t" + std::to_string(i), 500));
+  return tensors;
+}
+
+GroupLimits PartsOf(int64_t bytes, int64_t tensors) {
+  GroupLimits limits;
+  limits.direct_part_bytes = bytes;
+  limits.direct_part_tensors = tensors;
+  return limits;
+}
+
+// An instance "r" of one rank and one "tp" of two.
+struct InParts : TestGroup {
+  InParts() : TestGroup(DefaultSpec(), PartsOf(1000, 2)) {
+    trainer = AttachTrainer();
+    whole = Registered("r", Eight());
+    tp0 = Registered("tp", Eight(), 0, 2);
+    tp1 = Registered("tp", Eight(), 1, 2);
+    Begin(trainer, 1);
+    ReadyAll();
+    push = Push(trainer, 1, 0, Eight());
+    REQUIRE(running.size() == 4);
+  }
+  MemberId trainer;
+  MemberId whole;
+  MemberId tp0;
+  MemberId tp1;
+  CallId push;
+};
+
+TEST_CASE(
+    "a big bucket that goes directly is cut between tensors; its answer waits for all parts") {
+  InParts g;
+  for (uint32_t p = 0; p < 4; ++p) {
+    const StartTransfer& part = g.running[p].transfer;
+    CHECK(part.part == PartSeq(p));
+    CHECK(part.content->bytes == 1000);
+    REQUIRE(part.content->tensors.size() == 2);
+    CHECK(part.content->tensors[1].name == "t" + std::to_string(2 * p + 1));
+    CHECK(part.content->ranges[1] == TensorRange{1, 0, 500});
+    CHECK(part.bucket_ranges == std::vector<uint32_t>{2 * p, 2 * p + 1});
+    CHECK(part.touched == std::vector<uint32_t>{0, 1, 2});
+    CHECK(part.fill_slot == std::nullopt);
+  }
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  for (const size_t index : {3, 1, 0}) {
+    g.Finish(index);
+    CHECK(g.Answer(g.push) == nullptr);
+    CHECK_FALSE(g.verifying.has_value());
+  }
+  g.Finish(0);
+  CHECK(g.Get<BucketReply>(g.push).bytes == 4000);
+  g.Settle();
+  CHECK(g.Get<CommitReply>(commit).bytes == 4000);
+  CHECK(g.FreeSlots() == 4);
+  const UpdateStatistics statistics = g.group.Statistics();
+  REQUIRE(statistics.buckets.size() == 1);
+  CHECK(statistics.buckets[0].parts == 4);
+  CHECK(statistics.buckets[0].tensors == 8);
+  CHECK(statistics.buckets[0].bytes == 4000);
+  CHECK(statistics.buckets[0].broadcast == BroadcastMethod::kDirect);
+}
+
+// Bytes of each part of a bucket of tensors of these sizes.
+std::vector<int64_t> PartsOfBucket(const std::vector<int64_t>& sizes, GroupLimits limits,
+                                   int64_t pushed_of_each = -1) {
+  std::vector<TensorSpec> tensors;
+  for (const int64_t size : sizes) {
+    tensors.push_back(Bytes("t" + std::to_string(tensors.size()), size));
+  }
+  TestGroup g(TestGroup::DefaultSpec(), limits);
+  const MemberId trainer = g.AttachTrainer();
+  g.Registered("r", tensors);
+  g.Begin(trainer, 1);
+  g.ReadyAll();
+  BucketEvent bucket = g.MakeBucket(trainer, 1, 0, tensors);
+  for (TensorRange& range : bucket.ranges) {
+    if (pushed_of_each >= 0) range.count = std::min(range.count, pushed_of_each);
+  }
+  const CallId push = g.Push(bucket);
+  std::vector<int64_t> parts;
+  uint32_t next = 0;
+  for (const TestGroup::Running& running : g.running) {
+    parts.push_back(running.transfer.content->bytes);
+    for (const uint32_t range : running.transfer.bucket_ranges) CHECK(range == next++);
+  }
+  CHECK(next == sizes.size());
+  g.FinishAll();
+  CHECK(g.Code(push) == kOk);
+  return parts;
+}
+
+TEST_CASE("parts are of about one size, of whole ranges, and small buckets are one") {
+  using Parts = std::vector<int64_t>;
+  const GroupLimits limits = PartsOf(1000, 2);
+  CHECK(PartsOfBucket({}, limits) == Parts{0});
+  CHECK(PartsOfBucket({0, 0, 0, 0}, limits) == Parts{0});
+  CHECK(PartsOfBucket({400, 400, 400, 400}, limits) == Parts{1600});  // too few bytes for two
+  CHECK(PartsOfBucket({9000, 9000, 9000}, limits) == Parts{27000});   // too few tensors
+  CHECK(PartsOfBucket({500, 500, 500, 500}, limits) == Parts{1000, 1000});
+  CHECK(PartsOfBucket({600, 600, 600, 600, 600}, limits) == Parts{1800, 1200});
+  CHECK(PartsOfBucket({5000, 1, 1, 1, 1, 1}, limits) == Parts{5000, 5});
+  CHECK(PartsOfBucket({1, 1, 1, 1, 1, 5000}, limits) == Parts{5005});
+  CHECK(PartsOfBucket({1000, 0, 1000, 0, 0}, limits) == Parts{1000, 1000});
+  // What is carried counts.
+  CHECK(PartsOfBucket({9000, 9000, 9000, 9000}, limits, 500) == Parts{1000, 1000});
+  CHECK(PartsOfBucket({9000, 9000, 9000, 9000}, limits, 100) == Parts{400});
+}
+
+TEST_CASE("however small its tensors, a bucket makes no more parts than any may") {
+  const std::vector<int64_t> sizes(2 * kMaxPartsPerBucket + 2, 3);
+  const std::vector<int64_t> parts = PartsOfBucket(sizes, PartsOf(1, 1));
+  CHECK(parts.size() <= kMaxPartsPerBucket);
+  CHECK(parts.size() > kMaxPartsPerBucket / 2);
+}
+
+TEST_CASE("a part of a bucket that fails ends the update when the others have ended") {
+  InParts g;
+  g.Finish(0);
+  g.Finish(1, absl::DataLossError("tensor 't4' differs"), 0);
+  CHECK(g.Answer(g.push) == nullptr);  // two of them still read its source
+  CHECK(g.aborted.empty());
+  g.Finish(0);
+  CHECK(g.Answer(g.push) == nullptr);
+  g.Finish(0);
+  CHECK(g.Code(g.push) == kAborted);
+  CHECK_THAT(g.Text(g.push), Contains("verification of part 2 to engine r rank 0"));
+  CHECK(g.Instance("r").state == "dirty");
+  CHECK(g.Instance("tp").state == "dirty");
+  CHECK(g.aborted.size() == 4);
+}
+
+TEST_CASE("an abort between the parts of a bucket leaves its engines dirty until the next commit") {
+  InParts g;
+  g.Finish(2);
+  g.Finish(0);
+  const CallId abort = g.Abort(g.trainer, 1);
+  g.Finish(0);
+  CHECK(g.Answer(abort) == nullptr);
+  CHECK(g.Answer(g.push) == nullptr);
+  g.Finish(0);
+  CHECK(g.Code(abort) == kOk);
+  CHECK(g.Code(g.push) == kAborted);
+  CHECK(g.Instance("tp").state == "dirty");
+  // What had come counts for nothing.
+  g.Begin(g.trainer, 1);
+  g.ReadyAll();
+  CHECK_THAT(g.Text(g.Commit(g.trainer, 1, 0)), Contains("'t0'"));
+  g.Push(g.trainer, 1, 0, Eight());
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Instance("tp").state == "clean");
+}
+
+TEST_CASE("an engine that dies between the parts of a bucket is released after the last of them") {
+  InParts g;
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  g.Finish(0);
+  g.Lose(g.tp1);
+  while (g.running.size() > 1) {
+    g.Finish(1 % g.running.size());
+    CHECK_FALSE(g.released.contains(g.tp1));
+    CHECK(g.aborted.empty());  // its sibling is written too
+    CHECK(g.Answer(g.push) == nullptr);
+  }
+  g.Finish(0);
+  CHECK(g.released.contains(g.tp1));
+  CHECK(g.Code(g.push) == kOk);
+  REQUIRE(g.aborted.size() == 1);
+  CHECK(g.aborted[0].member == g.tp0);
+  CHECK(g.aborted[0].dirty);
+  g.Settle();
+  const auto outcomes = g.Get<CommitReply>(commit).instances;
+  CHECK(outcomes[0].committed);
+  CHECK_FALSE(outcomes[1].committed);
+}
+
+TEST_CASE("the loss of the trainer between the parts of a bucket waits for those that read it") {
+  InParts g;
+  g.Finish(0);
+  g.Lose(g.trainer);
+  while (!g.running.empty()) {
+    CHECK_FALSE(g.released.contains(g.trainer));
+    CHECK(g.aborted.empty());
+    g.Finish(0);
+  }
+  CHECK(g.released.contains(g.trainer));
+  CHECK(g.Code(g.push) == kAborted);
+  CHECK(g.Instance("r").state == "dirty");
+}
+
+TEST_CASE("what one part wrote too little, no other makes up for") {
+  InParts g;
+  const CallId commit = g.Commit(g.trainer, 1, 1);
+  for (int64_t p = 0; p < 4; ++p) {
+    const StartTransfer t = g.running[0].transfer;
+    g.running.erase(g.running.begin());
+    // The rank of part 1 that should have got 500 of 1000 got 499; another got it.
+    std::vector<int64_t> bytes = {1000, 500, 500};
+    if (p == 1) bytes = {1000, 499, 501};
+    g.Do(TransferDone{t.update, t.part, absl::OkStatus(), bytes, -1, {}});
+  }
+  CHECK(g.Code(g.push) == kOk);
+  CHECK(g.Code(commit) == kAborted);
+  CHECK_THAT(g.Text(commit), Contains("engine tp rank 0") && Contains("1999") && Contains("2000"));
+}
+
+TEST_CASE("a bucket that is refused leaves no trace, whatever it was refused for") {
+  OneToOne g;
+  BucketEvent part = g.MakeBucket(g.trainer, 1, 0, {kModel[0]});
+  part.ranges[0].count = 400;
+  g.Push(part);
+  // "b" is new and comes before what is refused; so does more of "a".
+  BucketEvent bad = g.MakeBucket(g.trainer, 1, 1, {kModel[1], kModel[0]});
+  bad.ranges[1] = {1, 399, 601};
+  CHECK(g.Code(g.Push(bad)) == kAlreadyExists);
+  bad = g.MakeBucket(g.trainer, 1, 1, {kModel[0], kModel[1], kModel[0]});
+  bad.ranges[0] = {0, 400, 600};
+  bad.ranges[2] = {2, 999, 1};
+  CHECK(g.Code(g.Push(bad)) == kAlreadyExists);
+  bad = g.MakeBucket(g.trainer, 1, 1, kModel);
+  bad.ranges[0] = {0, 400, 600};
+  bad.slot = SlotGrant{SlotIndex(0), GrantId(77)};
+  bad.slot_byte_offsets = {0, 1024};
+  CHECK(g.Code(g.Push(bad)) == kNotFound);
+  g.FinishAll();
+  CHECK_THAT(g.Text(g.Commit(g.trainer, 1, 1)), Contains("'a'") && Contains("element 400"));
+  bad.slot.reset();
+  bad.slot_byte_offsets.clear();
+  CHECK(g.Answer(g.Push(bad)) == nullptr);
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 1, 2);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+}
+
 TEST_CASE("the statistics of the last buckets are kept until the next update, and no more") {
   OneToTwo g(BroadcastMethod::kDirect);
   const CallId first = g.Push(g.trainer, 1, 0, {kModel[0]});

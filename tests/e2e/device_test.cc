@@ -81,6 +81,9 @@ class LocalDaemon {
     processes_ = *ProcessWatch::Create();
     NodeOptions options;
     if (!id.empty()) options.daemon_id = id;
+    // Models here are small; big buckets go in parts all the same.
+    options.group.direct_part_bytes = 16 << 10;
+    options.group.direct_part_tensors = 2;
     options.descriptor_socket = socket() + std::string(kDescriptorSocketSuffix);
     options.cuda.detail = "the test has none";
     std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1});
@@ -1372,6 +1375,137 @@ TEST_CASE("buckets beside a compiled refit go by the chain, the rest by the prog
     CHECK(committed.response.pushed(0).method() == v1::BROADCAST_METHOD_CHAIN);
     CHECK(committed.response.pushed(0).bytes() == TensorBytes(model[0]) + TensorBytes(model[1]));
   }
+}
+
+// ---- parts of what goes directly ----
+
+// An update of eight tensors in one bucket, four parts of two, from a trainer on GPU 0 to
+// instances "one" and "two" on GPUs 1 and 2.
+struct DeviceParts {
+  DeviceParts() {
+    INFO(trainer.attached().error_message());
+    REQUIRE(trainer.attached().ok());
+  }
+  static constexpr int kParts = 4;
+  LocalDaemon daemon{true, nullptr, CudaTransportOptions().limit, 3};
+  const Model model = PlainModel(8, 64, 64);
+  std::optional<DeviceEngine> one{std::in_place, &daemon, 1, model, "one"};
+  DeviceEngine two{&daemon, 2, model, "two"};
+  RawTrainer trainer{daemon.Connect(), daemon.TrainerOn(0)};
+  Block source{&daemon, 0, ModelBytes(model) + 64 * 64};
+
+  void Begin(int64_t version, v1::Verification verification) {
+    v1::BeginRequest begin = BeginBy(version, v1::BROADCAST_METHOD_DIRECT);
+    begin.set_verification(verification);
+    REQUIRE_OK(trainer.Begin(begin));
+  }
+  auto Push(int64_t version) {
+    v1::Bucket bucket = Describe(model, 0);
+    for (const int64_t offset : Pack(model, version, source.data)) {
+      *bucket.mutable_cuda_ipc()->add_handles() = source.At(offset);
+    }
+    return trainer.Push(version, bucket);
+  }
+};
+
+TEST_CASE("a big bucket that goes directly is installed in parts, and counts as one") {
+  DeviceParts g;
+  const auto verification =
+      GENERATE(v1::VERIFICATION_OFF, v1::VERIFICATION_TRANSFER, v1::VERIFICATION_READBACK);
+  for (int64_t version = 1; version <= 2; ++version) {
+    const int launched = g.daemon.fake().Count().launch_calls;
+    g.Begin(version, verification);
+    REQUIRE_OK(g.Push(version));
+    CHECK(g.daemon.fake().Count().launch_calls == launched + DeviceParts::kParts);
+    const auto committed = g.trainer.Commit(version, 1);
+    REQUIRE_OK(committed);
+    CHECK(g.one->Difference(version) == "");
+    CHECK(g.two.Difference(version) == "");
+    REQUIRE(committed.response.pushed_size() == 1);
+    CHECK(committed.response.pushed(0).method() == v1::BROADCAST_METHOD_DIRECT);
+    CHECK(committed.response.pushed(0).bytes() == ModelBytes(g.model));
+    CHECK(committed.response.pushed(0).buckets() == 1);
+    const v1::GetUpdateStatisticsResponse statistics = StatisticsOf(&g.daemon);
+    REQUIRE(statistics.buckets_size() == 1);
+    CHECK(statistics.buckets(0).parts() == DeviceParts::kParts);
+    CHECK(statistics.buckets(0).bytes() == ModelBytes(g.model));
+  }
+}
+
+TEST_CASE("a wrong bit in any part of a bucket is found, and the next version is whole") {
+  DeviceParts g;
+  const int part = GENERATE(0, 1, 3);
+  const bool transfer = GENERATE(true, false);
+  g.Begin(1, transfer ? v1::VERIFICATION_TRANSFER : v1::VERIFICATION_READBACK);
+  g.daemon.fake().Corrupt(part + 1);
+  CHECK(g.Push(1).ok() != transfer);
+  const auto committed = g.trainer.Commit(1, 1);
+  CHECK(!committed.ok());
+  CHECK_THAT(committed.status.error_message(), Contains("verification"));
+  if (transfer) {
+    CHECK_THAT(committed.status.error_message(), Contains("part " + std::to_string(part)));
+  }
+  for (DeviceEngine* engine : {&*g.one, &g.two}) {
+    const auto aborted = engine->engine.events().WaitFor(v1::EngineEvent::kAborted);
+    REQUIRE(aborted.has_value());
+    CHECK(aborted->aborted().dirty());
+  }
+  g.Begin(2, v1::VERIFICATION_READBACK);
+  REQUIRE_OK(g.Push(2));
+  REQUIRE_OK(g.trainer.Commit(2, 1));
+  CHECK(g.one->Difference(2) == "");
+  CHECK(g.two.Difference(2) == "");
+}
+
+TEST_CASE("an engine that dies with parts on their way stays mapped until the last, alone in it") {
+  DeviceParts g;
+  g.Begin(1, v1::VERIFICATION_READBACK);
+  g.daemon.fake().Hold(1);  // the source's, which runs all parts
+  auto pushed = std::async(std::launch::async, [&] { return g.Push(1); });
+  REQUIRE(Eventually([&] { return g.daemon.fake().Count().launch_calls == DeviceParts::kParts; }));
+  const int opened = g.daemon.fake().Count().opened_handles;
+  g.one.reset();
+  const auto instances = [&] {
+    const auto status = g.daemon.node().GetStatus();
+    return status.groups(0).instances_size();
+  };
+  REQUIRE(Eventually([&] { return instances() == 1; }));
+  CHECK(g.daemon.fake().Count().opened_handles == opened);
+  CHECK(pushed.wait_for(std::chrono::seconds(0)) != std::future_status::ready);
+  g.daemon.fake().Hold(0);
+  REQUIRE_OK(pushed.get());
+  CHECK(Eventually([&] { return g.daemon.fake().Count().opened_handles < opened; }));
+  const auto committed = g.trainer.Commit(1, 1);
+  REQUIRE_OK(committed);
+  for (const v1::InstanceResult& instance : committed.response.instances()) {
+    CHECK(instance.committed() == (instance.instance() == "two"));
+  }
+  CHECK(g.two.Difference(1) == "");
+}
+
+TEST_CASE("an abort with parts on their way is told when the last has ended") {
+  DeviceParts g;
+  g.Begin(1, v1::VERIFICATION_OFF);
+  g.daemon.fake().Hold(1);
+  auto pushed = std::async(std::launch::async, [&] { return g.Push(1); });
+  REQUIRE(Eventually([&] { return g.daemon.fake().Count().launch_calls == DeviceParts::kParts; }));
+  v1::AbortRequest abort;
+  abort.set_version(1);
+  abort.set_reason("changed its mind");
+  auto aborted = std::async(std::launch::async,
+                            [&] { return g.trainer.Call(&v1::Trainer::Stub::Abort, abort); });
+  REQUIRE(Eventually([&] {
+    const auto status = g.daemon.node().GetStatus();
+    return status.groups(0).update().state() == "draining";
+  }));
+  CHECK(pushed.wait_for(std::chrono::seconds(0)) != std::future_status::ready);
+  CHECK(aborted.wait_for(std::chrono::seconds(0)) != std::future_status::ready);
+  g.daemon.fake().Hold(0);
+  CHECK(!pushed.get().ok());
+  CHECK(aborted.get().ok());
+  const auto told = g.two.engine.events().WaitFor(v1::EngineEvent::kAborted);
+  REQUIRE(told.has_value());
+  CHECK(told->aborted().dirty());
 }
 
 TEST_CASE("auto makes slots where several instances are on other GPUs than the trainer's") {

@@ -84,6 +84,8 @@ void World::MakeScenario() {
     group.limits.lease_limit = seconds(2);
     group.limits.cleanup_limit = milliseconds(500);
     group.limits.outstanding_buckets = random_.Int(2, 6);
+    group.limits.direct_part_bytes = 64 * random_.Int(1, 8);
+    group.limits.direct_part_tensors = 1;
     group.verification = random_.Percent(50)   ? Verification::kReadback
                          : random_.Percent(70) ? Verification::kTransfer
                                                : Verification::kOff;
