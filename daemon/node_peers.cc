@@ -160,6 +160,7 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
     MutexLock lock(&mutex_);
     WaitingPeer peer{std::move(hello), std::move(peer_address), std::move(session), Now()};
     const std::string group = peer.hello.group();
+    bool created = false;
     const auto check = [&]() -> absl::Status {
       mutex_.AssertHeld();
       REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
@@ -173,7 +174,6 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
       REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer.hello.wait_ms(), "wait_ms"));
       peer.deadline = Now() + wait;
       if (peer.hello.has_spec()) {
-        bool created = false;
         REFITD_RETURN_IF_ERROR(
             MakeGroup(group, peer.hello.spec(), std::nullopt, &created).status());
       }
@@ -192,7 +192,8 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
       WakeTimer();
     } else {
       AdmitPeer(std::move(peer), &deferred);
-      AdmitWaiting(group, &deferred);
+      // Who waits while the group is another daemon's must name that one, as whoever comes.
+      if (created) AdmitWaiting(group, &deferred);
     }
   }
   deferred.Run();

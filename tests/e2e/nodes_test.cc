@@ -559,6 +559,27 @@ TEST_CASE("members that wait on another daemon are admitted when the group is cr
   CHECK(far.StagedDifference(model, BytesOf(model, 1)) == "");
 }
 
+TEST_CASE("a member that waits for a group here gets none that another daemon coordinates") {
+  const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
+  Daemon b(Flags("b"));
+  v1::EngineHello waits = Registered("waits", spec);
+  waits.clear_spec();
+  waits.set_wait_ms(2'000);
+  RawEngine waiting(b.Connect(), waits);  // and is at its wait once the others have started
+  Daemon a(Flags("a"));
+  Daemon c(Flags("c"));
+  RawEngine joins(b.Connect(), In(Registered("joins", spec), a));
+  REQUIRE(joins.attached().ok());
+  v1::EngineHello lost = In(Registered("lost", spec), b);
+  lost.clear_spec();
+  RawEngine refused(c.Connect(), lost);
+  CheckRefused(refused.attached(), StatusCode::FAILED_PRECONDITION, {a.address()});
+  const grpc::Status ended = waiting.attached();
+  INFO(ended.error_message());
+  CHECK(!ended.ok());
+  CHECK(a.Group("g").instances_size() == 1);
+}
+
 TEST_CASE("a joined daemon answers for updates it took part in and sends operators on") {
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
