@@ -142,33 +142,32 @@ class NcclEpoch final : public WireEpoch {
       std::atomic<bool> over = false;  // it was made, or nobody waits for it: what comes first
     };
     const auto making = std::make_shared<Making>();
-    const auto end = [shared = shared_, device = device_, making] {
-      if (making->over.exchange(true)) GiveUpId(shared, device, making->id);
-    };
     bool began = false;
     absl::Status status = shared_->opening->Run(
         "ncclGetUniqueId", Clock::now() + shared_->options.opening,
-        [shared = shared_, making, end] {
+        [shared = shared_, device = device_, making] {
           REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*shared->nccl, ncclGetUniqueId, &making->id));
-          end();
+          // Here, not behind what is queued: a wire that is being destroyed queues nothing more.
+          if (making->over.exchange(true)) GiveUpId(*shared, device, making->id);
           return absl::OkStatus();
         },
         &began);
     if (status.ok()) {
       *id = making->id;
-    } else {
-      end();
+    } else if (making->over.exchange(true)) {
+      shared_->opening->Post(
+          "giving up a unique id", Clock::now() + kLastRank,
+          [shared = shared_, device = device_, making] { GiveUpId(*shared, device, making->id); });
     }
     return status;
   }
 
-  static void GiveUpId(const std::shared_ptr<Shared>& shared, int device, const NcclUniqueId& id) {
-    ++shared->abandoned;
-    shared->opening->Post("giving up a unique id", Clock::now() + kLastRank, [shared, device, id] {
-      const absl::StatusOr<CUcontext> context = shared->contexts->Get(device);
-      if (!context.ok()) return;
-      refitd::StopListening(*shared->nccl, shared->contexts->api(), *context, id, kLastRank);
-    });
+  // On the thread that makes ids.
+  static void GiveUpId(Shared& shared, int device, const NcclUniqueId& id) {
+    ++shared.abandoned;
+    const absl::StatusOr<CUcontext> context = shared.contexts->Get(device);
+    if (!context.ok()) return;
+    refitd::StopListening(*shared.nccl, shared.contexts->api(), *context, id, kLastRank);
   }
 
   // ---- connecting ----

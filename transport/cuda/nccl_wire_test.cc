@@ -276,6 +276,19 @@ TEST_CASE("an id that NCCL makes after the limit of its Open leaves nobody liste
   CHECK(daemons.losses == 0);
 }
 
+TEST_CASE("an id that NCCL makes after its wire was destroyed leaves nobody listening (P8)") {
+  Daemons daemons(1, std::chrono::milliseconds(30), std::chrono::milliseconds(30));
+  daemons.nccl->Block("ncclGetUniqueId");
+  CHECK_FALSE(daemons.wires[0]->OpenOn(0, kEpoch, 0, 1).ok());
+  daemons.wires.clear();  // waits for it in vain
+  CHECK(daemons.nccl->Count().listeners == 0);
+  daemons.nccl->Block("");
+  CHECK(Eventually([&] { return daemons.nccl->Count().aborts == 1; }));
+  const FakeNcclCounts counts = daemons.nccl->Count();
+  CHECK(counts.listeners == 0);
+  CHECK(counts.comms == 0);
+}
+
 TEST_CASE("closing ends what runs, and gives back all") {
   Daemons daemons(2);
   daemons.Connect();
