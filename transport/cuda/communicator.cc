@@ -174,6 +174,15 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     if (BeginToClose().ok()) PostEnd(deadline);
   }
 
+  void DeregisterLater(WindowId id, Clock::time_point deadline) {
+    const std::string name = fmt::format("giving back a window of {}", Name());
+    thread_->Post(name, deadline, [self = shared_from_this(), id, name] {
+      if (!self->status().ok()) return;  // all windows go with it
+      const absl::Status gone = self->lost_->Note(self->Deregister(id));
+      if (!gone.ok()) self->Poison(Error(gone.code(), "{}: {}", name, Message(gone)));
+    });
+  }
+
   // Not OK: it is not usable any more.
   absl::Status BeginToClose() {
     MutexLock lock(&mutex_);
@@ -543,6 +552,10 @@ absl::StatusOr<Communicator::WindowId> Communicator::RegisterWindow(
 absl::Status Communicator::DeregisterWindow(WindowId window, Clock::time_point deadline) {
   return state_->Run("giving back a window", deadline,
                      [window](State* state) { return state->Deregister(window); });
+}
+
+void Communicator::DeregisterLater(WindowId window, Clock::time_point deadline) {
+  state_->DeregisterLater(window, deadline);
 }
 
 namespace {

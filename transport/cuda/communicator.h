@@ -91,6 +91,9 @@ class Communicator {
       const std::vector<std::shared_ptr<const CudaRegion>>& regions, Clock::time_point deadline);
   // No work that uses it may be left. INVALID_ARGUMENT: no such window.
   absl::Status DeregisterWindow(WindowId window, Clock::time_point deadline);
+  // As DeregisterWindow, behind what was asked for before, without waiting. A communicator that
+  // does not let go of it is poisoned.
+  void DeregisterLater(WindowId window, Clock::time_point deadline);
 
   struct BroadcastCall {
     int root = 0;                // rank

@@ -237,7 +237,7 @@ TEST_CASE("an all-gather over a window is symmetric, with copy engines where the
 
 TEST_CASE("windows hold their regions until NCCL let go of them, also when nobody closes") {
   Host host;
-  const int how = GENERATE(0, 1, 2, 3);
+  const int how = GENERATE(0, 1, 2, 3, 4);
   auto communicator = host.Make();
   const auto window = Ok(communicator->RegisterWindow(host.MakeRegions(kMiB), Plenty()));
   CHECK(host.cuda()->Count().created == kDevices);
@@ -251,10 +251,36 @@ TEST_CASE("windows hold their regions until NCCL let go of them, also when nobod
     RequireOk(communicator->Close(Plenty()));
   } else if (how == 2) {
     communicator->Abort(absl::InternalError("a device hangs"));
+  } else if (how == 3) {
+    communicator->DeregisterLater(window, Plenty());
+    RequireOk(communicator->Close(Plenty()));  // behind it
   } else {
     communicator = nullptr;
   }
   WaitFor([&host] { return host.cuda()->Count().created == 0; });
+  communicator = nullptr;
+  WaitFor([&host] { return host.nccl()->Count().comms == 0; });
+  CheckNothingOpen(*host.nccl());
+  CHECK(host.told().empty());
+}
+
+TEST_CASE("a window that NCCL does not let go of later holds its regions, and nobody up") {
+  Host host;
+  auto communicator = host.Make();
+  const auto window = Ok(communicator->RegisterWindow(host.MakeRegions(kMiB), Plenty()));
+  host.nccl()->Block("ncclCommWindowDeregister");
+  communicator->DeregisterLater(window, Plenty());
+  WaitFor([&host] { return host.nccl()->Count().blocked_calls == 1; });
+  CHECK(host.cuda()->Count().created == kDevices);
+  const bool fails = GENERATE(false, true);
+  if (fails) host.nccl()->FailAt("ncclCommWindowDeregister", 1, 4);
+  host.nccl()->Block("");
+  WaitFor([&host] { return host.cuda()->Count().created == 0; });
+  WaitFor([&] { return communicator->status().ok() != fails; });
+  if (fails) {
+    CHECK_THAT(std::string(communicator->status().message()),
+               Contains("giving back a window of communicator 1"));
+  }
   communicator = nullptr;
   WaitFor([&host] { return host.nccl()->Count().comms == 0; });
   CheckNothingOpen(*host.nccl());
