@@ -118,8 +118,8 @@ class CudaMemory {
   // INVALID_ARGUMENT: `bytes` is not 1 to the device's memory; RESOURCE_EXHAUSTED: not so much is
   // free; DEADLINE_EXCEEDED: a device hung, now or before.
   virtual absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) = 0;
-  // Drops a pool that nothing uses any more, after all who watch have let go of it: what they keep
-  // of it besides would keep its memory.
+  // Drops a pool that nothing uses any more, and has all who watch let go of it: at once or soon.
+  // What they keep of it until then keeps its memory.
   virtual void GiveBack(CudaPool pool) = 0;
   // `let_go` is called by GiveBack, on its thread; not any more once UnwatchPools returned.
   virtual void WatchPools(const void* watcher, std::function<void(const CudaRegion&)> let_go) = 0;

@@ -2,6 +2,7 @@
 
 #if defined(REFITD_CUDA)
 #include <algorithm>
+#include <utility>
 
 #include "transport/base/status.h"
 #include "transport/cuda/nccl.h"
@@ -13,6 +14,9 @@ namespace {
 constexpr int64_t kShareAlignment = 4096;
 // A share of a round at most, and what is not worth a round.
 constexpr int64_t kMostShare = 32 << 20;
+
+// Of the second half of scratch: as cuMemAlloc's of the first.
+constexpr int64_t kHalfAlignment = 256;
 
 // P6: a collective that NCCL did not issue in time may still come, on memory that is another's by
 // then. Nothing tells: the devices count as lost. One that was not begun never comes, and leaves
@@ -34,8 +38,12 @@ NcclBroadcasts::NcclBroadcasts(std::shared_ptr<const NcclApi> api,
                      CommunicatorsOptions{.limit = options_.limit, .lost = options_.lost}) {}
 
 NcclBroadcasts::~NcclBroadcasts() {
-  MutexLock lock(&mutex_);
-  FreeScratch();
+  AllScratch scratch;
+  {
+    MutexLock lock(&mutex_);
+    scratch.swap(scratch_);
+  }
+  Free(std::move(scratch));
 }
 
 absl::Status NcclBroadcasts::Can(BroadcastMethod method) const {
@@ -47,7 +55,6 @@ absl::Status NcclBroadcasts::Can(BroadcastMethod method) const {
 }
 
 absl::Status NcclBroadcasts::Issue(const Relay& relay, RelayIssue* issue) {
-  MutexLock lock(&mutex_);
   return relay.method == BroadcastMethod::kSymmetric ? Symmetric(relay, issue)
                                                      : Broadcast(relay, issue);
 }
@@ -55,23 +62,32 @@ absl::Status NcclBroadcasts::Issue(const Relay& relay, RelayIssue* issue) {
 // ---- communicators and windows ----
 
 absl::StatusOr<NcclBroadcasts::Held*> NcclBroadcasts::Get(const std::vector<int>& devices,
-                                                          bool copy_engines) {
+                                                          bool copy_engines, const Pools& pools) {
   const auto key = std::pair(devices, copy_engines);
-  const auto it = held_.find(key);
-  if (it != held_.end() && it->second.communicator->status().ok()) {
-    it->second.last_use = ++uses_;
-    return &it->second;
+  {
+    MutexLock lock(&mutex_);
+    const auto it = held_.find(key);
+    if (it != held_.end() && it->second.communicator->status().ok()) {
+      Use(&it->second, pools);
+      return &it->second;
+    }
+    // Poisoned ones are given back behind the scenes.
+    std::erase_if(held_, [](const auto& e) { return !e.second.communicator->status().ok(); });
+    REFITD_RETURN_IF_ERROR(MakeRoom());
   }
-  // Poisoned ones are given back behind the scenes.
-  std::erase_if(held_, [](const auto& e) { return !e.second.communicator->status().ok(); });
-  REFITD_RETURN_IF_ERROR(MakeRoom());
   REFITD_ASSIGN_OR_RETURN(
       std::unique_ptr<Communicator> made,
       communicators_.Create({.devices = devices, .copy_engines = copy_engines}, Deadline()));
+  MutexLock lock(&mutex_);
   Held& held = held_[key];
   held.communicator = std::move(made);
-  held.last_use = ++uses_;
+  Use(&held, pools);
   return &held;
+}
+
+void NcclBroadcasts::Use(Held* held, const Pools& pools) {
+  for (const auto& pool : pools) held->pools.insert(pool.get());
+  held->last_use = ++uses_;
 }
 
 // P10. Of an idle one nothing runs: all pools that it filled were given back.
@@ -92,106 +108,163 @@ absl::Status NcclBroadcasts::MakeRoom() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(
-    Held* held, const std::vector<std::shared_ptr<const CudaRegion>>& pools) {
+absl::StatusOr<Communicator::WindowId> NcclBroadcasts::WindowOf(Held* held, const Pools& pools) {
   std::vector<const CudaRegion*> key;
   for (const auto& pool : pools) key.push_back(pool.get());
-  const auto it = held->windows.find(key);
-  if (it != held->windows.end()) return it->second;
+  {
+    MutexLock lock(&mutex_);
+    const auto it = held->windows.find(key);
+    if (it != held->windows.end()) return it->second;
+  }
   REFITD_ASSIGN_OR_RETURN(const Communicator::WindowId window,
                           held->communicator->RegisterWindow(pools, Deadline()));
+  MutexLock lock(&mutex_);
   held->windows.emplace(std::move(key), window);
   return window;
 }
 
 void NcclBroadcasts::LetGo(const CudaRegion& pool) {
-  MutexLock lock(&mutex_);
-  bool idle = true;
-  for (auto& each : held_) {
-    Held& held = each.second;
-    std::erase_if(held.windows, [&](const auto& entry) {
-      if (std::find(entry.first.begin(), entry.first.end(), &pool) == entry.first.end()) {
-        return false;
-      }
-      const absl::Status gone =
-          held.communicator->DeregisterWindow(entry.second, Clock::now() + options_.limit);
-      // A communicator that is given up lets go of all of them.
-      if (!gone.ok()) held.communicator->Abort(gone);
-      return true;
-    });
-    held.pools.erase(&pool);
-    idle = idle && held.pools.empty();
+  AllScratch unused;
+  {
+    MutexLock lock(&mutex_);
+    bool idle = true;
+    for (auto& each : held_) {
+      Held& held = each.second;
+      std::erase_if(held.windows, [&](const auto& entry) {
+        if (std::find(entry.first.begin(), entry.first.end(), &pool) == entry.first.end()) {
+          return false;
+        }
+        held.communicator->DeregisterLater(entry.second, Clock::now() + options_.limit);
+        return true;
+      });
+      held.pools.erase(&pool);
+      idle = idle && held.pools.empty();
+    }
+    if (idle) unused.swap(scratch_);  // P8: made again when next needed
   }
-  if (idle) FreeScratch();  // P8: made again when next needed
+  Free(std::move(unused));
 }
 
 // The driver frees memory when its device is done, whoever's that work is. Where it hangs, so does
 // the thread of all calls, which is told as a loss; the memory stays, and nobody else waits (P4).
-void NcclBroadcasts::FreeScratch() {
-  if (scratch_.empty()) return;
-  auto freed = std::make_shared<decltype(scratch_)>();
-  freed->swap(scratch_);
+void NcclBroadcasts::Free(AllScratch scratch) {
+  if (scratch.empty()) return;
+  auto freed = std::make_shared<AllScratch>(std::move(scratch));
   communicators_.Post("giving back scratch of broadcasts", [freed] { freed->clear(); });
 }
 
 void NcclBroadcasts::Close(Clock::time_point deadline) {
-  MutexLock lock(&mutex_);
-  for (auto& [key, held] : held_) {
+  decltype(held_) closed;
+  AllScratch unused;
+  {
+    MutexLock lock(&mutex_);
+    closed.swap(held_);
+    unused.swap(scratch_);
+  }
+  for (const auto& [key, held] : closed) {
     for (const auto& [pools, window] : held.windows) {
       (void)held.communicator->DeregisterWindow(window, deadline);
     }
     (void)held.communicator->Close(deadline);
   }
-  held_.clear();
-  FreeScratch();
+  Free(std::move(unused));
 }
 
 // ---- one broadcast ----
 
-absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, RelayIssue* issue) {
-  const RelayRun& first = relay.runs.front();
-  if (relay.runs.size() == 1) return first.from;
-  std::unique_ptr<CudaBuffer>& scratch = scratch_[relay.source];
-  REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(relay.source));
-  if (scratch == nullptr || scratch->bytes() < relay.slot_bytes) {
-    // Freeing the one before waits for what uses it.
-    scratch = nullptr;
-    REFITD_ASSIGN_OR_RETURN(scratch, memory_->MakeBuffer(relay.source, relay.slot_bytes));
+absl::StatusOr<NcclBroadcasts::Scratch*> NcclBroadcasts::ScratchOf(int device, int64_t bytes) {
+  const int64_t half = (bytes + kHalfAlignment - 1) / kHalfAlignment * kHalfAlignment;
+  AllScratch smaller;
+  {
+    MutexLock lock(&mutex_);
+    const auto it = scratch_.find(device);
+    if (it != scratch_.end() && it->second.memory->bytes() >= 2 * half) return &it->second;
+    if (it != scratch_.end()) smaller.insert(scratch_.extract(it));
   }
+  Free(std::move(smaller));
+  Scratch made;
+  REFITD_ASSIGN_OR_RETURN(made.memory, memory_->MakeBuffer(device, 2 * half));
+  MutexLock lock(&mutex_);
+  return &(scratch_[device] = std::move(made));
+}
+
+absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, const RelayChunk& piece,
+                                                   RelayIssue* issue) {
+  if (piece.runs.size() == 1) return piece.runs.front().from;
+  REFITD_ASSIGN_OR_RETURN(const RelayStream* const own, issue->Own(relay.source));
+  REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(relay.source));
+  REFITD_ASSIGN_OR_RETURN(
+      Scratch* const scratch,
+      ScratchOf(relay.source, std::min(options_.piece_bytes, relay.slot_bytes)));
+  if (!scratch->waited) {
+    REFITD_RETURN_IF_ERROR(issue->Record(*onward));
+    REFITD_RETURN_IF_ERROR(issue->Wait(*own, *onward));
+  }
+  scratch->waited = false;
+  const bool second = std::exchange(scratch->second, !scratch->second);
+  char* const half = scratch->memory->data() + (second ? scratch->memory->bytes() / 2 : 0);
+  const int64_t base = piece.begin / options_.piece_bytes * options_.piece_bytes;
+  std::vector<RelayRun> runs = piece.runs;
+  int64_t gaps = piece.end - piece.begin;
+  for (RelayRun& run : runs) {
+    run.offset -= base;
+    gaps -= run.bytes;
+  }
+  char* const packed = half + (piece.begin - base);
   // Another group's bytes may lie between the runs, and all of it is sent (P9).
-  REFITD_RETURN_IF_ERROR(
-      issue->Clear(*onward, scratch->data() + first.offset, BytesOf(relay) - first.offset));
-  REFITD_RETURN_IF_ERROR(issue->CopyRuns(*onward, relay.runs, scratch->data()));
-  return scratch->data() + first.offset;
+  if (gaps > 0) REFITD_RETURN_IF_ERROR(issue->Clear(*own, packed, piece.end - piece.begin));
+  REFITD_RETURN_IF_ERROR(issue->CopyRuns(*own, runs, half));
+  REFITD_RETURN_IF_ERROR(issue->Record(*own));
+  REFITD_RETURN_IF_ERROR(issue->Wait(*onward, *own));
+  // For the broadcast before this piece's, which is the last that was recorded: what it read is
+  // packed next, while this piece is broadcast.
+  REFITD_RETURN_IF_ERROR(issue->Wait(*own, *onward));
+  scratch->waited = true;
+  return packed;
 }
 
 absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue) {
   std::vector<int> devices = {relay.source};
-  for (const Relay::Slot& slot : relay.slots) devices.push_back(slot.device);
+  Pools pools;
+  for (const Relay::Slot& slot : relay.slots) {
+    devices.push_back(slot.device);
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const CudaRegion> pool, issue->RegionOf(slot.data));
+    pools.push_back(std::move(pool));
+  }
   std::sort(devices.begin(), devices.end());
   devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
-  REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, false));
-  for (const Relay::Slot& slot : relay.slots) {
-    REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<const CudaRegion> pool,
-                            issue->RegionOf(slot.data));
-    held->pools.insert(pool.get());
-  }
-  REFITD_ASSIGN_OR_RETURN(const char* const packed, Packed(relay, issue));
-  const int64_t begin = relay.runs.front().offset;
+  REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, false, pools));
   Communicator::BroadcastCall call;
-  call.send = packed;
-  call.bytes = BytesOf(relay) - begin;
   for (const int device : devices) {
     REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(device));
+    if (device == relay.source) call.root = static_cast<int>(call.streams.size());
     call.streams.push_back(onward->stream);
-    if (device == relay.source) call.root = static_cast<int>(call.receive.size());
     const auto slot = std::find_if(relay.slots.begin(), relay.slots.end(),
                                    [device](const auto& s) { return s.device == device; });
-    // The source's device needs it only where it has a slot.
-    call.receive.push_back(slot == relay.slots.end() ? const_cast<char*>(packed)
-                                                     : slot->data + begin);
+    call.receive.push_back(slot == relay.slots.end() ? nullptr : slot->data);
   }
-  return Issued(held->communicator->Broadcast(call, Deadline()), *held->communicator, *issue);
+  return BroadcastPieces(relay, held->communicator.get(), std::move(call), issue);
+}
+
+absl::Status NcclBroadcasts::BroadcastPieces(const Relay& relay, Communicator* communicator,
+                                             Communicator::BroadcastCall call, RelayIssue* issue) {
+  REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(relay.source));
+  const std::vector<char*> slots = call.receive;
+  const Clock::time_point deadline = Deadline();
+  // One run alone is never packed.
+  const int64_t piece_bytes = relay.runs.size() == 1 ? relay.slot_bytes : options_.piece_bytes;
+  for (const RelayChunk& piece : CutIntoChunks(relay.runs, piece_bytes)) {
+    REFITD_ASSIGN_OR_RETURN(call.send, Packed(relay, piece, issue));
+    call.bytes = piece.end - piece.begin;
+    for (size_t rank = 0; rank < slots.size(); ++rank) {
+      // The source's device needs it only where it has a slot.
+      call.receive[rank] =
+          slots[rank] == nullptr ? const_cast<char*>(call.send) : slots[rank] + piece.begin;
+    }
+    REFITD_RETURN_IF_ERROR(Issued(communicator->Broadcast(call, deadline), *communicator, *issue));
+    REFITD_RETURN_IF_ERROR(issue->Record(*onward));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
@@ -211,7 +284,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
     }
   }
   std::vector<int> devices;
-  std::vector<std::shared_ptr<const CudaRegion>> pools;
+  Pools pools;
   std::vector<char*> reached;  // by the source
   Communicator::AllGatherCall call;
   std::vector<const RelayStream*> onward;
@@ -228,8 +301,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
   const int64_t end = BytesOf(relay);
   int64_t at = relay.runs.front().offset / kShareAlignment * kShareAlignment;
   if (count > 1) {
-    REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, options_.copy_engines));
-    for (const auto& pool : pools) held->pools.insert(pool.get());
+    REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, options_.copy_engines, pools));
     REFITD_ASSIGN_OR_RETURN(call.window, WindowOf(held, pools));
     const int64_t slot_offset = receivers[0].data - pools[0]->data();
     while (end - at >= count * kShareAlignment) {

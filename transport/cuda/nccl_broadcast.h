@@ -1,8 +1,8 @@
 // Broadcasts through slots by NCCL, among the GPUs of this daemon. Private to transport/cuda/.
 //
-//   kNccl       one ncclBroadcast from the source's bytes, packed first where they are not, into
-//   the
-//               slot of every receiver
+//   kNccl       ncclBroadcasts from the source's bytes into the slot of every receiver, pieces
+//               that do not lie there as in a slot packed first: one piece while the one before is
+//               broadcast
 //   kSymmetric  copy engines give each receiver its share, then the receivers all-gather the shares
 //               over windows of their pools; in rounds, so that the shares of one are on their way
 //               while the ones before are gathered
@@ -45,6 +45,9 @@ class NcclBroadcasts {
     std::chrono::milliseconds limit{0};
     bool copy_engines = true;                // kSymmetric: no kernel gathers
     std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
+    // kNccl: of a piece that is packed. A source's device has two of them as scratch. A link moves
+    // 64 MiB in 190 us, and a collective takes 100 to issue.
+    int64_t piece_bytes = 64 << 20;
   };
   NcclBroadcasts(std::shared_ptr<const NcclApi> api, const std::shared_ptr<CudaMemory>& memory,
                  Options options);
@@ -57,12 +60,15 @@ class NcclBroadcasts {
   // On the issuing thread. Not OK: some of it may be issued.
   absl::Status Issue(const Relay& relay, RelayIssue* issue);
   // The pool is about to be given back, and no broadcast uses it: neither do windows from now on.
+  // Waits for nothing: NCCL lets go of them behind its other calls, and they hold their pools until
+  // then (P6).
   void LetGo(const CudaRegion& pool);
   // Nothing runs any more.
   void Close(Clock::time_point deadline);
   std::vector<CommunicatorStatus> Describe() const { return communicators_.Describe(); }
 
  private:
+  using Pools = std::vector<std::shared_ptr<const CudaRegion>>;
   struct Held {
     std::unique_ptr<Communicator> communicator;
     // By the pools that it is made of, which it holds.
@@ -70,33 +76,48 @@ class NcclBroadcasts {
     std::set<const CudaRegion*> pools;  // that its broadcasts filled slots of; none: it is idle
     uint64_t last_use = 0;
   };
+  // On a source's device. Its halves are packed in turns, on a stream that has waited for what read
+  // the next one before.
+  struct Scratch {
+    std::unique_ptr<CudaBuffer> memory;
+    bool second = false;  // is the next half
+    bool waited = true;   // the stream has; else the last broadcast failed before
+  };
+  using AllScratch = std::map<int, Scratch>;  // by device
 
   // Of one call: a broadcast makes up to three before the queue that issues it counts it as late.
   Clock::time_point Deadline() const { return Clock::now() + options_.limit / 4; }
-  absl::Status Broadcast(const Relay& relay, RelayIssue* issue)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status Symmetric(const Relay& relay, RelayIssue* issue)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<Held*> Get(const std::vector<int>& devices, bool copy_engines)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<Communicator::WindowId> WindowOf(
-      Held* held, const std::vector<std::shared_ptr<const CudaRegion>>& pools)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Where the source's bytes lie as they do in a slot, from the first one on; packed there if need
-  // be.
-  absl::StatusOr<const char*> Packed(const Relay& relay, RelayIssue* issue)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // The issuing thread's.
+  absl::Status Broadcast(const Relay& relay, RelayIssue* issue);
+  // `call`: of all streams, and the slots; null where the source's device has none.
+  absl::Status BroadcastPieces(const Relay& relay, Communicator* communicator,
+                               Communicator::BroadcastCall call, RelayIssue* issue);
+  absl::Status Symmetric(const Relay& relay, RelayIssue* issue);
+  // A communicator for slots of these pools, which is not idle until all of them are given back. It
+  // stays until the next call of this.
+  absl::StatusOr<Held*> Get(const std::vector<int>& devices, bool copy_engines, const Pools& pools);
+  absl::StatusOr<Communicator::WindowId> WindowOf(Held* held, const Pools& pools);
+  // Where the piece's bytes lie as they do in a slot, from the first one on, for what comes next on
+  // the source's stream; packed there if need be.
+  absl::StatusOr<const char*> Packed(const Relay& relay, const RelayChunk& piece,
+                                     RelayIssue* issue);
+  // With halves of so many bytes; there as long as a communicator is not idle.
+  absl::StatusOr<Scratch*> ScratchOf(int device, int64_t bytes);
+
+  void Use(Held* held, const Pools& pools) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status MakeRoom() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Nothing that was issued uses it.
-  void FreeScratch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Waits for nothing.
+  void Free(AllScratch scratch);
 
   const Options options_;
   const std::shared_ptr<CudaMemory> memory_;
   Communicators communicators_;
-  Mutex mutex_;  // held while work is issued
+  Mutex mutex_;  // not held over calls of NCCL or the driver, which may hang
+  // Made and dropped by the issuing thread alone.
   std::map<std::pair<std::vector<int>, bool>, Held> held_ ABSL_GUARDED_BY(mutex_);
   uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::map<int, std::unique_ptr<CudaBuffer>> scratch_ ABSL_GUARDED_BY(mutex_);  // by device
+  AllScratch scratch_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace refitd

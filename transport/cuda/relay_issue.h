@@ -29,7 +29,8 @@ struct RelayStream {
 };
 
 // Every device has one stream for what it hands on, shared by all broadcasts, so that the next one
-// follows at once; and one for what it copies into its own slot. Made when first needed.
+// follows at once; and one for what it copies within itself: into its own slot, or packed for NCCL.
+// Made when first needed.
 class RelayStreams {
  public:
   explicit RelayStreams(std::shared_ptr<CudaContexts> contexts) : contexts_(std::move(contexts)) {}
