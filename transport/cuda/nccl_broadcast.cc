@@ -54,9 +54,10 @@ absl::Status NcclBroadcasts::Can(BroadcastMethod method) const {
                NcclVersionText(communicators_.api().version), NcclVersionText(kNcclSymmetricFloor));
 }
 
-absl::Status NcclBroadcasts::Issue(const Relay& relay, RelayIssue* issue) {
-  return relay.method == BroadcastMethod::kSymmetric ? Symmetric(relay, issue)
-                                                     : Broadcast(relay, issue);
+absl::Status NcclBroadcasts::Issue(const Relay& relay, RelayIssue* issue,
+                                   std::shared_ptr<const Communicator>* by) {
+  return relay.method == BroadcastMethod::kSymmetric ? Symmetric(relay, issue, by)
+                                                     : Broadcast(relay, issue, by);
 }
 
 // ---- communicators and windows ----
@@ -223,7 +224,8 @@ absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, const Rel
   return packed;
 }
 
-absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue) {
+absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue,
+                                       std::shared_ptr<const Communicator>* by) {
   std::vector<int> devices = {relay.source};
   Pools pools;
   for (const Relay::Slot& slot : relay.slots) {
@@ -234,6 +236,7 @@ absl::Status NcclBroadcasts::Broadcast(const Relay& relay, RelayIssue* issue) {
   std::sort(devices.begin(), devices.end());
   devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
   REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, false, pools));
+  *by = held->communicator;
   Communicator::BroadcastCall call;
   for (const int device : devices) {
     REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(device));
@@ -267,7 +270,8 @@ absl::Status NcclBroadcasts::BroadcastPieces(const Relay& relay, Communicator* c
   return absl::OkStatus();
 }
 
-absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
+absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue,
+                                       std::shared_ptr<const Communicator>* by) {
   std::vector<Relay::Slot> receivers;
   for (const Relay::Slot& slot : relay.slots) {
     if (slot.device != relay.source) receivers.push_back(slot);
@@ -302,6 +306,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue) {
   int64_t at = relay.runs.front().offset / kShareAlignment * kShareAlignment;
   if (count > 1) {
     REFITD_ASSIGN_OR_RETURN(Held * held, Get(devices, options_.copy_engines, pools));
+    *by = held->communicator;
     REFITD_ASSIGN_OR_RETURN(call.window, WindowOf(held, pools));
     const int64_t slot_offset = receivers[0].data - pools[0]->data();
     while (end - at >= count * kShareAlignment) {

@@ -57,8 +57,11 @@ class NcclBroadcasts {
 
   // UNIMPLEMENTED: this NCCL does not have what the method needs.
   absl::Status Can(BroadcastMethod method) const;
-  // On the issuing thread. Not OK: some of it may be issued.
-  absl::Status Issue(const Relay& relay, RelayIssue* issue);
+  // On the issuing thread. Not OK: some of it may be issued. *by: whose collectives it is made of;
+  // null: there are none. Once the devices have ended it, the slots are filled if that is still
+  // usable: what a later call poisons ends with bytes that mean nothing (communicator.h).
+  absl::Status Issue(const Relay& relay, RelayIssue* issue,
+                     std::shared_ptr<const Communicator>* by);
   // The pool is about to be given back, and no broadcast uses it: neither do windows from now on.
   // Waits for nothing: NCCL lets go of them behind its other calls, and they hold their pools until
   // then (P6).
@@ -70,7 +73,7 @@ class NcclBroadcasts {
  private:
   using Pools = std::vector<std::shared_ptr<const CudaRegion>>;
   struct Held {
-    std::unique_ptr<Communicator> communicator;
+    std::shared_ptr<Communicator> communicator;  // with the broadcasts that run
     // By the pools that it is made of, which it holds.
     std::map<std::vector<const CudaRegion*>, Communicator::WindowId> windows;
     std::set<const CudaRegion*> pools;  // that its broadcasts filled slots of; none: it is idle
@@ -89,11 +92,13 @@ class NcclBroadcasts {
   Clock::time_point Deadline() const { return Clock::now() + options_.limit / 4; }
 
   // The issuing thread's.
-  absl::Status Broadcast(const Relay& relay, RelayIssue* issue);
+  absl::Status Broadcast(const Relay& relay, RelayIssue* issue,
+                         std::shared_ptr<const Communicator>* by);
   // `call`: of all streams, and the slots; null where the source's device has none.
   absl::Status BroadcastPieces(const Relay& relay, Communicator* communicator,
                                Communicator::BroadcastCall call, RelayIssue* issue);
-  absl::Status Symmetric(const Relay& relay, RelayIssue* issue);
+  absl::Status Symmetric(const Relay& relay, RelayIssue* issue,
+                         std::shared_ptr<const Communicator>* by);
   // A communicator for slots of these pools, which is not idle until all of them are given back. It
   // stays until the next call of this.
   absl::StatusOr<Held*> Get(const std::vector<int>& devices, bool copy_engines, const Pools& pools);

@@ -252,6 +252,58 @@ TEST_CASE("pieces that lie as in a slot are not packed") {
   CHECK(rig.cuda.Count().engine_copies == 3);
 }
 
+TEST_CASE("while a bucket's calls fail, others on their way arrive or are said not to have (P1)") {
+  int failed = 0;
+  for (const char* call : {"cuMemcpyBatchAsync", "cuMemsetD8Async", "cuMemAlloc", "cuEventRecord",
+                           "cuStreamWaitEvent", "cuCtxPushCurrent", "ncclBroadcast"}) {
+    for (int nth = 1; nth <= 8; ++nth) {
+      INFO(call << ", " << nth);
+      Rig rig(2, kSlotBytes);
+      auto first = std::make_unique<Bucket>(&rig, 0, std::vector<int>{1}, 0);
+      first->Add(0, 0, 100);
+      first->Submit();
+      REQUIRE(first->Wait().ok());
+      const int broadcast = rig.nccl.Count().broadcasts;
+      rig.cuda.Hold(1U << 1);
+      const auto fail_at = [&](int number) {
+        if (std::string(call).substr(0, 2) == "cu") {
+          rig.cuda.FailAt(call, number, 2);
+        } else {
+          rig.nccl.FailAt(call, number, 1);
+        }
+      };
+      fail_at(nth);
+      Buckets buckets;
+      for (int slot = 1; slot <= 5; ++slot) {
+        buckets.push_back(ThreeRuns(&rig, slot));
+        buckets.back()->Submit();
+      }
+      // Another may be issued once the first of them has ended.
+      REQUIRE(Eventually([&] {
+        return rig.losses > 0 || rig.nccl.Count().aborts > 0 ||
+               rig.nccl.Count().broadcasts >= broadcast + 4;
+      }));
+      rig.cuda.Hold(0);
+      for (const auto& bucket : buckets) {
+        if (bucket->Wait().ok()) {
+          CHECK(bucket->Arrived());
+        } else {
+          ++failed;
+        }
+      }
+      if (rig.losses > 0) continue;  // nothing would have told the end of it
+      fail_at(1 << 20);
+      const auto last = ThreeRuns(&rig, 6);
+      last->Submit();
+      CHECK(last->Wait().ok());
+      CHECK(last->Arrived());
+      rig.Stop();
+      CheckNothingOpen(rig);
+    }
+  }
+  CHECK(failed > 20);
+}
+
 // ---- pools that go ----
 
 TEST_CASE(

@@ -76,8 +76,11 @@ class RelayQueue::Job : public DeviceJob {
   void Fail(const absl::Status& status) override { done_(status); }
 
   void End(const absl::Status& status) override {
+    // Asked while its pools are held: nobody closes it before.
+    const absl::Status filled = status.ok() && by_ != nullptr ? by_->status() : status;
+    by_ = nullptr;
     relay_.keep_alive.clear();
-    done_(status);
+    done_(filled);
   }
 
   absl::Status Issue(DeviceStreams* streams) override {
@@ -87,7 +90,7 @@ class RelayQueue::Job : public DeviceJob {
                                     [this](const auto& s) { return s.device == relay_.source; });
     const absl::Status issued = relay_.method == BroadcastMethod::kChain || within
                                     ? IssueChain(relay_, &issue)
-                                    : nccl_->Issue(relay_, &issue);
+                                    : nccl_->Issue(relay_, &issue, &by_);
     // What was issued before an error still runs: the job ends after it.
     const absl::Status joined = issue.Join(streams->main);
     return joined.ok() ? issued : joined;
@@ -99,6 +102,7 @@ class RelayQueue::Job : public DeviceJob {
   const std::shared_ptr<RelayStreams> streams_;
   const std::shared_ptr<NcclBroadcasts> nccl_;
   const std::function<void(absl::Status)> done_;
+  std::shared_ptr<const Communicator> by_;  // null: no collective is in it
 };
 
 RelayQueue::RelayQueue(std::shared_ptr<CudaMemory> memory, std::shared_ptr<CudaContexts> contexts,
