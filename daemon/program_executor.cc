@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <numeric>
+#include <algorithm>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -10,6 +10,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "transport/base/status.h"
+#include "transport/by_tensor.h"
 
 namespace refitd {
 namespace {
@@ -301,13 +302,9 @@ class Binder {
     return absl::OkStatus();
   }
 
-  // Pieces of one layout by the plan's tensor.
-  struct Holdings {
-    std::vector<uint32_t> first;   // per tensor, index into `pieces`; one more at the end
-    std::vector<uint32_t> pieces;  // in their order
-  };
-
-  // Pieces of other tensors than the plan's are left out.
+  // Pieces of one layout by the plan's tensor, in their order. Those of other tensors than the
+  // plan's are left out.
+  using Holdings = ByTensor<const Piece*>;
   Holdings HoldingsOf(const Layout& layout,
                       const absl::flat_hash_map<std::string_view, uint32_t>& number_of) const {
     const std::vector<TensorSpec>& tensors = bound_.plan->tensors;
@@ -319,16 +316,11 @@ class Binder {
       const bool known = it != number_of.end() && tensors[it->second] == tensor;
       numbers.push_back(known ? it->second : none);
     }
-    Holdings holdings;
-    holdings.first.assign(tensors.size() + 2, 0);
-    for (const Piece& piece : layout.pieces) ++holdings.first[numbers[piece.tensor] + 1];
-    std::partial_sum(holdings.first.begin(), holdings.first.end(), holdings.first.begin());
-    holdings.pieces.resize(layout.pieces.size());
-    std::vector<uint32_t> next = holdings.first;
-    for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
-      holdings.pieces[next[numbers[layout.pieces[p].tensor]]++] = p;
-    }
-    return holdings;
+    return Holdings(tensors.size(), [&](const auto& visit) {
+      for (const Piece& piece : layout.pieces) {
+        if (numbers[piece.tensor] != none) visit(numbers[piece.tensor], &piece);
+      }
+    });
   }
 
   static bool Holds(const Piece& piece, const Box& box) {
@@ -360,20 +352,18 @@ class Binder {
       const Layout& layout = *bound_.source_layouts[member->second];
       std::optional<Holdings>& held = holdings[member->second];
       if (!held.has_value()) held = HoldingsOf(layout, number_of);
-      const Piece* holder = nullptr;
-      for (uint32_t i = held->first[share.tensor]; i < held->first[share.tensor + 1]; ++i) {
-        if (!Holds(layout.pieces[held->pieces[i]], share.box)) continue;
-        holder = &layout.pieces[held->pieces[i]];
-        break;
-      }
-      if (holder == nullptr) {
+      const auto pieces = held->Of(share.tensor);
+      const auto holder = std::find_if(pieces.begin(), pieces.end(), [&share](const Piece* piece) {
+        return Holds(*piece, share.box);
+      });
+      if (holder == pieces.end()) {
         return Error(absl::StatusCode::kFailedPrecondition,
                      "tensor {}: source {} does not hold the box at [{}] of extent [{}]",
                      tensor.name, share.source, fmt::join(share.box.offset, ", "),
                      fmt::join(share.box.extent, ", "));
       }
       REFITD_ASSIGN_OR_RETURN(BoundPiece piece,
-                              BindPiece(layout, *holder, memory_.sources[member->second]));
+                              BindPiece(layout, **holder, memory_.sources[member->second]));
       piece.data += Distance(piece.box, piece.strides, share.box, ElementBytes(piece.dtype));
       piece.box = share.box;
       result_.transfer.source.push_back(std::move(piece));

@@ -1,10 +1,8 @@
 #include "transport/node_program.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <map>
-#include <numeric>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -14,6 +12,7 @@
 #include "absl/types/span.h"
 #include "transport/base/status.h"
 #include "transport/boxes.h"
+#include "transport/by_tensor.h"
 
 namespace refitd {
 namespace {
@@ -33,13 +32,7 @@ struct Entry {
 };
 
 // Pieces of the local sources, or destinations, by tensor of the plan.
-struct LocalPieces {
-  std::vector<uint32_t> first;  // per tensor, and one more at the end
-  std::vector<Entry> entries;
-  absl::Span<const Entry> Of(uint32_t tensor) const {
-    return absl::MakeConstSpan(entries).subspan(first[tensor], first[tensor + 1] - first[tensor]);
-  }
-};
+using LocalPieces = ByTensor<Entry>;
 
 class Builder {
  public:
@@ -151,7 +144,6 @@ class Builder {
       }
       tensor_of.push_back(std::move(ids));
     }
-    LocalPieces pieces;
     const auto for_each = [&](const auto& visit) {
       for (uint32_t m = 0; m < members.size(); ++m) {
         for (uint32_t p = 0; p < members[m].layout->pieces.size(); ++p) {
@@ -160,13 +152,7 @@ class Builder {
         }
       }
     };
-    pieces.first.assign(plan_.tensors.size() + 1, 0);
-    for_each([&](uint32_t t, Entry) { ++pieces.first[t + 1]; });
-    std::partial_sum(pieces.first.begin(), pieces.first.end(), pieces.first.begin());
-    pieces.entries.resize(pieces.first.back());
-    std::vector<uint32_t> next(pieces.first.begin(), std::prev(pieces.first.end()));
-    for_each([&](uint32_t t, Entry entry) { pieces.entries[next[t]++] = entry; });
-    return pieces;
+    return LocalPieces(plan_.tensors.size(), for_each);
   }
 
   const Piece& SourcePiece(Entry entry) const {

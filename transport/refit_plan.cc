@@ -3,10 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <map>
-#include <numeric>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -16,6 +14,7 @@
 #include "transport/base/status.h"
 #include "transport/block_scales.h"
 #include "transport/boxes.h"
+#include "transport/by_tensor.h"
 
 namespace refitd {
 namespace {
@@ -52,8 +51,7 @@ class ReplicaFinder {
     for (uint32_t t = 0; t < tensors_.size(); ++t) {
       if (left_out_[t] || !SeveralHave(t)) continue;
       held.clear();
-      for (uint32_t e = first_[t]; e < first_[t + 1]; ++e) {
-        const auto [layout, piece] = entries_[e];
+      for (const auto& [layout, piece] : entries_.Of(t)) {
         held.push_back({layouts_[layout]->pieces[piece].box, {layout}});
       }
       CutByHolders(&held, &steps_);
@@ -112,18 +110,14 @@ class ReplicaFinder {
         }
       }
     };
-    first_.assign(tensors_.size() + 1, 0);
-    for_each([&](uint32_t t, Entry) { ++first_[t + 1]; });
-    std::partial_sum(first_.begin(), first_.end(), first_.begin());
-    entries_.resize(first_.back());
-    Ids next(first_.begin(), std::prev(first_.end()));
-    for_each([&](uint32_t t, Entry entry) { entries_[next[t]++] = entry; });
+    entries_ = ByTensor<Entry>(tensors_.size(), for_each);
   }
 
   bool SeveralHave(uint32_t t) const {
-    if (first_[t] == first_[t + 1]) return false;
-    const uint32_t layout = entries_[first_[t]].layout;
-    return members_[layout].size() > 1 || entries_[first_[t + 1] - 1].layout != layout;
+    const auto entries = entries_.Of(t);
+    if (entries.empty()) return false;
+    const uint32_t layout = entries.front().layout;
+    return members_[layout].size() > 1 || entries.back().layout != layout;
   }
 
   void Add(uint32_t t, HeldBox held) {
@@ -150,8 +144,7 @@ class ReplicaFinder {
   std::vector<Ids> members_;            // of each layout, ascending
   std::vector<Ids> tensor_of_;          // per layout, per tensor of it
   std::vector<bool> left_out_;          // per tensor
-  Ids first_;                           // per tensor, its first entry; one more at the end
-  std::vector<Entry> entries_;          // by tensor, then layout, then piece
+  ByTensor<Entry> entries_;             // by layout, then piece
   std::map<Ids, uint32_t> set_of_;      // by layouts; kNone: one rank
   Replicas replicas_;
   int64_t steps_ = 0;

@@ -1,9 +1,7 @@
 #include "transport/route.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <tuple>
 #include <unordered_map>
@@ -14,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "transport/base/status.h"
 #include "transport/boxes.h"
+#include "transport/by_tensor.h"
 
 namespace refitd {
 namespace {
@@ -71,12 +70,9 @@ struct Side {
   Ids layout_of;                            // of each member; kNone: none
   std::vector<Ids> tensor_of;               // per layout, per tensor of it
   std::vector<std::vector<bool>> declared;  // per layout, per tensor
-  std::vector<uint32_t> first;              // per tensor, its first entry; one more at the end
-  std::vector<Entry> entries;               // by tensor, then layout, then piece
+  ByTensor<Entry> entries;                  // by layout, then piece
 
-  absl::Span<const Entry> Of(uint32_t tensor) const {
-    return absl::MakeConstSpan(entries).subspan(first[tensor], first[tensor + 1] - first[tensor]);
-  }
+  absl::Span<const Entry> Of(uint32_t tensor) const { return entries.Of(tensor); }
   const Box& BoxOf(const Entry& entry) const {
     return layouts[entry.layout]->pieces[entry.piece].box;
   }
@@ -372,12 +368,7 @@ class Router {
         }
       }
     };
-    side->first.assign(plan_.tensors.size() + 1, 0);
-    for_each([side](uint32_t t, Entry) { ++side->first[t + 1]; });
-    std::partial_sum(side->first.begin(), side->first.end(), side->first.begin());
-    side->entries.resize(side->first.back());
-    std::vector<uint32_t> next(side->first.begin(), std::prev(side->first.end()));
-    for_each([&](uint32_t t, Entry entry) { side->entries[next[t]++] = entry; });
+    side->entries = ByTensor<Entry>(plan_.tensors.size(), for_each);
   }
 
   // Nodes that hold the same destination layouts want the same.
