@@ -492,6 +492,7 @@ void Executor::TakeKept(Moves* moves) const {
     }
     moves->prepared = kept.prepared;
     moves->memory = {};  // the transfer holds it
+    return;
   }
 }
 

@@ -448,6 +448,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // Of a rank that is not in pooling_ any more and was not admitted.
   void EndWithoutPool(MemberRecord record, absl::Status status, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Unless a member is on that GPU, or it is the wire's.
+  void DropPool(GroupRecord* group, int ordinal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Once a member on that GPU has gone.
   void DropUnused(GroupRecord* group, int ordinal, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -148,7 +148,13 @@ void Node::DropWirePool(GroupRecord* group) {
     return;
   }
   const int ordinal = *std::exchange(group->wire_ordinal, std::nullopt);
-  if (!OnDevice(name, ordinal)) group->device_pools.erase(ordinal);  // what still moves holds it
+  DropPool(group, ordinal);
+}
+
+// P8: device memory is for members that can use it. What still moves holds it.
+void Node::DropPool(GroupRecord* group, int ordinal) {
+  if (group->wire_ordinal == ordinal || OnDevice(group->machine->name(), ordinal)) return;
+  group->device_pools.erase(ordinal);
 }
 
 // A joined daemon leaves with its last member, and its epochs end with that. A coordinator stays,
@@ -461,12 +467,9 @@ void Node::EndWithoutPool(MemberRecord record, absl::Status status, Deferred* de
   for (auto& [name, event] : more) Handle(name, std::move(event), deferred);
 }
 
-// P8: device memory is for members that can use it. Copies that still run hold it.
 void Node::DropUnused(GroupRecord* group, int ordinal, Events* more) {
   DropWirePool(group);
-  if (group->wire_ordinal != ordinal && !OnDevice(group->machine->name(), ordinal)) {
-    group->device_pools.erase(ordinal);
-  }
+  DropPool(group, ordinal);
   GiveUpEpochs(*group, more);
 }
 

@@ -107,7 +107,7 @@ void Node::BindAhead(const GroupRecord& group, const StartMoves& compare) {
   const auto resolved = executor_.Resolve(start, Memory(members_, group));
   // What fails here is said when they are asked for.
   if (!resolved.ok() || Executor::IsBound(**resolved)) return;
-  local_binder_.Submit([this, moves = *resolved]() mutable {
+  local_binder_.Submit([this, moves = *resolved] {
     const absl::Status bound = Executor::Bind(transport_.get(), moves.get());
     MutexLock lock(&mutex_);
     if (bound.ok()) executor_.Keep(*moves);
