@@ -1,12 +1,16 @@
 // The Attach stream of one member: the lease, its events in and its answers out.
 //
 // Invariants
-//  - Events keep their order. At most kMaxQueuedEvents wait for Pop: beyond that the stream is not
-//    read, and the daemon's own writes stop by flow control.
+//  - Events keep their order. At most kMaxQueuedEvents wait for PopFront: beyond that the stream is
+//    not read, and the daemon's own writes stop by flow control.
+//  - An event counts as left until PopFront: whoever finds the stream exhausted knows that what
+//  came
+//    of every event is visible too.
 //  - At most kMaxQueuedMessages answers wait to be written; beyond that Send refuses.
 //  - The stream owns itself until gRPC is done with it, so its holder may let go at any time.
 //
-// Thread-safe. The handler runs on a gRPC thread, one event at a time.
+// Thread-safe, but one thread at a time calls Front and PopFront. The handler runs on a gRPC
+// thread, one event at a time.
 #ifndef REFITD_CLIENT_ATTACH_STREAM_H_
 #define REFITD_CLIENT_ATTACH_STREAM_H_
 
@@ -16,7 +20,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -68,18 +71,22 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return absl::OkStatus();
   }
 
-  // The oldest event; nullopt: none came before `deadline`; an error: the lease ended, why, and no
-  // event is left.
-  absl::StatusOr<std::optional<In>> Pop(TimePoint deadline) {
+  // The oldest event, the stream's own until PopFront; null: none came before `deadline`; an error:
+  // the lease ended, why, and no event is left.
+  absl::StatusOr<const In*> Front(TimePoint deadline) {
     MutexLock lock(&mutex_);
     while (incoming_.empty()) {
       if (done_) return status_;
-      if (!cond_.WaitUntil(&mutex_, deadline) && incoming_.empty() && !done_) return std::nullopt;
+      if (!cond_.WaitUntil(&mutex_, deadline) && incoming_.empty() && !done_) return nullptr;
     }
-    std::optional<In> event = std::move(incoming_.front());
+    return &incoming_.front();
+  }
+
+  // What Front gave is dealt with.
+  void PopFront() {
+    MutexLock lock(&mutex_);
     incoming_.pop_front();
     if (read_paused_) ReadNext();
-    return event;
   }
 
   // OK while the lease lives; else why it ended.

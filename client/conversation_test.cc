@@ -1,5 +1,6 @@
 // The client's own side of the conversation, against a scripted peer: what a good daemon would
 // never do on demand (refuse a bucket, leave a call open, end a lease at the worst moment).
+#include <grpcpp/create_channel.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "client/attach_stream.h"
+#include "client/descriptor_test_util.h"
 #include "client/engine.h"
 #include "client/trainer.h"
 #include "refitd/v1/engine.grpc.pb.h"
@@ -142,8 +144,9 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
 class ScriptedEngineService final : public v1::Engine::Service {
  public:
   using Stream = grpc::ServerReaderWriter<v1::EngineEvent, v1::EngineMessage>;
-  explicit ScriptedEngineService(std::function<grpc::Status(Stream*)> script)
-      : script_(std::move(script)) {}
+  explicit ScriptedEngineService(std::function<grpc::Status(Stream*)> script,
+                                 std::string descriptors = "/nonexistent/descriptors.sock")
+      : script_(std::move(script)), descriptors_(std::move(descriptors)) {}
 
  private:
   grpc::Status Attach(grpc::ServerContext*, Stream* stream) override {
@@ -151,10 +154,12 @@ class ScriptedEngineService final : public v1::Engine::Service {
     if (!stream->Read(&message)) return grpc::Status::OK;
     v1::EngineEvent event;
     FillWelcome(event.mutable_welcome());
+    event.mutable_welcome()->set_descriptor_socket(descriptors_);
     stream->Write(event);
     return script_(stream);
   }
   const std::function<grpc::Status(Stream*)> script_;
+  const std::string descriptors_;
 };
 
 // A gRPC server on a unix socket in a folder of its own.
@@ -636,6 +641,97 @@ TEST_CASE("a part that can't be mapped fails the update and gives its slot back"
   CHECK(Await<Aborted>(engine.get()).dirty);
   CHECK(engine->weights() == Weights::kDirty);
   CHECK(answers == std::vector<std::string>{"failed", "ack"});
+}
+
+TEST_CASE("an event is left in the stream until it is dealt with, also when the lease has ended") {
+  ScriptedEngineService service([](ScriptedEngineService::Stream* stream) {
+    stream->Write(CommittedEvent(4));
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+  });
+  const Daemon daemon(&service);
+  using EngineStream = AttachStream<v1::EngineMessage, v1::EngineEvent>;
+  const auto stub = v1::Engine::NewStub(
+      grpc::CreateChannel(UnixTarget(daemon.connect().socket), grpc::InsecureChannelCredentials()));
+  const auto stream = EngineStream::Start(
+      [&](grpc::ClientContext* context, EngineStream::Reactor* reactor) {
+        stub->async()->Attach(context, reactor);
+      },
+      v1::EngineMessage(),
+      {.daemon = daemon.connect().socket, .handler = nullptr, .ended = nullptr});
+  const TimePoint deadline = After(kPatience);
+  const auto welcome = stream->Front(deadline);
+  REQUIRE(welcome.ok());
+  REQUIRE((*welcome)->has_welcome());
+  stream->PopFront();
+  const auto committed = stream->Front(deadline);
+  REQUIRE(committed.ok());
+  while (stream->status().ok() && Until(deadline) > Duration::zero()) std::this_thread::yield();
+  REQUIRE(absl::IsUnavailable(stream->status()));
+  CHECK_FALSE(stream->exhausted());
+  CHECK((*committed)->committed().version() == 4);
+  stream->PopFront();
+  CHECK(stream->exhausted());
+  CHECK(stream->Front(deadline).status() == stream->status());
+}
+
+TEST_CASE("a lease that ends while Next takes an event is lost when that is taken, not before") {
+  Mutex mutex;
+  CondVar cond;
+  bool asked = false;   // for the pool that the part lies in: Next is taking the part
+  bool answer = false;  // by closing the connection
+  const DescriptorPeer peer([&](int, int) {
+    const TimePoint deadline = After(kPatience);
+    MutexLock lock(&mutex);
+    asked = true;
+    cond.NotifyAll();
+    while (!answer) {
+      if (!cond.WaitUntil(&mutex, deadline)) break;
+    }
+  });
+  ScriptedEngineService service(
+      [](ScriptedEngineService::Stream* stream) {
+        stream->Write(PrepareEvent(4));
+        v1::EngineMessage message;
+        stream->Read(&message);
+        v1::EngineEvent event;
+        event.mutable_bucket()->set_version(4);
+        stream->Write(event);
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+      },
+      peer.path());
+  const Daemon daemon(&service);
+  ConnectOptions connect = daemon.connect();
+  connect.call_margin = 2 * kPatience;
+  const auto attached =
+      Engine::Attach({.connect = connect, .instance = "i", .delivery = Delivery::kStaged});
+  INFO(attached.status());
+  REQUIRE(attached.ok());
+  Engine* const engine = attached->get();
+  Await<Prepare>(engine);
+  REQUIRE(engine->Ready(Version(4)).ok());
+  absl::Status end;
+  std::thread next([&] { end = engine->Next(kPatience).status(); });
+  const TimePoint deadline = After(kPatience);
+  {
+    MutexLock lock(&mutex);
+    while (!asked) {
+      if (!cond.WaitUntil(&mutex, deadline)) break;
+    }
+  }
+  while (!absl::IsUnavailable(engine->Register({})) && Until(deadline) > Duration::zero()) {
+    std::this_thread::yield();
+  }
+  const Weights taking = engine->weights();
+  {
+    MutexLock lock(&mutex);
+    answer = true;
+    cond.NotifyAll();
+  }
+  next.join();
+  CHECK(asked);
+  CHECK(taking == Weights::kPaused);
+  CHECK(absl::IsUnavailable(end));
+  CHECK(engine->weights() == Weights::kInDoubt);
 }
 
 // ---- attaching again ----

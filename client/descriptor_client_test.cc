@@ -2,17 +2,15 @@
 
 #include <fcntl.h>
 #include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
 
 #include <catch2/catch.hpp>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <thread>
 
 #include "client/call.h"
+#include "client/descriptor_test_util.h"
 
 namespace refitd::client {
 namespace {
@@ -20,69 +18,10 @@ namespace {
 constexpr std::chrono::seconds kPatience(20);
 constexpr char kToken[] = "0123456789abcdef";
 
-// The other end of the socket, on a thread of its own: accepts connections one after the other and
-// gives each to `serve` with its number.
-class Listener {
- public:
-  explicit Listener(std::function<void(int fd, int connection)> serve) {
-    REQUIRE(::mkdtemp(folder_.data()) != nullptr);
-    path_ = folder_ + "/d";
-    fd_.Reset(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    std::memcpy(address.sun_path, path_.data(), path_.size());
-    REQUIRE(::bind(fd_.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0);
-    REQUIRE(::listen(fd_.get(), 8) == 0);
-    thread_ = std::thread([this, serve = std::move(serve)] {
-      for (int connection = 0;; ++connection) {
-        const UniqueFd accepted(::accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-        if (!accepted.valid()) return;
-        serve(accepted.get(), connection);
-      }
-    });
-  }
-  ~Listener() {
-    ::shutdown(fd_.get(), SHUT_RDWR);
-    thread_.join();
-    ::unlink(path_.c_str());
-    ::rmdir(folder_.c_str());
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string folder_ = "/tmp/refit-test-XXXXXX";
-  std::string path_;
-  UniqueFd fd_;
-  std::thread thread_;
-};
-
-// False at the end of the connection. `got_fd` is whether a descriptor came along.
-bool ReadRequest(int fd, DescriptorRequest* request, bool* got_fd) {
-  iovec data{request, sizeof(*request)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  if (::recvmsg(fd, &message, MSG_CMSG_CLOEXEC) != sizeof(*request)) return false;
-  const cmsghdr* header = CMSG_FIRSTHDR(&message);
-  *got_fd = header != nullptr;
-  if (header == nullptr) return true;
-  int taken = -1;
-  std::memcpy(&taken, CMSG_DATA(header), sizeof(taken));
-  ::close(taken);
-  return true;
-}
-
-void Reply(int fd, const DescriptorReply& reply) {
-  (void)::send(fd, &reply, sizeof(reply), MSG_NOSIGNAL);
-}
-
 TEST_CASE("a request carries the token and its descriptor, and gets its reply") {
   DescriptorRequest seen;
   bool got_fd = false;
-  const Listener listener([&](int fd, int) {
+  const DescriptorPeer listener([&](int fd, int) {
     while (ReadRequest(fd, &seen, &got_fd)) {
       DescriptorReply reply;
       reply.region_id = 42;
@@ -105,7 +44,7 @@ TEST_CASE("a request carries the token and its descriptor, and gets its reply") 
 }
 
 TEST_CASE("the daemon's error comes back with its code and words, and the connection goes on") {
-  const Listener listener([](int fd, int connection) {
+  const DescriptorPeer listener([](int fd, int connection) {
     DescriptorRequest request;
     bool got_fd = false;
     for (int i = 0; ReadRequest(fd, &request, &got_fd); ++i) {
@@ -127,7 +66,7 @@ TEST_CASE("the daemon's error comes back with its code and words, and the connec
 }
 
 TEST_CASE("a daemon that does not answer costs the deadline, and its late reply is never taken") {
-  const Listener listener([](int fd, int connection) {
+  const DescriptorPeer listener([](int fd, int connection) {
     DescriptorRequest request;
     bool got_fd = false;
     while (ReadRequest(fd, &request, &got_fd)) {
@@ -144,7 +83,7 @@ TEST_CASE("a daemon that does not answer costs the deadline, and its late reply 
 }
 
 TEST_CASE("a reply of the wrong size or magic is refused") {
-  const Listener listener([](int fd, int connection) {
+  const DescriptorPeer listener([](int fd, int connection) {
     DescriptorRequest request;
     bool got_fd = false;
     while (ReadRequest(fd, &request, &got_fd)) {

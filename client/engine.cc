@@ -122,6 +122,9 @@ class EngineImpl final : public Engine {
   absl::Status OrDropped(absl::Status sent) const {
     return reattaches() && DaemonGone(sent) ? absl::OkStatus() : sent;
   }
+  // OK without sending: the update is of a lost lease, and went with its daemon.
+  absl::Status Send(UpdateId update, v1::EngineMessage message)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendAck(Version version, UpdateId update, PartSeq part)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendFailed(Version version, const std::string& reason)
@@ -211,9 +214,9 @@ absl::Status Session::Start(const EngineOptions& options, TimePoint deadline,
       Hello(options, deadline),
       {.daemon = connection->socket(), .handler = nullptr, .ended = std::move(ended)});
   const std::stop_callback cancel(stop, [this] { stream->Cancel(); });
-  REFITD_ASSIGN_OR_RETURN(const std::optional<v1::EngineEvent> event,
-                          stream->Pop(deadline + options.connect.call_margin));
-  if (!event) {
+  REFITD_ASSIGN_OR_RETURN(const v1::EngineEvent* const event,
+                          stream->Front(deadline + options.connect.call_margin));
+  if (event == nullptr) {
     return Error(absl::StatusCode::kDeadlineExceeded,
                  "Attach: the daemon at {} did not answer in time", connection->socket());
   }
@@ -221,6 +224,7 @@ absl::Status Session::Start(const EngineOptions& options, TimePoint deadline,
     return Error(absl::StatusCode::kInternal, "Attach: the daemon's first event is no Welcome");
   }
   REFITD_RETURN_IF_ERROR(connection->Adopt(event->welcome()));
+  stream->PopFront();
   // A driver that is missing here, or refuses, is no surprise for the first update.
   if (options.delivery != Delivery::kStaged || !OnGpu(options.connect.device)) {
     return absl::OkStatus();
@@ -354,10 +358,11 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
       }
       session = session_;
     }
-    const auto event = session->stream->Pop(deadline);
+    const auto event = session->stream->Front(deadline);
     if (!event.ok()) continue;  // NoteEnd knows what follows
-    if (!event->has_value()) return Event(Nothing{});
+    if (*event == nullptr) return Event(Nothing{});
     Event taken = Take(*session, **event);
+    session->stream->PopFront();  // not before: NoteEnd must find in the state what it came to
     if (wake_ && session->stream->exhausted()) wake_();
     if (!std::holds_alternative<Nothing>(taken)) return taken;
   }
@@ -413,12 +418,17 @@ Event EngineImpl::TakePart(const Session& session, const v1::BucketReady& bucket
   return *std::move(part);
 }
 
+absl::Status EngineImpl::Send(UpdateId update, v1::EngineMessage message) {
+  if (!session_->Has(update)) return absl::OkStatus();
+  return session_->stream->Send(std::move(message));
+}
+
 absl::Status EngineImpl::SendAck(Version version, UpdateId update, PartSeq part) {
   v1::EngineMessage message;
   message.mutable_ack()->set_version(version.value());
   message.mutable_ack()->set_update_id(Session::ToWire(update));
   message.mutable_ack()->set_part(part.value());
-  return session_->stream->Send(std::move(message));
+  return Send(update, std::move(message));
 }
 
 absl::Status EngineImpl::SendFailed(Version version, const std::string& reason) {
@@ -426,7 +436,7 @@ absl::Status EngineImpl::SendFailed(Version version, const std::string& reason) 
   message.mutable_failed()->set_version(version.value());
   message.mutable_failed()->set_update_id(Session::ToWire(state_.update()));
   message.mutable_failed()->set_reason(CleanText(reason, kMaxReasonBytes));
-  return session_->stream->Send(std::move(message));
+  return Send(state_.update(), std::move(message));
 }
 
 absl::StatusOr<bool> EngineImpl::Dropped() {
@@ -450,7 +460,7 @@ absl::Status EngineImpl::Ready(Version version) {
   v1::EngineMessage message;
   message.mutable_ready()->set_version(version.value());
   message.mutable_ready()->set_update_id(Session::ToWire(state_.update()));
-  return OrDropped(session_->stream->Send(std::move(message)));
+  return OrDropped(Send(state_.update(), std::move(message)));
 }
 
 absl::Status EngineImpl::Ack(const Part& part) {
@@ -458,7 +468,6 @@ absl::Status EngineImpl::Ack(const Part& part) {
   REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
   if (dropped) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(state_.Ack(part.update, part.part));
-  if (!session_->Has(part.update)) return absl::OkStatus();  // its slot went with its daemon
   return OrDropped(SendAck(part.version, part.update, part.part));
 }
 

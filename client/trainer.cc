@@ -752,9 +752,9 @@ absl::Status Core::Start(const TrainerOptions& options, TimePoint deadline,
       Hello(options, deadline),
       {.daemon = connection->socket(), .handler = TrainerEvents(known), .ended = std::move(ended)});
   const std::stop_callback cancel(stop, [this] { stream->Cancel(); });
-  REFITD_ASSIGN_OR_RETURN(const std::optional<v1::TrainerEvent> event,
-                          stream->Pop(deadline + options.connect.call_margin));
-  if (!event) {
+  REFITD_ASSIGN_OR_RETURN(const v1::TrainerEvent* const event,
+                          stream->Front(deadline + options.connect.call_margin));
+  if (event == nullptr) {
     return Error(absl::StatusCode::kDeadlineExceeded,
                  "Attach: the daemon at {} did not answer in time", connection->socket());
   }
@@ -764,6 +764,7 @@ absl::Status Core::Start(const TrainerOptions& options, TimePoint deadline,
     default_duration = std::chrono::milliseconds(welcome.limits().default_duration_ms());
   }
   if (welcome.has_group_version()) known->Committed(Version(welcome.group_version()));
+  stream->PopFront();
   return absl::OkStatus();
 }
 
