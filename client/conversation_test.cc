@@ -643,6 +643,28 @@ TEST_CASE("a part that can't be mapped fails the update and gives its slot back"
   CHECK(answers == std::vector<std::string>{"failed", "ack"});
 }
 
+TEST_CASE("a commit that crosses Fail is a dirty abort of this rank") {
+  ScriptedEngineService service([](ScriptedEngineService::Stream* stream) {
+    stream->Write(PrepareEvent(4));
+    v1::EngineMessage message;
+    stream->Read(&message);  // Ready
+    stream->Read(&message);  // Failed, which the daemon hears too late
+    stream->Write(CommittedEvent(4));
+    stream->Read(&message);
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto engine = AttachEngine(daemon);
+  Await<Prepare>(engine.get());
+  REQUIRE(engine->Ready(Version(4)).ok());
+  REQUIRE(engine->Fail(Version(4), "the loader failed").ok());
+  const Aborted aborted = Await<Aborted>(engine.get());
+  CHECK(aborted.version == Version(4));
+  CHECK(aborted.dirty);
+  CHECK(engine->weights() == Weights::kDirty);
+  CHECK_FALSE(engine->version().has_value());
+}
+
 TEST_CASE("an event is left in the stream until it is dealt with, also when the lease has ended") {
   ScriptedEngineService service([](ScriptedEngineService::Stream* stream) {
     stream->Write(CommittedEvent(4));

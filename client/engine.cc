@@ -378,7 +378,9 @@ Event EngineImpl::Take(const Session& session, const v1::EngineEvent& event) {
                    prepare.tensor_count()};
   }
   if (event.has_committed() && state_.OnCommitted(Version(event.committed().version()))) {
-    return Committed{Version(event.committed().version())};
+    const Version version(event.committed().version());
+    if (state_.weights() == Weights::kGood) return Committed{version};
+    return Aborted{version, "it was committed, but this rank had failed", /*dirty=*/true};
   }
   if (event.has_aborted()) {
     const v1::Aborted& aborted = event.aborted();

@@ -151,7 +151,8 @@ class Engine {
   // Aborted: their slots are in use until then, or until Ready for a later update, which ends them
   // all. (Parts that come after Fail are not handed out.)
   virtual absl::Status Ack(const Part& part) = 0;
-  // This rank can't go on with the update (its loader failed).
+  // This rank can't go on with the update (its loader failed). Aborted follows; where the update
+  // was committed before the daemon heard of it, a dirty one of this rank alone.
   virtual absl::Status Fail(Version version, const std::string& reason) = 0;
 
   virtual Weights weights() const = 0;

@@ -22,10 +22,10 @@ bool EngineState::OnPart(UpdateId update, PartSeq part) {
 }
 
 bool EngineState::OnCommitted(Version version) {
-  if (!Running(version) || phase_ != Phase::kReady) return false;
-  phase_ = Phase::kIdle;
-  settled_ = Weights::kGood;
+  if (!Running(version) || (phase_ != Phase::kReady && phase_ != Phase::kFailed)) return false;
+  settled_ = phase_ == Phase::kReady ? Weights::kGood : Weights::kDirty;
   version_ = version;
+  phase_ = Phase::kIdle;
   return true;
 }
 

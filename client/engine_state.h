@@ -7,6 +7,8 @@
 //   Ready      Part(v, p)             Ready          kPaused; p is outstanding
 //   Ready      Fail(v)                Failed         kPaused
 //   Ready      Committed(v)           Idle           kGood, version v
+//   Failed     Committed(v)           Idle           kDirty: Fail(v) came too late to stop the
+//                                                    commit, and this rank does not have v
 //   any but Idle  Aborted(v, dirty)   Idle           kDirty if dirty, else as before Prepare
 //   Prepared, Refused  lease lost     Lost           as before Prepare: nothing is written before
 //                                                    Ready
@@ -36,7 +38,7 @@ class EngineState {
   // Events. False: it does not belong to the running update, and changed nothing.
   void OnPrepare(Version version, UpdateId update);
   bool OnPart(UpdateId update, PartSeq part);
-  bool OnCommitted(Version version);
+  bool OnCommitted(Version version);  // weights() tells whether this rank has it
   bool OnAborted(Version version, bool dirty);
   void OnLost();
   void OnReattached();

@@ -109,14 +109,19 @@ TEST_CASE("attaching again changes no weights: what was in doubt stays so until 
   }
 }
 
-TEST_CASE("only a rank that is ready takes Committed") {
+TEST_CASE("only a rank that answered Ready takes Committed, and after Fail it makes it dirty") {
   for (const Reached& phase : Phases()) {
     INFO(phase.phase);
     EngineState state = At(phase);
     CHECK_FALSE(state.OnCommitted(kOld));
     const bool taken = state.OnCommitted(kNew);
-    CHECK(taken == (phase.answered && !phase.given_up));
-    if (taken) CHECK(state.version() == kNew);
+    CHECK(taken == phase.answered);
+    if (!taken) continue;
+    CHECK(state.weights() == (phase.given_up ? Weights::kDirty : Weights::kGood));
+    CHECK(state.version() == (phase.given_up ? std::nullopt : std::optional(kNew)));
+    CHECK_FALSE(state.OnCommitted(kNew));
+    state.OnLost();
+    CHECK(state.weights() == (phase.given_up ? Weights::kDirty : Weights::kGood));
   }
 }
 

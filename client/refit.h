@@ -421,7 +421,8 @@ refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_e
 refit_status refit_engine_ready(refit_engine* engine, int64_t version);
 refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part);
 /* This rank can't go on with the update. Parts not yet handed out are dropped; those handed out
- * still must be acknowledged. */
+ * still must be acknowledged. ABORTED follows; where the update was committed before the daemon
+ * heard of it, a dirty one of this rank alone. */
 refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason);
 
 enum {
