@@ -39,7 +39,8 @@ constexpr size_t kTokenBytes = sizeof(DescriptorRequest::token);
 // A region's pages are filled when the daemon maps it; this much a second is slow even for a busy
 // virtual machine that gets its memory back from its host page by page (0.1 GB/s was seen).
 constexpr int64_t kPopulateBytesPerSecond = int64_t{16} << 20;
-// Opening device memory for the first time makes the daemon's context on that GPU.
+// Opening device memory for the first time makes the daemon's context on that GPU; closing it waits
+// for what the driver does for others.
 constexpr std::chrono::seconds kDeviceLimit{30};
 constexpr size_t kMaxDeviceBytes = 64;
 constexpr int kReconnectMs = 50;
@@ -301,9 +302,9 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
     request.kind = DescriptorRequestKind::kRegisterRegion;
     request.region_kind = source.kind;
     request.bytes = source.bytes;
-    const bool host = source.kind == RegionKind::kMemfd;
-    const Duration extra =
-        host ? std::chrono::seconds(source.bytes / kPopulateBytesPerSecond) : kDeviceLimit;
+    const Duration extra = source.on_device()
+                               ? kDeviceLimit
+                               : std::chrono::seconds(source.bytes / kPopulateBytesPerSecond);
     REFITD_ASSIGN_OR_RETURN(
         const DescriptorAnswer answer,
         descriptors_->Ask(request, source.fd.get(), After(call_margin_ + extra), stop));
@@ -314,7 +315,7 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
   return absl::OkStatus();
 }
 
-void Connection::ReleaseRegion(RegionId id) {
+void Connection::ReleaseRegion(RegionId id, const RegionSource& source) {
   if (!CheckAttached().ok()) return;
   const auto wire = WireRegion(id);
   if (!wire.ok()) return;
@@ -326,7 +327,10 @@ void Connection::ReleaseRegion(RegionId id) {
   request.kind = DescriptorRequestKind::kReleaseRegion;
   request.region_id = wire->value();
   // Refused while a layout names it: then the daemon keeps it until the lease ends, which is right.
-  (void)descriptors_->Ask(request, -1, After(kCleanupLimit));
+  // Device memory may be freed by its owner after this: the daemon closes it first, behind what its
+  // driver is at.
+  const Duration limit = source.on_device() ? call_margin_ + kDeviceLimit : Duration(kCleanupLimit);
+  (void)descriptors_->Ask(request, -1, After(limit));
 }
 
 absl::StatusOr<RegionId> Connection::WireRegion(RegionId id) {
@@ -388,7 +392,7 @@ class Regions::Mapped final : public Region {
         memory_(std::move(memory)),
         source_(std::move(source)),
         id_(id) {}
-  ~Mapped() override { regions_->Gone(id_); }
+  ~Mapped() override { regions_->Gone(id_, source_); }
   char* data() const override { return memory_ == nullptr ? nullptr : memory_->data(); }
   int64_t bytes() const override { return source_.bytes; }
   RegionId id() const override { return id_; }
@@ -494,14 +498,14 @@ std::vector<std::shared_ptr<Region>> Regions::Of(const Layout& layout) {
   return regions;
 }
 
-void Regions::Gone(RegionId id) {
+void Regions::Gone(RegionId id, const RegionSource& source) {
   std::shared_ptr<Connection> connection;
   {
     MutexLock lock(&mutex_);
     regions_.erase(id.value());
     connection = current_;
   }
-  if (connection != nullptr) connection->ReleaseRegion(id);
+  if (connection != nullptr) connection->ReleaseRegion(id, source);
 }
 
 }  // namespace refitd::client

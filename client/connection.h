@@ -65,6 +65,8 @@ struct RegionSource {
   UniqueFd fd{};
   std::string handle{};  // not empty: of a block of cudaMalloc, in place of `fd`
   int64_t bytes = 0;
+
+  bool on_device() const { return !handle.empty() || kind != RegionKind::kMemfd; }
 };
 
 class Connection : public std::enable_shared_from_this<Connection> {
@@ -92,7 +94,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // `id`. Done before: OK.
   absl::Status RegisterRegion(RegionId id, const RegionSource& source, const RegionOwner& owner,
                               const std::stop_token& stop);
-  void ReleaseRegion(RegionId id);
+  // The daemon forgets it. Of device memory it has closed its mapping when this returns, or did not
+  // in the time of a call that opens one.
+  void ReleaseRegion(RegionId id, const RegionSource& source);
   // What the daemon calls the region. NOT_FOUND: it does not know it.
   absl::StatusOr<RegionId> WireRegion(RegionId id);
   absl::Status ToWire(v1::Bucket* bucket);
@@ -148,7 +152,7 @@ class Regions : public std::enable_shared_from_this<Regions> {
   class Mapped;
   absl::StatusOr<std::shared_ptr<Region>> Share(RegionSource source,
                                                 std::shared_ptr<HostRegion> memory);
-  void Gone(RegionId id);
+  void Gone(RegionId id, const RegionSource& source);
 
   const bool keep_;
   const RegionOwner owner_;

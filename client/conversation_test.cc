@@ -1,10 +1,13 @@
 // The client's own side of the conversation, against a scripted peer: what a good daemon would
 // never do on demand (refuse a bucket, leave a call open, end a lease at the worst moment).
+#include <fcntl.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
+#include <poll.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <functional>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "client/attach_stream.h"
+#include "client/call.h"
 #include "client/descriptor_test_util.h"
 #include "client/engine.h"
 #include "client/trainer.h"
@@ -754,6 +758,42 @@ TEST_CASE("a lease that ends while Next takes an event is lost when that is take
   CHECK(taking == Weights::kPaused);
   CHECK(absl::IsUnavailable(end));
   CHECK(engine->weights() == Weights::kInDoubt);
+}
+
+TEST_CASE("device memory that goes waits for the daemon longer than other clean-up does") {
+  std::atomic<bool> released = false;
+  std::atomic<bool> waited = false;
+  const DescriptorPeer peer([&](int fd, int) {
+    DescriptorRequest request;
+    bool got_fd = false;
+    if (!ReadRequest(fd, &request, &got_fd)) return;
+    DescriptorReply reply;
+    reply.region_id = 42;
+    Reply(fd, reply);
+    if (!ReadRequest(fd, &request, &got_fd)) return;
+    released = request.kind == DescriptorRequestKind::kReleaseRegion && request.region_id == 42;
+    // A client that gives up closes the connection.
+    pollfd hangup{fd, 0, 0};
+    constexpr auto kLate = 2 * kCleanupLimit;
+    waited = ::poll(&hangup, 1, static_cast<int>(kLate.count())) == 0;
+    Reply(fd, reply);
+  });
+  ScriptedEngineService service(
+      [](ScriptedEngineService::Stream* stream) {
+        v1::EngineMessage message;
+        stream->Read(&message);
+        return grpc::Status::OK;
+      },
+      peer.path());
+  const Daemon daemon(&service);
+  const auto engine = AttachEngine(daemon);
+  constexpr int64_t kBytes = 4'096;
+  auto region = engine->AddCudaRegion(UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC)), kBytes);
+  INFO(region.status());
+  REQUIRE(region.ok());
+  region->reset();
+  CHECK(released);
+  CHECK(waited);
 }
 
 // ---- attaching again ----
