@@ -494,6 +494,7 @@ std::vector<std::shared_ptr<Region>> Regions::Of(const Layout& layout) {
     if (region == nullptr && known != regions_.end()) region = known->second.lock();
   }
   std::vector<std::shared_ptr<Region>> regions;
+  regions.reserve(found.size());
   for (auto& [id, region] : found) regions.push_back(std::move(region));
   return regions;
 }

@@ -119,7 +119,7 @@ class EngineImpl final : public Engine {
   // is tried for or was had, and the answer is dropped.
   absl::StatusOr<bool> Dropped() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The stream may end under an answer: the same.
-  absl::Status OrDropped(absl::Status sent) const {
+  absl::Status OrDropped(const absl::Status& sent) const {
     return reattaches() && DaemonGone(sent) ? absl::OkStatus() : sent;
   }
   // OK without sending: the update is of a lost lease, and went with its daemon.
