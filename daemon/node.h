@@ -528,6 +528,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void Perform(GroupRecord* group, MachineAction action, Deferred* deferred, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool UsesHostPool(const StartTransfer& start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  StartTransfer WithoutTheGone(StartTransfer start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformTransfer(GroupRecord* group, StartTransfer start, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `status`: what came of the slots that it waited for.

@@ -256,13 +256,25 @@ bool Node::UsesHostPool(const StartTransfer& start) const {
   return slot && std::any_of(start.staged.begin(), start.staged.end(), on_host);
 }
 
+// Of a daemon that joined, a member is gone at once; what it was to be sent was put off.
+StartTransfer Node::WithoutTheGone(StartTransfer start) const {
+  const auto gone = [this](MemberId id)
+                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return !members_.contains(id); };
+  start.skip_destination.resize(start.destinations.size());
+  for (size_t d = 0; d < start.destinations.size(); ++d) {
+    if (gone(start.destinations[d])) start.skip_destination[d] = true;
+  }
+  std::erase_if(start.staged, gone);
+  return start;
+}
+
 void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Events* more) {
   // The root packs as soon as it has a bucket, perhaps before an epoch was opened.
   if (UsesHostPool(start) && LacksWirePool(*group)) {
     return MakeWirePool(
         *group, [this, start](GroupRecord* found, const absl::Status& made, Events* events) {
           mutex_.AssertHeld();
-          PerformTransfer(found, start, made, events);
+          PerformTransfer(found, WithoutTheGone(start), made, events);
         });
   }
   PerformTransfer(group, std::move(start), absl::OkStatus(), more);

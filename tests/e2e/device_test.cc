@@ -1987,6 +1987,47 @@ TEST_CASE("shards cross daemons from GPU to GPU: compiled refits, by NCCL's send
   CHECK(daemons.far.node().GetStatus().resources().wire_bytes_received() >= 3 * ModelBytes(model));
 }
 
+TEST_CASE(
+    "an engine that dies while its bucket waits for slots is evicted, and no update aborted") {
+  TwoDaemons daemons;
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine near(&daemons.near, 0, model, "near");
+  auto far = std::make_unique<DeviceEngine>(&daemons.far, 1, model, "far", &daemons.near);
+  v1::TrainerHello hello = daemons.far.TrainerOn(1);
+  hello.set_coordinator(daemons.near.address());
+  hello.clear_spec();
+  RawTrainer trainer(daemons.far.Connect(), hello);
+  INFO(trainer.attached().error_message());
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemons.far, 1, ModelBytes(model) + 64 * 64);
+  const auto region = Register(&trainer, source.request);
+  REQUIRE_OK(region);
+  v1::Bucket bucket = Describe(model, 0);
+  for (const int64_t offset : Pack(model, 1, source.data)) {
+    v1::RegionRef* ref = bucket.mutable_regions()->add_refs();
+    ref->set_region_id(region.response.region_id());
+    ref->set_byte_offset(offset);
+  }
+  daemons.machine.fake.Block("cuMemCreate");
+  REQUIRE_OK(trainer.Begin(1));
+  // The trainer's daemon packs in slots that are being made.
+  auto pushed = std::async(std::launch::async, [&] { return trainer.Push(1, bucket).status; });
+  REQUIRE(Eventually(
+      [&] { return daemons.near.node().GetStatus().groups(0).update().buckets() == 1; }));
+  REQUIRE(daemons.machine.fake.Count().blocked_calls > 0);
+  far.reset();
+  REQUIRE(Eventually([&] { return daemons.far.node().GetStatus().resources().members() == 1; }));
+  daemons.machine.fake.Block("");
+  REQUIRE(pushed.get().ok());
+  const auto committed = trainer.Commit(1, 1);
+  REQUIRE_OK(committed);
+  CHECK(near.Difference(1) == "");
+  REQUIRE(committed.response.instances_size() == 2);
+  for (const v1::InstanceResult& instance : committed.response.instances()) {
+    CHECK(instance.committed() == (instance.instance() == "near"));
+  }
+}
+
 TEST_CASE("a bucket that comes before NCCL is up waits for its slot on the GPU") {
   TwoDaemons daemons;
   const Model model = PlainModel(2, 8, 8);
