@@ -538,6 +538,7 @@ void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Mo
                        }
                        if (destinations > 0)
                          prepared->sums->Fill(result.expected, prepared->originals, &moved);
+                       prepared.reset();  // P8: whoever is told may close the memory
                        done(std::move(moved));
                      });
 }

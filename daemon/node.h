@@ -412,6 +412,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Members on GPUs.
+  // Answers behind the closing of whatever the caller, on regions_thread_ or elsewhere, has let go
+  // of, or lets go of in this job.
+  void AnswerClosed(std::function<void()> answer);
   // The ordinal of a hello's device; none: host.
   absl::StatusOr<std::optional<int>> DeviceOf(const std::string& name) const;
   absl::Status CheckDevices(const GroupRecord& group, const MemberRecord& record) const

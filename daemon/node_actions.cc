@@ -96,25 +96,14 @@ struct Node::Performer {
   void operator()(Reply& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     const auto it = node->calls_.find(a.call);
     if (it == node->calls_.end()) return;
-    const auto bucket = node->buckets_.find(a.call);
-    const bool opened =
-        bucket != node->buckets_.end() && bucket->second.source == CheckedBucket::Source::kDevice;
-    if (bucket != node->buckets_.end()) node->buckets_.erase(bucket);
+    node->buckets_.erase(a.call);
     if (const auto layout = node->layouts_.find(a.call); layout != node->layouts_.end()) {
       MemberRecord* member = Find(layout->second.member);
       if (a.status.ok() && member != nullptr) member->layout = std::move(layout->second.layout);
       node->layouts_.erase(layout);
     }
-    std::function<void()> answer = [reply = std::move(it->second.reply),
-                                    status = std::move(a.status),
-                                    payload = std::move(a.payload)] { reply(status, payload); };
-    if (opened) {
-      // Behind the closing of its handles: the caller may free their memory then.
-      answer = [closer = node->regions_thread_, behind = std::move(answer)] {
-        closer->Submit(behind);
-      };
-    }
-    deferred->Add(std::move(answer));
+    deferred->Add([reply = std::move(it->second.reply), status = std::move(a.status),
+                   payload = std::move(a.payload)] { reply(status, payload); });
     node->calls_.erase(it);
   }
   void operator()(SendPrepare& a) {

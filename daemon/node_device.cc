@@ -227,6 +227,12 @@ Node::RegionRecord Node::DeviceRegion(std::shared_ptr<const CudaRegion> region, 
   return record;
 }
 
+// P8: whoever is answered may free the memory. The first job runs after the caller's, which has
+// then let go of all that it holds; the second behind the closing of that.
+void Node::AnswerClosed(std::function<void()> answer) {
+  regions_thread_->Submit([this, answer = std::move(answer)] { regions_thread_->Submit(answer); });
+}
+
 absl::StatusOr<Node::DeviceHandle> Node::CheckHandle(const v1::RegisterRegionRequest& request,
                                                      const Peer& peer, bool engine) {
   REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(request.lease(), peer, engine));
@@ -302,7 +308,9 @@ void Node::RegisterRegion(const v1::RegisterRegionRequest& request, const Peer& 
       response.set_region_id(AddRegion(member, *std::move(opened)).value());
       return response;
     };
-    reply(add());
+    absl::StatusOr<v1::RegisterRegionResponse> added = add();
+    if (added.ok()) return reply(added);
+    AnswerClosed([reply, refused = added.status()] { reply(refused); });
   });
 }
 
@@ -677,6 +685,9 @@ void Node::PushFromDevice(CallId call, const v1::PushBucketRequest& request, con
   if (!indices.ok()) return reply(indices.status(), EmptyReply{});
   regions_thread_->Submit([this, call, &request, peer, ordinal, indices = *std::move(indices),
                            reply = std::move(reply)] {
+    const ReplyFunction closed = [this, reply](absl::Status status, const ReplyPayload& payload) {
+      AnswerClosed([reply, status = std::move(status), payload] { reply(status, payload); });
+    };
     const auto open = [&]() -> absl::StatusOr<DeviceSource> {
       REFITD_RETURN_IF_ERROR(OpeningWanted(call));
       return OpenSource(request.bucket().cuda_ipc(), ordinal, indices);
@@ -684,8 +695,8 @@ void Node::PushFromDevice(CallId call, const v1::PushBucketRequest& request, con
     absl::StatusOr<DeviceSource> source = open();
     const absl::Status wanted = EndOpening(call);
     if (source.ok() && !wanted.ok()) source = wanted;
-    if (!source.ok()) return reply(source.status(), EmptyReply{});
-    PushOpened(call, request, peer, reply, *source);
+    if (!source.ok()) return closed(source.status(), EmptyReply{});
+    PushOpened(call, request, peer, closed, *source);
   });
 }
 

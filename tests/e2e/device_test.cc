@@ -279,6 +279,13 @@ std::vector<int64_t> Pack(const Model& model, int64_t version, char* to) {
   return offsets;
 }
 
+v1::BeginRequest BeginBy(int64_t version, v1::BroadcastMethod method) {
+  v1::BeginRequest request;
+  request.set_version(version);
+  request.set_broadcast(method);
+  return request;
+}
+
 TEST_CASE("a member attaches on a GPU by its UUID, and an unknown one is told which there are") {
   LocalDaemon daemon;
   RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
@@ -525,6 +532,79 @@ TEST_CASE("handles of a bucket are open until its answer, and bad ones change no
   CHECK(daemon.fake().Count().opened_handles <= 2);
   REQUIRE_OK(trainer.Commit(1, 1));
   CHECK(engine.Difference(1) == "");
+}
+
+// What a call is answered, once what it closes on a GPU may be closed; not before.
+template <typename Call>
+auto AnswerAfterClosing(LocalDaemon* daemon, Call call) {
+  daemon->fake().Block("cuIpcCloseMemHandle");
+  auto answer = std::async(std::launch::async, std::move(call));
+  CHECK(Eventually([daemon] { return daemon->fake().Count().blocked_calls == 1; }));
+  // An answer that waits for nothing comes soon.
+  constexpr std::chrono::milliseconds kSoon{200};
+  CHECK(answer.wait_for(kSoon) != std::future_status::ready);
+  daemon->fake().Block("");
+  return answer.get();
+}
+
+TEST_CASE("a push is answered when its handles are closed, whatever the answer") {
+  LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 3);
+  const Model model = PlainModel(2, 8, 8);
+  DeviceEngine engine(&daemon, 0, model);
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 1, kMiB);
+  v1::Bucket good = Describe(model, 0);
+  for (const int64_t offset : Pack(model, 1, source.data)) {
+    *good.mutable_cuda_ipc()->add_handles() = source.At(offset);
+  }
+  constexpr int kInvalidValue = 1;  // CUDA's error
+  const auto push = [&](const v1::Bucket& bucket) {
+    return AnswerAfterClosing(&daemon, [&] { return trainer.Push(1, bucket).status; });
+  };
+  SECTION("no update is open") {
+    CHECK(push(good).error_code() == StatusCode::FAILED_PRECONDITION);
+  }
+  SECTION("a field is wrong") {
+    good.mutable_cuda_ipc()->mutable_handles(0)->set_byte_offset(1);
+    CheckRefused(push(good), StatusCode::INVALID_ARGUMENT, {"handles[0].byte_offset"});
+  }
+  SECTION("another of its handles is refused") {
+    good.mutable_cuda_ipc()->mutable_handles(1)->set_handle(std::string(64, 'x'));
+    CheckRefused(push(good), StatusCode::FAILED_PRECONDITION, {"handles[1]"});
+  }
+  SECTION("it is stored, and comes again") {
+    REQUIRE_OK(trainer.Begin(1));
+    CHECK(push(good).ok());
+    CHECK(push(good).error_code() == StatusCode::ALREADY_EXISTS);
+  }
+  SECTION("what was stored is wrong") {
+    REQUIRE_OK(trainer.Begin(1, v1::VERIFICATION_TRANSFER));
+    daemon.fake().Corrupt(1);
+    CheckRefused(push(good), StatusCode::ABORTED, {"verification"});
+  }
+  SECTION("the other GPU does not reach it") {
+    REQUIRE_OK(trainer.Begin(1));
+    daemon.fake().FailAt("cuIpcOpenMemHandle", 2, kInvalidValue);
+    CheckRefused(push(good), StatusCode::ABORTED, {"can't reach"});
+  }
+  SECTION("its broadcast fails") {
+    DeviceEngine other(&daemon, 2, model, "other");
+    REQUIRE_OK(trainer.Begin(BeginBy(1, v1::BROADCAST_METHOD_CHAIN)));
+    daemon.fake().FailAt("cuMemcpyDtoDAsync", 1, kInvalidValue);
+    CheckRefused(push(good), StatusCode::ABORTED, {"cuMemcpyDtoDAsync"});
+  }
+}
+
+TEST_CASE("a block that is no region after all is closed before that is said") {
+  LocalDaemon daemon;
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  Block block(&daemon, 1, kMiB);
+  block.request.mutable_cuda_ipc()->set_bytes(2 * kMiB);
+  const grpc::Status refused =
+      AnswerAfterClosing(&daemon, [&] { return Register(&trainer, block.request).status; });
+  CheckRefused(refused, StatusCode::INVALID_ARGUMENT, {"cuda_ipc.bytes"});
 }
 
 TEST_CASE("engines of one group are all on GPUs, or all in host memory") {
@@ -1207,13 +1287,6 @@ TEST_CASE(
 }
 
 // ---- broadcasts through slots ----
-
-v1::BeginRequest BeginBy(int64_t version, v1::BroadcastMethod method) {
-  v1::BeginRequest request;
-  request.set_version(version);
-  request.set_broadcast(method);
-  return request;
-}
 
 // One bucket of the model by handles of the block, then Commit, of an update that has begun.
 v1::CommitResponse PushByHandles(RawTrainer* trainer, const Block& source, const Model& model,

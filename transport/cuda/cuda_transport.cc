@@ -331,7 +331,7 @@ class Run : public std::enable_shared_from_this<Run> {
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
 
   // The transport ends, and a device has not ended its job.
-  void Fail(const absl::Status& status) { FinishOnce(status); }
+  void Fail(const absl::Status& status) { FinishOnce(status, /*ended=*/false); }
 
   // `results`: stored sums, then source sums of a job's device.
   void Add(const unsigned long long* results) {
@@ -354,7 +354,8 @@ class Run : public std::enable_shared_from_this<Run> {
   }
 
  protected:
-  virtual void Finish(absl::Status status, const Sums& sums) = 0;
+  // `ended`: no device touches any more what the run names.
+  virtual void Finish(absl::Status status, const Sums& sums, bool ended) = 0;
 
  private:
   void StartPhase(std::vector<DevicePart>* parts, bool readback);
@@ -365,10 +366,10 @@ class Run : public std::enable_shared_from_this<Run> {
       StartPhase(&planned_->readback, true);
       return;
     }
-    FinishOnce(status);
+    FinishOnce(status, /*ended=*/true);
   }
 
-  void FinishOnce(const absl::Status& status) {
+  void FinishOnce(const absl::Status& status, bool ended) {
     if (finished_.exchange(true)) return;
     Sums sums;
     if (status.ok()) {
@@ -376,9 +377,9 @@ class Run : public std::enable_shared_from_this<Run> {
       sums = std::move(sums_);
     }
     if (status.ok() || label_.empty()) {
-      Finish(status, sums);
+      Finish(status, sums, ended);
     } else {
-      Finish(Error(status.code(), "{}: {}", label_, Message(status)), sums);
+      Finish(Error(status.code(), "{}: {}", label_, Message(status)), sums, ended);
     }
   }
 
@@ -595,7 +596,7 @@ class TransferRun : public Run {
         call_(std::move(call)) {}
 
  private:
-  void Finish(absl::Status status, const Sums& sums) override {
+  void Finish(absl::Status status, const Sums& sums, bool ended) override {
     TransferResult result;
     result.status = std::move(status);
     result.bytes_written = planned().plan.bytes;
@@ -606,7 +607,7 @@ class TransferRun : public Run {
     }
     // Whoever is told may close the memory at once (P8). What a device may still touch is kept
     // (P6).
-    if (result.status.ok()) call_.prepared.reset();
+    if (ended) call_.prepared.reset();
     const auto done = std::move(call_.done);
     done(std::move(result));
   }
@@ -708,7 +709,7 @@ class ReadbackRun : public Run {
       : Run(std::move(engine), std::move(planned), "read back", true), call_(std::move(call)) {}
 
  private:
-  void Finish(absl::Status status, const Sums& sums) override {
+  void Finish(absl::Status status, const Sums& sums, bool /*ended*/) override {
     ReadbackResult result;
     result.status = std::move(status);
     if (result.status.ok()) Compare(sums, &result);
@@ -783,12 +784,21 @@ class TransferJob : public PlanJob {
     std::make_shared<TransferRun>(engine_, *std::move(planned_), std::move(call_))->Start();
   }
 
+  // P8, as TransferRun::Finish: nothing was issued.
   void Fail(const absl::Status& status) override {
-    call_.done(Failed(call_.prepared->transfer.destinations.size(),
-                      Error(status.code(), "{}: {}", call_.label, Message(status))));
+    TransferResult failed = FailedBy(status);
+    call_.prepared.reset();
+    call_.done(std::move(failed));
   }
 
+  void GiveUp(const absl::Status& status) override { call_.done(FailedBy(status)); }
+
  private:
+  TransferResult FailedBy(const absl::Status& status) const {
+    return Failed(call_.prepared->transfer.destinations.size(),
+                  Error(status.code(), "{}: {}", call_.label, Message(status)));
+  }
+
   const std::shared_ptr<Engine> engine_;
   TransferCall call_;
   absl::StatusOr<std::shared_ptr<Planned>> planned_ = absl::UnknownError("not planned");
@@ -809,6 +819,8 @@ class ReadbackPlanJob : public PlanJob {
   void Fail(const absl::Status& status) override {
     call_.done({.status = status, .failed_destinations = {}});
   }
+
+  void GiveUp(const absl::Status& status) override { Fail(status); }
 
  private:
   const std::shared_ptr<Engine> engine_;
@@ -834,9 +846,12 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
   // Before Planned(OK), on the thread that plans.
   absl::Status Plan(Transfer transfer) {
     const Verification verification = transfer.verification;
-    prepared_ = std::make_shared<const CudaPrepared>(
+    auto prepared = std::make_shared<const CudaPrepared>(
         FromSlots(std::move(transfer), [this](const char* data) { return DeviceOf(data); }));
-    REFITD_ASSIGN_OR_RETURN(planned_, prepared_->Plan(engine_.get(), verification));
+    REFITD_ASSIGN_OR_RETURN(auto planned, prepared->Plan(engine_.get(), verification));
+    MutexLock lock(&mutex_);
+    prepared_ = std::move(prepared);
+    planned_ = std::move(planned);
     return absl::OkStatus();
   }
 
@@ -852,31 +867,34 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
 
   void Arrive(const absl::Status& status) {
     absl::Status outcome;
+    std::shared_ptr<const CudaPrepared> prepared;
+    std::shared_ptr<refitd::Planned> planned;
     {
       MutexLock lock(&mutex_);
       if (status_.ok()) status_ = status;
       if (++arrived_ < 2) return;
       outcome = status_;
+      prepared = std::move(prepared_);
+      planned = std::move(planned_);
     }
-    if (outcome.ok()) return StartTransfer();
+    if (outcome.ok()) return StartTransfer(std::move(prepared), std::move(planned));
+    prepared.reset();  // as TransferJob::Fail
     done_(Failed(destinations_, Error(outcome.code(), "{}: {}", label_, Message(outcome))));
   }
 
-  void StartTransfer() {
+  void StartTransfer(std::shared_ptr<const CudaPrepared> prepared,
+                     std::shared_ptr<refitd::Planned> planned) {
     TransferCall call{.activity = std::make_shared<Activity>(engine_),
-                      .prepared = prepared_,
-                      .verification = prepared_->transfer.verification,
+                      .prepared = prepared,
+                      .verification = prepared->transfer.verification,
                       .label = label_,
-                      .done = [self = shared_from_this()](TransferResult result) {
-                        self->Finish(std::move(result));
+                      .done = [self = shared_from_this(), prepared](TransferResult result) mutable {
+                        CompareSlots(prepared->transfer, self->slots_, self->wanted_, &result);
+                        prepared.reset();  // the run keeps what a device may still touch
+                        self->done_(std::move(result));
                       }};
-    std::make_shared<TransferRun>(engine_, std::move(planned_), std::move(call))->Start();
-  }
-
-  void Finish(TransferResult result) {
-    CompareSlots(prepared_->transfer, slots_, wanted_, &result);
-    if (result.status.ok()) prepared_.reset();  // as TransferRun::Finish
-    done_(std::move(result));
+    prepared.reset();
+    std::make_shared<TransferRun>(engine_, std::move(planned), std::move(call))->Start();
   }
 
   const std::shared_ptr<Engine> engine_;
@@ -885,9 +903,9 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
   const bool wanted_;
   const size_t destinations_;
   const std::function<void(TransferResult)> done_;
-  std::shared_ptr<const CudaPrepared> prepared_;
-  std::shared_ptr<refitd::Planned> planned_;
   Mutex mutex_;
+  std::shared_ptr<const CudaPrepared> prepared_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<refitd::Planned> planned_ ABSL_GUARDED_BY(mutex_);
   int arrived_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
@@ -909,7 +927,7 @@ class BroadcastJob : public PlanJob {
       planned_ = relay.status();
       return;
     }
-    // Fail may have come meanwhile.
+    // GiveUp may have come meanwhile.
     if (relayed_.exchange(true)) return;
     if (relay->runs.empty() || relay->slots.empty()) {
       run_->Relayed(absl::OkStatus());  // nothing to fill, or nobody to fill it for
@@ -924,6 +942,11 @@ class BroadcastJob : public PlanJob {
 
   // Its arguments aside, as Start.
   void Fail(const absl::Status& status) override {
+    transfer_ = Transfer();  // as TransferJob::Fail
+    GiveUp(status);
+  }
+
+  void GiveUp(const absl::Status& status) override {
     if (!relayed_.exchange(true)) run_->Relayed(status);
     run_->Planned(status);
   }

@@ -61,7 +61,7 @@ void PlanThread::Stop(Clock::time_point deadline) {
     watch_ends_ = true;
     watching_.NotifyAll();
   }
-  if (given_up != nullptr) given_up->Fail(gone);
+  if (given_up != nullptr) given_up->GiveUp(gone);
   watcher_.join();
   if (ended) {
     worker_.join();

@@ -4,7 +4,7 @@
 // transport/cuda/.
 //
 //   Submit -> queued -> planning -> started
-//                |          +--> Stop gave up: failed
+//                |          +--> Stop gave up: GiveUp
 //                +--> the GPUs are lost, Stop: failed
 //
 // P4: such a call may hang behind a device that does. One that takes longer than `limit` is told as
@@ -29,15 +29,17 @@
 
 namespace refitd {
 
-// Either Start or Fail is called, once.
+// Start, Fail or GiveUp is called, once.
 class PlanJob {
  public:
   virtual ~PlanJob() = default;
   // Calls of the driver are made inside a PlanThread::Watched.
   virtual void Plan() = 0;
   virtual void Start() = 0;
-  // Perhaps without Plan, or beside one that hangs.
+  // After Plan, or without.
   virtual void Fail(const absl::Status& status) = 0;
+  // As Fail, but beside a Plan that hangs, on another thread: what that uses must stay.
+  virtual void GiveUp(const absl::Status& status) = 0;
 };
 
 // Thread-safe; its threads hold it too.
