@@ -234,6 +234,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   struct RegionRecord {
     MemorySpan memory;  // keep_alive is the mapping
     Access access = Access::kReadOnly;
+    bool on_device = false;
     // Equal for regions that are the same memory: the memfd's device and inode, or the block's
     // address. (A VMM allocation that comes twice is mapped twice, unseen.)
     std::string identity;
@@ -410,6 +411,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // mutex.
   absl::StatusOr<RegionRecord> TakeRegion(MemberRecord* member, RegionId region)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // Calls `closed` when it is closed, or when only copies that still run hold it.
+  void CloseRegion(RegionRecord region, std::function<void()> closed);
 
   // Members on GPUs.
   // Answers behind the closing of whatever the caller, on regions_thread_ or elsewhere, has let go

@@ -224,6 +224,7 @@ Node::RegionRecord Node::DeviceRegion(std::shared_ptr<const CudaRegion> region, 
   record.identity = fmt::format("device {} {}", raw->device(), static_cast<void*>(raw->data()));
   record.memory = {raw->data(), raw->bytes(), std::move(kept)};
   record.access = engine ? Access::kReadWrite : Access::kReadOnly;
+  record.on_device = true;
   return record;
 }
 

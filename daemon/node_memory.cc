@@ -130,8 +130,23 @@ absl::StatusOr<Node::RegionRecord> Node::TakeRegion(MemberRecord* member, Region
   return taken;
 }
 
-// Answered when it is closed, or when only copies that still run hold it: an exporter that frees
-// the memory before its importer closed it breaks CUDA's rules.
+// P8: an exporter that frees the memory before its importer closed it breaks CUDA's rules. Memory
+// of the host waits for no driver.
+void Node::CloseRegion(RegionRecord region, std::function<void()> closed) {
+  if (!region.on_device) {
+    region = {};
+    return closed();
+  }
+  auto held = std::make_shared<RegionRecord>(std::move(region));
+  // Behind what is being bound ahead of an update that has ended.
+  local_binder_.Submit([this, held, closed = std::move(closed)] {
+    regions_thread_->Submit([this, held, closed] {
+      *held = {};
+      regions_thread_->Submit(closed);  // behind the closing, which that has put in line
+    });
+  });
+}
+
 void Node::ReleaseRegion(const v1::ReleaseRegionRequest& request, const Peer& peer, bool engine,
                          ResponseFunction<v1::ReleaseRegionResponse> reply) {
   const auto take = [&]() -> absl::StatusOr<RegionRecord> {
@@ -141,15 +156,8 @@ void Node::ReleaseRegion(const v1::ReleaseRegionRequest& request, const Peer& pe
   };
   absl::StatusOr<RegionRecord> taken = take();
   if (!taken.ok()) return reply(taken.status());
-  auto held = std::make_shared<RegionRecord>(*std::move(taken));
-  // Behind what is being bound ahead of an update that has ended.
-  local_binder_.Submit([this, held, reply = std::move(reply)] {
-    regions_thread_->Submit([this, held, reply] {
-      *held = {};
-      // Behind the closing of a device's region, which that has put in line.
-      regions_thread_->Submit([reply] { reply(v1::ReleaseRegionResponse()); });
-    });
-  });
+  CloseRegion(*std::move(taken),
+              [reply = std::move(reply)] { reply(v1::ReleaseRegionResponse()); });
 }
 
 absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer, RegionId region) {
@@ -159,11 +167,11 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
                             AuthenticateToken(std::string(token.begin(), token.end()), Peer{peer}));
     return TakeRegion(member, region);
   };
-  { REFITD_ASSIGN_OR_RETURN(const RegionRecord taken, take()); }
-  // As above. A job that is dropped, because the daemon ends, breaks the promise: that wakes too.
+  REFITD_ASSIGN_OR_RETURN(RegionRecord taken, take());
+  // A job that is dropped, because the daemon ends, breaks the promise: that wakes too.
   auto closed = std::make_shared<std::promise<void>>();
   const std::future<void> wait = closed->get_future();
-  regions_thread_->Submit([closed = std::move(closed)] { closed->set_value(); });
+  CloseRegion(std::move(taken), [closed = std::move(closed)] { closed->set_value(); });
   if (wait.wait_for(kDriverWait) == std::future_status::ready) return absl::OkStatus();
   return Error(absl::StatusCode::kDeadlineExceeded,
                "region_id: {} is released, but the driver has not closed it within {} ms", region,

@@ -607,6 +607,95 @@ TEST_CASE("a block that is no region after all is closed before that is said") {
   CheckRefused(refused, StatusCode::INVALID_ARGUMENT, {"cuda_ipc.bytes"});
 }
 
+// As Release, over the descriptor socket: the reply's code, or -1 without one.
+template <typename Member>
+int ReleaseBySocket(Member* member, uint64_t region) {
+  DescriptorRequest request = member->descriptors().Request(DescriptorRequestKind::kReleaseRegion);
+  request.region_id = region;
+  const auto reply = member->descriptors().Ask(request, {});
+  return reply.has_value() ? static_cast<int>(reply->code) : -1;
+}
+
+TEST_CASE("a region is released behind what is being bound of an update that has ended") {
+  LocalDaemon daemon;
+  const Model model = PlainModel(2, 8, 8);
+  const Held held = HoldWhole(model);
+  v1::EngineHello engine_hello = daemon.EngineOn(0);
+  *engine_hello.mutable_spec() = Spec(2);
+  RawEngine engine(daemon.Connect(), engine_hello);
+  REQUIRE(engine.attached().ok());
+  const Block block(&daemon, 0, held.region_bytes);
+  const Block next(&daemon, 0, held.region_bytes);
+  const auto region = Register(&engine, block.request);
+  const auto other = Register(&engine, next.request);
+  REQUIRE_OK(region);
+  REQUIRE_OK(other);
+  const auto layout_in = [&held](const v1::RegisterRegionResponse& in, uint64_t generation) {
+    Layout layout = held.layout;
+    layout.binding_generation = generation;
+    for (Piece& piece : layout.pieces) piece.region = RegionId(in.region_id());
+    return layout;
+  };
+  REQUIRE_OK(engine.Register(layout_in(region.response, 1)));
+  std::vector<std::unique_ptr<RawTrainer>> trainers;
+  std::vector<std::unique_ptr<Block>> blocks;
+  for (int rank = 0; rank < 2; ++rank) {
+    v1::TrainerHello hello = daemon.TrainerOn(1);
+    *hello.mutable_spec() = Spec(2);
+    hello.set_rank(rank);
+    hello.set_world_size(2);
+    trainers.push_back(std::make_unique<RawTrainer>(daemon.Connect(), hello));
+    INFO(trainers.back()->attached().error_message());
+    REQUIRE(trainers.back()->attached().ok());
+    blocks.push_back(std::make_unique<Block>(&daemon, 1, held.region_bytes));
+    // Replicas that differ.
+    std::memset(blocks.back()->data, rank + 1, static_cast<size_t>(held.region_bytes));
+    const auto own = Register(trainers.back().get(), blocks.back()->request);
+    REQUIRE_OK(own);
+    REQUIRE_OK(trainers.back()->Register(layout_in(own.response, 1)));
+  }
+  // The engine's block for the trainers' GPU, or a trainer's for the engine's.
+  daemon.fake().Block("cuIpcOpenMemHandle");
+  std::vector<std::future<grpc::Status>> refits;
+  for (const auto& trainer : trainers) {
+    refits.push_back(
+        std::async(std::launch::async, [&trainer] { return trainer->Refit(1, 1).status; }));
+  }
+  for (auto& refit : refits) CHECK(refit.get().error_code() == StatusCode::ABORTED);
+  CHECK(Eventually([&] { return daemon.fake().Count().blocked_calls == 1; }));
+  REQUIRE_OK(engine.Register(layout_in(other.response, 2)));
+  const bool by_socket = GENERATE(false, true);
+  std::future<bool> released = std::async(std::launch::async, [&] {
+    if (by_socket) return ReleaseBySocket(&engine, region.response.region_id()) == 0;
+    return Release(&engine, region.response.region_id()).ok();
+  });
+  constexpr std::chrono::milliseconds kSoon{200};
+  CHECK(released.wait_for(kSoon) != std::future_status::ready);
+  daemon.fake().Block("");
+  CHECK(released.get());
+}
+
+TEST_CASE("a GPU that hangs as a region is opened holds up nobody in host memory") {
+  LocalDaemon daemon;
+  RawTrainer on_device(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(on_device.attached().ok());
+  RawTrainer on_host(daemon.Connect(), RawTrainer::Hello("host"));
+  REQUIRE(on_host.attached().ok());
+  const uint64_t first = on_host.NewMemory(4096).region_id;
+  const uint64_t second = on_host.NewMemory(4096).region_id;
+  const Block block(&daemon, 1, kMiB);
+  daemon.fake().Block("cuIpcOpenMemHandle");
+  auto registered =
+      std::async(std::launch::async, [&] { return Register(&on_device, block.request).ok(); });
+  CHECK(Eventually([&] { return daemon.fake().Count().blocked_calls == 1; }));
+  CHECK(ReleaseBySocket(&on_host, first) == 0);
+  CHECK(Release(&on_host, second).ok());
+  CHECK(on_host.NewMemory(4096).region_id != 0);
+  CHECK(daemon.fake().Count().blocked_calls == 1);
+  daemon.fake().Block("");
+  CHECK(registered.get());
+}
+
 TEST_CASE("engines of one group are all on GPUs, or all in host memory") {
   LocalDaemon daemon;
   const v1::Delivery delivery = GENERATE(v1::DELIVERY_REGISTERED, v1::DELIVERY_STAGED);
