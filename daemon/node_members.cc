@@ -391,15 +391,22 @@ absl::Status Node::CheckEngineLease(const v1::Lease& lease, const Peer& peer) {
 absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease& lease,
                                                                 const Peer& peer, bool engine,
                                                                 Layout layout) {
-  std::map<RegionId, RegionRecord> regions;
+  // P8: their mappings aside, which a region that is released meanwhile must lose at once.
+  struct Region {
+    int64_t bytes = 0;
+    Access access = Access::kReadOnly;
+  };
+  std::map<RegionId, Region> regions;
   {
     MutexLock lock(&mutex_);
-    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(lease, peer, engine));
-    regions = member->regions;
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, engine));
+    for (const auto& [id, region] : member->regions) {
+      regions.emplace_hint(regions.end(), id, Region{region.memory.bytes, region.access});
+    }
   }
   const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
     const auto it = regions.find(id);
-    return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.memory.bytes);
+    return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.bytes);
   };
   REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
   if (!engine) return std::make_shared<const Layout>(std::move(layout));

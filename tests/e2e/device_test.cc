@@ -696,6 +696,28 @@ TEST_CASE("a GPU that hangs as a region is opened holds up nobody in host memory
   CHECK(registered.get());
 }
 
+TEST_CASE("a region is closed when its release is answered, also beside the check of a layout") {
+  LocalDaemon daemon;
+  RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
+  REQUIRE(trainer.attached().ok());
+  Held held = HoldWhole(PlainModel(100'000, 2, 2));
+  const Block block(&daemon, 1, held.region_bytes);
+  const Block other(&daemon, 1, kMiB);
+  const auto region = Register(&trainer, block.request);
+  REQUIRE_OK(region);
+  for (Piece& piece : held.layout.pieces) piece.region = RegionId(region.response.region_id());
+  held.layout.binding_generation = 1;
+  auto layout = std::async(std::launch::async, [&] { return trainer.Register(held.layout).ok(); });
+  do {
+    const auto brief = Register(&trainer, other.request);
+    REQUIRE_OK(brief);
+    REQUIRE(daemon.fake().Count().opened_handles == 2);
+    REQUIRE_OK(Release(&trainer, brief.response.region_id()));
+    REQUIRE(daemon.fake().Count().opened_handles == 1);
+  } while (layout.wait_for(std::chrono::seconds(0)) != std::future_status::ready);
+  CHECK(layout.get());
+}
+
 TEST_CASE("engines of one group are all on GPUs, or all in host memory") {
   LocalDaemon daemon;
   const v1::Delivery delivery = GENERATE(v1::DELIVERY_REGISTERED, v1::DELIVERY_STAGED);
