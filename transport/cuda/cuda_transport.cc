@@ -18,6 +18,7 @@
 #include "transport/bound_moves.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/buffers.h"
+#include "transport/cuda/call_watch.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/device_queue.h"
 #include "transport/cuda/nccl_broadcast.h"
@@ -247,11 +248,11 @@ class Addresses : public CopyAddresses {
 
   // P4: what may hang behind a device.
   absl::StatusOr<char*> OnDevice(const CudaRegion& region, int device) {
-    const PlanThread::Watched watched(engine_->planner(), device);
+    const CallWatch::Call call(engine_->planner()->calls(), device);
     return region.On(device);
   }
   absl::StatusOr<Buffer> TakeMemory(int device, int64_t bytes) {
-    const PlanThread::Watched watched(engine_->planner(), device);
+    const CallWatch::Call call(engine_->planner()->calls(), device);
     return engine_->Queue(device)->memory()->Take(bytes);
   }
 

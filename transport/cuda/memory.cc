@@ -18,6 +18,7 @@
 
 #include "transport/base/mutex.h"
 #include "transport/cuda/api.h"
+#include "transport/cuda/call_watch.h"
 #include "transport/cuda/lost_context.h"
 #endif
 
@@ -27,6 +28,13 @@ namespace refitd {
 namespace {
 
 char* Pointer(CUdeviceptr address) { return reinterpret_cast<char*>(address); }
+
+// P4: its calls are watched.
+struct WatchedDriver {
+  const CudaApi& api() const { return contexts->api(); }
+  std::shared_ptr<CudaContexts> contexts;
+  std::shared_ptr<CallWatch> calls;  // null: nobody watches
+};
 
 // `status`, told as the world's refusal of what a member gave: FAILED_PRECONDITION unless the
 // device itself is the trouble.
@@ -92,25 +100,29 @@ struct Opened {
   CUdeviceptr address = 0;
 };
 
-absl::StatusOr<Opened> OpenHandle(CudaContexts* contexts, int device,
+absl::StatusOr<Opened> OpenHandle(const WatchedDriver& driver, int device,
                                   const CUipcMemHandle& handle) {
+  const CallWatch::Call call(driver.calls.get(), device);
   Opened opened;
-  REFITD_ASSIGN_OR_RETURN(opened.context, contexts->Get(device));
-  const ScopedContext current(contexts->api(), opened.context);
+  REFITD_ASSIGN_OR_RETURN(opened.context, driver.contexts->Get(device));
+  const ScopedContext current(driver.api(), opened.context);
   REFITD_RETURN_IF_ERROR(current.status());
-  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(contexts->api(), cuIpcOpenMemHandle, &opened.address,
-                                          handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(driver.api(), cuIpcOpenMemHandle, &opened.address, handle,
+                                          CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
   return opened;
 }
 
 // There is nobody to tell of an error; the context is lost then.
-void CloseHandle(const CudaContexts& contexts, const Opened& opened) {
-  const ScopedContext current(contexts.api(), opened.context);
-  if (current.status().ok()) (void)contexts.api().cuIpcCloseMemHandle(opened.address);
+void CloseHandle(const WatchedDriver& driver, int device, const Opened& opened) {
+  const CallWatch::Call call(driver.calls.get(), device);
+  const ScopedContext current(driver.api(), opened.context);
+  if (current.status().ok()) (void)driver.api().cuIpcCloseMemHandle(opened.address);
 }
 
 // The size of an opened block, after a look at whether it lies on `device` at all.
-absl::StatusOr<int64_t> BlockBytes(const CudaApi& api, int device, const Opened& opened) {
+absl::StatusOr<int64_t> BlockBytes(const WatchedDriver& driver, int device, const Opened& opened) {
+  const CallWatch::Call call(driver.calls.get(), device);
+  const CudaApi& api = driver.api();
   const ScopedContext current(api, opened.context);
   REFITD_RETURN_IF_ERROR(current.status());
   int owner = -1;
@@ -129,10 +141,10 @@ absl::StatusOr<int64_t> BlockBytes(const CudaApi& api, int device, const Opened&
 
 class LegacyRegion final : public CudaRegion {
  public:
-  LegacyRegion(std::shared_ptr<CudaContexts> contexts, std::shared_ptr<RegionIndex> index,
-               int device, const CUipcMemHandle& handle, const Opened& opened, int64_t bytes)
+  LegacyRegion(WatchedDriver driver, std::shared_ptr<RegionIndex> index, int device,
+               const CUipcMemHandle& handle, const Opened& opened, int64_t bytes)
       : CudaRegion(device, Pointer(opened.address), bytes),
-        contexts_(std::move(contexts)),
+        driver_(std::move(driver)),
         index_(std::move(index)),
         handle_(handle),
         opened_(opened) {}
@@ -140,8 +152,8 @@ class LegacyRegion final : public CudaRegion {
   // P6: nothing holds the region, so nothing copies.
   ~LegacyRegion() override {
     index_->Remove(this);
-    for (const auto& [device, opened] : others_) CloseHandle(*contexts_, opened);
-    CloseHandle(*contexts_, opened_);
+    for (const auto& [on, opened] : others_) CloseHandle(driver_, on, opened);
+    CloseHandle(driver_, device(), opened_);
   }
 
   absl::StatusOr<char*> On(int on) const override {
@@ -161,12 +173,12 @@ class LegacyRegion final : public CudaRegion {
 
  private:
   absl::StatusOr<Opened> OpenOn(int on) const {
-    REFITD_ASSIGN_OR_RETURN(const bool can, contexts_->CanReach(on, device()));
+    REFITD_ASSIGN_OR_RETURN(const bool can, driver_.contexts->CanReach(on, device()));
     if (!can) return absl::UnavailableError("the driver sees no peer access between them");
-    return OpenHandle(contexts_.get(), on, handle_);
+    return OpenHandle(driver_, on, handle_);
   }
 
-  const std::shared_ptr<CudaContexts> contexts_;
+  const WatchedDriver driver_;
   const std::shared_ptr<RegionIndex> index_;
   const CUipcMemHandle handle_;
   const Opened opened_;  // with its own device current
@@ -180,47 +192,47 @@ class LegacyRegion final : public CudaRegion {
 // came.
 class VmmMapping {
  public:
-  explicit VmmMapping(std::shared_ptr<CudaContexts> contexts) : contexts_(std::move(contexts)) {}
+  VmmMapping(WatchedDriver driver, int device) : driver_(std::move(driver)), device_(device) {}
   VmmMapping(const VmmMapping&) = delete;
   VmmMapping& operator=(const VmmMapping&) = delete;
   ~VmmMapping() {
-    const CudaApi& api = contexts_->api();
+    const CallWatch::Call call(driver_.calls.get(), device_);
+    const CudaApi& api = driver_.api();
     if (mapped_) (void)api.cuMemUnmap(address_, bytes_);
     if (held_) (void)api.cuMemRelease(handle_);
     if (address_ != 0) (void)api.cuMemAddressFree(address_, bytes_);
   }
 
-  absl::Status MapImported(int device, const UniqueFd& fd, int64_t bytes) {
-    REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device));
-    const ScopedContext current(contexts_->api(), context);
+  absl::Status MapImported(const UniqueFd& fd, int64_t bytes) {
+    const CallWatch::Call call(driver_.calls.get(), device_);
+    REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver_.contexts->Get(device_));
+    const ScopedContext current(driver_.api(), context);
     REFITD_RETURN_IF_ERROR(current.status());
     REFITD_RETURN_IF_ERROR(Import(fd));
-    REFITD_RETURN_IF_ERROR(CheckProperties(device, bytes));
-    return Map(device, bytes);
+    REFITD_RETURN_IF_ERROR(CheckProperties(bytes));
+    return Map(bytes);
   }
 
   // Makes it; `fd` becomes a descriptor of it. DEADLINE_EXCEEDED: the device hangs, and may write
   // to it still.
-  absl::Status MapNew(int device, int64_t bytes, std::chrono::milliseconds limit, UniqueFd* fd) {
-    REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device));
-    const ScopedContext current(contexts_->api(), context);
+  absl::Status MapNew(int64_t bytes, std::chrono::milliseconds limit, UniqueFd* fd) {
+    std::optional<CallWatch::Call> call(std::in_place, driver_.calls.get(), device_);
+    const CudaApi& api = driver_.api();
+    REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver_.contexts->Get(device_));
+    const ScopedContext current(api, context);
     REFITD_RETURN_IF_ERROR(current.status());
-    const CudaApi& api = contexts_->api();
-    CUmemAllocationProp wanted = {};
-    wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    wanted.location.id = device;
-    wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity_,
-                                            &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
-    if (granularity_ == 0) return absl::InternalError("the driver's granularity is 0");
-    const size_t units = (static_cast<size_t>(bytes) + granularity_ - 1) / granularity_;
-    const auto rounded = static_cast<int64_t>(units * granularity_);
-    REFITD_RETURN_IF_ERROR(
-        REFITD_CUDA_CALL(api, cuMemCreate, &handle_, static_cast<size_t>(rounded), &wanted, 0));
-    held_ = true;
-    REFITD_RETURN_IF_ERROR(Map(device, rounded));
-    REFITD_RETURN_IF_ERROR(Clear(device, limit));
+    REFITD_RETURN_IF_ERROR(Make(bytes));
+    CUstream stream = nullptr;
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING));
+    // The driver promises nothing of what new memory holds: it may be another group's weights (P9).
+    absl::Status zeroed = REFITD_CUDA_CALL(api, cuMemsetD8Async, address_, 0, bytes_, stream);
+    call.reset();
+    if (zeroed.ok()) zeroed = Await(stream, limit);
+    // Of a device that hangs nothing is given back: the driver may wait for it.
+    if (absl::IsDeadlineExceeded(zeroed)) return zeroed;
+    call.emplace(driver_.calls.get(), device_);
+    (void)api.cuStreamDestroy(stream);
+    REFITD_RETURN_IF_ERROR(zeroed);
     int exported = -1;
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemExportToShareableHandle, &exported, handle_,
                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
@@ -237,37 +249,43 @@ class VmmMapping {
   }
 
  private:
-  // The driver promises nothing of what new memory holds: it may be another group's weights (P9).
-  absl::Status Clear(int device, std::chrono::milliseconds limit) {
-    const CudaApi& api = contexts_->api();
-    CUstream stream = nullptr;
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING));
-    absl::Status status = REFITD_CUDA_CALL(api, cuMemsetD8Async, address_, 0, bytes_, stream);
-    if (status.ok()) status = Await(stream, device, limit);
-    // Of a device that hangs nothing is given back: the driver may wait for it.
-    if (!absl::IsDeadlineExceeded(status)) (void)api.cuStreamDestroy(stream);
-    return status;
+  absl::Status Make(int64_t bytes) {
+    const CudaApi& api = driver_.api();
+    CUmemAllocationProp wanted = {};
+    wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    wanted.location.id = device_;
+    wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity_,
+                                            &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+    if (granularity_ == 0) return absl::InternalError("the driver's granularity is 0");
+    const size_t units = (static_cast<size_t>(bytes) + granularity_ - 1) / granularity_;
+    const auto rounded = static_cast<int64_t>(units * granularity_);
+    REFITD_RETURN_IF_ERROR(
+        REFITD_CUDA_CALL(api, cuMemCreate, &handle_, static_cast<size_t>(rounded), &wanted, 0));
+    held_ = true;
+    return Map(rounded);
   }
 
   // P4: whatever the device does.
-  absl::Status Await(CUstream stream, int device, std::chrono::milliseconds limit) const {
+  absl::Status Await(CUstream stream, std::chrono::milliseconds limit) const {
     constexpr auto kPause = std::chrono::microseconds(50);
     const auto since = LateClock::Clock::now();
     LateClock late_clock(limit);
     while (true) {
-      const CUresult result = contexts_->api().cuStreamQuery(stream);
-      if (result != CUDA_ERROR_NOT_READY) return contexts_->api().Check("cuStreamQuery", result);
+      const CUresult result = driver_.api().cuStreamQuery(stream);
+      if (result != CUDA_ERROR_NOT_READY) return driver_.api().Check("cuStreamQuery", result);
       late_clock.Look();
       if (late_clock.Late(since)) {
         return Error(absl::StatusCode::kDeadlineExceeded,
-                     "device {} did not end its work within {} ms", device, limit.count());
+                     "device {} did not end its work within {} ms", device_, limit.count());
       }
       std::this_thread::sleep_for(kPause);
     }
   }
 
   absl::Status Import(const UniqueFd& fd) {
-    const CudaApi& api = contexts_->api();
+    const CudaApi& api = driver_.api();
     const absl::Status status =
         REFITD_CUDA_CALL(api, cuMemImportFromShareableHandle, &handle_,
                          reinterpret_cast<void*>(static_cast<intptr_t>(fd.get())),
@@ -276,15 +294,15 @@ class VmmMapping {
     return Refused(status, "the driver refuses the descriptor");
   }
 
-  absl::Status CheckProperties(int device, int64_t bytes) {
-    const CudaApi& api = contexts_->api();
+  absl::Status CheckProperties(int64_t bytes) {
+    const CudaApi& api = driver_.api();
     CUmemAllocationProp have = {};
     REFITD_RETURN_IF_ERROR(
         REFITD_CUDA_CALL(api, cuMemGetAllocationPropertiesFromHandle, &have, handle_));
-    if (have.location.type != CU_MEM_LOCATION_TYPE_DEVICE || have.location.id != device) {
+    if (have.location.type != CU_MEM_LOCATION_TYPE_DEVICE || have.location.id != device_) {
       return Error(absl::StatusCode::kFailedPrecondition,
                    "it lies at location {} of type {}, not on device {}", have.location.id,
-                   static_cast<int>(have.location.type), device);
+                   static_cast<int>(have.location.type), device_);
     }
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity_,
                                             &have, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
@@ -296,8 +314,8 @@ class VmmMapping {
     return absl::OkStatus();
   }
 
-  absl::Status Map(int device, int64_t bytes) {
-    const CudaApi& api = contexts_->api();
+  absl::Status Map(int64_t bytes) {
+    const CudaApi& api = driver_.api();
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAddressReserve, &address_,
                                             static_cast<size_t>(bytes), granularity_, 0, 0));
     bytes_ = static_cast<size_t>(bytes);
@@ -308,14 +326,14 @@ class VmmMapping {
     }
     REFITD_RETURN_IF_ERROR(Refused(api.Check("cuMemMap", mapped), "mapping it"));
     mapped_ = true;
-    return Allow(device);
+    return Allow();
   }
 
   // Every device that can reach the memory may read and write it.
-  absl::Status Allow(int owner) {
+  absl::Status Allow() {
     std::vector<CUmemAccessDesc> access;
-    for (int device = 0; device < contexts_->devices(); ++device) {
-      const absl::StatusOr<bool> can = contexts_->CanReach(device, owner);
+    for (int device = 0; device < driver_.contexts->devices(); ++device) {
+      const absl::StatusOr<bool> can = driver_.contexts->CanReach(device, device_);
       if (!can.ok() || !*can) continue;
       CUmemAccessDesc one = {};
       one.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -324,11 +342,12 @@ class VmmMapping {
       access.push_back(one);
       reaching_.push_back(device);
     }
-    return REFITD_CUDA_CALL(contexts_->api(), cuMemSetAccess, address_, bytes_, access.data(),
+    return REFITD_CUDA_CALL(driver_.api(), cuMemSetAccess, address_, bytes_, access.data(),
                             access.size());
   }
 
-  const std::shared_ptr<CudaContexts> contexts_;
+  const WatchedDriver driver_;
+  const int device_;
   CUmemGenericAllocationHandle handle_ = 0;
   CUdeviceptr address_ = 0;  // 0: none reserved
   size_t bytes_ = 0;
@@ -371,10 +390,11 @@ class VmmRegion final : public CudaRegion {
 
 class Buffer final : public CudaBuffer {
  public:
-  static absl::StatusOr<std::unique_ptr<CudaBuffer>> Make(std::shared_ptr<CudaContexts> contexts,
-                                                          int device, int64_t bytes) {
-    REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts->Get(device));
-    const CudaApi& api = contexts->api();
+  static absl::StatusOr<std::unique_ptr<CudaBuffer>> Make(WatchedDriver driver, int device,
+                                                          int64_t bytes) {
+    const CallWatch::Call call(driver.calls.get(), device);
+    REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver.contexts->Get(device));
+    const CudaApi& api = driver.api();
     const ScopedContext current(api, context);
     REFITD_RETURN_IF_ERROR(current.status());
     CUdeviceptr address = 0;
@@ -387,11 +407,12 @@ class Buffer final : public CudaBuffer {
       return made;
     }
     return std::unique_ptr<CudaBuffer>(
-        new Buffer(std::move(contexts), context, stream, address, bytes));
+        new Buffer(std::move(driver), device, context, stream, address, bytes));
   }
 
   ~Buffer() override {
-    const CudaApi& api = contexts_->api();
+    const CallWatch::Call call(driver_.calls.get(), device_);
+    const CudaApi& api = driver_.api();
     const ScopedContext current(api, context_);
     if (!current.status().ok()) return;
     (void)api.cuStreamDestroy(stream_);
@@ -404,7 +425,8 @@ class Buffer final : public CudaBuffer {
                    offset, bytes());
     }
     if (count == 0) return absl::OkStatus();
-    const CudaApi& api = contexts_->api();
+    const CallWatch::Call call(driver_.calls.get(), device_);
+    const CudaApi& api = driver_.api();
     const ScopedContext current(api, context_);
     REFITD_RETURN_IF_ERROR(current.status());
     REFITD_RETURN_IF_ERROR(
@@ -414,15 +436,17 @@ class Buffer final : public CudaBuffer {
   }
 
  private:
-  Buffer(std::shared_ptr<CudaContexts> contexts, CUcontext context, CUstream stream,
-         CUdeviceptr address, int64_t bytes)
+  Buffer(WatchedDriver driver, int device, CUcontext context, CUstream stream, CUdeviceptr address,
+         int64_t bytes)
       : CudaBuffer(Pointer(address), bytes),
-        contexts_(std::move(contexts)),
+        driver_(std::move(driver)),
+        device_(device),
         context_(context),
         stream_(stream),
         address_(address) {}
 
-  const std::shared_ptr<CudaContexts> contexts_;
+  const WatchedDriver driver_;
+  const int device_;
   const CUcontext context_;
   const CUstream stream_;
   const CUdeviceptr address_;
@@ -435,12 +459,12 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   Memory(std::vector<CudaDevice> devices, std::shared_ptr<CudaContexts> contexts,
          const CudaMemoryOptions& options)
       : devices_(std::move(devices)),
-        contexts_(std::move(contexts)),
         limit_(options.limit),
-        lost_(options.lost) {}
+        lost_(std::make_shared<LostContext>(options.lost)),
+        driver_{std::move(contexts), WatchFor(options)} {}
 
   const std::vector<CudaDevice>& devices() const override { return devices_; }
-  const std::shared_ptr<CudaContexts>& contexts() const override { return contexts_; }
+  const std::shared_ptr<CudaContexts>& contexts() const override { return driver_.contexts; }
 
   absl::StatusOr<int> DeviceOf(std::string_view uuid) const override {
     std::string have;
@@ -485,8 +509,8 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
                    "device memory of {} bytes: must be 1 to the device's {}", bytes,
                    DeviceBytes(device));
     }
-    auto mapping = std::make_unique<VmmMapping>(contexts_);
-    const absl::Status mapped = mapping->MapImported(device, fd, bytes);
+    auto mapping = std::make_unique<VmmMapping>(driver_, device);
+    const absl::Status mapped = mapping->MapImported(fd, bytes);
     if (!mapped.ok()) {
       if (IsLost(mapped)) return mapped;
       return Error(mapped.code(), "VMM memory of device {}: {}", device, Message(mapped));
@@ -496,13 +520,13 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
   absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) override {
     REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
-    REFITD_RETURN_IF_ERROR(lost_.status());
-    auto mapping = std::make_unique<VmmMapping>(contexts_);
+    REFITD_RETURN_IF_ERROR(lost_->status());
+    auto mapping = std::make_unique<VmmMapping>(driver_, device);
     CudaPool pool;
-    const absl::Status made = mapping->MapNew(device, bytes, limit_, &pool.descriptor);
+    const absl::Status made = mapping->MapNew(bytes, limit_, &pool.descriptor);
     if (absl::IsDeadlineExceeded(made)) {
       KeepForever(std::move(mapping));
-      lost_.Lose(made);
+      lost_->Lose(made);
       return OfNew(device, bytes, made);
     }
     REFITD_RETURN_IF_ERROR(OfNew(device, bytes, made));
@@ -528,7 +552,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
   absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) override {
     REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
-    absl::StatusOr<std::unique_ptr<CudaBuffer>> made = Buffer::Make(contexts_, device, bytes);
+    absl::StatusOr<std::unique_ptr<CudaBuffer>> made = Buffer::Make(driver_, device, bytes);
     REFITD_RETURN_IF_ERROR(OfNew(device, bytes, made.status()));
     return made;
   }
@@ -539,6 +563,20 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
  private:
   static constexpr size_t kMaxUuidInMessage = 64;
+
+  // Null: there is nobody to tell.
+  std::shared_ptr<CallWatch> WatchFor(const CudaMemoryOptions& options) const {
+    if (options.lost == nullptr) return nullptr;
+    return std::make_shared<CallWatch>(
+        options.limit, lost_, [known = devices_](int device) { return NameOf(known, device); });
+  }
+  // "0 (GPU-...)".
+  static std::string NameOf(const std::vector<CudaDevice>& devices, int ordinal) {
+    for (const CudaDevice& device : devices) {
+      if (device.ordinal == ordinal) return fmt::format("{} ({})", ordinal, device.uuid);
+    }
+    return std::to_string(ordinal);
+  }
 
   std::shared_ptr<const CudaRegion> Adopt(int device, std::unique_ptr<VmmMapping> mapping) {
     std::shared_ptr<const CudaRegion> region =
@@ -572,18 +610,18 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   }
 
   absl::StatusOr<std::shared_ptr<const CudaRegion>> Open(int device, const CUipcMemHandle& handle) {
-    const absl::StatusOr<Opened> opened = OpenHandle(contexts_.get(), device, handle);
+    const absl::StatusOr<Opened> opened = OpenHandle(driver_, device, handle);
     if (!opened.ok()) {
       return Refused(opened.status(),
                      fmt::format("the driver refuses the CUDA IPC handle on device {}", device));
     }
-    const absl::StatusOr<int64_t> bytes = BlockBytes(contexts_->api(), device, *opened);
+    const absl::StatusOr<int64_t> bytes = BlockBytes(driver_, device, *opened);
     if (!bytes.ok()) {
-      CloseHandle(*contexts_, *opened);
+      CloseHandle(driver_, device, *opened);
       return Refused(bytes.status(), "the memory of a CUDA IPC handle");
     }
     std::shared_ptr<const CudaRegion> region =
-        std::make_shared<LegacyRegion>(contexts_, index_, device, handle, *opened, *bytes);
+        std::make_shared<LegacyRegion>(driver_, index_, device, handle, *opened, *bytes);
     index_->Add(region);
     return region;
   }
@@ -596,9 +634,9 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   }
 
   const std::vector<CudaDevice> devices_;
-  const std::shared_ptr<CudaContexts> contexts_;
   const std::chrono::milliseconds limit_;
-  LostContext lost_;  // to a device that hangs
+  const std::shared_ptr<LostContext> lost_;  // to a device that hangs
+  const WatchedDriver driver_;
   const std::shared_ptr<RegionIndex> index_ = std::make_shared<RegionIndex>();
   Mutex mutex_;
   std::map<std::pair<int, std::string>, std::weak_ptr<const CudaRegion>> open_

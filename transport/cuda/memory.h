@@ -18,6 +18,8 @@
 //
 // No CUDA type appears here; builds without CUDA too, and then Create says so. Thread-safe. Calls
 // that open or close take up to milliseconds: never under the node's mutex, never on a gRPC thread.
+// P4: they may hang behind a device that does; that is told (CudaMemoryOptions), and what such a
+// call uses stays until it returns.
 #ifndef REFITD_TRANSPORT_CUDA_MEMORY_H_
 #define REFITD_TRANSPORT_CUDA_MEMORY_H_
 
@@ -84,9 +86,10 @@ class CudaBuffer {
 };
 
 struct CudaMemoryOptions {
-  // A device that has not zeroed a pool after so long hangs: the GPUs are lost.
+  // A device that has not zeroed a pool after so long hangs, as does a call of the driver that has
+  // not opened, made or closed something: the GPUs are lost.
   std::chrono::milliseconds limit{60'000};
-  // The GPUs are lost: the process has to end. On the thread that asked for the pool.
+  // The GPUs are lost: the process has to end. On any thread.
   std::function<void(absl::Status)> lost{};
 };
 

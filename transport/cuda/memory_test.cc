@@ -4,9 +4,11 @@
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(REFITD_CUDA)
@@ -45,6 +47,16 @@ std::shared_ptr<const CudaRegion> Open(CudaMemory* memory, int device, const std
   INFO(region.status().ToString());
   REQUIRE(region.ok());
   return *std::move(region);
+}
+
+bool Eventually(const std::function<bool()>& condition) {
+  constexpr std::chrono::seconds kDeadline{30};
+  const auto deadline = std::chrono::steady_clock::now() + kDeadline;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return true;
 }
 
 // Nothing but what the process keeps (contexts).
@@ -337,14 +349,14 @@ TEST_CASE("a device that hung as it zeroed a pool held its maker for ever") {
   FakeCuda fake;
   std::vector<absl::Status> told;
   CudaMemoryOptions options;
-  options.limit = std::chrono::milliseconds(50);
+  options.limit = std::chrono::milliseconds(200);
   options.lost = [&told](const absl::Status& why) { told.push_back(why); };
   const auto memory = CudaMemory::Create(FakeCuda::Path(), options).value();
   fake.Hold(1U << 1);
   CHECK(memory->MakePool(0, kMiB).ok());
   const absl::Status hung = memory->MakePool(1, kMiB).status();
   CHECK(absl::IsDeadlineExceeded(hung));
-  CHECK_THAT(std::string(hung.message()), Contains("device 1 did not end its work within 50 ms"));
+  CHECK_THAT(std::string(hung.message()), Contains("device 1 did not end its work within 200 ms"));
   REQUIRE(told.size() == 1);
   CHECK_THAT(std::string(told[0].message()), Contains("device 1 did not end its work"));
   // It may still be written.
@@ -357,6 +369,57 @@ TEST_CASE("a device that hung as it zeroed a pool held its maker for ever") {
   }
   CHECK(fake.Count().created == 1);
   CHECK(told.size() == 1);
+}
+
+TEST_CASE("a call that opens, makes or closes device memory and hangs is told") {
+  FakeCuda fake;
+  constexpr std::chrono::milliseconds kLimit{200};
+  std::atomic<bool> told = false;
+  absl::Status lost;
+  const auto memory =
+      *CudaMemory::Create(FakeCuda::Path(), {.limit = kLimit, .lost = [&](const absl::Status& why) {
+                                               lost = why;
+                                               told = true;
+                                             }});
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  int exported = -1;
+  fake.ExportVmm(0, 2 * kMiB, &exported);
+  const UniqueFd fd(exported);
+  const auto import = [&] {
+    return memory->ImportVmm(0, UniqueFd(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)), 2 * kMiB);
+  };
+  using Held = std::shared_ptr<const void>;
+  struct Case {
+    const char* call;
+    std::function<Held()> before;  // null: nothing
+    std::function<void(Held)> during;
+  };
+  const auto let_go = [](Held held) { held.reset(); };
+  const Case hanging = GENERATE_REF(values<Case>({
+      {"cuIpcOpenMemHandle", nullptr, [&](const auto&) { (void)memory->OpenLegacy(0, handle); }},
+      {"cuPointerGetAttribute", nullptr, [&](const auto&) { (void)memory->OpenLegacy(0, handle); }},
+      {"cuIpcCloseMemHandle", [&] { return Open(memory.get(), 0, handle); }, let_go},
+      {"cuMemImportFromShareableHandle", nullptr, [&](const auto&) { (void)import(); }},
+      {"cuMemSetAccess", nullptr, [&](const auto&) { (void)import(); }},
+      {"cuMemUnmap", [&] { return *import(); }, let_go},
+      {"cuMemCreate", nullptr, [&](const auto&) { (void)memory->MakePool(0, kMiB); }},
+      {"cuMemExportToShareableHandle", nullptr,
+       [&](const auto&) { (void)memory->MakePool(0, kMiB); }},
+      {"cuMemAlloc", nullptr, [&](const auto&) { (void)memory->MakeBuffer(0, kMiB); }},
+      {"cuMemFree", [&] { return Held(*memory->MakeBuffer(0, kMiB)); }, let_go},
+  }));
+  INFO(hanging.call);
+  Held held = hanging.before == nullptr ? nullptr : hanging.before();
+  fake.Block(hanging.call);
+  std::thread thread([&] { hanging.during(std::move(held)); });
+  CHECK(Eventually([&] { return told.load(); }));
+  CHECK(fake.Count().blocked_calls == 1);
+  fake.Block("");
+  thread.join();
+  CHECK(lost.code() == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(std::string(lost.message()), Contains("device 0 (" + memory->devices()[0].uuid) &&
+                                              Contains("did not return within 200 ms"));
 }
 
 TEST_CASE("a buffer is written when Store returns, and is nobody's region") {

@@ -4,25 +4,20 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <optional>
 #include <utility>
-
-#include "transport/base/status.h"
 
 namespace refitd {
 
 PlanThread::PlanThread(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost,
                        std::function<std::string(int)> name)
-    : limit_(limit), lost_(std::move(lost)), name_(std::move(name)), late_clock_(limit) {}
+    : lost_(std::move(lost)), calls_(limit, lost_, std::move(name), [this] { FailQueued(); }) {}
 
 // On the thread that ended last.
 PlanThread::~PlanThread() = default;
 
 void PlanThread::Start() {
   worker_ = std::thread([self = shared_from_this()] { self->Work(); });
-  watcher_ = std::thread([self = shared_from_this()] { self->Watch(); });
   (void)pthread_setname_np(worker_.native_handle(), "refitd-gpu-plan");
-  (void)pthread_setname_np(watcher_.native_handle(), "refitd-gpu-call");
 }
 
 void PlanThread::Submit(std::shared_ptr<PlanJob> job) {
@@ -58,11 +53,9 @@ void PlanThread::Stop(Clock::time_point deadline) {
     ended = worked_;
     given_up = std::move(planning_);
     planning_ = nullptr;
-    watch_ends_ = true;
-    watching_.NotifyAll();
   }
   if (given_up != nullptr) given_up->GiveUp(gone);
-  watcher_.join();
+  calls_.Stop();
   if (ended) {
     worker_.join();
   } else {
@@ -106,31 +99,7 @@ void PlanThread::PlanOne(const std::shared_ptr<PlanJob>& job) {
   }
 }
 
-void PlanThread::Watch() {
-  while (true) {
-    {
-      MutexLock lock(&mutex_);
-      if (watch_ends_) return;
-      (void)watching_.WaitUntil(&mutex_, late_clock_.NextLook());
-      late_clock_.Look();
-    }
-    JudgeCalls();
-  }
-}
-
-void PlanThread::JudgeCalls() {
-  std::optional<int> late;
-  {
-    MutexLock lock(&mutex_);
-    for (const auto& [number, call] : calls_) {
-      if (late_clock_.Late(call.since)) late = call.device;
-    }
-  }
-  if (late.has_value()) {
-    lost_->Lose(Error(absl::StatusCode::kDeadlineExceeded,
-                      "device {}: a call of the driver did not return within {} ms", name_(*late),
-                      limit_.count()));
-  }
+void PlanThread::FailQueued() {
   const absl::Status lost = lost_->status();
   if (lost.ok()) return;
   Jobs behind;
@@ -139,17 +108,6 @@ void PlanThread::JudgeCalls() {
     behind.swap(queued_);
   }
   for (const std::shared_ptr<PlanJob>& job : behind) job->Fail(lost);
-}
-
-uint64_t PlanThread::BeginCall(int device) {
-  MutexLock lock(&mutex_);
-  calls_[next_call_] = {device, Clock::now()};
-  return next_call_++;
-}
-
-void PlanThread::EndCall(uint64_t number) {
-  MutexLock lock(&mutex_);
-  calls_.erase(number);
 }
 
 }  // namespace refitd

@@ -1,31 +1,29 @@
 // The thread that plans what is submitted to the cuda transport, in order, so that callers never
-// wait for a plan or for the opening of a handle; and another that watches the calls of the driver
-// that planning makes, here and on callers' threads (Transport::Prepare). Private to
-// transport/cuda/.
+// wait for a plan or for the opening of a handle; and a watch of the calls of the driver that
+// planning makes, here and on callers' threads (Transport::Prepare). Private to transport/cuda/.
 //
 //   Submit -> queued -> planning -> started
 //                |          +--> Stop gave up: GiveUp
 //                +--> the GPUs are lost, Stop: failed
 //
-// P4: such a call may hang behind a device that does. One that takes longer than `limit` is told as
-// a loss of the GPUs (LostContext), and jobs that wait behind it fail then. The one that it belongs
-// to fails when the call returns, or when Stop gives it up: it has read and written nothing yet.
+// P4: when one of them hangs (call_watch.h), the jobs that wait behind it fail. The one that it
+// belongs to fails when the call returns, or when Stop gives it up: it has read and written nothing
+// yet.
 #ifndef REFITD_TRANSPORT_CUDA_PLAN_THREAD_H_
 #define REFITD_TRANSPORT_CUDA_PLAN_THREAD_H_
 
 #if defined(REFITD_CUDA)
 #include <chrono>
-#include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <thread>
 
 #include "absl/status/status.h"
 #include "transport/base/mutex.h"
-#include "transport/cuda/device_queue.h"
+#include "transport/cuda/call_watch.h"
+#include "transport/cuda/lost_context.h"
 
 namespace refitd {
 
@@ -33,7 +31,7 @@ namespace refitd {
 class PlanJob {
  public:
   virtual ~PlanJob() = default;
-  // Calls of the driver are made inside a PlanThread::Watched.
+  // Calls of the driver are made inside a CallWatch::Call.
   virtual void Plan() = 0;
   virtual void Start() = 0;
   // After Plan, or without.
@@ -59,51 +57,27 @@ class PlanThread : public std::enable_shared_from_this<PlanThread> {
   // Jobs that wait fail, UNAVAILABLE; the one that is being planned may go on until `deadline`.
   void Stop(Clock::time_point deadline);
 
-  // A call of the driver about a device, as long as it lives.
-  class Watched {
-   public:
-    Watched(PlanThread* thread, int device) : thread_(thread), number_(thread->BeginCall(device)) {}
-    ~Watched() { thread_->EndCall(number_); }
-    Watched(const Watched&) = delete;
-    Watched& operator=(const Watched&) = delete;
-
-   private:
-    PlanThread* const thread_;
-    const uint64_t number_;
-  };
+  CallWatch* calls() { return &calls_; }
 
  private:
   using Jobs = std::deque<std::shared_ptr<PlanJob>>;
-  struct Call {
-    int device = 0;
-    Clock::time_point since;
-  };
 
   void Work();
   void PlanOne(const std::shared_ptr<PlanJob>& job);
-  void Watch();
-  void JudgeCalls();
-  uint64_t BeginCall(int device);
-  void EndCall(uint64_t number);
+  // Where the GPUs are lost.
+  void FailQueued();
 
-  const std::chrono::milliseconds limit_;
   const std::shared_ptr<LostContext> lost_;
-  const std::function<std::string(int)> name_;
 
   Mutex mutex_;
-  CondVar changed_;   // but for calls, which are many
-  CondVar watching_;  // Stop alone
+  CondVar changed_;
   Jobs queued_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<PlanJob> planning_ ABSL_GUARDED_BY(mutex_);  // null: none, or it was given up
-  std::map<uint64_t, Call> calls_ ABSL_GUARDED_BY(mutex_);
-  uint64_t next_call_ ABSL_GUARDED_BY(mutex_) = 1;
-  LateClock late_clock_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool worked_ ABSL_GUARDED_BY(mutex_) = false;  // the worker ended
-  bool watch_ends_ ABSL_GUARDED_BY(mutex_) = false;
 
   std::thread worker_;
-  std::thread watcher_;
+  CallWatch calls_;  // last: its thread uses the others
 };
 
 }  // namespace refitd

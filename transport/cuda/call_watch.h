@@ -1,0 +1,83 @@
+// Watches calls of the driver. Private to transport/cuda/.
+//
+// P4: such a call may hang behind a device that does. One that takes longer than `limit` is told as
+// a loss of the GPUs (LostContext). It goes on: what it uses must stay until it returns (P6).
+#ifndef REFITD_TRANSPORT_CUDA_CALL_WATCH_H_
+#define REFITD_TRANSPORT_CUDA_CALL_WATCH_H_
+
+#if defined(REFITD_CUDA)
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "transport/base/mutex.h"
+#include "transport/cuda/lost_context.h"
+
+namespace refitd {
+
+// Thread-safe; has a thread of its own.
+class CallWatch {
+ public:
+  // `name`: of a device, for messages. `looked`: after each look, on the thread that watches.
+  CallWatch(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost,
+            std::function<std::string(int)> name, std::function<void()> looked = nullptr);
+  // As Stop.
+  ~CallWatch();
+  CallWatch(const CallWatch&) = delete;
+  CallWatch& operator=(const CallWatch&) = delete;
+
+  // Nobody looks any more. Not on the thread that watches; once.
+  void Stop();
+
+  // A call of the driver about a device, or several in a row, as long as it lives.
+  class Call {
+   public:
+    // `watch`: null: nobody watches.
+    Call(CallWatch* watch, int device)
+        : watch_(watch), number_(watch == nullptr ? 0 : watch->Begin(device)) {}
+    ~Call() {
+      if (watch_ != nullptr) watch_->End(number_);
+    }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    CallWatch* const watch_;
+    const uint64_t number_;
+  };
+
+ private:
+  using Clock = LateClock::Clock;
+  struct Running {
+    int device = 0;
+    Clock::time_point since;
+  };
+
+  uint64_t Begin(int device);
+  void End(uint64_t number);
+  void Watch();
+  void Judge();
+
+  const std::chrono::milliseconds limit_;
+  const std::shared_ptr<LostContext> lost_;
+  const std::function<std::string(int)> name_;
+  const std::function<void()> looked_;
+
+  Mutex mutex_;
+  CondVar stopped_;  // not for calls, which are many
+  std::map<uint64_t, Running> running_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_ ABSL_GUARDED_BY(mutex_) = 1;
+  LateClock late_clock_ ABSL_GUARDED_BY(mutex_);
+  bool stops_ ABSL_GUARDED_BY(mutex_) = false;
+
+  std::thread thread_;  // last: it uses the others
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_CUDA
+#endif  // REFITD_TRANSPORT_CUDA_CALL_WATCH_H_
