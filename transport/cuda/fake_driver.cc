@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -474,7 +475,8 @@ bool FakeCudaIsVmm(uint64_t address, size_t bytes) {
 // that it waits for it. The copies run all at once when every stream has come: they read what was
 // there before. Until then streams wait, or, once `stopped`, go on without them.
 void FakeCudaCollective(const refitd::FakeCudaCopy* copies, size_t count, size_t streams,
-                        const bool* stopped, std::function<void(CUstream, bool)>* put) {
+                        const std::atomic<bool>* stopped,
+                        std::function<void(CUstream, bool)>* put) {
   State* const fake = &Fake();
   struct Meeting {
     std::vector<refitd::FakeCudaCopy> copies;

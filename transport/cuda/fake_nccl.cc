@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -28,8 +29,8 @@ struct Clique {
   std::vector<NcclCommStruct*> comms;  // by rank
   int ranks = 0;                       // as the first one said; 0: none has come
   int came = 0;
-  bool listens = true;  // until all have come, or one that can't be of them
-  bool stopped = false;
+  bool listens = true;                // until all have come, or one that can't be of them
+  std::atomic<bool> stopped = false;  // streams of the fake driver read it too
 };
 
 struct NcclGroup;
@@ -116,7 +117,8 @@ struct Driver {
   int (*current_device)() = nullptr;
   int (*stream_device)(CUstream_st*) = nullptr;
   bool (*is_vmm)(uint64_t, size_t) = nullptr;
-  void (*collective)(const FakeCudaCopy*, size_t, size_t, const bool*, PutOnStream*) = nullptr;
+  void (*collective)(const FakeCudaCopy*, size_t, size_t, const std::atomic<bool>*,
+                     PutOnStream*) = nullptr;
 };
 
 // The fake that lies beside this file and is open already.
