@@ -139,6 +139,12 @@ std::vector<std::pair<MemberId, SlotGrant>> SlotLedger::Overdue(TimePoint now) {
   return overdue;
 }
 
+void SlotLedger::EndLimits() {
+  for (Slot& slot : slots_) {
+    if (slot.state == SlotState::kLeased) slot.expires = TimePoint::max();
+  }
+}
+
 std::optional<TimePoint> SlotLedger::NextExpiry() const {
   std::optional<TimePoint> next;
   for (const Slot& slot : slots_) {

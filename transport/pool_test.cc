@@ -212,6 +212,18 @@ TEST_CASE("Overdue leases are told once, and stay their holders'") {
   CHECK(ledger.ReleaseLease(kOther, early).ok());
 }
 
+TEST_CASE("Leases without a limit of time are never overdue, and stay their holders'") {
+  SlotLedger ledger(4);
+  const SlotGrant kept = *ledger.Lease(kPusher, 3, kExpiry);
+  ledger.EndLimits();
+  CHECK(!ledger.NextExpiry().has_value());
+  const SlotGrant later = *ledger.Lease(kPusher, 3, kExpiry);
+  const auto overdue = ledger.Overdue(kExpiry);
+  REQUIRE(overdue.size() == 1);
+  CHECK(overdue[0] == std::pair(kPusher, later));
+  CHECK(ledger.Submit(kPusher, kept).ok());
+}
+
 TEST_CASE("A grant is never used twice") {
   SlotLedger ledger(3);
   std::set<GrantId> seen;

@@ -260,12 +260,23 @@ std::optional<uint32_t> Group::Impl::ParticipantOf(MemberId member) const {
 void Group::Impl::On(const EngineFailed& e) {
   const Member* member = Find(e.member);
   if (member == nullptr || member->state == MemberState::kLeaving) return;
-  if (update == nullptr || update->id != e.update) return;
+  if (update == nullptr || update->id != e.update) return FailInstalled(*member, e);
   const std::optional<uint32_t> index = ParticipantOf(e.member);
   if (!index.has_value() || update->participants[*index].evicted) return;
   if (update->state == UpdateState::kDraining) return;
   FailEngine(*index,
              {fmt::format("{} failed: {}", member->label, e.reason), GiveUpClass::kAborted});
+}
+
+// The rank failed while it was being told of the commit: it does not have the version (P2).
+void Group::Impl::FailInstalled(const Member& member, const EngineFailed& e) {
+  const auto it = instances.find(member.instance);
+  if (it == instances.end() || it->second.installed != e.update) return;
+  Step(&it->second.state, InstanceTrigger::kMarkDirty);
+  it->second.reason =
+      fmt::format("{} failed after its update had committed: {}", member.label, e.reason);
+  Log(LogLine::kWarning, fmt::format("instance {} is dirty: {}", it->first, it->second.reason));
+  Changed();
 }
 
 void Group::Impl::FailEngine(uint32_t participant, const GiveUp& why) {
@@ -424,6 +435,7 @@ void Group::Impl::InstallVersion() {
     Instance& instance = instances.at(participant.instance);
     Step(&instance.state, InstanceTrigger::kCommit);
     instance.reason.clear();
+    instance.installed = update->id;
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
       member->version = version;
@@ -477,6 +489,8 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
                               update->accepted_bytes, group::Seconds(now - update->started))
                 : fmt::format("update to version {} aborted: {}", update->version, reason));
   update.reset();
+  // A slot that its holder keeps beyond the update is no reason to give up a later one.
+  ledger.EndLimits();
   Step(&state, GroupTrigger::kEnd);
   for (const auto& [instance_name, instance] : instances) AdoptReportedVersion(instance);
   Changed();

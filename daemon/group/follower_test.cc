@@ -357,6 +357,44 @@ TEST_CASE("a staged rank in host memory was not handed parts whose headers name 
   CHECK_THAT(f.Sent<PeerFailed>()[0].reason, Contains("header did not say"));
 }
 
+// Evicted while the program was made, it may register what it likes: the plan is of what it had.
+TEST_CASE("a program was bound to what an evicted engine registered after Prepare") {
+  Fixture f;
+  f.Register(kCall);
+  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  const uint64_t digest = f.Digest();
+  PeerPrepare prepare;
+  prepare.update = UpdateId(1);
+  prepare.version = Version(1);
+  prepare.engines = prepare.destinations = {kEngine};
+  prepare.layout_digests = {digest};
+  f.Command(prepare);
+  PeerProgram program;
+  program.update = UpdateId(1);
+  program.program = ProgramId(1);
+  program.destinations = {{0, kEngine}};
+  program.plan = std::make_shared<RoutePlan>();
+  program.replicas = std::make_shared<std::vector<ReplicaShare>>();
+  const bool built_before = GENERATE(false, true);
+  if (built_before) f.Command(program);
+  f.Command(PeerAborted{kEngine, Version(1), "evicted", false});
+  f.Register(CallId(4), "another");
+  f.Command(PeerReply{CallId(4), absl::OkStatus(), EmptyReply{}});
+  CHECK(f.Digest() != digest);
+  if (!built_before) f.Command(program);
+  REQUIRE(f.Peers<BuildProgram>().size() == 1);
+  const BuildProgram build = f.Peers<BuildProgram>()[0];
+  REQUIRE(build.destinations.size() == 1);
+  REQUIRE(build.destinations[0].layout != nullptr);
+  CHECK(build.destinations[0].layout->Digest() == digest);
+  auto made = std::make_shared<NodeProgram>();
+  made->destinations = build.destinations;
+  f.Do(ProgramBuilt{build.program, build.build, absl::OkStatus(), made});
+  CHECK(f.Peers<BuildProgram>().size() == 1);
+  REQUIRE(f.Sent<PeerProgramBuilt>().size() == 1);
+  CHECK(f.Sent<PeerProgramBuilt>()[0].status == absl::OkStatus());
+}
+
 TEST_CASE("a daemon whose last member went with a part under way leaves when that has ended") {
   Fixture f;
   PeerPrepare prepare;

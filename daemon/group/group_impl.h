@@ -60,8 +60,9 @@ struct Instance {
   std::string name;
   int world_size = 0;
   InstanceState state = InstanceState::kForming;
-  std::map<int, MemberId> ranks;  // attached
-  std::string reason;             // why it is dirty or was evicted
+  std::map<int, MemberId> ranks;      // attached
+  std::string reason;                 // why it is dirty or was evicted
+  std::optional<UpdateId> installed;  // the last update that committed with it
 };
 
 // How the buckets of the running update, or of the last one, went.
@@ -270,6 +271,7 @@ struct Group::Impl {
   void Evict(uint32_t participant, const GiveUp& why);
   // A live rank is late or failed: its instance is evicted, or the update given up.
   void FailEngine(uint32_t participant, const GiveUp& why);
+  void FailInstalled(const Member& member, const EngineFailed& e);
   GiveUp FailedMove(std::string_view what, const absl::Status& status,
                     int failed_destination) const;
   void Abandon(GiveUp give_up);

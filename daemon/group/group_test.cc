@@ -1307,6 +1307,33 @@ TEST_CASE("a lease that is not submitted in time aborts the update, and stays it
   CHECK(g.FreeSlots() == 4);
 }
 
+TEST_CASE("a lease that outlives its update is no reason to give up the next one") {
+  GroupLimits limits;
+  limits.lease_limit = seconds(5);
+  OneToStaged g(TestGroup::DefaultSpec(), limits);
+  const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
+  g.Push(g.trainer, 1, 0, kModel);
+  g.Settle();
+  const CallId first = g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  REQUIRE(g.Code(first) == kOk);
+  CHECK(g.group.NextDeadline() == std::nullopt);
+  g.Begin(g.trainer, 2);
+  g.ReadyAll();
+  g.Advance(seconds(6));
+  CHECK(g.FreeSlots() == 3);
+  BucketEvent b = g.MakeBucket(g.trainer, 2, 0, {kModel[0]});
+  b.slot = lease.grant;
+  b.slot_byte_offsets = {0};
+  g.Push(b);
+  g.Push(g.trainer, 2, 1, {kModel[1]});
+  g.Settle();
+  const CallId second = g.Commit(g.trainer, 2, 2);
+  g.Settle();
+  CHECK(g.Code(second) == kOk);
+  CHECK(g.FreeSlots() == 4);
+}
+
 TEST_CASE("a lease whose caller went away is not given to nobody") {
   OneToStaged g(SpecOf(1, 1, 3));
   g.Push(g.trainer, 1, 0, {Bytes("a", 1000)});
@@ -1857,6 +1884,44 @@ TEST_CASE("answers to an aborted update don't count for the next one to the same
   g.AckOne(0);
   CHECK(g.Code(commit) == kOk);
   CHECK(g.FreeSlots() == 4);
+}
+
+TEST_CASE("Failed that comes after the commit marks the instance dirty until the next one") {
+  OneToStaged g;
+  const UpdateId first = g.prepares.back().update;
+  const MemberId engine = g.prepares.back().member;
+  const std::string name = g.engines.at(engine).instance;
+  g.Push(g.trainer, 1, 0, kModel);
+  g.Settle();
+  g.Commit(g.trainer, 1, 1);
+  g.Settle();
+  REQUIRE(g.Instance(name).state == "clean");
+  g.Do(EngineFailed{engine, UpdateId(77), "another update"});  // no effect
+  CHECK(g.Instance(name).state == "clean");
+  // Before the next update, or while it asks who is ready.
+  const bool asked = GENERATE(false, true);
+  CallId begin;
+  if (asked) begin = g.Begin(g.trainer, 2);
+  g.Fail(engine, first, "the loader failed");
+  CHECK(g.Instance(name).state == (asked ? "dirty_preparing" : "dirty"));
+  CHECK(g.Instance(name).version == std::nullopt);
+  CHECK_THAT(g.Instance(name).reason,
+             Contains("failed after its update had committed") && Contains("the loader failed"));
+  CHECK(g.group.version() == Version(1));
+  if (!asked) begin = g.Begin(g.trainer, 2);
+  g.ReadyAll();
+  g.Abort(g.trainer, 2);           // nothing was written: it stays dirty
+  REQUIRE(g.aborted.size() == 2);  // each checked against `dirty`
+  CHECK(g.Instance(name).state == "dirty");
+  g.Begin(g.trainer, 3);
+  g.ReadyAll();
+  g.Push(g.trainer, 3, 0, kModel);
+  g.Settle();
+  g.Commit(g.trainer, 3, 1);
+  g.Settle();
+  CHECK(g.Instance(name).state == "clean");
+  g.Do(EngineFailed{engine, first, "late"});  // of an update before the last: no effect
+  CHECK(g.Instance(name).state == "clean");
 }
 
 TEST_CASE("a bucket that would need absurdly many slots is refused by name") {

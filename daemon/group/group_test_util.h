@@ -234,6 +234,11 @@ class TestGroup {
       if (!lost.contains(member)) AnswerReady(member, update);
     }
   }
+  // Also when the update has committed.
+  void Fail(MemberId member, UpdateId update, std::string reason) {
+    dirty.insert(engines.at(member).instance);
+    Do(EngineFailed{member, update, std::move(reason)});
+  }
   // As an executor would choose with kAuto: every other part goes by the chain.
   static BroadcastMethod MethodOf(const StartTransfer& t) {
     if (t.broadcast != BroadcastMethod::kAuto) return t.broadcast;

@@ -6,13 +6,14 @@
 //   forming ----------> clean ------------> clean_preparing -----------> clean_ready --+
 //      |                 | ^ ^                     |                       |  |        |
 //      |                 | | +------ give_up ------+-----------------------+  |        |
-//      |mark_dirty       | +------------------------ commit ------------------+        |
-//      |      mark_dirty |                                                 first_write |
+//      |                 | +------------------------ commit ------------------+        |
+//      |                 |                                                 first_write |
 //      v       complete  v        prepare                     all_ready                v
 //   forming_dirty ----> dirty ------------> dirty_preparing -----------> dirty_ready <-+
 //                          ^                       |                       |  |
 //                          +-------- give_up ------+-----------------------+  +-commit-> clean
 //
+//   mark_dirty: from the upper row to the state below.
 //   rank_lost: from the upper row to forming, from the lower row to forming_dirty.
 //   last_lost: from any state to gone.
 //
@@ -25,20 +26,21 @@
 //   give_up      the update aborted, or evicted it with all its ranks alive
 //   rank_lost    a rank's lease ended, others stay
 //   last_lost    its last rank's lease ended
-//   mark_dirty   the group was replaced by a new incarnation
+//   mark_dirty   the group was replaced by a new incarnation, a rank attached with dirty weights,
+//                or one failed the update that the daemon had committed by then
 //
 // "-": refused, nothing changes.
 // clang-format off
-// | state           | complete | prepare         | all_ready   | first_write | commit | give_up | rank_lost     | last_lost | mark_dirty    |
-// | forming         | clean    | -               | -           | -           | -      | -       | forming       | gone      | forming_dirty |
-// | forming_dirty   | dirty    | -               | -           | -           | -      | -       | forming_dirty | gone      | forming_dirty |
-// | clean           | -        | clean_preparing | -           | -           | -      | -       | forming       | gone      | dirty         |
-// | dirty           | -        | dirty_preparing | -           | -           | -      | -       | forming_dirty | gone      | dirty         |
-// | clean_preparing | -        | -               | clean_ready | -           | -      | clean   | forming       | gone      | -             |
-// | dirty_preparing | -        | -               | dirty_ready | -           | -      | dirty   | forming_dirty | gone      | -             |
-// | clean_ready     | -        | -               | -           | dirty_ready | clean  | clean   | forming       | gone      | -             |
-// | dirty_ready     | -        | -               | -           | dirty_ready | clean  | dirty   | forming_dirty | gone      | -             |
-// | gone            | -        | -               | -           | -           | -      | -       | -             | -         | -             |
+// | state           | complete | prepare         | all_ready   | first_write | commit | give_up | rank_lost     | last_lost | mark_dirty      |
+// | forming         | clean    | -               | -           | -           | -      | -       | forming       | gone      | forming_dirty   |
+// | forming_dirty   | dirty    | -               | -           | -           | -      | -       | forming_dirty | gone      | forming_dirty   |
+// | clean           | -        | clean_preparing | -           | -           | -      | -       | forming       | gone      | dirty           |
+// | dirty           | -        | dirty_preparing | -           | -           | -      | -       | forming_dirty | gone      | dirty           |
+// | clean_preparing | -        | -               | clean_ready | -           | -      | clean   | forming       | gone      | dirty_preparing |
+// | dirty_preparing | -        | -               | dirty_ready | -           | -      | dirty   | forming_dirty | gone      | dirty_preparing |
+// | clean_ready     | -        | -               | -           | dirty_ready | clean  | clean   | forming       | gone      | dirty_ready     |
+// | dirty_ready     | -        | -               | -           | dirty_ready | clean  | dirty   | forming_dirty | gone      | dirty_ready     |
+// | gone            | -        | -               | -           | -           | -      | -       | -             | -         | -               |
 // clang-format on
 #ifndef REFITD_DAEMON_GROUP_INSTANCE_STATE_H_
 #define REFITD_DAEMON_GROUP_INSTANCE_STATE_H_
@@ -98,13 +100,13 @@ inline constexpr TransitionTable<InstanceState, 9, 9> kInstanceTransitions = [] 
       // dirty
       {{kNo, kDirtyPreparing, kNo, kNo, kNo, kNo, kFormingDirty, kGone, kDirty}},
       // clean_preparing
-      {{kNo, kNo, kCleanReady, kNo, kNo, kClean, kForming, kGone, kNo}},
+      {{kNo, kNo, kCleanReady, kNo, kNo, kClean, kForming, kGone, kDirtyPreparing}},
       // dirty_preparing
-      {{kNo, kNo, kDirtyReady, kNo, kNo, kDirty, kFormingDirty, kGone, kNo}},
+      {{kNo, kNo, kDirtyReady, kNo, kNo, kDirty, kFormingDirty, kGone, kDirtyPreparing}},
       // clean_ready
-      {{kNo, kNo, kNo, kDirtyReady, kClean, kClean, kForming, kGone, kNo}},
+      {{kNo, kNo, kNo, kDirtyReady, kClean, kClean, kForming, kGone, kDirtyReady}},
       // dirty_ready
-      {{kNo, kNo, kNo, kDirtyReady, kClean, kDirty, kFormingDirty, kGone, kNo}},
+      {{kNo, kNo, kNo, kDirtyReady, kClean, kDirty, kFormingDirty, kGone, kDirtyReady}},
       // gone
       {{kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo}},
   }};

@@ -178,8 +178,9 @@ class Worker {
   void VerifyIfWritten(Update* update, const Output& out);
   // ---- worker_program.cc ----
   void BindOrBuild(Update* update, const Output& out);
-  absl::Status Bind(const Job& job, std::shared_ptr<const NodeProgram> node_program,
+  absl::Status Bind(const Update& update, std::shared_ptr<const NodeProgram> node_program,
                     std::shared_ptr<const BoundProgram>* bound) const;
+  static std::shared_ptr<const Layout> DestinationLayout(const Update& update, MemberId member);
   void Build(const Update& update, const Output& out);
   void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);

@@ -60,7 +60,7 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
   if (program_->building != 0) return;
   if (program_->bound == nullptr) return Build(*update, out);
   std::shared_ptr<const BoundProgram> bound = program_->bound;
-  const absl::Status status = Bind(job, bound->program, &bound);
+  const absl::Status status = Bind(*update, bound->program, &bound);
   if (status.code() == absl::StatusCode::kFailedPrecondition) {
     // Pieces in another order, say: the same plan, planned for this node once more.
     return Build(*update, out);
@@ -69,20 +69,33 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
   ReportBuilt(update, status, out);
 }
 
+// As it was at Prepare: an engine that left meanwhile, or was evicted and registered anew, is
+// planned with that, and left out when the program runs. Null: it had none then.
+std::shared_ptr<const Layout> Worker::DestinationLayout(const Update& update, MemberId member) {
+  const auto& prepared = update.index->destinations();
+  for (size_t d = 0; d < std::min(prepared.size(), update.destinations.size()); ++d) {
+    if (update.destinations[d] == member) return prepared[d];
+  }
+  return nullptr;
+}
+
 // `bound` may hold an earlier binding: it stays if nothing moved. FAILED_PRECONDITION: the node
 // program is of layouts of another structure.
-absl::Status Worker::Bind(const Job& job, std::shared_ptr<const NodeProgram> node_program,
+absl::Status Worker::Bind(const Update& update, std::shared_ptr<const NodeProgram> node_program,
                           std::shared_ptr<const BoundProgram>* bound) const {
+  const Job& job = *update.job;
   auto made = std::make_shared<BoundProgram>();
   made->plan = program_->plan;
   made->replicas = program_->replicas;
-  const auto bind = [this](const std::vector<LocalMember>& known,
-                           const std::vector<PlanMember>& wanted, bool destination,
-                           std::vector<MemberId>* members,
-                           std::vector<std::shared_ptr<const Layout>>* layouts) {
+  const auto bind = [this, &update](const std::vector<LocalMember>& known,
+                                    const std::vector<PlanMember>& wanted, bool destination,
+                                    std::vector<MemberId>* members,
+                                    std::vector<std::shared_ptr<const Layout>>* layouts) {
     if (!SameRanks(known, wanted)) return absl::FailedPreconditionError("other ranks");
     for (size_t i = 0; i < wanted.size(); ++i) {
-      std::shared_ptr<const Layout> layout = callbacks_.layout(wanted[i].member);
+      std::shared_ptr<const Layout> layout = destination
+                                                 ? DestinationLayout(update, wanted[i].member)
+                                                 : callbacks_.layout(wanted[i].member);
       if (layout == nullptr && destination) layout = known[i].layout;  // lost: it is left out
       if (layout == nullptr) {
         return Error(absl::StatusCode::kUnavailable, "member {} left", wanted[i].member);
@@ -124,14 +137,8 @@ void Worker::Build(const Update& update, const Output& out) {
     build.sources.push_back({.rank = m.rank, .layout = callbacks_.layout(m.member)});
     build.source_members.push_back(m.member);
   }
-  // An engine that left meanwhile is planned with what it had at Prepare, and left out when it
-  // runs.
-  const auto& prepared = update.index->destinations();
-  for (size_t i = 0; i < job.command.destinations.size(); ++i) {
-    const PlanMember& m = job.command.destinations[i];
-    std::shared_ptr<const Layout> layout = callbacks_.layout(m.member);
-    if (layout == nullptr && i < prepared.size()) layout = prepared[i];
-    build.destinations.push_back({.rank = m.rank, .layout = std::move(layout)});
+  for (const PlanMember& m : job.command.destinations) {
+    build.destinations.push_back({.rank = m.rank, .layout = DestinationLayout(update, m.member)});
     build.destination_members.push_back(m.member);
   }
   out.actions->push_back(PeerAction(std::move(build)));
@@ -147,7 +154,7 @@ void Worker::Handle(const ProgramBuilt& built, TimePoint, const Output& out) {
     }
     absl::Status status = built.status;
     std::shared_ptr<const BoundProgram> bound;
-    if (status.ok()) status = Bind(*update.job, built.node_program, &bound);
+    if (status.ok()) status = Bind(update, built.node_program, &bound);
     if (!status.ok() && program_->building_for != id) {
       // It was made for the members of an update that is over.
       Build(update, out);
