@@ -2071,6 +2071,31 @@ TEST_CASE("a daemon whose GPU hangs as slots are made there ends, and says so to
                                Contains("did not end its work within 200 ms"));
 }
 
+TEST_CASE("a daemon whose driver never opens a region ends, and says what it waited for") {
+  if (CopyKernelImage().empty()) return;
+  FakeCuda fake;
+  Daemon daemon({"--cuda-library=" + FakeCuda::Path(), "--cuda-device-ms=200"},
+                {"/usr/bin/env", "REFITD_FAKE_CUDA_BLOCK=cuMemImportFromShareableHandle"});
+  v1::EngineHello hello = RawEngine::Hello("g", "i");
+  hello.mutable_device()->set_name((*CudaMemory::Create(FakeCuda::Path()))->devices()[0].uuid);
+  RawEngine engine(daemon.Connect(), hello);
+  REQUIRE(engine.attached().ok());
+  int raw = -1;
+  fake.ExportVmm(0, 2 * kMiB, &raw);
+  const UniqueFd fd(raw);
+  DescriptorRequest request = engine.descriptors().Request(DescriptorRequestKind::kRegisterRegion);
+  request.region_kind = RegionKind::kCudaVmm;
+  request.bytes = 2 * kMiB;
+  const auto registered = engine.descriptors().Ask(request, {fd.get()});
+  CHECK((!registered.has_value() || registered->code != 0));
+  CHECK(daemon.WaitExit() == 1);
+  CHECK_THAT(
+      daemon.log(),
+      Contains("the GPUs are lost to this process") &&
+          Contains(
+              "mapping imported memory of cuMemCreate: the driver did not return within 200 ms"));
+}
+
 // ---- several daemons ----
 
 // A trainer's GPU at one daemon, engines' at another: two GPUs there, both with the whole model.

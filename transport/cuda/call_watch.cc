@@ -46,22 +46,22 @@ void CallWatch::Watch() {
 }
 
 void CallWatch::Judge() {
-  std::optional<int> late;
+  std::optional<Running> late;
   {
     MutexLock lock(&mutex_);
     for (const auto& [number, call] : running_) {
-      if (late_clock_.Late(call.since)) late = call.device;
+      if (late_clock_.Late(call.since)) late = call;
     }
   }
   if (!late.has_value()) return;
   lost_->Lose(Error(absl::StatusCode::kDeadlineExceeded,
-                    "device {}: a call of the driver did not return within {} ms", name_(*late),
-                    limit_.count()));
+                    "device {}: {}: the driver did not return within {} ms", name_(late->device),
+                    late->what, limit_.count()));
 }
 
-uint64_t CallWatch::Begin(int device) {
+uint64_t CallWatch::Begin(int device, const char* what) {
   MutexLock lock(&mutex_);
-  running_[next_] = {device, Clock::now()};
+  running_[next_] = {device, what, Clock::now()};
   return next_++;
 }
 

@@ -36,9 +36,9 @@ class CallWatch {
   // A call of the driver about a device, or several in a row, as long as it lives.
   class Call {
    public:
-    // `watch`: null: nobody watches.
-    Call(CallWatch* watch, int device)
-        : watch_(watch), number_(watch == nullptr ? 0 : watch->Begin(device)) {}
+    // `watch`: null: nobody watches. `what` is done, for messages: static.
+    Call(CallWatch* watch, int device, const char* what)
+        : watch_(watch), number_(watch == nullptr ? 0 : watch->Begin(device, what)) {}
     ~Call() {
       if (watch_ != nullptr) watch_->End(number_);
     }
@@ -54,10 +54,11 @@ class CallWatch {
   using Clock = LateClock::Clock;
   struct Running {
     int device = 0;
+    const char* what = nullptr;
     Clock::time_point since;
   };
 
-  uint64_t Begin(int device);
+  uint64_t Begin(int device, const char* what);
   void End(uint64_t number);
   void Watch();
   void Judge();

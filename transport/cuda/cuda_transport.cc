@@ -248,11 +248,11 @@ class Addresses : public CopyAddresses {
 
   // P4: what may hang behind a device.
   absl::StatusOr<char*> OnDevice(const CudaRegion& region, int device) {
-    const CallWatch::Call call(engine_->planner()->calls(), device);
+    const CallWatch::Call call(engine_->planner()->calls(), device, "opening a region");
     return region.On(device);
   }
   absl::StatusOr<Buffer> TakeMemory(int device, int64_t bytes) {
-    const CallWatch::Call call(engine_->planner()->calls(), device);
+    const CallWatch::Call call(engine_->planner()->calls(), device, "making device memory");
     return engine_->Queue(device)->memory()->Take(bytes);
   }
 

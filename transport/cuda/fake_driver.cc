@@ -109,6 +109,11 @@ unsigned AtFirst(const char* variable, unsigned otherwise) {
 }
 // Devices that stand still, as FakeCudaHold.
 unsigned HeldAtFirst() { return AtFirst("REFITD_FAKE_CUDA_HOLD", 0); }
+// The call that does not return, as FakeCudaBlock.
+std::string BlockedAtFirst() {
+  const char* const call = std::getenv("REFITD_FAKE_CUDA_BLOCK");
+  return call == nullptr ? "" : call;
+}
 int DevicesAtFirst() {
   return static_cast<int>(AtFirst("REFITD_FAKE_CUDA_DEVICES", kDefaultDevices));
 }
@@ -116,7 +121,7 @@ int DevicesAtFirst() {
 struct State {
   std::mutex mutex;
   std::condition_variable unblocked;
-  std::string blocked;                         // the call that does not return
+  std::string blocked = BlockedAtFirst();      // the call that does not return
   std::vector<std::unique_ptr<Block>> blocks;  // a handle holds an index
   std::map<uintptr_t, Range> ranges;
   std::map<char*, std::unique_ptr<char[]>> memory;

@@ -102,7 +102,7 @@ struct Opened {
 
 absl::StatusOr<Opened> OpenHandle(const WatchedDriver& driver, int device,
                                   const CUipcMemHandle& handle) {
-  const CallWatch::Call call(driver.calls.get(), device);
+  const CallWatch::Call call(driver.calls.get(), device, "opening a CUDA IPC handle");
   Opened opened;
   REFITD_ASSIGN_OR_RETURN(opened.context, driver.contexts->Get(device));
   const ScopedContext current(driver.api(), opened.context);
@@ -114,14 +114,14 @@ absl::StatusOr<Opened> OpenHandle(const WatchedDriver& driver, int device,
 
 // There is nobody to tell of an error; the context is lost then.
 void CloseHandle(const WatchedDriver& driver, int device, const Opened& opened) {
-  const CallWatch::Call call(driver.calls.get(), device);
+  const CallWatch::Call call(driver.calls.get(), device, "closing a CUDA IPC handle");
   const ScopedContext current(driver.api(), opened.context);
   if (current.status().ok()) (void)driver.api().cuIpcCloseMemHandle(opened.address);
 }
 
 // The size of an opened block, after a look at whether it lies on `device` at all.
 absl::StatusOr<int64_t> BlockBytes(const WatchedDriver& driver, int device, const Opened& opened) {
-  const CallWatch::Call call(driver.calls.get(), device);
+  const CallWatch::Call call(driver.calls.get(), device, "asking for the size of a block");
   const CudaApi& api = driver.api();
   const ScopedContext current(api, opened.context);
   REFITD_RETURN_IF_ERROR(current.status());
@@ -196,7 +196,7 @@ class VmmMapping {
   VmmMapping(const VmmMapping&) = delete;
   VmmMapping& operator=(const VmmMapping&) = delete;
   ~VmmMapping() {
-    const CallWatch::Call call(driver_.calls.get(), device_);
+    const CallWatch::Call call(driver_.calls.get(), device_, "unmapping memory of cuMemCreate");
     const CudaApi& api = driver_.api();
     if (mapped_) (void)api.cuMemUnmap(address_, bytes_);
     if (held_) (void)api.cuMemRelease(handle_);
@@ -204,7 +204,8 @@ class VmmMapping {
   }
 
   absl::Status MapImported(const UniqueFd& fd, int64_t bytes) {
-    const CallWatch::Call call(driver_.calls.get(), device_);
+    const CallWatch::Call call(driver_.calls.get(), device_,
+                               "mapping imported memory of cuMemCreate");
     REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver_.contexts->Get(device_));
     const ScopedContext current(driver_.api(), context);
     REFITD_RETURN_IF_ERROR(current.status());
@@ -216,7 +217,8 @@ class VmmMapping {
   // Makes it; `fd` becomes a descriptor of it. DEADLINE_EXCEEDED: the device hangs, and may write
   // to it still.
   absl::Status MapNew(int64_t bytes, std::chrono::milliseconds limit, UniqueFd* fd) {
-    std::optional<CallWatch::Call> call(std::in_place, driver_.calls.get(), device_);
+    std::optional<CallWatch::Call> call(std::in_place, driver_.calls.get(), device_,
+                                        "making a pool");
     const CudaApi& api = driver_.api();
     REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver_.contexts->Get(device_));
     const ScopedContext current(api, context);
@@ -230,7 +232,7 @@ class VmmMapping {
     if (zeroed.ok()) zeroed = Await(stream, limit);
     // Of a device that hangs nothing is given back: the driver may wait for it.
     if (absl::IsDeadlineExceeded(zeroed)) return zeroed;
-    call.emplace(driver_.calls.get(), device_);
+    call.emplace(driver_.calls.get(), device_, "making a pool");
     (void)api.cuStreamDestroy(stream);
     REFITD_RETURN_IF_ERROR(zeroed);
     int exported = -1;
@@ -392,7 +394,7 @@ class Buffer final : public CudaBuffer {
  public:
   static absl::StatusOr<std::unique_ptr<CudaBuffer>> Make(WatchedDriver driver, int device,
                                                           int64_t bytes) {
-    const CallWatch::Call call(driver.calls.get(), device);
+    const CallWatch::Call call(driver.calls.get(), device, "making a buffer");
     REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver.contexts->Get(device));
     const CudaApi& api = driver.api();
     const ScopedContext current(api, context);
@@ -411,7 +413,7 @@ class Buffer final : public CudaBuffer {
   }
 
   ~Buffer() override {
-    const CallWatch::Call call(driver_.calls.get(), device_);
+    const CallWatch::Call call(driver_.calls.get(), device_, "freeing a buffer");
     const CudaApi& api = driver_.api();
     const ScopedContext current(api, context_);
     if (!current.status().ok()) return;
@@ -425,7 +427,7 @@ class Buffer final : public CudaBuffer {
                    offset, bytes());
     }
     if (count == 0) return absl::OkStatus();
-    const CallWatch::Call call(driver_.calls.get(), device_);
+    const CallWatch::Call call(driver_.calls.get(), device_, "writing to a buffer");
     const CudaApi& api = driver_.api();
     const ScopedContext current(api, context_);
     REFITD_RETURN_IF_ERROR(current.status());

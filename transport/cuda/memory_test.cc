@@ -394,20 +394,28 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
     const char* call;
     std::function<Held()> before;  // null: nothing
     std::function<void(Held)> during;
+    const char* what;  // as it is told
   };
   const auto let_go = [](Held held) { held.reset(); };
   const Case hanging = GENERATE_REF(values<Case>({
-      {"cuIpcOpenMemHandle", nullptr, [&](const auto&) { (void)memory->OpenLegacy(0, handle); }},
-      {"cuPointerGetAttribute", nullptr, [&](const auto&) { (void)memory->OpenLegacy(0, handle); }},
-      {"cuIpcCloseMemHandle", [&] { return Open(memory.get(), 0, handle); }, let_go},
-      {"cuMemImportFromShareableHandle", nullptr, [&](const auto&) { (void)import(); }},
-      {"cuMemSetAccess", nullptr, [&](const auto&) { (void)import(); }},
-      {"cuMemUnmap", [&] { return *import(); }, let_go},
-      {"cuMemCreate", nullptr, [&](const auto&) { (void)memory->MakePool(0, kMiB); }},
+      {"cuIpcOpenMemHandle", nullptr, [&](const auto&) { (void)memory->OpenLegacy(0, handle); },
+       "opening a CUDA IPC handle"},
+      {"cuPointerGetAttribute", nullptr, [&](const auto&) { (void)memory->OpenLegacy(0, handle); },
+       "asking for the size of a block"},
+      {"cuIpcCloseMemHandle", [&] { return Open(memory.get(), 0, handle); }, let_go,
+       "closing a CUDA IPC handle"},
+      {"cuMemImportFromShareableHandle", nullptr, [&](const auto&) { (void)import(); },
+       "mapping imported memory of cuMemCreate"},
+      {"cuMemSetAccess", nullptr, [&](const auto&) { (void)import(); },
+       "mapping imported memory of cuMemCreate"},
+      {"cuMemUnmap", [&] { return *import(); }, let_go, "unmapping memory of cuMemCreate"},
+      {"cuMemCreate", nullptr, [&](const auto&) { (void)memory->MakePool(0, kMiB); },
+       "making a pool"},
       {"cuMemExportToShareableHandle", nullptr,
-       [&](const auto&) { (void)memory->MakePool(0, kMiB); }},
-      {"cuMemAlloc", nullptr, [&](const auto&) { (void)memory->MakeBuffer(0, kMiB); }},
-      {"cuMemFree", [&] { return Held(*memory->MakeBuffer(0, kMiB)); }, let_go},
+       [&](const auto&) { (void)memory->MakePool(0, kMiB); }, "making a pool"},
+      {"cuMemAlloc", nullptr, [&](const auto&) { (void)memory->MakeBuffer(0, kMiB); },
+       "making a buffer"},
+      {"cuMemFree", [&] { return Held(*memory->MakeBuffer(0, kMiB)); }, let_go, "freeing a buffer"},
   }));
   INFO(hanging.call);
   Held held = hanging.before == nullptr ? nullptr : hanging.before();
@@ -419,6 +427,7 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
   thread.join();
   CHECK(lost.code() == absl::StatusCode::kDeadlineExceeded);
   CHECK_THAT(std::string(lost.message()), Contains("device 0 (" + memory->devices()[0].uuid) &&
+                                              Contains(hanging.what) &&
                                               Contains("did not return within 200 ms"));
 }
 
