@@ -51,6 +51,9 @@ absl::Status CheckHello(const Hello& hello) {
     return Error(absl::StatusCode::kInvalidArgument, "rank: {} is not in 0..{}", hello.rank(),
                  hello.world_size() - 1);
   }
+  if (hello.pid() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "pid: {} is negative", hello.pid());
+  }
   return CheckMillis(hello.wait_ms(), "wait_ms").status();
 }
 
@@ -369,6 +372,7 @@ void Node::Ready(MemberId member, const v1::Ready& ready) {
 }
 
 void Node::Ack(MemberId member, const v1::Ack& ack) {
+  if (ack.part() < 0) return;  // of no part, as any other that was not handed out
   MemberEvent(member, AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
 }
 

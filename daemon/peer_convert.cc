@@ -1543,6 +1543,7 @@ absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t mes
 }
 
 absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
+                                                    const PeerBounds& bounds,
                                                     int64_t message_bytes) {
   if (const auto* layout = std::get_if<PeerLayout>(&report)) {
     return LayoutToWire(*layout, message_bytes);
@@ -1571,8 +1572,11 @@ absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
   REFITD_RETURN_IF_ERROR(
       CheckSize(static_cast<int64_t>(messages[0].ByteSizeLong()) + kEnvelopeBytes, message_bytes,
                 "a report"));
+  if (messages[0].has_attach()) {
+    REFITD_RETURN_IF_ERROR(ReportOf(messages[0].attach()).status());
+  }
   if (messages[0].has_call()) {
-    REFITD_RETURN_IF_ERROR(ReportOf(messages[0].call(), PeerBounds()).status());
+    REFITD_RETURN_IF_ERROR(ReportOf(messages[0].call(), bounds).status());
   }
   return messages;
 }

@@ -62,8 +62,10 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec);
 
 // A layout and a program make several messages, everything else one. Durations are rounded up to
 // milliseconds, texts shortened and made UTF-8. RESOURCE_EXHAUSTED: larger than `message_bytes`;
-// INVALID_ARGUMENT: a call that the other side would refuse to read.
+// INVALID_ARGUMENT: what a client says (a call, an attach) that the other side would refuse to
+// read, which ends the link and with it the leases of all members.
 absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
+                                                    const PeerBounds& bounds,
                                                     int64_t message_bytes);
 absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
                                                    int64_t message_bytes);

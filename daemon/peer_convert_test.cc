@@ -396,7 +396,7 @@ void Fill(Rng& rng, T* value) {
 // ---- what comes out at the other end ----
 
 PeerReport There(const PeerReport& report, ReportDecoder* decoder) {
-  auto messages = ToWire(report, kMessageBytes);
+  auto messages = ToWire(report, kBounds, kMessageBytes);
   REQUIRE(messages.ok());
   std::optional<PeerReport> out;
   for (const v1::PeerMessage& message : *messages) {
@@ -729,7 +729,7 @@ TEST_CASE("A message that the other daemon would not take is an error that names
   bucket.member = MemberId(1);
   bucket.tensors = content.tensors;
   bucket.ranges = content.ranges;
-  const auto report = ToWire(PeerReport(PeerCall{bucket}), kMessageBytes);
+  const auto report = ToWire(PeerReport(PeerCall{bucket}), kBounds, kMessageBytes);
   CHECK(report.status().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(report.status()), Contains("message_bytes"));
 }
@@ -750,9 +750,33 @@ TEST_CASE("A bucket that passes CheckHeaderFits never makes a header that is too
 
 TEST_CASE("A call that makes no sense is refused before it is sent") {
   LeaseSlotEvent lease{CallId(1), MemberId(1), Version(1), Duration(-1'000'000'000)};
-  const auto wire = ToWire(PeerReport(PeerCall{lease}), kMessageBytes);
+  const auto wire = ToWire(PeerReport(PeerCall{lease}), kBounds, kMessageBytes);
   CHECK(wire.status().code() == absl::StatusCode::kInvalidArgument);
   CHECK_THAT(Message(wire.status()), Contains("wait_ms is -1000"));
+}
+
+// It would end the link, and with it the leases of all members of this daemon.
+TEST_CASE("What a client says that the group's bounds forbid is refused before it is sent") {
+  const auto error = [](const PeerReport& report) {
+    const auto wire = ToWire(report, kBounds, kMessageBytes);
+    CHECK(wire.status().code() == absl::StatusCode::kInvalidArgument);
+    return Message(wire.status());
+  };
+  const auto last = static_cast<uint32_t>(kBounds.slots - 1);
+  const auto release = [](uint32_t slot) {
+    return PeerReport(
+        PeerCall{ReleaseSlotEvent{CallId(1), MemberId(1), SlotGrant{SlotIndex(slot), GrantId(1)}}});
+  };
+  CHECK(ToWire(release(last), kBounds, kMessageBytes).ok());
+  CHECK_THAT(error(release(last + 1)), Contains("slot is 4"));
+  TrainerIdentity trainer;
+  trainer.world_size = 1;
+  CHECK(ToWire(PeerReport(PeerAttach{MemberId(1), trainer}), kBounds, kMessageBytes).ok());
+  trainer.pid = -1;
+  CHECK_THAT(error(PeerAttach{MemberId(1), trainer}), Contains("pid is -1"));
+  trainer.pid = 0;
+  trainer.world_size = kMaxTrainerRanks + 1;
+  CHECK_THAT(error(PeerAttach{MemberId(1), trainer}), Contains("world_size is"));
 }
 
 // ---- layouts ----
@@ -769,7 +793,7 @@ PeerLayout Rows(MemberId member, int64_t rows) {
 
 TEST_CASE("A layout of 20,000 pieces arrives in chunks, without its addresses") {
   const PeerLayout layout = Rows(MemberId(5), 20'000);
-  const auto messages = ToWire(PeerReport(layout), kMinPeerMessageBytes);
+  const auto messages = ToWire(PeerReport(layout), kBounds, kMinPeerMessageBytes);
   REQUIRE(messages.ok());
   CHECK(messages->size() > 4);
   ReportDecoder decoder(kBounds);
@@ -792,9 +816,10 @@ TEST_CASE("A layout of 20,000 pieces arrives in chunks, without its addresses") 
 TEST_CASE(
     "Chunks of another member's layout in between are refused; a member that goes takes its "
     "chunks along") {
-  const auto one = ToWire(PeerReport(Rows(MemberId(1), 20'000)), kMinPeerMessageBytes);
-  const auto two = ToWire(PeerReport(Rows(MemberId(2), 20'000)), kMinPeerMessageBytes);
-  const auto gone = ToWire(PeerReport(PeerGone{MemberId(1), "died"}), kMinPeerMessageBytes);
+  const auto one = ToWire(PeerReport(Rows(MemberId(1), 20'000)), kBounds, kMinPeerMessageBytes);
+  const auto two = ToWire(PeerReport(Rows(MemberId(2), 20'000)), kBounds, kMinPeerMessageBytes);
+  const auto gone =
+      ToWire(PeerReport(PeerGone{MemberId(1), "died"}), kBounds, kMinPeerMessageBytes);
   ReportDecoder decoder(kBounds);
   REQUIRE(decoder.Decode(one->front()).ok());
   CHECK_THAT(Message(decoder.Decode(two->front()).status()), Contains("layout.member is 2"));
@@ -807,7 +832,7 @@ TEST_CASE("A layout whose structure is wrong is refused") {
     const auto messages =
         ToWire(PeerReport(PeerLayout{MemberId(1), std::make_shared<const Layout>(std::move(layout)),
                                      CallId(2)}),
-               kMessageBytes);
+               kBounds, kMessageBytes);
     ReportDecoder decoder(kBounds);
     const auto decoded = decoder.Decode(messages->front());
     CHECK(decoded.status().code() == absl::StatusCode::kInvalidArgument);
@@ -830,7 +855,7 @@ TEST_CASE("A layout that names an element twice arrives as one that no destinati
   overlap.pieces[1].box.offset[0] = 0;
   const auto messages = ToWire(
       PeerReport(PeerLayout{MemberId(1), std::make_shared<const Layout>(overlap), CallId(2)}),
-      kMessageBytes);
+      kBounds, kMessageBytes);
   ReportDecoder decoder(kBounds);
   const auto decoded = decoder.Decode(messages->front());
   REQUIRE(decoded.ok());

@@ -104,12 +104,15 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
 
   absl::Status Send(const PeerReport& report) {
     int64_t message_bytes = 0;
+    PeerBounds bounds;
     {
       MutexLock lock(&mutex_);
       REFITD_RETURN_IF_ERROR(CheckOpen());
       message_bytes = message_bytes_;
+      bounds = bounds_;
     }
-    REFITD_ASSIGN_OR_RETURN(std::vector<v1::PeerMessage> messages, ToWire(report, message_bytes));
+    REFITD_ASSIGN_OR_RETURN(std::vector<v1::PeerMessage> messages,
+                            ToWire(report, bounds, message_bytes));
     std::vector<size_t> sizes;
     size_t total = 0;
     for (const v1::PeerMessage& message : messages) {
@@ -210,13 +213,15 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
       REFITD_ASSIGN_OR_RETURN(const auto accepted, AcceptedFromWire(answer_));
       const LinkUp& up = accepted.first;
       order_.emplace(up.incarnation);
-      decoder_.emplace(PeerBounds{up.spec.slots, up.spec.slot_bytes});
+      const PeerBounds bounds{up.spec.slots, up.spec.slot_bytes};
+      decoder_.emplace(bounds);
       {
         MutexLock lock(&mutex_);
         if (ended_ || closing_) return absl::OkStatus();
         up_ = true;
         incarnation_ = up.incarnation;
         message_bytes_ = accepted.second;
+        bounds_ = bounds;
       }
       join_alarm_.Cancel();
       callbacks_.on_up(up);
@@ -290,6 +295,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   std::optional<absl::Status> reason_ ABSL_GUARDED_BY(mutex_);  // why this side ended it
   uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // that the coordinator takes
+  PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);          // of the group
   bool up_ ABSL_GUARDED_BY(mutex_) = false;
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   bool writes_done_ ABSL_GUARDED_BY(mutex_) = false;

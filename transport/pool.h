@@ -67,7 +67,7 @@ class SlotLedger {
   // Leases whose time is up, each told once. They stay their holders': a late packer must not write
   // into a slot that is somebody else's by then.
   std::vector<std::pair<MemberId, SlotGrant>> Overdue(TimePoint now);
-  // What is leased now stays its holders', without a limit of time: nobody waits for it.
+  // What is leased now stays its holders', without a limit of time: never overdue.
   void EndLimits();
   // When the next lease's time is up.
   std::optional<TimePoint> NextExpiry() const;

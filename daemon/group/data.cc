@@ -383,15 +383,28 @@ void Group::Impl::FinishBucket(const Bucket& bucket) {
 
 // ---- parts ----
 
+PartContent Group::Impl::WithoutSlot(PartContent content) {
+  content.byte_offsets.clear();
+  content.bytes = 0;
+  for (const TensorRange& range : content.ranges) {
+    content.bytes += range.count * ElementBytes(content.tensors[range.tensor].dtype);
+  }
+  return content;
+}
+
 // In order, so that the part that is delivered next never waits for a slot that a later one has.
 void Group::Impl::StartParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
   for (; update->next_start < update->end_part(); ++update->next_start) {
     Part& part = update->part(update->next_start);
-    // Whoever needed it may have been evicted since the bucket was cut.
-    if (!part.slot.has_value() && !part.content->byte_offsets.empty() && NeedsSlot(*part.bucket)) {
-      part.slot = ledger.Grant();
-      if (!part.slot.has_value()) return;
+    if (!part.slot.has_value() && !part.content->byte_offsets.empty()) {
+      if (NeedsSlot(*part.bucket)) {
+        part.slot = ledger.Grant();
+        if (!part.slot.has_value()) return;
+      } else {
+        // Whoever needed it was evicted since the bucket was cut: it goes directly.
+        part.content = std::make_shared<const PartContent>(WithoutSlot(*part.content));
+      }
     }
     StartPart(&part);
   }

@@ -417,13 +417,14 @@ struct SendPrepare {
   Duration remaining{};
   int64_t tensor_count = 0;
 };
-// One staged part for one engine rank; tensors by index into the part's tensors.
+// What a part of a bucket carries, through a slot or directly.
 struct PartContent {
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;    // ranges[i].tensor == i
   std::vector<int64_t> byte_offsets;  // from the slot's start; empty if there is no slot
-  int64_t bytes = 0;
+  int64_t bytes = 0;  // with a slot: the end of what is packed in it; else what is carried
 };
+// One staged part for one engine rank.
 struct SendPart {
   MemberId member;
   UpdateId update;

@@ -1122,6 +1122,38 @@ TEST_CASE("an abort between the parts of a bucket leaves its engines dirty until
   CHECK(g.Instance("tp").state == "clean");
 }
 
+TEST_CASE("parts cut for a staged engine go directly when it dies before they start") {
+  TestGroup g(SpecOf(1, 1, 2));
+  const std::vector<TensorSpec> model = {Bytes("a", 3000), Bytes("b", 10), Bytes("c", 17'000)};
+  const MemberId t = g.AttachTrainer();
+  g.Registered("r", model);
+  const MemberId s = g.Staged("s", model);
+  g.Begin(t, 1);
+  g.ReadyAll();
+  g.Push(t, 1, 0, model);
+  REQUIRE(g.running.size() == 2);
+  CHECK(g.running[0].transfer.fill_slot.has_value());
+  CHECK_FALSE(g.running[0].transfer.content->byte_offsets.empty());
+  g.FinishAll();
+  CHECK(g.running.empty());  // nobody acknowledges
+  g.Lose(s);
+  REQUIRE(g.running.size() > 1);
+  for (const auto& running : g.running) {
+    const PartContent& content = *running.transfer.content;
+    CHECK_FALSE(running.transfer.fill_slot.has_value());
+    CHECK(content.byte_offsets.empty());
+    int64_t carried = 0;  // one byte an element
+    for (const TensorRange& range : content.ranges) carried += range.count;
+    CHECK(content.bytes == carried);
+  }
+  g.Settle();
+  const CallId commit = g.Commit(t, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Instance("r").state == "clean");
+  CHECK(g.FreeSlots() == 2);
+}
+
 TEST_CASE("an engine that dies between the parts of a bucket is released after the last of them") {
   InParts g;
   const CallId commit = g.Commit(g.trainer, 1, 1);

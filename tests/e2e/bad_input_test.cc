@@ -512,6 +512,7 @@ TEST_CASE("a hello that is malformed or disagrees is refused by field and value"
   trainer([](auto* h) { h->set_rank(1); }, kInvalid, {"rank", "1"});
   trainer([](auto* h) { h->set_rank(-1); }, kInvalid, {"rank", "-1"});
   trainer([](auto* h) { h->set_world_size(0); }, kInvalid, {"world_size", "0"});
+  trainer([](auto* h) { h->set_pid(-1); }, kInvalid, {"pid", "-1"});
   trainer([](auto* h) { h->set_wait_ms(-5); }, kInvalid, {"wait_ms", "-5"});
   trainer([](auto* h) { h->set_client(std::string(129, 'c')); }, kInvalid, {"client", "129"});
   trainer([](auto* h) { h->mutable_spec()->set_trainer_ranks(0); }, kInvalid,

@@ -501,10 +501,20 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
   SECTION("a world size that the instance does not have") {
     CHECK_FALSE(attach(b, In(Registered("near", spec, 1, 2), a)).ok());
   }
+  SECTION("an acknowledgement that means nothing") {
+    RawEngine odd(b.Connect(), In(Registered("odd", spec), a));
+    REQUIRE(odd.attached().ok());
+    REQUIRE(odd.Ack(1, -1));
+    REQUIRE(odd.Ack(1, 7));
+    REQUIRE(Eventually([&] { return a.Group("g").instances_size() == 3; }));
+  }
   // All the same as before, and at work.
   REQUIRE(Eventually([&] { return a.Group("g").instances_size() == 2; }));
   Pusher pusher(b, In(RawTrainer::Hello("g", spec), a), model);
   REQUIRE(pusher.trainer.attached().ok());
+  // A slot that other groups may have.
+  CheckRefused(pusher.trainer.ReleaseSlot(spec.slots(), 1).status, StatusCode::INVALID_ARGUMENT,
+               {"slot is 4"});
   InstallTogether({&pusher}, 1, BytesOf(model, 1), Source::kRegion);
   for (Holder* holder : {&near, &far}) {
     RequireCommitted(&holder->engine(), 1);
@@ -578,6 +588,34 @@ TEST_CASE("a member that waits for a group here gets none that another daemon co
   INFO(ended.error_message());
   CHECK(!ended.ok());
   CHECK(a.Group("g").instances_size() == 1);
+}
+
+TEST_CASE("a staged engine that dies with parts waiting for its slots costs its daemon no link") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 4096, 2);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
+  auto staged = std::make_unique<RawEngine>(b.Connect(), In(Staged("staged", spec, &model), a));
+  REQUIRE(staged->attached().ok());
+  staged->Hold(/*ready=*/false, /*ack=*/true);
+  RawTrainer trainer(b.Connect(), In(RawTrainer::Hello("g", spec), a));
+  REQUIRE(trainer.attached().ok());
+  REQUIRE_OK(trainer.Begin(1));
+  const std::vector<std::string> bytes = BytesOf(model, 1);
+  auto pushed = std::async(std::launch::async, [&] {
+    return trainer.Push(1, InlineBucket(model, bytes, 0, true)).status;
+  });
+  REQUIRE(staged->AwaitPart(1));
+  staged.reset();
+  REQUIRE(pushed.get().ok());
+  const auto committed = trainer.Commit(1, 1);
+  REQUIRE_OK(committed);
+  for (const v1::InstanceResult& instance : committed.response.instances()) {
+    CHECK(instance.committed() == (instance.instance() == "far"));
+  }
+  RequireCommitted(&far.engine(), 1);
+  CHECK(far.Difference(model, bytes) == "");
 }
 
 TEST_CASE("a joined daemon answers for updates it took part in and sends operators on") {

@@ -26,7 +26,7 @@ void FuzzOne(const v1::PeerMessage& message) {
   }
   (void)decoder.Decode(message);  // also behind itself
   if (!first->has_value()) return;
-  const auto sent = ToWire(**first, kMessageBytes);
+  const auto sent = ToWire(**first, kBounds, kMessageBytes);
   if (!sent.ok()) {
     REFITD_CHECK(sent.status().code() == absl::StatusCode::kResourceExhausted);
     return;
@@ -39,7 +39,7 @@ void FuzzOne(const v1::PeerMessage& message) {
     second = *std::move(decoded);
   }
   REFITD_CHECK(second.has_value());
-  const auto again = ToWire(*second, kMessageBytes);
+  const auto again = ToWire(*second, kBounds, kMessageBytes);
   REFITD_CHECK(again.ok() && again->size() == sent->size());
   for (size_t i = 0; i < sent->size(); ++i) {
     REFITD_CHECK((*again)[i].SerializeAsString() == (*sent)[i].SerializeAsString());

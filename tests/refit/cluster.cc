@@ -385,7 +385,7 @@ void Cluster::On(int, const SendCommand& a) {
 
 void Cluster::On(int daemon, const SendReport& a) {
   Daemon& d = *daemons_[static_cast<size_t>(daemon)];
-  auto messages = ToWire(a.report, kMessageBytes);
+  auto messages = ToWire(a.report, PeerBounds{spec_.slots, spec_.slot_bytes}, kMessageBytes);
   REFITD_CHECK(messages.ok());
   for (const v1::PeerMessage& message : *messages) {
     auto report = d.reports->Decode(message);

@@ -639,6 +639,33 @@ void World::On(int, int, const LogLine&) {}
 
 // ---- links ----
 
+namespace {
+
+constexpr int64_t kMessageBytes = 8 << 20;
+
+// Whether the other daemon would read it: what it refuses ends the link, and with it the leases of
+// all members.
+absl::Status Read(const PeerCommand& command, const PeerBounds& bounds) {
+  REFITD_ASSIGN_OR_RETURN(const auto answers, ToWire(command, kMessageBytes));
+  CommandDecoder decoder(bounds);
+  for (const auto& answer : answers) REFITD_RETURN_IF_ERROR(decoder.Decode(answer).status());
+  return absl::OkStatus();
+}
+
+absl::Status Read(const PeerReport& report, const PeerBounds& bounds) {
+  REFITD_ASSIGN_OR_RETURN(const auto messages, ToWire(report, bounds, kMessageBytes));
+  ReportDecoder decoder(bounds);
+  for (const auto& message : messages) REFITD_RETURN_IF_ERROR(decoder.Decode(message).status());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+PeerBounds World::BoundsOf(int g) const {
+  const GroupSpec& spec = groups_[static_cast<size_t>(g)].spec;
+  return {spec.slots, spec.slot_bytes};
+}
+
 TimePoint World::BlockedUntil(int a, int b) const {
   return blocked_[static_cast<size_t>(a)][static_cast<size_t>(b)];
 }
@@ -666,6 +693,10 @@ void World::On(int d, int g, const SendCommand& a) {
     return;
   }
   if (!link->c_open) return;
+  if (const absl::Status read = Read(a.command, BoundsOf(g)); !read.ok()) {
+    return Violate("P8",
+                   fmt::format("d{} g{}: a command would end the link: {}", d, g, Message(read)));
+  }
   if (const auto* header = std::get_if<PeerHeader>(&a.command);
       header != nullptr && header->wired) {
     const auto key = std::make_tuple(g, m->nonce, header->epoch, header->wire_seq);
@@ -722,6 +753,10 @@ void World::On(int d, int g, const SendReport& a) {
       piece.byte_offset = 0;
     }
     layout->layout = std::move(structure);
+  }
+  if (const absl::Status read = Read(*letter.report, BoundsOf(g)); !read.ok()) {
+    return Violate("P8",
+                   fmt::format("d{} g{}: a report would end the link: {}", d, g, Message(read)));
   }
   Post(m->link, false, std::move(letter));
 }
