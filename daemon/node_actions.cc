@@ -245,7 +245,7 @@ bool Node::UsesHostPool(const StartTransfer& start) const {
   return slot && std::any_of(start.staged.begin(), start.staged.end(), on_host);
 }
 
-// Of a daemon that joined, a member is gone at once; what it was to be sent was put off.
+// A joined daemon erases members at once; a transfer that was put off may name some of them still.
 StartTransfer Node::WithoutTheGone(StartTransfer start) const {
   const auto gone = [this](MemberId id)
                         ABSL_NO_THREAD_SAFETY_ANALYSIS { return !members_.contains(id); };

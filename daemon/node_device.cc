@@ -132,6 +132,10 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
       if (made.ok() && !found->device_pools.contains(ordinal)) {
         made = absl::CancelledError("the members on that GPU went away");
       }
+      // Others may be on another.
+      if (absl::IsCancelled(made) && !OnDevice(name, ordinal) && HasDevices(name)) {
+        return MakeWirePool(*found, then);
+      }
       if (made.ok() && !found->wire_ordinal.has_value()) found->wire_ordinal = ordinal;
       Events more;
       then(found, made, &more);

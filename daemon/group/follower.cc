@@ -191,8 +191,8 @@ void Follower::Impl::On(const SlotsMade& e) {
 void Follower::Impl::On(const MemberLost& e) {
   const auto it = members.find(e.member);
   if (it == members.end()) return;
+  worker.MemberLost(e.member, std::move(it->second.layout));
   members.erase(it);
-  worker.MemberLost(e.member);
   Report(PeerGone{e.member, e.reason});
   AnswerLayoutsOf(e.member,
                   Error(absl::StatusCode::kUnauthenticated, "the lease ended: {}", e.reason));

@@ -357,6 +357,35 @@ TEST_CASE("a staged rank in host memory was not handed parts whose headers name 
   CHECK_THAT(f.Sent<PeerFailed>()[0].reason, Contains("header did not say"));
 }
 
+// The coordinator's Prepare may cross what tells it of the loss, and it counts on that rank until
+// then.
+TEST_CASE("a rank that died just before Prepare came is planned with what it had") {
+  Fixture f;
+  f.AttachStaged(kStaged);  // else the daemon would leave with its last member
+  f.Do(SlotsMade{kStaged, absl::OkStatus()});
+  f.Register(kCall);
+  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  PeerPrepare prepare;
+  prepare.update = UpdateId(1);
+  prepare.version = Version(1);
+  prepare.engines = prepare.destinations = {kEngine};
+  prepare.layout_digests = {f.Digest()};
+  f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
+  f.Command(prepare);
+  PeerProgram program;
+  program.update = UpdateId(1);
+  program.program = ProgramId(1);
+  program.destinations = {{0, kEngine}};
+  program.plan = std::make_shared<RoutePlan>();
+  program.replicas = std::make_shared<std::vector<ReplicaShare>>();
+  f.Command(program);
+  REQUIRE(f.Peers<BuildProgram>().size() == 1);
+  const BuildProgram build = f.Peers<BuildProgram>()[0];
+  REQUIRE(build.destinations.size() == 1);
+  REQUIRE(build.destinations[0].layout != nullptr);
+  CHECK(build.destinations[0].layout->Digest() == prepare.layout_digests[0]);
+}
+
 // Evicted while the program was made, it may register what it likes: the plan is of what it had.
 TEST_CASE("a program was bound to what an evicted engine registered after Prepare") {
   Fixture f;

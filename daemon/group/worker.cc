@@ -7,6 +7,12 @@
 #include "transport/base/status.h"
 
 namespace refitd {
+namespace {
+
+// Layouts are large, and engines may die in numbers while no update begins.
+constexpr size_t kMaxLostLayouts = 16;
+
+}  // namespace
 
 Worker::Worker(Callbacks callbacks, Duration wire_limit)
     : callbacks_(std::move(callbacks)), wire_limit_(wire_limit) {}
@@ -21,6 +27,13 @@ Worker::Update* Worker::FindLocal(UpdateId local) {
     if (update.local == local) return &update;
   }
   return nullptr;
+}
+
+void Worker::MemberLost(MemberId member, std::shared_ptr<const Layout> layout) {
+  lost_.insert(member);
+  if (layout != nullptr && lost_layouts_.size() < kMaxLostLayouts) {
+    lost_layouts_.emplace(member, std::move(layout));
+  }
 }
 
 // ---- an update ----
@@ -39,6 +52,10 @@ void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out
   for (size_t d = 0; d < command.destinations.size(); ++d) {
     const MemberId member = command.destinations[d];
     layouts.push_back(callbacks_.layout(member));
+    // Said before the coordinator heard of the loss: the plan counts on it, until it is evicted.
+    if (const auto lost = lost_layouts_.find(member); lost != lost_layouts_.end()) {
+      layouts.back() = lost->second;
+    }
     labels.push_back(fmt::format("member {}", member));
   }
   if (index_ == nullptr || index_layouts_ != layouts) {
@@ -66,6 +83,7 @@ void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out
   }
   update.index = index_;
   updates_.emplace(command.update, std::move(update));
+  lost_layouts_.clear();
 }
 
 void Worker::Handle(const PeerUpdateEnded& command, TimePoint, const Output& out) {

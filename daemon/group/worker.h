@@ -75,7 +75,7 @@ class Worker {
   struct Callbacks {
     // For the executor; unique in the daemon.
     std::function<UpdateId()> next_update;
-    // Null: not of this daemon, lost, or staged.
+    // That it registered last. Null: not of this daemon, lost, or staged.
     std::function<std::shared_ptr<const Layout>(MemberId)> layout;
     // The trainer's bucket, by its call; null if it is gone.
     std::function<const BucketEvent*(CallId)> bucket;
@@ -115,8 +115,9 @@ class Worker {
   void Handle(const WireWaits& event, const Output& out);
   void Handle(const WireWanted& event, const Output& out);
 
-  // Nothing new touches its memory; what runs holds its mappings.
-  void MemberLost(MemberId member) { lost_.insert(member); }
+  // Nothing new touches its memory; what runs holds its mappings. `layout`: what it had, where the
+  // coordinator's next Prepare may name it still.
+  void MemberLost(MemberId member, std::shared_ptr<const Layout> layout = nullptr);
   // The coordinator is lost: nothing new is started, epochs are closed, the wire is given back.
   void AbandonAll(TimePoint now, const Output& out);
 
@@ -205,6 +206,7 @@ class Worker {
   const Duration wire_limit_;
   std::map<UpdateId, Update> updates_;
   std::set<MemberId> lost_;
+  std::map<MemberId, std::shared_ptr<const Layout>> lost_layouts_;  // since the last Prepare
   std::optional<EpochId> epoch_;
   std::string_view epoch_state_;
   int epoch_rank_ = 0;

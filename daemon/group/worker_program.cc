@@ -69,8 +69,8 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
   ReportBuilt(update, status, out);
 }
 
-// As it was at Prepare: an engine that left meanwhile, or was evicted and registered anew, is
-// planned with that, and left out when the program runs. Null: it had none then.
+// As it was at Prepare: an engine that left since, or was evicted and registered anew, is planned
+// with that, and left out when the program runs. Null: this daemon knew of none then.
 std::shared_ptr<const Layout> Worker::DestinationLayout(const Update& update, MemberId member) {
   const auto& prepared = update.index->destinations();
   for (size_t d = 0; d < std::min(prepared.size(), update.destinations.size()); ++d) {

@@ -2201,7 +2201,9 @@ TEST_CASE(
   TwoDaemons daemons;
   const Model model = PlainModel(2, 8, 8);
   DeviceEngine near(&daemons.near, 0, model, "near");
-  auto far = std::make_unique<DeviceEngine>(&daemons.far, 1, model, "far", &daemons.near);
+  // Slots are made on the lowest GPU of a member: the one that goes may be alone on it.
+  const size_t gpu = GENERATE(size_t{0}, size_t{1});
+  auto far = std::make_unique<DeviceEngine>(&daemons.far, gpu, model, "far", &daemons.near);
   v1::TrainerHello hello = daemons.far.TrainerOn(1);
   hello.set_coordinator(daemons.near.address());
   hello.clear_spec();
