@@ -30,7 +30,7 @@ class CallWatch {
   CallWatch(const CallWatch&) = delete;
   CallWatch& operator=(const CallWatch&) = delete;
 
-  // Nobody looks any more. Not on the thread that watches; once.
+  // Nobody looks any more. Not on the thread that watches.
   void Stop();
 
   // A call of the driver about a device, or several in a row, as long as it lives.

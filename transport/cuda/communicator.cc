@@ -681,10 +681,6 @@ absl::StatusOr<std::unique_ptr<Communicator>> Communicators::Create(
   return begun;
 }
 
-void Communicators::Post(const std::string& what, std::function<void()> call) {
-  Thread()->Post(what, Clock::now() + options_.clean_up, std::move(call));
-}
-
 std::vector<CommunicatorStatus> Communicators::Describe() const {
   std::vector<CommunicatorStatus> all;
   MutexLock lock(&mutex_);

@@ -22,8 +22,8 @@
 // collective that does not end, and calls Abort.
 //
 // Thread-safe. Calls block their caller until their deadline at the latest: never under the node's
-// mutex, never on a gRPC thread. Windows are made and given back, and communicators made and
-// closed, while the devices are idle: NCCL allocates and maps memory then, which waits for them.
+// mutex, never on a gRPC thread. Where windows are made or given back, or communicators made or
+// closed, NCCL allocates and maps memory, which may wait for whatever the devices are at.
 #ifndef REFITD_TRANSPORT_CUDA_COMMUNICATOR_H_
 #define REFITD_TRANSPORT_CUDA_COMMUNICATOR_H_
 
@@ -160,9 +160,6 @@ class Communicators {
   // CommunicatorOptions says. Other errors are NCCL's or the driver's; nothing is left behind.
   absl::StatusOr<std::unique_ptr<Communicator>> Create(const CommunicatorOptions& options,
                                                        Clock::time_point deadline);
-  // Runs `call` behind all calls of NCCL, and tells nobody: for what hangs where a device does,
-  // which is a loss as of a call of NCCL. It owns all that it touches.
-  void Post(const std::string& what, std::function<void()> call);
   // Those that were not destroyed, oldest first.
   std::vector<CommunicatorStatus> Describe() const;
   const NcclApi& api() const { return *api_; }

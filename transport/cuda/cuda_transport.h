@@ -14,9 +14,9 @@
 // Transfers whose pieces are all in host memory go to the host transport given. A transfer may read
 // host memory and write device memory; into host memory from a device: UNIMPLEMENTED.
 //
-// Threads: one a device issues work, in order of submission; one a device waits for it (P7 for
-// communicators to come); one plans, and one looks after the calls of the driver that planning
-// makes.
+// Threads: one a device issues work, in order of submission; one a device waits for it; one issues
+// broadcasts (P7), and one waits for those; one plans, and one looks after the calls of the driver
+// that planning makes.
 //
 // P4: the GPUs are lost to this process where an error costs a context (illegal address, ECC), or
 // where a device or such a call does not end within `limit` (DEADLINE_EXCEEDED, naming the device).

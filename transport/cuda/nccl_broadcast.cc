@@ -44,6 +44,12 @@ NcclBroadcasts::~NcclBroadcasts() {
     scratch.swap(scratch_);
   }
   Free(std::move(scratch));
+  std::shared_ptr<NcclThread> frees;
+  {
+    MutexLock lock(&mutex_);
+    frees = frees_;
+  }
+  if (frees != nullptr) frees->Stop(Clock::now() + options_.limit);
 }
 
 absl::Status NcclBroadcasts::Can(BroadcastMethod method) const {
@@ -146,12 +152,24 @@ void NcclBroadcasts::LetGo(const CudaRegion& pool) {
   Free(std::move(unused));
 }
 
-// The driver frees memory when its device is done, whoever's that work is. Where it hangs, so does
-// the thread of all calls, which is told as a loss; the memory stays, and nobody else waits (P4).
+// The driver frees memory when its device is done, whoever's that work is: a collective of another
+// group may wait there for a daemon that does not answer. On a thread of its own nobody waits for
+// that (P4, P8); where it hangs, that is told as a loss, and the memory stays.
 void NcclBroadcasts::Free(AllScratch scratch) {
   if (scratch.empty()) return;
   auto freed = std::make_shared<AllScratch>(std::move(scratch));
-  communicators_.Post("giving back scratch of broadcasts", [freed] { freed->clear(); });
+  std::shared_ptr<NcclThread> frees;
+  {
+    MutexLock lock(&mutex_);
+    if (frees_ == nullptr) {
+      frees_ = std::make_shared<NcclThread>(options_.limit,
+                                            std::make_shared<LostContext>(options_.lost));
+      frees_->Start();
+    }
+    frees = frees_;
+  }
+  frees->Post("giving back scratch of broadcasts", Clock::now() + options_.limit,
+              [freed] { freed->clear(); });
 }
 
 void NcclBroadcasts::Close(Clock::time_point deadline) {

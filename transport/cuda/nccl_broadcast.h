@@ -29,6 +29,7 @@
 #include "absl/status/statusor.h"
 #include "transport/base/mutex.h"
 #include "transport/cuda/communicator.h"
+#include "transport/cuda/nccl_thread.h"
 #include "transport/cuda/relay.h"
 #include "transport/cuda/relay_issue.h"
 
@@ -123,6 +124,7 @@ class NcclBroadcasts {
   std::map<std::pair<std::vector<int>, bool>, Held> held_ ABSL_GUARDED_BY(mutex_);
   uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;
   AllScratch scratch_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<NcclThread> frees_ ABSL_GUARDED_BY(mutex_);  // scratch; null: none was yet
 };
 
 }  // namespace refitd

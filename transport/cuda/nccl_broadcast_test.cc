@@ -131,6 +131,7 @@ class Bucket {
     }
   }
 
+  void SlotBytes(int64_t bytes) { relay_.slot_bytes = bytes; }
   void Submit() {
     rig_->relays->Submit(
         relay_, [ended = ended_](const absl::Status& status) { ended->set_value(status); });
@@ -336,6 +337,30 @@ TEST_CASE(
   CHECK(rig.losses == 0);
   rig.Stop();
   CHECK(rig.nccl.Count().lost_windows == 0);
+}
+
+TEST_CASE("a broadcast does not wait for smaller scratch that is given back") {
+  Rig rig(2, kSlotBytes);
+  // In slots that are smaller: so are the halves that it is packed in.
+  Bucket small(&rig, 0, {1}, 0);
+  small.SlotBytes(kSlotBytes / 4);
+  small.Add(100, 0, 10);
+  small.Add(200, 20, 10);
+  small.Submit();
+  REQUIRE(small.Wait().ok());
+  CHECK(small.Arrived());
+  CHECK(rig.cuda.Count().allocations == 1);
+  // As behind another group's collective.
+  rig.cuda.Block("cuMemFree");
+  const auto next = ThreeRuns(&rig, 1);
+  next->Submit();
+  CHECK(next->Wait().ok());
+  CHECK(next->Arrived());
+  CHECK(rig.cuda.Count().blocked_calls == 1);
+  rig.cuda.Block("");
+  rig.Stop();
+  CheckNothingOpen(rig);
+  CHECK(rig.losses == 0);
 }
 
 TEST_CASE("who gives a pool back does not wait for broadcasts of others") {

@@ -40,7 +40,7 @@ class PlanJob {
   virtual void GiveUp(const absl::Status& status) = 0;
 };
 
-// Thread-safe; its threads hold it too.
+// Thread-safe; its thread holds it too.
 class PlanThread : public std::enable_shared_from_this<PlanThread> {
  public:
   using Clock = std::chrono::steady_clock;

@@ -1,5 +1,5 @@
-// Broadcasts through slots: work that spans devices, issued by one thread (P7: communicators will
-// need the same order on every device). Private to transport/cuda/.
+// Broadcasts through slots: work that spans devices, issued by one thread (P7: communicators need
+// the same order on every device). Private to transport/cuda/.
 //
 // A chain: the source's device copies a chunk into the first slot, that device hands it to the
 // next, and so on, by copy engines alone; each hop waits for the one before by an event, so that
