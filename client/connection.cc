@@ -135,6 +135,18 @@ void KeepCallbackThreads() {
   (void)kept;
 }
 
+// What `ask` gives for the stub of the service that the owner calls; it lives until `ask` returns.
+template <typename Ask>
+auto WithStub(const RegionOwner& owner, const std::shared_ptr<grpc::Channel>& channel,
+              const Ask& ask) {
+  if (owner.engine) {
+    const std::unique_ptr<v1::Engine::StubInterface> stub = v1::Engine::NewStub(channel);
+    return ask(stub->async());
+  }
+  const std::unique_ptr<v1::Trainer::StubInterface> stub = v1::Trainer::NewStub(channel);
+  return ask(stub->async());
+}
+
 bool Printable(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return c >= 0x20 && c < 0x7F; });
 }
@@ -276,16 +288,11 @@ absl::StatusOr<RegionId> Connection::RegisterBlock(const RegionSource& source,
   request.mutable_cuda_ipc()->set_gpu_uuid(owner.device);
   request.mutable_cuda_ipc()->set_handle(source.handle);
   request.mutable_cuda_ipc()->set_bytes(source.bytes);
-  const auto ask = [&](auto stub) {
-    using Stub = typename std::remove_pointer_t<decltype(stub->async())>;
+  const auto answer = WithStub(owner, channel_, [&](auto* stub) {
+    using Stub = std::remove_pointer_t<decltype(stub)>;
     return CallAndWait<Stub, v1::RegisterRegionRequest, v1::RegisterRegionResponse>(
-        stub->async(), &Stub::RegisterRegion, request, After(call_margin_ + kDeviceLimit),
-        "RegisterRegion");
-  };
-  const auto answer =
-      owner.engine
-          ? ask(std::unique_ptr<v1::Engine::StubInterface>(v1::Engine::NewStub(channel_)))
-          : ask(std::unique_ptr<v1::Trainer::StubInterface>(v1::Trainer::NewStub(channel_)));
+        stub, &Stub::RegisterRegion, request, After(call_margin_ + kDeviceLimit), "RegisterRegion");
+  });
   if (!answer.ok()) return NameDaemon("RegisterRegion", socket_, answer.status());
   return RegionId(answer->region_id());
 }
@@ -315,7 +322,20 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
   return absl::OkStatus();
 }
 
-void Connection::ReleaseRegion(RegionId id, const RegionSource& source) {
+// Not over the descriptor socket: it has one request at a time, and the daemon may be closing for
+// long.
+void Connection::ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner) {
+  v1::ReleaseRegionRequest request;
+  *request.mutable_lease() = lease();
+  request.set_region_id(wire.value());
+  (void)WithStub(owner, channel_, [&](auto* stub) {
+    using Stub = std::remove_pointer_t<decltype(stub)>;
+    return CallAndWait<Stub, v1::ReleaseRegionRequest, v1::ReleaseRegionResponse>(
+        stub, &Stub::ReleaseRegion, request, After(call_margin_ + kDeviceLimit), "ReleaseRegion");
+  });
+}
+
+void Connection::ReleaseRegion(RegionId id, const RegionSource& source, const RegionOwner& owner) {
   if (!CheckAttached().ok()) return;
   const auto wire = WireRegion(id);
   if (!wire.ok()) return;
@@ -323,14 +343,14 @@ void Connection::ReleaseRegion(RegionId id, const RegionSource& source) {
     MutexLock lock(&mutex_);
     regions_.erase(id.value());
   }
-  DescriptorRequest request;
-  request.kind = DescriptorRequestKind::kReleaseRegion;
-  request.region_id = wire->value();
   // Refused while a layout names it: then the daemon keeps it until the lease ends, which is right.
   // Device memory may be freed by its owner after this: the daemon closes it first, behind what its
   // driver is at.
-  const Duration limit = source.on_device() ? call_margin_ + kDeviceLimit : Duration(kCleanupLimit);
-  (void)descriptors_->Ask(request, -1, After(limit));
+  if (source.on_device()) return ReleaseDeviceRegion(*wire, owner);
+  DescriptorRequest request;
+  request.kind = DescriptorRequestKind::kReleaseRegion;
+  request.region_id = wire->value();
+  (void)descriptors_->Ask(request, -1, After(kCleanupLimit));
 }
 
 absl::StatusOr<RegionId> Connection::WireRegion(RegionId id) {
@@ -506,7 +526,7 @@ void Regions::Gone(RegionId id, const RegionSource& source) {
     regions_.erase(id.value());
     connection = current_;
   }
-  if (connection != nullptr) connection->ReleaseRegion(id, source);
+  if (connection != nullptr) connection->ReleaseRegion(id, source, owner_);
 }
 
 }  // namespace refitd::client

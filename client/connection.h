@@ -94,9 +94,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // `id`. Done before: OK.
   absl::Status RegisterRegion(RegionId id, const RegionSource& source, const RegionOwner& owner,
                               const std::stop_token& stop);
-  // The daemon forgets it. Of device memory it has closed its mapping when this returns, or did not
-  // in the time of a call that opens one.
-  void ReleaseRegion(RegionId id, const RegionSource& source);
+  // The daemon forgets it. Of device memory it has closed its mapping when this returns, unless it
+  // refuses, goes away, or takes longer than call_margin and 30 s. Never on a gRPC thread: it waits
+  // for one.
+  void ReleaseRegion(RegionId id, const RegionSource& source, const RegionOwner& owner);
   // What the daemon calls the region. NOT_FOUND: it does not know it.
   absl::StatusOr<RegionId> WireRegion(RegionId id);
   absl::Status ToWire(v1::Bucket* bucket);
@@ -115,6 +116,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Connection(const ConnectOptions& options, std::string socket);
   absl::Status CheckAttached();
   absl::StatusOr<RegionId> RegisterBlock(const RegionSource& source, const RegionOwner& owner);
+  void ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner);
 
   // Constant after Adopt.
   const std::string socket_;

@@ -4,7 +4,6 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
-#include <poll.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -151,6 +150,9 @@ class ScriptedEngineService final : public v1::Engine::Service {
   explicit ScriptedEngineService(std::function<grpc::Status(Stream*)> script,
                                  std::string descriptors = "/nonexistent/descriptors.sock")
       : script_(std::move(script)), descriptors_(std::move(descriptors)) {}
+  using ReleaseHook =
+      std::function<grpc::Status(grpc::ServerContext*, const v1::ReleaseRegionRequest&)>;
+  void OnRelease(ReleaseHook hook) { release_hook_ = std::move(hook); }
 
  private:
   grpc::Status Attach(grpc::ServerContext*, Stream* stream) override {
@@ -162,8 +164,13 @@ class ScriptedEngineService final : public v1::Engine::Service {
     stream->Write(event);
     return script_(stream);
   }
+  grpc::Status ReleaseRegion(grpc::ServerContext* context, const v1::ReleaseRegionRequest* request,
+                             v1::ReleaseRegionResponse*) override {
+    return release_hook_ ? release_hook_(context, *request) : grpc::Status::OK;
+  }
   const std::function<grpc::Status(Stream*)> script_;
   const std::string descriptors_;
+  ReleaseHook release_hook_;
 };
 
 // A gRPC server on a unix socket in a folder of its own.
@@ -760,23 +767,16 @@ TEST_CASE("a lease that ends while Next takes an event is lost when that is take
   CHECK(engine->weights() == Weights::kInDoubt);
 }
 
-TEST_CASE("device memory that goes waits for the daemon longer than other clean-up does") {
-  std::atomic<bool> released = false;
-  std::atomic<bool> waited = false;
+TEST_CASE("device memory that goes waits for the daemon for long, and holds nobody else up") {
+  std::atomic<uint64_t> released_host = 0;
   const DescriptorPeer peer([&](int fd, int) {
     DescriptorRequest request;
     bool got_fd = false;
-    if (!ReadRequest(fd, &request, &got_fd)) return;
     DescriptorReply reply;
-    reply.region_id = 42;
-    Reply(fd, reply);
-    if (!ReadRequest(fd, &request, &got_fd)) return;
-    released = request.kind == DescriptorRequestKind::kReleaseRegion && request.region_id == 42;
-    // A client that gives up closes the connection.
-    pollfd hangup{fd, 0, 0};
-    constexpr auto kLate = 2 * kCleanupLimit;
-    waited = ::poll(&hangup, 1, static_cast<int>(kLate.count())) == 0;
-    Reply(fd, reply);
+    for (reply.region_id = 42; ReadRequest(fd, &request, &got_fd); ++reply.region_id) {
+      if (request.kind == DescriptorRequestKind::kReleaseRegion) released_host = request.region_id;
+      Reply(fd, reply);
+    }
   });
   ScriptedEngineService service(
       [](ScriptedEngineService::Stream* stream) {
@@ -785,15 +785,46 @@ TEST_CASE("device memory that goes waits for the daemon longer than other clean-
         return grpc::Status::OK;
       },
       peer.path());
+  std::atomic<uint64_t> asked = 0;
+  std::atomic<bool> go_on = false;
+  std::atomic<bool> answered = false;
+  std::atomic<bool> waited = false;
+  service.OnRelease([&](grpc::ServerContext* context, const v1::ReleaseRegionRequest& request) {
+    asked = request.region_id();
+    const auto now = [] { return std::chrono::steady_clock::now(); };
+    const TimePoint late = now() + 2 * kCleanupLimit;
+    const TimePoint deadline = now() + kPatience;
+    while (now() < late || (!go_on && now() < deadline)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    waited = !context->IsCancelled();
+    answered = true;
+    return grpc::Status::OK;
+  });
   const Daemon daemon(&service);
   const auto engine = AttachEngine(daemon);
   constexpr int64_t kBytes = 4'096;
   auto region = engine->AddCudaRegion(UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC)), kBytes);
   INFO(region.status());
   REQUIRE(region.ok());
-  region->reset();
-  CHECK(released);
+  std::atomic<bool> gone_after_answer = false;
+  std::thread going([&] {
+    region->reset();
+    gone_after_answer = answered.load();
+  });
+  const TimePoint deadline = std::chrono::steady_clock::now() + kPatience;
+  while (asked == 0 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  CHECK(asked == 42);
+  auto host = engine->NewRegion(kBytes);
+  CHECK_FALSE(answered);
+  go_on = true;
+  going.join();
   CHECK(waited);
+  CHECK(gone_after_answer);
+  INFO(host.status());
+  REQUIRE(host.ok());
+  host->reset();
+  CHECK(released_host == 43);
 }
 
 // ---- attaching again ----

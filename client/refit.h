@@ -150,7 +150,8 @@ enum { REFIT_CUDA_IPC_HANDLE_BYTES = 64 }; /* of a cudaIpcMemHandle_t */
 char* refit_region_data(const refit_region* region);    /* NULL for NULL and on a GPU */
 int64_t refit_region_bytes(const refit_region* region); /* 0 for NULL */
 /* A push under way keeps the region alive by itself. The last free of a region on a GPU waits until
- * the daemon has closed the memory, for up to call_margin_ms and 30 s. */
+ * the daemon has closed the memory, for up to call_margin_ms and 30 s, in which this member's other
+ * calls go on. Not from a callback. */
 void refit_region_free(refit_region* region);
 
 /* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */

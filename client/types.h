@@ -85,9 +85,10 @@ inline constexpr size_t kCudaIpcHandleBytes = 64;
 // long as the region, and while a registered layout names it as long as the trainer or engine: CUDA
 // does not define what a free before the daemon closed it does. The destructor therefore waits for
 // that, behind whatever the daemon's driver is at, for up to call_margin and 30 s; of host memory
-// for up to 1 s. Nothing orders CUDA's streams and this library's calls: synchronise the streams
-// that wrote the weights before Push, Refit and Commit; an engine synchronises its device before
-// Ready, and may start work again when it has Committed or Aborted.
+// for up to 1 s, once the member's requests before it on the descriptor socket are answered.
+// Nothing orders CUDA's streams and this library's calls: synchronise the streams that wrote the
+// weights before Push, Refit and Commit; an engine synchronises its device before Ready, and may
+// start work again when it has Committed or Aborted.
 class Region {
  public:
   virtual ~Region() = default;
