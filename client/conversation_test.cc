@@ -10,6 +10,7 @@
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <set>
 #include <string>
 #include <thread>
@@ -30,6 +31,7 @@ namespace {
 
 constexpr std::chrono::seconds kPatience(30);  // of the test: never reached where all is well
 constexpr int kWindow = 4;
+constexpr uint64_t kRegion = 42;  // what daemons call a trainer's block
 
 void FillWelcome(v1::Welcome* welcome) {
   welcome->mutable_lease()->set_token(std::string(16, 't'));
@@ -79,6 +81,16 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
     FillWelcome(event.mutable_welcome());
     stream->Write(event);
     while (stream->Read(&message)) Note(message.has_detach() ? "detach" : "message");
+    return grpc::Status::OK;
+  }
+  grpc::Status RegisterRegion(grpc::ServerContext*, const v1::RegisterRegionRequest*,
+                              v1::RegisterRegionResponse* response) override {
+    response->set_region_id(kRegion);
+    return grpc::Status::OK;
+  }
+  grpc::Status ReleaseRegion(grpc::ServerContext*, const v1::ReleaseRegionRequest* request,
+                             v1::ReleaseRegionResponse*) override {
+    Note("release " + std::to_string(request->region_id()));
     return grpc::Status::OK;
   }
   grpc::Status Begin(grpc::ServerContext*, const v1::BeginRequest* request,
@@ -341,6 +353,55 @@ TEST_CASE("an update that goes without Commit aborts, a committed one does not")
   } else {
     CHECK(EventuallyContains(&service, "abort"));
   }
+}
+
+std::shared_ptr<Region> AddBlock(Trainer* trainer) {
+  auto region = trainer->AddCudaRegion(CudaIpcBlock{std::string(kCudaIpcHandleBytes, 'h'), 4'096});
+  INFO(region.status());
+  REQUIRE(region.ok());
+  return *std::move(region);
+}
+
+Bucket BucketIn(const std::shared_ptr<Region>& region) {
+  return Bucket::Packed({{"a", DType::kFloat32, {1}}}, region, 0);
+}
+
+TEST_CASE("a region on a GPU that was pushed is released by its owner, who may free it then") {
+  ScriptedTrainerService service;
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  std::shared_ptr<Region> region = AddBlock(trainer.get());
+  auto update = trainer->Begin({.version = Version(1)});
+  REQUIRE(update.ok());
+  SECTION("by Push") { REQUIRE((*update)->Push(BucketIn(region)).ok()); }
+  SECTION("by PushAsync and Flush") {
+    (*update)->PushAsync(BucketIn(region), nullptr);
+    REQUIRE((*update)->Flush().ok());
+  }
+  CHECK_FALSE(Contains(service.calls(), "release"));
+  region.reset();
+  CHECK(service.calls().back() == "release 42");
+}
+
+TEST_CASE("a callback that does not return keeps no region beyond its update") {
+  ScriptedTrainerService service;
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  std::shared_ptr<Region> region = AddBlock(trainer.get());
+  auto update = trainer->Begin({.version = Version(1)});
+  REQUIRE(update.ok());
+  const auto called = std::make_shared<std::promise<void>>();
+  std::promise<void> go_on;
+  (*update)->PushAsync(BucketIn(region), [called, wait = go_on.get_future().share()](auto) {
+    called->set_value();
+    wait.wait_for(kPatience);
+  });
+  REQUIRE(called->get_future().wait_for(kPatience) == std::future_status::ready);
+  update->reset();
+  CHECK_FALSE(Contains(service.calls(), "release"));
+  region.reset();
+  CHECK(Contains(service.calls(), "release 42"));
+  go_on.set_value();
 }
 
 TEST_CASE("after the lease ended calls say why, without asking the daemon") {

@@ -149,9 +149,9 @@ enum { REFIT_CUDA_IPC_HANDLE_BYTES = 64 }; /* of a cudaIpcMemHandle_t */
 
 char* refit_region_data(const refit_region* region);    /* NULL for NULL and on a GPU */
 int64_t refit_region_bytes(const refit_region* region); /* 0 for NULL */
-/* A push under way keeps the region alive by itself. The last free of a region on a GPU waits until
- * the daemon has closed the memory, for up to call_margin_ms and 30 s, in which this member's other
- * calls go on. Not from a callback. */
+/* An asynchronous push keeps the region alive by itself. The last free of a region on a GPU waits
+ * until the daemon has closed the memory, for up to call_margin_ms and 30 s, in which this member's
+ * other calls go on. Not from a callback. */
 void refit_region_free(refit_region* region);
 
 /* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */
@@ -270,13 +270,16 @@ typedef struct refit_bucket {
 #define REFIT_BUCKET_INIT \
   { .struct_size = sizeof(refit_bucket) }
 
-/* Hands the bucket over and waits until its source is no longer read. */
+/* Hands the bucket over and waits until its source is no longer read; its region is then the
+ * caller's alone again. */
 refit_status refit_update_push(refit_update* update, const refit_bucket* bucket);
 /* The same without waiting; blocks only while the daemon's limit of unanswered buckets is reached.
  * `done` (may be NULL) runs once, on a thread of the library, and must not use the update;
  * `message` is valid in the call only. `bucket` and what it points to may go when the function
  * returns, except the source. The status is of the arguments only: all else goes to `done`, and to
- * commit. */
+ * commit. The bucket's region stays known to the daemon, though it is freed, until the next push
+ * after `done` ran, flush, commit, refit or refit_update_free(): the first of them waits as
+ * refit_region_free() does, and memory of a GPU may be freed after it. */
 typedef void (*refit_done)(void* argument, refit_status status, const char* message);
 refit_status refit_update_push_async(refit_update* update, const refit_bucket* bucket,
                                      refit_done done, void* argument);

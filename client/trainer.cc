@@ -171,13 +171,20 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
   }
   // Until no push is unanswered; false: `deadline` passed before.
   bool WaitAnswered(TimePoint deadline) {
+    {
+      MutexLock lock(&mutex_);
+      while (!calls_.empty()) {
+        if (!cond_.WaitUntil(&mutex_, deadline) && !calls_.empty()) return false;
+      }
+    }
+    DropRetired();
+    return true;
+  }
+  // Lets go of the sources of answered pushes. Waits where it is the last to hold one (Region).
+  void DropRetired() {
     std::vector<std::shared_ptr<Region>> retired;  // goes after the lock
     MutexLock lock(&mutex_);
-    while (!calls_.empty()) {
-      if (!cond_.WaitUntil(&mutex_, deadline) && !calls_.empty()) return false;
-    }
     retired.swap(retired_);
-    return true;
   }
   void Cancel() {
     std::vector<std::shared_ptr<grpc::ClientContext>> contexts;
@@ -223,8 +230,8 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
   int64_t next_seq_ ABSL_GUARDED_BY(mutex_) = 0;
   std::set<int64_t> holes_ ABSL_GUARDED_BY(mutex_);   // refused: the next buckets take these first
   absl::Status first_error_ ABSL_GUARDED_BY(mutex_);  // of an asynchronous push
-  // Sources of answered pushes: a region that goes asks the daemon to release it, and gRPC's
-  // threads do not wait for that. At most window_ of them, until the next push or the end.
+  // Sources of answered pushes: a region that goes waits until the daemon has released it, which
+  // must not be on gRPC's threads. At most window_ of them, until DropRetired.
   std::vector<std::shared_ptr<Region>> retired_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -244,9 +251,8 @@ absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request
 }
 
 absl::StatusOr<Pushes::Ticket> Pushes::EnterWindow(int64_t inline_bytes) {
-  std::vector<std::shared_ptr<Region>> retired;  // goes after the lock
+  DropRetired();
   MutexLock lock(&mutex_);
-  retired.swap(retired_);
   while (calls_.size() >= window_ ||
          (!calls_.empty() && inline_bytes_ + inline_bytes > kMaxInlineBytesInFlight)) {
     if (cond_.WaitUntil(&mutex_, deadline_)) continue;
@@ -357,7 +363,9 @@ class UpdateImpl final : public Update {
     // Answers come once the daemon no longer reads; then no callback is left to run.
     if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
     pushes_->Cancel();
-    pushes_->WaitAnswered(After(kCleanupLimit));
+    if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
+    // A callback does not return. What was answered goes now, not later on its thread.
+    pushes_->DropRetired();
   }
 
   Version version() const override { return version_; }
@@ -407,14 +415,20 @@ absl::Status UpdateImpl::Push(Bucket bucket) {
     answer->cond.NotifyAll();
   };
   REFITD_RETURN_IF_ERROR(pushes_->Start(std::move(bucket), /*keep_error=*/false, &done));
-  MutexLock lock(&answer->mutex);
-  while (!answer->status) {
-    if (answer->cond.WaitUntil(&answer->mutex, call_deadline_ + kCleanupLimit)) continue;
-    if (answer->status) break;
-    return Error(absl::StatusCode::kDeadlineExceeded,
-                 "push for version {}: no answer from the daemon", version_);
+  absl::Status status;
+  {
+    MutexLock lock(&answer->mutex);
+    while (!answer->status) {
+      if (answer->cond.WaitUntil(&answer->mutex, call_deadline_ + kCleanupLimit)) continue;
+      if (answer->status) break;
+      return Error(absl::StatusCode::kDeadlineExceeded,
+                   "push for version {}: no answer from the daemon", version_);
+    }
+    status = *answer->status;
   }
-  return *answer->status;
+  // P8: from now on the caller alone holds the source, and frees it when its Region has gone.
+  pushes_->DropRetired();
+  return status;
 }
 
 void UpdateImpl::PushAsync(Bucket bucket, std::function<void(absl::Status)> done) {

@@ -131,11 +131,15 @@ class Update {
   virtual int instances() const = 0;
   virtual int leasable_slots() const = 0;  // that this rank may hold at a time
 
-  // Hands a bucket over and waits until its source is no longer read.
+  // Hands a bucket over and waits until its source is no longer read; its region is then the
+  // caller's alone again.
   virtual absl::Status Push(Bucket bucket) = 0;
   // The same without waiting for the end; blocks only while Limits.outstanding_buckets are
-  // unanswered. `done` runs once, on a client thread, and must not call into this object. An error
-  // is also kept and returned by Commit.
+  // unanswered. `done` runs once, on a client thread, and must not call into this object, wait for
+  // long, or be the last to hold a region. An error is also kept and returned by Commit. The
+  // bucket's region stays known to the daemon, though its owner lets go of it, until the next push
+  // after `done` ran, Flush, Commit, Refit, or this object's end: the first of them waits as
+  // ~Region does.
   virtual void PushAsync(Bucket bucket, std::function<void(absl::Status)> done) = 0;
   // Waits until every PushAsync was answered; the first error of any.
   virtual absl::Status Flush() = 0;
