@@ -4,8 +4,7 @@
 //  - Events keep their order. At most kMaxQueuedEvents wait for PopFront: beyond that the stream is
 //    not read, and the daemon's own writes stop by flow control.
 //  - An event counts as left until PopFront: whoever finds the stream exhausted knows that what
-//  came
-//    of every event is visible too.
+//    came of every event is visible too.
 //  - At most kMaxQueuedMessages answers wait to be written; beyond that Send refuses.
 //  - The stream owns itself until gRPC is done with it, so its holder may let go at any time.
 //

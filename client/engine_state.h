@@ -15,7 +15,7 @@
 //   Ready, Failed      lease lost     Lost           kInDoubt, for good (P2: it never guesses)
 //   Idle               lease lost     Lost           unchanged
 //   Lost               attached again Idle           unchanged: only what is good is reported as
-//   held
+//                                                    held
 // Outstanding parts outlive the update: their slots are the daemon's again only when acknowledged.
 //
 // Not thread-safe.
