@@ -15,7 +15,7 @@
  *
  * Handles are freed by exactly one call of the function named with them; NULL is allowed there and
  * does nothing. Free what came from a trainer or engine (regions, slots, updates) before or after
- * it, in any order.
+ * it, in any order; only regions on a GPU whose memory is freed too must go first (see regions).
  *
  * Threads. A refit_trainer and a refit_engine may be used from any threads at once, but only one
  * thread should answer an engine's events. A refit_update, a refit_slot and a refit_region are used
@@ -141,9 +141,16 @@ typedef struct refit_connect_options {
  * In host memory, by refit_..._new_region(), or on the GPU of refit_connect_options.device, by
  * refit_..._add_cuda_block() and refit_..._add_cuda_vmm(). Memory of a GPU stays its owner's: it
  * must stay allocated as long as the region, and while a registered layout names it as long as the
- * trainer or engine. Nothing orders CUDA's streams and these calls: synchronise the streams that
- * wrote the weights before a push, refit or commit; an engine synchronises its device before
- * refit_engine_ready(). */
+ * trainer or engine.
+ *
+ * Only a region that is freed before its trainer or engine, and that no registered layout names,
+ * waits until the daemon has closed the memory. After them, or after the lease ended, the daemon
+ * closes it when it comes to it, which nothing here tells. Whoever frees memory of a GPU therefore
+ * registers a layout without it, frees its regions, then the memory, and the trainer or engine
+ * last; else the memory stays allocated to the end of the process.
+ *
+ * Nothing orders CUDA's streams and these calls: synchronise the streams that wrote the weights
+ * before a push, refit or commit; an engine synchronises its device before refit_engine_ready(). */
 
 enum { REFIT_CUDA_IPC_HANDLE_BYTES = 64 }; /* of a cudaIpcMemHandle_t */
 

@@ -86,6 +86,13 @@ inline constexpr size_t kCudaIpcHandleBytes = 64;
 // does not define what a free before the daemon closed it does. The destructor therefore waits for
 // that, behind whatever the daemon's driver is at, for up to call_margin and 30 s; of host memory
 // for up to 1 s, once the member's requests before it on the descriptor socket are answered.
+//
+// Only a region that goes before its trainer or engine, and that no registered layout names, waits
+// so. After them, or after the lease ended, the destructor returns at once, and the daemon closes
+// the memory when it comes to it, which nothing here tells. Who frees device memory therefore
+// registers a layout without it, lets go of its regions, frees it, and destroys the trainer or
+// engine last; else the memory stays allocated to the end of this process.
+//
 // Nothing orders CUDA's streams and this library's calls: synchronise the streams that wrote the
 // weights before Push, Refit and Commit; an engine synchronises its device before Ready, and may
 // start work again when it has Committed or Aborted.
