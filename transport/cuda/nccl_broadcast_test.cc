@@ -356,7 +356,7 @@ TEST_CASE("a broadcast does not wait for smaller scratch that is given back") {
   next->Submit();
   CHECK(next->Wait().ok());
   CHECK(next->Arrived());
-  CHECK(rig.cuda.Count().blocked_calls == 1);
+  CHECK(Eventually([&] { return rig.cuda.Count().blocked_calls == 1; }));
   rig.cuda.Block("");
   rig.Stop();
   CheckNothingOpen(rig);
