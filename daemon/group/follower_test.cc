@@ -357,6 +357,17 @@ TEST_CASE("a staged rank in host memory was not handed parts whose headers name 
   CHECK_THAT(f.Sent<PeerFailed>()[0].reason, Contains("header did not say"));
 }
 
+// A program of update 1 with this rank as its one destination, and no moves.
+PeerProgram MovesTo(MemberId engine) {
+  PeerProgram program;
+  program.update = UpdateId(1);
+  program.program = ProgramId(1);
+  program.destinations = {{0, engine}};
+  program.plan = std::make_shared<RoutePlan>();
+  program.replicas = std::make_shared<std::vector<ReplicaShare>>();
+  return program;
+}
+
 // The coordinator's Prepare may cross what tells it of the loss, and it counts on that rank until
 // then.
 TEST_CASE("a rank that died just before Prepare came is planned with what it had") {
@@ -372,13 +383,7 @@ TEST_CASE("a rank that died just before Prepare came is planned with what it had
   prepare.layout_digests = {f.Digest()};
   f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
   f.Command(prepare);
-  PeerProgram program;
-  program.update = UpdateId(1);
-  program.program = ProgramId(1);
-  program.destinations = {{0, kEngine}};
-  program.plan = std::make_shared<RoutePlan>();
-  program.replicas = std::make_shared<std::vector<ReplicaShare>>();
-  f.Command(program);
+  f.Command(MovesTo(kEngine));
   REQUIRE(f.Peers<BuildProgram>().size() == 1);
   const BuildProgram build = f.Peers<BuildProgram>()[0];
   REQUIRE(build.destinations.size() == 1);
@@ -398,19 +403,13 @@ TEST_CASE("a program was bound to what an evicted engine registered after Prepar
   prepare.engines = prepare.destinations = {kEngine};
   prepare.layout_digests = {digest};
   f.Command(prepare);
-  PeerProgram program;
-  program.update = UpdateId(1);
-  program.program = ProgramId(1);
-  program.destinations = {{0, kEngine}};
-  program.plan = std::make_shared<RoutePlan>();
-  program.replicas = std::make_shared<std::vector<ReplicaShare>>();
   const bool built_before = GENERATE(false, true);
-  if (built_before) f.Command(program);
+  if (built_before) f.Command(MovesTo(kEngine));
   f.Command(PeerAborted{kEngine, Version(1), "evicted", false});
   f.Register(CallId(4), "another");
   f.Command(PeerReply{CallId(4), absl::OkStatus(), EmptyReply{}});
   CHECK(f.Digest() != digest);
-  if (!built_before) f.Command(program);
+  if (!built_before) f.Command(MovesTo(kEngine));
   REQUIRE(f.Peers<BuildProgram>().size() == 1);
   const BuildProgram build = f.Peers<BuildProgram>()[0];
   REQUIRE(build.destinations.size() == 1);
