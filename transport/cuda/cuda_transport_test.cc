@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "transport/base/status.h"
+#include "transport/cuda/eventually.h"
 #include "transport/cuda/fake_cuda.h"
 #include "transport/cuda/fake_nccl.h"
 #include "transport/cuda/nccl.h"
@@ -38,7 +39,6 @@ TEST_CASE("where CUDA is not compiled in there is no transport for it, and that 
 
 using Catch::Matchers::Contains;
 constexpr uint64_t kSeed = 4711;
-constexpr auto kWait = std::chrono::seconds(30);
 
 // Blocks of another process, as the fake plays it.
 class FakeExporter : public Exporter {
@@ -138,16 +138,6 @@ ReadbackJob JobOf(const Transfer& transfer, const TransferResult& result) {
   }
   job.keep_alive = transfer.keep_alive;
   return job;
-}
-
-template <typename Condition>
-bool Eventually(Condition condition) {
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::yield();
-  }
-  return true;
 }
 
 void CheckNothingOpen(const FakeCuda& fake) {

@@ -15,6 +15,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "transport/cuda/eventually.h"
 #include "transport/cuda/fake_cuda.h"
 #endif
 
@@ -47,16 +48,6 @@ std::shared_ptr<const CudaRegion> Open(CudaMemory* memory, int device, const std
   INFO(region.status().ToString());
   REQUIRE(region.ok());
   return *std::move(region);
-}
-
-bool Eventually(const std::function<bool()>& condition) {
-  constexpr std::chrono::seconds kDeadline{30};
-  const auto deadline = std::chrono::steady_clock::now() + kDeadline;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  return true;
 }
 
 // Nothing but what the process keeps (contexts).

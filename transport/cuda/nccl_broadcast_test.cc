@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/cuda/eventually.h"
 #include "transport/cuda/fake_cuda.h"
 #include "transport/cuda/fake_nccl.h"
 #include "transport/cuda/nccl.h"
@@ -31,7 +32,6 @@ TEST_CASE("where CUDA is not compiled in nothing is broadcast by NCCL") { SUCCEE
 #else
 
 constexpr uint64_t kSeed = 815;
-constexpr auto kWait = std::chrono::seconds(30);
 constexpr int64_t kSlotBytes = 8192;
 constexpr int64_t kSourceBytes = 64 << 10;
 constexpr int kSlots = 16;
@@ -40,15 +40,6 @@ using Random = std::mt19937_64;
 
 int64_t Pick(Random* random, int64_t least, int64_t most) {
   return std::uniform_int_distribution<int64_t>(least, most)(*random);
-}
-
-bool Eventually(const std::function<bool()>& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::yield();
-  }
-  return true;
 }
 
 // Bytes on each device to broadcast, a pool of slots there, and what broadcasts between them.

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/cuda/eventually.h"
 #include "transport/cuda/fake_cuda.h"
 #include "transport/cuda/fake_nccl.h"
 #include "transport/cuda/nccl.h"
@@ -34,7 +35,6 @@ TEST_CASE("where CUDA is not compiled in there is no wire over it") {
 #else
 
 using Catch::Matchers::Contains;
-constexpr auto kWait = std::chrono::seconds(30);
 constexpr Duration kPlenty = std::chrono::seconds(20);  // only a failing test reaches it
 constexpr Duration kShort = std::chrono::milliseconds(30);
 constexpr int64_t kBytes = 1 << 16;
@@ -52,15 +52,6 @@ struct Outcome {
     return future.get();
   }
 };
-
-bool Eventually(const std::function<bool()>& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + kWait;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::yield();
-  }
-  return true;
-}
 
 // As many daemons as ranks, each with a wire on a device of its own and a slot there.
 class Daemons {
