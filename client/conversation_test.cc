@@ -355,52 +355,51 @@ TEST_CASE("an update that goes without Commit aborts, a committed one does not")
   }
 }
 
-std::shared_ptr<Region> AddBlock(Trainer* trainer) {
-  auto region = trainer->AddCudaRegion(CudaIpcBlock{std::string(kCudaIpcHandleBytes, 'h'), 4'096});
-  INFO(region.status());
-  REQUIRE(region.ok());
-  return *std::move(region);
-}
+// A trainer with a block on a GPU, and an update to push it in.
+struct BlockPusher {
+  BlockPusher() {
+    auto added = trainer->AddCudaRegion(CudaIpcBlock{std::string(kCudaIpcHandleBytes, 'h'), 4'096});
+    INFO(added.status());
+    REQUIRE(added.ok());
+    region = *std::move(added);
+    auto begun = trainer->Begin({.version = Version(1)});
+    REQUIRE(begun.ok());
+    update = *std::move(begun);
+  }
+  Bucket bucket() const { return Bucket::Packed({{"a", DType::kFloat32, {1}}}, region, 0); }
 
-Bucket BucketIn(const std::shared_ptr<Region>& region) {
-  return Bucket::Packed({{"a", DType::kFloat32, {1}}}, region, 0);
-}
+  ScriptedTrainerService service;
+  const Daemon daemon{&service};
+  const std::unique_ptr<Trainer> trainer = AttachTrainer(daemon);
+  std::shared_ptr<Region> region;
+  std::unique_ptr<Update> update;
+};
 
 TEST_CASE("a region on a GPU that was pushed is released by its owner, who may free it then") {
-  ScriptedTrainerService service;
-  const Daemon daemon(&service);
-  const auto trainer = AttachTrainer(daemon);
-  std::shared_ptr<Region> region = AddBlock(trainer.get());
-  auto update = trainer->Begin({.version = Version(1)});
-  REQUIRE(update.ok());
-  SECTION("by Push") { REQUIRE((*update)->Push(BucketIn(region)).ok()); }
+  BlockPusher p;
+  SECTION("by Push") { REQUIRE(p.update->Push(p.bucket()).ok()); }
   SECTION("by PushAsync and Flush") {
-    (*update)->PushAsync(BucketIn(region), nullptr);
-    REQUIRE((*update)->Flush().ok());
+    p.update->PushAsync(p.bucket(), nullptr);
+    REQUIRE(p.update->Flush().ok());
   }
-  CHECK_FALSE(Contains(service.calls(), "release"));
-  region.reset();
-  CHECK(service.calls().back() == "release 42");
+  CHECK_FALSE(Contains(p.service.calls(), "release"));
+  p.region.reset();
+  CHECK(p.service.calls().back() == "release 42");
 }
 
 TEST_CASE("a callback that does not return keeps no region beyond its update") {
-  ScriptedTrainerService service;
-  const Daemon daemon(&service);
-  const auto trainer = AttachTrainer(daemon);
-  std::shared_ptr<Region> region = AddBlock(trainer.get());
-  auto update = trainer->Begin({.version = Version(1)});
-  REQUIRE(update.ok());
+  BlockPusher p;
   const auto called = std::make_shared<std::promise<void>>();
   std::promise<void> go_on;
-  (*update)->PushAsync(BucketIn(region), [called, wait = go_on.get_future().share()](auto) {
+  p.update->PushAsync(p.bucket(), [called, wait = go_on.get_future().share()](auto) {
     called->set_value();
     wait.wait_for(kPatience);
   });
   REQUIRE(called->get_future().wait_for(kPatience) == std::future_status::ready);
-  update->reset();
-  CHECK_FALSE(Contains(service.calls(), "release"));
-  region.reset();
-  CHECK(Contains(service.calls(), "release 42"));
+  p.update.reset();
+  CHECK_FALSE(Contains(p.service.calls(), "release"));
+  p.region.reset();
+  CHECK(Contains(p.service.calls(), "release 42"));
   go_on.set_value();
 }
 

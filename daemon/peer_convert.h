@@ -46,6 +46,7 @@ struct PeerBounds {
   int slots = kMaxSlots;
   int64_t slot_bytes = kMaxTensorBytes;
 };
+inline PeerBounds BoundsOf(const GroupSpec& spec) { return {spec.slots, spec.slot_bytes}; }
 
 // ---- the first message of either side ----
 

@@ -213,7 +213,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
       REFITD_ASSIGN_OR_RETURN(const auto accepted, AcceptedFromWire(answer_));
       const LinkUp& up = accepted.first;
       order_.emplace(up.incarnation);
-      const PeerBounds bounds{up.spec.slots, up.spec.slot_bytes};
+      const PeerBounds bounds = BoundsOf(up.spec);
       decoder_.emplace(bounds);
       {
         MutexLock lock(&mutex_);

@@ -19,13 +19,11 @@
 #include <thread>
 #include <utility>
 
+#include "transport/base/eventually.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 
 namespace refitd {
-
-// Far longer than anything here takes; only a failing test reaches it.
-inline constexpr std::chrono::seconds kTestDeadline{30};
 
 // A folder of its own under /tmp (socket paths are short), removed at the end.
 class TempFolder {
@@ -43,17 +41,6 @@ class TempFolder {
  private:
   std::string path_;
 };
-
-// Looks until `condition` holds; false: not before the deadline.
-inline bool Eventually(const std::function<bool()>& condition) {
-  const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
-    // The processor is for those who are waited for.
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
-}
 
 // A child that runs `body` and then waits to be killed; dies with this process at the latest.
 class ChildProcess {

@@ -11,6 +11,21 @@ absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
 }
 
+int64_t CarriedBytes(const PartContent& content) {
+  int64_t bytes = 0;
+  for (const TensorRange& range : content.ranges) {
+    bytes += range.count * ElementBytes(content.tensors[range.tensor].dtype);
+  }
+  return bytes;
+}
+
+// The same, as it goes directly.
+PartContent WithoutSlot(PartContent content) {
+  content.byte_offsets.clear();
+  content.bytes = CarriedBytes(content);
+  return content;
+}
+
 }  // namespace
 
 absl::Status Group::Impl::NotOpen(Version wanted) const {
@@ -383,15 +398,6 @@ void Group::Impl::FinishBucket(const Bucket& bucket) {
 
 // ---- parts ----
 
-PartContent Group::Impl::WithoutSlot(PartContent content) {
-  content.byte_offsets.clear();
-  content.bytes = 0;
-  for (const TensorRange& range : content.ranges) {
-    content.bytes += range.count * ElementBytes(content.tensors[range.tensor].dtype);
-  }
-  return content;
-}
-
 // In order, so that the part that is delivered next never waits for a slot that a later one has.
 void Group::Impl::StartParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
@@ -479,10 +485,7 @@ void Group::Impl::On(const TransferDone& e) {
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
-  int64_t bytes = 0;
-  for (const TensorRange& range : part.content->ranges) {
-    bytes += range.count * ElementBytes(part.content->tensors[range.tensor].dtype);
-  }
+  const int64_t bytes = CarriedBytes(*part.content);
   update->moved_bytes += bytes;
   part.bucket->bytes_by_method[static_cast<size_t>(e.broadcast)] += bytes;
   bucket_log.AddBytes(e.broadcast, bytes);

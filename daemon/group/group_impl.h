@@ -232,8 +232,6 @@ struct Group::Impl {
   // Its bytes pass through a slot: for staged ranks, to another daemon, or by a broadcast.
   bool NeedsSlot(const Bucket& bucket) const;
   void StartParts();
-  // The same, as it goes directly.
-  static PartContent WithoutSlot(PartContent content);
   void StartPart(Part* part);
   void GiveBackIfUnread(Part* part);
   void SendParts();

@@ -181,7 +181,7 @@ class Worker {
   void BindOrBuild(Update* update, const Output& out);
   absl::Status Bind(const Update& update, std::shared_ptr<const NodeProgram> node_program,
                     std::shared_ptr<const BoundProgram>* bound) const;
-  static std::shared_ptr<const Layout> DestinationLayout(const Update& update, MemberId member);
+  static std::shared_ptr<const Layout> DestinationLayout(const Update& update, size_t d);
   void Build(const Update& update, const Output& out);
   void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);

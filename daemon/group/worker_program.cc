@@ -71,12 +71,9 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
 
 // As it was at Prepare: an engine that left since, or was evicted and registered anew, is planned
 // with that, and left out when the program runs. Null: this daemon knew of none then.
-std::shared_ptr<const Layout> Worker::DestinationLayout(const Update& update, MemberId member) {
+std::shared_ptr<const Layout> Worker::DestinationLayout(const Update& update, size_t d) {
   const auto& prepared = update.index->destinations();
-  for (size_t d = 0; d < std::min(prepared.size(), update.destinations.size()); ++d) {
-    if (update.destinations[d] == member) return prepared[d];
-  }
-  return nullptr;
+  return d < prepared.size() ? prepared[d] : nullptr;
 }
 
 // `bound` may hold an earlier binding: it stays if nothing moved. FAILED_PRECONDITION: the node
@@ -93,9 +90,8 @@ absl::Status Worker::Bind(const Update& update, std::shared_ptr<const NodeProgra
                                     std::vector<std::shared_ptr<const Layout>>* layouts) {
     if (!SameRanks(known, wanted)) return absl::FailedPreconditionError("other ranks");
     for (size_t i = 0; i < wanted.size(); ++i) {
-      std::shared_ptr<const Layout> layout = destination
-                                                 ? DestinationLayout(update, wanted[i].member)
-                                                 : callbacks_.layout(wanted[i].member);
+      std::shared_ptr<const Layout> layout =
+          destination ? DestinationLayout(update, i) : callbacks_.layout(wanted[i].member);
       if (layout == nullptr && destination) layout = known[i].layout;  // lost: it is left out
       if (layout == nullptr) {
         return Error(absl::StatusCode::kUnavailable, "member {} left", wanted[i].member);
@@ -137,8 +133,9 @@ void Worker::Build(const Update& update, const Output& out) {
     build.sources.push_back({.rank = m.rank, .layout = callbacks_.layout(m.member)});
     build.source_members.push_back(m.member);
   }
-  for (const PlanMember& m : job.command.destinations) {
-    build.destinations.push_back({.rank = m.rank, .layout = DestinationLayout(update, m.member)});
+  for (size_t d = 0; d < job.command.destinations.size(); ++d) {
+    const PlanMember& m = job.command.destinations[d];
+    build.destinations.push_back({.rank = m.rank, .layout = DestinationLayout(update, d)});
     build.destination_members.push_back(m.member);
   }
   out.actions->push_back(PeerAction(std::move(build)));

@@ -58,7 +58,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     MutexLock lock(&mutex_);
     if (ended_ || order_.has_value()) return;
     order_.emplace(up.incarnation);
-    bounds_ = {up.spec.slots, up.spec.slot_bytes};
+    bounds_ = BoundsOf(up.spec);
     incarnation_ = up.incarnation;
     if (static_cast<int64_t>(bytes) > peer_message_bytes_) {
       return EndLocked(Error(StatusCode::kResourceExhausted,

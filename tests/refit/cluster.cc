@@ -74,7 +74,7 @@ Cluster::Cluster(int daemons, GroupSpec spec, GroupLimits limits, TransferFaults
     options.coordinator_address = "daemon-0";
     options.next_update = [this] { return UpdateId(++updates_); };
     daemon->machine = std::make_unique<Follower>(std::move(options));
-    const PeerBounds bounds{spec_.slots, spec_.slot_bytes};
+    const PeerBounds bounds = BoundsOf(spec_);
     daemon->reports = std::make_unique<ReportDecoder>(bounds);
     daemon->commands = std::make_unique<CommandDecoder>(bounds);
     Feed(0, NodeJoined{daemon->node, fmt::format("daemon-{}", d), "here"});
@@ -385,7 +385,7 @@ void Cluster::On(int, const SendCommand& a) {
 
 void Cluster::On(int daemon, const SendReport& a) {
   Daemon& d = *daemons_[static_cast<size_t>(daemon)];
-  auto messages = ToWire(a.report, PeerBounds{spec_.slots, spec_.slot_bytes}, kMessageBytes);
+  auto messages = ToWire(a.report, BoundsOf(spec_), kMessageBytes);
   REFITD_CHECK(messages.ok());
   for (const v1::PeerMessage& message : *messages) {
     auto report = d.reports->Decode(message);

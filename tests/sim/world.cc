@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <tuple>
 
+#include "daemon/peer_convert.h"
 #include "tests/sim/describe.h"
 #include "transport/base/status.h"
 
@@ -661,11 +662,6 @@ absl::Status Read(const PeerReport& report, const PeerBounds& bounds) {
 
 }  // namespace
 
-PeerBounds World::BoundsOf(int g) const {
-  const GroupSpec& spec = groups_[static_cast<size_t>(g)].spec;
-  return {spec.slots, spec.slot_bytes};
-}
-
 TimePoint World::BlockedUntil(int a, int b) const {
   return blocked_[static_cast<size_t>(a)][static_cast<size_t>(b)];
 }
@@ -693,7 +689,7 @@ void World::On(int d, int g, const SendCommand& a) {
     return;
   }
   if (!link->c_open) return;
-  if (const absl::Status read = Read(a.command, BoundsOf(g)); !read.ok()) {
+  if (const absl::Status read = Read(a.command, BoundsOf(GroupOf(g).spec)); !read.ok()) {
     return Violate("P8",
                    fmt::format("d{} g{}: a command would end the link: {}", d, g, Message(read)));
   }
@@ -754,7 +750,7 @@ void World::On(int d, int g, const SendReport& a) {
     }
     layout->layout = std::move(structure);
   }
-  if (const absl::Status read = Read(*letter.report, BoundsOf(g)); !read.ok()) {
+  if (const absl::Status read = Read(*letter.report, BoundsOf(GroupOf(g).spec)); !read.ok()) {
     return Violate("P8",
                    fmt::format("d{} g{}: a report would end the link: {}", d, g, Message(read)));
   }

@@ -34,7 +34,6 @@
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
 #include "daemon/group/wire_lock.h"
-#include "daemon/peer_convert.h"
 #include "tests/sim/random.h"
 
 namespace refitd::sim {
@@ -553,7 +552,6 @@ class World {
   void Receive(int link, bool down, const Letter& letter);
   void CloseSide(int link, bool coordinator, bool tell);
   void BreakLink(int link);
-  PeerBounds BoundsOf(int g) const;  // of messages between its daemons
   TimePoint BlockedUntil(int a, int b) const;
 
   // ---- data.cc ----

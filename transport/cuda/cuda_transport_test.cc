@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "transport/base/eventually.h"
 #include "transport/base/status.h"
-#include "transport/cuda/eventually.h"
 #include "transport/cuda/fake_cuda.h"
 #include "transport/cuda/fake_nccl.h"
 #include "transport/cuda/nccl.h"
@@ -105,7 +105,7 @@ struct Outcome {
     return future.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
   }
   Result Wait() {
-    REQUIRE(future.wait_for(kWait) == std::future_status::ready);
+    REQUIRE(future.wait_for(kTestDeadline) == std::future_status::ready);
     return future.get();
   }
 };
@@ -1012,7 +1012,7 @@ TEST_CASE("memory beyond what is kept goes back also while the device has nothin
 
 TEST_CASE("many transfers that each end in time are not late because they wait for one another") {
   Rng random(kSeed + 13);
-  Setup setup({.limit = kWait, .lost = {}});
+  Setup setup({.limit = kTestDeadline, .lost = {}});
   World world(setup.exporter(), setup.memory.get(), &random);
   FillSimply(&world, 0, {1});
   const Transfer transfer = world.OnDevices();

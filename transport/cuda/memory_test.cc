@@ -15,7 +15,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include "transport/cuda/eventually.h"
+#include "transport/base/eventually.h"
 #include "transport/cuda/fake_cuda.h"
 #endif
 

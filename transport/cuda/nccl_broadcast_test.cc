@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/cuda/eventually.h"
+#include "transport/base/eventually.h"
 #include "transport/cuda/fake_cuda.h"
 #include "transport/cuda/fake_nccl.h"
 #include "transport/cuda/nccl.h"
@@ -73,7 +73,7 @@ class Rig {
   void Stop() {
     if (relays == nullptr) return;
     memory->UnwatchPools(this);
-    relays->Stop(std::chrono::steady_clock::now() + kWait);
+    relays->Stop(std::chrono::steady_clock::now() + kTestDeadline);
     relays = nullptr;
     broadcasts = nullptr;
   }
@@ -128,7 +128,7 @@ class Bucket {
         relay_, [ended = ended_](const absl::Status& status) { ended->set_value(status); });
   }
   absl::Status Wait() {
-    REQUIRE(future_.wait_for(kWait) == std::future_status::ready);
+    REQUIRE(future_.wait_for(kTestDeadline) == std::future_status::ready);
     return future_.get();
   }
   // In every slot: what was added, and zeros.
@@ -356,7 +356,7 @@ TEST_CASE("a broadcast does not wait for smaller scratch that is given back") {
 
 TEST_CASE("who gives a pool back does not wait for broadcasts of others") {
   // A call may take longer than this test has patience.
-  Rig rig(3, kSlotBytes, 8 * kWait);
+  Rig rig(3, kSlotBytes, 8 * kTestDeadline);
   const auto first = ThreeRuns(&rig, 0);
   first->Submit();
   REQUIRE(first->Wait().ok());

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/cuda/eventually.h"
+#include "transport/base/eventually.h"
 #include "transport/cuda/fake_cuda.h"
 #include "transport/cuda/fake_nccl.h"
 #include "transport/cuda/nccl.h"
@@ -48,7 +48,7 @@ struct Outcome {
     return [promise = promise](absl::Status status) { promise->set_value(std::move(status)); };
   }
   absl::Status Wait() {
-    REQUIRE(future.wait_for(kWait) == std::future_status::ready);
+    REQUIRE(future.wait_for(kTestDeadline) == std::future_status::ready);
     return future.get();
   }
 };
@@ -398,7 +398,7 @@ TEST_CASE("what is not open is said so, and not inside the call") {
     promise.set_value(std::this_thread::get_id());
   });
   auto future = promise.get_future();
-  REQUIRE(future.wait_for(kWait) == std::future_status::ready);
+  REQUIRE(future.wait_for(kTestDeadline) == std::future_status::ready);
   CHECK(future.get() != std::this_thread::get_id());
   CHECK(daemons.wires[0]->OpenOn(1, kEpoch, 0, 1).status().code() ==
         absl::StatusCode::kInvalidArgument);

@@ -1,0 +1,26 @@
+// Waiting in tests, with a deadline far longer than anything takes: only a failing test reaches it.
+#ifndef REFITD_TRANSPORT_BASE_EVENTUALLY_H_
+#define REFITD_TRANSPORT_BASE_EVENTUALLY_H_
+
+#include <chrono>
+#include <functional>
+#include <thread>
+
+namespace refitd {
+
+inline constexpr std::chrono::seconds kTestDeadline{30};
+
+// Looks until `condition` holds; false: not before the deadline.
+inline bool Eventually(const std::function<bool()>& condition) {
+  const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    // The processor is for those who are waited for.
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return true;
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_BASE_EVENTUALLY_H_
