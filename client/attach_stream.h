@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -94,6 +95,31 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return done_ ? status_ : absl::OkStatus();
   }
 
+  // Waits for the lease's end; false: it still lives at `deadline`.
+  bool AwaitEnd(TimePoint deadline) {
+    MutexLock lock(&mutex_);
+    return WaitDone(deadline);
+  }
+
+  // Why the call `what` got `answer`, where that is because the lease has ended: the lease's end,
+  // with `what` before it. OK: the lease lives, and the answer is the daemon's own. The stream's
+  // end may come after the answer: it is waited for, up to `limit`, and longer where the answer
+  // says that there is no such lease (UNAUTHENTICATED), since it is certain to come then.
+  absl::Status EndBehind(std::string_view what, const absl::Status& answer, Duration limit) {
+    if (!MayTellOfEnd(answer)) return absl::OkStatus();
+    const bool certain = absl::IsUnauthenticated(answer);
+    if (!AwaitEnd(After(certain ? kCertainEndFactor * limit : limit))) {
+      if (!certain) return absl::OkStatus();
+      return Error(absl::StatusCode::kUnavailable, "{}: the lease ended: daemon at {}: {}", what,
+                   options_.daemon, Message(answer));
+    }
+    const absl::Status end = status();
+    constexpr std::string_view kSaysSo = "the lease ended";
+    const std::string why = Message(end);
+    return Error(end.code(), "{}: {}{}", what,
+                 why.find(kSaysSo) == 0 ? "" : "the lease ended: ", why);
+  }
+
   // Ended, and no event is left.
   bool exhausted() const {
     MutexLock lock(&mutex_);
@@ -122,7 +148,23 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   }
 
  private:
+  static constexpr int kCertainEndFactor = 5;
+
   explicit AttachStream(Options options) : options_(std::move(options)) {}
+
+  // What a call is answered that met the end of its lease, by the daemon or by gRPC.
+  static bool MayTellOfEnd(const absl::Status& answer) {
+    switch (answer.code()) {
+      case absl::StatusCode::kUnauthenticated:
+      case absl::StatusCode::kUnavailable:
+      case absl::StatusCode::kCancelled:
+      case absl::StatusCode::kInternal:
+      case absl::StatusCode::kUnknown:
+        return true;
+      default:
+        return false;
+    }
+  }
 
   void Begin(const std::function<void(grpc::ClientContext*, Reactor*)>& start, Out hello,
              std::shared_ptr<AttachStream> self) {
@@ -219,7 +261,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   }
 
   grpc::ClientContext context_;
-  Options options_;  // set before the call starts, its functions cleared in OnDone
+  Options options_;  // set before the call starts; its functions are cleared in OnDone
   In current_in_;    // gRPC's while a read is outstanding
   Out current_out_;  // gRPC's while a write is outstanding
 

@@ -428,9 +428,17 @@ class Regions::Mapped final : public Region {
 };
 
 absl::StatusOr<std::shared_ptr<Region>> Regions::New(int64_t bytes) {
+  REFITD_ASSIGN_OR_RETURN(UniqueFd memfd, CreateSealedMemfd("refit-region", bytes));
+  return AddMemfd(std::move(memfd), bytes);
+}
+
+absl::StatusOr<std::shared_ptr<Region>> Regions::AddMemfd(UniqueFd memfd, int64_t bytes) {
+  if (!memfd.valid()) {
+    return Error(absl::StatusCode::kInvalidArgument, "the memfd's descriptor is {}", memfd.get());
+  }
   RegionSource source;
   source.bytes = bytes;
-  REFITD_ASSIGN_OR_RETURN(source.fd, CreateSealedMemfd("refit-region", bytes));
+  source.fd = std::move(memfd);
   REFITD_ASSIGN_OR_RETURN(
       std::shared_ptr<HostRegion> memory,
       HostRegion::Map(source.fd, bytes, Access::kReadWrite, /*populate=*/false));

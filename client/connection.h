@@ -142,6 +142,8 @@ class Regions : public std::enable_shared_from_this<Regions> {
   // Known to the current daemon when it is returned; where that one is gone and regions are kept,
   // to the next.
   absl::StatusOr<std::shared_ptr<Region>> New(int64_t bytes);
+  // The same for a memfd of the caller's, mapped here too. Errors: as HostRegion::Map.
+  absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes);
   // The same for device memory. INVALID_ARGUMENT: the handle's or the block's bytes.
   absl::StatusOr<std::shared_ptr<Region>> Add(const CudaIpcBlock& block);
   absl::StatusOr<std::shared_ptr<Region>> Add(UniqueFd vmm, int64_t bytes);

@@ -50,6 +50,13 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
   using PushHook = std::function<grpc::Status(const v1::Bucket&)>;
 
   void OnPush(PushHook hook) { push_hook_ = std::move(hook); }
+  using BeginHook = std::function<grpc::Status(const v1::BeginRequest&, v1::BeginResponse*)>;
+  void OnBegin(BeginHook hook) { begin_hook_ = std::move(hook); }
+  // Of the lease `number`, from 1. Other than OK: the hello is refused so.
+  using WelcomeHook = std::function<grpc::Status(int number, v1::Welcome*)>;
+  void OnWelcome(WelcomeHook hook) { welcome_hook_ = std::move(hook); }
+  using LayoutHook = std::function<grpc::Status()>;
+  void OnLayout(LayoutHook hook) { layout_hook_ = std::move(hook); }
   using RefitHook = std::function<grpc::Status(const v1::RefitRequest&)>;
   void OnRefit(RefitHook hook) { refit_hook_ = std::move(hook); }
   std::vector<std::string> calls() {
@@ -73,12 +80,18 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
       grpc::ServerReaderWriter<v1::TrainerEvent, v1::TrainerMessage>* stream) override {
     v1::TrainerMessage message;
     if (!stream->Read(&message)) return grpc::Status::OK;
+    int number = 0;
     {
       MutexLock lock(&mutex_);
       attach_context_ = context;
+      number = ++attaches_;
     }
     v1::TrainerEvent event;
     FillWelcome(event.mutable_welcome());
+    if (welcome_hook_) {
+      const grpc::Status welcomed = welcome_hook_(number, event.mutable_welcome());
+      if (!welcomed.ok()) return welcomed;
+    }
     stream->Write(event);
     while (stream->Read(&message)) Note(message.has_detach() ? "detach" : "message");
     return grpc::Status::OK;
@@ -100,7 +113,7 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
          (told ? " by " + v1::BroadcastMethod_Name(request->broadcast()) : ""));
     response->set_remaining_ms(30'000);
     response->set_instances(1);
-    return grpc::Status::OK;
+    return begin_hook_ ? begin_hook_(*request, response) : grpc::Status::OK;
   }
   grpc::Status PushBucket(grpc::ServerContext*, const v1::PushBucketRequest* request,
                           v1::PushBucketResponse*) override {
@@ -131,7 +144,7 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
       }
     }
     Note(call);
-    return grpc::Status::OK;
+    return layout_hook_ ? layout_hook_() : grpc::Status::OK;
   }
   grpc::Status Refit(grpc::ServerContext*, const v1::RefitRequest* request,
                      v1::CommitResponse* response) override {
@@ -149,11 +162,15 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
   }
 
   PushHook push_hook_;
+  BeginHook begin_hook_;
+  WelcomeHook welcome_hook_;
+  LayoutHook layout_hook_;
   RefitHook refit_hook_;
   Mutex mutex_;
   std::vector<std::string> calls_ ABSL_GUARDED_BY(mutex_);
   grpc::ServerContext* attach_context_ ABSL_GUARDED_BY(mutex_) = nullptr;
   bool end_lease_ ABSL_GUARDED_BY(mutex_) = false;
+  int attaches_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 class ScriptedEngineService final : public v1::Engine::Service {
@@ -235,6 +252,14 @@ bool EventuallyContains(ScriptedTrainerService* service, const std::string& begi
     std::this_thread::yield();
   }
   return true;
+}
+
+// Without pieces: the scripted peer has no descriptor socket for regions.
+Layout TwoTensors() {
+  Layout layout;
+  layout.tensors = {{"a", DType::kFloat32, {1}}, {"b", DType::kInt8, {2}}};
+  layout.pushed_tensors = {1};
+  return layout;
 }
 
 TEST_CASE("at most the daemon's limit of pushes are unanswered at a time") {
@@ -419,6 +444,260 @@ TEST_CASE("after the lease ended calls say why, without asking the daemon") {
   CHECK_FALSE(Contains(service.calls(), "begin 2"));
 }
 
+TEST_CASE("a version that is begun twice has one Update, which the second Begin leaves alone") {
+  ScriptedTrainerService service;
+  std::atomic<uint64_t> update_id = 7;
+  service.OnBegin([&](const v1::BeginRequest&, v1::BeginResponse* response) {
+    response->set_update_id(update_id);
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  auto first = trainer->Begin({.version = Version(1)});
+  REQUIRE(first.ok());
+  const auto second = trainer->Begin({.version = Version(1)});
+  CHECK(absl::IsAlreadyExists(second.status()));
+  CHECK_THAT(std::string(second.status().message()), Catch::Contains("version 1"));
+  CHECK((*first)->Push(SmallBucket("a")).ok());
+  SECTION("when the first goes the version may be begun again") {
+    first->reset();
+    CHECK(EventuallyContains(&service, "abort"));
+    CHECK(trainer->Begin({.version = Version(1)}).ok());
+  }
+  SECTION("an update that others aborted does not stand in the way of the next") {
+    update_id = 8;
+    CHECK(trainer->Begin({.version = Version(1)}).ok());
+  }
+  SECTION("the first commits") {
+    CHECK((*first)->Commit().ok());
+    CHECK_FALSE(Contains(service.calls(), "abort"));
+  }
+}
+
+// ---- a lease that ends in a call ----
+
+// What a call is told whose lease ends in it.
+struct EndOfLease {
+  std::string told;
+  grpc::Status status;
+};
+std::vector<EndOfLease> EndsOfLeases() {
+  return {{"that there is no such lease",
+           {grpc::StatusCode::UNAUTHENTICATED, "lease.token: no such lease"}},
+          {"that the coordinator is lost",
+           {grpc::StatusCode::UNAVAILABLE, "group g: the coordinator is lost"}}};
+}
+
+std::unique_ptr<Trainer> AttachAgainstLoss(const Daemon& daemon, int world_size = 1) {
+  ConnectOptions connect = daemon.connect();
+  connect.reattach = kPatience;
+  auto trainer = Trainer::Attach({.connect = connect, .world_size = world_size});
+  INFO(trainer.status());
+  REQUIRE(trainer.ok());
+  return *std::move(trainer);
+}
+
+int Count(const std::vector<std::string>& calls, const std::string& call) {
+  return static_cast<int>(std::count(calls.begin(), calls.end(), call));
+}
+
+TEST_CASE("a call of the trainer that meets the end of its lease is made again with the next") {
+  const std::vector<EndOfLease> ends = EndsOfLeases();
+  const EndOfLease end = ends[GENERATE(0, 1)];
+  INFO(end.told);
+  ScriptedTrainerService service;
+  std::atomic<int> tries = 0;
+  const auto first_ends = [&] {
+    if (++tries > 1) return grpc::Status(grpc::Status::OK);
+    service.EndLease();
+    return end.status;
+  };
+  SECTION("Begin") {
+    service.OnBegin([&](const auto&, auto*) { return first_ends(); });
+    const Daemon daemon(&service);
+    const auto trainer = AttachAgainstLoss(daemon);
+    const auto begun = trainer->Begin({.version = Version(1)});
+    INFO(begun.status());
+    REQUIRE(begun.ok());
+    CHECK((*begun)->Commit().ok());
+    CHECK(Count(service.calls(), "begin 1") == 2);
+    CHECK(trainer->reattachments() == 1);
+  }
+  SECTION("Refit") {
+    service.OnRefit([&](const auto&) { return first_ends(); });
+    const Daemon daemon(&service);
+    const auto trainer = AttachAgainstLoss(daemon);
+    REQUIRE(trainer->Register(TwoTensors()).ok());
+    const auto result = trainer->Refit({.version = Version(5)});
+    INFO(result.status());
+    REQUIRE(result.ok());
+    CHECK(result->bytes == 77);
+    // The layout was registered again, in the next generation.
+    CHECK(service.calls().back() == "refit 5 of 2 after 0");
+  }
+  SECTION("Register") {
+    service.OnLayout([&] { return first_ends(); });
+    const Daemon daemon(&service);
+    const auto trainer = AttachAgainstLoss(daemon);
+    const absl::Status registered = trainer->Register(TwoTensors());
+    INFO(registered);
+    CHECK(registered.ok());
+    CHECK(tries == 2);
+  }
+}
+
+TEST_CASE("an update's calls that meet the end of its lease fail and say that it ended") {
+  const std::vector<EndOfLease> ends = EndsOfLeases();
+  const EndOfLease end = ends[GENERATE(0, 1)];
+  const bool reattach = GENERATE(false, true);
+  INFO(end.told << ", reattach " << reattach);
+  ScriptedTrainerService service;
+  service.OnPush([&](const v1::Bucket&) {
+    service.EndLease();
+    return end.status;
+  });
+  const Daemon daemon(&service);
+  const auto trainer = reattach ? AttachAgainstLoss(daemon) : AttachTrainer(daemon);
+  auto update = trainer->Begin({.version = Version(1)});
+  REQUIRE(update.ok());
+  const absl::Status pushed = (*update)->Push(SmallBucket("a"));
+  CHECK(pushed.code() == absl::StatusCode::kCancelled);  // as the scripted lease ends
+  CHECK_THAT(std::string(pushed.message()), Catch::Contains("push: the lease ended"));
+  const absl::Status committed = (*update)->Commit().status();
+  CHECK_THAT(std::string(committed.message()), Catch::Contains("the lease ended"));
+  CHECK_FALSE(absl::IsUnauthenticated(committed));
+}
+
+TEST_CASE("without reattach a call that meets the end of its lease says that it ended") {
+  const std::vector<EndOfLease> ends = EndsOfLeases();
+  const EndOfLease end = ends[GENERATE(0, 1)];
+  INFO(end.told);
+  ScriptedTrainerService service;
+  const auto ends_lease = [&] {
+    service.EndLease();
+    return end.status;
+  };
+  service.OnBegin([&](const auto&, auto*) { return ends_lease(); });
+  service.OnRefit([&](const auto&) { return ends_lease(); });
+  service.OnLayout([&] { return ends_lease(); });
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  absl::Status status;
+  std::string what;
+  SECTION("Begin") {
+    status = trainer->Begin({.version = Version(1)}).status();
+    what = "Begin";
+  }
+  SECTION("Refit") {
+    status = trainer->Refit({.version = Version(1)}).status();
+    what = "Refit";
+  }
+  SECTION("Register") {
+    status = trainer->Register(TwoTensors());
+    what = "RegisterLayout";
+  }
+  CHECK(status.code() == absl::StatusCode::kCancelled);
+  CHECK_THAT(std::string(status.message()), Catch::Contains(what + ": the lease ended"));
+}
+
+TEST_CASE("a Refit that had committed when its lease ended is OK, and is not made again") {
+  ScriptedTrainerService service;
+  service.OnWelcome([](int number, v1::Welcome* welcome) {
+    welcome->set_group_version(number == 1 ? 4 : 5);
+    return grpc::Status::OK;
+  });
+  service.OnRefit([&](const auto&) {
+    service.EndLease();
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "the coordinator is lost");
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachAgainstLoss(daemon);
+  REQUIRE(trainer->Register(TwoTensors()).ok());
+  const auto result = trainer->Refit({.version = Version(5)});
+  INFO(result.status());
+  REQUIRE(result.ok());
+  CHECK(result->version == Version(5));
+  CHECK(result->instances.empty());
+  CHECK(trainer->group_version() == Version(5));
+  CHECK(Count(service.calls(), "refit 5 of 1 after 0") == 1);
+}
+
+TEST_CASE("a Begin among other ranks, who were told of the loss, is ABORTED and opens nothing") {
+  ScriptedTrainerService service;
+  uint64_t next_incarnation = 9;  // as FillWelcome
+  grpc::Status told(grpc::StatusCode::UNAVAILABLE, "the coordinator is lost");
+  bool again = true;
+  SECTION("the group lives on") { again = false; }
+  SECTION("the group is another: its other ranks lost their leases too") { next_incarnation = 10; }
+  SECTION("the daemon had not taken the call up") {
+    told = grpc::Status(grpc::StatusCode::UNAUTHENTICATED, "lease.token: no such lease");
+  }
+  service.OnWelcome([&](int number, v1::Welcome* welcome) {
+    if (number > 1) welcome->mutable_lease()->set_incarnation(next_incarnation);
+    return grpc::Status::OK;
+  });
+  std::atomic<int> tries = 0;
+  service.OnBegin([&](const auto&, auto*) {
+    if (++tries > 1) return grpc::Status(grpc::Status::OK);
+    service.EndLease();
+    return told;
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachAgainstLoss(daemon, /*world_size=*/2);
+  const auto begun = trainer->Begin({.version = Version(1)});
+  INFO(begun.status());
+  CHECK(begun.ok() == again);
+  CHECK(tries == (again ? 2 : 1));
+  if (again) return;
+  CHECK(absl::IsAborted(begun.status()));
+  CHECK_THAT(std::string(begun.status().message()), Catch::Contains("the lease ended"));
+  CHECK(trainer->Begin({.version = Version(1)}).ok());
+}
+
+TEST_CASE("a call made again waits for the group to clean up what it began before") {
+  ScriptedTrainerService service;
+  std::atomic<int> tries = 0;
+  service.OnBegin([&](const auto&, auto*) {
+    switch (++tries) {
+      case 1:
+        service.EndLease();
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "the coordinator is lost");
+      case 2:
+        return grpc::Status(grpc::StatusCode::ABORTED, "the update to version 1 is lost");
+      default:
+        return grpc::Status(grpc::Status::OK);
+    }
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachAgainstLoss(daemon);
+  const auto begun = trainer->Begin({.version = Version(1)});
+  INFO(begun.status());
+  CHECK(begun.ok());
+  CHECK(tries == 3);
+}
+
+TEST_CASE("the first lease is tried for again where reattach is on, and else not") {
+  const bool reattach = GENERATE(false, true);
+  ScriptedTrainerService service;
+  service.OnWelcome([](int number, v1::Welcome*) {
+    return number <= 2 ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "not there yet")
+                       : grpc::Status(grpc::Status::OK);
+  });
+  const Daemon daemon(&service);
+  ConnectOptions connect = daemon.connect();
+  connect.wait = kPatience;
+  if (reattach) connect.reattach = kPatience;
+  const auto trainer = Trainer::Attach({.connect = connect});
+  INFO(trainer.status());
+  CHECK(trainer.ok() == reattach);
+  if (reattach) {
+    CHECK((*trainer)->reattachments() == 0);
+  } else {
+    CHECK(absl::IsUnavailable(trainer.status()));
+    CHECK_THAT(std::string(trainer.status().message()), Catch::Contains("not there yet"));
+  }
+}
+
 TEST_CASE("options that can't be meant are refused before anything is connected") {
   const auto code = [](const TrainerOptions& options) {
     return Trainer::Attach(options).status().code();
@@ -437,14 +716,10 @@ TEST_CASE("options that can't be meant are refused before anything is connected"
             {.connect = {.group = "g"}, .instance = "i", .manifest = std::vector<TensorSpec>{}})
             .status()
             .code() == invalid);
-}
-
-// Without pieces: the scripted peer has no descriptor socket for regions.
-Layout TwoTensors() {
-  Layout layout;
-  layout.tensors = {{"a", DType::kFloat32, {1}}, {"b", DType::kInt8, {2}}};
-  layout.pushed_tensors = {1};
-  return layout;
+  CHECK(Engine::Attach(
+            {.connect = {.group = "g"}, .instance = "i", .held_version = Version(3), .dirty = true})
+            .status()
+            .code() == invalid);
 }
 
 TEST_CASE("a Refit names the generation of the last registration, which grows") {
@@ -984,6 +1259,63 @@ TEST_CASE(
   Await<Prepare>(engine.get());
   CHECK(Await<Aborted>(engine.get()).dirty == ready);
   CHECK(engine->weights() == lost.weights);
+}
+
+TEST_CASE("an engine that attached as dirty says so to every daemon, until a commit") {
+  RepeatedEngineService service({
+      [](auto*) { return grpc::Status(grpc::StatusCode::UNAVAILABLE, "not there yet"); },
+      [](auto* stream) {
+        Greet(stream);
+        stream->Write(PrepareEvent(4));
+        v1::EngineEvent aborted;
+        aborted.mutable_aborted()->set_version(4);  // clean: the daemon was restarted, and believes
+        stream->Write(aborted);
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+      },
+      [](auto* stream) {
+        Greet(stream);
+        stream->Write(PrepareEvent(5));
+        v1::EngineMessage message;
+        stream->Read(&message);
+        stream->Write(CommittedEvent(5));
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
+      },
+      [](auto* stream) {
+        Greet(stream);
+        v1::EngineMessage message;
+        stream->Read(&message);
+        return grpc::Status::OK;
+      },
+  });
+  const Daemon daemon(&service);
+  EngineOptions options{
+      .connect = daemon.connect(), .instance = "i", .delivery = Delivery::kStaged, .dirty = true};
+  options.connect.reattach = kPatience;
+  options.connect.wait = kPatience;
+  auto attached = Engine::Attach(options);
+  INFO(attached.status());
+  REQUIRE(attached.ok());
+  Engine* const engine = attached->get();
+  CHECK(engine->weights() == Weights::kDirty);
+  Await<Prepare>(engine);
+  CHECK(Await<Aborted>(engine).dirty);
+  CHECK(engine->weights() == Weights::kDirty);
+  CHECK(Await<Lost>(engine).weights == Weights::kDirty);
+  CHECK(Await<Reattached>(engine).weights == Weights::kDirty);
+  Await<Prepare>(engine);
+  REQUIRE(engine->Ready(Version(5)).ok());
+  Await<Committed>(engine);
+  CHECK(engine->weights() == Weights::kGood);
+  Await<Lost>(engine);
+  CHECK(Await<Reattached>(engine).held_version == Version(5));
+  const auto hellos = service.hellos();
+  REQUIRE(hellos.size() == 4);
+  for (const size_t dirty : {0, 1, 2}) {
+    CHECK(hellos[dirty].dirty());
+    CHECK_FALSE(hellos[dirty].has_held_version());
+  }
+  CHECK_FALSE(hellos[3].dirty());
+  CHECK(hellos[3].held_version() == 5);
 }
 
 TEST_CASE("answers to the events of a lost lease are dropped, and do not reach the next one") {

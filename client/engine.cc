@@ -69,7 +69,7 @@ class EngineImpl final : public Engine {
         regions_(
             std::make_shared<Regions>(reattaches(), RegionOwner{true, options.connect.device})),
         registration_(regions_, reattaches()),
-        state_(options.held_version) {}
+        state_(options.held_version, options.dirty) {}
 
   ~EngineImpl() override {
     reattacher_.reset();  // then nobody else changes session_
@@ -80,16 +80,16 @@ class EngineImpl final : public Engine {
   absl::Status Start();
 
   absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
-    REFITD_RETURN_IF_ERROR(MayShare());
-    return regions_->New(bytes);
+    return Share([&] { return regions_->New(bytes); });
+  }
+  absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) override {
+    return Share([&] { return regions_->AddMemfd(std::move(memfd), bytes); });
   }
   absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) override {
-    REFITD_RETURN_IF_ERROR(MayShare());
-    return regions_->Add(block);
+    return Share([&] { return regions_->Add(block); });
   }
   absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) override {
-    REFITD_RETURN_IF_ERROR(MayShare());
-    return regions_->Add(std::move(vmm), bytes);
+    return Share([&] { return regions_->Add(std::move(vmm), bytes); });
   }
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
@@ -105,11 +105,22 @@ class EngineImpl final : public Engine {
 
  private:
   bool reattaches() const { return options_.connect.reattach.count() > 0; }
-  // OK: there is a daemon that regions are made known to, or may be one again.
-  absl::Status MayShare() const {
-    MutexLock lock(&mutex_);
-    return reattaches() ? ended_ : session_->stream->status();
+  // Makes a region known to the daemon; with reattach, to the next one where this one is gone.
+  template <typename MakeRegion>
+  absl::StatusOr<std::shared_ptr<Region>> Share(MakeRegion make) {
+    std::shared_ptr<Session> session;
+    {
+      MutexLock lock(&mutex_);
+      REFITD_RETURN_IF_ERROR(reattaches() ? ended_ : session_->stream->status());
+      session = session_;
+    }
+    absl::StatusOr<std::shared_ptr<Region>> region = make();
+    if (region.ok()) return region;
+    REFITD_RETURN_IF_ERROR(
+        session->stream->EndBehind("registering a region", region.status(), kCleanupLimit));
+    return region;
   }
+  absl::Status AttachFirst(TimePoint deadline);
   void StartReattacher();
   absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
   void Publish(std::shared_ptr<Session> session, std::optional<Version> held);
@@ -196,6 +207,11 @@ absl::Status CheckOptions(const EngineOptions& options) {
   if (options.held_version && options.held_version->value() < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "held_version is {}", *options.held_version);
   }
+  if (options.held_version && options.dirty) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "held_version is {} and dirty is set: weights that hold a version are not dirty",
+                 *options.held_version);
+  }
   if (!options.manifest) return absl::OkStatus();
   if (options.delivery != Delivery::kStaged) {
     return Error(absl::StatusCode::kInvalidArgument, "a manifest is for staged delivery only");
@@ -234,9 +250,15 @@ absl::Status Session::Start(const EngineOptions& options, TimePoint deadline,
 
 absl::Status EngineImpl::Start() {
   const TimePoint deadline = After(options_.connect.wait);
+  if (!reattaches()) return AttachFirst(deadline);
+  StartReattacher();
+  return AttachUntil(deadline, SeedOf(options_.connect.group, options_.instance, options_.rank),
+                     [&] { return AttachFirst(deadline); });
+}
+
+absl::Status EngineImpl::AttachFirst(TimePoint deadline) {
   auto session = std::make_shared<Session>();
   REFITD_ASSIGN_OR_RETURN(session->connection, Connection::Open(options_.connect, deadline));
-  if (reattaches()) StartReattacher();
   REFITD_RETURN_IF_ERROR(session->Start(options_, deadline, {}, wake_));
   REFITD_RETURN_IF_ERROR(regions_->MoveTo(session->connection, {}));
   {
@@ -325,15 +347,27 @@ void EngineImpl::NoteEnd() const {
 // ---- the conversation ----
 
 absl::Status EngineImpl::Register(Layout layout) {
-  MutexLock lock(&register_mutex_);
   std::shared_ptr<Session> session;
+  absl::Status status;
   {
-    MutexLock state_lock(&mutex_);
-    REFITD_RETURN_IF_ERROR(session_->stream->status());
-    session = session_;
+    MutexLock lock(&register_mutex_);
+    {
+      MutexLock state_lock(&mutex_);
+      session = session_;
+    }
+    status = session->stream->status();
+    if (status.ok()) {
+      status =
+          registration_.Register(session->connection.get(), session->Uploader(), std::move(layout))
+              .status();
+    }
   }
-  return registration_.Register(session->connection.get(), session->Uploader(), std::move(layout))
-      .status();
+  if (status.ok()) return status;
+  const absl::Status end = session->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
+  if (end.ok()) return status;
+  if (!reattaches() || !DaemonGone(end)) return end;
+  return Error(absl::StatusCode::kUnavailable, "{}; register once more after Reattached",
+               Message(end));
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {

@@ -25,6 +25,12 @@
 // outcome the rank is in doubt: `weights()` then says kInDoubt, which counts as dirty, and it never
 // guesses (P2).
 //
+// This object is all that remembers a doubt, and the daemon forgets a rank with its lease. A
+// process that attaches anew over memory that an earlier Engine served (or that another process
+// left) must therefore say what the memory holds: `held_version` if the earlier one's weights() was
+// kGood and version() told a version, else `dirty`. If you don't know whether the weights are
+// whole, say `dirty`.
+//
 // With ConnectOptions::reattach a lease that is lost with its daemon is no error: Next() gives
 // Lost, then Reattached once a daemon at the socket has taken the rank back, with the same regions
 // and the layout that was registered last. The daemon is told a held version only if the weights
@@ -53,7 +59,7 @@ enum class Delivery : uint8_t { kRegistered, kStaged };
 enum class Weights : uint8_t {
   kGood,     // version() holds (none yet: as loaded)
   kPaused,   // Prepare came; not resumed yet
-  kDirty,    // an update was lost after writing began
+  kDirty,    // an update was lost after writing began, or the rank attached as dirty
   kInDoubt,  // the lease was lost between Ready and the outcome: counts as dirty
 };
 
@@ -64,9 +70,14 @@ struct EngineOptions {
   int world_size = 1;
   Delivery delivery = Delivery::kRegistered;
   std::optional<std::vector<TensorSpec>> manifest{};  // staged: what must arrive in every update
-  std::optional<Version> held_version{};  // complete and verified, from an earlier incarnation
-  bool dirty = false;  // memory holds no whole version (a failed update, or one whose outcome was
-                       // never heard, of an earlier process's lease); not with held_version
+  // The version that memory holds, complete and verified, from an earlier lease. Absent: none that
+  // refitd installed.
+  std::optional<Version> held_version{};
+  // Memory may hold no whole version: an update of an earlier lease failed, or its outcome was
+  // never heard. If you don't know whether the weights are whole, say dirty: it costs nothing but
+  // that the rank does not count as good before the next commit. Not with held_version
+  // (INVALID_ARGUMENT).
+  bool dirty = false;
 };
 
 struct Prepare {
@@ -76,11 +87,13 @@ struct Prepare {
 };
 
 // A tensor, or a part of one, in a mapped slot: read-only, valid until Ack, Aborted, or Ready for a
-// later update. `data` is memory of ConnectOptions::device: where that is a GPU, an address for
-// kernels and copies of this process on that GPU, and not for the host. The bytes are there when
-// the part is: no stream has to wait for them. A write there, which the device lets pass, damages
-// what other engines of the group on the same GPU load. Under a rank that is so late that it was
-// evicted the bytes may change: its weights are dirty then, and stay so whatever it loads.
+// later update. It lies at a multiple of its element size; at a multiple of 512 bytes only where
+// the daemon packed the slot, since in a slot that a trainer leased tensors lie where the trainer
+// put them. `data` is memory of ConnectOptions::device: where that is a GPU, an address for kernels
+// and copies of this process on that GPU, and not for the host. The bytes are there when the part
+// is: no stream has to wait for them. A write there, which the device lets pass, damages what other
+// engines of the group on the same GPU load. Under a rank that is so late that it was evicted the
+// bytes may change: its weights are dirty then, and stay so whatever it loads.
 struct TensorView {
   TensorSpec tensor;  // of the whole tensor
   int64_t start = 0;  // first element carried, row-major
@@ -130,6 +143,8 @@ class Engine {
 
   // Shared memory that the daemon may write: parameters live here (registered delivery).
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
+  // Memory of a memfd that exists already: as Trainer::AddMemfd.
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) = 0;
   // Memory of ConnectOptions::device, which the caller keeps allocated (Region): a block of
   // cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor (torch's expandable
   // segments, ncclMemAlloc). The daemon writes it. Errors: as

@@ -15,7 +15,8 @@
 //   Ready, Failed      lease lost     Lost           kInDoubt, for good (P2: it never guesses)
 //   Idle               lease lost     Lost           unchanged
 //   Lost               attached again Idle           unchanged: only what is good is reported as
-//                                                    held
+//                                                    held, all else as dirty
+// A rank starts in Idle: kGood, or kDirty where it was attached as dirty, which only a commit ends.
 // Outstanding parts outlive the update: their slots are the daemon's again only when acknowledged.
 //
 // Not thread-safe.
@@ -33,7 +34,10 @@ namespace refitd::client {
 
 class EngineState {
  public:
-  explicit EngineState(std::optional<Version> held) : version_(held) {}
+  // As the rank attached: `held` is the version that its memory holds, `dirty` says that the memory
+  // holds no whole version, or that nobody knows (then there is no `held`).
+  explicit EngineState(std::optional<Version> held, bool dirty = false)
+      : settled_(dirty ? Weights::kDirty : Weights::kGood), version_(held) {}
 
   // Events. False: it does not belong to the running update, and changed nothing.
   void OnPrepare(Version version, UpdateId update);
@@ -64,8 +68,8 @@ class EngineState {
   Phase phase_ = Phase::kIdle;
   Version running_;  // but in kIdle, kLost
   UpdateId update_;
-  Weights settled_ = Weights::kGood;  // what holds outside of an update: kGood, kDirty, kInDoubt
-  std::optional<Version> version_;    // under kGood
+  Weights settled_;                 // what holds outside of an update: kGood, kDirty, kInDoubt
+  std::optional<Version> version_;  // under kGood
   std::set<std::pair<UpdateId, PartSeq>> outstanding_;
 };
 

@@ -154,6 +154,30 @@ TEST_CASE("a dirty rank stays dirty through a clean abort, and a commit heals it
   CHECK(state.version() == next);
 }
 
+TEST_CASE("a rank that attached as dirty says so, through aborts and losses, until a commit") {
+  EngineState state(std::nullopt, /*dirty=*/true);
+  CHECK(state.weights() == Weights::kDirty);
+  CHECK_FALSE(state.version().has_value());
+  state.OnPrepare(kNew, kUpdate);
+  CHECK(state.weights() == Weights::kPaused);
+  SECTION("aborted clean") { REQUIRE(state.OnAborted(kNew, false)); }
+  SECTION("aborted clean after Ready") {
+    REQUIRE(state.Ready(kNew).ok());
+    REQUIRE(state.OnAborted(kNew, false));
+  }
+  SECTION("lost before Ready, and attached again") {
+    state.OnLost();
+    state.OnReattached();
+  }
+  CHECK(state.weights() == Weights::kDirty);
+  CHECK_FALSE(state.version().has_value());
+  state.OnPrepare(kNew, kUpdate);
+  REQUIRE(state.Ready(kNew).ok());
+  REQUIRE(state.OnCommitted(kNew));
+  CHECK(state.weights() == Weights::kGood);
+  CHECK(state.version() == kNew);
+}
+
 TEST_CASE("a Prepare without the outcome of the update before makes the rank dirty") {
   EngineState state(kOld);
   state.OnPrepare(kNew, kUpdate);

@@ -49,6 +49,18 @@ bool RefusedForGood(const absl::Status& attempt) {
   }
 }
 
+absl::Status AttachUntil(TimePoint deadline, uint64_t seed,
+                         const std::function<absl::Status()>& attach) {
+  Backoff backoff(seed);
+  while (true) {
+    absl::Status attached = attach();
+    if (attached.ok() || !DaemonGone(attached)) return attached;
+    const Duration pause = backoff.Next();
+    if (After(pause) >= deadline) return attached;
+    std::this_thread::sleep_for(pause);
+  }
+}
+
 void Reattacher::Signal::Raise() {
   MutexLock lock(&mutex);
   raised = true;

@@ -49,6 +49,11 @@ bool DaemonGone(const absl::Status& lease_end);
 // The daemon's answer to an attempt will not change by itself: malformed, refused, disagreeing.
 bool RefusedForGood(const absl::Status& attempt);
 
+// The first lease of a member that reattaches: `attach`, again after a pause while the daemon, or
+// the way to the group, is not there yet (DaemonGone), until `deadline`. Its last status.
+absl::Status AttachUntil(TimePoint deadline, uint64_t seed,
+                         const std::function<absl::Status()>& attach);
+
 class Reattacher {
  public:
   struct Hooks {

@@ -51,6 +51,13 @@ struct refit_engine {
   std::vector<refit_view> views;
 };
 
+struct refit_joiner {
+  client::PartJoiner joiner;
+  // What the last add's pointers point to.
+  std::vector<client::TensorView> whole;
+  std::vector<refit_view> views;
+};
+
 namespace {
 
 thread_local std::string last_error;  // of this thread's last call
@@ -204,13 +211,23 @@ absl::Status AddCudaBlock(Member* member, const void* ipc_handle, int64_t bytes,
               &refit_region::region, region);
 }
 
+// The caller's descriptor stays the caller's.
+absl::StatusOr<refitd::UniqueFd> Duplicate(int descriptor) {
+  refitd::UniqueFd own(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  if (own.valid()) return own;
+  return Error(absl::StatusCode::kInvalidArgument, "descriptor is {}: {}", descriptor,
+               std::strerror(errno));
+}
+
+template <typename Member>
+absl::Status AddMemfd(Member* member, int descriptor, int64_t bytes, refit_region** region) {
+  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
+  return Give(member->AddMemfd(std::move(own), bytes), &refit_region::region, region);
+}
+
 template <typename Member>
 absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, refit_region** region) {
-  refitd::UniqueFd own(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
-  if (!own.valid()) {
-    return Error(absl::StatusCode::kInvalidArgument, "descriptor is {}: {}", descriptor,
-                 std::strerror(errno));
-  }
+  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
   return Give(member->AddCudaRegion(std::move(own), bytes), &refit_region::region, region);
 }
 
@@ -387,6 +404,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
     REFITD_ASSIGN_OR_RETURN(options.manifest, SpecsOf(given.manifest, given.manifest_count));
   }
   if (given.has_held_version != 0) options.held_version = Version(given.held_version);
+  options.dirty = given.dirty != 0;
   return options;
 }
 
@@ -410,24 +428,29 @@ absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* r
   return options;
 }
 
+// `tensors` stay where they are as long as `views` are used.
+void Show(const std::vector<client::TensorView>& tensors, std::vector<refit_view>* views) {
+  views->clear();
+  for (const client::TensorView& view : tensors) {
+    refit_view shown{};
+    shown.tensor.name = view.tensor.name.c_str();
+    shown.tensor.dtype = static_cast<int32_t>(view.tensor.dtype);
+    shown.tensor.dim_count = static_cast<int32_t>(view.tensor.shape.size());
+    shown.tensor.dims = view.tensor.shape.data();
+    shown.tensor.start = view.start;
+    shown.tensor.count = view.count;
+    shown.data = view.data;
+    views->push_back(shown);
+  }
+}
+
 // What the engine's handle keeps of the event, as the C structure shows it.
 void Show(const client::Part& part, refit_engine* engine, refit_event* shown) {
   shown->kind = REFIT_EVENT_PART;
   shown->version = part.version.value();
   shown->update_id = part.update.value();
   shown->part = part.part.value();
-  engine->views.clear();
-  for (const client::TensorView& view : part.tensors) {
-    refit_view shown_view{};
-    shown_view.tensor.name = view.tensor.name.c_str();
-    shown_view.tensor.dtype = static_cast<int32_t>(view.tensor.dtype);
-    shown_view.tensor.dim_count = static_cast<int32_t>(view.tensor.shape.size());
-    shown_view.tensor.dims = view.tensor.shape.data();
-    shown_view.tensor.start = view.start;
-    shown_view.tensor.count = view.count;
-    shown_view.data = view.data;
-    engine->views.push_back(shown_view);
-  }
+  Show(part.tensors, &engine->views);
   shown->views = engine->views.data();
   shown->view_count = static_cast<int64_t>(engine->views.size());
 }
@@ -556,6 +579,15 @@ refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes,
     if (trainer == nullptr) return Null("trainer");
     if (region == nullptr) return Null("region");
     return Give(trainer->trainer->NewRegion(bytes), &refit_region::region, region);
+  });
+}
+
+refit_status refit_trainer_add_memfd(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                     refit_region** region) {
+  return Guarded([&] {
+    if (trainer == nullptr) return Null("trainer");
+    if (region == nullptr) return Null("region");
+    return AddMemfd(trainer->trainer.get(), descriptor, bytes, region);
   });
 }
 
@@ -730,6 +762,15 @@ refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_
   });
 }
 
+refit_status refit_engine_add_memfd(refit_engine* engine, int descriptor, int64_t bytes,
+                                    refit_region** region) {
+  return Guarded([&] {
+    if (engine == nullptr) return Null("engine");
+    if (region == nullptr) return Null("region");
+    return AddMemfd(engine->engine.get(), descriptor, bytes, region);
+  });
+}
+
 refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_handle,
                                          int64_t bytes, refit_region** region) {
   return Guarded([&] {
@@ -791,6 +832,43 @@ refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char
     return engine == nullptr ? Null("engine")
                              : engine->engine->Fail(Version(version), Text(reason));
   });
+}
+
+refit_status refit_joiner_new(refit_joiner** joiner) {
+  return Guarded([&]() -> absl::Status {
+    if (joiner == nullptr) return Null("joiner");
+    *joiner = std::make_unique<refit_joiner>().release();
+    return absl::OkStatus();
+  });
+}
+
+void refit_joiner_free(refit_joiner* joiner) { delete joiner; }
+
+refit_status refit_joiner_add(refit_joiner* joiner, const refit_engine* engine,
+                              const refit_view** views, int64_t* view_count) {
+  return Guarded([&]() -> absl::Status {
+    if (joiner == nullptr) return Null("joiner");
+    if (engine == nullptr) return Null("engine");
+    if (views == nullptr) return Null("views");
+    if (view_count == nullptr) return Null("view_count");
+    const auto* part = std::get_if<client::Part>(&engine->event);
+    if (part == nullptr) {
+      return Error(absl::StatusCode::kFailedPrecondition, "the engine's last event is no part");
+    }
+    REFITD_ASSIGN_OR_RETURN(joiner->whole, joiner->joiner.Add(*part));
+    Show(joiner->whole, &joiner->views);
+    *views = joiner->views.data();
+    *view_count = static_cast<int64_t>(joiner->views.size());
+    return absl::OkStatus();
+  });
+}
+
+void refit_joiner_reset(refit_joiner* joiner) {
+  if (joiner != nullptr) joiner->joiner.Reset();
+}
+
+int64_t refit_joiner_unfinished(const refit_joiner* joiner) {
+  return joiner == nullptr ? 0 : static_cast<int64_t>(joiner->joiner.Unfinished().size());
 }
 
 int32_t refit_engine_weights(const refit_engine* engine) {

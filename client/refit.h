@@ -117,12 +117,17 @@ typedef struct refit_connect_options {
   const char* socket; /* NULL: the environment's REFITD_SOCKET, else /run/refitd/refitd.sock */
   const char* group;
   const refit_group_spec* spec; /* NULL: wait for the group */
-  int64_t wait_ms;              /* for the socket and, without a spec, for the group; 0: 10,000 */
-  int64_t call_margin_ms;       /* added to an update's remaining time for its calls; 0: 5,000 */
-  const char* client;           /* free text for status pages; NULL: none */
-  const char* coordinator;      /* "host:port" of the daemon with the group; NULL: this one */
+  /* What attaching may take: for the socket and, without a spec, for the group; with reattach_ms
+   * also for a daemon that is not there yet, or goes away meanwhile. 0: 10,000. */
+  int64_t wait_ms;
+  int64_t call_margin_ms;  /* added to an update's remaining time for its calls; 0: 5,000 */
+  const char* client;      /* free text for status pages; NULL: none */
+  const char* coordinator; /* "host:port" of the daemon with the group; NULL: this one */
   /* Not 0: a lease that is lost because the daemon went away is followed by another, if a daemon at
-   * the socket gives one within so long. Regions and the registered layout stay. 0: it is not. */
+   * the socket gives one within so long. Regions and the registered layout stay. Begin, refit and
+   * register of a trainer then wait for that lease, also where the one before ends while they run;
+   * the calls of an update that was begun fail. (The first lease is tried for likewise, for
+   * wait_ms.) 0: the lease's end is the end: calls fail and say why it ended. */
   int64_t reattach_ms;
   int64_t silence_ms; /* not even a ping answered for so long: the daemon counts as lost; 0: 30,000,
                          -1: never; else at least 5,000 */
@@ -138,10 +143,10 @@ typedef struct refit_connect_options {
 
 /* ---- regions: memory of this process that the daemon has mapped ----
  *
- * In host memory, by refit_..._new_region(), or on the GPU of refit_connect_options.device, by
- * refit_..._add_cuda_block() and refit_..._add_cuda_vmm(). Memory of a GPU stays its owner's: it
- * must stay allocated as long as the region, and while a registered layout names it as long as the
- * trainer or engine.
+ * In host memory, by refit_..._new_region(), or refit_..._add_memfd() where it exists already; or
+ * on the GPU of refit_connect_options.device, by refit_..._add_cuda_block() and
+ * refit_..._add_cuda_vmm(). Memory of a GPU stays its owner's: it must stay allocated as long as
+ * the region, and while a registered layout names it as long as the trainer or engine.
  *
  * Only a region that is freed before its trainer or engine, and that no registered layout names,
  * waits until the daemon has closed the memory. After them, or after the lease ended, the daemon
@@ -154,7 +159,8 @@ typedef struct refit_connect_options {
 
 enum { REFIT_CUDA_IPC_HANDLE_BYTES = 64 }; /* of a cudaIpcMemHandle_t */
 
-char* refit_region_data(const refit_region* region);    /* NULL for NULL and on a GPU */
+/* This library's own mapping, as long as the region; NULL for NULL and on a GPU. */
+char* refit_region_data(const refit_region* region);
 int64_t refit_region_bytes(const refit_region* region); /* 0 for NULL */
 /* An asynchronous push keeps the region alive by itself. The last free of a region on a GPU waits
  * until the daemon has closed the memory, for up to call_margin_ms and 30 s, in which this member's
@@ -202,6 +208,13 @@ enum {
 };
 refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome);
 refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes, refit_region** region);
+/* [0, bytes) of a memfd that exists already: made with MFD_ALLOW_SEALING, at least so long, and
+ * then sealed against shrinking: fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK). The descriptor,
+ * open for reading and writing, stays the caller's, as do mappings that it has.
+ * REFIT_INVALID_ARGUMENT: no memfd, not sealed so, of huge pages, or shorter than `bytes`: the
+ * message says which. REFIT_PERMISSION_DENIED: not open for reading and writing. */
+refit_status refit_trainer_add_memfd(refit_trainer* trainer, int descriptor, int64_t bytes,
+                                     refit_region** region);
 /* A block of cudaMalloc of this process: `ipc_handle` is what cudaIpcGetMemHandle gives for any
  * address in it, `bytes` at most what the block has. Offsets count from the block's base. */
 refit_status refit_trainer_add_cuda_block(refit_trainer* trainer, const void* ipc_handle,
@@ -242,11 +255,13 @@ typedef struct refit_begin_options {
 #define REFIT_BEGIN_OPTIONS_INIT \
   { .struct_size = sizeof(refit_begin_options) }
 
-/* Opens or joins the update; REFIT_OK when every engine rank is ready. */
+/* Opens or joins the update; REFIT_OK when every engine rank is ready. REFIT_ALREADY_EXISTS: this
+ * rank has begun it, and the handle of that is not freed: go on with that one. */
 refit_status refit_trainer_begin(refit_trainer* trainer, const refit_begin_options* options,
                                  refit_update** update);
-/* Aborts the update unless it was committed, and frees the handle. Callbacks have run then, within
- * the limit of clean-up. */
+/* Aborts the update that the handle was made for, unless it was committed, and frees the handle. A
+ * later update to the same version is not touched. Callbacks have run then, within the limit of
+ * clean-up. */
 void refit_update_free(refit_update* update);
 
 int32_t refit_update_instances(const refit_update* update);      /* taking part; 0 for NULL */
@@ -267,10 +282,16 @@ typedef struct refit_bucket {
   int64_t tensor_count;
   int32_t packed; /* not 0: one contiguous buffer; a bucket in a slot must be */
   int32_t chunk_count;
-  const int64_t* byte_offsets; /* packed: tensor_count of them; NULL: back to back */
+  /* Packed: tensor_count of them, from the buffer's start, each a multiple of the tensor's element
+   * size; NULL: back to back. The buffer may be longer than where the last tensor ends. */
+  const int64_t* byte_offsets;
   const refit_region* region;
-  const int64_t* region_offsets; /* packed: one (NULL: 0); else tensor_count of them */
-  refit_slot* slot;              /* empty afterwards, whatever the status; still to be freed */
+  /* Packed: one (NULL: 0), a multiple of the element size of every tensor, or, back to back, of the
+   * first. Else tensor_count of them, each a multiple of its tensor's element size. */
+  const int64_t* region_offsets;
+  /* Empty afterwards, whatever the status; still to be freed. Back to back in a slot, each tensor
+   * must fall on a multiple of its element size. */
+  refit_slot* slot;
   const void* const* chunks;  /* inline bytes, copied in the call: packed: one; else one a tensor */
   const int64_t* chunk_bytes; /* chunk_count of them */
 } refit_bucket;
@@ -296,9 +317,11 @@ refit_status refit_update_flush(refit_update* update);
 typedef struct refit_commit_result {
   size_t struct_size;
   int64_t version;
-  int64_t bytes;     /* of tensor data that all ranks pushed or refitted */
-  double seconds;    /* first begin to decision, by the daemon's clock */
-  int32_t instances; /* that took part: refit_update_outcome() tells of each */
+  int64_t bytes;  /* of tensor data that all ranks pushed or refitted */
+  double seconds; /* first begin to decision, by the daemon's clock */
+  /* That took part: refit_update_outcome() tells of each. 0: it committed, but the lease ended
+   * before its answer came, which told them (refit_trainer_refit(), with reattach_ms). */
+  int32_t instances;
   int32_t committed; /* of them */
   /* Of tensor data that all ranks pushed, by REFIT_BROADCAST_...; what a refit moved is not in it.
    */
@@ -366,14 +389,25 @@ typedef struct refit_engine_options {
   int64_t manifest_count;
   int32_t has_held_version; /* held_version is complete and verified here, from an earlier lease */
   int64_t held_version;
+  /* Not 0: the memory may hold no whole version, because an update of an earlier lease failed there
+   * or its outcome was never heard. IF YOU DON'T KNOW WHETHER THE WEIGHTS ARE WHOLE, SAY DIRTY: the
+   * daemon forgets a rank with its lease, and a new engine knows nothing of the one that was freed.
+   * So attach anew with has_held_version where refit_engine_version() of the freed one told a
+   * version, and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_GOOD. The rank
+   * stays dirty until a commit. Not with has_held_version (REFIT_INVALID_ARGUMENT). */
+  int32_t dirty;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
 
 refit_status refit_engine_attach(const refit_engine_options* options, refit_engine** engine);
-/* Detaches and frees. */
+/* Detaches and frees. What it knew of the weights goes with it: ask refit_engine_weights() and
+ * refit_engine_version() first where the memory is served again (refit_engine_options.dirty). */
 void refit_engine_free(refit_engine* engine);
 refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_region** region);
+/* As refit_trainer_add_memfd(). */
+refit_status refit_engine_add_memfd(refit_engine* engine, int descriptor, int64_t bytes,
+                                    refit_region** region);
 /* As refit_trainer_add_cuda_block(), refit_trainer_add_cuda_vmm(). */
 refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_handle,
                                          int64_t bytes, refit_region** region);
@@ -399,7 +433,9 @@ enum {
   REFIT_EVENT_REATTACHED = 7 /* `version` is what this rank holds; -1: nothing that is good */
 };
 
-/* A tensor, or elements [start, start + count) of one, in a mapped slot. */
+/* A tensor, or elements [start, start + count) of one, in a mapped slot, at a multiple of its
+ * element size (no more is promised: a trainer that leases the slot puts tensors where it likes).
+ */
 typedef struct refit_view {
   refit_tensor tensor;
   const char* data; /* read-only; until the part is acknowledged; on a GPU an address for kernels
@@ -437,10 +473,35 @@ refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t 
  * heard of it, a dirty one of this rank alone. */
 refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason);
 
+/* Parts joined: tensors larger than a slot come in several REFIT_EVENT_PARTs, which a joiner copies
+ * into memory of its own, on the device that the parts are on; tensors that come whole are passed
+ * on as they are. For every part:
+ *
+ *   refit_joiner_add(joiner, engine, &views, &count);  then load the `count` whole tensors of
+ * `views` refit_engine_ack(engine, event.update_id, event.part);
+ *
+ * and refit_joiner_reset() on COMMITTED, ABORTED and LOST. One thread at a time, that of
+ * refit_engine_next(). */
+typedef struct refit_joiner refit_joiner;
+refit_status refit_joiner_new(refit_joiner** joiner);
+void refit_joiner_free(refit_joiner* joiner);
+/* Adds the part that refit_engine_next() gave last. `views` are the whole tensors that it completes
+ * (start 0, all elements), *view_count of them, maybe none: valid until the part is acknowledged
+ * and, the joined ones, until the joiner's next add, reset or free. REFIT_FAILED_PRECONDITION: the
+ * engine's last event is no part. REFIT_INVALID_ARGUMENT: the part overlaps or disagrees with those
+ * before. REFIT_RESOURCE_EXHAUSTED: no memory to join in; refit_engine_fail() gives the update up.
+ */
+refit_status refit_joiner_add(refit_joiner* joiner, const refit_engine* engine,
+                              const refit_view** views, int64_t* view_count);
+/* Forgets what is not complete, and frees what was joined. */
+void refit_joiner_reset(refit_joiner* joiner);
+/* Tensors begun and not complete; 0 for NULL. */
+int64_t refit_joiner_unfinished(const refit_joiner* joiner);
+
 enum {
   REFIT_WEIGHTS_GOOD = 0,
   REFIT_WEIGHTS_PAUSED = 1,  /* prepare came; not resumed yet */
-  REFIT_WEIGHTS_DIRTY = 2,   /* an update was lost after writing began */
+  REFIT_WEIGHTS_DIRTY = 2,   /* an update was lost after writing began, or attached as dirty */
   REFIT_WEIGHTS_IN_DOUBT = 3 /* the lease was lost before the outcome: counts as dirty */
 };
 /* One of the above; REFIT_WEIGHTS_IN_DOUBT for NULL. */

@@ -26,6 +26,10 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_trainer_group_version(nullptr, &number),
       refit_trainer_get_update(nullptr, 1, &outcome),
       refit_trainer_new_region(nullptr, 1, &region),
+      refit_trainer_add_memfd(nullptr, 0, 1, &region),
+      refit_engine_add_memfd(nullptr, 0, 1, &region),
+      refit_joiner_new(nullptr),
+      refit_joiner_add(nullptr, nullptr, nullptr, nullptr),
       refit_trainer_add_cuda_block(nullptr, "", 1, &region),
       refit_trainer_add_cuda_vmm(nullptr, 0, 1, &region),
       refit_engine_add_cuda_block(nullptr, "", 1, &region),
@@ -64,6 +68,9 @@ TEST_CASE("null handles can be freed and asked for their values") {
   refit_update_free(nullptr);
   refit_trainer_free(nullptr);
   refit_engine_free(nullptr);
+  refit_joiner_free(nullptr);
+  refit_joiner_reset(nullptr);
+  CHECK(refit_joiner_unfinished(nullptr) == 0);
   CHECK(refit_region_data(nullptr) == nullptr);
   CHECK(refit_region_bytes(nullptr) == 0);
   CHECK(refit_slot_data(nullptr) == nullptr);
@@ -113,6 +120,27 @@ TEST_CASE("a smaller structure is taken with its missing fields 0") {
   refit_engine* engine = nullptr;
   CHECK(refit_engine_attach(&options, &engine) == REFIT_INVALID_ARGUMENT);
   CHECK(std::string(refit_last_error()).find("instance") != std::string::npos);
+}
+
+TEST_CASE("dirty engine options are taken, older ones mean that they are not") {
+  auto connect = Initialised<refit_connect_options>();
+  connect.group = "g";
+  connect.socket = "/nonexistent/refitd.sock";
+  connect.wait_ms = 1;
+  auto options = Initialised<refit_engine_options>();
+  options.connect = &connect;
+  options.instance = "i";
+  options.has_held_version = 1;
+  options.held_version = 3;
+  options.dirty = 1;
+  refit_engine* engine = nullptr;
+  CHECK(refit_engine_attach(&options, &engine) == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()).find("dirty") != std::string::npos);
+  options.struct_size = offsetof(refit_engine_options, dirty);
+  CHECK(refit_engine_attach(&options, &engine) == REFIT_UNAVAILABLE);
+  options.struct_size = sizeof(options);
+  options.has_held_version = 0;
+  CHECK(refit_engine_attach(&options, &engine) == REFIT_UNAVAILABLE);
 }
 
 TEST_CASE("where no daemon listens attaching is UNAVAILABLE after its wait, naming the socket") {

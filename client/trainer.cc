@@ -84,16 +84,41 @@ struct Core {
     };
   }
 
+  // Where the lease ended before the call or in it, the error is the lease's end, with `what`
+  // before it. `untaken` (may be null): the daemon has not taken the call up, since the lease was
+  // over by then.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Call(UnaryMethod<Stub, Request, Response> method, Request request,
-                                TimePoint deadline, std::string_view what) {
-    REFITD_RETURN_IF_ERROR(stream->status());
+                                TimePoint deadline, std::string_view what,
+                                bool* untaken = nullptr) {
+    if (absl::Status end = stream->status(); !end.ok()) {
+      if (untaken != nullptr) *untaken = true;
+      return stream->EndBehind(what, absl::UnauthenticatedError(""), kCleanupLimit);
+    }
     *request.mutable_lease() = connection->lease();
     auto response =
         CallAndWait<Stub, Request, Response>(async(), method, std::move(request), deadline, what);
-    if (!response.ok()) return NameDaemon(what, connection->socket(), response.status());
-    return response;
+    if (response.ok()) return response;
+    if (untaken != nullptr) *untaken = absl::IsUnauthenticated(response.status());
+    REFITD_RETURN_IF_ERROR(stream->EndBehind(what, response.status(), kCleanupLimit));
+    return NameDaemon(what, connection->socket(), response.status());
   }
+
+  // Whether the lease ended because the daemon went away.
+  bool Lost() const { return DaemonGone(stream->status()); }
+
+  // A second handle of one update would abort it under the first when it goes. False: there is one.
+  bool Claim(uint64_t update_id) {
+    MutexLock lock(&claims_mutex);
+    return claims.insert(update_id).second;
+  }
+  void Unclaim(uint64_t update_id) {
+    MutexLock lock(&claims_mutex);
+    claims.erase(update_id);
+  }
+
+  Mutex claims_mutex;
+  std::set<uint64_t> claims ABSL_GUARDED_BY(claims_mutex);  // ids of updates that have a handle
 };
 
 // A clean-up call whose answer nobody waits for; it ends within kCleanupLimit.
@@ -286,8 +311,11 @@ absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
       core_->async(), &Stub::PushBucket, std::move(request), deadline_,
       [self = shared_from_this(), ticket, source, keep_error, done = std::move(*done)](
           const absl::Status& status, const v1::PushBucketResponse&) {
-        self->Answered(ticket, source.get(), keep_error, done,
-                       NameDaemon("push", self->core_->connection->socket(), status));
+        // On gRPC's thread, which brings the lease's end too: it is not waited for here.
+        const absl::Status end = self->core_->stream->EndBehind("push", status, Duration::zero());
+        self->Answered(
+            ticket, source.get(), keep_error, done,
+            end.ok() ? NameDaemon("push", self->core_->connection->socket(), status) : end);
       });
   MutexLock lock(&mutex_);
   if (auto call = calls_.find(ticket.call); call != calls_.end()) call->second.context = context;
@@ -359,13 +387,8 @@ class UpdateImpl final : public Update {
         pushes_(std::make_shared<Pushes>(core_, version_, call_deadline_)) {}
 
   ~UpdateImpl() override {
-    if (!ended_) (void)EndByAbort("the trainer gave the update up without Commit");
-    // Answers come once the daemon no longer reads; then no callback is left to run.
-    if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
-    pushes_->Cancel();
-    if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
-    // A callback does not return. What was answered goes now, not later on its thread.
-    pushes_->DropRetired();
+    GoOut();
+    core_->Unclaim(begun_.update_id());
   }
 
   Version version() const override { return version_; }
@@ -384,6 +407,15 @@ class UpdateImpl final : public Update {
   }
 
  private:
+  void GoOut() {
+    if (!ended_) (void)EndByAbort("the trainer gave the update up without Commit");
+    // Answers come once the daemon no longer reads; then no callback is left to run.
+    if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
+    pushes_->Cancel();
+    if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
+    // A callback does not return. What was answered goes now, not later on its thread.
+    pushes_->DropRetired();
+  }
   absl::Status CheckOpen() const {
     if (!ended_) return absl::OkStatus();
     return Error(absl::StatusCode::kFailedPrecondition, "the update to version {} has ended",
@@ -428,6 +460,8 @@ absl::Status UpdateImpl::Push(Bucket bucket) {
   }
   // P8: from now on the caller alone holds the source, and frees it when its Region has gone.
   pushes_->DropRetired();
+  if (status.ok()) return status;
+  REFITD_RETURN_IF_ERROR(core_->stream->EndBehind("push", status, kCleanupLimit));
   return status;
 }
 
@@ -451,8 +485,13 @@ absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::m
   if (wait.count() < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "wait of {} ms", wait.count());
   }
-  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<const SlotMemory> pool,
-                          core_->connection->Pool(Access::kReadWrite));
+  const auto mapped = core_->connection->Pool(Access::kReadWrite);
+  if (!mapped.ok()) {
+    REFITD_RETURN_IF_ERROR(
+        core_->stream->EndBehind("mapping the slots", mapped.status(), kCleanupLimit));
+    return mapped.status();
+  }
+  const std::shared_ptr<const SlotMemory>& pool = *mapped;
   v1::LeaseSlotRequest request;
   request.set_version(version_.value());
   request.set_wait_ms(wait.count());
@@ -569,16 +608,16 @@ class TrainerImpl final : public Trainer {
   absl::Status Start();
 
   absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
-    REFITD_RETURN_IF_ERROR(MayShare());
-    return regions_->New(bytes);
+    return Share([&] { return regions_->New(bytes); });
+  }
+  absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) override {
+    return Share([&] { return regions_->AddMemfd(std::move(memfd), bytes); });
   }
   absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) override {
-    REFITD_RETURN_IF_ERROR(MayShare());
-    return regions_->Add(block);
+    return Share([&] { return regions_->Add(block); });
   }
   absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) override {
-    REFITD_RETURN_IF_ERROR(MayShare());
-    return regions_->Add(std::move(vmm), bytes);
+    return Share([&] { return regions_->Add(std::move(vmm), bytes); });
   }
   absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) override;
   absl::Status Register(Layout layout) override;
@@ -599,17 +638,43 @@ class TrainerImpl final : public Trainer {
 
  private:
   bool reattaches() const { return options_.connect.reattach.count() > 0; }
-  // OK: there is a daemon that regions are made known to, or may be one again.
-  absl::Status MayShare() const {
-    MutexLock lock(&mutex_);
-    return reattaches() ? ended_ : core_->stream->status();
+  // Makes a region known to the daemon; with reattach, to the next one where this one is gone.
+  template <typename MakeRegion>
+  absl::StatusOr<std::shared_ptr<Region>> Share(MakeRegion make) {
+    std::shared_ptr<Core> core;
+    {
+      MutexLock lock(&mutex_);
+      REFITD_RETURN_IF_ERROR(reattaches() ? ended_ : core_->stream->status());
+      core = core_;
+    }
+    absl::StatusOr<std::shared_ptr<Region>> region = make();
+    if (region.ok()) return region;
+    REFITD_RETURN_IF_ERROR(
+        core->stream->EndBehind("registering a region", region.status(), kCleanupLimit));
+    return region;
   }
+  absl::Status AttachFirst(TimePoint deadline);
   void StartReattacher();
   absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
   // The lease, once there is one again.
   absl::StatusOr<std::shared_ptr<Core>> Attached(TimePoint deadline);
   // The same for an update to `version`, which GetUpdate may be asked for.
-  absl::StatusOr<std::shared_ptr<Core>> AttachedFor(Version version, Duration duration);
+  absl::StatusOr<std::shared_ptr<Core>> AttachedFor(Version version, TimePoint deadline);
+
+  // A call that begins an update to `version`. Where its lease ends in it and another is tried for,
+  // it is made again with that one, unless `ended` knows by the new lease how the first call ended.
+  template <typename Answer>
+  struct BeginningCall {
+    Version version;
+    Duration duration;
+    std::function<absl::StatusOr<Answer>(Core* core, bool* untaken)> make;
+    std::function<std::optional<Answer>(const Core& now)> ended;
+  };
+  // The answer, and the lease that it came with.
+  template <typename Answer>
+  absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> Beginning(
+      const BeginningCall<Answer>& call);
+  absl::Status RegisterNow(const Layout& layout, std::shared_ptr<Core>* core);
 
   const TrainerOptions options_;
   const std::shared_ptr<Regions> regions_;
@@ -662,43 +727,125 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   request.set_tensor_count(options.tensor_count);
   request.set_total_bytes(options.total_bytes);
   request.set_broadcast(refitd::ToWire(options.broadcast));
-  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<Core> core,
-                          AttachedFor(options.version, options.duration));
-  REFITD_ASSIGN_OR_RETURN(
-      const v1::BeginResponse begun,
-      (core->Call<v1::BeginRequest, v1::BeginResponse>(
-          &Stub::Begin, std::move(request), CallDeadline(*core, options.duration), "Begin")));
+  BeginningCall<v1::BeginResponse> call{options.version, options.duration, nullptr, nullptr};
+  call.make = [&](Core* core, bool* untaken) {
+    return core->Call<v1::BeginRequest, v1::BeginResponse>(
+        &Stub::Begin, request, CallDeadline(*core, options.duration), "Begin", untaken);
+  };
+  REFITD_ASSIGN_OR_RETURN(auto begun, Beginning(call));
+  const auto& [answer, core] = begun;
+  if (answer.update_id() != 0 && !core->Claim(answer.update_id())) {
+    return Error(absl::StatusCode::kAlreadyExists,
+                 "Begin: this rank has begun version {} already, and the Update of that lives: go "
+                 "on with it, or destroy it first, which aborts the update",
+                 options.version);
+  }
   const RefitOptions same{options.version, options.duration, options.verification,
                           options.evict_late};
-  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core, same, begun));
+  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core, same, answer));
 }
 
 absl::StatusOr<CommitResult> TrainerImpl::Refit(const RefitOptions& options) {
   REFITD_RETURN_IF_ERROR(
       CheckBeginOptions({.version = options.version, .duration = options.duration}));
-  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<Core> core,
-                          AttachedFor(options.version, options.duration));
-  REFITD_ASSIGN_OR_RETURN(const v1::CommitResponse response,
-                          (core->Call<v1::RefitRequest, v1::CommitResponse>(
-                              &Stub::Refit, RefitRequestOf(options, *core),
-                              CallDeadline(*core, options.duration), "Refit")));
+  BeginningCall<v1::CommitResponse> call{options.version, options.duration, nullptr, nullptr};
+  const std::optional<Version> before = group_version();
+  call.make = [&](Core* core, bool* untaken) {
+    return core->Call<v1::RefitRequest, v1::CommitResponse>(
+        &Stub::Refit, RefitRequestOf(options, *core), CallDeadline(*core, options.duration),
+        "Refit", untaken);
+  };
+  // No version is installed without this rank: where the group has it now, the call had committed.
+  call.ended = [&](const Core& now) -> std::optional<v1::CommitResponse> {
+    const v1::Welcome& welcome = now.connection->welcome();
+    const bool had_it = before && *before >= options.version;
+    if (had_it || !welcome.has_group_version() ||
+        Version(welcome.group_version()) != options.version) {
+      return std::nullopt;
+    }
+    v1::CommitResponse response;
+    response.set_version(options.version.value());
+    return response;
+  };
+  REFITD_ASSIGN_OR_RETURN(const auto committed, Beginning(call));
   known_->Committed(options.version);
-  return ResultOf(response);
+  return ResultOf(committed.first);
+}
+
+template <typename Answer>
+absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
+    const BeginningCall<Answer>& call) {
+  const bool told = call.duration != Duration::zero();
+  const TimePoint deadline = After(told ? call.duration : kDefaultDuration);
+  Backoff backoff(SeedOf(options_.connect.group, "trainer", options_.rank));
+  std::shared_ptr<Core> lost;           // whose lease ended in the call
+  absl::Status why;                     // it did
+  bool taken_up = false;                // by the daemon, with that lease
+  std::optional<TimePoint> cleaned_up;  // what the call began with that lease is, by then
+  while (true) {
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core, AttachedFor(call.version, deadline));
+    const bool same_incarnation = lost != nullptr && core->connection->lease().incarnation() ==
+                                                         lost->connection->lease().incarnation();
+    if (taken_up && same_incarnation && core != lost) {
+      if (call.ended) {
+        std::optional<Answer> ended = call.ended(*core);
+        if (ended.has_value()) return std::pair(*std::move(ended), std::move(core));
+      }
+      // The group lives on, and other ranks were told that this one was lost: they begin anew. Were
+      // the call made again, it would open an update that none of them is in.
+      if (options_.world_size > 1) {
+        return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
+                     call.version, Message(why));
+      }
+    }
+    bool untaken = false;
+    absl::StatusOr<Answer> answer = call.make(core.get(), &untaken);
+    if (answer.ok()) return std::pair(*std::move(answer), std::move(core));
+    if (!reattaches()) return answer.status();
+    const bool in_time = Until(deadline) > Duration::zero();
+    if (core->Lost() && DaemonGone(answer.status()) && in_time) {
+      lost = std::move(core);
+      why = answer.status();
+      taken_up = !untaken;
+      cleaned_up.reset();
+      continue;
+    }
+    // The group may still be cleaning up what the call began with the lease before.
+    if (!absl::IsAborted(answer.status()) || !taken_up || !same_incarnation) {
+      return answer.status();
+    }
+    if (!cleaned_up) cleaned_up = After(2 * kCleanupLimit);
+    const Duration pause = backoff.Next();
+    if (After(pause) >= std::min(*cleaned_up, deadline)) return answer.status();
+    std::this_thread::sleep_for(pause);
+  }
 }
 
 absl::Status TrainerImpl::Register(Layout layout) {
-  // Before the lock: attaching again takes it.
-  REFITD_RETURN_IF_ERROR(Attached(After(kRegisterLimit)).status());
+  const TimePoint deadline = After(kRegisterLimit);
+  while (true) {
+    // Before the lock: attaching again takes it.
+    REFITD_RETURN_IF_ERROR(Attached(deadline).status());
+    std::shared_ptr<Core> core;
+    const absl::Status status = RegisterNow(layout, &core);
+    if (status.ok()) return status;
+    const absl::Status end = core->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
+    if (end.ok()) return status;
+    // Whether the daemon had taken the layout does not matter: it went with the lease.
+    if (!reattaches() || !core->Lost() || Until(deadline) == Duration::zero()) return end;
+  }
+}
+
+absl::Status TrainerImpl::RegisterNow(const Layout& layout, std::shared_ptr<Core>* core) {
   MutexLock lock(&register_mutex_);
-  std::shared_ptr<Core> core;
   {
     MutexLock state_lock(&mutex_);
-    core = core_;
+    *core = core_;
   }
-  REFITD_RETURN_IF_ERROR(core->stream->status());
+  REFITD_RETURN_IF_ERROR((*core)->stream->status());
   REFITD_ASSIGN_OR_RETURN(
-      core->binding_generation,
-      registration_.Register(core->connection.get(), core->Uploader(), std::move(layout)));
+      (*core)->binding_generation,
+      registration_.Register((*core)->connection.get(), (*core)->Uploader(), layout));
   return absl::OkStatus();
 }
 
@@ -784,10 +931,16 @@ absl::Status Core::Start(const TrainerOptions& options, TimePoint deadline,
 
 absl::Status TrainerImpl::Start() {
   const TimePoint deadline = After(options_.connect.wait);
+  if (!reattaches()) return AttachFirst(deadline);
+  StartReattacher();
+  return AttachUntil(deadline, SeedOf(options_.connect.group, "trainer", options_.rank),
+                     [&] { return AttachFirst(deadline); });
+}
+
+absl::Status TrainerImpl::AttachFirst(TimePoint deadline) {
   auto core = std::make_shared<Core>();
   core->known = known_;
   REFITD_ASSIGN_OR_RETURN(core->connection, Connection::Open(options_.connect, deadline));
-  if (reattaches()) StartReattacher();
   REFITD_RETURN_IF_ERROR(core->Start(options_, deadline, {}, wake_));
   REFITD_RETURN_IF_ERROR(regions_->MoveTo(core->connection, {}));
   {
@@ -839,10 +992,9 @@ absl::Status TrainerImpl::Reattach(TimePoint deadline, const std::stop_token& st
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::AttachedFor(Version version, Duration duration) {
-  const bool told = duration != Duration::zero();
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core,
-                          Attached(After(told ? duration : kDefaultDuration)));
+absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::AttachedFor(Version version,
+                                                               TimePoint deadline) {
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core, Attached(deadline));
   MutexLock lock(&mutex_);
   begun_ = {version, core->connection->lease().incarnation()};
   return core;

@@ -19,13 +19,21 @@
 // returns a status whose message names who was waited for. An Update that goes without Commit
 // aborts: weights are never half installed by forgetting (P2).
 //
-// With ConnectOptions::reattach, when the daemon goes away the calls of the running update fail
+// With ConnectOptions::reattach, when the daemon goes away the calls of an open Update fail
 // (UNAVAILABLE or ABORTED, naming the daemon) and so do all later ones of that Update; the trainer
-// attaches again beside that, with the same regions, and the next Begin works: it waits for the
-// lease for at most its own duration. What became of an update whose Commit failed so is not known:
-// the engines that heard of the commit hold the version, the others count as dirty. Begin a greater
-// version, or ask GetUpdate where the daemon was not restarted. The registered layout is registered
-// again with the new lease.
+// attaches again beside that, with the same regions. Calls of the Trainer itself go on: Begin,
+// Refit and Register wait for the next lease, also where the lease ends while they run, and are
+// then made again with it; Begin and Refit wait for at most their own duration. Where the group
+// lived on (a daemon that had joined it, or the way to it, was gone) and has other trainer ranks,
+// these were told ABORTED meanwhile: so is a Begin or Refit that was under way, and every rank
+// begins anew. Where a Refit turns out to have committed when its lease ended, it is OK, with no
+// instances in its result. What became of an update whose Commit failed is not known: the engines
+// that heard of the commit hold the version, the others count as dirty. Begin a greater version, or
+// ask GetUpdate where the daemon was not restarted. The registered layout is registered again with
+// the new lease.
+//
+// Without it the lease's end is the end: every call then fails with the code of that end
+// (UNAVAILABLE where the daemon went away) and a message that says so and why.
 #ifndef REFITD_CLIENT_TRAINER_H_
 #define REFITD_CLIENT_TRAINER_H_
 
@@ -103,15 +111,21 @@ struct Bucket {
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;  // empty: every tensor whole; else one a tensor
   bool packed = false;
-  std::vector<int64_t> byte_offsets;  // packed; empty: back to back
+  // Packed: where each tensor lies from the buffer's start, a multiple of its element size; empty:
+  // back to back. A tensor may begin anywhere after the one before it, and the buffer may be longer
+  // than where the last tensor ends.
+  std::vector<int64_t> byte_offsets;
 
-  // Exactly one source:
+  // Exactly one source. In a region the packed buffer begins at a multiple of the element size of
+  // every tensor in it; back to back, of the first one (the others then fall where they fall). A
+  // slot's start and inline bytes are aligned for everything; back to back in a slot, each tensor
+  // must fall on a multiple of its element size. An unpacked tensor lies at a multiple of its own.
   std::shared_ptr<Region>
       region;  // packed: begins at region_offsets[0]; else region_offsets[i] for tensor i
   std::vector<int64_t> region_offsets;
   std::unique_ptr<LeasedSlot> slot;  // packed
   std::vector<std::span<const char>>
-      bytes;  // inline, copied into the call: one if packed, else one a tensor
+      bytes;  // inline, copied into the call: one if packed, else one a tensor, of just its bytes
 
   static Bucket Packed(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
                        int64_t offset, std::vector<int64_t> byte_offsets = {});
@@ -122,8 +136,9 @@ struct Bucket {
                        std::vector<int64_t> byte_offsets);
 };
 
-// An open update. One thread at a time, except that callbacks run on a client thread. Destroyed
-// before Commit: aborts.
+// An open update: the only one of this rank, since a version is begun once at a time (Begin). One
+// thread at a time, except that callbacks run on a client thread. Destroyed before Commit: aborts
+// the update that it was made for, and no later one to the same version.
 class Update {
  public:
   virtual ~Update() = default;
@@ -175,13 +190,20 @@ class Trainer {
 
   // Shared memory that buckets can name as their source.
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
+  // [0, bytes) of a memfd that exists already, sealed against shrinking (fcntl F_ADD_SEALS,
+  // F_SEAL_SHRINK: made with MFD_ALLOW_SEALING) and open for reading and writing. It is mapped here
+  // too. Errors: INVALID_ARGUMENT not a memfd, of huge pages, not sealed, or smaller than `bytes`;
+  // PERMISSION_DENIED not open for both; those of docs/descriptor_socket.md.
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) = 0;
   // Memory of ConnectOptions::device, which the caller keeps allocated (Region): a block of
   // cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor (torch's expandable
   // segments, ncclMemAlloc). Buckets and layouts name it as any other. Errors: as
   // refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) = 0;
   virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) = 0;
-  // Opens or joins the update; OK when every engine rank is ready.
+  // Opens or joins the update; OK when every engine rank is ready. Errors: as
+  // refitd.v1.Trainer.Begin; ALREADY_EXISTS: this rank has begun the update, and the Update of that
+  // call lives (that one goes on undisturbed).
   virtual absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) = 0;
   // The shards of this rank for Refit: their regions come from NewRegion and must stay until the
   // next Register. Registers anew what was registered before; a layout without pieces takes it

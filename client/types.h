@@ -42,8 +42,10 @@ struct ConnectOptions {
   // "host:port" of the daemon that holds the group; empty: the one at `socket`. At most
   // kMaxCoordinatorBytes; a daemon that serves no other node refuses any (FAILED_PRECONDITION).
   std::string coordinator{};
-  std::chrono::milliseconds wait{
-      10'000};  // for the daemon's socket to answer and, without a spec, for the group
+  // What attaching may take: for the daemon's socket to answer and, without a spec, for the group.
+  // With `reattach` also for a daemon, or the way to the group, that goes away or is not there yet
+  // while attaching: it is tried again until then. Without it the first such answer is the end.
+  std::chrono::milliseconds wait{10'000};
   std::chrono::milliseconds call_margin{
       5'000};            // added to an update's remaining time as the deadline of its calls
   std::string client{};  // free text for status pages
@@ -57,8 +59,9 @@ struct ConnectOptions {
 
   // Not 0: when the lease is lost because the daemon went away (restarted, killed, silent), attach
   // again to the same socket for so long, with growing pauses, on a thread of this member's own.
-  // Memory, regions and the registered layout stay and are made known to the new daemon. 0: the
-  // lease's end is the end; whoever wants to go on attaches anew.
+  // Memory, regions and the registered layout stay and are made known to the new daemon. The first
+  // lease is tried for likewise, but for `wait`. 0: the lease's end is the end; whoever wants to go
+  // on attaches anew, an engine with what it knows of its weights (EngineOptions::dirty).
   std::chrono::milliseconds reattach{0};
   // A daemon that is not even heard to be alive for so long counts as lost (P4): gRPC's keepalive.
   // 0: never; else at least kMinSilence.
