@@ -1,7 +1,25 @@
 /* refit.h: a C interface to refitd's client: trainers push weights, engines receive them.
  *
  * Plain C11. Link with -lrefit; only refit_* symbols are exported. The C++ headers trainer.h and
- * engine.h describe the same conversation in more words.
+ * engine.h describe the same conversation in more words; client/examples has runnable programs.
+ *
+ * A trainer rank attaches once (refit_trainer_attach) and shares memory (refit_trainer_new_region).
+ * For every version it pushes: refit_trainer_begin, which returns when every engine has stopped
+ * reading its weights; refit_update_push for each bucket; refit_update_commit, which returns when
+ * every engine has the version; refit_update_free. Or it registers its shards once
+ * (refit_trainer_register), and a version is one call: refit_trainer_refit.
+ *
+ * An engine rank attaches once (refit_engine_attach), registers its parameters
+ * (refit_engine_register) unless it takes staged delivery, and then answers events for as long as
+ * it serves: refit_engine_next, and by the event's kind PREPARE    pause, synchronise the device,
+ * refit_engine_ready PART       load the views, refit_engine_ack (staged delivery only) COMMITTED
+ * resume on the new version ABORTED    resume on the old one, unless `dirty`: then stay paused
+ * until a COMMITTED
+ *
+ * Calls block until they are answered. The longest that they do: those of an update what remains of
+ * it, registering a minute, attaching wait_ms, each with call_margin_ms on top; refit_engine_next
+ * its timeout. With reattach_ms, waiting for the next lease may double that for begin, refit and
+ * register.
  *
  * Errors. Functions return a refit_status whose numbers are gRPC's. On an error
  * refit_last_error() says what, where and who was waited for, until the next call of this library
@@ -255,7 +273,9 @@ typedef struct refit_begin_options {
 #define REFIT_BEGIN_OPTIONS_INIT \
   { .struct_size = sizeof(refit_begin_options) }
 
-/* Opens or joins the update; REFIT_OK when every engine rank is ready. REFIT_ALREADY_EXISTS: this
+/* Opens or joins the update; REFIT_OK when every engine rank is ready. Waits for the other trainer
+ * ranks to begin and for the group's instances to be complete, for duration_ms at most.
+ * REFIT_ALREADY_EXISTS: this
  * rank has begun it, and the handle of that is not freed: go on with that one. */
 refit_status refit_trainer_begin(refit_trainer* trainer, const refit_begin_options* options,
                                  refit_update** update);
@@ -434,7 +454,7 @@ enum {
 };
 
 /* A tensor, or elements [start, start + count) of one, in a mapped slot, at a multiple of its
- * element size (no more is promised: a trainer that leases the slot puts tensors where it likes).
+ * element size: no more is promised, as a trainer that leases a slot puts tensors where it likes.
  */
 typedef struct refit_view {
   refit_tensor tensor;

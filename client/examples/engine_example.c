@@ -71,6 +71,9 @@ static int serve(refit_engine* engine, char* weights, int versions) {
   for (int committed = 0; committed < versions;) {
     refit_event event = REFIT_EVENT_INIT;
     const refit_status status = refit_engine_next(engine, 60000, &event);
+    /* The lease ended. A program that goes on serving this memory attaches anew, with `dirty`
+     * unless refit_engine_weights() is REFIT_WEIGHTS_GOOD; or it sets reattach_ms, which does that.
+     */
     if (status != REFIT_OK) return failed("next", status);
     const int result = handle(engine, &event, weights);
     if (result < 0) return 1;
