@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "client/call.h"
+#include "proto/protocol.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/status.h"
@@ -254,12 +255,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
 }
 
 absl::Status Connection::Adopt(const v1::Welcome& welcome) {
-  if (welcome.lease().protocol() != v1::PROTOCOL_VERSION_1) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "the daemon speaks protocol version {}, this client {}",
-                 static_cast<int>(welcome.lease().protocol()),
-                 static_cast<int>(v1::PROTOCOL_VERSION_1));
-  }
+  REFITD_RETURN_IF_ERROR(ProtocolOf(welcome.lease().protocol(), "lease.protocol").status());
   if (welcome.lease().token().size() != kTokenBytes) {
     return Error(absl::StatusCode::kInternal, "the daemon's lease token has {} bytes, not {}",
                  welcome.lease().token().size(), kTokenBytes);

@@ -16,6 +16,7 @@
 #include "client/part.h"
 #include "client/reattach.h"
 #include "proto/convert.h"
+#include "proto/protocol.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -173,7 +174,7 @@ class EngineImpl final : public Engine {
 v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   v1::EngineMessage message;
   v1::EngineHello* hello = message.mutable_hello();
-  hello->set_protocol(v1::PROTOCOL_VERSION_1);
+  SayProtocol(hello);
   hello->set_group(options.connect.group);
   if (options.connect.spec) *hello->mutable_spec() = SpecToWire(*options.connect.spec);
   hello->set_coordinator(options.connect.coordinator);

@@ -17,6 +17,7 @@
 #include "client/layout_upload.h"
 #include "client/reattach.h"
 #include "proto/convert.h"
+#include "proto/protocol.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -880,7 +881,7 @@ absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {
 v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
   v1::TrainerMessage message;
   v1::TrainerHello* hello = message.mutable_hello();
-  hello->set_protocol(v1::PROTOCOL_VERSION_1);
+  SayProtocol(hello);
   hello->set_group(options.connect.group);
   if (options.connect.spec) *hello->mutable_spec() = SpecToWire(*options.connect.spec);
   hello->set_coordinator(options.connect.coordinator);

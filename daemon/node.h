@@ -53,6 +53,7 @@
 #include "daemon/process_watch.h"
 #include "daemon/push_turns.h"
 #include "daemon/wire.h"
+#include "proto/protocol.h"
 #include "refitd/v1/engine.pb.h"
 #include "refitd/v1/operator.pb.h"
 #include "refitd/v1/peer.pb.h"
@@ -247,6 +248,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     bool lost = false;  // its token is dead; copies may still run
     Peer peer;
     std::string client;
+    Protocol protocol = kProtocol;  // agreed at the hello: what may be said to it
     std::string device;
     std::optional<int> ordinal;  // of its GPU; none: host
     std::string instance;        // engines

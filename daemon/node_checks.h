@@ -31,13 +31,6 @@ inline absl::Status CheckText(std::string_view text, size_t limit, std::string_v
                text.size(), limit);
 }
 
-inline absl::Status CheckProtocol(v1::ProtocolVersion protocol) {
-  if (protocol == v1::PROTOCOL_VERSION_1) return absl::OkStatus();
-  return Error(absl::StatusCode::kFailedPrecondition,
-               "protocol: version {} is not served (this daemon serves {})",
-               static_cast<int>(protocol), static_cast<int>(v1::PROTOCOL_VERSION_1));
-}
-
 }  // namespace refitd
 
 #endif  // REFITD_DAEMON_NODE_CHECKS_H_

@@ -8,6 +8,7 @@
 #include "daemon/node.h"
 #include "daemon/node_checks.h"
 #include "daemon/version.h"
+#include "proto/protocol.h"
 
 namespace refitd {
 namespace {
@@ -38,7 +39,8 @@ absl::Status CheckCoordinator(std::string_view address) {
 
 template <typename Hello>
 absl::Status CheckHello(const Hello& hello) {
-  REFITD_RETURN_IF_ERROR(CheckProtocol(hello.protocol()));
+  REFITD_RETURN_IF_ERROR(
+      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol").status());
   REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
   REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
   REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
@@ -153,6 +155,8 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       record.engine = std::is_same_v<Sink, EngineSink>;
       record.peer = peer;
       record.client = hello.client();
+      record.protocol =
+          AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
       record.device = hello.device().name().empty() ? "host" : hello.device().name();
       record.ordinal = *ordinal;
       if constexpr (std::is_same_v<Sink, EngineSink>) {
@@ -338,7 +342,7 @@ absl::StatusOr<Node::MemberRecord*> Node::AuthenticateToken(const std::string& t
 
 absl::StatusOr<Node::MemberRecord*> Node::Authenticate(const v1::Lease& lease, const Peer& peer,
                                                        bool engine) {
-  REFITD_RETURN_IF_ERROR(CheckProtocol(lease.protocol()));
+  REFITD_RETURN_IF_ERROR(ProtocolOf(lease.protocol(), "lease.protocol").status());
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AuthenticateToken(lease.token(), peer));
   if (member->engine != engine) {
     return Error(absl::StatusCode::kFailedPrecondition,
@@ -502,7 +506,7 @@ void Node::SendWelcome(GroupRecord* group, MemberRecord* member) {
   v1::Welcome welcome;
   welcome.mutable_lease()->set_token(member->token);
   welcome.mutable_lease()->set_incarnation(member->incarnation);
-  welcome.mutable_lease()->set_protocol(v1::PROTOCOL_VERSION_1);
+  welcome.mutable_lease()->set_protocol(static_cast<v1::ProtocolVersion>(member->protocol));
   welcome.set_member_id(member->id.value());
   welcome.set_descriptor_socket(options_.descriptor_socket);
   welcome.mutable_limits()->set_inline_bytes(options_.inline_bytes);

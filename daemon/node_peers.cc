@@ -7,6 +7,7 @@
 #include "daemon/node.h"
 #include "daemon/node_checks.h"
 #include "daemon/node_memory.h"
+#include "proto/protocol.h"
 #include "transport/layout.h"
 
 namespace refitd {
@@ -215,10 +216,12 @@ void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
   up.spec = group->machine->spec();
   up.version = group->machine->version();
   up.coordinator_id = options_.daemon_id;
+  up.protocol = AgreeProtocol(peer.hello.protocol(), peer.hello.highest_protocol(), "protocol")
+                    ->protocol;  // CheckPeerHello found one
   peer.session->Accept(up);
   joined_[peer.session->id()] = {name, node};
   group->sessions[node] = std::move(peer.session);
-  Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address}, deferred);
+  Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol}, deferred);
 }
 
 void Node::AdmitWaitingPeers(const std::string& group, Deferred* deferred) {

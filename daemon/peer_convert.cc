@@ -1466,11 +1466,8 @@ absl::Status CheckMessageBytes(int64_t bytes, std::string_view field) {
 absl::Status CheckPeerHello(const v1::PeerMessage& message) {
   if (!message.has_hello()) return Invalid("kind: the first message of Link must be hello");
   const v1::PeerHello& hello = message.hello();
-  if (hello.protocol() != v1::PROTOCOL_VERSION_1) {
-    return Error(StatusCode::kFailedPrecondition,
-                 "hello.protocol is {}: this daemon speaks version {}",
-                 static_cast<int>(hello.protocol()), static_cast<int>(v1::PROTOCOL_VERSION_1));
-  }
+  REFITD_RETURN_IF_ERROR(
+      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol").status());
   if (message.sequence() != 0 || message.incarnation() != 0) {
     return Invalid("sequence is {}, incarnation {}: those of a hello are 0", message.sequence(),
                    message.incarnation());
@@ -1494,13 +1491,16 @@ v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes) {
   if (up.version.has_value()) out->set_group_version(up.version->value());
   out->set_coordinator_id(up.coordinator_id);
   out->set_message_bytes(message_bytes);
+  out->set_protocol(static_cast<v1::ProtocolVersion>(up.protocol));
+  out->set_highest_protocol(static_cast<v1::ProtocolVersion>(kProtocol));
   return answer;
 }
 
-absl::StatusOr<std::pair<LinkUp, int64_t>> AcceptedFromWire(const v1::PeerAnswer& answer) {
+absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer) {
   if (!answer.has_accepted()) return Invalid("kind: the first answer of Link must be accepted");
   const v1::PeerAccepted& accepted = answer.accepted();
-  LinkUp up;
+  PeerAcceptance acceptance;
+  LinkUp& up = acceptance.up;
   REFITD_RETURN_IF_ERROR(CheckIncarnation(accepted.incarnation(), "accepted.incarnation"));
   if (answer.sequence() != 0 || answer.incarnation() != accepted.incarnation()) {
     return Invalid(
@@ -1516,7 +1516,22 @@ absl::StatusOr<std::pair<LinkUp, int64_t>> AcceptedFromWire(const v1::PeerAnswer
   REFITD_RETURN_IF_ERROR(CheckName(accepted.coordinator_id(), "accepted.coordinator_id"));
   up.coordinator_id = accepted.coordinator_id();
   REFITD_RETURN_IF_ERROR(CheckMessageBytes(accepted.message_bytes(), "accepted.message_bytes"));
-  return std::make_pair(std::move(up), accepted.message_bytes());
+  acceptance.message_bytes = accepted.message_bytes();
+  // Coordinators before version 2 say nothing of it.
+  const int agreed = accepted.protocol() == 0 ? 1 : static_cast<int>(accepted.protocol());
+  REFITD_ASSIGN_OR_RETURN(up.protocol, ProtocolOf(agreed, "accepted.protocol"));
+  acceptance.newer = accepted.highest_protocol() > static_cast<int>(kProtocol);
+  return acceptance;
+}
+
+bool OfUnknownKind(const v1::PeerMessage& message) {
+  return message.kind_case() == v1::PeerMessage::KIND_NOT_SET &&
+         !message.GetReflection()->GetUnknownFields(message).empty();
+}
+
+bool OfUnknownKind(const v1::PeerAnswer& answer) {
+  return answer.kind_case() == v1::PeerAnswer::KIND_NOT_SET &&
+         !answer.GetReflection()->GetUnknownFields(answer).empty();
 }
 
 // ---- reports and commands ----

@@ -50,12 +50,23 @@ inline PeerBounds BoundsOf(const GroupSpec& spec) { return {spec.slots, spec.slo
 
 // ---- the first message of either side ----
 
-// The message is a hello that may be shown to a group. FAILED_PRECONDITION: protocol version.
+// The message is a hello that may be shown to a group. FAILED_PRECONDITION: no protocol version in
+// common, both sides' named.
 absl::Status CheckPeerHello(const v1::PeerMessage& message);
 // `message_bytes`: the largest that this daemon takes.
 v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes);
-// What the coordinator said, and the largest message that it takes.
-absl::StatusOr<std::pair<LinkUp, int64_t>> AcceptedFromWire(const v1::PeerAnswer& answer);
+struct PeerAcceptance {
+  LinkUp up;
+  int64_t message_bytes = 0;  // of the largest message that the coordinator takes
+  bool newer = false;         // it speaks protocol versions that this build does not know
+};
+// FAILED_PRECONDITION: a protocol version that this build does not speak.
+absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer);
+
+// Whether the message is of a kind that this build does not know. A link skips those that come from
+// a daemon of a newer protocol version; decoding them is an error.
+bool OfUnknownKind(const v1::PeerMessage& message);
+bool OfUnknownKind(const v1::PeerAnswer& answer);
 
 v1::GroupSpec SpecToWire(const GroupSpec& spec);
 

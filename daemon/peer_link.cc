@@ -9,8 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/log.h"
 #include "daemon/peer_convert.h"
 #include "daemon/peer_queue.h"
+#include "proto/protocol.h"
 #include "refitd/v1/peer.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -77,7 +79,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   void Start() {
     v1::PeerMessage message;
     v1::PeerHello* hello = message.mutable_hello();
-    hello->set_protocol(v1::PROTOCOL_VERSION_1);
+    SayProtocol(hello);
     hello->set_group(dial_.group);
     if (dial_.spec.has_value()) *hello->mutable_spec() = *dial_.spec;
     hello->set_wait_ms(ToMillis(dial_.wait));
@@ -210,8 +212,9 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   // What was read; on the link's reading thread.
   absl::Status Take() {
     if (!order_.has_value()) {
-      REFITD_ASSIGN_OR_RETURN(const auto accepted, AcceptedFromWire(answer_));
-      const LinkUp& up = accepted.first;
+      REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromWire(answer_));
+      const LinkUp& up = accepted.up;
+      newer_ = accepted.newer;
       order_.emplace(up.incarnation);
       const PeerBounds bounds = BoundsOf(up.spec);
       decoder_.emplace(bounds);
@@ -220,7 +223,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
         if (ended_ || closing_) return absl::OkStatus();
         up_ = true;
         incarnation_ = up.incarnation;
-        message_bytes_ = accepted.second;
+        message_bytes_ = accepted.message_bytes;
         bounds_ = bounds;
       }
       join_alarm_.Cancel();
@@ -230,6 +233,13 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     REFITD_ASSIGN_OR_RETURN(const bool counts,
                             order_->Check(answer_.sequence(), answer_.incarnation()));
     if (!counts) return absl::OkStatus();
+    if (newer_ && OfUnknownKind(answer_)) {
+      if (!std::exchange(skipped_, true)) {
+        LogWarning("group {}: coordinator {} is newer and sends what this daemon does not know: skipped",
+                   dial_.group, dial_.address);
+      }
+      return absl::OkStatus();
+    }
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerCommand> command, decoder_->Decode(answer_));
     if (!command.has_value()) return absl::OkStatus();
     {
@@ -284,6 +294,8 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   v1::PeerAnswer answer_;
   std::optional<PeerOrder> order_;  // once accepted
   std::optional<CommandDecoder> decoder_;
+  bool newer_ = false;    // the coordinator speaks later protocol versions too
+  bool skipped_ = false;  // a command that this build does not know, which is logged once
 
   grpc::ClientContext context_;
   std::unique_ptr<v1::Peer::Stub> stub_;

@@ -10,6 +10,8 @@
 //    hello kPeerHelloLimit, the end of a link kPeerEndLimit. Silence is not noticed here: the
 //    group's machines ping (PeerPing) and end the link. Unacknowledged bytes end the connection
 //    after kPeerUserTimeout (TCP_USER_TIMEOUT).
+//  - A message of a kind that this build does not know, from a daemon that speaks a later protocol
+//    version, is skipped and logged once a link; it ends no link.
 //  - Every link has a connection of its own, so that one that is stuck disturbs no other.
 //
 // Threads: everything here may be called from any thread, also under the caller's own mutex: calls

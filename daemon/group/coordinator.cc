@@ -41,6 +41,12 @@ std::string Coordinator::Impl::Name(NodeId node) const {
   return it == nodes.end() ? fmt::format("daemon {}", node) : "daemon " + it->second.daemon_id;
 }
 
+bool Coordinator::Impl::Speaks(NodeId node, Protocol version) const {
+  if (node == kCoordinatorNode) return true;
+  const auto it = nodes.find(node);
+  return it != nodes.end() && it->second.protocol >= version;
+}
+
 std::vector<size_t> Coordinator::Impl::RanksNamed(std::string_view message) const {
   std::vector<size_t> ranks;
   for (size_t rank = 0; epoch.has_value() && rank < epoch->ranks.size(); ++rank) {
@@ -180,11 +186,15 @@ void Coordinator::Impl::On(const NodeJoined& e) {
   node.id = e.node;
   node.daemon_id = e.daemon_id;
   node.address = e.address;
+  node.protocol = e.protocol;
   node.heard = now;
   node.next_ping = now + options.peer_limits.peer / kPingsPerLimit;
   nodes.emplace(e.node, std::move(node));
-  Do(GroupAction(
-      LogLine{LogLine::kInfo, fmt::format("daemon {} joined from {}", e.daemon_id, e.address)}));
+  std::string joined = fmt::format("daemon {} joined from {}", e.daemon_id, e.address);
+  if (e.protocol != kProtocol) {
+    joined += fmt::format(", with protocol version {}", static_cast<int>(e.protocol));
+  }
+  Do(GroupAction(LogLine{LogLine::kInfo, std::move(joined)}));
   Do(GroupAction(StateChanged{}));
 }
 
@@ -1074,6 +1084,7 @@ MachineView Coordinator::View(TimePoint now) const {
     v.state = "joined";
     v.members = static_cast<int>(node.members.size());
     v.silent = now - node.heard;
+    v.protocol = node.protocol;
   }
   if (impl_->epoch.has_value()) {
     view.epoch = impl_->epoch->id;

@@ -24,6 +24,7 @@ struct Node {
   NodeId id;
   std::string daemon_id;
   std::string address;
+  Protocol protocol = kProtocol;
   TimePoint heard;
   TimePoint next_ping;
   uint64_t pings = 0;
@@ -270,6 +271,11 @@ struct Coordinator::Impl {
   void Send(NodeId node, PeerCommand command);
   void LoseNode(NodeId node, const std::string& reason);
   std::string Name(NodeId node) const;
+  // Whether commands that `version` of the protocol added may be sent to that daemon: its link
+  // agreed to the version or to a later one. A daemon of an earlier version ends the link over
+  // a command that it does not know, so whoever adds a command asks this before each Send. The
+  // coordinator's own worker speaks all; a daemon that is gone speaks none.
+  bool Speaks(NodeId node, Protocol version) const;
   NodeId NodeOf(MemberId member) const {
     const auto it = remotes.find(member);
     return it == remotes.end() ? kCoordinatorNode : it->second.node;

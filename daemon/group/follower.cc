@@ -98,6 +98,9 @@ struct Follower::Impl {
   void Announce(MemberId id, const Member& member);
   absl::Status CanRegisterLayout(MemberId member) const;
   void Report(PeerReport report);
+  // Whether reports that `version` of the protocol added may be sent to the coordinator, as
+  // Coordinator::Impl::Speaks says; false before the link is up.
+  bool Speaks(Protocol version) const { return state == State::kJoined && protocol >= version; }
   void RefuseHere(CallId call);
   void AnswerLayout(CallId call, const absl::Status& status);
   void AnswerLayoutsOf(MemberId member, const absl::Status& status);
@@ -117,6 +120,7 @@ struct Follower::Impl {
   GroupSpec spec;
   std::optional<Version> version;
   std::string coordinator_id;
+  Protocol protocol = kMinProtocol;  // agreed with the coordinator, once joined
   bool entered = false;  // a member attached: it is made for that one
   std::map<MemberId, Member> members;
   std::map<CallId, bool> calls;           // unanswered -> is a bucket's
@@ -290,6 +294,7 @@ void Follower::Impl::On(const LinkUp& e) {
   spec = e.spec;
   version = e.version;
   coordinator_id = e.coordinator_id;
+  protocol = e.protocol;
   Do(GroupAction(LogLine{LogLine::kInfo, fmt::format("joined daemon {} at {}", coordinator_id,
                                                      options.coordinator_address)}));
   for (const auto& [id, member] : members) Announce(id, member);
@@ -550,6 +555,7 @@ MachineView Follower::View(TimePoint now) const {
   coordinator.daemon_id = f.coordinator_id;
   coordinator.address = f.options.coordinator_address;
   coordinator.state = view.group.state;
+  coordinator.protocol = f.protocol;
   if (f.heard.has_value()) coordinator.silent = now - *f.heard;
   view.nodes.push_back(std::move(coordinator));
   view.epoch = f.worker.epoch();

@@ -21,6 +21,7 @@
 #include "daemon/group/group.h"
 #include "daemon/group/peer.h"
 #include "daemon/group/program.h"
+#include "proto/protocol.h"
 
 namespace refitd {
 
@@ -31,6 +32,7 @@ struct NodeJoined {
   NodeId node;
   std::string daemon_id;
   std::string address;  // where its connection comes from, for status
+  Protocol protocol = kProtocol;  // agreed with it
 };
 // Coordinator: a daemon's link is down. No report of it comes any more.
 struct NodeLost {
@@ -48,6 +50,7 @@ struct LinkUp {
   GroupSpec spec;
   std::optional<Version> version;
   std::string coordinator_id;
+  Protocol protocol = kProtocol;  // agreed with it
 };
 // Follower: joining failed, or the link is down. No command comes any more.
 struct LinkLost {
@@ -176,7 +179,8 @@ struct NodeView {
   std::string address;
   std::string_view state;  // "self", "joining", "joined"
   int members = 0;
-  Duration silent{};  // since something was heard
+  Duration silent{};              // since something was heard
+  Protocol protocol = kProtocol;  // that is spoken with it
 };
 struct MachineView {
   GroupView group;

@@ -10,8 +10,10 @@
 #include <string>
 #include <utility>
 
+#include "daemon/log.h"
 #include "daemon/peer_convert.h"
 #include "daemon/peer_queue.h"
+#include "proto/protocol.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
@@ -244,11 +246,20 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
       REFITD_RETURN_IF_ERROR(CheckPeerHello(message_));
       if (!session_->HelloCame(message_.hello().message_bytes())) return absl::OkStatus();
       greeted_ = true;
+      const v1::PeerHello& hello = message_.hello();
+      newer_ = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol")->newer;
+      name_ = fmt::format("group {}: daemon {} at {}", hello.group(), hello.daemon_id(), address_);
       acceptor_->Hello(std::move(*message_.mutable_hello()), address_, session_);
       return absl::OkStatus();
     }
     REFITD_ASSIGN_OR_RETURN(const std::optional<PeerBounds> bounds, session_->CheckOrder(message_));
     if (!bounds.has_value()) return absl::OkStatus();
+    if (newer_ && OfUnknownKind(message_)) {
+      if (!std::exchange(skipped_, true)) {
+        LogWarning("{} is newer and sends what this daemon does not know: skipped", name_);
+      }
+      return absl::OkStatus();
+    }
     if (!decoder_.has_value()) decoder_.emplace(*bounds);
     REFITD_ASSIGN_OR_RETURN(std::optional<PeerReport> report, decoder_->Decode(message_));
     if (report.has_value()) acceptor_->Report(session_->id(), *std::move(report));
@@ -269,6 +280,9 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   const std::shared_ptr<Session> session_;
   v1::PeerMessage message_;
   std::optional<ReportDecoder> decoder_;
+  std::string name_;      // group, daemon and address, for the log
+  bool newer_ = false;    // the daemon speaks later protocol versions too
+  bool skipped_ = false;  // a report that this build does not know, which is logged once
   bool greeted_ = false;
   bool left_ = false;
 };

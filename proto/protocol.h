@@ -1,0 +1,70 @@
+// Versions of the protocol, and how two sides agree on the one that they speak.
+//
+// A hello names the lowest and the highest version that its sender speaks; the answer (Welcome's
+// lease, PeerAccepted) names the agreed one: the highest that both speak. Releases before the
+// second version say and read `protocol` alone, which is why that field is the lowest. What
+// a later version added is used only where that version, or a later one, was agreed.
+//
+// Pure; thread-safe.
+#ifndef REFITD_PROTO_PROTOCOL_H_
+#define REFITD_PROTO_PROTOCOL_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+
+// The numbers are those of v1::ProtocolVersion.
+enum class Protocol : uint8_t { kV1 = 1, kV2 = 2 };
+
+inline constexpr Protocol kMinProtocol = Protocol::kV1;  // the release before speaks it
+inline constexpr Protocol kProtocol = Protocol::kV2;
+
+struct AgreedProtocol {
+  Protocol protocol = kProtocol;
+  bool newer = false;  // the other side speaks versions that this build does not know
+};
+
+// What is spoken with a sender whose hello has these numbers; `highest` 0: it said none, and speaks
+// `lowest` alone. FAILED_PRECONDITION, naming both sides' versions: they have none in common.
+inline absl::StatusOr<AgreedProtocol> AgreeProtocol(int lowest, int highest,
+                                                    std::string_view field) {
+  if (highest == 0) highest = lowest;
+  constexpr int kOwnLowest = static_cast<int>(kMinProtocol);
+  constexpr int kOwnHighest = static_cast<int>(kProtocol);
+  if (lowest < 1 || highest < lowest || highest < kOwnLowest || lowest > kOwnHighest) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "{}: the sender speaks versions {} to {}, this daemon speaks {} to {}", field,
+                 lowest, highest, kOwnLowest, kOwnHighest);
+  }
+  return AgreedProtocol{static_cast<Protocol>(std::min(highest, kOwnHighest)),
+                        highest > kOwnHighest};
+}
+
+// FAILED_PRECONDITION: not a version that this build speaks.
+inline absl::StatusOr<Protocol> ProtocolOf(int number, std::string_view field) {
+  constexpr int kOwnLowest = static_cast<int>(kMinProtocol);
+  constexpr int kOwnHighest = static_cast<int>(kProtocol);
+  if (number >= kOwnLowest && number <= kOwnHighest) return static_cast<Protocol>(number);
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "{}: version {} is not spoken here: this build speaks {} to {}", field, number,
+               kOwnLowest, kOwnHighest);
+}
+
+// Says in a hello what this build speaks.
+template <typename Hello>
+void SayProtocol(Hello* hello) {
+  using Version = std::decay_t<decltype(hello->protocol())>;
+  hello->set_protocol(static_cast<Version>(kMinProtocol));
+  hello->set_highest_protocol(static_cast<Version>(kProtocol));
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_PROTO_PROTOCOL_H_
