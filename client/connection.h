@@ -81,8 +81,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
                                                              TimePoint deadline,
                                                              const std::stop_token& stop);
 
-  // Takes the lease over. FAILED_PRECONDITION: the daemon answered with a protocol version that this
-  // client does not speak.
+  // Takes the lease over. FAILED_PRECONDITION: the daemon answered with a protocol version that
+  // this client does not speak.
   absl::Status Adopt(const v1::Welcome& welcome);
 
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }

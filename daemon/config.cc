@@ -66,6 +66,7 @@ constexpr std::array kSettings = {
     Setting{"message-bytes", "limits.message_bytes", "of any gRPC message"},
     Setting{"max-groups", "limits.max_groups", "groups of this daemon"},
     Setting{"max-members", "limits.max_members", "members of all groups"},
+    Setting{"group-idle-ms", "limits.group_idle_ms", "a group without a member is given up"},
     Setting{"max-region-bytes", "limits.max_region_bytes", "of one region"},
     Setting{"slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none"},
     Setting{"slots", "staging.slots", "staging slots where a group says none"},
@@ -380,6 +381,7 @@ absl::Status CheckLimits(const RefitdConfig::Limits& limits) {
   REFITD_RETURN_IF_ERROR(CheckDuration("limits.ack_ms", limits.ack_ms()));
   REFITD_RETURN_IF_ERROR(CheckDuration("limits.idle_ms", limits.idle_ms()));
   REFITD_RETURN_IF_ERROR(CheckDuration("limits.lease_ms", limits.lease_ms()));
+  REFITD_RETURN_IF_ERROR(CheckDuration("limits.group_idle_ms", limits.group_idle_ms()));
   REFITD_RETURN_IF_ERROR(CheckRange("limits.outstanding_buckets", limits.outstanding_buckets(), 1,
                                     kMaxConfiguredOutstanding));
   REFITD_RETURN_IF_ERROR(
@@ -523,7 +525,8 @@ LimitsConfig FromProto(const RefitdConfig::Limits& limits) {
                       .message_bytes = limits.message_bytes(),
                       .max_groups = limits.max_groups(),
                       .max_members = limits.max_members(),
-                      .max_region_bytes = limits.max_region_bytes()};
+                      .max_region_bytes = limits.max_region_bytes(),
+                      .group_idle = Ms(limits.group_idle_ms())};
 }
 
 void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
@@ -543,6 +546,7 @@ void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
   out->set_max_groups(limits.max_groups);
   out->set_max_members(limits.max_members);
   out->set_max_region_bytes(limits.max_region_bytes);
+  out->set_group_idle_ms(ms(limits.group_idle));
 }
 
 // The enumerators of LogFormat and LogLevel follow the file's.

@@ -74,8 +74,9 @@ struct LimitsConfig {
   int64_t inline_bytes = 4 << 20;             // of one call
   int64_t message_bytes = 8 << 20;            // of any gRPC message
   int max_groups = 64;
-  int max_members = 4096;                       // of all groups
-  int64_t max_region_bytes = int64_t{1} << 44;  // of one region
+  int max_members = 4096;                          // of all groups
+  int64_t max_region_bytes = int64_t{1} << 44;     // of one region
+  Duration group_idle = std::chrono::minutes(10);  // a group without a member
   bool operator==(const LimitsConfig&) const = default;
 };
 

@@ -74,6 +74,7 @@ NodeOptions NodeOptionsOf(const Config& config) {
   options.message_bytes = config.limits.message_bytes;
   options.max_groups = config.limits.max_groups;
   options.max_members = config.limits.max_members;
+  options.group_idle = config.limits.group_idle;
   options.descriptor_socket = config.listen.unix_path + std::string(kDescriptorSocketSuffix);
   return options;
 }

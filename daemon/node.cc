@@ -108,20 +108,117 @@ absl::StatusOr<GroupSpec> Node::CheckSpec(const v1::GroupSpec& wire) const {
   return spec;
 }
 
-absl::Status Node::CheckPoolFits(const std::string& name, const GroupSpec& spec) const {
+absl::Status Node::MakeRoom(const std::string& name, const GroupSpec* spec, Deferred* deferred) {
+  const int64_t needed = spec == nullptr ? 0 : spec->slots * spec->slot_bytes;
+  const bool known = FindGroup(name) != nullptr;
+  size_t groups = groups_.size();
   int64_t pools = 0;
-  for (const auto& [other, record] : groups_) pools += record->pool_bytes();
-  const int64_t needed = spec.slots * spec.slot_bytes;
-  if (needed <= options_.max_pool_bytes - pools) return absl::OkStatus();
-  return Error(absl::StatusCode::kResourceExhausted,
-               "group '{}': {} slots of {} bytes do not fit: {} of max_pool_bytes {} are taken by "
-               "other groups",
-               name, spec.slots, spec.slot_bytes, pools, options_.max_pool_bytes);
+  std::vector<const GroupRecord*> empty;
+  for (const auto& [other, record] : groups_) {
+    pools += record->pool_bytes();
+    if (record->empty_since.has_value() && Empty(*record)) empty.push_back(record.get());
+  }
+  std::sort(empty.begin(), empty.end(), [](const GroupRecord* a, const GroupRecord* b) {
+    return *a->empty_since < *b->empty_since;
+  });
+  const auto place = [&] { return known || groups < static_cast<size_t>(options_.max_groups); };
+  const auto fits = [&] { return needed <= options_.max_pool_bytes - pools; };
+  size_t dropped = 0;
+  for (; dropped < empty.size() && (!place() || !fits()); ++dropped) {
+    --groups;
+    pools -= empty[dropped]->pool_bytes();
+  }
+  if (!place()) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "group '{}': the daemon has max_groups ({}) groups", name, options_.max_groups);
+  }
+  if (!fits()) {
+    return Error(
+        absl::StatusCode::kResourceExhausted,
+        "group '{}': {} slots of {} bytes do not fit: {} of max_pool_bytes {} are taken by "
+        "other groups",
+        name, spec->slots, spec->slot_bytes, pools, options_.max_pool_bytes);
+  }
+  for (size_t i = 0; i < dropped; ++i) {
+    DropGroup(std::string(empty[i]->machine->name()),
+              fmt::format("given up, for it has no member and group {} needs its place", name),
+              deferred);
+  }
+  return absl::OkStatus();
+}
+
+bool Node::Empty(const GroupRecord& group) const {
+  return group.coordinator != nullptr && !group.machine->has_members() &&
+         !group.machine->update_running() && group.sessions.empty() &&
+         std::none_of(pooling_.begin(), pooling_.end(), [&group](const auto& entry) {
+           return entry.second.record.group == group.machine->name();
+         });
+}
+
+void Node::NoteEmpty(GroupRecord* group, Deferred* deferred) {
+  if (!Empty(*group)) {
+    group->empty_since.reset();
+    return;
+  }
+  if (group->empty_since.has_value()) return;
+  group->empty_since = Now();
+  if (group->pool == nullptr) return;
+  // P8. It is made again for the next member that needs it; unmapped after the mutex.
+  deferred->AddLast([pool = std::exchange(group->pool, nullptr),
+                     fd = std::make_shared<UniqueFd>(std::move(group->pool_fd))]() mutable {
+    pool.reset();
+    fd.reset();
+  });
+}
+
+void Node::DropGroup(const std::string& name, std::string_view why, Deferred* deferred) {
+  const auto it = groups_.find(name);
+  for (const auto& [epoch, record] : it->second->epochs) WireOf(record)->Close(record.id);
+  LogInfo("group {}: {}", name, why);
+  if (options_.observer != nullptr) options_.observer->GroupGone(name);
+  for (auto& [id, watcher] : watchers_) watcher.last.erase(name);
+  // Its pool is unmapped after the mutex.
+  deferred->AddLast(
+      [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
+  groups_.erase(it);
+}
+
+void Node::DropExpired(TimePoint now, Deferred* deferred) {
+  std::vector<std::string> expired;
+  for (const auto& [name, group] : groups_) {
+    if (!group->empty_since.has_value() || now - *group->empty_since < options_.group_idle)
+      continue;
+    if (Empty(*group)) {
+      expired.push_back(name);
+    } else {
+      group->empty_since = now;  // somebody is about to enter
+    }
+  }
+  for (const std::string& name : expired) {
+    DropGroup(name,
+              fmt::format("given up: it has had no member for {:g} s (limits.group_idle_ms)",
+                          std::chrono::duration<double>(options_.group_idle).count()),
+              deferred);
+  }
+}
+
+absl::Status Node::CheckMembers() const {
+  size_t members = members_.size() + waiting_.size() + pooling_.size();
+  for (const auto& [name, group] : groups_) {
+    if (group->coordinator != nullptr) members += group->coordinator->remote_members();
+  }
+  if (members < static_cast<size_t>(options_.max_members)) return absl::OkStatus();
+  return Error(
+      absl::StatusCode::kResourceExhausted,
+      "limits.max_members: daemon {} has {} members, with those of daemons that joined its "
+      "groups, and takes {}",
+      options_.daemon_id, members, options_.max_members);
 }
 
 absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
                                                    const v1::GroupSpec& wire,
-                                                   std::optional<int> trainers, bool* created) {
+                                                   std::optional<int> trainers, bool* created,
+                                                   Deferred* deferred) {
   *created = false;
   REFITD_ASSIGN_OR_RETURN(GroupSpec spec, CheckSpec(wire));
   if (GroupRecord* found = FindGroup(name); found != nullptr) {
@@ -142,11 +239,7 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
                  spec.trainer_ranks);
   }
   if (draining_) return absl::UnavailableError("the daemon is draining");
-  if (groups_.size() >= static_cast<size_t>(options_.max_groups)) {
-    return Error(absl::StatusCode::kResourceExhausted,
-                 "group '{}': the daemon has max_groups ({}) groups", name, options_.max_groups);
-  }
-  REFITD_RETURN_IF_ERROR(CheckPoolFits(name, spec));
+  REFITD_RETURN_IF_ERROR(MakeRoom(name, &spec, deferred));
   CoordinatorOptions coordinator;
   coordinator.name = name;
   coordinator.daemon_id = options_.daemon_id;
@@ -160,14 +253,17 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
   coordinator.next_member = [this]()
                                 ABSL_NO_THREAD_SAFETY_ANALYSIS { return MemberId(next_member_++); };
   coordinator.next_call = [this] { return NewCall(); };
+  coordinator.admit_remote = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return CheckMembers(); };
   auto record = std::make_unique<GroupRecord>();
   record->id = next_group_++;
   auto machine = std::make_unique<Coordinator>(std::move(coordinator));
   record->coordinator = machine.get();
   record->machine = std::move(machine);
+  record->empty_since = Now();
   LogInfo("group {}: created", name);
   GroupRecord* result = record.get();
   groups_[name] = std::move(record);
+  WakeTimer();
   *created = true;
   return result;
 }
@@ -187,8 +283,14 @@ TimePoint Node::NextWake() const {
   for (const auto& [name, group] : groups_) {
     if (const auto deadline = group->machine->NextDeadline(); deadline.has_value())
       wake = std::min(wake, *deadline);
+    if (group->redial.has_value()) wake = std::min(wake, *group->redial);
+    if (group->empty_since.has_value()) {
+      wake = std::min(wake, *group->empty_since + options_.group_idle);
+    }
   }
-  for (const Waiting& w : waiting_) wake = std::min(wake, w.deadline);
+  for (const Waiting& w : waiting_) {
+    if (const auto expiry = ExpiryOf(w); expiry.has_value()) wake = std::min(wake, *expiry);
+  }
   for (const WaitingPeer& w : waiting_peers_) wake = std::min(wake, w.deadline);
   if (AnyUpdateRuns()) {
     for (const auto& [id, watcher] : watchers_) wake = std::min(wake, watcher.due);
@@ -220,16 +322,10 @@ void Node::TimerLoop() {
       }
       for (const std::string& name : due) Handle(name, Tick{}, &deferred);
       RefuseLatePeers(now);
-      for (auto it = waiting_.begin(); it != waiting_.end();) {
-        if (it->deadline > now) {
-          ++it;
-          continue;
-        }
-        it->record.End(Error(absl::StatusCode::kNotFound, "group '{}' was not created in time",
-                             it->record.group));
-        it = waiting_.erase(it);
-      }
-      NotifyWatchers(true);
+      RefuseLateMembers(now, &deferred);
+      RedialIfDue(now);
+      DropExpired(now, &deferred);
+      TellProgress(now);
     }
     deferred.Run();
   }
@@ -258,6 +354,7 @@ void Node::Drain() {
     waiting_peers_.clear();
     std::vector<std::string> names;
     for (const auto& [name, group] : groups_) names.push_back(name);
+    for (const std::string& name : names) StopJoiningIfUnwanted(name, &deferred);
     for (const std::string& name : names) Handle(name, DrainEvent{}, &deferred);
   }
   deferred.Run();

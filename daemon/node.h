@@ -88,8 +88,11 @@ struct NodeOptions {
   int64_t max_region_bytes = kMaxRegionBytes;  // of one region
   int64_t inline_bytes = int64_t{4} << 20;     // of one PushBucket
   int64_t message_bytes = int64_t{8} << 20;    // of any message
+  // With so many, the one that had no member for the longest makes room for another.
   int max_groups = 64;
-  int max_members = 4096;
+  int max_members = 4096;  // of all groups, and of daemons that joined groups of this one
+  // A group without a member is given up after so long; never while an update runs.
+  Duration group_idle = std::chrono::minutes(10);
   int max_regions_per_member = 4096;
   int max_regions =
       16'384;  // of all members: a process has 65,530 mappings by default (vm.max_map_count)
@@ -230,6 +233,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void SetListeners(std::vector<std::string> listeners);
   // True if the mutex can be had: for the watchdog.
   bool Alive();
+  // Views of updates that were made for watchers so far: what watching costs.
+  int64_t watched_views() const { return watched_views_; }
 
  private:
   struct RegionRecord {
@@ -282,8 +287,18 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     Follower* follower = nullptr;
     std::map<NodeId, std::shared_ptr<PeerSession>> sessions;  // coordinator: joined daemons
     std::string coordinator_address;                          // follower
-    std::unique_ptr<PeerLink> link;                           // follower; null: lost
-    std::map<EpochId, EpochRecord> epochs;                    // by the machine's id, while open
+    std::unique_ptr<PeerLink> link;                           // follower; null: lost, or a pause
+    // Follower: the coordinator has not taken this daemon in yet. Members wait for it in waiting_,
+    // at least one; tries to join follow each other for as long as one of them waits.
+    bool joining = false;
+    uint64_t dial = 0;                // the number of the last try: what earlier ones say is old
+    bool dialled_spec = false;        // it brings a spec, and so makes the group
+    TimePoint dialled_until;          // without one it waits so long for the group
+    std::optional<TimePoint> redial;  // no try is under way: the next begins then
+    absl::Status refusal;             // why there is a pause
+    // Coordinator: since when it has had no member; none: it has some, or an update runs.
+    std::optional<TimePoint> empty_since;
+    std::map<EpochId, EpochRecord> epochs;  // by the machine's id, while open
     // Where the group's members are on GPUs: what crosses daemons lies in the pool of this one,
     // which is kept as long as a member is on any or an update runs.
     std::optional<int> wire_ordinal;
@@ -308,11 +323,15 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::optional<std::pair<Version, std::optional<Verification>>> verification;
     int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
   };
-  // A member that waits for its group.
+  // A member that waits for its group: to be created here, or for this daemon to join the
+  // coordinator.
   struct Waiting {
     MemberRecord record;
     GroupEvent attached;
-    TimePoint deadline;
+    TimePoint deadline;                 // of its own wait for the group
+    bool waits = true;                  // false: the group must exist, or be made by its spec
+    std::string coordinator;            // empty: here
+    std::optional<v1::GroupSpec> spec;  // with a coordinator: what it would make the group with
   };
   struct Opening {
     MemberId member;
@@ -356,7 +375,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     Duration interval{};
     bool until_idle = false;
     TimePoint due;
-    std::map<std::string, std::string> last;  // group -> state last sent, to send each change once
+    std::map<std::string, UpdateMark> last;  // by group: what was sent, to send each change once
+    bool Watches(const std::string& name) const { return group.empty() || group == name; }
   };
   // What runs after the mutex was released: events to engines, then answers to calls, then events
   // to trainers, for which nobody waits, log lines, and what takes long.
@@ -386,11 +406,24 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // `trainers`: the world size of the trainer rank that would make it; one that can't join makes
   // nothing.
   absl::StatusOr<GroupRecord*> MakeGroup(const std::string& name, const v1::GroupSpec& wire,
-                                         std::optional<int> trainers, bool* created)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+                                         std::optional<int> trainers, bool* created,
+                                         Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& wire) const;
-  absl::Status CheckPoolFits(const std::string& name, const GroupSpec& spec) const
+  // OK: the group is one of max_groups, and its pool of `spec` (null: not known yet) fits beside
+  // the others'. Gives up groups without members for that, the longest empty first; none where that
+  // would not do. RESOURCE_EXHAUSTED.
+  absl::Status MakeRoom(const std::string& name, const GroupSpec* spec, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether nobody has anything to do with a group of this daemon's.
+  bool Empty(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // After any event of the group: notes since when it is empty, and gives its pool back.
+  void NoteEmpty(GroupRecord* group, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A group without members. `why` is for the log.
+  void DropGroup(const std::string& name, std::string_view why, Deferred* deferred)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropExpired(TimePoint now, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // RESOURCE_EXHAUSTED: max_members.
+  absl::Status CheckMembers() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Creates, finds or waits for the hello's group, then attaches.
   template <typename HelloMessage, typename Sink, typename Identity>
   MemberId Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
@@ -573,13 +606,37 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   static absl::Status Followed(const GroupRecord& group);
   // The group that the daemon at `address` coordinates, joined or being joined.
   absl::StatusOr<GroupRecord*> Follow(const std::string& name, const std::string& address,
-                                      const std::optional<v1::GroupSpec>& spec, Duration wait)
+                                      const std::optional<v1::GroupSpec>& spec, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void LinkIsUp(const std::string& name, uint64_t id, const LinkUp& up);
+  // Whether the spec, with what it leaves to a default as the group has it, is the group's.
+  absl::Status CheckSameSpec(const std::string& name, const v1::GroupSpec& wire,
+                             const GroupSpec& known) const;
+  // Joining. A try brings the spec of a member that waits, if one has any, and the longest wait.
+  bool AwaitsJoin(const Waiting& waiting, const GroupRecord& group) const;
+  void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up);
+  void TakeJoined(GroupRecord* group, const LinkUp& up, Deferred* deferred)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LinkSays(const std::string& name, uint64_t id, uint64_t dial, PeerCommand command);
+  void LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl::Status status);
+  // The try has failed: refuses those whom that concerns, and tries again for the others.
+  void JoinFailed(GroupRecord* group, const absl::Status& status, Deferred* deferred)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StopJoining(GroupRecord* group, const absl::Status& status, Deferred* deferred)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // If the daemon is joining for nobody any more.
+  void StopJoiningIfUnwanted(const std::string& name, Deferred* deferred)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // When a waiting member is refused; none: the try to join that is under way decides.
+  std::optional<TimePoint> ExpiryOf(const Waiting& waiting) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RefuseLateMembers(TimePoint now, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RedialIfDue(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // For callbacks of links and wire: nothing happens if that record of the group is gone.
   void GroupEventOf(const std::string& name, uint64_t id, MachineEvent event);
   void DropFollower(const std::string& name, Deferred* deferred, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ForgetEarlier(const WaitingPeer& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitPeer(WaitingPeer peer, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitWaitingPeers(const std::string& group, Deferred* deferred)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -632,8 +689,14 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Erase(MemberId member, Deferred* deferred, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void NotifyWatchers(bool progress) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  static std::string WatchKey(const UpdateView& update);
+  // Sends what watchers have not seen: the group's update, if its state changed. Makes one view for
+  // all watchers, and none where nothing changed.
+  void TellWatchers(const GroupRecord& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The progress of running updates, to watchers whose interval has passed.
+  void TellProgress(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Tell(Watcher* watcher, const GroupRecord& group, std::optional<UpdateView>* view, bool due)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool EndIfIdle(const Watcher& watcher) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static uint64_t NewIncarnation();
   static std::string NewBootId();
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
@@ -684,6 +747,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   uint64_t next_region_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t next_update_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t next_watch_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::atomic<int64_t> watched_views_{0};
   int links_ ABSL_GUARDED_BY(mutex_) = 0;  // dialled, on_lost not told yet
   CondVar links_cond_;
   TimePoint timer_wakes_ ABSL_GUARDED_BY(mutex_) = TimePoint::max();  // until when the timer sleeps

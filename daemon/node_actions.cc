@@ -48,6 +48,8 @@ void Node::Handle(const std::string& name, MachineEvent event, Deferred* deferre
     for (MachineAction& action : actions) Perform(group, std::move(action), deferred, &events);
     if (group->follower != nullptr && group->follower->finished()) {
       DropFollower(group_name, deferred, &events);
+    } else if (group->coordinator != nullptr) {
+      NoteEmpty(group, deferred);
     }
   }
   WakeTimer();
@@ -177,7 +179,7 @@ struct Node::Performer {
     MemberRecord* member = Find(a.member);
     if (member != nullptr) node->SendWelcome(group, member);
   }
-  void operator()(StateChanged&) ABSL_NO_THREAD_SAFETY_ANALYSIS { node->NotifyWatchers(false); }
+  void operator()(StateChanged&) ABSL_NO_THREAD_SAFETY_ANALYSIS { node->TellWatchers(*group); }
   void operator()(LogLine& a) {
     const LogLevel level = a.level == LogLine::kInfo      ? LogLevel::kInfo
                            : a.level == LogLine::kWarning ? LogLevel::kWarning

@@ -478,6 +478,8 @@ void Node::EndWithoutPool(MemberRecord record, absl::Status status, Deferred* de
   Events more;
   DropUnused(group, *record.ordinal, &more);
   for (auto& [name, event] : more) Handle(name, std::move(event), deferred);
+  group = FindGroup(record.group);
+  if (group != nullptr && group->coordinator != nullptr) NoteEmpty(group, deferred);
 }
 
 void Node::DropUnused(GroupRecord* group, int ordinal, Events* more) {

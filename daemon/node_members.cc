@@ -144,10 +144,8 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       sink->End(ordinal.status());
     } else if (draining_) {
       sink->End(absl::UnavailableError("the daemon is draining"));
-    } else if (members_.size() + waiting_.size() + pooling_.size() >=
-               static_cast<size_t>(options_.max_members)) {
-      sink->End(Error(absl::StatusCode::kResourceExhausted,
-                      "the daemon has max_members ({}) members", options_.max_members));
+    } else if (absl::Status room = CheckMembers(); !room.ok()) {
+      sink->End(std::move(room));
     } else {
       MemberRecord record;
       record.id = member;
@@ -169,33 +167,39 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       GroupEvent attached = AttachedEvent(member, *std::move(identity));
       bool created = false;
       absl::StatusOr<GroupRecord*> group = nullptr;
-      if (const std::string coordinator = CoordinatorOf(hello.coordinator());
-          !coordinator.empty() && record.ordinal.has_value() && options_.cuda.wire == nullptr) {
+      std::optional<v1::GroupSpec> spec;
+      if (hello.has_spec()) spec = hello.spec();
+      const std::string coordinator = CoordinatorOf(hello.coordinator());
+      if (!coordinator.empty() && record.ordinal.has_value() && options_.cuda.wire == nullptr) {
         group = Error(absl::StatusCode::kFailedPrecondition,
                       "device.name: '{}' with coordinator '{}': device memory moves within this "
                       "daemon only: {}",
                       record.device, hello.coordinator(), options_.cuda.no_wire);
       } else if (!coordinator.empty()) {
-        std::optional<v1::GroupSpec> spec;
-        if (hello.has_spec()) spec = hello.spec();
-        group = Follow(hello.group(), coordinator, spec, Millis(hello.wait_ms()));
+        group = Follow(hello.group(), coordinator, spec, &deferred);
       } else if (hello.has_spec()) {
         std::optional<int> trainers;
         if (!record.engine) trainers = hello.world_size();
-        group = MakeGroup(hello.group(), hello.spec(), trainers, &created);
+        group = MakeGroup(hello.group(), hello.spec(), trainers, &created, &deferred);
       } else {
         group = FindGroup(hello.group());
         if (*group != nullptr && (*group)->follower != nullptr) group = Followed(**group);
       }
       if (!group.ok()) {
         sink->End(group.status());
-      } else if (*group != nullptr) {
+      } else if (*group != nullptr && !(*group)->joining) {
         Enter(std::move(record), *group, std::move(attached), &deferred);
-      } else if (hello.wait_ms() == 0) {
+      } else if (*group == nullptr && hello.wait_ms() == 0) {
         sink->End(NoGroup(hello.group()));
       } else {
-        waiting_.push_back(
-            {std::move(record), std::move(attached), Now() + Millis(hello.wait_ms())});
+        const bool brings = *group != nullptr && spec.has_value() && !(*group)->dialled_spec;
+        waiting_.push_back({std::move(record), std::move(attached), Now() + Millis(hello.wait_ms()),
+                            hello.wait_ms() > 0, coordinator, std::move(spec)});
+        // What it brings makes the group, for which others may be waiting at the coordinator.
+        if (*group != nullptr && !(*group)->redial.has_value() &&
+            ((*group)->link == nullptr || brings)) {
+          Dial(*group);
+        }
         WakeTimer();
       }
       if (created) AdmitWaiting(hello.group(), &deferred);
@@ -218,7 +222,7 @@ MemberId Node::AttachEngine(const v1::EngineHello& hello, const Peer& peer,
 void Node::AdmitWaiting(const std::string& group, Deferred* deferred) {
   std::vector<Waiting> admitted;
   for (auto it = waiting_.begin(); it != waiting_.end();) {
-    if (it->record.group == group) {
+    if (it->record.group == group && it->coordinator.empty()) {
       admitted.push_back(std::move(*it));
       it = waiting_.erase(it);
     } else {
@@ -281,7 +285,9 @@ void Node::Gone(MemberId member, const std::string& reason, const absl::Status& 
                                     [member](const Waiting& w) { return w.record.id == member; });
     if (waits != waiting_.end()) {
       waits->record.End(end);
+      const std::string group = waits->record.group;
       waiting_.erase(waits);
+      StopJoiningIfUnwanted(group, &deferred);
     }
     if (const auto pools = pooling_.find(member); pools != pooling_.end()) {
       MemberRecord record = std::move(pools->second.record);

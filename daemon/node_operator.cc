@@ -95,7 +95,7 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
     MutexLock lock(&mutex_);
     bool created = false;
     absl::StatusOr<GroupRecord*> made =
-        MakeGroup(request.group(), request.spec(), std::nullopt, &created);
+        MakeGroup(request.group(), request.spec(), std::nullopt, &created, &deferred);
     if (const GroupRecord* found = FindGroup(request.group());
         found != nullptr && found->follower != nullptr) {
       return Followed(*found);
@@ -126,7 +126,7 @@ absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& re
   const std::string name = group->machine->name();
   Handle(name, ReplaceGroup{NewCall(), incarnation}, deferred);
   if (group->machine->incarnation() != incarnation) {
-    const std::optional<UpdateView> update = group->machine->View(Now()).group.update;
+    const std::optional<UpdateView> update = group->machine->ViewUpdate(Now());
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}': the update to version {} runs",
                  name, update.has_value() ? update->version.value() : -1);
   }
@@ -146,23 +146,23 @@ absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& re
 }
 
 absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
-  std::unique_ptr<GroupRecord> deleted;  // its pool is unmapped after the mutex
-  MutexLock lock(&mutex_);
-  const GroupRecord* group = FindGroup(request.group());
-  if (group == nullptr) return NoGroup(request.group());
-  // A record outlives its lease while copies touch its memory: it counts as well.
-  const auto members = std::count_if(members_.begin(), members_.end(), [&](const auto& entry) {
-    return entry.second.group == request.group();
-  });
-  if (group->follower != nullptr) return Followed(*group);
-  if (members > 0 || group->machine->has_members() || group->machine->update_running()) {
-    return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members",
-                 request.group(), members);
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const GroupRecord* group = FindGroup(request.group());
+    if (group == nullptr) return NoGroup(request.group());
+    // A record outlives its lease while copies touch its memory: it counts as well.
+    const auto members = std::count_if(members_.begin(), members_.end(), [&](const auto& entry) {
+      return entry.second.group == request.group();
+    });
+    if (group->follower != nullptr) return Followed(*group);
+    if (members > 0 || group->machine->has_members() || group->machine->update_running()) {
+      return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members",
+                   request.group(), members);
+    }
+    DropGroup(request.group(), "deleted", &deferred);
   }
-  for (const auto& [epoch, record] : group->epochs) WireOf(record)->Close(record.id);
-  deleted = std::move(groups_.at(request.group()));
-  groups_.erase(request.group());
-  if (options_.observer != nullptr) options_.observer->GroupGone(request.group());
+  deferred.Run();
   return absl::OkStatus();
 }
 
@@ -380,7 +380,7 @@ absl::StatusOr<v1::GetUpdateStatisticsResponse> Node::GetUpdateStatistics(
     if (group == nullptr) return NoGroup(request.group());
     if (group->follower != nullptr) return Followed(*group);
     statistics = group->machine->Statistics();
-    const std::optional<UpdateView> update = group->machine->View(Now()).group.update;
+    const std::optional<UpdateView> update = group->machine->ViewUpdate(Now());
     if (update.has_value()) *response.mutable_update() = StatusOf(request.group(), *update);
   }
   for (const BroadcastTotals& totals : statistics.pushed) {
@@ -425,13 +425,11 @@ absl::StatusOr<uint64_t> Node::Watch(const v1::WatchUpdatesRequest& request,
   watcher.until_idle = request.until_idle();
   // What ended before is history: only its changes are news.
   for (const auto& [name, group] : groups_) {
-    const GroupView view = group->machine->View(Now()).group;
-    if (view.update.has_value() && view.update->outcome != Outcome::kRunning) {
-      watcher.last[name] = WatchKey(*view.update);
-    }
+    const std::optional<UpdateMark> mark = group->machine->MarkUpdate();
+    if (mark.has_value() && !group->machine->update_running()) watcher.last[name] = *mark;
   }
   watchers_[id] = std::move(watcher);
-  NotifyWatchers(true);
+  TellProgress(Now());
   WakeTimer();
   return id;
 }
@@ -441,47 +439,53 @@ void Node::StopWatching(uint64_t watch) {
   watchers_.erase(watch);
 }
 
-std::string Node::WatchKey(const UpdateView& update) {
-  return fmt::format("{}/{}", update.id, update.state);
-}
-
-void Node::NotifyWatchers(bool progress) {
-  if (watchers_.empty()) return;
-  const TimePoint now = Now();
-  // One view a group for all watchers.
-  struct Shown {
-    const std::string* name;
-    bool running;
-    std::string key;
-    UpdateView update;
-  };
-  std::vector<Shown> shown;
-  for (const auto& [name, group] : groups_) {
-    std::optional<UpdateView> update = group->machine->View(now).group.update;
-    const bool running = group->machine->update_running();
-    if (update.has_value())
-      shown.push_back({&name, running, WatchKey(*update), *std::move(update)});
-  }
+void Node::TellWatchers(const GroupRecord& group) {
+  std::optional<UpdateView> view;
   for (auto it = watchers_.begin(); it != watchers_.end();) {
     Watcher& watcher = it->second;
-    const bool due = progress && watcher.due <= now;
-    if (due) watcher.due = now + watcher.interval;
-    bool running = false;
-    for (const Shown& s : shown) {
-      if (!watcher.group.empty() && watcher.group != *s.name) continue;
-      running = running || s.running;
-      std::string& last = watcher.last[*s.name];
-      if (s.key == last && !(due && s.running)) continue;
-      last = s.key;
-      watcher.sink->Send(StatusOf(*s.name, s.update));
-    }
-    if (watcher.until_idle && !running) {
-      watcher.sink->End(absl::OkStatus());
-      it = watchers_.erase(it);
-    } else {
-      ++it;
-    }
+    const bool concerned = watcher.Watches(group.machine->name());
+    if (concerned) Tell(&watcher, group, &view, false);
+    it = concerned && EndIfIdle(watcher) ? watchers_.erase(it) : std::next(it);
   }
+}
+
+void Node::TellProgress(TimePoint now) {
+  std::map<const GroupRecord*, std::optional<UpdateView>> views;
+  for (auto it = watchers_.begin(); it != watchers_.end();) {
+    Watcher& watcher = it->second;
+    if (watcher.due <= now) {
+      watcher.due = now + watcher.interval;
+      for (const auto& [name, group] : groups_) {
+        if (watcher.Watches(name)) Tell(&watcher, *group, &views[group.get()], true);
+      }
+    }
+    it = EndIfIdle(watcher) ? watchers_.erase(it) : std::next(it);
+  }
+}
+
+void Node::Tell(Watcher* watcher, const GroupRecord& group, std::optional<UpdateView>* view,
+                bool due) {
+  const std::string& name = group.machine->name();
+  const std::optional<UpdateMark> mark = group.machine->MarkUpdate();
+  if (!mark.has_value()) return;
+  const auto last = watcher->last.find(name);
+  const bool seen = last != watcher->last.end() && last->second == *mark;
+  if (seen && !(due && group.machine->update_running())) return;
+  if (!view->has_value()) {
+    *view = group.machine->ViewUpdate(Now());
+    ++watched_views_;
+  }
+  watcher->last[name] = *mark;
+  watcher->sink->Send(StatusOf(name, **view));
+}
+
+bool Node::EndIfIdle(const Watcher& watcher) {
+  if (!watcher.until_idle) return false;
+  const bool runs = std::any_of(groups_.begin(), groups_.end(), [&watcher](const auto& entry) {
+    return watcher.Watches(entry.first) && entry.second->machine->update_running();
+  });
+  if (!runs) watcher.sink->End(absl::OkStatus());
+  return !runs;
 }
 
 }  // namespace refitd

@@ -11,6 +11,14 @@
 #include "transport/layout.h"
 
 namespace refitd {
+namespace {
+
+// From a refusal that may pass to the next try to join.
+constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
+// A member that does not wait for its group hears so soon whether there is one, where others wait.
+constexpr Duration kJoinGrace = std::chrono::seconds(10);
+
+}  // namespace
 
 // ---- groups that another daemon coordinates ----
 
@@ -29,17 +37,24 @@ absl::Status Node::Followed(const GroupRecord& group) {
                group.coordinator_address);
 }
 
+absl::Status Node::CheckSameSpec(const std::string& name, const v1::GroupSpec& wire,
+                                 const GroupSpec& known) const {
+  v1::GroupSpec filled = wire;
+  if (filled.slots() == 0) filled.set_slots(known.slots);
+  if (filled.slot_bytes() == 0) filled.set_slot_bytes(known.slot_bytes);
+  REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(filled));
+  if (spec == known) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", name);
+}
+
 absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const std::string& address,
-                                                const std::optional<v1::GroupSpec>& wire_spec,
-                                                Duration wait) {
+                                                const std::optional<v1::GroupSpec>& spec,
+                                                Deferred* deferred) {
   if (dialer_ == nullptr) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}': this daemon joins no others", address);
   }
-  std::optional<GroupSpec> spec;
-  if (wire_spec.has_value()) {
-    REFITD_ASSIGN_OR_RETURN(spec, CheckSpec(*wire_spec));
-  }
+  if (spec.has_value()) REFITD_RETURN_IF_ERROR(CheckSpec(*spec).status());
   if (GroupRecord* found = FindGroup(name); found != nullptr) {
     if (found->follower == nullptr) {
       return Error(absl::StatusCode::kFailedPrecondition,
@@ -51,9 +66,9 @@ absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const s
                    "coordinator: '{}', but group '{}' is coordinated by {}", address, name,
                    found->coordinator_address);
     }
-    const GroupSpec& known = found->machine->spec();
-    if (spec.has_value() && known.slots != 0 && !(*spec == known)) {
-      return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", name);
+    if (found->joining) return found;
+    if (spec.has_value()) {
+      REFITD_RETURN_IF_ERROR(CheckSameSpec(name, *spec, found->machine->spec()));
     }
     if (found->link == nullptr) {
       return Error(absl::StatusCode::kUnavailable,
@@ -63,10 +78,7 @@ absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const s
     return found;
   }
   if (draining_) return absl::UnavailableError("the daemon is draining");
-  if (groups_.size() >= static_cast<size_t>(options_.max_groups)) {
-    return Error(absl::StatusCode::kResourceExhausted,
-                 "group '{}': the daemon has max_groups ({}) groups", name, options_.max_groups);
-  }
+  REFITD_RETURN_IF_ERROR(MakeRoom(name, nullptr, deferred));
   FollowerOptions options;
   options.name = name;
   options.coordinator_address = address;
@@ -76,35 +88,247 @@ absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const s
   auto record = std::make_unique<GroupRecord>();
   record->id = next_group_++;
   record->coordinator_address = address;
+  record->joining = true;
   auto follower = std::make_unique<Follower>(std::move(options));
   record->follower = follower.get();
   record->machine = std::move(follower);
+  GroupRecord* result = record.get();
+  groups_[name] = std::move(record);
+  return result;
+}
+
+// ---- joining ----
+
+bool Node::AwaitsJoin(const Waiting& waiting, const GroupRecord& group) const {
+  return waiting.record.group == group.machine->name() &&
+         waiting.coordinator == group.coordinator_address;
+}
+
+void Node::Dial(GroupRecord* group) {
+  const std::string name = group->machine->name();
+  const TimePoint now = Now();
   PeerDial dial;
-  dial.address = address;
+  dial.address = group->coordinator_address;
   dial.group = name;
-  dial.spec = wire_spec;
-  dial.wait = wait;
   dial.daemon_id = options_.daemon_id;
   dial.boot_id = boot_id_;
   dial.limits.message_bytes = options_.message_bytes;
-  const uint64_t id = record->id;
+  for (const Waiting& w : waiting_) {
+    if (!AwaitsJoin(w, *group)) continue;
+    if (w.spec.has_value() && !dial.spec.has_value()) dial.spec = w.spec;
+    if (w.waits) dial.wait = std::max(dial.wait, w.deadline - now);
+  }
+  group->redial.reset();
+  group->dialled_spec = dial.spec.has_value();
+  group->dialled_until = now + dial.wait;
+  const uint64_t id = group->id;
+  const uint64_t number = ++group->dial;
   PeerLinkCallbacks callbacks;
-  callbacks.on_up = [this, name, id](const LinkUp& up) { LinkIsUp(name, id, up); };
-  callbacks.on_command = [this, name, id](PeerCommand command) {
-    GroupEventOf(name, id, CommandReceived{std::move(command)});
+  callbacks.on_up = [this, name, id, number](const LinkUp& up) { LinkIsUp(name, id, number, up); };
+  callbacks.on_command = [this, name, id, number](PeerCommand command) {
+    LinkSays(name, id, number, std::move(command));
   };
-  callbacks.on_lost = [this, name, id](absl::Status status) {
-    GroupEventOf(name, id, LinkLost{std::move(status)});
+  callbacks.on_lost = [this, name, id, number](absl::Status status) {
+    LinkIsLost(name, id, number, std::move(status));
     MutexLock lock(&mutex_);
     --links_;
     links_cond_.NotifyAll();
   };
   ++links_;
-  LogInfo("group {}: joining its coordinator at {}", name, address);
-  record->link = dialer_(std::move(dial), std::move(callbacks));
-  GroupRecord* result = record.get();
-  groups_[name] = std::move(record);
-  return result;
+  LogInfo("group {}: joining its coordinator at {}", name, group->coordinator_address);
+  group->link = dialer_(std::move(dial), std::move(callbacks));  // closes the try before, if any
+}
+
+void Node::LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id && group->dial == dial && group->joining) {
+      // The coordinator's word on sizes is bounded like an operator's (P10).
+      absl::Status fits = absl::OkStatus();
+      if (up.spec.slots < 1 || up.spec.slots > kMaxSlots || up.spec.slot_bytes < 1 ||
+          up.spec.slot_bytes > options_.max_pool_bytes) {
+        fits = Error(absl::StatusCode::kInvalidArgument,
+                     "spec: {} slots of {} bytes, where max_pool_bytes is {}", up.spec.slots,
+                     up.spec.slot_bytes, options_.max_pool_bytes);
+      } else {
+        fits = MakeRoom(name, &up.spec, &deferred);
+      }
+      if (fits.ok()) {
+        TakeJoined(group, up, &deferred);
+      } else {
+        JoinFailed(group, fits, &deferred);
+      }
+    }
+  }
+  deferred.Run();
+}
+
+void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Deferred* deferred) {
+  const std::string name = group->machine->name();
+  group->joining = false;
+  std::vector<Waiting> admitted;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (AwaitsJoin(*it, *group)) {
+      admitted.push_back(std::move(*it));
+      it = waiting_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  Handle(name, up, deferred);
+  for (Waiting& w : admitted) {
+    GroupRecord* joined = FindGroup(name);
+    absl::Status status = joined == nullptr
+                              ? absl::UnavailableError("the coordinator is lost: attach again")
+                              : absl::OkStatus();
+    if (status.ok() && w.spec.has_value()) status = CheckSameSpec(name, *w.spec, up.spec);
+    if (status.ok()) {
+      Enter(std::move(w.record), joined, std::move(w.attached), deferred);
+    } else {
+      w.record.End(std::move(status));
+    }
+  }
+  const GroupRecord* left = FindGroup(name);
+  const bool wanted = left == nullptr || left->machine->has_members() ||
+                      std::any_of(pooling_.begin(), pooling_.end(), [&name](const auto& entry) {
+                        return entry.second.record.group == name;
+                      });
+  if (!wanted) {
+    Handle(name, LinkLost{absl::CancelledError("no member of this daemon is left")}, deferred);
+  }
+}
+
+void Node::LinkSays(const std::string& name, uint64_t id, uint64_t dial, PeerCommand command) {
+  Deferred deferred;
+  {
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
+    const GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id && group->dial == dial) {
+      Handle(name, CommandReceived{std::move(command)}, &deferred);
+    }
+  }
+  deferred.Run();
+}
+
+void Node::LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl::Status status) {
+  Deferred deferred;
+  {
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
+    GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id && group->dial == dial) {
+      if (group->joining) {
+        JoinFailed(group, status, &deferred);
+      } else {
+        Handle(name, LinkLost{std::move(status)}, &deferred);
+      }
+    }
+  }
+  deferred.Run();
+}
+
+// Who goes on waiting: where the group does not exist yet, or this daemon's id is still that of
+// a process that has ended, every member whose own wait goes on; where a spec was refused, those
+// that brought none.
+void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Deferred* deferred) {
+  const TimePoint now = Now();
+  const bool goes_on = !draining_ && !stopping_;
+  const bool pause = absl::IsAlreadyExists(status);
+  const bool of_spec = group->dialled_spec &&
+                       (absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status));
+  const bool of_time = pause || absl::IsNotFound(status);
+  const absl::Status refusal(
+      status.code(),
+      fmt::format("group {}: the coordinator at {} could not be joined: {}", group->machine->name(),
+                  group->coordinator_address, Message(status)));
+  bool waited_for = false;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (!AwaitsJoin(*it, *group)) {
+      ++it;
+      continue;
+    }
+    const bool stays =
+        (of_spec && !it->spec.has_value()) || (of_time && it->waits && it->deadline > now);
+    if (goes_on && stays) {
+      waited_for = true;
+      ++it;
+      continue;
+    }
+    it->record.End(refusal);
+    it = waiting_.erase(it);
+  }
+  group->link.reset();
+  if (!waited_for) return StopJoining(group, status, deferred);
+  if (!pause) {
+    group->refusal = absl::OkStatus();
+    return Dial(group);
+  }
+  if (group->refusal.ok()) {
+    LogWarning("group {}: its coordinator at {} does not take this daemon in yet: {}",
+               group->machine->name(), group->coordinator_address, Message(status));
+  }
+  group->refusal = refusal;
+  group->redial = now + kRejoinPause;
+  WakeTimer();
+}
+
+void Node::StopJoining(GroupRecord* group, const absl::Status& status, Deferred* deferred) {
+  group->joining = false;
+  group->redial.reset();
+  const std::string name = group->machine->name();
+  Handle(name, LinkLost{status}, deferred);  // drops the group: it has no member
+}
+
+void Node::StopJoiningIfUnwanted(const std::string& name, Deferred* deferred) {
+  GroupRecord* group = FindGroup(name);
+  if (group == nullptr || !group->joining) return;
+  const bool wanted = std::any_of(waiting_.begin(), waiting_.end(),
+                                  [&](const Waiting& w) { return AwaitsJoin(w, *group); });
+  if (!wanted) StopJoining(group, absl::CancelledError("no member waits for it"), deferred);
+}
+
+std::optional<TimePoint> Node::ExpiryOf(const Waiting& waiting) const {
+  if (waiting.coordinator.empty()) return waiting.deadline;
+  const auto it = groups_.find(waiting.record.group);
+  REFITD_CHECK(it != groups_.end() && it->second->joining);
+  // One that does not wait for the group is given the time that joining takes.
+  const TimePoint own = waiting.waits ? waiting.deadline : waiting.deadline + kJoinGrace;
+  if (!it->second->redial.has_value() && it->second->dialled_until <= own) return std::nullopt;
+  return own;
+}
+
+void Node::RefuseLateMembers(TimePoint now, Deferred* deferred) {
+  std::vector<std::string> joins;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    const std::optional<TimePoint> expiry = ExpiryOf(*it);
+    if (!expiry.has_value() || *expiry > now) {
+      ++it;
+      continue;
+    }
+    absl::Status status =
+        Error(absl::StatusCode::kNotFound, "group '{}' was not created in time", it->record.group);
+    if (!it->coordinator.empty()) {
+      joins.push_back(it->record.group);
+      const GroupRecord& group = *groups_.at(it->record.group);
+      if (!group.refusal.ok()) {
+        status = group.refusal;
+      } else if (it->spec.has_value()) {
+        status = Error(absl::StatusCode::kDeadlineExceeded,
+                       "group '{}': the coordinator at {} was not joined in time", it->record.group,
+                       it->coordinator);
+      }
+    }
+    it->record.End(std::move(status));
+    it = waiting_.erase(it);
+  }
+  for (const std::string& name : joins) StopJoiningIfUnwanted(name, deferred);
+}
+
+void Node::RedialIfDue(TimePoint now) {
+  for (const auto& [name, group] : groups_) {
+    if (group->redial.has_value() && *group->redial <= now) Dial(group.get());
+  }
 }
 
 void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event) {
@@ -113,28 +337,6 @@ void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event
     const PushTurns::Ahead lock(&pushes_, &mutex_);
     const GroupRecord* group = FindGroup(name);
     if (group != nullptr && group->id == id) Handle(name, std::move(event), &deferred);
-  }
-  deferred.Run();
-}
-
-void Node::LinkIsUp(const std::string& name, uint64_t id, const LinkUp& up) {
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    const GroupRecord* group = FindGroup(name);
-    if (group != nullptr && group->id == id) {
-      // The coordinator's word on sizes is bounded like an operator's (P10).
-      absl::Status fits = CheckPoolFits(name, up.spec);
-      if (up.spec.slots < 1 || up.spec.slots > kMaxSlots || up.spec.slot_bytes < 1) {
-        fits = Error(absl::StatusCode::kInvalidArgument, "spec: {} slots of {} bytes",
-                     up.spec.slots, up.spec.slot_bytes);
-      }
-      if (fits.ok()) {
-        Handle(name, up, &deferred);
-      } else {
-        Handle(name, LinkLost{std::move(fits)}, &deferred);
-      }
-    }
   }
   deferred.Run();
 }
@@ -176,8 +378,9 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
       peer.deadline = Now() + wait;
       if (peer.hello.has_spec()) {
         REFITD_RETURN_IF_ERROR(
-            MakeGroup(group, peer.hello.spec(), std::nullopt, &created).status());
+            MakeGroup(group, peer.hello.spec(), std::nullopt, &created, &deferred).status());
       }
+      ForgetEarlier(peer);
       if (FindGroup(group) != nullptr) return absl::OkStatus();
       if (wait == Duration(0)) return NoGroup(group);
       if (waiting_peers_.size() >= kMaxWaitingPeers) {
@@ -200,11 +403,25 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
   deferred.Run();
 }
 
+// A daemon that dials anew for a group has given its earlier link up, which may be heard of later.
+void Node::ForgetEarlier(const WaitingPeer& peer) {
+  std::erase_if(waiting_peers_, [&peer](const WaitingPeer& earlier) {
+    if (earlier.hello.group() != peer.hello.group() ||
+        earlier.hello.boot_id() != peer.hello.boot_id()) {
+      return false;
+    }
+    earlier.session->End(absl::AbortedError("the daemon joins anew"));
+    return true;
+  });
+}
+
 void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
   const std::string name = peer.hello.group();
   GroupRecord* group = FindGroup(name);
   if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
-  if (absl::Status status = group->coordinator->CanJoin(peer.hello.daemon_id()); !status.ok()) {
+  if (absl::Status status =
+          group->coordinator->CanJoin(peer.hello.daemon_id(), peer.hello.boot_id(), peer.address);
+      !status.ok()) {
     return peer.session->End(std::move(status));
   }
   if (absl::Status spanning = CheckSpanning(name, nullptr); !spanning.ok()) {
@@ -221,7 +438,9 @@ void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
   peer.session->Accept(up);
   joined_[peer.session->id()] = {name, node};
   group->sessions[node] = std::move(peer.session);
-  Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol}, deferred);
+  Handle(name,
+         NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol, peer.hello.boot_id()},
+         deferred);
 }
 
 void Node::AdmitWaitingPeers(const std::string& group, Deferred* deferred) {

@@ -506,9 +506,44 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     up.coordinator_id = "node-0";
     auto there = AcceptedFromWire(AcceptedToWire(up, kMessageBytes));
     REQUIRE(there.ok());
-    CHECK(Equal(there->first, up));
-    CHECK(there->second == kMessageBytes);
+    CHECK(Equal(there->up, up));
+    CHECK(there->message_bytes == kMessageBytes);
+    CHECK_FALSE(there->newer);
   }
+}
+
+TEST_CASE("The highest version that both sides speak is agreed, and none in common is refused") {
+  const auto agree = [](int lowest, int highest) {
+    return AgreeProtocol(lowest, highest, "protocol");
+  };
+  CHECK(agree(1, 0)->protocol == Protocol::kV1);  // as releases before version 2 say it
+  CHECK(agree(1, 1)->protocol == Protocol::kV1);
+  CHECK(agree(1, 2)->protocol == Protocol::kV2);
+  CHECK_FALSE(agree(1, 2)->newer);
+  CHECK(agree(2, 3)->protocol == Protocol::kV2);
+  CHECK(agree(2, 3)->newer);
+  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {3, 0}, {3, 4}, {2, 1}, {-1, 5}}) {
+    const absl::Status status = agree(lowest, highest).status();
+    CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
+    CHECK_THAT(Message(status), Contains("this daemon speaks 1 to 2"));
+  }
+}
+
+TEST_CASE("A coordinator that says no version speaks the first; one that is not known is refused") {
+  LinkUp up;
+  up.incarnation = 7;
+  up.spec = {2, 1, 1 << 20, 4, {}};
+  up.coordinator_id = "node-0";
+  v1::PeerAnswer answer = AcceptedToWire(up, kMessageBytes);
+  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV2);
+  answer.mutable_accepted()->clear_protocol();
+  answer.mutable_accepted()->clear_highest_protocol();
+  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV1);
+  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(3));
+  CHECK(AcceptedFromWire(answer).status().code() == absl::StatusCode::kFailedPrecondition);
+  answer.mutable_accepted()->set_protocol(v1::PROTOCOL_VERSION_2);
+  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(3));
+  CHECK(AcceptedFromWire(answer)->newer);
 }
 
 // ---- refusals ----
@@ -691,7 +726,9 @@ TEST_CASE("A malformed hello is refused with field and value") {
   const std::string good = "protocol: PROTOCOL_VERSION_1 group: 'g' daemon_id: 'd' ";
   CHECK(error("hello { " + good + rest + "}").empty());
   CHECK_THAT(error("pong {}"), Contains("must be hello"));
-  CHECK_THAT(error("hello { group: 'g' }"), Contains("hello.protocol is 0"));
+  CHECK_THAT(
+      error("hello { group: 'g' }"),
+      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 2"));
   CHECK_THAT(error("sequence: 1 hello { " + good + rest + "}"), Contains("sequence is 1"));
   CHECK_THAT(error("hello { protocol: PROTOCOL_VERSION_1 daemon_id: 'd' " + rest + "}"),
              Contains("hello.group has 0 characters"));

@@ -235,8 +235,9 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     if (!counts) return absl::OkStatus();
     if (newer_ && OfUnknownKind(answer_)) {
       if (!std::exchange(skipped_, true)) {
-        LogWarning("group {}: coordinator {} is newer and sends what this daemon does not know: skipped",
-                   dial_.group, dial_.address);
+        LogWarning(
+            "group {}: coordinator {} is newer and sends what this daemon does not know: skipped",
+            dial_.group, dial_.address);
       }
       return absl::OkStatus();
     }

@@ -354,10 +354,11 @@ class Raw {
     }
     return stream_->Finish();
   }
-  void Hello() {
+  void Hello(int highest_protocol = 0) {
     v1::PeerMessage message;
     v1::PeerHello* hello = message.mutable_hello();
     hello->set_protocol(v1::PROTOCOL_VERSION_1);
+    hello->set_highest_protocol(static_cast<v1::ProtocolVersion>(highest_protocol));
     hello->set_group("policy");
     hello->set_daemon_id("node-1");
     hello->set_boot_id("0123456789abcdef");
@@ -426,6 +427,39 @@ TEST_CASE(
   CHECK(coordinator.gone.size() == 0);  // nobody was told of the one without a hello
 }
 
+// Of a kind that this build does not know.
+template <typename Message>
+Message OfTheFuture(uint64_t sequence) {
+  constexpr int kNoField = 1000;
+  Message message;
+  message.set_sequence(sequence);
+  message.set_incarnation(77);
+  message.GetReflection()->MutableUnknownFields(&message)->AddLengthDelimited(kNoField, "news");
+  return message;
+}
+
+TEST_CASE(
+    "A report that this build does not know is skipped where the daemon is newer, else refused") {
+  Coordinator coordinator;
+  {
+    Raw raw(coordinator);
+    raw.Hello(static_cast<int>(kProtocol) + 1);
+    raw.Write(OfTheFuture<v1::PeerMessage>(1));
+    raw.Write(OfTheFuture<v1::PeerMessage>(2));
+    raw.Pong(3, 77);
+    CHECK(std::get<PeerPong>(coordinator.reports.Next()).number == 3);
+  }
+  coordinator.gone.Next();
+  {
+    Raw raw(coordinator);
+    raw.Hello(static_cast<int>(kProtocol));
+    raw.Write(OfTheFuture<v1::PeerMessage>(1));
+    CHECK(raw.End().error_code() == grpc::StatusCode::INVALID_ARGUMENT);
+  }
+  coordinator.gone.Next();
+  CHECK(coordinator.reports.size() == 0);
+}
+
 // A coordinator that says what it is told to.
 class RawCoordinator final : public v1::Peer::Service {
  public:
@@ -484,6 +518,24 @@ TEST_CASE("A command that comes twice counts once; a gap or another incarnation 
     CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kInvalidArgument);
     CHECK(joined.logs->up.size() == 0);
   }
+}
+
+TEST_CASE(
+    "A command that this build does not know is skipped where the coordinator is newer, else "
+    "refused") {
+  v1::PeerAnswer accepted = AcceptedToWire(Up(), kMessageBytes);
+  {
+    RawCoordinator coordinator({accepted, OfTheFuture<v1::PeerAnswer>(1), Ping(2)});
+    Joined joined(DialTo(coordinator.address()));
+    CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kInvalidArgument);
+    CHECK(joined.logs->commands.size() == 0);
+  }
+  accepted.mutable_accepted()->set_highest_protocol(
+      static_cast<v1::ProtocolVersion>(static_cast<int>(kProtocol) + 1));
+  RawCoordinator coordinator({accepted, OfTheFuture<v1::PeerAnswer>(1), Ping(2)});
+  Joined joined(DialTo(coordinator.address()));
+  CHECK(std::get<PeerPing>(joined.logs->commands.Next()).number == 2);
+  CHECK(joined.logs->lost.size() == 0);
 }
 
 // ---- death ----

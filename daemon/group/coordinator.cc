@@ -32,7 +32,8 @@ Coordinator::Impl::Impl(CoordinatorOptions coordinator_options)
               .bucket = [this](CallId call) -> const BucketEvent* {
                 const auto it = buckets.find(call);
                 return it == buckets.end() ? nullptr : &it->second;
-              }},
+              },
+              .attached = [this](MemberId member) { return group.Attached(member); }},
              options.peer_limits.wire) {}
 
 std::string Coordinator::Impl::Name(NodeId node) const {
@@ -115,7 +116,6 @@ void Coordinator::Impl::On(const GroupEvent& event) {
   } else if (const auto* verified = std::get_if<VerifyDone>(&event)) {
     if (worker.Handle(*verified, now, Out())) return;
   } else if (const auto* lost = std::get_if<MemberLost>(&event)) {
-    worker.MemberLost(lost->member);
     layouts.erase(lost->member);
   } else if (const auto* layout = std::get_if<LayoutRegistered>(&event)) {
     layouts[layout->member] = {layout->layout, layout->layout->Digest()};
@@ -185,6 +185,7 @@ void Coordinator::Impl::On(const NodeJoined& e) {
   Node node;
   node.id = e.node;
   node.daemon_id = e.daemon_id;
+  node.boot_id = e.boot_id;
   node.address = e.address;
   node.protocol = e.protocol;
   node.heard = now;
@@ -338,6 +339,12 @@ void Coordinator::Impl::ForMember(Node* node, const MemberReport& report, Make m
 
 void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
   if (node->members.contains(r.member)) return;
+  if (options.admit_remote != nullptr) {
+    if (absl::Status status = options.admit_remote(); !status.ok()) {
+      Send(node->id, PeerRefuse{r.member, std::move(status)});
+      return;
+    }
+  }
   const MemberId ours = options.next_member();
   const bool engine = std::holds_alternative<EngineIdentity>(r.identity);
   node->members[r.member] = ours;
@@ -1054,14 +1061,35 @@ absl::Status Coordinator::CanRegisterLayout(MemberId member) const {
   return impl_->group.CanRegisterLayout(member);
 }
 
-absl::Status Coordinator::CanJoin(const std::string& daemon_id) const {
+std::optional<UpdateView> Coordinator::ViewUpdate(TimePoint now) const {
+  return impl_->group.ViewUpdate(now);
+}
+std::optional<UpdateMark> Coordinator::MarkUpdate() const { return impl_->group.MarkUpdate(); }
+size_t Coordinator::remote_members() const { return impl_->remotes.size(); }
+
+absl::Status Coordinator::CanJoin(const std::string& daemon_id, const std::string& boot_id,
+                                  const std::string& address) const {
   if (daemon_id == impl_->options.daemon_id) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "daemon_id: '{}' is this daemon's own: give each daemon its own id", daemon_id);
   }
-  if (impl_->nodes.size() + 1 >= static_cast<size_t>(kMaxNodes)) {
-    return Error(absl::StatusCode::kResourceExhausted, "the group has {} daemons already",
-                 impl_->nodes.size() + 1);
+  const auto same =
+      std::find_if(impl_->nodes.begin(), impl_->nodes.end(),
+                   [&daemon_id](const auto& n) { return n.second.daemon_id == daemon_id; });
+  if (same != impl_->nodes.end()) {
+    if (same->second.boot_id == boot_id) return absl::OkStatus();
+    return Error(absl::StatusCode::kAlreadyExists,
+                 "daemon_id: '{}' is that of the daemon at {}, which is linked; the one at {} is "
+                 "another process with the same id: give each daemon its own, or, if it was "
+                 "started anew, try again: the old link ends with its process, or after {} of "
+                 "silence",
+                 daemon_id, same->second.address, address,
+                 Seconds(impl_->options.peer_limits.peer));
+  }
+  if (impl_->nodes.size() + 1 >= static_cast<size_t>(kMaxGroupDaemons)) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "daemon_id: '{}' would be daemon {} of group '{}', which can have {}", daemon_id,
+                 impl_->nodes.size() + 2, impl_->options.name, kMaxGroupDaemons);
   }
   return absl::OkStatus();
 }

@@ -32,6 +32,9 @@ struct CoordinatorOptions {
   std::function<UpdateId()> next_update;
   std::function<MemberId()> next_member;  // for members of other daemons
   std::function<CallId()> next_call;      // for their calls
+  // Whether one more member of another daemon may attach; else it is refused with this status.
+  // Null: any may.
+  std::function<absl::Status()> admit_remote{};
 };
 
 class Coordinator : public GroupMachine {
@@ -50,12 +53,19 @@ class Coordinator : public GroupMachine {
   absl::Status CanRegisterLayout(MemberId member) const override;
   std::optional<Version> version() const override;
   MachineView View(TimePoint now) const override;
+  std::optional<UpdateView> ViewUpdate(TimePoint now) const override;
+  std::optional<UpdateMark> MarkUpdate() const override;
   UpdateStatistics Statistics() const override;
   PastUpdate Past(Version version) const override;
 
-  // Whether a daemon of that id may join now. RESOURCE_EXHAUSTED: kMaxNodes. An older link of the
-  // same id is replaced when NodeJoined comes.
-  absl::Status CanJoin(const std::string& daemon_id) const;
+  // Whether the daemon of that id and process may join now. FAILED_PRECONDITION: the id is this
+  // daemon's own; ALREADY_EXISTS: it is that of another process whose link lives, which may try
+  // again; RESOURCE_EXHAUSTED: kMaxGroupDaemons. An older link of the same process is replaced when
+  // NodeJoined comes. `address`: where the daemon connects from, for the message.
+  absl::Status CanJoin(const std::string& daemon_id, const std::string& boot_id,
+                       const std::string& address) const;
+  // Members of the daemons that joined.
+  size_t remote_members() const;
 
  private:
   struct Impl;

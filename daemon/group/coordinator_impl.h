@@ -23,6 +23,7 @@ namespace coordinator {
 struct Node {
   NodeId id;
   std::string daemon_id;
+  std::string boot_id;  // of its process
   std::string address;
   Protocol protocol = kProtocol;
   TimePoint heard;

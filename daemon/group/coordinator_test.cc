@@ -1,6 +1,7 @@
 #include "daemon/group/coordinator.h"
 
 #include <catch2/catch.hpp>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -20,7 +21,10 @@ constexpr EpochId kEpoch{1};
 // A coordinator with one joined daemon; what it did since the last look.
 class Fixture {
  public:
-  Fixture() : coordinator_(MakeOptions()) { Do(NodeJoined{kNode, "a", "elsewhere"}); }
+  explicit Fixture(std::function<absl::Status()> admit_remote = nullptr)
+      : coordinator_(MakeOptions(std::move(admit_remote))) {
+    Do(NodeJoined{kNode, "a", "elsewhere"});
+  }
 
   void Do(MachineEvent event) { coordinator_.Handle(event, now_, &actions_); }
   void Report(PeerReport report) { Do(ReportReceived{kNode, std::move(report)}); }
@@ -115,9 +119,10 @@ class Fixture {
     Report(done);
   }
   UpdateId update() const { return update_; }
+  const Coordinator& coordinator() const { return coordinator_; }
 
  private:
-  CoordinatorOptions MakeOptions() {
+  CoordinatorOptions MakeOptions(std::function<absl::Status()> admit_remote) {
     CoordinatorOptions options;
     options.name = "g";
     options.daemon_id = "b";
@@ -126,6 +131,7 @@ class Fixture {
     options.next_update = [this] { return UpdateId(++updates_); };
     options.next_member = [this] { return MemberId(++members_); };
     options.next_call = [this] { return CallId(++calls_); };
+    options.admit_remote = std::move(admit_remote);
     return options;
   }
 
@@ -321,6 +327,50 @@ TEST_CASE(
   SECTION("the member is") { f.Report(PeerGone{MemberId(3), "gone"}); }
   CHECK(f.Local<ReleaseMember>().empty());
   CHECK(f.Local<Reply>().empty());
+}
+
+TEST_CASE("A group takes as many daemons as the wire can join, and refuses the next by name") {
+  Fixture f;
+  const Coordinator& group = f.coordinator();
+  // The coordinator itself and "a" are two of them.
+  for (uint32_t n = 2; n < kMaxGroupDaemons; ++n) {
+    const std::string id = fmt::format("d{}", n);
+    REQUIRE(group.CanJoin(id, "boot", "there").ok());
+    f.Do(NodeJoined{NodeId(n), id, "there", kProtocol, "boot"});
+  }
+  const absl::Status refused = group.CanJoin("one more", "boot", "there");
+  CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(Message(refused), Catch::Contains("'one more' would be daemon 257") &&
+                                   Catch::Contains("'g', which can have 256"));
+  CHECK(group.CanJoin("d2", "boot", "there").ok());  // in place of its own earlier link
+}
+
+TEST_CASE("A daemon id is one process's while its link lives: the same process replaces its link") {
+  Fixture f;
+  f.Do(NodeJoined{kThird, "c", "10.0.0.3:1", kProtocol, "first"});
+  CHECK(f.coordinator().CanJoin("c", "first", "10.0.0.3:2").ok());
+  const absl::Status refused = f.coordinator().CanJoin("c", "second", "10.0.0.4:1");
+  CHECK(refused.code() == absl::StatusCode::kAlreadyExists);
+  CHECK_THAT(Message(refused), Catch::Contains("'c'") && Catch::Contains("10.0.0.3:1") &&
+                                   Catch::Contains("10.0.0.4:1") && Catch::Contains("try again"));
+  f.Do(NodeLost{kThird, "its process was killed"});
+  CHECK(f.coordinator().CanJoin("c", "second", "10.0.0.4:1").ok());
+}
+
+TEST_CASE("A member of another daemon for which there is no room is refused with the reason") {
+  absl::Status room = absl::OkStatus();
+  Fixture f([&room] { return room; });
+  EngineIdentity engine;
+  engine.instance = "i";
+  f.Report(PeerAttach{MemberId(1), engine});
+  CHECK(f.Sent<PeerWelcome>().size() == 1);
+  room = absl::ResourceExhaustedError("limits.max_members");
+  engine.instance = "j";
+  f.Report(PeerAttach{MemberId(2), engine});
+  REQUIRE(f.Sent<PeerRefuse>().size() == 1);
+  CHECK(f.Sent<PeerRefuse>()[0].member == MemberId(2));
+  CHECK(f.Sent<PeerRefuse>()[0].status == room);
+  CHECK(f.coordinator().remote_members() == 1);
 }
 
 }  // namespace

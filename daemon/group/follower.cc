@@ -121,7 +121,7 @@ struct Follower::Impl {
   std::optional<Version> version;
   std::string coordinator_id;
   Protocol protocol = kMinProtocol;  // agreed with the coordinator, once joined
-  bool entered = false;  // a member attached: it is made for that one
+  bool entered = false;              // a member attached: it is made for that one
   std::map<MemberId, Member> members;
   std::map<CallId, bool> calls;           // unanswered -> is a bucket's
   std::map<CallId, BucketEvent> buckets;  // until their reply
@@ -146,7 +146,8 @@ Follower::Impl::Impl(FollowerOptions follower_options)
               .bucket = [this](CallId call) -> const BucketEvent* {
                 const auto it = buckets.find(call);
                 return it == buckets.end() ? nullptr : &it->second;
-              }},
+              },
+              .attached = [this](MemberId member) { return members.contains(member); }},
              options.peer_limits.wire) {}
 
 void Follower::Impl::Report(PeerReport report) {
@@ -315,7 +316,6 @@ void Follower::Impl::Lose(const absl::Status& status) {
   worker.AbandonAll(now, Out());
   reports.clear();
   for (const auto& [id, member] : std::exchange(members, {})) {
-    worker.MemberLost(id);
     AnswerLayoutsOf(id, lost);
     Do(GroupAction(RefuseMember{id, lost}));
   }
@@ -365,7 +365,6 @@ void Follower::Impl::Take(const PeerWelcome& c) {
 
 void Follower::Impl::Take(const PeerRefuse& c) {
   if (members.erase(c.member) == 0) return;
-  worker.MemberLost(c.member);
   AnswerLayoutsOf(c.member, c.status);
   Do(GroupAction(RefuseMember{c.member, c.status}));
 }
@@ -428,7 +427,6 @@ void Follower::Impl::Take(const PeerIncarnation& c) {
   }
   for (const MemberId id : trainers) {
     members.erase(id);
-    worker.MemberLost(id);
     Report(PeerGone{id, "the group was replaced"});
     const absl::Status why =
         absl::AbortedError("the group was replaced by a new incarnation: attach again");

@@ -1,5 +1,7 @@
 #include "daemon/group/follower.h"
 
+#include <malloc.h>
+
 #include <catch2/catch.hpp>
 #include <utility>
 #include <vector>
@@ -38,6 +40,7 @@ class Fixture {
     Do(GroupEvent(attached));
   }
 
+  void Forget() { actions_.clear(); }
   void Do(MachineEvent event) { follower_.Handle(event, now_, &actions_); }
   void Command(PeerCommand command) { Do(CommandReceived{std::move(command)}); }
   void Register(CallId call, const std::string& tensor = "t") {
@@ -439,6 +442,25 @@ TEST_CASE("a daemon whose last member went with a part under way leaves when tha
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("the epoch is closed")});
   CHECK(f.Peers<CloseLink>().size() == 1);
   CHECK(f.follower().finished());
+}
+
+TEST_CASE("Members that came and went leave nothing behind") {
+  Fixture f;
+  const auto come_and_go = [&f](uint64_t first, uint64_t count) {
+    EngineIdentity engine;
+    engine.instance = "guest";
+    for (uint64_t id = first; id < first + count; ++id) {
+      f.Do(GroupEvent(EngineAttached{MemberId(id), engine}));
+      f.Command(PeerWelcome{MemberId(id), std::nullopt});
+      f.Do(GroupEvent(MemberLost{MemberId(id), "it left"}));
+      f.Forget();
+    }
+  };
+  come_and_go(100, 1'000);  // what the first ones make is kept for the next
+  const size_t before = mallinfo2().uordblks;
+  come_and_go(10'000, 20'000);
+  constexpr size_t kBytesAMember = 4;  // less than any record of one takes
+  CHECK(mallinfo2().uordblks < before + 20'000 * kBytesAMember);
 }
 
 }  // namespace

@@ -588,6 +588,12 @@ struct UpdateView {
   Duration remaining{};
   std::vector<InstanceOutcome> instances;
 };
+// Which update a view shows, and the state that it shows it in.
+struct UpdateMark {
+  UpdateId id;
+  std::string_view state;  // of static storage
+  bool operator==(const UpdateMark&) const = default;
+};
 struct SlotView {
   SlotIndex slot;
   SlotState state;
@@ -636,6 +642,12 @@ class Group {
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
   GroupView View(TimePoint now) const;
+  // View's update alone, at the cost of that update's own instances.
+  std::optional<UpdateView> ViewUpdate(TimePoint now) const;
+  // Whether that has changed: costs nothing.
+  std::optional<UpdateMark> MarkUpdate() const;
+  // The member's lease lives: copies may begin that touch its memory.
+  bool Attached(MemberId member) const;
   UpdateStatistics Statistics() const;
   PastUpdate Past(Version version) const;
 

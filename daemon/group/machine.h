@@ -31,8 +31,9 @@ namespace refitd {
 struct NodeJoined {
   NodeId node;
   std::string daemon_id;
-  std::string address;  // where its connection comes from, for status
+  std::string address;            // where its connection comes from, for status
   Protocol protocol = kProtocol;  // agreed with it
+  std::string boot_id{};          // of its process
 };
 // Coordinator: a daemon's link is down. No report of it comes any more.
 struct NodeLost {
@@ -216,6 +217,9 @@ class GroupMachine {
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;
   virtual std::optional<Version> version() const = 0;
   virtual MachineView View(TimePoint now) const = 0;
+  // View's update alone, and whether that has changed. A follower, which does not know, has none.
+  virtual std::optional<UpdateView> ViewUpdate(TimePoint /*now*/) const { return std::nullopt; }
+  virtual std::optional<UpdateMark> MarkUpdate() const { return std::nullopt; }
   // Of the coordinator; a follower knows none.
   virtual UpdateStatistics Statistics() const = 0;
   virtual PastUpdate Past(Version version) const = 0;

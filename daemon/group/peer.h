@@ -25,11 +25,16 @@
 #include "transport/base/ids.h"
 #include "transport/refit_plan.h"
 #include "transport/route.h"
+#include "transport/wire.h"
 
 namespace refitd {
 
 inline constexpr NodeId kCoordinatorNode{0};
-inline constexpr int kMaxNodes = 1024;                     // of one group
+inline constexpr int kMaxNodes = 1024;  // that a plan and its messages can number
+// Of one group, the coordinator among them: all of them may have to be in one epoch of the wire.
+// A join that would make more is refused.
+inline constexpr int kMaxGroupDaemons = kMaxWireRanks;
+static_assert(kMaxGroupDaemons <= kMaxNodes);
 inline constexpr size_t kMaxDaemonIdBytes = 128;           // [A-Za-z0-9._-]
 inline constexpr size_t kMaxEpochAddressBytes = 64 << 10;  // opaque, of a data plane's end
 

@@ -77,13 +77,7 @@ GroupView Group::View(TimePoint now) const {
                               instance.world_size, static_cast<int>(instance.ranks.size()),
                               instance.reason});
   }
-  if (g.update != nullptr) {
-    view.update = g.ViewOf(*g.update);
-    view.update->elapsed = now - g.update->started;
-    view.update->remaining = std::max(g.update->deadline - now, Duration(0));
-  } else {
-    view.update = g.last_update;
-  }
+  view.update = ViewUpdate(now);
   for (int i = 0; i < g.ledger.slots(); ++i) {
     const SlotIndex index(static_cast<uint32_t>(i));
     view.slots.push_back({index, g.ledger.slot(index).state, g.HolderOf(index)});
@@ -91,6 +85,27 @@ GroupView Group::View(TimePoint now) const {
   view.committed = g.committed_updates;
   view.aborted = g.aborted_updates;
   return view;
+}
+
+std::optional<UpdateView> Group::ViewUpdate(TimePoint now) const {
+  const Impl& g = *impl_;
+  if (g.update == nullptr) return g.last_update;
+  UpdateView view = g.ViewOf(*g.update);
+  view.elapsed = now - g.update->started;
+  view.remaining = std::max(g.update->deadline - now, Duration(0));
+  return view;
+}
+
+std::optional<UpdateMark> Group::MarkUpdate() const {
+  const Impl& g = *impl_;
+  if (g.update != nullptr) return UpdateMark{g.update->id, Name(g.update->state)};
+  if (g.last_update.has_value()) return UpdateMark{g.last_update->id, g.last_update->state};
+  return std::nullopt;
+}
+
+bool Group::Attached(MemberId member) const {
+  const group::Member* m = std::as_const(*impl_).Find(member);
+  return m != nullptr && m->state != MemberState::kLeaving && m->state != MemberState::kGone;
 }
 
 std::string Group::Impl::HolderOf(SlotIndex index) const {

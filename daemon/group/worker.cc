@@ -30,7 +30,6 @@ Worker::Update* Worker::FindLocal(UpdateId local) {
 }
 
 void Worker::MemberLost(MemberId member, std::shared_ptr<const Layout> layout) {
-  lost_.insert(member);
   if (layout != nullptr && lost_layouts_.size() < kMaxLostLayouts) {
     lost_layouts_.emplace(member, std::move(layout));
   }
@@ -162,7 +161,7 @@ std::string Worker::Disagreement(const Update& update, const PeerHeader& command
 std::vector<bool> Worker::Skip(const Update& update, const std::vector<bool>& skip) const {
   std::vector<bool> all(update.destinations.size());
   for (size_t d = 0; d < all.size(); ++d) {
-    all[d] = (d < skip.size() && skip[d]) || lost_.contains(update.destinations[d]) ||
+    all[d] = (d < skip.size() && skip[d]) || !callbacks_.attached(update.destinations[d]) ||
              d >= update.index->destinations().size() || update.index->destinations()[d] == nullptr;
   }
   return all;
@@ -227,7 +226,7 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   start.verification = header.verification;
   start.want_source_digests = command.wired && header.verification != Verification::kOff;
   std::copy_if(command.staged.begin(), command.staged.end(), std::back_inserter(start.staged),
-               [this](MemberId member) { return !lost_.contains(member); });
+               callbacks_.attached);
   const bool fills = command.is_root && command.fill_slot && !header.leased;
   const bool touches = AnyTouched(*update, *header.content, start.skip_destination);
   // A leased slot may lie elsewhere than what is sent.

@@ -16,7 +16,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -79,6 +78,8 @@ class Worker {
     std::function<std::shared_ptr<const Layout>(MemberId)> layout;
     // The trainer's bucket, by its call; null if it is gone.
     std::function<const BucketEvent*(CallId)> bucket;
+    // Whether the member is of this daemon and its lease lives.
+    std::function<bool(MemberId)> attached;
   };
   Worker(Callbacks callbacks, Duration wire_limit);
 
@@ -115,9 +116,9 @@ class Worker {
   void Handle(const WireWaits& event, const Output& out);
   void Handle(const WireWanted& event, const Output& out);
 
-  // Nothing new touches its memory; what runs holds its mappings. `layout`: what it had, where the
-  // coordinator's next Prepare may name it still.
-  void MemberLost(MemberId member, std::shared_ptr<const Layout> layout = nullptr);
+  // The layout that a member had whose lease has ended: the coordinator's next Prepare may name it
+  // still. Nothing new touches its memory, by Callbacks::attached; what runs holds its mappings.
+  void MemberLost(MemberId member, std::shared_ptr<const Layout> layout);
   // The coordinator is lost: nothing new is started, epochs are closed, the wire is given back.
   void AbandonAll(TimePoint now, const Output& out);
 
@@ -205,7 +206,6 @@ class Worker {
   const Callbacks callbacks_;
   const Duration wire_limit_;
   std::map<UpdateId, Update> updates_;
-  std::set<MemberId> lost_;
   std::map<MemberId, std::shared_ptr<const Layout>> lost_layouts_;  // since the last Prepare
   std::optional<EpochId> epoch_;
   std::string_view epoch_state_;

@@ -522,7 +522,7 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
   }
 }
 
-TEST_CASE("a daemon that joins anew under the same id replaces the old one") {
+TEST_CASE("a daemon started anew under the id of one that was killed takes its place") {
   const Model model = MixedModel();
   const v1::GroupSpec spec = Spec(1, 1, 65'536, 4);
   Daemon a(Flags("a"));
@@ -530,11 +530,14 @@ TEST_CASE("a daemon that joins anew under the same id replaces the old one") {
   Daemon anew(Flags("b"));
   Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
   Holder before(old.Connect(), In(Registered("far", spec), a), HoldWhole(model));
-  Holder after(anew.Connect(), In(Registered("far", spec), a), HoldWhole(model));
-  const auto end = before.engine().events().WaitEnd();
-  REQUIRE(end.has_value());
-  CheckRefused(*end, StatusCode::UNAVAILABLE, {"joined anew", a.address()});
-  REQUIRE(Eventually([&] { return old.Status().groups_size() == 0; }));
+  // While the old one lives it keeps its place.
+  RawEngine refused(anew.Connect(), In(Registered("far", spec), a));
+  CheckRefused(refused.attached(), StatusCode::ALREADY_EXISTS, {"daemon_id", "'b'", "try again"});
+  CHECK(!before.engine().events().ended());
+  v1::EngineHello waits = In(Registered("far", spec), a);
+  waits.set_wait_ms(20'000);
+  old.Kill();
+  Holder after(anew.Connect(), waits, HoldWhole(model));
   CHECK(a.Group("g").nodes_size() == 2);
   Pusher pusher(anew, In(RawTrainer::Hello("g", spec), a), model);
   REQUIRE(pusher.trainer.attached().ok());

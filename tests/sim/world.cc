@@ -270,7 +270,10 @@ void World::Join(int d, int g, uint64_t f_nonce) {
   }
   Machine* coordinator = Find(c, g);
   if (coordinator == nullptr) return fail("the coordinator does not know the group");
-  if (const absl::Status status = coordinator->coordinator->CanJoin(DaemonAt(d).id); !status.ok()) {
+  const std::string boot_id = fmt::format("life {}", f_life);
+  if (const absl::Status status =
+          coordinator->coordinator->CanJoin(DaemonAt(d).id, boot_id, fmt::format("d{}", d));
+      !status.ok()) {
     return fail(Message(status));
   }
   Link link;
@@ -293,7 +296,7 @@ void World::Join(int d, int g, uint64_t f_nonce) {
   letter.up = LinkUp{coordinator->machine->incarnation(), GroupOf(g).spec,
                      coordinator->machine->version(), DaemonAt(c).id};
   Post(index, true, std::move(letter));
-  Feed(c, g, NodeJoined{node, DaemonAt(d).id, fmt::format("d{}", d)});
+  Feed(c, g, NodeJoined{node, DaemonAt(d).id, fmt::format("d{}", d), kProtocol, boot_id});
 }
 
 // Nothing of it moves any more: that is checked here.
