@@ -97,7 +97,7 @@ FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
 FIELDS(PeerIncarnation, a)
 FIELDS(GroupSpec, a, b, c, d, e)
-FIELDS(LinkUp, a, b, c, d)
+FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
 // All but slots_on_devices: of a joined daemon's ranks it is never true.
 template <typename V>
@@ -504,6 +504,7 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     up.incarnation = rng() | 1;
     up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}};
     up.coordinator_id = "node-0";
+    up.protocol = i % 2 == 0 ? Protocol::kV1 : Protocol::kV2;
     auto there = AcceptedFromWire(AcceptedToWire(up, kMessageBytes));
     REQUIRE(there.ok());
     CHECK(Equal(there->up, up));
@@ -525,7 +526,7 @@ TEST_CASE("The highest version that both sides speak is agreed, and none in comm
   for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {3, 0}, {3, 4}, {2, 1}, {-1, 5}}) {
     const absl::Status status = agree(lowest, highest).status();
     CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-    CHECK_THAT(Message(status), Contains("this daemon speaks 1 to 2"));
+    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 2"));
   }
 }
 
