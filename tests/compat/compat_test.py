@@ -196,7 +196,12 @@ class DaemonTest(unittest.TestCase):
             link.say(
                 peer_pb2.PeerAnswer,
                 prepare=peer_pb2.PeerPrepare(
-                    update=5, version=1, remaining_ms=30_000, tensor_count=1, engines=[attached.member]
+                    update=5,
+                    version=1,
+                    remaining_ms=30_000,
+                    tensor_count=1,
+                    verification=types_pb2.VERIFICATION_READBACK,
+                    engines=[attached.member],
                 ),
             )
             prepare = engine.next("prepare")
