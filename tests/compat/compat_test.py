@@ -224,6 +224,7 @@ class OldCoordinator(peer_pb2_grpc.PeerServicer):
     def __init__(self, test):
         self.test = test
         self.links = queue.Queue()
+        self.streams = []
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(max_workers=2))
         peer_pb2_grpc.add_PeerServicer_to_server(self, self.server)
         self.address = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
@@ -231,6 +232,8 @@ class OldCoordinator(peer_pb2_grpc.PeerServicer):
         test.addCleanup(self.stop)
 
     def stop(self):
+        for stream in self.streams:
+            stream.outgoing.put(None)  # ends its thread
         self.server.stop(grace=None)
 
     def link(self):
@@ -253,6 +256,7 @@ class OldCoordinator(peer_pb2_grpc.PeerServicer):
             )
         )
         stream.start()
+        self.streams.append(stream)
         self.links.put(stream)
         yield from iter(stream.outgoing.get, None)
 
