@@ -130,7 +130,8 @@ void Node::LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const P
                   return absl::InternalError("the staging pool went");
                 }
                 REFITD_ASSIGN_OR_RETURN(Duration wait, CheckMillis(request.wait_ms(), "wait_ms"));
-                return LeaseSlotEvent{call, member.id, Version(request.version()), wait};
+                return LeaseSlotEvent{call, member.id, Version(request.version()), wait,
+                                      UpdateId(request.update_id())};
               });
 }
 
@@ -186,6 +187,7 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
   event.call = call;
   event.request_id = request.request_id();
   event.version = Version(request.version());
+  event.update = UpdateId(request.update_id());
   if (bucket.ok()) {
     event.seq = bucket->seq;
     event.tensors = bucket->tensors;
@@ -228,7 +230,8 @@ void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& pee
                                    request.request_id(),
                                    Version(request.version()),
                                    request.bucket_count(),
-                                   request.pushes_under_way()};
+                                   request.pushes_under_way(),
+                                   UpdateId(request.update_id())};
               });
 }
 
@@ -253,6 +256,7 @@ void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
           event.verification = DefaultVerification(FindGroup(member.group), event.version);
         }
         event.bucket_count = request.bucket_count();
+        event.update = UpdateId(request.update_id());
         if (member.layout == nullptr || member.layout->pieces.empty()) {
           return absl::FailedPreconditionError("this rank has no layout: RegisterLayout first");
         }
@@ -276,8 +280,12 @@ void Node::Abort(CallId call, const v1::AbortRequest& request, const Peer& peer,
   TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
               [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
                 REFITD_RETURN_IF_ERROR(CheckText(request.reason(), kMaxReasonBytes, "reason"));
-                return AbortEvent{call, member.id, request.request_id(), Version(request.version()),
-                                  request.reason()};
+                return AbortEvent{call,
+                                  member.id,
+                                  request.request_id(),
+                                  Version(request.version()),
+                                  request.reason(),
+                                  UpdateId(request.update_id())};
               });
 }
 

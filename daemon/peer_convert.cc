@@ -360,6 +360,7 @@ void PutEvent(const BeginEvent& e, v1::PeerCall* wire) {
 void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* wire) {
   wire->mutable_lease_slot()->set_version(e.version.value());
   wire->mutable_lease_slot()->set_wait_ms(MillisToWire(e.wait));
+  wire->mutable_lease_slot()->set_update_id(e.update.value());
 }
 
 void PutEvent(const ReleaseSlotEvent& e, v1::PeerCall* wire) {
@@ -373,6 +374,7 @@ void PutEvent(const BucketEvent& e, v1::PeerCall* wire) {
   out->set_seq(e.seq);
   SetTensors(e.tensors, e.ranges, e.slot_byte_offsets, out->mutable_tensors());
   if (e.slot.has_value()) SetSlot(*e.slot, out->mutable_slot());
+  out->set_update_id(e.update.value());
 }
 
 void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
@@ -381,6 +383,7 @@ void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
   out->set_version(e.version.value());
   out->set_bucket_count(e.bucket_count);
   out->set_pushes_under_way(e.pushes_under_way);
+  out->set_update_id(e.update.value());
 }
 
 void PutEvent(const RefitEvent& e, v1::PeerCall* wire) {
@@ -391,6 +394,7 @@ void PutEvent(const RefitEvent& e, v1::PeerCall* wire) {
   if (e.verification.has_value()) out->set_verification(ToWire(*e.verification));
   out->set_evict_late(e.evict_late);
   out->set_bucket_count(e.bucket_count);
+  out->set_update_id(e.update.value());
 }
 
 void PutEvent(const AbortEvent& e, v1::PeerCall* wire) {
@@ -398,6 +402,7 @@ void PutEvent(const AbortEvent& e, v1::PeerCall* wire) {
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
   out->set_reason(TextToWire(e.reason, kMaxReasonBytes));
+  out->set_update_id(e.update.value());
 }
 
 void Put(const PeerCall& v, v1::PeerMessage* wire) {
@@ -607,6 +612,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerLeaseSlot& wire, const PeerBound
   LeaseSlotEvent out;
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "lease_slot.version"));
   REFITD_ASSIGN_OR_RETURN(out.wait, MillisOf(wire.wait_ms(), "lease_slot.wait_ms"));
+  out.update = UpdateId(wire.update_id());
   return PeerCall{out};
 }
 
@@ -631,6 +637,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& wire, const PeerBounds& 
   if (wire.has_slot()) {
     REFITD_ASSIGN_OR_RETURN(out.slot, SlotOf(wire.slot(), bounds, "bucket.slot"));
   }
+  out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
 
@@ -642,6 +649,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& wire, const PeerBounds&)
   REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "commit.bucket_count"));
   out.bucket_count = wire.bucket_count();
   out.pushes_under_way = wire.pushes_under_way();
+  out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
 
@@ -655,6 +663,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& wire, const PeerBounds&) 
   out.evict_late = wire.evict_late();
   REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "refit.bucket_count"));
   out.bucket_count = wire.bucket_count();
+  out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
 
@@ -664,6 +673,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& wire, const PeerBounds&) 
                           TextOf(wire.request_id(), "abort.request_id", kMaxRequestIdBytes));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "abort.version"));
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "abort.reason", kMaxReasonBytes));
+  out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
 

@@ -100,7 +100,7 @@ void Group::Impl::On(const CommitEvent& e) {
   const std::string what =
       fmt::format("commit of {} buckets of version {}", e.bucket_count, e.version);
   if (Repeated(member, CallKind::kCommit, e.request_id, what, e.call)) return;
-  const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version);
+  const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version, e.update);
   absl::Status status = found.status();
   if (status.ok() && HasShards(*member)) {
     // Commit does not say which binding it means.
@@ -389,7 +389,7 @@ void Group::Impl::On(const AbortEvent& e) {
   if (member == nullptr) return;
   const std::string what = fmt::format("abort of version {}", e.version);
   if (Repeated(member, CallKind::kAbort, e.request_id, what, e.call)) return;
-  if (update == nullptr || update->version != e.version ||
+  if (update == nullptr || update->version != e.version || IsAnother(e.update) ||
       !update->trainers.contains(member->rank)) {
     Refuse(e.call,
            Precondition("no update to version {} is open for {}", e.version, member->label));
@@ -481,7 +481,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   last_update->outcome = outcome;
   last_update->instances = outcomes;
   last_update->elapsed = now - update->started;
-  past.emplace_back(update->version, PastUpdate{outcome, reason});
+  past.push_back({update->id, update->version, PastUpdate{outcome, reason}});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(Ended(outcome, reason));
   Log(committed ? LogLine::kInfo : LogLine::kWarning,

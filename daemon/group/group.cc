@@ -337,7 +337,7 @@ PastUpdate Group::Past(Version version) const {
     return {Outcome::kRunning, ""};
   }
   for (auto it = impl_->past.rbegin(); it != impl_->past.rend(); ++it) {
-    if (it->first == version) return it->second;
+    if (it->version == version) return it->what;
   }
   return {};
 }

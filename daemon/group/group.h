@@ -214,6 +214,7 @@ struct LeaseSlotEvent {
   MemberId member;
   Version version;
   Duration wait{};
+  UpdateId update{};  // as BucketEvent
 };
 struct ReleaseSlotEvent {
   CallId call;
@@ -233,6 +234,9 @@ struct BucketEvent {
   std::vector<TensorRange> ranges;         // ranges[i].tensor == i
   std::optional<SlotGrant> slot;           // the source is this leased slot
   std::vector<int64_t> slot_byte_offsets;  // with slot: where each tensor lies in it
+  // The update that the rank began (BeginReply): the call is of no other update to that version. 0:
+  // not told, `version` alone decides.
+  UpdateId update{};
 };
 
 // What StartTransfer asked for has ended; nothing of the source is read and nothing written any
@@ -260,9 +264,11 @@ struct CommitEvent {
   int64_t bucket_count = 0;
   // Some of the buckets may still be on their way: they are waited for.
   bool pushes_under_way = false;
+  UpdateId update{};  // as BucketEvent
 };
 // Begin, the compiled moves and Commit in one. The rank has a layout (the caller has compared its
-// binding generation); it may have begun and pushed buckets of its layout's pushed_tensors before.
+// binding generation); it may have begun and pushed buckets of its layout's pushed_tensors before,
+// and then says which update it ends.
 struct RefitEvent {
   CallId call;
   MemberId member;
@@ -272,6 +278,9 @@ struct RefitEvent {
   std::optional<Verification> verification;
   bool evict_late = false;
   int64_t bucket_count = 0;  // that the rank has pushed
+  // The update that the rank began and ends by this call, which opens no other. 0: it opens or
+  // joins the update to `version`, or ends the one that the rank began.
+  UpdateId update{};
 };
 struct AbortEvent {
   CallId call;
@@ -279,6 +288,7 @@ struct AbortEvent {
   std::string request_id;
   Version version;
   std::string reason;
+  UpdateId update{};  // as BucketEvent
 };
 
 // What StartVerify asked for has ended.

@@ -80,6 +80,13 @@ class BucketLog {
   int64_t left_out_ = 0;
 };
 
+// An update that is over.
+struct EndedUpdate {
+  UpdateId update;
+  Version version;
+  PastUpdate what;
+};
+
 // A LeaseSlot call that waits for a slot to come free.
 struct LeaseWaiter {
   CallId call;
@@ -212,8 +219,14 @@ struct Group::Impl {
 
   // ---- data.cc ----
   // The running update and the rank's progress in it, or why its data calls are refused.
-  absl::StatusOr<TrainerProgress*> OpenFor(const Member& member, Version version);
+  // `wanted`: the update that the call names; 0: none.
+  absl::StatusOr<TrainerProgress*> OpenFor(const Member& member, Version version, UpdateId wanted);
   absl::Status NotOpen(Version version) const;
+  absl::Status Gone(UpdateId wanted, Version version) const;
+  // The running update is not the one that the call names.
+  bool IsAnother(UpdateId wanted) const {
+    return wanted != UpdateId() && (update == nullptr || update->id != wanted);
+  }
   absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
   absl::Status CheckParts(const BucketEvent& e) const;
   absl::Status Reserve(const BucketEvent& e);
@@ -313,7 +326,7 @@ struct Group::Impl {
   std::shared_ptr<group::CompiledProgram> compiling;  // asked for; null: none
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
-  std::deque<std::pair<Version, PastUpdate>> past;  // newest last
+  std::deque<group::EndedUpdate> past;  // newest last; at most kRememberedUpdates
   int64_t committed_updates = 0;
   int64_t aborted_updates = 0;
 

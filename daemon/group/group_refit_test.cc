@@ -193,6 +193,96 @@ TEST_CASE("Refit without a layout, with buckets never pushed, or of an old versi
   CHECK(p.g.Code(p.g.Refit(p.trainer, 3)) == StatusCode::kFailedPrecondition);
 }
 
+TEST_CASE("a Refit that ends a lost update is told who lost it, and opens no other") {
+  const int ranks = GENERATE(2, 3);
+  const bool pushes = GENERATE(false, true);
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.trainer_ranks = ranks;
+  TestGroup g(spec);
+  const std::vector<TensorSpec> all = {kModel[0], kModel[1], Bytes("c", 4)};
+  g.Registered("x", all);
+  std::vector<MemberId> trainers;
+  for (int rank = 0; rank < ranks; ++rank) {
+    trainers.push_back(g.AttachTrainer(rank, ranks));
+    g.Shards(trainers.back(), all, rank, ranks,
+             pushes ? std::vector<uint32_t>{2} : std::vector<uint32_t>{});
+  }
+  const auto begin_all = [&](int64_t version) {
+    CallId last;
+    for (const MemberId trainer : trainers) last = g.Begin(trainer, version);
+    if (g.compiling.has_value()) g.FinishCompile();
+    g.ReadyAll();
+    return g.Get<BeginReply>(last).update;
+  };
+  const UpdateId lost = begin_all(5);
+  if (pushes) g.Push(trainers[1], 5, 0, {all[2]});
+  RefitEvent refit;
+  refit.member = trainers[1];
+  refit.version = Version(5);
+  refit.bucket_count = pushes ? 1 : 0;
+  refit.update = lost;
+  const auto is_told = [&](CallId call) {
+    CHECK(g.Code(call) == StatusCode::kAborted);
+    CHECK_THAT(g.Text(call),
+               Contains("trainer rank 0 (pid 1000) gave the update up: out of memory"));
+  };
+  const CallId abort = g.Abort(trainers[0], 5, "out of memory");
+  SECTION("while its copies end") {
+    if (!pushes) return;
+    REQUIRE(g.Answer(abort) == nullptr);
+    is_told(g.Refit(refit));
+  }
+  g.FinishAll();
+  REQUIRE(g.Code(abort) == StatusCode::kOk);
+  SECTION("nothing else runs") {
+    is_told(g.Refit(refit));
+    CHECK_FALSE(g.group.update_running());
+    // The rank that gave it up is not held up by the one that had not heard of it.
+    CHECK(g.Answer(g.Begin(trainers[0], 6)) == nullptr);
+  }
+  SECTION("another update to the same or a greater version is open") {
+    const int64_t version = GENERATE(5, 6);
+    const CallId begin = g.Begin(trainers[0], version);
+    is_told(g.Refit(refit));
+    CHECK(g.Answer(begin) == nullptr);
+    CHECK(g.group.update_running());
+  }
+  SECTION("the rank is in another update to the same version") {
+    const UpdateId other = begin_all(5);
+    is_told(g.Refit(refit));
+    CommitEvent commit{g.NewCall(), trainers[1], "", Version(5), 0, false, lost};
+    g.Do(commit);
+    is_told(commit.call);
+    BucketEvent bucket = TestGroup::MakeBucket(trainers[1], 5, 0, {all[2]});
+    bucket.update = lost;
+    is_told(g.Push(bucket));
+    LeaseSlotEvent lease{g.NewCall(), trainers[1], Version(5), {}, lost};
+    g.Do(lease);
+    is_told(lease.call);
+    AbortEvent stale{g.NewCall(), trainers[1], "", Version(5), "an old handle goes", lost};
+    g.Do(stale);
+    CHECK(g.Code(stale.call) == StatusCode::kFailedPrecondition);
+    CHECK(g.group.update_running());
+    // The call that names the update that runs ends it.
+    refit.update = other;
+    if (pushes) {
+      bucket.update = other;
+      g.Push(bucket);
+    }
+    CHECK(g.Answer(g.Refit(refit)) == nullptr);
+  }
+  SECTION("it is forgotten what became of it") {
+    for (int i = 0; i < kRememberedUpdates; ++i) {
+      g.Begin(trainers[0], 5);
+      g.Abort(trainers[0], 5);
+    }
+    const CallId call = g.Refit(refit);
+    CHECK(g.Code(call) == StatusCode::kAborted);
+    CHECK_THAT(g.Text(call), Contains("what became of it is not remembered"));
+    CHECK_FALSE(g.group.update_running());
+  }
+}
+
 TEST_CASE("a repeated Refit has no second effect and gets the first answer") {
   Pair p;
   const CallId first = p.g.Refit(p.trainer, 1, 0, "once");

@@ -37,8 +37,10 @@ void Group::Impl::On(const RefitEvent& e) {
   if (Repeated(member, CallKind::kRefit, e.request_id, what, e.call)) return;
   const auto begun =
       update == nullptr ? decltype(update->trainers.end()){} : update->trainers.find(member->rank);
-  const bool joined = update != nullptr && update->version == e.version &&
-                      begun != update->trainers.end() && member->state == MemberState::kReady;
+  // A call that says which update it ends never opens one.
+  const bool joined = e.update != UpdateId() ||
+                      (update != nullptr && update->version == e.version &&
+                       begun != update->trainers.end() && member->state == MemberState::kReady);
   absl::Status status = CheckRefit(*member, e, joined);
   if (!status.ok()) {
     Refuse(e.call, std::move(status));
@@ -59,11 +61,12 @@ void Group::Impl::On(const RefitEvent& e) {
 }
 
 absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, bool joined) {
+  if (IsAnother(e.update)) return Gone(e.update, e.version);
   if (!HasShards(member)) {
     return Precondition("{} has no layout: register it first", member.label);
   }
   if (joined) {
-    const absl::StatusOr<TrainerProgress*> found = OpenFor(member, e.version);
+    const absl::StatusOr<TrainerProgress*> found = OpenFor(member, e.version, e.update);
     if (!found.ok()) return found.status();
     CommitEvent commit;
     commit.version = e.version;

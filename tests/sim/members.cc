@@ -739,6 +739,7 @@ BucketEvent World::MakeBucket(int pid, size_t bucket) const {
   const GroupWorld& group = groups_[static_cast<size_t>(SeatOf(p).g)];
   BucketEvent e;
   e.version = group.job.version;
+  e.update = BegunBy(p);
   e.seq = static_cast<int64_t>(bucket);
   for (const TensorRange& range :
        group.job.plan[static_cast<size_t>(SeatOf(p).rank)][bucket].ranges) {
@@ -811,6 +812,7 @@ void World::PushLeased(int pid, size_t bucket) {
   if (bytes > GroupOf(SeatOf(p).g).spec.slot_bytes) return PushOne(pid, bucket, std::nullopt, 0);
   LeaseSlotEvent e;
   e.version = plan.version;
+  e.update = plan.update;
   e.wait = random_.Percent(50) ? Duration(0) : Duration(milliseconds(200));
   const uint64_t token = p.token;
   CallDaemon(
@@ -844,6 +846,11 @@ void World::PushLeased(int pid, size_t bucket) {
       });
 }
 
+UpdateId World::BegunBy(const Process& p) const {
+  const bool names = (options_.seed + static_cast<uint64_t>(p.pid)) % 5 != 0;
+  return names && p.round != 0 ? rounds_[p.round].update : UpdateId();
+}
+
 // `ahead`: while buckets are under way.
 void World::CommitAttempt(int pid, bool ahead) {
   if (Registers(pid)) return CallRefit(pid);
@@ -852,13 +859,17 @@ void World::CommitAttempt(int pid, bool ahead) {
   p.phase = Process::Phase::kCommitting;
   CommitEvent e;
   e.version = job.version;
+  e.update = BegunBy(p);
   e.bucket_count = static_cast<int64_t>(job.plan[static_cast<size_t>(SeatOf(p).rank)].size());
   e.request_id = fmt::format("c{}.{}{}", p.attempt, p.token, ahead ? ".ahead" : "");
   e.pushes_under_way = ahead;
-  const auto answered = [this, pid, ahead, token = p.token, round = p.round](
+  const bool named = e.update != UpdateId();
+  const auto answered = [this, pid, ahead, named, token = p.token, round = p.round](
                             const absl::Status& status, const ReplyPayload&) {
-    // A call of a lost attempt may arrive in the next one, to the same version.
-    const bool installed = std::any_of(rounds_.begin() + round, rounds_.end(), [&](const Round& r) {
+    // A call of a lost attempt that names no update may arrive in the next one, to the same
+    // version.
+    const auto end = named ? rounds_.begin() + round + 1 : rounds_.end();
+    const bool installed = std::any_of(rounds_.begin() + round, end, [&](const Round& r) {
       return r.g == rounds_[round].g && r.version == rounds_[round].version &&
              r.outcome == Outcome::kCommitted;
     });
@@ -901,6 +912,7 @@ void World::Conclude(int pid, bool committed) {
   if (!committed && p.alive && p.welcomed && random_.Percent(60)) {
     AbortEvent e;
     e.version = job.version;
+    e.update = BegunBy(p);
     e.reason = "planted";
     CallDaemon(pid, Duration(0), e, nullptr, [](const absl::Status&, const ReplyPayload&) {});
   }

@@ -582,6 +582,9 @@ class World {
   // ---- refits.cc ----
   void MakeSplit(int g);
   bool Registers(int pid) const;
+  // The update that its calls name: what it began. 0: it has not begun, or is a client that names
+  // none.
+  UpdateId BegunBy(const Process& p) const;
   std::shared_ptr<Shard> MakeShard(int pid);
   void Clobber(Shard* shard);
   void FillShard(int pid, uint32_t round);
