@@ -520,6 +520,8 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   result.version = Version(response.version());
   result.bytes = response.bytes();
   result.seconds = response.seconds();
+  result.left_out_tensors = response.left_out_tensors();
+  result.left_out_bytes = response.left_out_bytes();
   for (const v1::InstanceResult& instance : response.instances()) {
     result.instances.push_back({instance.instance(), instance.committed(), instance.reason()});
   }
@@ -737,6 +739,7 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   request.set_tensor_count(options.tensor_count);
   request.set_total_bytes(options.total_bytes);
   request.set_broadcast(refitd::ToWire(options.broadcast));
+  request.set_without_layout(options.without_layout);
   BeginningCall<v1::BeginResponse> call{options.version, options.duration, nullptr, nullptr};
   call.make = [&](Core* core, bool* untaken) {
     return core->Call<v1::BeginRequest, v1::BeginResponse>(

@@ -251,7 +251,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::optional<int> ordinal;  // of its GPU; none: host
     std::string instance;        // engines
     bool staged = false;         // engines: how the weights are delivered
-    bool updated = false;        // engines: an update was committed in this lease
     std::shared_ptr<TrainerSink> trainer_sink;
     std::shared_ptr<EngineSink> engine_sink;
     std::map<RegionId, RegionRecord> regions;
@@ -302,8 +301,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
     std::string replace_request;
     uint64_t replace_incarnation = 0;
-    // What updates to this version that say no verification get, the same on every rank.
-    std::optional<std::pair<Version, std::optional<Verification>>> verification;
     int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
   };
   // A member that waits for its group.
@@ -505,9 +502,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                                           std::vector<int> indices) const;
   void PushOpened(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
                   ReplyFunction reply, const DeviceSource& device);
-  // Of an update whose Begin says none; none: the group's default.
-  std::optional<Verification> DefaultVerification(GroupRecord* group, Version version)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   absl::StatusOr<MemberRecord*> Authenticate(const v1::Lease& lease, const Peer& peer, bool engine)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -118,9 +118,10 @@ struct Node::Performer {
     SendEngine(a.member, PartEvent(a, group->machine->spec().slot_bytes));
   }
   void operator()(SendCommitted& a) {
-    if (MemberRecord* member = Find(a.member); member != nullptr) member->updated = true;
-    SendEither(a.member,
-               [&](auto* event) { event->mutable_committed()->set_version(a.version.value()); });
+    SendEither(a.member, [&](auto* event) {
+      event->mutable_committed()->set_version(a.version.value());
+      event->mutable_committed()->set_incarnation(group->machine->incarnation());
+    });
   }
   void operator()(SendAborted& a) {
     SendEither(a.member, [&](auto* event) {

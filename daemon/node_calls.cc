@@ -87,9 +87,6 @@ absl::StatusOr<BeginEvent> Node::MakeBegin(CallId call, const v1::BeginRequest& 
   REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
   event.evict_late = request.evict_late();
   REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
-  if (!event.verification.has_value()) {
-    event.verification = DefaultVerification(FindGroup(member.group), event.version);
-  }
   if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
     return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
                  request.tensor_count(), kMaxTensorsPerLayout);
@@ -101,6 +98,7 @@ absl::StatusOr<BeginEvent> Node::MakeBegin(CallId call, const v1::BeginRequest& 
   event.tensor_count = request.tensor_count();
   event.total_bytes = request.total_bytes();
   REFITD_ASSIGN_OR_RETURN(event.broadcast, BroadcastFromWire(request.broadcast()));
+  event.without_layout = request.without_layout();
   return event;
 }
 
@@ -252,12 +250,9 @@ void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
         event.evict_late = request.evict_late();
         REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
         REFITD_RETURN_IF_ERROR(CheckBucketCount(request.bucket_count()));
-        if (!event.verification.has_value()) {
-          event.verification = DefaultVerification(FindGroup(member.group), event.version);
-        }
         event.bucket_count = request.bucket_count();
         event.update = UpdateId(request.update_id());
-        if (member.layout == nullptr || member.layout->pieces.empty()) {
+        if (member.layout == nullptr) {
           return absl::FailedPreconditionError("this rank has no layout: RegisterLayout first");
         }
         for (const auto& [other, pending] : layouts_) {

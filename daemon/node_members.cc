@@ -93,7 +93,11 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                    hello.held_version());
     }
     identity.held_version = Version(hello.held_version());
+  } else if (hello.held_origin() != 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "held_origin: {:x} without a held_version",
+                 hello.held_origin());
   }
+  identity.held_origin = hello.held_origin();
   if (hello.has_manifest()) {
     if (identity.delivery != DeliveryMode::kStaged) {
       return Error(absl::StatusCode::kInvalidArgument, "manifest: only staged delivery takes one");
@@ -159,6 +163,7 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
         record.engine_sink = sink;
         record.instance = hello.instance();
         record.staged = hello.delivery() == v1::DELIVERY_STAGED;
+        identity->on_device = ordinal->has_value();
       } else {
         record.trainer_sink = sink;
       }

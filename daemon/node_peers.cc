@@ -51,7 +51,7 @@ absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const s
                    found->coordinator_address);
     }
     const GroupSpec& known = found->machine->spec();
-    if (spec.has_value() && known.slots != 0 && !(*spec == known)) {
+    if (spec.has_value() && known.slots != 0 && !EqualButTrainers(*spec, known)) {
       return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", name);
     }
     if (found->link == nullptr) {

@@ -312,6 +312,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* wire) {
   e->set_pid(engine.pid);
   if (engine.held_version.has_value()) e->set_held_version(engine.held_version->value());
   e->set_dirty(engine.dirty);
+  e->set_held_origin(engine.held_origin);
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -355,6 +356,7 @@ void PutEvent(const BeginEvent& e, v1::PeerCall* wire) {
   out->set_tensor_count(e.tensor_count);
   out->set_total_bytes(e.total_bytes);
   out->set_broadcast(ToWire(e.broadcast));
+  out->set_without_layout(e.without_layout);
 }
 
 void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* wire) {
@@ -550,6 +552,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
   engine.delivery = static_cast<DeliveryMode>(e.delivery());
   engine.pid = e.pid();
   engine.dirty = e.dirty();
+  engine.held_origin = e.held_origin();
   if (e.has_held_version()) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,
                             VersionOf(e.held_version(), "attach.engine.held_version"));
@@ -605,6 +608,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& wire, const PeerBounds&) 
   REFITD_RETURN_IF_ERROR(NotNegative(wire.total_bytes(), "begin.total_bytes"));
   out.total_bytes = wire.total_bytes();
   REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
+  out.without_layout = wire.without_layout();
   return PeerCall{std::move(out)};
 }
 
@@ -843,6 +847,7 @@ void Put(const PeerWelcome& v, v1::PeerAnswer* wire) {
   v1::PeerWelcome* out = wire->mutable_welcome();
   out->set_member(v.member.value());
   if (v.group_version.has_value()) out->set_group_version(v.group_version->value());
+  out->set_trainer_ranks(v.trainer_ranks);
 }
 
 void Put(const PeerRefuse& v, v1::PeerAnswer* wire) {
@@ -887,6 +892,8 @@ void PutPayload(const CommitReply& r, v1::PeerReply* wire) {
   for (const BroadcastTotals& totals : r.pushed) {
     *out->add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
   }
+  out->set_left_out_tensors(r.left_out_tensors);
+  out->set_left_out_bytes(r.left_out_bytes);
 }
 
 void Put(const PeerReply& v, v1::PeerAnswer* wire) {
@@ -906,6 +913,7 @@ void Put(const PeerPrepare& v, v1::PeerAnswer* wire) {
   SetIds(v.engines, out->mutable_engines());
   SetIds(v.destinations, out->mutable_destinations());
   out->mutable_layout_digests()->Add(v.layout_digests.begin(), v.layout_digests.end());
+  out->set_trainer_ranks(v.trainer_ranks);
 }
 
 void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
@@ -1040,6 +1048,9 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& wire, const PeerBou
     REFITD_ASSIGN_OR_RETURN(out.group_version,
                             VersionOf(wire.group_version(), "welcome.group_version"));
   }
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.trainer_ranks(), 0, kMaxTrainerRanks, "welcome.trainer_ranks"));
+  out.trainer_ranks = wire.trainer_ranks();
   return out;
 }
 
@@ -1105,6 +1116,10 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {
     const absl::StatusOr<BroadcastMethod> method = BroadcastFromWire(totals.method());
     if (method.ok()) out.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.left_out_tensors(), "reply.done.left_out_tensors"));
+  out.left_out_tensors = wire.left_out_tensors();
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.left_out_bytes(), "reply.done.left_out_bytes"));
+  out.left_out_bytes = wire.left_out_bytes();
   return out;
 }
 
@@ -1151,6 +1166,9 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerPrepare& wire, const PeerBou
                    wire.layout_digests_size(), wire.destinations_size());
   }
   out.layout_digests.assign(wire.layout_digests().begin(), wire.layout_digests().end());
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.trainer_ranks(), 0, kMaxTrainerRanks, "prepare.trainer_ranks"));
+  out.trainer_ranks = wire.trainer_ranks();
   return out;
 }
 
@@ -1437,10 +1455,22 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   wire.set_slot_bytes(spec.slot_bytes);
   wire.set_slots(spec.slots);
   for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
+  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
   return wire;
 }
 
 namespace {
+
+absl::StatusOr<std::vector<std::string>> OrderedNames(
+    const google::protobuf::RepeatedPtrField<std::string>& names, std::string_view what) {
+  REFITD_RETURN_IF_ERROR(AtMost(names.size(), kMaxTensorsPerLayout, what));
+  for (int i = 0; i < names.size(); ++i) {
+    const std::string field = fmt::format("{}[{}]", what, i);
+    REFITD_RETURN_IF_ERROR(TextOf(names[i], field, kMaxNameBytes).status());
+    if (i > 0 && names[i] <= names[i - 1]) return Invalid("{} is not in order", field);
+  }
+  return std::vector<std::string>(names.begin(), names.end());
+}
 
 absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
   GroupSpec spec;
@@ -1455,15 +1485,11 @@ absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
   spec.slot_bytes = wire.slot_bytes();
   REFITD_RETURN_IF_ERROR(InRange(wire.slots(), 1, kMaxSlots, "accepted.spec.slots"));
   spec.slots = wire.slots();
-  const auto& names = wire.engine_only_tensors();
-  REFITD_RETURN_IF_ERROR(
-      AtMost(names.size(), kMaxTensorsPerLayout, "accepted.spec.engine_only_tensors"));
-  for (int i = 0; i < names.size(); ++i) {
-    const std::string field = fmt::format("accepted.spec.engine_only_tensors[{}]", i);
-    REFITD_RETURN_IF_ERROR(TextOf(names[i], field, kMaxNameBytes).status());
-    if (i > 0 && names[i] <= names[i - 1]) return Invalid("{} is not in order", field);
-  }
-  spec.engine_only_tensors.assign(names.begin(), names.end());
+  REFITD_ASSIGN_OR_RETURN(
+      spec.engine_only_tensors,
+      OrderedNames(wire.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
+  REFITD_ASSIGN_OR_RETURN(spec.unwanted_tensors,
+                          OrderedNames(wire.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
   return spec;
 }
 

@@ -30,6 +30,20 @@ absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int
 
 }  // namespace
 
+// Versions grow within an incarnation (P3).
+absl::Status Group::Impl::CheckGreater(Version wanted) const {
+  if (!version.has_value() || wanted > *version) return absl::OkStatus();
+  const auto holds = std::find_if(instances.begin(), instances.end(), [this](const auto& i) {
+    return VersionOf(i.second) == group::HeldVersion{*version, incarnation};
+  });
+  return Precondition(
+      "version: {} is not greater than {}, which group {} committed last ({}): begin a greater "
+      "version, or start a new incarnation with CreateGroup(replace)",
+      wanted, *version, name,
+      holds == instances.end() ? "no instance holds it any more"
+                               : fmt::format("instance {} holds it", holds->first));
+}
+
 absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) const {
   if (e.version.value() < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", e.version);
@@ -47,10 +61,7 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
     if (state == GroupState::kDrained) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
     }
-    if (version.has_value() && e.version <= *version) {
-      return Precondition("version: {} is not greater than the group's {}", e.version, *version);
-    }
-    return absl::OkStatus();
+    return CheckGreater(e.version);
   }
   if (u.state == UpdateState::kDraining) {
     if (u.version != e.version) {
@@ -60,10 +71,10 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
                  u.give_up.reason);
   }
   if (u.version != e.version) return Precondition("an update to version {} runs", u.version);
-  const Verification verification = e.verification.value_or(limits.default_verification);
-  if (verification != u.verification) {
+  // A rank that says none gets what the update has.
+  if (e.verification.has_value() && *e.verification != u.verification) {
     return Precondition("verification: {} differs from the first rank's {}",
-                        static_cast<int>(verification), static_cast<int>(u.verification));
+                        static_cast<int>(*e.verification), static_cast<int>(u.verification));
   }
   if (e.evict_late != u.evict_late) {
     return Precondition("evict_late: {} differs from the first rank's {}", e.evict_late,
@@ -134,6 +145,7 @@ void Group::Impl::On(const BeginEvent& e) {
   const std::shared_ptr<Request> request =
       Track(member, CallKind::kBegin, e.request_id, what, e.call);
   TrainerProgress& progress = Join(member);
+  if (update->state == UpdateState::kOpening) progress.without_layout = e.without_layout;
   if (member->state == MemberState::kReady) {
     // The rank missed the answer to its first call.
     Finish(request, absl::OkStatus(), MakeBeginReply());
@@ -150,6 +162,23 @@ group::TrainerProgress& Group::Impl::Join(Member* member) {
   return progress;
 }
 
+// Of an update whose first rank says none, for all of its ranks. What the operator configured in
+// other words than the default stays. On GPUs what was stored is compared in the copy; the first
+// update of an engine rank is read back as well. Over several daemons it is not known whose memory
+// is on GPUs.
+Verification Group::Impl::DefaultVerification() const {
+  if (limits.default_verification != Verification::kReadback) return limits.default_verification;
+  bool devices = false;
+  for (const auto& [id, member] : members) {
+    if (member.state == MemberState::kLeaving) continue;
+    if (member.node != NodeId()) return Verification::kReadback;
+    if (!member.engine) continue;
+    if (!member.updated) return Verification::kReadback;
+    devices = devices || member.on_device;
+  }
+  return devices ? Verification::kTransfer : Verification::kReadback;
+}
+
 void Group::Impl::Open(const BeginEvent& e) {
   update = std::make_unique<Update>();
   update->id = next_update();
@@ -158,7 +187,7 @@ void Group::Impl::Open(const BeginEvent& e) {
   update->deadline =
       now + (e.duration == Duration(0) ? std::min(limits.default_duration, limits.max_duration)
                                        : e.duration);
-  update->verification = e.verification.value_or(limits.default_verification);
+  update->verification = e.verification.has_value() ? *e.verification : DefaultVerification();
   update->evict_late = e.evict_late;
   update->last_call = now;
   bucket_log.Clear();

@@ -466,7 +466,7 @@ void Coordinator::Impl::Route(GroupAction action) {
     }
   } else if (auto* a = std::get_if<WelcomeMember>(&action)) {
     if (const RemoteMember* m = remote(a->member)) {
-      Send(m->node, PeerWelcome{m->id, group.version()});
+      Send(m->node, PeerWelcome{m->id, group.version(), group.spec().trainer_ranks});
       return;
     }
   } else if (auto* a = std::get_if<RefuseMember>(&action)) {
@@ -524,6 +524,7 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
     prepare.remaining = a.remaining;
     prepare.tensor_count = a.tensor_count;
     prepare.verification = a.verification;
+    prepare.trainer_ranks = group.spec().trainer_ranks;
   }
   for (uint32_t d = 0; d < a.destinations.size(); ++d) {
     const MemberId member = a.destinations[d];
@@ -1036,6 +1037,7 @@ const std::string& Coordinator::name() const { return impl_->group.name(); }
 uint64_t Coordinator::incarnation() const { return impl_->group.incarnation(); }
 const GroupSpec& Coordinator::spec() const { return impl_->group.spec(); }
 bool Coordinator::has_members() const { return impl_->group.has_members(); }
+bool Coordinator::has_trainers() const { return impl_->group.has_trainers(); }
 bool Coordinator::update_running() const { return impl_->group.update_running(); }
 std::optional<Version> Coordinator::version() const { return impl_->group.version(); }
 UpdateStatistics Coordinator::Statistics() const { return impl_->group.Statistics(); }

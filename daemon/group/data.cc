@@ -481,7 +481,7 @@ void Group::Impl::WriteFirst(uint32_t index) {
   Instance& instance = instances.at(participant.instance);
   Step(&instance.state, InstanceTrigger::kFirstWrite);
   instance.reason = fmt::format("version {} is being written", update->version);
-  for (const MemberId id : participant.members) Find(id)->version.reset();
+  for (const MemberId id : participant.members) Find(id)->held.reset();
   Changed();
 }
 

@@ -68,11 +68,20 @@ absl::Status Group::Impl::CheckCoverage() const {
   REFITD_RETURN_IF_ERROR(CheckAllPushed());
   const int64_t moved = update->program.has_value() ? update->compiled->tensors : 0;
   const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
-  if (update->tensor_count != 0 && pushed != update->tensor_count) {
+  // Whether tensors that no instance wants are counted is the trainers' choice.
+  const int64_t told = update->tensor_count;
+  if (told != 0 && (pushed > told || pushed + UnwantedAndNotPushed() < told)) {
     return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
                         update->tensor_count);
   }
   return absl::OkStatus();
+}
+
+int64_t Group::Impl::UnwantedAndNotPushed() const {
+  const std::vector<std::string>& unwanted = update->catalog->unwanted();
+  return std::count_if(unwanted.begin(), unwanted.end(), [this](const std::string& tensor) {
+    return !update->pushed.contains(tensor) && !Moves(tensor);
+  });
 }
 
 absl::Status Group::Impl::CheckAllPushed() const {
@@ -102,10 +111,12 @@ void Group::Impl::On(const CommitEvent& e) {
   if (Repeated(member, CallKind::kCommit, e.request_id, what, e.call)) return;
   const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version, e.update);
   absl::Status status = found.status();
-  if (status.ok() && HasShards(*member)) {
+  if (status.ok() && HasShardsIn(*member, **found)) {
     // Commit does not say which binding it means.
-    status =
-        Precondition("{} has registered a layout: it ends an update with Refit", member->label);
+    status = Precondition(
+        "{} has registered a layout: it ends an update with Refit, unless its Begin says "
+        "without_layout",
+        member->label);
   }
   if (status.ok()) status = CheckCommit(**found, e);
   if (!status.ok()) {
@@ -428,7 +439,6 @@ std::vector<InstanceOutcome> Group::Impl::Outcomes(bool committed) const {
 
 void Group::Impl::InstallVersion() {
   version = update->version;
-  committed_once = true;
   ++committed_updates;
   for (const Participant& participant : update->participants) {
     if (participant.evicted) continue;
@@ -438,7 +448,8 @@ void Group::Impl::InstallVersion() {
     instance.installed = update->id;
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
-      member->version = version;
+      member->held = {update->version, incarnation};
+      member->updated = true;
       Step(&member->state, MemberTrigger::kOutcome);
       Do(SendCommitted{id, update->version});
     }
@@ -492,7 +503,6 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   // A slot that its holder keeps beyond the update is no reason to give up a later one.
   ledger.EndLimits();
   Step(&state, GroupTrigger::kEnd);
-  for (const auto& [instance_name, instance] : instances) AdoptReportedVersion(instance);
   Changed();
 }
 
@@ -523,12 +533,16 @@ void Group::Impl::AnswerAll(bool committed, const std::vector<InstanceOutcome>& 
       fmt::format("the update to version {} is lost: {}", update->version, why.reason);
   // Also those whose callers went away: a repeat gets the stored answer.
   const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
+  CommitReply done{update->version, outcomes, update->accepted_bytes, now - update->started,
+                   bucket_log.Totals()};
+  if (update->program.has_value()) {
+    done.left_out_tensors = static_cast<int64_t>(update->compiled->left_out.size());
+    done.left_out_bytes = update->compiled->left_out_bytes;
+  }
   for (const auto& [call, request] : waiting) {
     if (committed) {
       REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit);
-      Finish(request, absl::OkStatus(),
-             CommitReply{update->version, outcomes, update->accepted_bytes, now - update->started,
-                         bucket_log.Totals()});
+      Finish(request, absl::OkStatus(), done);
       continue;
     }
     switch (request->kind) {

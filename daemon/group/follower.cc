@@ -354,6 +354,7 @@ void Follower::Impl::Take(const PeerWelcome& c) {
   if (it == members.end()) return;
   it->second.welcomed = true;
   version = c.group_version;
+  if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
   Do(GroupAction(WelcomeMember{c.member}));
   Do(GroupAction(StateChanged{}));
 }
@@ -373,6 +374,7 @@ void Follower::Impl::Take(const PeerReply& c) {
 }
 
 void Follower::Impl::Take(const PeerPrepare& c) {
+  if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
   worker.Handle(c, now, Out());
   for (const MemberId id : c.engines) {
     const auto it = members.find(id);
@@ -467,6 +469,10 @@ const std::string& Follower::name() const { return impl_->options.name; }
 uint64_t Follower::incarnation() const { return impl_->incarnation; }
 const GroupSpec& Follower::spec() const { return impl_->spec; }
 bool Follower::has_members() const { return !impl_->members.empty(); }
+bool Follower::has_trainers() const {
+  return std::any_of(impl_->members.begin(), impl_->members.end(),
+                     [](const auto& member) { return !member.second.engine; });
+}
 bool Follower::update_running() const { return impl_->worker.Participates(); }
 std::optional<Version> Follower::version() const { return impl_->version; }
 

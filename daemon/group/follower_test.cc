@@ -95,6 +95,24 @@ class Fixture {
   MachineActions actions_;
 };
 
+TEST_CASE("a joined daemon takes up how many trainer ranks there are now") {
+  Fixture f;
+  f.Command(PeerWelcome{MemberId(99), std::nullopt, 3});
+  // The welcome of a member that is gone says nothing.
+  CHECK(f.follower().spec().trainer_ranks == 1);
+  f.Command(PeerWelcome{kEngine, std::nullopt, 3});
+  CHECK(f.follower().spec().trainer_ranks == 3);
+  PeerPrepare prepare;
+  prepare.update = UpdateId(5);
+  prepare.trainer_ranks = 4;
+  f.Command(prepare);
+  CHECK(f.follower().spec().trainer_ranks == 4);
+  prepare.update = UpdateId(6);
+  prepare.trainer_ranks = 0;  // a coordinator of an earlier release
+  f.Command(prepare);
+  CHECK(f.follower().spec().trainer_ranks == 4);
+}
+
 TEST_CASE("RegisterLayout was answered before the coordinator had the layout") {
   Fixture f;
   f.Register(kCall);

@@ -247,11 +247,9 @@ void Group::Impl::On(const ReplaceGroup& e) {
   state = *next;
   incarnation = e.incarnation;
   version.reset();
-  replaced = true;
-  committed_once = false;
   past.clear();
   last_update.reset();
-  for (auto& [id, member] : members) member.version.reset();
+  for (auto& [id, member] : members) member.held.reset();
   for (auto& [instance_name, instance] : instances) {
     Step(&instance.state, InstanceTrigger::kMarkDirty);
     instance.reason = "the group was replaced";
@@ -271,6 +269,19 @@ void Group::Impl::On(const DrainEvent&) {
 }
 
 // ---- Group ----
+
+bool MayBeUnwanted(const GroupSpec& spec, std::string_view tensor) {
+  const std::vector<std::string>& names = spec.unwanted_tensors;
+  if (std::binary_search(names.begin(), names.end(), tensor)) return true;
+  return std::any_of(names.begin(), names.end(), [tensor](std::string_view name) {
+    return name.ends_with('*') && tensor.starts_with(name.substr(0, name.size() - 1));
+  });
+}
+
+bool EqualButTrainers(GroupSpec a, const GroupSpec& b) {
+  a.trainer_ranks = b.trainer_ranks;
+  return a == b;
+}
 
 Group::Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
              std::function<UpdateId()> next_update)
@@ -312,6 +323,7 @@ const std::string& Group::name() const { return impl_->name; }
 uint64_t Group::incarnation() const { return impl_->incarnation; }
 const GroupSpec& Group::spec() const { return impl_->spec; }
 bool Group::has_members() const { return !impl_->members.empty(); }
+bool Group::has_trainers() const { return !impl_->trainers.empty(); }
 bool Group::update_running() const { return impl_->update != nullptr; }
 std::optional<Version> Group::version() const { return impl_->version; }
 

@@ -45,18 +45,27 @@ inline constexpr int kMaxSlots = 64;
 inline constexpr int kMaxTrainerRanks = 65'536;
 inline constexpr int kMaxEngineRanks = 65'536;  // of one group
 inline constexpr int kMaxPartsPerBucket = 4096;
+// Prefixes in GroupSpec::unwanted_tensors: each is compared with each tensor of the trainers.
+inline constexpr int kMaxUnwantedPrefixes = 64;
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
 inline constexpr int kRememberedBuckets = 4096;  // ended, of the running update or the last one
 
 struct GroupSpec {
-  int trainer_ranks = 1;
+  int trainer_ranks = 1;  // until trainers of another world size come when none is attached
   int min_instances = 1;
   int64_t slot_bytes = 0;  // never 0 here: defaults are filled in before
   int slots = 0;
   std::vector<std::string> engine_only_tensors;  // sorted, unique
+  // Tensors that trainers' layouts may have though no engine wants them: names, and prefixes that
+  // end with '*'. Sorted, unique.
+  std::vector<std::string> unwanted_tensors{};
   bool operator==(const GroupSpec&) const = default;
 };
+// Equal but for trainer_ranks, which the trainers that attach decide.
+bool EqualButTrainers(GroupSpec a, const GroupSpec& b);
+// A name or a prefix of `unwanted_tensors` fits.
+bool MayBeUnwanted(const GroupSpec& spec, std::string_view tensor);
 
 // From the daemon's config; each wait is the smaller of its own limit and what remains of the
 // update (P4).
@@ -74,6 +83,7 @@ struct GroupLimits {
   int64_t compare_every =
       100;  // versions after which replicas of a compiled refit are compared again
   int outstanding_buckets = 256;  // per trainer rank; also how far ahead of order a seq may be
+  // Of updates whose Begin says none. kReadback: see Group::Impl::DefaultVerification.
   Verification default_verification = Verification::kReadback;
   // What goes directly is cut, between tensors, into parts of so much at least: one moves while the
   // next is planned. Not an operator's: tests use less.
@@ -106,6 +116,11 @@ struct EngineIdentity {
   std::string daemon{};  // its id, for messages; empty: the coordinator's
   // Its weights are dirty or in doubt from an earlier lease; not with held_version.
   bool dirty = false;
+  // The incarnation in which held_version was committed; 0: not told. It is shown, and never raises
+  // the group's version.
+  uint64_t held_origin = 0;
+  // Its memory is on a GPU. Known of members of the coordinator's own daemon only.
+  bool on_device = false;
 };
 
 // ---- how an update ends ----
@@ -197,6 +212,9 @@ struct BeginEvent {
   // them. With kAuto, buckets pass through slots only where every rank that begins says so; a
   // method that needs slots is refused without.
   bool slots_on_devices = false;
+  // The rank's registered layout has no part in this update: the rank pushes, and ends it by
+  // Commit.
+  bool without_layout = false;
 };
 
 struct ReadyEvent {
@@ -381,6 +399,10 @@ struct CommitReply {
   int64_t bytes = 0;
   Duration elapsed{};
   std::vector<BroadcastTotals> pushed;  // by method
+  // Tensors of trainers' layouts that no engine wants (GroupSpec::unwanted_tensors), and their
+  // bytes.
+  int64_t left_out_tensors = 0;
+  int64_t left_out_bytes = 0;
 };
 struct EmptyReply {};
 using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
@@ -582,6 +604,7 @@ struct InstanceView {
   int world_size = 0;
   int attached = 0;
   std::string reason;
+  uint64_t origin = 0;  // incarnation in which `version` was committed; 0: not told, or no version
 };
 struct UpdateView {
   UpdateId id;
@@ -641,6 +664,7 @@ class Group {
   uint64_t incarnation() const;
   const GroupSpec& spec() const;
   bool has_members() const;
+  bool has_trainers() const;  // attached
   bool update_running() const;
   // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;

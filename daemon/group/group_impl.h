@@ -35,6 +35,13 @@ namespace refitd {
 
 namespace group {
 
+// Versions of two incarnations have nothing to do with each other.
+struct HeldVersion {
+  Version version;
+  uint64_t origin = 0;  // incarnation in which it was committed; 0: the rank did not tell
+  bool operator==(const HeldVersion&) const = default;
+};
+
 struct Member {
   MemberId id;
   MemberState state = MemberState::kAttached;
@@ -49,7 +56,9 @@ struct Member {
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
-  std::optional<Version> version;  // that its memory holds complete
+  std::optional<HeldVersion> held;  // what its memory holds complete
+  bool on_device = false;           // engines: on a GPU
+  bool updated = false;             // engines: an update was committed to it in this lease
   RequestLog requests;
   int touching = 0;  // transfers and verifications that touch its memory (P6)
   std::map<std::pair<UpdateId, PartSeq>, SlotGrant>
@@ -189,11 +198,12 @@ struct Group::Impl {
   Member* Trainer(MemberId id, CallId call);
   std::string Label(MemberId id) const;
   void Admit(Member member);
+  absl::Status CheckTrainer(const TrainerIdentity& who) const;
   absl::Status CheckEngine(const EngineIdentity& identity) const;
   void CompleteIfAllHere(Instance* instance);
   bool Complete(const Instance& instance) const;
-  std::optional<Version> VersionOf(const Instance& instance) const;
-  void AdoptReportedVersion(const Instance& instance);
+  std::optional<group::HeldVersion> VersionOf(const Instance& instance) const;
+  absl::Status CheckHeld(const EngineIdentity& who) const;
   // It reads no slot any more.
   void EndReads(Member* member);
   void LoseEngine(Member* member, const std::string& reason);
@@ -204,6 +214,8 @@ struct Group::Impl {
 
   // ---- begin.cc ----
   absl::Status CheckBegin(const Member& member, const BeginEvent& e) const;
+  absl::Status CheckGreater(Version wanted) const;
+  Verification DefaultVerification() const;
   absl::Status CheckBroadcast(const BeginEvent& e) const;
   void TakeBroadcast(const Member& member, const BeginEvent& e);
   absl::Status DecideBroadcast();
@@ -257,6 +269,11 @@ struct Group::Impl {
   // ---- refit.cc ----
   absl::Status CheckRefit(const Member& member, const RefitEvent& e, bool joined);
   static bool HasShards(const Member& member);
+  static bool HasShardsIn(const Member& member, const TrainerProgress& progress) {
+    return HasShards(member) && !progress.without_layout;
+  }
+  void FindUnwanted(const std::vector<MemberId>& sources, std::vector<std::string>* allowed,
+                    std::vector<std::string>* left_out) const;
   void TakeOneCalls();
   absl::StatusOr<bool> ProgramAtHand();
   void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
@@ -276,6 +293,7 @@ struct Group::Impl {
   void TakeAnnounced(Member* member, TrainerProgress* progress);
   void WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why);
   absl::Status CheckCoverage() const;
+  int64_t UnwantedAndNotPushed() const;
   absl::Status CheckAllPushed() const;
   absl::Status WrittenInFull() const;
   void ReadBackIfLast();
@@ -301,17 +319,15 @@ struct Group::Impl {
   std::vector<InstanceOutcome> Outcomes(bool committed) const;
   std::string WaitedFor() const;
 
-  // Constant after construction, but for the incarnation.
+  // Constant after construction, but for the incarnation and the spec's trainer_ranks.
   const std::string name;
   uint64_t incarnation;
-  const GroupSpec spec;
+  GroupSpec spec;
   const GroupLimits limits;
   const std::function<UpdateId()> next_update;
 
   GroupState state = GroupState::kIdle;
-  std::optional<Version> version;
-  bool committed_once = false;  // in this incarnation: reported versions don't count any more
-  bool replaced = false;        // versions held from before don't count
+  std::optional<Version> version;  // last committed in this incarnation
   std::map<MemberId, Member> members;
   std::map<int, MemberId> trainers;           // by rank
   std::map<std::string, Instance> instances;  // by name

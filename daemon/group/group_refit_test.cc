@@ -179,12 +179,17 @@ TEST_CASE("several trainer ranks, one update: all must call") {
 
 TEST_CASE("Refit without a layout, with buckets never pushed, or of an old version is refused") {
   Pair p;
-  const MemberId other = p.trainer;
-  CHECK(p.g.Code(p.g.Refit(other, 1, 2)) == StatusCode::kFailedPrecondition);
-  p.g.Shards(p.trainer, {});
+  CHECK(p.g.Code(p.g.Refit(p.trainer, 1, 2)) == StatusCode::kFailedPrecondition);
+  p.g.Lose(p.trainer);
+  p.trainer = p.g.AttachTrainer();
   const CallId none = p.g.Refit(p.trainer, 1);
   CHECK(p.g.Code(none) == StatusCode::kFailedPrecondition);
   CHECK_THAT(p.g.Text(none), Contains("has no layout"));
+  p.g.Shards(p.trainer, {});
+  const CallId nobody = p.g.Refit(p.trainer, 1);
+  CHECK(p.g.Code(nobody) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(nobody), Contains("no trainer rank has a piece"));
+  CHECK(p.g.prepared.empty());
   CHECK_FALSE(p.g.group.update_running());
   p.g.Shards(p.trainer, kModel);
   p.Run(3);
@@ -280,6 +285,142 @@ TEST_CASE("a Refit that ends a lost update is told who lost it, and opens no oth
     CHECK(g.Code(call) == StatusCode::kAborted);
     CHECK_THAT(g.Text(call), Contains("what became of it is not remembered"));
     CHECK_FALSE(g.group.update_running());
+  }
+}
+
+TEST_CASE("a rank whose layout has no pieces refits as the others do") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.trainer_ranks = 2;
+  TestGroup g(spec);
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("x", kModel);
+  g.Shards(t0, kModel);
+  g.Shards(t1, {});
+  const CallId empty = g.Refit(t1, 1);
+  const CallId whole = g.Refit(t0, 1);
+  REQUIRE(g.compiling.has_value());
+  CHECK(g.compiling->sources.size() == 1);
+  g.FinishCompile();
+  g.ReadyAll();
+  g.FinishRefit();
+  g.FinishVerify();
+  CHECK(g.Get<CommitReply>(empty).bytes == 24);
+  CHECK(g.Code(whole) == StatusCode::kOk);
+}
+
+TEST_CASE("a rank with a layout pushes one version and refits the next without registering anew") {
+  Pair p;
+  p.Run(1);
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  BeginEvent begin;
+  begin.member = p.trainer;
+  begin.version = Version(2);
+  begin.without_layout = true;
+  const CallId begun = p.g.Begin(begin);
+  p.g.ReadyAll();
+  CHECK(p.g.Code(begun) == StatusCode::kOk);
+  CHECK_FALSE(p.g.assembled->program.has_value());
+  p.g.Push(p.trainer, 2, 0, kModel);
+  p.g.FinishAll();
+  const CallId refit = p.g.Refit(p.trainer, 2, 1);
+  CHECK(p.g.Code(refit) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(refit), Contains("without its layout"));
+  const CallId commit = p.g.Commit(p.trainer, 2, 1);
+  p.g.FinishVerify();
+  CHECK(p.g.Get<CommitReply>(commit).bytes == 24);
+  const CallId next = p.Run(3);
+  CHECK(p.g.compiled == 1);
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  CHECK(p.g.Code(next) == StatusCode::kOk);
+}
+
+TEST_CASE("what only trainers have is left out where the spec allows it, and counted") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.unwanted_tensors = {"b", "opt.*"};
+  Pair p(spec);
+  const std::vector<TensorSpec> more = {kModel[0], kModel[1], Bytes("opt.m", 5), Bytes("opt.v", 7)};
+  p.g.Shards(p.trainer, more);
+  const CallId call = p.g.Refit(p.trainer, 1);
+  REQUIRE(p.g.compiling.has_value());
+  // An engine wants "b": which of them may be left out is the planner's to see.
+  CHECK(p.g.compiling->options.unwanted_allowed == std::vector<std::string>{"b", "opt.m", "opt.v"});
+  p.g.FinishCompile();
+  CHECK(p.g.prepares.back().tensor_count == 2);
+  p.g.ReadyAll();
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  const auto reply = p.g.Get<CommitReply>(call);
+  CHECK(reply.bytes == 24);
+  CHECK(reply.left_out_tensors == 2);
+  CHECK(reply.left_out_bytes == 12);
+}
+
+// "head" is stored in the memory of "embed": known by name, without a piece.
+std::shared_ptr<const Layout> TiedLayout() {
+  auto layout = std::make_shared<Layout>(*LayoutOf({Bytes("embed", 8)}));
+  layout->tensors.push_back(Bytes("head", 8));
+  return layout;
+}
+
+TEST_CASE("an engine with tied weights takes both names, and is written once") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId tied =
+      g.AttachEngine({"x", 0, 1, DeliveryMode::kRegistered, 2000, std::nullopt, std::nullopt});
+  g.Register(tied, TiedLayout());
+  const std::vector<TensorSpec> both = {Bytes("embed", 8), Bytes("head", 8)};
+  SECTION("pushed under one name or both") {
+    const bool one = GENERATE(false, true);
+    g.tensor_count = GENERATE(0, 2);
+    g.Begin(trainer, 1);
+    g.ReadyAll();
+    g.Push(trainer, 1, 0, one ? std::vector<TensorSpec>{both[0]} : both);
+    g.FinishAll();
+    const CallId commit = g.Commit(trainer, 1, 1);
+    g.FinishVerify();
+    CHECK(g.Code(commit) == StatusCode::kOk);
+  }
+  SECTION("pushed under the name that has no memory alone: the other is missed") {
+    g.Begin(trainer, 1);
+    g.ReadyAll();
+    g.Push(trainer, 1, 0, {both[1]});
+    g.FinishAll();
+    const CallId commit = g.Commit(trainer, 1, 1);
+    CHECK(g.Code(commit) == StatusCode::kFailedPrecondition);
+    CHECK_THAT(g.Text(commit), Contains("tensor 'embed' of instance x was never pushed"));
+  }
+  SECTION("of another shape is refused") {
+    g.Begin(trainer, 1);
+    g.ReadyAll();
+    const CallId push = g.Push(trainer, 1, 0, {Bytes("head", 9)});
+    CHECK(g.Code(push) == StatusCode::kFailedPrecondition);
+  }
+  SECTION("refitted from a trainer with one name or both") {
+    const bool one = GENERATE(false, true);
+    g.Shards(trainer, one ? std::vector<TensorSpec>{both[0]} : both);
+    const CallId call = g.Refit(trainer, 1);
+    g.FinishCompile();
+    g.ReadyAll();
+    g.FinishRefit();
+    g.FinishVerify();
+    const auto reply = g.Get<CommitReply>(call);
+    CHECK(reply.bytes == 8);
+    CHECK(reply.left_out_tensors == (one ? 0 : 1));
+  }
+  SECTION("beside an engine that stores both") {
+    g.Registered("y", both);
+    g.Shards(trainer, both);
+    const CallId call = g.Refit(trainer, 1);
+    g.FinishCompile();
+    g.ReadyAll();
+    g.FinishRefit();
+    g.FinishVerify();
+    const auto reply = g.Get<CommitReply>(call);
+    CHECK(reply.bytes == 16);
+    CHECK(reply.left_out_tensors == 0);
   }
 }
 

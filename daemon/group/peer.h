@@ -166,6 +166,7 @@ using PeerReport =
 struct PeerWelcome {
   MemberId member;
   std::optional<Version> group_version;
+  int trainer_ranks = 0;  // of the group's spec as it is now; 0: not told
 };
 struct PeerRefuse {
   MemberId member;
@@ -187,6 +188,7 @@ struct PeerPrepare {
   std::vector<MemberId> destinations;    // of this node: registered ranks, in the order of
                                          // bytes_written, skip and failed_destinations
   std::vector<uint64_t> layout_digests;  // of the destinations, as the coordinator knows them
+  int trainer_ranks = 0;                 // of the group's spec as it is now; 0: not told
 };
 struct BucketHeader {
   UpdateId update;

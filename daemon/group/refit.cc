@@ -62,12 +62,16 @@ void Group::Impl::On(const RefitEvent& e) {
 
 absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, bool joined) {
   if (IsAnother(e.update)) return Gone(e.update, e.version);
-  if (!HasShards(member)) {
+  if (member.layout == nullptr) {
     return Precondition("{} has no layout: register it first", member.label);
   }
   if (joined) {
     const absl::StatusOr<TrainerProgress*> found = OpenFor(member, e.version, e.update);
     if (!found.ok()) return found.status();
+    if ((*found)->without_layout) {
+      return Precondition("{} has begun version {} without its layout: it ends it with Commit",
+                          member.label, e.version);
+    }
     CommitEvent commit;
     commit.version = e.version;
     commit.bucket_count = e.bucket_count;
@@ -80,7 +84,8 @@ absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, 
   return CheckBegin(member, BeginOf(e));
 }
 
-// An empty layout takes the one before back.
+// An empty layout takes the one before back. Its rank may end an update with Refit all the same: it
+// moves nothing there.
 bool Group::Impl::HasShards(const Member& member) {
   return !member.engine && member.layout != nullptr && !member.layout->pieces.empty();
 }
@@ -109,14 +114,20 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   std::set<std::string> pushed;
   for (const auto& [rank, progress] : update->trainers) {
     const Member& member = *Find(progress.member);
-    if (!HasShards(member)) continue;
+    if (!HasShardsIn(member, progress)) continue;
     sources.push_back(member.id);
     key.sources.push_back({number(member.node), 0, member.layout_digest});
     for (const uint32_t t : member.layout->pushed_tensors) {
       pushed.insert(member.layout->tensors[t].name);
     }
   }
-  if (sources.empty()) return true;
+  if (sources.empty()) {
+    if (std::all_of(update->trainers.begin(), update->trainers.end(),
+                    [](const auto& trainer) { return trainer.second.one_call; })) {
+      return Precondition("no trainer rank has a piece in its layout: nothing can be refitted");
+    }
+    return true;
+  }
   const Catalog& known = *update->catalog;
   if (sources.size() < update->trainers.size()) AddUnheld(sources, &pushed);
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
@@ -155,10 +166,32 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   compile.options.skip_tensors.insert(compile.options.skip_tensors.end(),
                                       spec.engine_only_tensors.begin(),
                                       spec.engine_only_tensors.end());
+  FindUnwanted(sources, &compile.options.unwanted_allowed, &compiling->left_out);
   compiling->key = std::move(key);
   Do(std::move(compile));
   Changed();
   return false;
+}
+
+// Of the trainers' tensors: what the spec lets be unwanted (whether an instance wants it after all
+// is the planner's to see), and what no instance wants; both sorted. An engine that knows a tensor
+// by name only, because its memory is another's, does not want it.
+void Group::Impl::FindUnwanted(const std::vector<MemberId>& sources,
+                               std::vector<std::string>* allowed,
+                               std::vector<std::string>* left_out) const {
+  std::set<std::string> may;
+  std::set<std::string> out;
+  std::set<uint64_t> seen;  // ranks often have equal layouts
+  for (const MemberId source : sources) {
+    const Member& member = *Find(source);
+    if (!seen.insert(member.layout_digest).second) continue;
+    for (const TensorSpec& tensor : member.layout->tensors) {
+      if (MayBeUnwanted(spec, tensor.name)) may.insert(tensor.name);
+      if (!update->catalog->Wants(tensor.name)) out.insert(tensor.name);
+    }
+  }
+  allowed->assign(may.begin(), may.end());
+  left_out->assign(out.begin(), out.end());
 }
 
 // Ranks without shards push: what no layout has is theirs to bring, and Commit sees whether they
@@ -185,10 +218,19 @@ void Group::Impl::On(const ProgramCompiled& e) {
     program->status = absl::InternalError("no plan came");
   }
   if (!program->status.ok()) return;
+  // What is pushed is not left out.
+  std::erase_if(program->left_out, [this](const std::string& name) {
+    const std::vector<std::string>& pushed = program->key.pushed;
+    return std::binary_search(pushed.begin(), pushed.end(), name);
+  });
   for (const TensorSpec& tensor : program->plan->routes.tensors) {
+    const int64_t bytes = ElementCount(WholeBox(tensor.shape)) * ElementBytes(tensor.dtype);
+    if (std::binary_search(program->left_out.begin(), program->left_out.end(), tensor.name)) {
+      program->left_out_bytes += bytes;
+    }
     if (LeavesOut(*program, tensor.name)) continue;
     ++program->tensors;
-    program->bytes += ElementCount(WholeBox(tensor.shape)) * ElementBytes(tensor.dtype);
+    program->bytes += bytes;
   }
 }
 
@@ -207,7 +249,7 @@ bool Group::Impl::LeavesOut(const group::CompiledProgram& compiled, std::string_
   const auto in = [tensor](const std::vector<std::string>& names) {
     return std::binary_search(names.begin(), names.end(), tensor);
   };
-  return in(compiled.key.pushed) || in(spec.engine_only_tensors);
+  return in(compiled.key.pushed) || in(spec.engine_only_tensors) || in(compiled.left_out);
 }
 
 // ---- running it ----

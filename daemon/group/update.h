@@ -67,6 +67,7 @@ struct TrainerProgress {
   int64_t bucket_count = 0;
   std::vector<std::shared_ptr<Request>> commits;  // unanswered; Refit's too
   bool one_call = false;                          // Refit began it: nobody else can end it
+  bool without_layout = false;                    // Begin said so: the rank's shards have no part
 };
 
 // An instance that was complete when the update was prepared.
@@ -135,6 +136,9 @@ struct CompiledProgram {
   std::shared_ptr<const RefitPlan> plan;
   int64_t tensors = 0;  // that it moves
   int64_t bytes = 0;    // of them, once each
+  // Tensors of sources that no instance knows, as the group's spec allows; sorted.
+  std::vector<std::string> left_out;
+  int64_t left_out_bytes = 0;
   // Whose every tensor it was found to bring.
   std::weak_ptr<const Catalog> covers;
   // By source: registrations whose replicas were found equal, and how many versions ago.

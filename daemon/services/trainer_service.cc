@@ -34,6 +34,8 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
   response->set_version(committed.version.value());
   response->set_bytes(committed.bytes);
   response->set_seconds(std::chrono::duration<double>(committed.elapsed).count());
+  response->set_left_out_tensors(committed.left_out_tensors);
+  response->set_left_out_bytes(committed.left_out_bytes);
   for (const InstanceOutcome& outcome : committed.instances) {
     v1::InstanceResult* result = response->add_instances();
     result->set_instance(outcome.instance);

@@ -461,9 +461,9 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
   }
   SECTION("another spec") {
     Daemon c(Flags("c"));
-    CheckRefused(attach(c, In(Registered("x", Spec(2, 1, 65'536, 4)), a)),
+    CheckRefused(attach(c, In(Registered("x", Spec(1, 7, 65'536, 4)), a)),
                  StatusCode::FAILED_PRECONDITION, {"spec", "'g'"});
-    CheckRefused(attach(b, In(Registered("x", Spec(2, 1, 65'536, 4)), a)),
+    CheckRefused(attach(b, In(Registered("x", Spec(1, 7, 65'536, 4)), a)),
                  StatusCode::FAILED_PRECONDITION, {"spec", "'g'"});
   }
   SECTION("an unknown group") {

@@ -157,10 +157,11 @@ void World::TryAttach(int pid) {
   };
   if (!DaemonAt(d).up) return retry();
   const std::optional<Version> holds = p.holds;
+  const uint64_t origin = p.origin;
   InProcess(pid, seconds(3), [this, pid, lease, retry] {
     if (ProcessOf(pid).lease == lease && ProcessOf(pid).attaching) retry();
   });
-  InDaemon(d, NetDelay(), [this, pid, d, g = seat.g, lease, holds, retry] {
+  InDaemon(d, NetDelay(), [this, pid, d, g = seat.g, lease, holds, origin, retry] {
     Process& q = ProcessOf(pid);
     if (!q.alive || q.lease != lease || q.member != MemberId()) return;
     EnsureFollower(d, g);
@@ -190,6 +191,7 @@ void World::TryAttach(int pid) {
     who.delivery = s.delivery;
     who.pid = pid;
     who.held_version = holds;
+    if (holds.has_value()) who.held_origin = origin;
     if (s.manifest) who.manifest = GroupOf(g).model;
     EngineAttached attached{member, std::move(who)};
     attached.awaits_slots = m->follower != nullptr && s.delivery == DeliveryMode::kStaged;
@@ -595,6 +597,14 @@ void World::StartAttempt(int g) {
   job.active = true;
   job.started = now_;
   job.concluded.clear();
+  const Machine* m = Find(group.home, g);
+  const std::optional<Version> committed = m == nullptr ? std::nullopt : m->machine->version();
+  if (committed.has_value()) {
+    group.top = std::max(group.top, *committed);
+  } else if (!job.final && random_.Percent(30)) {
+    // An incarnation's first version may be any, whatever engines bring from another.
+    group.top = Version(random_.Between(0, 3));
+  }
   // A version that was lost may be tried again.
   const bool again = !job.final && !no_faults_ && random_.Percent(25) && job.version > Version(0);
   job.version = again ? job.version : Version(group.top.value() + random_.Between(1, 2));

@@ -487,7 +487,11 @@ void World::On(int d, int g, const SendCommitted& a) {
                                      "written or read back",
                                      d, g, a.member));
   }
-  Hear(d, a.member, [this, a](Process* p) { HearOutcome(p->pid, true, a.version, false, false); });
+  const uint64_t origin = Find(d, g)->machine->incarnation();
+  Hear(d, a.member, [this, a, origin](Process* p) {
+    HearOutcome(p->pid, true, a.version, false, false);
+    p->origin = origin;
+  });
 }
 
 void World::On(int d, int g, const SendAborted& a) {

@@ -195,7 +195,8 @@ struct Process {
   std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
   std::vector<int64_t> first;           // by tensor: first element held
   std::optional<Version> holds;         // what it believes to serve
-  bool in_doubt = false;                // answered Ready, heard no outcome
+  uint64_t origin = 0;    // incarnation in which `holds` was committed; 0: from a file
+  bool in_doubt = false;  // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
