@@ -404,8 +404,8 @@ typedef struct refit_engine_options {
    * version, and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_GOOD. The rank
    * stays dirty until a commit. Not with has_held_version (REFIT_INVALID_ARGUMENT). */
   int32_t dirty;
-  uint64_t
-      held_origin; /* with held_version: refit_event.incarnation of that version; 0: not known */
+  /* With held_version: refit_event.incarnation of that version; 0: not known. */
+  uint64_t held_origin;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
