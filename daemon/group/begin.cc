@@ -37,9 +37,9 @@ absl::Status Group::Impl::CheckGreater(Version wanted) const {
     return VersionOf(i.second) == group::HeldVersion{*version, incarnation};
   });
   return Precondition(
-      "version: {} is not greater than {}, which group {} committed last ({}): begin a greater "
-      "version, or start a new incarnation with CreateGroup(replace)",
-      wanted, *version, name,
+      "version: {} is not greater than the group's {} ({}): begin a greater version, or start a "
+      "new incarnation with CreateGroup(replace)",
+      wanted, *version,
       holds == instances.end() ? "no instance holds it any more"
                                : fmt::format("instance {} holds it", holds->first));
 }
