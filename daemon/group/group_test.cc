@@ -301,7 +301,7 @@ TEST_CASE("trainers that have ended may come back with another world size, engin
   CHECK(refused.code() == kPrecondition);
   CHECK_THAT(std::string(refused.message()),
              Contains("world_size: 3 differs from the 2 trainer_ranks of group g") &&
-                 Contains("while trainer rank 1 (pid 1001) is still attached"));
+                 Contains("while trainer rank 1 (pid 1001) still is attached"));
   g.Lose(t1);
   SECTION("when its copies have ended") { g.FinishAll(); }
   SECTION("while they end") {}
@@ -388,8 +388,10 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   g.Staged("c", kModel, 1, 2);  // restarted without a version
   CHECK(g.Instance("c").state == "clean");
   CHECK(g.Instance("c").version == std::nullopt);
-  const MemberId t = g.AttachTrainer();
-  CHECK(g.Code(g.Begin(t, 6)) == kPrecondition);
+  // Not greater than what engines hold: it was of another incarnation.
+  const CallId begin = g.Begin(g.AttachTrainer(), 6);
+  CHECK(g.Answer(begin) == nullptr);
+  CHECK(g.group.update_running());
 }
 
 TEST_CASE("members that attach during an update take part from the next one") {
@@ -786,7 +788,7 @@ TEST_CASE("overlapping elements are refused by name, disjoint ranges add up") {
   CHECK(g.Code(commit) == kOk);
 }
 
-TEST_CASE("tensors without elements are pushed once too") {
+TEST_CASE("tensors without elements are pushed once, where they are") {
   const std::vector<TensorSpec> model = {Bytes("a", 10), {"empty", DType::kFloat32, {0, 4}}};
   TestGroup g;
   const MemberId t = g.AttachTrainer();
@@ -795,7 +797,6 @@ TEST_CASE("tensors without elements are pushed once too") {
   g.ReadyAll();
   g.Push(t, 1, 0, {model[0]});
   g.FinishAll();
-  CHECK_THAT(g.Text(g.Commit(t, 1, 1)), Contains("'empty'"));
   g.Push(t, 1, 1, {model[1]});
   CHECK(g.Code(g.Push(t, 1, 2, {model[1]})) == kAlreadyExists);
   const CallId commit = g.Commit(t, 1, 2);
