@@ -374,8 +374,8 @@ absl::Status Show(const client::CommitResult& committed, refit_commit_result* re
     const auto method = static_cast<size_t>(totals.method);
     if (method < std::size(shown.pushed_bytes)) shown.pushed_bytes[method] = totals.bytes;
   }
-  shown.left_out_tensors = result.left_out_tensors;
-  shown.left_out_bytes = result.left_out_bytes;
+  shown.left_out_tensors = committed.left_out_tensors;
+  shown.left_out_bytes = committed.left_out_bytes;
   return Write(shown, result, "result");
 }
 
