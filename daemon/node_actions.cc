@@ -160,7 +160,6 @@ struct Node::Performer {
   void operator()(UpdateAbandoned&) {}
   void operator()(UpdateEnded& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->executor_.Forget(a.update);
-    group->verification.reset();
     node->DropWirePool(group);
     node->GiveUpEpochs(*group, more);
     // Unknown: this daemon's share of an update, which its coordinator counts.
