@@ -156,6 +156,7 @@ struct Node::Performer {
     node->Erase(a.member, deferred, more);
   }
   void operator()(UpdateAssembled&) {}
+  void operator()(NodeOutOfUpdate&) {}  // the coordinator's
   void operator()(UpdateAbandoned&) {}
   void operator()(UpdateEnded& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->executor_.Forget(a.update);

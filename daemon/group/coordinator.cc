@@ -247,20 +247,43 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     spread->verify_status = Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason);
     CompleteVerifyIfDone();
   }
+  if (spread.has_value()) spread->left.erase(id);
   if (spread.has_value() && !spread->abandoned) {
-    const auto lock = std::find(spread->lock_order.begin(), spread->lock_order.end(), id);
-    if (lock != spread->lock_order.end()) {
-      const auto index = static_cast<size_t>(lock - spread->lock_order.begin());
-      spread->lock_order.erase(lock);
-      if (index < spread->locks_held) {
-        --spread->locks_held;
-      } else if (index == spread->locks_held) {
-        AskNextLock();
-      }
-    }
+    DropLock(id);
     EnsureEpoch();
   }
   Do(GroupAction(StateChanged{}));
+}
+
+// In the data phase it stays: others wait for its end of the communicator, which its daemon serves
+// until the update has ended.
+void Coordinator::Impl::LeaveOut(NodeId node) {
+  if (!spread.has_value() || spread->abandoned || spread->data_began) return;
+  if (spread->nodes.erase(node) == 0) return;
+  spread->left.insert(node);
+  Send(node, PeerAbandon{spread->update});
+  if (std::find(spread->lock_order.begin(), spread->lock_order.end(), node) !=
+      spread->lock_order.end()) {
+    DropLock(node);
+    Send(node, PeerWireUnlock{spread->update});
+  }
+  if (spread->program.has_value()) {
+    LoseNodeInProgram(node, Error(absl::StatusCode::kUnavailable,
+                                  "{} has nobody left in the update", Name(node)));
+  }
+  EnsureEpoch();
+}
+
+void Coordinator::Impl::DropLock(NodeId node) {
+  const auto lock = std::find(spread->lock_order.begin(), spread->lock_order.end(), node);
+  if (lock == spread->lock_order.end()) return;
+  const auto index = static_cast<size_t>(lock - spread->lock_order.begin());
+  spread->lock_order.erase(lock);
+  if (index < spread->locks_held) {
+    --spread->locks_held;
+  } else if (index == spread->locks_held) {
+    AskNextLock();
+  }
 }
 
 // ---- reports ----
@@ -496,6 +519,8 @@ void Coordinator::Impl::Route(GroupAction action) {
     spread->data_began = true;
     spread->program->run = std::move(*a);
     return RunIfAgreed();
+  } else if (auto* a = std::get_if<NodeOutOfUpdate>(&action)) {
+    return LeaveOut(a->node);
   } else if (std::holds_alternative<UpdateAbandoned>(action)) {
     if (spread.has_value()) Abandon();
   } else if (auto* a = std::get_if<UpdateEnded>(&action)) {
@@ -665,7 +690,9 @@ void Coordinator::Impl::End(const UpdateEnded& a) {
   GiveLocksBack();
   const Spread ended = std::move(*spread);
   spread.reset();
-  for (const NodeId node : ended.nodes) {
+  std::set<NodeId> told = ended.nodes;
+  told.insert(ended.left.begin(), ended.left.end());
+  for (const NodeId node : told) {
     Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason});
   }
   if (!epoch.has_value() || epoch->ready) return;

@@ -98,6 +98,8 @@ struct Spread {
   Version version;
   Verification verification = Verification::kOff;
   std::set<NodeId> nodes;  // still in
+  // Were told of the update and have nobody left in it: they hear how it ends, nothing else.
+  std::set<NodeId> left;
   std::map<NodeId, PeerPrepare> prepares;
   std::map<NodeId, std::vector<uint32_t>> destinations;  // node's index -> the group's
   size_t destination_count = 0;
@@ -269,6 +271,10 @@ struct Coordinator::Impl {
   // ---- nodes ----
   void Send(NodeId node, PeerCommand command);
   void LoseNode(NodeId node, const std::string& reason);
+  // The node has nobody left in the update, and no byte has moved: the update goes on without it.
+  void LeaveOut(NodeId node);
+  // Nothing waits for the node's lock any more.
+  void DropLock(NodeId node);
   std::string Name(NodeId node) const;
   NodeId NodeOf(MemberId member) const {
     const auto it = remotes.find(member);

@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -74,6 +75,13 @@ class Fixture {
 
   // A trainer here, an engine there, and an update whose data may come.
   void OpenUpdate() {
+    Prepare();
+    BringUp(kEpoch, nodes_);
+    ReportAll(PeerReady{kRemoteEngine, update_});
+    REQUIRE(Local<Reply>().size() == 1);
+  }
+  // The same before the data plane is up and ranks are ready.
+  void Prepare() {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
     EngineIdentity engine;
     for (const NodeId node : nodes_) {
@@ -87,12 +95,26 @@ class Fixture {
     begin.version = Version(1);
     Do(GroupEvent(begin));
     update_ = Sent<PeerPrepare>().at(0).update;
-    Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
-    Do(EpochUp{kEpoch, absl::OkStatus()});
-    ReportAll(PeerEpochUp{kEpoch, absl::OkStatus()});
-    ReportAll(PeerReady{kRemoteEngine, update_});
-    REQUIRE(Local<Reply>().size() == 1);
+  }
+  // Both buckets to the first node's instance, and Commit; what was answered.
+  absl::Status PushAndCommit(EpochId epoch) {
+    for (const int64_t seq : {0, 1}) {
+      Push(seq, seq == 0 ? "t" : "u");
+      if (seq == 0) GrantWire();
+      FinishPart(seq, epoch);
+    }
+    CommitEvent commit;
+    commit.call = CallId(20);
+    commit.member = kTrainer;
+    commit.version = Version(1);
+    commit.bucket_count = 2;
+    Forget();
+    Do(GroupEvent(commit));
+    for (const PeerVerify& verify : Sent<PeerVerify>()) {
+      Report(PeerVerified{verify.update, absl::OkStatus(), {}});
+    }
+    const std::vector<Reply> replies = Local<Reply>();
+    return replies.size() == 1 ? replies[0].status : absl::UnknownError("not answered");
   }
   // One bucket, packed here and acknowledged there.
   void Push(int64_t seq, const std::string& tensor) {
@@ -105,8 +127,28 @@ class Fixture {
     Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
     ReportAll(PeerHeaderAck{update_, header.header.part, header.digest, ""});
   }
-  void FinishPart(int64_t part) {
-    Do(WireDone{kEpoch, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
+  // The wire is the group's, and what was pushed crosses it.
+  void GrantWire() {
+    Report(PeerWireGranted{update_});
+    Do(WireGranted{});
+    for (const NodeId node : nodes_) {
+      if (node != kNode) Do(ReportReceived{node, PeerWireGranted{update_}});
+    }
+  }
+  // All of these nodes, and this daemon, open and connect it.
+  void BringUp(EpochId epoch, const std::vector<NodeId>& nodes) {
+    Do(EpochOpened{epoch, absl::OkStatus(), "here"});
+    for (const NodeId node : nodes) {
+      Do(ReportReceived{node, PeerEpochOpened{epoch, absl::OkStatus(), "there"}});
+    }
+    Do(EpochUp{epoch, absl::OkStatus()});
+    for (const NodeId node : nodes) {
+      Do(ReportReceived{node, PeerEpochUp{epoch, absl::OkStatus()}});
+    }
+  }
+  // The first node's instance got all of the part.
+  void FinishPart(int64_t part, EpochId epoch = kEpoch) {
+    Do(WireDone{epoch, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
     PeerPartDone done;
     done.update = update_;
     done.part = PartSeq(part);
@@ -321,6 +363,55 @@ TEST_CASE(
   SECTION("the member is") { f.Report(PeerGone{MemberId(3), "gone"}); }
   CHECK(f.Local<ReleaseMember>().empty());
   CHECK(f.Local<Reply>().empty());
+}
+
+TEST_CASE("the death of a daemon's only engine aborted the update for all") {
+  Fixture f;
+  f.JoinThird();
+  EpochId epoch = kEpoch;
+  SECTION("before a byte has moved: the update goes on without the daemon") {
+    f.Prepare();
+    f.BringUp(kEpoch, {kNode, kThird});
+    f.Forget();
+    f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+    CHECK(f.Sent<PeerAbandon>().size() == 1);  // it has nothing to do in it any more
+    const auto opened = f.Sent<PeerEpochOpen>();
+    REQUIRE(opened.size() == 1);
+    CHECK(opened[0].size == 2);
+    epoch = opened[0].epoch;
+    f.BringUp(epoch, {kNode});
+    // As it closes its link where it heard of the death before it heard of the update.
+    f.Do(NodeLost{kThird, "no member is left"});
+    f.Report(PeerReady{kRemoteEngine, f.update()});
+    REQUIRE(f.Local<Reply>().size() == 1);
+    CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
+  }
+  SECTION("in the data phase: the daemon serves the data plane until the end") {
+    f.OpenUpdate();
+    f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+    CHECK(f.Sent<PeerAbandon>().empty());
+    CHECK(f.Sent<PeerEpochClose>().empty());
+  }
+  CHECK(f.PushAndCommit(epoch) == absl::OkStatus());
+  CHECK_FALSE(f.Sent<PeerUpdateEnded>().empty());
+}
+
+TEST_CASE("a daemon that is left out of an update hears how it ended") {
+  Fixture f;
+  f.JoinThird();
+  f.Prepare();
+  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+  f.BringUp(f.Sent<PeerEpochOpen>().back().epoch, {kNode});
+  f.Report(PeerReady{kRemoteEngine, f.update()});
+  CHECK(f.PushAndCommit(EpochId(2)) == absl::OkStatus());
+  std::set<NodeId> told;
+  for (const SendCommand& send : f.Local<SendCommand>()) {
+    const auto* ended = std::get_if<PeerUpdateEnded>(&send.command);
+    if (ended == nullptr) continue;
+    CHECK(ended->outcome == Outcome::kCommitted);
+    told.insert(send.node);
+  }
+  CHECK(told == std::set<NodeId>{kNode, kThird});
 }
 
 }  // namespace

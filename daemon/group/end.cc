@@ -310,12 +310,37 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
   Log(LogLine::kWarning, fmt::format("instance {} is evicted from the update to version {}: {}",
                                      participant.instance, update->version, why.reason));
   Changed();
+  TellNodesWithNobodyLeft(participant);
   if (std::find(update->evicted.begin(), update->evicted.end(), false) != update->evicted.end()) {
     return;
   }
   GiveUp none_left = why;
   none_left.reason = "no instance is left: " + why.reason;
   Abandon(none_left);
+}
+
+bool Group::Impl::TakesPart(NodeId node) const {
+  const auto on_node = [this, node](MemberId id) {
+    const Member* member = Find(id);
+    return member != nullptr && member->node == node;
+  };
+  return std::any_of(update->trainers.begin(), update->trainers.end(),
+                     [&](const auto& t) { return on_node(t.second.member); }) ||
+         std::any_of(update->participants.begin(), update->participants.end(),
+                     [&](const Participant& p) {
+                       return !p.evicted && std::any_of(p.members.begin(), p.members.end(), on_node);
+                     });
+}
+
+void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
+  if (update->nodes.size() == 1 || update->state == UpdateState::kDraining) return;
+  std::set<NodeId> left;
+  for (const MemberId id : evicted.members) {
+    if (const Member* member = Find(id); member != nullptr) left.insert(member->node);
+  }
+  for (const NodeId node : left) {
+    if (!TakesPart(node)) Do(NodeOutOfUpdate{update->id, node});
+  }
 }
 
 // Its ranks resume on Aborted: only when nothing touches their memory any more.

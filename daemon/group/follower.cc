@@ -333,8 +333,11 @@ void Follower::Impl::AnswerLostCalls() {
   }
 }
 
+// Not while this daemon takes part in an update: its end of the communicator is what others wait
+// for, also where the last of its own members has left.
 void Follower::Impl::EndIfIdle() {
-  if (state == State::kLost || !members.empty() || !calls.empty() || !worker.quiet()) return;
+  if (state == State::kLost || !members.empty() || !calls.empty()) return;
+  if (worker.Participates()) return;
   lost = absl::UnavailableError("no member of this daemon is left");
   state = State::kLost;
   worker.AbandonAll(now, Out());

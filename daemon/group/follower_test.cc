@@ -441,5 +441,23 @@ TEST_CASE("a daemon whose last member went with a part under way leaves when tha
   CHECK(f.follower().finished());
 }
 
+TEST_CASE("a daemon whose only engine died left the update that it took part in") {
+  Fixture f;
+  PeerPrepare prepare;
+  prepare.update = UpdateId(5);
+  prepare.remaining = std::chrono::seconds(10);
+  prepare.engines = {kEngine};
+  f.Command(prepare);
+  f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
+  CHECK(f.Sent<PeerGone>().size() == 1);
+  CHECK(f.Peers<CloseLink>().empty());
+  // It still serves the update's data plane.
+  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  CHECK(f.Peers<OpenEpoch>().size() == 1);
+  f.Command(PeerUpdateEnded{UpdateId(5), Version(1), Outcome::kCommitted, ""});
+  CHECK(f.Peers<CloseLink>().size() == 1);
+  CHECK(f.follower().finished());
+}
+
 }  // namespace
 }  // namespace refitd

@@ -507,6 +507,11 @@ struct StartVerify {
 struct ReleaseMember {
   MemberId member;
 };
+// No rank of that node takes part in the running update any more: they were evicted or lost.
+struct NodeOutOfUpdate {
+  UpdateId update;
+  NodeId node;
+};
 // The update is being given up; the transfers that run end first.
 struct UpdateAbandoned {
   UpdateId update;
@@ -547,8 +552,8 @@ struct LogLine {
 using GroupAction =
     std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
                  StartTransfer, StartVerify, CompileProgram, StartCompare, StartRefit,
-                 ReleaseMember, UpdateAssembled, UpdateAbandoned, UpdateEnded, RefuseMember,
-                 WelcomeMember, StateChanged, LogLine>;
+                 ReleaseMember, UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, UpdateEnded,
+                 RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----

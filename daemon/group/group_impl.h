@@ -269,6 +269,10 @@ struct Group::Impl {
   void SettleIfDone();
   void Decide();
   void Evict(uint32_t participant, const GiveUp& why);
+  // Says which nodes of the evicted participant have nobody left in the update.
+  void TellNodesWithNobodyLeft(const Participant& evicted);
+  // A trainer rank, or a rank of an instance still in, is attached to that node.
+  bool TakesPart(NodeId node) const;
   // A live rank is late or failed: its instance is evicted, or the update given up.
   void FailEngine(uint32_t participant, const GiveUp& why);
   void FailInstalled(const Member& member, const EngineFailed& e);

@@ -580,6 +580,7 @@ class TestGroup {
     CHECK(released.insert(a.member).second);
   }
   void On(const UpdateAssembled& a) { assembled = a; }
+  void On(const NodeOutOfUpdate&) {}
   void On(const UpdateAbandoned&) {}
   void On(const UpdateEnded& a) {
     CHECK(running.empty());

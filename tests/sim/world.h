@@ -521,6 +521,7 @@ class World {
   void On(int d, int g, const StartVerify& a);
   void On(int d, int g, const ReleaseMember& a);
   void On(int d, int g, const UpdateAssembled& a);
+  void On(int, int, const NodeOutOfUpdate&) {}  // the coordinator's own
   void On(int d, int g, const UpdateAbandoned& a);
   void On(int d, int g, const UpdateEnded& a);
   void On(int d, int g, const RefuseMember& a);
