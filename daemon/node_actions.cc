@@ -158,6 +158,7 @@ struct Node::Performer {
   void operator()(UpdateAssembled&) {}
   void operator()(NodeOutOfUpdate&) {}  // the coordinator's
   void operator()(UpdateAbandoned&) {}
+  void operator()(CleanUpOverdue&) {}  // the coordinator's
   void operator()(UpdateEnded& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->executor_.Forget(a.update);
     group->verification.reset();

@@ -120,6 +120,7 @@ void Coordinator::Impl::On(const GroupEvent& event) {
     Tick();
   }
   Feed(event);
+  if (std::exchange(overdue, false)) DropOwing();
   if (const auto* replaced = std::get_if<ReplaceGroup>(&event);
       replaced != nullptr && group.incarnation() == replaced->incarnation) {
     for (const auto& [id, node] : nodes) {
@@ -272,6 +273,30 @@ void Coordinator::Impl::LeaveOut(NodeId node) {
                                   "{} has nobody left in the update", Name(node)));
   }
   EnsureEpoch();
+}
+
+// A daemon that answers pings and never says that its share has ended would keep every engine of
+// the update paused (P4). Its members' memory is its own daemon's to keep (P6); what this daemon's
+// own worker still does is waited for.
+void Coordinator::Impl::DropOwing() {
+  if (!spread.has_value()) return;
+  std::set<NodeId> owing = spread->verifying;
+  for (const auto& [seq, part] : spread->parts) {
+    owing.insert(part.running.begin(), part.running.end());
+  }
+  if (spread->program.has_value()) {
+    const ProgramJob& job = *spread->program;
+    owing.insert(job.comparing.begin(), job.comparing.end());
+    owing.insert(job.running.begin(), job.running.end());
+  }
+  owing.erase(kCoordinatorNode);
+  const std::string reason =
+      fmt::format("it did not end its share of the update to version {} within {} of its end",
+                  spread->version, Seconds(options.limits.cleanup_limit));
+  for (const NodeId id : owing) {
+    Do(PeerAction(DropNode{id, absl::DeadlineExceededError(reason)}));
+    LoseNode(id, reason);
+  }
 }
 
 void Coordinator::Impl::DropLock(NodeId node) {
@@ -521,6 +546,9 @@ void Coordinator::Impl::Route(GroupAction action) {
     return RunIfAgreed();
   } else if (auto* a = std::get_if<NodeOutOfUpdate>(&action)) {
     return LeaveOut(a->node);
+  } else if (std::holds_alternative<CleanUpOverdue>(action)) {
+    overdue = true;
+    return;
   } else if (std::holds_alternative<UpdateAbandoned>(action)) {
     if (spread.has_value()) Abandon();
   } else if (auto* a = std::get_if<UpdateEnded>(&action)) {

@@ -273,6 +273,8 @@ struct Coordinator::Impl {
   void LoseNode(NodeId node, const std::string& reason);
   // The node has nobody left in the update, and no byte has moved: the update goes on without it.
   void LeaveOut(NodeId node);
+  // After the clean-up limit: the nodes that have not ended their share of the update are lost.
+  void DropOwing();
   // Nothing waits for the node's lock any more.
   void DropLock(NodeId node);
   std::string Name(NodeId node) const;
@@ -309,6 +311,7 @@ struct Coordinator::Impl {
   std::vector<PeerReport> own_reports;
   std::deque<GroupEvent> events;
   bool feeding = false;
+  bool overdue = false;  // CleanUpOverdue came
 };
 
 }  // namespace refitd

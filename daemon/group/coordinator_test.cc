@@ -98,11 +98,15 @@ class Fixture {
   }
   // Both buckets to the first node's instance, and Commit; what was answered.
   absl::Status PushAndCommit(EpochId epoch) {
-    for (const int64_t seq : {0, 1}) {
-      Push(seq, seq == 0 ? "t" : "u");
-      if (seq == 0) GrantWire();
-      FinishPart(seq, epoch);
-    }
+    Push(0, "t");
+    GrantWire();
+    FinishPart(0, epoch);
+    Push(1, "u");
+    FinishPart(1, epoch);
+    return Commit();
+  }
+  // After both buckets.
+  absl::Status Commit() {
     CommitEvent commit;
     commit.call = CallId(20);
     commit.member = kTrainer;
@@ -368,32 +372,43 @@ TEST_CASE(
 TEST_CASE("the death of a daemon's only engine aborted the update for all") {
   Fixture f;
   f.JoinThird();
-  EpochId epoch = kEpoch;
-  SECTION("before a byte has moved: the update goes on without the daemon") {
-    f.Prepare();
-    f.BringUp(kEpoch, {kNode, kThird});
-    f.Forget();
-    f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
-    CHECK(f.Sent<PeerAbandon>().size() == 1);  // it has nothing to do in it any more
-    const auto opened = f.Sent<PeerEpochOpen>();
-    REQUIRE(opened.size() == 1);
-    CHECK(opened[0].size == 2);
-    epoch = opened[0].epoch;
-    f.BringUp(epoch, {kNode});
-    // As it closes its link where it heard of the death before it heard of the update.
-    f.Do(NodeLost{kThird, "no member is left"});
-    f.Report(PeerReady{kRemoteEngine, f.update()});
-    REQUIRE(f.Local<Reply>().size() == 1);
-    CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
-  }
-  SECTION("in the data phase: the daemon serves the data plane until the end") {
-    f.OpenUpdate();
-    f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
-    CHECK(f.Sent<PeerAbandon>().empty());
-    CHECK(f.Sent<PeerEpochClose>().empty());
-  }
+  f.Prepare();
+  f.BringUp(kEpoch, {kNode, kThird});
+  f.Forget();
+  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+  CHECK(f.Sent<PeerAbandon>().size() == 1);  // it has nothing to do in it any more
+  const auto opened = f.Sent<PeerEpochOpen>();
+  REQUIRE(opened.size() == 1);
+  CHECK(opened[0].size == 2);
+  const EpochId epoch = opened[0].epoch;
+  f.BringUp(epoch, {kNode});
+  // As it closes its link where it heard of the death before it heard of the update.
+  f.Do(NodeLost{kThird, "no member is left"});
+  f.Report(PeerReady{kRemoteEngine, f.update()});
+  REQUIRE(f.Local<Reply>().size() == 1);
+  CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
   CHECK(f.PushAndCommit(epoch) == absl::OkStatus());
-  CHECK_FALSE(f.Sent<PeerUpdateEnded>().empty());
+}
+
+TEST_CASE("a daemon whose only engine died in the data phase serves the data plane to the end") {
+  Fixture f;
+  f.JoinThird();
+  f.OpenUpdate();
+  f.Push(0, "t");
+  f.GrantWire();
+  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+  CHECK(f.Sent<PeerAbandon>().empty());
+  CHECK(f.Sent<PeerEpochClose>().empty());
+  PeerPartDone done;
+  done.update = f.update();
+  done.part = PartSeq(0);
+  done.bytes_written = {0};
+  done.digests = {42};
+  f.Do(ReportReceived{kThird, done});
+  f.FinishPart(0);
+  f.Push(1, "u");
+  f.FinishPart(1);
+  CHECK(f.Commit() == absl::OkStatus());
 }
 
 TEST_CASE("a daemon that is left out of an update hears how it ended") {
@@ -412,6 +427,43 @@ TEST_CASE("a daemon that is left out of an update hears how it ended") {
     told.insert(send.node);
   }
   CHECK(told == std::set<NodeId>{kNode, kThird});
+}
+
+TEST_CASE("a daemon that answered pings and never ended its share hung the group") {
+  Fixture f;
+  constexpr MemberId kHere{2};
+  constexpr CallId kOperator{30};
+  EngineIdentity engine;
+  engine.instance = "here";
+  f.Do(GroupEvent(EngineAttached{kHere, engine}));
+  f.Do(GroupEvent(LayoutRegistered{kHere, LayoutOf({Bytes("t", 100), Bytes("u", 100)})}));
+  f.Prepare();
+  f.BringUp(kEpoch, {kNode});
+  f.Do(GroupEvent(ReadyEvent{kHere, f.update()}));
+  f.Report(PeerReady{kRemoteEngine, f.update()});
+  f.Push(0, "t");
+  f.Forget();
+  f.Do(GroupEvent(OperatorAbort{kOperator, "enough"}));
+  CHECK(f.Local<SendAborted>().empty());
+  f.Wait(GroupLimits().cleanup_limit + std::chrono::milliseconds(1));
+  const auto dropped = f.Local<DropNode>();
+  REQUIRE(dropped.size() == 1);
+  CHECK(dropped[0].node == kNode);
+  CHECK_THAT(std::string(dropped[0].status.message()), Catch::Contains("did not end its share"));
+  std::set<MemberId> told;
+  for (const SendAborted& aborted : f.Local<SendAborted>()) told.insert(aborted.member);
+  CHECK(told == std::set<MemberId>{kTrainer, kHere});
+  std::set<CallId> answered;
+  for (const Reply& reply : f.Local<Reply>()) answered.insert(reply.call);
+  CHECK(answered.contains(kOperator));
+  CHECK(answered.contains(CallId(10)));  // the bucket
+  BeginEvent again;
+  again.call = CallId(31);
+  again.member = kTrainer;
+  again.version = Version(2);
+  f.Forget();
+  f.Do(GroupEvent(again));
+  CHECK(f.Local<UpdateAssembled>().size() == 1);  // of the instance here
 }
 
 }  // namespace

@@ -326,10 +326,10 @@ bool Group::Impl::TakesPart(NodeId node) const {
   };
   return std::any_of(update->trainers.begin(), update->trainers.end(),
                      [&](const auto& t) { return on_node(t.second.member); }) ||
-         std::any_of(update->participants.begin(), update->participants.end(),
-                     [&](const Participant& p) {
-                       return !p.evicted && std::any_of(p.members.begin(), p.members.end(), on_node);
-                     });
+         std::any_of(
+             update->participants.begin(), update->participants.end(), [&](const Participant& p) {
+               return !p.evicted && std::any_of(p.members.begin(), p.members.end(), on_node);
+             });
 }
 
 void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
@@ -470,15 +470,39 @@ void Group::Impl::InstallVersion() {
   }
 }
 
-void Group::Impl::TearDown(const std::string& reason) {
+void Group::Impl::TearDown() {
   ++aborted_updates;
   for (Participant& participant : update->participants) {
-    if (participant.evicted) continue;
-    Instance& instance = instances.at(participant.instance);
-    Step(&instance.state, InstanceTrigger::kGiveUp);
-    if (participant.written) instance.reason = reason;
-    TellAborted(participant, reason);
+    if (!participant.evicted && !participant.told) TellGivenUp(&participant);
   }
+}
+
+void Group::Impl::TellGivenUp(Participant* participant) {
+  const std::string& reason = update->give_up.reason;
+  participant->told = true;
+  Instance& instance = instances.at(participant->instance);
+  Step(&instance.state, InstanceTrigger::kGiveUp);
+  if (participant->written) instance.reason = reason;
+  TellAborted(*participant, reason);
+}
+
+void Group::Impl::TellQuiet() {
+  for (Participant& participant : update->participants) {
+    if (participant.evicted || participant.told || participant.touching > 0) continue;
+    TellGivenUp(&participant);
+  }
+}
+
+// What still runs may be of one instance only, or of a daemon that says nothing: the others need
+// not stay paused for it.
+void Group::Impl::ReportOverdueCleanUp() {
+  update->cleanup_logged = true;
+  Log(LogLine::kError,
+      fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
+                  update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
+  TellQuiet();
+  Do(CleanUpOverdue{update->id});
+  Changed();
 }
 
 void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
@@ -488,7 +512,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
     if (update->program.has_value()) CountCompared();
     InstallVersion();
   } else {
-    TearDown(reason);
+    TearDown();
   }
   for (const auto& [rank, progress] : update->trainers) {
     Member* member = Find(progress.member);

@@ -125,6 +125,8 @@ struct Follower::Impl {
   std::deque<std::pair<Version, PastUpdate>> past;
   Worker worker;
   std::optional<TimePoint> heard;
+  // When the end of an update that this daemon takes part in must have been told.
+  std::map<UpdateId, TimePoint> outcome_due;
 
   // During one Handle.
   TimePoint now;
@@ -275,9 +277,16 @@ void Follower::Impl::On(const DrainEvent&) {
 }
 
 void Follower::Impl::On(const refitd::Tick&) {
-  if (state != State::kJoined || now - *heard <= options.peer_limits.peer) return;
-  Lose(Error(absl::StatusCode::kUnavailable, "it was silent for {:g} s",
-             std::chrono::duration<double>(options.peer_limits.peer).count()));
+  if (state != State::kJoined) return;
+  const double limit = std::chrono::duration<double>(options.peer_limits.peer).count();
+  if (now - *heard > options.peer_limits.peer) {
+    return Lose(Error(absl::StatusCode::kUnavailable, "it was silent for {:g} s", limit));
+  }
+  const bool overdue = std::any_of(outcome_due.begin(), outcome_due.end(),
+                                   [this](const auto& due) { return due.second <= now; });
+  if (!overdue) return;
+  Lose(Error(absl::StatusCode::kUnavailable,
+             "it told no outcome of an update within {:g} s of its deadline", limit));
 }
 
 // ---- the link ----
@@ -377,6 +386,8 @@ void Follower::Impl::Take(const PeerReply& c) {
 
 void Follower::Impl::Take(const PeerPrepare& c) {
   worker.Handle(c, now, Out());
+  // Its ranks are paused until they hear how it ended: a coordinator that only pings is lost (P4).
+  outcome_due[c.update] = now + c.remaining + options.peer_limits.peer;
   for (const MemberId id : c.engines) {
     const auto it = members.find(id);
     if (it == members.end()) continue;
@@ -410,6 +421,7 @@ void Follower::Impl::Take(const PeerAborted& c) {
 
 void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
+  outcome_due.erase(c.update);
   past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
@@ -463,7 +475,9 @@ void Follower::Handle(const MachineEvent& event, TimePoint now, MachineActions* 
 
 std::optional<TimePoint> Follower::NextDeadline() const {
   if (impl_->state != Impl::State::kJoined) return std::nullopt;
-  return *impl_->heard + impl_->options.peer_limits.peer + std::chrono::nanoseconds(1);
+  TimePoint next = *impl_->heard + impl_->options.peer_limits.peer + std::chrono::nanoseconds(1);
+  for (const auto& [update, due] : impl_->outcome_due) next = std::min(next, due);
+  return next;
 }
 
 const std::string& Follower::name() const { return impl_->options.name; }

@@ -79,6 +79,12 @@ class Fixture {
     return members.empty() ? 0 : members[0].layout_digest;
   }
   const Follower& follower() const { return follower_; }
+  TimePoint now() const { return now_; }
+  // A second passes, or less where something is due before.
+  void TickWhenDue() {
+    now_ = std::min(now_ + std::chrono::seconds(1), follower_.NextDeadline().value_or(now_));
+    Do(GroupEvent(Tick{}));
+  }
 
  private:
   FollowerOptions MakeOptions() {
@@ -457,6 +463,26 @@ TEST_CASE("a daemon whose only engine died left the update that it took part in"
   f.Command(PeerUpdateEnded{UpdateId(5), Version(1), Outcome::kCommitted, ""});
   CHECK(f.Peers<CloseLink>().size() == 1);
   CHECK(f.follower().finished());
+}
+
+TEST_CASE("a coordinator that pinged and told no outcome kept an engine paused for ever") {
+  Fixture f;
+  PeerPrepare prepare;
+  prepare.update = UpdateId(5);
+  prepare.remaining = std::chrono::seconds(10);
+  prepare.engines = {kEngine};
+  f.Command(prepare);
+  const TimePoint since = f.now();
+  while (f.follower().View(f.now()).group.state == "joined" &&
+         f.now() < since + std::chrono::minutes(10)) {
+    f.TickWhenDue();
+    f.Command(PeerPing{1});
+  }
+  CHECK(f.now() - since <= prepare.remaining + PeerLimits().peer + std::chrono::seconds(1));
+  REQUIRE(f.Own<RefuseMember>().size() == 1);
+  CHECK(f.Own<RefuseMember>()[0].status.code() == absl::StatusCode::kUnavailable);
+  CHECK_THAT(std::string(f.Own<RefuseMember>()[0].status.message()),
+             Contains("told no outcome of an update"));
 }
 
 }  // namespace

@@ -188,12 +188,7 @@ void Group::Impl::On(const Tick&) {
     if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline});
   }
   if (update != nullptr && update->state == UpdateState::kDraining) {
-    if (now >= update->cleanup_deadline && !update->cleanup_logged) {
-      update->cleanup_logged = true;
-      Log(LogLine::kError,
-          fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
-                      update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
-    }
+    if (now >= update->cleanup_deadline && !update->cleanup_logged) ReportOverdueCleanUp();
   } else if (update != nullptr) {
     TickUpdate();
   }

@@ -69,8 +69,10 @@ struct GroupLimits {
   Duration idle_limit =
       std::chrono::seconds(30);  // no call from any trainer rank, and none outstanding
   Duration lease_limit = std::chrono::seconds(30);  // a leased slot unsubmitted
-  Duration cleanup_limit = std::chrono::seconds(
-      1);  // draining transfers after an abort: exceeded is logged, never skipped (P6)
+  Duration cleanup_limit =
+      std::chrono::seconds(1);  // draining transfers after an abort. This daemon's own are waited
+                                // for beyond it (P6); who is not touched by them hears the outcome,
+                                // and other daemons that still owe one are lost
   int64_t compare_every =
       100;  // versions after which replicas of a compiled refit are compared again
   int outstanding_buckets = 256;  // per trainer rank; also how far ahead of order a seq may be
@@ -516,6 +518,11 @@ struct NodeOutOfUpdate {
 struct UpdateAbandoned {
   UpdateId update;
 };
+// The clean-up limit of an update that is being given up has passed, and something still runs: a
+// daemon that does not say that its share has ended must not keep the rest waiting (P4).
+struct CleanUpOverdue {
+  UpdateId update;
+};
 // The update ended: forget its digests.
 struct UpdateEnded {
   UpdateId update;
@@ -552,8 +559,8 @@ struct LogLine {
 using GroupAction =
     std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
                  StartTransfer, StartVerify, CompileProgram, StartCompare, StartRefit,
-                 ReleaseMember, UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, UpdateEnded,
-                 RefuseMember, WelcomeMember, StateChanged, LogLine>;
+                 ReleaseMember, UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue,
+                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----

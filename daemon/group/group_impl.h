@@ -282,9 +282,13 @@ struct Group::Impl {
   void DropUnstarted();
   void EndIfQuiet();
   void TellEvictedIfQuiet();
+  // Of the update being given up: those whose memory nothing touches any more.
+  void TellQuiet();
+  void TellGivenUp(Participant* participant);
+  void ReportOverdueCleanUp();
   void TellAborted(const Participant& participant, const std::string& reason);
   void InstallVersion();
-  void TearDown(const std::string& reason);
+  void TearDown();
   void AnswerAll(bool committed, const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
   UpdateEnded Ended(Outcome outcome, const std::string& reason) const;

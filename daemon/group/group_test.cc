@@ -1969,5 +1969,30 @@ TEST_CASE("a bucket that would need absurdly many slots is refused by name") {
   CHECK_THAT(g.Text(push), Contains("huge"));
 }
 
+TEST_CASE("an instance that nothing touched stayed paused while another's copy ran on") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId busy = g.Registered("busy", {kModel[0]});
+  const MemberId quiet = g.Registered("quiet", {kModel[1]});
+  g.Begin(trainer, 1);
+  g.ReadyAll();
+  g.Push(trainer, 1, 0, {kModel[0]});
+  const CallId abort = g.Abort(trainer, 1);
+  CHECK(g.aborted.empty());
+  g.Expire();
+  CHECK(g.overdue.size() == 1);
+  REQUIRE(g.aborted.size() == 1);
+  CHECK(g.aborted[0].member == quiet);
+  CHECK_FALSE(g.aborted[0].dirty);
+  CHECK(g.Answer(abort) == nullptr);
+  g.FinishAll();
+  REQUIRE(g.aborted.size() == 3);  // the trainer as well
+  CHECK(g.aborted[1].member == busy);
+  CHECK(g.aborted[1].dirty);
+  CHECK(g.Code(abort) == kOk);
+  CHECK(g.Instance("quiet").state == "clean");
+  CHECK(g.Instance("busy").state == "dirty");
+}
+
 }  // namespace
 }  // namespace refitd

@@ -402,6 +402,7 @@ class TestGroup {
   std::vector<SendCommitted> committed;
   std::vector<SendAborted> aborted;
   std::vector<SendDraining> draining;
+  std::vector<UpdateId> overdue;
   std::vector<UpdateId> ended;
   std::set<MemberId> welcome;
   std::map<MemberId, absl::Status> refused;
@@ -582,6 +583,7 @@ class TestGroup {
   void On(const UpdateAssembled& a) { assembled = a; }
   void On(const NodeOutOfUpdate&) {}
   void On(const UpdateAbandoned&) {}
+  void On(const CleanUpOverdue& a) { overdue.push_back(a.update); }
   void On(const UpdateEnded& a) {
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());

@@ -76,7 +76,7 @@ struct Participant {
   bool ready = false;             // all its ranks are
   bool written = false;           // by this update
   bool evicted = false;
-  bool told = false;   // evicted, and its ranks were sent Aborted
+  bool told = false;   // its ranks were sent Aborted
   std::string reason;  // of the eviction
   int touching = 0;    // transfers and verifications that touch its memory
 };

@@ -523,6 +523,7 @@ class World {
   void On(int d, int g, const UpdateAssembled& a);
   void On(int, int, const NodeOutOfUpdate&) {}  // the coordinator's own
   void On(int d, int g, const UpdateAbandoned& a);
+  void On(int, int, const CleanUpOverdue&) {}  // the coordinator's own
   void On(int d, int g, const UpdateEnded& a);
   void On(int d, int g, const RefuseMember& a);
   void On(int d, int g, const WelcomeMember& a);
