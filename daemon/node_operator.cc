@@ -226,6 +226,7 @@ v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
     n->set_state(std::string(node.state));
     n->set_members(node.members);
     n->set_silent_seconds(Seconds(node.silent));
+    n->set_kept_out(node.kept_out);
   }
   if (machine.epoch.has_value()) {
     status.set_epoch(machine.epoch->value());

@@ -175,8 +175,12 @@ std::string Group::Impl::WaitedForToAssemble() const {
   int complete = 0;
   std::vector<std::string> incomplete;
   for (const auto& [instance_name, instance] : instances) {
-    if (Next(instance.state, InstanceTrigger::kPrepare).has_value()) {
+    if (Available(instance)) {
       ++complete;
+      continue;
+    }
+    if (const std::string* why = WhyKeptOut(instance); why != nullptr) {
+      incomplete.push_back(fmt::format("instance {} ({})", instance_name, *why));
       continue;
     }
     for (int rank = 0; rank < instance.world_size; ++rank) {
@@ -201,9 +205,8 @@ std::string Group::Impl::WaitedForToAssemble() const {
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
-  const auto complete = std::count_if(instances.begin(), instances.end(), [](const auto& i) {
-    return Next(i.second.state, InstanceTrigger::kPrepare).has_value();
-  });
+  const auto complete = std::count_if(instances.begin(), instances.end(),
+                                      [this](const auto& i) { return Available(i.second); });
   if (complete < std::max(spec.min_instances, 1)) return;
   absl::Status status = MakeParticipants();
   if (status.ok()) status = DecideBroadcast();
@@ -259,7 +262,7 @@ absl::Status Group::Impl::MakeParticipants() {
   std::vector<std::string> names;
   std::vector<Participant> participants;
   for (const auto& [instance_name, instance] : instances) {
-    if (!Next(instance.state, InstanceTrigger::kPrepare).has_value()) continue;
+    if (!Available(instance)) continue;
     Participant& participant = participants.emplace_back();
     participant.instance = instance_name;
     const auto index = static_cast<uint32_t>(names.size());
@@ -335,6 +338,7 @@ std::string Group::Impl::WaitedForReady() const {
       if (Find(id)->state == MemberState::kPreparing) missing.push_back(Label(id) + " to be ready");
     }
   }
+  if (!update->data_plane_up) missing.emplace_back("the data plane between its daemons");
   return group::Few(missing);
 }
 
@@ -365,10 +369,19 @@ BeginReply Group::Impl::MakeBeginReply() const {
   return reply;
 }
 
+void Group::Impl::On(const DataPlane& e) {
+  if (update != nullptr && update->id == e.update) update->data_plane_up = e.up;
+}
+
 void Group::Impl::OpenDataIfReady() {
   if (update->state != UpdateState::kPreparing) return;
   if (std::any_of(update->participants.begin(), update->participants.end(),
                   [](const Participant& p) { return !p.evicted && !p.ready; })) {
+    return;
+  }
+  if (!update->data_plane_up) {
+    // No rank is late: the data plane has a limit of its own (Coordinator).
+    update->ready_deadline = update->deadline;
     return;
   }
   Step(&update->state, UpdateTrigger::kAllReady);

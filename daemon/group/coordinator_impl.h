@@ -103,6 +103,9 @@ struct Spread {
   std::map<NodeId, PeerPrepare> prepares;
   std::map<NodeId, std::vector<uint32_t>> destinations;  // node's index -> the group's
   size_t destination_count = 0;
+  TimePoint deadline;            // the update's
+  bool data_plane_up = true;     // as the group was told
+  std::set<NodeId> unreachable;  // an epoch failed for them: the next is without
   bool announced = false;
   bool data_began = false;
   bool abandoned = false;
@@ -122,13 +125,23 @@ struct Spread {
   bool turn_taken = false;  // a part was issued since the wire was asked for
 };
 struct Epoch {
+  // A rank for which it did not come up.
+  struct Failure {
+    std::vector<NodeId> named;  // whom it waited for
+    absl::Status status;
+  };
   EpochId id;
   std::vector<NodeId> ranks;
   std::map<NodeId, std::string> addresses;
   std::set<NodeId> up;
+  std::map<NodeId, Failure> failed;
+  NodeId first_failed;
+  bool has(NodeId node) const { return std::find(ranks.begin(), ranks.end(), node) != ranks.end(); }
   bool connecting = false;
   bool ready = false;
-  TimePoint deadline;
+  Duration limit{};    // of opening, and again of connecting
+  TimePoint deadline;  // until which it must be open, or up
+  TimePoint verdict;   // when its failure is judged: not later than the deadline
   uint64_t next_seq = 0;
 };
 
@@ -181,6 +194,9 @@ struct Coordinator::Impl {
   void Opened(NodeId node, const PeerEpochOpened& r);
   void CameUp(NodeId node, const PeerEpochUp& r);
   void LockGranted(NodeId node, const PeerWireGranted& r);
+
+  // A report that no honest daemon sends ends its link, and changes nothing else.
+  void RefuseReport(NodeId node, const std::string& what);
 
   // ---- the group's actions ----
   void Feed(GroupEvent event);
@@ -261,6 +277,16 @@ struct Coordinator::Impl {
   void Fail(const std::string& reason, GiveUpClass kind);
 
   // ---- the data plane ----
+  // How long one attempt to bring an epoch up may take.
+  Duration AttemptLimit() const;
+  void TellDataPlane(bool up);
+  // Whose fault it is that the epoch does not come up; `over`: its time has passed. Empty: nobody
+  // can be left out for it.
+  std::set<NodeId> Unreachable(bool over) const;
+  std::vector<NodeId> StillAwaited() const;
+  void JudgeEpoch();
+  // Goes on without those nodes, or gives the update up.
+  void EpochFailed(const std::set<NodeId>& culprits, const std::string& reason, GiveUpClass kind);
   void EnsureEpoch();
   void CloseEpochEverywhere();
   void AskLocks();

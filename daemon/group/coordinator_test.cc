@@ -81,7 +81,7 @@ class Fixture {
     REQUIRE(Local<Reply>().size() == 1);
   }
   // The same before the data plane is up and ranks are ready.
-  void Prepare() {
+  void Prepare(Duration duration = {}) {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
     EngineIdentity engine;
     for (const NodeId node : nodes_) {
@@ -93,6 +93,7 @@ class Fixture {
     begin.call = CallId(1);
     begin.member = kTrainer;
     begin.version = Version(1);
+    begin.duration = duration;
     Do(GroupEvent(begin));
     update_ = Sent<PeerPrepare>().at(0).update;
   }
@@ -161,6 +162,7 @@ class Fixture {
     Report(done);
   }
   UpdateId update() const { return update_; }
+  MachineView View() const { return coordinator_.View(now_); }
 
  private:
   CoordinatorOptions MakeOptions() {
@@ -226,8 +228,7 @@ TEST_CASE("the header tells each daemon which of its staged ranks will be handed
   begin.tensor_count = 1;
   f.Do(GroupEvent(begin));
   const UpdateId update = f.Sent<PeerPrepare>().at(0).update;
-  f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-  f.ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+  f.BringUp(kEpoch, {kNode, kThird});
   f.Do(GroupEvent(ReadyEvent{kHere, update}));
   for (const uint64_t id : {7, 8}) f.Report(PeerReady{MemberId(id), update});
   f.Do(ReportReceived{kThird, PeerReady{kRemoteEngine, update}});
@@ -464,6 +465,161 @@ TEST_CASE("a daemon that answered pings and never ended its share hung the group
   f.Forget();
   f.Do(GroupEvent(again));
   CHECK(f.Local<UpdateAssembled>().size() == 1);  // of the instance here
+}
+
+// Of a group with daemons b (the coordinator's, with the trainer), a and c.
+struct BrokenDataPlane : Fixture {
+  BrokenDataPlane() {
+    JoinThird();
+    Prepare(std::chrono::seconds(8));
+    Forget();
+  }
+  void Open() {
+    Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+    ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+  }
+  // The update commits with a's instance; c's is told that it keeps what it has.
+  void CheckGoesOnWithoutThird() {
+    std::vector<SendCommand> told = Local<SendCommand>();
+    std::erase_if(told, [](const SendCommand& send) {
+      return !std::holds_alternative<PeerAborted>(send.command);
+    });
+    REQUIRE(told.size() == 1);
+    CHECK(told[0].node == kThird);
+    CHECK_FALSE(std::get<PeerAborted>(told[0].command).dirty);
+    REQUIRE(Sent<PeerEpochOpen>().back().epoch == EpochId(2));
+    CHECK(Sent<PeerEpochOpen>().back().size == 2);
+    CHECK(Local<Reply>().empty());
+    Report(PeerReady{kRemoteEngine, update()});
+    CHECK(Local<Reply>().empty());  // not before the data plane is up
+    BringUp(EpochId(2), {kNode});
+    REQUIRE(Local<Reply>().size() == 1);
+    CHECK(Local<Reply>()[0].status == absl::OkStatus());
+    CHECK(PushAndCommit(EpochId(2)) == absl::OkStatus());
+    const std::vector<NodeView> nodes = View().nodes;
+    REQUIRE(nodes.size() == 3);
+    CHECK(nodes[0].kept_out.empty());
+    CHECK(nodes[1].kept_out.empty());
+    CHECK_THAT(nodes[2].kept_out, Catch::Contains("daemon c is kept out until it attaches anew"));
+  }
+  // Who gets Prepare in the update to that version.
+  std::set<NodeId> Prepared(int64_t version) {
+    BeginEvent begin;
+    begin.call = CallId(100 + static_cast<uint64_t>(version));
+    begin.member = kTrainer;
+    begin.version = Version(version);
+    Forget();
+    Do(GroupEvent(begin));
+    std::set<NodeId> prepared;
+    for (const SendCommand& send : Local<SendCommand>()) {
+      const auto* prepare = std::get_if<PeerPrepare>(&send.command);
+      if (prepare != nullptr && !prepare->engines.empty()) prepared.insert(send.node);
+    }
+    return prepared;
+  }
+};
+
+TEST_CASE("a daemon with a broken data plane starved every instance") {
+  BrokenDataPlane f;
+  const auto late = [](const std::string& whom) {
+    return absl::DeadlineExceededError("epoch 1: waited 4000 ms for " + whom + " to connect");
+  };
+  SECTION("it never opens") {
+    f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+    f.Report(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+    f.Wait(std::chrono::milliseconds(4100));
+  }
+  SECTION("it can't open") {
+    f.Do(ReportReceived{kThird, PeerEpochOpened{kEpoch, absl::UnavailableError("no NCCL"), ""}});
+  }
+  SECTION("nobody reaches it, and it reaches nobody") {
+    f.Open();
+    f.Do(EpochUp{kEpoch, late("rank 2")});
+    f.Report(PeerEpochUp{kEpoch, late("rank 2")});
+    f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0, rank 1")}});
+  }
+  SECTION("one other daemon can't reach it") {
+    f.Open();
+    f.Do(EpochUp{kEpoch, late("rank 2")});
+    f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0")}});
+    f.Wait(std::chrono::milliseconds(600));  // the third may have a word, and has none
+  }
+  SECTION("it comes up for the others only") {
+    f.Open();
+    f.Do(EpochUp{kEpoch, absl::OkStatus()});
+    f.Report(PeerEpochUp{kEpoch, absl::OkStatus()});
+    const bool says = GENERATE(false, true);
+    if (says) f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0")}});
+    if (!says) f.Wait(std::chrono::milliseconds(3100));  // half of what remained, and a bit
+    if (!says) f.Wait(std::chrono::milliseconds(1500));
+  }
+  f.CheckGoesOnWithoutThird();
+  // It stays out, until it attaches anew.
+  CHECK(f.Prepared(2) == std::set<NodeId>{kNode});
+  f.Do(GroupEvent(OperatorAbort{CallId(40), "enough"}));
+  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "it was started anew"}});
+  f.Do(NodeLost{kThird, "no member is left"});
+  constexpr NodeId kAnew{3};
+  EngineIdentity engine;
+  engine.instance = "j";
+  f.Do(NodeJoined{kAnew, "c", "elsewhere"});
+  f.Do(ReportReceived{kAnew, PeerAttach{kRemoteEngine, engine}});
+  f.Do(ReportReceived{kAnew, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(60)}});
+  CHECK(f.Prepared(3) == std::set<NodeId>{kNode, kAnew});
+}
+
+TEST_CASE("a data plane that fails for the trainer's daemon keeps nobody out") {
+  BrokenDataPlane f;
+  f.Open();
+  const absl::Status waited = absl::DeadlineExceededError("epoch 1: waited 4000 ms for rank 0");
+  f.ReportAll(PeerEpochUp{kEpoch, waited});
+  f.Do(EpochUp{kEpoch, absl::DeadlineExceededError("epoch 1: waited for rank 1, rank 2")});
+  const std::vector<Reply> replies = f.Local<Reply>();
+  REQUIRE(replies.size() == 1);
+  CHECK(replies[0].status.code() == absl::StatusCode::kAborted);
+  CHECK_THAT(std::string(replies[0].status.message()),
+             Catch::Contains("the data plane did not come up on"));
+  CHECK(f.Prepared(2) == std::set<NodeId>{kNode, kThird});
+}
+
+TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody out") {
+  Fixture f;
+  f.Prepare();
+  f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+  f.Report(PeerEpochOpened{kEpoch, absl::UnavailableError("no device"), ""});
+  const std::vector<Reply> replies = f.Local<Reply>();
+  REQUIRE(replies.size() == 1);
+  CHECK_THAT(std::string(replies[0].status.message()),
+             Catch::Contains("the data plane did not open on daemon a: no device"));
+  CHECK(f.View().nodes[1].kept_out.empty());
+}
+
+TEST_CASE("a report about an epoch of which its daemon is no rank ended the coordinator") {
+  Fixture f;
+  f.Prepare();
+  f.Do(NodeJoined{kThird, "c", "elsewhere"});
+  PeerReport report = PeerEpochOpened{kEpoch, absl::OkStatus(), "nowhere"};
+  SECTION("while it opens") {}
+  SECTION("while it connects") {
+    f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+    f.Report(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+    report = PeerEpochUp{kEpoch, absl::OkStatus()};
+  }
+  f.Do(ReportReceived{kThird, report});
+  const auto dropped = f.Local<DropNode>();
+  REQUIRE(dropped.size() == 1);
+  CHECK(dropped[0].node == kThird);
+  CHECK_THAT(std::string(dropped[0].status.message()),
+             Catch::Contains("daemon c") && Catch::Contains("of which it is no rank"));
+  // The update goes on.
+  if (std::holds_alternative<PeerEpochOpened>(report)) {
+    f.BringUp(kEpoch, {kNode});
+  } else {
+    f.Do(EpochUp{kEpoch, absl::OkStatus()});
+    f.Report(PeerEpochUp{kEpoch, absl::OkStatus()});
+  }
+  f.Report(PeerReady{kRemoteEngine, f.update()});
+  CHECK(f.PushAndCommit(kEpoch) == absl::OkStatus());
 }
 
 }  // namespace

@@ -401,6 +401,7 @@ void Group::Impl::FinishBucket(const Bucket& bucket) {
 // In order, so that the part that is delivered next never waits for a slot that a later one has.
 void Group::Impl::StartParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
+  if (!update->data_plane_up) return;
   for (; update->next_start < update->end_part(); ++update->next_start) {
     Part& part = update->part(update->next_start);
     if (!part.slot.has_value() && !part.content->byte_offsets.empty()) {

@@ -343,6 +343,34 @@ void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
   }
 }
 
+// Before the first byte: one daemon that the others can't reach must not keep every instance from
+// every version.
+void Group::Impl::On(const KeepNodesOut& e) {
+  if (update == nullptr || update->id != e.update) return;
+  if (update->state == UpdateState::kDraining) return;
+  // By participant: why it goes; null: it stays.
+  std::vector<const std::string*> why(update->participants.size());
+  bool any_left = false;
+  for (size_t i = 0; i < why.size(); ++i) {
+    const Participant& p = update->participants[i];
+    for (const MemberId id : p.members) {
+      const Member* member = Find(id);
+      const auto out = member == nullptr ? e.nodes.end() : e.nodes.find(member->node);
+      if (out != e.nodes.end()) why[i] = &out->second;
+    }
+    any_left |= why[i] == nullptr && !p.evicted;
+  }
+  if (!any_left) return Abandon({e.reason, e.kind});
+  for (const auto& [node, reason] : e.nodes) {
+    kept_out[node] = reason;
+    LetInIfEmpty(node);
+  }
+  for (uint32_t i = 0; i < why.size(); ++i) {
+    if (why[i] != nullptr && !update->participants[i].evicted) Evict(i, {*why[i], e.kind});
+  }
+  Changed();
+}
+
 // Its ranks resume on Aborted: only when nothing touches their memory any more.
 void Group::Impl::TellEvictedIfQuiet() {
   for (Participant& participant : update->participants) {

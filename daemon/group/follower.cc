@@ -9,6 +9,18 @@
 #include "transport/base/status.h"
 
 namespace refitd {
+namespace {
+
+// What an OK answer to a call carries.
+ReplyPayload AnswerTo(const BeginEvent&) { return BeginReply{}; }
+ReplyPayload AnswerTo(const LeaseSlotEvent&) { return LeaseSlotReply{}; }
+ReplyPayload AnswerTo(const ReleaseSlotEvent&) { return EmptyReply{}; }
+ReplyPayload AnswerTo(const BucketEvent&) { return BucketReply{}; }
+ReplyPayload AnswerTo(const CommitEvent&) { return CommitReply{}; }
+ReplyPayload AnswerTo(const RefitEvent&) { return CommitReply{}; }
+ReplyPayload AnswerTo(const AbortEvent&) { return EmptyReply{}; }
+
+}  // namespace
 
 struct Follower::Impl {
   explicit Impl(FollowerOptions follower_options);
@@ -23,6 +35,11 @@ struct Follower::Impl {
     bool awaits_slots = false;  // these; the coordinator has not heard of it
     bool welcomed = false;
     std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
+  };
+  // A call that the coordinator has not answered yet.
+  struct SentCall {
+    bool bucket = false;
+    size_t answer = 0;  // index of ReplyPayload, where it goes well
   };
   // A layout that the coordinator has not answered yet: the one before is in force.
   struct SentLayout {
@@ -55,6 +72,8 @@ struct Follower::Impl {
   void On(const ReplaceGroup& e) { RefuseHere(e.call); }
   void On(const DrainEvent& e);
   void On(const FailUpdate&) {}
+  void On(const DataPlane&) {}
+  void On(const KeepNodesOut&) {}
   void On(const refitd::Tick& e);
   void On(const TransferDone& e) { worker.Handle(e, now, Out()); }
   void On(const VerifyDone& e) { worker.Handle(e, now, Out()); }
@@ -119,7 +138,7 @@ struct Follower::Impl {
   std::string coordinator_id;
   bool entered = false;  // a member attached: it is made for that one
   std::map<MemberId, Member> members;
-  std::map<CallId, bool> calls;           // unanswered -> is a bucket's
+  std::map<CallId, SentCall> calls;       // unanswered
   std::map<CallId, BucketEvent> buckets;  // until their reply
   std::map<CallId, SentLayout> layouts;   // unanswered; of attached members
   std::deque<std::pair<Version, PastUpdate>> past;
@@ -249,7 +268,7 @@ void Follower::Impl::Forward(const Call& e) {
                          EmptyReply{}}));
     return;
   }
-  calls[e.call] = std::is_same_v<Call, BucketEvent>;
+  calls[e.call] = {std::is_same_v<Call, BucketEvent>, AnswerTo(e).index()};
   Report(PeerCall{e});
 }
 
@@ -332,7 +351,7 @@ void Follower::Impl::Lose(const absl::Status& status) {
 void Follower::Impl::AnswerLostCalls() {
   if (state != State::kLost) return;
   for (auto it = calls.begin(); it != calls.end();) {
-    if (it->second && worker.Reads(it->first)) {
+    if (it->second.bucket && worker.Reads(it->first)) {
       ++it;
       continue;
     }
@@ -377,9 +396,19 @@ void Follower::Impl::Take(const PeerRefuse& c) {
   Do(GroupAction(RefuseMember{c.member, c.status}));
 }
 
+// An answer of another kind than its call would reach the caller as something else: no honest
+// coordinator sends it.
 void Follower::Impl::Take(const PeerReply& c) {
-  if (layouts.contains(c.call)) return AnswerLayout(c.call, c.status);
-  if (calls.erase(c.call) == 0) return;
+  const auto call = calls.find(c.call);
+  const bool layout = layouts.contains(c.call);
+  if (call == calls.end() && !layout) return;
+  const size_t expected = layout ? ReplyPayload(EmptyReply{}).index() : call->second.answer;
+  if (c.status.ok() && c.payload.index() != expected) {
+    return Lose(Error(absl::StatusCode::kInvalidArgument,
+                      "its answer to call {} is not of the kind of the call", c.call));
+  }
+  if (layout) return AnswerLayout(c.call, c.status);
+  calls.erase(call);
   buckets.erase(c.call);
   Do(GroupAction(Reply{c.call, c.status, c.payload}));
 }

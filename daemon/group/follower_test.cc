@@ -442,6 +442,8 @@ TEST_CASE("a daemon whose last member went with a part under way leaves when tha
   REQUIRE(f.Peers<StartWire>().size() == 1);
   f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
   CHECK(f.Peers<CloseLink>().empty());
+  f.Command(PeerUpdateEnded{UpdateId(1), Version(1), Outcome::kAborted, "lost"});
+  CHECK(f.Peers<CloseLink>().empty());
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("the epoch is closed")});
   CHECK(f.Peers<CloseLink>().size() == 1);
   CHECK(f.follower().finished());
@@ -483,6 +485,33 @@ TEST_CASE("a coordinator that pinged and told no outcome kept an engine paused f
   CHECK(f.Own<RefuseMember>()[0].status.code() == absl::StatusCode::kUnavailable);
   CHECK_THAT(std::string(f.Own<RefuseMember>()[0].status.message()),
              Contains("told no outcome of an update"));
+}
+
+TEST_CASE("an answer of another kind than its call left the call unanswered") {
+  Fixture f;
+  constexpr MemberId kTrainer{8};
+  f.Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
+  const ReplyPayload kinds[] = {EmptyReply{}, BeginReply{}, LeaseSlotReply{}, BucketReply{},
+                                CommitReply{}};
+  const size_t wrong = GENERATE(0, 2, 3, 4);
+  SECTION("to a Begin") {
+    BeginEvent begin;
+    begin.call = kCall;
+    begin.member = kTrainer;
+    begin.version = Version(1);
+    f.Do(GroupEvent(begin));
+    f.Command(PeerReply{kCall, absl::OkStatus(), kinds[wrong]});
+  }
+  SECTION("to a layout") {
+    f.Register(kCall);
+    f.Command(PeerReply{kCall, absl::OkStatus(), kinds[wrong == 0 ? 1 : wrong]});
+    CHECK(f.Digest() == 0);
+  }
+  REQUIRE(f.Replies().size() == 1);
+  CHECK(f.Replies()[0].status.code() == absl::StatusCode::kUnavailable);
+  CHECK_THAT(std::string(f.Replies()[0].status.message()),
+             Contains("the coordinator at elsewhere") && Contains("not of the kind of the call"));
+  CHECK(f.Peers<CloseLink>().size() == 1);
 }
 
 }  // namespace

@@ -327,6 +327,18 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
   return absl::OkStatus();
 }
 
+bool Group::TrainsOn(NodeId node) const {
+  return std::any_of(impl_->trainers.begin(), impl_->trainers.end(), [this, node](const auto& t) {
+    const group::Member* member = std::as_const(*impl_).Find(t.second);
+    return member != nullptr && member->node == node;
+  });
+}
+
+std::string Group::KeptOut(NodeId node) const {
+  const auto it = impl_->kept_out.find(node);
+  return it == impl_->kept_out.end() ? "" : it->second;
+}
+
 PastUpdate Group::Past(Version version) const {
   if (impl_->update != nullptr && impl_->update->version == version) {
     return {Outcome::kRunning, ""};

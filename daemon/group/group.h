@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -328,6 +329,21 @@ struct FailUpdate {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kPeerLost;
 };
+// Whether the data plane between the update's nodes is up: no byte is asked for while it is not. It
+// is up where nobody says otherwise.
+struct DataPlane {
+  UpdateId update;
+  bool up = false;
+};
+// The data plane of those nodes does not come up. Their instances are evicted from the update, and
+// take part in no later one until the last member of the node has left: who comes then attaches
+// anew. If no instance would be left the update is given up instead, and nobody is kept out.
+struct KeepNodesOut {
+  UpdateId update;
+  std::map<NodeId, std::string> nodes;  // why, by node
+  std::string reason;                   // of giving up
+  GiveUpClass kind = GiveUpClass::kTransfer;
+};
 // Time passed: whatever is due is done. Sent at NextDeadline() or later.
 struct Tick {};
 // The caller went away (its deadline, its connection): its reply is not wanted any more and comes
@@ -342,7 +358,7 @@ using GroupEvent =
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                  TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, VerifyDone,
                  ProgramCompiled, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
-                 FailUpdate, Tick, CallGone>;
+                 FailUpdate, DataPlane, KeepNodesOut, Tick, CallGone>;
 
 // ---- actions ----
 
@@ -647,6 +663,10 @@ class Group {
   // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
+  // A trainer rank is attached to that node.
+  bool TrainsOn(NodeId node) const;
+  // Why the instances of that node take part in no update; empty: they do.
+  std::string KeptOut(NodeId node) const;
   GroupView View(TimePoint now) const;
   UpdateStatistics Statistics() const;
   PastUpdate Past(Version version) const;

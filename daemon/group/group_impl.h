@@ -141,6 +141,8 @@ struct Group::Impl {
   void On(const ReplaceGroup& e);
   void On(const DrainEvent& e);
   void On(const FailUpdate& e);
+  void On(const DataPlane& e);
+  void On(const KeepNodesOut& e);
   void On(const Tick& e);
   void On(const CallGone& e);
   // All steps that the event made possible.
@@ -185,6 +187,11 @@ struct Group::Impl {
   absl::Status CheckEngine(const EngineIdentity& identity) const;
   void CompleteIfAllHere(Instance* instance);
   bool Complete(const Instance& instance) const;
+  // Why it takes part in no update though it is complete: a rank's node is kept out. Null: it does.
+  const std::string* WhyKeptOut(const Instance& instance) const;
+  // An update that is assembled now takes it in.
+  bool Available(const Instance& instance) const;
+  void LetInIfEmpty(NodeId node);
   std::optional<Version> VersionOf(const Instance& instance) const;
   void AdoptReportedVersion(const Instance& instance);
   // It reads no slot any more.
@@ -310,6 +317,7 @@ struct Group::Impl {
   std::map<MemberId, Member> members;
   std::map<int, MemberId> trainers;           // by rank
   std::map<std::string, Instance> instances;  // by name
+  std::map<NodeId, std::string> kept_out;     // why; a node with members
   SlotLedger ledger;
   std::deque<LeaseWaiter> lease_waiters;
   std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests

@@ -177,6 +177,8 @@ struct NodeView {
   std::string_view state;  // "self", "joining", "joined"
   int members = 0;
   Duration silent{};  // since something was heard
+  // Why its instances take part in no update; empty: they do.
+  std::string kept_out;
 };
 struct MachineView {
   GroupView group;

@@ -180,6 +180,28 @@ bool Group::Impl::Complete(const Instance& instance) const {
   });
 }
 
+const std::string* Group::Impl::WhyKeptOut(const Instance& instance) const {
+  if (kept_out.empty()) return nullptr;
+  for (const auto& [rank, id] : instance.ranks) {
+    if (const auto it = kept_out.find(Find(id)->node); it != kept_out.end()) return &it->second;
+  }
+  return nullptr;
+}
+
+bool Group::Impl::Available(const Instance& instance) const {
+  return Next(instance.state, InstanceTrigger::kPrepare).has_value() &&
+         WhyKeptOut(instance) == nullptr;
+}
+
+// Whoever attaches there from now on has attached anew.
+void Group::Impl::LetInIfEmpty(NodeId node) {
+  if (!kept_out.contains(node)) return;
+  const bool has_members = std::any_of(members.begin(), members.end(), [node](const auto& m) {
+    return m.second.node == node && m.second.state != MemberState::kLeaving;
+  });
+  if (!has_members) kept_out.erase(node);
+}
+
 void Group::Impl::CompleteIfAllHere(Instance* instance) {
   const std::optional<InstanceState> next = Next(instance->state, InstanceTrigger::kComplete);
   if (!next.has_value() || !Complete(*instance)) return;
@@ -218,6 +240,7 @@ void Group::Impl::On(const MemberLost& e) {
   // Its slots first: what is given up next may need them.
   ledger.Forget(e.member);
   member->reads.clear();
+  LetInIfEmpty(member->node);
   if (member->engine) {
     LoseEngine(member, e.reason);
   } else {

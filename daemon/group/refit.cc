@@ -229,7 +229,7 @@ void Group::Impl::RunProgramIfDue() {
       Changed();
     }
   }
-  if (update->refit == group::RefitPhase::kCompared) StartProgram();
+  if (update->refit == group::RefitPhase::kCompared && update->data_plane_up) StartProgram();
 }
 
 bool Group::Impl::MustCompare() const {

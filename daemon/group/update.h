@@ -174,6 +174,7 @@ struct Update {
   std::vector<bool> skip_destination;     // by destination
   std::vector<NodeId> nodes;              // with a rank in it; ascending
   TimePoint ready_deadline;
+  bool data_plane_up = true;                 // between its nodes
   std::map<MemberId, StagedReader> readers;  // staged ranks still in
 
   absl::flat_hash_map<std::string, PushedTensor> pushed;

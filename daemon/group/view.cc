@@ -73,9 +73,10 @@ GroupView Group::View(TimePoint now) const {
     if (m.layout != nullptr) v.pieces = static_cast<int64_t>(m.layout->pieces.size());
   }
   for (const auto& [name, instance] : g.instances) {
+    const std::string* kept = g.WhyKeptOut(instance);
     view.instances.push_back({name, Name(instance.state), g.VersionOf(instance),
                               instance.world_size, static_cast<int>(instance.ranks.size()),
-                              instance.reason});
+                              kept == nullptr ? instance.reason : *kept});
   }
   if (g.update != nullptr) {
     view.update = g.ViewOf(*g.update);

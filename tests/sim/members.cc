@@ -10,6 +10,17 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
+// What an OK answer to the call carries.
+std::optional<size_t> AnswerTo(const GroupEvent& event) {
+  const auto of = [](const ReplyPayload& payload) { return std::optional(payload.index()); };
+  if (std::holds_alternative<BeginEvent>(event)) return of(BeginReply{});
+  if (std::holds_alternative<LeaseSlotEvent>(event)) return of(LeaseSlotReply{});
+  if (std::holds_alternative<BucketEvent>(event)) return of(BucketReply{});
+  if (std::holds_alternative<CommitEvent>(event)) return of(CommitReply{});
+  if (std::holds_alternative<RefitEvent>(event)) return of(CommitReply{});
+  return of(EmptyReply{});
+}
+
 }  // namespace
 
 uint32_t World::TensorOf(int g, const std::string& name) const {
@@ -305,6 +316,11 @@ void World::CheckRegistered(int g, const Round& round) {
       all &= seat.delivery == DeliveryMode::kRegistered ? p.registered : p.welcomed;
       all &= IsMember(g, seat.pid);
     }
+    const Machine* m = Find(GroupOf(g).home, g);
+    for (const InstanceView& view : m->machine->View(now_).group.instances) {
+      if (view.name == instance && view.reason.find("is kept out") != std::string::npos)
+        all = false;
+    }
     if (!all || round.instances.contains(instance)) continue;
     Violate("REG", fmt::format("g{}: update {} begins without instance {}, whose every rank is "
                                "registered",
@@ -484,7 +500,7 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
               if constexpr (requires { e.member; }) e.member = member;
             },
             event);
-        daemon.calls[call] = {pid, g, now_, heard, member, nullptr, refit};
+        daemon.calls[call] = {pid, g, now_, heard, member, nullptr, refit, AnswerTo(event)};
         if (refit && it->second.layout != believed) {
           return On(d, g,
                     Reply{call, absl::FailedPreconditionError("another binding"), EmptyReply{}});

@@ -13,7 +13,8 @@
 //
 // A broken promise stops the run; Result names it (P1 to P8 of docs/architecture.md; LIVE: with all
 // faults gone, an update did not commit; REG: an update left out an instance whose every rank was
-// told that it is registered, and none was lost).
+// told that it is registered, and none was lost; REST: only some engines died, or one daemon's data
+// plane did not come up, and the update was given up for the others as well; P10).
 #ifndef REFITD_TESTS_SIM_WORLD_H_
 #define REFITD_TESTS_SIM_WORLD_H_
 
@@ -54,6 +55,10 @@ enum class Bug : uint8_t {
   kOldBinding,        // moves read the memory of an earlier registration
   kEarlyRounds,       // a program's Issue goes out with its Run, before the wire is the group's
   kUnfilledSlot,      // what crossed stays in the slot that it crossed into
+  kHastyLeave,        // a joined daemon's link ends with its last member
+  kBlindWire,         // an end that could not connect says that it is up
+  kPatientCleanUp,    // the clean-up of an update that was given up has no limit
+  kTrustedReply,      // an answer of another kind than its call reaches the caller
 };
 
 struct Options {
@@ -84,6 +89,10 @@ enum class Fault : uint8_t {
   kReplace,
   kCallGone,
   kReplicaDiffers,
+  kOnlyEnginesKilled,  // all engines of a joined daemon at once
+  kWireOneSided,  // a daemon's end of the data plane opens or connects never, or not for itself
+  kDaemonMute,    // it pings, and reports nothing
+  kWrongPayload,  // an answer of another kind than its call, a report of a stranger to the epoch
   kCount
 };
 std::string_view FaultName(Fault fault);
@@ -257,6 +266,8 @@ struct GroupWorld {
   Job job;
   Version top;                                 // highest that was ever tried
   std::map<uint64_t, Version> last_committed;  // by incarnation (P3)
+  EpochId last_epoch;                          // that its coordinator asked for, and of whom
+  std::set<NodeId> epoch_nodes;
 };
 
 // ---- daemons ----
@@ -287,6 +298,7 @@ struct Call {
   MemberId member{};
   std::shared_ptr<const Layout> layout{};  // that it registers
   bool refit = false;
+  std::optional<size_t> answer{};  // of which kind an OK answer is: index of ReplyPayload
 };
 
 struct DaemonMember {
@@ -305,11 +317,16 @@ struct Daemon {
   bool frozen = false;
   bool drained = false;
   bool silent_death = false;
+  bool mute = false;  // reports nothing but pongs
+  // Its end of the data plane.
+  enum class WireTrouble : uint8_t { kNone, kNeverOpens, kNeverConnects, kNotForItself };
+  WireTrouble wire_trouble = WireTrouble::kNone;
   std::deque<std::function<void()>> held;
   WireLock lock;
   std::map<int, Machine> machines;  // by group
   std::map<MemberId, DaemonMember> members;
   std::map<CallId, Call> calls;
+  std::map<CallId, ReplyPayload> wrong_answers;  // planted
   std::map<CallId, std::shared_ptr<Source>> sources;
   uint64_t next_member = 1;
   uint64_t next_call = 1;
@@ -334,6 +351,7 @@ struct Lane {
   bool lose = false;
   bool duplicate = false;
   bool reorder = false;
+  bool wrong = false;  // the next answer that went well is of another kind
 };
 struct Link {
   int g = 0;
@@ -569,6 +587,8 @@ class World {
   bool Touches(int d, MemberId member) const;
   void CompleteEpoch(uint64_t id, TimePoint give_up);
   void AnswerEpoch(uint64_t id, const absl::Status& status);
+  // A rank, other than its own, that an end can't reach; -1: none.
+  int OutOfReach(const EpochEnd& end) const;
   std::string CommOf(const EpochEnd& end) const;
   void TryWire(const std::string& comm, WireSeq seq);
   void EndWire(uint64_t id, WireSeq seq, const absl::Status& status);
@@ -648,6 +668,15 @@ class World {
   // ---- chaos.cc ----
   void MakeScenario();
   void Chaos();
+  void KillOnlyEngines();
+  void BreakWireOfOne();
+  void Mute();
+  void SendWrongPayload();
+  // Faults of these kinds must cost those whom they hit alone.
+  void CheckRest(int g, const Round& round, const UpdateEnded& a);
+  // No trainer of any group is on it, and it holds no group itself.
+  std::vector<int> DaemonsWithoutTrainers(bool joined_only) const;
+  void RestartKeptOut();
   void Sweep();
   void Heal();
   void AwaitQuiet(TimePoint give_up);
@@ -694,6 +723,9 @@ class World {
   } chances_;
   bool healed_ = false;
   bool no_faults_ = false;
+  // What may hit a daemon beside the rest, or alone: then it must cost the others nothing.
+  enum class OneDaemon : uint8_t { kNone, kOnlyEngines, kOneSided, kMute, kWrongPayload };
+  OneDaemon one_daemon_ = OneDaemon::kNone;
   TimePoint thawed_;  // when the last freeze of a daemon ended, or will
 
   std::vector<Daemon> daemons_;
