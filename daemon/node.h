@@ -699,7 +699,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // Stopped by the destructor's body: their jobs use what is below. Binding has threads of its
   // own: a step of an update does not wait for another group's plan, and local moves are bound
   // while replicas are compared and rounds are packed.
-  Planner planner_{"refitd-planner"};
+  // Two: while a group's plan takes its seconds, those of the others take turns on the other one.
+  Planner planner_{"refitd-planner", 2};
   Planner binder_{"refitd-binder"};
   Planner local_binder_{"refitd-local"};
   Planner opener_{"refitd-opener"};  // epochs over GPU memory

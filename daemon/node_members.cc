@@ -8,6 +8,7 @@
 #include "daemon/node.h"
 #include "daemon/node_checks.h"
 #include "daemon/version.h"
+#include "transport/block_scales.h"
 
 namespace refitd {
 namespace {
@@ -419,6 +420,8 @@ absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease&
                  "layout.pushed_tensors has {} entries: an engine rank pushes none",
                  layout.pushed_tensors.size());
   }
+  // What a refit would refuse, a push must not fill.
+  REFITD_RETURN_IF_ERROR(CheckFloat8Scales(layout));
   for (const Piece& piece : layout.pieces) {
     if (regions.at(piece.region).access != Access::kReadWrite) {
       return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",

@@ -963,6 +963,9 @@ void Put(const PeerVerify& v, v1::PeerAnswer* wire) {
 
 void Put(const PeerCompare& v, v1::PeerAnswer* wire) {
   wire->mutable_compare()->set_update(v.update.value());
+  if (v.part.parts == 1) return;
+  wire->mutable_compare()->set_part(v.part.part);
+  wire->mutable_compare()->set_parts(v.part.parts);
 }
 
 void Put(const PeerRun& v, v1::PeerAnswer* wire) {
@@ -1254,6 +1257,18 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerAborted& wire, const PeerBou
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "aborted.reason"));
   out.dirty = wire.dirty();
   return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& wire, const PeerBounds&) {
+  PeerCompare v;
+  v.update = UpdateId(wire.update());
+  if (wire.parts() == 0) return v;
+  if (wire.parts() > kMaxReplicaParts || wire.part() >= wire.parts()) {
+    return Invalid("compare: part {} of {} parts, where {} are possible", wire.part(), wire.parts(),
+                   kMaxReplicaParts);
+  }
+  v.part = {wire.part(), wire.parts()};
+  return v;
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerDraining& wire, const PeerBounds&) {
@@ -1638,7 +1653,7 @@ absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBou
     case v1::PeerAnswer::kProgram:
       return Invalid("kind: a program comes in chunks");
     case v1::PeerAnswer::kCompare:
-      return PeerCompare{UpdateId(answer.compare().update())};
+      return CommandOf(answer.compare(), bounds);
     case v1::PeerAnswer::kRun:
       return CommandOf(answer.run(), bounds);
     case v1::PeerAnswer::kAbandon:

@@ -489,8 +489,9 @@ void Coordinator::Impl::Route(GroupAction action) {
     if (spread.has_value()) return StartPart(*a);
   } else if (auto* a = std::get_if<StartVerify>(&action)) {
     if (spread.has_value()) return StartReadback(*a);
-  } else if (std::holds_alternative<StartCompare>(action)) {
+  } else if (auto* a = std::get_if<StartCompare>(&action)) {
     spread->program->compare = true;
+    spread->program->compare_part = a->part;
     return CompareIfAgreed();
   } else if (auto* a = std::get_if<StartRefit>(&action)) {
     spread->data_began = true;

@@ -65,6 +65,7 @@ struct ProgramJob {
   std::map<NodeId, PeerProgramBuilt> built;
   bool agreed = false;
   bool compare = false;  // StartCompare came
+  ReplicaPart compare_part;
   bool compare_sent = false;
   std::set<NodeId> comparing;
   absl::Status compared;

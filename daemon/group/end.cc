@@ -489,6 +489,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
                               update->accepted_bytes, group::Seconds(now - update->started))
                 : fmt::format("update to version {} aborted: {}", update->version, reason));
   update.reset();
+  if (compiling != nullptr) compiling->cancelled->store(true);
   // A slot that its holder keeps beyond the update is no reason to give up a later one.
   ledger.EndLimits();
   Step(&state, GroupTrigger::kEnd);

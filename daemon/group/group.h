@@ -71,8 +71,9 @@ struct GroupLimits {
   Duration lease_limit = std::chrono::seconds(30);  // a leased slot unsubmitted
   Duration cleanup_limit = std::chrono::seconds(
       1);  // draining transfers after an abort: exceeded is logged, never skipped (P6)
-  int64_t compare_every =
-      100;  // versions after which replicas of a compiled refit are compared again
+  // Versions of a compiled refit within which each box that several ranks hold is compared again,
+  // a part of them on each version; 1: all of them on every version.
+  int64_t compare_every = 32;
   int outstanding_buckets = 256;  // per trainer rank; also how far ahead of order a seq may be
   Verification default_verification = Verification::kReadback;
   // What goes directly is cut, between tensors, into parts of so much at least: one moves while the
@@ -481,6 +482,7 @@ struct StartTransfer {
 // CompareDone.
 struct StartCompare {
   UpdateId update;
+  ReplicaPart part = {};  // of the replicas
 };
 // Run the update's program. Its place in the order of collectives is that of a part. Answered by
 // RefitDone.

@@ -116,6 +116,11 @@ struct Group::Impl {
 
   Impl(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
        std::function<UpdateId()> next_update);
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+  ~Impl() {
+    if (compiling != nullptr) compiling->cancelled->store(true);  // nobody waits for it
+  }
 
   // ---- group.cc ----
   void On(const TrainerAttached& e);
@@ -251,7 +256,7 @@ struct Group::Impl {
   bool LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const;
   void TouchSources(int by);
   void RunProgramIfDue();
-  bool MustCompare() const;
+  std::optional<ReplicaPart> PartToCompare() const;
   void CountCompared();
   bool TakeProgramSlots();
   void StartProgram();

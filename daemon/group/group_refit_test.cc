@@ -143,6 +143,26 @@ TEST_CASE("a program that comes while another runs does not touch the running up
   CHECK(p.g.Get<CommitReply>(waits).bytes == 24);
 }
 
+TEST_CASE("a plan whose update is over is cancelled, and the next update asks for its own") {
+  Pair p;
+  const CallId call = p.g.Refit(p.trainer, 1);
+  REQUIRE(p.g.compiling.has_value());
+  const auto cancelled = p.g.compiling->options.cancelled;
+  CHECK_FALSE(cancelled->load());
+  p.g.Do(OperatorAbort{p.g.NewCall(), "no longer wanted"});
+  CHECK(p.g.Code(call) == StatusCode::kAborted);
+  CHECK(cancelled->load());
+  const CallId next = p.g.Refit(p.trainer, 2);
+  p.g.FinishCompile(absl::CancelledError("the plan was cancelled"));
+  REQUIRE(p.g.compiling.has_value());  // not the error of the one before
+  CHECK_FALSE(p.g.compiling->options.cancelled->load());
+  p.g.FinishCompile();
+  p.g.ReadyAll();
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  CHECK(p.g.Code(next) == StatusCode::kOk);
+}
+
 TEST_CASE("several trainer ranks, one update: all must call") {
   GroupSpec spec = TestGroup::DefaultSpec();
   spec.trainer_ranks = 2;
@@ -268,16 +288,16 @@ TEST_CASE("an update with a staged rank is not refitted") {
   CHECK(p.g.refitting.has_value());
 }
 
-TEST_CASE("replicas are compared on the first version of a registration and every Nth") {
+TEST_CASE("all replicas are compared on a registration's first version, then a part each version") {
   GroupLimits limits;
   limits.compare_every = 3;
   Pair p(TestGroup::DefaultSpec(), limits);
-  std::vector<bool> compared;
+  std::vector<uint32_t> compared;  // parts of which one was; 0: nothing
   const auto version = [&](int64_t number) {
     p.g.Refit(p.trainer, number);
     if (p.g.compiling.has_value()) p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
     p.g.ReadyAll();
-    compared.push_back(p.g.comparing.has_value());
+    compared.push_back(p.g.comparing.has_value() ? p.g.comparing->part.parts : 0);
     if (p.g.comparing.has_value()) {
       CHECK_FALSE(p.g.refitting.has_value());
       CHECK(p.g.Instance("x").state == "clean_ready");  // nothing is written yet
@@ -287,10 +307,11 @@ TEST_CASE("replicas are compared on the first version of a registration and ever
     p.g.FinishVerify();
   };
   for (int64_t v = 1; v <= 7; ++v) version(v);
-  CHECK(compared == std::vector<bool>{true, false, false, true, false, false, true});
+  // The only box is in the first part.
+  CHECK(compared == std::vector<uint32_t>{1, 3, 0, 0, 3, 0, 0});
   p.g.Shards(p.trainer, kModel);  // elsewhere
   version(8);
-  CHECK(compared.back());
+  CHECK(compared.back() == 1);
 }
 
 TEST_CASE("replicas that differ abort before a byte is written") {

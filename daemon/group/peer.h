@@ -263,6 +263,7 @@ struct PeerProgram {
 // Digests of what several ranks hold, before anything is written. Answered by PeerCompared.
 struct PeerCompare {
   UpdateId update;
+  ReplicaPart part = {};  // digests of the others may come, too
 };
 inline constexpr uint32_t kNoRank = UINT32_MAX;
 // Run the program: what stays on this node at once, rounds over the data plane from the PeerIssue

@@ -4,6 +4,7 @@
 // generation of that layout, and not with Commit. The program is compiled before engines are
 // prepared, kept while the layouts stay the same, and runs when every trainer rank has committed.
 #include <algorithm>
+#include <optional>
 
 #include "absl/container/flat_hash_set.h"
 #include "daemon/group/group_impl.h"
@@ -152,6 +153,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   compile.options.skip_tensors.insert(compile.options.skip_tensors.end(),
                                       spec.engine_only_tensors.begin(),
                                       spec.engine_only_tensors.end());
+  compile.options.cancelled = compiling->cancelled;
   compiling->key = std::move(key);
   Do(std::move(compile));
   Changed();
@@ -175,6 +177,12 @@ void Group::Impl::AddUnheld(const std::vector<MemberId>& sources,
 
 void Group::Impl::On(const ProgramCompiled& e) {
   if (compiling == nullptr || compiling->id != e.program) return;
+  if (e.status.code() == absl::StatusCode::kCancelled) {
+    // It was for an update that is over: one that waits by now asks for its own.
+    compiling = nullptr;
+    Changed();
+    return;
+  }
   program = std::move(compiling);
   program->status = e.status;
   program->plan = e.plan;
@@ -214,30 +222,38 @@ void Group::Impl::TouchSources(int by) {
 }
 
 // After every part, so that collectives have one order (P7). First, whether the ranks that hold the
-// same elements agree about them: on the first version of a registration and now and then.
+// same elements agree about them: all of these on the first version of a registration, a part of
+// them on each of the others.
 void Group::Impl::RunProgramIfDue() {
   if (!update->program.has_value() || update->state != UpdateState::kSettling) return;
   if (update->next_start < update->end_part()) return;
   if (update->refit == group::RefitPhase::kNone) {
-    if (!MustCompare()) {
+    if (const std::optional<ReplicaPart> part = PartToCompare(); !part.has_value()) {
       update->refit = group::RefitPhase::kCompared;
     } else {
       update->refit = group::RefitPhase::kComparing;
       ++update->in_flight;
       TouchSources(1);
-      Do(StartCompare{update->id});
+      Do(StartCompare{update->id, *part});
       Changed();
     }
   }
   if (update->refit == group::RefitPhase::kCompared) StartProgram();
 }
 
-bool Group::Impl::MustCompare() const {
-  if (update->program->plan->replicas.boxes.empty()) return false;
+// nullopt: there is nothing to compare.
+std::optional<ReplicaPart> Group::Impl::PartToCompare() const {
+  const std::vector<Replica>& boxes = update->program->plan->replicas.boxes;
+  if (boxes.empty()) return std::nullopt;
   std::vector<std::shared_ptr<const Layout>> layouts;
   for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
-  return update->compiled->compared_layouts != layouts ||
-         update->compiled->uncompared_versions + 1 >= limits.compare_every;
+  if (update->compiled->compared_layouts != layouts) return ReplicaPart();
+  ReplicaPart part;
+  part.parts = static_cast<uint32_t>(limits.compare_every);
+  part.part = update->compiled->next_part % part.parts;
+  const bool any = std::any_of(boxes.begin(), boxes.end(),
+                               [part](const Replica& box) { return part.Has(box.hash); });
+  return any ? std::optional(part) : std::nullopt;
 }
 
 void Group::Impl::On(const CompareDone& e) {
@@ -261,14 +277,12 @@ void Group::Impl::On(const CompareDone& e) {
 // Only a version that was installed counts: another attempt may bring other bytes.
 void Group::Impl::CountCompared() {
   group::CompiledProgram& compiled = *update->compiled;
-  if (!update->compared) {
-    ++compiled.uncompared_versions;
-    return;
-  }
-  compiled.uncompared_versions = 0;
-  compiled.compared_layouts.clear();
-  for (const MemberId source : update->program->sources) {
-    compiled.compared_layouts.push_back(Find(source)->layout);
+  std::vector<std::shared_ptr<const Layout>> layouts;
+  for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
+  if (layouts == compiled.compared_layouts) {
+    compiled.next_part = (compiled.next_part + 1) % static_cast<uint32_t>(limits.compare_every);
+  } else if (update->compared) {
+    compiled.compared_layouts = std::move(layouts);
   }
 }
 

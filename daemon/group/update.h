@@ -6,6 +6,7 @@
 #define REFITD_DAEMON_GROUP_UPDATE_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -131,15 +132,18 @@ struct ProgramKey {
 struct CompiledProgram {
   ProgramId id;
   ProgramKey key;
+  // Set when the update that asked for it ends before it is there: planning stops (P4).
+  std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
   absl::Status status;  // why there is no plan
   std::shared_ptr<const RefitPlan> plan;
   int64_t tensors = 0;  // that it moves
   int64_t bytes = 0;    // of them, once each
   // Whose every tensor it was found to bring.
   std::weak_ptr<const Catalog> covers;
-  // By source: registrations whose replicas were found equal, and how many versions ago.
+  // By source: registrations all of whose replicas were found equal.
   std::vector<std::shared_ptr<const Layout>> compared_layouts;
-  int64_t uncompared_versions = 0;
+  // The next version's part of them, of the parts that all are compared in.
+  uint32_t next_part = 0;
 };
 
 enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };
