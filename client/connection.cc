@@ -199,13 +199,16 @@ absl::Status CheckConnectOptions(const ConnectOptions& options) {
                  options.silence.count(), kMinSilence.count());
   }
   if (!options.spec) return absl::OkStatus();
-  for (const std::string& name : options.spec->engine_only_tensors) {
-    if (CleanText(name, name.size()) != name) {
-      return Error(absl::StatusCode::kInvalidArgument,
-                   "spec.engine_only_tensors: \"{}\" is not UTF-8", CleanText(name, name.size()));
+  const auto check = [](const std::vector<std::string>& names, std::string_view field) {
+    for (const std::string& name : names) {
+      if (CleanText(name, name.size()) == name) continue;
+      return Error(absl::StatusCode::kInvalidArgument, "spec.{}: \"{}\" is not UTF-8", field,
+                   CleanText(name, name.size()));
     }
-  }
-  return absl::OkStatus();
+    return absl::OkStatus();
+  };
+  REFITD_RETURN_IF_ERROR(check(options.spec->engine_only_tensors, "engine_only_tensors"));
+  return check(options.spec->unwanted_tensors, "unwanted_tensors");
 }
 
 std::string SocketPath(const ConnectOptions& options) {
@@ -222,6 +225,7 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   wire.set_slot_bytes(spec.slot_bytes);
   wire.set_slots(spec.slots);
   for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
+  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
   return wire;
 }
 

@@ -873,9 +873,13 @@ v1::EngineEvent PrepareEvent(int64_t version) {
   return event;
 }
 
+constexpr uint64_t kIncarnation = 0xabcdef;  // of what the scripts commit
+constexpr uint64_t kOrigin = 0x123456;       // of what engines bring with them
+
 v1::EngineEvent CommittedEvent(int64_t version) {
   v1::EngineEvent event;
   event.mutable_committed()->set_version(version);
+  event.mutable_committed()->set_incarnation(kIncarnation);
   return event;
 }
 
@@ -1205,7 +1209,8 @@ std::unique_ptr<Engine> AttachAgainAndAgain(const Daemon& daemon) {
   EngineOptions options{.connect = daemon.connect(),
                         .instance = "i",
                         .delivery = Delivery::kStaged,
-                        .held_version = Version(3)};
+                        .held_version = Version(3),
+                        .held_origin = kOrigin};
   options.connect.reattach = kPatience;
   options.connect.coordinator = "node-a:7001";
   auto engine = Engine::Attach(options);
@@ -1254,6 +1259,8 @@ TEST_CASE(
   REQUIRE(hellos.size() == 3);
   CHECK(hellos[0].held_version() == 3);
   CHECK(hellos[2].has_held_version() == !ready);
+  CHECK(hellos[0].held_origin() == kOrigin);
+  CHECK(hellos[2].held_origin() == (ready ? 0 : kOrigin));
   CHECK(hellos[0].coordinator() == "node-a:7001");
   CHECK(hellos[2].coordinator() == "node-a:7001");
   Await<Prepare>(engine.get());
@@ -1380,10 +1387,11 @@ TEST_CASE(
   const auto engine = AttachAgainAndAgain(daemon);
   Await<Prepare>(engine.get());
   REQUIRE(engine->Ready(Version(4)).ok());
-  Await<Committed>(engine.get());
+  CHECK(Await<Committed>(engine.get()).incarnation == kIncarnation);
   CHECK(Await<Lost>(engine.get()).weights == Weights::kGood);
   CHECK(Await<Reattached>(engine.get()).held_version == Version(4));
   CHECK(service.hellos().at(1).held_version() == 4);
+  CHECK(service.hellos().at(1).held_origin() == kIncarnation);
 }
 
 TEST_CASE("a lease that the daemon refuses for good ends the engine with that reason") {

@@ -70,7 +70,8 @@ class EngineImpl final : public Engine {
         regions_(
             std::make_shared<Regions>(reattaches(), RegionOwner{true, options.connect.device})),
         registration_(regions_, reattaches()),
-        state_(options.held_version, options.dirty) {}
+        state_(options.held_version, options.dirty),
+        origin_(options.held_origin) {}
 
   ~EngineImpl() override {
     reattacher_.reset();  // then nobody else changes session_
@@ -161,6 +162,7 @@ class EngineImpl final : public Engine {
   mutable CondVar changed_;
   std::shared_ptr<Session> session_ ABSL_GUARDED_BY(mutex_);  // the last one, also when it is lost
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
+  uint64_t origin_ ABSL_GUARDED_BY(mutex_);  // incarnation of state_'s version; 0: not known
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;   // session_ is, and its events are taken
   mutable absl::Status ended_ ABSL_GUARDED_BY(mutex_);  // no lease follows the lost one
   mutable std::deque<Event> notices_ ABSL_GUARDED_BY(mutex_);  // Lost, Reattached: before events
@@ -196,7 +198,10 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   hello->set_client(CleanText(options.connect.client, kMaxClientBytes));
   hello->set_pid(::getpid());
   hello->mutable_device()->set_name(options.connect.device);
-  if (options.held_version) hello->set_held_version(options.held_version->value());
+  if (options.held_version) {
+    hello->set_held_version(options.held_version->value());
+    hello->set_held_origin(options.held_origin);
+  }
   hello->set_dirty(options.dirty);
   return message;
 }
@@ -299,6 +304,7 @@ absl::Status EngineImpl::Reattach(TimePoint deadline, const std::stop_token& sto
     // No event comes from a lost lease, so this stays true.
     MutexLock lock(&mutex_);
     options.held_version = state_.version();
+    options.held_origin = origin_;
     options.dirty = state_.weights() != Weights::kGood;
     session->number = session_->number + 1;
   }
@@ -414,7 +420,10 @@ Event EngineImpl::Take(const Session& session, const v1::EngineEvent& event) {
   }
   if (event.has_committed() && state_.OnCommitted(Version(event.committed().version()))) {
     const Version version(event.committed().version());
-    if (state_.weights() == Weights::kGood) return Committed{version};
+    // A daemon that does not tell it (of an earlier release) had it in the lease.
+    const uint64_t told = event.committed().incarnation();
+    origin_ = told != 0 ? told : session.connection->lease().incarnation();
+    if (state_.weights() == Weights::kGood) return Committed{version, origin_};
     return Aborted{version, "it was committed, but this rank had failed", /*dirty=*/true};
   }
   if (event.has_aborted()) {

@@ -73,6 +73,8 @@ struct EngineOptions {
   // The version that memory holds, complete and verified, from an earlier lease. Absent: none that
   // refitd installed.
   std::optional<Version> held_version{};
+  // With held_version: Committed::incarnation of that version. 0: not known.
+  uint64_t held_origin = 0;
   // Memory may hold no whole version: an update of an earlier lease failed, or its outcome was
   // never heard. If you don't know whether the weights are whole, say dirty: it costs nothing but
   // that the rank does not count as good before the next commit. Not with held_version
@@ -111,6 +113,9 @@ struct Part {
 
 struct Committed {
   Version version;
+  // Of the group, in which it was committed: versions of two incarnations have nothing to do with
+  // each other. An engine that comes back in another process tells both (EngineOptions).
+  uint64_t incarnation = 0;
 };
 
 struct Aborted {
@@ -151,7 +156,9 @@ class Engine {
   // refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) = 0;
   virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) = 0;
-  // Registers the pieces this rank holds; their regions come from NewRegion. binding_generation is
+  // Registers the pieces this rank holds; their regions come from NewRegion. Of two tensors that
+  // share their memory (tied weights) one has pieces and the other is named in `tensors` without
+  // any: it may come from trainers, and nothing is written for it. binding_generation is
   // filled in. UNAVAILABLE while the lease is lost: once more after Reattached.
   virtual absl::Status Register(Layout layout) = 0;
 

@@ -165,6 +165,11 @@ absl::StatusOr<client::GroupSpec> GroupSpecOf(const refit_group_spec* given) {
   for (int32_t i = 0; i < known.engine_only_count; ++i) {
     spec.engine_only_tensors.push_back(Text(known.engine_only_tensors[i]));
   }
+  REFITD_RETURN_IF_ERROR(
+      CheckList(known.unwanted_tensors, known.unwanted_count, "spec.unwanted_tensors"));
+  for (int32_t i = 0; i < known.unwanted_count; ++i) {
+    spec.unwanted_tensors.push_back(Text(known.unwanted_tensors[i]));
+  }
   return spec;
 }
 
@@ -369,6 +374,8 @@ absl::Status Show(const client::CommitResult& committed, refit_commit_result* re
     const auto method = static_cast<size_t>(totals.method);
     if (method < std::size(shown.pushed_bytes)) shown.pushed_bytes[method] = totals.bytes;
   }
+  shown.left_out_tensors = committed.left_out_tensors;
+  shown.left_out_bytes = committed.left_out_bytes;
   return Write(shown, result, "result");
 }
 
@@ -403,7 +410,10 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   if (given.has_manifest != 0) {
     REFITD_ASSIGN_OR_RETURN(options.manifest, SpecsOf(given.manifest, given.manifest_count));
   }
-  if (given.has_held_version != 0) options.held_version = Version(given.held_version);
+  if (given.has_held_version != 0) {
+    options.held_version = Version(given.held_version);
+    options.held_origin = given.held_origin;
+  }
   options.dirty = given.dirty != 0;
   return options;
 }
@@ -425,6 +435,7 @@ absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* r
   options.tensor_count = given.tensor_count;
   options.total_bytes = given.total_bytes;
   REFITD_ASSIGN_OR_RETURN(options.broadcast, BroadcastOf(given.broadcast));
+  options.without_layout = given.without_layout != 0;
   return options;
 }
 
@@ -468,6 +479,7 @@ refit_event Show(refit_engine* engine) {
   } else if (const auto* committed = std::get_if<client::Committed>(&engine->event)) {
     shown.kind = REFIT_EVENT_COMMITTED;
     shown.version = committed->version.value();
+    shown.incarnation = committed->incarnation;
   } else if (const auto* aborted = std::get_if<client::Aborted>(&engine->event)) {
     shown.kind = REFIT_EVENT_ABORTED;
     shown.version = aborted->version.value();

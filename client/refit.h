@@ -126,6 +126,9 @@ typedef struct refit_group_spec {
   int32_t slots;         /* 0: the daemon's default */
   int32_t engine_only_count;
   const char* const* engine_only_tensors;
+  /* Tensors of trainers' layouts that no engine need want: names, or prefixes that end with '*'. */
+  int32_t unwanted_count;
+  const char* const* unwanted_tensors;
 } refit_group_spec;
 #define REFIT_GROUP_SPEC_INIT \
   { .struct_size = sizeof(refit_group_spec) }
@@ -269,6 +272,8 @@ typedef struct refit_begin_options {
   int64_t tensor_count; /* of all ranks together; 0: not told */
   int64_t total_bytes;  /* of all ranks together, for progress; 0: not told */
   int32_t broadcast;    /* the same on every rank that begins */
+  /* Not 0: the registered layout has no part in this update, which ends by commit. */
+  int32_t without_layout;
 } refit_begin_options;
 #define REFIT_BEGIN_OPTIONS_INIT \
   { .struct_size = sizeof(refit_begin_options) }
@@ -346,6 +351,9 @@ typedef struct refit_commit_result {
   /* Of tensor data that all ranks pushed, by REFIT_BROADCAST_...; what a refit moved is not in it.
    */
   int64_t pushed_bytes[5];
+  /* Tensors of trainers' layouts that no engine wants and a refit left out, and their bytes. */
+  int64_t left_out_tensors;
+  int64_t left_out_bytes;
 } refit_commit_result;
 #define REFIT_COMMIT_RESULT_INIT \
   { .struct_size = sizeof(refit_commit_result) }
@@ -416,6 +424,8 @@ typedef struct refit_engine_options {
    * version, and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_GOOD. The rank
    * stays dirty until a commit. Not with has_held_version (REFIT_INVALID_ARGUMENT). */
   int32_t dirty;
+  /* With held_version: refit_event.incarnation of that version; 0: not known. */
+  uint64_t held_origin;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -434,7 +444,9 @@ refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_h
 refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int64_t bytes,
                                        refit_region** region);
 
-/* Registers the parameters of this rank (registered delivery); not during an update. The pieces'
+/* Registers the parameters of this rank (registered delivery); not during an update. Of two tensors
+ * that share their memory (tied weights) one has pieces and the other is in `tensors` without any:
+ * it may come from trainers, and nothing is written for it. The pieces'
  * regions must stay until they are registered anew or the engine is freed. */
 refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
                                    int64_t tensor_count, const refit_piece* pieces,
@@ -476,6 +488,10 @@ typedef struct refit_event {
   const refit_view* views;
   const char* reason; /* ABORTED, LOST; else "" */
   int32_t weights;    /* LOST, REATTACHED: one of REFIT_WEIGHTS_* */
+  /* COMMITTED: of the group, in which `version` was committed: versions of two incarnations have
+   * nothing to do with each other. An engine that comes back in another process tells both
+   * (refit_engine_options). */
+  uint64_t incarnation;
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }

@@ -170,9 +170,10 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
  public:
   using Done = std::function<void(absl::Status)>;
 
-  Pushes(std::shared_ptr<Core> core, Version version, TimePoint deadline)
+  Pushes(std::shared_ptr<Core> core, Version version, uint64_t update_id, TimePoint deadline)
       : core_(std::move(core)),
         version_(version),
+        update_id_(update_id),
         deadline_(deadline),
         window_(std::max(1, core_->connection->welcome().limits().outstanding_buckets())) {}
 
@@ -245,6 +246,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
 
   const std::shared_ptr<Core> core_;
   const Version version_;
+  const uint64_t update_id_;
   const TimePoint deadline_;  // of every call of the update
   const size_t window_;
 
@@ -267,6 +269,7 @@ absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request
   REFITD_RETURN_IF_ERROR(core_->connection->ToWire(request->mutable_bucket()));
   *request->mutable_lease() = core_->connection->lease();
   request->set_version(version_.value());
+  request->set_update_id(update_id_);
   if (bucket.slot == nullptr) return absl::OkStatus();
   const auto* slot = dynamic_cast<const SlotImpl*>(bucket.slot.get());
   if (slot == nullptr || slot->core() != core_.get()) {
@@ -370,6 +373,7 @@ void Pushes::GiveUp(int64_t seq, const absl::Status& status) {
   if (absl::IsAborted(status) || absl::IsUnavailable(status) || absl::IsCancelled(status)) return;
   v1::AbortRequest request;
   request.set_version(version_.value());
+  request.set_update_id(update_id_);
   request.set_reason(
       CleanText(fmt::format("bucket {}: {}", seq, Message(status)), kMaxReasonBytes));
   CallAndForget<v1::AbortRequest, v1::AbortResponse>(core_, &Stub::Abort, std::move(request));
@@ -385,7 +389,7 @@ class UpdateImpl final : public Update {
         begun_(begun),
         deadline_(After(std::chrono::milliseconds(begun.remaining_ms()))),
         call_deadline_(deadline_ + core_->connection->call_margin()),
-        pushes_(std::make_shared<Pushes>(core_, version_, call_deadline_)) {}
+        pushes_(std::make_shared<Pushes>(core_, version_, begun_.update_id(), call_deadline_)) {}
 
   ~UpdateImpl() override {
     GoOut();
@@ -495,6 +499,7 @@ absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::m
   const std::shared_ptr<const SlotMemory>& pool = *mapped;
   v1::LeaseSlotRequest request;
   request.set_version(version_.value());
+  request.set_update_id(begun_.update_id());
   request.set_wait_ms(wait.count());
   const TimePoint limit = wait.count() == 0 ? deadline_ : std::min(deadline_, After(wait));
   REFITD_ASSIGN_OR_RETURN(const v1::LeaseSlotResponse lease,
@@ -516,6 +521,8 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
   result.version = Version(response.version());
   result.bytes = response.bytes();
   result.seconds = response.seconds();
+  result.left_out_tensors = response.left_out_tensors();
+  result.left_out_bytes = response.left_out_bytes();
   for (const v1::InstanceResult& instance : response.instances()) {
     result.instances.push_back({instance.instance(), instance.committed(), instance.reason()});
   }
@@ -538,6 +545,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
   request.set_version(version_.value());
   request.set_bucket_count(progress.bucket_count);
   request.set_pushes_under_way(progress.under_way);
+  request.set_update_id(begun_.update_id());
   auto response = core_->Call<v1::CommitRequest, v1::CommitResponse>(
       &Stub::Commit, std::move(request), call_deadline_, "Commit");
   if (!response.ok()) {
@@ -568,6 +576,9 @@ absl::StatusOr<CommitResult> UpdateImpl::Refit() {
   REFITD_RETURN_IF_ERROR(Flush());
   v1::RefitRequest request = RefitRequestOf(options_, *core_);
   request.set_bucket_count(pushes_->progress().bucket_count);
+  // This call ends the update that was begun; without the id it would open another where that one
+  // is lost.
+  request.set_update_id(begun_.update_id());
   const auto response = core_->Call<v1::RefitRequest, v1::CommitResponse>(
       &Stub::Refit, std::move(request), call_deadline_, "Refit");
   if (!response.ok()) {
@@ -582,6 +593,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Refit() {
 absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
   v1::AbortRequest request;
   request.set_version(version_.value());
+  request.set_update_id(begun_.update_id());
   request.set_reason(CleanText(reason, kMaxReasonBytes));
   const auto response = core_->Call<v1::AbortRequest, v1::AbortResponse>(
       &Stub::Abort, std::move(request), After(kCleanupLimit), "Abort");
@@ -728,6 +740,7 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   request.set_tensor_count(options.tensor_count);
   request.set_total_bytes(options.total_bytes);
   request.set_broadcast(refitd::ToWire(options.broadcast));
+  request.set_without_layout(options.without_layout);
   BeginningCall<v1::BeginResponse> call{options.version, options.duration, nullptr, nullptr};
   call.make = [&](Core* core, bool* untaken) {
     return core->Call<v1::BeginRequest, v1::BeginResponse>(

@@ -65,6 +65,9 @@ struct BeginOptions {
   // than kAuto and kDirect: refused unless trainer and engines are on GPUs of one daemon
   // (FAILED_PRECONDITION) that can move bytes so (UNIMPLEMENTED).
   BroadcastMethod broadcast = BroadcastMethod::kAuto;
+  // This rank's registered layout has no part in this update, which the rank ends by Commit: so
+  // that it may push one version and refit the next without registering in between.
+  bool without_layout = false;
 };
 
 struct RefitOptions {
@@ -93,6 +96,10 @@ struct CommitResult {
   int64_t bytes = 0;
   double seconds = 0;                     // first Begin to decision, by the daemon's clock
   std::vector<BroadcastTotals> pushed{};  // by method; what a refit moved is not in it
+  // Tensors of trainers' layouts that no engine wants and a refit left out
+  // (GroupSpec::unwanted_tensors), and their bytes.
+  int64_t left_out_tensors = 0;
+  int64_t left_out_bytes = 0;
 };
 
 // A staging slot to pack into: at most one bucket; then it is the daemon's again. Move-only;
@@ -166,7 +173,8 @@ class Update {
   // holds the version (P1).
   virtual absl::StatusOr<CommitResult> Commit() = 0;
   // In place of Commit where this rank registered its layout: waits for every push, of the layout's
-  // pushed_tensors, then moves all other tensors as Trainer::Refit does.
+  // pushed_tensors, then moves all other tensors as Trainer::Refit does. It ends this update and
+  // opens no other: ABORTED, naming the culprit, where this one was lost meanwhile.
   virtual absl::StatusOr<CommitResult> Refit() = 0;
   virtual absl::Status Abort(const std::string& reason) = 0;
 };
@@ -207,7 +215,8 @@ class Trainer {
   virtual absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) = 0;
   // The shards of this rank for Refit: their regions come from NewRegion and must stay until the
   // next Register. Registers anew what was registered before; a layout without pieces takes it
-  // back, and a rank without one ends its updates by Commit. binding_generation is filled in. Waits
+  // back, and its rank may end updates by Commit, or by Refit with the others. Tensors may share
+  // memory (tied weights). binding_generation is filled in. Waits
   // for the lease. FAILED_PRECONDITION: during an update of this rank.
   virtual absl::Status Register(Layout layout) = 0;
   // Begin, the compiled moves and Commit in one, by every trainer rank; the shards hold the version

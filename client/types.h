@@ -33,6 +33,8 @@ struct GroupSpec {
   int64_t slot_bytes = 0;  // 0: the daemon's default
   int slots = 0;           // 0: the daemon's default
   std::vector<std::string> engine_only_tensors{};
+  // Tensors of trainers' layouts that no engine need want: names, or prefixes that end with '*'.
+  std::vector<std::string> unwanted_tensors{};
 };
 
 struct ConnectOptions {

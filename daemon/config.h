@@ -70,7 +70,7 @@ struct LimitsConfig {
   Duration idle = std::chrono::seconds(30);   // update without any call
   Duration lease = std::chrono::seconds(30);  // leased slot not submitted
   int outstanding_buckets = 256;              // per trainer rank
-  int compare_every = 100;                    // versions of a compiled refit
+  int compare_every = 32;                     // versions of a compiled refit
   int64_t inline_bytes = 4 << 20;             // of one call
   int64_t message_bytes = 8 << 20;            // of any gRPC message
   int max_groups = 64;

@@ -224,6 +224,17 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
     bool& up = peers[node.daemon_id().empty() ? node.address() : node.daemon_id()];
     up = up || node.state() == "joined";
   }
+  std::map<std::string, bool> kept_out;
+  for (const v1::NodeStatus& node : group.nodes()) {
+    if (!node.daemon_id().empty()) kept_out[node.daemon_id()] |= !node.kept_out().empty();
+  }
+  for (const auto& [daemon, out] : kept_out) {
+    families->Gauge(
+        "refitd_daemon_kept_out",
+        "1 while that daemon's instances take part in no update: its data plane did not "
+        "come up. Told by the coordinator.",
+        {name, {"daemon", daemon}}, int64_t{out});
+  }
   for (const auto& [peer, up] : peers) {
     families->Gauge("refitd_peer_up", "1 while that daemon and this one are linked in the group.",
                     {name, {"peer", peer}}, int64_t{up});
@@ -288,7 +299,8 @@ class Scrape : public prometheus::Collectable {
  public:
   Scrape(const Metrics* metrics, std::function<v1::GetStatusResponse()> status)
       : metrics_(metrics), status_(std::move(status)) {}
-  std::vector<MetricFamily> Collect() const override { return metrics_->Collect(status_); }
+  // CivetWeb is C: no exception may pass through it.
+  std::vector<MetricFamily> Collect() const noexcept override { return metrics_->Collect(status_); }
 
  private:
   const Metrics* const metrics_;

@@ -198,6 +198,7 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
     add("self-id", "self");
     add("b", "joined");
     add("c", "lost");
+    group->mutable_nodes(2)->set_kept_out("its data plane did not come up");
     add("twice", "joined");  // its former life is not noticed as lost yet
     add("twice", "lost");
     add("", "joining");
@@ -214,6 +215,8 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
   CHECK(up("twice") == "1");
   CHECK(up("10.0.0.1:7411") == "0");  // it has not told its id
   CHECK(SeriesNaming(text, "refitd_peer_up") == 4);
+  CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="b"})") == "0");
+  CHECK(ValueOf(text, R"(refitd_daemon_kept_out{group="policy",daemon="c"})") == "1");
   CHECK(ValueOf(text, R"(refitd_epoch{group="policy"})") == "7");
   CHECK(SeriesNaming(text, "refitd_epoch") == 1);
 }

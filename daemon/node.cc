@@ -14,6 +14,30 @@ namespace {
 
 constexpr Duration kNoWakeLimit = std::chrono::hours(1);
 
+// Sorted, unique.
+absl::StatusOr<std::vector<std::string>> CheckUnwanted(const v1::GroupSpec& spec) {
+  const auto& wire = spec.unwanted_tensors();
+  const auto prefixes = std::count_if(wire.begin(), wire.end(),
+                                      [](const std::string& name) { return name.ends_with('*'); });
+  if (wire.size() > kMaxTensorsPerLayout || prefixes > kMaxUnwantedPrefixes) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "spec.unwanted_tensors: {} names and {} prefixes, at most {} and {} may be",
+                 wire.size() - prefixes, prefixes, kMaxTensorsPerLayout, kMaxUnwantedPrefixes);
+  }
+  std::vector<std::string> names(wire.begin(), wire.end());
+  for (const std::string& name : names) {
+    REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, "spec.unwanted_tensors"));
+    if (name.empty() || name.find('*') < name.size() - 1) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "spec.unwanted_tensors: '{}' is neither a name nor a prefix with '*' at its end",
+                   name);
+    }
+  }
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return names;
+}
+
 }  // namespace
 
 Node::Node(NodeOptions options, std::unique_ptr<Transport> transport, ProcessWatch* processes,
@@ -105,6 +129,7 @@ absl::StatusOr<GroupSpec> Node::CheckSpec(const v1::GroupSpec& wire) const {
   spec.engine_only_tensors.erase(
       std::unique(spec.engine_only_tensors.begin(), spec.engine_only_tensors.end()),
       spec.engine_only_tensors.end());
+  REFITD_ASSIGN_OR_RETURN(spec.unwanted_tensors, CheckUnwanted(wire));
   return spec;
 }
 
@@ -221,22 +246,22 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
                                                    Deferred* deferred) {
   *created = false;
   REFITD_ASSIGN_OR_RETURN(GroupSpec spec, CheckSpec(wire));
-  if (GroupRecord* found = FindGroup(name); found != nullptr) {
-    if (found->follower != nullptr) return Followed(*found);
-    if (found->machine->spec() == spec) return found;
-    const GroupSpec& has = found->machine->spec();
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "spec: group '{}' has trainer_ranks {}, min_instances {}, slot_bytes {}, slots "
-                 "{}, {} engine-only "
-                 "tensors; this one says {}, {}, {}, {}, {}",
-                 name, has.trainer_ranks, has.min_instances, has.slot_bytes, has.slots,
-                 has.engine_only_tensors.size(), spec.trainer_ranks, spec.min_instances,
-                 spec.slot_bytes, spec.slots, spec.engine_only_tensors.size());
-  }
   if (trainers.value_or(spec.trainer_ranks) != spec.trainer_ranks) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "world_size: {} is not the spec's trainer_ranks {}", *trainers,
                  spec.trainer_ranks);
+  }
+  if (GroupRecord* found = FindGroup(name); found != nullptr) {
+    if (found->follower != nullptr) return Followed(*found);
+    // How many trainers there are is what they say when they attach: the group compares.
+    if (EqualButTrainers(found->machine->spec(), spec)) return found;
+    const GroupSpec& has = found->machine->spec();
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
+                 "and {} unwanted tensors; this one says {}, {}, {}, {}, {}",
+                 name, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
+                 has.unwanted_tensors.size(), spec.min_instances, spec.slot_bytes, spec.slots,
+                 spec.engine_only_tensors.size(), spec.unwanted_tensors.size());
   }
   if (draining_) return absl::UnavailableError("the daemon is draining");
   REFITD_RETURN_IF_ERROR(MakeRoom(name, &spec, deferred));

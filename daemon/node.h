@@ -258,7 +258,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::optional<int> ordinal;  // of its GPU; none: host
     std::string instance;        // engines
     bool staged = false;         // engines: how the weights are delivered
-    bool updated = false;        // engines: an update was committed in this lease
     std::shared_ptr<TrainerSink> trainer_sink;
     std::shared_ptr<EngineSink> engine_sink;
     std::map<RegionId, RegionRecord> regions;
@@ -319,8 +318,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
     std::string replace_request;
     uint64_t replace_incarnation = 0;
-    // What updates to this version that say no verification get, the same on every rank.
-    std::optional<std::pair<Version, std::optional<Verification>>> verification;
     int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
   };
   // A member that waits for its group: to be created here, or for this daemon to join the
@@ -540,9 +537,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                                           std::vector<int> indices) const;
   void PushOpened(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
                   ReplyFunction reply, const DeviceSource& device);
-  // Of an update whose Begin says none; none: the group's default.
-  std::optional<Verification> DefaultVerification(GroupRecord* group, Version version)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   absl::StatusOr<MemberRecord*> Authenticate(const v1::Lease& lease, const Peer& peer, bool engine)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -765,7 +759,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // Stopped by the destructor's body: their jobs use what is below. Binding has threads of its
   // own: a step of an update does not wait for another group's plan, and local moves are bound
   // while replicas are compared and rounds are packed.
-  Planner planner_{"refitd-planner"};
+  // Two: while a group's plan takes its seconds, those of the others take turns on the other one.
+  Planner planner_{"refitd-planner", 2};
   Planner binder_{"refitd-binder"};
   Planner local_binder_{"refitd-local"};
   Planner opener_{"refitd-opener"};  // epochs over GPU memory

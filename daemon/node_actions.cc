@@ -120,9 +120,10 @@ struct Node::Performer {
     SendEngine(a.member, PartEvent(a, group->machine->spec().slot_bytes));
   }
   void operator()(SendCommitted& a) {
-    if (MemberRecord* member = Find(a.member); member != nullptr) member->updated = true;
-    SendEither(a.member,
-               [&](auto* event) { event->mutable_committed()->set_version(a.version.value()); });
+    SendEither(a.member, [&](auto* event) {
+      event->mutable_committed()->set_version(a.version.value());
+      event->mutable_committed()->set_incarnation(group->machine->incarnation());
+    });
   }
   void operator()(SendAborted& a) {
     SendEither(a.member, [&](auto* event) {
@@ -158,10 +159,11 @@ struct Node::Performer {
     node->Erase(a.member, deferred, more);
   }
   void operator()(UpdateAssembled&) {}
+  void operator()(NodeOutOfUpdate&) {}  // the coordinator's
   void operator()(UpdateAbandoned&) {}
+  void operator()(CleanUpOverdue&) {}  // the coordinator's
   void operator()(UpdateEnded& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->executor_.Forget(a.update);
-    group->verification.reset();
     node->DropWirePool(group);
     node->GiveUpEpochs(*group, more);
     // Unknown: this daemon's share of an update, which its coordinator counts.

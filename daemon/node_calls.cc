@@ -87,9 +87,6 @@ absl::StatusOr<BeginEvent> Node::MakeBegin(CallId call, const v1::BeginRequest& 
   REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
   event.evict_late = request.evict_late();
   REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
-  if (!event.verification.has_value()) {
-    event.verification = DefaultVerification(FindGroup(member.group), event.version);
-  }
   if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
     return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
                  request.tensor_count(), kMaxTensorsPerLayout);
@@ -101,6 +98,7 @@ absl::StatusOr<BeginEvent> Node::MakeBegin(CallId call, const v1::BeginRequest& 
   event.tensor_count = request.tensor_count();
   event.total_bytes = request.total_bytes();
   REFITD_ASSIGN_OR_RETURN(event.broadcast, BroadcastFromWire(request.broadcast()));
+  event.without_layout = request.without_layout();
   return event;
 }
 
@@ -130,7 +128,8 @@ void Node::LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const P
                   return absl::InternalError("the staging pool went");
                 }
                 REFITD_ASSIGN_OR_RETURN(Duration wait, CheckMillis(request.wait_ms(), "wait_ms"));
-                return LeaseSlotEvent{call, member.id, Version(request.version()), wait};
+                return LeaseSlotEvent{call, member.id, Version(request.version()), wait,
+                                      UpdateId(request.update_id())};
               });
 }
 
@@ -186,6 +185,7 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
   event.call = call;
   event.request_id = request.request_id();
   event.version = Version(request.version());
+  event.update = UpdateId(request.update_id());
   if (bucket.ok()) {
     event.seq = bucket->seq;
     event.tensors = bucket->tensors;
@@ -228,7 +228,8 @@ void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& pee
                                    request.request_id(),
                                    Version(request.version()),
                                    request.bucket_count(),
-                                   request.pushes_under_way()};
+                                   request.pushes_under_way(),
+                                   UpdateId(request.update_id())};
               });
 }
 
@@ -249,11 +250,9 @@ void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
         event.evict_late = request.evict_late();
         REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
         REFITD_RETURN_IF_ERROR(CheckBucketCount(request.bucket_count()));
-        if (!event.verification.has_value()) {
-          event.verification = DefaultVerification(FindGroup(member.group), event.version);
-        }
         event.bucket_count = request.bucket_count();
-        if (member.layout == nullptr || member.layout->pieces.empty()) {
+        event.update = UpdateId(request.update_id());
+        if (member.layout == nullptr) {
           return absl::FailedPreconditionError("this rank has no layout: RegisterLayout first");
         }
         for (const auto& [other, pending] : layouts_) {
@@ -276,8 +275,12 @@ void Node::Abort(CallId call, const v1::AbortRequest& request, const Peer& peer,
   TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
               [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
                 REFITD_RETURN_IF_ERROR(CheckText(request.reason(), kMaxReasonBytes, "reason"));
-                return AbortEvent{call, member.id, request.request_id(), Version(request.version()),
-                                  request.reason()};
+                return AbortEvent{call,
+                                  member.id,
+                                  request.request_id(),
+                                  Version(request.version()),
+                                  request.reason(),
+                                  UpdateId(request.update_id())};
               });
 }
 

@@ -174,29 +174,6 @@ void Node::GiveUpEpochs(const GroupRecord& group, Events* more) {
   }
 }
 
-// DESIGN.md, section 4: on GPUs what was stored is compared in the copy; an instance's first update
-// is read back as well. What the operator configured in other words than the default stays.
-std::optional<Verification> Node::DefaultVerification(GroupRecord* group, Version version) {
-  // Over several daemons the coordinator's default counts: no one of them knows all ranks.
-  if (Spans(*group)) return std::nullopt;
-  if (options_.group.default_verification != Verification::kReadback) return std::nullopt;
-  // The ranks of one update must mean the same, whoever attaches between their calls. A call that
-  // opened none left nothing to agree with.
-  const bool kept = group->machine->update_running() && group->verification.has_value();
-  if (kept && group->verification->first == version) return group->verification->second;
-  bool devices = false;
-  bool first = false;
-  for (const auto& [id, member] : members_) {
-    if (!member.engine || member.lost || member.group != group->machine->name()) continue;
-    devices = devices || member.ordinal.has_value();
-    first = first || !member.updated;
-  }
-  std::optional<Verification> chosen;
-  if (devices) chosen = first ? Verification::kReadback : Verification::kTransfer;
-  if (!kept) group->verification = {version, chosen};
-  return chosen;
-}
-
 void Node::DevicesLost(const absl::Status& why) {
   LogError("the GPUs are lost to this process: {}", Message(why));
   Deferred deferred;

@@ -9,6 +9,7 @@
 #include "daemon/node_checks.h"
 #include "daemon/version.h"
 #include "proto/protocol.h"
+#include "transport/block_scales.h"
 
 namespace refitd {
 namespace {
@@ -95,7 +96,11 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
                    hello.held_version());
     }
     identity.held_version = Version(hello.held_version());
+  } else if (hello.held_origin() != 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "held_origin: {:x} without a held_version",
+                 hello.held_origin());
   }
+  identity.held_origin = hello.held_origin();
   if (hello.has_manifest()) {
     if (identity.delivery != DeliveryMode::kStaged) {
       return Error(absl::StatusCode::kInvalidArgument, "manifest: only staged delivery takes one");
@@ -161,6 +166,7 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
         record.engine_sink = sink;
         record.instance = hello.instance();
         record.staged = hello.delivery() == v1::DELIVERY_STAGED;
+        identity->on_device = ordinal->has_value();
       } else {
         record.trainer_sink = sink;
       }
@@ -429,6 +435,8 @@ absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease&
                  "layout.pushed_tensors has {} entries: an engine rank pushes none",
                  layout.pushed_tensors.size());
   }
+  // What a refit would refuse, a push must not fill.
+  REFITD_RETURN_IF_ERROR(CheckFloat8Scales(layout));
   for (const Piece& piece : layout.pieces) {
     if (regions.at(piece.region).access != Access::kReadWrite) {
       return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",

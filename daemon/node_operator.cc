@@ -105,6 +105,15 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
       return absl::AlreadyExistsError(Message(made.status()));
     REFITD_RETURN_IF_ERROR(made.status());
     if (created) AdmitWaiting(request.group(), &deferred);
+    const GroupMachine& machine = *(*made)->machine;
+    if (!created && machine.has_trainers() &&
+        request.spec().trainer_ranks() != machine.spec().trainer_ranks) {
+      return Error(
+          absl::StatusCode::kAlreadyExists,
+          "spec: group '{}' has trainer_ranks {}, and trainers are attached; this one says "
+          "{}",
+          request.group(), machine.spec().trainer_ranks, request.spec().trainer_ranks());
+    }
     response.set_incarnation((*made)->machine->incarnation());
     if (!created && request.replace()) {
       REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation,
@@ -205,6 +214,7 @@ v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
     i->set_name(instance.name);
     i->set_state(std::string(instance.state));
     if (instance.version.has_value()) i->set_version(instance.version->value());
+    i->set_origin(instance.origin);
     i->set_world_size(instance.world_size);
     i->set_attached(instance.attached);
     i->set_reason(instance.reason);
@@ -226,6 +236,7 @@ v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
     n->set_state(std::string(node.state));
     n->set_members(node.members);
     n->set_silent_seconds(Seconds(node.silent));
+    n->set_kept_out(node.kept_out);
     n->set_protocol(static_cast<int>(node.protocol));
   }
   if (machine.epoch.has_value()) {
@@ -329,6 +340,9 @@ absl::StatusOr<v1::GetGroupResponse> Node::GetGroup(const v1::GetGroupRequest& r
   // Long lists come with this call only: a whole status must fit into a message.
   for (const std::string& name : group->machine->spec().engine_only_tensors) {
     response.mutable_group()->mutable_spec()->add_engine_only_tensors(name);
+  }
+  for (const std::string& name : group->machine->spec().unwanted_tensors) {
+    response.mutable_group()->mutable_spec()->add_unwanted_tensors(name);
   }
   return response;
 }

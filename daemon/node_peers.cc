@@ -43,7 +43,7 @@ absl::Status Node::CheckSameSpec(const std::string& name, const v1::GroupSpec& w
   if (filled.slots() == 0) filled.set_slots(known.slots);
   if (filled.slot_bytes() == 0) filled.set_slot_bytes(known.slot_bytes);
   REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(filled));
-  if (spec == known) return absl::OkStatus();
+  if (EqualButTrainers(spec, known)) return absl::OkStatus();
   return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", name);
 }
 

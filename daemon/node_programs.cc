@@ -1,5 +1,5 @@
-// Compiled refits: plans and node programs are made on the planner's thread, the steps of an update
-// are bound on the binder's; what comes of them is fed back as events. A group that is gone
+// Compiled refits: plans and node programs are made on the planner's threads, the steps of an
+// update are bound on the binder's; what comes of them is fed back as events. A group that is gone
 // meanwhile hears nothing.
 #include <algorithm>
 #include <optional>
@@ -26,7 +26,7 @@ MovesDone Refused(const StartMoves& start, absl::Status why) {
 }  // namespace
 
 void Node::PerformCompile(const GroupRecord& group, CompileProgram a) {
-  planner_.Submit([this, name = group.machine->name(), id = group.id, a = std::move(a)] {
+  planner_.Submit(group.id, [this, name = group.machine->name(), id = group.id, a = std::move(a)] {
     ProgramCompiled compiled;
     compiled.program = a.program;
     absl::StatusOr<std::shared_ptr<const RefitPlan>> plan =
@@ -48,18 +48,19 @@ void Node::PerformBuild(const GroupRecord& group, BuildProgram a) {
   };
   place(a.source_members, &a.sources);
   place(a.destination_members, &a.destinations);
-  planner_.Submit([this, name = group.machine->name(), id = group.id, a = std::move(a)]() mutable {
-    ProgramBuilt built;
-    built.program = a.program;
-    built.build = a.build;
-    absl::StatusOr<NodeProgram> program =
-        CompileNode(*a.plan, a.node, std::move(a.sources), std::move(a.destinations), a.options);
-    built.status = program.status();
-    if (program.ok()) {
-      built.node_program = std::make_shared<const NodeProgram>(*std::move(program));
-    }
-    GroupEventOf(name, id, std::move(built));
-  });
+  planner_.Submit(
+      group.id, [this, name = group.machine->name(), id = group.id, a = std::move(a)]() mutable {
+        ProgramBuilt built;
+        built.program = a.program;
+        built.build = a.build;
+        absl::StatusOr<NodeProgram> program = CompileNode(*a.plan, a.node, std::move(a.sources),
+                                                          std::move(a.destinations), a.options);
+        built.status = program.status();
+        if (program.ok()) {
+          built.node_program = std::make_shared<const NodeProgram>(*std::move(program));
+        }
+        GroupEventOf(name, id, std::move(built));
+      });
 }
 
 void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Events* more) {

@@ -312,6 +312,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* wire) {
   e->set_pid(engine.pid);
   if (engine.held_version.has_value()) e->set_held_version(engine.held_version->value());
   e->set_dirty(engine.dirty);
+  e->set_held_origin(engine.held_origin);
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
   for (const TensorSpec& tensor : *engine.manifest) {
@@ -355,11 +356,13 @@ void PutEvent(const BeginEvent& e, v1::PeerCall* wire) {
   out->set_tensor_count(e.tensor_count);
   out->set_total_bytes(e.total_bytes);
   out->set_broadcast(ToWire(e.broadcast));
+  out->set_without_layout(e.without_layout);
 }
 
 void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* wire) {
   wire->mutable_lease_slot()->set_version(e.version.value());
   wire->mutable_lease_slot()->set_wait_ms(MillisToWire(e.wait));
+  wire->mutable_lease_slot()->set_update_id(e.update.value());
 }
 
 void PutEvent(const ReleaseSlotEvent& e, v1::PeerCall* wire) {
@@ -373,6 +376,7 @@ void PutEvent(const BucketEvent& e, v1::PeerCall* wire) {
   out->set_seq(e.seq);
   SetTensors(e.tensors, e.ranges, e.slot_byte_offsets, out->mutable_tensors());
   if (e.slot.has_value()) SetSlot(*e.slot, out->mutable_slot());
+  out->set_update_id(e.update.value());
 }
 
 void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
@@ -381,6 +385,7 @@ void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
   out->set_version(e.version.value());
   out->set_bucket_count(e.bucket_count);
   out->set_pushes_under_way(e.pushes_under_way);
+  out->set_update_id(e.update.value());
 }
 
 void PutEvent(const RefitEvent& e, v1::PeerCall* wire) {
@@ -391,6 +396,7 @@ void PutEvent(const RefitEvent& e, v1::PeerCall* wire) {
   if (e.verification.has_value()) out->set_verification(ToWire(*e.verification));
   out->set_evict_late(e.evict_late);
   out->set_bucket_count(e.bucket_count);
+  out->set_update_id(e.update.value());
 }
 
 void PutEvent(const AbortEvent& e, v1::PeerCall* wire) {
@@ -398,6 +404,7 @@ void PutEvent(const AbortEvent& e, v1::PeerCall* wire) {
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
   out->set_reason(TextToWire(e.reason, kMaxReasonBytes));
+  out->set_update_id(e.update.value());
 }
 
 void Put(const PeerCall& v, v1::PeerMessage* wire) {
@@ -545,6 +552,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
   engine.delivery = static_cast<DeliveryMode>(e.delivery());
   engine.pid = e.pid();
   engine.dirty = e.dirty();
+  engine.held_origin = e.held_origin();
   if (e.has_held_version()) {
     REFITD_ASSIGN_OR_RETURN(engine.held_version,
                             VersionOf(e.held_version(), "attach.engine.held_version"));
@@ -600,6 +608,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& wire, const PeerBounds&) 
   REFITD_RETURN_IF_ERROR(NotNegative(wire.total_bytes(), "begin.total_bytes"));
   out.total_bytes = wire.total_bytes();
   REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
+  out.without_layout = wire.without_layout();
   return PeerCall{std::move(out)};
 }
 
@@ -607,6 +616,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerLeaseSlot& wire, const PeerBound
   LeaseSlotEvent out;
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "lease_slot.version"));
   REFITD_ASSIGN_OR_RETURN(out.wait, MillisOf(wire.wait_ms(), "lease_slot.wait_ms"));
+  out.update = UpdateId(wire.update_id());
   return PeerCall{out};
 }
 
@@ -631,6 +641,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& wire, const PeerBounds& 
   if (wire.has_slot()) {
     REFITD_ASSIGN_OR_RETURN(out.slot, SlotOf(wire.slot(), bounds, "bucket.slot"));
   }
+  out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
 
@@ -642,6 +653,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& wire, const PeerBounds&)
   REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "commit.bucket_count"));
   out.bucket_count = wire.bucket_count();
   out.pushes_under_way = wire.pushes_under_way();
+  out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
 
@@ -655,6 +667,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& wire, const PeerBounds&) 
   out.evict_late = wire.evict_late();
   REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "refit.bucket_count"));
   out.bucket_count = wire.bucket_count();
+  out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
 
@@ -664,6 +677,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& wire, const PeerBounds&) 
                           TextOf(wire.request_id(), "abort.request_id", kMaxRequestIdBytes));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "abort.version"));
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "abort.reason", kMaxReasonBytes));
+  out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
 
@@ -833,6 +847,7 @@ void Put(const PeerWelcome& v, v1::PeerAnswer* wire) {
   v1::PeerWelcome* out = wire->mutable_welcome();
   out->set_member(v.member.value());
   if (v.group_version.has_value()) out->set_group_version(v.group_version->value());
+  out->set_trainer_ranks(v.trainer_ranks);
 }
 
 void Put(const PeerRefuse& v, v1::PeerAnswer* wire) {
@@ -877,6 +892,8 @@ void PutPayload(const CommitReply& r, v1::PeerReply* wire) {
   for (const BroadcastTotals& totals : r.pushed) {
     *out->add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
   }
+  out->set_left_out_tensors(r.left_out_tensors);
+  out->set_left_out_bytes(r.left_out_bytes);
 }
 
 void Put(const PeerReply& v, v1::PeerAnswer* wire) {
@@ -896,6 +913,7 @@ void Put(const PeerPrepare& v, v1::PeerAnswer* wire) {
   SetIds(v.engines, out->mutable_engines());
   SetIds(v.destinations, out->mutable_destinations());
   out->mutable_layout_digests()->Add(v.layout_digests.begin(), v.layout_digests.end());
+  out->set_trainer_ranks(v.trainer_ranks);
 }
 
 void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
@@ -963,6 +981,9 @@ void Put(const PeerVerify& v, v1::PeerAnswer* wire) {
 
 void Put(const PeerCompare& v, v1::PeerAnswer* wire) {
   wire->mutable_compare()->set_update(v.update.value());
+  if (v.part.parts == 1) return;
+  wire->mutable_compare()->set_part(v.part.part);
+  wire->mutable_compare()->set_parts(v.part.parts);
 }
 
 void Put(const PeerRun& v, v1::PeerAnswer* wire) {
@@ -1030,6 +1051,9 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& wire, const PeerBou
     REFITD_ASSIGN_OR_RETURN(out.group_version,
                             VersionOf(wire.group_version(), "welcome.group_version"));
   }
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.trainer_ranks(), 0, kMaxTrainerRanks, "welcome.trainer_ranks"));
+  out.trainer_ranks = wire.trainer_ranks();
   return out;
 }
 
@@ -1095,6 +1119,10 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {
     const absl::StatusOr<BroadcastMethod> method = BroadcastFromWire(totals.method());
     if (method.ok()) out.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.left_out_tensors(), "reply.done.left_out_tensors"));
+  out.left_out_tensors = wire.left_out_tensors();
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.left_out_bytes(), "reply.done.left_out_bytes"));
+  out.left_out_bytes = wire.left_out_bytes();
   return out;
 }
 
@@ -1141,6 +1169,9 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerPrepare& wire, const PeerBou
                    wire.layout_digests_size(), wire.destinations_size());
   }
   out.layout_digests.assign(wire.layout_digests().begin(), wire.layout_digests().end());
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.trainer_ranks(), 0, kMaxTrainerRanks, "prepare.trainer_ranks"));
+  out.trainer_ranks = wire.trainer_ranks();
   return out;
 }
 
@@ -1254,6 +1285,18 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerAborted& wire, const PeerBou
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "aborted.reason"));
   out.dirty = wire.dirty();
   return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& wire, const PeerBounds&) {
+  PeerCompare v;
+  v.update = UpdateId(wire.update());
+  if (wire.parts() == 0) return v;
+  if (wire.parts() > kMaxReplicaParts || wire.part() >= wire.parts()) {
+    return Invalid("compare: part {} of {} parts, where {} are possible", wire.part(), wire.parts(),
+                   kMaxReplicaParts);
+  }
+  v.part = {wire.part(), wire.parts()};
+  return v;
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerDraining& wire, const PeerBounds&) {
@@ -1427,10 +1470,22 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   wire.set_slot_bytes(spec.slot_bytes);
   wire.set_slots(spec.slots);
   for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
+  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
   return wire;
 }
 
 namespace {
+
+absl::StatusOr<std::vector<std::string>> OrderedNames(
+    const google::protobuf::RepeatedPtrField<std::string>& names, std::string_view what) {
+  REFITD_RETURN_IF_ERROR(AtMost(names.size(), kMaxTensorsPerLayout, what));
+  for (int i = 0; i < names.size(); ++i) {
+    const std::string field = fmt::format("{}[{}]", what, i);
+    REFITD_RETURN_IF_ERROR(TextOf(names[i], field, kMaxNameBytes).status());
+    if (i > 0 && names[i] <= names[i - 1]) return Invalid("{} is not in order", field);
+  }
+  return std::vector<std::string>(names.begin(), names.end());
+}
 
 absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
   GroupSpec spec;
@@ -1445,15 +1500,11 @@ absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
   spec.slot_bytes = wire.slot_bytes();
   REFITD_RETURN_IF_ERROR(InRange(wire.slots(), 1, kMaxSlots, "accepted.spec.slots"));
   spec.slots = wire.slots();
-  const auto& names = wire.engine_only_tensors();
-  REFITD_RETURN_IF_ERROR(
-      AtMost(names.size(), kMaxTensorsPerLayout, "accepted.spec.engine_only_tensors"));
-  for (int i = 0; i < names.size(); ++i) {
-    const std::string field = fmt::format("accepted.spec.engine_only_tensors[{}]", i);
-    REFITD_RETURN_IF_ERROR(TextOf(names[i], field, kMaxNameBytes).status());
-    if (i > 0 && names[i] <= names[i - 1]) return Invalid("{} is not in order", field);
-  }
-  spec.engine_only_tensors.assign(names.begin(), names.end());
+  REFITD_ASSIGN_OR_RETURN(
+      spec.engine_only_tensors,
+      OrderedNames(wire.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
+  REFITD_ASSIGN_OR_RETURN(spec.unwanted_tensors,
+                          OrderedNames(wire.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
   return spec;
 }
 
@@ -1653,7 +1704,7 @@ absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBou
     case v1::PeerAnswer::kProgram:
       return Invalid("kind: a program comes in chunks");
     case v1::PeerAnswer::kCompare:
-      return PeerCompare{UpdateId(answer.compare().update())};
+      return CommandOf(answer.compare(), bounds);
     case v1::PeerAnswer::kRun:
       return CommandOf(answer.run(), bounds);
     case v1::PeerAnswer::kAbandon:

@@ -36,19 +36,19 @@ FIELDS(TensorSpec, a, b, c)
 FIELDS(TensorRange, a, b, c)
 FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j)
+FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l)
 FIELDS(PeerAttach, a, b)
 FIELDS(PeerGone, a, b)
 FIELDS(PeerLayout, a, b, c, d)
 FIELDS(PeerReady, a, b)
 FIELDS(PeerFailed, a, b, c)
 FIELDS(PeerAck, a, b, c)
-FIELDS(LeaseSlotEvent, a, b, c, d)
+FIELDS(LeaseSlotEvent, a, b, c, d, e)
 FIELDS(ReleaseSlotEvent, a, b, c)
-FIELDS(BucketEvent, a, b, c, d, e, f, g, h, i)
-FIELDS(CommitEvent, a, b, c, d, e, f)
-FIELDS(AbortEvent, a, b, c, d, e)
-FIELDS(RefitEvent, a, b, c, d, e, f, g, h)
+FIELDS(BucketEvent, a, b, c, d, e, f, g, h, i, j)
+FIELDS(CommitEvent, a, b, c, d, e, f, g)
+FIELDS(AbortEvent, a, b, c, d, e, f)
+FIELDS(RefitEvent, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerCall, a)
 FIELDS(PeerCallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d)
@@ -60,16 +60,16 @@ FIELDS(PeerWireGranted, a)
 FIELDS(PeerWireWaits, a, b)
 FIELDS(PeerWireWanted, a)
 FIELDS(PeerPong, a)
-FIELDS(PeerWelcome, a, b)
+FIELDS(PeerWelcome, a, b, c)
 FIELDS(PeerRefuse, a, b)
 FIELDS(BeginReply, a, b, c, d)
 FIELDS(LeaseSlotReply, a, b, c)
 FIELDS(BucketReply, a, b)
 FIELDS(InstanceOutcome, a, b, c)
 FIELDS(BroadcastTotals, a, b, c)
-FIELDS(CommitReply, a, b, c, d, e)
+FIELDS(CommitReply, a, b, c, d, e, f, g)
 FIELDS(PeerReply, a, b, c)
-FIELDS(PeerPrepare, a, b, c, d, e, f, g, h)
+FIELDS(PeerPrepare, a, b, c, d, e, f, g, h, i)
 FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
 FIELDS(PeerIssue, a, b)
@@ -96,16 +96,16 @@ FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
 FIELDS(PeerIncarnation, a)
-FIELDS(GroupSpec, a, b, c, d, e)
+FIELDS(GroupSpec, a, b, c, d, e, f)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
 // All but slots_on_devices: of a joined daemon's ranks it is never true.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, BeginEvent>
 auto Fields(V& v) {
-  auto& [a, b, c, d, e, f, g, h, i, j, slots_on_devices] = v;
+  auto& [a, b, c, d, e, f, g, h, i, j, slots_on_devices, k] = v;
   (void)slots_on_devices;
-  return std::tie(a, b, c, d, e, f, g, h, i, j);
+  return std::tie(a, b, c, d, e, f, g, h, i, j, k);
 }
 std::tuple<> Fields(const EmptyReply& /*reply*/) { return {}; }
 
@@ -325,7 +325,9 @@ void Agree(Rng& rng, EngineIdentity* v) {
   v->world_size = v->rank + static_cast<int>(Between(rng, 1, 5));
   v->node = NodeId();
   v->daemon.clear();
+  v->on_device = false;  // the own daemon's to know
 }
+void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 0, 9)); }
 void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }
 void Agree(Rng& rng, BucketEvent* v) {
   RandomTensors tensors = SomeTensors(rng, v->slot.has_value());
@@ -363,7 +365,10 @@ void Agree(Rng& rng, InstanceOutcome* v) { v->instance = "i" + std::to_string(rn
 void Agree(Rng& /*rng*/, PeerReply* v) {
   if (!v->status.ok()) v->payload = EmptyReply();
 }
-void Agree(Rng& /*rng*/, PeerPrepare* v) { v->layout_digests.resize(v->destinations.size(), 7); }
+void Agree(Rng& rng, PeerPrepare* v) {
+  v->layout_digests.resize(v->destinations.size(), 7);
+  v->trainer_ranks = static_cast<int>(Between(rng, 0, 9));
+}
 void Agree(Rng& rng, BucketHeader* v) {
   RandomTensors tensors = SomeTensors(rng, v->slot.has_value());
   v->content = std::make_shared<const PartContent>(

@@ -53,7 +53,7 @@ std::shared_ptr<grpc::Channel> MakeChannel(const PeerDial& dial) {
 // channel that never goes, and that had a call, keeps them. It is a lame one: it never connects.
 void KeepCallbackThreads() {
   struct LameCall : grpc::ClientBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
-    void OnDone(const grpc::Status& /*status*/) override {}
+    void OnDone(const grpc::Status& /*status*/) noexcept override {}
     grpc::ClientContext context;
     std::unique_ptr<v1::Peer::Stub> stub =
         v1::Peer::NewStub(grpc::CreateCustomChannel("", nullptr, {}));
@@ -97,10 +97,11 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     const size_t bytes = message.ByteSizeLong();
     queue_.Push(std::move(message), bytes);
     Pump();
-    join_alarm_.Set(After(dial_.wait + dial_.limits.join), [weak = weak_from_this()](bool expired) {
-      const std::shared_ptr<Call> call = weak.lock();
-      if (expired && call != nullptr) call->JoinExpired();
-    });
+    join_alarm_.Set(After(dial_.wait + dial_.limits.join),
+                    [weak = weak_from_this()](bool expired) noexcept {
+                      const std::shared_ptr<Call> call = weak.lock();
+                      if (expired && call != nullptr) call->JoinExpired();
+                    });
     StartCall();
   }
 
@@ -147,7 +148,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     closing_ = true;
     reason_ = Error(StatusCode::kCancelled, "the link to coordinator {} was closed", dial_.address);
     if (!up_) return EndLocked(*reason_);
-    end_alarm_.Set(After(kPeerEndLimit), [weak = weak_from_this()](bool expired) {
+    end_alarm_.Set(After(kPeerEndLimit), [weak = weak_from_this()](bool expired) noexcept {
       const std::shared_ptr<Call> call = weak.lock();
       if (!expired || call == nullptr) return;
       MutexLock lock(&call->mutex_);
@@ -156,7 +157,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     Pump();
   }
 
-  void OnReadDone(bool ok) override {
+  void OnReadDone(bool ok) noexcept override {
     if (!ok) {
       MutexLock lock(&mutex_);
       LeaveLocked();
@@ -170,14 +171,14 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     StartRead(&answer_);
   }
 
-  void OnWriteDone(bool /*ok*/) override {
+  void OnWriteDone(bool /*ok*/) noexcept override {
     MutexLock lock(&mutex_);
     queue_.Written();
     if (ended_) queue_.Drop();
     Pump();
   }
 
-  void OnDone(const grpc::Status& status) override {
+  void OnDone(const grpc::Status& status) noexcept override {
     absl::Status reason;
     {
       MutexLock lock(&mutex_);

@@ -14,6 +14,9 @@
 //    version, is skipped and logged once a link; it ends no link.
 //  - Every link has a connection of its own, so that one that is stuck disturbs no other.
 //
+// Callbacks must not throw: what gRPC calls is noexcept, so that an exception ends the process
+// instead of leaving a link that nobody reads.
+//
 // Threads: everything here may be called from any thread, also under the caller's own mutex: calls
 // only enqueue. Callbacks come on gRPC's threads, one at a time and in order for one link, and with
 // no lock of the link held.

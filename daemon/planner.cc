@@ -4,45 +4,71 @@
 
 #include <utility>
 
+#include "transport/base/status.h"
+
 namespace refitd {
 
-Planner::Planner(std::string name) : name_(std::move(name)) {
-  thread_ = std::thread([this] { Work(); });
+Planner::Planner(std::string name, int threads) : name_(std::move(name)) {
+  REFITD_CHECK(threads > 0);
+  threads_.reserve(static_cast<size_t>(threads));
+  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Work(); });
 }
 
 Planner::~Planner() { Stop(); }
 
-void Planner::Submit(std::function<void()> job) {
+void Planner::Submit(uint64_t owner, std::function<void()> job) {
   MutexLock lock(&mutex_);
   if (stopping_) return;
-  jobs_.push_back(std::move(job));
+  Queue& queue = queues_[owner];
+  queue.jobs.push_back(std::move(job));
+  if (queue.running || queue.jobs.size() > 1) return;  // it has its turn, or waits for it
+  turns_.push_back(owner);
   changed_.NotifyOne();
 }
 
 void Planner::Stop() {
   // What dropped jobs hold goes after the mutex.
-  std::deque<std::function<void()>> dropped;
+  std::vector<std::deque<std::function<void()>>> dropped;
   {
     MutexLock lock(&mutex_);
     stopping_ = true;
-    dropped.swap(jobs_);
+    turns_.clear();
+    for (auto& [owner, queue] : queues_) dropped.push_back(std::move(queue.jobs));
+    for (auto& [owner, queue] : queues_) queue.jobs.clear();
     changed_.NotifyAll();
   }
-  if (thread_.joinable()) thread_.join();
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
 }
 
 void Planner::Work() {
   pthread_setname_np(pthread_self(), name_.c_str());
   while (true) {
+    uint64_t owner = kNobody;
     std::function<void()> job;
     {
       MutexLock lock(&mutex_);
-      while (!stopping_ && jobs_.empty()) changed_.Wait(&mutex_);
+      while (!stopping_ && turns_.empty()) changed_.Wait(&mutex_);
       if (stopping_) return;
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
+      owner = turns_.front();
+      turns_.pop_front();
+      Queue& queue = queues_.at(owner);
+      queue.running = true;
+      job = std::move(queue.jobs.front());
+      queue.jobs.pop_front();
     }
     job();
+    job = nullptr;  // what it holds goes before its owner's next one begins
+    MutexLock lock(&mutex_);
+    const auto queue = queues_.find(owner);
+    queue->second.running = false;
+    if (queue->second.jobs.empty()) {
+      queues_.erase(queue);
+    } else {
+      turns_.push_back(owner);
+      changed_.NotifyOne();
+    }
   }
 }
 

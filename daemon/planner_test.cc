@@ -2,6 +2,8 @@
 
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <cstdint>
+#include <functional>
 #include <future>
 #include <memory>
 #include <vector>
@@ -21,6 +23,64 @@ TEST_CASE("Jobs run one after the other in the order of submission") {
   REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
   REQUIRE(order.size() == 100);
   for (int i = 0; i < 100; ++i) CHECK(order[static_cast<size_t>(i)] == i);
+}
+
+// A job that runs until it is let go.
+class HeldJob {
+ public:
+  std::function<void()> Job() {
+    return [this] {
+      started_.set_value();
+      ended_ = release_.get_future().wait_for(kDeadline) == std::future_status::ready;
+    };
+  }
+  bool AwaitStart() {
+    return started_.get_future().wait_for(kDeadline) == std::future_status::ready;
+  }
+  void Release() { release_.set_value(); }
+  bool ended() const { return ended_; }
+
+ private:
+  std::promise<void> started_;
+  std::promise<void> release_;
+  bool ended_ = false;
+};
+
+TEST_CASE("Owners take turns, however many jobs one of them has submitted first") {
+  std::vector<int> order;  // of the planner's thread
+  HeldJob held;
+  Planner planner("planner-test");
+  planner.Submit(7, held.Job());
+  REQUIRE(held.AwaitStart());
+  for (int i = 0; i < 5; ++i) planner.Submit(1, [&order, i] { order.push_back(10 + i); });
+  for (int i = 0; i < 2; ++i) planner.Submit(2, [&order, i] { order.push_back(20 + i); });
+  planner.Submit(3, [&order] { order.push_back(30); });
+  std::promise<void> last;
+  planner.Submit(1, [&last] { last.set_value(); });
+  held.Release();
+  REQUIRE(last.get_future().wait_for(kDeadline) == std::future_status::ready);
+  CHECK(order == std::vector<int>{10, 20, 30, 11, 21, 12, 13, 14});
+}
+
+TEST_CASE("An owner whose job takes long keeps no other waiting, and its own next job waits") {
+  HeldJob held;
+  bool second_ran_early = false;
+  std::promise<void> second;
+  Planner planner("planner-test", 2);
+  planner.Submit(1, held.Job());
+  REQUIRE(held.AwaitStart());
+  planner.Submit(1, [&] {
+    second_ran_early = !held.ended();
+    second.set_value();
+  });
+  for (uint64_t owner = 2; owner < 20; ++owner) {
+    std::promise<void> ran;
+    planner.Submit(owner, [&ran] { ran.set_value(); });
+    REQUIRE(ran.get_future().wait_for(kDeadline) == std::future_status::ready);
+  }
+  held.Release();
+  REQUIRE(second.get_future().wait_for(kDeadline) == std::future_status::ready);
+  CHECK_FALSE(second_ran_early);
 }
 
 TEST_CASE("Stop waits for the job that runs and lets go of the others") {

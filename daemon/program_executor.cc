@@ -341,7 +341,14 @@ class Binder {
     }
     std::vector<std::optional<Holdings>> holdings(program_.sources.size());
     result_.transfer.source.reserve(bound_.replicas->size());
+    uint32_t hashed = static_cast<uint32_t>(bound_.plan->tensors.size());  // of tensor_hash: none
+    uint64_t tensor_hash = 0;
     for (const ReplicaShare& share : *bound_.replicas) {
+      if (share.tensor != hashed && share.tensor < bound_.plan->tensors.size()) {
+        hashed = share.tensor;
+        tensor_hash = TensorHash(bound_.plan->tensors[hashed]);
+      }
+      if (!start_.part.Has(ReplicaHash(tensor_hash, share.box))) continue;
       const auto member = member_of.find(share.source);
       if (member == member_of.end() || share.tensor >= bound_.plan->tensors.size()) {
         return Error(absl::StatusCode::kFailedPrecondition,

@@ -73,10 +73,11 @@ void JoinEqual(std::vector<HeldBox>* boxes) {
 }
 
 // `by`'s holders hold their part of `boxes`, too.
-void CutBy(const HeldBox& by, std::vector<HeldBox>* boxes, int64_t* steps) {
+void CutBy(const HeldBox& by, std::vector<HeldBox>* boxes, PlanWork* work) {
   std::vector<HeldBox> cut;
+  cut.reserve(boxes->size());
+  *work += kCutSteps * static_cast<int64_t>(boxes->size());
   for (HeldBox& held : *boxes) {
-    ++*steps;
     std::optional<Box> common = Intersect(held.box, by.box);
     if (!common.has_value()) {
       cut.push_back(std::move(held));
@@ -134,7 +135,7 @@ void Subtract(const Box& box, const Box& hole, std::vector<Box>* parts) {
   }
 }
 
-std::vector<Box> MakeDisjoint(std::vector<Box> boxes, int64_t* steps) {
+std::vector<Box> MakeDisjoint(std::vector<Box> boxes, PlanWork* work) {
   std::sort(boxes.begin(), boxes.end(), BoxLess);
   boxes.erase(std::unique(boxes.begin(), boxes.end()), boxes.end());
   if (boxes.size() <= 1) return boxes;
@@ -144,10 +145,10 @@ std::vector<Box> MakeDisjoint(std::vector<Box> boxes, int64_t* steps) {
   const BoxIndex index(pointers);
   std::vector<Box> disjoint;
   std::vector<uint32_t> earlier;
-  for (uint32_t i = 0; i < boxes.size() && *steps <= kMaxPlanSteps; ++i) {
+  for (uint32_t i = 0; i < boxes.size() && !work->Over(); ++i) {
     earlier.clear();
-    *steps += index.Query(boxes[i], [&](uint32_t other) {
-      if (other < i && Intersect(boxes[i], boxes[other]).has_value()) earlier.push_back(other);
+    *work += index.Query(boxes[i], [&](uint32_t other) {
+      if (other < i && Meet(boxes[i], boxes[other])) earlier.push_back(other);
     });
     if (earlier.empty()) {
       disjoint.push_back(boxes[i]);
@@ -157,9 +158,9 @@ std::vector<Box> MakeDisjoint(std::vector<Box> boxes, int64_t* steps) {
     for (const uint32_t other : earlier) {
       std::vector<Box> rest;
       for (const Box& part : parts) Subtract(part, boxes[other], &rest);
-      *steps += static_cast<int64_t>(parts.size());
+      *work += kCutSteps * static_cast<int64_t>(parts.size());
       parts = std::move(rest);
-      if (*steps > kMaxPlanSteps) break;
+      if (work->Over()) break;
     }
     disjoint.insert(disjoint.end(), parts.begin(), parts.end());
   }
@@ -187,7 +188,7 @@ void MergeAdjacent(std::vector<Box>* boxes) {
 }
 
 // Boxes that meet are cut until they don't, bigger boxes first.
-void CutByHolders(std::vector<HeldBox>* held, int64_t* steps) {
+void CutByHolders(std::vector<HeldBox>* held, PlanWork* work) {
   if (held->size() <= 1) return;
   JoinEqual(held);
   std::stable_sort(held->begin(), held->end(), [](const HeldBox& a, const HeldBox& b) {
@@ -199,26 +200,26 @@ void CutByHolders(std::vector<HeldBox>* held, int64_t* steps) {
   const BoxIndex index(boxes);
   std::vector<std::vector<uint32_t>> meeting(held->size());  // earlier ones
   bool any = false;
-  for (uint32_t i = 0; i < held->size() && *steps <= kMaxPlanSteps; ++i) {
-    *steps += index.Query((*held)[i].box, [&](uint32_t other) {
-      if (other < i && Intersect((*held)[i].box, (*held)[other].box).has_value()) {
+  for (uint32_t i = 0; i < held->size() && !work->Over(); ++i) {
+    *work += index.Query((*held)[i].box, [&](uint32_t other) {
+      if (other < i && Meet((*held)[i].box, (*held)[other].box)) {
         meeting[i].push_back(other);
       }
     });
     std::sort(meeting[i].begin(), meeting[i].end());
     any = any || !meeting[i].empty();
   }
-  if (!any || *steps > kMaxPlanSteps) return;
+  if (!any || work->Over()) return;
   std::vector<std::vector<HeldBox>> cut(held->size());  // of each box, what no earlier one has
   for (uint32_t i = 0; i < held->size(); ++i) {
     std::vector<Box> rest = {(*held)[i].box};
     for (const uint32_t earlier : meeting[i]) {
-      CutBy((*held)[i], &cut[earlier], steps);
+      CutBy((*held)[i], &cut[earlier], work);
       std::vector<Box> outside;
       for (const Box& box : rest) Subtract(box, (*held)[earlier].box, &outside);
-      *steps += static_cast<int64_t>(rest.size());
+      *work += kCutSteps * static_cast<int64_t>(rest.size());
       rest = std::move(outside);
-      if (*steps > kMaxPlanSteps) return;
+      if (work->Over()) return;
     }
     for (Box& box : rest) cut[i].push_back({std::move(box), (*held)[i].holders});
   }

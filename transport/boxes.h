@@ -6,8 +6,11 @@
 #define REFITD_TRANSPORT_BOXES_H_
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
@@ -19,16 +22,49 @@ namespace refitd {
 // Box comparisons that one plan spends at most (P10: layouts are not trusted): some seconds. The
 // biggest models over a thousand ranks on each side take a third of it.
 inline constexpr int64_t kMaxPlanSteps = int64_t{1} << 30;
+// What cutting one box counts, in comparisons: it copies boxes, and takes so much longer.
+inline constexpr int64_t kCutSteps = 16;
+
+// What a planner has spent, and whether it is to go on. Loops over boxes that a caller chose ask
+// Over() as they go, so that a plan that nobody waits for any more ends soon.
+class PlanWork {
+ public:
+  // `cancelled`: set by whoever asked for the plan; null: never.
+  explicit PlanWork(std::shared_ptr<const std::atomic<bool>> cancelled = nullptr)
+      : cancelled_(std::move(cancelled)) {}
+  PlanWork& operator+=(int64_t steps) {
+    steps_ += steps;
+    return *this;
+  }
+  int64_t steps() const { return steps_; }
+  bool Cancelled() const {
+    return cancelled_ != nullptr && cancelled_->load(std::memory_order_relaxed);
+  }
+  bool Over() const { return steps_ > kMaxPlanSteps || Cancelled(); }
+
+ private:
+  int64_t steps_ = 0;
+  std::shared_ptr<const std::atomic<bool>> cancelled_;
+};
 
 // By offset, then extent.
 bool BoxLess(const Box& a, const Box& b);
 bool IsEmpty(const Box& box);
 bool Contains(const Box& outer, const Box& inner);
+// Whether they share an element: as Intersect(a, b).has_value(), without making the box.
+inline bool Meet(const Box& a, const Box& b) {
+  for (size_t d = 0; d < a.offset.size(); ++d) {
+    if (a.offset[d] >= b.offset[d] + b.extent[d] || b.offset[d] >= a.offset[d] + a.extent[d]) {
+      return false;
+    }
+  }
+  return !IsEmpty(a) && !IsEmpty(b);
+}
 // What of `box` is outside `hole`, as disjoint boxes, to `parts`.
 void Subtract(const Box& box, const Box& hole, std::vector<Box>* parts);
-// The union of `boxes` as disjoint ones. Adds the comparisons made to `steps` and ends early, with
-// an incomplete result, where they come to more than kMaxPlanSteps.
-std::vector<Box> MakeDisjoint(std::vector<Box> boxes, int64_t* steps);
+// The union of `boxes` as disjoint ones. Adds what it spends to `work` and ends early, with an
+// incomplete result, where that is over.
+std::vector<Box> MakeDisjoint(std::vector<Box> boxes, PlanWork* work);
 // Joins disjoint boxes that form one box together, along one dimension after the other, as long as
 // there are any. Leaves them in order of BoxLess.
 void MergeAdjacent(std::vector<Box>* boxes);
@@ -38,9 +74,9 @@ struct HeldBox {
   absl::InlinedVector<uint32_t, 4> holders;  // ascending
 };
 // Boxes with their holders, one or more each, to disjoint ones of the same elements. Equal boxes
-// cost no more than sorting. Adds the comparisons made to `steps` and ends early, with a wrong
-// result, where they come to more than kMaxPlanSteps.
-void CutByHolders(std::vector<HeldBox>* boxes, int64_t* steps);
+// cost no more than sorting. Adds what it spends to `work` and ends early, with a wrong result,
+// where that is over.
+void CutByHolders(std::vector<HeldBox>* boxes, PlanWork* work);
 // Where the first element of `box`, a part of the piece's box, lies: bytes from the start of the
 // piece's region.
 int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes);

@@ -9,15 +9,18 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/types/span.h"
 #include "transport/base/status.h"
+#include "transport/strided_bytes.h"
 
 namespace refitd {
 namespace {
 
 // Work that ValidateLayout spends at most on deciding whether pieces overlap: elementary steps over
-// boxes of one layout, and contiguous runs of interleaved storage. The first is well under a
-// second, the second 24 MiB. Layouts of real models need neither: their boxes form grids, their
-// storage dense blocks or column slices.
+// boxes of one layout; steps of arithmetic over interleaved storage; contiguous runs of storage
+// that are listed where arithmetic takes longer. The first two are well under a second, the third
+// is 24 MiB. Layouts of real models need little of them: their boxes form grids, their storage
+// dense blocks, column slices, or elements of a few pieces in turns.
 constexpr int64_t kMaxBoxSteps = int64_t{1} << 27;
+constexpr int64_t kMaxOverlapSteps = int64_t{1} << 26;
 constexpr int64_t kMaxOverlapRuns = int64_t{1} << 20;
 
 // Bytes of a source piece whose strides repeat memory (torch's expand): so much work can be asked
@@ -208,78 +211,77 @@ class BoxOverlap {
 
 // ---- disjointness of storage ----
 
-struct Axis {
-  int64_t stride = 0;  // bytes
-  int64_t count = 0;   // over 1
-};
-
-// Where a piece's elements lie: `run` contiguous bytes at every combination of the axes.
+// Where a piece's elements lie, from the region's start.
 struct Storage {
   uint32_t piece = 0;
-  int64_t begin = 0;                   // bytes, from the region's start
-  int64_t end = 0;                     // of the last element
-  absl::InlinedVector<Axis, 4> outer;  // descending strides
-  int64_t run = 0;                     // bytes
-  bool nested = true;  // each axis steps over all that is inside it: no address comes twice
-
-  int64_t runs() const {
-    int64_t count = 1;
-    for (const Axis& axis : outer) count *= axis.count;
-    return count;
-  }
+  StridedBytes bytes;
 };
 
 // The piece must be valid, not empty, and its span known not to overflow.
 Storage MakeStorage(const Piece& piece, uint32_t index, int64_t element_bytes, int64_t span_bytes) {
   Storage storage;
   storage.piece = index;
-  storage.begin = piece.byte_offset;
-  storage.end = piece.byte_offset + span_bytes;
-  storage.run = element_bytes;
+  StridedBytes& bytes = storage.bytes;
+  bytes.begin = piece.byte_offset;
+  bytes.end = piece.byte_offset + span_bytes;
+  bytes.run = element_bytes;
   for (size_t d = 0; d < piece.strides.size(); ++d) {
     if (piece.box.extent[d] == 1) continue;
-    storage.outer.push_back({piece.strides[d] * element_bytes, piece.box.extent[d]});
+    bytes.outer.push_back({piece.strides[d] * element_bytes, piece.box.extent[d]});
   }
-  std::sort(storage.outer.begin(), storage.outer.end(), [](const Axis& a, const Axis& b) {
+  std::sort(bytes.outer.begin(), bytes.outer.end(), [](const Axis& a, const Axis& b) {
     return std::pair(a.stride, a.count) > std::pair(b.stride, b.count);
   });
-  while (!storage.outer.empty() && storage.outer.back().stride == storage.run) {
-    storage.run *= storage.outer.back().count;
-    storage.outer.pop_back();
-  }
-  int64_t inner = storage.run;
-  for (size_t i = storage.outer.size(); i-- > 0;) {
-    const Axis& axis = storage.outer[i];
-    if (axis.stride < inner) storage.nested = false;
-    inner += axis.stride * (axis.count - 1);
+  while (!bytes.outer.empty() && bytes.outer.back().stride == bytes.run) {
+    bytes.run *= bytes.outer.back().count;
+    bytes.outer.pop_back();
   }
   return storage;
 }
 
 using PiecePair = std::pair<uint32_t, uint32_t>;
 
-// Whether pieces with one outermost stride lie in disjoint columns of it, as the column slices of a
-// fused matrix do: then they are disjoint, whatever their rows.
-bool DisjointColumns(absl::Span<const Storage> cluster) {
-  const int64_t first = cluster.front().begin;
-  std::vector<std::pair<int64_t, int64_t>> columns;  // begin and end within the stride
+// Storage that may share bytes with other storage whose interval meets its own.
+struct Interval {
+  int64_t begin = 0;
+  int64_t end = 0;
+  const Storage* storage = nullptr;
+};
+
+// Where all have one outermost stride and lie in columns of it, as the slices of a fused matrix do:
+// the columns. Storage in disjoint columns is disjoint, whatever its rows.
+std::optional<std::vector<Interval>> Columns(absl::Span<const Storage> cluster) {
+  const int64_t first = cluster.front().bytes.begin;
+  std::vector<Interval> columns;
   columns.reserve(cluster.size());
   int64_t stride = 0;
   for (const Storage& storage : cluster) {
-    if (storage.outer.empty() || !storage.nested) return false;
-    const Axis& outermost = storage.outer.front();
+    if (storage.bytes.outer.empty()) return std::nullopt;
+    const Axis& outermost = storage.bytes.outer.front();
     if (stride == 0) stride = outermost.stride;
-    if (outermost.stride != stride) return false;
-    const int64_t begin = (storage.begin - first) % stride;
-    const int64_t bytes = storage.end - storage.begin - stride * (outermost.count - 1);
-    if (bytes > stride - begin) return false;
-    columns.emplace_back(begin, begin + bytes);
+    if (outermost.stride != stride) return std::nullopt;
+    const int64_t begin = (storage.bytes.begin - first) % stride;
+    const int64_t bytes = storage.bytes.end - storage.bytes.begin - stride * (outermost.count - 1);
+    if (bytes > stride - begin) return std::nullopt;
+    columns.push_back({begin, begin + bytes, &storage});
   }
-  std::sort(columns.begin(), columns.end());
-  for (size_t i = 1; i < columns.size(); ++i) {
-    if (columns[i].first < columns[i - 1].second) return false;
+  return columns;
+}
+
+std::vector<Interval> IntervalsOf(absl::Span<const Storage> cluster) {
+  std::optional<std::vector<Interval>> columns = Columns(cluster);
+  std::vector<Interval> intervals;
+  if (columns.has_value()) {
+    intervals = *std::move(columns);
+  } else {
+    for (const Storage& storage : cluster) {
+      intervals.push_back({storage.bytes.begin, storage.bytes.end, &storage});
+    }
   }
-  return true;
+  std::sort(intervals.begin(), intervals.end(), [](const Interval& a, const Interval& b) {
+    return std::pair(a.begin, a.storage->piece) < std::pair(b.begin, b.storage->piece);
+  });
+  return intervals;
 }
 
 struct Run {
@@ -289,13 +291,14 @@ struct Run {
 };
 
 void AppendRuns(const Storage& storage, std::vector<Run>* runs) {
-  absl::InlinedVector<int64_t, 4> index(storage.outer.size(), 0);
-  int64_t at = storage.begin;
+  const StridedBytes& bytes = storage.bytes;
+  absl::InlinedVector<int64_t, 4> index(bytes.outer.size(), 0);
+  int64_t at = bytes.begin;
   while (true) {
-    runs->push_back({at, at + storage.run, storage.piece});
+    runs->push_back({at, at + bytes.run, storage.piece});
     size_t axis = index.size();
     while (axis > 0) {
-      const Axis& step = storage.outer[axis - 1];
+      const Axis& step = bytes.outer[axis - 1];
       at += step.stride;
       if (++index[axis - 1] < step.count) break;
       at -= step.stride * step.count;
@@ -365,25 +368,56 @@ class MemoryOverlap {
       const Piece& piece = layout_.pieces[span.piece];
       cluster.push_back(
           MakeStorage(piece, span.piece, ElementBytes(DTypeOf(piece)), span.end - span.begin));
-      const Storage& storage = cluster.back();
-      const bool repeats = !storage.outer.empty() && storage.outer.back().stride == 0;
+      const StridedBytes& bytes = cluster.back().bytes;
+      const bool repeats = !bytes.outer.empty() && bytes.outer.back().stride == 0;
       if (repeats) return Shared({span.piece, span.piece});
     }
-    if (cluster.size() == 1 && cluster.front().nested) return absl::OkStatus();
-    if (DisjointColumns(cluster)) return absl::OkStatus();
-    // Cheaper than runs for the common mistake: the same bytes given twice.
-    for (size_t i = 1; i < cluster.size(); ++i) {
-      if (cluster[i].begin == cluster[i - 1].begin) {
-        return Shared({cluster[i - 1].piece, cluster[i].piece});
-      }
-    }
-    for (const Storage& storage : cluster) {
-      const int64_t runs = storage.runs();
-      if (runs > kMaxOverlapRuns - runs_) return TooManyRuns(storage);
-      runs_ += runs;
+    if (cluster.size() == 1 && cluster.front().bytes.outer.empty()) return absl::OkStatus();
+    // Pieces are compared in pairs, unless there are so many that to list their runs is less.
+    const auto pieces = static_cast<int64_t>(cluster.size());
+    const bool by_runs = pieces * (pieces - 1) / 2 > TotalRuns(cluster) && ListRuns(cluster);
+    if (!by_runs) {
+      REFITD_ASSIGN_OR_RETURN(const bool disjoint, CheckPairs(IntervalsOf(cluster)));
+      if (disjoint) return absl::OkStatus();
+      if (!ListRuns(cluster)) return TooManyRuns(cluster.front());
     }
     if (const auto pair = SharedByRuns(cluster)) return Shared(*pair);
     return absl::OkStatus();
+  }
+
+  static int64_t TotalRuns(absl::Span<const Storage> cluster) {
+    int64_t runs = 0;
+    for (const Storage& storage : cluster) {
+      if (__builtin_add_overflow(runs, storage.bytes.runs(), &runs)) {
+        return std::numeric_limits<int64_t>::max();
+      }
+    }
+    return runs;
+  }
+
+  // Whether the runs of all of these may be listed; if so, they count.
+  bool ListRuns(absl::Span<const Storage> cluster) {
+    const int64_t runs = TotalRuns(cluster);
+    if (runs > kMaxOverlapRuns - runs_) return false;
+    runs_ += runs;
+    return true;
+  }
+
+  // False: that takes too many steps. An error: some share bytes.
+  absl::StatusOr<bool> CheckPairs(const std::vector<Interval>& intervals) {
+    for (size_t i = 0; i < intervals.size(); ++i) {
+      const Storage& a = *intervals[i].storage;
+      const std::optional<bool> repeats = RepeatsBytes(a.bytes, kMaxOverlapSteps, &steps_);
+      if (!repeats.has_value()) return false;
+      if (*repeats) return Shared({a.piece, a.piece});
+      for (size_t j = i + 1; j < intervals.size() && intervals[j].begin < intervals[i].end; ++j) {
+        const Storage& b = *intervals[j].storage;
+        const std::optional<bool> share = ShareBytes(a.bytes, b.bytes, kMaxOverlapSteps, &steps_);
+        if (!share.has_value() || ++steps_ > kMaxOverlapSteps) return false;
+        if (*share) return Shared({a.piece, b.piece});
+      }
+    }
+    return true;
   }
 
   std::string Where(uint32_t index) const {
@@ -403,14 +437,15 @@ class MemoryOverlap {
 
   absl::Status TooManyRuns(const Storage& storage) const {
     return Invalid(
-        "{} interleaves with others in memory in more than {} contiguous runs: too many to be "
-        "shown "
-        "disjoint",
-        Where(storage.piece), kMaxOverlapRuns);
+        "{} interleaves with others in memory so irregularly that {} steps do not show it "
+        "disjoint, "
+        "in more than {} contiguous runs",
+        Where(storage.piece), kMaxOverlapSteps, kMaxOverlapRuns);
   }
 
   const Layout& layout_;
-  int64_t runs_ = 0;
+  int64_t steps_ = 0;
+  int64_t runs_ = 0;  // listed so far
 };
 
 // ---- validation ----

@@ -223,12 +223,12 @@ class Builder {
         }
         if (reaches && program_.local.moves.size() == before) return NobodyWants(spec, box);
       }
-      if (bytes_ > kMaxBytes ||
+      if (bytes_ > kMaxBytes || work_.Over() ||
           static_cast<int64_t>(program_.local.moves.size() + program_.targets.size()) >
               options_.max_moves) {
         return Error(absl::StatusCode::kResourceExhausted,
-                     "tensor {}: boxes so far need over {} moves or {} bytes on node {}", spec.name,
-                     options_.max_moves, kMaxBytes, program_.node);
+                     "tensor {}: boxes so far need over {} moves, {} bytes or {} steps on node {}",
+                     spec.name, options_.max_moves, kMaxBytes, kMaxPlanSteps, program_.node);
       }
     }
     return absl::OkStatus();
@@ -248,10 +248,10 @@ class Builder {
 
   // A piece of that source which holds all of `box`, or kNone; several may. The same one whatever
   // their order does not matter: they hold the same elements.
-  static uint32_t PieceOf(uint32_t member, const Box& box, absl::Span<const Entry> held,
-                          const std::vector<const Box*>& boxes, const BoxIndex& index) {
+  uint32_t PieceOf(uint32_t member, const Box& box, absl::Span<const Entry> held,
+                   const std::vector<const Box*>& boxes, const BoxIndex& index) {
     uint32_t found = kNone;
-    index.Query(box, [&](uint32_t i) {
+    work_ += index.Query(box, [&](uint32_t i) {
       if (held[i].member == member && found == kNone && Contains(*boxes[i], box)) {
         found = held[i].piece;
       }
@@ -262,7 +262,7 @@ class Builder {
   void AddTargets(absl::Span<const Entry> wanted, const std::vector<const Box*>& boxes,
                   const BoxIndex& index, Section* section) {
     section->first_target = static_cast<uint32_t>(program_.targets.size());
-    index.Query(section->box, [&](uint32_t i) {
+    work_ += index.Query(section->box, [&](uint32_t i) {
       const std::optional<Box> common = Intersect(section->box, *boxes[i]);
       if (!common.has_value()) return;
       program_.targets.push_back({wanted[i].member, wanted[i].piece});
@@ -279,7 +279,7 @@ class Builder {
   };
 
   void AddLocal(const Section& section, const Pieces& held, const Pieces& wanted) {
-    wanted.index.Query(section.box, [&](uint32_t i) {
+    work_ += wanted.index.Query(section.box, [&](uint32_t i) {
       std::optional<Box> common = Intersect(section.box, *wanted.boxes[i]);
       if (!common.has_value()) return;
       const Entry to = wanted.entries[i];
@@ -299,15 +299,14 @@ class Builder {
   }
 
   // The section's own source, or another that holds all of the box on the destination's device.
-  Entry Nearest(const Section& section, uint32_t destination, const Box& box,
-                const Pieces& held) const {
+  Entry Nearest(const Section& section, uint32_t destination, const Box& box, const Pieces& held) {
     const Entry own = {section.member, section.piece};
     const int device = program_.destinations[destination].device;
     if (device == LocalMember::kNoDevice || program_.sources[own.member].device == device) {
       return own;
     }
     Entry near = own;
-    held.index.Query(box, [&](uint32_t i) {
+    work_ += held.index.Query(box, [&](uint32_t i) {
       const Entry entry = held.entries[i];
       if (program_.sources[entry.member].device != device || !Contains(*held.boxes[i], box)) return;
       if (near.member == own.member || entry.member < near.member) near = entry;
@@ -409,7 +408,8 @@ class Builder {
   uint64_t tensor_hash_ = 0;
   int64_t element_bytes_ = 1;
   std::vector<bool> differs_;  // per tensor of the plan: a local layout has another dtype or shape
-  int64_t bytes_ = 0;          // that destinations get so far, at most kMaxBytes + 1
+  PlanWork work_;
+  int64_t bytes_ = 0;  // that destinations get so far, at most kMaxBytes + 1
 };
 
 // Visits what bytes [begin, end) of a stream hold: `visit(section, box, byte offset from begin)`,

@@ -193,8 +193,7 @@ class Planner {
   }
 
   bool Exhausted() const {
-    return steps_ > kMaxPlanSteps ||
-           static_cast<int64_t>(program_.moves.size()) > options_.max_moves;
+    return work_.Over() || static_cast<int64_t>(program_.moves.size()) > options_.max_moves;
   }
 
   // Gives every element that several sources hold to one of them.
@@ -207,8 +206,8 @@ class Planner {
     std::vector<uint32_t> meeting;
     for (uint32_t c = 0; c < classes.size() && !Exhausted(); ++c) {
       meeting.clear();
-      steps_ += index.Query(*boxes[c], [&](uint32_t other) {
-        if (other != c && Intersect(*boxes[c], *boxes[other]).has_value()) meeting.push_back(other);
+      work_ += index.Query(*boxes[c], [&](uint32_t other) {
+        if (other != c && Meet(*boxes[c], *boxes[other])) meeting.push_back(other);
       });
       std::sort(meeting.begin(), meeting.end());
       std::vector<Box> parts = {*boxes[c]};
@@ -245,7 +244,7 @@ class Planner {
     if (Exhausted()) return {};
     std::vector<Box> parts;
     for (const Box& box : boxes) Subtract(box, hole, &parts);
-    steps_ += static_cast<int64_t>(boxes.size());
+    work_ += kCutSteps * static_cast<int64_t>(boxes.size());
     return parts;
   }
 
@@ -258,7 +257,7 @@ class Planner {
       if (other < c || !Contains(*classes[other].box, part)) continue;
       holders.insert(holders.end(), classes[other].holders.begin(), classes[other].holders.end());
     }
-    steps_ += static_cast<int64_t>(holders.size() + meeting.size());
+    work_ += static_cast<int64_t>(holders.size() + meeting.size());
     std::stable_sort(holders.begin(), holders.end(),
                      [](const Held& a, const Held& b) { return a.source < b.source; });
     const auto same = [](const Held& a, const Held& b) { return a.source == b.source; };
@@ -284,10 +283,10 @@ class Planner {
   // The union of what destinations want of `part`, as disjoint boxes.
   std::vector<Box> WantedOf(const Box& part, const BoxIndex& wanted) {
     std::vector<Box> boxes;
-    steps_ += wanted.Query(part, [&](uint32_t w) {
+    work_ += wanted.Query(part, [&](uint32_t w) {
       if (auto box = Intersect(part, *wanted_[w].box)) boxes.push_back(*std::move(box));
     });
-    return MakeDisjoint(std::move(boxes), &steps_);
+    return MakeDisjoint(std::move(boxes), &work_);
   }
 
   const Held& LeastLoaded(const std::vector<Held>& holders) const {
@@ -354,7 +353,7 @@ class Planner {
   void EmitMoves(const Held& from, const Box& box, const BoxIndex& wanted) {
     if (Exhausted()) return;
     const Piece& source = sources_[from.source]->pieces[from.piece];
-    steps_ += wanted.Query(box, [&](uint32_t w) {
+    work_ += wanted.Query(box, [&](uint32_t w) {
       Wanted& to = wanted_[w];
       std::optional<Box> common = Intersect(box, *to.box);
       if (!common.has_value()) return;
@@ -451,7 +450,7 @@ class Planner {
   std::vector<int64_t> load_;  // bytes read from each source
   Program program_;
   absl::flat_hash_set<std::string_view> uncovered_allowed_;
-  int64_t steps_ = 0;
+  PlanWork work_;
 
   // Of the tensor at hand.
   std::vector<Wanted> wanted_;

@@ -30,7 +30,7 @@ class ReplicaFinder {
  public:
   ReplicaFinder(const std::vector<RouteMember>& sources, const RouteOptions& options,
                 const std::vector<TensorSpec>& tensors)
-      : options_(options), tensors_(tensors) {
+      : options_(options), tensors_(tensors), work_(options.cancelled) {
     absl::flat_hash_map<const Layout*, size_t> known;
     for (uint32_t s = 0; s < sources.size(); ++s) {
       const Layout* layout = sources[s].layout.get();
@@ -54,12 +54,12 @@ class ReplicaFinder {
       for (const auto& [layout, piece] : entries_.Of(t)) {
         held.push_back({layouts_[layout]->pieces[piece].box, {layout}});
       }
-      CutByHolders(&held, &steps_);
+      CutByHolders(&held, &work_);
       std::sort(held.begin(), held.end(),
                 [](const HeldBox& a, const HeldBox& b) { return BoxLess(a.box, b.box); });
       for (HeldBox& box : held) Add(t, std::move(box));
-      if (steps_ > kMaxPlanSteps ||
-          static_cast<int64_t>(replicas_.boxes.size()) > options_.max_routes) {
+      if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
+      if (work_.Over() || static_cast<int64_t>(replicas_.boxes.size()) > options_.max_routes) {
         return Error(absl::StatusCode::kResourceExhausted,
                      "tensor {}: finding replicas so far needs over {} boxes or {} steps: use "
                      "fewer and more regular pieces",
@@ -135,7 +135,13 @@ class ReplicaFinder {
         replicas_.holder_sets.push_back(std::move(ranks));
       }
     }
-    if (it->second != kNone) replicas_.boxes.push_back({t, it->second, std::move(held.box)});
+    if (it->second == kNone) return;
+    if (t != hashed_tensor_) {
+      hashed_tensor_ = t;
+      tensor_hash_ = TensorHash(tensors_[t]);
+    }
+    const uint64_t hash = ReplicaHash(tensor_hash_, held.box);
+    replicas_.boxes.push_back({t, it->second, std::move(held.box), hash});
   }
 
   const RouteOptions& options_;
@@ -147,7 +153,9 @@ class ReplicaFinder {
   ByTensor<Entry> entries_;             // by layout, then piece
   std::map<Ids, uint32_t> set_of_;      // by layouts; kNone: one rank
   Replicas replicas_;
-  int64_t steps_ = 0;
+  uint32_t hashed_tensor_ = kNone;  // of tensor_hash_
+  uint64_t tensor_hash_ = 0;
+  PlanWork work_;
 };
 
 std::string LabelOf(const RoutePlan& plan, uint32_t source) {
@@ -291,27 +299,43 @@ std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<b
   return shares;
 }
 
+uint64_t ReplicaHash(uint64_t tensor_hash, const Box& box) {
+  HashChain chain(tensor_hash);
+  chain.Add(box.offset);
+  chain.Add(box.extent);
+  return chain.hash();
+}
+
 absl::Status CompareReplicas(const RefitPlan& plan,
-                             const std::vector<std::vector<uint64_t>>& digests) {
+                             const std::vector<std::vector<uint64_t>>& digests, ReplicaPart part) {
   const std::vector<uint32_t>& node_of = plan.routes.source_nodes;
-  std::vector<size_t> shares(std::max<size_t>(plan.routes.nodes, digests.size()));
+  const size_t nodes = std::max<size_t>(plan.routes.nodes, digests.size());
+  std::vector<size_t> all(nodes);
+  std::vector<size_t> in_part(nodes);
   for (const Replica& replica : plan.replicas.boxes) {
-    for (const uint32_t source : plan.replicas.HoldersOf(replica)) ++shares[node_of[source]];
-  }
-  for (size_t n = 0; n < shares.size(); ++n) {
-    const size_t has = n < digests.size() ? digests[n].size() : 0;
-    if (has != shares[n]) {
-      return Error(absl::StatusCode::kInternal, "node {} gave {} digests of {} replicas", n, has,
-                   shares[n]);
+    const bool wanted = part.Has(replica.hash);
+    for (const uint32_t source : plan.replicas.HoldersOf(replica)) {
+      ++all[node_of[source]];
+      if (wanted) ++in_part[node_of[source]];
     }
   }
-  std::vector<size_t> next(shares.size());
+  for (size_t n = 0; n < nodes; ++n) {
+    const size_t has = n < digests.size() ? digests[n].size() : 0;
+    if (has != all[n] && has != in_part[n]) {
+      return Error(absl::StatusCode::kInternal, "node {} gave {} digests of {} replicas", n, has,
+                   in_part[n]);
+    }
+  }
+  std::vector<size_t> next(nodes);
   std::vector<uint64_t> of_box;
   for (const Replica& replica : plan.replicas.boxes) {
+    const bool wanted = part.Has(replica.hash);
     of_box.clear();
     for (const uint32_t source : plan.replicas.HoldersOf(replica)) {
       const uint32_t node = node_of[source];
-      of_box.push_back(digests[node][next[node]++]);
+      if (wanted) of_box.push_back(digests[node][next[node]]);
+      // A node that gave all of its digests gave those of other parts, too.
+      if (wanted || digests[node].size() == all[node]) ++next[node];
     }
     if (std::adjacent_find(of_box.begin(), of_box.end(), std::not_equal_to<>()) != of_box.end()) {
       return Differ(plan, replica, of_box);

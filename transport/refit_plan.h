@@ -16,11 +16,26 @@
 
 namespace refitd {
 
+inline constexpr uint32_t kMaxReplicaParts = 1'000'000;  // more versions than a run has
+
+// One of `parts` parts of the replicas, or of all that several nodes have of them: the boxes whose
+// hash (ReplicaHash) is `part` modulo `parts`.
+struct ReplicaPart {
+  uint32_t part = 0;   // less than `parts`
+  uint32_t parts = 1;  // at least 1; 1: all boxes
+  bool Has(uint64_t hash) const { return hash % parts == part; }
+};
+
+// The same on every node, whatever it knows of the plan: HashChain from the tensor's hash over the
+// box's offsets and extents.
+uint64_t ReplicaHash(uint64_t tensor_hash, const Box& box);
+
 // A box that several source ranks hold, each of them all of it.
 struct Replica {
   uint32_t tensor = 0;      // index into RoutePlan::tensors
   uint32_t holder_set = 0;  // index into Replicas::holder_sets
   Box box;                  // global coordinates, not empty
+  uint64_t hash = 0;        // ReplicaHash
 };
 
 // Every element that more than one source rank holds is in exactly one box; boxes are by tensor,
@@ -66,11 +81,13 @@ struct ReplicaShare {
 // holder.
 std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<bool>& on_node);
 
-// `digests[node]`: of the shares of that node's sources, in the order of SharesOf. DATA_LOSS naming
-// the tensor and the ranks (RoutePlan::source_labels) of the first box whose holders differ;
-// INTERNAL where a node's list has another length.
+// `digests[node]`: of the shares of that node's sources that are in `part`, or of all of them, in
+// the order of SharesOf; those outside the part are not looked at. DATA_LOSS naming the tensor and
+// the ranks (RoutePlan::source_labels) of the first box whose holders differ; INTERNAL where a
+// node's list has another length.
 absl::Status CompareReplicas(const RefitPlan& plan,
-                             const std::vector<std::vector<uint64_t>>& digests);
+                             const std::vector<std::vector<uint64_t>>& digests,
+                             ReplicaPart part = {});
 
 }  // namespace refitd
 

@@ -203,6 +203,42 @@ TEST_CASE("Partial overlaps are cut and ranks of one layout share it") {
   CHECK(shares[2].source == 2);
 }
 
+TEST_CASE("Parts of the replicas are disjoint and cover them, and each finds what differs in it") {
+  const RefitPlanPtr plan = FourTrainers();
+  const auto all = DigestsOf(*plan, {});
+  for (const uint32_t parts : {1U, 2U, 7U}) {
+    size_t boxes = 0;
+    for (uint32_t part = 0; part < parts; ++part) {
+      for (const Replica& replica : plan->replicas.boxes) {
+        if (ReplicaPart{part, parts}.Has(replica.hash)) ++boxes;
+      }
+    }
+    CHECK(boxes == plan->replicas.boxes.size());
+    // Rank 2 differs in every box that it holds: found in the parts that have one, and no other.
+    // One node gives its whole list, as one that knows no parts does.
+    for (uint32_t part = 0; part < parts; ++part) {
+      const ReplicaPart of{part, parts};
+      std::vector<std::vector<uint64_t>> digests(all.size());
+      bool differs = false;
+      std::vector<size_t> next(all.size());
+      const auto wrong = DigestsOf(*plan, {2});
+      for (const Replica& replica : plan->replicas.boxes) {
+        for (const uint32_t source : plan->replicas.HoldersOf(replica)) {
+          const uint32_t node = plan->routes.source_nodes[source];
+          const uint64_t digest = wrong[node][next[node]];
+          differs |= of.Has(replica.hash) && digest != all[node][next[node]];
+          if (of.Has(replica.hash) || node == 0) digests[node].push_back(digest);
+          ++next[node];
+        }
+      }
+      const absl::Status status = CompareReplicas(*plan, digests, of);
+      INFO(status);
+      CHECK(status.ok() == !differs);
+      if (differs) CHECK(status.code() == absl::StatusCode::kDataLoss);
+    }
+  }
+}
+
 TEST_CASE("Replicas that differ are named with tensor and ranks") {
   const RefitPlanPtr plan = FourTrainers();
   CHECK(CompareReplicas(*plan, DigestsOf(*plan, {})).ok());

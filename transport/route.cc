@@ -118,7 +118,10 @@ class Router {
  public:
   Router(const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
          const RouteOptions& options)
-      : source_members_(sources), destination_members_(destinations), options_(options) {}
+      : source_members_(sources),
+        destination_members_(destinations),
+        options_(options),
+        work_(options.cancelled) {}
 
   absl::StatusOr<RoutePlan> Run() {
     REFITD_RETURN_IF_ERROR(CollectMembers());
@@ -129,6 +132,7 @@ class Router {
     CollectClasses();
     for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
       if (left_out_[t]) continue;
+      if (Exhausted()) return TooMuch(t);
       REFITD_RETURN_IF_ERROR(PlanTensor(t));
     }
     REFITD_RETURN_IF_ERROR(AssignShared());
@@ -307,29 +311,25 @@ class Router {
     }
   }
 
-  // Distinct sets of layouts that make up an instance, each with the first instance that has it.
-  struct Instances {
-    std::vector<std::pair<Ids, uint32_t>> sets;
-  };
+  // Distinct sets of layouts that make up an instance, those of the first instance first.
+  using Instances = std::vector<Ids>;
 
   Instances CollectInstances() const {
-    std::vector<std::pair<uint32_t, Ids>> layouts_of;  // by instance
+    std::vector<Ids> layouts_of;  // of each instance, by its first rank
     absl::flat_hash_map<uint32_t, size_t> position;
     for (uint32_t i = 0; i < destination_members_.size(); ++i) {
       if (destinations_.layout_of[i] == kNone) continue;
       const uint32_t instance = destination_members_[i].instance;
       const auto [it, added] = position.try_emplace(instance, layouts_of.size());
-      if (added) layouts_of.push_back({instance, {}});
-      layouts_of[it->second].second.push_back(destinations_.layout_of[i]);
+      if (added) layouts_of.emplace_back();
+      layouts_of[it->second].push_back(destinations_.layout_of[i]);
     }
     Instances instances;
     IdLists known;
-    for (auto& [instance, layouts] : layouts_of) {
+    for (Ids& layouts : layouts_of) {
       std::sort(layouts.begin(), layouts.end());
       layouts.erase(std::unique(layouts.begin(), layouts.end()), layouts.end());
-      if (known.Number(layouts) == instances.sets.size()) {
-        instances.sets.push_back({layouts, instance});
-      }
+      if (known.Number(layouts) == instances.size()) instances.push_back(layouts);
     }
     return instances;
   }
@@ -340,14 +340,15 @@ class Router {
         std::find_if(sources_.declared.begin(), sources_.declared.end(),
                      [tensor](const std::vector<bool>& declared) { return declared[tensor]; });
     if (holder == sources_.declared.end()) return {};
-    for (const auto& [layouts, instance] : instances.sets) {
+    for (const Ids& layouts : instances) {
       if (std::any_of(layouts.begin(), layouts.end(),
                       [&](uint32_t l) { return destinations_.declared[l][tensor]; })) {
         continue;
       }
       return fmt::format(
-          "{} has it, no rank of instance {} ({} and others) wants it",
-          LabelOf(sources_, static_cast<uint32_t>(holder - sources_.declared.begin())), instance,
+          "{} has it, but no rank of the instance of {} declares it: every instance must declare "
+          "each tensor that trainers hold",
+          LabelOf(sources_, static_cast<uint32_t>(holder - sources_.declared.begin())),
           LabelOf(destinations_, layouts.front()));
     }
     return {};
@@ -418,7 +419,7 @@ class Router {
     for (const Wanted& wanted : wanted_) {
       int64_t missing = ElementCount(wanted.box);
       meeting.clear();
-      steps_ += index.Query(wanted.box, [&](uint32_t c) { meeting.push_back(c); });
+      work_ += index.Query(wanted.box, [&](uint32_t c) { meeting.push_back(c); });
       for (const uint32_t c : meeting) {
         const std::optional<Box> common = Intersect(wanted.box, cells_[c].box);
         if (!common.has_value()) continue;
@@ -433,12 +434,13 @@ class Router {
   }
 
   bool Exhausted() const {
-    return steps_ > kMaxPlanSteps || supplied_ > kMaxRouteBytes || stored_ > kMaxRouteBytes ||
+    return work_.Over() || supplied_ > kMaxRouteBytes || stored_ > kMaxRouteBytes ||
            static_cast<int64_t>(chosen_.size()) > options_.max_routes ||
            static_cast<int64_t>(demands_.size()) > options_.max_routes;
   }
 
   absl::Status TooMuch(uint32_t tensor) const {
+    if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
     return Error(absl::StatusCode::kResourceExhausted,
                  "tensor {}: boxes so far need over {} routes, {} bytes or {} steps of planning: "
                  "use fewer and more regular pieces",
@@ -456,8 +458,10 @@ class Router {
       const BoxIndex index(boxes);
       for (uint32_t i = 0; i < boxes.size(); ++i) {
         std::optional<Box> twice;
-        steps_ += index.Query(*boxes[i], [&](uint32_t other) {
-          if (other < i && !twice.has_value()) twice = Intersect(*boxes[i], *boxes[other]);
+        work_ += index.Query(*boxes[i], [&](uint32_t other) {
+          if (other < i && !twice.has_value() && Meet(*boxes[i], *boxes[other])) {
+            twice = Intersect(*boxes[i], *boxes[other]);
+          }
         });
         if (Exhausted()) return TooMuch(t);
         if (!twice.has_value()) continue;
@@ -487,8 +491,8 @@ class Router {
         }
       }
       if (boxes.empty()) continue;
-      steps_ += static_cast<int64_t>(boxes.size());
-      boxes = MakeDisjoint(std::move(boxes), &steps_);
+      work_ += static_cast<int64_t>(boxes.size());
+      boxes = MakeDisjoint(std::move(boxes), &work_);
       MergeAdjacent(&boxes);
       for (Box& box : boxes) wanted_.push_back({std::move(box), class_nodes_[c]});
     }
@@ -524,7 +528,7 @@ class Router {
     for (const Entry& entry : sources_.Of(t)) {
       cells_.push_back({sources_.BoxOf(entry), {entry.layout}});
     }
-    CutByHolders(&cells_, &steps_);
+    CutByHolders(&cells_, &work_);
   }
 
   // Bytes that engines get of this tensor.
@@ -538,7 +542,7 @@ class Router {
         for (const HeldBox& cell : cells_) {
           if (const auto common = Intersect(cell.box, box)) elements += ElementCount(*common);
         }
-        steps_ += static_cast<int64_t>(cells_.size());
+        work_ += static_cast<int64_t>(cells_.size());
       }
       const int64_t bytes = elements * element_bytes_;
       stores_per_member_[entry.layout] += bytes;
@@ -573,7 +577,7 @@ class Router {
       for (const HeldBox& cell : cells_) {
         std::vector<Box> outside;
         for (const Box& part : parts) Subtract(part, cell.box, &outside);
-        steps_ += static_cast<int64_t>(parts.size());
+        work_ += kCutSteps * static_cast<int64_t>(parts.size());
         parts = std::move(outside);
         if (Exhausted()) return absl::OkStatus();
       }
@@ -697,7 +701,7 @@ class Router {
     const int64_t whole = std::max(options_.split_bytes, FairShare());
     for (const Demand& demand : demands_) {
       const auto holders = static_cast<int64_t>(holders_[demand.holders].ranks.size());
-      steps_ += holders * static_cast<int64_t>(node_sets_[demand.node_set].size());
+      work_ += holders * static_cast<int64_t>(node_sets_[demand.node_set].size());
       if (demand.bytes < whole || demand.box.extent.empty()) {
         AssignWhole(demand);
       } else {
@@ -942,7 +946,7 @@ class Router {
   std::vector<Demand> demands_;
   int64_t supplied_ = 0;
   int64_t stored_ = 0;
-  int64_t steps_ = 0;
+  PlanWork work_;
 
   // Of the tensor at hand.
   int64_t element_bytes_ = 0;

@@ -17,6 +17,7 @@
 #ifndef REFITD_TRANSPORT_ROUTE_H_
 #define REFITD_TRANSPORT_ROUTE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -70,6 +71,9 @@ struct RouteOptions {
   // come out even without cutting it, and the program is shorter and its pieces longer.
   int64_t split_bytes = kSplitBytes;
   int64_t split_share = 32;
+  // Set to true by whoever does not want the plan any more, on any thread: planning then ends
+  // within milliseconds with CANCELLED. Null: never.
+  std::shared_ptr<const std::atomic<bool>> cancelled = nullptr;
 };
 
 // A box of one tensor, from one rank to some nodes.
@@ -192,7 +196,7 @@ absl::Status ValidatePlan(const RoutePlan& plan);
 // no trainer holds (the first such); a tensor that a trainer has and an instance does not, or the
 // other way round, unless allowed; boxes of one destination that overlap. INVALID_ARGUMENT: a node
 // of kMaxRouteNodes and more. RESOURCE_EXHAUSTED: more than max_routes routes, or boxes so
-// irregular that planning would take minutes.
+// irregular that planning would take minutes. CANCELLED: options.cancelled.
 absl::StatusOr<RoutePlan> CompileRoutes(const std::vector<RouteMember>& sources,
                                         const std::vector<RouteMember>& destinations,
                                         const RouteOptions& options);

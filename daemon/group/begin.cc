@@ -30,6 +30,20 @@ absl::Status CheckTold(std::string_view field, int64_t told, int64_t before, int
 
 }  // namespace
 
+// Versions grow within an incarnation (P3).
+absl::Status Group::Impl::CheckGreater(Version wanted) const {
+  if (!version.has_value() || wanted > *version) return absl::OkStatus();
+  const auto holds = std::find_if(instances.begin(), instances.end(), [this](const auto& i) {
+    return VersionOf(i.second) == group::HeldVersion{*version, incarnation};
+  });
+  return Precondition(
+      "version: {} is not greater than the group's {} ({}): begin a greater version, or start a "
+      "new incarnation with CreateGroup(replace)",
+      wanted, *version,
+      holds == instances.end() ? "no instance holds it any more"
+                               : fmt::format("instance {} holds it", holds->first));
+}
+
 absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) const {
   if (e.version.value() < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", e.version);
@@ -47,10 +61,7 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
     if (state == GroupState::kDrained) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
     }
-    if (version.has_value() && e.version <= *version) {
-      return Precondition("version: {} is not greater than the group's {}", e.version, *version);
-    }
-    return absl::OkStatus();
+    return CheckGreater(e.version);
   }
   if (u.state == UpdateState::kDraining) {
     if (u.version != e.version) {
@@ -60,10 +71,10 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
                  u.give_up.reason);
   }
   if (u.version != e.version) return Precondition("an update to version {} runs", u.version);
-  const Verification verification = e.verification.value_or(limits.default_verification);
-  if (verification != u.verification) {
+  // A rank that says none gets what the update has.
+  if (e.verification.has_value() && *e.verification != u.verification) {
     return Precondition("verification: {} differs from the first rank's {}",
-                        static_cast<int>(verification), static_cast<int>(u.verification));
+                        static_cast<int>(*e.verification), static_cast<int>(u.verification));
   }
   if (e.evict_late != u.evict_late) {
     return Precondition("evict_late: {} differs from the first rank's {}", e.evict_late,
@@ -134,6 +145,7 @@ void Group::Impl::On(const BeginEvent& e) {
   const std::shared_ptr<Request> request =
       Track(member, CallKind::kBegin, e.request_id, what, e.call);
   TrainerProgress& progress = Join(member);
+  if (update->state == UpdateState::kOpening) progress.without_layout = e.without_layout;
   if (member->state == MemberState::kReady) {
     // The rank missed the answer to its first call.
     Finish(request, absl::OkStatus(), MakeBeginReply());
@@ -150,6 +162,23 @@ group::TrainerProgress& Group::Impl::Join(Member* member) {
   return progress;
 }
 
+// Of an update whose first rank says none, for all of its ranks. What the operator configured in
+// other words than the default stays. On GPUs what was stored is compared in the copy; the first
+// update of an engine rank is read back as well. Over several daemons it is not known whose memory
+// is on GPUs.
+Verification Group::Impl::DefaultVerification() const {
+  if (limits.default_verification != Verification::kReadback) return limits.default_verification;
+  bool devices = false;
+  for (const auto& [id, member] : members) {
+    if (member.state == MemberState::kLeaving) continue;
+    if (member.node != NodeId()) return Verification::kReadback;
+    if (!member.engine) continue;
+    if (!member.updated) return Verification::kReadback;
+    devices = devices || member.on_device;
+  }
+  return devices ? Verification::kTransfer : Verification::kReadback;
+}
+
 void Group::Impl::Open(const BeginEvent& e) {
   update = std::make_unique<Update>();
   update->id = next_update();
@@ -158,7 +187,7 @@ void Group::Impl::Open(const BeginEvent& e) {
   update->deadline =
       now + (e.duration == Duration(0) ? std::min(limits.default_duration, limits.max_duration)
                                        : e.duration);
-  update->verification = e.verification.value_or(limits.default_verification);
+  update->verification = e.verification.has_value() ? *e.verification : DefaultVerification();
   update->evict_late = e.evict_late;
   update->last_call = now;
   bucket_log.Clear();
@@ -175,8 +204,12 @@ std::string Group::Impl::WaitedForToAssemble() const {
   int complete = 0;
   std::vector<std::string> incomplete;
   for (const auto& [instance_name, instance] : instances) {
-    if (Next(instance.state, InstanceTrigger::kPrepare).has_value()) {
+    if (Available(instance)) {
       ++complete;
+      continue;
+    }
+    if (const std::string* why = WhyKeptOut(instance); why != nullptr) {
+      incomplete.push_back(fmt::format("instance {} ({})", instance_name, *why));
       continue;
     }
     for (int rank = 0; rank < instance.world_size; ++rank) {
@@ -201,9 +234,8 @@ std::string Group::Impl::WaitedForToAssemble() const {
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
-  const auto complete = std::count_if(instances.begin(), instances.end(), [](const auto& i) {
-    return Next(i.second.state, InstanceTrigger::kPrepare).has_value();
-  });
+  const auto complete = std::count_if(instances.begin(), instances.end(),
+                                      [this](const auto& i) { return Available(i.second); });
   if (complete < std::max(spec.min_instances, 1)) return;
   absl::Status status = MakeParticipants();
   if (status.ok()) status = DecideBroadcast();
@@ -259,7 +291,7 @@ absl::Status Group::Impl::MakeParticipants() {
   std::vector<std::string> names;
   std::vector<Participant> participants;
   for (const auto& [instance_name, instance] : instances) {
-    if (!Next(instance.state, InstanceTrigger::kPrepare).has_value()) continue;
+    if (!Available(instance)) continue;
     Participant& participant = participants.emplace_back();
     participant.instance = instance_name;
     const auto index = static_cast<uint32_t>(names.size());
@@ -335,6 +367,7 @@ std::string Group::Impl::WaitedForReady() const {
       if (Find(id)->state == MemberState::kPreparing) missing.push_back(Label(id) + " to be ready");
     }
   }
+  if (!update->data_plane_up) missing.emplace_back("the data plane between its daemons");
   return group::Few(missing);
 }
 
@@ -365,10 +398,19 @@ BeginReply Group::Impl::MakeBeginReply() const {
   return reply;
 }
 
+void Group::Impl::On(const DataPlane& e) {
+  if (update != nullptr && update->id == e.update) update->data_plane_up = e.up;
+}
+
 void Group::Impl::OpenDataIfReady() {
   if (update->state != UpdateState::kPreparing) return;
   if (std::any_of(update->participants.begin(), update->participants.end(),
                   [](const Participant& p) { return !p.evicted && !p.ready; })) {
+    return;
+  }
+  if (!update->data_plane_up) {
+    // No rank is late: the data plane has a limit of its own (Coordinator).
+    update->ready_deadline = update->deadline;
     return;
   }
   Step(&update->state, UpdateTrigger::kAllReady);

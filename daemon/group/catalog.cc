@@ -33,14 +33,14 @@ absl::StatusOr<std::shared_ptr<const Catalog>> Catalog::Make(
         continue;
       }
       for (const TensorSpec& tensor : *rank.manifest) {
-        REFITD_RETURN_IF_ERROR(catalog->Declare(rank, tensor));
+        const Dims& shape = tensor.shape;
+        const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+        REFITD_RETURN_IF_ERROR(catalog->Declare(rank, tensor, !empty));
       }
       continue;
     }
     REFITD_CHECK(rank.layout != nullptr);
-    for (const TensorSpec& tensor : rank.layout->tensors) {
-      REFITD_RETURN_IF_ERROR(catalog->Declare(rank, tensor));
-    }
+    REFITD_RETURN_IF_ERROR(catalog->DeclareLayout(rank));
     int64_t expected = 0;
     for (const Piece& piece : rank.layout->pieces) {
       const TensorSpec& tensor = rank.layout->tensors[piece.tensor];
@@ -55,10 +55,25 @@ absl::StatusOr<std::shared_ptr<const Catalog>> Catalog::Make(
   }
   REFITD_ASSIGN_OR_RETURN(catalog->index_,
                           DestinationIndex::Make(std::move(layouts), std::move(labels)));
+  for (const auto& [name, tensor] : catalog->tensors_) {
+    if (tensor.wanting.empty()) catalog->unwanted_.push_back(name);
+  }
   return std::shared_ptr<const Catalog>(std::move(catalog));
 }
 
-absl::Status Catalog::Declare(const Rank& rank, const TensorSpec& tensor) {
+absl::Status Catalog::DeclareLayout(const Rank& rank) {
+  const Layout& layout = *rank.layout;
+  std::vector<bool> stored(layout.tensors.size());
+  for (const Piece& piece : layout.pieces) {
+    if (ElementCount(piece.box) > 0) stored[piece.tensor] = true;
+  }
+  for (size_t t = 0; t < layout.tensors.size(); ++t) {
+    REFITD_RETURN_IF_ERROR(Declare(rank, layout.tensors[t], stored[t]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Catalog::Declare(const Rank& rank, const TensorSpec& tensor, bool wanted) {
   if (engine_only_.contains(tensor.name)) return absl::OkStatus();
   const auto [it, added] = tensors_.try_emplace(tensor.name);
   Tensor& known = it->second;
@@ -70,6 +85,9 @@ absl::Status Catalog::Declare(const Rank& rank, const TensorSpec& tensor) {
     return Disagree(tensor, rank.label, known, "declares");
   }
   // Ranks come instance by instance.
+  if (wanted && (known.wanting.empty() || known.wanting.back() != rank.instance)) {
+    known.wanting.push_back(rank.instance);
+  }
   if (known.instances.empty() || known.instances.back() != rank.instance) {
     known.instances.push_back(rank.instance);
   }
@@ -106,9 +124,9 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   uint32_t wanted_by = 0;
   for (const auto& [name, tensor] : tensors_) {
     if (missing != nullptr && name >= *missing) continue;
-    const auto wants = std::find_if(tensor.instances.begin(), tensor.instances.end(),
+    const auto wants = std::find_if(tensor.wanting.begin(), tensor.wanting.end(),
                                     [&evicted](uint32_t i) { return !evicted[i]; });
-    if (wants == tensor.instances.end() || pushed(name)) continue;
+    if (wants == tensor.wanting.end() || pushed(name)) continue;
     missing = &name;
     wanted_by = *wants;
   }

@@ -5,7 +5,10 @@
 // across updates while those stay the same (structure only, never data).
 //
 // An instance knows the tensors of its ranks' layouts and manifests together; one with a staged
-// rank that declared no manifest is open: it takes any tensor. Engine-only tensors are left out.
+// rank that declared no manifest is open: it takes any tensor. Engine-only tensors are left out. It
+// wants those of which a rank stores an element, or that a manifest lists with elements. A tensor
+// that it knows and does not want may come and need not: one without elements, or a name that
+// layouts have without a piece because its memory is another tensor's (tied weights).
 #ifndef REFITD_DAEMON_GROUP_CATALOG_H_
 #define REFITD_DAEMON_GROUP_CATALOG_H_
 
@@ -44,6 +47,7 @@ class Catalog {
     Dims shape;
     std::string declared_by;          // label of the first rank that did
     std::vector<uint32_t> instances;  // that know it; ascending
+    std::vector<uint32_t> wanting;    // of those: it must come; ascending
   };
 
   // FAILED_PRECONDITION: two ranks disagree about a tensor's dtype or shape (both are named).
@@ -54,11 +58,18 @@ class Catalog {
   const std::vector<Rank>& ranks() const { return ranks_; }
   const std::vector<std::string>& instances() const { return instances_; }
   size_t tensor_count() const { return tensors_.size(); }
+  // An instance does.
+  bool Wants(std::string_view tensor) const {
+    const auto it = tensors_.find(absl::string_view(tensor.data(), tensor.size()));
+    return it != tensors_.end() && !it->second.wanting.empty();
+  }
+  // Known, and wanted by no instance; in no order.
+  const std::vector<std::string>& unwanted() const { return unwanted_; }
 
   // FAILED_PRECONDITION naming tensor and instance or rank: engine-only, unknown to an instance
   // that is not in `evicted`, dtype or shape disagree.
   absl::Status Check(const TensorSpec& tensor, const std::vector<bool>& evicted) const;
-  // First tensor (by name) that an instance still in knows and `pushed` doesn't have, as a status
+  // First tensor (by name) that an instance still in wants and `pushed` doesn't have, as a status
   // naming both.
   absl::Status CheckAllPushed(const std::function<bool(std::string_view)>& pushed,
                               const std::vector<bool>& evicted) const;
@@ -80,13 +91,15 @@ class Catalog {
 
  private:
   Catalog() = default;
-  absl::Status Declare(const Rank& rank, const TensorSpec& tensor);
+  absl::Status Declare(const Rank& rank, const TensorSpec& tensor, bool wanted);
+  absl::Status DeclareLayout(const Rank& rank);
 
   std::vector<Rank> ranks_;
   std::vector<std::string> instances_;
   std::vector<bool> open_;  // by instance
   absl::flat_hash_set<std::string> engine_only_;
   absl::flat_hash_map<std::string, Tensor> tensors_;
+  std::vector<std::string> unwanted_;
   std::shared_ptr<const DestinationIndex> index_;
   std::vector<MemberId> destinations_;
   std::vector<uint32_t> instance_of_;

@@ -1,6 +1,7 @@
 #include "daemon/group/coordinator.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "daemon/group/coordinator_impl.h"
@@ -8,6 +9,8 @@
 
 namespace refitd {
 namespace {
+
+using coordinator::Epoch;
 
 // How long others may say whom they waited for, once one said that the wire failed: less than the
 // second that survivors have to hear of an abort.
@@ -126,6 +129,7 @@ void Coordinator::Impl::On(const GroupEvent& event) {
     Tick();
   }
   Feed(event);
+  if (std::exchange(overdue, false)) DropOwing();
   if (const auto* replaced = std::get_if<ReplaceGroup>(&event);
       replaced != nullptr && group.incarnation() == replaced->incarnation) {
     for (const auto& [id, node] : nodes) {
@@ -155,16 +159,8 @@ void Coordinator::Impl::Tick() {
     Judge().IgnoreError();
     return;
   }
-  if (epoch.has_value() && !epoch->ready && now >= epoch->deadline) {
-    std::string waits;
-    for (const NodeId id : epoch->ranks) {
-      const bool came = epoch->connecting ? epoch->up.contains(id) : epoch->addresses.contains(id);
-      if (!came) waits += (waits.empty() ? "" : ", ") + Name(id);
-    }
-    Fail(fmt::format("the data plane did not come up within {}: waited for {}",
-                     Seconds(options.peer_limits.wire), waits),
-         GiveUpClass::kDeadline);
-    CloseEpochEverywhere();
+  if (epoch.has_value() && !epoch->ready && now >= epoch->verdict) {
+    JudgeEpoch();
   } else if (spread->locks_held < spread->lock_order.size() && now >= spread->lock_deadline) {
     Fail(fmt::format(
              "the wire of {} was not free within {}: {} has it",
@@ -258,20 +254,67 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     spread->verify_status = Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason);
     CompleteVerifyIfDone();
   }
+  if (spread.has_value()) spread->left.erase(id);
   if (spread.has_value() && !spread->abandoned) {
-    const auto lock = std::find(spread->lock_order.begin(), spread->lock_order.end(), id);
-    if (lock != spread->lock_order.end()) {
-      const auto index = static_cast<size_t>(lock - spread->lock_order.begin());
-      spread->lock_order.erase(lock);
-      if (index < spread->locks_held) {
-        --spread->locks_held;
-      } else if (index == spread->locks_held) {
-        AskNextLock();
-      }
-    }
+    DropLock(id);
     EnsureEpoch();
   }
   Do(GroupAction(StateChanged{}));
+}
+
+// In the data phase it stays: others wait for its end of the communicator, which its daemon serves
+// until the update has ended.
+void Coordinator::Impl::LeaveOut(NodeId node) {
+  if (!spread.has_value() || spread->abandoned || spread->data_began) return;
+  if (spread->nodes.erase(node) == 0) return;
+  spread->left.insert(node);
+  Send(node, PeerAbandon{spread->update});
+  if (std::find(spread->lock_order.begin(), spread->lock_order.end(), node) !=
+      spread->lock_order.end()) {
+    DropLock(node);
+    Send(node, PeerWireUnlock{spread->update});
+  }
+  if (spread->program.has_value()) {
+    LoseNodeInProgram(node, Error(absl::StatusCode::kUnavailable,
+                                  "{} has nobody left in the update", Name(node)));
+  }
+  EnsureEpoch();
+}
+
+// A daemon that answers pings and never says that its share has ended would keep every engine of
+// the update paused (P4). Its members' memory is its own daemon's to keep (P6); what this daemon's
+// own worker still does is waited for.
+void Coordinator::Impl::DropOwing() {
+  if (!spread.has_value()) return;
+  std::set<NodeId> owing = spread->verifying;
+  for (const auto& [seq, part] : spread->parts) {
+    owing.insert(part.running.begin(), part.running.end());
+  }
+  if (spread->program.has_value()) {
+    const ProgramJob& job = *spread->program;
+    owing.insert(job.comparing.begin(), job.comparing.end());
+    owing.insert(job.running.begin(), job.running.end());
+  }
+  owing.erase(kCoordinatorNode);
+  const std::string reason =
+      fmt::format("it did not end its share of the update to version {} within {} of its end",
+                  spread->version, Seconds(options.limits.cleanup_limit));
+  for (const NodeId id : owing) {
+    Do(PeerAction(DropNode{id, absl::DeadlineExceededError(reason)}));
+    LoseNode(id, reason);
+  }
+}
+
+void Coordinator::Impl::DropLock(NodeId node) {
+  const auto lock = std::find(spread->lock_order.begin(), spread->lock_order.end(), node);
+  if (lock == spread->lock_order.end()) return;
+  const auto index = static_cast<size_t>(lock - spread->lock_order.begin());
+  spread->lock_order.erase(lock);
+  if (index < spread->locks_held) {
+    --spread->locks_held;
+  } else if (index == spread->locks_held) {
+    AskNextLock();
+  }
 }
 
 // ---- reports ----
@@ -423,6 +466,13 @@ void Coordinator::Impl::On(Node* node, const PeerCallGone& r) {
   if (it != calls_of.end()) Feed(CallGone{CallId(it->second)});
 }
 
+void Coordinator::Impl::RefuseReport(NodeId node, const std::string& what) {
+  REFITD_CHECK(node != kCoordinatorNode);
+  const std::string reason = fmt::format("{}: {}", Name(node), what);
+  Do(PeerAction(DropNode{node, absl::InvalidArgumentError(reason)}));
+  LoseNode(node, reason);
+}
+
 // ---- the group's actions ----
 
 // In order: what an action brings waits until the event before it is carried out in full.
@@ -483,7 +533,7 @@ void Coordinator::Impl::Route(GroupAction action) {
     }
   } else if (auto* a = std::get_if<WelcomeMember>(&action)) {
     if (const RemoteMember* m = remote(a->member)) {
-      Send(m->node, PeerWelcome{m->id, group.version()});
+      Send(m->node, PeerWelcome{m->id, group.version(), group.spec().trainer_ranks});
       return;
     }
   } else if (auto* a = std::get_if<RefuseMember>(&action)) {
@@ -506,13 +556,19 @@ void Coordinator::Impl::Route(GroupAction action) {
     if (spread.has_value()) return StartPart(*a);
   } else if (auto* a = std::get_if<StartVerify>(&action)) {
     if (spread.has_value()) return StartReadback(*a);
-  } else if (std::holds_alternative<StartCompare>(action)) {
+  } else if (auto* a = std::get_if<StartCompare>(&action)) {
     spread->program->compare = true;
+    spread->program->compare_part = a->part;
     return CompareIfAgreed();
   } else if (auto* a = std::get_if<StartRefit>(&action)) {
     spread->data_began = true;
     spread->program->run = std::move(*a);
     return RunIfAgreed();
+  } else if (auto* a = std::get_if<NodeOutOfUpdate>(&action)) {
+    return LeaveOut(a->node);
+  } else if (std::holds_alternative<CleanUpOverdue>(action)) {
+    overdue = true;
+    return;
   } else if (std::holds_alternative<UpdateAbandoned>(action)) {
     if (spread.has_value()) Abandon();
   } else if (auto* a = std::get_if<UpdateEnded>(&action)) {
@@ -532,6 +588,7 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
   spread->update = a.update;
   spread->version = a.version;
   spread->verification = a.verification;
+  spread->deadline = now + a.remaining;
   spread->nodes.insert(a.nodes.begin(), a.nodes.end());
   spread->destination_count = a.destinations.size();
   for (const NodeId node : a.nodes) {
@@ -541,6 +598,7 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
     prepare.remaining = a.remaining;
     prepare.tensor_count = a.tensor_count;
     prepare.verification = a.verification;
+    prepare.trainer_ranks = group.spec().trainer_ranks;
   }
   for (uint32_t d = 0; d < a.destinations.size(); ++d) {
     const MemberId member = a.destinations[d];
@@ -682,7 +740,9 @@ void Coordinator::Impl::End(const UpdateEnded& a) {
   GiveLocksBack();
   const Spread ended = std::move(*spread);
   spread.reset();
-  for (const NodeId node : ended.nodes) {
+  std::set<NodeId> told = ended.nodes;
+  told.insert(ended.left.begin(), ended.left.end());
+  for (const NodeId node : told) {
     Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason});
   }
   if (!epoch.has_value() || epoch->ready) return;
@@ -908,20 +968,37 @@ void Coordinator::Impl::CompleteVerifyIfDone() {
 
 // ---- the data plane ----
 
+// Half of what remains: an update that loses its time to a daemon that can't be reached still has
+// the other half for an epoch without it, and for its data.
+Duration Coordinator::Impl::AttemptLimit() const {
+  const Duration half = (spread->deadline - now) / 2;
+  return std::min(std::max<Duration>(half, std::chrono::milliseconds(1)), options.peer_limits.wire);
+}
+
+void Coordinator::Impl::TellDataPlane(bool up) {
+  if (spread->data_plane_up == up) return;
+  spread->data_plane_up = up;
+  Feed(DataPlane{spread->update, up});
+}
+
 void Coordinator::Impl::EnsureEpoch() {
-  if (spread->nodes.size() < 2) return;
-  const std::vector<NodeId> wanted(spread->nodes.begin(), spread->nodes.end());
-  if (epoch.has_value() && epoch->ranks == wanted) return;
+  std::vector<NodeId> wanted;
+  std::set_difference(spread->nodes.begin(), spread->nodes.end(), spread->unreachable.begin(),
+                      spread->unreachable.end(), std::back_inserter(wanted));
+  if (wanted.size() < 2) return TellDataPlane(true);
+  if (epoch.has_value() && epoch->ranks == wanted) return TellDataPlane(epoch->ready);
   if (spread->data_began) return;
   CloseEpochEverywhere();
   epoch.emplace();
   epoch->id = EpochId(next_epoch++);
   epoch->ranks = wanted;
-  epoch->deadline = now + options.peer_limits.wire;
+  epoch->limit = AttemptLimit();
+  epoch->verdict = epoch->deadline = now + epoch->limit;
   const EpochId id = epoch->id;
   for (size_t rank = 0; rank < wanted.size(); ++rank) {
     Send(wanted[rank], PeerEpochOpen{id, static_cast<int>(rank), static_cast<int>(wanted.size())});
   }
+  TellDataPlane(false);
 }
 
 void Coordinator::Impl::CloseEpochEverywhere() {
@@ -932,37 +1009,160 @@ void Coordinator::Impl::CloseEpochEverywhere() {
 }
 
 void Coordinator::Impl::Opened(NodeId node, const PeerEpochOpened& r) {
-  if (!epoch.has_value() || epoch->id != r.epoch || epoch->connecting) return;
+  if (!epoch.has_value() || epoch->id != r.epoch) return;
+  if (!epoch->has(node)) {
+    return RefuseReport(node, fmt::format("it opened epoch {}, of which it is no rank", r.epoch));
+  }
+  if (epoch->connecting) return;
   if (!r.status.ok()) {
-    Fail(fmt::format("the data plane did not open on {}: {}", Name(node), Message(r.status)),
-         GiveUpClass::kTransfer);
-    CloseEpochEverywhere();
-    return;
+    return EpochFailed(
+        {node}, fmt::format("the data plane did not open on {}: {}", Name(node), Message(r.status)),
+        GiveUpClass::kTransfer);
   }
   epoch->addresses[node] = r.address;
-  if (epoch->addresses.size() < epoch->ranks.size()) return;
+  if (epoch->addresses.size() < epoch->ranks.size() || !spread.has_value()) return;
   epoch->connecting = true;
-  epoch->deadline = now + options.peer_limits.wire;
+  epoch->limit = AttemptLimit();
+  // The ranks' own words, of whom they waited for, come a little after their time.
+  epoch->verdict = epoch->deadline =
+      now + epoch->limit + std::min<Duration>(epoch->limit / 4, kLongestVerdict);
   PeerEpochConnect connect;
   connect.epoch = epoch->id;
-  connect.timeout = options.peer_limits.wire;
+  connect.timeout = epoch->limit;
   for (const NodeId rank : epoch->ranks) connect.addresses.push_back(epoch->addresses.at(rank));
   const std::vector<NodeId> ranks = epoch->ranks;
   for (const NodeId rank : ranks) Send(rank, connect);
 }
 
 void Coordinator::Impl::CameUp(NodeId node, const PeerEpochUp& r) {
-  if (!epoch.has_value() || epoch->id != r.epoch || !epoch->connecting) return;
-  if (!r.status.ok()) {
-    const std::string message = Message(r.status);
-    Fail(fmt::format("the data plane did not come up on {}: {}{}", Name(node), message,
-                     NamesOfRanks(message)),
-         GiveUpClass::kTransfer);
-    CloseEpochEverywhere();
-    return;
+  if (!epoch.has_value() || epoch->id != r.epoch) return;
+  if (!epoch->has(node)) {
+    return RefuseReport(node,
+                        fmt::format("it connected epoch {}, of which it is no rank", r.epoch));
   }
-  epoch->up.insert(node);
-  epoch->ready = epoch->up.size() == epoch->ranks.size();
+  if (!epoch->connecting || epoch->ready) return;
+  if (r.status.ok()) {
+    epoch->up.insert(node);
+  } else {
+    std::vector<NodeId> named;
+    for (const size_t rank : RanksNamed(Message(r.status))) {
+      if (epoch->ranks[rank] != node) named.push_back(epoch->ranks[rank]);
+    }
+    if (epoch->failed.empty()) epoch->first_failed = node;
+    epoch->failed.insert_or_assign(node, Epoch::Failure{std::move(named), r.status});
+    // The others run out of time at about the same moment, and know more together.
+    epoch->verdict =
+        std::min(epoch->verdict, now + std::min<Duration>(epoch->limit / 4, kLongestVerdict));
+  }
+  if (epoch->up.size() == epoch->ranks.size()) {
+    epoch->ready = true;
+    if (spread.has_value() && !spread->abandoned) TellDataPlane(true);
+  } else if (epoch->up.size() + epoch->failed.size() >= epoch->ranks.size()) {
+    JudgeEpoch();
+  }
+}
+
+// ---- a data plane that does not come up ----
+
+std::vector<NodeId> Coordinator::Impl::StillAwaited() const {
+  std::vector<NodeId> awaited;
+  for (const NodeId id : epoch->ranks) {
+    const bool came = epoch->connecting ? epoch->up.contains(id) || epoch->failed.contains(id)
+                                        : epoch->addresses.contains(id);
+    if (!came) awaited.push_back(id);
+  }
+  return awaited;
+}
+
+// Where two ranks could not reach each other, one of them must go: the one that most others could
+// not reach either. Ranks with trainers stay, since no update can do without them.
+std::set<NodeId> Coordinator::Impl::Unreachable(bool over) const {
+  std::set<NodeId> culprits;
+  if (over) {
+    for (const NodeId id : StillAwaited()) culprits.insert(id);
+  }
+  std::vector<std::pair<NodeId, NodeId>> parted;
+  for (const auto& [node, failure] : epoch->failed) {
+    const bool waited = failure.status.code() == absl::StatusCode::kDeadlineExceeded;
+    if (failure.named.empty()) {
+      // Its own trouble, and maybe that of those who failed after it; or the others had none.
+      const bool own = waited ? !epoch->up.empty() : node == epoch->first_failed;
+      if (own) culprits.insert(node);
+    }
+    for (const NodeId named : failure.named) {
+      // Who is up has reached everybody.
+      if (epoch->up.contains(named)) {
+        culprits.insert(node);
+      } else {
+        parted.emplace_back(node, named);
+      }
+    }
+  }
+  while (true) {
+    std::erase_if(parted, [&culprits](const auto& pair) {
+      return culprits.contains(pair.first) || culprits.contains(pair.second);
+    });
+    if (parted.empty()) break;
+    std::map<NodeId, int> times;
+    for (const auto& [a, b] : parted) {
+      ++times[a];
+      ++times[b];
+    }
+    // More often than any other, or as often as one that has to stay.
+    NodeId worst = times.begin()->first;
+    for (const auto& [node, count] : times) {
+      const int most = times.at(worst);
+      if (count > most || (count == most && !group.TrainsOn(node))) worst = node;
+    }
+    if (group.TrainsOn(worst)) return {};
+    culprits.insert(worst);
+  }
+  if (!culprits.empty()) return culprits;
+  // Nobody knows whom it waited for: that is clear where one alone can be left out.
+  for (const NodeId id : epoch->ranks) {
+    if (!group.TrainsOn(id)) culprits.insert(id);
+  }
+  return culprits.size() == 1 ? culprits : std::set<NodeId>();
+}
+
+void Coordinator::Impl::JudgeEpoch() {
+  const std::set<NodeId> culprits = Unreachable(now >= epoch->deadline);
+  if (epoch->failed.empty()) {
+    std::string waits;
+    for (const NodeId id : StillAwaited()) waits += (waits.empty() ? "" : ", ") + Name(id);
+    return EpochFailed(culprits,
+                       fmt::format("the data plane did not come up within {}: waited for {}",
+                                   Seconds(epoch->limit), waits),
+                       GiveUpClass::kDeadline);
+  }
+  // The word of a rank that waited for a culprit says more than the culprit's own.
+  auto word = std::find_if(epoch->failed.begin(), epoch->failed.end(), [&culprits](const auto& f) {
+    return std::any_of(f.second.named.begin(), f.second.named.end(),
+                       [&culprits](NodeId named) { return culprits.contains(named); });
+  });
+  if (word == epoch->failed.end()) word = epoch->failed.begin();
+  const std::string message = Message(word->second.status);
+  EpochFailed(culprits,
+              fmt::format("the data plane did not come up on {}: {}{}", Name(word->first), message,
+                          NamesOfRanks(message)),
+              GiveUpClass::kTransfer);
+}
+
+void Coordinator::Impl::EpochFailed(const std::set<NodeId>& culprits, const std::string& reason,
+                                    GiveUpClass kind) {
+  CloseEpochEverywhere();
+  if (!spread.has_value() || spread->abandoned) return;
+  const bool needed = std::any_of(culprits.begin(), culprits.end(),
+                                  [this](NodeId node) { return group.TrainsOn(node); });
+  if (culprits.empty() || needed || spread->data_began) return Fail(reason, kind);
+  spread->unreachable.insert(culprits.begin(), culprits.end());
+  KeepNodesOut keep{spread->update, {}, reason, kind};
+  for (const NodeId node : culprits) {
+    keep.nodes[node] = fmt::format("{} is kept out until it attaches anew: {}", Name(node), reason);
+    Do(GroupAction(LogLine{LogLine::kWarning, keep.nodes[node]}));
+  }
+  Feed(std::move(keep));
+  if (spread.has_value() && !spread->abandoned) EnsureEpoch();
 }
 
 // ---- the wire locks ----
@@ -1042,7 +1242,7 @@ std::optional<TimePoint> Coordinator::NextDeadline() const {
   }
   const auto& spread = impl_->spread;
   if (spread.has_value() && !spread->abandoned) {
-    if (impl_->epoch.has_value() && !impl_->epoch->ready) consider(impl_->epoch->deadline);
+    if (impl_->epoch.has_value() && !impl_->epoch->ready) consider(impl_->epoch->verdict);
     if (spread->locks_held < spread->lock_order.size()) consider(spread->lock_deadline);
     if (spread->wire_verdict.has_value()) consider(spread->wire_verdict->due);
   }
@@ -1053,6 +1253,7 @@ const std::string& Coordinator::name() const { return impl_->group.name(); }
 uint64_t Coordinator::incarnation() const { return impl_->group.incarnation(); }
 const GroupSpec& Coordinator::spec() const { return impl_->group.spec(); }
 bool Coordinator::has_members() const { return impl_->group.has_members(); }
+bool Coordinator::has_trainers() const { return impl_->group.has_trainers(); }
 bool Coordinator::update_running() const { return impl_->group.update_running(); }
 std::optional<Version> Coordinator::version() const { return impl_->group.version(); }
 UpdateStatistics Coordinator::Statistics() const { return impl_->group.Statistics(); }
@@ -1103,6 +1304,7 @@ MachineView Coordinator::View(TimePoint now) const {
   for (const MemberView& member : view.group.members) {
     if (!impl_->remotes.contains(member.id)) ++self.members;
   }
+  self.kept_out = impl_->group.KeptOut(kCoordinatorNode);
   view.nodes.push_back(std::move(self));
   for (const auto& [id, node] : impl_->nodes) {
     NodeView& v = view.nodes.emplace_back();
@@ -1112,6 +1314,7 @@ MachineView Coordinator::View(TimePoint now) const {
     v.state = "joined";
     v.members = static_cast<int>(node.members.size());
     v.silent = now - node.heard;
+    v.kept_out = impl_->group.KeptOut(id);
     v.protocol = node.protocol;
   }
   if (impl_->epoch.has_value()) {

@@ -47,7 +47,8 @@ class Coordinator : public GroupMachine {
   const std::string& name() const override;
   uint64_t incarnation() const override;
   const GroupSpec& spec() const override;
-  bool has_members() const override;  // of any daemon
+  bool has_members() const override;   // of any daemon
+  bool has_trainers() const override;  // of any daemon
   bool update_running() const override;
   bool is_coordinator() const override { return true; }
   absl::Status CanRegisterLayout(MemberId member) const override;

@@ -67,6 +67,7 @@ struct ProgramJob {
   std::map<NodeId, PeerProgramBuilt> built;
   bool agreed = false;
   bool compare = false;  // StartCompare came
+  ReplicaPart compare_part;
   bool compare_sent = false;
   std::set<NodeId> comparing;
   absl::Status compared;
@@ -100,9 +101,14 @@ struct Spread {
   Version version;
   Verification verification = Verification::kOff;
   std::set<NodeId> nodes;  // still in
+  // Were told of the update and have nobody left in it: they hear how it ends, nothing else.
+  std::set<NodeId> left;
   std::map<NodeId, PeerPrepare> prepares;
   std::map<NodeId, std::vector<uint32_t>> destinations;  // node's index -> the group's
   size_t destination_count = 0;
+  TimePoint deadline;            // the update's
+  bool data_plane_up = true;     // as the group was told
+  std::set<NodeId> unreachable;  // an epoch failed for them: the next is without
   bool announced = false;
   bool data_began = false;
   bool abandoned = false;
@@ -122,13 +128,23 @@ struct Spread {
   bool turn_taken = false;  // a part was issued since the wire was asked for
 };
 struct Epoch {
+  // A rank for which it did not come up.
+  struct Failure {
+    std::vector<NodeId> named;  // whom it waited for
+    absl::Status status;
+  };
   EpochId id;
   std::vector<NodeId> ranks;
   std::map<NodeId, std::string> addresses;
   std::set<NodeId> up;
+  std::map<NodeId, Failure> failed;
+  NodeId first_failed;
+  bool has(NodeId node) const { return std::find(ranks.begin(), ranks.end(), node) != ranks.end(); }
   bool connecting = false;
   bool ready = false;
-  TimePoint deadline;
+  Duration limit{};    // of opening, and again of connecting
+  TimePoint deadline;  // until which it must be open, or up
+  TimePoint verdict;   // when its failure is judged: not later than the deadline
   uint64_t next_seq = 0;
 };
 
@@ -181,6 +197,9 @@ struct Coordinator::Impl {
   void Opened(NodeId node, const PeerEpochOpened& r);
   void CameUp(NodeId node, const PeerEpochUp& r);
   void LockGranted(NodeId node, const PeerWireGranted& r);
+
+  // A report that no honest daemon sends ends its link, and changes nothing else.
+  void RefuseReport(NodeId node, const std::string& what);
 
   // ---- the group's actions ----
   void Feed(GroupEvent event);
@@ -261,6 +280,16 @@ struct Coordinator::Impl {
   void Fail(const std::string& reason, GiveUpClass kind);
 
   // ---- the data plane ----
+  // How long one attempt to bring an epoch up may take.
+  Duration AttemptLimit() const;
+  void TellDataPlane(bool up);
+  // Whose fault it is that the epoch does not come up; `over`: its time has passed. Empty: nobody
+  // can be left out for it.
+  std::set<NodeId> Unreachable(bool over) const;
+  std::vector<NodeId> StillAwaited() const;
+  void JudgeEpoch();
+  // Goes on without those nodes, or gives the update up.
+  void EpochFailed(const std::set<NodeId>& culprits, const std::string& reason, GiveUpClass kind);
   void EnsureEpoch();
   void CloseEpochEverywhere();
   void AskLocks();
@@ -271,6 +300,12 @@ struct Coordinator::Impl {
   // ---- nodes ----
   void Send(NodeId node, PeerCommand command);
   void LoseNode(NodeId node, const std::string& reason);
+  // The node has nobody left in the update, and no byte has moved: the update goes on without it.
+  void LeaveOut(NodeId node);
+  // After the clean-up limit: the nodes that have not ended their share of the update are lost.
+  void DropOwing();
+  // Nothing waits for the node's lock any more.
+  void DropLock(NodeId node);
   std::string Name(NodeId node) const;
   // Whether commands that `version` of the protocol added may be sent to that daemon: its link
   // agreed to the version or to a later one. A daemon of an earlier version ends the link over
@@ -310,6 +345,7 @@ struct Coordinator::Impl {
   std::vector<PeerReport> own_reports;
   std::deque<GroupEvent> events;
   bool feeding = false;
+  bool overdue = false;  // CleanUpOverdue came
 };
 
 }  // namespace refitd

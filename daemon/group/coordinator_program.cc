@@ -169,7 +169,7 @@ void Coordinator::Impl::CompareIfAgreed() {
   }
   const std::set<NodeId> asked = job.comparing;
   if (asked.empty()) return CompleteCompareIfDone();
-  for (const NodeId node : asked) Send(node, PeerCompare{spread->update});
+  for (const NodeId node : asked) Send(node, PeerCompare{spread->update, job.compare_part});
 }
 
 void Coordinator::Impl::Compared(NodeId node, const PeerCompared& r) {
@@ -188,7 +188,9 @@ void Coordinator::Impl::Compared(NodeId node, const PeerCompared& r) {
 void Coordinator::Impl::CompleteCompareIfDone() {
   ProgramJob& job = *spread->program;
   if (!job.comparing.empty()) return;
-  if (job.compared.ok()) job.compared = CompareReplicas(*job.use.plan, job.digests);
+  if (job.compared.ok()) {
+    job.compared = CompareReplicas(*job.use.plan, job.digests, job.compare_part);
+  }
   Feed(CompareDone{spread->update, job.compared});
 }
 

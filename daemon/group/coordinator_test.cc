@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -78,6 +79,13 @@ class Fixture {
 
   // A trainer here, an engine there, and an update whose data may come.
   void OpenUpdate() {
+    Prepare();
+    BringUp(kEpoch, nodes_);
+    ReportAll(PeerReady{kRemoteEngine, update_});
+    REQUIRE(Local<Reply>().size() == 1);
+  }
+  // The same before the data plane is up and ranks are ready.
+  void Prepare(Duration duration = {}) {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
     EngineIdentity engine;
     for (const NodeId node : nodes_) {
@@ -89,14 +97,33 @@ class Fixture {
     begin.call = CallId(1);
     begin.member = kTrainer;
     begin.version = Version(1);
+    begin.duration = duration;
     Do(GroupEvent(begin));
     update_ = Sent<PeerPrepare>().at(0).update;
-    Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
-    Do(EpochUp{kEpoch, absl::OkStatus()});
-    ReportAll(PeerEpochUp{kEpoch, absl::OkStatus()});
-    ReportAll(PeerReady{kRemoteEngine, update_});
-    REQUIRE(Local<Reply>().size() == 1);
+  }
+  // Both buckets to the first node's instance, and Commit; what was answered.
+  absl::Status PushAndCommit(EpochId epoch) {
+    Push(0, "t");
+    GrantWire();
+    FinishPart(0, epoch);
+    Push(1, "u");
+    FinishPart(1, epoch);
+    return Commit();
+  }
+  // After both buckets.
+  absl::Status Commit() {
+    CommitEvent commit;
+    commit.call = CallId(20);
+    commit.member = kTrainer;
+    commit.version = Version(1);
+    commit.bucket_count = 2;
+    Forget();
+    Do(GroupEvent(commit));
+    for (const PeerVerify& verify : Sent<PeerVerify>()) {
+      Report(PeerVerified{verify.update, absl::OkStatus(), {}});
+    }
+    const std::vector<Reply> replies = Local<Reply>();
+    return replies.size() == 1 ? replies[0].status : absl::UnknownError("not answered");
   }
   // One bucket, packed here and acknowledged there.
   void Push(int64_t seq, const std::string& tensor) {
@@ -109,8 +136,28 @@ class Fixture {
     Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
     ReportAll(PeerHeaderAck{update_, header.header.part, header.digest, ""});
   }
-  void FinishPart(int64_t part) {
-    Do(WireDone{kEpoch, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
+  // The wire is the group's, and what was pushed crosses it.
+  void GrantWire() {
+    Report(PeerWireGranted{update_});
+    Do(WireGranted{});
+    for (const NodeId node : nodes_) {
+      if (node != kNode) Do(ReportReceived{node, PeerWireGranted{update_}});
+    }
+  }
+  // All of these nodes, and this daemon, open and connect it.
+  void BringUp(EpochId epoch, const std::vector<NodeId>& nodes) {
+    Do(EpochOpened{epoch, absl::OkStatus(), "here"});
+    for (const NodeId node : nodes) {
+      Do(ReportReceived{node, PeerEpochOpened{epoch, absl::OkStatus(), "there"}});
+    }
+    Do(EpochUp{epoch, absl::OkStatus()});
+    for (const NodeId node : nodes) {
+      Do(ReportReceived{node, PeerEpochUp{epoch, absl::OkStatus()}});
+    }
+  }
+  // The first node's instance got all of the part.
+  void FinishPart(int64_t part, EpochId epoch = kEpoch) {
+    Do(WireDone{epoch, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
     PeerPartDone done;
     done.update = update_;
     done.part = PartSeq(part);
@@ -119,6 +166,7 @@ class Fixture {
     Report(done);
   }
   UpdateId update() const { return update_; }
+  MachineView View() const { return coordinator_.View(now_); }
   const Coordinator& coordinator() const { return coordinator_; }
 
  private:
@@ -186,8 +234,7 @@ TEST_CASE("the header tells each daemon which of its staged ranks will be handed
   begin.tensor_count = 1;
   f.Do(GroupEvent(begin));
   const UpdateId update = f.Sent<PeerPrepare>().at(0).update;
-  f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-  f.ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+  f.BringUp(kEpoch, {kNode, kThird});
   f.Do(GroupEvent(ReadyEvent{kHere, update}));
   for (const uint64_t id : {7, 8}) f.Report(PeerReady{MemberId(id), update});
   f.Do(ReportReceived{kThird, PeerReady{kRemoteEngine, update}});
@@ -327,6 +374,258 @@ TEST_CASE(
   SECTION("the member is") { f.Report(PeerGone{MemberId(3), "gone"}); }
   CHECK(f.Local<ReleaseMember>().empty());
   CHECK(f.Local<Reply>().empty());
+}
+
+TEST_CASE("the death of a daemon's only engine aborted the update for all") {
+  Fixture f;
+  f.JoinThird();
+  f.Prepare();
+  f.BringUp(kEpoch, {kNode, kThird});
+  f.Forget();
+  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+  CHECK(f.Sent<PeerAbandon>().size() == 1);  // it has nothing to do in it any more
+  const auto opened = f.Sent<PeerEpochOpen>();
+  REQUIRE(opened.size() == 1);
+  CHECK(opened[0].size == 2);
+  const EpochId epoch = opened[0].epoch;
+  f.BringUp(epoch, {kNode});
+  // As it closes its link where it heard of the death before it heard of the update.
+  f.Do(NodeLost{kThird, "no member is left"});
+  f.Report(PeerReady{kRemoteEngine, f.update()});
+  REQUIRE(f.Local<Reply>().size() == 1);
+  CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
+  CHECK(f.PushAndCommit(epoch) == absl::OkStatus());
+}
+
+TEST_CASE("a daemon whose only engine died in the data phase serves the data plane to the end") {
+  Fixture f;
+  f.JoinThird();
+  f.OpenUpdate();
+  f.Push(0, "t");
+  f.GrantWire();
+  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+  CHECK(f.Sent<PeerAbandon>().empty());
+  CHECK(f.Sent<PeerEpochClose>().empty());
+  PeerPartDone done;
+  done.update = f.update();
+  done.part = PartSeq(0);
+  done.bytes_written = {0};
+  done.digests = {42};
+  f.Do(ReportReceived{kThird, done});
+  f.FinishPart(0);
+  f.Push(1, "u");
+  f.FinishPart(1);
+  CHECK(f.Commit() == absl::OkStatus());
+}
+
+TEST_CASE("a daemon that is left out of an update hears how it ended") {
+  Fixture f;
+  f.JoinThird();
+  f.Prepare();
+  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+  f.BringUp(f.Sent<PeerEpochOpen>().back().epoch, {kNode});
+  f.Report(PeerReady{kRemoteEngine, f.update()});
+  CHECK(f.PushAndCommit(EpochId(2)) == absl::OkStatus());
+  std::set<NodeId> told;
+  for (const SendCommand& send : f.Local<SendCommand>()) {
+    const auto* ended = std::get_if<PeerUpdateEnded>(&send.command);
+    if (ended == nullptr) continue;
+    CHECK(ended->outcome == Outcome::kCommitted);
+    told.insert(send.node);
+  }
+  CHECK(told == std::set<NodeId>{kNode, kThird});
+}
+
+TEST_CASE("a daemon that answered pings and never ended its share hung the group") {
+  Fixture f;
+  constexpr MemberId kHere{2};
+  constexpr CallId kOperator{30};
+  EngineIdentity engine;
+  engine.instance = "here";
+  f.Do(GroupEvent(EngineAttached{kHere, engine}));
+  f.Do(GroupEvent(LayoutRegistered{kHere, LayoutOf({Bytes("t", 100), Bytes("u", 100)})}));
+  f.Prepare();
+  f.BringUp(kEpoch, {kNode});
+  f.Do(GroupEvent(ReadyEvent{kHere, f.update()}));
+  f.Report(PeerReady{kRemoteEngine, f.update()});
+  f.Push(0, "t");
+  f.Forget();
+  f.Do(GroupEvent(OperatorAbort{kOperator, "enough"}));
+  CHECK(f.Local<SendAborted>().empty());
+  f.Wait(GroupLimits().cleanup_limit + std::chrono::milliseconds(1));
+  const auto dropped = f.Local<DropNode>();
+  REQUIRE(dropped.size() == 1);
+  CHECK(dropped[0].node == kNode);
+  CHECK_THAT(std::string(dropped[0].status.message()), Catch::Contains("did not end its share"));
+  std::set<MemberId> told;
+  for (const SendAborted& aborted : f.Local<SendAborted>()) told.insert(aborted.member);
+  CHECK(told == std::set<MemberId>{kTrainer, kHere});
+  std::set<CallId> answered;
+  for (const Reply& reply : f.Local<Reply>()) answered.insert(reply.call);
+  CHECK(answered.contains(kOperator));
+  CHECK(answered.contains(CallId(10)));  // the bucket
+  BeginEvent again;
+  again.call = CallId(31);
+  again.member = kTrainer;
+  again.version = Version(2);
+  f.Forget();
+  f.Do(GroupEvent(again));
+  CHECK(f.Local<UpdateAssembled>().size() == 1);  // of the instance here
+}
+
+// Of a group with daemons b (the coordinator's, with the trainer), a and c.
+struct BrokenDataPlane : Fixture {
+  BrokenDataPlane() {
+    JoinThird();
+    Prepare(std::chrono::seconds(8));
+    Forget();
+  }
+  void Open() {
+    Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+    ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+  }
+  // The update commits with a's instance; c's is told that it keeps what it has.
+  void CheckGoesOnWithoutThird() {
+    std::vector<SendCommand> told = Local<SendCommand>();
+    std::erase_if(told, [](const SendCommand& send) {
+      return !std::holds_alternative<PeerAborted>(send.command);
+    });
+    REQUIRE(told.size() == 1);
+    CHECK(told[0].node == kThird);
+    CHECK_FALSE(std::get<PeerAborted>(told[0].command).dirty);
+    REQUIRE(Sent<PeerEpochOpen>().back().epoch == EpochId(2));
+    CHECK(Sent<PeerEpochOpen>().back().size == 2);
+    CHECK(Local<Reply>().empty());
+    Report(PeerReady{kRemoteEngine, update()});
+    CHECK(Local<Reply>().empty());  // not before the data plane is up
+    BringUp(EpochId(2), {kNode});
+    REQUIRE(Local<Reply>().size() == 1);
+    CHECK(Local<Reply>()[0].status == absl::OkStatus());
+    CHECK(PushAndCommit(EpochId(2)) == absl::OkStatus());
+    const std::vector<NodeView> nodes = View().nodes;
+    REQUIRE(nodes.size() == 3);
+    CHECK(nodes[0].kept_out.empty());
+    CHECK(nodes[1].kept_out.empty());
+    CHECK_THAT(nodes[2].kept_out, Catch::Contains("daemon c is kept out until it attaches anew"));
+  }
+  // Who gets Prepare in the update to that version.
+  std::set<NodeId> Prepared(int64_t version) {
+    BeginEvent begin;
+    begin.call = CallId(100 + static_cast<uint64_t>(version));
+    begin.member = kTrainer;
+    begin.version = Version(version);
+    Forget();
+    Do(GroupEvent(begin));
+    std::set<NodeId> prepared;
+    for (const SendCommand& send : Local<SendCommand>()) {
+      const auto* prepare = std::get_if<PeerPrepare>(&send.command);
+      if (prepare != nullptr && !prepare->engines.empty()) prepared.insert(send.node);
+    }
+    return prepared;
+  }
+};
+
+TEST_CASE("a daemon with a broken data plane starved every instance") {
+  BrokenDataPlane f;
+  const auto late = [](const std::string& whom) {
+    return absl::DeadlineExceededError("epoch 1: waited 4000 ms for " + whom + " to connect");
+  };
+  SECTION("it never opens") {
+    f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+    f.Report(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+    f.Wait(std::chrono::milliseconds(4100));
+  }
+  SECTION("it can't open") {
+    f.Do(ReportReceived{kThird, PeerEpochOpened{kEpoch, absl::UnavailableError("no NCCL"), ""}});
+  }
+  SECTION("nobody reaches it, and it reaches nobody") {
+    f.Open();
+    f.Do(EpochUp{kEpoch, late("rank 2")});
+    f.Report(PeerEpochUp{kEpoch, late("rank 2")});
+    f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0, rank 1")}});
+  }
+  SECTION("one other daemon can't reach it") {
+    f.Open();
+    f.Do(EpochUp{kEpoch, late("rank 2")});
+    f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0")}});
+    f.Wait(std::chrono::milliseconds(600));  // the third may have a word, and has none
+  }
+  SECTION("it comes up for the others only") {
+    f.Open();
+    f.Do(EpochUp{kEpoch, absl::OkStatus()});
+    f.Report(PeerEpochUp{kEpoch, absl::OkStatus()});
+    const bool says = GENERATE(false, true);
+    if (says) f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0")}});
+    if (!says) f.Wait(std::chrono::milliseconds(3100));  // half of what remained, and a bit
+    if (!says) f.Wait(std::chrono::milliseconds(1500));
+  }
+  f.CheckGoesOnWithoutThird();
+  // It stays out, until it attaches anew.
+  CHECK(f.Prepared(2) == std::set<NodeId>{kNode});
+  f.Do(GroupEvent(OperatorAbort{CallId(40), "enough"}));
+  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "it was started anew"}});
+  f.Do(NodeLost{kThird, "no member is left"});
+  constexpr NodeId kAnew{3};
+  EngineIdentity engine;
+  engine.instance = "j";
+  f.Do(NodeJoined{kAnew, "c", "elsewhere"});
+  f.Do(ReportReceived{kAnew, PeerAttach{kRemoteEngine, engine}});
+  f.Do(ReportReceived{kAnew, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(60)}});
+  CHECK(f.Prepared(3) == std::set<NodeId>{kNode, kAnew});
+}
+
+TEST_CASE("a data plane that fails for the trainer's daemon keeps nobody out") {
+  BrokenDataPlane f;
+  f.Open();
+  const absl::Status waited = absl::DeadlineExceededError("epoch 1: waited 4000 ms for rank 0");
+  f.ReportAll(PeerEpochUp{kEpoch, waited});
+  f.Do(EpochUp{kEpoch, absl::DeadlineExceededError("epoch 1: waited for rank 1, rank 2")});
+  const std::vector<Reply> replies = f.Local<Reply>();
+  REQUIRE(replies.size() == 1);
+  CHECK(replies[0].status.code() == absl::StatusCode::kAborted);
+  CHECK_THAT(std::string(replies[0].status.message()),
+             Catch::Contains("the data plane did not come up on"));
+  CHECK(f.Prepared(2) == std::set<NodeId>{kNode, kThird});
+}
+
+TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody out") {
+  Fixture f;
+  f.Prepare();
+  f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+  f.Report(PeerEpochOpened{kEpoch, absl::UnavailableError("no device"), ""});
+  const std::vector<Reply> replies = f.Local<Reply>();
+  REQUIRE(replies.size() == 1);
+  CHECK_THAT(std::string(replies[0].status.message()),
+             Catch::Contains("the data plane did not open on daemon a: no device"));
+  CHECK(f.View().nodes[1].kept_out.empty());
+}
+
+TEST_CASE("a report about an epoch of which its daemon is no rank ended the coordinator") {
+  Fixture f;
+  f.Prepare();
+  f.Do(NodeJoined{kThird, "c", "elsewhere"});
+  PeerReport report = PeerEpochOpened{kEpoch, absl::OkStatus(), "nowhere"};
+  SECTION("while it opens") {}
+  SECTION("while it connects") {
+    f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+    f.Report(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+    report = PeerEpochUp{kEpoch, absl::OkStatus()};
+  }
+  f.Do(ReportReceived{kThird, report});
+  const auto dropped = f.Local<DropNode>();
+  REQUIRE(dropped.size() == 1);
+  CHECK(dropped[0].node == kThird);
+  CHECK_THAT(std::string(dropped[0].status.message()),
+             Catch::Contains("daemon c") && Catch::Contains("of which it is no rank"));
+  // The update goes on.
+  if (std::holds_alternative<PeerEpochOpened>(report)) {
+    f.BringUp(kEpoch, {kNode});
+  } else {
+    f.Do(EpochUp{kEpoch, absl::OkStatus()});
+    f.Report(PeerEpochUp{kEpoch, absl::OkStatus()});
+  }
+  f.Report(PeerReady{kRemoteEngine, f.update()});
+  CHECK(f.PushAndCommit(kEpoch) == absl::OkStatus());
 }
 
 TEST_CASE("A group takes as many daemons as the wire can join, and refuses the next by name") {

@@ -11,6 +11,15 @@ absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
 }
 
+// What became of an update, to a rank that takes it for open.
+absl::Status Told(const group::EndedUpdate& ended) {
+  if (ended.what.outcome == Outcome::kCommitted) {
+    return Precondition("version {} is committed already", ended.version);
+  }
+  return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", ended.version,
+               ended.what.reason);
+}
+
 int64_t CarriedBytes(const PartContent& content) {
   int64_t bytes = 0;
   for (const TensorRange& range : content.ranges) {
@@ -30,12 +39,7 @@ PartContent WithoutSlot(PartContent content) {
 
 absl::Status Group::Impl::NotOpen(Version wanted) const {
   for (auto it = past.rbegin(); it != past.rend(); ++it) {
-    if (it->first != wanted) continue;
-    if (it->second.outcome == Outcome::kCommitted) {
-      return Precondition("version {} is committed already", wanted);
-    }
-    return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
-                 it->second.reason);
+    if (it->version == wanted) return Told(*it);
   }
   if (update != nullptr) {
     return Precondition("version: {}, but the update that runs is to version {}", wanted,
@@ -44,7 +48,20 @@ absl::Status Group::Impl::NotOpen(Version wanted) const {
   return Precondition("no update to version {} is open: begin it first", wanted);
 }
 
-absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted) {
+// The rank began that update, which is over: whatever runs now, to the same version or another, is
+// not what it means.
+absl::Status Group::Impl::Gone(UpdateId wanted, Version wanted_version) const {
+  for (const group::EndedUpdate& ended : past) {
+    if (ended.update == wanted) return Told(ended);
+  }
+  return Error(absl::StatusCode::kAborted,
+               "the update to version {} is over (update {}): what became of it is not remembered",
+               wanted_version, wanted);
+}
+
+absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted,
+                                                             UpdateId wanted_update) {
+  if (IsAnother(wanted_update)) return Gone(wanted_update, wanted);
   if (update == nullptr || update->version != wanted) return NotOpen(wanted);
   if (update->state == UpdateState::kDraining) {
     return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", wanted,
@@ -76,7 +93,7 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
                          group::Seconds(e.wait)));
     return;
   }
-  const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version);
+  const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version, e.update);
   if (!progress.ok()) {
     Refuse(e.call, progress.status());
     return;
@@ -254,7 +271,7 @@ void Group::Impl::On(const BucketEvent& e) {
   if (member == nullptr) return;
   const std::string what = fmt::format("bucket {} of version {}", e.seq, e.version);
   if (Repeated(member, CallKind::kBucket, e.request_id, what, e.call)) return;
-  const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version);
+  const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version, e.update);
   absl::Status status = progress.status();
   if (status.ok()) status = CheckBucket(**progress, e);
   if (status.ok()) status = Reserve(e);
@@ -401,6 +418,7 @@ void Group::Impl::FinishBucket(const Bucket& bucket) {
 // In order, so that the part that is delivered next never waits for a slot that a later one has.
 void Group::Impl::StartParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
+  if (!update->data_plane_up) return;
   for (; update->next_start < update->end_part(); ++update->next_start) {
     Part& part = update->part(update->next_start);
     if (!part.slot.has_value() && !part.content->byte_offsets.empty()) {
@@ -464,7 +482,7 @@ void Group::Impl::WriteFirst(uint32_t index) {
   Instance& instance = instances.at(participant.instance);
   Step(&instance.state, InstanceTrigger::kFirstWrite);
   instance.reason = fmt::format("version {} is being written", update->version);
-  for (const MemberId id : participant.members) Find(id)->version.reset();
+  for (const MemberId id : participant.members) Find(id)->held.reset();
   Changed();
 }
 

@@ -68,11 +68,20 @@ absl::Status Group::Impl::CheckCoverage() const {
   REFITD_RETURN_IF_ERROR(CheckAllPushed());
   const int64_t moved = update->program.has_value() ? update->compiled->tensors : 0;
   const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
-  if (update->tensor_count != 0 && pushed != update->tensor_count) {
+  // Whether tensors that no instance wants are counted is the trainers' choice.
+  const int64_t told = update->tensor_count;
+  if (told != 0 && (pushed > told || pushed + UnwantedAndNotPushed() < told)) {
     return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
                         update->tensor_count);
   }
   return absl::OkStatus();
+}
+
+int64_t Group::Impl::UnwantedAndNotPushed() const {
+  const std::vector<std::string>& unwanted = update->catalog->unwanted();
+  return std::count_if(unwanted.begin(), unwanted.end(), [this](const std::string& tensor) {
+    return !update->pushed.contains(tensor) && !Moves(tensor);
+  });
 }
 
 absl::Status Group::Impl::CheckAllPushed() const {
@@ -100,12 +109,14 @@ void Group::Impl::On(const CommitEvent& e) {
   const std::string what =
       fmt::format("commit of {} buckets of version {}", e.bucket_count, e.version);
   if (Repeated(member, CallKind::kCommit, e.request_id, what, e.call)) return;
-  const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version);
+  const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version, e.update);
   absl::Status status = found.status();
-  if (status.ok() && HasShards(*member)) {
+  if (status.ok() && HasShardsIn(*member, **found)) {
     // Commit does not say which binding it means.
-    status =
-        Precondition("{} has registered a layout: it ends an update with Refit", member->label);
+    status = Precondition(
+        "{} has registered a layout: it ends an update with Refit, unless its Begin says "
+        "without_layout",
+        member->label);
   }
   if (status.ok()) status = CheckCommit(**found, e);
   if (!status.ok()) {
@@ -310,12 +321,65 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
   Log(LogLine::kWarning, fmt::format("instance {} is evicted from the update to version {}: {}",
                                      participant.instance, update->version, why.reason));
   Changed();
+  TellNodesWithNobodyLeft(participant);
   if (std::find(update->evicted.begin(), update->evicted.end(), false) != update->evicted.end()) {
     return;
   }
   GiveUp none_left = why;
   none_left.reason = "no instance is left: " + why.reason;
   Abandon(none_left);
+}
+
+bool Group::Impl::TakesPart(NodeId node) const {
+  const auto on_node = [this, node](MemberId id) {
+    const Member* member = Find(id);
+    return member != nullptr && member->node == node;
+  };
+  return std::any_of(update->trainers.begin(), update->trainers.end(),
+                     [&](const auto& t) { return on_node(t.second.member); }) ||
+         std::any_of(
+             update->participants.begin(), update->participants.end(), [&](const Participant& p) {
+               return !p.evicted && std::any_of(p.members.begin(), p.members.end(), on_node);
+             });
+}
+
+void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
+  if (update->nodes.size() == 1 || update->state == UpdateState::kDraining) return;
+  std::set<NodeId> left;
+  for (const MemberId id : evicted.members) {
+    if (const Member* member = Find(id); member != nullptr) left.insert(member->node);
+  }
+  for (const NodeId node : left) {
+    if (!TakesPart(node)) Do(NodeOutOfUpdate{update->id, node});
+  }
+}
+
+// Before the first byte: one daemon that the others can't reach must not keep every instance from
+// every version.
+void Group::Impl::On(const KeepNodesOut& e) {
+  if (update == nullptr || update->id != e.update) return;
+  if (update->state == UpdateState::kDraining) return;
+  // By participant: why it goes; null: it stays.
+  std::vector<const std::string*> why(update->participants.size());
+  bool any_left = false;
+  for (size_t i = 0; i < why.size(); ++i) {
+    const Participant& p = update->participants[i];
+    for (const MemberId id : p.members) {
+      const Member* member = Find(id);
+      const auto out = member == nullptr ? e.nodes.end() : e.nodes.find(member->node);
+      if (out != e.nodes.end()) why[i] = &out->second;
+    }
+    any_left |= why[i] == nullptr && !p.evicted;
+  }
+  if (!any_left) return Abandon({e.reason, e.kind});
+  for (const auto& [node, reason] : e.nodes) {
+    kept_out[node] = reason;
+    LetInIfEmpty(node);
+  }
+  for (uint32_t i = 0; i < why.size(); ++i) {
+    if (why[i] != nullptr && !update->participants[i].evicted) Evict(i, {*why[i], e.kind});
+  }
+  Changed();
 }
 
 // Its ranks resume on Aborted: only when nothing touches their memory any more.
@@ -389,7 +453,7 @@ void Group::Impl::On(const AbortEvent& e) {
   if (member == nullptr) return;
   const std::string what = fmt::format("abort of version {}", e.version);
   if (Repeated(member, CallKind::kAbort, e.request_id, what, e.call)) return;
-  if (update == nullptr || update->version != e.version ||
+  if (update == nullptr || update->version != e.version || IsAnother(e.update) ||
       !update->trainers.contains(member->rank)) {
     Refuse(e.call,
            Precondition("no update to version {} is open for {}", e.version, member->label));
@@ -428,7 +492,6 @@ std::vector<InstanceOutcome> Group::Impl::Outcomes(bool committed) const {
 
 void Group::Impl::InstallVersion() {
   version = update->version;
-  committed_once = true;
   ++committed_updates;
   for (const Participant& participant : update->participants) {
     if (participant.evicted) continue;
@@ -438,22 +501,47 @@ void Group::Impl::InstallVersion() {
     instance.installed = update->id;
     for (const MemberId id : participant.members) {
       Member* member = Find(id);
-      member->version = version;
+      member->held = {update->version, incarnation};
+      member->updated = true;
       Step(&member->state, MemberTrigger::kOutcome);
       Do(SendCommitted{id, update->version});
     }
   }
 }
 
-void Group::Impl::TearDown(const std::string& reason) {
+void Group::Impl::TearDown() {
   ++aborted_updates;
   for (Participant& participant : update->participants) {
-    if (participant.evicted) continue;
-    Instance& instance = instances.at(participant.instance);
-    Step(&instance.state, InstanceTrigger::kGiveUp);
-    if (participant.written) instance.reason = reason;
-    TellAborted(participant, reason);
+    if (!participant.evicted && !participant.told) TellGivenUp(&participant);
   }
+}
+
+void Group::Impl::TellGivenUp(Participant* participant) {
+  const std::string& reason = update->give_up.reason;
+  participant->told = true;
+  Instance& instance = instances.at(participant->instance);
+  Step(&instance.state, InstanceTrigger::kGiveUp);
+  if (participant->written) instance.reason = reason;
+  TellAborted(*participant, reason);
+}
+
+void Group::Impl::TellQuiet() {
+  for (Participant& participant : update->participants) {
+    if (participant.evicted || participant.told || participant.touching > 0) continue;
+    TellGivenUp(&participant);
+  }
+}
+
+// What still runs may be of one instance only, or of a daemon that says nothing: the others need
+// not stay paused for it.
+void Group::Impl::ReportOverdueCleanUp() {
+  update->cleanup_logged = true;
+  Log(LogLine::kError,
+      fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
+                  update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
+  TellQuiet();
+  Do(CleanUpOverdue{update->id});
+  Changed();
 }
 
 void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
@@ -463,7 +551,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
     if (update->program.has_value()) CountCompared();
     InstallVersion();
   } else {
-    TearDown(reason);
+    TearDown();
   }
   for (const auto& [rank, progress] : update->trainers) {
     Member* member = Find(progress.member);
@@ -481,7 +569,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   last_update->outcome = outcome;
   last_update->instances = outcomes;
   last_update->elapsed = now - update->started;
-  past.emplace_back(update->version, PastUpdate{outcome, reason});
+  past.push_back({update->id, update->version, PastUpdate{outcome, reason}});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(Ended(outcome, reason));
   Log(committed ? LogLine::kInfo : LogLine::kWarning,
@@ -489,10 +577,10 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
                               update->accepted_bytes, group::Seconds(now - update->started))
                 : fmt::format("update to version {} aborted: {}", update->version, reason));
   update.reset();
+  if (compiling != nullptr) compiling->cancelled->store(true);
   // A slot that its holder keeps beyond the update is no reason to give up a later one.
   ledger.EndLimits();
   Step(&state, GroupTrigger::kEnd);
-  for (const auto& [instance_name, instance] : instances) AdoptReportedVersion(instance);
   Changed();
 }
 
@@ -523,12 +611,16 @@ void Group::Impl::AnswerAll(bool committed, const std::vector<InstanceOutcome>& 
       fmt::format("the update to version {} is lost: {}", update->version, why.reason);
   // Also those whose callers went away: a repeat gets the stored answer.
   const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
+  CommitReply done{update->version, outcomes, update->accepted_bytes, now - update->started,
+                   bucket_log.Totals()};
+  if (update->program.has_value()) {
+    done.left_out_tensors = static_cast<int64_t>(update->compiled->left_out.size());
+    done.left_out_bytes = update->compiled->left_out_bytes;
+  }
   for (const auto& [call, request] : waiting) {
     if (committed) {
       REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit);
-      Finish(request, absl::OkStatus(),
-             CommitReply{update->version, outcomes, update->accepted_bytes, now - update->started,
-                         bucket_log.Totals()});
+      Finish(request, absl::OkStatus(), done);
       continue;
     }
     switch (request->kind) {

@@ -9,6 +9,18 @@
 #include "transport/base/status.h"
 
 namespace refitd {
+namespace {
+
+// What an OK answer to a call carries.
+ReplyPayload AnswerTo(const BeginEvent&) { return BeginReply{}; }
+ReplyPayload AnswerTo(const LeaseSlotEvent&) { return LeaseSlotReply{}; }
+ReplyPayload AnswerTo(const ReleaseSlotEvent&) { return EmptyReply{}; }
+ReplyPayload AnswerTo(const BucketEvent&) { return BucketReply{}; }
+ReplyPayload AnswerTo(const CommitEvent&) { return CommitReply{}; }
+ReplyPayload AnswerTo(const RefitEvent&) { return CommitReply{}; }
+ReplyPayload AnswerTo(const AbortEvent&) { return EmptyReply{}; }
+
+}  // namespace
 
 struct Follower::Impl {
   explicit Impl(FollowerOptions follower_options);
@@ -23,6 +35,11 @@ struct Follower::Impl {
     bool awaits_slots = false;  // these; the coordinator has not heard of it
     bool welcomed = false;
     std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
+  };
+  // A call that the coordinator has not answered yet.
+  struct SentCall {
+    bool bucket = false;
+    size_t answer = 0;  // index of ReplyPayload, where it goes well
   };
   // A layout that the coordinator has not answered yet: the one before is in force.
   struct SentLayout {
@@ -55,6 +72,8 @@ struct Follower::Impl {
   void On(const ReplaceGroup& e) { RefuseHere(e.call); }
   void On(const DrainEvent& e);
   void On(const FailUpdate&) {}
+  void On(const DataPlane&) {}
+  void On(const KeepNodesOut&) {}
   void On(const refitd::Tick& e);
   void On(const TransferDone& e) { worker.Handle(e, now, Out()); }
   void On(const VerifyDone& e) { worker.Handle(e, now, Out()); }
@@ -123,12 +142,14 @@ struct Follower::Impl {
   Protocol protocol = kMinProtocol;  // agreed with the coordinator, once joined
   bool entered = false;              // a member attached: it is made for that one
   std::map<MemberId, Member> members;
-  std::map<CallId, bool> calls;           // unanswered -> is a bucket's
+  std::map<CallId, SentCall> calls;       // unanswered
   std::map<CallId, BucketEvent> buckets;  // until their reply
   std::map<CallId, SentLayout> layouts;   // unanswered; of attached members
   std::deque<std::pair<Version, PastUpdate>> past;
   Worker worker;
   std::optional<TimePoint> heard;
+  // When the end of an update that this daemon takes part in must have been told.
+  std::map<UpdateId, TimePoint> outcome_due;
 
   // During one Handle.
   TimePoint now;
@@ -252,7 +273,7 @@ void Follower::Impl::Forward(const Call& e) {
                          EmptyReply{}}));
     return;
   }
-  calls[e.call] = std::is_same_v<Call, BucketEvent>;
+  calls[e.call] = {std::is_same_v<Call, BucketEvent>, AnswerTo(e).index()};
   Report(PeerCall{e});
 }
 
@@ -280,9 +301,16 @@ void Follower::Impl::On(const DrainEvent&) {
 }
 
 void Follower::Impl::On(const refitd::Tick&) {
-  if (state != State::kJoined || now - *heard <= options.peer_limits.peer) return;
-  Lose(Error(absl::StatusCode::kUnavailable, "it was silent for {:g} s",
-             std::chrono::duration<double>(options.peer_limits.peer).count()));
+  if (state != State::kJoined) return;
+  const double limit = std::chrono::duration<double>(options.peer_limits.peer).count();
+  if (now - *heard > options.peer_limits.peer) {
+    return Lose(Error(absl::StatusCode::kUnavailable, "it was silent for {:g} s", limit));
+  }
+  const bool overdue = std::any_of(outcome_due.begin(), outcome_due.end(),
+                                   [this](const auto& due) { return due.second <= now; });
+  if (!overdue) return;
+  Lose(Error(absl::StatusCode::kUnavailable,
+             "it told no outcome of an update within {:g} s of its deadline", limit));
 }
 
 // ---- the link ----
@@ -328,7 +356,7 @@ void Follower::Impl::Lose(const absl::Status& status) {
 void Follower::Impl::AnswerLostCalls() {
   if (state != State::kLost) return;
   for (auto it = calls.begin(); it != calls.end();) {
-    if (it->second && worker.Reads(it->first)) {
+    if (it->second.bucket && worker.Reads(it->first)) {
       ++it;
       continue;
     }
@@ -338,8 +366,11 @@ void Follower::Impl::AnswerLostCalls() {
   }
 }
 
+// Not while this daemon takes part in an update: its end of the communicator is what others wait
+// for, also where the last of its own members has left.
 void Follower::Impl::EndIfIdle() {
-  if (state == State::kLost || !members.empty() || !calls.empty() || !worker.quiet()) return;
+  if (state == State::kLost || !members.empty() || !calls.empty()) return;
+  if (worker.Participates()) return;
   lost = absl::UnavailableError("no member of this daemon is left");
   state = State::kLost;
   worker.AbandonAll(now, Out());
@@ -359,6 +390,7 @@ void Follower::Impl::Take(const PeerWelcome& c) {
   if (it == members.end()) return;
   it->second.welcomed = true;
   version = c.group_version;
+  if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
   Do(GroupAction(WelcomeMember{c.member}));
   Do(GroupAction(StateChanged{}));
 }
@@ -369,15 +401,28 @@ void Follower::Impl::Take(const PeerRefuse& c) {
   Do(GroupAction(RefuseMember{c.member, c.status}));
 }
 
+// An answer of another kind than its call would reach the caller as something else: no honest
+// coordinator sends it.
 void Follower::Impl::Take(const PeerReply& c) {
-  if (layouts.contains(c.call)) return AnswerLayout(c.call, c.status);
-  if (calls.erase(c.call) == 0) return;
+  const auto call = calls.find(c.call);
+  const bool layout = layouts.contains(c.call);
+  if (call == calls.end() && !layout) return;
+  const size_t expected = layout ? ReplyPayload(EmptyReply{}).index() : call->second.answer;
+  if (c.status.ok() && c.payload.index() != expected) {
+    return Lose(Error(absl::StatusCode::kInvalidArgument,
+                      "its answer to call {} is not of the kind of the call", c.call));
+  }
+  if (layout) return AnswerLayout(c.call, c.status);
+  calls.erase(call);
   buckets.erase(c.call);
   Do(GroupAction(Reply{c.call, c.status, c.payload}));
 }
 
 void Follower::Impl::Take(const PeerPrepare& c) {
+  if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
   worker.Handle(c, now, Out());
+  // Its ranks are paused until they hear how it ended: a coordinator that only pings is lost (P4).
+  outcome_due[c.update] = now + c.remaining + options.peer_limits.peer;
   for (const MemberId id : c.engines) {
     const auto it = members.find(id);
     if (it == members.end()) continue;
@@ -411,6 +456,7 @@ void Follower::Impl::Take(const PeerAborted& c) {
 
 void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
+  outcome_due.erase(c.update);
   past.emplace_back(c.version, PastUpdate{c.outcome, c.reason});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
@@ -463,13 +509,19 @@ void Follower::Handle(const MachineEvent& event, TimePoint now, MachineActions* 
 
 std::optional<TimePoint> Follower::NextDeadline() const {
   if (impl_->state != Impl::State::kJoined) return std::nullopt;
-  return *impl_->heard + impl_->options.peer_limits.peer + std::chrono::nanoseconds(1);
+  TimePoint next = *impl_->heard + impl_->options.peer_limits.peer + std::chrono::nanoseconds(1);
+  for (const auto& [update, due] : impl_->outcome_due) next = std::min(next, due);
+  return next;
 }
 
 const std::string& Follower::name() const { return impl_->options.name; }
 uint64_t Follower::incarnation() const { return impl_->incarnation; }
 const GroupSpec& Follower::spec() const { return impl_->spec; }
 bool Follower::has_members() const { return !impl_->members.empty(); }
+bool Follower::has_trainers() const {
+  return std::any_of(impl_->members.begin(), impl_->members.end(),
+                     [](const auto& member) { return !member.second.engine; });
+}
 bool Follower::update_running() const { return impl_->worker.Participates(); }
 std::optional<Version> Follower::version() const { return impl_->version; }
 

@@ -1,10 +1,10 @@
 // A daemon that joined a group: forwards what its members say to the coordinator, passes commands
 // on to them, and moves its share of the bytes.
 //
-// Keeps P2 and P4 when the coordinator is lost or silent (PeerLimits::peer): every member's stream
-// ends with UNAVAILABLE, so that ranks that answered Ready count as in doubt; calls are answered,
-// a bucket's after the last read of its source (P6); nothing more is written to members' memory
-// than what was running.
+// Keeps P2 and P4 when the coordinator is lost, silent (PeerLimits::peer), or tells no outcome of
+// an update that long after its deadline: every member's stream ends with UNAVAILABLE, so that
+// ranks that answered Ready count as in doubt; calls are answered, a bucket's after the last read
+// of its source (P6); nothing more is written to members' memory than what was running.
 #ifndef REFITD_DAEMON_GROUP_FOLLOWER_H_
 #define REFITD_DAEMON_GROUP_FOLLOWER_H_
 
@@ -36,6 +36,7 @@ class Follower : public GroupMachine {
   uint64_t incarnation() const override;
   const GroupSpec& spec() const override;
   bool has_members() const override;     // of this daemon
+  bool has_trainers() const override;    // of this daemon
   bool update_running() const override;  // this daemon takes part in one
   bool is_coordinator() const override { return false; }
   absl::Status CanRegisterLayout(MemberId member) const override;

@@ -82,6 +82,12 @@ class Fixture {
     return members.empty() ? 0 : members[0].layout_digest;
   }
   const Follower& follower() const { return follower_; }
+  TimePoint now() const { return now_; }
+  // A second passes, or less where something is due before.
+  void TickWhenDue() {
+    now_ = std::min(now_ + std::chrono::seconds(1), follower_.NextDeadline().value_or(now_));
+    Do(GroupEvent(Tick{}));
+  }
 
  private:
   FollowerOptions MakeOptions() {
@@ -97,6 +103,24 @@ class Fixture {
   Follower follower_;
   MachineActions actions_;
 };
+
+TEST_CASE("a joined daemon takes up how many trainer ranks there are now") {
+  Fixture f;
+  f.Command(PeerWelcome{MemberId(99), std::nullopt, 3});
+  // The welcome of a member that is gone says nothing.
+  CHECK(f.follower().spec().trainer_ranks == 1);
+  f.Command(PeerWelcome{kEngine, std::nullopt, 3});
+  CHECK(f.follower().spec().trainer_ranks == 3);
+  PeerPrepare prepare;
+  prepare.update = UpdateId(5);
+  prepare.trainer_ranks = 4;
+  f.Command(prepare);
+  CHECK(f.follower().spec().trainer_ranks == 4);
+  prepare.update = UpdateId(6);
+  prepare.trainer_ranks = 0;  // a coordinator of an earlier release
+  f.Command(prepare);
+  CHECK(f.follower().spec().trainer_ranks == 4);
+}
 
 TEST_CASE("RegisterLayout was answered before the coordinator had the layout") {
   Fixture f;
@@ -439,9 +463,76 @@ TEST_CASE("a daemon whose last member went with a part under way leaves when tha
   REQUIRE(f.Peers<StartWire>().size() == 1);
   f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
   CHECK(f.Peers<CloseLink>().empty());
+  f.Command(PeerUpdateEnded{UpdateId(1), Version(1), Outcome::kAborted, "lost"});
+  CHECK(f.Peers<CloseLink>().empty());
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::CancelledError("the epoch is closed")});
   CHECK(f.Peers<CloseLink>().size() == 1);
   CHECK(f.follower().finished());
+}
+
+TEST_CASE("a daemon whose only engine died left the update that it took part in") {
+  Fixture f;
+  PeerPrepare prepare;
+  prepare.update = UpdateId(5);
+  prepare.remaining = std::chrono::seconds(10);
+  prepare.engines = {kEngine};
+  f.Command(prepare);
+  f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
+  CHECK(f.Sent<PeerGone>().size() == 1);
+  CHECK(f.Peers<CloseLink>().empty());
+  // It still serves the update's data plane.
+  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  CHECK(f.Peers<OpenEpoch>().size() == 1);
+  f.Command(PeerUpdateEnded{UpdateId(5), Version(1), Outcome::kCommitted, ""});
+  CHECK(f.Peers<CloseLink>().size() == 1);
+  CHECK(f.follower().finished());
+}
+
+TEST_CASE("a coordinator that pinged and told no outcome kept an engine paused for ever") {
+  Fixture f;
+  PeerPrepare prepare;
+  prepare.update = UpdateId(5);
+  prepare.remaining = std::chrono::seconds(10);
+  prepare.engines = {kEngine};
+  f.Command(prepare);
+  const TimePoint since = f.now();
+  while (f.follower().View(f.now()).group.state == "joined" &&
+         f.now() < since + std::chrono::minutes(10)) {
+    f.TickWhenDue();
+    f.Command(PeerPing{1});
+  }
+  CHECK(f.now() - since <= prepare.remaining + PeerLimits().peer + std::chrono::seconds(1));
+  REQUIRE(f.Own<RefuseMember>().size() == 1);
+  CHECK(f.Own<RefuseMember>()[0].status.code() == absl::StatusCode::kUnavailable);
+  CHECK_THAT(std::string(f.Own<RefuseMember>()[0].status.message()),
+             Contains("told no outcome of an update"));
+}
+
+TEST_CASE("an answer of another kind than its call left the call unanswered") {
+  Fixture f;
+  constexpr MemberId kTrainer{8};
+  f.Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
+  const ReplyPayload kinds[] = {EmptyReply{}, BeginReply{}, LeaseSlotReply{}, BucketReply{},
+                                CommitReply{}};
+  const size_t wrong = GENERATE(0, 2, 3, 4);
+  SECTION("to a Begin") {
+    BeginEvent begin;
+    begin.call = kCall;
+    begin.member = kTrainer;
+    begin.version = Version(1);
+    f.Do(GroupEvent(begin));
+    f.Command(PeerReply{kCall, absl::OkStatus(), kinds[wrong]});
+  }
+  SECTION("to a layout") {
+    f.Register(kCall);
+    f.Command(PeerReply{kCall, absl::OkStatus(), kinds[wrong == 0 ? 1 : wrong]});
+    CHECK(f.Digest() == 0);
+  }
+  REQUIRE(f.Replies().size() == 1);
+  CHECK(f.Replies()[0].status.code() == absl::StatusCode::kUnavailable);
+  CHECK_THAT(std::string(f.Replies()[0].status.message()),
+             Contains("the coordinator at elsewhere") && Contains("not of the kind of the call"));
+  CHECK(f.Peers<CloseLink>().size() == 1);
 }
 
 TEST_CASE("Members that came and went leave nothing behind") {

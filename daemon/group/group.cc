@@ -188,12 +188,7 @@ void Group::Impl::On(const Tick&) {
     if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline});
   }
   if (update != nullptr && update->state == UpdateState::kDraining) {
-    if (now >= update->cleanup_deadline && !update->cleanup_logged) {
-      update->cleanup_logged = true;
-      Log(LogLine::kError,
-          fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
-                      update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
-    }
+    if (now >= update->cleanup_deadline && !update->cleanup_logged) ReportOverdueCleanUp();
   } else if (update != nullptr) {
     TickUpdate();
   }
@@ -247,11 +242,9 @@ void Group::Impl::On(const ReplaceGroup& e) {
   state = *next;
   incarnation = e.incarnation;
   version.reset();
-  replaced = true;
-  committed_once = false;
   past.clear();
   last_update.reset();
-  for (auto& [id, member] : members) member.version.reset();
+  for (auto& [id, member] : members) member.held.reset();
   for (auto& [instance_name, instance] : instances) {
     Step(&instance.state, InstanceTrigger::kMarkDirty);
     instance.reason = "the group was replaced";
@@ -271,6 +264,19 @@ void Group::Impl::On(const DrainEvent&) {
 }
 
 // ---- Group ----
+
+bool MayBeUnwanted(const GroupSpec& spec, std::string_view tensor) {
+  const std::vector<std::string>& names = spec.unwanted_tensors;
+  if (std::binary_search(names.begin(), names.end(), tensor)) return true;
+  return std::any_of(names.begin(), names.end(), [tensor](std::string_view name) {
+    return name.ends_with('*') && tensor.starts_with(name.substr(0, name.size() - 1));
+  });
+}
+
+bool EqualButTrainers(GroupSpec a, const GroupSpec& b) {
+  a.trainer_ranks = b.trainer_ranks;
+  return a == b;
+}
 
 Group::Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
              std::function<UpdateId()> next_update)
@@ -312,6 +318,7 @@ const std::string& Group::name() const { return impl_->name; }
 uint64_t Group::incarnation() const { return impl_->incarnation; }
 const GroupSpec& Group::spec() const { return impl_->spec; }
 bool Group::has_members() const { return !impl_->members.empty(); }
+bool Group::has_trainers() const { return !impl_->trainers.empty(); }
 bool Group::update_running() const { return impl_->update != nullptr; }
 std::optional<Version> Group::version() const { return impl_->version; }
 
@@ -332,12 +339,24 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
   return absl::OkStatus();
 }
 
+bool Group::TrainsOn(NodeId node) const {
+  return std::any_of(impl_->trainers.begin(), impl_->trainers.end(), [this, node](const auto& t) {
+    const group::Member* member = std::as_const(*impl_).Find(t.second);
+    return member != nullptr && member->node == node;
+  });
+}
+
+std::string Group::KeptOut(NodeId node) const {
+  const auto it = impl_->kept_out.find(node);
+  return it == impl_->kept_out.end() ? "" : it->second;
+}
+
 PastUpdate Group::Past(Version version) const {
   if (impl_->update != nullptr && impl_->update->version == version) {
     return {Outcome::kRunning, ""};
   }
   for (auto it = impl_->past.rbegin(); it != impl_->past.rend(); ++it) {
-    if (it->first == version) return it->second;
+    if (it->version == version) return it->what;
   }
   return {};
 }

@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -45,18 +46,27 @@ inline constexpr int kMaxSlots = 64;
 inline constexpr int kMaxTrainerRanks = 65'536;
 inline constexpr int kMaxEngineRanks = 65'536;  // of one group
 inline constexpr int kMaxPartsPerBucket = 4096;
+// Prefixes in GroupSpec::unwanted_tensors: each is compared with each tensor of the trainers.
+inline constexpr int kMaxUnwantedPrefixes = 64;
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
 inline constexpr int kRememberedBuckets = 4096;  // ended, of the running update or the last one
 
 struct GroupSpec {
-  int trainer_ranks = 1;
+  int trainer_ranks = 1;  // until trainers of another world size come when none is attached
   int min_instances = 1;
   int64_t slot_bytes = 0;  // never 0 here: defaults are filled in before
   int slots = 0;
   std::vector<std::string> engine_only_tensors;  // sorted, unique
+  // Tensors that trainers' layouts may have though no engine wants them: names, and prefixes that
+  // end with '*'. Sorted, unique.
+  std::vector<std::string> unwanted_tensors{};
   bool operator==(const GroupSpec&) const = default;
 };
+// Equal but for trainer_ranks, which the trainers that attach decide.
+bool EqualButTrainers(GroupSpec a, const GroupSpec& b);
+// A name or a prefix of `unwanted_tensors` fits.
+bool MayBeUnwanted(const GroupSpec& spec, std::string_view tensor);
 
 // From the daemon's config; each wait is the smaller of its own limit and what remains of the
 // update (P4).
@@ -69,11 +79,15 @@ struct GroupLimits {
   Duration idle_limit =
       std::chrono::seconds(30);  // no call from any trainer rank, and none outstanding
   Duration lease_limit = std::chrono::seconds(30);  // a leased slot unsubmitted
-  Duration cleanup_limit = std::chrono::seconds(
-      1);  // draining transfers after an abort: exceeded is logged, never skipped (P6)
-  int64_t compare_every =
-      100;  // versions after which replicas of a compiled refit are compared again
+  Duration cleanup_limit =
+      std::chrono::seconds(1);  // draining transfers after an abort. This daemon's own are waited
+                                // for beyond it (P6); who is not touched by them hears the outcome,
+                                // and other daemons that still owe one are lost
+  // Versions of a compiled refit within which each box that several ranks hold is compared again,
+  // a part of them on each version; 1: all of them on every version.
+  int64_t compare_every = 32;
   int outstanding_buckets = 256;  // per trainer rank; also how far ahead of order a seq may be
+  // Of updates whose Begin says none. kReadback: see Group::Impl::DefaultVerification.
   Verification default_verification = Verification::kReadback;
   // What goes directly is cut, between tensors, into parts of so much at least: one moves while the
   // next is planned. Not an operator's: tests use less.
@@ -106,6 +120,11 @@ struct EngineIdentity {
   std::string daemon{};  // its id, for messages; empty: the coordinator's
   // Its weights are dirty or in doubt from an earlier lease; not with held_version.
   bool dirty = false;
+  // The incarnation in which held_version was committed; 0: not told. It is shown, and never raises
+  // the group's version.
+  uint64_t held_origin = 0;
+  // Its memory is on a GPU. Known of members of the coordinator's own daemon only.
+  bool on_device = false;
 };
 
 // ---- how an update ends ----
@@ -197,6 +216,9 @@ struct BeginEvent {
   // them. With kAuto, buckets pass through slots only where every rank that begins says so; a
   // method that needs slots is refused without.
   bool slots_on_devices = false;
+  // The rank's registered layout has no part in this update: the rank pushes, and ends it by
+  // Commit.
+  bool without_layout = false;
 };
 
 struct ReadyEvent {
@@ -214,6 +236,7 @@ struct LeaseSlotEvent {
   MemberId member;
   Version version;
   Duration wait{};
+  UpdateId update{};  // as BucketEvent
 };
 struct ReleaseSlotEvent {
   CallId call;
@@ -233,6 +256,9 @@ struct BucketEvent {
   std::vector<TensorRange> ranges;         // ranges[i].tensor == i
   std::optional<SlotGrant> slot;           // the source is this leased slot
   std::vector<int64_t> slot_byte_offsets;  // with slot: where each tensor lies in it
+  // The update that the rank began (BeginReply): the call is of no other update to that version. 0:
+  // not told, `version` alone decides.
+  UpdateId update{};
 };
 
 // What StartTransfer asked for has ended; nothing of the source is read and nothing written any
@@ -260,9 +286,11 @@ struct CommitEvent {
   int64_t bucket_count = 0;
   // Some of the buckets may still be on their way: they are waited for.
   bool pushes_under_way = false;
+  UpdateId update{};  // as BucketEvent
 };
 // Begin, the compiled moves and Commit in one. The rank has a layout (the caller has compared its
-// binding generation); it may have begun and pushed buckets of its layout's pushed_tensors before.
+// binding generation); it may have begun and pushed buckets of its layout's pushed_tensors before,
+// and then says which update it ends.
 struct RefitEvent {
   CallId call;
   MemberId member;
@@ -272,6 +300,9 @@ struct RefitEvent {
   std::optional<Verification> verification;
   bool evict_late = false;
   int64_t bucket_count = 0;  // that the rank has pushed
+  // The update that the rank began and ends by this call, which opens no other. 0: it opens or
+  // joins the update to `version`, or ends the one that the rank began.
+  UpdateId update{};
 };
 struct AbortEvent {
   CallId call;
@@ -279,6 +310,7 @@ struct AbortEvent {
   std::string request_id;
   Version version;
   std::string reason;
+  UpdateId update{};  // as BucketEvent
 };
 
 // What StartVerify asked for has ended.
@@ -326,6 +358,21 @@ struct FailUpdate {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kPeerLost;
 };
+// Whether the data plane between the update's nodes is up: no byte is asked for while it is not. It
+// is up where nobody says otherwise.
+struct DataPlane {
+  UpdateId update;
+  bool up = false;
+};
+// The data plane of those nodes does not come up. Their instances are evicted from the update, and
+// take part in no later one until the last member of the node has left: who comes then attaches
+// anew. If no instance would be left the update is given up instead, and nobody is kept out.
+struct KeepNodesOut {
+  UpdateId update;
+  std::map<NodeId, std::string> nodes;  // why, by node
+  std::string reason;                   // of giving up
+  GiveUpClass kind = GiveUpClass::kTransfer;
+};
 // Time passed: whatever is due is done. Sent at NextDeadline() or later.
 struct Tick {};
 // The caller went away (its deadline, its connection): its reply is not wanted any more and comes
@@ -340,7 +387,7 @@ using GroupEvent =
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                  TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, VerifyDone,
                  ProgramCompiled, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
-                 FailUpdate, Tick, CallGone>;
+                 FailUpdate, DataPlane, KeepNodesOut, Tick, CallGone>;
 
 // ---- actions ----
 
@@ -371,6 +418,10 @@ struct CommitReply {
   int64_t bytes = 0;
   Duration elapsed{};
   std::vector<BroadcastTotals> pushed;  // by method
+  // Tensors of trainers' layouts that no engine wants (GroupSpec::unwanted_tensors), and their
+  // bytes.
+  int64_t left_out_tensors = 0;
+  int64_t left_out_bytes = 0;
 };
 struct EmptyReply {};
 using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
@@ -481,6 +532,7 @@ struct StartTransfer {
 // CompareDone.
 struct StartCompare {
   UpdateId update;
+  ReplicaPart part = {};  // of the replicas
 };
 // Run the update's program. Its place in the order of collectives is that of a part. Answered by
 // RefitDone.
@@ -507,8 +559,18 @@ struct StartVerify {
 struct ReleaseMember {
   MemberId member;
 };
+// No rank of that node takes part in the running update any more: they were evicted or lost.
+struct NodeOutOfUpdate {
+  UpdateId update;
+  NodeId node;
+};
 // The update is being given up; the transfers that run end first.
 struct UpdateAbandoned {
+  UpdateId update;
+};
+// The clean-up limit of an update that is being given up has passed, and something still runs: a
+// daemon that does not say that its share has ended must not keep the rest waiting (P4).
+struct CleanUpOverdue {
   UpdateId update;
 };
 // The update ended: forget its digests.
@@ -547,8 +609,8 @@ struct LogLine {
 using GroupAction =
     std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining,
                  StartTransfer, StartVerify, CompileProgram, StartCompare, StartRefit,
-                 ReleaseMember, UpdateAssembled, UpdateAbandoned, UpdateEnded, RefuseMember,
-                 WelcomeMember, StateChanged, LogLine>;
+                 ReleaseMember, UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue,
+                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----
@@ -572,6 +634,7 @@ struct InstanceView {
   int world_size = 0;
   int attached = 0;
   std::string reason;
+  uint64_t origin = 0;  // incarnation in which `version` was committed; 0: not told, or no version
 };
 struct UpdateView {
   UpdateId id;
@@ -637,10 +700,15 @@ class Group {
   uint64_t incarnation() const;
   const GroupSpec& spec() const;
   bool has_members() const;
+  bool has_trainers() const;  // attached
   bool update_running() const;
   // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
+  // A trainer rank is attached to that node.
+  bool TrainsOn(NodeId node) const;
+  // Why the instances of that node take part in no update; empty: they do.
+  std::string KeptOut(NodeId node) const;
   GroupView View(TimePoint now) const;
   // View's update alone, at the cost of that update's own instances.
   std::optional<UpdateView> ViewUpdate(TimePoint now) const;

@@ -35,6 +35,13 @@ namespace refitd {
 
 namespace group {
 
+// Versions of two incarnations have nothing to do with each other.
+struct HeldVersion {
+  Version version;
+  uint64_t origin = 0;  // incarnation in which it was committed; 0: the rank did not tell
+  bool operator==(const HeldVersion&) const = default;
+};
+
 struct Member {
   MemberId id;
   MemberState state = MemberState::kAttached;
@@ -49,7 +56,9 @@ struct Member {
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
-  std::optional<Version> version;  // that its memory holds complete
+  std::optional<HeldVersion> held;  // what its memory holds complete
+  bool on_device = false;           // engines: on a GPU
+  bool updated = false;             // engines: an update was committed to it in this lease
   RequestLog requests;
   int touching = 0;  // transfers and verifications that touch its memory (P6)
   std::map<std::pair<UpdateId, PartSeq>, SlotGrant>
@@ -78,6 +87,13 @@ class BucketLog {
   std::array<BroadcastTotals, kBroadcastMethods> totals_{};
   std::deque<BucketRecord> records_;  // at most kRememberedBuckets (P10)
   int64_t left_out_ = 0;
+};
+
+// An update that is over.
+struct EndedUpdate {
+  UpdateId update;
+  Version version;
+  PastUpdate what;
 };
 
 // A LeaseSlot call that waits for a slot to come free.
@@ -116,6 +132,11 @@ struct Group::Impl {
 
   Impl(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits limits,
        std::function<UpdateId()> next_update);
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+  ~Impl() {
+    if (compiling != nullptr) compiling->cancelled->store(true);  // nobody waits for it
+  }
 
   // ---- group.cc ----
   void On(const TrainerAttached& e);
@@ -141,6 +162,8 @@ struct Group::Impl {
   void On(const ReplaceGroup& e);
   void On(const DrainEvent& e);
   void On(const FailUpdate& e);
+  void On(const DataPlane& e);
+  void On(const KeepNodesOut& e);
   void On(const Tick& e);
   void On(const CallGone& e);
   // All steps that the event made possible.
@@ -182,11 +205,17 @@ struct Group::Impl {
   Member* Trainer(MemberId id, CallId call);
   std::string Label(MemberId id) const;
   void Admit(Member member);
+  absl::Status CheckTrainer(const TrainerIdentity& who) const;
   absl::Status CheckEngine(const EngineIdentity& identity) const;
   void CompleteIfAllHere(Instance* instance);
   bool Complete(const Instance& instance) const;
-  std::optional<Version> VersionOf(const Instance& instance) const;
-  void AdoptReportedVersion(const Instance& instance);
+  std::optional<group::HeldVersion> VersionOf(const Instance& instance) const;
+  absl::Status CheckHeld(const EngineIdentity& who) const;
+  // Why it takes part in no update though it is complete: a rank's node is kept out. Null: it does.
+  const std::string* WhyKeptOut(const Instance& instance) const;
+  // An update that is assembled now takes it in.
+  bool Available(const Instance& instance) const;
+  void LetInIfEmpty(NodeId node);
   // It reads no slot any more.
   void EndReads(Member* member);
   void LoseEngine(Member* member, const std::string& reason);
@@ -197,6 +226,8 @@ struct Group::Impl {
 
   // ---- begin.cc ----
   absl::Status CheckBegin(const Member& member, const BeginEvent& e) const;
+  absl::Status CheckGreater(Version wanted) const;
+  Verification DefaultVerification() const;
   absl::Status CheckBroadcast(const BeginEvent& e) const;
   void TakeBroadcast(const Member& member, const BeginEvent& e);
   absl::Status DecideBroadcast();
@@ -212,8 +243,14 @@ struct Group::Impl {
 
   // ---- data.cc ----
   // The running update and the rank's progress in it, or why its data calls are refused.
-  absl::StatusOr<TrainerProgress*> OpenFor(const Member& member, Version version);
+  // `wanted`: the update that the call names; 0: none.
+  absl::StatusOr<TrainerProgress*> OpenFor(const Member& member, Version version, UpdateId wanted);
   absl::Status NotOpen(Version version) const;
+  absl::Status Gone(UpdateId wanted, Version version) const;
+  // The running update is not the one that the call names.
+  bool IsAnother(UpdateId wanted) const {
+    return wanted != UpdateId() && (update == nullptr || update->id != wanted);
+  }
   absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
   absl::Status CheckParts(const BucketEvent& e) const;
   absl::Status Reserve(const BucketEvent& e);
@@ -244,6 +281,11 @@ struct Group::Impl {
   // ---- refit.cc ----
   absl::Status CheckRefit(const Member& member, const RefitEvent& e, bool joined);
   static bool HasShards(const Member& member);
+  static bool HasShardsIn(const Member& member, const TrainerProgress& progress) {
+    return HasShards(member) && !progress.without_layout;
+  }
+  void FindUnwanted(const std::vector<MemberId>& sources, std::vector<std::string>* allowed,
+                    std::vector<std::string>* left_out) const;
   void TakeOneCalls();
   absl::StatusOr<bool> ProgramAtHand();
   void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
@@ -251,7 +293,7 @@ struct Group::Impl {
   bool LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const;
   void TouchSources(int by);
   void RunProgramIfDue();
-  bool MustCompare() const;
+  std::optional<ReplicaPart> PartToCompare() const;
   void CountCompared();
   bool TakeProgramSlots();
   void StartProgram();
@@ -263,12 +305,17 @@ struct Group::Impl {
   void TakeAnnounced(Member* member, TrainerProgress* progress);
   void WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why);
   absl::Status CheckCoverage() const;
+  int64_t UnwantedAndNotPushed() const;
   absl::Status CheckAllPushed() const;
   absl::Status WrittenInFull() const;
   void ReadBackIfLast();
   void SettleIfDone();
   void Decide();
   void Evict(uint32_t participant, const GiveUp& why);
+  // Says which nodes of the evicted participant have nobody left in the update.
+  void TellNodesWithNobodyLeft(const Participant& evicted);
+  // A trainer rank, or a rank of an instance still in, is attached to that node.
+  bool TakesPart(NodeId node) const;
   // A live rank is late or failed: its instance is evicted, or the update given up.
   void FailEngine(uint32_t participant, const GiveUp& why);
   void FailInstalled(const Member& member, const EngineFailed& e);
@@ -278,9 +325,13 @@ struct Group::Impl {
   void DropUnstarted();
   void EndIfQuiet();
   void TellEvictedIfQuiet();
+  // Of the update being given up: those whose memory nothing touches any more.
+  void TellQuiet();
+  void TellGivenUp(Participant* participant);
+  void ReportOverdueCleanUp();
   void TellAborted(const Participant& participant, const std::string& reason);
   void InstallVersion();
-  void TearDown(const std::string& reason);
+  void TearDown();
   void AnswerAll(bool committed, const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
   UpdateEnded Ended(Outcome outcome, const std::string& reason) const;
@@ -288,20 +339,19 @@ struct Group::Impl {
   std::vector<InstanceOutcome> Outcomes(bool committed) const;
   std::string WaitedFor() const;
 
-  // Constant after construction, but for the incarnation.
+  // Constant after construction, but for the incarnation and the spec's trainer_ranks.
   const std::string name;
   uint64_t incarnation;
-  const GroupSpec spec;
+  GroupSpec spec;
   const GroupLimits limits;
   const std::function<UpdateId()> next_update;
 
   GroupState state = GroupState::kIdle;
-  std::optional<Version> version;
-  bool committed_once = false;  // in this incarnation: reported versions don't count any more
-  bool replaced = false;        // versions held from before don't count
+  std::optional<Version> version;  // last committed in this incarnation
   std::map<MemberId, Member> members;
   std::map<int, MemberId> trainers;           // by rank
   std::map<std::string, Instance> instances;  // by name
+  std::map<NodeId, std::string> kept_out;     // why; a node with members
   SlotLedger ledger;
   std::deque<LeaseWaiter> lease_waiters;
   std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests
@@ -313,7 +363,7 @@ struct Group::Impl {
   std::shared_ptr<group::CompiledProgram> compiling;  // asked for; null: none
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
-  std::deque<std::pair<Version, PastUpdate>> past;  // newest last
+  std::deque<group::EndedUpdate> past;  // newest last; at most kRememberedUpdates
   int64_t committed_updates = 0;
   int64_t aborted_updates = 0;
 

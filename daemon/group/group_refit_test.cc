@@ -143,6 +143,26 @@ TEST_CASE("a program that comes while another runs does not touch the running up
   CHECK(p.g.Get<CommitReply>(waits).bytes == 24);
 }
 
+TEST_CASE("a plan whose update is over is cancelled, and the next update asks for its own") {
+  Pair p;
+  const CallId call = p.g.Refit(p.trainer, 1);
+  REQUIRE(p.g.compiling.has_value());
+  const auto cancelled = p.g.compiling->options.cancelled;
+  CHECK_FALSE(cancelled->load());
+  p.g.Do(OperatorAbort{p.g.NewCall(), "no longer wanted"});
+  CHECK(p.g.Code(call) == StatusCode::kAborted);
+  CHECK(cancelled->load());
+  const CallId next = p.g.Refit(p.trainer, 2);
+  p.g.FinishCompile(absl::CancelledError("the plan was cancelled"));
+  REQUIRE(p.g.compiling.has_value());  // not the error of the one before
+  CHECK_FALSE(p.g.compiling->options.cancelled->load());
+  p.g.FinishCompile();
+  p.g.ReadyAll();
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  CHECK(p.g.Code(next) == StatusCode::kOk);
+}
+
 TEST_CASE("several trainer ranks, one update: all must call") {
   GroupSpec spec = TestGroup::DefaultSpec();
   spec.trainer_ranks = 2;
@@ -179,18 +199,249 @@ TEST_CASE("several trainer ranks, one update: all must call") {
 
 TEST_CASE("Refit without a layout, with buckets never pushed, or of an old version is refused") {
   Pair p;
-  const MemberId other = p.trainer;
-  CHECK(p.g.Code(p.g.Refit(other, 1, 2)) == StatusCode::kFailedPrecondition);
-  p.g.Shards(p.trainer, {});
+  CHECK(p.g.Code(p.g.Refit(p.trainer, 1, 2)) == StatusCode::kFailedPrecondition);
+  p.g.Lose(p.trainer);
+  p.trainer = p.g.AttachTrainer();
   const CallId none = p.g.Refit(p.trainer, 1);
   CHECK(p.g.Code(none) == StatusCode::kFailedPrecondition);
   CHECK_THAT(p.g.Text(none), Contains("has no layout"));
+  p.g.Shards(p.trainer, {});
+  const CallId nobody = p.g.Refit(p.trainer, 1);
+  CHECK(p.g.Code(nobody) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(nobody), Contains("no trainer rank has a piece"));
+  CHECK(p.g.prepared.empty());
   CHECK_FALSE(p.g.group.update_running());
   p.g.Shards(p.trainer, kModel);
   p.Run(3);
   p.g.FinishRefit();
   p.g.FinishVerify();
   CHECK(p.g.Code(p.g.Refit(p.trainer, 3)) == StatusCode::kFailedPrecondition);
+}
+
+TEST_CASE("a Refit that ends a lost update is told who lost it, and opens no other") {
+  const int ranks = GENERATE(2, 3);
+  const bool pushes = GENERATE(false, true);
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.trainer_ranks = ranks;
+  TestGroup g(spec);
+  const std::vector<TensorSpec> all = {kModel[0], kModel[1], Bytes("c", 4)};
+  g.Registered("x", all);
+  std::vector<MemberId> trainers;
+  for (int rank = 0; rank < ranks; ++rank) {
+    trainers.push_back(g.AttachTrainer(rank, ranks));
+    g.Shards(trainers.back(), all, rank, ranks,
+             pushes ? std::vector<uint32_t>{2} : std::vector<uint32_t>{});
+  }
+  const auto begin_all = [&](int64_t version) {
+    CallId last;
+    for (const MemberId trainer : trainers) last = g.Begin(trainer, version);
+    if (g.compiling.has_value()) g.FinishCompile();
+    g.ReadyAll();
+    return g.Get<BeginReply>(last).update;
+  };
+  const UpdateId lost = begin_all(5);
+  if (pushes) g.Push(trainers[1], 5, 0, {all[2]});
+  RefitEvent refit;
+  refit.member = trainers[1];
+  refit.version = Version(5);
+  refit.bucket_count = pushes ? 1 : 0;
+  refit.update = lost;
+  const auto is_told = [&](CallId call) {
+    CHECK(g.Code(call) == StatusCode::kAborted);
+    CHECK_THAT(g.Text(call),
+               Contains("trainer rank 0 (pid 1000) gave the update up: out of memory"));
+  };
+  const CallId abort = g.Abort(trainers[0], 5, "out of memory");
+  SECTION("while its copies end") {
+    if (!pushes) return;
+    REQUIRE(g.Answer(abort) == nullptr);
+    is_told(g.Refit(refit));
+  }
+  g.FinishAll();
+  REQUIRE(g.Code(abort) == StatusCode::kOk);
+  SECTION("nothing else runs") {
+    is_told(g.Refit(refit));
+    CHECK_FALSE(g.group.update_running());
+    // The rank that gave it up is not held up by the one that had not heard of it.
+    CHECK(g.Answer(g.Begin(trainers[0], 6)) == nullptr);
+  }
+  SECTION("another update to the same or a greater version is open") {
+    const int64_t version = GENERATE(5, 6);
+    const CallId begin = g.Begin(trainers[0], version);
+    is_told(g.Refit(refit));
+    CHECK(g.Answer(begin) == nullptr);
+    CHECK(g.group.update_running());
+  }
+  SECTION("the rank is in another update to the same version") {
+    const UpdateId other = begin_all(5);
+    is_told(g.Refit(refit));
+    CommitEvent commit{g.NewCall(), trainers[1], "", Version(5), 0, false, lost};
+    g.Do(commit);
+    is_told(commit.call);
+    BucketEvent bucket = TestGroup::MakeBucket(trainers[1], 5, 0, {all[2]});
+    bucket.update = lost;
+    is_told(g.Push(bucket));
+    LeaseSlotEvent lease{g.NewCall(), trainers[1], Version(5), {}, lost};
+    g.Do(lease);
+    is_told(lease.call);
+    AbortEvent stale{g.NewCall(), trainers[1], "", Version(5), "an old handle goes", lost};
+    g.Do(stale);
+    CHECK(g.Code(stale.call) == StatusCode::kFailedPrecondition);
+    CHECK(g.group.update_running());
+    // The call that names the update that runs ends it.
+    refit.update = other;
+    if (pushes) {
+      bucket.update = other;
+      g.Push(bucket);
+    }
+    CHECK(g.Answer(g.Refit(refit)) == nullptr);
+  }
+  SECTION("it is forgotten what became of it") {
+    for (int i = 0; i < kRememberedUpdates; ++i) {
+      g.Begin(trainers[0], 5);
+      g.Abort(trainers[0], 5);
+    }
+    const CallId call = g.Refit(refit);
+    CHECK(g.Code(call) == StatusCode::kAborted);
+    CHECK_THAT(g.Text(call), Contains("what became of it is not remembered"));
+    CHECK_FALSE(g.group.update_running());
+  }
+}
+
+TEST_CASE("a rank whose layout has no pieces refits as the others do") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.trainer_ranks = 2;
+  TestGroup g(spec);
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  g.Registered("x", kModel);
+  g.Shards(t0, kModel);
+  g.Shards(t1, {});
+  const CallId empty = g.Refit(t1, 1);
+  const CallId whole = g.Refit(t0, 1);
+  REQUIRE(g.compiling.has_value());
+  CHECK(g.compiling->sources.size() == 1);
+  g.FinishCompile();
+  g.ReadyAll();
+  g.FinishRefit();
+  g.FinishVerify();
+  CHECK(g.Get<CommitReply>(empty).bytes == 24);
+  CHECK(g.Code(whole) == StatusCode::kOk);
+}
+
+TEST_CASE("a rank with a layout pushes one version and refits the next without registering anew") {
+  Pair p;
+  p.Run(1);
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  BeginEvent begin;
+  begin.member = p.trainer;
+  begin.version = Version(2);
+  begin.without_layout = true;
+  const CallId begun = p.g.Begin(begin);
+  p.g.ReadyAll();
+  CHECK(p.g.Code(begun) == StatusCode::kOk);
+  CHECK_FALSE(p.g.assembled->program.has_value());
+  p.g.Push(p.trainer, 2, 0, kModel);
+  p.g.FinishAll();
+  const CallId refit = p.g.Refit(p.trainer, 2, 1);
+  CHECK(p.g.Code(refit) == StatusCode::kFailedPrecondition);
+  CHECK_THAT(p.g.Text(refit), Contains("without its layout"));
+  const CallId commit = p.g.Commit(p.trainer, 2, 1);
+  p.g.FinishVerify();
+  CHECK(p.g.Get<CommitReply>(commit).bytes == 24);
+  const CallId next = p.Run(3);
+  CHECK(p.g.compiled == 1);
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  CHECK(p.g.Code(next) == StatusCode::kOk);
+}
+
+TEST_CASE("what only trainers have is left out where the spec allows it, and counted") {
+  GroupSpec spec = TestGroup::DefaultSpec();
+  spec.unwanted_tensors = {"b", "opt.*"};
+  Pair p(spec);
+  const std::vector<TensorSpec> more = {kModel[0], kModel[1], Bytes("opt.m", 5), Bytes("opt.v", 7)};
+  p.g.Shards(p.trainer, more);
+  const CallId call = p.g.Refit(p.trainer, 1);
+  REQUIRE(p.g.compiling.has_value());
+  // An engine wants "b": which of them may be left out is the planner's to see.
+  CHECK(p.g.compiling->options.unwanted_allowed == std::vector<std::string>{"b", "opt.m", "opt.v"});
+  p.g.FinishCompile();
+  CHECK(p.g.prepares.back().tensor_count == 2);
+  p.g.ReadyAll();
+  p.g.FinishRefit();
+  p.g.FinishVerify();
+  const auto reply = p.g.Get<CommitReply>(call);
+  CHECK(reply.bytes == 24);
+  CHECK(reply.left_out_tensors == 2);
+  CHECK(reply.left_out_bytes == 12);
+}
+
+// "head" is stored in the memory of "embed": known by name, without a piece.
+std::shared_ptr<const Layout> TiedLayout() {
+  auto layout = std::make_shared<Layout>(*LayoutOf({Bytes("embed", 8)}));
+  layout->tensors.push_back(Bytes("head", 8));
+  return layout;
+}
+
+TEST_CASE("an engine with tied weights takes both names, and is written once") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId tied =
+      g.AttachEngine({"x", 0, 1, DeliveryMode::kRegistered, 2000, std::nullopt, std::nullopt});
+  g.Register(tied, TiedLayout());
+  const std::vector<TensorSpec> both = {Bytes("embed", 8), Bytes("head", 8)};
+  SECTION("pushed under one name or both") {
+    const bool one = GENERATE(false, true);
+    g.tensor_count = GENERATE(0, 2);
+    g.Begin(trainer, 1);
+    g.ReadyAll();
+    g.Push(trainer, 1, 0, one ? std::vector<TensorSpec>{both[0]} : both);
+    g.FinishAll();
+    const CallId commit = g.Commit(trainer, 1, 1);
+    g.FinishVerify();
+    CHECK(g.Code(commit) == StatusCode::kOk);
+  }
+  SECTION("pushed under the name that has no memory alone: the other is missed") {
+    g.Begin(trainer, 1);
+    g.ReadyAll();
+    g.Push(trainer, 1, 0, {both[1]});
+    g.FinishAll();
+    const CallId commit = g.Commit(trainer, 1, 1);
+    CHECK(g.Code(commit) == StatusCode::kFailedPrecondition);
+    CHECK_THAT(g.Text(commit), Contains("tensor 'embed' of instance x was never pushed"));
+  }
+  SECTION("of another shape is refused") {
+    g.Begin(trainer, 1);
+    g.ReadyAll();
+    const CallId push = g.Push(trainer, 1, 0, {Bytes("head", 9)});
+    CHECK(g.Code(push) == StatusCode::kFailedPrecondition);
+  }
+  SECTION("refitted from a trainer with one name or both") {
+    const bool one = GENERATE(false, true);
+    g.Shards(trainer, one ? std::vector<TensorSpec>{both[0]} : both);
+    const CallId call = g.Refit(trainer, 1);
+    g.FinishCompile();
+    g.ReadyAll();
+    g.FinishRefit();
+    g.FinishVerify();
+    const auto reply = g.Get<CommitReply>(call);
+    CHECK(reply.bytes == 8);
+    CHECK(reply.left_out_tensors == (one ? 0 : 1));
+  }
+  SECTION("beside an engine that stores both") {
+    g.Registered("y", both);
+    g.Shards(trainer, both);
+    const CallId call = g.Refit(trainer, 1);
+    g.FinishCompile();
+    g.ReadyAll();
+    g.FinishRefit();
+    g.FinishVerify();
+    const auto reply = g.Get<CommitReply>(call);
+    CHECK(reply.bytes == 16);
+    CHECK(reply.left_out_tensors == 0);
+  }
 }
 
 TEST_CASE("a repeated Refit has no second effect and gets the first answer") {
@@ -268,16 +519,16 @@ TEST_CASE("an update with a staged rank is not refitted") {
   CHECK(p.g.refitting.has_value());
 }
 
-TEST_CASE("replicas are compared on the first version of a registration and every Nth") {
+TEST_CASE("all replicas are compared on a registration's first version, then a part each version") {
   GroupLimits limits;
   limits.compare_every = 3;
   Pair p(TestGroup::DefaultSpec(), limits);
-  std::vector<bool> compared;
+  std::vector<uint32_t> compared;  // parts of which one was; 0: nothing
   const auto version = [&](int64_t number) {
     p.g.Refit(p.trainer, number);
     if (p.g.compiling.has_value()) p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
     p.g.ReadyAll();
-    compared.push_back(p.g.comparing.has_value());
+    compared.push_back(p.g.comparing.has_value() ? p.g.comparing->part.parts : 0);
     if (p.g.comparing.has_value()) {
       CHECK_FALSE(p.g.refitting.has_value());
       CHECK(p.g.Instance("x").state == "clean_ready");  // nothing is written yet
@@ -287,10 +538,11 @@ TEST_CASE("replicas are compared on the first version of a registration and ever
     p.g.FinishVerify();
   };
   for (int64_t v = 1; v <= 7; ++v) version(v);
-  CHECK(compared == std::vector<bool>{true, false, false, true, false, false, true});
+  // The only box is in the first part.
+  CHECK(compared == std::vector<uint32_t>{1, 3, 0, 0, 3, 0, 0});
   p.g.Shards(p.trainer, kModel);  // elsewhere
   version(8);
-  CHECK(compared.back());
+  CHECK(compared.back() == 1);
 }
 
 TEST_CASE("replicas that differ abort before a byte is written") {

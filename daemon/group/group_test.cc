@@ -140,6 +140,73 @@ TEST_CASE("an update to both deliveries and an instance of two ranks commits in 
   CHECK(g.FreeSlots() == 4);
 }
 
+TEST_CASE(
+    "ranks of one update that say no verification get the same, whichever daemon they are on") {
+  TestGroup g(SpecOf(2));
+  EngineIdentity who{"r", 0, 1, DeliveryMode::kRegistered, 1, {}, {}};
+  who.on_device = true;
+  const MemberId engine = g.AttachEngine(who);
+  g.Register(engine, LayoutOf(kModel));
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  MemberId t1 = g.AttachTrainer(1, 2);
+  // To where the update is assembled; its verification.
+  const auto begin = [&](int64_t version) {
+    g.Begin(t0, version);
+    const CallId second = g.Begin(t1, version);
+    g.ReadyAll();
+    CHECK(g.Code(second) == kOk);
+    return g.assembled->verification;
+  };
+  const auto install = [&](int64_t version) {
+    g.Push(t0, version, 0, kModel);
+    g.Settle();
+    g.Commit(t0, version, 1);
+    g.Commit(t1, version, 0);
+    g.Settle();
+  };
+  CHECK(begin(1) == Verification::kReadback);  // the engine's first
+  install(1);
+  CHECK(begin(2) == Verification::kTransfer);
+  install(2);
+  // Rank 1 comes back on a daemon that joins while rank 0 has begun.
+  g.Lose(t1);
+  const CallId first = g.Begin(t0, 3);
+  t1 = MemberId(777);
+  g.Do(TrainerAttached{t1, {1, 2, 1, NodeId(5), "far"}});
+  SECTION("it says none as well") {
+    const CallId second = g.Begin(t1, 3);
+    g.ReadyAll();
+    CHECK(g.Code(first) == kOk);
+    CHECK(g.Code(second) == kOk);
+    CHECK(g.assembled->verification == Verification::kTransfer);
+  }
+  SECTION("it says another") {
+    BeginEvent e;
+    e.member = t1;
+    e.version = Version(3);
+    e.verification = Verification::kReadback;
+    CHECK(g.Code(g.Begin(e)) == kPrecondition);
+  }
+}
+
+TEST_CASE("tensors without an element need not be pushed, and may be") {
+  TestGroup g;
+  const std::vector<TensorSpec> model = {Bytes("a", 8), Bytes("none", 0)};
+  g.Registered("r", model);
+  g.Staged("s", model);
+  const MemberId trainer = g.AttachTrainer();
+  const bool pushed = GENERATE(false, true);
+  g.tensor_count = GENERATE(0, 1, 2);
+  if (pushed && g.tensor_count == 1) return;
+  g.Begin(trainer, 1);
+  g.ReadyAll();
+  g.Push(trainer, 1, 0, pushed ? model : std::vector<TensorSpec>{model[0]});
+  g.Settle();
+  const CallId commit = g.Commit(trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+}
+
 TEST_CASE("verification off or transfer commits without reading back") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
@@ -205,12 +272,65 @@ TEST_CASE("updates follow each other with growing versions") {
 
 // ---- attach ----
 
+TEST_CASE("trainers that have ended may come back with another world size, engines staying") {
+  TestGroup g(SpecOf(2));
+  const MemberId engine = g.Registered("r", kModel);
+  const auto run = [&g](const std::vector<MemberId>& trainers, int64_t version) {
+    for (const MemberId trainer : trainers) g.Begin(trainer, version);
+    g.ReadyAll();
+    g.Push(trainers[0], version, 0, kModel);
+    g.Settle();
+    CallId last;
+    for (const MemberId trainer : trainers) {
+      last = g.Commit(trainer, version, trainer == trainers[0] ? 1 : 0);
+    }
+    g.Settle();
+    CHECK(g.Code(last) == kOk);
+    CHECK(g.Instance("r").version == Version(version));
+  };
+  const MemberId t0 = g.AttachTrainer(0, 2);
+  const MemberId t1 = g.AttachTrainer(1, 2);
+  run({t0, t1}, 1);
+  // An update of theirs is lost with them.
+  g.Begin(t0, 2);
+  g.Begin(t1, 2);
+  g.ReadyAll();
+  g.Push(t0, 2, 0, kModel);
+  g.Lose(t0);
+  const absl::Status refused = g.refused[g.AttachTrainer(0, 3)];
+  CHECK(refused.code() == kPrecondition);
+  CHECK_THAT(std::string(refused.message()),
+             Contains("world_size: 3 differs from the 2 trainer_ranks of group g") &&
+                 Contains("while trainer rank 1 (pid 1001) still is attached"));
+  g.Lose(t1);
+  SECTION("when its copies have ended") { g.FinishAll(); }
+  SECTION("while they end") {}
+  const MemberId u0 = g.AttachTrainer(0, 3);
+  CHECK(g.group.spec().trainer_ranks == 3);
+  CHECK(g.refused[g.AttachTrainer(1, 2)].code() == kPrecondition);
+  const MemberId u1 = g.AttachTrainer(1, 3);
+  g.FinishAll();
+  const MemberId u2 = g.AttachTrainer(2, 3);
+  CHECK_FALSE(g.released.contains(engine));
+  // All three are waited for.
+  const CallId first = g.Begin(u0, 2);
+  g.Begin(u1, 2);
+  CHECK(g.Answer(first) == nullptr);
+  g.Begin(u2, 2);
+  g.ReadyAll();
+  CHECK(g.Get<BeginReply>(first).leasable_slots == 1);
+  g.Abort(u0, 2);
+  run({u0, u1, u2}, 3);
+  for (const MemberId trainer : {u0, u1, u2}) g.Lose(trainer);
+  run({g.AttachTrainer(0, 1)}, 4);
+}
+
 TEST_CASE("attach is refused for wrong world sizes, ranks and duplicates") {
   TestGroup g(SpecOf(2));
-  CHECK(g.refused[g.AttachTrainer(0, 3)].code() == kPrecondition);
   CHECK(g.refused[g.AttachTrainer(2, 2)].code() == kInvalid);
   CHECK(g.refused[g.AttachTrainer(-1, 2)].code() == kInvalid);
   g.AttachTrainer(0, 2);
+  CHECK(g.refused[g.AttachTrainer(1, 3)].code() == kPrecondition);
   const absl::Status again = g.refused[g.AttachTrainer(0, 2)];
   CHECK(again.code() == kAlreadyExists);
   CHECK_THAT(std::string(again.message()), Contains("trainer rank 0 (pid 1000)"));
@@ -237,29 +357,41 @@ TEST_CASE("an instance is complete when all ranks are attached and registered") 
   CHECK(g.Instance("tp").attached == 1);
 }
 
-TEST_CASE("the group takes up the highest version that a complete clean instance reports") {
+// One rank of a staged instance that brings a version with it.
+MemberId AttachHolding(TestGroup* g, const std::string& instance, int rank, int world_size,
+                       int64_t held, uint64_t origin) {
+  EngineIdentity who{instance, rank, world_size, DeliveryMode::kStaged, 0, Version(held), kModel};
+  who.held_origin = origin;
+  return g->AttachEngine(std::move(who));
+}
+
+TEST_CASE("a version that an instance brings is shown with its origin, and is not the group's") {
   TestGroup g;
-  const auto attach = [&g](const std::string& instance, int rank, int64_t held) {
-    return g.AttachEngine({instance, rank, 2, DeliveryMode::kStaged, 0, Version(held), kModel});
-  };
-  attach("a", 0, 4);
-  CHECK(g.group.version() == std::nullopt);
-  attach("a", 1, 4);
-  CHECK(g.group.version() == Version(4));
+  AttachHolding(&g, "a", 0, 2, 4, 0x55);
+  CHECK(g.Instance("a").state == "forming");
+  AttachHolding(&g, "a", 1, 2, 4, 0x55);
+  CHECK(g.Instance("a").state == "clean");
   CHECK(g.Instance("a").version == Version(4));
-  attach("b", 0, 9);
-  attach("b", 1, 8);  // ranks disagree
+  CHECK(g.Instance("a").origin == 0x55);
+  CHECK(g.group.version() == std::nullopt);
+  AttachHolding(&g, "b", 0, 2, 9, 0x55);
+  AttachHolding(&g, "b", 1, 2, 8, 0x55);  // ranks disagree
   CHECK(g.Instance("b").version == std::nullopt);
-  CHECK(g.group.version() == Version(4));
-  attach("c", 0, 6);
-  const MemberId c1 = attach("c", 1, 6);
-  CHECK(g.group.version() == Version(6));
+  AttachHolding(&g, "d", 0, 2, 9, 0x55);
+  AttachHolding(&g, "d", 1, 2, 9, 0x66);  // the same number of another incarnation
+  CHECK(g.Instance("d").version == std::nullopt);
+  AttachHolding(&g, "c", 0, 2, 6, 0);  // an older client
+  const MemberId c1 = AttachHolding(&g, "c", 1, 2, 6, 0);
+  CHECK(g.Instance("c").version == Version(6));
+  CHECK(g.Instance("c").origin == 0);
   g.Lose(c1);
   g.Staged("c", kModel, 1, 2);  // restarted without a version
   CHECK(g.Instance("c").state == "clean");
   CHECK(g.Instance("c").version == std::nullopt);
-  const MemberId t = g.AttachTrainer();
-  CHECK(g.Code(g.Begin(t, 6)) == kPrecondition);
+  // Not greater than what engines hold: it was of another incarnation.
+  const CallId begin = g.Begin(g.AttachTrainer(), 6);
+  CHECK(g.Answer(begin) == nullptr);
+  CHECK(g.group.update_running());
 }
 
 TEST_CASE("members that attach during an update take part from the next one") {
@@ -656,7 +788,7 @@ TEST_CASE("overlapping elements are refused by name, disjoint ranges add up") {
   CHECK(g.Code(commit) == kOk);
 }
 
-TEST_CASE("tensors without elements are pushed once too") {
+TEST_CASE("tensors without elements are pushed once, where they are") {
   const std::vector<TensorSpec> model = {Bytes("a", 10), {"empty", DType::kFloat32, {0, 4}}};
   TestGroup g;
   const MemberId t = g.AttachTrainer();
@@ -665,7 +797,6 @@ TEST_CASE("tensors without elements are pushed once too") {
   g.ReadyAll();
   g.Push(t, 1, 0, {model[0]});
   g.FinishAll();
-  CHECK_THAT(g.Text(g.Commit(t, 1, 1)), Contains("'empty'"));
   g.Push(t, 1, 1, {model[1]});
   CHECK(g.Code(g.Push(t, 1, 2, {model[1]})) == kAlreadyExists);
   const CallId commit = g.Commit(t, 1, 2);
@@ -1819,6 +1950,49 @@ TEST_CASE("a draining group ends its update and opens no other") {
   CHECK(g.draining.size() == 3);
 }
 
+TEST_CASE("an engine that reports an absurd version holds up no Begin") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId engine =
+      AttachHolding(&g, "a", 0, 1, INT64_MAX, GENERATE(uint64_t{0}, uint64_t{0x55}));
+  CHECK(g.Instance("a").version == Version(INT64_MAX));
+  // Any version is greater than none: the first of an incarnation.
+  g.Begin(trainer, 1);
+  g.ReadyAll();
+  g.Push(trainer, 1, 0, kModel);
+  g.Settle();
+  const CallId commit = g.Commit(trainer, 1, 1);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Instance("a").version == Version(1));
+  CHECK(g.Instance("a").origin == 7);
+  CHECK(g.group.version() == Version(1));
+  g.Lose(engine);
+  SECTION("one that lies about the group's own incarnation is refused") {
+    const MemberId liar = AttachHolding(&g, "a", 0, 1, 2, 7);
+    REQUIRE(g.refused.contains(liar));
+    CHECK(g.refused.at(liar).code() == kInvalid);
+    CHECK_THAT(std::string(g.refused.at(liar).message()),
+               Contains("held_version: 2 of held_origin 7") &&
+                   Contains("no version above 1 was committed"));
+    CHECK(g.group.View(g.now).instances.empty());
+  }
+  SECTION("one that comes back with what the group committed is as it was") {
+    AttachHolding(&g, "a", 0, 1, 1, 7);
+    CHECK(g.Instance("a").state == "clean");
+    CHECK(g.Instance("a").version == Version(1));
+    const CallId begin = g.Begin(trainer, 1);
+    CHECK(g.Code(begin) == kPrecondition);
+    CHECK_THAT(g.Text(begin), Contains("version: 1 is not greater than the group's 1") &&
+                                  Contains("instance a holds it") &&
+                                  Contains("begin a greater version") &&
+                                  Contains("CreateGroup(replace)"));
+  }
+  SECTION("without an instance that holds it, that is said") {
+    CHECK_THAT(g.Text(g.Begin(trainer, 0)), Contains("no instance holds it any more"));
+  }
+}
+
 TEST_CASE("replacing a group marks every instance dirty and starts versions anew") {
   OneToOne g(5);
   const CallId refused = g.NewCall();
@@ -1837,8 +2011,9 @@ TEST_CASE("replacing a group marks every instance dirty and starts versions anew
   CHECK(g.group.version() == std::nullopt);
   CHECK(g.Instance("r").state == "dirty");
   CHECK(g.Instance("r").version == std::nullopt);
-  g.AttachEngine({"old", 0, 1, DeliveryMode::kStaged, 0, Version(5), kModel});
+  AttachHolding(&g, "old", 0, 1, 5, 7);
   CHECK(g.group.version() == std::nullopt);  // of an incarnation that is gone
+  CHECK(g.Instance("old").origin == 7);
   g.Begin(g.trainer, 1);
   g.ReadyAll();
   g.Push(g.trainer, 1, 0, kModel);
@@ -1967,6 +2142,31 @@ TEST_CASE("a bucket that would need absurdly many slots is refused by name") {
   const CallId push = g.Push(t, 1, 0, huge);
   CHECK(g.Code(push) == kExhausted);
   CHECK_THAT(g.Text(push), Contains("huge"));
+}
+
+TEST_CASE("an instance that nothing touched stayed paused while another's copy ran on") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId busy = g.Registered("busy", {kModel[0]});
+  const MemberId quiet = g.Registered("quiet", {kModel[1]});
+  g.Begin(trainer, 1);
+  g.ReadyAll();
+  g.Push(trainer, 1, 0, {kModel[0]});
+  const CallId abort = g.Abort(trainer, 1);
+  CHECK(g.aborted.empty());
+  g.Expire();
+  CHECK(g.overdue.size() == 1);
+  REQUIRE(g.aborted.size() == 1);
+  CHECK(g.aborted[0].member == quiet);
+  CHECK_FALSE(g.aborted[0].dirty);
+  CHECK(g.Answer(abort) == nullptr);
+  g.FinishAll();
+  REQUIRE(g.aborted.size() == 3);  // the trainer as well
+  CHECK(g.aborted[1].member == busy);
+  CHECK(g.aborted[1].dirty);
+  CHECK(g.Code(abort) == kOk);
+  CHECK(g.Instance("quiet").state == "clean");
+  CHECK(g.Instance("busy").state == "dirty");
 }
 
 }  // namespace

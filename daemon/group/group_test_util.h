@@ -402,6 +402,7 @@ class TestGroup {
   std::vector<SendCommitted> committed;
   std::vector<SendAborted> aborted;
   std::vector<SendDraining> draining;
+  std::vector<UpdateId> overdue;
   std::vector<UpdateId> ended;
   std::set<MemberId> welcome;
   std::map<MemberId, absl::Status> refused;
@@ -509,9 +510,15 @@ class TestGroup {
     const Engine& engine = it->second;
     dirty.erase(engine.instance);
     if (engine.delivery == DeliveryMode::kRegistered) {
-      for (const TensorSpec& tensor : engine.layout->tensors) {
+      for (uint32_t t = 0; t < engine.layout->tensors.size(); ++t) {
+        const TensorSpec& tensor = engine.layout->tensors[t];
         const auto& only = group.spec().engine_only_tensors;
         if (std::find(only.begin(), only.end(), tensor.name) != only.end()) continue;
+        const auto& pieces = engine.layout->pieces;
+        if (std::none_of(pieces.begin(), pieces.end(),
+                         [t](const Piece& piece) { return piece.tensor == t; })) {
+          continue;  // its memory is another tensor's
+        }
         CAPTURE(tensor.name, engine.instance);
         CHECK(written_[a.member][tensor.name].total() == *ElementCount(tensor.shape));
       }
@@ -580,7 +587,9 @@ class TestGroup {
     CHECK(released.insert(a.member).second);
   }
   void On(const UpdateAssembled& a) { assembled = a; }
+  void On(const NodeOutOfUpdate&) {}
   void On(const UpdateAbandoned&) {}
+  void On(const CleanUpOverdue& a) { overdue.push_back(a.update); }
   void On(const UpdateEnded& a) {
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());

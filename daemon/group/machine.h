@@ -182,6 +182,8 @@ struct NodeView {
   int members = 0;
   Duration silent{};              // since something was heard
   Protocol protocol = kProtocol;  // that is spoken with it
+  // Why its instances take part in no update; empty: they do.
+  std::string kept_out;
 };
 struct MachineView {
   GroupView group;
@@ -212,6 +214,7 @@ class GroupMachine {
   // Of a follower that has not joined yet: empty, with slots 0.
   virtual const GroupSpec& spec() const = 0;
   virtual bool has_members() const = 0;
+  virtual bool has_trainers() const = 0;  // attached; of a follower: to this daemon
   virtual bool update_running() const = 0;
   virtual bool is_coordinator() const = 0;
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;

@@ -59,20 +59,35 @@ std::string Group::Impl::Label(MemberId id) const {
   return member == nullptr ? fmt::format("member {}", id) : member->label;
 }
 
+// A set of trainers that has ended may be followed by one of another size. An update can't run
+// then: the loss of any of its trainer ranks gives it up.
+absl::Status Group::Impl::CheckTrainer(const TrainerIdentity& who) const {
+  REFITD_RETURN_IF_ERROR(CheckRank(who.rank, who.world_size, kMaxTrainerRanks));
+  if (who.world_size != spec.trainer_ranks && !trainers.empty()) {
+    std::vector<std::string> attached;
+    for (const auto& [rank, id] : trainers) attached.push_back(Label(id));
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "world_size: {} differs from the {} trainer_ranks of group {} while {} still {} "
+                 "attached",
+                 who.world_size, spec.trainer_ranks, name, group::Few(attached),
+                 attached.size() == 1 ? "is" : "are");
+  }
+  if (const auto it = trainers.find(who.rank); it != trainers.end()) {
+    return Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(it->second));
+  }
+  return absl::OkStatus();
+}
+
 void Group::Impl::On(const TrainerAttached& e) {
   const TrainerIdentity& who = e.identity;
-  absl::Status status = CheckRank(who.rank, who.world_size, kMaxTrainerRanks);
-  if (status.ok() && who.world_size != spec.trainer_ranks) {
-    status = Error(absl::StatusCode::kFailedPrecondition,
-                   "world_size: {} differs from the {} trainer_ranks of group {}", who.world_size,
-                   spec.trainer_ranks, name);
-  }
-  if (const auto it = trainers.find(who.rank); status.ok() && it != trainers.end()) {
-    status = Error(absl::StatusCode::kAlreadyExists, "{} is attached", Label(it->second));
-  }
-  if (!status.ok()) {
+  if (absl::Status status = CheckTrainer(who); !status.ok()) {
     Do(RefuseMember{e.member, std::move(status)});
     return;
+  }
+  if (who.world_size != spec.trainer_ranks) {
+    Log(LogLine::kInfo, fmt::format("trainers are {} ranks from now on, after {}", who.world_size,
+                                    spec.trainer_ranks));
+    spec.trainer_ranks = who.world_size;
   }
   Member member;
   member.id = e.member;
@@ -94,8 +109,22 @@ void Group::Impl::Admit(Member member) {
   Changed();
 }
 
+// A version of this incarnation is one that the group committed. Others are of other incarnations,
+// about which the rank is believed: they decide nothing.
+absl::Status Group::Impl::CheckHeld(const EngineIdentity& who) const {
+  if (!who.held_version.has_value() || who.held_origin != incarnation) return absl::OkStatus();
+  if (version.has_value() && *who.held_version <= *version) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument,
+               "held_version: {} of held_origin {:x}, but {} in that incarnation of group {}",
+               *who.held_version, who.held_origin,
+               version.has_value() ? fmt::format("no version above {} was committed", *version)
+                                   : std::string("no version was committed"),
+               name);
+}
+
 absl::Status Group::Impl::CheckEngine(const EngineIdentity& who) const {
   REFITD_RETURN_IF_ERROR(CheckRank(who.rank, who.world_size, kMaxEngineRanks));
+  REFITD_RETURN_IF_ERROR(CheckHeld(who));
   if (members.size() >= static_cast<size_t>(kMaxEngineRanks) + kMaxTrainerRanks) {
     return Error(absl::StatusCode::kResourceExhausted, "group {} has {} members already", name,
                  members.size());
@@ -129,11 +158,11 @@ void Group::Impl::On(const EngineAttached& e) {
   member.node = who.node;
   member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
   member.delivery = who.delivery;
+  member.on_device = who.on_device;
   if (who.manifest.has_value()) {
     member.manifest = std::make_shared<const group::Manifest>(*who.manifest);
   }
-  // What a rank holds from before a replacement is not this incarnation's.
-  if (!replaced) member.version = who.held_version;
+  if (who.held_version.has_value()) member.held = {*who.held_version, who.held_origin};
   Instance& instance = instances[who.instance];
   instance.name = who.instance;
   instance.world_size = who.world_size;
@@ -162,7 +191,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
     return;
   }
   // Another binding is other memory: nobody said that it holds the version.
-  if (member->layout != nullptr) member->version.reset();
+  if (member->layout != nullptr) member->held.reset();
   member->layout = e.layout;
   member->layout_digest = e.layout->Digest();
   if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
@@ -180,34 +209,48 @@ bool Group::Impl::Complete(const Instance& instance) const {
   });
 }
 
+const std::string* Group::Impl::WhyKeptOut(const Instance& instance) const {
+  if (kept_out.empty()) return nullptr;
+  for (const auto& [rank, id] : instance.ranks) {
+    if (const auto it = kept_out.find(Find(id)->node); it != kept_out.end()) return &it->second;
+  }
+  return nullptr;
+}
+
+bool Group::Impl::Available(const Instance& instance) const {
+  return Next(instance.state, InstanceTrigger::kPrepare).has_value() &&
+         WhyKeptOut(instance) == nullptr;
+}
+
+// Whoever attaches there from now on has attached anew.
+void Group::Impl::LetInIfEmpty(NodeId node) {
+  if (!kept_out.contains(node)) return;
+  const bool has_members = std::any_of(members.begin(), members.end(), [node](const auto& m) {
+    return m.second.node == node && m.second.state != MemberState::kLeaving;
+  });
+  if (!has_members) kept_out.erase(node);
+}
+
 void Group::Impl::CompleteIfAllHere(Instance* instance) {
   const std::optional<InstanceState> next = Next(instance->state, InstanceTrigger::kComplete);
   if (!next.has_value() || !Complete(*instance)) return;
   instance->state = *next;
   if (!group::IsDirty(instance->state)) instance->reason.clear();
-  AdoptReportedVersion(*instance);
   Changed();
 }
 
-std::optional<Version> Group::Impl::VersionOf(const Instance& instance) const {
+// All its ranks hold the same version of the same incarnation.
+std::optional<group::HeldVersion> Group::Impl::VersionOf(const Instance& instance) const {
   if (group::IsDirty(instance.state) || instance.state == InstanceState::kForming) {
     return std::nullopt;
   }
-  std::optional<Version> common;
+  std::optional<group::HeldVersion> common;
   for (const auto& [rank, id] : instance.ranks) {
-    const std::optional<Version> held = Find(id)->version;
+    const std::optional<group::HeldVersion>& held = Find(id)->held;
     if (!held.has_value() || (common.has_value() && *common != *held)) return std::nullopt;
     common = held;
   }
   return common;
-}
-
-// After a restart the group's version is the highest that a complete clean instance reports, until
-// an update commits. A running update was checked against the version of its start.
-void Group::Impl::AdoptReportedVersion(const Instance& instance) {
-  if (committed_once || update != nullptr) return;
-  const std::optional<Version> reported = VersionOf(instance);
-  if (reported.has_value() && (!version.has_value() || *version < *reported)) version = reported;
 }
 
 void Group::Impl::On(const MemberLost& e) {
@@ -218,6 +261,7 @@ void Group::Impl::On(const MemberLost& e) {
   // Its slots first: what is given up next may need them.
   ledger.Forget(e.member);
   member->reads.clear();
+  LetInIfEmpty(member->node);
   if (member->engine) {
     LoseEngine(member, e.reason);
   } else {

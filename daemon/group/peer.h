@@ -171,6 +171,7 @@ using PeerReport =
 struct PeerWelcome {
   MemberId member;
   std::optional<Version> group_version;
+  int trainer_ranks = 0;  // of the group's spec as it is now; 0: not told
 };
 struct PeerRefuse {
   MemberId member;
@@ -192,6 +193,7 @@ struct PeerPrepare {
   std::vector<MemberId> destinations;    // of this node: registered ranks, in the order of
                                          // bytes_written, skip and failed_destinations
   std::vector<uint64_t> layout_digests;  // of the destinations, as the coordinator knows them
+  int trainer_ranks = 0;                 // of the group's spec as it is now; 0: not told
 };
 struct BucketHeader {
   UpdateId update;
@@ -268,6 +270,7 @@ struct PeerProgram {
 // Digests of what several ranks hold, before anything is written. Answered by PeerCompared.
 struct PeerCompare {
   UpdateId update;
+  ReplicaPart part = {};  // digests of the others may come, too
 };
 inline constexpr uint32_t kNoRank = UINT32_MAX;
 // Run the program: what stays on this node at once, rounds over the data plane from the PeerIssue

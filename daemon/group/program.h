@@ -74,6 +74,7 @@ struct StartMoves {
   std::shared_ptr<const BoundProgram> bound;
   std::vector<bool> skip_destination;  // by program->destinations
   Verification verification = Verification::kOff;
+  ReplicaPart part = {};  // compare: of `replicas`
 };
 
 // Of a section, or of what one round carries of it.
@@ -91,7 +92,7 @@ struct MovesDone {
   absl::Status status;
   std::vector<int64_t> bytes_written;  // local, unpack: by program->destinations
   int failed_destination = -1;         // the same, if not OK and known
-  std::vector<uint64_t> digests;       // compare: by bound->replicas
+  std::vector<uint64_t> digests;       // compare: by bound->replicas, those of the part
   // Pack: of the sources' bytes; unpack: of what was received. None where verification is off.
   std::vector<SectionDigest> sections;
 };

@@ -4,6 +4,7 @@
 // generation of that layout, and not with Commit. The program is compiled before engines are
 // prepared, kept while the layouts stay the same, and runs when every trainer rank has committed.
 #include <algorithm>
+#include <optional>
 
 #include "absl/container/flat_hash_set.h"
 #include "daemon/group/group_impl.h"
@@ -37,8 +38,10 @@ void Group::Impl::On(const RefitEvent& e) {
   if (Repeated(member, CallKind::kRefit, e.request_id, what, e.call)) return;
   const auto begun =
       update == nullptr ? decltype(update->trainers.end()){} : update->trainers.find(member->rank);
-  const bool joined = update != nullptr && update->version == e.version &&
-                      begun != update->trainers.end() && member->state == MemberState::kReady;
+  // A call that says which update it ends never opens one.
+  const bool joined = e.update != UpdateId() ||
+                      (update != nullptr && update->version == e.version &&
+                       begun != update->trainers.end() && member->state == MemberState::kReady);
   absl::Status status = CheckRefit(*member, e, joined);
   if (!status.ok()) {
     Refuse(e.call, std::move(status));
@@ -59,12 +62,17 @@ void Group::Impl::On(const RefitEvent& e) {
 }
 
 absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, bool joined) {
-  if (!HasShards(member)) {
+  if (IsAnother(e.update)) return Gone(e.update, e.version);
+  if (member.layout == nullptr) {
     return Precondition("{} has no layout: register it first", member.label);
   }
   if (joined) {
-    const absl::StatusOr<TrainerProgress*> found = OpenFor(member, e.version);
+    const absl::StatusOr<TrainerProgress*> found = OpenFor(member, e.version, e.update);
     if (!found.ok()) return found.status();
+    if ((*found)->without_layout) {
+      return Precondition("{} has begun version {} without its layout: it ends it with Commit",
+                          member.label, e.version);
+    }
     CommitEvent commit;
     commit.version = e.version;
     commit.bucket_count = e.bucket_count;
@@ -77,7 +85,8 @@ absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, 
   return CheckBegin(member, BeginOf(e));
 }
 
-// An empty layout takes the one before back.
+// An empty layout takes the one before back. Its rank may end an update with Refit all the same: it
+// moves nothing there.
 bool Group::Impl::HasShards(const Member& member) {
   return !member.engine && member.layout != nullptr && !member.layout->pieces.empty();
 }
@@ -106,14 +115,20 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   std::set<std::string> pushed;
   for (const auto& [rank, progress] : update->trainers) {
     const Member& member = *Find(progress.member);
-    if (!HasShards(member)) continue;
+    if (!HasShardsIn(member, progress)) continue;
     sources.push_back(member.id);
     key.sources.push_back({number(member.node), 0, member.layout_digest});
     for (const uint32_t t : member.layout->pushed_tensors) {
       pushed.insert(member.layout->tensors[t].name);
     }
   }
-  if (sources.empty()) return true;
+  if (sources.empty()) {
+    if (std::all_of(update->trainers.begin(), update->trainers.end(),
+                    [](const auto& trainer) { return trainer.second.one_call; })) {
+      return Precondition("no trainer rank has a piece in its layout: nothing can be refitted");
+    }
+    return true;
+  }
   const Catalog& known = *update->catalog;
   if (sources.size() < update->trainers.size()) AddUnheld(sources, &pushed);
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
@@ -152,10 +167,33 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   compile.options.skip_tensors.insert(compile.options.skip_tensors.end(),
                                       spec.engine_only_tensors.begin(),
                                       spec.engine_only_tensors.end());
+  FindUnwanted(sources, &compile.options.unwanted_allowed, &compiling->left_out);
+  compile.options.cancelled = compiling->cancelled;
   compiling->key = std::move(key);
   Do(std::move(compile));
   Changed();
   return false;
+}
+
+// Of the trainers' tensors: what the spec lets be unwanted (whether an instance wants it after all
+// is the planner's to see), and what no instance wants; both sorted. An engine that knows a tensor
+// by name only, because its memory is another's, does not want it.
+void Group::Impl::FindUnwanted(const std::vector<MemberId>& sources,
+                               std::vector<std::string>* allowed,
+                               std::vector<std::string>* left_out) const {
+  std::set<std::string> may;
+  std::set<std::string> out;
+  std::set<uint64_t> seen;  // ranks often have equal layouts
+  for (const MemberId source : sources) {
+    const Member& member = *Find(source);
+    if (!seen.insert(member.layout_digest).second) continue;
+    for (const TensorSpec& tensor : member.layout->tensors) {
+      if (MayBeUnwanted(spec, tensor.name)) may.insert(tensor.name);
+      if (!update->catalog->Wants(tensor.name)) out.insert(tensor.name);
+    }
+  }
+  allowed->assign(may.begin(), may.end());
+  left_out->assign(out.begin(), out.end());
 }
 
 // Ranks without shards push: what no layout has is theirs to bring, and Commit sees whether they
@@ -175,6 +213,12 @@ void Group::Impl::AddUnheld(const std::vector<MemberId>& sources,
 
 void Group::Impl::On(const ProgramCompiled& e) {
   if (compiling == nullptr || compiling->id != e.program) return;
+  if (e.status.code() == absl::StatusCode::kCancelled) {
+    // It was for an update that is over: one that waits by now asks for its own.
+    compiling = nullptr;
+    Changed();
+    return;
+  }
   program = std::move(compiling);
   program->status = e.status;
   program->plan = e.plan;
@@ -182,10 +226,19 @@ void Group::Impl::On(const ProgramCompiled& e) {
     program->status = absl::InternalError("no plan came");
   }
   if (!program->status.ok()) return;
+  // What is pushed is not left out.
+  std::erase_if(program->left_out, [this](const std::string& name) {
+    const std::vector<std::string>& pushed = program->key.pushed;
+    return std::binary_search(pushed.begin(), pushed.end(), name);
+  });
   for (const TensorSpec& tensor : program->plan->routes.tensors) {
+    const int64_t bytes = ElementCount(WholeBox(tensor.shape)) * ElementBytes(tensor.dtype);
+    if (std::binary_search(program->left_out.begin(), program->left_out.end(), tensor.name)) {
+      program->left_out_bytes += bytes;
+    }
     if (LeavesOut(*program, tensor.name)) continue;
     ++program->tensors;
-    program->bytes += ElementCount(WholeBox(tensor.shape)) * ElementBytes(tensor.dtype);
+    program->bytes += bytes;
   }
 }
 
@@ -204,7 +257,7 @@ bool Group::Impl::LeavesOut(const group::CompiledProgram& compiled, std::string_
   const auto in = [tensor](const std::vector<std::string>& names) {
     return std::binary_search(names.begin(), names.end(), tensor);
   };
-  return in(compiled.key.pushed) || in(spec.engine_only_tensors);
+  return in(compiled.key.pushed) || in(spec.engine_only_tensors) || in(compiled.left_out);
 }
 
 // ---- running it ----
@@ -214,30 +267,38 @@ void Group::Impl::TouchSources(int by) {
 }
 
 // After every part, so that collectives have one order (P7). First, whether the ranks that hold the
-// same elements agree about them: on the first version of a registration and now and then.
+// same elements agree about them: all of these on the first version of a registration, a part of
+// them on each of the others.
 void Group::Impl::RunProgramIfDue() {
   if (!update->program.has_value() || update->state != UpdateState::kSettling) return;
   if (update->next_start < update->end_part()) return;
   if (update->refit == group::RefitPhase::kNone) {
-    if (!MustCompare()) {
+    if (const std::optional<ReplicaPart> part = PartToCompare(); !part.has_value()) {
       update->refit = group::RefitPhase::kCompared;
     } else {
       update->refit = group::RefitPhase::kComparing;
       ++update->in_flight;
       TouchSources(1);
-      Do(StartCompare{update->id});
+      Do(StartCompare{update->id, *part});
       Changed();
     }
   }
-  if (update->refit == group::RefitPhase::kCompared) StartProgram();
+  if (update->refit == group::RefitPhase::kCompared && update->data_plane_up) StartProgram();
 }
 
-bool Group::Impl::MustCompare() const {
-  if (update->program->plan->replicas.boxes.empty()) return false;
+// nullopt: there is nothing to compare.
+std::optional<ReplicaPart> Group::Impl::PartToCompare() const {
+  const std::vector<Replica>& boxes = update->program->plan->replicas.boxes;
+  if (boxes.empty()) return std::nullopt;
   std::vector<std::shared_ptr<const Layout>> layouts;
   for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
-  return update->compiled->compared_layouts != layouts ||
-         update->compiled->uncompared_versions + 1 >= limits.compare_every;
+  if (update->compiled->compared_layouts != layouts) return ReplicaPart();
+  ReplicaPart part;
+  part.parts = static_cast<uint32_t>(limits.compare_every);
+  part.part = update->compiled->next_part % part.parts;
+  const bool any = std::any_of(boxes.begin(), boxes.end(),
+                               [part](const Replica& box) { return part.Has(box.hash); });
+  return any ? std::optional(part) : std::nullopt;
 }
 
 void Group::Impl::On(const CompareDone& e) {
@@ -261,14 +322,12 @@ void Group::Impl::On(const CompareDone& e) {
 // Only a version that was installed counts: another attempt may bring other bytes.
 void Group::Impl::CountCompared() {
   group::CompiledProgram& compiled = *update->compiled;
-  if (!update->compared) {
-    ++compiled.uncompared_versions;
-    return;
-  }
-  compiled.uncompared_versions = 0;
-  compiled.compared_layouts.clear();
-  for (const MemberId source : update->program->sources) {
-    compiled.compared_layouts.push_back(Find(source)->layout);
+  std::vector<std::shared_ptr<const Layout>> layouts;
+  for (const MemberId source : update->program->sources) layouts.push_back(Find(source)->layout);
+  if (layouts == compiled.compared_layouts) {
+    compiled.next_part = (compiled.next_part + 1) % static_cast<uint32_t>(limits.compare_every);
+  } else if (update->compared) {
+    compiled.compared_layouts = std::move(layouts);
   }
 }
 

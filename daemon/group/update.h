@@ -6,6 +6,7 @@
 #define REFITD_DAEMON_GROUP_UPDATE_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -67,6 +68,7 @@ struct TrainerProgress {
   int64_t bucket_count = 0;
   std::vector<std::shared_ptr<Request>> commits;  // unanswered; Refit's too
   bool one_call = false;                          // Refit began it: nobody else can end it
+  bool without_layout = false;                    // Begin said so: the rank's shards have no part
 };
 
 // An instance that was complete when the update was prepared.
@@ -76,7 +78,7 @@ struct Participant {
   bool ready = false;             // all its ranks are
   bool written = false;           // by this update
   bool evicted = false;
-  bool told = false;   // evicted, and its ranks were sent Aborted
+  bool told = false;   // its ranks were sent Aborted
   std::string reason;  // of the eviction
   int touching = 0;    // transfers and verifications that touch its memory
 };
@@ -131,15 +133,21 @@ struct ProgramKey {
 struct CompiledProgram {
   ProgramId id;
   ProgramKey key;
+  // Set when the update that asked for it ends before it is there: planning stops (P4).
+  std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
   absl::Status status;  // why there is no plan
   std::shared_ptr<const RefitPlan> plan;
   int64_t tensors = 0;  // that it moves
   int64_t bytes = 0;    // of them, once each
+  // Tensors of sources that no instance knows, as the group's spec allows; sorted.
+  std::vector<std::string> left_out;
+  int64_t left_out_bytes = 0;
   // Whose every tensor it was found to bring.
   std::weak_ptr<const Catalog> covers;
-  // By source: registrations whose replicas were found equal, and how many versions ago.
+  // By source: registrations all of whose replicas were found equal.
   std::vector<std::shared_ptr<const Layout>> compared_layouts;
-  int64_t uncompared_versions = 0;
+  // The next version's part of them, of the parts that all are compared in.
+  uint32_t next_part = 0;
 };
 
 enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };
@@ -174,6 +182,7 @@ struct Update {
   std::vector<bool> skip_destination;     // by destination
   std::vector<NodeId> nodes;              // with a rank in it; ascending
   TimePoint ready_deadline;
+  bool data_plane_up = true;                 // between its nodes
   std::map<MemberId, StagedReader> readers;  // staged ranks still in
 
   absl::flat_hash_map<std::string, PushedTensor> pushed;

@@ -73,9 +73,17 @@ GroupView Group::View(TimePoint now) const {
     if (m.layout != nullptr) v.pieces = static_cast<int64_t>(m.layout->pieces.size());
   }
   for (const auto& [name, instance] : g.instances) {
-    view.instances.push_back({name, Name(instance.state), g.VersionOf(instance),
-                              instance.world_size, static_cast<int>(instance.ranks.size()),
-                              instance.reason});
+    InstanceView& v = view.instances.emplace_back();
+    v.name = name;
+    v.state = Name(instance.state);
+    if (const std::optional<group::HeldVersion> held = g.VersionOf(instance); held.has_value()) {
+      v.version = held->version;
+      v.origin = held->origin;
+    }
+    v.world_size = instance.world_size;
+    v.attached = static_cast<int>(instance.ranks.size());
+    const std::string* kept = g.WhyKeptOut(instance);
+    v.reason = kept == nullptr ? instance.reason : *kept;
   }
   view.update = ViewUpdate(now);
   for (int i = 0; i < g.ledger.slots(); ++i) {

@@ -42,6 +42,7 @@ struct Job {
   bool reported = false;                      // PeerProgramBuilt
   std::shared_ptr<const BoundProgram> bound;  // null: not built
   bool comparing = false;
+  ReplicaPart part;  // that is, or was, compared
   std::optional<PeerRun> run;
   bool issued = false;
   bool local_begun = false;

@@ -196,6 +196,7 @@ void Worker::Handle(const PeerCompare& command, TimePoint, const Output& out) {
     return;
   }
   update->job->comparing = true;
+  update->job->part = command.part;
   StartStep(update, MoveStep::kCompare, 0, out);
 }
 
@@ -310,6 +311,7 @@ void Worker::StartStep(Update* update, MoveStep step, int64_t number, const Outp
   start.round = number;
   start.bound = job.bound;
   start.verification = update->verification;
+  start.part = job.part;
   // Before it runs, too: its moves are bound while replicas are compared.
   start.skip_destination = Skip(*update, job.run.has_value() ? job.run->skip : std::vector<bool>());
   if (job.run.has_value()) {

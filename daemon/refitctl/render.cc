@@ -33,10 +33,17 @@ std::string MethodWord(v1::BroadcastMethod method) {
 
 std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; }
 
+// "7", or "7 (of 1a2b)" where another incarnation than the group's committed it.
+std::string HeldWord(const v1::GroupStatus& group, const v1::InstanceStatus& instance) {
+  std::string word = VersionWord(instance);
+  if (instance.origin() == 0 || instance.origin() == group.incarnation()) return word;
+  return fmt::format("{} (of {:x})", word, instance.origin());
+}
+
 std::string RenderInstances(const v1::GroupStatus& group) {
   Table table({"  INSTANCE", "STATE", "VERSION", "RANKS", "REASON"}, {false, false, true, true});
   for (const auto& instance : group.instances()) {
-    table.Add({"  " + instance.name(), instance.state(), VersionWord(instance),
+    table.Add({"  " + instance.name(), instance.state(), HeldWord(group, instance),
                fmt::format("{}/{}", instance.attached(), instance.world_size()),
                OrDash(instance.reason())});
   }

@@ -2,6 +2,10 @@
 //
 // Threads: gRPC's callback threads and whoever replies. Handlers never block; nothing here knows a
 // group's logic.
+//
+// Whatever gRPC calls is noexcept: gRPC swallows an exception of a callback, and a state machine
+// that was left in the middle of an event would serve nobody any more. The process ends instead,
+// and its members come back to its successor (P4).
 #ifndef REFITD_DAEMON_SERVICES_COMMON_H_
 #define REFITD_DAEMON_SERVICES_COMMON_H_
 
@@ -19,6 +23,7 @@
 #include "daemon/node.h"
 #include "daemon/peer_credentials.h"
 #include "transport/base/mutex.h"
+#include "transport/base/status.h"
 
 namespace refitd {
 
@@ -49,13 +54,22 @@ class Door {
   const AccessRule rule_;
 };
 
+// Of a call that went well. Another daemon's answers were checked against their calls by the
+// group's machine (Follower): a payload of another kind is a bug of this daemon.
+template <typename Payload>
+const Payload& PayloadAs(const ReplyPayload& payload) {
+  const auto* found = std::get_if<Payload>(&payload);
+  REFITD_CHECK(found != nullptr);
+  return *found;
+}
+
 // A unary call that is answered later, by whoever has the reply; deletes itself.
 class PendingCall : public grpc::ServerUnaryReactor {
  public:
   explicit PendingCall(Node* node) : node_(node), id_(node->NewCall()) {}
   CallId id() const { return id_; }
-  void OnDone() override { delete this; }
-  void OnCancel() override { node_->CallGone(id_); }
+  void OnDone() noexcept override { delete this; }
+  void OnCancel() noexcept override { node_->CallGone(id_); }
 
  private:
   Node* const node_;
@@ -248,7 +262,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
     this->StartRead(&message_);
   }
 
-  void OnReadDone(bool ok) override {
+  void OnReadDone(bool ok) noexcept override {
     if (!ok) return Leave("its stream ended");
     if (member_ == 0) {
       if (!message_.has_hello()) {
@@ -264,10 +278,10 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
     }
     this->StartRead(&message_);
   }
-  void OnWriteDone(bool ok) override { stream_->Written(ok); }
+  void OnWriteDone(bool ok) noexcept override { stream_->Written(ok); }
   void GiveUp() { context_->TryCancel(); }
-  void OnCancel() override { Leave("its stream was cancelled"); }
-  void OnDone() override {
+  void OnCancel() noexcept override { Leave("its stream was cancelled"); }
+  void OnDone() noexcept override {
     stream_->Detach();
     Leave("its stream ended");
     delete this;

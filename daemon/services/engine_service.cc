@@ -44,26 +44,26 @@ struct EngineLayouts {
 }  // namespace
 
 grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* EngineService::Attach(
-    grpc::CallbackServerContext* context) {
+    grpc::CallbackServerContext* context) noexcept {
   return new AttachReactor<EngineRole>(node_, context, door_->Admit(*context));
 }
 
 grpc::ServerReadReactor<v1::LayoutChunk>* EngineService::RegisterLayout(
-    grpc::CallbackServerContext* context, v1::LayoutRegistered* response) {
+    grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
   return new RegisterLayoutReactor<EngineLayouts>(node_, door_->Admit(*context), response);
 }
 
-grpc::ServerUnaryReactor* EngineService::RegisterRegion(grpc::CallbackServerContext* context,
-                                                        const v1::RegisterRegionRequest* request,
-                                                        v1::RegisterRegionResponse* response) {
+grpc::ServerUnaryReactor* EngineService::RegisterRegion(
+    grpc::CallbackServerContext* context, const v1::RegisterRegionRequest* request,
+    v1::RegisterRegionResponse* response) noexcept {
   return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
     node_->RegisterRegion(*request, peer, /*engine=*/true, std::move(reply));
   });
 }
 
-grpc::ServerUnaryReactor* EngineService::ReleaseRegion(grpc::CallbackServerContext* context,
-                                                       const v1::ReleaseRegionRequest* request,
-                                                       v1::ReleaseRegionResponse* response) {
+grpc::ServerUnaryReactor* EngineService::ReleaseRegion(
+    grpc::CallbackServerContext* context, const v1::ReleaseRegionRequest* request,
+    v1::ReleaseRegionResponse* response) noexcept {
   return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
     node_->ReleaseRegion(*request, peer, /*engine=*/true, std::move(reply));
   });

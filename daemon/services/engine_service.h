@@ -13,15 +13,15 @@ class EngineService final : public v1::Engine::CallbackService {
   EngineService(Node* node, const Door* door) : node_(node), door_(door) {}
 
   grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* Attach(
-      grpc::CallbackServerContext* context) override;
-  grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(grpc::CallbackServerContext* context,
-                                                           v1::LayoutRegistered* response) override;
+      grpc::CallbackServerContext* context) noexcept override;
+  grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(
+      grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept override;
   grpc::ServerUnaryReactor* RegisterRegion(grpc::CallbackServerContext* context,
                                            const v1::RegisterRegionRequest* request,
-                                           v1::RegisterRegionResponse* response) override;
+                                           v1::RegisterRegionResponse* response) noexcept override;
   grpc::ServerUnaryReactor* ReleaseRegion(grpc::CallbackServerContext* context,
                                           const v1::ReleaseRegionRequest* request,
-                                          v1::ReleaseRegionResponse* response) override;
+                                          v1::ReleaseRegionResponse* response) noexcept override;
 
  private:
   Node* const node_;

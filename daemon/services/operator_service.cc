@@ -23,13 +23,13 @@ class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
     if (!admitted.ok()) stream_->End(admitted);
   }
 
-  void OnWriteDone(bool ok) override {
+  void OnWriteDone(bool ok) noexcept override {
     stream_->Written(ok);
     if (!ok) stream_->End(absl::OkStatus());
   }
   void GiveUp() { context_->TryCancel(); }
-  void OnCancel() override { stream_->End(absl::CancelledError("the caller went away")); }
-  void OnDone() override {
+  void OnCancel() noexcept override { stream_->End(absl::CancelledError("the caller went away")); }
+  void OnDone() noexcept override {
     stream_->Detach();
     node_->StopWatching(watch_);
     delete this;
@@ -46,22 +46,22 @@ class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
 
 grpc::ServerUnaryReactor* OperatorService::CreateGroup(grpc::CallbackServerContext* context,
                                                        const v1::CreateGroupRequest* request,
-                                                       v1::CreateGroupResponse* response) {
+                                                       v1::CreateGroupResponse* response) noexcept {
   return AnswerNow(*door_, context, response, [&] { return node_->CreateGroup(*request); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::DeleteGroup(grpc::CallbackServerContext* context,
                                                        const v1::DeleteGroupRequest* request,
-                                                       v1::DeleteGroupResponse* response) {
+                                                       v1::DeleteGroupResponse* response) noexcept {
   return AnswerNow(*door_, context, response, [&]() -> absl::StatusOr<v1::DeleteGroupResponse> {
     if (absl::Status status = node_->DeleteGroup(*request); !status.ok()) return status;
     return v1::DeleteGroupResponse();
   });
 }
 
-grpc::ServerUnaryReactor* OperatorService::AbortUpdate(grpc::CallbackServerContext* context,
-                                                       const v1::AbortUpdateRequest* request,
-                                                       v1::AbortUpdateResponse* /*response*/) {
+grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
+    grpc::CallbackServerContext* context, const v1::AbortUpdateRequest* request,
+    v1::AbortUpdateResponse* /*response*/) noexcept {
   return AnswerLater(
       node_, *door_, context,
       [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
@@ -72,37 +72,37 @@ grpc::ServerUnaryReactor* OperatorService::AbortUpdate(grpc::CallbackServerConte
 
 grpc::ServerUnaryReactor* OperatorService::GetStatus(grpc::CallbackServerContext* context,
                                                      const v1::GetStatusRequest* /*request*/,
-                                                     v1::GetStatusResponse* response) {
+                                                     v1::GetStatusResponse* response) noexcept {
   return AnswerNow(*door_, context, response,
                    [&]() -> absl::StatusOr<v1::GetStatusResponse> { return node_->GetStatus(); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::ListGroups(grpc::CallbackServerContext* context,
                                                       const v1::ListGroupsRequest* /*request*/,
-                                                      v1::ListGroupsResponse* response) {
+                                                      v1::ListGroupsResponse* response) noexcept {
   return AnswerNow(*door_, context, response, [&] { return node_->ListGroups(); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::GetGroup(grpc::CallbackServerContext* context,
                                                     const v1::GetGroupRequest* request,
-                                                    v1::GetGroupResponse* response) {
+                                                    v1::GetGroupResponse* response) noexcept {
   return AnswerNow(*door_, context, response, [&] { return node_->GetGroup(*request); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::ListMembers(grpc::CallbackServerContext* context,
                                                        const v1::ListMembersRequest* request,
-                                                       v1::ListMembersResponse* response) {
+                                                       v1::ListMembersResponse* response) noexcept {
   return AnswerNow(*door_, context, response, [&] { return node_->ListMembers(*request); });
 }
 
 grpc::ServerUnaryReactor* OperatorService::GetUpdateStatistics(
     grpc::CallbackServerContext* context, const v1::GetUpdateStatisticsRequest* request,
-    v1::GetUpdateStatisticsResponse* response) {
+    v1::GetUpdateStatisticsResponse* response) noexcept {
   return AnswerNow(*door_, context, response, [&] { return node_->GetUpdateStatistics(*request); });
 }
 
 grpc::ServerWriteReactor<v1::UpdateStatus>* OperatorService::WatchUpdates(
-    grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) {
+    grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) noexcept {
   return new WatchReactor(node_, context, door_->Admit(*context).status(), *request);
 }
 

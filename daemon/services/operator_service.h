@@ -14,30 +14,31 @@ class OperatorService final : public v1::Operator::CallbackService {
 
   grpc::ServerUnaryReactor* CreateGroup(grpc::CallbackServerContext* context,
                                         const v1::CreateGroupRequest* request,
-                                        v1::CreateGroupResponse* response) override;
+                                        v1::CreateGroupResponse* response) noexcept override;
   grpc::ServerUnaryReactor* DeleteGroup(grpc::CallbackServerContext* context,
                                         const v1::DeleteGroupRequest* request,
-                                        v1::DeleteGroupResponse* response) override;
+                                        v1::DeleteGroupResponse* response) noexcept override;
   grpc::ServerUnaryReactor* AbortUpdate(grpc::CallbackServerContext* context,
                                         const v1::AbortUpdateRequest* request,
-                                        v1::AbortUpdateResponse* response) override;
+                                        v1::AbortUpdateResponse* response) noexcept override;
   grpc::ServerUnaryReactor* GetStatus(grpc::CallbackServerContext* context,
                                       const v1::GetStatusRequest* request,
-                                      v1::GetStatusResponse* response) override;
+                                      v1::GetStatusResponse* response) noexcept override;
   grpc::ServerUnaryReactor* ListGroups(grpc::CallbackServerContext* context,
                                        const v1::ListGroupsRequest* request,
-                                       v1::ListGroupsResponse* response) override;
+                                       v1::ListGroupsResponse* response) noexcept override;
   grpc::ServerUnaryReactor* GetGroup(grpc::CallbackServerContext* context,
                                      const v1::GetGroupRequest* request,
-                                     v1::GetGroupResponse* response) override;
+                                     v1::GetGroupResponse* response) noexcept override;
   grpc::ServerUnaryReactor* ListMembers(grpc::CallbackServerContext* context,
                                         const v1::ListMembersRequest* request,
-                                        v1::ListMembersResponse* response) override;
-  grpc::ServerUnaryReactor* GetUpdateStatistics(grpc::CallbackServerContext* context,
-                                                const v1::GetUpdateStatisticsRequest* request,
-                                                v1::GetUpdateStatisticsResponse* response) override;
+                                        v1::ListMembersResponse* response) noexcept override;
+  grpc::ServerUnaryReactor* GetUpdateStatistics(
+      grpc::CallbackServerContext* context, const v1::GetUpdateStatisticsRequest* request,
+      v1::GetUpdateStatisticsResponse* response) noexcept override;
   grpc::ServerWriteReactor<v1::UpdateStatus>* WatchUpdates(
-      grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) override;
+      grpc::CallbackServerContext* context,
+      const v1::WatchUpdatesRequest* request) noexcept override;
 
  private:
   Node* const node_;

@@ -115,7 +115,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
 
   // Gives the call up at `limit` unless the hello came.
   void AwaitHello() {
-    hello_alarm_.Set(After(kPeerHelloLimit), [weak = weak_from_this()](bool expired) {
+    hello_alarm_.Set(After(kPeerHelloLimit), [weak = weak_from_this()](bool expired) noexcept {
       const std::shared_ptr<Session> session = weak.lock();
       if (!expired || session == nullptr) return;
       session->End(
@@ -175,7 +175,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     ended_ = true;
     end_ = std::move(status);
     if (reactor_ == nullptr) return;
-    end_alarm_.Set(After(kPeerEndLimit), [weak = weak_from_this()](bool expired) {
+    end_alarm_.Set(After(kPeerEndLimit), [weak = weak_from_this()](bool expired) noexcept {
       const std::shared_ptr<Session> session = weak.lock();
       if (!expired || session == nullptr) return;
       MutexLock lock(&session->mutex_);
@@ -223,7 +223,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
     StartRead(&message_);
   }
 
-  void OnReadDone(bool ok) override {
+  void OnReadDone(bool ok) noexcept override {
     if (!ok) return Leave();
     if (const absl::Status status = Take(); !status.ok()) {
       session_->End(status);
@@ -231,8 +231,8 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
     }
     StartRead(&message_);
   }
-  void OnWriteDone(bool ok) override { session_->Written(ok); }
-  void OnDone() override {
+  void OnWriteDone(bool ok) noexcept override { session_->Written(ok); }
+  void OnDone() noexcept override {
     session_->Detach();
     Leave();
     delete this;
@@ -307,7 +307,7 @@ void Session::Pump() {
 }  // namespace
 
 grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* PeerService::Link(
-    grpc::CallbackServerContext* context) {
+    grpc::CallbackServerContext* context) noexcept {
   return new LinkReactor(acceptor_, message_bytes_, context);
 }
 

@@ -22,7 +22,7 @@ class PeerService final : public v1::Peer::CallbackService {
       : acceptor_(acceptor), message_bytes_(message_bytes) {}
 
   grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* Link(
-      grpc::CallbackServerContext* context) override;
+      grpc::CallbackServerContext* context) noexcept override;
 
  private:
   PeerAcceptor* const acceptor_;

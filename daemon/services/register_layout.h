@@ -27,7 +27,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
     }
   }
 
-  void OnReadDone(bool ok) override {
+  void OnReadDone(bool ok) noexcept override {
     // The end of the stream, or its cancellation: the decoder tells by the last chunk.
     if (!ok) return Register();
     if (first_) {
@@ -39,7 +39,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
     if (absl::Status status = decoder_.Add(chunk_); !status.ok()) return Finish(ToGrpc(status));
     StartRead(&chunk_);
   }
-  void OnDone() override { delete this; }
+  void OnDone() noexcept override { delete this; }
 
  private:
   void Register() {

@@ -34,6 +34,8 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
   response->set_version(committed.version.value());
   response->set_bytes(committed.bytes);
   response->set_seconds(std::chrono::duration<double>(committed.elapsed).count());
+  response->set_left_out_tensors(committed.left_out_tensors);
+  response->set_left_out_bytes(committed.left_out_bytes);
   for (const InstanceOutcome& outcome : committed.instances) {
     v1::InstanceResult* result = response->add_instances();
     result->set_instance(outcome.instance);
@@ -48,26 +50,26 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
 }  // namespace
 
 grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* TrainerService::Attach(
-    grpc::CallbackServerContext* context) {
+    grpc::CallbackServerContext* context) noexcept {
   return new AttachReactor<TrainerRole>(node_, context, door_->Admit(*context));
 }
 
 grpc::ServerReadReactor<v1::LayoutChunk>* TrainerService::RegisterLayout(
-    grpc::CallbackServerContext* context, v1::LayoutRegistered* response) {
+    grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
   return new RegisterLayoutReactor<TrainerLayouts>(node_, door_->Admit(*context), response);
 }
 
-grpc::ServerUnaryReactor* TrainerService::RegisterRegion(grpc::CallbackServerContext* context,
-                                                         const v1::RegisterRegionRequest* request,
-                                                         v1::RegisterRegionResponse* response) {
+grpc::ServerUnaryReactor* TrainerService::RegisterRegion(
+    grpc::CallbackServerContext* context, const v1::RegisterRegionRequest* request,
+    v1::RegisterRegionResponse* response) noexcept {
   return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
     node_->RegisterRegion(*request, peer, /*engine=*/false, std::move(reply));
   });
 }
 
-grpc::ServerUnaryReactor* TrainerService::ReleaseRegion(grpc::CallbackServerContext* context,
-                                                        const v1::ReleaseRegionRequest* request,
-                                                        v1::ReleaseRegionResponse* response) {
+grpc::ServerUnaryReactor* TrainerService::ReleaseRegion(
+    grpc::CallbackServerContext* context, const v1::ReleaseRegionRequest* request,
+    v1::ReleaseRegionResponse* response) noexcept {
   return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
     node_->ReleaseRegion(*request, peer, /*engine=*/false, std::move(reply));
   });
@@ -75,14 +77,14 @@ grpc::ServerUnaryReactor* TrainerService::ReleaseRegion(grpc::CallbackServerCont
 
 grpc::ServerUnaryReactor* TrainerService::Begin(grpc::CallbackServerContext* context,
                                                 const v1::BeginRequest* request,
-                                                v1::BeginResponse* response) {
+                                                v1::BeginResponse* response) noexcept {
   return AnswerLater(
       node_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         node_->Begin(call, *request, peer, std::move(reply));
       },
       [response](const ReplyPayload& payload) {
-        const auto& begun = std::get<BeginReply>(payload);
+        const auto& begun = PayloadAs<BeginReply>(payload);
         response->set_update_id(begun.update.value());
         response->set_remaining_ms(ToMillis(begun.remaining));
         response->set_instances(begun.instances);
@@ -92,14 +94,14 @@ grpc::ServerUnaryReactor* TrainerService::Begin(grpc::CallbackServerContext* con
 
 grpc::ServerUnaryReactor* TrainerService::LeaseSlot(grpc::CallbackServerContext* context,
                                                     const v1::LeaseSlotRequest* request,
-                                                    v1::LeaseSlotResponse* response) {
+                                                    v1::LeaseSlotResponse* response) noexcept {
   return AnswerLater(
       node_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         node_->LeaseSlot(call, *request, peer, std::move(reply));
       },
       [response](const ReplyPayload& payload) {
-        const auto& leased = std::get<LeaseSlotReply>(payload);
+        const auto& leased = PayloadAs<LeaseSlotReply>(payload);
         response->set_slot(leased.grant.slot.value());
         response->set_grant(leased.grant.grant.value());
         response->set_bytes(leased.slot_bytes);
@@ -108,9 +110,9 @@ grpc::ServerUnaryReactor* TrainerService::LeaseSlot(grpc::CallbackServerContext*
       });
 }
 
-grpc::ServerUnaryReactor* TrainerService::ReleaseSlot(grpc::CallbackServerContext* context,
-                                                      const v1::ReleaseSlotRequest* request,
-                                                      v1::ReleaseSlotResponse* /*response*/) {
+grpc::ServerUnaryReactor* TrainerService::ReleaseSlot(
+    grpc::CallbackServerContext* context, const v1::ReleaseSlotRequest* request,
+    v1::ReleaseSlotResponse* /*response*/) noexcept {
   return AnswerLater(
       node_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
@@ -121,14 +123,14 @@ grpc::ServerUnaryReactor* TrainerService::ReleaseSlot(grpc::CallbackServerContex
 
 grpc::ServerUnaryReactor* TrainerService::PushBucket(grpc::CallbackServerContext* context,
                                                      const v1::PushBucketRequest* request,
-                                                     v1::PushBucketResponse* response) {
+                                                     v1::PushBucketResponse* response) noexcept {
   return AnswerLater(
       node_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         node_->PushBucket(call, *request, peer, std::move(reply));
       },
       [response](const ReplyPayload& payload) {
-        const auto& pushed = std::get<BucketReply>(payload);
+        const auto& pushed = PayloadAs<BucketReply>(payload);
         response->set_group_seq(pushed.group_seq);
         response->set_bytes(pushed.bytes);
       });
@@ -136,18 +138,18 @@ grpc::ServerUnaryReactor* TrainerService::PushBucket(grpc::CallbackServerContext
 
 grpc::ServerUnaryReactor* TrainerService::Commit(grpc::CallbackServerContext* context,
                                                  const v1::CommitRequest* request,
-                                                 v1::CommitResponse* response) {
+                                                 v1::CommitResponse* response) noexcept {
   return AnswerLater(
       node_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         node_->Commit(call, *request, peer, std::move(reply));
       },
-      [response](const ReplyPayload& payload) { Fill(std::get<CommitReply>(payload), response); });
+      [response](const ReplyPayload& payload) { Fill(PayloadAs<CommitReply>(payload), response); });
 }
 
 grpc::ServerUnaryReactor* TrainerService::Abort(grpc::CallbackServerContext* context,
                                                 const v1::AbortRequest* request,
-                                                v1::AbortResponse* /*response*/) {
+                                                v1::AbortResponse* /*response*/) noexcept {
   return AnswerLater(
       node_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
@@ -158,18 +160,18 @@ grpc::ServerUnaryReactor* TrainerService::Abort(grpc::CallbackServerContext* con
 
 grpc::ServerUnaryReactor* TrainerService::Refit(grpc::CallbackServerContext* context,
                                                 const v1::RefitRequest* request,
-                                                v1::CommitResponse* response) {
+                                                v1::CommitResponse* response) noexcept {
   return AnswerLater(
       node_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
         node_->Refit(call, *request, peer, std::move(reply));
       },
-      [response](const ReplyPayload& payload) { Fill(std::get<CommitReply>(payload), response); });
+      [response](const ReplyPayload& payload) { Fill(PayloadAs<CommitReply>(payload), response); });
 }
 
 grpc::ServerUnaryReactor* TrainerService::GetUpdate(grpc::CallbackServerContext* context,
                                                     const v1::GetUpdateRequest* request,
-                                                    v1::GetUpdateResponse* response) {
+                                                    v1::GetUpdateResponse* response) noexcept {
   return AnswerNow(*door_, context, response, [&] { return node_->GetUpdate(*request); });
 }
 

@@ -13,39 +13,39 @@ class TrainerService final : public v1::Trainer::CallbackService {
   TrainerService(Node* node, const Door* door) : node_(node), door_(door) {}
 
   grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* Attach(
-      grpc::CallbackServerContext* context) override;
-  grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(grpc::CallbackServerContext* context,
-                                                           v1::LayoutRegistered* response) override;
+      grpc::CallbackServerContext* context) noexcept override;
+  grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(
+      grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept override;
   grpc::ServerUnaryReactor* RegisterRegion(grpc::CallbackServerContext* context,
                                            const v1::RegisterRegionRequest* request,
-                                           v1::RegisterRegionResponse* response) override;
+                                           v1::RegisterRegionResponse* response) noexcept override;
   grpc::ServerUnaryReactor* ReleaseRegion(grpc::CallbackServerContext* context,
                                           const v1::ReleaseRegionRequest* request,
-                                          v1::ReleaseRegionResponse* response) override;
+                                          v1::ReleaseRegionResponse* response) noexcept override;
   grpc::ServerUnaryReactor* Begin(grpc::CallbackServerContext* context,
                                   const v1::BeginRequest* request,
-                                  v1::BeginResponse* response) override;
+                                  v1::BeginResponse* response) noexcept override;
   grpc::ServerUnaryReactor* LeaseSlot(grpc::CallbackServerContext* context,
                                       const v1::LeaseSlotRequest* request,
-                                      v1::LeaseSlotResponse* response) override;
+                                      v1::LeaseSlotResponse* response) noexcept override;
   grpc::ServerUnaryReactor* ReleaseSlot(grpc::CallbackServerContext* context,
                                         const v1::ReleaseSlotRequest* request,
-                                        v1::ReleaseSlotResponse* response) override;
+                                        v1::ReleaseSlotResponse* response) noexcept override;
   grpc::ServerUnaryReactor* PushBucket(grpc::CallbackServerContext* context,
                                        const v1::PushBucketRequest* request,
-                                       v1::PushBucketResponse* response) override;
+                                       v1::PushBucketResponse* response) noexcept override;
   grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,
                                    const v1::CommitRequest* request,
-                                   v1::CommitResponse* response) override;
+                                   v1::CommitResponse* response) noexcept override;
   grpc::ServerUnaryReactor* Abort(grpc::CallbackServerContext* context,
                                   const v1::AbortRequest* request,
-                                  v1::AbortResponse* response) override;
+                                  v1::AbortResponse* response) noexcept override;
   grpc::ServerUnaryReactor* Refit(grpc::CallbackServerContext* context,
                                   const v1::RefitRequest* request,
-                                  v1::CommitResponse* response) override;
+                                  v1::CommitResponse* response) noexcept override;
   grpc::ServerUnaryReactor* GetUpdate(grpc::CallbackServerContext* context,
                                       const v1::GetUpdateRequest* request,
-                                      v1::GetUpdateResponse* response) override;
+                                      v1::GetUpdateResponse* response) noexcept override;
 
  private:
   Node* const node_;

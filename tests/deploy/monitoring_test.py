@@ -34,6 +34,7 @@ METRICS = {
     "refitd_integrity_failures_total": {"group"},
     "refitd_committed_version": {"group"},
     "refitd_peer_up": {"group", "peer"},
+    "refitd_daemon_kept_out": {"group", "daemon"},
     "refitd_instances": {"group", "state"},
     "refitd_members": set(),
     "refitd_serving": set(),

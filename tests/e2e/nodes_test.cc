@@ -2,6 +2,7 @@
 // and engines on every side; what engines then hold is compared byte for byte, and what daemons
 // keep is counted afterwards.
 #include <fmt/format.h>
+#include <sys/resource.h>
 
 #include <catch2/catch.hpp>
 #include <future>
@@ -461,9 +462,9 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
   }
   SECTION("another spec") {
     Daemon c(Flags("c"));
-    CheckRefused(attach(c, In(Registered("x", Spec(2, 1, 65'536, 4)), a)),
+    CheckRefused(attach(c, In(Registered("x", Spec(1, 7, 65'536, 4)), a)),
                  StatusCode::FAILED_PRECONDITION, {"spec", "'g'"});
-    CheckRefused(attach(b, In(Registered("x", Spec(2, 1, 65'536, 4)), a)),
+    CheckRefused(attach(b, In(Registered("x", Spec(1, 7, 65'536, 4)), a)),
                  StatusCode::FAILED_PRECONDITION, {"spec", "'g'"});
   }
   SECTION("an unknown group") {
@@ -619,6 +620,103 @@ TEST_CASE("a staged engine that dies with parts waiting for its slots costs its 
   }
   RequireCommitted(&far.engine(), 1);
   CHECK(far.Difference(model, bytes) == "");
+}
+
+TEST_CASE("the death of a daemon's only engine aborted the update for the others") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 4096, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Daemon c(Flags("c"));
+  Holder stays(b.Connect(), In(Registered("stays", spec), a), HoldWhole(model));
+  auto dies =
+      std::make_unique<Holder>(c.Connect(), In(Registered("dies", spec), a), HoldWhole(model));
+  RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
+  REQUIRE(trainer.attached().ok());
+  const auto gone = [&] { return Eventually([&] { return a.Group("g").instances_size() == 1; }); };
+  const std::vector<std::string> bytes = BytesOf(model, 1);
+  std::vector<int> halves[2];
+  for (int t = 0; t < static_cast<int>(model.size()); ++t) halves[t % 2].push_back(t);
+  SECTION("while it prepares") {
+    dies->engine().Hold(/*ready=*/true, /*ack=*/false);
+    auto begun = std::async(std::launch::async, [&] { return trainer.Begin(1); });
+    REQUIRE(dies->engine().AwaitPrepare(1));
+    dies.reset();
+    REQUIRE_OK(begun.get());
+    REQUIRE_OK(trainer.Push(1, InlineBucket(model, bytes, 0, true, halves[0])));
+  }
+  SECTION("between two buckets") {
+    REQUIRE_OK(trainer.Begin(1));
+    REQUIRE_OK(trainer.Push(1, InlineBucket(model, bytes, 0, true, halves[0])));
+    dies.reset();
+    REQUIRE(gone());
+  }
+  REQUIRE_OK(trainer.Push(1, InlineBucket(model, bytes, 1, true, halves[1])));
+  const auto committed = trainer.Commit(1, 2);
+  REQUIRE_OK(committed);
+  for (const v1::InstanceResult& instance : committed.response.instances()) {
+    CHECK(instance.committed() == (instance.instance() == "stays"));
+  }
+  RequireCommitted(&stays.engine(), 1);
+  CHECK(stays.Difference(model, bytes) == "");
+  // Nothing keeps its daemon in the group.
+  CHECK(Eventually([&] { return c.Status().groups_size() == 0; }));
+  CHECK(Eventually([&] { return a.Group("g").nodes_size() == 2; }));
+}
+
+TEST_CASE("a daemon with a broken data plane starved every instance") {
+  const Model model = MixedModel();
+  const v1::GroupSpec spec = Spec(1, 1, 4096, 4);
+  Daemon a(Flags("a"));
+  Daemon b(Flags("b"));
+  Daemon c(Flags("c"));
+  Holder sound(b.Connect(), In(Registered("sound", spec), a), HoldWhole(model));
+  auto broken =
+      std::make_unique<Holder>(c.Connect(), In(Registered("broken", spec), a), HoldWhole(model));
+  RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
+  REQUIRE(trainer.attached().ok());
+  // The update to `version`, and how many instances it began and committed with.
+  const auto install = [&](int64_t version) {
+    const auto begun = trainer.Begin(version);
+    REQUIRE_OK(begun);
+    REQUIRE_OK(trainer.Push(version, InlineBucket(model, BytesOf(model, version), 0, true)));
+    const auto committed = trainer.Commit(version, 1);
+    REQUIRE_OK(committed);
+    RequireCommitted(&sound.engine(), version);
+    CHECK(sound.Difference(model, BytesOf(model, version)) == "");
+    return begun.response.instances();
+  };
+  const auto kept_out = [&] {
+    std::string why;
+    const v1::GroupStatus group = a.Group("g");
+    for (const v1::NodeStatus& node : group.nodes()) {
+      CHECK((node.kept_out().empty() || node.daemon_id() == "c"));
+      why += node.kept_out();
+    }
+    return why;
+  };
+  // It can't open a socket any more.
+  rlimit before{};
+  REQUIRE(prlimit(c.pid(), RLIMIT_NOFILE, nullptr, &before) == 0);
+  const rlimit none{0, before.rlim_max};
+  REQUIRE(prlimit(c.pid(), RLIMIT_NOFILE, &none, nullptr) == 0);
+  CHECK(install(1) == 1);
+  const Belief belief = broken->engine().AwaitBelief(1);
+  CHECK(belief.good);  // no byte of it was written
+  CHECK(belief.version == 0);
+  CHECK(broken->DifferenceFromEmpty() == "");
+  CHECK_THAT(kept_out(), Catch::Contains("daemon c is kept out until it attaches anew"));
+  REQUIRE(prlimit(c.pid(), RLIMIT_NOFILE, &before, nullptr) == 0);
+  CHECK(install(2) == 1);
+  broken.reset();
+  REQUIRE(Eventually(
+      [&] { return a.Group("g").instances_size() == 1 && c.Status().groups_size() == 0; }));
+  broken =
+      std::make_unique<Holder>(c.Connect(), In(Registered("broken", spec), a), HoldWhole(model));
+  CHECK(kept_out().empty());
+  CHECK(install(3) == 2);
+  RequireCommitted(&broken->engine(), 3);
+  CHECK(broken->Difference(model, BytesOf(model, 3)) == "");
 }
 
 TEST_CASE("a joined daemon answers for updates it took part in and sends operators on") {

@@ -85,6 +85,7 @@ struct Fixture {
 TEST_CASE("members of a daemon that is killed and started again attach again and go on") {
   Fixture f;
   f.Installed(1);
+  const uint64_t before = f.daemon.Group("g").incarnation();
   f.daemon.Kill();
   for (Rank* rank : f.ranks()) {
     REQUIRE(rank->Await([](const Rank::Seen& s) { return s.losses == 1; }));
@@ -101,14 +102,23 @@ TEST_CASE("members of a daemon that is killed and started again attach again and
   for (const std::string instance : {"registered", "staged"}) {
     CHECK(VersionAt(&f.daemon, instance) == Version(1));
   }
-  CHECK(f.daemon.Group("g").version() == 1);
+  // The engines hold a version of the incarnation before; the group has committed none in its own.
+  const v1::GroupStatus group = f.daemon.Group("g");
+  CHECK(group.incarnation() != before);
+  CHECK_FALSE(group.has_version());
+  for (const v1::InstanceStatus& instance : group.instances()) CHECK(instance.origin() == before);
   // Nothing before the restart is known, and nothing is made up.
   const auto outcome = f.pusher.trainer().GetUpdate(Version(1));
   REQUIRE(outcome.ok());
   CHECK(outcome->kind == client::UpdateOutcome::kUnknown);
   CHECK(f.pusher.trainer().group_version() == Version(1));
+  // So the first version may be any.
+  f.Installed(1);
+  CHECK(f.daemon.Group("g").version() == 1);
   const absl::Status again = f.pusher.Install(1);
+  INFO(again);
   CHECK(absl::IsFailedPrecondition(again));
+  CHECK_THAT(Message(again), Catch::Contains("holds it") && Catch::Contains("replace"));
   f.Installed(2);
   CHECK(f.daemon.Status().resources().regions() == 2);
 }

@@ -1,10 +1,15 @@
 // Any bytes as what a coordinator sends: what is accepted goes out again and arrives the same, and
-// a header lies inside its slot (P10).
+// a header lies inside its slot, and an answer of another kind than its call reaches no caller
+// (P10).
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 #include <variant>
+#include <vector>
 
+#include "daemon/group/follower.h"
 #include "daemon/peer_convert.h"
 #include "refitd/v1/peer.pb.h"
 #include "tests/fuzz/proto_mutator.h"
@@ -34,6 +39,52 @@ void CheckHeader(const PeerHeader& header) {
   }
 }
 
+// A joined daemon with a call of every kind under way takes the answer as one of them: what is
+// answered well is answered in kind, else the link ends, and every call with it.
+void CheckAnswer(PeerReply reply) {
+  uint64_t updates = 0;
+  FollowerOptions options;
+  options.name = "g";
+  options.coordinator_address = "elsewhere";
+  options.next_update = [&updates] { return UpdateId(++updates); };
+  Follower follower(std::move(options));
+  const TimePoint now{std::chrono::hours(1)};
+  MachineActions actions;
+  const auto feed = [&](MachineEvent event) { follower.Handle(event, now, &actions); };
+  feed(LinkUp{7, {}, std::nullopt, "a"});
+  feed(GroupEvent(TrainerAttached{MemberId(1), {}}));
+  uint64_t calls = 0;
+  std::vector<size_t> kinds;  // by call, from 1 on
+  const auto call = [&](auto event, const ReplyPayload& answer) {
+    event.call = CallId(++calls);
+    event.member = MemberId(1);
+    kinds.push_back(answer.index());
+    feed(GroupEvent(std::move(event)));
+  };
+  call(BeginEvent(), BeginReply());
+  call(LeaseSlotEvent(), LeaseSlotReply());
+  call(ReleaseSlotEvent(), EmptyReply());
+  call(BucketEvent(), BucketReply());
+  call(CommitEvent(), CommitReply());
+  call(RefitEvent(), CommitReply());
+  call(AbortEvent(), EmptyReply());
+  LayoutRegistered layout;
+  layout.layout = std::make_shared<Layout>();
+  call(std::move(layout), EmptyReply());
+  reply.call = CallId(1 + reply.call.value() % calls);
+  actions.clear();
+  feed(CommandReceived{reply});
+  size_t answered = 0;
+  for (const MachineAction& action : actions) {
+    const auto* own = std::get_if<GroupAction>(&action);
+    const auto* told = own == nullptr ? nullptr : std::get_if<Reply>(own);
+    if (told == nullptr) continue;
+    ++answered;
+    REFITD_CHECK(!told->status.ok() || told->payload.index() == kinds[told->call.value() - 1]);
+  }
+  REFITD_CHECK(answered == 1 || answered == calls);
+}
+
 void FuzzOne(const v1::PeerAnswer& answer) {
   (void)AcceptedFromWire(answer);
   const auto first = CommandDecoder(kBounds).Decode(answer);
@@ -43,6 +94,7 @@ void FuzzOne(const v1::PeerAnswer& answer) {
   }
   if (!first->has_value()) return;  // more chunks would have to come
   if (const auto* header = std::get_if<PeerHeader>(&**first)) CheckHeader(*header);
+  if (const auto* reply = std::get_if<PeerReply>(&**first)) CheckAnswer(*reply);
   const auto sent = ToWire(**first, kMessageBytes);
   if (!sent.ok()) {
     REFITD_CHECK(sent.status().code() == absl::StatusCode::kResourceExhausted);

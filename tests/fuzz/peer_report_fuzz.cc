@@ -1,10 +1,14 @@
 // Any bytes as what a joined daemon sends: what is accepted goes out again and arrives the same
-// (P10).
+// (P10); a report about an epoch of which its daemon is no rank changes nothing but its link.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <variant>
 
+#include "daemon/group/coordinator.h"
 #include "daemon/peer_convert.h"
 #include "refitd/v1/peer.pb.h"
 #include "tests/fuzz/proto_mutator.h"
@@ -16,6 +20,50 @@ namespace {
 constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
 constexpr int64_t kMessageBytes = 8 << 20;
 
+// A coordinator hears it from a daemon that is no rank of the epoch that is being opened: where it
+// is about that epoch the daemon's link ends, and the epoch stays as it is.
+void CheckEpochReport(PeerReport report) {
+  uint64_t ids = 0;
+  CoordinatorOptions options;
+  options.name = "g";
+  options.daemon_id = "a";
+  options.spec.slots = kBounds.slots;
+  options.spec.slot_bytes = kBounds.slot_bytes;
+  options.next_update = [&ids] { return UpdateId(++ids); };
+  options.next_member = [&ids] { return MemberId(1000 + ++ids); };
+  options.next_call = [&ids] { return CallId(1000 + ++ids); };
+  Coordinator coordinator(std::move(options));
+  const TimePoint now{std::chrono::hours(1)};
+  MachineActions actions;
+  const auto feed = [&](MachineEvent event) { coordinator.Handle(event, now, &actions); };
+  feed(NodeJoined{NodeId(1), "b", "b"});
+  feed(NodeJoined{NodeId(2), "stranger", "c"});
+  feed(GroupEvent(TrainerAttached{MemberId(1), {}}));
+  EngineIdentity engine;
+  engine.instance = "i";
+  engine.delivery = DeliveryMode::kStaged;
+  feed(ReportReceived{NodeId(1), PeerAttach{MemberId(1), engine}});
+  BeginEvent begin;
+  begin.call = CallId(1);
+  begin.member = MemberId(1);
+  begin.version = Version(1);
+  begin.tensor_count = 1;
+  feed(GroupEvent(begin));
+  const std::string before(coordinator.View(now).epoch_state);
+  REFITD_CHECK(before == "opening");
+  if (auto* opened = std::get_if<PeerEpochOpened>(&report)) opened->epoch = EpochId(1);
+  if (auto* up = std::get_if<PeerEpochUp>(&report)) up->epoch = EpochId(1);
+  actions.clear();
+  feed(ReportReceived{NodeId(2), report});
+  const auto dropped =
+      std::count_if(actions.begin(), actions.end(), [](const MachineAction& action) {
+        const auto* peer = std::get_if<PeerAction>(&action);
+        return peer != nullptr && std::holds_alternative<DropNode>(*peer);
+      });
+  REFITD_CHECK(dropped == 1);
+  REFITD_CHECK(coordinator.View(now).epoch_state == before);
+}
+
 void FuzzOne(const v1::PeerMessage& message) {
   (void)CheckPeerHello(message);
   ReportDecoder decoder(kBounds);
@@ -26,6 +74,9 @@ void FuzzOne(const v1::PeerMessage& message) {
   }
   (void)decoder.Decode(message);  // also behind itself
   if (!first->has_value()) return;
+  const bool of_epoch = std::holds_alternative<PeerEpochOpened>(**first) ||
+                        std::holds_alternative<PeerEpochUp>(**first);
+  if (of_epoch) CheckEpochReport(**first);
   const auto sent = ToWire(**first, kBounds, kMessageBytes);
   if (!sent.ok()) {
     REFITD_CHECK(sent.status().code() == absl::StatusCode::kResourceExhausted);

@@ -95,7 +95,8 @@ class Gpu {
     CUmodule module = nullptr;
     TRIAL_CALL(cuModuleLoadData, &module, CopyKernelImage().data());
     TRIAL_CALL(cuModuleGetFunction, &kernel_, module, kCopyKernel);
-    next_ = Allocate(sizeof(uint32_t));
+    TRIAL_CALL(cuModuleGetFunction, &apart_kernel_, module, kCopyApartKernel);
+    next_ = Allocate(2 * sizeof(uint32_t));
   }
 
   void Use() const { TRIAL_CALL(cuCtxSetCurrent, context_); }
@@ -119,23 +120,36 @@ class Gpu {
     return milliseconds;
   }
 
-  // `sums`: device memory, stored ones and then as many source ones; zeroed here.
-  float Launch(CUdeviceptr tasks, uint32_t count, int blocks, CUdeviceptr sums, size_t sum_count) {
+  // `sums`: device memory, stored ones and then as many source ones; zeroed here. The last `apart`
+  // tasks are of elements that lie apart.
+  float Launch(CUdeviceptr tasks, uint32_t count, uint32_t apart, int blocks, CUdeviceptr sums,
+               size_t sum_count) {
     Use();
-    TRIAL_CALL(cuMemsetD8, next_, 0, sizeof(uint32_t));
+    TRIAL_CALL(cuMemsetD8, next_, 0, 2 * sizeof(uint32_t));
     TRIAL_CALL(cuMemsetD8, sums, 0, 2 * sum_count * 8);
     CopyLaunch launch = {
         .tasks = reinterpret_cast<const CopyTask*>(tasks),
-        .task_count = count,
+        .task_count = count - apart,
         .next_task = reinterpret_cast<uint32_t*>(next_),
         .stored_sums = reinterpret_cast<unsigned long long*>(sums),
         .source_sums = reinterpret_cast<unsigned long long*>(sums + sum_count * 8)};
+    CopyLaunch apart_launch = launch;
+    apart_launch.tasks += count - apart;
+    apart_launch.task_count = apart;
+    apart_launch.next_task += 1;
     void* arguments[] = {&launch};
+    void* apart_arguments[] = {&apart_launch};
     // Memory is set by the legacy stream, which this one does not wait for.
     TRIAL_CALL(cuCtxSynchronize, );
     return Time([&](CUstream stream) {
-      TRIAL_CALL(cuLaunchKernel, kernel_, static_cast<unsigned>(blocks), 1, 1, kCopyThreads, 1, 1,
-                 0, stream, arguments, nullptr);
+      if (launch.task_count > 0) {
+        TRIAL_CALL(cuLaunchKernel, kernel_, static_cast<unsigned>(blocks), 1, 1, kCopyThreads, 1, 1,
+                   0, stream, arguments, nullptr);
+      }
+      if (apart > 0) {
+        TRIAL_CALL(cuLaunchKernel, apart_kernel_, static_cast<unsigned>(blocks), 1, 1, kCopyThreads,
+                   1, 1, 0, stream, apart_arguments, nullptr);
+      }
     });
   }
 
@@ -145,9 +159,17 @@ class Gpu {
   CUevent begin_ = nullptr;
   CUevent end_ = nullptr;
   CUfunction kernel_ = nullptr;
+  CUfunction apart_kernel_ = nullptr;
   CUdeviceptr next_ = 0;
   int processors_ = 0;
 };
+
+// Puts tasks of elements that lie apart last; returns how many there are.
+uint32_t ApartLast(std::vector<CopyTask>* tasks) {
+  const auto apart = std::stable_partition(tasks->begin(), tasks->end(),
+                                           [](const CopyTask& task) { return !LiesApart(task); });
+  return static_cast<uint32_t>(tasks->end() - apart);
+}
 
 template <typename T>
 CUdeviceptr Upload(const std::vector<T>& values) {
@@ -190,9 +212,45 @@ int64_t PickSteps(Rng* rng, const CopyTask& task, int64_t run_bytes, int64_t* st
   return span;
 }
 
+// Single elements at a few times their size, as pieces that take turns have them.
+void PickElements(Rng* rng, uint64_t slot, CopyTask* task) {
+  const int64_t element_bytes = task->element_bytes;
+  const int64_t columns = Pick(rng, 0, 1) == 0 ? Pick(rng, 1, 700) : 16 * Pick(rng, 1, 40);
+  task->run = 1;
+  task->count[0] = static_cast<uint16_t>(Pick(rng, 1, 2));
+  task->count[1] = static_cast<uint16_t>(Pick(rng, 1, 3));
+  task->count[2] = static_cast<uint16_t>(columns);
+  for (int64_t* steps : {task->source_step, task->destination_step}) {
+    steps[2] = Pick(rng, 1, 4) * element_bytes;
+    steps[1] = (steps[2] * columns + 15) / 16 * 16;
+    steps[0] = steps[1] * task->count[1];
+  }
+  task->index_step[2] = Pick(rng, 0, 3) == 0 ? 3 : 1;
+  task->index_step[1] = 16 * Pick(rng, 40, 50);
+  task->index_step[0] = 3 * task->index_step[1];
+  const auto place = [&] {
+    const int64_t kind = Pick(rng, 0, 3);
+    const int64_t off = kind < 2    ? 0
+                        : kind == 2 ? Pick(rng, 0, 7) * element_bytes
+                                    : Pick(rng, 0, 31);
+    return slot * kSlot + static_cast<uint64_t>(off);
+  };
+  task->source = place();
+  task->destination = place();
+  task->proof = Pick(rng, 0, 1) == 0 ? task->source : place();
+  task->index = 16 * static_cast<uint64_t>(Pick(rng, 0, 1'000'000));
+  const int64_t kind = Pick(rng, 0, 4);
+  if (kind > 0) task->proof_sum = static_cast<uint32_t>(slot % kSums);
+  if (kind > 1) task->sum = task->proof_sum;
+}
+
 bool PickTask(Rng* rng, uint64_t slot, CopyTask* task) {
   *task = {};
   task->element_bytes = static_cast<uint8_t>(1 << Pick(rng, 0, 2));
+  if (Pick(rng, 0, 2) == 0) {
+    PickElements(rng, slot, task);
+    return true;
+  }
   const int dims = static_cast<int>(Pick(rng, 0, kTaskDims));
   for (int d = kTaskDims - dims; d < kTaskDims; ++d) {
     task->count[d] = static_cast<uint16_t>(Pick(rng, 1, 20));
@@ -254,9 +312,11 @@ void RandomPart(Gpu* gpu) {
     const CUdeviceptr from = Upload(source);
     const CUdeviceptr to = Upload(want);
     const CUdeviceptr sums = Allocate(2 * kSums * 8);
-    const CUdeviceptr on_gpu = Upload(At(tasks, from, to));
+    std::vector<CopyTask> there = At(tasks, from, to);
+    const uint32_t apart = ApartLast(&there);
+    const CUdeviceptr on_gpu = Upload(there);
     const auto count = static_cast<uint32_t>(tasks.size());
-    gpu->Launch(on_gpu, count, 1 + 7 * round, sums, kSums);
+    gpu->Launch(on_gpu, count, apart, 1 + 7 * round, sums, kSums);
 
     std::vector<unsigned long long> want_sums(2 * kSums);
     const auto here = At(tasks, reinterpret_cast<uint64_t>(source.data()),
@@ -309,6 +369,9 @@ struct Shape {
   int64_t source_row;  // bytes from run to run
   int64_t off;         // of the source, bytes
   uint8_t element_bytes;
+  // Elements that lie apart: every how many-th place of a row is the piece's. 0: runs.
+  int64_t source_every = 0;
+  int64_t destination_every = 0;
 };
 
 struct Rates {
@@ -346,6 +409,39 @@ std::vector<CopyTask> MakeTasks(const Rates& rates, const Shape& shape, Digest d
   return tasks;
 }
 
+// Rows of kColumns elements that lie apart at the source, at the destination or at both.
+std::vector<CopyTask> MakeElementTasks(const Rates& rates, const Shape& shape, Digest digest,
+                                       int64_t task_bytes) {
+  constexpr int64_t kColumns = 2880;
+  const int64_t row = kColumns * shape.element_bytes;
+  CopyTask task;
+  task.run = 1;
+  task.element_bytes = shape.element_bytes;
+  task.count[2] = static_cast<uint16_t>(kColumns);
+  task.count[1] = static_cast<uint16_t>(task_bytes / row);
+  task.source_step[2] = shape.source_every * shape.element_bytes;
+  task.source_step[1] = shape.source_every * row;
+  task.destination_step[2] = shape.destination_every * shape.element_bytes;
+  task.destination_step[1] = shape.destination_every * row;
+  task.index_step[2] = 1;
+  task.index_step[1] = kColumns;
+  if (digest != Digest::kNone) task.proof_sum = 0;
+  if (digest == Digest::kTransfer) task.sum = 0;
+  std::vector<CopyTask> tasks;
+  const int64_t bytes = task.count[1] * row;
+  const int64_t end = rates.bytes / std::max(shape.source_every, shape.destination_every);
+  for (int64_t at = 0; at + bytes <= end; at += bytes) {
+    task.index = static_cast<uint64_t>(at / shape.element_bytes);
+    task.proof = rates.from + static_cast<uint64_t>(at * shape.source_every);
+    task.source = digest == Digest::kOnly ? 0 : task.proof;
+    task.destination = digest == Digest::kOnly
+                           ? 0
+                           : rates.to + static_cast<uint64_t>(at * shape.destination_every);
+    tasks.push_back(task);
+  }
+  return tasks;
+}
+
 // The digests of what was stored and of what there was to store.
 void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
   for (int pass = 0; pass < 2; ++pass) {
@@ -361,9 +457,10 @@ void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
     }
     std::vector<CopyTask> reads = tasks;
     for (CopyTask& task : reads) task.source = task.destination = 0;
+    const uint32_t apart = ApartLast(&reads);
     const CUdeviceptr at = Upload(reads);
     // Two sums: both passes' launches zero all, so each is read before the next.
-    rates.gpu->Launch(at, static_cast<uint32_t>(reads.size()), 264, rates.sums, 2);
+    rates.gpu->Launch(at, static_cast<uint32_t>(reads.size()), apart, 264, rates.sums, 2);
     static unsigned long long first = 0;
     const auto got = Download<unsigned long long>(rates.sums, 4);
     if (pass == 0) first = got[2];
@@ -375,13 +472,16 @@ void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
 double Measure(const Rates& rates, const Shape& shape, Digest digest, int64_t task_bytes,
                int blocks) {
   rates.gpu->Use();
-  const std::vector<CopyTask> tasks = MakeTasks(rates, shape, digest, task_bytes);
+  const std::vector<CopyTask> tasks = shape.source_every > 0
+                                          ? MakeElementTasks(rates, shape, digest, task_bytes)
+                                          : MakeTasks(rates, shape, digest, task_bytes);
+  const uint32_t apart = LiesApart(tasks.front()) ? static_cast<uint32_t>(tasks.size()) : 0;
   const CUdeviceptr on_gpu = Upload(tasks);
   const auto count = static_cast<uint32_t>(tasks.size());
   TRIAL_CALL(cuMemsetD8, rates.to, 0xcd, static_cast<size_t>(rates.bytes));
   std::vector<float> times;
   for (int round = 0; round <= kRounds; ++round) {
-    const float time = rates.gpu->Launch(on_gpu, count, blocks, rates.sums, 1);
+    const float time = rates.gpu->Launch(on_gpu, count, apart, blocks, rates.sums, 1);
     if (round > 0) times.push_back(time);
   }
   const auto sums = Download<unsigned long long>(rates.sums, 2);
@@ -390,7 +490,7 @@ double Measure(const Rates& rates, const Shape& shape, Digest digest, int64_t ta
   TRIAL_CALL(cuMemFree, on_gpu);
   int64_t bytes = 0;
   for (const CopyTask& task : tasks) {
-    bytes += int64_t{task.run} * task.element_bytes * task.count[2];
+    bytes += int64_t{task.run} * task.element_bytes * task.count[1] * task.count[2];
   }
   return static_cast<double>(bytes) / Median(times) / 1e6;
 }
@@ -407,9 +507,17 @@ double Baseline(const Rates& rates) {
 }
 
 constexpr Shape kShapes[] = {
-    {"contiguous, 2-byte elements", 0, 0, 0, 2}, {"runs of 384 bytes", 384, 1536, 0, 2},
-    {"source off by 2 bytes", 0, 0, 2, 2},       {"contiguous, 1-byte elements", 0, 0, 0, 1},
-    {"contiguous, 4-byte elements", 0, 0, 0, 4}, {"source off by 1, 1-byte elements", 0, 0, 1, 1},
+    {"contiguous, 2-byte elements", 0, 0, 0, 2},
+    {"runs of 384 bytes", 384, 1536, 0, 2},
+    {"source off by 2 bytes", 0, 0, 2, 2},
+    {"contiguous, 1-byte elements", 0, 0, 0, 1},
+    {"contiguous, 4-byte elements", 0, 0, 0, 4},
+    {"source off by 1, 1-byte elements", 0, 0, 1, 1},
+    {"2-byte elements to every 2nd", 0, 0, 0, 2, 1, 2},
+    {"2-byte elements from every 2nd", 0, 0, 0, 2, 2, 1},
+    {"2-byte elements, every 2nd to 2nd", 0, 0, 0, 2, 2, 2},
+    {"1-byte elements to every 2nd", 0, 0, 0, 1, 1, 2},
+    {"4-byte elements from every 2nd", 0, 0, 0, 4, 2, 1},
 };
 
 void Table(const char* where, const Rates& rates) {
@@ -421,7 +529,7 @@ void Table(const char* where, const Rates& rates) {
   for (const Shape& shape : kShapes) {
     for (const Digest digest :
          {Digest::kNone, Digest::kReadback, Digest::kTransfer, Digest::kOnly}) {
-      std::vector<int64_t> sizes = {256};
+      std::vector<int64_t> sizes = {shape.source_every > 0 ? 64 : 256};
       if (&shape == kShapes && digest != Digest::kOnly) sizes = {64, 128, 256, 512};
       for (const int64_t size : sizes) {
         std::printf("%-34s %-15s %3d KiB", shape.name, Name(digest), static_cast<int>(size));

@@ -16,7 +16,7 @@ struct Planted {
   uint64_t within;            // seeds
 };
 
-inline constexpr std::array<Planted, 13> kPlanted = {{
+inline constexpr std::array<Planted, 17> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -30,6 +30,10 @@ inline constexpr std::array<Planted, 13> kPlanted = {{
     {Bug::kOldBinding, "old-binding", "P1", 500},
     {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
     {Bug::kUnfilledSlot, "unfilled-slot", "P1", 500},
+    {Bug::kHastyLeave, "hasty-leave", "REST", 500},
+    {Bug::kBlindWire, "blind-wire", "REST", 500},
+    {Bug::kPatientCleanUp, "patient-clean-up", "P4", 500},
+    {Bug::kTrustedReply, "trusted-reply", "P10", 500},
 }};
 
 }  // namespace refitd::sim

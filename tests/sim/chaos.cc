@@ -37,12 +37,16 @@ Result World::Run() {
 }
 
 void World::MakeScenario() {
-  // Classes: 0 no faults; 1 members; 2 links; 3 daemons; 4 the data plane; 5 everything.
-  const auto kind = static_cast<int>(options_.seed % 6);
+  // Classes: 0 no faults; 1 members; 2 links; 3 daemons; 4 the data plane; 5 everything; from 6 on
+  // one daemon is hit, by one fault, and the rest must go on.
+  const auto kind = static_cast<int>(options_.seed % 10);
   no_faults_ = kind == 0;
+  constexpr OneDaemon kOfKind[] = {OneDaemon::kOnlyEngines, OneDaemon::kOneSided, OneDaemon::kMute,
+                                   OneDaemon::kWrongPayload};
+  if (kind >= 6) one_daemon_ = kOfKind[kind - 6];
   peer_limits_.peer = seconds(2);
   peer_limits_.wire = seconds(2);
-  if (kind != 0) chances_.slow_message = random_.Int(0, 60);
+  if (kind != 0 && kind < 6) chances_.slow_message = random_.Int(0, 60);
   if (kind == 1 || kind == 5) {
     chances_.late_member = 25;
     chances_.engine_fails = 15;
@@ -158,9 +162,126 @@ void World::MakeScenario() {
   In(milliseconds(500), [this] { Sweep(); });
 }
 
+std::vector<int> World::DaemonsWithoutTrainers(bool joined_only) const {
+  std::vector<int> found;
+  for (int d = 0; d < static_cast<int>(daemons_.size()); ++d) {
+    const bool trains = std::any_of(seats_.begin(), seats_.end(),
+                                    [d](const Seat& seat) { return seat.trainer && seat.d == d; });
+    const bool home = std::any_of(groups_.begin(), groups_.end(),
+                                  [d](const GroupWorld& group) { return group.home == d; });
+    if (!trains && !(home && joined_only)) found.push_back(d);
+  }
+  return found;
+}
+
+void World::KillOnlyEngines() {
+  const std::vector<int> candidates = DaemonsWithoutTrainers(true);
+  if (candidates.empty()) return;
+  const int d = candidates[random_.Index(candidates.size())];
+  bool any = false;
+  for (const Seat& seat : std::vector<Seat>(seats_)) {
+    if (seat.d != d || !ProcessOf(seat.pid).alive) continue;
+    any = true;
+    KillProcess(seat.pid);
+  }
+  if (any) Count(Fault::kOnlyEnginesKilled);
+}
+
+void World::BreakWireOfOne() {
+  const auto broken = [](const Daemon& daemon) {
+    return daemon.wire_trouble != Daemon::WireTrouble::kNone;
+  };
+  if (std::any_of(daemons_.begin(), daemons_.end(), broken)) return;
+  const std::vector<int> candidates = DaemonsWithoutTrainers(false);
+  if (candidates.empty()) return;
+  const int d = candidates[random_.Index(candidates.size())];
+  constexpr Daemon::WireTrouble kTroubles[] = {Daemon::WireTrouble::kNeverOpens,
+                                               Daemon::WireTrouble::kNeverConnects,
+                                               Daemon::WireTrouble::kNotForItself};
+  DaemonAt(d).wire_trouble = kTroubles[random_.Index(3)];
+  Trace("the data plane of d{} is broken ({})", d, static_cast<int>(DaemonAt(d).wire_trouble));
+}
+
+// Until its operator starts it anew.
+void World::Mute() {
+  const int d = random_.Int(0, static_cast<int>(daemons_.size()) - 1);
+  Daemon& daemon = DaemonAt(d);
+  const bool home = std::any_of(groups_.begin(), groups_.end(),
+                                [d](const GroupWorld& group) { return group.home == d; });
+  if (!daemon.up || daemon.mute || home) return;
+  Count(Fault::kDaemonMute);
+  Trace("d{} goes mute", d);
+  daemon.mute = true;
+  In(random_.Millis(4000, 12'000), [this, d, life = daemon.life] {
+    if (DaemonAt(d).life != life || !DaemonAt(d).up) return;
+    KillDaemon(d, false);
+    In(milliseconds(100), [this, d] {
+      if (!DaemonAt(d).up) StartDaemon(d);
+    });
+  });
+}
+
+void World::SendWrongPayload() {
+  std::vector<int> open;
+  for (size_t i = 0; i < links_.size(); ++i) {
+    if (links_[i].c_open && links_[i].f_open) open.push_back(static_cast<int>(i));
+  }
+  if (open.empty()) return;
+  const int index = open[random_.Index(open.size())];
+  Link& link = links_[static_cast<size_t>(index)];
+  const GroupWorld& group = GroupOf(link.g);
+  const Machine* m = Find(link.f, link.g);
+  if (random_.Percent(60) || group.last_epoch == EpochId() ||
+      group.epoch_nodes.contains(link.node) || m == nullptr || !m->linked) {
+    link.down.wrong = true;
+    return;
+  }
+  Count(Fault::kWrongPayload);
+  Letter letter;
+  if (random_.Percent(50)) {
+    letter.report = PeerEpochUp{group.last_epoch, absl::OkStatus()};
+  } else {
+    letter.report = PeerEpochOpened{group.last_epoch, absl::OkStatus(), "nowhere"};
+  }
+  Post(index, false, std::move(letter));
+}
+
+void World::CheckRest(int g, const Round& round, const UpdateEnded& a) {
+  const bool own_cost =
+      one_daemon_ == OneDaemon::kOnlyEngines || one_daemon_ == OneDaemon::kOneSided;
+  if (!own_cost || healed_ || a.outcome == Outcome::kCommitted) return;
+  for (const auto& [instance, pids] : round.instances) {
+    const bool whole = std::all_of(pids.begin(), pids.end(), [this](int pid) {
+      const Process& p = ProcessOf(pid);
+      return p.alive && DaemonAt(SeatOf(p).d).wire_trouble == Daemon::WireTrouble::kNone;
+    });
+    if (!whole) continue;
+    return Violate("REST",
+                   fmt::format("g{}: the update to version {} is given up, though instance {} "
+                               "could have got it: {}",
+                               g, a.version, instance, a.reason));
+  }
+}
+
 void World::Chaos() {
   if (healed_) return;
   In(random_.Millis(40, 900), [this] { Chaos(); });
+  switch (one_daemon_) {
+    case OneDaemon::kNone:
+      break;
+    case OneDaemon::kOnlyEngines:
+      if (random_.Percent(30)) KillOnlyEngines();
+      return;
+    case OneDaemon::kOneSided:
+      if (random_.Percent(50)) BreakWireOfOne();
+      return;
+    case OneDaemon::kMute:
+      if (random_.Percent(15)) Mute();
+      return;
+    case OneDaemon::kWrongPayload:
+      if (random_.Percent(30)) SendWrongPayload();
+      return;
+  }
   const int daemons = static_cast<int>(daemons_.size());
   if (random_.PerMille(chances_.chaos_members * 4)) {
     const Seat& seat = seats_[random_.Index(seats_.size())];
@@ -301,6 +422,7 @@ void World::Sweep() {
   for (const Daemon& daemon : daemons_) {
     if (!daemon.up) continue;
     for (const auto& [call, record] : daemon.calls) {
+      if (daemon.mute) break;  // it forwards none of them
       if (now_ < std::max(record.since + kLongestUpdate, thawed_) + kEndSlack) continue;
       return Violate("P4",
                      fmt::format("d{} g{}: call {} is not answered", daemon.index, record.g, call));
@@ -324,7 +446,7 @@ void World::Heal() {
   for (size_t i = 0; i < links_.size(); ++i) {
     for (const bool down : {true, false}) {
       Lane& lane = down ? links_[i].down : links_[i].up;
-      lane.lose = lane.duplicate = lane.reorder = false;
+      lane.lose = lane.duplicate = lane.reorder = lane.wrong = false;
       In(Duration(0), [this, i, down] { Pump(static_cast<int>(i), down); });
     }
   }
@@ -332,7 +454,8 @@ void World::Heal() {
   for (size_t d = 0; d < daemons_.size(); ++d) {
     Daemon& daemon = daemons_[d];
     if (daemon.frozen) Thaw(static_cast<int>(d), daemon.life);
-    if (daemon.drained) KillDaemon(static_cast<int>(d), false);
+    if (daemon.drained || daemon.mute) KillDaemon(static_cast<int>(d), false);
+    daemon.wire_trouble = Daemon::WireTrouble::kNone;
     if (!daemon.up) StartDaemon(static_cast<int>(d));
   }
   for (const Seat& seat : std::vector<Seat>(seats_)) {
@@ -363,7 +486,22 @@ void World::AwaitQuiet(TimePoint give_up) {
     In(milliseconds(100), [this, give_up] { AwaitQuiet(give_up); });
     return;
   }
+  RestartKeptOut();
   In(milliseconds(100), [this, until = now_ + seconds(20)] { AwaitAttached(until); });
+}
+
+// What an operator does when a data plane is mended: its members attach anew.
+void World::RestartKeptOut() {
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
+    const Machine* m = Find(GroupOf(g).home, g);
+    if (m == nullptr) continue;
+    for (const NodeView& node : m->machine->View(now_).nodes) {
+      if (node.kept_out.empty()) continue;
+      for (const Seat& seat : std::vector<Seat>(seats_)) {
+        if (seat.g == g && DaemonAt(seat.d).id == node.daemon_id) KillProcess(seat.pid);
+      }
+    }
+  }
 }
 
 std::string World::WhoIsMissing(int g) {

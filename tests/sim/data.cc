@@ -384,6 +384,10 @@ void World::On(int d, int g, const OpenEpoch& a) {
   const EpochOpened opened{a.epoch, fails ? absl::UnavailableError("no device") : absl::OkStatus(),
                            fails ? "" : end.address};
   ends_[end.id] = end;
+  if (DaemonAt(d).wire_trouble == Daemon::WireTrouble::kNeverOpens) {
+    Count(Fault::kWireOneSided);
+    return;
+  }
   InDaemon(d, random_.Micros(200, 8000), [this, d, g, nonce = m->nonce, opened] {
     const Machine* now = Find(d, g);
     if (now != nullptr && now->nonce == nonce) Feed(d, g, opened);
@@ -405,9 +409,28 @@ void World::On(int d, int g, const ConnectEpoch& a) {
     InDaemon(d, random_.Millis(1, 100),
              [this, id] { AnswerEpoch(id, absl::UnavailableError("connection refused")); });
   }
-  InDaemon(d, a.timeout,
-           [this, id] { AnswerEpoch(id, absl::DeadlineExceededError("not all connected")); });
+  InDaemon(d, a.timeout, [this, id] {
+    const auto it = ends_.find(id);
+    const int rank = it == ends_.end() ? -1 : OutOfReach(it->second);
+    AnswerEpoch(id, absl::DeadlineExceededError(
+                        rank < 0 ? "not all connected" : fmt::format("waited for rank {}", rank)));
+  });
   CompleteEpoch(id, now_ + a.timeout);
+}
+
+int World::OutOfReach(const EpochEnd& end) const {
+  const auto trouble = [this](int d) {
+    return daemons_[static_cast<size_t>(d)].wire_trouble == Daemon::WireTrouble::kNeverConnects;
+  };
+  for (int rank = 0; rank < end.size; ++rank) {
+    if (rank == end.rank) continue;
+    if (trouble(end.d)) return rank;
+    for (const auto& [id, other] : ends_) {
+      if (other.address == end.addresses[static_cast<size_t>(rank)] && trouble(other.d))
+        return rank;
+    }
+  }
+  return -1;
 }
 
 // Up when every end that the addresses name connects to the same addresses.
@@ -420,6 +443,11 @@ void World::CompleteEpoch(uint64_t id, TimePoint give_up) {
   for (const std::string& address : addresses) {
     const EpochEnd* end = EndOf(address);
     if (end == nullptr || end->closed || !end->connecting || end->addresses != addresses) return;
+    if (DaemonAt(end->d).wire_trouble == Daemon::WireTrouble::kNeverConnects) {
+      Count(Fault::kWireOneSided);
+      if (options_.bug != Bug::kBlindWire) return;
+      broken_comms_.insert(CommOf(it->second));
+    }
     all.push_back(end->id);
     blocked = std::max(blocked, BlockedUntil(it->second.d, end->d));
   }
@@ -430,7 +458,12 @@ void World::CompleteEpoch(uint64_t id, TimePoint give_up) {
     return;
   }
   for (const uint64_t other : all) {
-    InDaemon(ends_.at(other).d, random_.Micros(200, 10'000),
+    const int d = ends_.at(other).d;
+    if (DaemonAt(d).wire_trouble == Daemon::WireTrouble::kNotForItself) {
+      Count(Fault::kWireOneSided);  // it hears nothing of the others, who hear it
+      continue;
+    }
+    InDaemon(d, random_.Micros(200, 10'000),
              [this, other] { AnswerEpoch(other, absl::OkStatus()); });
   }
 }

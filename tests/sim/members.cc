@@ -10,6 +10,17 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
+// What an OK answer to the call carries.
+std::optional<size_t> AnswerTo(const GroupEvent& event) {
+  const auto of = [](const ReplyPayload& payload) { return std::optional(payload.index()); };
+  if (std::holds_alternative<BeginEvent>(event)) return of(BeginReply{});
+  if (std::holds_alternative<LeaseSlotEvent>(event)) return of(LeaseSlotReply{});
+  if (std::holds_alternative<BucketEvent>(event)) return of(BucketReply{});
+  if (std::holds_alternative<CommitEvent>(event)) return of(CommitReply{});
+  if (std::holds_alternative<RefitEvent>(event)) return of(CommitReply{});
+  return of(EmptyReply{});
+}
+
 }  // namespace
 
 uint32_t World::TensorOf(int g, const std::string& name) const {
@@ -157,10 +168,11 @@ void World::TryAttach(int pid) {
   };
   if (!DaemonAt(d).up) return retry();
   const std::optional<Version> holds = p.holds;
+  const uint64_t origin = p.origin;
   InProcess(pid, seconds(3), [this, pid, lease, retry] {
     if (ProcessOf(pid).lease == lease && ProcessOf(pid).attaching) retry();
   });
-  InDaemon(d, NetDelay(), [this, pid, d, g = seat.g, lease, holds, retry] {
+  InDaemon(d, NetDelay(), [this, pid, d, g = seat.g, lease, holds, origin, retry] {
     Process& q = ProcessOf(pid);
     if (!q.alive || q.lease != lease || q.member != MemberId()) return;
     EnsureFollower(d, g);
@@ -190,6 +202,7 @@ void World::TryAttach(int pid) {
     who.delivery = s.delivery;
     who.pid = pid;
     who.held_version = holds;
+    if (holds.has_value()) who.held_origin = origin;
     if (s.manifest) who.manifest = GroupOf(g).model;
     EngineAttached attached{member, std::move(who)};
     attached.awaits_slots = m->follower != nullptr && s.delivery == DeliveryMode::kStaged;
@@ -304,6 +317,11 @@ void World::CheckRegistered(int g, const Round& round) {
       const Process& p = ProcessOf(seat.pid);
       all &= seat.delivery == DeliveryMode::kRegistered ? p.registered : p.welcomed;
       all &= IsMember(g, seat.pid);
+    }
+    const Machine* m = Find(GroupOf(g).home, g);
+    for (const InstanceView& view : m->machine->View(now_).group.instances) {
+      if (view.name == instance && view.reason.find("is kept out") != std::string::npos)
+        all = false;
     }
     if (!all || round.instances.contains(instance)) continue;
     Violate("REG", fmt::format("g{}: update {} begins without instance {}, whose every rank is "
@@ -484,7 +502,7 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
               if constexpr (requires { e.member; }) e.member = member;
             },
             event);
-        daemon.calls[call] = {pid, g, now_, heard, member, nullptr, refit};
+        daemon.calls[call] = {pid, g, now_, heard, member, nullptr, refit, AnswerTo(event)};
         if (refit && it->second.layout != believed) {
           return On(d, g,
                     Reply{call, absl::FailedPreconditionError("another binding"), EmptyReply{}});
@@ -595,6 +613,14 @@ void World::StartAttempt(int g) {
   job.active = true;
   job.started = now_;
   job.concluded.clear();
+  const Machine* m = Find(group.home, g);
+  const std::optional<Version> committed = m == nullptr ? std::nullopt : m->machine->version();
+  if (committed.has_value()) {
+    group.top = std::max(group.top, *committed);
+  } else if (!job.final && random_.Percent(30)) {
+    // An incarnation's first version may be any, whatever engines bring from another.
+    group.top = Version(random_.Between(0, 3));
+  }
   // A version that was lost may be tried again.
   const bool again = !job.final && !no_faults_ && random_.Percent(25) && job.version > Version(0);
   job.version = again ? job.version : Version(group.top.value() + random_.Between(1, 2));
@@ -739,6 +765,7 @@ BucketEvent World::MakeBucket(int pid, size_t bucket) const {
   const GroupWorld& group = groups_[static_cast<size_t>(SeatOf(p).g)];
   BucketEvent e;
   e.version = group.job.version;
+  e.update = BegunBy(p);
   e.seq = static_cast<int64_t>(bucket);
   for (const TensorRange& range :
        group.job.plan[static_cast<size_t>(SeatOf(p).rank)][bucket].ranges) {
@@ -811,6 +838,7 @@ void World::PushLeased(int pid, size_t bucket) {
   if (bytes > GroupOf(SeatOf(p).g).spec.slot_bytes) return PushOne(pid, bucket, std::nullopt, 0);
   LeaseSlotEvent e;
   e.version = plan.version;
+  e.update = plan.update;
   e.wait = random_.Percent(50) ? Duration(0) : Duration(milliseconds(200));
   const uint64_t token = p.token;
   CallDaemon(
@@ -844,6 +872,11 @@ void World::PushLeased(int pid, size_t bucket) {
       });
 }
 
+UpdateId World::BegunBy(const Process& p) const {
+  const bool names = (options_.seed + static_cast<uint64_t>(p.pid)) % 5 != 0;
+  return names && p.round != 0 ? rounds_[p.round].update : UpdateId();
+}
+
 // `ahead`: while buckets are under way.
 void World::CommitAttempt(int pid, bool ahead) {
   if (Registers(pid)) return CallRefit(pid);
@@ -852,13 +885,17 @@ void World::CommitAttempt(int pid, bool ahead) {
   p.phase = Process::Phase::kCommitting;
   CommitEvent e;
   e.version = job.version;
+  e.update = BegunBy(p);
   e.bucket_count = static_cast<int64_t>(job.plan[static_cast<size_t>(SeatOf(p).rank)].size());
   e.request_id = fmt::format("c{}.{}{}", p.attempt, p.token, ahead ? ".ahead" : "");
   e.pushes_under_way = ahead;
-  const auto answered = [this, pid, ahead, token = p.token, round = p.round](
+  const bool named = e.update != UpdateId();
+  const auto answered = [this, pid, ahead, named, token = p.token, round = p.round](
                             const absl::Status& status, const ReplyPayload&) {
-    // A call of a lost attempt may arrive in the next one, to the same version.
-    const bool installed = std::any_of(rounds_.begin() + round, rounds_.end(), [&](const Round& r) {
+    // A call of a lost attempt that names no update may arrive in the next one, to the same
+    // version.
+    const auto end = named ? rounds_.begin() + round + 1 : rounds_.end();
+    const bool installed = std::any_of(rounds_.begin() + round, end, [&](const Round& r) {
       return r.g == rounds_[round].g && r.version == rounds_[round].version &&
              r.outcome == Outcome::kCommitted;
     });
@@ -901,6 +938,7 @@ void World::Conclude(int pid, bool committed) {
   if (!committed && p.alive && p.welcomed && random_.Percent(60)) {
     AbortEvent e;
     e.version = job.version;
+    e.update = BegunBy(p);
     e.reason = "planted";
     CallDaemon(pid, Duration(0), e, nullptr, [](const absl::Status&, const ReplyPayload&) {});
   }

@@ -200,6 +200,7 @@ void World::CallRefit(int pid) {
   p.refit_version = job.version;
   RefitEvent e;
   e.version = job.version;
+  e.update = BegunBy(p);
   e.duration = SomeDuration();
   e.verification = group.verification;
   e.evict_late = job.evict_late;
@@ -248,7 +249,8 @@ void World::RefitAnswered(int pid, const RefitEvent& e, uint64_t token, size_t s
   }
   const auto from = rounds_.begin() + static_cast<int64_t>(std::min(since, rounds_.size()));
   const bool installed = std::any_of(from, rounds_.end(), [&](const Round& r) {
-    return r.g == g && r.version == e.version && r.outcome == Outcome::kCommitted;
+    return r.g == g && r.version == e.version && r.outcome == Outcome::kCommitted &&
+           (e.update == UpdateId() || r.update == e.update);
   });
   if (status.ok() && !installed) {
     return Violate("P1", fmt::format("pid {}: Refit is answered OK, but version {} was not "

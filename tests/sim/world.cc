@@ -22,11 +22,19 @@ bool Later(const auto& a, const auto& b) { return a.at != b.at ? a.at > b.at : a
 
 std::string_view FaultName(Fault fault) {
   constexpr std::array<std::string_view, static_cast<size_t>(Fault::kCount)> kNames = {
-      "member killed",   "member mute",   "member frozen", "daemon killed",   "daemon frozen",
-      "partition",       "link broken",   "message lost",  "message doubled", "message swapped",
-      "transfer failed", "bytes damaged", "wire failed",   "epoch failed",    "operator abort",
-      "trainer abort",   "engine failed", "drain",         "replace",         "call gone",
-      "replica differs"};
+      "member killed",   "member mute",
+      "member frozen",   "daemon killed",
+      "daemon frozen",   "partition",
+      "link broken",     "message lost",
+      "message doubled", "message swapped",
+      "transfer failed", "bytes damaged",
+      "wire failed",     "epoch failed",
+      "operator abort",  "trainer abort",
+      "engine failed",   "drain",
+      "replace",         "call gone",
+      "replica differs", "only engines killed",
+      "wire one-sided",  "daemon mute",
+      "wrong payload"};
   return kNames[static_cast<size_t>(fault)];
 }
 
@@ -112,6 +120,7 @@ void World::StartDaemon(int d) {
   daemon.frozen = false;
   daemon.drained = false;
   daemon.silent_death = false;
+  daemon.mute = false;
   daemon.life = ++nonces_;
   daemon.next_member = daemon.next_call = daemon.next_update = 1;
   Trace("d{} starts", d);
@@ -138,6 +147,7 @@ void World::CreateGroup(int d, int g) {
   options.incarnation = random_.Next();
   options.spec = group.spec;
   options.limits = group.limits;
+  if (options_.bug == Bug::kPatientCleanUp) options.limits.cleanup_limit = std::chrono::hours(1);
   options.peer_limits = peer_limits_;
   options.next_update = [&daemon] { return UpdateId(daemon.next_update++); };
   options.next_member = [&daemon] { return MemberId(daemon.next_member++); };
@@ -169,6 +179,7 @@ void World::KillDaemon(int d, bool silent) {
     });
   }
   daemon.calls.clear();
+  daemon.wrong_answers.clear();
   for (const auto& [member, record] : daemon.members) {
     if (record.lost) continue;
     const int pid = record.pid;
@@ -434,8 +445,12 @@ void World::Perform(int d, int g, const MachineAction& action) {
       action);
 }
 
-void World::On(int d, int g, const Reply& a) {
+void World::On(int d, int g, const Reply& answer) {
   Daemon& daemon = DaemonAt(d);
+  Reply a = answer;
+  if (const auto wrong = daemon.wrong_answers.find(a.call); wrong != daemon.wrong_answers.end()) {
+    a.payload = wrong->second;
+  }
   const auto it = daemon.calls.find(a.call);
   if (it == daemon.calls.end()) {
     return Violate("P4", fmt::format("d{} g{}: call {} is answered, but nobody waits for it: "
@@ -455,6 +470,10 @@ void World::On(int d, int g, const Reply& a) {
   }
   const Call call = std::move(it->second);
   daemon.calls.erase(it);
+  if (a.status.ok() && call.answer.has_value() && a.payload.index() != *call.answer) {
+    return Violate("P10", fmt::format("d{} g{}: call {} is answered with another kind ({}, not {})",
+                                      d, g, a.call, a.payload.index(), *call.answer));
+  }
   if (const auto member = daemon.members.find(call.member);
       call.layout != nullptr && a.status.ok() && member != daemon.members.end()) {
     member->second.layout = call.layout;
@@ -490,7 +509,11 @@ void World::On(int d, int g, const SendCommitted& a) {
                                      "written or read back",
                                      d, g, a.member));
   }
-  Hear(d, a.member, [this, a](Process* p) { HearOutcome(p->pid, true, a.version, false, false); });
+  const uint64_t origin = Find(d, g)->machine->incarnation();
+  Hear(d, a.member, [this, a, origin](Process* p) {
+    HearOutcome(p->pid, true, a.version, false, false);
+    p->origin = origin;
+  });
 }
 
 void World::On(int d, int g, const SendAborted& a) {
@@ -584,6 +607,8 @@ void World::On(int d, int g, const UpdateEnded& a) {
   });
   if (round == rounds_.end()) return;  // given up before it was assembled
   round->outcome = a.outcome;
+  CheckRest(g, *round, a);
+  if (over_) return;
   for (const auto& [id, copy] : copies_) {
     if (copy->g == g && copy->start.version == a.version && copy->d == d &&
         copy->start.update == a.update) {
@@ -696,6 +721,12 @@ void World::On(int d, int g, const SendCommand& a) {
     return Violate("P8",
                    fmt::format("d{} g{}: a command would end the link: {}", d, g, Message(read)));
   }
+  if (const auto* open = std::get_if<PeerEpochOpen>(&a.command)) {
+    GroupWorld& group = GroupOf(g);
+    if (group.last_epoch != open->epoch) group.epoch_nodes.clear();
+    group.last_epoch = open->epoch;
+    group.epoch_nodes.insert(a.node);
+  }
   if (const auto* header = std::get_if<PeerHeader>(&a.command);
       header != nullptr && header->wired) {
     const auto key = std::make_tuple(g, m->nonce, header->epoch, header->wire_seq);
@@ -741,6 +772,7 @@ void World::On(int d, int g, const SendReport& a) {
     return Violate("P8", fmt::format("d{} g{}: a report without a link", d, g));
   }
   if (!links_[static_cast<size_t>(m->link)].f_open) return;
+  if (DaemonAt(d).mute && !std::holds_alternative<PeerPong>(a.report)) return;
   Letter letter;
   letter.report = a.report;
   if (auto* layout = std::get_if<PeerLayout>(&*letter.report)) {
@@ -758,6 +790,11 @@ void World::On(int d, int g, const SendReport& a) {
                    fmt::format("d{} g{}: a report would end the link: {}", d, g, Message(read)));
   }
   Post(m->link, false, std::move(letter));
+  if (options_.bug == Bug::kHastyLeave && std::holds_alternative<PeerGone>(a.report) &&
+      !m->machine->has_members()) {
+    CloseSide(m->link, false, true);
+    Feed(d, g, LinkLost{absl::UnavailableError("no member is left")});
+  }
 }
 
 void World::On(int d, int g, const DropNode& a) {
@@ -789,6 +826,21 @@ void World::Post(int index, bool down, Letter letter) {
   letter.number = lane.sent++;
   const bool faulty = !letter.up.has_value() && !letter.end;
   if (faulty && std::exchange(lane.lose, false)) return;
+  if (auto* reply = letter.command.has_value() ? std::get_if<PeerReply>(&*letter.command) : nullptr;
+      lane.wrong && reply != nullptr && reply->status.ok()) {
+    lane.wrong = false;
+    Count(Fault::kWrongPayload);
+    Trace("the answer to call {} is of another kind", reply->call);
+    const size_t is = reply->payload.index();
+    const ReplyPayload kinds[] = {EmptyReply{}, BeginReply{}, BucketReply{}, CommitReply{}};
+    ReplyPayload wrong = kinds[random_.Index(4)];
+    if (wrong.index() == is) wrong = kinds[is == 0 ? 1 : 0];
+    if (options_.bug == Bug::kTrustedReply) {
+      DaemonAt(link.f).wrong_answers[reply->call] = std::move(wrong);
+    } else {
+      reply->payload = std::move(wrong);
+    }
+  }
   Duration delay = NetDelay();
   // The longest of all messages, by far.
   const bool layout =

@@ -13,7 +13,8 @@
 //
 // A broken promise stops the run; Result names it (P1 to P8 of docs/architecture.md; LIVE: with all
 // faults gone, an update did not commit; REG: an update left out an instance whose every rank was
-// told that it is registered, and none was lost).
+// told that it is registered, and none was lost; REST: only some engines died, or one daemon's data
+// plane did not come up, and the update was given up for the others as well; P10).
 #ifndef REFITD_TESTS_SIM_WORLD_H_
 #define REFITD_TESTS_SIM_WORLD_H_
 
@@ -54,6 +55,10 @@ enum class Bug : uint8_t {
   kOldBinding,        // moves read the memory of an earlier registration
   kEarlyRounds,       // a program's Issue goes out with its Run, before the wire is the group's
   kUnfilledSlot,      // what crossed stays in the slot that it crossed into
+  kHastyLeave,        // a joined daemon's link ends with its last member
+  kBlindWire,         // an end that could not connect says that it is up
+  kPatientCleanUp,    // the clean-up of an update that was given up has no limit
+  kTrustedReply,      // an answer of another kind than its call reaches the caller
 };
 
 struct Options {
@@ -84,6 +89,10 @@ enum class Fault : uint8_t {
   kReplace,
   kCallGone,
   kReplicaDiffers,
+  kOnlyEnginesKilled,  // all engines of a joined daemon at once
+  kWireOneSided,  // a daemon's end of the data plane opens or connects never, or not for itself
+  kDaemonMute,    // it pings, and reports nothing
+  kWrongPayload,  // an answer of another kind than its call, a report of a stranger to the epoch
   kCount
 };
 std::string_view FaultName(Fault fault);
@@ -195,7 +204,8 @@ struct Process {
   std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
   std::vector<int64_t> first;           // by tensor: first element held
   std::optional<Version> holds;         // what it believes to serve
-  bool in_doubt = false;                // answered Ready, heard no outcome
+  uint64_t origin = 0;    // incarnation in which `holds` was committed; 0: from a file
+  bool in_doubt = false;  // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
@@ -257,6 +267,8 @@ struct GroupWorld {
   Job job;
   Version top;                                 // highest that was ever tried
   std::map<uint64_t, Version> last_committed;  // by incarnation (P3)
+  EpochId last_epoch;                          // that its coordinator asked for, and of whom
+  std::set<NodeId> epoch_nodes;
 };
 
 // ---- daemons ----
@@ -287,6 +299,7 @@ struct Call {
   MemberId member{};
   std::shared_ptr<const Layout> layout{};  // that it registers
   bool refit = false;
+  std::optional<size_t> answer{};  // of which kind an OK answer is: index of ReplyPayload
 };
 
 struct DaemonMember {
@@ -305,11 +318,16 @@ struct Daemon {
   bool frozen = false;
   bool drained = false;
   bool silent_death = false;
+  bool mute = false;  // reports nothing but pongs
+  // Its end of the data plane.
+  enum class WireTrouble : uint8_t { kNone, kNeverOpens, kNeverConnects, kNotForItself };
+  WireTrouble wire_trouble = WireTrouble::kNone;
   std::deque<std::function<void()>> held;
   WireLock lock;
   std::map<int, Machine> machines;  // by group
   std::map<MemberId, DaemonMember> members;
   std::map<CallId, Call> calls;
+  std::map<CallId, ReplyPayload> wrong_answers;  // planted
   std::map<CallId, std::shared_ptr<Source>> sources;
   uint64_t next_member = 1;
   uint64_t next_call = 1;
@@ -334,6 +352,7 @@ struct Lane {
   bool lose = false;
   bool duplicate = false;
   bool reorder = false;
+  bool wrong = false;  // the next answer that went well is of another kind
 };
 struct Link {
   int g = 0;
@@ -521,7 +540,9 @@ class World {
   void On(int d, int g, const StartVerify& a);
   void On(int d, int g, const ReleaseMember& a);
   void On(int d, int g, const UpdateAssembled& a);
+  void On(int, int, const NodeOutOfUpdate&) {}  // the coordinator's own
   void On(int d, int g, const UpdateAbandoned& a);
+  void On(int, int, const CleanUpOverdue&) {}  // the coordinator's own
   void On(int d, int g, const UpdateEnded& a);
   void On(int d, int g, const RefuseMember& a);
   void On(int d, int g, const WelcomeMember& a);
@@ -567,6 +588,8 @@ class World {
   bool Touches(int d, MemberId member) const;
   void CompleteEpoch(uint64_t id, TimePoint give_up);
   void AnswerEpoch(uint64_t id, const absl::Status& status);
+  // A rank, other than its own, that an end can't reach; -1: none.
+  int OutOfReach(const EpochEnd& end) const;
   std::string CommOf(const EpochEnd& end) const;
   void TryWire(const std::string& comm, WireSeq seq);
   void EndWire(uint64_t id, WireSeq seq, const absl::Status& status);
@@ -582,6 +605,9 @@ class World {
   // ---- refits.cc ----
   void MakeSplit(int g);
   bool Registers(int pid) const;
+  // The update that its calls name: what it began. 0: it has not begun, or is a client that names
+  // none.
+  UpdateId BegunBy(const Process& p) const;
   std::shared_ptr<Shard> MakeShard(int pid);
   void Clobber(Shard* shard);
   void FillShard(int pid, uint32_t round);
@@ -646,6 +672,15 @@ class World {
   // ---- chaos.cc ----
   void MakeScenario();
   void Chaos();
+  void KillOnlyEngines();
+  void BreakWireOfOne();
+  void Mute();
+  void SendWrongPayload();
+  // Faults of these kinds must cost those whom they hit alone.
+  void CheckRest(int g, const Round& round, const UpdateEnded& a);
+  // No trainer of any group is on it, and it holds no group itself.
+  std::vector<int> DaemonsWithoutTrainers(bool joined_only) const;
+  void RestartKeptOut();
   void Sweep();
   void Heal();
   void AwaitQuiet(TimePoint give_up);
@@ -692,6 +727,9 @@ class World {
   } chances_;
   bool healed_ = false;
   bool no_faults_ = false;
+  // What may hit a daemon beside the rest, or alone: then it must cost the others nothing.
+  enum class OneDaemon : uint8_t { kNone, kOnlyEngines, kOneSided, kMute, kWrongPayload };
+  OneDaemon one_daemon_ = OneDaemon::kNone;
   TimePoint thawed_;  // when the last freeze of a daemon ended, or will
 
   std::vector<Daemon> daemons_;

@@ -8,17 +8,23 @@
 // i, i + threads, ...: short runs keep a block as busy as long ones. Digests are of the registers
 // that are stored.
 //
-// Three loops share the work. Line and QuickPass take whole vectors where source, destination and
-// the digest's index are aligned alike: Line those of tasks of one run, and of runs that lie alike;
-// QuickPass all others. SlowPass takes everything: sources that lie otherwise modulo 16 are loaded
-// as two aligned vectors and shifted, partial vectors are stored in parts, elements of a vector may
-// belong to two blocks of the digest; after the others it takes only the ends of runs.
+// Three loops share the work of runs. Line and QuickPass take whole vectors where source,
+// destination and the digest's index are aligned alike: Line those of tasks of one run, and of runs
+// that lie alike; QuickPass all others. SlowPass takes everything: sources that lie otherwise
+// modulo 16 are loaded as two aligned vectors and shifted, partial vectors are stored in parts,
+// elements of a vector may belong to two blocks of the digest; after the others it takes only the
+// ends of runs.
 //
 // Most weights are Line's, and memory brings a multiprocessor of an H200 a vector for each thread
 // of a warp every 31 cycles: Line spends 53 instructions on a vector of 2-byte elements that is
 // digested (of 1-byte ones 50, of 4-byte ones 37; 11 more where there are runs), QuickPass 120 to
 // 172 (sm_90). Line does both passes of a task at once: the second load finds in a cache what the
 // first brought from memory.
+//
+// Elements that lie apart, as gate and up do that take turns in the last dimension, are runs of
+// one. GatherPass loads them one by one and stores whole vectors; ElementPass stores them one by
+// one, of which those of a warp lie beside one another: a vector for each thread, stored in parts,
+// would touch as many lines of memory as there are threads.
 //
 // Where a digest is wanted of what is stored at no multiple of the element size, aligned vectors
 // would cut elements. Then vectors begin where the run does, and stores are as narrow as that
@@ -81,6 +87,22 @@ REFITD_COPY_CODE Vector Load(uint64_t address) {
   return v;
 }
 
+REFITD_COPY_CODE uint32_t Load4(uint64_t address) {
+  uint32_t x;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(address));
+  return x;
+}
+REFITD_COPY_CODE uint32_t Load2(uint64_t address) {
+  uint16_t x;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(address));
+  return x;
+}
+REFITD_COPY_CODE uint32_t Load1(uint64_t address) {
+  uint16_t x;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=h"(x) : "l"(address));
+  return x;
+}
+
 REFITD_COPY_CODE void Store(uint64_t address, const Vector& v) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.w[0]),
                "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
@@ -124,6 +146,16 @@ REFITD_COPY_LOAD Vector Load(uint64_t address) {
   const volatile uint32_t* const from = reinterpret_cast<const uint32_t*>(address);
   return {{from[0], from[1], from[2], from[3]}};
 }
+
+template <typename Word>
+inline uint32_t LoadWord(uint64_t address) {
+  CheckAligned(address, sizeof(Word));
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): as above
+  return *reinterpret_cast<const volatile Word*>(address);
+}
+inline uint32_t Load4(uint64_t address) { return LoadWord<uint32_t>(address); }
+inline uint32_t Load2(uint64_t address) { return LoadWord<uint16_t>(address); }
+inline uint32_t Load1(uint64_t address) { return LoadWord<uint8_t>(address); }
 
 template <typename Word>
 inline void StoreWord(uint64_t address, Word x) {
@@ -705,6 +737,237 @@ REFITD_COPY_CODE uint64_t Pass(const CopyTask& task, uint64_t from, const uint32
   return digest.sum();
 }
 
+// ---- elements that lie apart (LiesApart) ----
+
+template <int kBytes>
+REFITD_COPY_CODE uint32_t LoadElement(uint64_t address) {
+  if constexpr (kBytes == 1) return Load1(address);
+  if constexpr (kBytes == 2) return Load2(address);
+  return Load4(address);
+}
+
+template <int kBytes>
+REFITD_COPY_CODE void StoreElement(uint64_t address, uint32_t x) {
+  if constexpr (kBytes == 1) {
+    Store1(address, x);
+  } else if constexpr (kBytes == 2) {
+    Store2(address, x);
+  } else {
+    Store4(address, x);
+  }
+}
+
+// `times` the steps of the two slower dimensions, and `last` times that of the fastest.
+REFITD_COPY_CODE uint64_t Distance(const int64_t* step, uint32_t slowest, uint32_t middle,
+                                   uint32_t last) {
+  return slowest * static_cast<uint64_t>(step[0]) + middle * static_cast<uint64_t>(step[1]) +
+         last * static_cast<uint64_t>(step[2]);
+}
+
+// `base` and the steps of the two slower dimensions are multiples of `of`.
+REFITD_COPY_CODE bool RowsMultiple(const CopyTask& task, uint64_t base, const int64_t* step,
+                                   uint64_t of) {
+  return base % of == 0 && (task.count[0] == 1 || static_cast<uint64_t>(step[0]) % of == 0) &&
+         (task.count[1] == 1 || static_cast<uint64_t>(step[1]) % of == 0);
+}
+
+// The fastest dimension is of whole vectors where they are stored, and in blocks of the digest.
+template <int kBytes, bool kDigested, bool kStore>
+REFITD_COPY_CODE bool Gathers(const CopyTask& task) {
+  constexpr uint32_t kLanes = kVector / kBytes;
+  if (task.count[2] % kLanes != 0) return false;
+  if (kStore && (task.destination_step[2] != kBytes ||
+                 !RowsMultiple(task, task.destination, task.destination_step, kVector))) {
+    return false;
+  }
+  return !kDigested ||
+         (task.index_step[2] == 1 && RowsMultiple(task, task.index, task.index_step, kLanes));
+}
+
+// Whole vectors of elements that lie apart, or together, at `from`.
+template <int kBytes, bool kDigested, bool kStore>
+REFITD_COPY_CODE uint64_t GatherPass(const CopyTask& task, uint64_t from, const uint32_t* table,
+                                     uint32_t thread, uint32_t threads) {
+  constexpr uint32_t kLanes = kVector / kBytes;
+  constexpr uint32_t kInWord = 4 / kBytes;
+  constexpr uint32_t kMany = kBytes == 1 ? 1 : 2;  // vectors at once: 16 loads in flight at most
+  const Divisor count1(task.count[1]);
+  const Divisor vectors(task.count[2] / kLanes);
+  const uint32_t items = task.count[0] * count1.d * vectors.d;
+  const bool together =
+      task.source_step[2] == kBytes && RowsMultiple(task, from, task.source_step, kVector);
+  VectorDigest<kDigested ? kBytes : 0> digest(table);
+  REFITD_COPY_NO_UNROLL
+  for (uint32_t first = thread; first < items; first += kMany * threads) {
+    Vector v[kMany];
+    uint64_t to[kMany];
+    uint64_t p[kMany];
+    REFITD_COPY_UNROLL
+    for (uint32_t u = 0; u < kMany; ++u) {
+      const uint32_t item = first + u * threads;
+      if (item >= items) break;
+      const uint32_t row = vectors.Divide(item);
+      const uint32_t slowest = count1.Divide(row);
+      const uint32_t middle = row - slowest * count1.d;
+      const uint32_t last = (item - row * vectors.d) * kLanes;
+      const uint64_t at = from + Distance(task.source_step, slowest, middle, last);
+      to[u] = task.destination + Distance(task.destination_step, slowest, middle, last);
+      p[u] = task.index + Distance(task.index_step, slowest, middle, last);
+      if (together) {
+        v[u] = Load<true>(at);
+        continue;
+      }
+      const auto step = static_cast<uint64_t>(task.source_step[2]);
+      uint32_t x[kLanes];
+      REFITD_COPY_UNROLL
+      for (uint32_t i = 0; i < kLanes; ++i) x[i] = LoadElement<kBytes>(at + i * step);
+      REFITD_COPY_UNROLL
+      for (uint32_t w = 0; w < 4; ++w) {
+        v[u].w[w] = 0;
+        REFITD_COPY_UNROLL
+        for (uint32_t i = 0; i < kInWord; ++i) v[u].w[w] |= x[w * kInWord + i] << (8 * kBytes * i);
+      }
+    }
+    REFITD_COPY_UNROLL
+    for (uint32_t u = 0; u < kMany; ++u) {
+      if (first + u * threads >= items) break;
+      if constexpr (kStore) Store(to[u], v[u]);
+      digest.AddWhole(v[u], p[u]);
+    }
+  }
+  return digest.sum();
+}
+
+// Where an element lies, or how far from another one.
+struct ElementPlace {
+  uint64_t from = 0;
+  uint64_t to = 0;
+  uint64_t p = 0;
+
+  // `rows` steps of the middle dimension and `last` of the fastest.
+  static REFITD_COPY_CODE ElementPlace Distance(const CopyTask& task, int64_t rows, int64_t last) {
+    return {
+        static_cast<uint64_t>(rows * task.source_step[1] + last * task.source_step[2]),
+        static_cast<uint64_t>(rows * task.destination_step[1] + last * task.destination_step[2]),
+        static_cast<uint64_t>(rows * task.index_step[1] + last * task.index_step[2])};
+  }
+  REFITD_COPY_CODE void Add(const ElementPlace& distance) {
+    from += distance.from;
+    to += distance.to;
+    p += distance.p;
+  }
+};
+
+// Elements one by one. Threads that run together take elements beside one another, and each thread
+// two of the same block of the digest where the dimension is long: the block's factor costs more
+// than they do.
+template <int kBytes, bool kDigested, bool kStore>
+class ElementPass {
+ public:
+  REFITD_COPY_CODE ElementPass(const CopyTask& task, const uint32_t* table, uint32_t thread,
+                               uint32_t threads)
+      : table_(table),
+        columns_(task.count[2]),
+        items_(uint32_t{task.count[1]} * task.count[2]),
+        width_(threads % kTogether == 0 ? kTogether : threads),
+        stride_(2 * threads),
+        first_(thread / width_ * 2 * width_ + thread % width_) {
+    const uint32_t rows = stride_ / columns_;
+    rest_ = stride_ - rows * columns_;
+    step_ = ElementPlace::Distance(task, rows, rest_);
+    wrap_ = ElementPlace::Distance(task, 1, -int64_t{columns_});
+  }
+
+  // The two faster dimensions, of which the first element lies at `begin`.
+  REFITD_COPY_CODE void Run(const CopyTask& task, const ElementPlace& begin) {
+    ElementPlace next[2];
+    uint32_t column[2];
+    REFITD_COPY_UNROLL
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t item = first_ + half * width_;
+      const uint32_t row = item / columns_;
+      column[half] = item - row * columns_;
+      next[half] = begin;
+      next[half].Add(ElementPlace::Distance(task, row, column[half]));
+    }
+    REFITD_COPY_NO_UNROLL
+    for (uint32_t item = first_; item < items_; item += kPairs * stride_) {
+      uint32_t x[2 * kPairs];
+      ElementPlace at[2 * kPairs];
+      REFITD_COPY_UNROLL
+      for (uint32_t u = 0; u < 2 * kPairs; ++u) {
+        ElementPlace& place = next[u % 2];
+        at[u] = place;
+        if (Has(item, u)) x[u] = LoadElement<kBytes>(place.from);
+        place.Add(step_);
+        column[u % 2] += rest_;
+        if (column[u % 2] < columns_) continue;
+        column[u % 2] -= columns_;
+        place.Add(wrap_);
+      }
+      REFITD_COPY_UNROLL
+      for (uint32_t u = 0; u < 2 * kPairs; ++u) {
+        if (!Has(item, u)) continue;
+        if constexpr (kStore) StoreElement<kBytes>(at[u].to, x[u]);
+        if constexpr (kDigested) AddElement(x[u], at[u].p);
+      }
+    }
+  }
+
+  REFITD_COPY_CODE uint64_t sum() const { return sum_ + in_block_ * BlockFactor(block_); }
+
+ private:
+  static constexpr uint32_t kTogether = 32;
+  static constexpr uint32_t kPairs = 4;  // at once: their loads are in flight together
+
+  REFITD_COPY_CODE bool Has(uint32_t item, uint32_t u) const {
+    return item + u / 2 * stride_ + u % 2 * width_ < items_;
+  }
+
+  REFITD_COPY_CODE void AddElement(uint32_t x, uint64_t p) {
+    if (p / kDigestBlock != block_) {
+      sum_ += in_block_ * BlockFactor(block_);
+      in_block_ = 0;
+      block_ = p / kDigestBlock;
+    }
+    const uint32_t t = table_[static_cast<uint32_t>(p) % kDigestBlock];
+    in_block_ += uint64_t{x} * t + t;
+  }
+
+  const uint32_t* const table_;
+  const uint32_t columns_;
+  const uint32_t items_;
+  const uint32_t width_;
+  const uint32_t stride_;  // elements from one pair of this thread to the next
+  const uint32_t first_;
+  uint32_t rest_ = 0;  // columns of a stride
+  ElementPlace step_;  // of a stride
+  ElementPlace wrap_;  // from behind a row to the next one's begin
+  uint64_t block_ = 0;
+  uint64_t in_block_ = 0;  // the block's sum, not multiplied by its factor yet
+  uint64_t sum_ = 0;
+};
+
+template <int kBytes, bool kDigested, bool kStore>
+REFITD_COPY_CODE uint64_t ApartPass(const CopyTask& task, uint64_t from, const uint32_t* table,
+                                    uint32_t thread, uint32_t threads) {
+  if (Gathers<kBytes, kDigested, kStore>(task)) {
+    return GatherPass<kBytes, kDigested, kStore>(task, from, table, thread, threads);
+  }
+  ElementPass<kBytes, kDigested, kStore> pass(task, table, thread, threads);
+  ElementPlace begin = {from, task.destination, task.index};
+  REFITD_COPY_NO_UNROLL
+  for (uint32_t i = 0; i < task.count[0]; ++i) {
+    pass.Run(task, begin);
+    begin.Add({static_cast<uint64_t>(task.source_step[0]),
+               static_cast<uint64_t>(task.destination_step[0]),
+               static_cast<uint64_t>(task.index_step[0])});
+  }
+  return pass.sum();
+}
+
+// ---- passes by the size of an element ----
+
 template <bool kStore>
 REFITD_COPY_CODE uint64_t DigestPass(const CopyTask& task, uint64_t from, const uint32_t* table,
                                      uint32_t thread, uint32_t threads) {
@@ -765,26 +1028,70 @@ REFITD_COPY_CODE bool BothPasses(const CopyTask& task, const uint32_t* table, ui
   }
 }
 
+// Which passes a task is made of.
+struct Passes {
+  bool copied;
+  bool proven;
+  bool is_proof;  // the copy is the source pass
+
+  REFITD_COPY_CODE explicit Passes(const CopyTask& task)
+      : copied(task.destination != 0),
+        proven(task.proof_sum != kNoSum),
+        is_proof(copied && proven && task.sum == kNoSum && task.proof == task.source) {}
+};
+
+template <int kBytes>
+REFITD_COPY_CODE TaskSums RunApartOf(const CopyTask& task, const uint32_t* table, uint32_t thread,
+                                     uint32_t threads) {
+  const Passes passes(task);
+  TaskSums sums;
+  if (passes.proven && !passes.is_proof) {
+    sums.source = ApartPass<kBytes, true, false>(task, task.proof, table, thread, threads);
+  }
+  if (!passes.copied) return sums;
+  if (task.sum == kNoSum && !passes.is_proof) {
+    ApartPass<kBytes, false, true>(task, task.source, table, thread, threads);
+    return sums;
+  }
+  const uint64_t digest = ApartPass<kBytes, true, true>(task, task.source, table, thread, threads);
+  (passes.is_proof ? sums.source : sums.stored) = digest;
+  return sums;
+}
+
+// One thread's share of a task that LiesApart, as RunShare's of others. A kernel of its own calls
+// it: in the other's, it would take registers from the loops for runs, which were then an eighth
+// slower.
+REFITD_COPY_CODE TaskSums RunApart(const CopyTask& task, const uint32_t* table, uint32_t thread,
+                                   uint32_t threads) {
+  switch (task.element_bytes) {
+    case 1:
+      return RunApartOf<1>(task, table, thread, threads);
+    case 2:
+      return RunApartOf<2>(task, table, thread, threads);
+    default:
+      return RunApartOf<4>(task, table, thread, threads);
+  }
+}
+
 // One thread's share of a task. The sums of all threads are what the task adds.
 REFITD_COPY_CODE TaskSums RunShare(const CopyTask& task, const uint32_t* table, uint32_t thread,
                                    uint32_t threads) {
   TaskSums sums;
-  const bool copied = task.destination != 0;
-  const bool proven = task.proof_sum != kNoSum;
-  const bool is_proof = copied && proven && task.sum == kNoSum && task.proof == task.source;
-  if (copied && proven && task.sum != kNoSum && BothPasses(task, table, thread, threads, &sums)) {
+  const Passes passes(task);
+  if (passes.copied && passes.proven && task.sum != kNoSum &&
+      BothPasses(task, table, thread, threads, &sums)) {
     return sums;
   }
-  if (proven && !is_proof) {
+  if (passes.proven && !passes.is_proof) {
     sums.source = DigestPass<false>(task, task.proof, table, thread, threads);
   }
-  if (!copied) return sums;
-  if (task.sum == kNoSum && !is_proof) {
+  if (!passes.copied) return sums;
+  if (task.sum == kNoSum && !passes.is_proof) {
     Pass<0, true>(task, task.source, table, thread, threads);
     return sums;
   }
   const uint64_t digest = DigestPass<true>(task, task.source, table, thread, threads);
-  (is_proof ? sums.source : sums.stored) = digest;
+  (passes.is_proof ? sums.source : sums.stored) = digest;
   return sums;
 }
 

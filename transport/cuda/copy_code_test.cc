@@ -97,6 +97,20 @@ void PickRuns(Rng* rng, CopyTask* task) {
   task->count[2] = static_cast<uint16_t>(Pick(rng, 1, most));
 }
 
+// Single elements; mostly as gate and up lie that take turns at one end and not at the other.
+void PickElements(Rng* rng, CopyTask* task) {
+  const int64_t element_bytes = task->element_bytes;
+  task->run = 1;
+  const auto step = [&] { return Pick(rng, 1, 3) * element_bytes; };
+  task->source_step[2] = step();
+  task->destination_step[2] = step();
+  task->index_step[2] = Pick(rng, 0, 3) == 0 ? Pick(rng, 2, 70) : 1;
+  const auto most = (kBytes - 512) / (3 * element_bytes);
+  const int64_t count = Pick(rng, 1, Pick(rng, 0, 1) == 0 ? most : 400);
+  task->count[2] = static_cast<uint16_t>(
+      Pick(rng, 0, 1) == 0 ? count : std::min<int64_t>(most, (count + 15) / 16 * 16));
+}
+
 void PickTrial(Rng* rng, Trial* trial) {
   for (Memory* memory : {&trial->source, &trial->proof}) {
     for (size_t at = 0; at < kBytes; at += sizeof(uint64_t)) {
@@ -109,10 +123,15 @@ void PickTrial(Rng* rng, Trial* trial) {
   task = {};
   const int64_t element_bytes = int64_t{1} << Pick(rng, 0, 2);
   task.element_bytes = static_cast<uint8_t>(element_bytes);
-  if (Pick(rng, 0, 1) == 0) {
-    task.run = PickRun(rng, element_bytes);
-  } else {
-    PickRuns(rng, &task);
+  switch (Pick(rng, 0, 2)) {
+    case 0:
+      task.run = PickRun(rng, element_bytes);
+      break;
+    case 1:
+      PickRuns(rng, &task);
+      break;
+    default:
+      PickElements(rng, &task);
   }
   task.index = PickIndex(rng);
   trial->from = PickPlace(rng, element_bytes);

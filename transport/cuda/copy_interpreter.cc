@@ -27,7 +27,9 @@ void RunTasks(const CopyLaunch& launch, uint32_t threads) {
     if (next >= launch.task_count) return;
     const CopyTask& task = launch.tasks[next];
     for (uint32_t thread = 0; thread < threads; ++thread) {
-      const copy_code::TaskSums sums = copy_code::RunShare(task, kTable.data(), thread, threads);
+      const copy_code::TaskSums sums =
+          LiesApart(task) ? copy_code::RunApart(task, kTable.data(), thread, threads)
+                          : copy_code::RunShare(task, kTable.data(), thread, threads);
       Add(launch.stored_sums, task.sum, sums.stored);
       Add(launch.source_sums, task.proof_sum, sums.source);
     }

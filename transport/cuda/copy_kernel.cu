@@ -9,8 +9,9 @@ namespace {
 constexpr uint32_t kWarps = kCopyThreads / 32;
 constexpr uint32_t kTaskWords = sizeof(CopyTask) / sizeof(uint64_t);
 
-// What a block keeps of two tasks, the one at hand and the next, in turns.
-struct Turn {
+// What a block keeps of two tasks, the one at hand and the next, in turns. Both tasks lie as
+// aligned as CopyTask says, which the compiler relies on.
+struct alignas(alignof(CopyTask)) Turn {
   uint64_t task[kTaskWords];
   uint64_t stored[kWarps];
   uint64_t source[kWarps];
@@ -35,13 +36,12 @@ __device__ __forceinline__ void FetchTask(const CopyLaunch& launch, uint32_t num
   turn->task[threadIdx.x] = reinterpret_cast<const uint64_t*>(launch.tasks + number)[threadIdx.x];
 }
 
-}  // namespace
-
 // All tasks come from the counter, the first ones too: those of a block that has to wait for a
 // multiprocessor would wait with it. Each is taken and fetched while the one before is worked on.
-extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLaunch launch) {
+template <bool kApart>
+__device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
   __shared__ uint32_t table[copy_code::kTableWords];
-  __shared__ __align__(16) Turn turns[2];
+  __shared__ Turn turns[2];
   const uint32_t thread = threadIdx.x;
   if (thread < copy_code::kTableWords) table[thread] = copy_code::TableWord(thread);
   if (thread == 0) {
@@ -61,7 +61,9 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLa
     FetchTask(launch, next, &other);
 
     const CopyTask& task = *reinterpret_cast<const CopyTask*>(turn.task);
-    const copy_code::TaskSums sums = copy_code::RunShare(task, table, thread, kCopyThreads);
+    const copy_code::TaskSums sums =
+        kApart ? copy_code::RunApart(task, table, thread, kCopyThreads)
+               : copy_code::RunShare(task, table, thread, kCopyThreads);
     const bool stored = task.sum != kNoSum;
     const bool source = task.proof_sum != kNoSum;
     if (stored) {
@@ -82,6 +84,16 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLa
     __syncwarp();  // the next turn's fetch overwrites what this one's sums were read from
     number = next;
   }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLaunch launch) {
+  RunTasks<false>(launch);
+}
+
+extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy_apart(CopyLaunch launch) {
+  RunTasks<true>(launch);
 }
 
 }  // namespace refitd

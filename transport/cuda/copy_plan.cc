@@ -17,6 +17,11 @@ constexpr int64_t kVectorBytes = 16;
 // Where a run is cut: the parts stay aligned as the run is, in memory and in blocks of the digest.
 constexpr int64_t kCutBytes = 512;
 constexpr int64_t kMostCount = 65'535;  // what CopyTask::count holds
+// Runs of so few elements are taken one element at a time: what a run costs besides its bytes would
+// be more.
+constexpr int64_t kShortRun = 4;
+// What an element costs that is taken alone, in bytes of a long run for each of its own.
+constexpr int64_t kElementCost = 4;
 
 // ---- boxes as loops ----
 
@@ -37,6 +42,8 @@ struct Strip {
   int64_t run = 1;  // elements
   Loops loops;
 };
+
+int64_t RunBytes(const Strip& strip) { return strip.run * strip.task.element_bytes; }
 
 bool Continues(const Loop& inner, const Loop& next, bool digested) {
   return next.from == inner.extent * inner.from && next.to == inner.extent * inner.to &&
@@ -95,10 +102,14 @@ Strip MakeStrip(const CopyTask& task, const BoundPiece& piece, const Box& box,
     strip.task.index *= 2;
     for (Loop& loop : loops) loop.p *= 2;
   }
+  const int64_t bytes = strip.task.element_bytes;
+  if (strip.run > 1 && strip.run <= kShortRun && RunBytes(strip) < kVectorBytes && !loops.empty() &&
+      loops.size() < kTaskDims) {
+    loops.insert(loops.begin(), {.extent = strip.run, .from = bytes, .to = bytes, .p = 1});
+    strip.run = 1;
+  }
   return strip;
 }
-
-int64_t RunBytes(const Strip& strip) { return strip.run * strip.task.element_bytes; }
 
 int64_t StripBytes(const Strip& strip) {
   int64_t bytes = RunBytes(strip);
@@ -139,13 +150,12 @@ void SetDim(CopyTask* task, int at, const Loop& loop, int64_t count) {
 }
 
 // Cuts a strip into tasks of at most `most` bytes and calls add(task). A run's cost is that of the
-// vectors it may touch: short runs cost more than their bytes.
+// vectors it may touch, or of an element that is taken alone: short runs cost more than their
+// bytes.
 class Cutter {
  public:
   Cutter(const Strip& strip, int64_t most)
-      : strip_(strip),
-        most_(std::min<int64_t>(most, (kMaxTaskVectors - 2) * kVectorBytes)),
-        run_cost_((RunBytes(strip) / kVectorBytes + 2) * kVectorBytes) {}
+      : strip_(strip), most_(std::min(most, MostCost(strip))), run_cost_(RunCost(strip)) {}
 
   // How many tasks Run adds.
   int64_t Count() const {
@@ -178,6 +188,16 @@ class Cutter {
   }
 
  private:
+  static int64_t RunCost(const Strip& strip) {
+    if (strip.run == 1) return kElementCost * RunBytes(strip);
+    return (RunBytes(strip) / kVectorBytes + 2) * kVectorBytes;
+  }
+  // What the index arithmetic of a task reaches (kMaxTaskVectors).
+  static int64_t MostCost(const Strip& strip) {
+    if (strip.run == 1) return kMaxTaskVectors * RunCost(strip);
+    return (kMaxTaskVectors - 2) * kVectorBytes;
+  }
+
   // How many loops fit into a task as a whole, and what one step of the next costs.
   std::pair<size_t, int64_t> Whole() const {
     size_t whole = 0;
@@ -293,8 +313,11 @@ class DeviceQueues {
   DeviceTasks Take(int device, size_t position, const CopyPlanOptions& options) {
     const Sizes sizes = TaskSizes(device, options);
     const auto count = static_cast<size_t>(CountTasks(device, options));
-    DeviceTasks result = {
-        .device = device, .local = sizes.local, .tasks = {}, .lanes = TakeLanes(position)};
+    DeviceTasks result = {.device = device,
+                          .local = sizes.local,
+                          .tasks = {},
+                          .apart = 0,
+                          .lanes = TakeLanes(position)};
     std::vector<Queue> queues;
     for (const auto& [number, target] : targets_) queues.emplace_back(target, sizes);
     result.tasks.reserve(count);
@@ -306,6 +329,9 @@ class DeviceQueues {
     }
     TakeTurns(&queues, &result.tasks);
     REFITD_CHECK(result.tasks.size() == count);
+    const auto apart = std::stable_partition(result.tasks.begin(), result.tasks.end(),
+                                             [](const CopyTask& task) { return !LiesApart(task); });
+    result.apart = static_cast<size_t>(result.tasks.end() - apart);
     return result;
   }
 

@@ -53,7 +53,10 @@ struct DeviceTasks {
   // At most a 16th of the bytes go to other devices, by kernel or engine: memory bounds it, not a
   // link.
   bool local = false;
-  std::vector<CopyTask> tasks;  // for the kernel; run in any order, each by one thread block
+  // For the kernels; run in any order, each by one thread block. The last `apart` of them, and no
+  // others, are for the kernel of elements that lie apart (LiesApart in copy_task.h).
+  std::vector<CopyTask> tasks;
+  size_t apart = 0;
   // Beside `tasks`; at most kEngineLanes, none empty. To be issued in this order: of a
   // plan's sources with lanes the nth begins with its nth receiver.
   std::vector<EngineCopies> lanes;

@@ -119,7 +119,7 @@ Dims RandomStrides(Rng* rng, const Dims& extent) {
   std::vector<size_t> order(extent.size());
   std::iota(order.begin(), order.end(), size_t{0});
   if (Pick(rng, 0, 5) == 0) std::shuffle(order.begin(), order.end(), *rng);
-  int64_t stride = Pick(rng, 0, 9) == 0 ? 2 : 1;
+  int64_t stride = Pick(rng, 0, 4) == 0 ? Pick(rng, 2, 4) : 1;  // elements may lie apart
   for (size_t i = order.size(); i-- > 0;) {
     strides[order[i]] = stride;
     stride *= extent[order[i]];

@@ -11,8 +11,8 @@ namespace refitd {
 inline constexpr int kTaskDims = 3;
 inline constexpr uint32_t kNoSum = ~uint32_t{0};
 
-// Of a task, runs times the 16-byte vectors that one run may touch: its index arithmetic is exact
-// up to here.
+// Of a task, runs times the 16-byte vectors that one run may touch, or runs of one element: its
+// index arithmetic is exact up to here.
 inline constexpr uint32_t kMaxTaskVectors = 1 << 16;
 
 // A box of `count[0] * count[1] * count[2]` runs of `run` elements each. A run is contiguous at the
@@ -41,6 +41,18 @@ struct alignas(16) CopyTask {
   uint32_t proof_sum = kNoSum;  // of the source pass
 };
 static_assert(sizeof(CopyTask) == 128);
+
+// A task of single elements, each at a multiple of its size: such tasks are run by a kernel of
+// their own. All others go to the one for runs, which takes any.
+constexpr bool LiesApart(const CopyTask& task) {
+  if (task.run != 1) return false;
+  const uint64_t bytes = task.element_bytes;
+  uint64_t all = task.source | task.proof | task.destination;
+  for (int d = 0; d < kTaskDims; ++d) {
+    all |= static_cast<uint64_t>(task.source_step[d] | task.destination_step[d]);
+  }
+  return all % bytes == 0;  // sizes are powers of two
+}
 
 // What the kernel is launched with.
 struct CopyLaunch {

@@ -45,7 +45,7 @@ constexpr size_t kCopiesACall = 64;
 constexpr int64_t kAlign = 256;
 int64_t AlignUp(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// The counter `next_task` comes before the sums.
+// The counters, `next_task` of each kernel, come before the sums.
 constexpr int64_t kCounterBytes = 16;
 
 int64_t PieceSpan(const BoundPiece& piece) {
@@ -482,28 +482,39 @@ class PartJob : public DeviceJob {
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemsetD8Async, scratch_.address(), 0,
                                             static_cast<size_t>(kCounterBytes + SumBytes()),
                                             streams->main));
-    CopyLaunch launch = MakeLaunch();
-    void* parameters[] = {&launch};
     const CudaTransportOptions& options = run_->engine().options();
-    const int most = std::max(part_.tasks->local ? options.local_blocks : options.blocks, 1);
-    const auto blocks =
-        static_cast<unsigned>(std::min<int64_t>(most, static_cast<int64_t>(launch.task_count)));
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuLaunchKernel, streams->kernel, blocks, 1, 1,
-                                            kCopyThreads, 1, 1, 0, streams->main, parameters,
-                                            nullptr));
+    const size_t runs = part_.tasks->tasks.size() - part_.tasks->apart;
+    REFITD_RETURN_IF_ERROR(Launch(*streams, streams->kernel, MakeLaunch(0, runs),
+                                  part_.tasks->local ? options.local_blocks : options.blocks));
+    // These keep multiprocessors busy, whatever link their bytes cross.
+    REFITD_RETURN_IF_ERROR(Launch(*streams, streams->apart_kernel,
+                                  MakeLaunch(runs, part_.tasks->apart), options.local_blocks));
     if (results_at_ < 0) return absl::OkStatus();
     return REFITD_CUDA_CALL(api, cuMemcpyDtoHAsync, pinned_.host() + results_at_,
                             scratch_.address() + kCounterBytes, static_cast<size_t>(SumBytes()),
                             streams->main);
   }
 
-  CopyLaunch MakeLaunch() const {
+  static absl::Status Launch(const DeviceStreams& streams, CUfunction kernel, CopyLaunch launch,
+                             int most_blocks) {
+    if (launch.task_count == 0) return absl::OkStatus();
+    void* parameters[] = {&launch};
+    const auto blocks =
+        std::min(static_cast<unsigned>(std::max(most_blocks, 1)), unsigned{launch.task_count});
+    return REFITD_CUDA_CALL(streams.api, cuLaunchKernel, kernel, blocks, 1, 1, kCopyThreads, 1, 1,
+                            0, streams.main, parameters, nullptr);
+  }
+
+  // Of `count` tasks from `first` on: all of those for runs, or of those for elements.
+  CopyLaunch MakeLaunch(size_t first, size_t count) const {
     CopyLaunch launch;
-    launch.tasks = reinterpret_cast<const CopyTask*>(part_.memory.address());
+    launch.tasks = reinterpret_cast<const CopyTask*>(part_.memory.address()) + first;
     static_assert(kMaxDeviceTasks <= UINT32_MAX);
     REFITD_CHECK(part_.tasks->tasks.size() <= static_cast<size_t>(kMaxDeviceTasks));
-    launch.task_count = static_cast<uint32_t>(part_.tasks->tasks.size());
-    launch.next_task = reinterpret_cast<uint32_t*>(scratch_.address());
+    launch.task_count = static_cast<uint32_t>(count);
+    // Each kernel has a counter of its own.
+    static_assert(2 * sizeof(uint32_t) <= kCounterBytes);
+    launch.next_task = reinterpret_cast<uint32_t*>(scratch_.address()) + (first == 0 ? 0 : 1);
     if (SumBytes() == 0) return launch;
     auto* const stored = reinterpret_cast<unsigned long long*>(scratch_.address() + kCounterBytes);
     // What a readback finds counts as what was stored (copy_plan.h).

@@ -208,6 +208,8 @@ absl::Status DeviceQueue::Begin() {
     }
     REFITD_RETURN_IF_ERROR(
         REFITD_CUDA_CALL(api, cuModuleGetFunction, &kernel_, module_, kCopyKernel));
+    REFITD_RETURN_IF_ERROR(
+        REFITD_CUDA_CALL(api, cuModuleGetFunction, &apart_kernel_, module_, kCopyApartKernel));
   }
   const auto make = [&api](CUstream* stream) {
     if (*stream != nullptr) return absl::OkStatus();
@@ -228,7 +230,8 @@ absl::Status DeviceQueue::IssueWork(DeviceJob* job, CUevent* event) {
   const ScopedContext current(api, context_);
   REFITD_RETURN_IF_ERROR(current.status());
   REFITD_ASSIGN_OR_RETURN(CUevent taken, TakeEvent());
-  DeviceStreams streams = {.api = api, .kernel = kernel_, .main = main_, .lanes = lanes_};
+  DeviceStreams streams = {
+      .api = api, .kernel = kernel_, .apart_kernel = apart_kernel_, .main = main_, .lanes = lanes_};
   absl::Status issued = job->Issue(&streams);
   // What was issued before an error still runs, and has to end before the job does.
   absl::Status closed = CloseJob(streams, &taken);

@@ -41,7 +41,8 @@ namespace refitd {
 // What a job issues to, valid on the issuer's thread, the device's context current.
 struct DeviceStreams {
   const CudaApi& api;
-  CUfunction kernel = nullptr;
+  CUfunction kernel = nullptr;        // kCopyKernel
+  CUfunction apart_kernel = nullptr;  // kCopyApartKernel
   CUstream main = nullptr;
   // For copy engines; the first `lanes_used` are joined with `main` after the job. They do not wait
   // for what is on `main`.
@@ -136,6 +137,7 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   CUcontext context_ = nullptr;
   CUmodule module_ = nullptr;
   CUfunction kernel_ = nullptr;
+  CUfunction apart_kernel_ = nullptr;
   CUstream main_ = nullptr;
   std::array<CUstream, kEngineLanes> lanes_{};
   CUevent lane_event_ = nullptr;

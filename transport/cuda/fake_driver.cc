@@ -1069,7 +1069,9 @@ CUresult cuModuleUnload(CUmodule /*module*/) {
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   const Call call("cuModuleGetFunction");
   if (call.failed()) return call.result;
-  if (std::string_view(name) != "refitd_copy") return CUDA_ERROR_NOT_FOUND;
+  if (std::string_view(name) != "refitd_copy" && std::string_view(name) != "refitd_copy_apart") {
+    return CUDA_ERROR_NOT_FOUND;
+  }
   *function = reinterpret_cast<CUfunction>(module);
   return CUDA_SUCCESS;
 }

@@ -150,7 +150,10 @@ inline Dims RandomStrides(Rng* random, const Dims& extent, bool transpose) {
   std::vector<size_t> order(extent.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   if (transpose) std::shuffle(order.begin(), order.end(), *random);
-  int64_t stride = 1;
+  int64_t elements = 1;
+  for (const int64_t n : extent) elements *= n;
+  // Elements of small tensors may lie apart.
+  int64_t stride = elements <= 4096 && Pick(random, 0, 4) == 0 ? Pick(random, 2, 3) : 1;
   for (size_t i = order.size(); i-- > 0;) {
     strides[order[i]] = stride;
     stride *= extent[order[i]] + (Pick(random, 0, 2) == 0 ? Pick(random, 1, 5) : 0);

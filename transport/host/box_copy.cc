@@ -5,6 +5,10 @@
 #include <array>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "transport/base/status.h"
 #include "transport/host/host_transport.h"
 
@@ -120,11 +124,81 @@ void ForEach(const Loops& loops, int begin, Visit visit) {
   }
 }
 
+#if defined(__x86_64__)
+#define REFITD_NO_THREAD_CHECKS __attribute__((no_sanitize("thread")))
+
+// Every second element, packed, from places whose neighbours may be another piece's: they are
+// loaded and dropped, whatever another thread does to them. Returns how many elements it took, a
+// multiple of 16 bytes' worth that leaves the last element: nothing behind that is loaded.
+template <int kBytes>
+REFITD_NO_THREAD_CHECKS int64_t TakeEverySecond(char* to, const char* from, int64_t count) {
+  constexpr int64_t kLanes = 16 / kBytes;
+  int64_t done = 0;
+  for (; done + kLanes < count; done += kLanes) {
+    const auto* const at = reinterpret_cast<const __m128i*>(from + 2 * kBytes * done);
+    const __m128i low = _mm_loadu_si128(at);
+    const __m128i high = _mm_loadu_si128(at + 1);
+    __m128i packed;
+    if constexpr (kBytes == 1) {
+      const __m128i mask = _mm_set1_epi16(0xff);
+      packed = _mm_packus_epi16(_mm_and_si128(low, mask), _mm_and_si128(high, mask));
+    } else if constexpr (kBytes == 2) {
+      // Widened with their signs, so that packing leaves each as it is.
+      packed = _mm_packs_epi32(_mm_srai_epi32(_mm_slli_epi32(low, 16), 16),
+                               _mm_srai_epi32(_mm_slli_epi32(high, 16), 16));
+    } else if constexpr (kBytes == 4) {
+      packed = _mm_castps_si128(
+          _mm_shuffle_ps(_mm_castsi128_ps(low), _mm_castsi128_ps(high), _MM_SHUFFLE(2, 0, 2, 0)));
+    } else {
+      packed = _mm_unpacklo_epi64(low, high);
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kBytes * done), packed);
+  }
+  return done;
+}
+#else
+template <int kBytes>
+int64_t TakeEverySecond(char* /*to*/, const char* /*from*/, int64_t /*count*/) {
+  return 0;
+}
+#endif
+
+// Elements that lie together to places apart: loaded eight bytes at a time, stored one by one,
+// since what lies between them is not theirs.
+template <int kBytes>
+int64_t SpreadOut(char* to, int64_t to_stride, const char* from, int64_t count) {
+  constexpr int64_t kInWord = 8 / kBytes;
+  int64_t done = 0;
+  for (; done + kInWord <= count; done += kInWord) {
+    uint64_t word = 0;
+    std::memcpy(&word, from + kBytes * done, sizeof(word));
+    char* at = to + to_stride * done;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < kInWord; ++i) {
+      std::memcpy(at, &word, kBytes);  // little-endian (digest.h)
+      if constexpr (kBytes < 8) word >>= 8 * kBytes;
+      at += to_stride;
+    }
+  }
+  return done;
+}
+
 template <int kBytes>
 void MoveElements(char* to, int64_t to_stride, const char* from, int64_t from_stride,
                   int64_t count) {
-  for (int64_t i = 0; i < count; ++i)
-    std::memcpy(to + i * to_stride, from + i * from_stride, kBytes);
+  int64_t done = 0;
+  if (to_stride == kBytes && from_stride == kBytes) {
+    std::memcpy(to, from, static_cast<size_t>(kBytes * count));
+    return;
+  }
+  if (to_stride == kBytes && from_stride == 2 * kBytes) {
+    done = TakeEverySecond<kBytes>(to, from, count);
+  } else if (from_stride == kBytes) {
+    done = SpreadOut<kBytes>(to, to_stride, from, count);
+  }
+  for (; done < count; ++done) {
+    std::memcpy(to + done * to_stride, from + done * from_stride, kBytes);
+  }
 }
 
 void MoveElements(char* to, int64_t to_stride, const char* from, int64_t from_stride, int64_t count,
@@ -141,8 +215,10 @@ void MoveElements(char* to, int64_t to_stride, const char* from, int64_t from_st
   }
 }
 
-// Rows whose elements don't lie side by side (a transposed tensor): gathered piecewise into a small
-// buffer, which is then digested and stored. `to` may be null: nothing is stored.
+// Rows whose elements don't lie side by side (a transposed tensor, or gate and up that take turns):
+// gathered piecewise into a small buffer, which is then digested and stored, so that what is
+// digested is what is stored, whoever changes the source meanwhile. `to` may be null: nothing is
+// stored.
 uint64_t ScatteredRows(char* to, const char* from, int element_bytes, const Step& step,
                        bool with_digest) {
   constexpr int64_t kBufferBytes = 4096;
@@ -151,15 +227,19 @@ uint64_t ScatteredRows(char* to, const char* from, int element_bytes, const Step
   const DigestKernels& kernels = BestDigestKernels();
   uint64_t digest = 0;
   for (int64_t row = 0; row < step.rows.rows; ++row) {
+    if (!with_digest) {
+      MoveElements(to + row * step.rows.to_stride, step.to_stride,
+                   from + row * step.rows.from_stride, step.from_stride, step.rows.count,
+                   element_bytes);
+      continue;
+    }
     for (int64_t done = 0; done < step.rows.count; done += most) {
       const int64_t now = std::min(most, step.rows.count - done);
       MoveElements(buffer, element_bytes,
                    from + row * step.rows.from_stride + done * step.from_stride, step.from_stride,
                    now, element_bytes);
-      if (with_digest) {
-        digest += kernels.digest(buffer, element_bytes,
-                                 step.rows.first + row * step.rows.first_stride + done, now);
-      }
+      digest += kernels.digest(buffer, element_bytes,
+                               step.rows.first + row * step.rows.first_stride + done, now);
       if (to == nullptr) continue;
       MoveElements(to + row * step.rows.to_stride + done * step.to_stride, step.to_stride, buffer,
                    element_bytes, now, element_bytes);

@@ -22,6 +22,7 @@
 #include <cstring>
 #include <exception>
 #include <optional>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -47,6 +48,8 @@ constexpr milliseconds kGlooTimeout = std::chrono::hours(100);
 
 // While a connect is being called off, pairs are closed again this often: it may be between two.
 constexpr Duration kCallOffInterval = milliseconds(20);
+// Threads that connect at a time: more peers than that out of reach are seldom the peers' fault.
+constexpr int kConnectors = 16;
 
 // Slots (Gloo's tags), for each pair. Payload slots have the top bit set.
 constexpr uint64_t kHelloSlot = 1;
@@ -327,8 +330,18 @@ class GlooEpoch final : public WireEpoch {
     }
   }
 
-  absl::Status ConnectPairs(const std::vector<WireAddress>& addresses, const WireWork& work);
-  absl::Status Greet(const std::vector<WireAddress>& addresses, const WireWork& work);
+  // By rank; the buffers are of `theirs` and `ours`, two a rank.
+  struct Greetings {
+    explicit Greetings(int size) : ours(size), theirs(size), buffers(2 * size) {}
+    std::vector<Hello> ours;
+    std::vector<Hello> theirs;
+    std::vector<std::unique_ptr<GlooBuffer>> buffers;
+  };
+  absl::Status ConnectPairs(const std::vector<WireAddress>& addresses, const WireWork& work,
+                            Greetings* greetings);
+  absl::Status PostGreeting(int peer, const Token& token, const WireWork& work,
+                            Greetings* greetings);
+  absl::Status AwaitGreetings(const WireWork& work, Greetings* greetings);
   absl::Status RunBroadcast(const WireWork& work, bool* began);
   absl::Status RunExchange(const WireWork& work, bool* began);
   absl::Status CheckMemory(const MemorySpan& memory) const;
@@ -470,108 +483,125 @@ absl::Status GlooEpoch::Connect(const WireWork& work, bool* began) {
     addresses.push_back(std::move(address));
   }
   *began = true;
-  REFITD_RETURN_IF_ERROR(ConnectPairs(addresses, work));
-  return Greet(addresses, work);
+  Greetings greetings(size_);
+  absl::Status status = ConnectPairs(addresses, work, &greetings);
+  if (status.ok()) status = AwaitGreetings(work, &greetings);
+  if (!status.ok()) ClosePairs();  // before the buffers go
+  return status;
 }
 
-// Pair::connect blocks, without a deadline of ours: it runs on a thread of its own, and closing the
-// pairs ends it. One peer after the other can't deadlock: whoever waits for a peer waits for one
-// that comes later in its own order.
+// Pair::connect blocks, without a deadline of ours: it runs on threads of its own, and closing the
+// pairs ends it. Several peers at a time, so that who is named as not connected is out of reach,
+// and not merely waiting for another that is. Taken in one order they can't deadlock: a rank that
+// waits for a peer waits for one that comes later in its own order.
 absl::Status GlooEpoch::ConnectPairs(const std::vector<WireAddress>& addresses,
-                                     const WireWork& work) {
+                                     const WireWork& work, Greetings* greetings) {
   struct Progress {
-    int peer = 0;
+    int next = 0;       // the peer that a thread takes next
+    std::set<int> now;  // that threads are connecting to
+    int threads = 0;    // that have not ended
     bool stop = false;
-    bool ended = false;
-    absl::Status status;
-  } progress;  // guarded by mu_
-  std::thread connector([&] {
-    EnterWireThread("refitd-wire-con");
-    absl::Status status;
-    for (int peer = 0; peer < size_ && status.ok(); ++peer) {
+    absl::Status status;   // the first failure
+  } progress;              // guarded by mu_
+  const auto take = [&] {  // -1: none is left, or the rest is of no use
+    MutexLock lock(&mu_);
+    while (progress.next < size_ && !progress.stop && progress.status.ok()) {
+      const int peer = progress.next++;
       if (peer == rank_) continue;
-      {
-        MutexLock lock(&mu_);
-        if (progress.stop) break;
-        progress.peer = peer;
-      }
+      progress.now.insert(peer);
+      return peer;
+    }
+    return -1;
+  };
+  const auto connect = [&] {
+    EnterWireThread("refitd-wire-con");
+    for (int peer = take(); peer >= 0; peer = take()) {
       socklen_t length = 0;
       const sockaddr_storage storage =
           addresses[peer].host.Sockaddr(addresses[peer].ports[rank_], &length);
-      status = Guard(peer, work, [&] {
+      absl::Status status = Guard(peer, work, [&] {
         context_->getPair(peer)->connect(gloo::transport::tcp::Address(storage).bytes());
       });
-    }
-    {
+      if (status.ok()) status = PostGreeting(peer, addresses[peer].token, work, greetings);
       MutexLock lock(&mu_);
-      progress.ended = true;
-      progress.status = std::move(status);
+      progress.now.erase(peer);
+      if (progress.status.ok()) progress.status = std::move(status);
       wake_.NotifyAll();
     }
-  });
+    MutexLock lock(&mu_);
+    --progress.threads;
+    wake_.NotifyAll();
+  };
+  std::vector<std::thread> connectors;
+  progress.threads = std::min(size_ - 1, kConnectors);
+  for (int i = std::min(size_ - 1, kConnectors); i > 0; --i) connectors.emplace_back(connect);
   bool late = false;
   bool cancelled = false;
-  int peer = 0;
+  std::string missing;
+  absl::Status failed;
   {
     MutexLock lock(&mu_);
-    while (!progress.ended && !closing() && !late) late = !wake_.WaitUntil(&mu_, work.deadline);
-    late = late && !progress.ended;
+    while (progress.threads > 0 && progress.status.ok() && !closing() && !late) {
+      late = !wake_.WaitUntil(&mu_, work.deadline);
+    }
+    late = late && progress.threads > 0;
     cancelled = closing();
-    peer = progress.peer;
+    failed = progress.status;
+    for (const int peer : progress.now) {
+      missing += fmt::format("{}rank {}", missing.empty() ? "" : ", ", peer);
+    }
     progress.stop = true;
   }
   for (bool ended = false; !ended;) {
     {
       MutexLock lock(&mu_);
-      ended = progress.ended;
+      ended = progress.threads == 0;
     }
     if (ended) break;
     ClosePairs();
     MutexLock lock(&mu_);
-    if (!progress.ended) wake_.WaitUntil(&mu_, steady_clock::now() + kCallOffInterval);
+    if (progress.threads > 0) wake_.WaitUntil(&mu_, steady_clock::now() + kCallOffInterval);
   }
-  connector.join();
+  for (std::thread& connector : connectors) connector.join();
   if (cancelled) return Closed();
-  if (late) {
-    return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited {} ms for rank {} to connect",
-                 id_, ToMillis(work.timeout), peer);
+  if (late && failed.ok()) {
+    return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited {} ms for {} to connect", id_,
+                 ToMillis(work.timeout), missing);
   }
-  return progress.status;
+  return failed;
 }
 
-absl::Status GlooEpoch::Greet(const std::vector<WireAddress>& addresses, const WireWork& work) {
-  std::vector<Hello> ours(size_);
-  std::vector<Hello> theirs(size_);
-  std::vector<std::unique_ptr<GlooBuffer>> buffers;  // of theirs, ours: two a rank
-  buffers.resize(2 * size_);
-  absl::Status status;
-  for (int peer = 0; peer < size_ && status.ok(); ++peer) {
+// As soon as the pair is connected: a rank that waits for a greeting then waits for that peer, and
+// not for a third one that the peer itself can't reach.
+absl::Status GlooEpoch::PostGreeting(int peer, const Token& token, const WireWork& work,
+                                     Greetings* greetings) {
+  greetings->ours[peer] = Hello{kHelloMagic, id_.value(), static_cast<uint32_t>(rank_),
+                                static_cast<uint32_t>(peer), token};
+  return Guard(peer, work, [&] {
+    auto& in = greetings->buffers[2 * peer] =
+        context_->createUnboundBuffer(&greetings->theirs[peer], sizeof(Hello));
+    auto& out = greetings->buffers[2 * peer + 1] =
+        context_->createUnboundBuffer(&greetings->ours[peer], sizeof(Hello));
+    in->recv(peer, kHelloSlot);
+    out->send(peer, kHelloSlot);
+  });
+}
+
+absl::Status GlooEpoch::AwaitGreetings(const WireWork& work, Greetings* greetings) {
+  for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    ours[peer] = Hello{kHelloMagic, id_.value(), static_cast<uint32_t>(rank_),
-                       static_cast<uint32_t>(peer), addresses[peer].token};
-    status = Guard(peer, work, [&] {
-      auto& in = buffers[2 * peer] = context_->createUnboundBuffer(&theirs[peer], sizeof(Hello));
-      auto& out = buffers[2 * peer + 1] = context_->createUnboundBuffer(&ours[peer], sizeof(Hello));
-      in->recv(peer, kHelloSlot);
-      out->send(peer, kHelloSlot);
-    });
-  }
-  for (int peer = 0; peer < size_ && status.ok(); ++peer) {
-    if (peer == rank_) continue;
-    status = Wait(buffers[2 * peer].get(), false, peer, work);
-    if (status.ok()) status = Wait(buffers[2 * peer + 1].get(), true, peer, work);
-    if (!status.ok()) break;
+    REFITD_RETURN_IF_ERROR(Wait(greetings->buffers[2 * peer].get(), false, peer, work));
+    REFITD_RETURN_IF_ERROR(Wait(greetings->buffers[2 * peer + 1].get(), true, peer, work));
+    const Hello& theirs = greetings->theirs[peer];
     const Hello expected{kHelloMagic, id_.value(), static_cast<uint32_t>(peer),
                          static_cast<uint32_t>(rank_), address_.token};
-    if (std::memcmp(&theirs[peer], &expected, sizeof(Hello)) != 0) {
-      status = Error(StatusCode::kUnavailable,
-                     "epoch {}: who connected as rank {} is of another epoch (its greeting says "
-                     "epoch {}, rank {} to rank {})",
-                     id_, peer, theirs[peer].epoch, theirs[peer].from, theirs[peer].to);
-    }
+    if (std::memcmp(&theirs, &expected, sizeof(Hello)) == 0) continue;
+    return Error(StatusCode::kUnavailable,
+                 "epoch {}: who connected as rank {} is of another epoch (its greeting says epoch "
+                 "{}, rank {} to rank {})",
+                 id_, peer, theirs.epoch, theirs.from, theirs.to);
   }
-  if (!status.ok()) ClosePairs();  // before the buffers go
-  return status;
+  return absl::OkStatus();
 }
 
 // After it, Gloo's thread touches no memory of this epoch's.

@@ -503,6 +503,27 @@ TEST_CASE("a peer that is gone before the connection is an error that names it")
   CHECK_THAT(Message(status), Contains("rank " + std::to_string(1 - rank)));
 }
 
+TEST_CASE("a rank that waited itself was blamed beside the one that never connected") {
+  constexpr int kRanks = 4;
+  Mesh mesh(kRanks);
+  const std::vector<std::string> addresses = mesh.Open(kEpoch);
+  const int absent = GENERATE(0, 1, 2, 3);
+  std::vector<Result> results(kRanks);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (rank == absent) continue;
+    mesh.wires[rank]->Connect(kEpoch, addresses, kShort, Into(&results[rank]));
+  }
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (rank == absent) continue;
+    const std::string message = Message(Get(results[rank]));
+    for (int named = 0; named < kRanks; ++named) {
+      CAPTURE(rank, absent, named, message);
+      CHECK((message.find("rank " + std::to_string(named)) != std::string::npos) ==
+            (named == absent));
+    }
+  }
+}
+
 TEST_CASE(
     "addresses that are damaged in any way are refused, and the epoch can still be connected") {
   Mesh mesh(2);

@@ -100,6 +100,35 @@ Transfer MakeTransfer(const std::vector<Dims>& shapes, int parts, char* from, ch
   return transfer;
 }
 
+// Pairs of experts' matrices, gate and up, whose elements take turns in memory at one end.
+Transfer MakeInterleaved(int64_t bytes, bool at_source, char* from, char* to) {
+  const Dims shape = {2880, 2880};
+  const int64_t piece_bytes = ElementCount(shape).value() * 2;
+  Transfer transfer;
+  transfer.destinations.resize(1);
+  for (int64_t pair = 0; (pair + 1) * 2 * piece_bytes <= bytes; ++pair) {
+    for (int64_t half = 0; half < 2; ++half) {
+      const int64_t dense = (2 * pair + half) * piece_bytes;
+      const int64_t turns = 2 * pair * piece_bytes + 2 * half;
+      const auto index = static_cast<uint32_t>(transfer.source.size());
+      transfer.source.push_back(Piece(shape, WholeBox(shape), from + (at_source ? turns : dense)));
+      transfer.destinations[0].push_back(
+          Piece(shape, WholeBox(shape), to + (at_source ? dense : turns)));
+      BoundPiece& apart = at_source ? transfer.source.back() : transfer.destinations[0].back();
+      apart.strides = {2 * 2880, 2};
+      transfer.program.moves.push_back(
+          {.source_piece = index, .destination_piece = index, .box = WholeBox(shape)});
+    }
+  }
+  return transfer;
+}
+
+int64_t BytesOf(const Transfer& transfer) {
+  int64_t bytes = 0;
+  for (const CopyMove& move : transfer.program.moves) bytes += 2 * ElementCount(move.box);
+  return bytes;
+}
+
 void Update(Transport* transport, const Transfer& transfer) {
   Transfer copy = transfer;
   const TransferResult result = Run(transport, std::move(copy));
@@ -146,30 +175,36 @@ int Main(int argc, char** argv) {
   const auto from = MakeRegion(bytes);
   const auto to = MakeRegion(bytes);
   const auto transport = MakeHostTransport({.threads = threads});
+  const auto slices = [&](int64_t columns, int parts) {
+    return MakeTransfer(Shapes(bytes, columns), parts, from->data(), to->data());
+  };
   struct Case {
     const char* name;
-    int64_t columns;
-    int parts;
+    Transfer transfer;
   };
-  const Case cases[] = {{"whole tensors", 1024, 1},
-                        {"4 slices, 512 B rows", 1024, 4},
-                        {"4 slices, 384 B rows", 768, 4}};
+  const Case cases[] = {
+      {"whole tensors", slices(1024, 1)},
+      {"4 slices, 512 B rows", slices(1024, 4)},
+      {"4 slices, 384 B rows", slices(768, 4)},
+      {"from every 2nd element", MakeInterleaved(bytes, true, from->data(), to->data())},
+      {"to every 2nd element", MakeInterleaved(bytes, false, from->data(), to->data())}};
   const std::pair<const char*, Verification> verifications[] = {
       {"off", Verification::kOff},
       {"transfer", Verification::kTransfer},
       {"readback", Verification::kReadback}};
   for (const Case& c : cases) {
     for (const auto& [name, verification] : verifications) {
-      Transfer transfer = MakeTransfer(Shapes(bytes, c.columns), c.parts, from->data(), to->data());
+      Transfer transfer = c.transfer;
+      const int64_t moved = BytesOf(transfer);
       transfer.verification = verification;
       double best = 1e9;
       double baseline = 1e9;
       for (int round = 0; round < rounds; ++round) {
         baseline =
-            std::min(baseline, Seconds([&] { Memcpy(to->data(), from->data(), bytes, threads); }));
+            std::min(baseline, Seconds([&] { Memcpy(to->data(), from->data(), moved, threads); }));
         best = std::min(best, Seconds([&] { Update(transport.get(), transfer); }));
       }
-      const double gigabytes = static_cast<double>(bytes) / 1e9;
+      const double gigabytes = static_cast<double>(moved) / 1e9;
       std::printf("%-22s %-9s %5.1f GB/s   memcpy %5.1f GB/s   ratio %.2f\n", c.name, name,
                   gigabytes / best, gigabytes / baseline, baseline / best);
     }

@@ -40,7 +40,7 @@ Dims RandomStrides(std::mt19937_64* random, const Dims& extent, bool transpose) 
   std::vector<size_t> order(extent.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   if (transpose) std::shuffle(order.begin(), order.end(), *random);
-  int64_t stride = 1;
+  int64_t stride = Pick(random, 0, 3) == 0 ? Pick(random, 2, 3) : 1;  // elements may lie apart
   for (size_t i = order.size(); i-- > 0;) {
     strides[order[i]] = stride;
     stride *= extent[order[i]] + (Pick(random, 0, 2) == 0 ? Pick(random, 1, 5) : 0);

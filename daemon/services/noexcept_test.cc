@@ -1,0 +1,70 @@
+// What gRPC calls must not throw: it swallows exceptions, and what the callback had begun would
+// never be ended (common.h). Compiling is the test.
+#include <catch2/catch.hpp>
+#include <utility>
+
+#include "daemon/services/common.h"
+#include "daemon/services/engine_service.h"
+#include "daemon/services/operator_service.h"
+#include "daemon/services/peer_service.h"
+#include "daemon/services/register_layout.h"
+#include "daemon/services/trainer_service.h"
+
+namespace refitd {
+namespace {
+
+struct Role {
+  using Message = v1::EngineMessage;
+  using Event = v1::EngineEvent;
+  static MemberId Hello(Node*, const Message&, const Peer&, std::shared_ptr<EngineSink>) {
+    return MemberId();
+  }
+  static bool Answer(Node*, MemberId, const Message&) { return true; }
+};
+struct Layouts {
+  static absl::Status CheckLease(Node*, const v1::Lease&, const Peer&) { return absl::OkStatus(); }
+  static void Register(Node*, const v1::Lease&, const Peer&, Layout, LayoutReply) {}
+};
+
+using Attach = AttachReactor<Role>;
+using Registering = RegisterLayoutReactor<Layouts>;
+
+static_assert(noexcept(std::declval<Attach&>().OnReadDone(true)));
+static_assert(noexcept(std::declval<Attach&>().OnWriteDone(true)));
+static_assert(noexcept(std::declval<Attach&>().OnCancel()));
+static_assert(noexcept(std::declval<Attach&>().OnDone()));
+static_assert(noexcept(std::declval<Registering&>().OnReadDone(true)));
+static_assert(noexcept(std::declval<Registering&>().OnDone()));
+static_assert(noexcept(std::declval<PendingCall&>().OnCancel()));
+static_assert(noexcept(std::declval<PendingCall&>().OnDone()));
+
+#define REFITD_METHOD_IS_NOEXCEPT(service, method, ...) \
+  static_assert(noexcept(std::declval<service&>().method(__VA_ARGS__)))
+
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Attach, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, RegisterLayout, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, RegisterRegion, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, ReleaseRegion, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Begin, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, LeaseSlot, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, ReleaseSlot, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, PushBucket, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Commit, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Abort, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, Refit, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(TrainerService, GetUpdate, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(EngineService, Attach, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(EngineService, RegisterLayout, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(EngineService, RegisterRegion, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(EngineService, ReleaseRegion, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(OperatorService, AbortUpdate, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(OperatorService, GetStatus, nullptr, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(OperatorService, WatchUpdates, nullptr, nullptr);
+REFITD_METHOD_IS_NOEXCEPT(PeerService, Link, nullptr);
+
+TEST_CASE("an exception in a callback of gRPC was swallowed, and its work was left half done") {
+  SUCCEED("the assertions above");
+}
+
+}  // namespace
+}  // namespace refitd
