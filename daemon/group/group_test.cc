@@ -2147,8 +2147,9 @@ TEST_CASE("a bucket that would need absurdly many slots is refused by name") {
 TEST_CASE("an instance that nothing touched stayed paused while another's copy ran on") {
   TestGroup g;
   const MemberId trainer = g.AttachTrainer();
-  const MemberId busy = g.Registered("busy", {kModel[0]});
-  const MemberId quiet = g.Registered("quiet", {kModel[1]});
+  const MemberId busy = g.Registered("busy", kModel);
+  const MemberId quiet =
+      g.Staged("quiet", kModel);  // it is handed nothing before the copy has ended
   g.Begin(trainer, 1);
   g.ReadyAll();
   g.Push(trainer, 1, 0, {kModel[0]});

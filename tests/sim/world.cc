@@ -749,6 +749,8 @@ void World::On(int d, int g, const SendCommand& a) {
   const auto known = [&](UpdateId update) { return &programs_[{g, m->nonce, update}]; };
   if (const auto* program = std::get_if<PeerProgram>(&a.command)) {
     known(program->update)->sent.insert(a.node);
+  } else if (const auto* abandon = std::get_if<PeerAbandon>(&a.command)) {
+    known(abandon->update)->sent.erase(a.node);  // it has no part in it any more
   } else if (const auto* run = std::get_if<PeerRun>(&a.command)) {
     record = known(run->update);
     record->run = *run;
