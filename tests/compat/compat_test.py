@@ -383,9 +383,9 @@ class ClientTest(unittest.TestCase):
         said = []
         while not daemon.said.empty():
             said.append(daemon.said.get())
-        self.assertEqual(said[0], "begin")
-        self.assertEqual(sorted(said[1:5]), sorted(name for name, _, _, _ in MODEL))
-        self.assertEqual(said[5], "commit of 2")
+        # Pushes and the commit are under way together.
+        pushed = [name for name, _, _, _ in MODEL]
+        self.assertEqual(sorted(set(said) - {"detach"}), sorted(["begin", "commit of 2", *pushed]))
 
     def test_an_engine_works_with_a_daemon_of_the_release_before(self):
         daemon = OldEngineDaemon(self)
