@@ -253,6 +253,23 @@ TEST_CASE("a version that is begun twice has one handle, and freeing nothing abo
   CHECK(result.bytes == kBytes);
 }
 
+TEST_CASE("freeing the handle of an update that is over leaves the next one to its version alone") {
+  Daemon daemon;
+  const Trainer trainer = AttachTrainer(daemon);
+  const Engine engine = AttachEngine(daemon, REFIT_DELIVERY_REGISTERED);
+  const Region memory = NewRegion(engine.get());
+  Register(engine.get(), memory.get());
+  Update first = Begin(trainer.get(), engine.get(), 1);
+  // The update is lost, which this handle does not hear.
+  Ok(refit_engine_fail(engine.get(), 1, "the loader failed"));
+  REQUIRE(Next(engine.get()).kind == REFIT_EVENT_ABORTED);
+  const Update second = Begin(trainer.get(), engine.get(), 1);
+  first.reset();
+  Ok(PushInline(second.get(), 1));
+  Ok(refit_update_commit(second.get(), nullptr));
+  REQUIRE(Next(engine.get()).kind == REFIT_EVENT_COMMITTED);
+}
+
 TEST_CASE("a tensor larger than a slot is joined for a staged engine") {
   Daemon daemon;
   const Trainer trainer = AttachTrainer(daemon);
