@@ -139,7 +139,9 @@ void World::FillShard(int pid, uint32_t round) {
     const auto holders = r.plan->replicas.HoldersOf(replica);
     if (std::find(holders.begin(), holders.end(), me) != holders.end()) mine.push_back(&replica);
   }
-  if (mine.empty() || !random_.PerMille(chances_.replica_differs)) return;
+  // Two ranks that differ in the same way agree.
+  if (mine.empty() || r.differs || !random_.PerMille(chances_.replica_differs)) return;
+  rounds_[round].differs = true;
   Count(Fault::kReplicaDiffers);
   const Replica& replica = *mine[random_.Index(mine.size())];
   const uint32_t t = TensorOf(r.g, r.plan->routes.tensors[replica.tensor].name);

@@ -137,6 +137,7 @@ struct Round {
   std::map<std::string, std::vector<int>> instances;  // pids, by instance
   std::set<std::string> committed_instances;
   std::shared_ptr<const RefitPlan> plan;  // null: no program
+  bool differs = false;                   // a rank was made to differ from its replicas
   std::vector<int> sources;               // pids, by the plan's numbers
 };
 
