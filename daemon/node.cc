@@ -296,6 +296,7 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
 // ---- time and life ----
 
 void Node::Deferred::Run() const {
+  for (const auto& session : sessions_) session->Flush();
   for (const auto& sink : engines_) sink->Flush();
   for (const std::function<void()>& run : answers_) run();
   for (const auto& sink : trainers_) sink->Flush();

@@ -384,10 +384,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     void AddLast(std::function<void()> run) { last_.push_back(std::move(run)); }
     void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }
     void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
+    void Flush(const std::shared_ptr<PeerSession>& session) { sessions_.push_back(session); }
     void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
     void Run() const;  // without the mutex
 
    private:
+    std::vector<std::shared_ptr<PeerSession>> sessions_;
     std::vector<std::shared_ptr<EngineSink>> engines_;
     std::vector<std::function<void()>> answers_;
     std::vector<std::function<void()>> last_;
@@ -638,7 +640,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void EndSession(GroupRecord* group, NodeId node, absl::Status status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndPeers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformSend(GroupRecord* group, const SendCommand& a, Events* more)
+  void PerformSend(GroupRecord* group, SendCommand a, Deferred* deferred, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformSend(GroupRecord* group, const SendReport& a, Events* more)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -193,7 +193,7 @@ struct Node::Performer {
 
   // ---- other daemons ----
   void operator()(SendCommand& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformSend(group, a, more);
+    node->PerformSend(group, std::move(a), deferred, more);
   }
   void operator()(DropNode& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
     node->EndSession(group, a.node, std::move(a.status));

@@ -506,7 +506,7 @@ void Node::RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer,
                         reply(status);
                       }};
       layouts_[call] = {id, *checked};
-      Handle(group, LayoutRegistered{id, *checked, call}, &deferred);
+      Handle(group, LayoutRegistered{id, *checked, call, registered.digest()}, &deferred);
     } else {
       deferred.Add([reply, status = member.status()] { reply(status); });
     }

@@ -516,11 +516,13 @@ void Node::EndPeers() {
   waiting_peers_.clear();
 }
 
-// A command that can't be sent concerns a daemon that can't follow any more.
-void Node::PerformSend(GroupRecord* group, const SendCommand& a, Events* more) {
+// A command that can't be sent concerns a daemon that can't follow any more. Encoding one may take
+// long (a plan), and there is one for every daemon: both wait until the mutex is released.
+void Node::PerformSend(GroupRecord* group, SendCommand a, Deferred* deferred, Events* more) {
   const auto it = group->sessions.find(a.node);
   if (it == group->sessions.end()) return;
-  absl::Status status = it->second->Send(a.command);
+  absl::Status status = it->second->Queue(std::move(a.command));
+  if (status.ok()) deferred->Flush(it->second);
   if (status.ok() || absl::IsUnavailable(status)) return;  // Gone follows
   LogWarning("group {}: a command was not sent: {}", group->machine->name(), Message(status));
   const std::string reason = Message(status);

@@ -1020,7 +1020,9 @@ void Put(const PeerEpochOpen& v, v1::PeerAnswer* wire) {
 void Put(const PeerEpochConnect& v, v1::PeerAnswer* wire) {
   v1::PeerEpochConnect* out = wire->mutable_epoch_connect();
   out->set_epoch(v.epoch.value());
-  for (const std::string& address : v.addresses) out->add_addresses(address);
+  if (v.addresses != nullptr) {
+    for (const std::string& address : *v.addresses) out->add_addresses(address);
+  }
   out->set_timeout_ms(MillisToWire(v.timeout));
 }
 
@@ -1364,12 +1366,14 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochConnect& wire, const Pe
   PeerEpochConnect out;
   out.epoch = EpochId(wire.epoch());
   REFITD_RETURN_IF_ERROR(AtMost(wire.addresses_size(), kMaxNodes, "epoch_connect.addresses"));
+  auto addresses = std::make_shared<std::vector<std::string>>();
   for (int i = 0; i < wire.addresses_size(); ++i) {
     REFITD_ASSIGN_OR_RETURN(
         std::string address,
         OpaqueOf(wire.addresses(i), fmt::format("epoch_connect.addresses[{}]", i)));
-    out.addresses.push_back(std::move(address));
+    addresses->push_back(std::move(address));
   }
+  out.addresses = std::move(addresses);
   REFITD_ASSIGN_OR_RETURN(out.timeout, MillisOf(wire.timeout_ms(), "epoch_connect.timeout_ms"));
   return out;
 }
@@ -1651,7 +1655,8 @@ absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
                                                    int64_t message_bytes) {
   std::vector<v1::PeerAnswer> answers;
   if (const auto* program = std::get_if<PeerProgram>(&command)) {
-    answers = ProgramToWire(*program, std::min(kPeerLayoutChunkBytes, message_bytes / 2));
+    answers = ProgramToWire(WithItsPart(*program),
+                            std::min(kPeerLayoutChunkBytes, message_bytes / 2));
   } else {
     answers.resize(1);
     std::visit(
@@ -1747,8 +1752,10 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   if (absl::Status status = ValidateStructure(complete, &destination); !status.ok()) {
     return Invalid("layout of member {}: {}", member, Message(status));
   }
+  // Here, where no daemon's mutex is held.
+  const uint64_t digest = complete.Digest();
   return PeerLayout{member, std::make_shared<const Layout>(std::move(complete)),
-                    CallId(layout.call()), std::move(destination)};
+                    CallId(layout.call()), std::move(destination), digest};
 }
 
 absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMessage& message) {

@@ -112,6 +112,12 @@ class PeerSession {
   // As PeerLink::Send. A command that does not fit concerns what it is about: a PeerHeader is
   // prevented by CheckHeaderFits when the bucket comes.
   virtual absl::Status Send(const PeerCommand& command) = 0;
+  // Send in two steps, so that nothing is encoded or written under the node's mutex: what is queued
+  // is encoded and written, in order, by the next Flush. Queue is called under that mutex, as End
+  // is; Flush without it, on any thread, also after End. A command that does not fit ends the link.
+  // Not to be mixed with Send. Queue fails with UNAVAILABLE as Send does.
+  virtual absl::Status Queue(PeerCommand command) { return Send(command); }
+  virtual void Flush() {}
   // Ends the link with `status`, after what was sent before, within kPeerEndLimit; Gone follows.
   // Where nothing was accepted this is the refusal.
   virtual void End(absl::Status status) = 0;

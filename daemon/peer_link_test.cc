@@ -261,7 +261,8 @@ TEST_CASE("What is too large for a message is refused, and the link goes on") {
   joined.logs->up.Next();
   const auto session = coordinator.sessions.Next();
   PeerEpochConnect connect;
-  connect.addresses.resize(64, std::string(kMaxEpochAddressBytes, 'a'));
+  connect.addresses = std::make_shared<const std::vector<std::string>>(
+      64, std::string(kMaxEpochAddressBytes, 'a'));
   CHECK(session->Send(connect).code() == absl::StatusCode::kResourceExhausted);
   PeerAttach attach;
   attach.member = MemberId(1);
@@ -277,6 +278,59 @@ TEST_CASE("What is too large for a message is refused, and the link goes on") {
   REQUIRE(joined.link->Send(Pong(6)).ok());
   CHECK(std::get<PeerPing>(joined.logs->commands.Next()).number == 5);
   CHECK(std::get<PeerPong>(coordinator.reports.Next()).number == 6);
+}
+
+TEST_CASE("What is queued is encoded and written by Flush, in order, whoever flushes") {
+  Coordinator coordinator;
+  Joined joined(DialTo(coordinator.address()));
+  joined.logs->up.Next();
+  const auto session = coordinator.sessions.Next();
+  constexpr uint64_t kCommands = 500;
+  // As two threads of a node: Queue under its mutex, Flush without.
+  Mutex mutex;
+  uint64_t next = 0;
+  const auto send = [&] {
+    for (uint64_t i = 0; i < kCommands; ++i) {
+      {
+        MutexLock lock(&mutex);
+        REFITD_CHECK(session->Queue(PeerPing{next++}).ok());
+      }
+      session->Flush();
+    }
+  };
+  std::thread other(send);
+  send();
+  other.join();
+  for (uint64_t i = 0; i < 2 * kCommands; ++i) {
+    REQUIRE(std::get<PeerPing>(joined.logs->commands.Next()).number == i);
+  }
+}
+
+TEST_CASE("What was queued before the end of a link arrives before it, though flushed after it") {
+  Coordinator coordinator;
+  Joined joined(DialTo(coordinator.address()));
+  joined.logs->up.Next();
+  const auto session = coordinator.sessions.Next();
+  REQUIRE(session->Queue(PeerPing{1}).ok());
+  session->End(absl::AbortedError("enough"));
+  CHECK(session->Queue(PeerPing{2}).code() == absl::StatusCode::kUnavailable);
+  session->Flush();
+  CHECK(std::get<PeerPing>(joined.logs->commands.Next()).number == 1);
+  CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kAborted);
+}
+
+TEST_CASE("A queued command that is too large for a message ends the link and says so") {
+  Coordinator coordinator;
+  Joined joined(DialTo(coordinator.address()));
+  joined.logs->up.Next();
+  const auto session = coordinator.sessions.Next();
+  PeerEpochConnect connect;
+  connect.addresses = std::make_shared<const std::vector<std::string>>(
+      64, std::string(kMaxEpochAddressBytes, 'a'));
+  REQUIRE(session->Queue(connect).ok());
+  session->Flush();
+  CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(coordinator.gone.Next().second, Catch::Matchers::Contains("message_bytes"));
 }
 
 // ---- a peer that does not read ----
@@ -323,7 +377,8 @@ TEST_CASE("A daemon that does not read costs a bounded queue, then its link") {
   logs->up.Next();
   const auto session = coordinator.sessions.Next();
   PeerEpochConnect big;
-  big.addresses.push_back(std::string(kMaxEpochAddressBytes, 'a'));
+  big.addresses = std::make_shared<const std::vector<std::string>>(
+      1, std::string(kMaxEpochAddressBytes, 'a'));
   FillUp([&] { return session->Send(big); });
   const auto [id, reason] = coordinator.gone.Next();
   CHECK(id == session->id());

@@ -241,6 +241,7 @@ void Group::Impl::AssembleIfAllHere() {
   if (status.ok()) status = DecideBroadcast();
   if (!status.ok()) {
     update->participants.clear();  // nobody takes part yet
+    update->participant_of.clear();
     update->readers.clear();
     GiveUp why{Message(status), GiveUpClass::kOther};
     why.begin_code = status.code();
@@ -251,6 +252,7 @@ void Group::Impl::AssembleIfAllHere() {
   if (!at_hand.ok() || !*at_hand) {
     // Nobody takes part yet: who does is found anew when the program is there.
     update->participants.clear();
+    update->participant_of.clear();
     update->readers.clear();
     update->program.reset();
     update->compiled.reset();
@@ -306,8 +308,7 @@ absl::Status Group::Impl::MakeParticipants() {
   }
   const std::vector<bool> evicted(names.size());
   if (catalog == nullptr || catalog->ranks() != ranks || catalog->instances() != names) {
-    REFITD_ASSIGN_OR_RETURN(
-        catalog, Catalog::Make(std::move(ranks), std::move(names), spec.engine_only_tensors));
+    REFITD_ASSIGN_OR_RETURN(catalog, Catalog::Make(std::move(ranks), std::move(names), declared));
   }
   if (const Catalog::Rank* open = catalog->OpenRank(evicted);
       open != nullptr && update->tensor_count == 0) {
@@ -328,6 +329,12 @@ absl::Status Group::Impl::MakeParticipants() {
     update->readers[rank.member].participant = rank.instance;
   }
   update->participants = std::move(participants);
+  update->participant_of.clear();
+  for (uint32_t i = 0; i < update->participants.size(); ++i) {
+    Participant& participant = update->participants[i];
+    participant.unready = participant.members.size();
+    for (const MemberId id : participant.members) update->participant_of.emplace(id, i);
+  }
   std::set<NodeId> nodes;
   for (const Participant& participant : update->participants) {
     for (const MemberId id : participant.members) nodes.insert(Find(id)->node);
@@ -350,9 +357,7 @@ void Group::Impl::On(const ReadyEvent& e) {
   // Who is ready for this update reads nothing of the ones before.
   EndReads(member);
   Participant& participant = update->participants[*index];
-  participant.ready =
-      std::all_of(participant.members.begin(), participant.members.end(),
-                  [this](MemberId id) { return Find(id)->state == MemberState::kReady; });
+  participant.ready = --participant.unready == 0;
   if (participant.ready && update->state == UpdateState::kPreparing) {
     Step(&instances.at(participant.instance).state, InstanceTrigger::kAllReady);
   }

@@ -1,116 +1,167 @@
 #include "daemon/group/catalog.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
 
 #include "transport/base/status.h"
 
 namespace refitd::group {
 namespace {
 
-absl::Status Disagree(const TensorSpec& tensor, std::string_view who, const Catalog::Tensor& known,
-                      std::string_view verb) {
+bool Same(const TensorSpec& a, const TensorSpec& b) {
+  return a.dtype == b.dtype && a.shape == b.shape;
+}
+
+absl::Status Disagree(const TensorSpec& tensor, std::string_view who, std::string_view verb,
+                      const TensorSpec& known, std::string_view declared_by) {
   return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} {} {}, but {} declared {}",
-               tensor.name, who, verb, ToString(tensor.dtype, tensor.shape), known.declared_by,
+               tensor.name, who, verb, ToString(tensor.dtype, tensor.shape), declared_by,
                ToString(known.dtype, known.shape));
 }
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const Catalog>> Catalog::Make(
-    std::vector<Rank> ranks, std::vector<std::string> instances,
-    const std::vector<std::string>& engine_only) {
+absl::StatusOr<std::shared_ptr<const Catalog>> Catalog::Make(std::vector<Rank> ranks,
+                                                             std::vector<std::string> instances,
+                                                             std::shared_ptr<TensorTable> table) {
   std::shared_ptr<Catalog> catalog(new Catalog());
+  catalog->table_ = std::move(table);
   catalog->ranks_ = std::move(ranks);
   catalog->instances_ = std::move(instances);
   catalog->open_.resize(catalog->instances_.size());
-  catalog->engine_only_.insert(engine_only.begin(), engine_only.end());
-  std::vector<std::shared_ptr<const Layout>> layouts;
-  std::vector<std::string> labels;
-  for (const Rank& rank : catalog->ranks_) {
-    if (rank.delivery == DeliveryMode::kStaged) {
-      if (rank.manifest == nullptr) {
-        catalog->open_[rank.instance] = true;
-        continue;
-      }
-      for (const TensorSpec& tensor : *rank.manifest) {
-        const Dims& shape = tensor.shape;
-        const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
-        REFITD_RETURN_IF_ERROR(catalog->Declare(rank, tensor, !empty));
-      }
-      continue;
-    }
-    REFITD_CHECK(rank.layout != nullptr);
-    REFITD_RETURN_IF_ERROR(catalog->DeclareLayout(rank));
-    int64_t expected = 0;
-    for (const Piece& piece : rank.layout->pieces) {
-      const TensorSpec& tensor = rank.layout->tensors[piece.tensor];
-      if (catalog->engine_only_.contains(tensor.name)) continue;
-      expected += ElementCount(piece.box) * ElementBytes(tensor.dtype);
-    }
-    layouts.push_back(rank.layout);
-    labels.push_back(rank.label);
-    catalog->destinations_.push_back(rank.member);
-    catalog->instance_of_.push_back(rank.instance);
-    catalog->expected_bytes_.push_back(expected);
-  }
-  REFITD_ASSIGN_OR_RETURN(catalog->index_,
-                          DestinationIndex::Make(std::move(layouts), std::move(labels)));
-  for (const auto& [name, tensor] : catalog->tensors_) {
-    if (tensor.wanting.empty()) catalog->unwanted_.push_back(name);
-  }
+  for (uint32_t r = 0; r < catalog->ranks_.size(); ++r) catalog->AddRank(r);
+  catalog->FindKinds();
+  REFITD_RETURN_IF_ERROR(catalog->CheckAgreement());
   return std::shared_ptr<const Catalog>(std::move(catalog));
 }
 
-absl::Status Catalog::DeclareLayout(const Rank& rank) {
-  const Layout& layout = *rank.layout;
-  std::vector<bool> stored(layout.tensors.size());
-  for (const Piece& piece : layout.pieces) {
-    if (ElementCount(piece.box) > 0) stored[piece.tensor] = true;
+void Catalog::AddRank(uint32_t index) {
+  const Rank& rank = ranks_[index];
+  ListId list = kNoList;
+  if (rank.delivery == DeliveryMode::kRegistered) {
+    REFITD_CHECK(rank.layout != nullptr);
+    list = table_->Add(rank.layout);
+    destinations_.push_back(rank.member);
+    rank_of_.push_back(index);
+  } else if (rank.manifest != nullptr) {
+    list = table_->Add(rank.manifest);
+  } else {
+    open_[rank.instance] = true;
   }
-  for (size_t t = 0; t < layout.tensors.size(); ++t) {
-    REFITD_RETURN_IF_ERROR(Declare(rank, layout.tensors[t], stored[t]));
+  list_of_rank_.push_back(list);
+  if (list == kNoList) return;
+  if (used_.size() <= list) used_.resize(list + 1);
+  if (!used_[list] && rank.layout != nullptr) layouts_.push_back(rank.layout);
+  used_[list] = true;
+}
+
+void Catalog::FindKinds() {
+  std::vector<std::set<ListId>> lists(instances_.size());
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (list_of_rank_[r] != kNoList) lists[ranks_[r].instance].insert(list_of_rank_[r]);
+  }
+  std::map<std::set<ListId>, uint32_t> known;
+  for (std::set<ListId>& of_instance : lists) {
+    const auto [it, added] =
+        known.try_emplace(std::move(of_instance), static_cast<uint32_t>(kinds_.size()));
+    kind_of_.push_back(it->second);
+    if (!added) continue;
+    std::vector<bool>& kind = kinds_.emplace_back(used_.size());
+    for (const ListId list : it->first) kind[list] = true;
+  }
+}
+
+// Only names about which the table has seen ranks disagree are looked at.
+absl::Status Catalog::CheckAgreement() const {
+  for (const std::string& name : table_->mixed()) {
+    const TensorTable::Uses* uses = table_->Find(name);
+    const bool engine_only = table_->engine_only(name);
+    std::map<ListId, const TensorSpec*> specs;
+    for (const TensorTable::Use& use : *uses) specs[use.list] = &table_->spec(use);
+    const Rank* first = nullptr;
+    const TensorSpec* known = nullptr;
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      const auto spec = specs.find(list_of_rank_[r]);
+      if (spec == specs.end()) continue;
+      // Nothing is delivered of it: who registered it has its memory, others need not agree.
+      if (engine_only && ranks_[r].layout == nullptr) continue;
+      if (first == nullptr) {
+        first = &ranks_[r];
+        known = spec->second;
+      } else if (!Same(*spec->second, *known)) {
+        return Disagree(*spec->second, ranks_[r].label, "declares", *known, first->label);
+      }
+    }
   }
   return absl::OkStatus();
 }
 
-absl::Status Catalog::Declare(const Rank& rank, const TensorSpec& tensor, bool wanted) {
-  if (engine_only_.contains(tensor.name)) return absl::OkStatus();
-  const auto [it, added] = tensors_.try_emplace(tensor.name);
-  Tensor& known = it->second;
-  if (added) {
-    known.dtype = tensor.dtype;
-    known.shape = tensor.shape;
-    known.declared_by = rank.label;
-  } else if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
-    return Disagree(tensor, rank.label, known, "declares");
+const Catalog::Rank* Catalog::FirstRank(const TensorTable::Uses& uses,
+                                        const TensorSpec** spec) const {
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    for (const TensorTable::Use& use : uses) {
+      if (use.list != list_of_rank_[r]) continue;
+      *spec = &table_->spec(use);
+      return &ranks_[r];
+    }
   }
-  // Ranks come instance by instance.
-  if (wanted && (known.wanting.empty() || known.wanting.back() != rank.instance)) {
-    known.wanting.push_back(rank.instance);
+  return nullptr;
+}
+
+bool Catalog::Knows(uint32_t kind, const TensorTable::Uses& uses) const {
+  const std::vector<bool>& lists = kinds_[kind];
+  return std::any_of(uses.begin(), uses.end(), [&lists](const TensorTable::Use& use) {
+    return use.list < lists.size() && lists[use.list];
+  });
+}
+
+bool Catalog::WantedBy(const std::vector<bool>& lists, const TensorTable::Uses& uses) const {
+  return std::any_of(uses.begin(), uses.end(), [&](const TensorTable::Use& use) {
+    return use.list < lists.size() && lists[use.list] && table_->wanted(use);
+  });
+}
+
+bool Catalog::Wants(std::string_view tensor) const {
+  const TensorTable::Uses* uses = table_->Find(tensor);
+  return uses != nullptr && !table_->engine_only(tensor) && WantedBy(used_, *uses);
+}
+
+const std::vector<std::string>& Catalog::unwanted() const {
+  if (unwanted_.has_value()) return *unwanted_;
+  unwanted_.emplace();
+  for (const std::string& name : table_->partly_unwanted()) {
+    const TensorTable::Uses& uses = *table_->Find(name);
+    const bool known = std::any_of(uses.begin(), uses.end(), [this](const TensorTable::Use& use) {
+      return use.list < used_.size() && used_[use.list];
+    });
+    if (known && !table_->engine_only(name) && !WantedBy(used_, uses)) unwanted_->push_back(name);
   }
-  if (known.instances.empty() || known.instances.back() != rank.instance) {
-    known.instances.push_back(rank.instance);
-  }
-  return absl::OkStatus();
+  return *unwanted_;
 }
 
 absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& evicted) const {
-  if (!engine_only_.empty() && engine_only_.contains(tensor.name)) {
+  if (table_->engine_only(tensor.name)) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "tensor '{}' is engine-only in the group's spec: trainers never push it",
                  tensor.name);
   }
-  const auto it = tensors_.find(tensor.name);
-  if (it != tensors_.end() &&
-      (it->second.dtype != tensor.dtype || it->second.shape != tensor.shape)) {
-    return Disagree(tensor, "the bucket", it->second, "has");
+  static const TensorTable::Uses kNone;
+  const TensorTable::Uses* found = table_->Find(tensor.name);
+  const TensorTable::Uses& uses = found == nullptr ? kNone : *found;
+  const auto declared = std::find_if(uses.begin(), uses.end(), [this](const TensorTable::Use& u) {
+    return u.list < used_.size() && used_[u.list];
+  });
+  if (declared != uses.end() && !Same(table_->spec(*declared), tensor)) {
+    const TensorSpec* known = nullptr;
+    const Rank* rank = FirstRank(uses, &known);
+    return Disagree(tensor, "the bucket", "has", *known, rank->label);
   }
-  const std::vector<uint32_t> none;
-  const std::vector<uint32_t>& knowing = it == tensors_.end() ? none : it->second.instances;
-  if (knowing.size() == instances_.size()) return absl::OkStatus();
+  std::vector<bool> knows(kinds_.size());
+  for (uint32_t kind = 0; kind < kinds_.size(); ++kind) knows[kind] = Knows(kind, uses);
+  if (std::find(knows.begin(), knows.end(), false) == knows.end()) return absl::OkStatus();
   for (uint32_t i = 0; i < instances_.size(); ++i) {
-    if (open_[i] || evicted[i]) continue;
-    if (std::binary_search(knowing.begin(), knowing.end(), i)) continue;
+    if (open_[i] || evicted[i] || knows[kind_of_[i]]) continue;
     return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' is unknown to instance {}",
                  tensor.name, instances_[i]);
   }
@@ -119,18 +170,22 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
 
 absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>& pushed,
                                      const std::vector<bool>& evicted) const {
+  std::vector<bool> wanted(used_.size());
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (list_of_rank_[r] != kNoList && !evicted[ranks_[r].instance]) wanted[list_of_rank_[r]] = true;
+  }
   // The map's order is random: the smallest name, so that equal events give equal actions.
   const std::string* missing = nullptr;
-  uint32_t wanted_by = 0;
-  for (const auto& [name, tensor] : tensors_) {
+  const TensorTable::Uses* missing_uses = nullptr;
+  for (const auto& [name, uses] : table_->tensors()) {
     if (missing != nullptr && name >= *missing) continue;
-    const auto wants = std::find_if(tensor.wanting.begin(), tensor.wanting.end(),
-                                    [&evicted](uint32_t i) { return !evicted[i]; });
-    if (wants == tensor.wanting.end() || pushed(name)) continue;
+    if (!WantedBy(wanted, uses) || pushed(name) || table_->engine_only(name)) continue;
     missing = &name;
-    wanted_by = *wants;
+    missing_uses = &uses;
   }
   if (missing == nullptr) return absl::OkStatus();
+  uint32_t wanted_by = 0;
+  while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
   return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed",
                *missing, instances_[wanted_by]);
 }
@@ -143,24 +198,57 @@ const Catalog::Rank* Catalog::OpenRank(const std::vector<bool>& evicted) const {
   return nullptr;
 }
 
-int Catalog::AddTouched(const TensorSpec& tensor, const TensorRange& range,
-                        const std::vector<bool>& skip_destination,
-                        std::vector<bool>* touched) const {
-  if (range.count == 0) return 0;
-  const DestinationIndex::Tensor* known = index_->Find(tensor.name);
-  if (known == nullptr) return 0;
-  int marked = 0;
-  std::vector<Box> boxes;
-  for (const DestinationIndex::Entry& entry : known->entries) {
-    const uint32_t d = entry.destination;
-    if (skip_destination[d] || (*touched)[d]) continue;
-    if (boxes.empty()) boxes = BoxesOfRange(tensor.shape, range.start, range.count);
-    const Box& box = index_->destinations()[d]->pieces[entry.piece].box;
-    (*touched)[d] = std::any_of(boxes.begin(), boxes.end(),
-                                [&box](const Box& b) { return Intersect(b, box).has_value(); });
-    if ((*touched)[d]) ++marked;
+const std::shared_ptr<const DestinationIndex>& Catalog::index() const {
+  if (index_ != nullptr) return index_;
+  std::vector<std::shared_ptr<const Layout>> layouts;
+  std::vector<std::string> labels;
+  for (const uint32_t r : rank_of_) {
+    layouts.push_back(ranks_[r].layout);
+    labels.push_back(ranks_[r].label);
   }
-  return marked;
+  auto index = DestinationIndex::Make(std::move(layouts), std::move(labels));
+  REFITD_CHECK(index.ok());  // CheckAgreement
+  index_ = *std::move(index);
+  return index_;
+}
+
+std::vector<uint32_t> Catalog::Touched(const PartContent& content,
+                                       const std::vector<bool>& skip_destination) const {
+  // By list: whether a destination has it that nothing was found for yet; found.
+  std::vector<bool> open(used_.size());
+  std::vector<bool> found(used_.size());
+  for (uint32_t d = 0; d < destinations_.size(); ++d) {
+    if (!skip_destination[d]) open[list_of_rank_[rank_of_[d]]] = true;
+  }
+  auto left = std::count(open.begin(), open.end(), true);
+  std::vector<Box> boxes;
+  for (const TensorRange& range : content.ranges) {
+    if (left == 0) break;
+    if (range.count == 0) continue;
+    const TensorSpec& tensor = content.tensors[range.tensor];
+    const TensorTable::Uses* uses = table_->Find(tensor.name);
+    if (uses == nullptr) continue;
+    boxes.clear();
+    for (const TensorTable::Use& use : *uses) {
+      if (use.list >= open.size() || !open[use.list]) continue;
+      if (boxes.empty()) boxes = BoxesOfRange(tensor.shape, range.start, range.count);
+      const std::vector<Piece>& pieces = table_->layout(use.list)->pieces;
+      const absl::Span<const uint32_t> of_tensor = table_->PiecesOf(use);
+      found[use.list] = std::any_of(of_tensor.begin(), of_tensor.end(), [&](uint32_t p) {
+        return std::any_of(boxes.begin(), boxes.end(), [&](const Box& box) {
+          return Intersect(box, pieces[p].box).has_value();
+        });
+      });
+      if (!found[use.list]) continue;
+      open[use.list] = false;
+      --left;
+    }
+  }
+  std::vector<uint32_t> touched;
+  for (uint32_t d = 0; d < destinations_.size(); ++d) {
+    if (!skip_destination[d] && found[list_of_rank_[rank_of_[d]]]) touched.push_back(d);
+  }
+  return touched;
 }
 
 }  // namespace refitd::group

@@ -1,8 +1,9 @@
 // What the instances of an update expect: the tensors they know, which must come, and where
 // registered ranks want them.
 //
-// Immutable after Make, so thread-safe; made once for a set of layouts and manifests and kept
-// across updates while those stay the same (structure only, never data).
+// A view of the group's TensorTable, made at the cost of the ranks and kept across updates while
+// they and their layouts and manifests stay the same (structure only, never data). What is added to
+// the table later does not show in it. Not thread-safe; what `index()` gives is.
 //
 // An instance knows the tensors of its ranks' layouts and manifests together; one with a staged
 // rank that declared no manifest is open: it takes any tensor. Engine-only tensors are left out. It
@@ -21,15 +22,12 @@
 #include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/group.h"
+#include "daemon/group/tensor_table.h"
 
 namespace refitd::group {
-
-using Manifest = std::vector<TensorSpec>;
 
 class Catalog {
  public:
@@ -42,29 +40,22 @@ class Catalog {
     std::shared_ptr<const Manifest> manifest;  // staged delivery; null: none declared
     bool operator==(const Rank&) const = default;
   };
-  struct Tensor {
-    DType dtype = DType::kUint8;
-    Dims shape;
-    std::string declared_by;          // label of the first rank that did
-    std::vector<uint32_t> instances;  // that know it; ascending
-    std::vector<uint32_t> wanting;    // of those: it must come; ascending
-  };
 
-  // FAILED_PRECONDITION: two ranks disagree about a tensor's dtype or shape (both are named).
-  static absl::StatusOr<std::shared_ptr<const Catalog>> Make(
-      std::vector<Rank> ranks, std::vector<std::string> instances,
-      const std::vector<std::string>& engine_only);
+  // `ranks` come instance by instance. Layouts and manifests that `table` does not have are added
+  // to it. FAILED_PRECONDITION: two ranks disagree about a tensor's dtype or shape (both are
+  // named).
+  static absl::StatusOr<std::shared_ptr<const Catalog>> Make(std::vector<Rank> ranks,
+                                                             std::vector<std::string> instances,
+                                                             std::shared_ptr<TensorTable> table);
 
   const std::vector<Rank>& ranks() const { return ranks_; }
   const std::vector<std::string>& instances() const { return instances_; }
-  size_t tensor_count() const { return tensors_.size(); }
+  // At least as many as there are.
+  size_t tensor_count() const { return table_->tensors().size(); }
   // An instance does.
-  bool Wants(std::string_view tensor) const {
-    const auto it = tensors_.find(absl::string_view(tensor.data(), tensor.size()));
-    return it != tensors_.end() && !it->second.wanting.empty();
-  }
-  // Known, and wanted by no instance; in no order.
-  const std::vector<std::string>& unwanted() const { return unwanted_; }
+  bool Wants(std::string_view tensor) const;
+  // Known, and wanted by no instance; by name. Found when it is first asked for.
+  const std::vector<std::string>& unwanted() const;
 
   // FAILED_PRECONDITION naming tensor and instance or rank: engine-only, unknown to an instance
   // that is not in `evicted`, dtype or shape disagree.
@@ -77,33 +68,53 @@ class Catalog {
   const Rank* OpenRank(const std::vector<bool>& evicted) const;
 
   // Destinations: the registered ranks, in order.
-  const std::shared_ptr<const DestinationIndex>& index() const { return index_; }
   const std::vector<MemberId>& destinations() const { return destinations_; }
-  uint32_t instance_of(uint32_t destination) const { return instance_of_[destination]; }
+  uint32_t instance_of(uint32_t destination) const { return rank(destination).instance; }
   // Bytes that a complete update writes there.
-  int64_t expected_bytes(uint32_t destination) const { return expected_bytes_[destination]; }
-  const std::string& label(uint32_t destination) const { return index_->labels()[destination]; }
+  int64_t expected_bytes(uint32_t destination) const {
+    return table_->bytes(list_of_rank_[rank_of_[destination]]);
+  }
+  const std::string& label(uint32_t destination) const { return rank(destination).label; }
+  // The layouts of registered ranks, each object once.
+  const std::vector<std::shared_ptr<const Layout>>& layouts() const { return layouts_; }
+  // Destinations by tensor, for the executor: made when it is first asked for, at the cost of all
+  // ranks' tensors. Asked for only where all of an update's ranks are on this daemon.
+  const std::shared_ptr<const DestinationIndex>& index() const;
 
-  // Marks destinations with elements of `range` of `tensor`, unless skipped; how many were not
-  // marked before.
-  int AddTouched(const TensorSpec& tensor, const TensorRange& range,
-                 const std::vector<bool>& skip_destination, std::vector<bool>* touched) const;
+  // Destinations that get elements of the part, but for those in `skip_destination`; ascending.
+  std::vector<uint32_t> Touched(const PartContent& content,
+                                const std::vector<bool>& skip_destination) const;
 
  private:
-  Catalog() = default;
-  absl::Status Declare(const Rank& rank, const TensorSpec& tensor, bool wanted);
-  absl::Status DeclareLayout(const Rank& rank);
+  using ListId = TensorTable::ListId;
+  static constexpr ListId kNoList = UINT32_MAX;
 
+  Catalog() = default;
+  const Rank& rank(uint32_t destination) const { return ranks_[rank_of_[destination]]; }
+  void AddRank(uint32_t rank);
+  void FindKinds();
+  absl::Status CheckAgreement() const;
+  // Of this catalog's ranks: who declares it first, and as what.
+  const Rank* FirstRank(const TensorTable::Uses& uses, const TensorSpec** spec) const;
+  bool Knows(uint32_t kind, const TensorTable::Uses& uses) const;
+  // Whether a list of `lists` wants it.
+  bool WantedBy(const std::vector<bool>& lists, const TensorTable::Uses& uses) const;
+
+  std::shared_ptr<TensorTable> table_;
   std::vector<Rank> ranks_;
+  std::vector<ListId> list_of_rank_;  // kNoList: declares nothing
   std::vector<std::string> instances_;
   std::vector<bool> open_;  // by instance
-  absl::flat_hash_set<std::string> engine_only_;
-  absl::flat_hash_map<std::string, Tensor> tensors_;
-  std::vector<std::string> unwanted_;
-  std::shared_ptr<const DestinationIndex> index_;
+  std::vector<bool> used_;  // by list: a rank has it
+  // Instances whose ranks have the same lists are of one kind.
+  std::vector<uint32_t> kind_of_;         // by instance
+  std::vector<std::vector<bool>> kinds_;  // the lists of each
   std::vector<MemberId> destinations_;
-  std::vector<uint32_t> instance_of_;
-  std::vector<int64_t> expected_bytes_;
+  std::vector<uint32_t> rank_of_;  // by destination
+  std::vector<std::shared_ptr<const Layout>> layouts_;
+  // Found when they are first asked for.
+  mutable std::optional<std::vector<std::string>> unwanted_;
+  mutable std::shared_ptr<const DestinationIndex> index_;
 };
 
 }  // namespace refitd::group

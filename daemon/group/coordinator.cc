@@ -6,6 +6,7 @@
 
 #include "daemon/group/coordinator_impl.h"
 #include "transport/base/status.h"
+#include "transport/node_program.h"
 
 namespace refitd {
 namespace {
@@ -31,6 +32,11 @@ Coordinator::Impl::Impl(CoordinatorOptions coordinator_options)
                   [this](MemberId member) {
                     const auto it = layouts.find(member);
                     return it == layouts.end() ? nullptr : it->second.layout;
+                  },
+              .layout_digest =
+                  [this](MemberId member) {
+                    const auto it = layouts.find(member);
+                    return it == layouts.end() ? 0 : it->second.digest;
                   },
               .bucket = [this](CallId call) -> const BucketEvent* {
                 const auto it = buckets.find(call);
@@ -121,7 +127,10 @@ void Coordinator::Impl::On(const GroupEvent& event) {
   } else if (const auto* lost = std::get_if<MemberLost>(&event)) {
     layouts.erase(lost->member);
   } else if (const auto* layout = std::get_if<LayoutRegistered>(&event)) {
-    layouts[layout->member] = {layout->layout, layout->layout->Digest()};
+    LayoutRegistered told = *layout;
+    if (!told.digest.has_value()) told.digest = told.layout->Digest();
+    layouts[told.member] = {told.layout, *told.digest};
+    return Feed(std::move(told));
   } else if (const auto* bucket = std::get_if<BucketEvent>(&event)) {
     // What the trainer said itself: its daemon's side of the agreement.
     if (spread.has_value()) buckets.emplace(bucket->call, *bucket);
@@ -154,6 +163,7 @@ void Coordinator::Impl::Tick() {
     Do(PeerAction(DropNode{id, absl::DeadlineExceededError(reason)}));
     LoseNode(id, reason);
   }
+  FindNodesDue();
   if (!spread.has_value() || spread->abandoned) return;
   if (spread->wire_verdict.has_value() && now >= spread->wire_verdict->due) {
     Judge().IgnoreError();
@@ -167,6 +177,16 @@ void Coordinator::Impl::Tick() {
              Name(spread->lock_order[spread->locks_held]), Seconds(options.peer_limits.wire),
              spread->lock_holder.empty() ? "nobody answered who" : "group " + spread->lock_holder),
          GiveUpClass::kDeadline);
+  }
+}
+
+// Once a Tick and not once an event: every event asks for the next deadline.
+void Coordinator::Impl::FindNodesDue() {
+  nodes_due.reset();
+  for (const auto& [id, node] : nodes) {
+    const TimePoint silent = node.heard + options.peer_limits.peer + std::chrono::nanoseconds(1);
+    const TimePoint due = std::min(node.next_ping, silent);
+    if (!nodes_due.has_value() || due < *nodes_due) nodes_due = due;
   }
 }
 
@@ -186,6 +206,7 @@ void Coordinator::Impl::On(const NodeJoined& e) {
   node.protocol = e.protocol;
   node.heard = now;
   node.next_ping = now + options.peer_limits.peer / kPingsPerLimit;
+  nodes_due = std::min(nodes_due.value_or(node.next_ping), node.next_ping);
   nodes.emplace(e.node, std::move(node));
   std::string joined = fmt::format("daemon {} joined from {}", e.daemon_id, e.address);
   if (e.protocol != kProtocol) {
@@ -436,8 +457,28 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
   const CallId call = options.next_call();
   remote_calls[call] = {node->id, r.call};
   calls_of[{node->id, r.call}] = call;
-  layouts[ours] = {r.layout, r.layout->Digest()};
-  Feed(LayoutRegistered{ours, r.layout, call});
+  const uint64_t digest = r.digest.has_value() ? *r.digest : r.layout->Digest();
+  const std::shared_ptr<const Layout> layout =
+      remotes.at(ours).engine ? Shared(r.layout, digest) : r.layout;
+  layouts[ours] = {layout, digest};
+  Feed(LayoutRegistered{ours, layout, call, digest});
+}
+
+// Of another daemon's engines only the structure counts here, and many have the same: what is kept
+// of them, and what plans and catalogues go through, is one object for all that are equal. (A
+// trainer that registers the same anew is told from before by the object.)
+std::shared_ptr<const Layout> Coordinator::Impl::Shared(std::shared_ptr<const Layout> layout,
+                                                        uint64_t digest) {
+  std::weak_ptr<const Layout>& known = shared_layouts[digest];
+  if (std::shared_ptr<const Layout> before = known.lock();
+      before != nullptr && SameStructure(*before, *layout)) {
+    return before;
+  }
+  known = layout;
+  if (shared_layouts.size() > 2 * layouts.size() + 1) {
+    std::erase_if(shared_layouts, [](const auto& entry) { return entry.second.expired(); });
+  }
+  return layout;
 }
 
 void Coordinator::Impl::On(Node* node, const PeerCall& r) {
@@ -633,8 +674,11 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
   PartJob part;
   part.root = NodeOf(a.trainer);
   bool staged_on_root = false;
+  std::map<NodeId, std::vector<MemberId>> staged;  // by their own ids
   for (const MemberId member : a.staged) {
-    const NodeId node = NodeOf(member);
+    const auto remote = remotes.find(member);
+    const NodeId node = remote == remotes.end() ? kCoordinatorNode : remote->second.node;
+    staged[node].push_back(remote == remotes.end() ? member : remote->second.id);
     if (node == part.root) {
       staged_on_root = true;
     } else {
@@ -675,12 +719,9 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
     }
     h.epoch = epoch->id;
     h.wire_seq = WireSeq(epoch->next_seq++);
-    const auto rank_of = [this](NodeId node) {
-      return static_cast<uint32_t>(std::find(epoch->ranks.begin(), epoch->ranks.end(), node) -
-                                   epoch->ranks.begin());
-    };
-    h.ranks.push_back(rank_of(part.root));
-    for (const NodeId node : part.sinks) h.ranks.push_back(rank_of(node));
+    const auto size = static_cast<uint32_t>(epoch->ranks.size());  // of a node that is not in it
+    h.ranks.push_back(epoch->RankOf(part.root).value_or(size));
+    for (const NodeId node : part.sinks) h.ranks.push_back(epoch->RankOf(node).value_or(size));
     spread->to_issue.push_back(a.part);
   }
   for (const NodeId node : part.running) {
@@ -690,10 +731,8 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
         header.skip.push_back(index < a.skip_destination.size() && a.skip_destination[index]);
       }
     }
-    for (const MemberId member : a.staged) {
-      if (NodeOf(member) != node) continue;
-      const auto remote = remotes.find(member);
-      header.staged.push_back(remote == remotes.end() ? member : remote->second.id);
+    if (const auto readers = staged.find(node); readers != staged.end()) {
+      header.staged = std::move(readers->second);
     }
     if (node == part.root) {
       header.is_root = true;
@@ -1029,7 +1068,10 @@ void Coordinator::Impl::Opened(NodeId node, const PeerEpochOpened& r) {
   PeerEpochConnect connect;
   connect.epoch = epoch->id;
   connect.timeout = epoch->limit;
-  for (const NodeId rank : epoch->ranks) connect.addresses.push_back(epoch->addresses.at(rank));
+  // As many as there are nodes, to each of them: the list is shared.
+  auto addresses = std::make_shared<std::vector<std::string>>();
+  for (const NodeId rank : epoch->ranks) addresses->push_back(epoch->addresses.at(rank));
+  connect.addresses = std::move(addresses);
   const std::vector<NodeId> ranks = epoch->ranks;
   for (const NodeId rank : ranks) Send(rank, connect);
 }
@@ -1236,10 +1278,7 @@ std::optional<TimePoint> Coordinator::NextDeadline() const {
   const auto consider = [&next](TimePoint due) {
     if (!next.has_value() || due < *next) next = due;
   };
-  for (const auto& [id, node] : impl_->nodes) {
-    consider(node.next_ping);
-    consider(node.heard + impl_->options.peer_limits.peer + std::chrono::nanoseconds(1));
-  }
+  if (impl_->nodes_due.has_value() && !impl_->nodes.empty()) consider(*impl_->nodes_due);
   const auto& spread = impl_->spread;
   if (spread.has_value() && !spread->abandoned) {
     if (impl_->epoch.has_value() && !impl_->epoch->ready) consider(impl_->epoch->verdict);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "daemon/group/coordinator.h"
+#include "daemon/group/stream_ends.h"
 #include "daemon/group/worker.h"
 #include "transport/base/status.h"
 
@@ -64,7 +65,10 @@ struct ProgramJob {
   ProgramUse use;
   std::map<NodeId, PeerProgram> commands;  // of the nodes with a part in it
   std::set<NodeId> building;               // not heard of
+  std::deque<NodeId> without_plan;         // of those: to be sent it when others have built theirs
+  std::set<NodeId> under_way;              // of those: sent the plan in this update
   std::map<NodeId, PeerProgramBuilt> built;
+  StreamEnds built_ends;  // of their streams' structure
   bool agreed = false;
   bool compare = false;  // StartCompare came
   ReplicaPart compare_part;
@@ -81,7 +85,7 @@ struct ProgramJob {
   absl::Status status;
   int failed_destination = -1;
   std::vector<int64_t> bytes_written;
-  std::map<NodeId, std::vector<PeerStream>> streams;
+  StreamEnds run_ends;  // of what their streams carried
 };
 // The wire failed, and who is to blame is not decided yet. In a chain everyone behind the one that
 // stopped runs out of time at about the same moment, and may be heard in any order.
@@ -146,6 +150,13 @@ struct Epoch {
   TimePoint deadline;  // until which it must be open, or up
   TimePoint verdict;   // when its failure is judged: not later than the deadline
   uint64_t next_seq = 0;
+
+  // `ranks` ascend.
+  std::optional<uint32_t> RankOf(NodeId node) const {
+    const auto at = std::lower_bound(ranks.begin(), ranks.end(), node);
+    if (at == ranks.end() || *at != node) return std::nullopt;
+    return static_cast<uint32_t>(at - ranks.begin());
+  }
 };
 
 }  // namespace coordinator
@@ -181,12 +192,14 @@ struct Coordinator::Impl {
   void On(const CommandReceived&) {}
   void On(const SlotsMade&) {}
   void Tick();
+  void FindNodesDue();
 
   // ---- reports of a node (the own worker's too) ----
   void Report(NodeId node, const PeerReport& report);
   void On(Node* node, const PeerAttach& r);
   void On(Node* node, const PeerGone& r);
   void On(Node* node, const PeerLayout& r);
+  std::shared_ptr<const Layout> Shared(std::shared_ptr<const Layout> layout, uint64_t digest);
   void On(Node* node, const PeerCall& r);
   void On(Node* node, const PeerCallGone& r);
   template <typename MemberReport, typename Make>
@@ -213,15 +226,14 @@ struct Coordinator::Impl {
   void AnnounceProgram();
   void Built(NodeId node, const PeerProgramBuilt& r);
   void AgreeIfBuilt();
-  std::optional<std::pair<NodeId, NodeId>> FirstDifference(
-      const std::function<const std::vector<PeerStream>*(NodeId)>& streams_of) const;
   void CompareIfAgreed();
   void Compared(NodeId node, const PeerCompared& r);
   void CompleteCompareIfDone();
   void RunIfAgreed();
   void RunEnded(NodeId node, const PeerRunDone& r);
   void CompleteRunIfDone();
-  void AttachPlan(NodeId node, const RoutePlan& plan, PeerProgram* command) const;
+  void SendPlans();
+  void AttachPlan(NodeId node, PeerProgram* command) const;
   void AbandonProgram();
   void LoseNodeInProgram(NodeId node, const absl::Status& why);
   void Abandon();
@@ -334,10 +346,14 @@ struct Coordinator::Impl {
   std::map<std::pair<NodeId, CallId>, CallId> calls_of;
   std::map<CallId, BucketEvent> buckets;       // of this daemon's trainers, until their reply
   std::map<MemberId, KnownLayout> layouts;     // of all engine ranks
+  std::map<uint64_t, std::weak_ptr<const Layout>> shared_layouts;  // of remote engines, by digest
   std::map<NodeId, ProgramId> known_programs;  // whose plan the node has
   std::optional<Spread> spread;
   std::optional<Epoch> epoch;
   uint64_t next_epoch = 1;
+  // When a node is to be pinged, or is silent for too long: not later than that. What is heard
+  // moves it on, which the next Tick finds out.
+  std::optional<TimePoint> nodes_due;
 
   // During one Handle.
   TimePoint now;

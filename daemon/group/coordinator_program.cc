@@ -11,11 +11,9 @@
 namespace refitd {
 namespace {
 
-const PeerStream* Find(const std::vector<PeerStream>& streams, uint32_t peer) {
-  const auto at = std::find_if(streams.begin(), streams.end(),
-                               [peer](const PeerStream& s) { return s.peer == peer; });
-  return at == streams.end() ? nullptr : &*at;
-}
+// Nodes that are sent the plan and have not built their part of it, at most: what is encoded for
+// them waits in memory until they have read it.
+constexpr size_t kMaxPlansUnderWay = 64;
 
 }  // namespace
 
@@ -24,7 +22,6 @@ const PeerStream* Find(const std::vector<PeerStream>& streams, uint32_t peer) {
 // A node's destinations are in its command already, in the order of its Prepare.
 void Coordinator::Impl::AnnounceProgram() {
   ProgramJob& job = *spread->program;
-  const RoutePlan& plan = job.use.plan->routes;
   for (const auto& [node, index] : spread->destinations) {
     std::vector<PlanMember>& members = job.commands[node].destinations;
     for (size_t i = 0; i < std::min(index.size(), members.size()); ++i) members[i].rank = index[i];
@@ -50,57 +47,64 @@ void Coordinator::Impl::AnnounceProgram() {
     job.building.insert(node);
   }
   for (const auto& [id, command] : job.commands) {
-    PeerProgram sent = command;
-    if (known_programs[id] != job.use.program) {
-      known_programs[id] = job.use.program;
-      AttachPlan(id, plan, &sent);
+    if (known_programs[id] == job.use.program) {
+      Send(id, command);
+    } else {
+      job.without_plan.push_back(id);
     }
-    Send(id, std::move(sent));
+  }
+  SendPlans();
+}
+
+// A plan is large, and every node's part of it another: some nodes are sent theirs, and each of the
+// others when one before it has built its own.
+void Coordinator::Impl::SendPlans() {
+  ProgramJob& job = *spread->program;
+  while (!job.without_plan.empty() && !spread->abandoned &&
+         job.under_way.size() < kMaxPlansUnderWay) {
+    const NodeId node = job.without_plan.front();
+    job.without_plan.pop_front();
+    if (!job.building.contains(node)) continue;  // it is lost
+    job.under_way.insert(node);
+    known_programs[node] = job.use.program;
+    PeerProgram command = job.commands.at(node);
+    AttachPlan(node, &command);
+    Send(node, std::move(command));
   }
 }
 
-void Coordinator::Impl::AttachPlan(NodeId node, const RoutePlan& plan, PeerProgram* command) const {
-  std::vector<bool> here(plan.source_nodes.size());
-  for (size_t s = 0; s < here.size(); ++s) here[s] = plan.source_nodes[s] == command->node;
-  const RefitPlan& whole = *spread->program->use.plan;
-  auto shares = SharesOf(whole.replicas, here);
+// Which part of the plan is a node's is found where the command is encoded (WithItsPart): that
+// takes longer than the daemon's mutex may be held.
+void Coordinator::Impl::AttachPlan(NodeId node, PeerProgram* command) const {
+  command->whole = spread->program->use.plan;
   if (node == kCoordinatorNode) {
-    command->plan = {spread->program->use.plan, &plan};
-  } else {
-    std::vector<std::shared_ptr<const Layout>> local;
-    const auto& members = nodes.at(node).members;
-    for (const auto* side : {&command->sources, &command->destinations}) {
-      for (const PlanMember& m : *side) {
-        const auto ours = members.find(m.member);
-        const auto layout = ours == members.end() ? layouts.end() : layouts.find(ours->second);
-        if (layout != layouts.end()) local.push_back(layout->second.layout);
-      }
-    }
-    auto part = std::make_shared<RoutePlan>(PartOf(plan, command->node, local));
-    // Shares name the part's tensors.
-    for (ReplicaShare& share : shares) {
-      const std::string& name = plan.tensors[share.tensor].name;
-      const auto at =
-          std::lower_bound(part->tensors.begin(), part->tensors.end(), name,
-                           [](const TensorSpec& t, const std::string& n) { return t.name < n; });
-      share.tensor = static_cast<uint32_t>(at - part->tensors.begin());
-    }
-    command->plan = std::move(part);
+    command->plan = {command->whole, &command->whole->routes};
+    return;
   }
-  command->replicas = std::make_shared<const std::vector<ReplicaShare>>(std::move(shares));
+  const auto& members = nodes.at(node).members;
+  for (const auto* side : {&command->sources, &command->destinations}) {
+    for (const PlanMember& m : *side) {
+      const auto ours = members.find(m.member);
+      const auto layout = ours == members.end() ? layouts.end() : layouts.find(ours->second);
+      if (layout != layouts.end()) command->local_layouts.push_back(layout->second.layout);
+    }
+  }
 }
 
 void Coordinator::Impl::Built(NodeId node, const PeerProgramBuilt& r) {
   if (!spread.has_value() || spread->update != r.update || !spread->program.has_value()) return;
   ProgramJob& job = *spread->program;
   if (job.building.erase(node) == 0) return;
+  job.under_way.erase(node);
   if (!r.status.ok()) {
     known_programs.erase(node);
     Fail(fmt::format("{}: its part of the program: {}", Name(node), Message(r.status)),
          GiveUpClass::kTransfer);
     return;
   }
+  SendPlans();
   job.built[node] = r;
+  job.built_ends.Tell(job.commands.at(node).node, r.streams);
   AgreeIfBuilt();
 }
 
@@ -108,14 +112,10 @@ void Coordinator::Impl::Built(NodeId node, const PeerProgramBuilt& r) {
 void Coordinator::Impl::AgreeIfBuilt() {
   ProgramJob& job = *spread->program;
   if (!job.building.empty() || job.agreed || spread->abandoned || job.built.empty()) return;
-  const auto streams_of = [&job](NodeId node) -> const std::vector<PeerStream>* {
-    const auto it = job.built.find(node);
-    return it == job.built.end() ? nullptr : &it->second.streams;
-  };
-  if (const auto differ = FirstDifference(streams_of); differ.has_value()) {
+  if (const auto differ = job.built_ends.FirstDifference(); differ.has_value()) {
     known_programs.clear();  // one of them has it wrong: the next update sends it anew
     return Fail(fmt::format("{} and {} do not agree about what the program sends between them",
-                            Name(differ->first), Name(differ->second)),
+                            Name(job.use.nodes[differ->first]), Name(job.use.nodes[differ->second])),
                 GiveUpClass::kTransfer);
   }
   const auto& [first, one] = *job.built.begin();
@@ -129,27 +129,6 @@ void Coordinator::Impl::AgreeIfBuilt() {
   job.agreed = true;
   CompareIfAgreed();
   if (spread.has_value()) RunIfAgreed();
-}
-
-// The first stream, from node to node, of which its two ends do not say the same. Ends that are not
-// here say nothing.
-std::optional<std::pair<NodeId, NodeId>> Coordinator::Impl::FirstDifference(
-    const std::function<const std::vector<PeerStream>*(NodeId)>& streams_of) const {
-  const std::vector<NodeId>& plan_nodes = spread->program->use.nodes;
-  const auto digest = [](const PeerStream* stream, bool out) {
-    return stream == nullptr ? 0 : (out ? stream->out : stream->in);
-  };
-  for (uint32_t a = 0; a < plan_nodes.size(); ++a) {
-    const std::vector<PeerStream>* at_a = streams_of(plan_nodes[a]);
-    if (at_a == nullptr) continue;
-    for (uint32_t b = 0; b < plan_nodes.size(); ++b) {
-      const std::vector<PeerStream>* at_b = b == a ? nullptr : streams_of(plan_nodes[b]);
-      if (at_b == nullptr) continue;
-      if (digest(Find(*at_a, b), true) == digest(Find(*at_b, a), false)) continue;
-      return std::pair(plan_nodes[a], plan_nodes[b]);
-    }
-  }
-  return std::nullopt;
 }
 
 // ---- replicas ----
@@ -213,10 +192,8 @@ void Coordinator::Impl::RunIfAgreed() {
     run.wire_seq = WireSeq(epoch->next_seq);
     epoch->next_seq += static_cast<uint64_t>(job.built.begin()->second.rounds);
     for (const NodeId node : job.use.nodes) {
-      const auto at = std::find(epoch->ranks.begin(), epoch->ranks.end(), node);
-      run.ranks.push_back(at == epoch->ranks.end() || !spread->nodes.contains(node)
-                              ? kNoRank
-                              : static_cast<uint32_t>(at - epoch->ranks.begin()));
+      const std::optional<uint32_t> rank = epoch->RankOf(node);
+      run.ranks.push_back(spread->nodes.contains(node) ? rank.value_or(kNoRank) : kNoRank);
     }
   } else if (spread->abandoned) {
     job.status = absl::CancelledError("the update was given up");
@@ -250,7 +227,7 @@ void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   if (!spread.has_value() || spread->update != r.update || !spread->program.has_value()) return;
   ProgramJob& job = *spread->program;
   if (job.running.erase(node) == 0) return;
-  job.streams[node] = r.streams;
+  job.run_ends.Tell(job.commands.at(node).node, r.streams);
   HearEnd(node, r, "the refit", job.wired, &job);
   if (spread.has_value() && spread->program.has_value()) CompleteRunIfDone();
 }
@@ -259,13 +236,9 @@ void Coordinator::Impl::CompleteRunIfDone() {
   ProgramJob& job = *spread->program;
   if (!job.running.empty()) return;
   if (job.status.ok() && spread->verification != Verification::kOff) {
-    const auto streams_of = [&job](NodeId node) -> const std::vector<PeerStream>* {
-      const auto it = job.streams.find(node);
-      return it == job.streams.end() ? nullptr : &it->second;
-    };
-    if (const auto differ = FirstDifference(streams_of); differ.has_value()) {
+    if (const auto differ = job.run_ends.FirstDifference(); differ.has_value()) {
       job.status = Error(absl::StatusCode::kDataLoss, "what {} received is not what {} sent",
-                         Name(differ->second), Name(differ->first));
+                         Name(job.use.nodes[differ->second]), Name(job.use.nodes[differ->first]));
     }
   }
   RefitDone done;
@@ -287,7 +260,12 @@ void Coordinator::Impl::AbandonProgram() {
 void Coordinator::Impl::LoseNodeInProgram(NodeId node, const absl::Status& why) {
   ProgramJob& job = *spread->program;
   job.built.erase(node);
+  if (const auto command = job.commands.find(node); command != job.commands.end()) {
+    job.built_ends.Forget(command->second.node);
+  }
   job.building.erase(node);
+  job.under_way.erase(node);
+  SendPlans();
   if (job.comparing.erase(node) > 0) {
     if (job.compared.ok()) job.compared = why;
     CompleteCompareIfDone();

@@ -436,18 +436,8 @@ void Group::Impl::StartParts() {
 
 void Group::Impl::StartPart(Part* part) {
   const Catalog& known = *update->catalog;
-  std::vector<bool> touched(known.destinations().size());
-  auto left = std::count(update->skip_destination.begin(), update->skip_destination.end(), false);
-  for (const TensorRange& range : part->content->ranges) {
-    if (left == 0) break;
-    left -= known.AddTouched(part->content->tensors[range.tensor], range, update->skip_destination,
-                             &touched);
-  }
-  for (uint32_t d = 0; d < touched.size(); ++d) {
-    if (!touched[d]) continue;
-    part->touched.push_back(d);
-    WriteFirst(known.instance_of(d));
-  }
+  part->touched = known.Touched(*part->content, update->skip_destination);
+  for (const uint32_t d : part->touched) WriteFirst(known.instance_of(d));
   TouchDestinations(part->touched, 1);
   Touch(part->bucket->trainer, 1);
   part->started = true;
@@ -462,7 +452,7 @@ void Group::Impl::StartPart(Part* part) {
   start.bucket_ranges = part->bucket_ranges;
   start.content = part->content;
   (part->bucket->slot.has_value() ? start.source_slot : start.fill_slot) = part->slot;
-  start.index = known.index();
+  if (OnThisDaemon()) start.index = known.index();
   start.destinations = known.destinations();
   start.skip_destination = update->skip_destination;
   start.verification = update->verification;
@@ -534,6 +524,7 @@ void Group::Impl::SendPartToReaders(Part* part) {
   for (auto& [id, reader] : update->readers) {
     reading.insert(id);
     reader.outstanding.push_back({part->seq, now});
+    if (reader.outstanding.size() == 1) SetAckDue(id, reader);
     Find(id)->reads[{update->id, part->seq}] = *part->slot;
     WriteFirst(reader.participant);
     Do(SendPart{id, update->id, update->version, part->seq, *part->slot, part->content});
@@ -556,7 +547,9 @@ void Group::Impl::On(const AckEvent& e) {
   const auto erased =
       std::erase_if(reader->second.outstanding,
                     [&e](const group::StagedReader::Outstanding& o) { return o.part == e.part; });
-  if (erased > 0) reader->second.last_ack = now;
+  if (erased == 0) return;
+  reader->second.last_ack = now;
+  SetAckDue(e.member, reader->second);
 }
 
 void Group::Impl::EndReads(Member* member) {

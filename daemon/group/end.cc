@@ -204,8 +204,8 @@ void Group::Impl::ReadBackIfLast() {
   TouchDestinations(update->verified_destinations, 1);
   if (update->verified_destinations.empty()) return;
   update->readback = Readback::kRunning;
-  Do(StartVerify{update->id, update->version, known.index(), known.destinations(),
-                 update->skip_destination});
+  Do(StartVerify{update->id, update->version, OnThisDaemon() ? known.index() : nullptr,
+                 known.destinations(), update->skip_destination});
   Changed();
 }
 
@@ -213,10 +213,7 @@ void Group::Impl::SettleIfDone() {
   if (update->state != UpdateState::kSettling) return;
   if (!update->parts.empty() || update->in_flight > 0) return;
   if (update->program.has_value() && update->refit != group::RefitPhase::kDone) return;
-  if (std::any_of(update->readers.begin(), update->readers.end(),
-                  [](const auto& r) { return !r.second.outstanding.empty(); })) {
-    return;
-  }
+  if (!update->acks.nobody_owes()) return;
   if (const absl::Status written = WrittenInFull(); !written.ok()) {
     Abandon({Message(written), GiveUpClass::kVerification});
     return;
@@ -261,11 +258,9 @@ void Group::Impl::Decide() {
 // ---- eviction ----
 
 std::optional<uint32_t> Group::Impl::ParticipantOf(MemberId member) const {
-  for (uint32_t i = 0; i < update->participants.size(); ++i) {
-    const std::vector<MemberId>& ranks = update->participants[i].members;
-    if (std::find(ranks.begin(), ranks.end(), member) != ranks.end()) return i;
-  }
-  return std::nullopt;
+  const auto it = update->participant_of.find(member);
+  if (it == update->participant_of.end()) return std::nullopt;
+  return it->second;
 }
 
 void Group::Impl::On(const EngineFailed& e) {
@@ -309,6 +304,7 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
   }
   for (const MemberId id : participant.members) {
     update->readers.erase(id);
+    update->acks.Set(id, std::nullopt);
     // What it still loads from a slot goes into weights that are dirty already; the others must not
     // wait for it.
     if (Member* member = Find(id); member != nullptr) EndReads(member);

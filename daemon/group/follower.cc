@@ -45,6 +45,7 @@ struct Follower::Impl {
   struct SentLayout {
     MemberId member;
     std::shared_ptr<const Layout> layout;
+    uint64_t digest = 0;
   };
 
   // ---- the members' events ----
@@ -164,6 +165,11 @@ Follower::Impl::Impl(FollowerOptions follower_options)
                 const auto it = members.find(member);
                 return it == members.end() ? nullptr : it->second.layout;
               },
+              .layout_digest =
+                  [this](MemberId member) {
+                    const auto it = members.find(member);
+                    return it == members.end() ? 0 : it->second.layout_digest;
+                  },
               .bucket = [this](CallId call) -> const BucketEvent* {
                 const auto it = buckets.find(call);
                 return it == buckets.end() ? nullptr : &it->second;
@@ -236,7 +242,8 @@ void Follower::Impl::On(const LayoutRegistered& e) {
     Do(GroupAction(Reply{e.call, std::move(status), EmptyReply{}}));
     return;
   }
-  layouts[e.call] = {e.member, e.layout};
+  layouts[e.call] = {e.member, e.layout,
+                     e.digest.has_value() ? *e.digest : e.layout->Digest()};
   Report(PeerLayout{e.member, e.layout, e.call});
 }
 
@@ -247,7 +254,7 @@ void Follower::Impl::AnswerLayout(CallId call, const absl::Status& status) {
   layouts.erase(it);
   if (const auto member = members.find(sent.member); member != members.end() && status.ok()) {
     member->second.layout = sent.layout;
-    member->second.layout_digest = sent.layout->Digest();
+    member->second.layout_digest = sent.digest;
   }
   Do(GroupAction(Reply{call, status, EmptyReply{}}));
   Do(GroupAction(StateChanged{}));

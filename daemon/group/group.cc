@@ -32,7 +32,8 @@ Group::Impl::Impl(std::string group_name, uint64_t first_incarnation, GroupSpec 
       spec(std::move(group_spec)),
       limits(group_limits),
       next_update(std::move(next)),
-      ledger(spec.slots) {}
+      ledger(spec.slots),
+      declared(std::make_shared<group::TensorTable>(spec.engine_only_tensors)) {}
 
 void Group::Impl::Pump() {
   if (update != nullptr) AssembleIfAllHere();
@@ -168,15 +169,16 @@ std::optional<TimePoint> Group::Impl::IdleDeadline() const {
 }
 
 std::optional<std::pair<TimePoint, MemberId>> Group::Impl::AckDeadline() const {
-  std::optional<std::pair<TimePoint, MemberId>> first;
-  if (update->state == UpdateState::kDraining) return first;
-  for (const auto& [id, reader] : update->readers) {
-    if (reader.outstanding.empty()) continue;
-    const TimePoint due =
-        std::max(reader.last_ack, reader.outstanding.front().sent) + limits.ack_limit;
-    if (!first.has_value() || due < first->first) first = {due, id};
+  if (update->state == UpdateState::kDraining) return std::nullopt;
+  return update->acks.First();
+}
+
+void Group::Impl::SetAckDue(MemberId id, const group::StagedReader& reader) {
+  std::optional<TimePoint> due;
+  if (!reader.outstanding.empty()) {
+    due = std::max(reader.last_ack, reader.outstanding.front().sent) + limits.ack_limit;
   }
-  return first;
+  update->acks.Set(id, due);
 }
 
 void Group::Impl::On(const Tick&) {

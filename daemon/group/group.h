@@ -199,6 +199,8 @@ struct LayoutRegistered {
   MemberId member;
   std::shared_ptr<const Layout> layout;
   CallId call{};  // 0: nobody waits for an answer
+  // Of the layout, where the caller knows it; found out here if not, which takes milliseconds.
+  std::optional<uint64_t> digest{};
 };
 
 struct BeginEvent {

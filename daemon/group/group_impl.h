@@ -191,6 +191,8 @@ struct Group::Impl {
   std::optional<TimePoint> IdleDeadline() const;
   // The earliest moment at which an unacknowledged part is late, and whose it is.
   std::optional<std::pair<TimePoint, MemberId>> AckDeadline() const;
+  // What the reader has to acknowledge has changed.
+  void SetAckDue(MemberId id, const group::StagedReader& reader);
   void TickUpdate();
 
   // ---- view.cc ----
@@ -268,6 +270,8 @@ struct Group::Impl {
   void FinishBucket(const Bucket& bucket);
   // Its bytes pass through a slot: for staged ranks, to another daemon, or by a broadcast.
   bool NeedsSlot(const Bucket& bucket) const;
+  // All ranks of the update are. Else each daemon has an index of its own ranks.
+  bool OnThisDaemon() const { return update->nodes.size() == 1 && update->nodes[0] == NodeId(); }
   void StartParts();
   void StartPart(Part* part);
   void GiveBackIfUnread(Part* part);
@@ -358,6 +362,9 @@ struct Group::Impl {
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
   group::BucketLog bucket_log;                        // of the update, or the last
+  // What engine ranks declare; each layout and manifest is entered when it comes, so that Begin
+  // need not go through all of them.
+  const std::shared_ptr<group::TensorTable> declared;
   std::shared_ptr<const Catalog> catalog;             // of the last update
   std::shared_ptr<group::CompiledProgram> program;    // the newest
   std::shared_ptr<group::CompiledProgram> compiling;  // asked for; null: none

@@ -160,7 +160,8 @@ void Group::Impl::On(const EngineAttached& e) {
   member.delivery = who.delivery;
   member.on_device = who.on_device;
   if (who.manifest.has_value()) {
-    member.manifest = std::make_shared<const group::Manifest>(*who.manifest);
+    member.manifest = declared->Shared(*who.manifest);
+    declared->Add(member.manifest);
   }
   if (who.held_version.has_value()) member.held = {*who.held_version, who.held_origin};
   Instance& instance = instances[who.instance];
@@ -193,10 +194,11 @@ void Group::Impl::On(const LayoutRegistered& e) {
   // Another binding is other memory: nobody said that it holds the version.
   if (member->layout != nullptr) member->held.reset();
   member->layout = e.layout;
-  member->layout_digest = e.layout->Digest();
+  member->layout_digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   if (e.call != CallId()) Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
   Changed();
   if (!member->engine) return;
+  declared->Add(member->layout);
   const auto it = instances.find(member->instance);
   if (it != instances.end()) CompleteIfAllHere(&it->second);
 }

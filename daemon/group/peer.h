@@ -56,6 +56,8 @@ struct PeerLayout {
   CallId call{};
   // As received. OK: the structure may be a destination's; else why it may be a source's only.
   absl::Status destination{};
+  // Of the layout, where it was found out as it came; not sent.
+  std::optional<uint64_t> digest{};
 };
 struct PeerReady {
   MemberId member;
@@ -254,7 +256,8 @@ struct PlanMember {
   uint32_t rank = 0;  // index into the plan's sources or destinations
   MemberId member;
 };
-// The program of an update; comes right after its PeerPrepare. Answered by PeerProgramBuilt.
+// The program of an update; comes after its PeerPrepare, to some daemons at a time where it brings
+// a plan. Answered by PeerProgramBuilt.
 struct PeerProgram {
   UpdateId update;
   ProgramId program;
@@ -266,7 +269,14 @@ struct PeerProgram {
   // plan numbers. Both null: as they came with the same program before.
   std::shared_ptr<const RoutePlan> plan;
   std::shared_ptr<const std::vector<ReplicaShare>> replicas;
+  // Until WithItsPart: the plan that both are a part of, and the layouts of the node's members.
+  // Where `plan` is set already (the coordinator's own node has it all), `replicas` alone is made.
+  std::shared_ptr<const RefitPlan> whole;
+  std::vector<std::shared_ptr<const Layout>> local_layouts;
 };
+// The command with this node's part of `whole`, if it has that. Goes through all of the plan: not
+// for where a daemon's mutex is held.
+PeerProgram WithItsPart(PeerProgram command);
 // Digests of what several ranks hold, before anything is written. Answered by PeerCompared.
 struct PeerCompare {
   UpdateId update;
@@ -303,7 +313,7 @@ struct PeerEpochOpen {
 };
 struct PeerEpochConnect {
   EpochId epoch;
-  std::vector<std::string> addresses;  // by rank
+  std::shared_ptr<const std::vector<std::string>> addresses;  // by rank; null: none
   Duration timeout{};
 };
 struct PeerEpochClose {

@@ -204,7 +204,7 @@ void Group::Impl::AddUnheld(const std::vector<MemberId>& sources,
   for (const MemberId source : sources) {
     for (const TensorSpec& tensor : Find(source)->layout->tensors) held.insert(tensor.name);
   }
-  for (const auto& layout : update->catalog->index()->destinations()) {
+  for (const auto& layout : update->catalog->layouts()) {
     for (const TensorSpec& tensor : layout->tensors) {
       if (!held.contains(tensor.name)) pushed->insert(tensor.name);
     }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "daemon/group/ack_clock.h"
 #include "daemon/group/catalog.h"
 #include "daemon/group/group.h"
 #include "daemon/group/requests.h"
@@ -75,6 +76,7 @@ struct TrainerProgress {
 struct Participant {
   std::string instance;
   std::vector<MemberId> members;  // by rank
+  size_t unready = 0;             // of its ranks
   bool ready = false;             // all its ranks are
   bool written = false;           // by this update
   bool evicted = false;
@@ -184,6 +186,8 @@ struct Update {
   TimePoint ready_deadline;
   bool data_plane_up = true;                 // between its nodes
   std::map<MemberId, StagedReader> readers;  // staged ranks still in
+  AckClock acks;                             // theirs
+  std::map<MemberId, uint32_t> participant_of;
 
   absl::flat_hash_map<std::string, PushedTensor> pushed;
   int64_t buckets = 0;  // in order so far; the next group-wide seq

@@ -69,8 +69,12 @@ void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out
     index_ = *index;
     index_layouts_ = std::move(layouts);
     index_digests_.clear();
-    for (const auto& layout : index_layouts_) {
-      index_digests_.push_back(layout == nullptr ? 0 : layout->Digest());
+    for (size_t d = 0; d < index_layouts_.size(); ++d) {
+      const MemberId member = command.destinations[d];
+      const bool lost = lost_layouts_.contains(member);
+      index_digests_.push_back(index_layouts_[d] == nullptr ? 0
+                               : lost                       ? index_layouts_[d]->Digest()
+                                                            : callbacks_.layout_digest(member));
     }
   }
   for (size_t d = 0; d < command.destinations.size(); ++d) {
@@ -386,7 +390,10 @@ void Worker::Handle(const PeerEpochConnect& command, TimePoint, const Output& ou
   if (epoch_ != command.epoch) return;
   epoch_state_ = "connecting";
   out.actions->push_back(
-      PeerAction(ConnectEpoch{command.epoch, command.addresses, command.timeout}));
+      PeerAction(ConnectEpoch{command.epoch,
+                              command.addresses == nullptr ? std::vector<std::string>()
+                                                           : *command.addresses,
+                              command.timeout}));
 }
 
 void Worker::Handle(const EpochUp& event, const Output& out) {

@@ -77,6 +77,8 @@ class Worker {
     std::function<UpdateId()> next_update;
     // That it registered last. Null: not of this daemon, lost, or staged.
     std::function<std::shared_ptr<const Layout>(MemberId)> layout;
+    // Its digest, where `layout` is not null.
+    std::function<uint64_t(MemberId)> layout_digest;
     // The trainer's bucket, by its call; null if it is gone.
     std::function<const BucketEvent*(CallId)> bucket;
     // Whether the member is of this daemon and its lease lives.

@@ -36,18 +36,19 @@ void Worker::Handle(const PeerProgram& command, TimePoint, const Output& out) {
   }
   if (update->job.has_value()) return;
   update->job.emplace();
-  update->job->command = command;
-  if (command.plan != nullptr && command.replicas != nullptr) {
+  update->job->command = WithItsPart(command);
+  PeerProgram& mine = update->job->command;
+  if (mine.plan != nullptr && mine.replicas != nullptr) {
     program_.emplace();
     program_->id = command.program;
     program_->node = command.node;
     program_->chunk_bytes = command.chunk_bytes;
-    program_->plan = command.plan;
-    program_->replicas = command.replicas;
+    program_->plan = std::move(mine.plan);
+    program_->replicas = std::move(mine.replicas);
   }
   // The plan stays with the program.
-  update->job->command.plan = nullptr;
-  update->job->command.replicas = nullptr;
+  mine.plan = nullptr;
+  mine.replicas = nullptr;
   BindOrBuild(update, out);
 }
 

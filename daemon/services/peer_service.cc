@@ -5,6 +5,7 @@
 #include <grpcpp/alarm.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -80,30 +81,32 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       message_bytes = peer_message_bytes_;
     }
     REFITD_ASSIGN_OR_RETURN(std::vector<v1::PeerAnswer> answers, ToWire(command, message_bytes));
-    size_t bytes = 0;
-    for (const v1::PeerAnswer& answer : answers) bytes += answer.ByteSizeLong() + kNumberingBytes;
     MutexLock lock(&mutex_);
     REFITD_RETURN_IF_ERROR(CheckOpen());
-    if (!queue_.HasRoom(bytes)) {
-      queue_.Drop();
-      EndLocked(Error(StatusCode::kResourceExhausted,
-                      "the daemon does not read: more than {} bytes wait for it",
-                      kMaxPeerQueuedBytes));
-      GiveUp();  // the write under way may never end
-      return CheckOpen();
-    }
-    for (v1::PeerAnswer& answer : answers) {
-      const size_t size = answer.ByteSizeLong() + kNumberingBytes;
-      queue_.PushNumbered(std::move(answer), size, incarnation_);
-    }
-    if (const auto* replaced = std::get_if<PeerIncarnation>(&command)) {
-      incarnation_ = replaced->incarnation;
-      if (absl::Status status = order_->Announce(incarnation_); !status.ok()) {
-        EndLocked(std::move(status));
+    Push(command, std::move(answers));
+    return ended_ ? CheckOpen() : absl::OkStatus();
+  }
+
+  absl::Status Queue(PeerCommand command) override {
+    MutexLock lock(&mutex_);
+    REFITD_RETURN_IF_ERROR(CheckOpen());
+    unencoded_.push_back(std::move(command));
+    return absl::OkStatus();
+  }
+
+  // One thread at a time encodes, so that order is kept; it takes what others queue meanwhile.
+  void Flush() override {
+    for (std::optional<Unencoded> next = StartEncoding(); next.has_value(); next = NextToEncode()) {
+      absl::StatusOr<std::vector<v1::PeerAnswer>> answers =
+          ToWire(next->command, next->message_bytes);
+      MutexLock lock(&mutex_);
+      if (answers.ok()) {
+        Push(next->command, *std::move(answers));
+      } else {
+        unencoded_.clear();
+        EndLocked(answers.status());
       }
     }
-    Pump();
-    return absl::OkStatus();
   }
 
   void End(absl::Status status) override {
@@ -147,7 +150,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   void Written(bool ok) {
     MutexLock lock(&mutex_);
     queue_.Written();
-    if (!ok) queue_.Drop();
+    if (!ok) DropAll();
     Pump();
   }
 
@@ -165,6 +168,63 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
  private:
   static constexpr size_t kNumberingBytes = 20;  // sequence and incarnation
 
+  struct Unencoded {
+    PeerCommand command;
+    int64_t message_bytes;  // the largest that the peer takes
+  };
+
+  std::optional<Unencoded> StartEncoding() {
+    MutexLock lock(&mutex_);
+    if (encoding_) return std::nullopt;
+    encoding_ = true;
+    return TakeUnencoded();
+  }
+  std::optional<Unencoded> NextToEncode() {
+    MutexLock lock(&mutex_);
+    return TakeUnencoded();
+  }
+  std::optional<Unencoded> TakeUnencoded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (unencoded_.empty()) {
+      encoding_ = false;
+      Pump();  // the end may have waited for this
+      return std::nullopt;
+    }
+    Unencoded next{std::move(unencoded_.front()), peer_message_bytes_};
+    unencoded_.pop_front();
+    return next;
+  }
+
+  void Push(const PeerCommand& command, std::vector<v1::PeerAnswer> answers)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    size_t bytes = 0;
+    for (const v1::PeerAnswer& answer : answers) bytes += answer.ByteSizeLong() + kNumberingBytes;
+    if (!queue_.HasRoom(bytes)) {
+      DropAll();
+      EndLocked(Error(StatusCode::kResourceExhausted,
+                      "the daemon does not read: more than {} bytes wait for it",
+                      kMaxPeerQueuedBytes));
+      GiveUp();  // the write under way may never end
+      return;
+    }
+    for (v1::PeerAnswer& answer : answers) {
+      const size_t size = answer.ByteSizeLong() + kNumberingBytes;
+      queue_.PushNumbered(std::move(answer), size, incarnation_);
+    }
+    if (const auto* replaced = std::get_if<PeerIncarnation>(&command)) {
+      incarnation_ = replaced->incarnation;
+      if (absl::Status status = order_->Announce(incarnation_); !status.ok()) {
+        EndLocked(std::move(status));
+      }
+    }
+    Pump();
+  }
+
+  // Nothing that waits is written any more.
+  void DropAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    queue_.Drop();
+    unencoded_.clear();
+  }
+
   absl::Status CheckOpen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (order_.has_value() && !ended_) return absl::OkStatus();
     return Error(StatusCode::kUnavailable, "the daemon's link is not up");
@@ -179,8 +239,9 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       const std::shared_ptr<Session> session = weak.lock();
       if (!expired || session == nullptr) return;
       MutexLock lock(&session->mutex_);
-      session->queue_.Drop();
+      session->DropAll();
       session->GiveUp();
+      session->Pump();
     });
     Pump();
   }
@@ -196,6 +257,8 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   Mutex mutex_;
   LinkReactor* reactor_ ABSL_GUARDED_BY(mutex_);
   grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
+  std::deque<PeerCommand> unencoded_ ABSL_GUARDED_BY(mutex_);  // queued, in order
+  bool encoding_ ABSL_GUARDED_BY(mutex_) = false;              // a thread is in Flush
   PeerQueue<v1::PeerAnswer> queue_ ABSL_GUARDED_BY(mutex_);
   std::optional<PeerOrder> order_ ABSL_GUARDED_BY(mutex_);  // once accepted
   PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);
@@ -295,7 +358,7 @@ void Session::Pump() {
   if (reactor_ == nullptr) return;
   if (const v1::PeerAnswer* next = queue_.StartNext(); next != nullptr) {
     reactor_->StartWrite(next);
-  } else if (ended_ && !finished_ && queue_.idle()) {
+  } else if (ended_ && !finished_ && queue_.idle() && unencoded_.empty() && !encoding_) {
     finished_ = true;
     reactor_->Finish(end_.ok()
                          ? grpc::Status::OK

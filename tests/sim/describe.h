@@ -82,9 +82,7 @@ class Describer {
   void Number(uint64_t n) { *hash_ = (*hash_ ^ n) * 0x100000001b3; }
   template <typename T>
   void Field(std::string_view name, const T& value) {
-    if constexpr (requires { value.value().value(); }) {  // an optional id
-      if (value.has_value()) Field(name, *value);
-    } else if constexpr (requires { value->slot; }) {  // an optional grant
+    if constexpr (requires { value.has_value(); }) {  // an optional id, grant or number
       if (value.has_value()) Field(name, *value);
     } else if constexpr (std::is_same_v<T, SlotGrant>) {
       Field(name, value.slot);

@@ -1,0 +1,53 @@
+// Compares the two ends of every stream of a compiled refit as the nodes tell of them.
+//
+// A node tells of all its streams at once; a stream that it does not list counts as digest 0. The
+// two ends of a stream are compared when the second of them is told, so that telling costs what is
+// told, whatever the number of nodes. Ends that are not told say nothing.
+//
+// Pure; not thread-safe.
+#ifndef REFITD_DAEMON_GROUP_STREAM_ENDS_H_
+#define REFITD_DAEMON_GROUP_STREAM_ENDS_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "daemon/group/peer.h"
+
+namespace refitd {
+
+class StreamEnds {
+ public:
+  // Nodes and peers are numbers of the plan. What the node told before is replaced.
+  void Tell(uint32_t node, const std::vector<PeerStream>& streams);
+  // The node is lost: what it told counts no more.
+  void Forget(uint32_t node);
+  // The first stream, by sender and then receiver, whose told ends differ.
+  std::optional<std::pair<uint32_t, uint32_t>> FirstDifference() const;
+
+  // How many ends were looked at so far.
+  int64_t looked_at() const { return looked_at_; }
+
+ private:
+  struct Ends {
+    uint64_t out = 0;
+    uint64_t in = 0;
+  };
+  using Told = absl::flat_hash_map<uint32_t, Ends>;  // by peer
+
+  void Compare(uint32_t node, const Ends& here, uint32_t peer, const Told& there);
+
+  std::map<uint32_t, Told> told_;
+  // By peer: the nodes that told of a stream to or from it.
+  std::map<uint32_t, std::set<uint32_t>> named_by_;
+  std::set<std::pair<uint32_t, uint32_t>> different_;  // sender, receiver
+  int64_t looked_at_ = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_GROUP_STREAM_ENDS_H_

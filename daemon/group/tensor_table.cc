@@ -1,0 +1,136 @@
+#include "daemon/group/tensor_table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/string_view.h"
+
+namespace refitd::group {
+namespace {
+
+// Of those that are removed when one is added: more than one, so that the table shrinks.
+constexpr int kRemovedAtOnce = 2;
+
+absl::string_view Key(std::string_view name) { return {name.data(), name.size()}; }
+
+}  // namespace
+
+bool TensorTable::engine_only(std::string_view name) const {
+  return !engine_only_.empty() && engine_only_.contains(Key(name));
+}
+
+const TensorTable::Uses* TensorTable::Find(std::string_view name) const {
+  const auto it = tensors_.find(Key(name));
+  return it == tensors_.end() ? nullptr : &it->second;
+}
+
+const TensorSpec& TensorTable::spec(const Use& use) const {
+  return lists_[use.list].tensors()[use.tensor];
+}
+
+absl::Span<const uint32_t> TensorTable::PiecesOf(const Use& use) const {
+  const List& list = lists_[use.list];
+  if (list.layout == nullptr) return {};
+  const uint32_t begin = list.first_piece[use.tensor];
+  return absl::MakeSpan(list.pieces).subspan(begin, list.first_piece[use.tensor + 1] - begin);
+}
+
+TensorTable::ListId TensorTable::Add(const std::shared_ptr<const Layout>& layout) {
+  if (const auto known = ids_.find(layout.get()); known != ids_.end()) return known->second;
+  List list;
+  list.layout = layout;
+  SortPieces(&list);
+  return AddList(layout.get(), std::move(list));
+}
+
+TensorTable::ListId TensorTable::Add(const std::shared_ptr<const Manifest>& manifest) {
+  if (const auto known = ids_.find(manifest.get()); known != ids_.end()) return known->second;
+  List list;
+  list.manifest = manifest;
+  for (const TensorSpec& tensor : *manifest) {
+    const Dims& shape = tensor.shape;
+    list.wanted.push_back(std::find(shape.begin(), shape.end(), 0) == shape.end());
+  }
+  return AddList(manifest.get(), std::move(list));
+}
+
+std::shared_ptr<const Manifest> TensorTable::Shared(Manifest manifest) const {
+  for (const List& list : lists_) {
+    if (list.manifest != nullptr && *list.manifest == manifest) return list.manifest;
+  }
+  return std::make_shared<const Manifest>(std::move(manifest));
+}
+
+void TensorTable::SortPieces(List* list) const {
+  const Layout& layout = *list->layout;
+  list->first_piece.resize(layout.tensors.size() + 1);
+  list->wanted.resize(layout.tensors.size());
+  for (const Piece& piece : layout.pieces) ++list->first_piece[piece.tensor + 1];
+  for (size_t t = 0; t < layout.tensors.size(); ++t) {
+    list->first_piece[t + 1] += list->first_piece[t];
+  }
+  std::vector<uint32_t> next(list->first_piece.begin(), list->first_piece.end() - 1);
+  list->pieces.resize(layout.pieces.size());
+  for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
+    const Piece& piece = layout.pieces[p];
+    list->pieces[next[piece.tensor]++] = p;
+    const int64_t elements = ElementCount(piece.box);
+    if (elements > 0) list->wanted[piece.tensor] = true;
+    const TensorSpec& tensor = layout.tensors[piece.tensor];
+    if (!engine_only(tensor.name)) list->bytes += elements * ElementBytes(tensor.dtype);
+  }
+}
+
+TensorTable::ListId TensorTable::AddList(const void* key, List list) {
+  RemoveUnused();
+  const auto free =
+      std::find_if(lists_.begin(), lists_.end(), [](const List& l) { return l.free(); });
+  const auto id = static_cast<ListId>(free - lists_.begin());
+  if (free == lists_.end()) lists_.emplace_back();
+  lists_[id] = std::move(list);
+  ids_[key] = id;
+  const std::vector<TensorSpec>& tensors = lists_[id].tensors();
+  if (tensors_.empty()) tensors_.reserve(tensors.size());
+  looked_up_ += static_cast<int64_t>(tensors.size());
+  for (uint32_t t = 0; t < tensors.size(); ++t) {
+    Uses& uses = tensors_[tensors[t].name];
+    if (!uses.empty()) {
+      const TensorSpec& first = spec(uses.front());
+      if (first.dtype != tensors[t].dtype || first.shape != tensors[t].shape) {
+        mixed_.insert(tensors[t].name);
+      }
+    }
+    if (!lists_[id].wanted[t]) partly_unwanted_.insert(tensors[t].name);
+    uses.push_back({id, t});
+  }
+  return id;
+}
+
+void TensorTable::RemoveUnused() {
+  int removed = 0;
+  for (ListId id = 0; id < lists_.size() && removed < kRemovedAtOnce; ++id) {
+    if (!lists_[id].unused()) continue;
+    Remove(id);
+    ++removed;
+  }
+}
+
+void TensorTable::Remove(ListId id) {
+  List list = std::exchange(lists_[id], List());
+  ids_.erase(list.layout != nullptr ? static_cast<const void*>(list.layout.get())
+                                    : list.manifest.get());
+  looked_up_ += static_cast<int64_t>(list.tensors().size());
+  for (const TensorSpec& tensor : list.tensors()) {
+    const auto it = tensors_.find(tensor.name);
+    if (it == tensors_.end()) continue;  // a manifest may have a name twice
+    Uses& uses = it->second;
+    uses.erase(std::remove_if(uses.begin(), uses.end(), [id](const Use& u) { return u.list == id; }),
+               uses.end());
+    if (!uses.empty()) continue;
+    mixed_.erase(tensor.name);
+    partly_unwanted_.erase(tensor.name);
+    tensors_.erase(it);
+  }
+}
+
+}  // namespace refitd::group
