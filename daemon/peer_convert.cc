@@ -1655,8 +1655,8 @@ absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
                                                    int64_t message_bytes) {
   std::vector<v1::PeerAnswer> answers;
   if (const auto* program = std::get_if<PeerProgram>(&command)) {
-    answers = ProgramToWire(WithItsPart(*program),
-                            std::min(kPeerLayoutChunkBytes, message_bytes / 2));
+    answers =
+        ProgramToWire(WithItsPart(*program), std::min(kPeerLayoutChunkBytes, message_bytes / 2));
   } else {
     answers.resize(1);
     std::visit(

@@ -261,8 +261,8 @@ TEST_CASE("What is too large for a message is refused, and the link goes on") {
   joined.logs->up.Next();
   const auto session = coordinator.sessions.Next();
   PeerEpochConnect connect;
-  connect.addresses = std::make_shared<const std::vector<std::string>>(
-      64, std::string(kMaxEpochAddressBytes, 'a'));
+  connect.addresses =
+      std::make_shared<const std::vector<std::string>>(64, std::string(kMaxEpochAddressBytes, 'a'));
   CHECK(session->Send(connect).code() == absl::StatusCode::kResourceExhausted);
   PeerAttach attach;
   attach.member = MemberId(1);
@@ -325,8 +325,8 @@ TEST_CASE("A queued command that is too large for a message ends the link and sa
   joined.logs->up.Next();
   const auto session = coordinator.sessions.Next();
   PeerEpochConnect connect;
-  connect.addresses = std::make_shared<const std::vector<std::string>>(
-      64, std::string(kMaxEpochAddressBytes, 'a'));
+  connect.addresses =
+      std::make_shared<const std::vector<std::string>>(64, std::string(kMaxEpochAddressBytes, 'a'));
   REQUIRE(session->Queue(connect).ok());
   session->Flush();
   CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kResourceExhausted);
@@ -377,8 +377,8 @@ TEST_CASE("A daemon that does not read costs a bounded queue, then its link") {
   logs->up.Next();
   const auto session = coordinator.sessions.Next();
   PeerEpochConnect big;
-  big.addresses = std::make_shared<const std::vector<std::string>>(
-      1, std::string(kMaxEpochAddressBytes, 'a'));
+  big.addresses =
+      std::make_shared<const std::vector<std::string>>(1, std::string(kMaxEpochAddressBytes, 'a'));
   FillUp([&] { return session->Send(big); });
   const auto [id, reason] = coordinator.gone.Next();
   CHECK(id == session->id());

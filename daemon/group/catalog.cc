@@ -172,7 +172,8 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
                                      const std::vector<bool>& evicted) const {
   std::vector<bool> wanted(used_.size());
   for (size_t r = 0; r < ranks_.size(); ++r) {
-    if (list_of_rank_[r] != kNoList && !evicted[ranks_[r].instance]) wanted[list_of_rank_[r]] = true;
+    if (list_of_rank_[r] != kNoList && !evicted[ranks_[r].instance])
+      wanted[list_of_rank_[r]] = true;
   }
   // The map's order is random: the smallest name, so that equal events give equal actions.
   const std::string* missing = nullptr;

@@ -344,10 +344,10 @@ struct Coordinator::Impl {
   std::map<MemberId, RemoteMember> remotes;
   std::map<CallId, RemoteCall> remote_calls;
   std::map<std::pair<NodeId, CallId>, CallId> calls_of;
-  std::map<CallId, BucketEvent> buckets;       // of this daemon's trainers, until their reply
-  std::map<MemberId, KnownLayout> layouts;     // of all engine ranks
+  std::map<CallId, BucketEvent> buckets;    // of this daemon's trainers, until their reply
+  std::map<MemberId, KnownLayout> layouts;  // of all engine ranks
   std::map<uint64_t, std::weak_ptr<const Layout>> shared_layouts;  // of remote engines, by digest
-  std::map<NodeId, ProgramId> known_programs;  // whose plan the node has
+  std::map<NodeId, ProgramId> known_programs;                      // whose plan the node has
   std::optional<Spread> spread;
   std::optional<Epoch> epoch;
   uint64_t next_epoch = 1;

@@ -114,9 +114,10 @@ void Coordinator::Impl::AgreeIfBuilt() {
   if (!job.building.empty() || job.agreed || spread->abandoned || job.built.empty()) return;
   if (const auto differ = job.built_ends.FirstDifference(); differ.has_value()) {
     known_programs.clear();  // one of them has it wrong: the next update sends it anew
-    return Fail(fmt::format("{} and {} do not agree about what the program sends between them",
-                            Name(job.use.nodes[differ->first]), Name(job.use.nodes[differ->second])),
-                GiveUpClass::kTransfer);
+    return Fail(
+        fmt::format("{} and {} do not agree about what the program sends between them",
+                    Name(job.use.nodes[differ->first]), Name(job.use.nodes[differ->second])),
+        GiveUpClass::kTransfer);
   }
   const auto& [first, one] = *job.built.begin();
   for (const auto& [node, built] : job.built) {

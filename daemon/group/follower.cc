@@ -242,8 +242,7 @@ void Follower::Impl::On(const LayoutRegistered& e) {
     Do(GroupAction(Reply{e.call, std::move(status), EmptyReply{}}));
     return;
   }
-  layouts[e.call] = {e.member, e.layout,
-                     e.digest.has_value() ? *e.digest : e.layout->Digest()};
+  layouts[e.call] = {e.member, e.layout, e.digest.has_value() ? *e.digest : e.layout->Digest()};
   Report(PeerLayout{e.member, e.layout, e.call});
 }
 

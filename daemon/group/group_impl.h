@@ -361,7 +361,7 @@ struct Group::Impl {
   std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
-  group::BucketLog bucket_log;                        // of the update, or the last
+  group::BucketLog bucket_log;  // of the update, or the last
   // What engine ranks declare; each layout and manifest is entered when it comes, so that Begin
   // need not go through all of them.
   const std::shared_ptr<group::TensorTable> declared;

@@ -154,8 +154,7 @@ TEST_CASE("A layout that is gone disagrees with nobody") {
   std::vector<Catalog::Rank> ranks = Ranks(1, {wide, narrow});
   const absl::Status differ = Catalog::Make(ranks, Names(1), table).status();
   CHECK(differ.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK(Message(differ) ==
-        "tensor 't': rank 1 declares uint8 [8], but rank 0 declared uint8 [16]");
+  CHECK(Message(differ) == "tensor 't': rank 1 declares uint8 [8], but rank 0 declared uint8 [16]");
   // Still in the table, but no rank of the catalogue has it.
   const auto alone = Catalog::Make(Ranks(1, {narrow}), Names(1), table);
   REQUIRE(alone.ok());

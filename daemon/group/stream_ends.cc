@@ -42,9 +42,8 @@ void StreamEnds::Forget(uint32_t node) {
     }
   }
   told_.erase(it);
-  std::erase_if(different_, [node](const auto& ends) {
-    return ends.first == node || ends.second == node;
-  });
+  std::erase_if(different_,
+                [node](const auto& ends) { return ends.first == node || ends.second == node; });
 }
 
 std::optional<std::pair<uint32_t, uint32_t>> StreamEnds::FirstDifference() const {

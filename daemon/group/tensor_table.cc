@@ -124,8 +124,9 @@ void TensorTable::Remove(ListId id) {
     const auto it = tensors_.find(tensor.name);
     if (it == tensors_.end()) continue;  // a manifest may have a name twice
     Uses& uses = it->second;
-    uses.erase(std::remove_if(uses.begin(), uses.end(), [id](const Use& u) { return u.list == id; }),
-               uses.end());
+    uses.erase(
+        std::remove_if(uses.begin(), uses.end(), [id](const Use& u) { return u.list == id; }),
+        uses.end());
     if (!uses.empty()) continue;
     mixed_.erase(tensor.name);
     partly_unwanted_.erase(tensor.name);

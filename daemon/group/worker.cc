@@ -389,11 +389,9 @@ void Worker::Handle(const EpochOpened& event, const Output& out) {
 void Worker::Handle(const PeerEpochConnect& command, TimePoint, const Output& out) {
   if (epoch_ != command.epoch) return;
   epoch_state_ = "connecting";
-  out.actions->push_back(
-      PeerAction(ConnectEpoch{command.epoch,
-                              command.addresses == nullptr ? std::vector<std::string>()
-                                                           : *command.addresses,
-                              command.timeout}));
+  out.actions->push_back(PeerAction(ConnectEpoch{
+      command.epoch, command.addresses == nullptr ? std::vector<std::string>() : *command.addresses,
+      command.timeout}));
 }
 
 void Worker::Handle(const EpochUp& event, const Output& out) {

@@ -5,11 +5,10 @@
 // daemons answer as a Worker would. Times are this thread's processor time (the machine may be busy
 // with other work): of Handle, of what carrying out its commands and reports costs under the mutex,
 // and of NextDeadline, which follows every event.
-#include <ctime>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
+#include <ctime>
 #include <deque>
 #include <map>
 #include <memory>
@@ -115,10 +114,9 @@ Model MakeModel(const Size& size, int instances) {
   // Few ranks have every expert's share each; many divide the experts among them.
   const bool experts_apart = tp > 32;
   for (int64_t r = 0; r < ranks; ++r) {
-    model.engines.push_back(
-        r < tp ? std::make_shared<const Layout>(
-                     Must(sharding::VllmLayout(config, {.tp = tp, .ep = experts_apart}, r)))
-               : model.engines[static_cast<size_t>(r - tp)]);
+    model.engines.push_back(r < tp ? std::make_shared<const Layout>(Must(sharding::VllmLayout(
+                                         config, {.tp = tp, .ep = experts_apart}, r)))
+                                   : model.engines[static_cast<size_t>(r - tp)]);
   }
   return model;
 }
@@ -206,7 +204,9 @@ class Bench {
 
   int ranks_per_instance() const { return size_.engine_ranks / instances_; }
   int trainer_nodes() const { return size_.trainer_ranks / size_.trainers_per_node; }
-  bool IsTrainer(MemberId m) const { return m.value() <= static_cast<uint64_t>(size_.trainer_ranks); }
+  bool IsTrainer(MemberId m) const {
+    return m.value() <= static_cast<uint64_t>(size_.trainer_ranks);
+  }
   const std::shared_ptr<const Layout>& LayoutOf(MemberId m) const {
     const auto index = static_cast<size_t>(m.value() - 1);
     if (IsTrainer(m)) return model_.trainers[index];
@@ -365,9 +365,9 @@ class Bench {
            PeerProgramBuilt{c.update, absl::OkStatus(), kRoundsOnWire, Streams(c.node)});
   }
   void Take(NodeId node, Stub* stub, const PeerCompare& c) {
-    Report(node, "replicas compared",
-           PeerCompared{c.update, absl::OkStatus(),
-                        std::vector<uint64_t>(stub->shares, kAnyDigest)});
+    Report(
+        node, "replicas compared",
+        PeerCompared{c.update, absl::OkStatus(), std::vector<uint64_t>(stub->shares, kAnyDigest)});
   }
   void Take(NodeId node, Stub* stub, const PeerRun& c) {
     stub->run = c;
@@ -472,10 +472,10 @@ class Bench {
       for (size_t d = 0; d < bytes.size(); ++d) bytes[d] = LayoutOf(a.destinations[d])->Bytes();
     }
     follower_written_ = a.update;
-    ToFollower("joined daemon: other",
-               GroupEvent(TransferDone{
-                   a.update, a.part, absl::OkStatus(), std::move(bytes), -1,
-                   std::vector<uint64_t>(a.content->ranges.size(), kAnyDigest)}));
+    ToFollower(
+        "joined daemon: other",
+        GroupEvent(TransferDone{a.update, a.part, absl::OkStatus(), std::move(bytes), -1,
+                                std::vector<uint64_t>(a.content->ranges.size(), kAnyDigest)}));
   }
   void FollowerDoes(const StartVerify& a) {
     ToFollower("joined daemon: other", GroupEvent(VerifyDone{a.update, absl::OkStatus(), {}}));
@@ -517,9 +517,9 @@ class Bench {
     }
     for (int r = 0; r < size_.engine_ranks; ++r) {
       const MemberId member(static_cast<uint64_t>(size_.trainer_ranks + r) + 1);
-      const NodeId node(static_cast<uint64_t>(trainer_nodes() +
-                                              int64_t{r} * engine_nodes / size_.engine_ranks) +
-                        1);
+      const NodeId node(
+          static_cast<uint64_t>(trainer_nodes() + int64_t{r} * engine_nodes / size_.engine_ranks) +
+          1);
       node_of_[member] = node;
       EngineIdentity who;
       who.instance = fmt::format("engine-{:03}", r / ranks_per_instance());
@@ -547,8 +547,8 @@ class Bench {
       } else {
         PeerLayout layout;
         layout.member = member;
-        // An object of its own, as it comes over a link, and its digest with it; not always, so that
-        // the benchmark ends.
+        // An object of its own, as it comes over a link, and its digest with it; not always, so
+        // that the benchmark ends.
         const bool own = member.value() % kOwnLayouts == 0;
         layout.layout = own ? std::make_shared<const Layout>(*LayoutOf(member)) : LayoutOf(member);
         layout.digest = DigestOf(member);
@@ -584,8 +584,8 @@ class Bench {
   void PushAll() {
     const size_t all = model_.tensors.size();
     const size_t each = static_cast<size_t>(size_.bucket_tensors);
-    const size_t tensors =
-        data_ == Data::kStaged ? std::min(all, each * static_cast<size_t>(size_.staged_buckets))
+    const size_t tensors = data_ == Data::kStaged
+                               ? std::min(all, each * static_cast<size_t>(size_.staged_buckets))
                                : all;
     for (int r = 0; r < size_.trainer_ranks; ++r) {
       BeginEvent begin;
@@ -599,8 +599,8 @@ class Bench {
       bucket.seq = buckets;
       for (size_t t = first; t < std::min(first + each, tensors); ++t) {
         const TensorSpec& tensor = model_.tensors[t];
-        bucket.ranges.push_back({static_cast<uint32_t>(bucket.tensors.size()), 0,
-                                 Must(ElementCount(tensor.shape))});
+        bucket.ranges.push_back(
+            {static_cast<uint32_t>(bucket.tensors.size()), 0, Must(ElementCount(tensor.shape))});
         bucket.tensors.push_back(tensor);
       }
       Call("bucket", 0, std::move(bucket));
