@@ -16,6 +16,9 @@ using coordinator::Epoch;
 // How long others may say whom they waited for, once one said that the wire failed: less than the
 // second that survivors have to hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
+// An attempt to bring an epoch up that had less time says nothing about a daemon: nobody is left
+// out for it. Less still where one collective has little time.
+constexpr Duration kLeastAttempt = std::chrono::seconds(1);
 constexpr int kPingsPerLimit = 4;  // so that a lost ping is not a lost daemon
 
 std::string Seconds(Duration duration) {
@@ -1168,7 +1171,10 @@ std::set<NodeId> Coordinator::Impl::Unreachable(bool over) const {
 }
 
 void Coordinator::Impl::JudgeEpoch() {
-  const std::set<NodeId> culprits = Unreachable(now >= epoch->deadline);
+  const bool had_time =
+      epoch->limit >= std::min<Duration>(kLeastAttempt, options.peer_limits.wire / 4);
+  const std::set<NodeId> culprits =
+      had_time ? Unreachable(now >= epoch->deadline) : std::set<NodeId>();
   if (epoch->failed.empty()) {
     std::string waits;
     for (const NodeId id : StillAwaited()) waits += (waits.empty() ? "" : ", ") + Name(id);

@@ -588,6 +588,19 @@ TEST_CASE("a data plane that fails for the trainer's daemon keeps nobody out") {
   CHECK(f.Prepared(2) == std::set<NodeId>{kNode, kThird});
 }
 
+TEST_CASE("a data plane that had no time to come up keeps nobody out") {
+  Fixture f;
+  f.JoinThird();
+  f.Prepare(std::chrono::milliseconds(100));
+  f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
+  f.Wait(std::chrono::milliseconds(60));
+  const std::vector<Reply> replies = f.Local<Reply>();
+  REQUIRE(replies.size() == 1);
+  CHECK_THAT(std::string(replies[0].status.message()),
+             Catch::Contains("waited for daemon a, daemon c"));
+  for (const NodeView& node : f.View().nodes) CHECK(node.kept_out.empty());
+}
+
 TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody out") {
   Fixture f;
   f.Prepare();

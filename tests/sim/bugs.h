@@ -20,7 +20,7 @@ inline constexpr std::array<Planted, 17> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
-    {Bug::kSwallowedDeath, "swallowed-death", "P4", 1500},
+    {Bug::kSwallowedDeath, "swallowed-death", "P4", 3000},
     {Bug::kEarlyDone, "early-done", "P1 P2 P6", 100},
     {Bug::kForgottenRequest, "forgotten-request", "P3", 200},
     {Bug::kTrustingSink, "trusting-sink", "P1", 500},

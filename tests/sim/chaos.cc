@@ -175,6 +175,7 @@ std::vector<int> World::DaemonsWithoutTrainers(bool joined_only) const {
 }
 
 void World::KillOnlyEngines() {
+  if (healed_) return;
   const std::vector<int> candidates = DaemonsWithoutTrainers(true);
   if (candidates.empty()) return;
   const int d = candidates[random_.Index(candidates.size())];
@@ -204,6 +205,7 @@ void World::BreakWireOfOne() {
 
 // Until its operator starts it anew.
 void World::Mute() {
+  if (healed_) return;
   const int d = random_.Int(0, static_cast<int>(daemons_.size()) - 1);
   Daemon& daemon = DaemonAt(d);
   const bool home = std::any_of(groups_.begin(), groups_.end(),
@@ -212,7 +214,7 @@ void World::Mute() {
   Count(Fault::kDaemonMute);
   Trace("d{} goes mute", d);
   daemon.mute = true;
-  In(random_.Millis(4000, 12'000), [this, d, life = daemon.life] {
+  In(random_.Millis(4000, 20'000), [this, d, life = daemon.life] {
     if (DaemonAt(d).life != life || !DaemonAt(d).up) return;
     KillDaemon(d, false);
     In(milliseconds(100), [this, d] {
@@ -250,6 +252,7 @@ void World::CheckRest(int g, const Round& round, const UpdateEnded& a) {
   const bool own_cost =
       one_daemon_ == OneDaemon::kOnlyEngines || one_daemon_ == OneDaemon::kOneSided;
   if (!own_cost || healed_ || a.outcome == Outcome::kCommitted) return;
+  if (round.due - round.assembled < seconds(2)) return;  // it had no time to go on without them
   for (const auto& [instance, pids] : round.instances) {
     const bool whole = std::all_of(pids.begin(), pids.end(), [this](int pid) {
       const Process& p = ProcessOf(pid);

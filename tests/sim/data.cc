@@ -313,6 +313,7 @@ void World::EndReading(const std::shared_ptr<Reading>& reading) {
     const auto member = DaemonAt(reading->d).members.find(start.destinations[k]);
     if (expected == sums.end() || member == DaemonAt(reading->d).members.end()) continue;
     const Process& p = ProcessOf(member->second.pid);
+    if (!p.alive) continue;  // its memory is mapped still, and nobody's
     const bool differs =
         std::any_of(expected->second.begin(), expected->second.end(), [&p](const auto& cell) {
           const auto t = static_cast<uint32_t>(cell.first >> 32);

@@ -147,7 +147,8 @@ void World::CreateGroup(int d, int g) {
   options.incarnation = random_.Next();
   options.spec = group.spec;
   options.limits = group.limits;
-  if (options_.bug == Bug::kPatientCleanUp) options.limits.cleanup_limit = std::chrono::hours(1);
+  if (options_.bug == Bug::kPatientCleanUp || options_.bug == Bug::kSwallowedDeath)
+    options.limits.cleanup_limit = std::chrono::hours(1);
   options.peer_limits = peer_limits_;
   options.next_update = [&daemon] { return UpdateId(daemon.next_update++); };
   options.next_member = [&daemon] { return MemberId(daemon.next_member++); };
@@ -562,6 +563,7 @@ void World::On(int d, int g, const UpdateAssembled& a) {
   round.coordinator = m->nonce;
   round.update = a.update;
   round.version = a.version;
+  round.assembled = now_;
   round.due = now_ + a.remaining;
   const MachineView view = m->machine->View(now_);
   for (const MemberView& member : view.group.members) {
@@ -581,6 +583,12 @@ void World::On(int d, int g, const UpdateAssembled& a) {
   CheckRegistered(g, round);
   rounds_.push_back(std::move(round));
   FillShards(static_cast<uint32_t>(rounds_.size() - 1));
+  // In the middle of it.
+  if (one_daemon_ == OneDaemon::kOnlyEngines && random_.Percent(40)) {
+    In(random_.Millis(0, 60), [this] { KillOnlyEngines(); });
+  } else if (one_daemon_ == OneDaemon::kMute && random_.Percent(40)) {
+    In(random_.Millis(0, 60), [this] { Mute(); });
+  }
 }
 
 void World::On(int, int, const UpdateAbandoned&) {}
@@ -910,7 +918,12 @@ void World::Receive(int index, bool down, const Letter& letter) {
     m->pool->uses.resize(m->pool->slots.size());
     Feed(d, link.g, *letter.up);
   } else if (down) {
-    Feed(d, link.g, CommandReceived{*letter.command});
+    PeerCommand command = *letter.command;
+    if (auto* prepare = std::get_if<PeerPrepare>(&command);
+        prepare != nullptr && options_.bug == Bug::kPatientCleanUp) {
+      prepare->remaining = std::chrono::hours(1);
+    }
+    Feed(d, link.g, CommandReceived{std::move(command)});
   } else {
     if (const auto* ack = std::get_if<PeerHeaderAck>(&*letter.report)) {
       const auto part = wired_parts_.find({link.g, link.c_nonce, ack->update, ack->part});

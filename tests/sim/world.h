@@ -45,7 +45,7 @@ enum class Bug : uint8_t {
   kEarlyCommitted,    // engines hear Committed when verification starts
   kForgottenDoubt,    // an engine in doubt reports the version that it held before
   kEarlyIssue,        // Issue goes out with the header, before the acknowledgements
-  kSwallowedDeath,    // a daemon's death is not told, and its pings are answered
+  kSwallowedDeath,    // a daemon's death is not told, its pings are answered, clean-up has no limit
   kEarlyDone,         // a copy is reported as ended while it runs
   kForgottenRequest,  // request ids are taken off repeated calls
   kTrustingSink,      // a receiver reports the digests of what was sent, not of what came
@@ -57,7 +57,7 @@ enum class Bug : uint8_t {
   kUnfilledSlot,      // what crossed stays in the slot that it crossed into
   kHastyLeave,        // a joined daemon's link ends with its last member
   kBlindWire,         // an end that could not connect says that it is up
-  kPatientCleanUp,    // the clean-up of an update that was given up has no limit
+  kPatientCleanUp,    // an update that was given up has no limit to end, at either end of a link
   kTrustedReply,      // an answer of another kind than its call reaches the caller
 };
 
@@ -132,6 +132,7 @@ struct Round {
   uint64_t coordinator = 0;  // nonce of the machine
   UpdateId update;
   Version version;
+  TimePoint assembled;
   TimePoint due;  // its deadline
   Outcome outcome = Outcome::kRunning;
   std::map<std::string, std::vector<int>> instances;  // pids, by instance
