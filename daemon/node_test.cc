@@ -80,12 +80,12 @@ class UpdateInbox : public UpdateSink {
   std::atomic<int> sent_{0};
 };
 
-v1::GroupSpec Spec(int trainers = 1) {
+v1::GroupSpec Spec(int slots = 2) {
   v1::GroupSpec spec;
-  spec.set_trainer_ranks(trainers);
+  spec.set_trainer_ranks(1);
   spec.set_min_instances(1);
   spec.set_slot_bytes(kSlotBytes);
-  spec.set_slots(2);
+  spec.set_slots(slots);
   return spec;
 }
 
@@ -210,8 +210,8 @@ TEST_CASE("A member whose spec is not the group's is refused at a joined daemon,
   TestNode a("a");
   TestNode b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
-  const auto trainer = b.AttachTrainer("g", Spec(1), &a);
-  const auto other = b.AttachEngine("g", "other", Spec(2), &a);
+  const auto trainer = b.AttachTrainer("g", Spec(), &a);
+  const auto other = b.AttachEngine("g", "other", Spec(3), &a);
   const absl::Status refused = other.inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(Message(refused), Contains("spec"));
