@@ -79,7 +79,8 @@ FIELDS(PeerDraining, a)
 FIELDS(PeerVerify, a, b)
 FIELDS(PlanMember, a, b)
 FIELDS(ReplicaShare, a, b, c)
-FIELDS(PeerCompare, a)
+FIELDS(ReplicaPart, a, b)
+FIELDS(PeerCompare, a, b)
 FIELDS(PeerRun, a, b, c, d, e, f, g, h)
 FIELDS(PeerStream, a, b, c)
 FIELDS(PeerProgramBuilt, a, b, c, d)
@@ -258,6 +259,10 @@ void FillOne(Rng& rng, BroadcastMethod* v) {
 void FillOne(Rng& rng, DeliveryMode* v) { *v = static_cast<DeliveryMode>(Between(rng, 1, 2)); }
 void FillOne(Rng& rng, Outcome* v) { *v = static_cast<Outcome>(Between(rng, 0, 3)); }
 void FillOne(Rng& rng, TensorSpec* v) { *v = RandomTensor(rng); }
+void FillOne(Rng& rng, ReplicaPart* v) {
+  v->parts = static_cast<uint32_t>(Between(rng, 1, 40));
+  v->part = static_cast<uint32_t>(Between(rng, 0, v->parts - 1));
+}
 void FillOne(Rng& /*rng*/, EmptyReply* /*v*/) {}
 // Filled with what they belong to.
 void FillOne(Rng& /*rng*/, TensorRange* /*v*/) {}
