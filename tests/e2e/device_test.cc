@@ -2197,7 +2197,7 @@ TEST_CASE("shards cross daemons from GPU to GPU: compiled refits, by NCCL's send
 }
 
 TEST_CASE(
-    "an engine that dies while its bucket waits for slots is evicted, and no update aborted") {
+    "an engine that dies while the update waits for slots is evicted, and no update aborted") {
   TwoDaemons daemons;
   const Model model = PlainModel(2, 8, 8);
   DeviceEngine near(&daemons.near, 0, model, "near");
@@ -2220,16 +2220,14 @@ TEST_CASE(
     ref->set_byte_offset(offset);
   }
   daemons.machine.fake.Block("cuMemCreate");
-  REQUIRE_OK(trainer.Begin(1));
-  // The trainer's daemon packs in slots that are being made.
-  auto pushed = std::async(std::launch::async, [&] { return trainer.Push(1, bucket).status; });
-  REQUIRE(Eventually(
-      [&] { return daemons.near.node().GetStatus().groups(0).update().buckets() == 1; }));
-  REQUIRE(daemons.machine.fake.Count().blocked_calls > 0);
+  // Begin is answered when the data plane is up, which waits for slots that are being made.
+  auto begun = std::async(std::launch::async, [&] { return trainer.Begin(1).status; });
+  REQUIRE(Eventually([&] { return daemons.machine.fake.Count().blocked_calls > 0; }));
   far.reset();
   REQUIRE(Eventually([&] { return daemons.far.node().GetStatus().resources().members() == 1; }));
   daemons.machine.fake.Block("");
-  REQUIRE(pushed.get().ok());
+  REQUIRE(begun.get().ok());
+  REQUIRE_OK(trainer.Push(1, bucket));
   const auto committed = trainer.Commit(1, 1);
   REQUIRE_OK(committed);
   CHECK(near.Difference(1) == "");
