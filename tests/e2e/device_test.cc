@@ -2223,6 +2223,13 @@ TEST_CASE(
   // Begin is answered when the data plane is up, which waits for slots that are being made.
   auto begun = std::async(std::launch::async, [&] { return trainer.Begin(1).status; });
   REQUIRE(Eventually([&] { return daemons.machine.fake.Count().blocked_calls > 0; }));
+  v1::ListMembersRequest members;
+  members.set_group("g");
+  REQUIRE(Eventually([&] {
+    const auto listed = daemons.near.node().ListMembers(members);
+    return listed.ok() && std::count_if(listed->members().begin(), listed->members().end(),
+                                        [](const auto& m) { return m.state() == "ready"; }) == 2;
+  }));
   far.reset();
   REQUIRE(Eventually([&] { return daemons.far.node().GetStatus().resources().members() == 1; }));
   daemons.machine.fake.Block("");
