@@ -11,8 +11,6 @@
 namespace refitd {
 namespace {
 
-using coordinator::Epoch;
-
 // How long others may say whom they waited for, once one said that the wire failed: less than the
 // second that survivors have to hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
