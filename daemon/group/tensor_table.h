@@ -19,6 +19,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/types/span.h"
+#include "transport/base/status.h"
 #include "transport/layout.h"
 
 namespace refitd::group {
@@ -79,7 +80,10 @@ class TensorTable {
     std::vector<bool> wanted;                  // by tensor
     int64_t bytes = 0;
     const std::vector<TensorSpec>& tensors() const {
-      return layout != nullptr ? layout->tensors : *manifest;
+      if (layout != nullptr) return layout->tensors;
+      const Manifest* const declared = manifest.get();
+      REFITD_CHECK(declared != nullptr);
+      return *declared;
     }
     bool free() const { return layout == nullptr && manifest == nullptr; }
     bool unused() const {
