@@ -152,7 +152,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
 
   explicit AttachStream(Options options) : options_(std::move(options)) {}
 
-  // What a call is answered that met the end of its lease, by the daemon or by gRPC.
+  // True for an answer that a call gets, from the daemon or gRPC, when its lease has ended.
   static bool MayTellOfEnd(const absl::Status& answer) {
     switch (answer.code()) {
       case absl::StatusCode::kUnauthenticated:

@@ -52,7 +52,7 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
   void OnPush(PushHook hook) { push_hook_ = std::move(hook); }
   using BeginHook = std::function<grpc::Status(const v1::BeginRequest&, v1::BeginResponse*)>;
   void OnBegin(BeginHook hook) { begin_hook_ = std::move(hook); }
-  // Of the lease `number`, from 1. Other than OK: the hello is refused so.
+  // Answers the hello of lease `number`, from 1. A status that is not OK refuses it.
   using WelcomeHook = std::function<grpc::Status(int number, v1::Welcome*)>;
   void OnWelcome(WelcomeHook hook) { welcome_hook_ = std::move(hook); }
   using LayoutHook = std::function<grpc::Status()>;
@@ -476,7 +476,7 @@ TEST_CASE("a version that is begun twice has one Update, which the second Begin 
 
 // ---- a lease that ends in a call ----
 
-// What a call is told whose lease ends in it.
+// The error of a call in which its lease ends.
 struct EndOfLease {
   std::string told;
   grpc::Status status;

@@ -53,7 +53,7 @@ struct refit_engine {
 
 struct refit_joiner {
   client::PartJoiner joiner;
-  // What the last add's pointers point to.
+  // These hold the memory that the pointers of the last add point to.
   std::vector<client::TensorView> whole;
   std::vector<refit_view> views;
 };
