@@ -1083,6 +1083,12 @@ void Coordinator::Impl::CameUp(NodeId node, const PeerEpochUp& r) {
     return RefuseReport(node,
                         fmt::format("it connected epoch {}, of which it is no rank", r.epoch));
   }
+  // A rank that gives its end back makes an epoch that was up useless. No daemon is to blame.
+  if (epoch->ready && !r.status.ok()) {
+    return EpochFailed({},
+                       fmt::format("the data plane broke on {}: {}", Name(node), Message(r.status)),
+                       GiveUpClass::kTransfer);
+  }
   if (!epoch->connecting || epoch->ready) return;
   if (r.status.ok()) {
     epoch->up.insert(node);

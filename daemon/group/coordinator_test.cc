@@ -307,6 +307,18 @@ TEST_CASE(
   CHECK(last().status == absl::InvalidArgumentError("overlap"));
 }
 
+TEST_CASE("an epoch that was up is closed everywhere when a rank gives its end of it back") {
+  Fixture f;
+  f.OpenUpdate();
+  REQUIRE(f.PushAndCommit(kEpoch).ok());
+  REQUIRE(f.View().epoch == kEpoch);
+  f.Forget();
+  f.Do(EpochUp{kEpoch, absl::CancelledError("its slots are given back")});
+  CHECK(f.Sent<PeerEpochClose>().size() == 1);
+  CHECK(f.Local<CloseEpoch>().size() == 1);
+  CHECK(!f.View().epoch.has_value());
+}
+
 TEST_CASE("a wire that failed was told by its ranks only") {
   Fixture f;
   f.OpenUpdate();
