@@ -1,0 +1,64 @@
+"""Plain records of a layout: which boxes of which global tensors lie where. No framework is needed to make or read them.
+
+`refitd.shards.collect(x, dtype=None, exceptions=None, **options)` makes a `Layout` of a state dict, a module or a list of
+`Shard`s; `refitd.capture(...)` returns an object with the same attributes `tensors` and `boxes`. `Trainer.register` and
+`Engine.register` hand them to the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from .memory import Memory
+
+if TYPE_CHECKING:
+    from .update import Update
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A global tensor: its name, dtype (a name such as "bfloat16") and unpadded shape, in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of tensor `tensor_index` and where its elements lie.
+
+    `offset`, `extent`: in elements of the global tensor, an entry a dimension. `strides`: in elements, an entry a dimension; they
+    may have any values that keep the box within the memory. `byte_offset`: of the box's first element in `memory`.
+    """
+
+    tensor_index: int
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    strides: tuple[int, ...]
+    memory: Memory
+    byte_offset: int = 0
+
+
+class PushedTensors(Protocol):
+    """Tensors that every update pushes in buckets instead of moving them from their boxes, casts with bounded memory for instance."""
+
+    # Indices into the layout's tensors.
+    indices: Sequence[int]
+
+    def push(self, update: Update) -> None:
+        """Pushes all elements of these tensors that this rank supplies, with `update.push(name, tensor, shape=, start=)`."""
+
+
+@dataclass
+class Layout:
+    """Everything that one rank registers: what `refitd.shards.collect` returns, and what a capture has by the same attributes.
+
+    A tensor may have no box of this rank, such as the second of two tied ones.
+    """
+
+    tensors: list[TensorSpec] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    pushed: PushedTensors | None = None
