@@ -1,0 +1,191 @@
+"""Geometry of boxes: pure functions of integers. Offsets, extents and strides are in elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+# A strided view is cut into at most so many boxes. Views of real loaders need one to a few; more would make slow layouts.
+MAX_BOXES_PER_VIEW = 256
+
+
+class NotBoxes(ValueError):
+    """The elements of a view are not a few boxes of the tensor; the message says why."""
+
+
+class ViewBox(NamedTuple):
+    """A box of the global tensor and the part of the view's memory that corresponds to it.
+
+    `first`: how many elements behind the view's first element the box's first element lies; `strides`: an entry a dimension of
+    the global tensor.
+    """
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor of `shape` in C order."""
+    strides = []
+    stride = 1
+    for n in reversed(shape):
+        strides.append(stride)
+        stride *= n
+    return tuple(reversed(strides))
+
+
+def range_boxes(shape: Sequence[int], start: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements [start, start + count) of a row-major tensor as (offset, extent) of at most 2 * len(shape) - 1 boxes.
+
+    The boxes are in ascending order and dense in the range, so that each begins where the one before ends.
+    """
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def cut(dim: int, start: int, count: int, prefix: tuple[int, ...]) -> None:
+        if count == 0:
+            return
+        ones = (1,) * dim
+        inner = shape[dim + 1 :]
+        if not inner:
+            boxes.append((prefix + (start,), ones + (count,)))
+            return
+        row = prod(inner)
+        first, before = divmod(start, row)
+        if before or count < row:
+            head = min(count, row - before)
+            cut(dim + 1, before, head, prefix + (first,))
+            first, count = first + 1, count - head
+        rows, tail = divmod(count, row)
+        if rows:
+            boxes.append((prefix + (first,) + (0,) * len(inner), ones + (rows, *inner)))
+        cut(dim + 1, 0, tail, prefix + (first + rows,))
+
+    if not 0 <= start <= start + count <= prod(shape):
+        raise ValueError(f"elements [{start}, {start + count}) are not within shape {tuple(shape)}")
+    if not shape:
+        return [((), ())] * count
+    cut(0, start, count, ())
+    return boxes
+
+
+def view_boxes(
+    shape: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int], other: Sequence[int]
+) -> list[ViewBox]:
+    """The boxes of a row-major tensor of `shape` that a strided view of it takes.
+
+    The view begins at element `offset` and has `sizes` and `strides`; `other` are the strides of the memory that the view's
+    elements go to or come from, in the same order of dimensions. Raises NotBoxes where the view repeats elements or is more than
+    MAX_BOXES_PER_VIEW boxes.
+    """
+    if 0 in sizes:
+        return []
+    return _View(shape, offset).boxes([dim for dim in zip(sizes, strides, other) if dim[0] != 1])
+
+
+class _View:
+    """The state of view_boxes: what the view's dimensions that were looked at take of each of the tensor's dimensions."""
+
+    def __init__(self, shape: Sequence[int], offset: int) -> None:
+        self._shape = tuple(shape)
+        self._rows = row_major(shape)
+        self._start: list[int] = []
+        for n, row in zip(self._shape, self._rows):
+            index, offset = divmod(offset, row)
+            if index >= n:
+                raise NotBoxes("it begins outside the tensor")
+            self._start.append(index)
+        # Of each dimension: the box's extent and its stride in the other memory, and the span of all boxes.
+        self._extent = [1] * len(self._shape)
+        self._stride = [1] * len(self._shape)
+        self._span = [1] * len(self._shape)
+        # Dimensions that are walked box by box: (dimension, boxes, step in it, step in the other memory).
+        self._walks: list[tuple[int, int, int, int]] = []
+
+    def boxes(self, dims: list[tuple[int, int, int]]) -> list[ViewBox]:
+        """`dims`: (size, stride, other stride) of the view's dimensions of more than one element."""
+        pending = sorted(dims, key=lambda dim: -dim[1])
+        while pending:
+            size, stride, other = pending.pop()
+            if stride == 0:
+                raise NotBoxes("it is expanded: it repeats elements")
+            dim = self._dimension_of(stride)
+            step, rest = divmod(stride, self._rows[dim])
+            if rest:
+                raise NotBoxes(f"stride {stride} is no multiple of the row of {self._rows[dim]} elements that it walks")
+            size, stride, other = self._take(dim, size, step, other)
+            if size > 1:
+                pending.append((size, stride, other))
+                pending.sort(key=lambda dim: -dim[1])
+        if prod(walk[1] for walk in self._walks) > MAX_BOXES_PER_VIEW:
+            raise NotBoxes(f"it is more than {MAX_BOXES_PER_VIEW} boxes")
+        return list(self._walk())
+
+    def _dimension_of(self, stride: int) -> int:
+        for dim, row in enumerate(self._rows):
+            if row <= stride and self._shape[dim] > 1:
+                return dim
+        raise NotBoxes("it has more elements than the tensor")
+
+    def _take(self, dim: int, size: int, step: int, other: int) -> tuple[int, int, int]:
+        """Takes `size` elements of `dim`, `step` apart; returns what is left for the dimensions outside of it."""
+        extent = self._extent[dim]
+        if step < self._span[dim]:
+            raise NotBoxes("it repeats elements")
+        if step == self._span[dim] == extent and (extent == 1 or other == extent * self._stride[dim]):
+            if extent == 1:
+                self._stride[dim] = other
+            return self._lengthen(dim, size * extent)
+        left = 1
+        here = size
+        if self._start[dim] + (size - 1) * step + self._span[dim] > self._shape[dim]:
+            here, rest = divmod(self._shape[dim], step)
+            if rest or self._start[dim] + self._span[dim] > step or size % here:
+                raise NotBoxes("it crosses rows")
+            left = size // here
+        if here > 1:
+            self._walks.append((dim, here, step, other))
+            self._span[dim] += (here - 1) * step
+        return left, self._rows[dim] * self._shape[dim], other * here
+
+    def _lengthen(self, dim: int, extent: int) -> tuple[int, int, int]:
+        n = self._shape[dim]
+        left = 1
+        if self._start[dim] + extent > n:
+            if self._start[dim] or extent % n:
+                raise NotBoxes("it crosses rows")
+            left, extent = extent // n, n
+        self._extent[dim] = self._span[dim] = extent
+        return left, self._rows[dim] * n, self._stride[dim] * n
+
+    def _walk(self) -> Iterator[ViewBox]:
+        extent, strides = tuple(self._extent), tuple(self._stride)
+        for indices in product(*(range(walk[1]) for walk in self._walks)):
+            offset = list(self._start)
+            first = 0
+            for index, (dim, _, step, other) in zip(indices, self._walks):
+                offset[dim] += index * step
+                first += index * other
+            yield ViewBox(tuple(offset), extent, strides, first)
+
+
+def first_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The offsets of two boxes, given as (offset, extent), that share elements; None if there are none."""
+    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offset, extent in sorted(boxes):
+        if 0 in extent:
+            continue
+        if not offset:  # a scalar
+            if open_boxes:
+                return (), ()
+            open_boxes.append((offset, extent))
+            continue
+        open_boxes = [box for box in open_boxes if box[0][0] + box[1][0] > offset[0]]
+        for other_offset, other_extent in open_boxes:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, extent, other_offset, other_extent)):
+                return other_offset, offset
+        open_boxes.append((offset, extent))
+    return None

@@ -1,0 +1,453 @@
+"""From tensors to layouts: `collect` turns what a framework has into what `Trainer.register` takes.
+
+    refitd.shards.collect(model, dtype=torch.bfloat16)                      # nn.Module: parameters and persistent buffers
+    refitd.shards.collect(model.state_dict())                               # tensors and DTensors by name
+    refitd.shards.collect([Shard("w", (8, 4), rows, offset=(4, 0)), ...])   # boxes of global tensors, said one by one
+
+Everything is checked before anything is registered: an InvalidArgument or FailedPrecondition names the tensor and the rank, and
+its `culprit` is the tensor's name.
+
+This module needs no framework: torch tensors, DTensors and numpy arrays are known by what they have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import partial
+from math import prod
+from typing import Any
+
+from . import _dtypes
+from ._boxes import first_overlap, range_boxes
+from ._layout import Box, Layout, TensorSpec
+from .casting import DEFAULT_STAGING_BYTES, Cast, plan
+from .dtensor import Part, is_dtensor, local_tensor, place
+from .errors import FailedPrecondition, InvalidArgument
+from .memory import CudaMemory, HostMemory, Memory
+
+# A cast to `dtype` is made of these types only: others, such as float8 with its scales, mean something else after a cast.
+_CAST_FROM = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a global tensor that this rank holds.
+
+    `name`, `shape`: of the global tensor, unpadded, in elements. `tensor`: the elements of the box, of the box's extent and with
+    any strides; None says that this rank holds none of the tensor, and needs `dtype`. `offset`: of the box in the global tensor;
+    None is zeros. `dtype`: what to deliver; None is what `collect` is told, else the tensor's own. `replica`: this rank's number
+    among the ranks that hold the same box, and how many they are; used where casts are pushed.
+    """
+
+    name: str
+    shape: Sequence[int]
+    tensor: Any
+    offset: Sequence[int] | None = None
+    dtype: Any = None
+    replica: tuple[int, int] = (0, 1)
+
+
+def range_shards(name: str, shape: Sequence[int], elements: Any, start: int, **options: Any) -> Iterator[Shard]:
+    """The shards of a flat range: `elements`, one-dimensional, are [start, start + len(elements)) of the row-major tensor.
+
+    A range that begins and ends within rows is at most 2 * len(shape) - 1 boxes, all of them views of `elements`. `options`: of
+    Shard. Raises InvalidArgument if the range is not within the tensor.
+    """
+    try:
+        boxes = range_boxes(shape, start, len(elements))
+    except ValueError as error:
+        raise InvalidArgument(f"tensor '{name}': {error}", culprit=name) from None
+    at = 0
+    for offset, extent in boxes:
+        count = prod(extent)
+        yield Shard(name, shape, elements[at : at + count].reshape(extent), offset, **options)
+        at += count
+
+
+def collect(
+    x: Any,
+    dtype: Any = None,
+    exceptions: Mapping[str, Any] | None = None,
+    *,
+    buffers: bool | Sequence[str] = True,
+    tied: bool | Mapping[str, str] = True,
+    rank: int = 0,
+    world_size: int | None = None,
+    device: Any = None,
+    staging: str = "auto",
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+) -> Layout:
+    """The layout of what this rank holds.
+
+    `x`: an nn.Module, a mapping of names to tensors (plain ones are whole tensors, DTensors what their placements say), or an
+    iterable of `Shard`.
+    `dtype`: deliver floating-point tensors (float64, float32, float16, bfloat16) in this type; None: as they are.
+    `exceptions`: patterns of names with '*' and '?', and the dtype to deliver those in, None as they are; the first that
+    matches counts. {"*.e_score_correction_bias": torch.float32} keeps router biases.
+    `buffers`: of a module: whether persistent buffers are taken, or patterns of those that are. A mapping has no buffers.
+    `tied`: True: where two names have the same memory, shape and strides, the first has the boxes, and the other is listed
+    without any, so that engines need not get it. {"lm_head.weight": "model.embed_tokens.weight"}: these names are listed without
+    boxes, wherever their memory is. False: every name has its boxes.
+    `rank`: for errors. `world_size`: of the trainer; with 1, a tensor that is not covered whole is an error. With more, plain
+    tensors of a mapping count as replicated on all ranks where casts are pushed.
+    `device`: that all tensors must be on, as torch.device takes it; None: that of the first.
+    `staging`, `staging_bytes`: how casts are delivered, see refitd.casting: "whole" keeps all cast shards, "push" pushes them,
+    "auto" keeps at most `staging_bytes` bytes. Equal on all ranks.
+
+    Raises InvalidArgument for a wrong dtype, shape, offset or placement, overlapping or missing shards, expanded tensors, another
+    device; FailedPrecondition for memory that was freed. Nothing is kept then.
+
+    The layout refers to the tensors' memory. Pass the module, or `state_dict(keep_vars=True)`, so that parameters whose memory
+    moves are followed; a plain `state_dict()` keeps the memory that it was made of.
+    """
+    rules = _Rules(dtype, exceptions or {}, rank)
+    collector = _Collector(rules, tied, rank, device)
+    for held in _held(x, buffers, rank, world_size):
+        collector.add(held)
+    collector.check_ties()
+    if world_size == 1:
+        collector.check_complete()
+    layout = collector.layout
+    boxes, layout.pushed = plan(
+        collector.casts, staging=staging, staging_bytes=staging_bytes, rank=rank, alone=world_size == 1
+    )
+    layout.boxes += boxes
+    return layout
+
+
+@dataclass
+class _Held:
+    """A shard, and what casting must know of the same tensor on other ranks."""
+
+    shard: Shard
+    current: Callable[[], Any]  # the shard's tensor, wherever its memory is now
+    largest: int | None = None
+    rows: bool = True
+
+
+def _held(x: Any, buffers: bool | Sequence[str], rank: int, world_size: int | None) -> Iterator[_Held]:
+    if hasattr(x, "named_parameters") and hasattr(x, "state_dict"):
+        x = _of_module(x, buffers)
+    elif buffers is not True:
+        raise InvalidArgument(
+            f"buffers is {buffers!r}, but {type(x).__name__} does not tell buffers from parameters: pass the module, or leave them out",
+            culprit="buffers",
+        )
+    if isinstance(x, Mapping):
+        for name, tensor in x.items():
+            yield from _of_tensor(name, tensor, rank, world_size)
+        return
+    if not isinstance(x, Iterable):
+        raise InvalidArgument(f"{type(x).__name__} is no module, mapping or list of Shard", culprit="x")
+    for shard in x:
+        if not isinstance(shard, Shard):
+            raise InvalidArgument(f"rank {rank}: a list of Shard has a {type(shard).__name__}", culprit="x")
+        yield _Held(shard, partial(_same, shard.tensor))
+
+
+def _of_module(module: Any, buffers: bool | Sequence[str]) -> dict[str, Any]:
+    tensors: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+    if buffers is True:
+        return tensors
+    patterns = [re.compile(translate(pattern)) for pattern in (buffers or ())]
+    names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in names or any(pattern.match(name) for pattern in patterns)
+    }
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
+
+
+def _part_of(tensor: Any, part: Part) -> Any:
+    local = local_tensor(tensor)
+    return local[tuple(slice(at, at + n) for at, n in zip(part.local, part.extent))]
+
+
+def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Iterator[_Held]:
+    if hasattr(tensor, "local_shards"):
+        yield from _of_sharded_tensor(name, tensor)
+        return
+    if not is_dtensor(tensor):
+        if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+            raise InvalidArgument(f"rank {rank}: '{name}' is a {type(tensor).__name__}, no tensor", culprit=name)
+        shape = tuple(tensor.shape)
+        replica = (rank, world_size) if world_size else (0, 1)
+        yield _Held(Shard(name, shape, tensor, None, None, replica), partial(_same, tensor), prod(shape))
+        return
+    placed = place(name, tensor, rank)
+    shape = tuple(tensor.shape)
+    if len(placed.parts) == 1 and placed.parts[0].extent == placed.local_shape:
+        shard = Shard(name, shape, local_tensor(tensor), placed.parts[0].offset, None, placed.replica)
+        yield _Held(shard, partial(local_tensor, tensor), placed.largest, placed.rows)
+        return
+    if not placed.parts:
+        yield _Held(Shard(name, shape, None, None, tensor.dtype), partial(_same, None), placed.largest, placed.rows)
+    for part in placed.parts:
+        current = partial(_part_of, tensor, part)
+        yield _Held(Shard(name, shape, current(), part.offset, None, placed.replica), current, placed.largest, placed.rows)
+
+
+def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_Held]:
+    """FSDP1's older state dicts have ShardedTensor, of which each shard is a box that says its offsets."""
+    shape = tuple(tensor.size())
+    shards = tensor.local_shards()
+    boxes = [(tuple(box.shard_offsets), tuple(box.shard_sizes)) for box in tensor.metadata().shards_metadata]
+    largest = max((prod(extent) for _, extent in boxes), default=0)
+    rows = all(extent[1:] == shape[1:] for _, extent in boxes)
+    if not shards:
+        yield _Held(Shard(name, shape, None, None, tensor.dtype), partial(_same, None), largest, rows)
+    for shard in shards:
+        held = Shard(name, shape, shard.tensor, tuple(shard.metadata.shard_offsets))
+        yield _Held(held, partial(_same, shard.tensor), largest, rows)
+
+
+class _Rules:
+    """Which dtype each tensor is delivered in."""
+
+    def __init__(self, dtype: Any, exceptions: Mapping[str, Any], rank: int) -> None:
+        self._dtype = None if dtype is None else _dtypes.resolve(dtype, "dtype").name
+        self._exceptions = [
+            (re.compile(translate(pattern)), None if to is None else _dtypes.resolve(to, f"exceptions['{pattern}']").name)
+            for pattern, to in exceptions.items()
+        ]
+        self._rank = rank
+        self._names: dict[Any, str] = {}
+
+    def stored(self, name: str, dtype: Any) -> str:
+        """refitd's name of a tensor's dtype."""
+        found = self._names.get(dtype)
+        if found is None:
+            try:
+                found = self._names[dtype] = _dtypes.resolve(dtype).name
+            except InvalidArgument as error:
+                raise InvalidArgument(f"rank {self._rank}: tensor '{name}': {error}", culprit=name) from None
+        return found
+
+    def delivered(self, name: str, stored: str, said: Any) -> str:
+        """What to deliver a tensor in that is stored as `stored` and whose shard said `said`."""
+        if said is not None:
+            return self.stored(name, said)
+        for pattern, to in self._exceptions:
+            if pattern.match(name):
+                return to or stored
+        return self._dtype if self._dtype is not None and stored in _CAST_FROM else stored
+
+
+class _View:
+    """Where a tensor's elements are: one look at torch's tensor or numpy's array, checked."""
+
+    __slots__ = ("pointer", "strides", "device", "nbytes")
+
+    def __init__(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
+        if hasattr(tensor, "__array_interface__") and not hasattr(tensor, "untyped_storage"):
+            self.pointer: int = tensor.__array_interface__["data"][0]
+            strides = tensor.strides
+            if any(stride % itemsize or stride < 0 for stride in strides):
+                raise InvalidArgument(f"rank {rank}: tensor '{name}' has byte strides {strides}", culprit=name)
+            self.strides: tuple[int, ...] = tuple(stride // itemsize for stride in strides)
+            self.device: Any = None
+        else:
+            self._look_at_torch(name, tensor, itemsize, rank)
+        span = 1
+        for n, stride in zip(tensor.shape, self.strides):
+            if n == 0:
+                self.nbytes = 0
+                return
+            if stride == 0 and n > 1:
+                raise InvalidArgument(
+                    f"rank {rank}: tensor '{name}' is expanded: strides {self.strides} of shape {tuple(tensor.shape)} repeat elements. "
+                    "Pass a contiguous copy",
+                    culprit=name,
+                )
+            span += (n - 1) * stride
+        self.nbytes = span * itemsize
+        if self.device is not None and tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + self.nbytes:
+            self._refuse_freed(name, tensor, rank)
+
+    def _look_at_torch(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
+        self.device = tensor.device
+        if self.device.type == "meta":
+            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is on device meta: it has no memory", culprit=name)
+        if str(tensor.layout) != "torch.strided":
+            raise InvalidArgument(f"rank {rank}: tensor '{name}' has layout {tensor.layout}, not torch.strided", culprit=name)
+        if tensor.is_neg() or tensor.is_conj():
+            raise InvalidArgument(f"rank {rank}: tensor '{name}' is negated lazily: pass tensor.resolve_neg()", culprit=name)
+        self.strides = tensor.stride()
+        self.pointer = tensor.data_ptr()
+
+    def _refuse_freed(self, name: str, tensor: Any, rank: int) -> None:
+        raise FailedPrecondition(
+            f"rank {rank}: tensor '{name}' needs {self.nbytes} bytes from element {tensor.storage_offset()} on, but its storage has "
+            f"{tensor.untyped_storage().nbytes()}: its memory was freed, as sharded training does between uses",
+            culprit=name,
+        )
+
+
+class _Collector:
+    """Builds a layout shard by shard."""
+
+    def __init__(self, rules: _Rules, tied: bool | Mapping[str, str], rank: int, device: Any) -> None:
+        self.layout = Layout()
+        self.casts: list[Cast] = []
+        self._rules = rules
+        self._tied = tied
+        self._rank = rank
+        self._device = None if device is None else str(device)
+        self._uuids: dict[int, str] = {}
+        # By name: index in the layout and how the tensor is stored; boxes of it.
+        self._tensors: dict[str, tuple[int, str]] = {}
+        self._boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        # By pointer, strides, extent, offset and dtype: the name that has boxes there.
+        self._memory: dict[tuple[Any, ...], str] = {}
+
+    def add(self, held: _Held) -> None:
+        shard = held.shard
+        name, tensor = shard.name, shard.tensor
+        if tensor is None:
+            self._list_without_boxes(shard)
+            return
+        shape = tuple(shard.shape)
+        stored = self._rules.stored(name, tensor.dtype)
+        delivered = self._rules.delivered(name, stored, shard.dtype)
+        index = self._index_of(name, shape, stored, delivered)
+        offset, extent = self._box_of(name, shape, tensor, shard.offset)
+        itemsize = _dtypes.DTYPES[stored].itemsize
+        view = _View(name, tensor, itemsize, self._rank)
+        if view.device is not None:
+            self._check_device(name, view.device)
+        if 0 in extent or self._is_tied(name, view, stored, extent, offset):
+            return
+        self._add_box(name, offset, extent)
+        if delivered != stored:
+            if view.device is None:
+                raise InvalidArgument(
+                    f"rank {self._rank}: tensor '{name}' is a numpy array of {stored}: casts to {delivered} are made of torch tensors",
+                    culprit=name,
+                )
+            self.casts.append(
+                Cast(index, name, shape, delivered, offset, held.current, held.largest, held.rows, shard.replica)
+            )
+            return
+        self.layout.boxes.append(Box(index, offset, extent, view.strides, self._memory_of(name, tensor, view, held), 0))
+
+    def check_ties(self) -> None:
+        """Whoever has the boxes of a tied tensor must be among the names."""
+        for name, kept in self._tied.items() if isinstance(self._tied, Mapping) else ():
+            if name in self._tensors and kept not in self._tensors:
+                raise InvalidArgument(
+                    f"rank {self._rank}: tensor '{name}' is tied to '{kept}', which is not there", culprit=name
+                )
+
+    def check_complete(self) -> None:
+        """With one rank, every tensor must be here as a whole."""
+        for spec in self.layout.tensors:
+            boxes = self._boxes.get(spec.name)
+            held = sum(prod(extent) for _, extent in boxes) if boxes else 0
+            if boxes and held != prod(spec.shape):
+                raise InvalidArgument(
+                    f"rank {self._rank}: tensor '{spec.name}' of shape {spec.shape} has {prod(spec.shape)} elements, but its shards have "
+                    f"{held}, and there is no other rank",
+                    culprit=spec.name,
+                )
+
+    def _list_without_boxes(self, shard: Shard) -> None:
+        if shard.dtype is None:
+            raise InvalidArgument(
+                f"rank {self._rank}: a Shard of tensor '{shard.name}' has neither tensor nor dtype", culprit=shard.name
+            )
+        stored = self._rules.stored(shard.name, shard.dtype)
+        self._index_of(shard.name, tuple(shard.shape), stored, self._rules.delivered(shard.name, stored, None))
+
+    def _index_of(self, name: str, shape: tuple[int, ...], stored: str, delivered: str) -> int:
+        known = self._tensors.get(name)
+        if known is None:
+            index = len(self.layout.tensors)
+            if not isinstance(name, str) or not name:
+                raise InvalidArgument(f"rank {self._rank}: tensor {index} has name {name!r}", culprit=str(name))
+            self._tensors[name] = (index, stored)
+            self.layout.tensors.append(TensorSpec(name, delivered, shape))
+            return index
+        index = known[0]
+        spec = self.layout.tensors[index]
+        if spec.shape != shape or spec.dtype != delivered or known[1] != stored:
+            raise InvalidArgument(
+                f"rank {self._rank}: tensor '{name}' has shards of {known[1]} {spec.shape} to deliver as {spec.dtype}, and of {stored} "
+                f"{shape} to deliver as {delivered}",
+                culprit=name,
+            )
+        return index
+
+    def _box_of(
+        self, name: str, shape: tuple[int, ...], tensor: Any, said: Sequence[int] | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        extent = tuple(tensor.shape)
+        offset = (0,) * len(shape) if said is None else tuple(said)
+        if not len(extent) == len(offset) == len(shape):
+            raise InvalidArgument(
+                f"rank {self._rank}: tensor '{name}' of shape {shape} has a shard of shape {extent} at offset {offset}: the numbers of "
+                "dimensions differ",
+                culprit=name,
+            )
+        for n, at, whole in zip(extent, offset, shape):
+            if at < 0 or at + n > whole:
+                raise InvalidArgument(
+                    f"rank {self._rank}: tensor '{name}' of shape {shape} has a shard of shape {extent} at offset {offset}, which is not "
+                    "within it",
+                    culprit=name,
+                )
+        return offset, extent
+
+    def _check_device(self, name: str, device: Any) -> None:
+        if self._device is None:
+            self._device = str(device)
+        elif str(device) != self._device and not (device.type == self._device and device.type == "cpu"):
+            raise InvalidArgument(
+                f"rank {self._rank}: tensor '{name}' is on device {device}, the others are on {self._device}", culprit=name
+            )
+
+    def _is_tied(self, name: str, view: _View, stored: str, extent: tuple[int, ...], offset: tuple[int, ...]) -> bool:
+        if isinstance(self._tied, Mapping):
+            return name in self._tied
+        if not self._tied:
+            return False
+        first = self._memory.setdefault((view.pointer, stored, extent, offset, view.strides), name)
+        return first != name
+
+    def _add_box(self, name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> None:
+        boxes = self._boxes.get(name)
+        if boxes is None:
+            self._boxes[name] = [(offset, extent)]
+            return
+        boxes.append((offset, extent))
+        overlap = first_overlap(boxes)
+        if overlap is not None:
+            raise InvalidArgument(
+                f"rank {self._rank}: tensor '{name}' has shards at offsets {overlap[0]} and {overlap[1]} that overlap", culprit=name
+            )
+
+    def _memory_of(self, name: str, tensor: Any, view: _View, held: _Held) -> Memory:
+        if view.device is None or view.device.type == "cpu":
+            return HostMemory(view.pointer, view.nbytes, tensor, name)
+        if view.device.type != "cuda":
+            raise InvalidArgument(
+                f"rank {self._rank}: tensor '{name}' is on device {view.device}: host memory and CUDA are possible", culprit=name
+            )
+        index = view.device.index or 0
+        return CudaMemory(
+            self._uuid_of(index), view.pointer, view.nbytes, index, tensor, name, lambda: int(held.current().data_ptr())
+        )
+
+    def _uuid_of(self, index: int) -> str:
+        uuid = self._uuids.get(index)
+        if uuid is None:
+            import torch
+
+            uuid = self._uuids[index] = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        return uuid
