@@ -73,7 +73,7 @@ typedef enum refit_status {
   REFIT_UNAUTHENTICATED = 16
 } refit_status;
 
-/* "0.1.0". Static. */
+/* "0.2.0". Static. */
 const char* refit_version(void);
 /* Of this thread's last call that returned a status; "" if it succeeded. Never NULL. */
 const char* refit_last_error(void);

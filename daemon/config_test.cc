@@ -258,7 +258,7 @@ TEST_CASE("Validate refuses what running would refuse") {
 }
 
 TEST_CASE("Version and help are printed whatever else is wrong") {
-  CHECK_THAT(Load({"--version", "--slots=1"})->print.value(), Catch::Contains("refitd 0.1.0"));
+  CHECK_THAT(Load({"--version", "--slots=1"})->print.value(), Catch::Contains("refitd 0.2.0"));
   const std::string help = Load({"--help"})->print.value();
   CHECK_THAT(help, Catch::Contains("--listen-unix") && Catch::Contains("Exit codes"));
 }

@@ -4,7 +4,7 @@
 
 namespace refitd {
 
-inline constexpr char kVersion[] = "0.1.0";
+inline constexpr char kVersion[] = "0.2.0";
 
 }  // namespace refitd
 
