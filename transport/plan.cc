@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/string_view.h"
@@ -481,12 +482,32 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
     std::vector<std::shared_ptr<const Layout>> destinations, std::vector<std::string> labels) {
   REFITD_CHECK(destinations.size() == labels.size());
   auto index = std::make_shared<DestinationIndex>();
+  size_t most = 0;
+  for (const std::shared_ptr<const Layout>& layout : destinations) {
+    if (layout != nullptr) most = std::max(most, layout->tensors.size());
+  }
+  index->tensors_.reserve(most);
+  // Where each tensor of the layout before is in the index. Ranks of an instance mostly list the
+  // same tensors in the same order: comparing two names costs less than looking one up.
+  const Layout* before = nullptr;
+  std::vector<std::pair<const std::string, Tensor>*> places_before;
+  std::vector<std::pair<const std::string, Tensor>*> places;
   for (uint32_t i = 0; i < destinations.size(); ++i) {
     if (destinations[i] == nullptr) continue;
     const Layout& layout = *destinations[i];
-    for (const TensorSpec& spec : layout.tensors) {
-      const auto [it, added] = index->tensors_.try_emplace(spec.name);
-      Tensor& tensor = it->second;
+    places.clear();
+    places.reserve(layout.tensors.size());
+    for (size_t t = 0; t < layout.tensors.size(); ++t) {
+      const TensorSpec& spec = layout.tensors[t];
+      bool added = false;
+      if (before != nullptr && t < before->tensors.size() && before->tensors[t].name == spec.name) {
+        places.push_back(places_before[t]);
+      } else {
+        const auto entered = index->tensors_.try_emplace(spec.name);
+        added = entered.second;
+        places.push_back(&*entered.first);
+      }
+      Tensor& tensor = places.back()->second;
       if (added) {
         tensor = {spec.dtype, spec.shape, i, {}};
       } else if (tensor.dtype != spec.dtype || tensor.shape != spec.shape) {
@@ -496,9 +517,10 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
       }
     }
     for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
-      const std::string& name = layout.tensors[layout.pieces[p].tensor].name;
-      index->tensors_.find(name)->second.entries.push_back({i, p});
+      places[layout.pieces[p].tensor]->second.entries.push_back({i, p});
     }
+    before = &layout;
+    std::swap(places, places_before);
   }
   index->destinations_ = std::move(destinations);
   index->labels_ = std::move(labels);

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
+#include "absl/container/node_hash_map.h"
 #include "absl/status/statusor.h"
 #include "transport/layout.h"
 
@@ -66,12 +66,12 @@ class DestinationIndex {
   const Tensor* Find(std::string_view name) const;
   const std::vector<std::shared_ptr<const Layout>>& destinations() const { return destinations_; }
   const std::vector<std::string>& labels() const { return labels_; }
-  const absl::flat_hash_map<std::string, Tensor>& tensors() const { return tensors_; }
+  const absl::node_hash_map<std::string, Tensor>& tensors() const { return tensors_; }
 
  private:
   std::vector<std::shared_ptr<const Layout>> destinations_;
   std::vector<std::string> labels_;
-  absl::flat_hash_map<std::string, Tensor> tensors_;
+  absl::node_hash_map<std::string, Tensor> tensors_;
 };
 
 // Below this a box goes to one holder as a whole: cutting costs a move.
