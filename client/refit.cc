@@ -51,6 +51,10 @@ struct refit_engine {
   std::vector<refit_view> views;
 };
 
+struct refit_hold {
+  std::shared_ptr<const client::SlotMemory> slots;
+};
+
 struct refit_joiner {
   client::PartJoiner joiner;
   // These hold the memory that the pointers of the last add point to.
@@ -585,6 +589,13 @@ refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, i
   });
 }
 
+refit_status refit_trainer_abort(refit_trainer* trainer, int64_t version, const char* reason) {
+  return Guarded([&] {
+    return trainer == nullptr ? Null("trainer")
+                              : trainer->trainer->Abort(Version(version), Text(reason));
+  });
+}
+
 refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes,
                                       refit_region** region) {
   return Guarded([&] {
@@ -845,6 +856,23 @@ refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char
                              : engine->engine->Fail(Version(version), Text(reason));
   });
 }
+
+refit_status refit_engine_hold(const refit_engine* engine, refit_hold** hold) {
+  return Guarded([&]() -> absl::Status {
+    if (engine == nullptr) return Null("engine");
+    if (hold == nullptr) return Null("hold");
+    const auto* part = std::get_if<client::Part>(&engine->event);
+    if (part == nullptr) {
+      return Error(absl::StatusCode::kFailedPrecondition, "the engine's last event is no part");
+    }
+    auto made = std::make_unique<refit_hold>();
+    made->slots = part->slots;
+    *hold = made.release();
+    return absl::OkStatus();
+  });
+}
+
+void refit_hold_free(refit_hold* hold) { delete hold; }
 
 refit_status refit_joiner_new(refit_joiner** joiner) {
   return Guarded([&]() -> absl::Status {

@@ -228,6 +228,10 @@ enum {
   REFIT_UPDATE_ABORTED = 3
 };
 refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome);
+/* Gives up the update to `version` while a call of another thread waits in it: refit_trainer_begin,
+ * refit_trainer_refit, or a call of the update's handle, which then ends with REFIT_ABORTED. Takes
+ * a second at most. REFIT_FAILED_PRECONDITION: this rank has no such update open. */
+refit_status refit_trainer_abort(refit_trainer* trainer, int64_t version, const char* reason);
 refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes, refit_region** region);
 /* [0, bytes) of a memfd that exists already: made with MFD_ALLOW_SEALING, at least so long, and
  * then sealed against shrinking: fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK). The descriptor,
@@ -508,6 +512,16 @@ refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t 
  * still must be acknowledged. ABORTED follows; where the update was committed before the daemon
  * heard of it, a dirty one of this rank alone. */
 refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason);
+
+/* The memory behind the views of a part stays mapped as long as a hold on it: for callers that
+ * can't tell when the last use of a view ends. The part is acknowledged all the same, and what the
+ * views show changes then. */
+typedef struct refit_hold refit_hold;
+/* On the part that refit_engine_next() gave last, by its thread. REFIT_FAILED_PRECONDITION: the
+ * engine's last event is no part. */
+refit_status refit_engine_hold(const refit_engine* engine, refit_hold** hold);
+/* Before or after the engine is freed, on any thread. */
+void refit_hold_free(refit_hold* hold);
 
 /* Parts joined: tensors larger than a slot come in several REFIT_EVENT_PARTs, which a joiner copies
  * into memory of its own, on the device that the parts are on; tensors that come whole are passed

@@ -28,6 +28,8 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_trainer_new_region(nullptr, 1, &region),
       refit_trainer_add_memfd(nullptr, 0, 1, &region),
       refit_engine_add_memfd(nullptr, 0, 1, &region),
+      refit_trainer_abort(nullptr, 1, nullptr),
+      refit_engine_hold(nullptr, nullptr),
       refit_joiner_new(nullptr),
       refit_joiner_add(nullptr, nullptr, nullptr, nullptr),
       refit_trainer_add_cuda_block(nullptr, "", 1, &region),
@@ -68,6 +70,7 @@ TEST_CASE("null handles can be freed and asked for their values") {
   refit_update_free(nullptr);
   refit_trainer_free(nullptr);
   refit_engine_free(nullptr);
+  refit_hold_free(nullptr);
   refit_joiner_free(nullptr);
   refit_joiner_reset(nullptr);
   CHECK(refit_joiner_unfinished(nullptr) == 0);

@@ -635,6 +635,7 @@ class TrainerImpl final : public Trainer {
   absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) override;
   absl::Status Register(Layout layout) override;
   absl::StatusOr<CommitResult> Refit(const RefitOptions& options) override;
+  absl::Status Abort(Version version, const std::string& reason) override;
   absl::StatusOr<UpdateOutcome> GetUpdate(Version version) override;
   std::optional<Version> group_version() const override {
     MutexLock lock(&known_->mutex);
@@ -861,6 +862,21 @@ absl::Status TrainerImpl::RegisterNow(const Layout& layout, std::shared_ptr<Core
       (*core)->binding_generation,
       registration_.Register((*core)->connection.get(), (*core)->Uploader(), layout));
   return absl::OkStatus();
+}
+
+absl::Status TrainerImpl::Abort(Version version, const std::string& reason) {
+  v1::AbortRequest request;
+  request.set_version(version.value());
+  request.set_reason(CleanText(reason, kMaxReasonBytes));
+  std::shared_ptr<Core> core;
+  {
+    MutexLock lock(&mutex_);
+    core = core_;
+  }
+  return core
+      ->Call<v1::AbortRequest, v1::AbortResponse>(&Stub::Abort, std::move(request),
+                                                  After(kCleanupLimit), "Abort")
+      .status();
 }
 
 absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {

@@ -223,6 +223,10 @@ class Trainer {
   // when it is called and are no longer read when it returns. OK as Update::Commit. Errors as
   // refitd.v1.Trainer.Refit. Waits for the lease as Begin does.
   virtual absl::StatusOr<CommitResult> Refit(const RefitOptions& options) = 0;
+  // Gives up the update to `version` that this rank has begun, or is refitting, in a call on
+  // another thread: that call then ends with ABORTED. Errors: as refitd.v1.Trainer.Abort;
+  // FAILED_PRECONDITION: no update to `version` is open for this rank.
+  virtual absl::Status Abort(Version version, const std::string& reason) = 0;
   // For whoever missed Commit's or Refit's answer. Works after the lease ended, as long as the
   // daemon lives. Asks for the update of the incarnation in which this trainer last began
   // `version`, else of the current one.

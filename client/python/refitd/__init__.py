@@ -1,7 +1,23 @@
-"""refitd: moves new weights from trainers into inference engines."""
+"""refitd: moves new weights from trainers into inference engines.
 
+    trainer = refitd.Trainer("policy", rank=r, world_size=n)
+    trainer.register(model.state_dict(), dtype=torch.bfloat16)
+    result = trainer.refit(version=8)
+
+    engine = refitd.Engine("policy", instance="vllm-0", rank=r, world_size=tp)
+    engine.register(refitd.capture(model.load_weights, manifest))
+    for event in engine: ...
+
+torch and numpy are imported where they are used only. Errors are `refitd.Error`, with a subclass for each gRPC status.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._layout import Box, Layout, PushedTensors, TensorSpec
+from .engine import Engine
 from .errors import (
-    Aborted,
     AlreadyExists,
     Cancelled,
     Closed,
@@ -22,28 +38,88 @@ from .errors import (
     Unavailable,
     Unimplemented,
     Unknown,
+    UpdateAborted,
 )
+from .events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
+from .memory import CudaMemory, FilledMemory, HostMemory, RegionMemory
+from .regions import Region, adopt, empty, locate
+from .trainer import Trainer
+from .update import InstanceOutcome, Update, UpdateResult
+
+if TYPE_CHECKING:
+    from .capture import Captured, capture
+    from .shards import Shard
+
+
+def __getattr__(name: str) -> Any:
+    # What needs torch comes when it is asked for.
+    if name in ("capture", "Captured"):
+        from . import capture as module
+
+        globals().update(capture=module.capture, Captured=module.Captured)
+        return globals()[name]
+    if name == "Shard":
+        from .shards import Shard
+
+        return Shard
+    if name == "__version__":
+        from ._abi import library
+
+        return library().refit_version().decode()
+    raise AttributeError(f"module 'refitd' has no attribute {name!r}")
+
 
 __all__ = [
     "Aborted",
     "AlreadyExists",
+    "Box",
     "Cancelled",
+    "Captured",
     "Closed",
+    "Committed",
+    "CudaMemory",
     "DataLoss",
     "DeadlineExceeded",
+    "Draining",
+    "Engine",
     "Error",
+    "Event",
     "FailedPrecondition",
+    "FilledMemory",
     "Forked",
+    "HostMemory",
+    "InstanceOutcome",
     "Internal",
     "InvalidArgument",
+    "Joiner",
+    "Layout",
+    "Lost",
     "NotFound",
     "OutOfRange",
+    "Part",
     "PermissionDenied",
+    "Prepare",
+    "PushedTensors",
+    "Reattached",
+    "Region",
+    "RegionMemory",
     "ResourceExhausted",
+    "Shard",
     "StagingWarning",
     "Status",
+    "TensorSpec",
+    "Trainer",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
     "Unknown",
+    "Update",
+    "UpdateAborted",
+    "UpdateResult",
+    "View",
+    "Weights",
+    "adopt",
+    "capture",
+    "empty",
+    "locate",
 ]

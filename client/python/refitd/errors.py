@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from enum import IntEnum
-from typing import ClassVar
 
 
 class Status(IntEnum):
@@ -97,7 +95,7 @@ class FailedPrecondition(Error):
     status = Status.FAILED_PRECONDITION
 
 
-class Aborted(Error):
+class UpdateAborted(Error):
     """The update was lost.
 
     `dirty`: True where weights of engines may be torn, so that these engines serve nothing until the next commit; False where
@@ -157,3 +155,31 @@ class Forked(FailedPrecondition):
 
 class StagingWarning(UserWarning):
     """Tensors lie outside refitd's regions and are therefore copied at every refit."""
+
+
+_BY_STATUS: dict[Status, type[Error]] = {
+    kind.status: kind
+    for kind in (
+        Cancelled,
+        Unknown,
+        InvalidArgument,
+        DeadlineExceeded,
+        NotFound,
+        AlreadyExists,
+        PermissionDenied,
+        ResourceExhausted,
+        FailedPrecondition,
+        UpdateAborted,
+        OutOfRange,
+        Unimplemented,
+        Internal,
+        Unavailable,
+        DataLoss,
+        Unauthenticated,
+    )
+}
+
+
+def subclass_of(status: Status) -> type[Error]:
+    """The exception class of a status other than OK."""
+    return _BY_STATUS[status]

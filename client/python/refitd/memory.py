@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 class HostMemory:
     """`nbytes` bytes of this process from address `pointer`; `owner` (a tensor or array) keeps them allocated.
 
-    `label` names the bytes in warnings and errors, usually by the tensor's name.
+    `label` names the bytes in warnings and errors, usually by the tensor's name. `pointer_now`, if given, tells where the bytes are
+    at each refit: memory that moved is bound anew.
     """
 
     pointer: int
     nbytes: int
     owner: Any = field(default=None, compare=False, repr=False)
     label: str = ""
+    pointer_now: Callable[[], int] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,355 @@
+"""What trainers and engines share: attaching, regions known to the daemon, layouts as C lists."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import _abi, regions
+from ._dtypes import DTYPES
+from ._layout import Box, TensorSpec
+from ._lists import Piece, PieceList, TensorList, check_boxes, check_tensors, numbers
+from ._native import Handle, check, text, texts
+from ._wait import interruptible
+from .errors import InvalidArgument, StagingWarning
+from .memory import CudaMemory, FilledMemory, HostMemory, RegionMemory
+from .regions import Region, aligned
+
+if TYPE_CHECKING:
+    from .cuda import Allocation, CudaResolver
+
+# What close() waits for the calls of other threads. Those have deadlines of their own: the last of them then frees the handle.
+CLOSE_SECONDS = 10.0
+
+Self = TypeVar("Self", bound="Member")
+
+
+def milliseconds(seconds: float | None, what: str) -> int:
+    """Seconds as the library's milliseconds; None is its default, 0. At least 1 ms, so that no short time becomes the default."""
+    if seconds is None:
+        return 0
+    if not 0 < seconds < 1e12:
+        raise InvalidArgument(f"{what}: {seconds} seconds is not positive", culprit=what)
+    return max(1, round(seconds * 1000))
+
+
+def checked_version(version: int) -> int:
+    """`version`, if it is an integer from 0 to 2^63 - 1; else raises InvalidArgument."""
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
+        raise InvalidArgument(f"version: {version!r} is no integer from 0 to 2^63 - 1", culprit="version")
+    return version
+
+
+def checked_count(value: int, what: str, least: int = 0) -> int:
+    """`value`, if it is an integer that C's int32 holds and not below `least`; else raises InvalidArgument."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise InvalidArgument(f"{what}: {value!r} is no integer from {least} to 2^31 - 1", culprit=what)
+    return value
+
+
+@dataclass(frozen=True)
+class ConnectOptions:
+    """How a member attaches: keyword arguments of Trainer and Engine, with their meaning there."""
+
+    group: str
+    socket: str | None = None
+    coordinator: str | None = None
+    wait_seconds: float | None = None
+    call_margin_seconds: float | None = None
+    reattach_seconds: float | None = None
+    silence_seconds: float | None = None
+    device: str | None = None
+    client: str | None = None
+
+    def structure(self, spec: _abi.refit_group_spec | None = None) -> _abi.refit_connect_options:
+        """The C structure. What it points to lives as long as the structure does."""
+        for name in ("group", "socket", "coordinator", "device", "client"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or "\0" in value):
+                raise InvalidArgument(f"{name}: {value!r} is no text", culprit=name)
+        made = _abi.sized(
+            _abi.refit_connect_options,
+            socket=text(self.socket),
+            group=text(self.group),
+            wait_ms=milliseconds(self.wait_seconds, "wait_seconds"),
+            call_margin_ms=milliseconds(self.call_margin_seconds, "call_margin_seconds"),
+            client=text(self.client),
+            coordinator=text(self.coordinator),
+            reattach_ms=milliseconds(self.reattach_seconds, "reattach_seconds"),
+            silence_ms=milliseconds(self.silence_seconds, "silence_seconds"),
+            device=text(None if self.device == "host" else self.device),
+            cuda_library=text(os.environ.get("REFITD_CUDA_LIBRARY")),
+        )
+        if spec is not None:
+            made.spec = ctypes.pointer(spec)
+        return made
+
+
+def group_spec(
+    trainer_ranks: int,
+    min_instances: int,
+    slot_bytes: int | None,
+    slots: int | None,
+    engine_only: Sequence[str],
+    unwanted: Sequence[str],
+) -> _abi.refit_group_spec:
+    """The C structure of a group's spec; None is the daemon's default."""
+    return _abi.sized(
+        _abi.refit_group_spec,
+        trainer_ranks=checked_count(trainer_ranks, "world_size", 1),
+        min_instances=checked_count(min_instances, "min_instances", 1),
+        slot_bytes=0 if slot_bytes is None else slot_bytes,
+        slots=0 if slots is None else checked_count(slots, "slots", 1),
+        engine_only_count=len(engine_only),
+        engine_only_tensors=texts(list(engine_only)),
+        unwanted_count=len(unwanted),
+        unwanted_tensors=texts(list(unwanted)),
+    )
+
+
+@dataclass
+class Registration:
+    """What one register() call made: the pieces, and everything that keeps their memory."""
+
+    tensors: list[TensorSpec]
+    boxes: list[Box]
+    pushed: list[int]
+    pieces: list[Piece] = field(default_factory=list)
+    staged: list[tuple[HostMemory, Region, int]] = field(default_factory=list)  # copied before each refit
+    filled: list[tuple[FilledMemory, memoryview]] = field(default_factory=list)  # filled before each refit
+    cuda_regions: dict[int, tuple[Allocation, Handle]] = field(default_factory=dict)  # by base address
+    owners: list[Region] = field(default_factory=list)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that are copied before each refit because they lie outside of regions."""
+        return sum(memory.nbytes for memory, _, _ in self.staged)
+
+    def tensor_of(self, box: Box) -> str:
+        return f"tensor '{self.tensors[box.tensor_index].name}'"
+
+    def fill(self) -> None:
+        """Brings what is not in place into the regions: copies first, then the caller's own functions."""
+        for memory, region, at in self.staged:
+            ctypes.memmove(region.pointer + at, memory.pointer, memory.nbytes)
+        for room, view in self.filled:
+            room.fill(view)
+
+
+class Member:
+    """A trainer or engine rank that is attached to its daemon. Thread-safe where its methods do not say otherwise."""
+
+    _kind: str  # "trainer" or "engine", as in the names of C functions
+    _handle: Handle
+    label: str  # names this rank in errors, as the daemon does
+    device: str | None  # a GPU's UUID; None or "host": host memory
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._known: weakref.WeakKeyDictionary[Region, Handle] = weakref.WeakKeyDictionary()
+        self._registration: Registration | None = None
+
+    # ---- lifetime ----
+
+    def _own(self, pointer: int) -> None:
+        self._handle = Handle(pointer, getattr(_abi.library(), f"refit_{self._kind}_free"), self.label)
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called, or this process is a forked child of the one that attached."""
+        return self._handle.closed
+
+    def close(self) -> None:
+        """Detaches from the daemon; calls that other threads have under way end first. No method works afterwards."""
+        self._handle.close(wait_seconds=CLOSE_SECONDS)
+        with self._lock:
+            self._registration = None
+            self._known.clear()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<refitd {self.label}{', closed' if self.closed else ''}>"
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device not in (None, "host")
+
+    @property
+    def reattachments(self) -> int:
+        """How often a lost lease was followed by another (`reattach_seconds`)."""
+        with self._handle as handle:
+            return int(getattr(_abi.library(), f"refit_{self._kind}_reattachments")(handle))
+
+    # ---- memory ----
+
+    def empty(self, shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None) -> Any:
+        """As `refitd.empty`: a tensor of zeros, of `shape` elements, in memory that the daemon can map."""
+        return regions.empty(shape, dtype, like=like)
+
+    def adopt(self, module: Any, *, buffers: bool = True) -> Region | None:
+        """As `refitd.adopt`: moves a torch module's CPU parameters into a region that the daemon can map."""
+        return regions.adopt(module, buffers=buffers)
+
+    def locate(self, pointer: int, nbytes: int) -> Region | None:
+        """The region that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
+        return regions.locate(pointer, nbytes)
+
+    def _known_region(self, region: Region) -> Handle:
+        """The C region that makes `region` known to this member's daemon; made at its first use."""
+        with self._lock:
+            known = self._known.get(region)
+            if known is None:
+                out = ctypes.c_void_p()
+                add = getattr(_abi.library(), f"refit_{self._kind}_add_memfd")
+                with self._handle as handle:
+                    check(add(handle, region.descriptor, region.nbytes, ctypes.byref(out)), self.label)
+                assert out.value is not None
+                known = Handle(out.value, _abi.library().refit_region_free, "a region")
+                self._known[region] = known
+            return known
+
+    # ---- layouts ----
+
+    def _register(self, registration: Registration, stage: bool) -> None:
+        """Checks, resolves and hands over a layout, which replaces the one before. On an error nothing has changed.
+
+        `stage`: whether memory outside of regions may be copied.
+        """
+        with self._handle:  # raises where this is closed, before regions are made
+            check_tensors(registration.tensors, self.label)
+            check_boxes(registration.tensors, registration.boxes, self.label)
+            self._resolve(registration, stage)
+            interruptible(lambda: self._hand_over(registration))
+        with self._lock:
+            self._registration = registration
+
+    def _rebind(self, registration: Registration) -> int:
+        """Registers anew where tensors' memory moved since; returns how many tensors' did."""
+        moved: dict[int, HostMemory | CudaMemory] = {}
+        tensors: set[int] = set()
+        for box in registration.boxes:
+            memory = box.memory
+            if isinstance(memory, (HostMemory, CudaMemory)) and memory.pointer_now is not None:
+                if id(memory) not in moved:
+                    pointer = memory.pointer_now()
+                    if pointer == memory.pointer:
+                        continue
+                    moved[id(memory)] = replace(memory, pointer=pointer)
+                tensors.add(box.tensor_index)
+        if not moved:
+            return 0
+        boxes = [replace(box, memory=moved.get(id(box.memory), box.memory)) for box in registration.boxes]
+        self._register(Registration(registration.tensors, boxes, registration.pushed), stage=True)
+        return len(tensors)
+
+    def _resolve(self, registration: Registration, stage: bool) -> None:
+        """Finds or makes the region of each box."""
+        places: dict[int, tuple[Region, int]] = {}  # id of a memory object: the region and byte offset of its bytes
+        outside: dict[tuple[int, int], list[HostMemory]] = {}
+        rooms: dict[int, FilledMemory] = {}
+        for box in registration.boxes:
+            memory = box.memory
+            if id(memory) in places or id(memory) in rooms:
+                continue
+            if isinstance(memory, RegionMemory):
+                places[id(memory)] = memory.region, memory.byte_offset
+            elif isinstance(memory, HostMemory):
+                region = regions.locate(memory.pointer, memory.nbytes)
+                if region is not None:
+                    places[id(memory)] = region, memory.pointer - region.pointer
+                elif stage:
+                    outside.setdefault((memory.pointer, memory.nbytes), []).append(memory)
+                else:
+                    raise InvalidArgument(
+                        f"{registration.tensor_of(box)} of {self.label} lies in memory that the daemon can't map: make it with "
+                        "refitd.empty, or move it with refitd.adopt(module)",
+                        culprit=registration.tensor_of(box),
+                    )
+            elif isinstance(memory, FilledMemory):
+                if not stage:
+                    raise InvalidArgument(
+                        f"{registration.tensor_of(box)} of {self.label}: only a trainer's memory is filled before a refit",
+                        culprit=registration.tensor_of(box),
+                    )
+                rooms[id(memory)] = memory
+        self._make_staging(registration, outside, rooms, places)
+        cuda = self._cuda_resolver(registration)
+        for box in registration.boxes:
+            if cuda is not None and isinstance(box.memory, CudaMemory):
+                registration.pieces += cuda.pieces(box, registration.tensor_of(box))
+                continue
+            if self._on_gpu:
+                what = registration.tensor_of(box)
+                raise InvalidArgument(f"{what} of {self.label} is in host memory, but device is {self.device}", culprit=what)
+            region, base = places[id(box.memory)]
+            registration.pieces.append(
+                Piece(
+                    box.tensor_index, box.offset, box.extent, box.strides, self._known_region(region), base + box.byte_offset
+                )
+            )
+        registration.owners += [region for region, _ in places.values()]
+        if cuda is not None:
+            registration.cuda_regions = cuda.regions
+
+    def _cuda_resolver(self, registration: Registration) -> CudaResolver | None:
+        """None where no box is on a GPU."""
+        if not any(isinstance(box.memory, CudaMemory) for box in registration.boxes):
+            return None
+        from .cuda import CudaResolver
+
+        before = self._registration.cuda_regions if self._registration is not None else {}
+        itemsizes = [DTYPES[tensor.dtype].itemsize for tensor in registration.tensors]
+        return CudaResolver(self.label, self._kind, self._handle, self.device, itemsizes, before)
+
+    def _make_staging(
+        self,
+        registration: Registration,
+        outside: dict[tuple[int, int], list[HostMemory]],
+        rooms: dict[int, FilledMemory],
+        places: dict[int, tuple[Region, int]],
+    ) -> None:
+        """One region for all bytes that are not in regions."""
+        total = sum(aligned(nbytes) for _, nbytes in outside) + sum(aligned(room.nbytes) for room in rooms.values())
+        if total == 0:
+            return
+        region, at = Region(total), 0
+        for (_, nbytes), memories in outside.items():
+            registration.staged.append((memories[0], region, at))
+            for memory in memories:
+                places[id(memory)] = region, at
+            at += aligned(nbytes)
+        for number, room in rooms.items():
+            registration.filled.append((room, memoryview(region)[at : at + room.nbytes]))
+            places[number] = region, at
+            at += aligned(room.nbytes)
+        if outside:
+            first = next((m.label for memories in outside.values() for m in memories if m.label), "a tensor")
+            warnings.warn(
+                f"{self.label}: {len(outside)} tensors ({sum(n for _, n in outside):,} bytes), {first} among them, lie outside of "
+                "refitd's regions and are copied at every refit: move them with refitd.adopt(module), or make them with refitd.empty",
+                StagingWarning,
+                stacklevel=6,
+            )
+
+    def _hand_over(self, registration: Registration) -> None:
+        tensors = TensorList(registration.tensors)
+        pieces = PieceList(registration.pieces)
+        register = getattr(_abi.library(), f"refit_{self._kind}_register")
+        arguments: list[int] = [tensors.pointer, tensors.count, pieces.pointer, pieces.count]
+        if self._kind == "trainer":
+            pushed = numbers(registration.pushed)
+            arguments += [pushed.buffer_info()[0], len(pushed)]
+        with self._handle as handle:
+            check(register(handle, *arguments), self.label)

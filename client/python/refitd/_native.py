@@ -1,0 +1,168 @@
+"""Handles of the C library that no call can use after they were freed, or in a forked child; statuses as exceptions."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+from . import _abi
+from .errors import Closed, Error, Forked, Status, UpdateAborted, subclass_of
+
+_generation = 0  # of this process: how often it was forked since its first import of refitd
+_attached = False  # whether this process has made a handle
+_forked_from_user = False  # whether a parent of this process had made a handle before the fork
+
+
+def _after_fork() -> None:
+    global _attached, _forked_from_user, _generation
+    _generation += 1
+    _forked_from_user = _forked_from_user or _attached
+    _attached = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+# What messages of the daemon and the library call those who hold a call up or gave bad input.
+_CULPRITS = re.compile(
+    r"tensor '[^']+'"
+    r"|tensor [^\s:,;()]+(?=:)"
+    r"|trainer rank \d+"
+    r"|engine [^\s:,;()]+ rank \d+"
+    r"|instance [^\s:,;()]+"
+    r"|daemon [^\s:,;()]+"
+)
+
+
+def error_of(status: int, message: str, context: str = "") -> Error:
+    """The exception for a status other than OK. `context` says whose call it was, before the library's own message."""
+    try:
+        kind = subclass_of(Status(status))
+    except ValueError:
+        kind = Error
+    found = _CULPRITS.search(message)
+    culprit = found.group(0) if found else None
+    text = f"{context}: {message}" if context else message
+    if kind is UpdateAborted:
+        return UpdateAborted(text, culprit=culprit, dirty=_dirty(message))
+    return kind(text, culprit=culprit)
+
+
+def _dirty(message: str) -> bool | None:
+    """What the daemon's message says of the engines' weights."""
+    if "(weights are whole)" in message:
+        return False
+    return True if "(weights are dirty" in message else None
+
+
+def check(status: int, context: str = "") -> None:
+    """Raises what the library says of its last call on this thread, unless `status` is OK."""
+    if status != 0:
+        message = _abi.library().refit_last_error() or b""
+        raise error_of(status, message.decode(errors="replace"), context)
+
+
+def refuse_fork() -> None:
+    """Raises Forked where a parent of this process had used the library before it forked."""
+    if _forked_from_user:
+        raise Forked(
+            "this process was forked from one that had used refitd, whose threads it lacks: start it with "
+            "multiprocessing's 'spawn' method, or attach only after the fork"
+        )
+
+
+class Handle:
+    """A handle of the library, freed once, when it is closed and no call uses it any more.
+
+    `with handle as pointer:` gives the pointer for one call; it raises Closed after close(), and Forked in a forked child, where
+    nothing is ever freed: the parent's handle is not the child's. Thread-safe.
+    """
+
+    __slots__ = ("pointer", "_free", "what", "_lock", "_users", "_closed", "_generation", "_freed", "__weakref__")
+
+    def __init__(self, pointer: int, free: Callable[[int], None], what: str) -> None:
+        global _attached
+        _attached = True
+        self.pointer = pointer
+        self._free = free
+        self.what = what
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
+        self._generation = _generation
+        self._freed = threading.Event()
+        _open_handles.add(self)
+
+    def __enter__(self) -> int:
+        if self._generation != _generation:
+            raise Forked(f"{self.what} belongs to the parent of this process, which was forked")
+        with self._lock:
+            if self._closed:
+                raise Closed(f"{self.what} is closed")
+            self._users += 1
+        return self.pointer
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._closed and self._users == 0
+        if last:
+            self._free_now()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._generation != _generation
+
+    @property
+    def in_use(self) -> bool:
+        return self._users > 0
+
+    def close(self, wait_seconds: float = 0.0) -> None:
+        """No call begins after it. Frees at once where no call runs; else the last of them does, which is waited for."""
+        if self._generation != _generation:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle = self._users == 0
+        if idle:
+            self._free_now()
+        elif wait_seconds > 0:
+            self._freed.wait(wait_seconds)
+
+    def _free_now(self) -> None:
+        self._free(self.pointer)
+        self._freed.set()
+
+    def __del__(self) -> None:
+        # Where __init__ failed there is nothing to free.
+        if getattr(self, "_freed", None) is not None and not self._closed:
+            self.close()
+
+
+_open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Detaches in good order when the interpreter ends. A handle that a thread still uses ends with the process."""
+    for handle in list(_open_handles):
+        if not handle.in_use:
+            handle.close()
+
+
+atexit.register(_close_all)
+
+
+def texts(values: list[str]) -> ctypes.Array[ctypes.c_char_p]:
+    """A C array of strings; ctypes keeps the bytes alive with it."""
+    return (ctypes.c_char_p * len(values))(*[value.encode() for value in values])
+
+
+def text(value: str | None) -> bytes | None:
+    return None if value is None else value.encode()

@@ -1,0 +1,231 @@
+"""Memory of GPUs as regions: a block of cudaMalloc by its IPC handle, memory of cuMemCreate (torch's expandable segments) as a
+descriptor. Calls the driver with ctypes; torch is asked for device numbers only."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, NamedTuple
+
+from . import _abi
+from ._layout import Box
+from ._lists import Piece
+from ._native import Handle, check
+from .errors import FailedPrecondition, InvalidArgument, Unavailable
+from .memory import CudaMemory
+
+# cuda.h
+_LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+_POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def device_uuid(index: int) -> str:
+    """The UUID ("GPU-...") of the GPU that torch numbers `index`."""
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+_indices: dict[str, int] = {}
+
+
+def device_index(uuid: str) -> int:
+    """torch's number of the GPU with this UUID. Raises InvalidArgument where this process does not see it."""
+    found = _indices.get(uuid)
+    if found is not None:
+        return found
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        _indices[device_uuid(index)] = index
+    if uuid not in _indices:
+        raise InvalidArgument(f"device: {uuid} is none of this process's GPUs: {', '.join(_indices) or 'it sees none'}", culprit="device")
+    return _indices[uuid]
+
+
+class Allocation(NamedTuple):
+    """The range of a driver's allocation that an address is in: a block of cudaMalloc, or one handle of cuMemCreate."""
+
+    base: int
+    nbytes: int
+    legacy: bool  # of cudaMalloc
+
+
+class Driver:
+    """The driver's calls that are needed, of the library that REFITD_CUDA_LIBRARY names, else libcuda.so.1. Thread-safe."""
+
+    def __init__(self) -> None:
+        name = os.environ.get("REFITD_CUDA_LIBRARY", "libcuda.so.1")
+        try:
+            self._library = ctypes.CDLL(name)
+        except OSError as error:
+            raise Unavailable(f"the CUDA driver {name}: {error}") from error
+        self._lock = threading.Lock()
+        self._contexts: dict[int, c_void_p] = {}  # of devices, retained for good, as torch's runtime does
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(c_int(status), byref(text))
+            raise FailedPrecondition(f"{name}: {(text.value or b'').decode() or status}")
+
+    @contextmanager
+    def current(self, index: int) -> Iterator[None]:
+        """The primary context of device `index`, which torch uses, is this thread's meanwhile."""
+        with self._lock:
+            context = self._contexts.get(index)
+            if context is None:
+                context = c_void_p()
+                self._call("cuInit", c_uint(0))
+                self._call("cuDevicePrimaryCtxRetain", byref(context), c_int(index))
+                self._contexts[index] = context
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def allocation(self, pointer: int) -> Allocation:
+        """What `pointer` is in. Raises FailedPrecondition where it is memory of no GPU, or freed."""
+        base, nbytes, legacy = c_uint64(), c_size_t(), c_int()
+        self._call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), c_uint64(pointer))
+        self._call("cuPointerGetAttribute", byref(legacy), c_int(_LEGACY_IPC_CAPABLE), c_uint64(pointer))
+        return Allocation(base.value, nbytes.value, bool(legacy.value))
+
+    def ipc_handle(self, base: int) -> bytes:
+        """The cudaIpcMemHandle_t of a block of cudaMalloc."""
+        handle = (c_char * _abi.CUDA_IPC_HANDLE_BYTES)()
+        self._call("cuIpcGetMemHandle", byref(handle), c_uint64(base))
+        return bytes(handle.raw)
+
+    def export(self, base: int) -> int:
+        """A descriptor of the memory of cuMemCreate at `base`, which the caller closes."""
+        handle, descriptor = c_uint64(), c_int(-1)
+        self._call("cuMemRetainAllocationHandle", byref(handle), c_void_p(base))
+        try:
+            self._call("cuMemExportToShareableHandle", byref(descriptor), handle, c_int(_POSIX_DESCRIPTOR), c_uint64(0))
+        finally:
+            self._call("cuMemRelease", handle)
+        return descriptor.value
+
+
+_driver: Driver | None = None
+
+
+def driver() -> Driver:
+    """The process's driver. Raises Unavailable where there is none."""
+    global _driver
+    if _driver is None:
+        _driver = Driver()
+    return _driver
+
+
+class CudaResolver:
+    """Makes pieces of one registration's boxes on a GPU. Each allocation of the driver becomes one region.
+
+    `regions` holds the regions of the layout before, by base address: its tensors are alive, so what lies there is the same memory.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        kind: str,
+        member: Handle,
+        device: str | None,
+        itemsizes: Sequence[int],
+        regions: dict[int, tuple[Allocation, Handle]],
+    ) -> None:
+        self._label = label
+        self._kind = kind
+        self._member = member
+        self._device = device
+        self._itemsizes = itemsizes  # of the layout's tensors
+        self._before = regions
+        self._spans: list[Allocation] = []  # all that were asked for, in order of address
+        self.regions: dict[int, tuple[Allocation, Handle]] = {}
+
+    def pieces(self, box: Box, what: str) -> list[Piece]:
+        """The pieces of `box`, more than one where its memory spans several allocations (expandable segments). `what` names its
+        tensor. Raises InvalidArgument where the memory is on another device, FailedPrecondition where the driver refuses it."""
+        memory = box.memory
+        assert isinstance(memory, CudaMemory)
+        if memory.device_uuid != self._device:
+            raise InvalidArgument(
+                f"{what} of {self._label} is on {memory.device_uuid}, but the {self._kind} attached with device {self._device or 'host'}",
+                culprit=what,
+            )
+        try:
+            with driver().current(memory.device_index):
+                return list(self._cut(box, memory.pointer + box.byte_offset))
+        except FailedPrecondition as error:
+            raise FailedPrecondition(f"{what} of {self._label}: {error}", culprit=what) from error
+
+    def _cut(self, box: Box, first: int) -> Iterator[Piece]:
+        """Pieces that lie within one allocation each, of a box whose first element is at address `first`."""
+        itemsize = self._itemsizes[box.tensor_index]
+        lowest = first + itemsize * sum(min(0, (n - 1) * s) for n, s in zip(box.extent, box.strides))
+        end = first + itemsize * (1 + sum(max(0, (n - 1) * s) for n, s in zip(box.extent, box.strides)))
+        allocation = self._allocation(lowest)
+        limit = allocation.base + allocation.nbytes
+        if end <= limit:
+            yield Piece(
+                box.tensor_index, box.offset, box.extent, box.strides, self._region(allocation), first - allocation.base
+            )
+            return
+        if allocation.legacy:
+            raise FailedPrecondition(f"bytes {lowest:#x} to {end:#x} are beyond the block at {allocation.base:#x} of {allocation.nbytes}")
+        along = max((d for d in range(len(box.extent)) if box.extent[d] > 1), key=lambda d: abs(box.strides[d]), default=None)
+        if along is None:
+            raise FailedPrecondition(f"the element at {first:#x} lies in two allocations")
+        step = abs(box.strides[along]) * itemsize
+        at = min(max(1, (limit - lowest) // step if step else 1), box.extent[along] - 1)
+        if box.strides[along] < 0:
+            at = box.extent[along] - at
+        for begin, stop in ((0, at), (at, box.extent[along])):
+            offset, extent = list(box.offset), list(box.extent)
+            offset[along] += begin
+            extent[along] = stop - begin
+            part = Box(box.tensor_index, tuple(offset), tuple(extent), box.strides, box.memory)
+            yield from self._cut(part, first + begin * box.strides[along] * itemsize)
+
+    def _allocation(self, pointer: int) -> Allocation:
+        at = bisect.bisect(self._spans, (pointer, sys.maxsize, True)) - 1
+        if at >= 0 and pointer < self._spans[at].base + self._spans[at].nbytes:
+            return self._spans[at]
+        found = driver().allocation(pointer)
+        bisect.insort(self._spans, found)
+        return found
+
+    def _region(self, allocation: Allocation) -> Handle:
+        known = self.regions.get(allocation.base)
+        if known is None:
+            known = self._before.get(allocation.base)
+            if known is None or known[0] != allocation:
+                known = allocation, self._new_region(allocation)
+            self.regions[allocation.base] = known
+        return known[1]
+
+    def _new_region(self, allocation: Allocation) -> Handle:
+        library = _abi.library()
+        out = c_void_p()
+        with self._member as member:
+            if allocation.legacy:
+                add = getattr(library, f"refit_{self._kind}_add_cuda_block")
+                check(add(member, driver().ipc_handle(allocation.base), allocation.nbytes, byref(out)), self._label)
+            else:
+                add = getattr(library, f"refit_{self._kind}_add_cuda_vmm")
+                descriptor = driver().export(allocation.base)
+                try:
+                    check(add(member, descriptor, allocation.nbytes, byref(out)), self._label)
+                finally:
+                    os.close(descriptor)
+        assert out.value is not None
+        return Handle(out.value, library.refit_region_free, "a region on a GPU")

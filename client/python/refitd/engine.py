@@ -1,0 +1,282 @@
+"""An inference engine's rank: registers its parameters, or takes staged tensors, and answers the daemon's events."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from ctypes import byref
+from typing import Any
+
+from . import _abi
+from ._buffers import CudaBytes, HostBytes
+from ._dtypes import BY_CODE, DTYPES
+from ._layout import Box, TensorSpec
+from ._lists import TensorList, check_tensors
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
+from ._native import Handle, check, refuse_fork, text
+from ._wait import interruptible
+from .errors import Closed, DeadlineExceeded, InvalidArgument
+from .events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
+
+# The longest that one call of the library waits for an event, so that signal handlers run and close() is noticed meanwhile.
+SLICE_SECONDS = 0.1
+
+
+class Engine(Member):
+    """One rank of an engine instance, attached to the daemon of its node.
+
+        engine = refitd.Engine("policy", instance="vllm-0", rank=r, world_size=tp)
+        engine.register({name: parameter for name, parameter in model.named_parameters()})
+        for event in engine:
+            if isinstance(event, refitd.Prepare):
+                pause(); event.ready()
+            elif isinstance(event, (refitd.Committed, refitd.Aborted)):
+                resume()        # Aborted: unless event.dirty
+
+    Any thread may call any method, but a single thread should take and answer events.
+    """
+
+    _kind = "engine"
+
+    def __init__(
+        self,
+        group: str,
+        *,
+        instance: str,
+        rank: int = 0,
+        world_size: int = 1,
+        staged: bool = False,
+        manifest: Sequence[TensorSpec | tuple[str, Any, Sequence[int]]] | None = None,
+        held_version: int | None = None,
+        held_incarnation: int | None = None,
+        dirty: bool = False,
+        socket: str | None = None,
+        coordinator: str | None = None,
+        device: str | None = None,
+        wait_seconds: float | None = None,
+        call_margin_seconds: float | None = None,
+        reattach_seconds: float | None = None,
+        silence_seconds: float | None = None,
+        client: str | None = None,
+    ) -> None:
+        """Attaches, and waits for daemon and group for `wait_seconds` (10).
+
+        `staged`: take tensors as Part events, to load with the engine's own code; else the daemon writes registered parameters.
+        `manifest`: with `staged`, what must arrive in every update, as (name, dtype, shape). `held_version`, `held_incarnation`: what
+        the memory holds, complete, from an earlier attachment (Committed told both). `dirty`: the memory may hold no whole version;
+        where you don't know, say True.
+
+        `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
+        the group; None: this one. `device`: a GPU's UUID ("GPU-..."); None: host memory. `reattach_seconds`: attach again for so long
+        to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for so long is lost
+        (30). `client`: free text for status pages.
+
+        Raises Unavailable where no daemon answers, DeadlineExceeded where the group does not appear, AlreadyExists where this rank is
+        attached, InvalidArgument, FailedPrecondition where the group or another rank disagrees.
+        """
+        super().__init__()
+        refuse_fork()
+        checked_count(world_size, "world_size", 1)
+        if not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise InvalidArgument(f"engine rank {rank} of instance {instance}: world_size is {world_size}", culprit=f"engine rank {rank}")
+        self.label = f"engine rank {rank} of instance {instance}"
+        self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
+        self.device = device
+        self._events = threading.Lock()  # one thread at a time takes events
+        self._pending: deque[Event] = deque()
+        options = _abi.sized(
+            _abi.refit_engine_options,
+            instance=text(instance),
+            rank=rank,
+            world_size=world_size,
+            delivery=_abi.DELIVERY_STAGED if staged else _abi.DELIVERY_REGISTERED,
+            dirty=int(dirty),
+        )
+        if held_version is not None:
+            options.has_held_version, options.held_version = 1, checked_version(held_version)
+            options.held_origin = held_incarnation or 0
+        if manifest is not None:
+            specs = [spec_of(entry) for entry in manifest]
+            check_tensors(specs, self.label)
+            listed = TensorList(specs)
+            options.has_manifest, options.manifest, options.manifest_count = 1, listed.pointer, listed.count
+        connect = ConnectOptions(
+            group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, device, client
+        ).structure()
+        options.connect = ctypes.pointer(connect)
+
+        def attach() -> int:
+            out = ctypes.c_void_p()
+            check(_abi.library().refit_engine_attach(byref(options), byref(out)), self.label)
+            assert out.value is not None
+            return out.value
+
+        self._own(interruptible(attach, disown=_abi.library().refit_engine_free))
+
+    # ---- layout ----
+
+    def register(self, layout: Any, **options: Any) -> None:
+        """Registers the parameters of this rank, in place of those registered before; not during an update.
+
+        `layout`: what refitd.capture returned, a dict of names to tensors, or a list of refitd.Shard. Their memory must be of regions
+        (refitd.empty, refitd.adopt) or on the GPU `device`. `options`: as of refitd.shards.collect.
+
+        Raises InvalidArgument for a layout that is wrong in itself, naming the tensor; FailedPrecondition where another rank's layout
+        disagrees, or an update runs; nothing has changed then.
+        """
+        if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
+            from .shards import collect
+
+            layout = collect(layout, **options)
+        self.register_layout(layout.tensors, layout.boxes)
+
+    def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
+        """The same, of plain records. A tensor without a box of this rank may come from trainers, and is not written (tied weights)."""
+        registration = Registration(list(tensors), list(boxes), [])
+        self._register(registration, stage=False)
+
+    # ---- events ----
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yields events until close(). Raises what ended the lease; `weights` then tells the rest."""
+        while True:
+            try:
+                event = self.next(timeout_seconds=None)
+            except Closed:
+                return
+            yield event
+
+    def next(self, timeout_seconds: float | None = None) -> Event:
+        """The next event. Raises DeadlineExceeded after `timeout_seconds` (None: never), Closed after close(), and what ended the
+        lease (Unavailable, ...) once no event is left."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            remaining = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
+            event = self.poll(max(remaining, 0.0))
+            if event is not None:
+                return event
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"{self.label}: no event within {timeout_seconds} s")
+
+    def poll(self, seconds: float = 0.0) -> Event | None:
+        """The next event, or None after `seconds`, during which no signal handler runs."""
+        with self._events:
+            if self._pending:
+                return self._pending.popleft()
+            raw = _abi.sized(_abi.refit_event)
+            with self._handle as handle:
+                check(_abi.library().refit_engine_next(handle, round(seconds * 1000), byref(raw)), self.label)
+                return self._event(handle, raw)
+
+    def _put_back(self, event: Event) -> None:
+        """For a caller that was cancelled after it had taken the event: the next call gets it."""
+        with self._events:
+            self._pending.appendleft(event)
+
+    def _event(self, handle: int, raw: _abi.refit_event) -> Event | None:
+        kind = raw.kind
+        if kind == _abi.EVENT_NOTHING:
+            return None
+        if kind == _abi.EVENT_PREPARE:
+            return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, self)
+        if kind == _abi.EVENT_PART:
+            return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
+        if kind == _abi.EVENT_COMMITTED:
+            return Committed(raw.version, raw.incarnation)
+        if kind == _abi.EVENT_ABORTED:
+            return Aborted(raw.version, (raw.reason or b"").decode(errors="replace"), bool(raw.dirty))
+        if kind == _abi.EVENT_DRAINING:
+            return Draining()
+        if kind == _abi.EVENT_LOST:
+            return Lost((raw.reason or b"").decode(errors="replace"), Weights(raw.weights))
+        if kind == _abi.EVENT_REATTACHED:
+            return Reattached(None if raw.version < 0 else raw.version, Weights(raw.weights))
+        return None  # of a later library
+
+    def _views(self, handle: int, raw: _abi.refit_event) -> tuple[View, ...]:
+        out = ctypes.c_void_p()
+        check(_abi.library().refit_engine_hold(handle, byref(out)), self.label)
+        assert out.value is not None
+        hold = Handle(out.value, _abi.library().refit_hold_free, "a part's memory")
+        views = []
+        for i in range(raw.view_count):
+            given = raw.views[i]
+            tensor = given.tensor
+            dtype = BY_CODE[tensor.dtype]
+            shape = tuple((ctypes.c_int64 * tensor.dim_count).from_address(tensor.dims)) if tensor.dim_count else ()
+            data = self._bytes(given.data or 0, tensor.count * dtype.itemsize, hold)
+            views.append(View(tensor.name.decode(), dtype.name, shape, tensor.start, tensor.count, data))
+        return tuple(views)
+
+    def _bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | CudaBytes:
+        if not self._on_gpu:
+            return HostBytes(pointer, nbytes, owner)
+        from .cuda import device_index
+
+        assert self.device is not None
+        return CudaBytes(pointer, nbytes, owner, device_index(self.device))
+
+    def _new_bytes(self, nbytes: int) -> HostBytes | CudaBytes:
+        """Memory of its own, on this rank's device."""
+        if self._on_gpu:
+            import torch
+
+            from .cuda import device_index
+
+            assert self.device is not None
+            made = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device_index(self.device)))
+            return CudaBytes(made.data_ptr(), nbytes, made, made.device.index)
+        # From its own region: page-aligned, and given back to the system as soon as it goes.
+        from .regions import Region
+
+        room = Region(max(nbytes, 1))
+        return HostBytes(room.pointer, nbytes, room)
+
+    # ---- answers ----
+
+    def ready(self, version: int) -> None:
+        """Answers Prepare: this rank no longer reads its weights. Raises FailedPrecondition where that is not due (any more)."""
+        with self._handle as handle:
+            check(_abi.library().refit_engine_ready(handle, checked_version(version)), self.label)
+
+    def ack(self, part: Part) -> None:
+        """Answers Part: its views are no longer read. Raises FailedPrecondition where that is not due (any more)."""
+        with self._handle as handle:
+            check(_abi.library().refit_engine_ack(handle, part.update_id, part.part), self.label)
+
+    def fail(self, version: int, reason: str) -> None:
+        """Says that this rank can't go on with the update to `version`; Aborted follows."""
+        with self._handle as handle:
+            check(_abi.library().refit_engine_fail(handle, checked_version(version), text(reason)), self.label)
+
+    # ---- state ----
+
+    @property
+    def weights(self) -> Weights:
+        """What this rank knows of its weights. Works until close(), also after the lease's end."""
+        with self._handle as handle:
+            return Weights(_abi.library().refit_engine_weights(handle))
+
+    @property
+    def version(self) -> int | None:
+        """The version installed here; None: none, or the weights are not good."""
+        out = ctypes.c_int64()
+        with self._handle as handle:
+            status = _abi.library().refit_engine_version(handle, byref(out))
+            if status == 5:  # NOT_FOUND
+                return None
+            check(status, self.label)
+        return out.value
+
+
+def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
+    """A TensorSpec of itself or of (name, dtype, shape)."""
+    if isinstance(entry, TensorSpec):
+        return entry
+    from ._dtypes import resolve
+
+    name, dtype, shape = entry
+    return TensorSpec(name, resolve(dtype, f"tensor '{name}'").name, tuple(shape))

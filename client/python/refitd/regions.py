@@ -1,0 +1,240 @@
+"""Regions: memory of this process that a daemon may map, and tensors in it.
+
+A region is a sealed memfd that is mapped here. It belongs to no trainer or engine: each one that registers tensors in it makes it
+known to its own daemon. The memory lives as long as anything uses it: a tensor or array over it, or a registered layout.
+
+A forked child shares a region's memory with its parent: what it writes, the parent's daemon reads.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import fcntl
+import math
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ._buffers import numpy_dtype
+from ._dtypes import resolve, torch_dtype
+from .errors import InvalidArgument, ResourceExhausted
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+# Tensors begin at multiples of this, a cache line: copies are at their best there.
+ALIGNMENT = 64
+# `empty` cuts small tensors from regions of this size. Pages that nobody wrote take no memory.
+ARENA_BYTES = 64 << 20
+
+
+class Region(mmap.mmap):
+    """`nbytes` bytes of shared memory, zeroed. `pointer` is its address here, `descriptor` its memfd.
+
+    Anything over it, such as `memoryview(region)` or the results of `array` and `tensor`, keeps the memory. Thread-safe.
+    """
+
+    nbytes: int
+    pointer: int
+    descriptor: int
+
+    def __new__(cls, nbytes: int) -> Region:
+        """Raises InvalidArgument where nbytes is not positive, ResourceExhausted where the system gives no memory."""
+        if nbytes <= 0:
+            raise InvalidArgument(f"a region of {nbytes} bytes")
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("refitd-python", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(descriptor, nbytes)
+            # The daemon maps it only where it can't be cut short.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            region = super().__new__(cls, descriptor, nbytes)
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise ResourceExhausted(f"a region of {nbytes} bytes: {error}") from error
+        region.nbytes = nbytes
+        region.descriptor = descriptor
+        region.pointer = ctypes.addressof(ctypes.c_char.from_buffer(region))
+        # Weights don't belong in core dumps.
+        region.madvise(mmap.MADV_DONTDUMP)
+        weakref.finalize(region, os.close, descriptor)
+        _table.add(region)
+        return region
+
+    def close(self) -> None:
+        """Does nothing: the memory goes when nothing uses it any more."""
+
+    def array(self, shape: Sequence[int], dtype: Any, byte_offset: int = 0) -> numpy.ndarray[Any, Any]:
+        """A numpy array over the region. bfloat16 and float8 need the package ml_dtypes."""
+        import numpy
+
+        made: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), numpy_dtype(resolve(dtype).name), buffer=self, offset=byte_offset)
+        return made
+
+    def tensor(self, shape: Sequence[int], dtype: Any, byte_offset: int = 0) -> torch.Tensor:
+        """A torch tensor over the region, on the CPU, contiguous."""
+        import torch
+
+        count = math.prod(shape)
+        kind = torch_dtype(resolve(dtype).name)
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=kind)
+        return torch.frombuffer(self, dtype=kind, count=count, offset=byte_offset).view(tuple(shape))
+
+
+class _Table:
+    """All regions of this process, by address. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a region may go, and be removed, wherever Python collects garbage
+        self._pointers: list[int] = []
+        self._regions: list[weakref.ref[Region]] = []
+
+    def add(self, region: Region) -> None:
+        with self._lock:
+            at = bisect.bisect(self._pointers, region.pointer)
+            self._pointers.insert(at, region.pointer)
+            self._regions.insert(at, weakref.ref(region))
+            weakref.finalize(region, self._remove, region.pointer).atexit = False
+
+    def _remove(self, pointer: int) -> None:
+        with self._lock:
+            at = bisect.bisect_left(self._pointers, pointer)
+            if at < len(self._pointers) and self._pointers[at] == pointer and self._regions[at]() is None:
+                del self._pointers[at], self._regions[at]
+
+    def locate(self, pointer: int, nbytes: int) -> Region | None:
+        with self._lock:
+            at = bisect.bisect(self._pointers, pointer) - 1
+            region = self._regions[at]() if at >= 0 else None
+        if region is None or pointer + nbytes > region.pointer + region.nbytes:
+            return None
+        return region
+
+    def after_fork(self) -> None:
+        self._lock = threading.RLock()
+
+
+_table = _Table()
+os.register_at_fork(after_in_child=_table.after_fork)
+
+
+def locate(pointer: int, nbytes: int) -> Region | None:
+    """The region that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
+    return _table.locate(pointer, nbytes)
+
+
+class _Arena:
+    """Cuts small pieces of memory from larger regions. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._region: weakref.ref[Region] | None = None
+        self._used = 0
+
+    def take(self, nbytes: int) -> tuple[Region, int]:
+        """A region and a byte offset in it, at a multiple of ALIGNMENT."""
+        if nbytes > ARENA_BYTES // 4:
+            return Region(nbytes), 0
+        with self._lock:
+            region = self._region() if self._region is not None else None
+            if region is None or self._used + nbytes > region.nbytes:
+                region = Region(ARENA_BYTES)
+                self._region = weakref.ref(region)
+                self._used = 0
+            offset = self._used
+            self._used += aligned(nbytes)
+        return region, offset
+
+    def after_fork(self) -> None:
+        # A child that went on with its parent's arena would hand out the same bytes.
+        self._lock = threading.Lock()
+        self._region = None
+
+
+_arena = _Arena()
+os.register_at_fork(after_in_child=_arena.after_fork)
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to a multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def empty(shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None) -> Any:
+    """A tensor of zeros in memory that daemons can map: registered, it is moved from and to where it is, without a copy.
+
+    `shape`: in elements. `dtype`: a name such as "bfloat16", a torch.dtype or a numpy dtype. `like`: "torch" for a torch.Tensor on
+    the CPU, "numpy" for a numpy.ndarray; None: torch's where torch is imported or `dtype` is torch's, else numpy's.
+    """
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(n < 0 for n in dims):
+        raise InvalidArgument(f"shape {dims} has a negative dimension")
+    kind = resolve(dtype)
+    nbytes = math.prod(dims) * kind.itemsize
+    region, offset = _arena.take(max(nbytes, 1))
+    if like not in (None, "torch", "numpy"):
+        raise InvalidArgument(f"like: {like!r} is neither 'torch' nor 'numpy'")
+    if like == "torch" or (like is None and "torch" in sys.modules):
+        return region.tensor(dims, kind.name, offset)
+    return region.array(dims, kind.name, offset)
+
+
+def adopt(module: torch.nn.Module, *, buffers: bool = True) -> Region | None:
+    """Moves a module's CPU parameters, and buffers, into one new region; they keep their values, shapes and ties.
+
+    Tensors that share memory go on sharing it. Parameters on other devices, and those in regions already, stay where they are.
+    Optimizers go on working, since the Parameter objects are the same. Call it before threads or graphs hold on to the old memory.
+    Returns the region; None where there was nothing to move.
+    """
+    import torch
+
+    tensors: list[torch.Tensor] = list(module.parameters())
+    if buffers:
+        tensors += list(module.buffers())
+    return adopt_tensors(tensors)
+
+
+def adopt_tensors(tensors: Iterable[torch.Tensor]) -> Region | None:
+    """Moves the CPU tensors' storages into one new region, as `adopt` does; the tensor objects stay the same."""
+    import torch
+
+    local: list[torch.Tensor] = []
+    for tensor in tensors:
+        # A DTensor's memory is its local tensor's.
+        found = getattr(tensor, "_local_tensor", tensor)
+        if found.device.type == "cpu" and found.numel() > 0:
+            local.append(found)
+    places: dict[int, int] = {}  # storage's address: byte offset in the region
+    storages: dict[int, torch.UntypedStorage] = {}
+    total = 0
+    for tensor in local:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in places or locate(storage.data_ptr(), storage.nbytes()) is not None:
+            continue
+        places[storage.data_ptr()] = total
+        storages[storage.data_ptr()] = storage
+        total += aligned(storage.nbytes())
+    if total == 0:
+        return None
+    region = Region(total)
+    for pointer, storage in storages.items():
+        ctypes.memmove(region.pointer + places[pointer], pointer, storage.nbytes())
+    with torch.no_grad():
+        for tensor in local:
+            at = places.get(tensor.untyped_storage().data_ptr())
+            if at is None:
+                continue
+            whole = torch.frombuffer(region, dtype=torch.uint8, count=tensor.untyped_storage().nbytes(), offset=at)
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+                whole.untyped_storage(), whole.storage_offset() // tensor.element_size() + tensor.storage_offset(),
+                tensor.shape, tensor.stride(),
+            )
+    return region

@@ -1,0 +1,328 @@
+"""A trainer rank: registers its shards and refits, or pushes full tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from ctypes import byref
+from typing import Any
+
+from . import _abi
+from ._buffers import CudaBytes, HostBytes
+from ._layout import Box, PushedTensors, TensorSpec
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
+from ._native import Handle, check, refuse_fork, text
+from ._wait import interruptible
+from .errors import Error, InvalidArgument
+from .update import BROADCASTS, OUTCOMES, VERIFICATIONS, Update, UpdateResult, result_of
+
+
+class Trainer(Member):
+    """One trainer rank, attached to the daemon of its node.
+
+        trainer = refitd.Trainer("policy", rank=r, world_size=n)
+        trainer.register(model.state_dict(), dtype=torch.bfloat16)
+        result = trainer.refit(version=8)                        # every rank calls it
+
+    or, where a framework yields full tensors:
+
+        with trainer.update(9) as update:
+            for name, tensor in export():
+                update.push(name, tensor)
+
+    Any thread may call any method. Blocking calls let go of the interpreter lock, and on the main thread signal handlers run
+    meanwhile: Ctrl-C gives the update up.
+    """
+
+    _kind = "trainer"
+
+    def __init__(
+        self,
+        group: str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        min_instances: int = 1,
+        slot_bytes: int | None = None,
+        slots: int | None = None,
+        engine_only_tensors: Sequence[str] = (),
+        unwanted_tensors: Sequence[str] = (),
+        create: bool = True,
+        socket: str | None = None,
+        coordinator: str | None = None,
+        device: str | None = None,
+        wait_seconds: float | None = None,
+        call_margin_seconds: float | None = None,
+        reattach_seconds: float | None = None,
+        silence_seconds: float | None = None,
+        client: str | None = None,
+    ) -> None:
+        """Attaches, and waits for daemon and group for `wait_seconds` (10).
+
+        The first rank makes the group; the others must bring an equal spec: `min_instances` that an update waits for, bytes and number
+        of staging slots (None: the daemon's), `engine_only_tensors` (names that trainers never bring), `unwanted_tensors` (names, or
+        prefixes that end with '*', that no engine need want). With `create=False` the group must be made by someone else.
+
+        `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
+        the group; None: this one. `device`: where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where
+        torch has used CUDA in this process, else host memory. `reattach_seconds`: attach again for so long to a daemon that went away;
+        None: the lease's end is the end. `silence_seconds`: a daemon that is silent for so long is lost (30).
+        `call_margin_seconds`: added to what remains of an update as the deadline of its calls (5). `client`: free text for status pages.
+
+        Raises Unavailable where no daemon answers, DeadlineExceeded or NotFound where the group does not appear, AlreadyExists where
+        this rank is attached or the group has another spec, InvalidArgument, FailedPrecondition.
+        """
+        super().__init__()
+        refuse_fork()
+        checked_count(world_size, "world_size", 1)
+        if not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise InvalidArgument(f"trainer rank {rank} of group {group}: world_size is {world_size}", culprit=f"trainer rank {rank}")
+        self.label = f"trainer rank {rank} of group {group}"
+        self.group, self.rank, self.world_size = group, rank, world_size
+        self.device = _current_gpu() if device is None else device
+        spec = None
+        if create:
+            spec = group_spec(world_size, min_instances, slot_bytes, slots, engine_only_tensors, unwanted_tensors)
+        connect = ConnectOptions(
+            group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, self.device, client
+        ).structure(spec)
+        options = _abi.sized(_abi.refit_trainer_options, connect=ctypes.pointer(connect), rank=rank, world_size=world_size)
+
+        def attach() -> int:
+            out = ctypes.c_void_p()
+            check(_abi.library().refit_trainer_attach(byref(options), byref(out)), self.label)
+            assert out.value is not None
+            return out.value
+
+        self._own(interruptible(attach, disown=_abi.library().refit_trainer_free))
+        self._pushed: PushedTensors | None = None
+
+    # ---- shards that stay where they are ----
+
+    def register(self, shards: Any, *, dtype: Any = None, **options: Any) -> None:
+        """Registers this rank's shards for refit, in place of those registered before; not during an update of this rank.
+
+        `shards`: a dict of names to tensors (a state dict, with DTensors), a torch module, or a list of refitd.Shard. `dtype`: what
+        floating-point tensors are cast to on the way; None: as they are. `options`: as of refitd.shards.collect.
+
+        Host tensors in regions (`empty`, `adopt`) are moved from where they are; others are copied first at each refit, of which a
+        StagingWarning tells. The tensors must stay: refitd keeps them alive.
+
+        Raises InvalidArgument, naming tensor and rank; FailedPrecondition where another rank's layout disagrees or an update runs.
+        Nothing has changed then.
+        """
+        from .shards import collect
+
+        collected = collect(shards, dtype=dtype, **options)
+        self.register_layout(collected.tensors, collected.boxes, collected.pushed)
+
+    def register_shards(self, shards: Sequence[Any], **options: Any) -> None:
+        """Registers a list of refitd.Shard(name, shape, dtype, tensor, offset): the foundation of `register`."""
+        self.register(list(shards), **options)
+
+    def register_layout(
+        self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: PushedTensors | None = None
+    ) -> None:
+        """The same, of plain records. `pushed`: tensors that every refit pushes instead. Without a box the layout is taken back."""
+        indices = list(pushed.indices) if pushed is not None else []
+        registration = Registration(list(tensors), list(boxes), indices)
+        self._register(registration, stage=True)
+        self._pushed = pushed
+
+    def refit(
+        self,
+        version: int,
+        *,
+        duration_seconds: float | None = None,
+        verification: str | None = None,
+        evict_late: bool = False,
+    ) -> UpdateResult:
+        """Installs the registered shards as `version` in every instance; every trainer rank calls it.
+
+        The shards hold the version when it is called, and may be written again when it returns. Work that torch has queued on the
+        GPU's current stream is waited for. `duration_seconds`: of the whole update; None: the daemon's default. `verification`: "off",
+        "transfer", "readback"; None: the daemon's default. `evict_late`: evict instances that are late instead of aborting.
+
+        Raises UpdateAborted (its `dirty` says whether engines' weights may be torn), DeadlineExceeded, FailedPrecondition where
+        layouts disagree, naming tensor and rank, before anything is written; Unavailable where the daemon went away.
+        """
+        checked_version(version)
+        with self._lock:
+            registration, pushed = self._registration, self._pushed
+        rebound = 0
+        if registration is not None:
+            rebound = self._rebind(registration)
+            with self._lock:
+                registration = self._registration or registration
+            registration.fill()
+        self._synchronize()
+        staged = registration.staged_bytes if registration is not None else 0
+        if pushed is not None:
+            return self._refit_with_pushes(version, duration_seconds, verification, evict_late, pushed, staged, rebound)
+        options = _abi.sized(
+            _abi.refit_refit_options,
+            version=version,
+            duration_ms=milliseconds(duration_seconds, "duration_seconds"),
+            verification=_number(VERIFICATIONS, verification, "verification"),
+            evict_late=int(evict_late),
+        )
+
+        def refit() -> UpdateResult:
+            raw = _abi.sized(_abi.refit_commit_result)
+            library = _abi.library()
+            with self._handle as handle:
+                check(library.refit_trainer_refit(handle, byref(options), byref(raw)), f"{self.label}, version {version}")
+                return result_of(raw, library.refit_trainer_outcome, handle, staged, rebound)
+
+        return interruptible(refit, cancel=lambda: self._cancel(version))
+
+    def _refit_with_pushes(
+        self,
+        version: int,
+        duration_seconds: float | None,
+        verification: str | None,
+        evict_late: bool,
+        pushed: PushedTensors,
+        staged: int,
+        rebound: int,
+    ) -> UpdateResult:
+        from dataclasses import replace
+
+        update = self.update(
+            version, duration_seconds=duration_seconds, verification=verification, evict_late=evict_late, with_layout=True
+        )
+        with update:
+            pushed.push(update)
+        assert update.result is not None
+        return replace(update.result, staged_bytes=staged, rebound=rebound)
+
+    # ---- pushed tensors ----
+
+    def update(
+        self,
+        version: int,
+        *,
+        duration_seconds: float | None = None,
+        verification: str | None = None,
+        evict_late: bool = False,
+        tensor_count: int | None = None,
+        total_bytes: int | None = None,
+        broadcast: str = "auto",
+        with_layout: bool = False,
+    ) -> Update:
+        """Begins an update to `version`, or joins it; returns when every engine has stopped reading its weights. Every rank calls it.
+
+        `duration_seconds`: of the whole update, waiting for engines included; None: the daemon's default. `verification`,
+        `evict_late`: as for refit. `tensor_count`, `total_bytes`: of all ranks together; engines with staged delivery and no manifest
+        need the count. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the registered layout takes
+        part, and the update ends by refit() instead of commit().
+
+        Raises DeadlineExceeded, naming who was waited for, FailedPrecondition, UpdateAborted, AlreadyExists where this rank has an
+        update open.
+        """
+        options = _abi.sized(
+            _abi.refit_begin_options,
+            version=checked_version(version),
+            duration_ms=milliseconds(duration_seconds, "duration_seconds"),
+            verification=_number(VERIFICATIONS, verification, "verification"),
+            evict_late=int(evict_late),
+            tensor_count=tensor_count or 0,
+            total_bytes=total_bytes or 0,
+            broadcast=_number(BROADCASTS, broadcast, "broadcast"),
+            without_layout=int(not with_layout),
+        )
+
+        def begin() -> Handle:
+            out = ctypes.c_void_p()
+            library = _abi.library()
+            with self._handle as handle:
+                label = f"{self.label}, version {version}"
+                check(library.refit_trainer_begin(handle, byref(options), byref(out)), label)
+            assert out.value is not None
+            return Handle(out.value, library.refit_update_free, f"the update to version {version}")
+
+        handle = interruptible(begin, cancel=lambda: self._cancel(version), disown=lambda made: made.close())
+        return Update(self, handle, version, with_layout)
+
+    # ---- state ----
+
+    def abort(self, version: int, reason: str = "the trainer gave the update up") -> None:
+        """Gives up the update to `version` that another thread waits in: its call then raises UpdateAborted.
+
+        Raises FailedPrecondition where this rank has no such update open.
+        """
+        with self._handle as handle:
+            check(_abi.library().refit_trainer_abort(handle, checked_version(version), text(reason)), self.label)
+
+    def get_update(self, version: int) -> str:
+        """What became of an update, for a caller who missed the answer: "unknown", "running", "committed" or "aborted".
+
+        A daemon knows of no update from before it was restarted.
+        """
+        out = ctypes.c_int32()
+
+        def ask() -> None:
+            with self._handle as handle:
+                check(_abi.library().refit_trainer_get_update(handle, checked_version(version), byref(out)), self.label)
+
+        interruptible(ask)
+        return OUTCOMES[out.value]
+
+    @property
+    def group_version(self) -> int | None:
+        """The last committed version that the daemon told of; None: none."""
+        out = ctypes.c_int64()
+        with self._handle as handle:
+            status = _abi.library().refit_trainer_group_version(handle, byref(out))
+            if status == 5:  # NOT_FOUND
+                return None
+            check(status, self.label)
+        return out.value
+
+    def check_health(self) -> None:
+        """Raises what ended the lease, and why none follows it; returns while attached."""
+        with self._handle as handle:
+            check(_abi.library().refit_trainer_health(handle), self.label)
+
+    # ---- inside ----
+
+    def _cancel(self, version: int) -> None:
+        try:
+            self.abort(version, "the trainer was interrupted")
+        except Error:
+            pass  # the update had not begun, or has ended: then the call ends by itself
+
+    def _slot_bytes(self, pointer: int, nbytes: int, owner: Any) -> HostBytes | CudaBytes:
+        if not self._on_gpu:
+            return HostBytes(pointer, nbytes, owner)
+        from .cuda import device_index
+
+        assert self.device is not None
+        return CudaBytes(pointer, nbytes, owner, device_index(self.device))
+
+    def _synchronize(self) -> None:
+        """Waits for the work that wrote the shards."""
+        if self._on_gpu:
+            import torch
+
+            from .cuda import device_index
+
+            assert self.device is not None
+            torch.cuda.current_stream(device_index(self.device)).synchronize()
+
+
+def _number(names: dict[Any, int], given: Any, what: str) -> int:
+    if given not in names:
+        raise InvalidArgument(f"{what}: {given!r} is none of {', '.join(repr(name) for name in names)}", culprit=what)
+    return names[given]
+
+
+def _current_gpu() -> str | None:
+    """The UUID of torch's current GPU, where this process has used CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    from .cuda import device_uuid
+
+    return device_uuid(torch.cuda.current_device())

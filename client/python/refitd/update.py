@@ -1,0 +1,319 @@
+"""An open update: what is pushed into it, and how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from . import _abi
+from ._buffers import CudaBytes, HostBytes
+from ._layout import TensorSpec
+from ._lists import TensorList, numbers
+from ._native import Handle, check, text
+from ._sources import Source, copy_host, source_of
+from ._wait import interruptible
+from .errors import Error, FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+# Tensors in a slot begin at multiples of this: staged engines read them where they lie, and vector loads want 16 bytes or more.
+SLOT_ALIGNMENT = 64
+
+VERIFICATIONS = {None: 0, "off": 1, "transfer": 2, "readback": 3}
+BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
+OUTCOMES = ("unknown", "running", "committed", "aborted")
+
+
+@dataclass(frozen=True)
+class InstanceOutcome:
+    """How an instance came out of an update; `reason` says why one that did not commit was evicted."""
+
+    instance: str
+    committed: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """A committed update.
+
+    `bytes`: of tensor data that all trainer ranks moved. `seconds`: from the first rank's begin to the decision, by the daemon's
+    clock. `instances`: those that took part; empty where the commit's answer was lost with the daemon. `pushed_bytes`: by method of
+    broadcast, what of `bytes` was pushed. `left_out_tensors`, `left_out_bytes`: tensors that no engine wants
+    (`unwanted_tensors`). `staged_bytes`: of this rank, copied first since they lie outside of regions. `rebound`: tensors of this
+    rank whose GPU memory had moved and was bound anew.
+    """
+
+    version: int
+    bytes: int
+    seconds: float
+    instances: tuple[InstanceOutcome, ...]
+    pushed_bytes: dict[str, int]
+    left_out_tensors: int
+    left_out_bytes: int
+    staged_bytes: int = 0
+    rebound: int = 0
+
+    @property
+    def committed(self) -> int:
+        """How many instances hold the version."""
+        return sum(outcome.committed for outcome in self.instances)
+
+
+def result_of(
+    raw: _abi.refit_commit_result, ask: Callable[..., int], handle: int, staged_bytes: int = 0, rebound: int = 0
+) -> UpdateResult:
+    """The result of a commit or refit, on the thread that made it; `ask` is the C function that tells of one instance."""
+    instances = []
+    for i in range(raw.instances):
+        name, reason = ctypes.c_char_p(), ctypes.c_char_p()
+        committed = ctypes.c_int32()
+        check(ask(handle, i, byref(name), byref(committed), byref(reason)))
+        instances.append(
+            InstanceOutcome((name.value or b"").decode(), bool(committed.value), (reason.value or b"").decode(errors="replace"))
+        )
+    pushed = {method: raw.pushed_bytes[i] for method, i in BROADCASTS.items() if raw.pushed_bytes[i]}
+    return UpdateResult(
+        raw.version, raw.bytes, raw.seconds, tuple(instances), pushed, raw.left_out_tensors, raw.left_out_bytes, staged_bytes, rebound
+    )
+
+
+class _Slot:
+    """A leased slot that is being packed."""
+
+    def __init__(self, handle: Handle, data: HostBytes | CudaBytes) -> None:
+        self.handle = handle
+        self.data = data
+        self.used = 0
+        self.names: set[str] = set()
+        self.tensors: list[TensorSpec] = []
+        self.parts: list[tuple[int, int]] = []
+        self.offsets: list[int] = []
+
+    def room(self) -> int:
+        return self.data.nbytes - -(-self.used // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+class Update:
+    """An update that this rank has begun: every engine has stopped reading its weights. Made by Trainer.update().
+
+    Leaving its `with` block commits it, or aborts it where an exception leaves the block; `result` then tells of it. Threads may
+    take turns; pushes of several threads at once are made one after the other.
+    """
+
+    def __init__(self, trainer: Trainer, handle: Handle, version: int, with_layout: bool) -> None:
+        self._trainer = trainer
+        self._handle = handle
+        self._lock = threading.RLock()
+        self._slot: _Slot | None = None
+        self._with_layout = with_layout
+        self._label = f"{trainer.label}, version {version}"
+        self.version = version
+        self.result: UpdateResult | None = None
+        with handle as pointer:
+            self.instances = int(_abi.library().refit_update_instances(pointer))
+            self.leasable_slots = int(_abi.library().refit_update_leasable_slots(pointer))
+
+    # ---- pushing ----
+
+    def push(self, name: str, tensor: Any, *, shape: Sequence[int] | None = None, start: int = 0, dtype: Any = None) -> None:
+        """Packs a tensor into the current slot, and hands slots over as they fill up. The tensor's bytes are copied when it returns.
+
+        `tensor`: a torch tensor of any strides and device, a numpy array, or anything with DLPack or the buffer protocol.
+        `shape`, `start`: for a part of a tensor, the whole tensor's shape and the first element, in row-major order, that `tensor`
+        holds. `dtype`: of raw bytes (uint8), what they hold; for all others only checked.
+
+        Raises InvalidArgument, naming the tensor; what the daemon refuses (a tensor that engines do not know, a wrong shape) is
+        raised by a later push or by the commit, as the push is not waited for.
+        """
+        source = source_of(name, tensor, dtype, shape)
+        whole = source.shape if shape is None else tuple(shape)
+        total = 1
+        for n in whole:
+            total *= n
+        if start < 0 or start + source.elements > total:
+            raise InvalidArgument(
+                f"tensor '{name}' of {self._label}: elements {start} to {start + source.elements} are beyond the shape {whole}",
+                culprit=f"tensor '{name}'",
+            )
+        spec = TensorSpec(name, source.dtype.name, whole)
+        with self._lock:
+            self._pack(spec, start, source)
+
+    def _pack(self, spec: TensorSpec, start: int, source: Source) -> None:
+        slot = self._slot
+        nbytes = source.elements * source.dtype.itemsize
+        # A bucket has a tensor once: another part of it goes into the next.
+        if slot is not None and slot.tensors and (nbytes > slot.room() or spec.name in slot.names):
+            self._send()
+            slot = None
+        if slot is None:
+            slot = self._lease()
+        if nbytes <= slot.room():
+            self._put(slot, spec, start, source, 0, source.elements)
+            return
+        done = 0
+        while done < source.elements:
+            slot = self._slot or self._lease()
+            count = min(source.elements - done, slot.room() // source.dtype.itemsize)
+            self._put(slot, spec, start, source, done, count)
+            done += count
+            if done < source.elements:
+                self._send()
+
+    def _put(self, slot: _Slot, spec: TensorSpec, start: int, source: Source, done: int, count: int) -> None:
+        """Copies elements [done, done + count) of the source into the slot."""
+        at = -(-slot.used // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        itemsize = source.dtype.itemsize
+        nbytes = count * itemsize
+        if nbytes:
+            if source.copy is None and type(slot.data) is HostBytes:
+                ctypes.memmove(slot.data.pointer + at, source.pointer + done * itemsize, nbytes)
+            else:
+                target = slot.data.part(at, nbytes)
+                if source.copy is None:
+                    copy_host(target, source.pointer + done * itemsize, nbytes)
+                else:
+                    source.copy(target, done, count)
+        slot.used = at + nbytes
+        slot.names.add(spec.name)
+        slot.tensors.append(spec)
+        slot.parts.append((start + done, count))
+        slot.offsets.append(at)
+
+    def _lease(self) -> _Slot:
+        def lease() -> _Slot:
+            out = ctypes.c_void_p()
+            library = _abi.library()
+            with self._handle as update:
+                check(library.refit_update_lease_slot(update, 0, byref(out)), self._label)
+            assert out.value is not None
+            handle = Handle(out.value, library.refit_slot_free, "a slot")
+            pointer, nbytes = library.refit_slot_data(out), library.refit_slot_bytes(out)
+            return _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle))
+
+        self._slot = interruptible(lease, cancel=self._cancel, disown=lambda slot: slot.handle.close())
+        return self._slot
+
+    def _send(self) -> None:
+        """Hands the current slot over, without waiting until it was taken in."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            return
+        if not slot.tensors:
+            slot.handle.close()
+            return
+        if isinstance(slot.data, CudaBytes):
+            slot.data.synchronize()
+
+        def send() -> None:
+            tensors = TensorList(slot.tensors, slot.parts)
+            offsets = numbers(slot.offsets)
+            bucket = _abi.sized(
+                _abi.refit_bucket,
+                tensors=tensors.pointer,
+                tensor_count=tensors.count,
+                packed=1,
+                byte_offsets=offsets.buffer_info()[0],
+            )
+            with self._handle as update, slot.handle as held:
+                bucket.slot = held
+                check(_abi.library().refit_update_push_async(update, byref(bucket), None, None), self._label)
+
+        try:
+            interruptible(send, cancel=self._cancel)
+        finally:
+            slot.handle.close()
+
+    def flush(self) -> None:
+        """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""
+
+        def flush() -> None:
+            with self._handle as update:
+                check(_abi.library().refit_update_flush(update), self._label)
+
+        with self._lock:
+            self._send()
+            interruptible(flush, cancel=self._cancel)
+
+    # ---- ending ----
+
+    def commit(self) -> UpdateResult:
+        """Pushes the rest and commits: all instances listed as committed hold the version when it returns.
+
+        Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
+        push it and commit again), and errors of earlier pushes.
+        """
+        return self._end(_abi.library().refit_update_commit)
+
+    def refit(self) -> UpdateResult:
+        """In place of commit where the registered layout takes part: moves all tensors that the layout does not name as pushed."""
+        return self._end(_abi.library().refit_update_refit)
+
+    def _end(self, function: Callable[..., int]) -> UpdateResult:
+        def end() -> UpdateResult:
+            raw = _abi.sized(_abi.refit_commit_result)
+            with self._handle as update:
+                check(function(update, byref(raw)), self._label)
+                return result_of(raw, _abi.library().refit_update_outcome, update)
+
+        with self._lock:
+            if self.result is not None:
+                raise FailedPrecondition(f"{self._label} is committed already")
+            self._send()
+            self.result = interruptible(end, cancel=self._cancel)
+            self._handle.close()
+            return self.result
+
+    def abort(self, reason: str = "the trainer gave the update up") -> None:
+        """Gives the update up. Engines whose weights were written meanwhile are dirty until the next commit."""
+
+        def abort() -> None:
+            with self._handle as update:
+                check(_abi.library().refit_update_abort(update, text(reason)), self._label)
+
+        with self._lock:
+            self._drop_slot()
+            try:
+                interruptible(abort)
+            finally:
+                self._handle.close()
+
+    def _cancel(self) -> None:
+        """Ends the call that another thread has under way in this update."""
+        self._trainer._cancel(self.version)
+
+    def _drop_slot(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.handle.close()
+
+    def close(self) -> None:
+        """Aborts the update unless it has ended, and lets go of it."""
+        with self._lock:
+            self._drop_slot()
+            self._handle.close()
+
+    def __enter__(self) -> Update:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.result is not None or self._handle.closed:
+            return
+        try:
+            if error is None:
+                self.refit() if self._with_layout else self.commit()
+            else:
+                self.abort(f"{type(error).__name__}: {error}"[:400])
+        except Error:
+            if error is None:
+                raise
+            # The exception that leaves the block matters more than one of giving the update up.
+        finally:
+            self.close()

@@ -1,0 +1,82 @@
+"""refitd._abi against client/refit.h, by the C compiler."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+from refitd import _abi, _dtypes, errors, events, update
+
+# Of the checkout, or where the test runner put it.
+HEADER = Path(os.environ.get("REFIT_HEADER", Path(__file__).resolve().parents[2] / "refit.h"))
+ARGUMENTS = {  # ctypes' type: what C's type may look like
+    ctypes.c_int32: {"int32_t", "int", "refit_status"},
+    ctypes.c_int64: {"int64_t"},
+    ctypes.c_uint64: {"uint64_t"},
+    ctypes.c_char_p: {"constchar*", "constvoid*"},
+    None: {"void"},
+}
+
+
+def prototypes():
+    """Name, result and argument types of each function that the header declares, without blanks."""
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
+    for result, name, arguments in re.findall(r"^([a-z_0-9 ]+?\*?) ?(refit_\w+)\(([^;{]*)\);", text, flags=re.M | re.S):
+        kinds = [re.sub(r"\w+$", "", argument.strip()).replace(" ", "") for argument in arguments.replace("\n", " ").split(",")]
+        yield name, result.replace(" ", ""), [] if arguments.strip() == "void" else kinds
+
+
+class AbiTest(unittest.TestCase):
+    def test_every_function_of_the_header_is_declared_and_no_other(self):
+        self.assertEqual({name for name, _, _ in prototypes()}, set(_abi.FUNCTIONS))
+        for name in _abi.FUNCTIONS:
+            self.assertTrue(hasattr(_abi.library(), name), name)
+
+    def test_functions_take_and_give_what_the_header_says(self):
+        for name, result, arguments in prototypes():
+            declared_result, declared = _abi.FUNCTIONS[name]
+            self.assertEqual(len(arguments), len(declared), name)
+            for c, python in [(result, declared_result), *zip(arguments, declared)]:
+                if python in ARGUMENTS:
+                    self.assertIn(c, ARGUMENTS[python], f"{name}: {python}")
+                elif hasattr(python, "_type_") and hasattr(python._type_, "_fields_"):
+                    self.assertEqual(c.removeprefix("const"), python._type_.__name__ + "*", name)
+                else:  # c_void_p and pointers to scalars
+                    self.assertTrue(c.endswith("*") or c == "refit_done", f"{name}: {c}, {python}")
+
+    @unittest.skipUnless(shutil.which("cc"), "no C compiler")
+    def test_structures_and_constants_are_laid_out_as_the_compiler_lays_them_out(self):
+        lines = ['#include "refit.h"', "#define SAME(a, b) _Static_assert((a) == (b), #a)"]
+        for structure in _abi.STRUCTURES:
+            name = structure.__name__
+            lines.append(f"SAME(sizeof({name}), {ctypes.sizeof(structure)});")
+            for field, *_ in structure._fields_:
+                lines.append(f"SAME(offsetof({name}, {field}), {getattr(structure, field).offset});")
+                lines.append(f"SAME(sizeof((({name}*)0)->{field}), {getattr(structure, field).size});")
+        for name in ("WHOLE", "CUDA_IPC_HANDLE_BYTES", "DELIVERY_REGISTERED", "DELIVERY_STAGED"):
+            lines.append(f"SAME(REFIT_{name}, {getattr(_abi, name)});")
+        lines += [f"SAME(REFIT_{name}, {value});" for name, value in vars(_abi).items() if name.startswith("EVENT_")]
+        lines += [f"SAME(REFIT_{dtype.name.upper()}, {dtype.code});" for dtype in _dtypes.DTYPES.values()]
+        lines += [f"SAME(REFIT_{status.name}, {status.value});" for status in errors.Status]
+        lines += [f"SAME(REFIT_WEIGHTS_{weights.name}, {weights.value});" for weights in events.Weights]
+        lines += [f"SAME(REFIT_UPDATE_{name.upper()}, {i});" for i, name in enumerate(update.OUTCOMES)]
+        lines += [f"SAME(REFIT_BROADCAST_{name.upper()}, {i});" for name, i in update.BROADCASTS.items()]
+        lines += [f"SAME(REFIT_VERIFICATION_{(name or 'default').upper()}, {i});" for name, i in update.VERIFICATIONS.items()]
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "same.c"
+            source.write_text("\n".join(lines) + "\n")
+            command = ["cc", "-std=c11", "-Wall", "-Werror", "-fsyntax-only", f"-I{HEADER.parent}", str(source)]
+            compiled = subprocess.run(command, capture_output=True, text=True)
+            self.assertEqual(compiled.returncode, 0, compiled.stderr)
+
+    def test_every_structure_of_the_header_is_declared(self):
+        declared = set(re.findall(r"^typedef struct (refit_\w+) {", HEADER.read_text(), flags=re.M))
+        self.assertEqual(declared, {structure.__name__ for structure in _abi.STRUCTURES})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,306 @@
+"""Pushed updates: what tensors are taken, how they are packed, how updates end."""
+
+import array
+import random
+import threading
+import unittest
+
+import refitd
+from support import DaemonTest, Server
+from refitd import TensorSpec
+
+try:
+    import numpy
+except ImportError:
+    numpy = None
+try:
+    import torch
+except ImportError:
+    torch = None
+
+
+class Collector:
+    """Loads staged parts: `tensors` are the bytes by name, with dtype and shape."""
+
+    def __init__(self):
+        self.joiner = refitd.Joiner()
+        self.tensors = {}
+        self.parts = 0
+
+    def __call__(self, part):
+        self.parts += 1
+        for view in self.joiner.add(part):
+            assert view.whole
+            self.tensors[view.name] = (view.dtype, view.shape, bytes(view.memory))
+
+
+class PushTest(DaemonTest):
+    def staged(self, **options):
+        trainer = self.trainer()
+        collector = Collector()
+        engine = self.engine(staged=True, **options)
+        return trainer, Server(self, engine, collector), collector
+
+    def pushed(self, *tensors):
+        """What an engine gets of (name, value, arguments of push)."""
+        trainer, server, collector = self.staged()
+        with trainer.update(1, tensor_count=len({name for name, _, _ in tensors})) as update:
+            for name, value, arguments in tensors:
+                update.push(name, value, **arguments)
+        server.wait_for(refitd.Committed)
+        self.assertEqual(update.result.committed, 1)
+        return collector.tensors
+
+    def test_tensors_larger_than_a_slot_and_many_small_ones_arrive_whole(self):
+        random.seed(1)
+        tensors = {f"t{i}": random.randbytes(random.choice((1, 7, 100, 5000, 65536, 65537, 300001))) for i in range(60)}
+        got = self.pushed(*((name, value, {}) for name, value in tensors.items()))
+        self.assertEqual({name: value[2] for name, value in got.items()}, tensors)
+        self.assertEqual(got["t0"][:2], ("uint8", (len(tensors["t0"]),)))
+
+    def test_small_tensors_share_slots(self):
+        trainer, server, collector = self.staged()
+        with trainer.update(1, tensor_count=1000) as update:
+            for i in range(1000):
+                update.push(f"t{i}", bytes([i % 256]) * 64)
+        server.wait_for(refitd.Committed)
+        self.assertEqual(len(collector.tensors), 1000)
+        self.assertLessEqual(collector.parts, 2)
+
+    def test_buffers_of_other_formats_and_raw_bytes_of_a_dtype_are_taken(self):
+        got = self.pushed(
+            ("f", array.array("f", [1.5, 2.5]), {}),
+            ("d", array.array("d", [1.5]), {}),
+            ("h", array.array("h", [-2]), {}),
+            ("q", array.array("q", [2**40]), {}),
+            ("bits", memoryview(b"\x80\x3f\x00\x40"), dict(dtype="bfloat16")),
+            ("fp8", bytearray(b"\x01\x02"), dict(dtype="float8_e4m3fn")),
+            ("every other", memoryview(b"abcdef")[::2], {}),
+            ("grid", b"123456", dict(dtype="uint8", shape=(2, 3))),
+        )
+        self.assertEqual(got["f"], ("float32", (2,), array.array("f", [1.5, 2.5]).tobytes()))
+        self.assertEqual(got["d"][:2], ("float64", (1,)))
+        self.assertEqual(got["h"], ("int16", (1,), array.array("h", [-2]).tobytes()))
+        self.assertEqual(got["q"][0], "int64")
+        self.assertEqual(got["bits"], ("bfloat16", (2,), b"\x80\x3f\x00\x40"))
+        self.assertEqual(got["fp8"], ("float8_e4m3fn", (2,), b"\x01\x02"))
+        self.assertEqual(got["every other"][2], b"ace")
+        self.assertEqual(got["grid"], ("uint8", (2, 3), b"123456"))
+
+    @unittest.skipUnless(numpy, "needs numpy")
+    def test_numpy_arrays_of_any_strides_are_taken(self):
+        base = numpy.arange(24 * 36, dtype=numpy.float32).reshape(24, 36)
+        big = numpy.arange(200_000, dtype=numpy.int32).reshape(400, 500)
+        cases = {
+            "plain": base,
+            "transposed": base.T,
+            "strided": base[::3, 1::2],
+            "reversed": base[::-1],
+            "scalar": numpy.float16(2.5).reshape(()),
+            "bool": base > 7,
+            "broadcast": numpy.broadcast_to(base[0], (5, 36)),
+            "big": big,
+            "big transposed": big.T,
+        }
+        got = self.pushed(*((name, value, {}) for name, value in cases.items()))
+        for name, value in cases.items():
+            dtype, shape, data = got[name]
+            self.assertEqual((dtype, shape), (value.dtype.name, value.shape), name)
+            self.assertEqual(data, value.tobytes(), name)
+
+    @unittest.skipUnless(numpy, "needs numpy")
+    def test_what_has_dlpack_is_taken(self):
+        class Other:
+            def __init__(self, array):
+                self.array = array
+
+            def __dlpack__(self, *arguments, **options):
+                return self.array.__dlpack__()
+
+            def __dlpack_device__(self):
+                return self.array.__dlpack_device__()
+
+        value = numpy.arange(12, dtype=numpy.int16).reshape(3, 4)
+        self.assertEqual(self.pushed(("x", Other(value), {}))["x"], ("int16", (3, 4), value.tobytes()))
+
+    @unittest.skipUnless(torch, "needs torch")
+    def test_torch_tensors_of_any_strides_and_dtypes_are_taken(self):
+        base = torch.arange(24 * 36, dtype=torch.float32).reshape(24, 36)
+        cases = {
+            "plain": base,
+            "transposed": base.t(),
+            "strided": base[::3, 1::2],
+            "expanded": base[0].expand(5, 36),
+            "bfloat16": base.bfloat16(),
+            "float8": base.to(torch.float8_e4m3fn),
+            "bool": base > 7,
+            "parameter": torch.nn.Parameter(base.clone()),
+            "big transposed": torch.arange(200_000).reshape(400, 500).t(),
+            "scalar": torch.tensor(3, dtype=torch.int8),
+        }
+        got = self.pushed(*((name, value, {}) for name, value in cases.items()))
+        for name, value in cases.items():
+            dtype, shape, data = got[name]
+            self.assertEqual((f"torch.{dtype}", shape), (str(value.dtype), tuple(value.shape)), name)
+            plain = value.detach().contiguous().reshape(-1).view(torch.uint8)
+            self.assertEqual(data, bytes(plain.tolist()), name)
+
+    @unittest.skipUnless(torch, "needs torch")
+    def test_torch_tensors_without_dense_storage_are_refused_by_name(self):
+        trainer, _, _ = self.staged()
+        with self.assertRaises(refitd.UpdateAborted):
+            with trainer.update(1, tensor_count=1) as update:
+                for value in (torch.empty(2, device="meta"), torch.eye(2).to_sparse()):
+                    with self.assertRaisesRegex(refitd.InvalidArgument, "tensor 'w'"):
+                        update.push("w", value)
+                update.abort()
+                raise refitd.UpdateAborted("as meant")
+
+    def test_parts_of_a_tensor_come_together(self):
+        got = self.pushed(
+            ("w", b"abc", dict(shape=(6,), start=0)),
+            ("w", b"def", dict(shape=(6,), start=3)),
+        )
+        self.assertEqual(got["w"], ("uint8", (6,), b"abcdef"))
+
+    def test_what_is_no_tensor_or_beyond_its_shape_is_refused_by_name(self):
+        trainer, _, collector = self.staged()
+        with trainer.update(1, tensor_count=1) as update:
+            for value, arguments, message in (
+                ([1.0, 2.0], {}, "is a list"),
+                (b"abc", dict(shape=(2,)), "beyond the shape"),
+                (b"abc", dict(shape=(4,), start=2), "beyond the shape"),
+                (b"abc", dict(dtype="float32"), "whole elements of float32"),
+                (array.array("f", [1]), dict(dtype="bfloat16"), "cast it before"),
+                (b"abcd", dict(dtype="float31"), "none of"),
+            ):
+                with self.subTest(message), self.assertRaisesRegex(refitd.InvalidArgument, f"tensor 'w'.*{message}"):
+                    update.push("w", value, **arguments)
+            update.push("w", b"good")
+        self.assertEqual(collector.tensors["w"][2], b"good")
+
+    def test_an_exception_in_the_block_aborts_and_is_raised(self):
+        trainer, server, collector = self.staged()
+        with self.assertRaisesRegex(KeyError, "mine"):
+            with trainer.update(1, tensor_count=1) as update:
+                update.push("w", b"x" * 100_000)
+                raise KeyError("mine")
+        aborted = server.wait_for(refitd.Aborted)
+        self.assertIn("KeyError", aborted.reason)
+        self.assertIsNone(update.result)
+        self.assertEqual(trainer.get_update(1), "aborted")
+        with trainer.update(2, tensor_count=1) as update:
+            update.push("w", b"y")
+        self.assertEqual(update.result.version, 2)
+
+    def test_an_update_that_is_dropped_is_aborted(self):
+        trainer, server, _ = self.staged()
+        update = trainer.update(1, tensor_count=1)
+        update.push("w", b"x")
+        del update
+        server.wait_for(refitd.Aborted)
+
+    def test_what_an_engine_does_not_know_is_refused_by_name(self):
+        trainer = self.trainer()
+        engine = self.engine(staged=True, manifest=[("w", "float32", (2,)), TensorSpec("v", "uint8", (3,))])
+        Server(self, engine, Collector())
+        for name, value, message in (("u", b"123", "tensor 'u'"), ("v", b"1234", "tensor 'v'")):
+            with self.assertRaisesRegex(refitd.Error, message):
+                with trainer.update(1) as update:
+                    update.push(name, value)
+        with self.assertRaisesRegex(refitd.Error, "tensor 'w'.*never pushed"):
+            with trainer.update(2) as update:
+                update.push("v", b"123")
+
+    def test_pushes_of_several_threads_are_made_one_after_the_other(self):
+        trainer, server, collector = self.staged()
+        with trainer.update(1, tensor_count=40) as update:
+            def push(first):
+                for i in range(first, first + 10):
+                    update.push(f"t{i}", bytes([i]) * 20_000)
+
+            threads = [threading.Thread(target=push, args=(10 * i,)) for i in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self.assertEqual({name: data[2] for name, data in collector.tensors.items()}, {f"t{i}": bytes([i]) * 20_000 for i in range(40)})
+
+    def test_commit_and_flush_by_hand(self):
+        trainer, _, collector = self.staged()
+        update = trainer.update(1, tensor_count=1)
+        self.assertEqual(update.instances, 1)
+        self.assertGreater(update.leasable_slots, 0)
+        update.push("w", b"abc")
+        update.flush()
+        self.assertEqual(update.commit().version, 1)
+        with self.assertRaises(refitd.FailedPrecondition):
+            update.commit()
+        update.close()
+
+    def test_pushed_tensors_and_registered_shards_make_one_version(self):
+        trainer, engine = self.trainer(), self.engine()
+        specs = [TensorSpec("moved", "uint8", (4,)), TensorSpec("pushed", "uint8", (4,))]
+        source, target = refitd.Region(64), refitd.Region(64)
+        source[:4] = b"1234"
+
+        class Pushed:
+            indices = [1]
+
+            def push(self, update):
+                update.push("pushed", b"5678")
+
+        def box(index, region, at):
+            return refitd.Box(index, (0,), (4,), (1,), refitd.RegionMemory(region, at, 4))
+
+        trainer.register_layout(specs, [box(0, source, 0)], Pushed())
+        engine.register_layout(specs, [box(0, target, 0), box(1, target, 4)])
+        Server(self, engine)
+        result = trainer.refit(1)
+        self.assertEqual((target[:8], result.bytes), (b"12345678", 8))
+
+    def test_views_outlive_acknowledgement_and_engine_without_a_crash(self):
+        kept = []
+
+        def keep(part):
+            kept.extend(view.memory for view in part.views)
+
+        trainer = self.trainer()
+        engine = self.engine(staged=True)
+        server = Server(self, engine, keep)
+        with trainer.update(1, tensor_count=1) as update:
+            update.push("w", b"x" * 1000)
+        server.stop()
+        trainer.close()
+        self.assertEqual(sum(len(bytes(view)) for view in kept), 1000)
+        with self.assertRaises(TypeError):
+            kept[0][0] = 1  # read-only
+
+
+class JoinerTest(unittest.TestCase):
+    def test_parts_that_overlap_or_disagree_are_refused_by_name(self):
+        from refitd._buffers import HostBytes
+
+        class Engine:
+            def _new_bytes(self, nbytes):
+                region = refitd.Region(nbytes)
+                return HostBytes(region.pointer, nbytes, region)
+
+        source = refitd.Region(16)
+
+        def part(start, count, shape=(8,), dtype="uint8"):
+            view = refitd.View("w", dtype, shape, start, count, HostBytes(source.pointer, count, source))
+            return refitd.Part(1, 1, 1, (view,), Engine())
+
+        for second in (part(2, 4), part(4, 4, dtype="int8"), part(4, 4, shape=(9,))):
+            joiner = refitd.Joiner()
+            self.assertEqual(list(joiner.add(part(0, 4))), [])
+            self.assertEqual(joiner.unfinished, ["w"])
+            with self.assertRaisesRegex(refitd.InvalidArgument, "tensor 'w'"):
+                list(joiner.add(second))
+            joiner.reset()
+            self.assertEqual(joiner.unfinished, [])
+
+
+if __name__ == "__main__":
+    unittest.main()
