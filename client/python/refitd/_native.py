@@ -35,8 +35,11 @@ _CULPRITS = re.compile(
     r"|trainer rank \d+"
     r"|engine [^\s:,;()]+ rank \d+"
     r"|instance [^\s:,;()]+"
-    r"|daemon [^\s:,;()]+"
 )
+
+
+# Whom messages name where they name none of those: "Refit: daemon at PATH: ...".
+_DAEMON = re.compile(r"daemon (?:at )?[^\s:,;()]+")
 
 
 def error_of(status: int, message: str, context: str = "") -> Error:
@@ -45,7 +48,7 @@ def error_of(status: int, message: str, context: str = "") -> Error:
         kind = subclass_of(Status(status))
     except ValueError:
         kind = Error
-    found = _CULPRITS.search(message)
+    found = _CULPRITS.search(message) or _DAEMON.search(message)
     culprit = found.group(0) if found else None
     text = f"{context}: {message}" if context else message
     if kind is UpdateAborted:

@@ -107,7 +107,8 @@ def interruptible(
     """The result of a blocking call, during which signal handlers run.
 
     Where a handler raises (KeyboardInterrupt), `cancel` is called, which should end the call soon; the exception goes on when
-    the call has ended, or after CANCELLED_SECONDS. `disown` is given the result that nobody gets then.
+    the call has ended, or after CANCELLED_SECONDS. A call without `cancel` is left to its thread at once. `disown` is given the
+    result that nobody gets then.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -119,7 +120,7 @@ def interruptible(
         try:
             if cancel is not None:
                 cancel()
-            job.wait(CANCELLED_SECONDS)
+                job.wait(CANCELLED_SECONDS)
         finally:
             job.abandon()
         raise
@@ -146,7 +147,7 @@ async def awaited(
         try:
             if cancel is not None:
                 start(cancel)
-            await asyncio.wait_for(done.wait(), CANCELLED_SECONDS)
+                await asyncio.wait_for(done.wait(), CANCELLED_SECONDS)
         except (asyncio.TimeoutError, asyncio.CancelledError):
             pass
         finally:

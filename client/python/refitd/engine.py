@@ -130,7 +130,7 @@ class Engine(Member):
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .shards import collect
 
-            layout = collect(layout, **options)
+            layout = collect(layout, rank=self.rank, **options)
         self.register_layout(layout.tensors, layout.boxes)
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
@@ -152,14 +152,21 @@ class Engine(Member):
     def next(self, timeout_seconds: float | None = None) -> Event:
         """The next event. Raises DeadlineExceeded after `timeout_seconds` (None: never), Closed after close(), and what ended the
         lease (Unavailable, ...) once no event is left."""
+        event = self._next_unless(None, timeout_seconds)
+        if event is None:
+            raise DeadlineExceeded(f"{self.label}: no event within {timeout_seconds} s")
+        return event
+
+    def _next_unless(self, stopped: threading.Event | None, timeout_seconds: float | None) -> Event | None:
+        """The next event; None after `timeout_seconds`, or soon after `stopped` was set."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             remaining = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
             event = self.poll(max(remaining, 0.0))
             if event is not None:
                 return event
-            if deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"{self.label}: no event within {timeout_seconds} s")
+            if (stopped is not None and stopped.is_set()) or (deadline is not None and time.monotonic() >= deadline):
+                return None
 
     def poll(self, seconds: float = 0.0) -> Event | None:
         """The next event, or None after `seconds`, during which no signal handler runs."""

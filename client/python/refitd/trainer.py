@@ -114,7 +114,7 @@ class Trainer(Member):
         """
         from .shards import collect
 
-        collected = collect(shards, dtype=dtype, **options)
+        collected = collect(shards, dtype=dtype, rank=self.rank, world_size=self.world_size, **options)
         self.register_layout(collected.tensors, collected.boxes, collected.pushed)
 
     def register_shards(self, shards: Sequence[Any], **options: Any) -> None:

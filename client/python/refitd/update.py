@@ -120,6 +120,11 @@ class Update:
             self.instances = int(_abi.library().refit_update_instances(pointer))
             self.leasable_slots = int(_abi.library().refit_update_leasable_slots(pointer))
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was committed, aborted or closed."""
+        return self.result is not None or self._handle.closed
+
     # ---- pushing ----
 
     def push(self, name: str, tensor: Any, *, shape: Sequence[int] | None = None, start: int = 0, dtype: Any = None) -> None:
@@ -304,7 +309,7 @@ class Update:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.result is not None or self._handle.closed:
+        if self.ended:
             return
         try:
             if error is None:

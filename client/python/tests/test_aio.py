@@ -1,0 +1,141 @@
+"""The asyncio forms: they don't block the loop, and a cancelled task gives up what it waited for."""
+
+import asyncio
+import time
+import unittest
+
+import refitd
+import refitd.aio
+from refitd import TensorSpec
+from support import SECONDS, DaemonTest, whole
+
+SPEC = TensorSpec("w", "uint8", (64,))
+
+
+class AioTest(DaemonTest):
+    def run_async(self, main):
+        return asyncio.run(asyncio.wait_for(main, SECONDS))
+
+    async def attach(self, staged=False):
+        trainer = await refitd.aio.Trainer.attach(self.group, socket=self.daemon.socket)
+        engine = await refitd.aio.Engine.attach(self.group, instance="a", socket=self.daemon.socket, staged=staged)
+        return trainer, engine
+
+    async def serve(self, engine, events):
+        async for event in engine:
+            events.append(event)
+            if isinstance(event, refitd.Prepare):
+                await engine.ready(event.version)
+            elif isinstance(event, refitd.Part):
+                await engine.ack(event)
+
+    def test_refit_and_events(self):
+        async def main():
+            trainer, engine = await self.attach()
+            source, target = refitd.Region(64), refitd.Region(64)
+            source[:] = b"a" * 64
+            async with trainer, engine:
+                await trainer.register_layout([SPEC], [whole(source, SPEC)])
+                await engine.register_layout([SPEC], [whole(target, SPEC)])
+                events = []
+                server = asyncio.create_task(self.serve(engine, events))
+                result = await trainer.refit(1)
+                self.assertEqual((result.version, target[:]), (1, source[:]))
+                self.assertEqual(await trainer.get_update(1), "committed")
+                while engine.version != 1:
+                    await asyncio.sleep(0.01)
+                await engine.close()
+                await server
+                self.assertEqual([type(event) for event in events], [refitd.Prepare, refitd.Committed])
+            with self.assertRaises(refitd.Closed):
+                await trainer.refit(2)
+
+        self.run_async(main())
+
+    def test_pushes(self):
+        async def main():
+            trainer, engine = await self.attach(staged=True)
+            async with trainer, engine:
+                events = []
+                server = asyncio.create_task(self.serve(engine, events))
+                async with await trainer.update(1, tensor_count=2) as update:
+                    await update.push("w", b"x" * 100_000)
+                    await update.push("v", b"y")
+                self.assertEqual((update.result.bytes, update.result.committed), (100_001, 1))
+                with self.assertRaises(KeyError):
+                    async with await trainer.update(2, tensor_count=1) as update:
+                        raise KeyError
+                self.assertEqual(await trainer.get_update(2), "aborted")
+                await engine.close()
+                await server
+
+        self.run_async(main())
+
+    def test_a_cancelled_refit_gives_the_update_up_at_once(self):
+        async def main():
+            trainer, engine = await self.attach()
+            async with trainer, engine:
+                await trainer.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
+                await engine.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
+                refit = asyncio.create_task(trainer.refit(1))
+                self.assertIsInstance(await engine.next(SECONDS), refitd.Prepare)  # and no answer: the refit waits
+                refit.cancel()
+                with self.assertRaises(asyncio.CancelledError):
+                    await refit
+                event = await engine.next(SECONDS)
+                self.assertIsInstance(event, refitd.Aborted)
+                self.assertIn("interrupted", event.reason)
+                self.assertEqual((event.dirty, await trainer.get_update(1)), (False, "aborted"))
+
+        self.run_async(main())
+
+    def test_a_cancelled_wait_for_events_loses_none(self):
+        async def main():
+            trainer, engine = await self.attach(staged=True)
+            async with trainer, engine:
+                for version in range(1, 6):
+                    waits = asyncio.create_task(engine.next())
+                    begins = asyncio.create_task(trainer.update(version, tensor_count=1))
+                    await asyncio.sleep(0.002 * version)
+                    waits.cancel()
+                    try:
+                        event = await waits
+                    except asyncio.CancelledError:
+                        event = await engine.next(SECONDS)
+                    self.assertEqual((type(event), event.version), (refitd.Prepare, version))
+                    await engine.ready(version)
+                    await (await begins).abort()
+                    self.assertIsInstance(await engine.next(SECONDS), refitd.Aborted)
+
+        self.run_async(main())
+
+    def test_waiting_does_not_block_the_loop(self):
+        async def main():
+            trainer, engine = await self.attach()
+            async with trainer, engine:
+                waits = [asyncio.create_task(engine.next(0.5)), asyncio.create_task(trainer.update(1, duration_seconds=0.5))]
+                ticks = 0
+                while not all(task.done() for task in waits):
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+                self.assertGreater(ticks, 3)
+                results = await asyncio.gather(*waits, return_exceptions=True)
+                for result in results:
+                    self.assertIsInstance(result, (refitd.Error, refitd.Prepare))
+
+        self.run_async(main())
+
+    def test_a_timeout_is_deadline_exceeded(self):
+        async def main():
+            trainer, engine = await self.attach()
+            async with trainer, engine:
+                start = time.monotonic()
+                with self.assertRaises(refitd.DeadlineExceeded):
+                    await engine.next(0.05)
+                self.assertGreaterEqual(time.monotonic() - start, 0.05)
+
+        self.run_async(main())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,159 @@
+"""Regions and tensors in them, and refitd.testing itself. No member is needed."""
+
+import gc
+import os
+import subprocess
+import unittest
+from unittest import mock
+
+import refitd
+from refitd import _native, regions, testing
+
+try:
+    import numpy
+except ImportError:
+    numpy = None
+try:
+    import torch
+except ImportError:
+    torch = None
+
+
+class RegionTest(unittest.TestCase):
+    def test_a_region_is_found_by_any_address_in_it_until_it_goes(self):
+        region = refitd.Region(8192)
+        pointer = region.pointer
+        self.assertEqual(region[:], bytes(8192))
+        for at, nbytes, found in ((0, 8192, True), (8191, 1, True), (0, 8193, False), (-1, 1, False), (8192, 1, False)):
+            self.assertEqual(refitd.locate(pointer + at, nbytes) is region, found, (at, nbytes))
+        view = memoryview(region)
+        del region
+        gc.collect()
+        self.assertIsNotNone(refitd.locate(pointer, 1))  # the view keeps it
+        view.release()
+        gc.collect()
+        self.assertIsNone(refitd.locate(pointer, 1))
+
+    def test_close_does_not_unmap_what_is_used(self):
+        region = refitd.Region(4096)
+        region.close()
+        region[0] = 1
+        self.assertEqual(region[0], 1)
+
+    def test_it_is_sealed_and_of_the_size_that_was_asked_for(self):
+        region = refitd.Region(5000)
+        self.assertEqual((region.nbytes, os.fstat(region.descriptor).st_size), (5000, 5000))
+        with self.assertRaises(PermissionError):
+            os.ftruncate(region.descriptor, 10)
+        for nbytes in (0, -1):
+            with self.assertRaises(refitd.InvalidArgument):
+                refitd.Region(nbytes)
+        with self.assertRaises(refitd.ResourceExhausted):
+            refitd.Region(1 << 62)
+
+    @unittest.skipUnless(numpy, "needs numpy")
+    def test_empty_gives_aligned_zeros_that_do_not_overlap(self):
+        arrays = [refitd.empty((3, n), "float32", like="numpy") for n in (1, 2, 5, 1000, 10_000_000)]
+        for i, array in enumerate(arrays):
+            self.assertEqual(array.ctypes.data % regions.ALIGNMENT, 0)
+            self.assertIsNotNone(refitd.locate(array.ctypes.data, array.nbytes))
+            self.assertEqual(array.sum(), 0)
+            array[:] = i + 1
+        self.assertEqual([int(array.max()) for array in arrays], [1, 2, 3, 4, 5])
+        self.assertEqual([int(array.min()) for array in arrays], [1, 2, 3, 4, 5])
+        self.assertEqual(refitd.empty(7, "int8", like="numpy").shape, (7,))
+        self.assertEqual(refitd.empty((0, 3), "int64", like="numpy").shape, (0, 3))
+        for arguments in (dict(shape=(-1,)), dict(shape=(1,), dtype="complex64"), dict(shape=(1,), like="jax")):
+            with self.assertRaises(refitd.InvalidArgument):
+                refitd.empty(**arguments)
+
+    @unittest.skipUnless(torch, "needs torch")
+    def test_adopt_moves_a_modules_memory_and_keeps_values_ties_and_strides(self):
+        module = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 8, bias=False), torch.nn.BatchNorm1d(8))
+        module[1].weight = torch.nn.Parameter(module[0].weight.detach().t())  # a view of the other's storage
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        region = refitd.adopt(module)
+        for name, tensor in module.state_dict().items():
+            self.assertTrue(torch.equal(tensor, before[name]), name)
+            self.assertIs(refitd.locate(tensor.data_ptr(), tensor.nbytes), region, name)
+        self.assertEqual(module[1].weight.data_ptr(), module[0].weight.data_ptr())
+        self.assertEqual(module[1].weight.stride(), (1, 8))
+        module(torch.randn(5, 8)).sum().backward()
+        optimizer.step()
+        self.assertIs(refitd.locate(module[0].bias.data_ptr(), 4), region)
+        self.assertFalse(torch.equal(module[0].bias, before["0.bias"]))
+        self.assertIsNone(refitd.adopt(module))  # it is there already
+
+    @unittest.skipUnless(torch, "needs torch")
+    def test_empty_gives_torch_tensors(self):
+        tensor = refitd.empty((2, 3), torch.bfloat16)
+        self.assertEqual((tensor.dtype, tensor.shape), (torch.bfloat16, (2, 3)))
+        self.assertIsNotNone(refitd.locate(tensor.data_ptr(), tensor.nbytes))
+
+
+class ErrorTest(unittest.TestCase):
+    def test_each_status_has_its_class_and_culprits_are_read_from_messages(self):
+        for status in refitd.Status:
+            if status is refitd.Status.OK:
+                continue
+            error = _native.error_of(status, "Refit: engine a rank 3 was waited for: tensor 'w'", "trainer rank 0")
+            self.assertEqual((error.status, error.culprit), (status, "engine a rank 3"))
+            self.assertEqual(str(error), "trainer rank 0: Refit: engine a rank 3 was waited for: tensor 'w'")
+            self.assertIsInstance(error, refitd.Error)
+        self.assertIsInstance(_native.error_of(4, ""), TimeoutError)
+        self.assertIsInstance(_native.error_of(3, ""), ValueError)
+        self.assertEqual(_native.error_of(77, "?").status, refitd.Status.UNKNOWN)
+        self.assertIsNone(_native.error_of(10, "lost").culprit)
+
+
+class TestingTest(unittest.TestCase):
+    def test_a_daemon_runs_is_asked_and_stops(self):
+        with testing.daemon("--daemon-id=mine") as daemon:
+            pid = daemon.process.pid
+            self.assertIn("mine", daemon.control("--output", "json", "status"))
+            folder = daemon.folder
+            daemon.kill()
+            daemon.start()
+        self.assertFalse(os.path.exists(folder))
+        with self.assertRaises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    def test_a_daemon_that_ends_says_why(self):
+        with self.assertRaisesRegex(refitd.Unavailable, "no-such-flag"):
+            testing.Daemon(["--no-such-flag"])
+
+    def test_a_daemon_ends_with_its_process_even_if_that_is_killed(self):
+        import sys
+
+        code = "import refitd.testing, os, signal; d = refitd.testing.Daemon(); print(d.process.pid, d.folder, flush=True); os.kill(os.getpid(), 9)"
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
+        from support import wait_until
+
+        wait_until(lambda: not os.path.exists(f"/proc/{output[0]}") or _zombie(output[0]), "the daemon ended")
+        import shutil
+
+        shutil.rmtree(output[1])
+
+    def test_a_missing_binary_is_named(self):
+        with mock.patch.dict(os.environ, REFITD_BINARY="/nonexistent/refitd"):
+            with self.assertRaisesRegex(FileNotFoundError, "/nonexistent/refitd"):
+                testing.program("refitd")
+
+    def test_importing_refitd_imports_neither_torch_nor_numpy(self):
+        import sys
+
+        code = "import refitd, refitd.aio, refitd.testing, sys; assert not {'torch', 'numpy'} & set(sys.modules), sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def _zombie(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+if __name__ == "__main__":
+    unittest.main()
