@@ -560,12 +560,15 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
     }
   }
   const std::vector<InstanceOutcome> outcomes = Outcomes(committed);
-  AnswerAll(committed, outcomes);
+  // Trainers decide by it whether the engines may serve on.
+  const std::string told =
+      committed ? reason : fmt::format("{} ({})", reason, WeightsAfterGivingUp());
+  AnswerAll(committed, told, outcomes);
   last_update = ViewOf(*update);
   last_update->outcome = outcome;
   last_update->instances = outcomes;
   last_update->elapsed = now - update->started;
-  past.push_back({update->id, update->version, PastUpdate{outcome, reason}});
+  past.push_back({update->id, update->version, PastUpdate{outcome, told}});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(Ended(outcome, reason));
   Log(committed ? LogLine::kInfo : LogLine::kWarning,
@@ -600,11 +603,25 @@ UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const
   return ended;
 }
 
+// Whether those who took part still hold their version; clients read it (docs/protocol.md).
+std::string Group::Impl::WeightsAfterGivingUp() const {
+  std::vector<std::string> dirty;
+  for (const Participant& participant : update->participants) {
+    const auto it = instances.find(participant.instance);
+    if (it != instances.end() && group::IsDirty(it->second.state)) {
+      dirty.push_back(participant.instance);
+    }
+  }
+  if (dirty.empty()) return "weights are whole";
+  return fmt::format("weights are dirty: instance {}", fmt::join(dirty, ", "));
+}
+
 // Every call that waits, once.
-void Group::Impl::AnswerAll(bool committed, const std::vector<InstanceOutcome>& outcomes) {
+void Group::Impl::AnswerAll(bool committed, const std::string& reason,
+                            const std::vector<InstanceOutcome>& outcomes) {
   const GiveUp& why = update->give_up;
   const std::string lost =
-      fmt::format("the update to version {} is lost: {}", update->version, why.reason);
+      fmt::format("the update to version {} is lost: {}", update->version, reason);
   // Also those whose callers went away: a repeat gets the stored answer.
   const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
   CommitReply done{update->version, outcomes, update->accepted_bytes, now - update->started,

@@ -336,7 +336,10 @@ struct Group::Impl {
   void TellAborted(const Participant& participant, const std::string& reason);
   void InstallVersion();
   void TearDown();
-  void AnswerAll(bool committed, const std::vector<InstanceOutcome>& outcomes);
+  std::string WeightsAfterGivingUp() const;
+  // `reason`: of an update that was given up.
+  void AnswerAll(bool committed, const std::string& reason,
+                 const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
   UpdateEnded Ended(Outcome outcome, const std::string& reason) const;
   std::optional<uint32_t> ParticipantOf(MemberId member) const;

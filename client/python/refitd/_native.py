@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from . import _abi
-from .errors import Closed, Error, Forked, Status, UpdateAborted, subclass_of
+from .errors import Closed, Error, Forked, Status, subclass_of
 
 _generation = 0  # of this process: how often it was forked since its first import of refitd
 _attached = False  # whether this process has made a handle
@@ -51,16 +51,14 @@ def error_of(status: int, message: str, context: str = "") -> Error:
     found = _CULPRITS.search(message) or _DAEMON.search(message)
     culprit = found.group(0) if found else None
     text = f"{context}: {message}" if context else message
-    if kind is UpdateAborted:
-        return UpdateAborted(text, culprit=culprit, dirty=_dirty(message))
-    return kind(text, culprit=culprit)
+    return kind(text, culprit=culprit, dirty=_dirty(message))
 
 
 def _dirty(message: str) -> bool | None:
-    """What the daemon's message says of the engines' weights."""
+    """What the daemon's message says of the engines' weights, as docs/protocol.md has it."""
     if "(weights are whole)" in message:
         return False
-    return True if "(weights are dirty" in message else None
+    return True if "(weights are dirty: " in message else None
 
 
 def check(status: int, context: str = "") -> None:

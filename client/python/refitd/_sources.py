@@ -72,9 +72,10 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
 
 
 def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
-    dtype = _torch_dtypes.get(tensor.dtype)
-    if dtype is None:
-        dtype = _torch_dtypes[tensor.dtype] = resolve(tensor.dtype, f"tensor '{name}'")
+    known = _torch_dtypes.get(tensor.dtype)
+    if known is None:
+        known = _torch_dtypes[tensor.dtype] = resolve(tensor.dtype, f"tensor '{name}'")
+    dtype = known
     shape = tuple(tensor.shape)
     if tensor.layout is not torch.strided or hasattr(tensor, "full_tensor") or tensor.is_meta:
         kind = "has no storage" if tensor.is_meta else f"is a {type(tensor).__name__} of layout {tensor.layout}"

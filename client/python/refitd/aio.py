@@ -92,7 +92,7 @@ class Trainer:
     @classmethod
     async def attach(cls, group: str, **options: Any) -> Trainer:
         """Attaches; arguments and errors as of refitd.Trainer."""
-        made = await awaited(functools.partial(_trainer.Trainer, group, **options), disown=lambda member: member.close())
+        made = await awaited(functools.partial(_trainer.Trainer, group, **options), disown=_trainer.Trainer.close)
         return cls(made)
 
     async def register(self, shards: Any, *, dtype: Any = None, **options: Any) -> None:
@@ -116,7 +116,7 @@ class Trainer:
         """As refitd.Trainer.update. Cancelling gives the update up."""
         call = functools.partial(self.member.update, version, **options)
         cancel = functools.partial(self.member._cancel, version)
-        made = await awaited(call, cancel=cancel, disown=lambda update: update.close())
+        made = await awaited(call, cancel=cancel, disown=_update.Update.close)
         return Update(made, bool(options.get("with_layout", False)))
 
     async def get_update(self, version: int) -> str:
@@ -147,7 +147,7 @@ class Engine:
     async def attach(cls, group: str, *, instance: str, **options: Any) -> Engine:
         """Attaches; arguments and errors as of refitd.Engine."""
         call = functools.partial(_engine.Engine, group, instance=instance, **options)
-        return cls(await awaited(call, disown=lambda member: member.close()))
+        return cls(await awaited(call, disown=_engine.Engine.close))
 
     async def register(self, layout: Any, **options: Any) -> None:
         """As refitd.Engine.register."""

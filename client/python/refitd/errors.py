@@ -32,13 +32,17 @@ class Error(Exception):
 
     `status`: the gRPC status.
     `culprit`: who or what caused the failure, as far as the message names it: a tensor, a rank, an instance, a daemon; else None.
+    `dirty`: of the end of an update: True where weights of engines may be torn, so that these engines serve nothing until the next
+    commit; False where every engine still holds the version before. None where the message does not tell: it is not about an
+    update's end, or the answer was lost, and then engines may be dirty.
     """
 
     status: Status = Status.UNKNOWN
 
-    def __init__(self, message: str, *, culprit: str | None = None) -> None:
+    def __init__(self, message: str, *, culprit: str | None = None, dirty: bool | None = None) -> None:
         super().__init__(message)
         self.culprit = culprit
+        self.dirty = dirty
 
 
 class Cancelled(Error):
@@ -96,17 +100,9 @@ class FailedPrecondition(Error):
 
 
 class UpdateAborted(Error):
-    """The update was lost.
-
-    `dirty`: True where weights of engines may be torn, so that these engines serve nothing until the next commit; False where
-    every engine still serves the version before. None where this is not known, as the answer was lost: treat it as True.
-    """
+    """The update was lost; `dirty` says whether weights of engines may be torn."""
 
     status = Status.ABORTED
-
-    def __init__(self, message: str, *, culprit: str | None = None, dirty: bool | None = None) -> None:
-        super().__init__(message, culprit=culprit)
-        self.dirty = dirty
 
 
 class OutOfRange(Error):
@@ -157,27 +153,25 @@ class StagingWarning(UserWarning):
     """Tensors lie outside refitd's regions and are therefore copied at every refit."""
 
 
-_BY_STATUS: dict[Status, type[Error]] = {
-    kind.status: kind
-    for kind in (
-        Cancelled,
-        Unknown,
-        InvalidArgument,
-        DeadlineExceeded,
-        NotFound,
-        AlreadyExists,
-        PermissionDenied,
-        ResourceExhausted,
-        FailedPrecondition,
-        UpdateAborted,
-        OutOfRange,
-        Unimplemented,
-        Internal,
-        Unavailable,
-        DataLoss,
-        Unauthenticated,
-    )
-}
+_SUBCLASSES: tuple[type[Error], ...] = (
+    Cancelled,
+    Unknown,
+    InvalidArgument,
+    DeadlineExceeded,
+    NotFound,
+    AlreadyExists,
+    PermissionDenied,
+    ResourceExhausted,
+    FailedPrecondition,
+    UpdateAborted,
+    OutOfRange,
+    Unimplemented,
+    Internal,
+    Unavailable,
+    DataLoss,
+    Unauthenticated,
+)
+_BY_STATUS = {kind.status: kind for kind in _SUBCLASSES}
 
 
 def subclass_of(status: Status) -> type[Error]:

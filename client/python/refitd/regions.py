@@ -54,7 +54,8 @@ class Region(mmap.mmap):
             os.ftruncate(descriptor, nbytes)
             # The daemon maps it only where it can't be cut short.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            region = super().__new__(cls, descriptor, nbytes)
+            new: Any = super().__new__
+            region: Region = new(cls, descriptor, nbytes)
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)

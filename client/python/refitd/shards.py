@@ -433,8 +433,10 @@ class _Collector:
             )
 
     def _memory_of(self, name: str, tensor: Any, view: _View, held: _Held) -> Memory:
-        if view.device is None or view.device.type == "cpu":
+        if view.device is None:
             return HostMemory(view.pointer, view.nbytes, tensor, name)
+        if view.device.type == "cpu":
+            return HostMemory(view.pointer, view.nbytes, tensor, name, lambda: int(held.current().data_ptr()))
         if view.device.type != "cuda":
             raise InvalidArgument(
                 f"rank {self._rank}: tensor '{name}' is on device {view.device}: host memory and CUDA are possible", culprit=name

@@ -6,11 +6,13 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from ctypes import byref
+from dataclasses import replace
 from typing import Any
 
 from . import _abi
 from ._buffers import CudaBytes, HostBytes
 from ._layout import Box, PushedTensors, TensorSpec
+from ._lists import check_tensors
 from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
@@ -124,9 +126,13 @@ class Trainer(Member):
     def register_layout(
         self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: PushedTensors | None = None
     ) -> None:
-        """The same, of plain records. `pushed`: tensors that every refit pushes instead. Without a box the layout is taken back."""
-        indices = list(pushed.indices) if pushed is not None else []
-        registration = Registration(list(tensors), list(boxes), indices)
+        """The same, of plain records. `pushed`: tensors that every refit pushes instead.
+
+        Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
+        any box the layout is taken back.
+        """
+        check_tensors(tensors, self.label)
+        registration = _supplied(tensors, boxes, list(pushed.indices) if pushed is not None else [])
         self._register(registration, stage=True)
         self._pushed = pushed
 
@@ -187,8 +193,6 @@ class Trainer(Member):
         staged: int,
         rebound: int,
     ) -> UpdateResult:
-        from dataclasses import replace
-
         update = self.update(
             version, duration_seconds=duration_seconds, verification=verification, evict_late=evict_late, with_layout=True
         )
@@ -242,7 +246,7 @@ class Trainer(Member):
             assert out.value is not None
             return Handle(out.value, library.refit_update_free, f"the update to version {version}")
 
-        handle = interruptible(begin, cancel=lambda: self._cancel(version), disown=lambda made: made.close())
+        handle = interruptible(begin, cancel=lambda: self._cancel(version), disown=_close)
         return Update(self, handle, version, with_layout)
 
     # ---- state ----
@@ -310,6 +314,23 @@ class Trainer(Member):
 
             assert self.device is not None
             torch.cuda.current_stream(device_index(self.device)).synchronize()
+
+
+def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Sequence[int]) -> Registration:
+    """A registration of the tensors that this rank supplies, with indices for them alone."""
+    used = {box.tensor_index for box in boxes} | set(pushed)
+    if len(used) == len(tensors) or not used <= set(range(len(tensors))):  # the latter is refused later, by name
+        return Registration(list(tensors), list(boxes), list(pushed))
+    index = {old: new for new, old in enumerate(sorted(used))}
+    return Registration(
+        [tensors[old] for old in index],
+        [replace(box, tensor_index=index[box.tensor_index]) for box in boxes],
+        [index[old] for old in pushed],
+    )
+
+
+def _close(handle: Handle) -> None:
+    handle.close()
 
 
 def _number(names: dict[Any, int], given: Any, what: str) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
@@ -14,9 +16,9 @@ from . import _abi
 from ._buffers import CudaBytes, HostBytes
 from ._layout import TensorSpec
 from ._lists import TensorList, numbers
-from ._native import Handle, check, text
+from ._native import Handle, check, error_of, text
 from ._sources import Source, copy_host, source_of
-from ._wait import interruptible
+from ._wait import SLICE_SECONDS, interruptible
 from .errors import Error, FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
@@ -84,20 +86,66 @@ def result_of(
     )
 
 
+class _Window:
+    """The slots that this rank holds: leased, or pushed and not answered yet. The daemon refuses to lease more than `slots`."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = threading.Semaphore(slots)
+        self.error: Error | None = None  # of the first push that failed
+        self.key = next(_keys)
+        _windows[self.key] = self
+
+    def enter(self) -> None:
+        """Waits until one slot less is held. A push is answered at the latest when the update's time has passed."""
+        while not self._free.acquire(timeout=SLICE_SECONDS):
+            pass  # signal handlers run
+
+    def leave(self) -> None:
+        self._free.release()
+
+
+_keys = itertools.count(1)
+_windows: weakref.WeakValueDictionary[int, _Window] = weakref.WeakValueDictionary()
+
+
+def _on_answer(key: int, status: int, message: bytes) -> None:
+    """A push was answered; runs on a thread of the library. It stays for good, so that it outlives whatever may call it."""
+    window = _windows.get(key)
+    if window is None:
+        return
+    if status != 0 and window.error is None:
+        window.error = error_of(status, message.decode(errors="replace"))
+    window.leave()
+
+
+_answered = _abi.refit_done(_on_answer)
+
+
 class _Slot:
     """A leased slot that is being packed."""
 
-    def __init__(self, handle: Handle, data: HostBytes | CudaBytes) -> None:
+    def __init__(self, handle: Handle, data: HostBytes | CudaBytes, window: _Window) -> None:
         self.handle = handle
         self.data = data
+        self.window = window
         self.used = 0
         self.names: set[str] = set()
         self.tensors: list[TensorSpec] = []
         self.parts: list[tuple[int, int]] = []
         self.offsets: list[int] = []
 
+    def close(self) -> None:
+        """Gives the slot back, which was not pushed."""
+        self.handle.close()
+        self.window.leave()
+
     def room(self) -> int:
         return self.data.nbytes - -(-self.used // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+def _give_back(slot: _Slot) -> None:
+    """Of a slot that was leased for a caller who was interrupted, and has left the window."""
+    slot.handle.close()
 
 
 class Update:
@@ -119,6 +167,7 @@ class Update:
         with handle as pointer:
             self.instances = int(_abi.library().refit_update_instances(pointer))
             self.leasable_slots = int(_abi.library().refit_update_leasable_slots(pointer))
+        self._window = _Window(max(1, self.leasable_slots))
 
     @property
     def ended(self) -> bool:
@@ -201,19 +250,28 @@ class Update:
             assert out.value is not None
             handle = Handle(out.value, library.refit_slot_free, "a slot")
             pointer, nbytes = library.refit_slot_data(out), library.refit_slot_bytes(out)
-            return _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle))
+            return _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle), self._window)
 
-        self._slot = interruptible(lease, cancel=self._cancel, disown=lambda slot: slot.handle.close())
+        with self._handle:  # raises where the update has ended
+            self._window.enter()
+        try:
+            if self._window.error is not None:
+                raise self._window.error
+            self._slot = interruptible(lease, cancel=self._cancel, disown=_give_back)
+        except BaseException:
+            self._window.leave()
+            raise
         return self._slot
 
     def _send(self) -> None:
         """Hands the current slot over, without waiting until it was taken in."""
-        slot, self._slot = self._slot, None
-        if slot is None:
+        packed, self._slot = self._slot, None
+        if packed is None:
             return
-        if not slot.tensors:
-            slot.handle.close()
+        if not packed.tensors:
+            packed.close()
             return
+        slot = packed
         if isinstance(slot.data, CudaBytes):
             slot.data.synchronize()
 
@@ -229,10 +287,14 @@ class Update:
             )
             with self._handle as update, slot.handle as held:
                 bucket.slot = held
-                check(_abi.library().refit_update_push_async(update, byref(bucket), None, None), self._label)
+                push = _abi.library().refit_update_push_async
+                check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
 
         try:
             interruptible(send, cancel=self._cancel)
+        except Error:
+            self._window.leave()  # the arguments were refused, and nothing was pushed
+            raise
         finally:
             slot.handle.close()
 
@@ -297,7 +359,7 @@ class Update:
     def _drop_slot(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
-            slot.handle.close()
+            slot.close()
 
     def close(self) -> None:
         """Aborts the update unless it has ended, and lets go of it."""

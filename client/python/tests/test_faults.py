@@ -60,6 +60,7 @@ class KilledDaemonTest(unittest.TestCase):
         update = trainer.update
         server = Server(self, engine)
         trainer.refit(1)
+        server.wait_for(refitd.Committed)
         self.daemon.kill()
         for call in (lambda: trainer.refit(2), lambda: update(3), trainer.check_health):
             with self.assertRaises(refitd.Unavailable) as caught:
@@ -174,8 +175,24 @@ class KilledMemberTest(DaemonTest):
         engine.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
         with self.assertRaises(refitd.DeadlineExceeded) as caught:
             trainer.refit(1, duration_seconds=0.3)  # nobody answers Prepare
-        self.assertEqual(caught.exception.culprit, "engine a rank 0")
+        self.assertEqual((caught.exception.culprit, caught.exception.dirty), ("engine a rank 0", False))
         self.assertIsInstance(caught.exception, TimeoutError)
+
+
+    def test_an_update_that_is_lost_after_bytes_were_written_says_that_weights_are_dirty(self):
+        trainer, engine = self.trainer(), self.engine()
+        engine.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
+        server = Server(self, engine)
+        update = trainer.update(1)
+        update.push("w", bytes(32), shape=(64,))
+        update.flush()
+        trainer.abort(1, "no more")
+        with self.assertRaises(refitd.UpdateAborted) as caught:
+            update.commit()
+        self.assertTrue(caught.exception.dirty)
+        self.assertIn("no more", str(caught.exception))
+        self.assertTrue(server.wait_for(refitd.Aborted).dirty)
+        self.assertEqual((engine.weights, engine.version), (refitd.Weights.DIRTY, None))
 
 
 class InterruptTest(DaemonTest):

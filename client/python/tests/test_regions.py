@@ -79,7 +79,7 @@ class RegionTest(unittest.TestCase):
             self.assertIs(refitd.locate(tensor.data_ptr(), tensor.nbytes), region, name)
         self.assertEqual(module[1].weight.data_ptr(), module[0].weight.data_ptr())
         self.assertEqual(module[1].weight.stride(), (1, 8))
-        module(torch.randn(5, 8)).sum().backward()
+        module[0](torch.randn(5, 8)).sum().backward()
         optimizer.step()
         self.assertIs(refitd.locate(module[0].bias.data_ptr(), 4), region)
         self.assertFalse(torch.equal(module[0].bias, before["0.bias"]))

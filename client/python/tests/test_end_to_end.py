@@ -1,0 +1,124 @@
+"""torch models over a real daemon: a trainer's module into an engine's, in one dtype and another, pushed and refitted."""
+
+import unittest
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import refitd
+from support import DaemonTest, Server
+
+
+class Model(torch.nn.Module):
+    """Layers, a buffer, tied weights, a bias that stays float32."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 16, dtype=dtype)
+        self.up = torch.nn.Linear(16, 40, bias=False, dtype=dtype)
+        self.down = torch.nn.Linear(40, 16, dtype=dtype)
+        self.router_bias = torch.nn.Parameter(torch.zeros(7, dtype=torch.float32))
+        self.register_buffer("scale", torch.ones(3, dtype=dtype))
+        self.head = torch.nn.Linear(16, 50, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+
+
+def randomise(model, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape))
+
+
+def tensors_of(model):
+    """Names and tensors, tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+class EndToEndTest(DaemonTest):
+    def engine_of(self, model):
+        engine = self.engine()
+        engine.adopt(model)
+        engine.register(tensors_of(model))
+        return Server(self, engine)
+
+    def assert_same(self, trained, served, dtype=torch.float32):
+        for name, tensor in tensors_of(served).items():
+            kept = torch.float32 if name == "router_bias" else dtype
+            self.assertEqual(tensor.dtype, kept)
+            self.assertTrue(torch.equal(tensor, trained.state_dict()[name].to(kept)), name)
+
+    def test_a_module_that_was_adopted_is_refitted_in_place_without_a_copy(self):
+        trained, served, trainer = Model(), Model(), self.trainer()
+        trainer.adopt(trained)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.register(trained)
+        self.engine_of(served)
+        for version in (1, 2):
+            randomise(trained, version)
+            result = trainer.refit(version)
+            self.assert_same(trained, served)
+            self.assertEqual((result.staged_bytes, result.rebound, result.committed), (0, 0, 1))
+
+    def test_a_plain_state_dict_is_staged(self):
+        trained, served, trainer = Model(), Model(), self.trainer()
+        with self.assertWarns(refitd.StagingWarning):
+            trainer.register(trained.state_dict())
+        self.engine_of(served)
+        randomise(trained, 3)
+        self.assertGreater(trainer.refit(1).staged_bytes, 0)
+        self.assert_same(trained, served)
+
+    def test_a_cast_is_delivered_but_for_exceptions(self):
+        trained, served, trainer = Model(), Model(torch.bfloat16), self.trainer()
+        trainer.adopt(trained)
+        for version, staging in enumerate(("whole", "push")):
+            trainer.register(trained, dtype=torch.bfloat16, exceptions={"router_bias": None}, staging=staging)
+            if version == 0:
+                self.engine_of(served)
+            randomise(trained, version)
+            trainer.refit(version)
+            self.assert_same(trained, served, torch.bfloat16)
+
+    def test_parameters_whose_memory_moved_are_followed(self):
+        trained, served, trainer = Model(), Model(), self.trainer()
+        trainer.adopt(trained)
+        trainer.register(trained)
+        self.engine_of(served)
+        trained.up.weight.data = refitd.empty((40, 16), "float32")
+        randomise(trained, 5)
+        self.assertEqual(trainer.refit(1).rebound, 1)
+        self.assert_same(trained, served)
+
+    def test_pushed_tensors_reach_registered_parameters(self):
+        trained, served, trainer = Model(), Model(), self.trainer()
+        self.engine_of(served)
+        randomise(trained, 6)
+        with trainer.update(1) as update:
+            for name, tensor in tensors_of(trained).items():
+                update.push(name, tensor)
+        self.assert_same(trained, served)
+
+    def test_a_shape_that_differs_is_an_error_that_names_the_tensor_before_anything_is_written(self):
+        trained, served, trainer = Model(), Model(), self.trainer()
+        trained.down = torch.nn.Linear(41, 16)
+        trainer.adopt(trained)
+        trainer.register(trained)
+        before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+        self.engine_of(served)
+        with self.assertRaises(refitd.FailedPrecondition) as caught:
+            trainer.refit(1)
+        self.assertEqual((caught.exception.culprit, caught.exception.dirty), ("tensor down.weight", False))
+        for name, tensor in served.state_dict().items():
+            self.assertTrue(torch.equal(tensor, before[name]), name)
+
+    def test_a_tensor_on_another_device_is_refused_by_name(self):
+        with self.assertRaisesRegex(refitd.Error, "w"):
+            self.trainer().register({"w": torch.empty(3, device="meta")})
+
+
+if __name__ == "__main__":
+    unittest.main()
