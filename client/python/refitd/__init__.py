@@ -13,6 +13,7 @@ torch and numpy are imported where they are used only. Errors are `refitd.Error`
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._layout import Box, Layout, PushedTensors, TensorSpec
@@ -54,10 +55,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     # What needs torch comes when it is asked for.
     if name in ("capture", "Captured"):
-        from . import capture as module
-
-        globals().update(capture=module.capture, Captured=module.Captured)
-        return globals()[name]
+        module = importlib.import_module(".capture", __name__)  # which can be called
+        return module if name == "capture" else module.Captured
     if name == "Shard":
         from .shards import Shard
 

@@ -15,6 +15,8 @@ Imports torch when used.
 from __future__ import annotations
 
 import re
+import sys
+import types
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -402,7 +404,7 @@ class _Run:
 def _lazy_class() -> Any:
     import torch
 
-    class Lazy(torch.Tensor):  # type: ignore[misc, unused-ignore]
+    class Lazy(torch.Tensor):
         """A tensor without storage that knows which elements of a global tensor it stands for.
 
         `refitd_meta`: a meta tensor with its shape and strides. `refitd_walk`: a meta tensor whose offset and strides are those in the row-major
@@ -414,7 +416,7 @@ def _lazy_class() -> Any:
         __torch_function__ = torch._C._disabled_torch_function_impl
 
         @staticmethod
-        def __new__(cls, meta: Any, walk: Any, names: tuple[str, ...], why: str | None) -> Any:
+        def __new__(cls: Any, meta: Any, walk: Any, names: tuple[str, ...], why: str | None) -> Any:
             self = torch.Tensor._make_wrapper_subclass(
                 cls, meta.shape, dtype=meta.dtype, device="cpu", strides=meta.stride(), storage_offset=meta.storage_offset()
             )
@@ -447,7 +449,7 @@ def _mode_class() -> Any:
     aliases = {aten.detach.default, aten.alias.default}
     same_elements = {aten.clone.default, aten._to_copy.default, aten.lift_fresh.default, aten.contiguous.default}
 
-    class Mode(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
+    class Mode(TorchDispatchMode):
         """Sees every operation of the loader."""
 
         def __init__(self, run: _Run) -> None:
@@ -767,3 +769,13 @@ def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
     device = tensor.device.index or 0
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     return CudaMemory(uuid, tensor.data_ptr(), nbytes, device, tensor, name, tensor.data_ptr), itemsize
+
+
+class _Callable(types.ModuleType):
+    """This module can be called as its function, since both have the name refitd.capture."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Captured:
+        return capture(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

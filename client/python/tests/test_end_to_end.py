@@ -63,6 +63,53 @@ class EndToEndTest(DaemonTest):
             self.assert_same(trained, served)
             self.assertEqual((result.staged_bytes, result.rebound, result.committed), (0, 0, 1))
 
+    def test_an_engine_with_fused_weights_is_refitted_by_what_its_loader_does(self):
+        class Fused(torch.nn.Module):
+            """Holds half of q, k and v of a trainer's layers in one parameter, rank by rank, and the gate over the up projection."""
+
+            def __init__(self, rank):
+                super().__init__()
+                self.rank = rank
+                self.qkv = torch.nn.Parameter(torch.zeros(12, 8), requires_grad=False)
+                self.gate_up = torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+
+            def load_weights(self, weights):
+                for name, tensor in weights:
+                    if name in ("q", "k", "v"):
+                        at = 4 * "qkv".index(name)
+                        self.qkv.data[at : at + 4].copy_(tensor.chunk(2)[self.rank])
+                    else:
+                        at = 4 * ("gate", "up").index(name)
+                        self.gate_up.data.narrow(0, at, 4).copy_(tensor.narrow(0, 4 * self.rank, 4))
+
+        source = {name: refitd.empty((8, 8), "float32", like="torch") for name in ("q", "k", "v", "gate", "up")}
+        trainer = self.trainer()
+        trainer.register(source)
+        served, expected = [Fused(rank) for rank in range(2)], [Fused(rank) for rank in range(2)]
+        for rank, module in enumerate(served):
+            engine = self.engine(rank=rank, world_size=2)
+            engine.adopt(module)
+            captured = refitd.capture(module.load_weights, source)
+            self.assertEqual((captured.unsupported, captured.processed), ({}, {}))
+            engine.register(captured)
+            Server(self, engine)
+        for version in (1, 2):
+            torch.manual_seed(version)
+            for tensor in source.values():
+                tensor.copy_(torch.randn(8, 8))
+            trainer.refit(version)
+            for module, other in zip(served, expected):
+                other.load_weights(source.items())
+                self.assertTrue(torch.equal(module.qkv, other.qkv))
+                self.assertTrue(torch.equal(module.gate_up, other.gate_up))
+
+    def test_capture_is_found_both_as_function_and_as_module(self):
+        import refitd.capture as module
+
+        self.assertTrue(callable(refitd.capture))
+        self.assertIs(refitd.capture, module)
+        self.assertIs(refitd.Captured, module.Captured)
+
     def test_a_plain_state_dict_is_staged(self):
         trained, served, trainer = Model(), Model(), self.trainer()
         with self.assertWarns(refitd.StagingWarning):
