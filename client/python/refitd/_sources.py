@@ -54,6 +54,8 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
 
     Raises InvalidArgument, naming the tensor, for what is no tensor or of another dtype.
     """
+    if isinstance(value, Source):  # casts of refitd.casting
+        return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         source = _of_torch(torch, name, value)

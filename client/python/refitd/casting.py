@@ -5,7 +5,7 @@ a cast are delivered in one of two ways, chosen for all of them together:
 
 - *whole*: a room of all cast shards of this rank, filled before each refit. One compiled refit moves everything, but the room
   takes as much memory as the cast shards.
-- *pushed*: each update casts chunk after chunk and pushes them in buckets; memory is two chunks, whatever the model's size.
+- *pushed*: each update casts into the daemon's staging slots, bucket after bucket: no memory here, whatever the model's size.
 
 All ranks must choose the same way, as a tensor that one rank pushes is left out of every rank's layout. So "auto" decides by
 what is equal on all ranks: the shapes, placements and dtypes of DTensors and replicated tensors. docs/decisions.md has reasons.
@@ -15,23 +15,24 @@ Imports torch when used. Sizes are in bytes unless they say elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from . import _dtypes
-from ._boxes import row_major
+from ._boxes import range_boxes, row_major
 from ._layout import Box
+from ._sources import Source
 from .errors import InvalidArgument
 from .memory import CudaMemory, FilledMemory
 
 if TYPE_CHECKING:
+    from ._buffers import CudaBytes, HostBytes
     from .update import Update
 
 DEFAULT_STAGING_BYTES = 256 << 20
-CHUNK_BYTES = 8 << 20  # of a pushed cast: large enough to be as fast as one cast, small enough to stay in a last-level cache
 _ALIGNMENT = 64  # of each tensor in a room of cast shards
 
 STAGING = ("auto", "whole", "push")
@@ -41,9 +42,8 @@ STAGING = ("auto", "whole", "push")
 class Cast:
     """A box of a tensor that must be cast.
 
-    `current`: returns the local tensor of the box's extent, wherever its memory is now. `largest`: elements of the largest shard of the tensor over all ranks, or None
-    where a rank knows only its own. `rows`: True if every rank holds one range of whole rows of dimension 0. `replica`: the number
-    of this rank among those that hold the same elements, and how many they are.
+    `current`: returns the local tensor of the box's extent, wherever its memory is now. `replica`: the number of this rank among
+    those that hold the same elements, and how many they are.
     """
 
     tensor_index: int
@@ -52,8 +52,6 @@ class Cast:
     dtype: str
     offset: tuple[int, ...]
     current: Callable[[], Any]
-    largest: int | None
-    rows: bool
     replica: tuple[int, int] = (0, 1)
 
     @property
@@ -64,51 +62,71 @@ class Cast:
     def nbytes(self) -> int:
         return int(self.source.numel()) * _dtypes.DTYPES[self.dtype].itemsize
 
-    @property
-    def largest_bytes(self) -> int:
-        return self.nbytes if self.largest is None else self.largest * _dtypes.DTYPES[self.dtype].itemsize
+
+@dataclass
+class Demand:
+    """What casting a tensor takes on the rank that holds the most of it; ranks decide by it, whatever they hold themselves.
+
+    `nbytes`: of the cast elements; None where a rank can't know. `ranges`: every rank's boxes are ranges of the row-major tensor.
+    """
+
+    nbytes: int | None
+    ranges: bool
 
 
-def plan(casts: Sequence[Cast], *, staging: str, staging_bytes: int, rank: int, alone: bool) -> tuple[list[Box], CastPush | None]:
+def plan(
+    casts: Sequence[Cast], demands: Mapping[str, Demand], *, staging: str, staging_bytes: int, rank: int, alone: bool
+) -> tuple[list[Box], CastPush | None]:
     """The boxes of casts that are kept whole, and the pushes of the others.
 
-    `alone`: this is the only trainer rank, so that no other must agree. Raises InvalidArgument where the casts fit neither way.
+    `demands`: of all tensors that are cast on some rank, by name. `alone`: this is the only trainer rank, so that no other must
+    agree. Raises InvalidArgument where the casts fit neither way.
     """
     if staging not in STAGING:
         raise InvalidArgument(f"staging is {staging!r}, {', '.join(map(repr, STAGING))} are possible", culprit="staging")
-    pushed = _pushed(casts, staging, staging_bytes, rank, alone)
+    pushed = _pushed(casts, demands, staging, staging_bytes, rank, alone)
     whole = [cast for cast in casts if cast.name not in pushed]
     boxes = _staged_whole(whole) if whole else []
-    push = CastPush([cast for cast in casts if cast.name in pushed], min(CHUNK_BYTES, max(staging_bytes // 2, 1)))
+    push = CastPush([cast for cast in casts if cast.name in pushed])
     return boxes, push if pushed else None
 
 
-def _pushed(casts: Sequence[Cast], staging: str, staging_bytes: int, rank: int, alone: bool) -> set[str]:
+def _pushed(
+    casts: Sequence[Cast], demands: Mapping[str, Demand], staging: str, staging_bytes: int, rank: int, alone: bool
+) -> set[str]:
     """The names of the tensors to push."""
     if staging == "whole":
         return set()
     if staging == "push":
-        return {cast.name for cast in casts}
-    if sum(cast.largest_bytes for cast in casts) <= staging_bytes:
+        return set(demands)
+    held: dict[str, int] = {}
+    for cast in casts:
+        held[cast.name] = held.get(cast.name, 0) + cast.nbytes
+    if alone:
+        needed = {name: held.get(name, 0) for name in demands}
+    else:
+        needed = {name: held.get(name, 0) if demand.nbytes is None else demand.nbytes for name, demand in demands.items()}
+    if sum(needed.values()) <= staging_bytes:
         return set()
-    unknown = None if alone else next((cast for cast in casts if cast.largest is None), None)
+    unknown = None if alone else next((name for name, demand in demands.items() if demand.nbytes is None), None)
     if unknown is not None:
         raise InvalidArgument(
-            f"rank {rank}: {len(casts)} shards to cast, '{unknown.name}' among them, take {sum(cast.nbytes for cast in casts)} bytes, and "
-            f"staging_bytes is {staging_bytes}. Other ranks must choose alike and can't know: pass staging='push' or staging='whole', "
-            "or a larger staging_bytes, on every rank",
-            culprit=unknown.name,
+            f"rank {rank}: tensors to cast, '{unknown}' among them, take {sum(needed.values())} bytes, and staging_bytes is "
+            f"{staging_bytes}. Other ranks must choose alike and can't know: pass staging='push' or staging='whole', or a larger "
+            "staging_bytes, on every rank",
+            culprit=unknown,
         )
-    # A shard of columns would be pushed row by row: it is kept whole.
-    columns = [cast for cast in casts if not cast.rows]
-    if sum(cast.largest_bytes for cast in columns) > staging_bytes:
+    # A shard of columns would be pushed row by row, each a bucket of its own: it is kept whole.
+    columns = {name: nbytes for name, nbytes in needed.items() if not demands[name].ranges}
+    if sum(columns.values()) > staging_bytes:
+        first = next(iter(columns))
         raise InvalidArgument(
-            f"rank {rank}: {len(columns)} tensors to cast are not sharded by rows, '{columns[0].name}' among them, so that they are kept "
-            f"whole: they take {sum(cast.largest_bytes for cast in columns)} bytes, and staging_bytes is {staging_bytes}. Pass a "
-            "larger staging_bytes, or staging='push' to push them row by row, on every rank",
-            culprit=columns[0].name,
+            f"rank {rank}: {len(columns)} tensors to cast are sharded by columns, '{first}' among them, so that they are kept whole: "
+            f"they take {sum(columns.values())} bytes, and staging_bytes is {staging_bytes}. Pass a larger staging_bytes, or "
+            "staging='push' to push them row by row, on every rank",
+            culprit=first,
         )
-    return {cast.name for cast in casts if cast.rows}
+    return set(demands) - set(columns)
 
 
 def _staged_whole(casts: Sequence[Cast]) -> list[Box]:
@@ -181,42 +199,39 @@ class _Room:
 
 
 class CastPush:
-    """Tensors that every update casts chunk by chunk and pushes; see refitd._layout.PushedTensors."""
+    """Tensors that every update casts into its slots; see refitd._layout.PushedTensors."""
 
-    def __init__(self, casts: Sequence[Cast], chunk_bytes: int) -> None:
+    def __init__(self, casts: Sequence[Cast]) -> None:
         self._casts = casts
-        self._chunk_bytes = chunk_bytes
         self.indices: Sequence[int] = sorted({cast.tensor_index for cast in casts})
 
-    def chunks(self) -> Iterator[tuple[Cast, int, Any]]:
-        """(cast, first element in the global tensor, one-dimensional cast elements) of what this rank supplies, in order.
+    def push(self, update: Update) -> None:
+        """Pushes what this rank supplies, cast on the way into the slots.
 
         Of several ranks that hold the same elements one supplies a tensor: its name says which.
         """
         for cast in self._casts:
             index, count = cast.replica
             if crc32(cast.name.encode()) % count == index:
-                yield from self._chunks_of(cast)
+                for start, tensor in _ranges(cast.shape, cast.offset, cast.source):
+                    update.push(cast.name, _source(tensor, cast.dtype), shape=cast.shape, start=start)
 
-    def _chunks_of(self, cast: Cast) -> Iterator[tuple[Cast, int, Any]]:
+
+def _source(tensor: Any, dtype: str) -> Source:
+    """A source of the tensor's elements, in row-major order, cast when they are copied."""
+
+    def copy(target: HostBytes | CudaBytes, start: int, count: int) -> None:
         import torch
 
-        dtype = _dtypes.torch_dtype(cast.dtype)
-        most = max(self._chunk_bytes // dtype.itemsize, 1)
         with torch.no_grad():
-            for start, source in _ranges(cast.shape, cast.offset, cast.source):
-                if source.is_contiguous():
-                    source, row = source.view(-1), 1
-                else:
-                    row = source[0].numel()
-                step = max(most // row, 1)
-                for first in range(0, len(source), step):
-                    yield cast, start + first * row, source[first : first + step].to(dtype).reshape(-1)
+            room = target.torch((count,), dtype)
+            # Boxes are views, whatever the strides; a flattened tensor might be a copy of all of it.
+            for offset, extent in range_boxes(tensor.shape, start, count):
+                elements = tensor[tuple(slice(at, at + n) for at, n in zip(offset, extent))]
+                room[: elements.numel()].view(extent).copy_(elements)
+                room = room[elements.numel() :]
 
-    def push(self, update: Update) -> None:
-        """Casts and pushes all chunks."""
-        for cast, start, elements in self.chunks():
-            update.push(cast.name, elements, shape=cast.shape, start=start)
+    return Source(_dtypes.DTYPES[dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
 
 
 def _ranges(shape: Sequence[int], offset: Sequence[int], source: Any) -> Iterator[tuple[int, Any]]:

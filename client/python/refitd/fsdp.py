@@ -11,6 +11,7 @@ be registered again for each version.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from .errors import InvalidArgument
@@ -20,14 +21,11 @@ from .shards import Shard, range_shards
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def flat_shards(module: Any, dtype: Any = None) -> list[Shard]:
+def flat_shards(module: Any) -> list[Shard]:
     """This rank's shards of the parameters of a model that FSDP1 wraps: views of its flat parameters, for `collect`.
 
-    `dtype`: what to deliver, if not what is stored. Tied parameters beyond the first, and parameters of which this rank holds
-    nothing, are listed without a tensor. Parameters that FSDP was told to ignore are whole, on every rank.
-
-    A rank does not know how much the others hold: where casts exceed `staging_bytes`, `collect` asks for `staging`. Raises
-    InvalidArgument if no submodule is wrapped.
+    Tied parameters beyond the first, and parameters of which this rank holds nothing, are listed without a tensor. Parameters
+    that FSDP was told to ignore are whole, on every rank. Raises InvalidArgument if no submodule is wrapped.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -41,10 +39,13 @@ def flat_shards(module: Any, dtype: Any = None) -> list[Shard]:
             continue
         parameter = unit._handle.flat_param
         flat.update(map(id, (parameter, *(parameter._params or ()), *(parameter._shared_params or ()))))
-        shards.extend(_of_unit(_clean(f"{name}." if name else ""), unit, dtype))
+        shards.extend(_of_unit(_clean(f"{name}." if name else ""), unit))
     for name, parameter in module.named_parameters():
         if id(parameter) not in flat:
-            shards.append(Shard(_clean(name), tuple(parameter.shape), parameter, dtype=dtype))
+            group = units[0][1].process_group
+            replica = (group.rank(), group.size())
+            shape = tuple(parameter.shape)
+            shards.append(Shard(_clean(name), shape, parameter, None, None, replica, parameter.numel(), True))
     return shards
 
 
@@ -54,7 +55,7 @@ def _clean(name: str) -> str:
     return name
 
 
-def _of_unit(prefix: str, unit: Any, dtype: Any) -> Iterator[Shard]:
+def _of_unit(prefix: str, unit: Any) -> Iterator[Shard]:
     handle = unit._handle
     flat = handle.flat_param
     sharded = handle.uses_sharded_strategy
@@ -63,18 +64,23 @@ def _of_unit(prefix: str, unit: Any, dtype: Any) -> Iterator[Shard]:
     replicas = unit._inter_node_pg if hasattr(unit, "_inter_node_pg") else None if sharded else unit.process_group
     replica = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
     shapes = {}
+    total = sum(prod(shape) for shape in flat._shapes)
     for fqn, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos):
         name = _clean(prefix + fqn)
         shapes[fqn] = tuple(shape)
+        # A bound for the unit, of which each tensor has its share: which rank holds most of a tensor does not matter.
+        largest = -(-prod(shape) * local.numel() // total)
         if not info.in_shard:
-            yield Shard(name, tuple(shape), None, dtype=dtype or local.dtype)
+            yield Shard(name, tuple(shape), None, None, local.dtype, (0, 1), largest, True)
             continue
         elements = local[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-        yield from range_shards(name, tuple(shape), elements, info.intra_param_start_idx, dtype=dtype, replica=replica)
+        yield from range_shards(
+            name, tuple(shape), elements, info.intra_param_start_idx, replica=replica, largest=largest
+        )
     for shared in flat._shared_param_infos:
         shape = shapes[_join(shared.prim_module_name, shared.prim_param_name)]
         name = _clean(prefix + _join(shared.module_name, shared.param_name))
-        yield Shard(name, shape, None, dtype=dtype or local.dtype)
+        yield Shard(name, shape, None, None, local.dtype, (0, 1), 0, True)
 
 
 def _join(module: str, parameter: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from . import _dtypes
 from ._boxes import first_overlap, range_boxes
 from ._layout import Box, Layout, TensorSpec
-from .casting import DEFAULT_STAGING_BYTES, Cast, plan
+from .casting import DEFAULT_STAGING_BYTES, Cast, Demand, plan
 from .dtensor import Part, is_dtensor, local_tensor, place
 from .errors import FailedPrecondition, InvalidArgument
 from .memory import CudaMemory, HostMemory, Memory
@@ -38,8 +38,12 @@ class Shard:
 
     `name`, `shape`: of the global tensor, unpadded, in elements. `tensor`: the elements of the box, of the box's extent and with
     any strides; None says that this rank holds none of the tensor, and needs `dtype`. `offset`: of the box in the global tensor;
-    None is zeros. `dtype`: what to deliver; None is what `collect` is told, else the tensor's own. `replica`: this rank's number
-    among the ranks that hold the same box, and how many they are; used where casts are pushed.
+    None is zeros. `dtype`: what to deliver; None is what `collect` is told, else the tensor's own; with no tensor, what the ranks
+    that hold it have.
+
+    The others are used where casts are pushed. `replica`: this rank's number among the ranks that hold the same box, and how many
+    they are. `largest`: the most elements that any rank holds of the tensor, in all its shards; `ranges`: whether every rank's
+    boxes of it are ranges of the row-major tensor. Both are equal on all ranks, or None where a rank does not know.
     """
 
     name: str
@@ -48,6 +52,8 @@ class Shard:
     offset: Sequence[int] | None = None
     dtype: Any = None
     replica: tuple[int, int] = (0, 1)
+    largest: int | None = None
+    ranges: bool | None = None
 
 
 def range_shards(name: str, shape: Sequence[int], elements: Any, start: int, **options: Any) -> Iterator[Shard]:
@@ -63,7 +69,7 @@ def range_shards(name: str, shape: Sequence[int], elements: Any, start: int, **o
     at = 0
     for offset, extent in boxes:
         count = prod(extent)
-        yield Shard(name, shape, elements[at : at + count].reshape(extent), offset, **options)
+        yield Shard(name, shape, elements[at : at + count].reshape(extent), offset, ranges=True, **options)
         at += count
 
 
@@ -112,7 +118,7 @@ def collect(
         collector.check_complete()
     layout = collector.layout
     boxes, layout.pushed = plan(
-        collector.casts, staging=staging, staging_bytes=staging_bytes, rank=rank, alone=world_size == 1
+        collector.casts, collector.demands, staging=staging, staging_bytes=staging_bytes, rank=rank, alone=world_size == 1
     )
     layout.boxes += boxes
     return layout
@@ -120,12 +126,10 @@ def collect(
 
 @dataclass
 class _Held:
-    """A shard, and what casting must know of the same tensor on other ranks."""
+    """A shard. `current` returns its tensor, wherever its memory is now."""
 
     shard: Shard
-    current: Callable[[], Any]  # the shard's tensor, wherever its memory is now
-    largest: int | None = None
-    rows: bool = True
+    current: Callable[[], Any]
 
 
 def _held(x: Any, buffers: bool | Sequence[str], rank: int, world_size: int | None) -> Iterator[_Held]:
@@ -179,19 +183,20 @@ def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Ite
             raise InvalidArgument(f"rank {rank}: '{name}' is a {type(tensor).__name__}, no tensor", culprit=name)
         shape = tuple(tensor.shape)
         replica = (rank, world_size) if world_size else (0, 1)
-        yield _Held(Shard(name, shape, tensor, None, None, replica), partial(_same, tensor), prod(shape))
+        yield _Held(Shard(name, shape, tensor, None, None, replica, prod(shape), True), partial(_same, tensor))
         return
     placed = place(name, tensor, rank)
     shape = tuple(tensor.shape)
     if len(placed.parts) == 1 and placed.parts[0].extent == placed.local_shape:
-        shard = Shard(name, shape, local_tensor(tensor), placed.parts[0].offset, None, placed.replica)
-        yield _Held(shard, partial(local_tensor, tensor), placed.largest, placed.rows)
+        shard = Shard(name, shape, local_tensor(tensor), placed.parts[0].offset, None, placed.replica, placed.largest, placed.rows)
+        yield _Held(shard, partial(local_tensor, tensor))
         return
     if not placed.parts:
-        yield _Held(Shard(name, shape, None, None, tensor.dtype), partial(_same, None), placed.largest, placed.rows)
+        yield _Held(Shard(name, shape, None, None, tensor.dtype, (0, 1), placed.largest, placed.rows), partial(_same, None))
     for part in placed.parts:
         current = partial(_part_of, tensor, part)
-        yield _Held(Shard(name, shape, current(), part.offset, None, placed.replica), current, placed.largest, placed.rows)
+        shard = Shard(name, shape, current(), part.offset, None, placed.replica, placed.largest, placed.rows)
+        yield _Held(shard, current)
 
 
 def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_Held]:
@@ -202,10 +207,10 @@ def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_Held]:
     largest = max((prod(extent) for _, extent in boxes), default=0)
     rows = all(extent[1:] == shape[1:] for _, extent in boxes)
     if not shards:
-        yield _Held(Shard(name, shape, None, None, tensor.dtype), partial(_same, None), largest, rows)
+        yield _Held(Shard(name, shape, None, None, tensor.dtype, (0, 1), largest, rows), partial(_same, None))
     for shard in shards:
-        held = Shard(name, shape, shard.tensor, tuple(shard.metadata.shard_offsets))
-        yield _Held(held, partial(_same, shard.tensor), largest, rows)
+        held = Shard(name, shape, shard.tensor, tuple(shard.metadata.shard_offsets), None, (0, 1), largest, rows)
+        yield _Held(held, partial(_same, shard.tensor))
 
 
 class _Rules:
@@ -296,6 +301,7 @@ class _Collector:
     def __init__(self, rules: _Rules, tied: bool | Mapping[str, str], rank: int, device: Any) -> None:
         self.layout = Layout()
         self.casts: list[Cast] = []
+        self.demands: dict[str, Demand] = {}
         self._rules = rules
         self._tied = tied
         self._rank = rank
@@ -311,7 +317,7 @@ class _Collector:
         shard = held.shard
         name, tensor = shard.name, shard.tensor
         if tensor is None:
-            self._list_without_boxes(shard)
+            self._list_without_boxes(held)
             return
         shape = tuple(shard.shape)
         stored = self._rules.stored(name, tensor.dtype)
@@ -319,6 +325,8 @@ class _Collector:
         index = self._index_of(name, shape, stored, delivered)
         offset, extent = self._box_of(name, shape, tensor, shard.offset)
         itemsize = _dtypes.DTYPES[stored].itemsize
+        if delivered != stored:
+            self._demand(held, delivered, extent)
         view = _View(name, tensor, itemsize, self._rank)
         if view.device is not None:
             self._check_device(name, view.device)
@@ -331,9 +339,7 @@ class _Collector:
                     f"rank {self._rank}: tensor '{name}' is a numpy array of {stored}: casts to {delivered} are made of torch tensors",
                     culprit=name,
                 )
-            self.casts.append(
-                Cast(index, name, shape, delivered, offset, held.current, held.largest, held.rows, shard.replica)
-            )
+            self.casts.append(Cast(index, name, shape, delivered, offset, held.current, shard.replica))
             return
         self.layout.boxes.append(Box(index, offset, extent, view.strides, self._memory_of(name, tensor, view, held), 0))
 
@@ -357,13 +363,26 @@ class _Collector:
                     culprit=spec.name,
                 )
 
-    def _list_without_boxes(self, shard: Shard) -> None:
+    def _demand(self, held: _Held, delivered: str, extent: tuple[int, ...]) -> None:
+        """Notes what the cast takes. Tied tensors count as well, as a rank with an empty shard can't tell that they are."""
+        shard = held.shard
+        nbytes = None if shard.largest is None else shard.largest * _dtypes.DTYPES[delivered].itemsize
+        ranges = extent[1:] == tuple(shard.shape[1:]) if shard.ranges is None else shard.ranges
+        demand = self.demands.setdefault(shard.name, Demand(nbytes, ranges))
+        demand.nbytes = None if demand.nbytes is None or nbytes is None else max(demand.nbytes, nbytes)
+        demand.ranges = demand.ranges and ranges
+
+    def _list_without_boxes(self, held: _Held) -> None:
+        shard = held.shard
         if shard.dtype is None:
             raise InvalidArgument(
                 f"rank {self._rank}: a Shard of tensor '{shard.name}' has neither tensor nor dtype", culprit=shard.name
             )
         stored = self._rules.stored(shard.name, shard.dtype)
-        self._index_of(shard.name, tuple(shard.shape), stored, self._rules.delivered(shard.name, stored, None))
+        delivered = self._rules.delivered(shard.name, stored, None)
+        self._index_of(shard.name, tuple(shard.shape), stored, delivered)
+        if delivered != stored:
+            self._demand(held, delivered, tuple(shard.shape))
 
     def _index_of(self, name: str, shape: tuple[int, ...], stored: str, delivered: str) -> int:
         known = self._tensors.get(name)

@@ -6,6 +6,8 @@ from math import prod
 import torch
 
 from refitd import _dtypes
+from refitd._buffers import HostBytes
+from refitd._sources import source_of
 from refitd.memory import FilledMemory, HostMemory
 
 
@@ -35,12 +37,26 @@ class Reader:
 
 
 class Pushes(list):
-    """Stands where an update is: collects what is pushed, checked as the daemon checks ranges."""
+    """Stands where an update is: collects (name, first element, elements, shape), packed in two slots as an update may do it."""
 
     def push(self, name, tensor, *, shape, start):
-        assert tensor.dim() == 1
-        assert 0 <= start <= start + len(tensor) <= prod(shape)
-        self.append((name, tensor.clone(), tuple(shape), start))
+        source = source_of(name, tensor)
+        assert 0 <= start <= start + source.elements <= prod(shape)
+        dtype = _dtypes.torch_dtype(source.dtype.name)
+        elements = torch.empty(source.elements, dtype=dtype)
+        half = source.elements // 3
+        for first, count in ((0, half), (half, source.elements - half)):
+            room = elements[first : first + count]
+            if count:
+                source.copy(HostBytes(room.data_ptr(), count * dtype.itemsize, room), first, count)
+        self.append((name, start, elements, tuple(shape)))
+
+
+def pushed_by(layout):
+    """(name, first element, elements) of each range that a rank pushes."""
+    update = Pushes()
+    layout.pushed.push(update)
+    return [pushed[:3] for pushed in update]
 
 
 def assemble(layouts):
@@ -71,7 +87,7 @@ def assemble(layouts):
         layout.pushed.push(update)
         by_name = {spec.name: spec for spec in layout.tensors}
         names = {layout.tensors[i].name for i in layout.pushed.indices}
-        for name, values, shape, start in update:
+        for name, start, values, shape in update:
             spec = by_name[name]
             assert name in names and spec.shape == shape
             flat = pushed.setdefault(name, torch.zeros(prod(shape), dtype=torch.int))

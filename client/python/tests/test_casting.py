@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from layout_util import Pushes, Reader, assemble  # noqa: E402
+from layout_util import Pushes, Reader, assemble, pushed_by  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from refitd.errors import InvalidArgument  # noqa: E402
 from refitd.memory import FilledMemory  # noqa: E402
@@ -55,10 +56,14 @@ def test_pushed_chunks_of_any_boxes_and_strides_make_the_tensor(seed):
     assert torch.equal(assemble(layouts)["w"], whole.bfloat16())
 
 
-def test_a_pushed_cast_takes_two_chunks_at_a_time():
-    layout = collect({"w": torch.randn(1000, 1000)}, torch.bfloat16, staging="push", staging_bytes=100_000)
-    sizes = [elements.numel() * 2 for _, _, elements in layout.pushed.chunks()]
-    assert max(sizes) <= 50_000 and sum(sizes) == 2_000_000
+def test_a_pushed_cast_makes_no_tensor_on_the_way():
+    layout = collect({"w": torch.randn(1000, 1000).t()}, torch.bfloat16, staging="push")
+    update = Pushes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        layout.pushed.push(update)
+    taken = sum(max(event.self_cpu_memory_usage, 0) for event in run.key_averages())
+    assert len(update) == 1 and torch.equal(update[0][2].view(1000, 1000), layout.pushed._casts[0].source.bfloat16())
+    assert taken < 2_000_000 + 100_000, "what Pushes itself takes, which stands for the slots"
 
 
 def test_ranks_that_hold_the_same_push_it_once():
@@ -66,14 +71,8 @@ def test_ranks_that_hold_the_same_push_it_once():
     layouts = [collect(tensors, torch.bfloat16, staging="push", rank=r, world_size=3) for r in range(3)]
     found = assemble(layouts)  # sees that nothing comes twice
     assert set(found) == set(tensors)
-    shares = [len({name for name, *_ in pushes}) for pushes in map(pushed_by, layouts)]
+    shares = [len({name for name, *_ in pushed}) for pushed in map(pushed_by, layouts)]
     assert sum(shares) == 16 and min(shares) > 0
-
-
-def pushed_by(layout):
-    update = Pushes()
-    layout.pushed.push(update)
-    return update
 
 
 def test_shards_that_other_ranks_can_not_judge_need_a_word():

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from layout_util import Reader, assemble  # noqa: E402
+from layout_util import Reader, assemble, pushed_by  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
@@ -64,7 +64,7 @@ def random_dtensors(rank, world, seed):
         (whole.tensors[box.tensor_index].name, box.offset, Reader(whole).view(box).clone()) for box in whole.boxes
     ]
     pushed = collect(tensors, torch.bfloat16, staging="push", rank=rank, tied=False)
-    return full, read, [(cast.name, start, elements) for cast, start, elements in pushed.pushed.chunks()]
+    return full, read, pushed_by(pushed)
 
 
 def _key(placements):
@@ -133,6 +133,7 @@ def fsdp2_model(rank, world, tp):
         "plain": collect(model, rank=rank, world_size=world),
         "whole": collect(model, torch.bfloat16, {"bias": None}, rank=rank, world_size=world),
         "push": collect(model, torch.bfloat16, {"bias": None}, rank=rank, world_size=world, staging="push"),
+        "auto": collect(model, torch.bfloat16, {"bias": None}, rank=rank, world_size=world, staging_bytes=300),
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = []
@@ -148,9 +149,7 @@ def fsdp2_model(rank, world, tp):
                 (layout.tensors[b.tensor_index].name, b.offset, reader.view(b).clone()) for b in layout.boxes
             ]
             if layout.pushed is not None:
-                supplied[kind] += [
-                    (cast.name, (start,), elements) for cast, start, elements in layout.pushed.chunks()
-                ]
+                supplied[kind] += [(name, (start,), elements) for name, start, elements in pushed_by(layout)]
         steps.append((full, supplied))
     return steps, sorted({str(p.placements) for p in model.parameters()})
 
@@ -162,7 +161,7 @@ def test_an_fsdp2_model_is_followed_through_its_steps(world, tp):
         assert any("_StridedShard" in placements for placements in results[0][1])
     for step in range(2):
         full = {name: tensor for name, tensor in results[0][0][step][0].items() if name != "head.weight"}
-        for kind in ("plain", "whole", "push"):
+        for kind in ("plain", "whole", "push", "auto"):
             seen = {name: torch.zeros(tensor.numel(), dtype=torch.bool) for name, tensor in full.items()}
             for steps, _ in results:
                 for name, offset, values in steps[step][1][kind]:

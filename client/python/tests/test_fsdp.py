@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from layout_util import Reader  # noqa: E402
+from layout_util import Reader, pushed_by  # noqa: E402
 from ranks_util import run_ranks  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType  # noqa: E402
 
@@ -44,7 +44,7 @@ def supplied_by(layout):
     reader = Reader(layout)
     found = [(layout.tensors[b.tensor_index].name, b.offset, reader.view(b).clone()) for b in layout.boxes]
     if layout.pushed is not None:
-        found += [(cast.name, start, elements) for cast, start, elements in layout.pushed.chunks()]
+        found += pushed_by(layout)
     return found
 
 
@@ -56,8 +56,8 @@ def train(rank, world):
             model = wrap(strategy, use_orig_params)
             layouts = [
                 collect(flat_shards(model), rank=rank),
-                collect(flat_shards(model, torch.bfloat16), rank=rank),
-                collect(flat_shards(model, torch.bfloat16), rank=rank, staging="push"),
+                collect(flat_shards(model), torch.bfloat16, rank=rank, world_size=world),
+                collect(flat_shards(model), torch.bfloat16, rank=rank, world_size=world, staging_bytes=1),
             ]
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(2):

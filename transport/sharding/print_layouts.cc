@@ -1,0 +1,88 @@
+// Prints what trainer ranks hold, as JSON, for tests of other languages to compare with: a line for
+// each mapping of mappings.h, of its tiny model.
+//
+// A line: {"name", "model": {fields of ModelConfig}, "fsdp", "parallel": {fields of
+// TrainerParallel}, "ranks": [{"tensors": [[name, dtype, shape]], "pieces": [[tensor, offset,
+// extent, byte_offset, strides]]}]}. Sizes and offsets are in elements, but for byte_offset.
+#include <cstdio>
+#include <string>
+
+#include "fmt/format.h"
+#include "nlohmann/json.hpp"
+#include "transport/sharding/mappings.h"
+
+namespace refitd::sharding {
+namespace {
+
+using nlohmann::json;
+
+json List(const Dims& dims) { return std::vector<int64_t>(dims.begin(), dims.end()); }
+
+json ModelJson(const ModelConfig& c) {
+  return {{"name", c.name},
+          {"hidden", c.hidden},
+          {"layers", c.layers},
+          {"heads", c.heads},
+          {"kv_heads", c.kv_heads},
+          {"head_dim", c.head_dim},
+          {"qk_norms", c.qk_norms},
+          {"q_lora", c.mla.q_lora},
+          {"kv_lora", c.mla.kv_lora},
+          {"nope", c.mla.nope},
+          {"rope", c.mla.rope},
+          {"v", c.mla.v},
+          {"ffn", c.ffn},
+          {"experts", c.experts},
+          {"moe_ffn", c.moe_ffn},
+          {"shared_experts", c.shared_experts},
+          {"first_dense", c.first_dense},
+          {"router_bias", c.router_bias},
+          {"vocabulary", c.vocabulary},
+          {"tied", c.tied},
+          {"fp8", c.fp8}};
+}
+
+json ParallelJson(const TrainerParallel& p) {
+  return {{"world", p.world}, {"pp", p.pp},   {"tp", p.tp},
+          {"ep", p.ep},       {"etp", p.etp}, {"cp", p.cp}};
+}
+
+json LayoutJson(const Layout& layout) {
+  json tensors = json::array();
+  for (const TensorSpec& t : layout.tensors) {
+    tensors.push_back({t.name, DTypeName(t.dtype), List(t.shape)});
+  }
+  json pieces = json::array();
+  for (const Piece& p : layout.pieces) {
+    pieces.push_back(
+        {p.tensor, List(p.box.offset), List(p.box.extent), p.byte_offset, List(p.strides)});
+  }
+  return {{"tensors", std::move(tensors)}, {"pieces", std::move(pieces)}};
+}
+
+int Main() {
+  for (const Mapping& mapping : Mappings()) {
+    const ModelConfig model = TinyModel(mapping);
+    json ranks = json::array();
+    for (int64_t rank = 0; rank < mapping.trainer.world; ++rank) {
+      const absl::StatusOr<Layout> layout = TrainerLayout(mapping, model, rank);
+      if (!layout.ok()) {
+        fmt::print(stderr, "{}: {}\n", mapping.name, std::string(layout.status().message()));
+        return 1;
+      }
+      ranks.push_back(LayoutJson(*layout));
+    }
+    const json line = {{"name", mapping.name},
+                       {"model", ModelJson(model)},
+                       {"fsdp", mapping.fsdp},
+                       {"parallel", ParallelJson(mapping.trainer)},
+                       {"ranks", std::move(ranks)}};
+    fmt::print("{}\n", line.dump());
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace refitd::sharding
+
+int main() { return refitd::sharding::Main(); }
