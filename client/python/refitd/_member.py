@@ -261,8 +261,11 @@ class Member:
         rooms: dict[int, FilledMemory] = {}
         for box in registration.boxes:
             memory = box.memory
-            if id(memory) in places or id(memory) in rooms:
+            if id(memory) in places or id(memory) in rooms or isinstance(memory, CudaMemory):
                 continue
+            if self._on_gpu:
+                what = registration.tensor_of(box)
+                raise InvalidArgument(f"{what} of {self.label} is in host memory, but device is {self.device}", culprit=what)
             if isinstance(memory, RegionMemory):
                 places[id(memory)] = memory.region, memory.byte_offset
             elif isinstance(memory, HostMemory):
@@ -290,9 +293,6 @@ class Member:
             if cuda is not None and isinstance(box.memory, CudaMemory):
                 registration.pieces += cuda.pieces(box, registration.tensor_of(box))
                 continue
-            if self._on_gpu:
-                what = registration.tensor_of(box)
-                raise InvalidArgument(f"{what} of {self.label} is in host memory, but device is {self.device}", culprit=what)
             region, base = places[id(box.memory)]
             registration.pieces.append(
                 Piece(

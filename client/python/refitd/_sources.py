@@ -32,6 +32,9 @@ class Source(NamedTuple):
 # torch.dtype to DType: asking a dictionary is much faster than resolve().
 _torch_dtypes: dict[Any, DType] = {}
 
+# Types of tensors that are no DTensor: asking a tensor for what it lacks is slow.
+_plain: set[type] = set()
+
 # Formats of the buffer protocol, native sizes.
 _FORMATS = {
     ("d", 8): "float64",
@@ -79,13 +82,14 @@ def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
         known = _torch_dtypes[tensor.dtype] = resolve(tensor.dtype, f"tensor '{name}'")
     dtype = known
     shape = tuple(tensor.shape)
-    if tensor.layout is not torch.strided or hasattr(tensor, "full_tensor") or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_meta or (type(tensor) not in _plain and hasattr(tensor, "full_tensor")):
         kind = "has no storage" if tensor.is_meta else f"is a {type(tensor).__name__} of layout {tensor.layout}"
         raise InvalidArgument(
             f"tensor '{name}' {kind}: push dense tensors (a DTensor's full_tensor()), or register the shards", culprit=f"tensor '{name}'"
         )
+    _plain.add(type(tensor))
     count = tensor.numel()
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
         return Source(dtype, shape, count, None, tensor.data_ptr(), tensor)
     flat: list[Any] = []  # of a tensor whose elements can't be viewed in a row: made at the first copy
 

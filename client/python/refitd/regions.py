@@ -54,11 +54,20 @@ class Region(mmap.mmap):
             os.ftruncate(descriptor, nbytes)
             # The daemon maps it only where it can't be cut short.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            new: Any = super().__new__
-            region: Region = new(cls, descriptor, nbytes)
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
+            raise ResourceExhausted(f"a region of {nbytes} bytes: {error}") from error
+        return cls._map(descriptor, nbytes)
+
+    @classmethod
+    def _map(cls, descriptor: int, nbytes: int) -> Region:
+        """The descriptor is the region's from now on."""
+        try:
+            new: Any = super().__new__
+            region: Region = new(cls, descriptor, nbytes)
+        except OSError as error:
+            os.close(descriptor)
             raise ResourceExhausted(f"a region of {nbytes} bytes: {error}") from error
         region.nbytes = nbytes
         region.descriptor = descriptor
@@ -68,6 +77,26 @@ class Region(mmap.mmap):
         weakref.finalize(region, os.close, descriptor)
         _table.add(region)
         return region
+
+    @classmethod
+    def of_memfd(cls, descriptor: int) -> Region:
+        """Maps all of a memfd that exists already, made with MFD_ALLOW_SEALING and sealed with F_SEAL_SHRINK.
+
+        The descriptor, open for reading and writing, stays the caller's. Raises InvalidArgument for a file that is not so.
+        """
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            nbytes = os.fstat(descriptor).st_size
+            own = os.dup(descriptor)
+        except OSError as error:
+            raise InvalidArgument(f"descriptor {descriptor} is no memfd: {error}", culprit="descriptor") from error
+        if not sealed or nbytes == 0:
+            os.close(own)
+            raise InvalidArgument(
+                f"descriptor {descriptor}: {'the memfd is empty' if sealed else 'the memfd is not sealed with F_SEAL_SHRINK'}",
+                culprit="descriptor",
+            )
+        return cls._map(own, nbytes)
 
     def close(self) -> None:
         """Does nothing: the memory goes when nothing uses it any more."""

@@ -99,6 +99,7 @@ class Trainer(Member):
 
         self._own(interruptible(attach, disown=_abi.library().refit_trainer_free))
         self._pushed: PushedTensors | None = None
+        self._specs: dict[str, TensorSpec] = {}  # of tensors that were pushed, by name
 
     # ---- shards that stay where they are ----
 

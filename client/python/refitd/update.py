@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -127,6 +128,7 @@ class _Slot:
     def __init__(self, handle: Handle, data: HostBytes | CudaBytes, window: _Window) -> None:
         self.handle = handle
         self.data = data
+        self.on_host = isinstance(data, HostBytes)
         self.window = window
         self.used = 0
         self.names: set[str] = set()
@@ -187,16 +189,20 @@ class Update:
         raised by a later push or by the commit, as the push is not waited for.
         """
         source = source_of(name, tensor, dtype, shape)
-        whole = source.shape if shape is None else tuple(shape)
-        total = 1
-        for n in whole:
-            total *= n
-        if start < 0 or start + source.elements > total:
-            raise InvalidArgument(
-                f"tensor '{name}' of {self._label}: elements {start} to {start + source.elements} are beyond the shape {whole}",
-                culprit=f"tensor '{name}'",
-            )
-        spec = TensorSpec(name, source.dtype.name, whole)
+        whole = source.shape
+        if shape is not None:
+            whole = tuple(shape)
+            if start < 0 or start + source.elements > math.prod(whole):
+                raise InvalidArgument(
+                    f"tensor '{name}' of {self._label}: elements {start} to {start + source.elements} are beyond the shape {whole}",
+                    culprit=f"tensor '{name}'",
+                )
+        elif start != 0:
+            raise InvalidArgument(f"tensor '{name}' of {self._label}: start is {start}, without a shape", culprit=f"tensor '{name}'")
+        # The same tensors come in every update.
+        spec = self._trainer._specs.get(name)
+        if spec is None or spec.shape != whole or spec.dtype != source.dtype.name:
+            spec = self._trainer._specs[name] = TensorSpec(name, source.dtype.name, whole)
         with self._lock:
             self._pack(spec, start, source)
 
@@ -227,7 +233,7 @@ class Update:
         itemsize = source.dtype.itemsize
         nbytes = count * itemsize
         if nbytes:
-            if source.copy is None and type(slot.data) is HostBytes:
+            if source.copy is None and slot.on_host:
                 ctypes.memmove(slot.data.pointer + at, source.pointer + done * itemsize, nbytes)
             else:
                 target = slot.data.part(at, nbytes)

@@ -170,6 +170,7 @@ class PushTest(DaemonTest):
                 ([1.0, 2.0], {}, "is a list"),
                 (b"abc", dict(shape=(2,)), "beyond the shape"),
                 (b"abc", dict(shape=(4,), start=2), "beyond the shape"),
+                (b"abc", dict(start=1), "without a shape"),
                 (b"abc", dict(dtype="float32"), "whole elements of float32"),
                 (array.array("f", [1]), dict(dtype="bfloat16"), "cast it before"),
                 (b"abcd", dict(dtype="float31"), "none of"),

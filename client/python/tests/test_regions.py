@@ -1,5 +1,6 @@
 """Regions and tensors in them, and refitd.testing itself. No member is needed."""
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -50,6 +51,21 @@ class RegionTest(unittest.TestCase):
                 refitd.Region(nbytes)
         with self.assertRaises(refitd.ResourceExhausted):
             refitd.Region(1 << 62)
+
+    def test_a_memfd_that_exists_is_mapped_if_it_is_sealed(self):
+        descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        self.addCleanup(os.close, descriptor)
+        os.write(descriptor, b"weights")
+        with self.assertRaisesRegex(refitd.InvalidArgument, "F_SEAL_SHRINK"):
+            refitd.Region.of_memfd(descriptor)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        region = refitd.Region.of_memfd(descriptor)
+        self.assertEqual(region[:], b"weights")
+        self.assertIs(refitd.locate(region.pointer, 7), region)
+        region[0:1] = b"W"
+        self.assertEqual(os.pread(descriptor, 1, 0), b"W")
+        with open("/dev/null") as null, self.assertRaisesRegex(refitd.InvalidArgument, "no memfd"):
+            refitd.Region.of_memfd(null.fileno())
 
     @unittest.skipUnless(numpy, "needs numpy")
     def test_empty_gives_aligned_zeros_that_do_not_overlap(self):
@@ -134,6 +150,18 @@ class TestingTest(unittest.TestCase):
         import shutil
 
         shutil.rmtree(output[1])
+
+    def test_pytest_has_a_fixture(self):
+        import sys
+        import tempfile
+
+        test = "import refitd\ndef test_it(refitd_daemon):\n    refitd.Trainer('g', socket=refitd_daemon.socket).close()\n"
+        with tempfile.TemporaryDirectory() as folder:
+            with open(os.path.join(folder, "test_fixture.py"), "w") as file:
+                file.write(test)
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "refitd.pytest_plugin", folder]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        self.assertIn("1 passed", ran.stdout, ran.stdout + ran.stderr)
 
     def test_a_missing_binary_is_named(self):
         with mock.patch.dict(os.environ, REFITD_BINARY="/nonexistent/refitd"):
