@@ -98,6 +98,9 @@ def _become(name: str, variable: str) -> NoReturn:
         # Python ignores these two signals, and a program inherits what is ignored.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        # The daemon looks for NCCL among the packages of the environment that this variable names.
+        if sys.prefix != sys.base_prefix:
+            os.environ.setdefault("VIRTUAL_ENV", sys.prefix)
         os.execv(path, [name, *sys.argv[1:]])
     except OSError as error:
         print(f"{name}: {error}", file=sys.stderr)

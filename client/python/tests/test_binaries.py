@@ -1,0 +1,102 @@
+"""Finding the compiled parts, and the commands that become them."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from refitd import _binaries
+
+SECONDS = 60  # far longer than anything takes; only a failing test reaches it
+PACKAGE_PARENT = str(Path(_binaries.__file__).parents[1])
+# Prints its arguments, then the signals that it ignores, then waits for the end of its input and ends with 7.
+PROGRAM = """#!/bin/sh
+echo "$$" "$@"
+grep SigIgn /proc/self/status
+read line
+exit 7
+"""
+
+
+class BinariesTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        environment = mock.patch.dict(os.environ, {"PATH": str(self.folder / "path")})
+        environment.start()
+        self.addCleanup(environment.stop)
+        for name in ("REFIT_LIBRARY", "REFITD_BINARY", "REFITCTL_BINARY"):
+            os.environ.pop(name, None)
+        package = mock.patch.object(_binaries, "_IN_PACKAGE", self.folder / "_bin")
+        package.start()
+        self.addCleanup(package.stop)
+
+    def file(self, name, content=b"\x7fELF"):
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        path.chmod(0o755)
+        return str(path)
+
+    def test_the_environment_comes_before_the_package_and_the_package_before_the_system(self):
+        self.assertEqual(_binaries.library(), "librefit.so")
+        system = self.file("path/refitd")
+        self.assertEqual(_binaries.daemon(), system)
+        carried = self.file("_bin/refitd")
+        self.assertEqual(_binaries.daemon(), carried)
+        library = self.file("_bin/librefit.so")
+        self.assertEqual(_binaries.library(), library)
+        os.environ["REFITD_BINARY"] = os.environ["REFIT_LIBRARY"] = own = self.file("own")
+        self.assertEqual((_binaries.daemon(), _binaries.library()), (own, own))
+
+    def test_a_variable_that_names_no_file_is_an_error_that_names_both(self):
+        for variable, find in (
+            ("REFIT_LIBRARY", _binaries.library), ("REFITD_BINARY", _binaries.daemon), ("REFITCTL_BINARY", _binaries.refitctl)):
+            with mock.patch.dict(os.environ, {variable: "/none/such"}):
+                with self.assertRaisesRegex(FileNotFoundError, variable + ".*/none/such"):
+                    find()
+
+    def test_the_packages_own_script_on_the_path_is_not_taken_for_the_program(self):
+        self.file("path/refitd", b"#!/usr/bin/python3\n")
+        with self.assertRaisesRegex(FileNotFoundError, "REFITD_BINARY is not set"):
+            _binaries.daemon()
+
+    def start(self, command, *arguments, **environment):
+        """Starts what the console script of that name starts."""
+        code = "import sys; sys.argv[0] = %r; from refitd import _binaries; _binaries.run_%s()" % (command, command)
+        environment = {"PYTHONPATH": PACKAGE_PARENT, "PATH": os.defpath, **environment}
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *arguments], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def test_a_command_becomes_the_program_with_its_arguments_process_and_exit_code(self):
+        program = self.file("program", PROGRAM.encode())
+        for command, variable in (("refitd", "REFITD_BINARY"), ("refitctl", "REFITCTL_BINARY")):
+            process = self.start(command, "--flag", "two words", "", **{variable: program})
+            output, errors = process.communicate("\n", timeout=SECONDS)
+            self.assertEqual((process.returncode, errors), (7, ""))
+            first, ignored = output.splitlines()
+            self.assertEqual(first, "%d --flag two words " % process.pid)
+            self.assertFalse(int(ignored.split()[1], 16) >> (signal.SIGPIPE - 1) & 1, ignored)
+
+    def test_a_signal_to_the_command_reaches_the_program(self):
+        process = self.start("refitd", REFITD_BINARY=self.file("program", PROGRAM.encode()))
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
+        self.assertEqual(process.returncode, -signal.SIGTERM)
+
+    def test_a_command_without_its_program_says_where_it_looked_and_ends_as_a_shell_would(self):
+        process = self.start("refitctl", REFITCTL_BINARY="/none/such")
+        _, errors = process.communicate(timeout=SECONDS)
+        self.assertEqual(process.returncode, 127)
+        self.assertIn("refitctl: REFITCTL_BINARY names no file: /none/such", errors)
+
+
+if __name__ == "__main__":
+    unittest.main()
