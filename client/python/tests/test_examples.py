@@ -1,0 +1,67 @@
+"""The examples, as their first lines say to run them, against a daemon; what trainers and engines print must agree."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from refitd import testing
+
+SECONDS = 240  # for all of an example: importing PyTorch takes most of it
+EXAMPLES = Path(__file__).parents[1] / "examples"
+VERSIONS = 3
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    with testing.daemon() as running:
+        yield running
+
+
+class Running:
+    """An example's process; what it prints goes to a file, which an error shows."""
+
+    def __init__(self, socket, *command):
+        self.output = tempfile.TemporaryFile(mode="w+")
+        environment = {**os.environ, "REFITD_SOCKET": socket, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, *command], env=environment, cwd=EXAMPLES, stdin=subprocess.DEVNULL, stdout=self.output,
+            stderr=subprocess.STDOUT)
+
+    def versions(self):
+        """Waits for its end; the digests that it printed, by version."""
+        code = self.process.wait(SECONDS)
+        self.output.seek(0)
+        text = self.output.read()
+        assert code == 0, text
+        return {int(version): digest for version, digest in re.findall(r"^version (\d+) digest (\w+)", text, re.M)}
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self.output.close()
+
+
+@pytest.mark.parametrize("name, engine, trainer", [
+    ("fsdp2", ["fused_engine.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "fsdp2_trainer.py"]),
+    ("push", ["asyncio_engine.py"], ["push_trainer.py"]),
+])
+def test_engine_holds_what_the_trainer_had(daemon, name, engine, trainer):
+    options = ["--group", name, "--versions", str(VERSIONS)]
+    running = []
+    try:
+        for command in (engine, trainer):
+            running.append(Running(daemon.socket, *command, *options))
+        held, had = (process.versions() for process in running)
+    finally:
+        for process in running:
+            process.end()
+    assert sorted(had) == list(range(1, VERSIONS + 1))
+    assert len(set(had.values())) == VERSIONS
+    assert held == had
