@@ -16,6 +16,7 @@
 #include "refitd/v1/operator.grpc.pb.h"
 #include "tests/workloads/models.h"
 #include "transport/digest.h"
+#include "transport/sharding/model.h"
 
 namespace refitd::bench {
 
@@ -40,6 +41,13 @@ Model MakeModel(const std::string& name) {
   } else if (name == "64kib-buckets") {
     for (int i = 0; i < 1024; ++i)
       model.tensors.push_back({fmt::format("layer.{}", i), DType::kBFloat16, {32, 1024}});
+  } else if (const size_t slash = name.find('/'); slash != std::string::npos) {
+    const int64_t divisor = std::stoll(name.substr(slash + 1));
+    const auto config = Must(sharding::FindModelConfig(name.substr(0, slash)), "model");
+    model.tensors = sharding::HfTensors(config);
+    for (TensorSpec& tensor : model.tensors) {
+      for (int64_t& dim : tensor.shape) dim = std::max<int64_t>(1, dim / divisor);
+    }
   } else {
     model.tensors = workloads::TensorsOf(Must(workloads::FindModel(name), "model"));
   }

@@ -51,7 +51,9 @@ struct Model {
   std::vector<int64_t> offsets;
   int64_t bytes = 0;
 };
-// A name of tests/workloads, or "1mib", "256mib", "64kib-buckets".
+// A name of tests/workloads, or "1mib", "256mib", "64kib-buckets"; or "moonlight-16b-a3b/32": a
+// model of transport/sharding with each dimension divided, so that its tensors are as many, but
+// small.
 Model MakeModel(const std::string& name);
 
 void FillRandom(char* data, int64_t bytes, uint64_t seed, int threads);
