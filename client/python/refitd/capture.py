@@ -25,7 +25,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from . import _dtypes
+from . import _dtypes, _gc
 from ._boxes import NotBoxes, first_overlap, view_boxes
 from ._layout import Box, TensorSpec
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented
@@ -171,11 +171,11 @@ def capture(
     for _ in range(MAX_RUNS):
         run = _Run(specs, skipped, destinations)
         try:
-            run.run(load_weights)
+            with _gc.paused():
+                run.run(load_weights)
+                return _conclude(run, destinations, _predicate(processed), tied or {})
         except _ReadsValues as read:
             skipped.update(dict.fromkeys(read.names, read.why))
-            continue
-        return _conclude(run, destinations, _predicate(processed), tied or {})
     raise Unimplemented(
         f"the loader looks at the values of more than {MAX_RUNS} tensors, such as '{next(iter(skipped))}'",
         culprit=next(iter(skipped)),

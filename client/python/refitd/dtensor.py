@@ -37,7 +37,7 @@ class Placed(NamedTuple):
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor; does not import torch.distributed."""
+    """Whether `x` is a DTensor, or the type of DTensors; does not import torch.distributed."""
     return hasattr(x, "placements") and hasattr(x, "device_mesh")
 
 

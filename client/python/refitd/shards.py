@@ -13,14 +13,15 @@ This module needs no framework: torch tensors, DTensors and numpy arrays are kno
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
-from . import _dtypes
+from . import _dtypes, _gc
 from ._boxes import first_overlap, range_boxes
 from ._layout import Box, Layout, TensorSpec
 from .casting import DEFAULT_STAGING_BYTES, Cast, Demand, plan
@@ -111,8 +112,9 @@ def collect(
     """
     rules = _Rules(dtype, exceptions or {}, rank)
     collector = _Collector(rules, tied, rank, device)
-    for held in _held(x, buffers, rank, world_size):
-        collector.add(held)
+    with _gc.paused():
+        for held in _held(x, buffers, rank, world_size):
+            collector.add(held)
     collector.check_ties()
     if world_size == 1:
         collector.check_complete()
@@ -174,17 +176,28 @@ def _part_of(tensor: Any, part: Part) -> Any:
     return local[tuple(slice(at, at + n) for at, n in zip(part.local, part.extent))]
 
 
+@cache
+def _kind_of(kind: type) -> str:
+    """What a type's objects are. Types are asked, once: asking a tensor for what it lacks is slow."""
+    if hasattr(kind, "local_shards"):
+        return "ShardedTensor"
+    if is_dtensor(kind):
+        return "DTensor"
+    return "tensor" if hasattr(kind, "shape") and hasattr(kind, "dtype") else ""
+
+
 def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Iterator[_Held]:
-    if hasattr(tensor, "local_shards"):
-        yield from _of_sharded_tensor(name, tensor)
-        return
-    if not is_dtensor(tensor):
-        if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
-            raise InvalidArgument(f"rank {rank}: '{name}' is a {type(tensor).__name__}, no tensor", culprit=name)
+    kind = _kind_of(type(tensor))
+    if kind == "tensor":
         shape = tuple(tensor.shape)
         replica = (rank, world_size) if world_size else (0, 1)
         yield _Held(Shard(name, shape, tensor, None, None, replica, prod(shape), True), partial(_same, tensor))
         return
+    if kind == "ShardedTensor":
+        yield from _of_sharded_tensor(name, tensor)
+        return
+    if kind != "DTensor":
+        raise InvalidArgument(f"rank {rank}: '{name}' is a {type(tensor).__name__}, no tensor", culprit=name)
     placed = place(name, tensor, rank)
     shape = tuple(tensor.shape)
     if len(placed.parts) == 1 and placed.parts[0].extent == placed.local_shape:
@@ -245,13 +258,18 @@ class _Rules:
         return self._dtype if self._dtype is not None and stored in _CAST_FROM else stored
 
 
+@cache
+def _is_torch(kind: type) -> bool:
+    return hasattr(kind, "untyped_storage")
+
+
 class _View:
     """Where a tensor's elements are: one look at torch's tensor or numpy's array, checked."""
 
     __slots__ = ("pointer", "strides", "device", "nbytes")
 
     def __init__(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
-        if hasattr(tensor, "__array_interface__") and not hasattr(tensor, "untyped_storage"):
+        if not _is_torch(type(tensor)):
             self.pointer: int = tensor.__array_interface__["data"][0]
             strides = tensor.strides
             if any(stride % itemsize or stride < 0 for stride in strides):
@@ -280,7 +298,7 @@ class _View:
         self.device = tensor.device
         if self.device.type == "meta":
             raise FailedPrecondition(f"rank {rank}: tensor '{name}' is on device meta: it has no memory", culprit=name)
-        if str(tensor.layout) != "torch.strided":
+        if tensor.layout is not sys.modules["torch"].strided:
             raise InvalidArgument(f"rank {rank}: tensor '{name}' has layout {tensor.layout}, not torch.strided", culprit=name)
         if tensor.is_neg() or tensor.is_conj():
             raise InvalidArgument(f"rank {rank}: tensor '{name}' is negated lazily: pass tensor.resolve_neg()", culprit=name)
