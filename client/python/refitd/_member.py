@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import _abi, regions
 from ._dtypes import DTYPES
 from ._layout import Box, TensorSpec
-from ._lists import Piece, PieceList, TensorList, check_boxes, check_tensors, numbers
+from ._lists import Piece, PieceList, TensorList, check_boxes, numbers
 from ._native import Handle, check, text, texts
 from ._wait import interruptible
 from .errors import InvalidArgument, StagingWarning
@@ -52,6 +54,18 @@ def checked_count(value: int, what: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         raise InvalidArgument(f"{what}: {value!r} is no integer from {least} to 2^31 - 1", culprit=what)
     return value
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python collects no garbage meanwhile: the many records of a layout, none of them garbage, would be looked at over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -228,7 +242,6 @@ class Member:
         `stage`: whether memory outside of regions may be copied.
         """
         with self._handle:  # raises where this is closed, before regions are made
-            check_tensors(registration.tensors, self.label)
             check_boxes(registration.tensors, registration.boxes, self.label)
             self._resolve(registration, stage)
             interruptible(lambda: self._hand_over(registration))

@@ -15,7 +15,7 @@ from ._buffers import CudaBytes, HostBytes
 from ._dtypes import BY_CODE, DTYPES
 from ._layout import Box, TensorSpec
 from ._lists import TensorList, check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, collector_paused
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
 from .errors import Closed, DeadlineExceeded, InvalidArgument
@@ -130,13 +130,15 @@ class Engine(Member):
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .shards import collect
 
-            layout = collect(layout, rank=self.rank, **options)
+            with collector_paused():
+                layout = collect(layout, rank=self.rank, **options)
         self.register_layout(layout.tensors, layout.boxes)
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
         """The same, of plain records. A tensor without a box of this rank may come from trainers, and is not written (tied weights)."""
-        registration = Registration(list(tensors), list(boxes), [])
-        self._register(registration, stage=False)
+        with collector_paused():
+            check_tensors(tensors, self.label)
+            self._register(Registration(list(tensors), list(boxes), []), stage=False)
 
     # ---- events ----
 

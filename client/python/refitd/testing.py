@@ -114,10 +114,10 @@ class Daemon:
         shutil.rmtree(self.folder, ignore_errors=True)
         return status
 
-    def control(self, *arguments: str, timeout_seconds: float = 30.0) -> str:
-        """What `refitctl` prints, for instance control("--output", "json", "status")."""
-        command = [program("refitctl"), "--socket", self.socket, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_seconds).stdout
+    def control(self, *arguments: str, timeout_seconds: float = 60.0) -> str:
+        """What `refitctl` prints, for instance control("--output", "json", "status"). Raises subprocess.CalledProcessError."""
+        command = [program("refitctl"), "--socket", self.socket, "--timeout", str(timeout_seconds), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=2 * timeout_seconds).stdout
 
     def __enter__(self) -> Daemon:
         return self

@@ -13,7 +13,7 @@ from . import _abi
 from ._buffers import CudaBytes, HostBytes
 from ._layout import Box, PushedTensors, TensorSpec
 from ._lists import check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, collector_paused, group_spec, milliseconds
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
 from .errors import Error, InvalidArgument
@@ -117,8 +117,9 @@ class Trainer(Member):
         """
         from .shards import collect
 
-        collected = collect(shards, dtype=dtype, rank=self.rank, world_size=self.world_size, **options)
-        self.register_layout(collected.tensors, collected.boxes, collected.pushed)
+        with collector_paused():
+            collected = collect(shards, dtype=dtype, rank=self.rank, world_size=self.world_size, **options)
+            self.register_layout(collected.tensors, collected.boxes, collected.pushed)
 
     def register_shards(self, shards: Sequence[Any], **options: Any) -> None:
         """Registers a list of refitd.Shard(name, shape, dtype, tensor, offset): the foundation of `register`."""
@@ -132,9 +133,10 @@ class Trainer(Member):
         Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
         any box the layout is taken back.
         """
-        check_tensors(tensors, self.label)
-        registration = _supplied(tensors, boxes, list(pushed.indices) if pushed is not None else [])
-        self._register(registration, stage=True)
+        with collector_paused():
+            check_tensors(tensors, self.label)
+            registration = _supplied(tensors, boxes, list(pushed.indices) if pushed is not None else [])
+            self._register(registration, stage=True)
         self._pushed = pushed
 
     def refit(
