@@ -15,7 +15,7 @@
 #include "client/connection.h"
 #include "refitd/v1/types.pb.h"
 #include "transport/base/ids.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::client {
 

@@ -19,7 +19,7 @@
 #include <utility>
 
 #include "daemon/config.pb.h"
-#include "daemon/version.h"
+#include "daemon/process/version.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "daemon/log.h"
-#include "daemon/peer_credentials.h"
+#include "daemon/process/log.h"
+#include "daemon/sockets/peer_credentials.h"
 #include "transport/base/ids.h"
 #include "transport/transport.h"
 

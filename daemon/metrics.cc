@@ -14,9 +14,9 @@
 #include <string_view>
 #include <utility>
 
-#include "daemon/log.h"
-#include "daemon/process_stats.h"
-#include "daemon/version.h"
+#include "daemon/process/log.h"
+#include "daemon/process/process_stats.h"
+#include "daemon/process/version.h"
 #include "transport/base/status.h"
 #include "transport/cuda/driver.h"
 

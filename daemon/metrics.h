@@ -21,7 +21,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "daemon/observer.h"
+#include "daemon/process/observer.h"
 #include "refitd/v1/operator.pb.h"
 #include "transport/base/mutex.h"
 

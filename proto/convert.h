@@ -1,5 +1,5 @@
-// Conversions between wire messages and the values of transport/layout.h, for daemon and clients
-// alike.
+// Conversions between wire messages and the values of transport/plan/layout.h, for daemon and
+// clients alike.
 //
 // Pure. Decoding trusts nothing (P10): no number is used as a size, an offset or a loop bound
 // before it was checked.
@@ -14,7 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "refitd/v1/types.pb.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 #include "transport/transport.h"
 
 namespace refitd {

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "transport/layout.h"
-#include "transport/plan.h"
+#include "transport/plan/layout.h"
+#include "transport/plan/plan.h"
 
 namespace refitd {
 

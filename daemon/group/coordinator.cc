@@ -6,7 +6,7 @@
 
 #include "daemon/group/coordinator_impl.h"
 #include "transport/base/status.h"
-#include "transport/node_program.h"
+#include "transport/plan/node_program.h"
 
 namespace refitd {
 namespace {

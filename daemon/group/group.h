@@ -31,11 +31,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/base/ids.h"
-#include "transport/layout.h"
-#include "transport/plan.h"
+#include "transport/plan/layout.h"
+#include "transport/plan/plan.h"
+#include "transport/plan/refit_plan.h"
+#include "transport/plan/route.h"
 #include "transport/pool.h"
-#include "transport/refit_plan.h"
-#include "transport/route.h"
 #include "transport/transport.h"
 
 namespace refitd {

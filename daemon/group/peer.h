@@ -1,5 +1,5 @@
 // What daemons say to each other about one group, as values. proto/refitd/v1/peer.proto carries the
-// same over the wire; daemon/peer_convert.* translates and checks.
+// same over the wire; daemon/link/ translates and checks.
 //
 // A joined daemon (a *node* of the group) sends reports, the coordinator sends commands, each over
 // one ordered link. Member and call ids are those of the joined daemon in both directions; update,
@@ -23,8 +23,8 @@
 #include "absl/status/status.h"
 #include "daemon/group/group.h"
 #include "transport/base/ids.h"
-#include "transport/refit_plan.h"
-#include "transport/route.h"
+#include "transport/plan/refit_plan.h"
+#include "transport/plan/route.h"
 #include "transport/wire.h"
 
 namespace refitd {

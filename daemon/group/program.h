@@ -15,10 +15,10 @@
 
 #include "absl/status/status.h"
 #include "transport/base/ids.h"
-#include "transport/layout.h"
-#include "transport/node_program.h"
+#include "transport/plan/layout.h"
+#include "transport/plan/node_program.h"
+#include "transport/plan/refit_plan.h"
 #include "transport/pool.h"
-#include "transport/refit_plan.h"
 #include "transport/transport.h"
 
 namespace refitd {

@@ -20,7 +20,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/types/span.h"
 #include "transport/base/status.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::group {
 

@@ -1,7 +1,7 @@
 #include <vector>
 
+#include "daemon/process/version.h"
 #include "daemon/refitctl/command.h"
-#include "daemon/version.h"
 
 namespace refitd::refitctl {
 namespace {

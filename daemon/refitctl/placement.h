@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd {
 

@@ -13,7 +13,7 @@
 #include "daemon/refitctl/command.h"
 #include "daemon/refitctl/format.h"
 #include "transport/base/status.h"
-#include "transport/route.h"
+#include "transport/plan/route.h"
 #include "transport/sharding/megatron.h"
 #include "transport/sharding/model.h"
 #include "transport/sharding/vllm.h"

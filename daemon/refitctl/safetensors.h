@@ -27,7 +27,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/base/unique_fd.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd {
 

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd {
 

@@ -19,9 +19,9 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "daemon/accept_loop.h"
-#include "daemon/node.h"
-#include "daemon/peer_credentials.h"
+#include "daemon/node/node.h"
+#include "daemon/sockets/accept_loop.h"
+#include "daemon/sockets/peer_credentials.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 

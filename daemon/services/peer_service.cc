@@ -11,9 +11,13 @@
 #include <string>
 #include <utility>
 
-#include "daemon/log.h"
-#include "daemon/peer_convert.h"
-#include "daemon/peer_queue.h"
+#include "daemon/link/commands.h"
+#include "daemon/link/hello.h"
+#include "daemon/link/limits.h"
+#include "daemon/link/order.h"
+#include "daemon/link/peer_queue.h"
+#include "daemon/link/reports.h"
+#include "daemon/process/log.h"
 #include "proto/protocol.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"

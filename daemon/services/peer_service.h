@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "daemon/peer_link.h"
+#include "daemon/link/peer_link.h"
 #include "refitd/v1/peer.grpc.pb.h"
 
 namespace refitd {

@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "daemon/node.h"
+#include "daemon/node/node.h"
 #include "daemon/services/common.h"
 #include "proto/convert.h"
 

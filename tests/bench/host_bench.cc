@@ -17,7 +17,7 @@
 #include "tests/bench/refit_session.h"
 #include "tests/bench/report.h"
 #include "tests/bench/session.h"
-#include "transport/digest.h"
+#include "transport/digest/digest.h"
 
 namespace refitd::bench {
 namespace {

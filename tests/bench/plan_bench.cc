@@ -11,14 +11,14 @@
 #include <string>
 #include <vector>
 
-#include "daemon/program_executor.h"
+#include "daemon/execute/program_executor.h"
 #include "proto/convert.h"
 #include "tests/bench/report.h"
 #include "transport/base/status.h"
 #include "transport/cuda/copy_plan.h"
-#include "transport/node_program.h"
-#include "transport/refit_plan.h"
-#include "transport/route.h"
+#include "transport/plan/node_program.h"
+#include "transport/plan/refit_plan.h"
+#include "transport/plan/route.h"
 #include "transport/sharding/arena.h"
 #include "transport/sharding/megatron.h"
 #include "transport/sharding/model.h"

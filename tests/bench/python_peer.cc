@@ -25,7 +25,7 @@
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
 #include "tests/bench/session.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::bench {
 namespace {

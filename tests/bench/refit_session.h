@@ -13,7 +13,7 @@
 
 #include "client/trainer.h"
 #include "tests/bench/session.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::bench {
 

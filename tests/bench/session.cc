@@ -15,7 +15,7 @@
 #include "client/engine.h"
 #include "refitd/v1/operator.grpc.pb.h"
 #include "tests/workloads/models.h"
-#include "transport/digest.h"
+#include "transport/digest/digest.h"
 #include "transport/sharding/model.h"
 
 namespace refitd::bench {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "refitd/v1/types.pb.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::e2e {
 

@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/wire.h"
+#include "daemon/checks/bucket.h"
 #include "refitd/v1/types.pb.h"
 #include "tests/fuzz/proto_mutator.h"
 #include "transport/base/status.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd {
 namespace {

@@ -18,10 +18,10 @@
 #include <system_error>
 #include <vector>
 
-#include "daemon/descriptor_socket.h"
-#include "daemon/log.h"
-#include "daemon/node.h"
-#include "daemon/process_watch.h"
+#include "daemon/node/node.h"
+#include "daemon/process/log.h"
+#include "daemon/sockets/descriptor_socket.h"
+#include "daemon/sockets/process_watch.h"
 #include "daemon/test_util.h"
 #include "tests/fuzz/inputs.pb.h"
 #include "tests/fuzz/proto_mutator.h"

@@ -18,10 +18,10 @@
 #include "tests/fuzz/inputs.pb.h"
 #include "tests/fuzz/proto_mutator.h"
 #include "transport/base/status.h"
-#include "transport/layout.h"
-#include "transport/node_program.h"
-#include "transport/plan.h"
-#include "transport/route.h"
+#include "transport/plan/layout.h"
+#include "transport/plan/node_program.h"
+#include "transport/plan/plan.h"
+#include "transport/plan/route.h"
 
 namespace refitd {
 namespace {

@@ -25,10 +25,10 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/log.h"
-#include "daemon/node.h"
-#include "daemon/process_watch.h"
-#include "daemon/wire.h"
+#include "daemon/checks/bucket.h"
+#include "daemon/node/node.h"
+#include "daemon/process/log.h"
+#include "daemon/sockets/process_watch.h"
 #include "proto/convert.h"
 #include "tests/fuzz/inputs.pb.h"
 #include "tests/fuzz/proto_mutator.h"

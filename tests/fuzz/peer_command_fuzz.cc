@@ -10,11 +10,14 @@
 #include <vector>
 
 #include "daemon/group/follower.h"
-#include "daemon/peer_convert.h"
+#include "daemon/link/commands.h"
+#include "daemon/link/hello.h"
+#include "daemon/link/limits.h"
+#include "daemon/link/reports.h"
 #include "refitd/v1/peer.pb.h"
 #include "tests/fuzz/proto_mutator.h"
 #include "transport/base/status.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd {
 namespace {

@@ -9,7 +9,10 @@
 #include <variant>
 
 #include "daemon/group/coordinator.h"
-#include "daemon/peer_convert.h"
+#include "daemon/link/commands.h"
+#include "daemon/link/hello.h"
+#include "daemon/link/limits.h"
+#include "daemon/link/reports.h"
 #include "refitd/v1/peer.pb.h"
 #include "tests/fuzz/proto_mutator.h"
 #include "transport/base/status.h"

@@ -24,7 +24,7 @@
 #include "daemon/refitctl/safetensors.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd {
 namespace {

@@ -26,10 +26,10 @@
 #include <vector>
 
 #include "transport/base/status.h"
-#include "transport/cuda/nccl.h"
+#include "transport/cuda/nccl/nccl.h"
 
 #if defined(REFITD_CUDA)
-#include "transport/cuda/communicator.h"
+#include "transport/cuda/nccl/communicator.h"
 
 namespace refitd {
 namespace {

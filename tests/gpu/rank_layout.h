@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::gpu {
 

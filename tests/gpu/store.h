@@ -16,7 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "tests/gpu/values.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::gpu {
 

@@ -22,7 +22,7 @@ inline constexpr int kTaskDims = 8;
 
 struct Task {
   uint64_t address = 0;      // of the box's first element
-  uint64_t tensor_hash = 0;  // TensorHash of transport/layout.h
+  uint64_t tensor_hash = 0;  // TensorHash of transport/plan/layout.h
   int64_t elements = 0;
   int64_t first_index = 0;  // in the global tensor, of the box's first element
   int32_t element_bytes = 0;

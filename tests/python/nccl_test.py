@@ -8,8 +8,8 @@ from daemon import Daemon
 from refitd.v1 import operator_pb2, operator_pb2_grpc
 from stub_trainer import SECONDS
 
-DRIVER = "transport/cuda/libcuda_fake.so"
-NCCL = "transport/cuda/libnccl_fake.so"
+DRIVER = "transport/cuda/fakes/libcuda_fake.so"
+NCCL = "transport/cuda/fakes/libnccl_fake.so"
 
 
 def cuda_status(daemon):

@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <cstring>
 
+#include "daemon/link/commands.h"
+#include "daemon/link/limits.h"
+#include "daemon/link/reports.h"
 #include "transport/base/status.h"
-#include "transport/refit_plan.h"
+#include "transport/plan/refit_plan.h"
 #include "transport/sharding/arena.h"
 
 namespace refitd::refit {

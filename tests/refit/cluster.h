@@ -20,10 +20,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "daemon/executor.h"
+#include "daemon/execute/executor.h"
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
-#include "daemon/peer_convert.h"
 #include "transport/base/mutex.h"
 #include "transport/host/host_transport.h"
 

@@ -4,7 +4,9 @@
 #include <cstdio>
 #include <tuple>
 
-#include "daemon/peer_convert.h"
+#include "daemon/link/commands.h"
+#include "daemon/link/limits.h"
+#include "daemon/link/reports.h"
 #include "tests/sim/describe.h"
 #include "transport/base/status.h"
 

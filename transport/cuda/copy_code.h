@@ -232,7 +232,7 @@ REFITD_COPY_CODE void StoreBytes(uint64_t address, Vector v, int low, int high) 
   }
 }
 
-// ---- digests (transport/digest.h) ----
+// ---- digests (transport/digest/digest.h) ----
 
 REFITD_COPY_CODE constexpr uint64_t SplitMix64(uint64_t x) {
   x += 0x9e3779b97f4a7c15;

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "transport/cuda/copy_interpreter.h"
-#include "transport/digest.h"
+#include "transport/digest/digest.h"
 
 namespace refitd {
 namespace {

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "transport/cuda/copy_interpreter.h"
-#include "transport/digest.h"
+#include "transport/digest/digest.h"
 #include "transport/host/host_transport.h"
 
 namespace refitd {

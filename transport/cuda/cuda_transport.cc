@@ -15,16 +15,16 @@
 #include <vector>
 
 #include "transport/base/mutex.h"
-#include "transport/bound_moves.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/buffers.h"
 #include "transport/cuda/call_watch.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/device_queue.h"
-#include "transport/cuda/nccl_broadcast.h"
+#include "transport/cuda/nccl/broadcast.h"
 #include "transport/cuda/plan_thread.h"
 #include "transport/cuda/relay.h"
 #include "transport/cuda/relay_plan.h"
+#include "transport/plan/bound_moves.h"
 #endif
 
 namespace refitd {

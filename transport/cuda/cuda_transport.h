@@ -3,9 +3,9 @@
 //
 // A transfer is planned into tasks for each source device (copy_plan.h); one kernel a device runs
 // them in batches, stores straight into the destinations, on its own device or a peer's, and adds
-// up digests (transport/digest.h) of what it read by the source's metadata and of what it stored. A
-// prepared transfer keeps its tasks in device memory and is replayed by one launch a device. No
-// kernel runs on a destination's GPU, unless it is the source's too, except for
+// up digests (transport/digest/digest.h) of what it read by the source's metadata and of what it
+// stored. A prepared transfer keeps its tasks in device memory and is replayed by one launch a
+// device. No kernel runs on a destination's GPU, unless it is the source's too, except for
 // Submit(ReadbackJob), and where the source is host memory (the bytes of a call): those are few.
 //
 // A transfer with a broadcast is two: its source's bytes into every slot (relay.h), then from the

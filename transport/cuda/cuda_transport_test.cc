@@ -18,9 +18,9 @@
 
 #include "transport/base/eventually.h"
 #include "transport/base/status.h"
-#include "transport/cuda/fake_cuda.h"
-#include "transport/cuda/fake_nccl.h"
-#include "transport/cuda/nccl.h"
+#include "transport/cuda/fakes/fake_cuda.h"
+#include "transport/cuda/fakes/fake_nccl.h"
+#include "transport/cuda/nccl/nccl.h"
 #include "transport/cuda/random_transfer.h"
 #include "transport/host/host_transport.h"
 #endif
@@ -506,7 +506,7 @@ TEST_CASE("scratch that the driver does not free holds nobody up, and goes when 
 TEST_CASE("of too many sets of devices that NCCL broadcasts to, idle ones make room (P10)") {
   Rng random(kSeed + 48);
   constexpr int kDevices = 7;
-  constexpr size_t kMostSets = 16;  // nccl_broadcast.h
+  constexpr size_t kMostSets = 16;  // nccl/broadcast.h
   Setup setup({.lost = {}}, kDevices, true);
   const auto communicators = [&setup] {
     return dynamic_cast<const CommunicatorsOwner&>(*setup.transport).Communicators().size();

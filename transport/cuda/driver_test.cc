@@ -6,7 +6,7 @@
 #include <vector>
 
 #if defined(REFITD_CUDA)
-#include "transport/cuda/fake_cuda.h"
+#include "transport/cuda/fakes/fake_cuda.h"
 #endif
 
 namespace refitd {

@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #include "transport/base/eventually.h"
-#include "transport/cuda/fake_cuda.h"
+#include "transport/cuda/fakes/fake_cuda.h"
 #endif
 
 namespace refitd {

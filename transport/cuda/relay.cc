@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "transport/base/status.h"
-#include "transport/cuda/nccl_broadcast.h"
+#include "transport/cuda/nccl/broadcast.h"
 
 namespace refitd {
 namespace {

@@ -24,23 +24,8 @@
 #include "transport/cuda/device_queue.h"
 #include "transport/cuda/memory.h"
 #include "transport/cuda/relay_issue.h"
-#include "transport/cuda/relay_plan.h"
 
 namespace refitd {
-
-struct Relay {
-  BroadcastMethod method = BroadcastMethod::kChain;
-  int source = 0;              // device; all runs' bytes are on it
-  std::vector<RelayRun> runs;  // not empty
-  int64_t slot_bytes = 0;
-  int64_t chunk_bytes = 0;  // of a chain with more than one link
-  struct Slot {
-    int device = 0;
-    char* data = nullptr;  // as that device addresses it
-  };
-  std::vector<Slot> slots;  // each on another device; in the order of the chain
-  std::vector<std::shared_ptr<const void>> keep_alive;  // P6
-};
 
 class NcclBroadcasts;
 

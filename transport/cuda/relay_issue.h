@@ -1,5 +1,5 @@
-// What a broadcast through slots issues to the devices that take part: streams, copies, and the
-// events between them. Private to transport/cuda/.
+// A broadcast through slots, and what it issues to the devices that take part: streams, copies, and
+// the events between them. Private to transport/cuda/.
 //
 // Everything here belongs to one issuing thread (P7).
 #ifndef REFITD_TRANSPORT_CUDA_RELAY_ISSUE_H_
@@ -17,8 +17,24 @@
 #include "transport/cuda/api.h"
 #include "transport/cuda/memory.h"
 #include "transport/cuda/relay_plan.h"
+#include "transport/transport.h"
 
 namespace refitd {
+
+// A broadcast through slots.
+struct Relay {
+  BroadcastMethod method = BroadcastMethod::kChain;
+  int source = 0;              // device; all runs' bytes are on it
+  std::vector<RelayRun> runs;  // not empty
+  int64_t slot_bytes = 0;
+  int64_t chunk_bytes = 0;  // of a chain with more than one link
+  struct Slot {
+    int device = 0;
+    char* data = nullptr;  // as that device addresses it
+  };
+  std::vector<Slot> slots;  // each on another device; in the order of the chain
+  std::vector<std::shared_ptr<const void>> keep_alive;  // P6
+};
 
 // A stream, with an event that is recorded again and again: a wait is for the last record before
 // it, and one thread issues both.

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "transport/digest.h"
-#include "transport/layout.h"
+#include "transport/digest/digest.h"
+#include "transport/plan/layout.h"
 
 namespace refitd {
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "transport/base/mutex.h"
-#include "transport/digest.h"
+#include "transport/digest/digest.h"
 
 namespace refitd {
 namespace {

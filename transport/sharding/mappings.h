@@ -10,7 +10,7 @@
 #include <string_view>
 
 #include "absl/status/statusor.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 #include "transport/sharding/megatron.h"
 #include "transport/sharding/model.h"
 #include "transport/sharding/vllm.h"

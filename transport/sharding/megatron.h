@@ -35,7 +35,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 #include "transport/sharding/arena.h"
 #include "transport/sharding/mesh.h"
 #include "transport/sharding/model.h"

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::sharding {
 

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "transport/block_scales.h"
-#include "transport/layout.h"
+#include "transport/plan/block_scales.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::sharding {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "transport/base/status.h"
-#include "transport/plan.h"
+#include "transport/plan/plan.h"
 #include "transport/sharding/mappings.h"
 #include "transport/sharding/oracle.h"
 

@@ -27,14 +27,14 @@
 //   lm_head                  unless tied: as embed_tokens
 //   norm
 // FP8 scales lie after their parameter, fused as it is. They are the blocks that each part touches;
-// CheckBlockScales (transport/block_scales.h) tells where a shard cuts one.
+// CheckBlockScales (transport/plan/block_scales.h) tells where a shard cuts one.
 #ifndef REFITD_TRANSPORT_SHARDING_VLLM_H_
 #define REFITD_TRANSPORT_SHARDING_VLLM_H_
 
 #include <cstdint>
 
 #include "absl/status/statusor.h"
-#include "transport/layout.h"
+#include "transport/plan/layout.h"
 #include "transport/sharding/arena.h"
 #include "transport/sharding/mesh.h"
 #include "transport/sharding/model.h"

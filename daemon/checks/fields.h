@@ -1,0 +1,36 @@
+// Checks of single fields that several of the node's calls share (P10). Pure.
+#ifndef REFITD_DAEMON_CHECKS_FIELDS_H_
+#define REFITD_DAEMON_CHECKS_FIELDS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "refitd/v1/types.pb.h"
+#include "transport/base/ids.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+
+inline Duration Millis(int64_t ms) { return std::chrono::milliseconds(ms); }
+
+// A wait that came from outside: not negative, and short enough to add to a clock.
+inline absl::StatusOr<Duration> CheckMillis(int64_t ms, std::string_view field) {
+  constexpr int64_t kMaxMillis = 7 * 24 * 3600 * int64_t{1000};
+  if (ms < 0 || ms > kMaxMillis) {
+    return Error(absl::StatusCode::kInvalidArgument, "{}: {} is not in 0..{}", field, ms,
+                 kMaxMillis);
+  }
+  return Millis(ms);
+}
+
+inline absl::Status CheckText(std::string_view text, size_t limit, std::string_view field) {
+  if (text.size() <= limit) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "{}: {} bytes are more than {}", field,
+               text.size(), limit);
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_CHECKS_FIELDS_H_

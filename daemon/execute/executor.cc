@@ -1,0 +1,666 @@
+#include "daemon/execute/executor.h"
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+#include "transport/broadcast.h"
+
+namespace refitd {
+namespace {
+
+// The pieces of a part as a layout for the planner, and bound to their memory. Piece i of both is
+// the same box; its byte offset is 0, so that a move's source offset is relative to the piece.
+struct BoundSource {
+  std::shared_ptr<Layout> layout = std::make_shared<Layout>();
+  std::vector<BoundPiece> pieces;
+  std::vector<uint32_t> range_of_piece;  // index into the part's ranges
+};
+
+absl::StatusOr<MemorySpan> SourceSpan(const StartTransfer& start, const CheckedBucket& bucket,
+                                      uint32_t bucket_range, const MemoryResolver& memory) {
+  const CheckedBucket::Place& place = bucket.places[bucket_range];
+  switch (bucket.source) {
+    case CheckedBucket::Source::kInline:
+      // The request outlives its answer, which comes after the last read (P6).
+      return MemorySpan{const_cast<char*>(place.inline_data), 0, nullptr};
+    case CheckedBucket::Source::kDevice:
+      return MemorySpan{const_cast<char*>(place.inline_data), 0, place.keep_alive};
+    case CheckedBucket::Source::kRegions: {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.Region(start.trainer, place.region));
+      span.data += place.byte_offset;
+      return span;
+    }
+    case CheckedBucket::Source::kSlot: {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan span,
+                              memory.SlotOf(start.trainer, start.source_slot->slot));
+      span.data += place.byte_offset;
+      return span;
+    }
+  }
+  return absl::InternalError("unknown source kind");
+}
+
+absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const CheckedBucket& bucket,
+                                       const MemoryResolver& memory,
+                                       std::vector<std::shared_ptr<const void>>* keep_alive) {
+  BoundSource source;
+  const PartContent& content = *start.content;
+  source.layout->tensors = content.tensors;
+  std::shared_ptr<const void> last_kept;
+  for (uint32_t i = 0; i < content.ranges.size(); ++i) {
+    const TensorRange& range = content.ranges[i];
+    const TensorSpec& tensor = content.tensors[range.tensor];
+    const uint32_t bucket_range = start.bucket_ranges[i];
+    REFITD_ASSIGN_OR_RETURN(MemorySpan span, SourceSpan(start, bucket, bucket_range, memory));
+    if (span.keep_alive != nullptr && span.keep_alive != last_kept) {
+      last_kept = span.keep_alive;
+      keep_alive->push_back(span.keep_alive);
+    }
+    const int64_t element_bytes = ElementBytes(tensor.dtype);
+    const int64_t bucket_start = bucket.ranges[bucket_range].start;
+    const Dims strides = RowMajorStrides(tensor.shape);
+    for (Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
+      char* data = span.data + (FirstIndex(box, tensor.shape) - bucket_start) * element_bytes;
+      source.layout->pieces.push_back({range.tensor, box, RegionId(), 0, strides});
+      source.pieces.push_back({tensor.dtype, tensor.shape, box, strides, data, tensor.name});
+      source.range_of_piece.push_back(i);
+    }
+  }
+  return source;
+}
+
+void AddUnique(MemorySpan slot, std::vector<MemorySpan>* slots) {
+  const bool known = std::any_of(slots->begin(), slots->end(),
+                                 [&](const MemorySpan& s) { return s.data == slot.data; });
+  if (!known) slots->push_back(std::move(slot));
+}
+
+const std::optional<SlotGrant>& GrantOf(const StartTransfer& start) {
+  return start.source_slot.has_value() ? start.source_slot : start.fill_slot;
+}
+
+// Whether the slot was granted for a broadcast alone: nobody is handed it, and it crosses to no
+// other daemon.
+bool SlotIsSpare(const StartTransfer& start) {
+  return start.broadcast != BroadcastMethod::kDirect && start.staged.empty();
+}
+
+// Where the part has to be packed for those that it will be handed to: the slot on each of their
+// devices, but for where it is the source.
+absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
+                                                    const MemoryResolver& memory) {
+  std::vector<MemorySpan> slots;
+  if (SlotIsSpare(start)) return slots;
+  if (start.source_slot.has_value() && (start.wired || !start.staged.empty())) {
+    REFITD_ASSIGN_OR_RETURN(MemorySpan source,
+                            memory.SlotOf(start.trainer, start.source_slot->slot));
+    AddUnique(std::move(source), &slots);
+  }
+  const size_t sources = slots.size();
+  const std::optional<SlotGrant>& grant = GrantOf(start);
+  if (grant.has_value()) {
+    for (const MemberId reader : start.staged) {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.SlotOf(reader, grant->slot));
+      AddUnique(std::move(slot), &slots);
+    }
+  }
+  if (grant.has_value() && (start.wired || (start.fill_slot.has_value() && start.staged.empty()))) {
+    REFITD_ASSIGN_OR_RETURN(MemorySpan slot, memory.Slot(grant->slot));
+    AddUnique(std::move(slot), &slots);
+  }
+  slots.erase(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(sources));
+  return slots;
+}
+
+// Of a source piece's first element in a slot.
+int64_t SlotOffset(const PartContent& content, const BoundSource& source, uint32_t piece) {
+  const BoundPiece& of = source.pieces[piece];
+  const uint32_t r = source.range_of_piece[piece];
+  return content.byte_offsets[r] +
+         (FirstIndex(of.box, of.shape) - content.ranges[r].start) * ElementBytes(of.dtype);
+}
+
+// Adds the slot as one more destination: packed as the part's content says.
+void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_data,
+             Transfer* transfer) {
+  const auto slot_index = static_cast<uint32_t>(transfer->destinations.size());
+  std::vector<BoundPiece>& slot_pieces = transfer->destinations.emplace_back();
+  std::vector<CopyMove> slot_moves;
+  for (uint32_t p = 0; p < source.pieces.size(); ++p) {
+    BoundPiece piece = source.pieces[p];
+    piece.data = slot_data + SlotOffset(*start.content, source, p);
+    slot_moves.push_back({0, p, slot_index, p, piece.box, 0, 0});
+    transfer->program.bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
+    slot_pieces.push_back(std::move(piece));
+  }
+  // Keep all moves of one source piece together: the transport reads each chunk once for all its
+  // destinations.
+  std::vector<CopyMove>& moves = transfer->program.moves;
+  moves.insert(moves.end(), slot_moves.begin(), slot_moves.end());
+  std::stable_sort(moves.begin(), moves.end(), [](const CopyMove& a, const CopyMove& b) {
+    return a.source_piece < b.source_piece;
+  });
+}
+
+// Binds the pieces that the program writes, and only those; rewrites the moves to index them.
+// originals[d][i] is the layout's index of bound piece i.
+absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& memory,
+                              Transfer* transfer, std::vector<std::vector<uint32_t>>* originals) {
+  const auto& layouts = start.index->destinations();
+  transfer->destinations.resize(layouts.size());
+  originals->resize(layouts.size());
+  std::vector<std::unordered_map<uint32_t, uint32_t>> bound(layouts.size());
+  std::vector<std::unordered_map<uint64_t, MemorySpan>> spans(layouts.size());
+  for (CopyMove& move : transfer->program.moves) {
+    const uint32_t d = move.destination;
+    const Layout& layout = *layouts[d];
+    const Piece& piece = layout.pieces[move.destination_piece];
+    move.destination_byte_offset -= piece.byte_offset;
+    const auto [it, added] = bound[d].emplace(
+        move.destination_piece, static_cast<uint32_t>(transfer->destinations[d].size()));
+    if (added) {
+      auto span = spans[d].find(piece.region.value());
+      if (span == spans[d].end()) {
+        REFITD_ASSIGN_OR_RETURN(MemorySpan region,
+                                memory.Region(start.destinations[d], piece.region));
+        transfer->keep_alive.push_back(region.keep_alive);
+        span = spans[d].emplace(piece.region.value(), std::move(region)).first;
+      }
+      const TensorSpec& tensor = layout.tensors[piece.tensor];
+      transfer->destinations[d].push_back({tensor.dtype, tensor.shape, piece.box, piece.strides,
+                                           span->second.data + piece.byte_offset, tensor.name});
+      (*originals)[d].push_back(move.destination_piece);
+    }
+    move.destination_piece = it->second;
+  }
+  return absl::OkStatus();
+}
+
+// ---- broadcasts through slots ----
+
+// What each device other than the source's is to receive.
+BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
+                     const MemoryResolver& memory) {
+  const std::optional<int> source = memory.DeviceOf(start.trainer);
+  BroadcastLoad load;
+  load.packed_bytes = start.content->bytes;
+  const auto add = [&](MemberId member, int64_t bytes) {
+    const std::optional<int> device = memory.DeviceOf(member);
+    if (device.has_value() && device != source) load.direct_bytes[*device] += bytes;
+  };
+  for (const CopyMove& move : transfer.program.moves) {
+    const DType dtype = transfer.destinations[move.destination][move.destination_piece].dtype;
+    add(start.destinations[move.destination], ElementCount(move.box) * ElementBytes(dtype));
+  }
+  // One slot on each device, however many read it.
+  std::set<std::optional<int>> filled;
+  for (const MemberId reader : start.staged) {
+    if (filled.insert(memory.DeviceOf(reader)).second) add(reader, start.content->bytes);
+  }
+  return load;
+}
+
+// How the part's bytes go. What is not on devices goes directly.
+absl::StatusOr<BroadcastMethod> MethodOf(const StartTransfer& start, const CheckedBucket& bucket,
+                                         const Transfer& transfer, const MemoryResolver& memory,
+                                         const Transport& transport) {
+  const bool on_devices = GrantOf(start).has_value() &&
+                          bucket.source != CheckedBucket::Source::kInline &&
+                          memory.DeviceOf(start.trainer).has_value();
+  if (!on_devices || start.broadcast == BroadcastMethod::kDirect) return BroadcastMethod::kDirect;
+  const BroadcastLoad load = LoadOf(start, transfer, memory);
+  if (start.broadcast == BroadcastMethod::kAuto) return FastestBroadcast(load, transport);
+  REFITD_RETURN_IF_ERROR(transport.CanBroadcast(start.broadcast));
+  // With the source's device alone there is nobody to send to.
+  return load.direct_bytes.empty() ? BroadcastMethod::kDirect : start.broadcast;
+}
+
+// The slot on every device that needs the part, but for where it is the source.
+absl::StatusOr<Broadcast> BroadcastOf(const StartTransfer& start, BroadcastMethod method,
+                                      const BoundSource& source, const Transfer& transfer,
+                                      const MemoryResolver& memory) {
+  Broadcast broadcast;
+  broadcast.method = method;
+  const SlotIndex slot = GrantOf(start)->slot;
+  const auto add = [&](MemberId member) -> absl::Status {
+    if (!memory.DeviceOf(member).has_value()) return absl::OkStatus();
+    REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.SlotOf(member, slot));
+    AddUnique(std::move(span), &broadcast.slots);
+    return absl::OkStatus();
+  };
+  for (const MemberId reader : start.staged) REFITD_RETURN_IF_ERROR(add(reader));
+  for (size_t d = 0; d < transfer.destinations.size(); ++d) {
+    if (!transfer.destinations[d].empty()) REFITD_RETURN_IF_ERROR(add(start.destinations[d]));
+  }
+  if (start.source_slot.has_value()) {
+    REFITD_ASSIGN_OR_RETURN(const MemorySpan from, memory.SlotOf(start.trainer, slot));
+    std::erase_if(broadcast.slots, [&](const MemorySpan& s) { return s.data == from.data; });
+  }
+  for (uint32_t p = 0; p < source.pieces.size(); ++p) {
+    broadcast.byte_offsets.push_back(SlotOffset(*start.content, source, p));
+  }
+  return broadcast;
+}
+
+absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedBucket& bucket,
+                                      const MemoryResolver& memory, const Transport& transport,
+                                      std::vector<std::vector<uint32_t>>* originals,
+                                      std::vector<uint32_t>* range_of_piece) {
+  Transfer transfer;
+  transfer.want_source_digests = start.want_source_digests;
+  transfer.verification = start.verification;
+  transfer.label = fmt::format("version {}, part {}", start.version, start.part);
+  REFITD_ASSIGN_OR_RETURN(BoundSource source,
+                          BindSource(start, bucket, memory, &transfer.keep_alive));
+  if (start.index != nullptr && !start.index->destinations().empty()) {
+    PlanOptions options;
+    options.skip_destination = start.skip_destination;
+    options.require_cover = false;
+    REFITD_ASSIGN_OR_RETURN(transfer.program, Compile({source.layout}, *start.index, options));
+    REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
+  }
+  transfer.readback_now.assign(transfer.destinations.size(), false);
+  REFITD_ASSIGN_OR_RETURN(const BroadcastMethod method,
+                          MethodOf(start, bucket, transfer, memory, transport));
+  if (method == BroadcastMethod::kDirect) {
+    REFITD_ASSIGN_OR_RETURN(const std::vector<MemorySpan> slots, SlotsToFill(start, memory));
+    for (const MemorySpan& slot : slots) {
+      AddSlot(start, source, slot.data, &transfer);
+      transfer.readback_now.push_back(true);
+      transfer.keep_alive.push_back(slot.keep_alive);
+    }
+  } else {
+    REFITD_ASSIGN_OR_RETURN(transfer.broadcast,
+                            BroadcastOf(start, method, source, transfer, memory));
+    for (const MemorySpan& slot : transfer.broadcast->slots) {
+      transfer.keep_alive.push_back(slot.keep_alive);
+    }
+  }
+  transfer.source = std::move(source.pieces);
+  *range_of_piece = std::move(source.range_of_piece);
+  return transfer;
+}
+
+}  // namespace
+
+CheckedBucket Executor::SlotBucket(const StartTransfer& start) {
+  const PartContent& content = *start.content;
+  CheckedBucket bucket;
+  bucket.source = CheckedBucket::Source::kSlot;
+  bucket.tensors = content.tensors;
+  bucket.ranges = content.ranges;
+  bucket.bytes = content.bytes;
+  bucket.slot = start.source_slot;
+  for (const int64_t offset : content.byte_offsets) {
+    CheckedBucket::Place place;
+    place.byte_offset = offset;
+    bucket.places.push_back(place);
+  }
+  return bucket;
+}
+
+absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bucket,
+                             const MemoryResolver& memory, std::function<void(Done)> done) {
+  const size_t destinations = start.index == nullptr ? 0 : start.index->destinations().size();
+  std::vector<std::vector<uint32_t>> originals;
+  std::vector<uint32_t> range_of_piece;
+  REFITD_ASSIGN_OR_RETURN(Transfer transfer, MakeTransfer(start, bucket, memory, *transport_,
+                                                          &originals, &range_of_piece));
+  const size_t ranges = start.want_source_digests ? start.content->ranges.size() : 0;
+  Done base;
+  base.update = start.update;
+  base.part = start.part;
+  size_t slots = transfer.destinations.size() - destinations;
+  if (transfer.broadcast.has_value()) {
+    slots = transfer.broadcast->slots.size();
+    base.broadcast = transfer.broadcast->method;
+  }
+  base.slot_bytes = static_cast<int64_t>(slots) * start.content->bytes;
+  if (start.verification == Verification::kReadback && destinations > 0) {
+    auto& sums = sums_[start.update].by_piece;
+    sums.resize(std::max(sums.size(), destinations));
+    for (size_t d = 0; d < destinations; ++d) {
+      if (!originals[d].empty()) sums[d].resize(start.index->destinations()[d]->pieces.size());
+    }
+  }
+  transport_->Submit(
+      std::move(transfer), [result_base = std::move(base), originals = std::move(originals),
+                            range_of_piece = std::move(range_of_piece), ranges, destinations,
+                            done = std::move(done)](TransferResult result) mutable {
+        result_base.status = std::move(result.status);
+        result_base.bytes_written = std::move(result.bytes_written);
+        result_base.bytes_written.resize(destinations);  // slots, if any, are last
+        const bool in_layout = result.failed_destination < static_cast<int>(destinations);
+        result_base.failed_destination = in_layout ? result.failed_destination : -1;
+        result_base.source_digests.resize(ranges);
+        for (size_t p = 0; p < result.source_digests.size() && ranges > 0; ++p) {
+          result_base.source_digests[range_of_piece[p]] += result.source_digests[p];
+        }
+        result_base.sums.reserve(result.expected.size());
+        for (const PieceDigest& e : result.expected) {
+          if (e.destination >= destinations) continue;
+          result_base.sums.push_back({e.destination, originals[e.destination][e.piece], e.digest});
+        }
+        done(std::move(result_base));
+      });
+  return absl::OkStatus();
+}
+
+void Executor::UpdateSums::Add(uint32_t destination, uint32_t piece, uint64_t digest) {
+  if (by_piece.size() <= destination) by_piece.resize(destination + 1);
+  std::vector<std::optional<uint64_t>>& of = by_piece[destination];
+  if (of.size() <= piece) of.resize(piece + 1);
+  of[piece] = of[piece].value_or(0) + digest;
+}
+
+void Executor::UpdateSums::Add(const Pieces& of, const std::vector<uint64_t>& shares) {
+  for (size_t i = 0; i < shares.size(); ++i) Add(of[i].first, of[i].second, shares[i]);
+}
+
+void Executor::UpdateSums::AddUp() {
+  if (pieces == nullptr) return;
+  Add(*pieces, digests);
+  pieces = nullptr;
+  digests.clear();
+}
+
+void Executor::Finished(const Done& done) {
+  const auto it = sums_.find(done.update);
+  if (it == sums_.end()) return;
+  it->second.AddUp();
+  for (const Done::Sum& sum : done.sums) it->second.Add(sum.destination, sum.piece, sum.digest);
+}
+
+void Executor::Finished(Moved* moved) {
+  const auto it = sums_.find(moved->done.update);
+  if (it == sums_.end() || moved->pieces == nullptr) return;
+  UpdateSums& sums = it->second;
+  if (sums.pieces == nullptr && sums.by_piece.empty()) {
+    sums.pieces = std::move(moved->pieces);
+    sums.digests = std::move(moved->digests);
+    return;
+  }
+  sums.AddUp();
+  sums.Add(*moved->pieces, moved->digests);
+}
+
+// ---- compiled refits ----
+
+// A transport tells a step's digests for the same pieces in every run: which these are is worked
+// out once, outside the node's mutex. Thread-safe.
+class Executor::StepSums {
+ public:
+  // `originals` as BoundStep's. A piece may be told in several shares.
+  void Fill(const std::vector<PieceDigest>& told,
+            const std::vector<std::vector<uint32_t>>& originals, Moved* moved) {
+    if (told.empty()) return;
+    const std::shared_ptr<const Order> order = OrderOf(told, originals);
+    moved->pieces = {order, &order->pieces};
+    moved->digests.resize(order->pieces.size());
+    for (size_t i = 0; i < told.size(); ++i) moved->digests[order->places[i]] += told[i].digest;
+  }
+
+ private:
+  struct Order {
+    std::vector<std::pair<uint32_t, uint32_t>> told;  // destination, bound piece
+    Pieces pieces;
+    std::vector<uint32_t> places;  // in `pieces`, of each that was told
+    bool IsOf(const std::vector<PieceDigest>& other) const {
+      return std::equal(told.begin(), told.end(), other.begin(), other.end(),
+                        [](const auto& a, const PieceDigest& b) {
+                          return a.first == b.destination && a.second == b.piece;
+                        });
+    }
+  };
+
+  std::shared_ptr<const Order> OrderOf(const std::vector<PieceDigest>& told,
+                                       const std::vector<std::vector<uint32_t>>& originals) {
+    {
+      MutexLock lock(&mutex_);
+      if (order_ != nullptr && order_->IsOf(told)) return order_;
+    }
+    auto made = std::make_shared<Order>();
+    Pieces of_told;
+    for (const PieceDigest& e : told) {
+      made->told.emplace_back(e.destination, e.piece);
+      of_told.emplace_back(e.destination, originals[e.destination][e.piece]);
+    }
+    made->pieces = of_told;
+    std::sort(made->pieces.begin(), made->pieces.end());
+    made->pieces.erase(std::unique(made->pieces.begin(), made->pieces.end()), made->pieces.end());
+    for (const auto& piece : of_told) {
+      const auto at = std::lower_bound(made->pieces.begin(), made->pieces.end(), piece);
+      made->places.push_back(static_cast<uint32_t>(at - made->pieces.begin()));
+    }
+    MutexLock lock(&mutex_);
+    order_ = made;
+    return made;
+  }
+
+  Mutex mutex_;
+  std::shared_ptr<const Order> order_ ABSL_GUARDED_BY(mutex_);  // of the last run
+};
+
+class Executor::Moves {
+ public:
+  explicit Moves(StartMoves of) : start(std::move(of)) {}
+  const StartMoves start;
+  ProgramMemory memory;
+  std::shared_ptr<const Prepared> prepared;  // null: not bound yet
+  bool released = false;                     // a member of it, since; not Bind's
+};
+
+bool Executor::IsBound(const Moves& moves) { return moves.prepared != nullptr; }
+
+absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMoves& start,
+                                                                   const MemoryResolver& memory) {
+  auto moves = std::make_shared<Moves>(start);
+  TakeKept(moves.get());
+  if (IsBound(*moves)) return moves;
+  REFITD_ASSIGN_OR_RETURN(moves->memory, ResolveMemory(start, memory));
+  std::erase_if(binding_, [](const std::weak_ptr<Moves>& other) { return other.expired(); });
+  binding_.push_back(moves);
+  return moves;
+}
+
+absl::Status Executor::Bind(Transport* transport, Moves* moves) {
+  REFITD_ASSIGN_OR_RETURN(BoundStep bound, BindStep(moves->start, moves->memory));
+  auto prepared = std::make_shared<Prepared>();
+  prepared->originals = std::move(bound.originals);
+  prepared->sections = std::move(bound.sections);
+  prepared->section_of_piece = std::move(bound.section_of_piece);
+  prepared->sums = std::make_shared<StepSums>();
+  REFITD_ASSIGN_OR_RETURN(prepared->transfer, transport->Prepare(std::move(bound.transfer)));
+  moves->prepared = std::move(prepared);
+  moves->memory = {};  // the transfer holds it
+  return absl::OkStatus();
+}
+
+const StartMoves& Executor::StartOf(const Moves& moves) { return moves.start; }
+
+void Executor::TakeKept(Moves* moves) const {
+  const StartMoves& start = moves->start;
+  if (start.step != MoveStep::kLocal) return;
+  for (const Kept& kept : kept_) {
+    if (kept.bound.lock() != start.bound || kept.skip_destination != start.skip_destination) {
+      continue;
+    }
+    moves->prepared = kept.prepared;
+    moves->memory = {};  // the transfer holds it
+    return;
+  }
+}
+
+void Executor::Keep(const Moves& moves) {
+  const StartMoves& start = moves.start;
+  DropUnused();
+  if (start.step != MoveStep::kLocal || moves.released) return;
+  std::erase_if(kept_, [&](const Kept& kept) { return kept.bound.lock() == start.bound; });
+  kept_.push_back({start.bound, start.skip_destination, moves.prepared});
+}
+
+void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done) {
+  const StartMoves& start = moves->start;
+  const BoundProgram& bound = *start.bound;
+  const bool writes = start.step == MoveStep::kLocal || start.step == MoveStep::kUnpack;
+  const size_t destinations = writes ? bound.destinations.size() : 0;
+  Keep(*moves);
+  if (writes && start.verification == Verification::kReadback) sums_.try_emplace(start.update);
+  Moved base;
+  base.done.update = start.update;
+  base.done.step = start.step;
+  base.done.round = start.round;
+  std::string label = fmt::format("version {}", start.version);
+  transport_->Replay(moves->prepared->transfer, start.verification, std::move(label),
+                     [moved = std::move(base), prepared = moves->prepared, destinations,
+                      sections = start.verification != Verification::kOff,
+                      done = std::move(done)](TransferResult result) mutable {
+                       MovesDone& to = moved.done;
+                       to.status = std::move(result.status);
+                       for (const int64_t bytes : result.bytes_written) moved.bytes += bytes;
+                       if (destinations > 0) {
+                         to.bytes_written = std::move(result.bytes_written);
+                         to.failed_destination = result.failed_destination;
+                       }
+                       if (to.step == MoveStep::kCompare) {
+                         to.digests = std::move(result.source_digests);
+                       } else if (sections) {
+                         to.sections = prepared->sections;
+                         for (size_t p = 0; p < prepared->section_of_piece.size(); ++p) {
+                           to.sections[prepared->section_of_piece[p]].digest +=
+                               result.source_digests[p];
+                         }
+                       }
+                       if (destinations > 0)
+                         prepared->sums->Fill(result.expected, prepared->originals, &moved);
+                       prepared.reset();  // P8: whoever is told may close the memory
+                       done(std::move(moved));
+                     });
+}
+
+absl::Status Executor::Start(const StartMoves& start, const MemoryResolver& memory,
+                             std::function<void(Moved)> done) {
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<Moves> moves, Resolve(start, memory));
+  if (!IsBound(*moves)) REFITD_RETURN_IF_ERROR(Bind(transport_, moves.get()));
+  Submit(moves, std::move(done));
+  return absl::OkStatus();
+}
+
+void Executor::DropUnused() {
+  std::erase_if(kept_, [](const Kept& kept) { return kept.bound.expired(); });
+  std::erase_if(kept_readbacks_, [](const KeptReadback& kept) { return kept.index.expired(); });
+}
+
+void Executor::Release(MemberId member) {
+  const auto of = [member](const BoundProgram& bound) {
+    const auto in = [member](const std::vector<MemberId>& members) {
+      return std::find(members.begin(), members.end(), member) != members.end();
+    };
+    return in(bound.sources) || in(bound.destinations);
+  };
+  for (const std::weak_ptr<Moves>& binding : binding_) {
+    if (const auto moves = binding.lock(); moves != nullptr && of(*moves->start.bound)) {
+      moves->released = true;
+    }
+  }
+  std::erase_if(kept_, [of](const Kept& kept) {
+    const std::shared_ptr<const BoundProgram> bound = kept.bound.lock();
+    return bound == nullptr || of(*bound);
+  });
+  std::erase_if(kept_readbacks_, [member](const KeptReadback& kept) {
+    return std::find(kept.destinations.begin(), kept.destinations.end(), member) !=
+           kept.destinations.end();
+  });
+}
+
+void Executor::Forget(UpdateId update) {
+  sums_.erase(update);
+  DropUnused();
+}
+
+// What was never written (engine-only tensors; the group checks cover) has nothing to agree with.
+Executor::Written Executor::WrittenIn(const StartVerify& verify) {
+  const auto skipped = [&verify](uint32_t d) {
+    return d >= verify.destinations.size() ||
+           (d < verify.skip_destination.size() && verify.skip_destination[d]);
+  };
+  UpdateSums& sums = sums_[verify.update];
+  const bool none_skipped =
+      std::find(verify.skip_destination.begin(), verify.skip_destination.end(), true) ==
+      verify.skip_destination.end();
+  // A step's alone: in the same order in every version, ascending.
+  const bool of_step =
+      sums.pieces != nullptr && (sums.pieces->empty() || !skipped(sums.pieces->back().first));
+  if (of_step && none_skipped) return {sums.pieces, sums.digests};
+  sums.AddUp();
+  Pieces pieces;
+  Written written;
+  for (uint32_t d = 0; d < sums.by_piece.size(); ++d) {
+    if (skipped(d)) continue;
+    for (uint32_t p = 0; p < sums.by_piece[d].size(); ++p) {
+      if (!sums.by_piece[d][p].has_value()) continue;
+      pieces.emplace_back(d, p);
+      written.expected.push_back(*sums.by_piece[d][p]);
+    }
+  }
+  written.pieces = std::make_shared<const Pieces>(std::move(pieces));
+  return written;
+}
+
+absl::StatusOr<std::shared_ptr<const PreparedReadback>> Executor::PrepareReadback(
+    const StartVerify& verify, std::shared_ptr<const Pieces> pieces, const MemoryResolver& memory) {
+  // Regions that a layout names stay as long as the layout, and with it the index.
+  for (const KeptReadback& kept : kept_readbacks_) {
+    if (kept.index.lock() == verify.index && kept.destinations == verify.destinations &&
+        (kept.pieces == pieces || *kept.pieces == *pieces)) {
+      return kept.readback;
+    }
+  }
+  ReadbackJob job;
+  job.pieces.reserve(pieces->size());
+  std::map<std::pair<uint32_t, RegionId>, MemorySpan> spans;
+  for (const auto& [d, p] : *pieces) {
+    const Layout& layout = *verify.index->destinations()[d];
+    const Piece& piece = layout.pieces[p];
+    const TensorSpec& tensor = layout.tensors[piece.tensor];
+    auto span = spans.find({d, piece.region});
+    if (span == spans.end()) {
+      REFITD_ASSIGN_OR_RETURN(MemorySpan region,
+                              memory.Region(verify.destinations[d], piece.region));
+      job.keep_alive.push_back(region.keep_alive);
+      span = spans.emplace(std::pair(d, piece.region), std::move(region)).first;
+    }
+    job.pieces.push_back({{tensor.dtype, tensor.shape, piece.box, piece.strides,
+                           span->second.data + piece.byte_offset, tensor.name},
+                          0,
+                          d});
+  }
+  auto readback = transport_->Prepare(std::move(job));
+  std::erase_if(kept_readbacks_,
+                [&](const KeptReadback& kept) { return kept.index.lock() == verify.index; });
+  kept_readbacks_.push_back({verify.index, verify.destinations, std::move(pieces), readback});
+  return readback;
+}
+
+absl::Status Executor::Start(const StartVerify& verify, const MemoryResolver& memory,
+                             std::function<void(VerifyDone)> done) {
+  DropUnused();
+  Written written = WrittenIn(verify);
+  REFITD_ASSIGN_OR_RETURN(const auto readback,
+                          PrepareReadback(verify, std::move(written.pieces), memory));
+  transport_->Replay(readback, std::move(written.expected),
+                     [result = VerifyDone{verify.update, absl::OkStatus(), {}},
+                      done = std::move(done)](ReadbackResult found) mutable {
+                       result.status = std::move(found.status);
+                       result.failed_destinations = std::move(found.failed_destinations);
+                       done(std::move(result));
+                     });
+  return absl::OkStatus();
+}
+
+}  // namespace refitd

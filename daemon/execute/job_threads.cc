@@ -1,0 +1,75 @@
+#include "daemon/execute/job_threads.h"
+
+#include <pthread.h>
+
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+
+JobThreads::JobThreads(std::string name, int threads) : name_(std::move(name)) {
+  REFITD_CHECK(threads > 0);
+  threads_.reserve(static_cast<size_t>(threads));
+  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Work(); });
+}
+
+JobThreads::~JobThreads() { Stop(); }
+
+void JobThreads::Submit(uint64_t owner, std::function<void()> job) {
+  MutexLock lock(&mutex_);
+  if (stopping_) return;
+  Queue& queue = queues_[owner];
+  queue.jobs.push_back(std::move(job));
+  if (queue.running || queue.jobs.size() > 1) return;  // it has its turn, or waits for it
+  turns_.push_back(owner);
+  changed_.NotifyOne();
+}
+
+void JobThreads::Stop() {
+  // What dropped jobs hold goes after the mutex.
+  std::vector<std::deque<std::function<void()>>> dropped;
+  {
+    MutexLock lock(&mutex_);
+    stopping_ = true;
+    turns_.clear();
+    for (auto& [owner, queue] : queues_) dropped.push_back(std::move(queue.jobs));
+    for (auto& [owner, queue] : queues_) queue.jobs.clear();
+    changed_.NotifyAll();
+  }
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
+}
+
+void JobThreads::Work() {
+  pthread_setname_np(pthread_self(), name_.c_str());
+  while (true) {
+    uint64_t owner = kNobody;
+    std::function<void()> job;
+    {
+      MutexLock lock(&mutex_);
+      while (!stopping_ && turns_.empty()) changed_.Wait(&mutex_);
+      if (stopping_) return;
+      owner = turns_.front();
+      turns_.pop_front();
+      Queue& queue = queues_.at(owner);
+      queue.running = true;
+      job = std::move(queue.jobs.front());
+      queue.jobs.pop_front();
+    }
+    job();
+    job = nullptr;  // what it holds goes before its owner's next one begins
+    MutexLock lock(&mutex_);
+    const auto queue = queues_.find(owner);
+    queue->second.running = false;
+    if (queue->second.jobs.empty()) {
+      queues_.erase(queue);
+    } else {
+      turns_.push_back(owner);
+      changed_.NotifyOne();
+    }
+  }
+}
+
+}  // namespace refitd

@@ -1,0 +1,62 @@
+// Threads for what takes up to seconds and must not hold the node's mutex: compiling plans and
+// node programs, binding moves, opening epochs.
+//
+// Each job belongs to somebody: a group, or nobody in particular (kNobody). One owner's jobs run
+// one after the other in the order of submission. Owners take turns, a job each, so that one with
+// many jobs delays another by one job a thread at most; with several threads, an owner whose job is
+// long keeps only one of them.
+//
+// Thread-safe.
+#ifndef REFITD_DAEMON_EXECUTE_JOB_THREADS_H_
+#define REFITD_DAEMON_EXECUTE_JOB_THREADS_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "transport/base/mutex.h"
+
+namespace refitd {
+
+class JobThreads {
+ public:
+  static constexpr uint64_t kNobody = 0;
+
+  // `name`: of its threads, at most 15 characters.
+  explicit JobThreads(std::string name, int threads = 1);
+  // As Stop.
+  ~JobThreads();
+  JobThreads(const JobThreads&) = delete;
+  JobThreads& operator=(const JobThreads&) = delete;
+
+  // Never waits. After Stop jobs are dropped.
+  void Submit(uint64_t owner, std::function<void()> job);
+  void Submit(std::function<void()> job) { Submit(kNobody, std::move(job)); }
+  // Waits for the jobs that run and drops those that don't. Not from a job.
+  void Stop();
+
+ private:
+  struct Queue {
+    std::deque<std::function<void()>> jobs;
+    bool running = false;
+  };
+
+  void Work();
+
+  const std::string name_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::map<uint64_t, Queue> queues_ ABSL_GUARDED_BY(mutex_);  // by owner; none without any job
+  std::deque<uint64_t> turns_ ABSL_GUARDED_BY(mutex_);        // owners that wait, in order
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_EXECUTE_JOB_THREADS_H_

@@ -1,0 +1,425 @@
+#include "daemon/execute/program_executor.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "transport/base/status.h"
+#include "transport/plan/by_tensor.h"
+
+namespace refitd {
+namespace {
+
+bool Skipped(const std::vector<bool>& skip, size_t i) { return i < skip.size() && skip[i]; }
+
+bool ReadsSources(MoveStep step) { return step != MoveStep::kUnpack; }
+bool WritesDestinations(MoveStep step) {
+  return step == MoveStep::kLocal || step == MoveStep::kUnpack;
+}
+bool UsesSlot(MoveStep step) { return step == MoveStep::kPack || step == MoveStep::kUnpack; }
+
+// Bytes from the first element of a piece to that of `box`, a part of it.
+int64_t Distance(const Box& from, const Dims& strides, const Box& box, int64_t element_bytes) {
+  int64_t elements = 0;
+  for (size_t d = 0; d < box.offset.size(); ++d) {
+    const int64_t steps = box.offset[d] - from.offset[d];
+    // Along a dimension of one element the stride is never used and may be anything.
+    if (steps != 0) elements += steps * strides[d];
+  }
+  return elements * element_bytes;
+}
+
+absl::StatusOr<std::map<RegionId, MemorySpan>> Regions(MemberId member, const Layout& layout,
+                                                       const MemoryResolver& memory) {
+  std::map<RegionId, MemorySpan> regions;
+  const RegionId* last = nullptr;
+  for (const Piece& piece : layout.pieces) {
+    if (last != nullptr && piece.region == *last) continue;
+    last = &piece.region;
+    const auto [it, added] = regions.try_emplace(piece.region);
+    if (!added) continue;
+    REFITD_ASSIGN_OR_RETURN(it->second, memory.Region(member, piece.region));
+  }
+  return regions;
+}
+
+absl::StatusOr<BoundPiece> BindPiece(const Layout& layout, const Piece& piece,
+                                     const std::map<RegionId, MemorySpan>& regions) {
+  const TensorSpec& tensor = layout.tensors[piece.tensor];
+  const auto region = regions.find(piece.region);
+  REFITD_ASSIGN_OR_RETURN(const int64_t bytes, SpanBytes(piece, tensor.dtype));
+  if (region == regions.end() || piece.byte_offset < 0 || bytes > region->second.bytes ||
+      piece.byte_offset > region->second.bytes - bytes) {
+    return Error(absl::StatusCode::kInternal,
+                 "tensor {}: a piece of {} bytes at byte {} leaves region {}", tensor.name, bytes,
+                 piece.byte_offset, piece.region);
+  }
+  return BoundPiece{
+      tensor.dtype, tensor.shape, piece.box, piece.strides, region->second.data + piece.byte_offset,
+      tensor.name};
+}
+
+// A piece of the program's layout, and the same of the layout in force.
+struct PiecePair {
+  const Piece* compiled = nullptr;
+  const Piece* in_force = nullptr;
+};
+
+absl::StatusOr<PiecePair> Pair(const Layout& compiled, const Layout& in_force, uint32_t piece) {
+  if (piece >= compiled.pieces.size()) {
+    return Error(absl::StatusCode::kInternal, "program: piece {} of {}", piece,
+                 compiled.pieces.size());
+  }
+  const Piece& p = compiled.pieces[piece];
+  if (&compiled == &in_force) return PiecePair{&p, &p};
+  const TensorSpec& tensor = compiled.tensors[p.tensor];
+  if (piece < in_force.pieces.size()) {
+    const Piece& q = in_force.pieces[piece];
+    if (q.box == p.box && q.strides == p.strides && in_force.tensors[q.tensor] == tensor) {
+      return PiecePair{&p, &q};
+    }
+  }
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "tensor {}: the layout in force does not have piece {} as the program does",
+               tensor.name, piece);
+}
+
+class Binder {
+ public:
+  Binder(const StartMoves& start, const ProgramMemory& memory)
+      : start_(start), bound_(*start.bound), program_(*start.bound->program), memory_(memory) {}
+
+  absl::StatusOr<BoundStep> Run() {
+    result_.transfer.verification = start_.verification;
+    KeepAlive();
+    switch (start_.step) {
+      case MoveStep::kCompare:
+        REFITD_RETURN_IF_ERROR(BindCompare());
+        break;
+      case MoveStep::kLocal:
+        REFITD_RETURN_IF_ERROR(BindLocal());
+        break;
+      case MoveStep::kPack:
+        REFITD_RETURN_IF_ERROR(BindPack());
+        break;
+      case MoveStep::kUnpack:
+        REFITD_RETURN_IF_ERROR(BindUnpack());
+        break;
+    }
+    return std::move(result_);
+  }
+
+ private:
+  void KeepAlive() {
+    std::set<const void*> kept;
+    const auto keep = [&](const MemorySpan& span) {
+      if (span.keep_alive != nullptr && kept.insert(span.keep_alive.get()).second) {
+        result_.transfer.keep_alive.push_back(span.keep_alive);
+      }
+    };
+    for (const auto* side : {&memory_.sources, &memory_.destinations}) {
+      for (const auto& regions : *side) {
+        for (const auto& [id, span] : regions) keep(span);
+      }
+    }
+    keep(memory_.slot);
+  }
+
+  // ---- members' pieces ----
+
+  struct Known {
+    const Piece* compiled = nullptr;
+    uint32_t index = 0;  // in its list
+  };
+  // By member, then piece of its layout: its index and one; 0: not bound yet.
+  using KnownPieces = std::vector<std::vector<uint32_t>>;
+
+  // The piece, bound once and added to `list`.
+  static absl::StatusOr<Known> Bind(uint32_t member, uint32_t piece,
+                                    const std::vector<LocalMember>& compiled,
+                                    const std::vector<std::shared_ptr<const Layout>>& in_force,
+                                    const std::vector<std::map<RegionId, MemorySpan>>& regions,
+                                    std::vector<BoundPiece>* list, KnownPieces* known) {
+    const Layout& layout = *compiled[member].layout;
+    if (known->empty()) known->resize(compiled.size());
+    std::vector<uint32_t>& of_member = (*known)[member];
+    if (of_member.empty()) of_member.resize(layout.pieces.size());
+    if (piece < of_member.size() && of_member[piece] > 0) {
+      return Known{&layout.pieces[piece], of_member[piece] - 1};
+    }
+    REFITD_ASSIGN_OR_RETURN(const PiecePair pair, Pair(layout, *in_force[member], piece));
+    REFITD_ASSIGN_OR_RETURN(BoundPiece bound,
+                            BindPiece(*in_force[member], *pair.in_force, regions[member]));
+    list->push_back(std::move(bound));
+    of_member[piece] = static_cast<uint32_t>(list->size());
+    return Known{pair.compiled, of_member[piece] - 1};
+  }
+
+  absl::StatusOr<Known> Source(uint32_t member, uint32_t piece, std::vector<BoundPiece>* list) {
+    return Bind(member, piece, program_.sources, bound_.source_layouts, memory_.sources, list,
+                &known_sources_);
+  }
+
+  absl::StatusOr<Known> Destination(uint32_t member, uint32_t piece) {
+    std::vector<BoundPiece>& list = result_.transfer.destinations[member];
+    const size_t before = list.size();
+    REFITD_ASSIGN_OR_RETURN(const Known known,
+                            Bind(member, piece, program_.destinations, bound_.destination_layouts,
+                                 memory_.destinations, &list, &known_destinations_));
+    if (list.size() > before) result_.originals[member].push_back(piece);
+    return known;
+  }
+
+  void ResizeDestinations() {
+    result_.transfer.destinations.resize(program_.destinations.size());
+    result_.transfer.readback_now.assign(program_.destinations.size(), false);
+    result_.originals.resize(program_.destinations.size());
+  }
+
+  void AddMove(CopyMove move, int64_t element_bytes) {
+    result_.transfer.program.bytes += ElementCount(move.box) * element_bytes;
+    result_.transfer.program.moves.push_back(std::move(move));
+  }
+
+  // ---- steps ----
+
+  absl::Status BindLocal() {
+    ResizeDestinations();
+    Transfer& transfer = result_.transfer;
+    transfer.program.moves.reserve(program_.local.moves.size());
+    for (const CopyMove& move : program_.local.moves) {
+      if (Skipped(start_.skip_destination, move.destination)) continue;
+      REFITD_ASSIGN_OR_RETURN(const Known source,
+                              Source(move.source, move.source_piece, &transfer.source));
+      REFITD_ASSIGN_OR_RETURN(const Known destination,
+                              Destination(move.destination, move.destination_piece));
+      AddMove({0, source.index, move.destination, destination.index, move.box,
+               move.source_byte_offset - source.compiled->byte_offset,
+               move.destination_byte_offset - destination.compiled->byte_offset},
+              ElementBytes(transfer.source[source.index].dtype));
+    }
+    return absl::OkStatus();
+  }
+
+  // The chunk's place in the slot.
+  absl::StatusOr<char*> Chunk(int64_t offset, int64_t bytes) const {
+    if (bytes <= memory_.slot.bytes && offset <= memory_.slot.bytes - bytes) {
+      return memory_.slot.data + offset;
+    }
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "round {}: {} bytes at byte {} of slot {}, which has {}", start_.round, bytes,
+                 offset, start_.slot, memory_.slot.bytes);
+  }
+
+  absl::Status CheckRound() const {
+    if (start_.round >= 0 && start_.round < program_.rounds) return absl::OkStatus();
+    return Error(absl::StatusCode::kInvalidArgument, "round: {} of {}", start_.round,
+                 program_.rounds);
+  }
+
+  // The next source piece is a part of that section.
+  void AddSection(uint32_t peer, uint32_t section) {
+    std::vector<SectionDigest>& sections = result_.sections;
+    if (sections.empty() || sections.back().peer != peer || sections.back().section != section) {
+      sections.push_back({peer, section, 0});
+    }
+    result_.section_of_piece.push_back(static_cast<uint32_t>(sections.size() - 1));
+  }
+
+  absl::Status BindPack() {
+    REFITD_RETURN_IF_ERROR(CheckRound());
+    Transfer& transfer = result_.transfer;
+    transfer.destinations.resize(1);
+    transfer.readback_now = {true};
+    transfer.want_source_digests = start_.verification != Verification::kOff;
+    const std::vector<RoundLeg> round = program_.Round(start_.round);
+    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round);
+    std::vector<BoundPiece> pieces;  // whole ones
+    for (size_t i = 0; i < round.size(); ++i) {
+      if (round[i].bytes_out == 0 || Skipped(start_.skip_peer, round[i].peer)) continue;
+      REFITD_ASSIGN_OR_RETURN(char* const chunk, Chunk(legs[i].out_offset, legs[i].bytes_out));
+      for (const ChunkMove& move : round[i].pack) {
+        const ChunkBox& sent = round[i].sent[move.chunk_box];
+        REFITD_ASSIGN_OR_RETURN(const Known known, Source(move.member, move.piece, &pieces));
+        BoundPiece source = pieces[known.index];
+        const int64_t inside = Distance(source.box, source.strides, sent.box, move.element_bytes);
+        source.box = sent.box;
+        source.data += inside;
+        BoundPiece packed = source;
+        packed.strides = RowMajorStrides(sent.box.extent);
+        packed.data = chunk + sent.chunk_byte_offset;
+        const auto index = static_cast<uint32_t>(transfer.source.size());
+        AddSection(round[i].peer, sent.section);
+        transfer.source.push_back(std::move(source));
+        transfer.destinations[0].push_back(std::move(packed));
+        AddMove({0, index, 0, index, move.box,
+                 move.member_byte_offset - known.compiled->byte_offset - inside,
+                 move.chunk_byte_offset - sent.chunk_byte_offset},
+                move.element_bytes);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status BindUnpack() {
+    REFITD_RETURN_IF_ERROR(CheckRound());
+    ResizeDestinations();
+    Transfer& transfer = result_.transfer;
+    transfer.want_source_digests = start_.verification != Verification::kOff;
+    const std::vector<RoundLeg> round = program_.Round(start_.round);
+    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round);
+    for (size_t i = 0; i < round.size(); ++i) {
+      if (round[i].bytes_in == 0 || Skipped(start_.skip_peer, round[i].peer)) continue;
+      const Stream* stream = program_.IncomingFrom(round[i].peer);
+      REFITD_ASSIGN_OR_RETURN(char* const chunk, Chunk(legs[i].in_offset, legs[i].bytes_in));
+      const auto first = static_cast<uint32_t>(transfer.source.size());
+      for (const ChunkBox& received : round[i].received) {
+        // Every section that arrives has a target.
+        const SectionTarget& target =
+            program_.targets[stream->sections[received.section].first_target];
+        const Layout& layout = *program_.destinations[target.destination].layout;
+        const TensorSpec& tensor = layout.tensors[layout.pieces[target.piece].tensor];
+        AddSection(round[i].peer, received.section);
+        transfer.source.push_back({tensor.dtype, tensor.shape, received.box,
+                                   RowMajorStrides(received.box.extent),
+                                   chunk + received.chunk_byte_offset, tensor.name});
+      }
+      for (const ChunkMove& move : round[i].unpack) {
+        if (Skipped(start_.skip_destination, move.member)) continue;
+        REFITD_ASSIGN_OR_RETURN(const Known known, Destination(move.member, move.piece));
+        const ChunkBox& received = round[i].received[move.chunk_box];
+        AddMove({0, first + move.chunk_box, move.member, known.index, move.box,
+                 move.chunk_byte_offset - received.chunk_byte_offset,
+                 move.member_byte_offset - known.compiled->byte_offset},
+                move.element_bytes);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Pieces of one layout by the plan's tensor, in their order. Those of other tensors than the
+  // plan's are left out.
+  using Holdings = ByTensor<const Piece*>;
+  Holdings HoldingsOf(const Layout& layout,
+                      const absl::flat_hash_map<std::string_view, uint32_t>& number_of) const {
+    const std::vector<TensorSpec>& tensors = bound_.plan->tensors;
+    const auto none = static_cast<uint32_t>(tensors.size());
+    std::vector<uint32_t> numbers;
+    numbers.reserve(layout.tensors.size());
+    for (const TensorSpec& tensor : layout.tensors) {
+      const auto it = number_of.find(tensor.name);
+      const bool known = it != number_of.end() && tensors[it->second] == tensor;
+      numbers.push_back(known ? it->second : none);
+    }
+    return Holdings(tensors.size(), [&](const auto& visit) {
+      for (const Piece& piece : layout.pieces) {
+        if (numbers[piece.tensor] != none) visit(numbers[piece.tensor], &piece);
+      }
+    });
+  }
+
+  static bool Holds(const Piece& piece, const Box& box) {
+    return box.offset.size() == piece.box.offset.size() && Intersect(piece.box, box) == box;
+  }
+
+  absl::Status BindCompare() {
+    result_.transfer.want_source_digests = true;
+    if (bound_.replicas == nullptr || bound_.replicas->empty()) return absl::OkStatus();
+    absl::flat_hash_map<uint32_t, uint32_t> member_of;  // by the plan's number
+    for (uint32_t m = 0; m < program_.sources.size(); ++m) {
+      member_of.emplace(program_.sources[m].rank, m);
+    }
+    absl::flat_hash_map<std::string_view, uint32_t> number_of;
+    number_of.reserve(bound_.plan->tensors.size());
+    for (uint32_t t = 0; t < bound_.plan->tensors.size(); ++t) {
+      number_of.emplace(bound_.plan->tensors[t].name, t);
+    }
+    std::vector<std::optional<Holdings>> holdings(program_.sources.size());
+    result_.transfer.source.reserve(bound_.replicas->size());
+    uint32_t hashed = static_cast<uint32_t>(bound_.plan->tensors.size());  // of tensor_hash: none
+    uint64_t tensor_hash = 0;
+    for (const ReplicaShare& share : *bound_.replicas) {
+      if (share.tensor != hashed && share.tensor < bound_.plan->tensors.size()) {
+        hashed = share.tensor;
+        tensor_hash = TensorHash(bound_.plan->tensors[hashed]);
+      }
+      if (!start_.part.Has(ReplicaHash(tensor_hash, share.box))) continue;
+      const auto member = member_of.find(share.source);
+      if (member == member_of.end() || share.tensor >= bound_.plan->tensors.size()) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "replicas: source {}, tensor {}: not of this daemon", share.source,
+                     share.tensor);
+      }
+      const TensorSpec& tensor = bound_.plan->tensors[share.tensor];
+      const Layout& layout = *bound_.source_layouts[member->second];
+      std::optional<Holdings>& held = holdings[member->second];
+      if (!held.has_value()) held = HoldingsOf(layout, number_of);
+      const auto pieces = held->Of(share.tensor);
+      const auto holder = std::find_if(pieces.begin(), pieces.end(), [&share](const Piece* piece) {
+        return Holds(*piece, share.box);
+      });
+      if (holder == pieces.end()) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "tensor {}: source {} does not hold the box at [{}] of extent [{}]",
+                     tensor.name, share.source, fmt::join(share.box.offset, ", "),
+                     fmt::join(share.box.extent, ", "));
+      }
+      REFITD_ASSIGN_OR_RETURN(BoundPiece piece,
+                              BindPiece(layout, **holder, memory_.sources[member->second]));
+      piece.data += Distance(piece.box, piece.strides, share.box, ElementBytes(piece.dtype));
+      piece.box = share.box;
+      result_.transfer.source.push_back(std::move(piece));
+    }
+    return absl::OkStatus();
+  }
+
+  const StartMoves& start_;
+  const BoundProgram& bound_;
+  const NodeProgram& program_;
+  const ProgramMemory& memory_;
+  BoundStep result_;
+  KnownPieces known_sources_;
+  KnownPieces known_destinations_;
+};
+
+}  // namespace
+
+absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const MemoryResolver& memory) {
+  const BoundProgram& bound = *start.bound;
+  const size_t sources = bound.program->sources.size();
+  const size_t destinations = bound.program->destinations.size();
+  if (bound.sources.size() != sources || bound.source_layouts.size() != sources ||
+      bound.destinations.size() != destinations ||
+      bound.destination_layouts.size() != destinations) {
+    return Error(absl::StatusCode::kInternal,
+                 "bound program: {} sources and {} destinations, bound to {} and {}", sources,
+                 destinations, bound.sources.size(), bound.destinations.size());
+  }
+  ProgramMemory found;
+  found.sources.resize(sources);
+  found.destinations.resize(destinations);
+  for (size_t i = 0; i < sources && ReadsSources(start.step); ++i) {
+    REFITD_ASSIGN_OR_RETURN(found.sources[i],
+                            Regions(bound.sources[i], *bound.source_layouts[i], memory));
+  }
+  for (size_t i = 0; i < destinations && WritesDestinations(start.step); ++i) {
+    if (Skipped(start.skip_destination, i)) continue;
+    REFITD_ASSIGN_OR_RETURN(found.destinations[i],
+                            Regions(bound.destinations[i], *bound.destination_layouts[i], memory));
+  }
+  if (UsesSlot(start.step)) {
+    REFITD_ASSIGN_OR_RETURN(found.slot, memory.Slot(start.slot));
+  }
+  return found;
+}
+
+absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory) {
+  return Binder(start, memory).Run();
+}
+
+}  // namespace refitd

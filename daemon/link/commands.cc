@@ -1,0 +1,687 @@
+#include "daemon/link/commands.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <unordered_set>
+
+#include "daemon/checks/bucket.h"
+#include "daemon/link/values.h"
+#include "proto/convert.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using peer::AtMost;
+using peer::CallOf;
+using peer::CheckedTensors;
+using peer::CheckIncarnation;
+using peer::CheckSize;
+using peer::FlagsOf;
+using peer::IndicesOf;
+using peer::InRange;
+using peer::Invalid;
+using peer::kEnvelopeBytes;
+using peer::MemberOf;
+using peer::MembersOf;
+using peer::MillisOf;
+using peer::MillisToWire;
+using peer::NotNegative;
+using peer::OpaqueOf;
+using peer::PartOf;
+using peer::ReadStatus;
+using peer::SameLength;
+using peer::SetIds;
+using peer::SetSlot;
+using peer::SetStatus;
+using peer::SetStatusOf;
+using peer::SetTensors;
+using peer::SlotOf;
+using peer::TensorsOf;
+using peer::TextOf;
+using peer::TextToWire;
+using peer::VerificationOf;
+using peer::VersionOf;
+
+// ---- commands: to the wire ----
+
+void Put(const PeerWelcome& v, v1::PeerAnswer* wire) {
+  v1::PeerWelcome* out = wire->mutable_welcome();
+  out->set_member(v.member.value());
+  if (v.group_version.has_value()) out->set_group_version(v.group_version->value());
+  out->set_trainer_ranks(v.trainer_ranks);
+}
+
+void Put(const PeerRefuse& v, v1::PeerAnswer* wire) {
+  wire->mutable_refuse()->set_member(v.member.value());
+  SetStatus(v.status, wire->mutable_refuse()->mutable_status());
+}
+
+void PutPayload(const EmptyReply&, v1::PeerReply*) {}
+
+void PutPayload(const BeginReply& r, v1::PeerReply* wire) {
+  v1::PeerBegun* out = wire->mutable_begun();
+  out->set_update(r.update.value());
+  out->set_remaining_ms(MillisToWire(r.remaining));
+  out->set_instances(r.instances);
+  out->set_leasable_slots(r.leasable_slots);
+}
+
+void PutPayload(const LeaseSlotReply& r, v1::PeerReply* wire) {
+  v1::PeerSlotLeased* out = wire->mutable_leased();
+  SetSlot(r.grant, out->mutable_slot());
+  out->set_expires_ms(MillisToWire(r.expires));
+  out->set_slot_bytes(r.slot_bytes);
+}
+
+void PutPayload(const BucketReply& r, v1::PeerReply* wire) {
+  wire->mutable_taken()->set_group_seq(r.group_seq);
+  wire->mutable_taken()->set_bytes(r.bytes);
+}
+
+void PutPayload(const CommitReply& r, v1::PeerReply* wire) {
+  v1::PeerCommitDone* out = wire->mutable_done();
+  out->set_version(r.version.value());
+  for (const InstanceOutcome& outcome : r.instances) {
+    v1::InstanceResult* result = out->add_instances();
+    result->set_instance(outcome.instance);
+    result->set_committed(outcome.committed);
+    result->set_reason(TextToWire(outcome.reason));
+  }
+  out->set_bytes(r.bytes);
+  out->set_elapsed_us(
+      std::chrono::ceil<std::chrono::microseconds>(std::max(r.elapsed, Duration(0))).count());
+  for (const BroadcastTotals& totals : r.pushed) {
+    *out->add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
+  }
+  out->set_left_out_tensors(r.left_out_tensors);
+  out->set_left_out_bytes(r.left_out_bytes);
+}
+
+void Put(const PeerReply& v, v1::PeerAnswer* wire) {
+  v1::PeerReply* out = wire->mutable_reply();
+  out->set_call(v.call.value());
+  SetStatusOf(v.status, out);
+  if (v.status.ok()) std::visit([&](const auto& payload) { PutPayload(payload, out); }, v.payload);
+}
+
+void Put(const PeerPrepare& v, v1::PeerAnswer* wire) {
+  v1::PeerPrepare* out = wire->mutable_prepare();
+  out->set_update(v.update.value());
+  out->set_version(v.version.value());
+  out->set_remaining_ms(MillisToWire(v.remaining));
+  out->set_tensor_count(v.tensor_count);
+  out->set_verification(ToWire(v.verification));
+  SetIds(v.engines, out->mutable_engines());
+  SetIds(v.destinations, out->mutable_destinations());
+  out->mutable_layout_digests()->Add(v.layout_digests.begin(), v.layout_digests.end());
+  out->set_trainer_ranks(v.trainer_ranks);
+}
+
+void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
+  v1::PeerHeader* out = wire->mutable_header();
+  const BucketHeader& header = v.header;
+  out->set_update(header.update.value());
+  out->set_version(header.version.value());
+  out->set_part(header.part.value());
+  out->set_group_seq(header.group_seq);
+  out->set_root(header.root.value());
+  SetTensors(header.content->tensors, header.content->ranges, header.content->byte_offsets,
+             out->mutable_content());
+  out->set_bytes(header.content->bytes);
+  if (header.slot.has_value()) SetSlot(*header.slot, out->mutable_slot());
+  out->set_leased(header.leased);
+  out->set_verification(ToWire(header.verification));
+  out->set_digest(v.digest);
+  out->set_is_root(v.is_root);
+  out->set_wired(v.wired);
+  out->set_fill_slot(v.fill_slot);
+  out->set_epoch(v.epoch.value());
+  out->set_wire_seq(v.wire_seq.value());
+  out->mutable_ranks()->Add(v.ranks.begin(), v.ranks.end());
+  out->set_bucket_call(v.bucket_call.value());
+  out->set_trainer(v.trainer.value());
+  out->mutable_bucket_ranges()->Add(v.bucket_ranges.begin(), v.bucket_ranges.end());
+  out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
+  SetIds(v.staged, out->mutable_staged());
+  if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
+}
+
+void Put(const PeerIssue& v, v1::PeerAnswer* wire) {
+  wire->mutable_issue()->set_update(v.update.value());
+  wire->mutable_issue()->set_part(v.part.value());
+}
+
+void Put(const PeerSendPart& v, v1::PeerAnswer* wire) {
+  v1::PeerSendPart* out = wire->mutable_send_part();
+  out->set_member(v.member.value());
+  out->set_update(v.update.value());
+  out->set_part(v.part.value());
+}
+
+void Put(const PeerCommitted& v, v1::PeerAnswer* wire) {
+  wire->mutable_committed()->set_member(v.member.value());
+  wire->mutable_committed()->set_version(v.version.value());
+}
+
+void Put(const PeerAborted& v, v1::PeerAnswer* wire) {
+  v1::PeerAborted* out = wire->mutable_aborted();
+  out->set_member(v.member.value());
+  out->set_version(v.version.value());
+  out->set_reason(TextToWire(v.reason));
+  out->set_dirty(v.dirty);
+}
+
+void Put(const PeerDraining& v, v1::PeerAnswer* wire) {
+  wire->mutable_draining()->set_member(v.member.value());
+}
+
+void Put(const PeerVerify& v, v1::PeerAnswer* wire) {
+  wire->mutable_verify()->set_update(v.update.value());
+  wire->mutable_verify()->mutable_skip()->Add(v.skip.begin(), v.skip.end());
+}
+
+void Put(const PeerCompare& v, v1::PeerAnswer* wire) {
+  wire->mutable_compare()->set_update(v.update.value());
+  if (v.part.parts == 1) return;
+  wire->mutable_compare()->set_part(v.part.part);
+  wire->mutable_compare()->set_parts(v.part.parts);
+}
+
+void Put(const PeerRun& v, v1::PeerAnswer* wire) {
+  v1::PeerRun* out = wire->mutable_run();
+  out->set_update(v.update.value());
+  out->set_part(v.part.value());
+  out->set_wired(v.wired);
+  out->set_epoch(v.epoch.value());
+  out->set_wire_seq(v.wire_seq.value());
+  out->mutable_ranks()->Add(v.ranks.begin(), v.ranks.end());
+  for (const SlotGrant& slot : v.slots) SetSlot(slot, out->add_slots());
+  out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
+}
+
+void Put(const PeerAbandon& v, v1::PeerAnswer* wire) {
+  wire->mutable_abandon()->set_update(v.update.value());
+}
+
+void Put(const PeerUpdateEnded& v, v1::PeerAnswer* wire) {
+  v1::PeerUpdateEnded* out = wire->mutable_update_ended();
+  out->set_update(v.update.value());
+  out->set_version(v.version.value());
+  out->set_outcome(static_cast<v1::UpdateOutcome>(v.outcome));
+  out->set_reason(TextToWire(v.reason));
+}
+
+void Put(const PeerEpochOpen& v, v1::PeerAnswer* wire) {
+  v1::PeerEpochOpen* out = wire->mutable_epoch_open();
+  out->set_epoch(v.epoch.value());
+  out->set_rank(v.rank);
+  out->set_size(v.size);
+}
+
+void Put(const PeerEpochConnect& v, v1::PeerAnswer* wire) {
+  v1::PeerEpochConnect* out = wire->mutable_epoch_connect();
+  out->set_epoch(v.epoch.value());
+  if (v.addresses != nullptr) {
+    for (const std::string& address : *v.addresses) out->add_addresses(address);
+  }
+  out->set_timeout_ms(MillisToWire(v.timeout));
+}
+
+void Put(const PeerEpochClose& v, v1::PeerAnswer* wire) {
+  wire->mutable_epoch_close()->set_epoch(v.epoch.value());
+}
+
+void Put(const PeerWireLock& v, v1::PeerAnswer* wire) {
+  wire->mutable_wire_lock()->set_update(v.update.value());
+}
+
+void Put(const PeerWireUnlock& v, v1::PeerAnswer* wire) {
+  wire->mutable_wire_unlock()->set_update(v.update.value());
+}
+
+void Put(const PeerPing& v, v1::PeerAnswer* wire) { wire->mutable_ping()->set_number(v.number); }
+
+void Put(const PeerIncarnation& v, v1::PeerAnswer* wire) {
+  wire->mutable_new_incarnation()->set_incarnation(v.incarnation);
+}
+
+// ---- commands: from the wire ----
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& wire, const PeerBounds&) {
+  PeerWelcome out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "welcome.member"));
+  if (wire.has_group_version()) {
+    REFITD_ASSIGN_OR_RETURN(out.group_version,
+                            VersionOf(wire.group_version(), "welcome.group_version"));
+  }
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.trainer_ranks(), 0, kMaxTrainerRanks, "welcome.trainer_ranks"));
+  out.trainer_ranks = wire.trainer_ranks();
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRefuse& wire, const PeerBounds&) {
+  PeerRefuse out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "refuse.member"));
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "refuse.status", &out.status));
+  if (out.status.ok()) return Invalid("refuse.status.code is 0, which refuses nothing");
+  return out;
+}
+
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBegun& wire) {
+  BeginReply out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(wire.remaining_ms(), "reply.begun.remaining_ms"));
+  REFITD_RETURN_IF_ERROR(InRange(wire.instances(), 0, kMaxEngineRanks, "reply.begun.instances"));
+  out.instances = wire.instances();
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.leasable_slots(), 0, kMaxSlots, "reply.begun.leasable_slots"));
+  out.leasable_slots = wire.leasable_slots();
+  return out;
+}
+
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerSlotLeased& wire, const PeerBounds& bounds) {
+  LeaseSlotReply out;
+  REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(wire.slot(), bounds, "reply.leased.slot"));
+  REFITD_ASSIGN_OR_RETURN(out.expires, MillisOf(wire.expires_ms(), "reply.leased.expires_ms"));
+  // The joined daemon's own slots have this size, whatever the coordinator says.
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.slot_bytes(), 1, bounds.slot_bytes, "reply.leased.slot_bytes"));
+  out.slot_bytes = wire.slot_bytes();
+  return out;
+}
+
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBucketTaken& wire) {
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.group_seq(), "reply.taken.group_seq"));
+  REFITD_RETURN_IF_ERROR(InRange(wire.bytes(), 0, kMaxBucketBytes, "reply.taken.bytes"));
+  return BucketReply{wire.group_seq(), wire.bytes()};
+}
+
+// Of one answer: there are fewer methods, of this version and the next.
+constexpr int kMaxBroadcastTotals = 64;
+
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {
+  CommitReply out;
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "reply.done.version"));
+  REFITD_RETURN_IF_ERROR(AtMost(wire.instances_size(), kMaxEngineRanks, "reply.done.instances"));
+  for (int i = 0; i < wire.instances_size(); ++i) {
+    const v1::InstanceResult& result = wire.instances(i);
+    const std::string field = fmt::format("reply.done.instances[{}]", i);
+    REFITD_RETURN_IF_ERROR(CheckName(result.instance(), field + ".instance"));
+    REFITD_ASSIGN_OR_RETURN(std::string reason, TextOf(result.reason(), field + ".reason"));
+    out.instances.push_back({result.instance(), result.committed(), std::move(reason)});
+  }
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.bytes(), "reply.done.bytes"));
+  out.bytes = wire.bytes();
+  constexpr int64_t kMaxMicros =
+      std::chrono::duration_cast<std::chrono::microseconds>(kMaxPeerDuration).count();
+  REFITD_RETURN_IF_ERROR(InRange(wire.elapsed_us(), 0, kMaxMicros, "reply.done.elapsed_us"));
+  out.elapsed = std::chrono::microseconds(wire.elapsed_us());
+  REFITD_RETURN_IF_ERROR(AtMost(wire.pushed_size(), kMaxBroadcastTotals, "reply.done.pushed"));
+  for (const v1::BroadcastTotals& totals : wire.pushed()) {
+    REFITD_RETURN_IF_ERROR(NotNegative(totals.bytes(), "reply.done.pushed.bytes"));
+    REFITD_RETURN_IF_ERROR(NotNegative(totals.buckets(), "reply.done.pushed.buckets"));
+    // A daemon of the next version may know more methods: no reason to refuse what was committed.
+    const absl::StatusOr<BroadcastMethod> method = BroadcastFromWire(totals.method());
+    if (method.ok()) out.pushed.push_back({*method, totals.bytes(), totals.buckets()});
+  }
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.left_out_tensors(), "reply.done.left_out_tensors"));
+  out.left_out_tensors = wire.left_out_tensors();
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.left_out_bytes(), "reply.done.left_out_bytes"));
+  out.left_out_bytes = wire.left_out_bytes();
+  return out;
+}
+
+absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerReply& wire, const PeerBounds& bounds) {
+  switch (wire.payload_case()) {
+    case v1::PeerReply::kBegun:
+      return PayloadOf(wire.begun());
+    case v1::PeerReply::kLeased:
+      return PayloadOf(wire.leased(), bounds);
+    case v1::PeerReply::kTaken:
+      return PayloadOf(wire.taken());
+    case v1::PeerReply::kDone:
+      return PayloadOf(wire.done());
+    case v1::PeerReply::PAYLOAD_NOT_SET:
+      break;
+  }
+  return EmptyReply{};
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReply& wire, const PeerBounds& bounds) {
+  PeerReply out;
+  REFITD_ASSIGN_OR_RETURN(out.call, CallOf(wire.call(), "reply.call"));
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "reply.status", &out.status));
+  if (!out.status.ok() && wire.payload_case() != v1::PeerReply::PAYLOAD_NOT_SET) {
+    return Invalid("reply.payload is there where reply.status.code is {}", wire.status().code());
+  }
+  REFITD_ASSIGN_OR_RETURN(out.payload, PayloadOf(wire, bounds));
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerPrepare& wire, const PeerBounds&) {
+  PeerPrepare out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "prepare.version"));
+  REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(wire.remaining_ms(), "prepare.remaining_ms"));
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.tensor_count(), "prepare.tensor_count"));
+  out.tensor_count = wire.tensor_count();
+  REFITD_ASSIGN_OR_RETURN(out.verification,
+                          VerificationOf(wire.verification(), "prepare.verification"));
+  REFITD_ASSIGN_OR_RETURN(out.engines, MembersOf(wire.engines(), "prepare.engines"));
+  REFITD_ASSIGN_OR_RETURN(out.destinations, MembersOf(wire.destinations(), "prepare.destinations"));
+  if (wire.layout_digests_size() != wire.destinations_size()) {
+    return Invalid("prepare.layout_digests has {} entries where destinations has {}",
+                   wire.layout_digests_size(), wire.destinations_size());
+  }
+  out.layout_digests.assign(wire.layout_digests().begin(), wire.layout_digests().end());
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.trainer_ranks(), 0, kMaxTrainerRanks, "prepare.trainer_ranks"));
+  out.trainer_ranks = wire.trainer_ranks();
+  return out;
+}
+
+absl::StatusOr<BucketHeader> HeaderOf(const v1::PeerHeader& wire, const PeerBounds& bounds) {
+  BucketHeader out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "header.version"));
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "header.part"));
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.group_seq(), "header.group_seq"));
+  out.group_seq = wire.group_seq();
+  out.root = NodeId(wire.root());
+  REFITD_ASSIGN_OR_RETURN(CheckedTensors tensors,
+                          TensorsOf(wire.content(), wire.has_slot(), bounds, "header.content"));
+  if (wire.bytes() != tensors.bytes) {
+    return Invalid("header.bytes is {} where the content has {}", wire.bytes(), tensors.bytes);
+  }
+  out.content = std::make_shared<const PartContent>(
+      PartContent{std::move(tensors.tensors), std::move(tensors.ranges),
+                  std::move(tensors.byte_offsets), tensors.bytes});
+  if (wire.has_slot()) {
+    REFITD_ASSIGN_OR_RETURN(out.slot, SlotOf(wire.slot(), bounds, "header.slot"));
+  }
+  out.leased = wire.leased();
+  REFITD_ASSIGN_OR_RETURN(out.verification,
+                          VerificationOf(wire.verification(), "header.verification"));
+  return out;
+}
+
+// What needs the slot has one.
+absl::Status CheckSlotUse(const v1::PeerHeader& wire) {
+  const auto check = [&](bool used, std::string_view field) {
+    if (!used || wire.has_slot()) return absl::OkStatus();
+    return Invalid("header.{} is true where there is no slot", field);
+  };
+  REFITD_RETURN_IF_ERROR(check(wire.leased(), "leased"));
+  REFITD_RETURN_IF_ERROR(check(wire.fill_slot(), "fill_slot"));
+  REFITD_RETURN_IF_ERROR(check(wire.wired(), "wired"));
+  if (wire.staged_size() == 0 || wire.has_slot()) return absl::OkStatus();
+  return Invalid("header.staged has {} entries where there is no slot", wire.staged_size());
+}
+
+absl::Status CheckRanks(const v1::PeerHeader& wire) {
+  const std::unordered_set<uint32_t> ranks(wire.ranks().begin(), wire.ranks().end());
+  if (ranks.size() != static_cast<size_t>(wire.ranks_size())) {
+    return Invalid("header.ranks has {} entries, {} of them different", wire.ranks_size(),
+                   ranks.size());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRoot(const v1::PeerHeader& wire) {
+  if (wire.is_root()) {
+    REFITD_RETURN_IF_ERROR(CallOf(wire.bucket_call(), "header.bucket_call").status());
+    REFITD_RETURN_IF_ERROR(MemberOf(wire.trainer(), "header.trainer").status());
+  }
+  return SameLength(wire.bucket_ranges_size(),
+                    wire.is_root() ? static_cast<size_t>(wire.content().names_size()) : 0,
+                    wire.is_root() ? "header.bucket_ranges" : "header.bucket_ranges (not root)");
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& wire, const PeerBounds& bounds) {
+  PeerHeader out;
+  REFITD_ASSIGN_OR_RETURN(out.header, HeaderOf(wire, bounds));
+  REFITD_RETURN_IF_ERROR(CheckSlotUse(wire));
+  out.digest = wire.digest();
+  out.is_root = wire.is_root();
+  out.wired = wire.wired();
+  out.fill_slot = wire.fill_slot();
+  out.epoch = EpochId(wire.epoch());
+  out.wire_seq = WireSeq(wire.wire_seq());
+  REFITD_ASSIGN_OR_RETURN(out.ranks, IndicesOf(wire.ranks(), kMaxNodes, kMaxNodes, "header.ranks"));
+  REFITD_RETURN_IF_ERROR(CheckRanks(wire));
+  REFITD_RETURN_IF_ERROR(CheckRoot(wire));
+  out.bucket_call = CallId(wire.bucket_call());
+  out.trainer = MemberId(wire.trainer());
+  REFITD_ASSIGN_OR_RETURN(
+      out.bucket_ranges, IndicesOf(wire.bucket_ranges(), kMaxTensorsPerBucket, kMaxTensorsPerBucket,
+                                   "header.bucket_ranges"));
+  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "header.skip"));
+  REFITD_ASSIGN_OR_RETURN(out.staged, MembersOf(wire.staged(), "header.staged"));
+  if (wire.has_broadcast()) {
+    REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
+  }
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIssue& wire, const PeerBounds&) {
+  REFITD_ASSIGN_OR_RETURN(const PartSeq part, PartOf(wire.part(), "issue.part"));
+  return PeerIssue{UpdateId(wire.update()), part};
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& wire, const PeerBounds&) {
+  PeerSendPart out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "send_part.member"));
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "send_part.part"));
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCommitted& wire, const PeerBounds&) {
+  PeerCommitted out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "committed.member"));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "committed.version"));
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerAborted& wire, const PeerBounds&) {
+  PeerAborted out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "aborted.member"));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "aborted.version"));
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "aborted.reason"));
+  out.dirty = wire.dirty();
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& wire, const PeerBounds&) {
+  PeerCompare v;
+  v.update = UpdateId(wire.update());
+  if (wire.parts() == 0) return v;
+  if (wire.parts() > kMaxReplicaParts || wire.part() >= wire.parts()) {
+    return Invalid("compare: part {} of {} parts, where {} are possible", wire.part(), wire.parts(),
+                   kMaxReplicaParts);
+  }
+  v.part = {wire.part(), wire.parts()};
+  return v;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerDraining& wire, const PeerBounds&) {
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "draining.member"));
+  return PeerDraining{member};
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerVerify& wire, const PeerBounds&) {
+  PeerVerify out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "verify.skip"));
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRun& wire, const PeerBounds& bounds) {
+  constexpr int kMaxProgramSlots = 4;
+  PeerRun out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "run.part"));
+  out.wired = wire.wired();
+  out.epoch = EpochId(wire.epoch());
+  out.wire_seq = WireSeq(wire.wire_seq());
+  REFITD_RETURN_IF_ERROR(AtMost(wire.ranks_size(), kMaxNodes, "run.ranks"));
+  for (int i = 0; i < wire.ranks_size(); ++i) {
+    if (wire.ranks(i) != kNoRank && wire.ranks(i) >= kMaxNodes) {
+      return Invalid("run.ranks[{}] is {}, more than {}", i, wire.ranks(i), kMaxNodes - 1);
+    }
+    out.ranks.push_back(wire.ranks(i));
+  }
+  REFITD_RETURN_IF_ERROR(AtMost(wire.slots_size(), kMaxProgramSlots, "run.slots"));
+  if (wire.slots_size() % 2 != 0 || (out.wired && wire.slots_size() == 0)) {
+    return Invalid("run.slots has {} entries: to send from and to receive into come in pairs",
+                   wire.slots_size());
+  }
+  for (int i = 0; i < wire.slots_size(); ++i) {
+    REFITD_ASSIGN_OR_RETURN(const SlotGrant slot,
+                            SlotOf(wire.slots(i), bounds, fmt::format("run.slots[{}]", i)));
+    for (const SlotGrant& other : out.slots) {
+      if (other.slot == slot.slot) return Invalid("run.slots[{}] is {} again", i, slot.slot);
+    }
+    out.slots.push_back(slot);
+  }
+  REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "run.skip"));
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& wire, const PeerBounds&) {
+  PeerUpdateEnded out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "update_ended.version"));
+  REFITD_RETURN_IF_ERROR(InRange(wire.outcome(), v1::UPDATE_OUTCOME_UNKNOWN,
+                                 v1::UPDATE_OUTCOME_ABORTED, "update_ended.outcome"));
+  out.outcome = static_cast<Outcome>(wire.outcome());
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "update_ended.reason"));
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochOpen& wire, const PeerBounds&) {
+  REFITD_RETURN_IF_ERROR(InRange(wire.size(), 1, kMaxNodes, "epoch_open.size"));
+  REFITD_RETURN_IF_ERROR(InRange(wire.rank(), 0, wire.size() - 1, "epoch_open.rank"));
+  return PeerEpochOpen{EpochId(wire.epoch()), wire.rank(), wire.size()};
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochConnect& wire, const PeerBounds&) {
+  PeerEpochConnect out;
+  out.epoch = EpochId(wire.epoch());
+  REFITD_RETURN_IF_ERROR(AtMost(wire.addresses_size(), kMaxNodes, "epoch_connect.addresses"));
+  auto addresses = std::make_shared<std::vector<std::string>>();
+  for (int i = 0; i < wire.addresses_size(); ++i) {
+    REFITD_ASSIGN_OR_RETURN(
+        std::string address,
+        OpaqueOf(wire.addresses(i), fmt::format("epoch_connect.addresses[{}]", i)));
+    addresses->push_back(std::move(address));
+  }
+  out.addresses = std::move(addresses);
+  REFITD_ASSIGN_OR_RETURN(out.timeout, MillisOf(wire.timeout_ms(), "epoch_connect.timeout_ms"));
+  return out;
+}
+
+absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIncarnation& wire, const PeerBounds&) {
+  REFITD_RETURN_IF_ERROR(CheckIncarnation(wire.incarnation(), "new_incarnation.incarnation"));
+  return PeerIncarnation{wire.incarnation()};
+}
+
+}  // namespace
+
+bool OfUnknownKind(const v1::PeerAnswer& answer) {
+  return answer.kind_case() == v1::PeerAnswer::KIND_NOT_SET &&
+         !answer.GetReflection()->GetUnknownFields(answer).empty();
+}
+
+absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
+                                                   int64_t message_bytes) {
+  std::vector<v1::PeerAnswer> answers;
+  if (const auto* program = std::get_if<PeerProgram>(&command)) {
+    answers =
+        ProgramToWire(WithItsPart(*program), std::min(kPeerLayoutChunkBytes, message_bytes / 2));
+  } else {
+    answers.resize(1);
+    std::visit(
+        [&](const auto& value) {
+          using Value = std::decay_t<decltype(value)>;
+          if constexpr (!std::is_same_v<Value, PeerProgram>) Put(value, &answers[0]);
+        },
+        command);
+  }
+  for (const v1::PeerAnswer& answer : answers) {
+    REFITD_RETURN_IF_ERROR(CheckSize(static_cast<int64_t>(answer.ByteSizeLong()) + kEnvelopeBytes,
+                                     message_bytes, "a command"));
+  }
+  return answers;
+}
+
+absl::StatusOr<std::optional<PeerCommand>> CommandDecoder::Decode(const v1::PeerAnswer& answer) {
+  if (answer.has_program()) return programs_.Add(answer.program());
+  if (!programs_.idle())
+    return Invalid("kind: another command where the program's next chunk is to come");
+  return FromWire(answer, bounds_);
+}
+
+absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBounds& bounds) {
+  switch (answer.kind_case()) {
+    case v1::PeerAnswer::kAccepted:
+      return Invalid("kind: accepted was said already");
+    case v1::PeerAnswer::kWelcome:
+      return CommandOf(answer.welcome(), bounds);
+    case v1::PeerAnswer::kRefuse:
+      return CommandOf(answer.refuse(), bounds);
+    case v1::PeerAnswer::kReply:
+      return CommandOf(answer.reply(), bounds);
+    case v1::PeerAnswer::kPrepare:
+      return CommandOf(answer.prepare(), bounds);
+    case v1::PeerAnswer::kHeader:
+      return CommandOf(answer.header(), bounds);
+    case v1::PeerAnswer::kIssue:
+      return CommandOf(answer.issue(), bounds);
+    case v1::PeerAnswer::kSendPart:
+      return CommandOf(answer.send_part(), bounds);
+    case v1::PeerAnswer::kCommitted:
+      return CommandOf(answer.committed(), bounds);
+    case v1::PeerAnswer::kAborted:
+      return CommandOf(answer.aborted(), bounds);
+    case v1::PeerAnswer::kDraining:
+      return CommandOf(answer.draining(), bounds);
+    case v1::PeerAnswer::kVerify:
+      return CommandOf(answer.verify(), bounds);
+    case v1::PeerAnswer::kProgram:
+      return Invalid("kind: a program comes in chunks");
+    case v1::PeerAnswer::kCompare:
+      return CommandOf(answer.compare(), bounds);
+    case v1::PeerAnswer::kRun:
+      return CommandOf(answer.run(), bounds);
+    case v1::PeerAnswer::kAbandon:
+      return PeerAbandon{UpdateId(answer.abandon().update())};
+    case v1::PeerAnswer::kUpdateEnded:
+      return CommandOf(answer.update_ended(), bounds);
+    case v1::PeerAnswer::kEpochOpen:
+      return CommandOf(answer.epoch_open(), bounds);
+    case v1::PeerAnswer::kEpochConnect:
+      return CommandOf(answer.epoch_connect(), bounds);
+    case v1::PeerAnswer::kEpochClose:
+      return PeerEpochClose{EpochId(answer.epoch_close().epoch())};
+    case v1::PeerAnswer::kWireLock:
+      return PeerWireLock{UpdateId(answer.wire_lock().update())};
+    case v1::PeerAnswer::kWireUnlock:
+      return PeerWireUnlock{UpdateId(answer.wire_unlock().update())};
+    case v1::PeerAnswer::kPing:
+      return PeerPing{answer.ping().number()};
+    case v1::PeerAnswer::kNewIncarnation:
+      return CommandOf(answer.new_incarnation(), bounds);
+    case v1::PeerAnswer::KIND_NOT_SET:
+      break;
+  }
+  return Invalid("kind is missing, or not known");
+}
+
+}  // namespace refitd

@@ -1,0 +1,134 @@
+#include "daemon/link/hello.h"
+
+#include <fmt/format.h>
+
+#include <string>
+#include <vector>
+
+#include "daemon/checks/bucket.h"
+#include "daemon/link/values.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using peer::AtMost;
+using peer::CheckIncarnation;
+using peer::InRange;
+using peer::Invalid;
+using peer::kMaxSerialisedBytes;
+using peer::MillisOf;
+using peer::TextOf;
+using peer::VersionOf;
+
+absl::StatusOr<std::vector<std::string>> OrderedNames(
+    const google::protobuf::RepeatedPtrField<std::string>& names, std::string_view what) {
+  REFITD_RETURN_IF_ERROR(AtMost(names.size(), kMaxTensorsPerLayout, what));
+  for (int i = 0; i < names.size(); ++i) {
+    const std::string field = fmt::format("{}[{}]", what, i);
+    REFITD_RETURN_IF_ERROR(TextOf(names[i], field, kMaxNameBytes).status());
+    if (i > 0 && names[i] <= names[i - 1]) return Invalid("{} is not in order", field);
+  }
+  return std::vector<std::string>(names.begin(), names.end());
+}
+
+absl::StatusOr<GroupSpec> SpecFromWire(const v1::GroupSpec& wire) {
+  GroupSpec spec;
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.trainer_ranks(), 1, kMaxTrainerRanks, "accepted.spec.trainer_ranks"));
+  spec.trainer_ranks = wire.trainer_ranks();
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.min_instances(), 1, kMaxEngineRanks, "accepted.spec.min_instances"));
+  spec.min_instances = wire.min_instances();
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.slot_bytes(), 1, kMaxTensorBytes, "accepted.spec.slot_bytes"));
+  spec.slot_bytes = wire.slot_bytes();
+  REFITD_RETURN_IF_ERROR(InRange(wire.slots(), 1, kMaxSlots, "accepted.spec.slots"));
+  spec.slots = wire.slots();
+  REFITD_ASSIGN_OR_RETURN(
+      spec.engine_only_tensors,
+      OrderedNames(wire.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
+  REFITD_ASSIGN_OR_RETURN(spec.unwanted_tensors,
+                          OrderedNames(wire.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
+  return spec;
+}
+
+absl::Status CheckMessageBytes(int64_t bytes, std::string_view field) {
+  return InRange(bytes, kMinPeerMessageBytes, kMaxSerialisedBytes, field);
+}
+
+}  // namespace
+
+v1::GroupSpec SpecToWire(const GroupSpec& spec) {
+  v1::GroupSpec wire;
+  wire.set_trainer_ranks(spec.trainer_ranks);
+  wire.set_min_instances(spec.min_instances);
+  wire.set_slot_bytes(spec.slot_bytes);
+  wire.set_slots(spec.slots);
+  for (const std::string& name : spec.engine_only_tensors) wire.add_engine_only_tensors(name);
+  for (const std::string& name : spec.unwanted_tensors) wire.add_unwanted_tensors(name);
+  return wire;
+}
+
+absl::Status CheckPeerHello(const v1::PeerMessage& message) {
+  if (!message.has_hello()) return Invalid("kind: the first message of Link must be hello");
+  const v1::PeerHello& hello = message.hello();
+  REFITD_RETURN_IF_ERROR(
+      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol").status());
+  if (message.sequence() != 0 || message.incarnation() != 0) {
+    return Invalid("sequence is {}, incarnation {}: those of a hello are 0", message.sequence(),
+                   message.incarnation());
+  }
+  REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "hello.group"));
+  REFITD_RETURN_IF_ERROR(MillisOf(hello.wait_ms(), "hello.wait_ms").status());
+  static_assert(kMaxDaemonIdBytes == kMaxGroupNameBytes);
+  REFITD_RETURN_IF_ERROR(CheckName(hello.daemon_id(), "hello.daemon_id"));
+  if (hello.boot_id().size() != kBootIdBytes) {
+    return Invalid("hello.boot_id has {} bytes, not {}", hello.boot_id().size(), kBootIdBytes);
+  }
+  return CheckMessageBytes(hello.message_bytes(), "hello.message_bytes");
+}
+
+v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes) {
+  v1::PeerAnswer answer;
+  answer.set_incarnation(up.incarnation);
+  v1::PeerAccepted* out = answer.mutable_accepted();
+  out->set_incarnation(up.incarnation);
+  *out->mutable_spec() = SpecToWire(up.spec);
+  if (up.version.has_value()) out->set_group_version(up.version->value());
+  out->set_coordinator_id(up.coordinator_id);
+  out->set_message_bytes(message_bytes);
+  out->set_protocol(static_cast<v1::ProtocolVersion>(up.protocol));
+  out->set_highest_protocol(static_cast<v1::ProtocolVersion>(kProtocol));
+  return answer;
+}
+
+absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer) {
+  if (!answer.has_accepted()) return Invalid("kind: the first answer of Link must be accepted");
+  const v1::PeerAccepted& accepted = answer.accepted();
+  PeerAcceptance acceptance;
+  LinkUp& up = acceptance.up;
+  REFITD_RETURN_IF_ERROR(CheckIncarnation(accepted.incarnation(), "accepted.incarnation"));
+  if (answer.sequence() != 0 || answer.incarnation() != accepted.incarnation()) {
+    return Invalid(
+        "accepted: sequence is {}, incarnation {:#x} where accepted.incarnation is {:#x}",
+        answer.sequence(), answer.incarnation(), accepted.incarnation());
+  }
+  up.incarnation = accepted.incarnation();
+  REFITD_ASSIGN_OR_RETURN(up.spec, SpecFromWire(accepted.spec()));
+  if (accepted.has_group_version()) {
+    REFITD_ASSIGN_OR_RETURN(up.version,
+                            VersionOf(accepted.group_version(), "accepted.group_version"));
+  }
+  REFITD_RETURN_IF_ERROR(CheckName(accepted.coordinator_id(), "accepted.coordinator_id"));
+  up.coordinator_id = accepted.coordinator_id();
+  REFITD_RETURN_IF_ERROR(CheckMessageBytes(accepted.message_bytes(), "accepted.message_bytes"));
+  acceptance.message_bytes = accepted.message_bytes();
+  // Coordinators before version 2 say nothing of it.
+  const int agreed = accepted.protocol() == 0 ? 1 : static_cast<int>(accepted.protocol());
+  REFITD_ASSIGN_OR_RETURN(up.protocol, ProtocolOf(agreed, "accepted.protocol"));
+  acceptance.newer = accepted.highest_protocol() > static_cast<int>(kProtocol);
+  return acceptance;
+}
+
+}  // namespace refitd

@@ -1,0 +1,35 @@
+// The first message of either side of a link: the joined daemon says hello, the coordinator
+// accepts. The rules are those of reports.h.
+#ifndef REFITD_DAEMON_LINK_HELLO_H_
+#define REFITD_DAEMON_LINK_HELLO_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/group/machine.h"
+#include "daemon/link/limits.h"
+#include "refitd/v1/peer.pb.h"
+
+namespace refitd {
+
+// The message is a hello that may be shown to a group. FAILED_PRECONDITION: no protocol version in
+// common, both sides' named.
+absl::Status CheckPeerHello(const v1::PeerMessage& message);
+
+// `message_bytes`: the largest that this daemon takes.
+v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes);
+
+struct PeerAcceptance {
+  LinkUp up;
+  int64_t message_bytes = 0;  // of the largest message that the coordinator takes
+  bool newer = false;         // it speaks protocol versions that this build does not know
+};
+// FAILED_PRECONDITION: a protocol version that this build does not speak.
+absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer);
+
+v1::GroupSpec SpecToWire(const GroupSpec& spec);
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_LINK_HELLO_H_

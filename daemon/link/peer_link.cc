@@ -1,0 +1,339 @@
+#include "daemon/link/peer_link.h"
+
+#include <fmt/format.h>
+#include <grpc/support/time.h>
+#include <grpcpp/alarm.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/grpcpp.h>
+
+#include <utility>
+#include <vector>
+
+#include "daemon/link/commands.h"
+#include "daemon/link/hello.h"
+#include "daemon/link/limits.h"
+#include "daemon/link/order.h"
+#include "daemon/link/peer_queue.h"
+#include "daemon/link/reports.h"
+#include "daemon/process/log.h"
+#include "proto/protocol.h"
+#include "refitd/v1/peer.grpc.pb.h"
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using absl::StatusCode;
+
+constexpr int kReconnectMs = 50;
+constexpr int kMaxReconnectMs = 1000;
+// Only there because gRPC sets TCP_USER_TIMEOUT where keepalive is on. A server takes pings that
+// come more often than every 5 minutes for an attack.
+constexpr int kKeepaliveMs = 600'000;
+
+gpr_timespec After(Duration duration) {
+  return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                      gpr_time_from_nanos(duration.count(), GPR_TIMESPAN));
+}
+
+std::shared_ptr<grpc::Channel> MakeChannel(const PeerDial& dial) {
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, static_cast<int>(ToMillis(kPeerUserTimeout)));
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
+  arguments.SetMaxReceiveMessageSize(static_cast<int>(dial.limits.message_bytes));
+  arguments.SetMaxSendMessageSize(-1);  // checked against what the other side takes
+  return grpc::CreateCustomChannel("dns:///" + dial.address, dial.credentials, arguments);
+}
+
+// gRPC joins its callback threads where the last channel that used them goes, even if it goes on
+// one of them: whoever drops the last reference in a callback then brings the process down. A
+// channel that never goes, and that had a call, keeps them. It is a lame one: it never connects.
+void KeepCallbackThreads() {
+  struct LameCall : grpc::ClientBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
+    void OnDone(const grpc::Status& /*status*/) noexcept override {}
+    grpc::ClientContext context;
+    std::unique_ptr<v1::Peer::Stub> stub =
+        v1::Peer::NewStub(grpc::CreateCustomChannel("", nullptr, {}));
+  };
+  static const auto* const kept = [] {
+    auto* call = new LameCall;
+    call->stub->async()->Link(&call->context, call);
+    call->StartCall();
+    return call;
+  }();
+  (void)kept;
+}
+
+}  // namespace
+
+// Keeps itself alive until on_lost has returned.
+class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1::PeerAnswer>,
+                             public std::enable_shared_from_this<PeerLink::Call> {
+ public:
+  Call(PeerDial dial, PeerLinkCallbacks callbacks)
+      : dial_(std::move(dial)), callbacks_(std::move(callbacks)) {}
+
+  void Start() {
+    v1::PeerMessage message;
+    v1::PeerHello* hello = message.mutable_hello();
+    SayProtocol(hello);
+    hello->set_group(dial_.group);
+    if (dial_.spec.has_value()) *hello->mutable_spec() = *dial_.spec;
+    hello->set_wait_ms(ToMillis(dial_.wait));
+    hello->set_daemon_id(dial_.daemon_id);
+    hello->set_boot_id(dial_.boot_id);
+    hello->set_message_bytes(dial_.limits.message_bytes);
+
+    MutexLock lock(&mutex_);
+    self_ = shared_from_this();
+    stub_ = v1::Peer::NewStub(MakeChannel(dial_));
+    context_.set_wait_for_ready(dial_.wait > Duration(0));
+    stub_->async()->Link(&context_, this);
+    AddHold();  // for writes from outside; until `ended_`
+    StartRead(&answer_);
+    const size_t bytes = message.ByteSizeLong();
+    queue_.Push(std::move(message), bytes);
+    Pump();
+    join_alarm_.Set(After(dial_.wait + dial_.limits.join),
+                    [weak = weak_from_this()](bool expired) noexcept {
+                      const std::shared_ptr<Call> call = weak.lock();
+                      if (expired && call != nullptr) call->JoinExpired();
+                    });
+    StartCall();
+  }
+
+  absl::Status Send(const PeerReport& report) {
+    int64_t message_bytes = 0;
+    PeerBounds bounds;
+    {
+      MutexLock lock(&mutex_);
+      REFITD_RETURN_IF_ERROR(CheckOpen());
+      message_bytes = message_bytes_;
+      bounds = bounds_;
+    }
+    REFITD_ASSIGN_OR_RETURN(std::vector<v1::PeerMessage> messages,
+                            ToWire(report, bounds, message_bytes));
+    std::vector<size_t> sizes;
+    size_t total = 0;
+    for (const v1::PeerMessage& message : messages) {
+      sizes.push_back(message.ByteSizeLong() + kNumberingBytes);
+      total += sizes.back();
+    }
+    if (total > kMaxPeerQueuedBytes) {
+      return Error(StatusCode::kResourceExhausted,
+                   "a report of {} bytes for another daemon, more than {}", total,
+                   kMaxPeerQueuedBytes);
+    }
+    MutexLock lock(&mutex_);
+    REFITD_RETURN_IF_ERROR(CheckOpen());
+    if (!queue_.HasRoom(total)) {
+      EndLocked(Error(StatusCode::kResourceExhausted,
+                      "coordinator {} does not read: more than {} bytes wait for it", dial_.address,
+                      kMaxPeerQueuedBytes));
+      return CheckOpen();
+    }
+    for (size_t i = 0; i < messages.size(); ++i) {
+      queue_.PushNumbered(std::move(messages[i]), sizes[i], incarnation_);
+    }
+    Pump();
+    return absl::OkStatus();
+  }
+
+  void Close() {
+    MutexLock lock(&mutex_);
+    if (ended_ || closing_) return;
+    closing_ = true;
+    reason_ = Error(StatusCode::kCancelled, "the link to coordinator {} was closed", dial_.address);
+    if (!up_) return EndLocked(*reason_);
+    end_alarm_.Set(After(kPeerEndLimit), [weak = weak_from_this()](bool expired) noexcept {
+      const std::shared_ptr<Call> call = weak.lock();
+      if (!expired || call == nullptr) return;
+      MutexLock lock(&call->mutex_);
+      call->EndLocked(absl::CancelledError());
+    });
+    Pump();
+  }
+
+  void OnReadDone(bool ok) noexcept override {
+    if (!ok) {
+      MutexLock lock(&mutex_);
+      LeaveLocked();
+      return;
+    }
+    if (const absl::Status status = Take(); !status.ok()) {
+      MutexLock lock(&mutex_);
+      EndLocked(Error(status.code(), "coordinator {}: {}", dial_.address, Message(status)));
+      return;
+    }
+    StartRead(&answer_);
+  }
+
+  void OnWriteDone(bool /*ok*/) noexcept override {
+    MutexLock lock(&mutex_);
+    queue_.Written();
+    if (ended_) queue_.Drop();
+    Pump();
+  }
+
+  void OnDone(const grpc::Status& status) noexcept override {
+    absl::Status reason;
+    {
+      MutexLock lock(&mutex_);
+      REFITD_CHECK(ended_);  // else the hold would be there
+      reason = reason_.value_or(Lost(status));
+    }
+    callbacks_.on_lost(reason);
+    callbacks_ = {};
+    std::shared_ptr<Call> self;  // the last thing to go
+    MutexLock lock(&mutex_);
+    self.swap(self_);
+    // `lock` goes before `self`.
+  }
+
+ private:
+  // Sequence and incarnation.
+  static constexpr size_t kNumberingBytes = 20;
+
+  absl::Status CheckOpen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (up_ && !ended_ && !closing_) return absl::OkStatus();
+    return Error(StatusCode::kUnavailable, "the link to coordinator {} is not up", dial_.address);
+  }
+
+  void JoinExpired() {
+    MutexLock lock(&mutex_);
+    if (up_) return;
+    EndLocked(Error(StatusCode::kDeadlineExceeded,
+                    "coordinator {} did not take this daemon into group {} within {} ms",
+                    dial_.address, dial_.group, ToMillis(dial_.wait + dial_.limits.join)));
+  }
+
+  // What was read; on the link's reading thread.
+  absl::Status Take() {
+    if (!order_.has_value()) {
+      REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromWire(answer_));
+      const LinkUp& up = accepted.up;
+      newer_ = accepted.newer;
+      order_.emplace(up.incarnation);
+      const PeerBounds bounds = BoundsOf(up.spec);
+      decoder_.emplace(bounds);
+      {
+        MutexLock lock(&mutex_);
+        if (ended_ || closing_) return absl::OkStatus();
+        up_ = true;
+        incarnation_ = up.incarnation;
+        message_bytes_ = accepted.message_bytes;
+        bounds_ = bounds;
+      }
+      join_alarm_.Cancel();
+      callbacks_.on_up(up);
+      return absl::OkStatus();
+    }
+    REFITD_ASSIGN_OR_RETURN(const bool counts,
+                            order_->Check(answer_.sequence(), answer_.incarnation()));
+    if (!counts) return absl::OkStatus();
+    if (newer_ && OfUnknownKind(answer_)) {
+      if (!std::exchange(skipped_, true)) {
+        LogWarning(
+            "group {}: coordinator {} is newer and sends what this daemon does not know: skipped",
+            dial_.group, dial_.address);
+      }
+      return absl::OkStatus();
+    }
+    REFITD_ASSIGN_OR_RETURN(std::optional<PeerCommand> command, decoder_->Decode(answer_));
+    if (!command.has_value()) return absl::OkStatus();
+    {
+      MutexLock lock(&mutex_);
+      if (ended_ || closing_) return absl::OkStatus();
+      if (const auto* replaced = std::get_if<PeerIncarnation>(&*command)) {
+        REFITD_RETURN_IF_ERROR(order_->Announce(replaced->incarnation));
+        incarnation_ = replaced->incarnation;
+      }
+    }
+    callbacks_.on_command(*std::move(command));
+    return absl::OkStatus();
+  }
+
+  // Nothing is written from outside any more.
+  void LeaveLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (ended_) return;
+    ended_ = true;
+    queue_.Drop();
+    RemoveHold();
+  }
+
+  // Ends the call; OnDone comes soon, whatever the network does.
+  void EndLocked(absl::Status reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!reason_.has_value()) reason_ = std::move(reason);
+    context_.TryCancel();
+    LeaveLocked();
+  }
+
+  void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (const v1::PeerMessage* next = queue_.StartNext(); next != nullptr) {
+      StartWrite(next);
+    } else if (closing_ && !ended_ && !writes_done_ && queue_.idle()) {
+      writes_done_ = true;
+      StartWritesDone();
+    }
+  }
+
+  absl::Status Lost(const grpc::Status& status) const {
+    if (status.ok()) {
+      return Error(StatusCode::kUnavailable, "coordinator {} ended the link", dial_.address);
+    }
+    return Error(static_cast<StatusCode>(status.error_code()), "coordinator {}: {}", dial_.address,
+                 status.error_message());
+  }
+
+  // Constant after construction, but for callbacks_, which go with the link.
+  const PeerDial dial_;
+  PeerLinkCallbacks callbacks_;
+
+  // Of the reading thread.
+  v1::PeerAnswer answer_;
+  std::optional<PeerOrder> order_;  // once accepted
+  std::optional<CommandDecoder> decoder_;
+  bool newer_ = false;    // the coordinator speaks later protocol versions too
+  bool skipped_ = false;  // a command that this build does not know, which is logged once
+
+  grpc::ClientContext context_;
+  std::unique_ptr<v1::Peer::Stub> stub_;
+  grpc::Alarm join_alarm_;
+
+  Mutex mutex_;
+  grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
+  PeerQueue<v1::PeerMessage> queue_ ABSL_GUARDED_BY(mutex_);
+  std::optional<absl::Status> reason_ ABSL_GUARDED_BY(mutex_);  // why this side ended it
+  uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // that the coordinator takes
+  PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);          // of the group
+  bool up_ ABSL_GUARDED_BY(mutex_) = false;
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool writes_done_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  std::shared_ptr<Call> self_ ABSL_GUARDED_BY(mutex_);
+};
+
+PeerLink::PeerLink(std::shared_ptr<Call> call) : call_(std::move(call)) {}
+
+PeerLink::~PeerLink() { Close(); }
+
+std::unique_ptr<PeerLink> PeerLink::Dial(PeerDial dial, PeerLinkCallbacks callbacks) {
+  KeepCallbackThreads();
+  auto call = std::make_shared<Call>(std::move(dial), std::move(callbacks));
+  call->Start();
+  return std::unique_ptr<PeerLink>(new PeerLink(std::move(call)));
+}
+
+absl::Status PeerLink::Send(const PeerReport& report) { return call_->Send(report); }
+
+void PeerLink::Close() { call_->Close(); }
+
+}  // namespace refitd

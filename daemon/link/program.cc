@@ -1,0 +1,336 @@
+#include "daemon/link/program.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "daemon/link/values.h"
+#include "proto/convert.h"
+
+namespace refitd {
+namespace {
+
+using peer::AtMost;
+using peer::InRange;
+using peer::Invalid;
+using peer::MemberOf;
+
+constexpr int64_t kVarintBytes = 10;
+
+void PutMembers(const std::vector<PlanMember>& members,
+                google::protobuf::RepeatedField<uint64_t>* ids,
+                google::protobuf::RepeatedField<uint32_t>* ranks) {
+  for (const PlanMember& m : members) {
+    ids->Add(m.member.value());
+    ranks->Add(m.rank);
+  }
+}
+
+absl::StatusOr<std::vector<PlanMember>> MembersOf(
+    const google::protobuf::RepeatedField<uint64_t>& ids,
+    const google::protobuf::RepeatedField<uint32_t>& ranks, std::string_view field) {
+  REFITD_RETURN_IF_ERROR(AtMost(ids.size(), kMaxEngineRanks, field));
+  if (ids.size() != ranks.size()) {
+    return Invalid("{} has {} entries, their ranks {}", field, ids.size(), ranks.size());
+  }
+  std::vector<PlanMember> members;
+  members.reserve(static_cast<size_t>(ids.size()));
+  for (int i = 0; i < ids.size(); ++i) {
+    REFITD_ASSIGN_OR_RETURN(const MemberId member,
+                            MemberOf(ids[i], fmt::format("{}[{}]", field, i)));
+    REFITD_RETURN_IF_ERROR(
+        InRange(ranks[i], 0, kMaxEngineRanks - 1, fmt::format("{} rank [{}]", field, i)));
+    members.push_back({ranks[i], member});
+  }
+  return members;
+}
+
+void PutBox(const Box& box, google::protobuf::RepeatedField<int64_t>* wire) {
+  for (const int64_t offset : box.offset) wire->Add(offset);
+  for (const int64_t extent : box.extent) wire->Add(extent);
+}
+
+// Cuts a plan into messages.
+class PlanWriter {
+ public:
+  PlanWriter(const PeerProgram& program, int64_t chunk_bytes)
+      : program_(program), chunk_bytes_(chunk_bytes) {}
+
+  std::vector<v1::PeerAnswer> Run() {
+    Next();
+    message_->set_program(program_.program.value());
+    message_->set_node(program_.node);
+    message_->set_chunk_bytes(program_.chunk_bytes);
+    PutMembers(program_.sources, message_->mutable_sources(), message_->mutable_source_ranks());
+    PutMembers(program_.destinations, message_->mutable_destinations(),
+               message_->mutable_destination_ranks());
+    if (program_.plan != nullptr) PutPlan(*program_.plan);
+    message_->set_last(true);
+    return std::move(messages_);
+  }
+
+ private:
+  void Next() {
+    message_ = messages_.emplace_back().mutable_program();
+    message_->set_update(program_.update.value());
+    bytes_ = 0;
+  }
+
+  // The chunk for something of about `bytes`.
+  v1::PeerPlan* Room(int64_t bytes) {
+    if (bytes_ > 0 && bytes_ + bytes > chunk_bytes_) Next();
+    bytes_ += bytes;
+    return message_->mutable_plan();
+  }
+
+  void PutPlan(const RoutePlan& plan) {
+    v1::PeerPlan* first = message_->mutable_plan();
+    first->set_nodes(plan.nodes);
+    first->mutable_source_nodes()->Add(plan.source_nodes.begin(), plan.source_nodes.end());
+    first->mutable_source_digests()->Add(plan.source_digests.begin(), plan.source_digests.end());
+    first->mutable_destination_nodes()->Add(plan.destination_nodes.begin(),
+                                            plan.destination_nodes.end());
+    first->mutable_destination_digests()->Add(plan.destination_digests.begin(),
+                                              plan.destination_digests.end());
+    first->set_longest_stream(plan.longest_stream);
+    first->set_wire_bytes(plan.wire_bytes);
+    bytes_ = static_cast<int64_t>(first->ByteSizeLong());
+    for (const TensorSpec& tensor : plan.tensors) {
+      v1::PeerPlan* wire = Room(static_cast<int64_t>(tensor.name.size()) + 8 +
+                                kVarintBytes * static_cast<int64_t>(tensor.shape.size()));
+      wire->add_names(tensor.name);
+      wire->add_dtypes(ToWire(tensor.dtype));
+      *wire->add_shapes() = ToWire(tensor.shape);
+    }
+    for (const std::vector<uint32_t>& set : plan.node_sets) {
+      v1::PeerPlan* wire = Room(5 + 2 * static_cast<int64_t>(set.size()));
+      wire->add_set_sizes(static_cast<uint32_t>(set.size()));
+      wire->mutable_set_nodes()->Add(set.begin(), set.end());
+    }
+    for (const Route& route : plan.routes) {
+      const Box box = plan.BoxOf(route);
+      v1::PeerPlan* wire = Room(15 + 2 * kVarintBytes * static_cast<int64_t>(box.offset.size()));
+      wire->add_route_tensors(route.tensor);
+      wire->add_route_sources(route.source);
+      wire->add_route_sets(route.node_set);
+      PutBox(box, wire->mutable_route_boxes());
+    }
+    for (const ReplicaShare& share : *program_.replicas) {
+      v1::PeerPlan* wire =
+          Room(10 + 2 * kVarintBytes * static_cast<int64_t>(share.box.offset.size()));
+      wire->add_replica_sources(share.source);
+      wire->add_replica_tensors(share.tensor);
+      PutBox(share.box, wire->mutable_replica_boxes());
+    }
+  }
+
+  const PeerProgram& program_;
+  const int64_t chunk_bytes_;
+  std::vector<v1::PeerAnswer> messages_;
+  v1::PeerProgram* message_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+absl::Status Below(uint32_t value, size_t bound, std::string_view field, int64_t index) {
+  if (value < bound) return absl::OkStatus();
+  return Invalid("program.plan.{}[{}] is {}, not below {}", field, index, value, bound);
+}
+
+}  // namespace
+
+std::vector<v1::PeerAnswer> ProgramToWire(const PeerProgram& program, int64_t chunk_bytes) {
+  return PlanWriter(program, chunk_bytes).Run();
+}
+
+absl::StatusOr<std::optional<PeerCommand>> ProgramDecoder::Add(const v1::PeerProgram& wire) {
+  if (!program_.has_value()) {
+    REFITD_RETURN_IF_ERROR(Begin(wire));
+  } else if (wire.update() != program_->update.value()) {
+    return Invalid("program.update is {} where the last chunk of update {}'s is to come",
+                   wire.update(), program_->update);
+  }
+  if (wire.has_plan()) REFITD_RETURN_IF_ERROR(AddPlan(wire.plan()));
+  if (!wire.last()) return std::nullopt;
+  if (plan_ != nullptr) {
+    REFITD_RETURN_IF_ERROR(CheckWhole());
+    program_->plan = std::move(plan_);
+    program_->replicas = std::move(replicas_);
+  }
+  PeerProgram whole = std::move(*program_);
+  *this = ProgramDecoder();
+  return PeerCommand(std::move(whole));
+}
+
+absl::Status ProgramDecoder::Begin(const v1::PeerProgram& wire) {
+  PeerProgram out;
+  out.update = UpdateId(wire.update());
+  out.program = ProgramId(wire.program());
+  REFITD_RETURN_IF_ERROR(InRange(wire.node(), 0, kMaxNodes - 1, "program.node"));
+  out.node = wire.node();
+  REFITD_RETURN_IF_ERROR(
+      InRange(wire.chunk_bytes(), kSectionAlignment, kMaxTensorBytes, "program.chunk_bytes"));
+  out.chunk_bytes = wire.chunk_bytes();
+  REFITD_ASSIGN_OR_RETURN(out.sources,
+                          MembersOf(wire.sources(), wire.source_ranks(), "program.sources"));
+  REFITD_ASSIGN_OR_RETURN(out.destinations, MembersOf(wire.destinations(), wire.destination_ranks(),
+                                                      "program.destinations"));
+  program_ = std::move(out);
+  return absl::OkStatus();
+}
+
+absl::Status ProgramDecoder::AddPlan(const v1::PeerPlan& wire) {
+  if (plan_ == nullptr) {
+    plan_ = std::make_shared<RoutePlan>();
+    replicas_ = std::make_shared<std::vector<ReplicaShare>>();
+    REFITD_RETURN_IF_ERROR(InRange(wire.nodes(), 1, kMaxNodes, "program.plan.nodes"));
+    plan_->nodes = wire.nodes();
+    REFITD_RETURN_IF_ERROR(
+        AtMost(wire.source_nodes_size(), kMaxTrainerRanks, "program.plan.source_nodes"));
+    REFITD_RETURN_IF_ERROR(
+        AtMost(wire.destination_nodes_size(), kMaxEngineRanks, "program.plan.destination_nodes"));
+    plan_->source_nodes.assign(wire.source_nodes().begin(), wire.source_nodes().end());
+    plan_->source_digests.assign(wire.source_digests().begin(), wire.source_digests().end());
+    plan_->destination_nodes.assign(wire.destination_nodes().begin(),
+                                    wire.destination_nodes().end());
+    plan_->destination_digests.assign(wire.destination_digests().begin(),
+                                      wire.destination_digests().end());
+    plan_->source_labels.resize(plan_->source_nodes.size());
+    plan_->destination_labels.resize(plan_->destination_nodes.size());
+    plan_->destination_skipped.resize(plan_->destination_nodes.size());
+    REFITD_RETURN_IF_ERROR(
+        InRange(wire.longest_stream(), 0, INT64_MAX, "program.plan.longest_stream"));
+    plan_->longest_stream = wire.longest_stream();
+    REFITD_RETURN_IF_ERROR(InRange(wire.wire_bytes(), 0, INT64_MAX, "program.plan.wire_bytes"));
+    plan_->wire_bytes = wire.wire_bytes();
+  }
+  REFITD_RETURN_IF_ERROR(AddTensors(wire));
+  REFITD_RETURN_IF_ERROR(AddSets(wire));
+  REFITD_RETURN_IF_ERROR(AddRoutes(wire));
+  return AddReplicas(wire);
+}
+
+absl::Status ProgramDecoder::AddTensors(const v1::PeerPlan& wire) {
+  if (wire.names_size() == 0 && wire.dtypes_size() == 0 && wire.shapes_size() == 0) {
+    return absl::OkStatus();
+  }
+  REFITD_ASSIGN_OR_RETURN(
+      std::vector<TensorSpec> tensors,
+      CheckManifest(wire.names(), wire.dtypes(), wire.shapes(), "program.plan",
+                    kMaxTensorsPerLayout - static_cast<int64_t>(plan_->tensors.size())));
+  for (TensorSpec& tensor : tensors) {
+    if (!plan_->tensors.empty() && tensor.name <= plan_->tensors.back().name) {
+      return Invalid("program.plan.names: '{}' is not after '{}'", tensor.name,
+                     plan_->tensors.back().name);
+    }
+    plan_->tensors.push_back(std::move(tensor));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ProgramDecoder::AddSets(const v1::PeerPlan& wire) {
+  int at = 0;
+  for (int i = 0; i < wire.set_sizes_size(); ++i) {
+    const int64_t size = wire.set_sizes(i);
+    REFITD_RETURN_IF_ERROR(
+        InRange(size, 1, plan_->nodes, fmt::format("program.plan.set_sizes[{}]", i)));
+    if (size > wire.set_nodes_size() - at) {
+      return Invalid("program.plan.set_nodes has {} entries, set {} ends at {}",
+                     wire.set_nodes_size(), i, at + size);
+    }
+    set_nodes_ += size;
+    REFITD_RETURN_IF_ERROR(InRange(set_nodes_, 0, kMaxPlanSetNodes, "program.plan.set_nodes"));
+    std::vector<uint32_t>& set = plan_->node_sets.emplace_back();
+    for (int64_t n = 0; n < size; ++n, ++at) {
+      const uint32_t node = wire.set_nodes(at);
+      REFITD_RETURN_IF_ERROR(Below(node, plan_->nodes, "set_nodes", at));
+      if (!set.empty() && node <= set.back()) {
+        return Invalid("program.plan.set_nodes[{}] is {}, not ascending", at, node);
+      }
+      set.push_back(node);
+    }
+  }
+  if (at != wire.set_nodes_size()) {
+    return Invalid("program.plan.set_nodes has {} entries, the sets have {}", wire.set_nodes_size(),
+                   at);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ProgramDecoder::AddRoutes(const v1::PeerPlan& wire) {
+  const int routes = wire.route_tensors_size();
+  if (wire.route_sources_size() != routes || wire.route_sets_size() != routes) {
+    return Invalid("program.plan has {} route_tensors, {} route_sources, {} route_sets", routes,
+                   wire.route_sources_size(), wire.route_sets_size());
+  }
+  REFITD_RETURN_IF_ERROR(AtMost(static_cast<int64_t>(plan_->routes.size()) + routes, kMaxRoutes,
+                                "program.plan.route_tensors"));
+  int at = 0;
+  for (int i = 0; i < routes; ++i) {
+    Route route;
+    route.tensor = wire.route_tensors(i);
+    route.source = wire.route_sources(i);
+    route.node_set = wire.route_sets(i);
+    REFITD_RETURN_IF_ERROR(Below(route.tensor, plan_->tensors.size(), "route_tensors", i));
+    REFITD_RETURN_IF_ERROR(Below(route.source, plan_->source_nodes.size(), "route_sources", i));
+    REFITD_RETURN_IF_ERROR(Below(route.node_set, plan_->node_sets.size(), "route_sets", i));
+    const auto numbers = static_cast<int>(2 * plan_->tensors[route.tensor].shape.size());
+    if (numbers > wire.route_boxes_size() - at) {
+      return Invalid("program.plan.route_boxes has {} numbers, route {} ends at {}",
+                     wire.route_boxes_size(), i, at + numbers);
+    }
+    route.box = static_cast<uint32_t>(plan_->box_numbers.size());
+    for (int n = 0; n < numbers; ++n) plan_->box_numbers.push_back(wire.route_boxes(at++));
+    plan_->routes.push_back(route);
+  }
+  if (at != wire.route_boxes_size()) {
+    return Invalid("program.plan.route_boxes has {} numbers, the routes have {}",
+                   wire.route_boxes_size(), at);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ProgramDecoder::AddReplicas(const v1::PeerPlan& wire) {
+  const int shares = wire.replica_sources_size();
+  if (wire.replica_tensors_size() != shares) {
+    return Invalid("program.plan has {} replica_sources, {} replica_tensors", shares,
+                   wire.replica_tensors_size());
+  }
+  REFITD_RETURN_IF_ERROR(AtMost(static_cast<int64_t>(replicas_->size()) + shares, kMaxReplicaShares,
+                                "program.plan.replica_sources"));
+  int at = 0;
+  for (int i = 0; i < shares; ++i) {
+    ReplicaShare share;
+    share.source = wire.replica_sources(i);
+    share.tensor = wire.replica_tensors(i);
+    REFITD_RETURN_IF_ERROR(Below(share.source, plan_->source_nodes.size(), "replica_sources", i));
+    REFITD_RETURN_IF_ERROR(Below(share.tensor, plan_->tensors.size(), "replica_tensors", i));
+    const TensorSpec& tensor = plan_->tensors[share.tensor];
+    const auto rank = static_cast<int>(tensor.shape.size());
+    if (2 * rank > wire.replica_boxes_size() - at) {
+      return Invalid("program.plan.replica_boxes has {} numbers, replica {} ends at {}",
+                     wire.replica_boxes_size(), i, at + 2 * rank);
+    }
+    for (int d = 0; d < rank; ++d) share.box.offset.push_back(wire.replica_boxes(at++));
+    for (int d = 0; d < rank; ++d) share.box.extent.push_back(wire.replica_boxes(at++));
+    if (absl::Status status = ValidateBox(share.box, tensor.shape); !status.ok()) {
+      return Invalid("program.plan.replica_boxes of '{}': {}", tensor.name, Message(status));
+    }
+    replicas_->push_back(std::move(share));
+  }
+  if (at != wire.replica_boxes_size()) {
+    return Invalid("program.plan.replica_boxes has {} numbers, the replicas have {}",
+                   wire.replica_boxes_size(), at);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ProgramDecoder::CheckWhole() const {
+  if (absl::Status status = ValidatePlan(*plan_); !status.ok()) {
+    return Invalid("program.plan: {}", Message(status));
+  }
+  if (program_->node >= plan_->nodes) {
+    return Invalid("program.node is {}, the plan has {}", program_->node, plan_->nodes);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace refitd

@@ -1,0 +1,47 @@
+// PeerProgram, from and to the chunks of proto/refitd/v1/peer.proto. The rules are
+// those of reports.h.
+#ifndef REFITD_DAEMON_LINK_PROGRAM_H_
+#define REFITD_DAEMON_LINK_PROGRAM_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "daemon/group/peer.h"
+#include "refitd/v1/peer.pb.h"
+
+namespace refitd {
+
+inline constexpr int64_t kMaxPlanSetNodes = int64_t{1} << 22;  // members of all node sets together
+inline constexpr int64_t kMaxReplicaShares = int64_t{1} << 22;
+
+// Chunks of about `chunk_bytes`.
+std::vector<v1::PeerAnswer> ProgramToWire(const PeerProgram& program, int64_t chunk_bytes);
+
+// Puts the chunks of one PeerProgram together. INVALID_ARGUMENT naming the field.
+class ProgramDecoder {
+ public:
+  // nullopt: not the last chunk.
+  absl::StatusOr<std::optional<PeerCommand>> Add(const v1::PeerProgram& wire);
+  bool idle() const { return !program_.has_value(); }
+
+ private:
+  absl::Status Begin(const v1::PeerProgram& wire);
+  absl::Status AddPlan(const v1::PeerPlan& wire);
+  absl::Status AddTensors(const v1::PeerPlan& wire);
+  absl::Status AddSets(const v1::PeerPlan& wire);
+  absl::Status AddRoutes(const v1::PeerPlan& wire);
+  absl::Status AddReplicas(const v1::PeerPlan& wire);
+  absl::Status CheckWhole() const;
+
+  std::optional<PeerProgram> program_;
+  std::shared_ptr<RoutePlan> plan_;
+  std::shared_ptr<std::vector<ReplicaShare>> replicas_;
+  int64_t set_nodes_ = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_LINK_PROGRAM_H_

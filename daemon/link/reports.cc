@@ -1,0 +1,797 @@
+#include "daemon/link/reports.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <unordered_set>
+
+#include "daemon/checks/bucket.h"
+#include "daemon/link/values.h"
+#include "proto/convert.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using peer::AtMost;
+using peer::CallOf;
+using peer::CheckedTensors;
+using peer::CheckSize;
+using peer::IndicesOf;
+using peer::InRange;
+using peer::Invalid;
+using peer::kEnvelopeBytes;
+using peer::MemberOf;
+using peer::MillisOf;
+using peer::MillisToWire;
+using peer::NotNegative;
+using peer::OpaqueOf;
+using peer::PartOf;
+using peer::ReadStatus;
+using peer::SetSlot;
+using peer::SetStatusOf;
+using peer::SetTensors;
+using peer::SlotOf;
+using peer::TensorsOf;
+using peer::TextOf;
+using peer::TextToWire;
+using peer::VersionOf;
+
+// ---- reports: to the wire ----
+
+void Put(const PeerAttach& v, v1::PeerMessage* wire) {
+  v1::PeerAttach* out = wire->mutable_attach();
+  out->set_member(v.member.value());
+  if (const auto* trainer = std::get_if<TrainerIdentity>(&v.identity)) {
+    v1::PeerTrainer* t = out->mutable_trainer();
+    t->set_rank(trainer->rank);
+    t->set_world_size(trainer->world_size);
+    t->set_pid(trainer->pid);
+    return;
+  }
+  const auto& engine = std::get<EngineIdentity>(v.identity);
+  v1::PeerEngine* e = out->mutable_engine();
+  e->set_instance(engine.instance);
+  e->set_rank(engine.rank);
+  e->set_world_size(engine.world_size);
+  e->set_delivery(static_cast<v1::Delivery>(engine.delivery));
+  e->set_pid(engine.pid);
+  if (engine.held_version.has_value()) e->set_held_version(engine.held_version->value());
+  e->set_dirty(engine.dirty);
+  e->set_held_origin(engine.held_origin);
+  if (!engine.manifest.has_value()) return;
+  v1::Manifest* manifest = e->mutable_manifest();
+  for (const TensorSpec& tensor : *engine.manifest) {
+    manifest->add_names(tensor.name);
+    manifest->add_dtypes(ToWire(tensor.dtype));
+    *manifest->add_shapes() = ToWire(tensor.shape);
+  }
+}
+
+void Put(const PeerGone& v, v1::PeerMessage* wire) {
+  wire->mutable_gone()->set_member(v.member.value());
+  wire->mutable_gone()->set_reason(TextToWire(v.reason));
+}
+
+void Put(const PeerReady& v, v1::PeerMessage* wire) {
+  wire->mutable_ready()->set_member(v.member.value());
+  wire->mutable_ready()->set_update(v.update.value());
+}
+
+void Put(const PeerFailed& v, v1::PeerMessage* wire) {
+  v1::PeerFailed* out = wire->mutable_failed();
+  out->set_member(v.member.value());
+  out->set_update(v.update.value());
+  out->set_reason(TextToWire(v.reason));
+}
+
+void Put(const PeerAck& v, v1::PeerMessage* wire) {
+  v1::PeerAck* out = wire->mutable_ack();
+  out->set_member(v.member.value());
+  out->set_update(v.update.value());
+  out->set_part(v.part.value());
+}
+
+void PutEvent(const BeginEvent& e, v1::PeerCall* wire) {
+  v1::PeerBegin* out = wire->mutable_begin();
+  out->set_request_id(e.request_id);
+  out->set_version(e.version.value());
+  out->set_duration_ms(MillisToWire(e.duration));
+  if (e.verification.has_value()) out->set_verification(ToWire(*e.verification));
+  out->set_evict_late(e.evict_late);
+  out->set_tensor_count(e.tensor_count);
+  out->set_total_bytes(e.total_bytes);
+  out->set_broadcast(ToWire(e.broadcast));
+  out->set_without_layout(e.without_layout);
+}
+
+void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* wire) {
+  wire->mutable_lease_slot()->set_version(e.version.value());
+  wire->mutable_lease_slot()->set_wait_ms(MillisToWire(e.wait));
+  wire->mutable_lease_slot()->set_update_id(e.update.value());
+}
+
+void PutEvent(const ReleaseSlotEvent& e, v1::PeerCall* wire) {
+  SetSlot(e.grant, wire->mutable_release_slot()->mutable_slot());
+}
+
+void PutEvent(const BucketEvent& e, v1::PeerCall* wire) {
+  v1::PeerBucket* out = wire->mutable_bucket();
+  out->set_request_id(e.request_id);
+  out->set_version(e.version.value());
+  out->set_seq(e.seq);
+  SetTensors(e.tensors, e.ranges, e.slot_byte_offsets, out->mutable_tensors());
+  if (e.slot.has_value()) SetSlot(*e.slot, out->mutable_slot());
+  out->set_update_id(e.update.value());
+}
+
+void PutEvent(const CommitEvent& e, v1::PeerCall* wire) {
+  v1::PeerCommit* out = wire->mutable_commit();
+  out->set_request_id(e.request_id);
+  out->set_version(e.version.value());
+  out->set_bucket_count(e.bucket_count);
+  out->set_pushes_under_way(e.pushes_under_way);
+  out->set_update_id(e.update.value());
+}
+
+void PutEvent(const RefitEvent& e, v1::PeerCall* wire) {
+  v1::PeerRefit* out = wire->mutable_refit();
+  out->set_request_id(e.request_id);
+  out->set_version(e.version.value());
+  out->set_duration_ms(MillisToWire(e.duration));
+  if (e.verification.has_value()) out->set_verification(ToWire(*e.verification));
+  out->set_evict_late(e.evict_late);
+  out->set_bucket_count(e.bucket_count);
+  out->set_update_id(e.update.value());
+}
+
+void PutEvent(const AbortEvent& e, v1::PeerCall* wire) {
+  v1::PeerAbort* out = wire->mutable_abort();
+  out->set_request_id(e.request_id);
+  out->set_version(e.version.value());
+  out->set_reason(TextToWire(e.reason, kMaxReasonBytes));
+  out->set_update_id(e.update.value());
+}
+
+void Put(const PeerCall& v, v1::PeerMessage* wire) {
+  v1::PeerCall* out = wire->mutable_call();
+  std::visit(
+      [&](const auto& event) {
+        out->set_call(event.call.value());
+        out->set_member(event.member.value());
+        PutEvent(event, out);
+      },
+      v.event);
+}
+
+void Put(const PeerCallGone& v, v1::PeerMessage* wire) {
+  wire->mutable_call_gone()->set_call(v.call.value());
+}
+
+void Put(const PeerHeaderAck& v, v1::PeerMessage* wire) {
+  v1::PeerHeaderAck* out = wire->mutable_header_ack();
+  out->set_update(v.update.value());
+  out->set_part(v.part.value());
+  out->set_digest(v.digest);
+  out->set_mismatch(TextToWire(v.mismatch));
+}
+
+void Put(const PeerPartDone& v, v1::PeerMessage* wire) {
+  v1::PeerPartDone* out = wire->mutable_part_done();
+  out->set_update(v.update.value());
+  out->set_part(v.part.value());
+  SetStatusOf(v.status, out);
+  out->set_wire_failed(v.wire_failed);
+  out->mutable_bytes_written()->Add(v.bytes_written.begin(), v.bytes_written.end());
+  if (v.failed_destination >= 0) {
+    out->set_failed_destination(static_cast<uint32_t>(v.failed_destination));
+  }
+  out->mutable_digests()->Add(v.digests.begin(), v.digests.end());
+  if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
+}
+
+void Put(const PeerVerified& v, v1::PeerMessage* wire) {
+  v1::PeerVerified* out = wire->mutable_verified();
+  out->set_update(v.update.value());
+  SetStatusOf(v.status, out);
+  out->mutable_failed_destinations()->Add(v.failed_destinations.begin(),
+                                          v.failed_destinations.end());
+}
+
+template <typename Wire>
+void SetStreams(const std::vector<PeerStream>& streams, Wire* wire) {
+  for (const PeerStream& stream : streams) {
+    v1::PeerStream* out = wire->add_streams();
+    out->set_peer(stream.peer);
+    out->set_out(stream.out);
+    out->set_in(stream.in);
+  }
+}
+
+void Put(const PeerProgramBuilt& v, v1::PeerMessage* wire) {
+  v1::PeerProgramBuilt* out = wire->mutable_program_built();
+  out->set_update(v.update.value());
+  SetStatusOf(v.status, out);
+  out->set_rounds(v.rounds);
+  SetStreams(v.streams, out);
+}
+
+void Put(const PeerCompared& v, v1::PeerMessage* wire) {
+  v1::PeerCompared* out = wire->mutable_compared();
+  out->set_update(v.update.value());
+  SetStatusOf(v.status, out);
+  out->mutable_digests()->Add(v.digests.begin(), v.digests.end());
+}
+
+void Put(const PeerRunDone& v, v1::PeerMessage* wire) {
+  v1::PeerRunDone* out = wire->mutable_run_done();
+  out->set_update(v.update.value());
+  SetStatusOf(v.status, out);
+  out->set_wire_failed(v.wire_failed);
+  out->mutable_bytes_written()->Add(v.bytes_written.begin(), v.bytes_written.end());
+  if (v.failed_destination >= 0) {
+    out->set_failed_destination(static_cast<uint32_t>(v.failed_destination));
+  }
+  SetStreams(v.streams, out);
+}
+
+void Put(const PeerEpochOpened& v, v1::PeerMessage* wire) {
+  v1::PeerEpochOpened* out = wire->mutable_epoch_opened();
+  out->set_epoch(v.epoch.value());
+  SetStatusOf(v.status, out);
+  out->set_address(v.address);
+}
+
+void Put(const PeerEpochUp& v, v1::PeerMessage* wire) {
+  wire->mutable_epoch_up()->set_epoch(v.epoch.value());
+  SetStatusOf(v.status, wire->mutable_epoch_up());
+}
+
+void Put(const PeerWireGranted& v, v1::PeerMessage* wire) {
+  wire->mutable_wire_granted()->set_update(v.update.value());
+}
+
+void Put(const PeerWireWaits& v, v1::PeerMessage* wire) {
+  wire->mutable_wire_waits()->set_update(v.update.value());
+  wire->mutable_wire_waits()->set_holder(TextToWire(v.holder));
+}
+
+void Put(const PeerWireWanted& v, v1::PeerMessage* wire) {
+  wire->mutable_wire_wanted()->set_update(v.update.value());
+}
+
+void Put(const PeerPong& v, v1::PeerMessage* wire) { wire->mutable_pong()->set_number(v.number); }
+
+// ---- reports: from the wire ----
+
+absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
+  PeerAttach out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "attach.member"));
+  const auto ranks = [](int rank, int world_size, int pid, int limit,
+                        std::string_view field) -> absl::Status {
+    REFITD_RETURN_IF_ERROR(InRange(world_size, 1, limit, fmt::format("{}.world_size", field)));
+    REFITD_RETURN_IF_ERROR(InRange(rank, 0, world_size - 1, fmt::format("{}.rank", field)));
+    return NotNegative(pid, fmt::format("{}.pid", field));
+  };
+  if (wire.has_trainer()) {
+    const v1::PeerTrainer& t = wire.trainer();
+    REFITD_RETURN_IF_ERROR(
+        ranks(t.rank(), t.world_size(), t.pid(), kMaxTrainerRanks, "attach.trainer"));
+    TrainerIdentity trainer;
+    trainer.rank = t.rank();
+    trainer.world_size = t.world_size();
+    trainer.pid = t.pid();
+    out.identity = trainer;
+    return out;
+  }
+  if (!wire.has_engine()) return Invalid("attach.identity is missing");
+  const v1::PeerEngine& e = wire.engine();
+  REFITD_RETURN_IF_ERROR(
+      ranks(e.rank(), e.world_size(), e.pid(), kMaxEngineRanks, "attach.engine"));
+  EngineIdentity engine;
+  REFITD_RETURN_IF_ERROR(CheckName(e.instance(), "attach.engine.instance"));
+  engine.instance = e.instance();
+  engine.rank = e.rank();
+  engine.world_size = e.world_size();
+  REFITD_RETURN_IF_ERROR(InRange(e.delivery(), v1::DELIVERY_REGISTERED, v1::DELIVERY_STAGED,
+                                 "attach.engine.delivery"));
+  engine.delivery = static_cast<DeliveryMode>(e.delivery());
+  engine.pid = e.pid();
+  engine.dirty = e.dirty();
+  engine.held_origin = e.held_origin();
+  if (e.has_held_version()) {
+    REFITD_ASSIGN_OR_RETURN(engine.held_version,
+                            VersionOf(e.held_version(), "attach.engine.held_version"));
+  }
+  if (e.has_manifest()) {
+    REFITD_ASSIGN_OR_RETURN(
+        engine.manifest,
+        CheckManifest(e.manifest().names(), e.manifest().dtypes(), e.manifest().shapes(),
+                      "attach.engine.manifest", kMaxTensorsPerLayout));
+  }
+  out.identity = std::move(engine);
+  return out;
+}
+
+absl::StatusOr<PeerGone> ReportOf(const v1::PeerGone& wire) {
+  PeerGone out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "gone.member"));
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "gone.reason"));
+  return out;
+}
+
+absl::StatusOr<PeerReady> ReportOf(const v1::PeerReady& wire) {
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "ready.member"));
+  return PeerReady{member, UpdateId(wire.update())};
+}
+
+absl::StatusOr<PeerFailed> ReportOf(const v1::PeerFailed& wire) {
+  PeerFailed out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "failed.member"));
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "failed.reason"));
+  return out;
+}
+
+absl::StatusOr<PeerAck> ReportOf(const v1::PeerAck& wire) {
+  PeerAck out;
+  REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "ack.member"));
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "ack.part"));
+  return out;
+}
+
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& wire, const PeerBounds&) {
+  BeginEvent out;
+  REFITD_ASSIGN_OR_RETURN(out.request_id,
+                          TextOf(wire.request_id(), "begin.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "begin.version"));
+  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(wire.duration_ms(), "begin.duration_ms"));
+  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromWire(wire.verification()));
+  out.evict_late = wire.evict_late();
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.tensor_count(), "begin.tensor_count"));
+  out.tensor_count = wire.tensor_count();
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.total_bytes(), "begin.total_bytes"));
+  out.total_bytes = wire.total_bytes();
+  REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
+  out.without_layout = wire.without_layout();
+  return PeerCall{std::move(out)};
+}
+
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerLeaseSlot& wire, const PeerBounds&) {
+  LeaseSlotEvent out;
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "lease_slot.version"));
+  REFITD_ASSIGN_OR_RETURN(out.wait, MillisOf(wire.wait_ms(), "lease_slot.wait_ms"));
+  out.update = UpdateId(wire.update_id());
+  return PeerCall{out};
+}
+
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerReleaseSlot& wire, const PeerBounds& bounds) {
+  ReleaseSlotEvent out;
+  REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(wire.slot(), bounds, "release_slot.slot"));
+  return PeerCall{out};
+}
+
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& wire, const PeerBounds& bounds) {
+  BucketEvent out;
+  REFITD_ASSIGN_OR_RETURN(out.request_id,
+                          TextOf(wire.request_id(), "bucket.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "bucket.version"));
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.seq(), "bucket.seq"));
+  out.seq = wire.seq();
+  REFITD_ASSIGN_OR_RETURN(CheckedTensors tensors,
+                          TensorsOf(wire.tensors(), wire.has_slot(), bounds, "bucket.tensors"));
+  out.tensors = std::move(tensors.tensors);
+  out.ranges = std::move(tensors.ranges);
+  out.slot_byte_offsets = std::move(tensors.byte_offsets);
+  if (wire.has_slot()) {
+    REFITD_ASSIGN_OR_RETURN(out.slot, SlotOf(wire.slot(), bounds, "bucket.slot"));
+  }
+  out.update = UpdateId(wire.update_id());
+  return PeerCall{std::move(out)};
+}
+
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerCommit& wire, const PeerBounds&) {
+  CommitEvent out;
+  REFITD_ASSIGN_OR_RETURN(out.request_id,
+                          TextOf(wire.request_id(), "commit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "commit.version"));
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "commit.bucket_count"));
+  out.bucket_count = wire.bucket_count();
+  out.pushes_under_way = wire.pushes_under_way();
+  out.update = UpdateId(wire.update_id());
+  return PeerCall{std::move(out)};
+}
+
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerRefit& wire, const PeerBounds&) {
+  RefitEvent out;
+  REFITD_ASSIGN_OR_RETURN(out.request_id,
+                          TextOf(wire.request_id(), "refit.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "refit.version"));
+  REFITD_ASSIGN_OR_RETURN(out.duration, MillisOf(wire.duration_ms(), "refit.duration_ms"));
+  REFITD_ASSIGN_OR_RETURN(out.verification, VerificationFromWire(wire.verification()));
+  out.evict_late = wire.evict_late();
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.bucket_count(), "refit.bucket_count"));
+  out.bucket_count = wire.bucket_count();
+  out.update = UpdateId(wire.update_id());
+  return PeerCall{std::move(out)};
+}
+
+absl::StatusOr<PeerCall> CallFrom(const v1::PeerAbort& wire, const PeerBounds&) {
+  AbortEvent out;
+  REFITD_ASSIGN_OR_RETURN(out.request_id,
+                          TextOf(wire.request_id(), "abort.request_id", kMaxRequestIdBytes));
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "abort.version"));
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "abort.reason", kMaxReasonBytes));
+  out.update = UpdateId(wire.update_id());
+  return PeerCall{std::move(out)};
+}
+
+absl::StatusOr<PeerCall> EventOf(const v1::PeerCall& wire, const PeerBounds& bounds) {
+  switch (wire.event_case()) {
+    case v1::PeerCall::kBegin:
+      return CallFrom(wire.begin(), bounds);
+    case v1::PeerCall::kLeaseSlot:
+      return CallFrom(wire.lease_slot(), bounds);
+    case v1::PeerCall::kReleaseSlot:
+      return CallFrom(wire.release_slot(), bounds);
+    case v1::PeerCall::kBucket:
+      return CallFrom(wire.bucket(), bounds);
+    case v1::PeerCall::kCommit:
+      return CallFrom(wire.commit(), bounds);
+    case v1::PeerCall::kRefit:
+      return CallFrom(wire.refit(), bounds);
+    case v1::PeerCall::kAbort:
+      return CallFrom(wire.abort(), bounds);
+    case v1::PeerCall::EVENT_NOT_SET:
+      break;
+  }
+  return Invalid("call.event is missing");
+}
+
+absl::StatusOr<PeerCall> ReportOf(const v1::PeerCall& wire, const PeerBounds& bounds) {
+  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(wire.call(), "call.call"));
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "call.member"));
+  absl::StatusOr<PeerCall> out = EventOf(wire, bounds);
+  if (!out.ok()) return Invalid("call.{}", Message(out.status()));
+  std::visit(
+      [&](auto& event) {
+        event.call = call;
+        event.member = member;
+      },
+      out->event);
+  return out;
+}
+
+absl::StatusOr<PeerCallGone> ReportOf(const v1::PeerCallGone& wire) {
+  REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(wire.call(), "call_gone.call"));
+  return PeerCallGone{call};
+}
+
+absl::StatusOr<PeerHeaderAck> ReportOf(const v1::PeerHeaderAck& wire) {
+  PeerHeaderAck out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "header_ack.part"));
+  out.digest = wire.digest();
+  REFITD_ASSIGN_OR_RETURN(out.mismatch, TextOf(wire.mismatch(), "header_ack.mismatch"));
+  return out;
+}
+
+absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& wire) {
+  PeerPartDone out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "part_done.part"));
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "part_done.status", &out.status));
+  out.wire_failed = wire.wire_failed();
+  REFITD_RETURN_IF_ERROR(
+      AtMost(wire.bytes_written_size(), kMaxEngineRanks, "part_done.bytes_written"));
+  for (int i = 0; i < wire.bytes_written_size(); ++i) {
+    REFITD_RETURN_IF_ERROR(InRange(wire.bytes_written(i), 0, kMaxBucketBytes,
+                                   fmt::format("part_done.bytes_written[{}]", i)));
+  }
+  out.bytes_written.assign(wire.bytes_written().begin(), wire.bytes_written().end());
+  if (wire.has_failed_destination()) {
+    REFITD_RETURN_IF_ERROR(
+        InRange(wire.failed_destination(), 0, kMaxEngineRanks - 1, "part_done.failed_destination"));
+    out.failed_destination = static_cast<int>(wire.failed_destination());
+  }
+  REFITD_RETURN_IF_ERROR(AtMost(wire.digests_size(), kMaxTensorsPerBucket, "part_done.digests"));
+  out.digests.assign(wire.digests().begin(), wire.digests().end());
+  // It is counted, no more, and may be of a method that only the next version knows.
+  if (wire.has_broadcast()) {
+    out.broadcast = BroadcastFromWire(wire.broadcast()).value_or(BroadcastMethod::kDirect);
+  }
+  return out;
+}
+
+absl::StatusOr<PeerVerified> ReportOf(const v1::PeerVerified& wire) {
+  PeerVerified out;
+  out.update = UpdateId(wire.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "verified.status", &out.status));
+  REFITD_ASSIGN_OR_RETURN(out.failed_destinations,
+                          IndicesOf(wire.failed_destinations(), kMaxEngineRanks, kMaxEngineRanks,
+                                    "verified.failed_destinations"));
+  return out;
+}
+
+absl::StatusOr<std::vector<PeerStream>> StreamsOf(
+    const google::protobuf::RepeatedPtrField<v1::PeerStream>& wire, std::string_view field) {
+  REFITD_RETURN_IF_ERROR(AtMost(wire.size(), kMaxNodes, field));
+  std::vector<PeerStream> streams;
+  for (int i = 0; i < wire.size(); ++i) {
+    REFITD_RETURN_IF_ERROR(
+        InRange(wire[i].peer(), 0, kMaxNodes - 1, fmt::format("{}[{}].peer", field, i)));
+    streams.push_back({wire[i].peer(), wire[i].out(), wire[i].in()});
+  }
+  return streams;
+}
+
+absl::StatusOr<PeerProgramBuilt> ReportOf(const v1::PeerProgramBuilt& wire) {
+  PeerProgramBuilt out;
+  out.update = UpdateId(wire.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "program_built.status", &out.status));
+  REFITD_RETURN_IF_ERROR(NotNegative(wire.rounds(), "program_built.rounds"));
+  out.rounds = wire.rounds();
+  REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(wire.streams(), "program_built.streams"));
+  return out;
+}
+
+absl::StatusOr<PeerCompared> ReportOf(const v1::PeerCompared& wire) {
+  PeerCompared out;
+  out.update = UpdateId(wire.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "compared.status", &out.status));
+  out.digests.assign(wire.digests().begin(), wire.digests().end());
+  return out;
+}
+
+absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& wire) {
+  PeerRunDone out;
+  out.update = UpdateId(wire.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "run_done.status", &out.status));
+  out.wire_failed = wire.wire_failed();
+  REFITD_RETURN_IF_ERROR(
+      AtMost(wire.bytes_written_size(), kMaxEngineRanks, "run_done.bytes_written"));
+  for (int i = 0; i < wire.bytes_written_size(); ++i) {
+    REFITD_RETURN_IF_ERROR(
+        NotNegative(wire.bytes_written(i), fmt::format("run_done.bytes_written[{}]", i)));
+  }
+  out.bytes_written.assign(wire.bytes_written().begin(), wire.bytes_written().end());
+  if (wire.has_failed_destination()) {
+    REFITD_RETURN_IF_ERROR(
+        InRange(wire.failed_destination(), 0, kMaxEngineRanks - 1, "run_done.failed_destination"));
+    out.failed_destination = static_cast<int>(wire.failed_destination());
+  }
+  REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(wire.streams(), "run_done.streams"));
+  return out;
+}
+
+absl::StatusOr<PeerEpochOpened> ReportOf(const v1::PeerEpochOpened& wire) {
+  PeerEpochOpened out;
+  out.epoch = EpochId(wire.epoch());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "epoch_opened.status", &out.status));
+  REFITD_ASSIGN_OR_RETURN(out.address, OpaqueOf(wire.address(), "epoch_opened.address"));
+  return out;
+}
+
+absl::StatusOr<PeerEpochUp> ReportOf(const v1::PeerEpochUp& wire) {
+  PeerEpochUp out;
+  out.epoch = EpochId(wire.epoch());
+  REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "epoch_up.status", &out.status));
+  return out;
+}
+
+absl::StatusOr<PeerWireWaits> ReportOf(const v1::PeerWireWaits& wire) {
+  PeerWireWaits out;
+  out.update = UpdateId(wire.update());
+  REFITD_ASSIGN_OR_RETURN(out.holder, TextOf(wire.holder(), "wire_waits.holder"));
+  return out;
+}
+
+// ---- layouts ----
+
+// Without addresses.
+Layout StructureOf(const Layout& layout) {
+  Layout out = layout;
+  out.binding_generation = 0;
+  for (Piece& piece : out.pieces) {
+    piece.region = RegionId();
+    piece.byte_offset = 0;
+  }
+  return out;
+}
+
+// ValidateLayout judges structure and addresses together: pieces are laid out one behind the other,
+// which is right for any structure. `destination`: why it can't be a destination's, else OK.
+absl::Status ValidateStructure(const Layout& structure, absl::Status* destination) {
+  Layout placed = structure;
+  int64_t end = 0;
+  for (size_t i = 0; i < placed.pieces.size(); ++i) {
+    Piece& piece = placed.pieces[i];
+    const int64_t element = ElementBytes(placed.tensors[piece.tensor].dtype);
+    if (piece.strides.size() != piece.box.extent.size()) {
+      return Invalid("piece {} has {} strides where its box has {} dimensions", i,
+                     piece.strides.size(), piece.box.extent.size());
+    }
+    // Also what SpanBytes needs.
+    for (const int64_t stride : piece.strides) {
+      REFITD_RETURN_IF_ERROR(NotNegative(stride, fmt::format("layout.piece_strides of {}", i)));
+    }
+    REFITD_ASSIGN_OR_RETURN(const int64_t span,
+                            SpanBytes(piece, placed.tensors[piece.tensor].dtype));
+    end = (end + element - 1) / element * element;
+    if (span > std::numeric_limits<int64_t>::max() / 2 - end) {
+      return Invalid("layout.piece_strides: piece {} spans {} bytes, more than there can be", i,
+                     span);
+    }
+    piece.region = RegionId(1);
+    piece.byte_offset = end;
+    end += span;
+  }
+  const auto region_bytes = [end](RegionId) -> std::optional<int64_t> { return end; };
+  REFITD_RETURN_IF_ERROR(ValidateLayout(placed, region_bytes, /*destination=*/false));
+  *destination = ValidateLayout(placed, region_bytes, /*destination=*/true);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToWire(const PeerLayout& report,
+                                                          int64_t message_bytes) {
+  const int64_t chunk_bytes = std::min(kPeerLayoutChunkBytes, message_bytes / 2);
+  std::vector<v1::PeerMessage> messages;
+  for (v1::LayoutChunk& chunk :
+       EncodeLayout(StructureOf(*report.layout), v1::Lease(), chunk_bytes)) {
+    v1::PeerLayout* out = messages.emplace_back().mutable_layout();
+    out->set_member(report.member.value());
+    out->set_call(report.call.value());
+    chunk.clear_lease();
+    *out->mutable_chunk() = std::move(chunk);
+  }
+  return messages;
+}
+
+}  // namespace
+
+bool OfUnknownKind(const v1::PeerMessage& message) {
+  return message.kind_case() == v1::PeerMessage::KIND_NOT_SET &&
+         !message.GetReflection()->GetUnknownFields(message).empty();
+}
+
+absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t message_bytes) {
+  constexpr int64_t kVarintBytes = 10;
+  // Per tensor: tags and lengths of name and shape (its own and its dims'), dtype, start, size,
+  // byte offset, bucket range.
+  constexpr int64_t kTensorBytes = 4 + 8 + 1 + 3 * kVarintBytes + 5;
+  // Once: everything else, two bytes a rank of the epoch, and a flag (registered) or an id (staged)
+  // for each of as many engine ranks as one daemon is likely to have. With more, the header itself
+  // may still be refused.
+  constexpr int64_t kEngineRanks = 4096;
+  constexpr int64_t kIdBytes = 5;
+  constexpr int64_t kFixedBytes = 1024 + kIdBytes * kEngineRanks + 2 * kMaxNodes;
+  static_assert(kFixedBytes < kMinPeerMessageBytes);
+  int64_t bytes = kFixedBytes;
+  for (const TensorSpec& tensor : tensors) {
+    bytes += kTensorBytes + static_cast<int64_t>(tensor.name.size()) +
+             kVarintBytes * static_cast<int64_t>(tensor.shape.size());
+  }
+  return CheckSize(bytes, message_bytes,
+                   fmt::format("the header of a bucket of {} tensors", tensors.size()));
+}
+
+absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
+                                                    const PeerBounds& bounds,
+                                                    int64_t message_bytes) {
+  if (const auto* layout = std::get_if<PeerLayout>(&report)) {
+    return LayoutToWire(*layout, message_bytes);
+  }
+  if (const auto* call = std::get_if<PeerCall>(&report)) {
+    // What the group would refuse must not end the link.
+    if (const auto* bucket = std::get_if<BucketEvent>(&call->event)) {
+      REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, message_bytes));
+    }
+    if (const auto* begin = std::get_if<BeginEvent>(&call->event)) {
+      REFITD_RETURN_IF_ERROR(
+          InRange(ToMillis(begin->duration), 0, ToMillis(kMaxPeerDuration), "duration_ms"));
+    }
+    if (const auto* lease = std::get_if<LeaseSlotEvent>(&call->event)) {
+      REFITD_RETURN_IF_ERROR(
+          InRange(ToMillis(lease->wait), 0, ToMillis(kMaxPeerDuration), "wait_ms"));
+    }
+  }
+  std::vector<v1::PeerMessage> messages(1);
+  std::visit(
+      [&](const auto& value) {
+        using Value = std::decay_t<decltype(value)>;
+        if constexpr (!std::is_same_v<Value, PeerLayout>) Put(value, &messages[0]);
+      },
+      report);
+  REFITD_RETURN_IF_ERROR(
+      CheckSize(static_cast<int64_t>(messages[0].ByteSizeLong()) + kEnvelopeBytes, message_bytes,
+                "a report"));
+  if (messages[0].has_attach()) {
+    REFITD_RETURN_IF_ERROR(ReportOf(messages[0].attach()).status());
+  }
+  if (messages[0].has_call()) {
+    REFITD_RETURN_IF_ERROR(ReportOf(messages[0].call(), bounds).status());
+  }
+  return messages;
+}
+
+absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::PeerLayout& layout) {
+  REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(layout.member(), "layout.member"));
+  if (assembly_.has_value() && assembly_->member != member) {
+    return Invalid("layout.member is {} where the last chunk of member {}'s layout is to come",
+                   member, assembly_->member);
+  }
+  if (!assembly_.has_value()) assembly_ = Assembly{member, {}};
+  REFITD_RETURN_IF_ERROR(assembly_->decoder.Add(layout.chunk()));
+  if (!layout.chunk().last()) return std::nullopt;
+  REFITD_ASSIGN_OR_RETURN(Layout complete, std::move(assembly_->decoder).Finish());
+  assembly_.reset();
+  complete = StructureOf(complete);
+  absl::Status destination;
+  if (absl::Status status = ValidateStructure(complete, &destination); !status.ok()) {
+    return Invalid("layout of member {}: {}", member, Message(status));
+  }
+  // Here, where no daemon's mutex is held.
+  const uint64_t digest = complete.Digest();
+  return PeerLayout{member, std::make_shared<const Layout>(std::move(complete)),
+                    CallId(layout.call()), std::move(destination), digest};
+}
+
+absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMessage& message) {
+  switch (message.kind_case()) {
+    case v1::PeerMessage::kHello:
+      return Invalid("kind: hello was said already");
+    case v1::PeerMessage::kAttach:
+      return ReportOf(message.attach());
+    case v1::PeerMessage::kGone:
+      if (assembly_.has_value() && assembly_->member.value() == message.gone().member()) {
+        assembly_.reset();
+      }
+      return ReportOf(message.gone());
+    case v1::PeerMessage::kLayout:
+      return AddChunk(message.layout());
+    case v1::PeerMessage::kReady:
+      return ReportOf(message.ready());
+    case v1::PeerMessage::kFailed:
+      return ReportOf(message.failed());
+    case v1::PeerMessage::kAck:
+      return ReportOf(message.ack());
+    case v1::PeerMessage::kCall:
+      return ReportOf(message.call(), bounds_);
+    case v1::PeerMessage::kCallGone:
+      return ReportOf(message.call_gone());
+    case v1::PeerMessage::kHeaderAck:
+      return ReportOf(message.header_ack());
+    case v1::PeerMessage::kPartDone:
+      return ReportOf(message.part_done());
+    case v1::PeerMessage::kVerified:
+      return ReportOf(message.verified());
+    case v1::PeerMessage::kProgramBuilt:
+      return ReportOf(message.program_built());
+    case v1::PeerMessage::kCompared:
+      return ReportOf(message.compared());
+    case v1::PeerMessage::kRunDone:
+      return ReportOf(message.run_done());
+    case v1::PeerMessage::kEpochOpened:
+      return ReportOf(message.epoch_opened());
+    case v1::PeerMessage::kEpochUp:
+      return ReportOf(message.epoch_up());
+    case v1::PeerMessage::kWireGranted:
+      return PeerWireGranted{UpdateId(message.wire_granted().update())};
+    case v1::PeerMessage::kWireWaits:
+      return ReportOf(message.wire_waits());
+    case v1::PeerMessage::kWireWanted:
+      return PeerWireWanted{UpdateId(message.wire_wanted().update())};
+    case v1::PeerMessage::kPong:
+      return PeerPong{message.pong().number()};
+    case v1::PeerMessage::KIND_NOT_SET:
+      break;
+  }
+  return Invalid("kind is missing, or not known");
+}
+
+}  // namespace refitd

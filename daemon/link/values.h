@@ -1,0 +1,166 @@
+// Single values of peer messages: numbers, texts, statuses, slots and lists of tensors, from and to
+// messages, each with its check. reports.cc, commands.cc, hello.cc and program.cc share them; they
+// are private to this folder.
+//
+// Names that end in Of read a value and refuse what is not well-formed with INVALID_ARGUMENT naming
+// `field`; names that begin with Set, or end in ToWire, write one.
+#ifndef REFITD_DAEMON_LINK_VALUES_H_
+#define REFITD_DAEMON_LINK_VALUES_H_
+
+#include <fmt/format.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/group/peer.h"
+#include "daemon/link/limits.h"
+#include "refitd/v1/peer.pb.h"
+#include "transport/base/ids.h"
+#include "transport/base/status.h"
+
+namespace refitd::peer {
+
+// ---- checks ----
+
+template <typename... Args>
+absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
+  return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
+}
+
+inline absl::Status InRange(int64_t value, int64_t low, int64_t high, std::string_view field) {
+  if (value >= low && value <= high) return absl::OkStatus();
+  return Invalid("{} is {}, outside of {} to {}", field, value, low, high);
+}
+
+inline absl::Status NotNegative(int64_t value, std::string_view field) {
+  return InRange(value, 0, std::numeric_limits<int64_t>::max(), field);
+}
+
+inline absl::Status AtMost(int64_t entries, int64_t limit, std::string_view field) {
+  if (entries <= limit) return absl::OkStatus();
+  return Invalid("{} has {} entries, more than {}", field, entries, limit);
+}
+
+inline absl::StatusOr<MemberId> MemberOf(uint64_t id, std::string_view field) {
+  if (id == 0) return Invalid("{} is 0, which is no member", field);
+  return MemberId(id);
+}
+
+// ---- numbers ----
+
+absl::StatusOr<CallId> CallOf(uint64_t id, std::string_view field);
+
+absl::StatusOr<Version> VersionOf(int64_t version, std::string_view field);
+
+absl::StatusOr<PartSeq> PartOf(int64_t part, std::string_view field);
+
+absl::StatusOr<Duration> MillisOf(int64_t ms, std::string_view field);
+
+// Rounded up: 0 has a meaning of its own.
+int64_t MillisToWire(Duration duration);
+
+// ---- texts ----
+
+// Bytes of the UTF-8 sequence at the start of `text`; 0: there is none.
+size_t SequenceBytes(std::string_view text);
+
+// A message with other bytes in a string would not be read at all.
+std::string TextToWire(std::string_view text, size_t max_bytes = kMaxPeerTextBytes);
+
+absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view field,
+                                   size_t max_bytes = kMaxPeerTextBytes);
+
+absl::StatusOr<std::string> OpaqueOf(const std::string& bytes, std::string_view field);
+
+// ---- statuses ----
+
+void SetStatus(const absl::Status& status, v1::PeerStatus* wire);
+
+// Sets message field `status` of `message` unless the status is OK.
+template <typename Wire>
+void SetStatusOf(const absl::Status& status, Wire* message) {
+  if (!status.ok()) SetStatus(status, message->mutable_status());
+}
+
+// Into *out: a StatusOr can't hold a status.
+absl::Status ReadStatus(const v1::PeerStatus& wire, std::string_view field, absl::Status* out);
+
+// ---- slots ----
+
+void SetSlot(const SlotGrant& grant, v1::PeerSlot* wire);
+
+absl::StatusOr<SlotGrant> SlotOf(const v1::PeerSlot& wire, const PeerBounds& bounds,
+                                 std::string_view field);
+
+// ---- lists ----
+
+template <typename Id>
+void SetIds(const std::vector<Id>& ids, google::protobuf::RepeatedField<uint64_t>* wire) {
+  wire->Reserve(static_cast<int>(ids.size()));
+  for (const Id id : ids) wire->Add(id.value());
+}
+
+absl::StatusOr<std::vector<MemberId>> MembersOf(
+    const google::protobuf::RepeatedField<uint64_t>& wire, std::string_view field);
+
+absl::StatusOr<std::vector<bool>> FlagsOf(const google::protobuf::RepeatedField<bool>& wire,
+                                          std::string_view field);
+
+// Numbers below `bound`, at most `limit` of them.
+absl::StatusOr<std::vector<uint32_t>> IndicesOf(
+    const google::protobuf::RepeatedField<uint32_t>& wire, int64_t limit, int64_t bound,
+    std::string_view field);
+
+// ---- tensors ----
+
+void SetTensors(const std::vector<TensorSpec>& tensors, const std::vector<TensorRange>& ranges,
+                const std::vector<int64_t>& byte_offsets, v1::PeerTensors* wire);
+
+absl::Status SameLength(int got, size_t want, std::string_view field);
+
+absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& wire,
+                                                  const std::vector<TensorSpec>& tensors,
+                                                  std::string_view field);
+
+int64_t BytesOf(const TensorSpec& tensor, const TensorRange& range);
+
+// In the slot, aligned, disjoint.
+absl::StatusOr<std::vector<int64_t>> OffsetsOf(const v1::PeerTensors& wire,
+                                               const std::vector<TensorSpec>& tensors,
+                                               const std::vector<TensorRange>& ranges,
+                                               bool has_slot, const PeerBounds& bounds,
+                                               std::string_view name);
+
+struct CheckedTensors {
+  std::vector<TensorSpec> tensors;
+  std::vector<TensorRange> ranges;
+  std::vector<int64_t> byte_offsets;
+  int64_t bytes = 0;  // end of the last, or without offsets what is carried
+};
+
+absl::StatusOr<CheckedTensors> TensorsOf(const v1::PeerTensors& wire, bool has_slot,
+                                         const PeerBounds& bounds, std::string_view field);
+
+absl::StatusOr<Verification> VerificationOf(v1::Verification wire, std::string_view field);
+
+// ---- sizes ----
+
+inline constexpr int64_t kMaxSerialisedBytes = std::numeric_limits<int>::max();
+
+absl::Status CheckSize(int64_t bytes, int64_t message_bytes, std::string_view what);
+
+// Sequence and incarnation, and lengths of the messages around.
+inline constexpr int64_t kEnvelopeBytes = 64;
+
+absl::Status CheckIncarnation(uint64_t incarnation, std::string_view field);
+
+}  // namespace refitd::peer
+
+#endif  // REFITD_DAEMON_LINK_VALUES_H_

@@ -1,0 +1,317 @@
+// A trainer's calls: checked, authenticated, turned into events of its group.
+#include <algorithm>
+#include <utility>
+
+#include "daemon/checks/fields.h"
+#include "daemon/link/reports.h"
+#include "daemon/node/node.h"
+
+namespace refitd {
+namespace {
+
+// What Begin and Refit share.
+absl::StatusOr<Duration> CheckDuration(int64_t ms, Duration max) {
+  REFITD_ASSIGN_OR_RETURN(const Duration duration, CheckMillis(ms, "duration_ms"));
+  if (duration <= max) return duration;
+  return Error(absl::StatusCode::kInvalidArgument, "duration_ms: {} is more than the maximum {}",
+               ms, ToMillis(max));
+}
+
+absl::Status CheckVersion(int64_t version) {
+  if (version >= 0) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", version);
+}
+
+// What Commit and Refit share.
+absl::Status CheckBucketCount(int64_t count) {
+  if (count >= 0) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "bucket_count: {} is negative", count);
+}
+
+// Whether the regions that a bucket names are there. Ids are not used twice.
+template <typename Regions>
+bool HasRegions(const Regions& regions, const CheckedBucket& bucket) {
+  if (bucket.source != CheckedBucket::Source::kRegions) return true;
+  RegionId last;
+  for (const CheckedBucket::Place& place : bucket.places) {
+    if (place.region == last) continue;
+    if (!regions.contains(place.region)) return false;
+    last = place.region;
+  }
+  return true;
+}
+
+}  // namespace
+
+void Node::TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
+                       const std::string& request_id, ReplyFunction reply,
+                       const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event,
+                       bool push) {
+  Deferred deferred;
+  absl::Status refused;
+  {
+    std::optional<PushTurns::Turn> turn;
+    if (push) turn.emplace(&pushes_);
+    MutexLock lock(&mutex_);
+    const auto make = [&]() -> absl::StatusOr<std::pair<std::string, GroupEvent>> {
+      mutex_.AssertHeld();
+      REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, false));
+      REFITD_RETURN_IF_ERROR(CheckText(request_id, kMaxRequestIdBytes, "request_id"));
+      if (calls_.size() >= kMaxCalls) {
+        return Error(absl::StatusCode::kResourceExhausted, "{} calls are unanswered already",
+                     calls_.size());
+      }
+      REFITD_ASSIGN_OR_RETURN(GroupEvent made, event(*member));
+      return std::pair(member->group, std::move(made));
+    };
+    absl::StatusOr<std::pair<std::string, GroupEvent>> made = make();
+    refused = made.status();
+    if (made.ok()) {
+      calls_[call] = {made->first, std::move(reply)};
+      Handle(made->first, std::move(made->second), &deferred);
+    }
+  }
+  if (!refused.ok()) reply(refused, EmptyReply{});
+  deferred.Run();
+}
+
+absl::StatusOr<BeginEvent> Node::MakeBegin(CallId call, const v1::BeginRequest& request,
+                                           const MemberRecord& member) {
+  BeginEvent event;
+  event.call = call;
+  event.member = member.id;
+  event.request_id = request.request_id();
+  event.version = Version(request.version());
+  REFITD_ASSIGN_OR_RETURN(event.duration,
+                          CheckDuration(request.duration_ms(), options_.group.max_duration));
+  REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
+  event.evict_late = request.evict_late();
+  REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
+  if (request.tensor_count() < 0 || request.tensor_count() > kMaxTensorsPerLayout) {
+    return Error(absl::StatusCode::kInvalidArgument, "tensor_count: {} is not in 0..{}",
+                 request.tensor_count(), kMaxTensorsPerLayout);
+  }
+  if (request.total_bytes() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "total_bytes: {} is negative",
+                 request.total_bytes());
+  }
+  event.tensor_count = request.tensor_count();
+  event.total_bytes = request.total_bytes();
+  REFITD_ASSIGN_OR_RETURN(event.broadcast, BroadcastFromWire(request.broadcast()));
+  event.without_layout = request.without_layout();
+  return event;
+}
+
+void Node::BeginOpened(CallId call, const v1::BeginRequest& request, const Peer& peer,
+                       ReplyFunction reply, bool slots) {
+  TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                mutex_.AssertHeld();
+                REFITD_ASSIGN_OR_RETURN(BeginEvent event, MakeBegin(call, request, member));
+                REFITD_RETURN_IF_ERROR(CheckBroadcast(member, event.broadcast));
+                event.slots_on_devices = slots && MissingFor(member).empty();
+                GroupRecord* group = FindGroup(member.group);
+                if (!group->machine->update_running()) group->broadcasts = false;
+                group->broadcasts = group->broadcasts || event.slots_on_devices;
+                return event;
+              });
+}
+
+void Node::LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,
+                       ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, "", std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                mutex_.AssertHeld();
+                if (!member.ordinal.has_value()) {
+                  REFITD_RETURN_IF_ERROR(EnsurePool(FindGroup(member.group)));
+                } else if (Missing(member).has_value()) {
+                  return absl::InternalError("the staging pool went");
+                }
+                REFITD_ASSIGN_OR_RETURN(Duration wait, CheckMillis(request.wait_ms(), "wait_ms"));
+                return LeaseSlotEvent{call, member.id, Version(request.version()), wait,
+                                      UpdateId(request.update_id())};
+              });
+}
+
+void Node::ReleaseSlot(CallId call, const v1::ReleaseSlotRequest& request, const Peer& peer,
+                       ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, "", std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                return ReleaseSlotEvent{
+                    call, member.id, {SlotIndex(request.slot()), GrantId(request.grant())}};
+              });
+}
+
+void Node::PushBucket(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
+                      ReplyFunction reply) {
+  if (request.bucket().has_cuda_ipc() && options_.cuda.memory != nullptr) {
+    return PushFromDevice(call, request, peer, std::move(reply));
+  }
+  PushOpened(call, request, peer, std::move(reply), {});
+}
+
+void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const Peer& peer,
+                      ReplyFunction reply, const DeviceSource& device) {
+  BucketLimits limits;
+  std::map<RegionId, int64_t> regions;
+  const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
+    const auto it = regions.find(id);
+    return it == regions.end() ? std::nullopt : std::optional(it->second);
+  };
+  // Checking many tensors takes long: outside the mutex, against the regions of now.
+  const auto check = [&]() -> absl::StatusOr<CheckedBucket> {
+    {
+      const PushTurns::Turn turn(&pushes_);
+      MutexLock lock(&mutex_);
+      REFITD_ASSIGN_OR_RETURN(const MemberRecord* const member,
+                              Authenticate(request.lease(), peer, false));
+      // P10: a bucket with more is refused without a look at them.
+      const auto& refs = request.bucket().regions().refs();
+      const int64_t count = std::min<int64_t>(refs.size(), kMaxTensorsPerBucket);
+      RegionId last;
+      for (int i = 0; i < count; ++i) {
+        const RegionId id(refs[i].region_id());
+        if (id == last) continue;
+        last = id;
+        const auto it = member->regions.find(id);
+        if (it != member->regions.end()) regions[it->first] = it->second.memory.bytes;
+      }
+      limits = {options_.inline_bytes, FindGroup(member->group)->machine->spec().slot_bytes};
+    }
+    return CheckBucket(request.bucket(), limits, region_bytes, device);
+  };
+  absl::StatusOr<CheckedBucket> bucket = check();
+  BucketEvent event;
+  event.call = call;
+  event.request_id = request.request_id();
+  event.version = Version(request.version());
+  event.update = UpdateId(request.update_id());
+  if (bucket.ok()) {
+    event.seq = bucket->seq;
+    event.tensors = bucket->tensors;
+    event.ranges = bucket->ranges;
+    event.slot = bucket->slot;
+    if (bucket->slot.has_value()) {
+      for (const CheckedBucket::Place& place : bucket->places) {
+        event.slot_byte_offsets.push_back(place.byte_offset);
+      }
+    }
+  }
+  TrainerCall(
+      call, request.lease(), peer, request.request_id(), std::move(reply),
+      [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+        mutex_.AssertHeld();
+        REFITD_RETURN_IF_ERROR(bucket.status());
+        if (!HasRegions(member.regions, *bucket)) {
+          // One went meanwhile: said as if it had not been there.
+          std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
+          return CheckBucket(request.bucket(), limits, region_bytes, device).status();
+        }
+        if (!FindGroup(member.group)->sessions.empty()) {
+          // Other daemons must be able to read what it becomes.
+          REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, options_.message_bytes));
+        }
+        event.member = member.id;
+        buckets_[call] = *std::move(bucket);
+        return std::move(event);
+      },
+      true);
+}
+
+void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& peer,
+                  ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                REFITD_RETURN_IF_ERROR(CheckBucketCount(request.bucket_count()));
+                return CommitEvent{call,
+                                   member.id,
+                                   request.request_id(),
+                                   Version(request.version()),
+                                   request.bucket_count(),
+                                   request.pushes_under_way(),
+                                   UpdateId(request.update_id())};
+              });
+}
+
+void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
+                 ReplyFunction reply) {
+  TrainerCall(
+      call, request.lease(), peer, request.request_id(), std::move(reply),
+      [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+        mutex_.AssertHeld();
+        RefitEvent event;
+        event.call = call;
+        event.member = member.id;
+        event.request_id = request.request_id();
+        event.version = Version(request.version());
+        REFITD_ASSIGN_OR_RETURN(event.duration,
+                                CheckDuration(request.duration_ms(), options_.group.max_duration));
+        REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromWire(request.verification()));
+        event.evict_late = request.evict_late();
+        REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
+        REFITD_RETURN_IF_ERROR(CheckBucketCount(request.bucket_count()));
+        event.bucket_count = request.bucket_count();
+        event.update = UpdateId(request.update_id());
+        if (member.layout == nullptr) {
+          return absl::FailedPreconditionError("this rank has no layout: RegisterLayout first");
+        }
+        for (const auto& [other, pending] : layouts_) {
+          if (pending.member != member.id) continue;
+          return Error(absl::StatusCode::kFailedPrecondition,
+                       "binding_generation: {} is being replaced by {}, which is not answered yet",
+                       request.binding_generation(), pending.layout->binding_generation);
+        }
+        if (request.binding_generation() != member.layout->binding_generation) {
+          return Error(absl::StatusCode::kFailedPrecondition,
+                       "binding_generation: {} is not the registered {}",
+                       request.binding_generation(), member.layout->binding_generation);
+        }
+        return event;
+      });
+}
+
+void Node::Abort(CallId call, const v1::AbortRequest& request, const Peer& peer,
+                 ReplyFunction reply) {
+  TrainerCall(call, request.lease(), peer, request.request_id(), std::move(reply),
+              [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
+                REFITD_RETURN_IF_ERROR(CheckText(request.reason(), kMaxReasonBytes, "reason"));
+                return AbortEvent{call,
+                                  member.id,
+                                  request.request_id(),
+                                  Version(request.version()),
+                                  request.reason(),
+                                  UpdateId(request.update_id())};
+              });
+}
+
+void Node::CallGone(CallId call) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    if (const auto opening = opening_calls_.find(call); opening != opening_calls_.end()) {
+      opening->second.gone = true;
+    }
+    const auto it = calls_.find(call);
+    if (it != calls_.end())
+      Handle(std::string(it->second.group), refitd::CallGone{call}, &deferred);
+  }
+  deferred.Run();
+}
+
+absl::StatusOr<v1::GetUpdateResponse> Node::GetUpdate(const v1::GetUpdateRequest& request) {
+  MutexLock lock(&mutex_);
+  const GroupRecord* group = FindGroup(request.group());
+  if (group == nullptr) return NoGroup(request.group());
+  v1::GetUpdateResponse response;
+  response.set_incarnation(group->machine->incarnation());
+  if (request.incarnation() != 0 && request.incarnation() != group->machine->incarnation()) {
+    response.set_reason("that incarnation of the group is gone");
+    return response;
+  }
+  const PastUpdate past = group->machine->Past(Version(request.version()));
+  response.set_outcome(static_cast<v1::UpdateOutcome>(past.outcome));
+  response.set_reason(past.reason);
+  return response;
+}
+
+}  // namespace refitd

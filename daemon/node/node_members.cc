@@ -1,0 +1,547 @@
+// Membership: hellos, leases, the end of both; members' layouts.
+#include <sys/random.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "daemon/checks/fields.h"
+#include "daemon/node/node.h"
+#include "daemon/process/log.h"
+#include "daemon/process/version.h"
+#include "proto/protocol.h"
+#include "transport/plan/block_scales.h"
+
+namespace refitd {
+namespace {
+
+constexpr size_t kMaxClientBytes = 128;
+constexpr size_t kMaxDeviceBytes = 64;
+constexpr size_t kMaxAddressBytes = 255;
+
+// From the kernel, so that a token can't be guessed (P9).
+std::string RandomToken() {
+  std::string token(sizeof(Token), '\0');
+  REFITD_CHECK(getrandom(token.data(), token.size(), 0) == static_cast<ssize_t>(token.size()));
+  return token;
+}
+
+// Empty, or "HOST:PORT".
+absl::Status CheckCoordinator(std::string_view address) {
+  if (address.empty()) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckText(address, kMaxAddressBytes, "coordinator"));
+  const size_t colon = address.rfind(':');
+  const std::string_view port = colon == std::string_view::npos ? "" : address.substr(colon + 1);
+  const bool digits = !port.empty() && port.size() <= 5 &&
+                      port.find_first_not_of("0123456789") == std::string_view::npos;
+  const bool plain = address.find_first_of("/, \t\n") == std::string_view::npos;
+  if (colon != std::string_view::npos && colon > 0 && digits && plain) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "coordinator: '{}' is not HOST:PORT", address);
+}
+
+template <typename Hello>
+absl::Status CheckHello(const Hello& hello) {
+  REFITD_RETURN_IF_ERROR(
+      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol").status());
+  REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
+  REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
+  REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
+  REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator()));
+  if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
+    return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",
+                 hello.world_size(), kMaxEngineRanks);
+  }
+  if (hello.rank() < 0 || hello.rank() >= hello.world_size()) {
+    return Error(absl::StatusCode::kInvalidArgument, "rank: {} is not in 0..{}", hello.rank(),
+                 hello.world_size() - 1);
+  }
+  if (hello.pid() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "pid: {} is negative", hello.pid());
+  }
+  return CheckMillis(hello.wait_ms(), "wait_ms").status();
+}
+
+absl::StatusOr<TrainerIdentity> IdentityOf(const v1::TrainerHello& hello, const Peer& peer) {
+  REFITD_RETURN_IF_ERROR(CheckHello(hello));
+  return TrainerIdentity{hello.rank(), hello.world_size(),
+                         peer.credentials ? peer.credentials->pid : hello.pid(), NodeId(), ""};
+}
+
+absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Peer& peer) {
+  REFITD_RETURN_IF_ERROR(CheckHello(hello));
+  REFITD_RETURN_IF_ERROR(CheckName(hello.instance(), "instance"));
+  EngineIdentity identity;
+  identity.instance = hello.instance();
+  identity.rank = hello.rank();
+  identity.world_size = hello.world_size();
+  identity.pid = peer.credentials ? peer.credentials->pid : hello.pid();
+  switch (hello.delivery()) {
+    case v1::DELIVERY_REGISTERED:
+      identity.delivery = DeliveryMode::kRegistered;
+      break;
+    case v1::DELIVERY_STAGED:
+      identity.delivery = DeliveryMode::kStaged;
+      break;
+    default:
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "delivery: {} is neither registered (1) nor staged (2)",
+                   static_cast<int>(hello.delivery()));
+  }
+  identity.dirty = hello.dirty();
+  if (hello.dirty() && hello.has_held_version()) {
+    return absl::InvalidArgumentError("dirty: weights that hold a version are not dirty");
+  }
+  if (hello.has_held_version()) {
+    if (hello.held_version() < 0) {
+      return Error(absl::StatusCode::kInvalidArgument, "held_version: {} is negative",
+                   hello.held_version());
+    }
+    identity.held_version = Version(hello.held_version());
+  } else if (hello.held_origin() != 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "held_origin: {:x} without a held_version",
+                 hello.held_origin());
+  }
+  identity.held_origin = hello.held_origin();
+  if (hello.has_manifest()) {
+    if (identity.delivery != DeliveryMode::kStaged) {
+      return Error(absl::StatusCode::kInvalidArgument, "manifest: only staged delivery takes one");
+    }
+    REFITD_ASSIGN_OR_RETURN(
+        identity.manifest,
+        CheckManifest(hello.manifest().names(), hello.manifest().dtypes(),
+                      hello.manifest().shapes(), "manifest", kMaxTensorsPerLayout));
+  }
+  return identity;
+}
+
+GroupEvent AttachedEvent(MemberId member, TrainerIdentity identity) {
+  return TrainerAttached{member, std::move(identity)};
+}
+GroupEvent AttachedEvent(MemberId member, EngineIdentity identity) {
+  return EngineAttached{member, std::move(identity)};
+}
+
+}  // namespace
+
+void Node::MemberRecord::End(absl::Status status) {
+  if (trainer_sink != nullptr) std::exchange(trainer_sink, nullptr)->End(std::move(status));
+  if (engine_sink != nullptr) std::exchange(engine_sink, nullptr)->End(std::move(status));
+}
+
+template <typename HelloMessage, typename Sink, typename Identity>
+MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
+                      absl::StatusOr<Identity> identity) {
+  Deferred deferred;
+  MemberId member;
+  absl::StatusOr<std::optional<int>> ordinal = std::nullopt;
+  if (identity.ok()) ordinal = DeviceOf(hello.device().name());
+  if (ordinal.ok() && ordinal->has_value() && !peer.credentials.has_value()) {
+    // P9: handles are opened with this daemon's rights.
+    ordinal = Error(absl::StatusCode::kPermissionDenied,
+                    "device.name: '{}': members on a GPU attach over the unix socket",
+                    hello.device().name());
+  }
+  {
+    MutexLock lock(&mutex_);
+    member = MemberId(next_member_++);
+    if (!identity.ok()) {
+      sink->End(identity.status());
+    } else if (!ordinal.ok()) {
+      sink->End(ordinal.status());
+    } else if (draining_) {
+      sink->End(absl::UnavailableError("the daemon is draining"));
+    } else if (absl::Status room = CheckMembers(); !room.ok()) {
+      sink->End(std::move(room));
+    } else {
+      MemberRecord record;
+      record.id = member;
+      record.group = hello.group();
+      record.engine = std::is_same_v<Sink, EngineSink>;
+      record.peer = peer;
+      record.client = hello.client();
+      record.protocol =
+          AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
+      record.device = hello.device().name().empty() ? "host" : hello.device().name();
+      record.ordinal = *ordinal;
+      if constexpr (std::is_same_v<Sink, EngineSink>) {
+        record.engine_sink = sink;
+        record.instance = hello.instance();
+        record.staged = hello.delivery() == v1::DELIVERY_STAGED;
+        identity->on_device = ordinal->has_value();
+      } else {
+        record.trainer_sink = sink;
+      }
+      GroupEvent attached = AttachedEvent(member, *std::move(identity));
+      bool created = false;
+      absl::StatusOr<GroupRecord*> group = nullptr;
+      std::optional<v1::GroupSpec> spec;
+      if (hello.has_spec()) spec = hello.spec();
+      const std::string coordinator = CoordinatorOf(hello.coordinator());
+      if (!coordinator.empty() && record.ordinal.has_value() && options_.cuda.wire == nullptr) {
+        group = Error(absl::StatusCode::kFailedPrecondition,
+                      "device.name: '{}' with coordinator '{}': device memory moves within this "
+                      "daemon only: {}",
+                      record.device, hello.coordinator(), options_.cuda.no_wire);
+      } else if (!coordinator.empty()) {
+        group = Follow(hello.group(), coordinator, spec, &deferred);
+      } else if (hello.has_spec()) {
+        std::optional<int> trainers;
+        if (!record.engine) trainers = hello.world_size();
+        group = MakeGroup(hello.group(), hello.spec(), trainers, &created, &deferred);
+      } else {
+        group = FindGroup(hello.group());
+        if (*group != nullptr && (*group)->follower != nullptr) group = Followed(**group);
+      }
+      if (!group.ok()) {
+        sink->End(group.status());
+      } else if (*group != nullptr && !(*group)->joining) {
+        Enter(std::move(record), *group, std::move(attached), &deferred);
+      } else if (*group == nullptr && hello.wait_ms() == 0) {
+        sink->End(NoGroup(hello.group()));
+      } else {
+        const bool brings = *group != nullptr && spec.has_value() && !(*group)->dialled_spec;
+        waiting_.push_back({std::move(record), std::move(attached), Now() + Millis(hello.wait_ms()),
+                            hello.wait_ms() > 0, coordinator, std::move(spec)});
+        // What it brings makes the group, for which others may be waiting at the coordinator.
+        if (*group != nullptr && !(*group)->redial.has_value() &&
+            ((*group)->link == nullptr || brings)) {
+          Dial(*group);
+        }
+        WakeTimer();
+      }
+      if (created) AdmitWaiting(hello.group(), &deferred);
+    }
+  }
+  deferred.Run();
+  return member;
+}
+
+MemberId Node::AttachTrainer(const v1::TrainerHello& hello, const Peer& peer,
+                             std::shared_ptr<TrainerSink> sink) {
+  return Attach(hello, peer, std::move(sink), IdentityOf(hello, peer));
+}
+
+MemberId Node::AttachEngine(const v1::EngineHello& hello, const Peer& peer,
+                            std::shared_ptr<EngineSink> sink) {
+  return Attach(hello, peer, std::move(sink), IdentityOf(hello, peer));
+}
+
+void Node::AdmitWaiting(const std::string& group, Deferred* deferred) {
+  std::vector<Waiting> admitted;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (it->record.group == group && it->coordinator.empty()) {
+      admitted.push_back(std::move(*it));
+      it = waiting_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  for (Waiting& w : admitted)
+    Enter(std::move(w.record), FindGroup(group), std::move(w.attached), deferred);
+  AdmitWaitingPeers(group, deferred);
+}
+
+void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Deferred* deferred) {
+  if (absl::Status devices = CheckDevices(*group, record); !devices.ok()) {
+    return record.End(std::move(devices));
+  }
+  if (record.staged && record.ordinal.has_value() && group->follower != nullptr) {
+    // Which slots is the coordinator's word, which may be on its way.
+    std::get<EngineAttached>(attached).awaits_slots = true;
+    return Admit(std::move(record), std::move(attached), deferred);
+  }
+  const bool wants_pool = record.staged || (record.engine && group->wants_pools());
+  if (wants_pool && Missing(record).has_value()) {
+    return AwaitPool(std::move(record), *group, std::move(attached));
+  }
+  Admit(std::move(record), std::move(attached), deferred);
+}
+
+void Node::Admit(MemberRecord record, GroupEvent attached, Deferred* deferred) {
+  const MemberId member = record.id;
+  record.token = RandomToken();
+  record.incarnation = FindGroup(record.group)->machine->incarnation();
+  tokens_[record.token] = member;
+  const auto it = members_.emplace(member, std::move(record)).first;
+  MemberRecord& m = it->second;
+  // P8: a killed process whose forked child keeps the socket sends no end of stream.
+  if (m.peer.credentials.has_value() && m.peer.credentials->pid != 0) {
+    absl::StatusOr<WatchHandle> watch = processes_->Watch(
+        *m.peer.credentials, [this, member] { MemberGone(member, "its process died"); });
+    if (watch.ok()) {
+      m.watch = *watch;
+    } else {
+      LogWarning("member {}: process can't be watched: {}", member.value(),
+                 Message(watch.status()));
+    }
+  }
+  Handle(m.group, std::move(attached), deferred);
+}
+
+void Node::MemberGone(MemberId member, const std::string& reason) {
+  Gone(member, reason, Error(absl::StatusCode::kAborted, "the lease ended: {}", reason));
+}
+
+void Node::MemberDetached(MemberId member) { Gone(member, "it detached", absl::OkStatus()); }
+
+void Node::Gone(MemberId member, const std::string& reason, const absl::Status& end) {
+  Deferred deferred;
+  {
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
+    const auto waits = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [member](const Waiting& w) { return w.record.id == member; });
+    if (waits != waiting_.end()) {
+      waits->record.End(end);
+      const std::string group = waits->record.group;
+      waiting_.erase(waits);
+      StopJoiningIfUnwanted(group, &deferred);
+    }
+    if (const auto pools = pooling_.find(member); pools != pooling_.end()) {
+      MemberRecord record = std::move(pools->second.record);
+      pooling_.erase(pools);
+      EndWithoutPool(std::move(record), end, &deferred);
+    }
+    const auto it = members_.find(member);
+    if (it != members_.end()) Lose(&it->second, reason, end, &deferred);
+  }
+  deferred.Run();
+}
+
+void Node::Lose(MemberRecord* member, const std::string& reason, absl::Status end,
+                Deferred* deferred) {
+  if (member->lost) return;
+  member->lost = true;
+  tokens_.erase(member->token);
+  member->End(std::move(end));
+  if (member->watch != WatchHandle()) processes_->Cancel(member->watch);
+  // The record may go while the event is handled.
+  const std::string group = member->group;
+  const MemberId id = member->id;
+  Handle(group, MemberLost{id, reason}, deferred);
+}
+
+void Node::Erase(MemberId member, Deferred* deferred, Events* more) {
+  const auto it = members_.find(member);
+  if (it == members_.end()) return;
+  tokens_.erase(it->second.token);
+  if (it->second.watch != WatchHandle()) processes_->Cancel(it->second.watch);
+  executor_.Release(member);
+  // Unmapping large regions takes long: after the mutex.
+  regions_ -= static_cast<int64_t>(it->second.regions.size());
+  auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(it->second.regions));
+  deferred->AddLast([regions] { regions->clear(); });
+  const std::optional<int> ordinal = it->second.ordinal;
+  const std::string name = it->second.group;
+  members_.erase(it);
+  if (GroupRecord* group = FindGroup(name); group != nullptr && ordinal.has_value()) {
+    DropUnused(group, *ordinal, more);
+  }
+}
+
+absl::StatusOr<Node::MemberRecord*> Node::AuthenticateToken(const std::string& token,
+                                                            const Peer& peer) {
+  const auto it = tokens_.find(token);
+  if (it == tokens_.end()) {
+    return absl::UnauthenticatedError("lease.token: no such lease (never given, or it ended)");
+  }
+  MemberRecord& member = members_.at(it->second);
+  // P9: a lease taken over a unix socket works for the same user only.
+  if (member.peer.credentials.has_value() &&
+      (!peer.credentials.has_value() || peer.credentials->uid != member.peer.credentials->uid)) {
+    return absl::PermissionDeniedError("lease.token: the lease belongs to another user");
+  }
+  return &member;
+}
+
+absl::StatusOr<Node::MemberRecord*> Node::Authenticate(const v1::Lease& lease, const Peer& peer,
+                                                       bool engine) {
+  REFITD_RETURN_IF_ERROR(ProtocolOf(lease.protocol(), "lease.protocol").status());
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AuthenticateToken(lease.token(), peer));
+  if (member->engine != engine) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "lease: this call is for {}, the lease is of {}",
+                 engine ? "an engine rank" : "a trainer rank",
+                 member->engine ? "an engine rank" : "a trainer rank");
+  }
+  // An engine's memory does not belong to an incarnation: its lease outlives a replacement.
+  const uint64_t incarnation =
+      engine ? member->incarnation : FindGroup(member->group)->machine->incarnation();
+  if (lease.incarnation() != incarnation) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "lease.incarnation: {:x} is not group '{}''s incarnation {:x}",
+                 lease.incarnation(), member->group, incarnation);
+  }
+  return member;
+}
+
+void Node::MemberEvent(MemberId member, const GroupEvent& event) {
+  Deferred deferred;
+  {
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
+    const auto it = members_.find(member);
+    if (it != members_.end() && !it->second.lost) Handle(it->second.group, event, &deferred);
+  }
+  deferred.Run();
+}
+
+void Node::Ready(MemberId member, const v1::Ready& ready) {
+  MemberEvent(member, ReadyEvent{member, UpdateId(ready.update_id())});
+}
+
+void Node::Ack(MemberId member, const v1::Ack& ack) {
+  if (ack.part() < 0) return;  // of no part, as any other that was not handed out
+  MemberEvent(member, AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
+}
+
+void Node::Failed(MemberId member, const v1::Failed& failed) {
+  MemberEvent(member, EngineFailed{member, UpdateId(failed.update_id()),
+                                   std::string(Shorten(failed.reason(), kMaxReasonBytes))});
+}
+
+absl::Status Node::CheckTrainerLease(const v1::Lease& lease, const Peer& peer) {
+  MutexLock lock(&mutex_);
+  return Authenticate(lease, peer, false).status();
+}
+
+absl::Status Node::CheckEngineLease(const v1::Lease& lease, const Peer& peer) {
+  MutexLock lock(&mutex_);
+  return Authenticate(lease, peer, true).status();
+}
+
+// Checking a big layout takes long: outside the mutex, against the regions of now.
+absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease& lease,
+                                                                const Peer& peer, bool engine,
+                                                                Layout layout) {
+  // P8: their mappings aside, which a region that is released meanwhile must lose at once.
+  struct Region {
+    int64_t bytes = 0;
+    Access access = Access::kReadOnly;
+  };
+  std::map<RegionId, Region> regions;
+  {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, engine));
+    for (const auto& [id, region] : member->regions) {
+      regions.emplace_hint(regions.end(), id, Region{region.memory.bytes, region.access});
+    }
+  }
+  const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
+    const auto it = regions.find(id);
+    return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.bytes);
+  };
+  REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
+  if (!engine) return std::make_shared<const Layout>(std::move(layout));
+  if (!layout.pushed_tensors.empty()) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "layout.pushed_tensors has {} entries: an engine rank pushes none",
+                 layout.pushed_tensors.size());
+  }
+  // What a refit would refuse, a push must not fill.
+  REFITD_RETURN_IF_ERROR(CheckFloat8Scales(layout));
+  for (const Piece& piece : layout.pieces) {
+    if (regions.at(piece.region).access != Access::kReadWrite) {
+      return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",
+                   piece.region, layout.tensors[piece.tensor].name);
+    }
+  }
+  return std::make_shared<const Layout>(std::move(layout));
+}
+
+absl::StatusOr<const Node::MemberRecord*> Node::AdmitLayout(const v1::Lease& lease,
+                                                            const Peer& peer, bool engine,
+                                                            const Layout& layout) {
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, engine));
+  if (calls_.size() >= kMaxCalls) {
+    return Error(absl::StatusCode::kResourceExhausted, "{} calls are unanswered already",
+                 calls_.size());
+  }
+  for (const Piece& piece : layout.pieces) {
+    if (!member->regions.contains(piece.region)) {
+      return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
+    }
+  }
+  // Of the registered one and of all that are under way.
+  std::optional<uint64_t> greatest;
+  if (member->layout != nullptr) greatest = member->layout->binding_generation;
+  for (const auto& [call, pending] : layouts_) {
+    if (pending.member != member->id) continue;
+    greatest = std::max(greatest.value_or(0), pending.layout->binding_generation);
+  }
+  if (greatest.has_value() && layout.binding_generation <= *greatest) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "binding_generation: {} is not greater than the registered {}",
+                 layout.binding_generation, *greatest);
+  }
+  REFITD_RETURN_IF_ERROR(FindGroup(member->group)->machine->CanRegisterLayout(member->id));
+  return member;
+}
+
+void Node::RegisterTrainerLayout(CallId call, const v1::Lease& lease, const Peer& peer,
+                                 Layout layout, LayoutReply reply) {
+  RegisterLayout(call, lease, peer, false, std::move(layout), std::move(reply));
+}
+
+void Node::RegisterEngineLayout(CallId call, const v1::Lease& lease, const Peer& peer,
+                                Layout layout, LayoutReply reply) {
+  RegisterLayout(call, lease, peer, true, std::move(layout), std::move(reply));
+}
+
+void Node::RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer, bool engine,
+                          Layout layout, LayoutReply reply) {
+  absl::StatusOr<std::shared_ptr<const Layout>> checked =
+      CheckLayout(lease, peer, engine, std::move(layout));
+  if (!checked.ok()) return reply(checked.status());
+  v1::LayoutRegistered registered;
+  registered.set_digest((*checked)->Digest());
+  registered.set_pieces(static_cast<int64_t>((*checked)->pieces.size()));
+  registered.set_bytes((*checked)->Bytes());
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    const absl::StatusOr<const MemberRecord*> member = AdmitLayout(lease, peer, engine, **checked);
+    if (member.ok()) {
+      const std::string group = (*member)->group;
+      const MemberId id = (*member)->id;
+      calls_[call] = {group, [reply, registered](const absl::Status& status, const ReplyPayload&) {
+                        if (status.ok()) return reply(registered);
+                        reply(status);
+                      }};
+      layouts_[call] = {id, *checked};
+      Handle(group, LayoutRegistered{id, *checked, call, registered.digest()}, &deferred);
+    } else {
+      deferred.Add([reply, status = member.status()] { reply(status); });
+    }
+  }
+  deferred.Run();
+}
+
+void Node::SendWelcome(GroupRecord* group, MemberRecord* member) {
+  // A follower learns it when it has joined.
+  member->incarnation = group->machine->incarnation();
+  v1::Welcome welcome;
+  welcome.mutable_lease()->set_token(member->token);
+  welcome.mutable_lease()->set_incarnation(member->incarnation);
+  welcome.mutable_lease()->set_protocol(static_cast<v1::ProtocolVersion>(member->protocol));
+  welcome.set_member_id(member->id.value());
+  welcome.set_descriptor_socket(options_.descriptor_socket);
+  welcome.mutable_limits()->set_inline_bytes(options_.inline_bytes);
+  welcome.mutable_limits()->set_outstanding_buckets(options_.group.outstanding_buckets);
+  welcome.mutable_limits()->set_default_duration_ms(ToMillis(options_.group.default_duration));
+  welcome.mutable_limits()->set_max_duration_ms(ToMillis(options_.group.max_duration));
+  welcome.mutable_limits()->set_message_bytes(options_.message_bytes);
+  welcome.set_slot_bytes(group->machine->spec().slot_bytes);
+  welcome.set_slots(group->machine->spec().slots);
+  if (group->machine->version().has_value())
+    welcome.set_group_version(group->machine->version()->value());
+  welcome.set_daemon_version(std::string(kVersion));
+  if (member->engine) {
+    v1::EngineEvent event;
+    *event.mutable_welcome() = std::move(welcome);
+    member->engine_sink->Send(std::move(event));
+  } else {
+    v1::TrainerEvent event;
+    *event.mutable_welcome() = std::move(welcome);
+    member->trainer_sink->Send(std::move(event));
+  }
+}
+
+}  // namespace refitd

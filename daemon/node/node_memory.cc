@@ -1,0 +1,233 @@
+// The node's memory: members' regions, the groups' staging pools, the descriptor socket's requests.
+#include "daemon/node/node_memory.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <chrono>
+#include <future>
+#include <utility>
+
+namespace refitd {
+namespace {
+
+// P4: so long a thread of the descriptor socket waits for the driver, which may be making contexts.
+constexpr std::chrono::milliseconds kDriverWait{20'000};
+
+}  // namespace
+
+absl::Status Node::EnsurePool(GroupRecord* group) {
+  if (group->pool != nullptr) return absl::OkStatus();
+  if (group->pool_bytes() == 0) {
+    return absl::UnavailableError("the coordinator has not answered yet");
+  }
+  REFITD_ASSIGN_OR_RETURN(
+      UniqueFd fd, CreateSealedMemfd("refitd-pool-" + group->machine->name(), group->pool_bytes()));
+  REFITD_ASSIGN_OR_RETURN(group->pool,
+                          HostRegion::Map(fd, group->pool_bytes(), Access::kReadWrite, false));
+  group->pool_fd = std::move(fd);
+  return absl::OkStatus();
+}
+
+// ---- regions ----
+
+absl::StatusOr<Node::MemberRecord*> Node::AdmitRegion(const std::string& token, const Peer& peer,
+                                                      const std::string& identity) {
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AuthenticateToken(token, peer));
+  if (member->regions.size() >= static_cast<size_t>(options_.max_regions_per_member)) {
+    return Error(absl::StatusCode::kResourceExhausted, "the member has {} regions already",
+                 member->regions.size());
+  }
+  if (regions_ >= options_.max_regions) {
+    return Error(absl::StatusCode::kResourceExhausted, "the daemon has {} regions already",
+                 regions_);
+  }
+  if (!member->engine || identity.empty()) return member;
+  // Two regions over one memory could hold two tensors in the same bytes, unseen by
+  // ValidateLayout.
+  for (const auto& [id, region] : member->regions) {
+    if (region.identity == identity) {
+      return Error(absl::StatusCode::kAlreadyExists, "the memory is region {} already", id);
+    }
+  }
+  return member;
+}
+
+RegionId Node::AddRegion(MemberRecord* member, RegionRecord region) {
+  const RegionId id(next_region_++);
+  member->regions[id] = std::move(region);
+  ++regions_;
+  return id;
+}
+
+absl::StatusOr<RegionId> Node::RegisterRegion(const Token& token, const PeerCredentials& peer,
+                                              UniqueFd fd, RegionKind kind, int64_t bytes) {
+  if (bytes > options_.max_region_bytes) {
+    return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
+                 bytes, options_.max_region_bytes);
+  }
+  if (kind == RegionKind::kCudaVmm) return RegisterVmm(token, peer, std::move(fd), bytes);
+  if (kind != RegionKind::kMemfd) {
+    return Error(absl::StatusCode::kUnimplemented,
+                 "region_kind: {}: this daemon maps sealed memfds and CUDA's VMM memory only",
+                 static_cast<uint32_t>(kind));
+  }
+  struct stat file {};
+  if (fstat(fd.get(), &file) != 0) return ErrnoError(errno, "looking at the descriptor");
+  RegionRecord region;
+  region.identity = fmt::format("memfd {} {}", file.st_dev, file.st_ino);
+  const std::string key(token.begin(), token.end());
+  {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member,
+                            AdmitRegion(key, Peer{peer}, region.identity));
+    if (member->engine) region.access = Access::kReadWrite;  // trainers' memory is only read
+  }
+  // Mapping and filling page tables takes long: outside the mutex. Memory that its owner never
+  // touched is not filled here: it would be charged to the daemon.
+  constexpr int64_t kStatBlockBytes = 512;
+  const bool allocated = file.st_blocks * kStatBlockBytes >= bytes;
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> mapping,
+                          HostRegion::Map(fd, bytes, region.access, allocated));
+  region.memory = {mapping->data(), mapping->bytes(), mapping};
+  MutexLock lock(&mutex_);
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AdmitRegion(key, Peer{peer}, region.identity));
+  return AddRegion(member, std::move(region));
+}
+
+absl::StatusOr<Node::RegionRecord> Node::TakeRegion(MemberRecord* member, RegionId region) {
+  const auto it = member->regions.find(region);
+  if (it == member->regions.end()) {
+    return Error(absl::StatusCode::kNotFound, "region_id: {} is no region of this member", region);
+  }
+  std::vector<const Layout*> layouts;
+  if (member->layout != nullptr) layouts.push_back(member->layout.get());
+  for (const auto& [call, pending] : layouts_) {
+    if (pending.member == member->id) layouts.push_back(pending.layout.get());
+  }
+  for (const Layout* layout : layouts) {
+    for (const Piece& piece : layout->pieces) {
+      if (piece.region == region) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "region_id: {} is in use by tensor '{}'", region,
+                     layout->tensors[piece.tensor].name);
+      }
+    }
+  }
+  for (const auto& [call, bucket] : buckets_) {
+    if (bucket.source != CheckedBucket::Source::kRegions) continue;
+    for (const CheckedBucket::Place& place : bucket.places) {
+      if (place.region == region) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "region_id: {} is the source of an unanswered bucket", region);
+      }
+    }
+  }
+  executor_.Release(member->id);
+  RegionRecord taken = std::move(it->second);
+  member->regions.erase(it);
+  --regions_;
+  return taken;
+}
+
+// P8: an exporter that frees the memory before its importer closed it breaks CUDA's rules. Memory
+// of the host waits for no driver.
+void Node::CloseRegion(RegionRecord region, std::function<void()> closed) {
+  if (!region.on_device) {
+    region = {};
+    return closed();
+  }
+  auto held = std::make_shared<RegionRecord>(std::move(region));
+  // Behind what is being bound ahead of an update that has ended.
+  local_binder_.Submit([this, held, closed = std::move(closed)] {
+    regions_thread_->Submit([this, held, closed] {
+      *held = {};
+      regions_thread_->Submit(closed);  // behind the closing, which that has put in line
+    });
+  });
+}
+
+void Node::ReleaseRegion(const v1::ReleaseRegionRequest& request, const Peer& peer, bool engine,
+                         ResponseFunction<v1::ReleaseRegionResponse> reply) {
+  const auto take = [&]() -> absl::StatusOr<RegionRecord> {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(request.lease(), peer, engine));
+    return TakeRegion(member, RegionId(request.region_id()));
+  };
+  absl::StatusOr<RegionRecord> taken = take();
+  if (!taken.ok()) return reply(taken.status());
+  CloseRegion(*std::move(taken),
+              [reply = std::move(reply)] { reply(v1::ReleaseRegionResponse()); });
+}
+
+absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer, RegionId region) {
+  const auto take = [&]() -> absl::StatusOr<RegionRecord> {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
+                            AuthenticateToken(std::string(token.begin(), token.end()), Peer{peer}));
+    return TakeRegion(member, region);
+  };
+  REFITD_ASSIGN_OR_RETURN(RegionRecord taken, take());
+  // A job that is dropped, because the daemon ends, breaks the promise: that wakes too.
+  auto closed = std::make_shared<std::promise<void>>();
+  const std::future<void> wait = closed->get_future();
+  CloseRegion(std::move(taken), [closed = std::move(closed)] { closed->set_value(); });
+  if (wait.wait_for(kDriverWait) == std::future_status::ready) return absl::OkStatus();
+  return Error(absl::StatusCode::kDeadlineExceeded,
+               "region_id: {} is released, but the driver has not closed it within {} ms", region,
+               kDriverWait.count());
+}
+
+absl::StatusOr<PoolHandle> Node::HandleOf(const MemberRecord& member) {
+  GroupRecord* group = FindGroup(member.group);
+  PoolHandle handle;
+  handle.slot_bytes = group->machine->spec().slot_bytes;
+  int fd = -1;
+  if (member.ordinal.has_value()) {
+    const auto pool = group->device_pools.find(*member.ordinal);
+    if (pool == group->device_pools.end()) return absl::InternalError("the staging pool went");
+    handle.bytes = pool->second.memory.bytes;
+    fd = pool->second.descriptor;
+  } else {
+    REFITD_RETURN_IF_ERROR(EnsurePool(group));
+    handle.bytes = group->pool_bytes();
+    fd = group->pool_fd.get();
+    if (member.engine) {
+      // An engine only reads slots; a bug there must not damage what its neighbours load.
+      REFITD_ASSIGN_OR_RETURN(handle.fd, ReadOnlyDuplicate(group->pool_fd));
+      return handle;
+    }
+  }
+  handle.fd = UniqueFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!handle.fd.valid()) return ErrnoError(errno, "duplicating the pool's descriptor");
+  return handle;
+}
+
+absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentials& peer) {
+  const std::string key(token.begin(), token.end());
+  std::optional<MissingPool> missing;
+  {
+    MutexLock lock(&mutex_);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, AuthenticateToken(key, Peer{peer}));
+    missing = Missing(*member);
+    if (!missing.has_value()) return HandleOf(*member);
+  }
+  auto made = std::make_shared<absl::Status>(absl::UnavailableError("the daemon ends"));
+  // A job that is dropped, because the daemon ends, breaks the promise: that wakes too.
+  auto ended = std::make_shared<std::promise<void>>();
+  const std::future<void> wait = ended->get_future();
+  regions_thread_->Submit([this, made, ended = std::move(ended), pool = *missing] {
+    *made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
+    ended->set_value();
+  });
+  if (wait.wait_for(kDriverWait) != std::future_status::ready) {
+    return Error(absl::StatusCode::kDeadlineExceeded,
+                 "the driver has not made the staging slots within {} ms", kDriverWait.count());
+  }
+  REFITD_RETURN_IF_ERROR(*made);
+  MutexLock lock(&mutex_);
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, AuthenticateToken(key, Peer{peer}));
+  return HandleOf(*member);
+}
+
+}  // namespace refitd

@@ -1,0 +1,710 @@
+// Other daemons: those that join groups of this one, coordinators that this one joins, and the
+// wire between them.
+#include <algorithm>
+#include <utility>
+
+#include "daemon/checks/fields.h"
+#include "daemon/node/node.h"
+#include "daemon/node/node_memory.h"
+#include "daemon/process/log.h"
+#include "proto/protocol.h"
+#include "transport/plan/layout.h"
+
+namespace refitd {
+namespace {
+
+// From a refusal that may pass to the next try to join.
+constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
+// A member that does not wait for its group hears so soon whether there is one, where others wait.
+constexpr Duration kJoinGrace = std::chrono::seconds(10);
+
+}  // namespace
+
+// ---- groups that another daemon coordinates ----
+
+// Empty: this daemon.
+std::string Node::CoordinatorOf(const std::string& address) const {
+  if (address.empty()) return "";
+  const std::string own = "tcp:" + address;
+  if (std::find(listeners_.begin(), listeners_.end(), own) != listeners_.end()) return "";
+  if (address == options_.advertise) return "";
+  return address;
+}
+
+absl::Status Node::Followed(const GroupRecord& group) {
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "group '{}' is coordinated by {}: name it as coordinator", group.machine->name(),
+               group.coordinator_address);
+}
+
+absl::Status Node::CheckSameSpec(const std::string& name, const v1::GroupSpec& wire,
+                                 const GroupSpec& known) const {
+  v1::GroupSpec filled = wire;
+  if (filled.slots() == 0) filled.set_slots(known.slots);
+  if (filled.slot_bytes() == 0) filled.set_slot_bytes(known.slot_bytes);
+  REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(filled));
+  if (EqualButTrainers(spec, known)) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", name);
+}
+
+absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const std::string& address,
+                                                const std::optional<v1::GroupSpec>& spec,
+                                                Deferred* deferred) {
+  if (dialer_ == nullptr) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "coordinator: '{}': this daemon joins no others", address);
+  }
+  if (spec.has_value()) REFITD_RETURN_IF_ERROR(CheckSpec(*spec).status());
+  if (GroupRecord* found = FindGroup(name); found != nullptr) {
+    if (found->follower == nullptr) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "coordinator: '{}', but group '{}' is coordinated by this daemon", address,
+                   name);
+    }
+    if (found->coordinator_address != address) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "coordinator: '{}', but group '{}' is coordinated by {}", address, name,
+                   found->coordinator_address);
+    }
+    if (found->joining) return found;
+    if (spec.has_value()) {
+      REFITD_RETURN_IF_ERROR(CheckSameSpec(name, *spec, found->machine->spec()));
+    }
+    if (found->link == nullptr) {
+      return Error(absl::StatusCode::kUnavailable,
+                   "group '{}': the link to {} is lost and being cleaned up: attach again", name,
+                   address);
+    }
+    return found;
+  }
+  if (draining_) return absl::UnavailableError("the daemon is draining");
+  REFITD_RETURN_IF_ERROR(MakeRoom(name, nullptr, deferred));
+  FollowerOptions options;
+  options.name = name;
+  options.coordinator_address = address;
+  options.peer_limits = options_.peers;
+  options.next_update = [this]()
+                            ABSL_NO_THREAD_SAFETY_ANALYSIS { return UpdateId(next_update_++); };
+  auto record = std::make_unique<GroupRecord>();
+  record->id = next_group_++;
+  record->coordinator_address = address;
+  record->joining = true;
+  auto follower = std::make_unique<Follower>(std::move(options));
+  record->follower = follower.get();
+  record->machine = std::move(follower);
+  GroupRecord* result = record.get();
+  groups_[name] = std::move(record);
+  return result;
+}
+
+// ---- joining ----
+
+bool Node::AwaitsJoin(const Waiting& waiting, const GroupRecord& group) const {
+  return waiting.record.group == group.machine->name() &&
+         waiting.coordinator == group.coordinator_address;
+}
+
+void Node::Dial(GroupRecord* group) {
+  const std::string name = group->machine->name();
+  const TimePoint now = Now();
+  PeerDial dial;
+  dial.address = group->coordinator_address;
+  dial.group = name;
+  dial.daemon_id = options_.daemon_id;
+  dial.boot_id = boot_id_;
+  dial.limits.message_bytes = options_.message_bytes;
+  for (const Waiting& w : waiting_) {
+    if (!AwaitsJoin(w, *group)) continue;
+    if (w.spec.has_value() && !dial.spec.has_value()) dial.spec = w.spec;
+    if (w.waits) dial.wait = std::max(dial.wait, w.deadline - now);
+  }
+  group->redial.reset();
+  group->dialled_spec = dial.spec.has_value();
+  group->dialled_until = now + dial.wait;
+  const uint64_t id = group->id;
+  const uint64_t number = ++group->dial;
+  PeerLinkCallbacks callbacks;
+  callbacks.on_up = [this, name, id, number](const LinkUp& up) { LinkIsUp(name, id, number, up); };
+  callbacks.on_command = [this, name, id, number](PeerCommand command) {
+    LinkSays(name, id, number, std::move(command));
+  };
+  callbacks.on_lost = [this, name, id, number](absl::Status status) {
+    LinkIsLost(name, id, number, std::move(status));
+    MutexLock lock(&mutex_);
+    --links_;
+    links_cond_.NotifyAll();
+  };
+  ++links_;
+  LogInfo("group {}: joining its coordinator at {}", name, group->coordinator_address);
+  group->link = dialer_(std::move(dial), std::move(callbacks));  // closes the try before, if any
+}
+
+void Node::LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id && group->dial == dial && group->joining) {
+      // The coordinator's word on sizes is bounded like an operator's (P10).
+      absl::Status fits = absl::OkStatus();
+      if (up.spec.slots < 1 || up.spec.slots > kMaxSlots || up.spec.slot_bytes < 1 ||
+          up.spec.slot_bytes > options_.max_pool_bytes) {
+        fits = Error(absl::StatusCode::kInvalidArgument,
+                     "spec: {} slots of {} bytes, where max_pool_bytes is {}", up.spec.slots,
+                     up.spec.slot_bytes, options_.max_pool_bytes);
+      } else {
+        fits = MakeRoom(name, &up.spec, &deferred);
+      }
+      if (fits.ok()) {
+        TakeJoined(group, up, &deferred);
+      } else {
+        JoinFailed(group, fits, &deferred);
+      }
+    }
+  }
+  deferred.Run();
+}
+
+void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Deferred* deferred) {
+  const std::string name = group->machine->name();
+  group->joining = false;
+  std::vector<Waiting> admitted;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (AwaitsJoin(*it, *group)) {
+      admitted.push_back(std::move(*it));
+      it = waiting_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  Handle(name, up, deferred);
+  for (Waiting& w : admitted) {
+    GroupRecord* joined = FindGroup(name);
+    absl::Status status = joined == nullptr
+                              ? absl::UnavailableError("the coordinator is lost: attach again")
+                              : absl::OkStatus();
+    if (status.ok() && w.spec.has_value()) status = CheckSameSpec(name, *w.spec, up.spec);
+    if (status.ok()) {
+      Enter(std::move(w.record), joined, std::move(w.attached), deferred);
+    } else {
+      w.record.End(std::move(status));
+    }
+  }
+  const GroupRecord* left = FindGroup(name);
+  const bool wanted = left == nullptr || left->machine->has_members() ||
+                      std::any_of(pooling_.begin(), pooling_.end(), [&name](const auto& entry) {
+                        return entry.second.record.group == name;
+                      });
+  if (!wanted) {
+    Handle(name, LinkLost{absl::CancelledError("no member of this daemon is left")}, deferred);
+  }
+}
+
+void Node::LinkSays(const std::string& name, uint64_t id, uint64_t dial, PeerCommand command) {
+  Deferred deferred;
+  {
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
+    const GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id && group->dial == dial) {
+      Handle(name, CommandReceived{std::move(command)}, &deferred);
+    }
+  }
+  deferred.Run();
+}
+
+void Node::LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl::Status status) {
+  Deferred deferred;
+  {
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
+    GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id && group->dial == dial) {
+      if (group->joining) {
+        JoinFailed(group, status, &deferred);
+      } else {
+        Handle(name, LinkLost{std::move(status)}, &deferred);
+      }
+    }
+  }
+  deferred.Run();
+}
+
+// Who goes on waiting: where the group does not exist yet, or this daemon's id is still that of
+// a process that has ended, every member whose own wait goes on; where a spec was refused, those
+// that brought none.
+void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Deferred* deferred) {
+  const TimePoint now = Now();
+  const bool goes_on = !draining_ && !stopping_;
+  const bool pause = absl::IsAlreadyExists(status);
+  const bool of_spec = group->dialled_spec &&
+                       (absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status));
+  const bool of_time = pause || absl::IsNotFound(status);
+  const absl::Status refusal(
+      status.code(),
+      fmt::format("group {}: the coordinator at {} could not be joined: {}", group->machine->name(),
+                  group->coordinator_address, Message(status)));
+  bool waited_for = false;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (!AwaitsJoin(*it, *group)) {
+      ++it;
+      continue;
+    }
+    const bool stays =
+        (of_spec && !it->spec.has_value()) || (of_time && it->waits && it->deadline > now);
+    if (goes_on && stays) {
+      waited_for = true;
+      ++it;
+      continue;
+    }
+    it->record.End(refusal);
+    it = waiting_.erase(it);
+  }
+  group->link.reset();
+  if (!waited_for) return StopJoining(group, status, deferred);
+  if (!pause) {
+    group->refusal = absl::OkStatus();
+    return Dial(group);
+  }
+  if (group->refusal.ok()) {
+    LogWarning("group {}: its coordinator at {} does not take this daemon in yet: {}",
+               group->machine->name(), group->coordinator_address, Message(status));
+  }
+  group->refusal = refusal;
+  group->redial = now + kRejoinPause;
+  WakeTimer();
+}
+
+void Node::StopJoining(GroupRecord* group, const absl::Status& status, Deferred* deferred) {
+  group->joining = false;
+  group->redial.reset();
+  const std::string name = group->machine->name();
+  Handle(name, LinkLost{status}, deferred);  // drops the group: it has no member
+}
+
+void Node::StopJoiningIfUnwanted(const std::string& name, Deferred* deferred) {
+  GroupRecord* group = FindGroup(name);
+  if (group == nullptr || !group->joining) return;
+  const bool wanted = std::any_of(waiting_.begin(), waiting_.end(),
+                                  [&](const Waiting& w) { return AwaitsJoin(w, *group); });
+  if (!wanted) StopJoining(group, absl::CancelledError("no member waits for it"), deferred);
+}
+
+std::optional<TimePoint> Node::ExpiryOf(const Waiting& waiting) const {
+  if (waiting.coordinator.empty()) return waiting.deadline;
+  const auto it = groups_.find(waiting.record.group);
+  REFITD_CHECK(it != groups_.end() && it->second->joining);
+  // One that does not wait for the group is given the time that joining takes.
+  const TimePoint own = waiting.waits ? waiting.deadline : waiting.deadline + kJoinGrace;
+  if (!it->second->redial.has_value() && it->second->dialled_until <= own) return std::nullopt;
+  return own;
+}
+
+void Node::RefuseLateMembers(TimePoint now, Deferred* deferred) {
+  std::vector<std::string> joins;
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    const std::optional<TimePoint> expiry = ExpiryOf(*it);
+    if (!expiry.has_value() || *expiry > now) {
+      ++it;
+      continue;
+    }
+    absl::Status status =
+        Error(absl::StatusCode::kNotFound, "group '{}' was not created in time", it->record.group);
+    if (!it->coordinator.empty()) {
+      joins.push_back(it->record.group);
+      const GroupRecord& group = *groups_.at(it->record.group);
+      if (!group.refusal.ok()) {
+        status = group.refusal;
+      } else if (it->spec.has_value()) {
+        status = Error(absl::StatusCode::kDeadlineExceeded,
+                       "group '{}': the coordinator at {} was not joined in time", it->record.group,
+                       it->coordinator);
+      }
+    }
+    it->record.End(std::move(status));
+    it = waiting_.erase(it);
+  }
+  for (const std::string& name : joins) StopJoiningIfUnwanted(name, deferred);
+}
+
+void Node::RedialIfDue(TimePoint now) {
+  for (const auto& [name, group] : groups_) {
+    if (group->redial.has_value() && *group->redial <= now) Dial(group.get());
+  }
+}
+
+void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event) {
+  Deferred deferred;
+  {
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
+    const GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id) Handle(name, std::move(event), &deferred);
+  }
+  deferred.Run();
+}
+
+void Node::DropFollower(const std::string& name, Deferred* deferred, Events* more) {
+  const auto it = groups_.find(name);
+  LogInfo("group {}: left its coordinator at {}", name, it->second->coordinator_address);
+  WireLock::Events events;
+  wire_lock_.Release(name, &events);
+  for (auto& [other, event] : events) more->emplace_back(other, std::move(event));
+  if (options_.observer != nullptr) options_.observer->GroupGone(name);
+  // Its pool is unmapped, and its link let go, after the mutex.
+  deferred->AddLast(
+      [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
+  groups_.erase(it);
+}
+
+// ---- daemons that join ----
+
+void Node::Hello(v1::PeerHello hello, std::string peer_address,
+                 std::shared_ptr<PeerSession> session) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    WaitingPeer peer{std::move(hello), std::move(peer_address), std::move(session), Now()};
+    const std::string group = peer.hello.group();
+    bool created = false;
+    const auto check = [&]() -> absl::Status {
+      mutex_.AssertHeld();
+      REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
+      REFITD_RETURN_IF_ERROR(CheckName(peer.hello.daemon_id(), "daemon_id"));
+      if (peer.hello.boot_id() == boot_id_) {
+        return absl::FailedPreconditionError(
+            "boot_id: the daemon joins itself: members must name it as it listens, or as its "
+            "`advertise` says");
+      }
+      if (draining_) return absl::UnavailableError("the daemon is draining");
+      REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer.hello.wait_ms(), "wait_ms"));
+      peer.deadline = Now() + wait;
+      if (peer.hello.has_spec()) {
+        REFITD_RETURN_IF_ERROR(
+            MakeGroup(group, peer.hello.spec(), std::nullopt, &created, &deferred).status());
+      }
+      ForgetEarlier(peer);
+      if (FindGroup(group) != nullptr) return absl::OkStatus();
+      if (wait == Duration(0)) return NoGroup(group);
+      if (waiting_peers_.size() >= kMaxWaitingPeers) {
+        return Error(absl::StatusCode::kResourceExhausted, "{} daemons wait for groups already",
+                     waiting_peers_.size());
+      }
+      return absl::OkStatus();
+    };
+    if (absl::Status status = check(); !status.ok()) {
+      peer.session->End(std::move(status));
+    } else if (FindGroup(group) == nullptr) {
+      waiting_peers_.push_back(std::move(peer));
+      WakeTimer();
+    } else {
+      AdmitPeer(std::move(peer), &deferred);
+      // Who waits while the group is another daemon's must name that one, as whoever comes.
+      if (created) AdmitWaiting(group, &deferred);
+    }
+  }
+  deferred.Run();
+}
+
+// A daemon that dials anew for a group has given its earlier link up, which may be heard of later.
+void Node::ForgetEarlier(const WaitingPeer& peer) {
+  std::erase_if(waiting_peers_, [&peer](const WaitingPeer& earlier) {
+    if (earlier.hello.group() != peer.hello.group() ||
+        earlier.hello.boot_id() != peer.hello.boot_id()) {
+      return false;
+    }
+    earlier.session->End(absl::AbortedError("the daemon joins anew"));
+    return true;
+  });
+}
+
+void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
+  const std::string name = peer.hello.group();
+  GroupRecord* group = FindGroup(name);
+  if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
+  if (absl::Status status =
+          group->coordinator->CanJoin(peer.hello.daemon_id(), peer.hello.boot_id(), peer.address);
+      !status.ok()) {
+    return peer.session->End(std::move(status));
+  }
+  if (absl::Status spanning = CheckSpanning(name, nullptr); !spanning.ok()) {
+    return peer.session->End(std::move(spanning));
+  }
+  const NodeId node(next_node_++);
+  LinkUp up;
+  up.incarnation = group->machine->incarnation();
+  up.spec = group->machine->spec();
+  up.version = group->machine->version();
+  up.coordinator_id = options_.daemon_id;
+  up.protocol = AgreeProtocol(peer.hello.protocol(), peer.hello.highest_protocol(), "protocol")
+                    ->protocol;  // CheckPeerHello found one
+  peer.session->Accept(up);
+  joined_[peer.session->id()] = {name, node};
+  group->sessions[node] = std::move(peer.session);
+  Handle(name,
+         NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol, peer.hello.boot_id()},
+         deferred);
+}
+
+void Node::AdmitWaitingPeers(const std::string& group, Deferred* deferred) {
+  std::vector<WaitingPeer> admitted;
+  for (auto it = waiting_peers_.begin(); it != waiting_peers_.end();) {
+    if (it->hello.group() == group) {
+      admitted.push_back(std::move(*it));
+      it = waiting_peers_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  for (WaitingPeer& peer : admitted) AdmitPeer(std::move(peer), deferred);
+}
+
+void Node::RefuseLatePeers(TimePoint now) {
+  std::erase_if(waiting_peers_, [now](const WaitingPeer& peer) {
+    if (peer.deadline > now) return false;
+    peer.session->End(Error(absl::StatusCode::kNotFound, "group '{}' was not created in time",
+                            peer.hello.group()));
+    return true;
+  });
+}
+
+void Node::Report(uint64_t session, PeerReport report) {
+  Deferred deferred;
+  {
+    const PushTurns::Ahead lock(&pushes_, &mutex_);
+    const auto it = joined_.find(session);
+    if (it != joined_.end()) {
+      const Joined joined = it->second;
+      Handle(joined.group, ReportReceived{joined.node, std::move(report)}, &deferred);
+    }
+  }
+  deferred.Run();
+}
+
+void Node::Gone(uint64_t session, std::string reason) {
+  Deferred deferred;
+  {
+    MutexLock lock(&mutex_);
+    std::erase_if(waiting_peers_,
+                  [session](const WaitingPeer& peer) { return peer.session->id() == session; });
+    if (const auto it = joined_.find(session); it != joined_.end()) {
+      const Joined joined = it->second;
+      joined_.erase(it);
+      if (GroupRecord* group = FindGroup(joined.group); group != nullptr) {
+        group->sessions.erase(joined.node);
+        Handle(joined.group, NodeLost{joined.node, std::move(reason)}, &deferred);
+      }
+    }
+  }
+  deferred.Run();
+}
+
+void Node::EndSession(GroupRecord* group, NodeId node, absl::Status status) {
+  const auto it = group->sessions.find(node);
+  if (it == group->sessions.end()) return;
+  joined_.erase(it->second->id());
+  it->second->End(std::move(status));
+  group->sessions.erase(it);
+}
+
+void Node::EndPeers() {
+  const absl::Status status = absl::UnavailableError("the daemon stops");
+  for (const auto& [name, group] : groups_) {
+    while (!group->sessions.empty()) {
+      EndSession(group.get(), group->sessions.begin()->first, status);
+    }
+    if (group->link != nullptr) group->link->Close();
+  }
+  for (WaitingPeer& peer : waiting_peers_) peer.session->End(status);
+  waiting_peers_.clear();
+}
+
+// A command that can't be sent concerns a daemon that can't follow any more. Encoding one may take
+// long (a plan), and there is one for every daemon: both wait until the mutex is released.
+void Node::PerformSend(GroupRecord* group, SendCommand a, Deferred* deferred, Events* more) {
+  const auto it = group->sessions.find(a.node);
+  if (it == group->sessions.end()) return;
+  absl::Status status = it->second->Queue(std::move(a.command));
+  if (status.ok()) deferred->Flush(it->second);
+  if (status.ok() || absl::IsUnavailable(status)) return;  // Gone follows
+  LogWarning("group {}: a command was not sent: {}", group->machine->name(), Message(status));
+  const std::string reason = Message(status);
+  EndSession(group, a.node, std::move(status));
+  more->emplace_back(group->machine->name(), NodeLost{a.node, reason});
+}
+
+// A report that can't be sent is refused as the coordinator would.
+void Node::PerformSend(GroupRecord* group, const SendReport& a, Events* more) {
+  if (group->link == nullptr) return;
+  const absl::Status status = group->link->Send(a.report);
+  if (status.ok() || absl::IsUnavailable(status)) return;  // on_lost follows
+  const std::string& name = group->machine->name();
+  if (const auto* call = std::get_if<PeerCall>(&a.report)) {
+    const CallId id = std::visit([](const auto& event) { return event.call; }, call->event);
+    more->emplace_back(name, CommandReceived{PeerReply{id, status, EmptyReply{}}});
+  } else if (const auto* attach = std::get_if<PeerAttach>(&a.report)) {
+    more->emplace_back(name, CommandReceived{PeerRefuse{attach->member, status}});
+  } else if (const auto* layout = std::get_if<PeerLayout>(&a.report)) {
+    more->emplace_back(name, CommandReceived{PeerReply{layout->call, status, EmptyReply{}}});
+  } else {
+    more->emplace_back(name, LinkLost{status});
+  }
+}
+
+// ---- the wire ----
+
+// A machine's epochs are numbered by its coordinator, group by group; a wire has those of many
+// groups, and compares ids with other daemons'.
+std::optional<Node::EpochRecord> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
+  const auto it = group.epochs.find(epoch);
+  if (it == group.epochs.end()) return std::nullopt;
+  return it->second;
+}
+
+void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more) {
+  // Every daemon must come to the same one, and no other group of this daemon to it.
+  HashChain id(group->machine->incarnation());
+  id.Add(a.epoch.value());
+  const EpochId local(id.hash());
+  EpochOpened opened;
+  opened.epoch = a.epoch;
+  if (HasDevices(group->machine->name())) {
+    if (options_.cuda.wire != nullptr) return OpenOnDevice(group, a, local);
+    opened.status =
+        Error(absl::StatusCode::kUnavailable, "this daemon has no data plane for GPU memory: {}",
+              options_.cuda.no_wire);
+  } else if (wire_ == nullptr) {
+    opened.status = absl::UnavailableError("this daemon has no data plane");
+  } else {
+    absl::StatusOr<std::string> address = wire_->Open(local, a.rank, a.size);
+    opened.status = address.status();
+    if (address.ok()) {
+      opened.address = *std::move(address);
+      group->epochs[a.epoch] = {local, false};
+    }
+  }
+  more->emplace_back(group->machine->name(), std::move(opened));
+}
+
+// NCCL takes its time, the first time most of all: not under the mutex.
+void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
+  const std::string name = group->machine->name();
+  group->epochs[a.epoch] = {local, true};
+  const auto open = [this, name, id = group->id, a, local](GroupRecord* found) {
+    const int ordinal = *found->wire_ordinal;
+    if (const auto it = found->epochs.find(a.epoch); it != found->epochs.end()) {
+      it->second.ordinal = ordinal;
+    }
+    opener_.Submit([this, name, id, a, local, ordinal] {
+      EpochOpened opened;
+      opened.epoch = a.epoch;
+      absl::StatusOr<std::string> address =
+          options_.cuda.wire->OpenOn(ordinal, local, a.rank, a.size);
+      opened.status = address.status();
+      if (address.ok()) opened.address = *std::move(address);
+      {
+        MutexLock lock(&mutex_);
+        GroupRecord* const now = FindGroup(name);
+        const bool wanted = now != nullptr && now->id == id && now->epochs.contains(a.epoch);
+        if (opened.status.ok() && !wanted) options_.cuda.wire->Close(local);
+        if (!opened.status.ok() && wanted) now->epochs.erase(a.epoch);
+      }
+      GroupEventOf(name, id, std::move(opened));
+    });
+  };
+  if (group->wire_ordinal.has_value()) return open(group);
+  MakeWirePool(*group, [open, name, a](GroupRecord* found, const absl::Status& made, Events* more) {
+    if (made.ok()) return open(found);
+    found->epochs.erase(a.epoch);
+    more->emplace_back(name, EpochOpened{a.epoch, made, ""});
+  });
+}
+
+bool Node::ReachesSlots(const EpochRecord& epoch, const GroupRecord& group) {
+  if (!epoch.on_devices) return !group.wire_ordinal.has_value();
+  return group.wire_ordinal == epoch.ordinal;
+}
+
+Wire* Node::WireOf(const EpochRecord& epoch) const {
+  return epoch.on_devices ? options_.cuda.wire.get() : wire_.get();
+}
+
+absl::Status Node::EnsureWirePool(GroupRecord* group) {
+  if (LacksWirePool(*group)) return absl::UnavailableError("the slots on GPUs are not made");
+  return group->wire_ordinal.has_value() ? absl::OkStatus() : EnsurePool(group);
+}
+
+void Node::PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more) {
+  const std::string name = group->machine->name();
+  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
+  if (!local.has_value()) {
+    more->emplace_back(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
+    return;
+  }
+  WireOf(*local)->Connect(local->id, std::move(a.addresses), a.timeout,
+                          [this, name, id = group->id, epoch = a.epoch](absl::Status status) {
+                            GroupEventOf(name, id, EpochUp{epoch, std::move(status)});
+                          });
+}
+
+void Node::PerformClose(GroupRecord* group, const CloseEpoch& a) {
+  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
+  if (!local.has_value()) return;
+  WireOf(*local)->Close(local->id);
+  group->epochs.erase(a.epoch);
+}
+
+void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
+  const std::string name = group->machine->name();
+  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
+  absl::Status status = EnsureWirePool(group);
+  const int64_t slot_bytes = group->machine->spec().slot_bytes;
+  if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
+  // Its members went and others came: the next epoch is of their memory.
+  if (status.ok() && !ReachesSlots(*local, *group)) {
+    status = absl::CancelledError("the epoch is of other memory");
+  }
+  if (status.ok() && (int64_t{a.slot.slot.value()} >= group->machine->spec().slots ||
+                      a.bytes > slot_bytes || a.bytes < 0 || a.ranks.empty())) {
+    status = Error(absl::StatusCode::kInvalidArgument, "slot {}, {} bytes: not in the pool",
+                   a.slot.slot, a.bytes);
+  }
+  if (!status.ok()) {
+    more->emplace_back(name, WireDone{a.epoch, a.seq, std::move(status)});
+    return;
+  }
+  MemorySpan memory = *Memory(members_, *group).Slot(a.slot.slot);
+  memory.bytes = a.bytes;
+  const bool root = a.ranks.front() == a.rank;
+  const bool all = static_cast<int>(a.ranks.size()) == a.size;
+  const MoveKind kind = all ? MoveKind::kBroadcast : MoveKind::kExchange;
+  const int64_t moved = root ? 0 : a.bytes;
+  auto done = [this, name, id = group->id, epoch = a.epoch, seq = a.seq, kind,
+               moved](absl::Status ended) {
+    if (options_.observer != nullptr && ended.ok() && moved > 0) {
+      options_.observer->BytesMoved(name, kind, moved);
+    }
+    GroupEventOf(name, id, WireDone{epoch, seq, std::move(ended)});
+  };
+  if (all) {
+    WireBroadcast broadcast;
+    broadcast.epoch = local->id;
+    broadcast.seq = a.seq;
+    broadcast.root = static_cast<int>(a.ranks.front());
+    broadcast.memory = memory;
+    broadcast.timeout = a.timeout;
+    WireOf(*local)->Submit(std::move(broadcast), std::move(done));
+    return;
+  }
+  WireExchange exchange;
+  exchange.epoch = local->id;
+  exchange.seq = a.seq;
+  exchange.timeout = a.timeout;
+  if (root) {
+    for (size_t i = 1; i < a.ranks.size(); ++i) {
+      exchange.sends.push_back({static_cast<int>(a.ranks[i]), memory});
+    }
+  } else {
+    exchange.receives.push_back({static_cast<int>(a.ranks.front()), memory});
+  }
+  WireOf(*local)->Submit(std::move(exchange), std::move(done));
+}
+
+}  // namespace refitd

@@ -1,0 +1,84 @@
+// Who gets a mutex next when some callers are many and in no hurry.
+//
+// A trainer may have hundreds of pushes under way, each with some tenths of a millisecond of work
+// under the node's mutex, and a mutex goes to whoever asks at the right moment, not to who waited
+// longest. Measured: with 30 pushes at once the end of a transfer waited 6 ms for the mutex, in
+// which all slots were full and the links idle (docs/decisions.md). So pushes come one at a time,
+// and let those go ahead who free slots: these wait for one push at most.
+//
+// Thread-safe.
+#ifndef REFITD_DAEMON_NODE_PUSH_TURNS_H_
+#define REFITD_DAEMON_NODE_PUSH_TURNS_H_
+
+#include <chrono>
+
+#include "absl/base/thread_annotations.h"
+#include "transport/base/mutex.h"
+
+namespace refitd {
+
+class PushTurns {
+ public:
+  PushTurns() = default;
+  PushTurns(const PushTurns&) = delete;
+  PushTurns& operator=(const PushTurns&) = delete;
+
+  // Holds the mutex, ahead of all pushes that wait for it.
+  class ABSL_SCOPED_LOCKABLE Ahead {
+   public:
+    Ahead(PushTurns* turns, Mutex* mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex) {
+      turns->Come();
+      mutex_->Lock();
+      turns->Go();
+    }
+    ~Ahead() ABSL_UNLOCK_FUNCTION() { mutex_->Unlock(); }
+    Ahead(const Ahead&) = delete;
+    Ahead& operator=(const Ahead&) = delete;
+
+   private:
+    Mutex* const mutex_;
+  };
+
+  // Whether somebody waits in an Ahead.
+  bool AnyAhead() {
+    MutexLock lock(&gate_);
+    return ahead_ > 0;
+  }
+
+  // The turn of one push, to be held while it takes the mutex and has it.
+  class Turn {
+   public:
+    explicit Turn(PushTurns* turns) : lock_(&turns->one_) { turns->LetAhead(); }
+
+   private:
+    const MutexLock lock_;
+  };
+
+ private:
+  // P4: whoever comes ahead without end does not keep pushes off.
+  static constexpr auto kLongest = std::chrono::milliseconds(10);
+
+  void Come() {
+    MutexLock lock(&gate_);
+    ++ahead_;
+  }
+  void Go() {
+    MutexLock lock(&gate_);
+    if (--ahead_ == 0) none_ahead_.NotifyOne();
+  }
+  void LetAhead() {
+    MutexLock lock(&gate_);
+    const auto deadline = std::chrono::steady_clock::now() + kLongest;
+    while (ahead_ > 0 && none_ahead_.WaitUntil(&gate_, deadline)) {
+    }
+  }
+
+  Mutex one_;  // before gate_
+  Mutex gate_;
+  CondVar none_ahead_;
+  int ahead_ ABSL_GUARDED_BY(gate_) = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_PUSH_TURNS_H_

@@ -1,0 +1,125 @@
+#include "daemon/process/log.h"
+
+#include <spdlog/logger.h>
+#include <spdlog/pattern_formatter.h>
+#include <spdlog/sinks/basic_file_sink.h>
+#include <spdlog/sinks/stdout_sinks.h>
+
+#include <atomic>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "transport/base/mutex.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+// Timestamps are UTC. The message comes escaped, in JSON with its quotes.
+constexpr char kTextPattern[] = "%Y-%m-%dT%H:%M:%S.%eZ %l %v";
+constexpr char kJsonPattern[] = R"({"ts":"%Y-%m-%dT%H:%M:%S.%eZ","level":"%l","msg":%v})";
+
+spdlog::level::level_enum ToSpdlog(LogLevel level) {
+  switch (level) {
+    case LogLevel::kDebug:
+      return spdlog::level::debug;
+    case LogLevel::kInfo:
+      return spdlog::level::info;
+    case LogLevel::kWarning:
+      return spdlog::level::warn;
+    case LogLevel::kError:
+      return spdlog::level::err;
+  }
+  return spdlog::level::err;
+}
+
+std::string EscapeText(std::string_view message) {
+  std::string escaped;
+  escaped.reserve(message.size());
+  for (const char c : message) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 0x20 && byte != 0x7F) {
+      escaped += c;
+    } else if (c == '\n') {
+      escaped += "\\n";
+    } else {
+      escaped += fmt::format("\\x{:02x}", byte);
+    }
+  }
+  return escaped;
+}
+
+std::string EscapeJson(std::string_view message) {
+  return nlohmann::json(message).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+struct Logger {
+  std::shared_ptr<spdlog::logger> spdlog;
+  LogFormat format = LogFormat::kText;
+};
+
+std::shared_ptr<const Logger> MakeLogger(spdlog::sink_ptr sink, LogFormat format) {
+  auto logger = std::make_shared<Logger>();
+  logger->format = format;
+  logger->spdlog = std::make_shared<spdlog::logger>("refitd", std::move(sink));
+  logger->spdlog->set_formatter(std::make_unique<spdlog::pattern_formatter>(
+      format == LogFormat::kJson ? kJsonPattern : kTextPattern, spdlog::pattern_time_type::utc));
+  logger->spdlog->set_level(spdlog::level::trace);  // LogEnabled has decided already
+  logger->spdlog->flush_on(spdlog::level::trace);
+  return logger;
+}
+
+std::atomic<LogLevel> threshold{LogLevel::kInfo};
+
+// The current logger; never destroyed, so that threads may log while the process ends.
+class Current {
+ public:
+  std::shared_ptr<const Logger> Get() {
+    MutexLock lock(&mutex_);
+    return logger_;
+  }
+  void Set(std::shared_ptr<const Logger> logger) {
+    MutexLock lock(&mutex_);
+    logger_ = std::move(logger);
+  }
+
+ private:
+  Mutex mutex_;
+  std::shared_ptr<const Logger> logger_ ABSL_GUARDED_BY(mutex_) =
+      MakeLogger(std::make_shared<spdlog::sinks::stderr_sink_mt>(), LogFormat::kText);
+};
+
+Current& TheLogger() {
+  static auto* const current = new Current;
+  return *current;
+}
+
+}  // namespace
+
+absl::Status SetLogging(const LogConfig& config) {
+  spdlog::sink_ptr sink;
+  if (config.file.empty()) {
+    sink = std::make_shared<spdlog::sinks::stderr_sink_mt>();
+  } else {
+    try {
+      sink = std::make_shared<spdlog::sinks::basic_file_sink_mt>(config.file);
+    } catch (const spdlog::spdlog_ex& error) {
+      return Error(absl::StatusCode::kUnavailable, "log.file \"{}\": {}", config.file,
+                   error.what());
+    }
+  }
+  TheLogger().Set(MakeLogger(std::move(sink), config.format));
+  threshold = config.level;
+  return absl::OkStatus();
+}
+
+bool LogEnabled(LogLevel level) { return level >= threshold.load(std::memory_order_relaxed); }
+
+void LogMessage(LogLevel level, std::string_view message) {
+  const std::shared_ptr<const Logger> logger = TheLogger().Get();
+  const std::string escaped =
+      logger->format == LogFormat::kJson ? EscapeJson(message) : EscapeText(message);
+  logger->spdlog->log(ToSpdlog(level), escaped);
+}
+
+}  // namespace refitd

@@ -1,0 +1,59 @@
+// The daemon's log: text or JSON, one line an event, whatever the message holds.
+//
+// Log once, where an error is first detected; return a status everywhere else. Control characters
+// are escaped, so that no peer's text can forge a line. Thread-safe. Before SetLogging: text, info,
+// stderr.
+#ifndef REFITD_DAEMON_PROCESS_LOG_H_
+#define REFITD_DAEMON_PROCESS_LOG_H_
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/status/status.h"
+
+namespace refitd {
+
+enum class LogFormat : uint8_t { kText, kJson };
+enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError };
+
+struct LogConfig {
+  LogFormat format = LogFormat::kText;
+  LogLevel level = LogLevel::kInfo;
+  std::string file;  // appended to; empty: stderr
+  bool operator==(const LogConfig&) const = default;
+};
+
+// Errors: as opening the file says.
+absl::Status SetLogging(const LogConfig& config);
+
+bool LogEnabled(LogLevel level);
+void LogMessage(LogLevel level, std::string_view message);
+
+template <typename... Args>
+void Log(LogLevel level, fmt::format_string<Args...> format, Args&&... args) {
+  if (LogEnabled(level)) LogMessage(level, fmt::format(format, std::forward<Args>(args)...));
+}
+template <typename... Args>
+void LogDebug(fmt::format_string<Args...> format, Args&&... args) {
+  Log(LogLevel::kDebug, format, std::forward<Args>(args)...);
+}
+template <typename... Args>
+void LogInfo(fmt::format_string<Args...> format, Args&&... args) {
+  Log(LogLevel::kInfo, format, std::forward<Args>(args)...);
+}
+template <typename... Args>
+void LogWarning(fmt::format_string<Args...> format, Args&&... args) {
+  Log(LogLevel::kWarning, format, std::forward<Args>(args)...);
+}
+template <typename... Args>
+void LogError(fmt::format_string<Args...> format, Args&&... args) {
+  Log(LogLevel::kError, format, std::forward<Args>(args)...);
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_PROCESS_LOG_H_

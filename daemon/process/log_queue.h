@@ -1,0 +1,74 @@
+// Log lines that are made under a mutex and written after it was released: writing one takes system
+// calls. Lines are written in the order of Add, whichever threads write them.
+//
+// Thread-safe. Write never waits for another thread's writing: that one takes the new lines too.
+// Where it does not get on (a pipe that nobody reads), at most kMaxLines wait; later ones are
+// dropped, and counted in the line that follows (P10).
+#ifndef REFITD_DAEMON_PROCESS_LOG_QUEUE_H_
+#define REFITD_DAEMON_PROCESS_LOG_QUEUE_H_
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "daemon/process/log.h"
+#include "transport/base/mutex.h"
+
+namespace refitd {
+
+class LogQueue {
+ public:
+  static constexpr size_t kMaxLines = 10'000;
+
+  ~LogQueue() { Write(); }
+
+  // Whoever adds a line calls Write once it may.
+  void Add(LogLevel level, std::string message) {
+    MutexLock lock(&mutex_);
+    if (lines_.size() >= kMaxLines) {
+      ++dropped_;
+      return;
+    }
+    lines_.emplace_back(level, std::move(message));
+  }
+
+  void Write() {
+    for (Lines lines = Take(); !lines.empty(); lines = TakeMore()) {
+      for (const auto& [level, message] : lines) LogMessage(level, message);
+    }
+  }
+
+ private:
+  using Lines = std::vector<std::pair<LogLevel, std::string>>;
+
+  // None: there are none, or another thread writes.
+  Lines Take() {
+    MutexLock lock(&mutex_);
+    return writing_ ? Lines() : TakeLines();
+  }
+  Lines TakeMore() {
+    MutexLock lock(&mutex_);
+    return TakeLines();
+  }
+  Lines TakeLines() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (const int64_t dropped = std::exchange(dropped_, 0); dropped > 0) {
+      lines_.emplace_back(LogLevel::kWarning,
+                          fmt::format("{} lines were dropped: the log took no more", dropped));
+    }
+    writing_ = !lines_.empty();
+    return std::exchange(lines_, {});
+  }
+
+  Mutex mutex_;
+  Lines lines_ ABSL_GUARDED_BY(mutex_);
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t dropped_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_PROCESS_LOG_QUEUE_H_

@@ -1,0 +1,67 @@
+// What the node tells whoever counts: metrics.h implements it.
+//
+// Thread contract: the node calls it from any thread, under its own mutex, so an implementation
+// must be thread-safe, return at once and never call the node.
+#ifndef REFITD_DAEMON_PROCESS_OBSERVER_H_
+#define REFITD_DAEMON_PROCESS_OBSERVER_H_
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+// Why an update failed, as a class: metrics have one series a class, so the set is fixed and small
+// (P10). Words for people are in the update's own reason.
+inline constexpr std::string_view kReasonNone = "";                      // committed
+inline constexpr std::string_view kReasonDeadline = "deadline";          // a wait ran out
+inline constexpr std::string_view kReasonMemberLost = "member_lost";     // a rank went away
+inline constexpr std::string_view kReasonPeerLost = "peer_lost";         // a daemon went away
+inline constexpr std::string_view kReasonVerification = "verification";  // digests differ
+inline constexpr std::string_view kReasonAborted = "aborted";            // a member said so
+inline constexpr std::string_view kReasonOperator = "operator";          // AbortUpdate
+inline constexpr std::string_view kReasonTransfer = "transfer";          // moving bytes failed
+inline constexpr std::string_view kReasonDrain = "drain";                // the daemon ends
+inline constexpr std::string_view kReasonOther = "other";                // none of these
+inline constexpr std::array kUpdateReasons = {
+    kReasonNone,    kReasonDeadline, kReasonMemberLost, kReasonPeerLost, kReasonVerification,
+    kReasonAborted, kReasonOperator, kReasonTransfer,   kReasonDrain,    kReasonOther};
+
+// How buckets went (transport/transport.h); metrics have one series each.
+inline constexpr std::array<std::string_view, 4> kPushMethods = {"direct", "chain", "symmetric",
+                                                                 "nccl"};
+
+// An update that has ended. A phase that was not reached took no time.
+struct UpdateReport {
+  std::string group;
+  bool committed = false;
+  std::string_view reason;  // one of kUpdateReasons; anything else counts as kReasonOther
+  Duration prepare{};       // Begin to every rank ready
+  Duration data{};          // to the last Commit
+  Duration verify{};        // to every digest compared
+  Duration decide{};        // to the outcome told
+  Duration total{};         // Begin to the outcome
+  int64_t bytes = 0;        // of tensor data handed over
+  std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of it in buckets, by kPushMethods
+};
+
+// The moves of a transport (docs/architecture.md).
+enum class MoveKind { kCopy, kBroadcast, kExchange };
+
+class NodeObserver {
+ public:
+  virtual ~NodeObserver() = default;
+  virtual void UpdateEnded(const UpdateReport& report) = 0;
+  virtual void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) = 0;
+  // Bytes that were written are not the bytes that were meant.
+  virtual void IntegrityFailure(const std::string& group) = 0;
+  // The group was deleted: what was counted for it is dropped.
+  virtual void GroupGone(const std::string& group) = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_PROCESS_OBSERVER_H_

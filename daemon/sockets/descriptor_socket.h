@@ -1,0 +1,146 @@
+// The daemon's end of the descriptor socket: regions come in, staging pools go out
+// (transport/host/descriptor_wire.h, docs/descriptor_socket.md).
+//
+// Promises kept here: P4 (connections have an idle limit, replies never block), P8 (every
+// descriptor that arrives is owned at once and closed unless the handler takes it; a closed
+// connection leaves nothing), P10 (sizes, magic, version, kinds and the number of descriptors are
+// checked before anything else; connections and requests are bounded), P9 (whom the access rule
+// refuses is told so and hung up on, before anything of his is read). Who may do what (token,
+// credentials, the memfd's seals and size) is the handler's to decide.
+//
+// Malformed framing (size, magic, version) is answered INVALID_ARGUMENT and ends the connection; a
+// well-framed request that is refused is answered and the connection goes on.
+#ifndef REFITD_DAEMON_SOCKETS_DESCRIPTOR_SOCKET_H_
+#define REFITD_DAEMON_SOCKETS_DESCRIPTOR_SOCKET_H_
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/sockets/peer_credentials.h"
+#include "daemon/sockets/unix_listener.h"
+#include "transport/base/ids.h"
+#include "transport/base/mutex.h"
+#include "transport/base/unique_fd.h"
+#include "transport/host/descriptor_wire.h"
+
+namespace refitd {
+
+// What follows the control plane's socket path.
+inline constexpr std::string_view kDescriptorSocketSuffix = ".fds";
+
+// Connections at a time: more than the ranks of a node; further ones are answered
+// RESOURCE_EXHAUSTED and closed.
+inline constexpr int kMaxDescriptorConnections = 1024;
+// Requests served at a time: mapping a large region takes long, others need not wait for it.
+inline constexpr int kDescriptorThreads = 4;
+// A connection without a request for so long is closed; clients connect again.
+inline constexpr std::chrono::milliseconds kDescriptorIdleLimit{60'000};
+
+using Token = std::array<uint8_t, 16>;
+
+struct PoolHandle {
+  UniqueFd fd;  // a duplicate: sent and closed
+  int64_t bytes = 0;
+  int64_t slot_bytes = 0;
+};
+
+// Implemented by the node. Called from kDescriptorThreads threads at once; may block on memory
+// mapping, on nothing else. A status becomes the reply's code and message.
+class DescriptorHandler {
+ public:
+  virtual ~DescriptorHandler() = default;
+  // `fd` is the caller's descriptor, unchecked; `bytes` is positive.
+  virtual absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
+                                                  UniqueFd fd, RegionKind kind, int64_t bytes) = 0;
+  virtual absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
+                                     RegionId region) = 0;
+  virtual absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) = 0;
+};
+
+struct DescriptorSocketOptions {
+  std::string path;
+  mode_t mode = 0660;
+  AccessRule access;  // as it is: serves nobody
+  int max_connections = kMaxDescriptorConnections;
+  std::chrono::milliseconds idle_limit = kDescriptorIdleLimit;
+};
+
+// Thread-safe.
+class DescriptorSocket {
+ public:
+  // Binds, listens and serves. `handler` must outlive the socket. Errors: as UnixListener::Create;
+  // RESOURCE_EXHAUSTED descriptors.
+  static absl::StatusOr<std::unique_ptr<DescriptorSocket>> Create(
+      const DescriptorSocketOptions& options, DescriptorHandler* handler);
+  ~DescriptorSocket();  // Stop()
+  DescriptorSocket(const DescriptorSocket&) = delete;
+  DescriptorSocket& operator=(const DescriptorSocket&) = delete;
+
+  // Lets running requests end, closes every connection, removes the socket's file. Idempotent.
+  void Stop();
+
+  const std::string& path() const { return path_; }
+  int connections() const;
+
+ private:
+  struct Connection {
+    UniqueFd socket;
+    PeerCredentials peer;
+    std::chrono::steady_clock::time_point last_used;
+    bool busy = false;  // a thread serves it; it alone may close it
+  };
+  struct Request;
+
+  DescriptorSocket(const DescriptorSocketOptions& options, std::unique_ptr<UnixListener> listener,
+                   UniqueFd epoll, UniqueFd stop, UniqueFd timer, DescriptorHandler* handler);
+  void Run();
+  void AcceptAll();
+  void Admit(UniqueFd socket);
+  bool ShedOne();
+  // Takes the connection for this thread; null: it was closed in between.
+  std::shared_ptr<Connection> Claim(uint64_t id);
+  // Serves what has come; false: the connection ends.
+  bool Serve(const Connection& connection);
+  void Release(uint64_t id, bool keep);
+  void Tick();  // closes idle connections, listens again after a failed accept
+  void ArmTimer();
+  void ListenAgain();
+  DescriptorReply Answer(const Connection& connection, Request request, UniqueFd* attach);
+
+  const std::string path_;
+  const AccessRule access_;
+  const int max_connections_;
+  const std::chrono::milliseconds idle_limit_;
+  const int listen_fd_;  // of listener_
+  const UniqueFd epoll_;
+  const UniqueFd stop_;   // eventfd, level-triggered: wakes every thread
+  const UniqueFd timer_;  // timerfd: idle connections
+  DescriptorHandler* const handler_;
+  // Of the thread that has the listener's event.
+  UniqueFd spare_;  // given up for a moment to refuse a connection when there are no descriptors
+  int64_t shed_since_logged_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> shed_logged_;
+
+  mutable Mutex mutex_;
+  uint64_t next_id_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_map<uint64_t, std::shared_ptr<Connection>> connections_ ABSL_GUARDED_BY(mutex_);
+
+  Mutex stop_mutex_;  // Stop against Stop; before mutex_
+  std::unique_ptr<UnixListener> listener_ ABSL_GUARDED_BY(stop_mutex_);  // null after Stop
+  std::vector<std::thread> threads_ ABSL_GUARDED_BY(stop_mutex_);
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SOCKETS_DESCRIPTOR_SOCKET_H_

@@ -1,0 +1,54 @@
+// A listening unix socket with a path in the file system.
+//
+// Exactly one daemon owns a path: a live one is never replaced, a stale file always is. The path
+// appears once it can be connected to, not before. The file is removed at the end only if it is
+// still the one that was made here. Not thread-safe; move-only through its unique_ptr.
+#ifndef REFITD_DAEMON_SOCKETS_UNIX_LISTENER_H_
+#define REFITD_DAEMON_SOCKETS_UNIX_LISTENER_H_
+
+#include <sys/stat.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "transport/base/unique_fd.h"
+
+namespace refitd {
+
+struct UnixListenerOptions {
+  std::string path;
+  int type = 0;     // SOCK_STREAM or SOCK_SEQPACKET
+  mode_t mode = 0;  // of the socket's file
+  bool lock =
+      true;  // hold PATH.lock as well, so that two daemons that start at once can't both win
+};
+
+class UnixListener {
+ public:
+  // Binds and listens; non-blocking, close-on-exec. Errors: INVALID_ARGUMENT path empty, relative
+  // or too long for an address; ALREADY_EXISTS a live process serves it (pid named) or the path
+  // is no socket; NOT_FOUND or PERMISSION_DENIED folder.
+  static absl::StatusOr<std::unique_ptr<UnixListener>> Create(const UnixListenerOptions& options);
+
+  // Closes, and removes socket and lock file if they are still ours.
+  ~UnixListener();
+  UnixListener(const UnixListener&) = delete;
+  UnixListener& operator=(const UnixListener&) = delete;
+
+  int fd() const { return socket_.get(); }
+  const std::string& path() const { return path_; }
+
+ private:
+  UnixListener(std::string path, UniqueFd socket, UniqueFd lock, struct stat made)
+      : path_(std::move(path)), socket_(std::move(socket)), lock_(std::move(lock)), made_(made) {}
+
+  const std::string path_;
+  UniqueFd socket_;
+  UniqueFd lock_;
+  struct stat made_;  // of the socket's file
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SOCKETS_UNIX_LISTENER_H_

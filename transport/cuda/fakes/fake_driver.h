@@ -1,0 +1,30 @@
+// What the fake driver (fake_driver.cc) counts. Tests use it through fake_cuda.h.
+#ifndef REFITD_TRANSPORT_CUDA_FAKES_FAKE_DRIVER_H_
+#define REFITD_TRANSPORT_CUDA_FAKES_FAKE_DRIVER_H_
+
+namespace refitd {
+
+// What is open now, but for *_calls: since FakeCudaReset.
+struct FakeCudaCounts {
+  int opened_handles = 0;  // of legacy IPC, every open
+  int open_calls = 0;
+  int imported = 0;  // VMM allocations of others
+  int created = 0;   // own ones
+  int reserved = 0;  // address ranges
+  int mapped = 0;
+  int allocations = 0;       // device memory
+  int host_allocations = 0;  // pinned
+  int streams = 0;
+  int events = 0;
+  int modules = 0;
+  int launch_calls = 0;
+  int largest_grid = 0;
+  int allocation_calls = 0;  // device and pinned
+  int engine_copies = 0;     // of batches; since FakeCudaReset
+  int blocked_calls = 0;     // that do not return now
+  bool operator==(const FakeCudaCounts&) const = default;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_CUDA_FAKES_FAKE_DRIVER_H_

@@ -1,0 +1,114 @@
+// Which NCCL there is: found and loaded at run time, in an environment that the daemon has cleaned.
+//
+// One binary serves machines with and without NCCL; where it is missing, too old or refused, the
+// report says so in words. Search order:
+//   1. the configured path (cuda.nccl_library): if it fails, that is the answer, and no other place
+//      is searched;
+//   2. nvidia/nccl/lib/libnccl.so.2, where Python's wheels put it, below $VIRTUAL_ENV,
+//   $CONDA_PREFIX
+//      and the system's folders of Python packages, newest Python first: engines' frameworks use
+//      that one too;
+//   3. libnccl.so.2, as the loader finds it.
+//
+// NCCL reads its environment when the first communicator is made, and keeps what it read. Launchers
+// of trainers and engines export what suits those (NCCL_CUMEM_ENABLE=0, NCCL_ALGO, ...), which
+// would turn symmetric memory off, or change it, without a word: CleanNcclEnvironment drops all
+// but a few names. P9: NCCL's sockets, which know no credentials, are bound to the interface of the
+// data plane. Multicast (NVLS) is always off: it needs rights over a whole NVLink domain and gains
+// nothing for copies between few GPUs.
+//
+// No CUDA and no NCCL type appears here; builds without CUDA too.
+//
+// Thread-safe, but for CleanNcclEnvironment.
+#ifndef REFITD_TRANSPORT_CUDA_NCCL_NCCL_H_
+#define REFITD_TRANSPORT_CUDA_NCCL_NCCL_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+
+namespace refitd {
+
+struct NcclApi;  // api.h
+
+struct NcclReport {
+  std::shared_ptr<const NcclApi> api;  // null: none
+  std::string library;                 // the file that was loaded; empty: none
+  int version = 0;                     // 10000 * major + 100 * minor + patch; 0: none
+  std::string problem;                 // why there is none; empty if there is one
+  std::string no_symmetric;            // why it has no symmetric memory; empty if it has, or none
+};
+
+// A communicator over GPUs of this process (communicator.h), for people and status calls.
+struct CommunicatorStatus {
+  uint64_t epoch = 0;
+  std::vector<int> devices;   // ordinals, by rank
+  bool copy_engines = false;  // they do its all-gathers
+  int windows = 0;            // open
+  int64_t window_bytes = 0;   // of each rank, all windows
+  absl::Status status;        // why it is no longer usable
+};
+
+// What has communicators is one of these too: MakeCudaTransport's transport.
+class CommunicatorsOwner {
+ public:
+  virtual ~CommunicatorsOwner() = default;
+  // Oldest first. Waits for nothing.
+  virtual std::vector<CommunicatorStatus> Communicators() const = 0;
+};
+
+// Where NCCL is searched for, in order: files that exist, then "libnccl.so.2". `environment` gives
+// a variable or null; `root` ("/" but for tests) is where the system's folders lie.
+std::vector<std::string> NcclCandidates(const std::function<const char*(const char*)>& environment,
+                                        const std::string& root);
+
+// Loads `configured`, or where that is empty the first candidate that loads.
+NcclReport FindNccl(const std::string& configured);
+NcclReport FindNcclAmong(const std::vector<std::string>& candidates);
+
+// What CleanNcclEnvironment did, as "NAME=VALUE".
+struct NcclEnvironment {
+  std::vector<std::string> dropped;  // of others than this daemon's operator, or overruled
+  std::vector<std::string> kept;
+  std::vector<std::string> set;
+  // Names that the machine's own file sets: NCCL reads it whatever the environment says, but it
+  // overrules nothing of `kept` and `set`.
+  std::vector<std::string> machine;
+};
+
+inline constexpr std::string_view kNcclMachineFile = "/etc/nccl.conf";
+
+// Drops every NCCL_* variable of this process but
+//   NCCL_DEBUG, NCCL_DEBUG_FILE, NCCL_DEBUG_SUBSYS   what NCCL logs, and where
+//   NCCL_HOSTID                                      what counts as one host
+//   NCCL_IB_*                                        InfiniBand and RoCE
+//   NCCL_NET, NCCL_NET_PLUGIN, NCCL_TOPO_FILE        the machine's network and its topology
+// and sets
+//   NCCL_CONF_FILE=/dev/null      nor may a file of the user's bring back what was dropped
+//   NCCL_CUMEM_ENABLE=1, NCCL_WIN_ENABLE=1           symmetric memory
+//   NCCL_ENV_PLUGIN=none          nor may a plugin
+//   NCCL_NVLS_ENABLE=0            no multicast
+//   NCCL_RAS_ENABLE=0             NCCL's own service, which listens without credentials
+//   NCCL_SOCKET_IFNAME            =`interface`
+//   NCCL_NET=Socket               P9: no adapter that nobody named; not where a NCCL_IB_* or
+//   NCCL_NET*
+//                                 is kept, or the machine's file has one
+// Changes the environment: before the process has threads, and before NCCL is loaded.
+NcclEnvironment CleanNcclEnvironment(
+    const std::string& interface, const std::string& machine_file = std::string(kNcclMachineFile));
+
+// "2.28.9".
+std::string NcclVersionText(int version);
+
+// In one line for people: "NCCL 2.28.9 from PATH", "NCCL 2.20.5 from PATH, without symmetric
+// memory: ...", "no NCCL: ...".
+std::string Describe(const NcclReport& report);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_CUDA_NCCL_NCCL_H_

@@ -1,0 +1,65 @@
+// Internal to the digest: constants that every kernel uses, and the kernels of each instruction
+// set, one a file, because each file is compiled for its own instruction set.
+//
+// Everything inline here is in an unnamed namespace on purpose: an inline function with a linker-
+// visible name could be kept in the copy that was compiled for AVX-512, and then run elsewhere.
+#ifndef REFITD_TRANSPORT_DIGEST_DIGEST_KERNELS_H_
+#define REFITD_TRANSPORT_DIGEST_DIGEST_KERNELS_H_
+
+#include <stdint.h>
+
+#include "transport/digest/digest.h"
+
+namespace refitd {
+
+extern const DigestKernels kScalarKernels;
+#if defined(__x86_64__)
+extern const DigestKernels kAvx2Kernels;
+extern const DigestKernels kAvx512Kernels;
+#endif
+
+namespace {
+
+// One copy for each instruction set, on purpose: shared inline code could be the one of the widest.
+// NOLINTBEGIN(misc-definitions-in-headers)
+constexpr int kBlock = 64;  // elements
+
+constexpr uint64_t SplitMix64(uint64_t x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+constexpr uint64_t BlockFactor(uint64_t block) { return SplitMix64(block) | 1; }
+
+constexpr uint32_t DigestConstant(uint64_t i) {
+  return static_cast<uint32_t>(SplitMix64(~i) >> 32) | 1;
+}
+
+// before[i]: sum of t[0..i), for the "+ 1" of every element: (bits + 1) * t = bits * t + t.
+struct PrefixSums {
+  uint64_t before[kBlock + 1];
+};
+
+constexpr PrefixSums MakePrefixSums() {
+  PrefixSums sums = {};
+  for (int i = 0; i < kBlock; ++i) sums.before[i + 1] = sums.before[i] + DigestConstant(i);
+  return sums;
+}
+
+constexpr PrefixSums kPrefix = MakePrefixSums();
+// NOLINTEND(misc-definitions-in-headers)
+
+// 8-byte elements are two 4-byte ones.
+inline DigestRows AsWords(DigestRows rows) {
+  rows.count *= 2;
+  rows.first *= 2;
+  rows.first_stride *= 2;
+  return rows;
+}
+
+}  // namespace
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_DIGEST_DIGEST_KERNELS_H_

@@ -1,0 +1,96 @@
+#include "transport/plan/block_scales.h"
+
+#include <catch2/catch.hpp>
+#include <string>
+
+namespace refitd {
+namespace {
+
+Layout BlockLayout(const Dims& shape, const Box& box, const Box& scale_box) {
+  Layout layout;
+  layout.tensors = {
+      {"w", DType::kFloat8E4M3FN, shape},
+      {"w_scale_inv", DType::kFloat32, {(shape[0] + 127) / 128, (shape[1] + 127) / 128}}};
+  layout.pieces = {{0, box, RegionId(1), 0, RowMajorStrides(box.extent)},
+                   {1, scale_box, RegionId(1), 1 << 20, RowMajorStrides(scale_box.extent)}};
+  return layout;
+}
+
+TEST_CASE("Shards on block boundaries pass, also where the last block is short") {
+  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{128, 0}, {128, 200}}, {{1, 0}, {1, 2}})).ok());
+  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{256, 0}, {44, 200}}, {{2, 0}, {1, 2}})).ok());
+  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{0, 128}, {300, 72}}, {{0, 1}, {3, 1}})).ok());
+  CHECK(CheckBlockScales({}).ok());
+}
+
+TEST_CASE("A shard that cuts a block whose scales are sharded is named") {
+  const auto rows =
+      CheckBlockScales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}}));
+  CHECK(rows.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK(rows.message() ==
+        "tensor w: the shard [192, 384) of dimension 0 cuts a block of 128 whose scales in "
+        "w_scale_inv are sharded along it");
+  const auto columns =
+      CheckBlockScales(BlockLayout({256, 1408}, {{0, 0}, {256, 704}}, {{0, 0}, {2, 6}}));
+  CHECK(columns.message().find("[0, 704) of dimension 1") != std::string::npos);
+}
+
+TEST_CASE("A cut block whose scales are all there passes") {
+  CHECK(CheckBlockScales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{0, 0}, {6, 2}})).ok());
+  // One block, halved.
+  CHECK(CheckBlockScales(BlockLayout({128, 128}, {{64, 0}, {64, 128}}, {{0, 0}, {1, 1}})).ok());
+}
+
+TEST_CASE("Scales of another shape than the blocks' are named") {
+  Layout layout = BlockLayout({256, 256}, WholeBox({256, 256}), WholeBox({2, 2}));
+  CHECK(CheckBlockScales(layout).ok());
+  const auto status = CheckBlockScales(layout, 64);
+  CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
+  CHECK(
+      status.message().find("float32 [2, 2], not one scale for each block of 64: float32 [4, 4]") !=
+      std::string::npos);
+  CHECK(CheckBlockScales(layout, 0).code() == absl::StatusCode::kInvalidArgument);
+  layout.tensors[1].name = "another";
+  CHECK(CheckBlockScales(layout, 64).ok());
+}
+
+TEST_CASE("The size of blocks is found from the shapes") {
+  const auto block = [](const Dims& weight, const Dims& scale) {
+    return ScaleBlockOf({"w", DType::kFloat8E4M3FN, weight}, {"s", DType::kFloat32, scale});
+  };
+  CHECK(block({300, 200}, {3, 2}) == 128);
+  CHECK(block({64, 64}, {1, 1}) == 128);
+  CHECK(block({4, 256, 300}, {1, 2, 3}) == 128);
+  CHECK(block({256, 128}, {4, 2}) == 64);
+  CHECK(block({96, 32}, {3, 1}) == 32);
+  // Rows of their own each; blocks that are not square; no whole blocks; a scale for all.
+  CHECK(!block({256, 128}, {256, 1}).has_value());
+  CHECK(!block({256, 128}, {4, 4}).has_value());
+  CHECK(!block({256, 100}, {4, 3}).has_value());
+  CHECK(!block({256, 256}, {}).has_value());
+  CHECK(!block({256, 256}, {1}).has_value());
+  CHECK(!block({}, {}).has_value());
+  CHECK(!block({0, 256}, {1, 4}).has_value());
+  CHECK(!block({256, 256}, {0, 4}).has_value());
+}
+
+TEST_CASE("Where blocks are not told, float8 weights with square blocks are checked") {
+  Layout layout = BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}});
+  CHECK(CheckFloat8Scales(layout).message() == CheckBlockScales(layout).message());
+  layout.tensors[0].dtype = DType::kFloat8E5M2;
+  CHECK(CheckFloat8Scales(layout).code() == absl::StatusCode::kFailedPrecondition);
+  layout.tensors[0].dtype = DType::kBFloat16;
+  CHECK(CheckFloat8Scales(layout).ok());
+  layout = BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}});
+  layout.tensors[1].shape = {12, 4};  // blocks of 64, so 192 is no cut
+  CHECK(CheckFloat8Scales(layout).ok());
+  layout.tensors[1].shape = {12, 2};
+  CHECK(CheckFloat8Scales(layout).ok());
+  // An empty shard cuts nothing.
+  layout = BlockLayout({768, 256}, {{100, 0}, {0, 256}}, {{0, 0}, {0, 2}});
+  CHECK(CheckFloat8Scales(layout).ok());
+  CHECK(CheckFloat8Scales({}).ok());
+}
+
+}  // namespace
+}  // namespace refitd

@@ -1,0 +1,56 @@
+// A transfer's program, checked and bound to memory: what the transports share of it. Pure.
+//
+// A wrong program is our own bug, but one that must not write outside the pieces: whatever it says,
+// each bound move stays inside both of its pieces. (Wrong offsets inside them are found by
+// verification, P1.)
+#ifndef REFITD_TRANSPORT_PLAN_BOUND_MOVES_H_
+#define REFITD_TRANSPORT_PLAN_BOUND_MOVES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "transport/plan/layout.h"
+#include "transport/transport.h"
+
+namespace refitd {
+
+// Distance in bytes from the first element of a piece's box to that of `box` inside it.
+int64_t ByteDistance(const Box& box, const Box& from, const Dims& strides, int64_t element_bytes);
+
+// Bytes from the first to the end of the last element of a box that is not empty.
+int64_t ByteSpan(const Dims& extent, const Dims& strides, int64_t element_bytes);
+
+// Shape, box and strides have one rank of at most kMaxDims; else INTERNAL.
+absl::Status CheckRanks(const BoundPiece& piece);
+
+// One move. Points into the transfer.
+struct BoundMove {
+  const BoundPiece* source = nullptr;
+  const BoundPiece* destination = nullptr;
+  const Box* box = nullptr;
+  // Of the box's first element, as the program says: bytes from the pieces' `data`.
+  int64_t from = 0;
+  int64_t to = 0;
+  uint32_t destination_index = 0;
+  uint32_t destination_piece = 0;
+  size_t sum = 0;  // index into BoundMoves::sums
+
+  const char* from_address() const { return source->data + from; }
+  char* to_address() const { return destination->data + to; }
+};
+
+struct BoundMoves {
+  std::vector<BoundMove> moves;   // ordered by source piece
+  std::vector<PieceDigest> sums;  // destination pieces that are written; digests not filled in
+  std::vector<int64_t> bytes;     // per destination
+};
+
+// The transfer must outlive the result. INTERNAL: the program names what does not exist, or leaves
+// its pieces.
+absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_PLAN_BOUND_MOVES_H_

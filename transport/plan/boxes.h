@@ -1,0 +1,122 @@
+// What the planners (plan.cc, route.cc, node_program.cc) share: sets of boxes of one tensor.
+//
+// Pure and private to transport/. All boxes of a call have the same rank. Functions are thread-safe
+// because they share nothing.
+#ifndef REFITD_TRANSPORT_PLAN_BOXES_H_
+#define REFITD_TRANSPORT_PLAN_BOXES_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/types/span.h"
+#include "transport/plan/layout.h"
+
+namespace refitd {
+
+// Box comparisons that one plan spends at most (P10: layouts are not trusted): some seconds. The
+// biggest models over a thousand ranks on each side take a third of it.
+inline constexpr int64_t kMaxPlanSteps = int64_t{1} << 30;
+// What cutting one box counts, in comparisons: it copies boxes, and takes so much longer.
+inline constexpr int64_t kCutSteps = 16;
+
+// What a planner has spent, and whether it is to go on. Loops over boxes that a caller chose ask
+// Over() as they go, so that a plan that nobody waits for any more ends soon.
+class PlanWork {
+ public:
+  // `cancelled`: set by whoever asked for the plan; null: never.
+  explicit PlanWork(std::shared_ptr<const std::atomic<bool>> cancelled = nullptr)
+      : cancelled_(std::move(cancelled)) {}
+  PlanWork& operator+=(int64_t steps) {
+    steps_ += steps;
+    return *this;
+  }
+  int64_t steps() const { return steps_; }
+  bool Cancelled() const {
+    return cancelled_ != nullptr && cancelled_->load(std::memory_order_relaxed);
+  }
+  bool Over() const { return steps_ > kMaxPlanSteps || Cancelled(); }
+
+ private:
+  int64_t steps_ = 0;
+  std::shared_ptr<const std::atomic<bool>> cancelled_;
+};
+
+// By offset, then extent.
+bool BoxLess(const Box& a, const Box& b);
+bool IsEmpty(const Box& box);
+bool Contains(const Box& outer, const Box& inner);
+// Whether they share an element: as Intersect(a, b).has_value(), without making the box.
+inline bool Meet(const Box& a, const Box& b) {
+  for (size_t d = 0; d < a.offset.size(); ++d) {
+    if (a.offset[d] >= b.offset[d] + b.extent[d] || b.offset[d] >= a.offset[d] + a.extent[d]) {
+      return false;
+    }
+  }
+  return !IsEmpty(a) && !IsEmpty(b);
+}
+// What of `box` is outside `hole`, as disjoint boxes, to `parts`.
+void Subtract(const Box& box, const Box& hole, std::vector<Box>* parts);
+// The union of `boxes` as disjoint ones. Adds what it spends to `work` and ends early, with an
+// incomplete result, where that is over.
+std::vector<Box> MakeDisjoint(std::vector<Box> boxes, PlanWork* work);
+// Joins disjoint boxes that form one box together, along one dimension after the other, as long as
+// there are any. Leaves them in order of BoxLess.
+void MergeAdjacent(std::vector<Box>* boxes);
+// Elements that the same ones hold.
+struct HeldBox {
+  Box box;
+  absl::InlinedVector<uint32_t, 4> holders;  // ascending
+};
+// Boxes with their holders, one or more each, to disjoint ones of the same elements. Equal boxes
+// cost no more than sorting. Adds what it spends to `work` and ends early, with a wrong result,
+// where that is over.
+void CutByHolders(std::vector<HeldBox>* boxes, PlanWork* work);
+// Where the first element of `box`, a part of the piece's box, lies: bytes from the start of the
+// piece's region.
+int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes);
+// The load up to which `amount` more fills the least loaded of `loads`, rounded down. At least one
+// load.
+int64_t WaterLevel(std::vector<int64_t> loads, int64_t amount);
+
+// Finds which of some boxes may meet another: all that meet it along one dimension. Keeps the
+// pointers.
+class BoxIndex {
+ public:
+  // Up to this many boxes are searched one by one.
+  static constexpr size_t kLinearBoxes = 16;
+
+  explicit BoxIndex(absl::Span<const Box* const> boxes);
+
+  // Calls `visit(i)` for each; returns the number of calls.
+  template <typename Visit>
+  int64_t Query(const Box& box, const Visit& visit) const {
+    if (order_.empty()) {
+      for (uint32_t i = 0; i < boxes_.size(); ++i) visit(i);
+      return static_cast<int64_t>(boxes_.size());
+    }
+    const int64_t begin = box.offset[dim_];
+    const int64_t end = begin + box.extent[dim_];
+    const auto first = std::upper_bound(reach_.begin(), reach_.end(), begin) - reach_.begin();
+    auto i = static_cast<size_t>(first);
+    for (; i < order_.size() && boxes_[order_[i]]->offset[dim_] < end; ++i) visit(order_[i]);
+    return static_cast<int64_t>(i) - first;
+  }
+
+ private:
+  void ChooseDimension();
+
+  absl::Span<const Box* const> boxes_;
+  size_t dim_ = 0;
+  std::vector<uint32_t> order_;  // by offset; empty: search one by one
+  std::vector<int64_t> reach_;   // furthest end of order_[0..i]
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_PLAN_BOXES_H_

@@ -1,0 +1,220 @@
+// Layouts: which boxes of which named global tensors a member holds, and where their bytes lie.
+//
+// Pure: no I/O, no gRPC, no CUDA. Everything here is a value; functions are thread-safe because
+// they share nothing.
+//
+// Invariants
+//  - Global shapes are unpadded; boxes lie inside them; storage outside the boxes is neither read,
+//  written nor digested.
+//  - Untrusted numbers (shapes, boxes, offsets) become statuses naming the field and value, never
+//  an allocation, an offset or a
+//    loop bound (P10). Every count has a named limit below.
+#ifndef REFITD_TRANSPORT_PLAN_LAYOUT_H_
+#define REFITD_TRANSPORT_PLAN_LAYOUT_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/status/statusor.h"
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+// Values are those of refitd.v1.DType.
+enum class DType : uint8_t {
+  kFloat64 = 1,
+  kFloat32 = 2,
+  kFloat16 = 3,
+  kBFloat16 = 4,
+  kFloat8E4M3FN = 5,
+  kFloat8E5M2 = 6,
+  kInt64 = 7,
+  kInt32 = 8,
+  kInt16 = 9,
+  kInt8 = 10,
+  kUint8 = 11,
+  kBool = 12,
+};
+
+// 1, 2, 4 or 8.
+int64_t ElementBytes(DType dtype);
+// "bfloat16", "float8_e4m3fn", ...: torch's names without the prefix.
+std::string_view DTypeName(DType dtype);
+// Accepts DTypeName's words and the same with "torch." before them.
+std::optional<DType> ParseDType(std::string_view name);
+// From the wire; INVALID_ARGUMENT with the number if unknown.
+absl::StatusOr<DType> DTypeFromWire(int value);
+
+inline constexpr int kMaxDims = 8;  // of a tensor
+inline constexpr int64_t kMaxTensorBytes =
+    int64_t{1} << 48;  // of one tensor: more is absurd, and sums can't overflow
+inline constexpr int64_t kMaxNameBytes = 512;             // of a tensor's name
+inline constexpr int64_t kMaxTensorsPerLayout = 262'144;  // DeepSeek-V3 has 45,395
+inline constexpr int64_t kMaxPiecesPerLayout = 4'194'304;
+
+using Dims = absl::InlinedVector<int64_t, 4>;
+
+struct TensorSpec {
+  std::string name;
+  DType dtype = DType::kUint8;
+  Dims shape;  // elements; empty: a scalar
+  bool operator==(const TensorSpec&) const = default;
+};
+
+// "bfloat16 [1024, 3072]".
+std::string ToString(DType dtype, const Dims& shape);
+
+// Product of dims, at most kMaxTensorBytes; INVALID_ARGUMENT for a negative dim, more than kMaxDims
+// dims, or an absurd product.
+absl::StatusOr<int64_t> ElementCount(const Dims& shape);
+// All of the above and the name: 1 to kMaxNameBytes bytes of printable ASCII or UTF-8 without
+// control characters.
+absl::Status ValidateTensor(const TensorSpec& tensor);
+
+// Offset and extent per dimension (elements). For a scalar both are empty. An extent may be 0: the
+// box is then empty.
+struct Box {
+  Dims offset;
+  Dims extent;
+  bool operator==(const Box&) const = default;
+};
+
+// The whole of `shape`.
+Box WholeBox(const Dims& shape);
+// Elements inside; the box must be valid.
+int64_t ElementCount(const Box& box);
+// Same rank, offsets >= 0, extents >= 0, offset + extent <= shape.
+absl::Status ValidateBox(const Box& box, const Dims& shape);
+// Empty intersection: nullopt. Both of the same rank.
+std::optional<Box> Intersect(const Box& a, const Box& b);
+// Row-major (C order) element strides of a dense array of `extent`.
+Dims RowMajorStrides(const Dims& extent);
+// Row-major index in the global shape of the box's first element.
+int64_t FirstIndex(const Box& box, const Dims& shape);
+// The elements [start, start+count) of a row-major tensor as at most 2*rank-1 disjoint boxes in
+// ascending order. `start` and `count` must lie inside the shape.
+std::vector<Box> BoxesOfRange(const Dims& shape, int64_t start, int64_t count);
+
+// One box of one tensor and where it lies.
+struct Piece {
+  uint32_t tensor = 0;  // index into the layout's tensors
+  Box box;
+  RegionId region;
+  int64_t byte_offset =
+      0;  // of the box's first element, from the region's start; a multiple of the element size
+  Dims strides;  // elements, one a dimension, each >= 0; always filled in
+                 // (RowMajorStrides(box.extent) where dense)
+  bool operator==(const Piece&) const = default;
+};
+
+// Bytes that a piece's storage spans from its first to the end of its last element; 0 for an empty
+// box. INVALID_ARGUMENT on overflow.
+absl::StatusOr<int64_t> SpanBytes(const Piece& piece, DType dtype);
+
+// A hash of numbers in order. For each number h = S(h xor number), where S is one splitmix64 step:
+// x += 0x9e3779b97f4a7c15; x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+// x = (x ^ x >> 27) * 0x94d049bb133111eb; x ^ x >> 31.
+class HashChain {
+ public:
+  explicit HashChain(uint64_t start) : hash_(start) {}
+  void Add(uint64_t number);
+  void Add(const Dims& dims);
+  uint64_t hash() const { return hash_; }
+
+ private:
+  uint64_t hash_;
+};
+
+// Of name, dtype and shape: the tensor hash of Layout::Digest.
+uint64_t TensorHash(const TensorSpec& tensor);
+
+// All pieces of one member.
+struct Layout {
+  std::vector<TensorSpec> tensors;
+  std::vector<Piece> pieces;
+  uint64_t binding_generation = 0;
+  // Trainers only: indices into `tensors`, ascending, of those that are pushed in buckets rather
+  // than moved by a compiled refit. Not part of the digest.
+  std::vector<uint32_t> pushed_tensors = {};
+
+  // Of the structure only: tensors' names, dtypes, shapes, boxes and strides; independent of the
+  // order of tensors and pieces, of regions, byte offsets and the binding generation. The layout
+  // must be valid. All arithmetic modulo 2^64:
+  //   tensor hash = HashChain from the 64-bit FNV-1a hash of the name over: bytes of the name,
+  //     dtype's wire value, rank, dims of the shape.
+  //   piece hash = HashChain from its tensor's hash over: offsets, extents, strides.
+  //   digest = sum of all tensor hashes and all piece hashes.
+  uint64_t Digest() const;
+  // Sum over the pieces of elements * element size; INT64_MAX if that is more.
+  int64_t Bytes() const;
+};
+
+// Bytes of a region by id, or nullopt if the member has no such region.
+using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
+
+// Everything about a layout that can be wrong: tensors valid and uniquely named, boxes inside,
+// strides of the right rank, storage inside its region and aligned to the element size. With
+// `destination`: boxes of one tensor are disjoint, and no two pieces share memory (so that every
+// element is written exactly once); spans may interleave, as column slices of one matrix do. Errors
+// name tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more tensors or pieces
+// than a layout may have; else INVALID_ARGUMENT, also where disjointness can't be shown within a
+// bound on work that layouts of real models don't come near.
+absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
+                            bool destination);
+
+// Disjoint half-open ranges of element indices; merges neighbours. Used to see that each tensor is
+// covered exactly once.
+class IntervalSet {
+ public:
+  // False, and no change, if [begin, end) overlaps what is there. Empty ranges are accepted and
+  // ignored.
+  bool Add(int64_t begin, int64_t end);
+  bool Contains(int64_t begin, int64_t end) const;
+  int64_t total() const { return total_; }
+  // First index in [0, size) that is missing, or nullopt.
+  std::optional<int64_t> FirstGap(int64_t size) const;
+
+ private:
+  std::vector<std::pair<int64_t, int64_t>> ranges_;  // ascending, not touching
+  int64_t total_ = 0;
+};
+
+// ---- bucket forming ----
+
+// A run of elements of one tensor that a bucket carries.
+struct TensorRange {
+  uint32_t tensor = 0;  // index into the caller's tensors
+  int64_t start = 0;    // first element, row-major
+  int64_t count = 0;    // elements
+  bool operator==(const TensorRange&) const = default;
+};
+
+// A packed bucket: ranges and where each lies.
+struct PackedBucket {
+  std::vector<TensorRange> ranges;
+  std::vector<int64_t> byte_offsets;  // one a range, multiples of kPackAlignment
+  int64_t bytes = 0;                  // end of the last range
+};
+
+// bytes; what torch's allocator and NeMo-RL's packing give
+inline constexpr int64_t kPackAlignment = 512;
+constexpr int64_t AlignUp(int64_t bytes) {
+  return (bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;
+}
+
+// Packs `ranges` in order into as few buckets of at most `bucket_bytes` as order allows; a range
+// that does not fit into what is left of a bucket is split at an element. bucket_bytes must be at
+// least kPackAlignment. Ranges of no elements are kept (a tensor of size 0 is still delivered).
+// Each bucket has at most `max_ranges` ranges.
+std::vector<PackedBucket> FormBuckets(const std::vector<TensorSpec>& tensors,
+                                      const std::vector<TensorRange>& ranges, int64_t bucket_bytes,
+                                      int64_t max_ranges = 65'536);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_PLAN_LAYOUT_H_

@@ -1,0 +1,580 @@
+#include "transport/plan/node_program.h"
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/types/span.h"
+#include "transport/base/status.h"
+#include "transport/plan/boxes.h"
+#include "transport/plan/by_tensor.h"
+
+namespace refitd {
+namespace {
+
+// Longer chunks are cut to this, so that sizes can be added up safely.
+constexpr int64_t kMaxChunkBytes = int64_t{1} << 40;
+
+// Of one node: sums of bytes stay below this, so that none overflows (P10).
+constexpr int64_t kMaxBytes = int64_t{1} << 61;
+
+constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
+
+// A piece of a local member.
+struct Entry {
+  uint32_t member = 0;
+  uint32_t piece = 0;
+};
+
+// Pieces of the local sources, or destinations, by tensor of the plan.
+using LocalPieces = ByTensor<Entry>;
+
+class Builder {
+ public:
+  Builder(const RoutePlan& plan, uint32_t node, std::vector<LocalMember> sources,
+          std::vector<LocalMember> destinations, const NodeProgramOptions& options)
+      : plan_(plan), options_(options) {
+    program_.node = node;
+    program_.sources = std::move(sources);
+    program_.destinations = std::move(destinations);
+  }
+
+  absl::StatusOr<NodeProgram> Run() {
+    REFITD_RETURN_IF_ERROR(ValidatePlan(plan_));
+    if (options_.chunk_bytes < kSectionAlignment) {
+      return Error(absl::StatusCode::kInvalidArgument, "a chunk of {} bytes is less than {}",
+                   options_.chunk_bytes, kSectionAlignment);
+    }
+    REFITD_RETURN_IF_ERROR(CheckMembers("source", program_.sources, plan_.source_nodes,
+                                        plan_.source_digests, plan_.source_labels, &source_of_));
+    std::vector<uint64_t> wanted = plan_.destination_digests;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (plan_.destination_skipped[i]) wanted[i] = 0;
+    }
+    REFITD_RETURN_IF_ERROR(CheckMembers("destination", program_.destinations,
+                                        plan_.destination_nodes, wanted, plan_.destination_labels,
+                                        &destination_of_));
+    NumberTensors();
+    REFITD_ASSIGN_OR_RETURN(source_pieces_, Collect("source", program_.sources));
+    REFITD_ASSIGN_OR_RETURN(destination_pieces_, Collect("destination", program_.destinations));
+    program_.destination_bytes.assign(program_.destinations.size(), 0);
+    for (size_t begin = 0, end = 0; begin < plan_.routes.size(); begin = end) {
+      const uint32_t tensor = plan_.routes[begin].tensor;
+      while (end < plan_.routes.size() && plan_.routes[end].tensor == tensor) ++end;
+      REFITD_RETURN_IF_ERROR(
+          AddTensor(tensor, absl::MakeConstSpan(plan_.routes).subspan(begin, end - begin)));
+    }
+    SortMoves();
+    REFITD_RETURN_IF_ERROR(FinishStreams());
+    return std::move(program_);
+  }
+
+ private:
+  // Fills `local`: the member of each rank, or kNone.
+  absl::Status CheckMembers(std::string_view side, const std::vector<LocalMember>& members,
+                            const std::vector<uint32_t>& nodes,
+                            const std::vector<uint64_t>& digests,
+                            const std::vector<std::string>& labels, std::vector<uint32_t>* local) {
+    local->assign(nodes.size(), kNone);
+    absl::flat_hash_map<const Layout*, uint64_t> digest_of;
+    for (uint32_t m = 0; m < members.size(); ++m) {
+      const uint32_t rank = members[m].rank;
+      if (rank >= nodes.size() || nodes[rank] != program_.node || (*local)[rank] != kNone ||
+          members[m].layout == nullptr) {
+        return Error(absl::StatusCode::kInvalidArgument,
+                     "{} {} is no member of the plan on node {}, or is there twice", side, rank,
+                     program_.node);
+      }
+      (*local)[rank] = m;
+      const auto [it, added] = digest_of.try_emplace(members[m].layout.get(), 0);
+      if (added) it->second = members[m].layout->Digest();
+      if (it->second == digests[rank]) continue;
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "{}: its layout has digest {:016x}, the plan was made for {:016x}",
+                   LabelOf(side, labels, rank), it->second, digests[rank]);
+    }
+    for (size_t rank = 0; rank < nodes.size(); ++rank) {
+      if (nodes[rank] != program_.node || digests[rank] == 0 || (*local)[rank] != kNone) continue;
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "{}: has a part in the plan and no layout here", LabelOf(side, labels, rank));
+    }
+    return absl::OkStatus();
+  }
+
+  // Parts of a plan have no labels.
+  static std::string LabelOf(std::string_view side, const std::vector<std::string>& labels,
+                             size_t rank) {
+    return rank < labels.size() ? labels[rank] : fmt::format("{} {}", side, rank);
+  }
+
+  void NumberTensors() {
+    by_name_.reserve(plan_.tensors.size());
+    for (uint32_t t = 0; t < plan_.tensors.size(); ++t) by_name_.emplace(plan_.tensors[t].name, t);
+  }
+
+  absl::StatusOr<LocalPieces> Collect(std::string_view side,
+                                      const std::vector<LocalMember>& members) {
+    differs_.resize(plan_.tensors.size());
+    std::vector<std::vector<uint32_t>> tensor_of;
+    for (const LocalMember& member : members) {
+      const std::vector<TensorSpec>& tensors = member.layout->tensors;
+      std::vector<uint32_t> ids;
+      ids.reserve(tensors.size());
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        // Members often name the same tensors in the same order.
+        const bool same = !tensor_of.empty() && i < tensor_of.back().size() &&
+                          plan_.tensors[tensor_of.back()[i]].name == tensors[i].name;
+        uint32_t id = same ? tensor_of.back()[i] : kNone;
+        if (!same) {
+          const auto found = by_name_.find(tensors[i].name);
+          if (found == by_name_.end()) {
+            return Error(absl::StatusCode::kFailedPrecondition,
+                         "tensor {}: {} {} has it, the plan does not", tensors[i].name, side,
+                         member.rank);
+          }
+          id = found->second;
+        }
+        if (plan_.tensors[id] != tensors[i]) differs_[id] = true;
+        ids.push_back(id);
+      }
+      tensor_of.push_back(std::move(ids));
+    }
+    const auto for_each = [&](const auto& visit) {
+      for (uint32_t m = 0; m < members.size(); ++m) {
+        for (uint32_t p = 0; p < members[m].layout->pieces.size(); ++p) {
+          const Piece& piece = members[m].layout->pieces[p];
+          if (!IsEmpty(piece.box)) visit(tensor_of[m][piece.tensor], Entry{m, p});
+        }
+      }
+    };
+    return LocalPieces(plan_.tensors.size(), for_each);
+  }
+
+  const Piece& SourcePiece(Entry entry) const {
+    return program_.sources[entry.member].layout->pieces[entry.piece];
+  }
+  const Piece& DestinationPiece(Entry entry) const {
+    return program_.destinations[entry.member].layout->pieces[entry.piece];
+  }
+
+  bool Reaches(const Route& route) const {
+    const auto nodes = plan_.NodesOf(route);
+    return std::binary_search(nodes.begin(), nodes.end(), program_.node);
+  }
+
+  absl::Status AddTensor(uint32_t tensor, absl::Span<const Route> routes) {
+    const auto held = source_pieces_.Of(tensor);
+    const auto wanted = destination_pieces_.Of(tensor);
+    const TensorSpec& spec = plan_.tensors[tensor];
+    std::vector<const Box*> held_boxes;
+    for (const Entry entry : held) held_boxes.push_back(&SourcePiece(entry).box);
+    std::vector<const Box*> wanted_boxes;
+    for (const Entry entry : wanted) wanted_boxes.push_back(&DestinationPiece(entry).box);
+    const BoxIndex held_index(held_boxes);
+    const BoxIndex wanted_index(wanted_boxes);
+    tensor_hash_ = TensorHash(spec);
+    element_bytes_ = ElementBytes(spec.dtype);
+    for (const Route& route : routes) {
+      const uint32_t member = source_of_[route.source];
+      const bool reaches = Reaches(route);
+      if (member == kNone && !reaches) continue;
+      if (differs_[tensor]) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "tensor {}: the plan has it as {}, a rank on node {} has not", spec.name,
+                     ToString(spec.dtype, spec.shape), program_.node);
+      }
+      const Box box = plan_.BoxOf(route);
+      Section section;
+      section.tensor_hash = tensor_hash_;
+      section.source = route.source;
+      section.element_bytes = static_cast<uint32_t>(element_bytes_);
+      section.box = box;
+      section.bytes = ElementCount(box) * element_bytes_;
+      if (member == kNone) {
+        const uint32_t from = plan_.source_nodes[route.source];
+        if (from == program_.node) {
+          return Error(absl::StatusCode::kFailedPrecondition,
+                       "tensor {}: it comes from source {}, which has no layout here", spec.name,
+                       route.source);
+        }
+        AddTargets(wanted, wanted_boxes, wanted_index, &section);
+        if (section.targets == 0) return NobodyWants(spec, box);
+        incoming_[from].push_back(std::move(section));
+      } else {
+        section.member = member;
+        section.piece = PieceOf(member, box, held, held_boxes, held_index);
+        if (section.piece == kNone) {
+          return Error(absl::StatusCode::kFailedPrecondition,
+                       "tensor {}: no piece of {} holds the box at [{}] of extent [{}]", spec.name,
+                       LabelOf("source", plan_.source_labels, route.source),
+                       fmt::join(box.offset, ", "), fmt::join(box.extent, ", "));
+        }
+        for (const uint32_t peer : plan_.NodesOf(route)) {
+          if (peer != program_.node) outgoing_[peer].push_back(section);
+        }
+        const size_t before = program_.local.moves.size();
+        if (reaches) {
+          AddLocal(section, {held, held_boxes, held_index}, {wanted, wanted_boxes, wanted_index});
+        }
+        if (reaches && program_.local.moves.size() == before) return NobodyWants(spec, box);
+      }
+      if (bytes_ > kMaxBytes || work_.Over() ||
+          static_cast<int64_t>(program_.local.moves.size() + program_.targets.size()) >
+              options_.max_moves) {
+        return Error(absl::StatusCode::kResourceExhausted,
+                     "tensor {}: boxes so far need over {} moves, {} bytes or {} steps on node {}",
+                     spec.name, options_.max_moves, kMaxBytes, kMaxPlanSteps, program_.node);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status NobodyWants(const TensorSpec& spec, const Box& box) const {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "tensor {}: no rank on node {} wants the box at [{}] of extent [{}]", spec.name,
+                 program_.node, fmt::join(box.offset, ", "), fmt::join(box.extent, ", "));
+  }
+
+  void Count(uint32_t destination, int64_t bytes) {
+    // Sums stay below 2^62.
+    bytes_ += std::min(bytes, kMaxBytes + 1 - std::min(bytes_, kMaxBytes));
+    if (bytes_ <= kMaxBytes) program_.destination_bytes[destination] += bytes;
+  }
+
+  // A piece of that source which holds all of `box`, or kNone; several may. The same one whatever
+  // their order does not matter: they hold the same elements.
+  uint32_t PieceOf(uint32_t member, const Box& box, absl::Span<const Entry> held,
+                   const std::vector<const Box*>& boxes, const BoxIndex& index) {
+    uint32_t found = kNone;
+    work_ += index.Query(box, [&](uint32_t i) {
+      if (held[i].member == member && found == kNone && Contains(*boxes[i], box)) {
+        found = held[i].piece;
+      }
+    });
+    return found;
+  }
+
+  void AddTargets(absl::Span<const Entry> wanted, const std::vector<const Box*>& boxes,
+                  const BoxIndex& index, Section* section) {
+    section->first_target = static_cast<uint32_t>(program_.targets.size());
+    work_ += index.Query(section->box, [&](uint32_t i) {
+      const std::optional<Box> common = Intersect(section->box, *boxes[i]);
+      if (!common.has_value()) return;
+      program_.targets.push_back({wanted[i].member, wanted[i].piece});
+      Count(wanted[i].member, ElementCount(*common) * element_bytes_);
+    });
+    section->targets = static_cast<uint32_t>(program_.targets.size()) - section->first_target;
+  }
+
+  // The pieces of one tensor on one side.
+  struct Pieces {
+    const absl::Span<const Entry> entries;
+    const std::vector<const Box*>& boxes;
+    const BoxIndex& index;
+  };
+
+  void AddLocal(const Section& section, const Pieces& held, const Pieces& wanted) {
+    work_ += wanted.index.Query(section.box, [&](uint32_t i) {
+      std::optional<Box> common = Intersect(section.box, *wanted.boxes[i]);
+      if (!common.has_value()) return;
+      const Entry to = wanted.entries[i];
+      const Entry from = Nearest(section, to.member, *common, held);
+      const int64_t bytes = ElementCount(*common) * element_bytes_;
+      Count(to.member, bytes);
+      if (bytes_ <= kMaxBytes) program_.local.bytes += bytes;
+      CopyMove& move = program_.local.moves.emplace_back();
+      move.source = from.member;
+      move.source_piece = from.piece;
+      move.destination = to.member;
+      move.destination_piece = to.piece;
+      move.source_byte_offset = ByteOffset(SourcePiece(from), *common, element_bytes_);
+      move.destination_byte_offset = ByteOffset(DestinationPiece(to), *common, element_bytes_);
+      move.box = *std::move(common);
+    });
+  }
+
+  // The section's own source, or another that holds all of the box on the destination's device.
+  Entry Nearest(const Section& section, uint32_t destination, const Box& box, const Pieces& held) {
+    const Entry own = {section.member, section.piece};
+    const int device = program_.destinations[destination].device;
+    if (device == LocalMember::kNoDevice || program_.sources[own.member].device == device) {
+      return own;
+    }
+    Entry near = own;
+    work_ += held.index.Query(box, [&](uint32_t i) {
+      const Entry entry = held.entries[i];
+      if (program_.sources[entry.member].device != device || !Contains(*held.boxes[i], box)) return;
+      if (near.member == own.member || entry.member < near.member) near = entry;
+    });
+    return near;
+  }
+
+  void SortMoves() {
+    std::vector<CopyMove>& moves = program_.local.moves;
+    const auto key = [&](uint32_t i) {
+      const CopyMove& m = moves[i];
+      return std::tie(m.source, m.source_piece, m.box.offset, m.destination, m.destination_piece);
+    };
+    std::vector<uint32_t> order(moves.size());
+    std::iota(order.begin(), order.end(), 0U);
+    std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return key(a) < key(b); });
+    std::vector<CopyMove> sorted;
+    sorted.reserve(moves.size());
+    for (const uint32_t i : order) sorted.push_back(std::move(moves[i]));
+    moves = std::move(sorted);
+  }
+
+  // ---- streams ----
+
+  absl::Status FinishStreams() {
+    const int64_t chunk =
+        std::min(options_.chunk_bytes, kMaxChunkBytes) / kSectionAlignment * kSectionAlignment;
+    program_.rounds = plan_.longest_stream / chunk + (plan_.longest_stream % chunk != 0 ? 1 : 0);
+    if (program_.rounds > kMaxRounds) {
+      return Error(absl::StatusCode::kResourceExhausted,
+                   "longest_stream: {} bytes in chunks of {} are more than {} rounds",
+                   plan_.longest_stream, chunk, kMaxRounds);
+    }
+    for (auto* side : {&outgoing_, &incoming_}) {
+      for (auto& [peer, sections] : *side) {
+        Stream stream;
+        stream.peer = peer;
+        stream.sections = Interleaved(std::move(sections));
+        for (Section& section : stream.sections) {
+          section.offset = stream.bytes;
+          stream.bytes += AlignSection(section.bytes);
+        }
+        if (stream.bytes > plan_.longest_stream) {
+          return Error(absl::StatusCode::kInvalidArgument,
+                       "longest_stream: {}, but that between nodes {} and {} has {} bytes",
+                       plan_.longest_stream, program_.node, peer, stream.bytes);
+        }
+        stream.step = std::min(
+            chunk, std::max(kMinStepBytes,
+                            AlignSection((stream.bytes + program_.rounds - 1) / program_.rounds)));
+        const bool out = side == &outgoing_;
+        (out ? program_.outgoing : program_.incoming).push_back(std::move(stream));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Sections of each source in the plan's order, those of several such that all of them progress
+  // evenly: one round then reads from every rank of the node, not from one after the other.
+  static std::vector<Section> Interleaved(std::vector<Section> sections) {
+    std::map<uint32_t, int64_t> totals;
+    for (const Section& section : sections) totals[section.source] += section.bytes;
+    if (totals.size() <= 1) return sections;
+    struct Place {
+      __extension__ __int128 done = 0;  // bytes of its source up to its middle, twice
+      int64_t total = 0;
+      uint32_t index = 0;
+    };
+    std::map<uint32_t, int64_t> done;
+    std::vector<Place> places;
+    places.reserve(sections.size());
+    for (uint32_t i = 0; i < sections.size(); ++i) {
+      int64_t& before = done[sections[i].source];
+      places.push_back({before + before + sections[i].bytes, totals[sections[i].source], i});
+      before += sections[i].bytes;
+    }
+    std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
+      // a.done / a.total < b.done / b.total
+      const auto left = a.done * b.total;
+      const auto right = b.done * a.total;
+      return left != right ? left < right : a.index < b.index;
+    });
+    std::vector<Section> interleaved;
+    interleaved.reserve(sections.size());
+    for (const Place& place : places) interleaved.push_back(std::move(sections[place.index]));
+    return interleaved;
+  }
+
+  const RoutePlan& plan_;
+  const NodeProgramOptions& options_;
+  NodeProgram program_;
+  std::vector<uint32_t> source_of_;  // per source of the plan: local member
+  std::vector<uint32_t> destination_of_;
+  absl::flat_hash_map<std::string_view, uint32_t> by_name_;
+  LocalPieces source_pieces_;
+  LocalPieces destination_pieces_;
+  std::map<uint32_t, std::vector<Section>> outgoing_;  // by peer
+  std::map<uint32_t, std::vector<Section>> incoming_;
+  uint64_t tensor_hash_ = 0;
+  int64_t element_bytes_ = 1;
+  std::vector<bool> differs_;  // per tensor of the plan: a local layout has another dtype or shape
+  PlanWork work_;
+  int64_t bytes_ = 0;  // that destinations get so far, at most kMaxBytes + 1
+};
+
+// Visits what bytes [begin, end) of a stream hold: `visit(section, box, byte offset from begin)`,
+// boxes in global coordinates, each dense in the stream.
+template <typename Visit>
+void ForEachBox(const Stream& stream, int64_t begin, int64_t end, const Visit& visit) {
+  auto section =
+      std::upper_bound(stream.sections.begin(), stream.sections.end(), begin,
+                       [](int64_t at, const Section& s) { return at < s.offset + s.bytes; });
+  for (; section != stream.sections.end() && section->offset < end; ++section) {
+    const int64_t element_bytes = section->element_bytes;
+    const int64_t from = std::max(begin, section->offset);
+    const int64_t until = std::min(end, section->offset + section->bytes);
+    if (from >= until) continue;
+    const int64_t start = (from - section->offset) / element_bytes;
+    const int64_t count = (until - from) / element_bytes;
+    int64_t at = from - begin;
+    for (Box& box : BoxesOfRange(section->box.extent, start, count)) {
+      for (size_t d = 0; d < box.offset.size(); ++d) box.offset[d] += section->box.offset[d];
+      const int64_t bytes = ElementCount(box) * element_bytes;
+      visit(*section, box, at);
+      at += bytes;
+    }
+  }
+}
+
+uint32_t IndexOf(const Stream& stream, const Section& section) {
+  return static_cast<uint32_t>(&section - stream.sections.data());
+}
+
+const Stream* Find(const std::vector<Stream>& streams, uint32_t peer) {
+  const auto at = std::lower_bound(streams.begin(), streams.end(), peer,
+                                   [](const Stream& s, uint32_t p) { return s.peer < p; });
+  return at == streams.end() || at->peer != peer ? nullptr : &*at;
+}
+
+}  // namespace
+
+uint64_t Stream::Digest() const {
+  HashChain chain(0);
+  chain.Add(sections.size());
+  chain.Add(static_cast<uint64_t>(bytes));
+  chain.Add(static_cast<uint64_t>(step));
+  for (const Section& section : sections) {
+    chain.Add(section.tensor_hash);
+    chain.Add(section.source);
+    chain.Add(section.box.offset);
+    chain.Add(section.box.extent);
+    chain.Add(static_cast<uint64_t>(section.offset));
+  }
+  return chain.hash();
+}
+
+uint64_t NodeProgram::Digest() const {
+  HashChain chain(0);
+  chain.Add(node);
+  chain.Add(static_cast<uint64_t>(rounds));
+  chain.Add(local.Digest());
+  for (const auto* streams : {&outgoing, &incoming}) {
+    for (const Stream& stream : *streams) {
+      chain.Add(stream.peer);
+      chain.Add(stream.Digest());
+    }
+  }
+  return chain.hash();
+}
+
+const Stream* NodeProgram::OutgoingTo(uint32_t peer) const { return Find(outgoing, peer); }
+const Stream* NodeProgram::IncomingFrom(uint32_t peer) const { return Find(incoming, peer); }
+
+std::vector<RoundLeg> NodeProgram::Round(int64_t round) const {
+  std::map<uint32_t, RoundLeg> legs;
+  for (const Stream& stream : outgoing) {
+    const int64_t begin = stream.Begin(round);
+    const int64_t bytes = stream.BytesOf(round);
+    if (bytes == 0) continue;
+    RoundLeg& leg = legs[stream.peer];
+    leg.bytes_out = bytes;
+    ForEachBox(stream, begin, begin + bytes, [&](const Section& section, Box& box, int64_t at) {
+      const Piece& piece = sources[section.member].layout->pieces[section.piece];
+      ChunkMove& move = leg.pack.emplace_back();
+      move.chunk_box = static_cast<uint32_t>(leg.sent.size());
+      leg.sent.push_back({IndexOf(stream, section), box, at});
+      move.member = section.member;
+      move.piece = section.piece;
+      move.element_bytes = section.element_bytes;
+      move.member_byte_offset = ByteOffset(piece, box, section.element_bytes);
+      move.chunk_byte_offset = at;
+      move.chunk_strides = RowMajorStrides(box.extent);
+      move.box = std::move(box);
+    });
+  }
+  for (const Stream& stream : incoming) {
+    const int64_t begin = stream.Begin(round);
+    const int64_t bytes = stream.BytesOf(round);
+    if (bytes == 0) continue;
+    RoundLeg& leg = legs[stream.peer];
+    leg.bytes_in = bytes;
+    ForEachBox(stream, begin, begin + bytes, [&](const Section& section, Box& box, int64_t at) {
+      const Piece chunk{0, box, RegionId(), at, RowMajorStrides(box.extent)};
+      const auto chunk_box = static_cast<uint32_t>(leg.received.size());
+      leg.received.push_back({IndexOf(stream, section), box, at});
+      for (uint32_t t = 0; t < section.targets; ++t) {
+        const SectionTarget target = targets[section.first_target + t];
+        const Piece& piece = destinations[target.destination].layout->pieces[target.piece];
+        std::optional<Box> common = Intersect(box, piece.box);
+        if (!common.has_value()) continue;
+        ChunkMove& move = leg.unpack.emplace_back();
+        move.chunk_box = chunk_box;
+        move.member = target.destination;
+        move.piece = target.piece;
+        move.element_bytes = section.element_bytes;
+        move.member_byte_offset = ByteOffset(piece, *common, section.element_bytes);
+        move.chunk_byte_offset = ByteOffset(chunk, *common, section.element_bytes);
+        move.chunk_strides = chunk.strides;
+        move.box = *std::move(common);
+      }
+    });
+  }
+  std::vector<RoundLeg> list;
+  for (auto& [peer, leg] : legs) {
+    leg.peer = peer;
+    list.push_back(std::move(leg));
+  }
+  return list;
+}
+
+std::vector<ExchangeLeg> NodeProgram::Legs(int64_t round) const {
+  std::map<uint32_t, ExchangeLeg> legs;
+  for (const Stream& stream : outgoing) {
+    const int64_t bytes = stream.BytesOf(round);
+    if (bytes > 0) legs[stream.peer].bytes_out = bytes;
+  }
+  for (const Stream& stream : incoming) {
+    const int64_t bytes = stream.BytesOf(round);
+    if (bytes > 0) legs[stream.peer].bytes_in = bytes;
+  }
+  std::vector<ExchangeLeg> list;
+  int64_t out = 0;
+  int64_t in = 0;
+  for (auto& [peer, leg] : legs) {
+    leg.peer = peer;
+    leg.out_offset = out;
+    leg.in_offset = in;
+    out += leg.bytes_out;
+    in += leg.bytes_in;
+    list.push_back(leg);
+  }
+  return list;
+}
+
+bool SameStructure(const Layout& a, const Layout& b) {
+  if (&a == &b) return true;
+  return a.tensors == b.tensors && std::equal(a.pieces.begin(), a.pieces.end(), b.pieces.begin(),
+                                              b.pieces.end(), [](const Piece& p, const Piece& q) {
+                                                return p.tensor == q.tensor && p.box == q.box &&
+                                                       p.strides == q.strides;
+                                              });
+}
+
+absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
+                                        std::vector<LocalMember> sources,
+                                        std::vector<LocalMember> destinations,
+                                        const NodeProgramOptions& options) {
+  return Builder(plan, node, std::move(sources), std::move(destinations), options).Run();
+}
+
+}  // namespace refitd

@@ -1,0 +1,179 @@
+// The planner of a compiled refit over several daemons, second level: one node's part of a
+// RoutePlan. Pure: no I/O, no gRPC, no CUDA.
+//
+// Bytes leave and reach a node in *streams*, one a peer and direction. A stream is a row of
+// *sections*: each one box of one source, row-major and without gaps, at a multiple of
+// kSectionAlignment. Sender and receiver derive the same sections at the same offsets from the plan
+// alone, whatever the order of pieces in their members' layouts: `Stream::Digest` of the two ends
+// is equal (P5). Bytes between sections are sent but mean nothing.
+//
+// Streams are cut into rounds, one WireExchange each: in round r a stream carries its bytes
+// [r * step, (r + 1) * step). The steps are such that all streams of all nodes end together where
+// they are long enough, so that every round loads the links as the whole does.
+//
+// Invariants
+//  - Every element of every destination on the node is written exactly once: by a local move, or in
+//    one round by the unpacking of one section (P1).
+//  - Nothing refers to a member of another node but by its number.
+//
+// Values; thread-safe as such. Keeps the local layouts, for names and byte offsets.
+#ifndef REFITD_TRANSPORT_PLAN_NODE_PROGRAM_H_
+#define REFITD_TRANSPORT_PLAN_NODE_PROGRAM_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "transport/plan/layout.h"
+#include "transport/plan/plan.h"
+#include "transport/plan/route.h"
+
+namespace refitd {
+
+// A stream's step is this at least, if a round's limit allows: short streams end early.
+inline constexpr int64_t kMinStepBytes = int64_t{1} << 20;
+
+// Of a program: DeepSeek-V3 between 64 nodes has some ten thousand.
+inline constexpr int64_t kMaxRounds = int64_t{1} << 20;
+
+// A rank on this node.
+struct LocalMember {
+  uint32_t rank = 0;  // index into the plan's sources or destinations
+  std::shared_ptr<const Layout> layout;
+  // Where its memory is: numbers are equal for equal devices. Of sources that hold the same
+  // elements, local moves read the one on the destination's device, whichever the plan names: what
+  // is colocated crosses no link. Looked at when the program is compiled, not when it is bound: of
+  // a rank that comes back elsewhere with the same layout, moves stay as they were.
+  int device = kNoDevice;
+  static constexpr int kNoDevice = -1;  // near to nobody
+};
+
+// Where a section's elements go, all or some.
+struct SectionTarget {
+  uint32_t destination = 0;  // index into the local destinations
+  uint32_t piece = 0;
+};
+
+struct Section {
+  uint64_t tensor_hash = 0;
+  uint32_t source = 0;  // index into the plan's sources
+  uint32_t element_bytes = 1;
+  // Of a stream that leaves: index into the local sources, and a piece of it that holds the box.
+  uint32_t member = 0;
+  uint32_t piece = 0;
+  // Of a stream that arrives: its targets, a range of NodeProgram::targets.
+  uint32_t first_target = 0;
+  uint32_t targets = 0;
+  Box box;
+  int64_t offset = 0;  // in the stream, bytes
+  int64_t bytes = 0;
+};
+
+struct Stream {
+  uint32_t peer = 0;  // node
+  std::vector<Section> sections;
+  int64_t bytes = 0;  // end of the last section, aligned
+  int64_t step = 0;   // bytes a round; a multiple of kSectionAlignment
+
+  // HashChain from 0 over: number of sections, bytes, step; of each section: tensor hash, source,
+  // offsets, extents, offset in the stream.
+  uint64_t Digest() const;
+  // Of round `round`: where it starts, and how much it has (0: ended).
+  int64_t Begin(int64_t round) const { return round >= Rounds() ? bytes : round * step; }
+  int64_t BytesOf(int64_t round) const { return Begin(round + 1) - Begin(round); }
+  int64_t Rounds() const { return bytes == 0 ? 0 : (bytes + step - 1) / step; }
+};
+
+// Between a member's piece and a chunk: the bytes that a stream carries in one round.
+struct ChunkMove {
+  uint32_t member = 0;  // index into the local sources (pack) or destinations (unpack)
+  uint32_t piece = 0;
+  uint32_t chunk_box = 0;  // index into RoundLeg::sent or received
+  uint32_t element_bytes = 1;
+  Box box;                         // global coordinates, not empty
+  int64_t member_byte_offset = 0;  // of the box's first element, from the start of the region
+  int64_t chunk_byte_offset = 0;   // of the same, from the start of the chunk
+  Dims chunk_strides;              // elements
+};
+
+// What a chunk carries of one section: dense, at a byte offset from the start of the chunk.
+struct ChunkBox {
+  uint32_t section = 0;  // index into the stream's sections
+  Box box;               // global coordinates, not empty
+  int64_t chunk_byte_offset = 0;
+};
+
+struct RoundLeg {
+  uint32_t peer = 0;
+  int64_t bytes_out = 0;
+  int64_t bytes_in = 0;
+  std::vector<ChunkBox> sent;      // one a move of `pack`
+  std::vector<ChunkMove> pack;     // before the exchange; disjoint in the chunk
+  std::vector<ChunkBox> received;  // ascending; `unpack` reads them
+  std::vector<ChunkMove> unpack;   // after it
+};
+
+// The chunks of one peer in one round, and where they lie in a slot of all peers' chunks: one after
+// the other by ascending peer, what goes out in one slot, what comes in in another.
+struct ExchangeLeg {
+  uint32_t peer = 0;
+  int64_t bytes_out = 0;
+  int64_t out_offset = 0;
+  int64_t bytes_in = 0;
+  int64_t in_offset = 0;
+};
+
+class NodeProgram {
+ public:
+  uint32_t node = 0;
+  std::vector<LocalMember> sources;
+  std::vector<LocalMember> destinations;
+  // Moves from local sources to local destinations, indices into the above; order and digest as in
+  // plan.h.
+  Program local;
+  std::vector<Stream> outgoing;  // ascending peers, none without sections
+  std::vector<Stream> incoming;
+  std::vector<SectionTarget> targets;
+  std::vector<int64_t> destination_bytes;  // that each local destination gets, in all
+  int64_t rounds = 0;                      // the same on every node of the plan
+
+  // HashChain from 0 over: node, rounds, local.Digest(), then peer and digest of each outgoing
+  // stream, then of each incoming one.
+  uint64_t Digest() const;
+  // The streams to and from that peer, or null.
+  const Stream* OutgoingTo(uint32_t peer) const;
+  const Stream* IncomingFrom(uint32_t peer) const;
+  // One leg for each peer with bytes in that round, ascending peers. Made on demand: all rounds of
+  // a big model together are gigabytes.
+  std::vector<RoundLeg> Round(int64_t round) const;
+  // The same without the moves.
+  std::vector<ExchangeLeg> Legs(int64_t round) const;
+};
+
+// The same tensors and pieces in the same order; regions, byte offsets and generations may differ.
+bool SameStructure(const Layout& a, const Layout& b);
+
+struct NodeProgramOptions {
+  // Of a round, per peer and direction; at least kSectionAlignment, rounded down to a multiple of
+  // it.
+  int64_t chunk_bytes = int64_t{64} << 20;
+  int64_t max_moves = kMaxMoves;  // local ones, and targets of sections
+};
+
+// `sources` and `destinations`: all members of the plan on that node, those without a layout and
+// those left out aside, in any order; their layouts may be other objects than the plan was made
+// from. Errors: INVALID_ARGUMENT: a member that is not the plan's, not on that node, or twice; a
+// chunk too small. FAILED_PRECONDITION: a layout whose digest is not the plan's; a member of the
+// plan on that node that is missing; a tensor of a layout that the plan lacks or has otherwise; a
+// route whose box no piece of its source holds, or nobody on its node wants. What ValidatePlan
+// finds, and a stream longer than longest_stream: INVALID_ARGUMENT. RESOURCE_EXHAUSTED: more than
+// max_moves, or absurd sums of bytes.
+absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
+                                        std::vector<LocalMember> sources,
+                                        std::vector<LocalMember> destinations,
+                                        const NodeProgramOptions& options);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_PLAN_NODE_PROGRAM_H_

@@ -1,0 +1,540 @@
+#include "transport/plan/plan.h"
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "transport/base/status.h"
+#include "transport/plan/boxes.h"
+
+namespace refitd {
+namespace {
+
+constexpr size_t kReservedMoves = 16'384;  // at most
+
+template <typename... Args>
+absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
+  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
+}
+
+absl::string_view Key(std::string_view name) { return {name.data(), name.size()}; }
+
+// A piece of a source that holds part of the tensor.
+struct Held {
+  uint32_t source = 0;
+  uint32_t piece = 0;
+  const Box* box = nullptr;
+};
+
+// A piece of a destination that takes part.
+struct Wanted {
+  uint32_t destination = 0;
+  uint32_t piece = 0;
+  const Box* box = nullptr;
+  int64_t covered = 0;  // elements that have a move
+};
+
+// One tensor of the sources, and all pieces of it.
+struct Group {
+  const TensorSpec* spec = nullptr;
+  uint32_t first_source = 0;
+  const DestinationIndex::Tensor* target = nullptr;
+  uint32_t held_begin = 0;  // into the planner's held_
+  uint32_t held_end = 0;
+};
+
+// Equal boxes: one box and all who hold it, each source once.
+struct Replicas {
+  const Box* box = nullptr;
+  absl::Span<const Held> holders;  // ascending sources
+};
+
+class Planner {
+ public:
+  Planner(const std::vector<std::shared_ptr<const Layout>>& sources, const DestinationIndex& index,
+          const PlanOptions& options)
+      : sources_(sources), index_(index), options_(options), load_(sources.size(), 0) {
+    if (!options.require_cover) return;
+    uncovered_allowed_.insert(options.uncovered_allowed.begin(), options.uncovered_allowed.end());
+  }
+
+  absl::StatusOr<Program> Run() {
+    REFITD_RETURN_IF_ERROR(MakeGroups());
+    // What a bucket takes: growing would cost more than planning it.
+    program_.moves.reserve(
+        std::min<size_t>(held_.size() * index_.destinations().size(), kReservedMoves));
+    for (const Group& group : groups_) {
+      if (group.target == nullptr) continue;
+      REFITD_RETURN_IF_ERROR(PlanTensor(group));
+    }
+    if (options_.require_cover) REFITD_RETURN_IF_ERROR(CheckAllHeld());
+    SortMoves();
+    return std::move(program_);
+  }
+
+ private:
+  // ---- which source pieces belong together ----
+
+  absl::Status MakeGroups() {
+    std::vector<std::vector<uint32_t>> group_of(sources_.size());
+    absl::flat_hash_map<std::string_view, uint32_t> by_name;
+    const bool one_source = sources_.size() == 1;  // its names are unique: no table needed
+    for (uint32_t s = 0; s < sources_.size(); ++s) {
+      if (sources_[s] == nullptr) continue;
+      group_of[s].reserve(sources_[s]->tensors.size());
+      for (const TensorSpec& spec : sources_[s]->tensors) {
+        auto group = static_cast<uint32_t>(groups_.size());
+        if (!one_source) group = by_name.try_emplace(spec.name, group).first->second;
+        group_of[s].push_back(group);
+        REFITD_RETURN_IF_ERROR(JoinGroup(spec, s, group));
+      }
+    }
+    CollectHeld(group_of);
+    return absl::OkStatus();
+  }
+
+  absl::Status JoinGroup(const TensorSpec& spec, uint32_t source, uint32_t index) {
+    if (index < groups_.size()) {
+      const Group& group = groups_[index];
+      if (group.spec->dtype == spec.dtype && group.spec->shape == spec.shape) {
+        return absl::OkStatus();
+      }
+      return Precondition("tensor {}: {} in source {}, {} in source {}", spec.name,
+                          ToString(group.spec->dtype, group.spec->shape), group.first_source,
+                          ToString(spec.dtype, spec.shape), source);
+    }
+    const DestinationIndex::Tensor* target = index_.Find(spec.name);
+    if (target != nullptr && (target->dtype != spec.dtype || target->shape != spec.shape)) {
+      return Precondition("tensor {}: {} in source {}, {} in {}", spec.name,
+                          ToString(spec.dtype, spec.shape), source,
+                          ToString(target->dtype, target->shape),
+                          index_.labels()[target->first_destination]);
+    }
+    groups_.push_back({&spec, source, target, 0, 0});
+    return absl::OkStatus();
+  }
+
+  // Fills held_, sorted by group, then by source and piece.
+  void CollectHeld(const std::vector<std::vector<uint32_t>>& group_of) {
+    const auto for_each = [&](const auto& visit) {
+      for (uint32_t s = 0; s < sources_.size(); ++s) {
+        if (sources_[s] == nullptr) continue;
+        const std::vector<Piece>& pieces = sources_[s]->pieces;
+        for (uint32_t p = 0; p < pieces.size(); ++p) {
+          Group& group = groups_[group_of[s][pieces[p].tensor]];
+          if (group.target != nullptr && !IsEmpty(pieces[p].box)) visit(group, s, p);
+        }
+      }
+    };
+    for_each([](Group& group, uint32_t, uint32_t) { ++group.held_end; });
+    uint32_t total = 0;
+    for (Group& group : groups_) {
+      group.held_begin = total;
+      total += std::exchange(group.held_end, total);
+    }
+    held_.resize(total);
+    for_each([this](Group& group, uint32_t s, uint32_t p) {
+      held_[group.held_end++] = {s, p, &sources_[s]->pieces[p].box};
+    });
+  }
+
+  // ---- one tensor ----
+
+  absl::Status PlanTensor(const Group& group) {
+    element_bytes_ = ElementBytes(group.spec->dtype);
+    CollectWanted(*group.target);
+    const BoxIndex wanted(wanted_boxes_);
+    const auto first_move = program_.moves.size();
+    auto held = absl::MakeSpan(held_).subspan(group.held_begin, group.held_end - group.held_begin);
+    if (AllDisjoint(held)) {
+      for (const Held& piece : held) EmitSole(piece, *piece.box, wanted);
+    } else {
+      ShareOut(held, wanted);
+    }
+    if (options_.require_cover && !Exhausted()) {
+      REFITD_RETURN_IF_ERROR(CheckCovered(group, first_move));
+    }
+    if (!Exhausted()) return absl::OkStatus();
+    return Error(
+        absl::StatusCode::kResourceExhausted,
+        "tensor {}: boxes so far need over {} moves or {} steps of planning: use fewer and "
+        "more regular pieces",
+        group.spec->name, options_.max_moves, kMaxPlanSteps);
+  }
+
+  void CollectWanted(const DestinationIndex::Tensor& target) {
+    wanted_.clear();
+    wanted_boxes_.clear();
+    for (const DestinationIndex::Entry& entry : target.entries) {
+      if (Skipped(entry.destination)) continue;
+      const Box* box = &DestinationPiece(entry.destination, entry.piece).box;
+      if (IsEmpty(*box)) continue;
+      wanted_.push_back({entry.destination, entry.piece, box, 0});
+      wanted_boxes_.push_back(box);
+    }
+  }
+
+  // Tells the common cases (one holder, one range in a few boxes) from the others cheaply: false
+  // also where it would take long.
+  static bool AllDisjoint(absl::Span<const Held> held) {
+    if (held.size() > BoxIndex::kLinearBoxes) return false;
+    for (size_t i = 0; i < held.size(); ++i) {
+      for (size_t j = 0; j < i; ++j) {
+        if (Intersect(*held[i].box, *held[j].box).has_value()) return false;
+      }
+    }
+    return true;
+  }
+
+  bool Exhausted() const {
+    return work_.Over() || static_cast<int64_t>(program_.moves.size()) > options_.max_moves;
+  }
+
+  // Gives every element that several sources hold to one of them.
+  void ShareOut(absl::Span<Held> held, const BoxIndex& wanted) {
+    const std::vector<Replicas> classes = Classes(held);
+    std::vector<const Box*> boxes;
+    boxes.reserve(classes.size());
+    for (const Replicas& replicas : classes) boxes.push_back(replicas.box);
+    const BoxIndex index(boxes);
+    std::vector<uint32_t> meeting;
+    for (uint32_t c = 0; c < classes.size() && !Exhausted(); ++c) {
+      meeting.clear();
+      work_ += index.Query(*boxes[c], [&](uint32_t other) {
+        if (other != c && Meet(*boxes[c], *boxes[other])) meeting.push_back(other);
+      });
+      std::sort(meeting.begin(), meeting.end());
+      std::vector<Box> parts = {*boxes[c]};
+      for (const uint32_t other : meeting) {
+        if (other < c) parts = Outside(parts, *boxes[other]);
+      }
+      for (const Box& part : parts) {
+        ShareOutPart(part, Holders(part, classes, c, meeting), wanted);
+        if (Exhausted()) return;
+      }
+    }
+  }
+
+  // Equal boxes together, bigger boxes first. Reorders `held`.
+  static std::vector<Replicas> Classes(absl::Span<Held> held) {
+    std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) {
+      const auto key = [](const Held& h) {
+        return std::tie(h.box->offset, h.box->extent, h.source, h.piece);
+      };
+      return key(a) < key(b);
+    });
+    std::vector<Replicas> classes;
+    for (size_t begin = 0, end = 0; begin < held.size(); begin = end) {
+      while (end < held.size() && *held[end].box == *held[begin].box) ++end;
+      classes.push_back({held[begin].box, held.subspan(begin, end - begin)});
+    }
+    std::stable_sort(classes.begin(), classes.end(), [](const Replicas& a, const Replicas& b) {
+      return ElementCount(*a.box) > ElementCount(*b.box);
+    });
+    return classes;
+  }
+
+  std::vector<Box> Outside(const std::vector<Box>& boxes, const Box& hole) {
+    if (Exhausted()) return {};
+    std::vector<Box> parts;
+    for (const Box& box : boxes) Subtract(box, hole, &parts);
+    work_ += kCutSteps * static_cast<int64_t>(boxes.size());
+    return parts;
+  }
+
+  // One piece of every source that holds all of `part`, a part of class `c`; ascending sources.
+  std::vector<Held> Holders(const Box& part, const std::vector<Replicas>& classes, uint32_t c,
+                            const std::vector<uint32_t>& meeting) {
+    std::vector<Held> holders(classes[c].holders.begin(), classes[c].holders.end());
+    for (const uint32_t other : meeting) {
+      // Elements of an earlier class are not in the part.
+      if (other < c || !Contains(*classes[other].box, part)) continue;
+      holders.insert(holders.end(), classes[other].holders.begin(), classes[other].holders.end());
+    }
+    work_ += static_cast<int64_t>(holders.size() + meeting.size());
+    std::stable_sort(holders.begin(), holders.end(),
+                     [](const Held& a, const Held& b) { return a.source < b.source; });
+    const auto same = [](const Held& a, const Held& b) { return a.source == b.source; };
+    holders.erase(std::unique(holders.begin(), holders.end(), same), holders.end());
+    return holders;
+  }
+
+  void ShareOutPart(const Box& part, const std::vector<Held>& holders, const BoxIndex& wanted) {
+    if (holders.size() == 1) {
+      EmitSole(holders.front(), part, wanted);
+      return;
+    }
+    // Only what some destination wants is read, so only that is balanced.
+    for (const Box& box : WantedOf(part, wanted)) {
+      if (ElementCount(box) * element_bytes_ < kSplitBytes) {
+        Emit(LeastLoaded(holders), box, wanted);
+      } else {
+        Split(box, holders, wanted);
+      }
+    }
+  }
+
+  // The union of what destinations want of `part`, as disjoint boxes.
+  std::vector<Box> WantedOf(const Box& part, const BoxIndex& wanted) {
+    std::vector<Box> boxes;
+    work_ += wanted.Query(part, [&](uint32_t w) {
+      if (auto box = Intersect(part, *wanted_[w].box)) boxes.push_back(*std::move(box));
+    });
+    return MakeDisjoint(std::move(boxes), &work_);
+  }
+
+  const Held& LeastLoaded(const std::vector<Held>& holders) const {
+    return *std::min_element(holders.begin(), holders.end(), [this](const Held& a, const Held& b) {
+      return load_[a.source] < load_[b.source];
+    });
+  }
+
+  // Cuts `box` into a slice for each holder, such that their loads come out as equal as whole
+  // steps along one dimension allow.
+  void Split(const Box& box, const std::vector<Held>& holders, const BoxIndex& wanted) {
+    const auto count = static_cast<int64_t>(holders.size());
+    size_t dim = 0;
+    while (dim < box.extent.size() && box.extent[dim] < count) ++dim;
+    if (dim == box.extent.size()) {
+      dim = static_cast<size_t>(std::max_element(box.extent.begin(), box.extent.end()) -
+                                box.extent.begin());
+    }
+    const int64_t bytes = ElementCount(box) * element_bytes_;
+    const int64_t step_bytes = bytes / box.extent[dim];
+    const int64_t level = Level(load_, holders, bytes);
+    int64_t quota = 0;  // of all holders so far
+    int64_t done = 0;   // steps
+    for (size_t h = 0; h < holders.size(); ++h) {
+      quota += std::max<int64_t>(level - load_[holders[h].source], 0);
+      const bool last = h + 1 == holders.size();
+      const int64_t until =
+          last ? box.extent[dim] : std::min((quota + step_bytes / 2) / step_bytes, box.extent[dim]);
+      if (until == done) continue;
+      Box slice = box;
+      slice.offset[dim] += done;
+      slice.extent[dim] = until - done;
+      Emit(holders[h], slice, wanted);
+      done = until;
+    }
+  }
+
+  static int64_t Level(const std::vector<int64_t>& load, const std::vector<Held>& holders,
+                       int64_t bytes) {
+    std::vector<int64_t> loads;
+    loads.reserve(holders.size());
+    for (const Held& holder : holders) loads.push_back(load[holder.source]);
+    return WaterLevel(std::move(loads), bytes);
+  }
+
+  // ---- moves ----
+
+  // As Emit, for a box that destinations may want in part only.
+  void EmitSole(const Held& from, const Box& box, const BoxIndex& wanted) {
+    if (sources_.size() > 1) {
+      for (const Box& part : WantedOf(box, wanted)) {
+        load_[from.source] += ElementCount(part) * element_bytes_;
+      }
+    }
+    EmitMoves(from, box, wanted);
+  }
+
+  // `box`, all of which some destination wants, goes from that piece to all who want some of it.
+  void Emit(const Held& from, const Box& box, const BoxIndex& wanted) {
+    load_[from.source] += ElementCount(box) * element_bytes_;
+    EmitMoves(from, box, wanted);
+  }
+
+  void EmitMoves(const Held& from, const Box& box, const BoxIndex& wanted) {
+    if (Exhausted()) return;
+    const Piece& source = sources_[from.source]->pieces[from.piece];
+    work_ += wanted.Query(box, [&](uint32_t w) {
+      Wanted& to = wanted_[w];
+      std::optional<Box> common = Intersect(box, *to.box);
+      if (!common.has_value()) return;
+      const int64_t elements = ElementCount(*common);
+      to.covered += elements;
+      program_.bytes += elements * element_bytes_;
+      CopyMove& move = program_.moves.emplace_back();
+      move.source = from.source;
+      move.source_piece = from.piece;
+      move.destination = to.destination;
+      move.destination_piece = to.piece;
+      move.source_byte_offset = ByteOffset(source, *common, element_bytes_);
+      move.destination_byte_offset =
+          ByteOffset(DestinationPiece(to.destination, to.piece), *common, element_bytes_);
+      move.box = *std::move(common);
+    });
+  }
+
+  void SortMoves() {
+    const std::vector<CopyMove>& moves = program_.moves;
+    const auto less = [](const CopyMove& a, const CopyMove& b) {
+      const auto key = [](const CopyMove& m) {
+        return std::tie(m.source, m.source_piece, m.box.offset, m.destination, m.destination_piece);
+      };
+      return key(a) < key(b);
+    };
+    if (std::is_sorted(moves.begin(), moves.end(), less)) return;
+    std::vector<uint32_t> order(moves.size());
+    std::iota(order.begin(), order.end(), 0U);
+    std::sort(order.begin(), order.end(),
+              [&](uint32_t a, uint32_t b) { return less(moves[a], moves[b]); });
+    std::vector<CopyMove> sorted;
+    sorted.reserve(moves.size());
+    for (const uint32_t i : order) sorted.push_back(std::move(program_.moves[i]));
+    program_.moves = std::move(sorted);
+  }
+
+  // ---- cover ----
+
+  bool Allowed(const std::string& name) const { return uncovered_allowed_.contains(name); }
+
+  // Sources' shares are disjoint, so counting elements suffices.
+  absl::Status CheckCovered(const Group& group, size_t first_move) {
+    for (const Wanted& wanted : wanted_) {
+      if (wanted.covered == ElementCount(*wanted.box) || Allowed(group.spec->name)) continue;
+      std::vector<Box> missing = {*wanted.box};
+      for (size_t m = first_move; m < program_.moves.size(); ++m) {
+        const CopyMove& move = program_.moves[m];
+        if (move.destination != wanted.destination) continue;
+        if (move.destination_piece != wanted.piece) continue;
+        missing = Outside(missing, move.box);
+      }
+      if (Exhausted()) return absl::OkStatus();  // the caller says so
+      return NotCovered(group.spec->name, wanted.destination,
+                        *std::min_element(missing.begin(), missing.end(), BoxLess));
+    }
+    return absl::OkStatus();
+  }
+
+  // Tensors that no source knows at all.
+  absl::Status CheckAllHeld() const {
+    absl::flat_hash_set<const DestinationIndex::Tensor*> known;
+    for (const Group& group : groups_) known.insert(group.target);
+    for (uint32_t i = 0; i < index_.destinations().size(); ++i) {
+      const Layout* layout = index_.destinations()[i].get();
+      if (layout == nullptr || Skipped(i)) continue;
+      for (const Piece& piece : layout->pieces) {
+        const std::string& name = layout->tensors[piece.tensor].name;
+        if (IsEmpty(piece.box) || known.contains(index_.Find(name)) || Allowed(name)) continue;
+        return NotCovered(name, i, piece.box);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status NotCovered(const std::string& name, uint32_t destination, const Box& first) const {
+    return Precondition("tensor {}: no source holds element [{}] that {} has", name,
+                        fmt::join(first.offset, ", "), index_.labels()[destination]);
+  }
+
+  bool Skipped(uint32_t destination) const {
+    return destination < options_.skip_destination.size() && options_.skip_destination[destination];
+  }
+
+  const Piece& DestinationPiece(uint32_t destination, uint32_t piece) const {
+    return index_.destinations()[destination]->pieces[piece];
+  }
+
+  const std::vector<std::shared_ptr<const Layout>>& sources_;
+  const DestinationIndex& index_;
+  const PlanOptions& options_;
+  std::vector<Group> groups_;
+  std::vector<Held> held_;
+  std::vector<int64_t> load_;  // bytes read from each source
+  Program program_;
+  absl::flat_hash_set<std::string_view> uncovered_allowed_;
+  PlanWork work_;
+
+  // Of the tensor at hand.
+  std::vector<Wanted> wanted_;
+  std::vector<const Box*> wanted_boxes_;
+  int64_t element_bytes_ = 0;
+};
+
+}  // namespace
+
+uint64_t Program::Digest() const {
+  HashChain chain(0);
+  chain.Add(moves.size());
+  for (const CopyMove& move : moves) {
+    chain.Add(move.source);
+    chain.Add(move.source_piece);
+    chain.Add(move.destination);
+    chain.Add(move.destination_piece);
+    chain.Add(move.box.offset.size());
+    chain.Add(move.box.offset);
+    chain.Add(move.box.extent);
+    chain.Add(static_cast<uint64_t>(move.source_byte_offset));
+    chain.Add(static_cast<uint64_t>(move.destination_byte_offset));
+  }
+  return chain.hash();
+}
+
+absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
+    std::vector<std::shared_ptr<const Layout>> destinations, std::vector<std::string> labels) {
+  REFITD_CHECK(destinations.size() == labels.size());
+  auto index = std::make_shared<DestinationIndex>();
+  size_t most = 0;
+  for (const std::shared_ptr<const Layout>& layout : destinations) {
+    if (layout != nullptr) most = std::max(most, layout->tensors.size());
+  }
+  index->tensors_.reserve(most);
+  // Where each tensor of the layout before is in the index. Ranks of an instance mostly list the
+  // same tensors in the same order: comparing two names costs less than looking one up.
+  const Layout* before = nullptr;
+  std::vector<std::pair<const std::string, Tensor>*> places_before;
+  std::vector<std::pair<const std::string, Tensor>*> places;
+  for (uint32_t i = 0; i < destinations.size(); ++i) {
+    if (destinations[i] == nullptr) continue;
+    const Layout& layout = *destinations[i];
+    places.clear();
+    places.reserve(layout.tensors.size());
+    for (size_t t = 0; t < layout.tensors.size(); ++t) {
+      const TensorSpec& spec = layout.tensors[t];
+      bool added = false;
+      if (before != nullptr && t < before->tensors.size() && before->tensors[t].name == spec.name) {
+        places.push_back(places_before[t]);
+      } else {
+        const auto entered = index->tensors_.try_emplace(spec.name);
+        added = entered.second;
+        places.push_back(&*entered.first);
+      }
+      Tensor& tensor = places.back()->second;
+      if (added) {
+        tensor = {spec.dtype, spec.shape, i, {}};
+      } else if (tensor.dtype != spec.dtype || tensor.shape != spec.shape) {
+        return Precondition("tensor {}: {} in {}, {} in {}", spec.name,
+                            ToString(tensor.dtype, tensor.shape), labels[tensor.first_destination],
+                            ToString(spec.dtype, spec.shape), labels[i]);
+      }
+    }
+    for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
+      places[layout.pieces[p].tensor]->second.entries.push_back({i, p});
+    }
+    before = &layout;
+    std::swap(places, places_before);
+  }
+  index->destinations_ = std::move(destinations);
+  index->labels_ = std::move(labels);
+  return std::shared_ptr<const DestinationIndex>(std::move(index));
+}
+
+const DestinationIndex::Tensor* DestinationIndex::Find(std::string_view name) const {
+  const auto it = tensors_.find(Key(name));
+  return it == tensors_.end() ? nullptr : &it->second;
+}
+
+absl::StatusOr<Program> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
+                                const DestinationIndex& destinations, const PlanOptions& options) {
+  return Planner(sources, destinations, options).Run();
+}
+
+}  // namespace refitd

@@ -1,0 +1,347 @@
+#include "transport/plan/refit_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "transport/base/status.h"
+#include "transport/plan/block_scales.h"
+#include "transport/plan/boxes.h"
+#include "transport/plan/by_tensor.h"
+
+namespace refitd {
+namespace {
+
+constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
+
+// Ranks named in an error.
+constexpr size_t kMaxRanksNamed = 8;
+
+using Ids = std::vector<uint32_t>;
+
+class ReplicaFinder {
+ public:
+  ReplicaFinder(const std::vector<RouteMember>& sources, const RouteOptions& options,
+                const std::vector<TensorSpec>& tensors)
+      : options_(options), tensors_(tensors), work_(options.cancelled) {
+    absl::flat_hash_map<const Layout*, size_t> known;
+    for (uint32_t s = 0; s < sources.size(); ++s) {
+      const Layout* layout = sources[s].layout.get();
+      if (layout == nullptr) continue;
+      const auto [it, added] = known.try_emplace(layout, layouts_.size());
+      if (added) {
+        layouts_.push_back(layout);
+        members_.emplace_back();
+      }
+      members_[it->second].push_back(s);
+    }
+  }
+
+  absl::StatusOr<Replicas> Run() {
+    NumberTensors();
+    CollectEntries();
+    std::vector<HeldBox> held;
+    for (uint32_t t = 0; t < tensors_.size(); ++t) {
+      if (left_out_[t] || !SeveralHave(t)) continue;
+      held.clear();
+      for (const auto& [layout, piece] : entries_.Of(t)) {
+        held.push_back({layouts_[layout]->pieces[piece].box, {layout}});
+      }
+      CutByHolders(&held, &work_);
+      std::sort(held.begin(), held.end(),
+                [](const HeldBox& a, const HeldBox& b) { return BoxLess(a.box, b.box); });
+      for (HeldBox& box : held) Add(t, std::move(box));
+      if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
+      if (work_.Over() || static_cast<int64_t>(replicas_.boxes.size()) > options_.max_routes) {
+        return Error(absl::StatusCode::kResourceExhausted,
+                     "tensor {}: finding replicas so far needs over {} boxes or {} steps: use "
+                     "fewer and more regular pieces",
+                     tensors_[t].name, options_.max_routes, kMaxPlanSteps);
+      }
+    }
+    return std::move(replicas_);
+  }
+
+ private:
+  struct Entry {
+    uint32_t layout = 0;
+    uint32_t piece = 0;
+  };
+
+  // Tensors that are pushed, or that ranks disagree about (and that so are not in the plan), have
+  // no replicas.
+  void NumberTensors() {
+    absl::flat_hash_map<std::string_view, uint32_t> by_name;
+    by_name.reserve(tensors_.size());
+    for (uint32_t t = 0; t < tensors_.size(); ++t) by_name.emplace(tensors_[t].name, t);
+    const absl::flat_hash_set<std::string_view> skipped(options_.skip_tensors.begin(),
+                                                        options_.skip_tensors.end());
+    for (const TensorSpec& tensor : tensors_) left_out_.push_back(skipped.contains(tensor.name));
+    for (const Layout* layout : layouts_) {
+      const Ids* before = tensor_of_.empty() ? nullptr : &tensor_of_.back();
+      Ids ids;
+      ids.reserve(layout->tensors.size());
+      for (const TensorSpec& spec : layout->tensors) {
+        // Layouts often name the same tensors in the same order.
+        const size_t i = ids.size();
+        const bool same =
+            before != nullptr && i < before->size() && tensors_[(*before)[i]].name == spec.name;
+        const uint32_t id = same ? (*before)[i] : by_name.at(spec.name);
+        if (tensors_[id] != spec) left_out_[id] = true;
+        ids.push_back(id);
+      }
+      tensor_of_.push_back(std::move(ids));
+    }
+  }
+
+  void CollectEntries() {
+    const auto for_each = [&](const auto& visit) {
+      for (uint32_t l = 0; l < layouts_.size(); ++l) {
+        const std::vector<Piece>& pieces = layouts_[l]->pieces;
+        for (uint32_t p = 0; p < pieces.size(); ++p) {
+          if (!IsEmpty(pieces[p].box)) visit(tensor_of_[l][pieces[p].tensor], Entry{l, p});
+        }
+      }
+    };
+    entries_ = ByTensor<Entry>(tensors_.size(), for_each);
+  }
+
+  bool SeveralHave(uint32_t t) const {
+    const auto entries = entries_.Of(t);
+    if (entries.empty()) return false;
+    const uint32_t layout = entries.front().layout;
+    return members_[layout].size() > 1 || entries.back().layout != layout;
+  }
+
+  void Add(uint32_t t, HeldBox held) {
+    const auto [it, added] =
+        set_of_.try_emplace(Ids(held.holders.begin(), held.holders.end()), kNone);
+    if (added) {
+      Ids ranks;
+      for (const uint32_t layout : it->first) {
+        ranks.insert(ranks.end(), members_[layout].begin(), members_[layout].end());
+      }
+      if (ranks.size() > 1) {
+        std::sort(ranks.begin(), ranks.end());
+        // Other layouts can't make the same set: each rank has one.
+        it->second = static_cast<uint32_t>(replicas_.holder_sets.size());
+        replicas_.holder_sets.push_back(std::move(ranks));
+      }
+    }
+    if (it->second == kNone) return;
+    if (t != hashed_tensor_) {
+      hashed_tensor_ = t;
+      tensor_hash_ = TensorHash(tensors_[t]);
+    }
+    const uint64_t hash = ReplicaHash(tensor_hash_, held.box);
+    replicas_.boxes.push_back({t, it->second, std::move(held.box), hash});
+  }
+
+  const RouteOptions& options_;
+  const std::vector<TensorSpec>& tensors_;
+  std::vector<const Layout*> layouts_;  // distinct
+  std::vector<Ids> members_;            // of each layout, ascending
+  std::vector<Ids> tensor_of_;          // per layout, per tensor of it
+  std::vector<bool> left_out_;          // per tensor
+  ByTensor<Entry> entries_;             // by layout, then piece
+  std::map<Ids, uint32_t> set_of_;      // by layouts; kNone: one rank
+  Replicas replicas_;
+  uint32_t hashed_tensor_ = kNone;  // of tensor_hash_
+  uint64_t tensor_hash_ = 0;
+  PlanWork work_;
+};
+
+std::string LabelOf(const RoutePlan& plan, uint32_t source) {
+  if (source < plan.source_labels.size()) return plan.source_labels[source];
+  return fmt::format("source {}", source);
+}
+
+// The ranks of a box that are not with the most, or (of as many) not with the first.
+absl::Status Differ(const RefitPlan& plan, const Replica& replica,
+                    const std::vector<uint64_t>& digests) {
+  const auto holders = plan.replicas.HoldersOf(replica);
+  uint64_t common = digests[0];
+  const auto times = [&](uint64_t digest) {
+    return std::count(digests.begin(), digests.end(), digest);
+  };
+  for (const uint64_t digest : digests) {
+    if (times(digest) > times(common)) common = digest;
+  }
+  std::vector<std::string> odd;
+  std::string with;
+  size_t others = 0;
+  for (size_t i = 0; i < holders.size(); ++i) {
+    if (digests[i] == common) {
+      if (with.empty()) with = LabelOf(plan.routes, holders[i]);
+    } else if (odd.size() < kMaxRanksNamed) {
+      odd.push_back(
+          fmt::format("{} has digest {:016x}", LabelOf(plan.routes, holders[i]), digests[i]));
+    } else {
+      ++others;
+    }
+  }
+  return Error(absl::StatusCode::kDataLoss,
+               "tensor {}: replicas differ in the box at [{}] of extent [{}]: {}{}, {} of {} ranks "
+               "({} and others) have {:016x}",
+               plan.routes.tensors[replica.tensor].name, fmt::join(replica.box.offset, ", "),
+               fmt::join(replica.box.extent, ", "), fmt::join(odd, ", "),
+               others == 0 ? "" : fmt::format(" and {} others differ, too", others), times(common),
+               holders.size(), with, common);
+}
+
+// Of each distinct layout of a destination that takes part.
+absl::Status CheckScales(const std::vector<RouteMember>& destinations,
+                         const RouteOptions& options) {
+  absl::flat_hash_set<const Layout*> seen;
+  for (const RouteMember& member : destinations) {
+    const Layout* layout = member.layout.get();
+    const bool skipped =
+        member.instance < options.skip_instance.size() && options.skip_instance[member.instance];
+    if (layout == nullptr || skipped || !seen.insert(layout).second) continue;
+    const absl::Status status = CheckFloat8Scales(*layout);
+    if (!status.ok()) return Error(status.code(), "{}: {}", member.label, Message(status));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
+    const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
+    const RouteOptions& options) {
+  auto plan = std::make_shared<RefitPlan>();
+  REFITD_ASSIGN_OR_RETURN(plan->routes, CompileRoutes(sources, destinations, options));
+  REFITD_RETURN_IF_ERROR(CheckScales(destinations, options));
+  REFITD_ASSIGN_OR_RETURN(plan->replicas,
+                          ReplicaFinder(sources, options, plan->routes.tensors).Run());
+  std::vector<int64_t> shares(plan->routes.nodes);
+  for (const Replica& replica : plan->replicas.boxes) {
+    for (const uint32_t source : plan->replicas.HoldersOf(replica)) {
+      const uint32_t node = plan->routes.source_nodes[source];
+      if (++shares[node] <= kMaxNodeShares) continue;
+      return Error(absl::StatusCode::kResourceExhausted,
+                   "tensor {}: the ranks on node {} hold more than {} boxes that others hold too",
+                   plan->routes.tensors[replica.tensor].name, node, kMaxNodeShares);
+    }
+  }
+  return plan;
+}
+
+RoutePlan PartOf(const RoutePlan& plan, uint32_t node,
+                 absl::Span<const std::shared_ptr<const Layout>> local) {
+  RoutePlan part;
+  part.source_nodes = plan.source_nodes;
+  part.destination_nodes = plan.destination_nodes;
+  part.destination_skipped = plan.destination_skipped;
+  part.source_digests = plan.source_digests;
+  part.destination_digests = plan.destination_digests;
+  part.nodes = plan.nodes;
+  part.longest_stream = plan.longest_stream;
+
+  std::vector<bool> in_set;  // per node set
+  for (const std::vector<uint32_t>& nodes : plan.node_sets) {
+    in_set.push_back(std::binary_search(nodes.begin(), nodes.end(), node));
+  }
+  const auto concerns = [&](const Route& route) {
+    return plan.source_nodes[route.source] == node || in_set[route.node_set];
+  };
+  absl::flat_hash_set<std::string_view> named;
+  absl::flat_hash_set<const Layout*> seen;
+  for (const std::shared_ptr<const Layout>& layout : local) {
+    if (layout == nullptr || !seen.insert(layout.get()).second) continue;
+    for (const TensorSpec& tensor : layout->tensors) named.insert(tensor.name);
+  }
+  std::vector<bool> wanted;
+  for (const TensorSpec& tensor : plan.tensors) wanted.push_back(named.contains(tensor.name));
+  for (const Route& route : plan.routes) {
+    if (concerns(route)) wanted[route.tensor] = true;
+  }
+  Ids tensor_number(plan.tensors.size(), kNone);
+  for (uint32_t t = 0; t < plan.tensors.size(); ++t) {
+    if (!wanted[t]) continue;
+    tensor_number[t] = static_cast<uint32_t>(part.tensors.size());
+    part.tensors.push_back(plan.tensors[t]);
+  }
+  Ids set_number(plan.node_sets.size(), kNone);
+  for (const Route& route : plan.routes) {
+    if (!concerns(route)) continue;
+    uint32_t& set = set_number[route.node_set];
+    if (set == kNone) {
+      set = static_cast<uint32_t>(part.node_sets.size());
+      part.node_sets.push_back(plan.node_sets[route.node_set]);
+    }
+    part.routes.push_back({tensor_number[route.tensor], route.source, set,
+                           static_cast<uint32_t>(part.box_numbers.size())});
+    const auto numbers = plan.box_numbers.begin() + route.box;
+    part.box_numbers.insert(
+        part.box_numbers.end(), numbers,
+        numbers + 2 * static_cast<int64_t>(plan.tensors[route.tensor].shape.size()));
+  }
+  return part;
+}
+
+std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<bool>& on_node) {
+  std::vector<ReplicaShare> shares;
+  for (const Replica& replica : replicas.boxes) {
+    for (const uint32_t source : replicas.HoldersOf(replica)) {
+      if (source < on_node.size() && on_node[source]) {
+        shares.push_back({source, replica.tensor, replica.box});
+      }
+    }
+  }
+  return shares;
+}
+
+uint64_t ReplicaHash(uint64_t tensor_hash, const Box& box) {
+  HashChain chain(tensor_hash);
+  chain.Add(box.offset);
+  chain.Add(box.extent);
+  return chain.hash();
+}
+
+absl::Status CompareReplicas(const RefitPlan& plan,
+                             const std::vector<std::vector<uint64_t>>& digests, ReplicaPart part) {
+  const std::vector<uint32_t>& node_of = plan.routes.source_nodes;
+  const size_t nodes = std::max<size_t>(plan.routes.nodes, digests.size());
+  std::vector<size_t> all(nodes);
+  std::vector<size_t> in_part(nodes);
+  for (const Replica& replica : plan.replicas.boxes) {
+    const bool wanted = part.Has(replica.hash);
+    for (const uint32_t source : plan.replicas.HoldersOf(replica)) {
+      ++all[node_of[source]];
+      if (wanted) ++in_part[node_of[source]];
+    }
+  }
+  for (size_t n = 0; n < nodes; ++n) {
+    const size_t has = n < digests.size() ? digests[n].size() : 0;
+    if (has != all[n] && has != in_part[n]) {
+      return Error(absl::StatusCode::kInternal, "node {} gave {} digests of {} replicas", n, has,
+                   in_part[n]);
+    }
+  }
+  std::vector<size_t> next(nodes);
+  std::vector<uint64_t> of_box;
+  for (const Replica& replica : plan.replicas.boxes) {
+    const bool wanted = part.Has(replica.hash);
+    of_box.clear();
+    for (const uint32_t source : plan.replicas.HoldersOf(replica)) {
+      const uint32_t node = node_of[source];
+      if (wanted) of_box.push_back(digests[node][next[node]]);
+      // A node that gave all of its digests gave those of other parts, too.
+      if (wanted || digests[node].size() == all[node]) ++next[node];
+    }
+    if (std::adjacent_find(of_box.begin(), of_box.end(), std::not_equal_to<>()) != of_box.end()) {
+      return Differ(plan, replica, of_box);
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace refitd

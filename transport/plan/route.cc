@@ -1,0 +1,1274 @@
+#include "transport/plan/route.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/string_view.h"
+#include "transport/base/status.h"
+#include "transport/plan/boxes.h"
+#include "transport/plan/by_tensor.h"
+
+namespace refitd {
+namespace {
+
+constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
+
+// Sums of bytes stay below this, so that none overflows (P10: a stride of 0 makes any box fit into
+// any region). One box to all nodes adds 2^58 at most.
+constexpr int64_t kMaxRouteBytes = int64_t{1} << 60;
+static_assert(kMaxTensorBytes * kMaxRouteNodes <= kMaxRouteBytes);
+
+// A box that several holders share is cut at multiples of this part of RouteOptions::split_bytes.
+constexpr int64_t kGrains = 4;
+
+using Ids = std::vector<uint32_t>;
+
+template <typename... Args>
+absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
+  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
+}
+
+// Numbers equal lists of ids alike.
+class IdLists {
+ public:
+  uint32_t Number(const Ids& ids) {
+    const auto [it, added] = numbers_.try_emplace(ids, static_cast<uint32_t>(lists_.size()));
+    if (added) lists_.push_back(&it->first);
+    return it->second;
+  }
+  const Ids& operator[](uint32_t number) const { return *lists_[number]; }
+
+ private:
+  struct Hash {
+    size_t operator()(const Ids& ids) const {
+      HashChain chain(ids.size());
+      for (const uint32_t id : ids) chain.Add(id);
+      return chain.hash();
+    }
+  };
+  // Nodes of this map stay where they are.
+  std::unordered_map<Ids, uint32_t, Hash> numbers_;
+  std::vector<const Ids*> lists_;
+};
+
+// A tensor's piece in one of a side's distinct layouts.
+struct Entry {
+  uint32_t layout = 0;
+  uint32_t piece = 0;
+};
+
+// All sources, or all destinations.
+struct Side {
+  std::vector<const Layout*> layouts;       // distinct
+  std::vector<Ids> members;                 // of each layout, ascending
+  Ids layout_of;                            // of each member; kNone: none
+  std::vector<Ids> tensor_of;               // per layout, per tensor of it
+  std::vector<std::vector<bool>> declared;  // per layout, per tensor
+  ByTensor<Entry> entries;                  // by layout, then piece
+
+  absl::Span<const Entry> Of(uint32_t tensor) const { return entries.Of(tensor); }
+  const Box& BoxOf(const Entry& entry) const {
+    return layouts[entry.layout]->pieces[entry.piece].box;
+  }
+};
+
+// Ranks that hold the same elements, by node.
+struct Holders {
+  Ids ranks;  // by node, then rank
+  Ids nodes;  // ascending
+  Ids begin;  // of each node in `ranks`, and one more at the end
+};
+
+// A box that some nodes want.
+struct Wanted {
+  Box box;
+  uint32_t node_set = 0;
+};
+
+// A box that several ranks can supply.
+struct Demand {
+  uint32_t tensor = 0;
+  uint32_t holders = 0;
+  uint32_t node_set = 0;
+  bool local = false;
+  int64_t bytes = 0;  // of the box
+  Box box;
+};
+
+struct Chosen {
+  uint32_t tensor = 0;
+  uint32_t source = 0;
+  uint32_t node_set = 0;
+  Box box;
+};
+
+// Who can supply a set of nodes: all holders to those without one, their own to the others.
+struct Choice {
+  uint32_t remote = kNone;                           // node set; kNone: none
+  std::vector<std::pair<uint32_t, uint32_t>> local;  // node set of one, holders on it
+};
+
+class Router {
+ public:
+  Router(const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
+         const RouteOptions& options)
+      : source_members_(sources),
+        destination_members_(destinations),
+        options_(options),
+        work_(options.cancelled) {}
+
+  absl::StatusOr<RoutePlan> Run() {
+    REFITD_RETURN_IF_ERROR(CollectMembers());
+    NumberTensors();
+    REFITD_RETURN_IF_ERROR(CheckDeclared());
+    CollectEntries(&sources_);
+    CollectEntries(&destinations_);
+    CollectClasses();
+    for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
+      if (left_out_[t]) continue;
+      if (Exhausted()) return TooMuch(t);
+      REFITD_RETURN_IF_ERROR(PlanTensor(t));
+    }
+    REFITD_RETURN_IF_ERROR(AssignShared());
+    Pack();
+    Count();
+    return std::move(plan_);
+  }
+
+ private:
+  // ---- members ----
+
+  absl::Status CollectMembers() {
+    Collect(
+        source_members_, [](uint32_t) { return false; }, &sources_, &plan_.source_nodes,
+        &plan_.source_labels, &plan_.source_digests);
+    const auto skipped = [this](uint32_t i) {
+      const uint32_t instance = destination_members_[i].instance;
+      return instance < options_.skip_instance.size() && options_.skip_instance[instance];
+    };
+    Collect(destination_members_, skipped, &destinations_, &plan_.destination_nodes,
+            &plan_.destination_labels, &plan_.destination_digests);
+    for (const uint32_t layout : destinations_.layout_of) {
+      plan_.destination_skipped.push_back(layout == kNone);
+    }
+    for (const Ids* nodes : {&plan_.source_nodes, &plan_.destination_nodes}) {
+      for (const uint32_t node : *nodes) {
+        if (node >= kMaxRouteNodes) {
+          return Error(absl::StatusCode::kInvalidArgument, "node {} where {} are possible", node,
+                       kMaxRouteNodes);
+        }
+        plan_.nodes = std::max(plan_.nodes, node + 1);
+      }
+    }
+    rank_load_.resize(source_members_.size());
+    rank_alone_.resize(source_members_.size());
+    for (auto* loads : {&node_load_, &node_alone_, &node_receives_}) loads->resize(plan_.nodes);
+    return absl::OkStatus();
+  }
+
+  template <typename Skipped>
+  static void Collect(const std::vector<RouteMember>& members, const Skipped& skipped, Side* side,
+                      Ids* nodes, std::vector<std::string>* labels,
+                      std::vector<uint64_t>* digests) {
+    absl::flat_hash_map<const Layout*, uint32_t> known;
+    absl::flat_hash_map<const Layout*, uint64_t> digest_of;
+    for (uint32_t i = 0; i < members.size(); ++i) {
+      const Layout* layout = members[i].layout.get();
+      nodes->push_back(members[i].node);
+      labels->push_back(members[i].label);
+      side->layout_of.push_back(kNone);
+      digests->push_back(0);
+      if (layout == nullptr) continue;
+      const auto [digest, unseen] = digest_of.try_emplace(layout, 0);
+      if (unseen) digest->second = layout->Digest();
+      digests->back() = digest->second;
+      if (skipped(i)) continue;
+      const auto [it, added] =
+          known.try_emplace(layout, static_cast<uint32_t>(side->layouts.size()));
+      if (added) {
+        side->layouts.push_back(layout);
+        side->members.emplace_back();
+      }
+      side->layout_of.back() = it->second;
+      side->members[it->second].push_back(i);
+    }
+  }
+
+  const std::string& LabelOf(const Side& side, uint32_t layout) const {
+    const uint32_t member = side.members[layout].front();
+    return &side == &sources_ ? plan_.source_labels[member] : plan_.destination_labels[member];
+  }
+
+  // ---- tensors ----
+
+  // Ids by name, whatever the order of layouts and of tensors in them.
+  void NumberTensors() {
+    absl::flat_hash_map<std::string_view, uint32_t> by_name;
+    std::vector<const TensorSpec*> specs;
+    for (Side* side : {&sources_, &destinations_}) {
+      for (const Layout* layout : side->layouts) {
+        const Ids* before = side->tensor_of.empty() ? nullptr : &side->tensor_of.back();
+        Ids ids;
+        ids.reserve(layout->tensors.size());
+        for (const TensorSpec& spec : layout->tensors) {
+          // Layouts of one side often name the same tensors in the same order.
+          const size_t i = ids.size();
+          if (before != nullptr && i < before->size() && specs[(*before)[i]]->name == spec.name) {
+            ids.push_back((*before)[i]);
+            continue;
+          }
+          const auto [it, added] =
+              by_name.try_emplace(spec.name, static_cast<uint32_t>(specs.size()));
+          if (added) specs.push_back(&spec);
+          ids.push_back(it->second);
+        }
+        side->tensor_of.push_back(std::move(ids));
+      }
+    }
+    Ids order(specs.size());
+    std::iota(order.begin(), order.end(), 0U);
+    std::sort(order.begin(), order.end(),
+              [&](uint32_t a, uint32_t b) { return specs[a]->name < specs[b]->name; });
+    Ids id_of(specs.size());
+    for (uint32_t t = 0; t < order.size(); ++t) {
+      id_of[order[t]] = t;
+      plan_.tensors.push_back(*specs[order[t]]);
+    }
+    for (Side* side : {&sources_, &destinations_}) {
+      for (Ids& ids : side->tensor_of) {
+        std::vector<bool>& declared = side->declared.emplace_back(order.size(), false);
+        for (uint32_t& id : ids) {
+          id = id_of[id];
+          declared[id] = true;
+        }
+      }
+    }
+  }
+
+  // Finds tensors that have no part in the plan, and those that make it impossible; the first by
+  // name is the error.
+  absl::Status CheckDeclared() {
+    left_out_.assign(plan_.tensors.size(), false);
+    std::vector<std::string> reasons(plan_.tensors.size());
+    FindDisagreements(&reasons);
+    const Instances instances = CollectInstances();
+    const Names skipped = Set(options_.skip_tensors);
+    const Names unwanted = Set(options_.unwanted_allowed);
+    uncovered_allowed_ = Set(options_.uncovered_allowed);
+    for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
+      const std::string& name = plan_.tensors[t].name;
+      if (skipped.contains(name)) {
+        left_out_[t] = true;
+        AddUnplaced(t, "is pushed");
+        continue;
+      }
+      if (!reasons[t].empty()) {
+        left_out_[t] = true;
+        if (!options_.list_unplaced) return Precondition("tensor {}: {}", name, reasons[t]);
+        AddUnplaced(t, std::move(reasons[t]));
+        continue;
+      }
+      std::string lacking = Lacking(t, instances);
+      if (lacking.empty()) continue;
+      const bool allowed = unwanted.contains(name);
+      if (!allowed && !options_.list_unplaced) return Precondition("tensor {}: {}", name, lacking);
+      AddUnplaced(t, lacking + (allowed ? " (allowed)" : ""));
+    }
+    return absl::OkStatus();
+  }
+
+  using Names = absl::flat_hash_set<std::string_view>;
+  static Names Set(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
+
+  void FindDisagreements(std::vector<std::string>* reasons) const {
+    struct First {
+      const TensorSpec* spec = nullptr;
+      const std::string* label = nullptr;
+    };
+    std::vector<First> firsts(plan_.tensors.size());
+    for (const Side* side : {&sources_, &destinations_}) {
+      for (uint32_t l = 0; l < side->layouts.size(); ++l) {
+        for (size_t i = 0; i < side->layouts[l]->tensors.size(); ++i) {
+          const TensorSpec& spec = side->layouts[l]->tensors[i];
+          const uint32_t t = side->tensor_of[l][i];
+          First& first = firsts[t];
+          if (first.spec == nullptr) {
+            first = {&spec, &LabelOf(*side, l)};
+          } else if ((first.spec->dtype != spec.dtype || first.spec->shape != spec.shape) &&
+                     (*reasons)[t].empty()) {
+            (*reasons)[t] =
+                fmt::format("{} in {}, {} in {}", ToString(first.spec->dtype, first.spec->shape),
+                            *first.label, ToString(spec.dtype, spec.shape), LabelOf(*side, l));
+          }
+        }
+      }
+    }
+  }
+
+  // Distinct sets of layouts that make up an instance, those of the first instance first.
+  using Instances = std::vector<Ids>;
+
+  Instances CollectInstances() const {
+    std::vector<Ids> layouts_of;  // of each instance, by its first rank
+    absl::flat_hash_map<uint32_t, size_t> position;
+    for (uint32_t i = 0; i < destination_members_.size(); ++i) {
+      if (destinations_.layout_of[i] == kNone) continue;
+      const uint32_t instance = destination_members_[i].instance;
+      const auto [it, added] = position.try_emplace(instance, layouts_of.size());
+      if (added) layouts_of.emplace_back();
+      layouts_of[it->second].push_back(destinations_.layout_of[i]);
+    }
+    Instances instances;
+    IdLists known;
+    for (Ids& layouts : layouts_of) {
+      std::sort(layouts.begin(), layouts.end());
+      layouts.erase(std::unique(layouts.begin(), layouts.end()), layouts.end());
+      if (known.Number(layouts) == instances.size()) instances.push_back(layouts);
+    }
+    return instances;
+  }
+
+  // Why a trainers' tensor is not what every instance has, or nothing.
+  std::string Lacking(uint32_t tensor, const Instances& instances) const {
+    const auto holder =
+        std::find_if(sources_.declared.begin(), sources_.declared.end(),
+                     [tensor](const std::vector<bool>& declared) { return declared[tensor]; });
+    if (holder == sources_.declared.end()) return {};
+    for (const Ids& layouts : instances) {
+      if (std::any_of(layouts.begin(), layouts.end(),
+                      [&](uint32_t l) { return destinations_.declared[l][tensor]; })) {
+        continue;
+      }
+      return fmt::format(
+          "{} has it, but no rank of the instance of {} declares it: every instance must declare "
+          "each tensor that trainers hold",
+          LabelOf(sources_, static_cast<uint32_t>(holder - sources_.declared.begin())),
+          LabelOf(destinations_, layouts.front()));
+    }
+    return {};
+  }
+
+  void AddUnplaced(uint32_t tensor, std::string reason) {
+    ++plan_.unplaced_tensors;
+    if (plan_.unplaced.size() >= kMaxUnplacedListed) return;
+    plan_.unplaced.push_back({plan_.tensors[tensor].name, std::move(reason)});
+  }
+
+  void CollectEntries(Side* side) const {
+    const auto for_each = [&](const auto& visit) {
+      for (uint32_t l = 0; l < side->layouts.size(); ++l) {
+        const std::vector<Piece>& pieces = side->layouts[l]->pieces;
+        for (uint32_t p = 0; p < pieces.size(); ++p) {
+          if (!IsEmpty(pieces[p].box)) visit(side->tensor_of[l][pieces[p].tensor], Entry{l, p});
+        }
+      }
+    };
+    side->entries = ByTensor<Entry>(plan_.tensors.size(), for_each);
+  }
+
+  // Nodes that hold the same destination layouts want the same.
+  void CollectClasses() {
+    std::vector<Ids> layouts_on(plan_.nodes);
+    for (uint32_t i = 0; i < destination_members_.size(); ++i) {
+      const uint32_t layout = destinations_.layout_of[i];
+      if (layout != kNone) layouts_on[destination_members_[i].node].push_back(layout);
+    }
+    IdLists known;
+    std::vector<Ids> nodes;
+    for (uint32_t n = 0; n < plan_.nodes; ++n) {
+      Ids& layouts = layouts_on[n];
+      if (layouts.empty()) continue;
+      std::sort(layouts.begin(), layouts.end());
+      layouts.erase(std::unique(layouts.begin(), layouts.end()), layouts.end());
+      const uint32_t c = known.Number(layouts);
+      if (c == class_layouts_.size()) {
+        class_layouts_.push_back(layouts);
+        nodes.emplace_back();
+      }
+      nodes[c].push_back(n);
+    }
+    for (const Ids& of_class : nodes) class_nodes_.push_back(node_sets_.Number(of_class));
+    stores_per_member_.resize(destinations_.layouts.size());
+  }
+
+  // ---- one tensor ----
+
+  absl::Status PlanTensor(uint32_t t) {
+    if (destinations_.Of(t).empty()) return absl::OkStatus();
+    element_bytes_ = ElementBytes(plan_.tensors[t].dtype);
+    if (absl::Status status = CheckDisjoint(t); !status.ok()) {
+      if (!options_.list_unplaced || Exhausted()) return status;
+      AddUnplaced(t, Message(status));
+      return absl::OkStatus();
+    }
+    CollectWanted(t);
+    CollectCells(t);
+    CountStores(t);
+    std::vector<const Box*> boxes;
+    boxes.reserve(cells_.size());
+    for (const HeldBox& cell : cells_) boxes.push_back(&cell.box);
+    const BoxIndex index(boxes);
+    bool covered = true;
+    Ids meeting;
+    for (const Wanted& wanted : wanted_) {
+      int64_t missing = ElementCount(wanted.box);
+      meeting.clear();
+      work_ += index.Query(wanted.box, [&](uint32_t c) { meeting.push_back(c); });
+      for (const uint32_t c : meeting) {
+        const std::optional<Box> common = Intersect(wanted.box, cells_[c].box);
+        if (!common.has_value()) continue;
+        missing -= ElementCount(*common);
+        Place(t, *common, HoldersOf(cells_[c]), wanted.node_set);
+        if (Exhausted()) return TooMuch(t);
+      }
+      covered = covered && missing == 0;
+    }
+    if (Exhausted()) return TooMuch(t);
+    return covered ? absl::OkStatus() : NotCovered(t);
+  }
+
+  bool Exhausted() const {
+    return work_.Over() || supplied_ > kMaxRouteBytes || stored_ > kMaxRouteBytes ||
+           static_cast<int64_t>(chosen_.size()) > options_.max_routes ||
+           static_cast<int64_t>(demands_.size()) > options_.max_routes;
+  }
+
+  absl::Status TooMuch(uint32_t tensor) const {
+    if (work_.Cancelled()) return absl::CancelledError("the plan was cancelled");
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "tensor {}: boxes so far need over {} routes, {} bytes or {} steps of planning: "
+                 "use fewer and more regular pieces",
+                 plan_.tensors[tensor].name, options_.max_routes, kMaxRouteBytes, kMaxPlanSteps);
+  }
+
+  // No rank gets an element twice.
+  absl::Status CheckDisjoint(uint32_t t) {
+    const auto entries = destinations_.Of(t);
+    for (size_t begin = 0, end = 0; begin < entries.size(); begin = end) {
+      while (end < entries.size() && entries[end].layout == entries[begin].layout) ++end;
+      if (end - begin == 1) continue;
+      std::vector<const Box*> boxes;
+      for (size_t i = begin; i < end; ++i) boxes.push_back(&destinations_.BoxOf(entries[i]));
+      const BoxIndex index(boxes);
+      for (uint32_t i = 0; i < boxes.size(); ++i) {
+        std::optional<Box> twice;
+        work_ += index.Query(*boxes[i], [&](uint32_t other) {
+          if (other < i && !twice.has_value() && Meet(*boxes[i], *boxes[other])) {
+            twice = Intersect(*boxes[i], *boxes[other]);
+          }
+        });
+        if (Exhausted()) return TooMuch(t);
+        if (!twice.has_value()) continue;
+        return Precondition("tensor {}: {} has element [{}] twice", plan_.tensors[t].name,
+                            LabelOf(destinations_, entries[begin].layout),
+                            fmt::join(twice->offset, ", "));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // What each class of nodes wants, joined; equal boxes of several classes together.
+  void CollectWanted(uint32_t t) {
+    const auto entries = destinations_.Of(t);
+    first_entry_.assign(destinations_.layouts.size(), kNone);
+    for (uint32_t i = static_cast<uint32_t>(entries.size()); i-- > 0;) {
+      first_entry_[entries[i].layout] = i;
+    }
+    wanted_.clear();
+    std::vector<Box> boxes;
+    for (uint32_t c = 0; c < class_layouts_.size() && !Exhausted(); ++c) {
+      boxes.clear();
+      for (const uint32_t layout : class_layouts_[c]) {
+        for (size_t i = first_entry_[layout]; i < entries.size() && entries[i].layout == layout;
+             ++i) {
+          boxes.push_back(destinations_.BoxOf(entries[i]));
+        }
+      }
+      if (boxes.empty()) continue;
+      work_ += static_cast<int64_t>(boxes.size());
+      boxes = MakeDisjoint(std::move(boxes), &work_);
+      MergeAdjacent(&boxes);
+      for (Box& box : boxes) wanted_.push_back({std::move(box), class_nodes_[c]});
+    }
+    JoinEqual();
+  }
+
+  void JoinEqual() {
+    if (wanted_.size() <= 1) return;
+    std::sort(wanted_.begin(), wanted_.end(),
+              [](const Wanted& a, const Wanted& b) { return BoxLess(a.box, b.box); });
+    size_t kept = 0;
+    for (size_t begin = 0, end = 0; begin < wanted_.size(); begin = end) {
+      while (end < wanted_.size() && wanted_[end].box == wanted_[begin].box) ++end;
+      uint32_t node_set = wanted_[begin].node_set;
+      if (end - begin > 1) {
+        Ids nodes;
+        for (size_t i = begin; i < end; ++i) {
+          const Ids& more = node_sets_[wanted_[i].node_set];
+          nodes.insert(nodes.end(), more.begin(), more.end());
+        }
+        std::sort(nodes.begin(), nodes.end());
+        node_set = node_sets_.Number(nodes);
+      }
+      if (kept != begin) wanted_[kept] = std::move(wanted_[begin]);
+      wanted_[kept++].node_set = node_set;
+    }
+    wanted_.resize(kept);
+  }
+
+  // The sources' elements, by who holds them.
+  void CollectCells(uint32_t t) {
+    cells_.clear();
+    for (const Entry& entry : sources_.Of(t)) {
+      cells_.push_back({sources_.BoxOf(entry), {entry.layout}});
+    }
+    CutByHolders(&cells_, &work_);
+  }
+
+  // Bytes that engines get of this tensor.
+  void CountStores(uint32_t t) {
+    for (const Entry& entry : destinations_.Of(t)) {
+      const Box& box = destinations_.BoxOf(entry);
+      int64_t elements = 0;
+      if (cells_.size() == 1 && refitd::Contains(cells_[0].box, box)) {
+        elements = ElementCount(box);
+      } else {
+        for (const HeldBox& cell : cells_) {
+          if (const auto common = Intersect(cell.box, box)) elements += ElementCount(*common);
+        }
+        work_ += static_cast<int64_t>(cells_.size());
+      }
+      const int64_t bytes = elements * element_bytes_;
+      stores_per_member_[entry.layout] += bytes;
+      const auto members = static_cast<int64_t>(destinations_.members[entry.layout].size());
+      // One addition stays below 2^60 where there are up to 4096 members of one layout.
+      stored_ += std::min(bytes, kMaxRouteBytes / members) * members;
+      if (Exhausted()) return;
+    }
+  }
+
+  absl::Status NotCovered(uint32_t t) {
+    const TensorSpec& spec = plan_.tensors[t];
+    const bool allowed = uncovered_allowed_.contains(spec.name);
+    if (allowed && !sources_.Of(t).empty()) return absl::OkStatus();
+    absl::Status missing = FirstMissing(t);
+    if (Exhausted()) return TooMuch(t);
+    if (!allowed && !options_.list_unplaced) return missing;
+    const std::string prefix = fmt::format("tensor {}: ", spec.name);
+    AddUnplaced(t, Message(missing).substr(prefix.size()) + (allowed ? " (allowed)" : ""));
+    return absl::OkStatus();
+  }
+
+  // The first element that is missing, of the first destination that misses one.
+  absl::Status FirstMissing(uint32_t t) {
+    const auto entries = destinations_.Of(t);
+    uint32_t first_member = kNone;
+    std::vector<Box> missing;
+    for (const Entry& entry : entries) {
+      const uint32_t member = destinations_.members[entry.layout].front();
+      if (member > first_member) continue;
+      std::vector<Box> parts = {destinations_.BoxOf(entry)};
+      for (const HeldBox& cell : cells_) {
+        std::vector<Box> outside;
+        for (const Box& part : parts) Subtract(part, cell.box, &outside);
+        work_ += kCutSteps * static_cast<int64_t>(parts.size());
+        parts = std::move(outside);
+        if (Exhausted()) return absl::OkStatus();
+      }
+      if (parts.empty()) continue;
+      if (member < first_member) missing.clear();
+      first_member = member;
+      missing.insert(missing.end(), parts.begin(), parts.end());
+    }
+    REFITD_CHECK(!missing.empty());
+    return Precondition(
+        "tensor {}: no source holds element [{}] that {} has", plan_.tensors[t].name,
+        fmt::join(std::min_element(missing.begin(), missing.end(), BoxLess)->offset, ", "),
+        plan_.destination_labels[first_member]);
+  }
+
+  // ---- who supplies ----
+
+  uint32_t HoldersOf(const HeldBox& cell) {
+    const Ids layouts(cell.holders.begin(), cell.holders.end());
+    const uint32_t number = holder_layouts_.Number(layouts);
+    if (number < holders_of_layouts_.size()) return holders_of_layouts_[number];
+    Ids ranks;
+    for (const uint32_t layout : layouts) {
+      const Ids& more = sources_.members[layout];
+      ranks.insert(ranks.end(), more.begin(), more.end());
+    }
+    holders_of_layouts_.push_back(HoldersOf(std::move(ranks)));
+    return holders_of_layouts_.back();
+  }
+
+  uint32_t HoldersOf(Ids ranks) {
+    std::sort(ranks.begin(), ranks.end(), [this](uint32_t a, uint32_t b) {
+      return std::pair(plan_.source_nodes[a], a) < std::pair(plan_.source_nodes[b], b);
+    });
+    const uint32_t number = holder_ranks_.Number(ranks);
+    if (number < holders_.size()) return number;
+    Holders holders;
+    for (uint32_t i = 0; i < ranks.size(); ++i) {
+      const uint32_t node = plan_.source_nodes[ranks[i]];
+      if (!holders.nodes.empty() && holders.nodes.back() == node) continue;
+      holders.nodes.push_back(node);
+      holders.begin.push_back(i);
+    }
+    holders.begin.push_back(static_cast<uint32_t>(ranks.size()));
+    holders.ranks = std::move(ranks);
+    holders_.push_back(std::move(holders));
+    return number;
+  }
+
+  const Choice& ChoiceOf(uint32_t holders, uint32_t node_set) {
+    const uint64_t key = uint64_t{holders} << 32U | node_set;
+    const auto [it, added] = choices_.try_emplace(key);
+    if (!added) return it->second;
+    Choice choice;
+    Ids remote;
+    for (const uint32_t node : node_sets_[node_set]) {
+      const Ids& nodes = holders_[holders].nodes;
+      const auto at = std::lower_bound(nodes.begin(), nodes.end(), node) - nodes.begin();
+      if (at == static_cast<int64_t>(nodes.size()) || nodes[at] != node) {
+        remote.push_back(node);
+        continue;
+      }
+      const Holders& all = holders_[holders];
+      Ids own(all.ranks.begin() + all.begin[at], all.ranks.begin() + all.begin[at + 1]);
+      choice.local.push_back({node_sets_.Number({node}), HoldersOf(std::move(own))});
+    }
+    if (!remote.empty()) choice.remote = node_sets_.Number(remote);
+    return it->second = std::move(choice);
+  }
+
+  void Place(uint32_t t, const Box& box, uint32_t holders, uint32_t node_set) {
+    const int64_t bytes = ElementCount(box) * element_bytes_;
+    const auto wanting = static_cast<int64_t>(node_sets_[node_set].size());
+    const Choice& choice = ChoiceOf(holders, node_set);
+    if (holders_[holders].ranks.size() == 1) {
+      rank_alone_[holders_[holders].ranks[0]] += bytes * wanting;
+    }
+    if (choice.remote != kNone) {
+      const Ids& remote = node_sets_[choice.remote];
+      if (holders_[holders].nodes.size() == 1) {
+        node_alone_[holders_[holders].nodes[0]] += bytes * static_cast<int64_t>(remote.size());
+      }
+      for (const uint32_t node : remote) node_receives_[node] += bytes;
+      Demanded(t, box, bytes, holders, choice.remote, false);
+    }
+    for (const auto& [node, own] : choice.local) Demanded(t, box, bytes, own, node, true);
+  }
+
+  void Demanded(uint32_t t, const Box& box, int64_t bytes, uint32_t holders, uint32_t node_set,
+                bool local) {
+    supplied_ += bytes * static_cast<int64_t>(node_sets_[node_set].size());
+    if (holders_[holders].ranks.size() == 1) {
+      Emit(t, holders_[holders].ranks[0], node_set, box, local);
+    } else {
+      demands_.push_back({t, holders, node_set, local, bytes, box});
+    }
+  }
+
+  void Emit(uint32_t t, uint32_t source, uint32_t node_set, Box box, bool local) {
+    const int64_t bytes = ElementCount(box) * ElementBytes(plan_.tensors[t].dtype) *
+                          static_cast<int64_t>(node_sets_[node_set].size());
+    rank_load_[source] += bytes;
+    if (!local) node_load_[plan_.source_nodes[source]] += bytes;
+    chosen_.push_back({t, source, node_set, std::move(box)});
+  }
+
+  // What can come from fewer places first, then what is more: the rest evens it out.
+  absl::Status AssignShared() {
+    const auto less = [this](const Demand& a, const Demand& b) {
+      const auto key = [this](const Demand& d) {
+        return std::tuple(holders_[d.holders].nodes.size(), holders_[d.holders].ranks.size(),
+                          -d.bytes, d.tensor);
+      };
+      const auto key_a = key(a);
+      const auto key_b = key(b);
+      if (key_a != key_b) return key_a < key_b;
+      return std::tie(a.box.offset, a.box.extent, node_sets_[a.node_set]) <
+             std::tie(b.box.offset, b.box.extent, node_sets_[b.node_set]);
+    };
+    std::sort(demands_.begin(), demands_.end(), less);
+    const int64_t whole = std::max(options_.split_bytes, FairShare());
+    for (const Demand& demand : demands_) {
+      const auto holders = static_cast<int64_t>(holders_[demand.holders].ranks.size());
+      work_ += holders * static_cast<int64_t>(node_sets_[demand.node_set].size());
+      if (demand.bytes < whole || demand.box.extent.empty()) {
+        AssignWhole(demand);
+      } else {
+        AssignCut(demand);
+      }
+      if (Exhausted()) return TooMuch(demand.tensor);
+    }
+    return absl::OkStatus();
+  }
+
+  // A split_share'th of what a rank supplies on average.
+  int64_t FairShare() const {
+    if (options_.split_share <= 0) return 0;
+    return supplied_ / std::max<int64_t>(static_cast<int64_t>(plan_.source_nodes.size()), 1) /
+           options_.split_share;
+  }
+
+  // The whole box for each node, from the least loaded rank of the least loaded node.
+  void AssignWhole(const Demand& demand) {
+    const Holders& holders = holders_[demand.holders];
+    const Ids& nodes = node_sets_[demand.node_set];
+    std::vector<std::pair<uint32_t, uint32_t>> by_source;
+    std::vector<int64_t> extra_rank(holders.ranks.size());
+    std::vector<int64_t> extra_node(holders.nodes.size());
+    for (const uint32_t node : nodes) {
+      size_t from = 0;
+      const auto load_of = [&](size_t n) { return node_load_[holders.nodes[n]] + extra_node[n]; };
+      for (size_t n = 1; n < holders.nodes.size(); ++n) {
+        if (load_of(n) < load_of(from)) from = n;
+      }
+      size_t rank = holders.begin[from];
+      const auto rank_load = [&](size_t r) { return rank_load_[holders.ranks[r]] + extra_rank[r]; };
+      for (size_t r = rank + 1; r < holders.begin[from + 1]; ++r) {
+        if (rank_load(r) < rank_load(rank)) rank = r;
+      }
+      extra_node[from] += demand.bytes;
+      extra_rank[rank] += demand.bytes;
+      by_source.push_back({holders.ranks[rank], node});
+    }
+    std::sort(by_source.begin(), by_source.end());
+    for (size_t begin = 0, end = 0; begin < by_source.size(); begin = end) {
+      Ids served;
+      while (end < by_source.size() && by_source[end].first == by_source[begin].first) {
+        served.push_back(by_source[end++].second);
+      }
+      Emit(demand.tensor, by_source[begin].first, node_sets_.Number(served), demand.box,
+           demand.local);
+    }
+  }
+
+  // Fills nodes, and in them ranks, up to a level. The box once for each node makes a line of
+  // steps along one dimension; each rank supplies a run of it.
+  void AssignCut(const Demand& demand) {
+    const Holders& holders = holders_[demand.holders];
+    const Ids& nodes = node_sets_[demand.node_set];
+    const size_t dim = CutDimension(demand.box, holders.ranks.size());
+    const int64_t steps = demand.box.extent[dim];
+    const int64_t step_bytes = demand.bytes / steps;
+    const int64_t line = steps * static_cast<int64_t>(nodes.size());
+    const int64_t grain = std::max<int64_t>(options_.split_bytes / kGrains / step_bytes, 1);
+    const std::vector<int64_t> quotas =
+        Quotas(holders, demand.bytes * static_cast<int64_t>(nodes.size()));
+    size_t last = quotas.size() - 1;
+    while (last > 0 && quotas[last] == 0) --last;
+    int64_t quota = 0;
+    int64_t done = 0;
+    for (size_t h = 0; h <= last; ++h) {
+      quota += quotas[h];
+      int64_t until = h == last ? line : std::min((quota + step_bytes / 2) / step_bytes, line);
+      const int64_t into = until % steps;
+      const int64_t rounded = std::min((into + grain / 2) / grain * grain, steps);
+      // Not so near to the end that a sliver would be left.
+      until += (steps - rounded < grain / 2 ? steps : rounded) - into;
+      if (h == last || until > line) until = line;
+      if (until <= done) continue;
+      EmitRun(demand, holders.ranks[h], nodes, dim, done, until);
+      done = until;
+    }
+  }
+
+  static size_t CutDimension(const Box& box, size_t holders) {
+    const auto wide = std::find_if(box.extent.begin(), box.extent.end(), [holders](int64_t n) {
+      return n >= static_cast<int64_t>(holders);
+    });
+    const auto dim =
+        wide != box.extent.end() ? wide : std::max_element(box.extent.begin(), box.extent.end());
+    return static_cast<size_t>(dim - box.extent.begin());
+  }
+
+  // Of each rank; together `bytes`, less what rounding down took.
+  std::vector<int64_t> Quotas(const Holders& holders, int64_t bytes) const {
+    std::vector<int64_t> of_nodes;
+    for (const uint32_t node : holders.nodes) of_nodes.push_back(node_load_[node]);
+    const int64_t level = WaterLevel(of_nodes, bytes);
+    std::vector<int64_t> quotas;
+    for (size_t n = 0; n < holders.nodes.size(); ++n) {
+      const int64_t quota =
+          holders.nodes.size() == 1 ? bytes : std::max<int64_t>(level - of_nodes[n], 0);
+      std::vector<int64_t> of_ranks;
+      for (size_t r = holders.begin[n]; r < holders.begin[n + 1]; ++r) {
+        of_ranks.push_back(rank_load_[holders.ranks[r]]);
+      }
+      const int64_t rank_level = WaterLevel(of_ranks, quota);
+      for (const int64_t load : of_ranks) {
+        quotas.push_back(quota == 0 ? 0 : std::max<int64_t>(rank_level - load, 0));
+      }
+    }
+    return quotas;
+  }
+
+  // Steps [begin, end) of the line: a part of one node's box, whole boxes, a part of another's.
+  void EmitRun(const Demand& demand, uint32_t source, const Ids& nodes, size_t dim, int64_t begin,
+               int64_t end) {
+    const int64_t steps = demand.box.extent[dim];
+    Ids whole;
+    while (begin < end) {
+      const uint32_t node = nodes[static_cast<size_t>(begin / steps)];
+      const int64_t from = begin % steps;
+      const int64_t count = std::min(steps - from, end - begin);
+      begin += count;
+      if (count == steps) {
+        whole.push_back(node);
+        continue;
+      }
+      Box slice = demand.box;
+      slice.offset[dim] += from;
+      slice.extent[dim] = count;
+      Emit(demand.tensor, source, node_sets_.Number({node}), std::move(slice), demand.local);
+    }
+    if (whole.empty()) return;
+    Emit(demand.tensor, source, node_sets_.Number(whole), demand.box, demand.local);
+  }
+
+  // ---- the plan ----
+
+  // Sorts, joins routes that differ in nodes only, packs boxes.
+  void Pack() {
+    Ids order(chosen_.size());
+    std::iota(order.begin(), order.end(), 0U);
+    const auto key = [this](uint32_t i) {
+      const Chosen& c = chosen_[i];
+      return std::tie(c.tensor, c.box.offset, c.box.extent, c.source);
+    };
+    std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+      if (chosen_[a].tensor != chosen_[b].tensor) return chosen_[a].tensor < chosen_[b].tensor;
+      return std::tuple_cat(key(a), std::tie(node_sets_[chosen_[a].node_set])) <
+             std::tuple_cat(key(b), std::tie(node_sets_[chosen_[b].node_set]));
+    });
+    Ids renumbered;
+    for (size_t begin = 0, end = 0; begin < order.size(); begin = end) {
+      while (end < order.size() && key(order[end]) == key(order[begin])) ++end;
+      const Chosen& first = chosen_[order[begin]];
+      uint32_t node_set = first.node_set;
+      if (end - begin > 1)
+        node_set = UnionOf(absl::MakeConstSpan(order).subspan(begin, end - begin));
+      if (node_set >= renumbered.size()) renumbered.resize(node_set + 1, kNone);
+      if (renumbered[node_set] == kNone) {
+        renumbered[node_set] = static_cast<uint32_t>(plan_.node_sets.size());
+        plan_.node_sets.push_back(node_sets_[node_set]);
+      }
+      plan_.routes.push_back({first.tensor, first.source, renumbered[node_set],
+                              static_cast<uint32_t>(plan_.box_numbers.size())});
+      for (const Dims* dims : {&first.box.offset, &first.box.extent}) {
+        plan_.box_numbers.insert(plan_.box_numbers.end(), dims->begin(), dims->end());
+      }
+    }
+  }
+
+  uint32_t UnionOf(absl::Span<const uint32_t> chosen) {
+    Ids nodes;
+    for (const uint32_t c : chosen) {
+      const Ids& more = node_sets_[chosen_[c].node_set];
+      nodes.insert(nodes.end(), more.begin(), more.end());
+    }
+    std::sort(nodes.begin(), nodes.end());
+    return node_sets_.Number(nodes);
+  }
+
+  void Count() {
+    LinkBytes& links = plan_.links;
+    const size_t nodes = plan_.nodes;
+    links.rank_supplies.resize(source_members_.size());
+    for (auto* per_node : {&links.node_sends, &links.node_receives, &links.node_stores}) {
+      per_node->resize(nodes);
+    }
+    links.matrix.resize(nodes * nodes);
+    links.stream.resize(nodes * nodes);
+    for (const Route& route : plan_.routes) {
+      const int64_t bytes =
+          ElementCount(plan_.BoxOf(route)) * ElementBytes(plan_.tensors[route.tensor].dtype);
+      const uint32_t from = plan_.source_nodes[route.source];
+      for (const uint32_t to : plan_.NodesOf(route)) {
+        plan_.bytes += bytes;
+        links.rank_supplies[route.source] += bytes;
+        links.matrix[from * nodes + to] += bytes;
+        if (from == to) continue;
+        plan_.wire_bytes += bytes;
+        links.node_sends[from] += bytes;
+        links.node_receives[to] += bytes;
+        links.stream[from * nodes + to] += AlignSection(bytes);
+      }
+    }
+    for (uint32_t i = 0; i < destination_members_.size(); ++i) {
+      const uint32_t layout = destinations_.layout_of[i];
+      if (layout == kNone) continue;
+      links.node_stores[plan_.destination_nodes[i]] += stores_per_member_[layout];
+    }
+    const auto most = [](const std::vector<int64_t>& loads) {
+      return loads.empty() ? 0 : *std::max_element(loads.begin(), loads.end());
+    };
+    plan_.longest_stream = most(links.stream);
+    plan_.bound = {most(rank_alone_), most(node_alone_), most(node_receives_)};
+    std::sort(plan_.unplaced.begin(), plan_.unplaced.end(),
+              [](const Unplaced& a, const Unplaced& b) { return a.tensor < b.tensor; });
+  }
+
+  const std::vector<RouteMember>& source_members_;
+  const std::vector<RouteMember>& destination_members_;
+  const RouteOptions& options_;
+  RoutePlan plan_;
+  Side sources_;
+  Side destinations_;
+  std::vector<bool> left_out_;  // per tensor
+  Names uncovered_allowed_;
+  std::vector<Ids> class_layouts_;          // per class of nodes: destination layouts, ascending
+  Ids class_nodes_;                         // per class: node set
+  std::vector<int64_t> stores_per_member_;  // per destination layout
+
+  IdLists node_sets_;
+  IdLists holder_layouts_;
+  Ids holders_of_layouts_;  // by holder_layouts_' number
+  IdLists holder_ranks_;
+  std::vector<Holders> holders_;  // by holder_ranks_' number
+  absl::flat_hash_map<uint64_t, Choice> choices_;
+
+  std::vector<int64_t> rank_load_;
+  std::vector<int64_t> node_load_;
+  std::vector<int64_t> rank_alone_;
+  std::vector<int64_t> node_alone_;
+  std::vector<int64_t> node_receives_;
+  std::vector<Chosen> chosen_;
+  std::vector<Demand> demands_;
+  int64_t supplied_ = 0;
+  int64_t stored_ = 0;
+  PlanWork work_;
+
+  // Of the tensor at hand.
+  int64_t element_bytes_ = 0;
+  Ids first_entry_;  // per destination layout
+  std::vector<Wanted> wanted_;
+  std::vector<HeldBox> cells_;
+};
+
+// A plan that came from elsewhere.
+class PlanChecker {
+ public:
+  explicit PlanChecker(const RoutePlan& plan) : plan_(plan) {}
+
+  absl::Status Run() const {
+    if (plan_.nodes > kMaxRouteNodes) {
+      return Invalid("nodes: {} where {} are possible", plan_.nodes, kMaxRouteNodes);
+    }
+    REFITD_RETURN_IF_ERROR(CheckMembers());
+    REFITD_RETURN_IF_ERROR(CheckTensors());
+    REFITD_RETURN_IF_ERROR(CheckNodeSets());
+    REFITD_RETURN_IF_ERROR(CheckRoutes());
+    constexpr int64_t kMost = kMaxRouteBytes + kMaxRoutes * kSectionAlignment;
+    if (plan_.longest_stream < 0 || plan_.longest_stream > kMost) {
+      return Invalid("longest_stream: {} is not in 0..{}", plan_.longest_stream, kMost);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  template <typename... Args>
+  static absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
+    return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
+  }
+
+  static absl::Status CheckLength(std::string_view field, size_t length, size_t wanted) {
+    if (length == wanted) return absl::OkStatus();
+    return Invalid("{}: {} of them for {} ranks", field, length, wanted);
+  }
+
+  absl::Status CheckMembers() const {
+    const size_t sources = plan_.source_nodes.size();
+    const size_t destinations = plan_.destination_nodes.size();
+    REFITD_RETURN_IF_ERROR(CheckLength("source_digests", plan_.source_digests.size(), sources));
+    REFITD_RETURN_IF_ERROR(
+        CheckLength("destination_digests", plan_.destination_digests.size(), destinations));
+    REFITD_RETURN_IF_ERROR(
+        CheckLength("destination_skipped", plan_.destination_skipped.size(), destinations));
+    if (!plan_.source_labels.empty()) {
+      REFITD_RETURN_IF_ERROR(CheckLength("source_labels", plan_.source_labels.size(), sources));
+    }
+    if (!plan_.destination_labels.empty()) {
+      REFITD_RETURN_IF_ERROR(
+          CheckLength("destination_labels", plan_.destination_labels.size(), destinations));
+    }
+    REFITD_RETURN_IF_ERROR(CheckNodes("source_nodes", plan_.source_nodes));
+    return CheckNodes("destination_nodes", plan_.destination_nodes);
+  }
+
+  absl::Status CheckNodes(std::string_view field, const Ids& nodes) const {
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      if (nodes[i] >= plan_.nodes) {
+        return Invalid("{}[{}]: node {} of {}", field, i, nodes[i], plan_.nodes);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckTensors() const {
+    for (size_t t = 0; t < plan_.tensors.size(); ++t) {
+      REFITD_RETURN_IF_ERROR(ValidateTensor(plan_.tensors[t]));
+      if (t > 0 && plan_.tensors[t - 1].name >= plan_.tensors[t].name) {
+        return Invalid("tensors[{}]: {} is not after {}", t, plan_.tensors[t].name,
+                       plan_.tensors[t - 1].name);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckNodeSets() const {
+    for (size_t i = 0; i < plan_.node_sets.size(); ++i) {
+      const Ids& nodes = plan_.node_sets[i];
+      if (nodes.empty()) return Invalid("node_sets[{}]: is empty", i);
+      for (size_t n = 1; n < nodes.size(); ++n) {
+        if (nodes[n - 1] >= nodes[n]) {
+          return Invalid("node_sets[{}]: {} is not after {}", i, nodes[n], nodes[n - 1]);
+        }
+      }
+      if (nodes.back() >= plan_.nodes) {
+        return Invalid("node_sets[{}]: node {} of {}", i, nodes.back(), plan_.nodes);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckRoutes() const {
+    if (plan_.routes.size() > static_cast<size_t>(kMaxRoutes)) {
+      return Error(absl::StatusCode::kResourceExhausted, "routes: {} where {} are possible",
+                   plan_.routes.size(), kMaxRoutes);
+    }
+    int64_t bytes = 0;
+    for (size_t i = 0; i < plan_.routes.size(); ++i) {
+      const Route& route = plan_.routes[i];
+      if (route.tensor >= plan_.tensors.size()) {
+        return Invalid("routes[{}]: tensor {} of {}", i, route.tensor, plan_.tensors.size());
+      }
+      const TensorSpec& tensor = plan_.tensors[route.tensor];
+      if (i > 0 && plan_.routes[i - 1].tensor > route.tensor) {
+        return Invalid("routes[{}]: tensor {} comes after a later one", i, tensor.name);
+      }
+      if (route.source >= plan_.source_nodes.size()) {
+        return Invalid("routes[{}] of tensor {}: source {} of {}", i, tensor.name, route.source,
+                       plan_.source_nodes.size());
+      }
+      if (route.node_set >= plan_.node_sets.size()) {
+        return Invalid("routes[{}] of tensor {}: node_set {} of {}", i, tensor.name, route.node_set,
+                       plan_.node_sets.size());
+      }
+      const size_t numbers = 2 * tensor.shape.size();
+      if (route.box > plan_.box_numbers.size() || plan_.box_numbers.size() - route.box < numbers) {
+        return Invalid("routes[{}] of tensor {}: box at {} of {} numbers", i, tensor.name,
+                       route.box, plan_.box_numbers.size());
+      }
+      const Box box = plan_.BoxOf(route);
+      if (absl::Status status = ValidateBox(box, tensor.shape); !status.ok()) {
+        return Invalid("routes[{}] of tensor {}: {}", i, tensor.name, Message(status));
+      }
+      if (IsEmpty(box)) return Invalid("routes[{}] of tensor {}: box is empty", i, tensor.name);
+      bytes += ElementCount(box) * ElementBytes(tensor.dtype) *
+               static_cast<int64_t>(plan_.NodesOf(route).size());
+      if (bytes > kMaxRouteBytes) {
+        return Error(absl::StatusCode::kResourceExhausted,
+                     "routes[{}] of tensor {}: routes so far supply over {} bytes", i, tensor.name,
+                     kMaxRouteBytes);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const RoutePlan& plan_;
+};
+
+std::string InUnits(double bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  size_t unit = 0;
+  while (bytes >= 1024 && unit + 1 < std::size(kUnits)) {
+    bytes /= 1024;
+    ++unit;
+  }
+  return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 2, kUnits[unit]);
+}
+
+std::string InUnits(int64_t bytes) { return InUnits(static_cast<double>(bytes)); }
+
+// Indices with something on them, the most first.
+std::vector<size_t> MostFirst(const std::vector<int64_t>& bytes) {
+  std::vector<size_t> order;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    if (bytes[i] > 0) order.push_back(i);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return bytes[a] > bytes[b]; });
+  return order;
+}
+
+template <typename Label>
+void AddRows(std::string_view title, const std::vector<int64_t>& bytes, size_t rows,
+             const Label& label, std::string* text) {
+  const std::vector<size_t> order = MostFirst(bytes);
+  if (order.empty()) return;
+  auto out = std::back_inserter(*text);
+  fmt::format_to(out, "{}:\n", title);
+  for (size_t i = 0; i < std::min(rows, order.size()); ++i) {
+    fmt::format_to(out, "  {:<40} {:>12}\n", label(order[i]), InUnits(bytes[order[i]]));
+  }
+  if (order.size() > rows) {
+    fmt::format_to(out, "  and {} more, the least {}\n", order.size() - rows,
+                   InUnits(bytes[order.back()]));
+  }
+}
+
+}  // namespace
+
+int64_t RouteBound::bytes() const { return std::max({rank_alone, node_alone, node_receives}); }
+
+Box RoutePlan::BoxOf(const Route& route) const {
+  const size_t rank = tensors[route.tensor].shape.size();
+  const int64_t* numbers = box_numbers.data() + route.box;
+  return {Dims(numbers, numbers + rank), Dims(numbers + rank, numbers + 2 * rank)};
+}
+
+uint64_t RoutePlan::Digest() const {
+  HashChain chain(0);
+  chain.Add(nodes);
+  chain.Add(source_nodes.size());
+  for (size_t i = 0; i < source_nodes.size(); ++i) {
+    chain.Add(source_nodes[i]);
+    chain.Add(source_digests[i]);
+  }
+  chain.Add(destination_nodes.size());
+  for (size_t i = 0; i < destination_nodes.size(); ++i) {
+    chain.Add(destination_nodes[i]);
+    chain.Add(destination_digests[i]);
+    chain.Add(destination_skipped[i] ? 1 : 0);
+  }
+  chain.Add(routes.size());
+  uint32_t tensor = kNone;
+  uint64_t tensor_hash = 0;
+  for (const Route& route : routes) {
+    if (route.tensor != tensor) {
+      tensor = route.tensor;
+      tensor_hash = TensorHash(tensors[tensor]);
+    }
+    chain.Add(tensor_hash);
+    chain.Add(route.source);
+    const Box box = BoxOf(route);
+    chain.Add(box.offset);
+    chain.Add(box.extent);
+    chain.Add(NodesOf(route).size());
+    for (const uint32_t node : NodesOf(route)) chain.Add(node);
+  }
+  return chain.hash();
+}
+
+RoutePlan::Worst RoutePlan::WorstLink() const {
+  Worst worst;
+  const auto see = [&worst](const std::vector<int64_t>& bytes, const auto& name) {
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      if (bytes[i] > worst.bytes) worst = {bytes[i], name(i)};
+    }
+  };
+  see(links.node_sends, [](size_t n) { return fmt::format("node {} sends", n); });
+  see(links.node_receives, [](size_t n) { return fmt::format("node {} receives", n); });
+  see(links.rank_supplies,
+      [this](size_t r) { return fmt::format("{} supplies", source_labels[r]); });
+  return worst;
+}
+
+RouteEstimate RoutePlan::Estimate(const LinkRates& rates) const {
+  RouteEstimate estimate;
+  const auto see = [&estimate](const std::vector<int64_t>& bytes, double rate, const auto& name) {
+    if (rate <= 0) return;
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      const double seconds = static_cast<double>(bytes[i]) / rate;
+      if (seconds > estimate.seconds) estimate = {seconds, name(i)};
+    }
+  };
+  see(links.node_sends, rates.node_out, [](size_t n) { return fmt::format("node {} sends", n); });
+  see(links.node_receives, rates.node_in,
+      [](size_t n) { return fmt::format("node {} receives", n); });
+  see(links.rank_supplies, rates.rank_out,
+      [this](size_t r) { return fmt::format("{} supplies", source_labels[r]); });
+  see(links.node_stores, rates.local_copy,
+      [](size_t n) { return fmt::format("node {} stores", n); });
+  return estimate;
+}
+
+RouteExplanation Explain(const RoutePlan& plan) {
+  RouteExplanation e;
+  e.tensors = static_cast<int64_t>(plan.tensors.size());
+  e.routes = static_cast<int64_t>(plan.routes.size());
+  e.bytes = plan.bytes;
+  e.wire_bytes = plan.wire_bytes;
+  e.bound = plan.bound;
+  e.worst = plan.WorstLink();
+  if (e.worst.bytes == 0) e.ratio = 1;
+  if (e.bound.bytes() > 0) {
+    e.ratio = static_cast<double>(e.worst.bytes) / static_cast<double>(e.bound.bytes());
+  }
+  e.links = plan.links;
+  e.source_labels = plan.source_labels;
+  e.source_nodes = plan.source_nodes;
+  e.unplaced = plan.unplaced;
+  e.unplaced_tensors = plan.unplaced_tensors;
+  return e;
+}
+
+std::string ToText(const RouteExplanation& e, size_t rows) {
+  std::string text;
+  auto out = std::back_inserter(text);
+  fmt::format_to(out, "{} tensors, {} routes, {} supplied, {} of them over the wire\n", e.tensors,
+                 e.routes, InUnits(e.bytes), InUnits(e.wire_bytes));
+  fmt::format_to(out,
+                 "lower bound {}: a rank alone supplies {}, a node alone sends {}, a node "
+                 "receives {}\n",
+                 InUnits(e.bound.bytes()), InUnits(e.bound.rank_alone), InUnits(e.bound.node_alone),
+                 InUnits(e.bound.node_receives));
+  if (e.worst.bytes > 0) {
+    fmt::format_to(out, "worst link: {} {}", e.worst.link, InUnits(e.worst.bytes));
+    if (e.bound.bytes() > 0) fmt::format_to(out, ", {:.3f} of the lower bound", e.ratio);
+    fmt::format_to(out, "\n");
+  }
+  const auto node = [](size_t n) { return fmt::format("node {}", n); };
+  AddRows("sends", e.links.node_sends, rows, node, &text);
+  AddRows("receives", e.links.node_receives, rows, node, &text);
+  AddRows("stores into engines", e.links.node_stores, rows, node, &text);
+  AddRows(
+      "supplies", e.links.rank_supplies, rows,
+      [&](size_t r) { return fmt::format("{} (node {})", e.source_labels[r], e.source_nodes[r]); },
+      &text);
+  const size_t nodes = e.links.node_sends.size();
+  std::vector<int64_t> between = e.links.matrix;
+  for (size_t n = 0; n < nodes; ++n) between[n * nodes + n] = 0;
+  AddRows(
+      "from node to node", between, rows,
+      [nodes](size_t i) { return fmt::format("{} to {}", i / nodes, i % nodes); }, &text);
+  if (e.unplaced_tensors > 0) {
+    fmt::format_to(out, "{} tensors have no place, or not everywhere:\n", e.unplaced_tensors);
+    const size_t listed = std::min(rows, e.unplaced.size());
+    for (size_t i = 0; i < listed; ++i) {
+      fmt::format_to(out, "  {}: {}\n", e.unplaced[i].tensor, e.unplaced[i].reason);
+    }
+    if (static_cast<int64_t>(listed) < e.unplaced_tensors) fmt::format_to(out, "  ...\n");
+  }
+  return text;
+}
+
+absl::Status ValidatePlan(const RoutePlan& plan) { return PlanChecker(plan).Run(); }
+
+absl::StatusOr<RoutePlan> CompileRoutes(const std::vector<RouteMember>& sources,
+                                        const std::vector<RouteMember>& destinations,
+                                        const RouteOptions& options) {
+  return Router(sources, destinations, options).Run();
+}
+
+}  // namespace refitd

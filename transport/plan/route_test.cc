@@ -1,0 +1,425 @@
+#include "transport/plan/route.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <set>
+#include <tuple>
+
+#include "transport/base/status.h"
+#include "transport/plan/route_testing.h"
+
+namespace refitd {
+namespace {
+
+using Catch::Matchers::Contains;
+
+RoutePlan MustCompile(const std::vector<RouteMember>& sources,
+                      const std::vector<RouteMember>& destinations,
+                      const RouteOptions& options = {}) {
+  auto plan = CompileRoutes(sources, destinations, options);
+  INFO(plan.status());
+  REQUIRE(plan.ok());
+  return *std::move(plan);
+}
+
+std::string CompileError(const std::vector<RouteMember>& sources,
+                         const std::vector<RouteMember>& destinations,
+                         const RouteOptions& options = {}) {
+  const auto plan = CompileRoutes(sources, destinations, options);
+  REQUIRE(!plan.ok());
+  CHECK(plan.status().code() == absl::StatusCode::kFailedPrecondition);
+  return Message(plan.status());
+}
+
+RouteMember Trainer(LayoutPtr layout, uint32_t node, uint32_t rank = 0) {
+  return {std::move(layout), node, 0, fmt::format("trainer {}", rank)};
+}
+
+RouteMember Engine(LayoutPtr layout, uint32_t node, uint32_t rank = 0, uint32_t instance = 0) {
+  return {std::move(layout), node, instance, fmt::format("engine {}", rank)};
+}
+
+// One tensor "w" of bytes, and some boxes of it.
+LayoutPtr Bytes(const Dims& shape, const std::vector<Box>& boxes) {
+  std::vector<Piece> pieces;
+  int64_t offset = 0;
+  for (const Box& box : boxes) {
+    pieces.push_back(Dense(0, box, offset));
+    offset += ElementCount(box);
+  }
+  return Make({{"w", DType::kUint8, shape}}, std::move(pieces));
+}
+
+RouteOptions RandomOptions(Rng* rng) {
+  RouteOptions options;
+  constexpr int64_t kSplits[] = {1, 8, 64, kSplitBytes};
+  options.split_bytes = kSplits[Below(rng, 4)];
+  if (Below(rng, 4) == 0) options.skip_instance = {true};
+  return options;
+}
+
+TEST_CASE("Every node gets each element that it wants once and from itself where it can") {
+  size_t routes = 0;
+  for (uint64_t seed = 1; seed <= 3000; ++seed) {
+    INFO("seed " << seed);
+    Rng rng(seed);
+    const RouteWorld world = RandomRouteWorld(&rng);
+    const RouteOptions options = RandomOptions(&rng);
+    const RoutePlan plan = MustCompile(world.source_members, world.destination_members, options);
+    REQUIRE(PlanFault(world, plan, options) == "");
+    routes += plan.routes.size();
+  }
+  CHECK(routes > 10'000);
+}
+
+TEST_CASE("The digest does not depend on the order of tensors and pieces or on shared objects") {
+  for (uint64_t seed = 1; seed <= 500; ++seed) {
+    INFO("seed " << seed);
+    Rng rng(seed);
+    const RouteWorld world = RandomRouteWorld(&rng);
+    const RouteOptions options = RandomOptions(&rng);
+    const uint64_t digest =
+        MustCompile(world.source_members, world.destination_members, options).Digest();
+    REQUIRE(MustCompile(world.source_members, world.destination_members, options).Digest() ==
+            digest);
+    std::vector<RouteMember> sources = world.source_members;
+    std::vector<RouteMember> destinations = world.destination_members;
+    for (auto* members : {&sources, &destinations}) {
+      for (RouteMember& member : *members) member.layout = Shuffled(&rng, *member.layout);
+    }
+    REQUIRE(MustCompile(sources, destinations, options).Digest() == digest);
+  }
+}
+
+TEST_CASE("The digest depends on routes nodes layouts and who is left out") {
+  const LayoutPtr whole = Bytes({8}, {{{0}, {8}}});
+  const LayoutPtr half = Bytes({8}, {{{0}, {4}}});
+  std::set<uint64_t> digests = {MustCompile({Trainer(whole, 0)}, {Engine(whole, 1)}).Digest()};
+  digests.insert(MustCompile({Trainer(whole, 1)}, {Engine(whole, 0)}).Digest());
+  digests.insert(MustCompile({Trainer(whole, 0)}, {Engine(half, 1)}).Digest());
+  digests.insert(MustCompile({Trainer(whole, 0)}, {Engine(whole, 1), Engine(half, 1, 1)}).Digest());
+  RouteOptions skip;
+  skip.skip_instance = {true};
+  digests.insert(MustCompile({Trainer(whole, 0)}, {Engine(whole, 1)}, skip).Digest());
+  RoutePlan plan = MustCompile({Trainer(whole, 0), Trainer(whole, 0, 1)}, {Engine(whole, 1)});
+  digests.insert(plan.Digest());
+  plan.routes[0].source ^= 1U;
+  digests.insert(plan.Digest());
+  plan.box_numbers[1] -= 1;
+  digests.insert(plan.Digest());
+  plan.node_sets[0] = {0};
+  digests.insert(plan.Digest());
+  CHECK(digests.size() == 9);
+}
+
+TEST_CASE("Planted faults of a plan are found") {
+  Rng rng(7);
+  RouteWorld world = RandomRouteWorld(&rng);
+  RoutePlan plan = MustCompile(world.source_members, world.destination_members);
+  while (plan.routes.size() < 4 || plan.nodes < 2 || plan.wire_bytes == 0) {
+    world = RandomRouteWorld(&rng);
+    plan = MustCompile(world.source_members, world.destination_members);
+  }
+  REQUIRE(PlanFault(world, plan, {}) == "");
+  const auto fault = [&](const auto& plant) {
+    RoutePlan wrong = plan;
+    plant(&wrong);
+    return PlanFault(world, wrong, {});
+  };
+  CHECK(fault([](RoutePlan* p) { p->routes.pop_back(); }) != "");
+  CHECK(fault([](RoutePlan* p) { p->routes.push_back(p->routes[0]); }) != "");
+  CHECK(fault([](RoutePlan* p) { ++p->links.node_sends[0]; }) == "node_sends");
+  CHECK(fault([](RoutePlan* p) { ++p->bound.node_alone; }) == "bound of a node alone");
+  CHECK(fault([](RoutePlan* p) {
+          for (auto& nodes : p->node_sets) nodes[0] = (nodes[0] + 1) % p->nodes;
+        }) != "");
+}
+
+TEST_CASE("Slices that ranks of one node want are one route") {
+  // Tensor parallel over 32 ranks of 4 nodes, 2 instances on 8 nodes, rows and columns.
+  for (const size_t dim : {size_t{0}, size_t{1}}) {
+    const Dims shape = {64, 64};
+    std::vector<RouteMember> engines;
+    std::vector<LayoutPtr> slices;
+    for (int64_t r = 0; r < 32; ++r) {
+      Box box = WholeBox(shape);
+      box.offset[dim] = r * 2;
+      box.extent[dim] = 2;
+      slices.push_back(Bytes(shape, {box}));
+    }
+    for (uint32_t e = 0; e < 64; ++e) {
+      engines.push_back(Engine(slices[e % 32], 1 + e / 8, e, e / 32));
+    }
+    const RoutePlan plan = MustCompile({Trainer(Bytes(shape, {WholeBox(shape)}), 0)}, engines);
+    REQUIRE(plan.routes.size() == 4);
+    for (const Route& route : plan.routes) {
+      CHECK(plan.BoxOf(route).extent[dim] == 16);
+      CHECK(plan.NodesOf(route).size() == 2);
+    }
+    CHECK(plan.bytes == 2 * 64 * 64);
+    CHECK(plan.bound.rank_alone == 2 * 64 * 64);
+    CHECK(plan.bound.node_receives == 64 * 64 / 4);
+  }
+}
+
+TEST_CASE("Replicated sources share the load over nodes and over ranks") {
+  // Node 0 has three holders, node 1 one, and one more tensor that only rank 3 on node 1 has.
+  constexpr int64_t kRows = 4096;
+  const auto layout = [](bool more) {
+    std::vector<Piece> pieces = {Dense(0, {{0, 0}, {kRows, 1024}})};
+    if (more) pieces.push_back(Dense(1, {{0}, {1 << 20}}, kRows * 1024));
+    return Make({{"w", DType::kUint8, {kRows, 1024}}, {"x", DType::kUint8, {1 << 20}}}, pieces);
+  };
+  const LayoutPtr replica = layout(false);
+  const std::vector<RouteMember> trainers = {Trainer(replica, 0, 0), Trainer(replica, 0, 1),
+                                             Trainer(replica, 0, 2), Trainer(layout(true), 1, 3)};
+  std::vector<RouteMember> engines;
+  for (uint32_t e = 0; e < 3; ++e) engines.push_back(Engine(layout(true), 2 + e, e, e));
+  const RoutePlan plan = MustCompile(trainers, engines);
+  // 15 MiB in all leave two nodes; 3 of them are rank 3's alone.
+  constexpr int64_t kSlack = kSplitBytes / 4;
+  CHECK(plan.bytes == int64_t{15} << 20);
+  CHECK(std::abs(plan.links.node_sends[0] - plan.links.node_sends[1]) <= 2 * kSlack);
+  for (const int rank : {0, 1, 2}) {
+    CHECK(std::abs(plan.links.rank_supplies[rank] - plan.links.node_sends[0] / 3) <= 2 * kSlack);
+  }
+  CHECK(plan.bound.rank_alone == 3 << 20);
+  CHECK(plan.bound.node_receives == 5 << 20);
+  CHECK(plan.routes.size() <= 8);
+}
+
+TEST_CASE("Small replicated tensors are shared out whole") {
+  std::vector<TensorSpec> tensors;
+  std::vector<Piece> pieces;
+  for (uint32_t t = 0; t < 400; ++t) {
+    tensors.push_back({fmt::format("t{}", t), DType::kUint8, {100 + t % 7}});
+    pieces.push_back(Dense(t, {{0}, {100 + t % 7}}, t * 128));
+  }
+  const LayoutPtr layout = Make(tensors, pieces);
+  const RoutePlan plan = MustCompile(
+      {Trainer(layout, 0, 0), Trainer(layout, 0, 1), Trainer(layout, 1, 2), Trainer(layout, 1, 3)},
+      {Engine(layout, 2), Engine(layout, 3, 1, 1)});
+  for (const Route& route : plan.routes) {
+    CHECK(plan.BoxOf(route).extent == plan.tensors[route.tensor].shape);
+  }
+  const auto [least, most] =
+      std::minmax_element(plan.links.rank_supplies.begin(), plan.links.rank_supplies.end());
+  CHECK(*most - *least <= 200);
+}
+
+TEST_CASE("Replicated boxes are cut only where they are large beside what a source supplies") {
+  // 400 tensors of 2 MiB and one of 256 MiB, whole on four ranks of a node.
+  std::vector<TensorSpec> tensors;
+  std::vector<Piece> pieces;
+  int64_t end = 0;
+  const auto add = [&](const std::string& name, int64_t rows) {
+    const auto t = static_cast<uint32_t>(tensors.size());
+    tensors.push_back({name, DType::kUint8, {rows, 2048}});
+    pieces.push_back(Dense(t, {{0, 0}, {rows, 2048}}, end));
+    end += rows * 2048;
+  };
+  for (int t = 0; t < 400; ++t) add(fmt::format("small{}", t), 1024);
+  add("large", 128 * 1024);
+  const LayoutPtr layout = Make(tensors, pieces);
+  std::vector<RouteMember> trainers;
+  for (uint32_t r = 0; r < 4; ++r) trainers.push_back(Trainer(layout, 0, r));
+  const std::vector<RouteMember> engines = {Engine(layout, 0)};
+  const RoutePlan plan = MustCompile(trainers, engines);
+  int64_t of_large = 0;
+  for (const Route& route : plan.routes) {
+    const bool large = plan.tensors[route.tensor].name == "large";
+    of_large += large ? 1 : 0;
+    if (!large) CHECK(plan.BoxOf(route).extent == plan.tensors[route.tensor].shape);
+  }
+  CHECK(of_large > 1);
+  const auto [least, most] =
+      std::minmax_element(plan.links.rank_supplies.begin(), plan.links.rank_supplies.end());
+  CHECK(*most - *least <= end / 4 / RouteOptions().split_share);
+
+  RouteOptions cut;
+  cut.split_share = 0;
+  const auto finer = CompileRoutes(trainers, engines, cut);
+  REQUIRE(finer.ok());
+  CHECK(finer->routes.size() >= 2 * plan.routes.size());
+}
+
+TEST_CASE("A disagreement about dtype or shape names the tensor and both sides") {
+  const auto of = [](DType dtype, Dims shape) {
+    Box box = WholeBox(shape);
+    return Make({{"w", dtype, std::move(shape)}}, {Dense(0, std::move(box))});
+  };
+  const LayoutPtr a = of(DType::kBFloat16, {4});
+  const LayoutPtr b = of(DType::kFloat16, {4});
+  const LayoutPtr c = of(DType::kBFloat16, {5});
+  CHECK_THAT(CompileError({Trainer(a, 0)}, {Engine(b, 1)}),
+             Contains("tensor w") && Contains("bfloat16 [4] in trainer 0") &&
+                 Contains("float16 [4] in engine 0"));
+  CHECK_THAT(CompileError({Trainer(a, 0), Trainer(c, 0, 1)}, {Engine(a, 1)}),
+             Contains("bfloat16 [4] in trainer 0") && Contains("bfloat16 [5] in trainer 1"));
+  RouteOptions list;
+  list.list_unplaced = true;
+  const RoutePlan plan = MustCompile({Trainer(a, 0)}, {Engine(b, 1)}, list);
+  CHECK(plan.routes.empty());
+  REQUIRE(plan.unplaced.size() == 1);
+  CHECK_THAT(plan.unplaced[0].reason, Contains("float16 [4] in engine 0"));
+}
+
+TEST_CASE("An element that no trainer holds is named") {
+  const LayoutPtr whole = Bytes({4, 4}, {{{0, 0}, {4, 4}}});
+  const LayoutPtr hole = Bytes({4, 4}, {{{0, 0}, {2, 4}}, {{2, 0}, {2, 3}}});
+  CHECK_THAT(CompileError({Trainer(hole, 0)}, {Engine(whole, 1)}),
+             Contains("tensor w") && Contains("[2, 3]") && Contains("engine 0"));
+  RouteOptions allowed;
+  allowed.uncovered_allowed = {"w"};
+  CHECK(MustCompile({Trainer(hole, 0)}, {Engine(whole, 1)}, allowed).bytes == 14);
+  RouteOptions list;
+  list.list_unplaced = true;
+  const RoutePlan plan = MustCompile({Trainer(hole, 0)}, {Engine(whole, 1)}, list);
+  CHECK(plan.bytes == 14);
+  CHECK(plan.links.node_stores[1] == 14);
+  REQUIRE(plan.unplaced.size() == 1);
+  CHECK(plan.unplaced[0].reason == "no source holds element [2, 3] that engine 0 has");
+}
+
+TEST_CASE("A tensor that is missing on either side is an error unless allowed") {
+  const LayoutPtr a = Make({{"a", DType::kUint8, {1}}}, {Dense(0, {{0}, {1}})});
+  const LayoutPtr both = Make({{"a", DType::kUint8, {1}}, {"b", DType::kUint8, {2}}},
+                              {Dense(0, {{0}, {1}}), Dense(1, {{0}, {2}}, 1)});
+  CHECK_THAT(CompileError({Trainer(a, 0)}, {Engine(both, 0)}),
+             Contains("tensor b") && Contains("engine 0"));
+  CHECK_THAT(CompileError({Trainer(both, 0)}, {Engine(both, 0), Engine(a, 0, 1, 7)}),
+             Contains("tensor b") && Contains("trainer 0") &&
+                 Contains("no rank of the instance of engine 1 declares it") &&
+                 Contains("every instance must declare"));
+  RouteOptions options;
+  options.uncovered_allowed = {"b"};
+  RoutePlan plan = MustCompile({Trainer(a, 0)}, {Engine(both, 0)}, options);
+  CHECK(plan.bytes == 1);
+  CHECK(plan.unplaced ==
+        std::vector<Unplaced>{{"b", "no source holds element [0] that engine 0 has (allowed)"}});
+  options = {};
+  options.unwanted_allowed = {"b"};
+  plan = MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options);
+  CHECK(plan.bytes == 1);
+  CHECK(plan.unplaced_tensors == 1);
+  options = {};
+  options.skip_tensors = {"b"};
+  CHECK(MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options).bytes == 1);
+  CHECK(MustCompile({Trainer(a, 0)}, {Engine(both, 0)}, options).unplaced ==
+        std::vector<Unplaced>{{"b", "is pushed"}});
+  // Nobody is left to want it.
+  options = {};
+  options.skip_instance = {true};
+  CHECK(MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options).bytes == 0);
+}
+
+TEST_CASE("An element that a destination has twice is an error") {
+  const LayoutPtr twice = Bytes({8}, {{{0}, {5}}, {{4}, {4}}});
+  const LayoutPtr whole = Bytes({8}, {{{0}, {8}}});
+  CHECK_THAT(CompileError({Trainer(whole, 0)}, {Engine(twice, 1)}),
+             Contains("tensor w") && Contains("engine 0") && Contains("[4] twice"));
+  // Trainers may.
+  CHECK(MustCompile({Trainer(twice, 0)}, {Engine(whole, 1)}).bytes == 8);
+}
+
+TEST_CASE("Limits are kept") {
+  constexpr int64_t kSlices = 100;
+  std::vector<Box> rows;
+  std::vector<Box> columns;
+  for (int64_t i = 0; i < kSlices; ++i) {
+    rows.push_back({{i, 0}, {1, kSlices}});
+    if (i % 2 == 0) columns.push_back({{0, i}, {kSlices, 1}});
+  }
+  const std::vector<RouteMember> trainers = {Trainer(Bytes({kSlices, kSlices}, rows), 0)};
+  const std::vector<RouteMember> engines = {Engine(Bytes({kSlices, kSlices}, columns), 1)};
+  RouteOptions options;
+  options.max_routes = kSlices * kSlices / 2;
+  CHECK(MustCompile(trainers, engines, options).bytes == kSlices * kSlices / 2);
+  options.max_routes -= 1;
+  const auto plan = CompileRoutes(trainers, engines, options);
+  REQUIRE(plan.status().code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(Message(plan.status()), Contains("tensor w"));
+  const auto node = CompileRoutes({Trainer(trainers[0].layout, kMaxRouteNodes)}, engines, {});
+  CHECK(node.status().code() == absl::StatusCode::kInvalidArgument);
+}
+
+TEST_CASE("Boxes of absurd size are refused and overflow nothing") {
+  // Strides of 0 make any box fit.
+  const Dims shape = {kMaxTensorBytes};
+  std::vector<TensorSpec> tensors;
+  std::vector<Piece> pieces;
+  for (uint32_t t = 0; t < 20'000; ++t) {
+    tensors.push_back({fmt::format("t{}", t), DType::kUint8, shape});
+    pieces.push_back({t, WholeBox(shape), RegionId(1), 0, {0}});
+  }
+  const LayoutPtr layout = Make(tensors, pieces);
+  const auto plan = CompileRoutes({Trainer(layout, 0), Trainer(layout, 0, 1)},
+                                  {Engine(layout, 1), Engine(layout, 0, 1)}, {});
+  REQUIRE(plan.status().code() == absl::StatusCode::kResourceExhausted);
+}
+
+TEST_CASE("Finely sharded tensors are planned without comparing all pairs") {
+  constexpr int64_t kShards = 50'000;
+  std::vector<Box> even;
+  std::vector<Box> odd;
+  for (int64_t i = 0; i < kShards; ++i) even.push_back({{i * 2, 0}, {2, 2}});
+  for (int64_t i = 0; i < kShards; ++i) odd.push_back({{i * 2, 0}, {i % 2 == 0 ? 1 : 2, 2}});
+  const Dims shape = {kShards * 2, 2};
+  const RoutePlan plan =
+      MustCompile({Trainer(Bytes(shape, even), 0), Trainer(Bytes(shape, odd), 1, 1)},
+                  {Engine(Bytes(shape, {WholeBox(shape)}), 2)});
+  CHECK(plan.bytes == kShards * 4);
+  CHECK(std::abs(plan.links.node_sends[0] - plan.links.node_sends[1]) <= 4);
+}
+
+TEST_CASE("An estimate is the slowest link") {
+  const LayoutPtr whole = Bytes({1000}, {{{0}, {1000}}});
+  const RoutePlan plan = MustCompile(
+      {Trainer(whole, 0)}, {Engine(whole, 1), Engine(whole, 2, 1, 1), Engine(whole, 2, 2, 2)});
+  CHECK(plan.links.node_sends[0] == 2000);
+  CHECK(plan.links.node_stores[2] == 2000);
+  LinkRates rates;
+  CHECK(plan.Estimate(rates).seconds == 0);
+  rates.node_out = 1000;
+  CHECK(plan.Estimate(rates).seconds == Approx(2));
+  CHECK(plan.Estimate(rates).limit == "node 0 sends");
+  rates.node_in = 200;
+  CHECK(plan.Estimate(rates).seconds == Approx(5));
+  CHECK(plan.Estimate(rates).limit == "node 1 receives");
+  rates.local_copy = 250;
+  CHECK(plan.Estimate(rates).limit == "node 2 stores");
+  rates.rank_out = 10;
+  CHECK(plan.Estimate(rates).limit == "trainer 0 supplies");
+  CHECK(plan.Estimate(rates).seconds == Approx(200));
+}
+
+TEST_CASE("An explanation says bytes a link and bound and worst link and what has no place") {
+  const LayoutPtr whole = Bytes({4096}, {{{0}, {4096}}});
+  RouteOptions options;
+  options.skip_tensors = {"pushed"};
+  const LayoutPtr more = Make({{"w", DType::kUint8, {4096}}, {"pushed", DType::kUint8, {4}}},
+                              {Dense(0, {{0}, {4096}})});
+  const RoutePlan plan =
+      MustCompile({Trainer(more, 0)}, {Engine(whole, 1), Engine(whole, 2, 1, 1)}, options);
+  const RouteExplanation explanation = Explain(plan);
+  CHECK(explanation.bound.bytes() == 8192);
+  CHECK(explanation.worst.bytes == 8192);
+  CHECK(explanation.ratio == Approx(1));
+  const std::string text = ToText(explanation);
+  CHECK_THAT(text, Contains("lower bound 8.00 KiB"));
+  CHECK_THAT(text, Contains("worst link: node 0 sends 8.00 KiB, 1.000 of the lower bound"));
+  CHECK_THAT(text, Contains("0 to 2"));
+  CHECK_THAT(text, Contains("pushed: is pushed"));
+  CHECK_THAT(ToText(explanation, 1), Contains("and 1 more, the least 4.00 KiB"));
+}
+
+TEST_CASE("Nobody to supply or to want is a plan without routes") {
+  const LayoutPtr whole = Bytes({4}, {{{0}, {4}}});
+  CHECK(MustCompile({}, {}).routes.empty());
+  CHECK(MustCompile({Trainer(whole, 0), Trainer(nullptr, 0, 1)}, {}).routes.empty());
+  CHECK(MustCompile({Trainer(whole, 0)}, {Engine(nullptr, 1)}).routes.empty());
+  CHECK(Explain(MustCompile({}, {})).ratio == 1);
+}
+
+}  // namespace
+}  // namespace refitd

@@ -1,0 +1,248 @@
+#include "transport/plan/route_testing.h"
+
+#include <fmt/format.h>
+
+#include <map>
+#include <set>
+#include <tuple>
+
+namespace refitd {
+namespace {
+
+// torch.chunk: slices of one dimension, the last ones smaller or none.
+std::vector<Box> Slices(const Dims& shape, size_t dim, int64_t ways) {
+  std::vector<Box> boxes;
+  const int64_t step = (shape[dim] + ways - 1) / ways;
+  for (int64_t i = 0; i < ways; ++i) {
+    Box box = WholeBox(shape);
+    box.offset[dim] = std::min(i * step, shape[dim]);
+    box.extent[dim] = std::min((i + 1) * step, shape[dim]) - box.offset[dim];
+    boxes.push_back(std::move(box));
+  }
+  return boxes;
+}
+
+// One box a rank: sliced along one dimension over runs of ranks, or whole.
+void AddMesh(Rng* rng, uint32_t tensor, const Dims& shape, std::vector<Side>* sides) {
+  const int64_t ways = 1 + Below(rng, static_cast<int64_t>(sides->size()));
+  const bool whole = shape.empty() || Below(rng, 4) == 0;
+  const size_t dim =
+      whole ? 0 : static_cast<size_t>(Below(rng, static_cast<int64_t>(shape.size())));
+  const auto boxes = whole ? std::vector<Box>{WholeBox(shape)} : Slices(shape, dim, ways);
+  for (size_t i = 0; i < std::max(sides->size(), boxes.size()); ++i) {
+    AddPiece(rng, &(*sides)[i % sides->size()], tensor, boxes[i % boxes.size()]);
+  }
+}
+
+void AddSources(Rng* rng, uint32_t tensor, const Dims& shape, std::vector<Side>* sides) {
+  if (Below(rng, 2) == 0) {
+    AddMesh(rng, tensor, shape, sides);
+    return;
+  }
+  const auto any = [&] {
+    return &(*sides)[static_cast<size_t>(Below(rng, static_cast<int64_t>(sides->size())))];
+  };
+  for (const Box& box : Partition(rng, shape)) {
+    for (int64_t copies = 1 + Below(rng, 3); copies > 0; --copies)
+      AddPiece(rng, any(), tensor, box);
+  }
+  for (int64_t extra = Below(rng, 4); extra > 0; --extra) {
+    AddPiece(rng, any(), tensor, RandomBox(rng, shape));
+  }
+}
+
+void AddDestinations(Rng* rng, uint32_t tensor, const Dims& shape, std::vector<Side>* sides) {
+  if (Below(rng, 2) == 0) {
+    AddMesh(rng, tensor, shape, sides);
+    return;
+  }
+  for (Side& side : *sides) {
+    for (const Box& box : Partition(rng, shape)) {
+      if (Below(rng, 4) != 0) AddPiece(rng, &side, tensor, box);
+    }
+  }
+}
+
+std::vector<RouteMember> Members(Rng* rng, const std::vector<Side>& sides, int64_t nodes,
+                                 const char* what) {
+  std::vector<RouteMember> members;
+  const bool scattered = Below(rng, 2) == 0;
+  for (size_t i = 0; i < sides.size(); ++i) {
+    RouteMember member;
+    for (size_t j = 0; j < i && member.layout == nullptr; ++j) {
+      if (sides[j].layout.pieces == sides[i].layout.pieces) member.layout = members[j].layout;
+    }
+    if (member.layout == nullptr || Below(rng, 2) == 0) {
+      member.layout = std::make_shared<Layout>(sides[i].layout);
+    }
+    member.node = static_cast<uint32_t>(scattered ? Below(rng, nodes)
+                                                  : static_cast<int64_t>(i) * nodes /
+                                                        static_cast<int64_t>(sides.size()));
+    member.instance = static_cast<uint32_t>(Below(rng, 2));
+    member.label = fmt::format("{} {}", what, i);
+    members.push_back(std::move(member));
+  }
+  return members;
+}
+
+using Element = std::tuple<std::string, int64_t>;  // tensor, row-major index
+
+std::map<Element, std::set<uint32_t>> ElementsOf(const std::vector<RouteMember>& members,
+                                                 const std::vector<bool>& skipped) {
+  std::map<Element, std::set<uint32_t>> elements;
+  for (uint32_t m = 0; m < members.size(); ++m) {
+    if (members[m].layout == nullptr || (m < skipped.size() && skipped[m])) continue;
+    for (const Piece& piece : members[m].layout->pieces) {
+      const TensorSpec& spec = members[m].layout->tensors[piece.tensor];
+      ForEach(piece.box, [&](const Dims& at) {
+        elements[{spec.name, GlobalIndex(at, spec.shape)}].insert(m);
+      });
+    }
+  }
+  return elements;
+}
+
+int64_t Most(const std::vector<int64_t>& values) {
+  return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
+}
+
+}  // namespace
+
+RouteWorld RandomRouteWorld(Rng* rng) {
+  constexpr DType kTypes[] = {DType::kUint8, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+  RouteWorld world;
+  for (int64_t t = 1 + Below(rng, 3); t > 0; --t) {
+    Dims shape(static_cast<size_t>(Below(rng, 4)), 0);
+    for (int64_t& n : shape) n = Below(rng, 16) == 0 ? 0 : 1 + Below(rng, 6);
+    world.tensors.push_back({fmt::format("t{}", t), kTypes[Below(rng, 4)], shape});
+  }
+  world.sources.resize(static_cast<size_t>(1 + Below(rng, 6)));
+  world.destinations.resize(static_cast<size_t>(1 + Below(rng, 6)));
+  for (auto* sides : {&world.sources, &world.destinations}) {
+    for (Side& side : *sides) side.layout.tensors = world.tensors;
+  }
+  for (uint32_t t = 0; t < world.tensors.size(); ++t) {
+    AddSources(rng, t, world.tensors[t].shape, &world.sources);
+    AddDestinations(rng, t, world.tensors[t].shape, &world.destinations);
+  }
+  // Ranks with the same layout, as data parallel ones.
+  for (auto* sides : {&world.sources, &world.destinations}) {
+    if (Below(rng, 3) != 0) continue;
+    const Side& any =
+        (*sides)[static_cast<size_t>(Below(rng, static_cast<int64_t>(sides->size())))];
+    sides->push_back(Side(any));
+  }
+  for (Side& side : world.sources) Fill(&side);
+  const int64_t nodes = 1 + Below(rng, 4);
+  world.source_members = Members(rng, world.sources, nodes, "trainer");
+  world.destination_members = Members(rng, world.destinations, nodes, "engine");
+  return world;
+}
+
+LayoutPtr Shuffled(Rng* rng, const Layout& layout, std::vector<uint32_t>* order) {
+  auto shuffled = std::make_shared<Layout>(layout);
+  std::vector<uint32_t> tensors(layout.tensors.size());
+  std::iota(tensors.begin(), tensors.end(), 0U);
+  std::shuffle(tensors.begin(), tensors.end(), *rng);
+  std::vector<uint32_t> now(tensors.size());
+  for (uint32_t i = 0; i < tensors.size(); ++i) {
+    shuffled->tensors[i] = layout.tensors[tensors[i]];
+    now[tensors[i]] = i;
+  }
+  std::vector<uint32_t> pieces(layout.pieces.size());
+  std::iota(pieces.begin(), pieces.end(), 0U);
+  std::shuffle(pieces.begin(), pieces.end(), *rng);
+  for (uint32_t i = 0; i < pieces.size(); ++i) {
+    shuffled->pieces[i] = layout.pieces[pieces[i]];
+    shuffled->pieces[i].tensor = now[shuffled->pieces[i].tensor];
+  }
+  if (order != nullptr) *order = std::move(pieces);
+  return shuffled;
+}
+
+std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const RouteOptions& options) {
+  std::vector<bool> skipped;
+  for (const RouteMember& member : world.destination_members) {
+    skipped.push_back(member.instance < options.skip_instance.size() &&
+                      options.skip_instance[member.instance]);
+  }
+  const auto held = ElementsOf(world.source_members, {});
+  const auto wanted = ElementsOf(world.destination_members, skipped);
+  std::map<std::pair<Element, uint32_t>, std::vector<uint32_t>> supplied;
+  const size_t nodes = plan.nodes;
+  LinkBytes links;
+  links.rank_supplies.resize(world.sources.size());
+  for (auto* list : {&links.node_sends, &links.node_receives, &links.node_stores}) {
+    list->resize(nodes);
+  }
+  links.matrix.resize(nodes * nodes);
+  links.stream.resize(nodes * nodes);
+  for (const Route& route : plan.routes) {
+    const TensorSpec& spec = plan.tensors[route.tensor];
+    const Box box = plan.BoxOf(route);
+    if (ElementCount(box) == 0) return "an empty box";
+    const uint32_t from = plan.source_nodes[route.source];
+    for (const uint32_t to : plan.NodesOf(route)) {
+      ForEach(box, [&](const Dims& at) {
+        supplied[{{spec.name, GlobalIndex(at, spec.shape)}, to}].push_back(route.source);
+      });
+      const int64_t bytes = ElementCount(box) * ElementBytes(spec.dtype);
+      links.rank_supplies[route.source] += bytes;
+      links.matrix[from * nodes + to] += bytes;
+      if (from == to) continue;
+      links.node_sends[from] += bytes;
+      links.node_receives[to] += bytes;
+      links.stream[from * nodes + to] += AlignSection(bytes);
+    }
+  }
+  std::vector<int64_t> rank_alone(world.sources.size());
+  std::vector<int64_t> node_alone(nodes);
+  std::vector<int64_t> receives(nodes);
+  size_t expected = 0;
+  for (const auto& [element, engines] : wanted) {
+    const auto& [name, index] = element;
+    const auto spec = std::find_if(world.tensors.begin(), world.tensors.end(),
+                                   [&n = name](const TensorSpec& s) { return s.name == n; });
+    const int64_t bytes = ElementBytes(spec->dtype);
+    const std::set<uint32_t>& holders = held.at(element);
+    std::set<uint32_t> holder_nodes;
+    for (const uint32_t h : holders) holder_nodes.insert(world.source_members[h].node);
+    std::set<uint32_t> wanting;
+    for (const uint32_t e : engines) {
+      wanting.insert(world.destination_members[e].node);
+      links.node_stores[world.destination_members[e].node] += bytes;
+    }
+    for (const uint32_t node : wanting) {
+      ++expected;
+      const auto by = supplied.find({element, node});
+      const std::string where = fmt::format("{} [{}] to node {}", name, index, node);
+      if (by == supplied.end()) return where + " is not supplied";
+      if (by->second.size() != 1) return where + " is supplied twice";
+      if (!holders.contains(by->second[0])) return where + " is supplied by who has it not";
+      const bool local = world.source_members[by->second[0]].node == node;
+      if (holder_nodes.contains(node) && !local) return where + " crosses though it is there";
+      if (!holder_nodes.contains(node)) receives[node] += bytes;
+      if (holders.size() == 1) rank_alone[*holders.begin()] += bytes;
+      if (holder_nodes.size() == 1 && !local) node_alone[*holder_nodes.begin()] += bytes;
+    }
+  }
+  if (supplied.size() != expected) return "supplied to a node that does not want it";
+  if (plan.links.rank_supplies != links.rank_supplies) return "rank_supplies";
+  if (plan.links.node_sends != links.node_sends) return "node_sends";
+  if (plan.links.node_receives != links.node_receives) return "node_receives";
+  if (plan.links.node_stores != links.node_stores) return "node_stores";
+  if (plan.links.matrix != links.matrix) return "matrix";
+  if (plan.links.stream != links.stream) return "stream";
+  if (links.node_receives != receives) return "a node receives more than it lacks";
+  const auto sum = [](const std::vector<int64_t>& list) {
+    return std::accumulate(list.begin(), list.end(), int64_t{0});
+  };
+  if (plan.bytes != sum(links.rank_supplies)) return "bytes";
+  if (plan.wire_bytes != sum(links.node_sends)) return "wire_bytes";
+  if (plan.bound.rank_alone != Most(rank_alone)) return "bound of a rank alone";
+  if (plan.bound.node_alone != Most(node_alone)) return "bound of a node alone";
+  if (plan.bound.node_receives != Most(receives)) return "bound of what a node receives";
+  return {};
+}
+
+}  // namespace refitd

@@ -1,0 +1,36 @@
+// Random worlds of trainers and engines over several nodes, and what a plan for them must be,
+// element by element.
+#ifndef REFITD_TRANSPORT_PLAN_ROUTE_TESTING_H_
+#define REFITD_TRANSPORT_PLAN_ROUTE_TESTING_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "transport/plan/plan_testing.h"
+#include "transport/plan/route.h"
+
+namespace refitd {
+
+struct RouteWorld {
+  std::vector<TensorSpec> tensors;
+  std::vector<Side> sources;  // their memory holds Bits of the index into `tensors`
+  std::vector<Side> destinations;
+  std::vector<RouteMember> source_members;  // layouts as in `sources`, equal ones sometimes shared
+  std::vector<RouteMember> destination_members;
+};
+
+// One to four nodes, one to six ranks a side; boxes regular or not, replicated, overlapping,
+// fused, padded; every element has a holder.
+RouteWorld RandomRouteWorld(Rng* rng);
+
+// The same structure with tensors and pieces in another order; `order` gets, for each new piece,
+// the old one.
+LayoutPtr Shuffled(Rng* rng, const Layout& layout, std::vector<uint32_t>* order = nullptr);
+
+// The first thing that is wrong with a plan, or nothing: coverage, who supplies, statistics, bound.
+std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const RouteOptions& options);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_PLAN_ROUTE_TESTING_H_
