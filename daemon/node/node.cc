@@ -133,7 +133,7 @@ absl::StatusOr<GroupSpec> Node::CheckSpec(const v1::GroupSpec& wire) const {
   return spec;
 }
 
-absl::Status Node::MakeRoom(const std::string& name, const GroupSpec* spec, Deferred* deferred) {
+absl::Status Node::MakeRoom(const std::string& name, const GroupSpec* spec, Turn& turn) {
   const int64_t needed = spec == nullptr ? 0 : spec->slots * spec->slot_bytes;
   const bool known = FindGroup(name) != nullptr;
   size_t groups = groups_.size();
@@ -167,7 +167,7 @@ absl::Status Node::MakeRoom(const std::string& name, const GroupSpec* spec, Defe
   for (size_t i = 0; i < dropped; ++i) {
     DropGroup(std::string(empty[i]->machine->name()),
               fmt::format("given up, for it has no member and group {} needs its place", name),
-              deferred);
+              turn);
   }
   return absl::OkStatus();
 }
@@ -180,35 +180,31 @@ bool Node::Empty(const GroupRecord& group) const {
          });
 }
 
-void Node::NoteEmpty(GroupRecord* group, Deferred* deferred) {
+void Node::NoteEmpty(GroupRecord* group, Turn& turn) {
   if (!Empty(*group)) {
     group->empty_since.reset();
     return;
   }
   if (group->empty_since.has_value()) return;
   group->empty_since = Now();
-  if (group->pool == nullptr) return;
+  if (!group->pools.has_host()) return;
   // P8. It is made again for the next member that needs it; unmapped after the mutex.
-  deferred->AddLast([pool = std::exchange(group->pool, nullptr),
-                     fd = std::make_shared<UniqueFd>(std::move(group->pool_fd))]() mutable {
-    pool.reset();
-    fd.reset();
-  });
+  turn.Last([host = std::make_shared<Pools::Host>(group->pools.TakeHost())] { *host = {}; });
 }
 
-void Node::DropGroup(const std::string& name, std::string_view why, Deferred* deferred) {
+void Node::DropGroup(const std::string& name, std::string_view why, Turn& turn) {
   const auto it = groups_.find(name);
   for (const auto& [epoch, record] : it->second->epochs) WireOf(record)->Close(record.id);
   LogInfo("group {}: {}", name, why);
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
-  for (auto& [id, watcher] : watchers_) watcher.last.erase(name);
+  watchers_.Forget(name);
   // Its pool is unmapped after the mutex.
-  deferred->AddLast(
+  turn.Last(
       [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
   groups_.erase(it);
 }
 
-void Node::DropExpired(TimePoint now, Deferred* deferred) {
+void Node::DropExpired(TimePoint now, Turn& turn) {
   std::vector<std::string> expired;
   for (const auto& [name, group] : groups_) {
     if (!group->empty_since.has_value() || now - *group->empty_since < options_.group_idle)
@@ -223,12 +219,12 @@ void Node::DropExpired(TimePoint now, Deferred* deferred) {
     DropGroup(name,
               fmt::format("given up: it has had no member for {:g} s (limits.group_idle_ms)",
                           std::chrono::duration<double>(options_.group_idle).count()),
-              deferred);
+              turn);
   }
 }
 
 absl::Status Node::CheckMembers() const {
-  size_t members = members_.size() + waiting_.size() + pooling_.size();
+  size_t members = leases_.size() + waiting_.size() + pooling_.size();
   for (const auto& [name, group] : groups_) {
     if (group->coordinator != nullptr) members += group->coordinator->remote_members();
   }
@@ -243,7 +239,7 @@ absl::Status Node::CheckMembers() const {
 absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
                                                    const v1::GroupSpec& wire,
                                                    std::optional<int> trainers, bool* created,
-                                                   Deferred* deferred) {
+                                                   Turn& turn) {
   *created = false;
   REFITD_ASSIGN_OR_RETURN(GroupSpec spec, CheckSpec(wire));
   if (trainers.value_or(spec.trainer_ranks) != spec.trainer_ranks) {
@@ -264,7 +260,7 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
                  spec.engine_only_tensors.size(), spec.unwanted_tensors.size());
   }
   if (draining_) return absl::UnavailableError("the daemon is draining");
-  REFITD_RETURN_IF_ERROR(MakeRoom(name, &spec, deferred));
+  REFITD_RETURN_IF_ERROR(MakeRoom(name, &spec, turn));
   CoordinatorOptions coordinator;
   coordinator.name = name;
   coordinator.daemon_id = options_.daemon_id;
@@ -272,13 +268,14 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
   coordinator.spec = std::move(spec);
   coordinator.limits = options_.group;
   coordinator.peer_limits = options_.peers;
-  // Called from within Handle, hence under the mutex.
-  coordinator.next_update = [this]()
-                                ABSL_NO_THREAD_SAFETY_ANALYSIS { return UpdateId(next_update_++); };
-  coordinator.next_member = [this]()
-                                ABSL_NO_THREAD_SAFETY_ANALYSIS { return MemberId(next_member_++); };
+  coordinator.next_update = [this] { return UpdateId(next_update_++); };
+  coordinator.next_member = [this] { return MemberId(next_member_++); };
   coordinator.next_call = [this] { return NewCall(); };
-  coordinator.admit_remote = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return CheckMembers(); };
+  // The machine asks while it handles an event, hence under the mutex.
+  coordinator.admit_remote = [this] {
+    mutex_.AssertHeld();
+    return CheckMembers();
+  };
   auto record = std::make_unique<GroupRecord>();
   record->id = next_group_++;
   auto machine = std::make_unique<Coordinator>(std::move(coordinator));
@@ -295,15 +292,6 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
 
 // ---- time and life ----
 
-void Node::Deferred::Run() const {
-  for (const auto& session : sessions_) session->Flush();
-  for (const auto& sink : engines_) sink->Flush();
-  for (const std::function<void()>& run : answers_) run();
-  for (const auto& sink : trainers_) sink->Flush();
-  if (log_ != nullptr) log_->Write();
-  for (const std::function<void()>& run : last_) run();
-}
-
 TimePoint Node::NextWake() const {
   TimePoint wake = Now() + kNoWakeLimit;
   for (const auto& [name, group] : groups_) {
@@ -319,7 +307,7 @@ TimePoint Node::NextWake() const {
   }
   for (const WaitingPeer& w : waiting_peers_) wake = std::min(wake, w.deadline);
   if (AnyUpdateRuns()) {
-    for (const auto& [id, watcher] : watchers_) wake = std::min(wake, watcher.due);
+    wake = std::min(wake, watchers_.NextDue().value_or(wake));
   }
   return wake;
 }
@@ -331,29 +319,25 @@ void Node::WakeTimer() {
 void Node::TimerLoop() {
   pthread_setname_np(pthread_self(), "refitd-timer");
   while (true) {
-    Deferred deferred;
-    {
-      MutexLock lock(&mutex_);
+    Turn turn(this, &mutex_);
+    timer_wakes_ = NextWake();
+    while (!stopping_ && Now() < timer_wakes_) {
+      timer_cond_.WaitUntil(&mutex_, timer_wakes_);
       timer_wakes_ = NextWake();
-      while (!stopping_ && Now() < timer_wakes_) {
-        timer_cond_.WaitUntil(&mutex_, timer_wakes_);
-        timer_wakes_ = NextWake();
-      }
-      if (stopping_) return;
-      const TimePoint now = Now();
-      std::vector<std::string> due;
-      for (const auto& [name, group] : groups_) {
-        const auto deadline = group->machine->NextDeadline();
-        if (deadline.has_value() && *deadline <= now) due.push_back(name);
-      }
-      for (const std::string& name : due) Handle(name, Tick{}, &deferred);
-      RefuseLatePeers(now);
-      RefuseLateMembers(now, &deferred);
-      RedialIfDue(now);
-      DropExpired(now, &deferred);
-      TellProgress(now);
     }
-    deferred.Run();
+    if (stopping_) return;
+    const TimePoint now = Now();
+    std::vector<std::string> due;
+    for (const auto& [name, group] : groups_) {
+      const auto deadline = group->machine->NextDeadline();
+      if (deadline.has_value() && *deadline <= now) due.push_back(name);
+    }
+    for (const std::string& name : due) turn.Handle(name, Tick{});
+    RefuseLatePeers(now);
+    RefuseLateMembers(now, turn);
+    RedialIfDue(now);
+    DropExpired(now, turn);
+    if (!watchers_.empty()) watchers_.Progress(Machines(), now);
   }
 }
 
@@ -363,64 +347,53 @@ bool Node::AnyUpdateRuns() const {
 }
 
 void Node::Drain() {
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    if (draining_) return;
-    draining_ = true;
-    for (Waiting& w : waiting_) w.record.End(absl::UnavailableError("the daemon is draining"));
-    waiting_.clear();
-    for (auto& [id, pooling] : pooling_) {
-      pooling.record.End(absl::UnavailableError("the daemon is draining"));
-    }
-    pooling_.clear();
-    for (WaitingPeer& w : waiting_peers_) {
-      w.session->End(absl::UnavailableError("the daemon is draining"));
-    }
-    waiting_peers_.clear();
-    std::vector<std::string> names;
-    for (const auto& [name, group] : groups_) names.push_back(name);
-    for (const std::string& name : names) StopJoiningIfUnwanted(name, &deferred);
-    for (const std::string& name : names) Handle(name, DrainEvent{}, &deferred);
+  Turn turn(this, &mutex_);
+  if (draining_) return;
+  draining_ = true;
+  for (Waiting& w : waiting_) w.record.End(absl::UnavailableError("the daemon is draining"));
+  waiting_.clear();
+  for (auto& [id, pooling] : pooling_) {
+    pooling.record.End(absl::UnavailableError("the daemon is draining"));
   }
-  deferred.Run();
+  pooling_.clear();
+  for (WaitingPeer& w : waiting_peers_) {
+    w.session->End(absl::UnavailableError("the daemon is draining"));
+  }
+  waiting_peers_.clear();
+  std::vector<std::string> names;
+  for (const auto& [name, group] : groups_) names.push_back(name);
+  for (const std::string& name : names) StopJoiningIfUnwanted(name, turn);
+  for (const std::string& name : names) turn.Handle(name, DrainEvent{});
 }
 
 void Node::Finish(TimePoint deadline) {
-  Deferred deferred;
   {
-    MutexLock lock(&mutex_);
-    while (AnyUpdateRuns() && !hurrying_ && Now() < deadline)
+    Turn turn(this, &mutex_);
+    while (AnyUpdateRuns() && !hurrying_ && Now() < deadline) {
       idle_cond_.WaitUntil(&mutex_, deadline);
+    }
     std::vector<std::string> running;
     for (const auto& [name, group] : groups_) {
       if (group->machine->update_running()) running.push_back(name);
     }
     stops_ = true;
     for (const std::string& name : running) {
-      Handle(name, OperatorAbort{NewCall(), "the daemon stops"}, &deferred);
+      turn.Handle(name, OperatorAbort{NewCall(), "the daemon stops"});
     }
   }
-  deferred.Run();
-  deferred = {};
-  {
-    MutexLock lock(&mutex_);
-    // Copies are finite; their end is what clean-up waits for (P6).
-    const TimePoint cleanup = Now() + options_.group.cleanup_limit;
-    while (AnyUpdateRuns() && Now() < cleanup) idle_cond_.WaitUntil(&mutex_, cleanup);
-    std::vector<MemberId> all;
-    for (const auto& [id, member] : members_) all.push_back(id);
-    for (const MemberId id : all) {
-      const auto it = members_.find(id);
-      if (it == members_.end()) continue;
-      Lose(&it->second, "the daemon stops", absl::UnavailableError("the daemon stops"), &deferred);
-    }
-    EndPeers();
-    for (auto& [id, watcher] : watchers_)
-      watcher.sink->End(absl::UnavailableError("the daemon stops"));
-    watchers_.clear();
+  Turn turn(this, &mutex_);
+  // Copies are finite; their end is what clean-up waits for (P6).
+  const TimePoint cleanup = Now() + options_.group.cleanup_limit;
+  while (AnyUpdateRuns() && Now() < cleanup) idle_cond_.WaitUntil(&mutex_, cleanup);
+  std::vector<MemberId> all;
+  for (const auto& [id, member] : leases_.all()) all.push_back(id);
+  for (const MemberId id : all) {
+    MemberRecord* const member = leases_.Find(id);
+    if (member == nullptr) continue;
+    Lose(member, "the daemon stops", absl::UnavailableError("the daemon stops"), turn);
   }
-  deferred.Run();
+  EndPeers();
+  watchers_.EndAll(absl::UnavailableError("the daemon stops"));
 }
 
 void Node::Hurry() {
@@ -432,6 +405,20 @@ void Node::Hurry() {
 void Node::SetListeners(std::vector<std::string> listeners) {
   MutexLock lock(&mutex_);
   listeners_ = std::move(listeners);
+}
+
+void Node::CheckInvariants() {
+  MutexLock lock(&mutex_);
+  calls_.CheckInvariants();
+  leases_.CheckInvariants();
+  memory_.CheckInvariants(leases_);
+  watchers_.CheckInvariants();
+  for (const auto& [name, group] : groups_) group->pools.CheckInvariants();
+}
+
+int64_t Node::watched_views() {
+  MutexLock lock(&mutex_);
+  return watchers_.views();
 }
 
 bool Node::Alive() {

@@ -1,7 +1,7 @@
 // The daemon's heart: groups, members, leases, memory; where events meet state machines and actions
 // meet the world.
 //
-//   services (gRPC) --calls--> Node --events--> GroupMachine (pure)
+//   services (gRPC) --calls--> Node, a Turn --events--> GroupMachine (pure)
 //   Executor, wire, links, member streams, replies <--effects-- Node <--actions-- GroupMachine
 //
 //   node.cc           groups, time, the daemon's life
@@ -14,12 +14,13 @@
 //   node_programs.cc  compiled refits: plans, node programs, their steps
 //   node_operator.cc  what operators ask
 //
-// One mutex serialises all state machines. Nothing under it blocks: transports have their own
-// threads, plans are made and device memory is opened and closed on threads of their own, streams
-// have their own queues; replies run, events and log lines are written after it was released. P6: a
-// member's mappings are dropped only on ReleaseMember, and every copy holds its own reference. P8:
-// a lost member's token dies at once, its record with its last copy. P9: a lease is bound to the
-// credentials that attached.
+// One mutex serialises all state machines, and guards the state: Calls, Leases, Memory, each
+// group's Pools, Watchers (a class a file), and what is still here. A Turn holds it. Nothing under
+// it blocks: transports have their own threads, plans are made and device memory is opened and
+// closed on threads of their own, streams have their own queues; replies run, events and log lines
+// are written after it was released. P6: a member's mappings are dropped only on ReleaseMember, and
+// every copy holds its own reference. P8: a lost member's token dies at once, its record with its
+// last copy. P9: a lease is bound to the credentials that attached.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_NODE_H_
@@ -34,7 +35,6 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -48,7 +48,15 @@
 #include "daemon/group/machine.h"
 #include "daemon/group/wire_lock.h"
 #include "daemon/link/peer_link.h"
+#include "daemon/node/calls.h"
+#include "daemon/node/leases.h"
+#include "daemon/node/member.h"
+#include "daemon/node/memory.h"
+#include "daemon/node/pools.h"
 #include "daemon/node/push_turns.h"
+#include "daemon/node/sinks.h"
+#include "daemon/node/turn.h"
+#include "daemon/node/watchers.h"
 #include "daemon/process/log_queue.h"
 #include "daemon/process/observer.h"
 #include "daemon/sockets/descriptor_socket.h"
@@ -101,38 +109,15 @@ struct NodeOptions {
   NodeObserver* observer = nullptr;  // outlives the node; null: nobody counts
 };
 
-// Who is at the other end of a connection: the kernel's word on a unix socket, nothing on TCP.
-struct Peer {
-  std::optional<PeerCredentials> credentials;
-};
-
-// A member's event stream. Events go out in the order of Queue and Send, which are called under the
-// node's mutex, as End is: none of them waits for the member. End comes last, once.
-template <typename Event>
-class EventSink {
- public:
-  virtual ~EventSink() = default;
-  virtual void Send(Event event) = 0;
-  virtual void End(absl::Status status) = 0;
-  // Send in two steps: what is queued is written by the next Flush, Send or End. Flush is called
-  // without the node's mutex, on any thread, also after End: writing takes system calls.
-  virtual void Queue(Event event) { Send(std::move(event)); }
-  virtual void Flush() {}
-};
-using TrainerSink = EventSink<v1::TrainerEvent>;
-using EngineSink = EventSink<v1::EngineEvent>;
-using UpdateSink = EventSink<v1::UpdateStatus>;
-
 // Dials a coordinator (PeerLink::Dial with the daemon's credentials).
 using PeerDialer = std::function<std::unique_ptr<PeerLink>(PeerDial, PeerLinkCallbacks)>;
 
-// Runs once, on any thread, never under the node's mutex.
-using ReplyFunction = std::function<void(absl::Status, const ReplyPayload&)>;
+// As a ReplyFunction.
 template <typename Response>
 using ResponseFunction = std::function<void(const absl::StatusOr<Response>&)>;
 using LayoutReply = ResponseFunction<v1::LayoutRegistered>;
 
-class Node : public DescriptorHandler, public PeerAcceptor {
+class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
  public:
   // `processes` must outlive the node. Without `wire` and `dialer` the daemon serves groups of its
   // own members only.
@@ -233,45 +218,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void SetListeners(std::vector<std::string> listeners);
   // True if the mutex can be had: for the watchdog.
   bool Alive();
+  // Aborts the process where an invariant of the state does not hold: for tests.
+  void CheckInvariants();
   // Views of updates that were made for watchers so far: what watching costs.
-  int64_t watched_views() const { return watched_views_; }
+  int64_t watched_views();
 
  private:
-  struct RegionRecord {
-    MemorySpan memory;  // keep_alive is the mapping
-    Access access = Access::kReadOnly;
-    bool on_device = false;
-    // Equal for regions that are the same memory: the memfd's device and inode, or the block's
-    // address. (A VMM allocation that comes twice is mapped twice, unseen.)
-    std::string identity;
-  };
-  struct MemberRecord {
-    MemberId id;
-    std::string token;
-    std::string group;
-    bool engine = false;
-    bool lost = false;  // its token is dead; copies may still run
-    Peer peer;
-    std::string client;
-    Protocol protocol = kProtocol;  // agreed at the hello: what may be said to it
-    std::string device;
-    std::optional<int> ordinal;  // of its GPU; none: host
-    std::string instance;        // engines
-    bool staged = false;         // engines: how the weights are delivered
-    std::shared_ptr<TrainerSink> trainer_sink;
-    std::shared_ptr<EngineSink> engine_sink;
-    std::map<RegionId, RegionRecord> regions;
-    std::shared_ptr<const Layout> layout;
-    uint64_t incarnation = 0;
-    WatchHandle watch;
-    void End(absl::Status status);
-  };
-  // Staging slots on a GPU. `memory` may be let go anywhere: it and the descriptor are closed on
-  // regions_thread_.
-  struct DevicePool {
-    MemorySpan memory;
-    int descriptor = -1;  // memory.keep_alive's
-  };
   // An open end of a communicator.
   struct EpochRecord {
     EpochId id;               // the wire's
@@ -298,16 +250,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     // Coordinator: since when it has had no member; none: it has some, or an update runs.
     std::optional<TimePoint> empty_since;
     std::map<EpochId, EpochRecord> epochs;  // by the machine's id, while open
-    // Where the group's members are on GPUs: what crosses daemons lies in the pool of this one,
-    // which is kept as long as a member is on any or an update runs.
-    std::optional<int> wire_ordinal;
-    // The staging pool, the same slots at the same offsets in host memory and on each GPU.
-    UniqueFd pool_fd;
-    std::shared_ptr<HostRegion> pool;  // null until first needed
-    // By ordinal: made before a staged rank there is welcomed, when a trainer there first leases or
-    // maps, or for a Begin whose buckets may be broadcast through slots; given up with the last
-    // member there, that of wire_ordinal not before it is the wire's no more.
-    std::map<int, DevicePool> device_pools;
+    // The staging slots. Those in host memory are made when a member first needs them. Those on a
+    // GPU are made before a staged rank there is welcomed, when a trainer there first leases or
+    // maps, or for a Begin whose buckets may be broadcast through slots; they are given up with the
+    // last member there. The wire's GPU keeps its slots as long as a member is on any GPU or an
+    // update runs.
+    Pools pools;
     // Engine ranks that attach have to have a pool on their GPU: while Begin calls make theirs, and
     // where the running update's buckets may be broadcast.
     int preparing_begins = 0;
@@ -330,10 +278,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     std::string coordinator;            // empty: here
     std::optional<v1::GroupSpec> spec;  // with a coordinator: what it would make the group with
   };
-  struct Opening {
-    MemberId member;
-    bool gone = false;  // the caller went away
-  };
   // An engine rank that waits until its group has a pool on its GPU: it reads parts there, or an
   // update that is being opened broadcasts.
   struct Pooling {
@@ -353,51 +297,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
     NodeId node;
   };
   static constexpr size_t kMaxWaitingPeers = 1024;
-  static constexpr size_t kMaxCalls = 65'536;  // unanswered, of all members
-  // RegisterRegion, PushBucket with handles, Begin and LeaseSlot on a GPU: waiting to be opened, of
-  // all members.
-  static constexpr size_t kMaxOpening = 4096;
-  struct Call {
-    std::string group;
-    ReplyFunction reply;
-  };
-  // A layout that its group's coordinator has not answered yet.
-  struct PendingLayout {
-    MemberId member;
-    std::shared_ptr<const Layout> layout;
-  };
-  struct Watcher {
-    std::shared_ptr<UpdateSink> sink;
-    std::string group;
-    Duration interval{};
-    bool until_idle = false;
-    TimePoint due;
-    std::map<std::string, UpdateMark> last;  // by group: what was sent, to send each change once
-    bool Watches(const std::string& name) const { return group.empty() || group == name; }
-  };
-  // What runs after the mutex was released: events to engines, then answers to calls, then events
-  // to trainers, for which nobody waits, log lines, and what takes long.
-  class Deferred {
-   public:
-    void Add(std::function<void()> run) { answers_.push_back(std::move(run)); }
-    // What nobody waits for either: memory to be unmapped.
-    void AddLast(std::function<void()> run) { last_.push_back(std::move(run)); }
-    void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }
-    void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
-    void Flush(const std::shared_ptr<PeerSession>& session) { sessions_.push_back(session); }
-    void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
-    void Run() const;  // without the mutex
-
-   private:
-    std::vector<std::shared_ptr<PeerSession>> sessions_;
-    std::vector<std::shared_ptr<EngineSink>> engines_;
-    std::vector<std::function<void()>> answers_;
-    std::vector<std::function<void()>> last_;
-    std::vector<std::shared_ptr<TrainerSink>> trainers_;
-    std::shared_ptr<LogQueue> log_;  // null: no line was added
-  };
-  using Events = std::deque<std::pair<std::string, MachineEvent>>;  // by group
-  class Memory;
+  class GroupMemory;
   struct Performer;
 
   static absl::Status NoGroup(const std::string& name);
@@ -405,22 +305,22 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // `trainers`: the world size of the trainer rank that would make it; one that can't join makes
   // nothing.
   absl::StatusOr<GroupRecord*> MakeGroup(const std::string& name, const v1::GroupSpec& wire,
-                                         std::optional<int> trainers, bool* created,
-                                         Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+                                         std::optional<int> trainers, bool* created, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& wire) const;
   // OK: the group is one of max_groups, and its pool of `spec` (null: not known yet) fits beside
   // the others'. Gives up groups without members for that, the longest empty first; none where that
   // would not do. RESOURCE_EXHAUSTED.
-  absl::Status MakeRoom(const std::string& name, const GroupSpec* spec, Deferred* deferred)
+  absl::Status MakeRoom(const std::string& name, const GroupSpec* spec, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether nobody has anything to do with a group of this daemon's.
   bool Empty(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // After any event of the group: notes since when it is empty, and gives its pool back.
-  void NoteEmpty(GroupRecord* group, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void NoteEmpty(GroupRecord* group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A group without members. `why` is for the log.
-  void DropGroup(const std::string& name, std::string_view why, Deferred* deferred)
+  void DropGroup(const std::string& name, std::string_view why, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void DropExpired(TimePoint now, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropExpired(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // RESOURCE_EXHAUSTED: max_members.
   absl::Status CheckMembers() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Creates, finds or waits for the hello's group, then attaches.
@@ -428,18 +328,15 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   MemberId Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
                   absl::StatusOr<Identity> identity);
   // Or refuses it. At once, or when its GPU has the pool that it needs.
-  void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Deferred* deferred)
+  void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Admit(MemberRecord record, GroupEvent attached, Deferred* deferred)
+  void Admit(MemberRecord record, GroupEvent attached, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void AdmitWaiting(const std::string& group, Deferred* deferred)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status EnsurePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The member, if it may have one more region, of this identity if one is given.
   absl::StatusOr<MemberRecord*> AdmitRegion(const std::string& token, const Peer& peer,
                                             const std::string& identity)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  RegionId AddRegion(MemberRecord* member, RegionRecord region)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Out of the records, unless it is in use. Unmapped where what is returned goes: not under the
   // mutex.
@@ -457,7 +354,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   absl::StatusOr<std::optional<int>> DeviceOf(const std::string& name) const;
   absl::Status CheckDevices(const GroupRecord& group, const MemberRecord& record) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool HasDevices(const std::string& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // What is to be opened for the request.
   struct DeviceHandle {
     int ordinal = 0;
@@ -487,12 +383,12 @@ class Node : public DescriptorHandler, public PeerAcceptor {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndPooling(MemberId member, absl::Status made);
   // Of a rank that is not in pooling_ any more and was not admitted.
-  void EndWithoutPool(MemberRecord record, absl::Status status, Deferred* deferred)
+  void EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Unless a member is on that GPU, or it is the wire's.
   void DropPool(GroupRecord* group, int ordinal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Once a member on that GPU has gone.
-  void DropUnused(GroupRecord* group, int ordinal, Events* more)
+  void DropUnused(GroupRecord* group, int ordinal, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A pool that is to be made before a call of this member goes on.
   struct MissingPool {
@@ -542,14 +438,13 @@ class Node : public DescriptorHandler, public PeerAcceptor {
 
   absl::StatusOr<MemberRecord*> Authenticate(const v1::Lease& lease, const Peer& peer, bool engine)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<MemberRecord*> AuthenticateToken(const std::string& token, const Peer& peer)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Authenticates and hands `event(member)` to the member's group, with `reply` waiting under
-  // `call`. A push lets others go ahead.
+  // `call`. `push`: the bucket that `event` checked, kept with
+  // the call; a push lets others go ahead.
   void TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
                    const std::string& request_id, ReplyFunction reply,
                    const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event,
-                   bool push = false);
+                   std::optional<CheckedBucket>* push = nullptr);
   void MemberEvent(MemberId member, const GroupEvent& event);
   void RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer, bool engine,
                       Layout layout, LayoutReply reply);
@@ -560,19 +455,19 @@ class Node : public DescriptorHandler, public PeerAcceptor {
                                                   bool engine, const Layout& layout)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // Feeds one event (and those that its actions bring at once) and performs the actions.
-  void Handle(const std::string& group, MachineEvent event, Deferred* deferred)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Perform(GroupRecord* group, MachineAction action, Deferred* deferred, Events* more)
+  // Feeds one event and performs the actions that come of it.
+  void Dispatch(Turn& turn, const std::string& group, const MachineEvent& event) override;
+  void Drained() override;
+  void Perform(GroupRecord* group, MachineAction action, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool UsesHostPool(const StartTransfer& start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   StartTransfer WithoutTheGone(StartTransfer start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformTransfer(GroupRecord* group, StartTransfer start, Events* more)
+  void PerformTransfer(GroupRecord* group, StartTransfer start, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `status`: what came of the slots that it waited for.
-  void PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status, Events* more)
+  void PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformVerify(GroupRecord* group, const StartVerify& verify, Events* more)
+  void PerformVerify(GroupRecord* group, const StartVerify& verify, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Count(const GroupRecord& group, const UpdateEnded& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -581,9 +476,9 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void PerformCompile(const GroupRecord& group, CompileProgram a)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformBuild(const GroupRecord& group, BuildProgram a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformMoves(GroupRecord* group, const StartMoves& start, Events* more)
+  void PerformMoves(GroupRecord* group, const StartMoves& start, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status, Events* more)
+  void PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Binds the moves that come after a comparison, while that runs.
   void BindAhead(const GroupRecord& group, const StartMoves& compare)
@@ -594,7 +489,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   void SubmitMoves(const std::string& name, uint64_t id,
                    const std::shared_ptr<Executor::Moves>& moves)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformExchange(GroupRecord* group, const StartExchange& a, Events* more)
+  void PerformExchange(GroupRecord* group, const StartExchange& a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Other daemons.
@@ -602,7 +497,7 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   static absl::Status Followed(const GroupRecord& group);
   // The group that the daemon at `address` coordinates, joined or being joined.
   absl::StatusOr<GroupRecord*> Follow(const std::string& name, const std::string& address,
-                                      const std::optional<v1::GroupSpec>& spec, Deferred* deferred)
+                                      const std::optional<v1::GroupSpec>& spec, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the spec, with what it leaves to a default as the group has it, is the group's.
   absl::Status CheckSameSpec(const std::string& name, const v1::GroupSpec& wire,
@@ -611,38 +506,37 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   bool AwaitsJoin(const Waiting& waiting, const GroupRecord& group) const;
   void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up);
-  void TakeJoined(GroupRecord* group, const LinkUp& up, Deferred* deferred)
+  void TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LinkSays(const std::string& name, uint64_t id, uint64_t dial, PeerCommand command);
   void LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl::Status status);
   // The try has failed: refuses those whom that concerns, and tries again for the others.
-  void JoinFailed(GroupRecord* group, const absl::Status& status, Deferred* deferred)
+  void JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void StopJoining(GroupRecord* group, const absl::Status& status, Deferred* deferred)
+  void StopJoining(GroupRecord* group, const absl::Status& status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // If the daemon is joining for nobody any more.
-  void StopJoiningIfUnwanted(const std::string& name, Deferred* deferred)
+  void StopJoiningIfUnwanted(const std::string& name, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // When a waiting member is refused; none: the try to join that is under way decides.
   std::optional<TimePoint> ExpiryOf(const Waiting& waiting) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void RefuseLateMembers(TimePoint now, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RefuseLateMembers(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RedialIfDue(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // For callbacks of links and wire: nothing happens if that record of the group is gone.
   void GroupEventOf(const std::string& name, uint64_t id, MachineEvent event);
-  void DropFollower(const std::string& name, Deferred* deferred, Events* more)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropFollower(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ForgetEarlier(const WaitingPeer& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void AdmitPeer(WaitingPeer peer, Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void AdmitWaitingPeers(const std::string& group, Deferred* deferred)
+  void AdmitPeer(WaitingPeer peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AdmitWaitingPeers(const std::string& group, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RefuseLatePeers(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndSession(GroupRecord* group, NodeId node, absl::Status status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndPeers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformSend(GroupRecord* group, SendCommand a, Deferred* deferred, Events* more)
+  void PerformSend(GroupRecord* group, SendCommand a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformSend(GroupRecord* group, const SendReport& a, Events* more)
+  void PerformSend(GroupRecord* group, const SendReport& a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static std::optional<EpochRecord> WireEpoch(const GroupRecord& group, EpochId epoch);
   Wire* WireOf(const EpochRecord& epoch) const;
@@ -657,46 +551,38 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   // For a rank whose group another daemon coordinates: answered by SlotsMade.
   void PerformMakeSlots(const GroupRecord& group, const MakeSlots& a)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Where the slots are that cross daemons: host memory, or the pool of GroupRecord::wire_ordinal,
-  // which has to be made first (LacksWirePool).
+  // Where the slots are that cross daemons: host memory, or the pool of the wire's GPU
+  // (Pools::wire), which has to be made first (LacksWirePool).
   absl::Status EnsureWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool LacksWirePool(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `then` follows under the mutex; not where the group is gone.
-  using WirePoolFunction = std::function<void(GroupRecord*, absl::Status made, Events* more)>;
+  using WirePoolFunction = std::function<void(GroupRecord*, absl::Status made, Turn& turn)>;
   void MakeWirePool(const GroupRecord& group, WirePoolFunction then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // P8: of a group without members on GPUs.
   void DropWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more)
+  void PerformOpen(GroupRecord* group, const OpenEpoch& a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more)
+  void PerformConnect(GroupRecord* group, ConnectEpoch a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformClose(GroupRecord* group, const CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // P8: of a coordinator, those over GPUs whose slots went.
-  void GiveUpEpochs(const GroupRecord& group, Events* more) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformWire(GroupRecord* group, const StartWire& a, Events* more)
+  void GiveUpEpochs(const GroupRecord& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PerformWire(GroupRecord* group, const StartWire& a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendWelcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `end`: what the member's sink ends with.
   void Gone(MemberId member, const std::string& reason, const absl::Status& end);
-  void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Deferred* deferred)
+  void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Erase(MemberId member, Deferred* deferred, Events* more)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Sends what watchers have not seen: the group's update, if its state changed. Makes one view for
-  // all watchers, and none where nothing changed.
-  void TellWatchers(const GroupRecord& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The progress of running updates, to watchers whose interval has passed.
-  void TellProgress(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Tell(Watcher* watcher, const GroupRecord& group, std::optional<UpdateView>* view, bool due)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool EndIfIdle(const Watcher& watcher) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Erase(MemberId member, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Watchers::Machines Machines() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static uint64_t NewIncarnation();
   static std::string NewBootId();
-  absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
-                                   Deferred* deferred) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool AnyUpdateRuns() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void TimerLoop();
@@ -715,6 +601,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   const std::string boot_id_ = NewBootId();
   const TimePoint started_ = Now();
   std::atomic<uint64_t> next_call_{1};
+  std::atomic<uint64_t> next_member_{1};
+  std::atomic<uint64_t> next_update_{1};
 
   // Filled under mutex_, so that lines have the order of what they tell.
   const std::shared_ptr<LogQueue> log_ = std::make_shared<LogQueue>();
@@ -724,8 +612,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   CondVar timer_cond_;
   CondVar idle_cond_;
   std::map<std::string, std::unique_ptr<GroupRecord>> groups_ ABSL_GUARDED_BY(mutex_);
-  std::map<MemberId, MemberRecord> members_ ABSL_GUARDED_BY(mutex_);
-  std::unordered_map<std::string, MemberId> tokens_ ABSL_GUARDED_BY(mutex_);
+  Leases leases_ ABSL_GUARDED_BY(mutex_);
+  Memory memory_ ABSL_GUARDED_BY(mutex_){{options_.max_regions_per_member, options_.max_regions}};
   std::vector<Waiting> waiting_ ABSL_GUARDED_BY(mutex_);
   std::map<MemberId, Pooling> pooling_ ABSL_GUARDED_BY(mutex_);
   std::vector<WaitingPeer> waiting_peers_ ABSL_GUARDED_BY(mutex_);
@@ -733,17 +621,8 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   WireLock wire_lock_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_group_ ABSL_GUARDED_BY(mutex_) = 1;
   uint32_t next_node_ ABSL_GUARDED_BY(mutex_) = 1;
-  std::map<CallId, Call> calls_ ABSL_GUARDED_BY(mutex_);
-  std::map<CallId, CheckedBucket> buckets_ ABSL_GUARDED_BY(mutex_);  // until their reply
-  std::map<CallId, PendingLayout> layouts_ ABSL_GUARDED_BY(mutex_);  // until their reply
-  size_t opening_regions_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::map<CallId, Opening> opening_calls_ ABSL_GUARDED_BY(mutex_);
-  std::map<uint64_t, Watcher> watchers_ ABSL_GUARDED_BY(mutex_);
-  uint64_t next_member_ ABSL_GUARDED_BY(mutex_) = 1;
-  uint64_t next_region_ ABSL_GUARDED_BY(mutex_) = 1;
-  uint64_t next_update_ ABSL_GUARDED_BY(mutex_) = 1;
-  uint64_t next_watch_ ABSL_GUARDED_BY(mutex_) = 1;
-  std::atomic<int64_t> watched_views_{0};
+  Calls calls_ ABSL_GUARDED_BY(mutex_);
+  Watchers watchers_ ABSL_GUARDED_BY(mutex_);
   int links_ ABSL_GUARDED_BY(mutex_) = 0;  // dialled, on_lost not told yet
   CondVar links_cond_;
   TimePoint timer_wakes_ ABSL_GUARDED_BY(mutex_) = TimePoint::max();  // until when the timer sleeps
@@ -752,7 +631,6 @@ class Node : public DescriptorHandler, public PeerAcceptor {
   bool hurrying_ ABSL_GUARDED_BY(mutex_) = false;
   bool stops_ ABSL_GUARDED_BY(mutex_) = false;  // what is given up from now on, the end gives up
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  int64_t regions_ ABSL_GUARDED_BY(mutex_) = 0;  // of all members
   // Opens device memory and closes what regions hold. Whoever lets a device's region go uses it,
   // be it after the node.
   const std::shared_ptr<JobThreads> regions_thread_ =

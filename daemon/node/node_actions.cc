@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "daemon/node/group_memory.h"
 #include "daemon/node/node.h"
-#include "daemon/node/node_memory.h"
 #include "daemon/process/log.h"
 
 namespace refitd {
@@ -34,54 +34,52 @@ v1::EngineEvent PartEvent(const SendPart& part, int64_t slot_bytes) {
 
 }  // namespace
 
-// Events of one group may bring events of others: they share the wire lock.
-void Node::Handle(const std::string& name, MachineEvent event, Deferred* deferred) {
-  Events events;
-  events.emplace_back(name, std::move(event));
-  while (!events.empty()) {
-    const auto [group_name, next] = std::move(events.front());
-    events.pop_front();
-    GroupRecord* group = FindGroup(group_name);
-    if (group == nullptr) continue;
-    MachineActions actions;
-    group->machine->Handle(next, Now(), &actions);
-    for (MachineAction& action : actions) Perform(group, std::move(action), deferred, &events);
-    if (group->follower != nullptr && group->follower->finished()) {
-      DropFollower(group_name, deferred, &events);
-    } else if (group->coordinator != nullptr) {
-      NoteEmpty(group, deferred);
-    }
+void Node::Dispatch(Turn& turn, const std::string& name, const MachineEvent& event) {
+  mutex_.AssertHeld();
+  GroupRecord* group = FindGroup(name);
+  if (group == nullptr) return;
+  MachineActions actions;
+  group->machine->Handle(event, Now(), &actions);
+  for (MachineAction& action : actions) Perform(group, std::move(action), turn);
+  if (group->follower != nullptr && group->follower->finished()) {
+    DropFollower(name, turn);
+  } else if (group->coordinator != nullptr) {
+    NoteEmpty(group, turn);
   }
+}
+
+void Node::Drained() {
+  mutex_.AssertHeld();
   WakeTimer();
   if (!AnyUpdateRuns()) idle_cond_.NotifyAll();
 }
 
-// Performs actions; runs under node->mutex_, as Perform does.
+// Performs one action of the group's machine. std::visit calls it, so that the analysis of locks
+// sees each of its functions, and not the call.
 struct Node::Performer {
   Node* node;
   GroupRecord* group;
-  Deferred* deferred;
-  Events* more;
+  Turn& turn;
 
-  MemberRecord* Find(MemberId id) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    const auto it = node->members_.find(id);
-    return it == node->members_.end() ? nullptr : &it->second;
+  MemberRecord* Find(MemberId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    return node->leases_.Find(id);
   }
-  void SendEngine(MemberId id, v1::EngineEvent event) {
+  void SendEngine(MemberId id, v1::EngineEvent event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     MemberRecord* member = Find(id);
     if (member == nullptr || member->engine_sink == nullptr) return;
     member->engine_sink->Queue(std::move(event));
-    deferred->Flush(member->engine_sink);
+    turn.Flush(member->engine_sink);
   }
-  void SendTrainer(MemberId id, v1::TrainerEvent event) {
+  void SendTrainer(MemberId id, v1::TrainerEvent event)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     MemberRecord* member = Find(id);
     if (member == nullptr || member->trainer_sink == nullptr) return;
     member->trainer_sink->Queue(std::move(event));
-    deferred->Flush(member->trainer_sink);
+    turn.Flush(member->trainer_sink);
   }
   // Committed, Aborted and Draining mean the same to both roles.
   template <typename Fill>
-  void SendEither(MemberId id, Fill fill) {
+  void SendEither(MemberId id, Fill fill) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     MemberRecord* member = Find(id);
     if (member == nullptr) return;
     if (member->engine) {
@@ -95,20 +93,17 @@ struct Node::Performer {
     }
   }
 
-  void operator()(Reply& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    const auto it = node->calls_.find(a.call);
-    if (it == node->calls_.end()) return;
-    node->buckets_.erase(a.call);
-    if (const auto layout = node->layouts_.find(a.call); layout != node->layouts_.end()) {
-      MemberRecord* member = Find(layout->second.member);
-      if (a.status.ok() && member != nullptr) member->layout = std::move(layout->second.layout);
-      node->layouts_.erase(layout);
+  void operator()(Reply& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    std::optional<Calls::Call> call = node->calls_.Take(a.call);
+    if (!call.has_value()) return;
+    if (call->layout.has_value()) {
+      MemberRecord* member = Find(call->layout->member);
+      if (a.status.ok() && member != nullptr) member->layout = std::move(call->layout->layout);
     }
-    deferred->Add([reply = std::move(it->second.reply), status = std::move(a.status),
-                   payload = std::move(a.payload)] { reply(status, payload); });
-    node->calls_.erase(it);
+    turn.Answer([reply = std::move(call->reply), status = std::move(a.status),
+                 payload = std::move(a.payload)] { reply(status, payload); });
   }
-  void operator()(SendPrepare& a) {
+  void operator()(SendPrepare& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     v1::EngineEvent event;
     event.mutable_prepare()->set_version(a.version.value());
     event.mutable_prepare()->set_update_id(a.update.value());
@@ -116,131 +111,137 @@ struct Node::Performer {
     event.mutable_prepare()->set_tensor_count(a.tensor_count);
     SendEngine(a.member, std::move(event));
   }
-  void operator()(SendPart& a) {
+  void operator()(SendPart& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     SendEngine(a.member, PartEvent(a, group->machine->spec().slot_bytes));
   }
-  void operator()(SendCommitted& a) {
+  void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     SendEither(a.member, [&](auto* event) {
       event->mutable_committed()->set_version(a.version.value());
       event->mutable_committed()->set_incarnation(group->machine->incarnation());
     });
   }
-  void operator()(SendAborted& a) {
+  void operator()(SendAborted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     SendEither(a.member, [&](auto* event) {
       event->mutable_aborted()->set_version(a.version.value());
       event->mutable_aborted()->set_reason(a.reason);
       event->mutable_aborted()->set_dirty(a.dirty);
     });
   }
-  void operator()(SendDraining& a) {
+  void operator()(SendDraining& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     SendEither(a.member, [](auto* event) { event->mutable_draining(); });
   }
-  void operator()(StartTransfer& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformTransfer(group, std::move(a), more);
+  void operator()(StartTransfer& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformTransfer(group, std::move(a), turn);
   }
-  void operator()(StartVerify& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformVerify(group, a, more);
+  void operator()(StartVerify& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformVerify(group, a, turn);
   }
-  void operator()(CompileProgram& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(CompileProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->PerformCompile(*group, std::move(a));
   }
   void operator()(StartCompare&) {}  // the coordinator's
   void operator()(StartRefit&) {}    // the coordinator's
-  void operator()(BuildProgram& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(BuildProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->PerformBuild(*group, std::move(a));
   }
-  void operator()(StartMoves& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformMoves(group, a, more);
+  void operator()(StartMoves& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformMoves(group, a, turn);
   }
-  void operator()(StartExchange& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformExchange(group, a, more);
+  void operator()(StartExchange& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformExchange(group, a, turn);
   }
-  void operator()(ReleaseMember& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->Erase(a.member, deferred, more);
+  void operator()(ReleaseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->Erase(a.member, turn);
   }
   void operator()(UpdateAssembled&) {}
   void operator()(NodeOutOfUpdate&) {}  // the coordinator's
   void operator()(UpdateAbandoned&) {}
   void operator()(CleanUpOverdue&) {}  // the coordinator's
-  void operator()(UpdateEnded& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(UpdateEnded& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->executor_.Forget(a.update);
     node->DropWirePool(group);
-    node->GiveUpEpochs(*group, more);
+    node->GiveUpEpochs(*group, turn);
     // Unknown: this daemon's share of an update, which its coordinator counts.
     if (a.outcome == Outcome::kUnknown) return;
     group->broadcasts = false;
     node->Count(*group, a);
   }
-  void operator()(RefuseMember& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(RefuseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     MemberRecord* member = Find(a.member);
     if (member == nullptr) return;
     member->End(a.status);
-    node->Erase(a.member, deferred, more);
+    node->Erase(a.member, turn);
   }
-  void operator()(WelcomeMember& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(WelcomeMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     MemberRecord* member = Find(a.member);
     if (member != nullptr) node->SendWelcome(group, member);
   }
-  void operator()(StateChanged&) ABSL_NO_THREAD_SAFETY_ANALYSIS { node->TellWatchers(*group); }
+  void operator()(StateChanged&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    if (node->watchers_.empty()) return;
+    node->watchers_.Changed(*group->machine, node->Machines(), Now());
+  }
   void operator()(LogLine& a) {
     const LogLevel level = a.level == LogLine::kInfo      ? LogLevel::kInfo
                            : a.level == LogLine::kWarning ? LogLevel::kWarning
                                                           : LogLevel::kError;
     if (!LogEnabled(level)) return;
     node->log_->Add(level, fmt::format("group {}: {}", group->machine->name(), a.text));
-    deferred->Write(node->log_);
+    turn.Write(node->log_);
   }
 
   // ---- other daemons ----
-  void operator()(SendCommand& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformSend(group, std::move(a), deferred, more);
+  void operator()(SendCommand& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformSend(group, std::move(a), turn);
   }
-  void operator()(DropNode& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(DropNode& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->EndSession(group, a.node, std::move(a.status));
   }
-  void operator()(SendReport& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformSend(group, a, more);
+  void operator()(SendReport& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformSend(group, a, turn);
   }
   void operator()(CloseLink&) {
     if (group->link == nullptr) return;
     group->link->Close();
     group->link.reset();
   }
-  void operator()(MakeSlots& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(MakeSlots& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->PerformMakeSlots(*group, a);
   }
-  void operator()(OpenEpoch& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformOpen(group, a, more);
+  void operator()(OpenEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformOpen(group, a, turn);
   }
-  void operator()(ConnectEpoch& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformConnect(group, std::move(a), more);
+  void operator()(ConnectEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformConnect(group, std::move(a), turn);
   }
-  void operator()(CloseEpoch& a) ABSL_NO_THREAD_SAFETY_ANALYSIS { node->PerformClose(group, a); }
-  void operator()(StartWire& a) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    node->PerformWire(group, a, more);
+  void operator()(CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformClose(group, a);
   }
-  void operator()(AcquireWire&) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(StartWire& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    node->PerformWire(group, a, turn);
+  }
+  void operator()(AcquireWire&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     WireLock::Events events;
     node->wire_lock_.Acquire(group->machine->name(), &events);
-    for (auto& [name, event] : events) more->emplace_back(name, std::move(event));
+    for (auto& [name, event] : events) turn.Post(name, std::move(event));
   }
-  void operator()(ReleaseWire&) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  void operator()(ReleaseWire&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     WireLock::Events events;
     node->wire_lock_.Release(group->machine->name(), &events);
-    for (auto& [name, event] : events) more->emplace_back(name, std::move(event));
+    for (auto& [name, event] : events) turn.Post(name, std::move(event));
   }
 };
 
-void Node::Perform(GroupRecord* group, MachineAction action, Deferred* deferred, Events* more) {
-  Performer performer{this, group, deferred, more};
+void Node::Perform(GroupRecord* group, MachineAction action, Turn& turn) {
+  Performer performer{this, group, turn};
   std::visit([&performer](auto& kind) { std::visit(performer, kind); }, action);
 }
 
 // What another daemon's member packed or will read lies in host memory here.
 bool Node::UsesHostPool(const StartTransfer& start) const {
-  const auto on_host = [this](MemberId id) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    const auto it = members_.find(id);
-    return it == members_.end() || !it->second.ordinal.has_value();
+  const auto on_host = [this](MemberId id) {
+    mutex_.AssertHeld();
+    const MemberRecord* const member = leases_.Find(id);
+    return member == nullptr || !member->ordinal.has_value();
   };
   if (start.wired || (start.source_slot.has_value() && on_host(start.trainer))) return true;
   const bool broadcasts = start.broadcast != BroadcastMethod::kDirect;
@@ -251,8 +252,10 @@ bool Node::UsesHostPool(const StartTransfer& start) const {
 
 // A joined daemon erases members at once; a transfer that was put off may name some of them still.
 StartTransfer Node::WithoutTheGone(StartTransfer start) const {
-  const auto gone = [this](MemberId id)
-                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return !members_.contains(id); };
+  const auto gone = [this](MemberId id) {
+    mutex_.AssertHeld();
+    return !leases_.Contains(id);
+  };
   start.skip_destination.resize(start.destinations.size());
   for (size_t d = 0; d < start.destinations.size(); ++d) {
     if (gone(start.destinations[d])) start.skip_destination[d] = true;
@@ -261,72 +264,63 @@ StartTransfer Node::WithoutTheGone(StartTransfer start) const {
   return start;
 }
 
-void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Events* more) {
+void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Turn& turn) {
   // The root packs as soon as it has a bucket, perhaps before an epoch was opened.
   if (UsesHostPool(start) && LacksWirePool(*group)) {
-    return MakeWirePool(
-        *group, [this, start](GroupRecord* found, const absl::Status& made, Events* events) {
-          mutex_.AssertHeld();
-          PerformTransfer(found, WithoutTheGone(start), made, events);
-        });
+    return MakeWirePool(*group,
+                        [this, start](GroupRecord* found, const absl::Status& made, Turn& turn) {
+                          mutex_.AssertHeld();
+                          PerformTransfer(found, WithoutTheGone(start), made, turn);
+                        });
   }
-  PerformTransfer(group, std::move(start), absl::OkStatus(), more);
+  PerformTransfer(group, std::move(start), absl::OkStatus(), turn);
 }
 
 void Node::PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status,
-                           Events* more) {
+                           Turn& turn) {
   const std::string name = group->machine->name();
   if (status.ok() && UsesHostPool(start)) status = EnsureWirePool(group);
   if (status.ok()) {
     const auto done = [this, name](const Executor::Done& d) {
-      Deferred deferred;
-      {
-        const PushTurns::Ahead lock(&pushes_, &mutex_);
-        executor_.Finished(d);
-        if (options_.observer != nullptr && d.status.ok()) {
-          int64_t bytes = d.slot_bytes;
-          for (const int64_t written : d.bytes_written) bytes += written;
-          options_.observer->BytesMoved(name, MoveKind::kCopy, bytes);
-        }
-        Handle(name,
-               TransferDone{d.update, d.part, d.status, d.bytes_written, d.failed_destination,
-                            d.source_digests, d.broadcast},
-               &deferred);
+      Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+      executor_.Finished(d);
+      if (options_.observer != nullptr && d.status.ok()) {
+        int64_t bytes = d.slot_bytes;
+        for (const int64_t written : d.bytes_written) bytes += written;
+        options_.observer->BytesMoved(name, MoveKind::kCopy, bytes);
       }
-      deferred.Run();
+      turn.Handle(name, TransferDone{d.update, d.part, d.status, d.bytes_written,
+                                     d.failed_destination, d.source_digests, d.broadcast});
     };
-    const Memory memory(members_, *group);
+    const GroupMemory memory(leases_, *group);
     // A call of 0: the part came from another daemon into the slot.
     if (start.bucket_call == CallId()) {
       status = executor_.Start(start, Executor::SlotBucket(start), memory, done);
-    } else if (const auto bucket = buckets_.find(start.bucket_call); bucket != buckets_.end()) {
-      status = executor_.Start(start, bucket->second, memory, done);
+    } else if (const CheckedBucket* bucket = calls_.BucketOf(start.bucket_call);
+               bucket != nullptr) {
+      status = executor_.Start(start, *bucket, memory, done);
     } else {
       status = absl::InternalError("the bucket is gone");
     }
   }
   if (!status.ok()) {
-    more->emplace_back(name, TransferDone{start.update, start.part, status, {}, -1, {}});
+    turn.Post(name, TransferDone{start.update, start.part, status, {}, -1, {}});
   }
 }
 
-void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Events* more) {
+void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Turn& turn) {
   const std::string name = group->machine->name();
   const auto done = [this, name](const VerifyDone& d) {
-    Deferred deferred;
-    {
-      const PushTurns::Ahead lock(&pushes_, &mutex_);
-      Handle(name, d, &deferred);
-    }
-    deferred.Run();
+    Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+    turn.Handle(name, d);
   };
   if (!executor_.AnyWritten(verify.update)) {
     // A refit with nothing to move: no thread is woken for it.
-    more->emplace_back(name, VerifyDone{verify.update, absl::OkStatus(), {}});
+    turn.Post(name, VerifyDone{verify.update, absl::OkStatus(), {}});
     return;
   }
-  const absl::Status status = executor_.Start(verify, Memory(members_, *group), done);
-  if (!status.ok()) more->emplace_back(name, VerifyDone{verify.update, status, {}});
+  const absl::Status status = executor_.Start(verify, GroupMemory(leases_, *group), done);
+  if (!status.ok()) turn.Post(name, VerifyDone{verify.update, status, {}});
 }
 
 void Node::Count(const GroupRecord& group, const UpdateEnded& ended) {

@@ -46,33 +46,25 @@ bool HasRegions(const Regions& regions, const CheckedBucket& bucket) {
 void Node::TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
                        const std::string& request_id, ReplyFunction reply,
                        const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event,
-                       bool push) {
-  Deferred deferred;
-  absl::Status refused;
-  {
-    std::optional<PushTurns::Turn> turn;
-    if (push) turn.emplace(&pushes_);
-    MutexLock lock(&mutex_);
-    const auto make = [&]() -> absl::StatusOr<std::pair<std::string, GroupEvent>> {
-      mutex_.AssertHeld();
-      REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, false));
-      REFITD_RETURN_IF_ERROR(CheckText(request_id, kMaxRequestIdBytes, "request_id"));
-      if (calls_.size() >= kMaxCalls) {
-        return Error(absl::StatusCode::kResourceExhausted, "{} calls are unanswered already",
-                     calls_.size());
-      }
-      REFITD_ASSIGN_OR_RETURN(GroupEvent made, event(*member));
-      return std::pair(member->group, std::move(made));
-    };
-    absl::StatusOr<std::pair<std::string, GroupEvent>> made = make();
-    refused = made.status();
-    if (made.ok()) {
-      calls_[call] = {made->first, std::move(reply)};
-      Handle(made->first, std::move(made->second), &deferred);
-    }
+                       std::optional<CheckedBucket>* push) {
+  Turn turn(this, &mutex_, &pushes_, push != nullptr ? Turn::Order::kPush : Turn::Order::kAny);
+  const auto make = [&]() -> absl::StatusOr<std::pair<std::string, GroupEvent>> {
+    mutex_.AssertHeld();
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, false));
+    REFITD_RETURN_IF_ERROR(CheckText(request_id, kMaxRequestIdBytes, "request_id"));
+    REFITD_RETURN_IF_ERROR(calls_.Admit());
+    REFITD_ASSIGN_OR_RETURN(GroupEvent made, event(*member));
+    return std::pair(member->group, std::move(made));
+  };
+  absl::StatusOr<std::pair<std::string, GroupEvent>> made = make();
+  if (made.ok()) {
+    calls_.Add(call, {made->first, std::move(reply),
+                      push != nullptr ? std::exchange(*push, std::nullopt) : std::nullopt});
+    turn.Handle(made->first, std::move(made->second));
+  } else {
+    turn.Answer(
+        [reply = std::move(reply), refused = made.status()] { reply(refused, EmptyReply{}); });
   }
-  if (!refused.ok()) reply(refused, EmptyReply{});
-  deferred.Run();
 }
 
 absl::StatusOr<BeginEvent> Node::MakeBegin(CallId call, const v1::BeginRequest& request,
@@ -161,8 +153,7 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
   // Checking many tensors takes long: outside the mutex, against the regions of now.
   const auto check = [&]() -> absl::StatusOr<CheckedBucket> {
     {
-      const PushTurns::Turn turn(&pushes_);
-      MutexLock lock(&mutex_);
+      const Turn turn(this, &mutex_, &pushes_, Turn::Order::kPush);
       REFITD_ASSIGN_OR_RETURN(const MemberRecord* const member,
                               Authenticate(request.lease(), peer, false));
       // P10: a bucket with more is refused without a look at them.
@@ -197,6 +188,7 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
       }
     }
   }
+  std::optional<CheckedBucket> kept;  // with the call, until its reply
   TrainerCall(
       call, request.lease(), peer, request.request_id(), std::move(reply),
       [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
@@ -212,10 +204,10 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
           REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, options_.message_bytes));
         }
         event.member = member.id;
-        buckets_[call] = *std::move(bucket);
+        kept = *std::move(bucket);
         return std::move(event);
       },
-      true);
+      &kept);
 }
 
 void Node::Commit(CallId call, const v1::CommitRequest& request, const Peer& peer,
@@ -255,11 +247,10 @@ void Node::Refit(CallId call, const v1::RefitRequest& request, const Peer& peer,
         if (member.layout == nullptr) {
           return absl::FailedPreconditionError("this rank has no layout: RegisterLayout first");
         }
-        for (const auto& [other, pending] : layouts_) {
-          if (pending.member != member.id) continue;
+        if (const auto pending = calls_.LayoutsOf(member.id); !pending.empty()) {
           return Error(absl::StatusCode::kFailedPrecondition,
                        "binding_generation: {} is being replaced by {}, which is not answered yet",
-                       request.binding_generation(), pending.layout->binding_generation);
+                       request.binding_generation(), pending.front()->binding_generation);
         }
         if (request.binding_generation() != member.layout->binding_generation) {
           return Error(absl::StatusCode::kFailedPrecondition,
@@ -285,17 +276,11 @@ void Node::Abort(CallId call, const v1::AbortRequest& request, const Peer& peer,
 }
 
 void Node::CallGone(CallId call) {
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    if (const auto opening = opening_calls_.find(call); opening != opening_calls_.end()) {
-      opening->second.gone = true;
-    }
-    const auto it = calls_.find(call);
-    if (it != calls_.end())
-      Handle(std::string(it->second.group), refitd::CallGone{call}, &deferred);
+  Turn turn(this, &mutex_);
+  calls_.NoteGone(call);
+  if (const std::string* group = calls_.GroupOf(call); group != nullptr) {
+    turn.Handle(*group, refitd::CallGone{call});
   }
-  deferred.Run();
 }
 
 absl::StatusOr<v1::GetUpdateResponse> Node::GetUpdate(const v1::GetUpdateRequest& request) {

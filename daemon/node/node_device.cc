@@ -42,12 +42,6 @@ absl::StatusOr<std::optional<int>> Node::DeviceOf(const std::string& name) const
   return *ordinal;
 }
 
-bool Node::HasDevices(const std::string& group) const {
-  return std::any_of(members_.begin(), members_.end(), [&](const auto& entry) {
-    return entry.second.group == group && entry.second.ordinal.has_value();
-  });
-}
-
 bool Node::Spans(const GroupRecord& group) {
   return group.follower != nullptr || !group.sessions.empty();
 }
@@ -59,7 +53,7 @@ absl::Status Node::CheckSpanning(const std::string& group, const MemberRecord* e
   const auto look = [&](const MemberRecord& member) {
     (member.ordinal.has_value() ? on_device : on_host) = &member;
   };
-  for (const auto& [id, member] : members_) {
+  for (const auto& [id, member] : leases_.all()) {
     if (!member.lost && member.group == group) look(member);
   }
   if (entering != nullptr) look(*entering);
@@ -84,7 +78,7 @@ absl::Status Node::CheckSpanning(const std::string& group, const MemberRecord* e
 // without NCCL, from a GPU into host memory, and one bucket into host memory and a GPU.
 absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
   if (Spans(group)) REFITD_RETURN_IF_ERROR(CheckSpanning(record.group, &record));
-  for (const auto& [id, member] : members_) {
+  for (const auto& [id, member] : leases_.all()) {
     if (member.lost || member.group != record.group) continue;
     if (record.engine && member.engine &&
         record.ordinal.has_value() != member.ordinal.has_value()) {
@@ -109,7 +103,8 @@ absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& re
 // ---- slots that cross daemons ----
 
 bool Node::LacksWirePool(const GroupRecord& group) const {
-  return Spans(group) && !group.wire_ordinal.has_value() && HasDevices(group.machine->name());
+  return Spans(group) && !group.pools.wire().has_value() &&
+         leases_.HasDevices(group.machine->name());
 }
 
 // On the lowest GPU that a member is on: whatever the daemon's other GPUs send or receive passes
@@ -118,84 +113,75 @@ bool Node::LacksWirePool(const GroupRecord& group) const {
 void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
   const std::string name = group.machine->name();
   std::optional<int> lowest;
-  for (const auto& [id, member] : members_) {
+  for (const auto& [id, member] : leases_.all()) {
     if (member.group != name || !member.ordinal.has_value()) continue;
     lowest = std::min(lowest.value_or(*member.ordinal), *member.ordinal);
   }
   regions_thread_->Submit([this, name, id = group.id, ordinal = *lowest, then = std::move(then)] {
     absl::Status made = MakeDevicePool(name, id, ordinal);
-    Deferred deferred;
-    {
-      MutexLock lock(&mutex_);
-      GroupRecord* const found = FindGroup(name);
-      if (found == nullptr || found->id != id) return;
-      if (made.ok() && !found->device_pools.contains(ordinal)) {
-        made = absl::CancelledError("the members on that GPU went away");
-      }
-      // Others may be on another.
-      if (absl::IsCancelled(made) && !OnDevice(name, ordinal) && HasDevices(name)) {
-        return MakeWirePool(*found, then);
-      }
-      if (made.ok() && !found->wire_ordinal.has_value()) found->wire_ordinal = ordinal;
-      Events more;
-      then(found, made, &more);
-      for (auto& [group_name, event] : more) Handle(group_name, std::move(event), &deferred);
+    Turn turn(this, &mutex_);
+    GroupRecord* const found = FindGroup(name);
+    if (found == nullptr || found->id != id) return;
+    if (made.ok() && !found->pools.Has(ordinal)) {
+      made = absl::CancelledError("the members on that GPU went away");
     }
-    deferred.Run();
+    // Others may be on another.
+    if (absl::IsCancelled(made) && !OnDevice(name, ordinal) && leases_.HasDevices(name)) {
+      return MakeWirePool(*found, then);
+    }
+    if (made.ok() && !found->pools.wire().has_value()) found->pools.SetWire(ordinal);
+    then(found, made, turn);
   });
 }
 
 // P1: while an update runs its parts go on through the same slots, also those of members that went.
 void Node::DropWirePool(GroupRecord* group) {
   const std::string& name = group->machine->name();
-  if (!group->wire_ordinal.has_value() || HasDevices(name) || group->machine->update_running()) {
+  if (!group->pools.wire().has_value() || leases_.HasDevices(name) ||
+      group->machine->update_running()) {
     return;
   }
-  const int ordinal = *std::exchange(group->wire_ordinal, std::nullopt);
+  const int ordinal = *group->pools.wire();
+  group->pools.ClearWire();
   DropPool(group, ordinal);
 }
 
 // P8: device memory is for members that can use it. What still moves holds it.
 void Node::DropPool(GroupRecord* group, int ordinal) {
-  if (group->wire_ordinal == ordinal || OnDevice(group->machine->name(), ordinal)) return;
-  group->device_pools.erase(ordinal);
+  if (group->pools.wire() == ordinal || OnDevice(group->machine->name(), ordinal)) return;
+  group->pools.Drop(ordinal);
 }
 
 // A joined daemon leaves with its last member, and its epochs end with that. A coordinator stays,
 // so it reports its end as lost, which closes the epoch everywhere; the update that needs one opens
 // another, perhaps on another GPU. While an update runs its nodes may be at it.
-void Node::GiveUpEpochs(const GroupRecord& group, Events* more) {
+void Node::GiveUpEpochs(const GroupRecord& group, Turn& turn) {
   if (group.coordinator == nullptr || group.machine->update_running()) return;
   for (const auto& [id, epoch] : group.epochs) {
     // Of one whose slots are being made it is told when they are.
     if (!epoch.on_devices || epoch.ordinal < 0 || ReachesSlots(epoch, group)) continue;
-    more->emplace_back(group.machine->name(),
-                       EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
+    turn.Post(group.machine->name(),
+              EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
   }
 }
 
 void Node::DevicesLost(const absl::Status& why) {
   LogError("the GPUs are lost to this process: {}", Message(why));
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    std::vector<std::string> running;
-    for (const auto& [name, group] : groups_) {
-      if (group->machine->update_running() && HasDevices(name)) running.push_back(name);
-    }
-    for (const std::string& name : running) {
-      Handle(name,
-             OperatorAbort{NewCall(), fmt::format("the daemon lost its GPUs: {}", Message(why))},
-             &deferred);
-    }
+  Turn turn(this, &mutex_);
+  std::vector<std::string> running;
+  for (const auto& [name, group] : groups_) {
+    if (group->machine->update_running() && leases_.HasDevices(name)) running.push_back(name);
   }
-  deferred.Run();
+  for (const std::string& name : running) {
+    turn.Handle(
+        name, OperatorAbort{NewCall(), fmt::format("the daemon lost its GPUs: {}", Message(why))});
+  }
 }
 
 // ---- regions ----
 
 // Closing waits for the driver, and the last reference may go anywhere, also under the mutex.
-Node::RegionRecord Node::DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const {
+RegionRecord Node::DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const {
   const CudaRegion* const raw = region.get();
   std::shared_ptr<const void> kept(
       raw, [closer = regions_thread_, held = std::move(region)](const void*) mutable {
@@ -243,14 +229,10 @@ absl::StatusOr<Node::DeviceHandle> Node::CheckHandle(const v1::RegisterRegionReq
                  Shorten(given.gpu_uuid(), kMaxUuidInMessage), member->device);
   }
   REFITD_RETURN_IF_ERROR(AdmitRegion(request.lease().token(), peer, "").status());
-  if (opening_regions_ >= kMaxOpening) {
-    return Error(absl::StatusCode::kResourceExhausted, "{} regions are being opened already",
-                 opening_regions_);
-  }
   return DeviceHandle{*member->ordinal, engine, given.bytes(), given.handle()};
 }
 
-absl::StatusOr<Node::RegionRecord> Node::OpenDevice(const DeviceHandle& handle) const {
+absl::StatusOr<RegionRecord> Node::OpenDevice(const DeviceHandle& handle) const {
   absl::StatusOr<std::shared_ptr<const CudaRegion>> opened =
       options_.cuda.memory->OpenLegacy(handle.ordinal, handle.handle);
   if (!opened.ok()) return In("cuda_ipc.handle", opened.status());
@@ -271,7 +253,7 @@ void Node::RegisterRegion(const v1::RegisterRegionRequest& request, const Peer& 
   const auto check = [&]() -> absl::StatusOr<DeviceHandle> {
     MutexLock lock(&mutex_);
     REFITD_ASSIGN_OR_RETURN(DeviceHandle checked, CheckHandle(request, peer, engine));
-    ++opening_regions_;
+    REFITD_RETURN_IF_ERROR(memory_.BeginOpening());
     return checked;
   };
   absl::StatusOr<DeviceHandle> handle = check();
@@ -281,13 +263,13 @@ void Node::RegisterRegion(const v1::RegisterRegionRequest& request, const Peer& 
     absl::StatusOr<RegionRecord> opened = OpenDevice(handle);
     const auto add = [&]() -> absl::StatusOr<v1::RegisterRegionResponse> {
       MutexLock lock(&mutex_);
-      --opening_regions_;
+      memory_.EndOpening();
       REFITD_RETURN_IF_ERROR(opened.status());
       // The lease may have ended meanwhile, and another region have come.
       REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AdmitRegion(token, peer, opened->identity));
       v1::RegisterRegionResponse response;
       response.set_bytes(opened->memory.bytes);
-      response.set_region_id(AddRegion(member, *std::move(opened)).value());
+      response.set_region_id(memory_.Add(member, *std::move(opened)).value());
       return response;
     };
     absl::StatusOr<v1::RegisterRegionResponse> added = add();
@@ -320,51 +302,37 @@ absl::StatusOr<RegionId> Node::RegisterVmm(const Token& token, const PeerCredent
   RegionRecord region = DeviceRegion(std::move(imported), engine);
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AdmitRegion(key, Peer{peer}, region.identity));
-  return AddRegion(member, std::move(region));
+  return memory_.Add(member, std::move(region));
 }
 
 // ---- calls that wait for device memory ----
 
 absl::Status Node::AdmitOpening(CallId call, MemberId member) {
-  const auto of_member =
-      std::count_if(opening_calls_.begin(), opening_calls_.end(),
-                    [member](const auto& entry) { return entry.second.member == member; });
-  if (of_member >= options_.group.outstanding_buckets || opening_calls_.size() >= kMaxOpening) {
-    return Error(absl::StatusCode::kResourceExhausted,
-                 "{} calls of the member, {} of all, wait for device memory already", of_member,
-                 opening_calls_.size());
-  }
-  opening_calls_[call] = {member, false};
-  return absl::OkStatus();
+  return calls_.AdmitOpening(call, member, options_.group.outstanding_buckets);
 }
 
 // Looked at again right before the driver is kept busy: the line may have been long.
 absl::Status Node::OpeningWanted(CallId call) {
   MutexLock lock(&mutex_);
-  const Opening& opening = opening_calls_.at(call);
-  if (opening.gone) return absl::CancelledError("the caller went away");
-  const auto member = members_.find(opening.member);
-  if (member != members_.end() && !member->second.lost) return absl::OkStatus();
+  REFITD_ASSIGN_OR_RETURN(const MemberId id, calls_.OpeningOf(call));
+  const MemberRecord* const member = leases_.Find(id);
+  if (member != nullptr && !member->lost) return absl::OkStatus();
   return absl::CancelledError("the lease ended");
 }
 
 absl::Status Node::EndOpening(CallId call) {
   MutexLock lock(&mutex_);
-  const bool gone = opening_calls_.at(call).gone;
-  opening_calls_.erase(call);
-  return gone ? absl::CancelledError("the caller went away") : absl::OkStatus();
+  return calls_.EndOpening(call);
 }
 
 // ---- staging pools ----
 
 bool Node::OnDevice(const std::string& group, int ordinal) const {
-  const auto there = [&](const MemberRecord& record) {
-    return record.group == group && record.ordinal == ordinal;
-  };
-  return std::any_of(members_.begin(), members_.end(),
-                     [&](const auto& entry) { return there(entry.second); }) ||
-         std::any_of(pooling_.begin(), pooling_.end(),
-                     [&](const auto& entry) { return there(entry.second.record); });
+  return leases_.OnDevice(group, ordinal) ||
+         std::any_of(pooling_.begin(), pooling_.end(), [&](const auto& entry) {
+           const MemberRecord& record = entry.second.record;
+           return record.group == group && record.ordinal == ordinal;
+         });
 }
 
 // Nobody else makes pools of GPUs: none is made twice.
@@ -374,7 +342,7 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
     mutex_.AssertHeld();
     GroupRecord* found = FindGroup(group);
     if (found == nullptr || found->id != id) return NoGroup(group);
-    return found->device_pools.contains(ordinal) ? nullptr : found;
+    return found->pools.Has(ordinal) ? nullptr : found;
   };
   int64_t bytes = 0;
   {
@@ -392,7 +360,7 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
   }
   // As DeviceRegion: the last reference may go anywhere.
   auto held = std::make_shared<CudaPool>(*std::move(made));
-  DevicePool pool;
+  Pools::Device pool;
   pool.descriptor = held->descriptor.get();
   const CudaPool* const raw = held.get();
   pool.memory = {
@@ -406,7 +374,7 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(GroupRecord * lacking, find());
   if (!OnDevice(group, ordinal)) return absl::CancelledError("the member went away");
-  if (lacking != nullptr) lacking->device_pools[ordinal] = std::move(pool);
+  if (lacking != nullptr) lacking->pools.Put(ordinal, std::move(pool));
   return absl::OkStatus();
 }
 
@@ -420,56 +388,51 @@ void Node::AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent a
 }
 
 void Node::EndPooling(MemberId member, absl::Status made) {
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    const auto it = pooling_.find(member);
-    if (it == pooling_.end()) return;  // it went away, or the daemon drains
-    Pooling waited = std::move(it->second);
-    pooling_.erase(it);
-    GroupRecord* group = FindGroup(waited.record.group);
-    if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
-    const bool there = group != nullptr && !absl::IsCancelled(made) && !absl::IsNotFound(made);
-    if (!made.ok() && there && !waited.record.staged) {
-      // It can do without.
-      LogWarning("group {}: what is being opened goes without broadcasts: {}", waited.record.group,
-                 Message(made));
-      std::get<EngineAttached>(waited.attached).lacks_slots = true;
-      made = absl::OkStatus();
-    }
-    if (made.ok()) made = CheckDevices(*group, waited.record);
-    if (made.ok()) {
-      Admit(std::move(waited.record), std::move(waited.attached), &deferred);
-    } else {
-      EndWithoutPool(std::move(waited.record), std::move(made), &deferred);
-    }
+  Turn turn(this, &mutex_);
+  const auto it = pooling_.find(member);
+  if (it == pooling_.end()) return;  // it went away, or the daemon drains
+  Pooling waited = std::move(it->second);
+  pooling_.erase(it);
+  GroupRecord* group = FindGroup(waited.record.group);
+  if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
+  const bool there = group != nullptr && !absl::IsCancelled(made) && !absl::IsNotFound(made);
+  if (!made.ok() && there && !waited.record.staged) {
+    // It can do without.
+    LogWarning("group {}: what is being opened goes without broadcasts: {}", waited.record.group,
+               Message(made));
+    std::get<EngineAttached>(waited.attached).lacks_slots = true;
+    made = absl::OkStatus();
   }
-  deferred.Run();
+  if (made.ok()) made = CheckDevices(*group, waited.record);
+  if (made.ok()) {
+    Admit(std::move(waited.record), std::move(waited.attached), turn);
+  } else {
+    EndWithoutPool(std::move(waited.record), std::move(made), turn);
+  }
 }
 
 // What was made for it may have come already.
-void Node::EndWithoutPool(MemberRecord record, absl::Status status, Deferred* deferred) {
+void Node::EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn) {
   record.End(std::move(status));
   GroupRecord* group = FindGroup(record.group);
   if (group == nullptr) return;
-  Events more;
-  DropUnused(group, *record.ordinal, &more);
-  for (auto& [name, event] : more) Handle(name, std::move(event), deferred);
+  DropUnused(group, *record.ordinal, turn);
+  turn.Drain();
   group = FindGroup(record.group);
-  if (group != nullptr && group->coordinator != nullptr) NoteEmpty(group, deferred);
+  if (group != nullptr && group->coordinator != nullptr) NoteEmpty(group, turn);
 }
 
-void Node::DropUnused(GroupRecord* group, int ordinal, Events* more) {
+void Node::DropUnused(GroupRecord* group, int ordinal, Turn& turn) {
   DropWirePool(group);
   DropPool(group, ordinal);
-  GiveUpEpochs(*group, more);
+  GiveUpEpochs(*group, turn);
 }
 
 void Node::PerformMakeSlots(const GroupRecord& group, const MakeSlots& a) {
-  const auto it = members_.find(a.member);
-  if (it == members_.end() || !it->second.ordinal.has_value()) return;
+  const MemberRecord* const member = leases_.Find(a.member);
+  if (member == nullptr || !member->ordinal.has_value()) return;
   regions_thread_->Submit([this, member = a.member, name = group.machine->name(), id = group.id,
-                           ordinal = *it->second.ordinal] {
+                           ordinal = *member->ordinal] {
     GroupEventOf(name, id, SlotsMade{member, MakeDevicePool(name, id, ordinal)});
   });
 }
@@ -477,7 +440,7 @@ void Node::PerformMakeSlots(const GroupRecord& group, const MakeSlots& a) {
 std::optional<Node::MissingPool> Node::Missing(const MemberRecord& member) {
   if (!member.ordinal.has_value()) return std::nullopt;
   const GroupRecord& group = *FindGroup(member.group);
-  if (group.device_pools.contains(*member.ordinal)) return std::nullopt;
+  if (group.pools.Has(*member.ordinal)) return std::nullopt;
   return MissingPool{member.group, group.id, *member.ordinal};
 }
 
@@ -538,7 +501,7 @@ bool Node::CouldGain(const MemberRecord& trainer) const {
   }
   std::set<int> devices;
   std::set<std::string_view> instances;
-  for (const auto& [id, member] : members_) {
+  for (const auto& [id, member] : leases_.all()) {
     if (!member.engine || member.lost || member.staged || member.group != trainer.group) continue;
     if (!member.ordinal.has_value() || member.ordinal == trainer.ordinal) continue;
     devices.insert(*member.ordinal);
@@ -549,7 +512,7 @@ bool Node::CouldGain(const MemberRecord& trainer) const {
 
 std::vector<Node::MissingPool> Node::MissingFor(const MemberRecord& trainer) {
   std::map<int, MissingPool> missing;
-  for (const auto& [id, member] : members_) {
+  for (const auto& [id, member] : leases_.all()) {
     if (member.lost || member.group != trainer.group) continue;
     if (!member.engine && id != trainer.id) continue;
     const std::optional<MissingPool> pool = Missing(member);

@@ -1,6 +1,4 @@
 // Membership: hellos, leases, the end of both; members' layouts.
-#include <sys/random.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -17,13 +15,6 @@ namespace {
 constexpr size_t kMaxClientBytes = 128;
 constexpr size_t kMaxDeviceBytes = 64;
 constexpr size_t kMaxAddressBytes = 255;
-
-// From the kernel, so that a token can't be guessed (P9).
-std::string RandomToken() {
-  std::string token(sizeof(Token), '\0');
-  REFITD_CHECK(getrandom(token.data(), token.size(), 0) == static_cast<ssize_t>(token.size()));
-  return token;
-}
 
 // Empty, or "HOST:PORT".
 absl::Status CheckCoordinator(std::string_view address) {
@@ -122,16 +113,9 @@ GroupEvent AttachedEvent(MemberId member, EngineIdentity identity) {
 
 }  // namespace
 
-void Node::MemberRecord::End(absl::Status status) {
-  if (trainer_sink != nullptr) std::exchange(trainer_sink, nullptr)->End(std::move(status));
-  if (engine_sink != nullptr) std::exchange(engine_sink, nullptr)->End(std::move(status));
-}
-
 template <typename HelloMessage, typename Sink, typename Identity>
 MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
                       absl::StatusOr<Identity> identity) {
-  Deferred deferred;
-  MemberId member;
   absl::StatusOr<std::optional<int>> ordinal = std::nullopt;
   if (identity.ok()) ordinal = DeviceOf(hello.device().name());
   if (ordinal.ok() && ordinal->has_value() && !peer.credentials.has_value()) {
@@ -140,78 +124,75 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
                     "device.name: '{}': members on a GPU attach over the unix socket",
                     hello.device().name());
   }
-  {
-    MutexLock lock(&mutex_);
-    member = MemberId(next_member_++);
-    if (!identity.ok()) {
-      sink->End(identity.status());
-    } else if (!ordinal.ok()) {
-      sink->End(ordinal.status());
-    } else if (draining_) {
-      sink->End(absl::UnavailableError("the daemon is draining"));
-    } else if (absl::Status room = CheckMembers(); !room.ok()) {
-      sink->End(std::move(room));
+  const MemberId member(next_member_++);
+  Turn turn(this, &mutex_);
+  if (!identity.ok()) {
+    sink->End(identity.status());
+  } else if (!ordinal.ok()) {
+    sink->End(ordinal.status());
+  } else if (draining_) {
+    sink->End(absl::UnavailableError("the daemon is draining"));
+  } else if (absl::Status room = CheckMembers(); !room.ok()) {
+    sink->End(std::move(room));
+  } else {
+    MemberRecord record;
+    record.id = member;
+    record.group = hello.group();
+    record.engine = std::is_same_v<Sink, EngineSink>;
+    record.peer = peer;
+    record.client = hello.client();
+    record.protocol =
+        AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
+    record.device = hello.device().name().empty() ? "host" : hello.device().name();
+    record.ordinal = *ordinal;
+    if constexpr (std::is_same_v<Sink, EngineSink>) {
+      record.engine_sink = sink;
+      record.instance = hello.instance();
+      record.staged = hello.delivery() == v1::DELIVERY_STAGED;
+      identity->on_device = ordinal->has_value();
     } else {
-      MemberRecord record;
-      record.id = member;
-      record.group = hello.group();
-      record.engine = std::is_same_v<Sink, EngineSink>;
-      record.peer = peer;
-      record.client = hello.client();
-      record.protocol =
-          AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
-      record.device = hello.device().name().empty() ? "host" : hello.device().name();
-      record.ordinal = *ordinal;
-      if constexpr (std::is_same_v<Sink, EngineSink>) {
-        record.engine_sink = sink;
-        record.instance = hello.instance();
-        record.staged = hello.delivery() == v1::DELIVERY_STAGED;
-        identity->on_device = ordinal->has_value();
-      } else {
-        record.trainer_sink = sink;
-      }
-      GroupEvent attached = AttachedEvent(member, *std::move(identity));
-      bool created = false;
-      absl::StatusOr<GroupRecord*> group = nullptr;
-      std::optional<v1::GroupSpec> spec;
-      if (hello.has_spec()) spec = hello.spec();
-      const std::string coordinator = CoordinatorOf(hello.coordinator());
-      if (!coordinator.empty() && record.ordinal.has_value() && options_.cuda.wire == nullptr) {
-        group = Error(absl::StatusCode::kFailedPrecondition,
-                      "device.name: '{}' with coordinator '{}': device memory moves within this "
-                      "daemon only: {}",
-                      record.device, hello.coordinator(), options_.cuda.no_wire);
-      } else if (!coordinator.empty()) {
-        group = Follow(hello.group(), coordinator, spec, &deferred);
-      } else if (hello.has_spec()) {
-        std::optional<int> trainers;
-        if (!record.engine) trainers = hello.world_size();
-        group = MakeGroup(hello.group(), hello.spec(), trainers, &created, &deferred);
-      } else {
-        group = FindGroup(hello.group());
-        if (*group != nullptr && (*group)->follower != nullptr) group = Followed(**group);
-      }
-      if (!group.ok()) {
-        sink->End(group.status());
-      } else if (*group != nullptr && !(*group)->joining) {
-        Enter(std::move(record), *group, std::move(attached), &deferred);
-      } else if (*group == nullptr && hello.wait_ms() == 0) {
-        sink->End(NoGroup(hello.group()));
-      } else {
-        const bool brings = *group != nullptr && spec.has_value() && !(*group)->dialled_spec;
-        waiting_.push_back({std::move(record), std::move(attached), Now() + Millis(hello.wait_ms()),
-                            hello.wait_ms() > 0, coordinator, std::move(spec)});
-        // What it brings makes the group, for which others may be waiting at the coordinator.
-        if (*group != nullptr && !(*group)->redial.has_value() &&
-            ((*group)->link == nullptr || brings)) {
-          Dial(*group);
-        }
-        WakeTimer();
-      }
-      if (created) AdmitWaiting(hello.group(), &deferred);
+      record.trainer_sink = sink;
     }
+    GroupEvent attached = AttachedEvent(member, *std::move(identity));
+    bool created = false;
+    absl::StatusOr<GroupRecord*> group = nullptr;
+    std::optional<v1::GroupSpec> spec;
+    if (hello.has_spec()) spec = hello.spec();
+    const std::string coordinator = CoordinatorOf(hello.coordinator());
+    if (!coordinator.empty() && record.ordinal.has_value() && options_.cuda.wire == nullptr) {
+      group = Error(absl::StatusCode::kFailedPrecondition,
+                    "device.name: '{}' with coordinator '{}': device memory moves within this "
+                    "daemon only: {}",
+                    record.device, hello.coordinator(), options_.cuda.no_wire);
+    } else if (!coordinator.empty()) {
+      group = Follow(hello.group(), coordinator, spec, turn);
+    } else if (hello.has_spec()) {
+      std::optional<int> trainers;
+      if (!record.engine) trainers = hello.world_size();
+      group = MakeGroup(hello.group(), hello.spec(), trainers, &created, turn);
+    } else {
+      group = FindGroup(hello.group());
+      if (*group != nullptr && (*group)->follower != nullptr) group = Followed(**group);
+    }
+    if (!group.ok()) {
+      sink->End(group.status());
+    } else if (*group != nullptr && !(*group)->joining) {
+      Enter(std::move(record), *group, std::move(attached), turn);
+    } else if (*group == nullptr && hello.wait_ms() == 0) {
+      sink->End(NoGroup(hello.group()));
+    } else {
+      const bool brings = *group != nullptr && spec.has_value() && !(*group)->dialled_spec;
+      waiting_.push_back({std::move(record), std::move(attached), Now() + Millis(hello.wait_ms()),
+                          hello.wait_ms() > 0, coordinator, std::move(spec)});
+      // What it brings makes the group, for which others may be waiting at the coordinator.
+      if (*group != nullptr && !(*group)->redial.has_value() &&
+          ((*group)->link == nullptr || brings)) {
+        Dial(*group);
+      }
+      WakeTimer();
+    }
+    if (created) AdmitWaiting(hello.group(), turn);
   }
-  deferred.Run();
   return member;
 }
 
@@ -225,7 +206,7 @@ MemberId Node::AttachEngine(const v1::EngineHello& hello, const Peer& peer,
   return Attach(hello, peer, std::move(sink), IdentityOf(hello, peer));
 }
 
-void Node::AdmitWaiting(const std::string& group, Deferred* deferred) {
+void Node::AdmitWaiting(const std::string& group, Turn& turn) {
   std::vector<Waiting> admitted;
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     if (it->record.group == group && it->coordinator.empty()) {
@@ -236,33 +217,30 @@ void Node::AdmitWaiting(const std::string& group, Deferred* deferred) {
     }
   }
   for (Waiting& w : admitted)
-    Enter(std::move(w.record), FindGroup(group), std::move(w.attached), deferred);
-  AdmitWaitingPeers(group, deferred);
+    Enter(std::move(w.record), FindGroup(group), std::move(w.attached), turn);
+  AdmitWaitingPeers(group, turn);
 }
 
-void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Deferred* deferred) {
+void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn) {
   if (absl::Status devices = CheckDevices(*group, record); !devices.ok()) {
     return record.End(std::move(devices));
   }
   if (record.staged && record.ordinal.has_value() && group->follower != nullptr) {
     // Which slots is the coordinator's word, which may be on its way.
     std::get<EngineAttached>(attached).awaits_slots = true;
-    return Admit(std::move(record), std::move(attached), deferred);
+    return Admit(std::move(record), std::move(attached), turn);
   }
   const bool wants_pool = record.staged || (record.engine && group->wants_pools());
   if (wants_pool && Missing(record).has_value()) {
     return AwaitPool(std::move(record), *group, std::move(attached));
   }
-  Admit(std::move(record), std::move(attached), deferred);
+  Admit(std::move(record), std::move(attached), turn);
 }
 
-void Node::Admit(MemberRecord record, GroupEvent attached, Deferred* deferred) {
+void Node::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
   const MemberId member = record.id;
-  record.token = RandomToken();
   record.incarnation = FindGroup(record.group)->machine->incarnation();
-  tokens_[record.token] = member;
-  const auto it = members_.emplace(member, std::move(record)).first;
-  MemberRecord& m = it->second;
+  MemberRecord& m = *leases_.Add(std::move(record));
   // P8: a killed process whose forked child keeps the socket sends no end of stream.
   if (m.peer.credentials.has_value() && m.peer.credentials->pid != 0) {
     absl::StatusOr<WatchHandle> watch = processes_->Watch(
@@ -274,7 +252,7 @@ void Node::Admit(MemberRecord record, GroupEvent attached, Deferred* deferred) {
                  Message(watch.status()));
     }
   }
-  Handle(m.group, std::move(attached), deferred);
+  turn.Handle(m.group, std::move(attached));
 }
 
 void Node::MemberGone(MemberId member, const std::string& reason) {
@@ -284,78 +262,53 @@ void Node::MemberGone(MemberId member, const std::string& reason) {
 void Node::MemberDetached(MemberId member) { Gone(member, "it detached", absl::OkStatus()); }
 
 void Node::Gone(MemberId member, const std::string& reason, const absl::Status& end) {
-  Deferred deferred;
-  {
-    const PushTurns::Ahead lock(&pushes_, &mutex_);
-    const auto waits = std::find_if(waiting_.begin(), waiting_.end(),
-                                    [member](const Waiting& w) { return w.record.id == member; });
-    if (waits != waiting_.end()) {
-      waits->record.End(end);
-      const std::string group = waits->record.group;
-      waiting_.erase(waits);
-      StopJoiningIfUnwanted(group, &deferred);
-    }
-    if (const auto pools = pooling_.find(member); pools != pooling_.end()) {
-      MemberRecord record = std::move(pools->second.record);
-      pooling_.erase(pools);
-      EndWithoutPool(std::move(record), end, &deferred);
-    }
-    const auto it = members_.find(member);
-    if (it != members_.end()) Lose(&it->second, reason, end, &deferred);
+  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+  const auto waits = std::find_if(waiting_.begin(), waiting_.end(),
+                                  [member](const Waiting& w) { return w.record.id == member; });
+  if (waits != waiting_.end()) {
+    waits->record.End(end);
+    const std::string group = waits->record.group;
+    waiting_.erase(waits);
+    StopJoiningIfUnwanted(group, turn);
   }
-  deferred.Run();
+  if (const auto pools = pooling_.find(member); pools != pooling_.end()) {
+    MemberRecord record = std::move(pools->second.record);
+    pooling_.erase(pools);
+    EndWithoutPool(std::move(record), end, turn);
+  }
+  if (MemberRecord* found = leases_.Find(member); found != nullptr) {
+    Lose(found, reason, end, turn);
+  }
 }
 
-void Node::Lose(MemberRecord* member, const std::string& reason, absl::Status end,
-                Deferred* deferred) {
-  if (member->lost) return;
-  member->lost = true;
-  tokens_.erase(member->token);
+void Node::Lose(MemberRecord* member, const std::string& reason, absl::Status end, Turn& turn) {
+  if (!leases_.Lose(member)) return;
   member->End(std::move(end));
   if (member->watch != WatchHandle()) processes_->Cancel(member->watch);
   // The record may go while the event is handled.
   const std::string group = member->group;
   const MemberId id = member->id;
-  Handle(group, MemberLost{id, reason}, deferred);
+  turn.Handle(group, MemberLost{id, reason});
 }
 
-void Node::Erase(MemberId member, Deferred* deferred, Events* more) {
-  const auto it = members_.find(member);
-  if (it == members_.end()) return;
-  tokens_.erase(it->second.token);
-  if (it->second.watch != WatchHandle()) processes_->Cancel(it->second.watch);
+void Node::Erase(MemberId member, Turn& turn) {
+  if (!leases_.Contains(member)) return;
+  MemberRecord record = leases_.Remove(member);
+  if (record.watch != WatchHandle()) processes_->Cancel(record.watch);
   executor_.Release(member);
   // Unmapping large regions takes long: after the mutex.
-  regions_ -= static_cast<int64_t>(it->second.regions.size());
-  auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(it->second.regions));
-  deferred->AddLast([regions] { regions->clear(); });
-  const std::optional<int> ordinal = it->second.ordinal;
-  const std::string name = it->second.group;
-  members_.erase(it);
-  if (GroupRecord* group = FindGroup(name); group != nullptr && ordinal.has_value()) {
-    DropUnused(group, *ordinal, more);
+  auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(memory_.TakeAll(&record));
+  turn.Last([regions] { regions->clear(); });
+  if (GroupRecord* group = FindGroup(record.group);
+      group != nullptr && record.ordinal.has_value()) {
+    DropUnused(group, *record.ordinal, turn);
   }
 }
 
-absl::StatusOr<Node::MemberRecord*> Node::AuthenticateToken(const std::string& token,
-                                                            const Peer& peer) {
-  const auto it = tokens_.find(token);
-  if (it == tokens_.end()) {
-    return absl::UnauthenticatedError("lease.token: no such lease (never given, or it ended)");
-  }
-  MemberRecord& member = members_.at(it->second);
-  // P9: a lease taken over a unix socket works for the same user only.
-  if (member.peer.credentials.has_value() &&
-      (!peer.credentials.has_value() || peer.credentials->uid != member.peer.credentials->uid)) {
-    return absl::PermissionDeniedError("lease.token: the lease belongs to another user");
-  }
-  return &member;
-}
-
-absl::StatusOr<Node::MemberRecord*> Node::Authenticate(const v1::Lease& lease, const Peer& peer,
-                                                       bool engine) {
+absl::StatusOr<MemberRecord*> Node::Authenticate(const v1::Lease& lease, const Peer& peer,
+                                                 bool engine) {
   REFITD_RETURN_IF_ERROR(ProtocolOf(lease.protocol(), "lease.protocol").status());
-  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AuthenticateToken(lease.token(), peer));
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, leases_.Authenticate(lease.token(), peer));
   if (member->engine != engine) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "lease: this call is for {}, the lease is of {}",
@@ -374,13 +327,9 @@ absl::StatusOr<Node::MemberRecord*> Node::Authenticate(const v1::Lease& lease, c
 }
 
 void Node::MemberEvent(MemberId member, const GroupEvent& event) {
-  Deferred deferred;
-  {
-    const PushTurns::Ahead lock(&pushes_, &mutex_);
-    const auto it = members_.find(member);
-    if (it != members_.end() && !it->second.lost) Handle(it->second.group, event, &deferred);
-  }
-  deferred.Run();
+  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+  const MemberRecord* const found = leases_.Find(member);
+  if (found != nullptr && !found->lost) turn.Handle(found->group, event);
 }
 
 void Node::Ready(MemberId member, const v1::Ready& ready) {
@@ -446,14 +395,10 @@ absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease&
   return std::make_shared<const Layout>(std::move(layout));
 }
 
-absl::StatusOr<const Node::MemberRecord*> Node::AdmitLayout(const v1::Lease& lease,
-                                                            const Peer& peer, bool engine,
-                                                            const Layout& layout) {
+absl::StatusOr<const MemberRecord*> Node::AdmitLayout(const v1::Lease& lease, const Peer& peer,
+                                                      bool engine, const Layout& layout) {
   REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, engine));
-  if (calls_.size() >= kMaxCalls) {
-    return Error(absl::StatusCode::kResourceExhausted, "{} calls are unanswered already",
-                 calls_.size());
-  }
+  REFITD_RETURN_IF_ERROR(calls_.Admit());
   for (const Piece& piece : layout.pieces) {
     if (!member->regions.contains(piece.region)) {
       return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
@@ -462,9 +407,8 @@ absl::StatusOr<const Node::MemberRecord*> Node::AdmitLayout(const v1::Lease& lea
   // Of the registered one and of all that are under way.
   std::optional<uint64_t> greatest;
   if (member->layout != nullptr) greatest = member->layout->binding_generation;
-  for (const auto& [call, pending] : layouts_) {
-    if (pending.member != member->id) continue;
-    greatest = std::max(greatest.value_or(0), pending.layout->binding_generation);
+  for (const std::shared_ptr<const Layout>& pending : calls_.LayoutsOf(member->id)) {
+    greatest = std::max(greatest.value_or(0), pending->binding_generation);
   }
   if (greatest.has_value() && layout.binding_generation <= *greatest) {
     return Error(absl::StatusCode::kFailedPrecondition,
@@ -494,24 +438,21 @@ void Node::RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer,
   registered.set_digest((*checked)->Digest());
   registered.set_pieces(static_cast<int64_t>((*checked)->pieces.size()));
   registered.set_bytes((*checked)->Bytes());
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    const absl::StatusOr<const MemberRecord*> member = AdmitLayout(lease, peer, engine, **checked);
-    if (member.ok()) {
-      const std::string group = (*member)->group;
-      const MemberId id = (*member)->id;
-      calls_[call] = {group, [reply, registered](const absl::Status& status, const ReplyPayload&) {
+  Turn turn(this, &mutex_);
+  const absl::StatusOr<const MemberRecord*> member = AdmitLayout(lease, peer, engine, **checked);
+  if (member.ok()) {
+    const std::string group = (*member)->group;
+    const MemberId id = (*member)->id;
+    calls_.Add(call, {group,
+                      [reply, registered](const absl::Status& status, const ReplyPayload&) {
                         if (status.ok()) return reply(registered);
                         reply(status);
-                      }};
-      layouts_[call] = {id, *checked};
-      Handle(group, LayoutRegistered{id, *checked, call, registered.digest()}, &deferred);
-    } else {
-      deferred.Add([reply, status = member.status()] { reply(status); });
-    }
+                      },
+                      std::nullopt, Calls::PendingLayout{id, *checked}});
+    turn.Handle(group, LayoutRegistered{id, *checked, call, registered.digest()});
+  } else {
+    turn.Answer([reply, status = member.status()] { reply(status); });
   }
-  deferred.Run();
 }
 
 void Node::SendWelcome(GroupRecord* group, MemberRecord* member) {

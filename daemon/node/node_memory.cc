@@ -1,12 +1,11 @@
 // The node's memory: members' regions, the groups' staging pools, the descriptor socket's requests.
-#include "daemon/node/node_memory.h"
-
-#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <chrono>
 #include <future>
 #include <utility>
+
+#include "daemon/node/group_memory.h"
 
 namespace refitd {
 namespace {
@@ -17,47 +16,16 @@ constexpr std::chrono::milliseconds kDriverWait{20'000};
 }  // namespace
 
 absl::Status Node::EnsurePool(GroupRecord* group) {
-  if (group->pool != nullptr) return absl::OkStatus();
-  if (group->pool_bytes() == 0) {
-    return absl::UnavailableError("the coordinator has not answered yet");
-  }
-  REFITD_ASSIGN_OR_RETURN(
-      UniqueFd fd, CreateSealedMemfd("refitd-pool-" + group->machine->name(), group->pool_bytes()));
-  REFITD_ASSIGN_OR_RETURN(group->pool,
-                          HostRegion::Map(fd, group->pool_bytes(), Access::kReadWrite, false));
-  group->pool_fd = std::move(fd);
-  return absl::OkStatus();
+  return group->pools.EnsureHost(group->machine->name(), group->pool_bytes());
 }
 
 // ---- regions ----
 
-absl::StatusOr<Node::MemberRecord*> Node::AdmitRegion(const std::string& token, const Peer& peer,
-                                                      const std::string& identity) {
-  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AuthenticateToken(token, peer));
-  if (member->regions.size() >= static_cast<size_t>(options_.max_regions_per_member)) {
-    return Error(absl::StatusCode::kResourceExhausted, "the member has {} regions already",
-                 member->regions.size());
-  }
-  if (regions_ >= options_.max_regions) {
-    return Error(absl::StatusCode::kResourceExhausted, "the daemon has {} regions already",
-                 regions_);
-  }
-  if (!member->engine || identity.empty()) return member;
-  // Two regions over one memory could hold two tensors in the same bytes, unseen by
-  // ValidateLayout.
-  for (const auto& [id, region] : member->regions) {
-    if (region.identity == identity) {
-      return Error(absl::StatusCode::kAlreadyExists, "the memory is region {} already", id);
-    }
-  }
+absl::StatusOr<MemberRecord*> Node::AdmitRegion(const std::string& token, const Peer& peer,
+                                                const std::string& identity) {
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, leases_.Authenticate(token, peer));
+  REFITD_RETURN_IF_ERROR(memory_.Admit(*member, identity));
   return member;
-}
-
-RegionId Node::AddRegion(MemberRecord* member, RegionRecord region) {
-  const RegionId id(next_region_++);
-  member->regions[id] = std::move(region);
-  ++regions_;
-  return id;
 }
 
 absl::StatusOr<RegionId> Node::RegisterRegion(const Token& token, const PeerCredentials& peer,
@@ -92,41 +60,12 @@ absl::StatusOr<RegionId> Node::RegisterRegion(const Token& token, const PeerCred
   region.memory = {mapping->data(), mapping->bytes(), mapping};
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AdmitRegion(key, Peer{peer}, region.identity));
-  return AddRegion(member, std::move(region));
+  return memory_.Add(member, std::move(region));
 }
 
-absl::StatusOr<Node::RegionRecord> Node::TakeRegion(MemberRecord* member, RegionId region) {
-  const auto it = member->regions.find(region);
-  if (it == member->regions.end()) {
-    return Error(absl::StatusCode::kNotFound, "region_id: {} is no region of this member", region);
-  }
-  std::vector<const Layout*> layouts;
-  if (member->layout != nullptr) layouts.push_back(member->layout.get());
-  for (const auto& [call, pending] : layouts_) {
-    if (pending.member == member->id) layouts.push_back(pending.layout.get());
-  }
-  for (const Layout* layout : layouts) {
-    for (const Piece& piece : layout->pieces) {
-      if (piece.region == region) {
-        return Error(absl::StatusCode::kFailedPrecondition,
-                     "region_id: {} is in use by tensor '{}'", region,
-                     layout->tensors[piece.tensor].name);
-      }
-    }
-  }
-  for (const auto& [call, bucket] : buckets_) {
-    if (bucket.source != CheckedBucket::Source::kRegions) continue;
-    for (const CheckedBucket::Place& place : bucket.places) {
-      if (place.region == region) {
-        return Error(absl::StatusCode::kFailedPrecondition,
-                     "region_id: {} is the source of an unanswered bucket", region);
-      }
-    }
-  }
+absl::StatusOr<RegionRecord> Node::TakeRegion(MemberRecord* member, RegionId region) {
+  REFITD_ASSIGN_OR_RETURN(RegionRecord taken, memory_.Take(member, region, calls_));
   executor_.Release(member->id);
-  RegionRecord taken = std::move(it->second);
-  member->regions.erase(it);
-  --regions_;
   return taken;
 }
 
@@ -163,8 +102,9 @@ void Node::ReleaseRegion(const v1::ReleaseRegionRequest& request, const Peer& pe
 absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer, RegionId region) {
   const auto take = [&]() -> absl::StatusOr<RegionRecord> {
     MutexLock lock(&mutex_);
-    REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
-                            AuthenticateToken(std::string(token.begin(), token.end()), Peer{peer}));
+    REFITD_ASSIGN_OR_RETURN(
+        MemberRecord * member,
+        leases_.Authenticate(std::string(token.begin(), token.end()), Peer{peer}));
     return TakeRegion(member, region);
   };
   REFITD_ASSIGN_OR_RETURN(RegionRecord taken, take());
@@ -179,27 +119,12 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
 }
 
 absl::StatusOr<PoolHandle> Node::HandleOf(const MemberRecord& member) {
-  GroupRecord* group = FindGroup(member.group);
-  PoolHandle handle;
+  GroupRecord* const group = FindGroup(member.group);
+  if (!member.ordinal.has_value()) REFITD_RETURN_IF_ERROR(EnsurePool(group));
+  // An engine only reads slots; a bug there must not damage what its neighbours load.
+  REFITD_ASSIGN_OR_RETURN(PoolHandle handle,
+                          group->pools.Share(member.ordinal, /*read_only=*/member.engine));
   handle.slot_bytes = group->machine->spec().slot_bytes;
-  int fd = -1;
-  if (member.ordinal.has_value()) {
-    const auto pool = group->device_pools.find(*member.ordinal);
-    if (pool == group->device_pools.end()) return absl::InternalError("the staging pool went");
-    handle.bytes = pool->second.memory.bytes;
-    fd = pool->second.descriptor;
-  } else {
-    REFITD_RETURN_IF_ERROR(EnsurePool(group));
-    handle.bytes = group->pool_bytes();
-    fd = group->pool_fd.get();
-    if (member.engine) {
-      // An engine only reads slots; a bug there must not damage what its neighbours load.
-      REFITD_ASSIGN_OR_RETURN(handle.fd, ReadOnlyDuplicate(group->pool_fd));
-      return handle;
-    }
-  }
-  handle.fd = UniqueFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
-  if (!handle.fd.valid()) return ErrnoError(errno, "duplicating the pool's descriptor");
   return handle;
 }
 
@@ -208,7 +133,7 @@ absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentia
   std::optional<MissingPool> missing;
   {
     MutexLock lock(&mutex_);
-    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, AuthenticateToken(key, Peer{peer}));
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, leases_.Authenticate(key, Peer{peer}));
     missing = Missing(*member);
     if (!missing.has_value()) return HandleOf(*member);
   }
@@ -226,7 +151,7 @@ absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentia
   }
   REFITD_RETURN_IF_ERROR(*made);
   MutexLock lock(&mutex_);
-  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, AuthenticateToken(key, Peer{peer}));
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, leases_.Authenticate(key, Peer{peer}));
   return HandleOf(*member);
 }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "daemon/node/node.h"
+#include "daemon/node/update_status.h"
 #include "daemon/process/process_stats.h"
 #include "daemon/process/version.h"
 #include "transport/base/status.h"
@@ -14,7 +15,6 @@ namespace {
 constexpr int64_t kDefaultWatchMs = 200;
 constexpr int64_t kMinWatchMs = 20;
 constexpr int64_t kMaxWatchMs = 3'600'000;
-constexpr size_t kMaxWatchers = 64;
 
 double Seconds(Duration d) { return std::chrono::duration<double>(d).count(); }
 
@@ -56,31 +56,6 @@ void Fill(const DeviceEpochStatus& epoch, const CudaMemory& memory, v1::WireEpoc
   out->set_bytes_received(epoch.moved.bytes_received);
 }
 
-void Fill(const InstanceOutcome& outcome, v1::InstanceResult* result) {
-  result->set_instance(outcome.instance);
-  result->set_committed(outcome.committed);
-  result->set_reason(outcome.reason);
-}
-
-v1::UpdateStatus StatusOf(const std::string& group, const UpdateView& update) {
-  v1::UpdateStatus status;
-  status.set_group(group);
-  status.set_version(update.version.value());
-  status.set_update_id(update.id.value());
-  status.set_state(std::string(update.state));
-  status.set_outcome(static_cast<v1::UpdateOutcome>(update.outcome));
-  status.set_reason(update.reason);
-  status.set_bytes(update.bytes);
-  status.set_total_bytes(update.total_bytes);
-  status.set_tensors(update.tensors);
-  status.set_tensor_count(update.tensor_count);
-  status.set_buckets(update.buckets);
-  status.set_elapsed_seconds(Seconds(update.elapsed));
-  status.set_remaining_ms(ToMillis(update.remaining));
-  for (const InstanceOutcome& outcome : update.instances) Fill(outcome, status.add_instances());
-  return status;
-}
-
 }  // namespace
 
 absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupRequest& request) {
@@ -90,50 +65,44 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
                  request.request_id().size(), kMaxRequestIdBytes);
   }
   v1::CreateGroupResponse response;
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    bool created = false;
-    absl::StatusOr<GroupRecord*> made =
-        MakeGroup(request.group(), request.spec(), std::nullopt, &created, &deferred);
-    if (const GroupRecord* found = FindGroup(request.group());
-        found != nullptr && found->follower != nullptr) {
-      return Followed(*found);
-    }
-    // Here another spec means another group of that name.
-    if (absl::IsFailedPrecondition(made.status()))
-      return absl::AlreadyExistsError(Message(made.status()));
-    REFITD_RETURN_IF_ERROR(made.status());
-    if (created) AdmitWaiting(request.group(), &deferred);
-    const GroupMachine& machine = *(*made)->machine;
-    if (!created && machine.has_trainers() &&
-        request.spec().trainer_ranks() != machine.spec().trainer_ranks) {
-      return Error(
-          absl::StatusCode::kAlreadyExists,
-          "spec: group '{}' has trainer_ranks {}, and trainers are attached; this one says "
-          "{}",
-          request.group(), machine.spec().trainer_ranks, request.spec().trainer_ranks());
-    }
-    response.set_incarnation((*made)->machine->incarnation());
-    if (!created && request.replace()) {
-      REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation,
-                              Replace(*made, request.request_id(), &deferred));
-      response.set_incarnation(incarnation);
-      created = true;
-    }
-    response.set_created(created);
+  Turn turn(this, &mutex_);
+  bool created = false;
+  absl::StatusOr<GroupRecord*> made =
+      MakeGroup(request.group(), request.spec(), std::nullopt, &created, turn);
+  if (const GroupRecord* found = FindGroup(request.group());
+      found != nullptr && found->follower != nullptr) {
+    return Followed(*found);
   }
-  deferred.Run();
+  // Here another spec means another group of that name.
+  if (absl::IsFailedPrecondition(made.status()))
+    return absl::AlreadyExistsError(Message(made.status()));
+  REFITD_RETURN_IF_ERROR(made.status());
+  if (created) AdmitWaiting(request.group(), turn);
+  const GroupMachine& machine = *(*made)->machine;
+  if (!created && machine.has_trainers() &&
+      request.spec().trainer_ranks() != machine.spec().trainer_ranks) {
+    return Error(absl::StatusCode::kAlreadyExists,
+                 "spec: group '{}' has trainer_ranks {}, and trainers are attached; this one says "
+                 "{}",
+                 request.group(), machine.spec().trainer_ranks, request.spec().trainer_ranks());
+  }
+  response.set_incarnation((*made)->machine->incarnation());
+  if (!created && request.replace()) {
+    REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation, Replace(*made, request.request_id(), turn));
+    response.set_incarnation(incarnation);
+    created = true;
+  }
+  response.set_created(created);
   return response;
 }
 
 absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& request_id,
-                                       Deferred* deferred) {
+                                       Turn& turn) {
   if (!request_id.empty() && request_id == group->replace_request)
     return group->replace_incarnation;
   const uint64_t incarnation = NewIncarnation();
   const std::string name = group->machine->name();
-  Handle(name, ReplaceGroup{NewCall(), incarnation}, deferred);
+  turn.Handle(name, ReplaceGroup{NewCall(), incarnation});
   if (group->machine->incarnation() != incarnation) {
     const std::optional<UpdateView> update = group->machine->ViewUpdate(Now());
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}': the update to version {} runs",
@@ -143,54 +112,46 @@ absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& re
   group->replace_incarnation = incarnation;
   // Trainers must learn of it: they attach again.
   std::vector<MemberId> trainers;
-  for (const auto& [id, member] : members_) {
+  for (const auto& [id, member] : leases_.all()) {
     if (member.group == name && !member.engine) trainers.push_back(id);
   }
   const std::string reason = "the group was replaced: attach again";
   for (const MemberId id : trainers) {
-    const auto it = members_.find(id);
-    if (it != members_.end()) Lose(&it->second, reason, absl::AbortedError(reason), deferred);
+    MemberRecord* const member = leases_.Find(id);
+    if (member != nullptr) Lose(member, reason, absl::AbortedError(reason), turn);
   }
   return incarnation;
 }
 
 absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    const GroupRecord* group = FindGroup(request.group());
-    if (group == nullptr) return NoGroup(request.group());
-    // A record outlives its lease while copies touch its memory: it counts as well.
-    const auto members = std::count_if(members_.begin(), members_.end(), [&](const auto& entry) {
-      return entry.second.group == request.group();
-    });
-    if (group->follower != nullptr) return Followed(*group);
-    if (members > 0 || group->machine->has_members() || group->machine->update_running()) {
-      return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members",
-                   request.group(), members);
-    }
-    DropGroup(request.group(), "deleted", &deferred);
+  Turn turn(this, &mutex_);
+  const GroupRecord* group = FindGroup(request.group());
+  if (group == nullptr) return NoGroup(request.group());
+  // A record outlives its lease while copies touch its memory: it counts as well.
+  const auto& all = leases_.all();
+  const auto members = std::count_if(all.begin(), all.end(), [&](const auto& entry) {
+    return entry.second.group == request.group();
+  });
+  if (group->follower != nullptr) return Followed(*group);
+  if (members > 0 || group->machine->has_members() || group->machine->update_running()) {
+    return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members",
+                 request.group(), members);
   }
-  deferred.Run();
+  DropGroup(request.group(), "deleted", turn);
   return absl::OkStatus();
 }
 
 void Node::AbortUpdate(CallId call, const v1::AbortUpdateRequest& request, ReplyFunction reply) {
-  Deferred deferred;
-  absl::Status refused;
-  {
-    MutexLock lock(&mutex_);
-    if (FindGroup(request.group()) == nullptr) {
-      refused = NoGroup(request.group());
-    } else {
-      calls_[call] = {request.group(), reply};
-      Handle(request.group(),
-             OperatorAbort{call, std::string(Shorten(request.reason(), kMaxReasonBytes))},
-             &deferred);
-    }
+  Turn turn(this, &mutex_);
+  if (FindGroup(request.group()) == nullptr) {
+    turn.Answer([reply = std::move(reply), refused = NoGroup(request.group())] {
+      reply(refused, EmptyReply{});
+    });
+    return;
   }
-  if (!refused.ok()) reply(refused, EmptyReply{});
-  deferred.Run();
+  calls_.Add(call, {request.group(), std::move(reply)});
+  turn.Handle(request.group(),
+              OperatorAbort{call, std::string(Shorten(request.reason(), kMaxReasonBytes))});
 }
 
 v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
@@ -306,19 +267,15 @@ v1::GetStatusResponse Node::GetStatus() {
   if (cuda->available() && options_.cuda.wire != nullptr) DescribeEpochs(cuda->mutable_nccl());
   for (const std::string& listener : listeners_) response.add_listeners(listener);
   response.set_serving(!draining_);
-  resources->set_members(static_cast<int64_t>(members_.size()));
-  for (const auto& [id, member] : members_) {
+  resources->set_members(static_cast<int64_t>(leases_.size()));
+  for (const auto& [id, member] : leases_.all()) {
     for (const auto& [region_id, region] : member.regions) {
       resources->set_regions(resources->regions() + 1);
       resources->set_region_bytes(resources->region_bytes() + region.memory.bytes);
     }
   }
   for (const auto& [name, group] : groups_) {
-    if (group->pool != nullptr)
-      resources->set_pool_bytes(resources->pool_bytes() + group->pool_bytes());
-    for (const auto& [ordinal, pool] : group->device_pools) {
-      resources->set_pool_bytes(resources->pool_bytes() + pool.memory.bytes);
-    }
+    resources->set_pool_bytes(resources->pool_bytes() + group->pools.bytes());
     *response.add_groups() = GroupStatusOf(*group);
   }
   return response;
@@ -369,13 +326,12 @@ absl::StatusOr<v1::ListMembersResponse> Node::ListMembers(const v1::ListMembersR
       member->set_pid(view.pid);
       member->set_pieces(view.pieces);
       member->set_layout_digest(view.layout_digest);
-      const auto record = members_.find(view.id);
-      if (record == members_.end()) continue;
-      if (record->second.peer.credentials.has_value())
-        member->set_uid(record->second.peer.credentials->uid);
-      member->set_client(record->second.client);
-      member->set_device(record->second.device);
-      for (const auto& [id, region] : record->second.regions) {
+      const MemberRecord* const record = leases_.Find(view.id);
+      if (record == nullptr) continue;
+      if (record->peer.credentials.has_value()) member->set_uid(record->peer.credentials->uid);
+      member->set_client(record->client);
+      member->set_device(record->device);
+      for (const auto& [id, region] : record->regions) {
         member->set_regions(member->regions() + 1);
         member->set_region_bytes(member->region_bytes() + region.memory.bytes);
       }
@@ -424,82 +380,26 @@ absl::StatusOr<uint64_t> Node::Watch(const v1::WatchUpdatesRequest& request,
     return Error(absl::StatusCode::kInvalidArgument, "interval_ms: {} is not in {}..{}", interval,
                  kMinWatchMs, kMaxWatchMs);
   }
-  MutexLock lock(&mutex_);
+  const Turn turn(this, &mutex_);
   if (!request.group().empty() && FindGroup(request.group()) == nullptr)
     return NoGroup(request.group());
-  if (watchers_.size() >= kMaxWatchers) {
-    return Error(absl::StatusCode::kResourceExhausted, "{} callers watch already",
-                 watchers_.size());
-  }
-  const uint64_t id = next_watch_++;
-  Watcher watcher;
-  watcher.sink = std::move(sink);
-  watcher.group = request.group();
-  watcher.interval = std::chrono::milliseconds(interval);
-  watcher.until_idle = request.until_idle();
-  // What ended before is history: only its changes are news.
-  for (const auto& [name, group] : groups_) {
-    const std::optional<UpdateMark> mark = group->machine->MarkUpdate();
-    if (mark.has_value() && !group->machine->update_running()) watcher.last[name] = *mark;
-  }
-  watchers_[id] = std::move(watcher);
-  TellProgress(Now());
+  REFITD_ASSIGN_OR_RETURN(
+      const uint64_t id,
+      watchers_.Add({request.group(), std::chrono::milliseconds(interval), request.until_idle()},
+                    std::move(sink), Machines(), Now()));
   WakeTimer();
   return id;
 }
 
 void Node::StopWatching(uint64_t watch) {
   MutexLock lock(&mutex_);
-  watchers_.erase(watch);
+  watchers_.Remove(watch);
 }
 
-void Node::TellWatchers(const GroupRecord& group) {
-  std::optional<UpdateView> view;
-  for (auto it = watchers_.begin(); it != watchers_.end();) {
-    Watcher& watcher = it->second;
-    const bool concerned = watcher.Watches(group.machine->name());
-    if (concerned) Tell(&watcher, group, &view, false);
-    it = concerned && EndIfIdle(watcher) ? watchers_.erase(it) : std::next(it);
-  }
-}
-
-void Node::TellProgress(TimePoint now) {
-  std::map<const GroupRecord*, std::optional<UpdateView>> views;
-  for (auto it = watchers_.begin(); it != watchers_.end();) {
-    Watcher& watcher = it->second;
-    if (watcher.due <= now) {
-      watcher.due = now + watcher.interval;
-      for (const auto& [name, group] : groups_) {
-        if (watcher.Watches(name)) Tell(&watcher, *group, &views[group.get()], true);
-      }
-    }
-    it = EndIfIdle(watcher) ? watchers_.erase(it) : std::next(it);
-  }
-}
-
-void Node::Tell(Watcher* watcher, const GroupRecord& group, std::optional<UpdateView>* view,
-                bool due) {
-  const std::string& name = group.machine->name();
-  const std::optional<UpdateMark> mark = group.machine->MarkUpdate();
-  if (!mark.has_value()) return;
-  const auto last = watcher->last.find(name);
-  const bool seen = last != watcher->last.end() && last->second == *mark;
-  if (seen && !(due && group.machine->update_running())) return;
-  if (!view->has_value()) {
-    *view = group.machine->ViewUpdate(Now());
-    ++watched_views_;
-  }
-  watcher->last[name] = *mark;
-  watcher->sink->Send(StatusOf(name, **view));
-}
-
-bool Node::EndIfIdle(const Watcher& watcher) {
-  if (!watcher.until_idle) return false;
-  const bool runs = std::any_of(groups_.begin(), groups_.end(), [&watcher](const auto& entry) {
-    return watcher.Watches(entry.first) && entry.second->machine->update_running();
-  });
-  if (!runs) watcher.sink->End(absl::OkStatus());
-  return !runs;
+Watchers::Machines Node::Machines() const {
+  Watchers::Machines all;
+  for (const auto& [name, group] : groups_) all.push_back(group->machine.get());
+  return all;
 }
 
 }  // namespace refitd

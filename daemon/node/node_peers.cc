@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "daemon/checks/fields.h"
+#include "daemon/node/group_memory.h"
 #include "daemon/node/node.h"
-#include "daemon/node/node_memory.h"
 #include "daemon/process/log.h"
 #include "proto/protocol.h"
 #include "transport/plan/layout.h"
@@ -49,7 +49,7 @@ absl::Status Node::CheckSameSpec(const std::string& name, const v1::GroupSpec& w
 
 absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const std::string& address,
                                                 const std::optional<v1::GroupSpec>& spec,
-                                                Deferred* deferred) {
+                                                Turn& turn) {
   if (dialer_ == nullptr) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}': this daemon joins no others", address);
@@ -78,13 +78,12 @@ absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const s
     return found;
   }
   if (draining_) return absl::UnavailableError("the daemon is draining");
-  REFITD_RETURN_IF_ERROR(MakeRoom(name, nullptr, deferred));
+  REFITD_RETURN_IF_ERROR(MakeRoom(name, nullptr, turn));
   FollowerOptions options;
   options.name = name;
   options.coordinator_address = address;
   options.peer_limits = options_.peers;
-  options.next_update = [this]()
-                            ABSL_NO_THREAD_SAFETY_ANALYSIS { return UpdateId(next_update_++); };
+  options.next_update = [this] { return UpdateId(next_update_++); };
   auto record = std::make_unique<GroupRecord>();
   record->id = next_group_++;
   record->coordinator_address = address;
@@ -140,32 +139,28 @@ void Node::Dial(GroupRecord* group) {
 }
 
 void Node::LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up) {
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    GroupRecord* group = FindGroup(name);
-    if (group != nullptr && group->id == id && group->dial == dial && group->joining) {
-      // The coordinator's word on sizes is bounded like an operator's (P10).
-      absl::Status fits = absl::OkStatus();
-      if (up.spec.slots < 1 || up.spec.slots > kMaxSlots || up.spec.slot_bytes < 1 ||
-          up.spec.slot_bytes > options_.max_pool_bytes) {
-        fits = Error(absl::StatusCode::kInvalidArgument,
-                     "spec: {} slots of {} bytes, where max_pool_bytes is {}", up.spec.slots,
-                     up.spec.slot_bytes, options_.max_pool_bytes);
-      } else {
-        fits = MakeRoom(name, &up.spec, &deferred);
-      }
-      if (fits.ok()) {
-        TakeJoined(group, up, &deferred);
-      } else {
-        JoinFailed(group, fits, &deferred);
-      }
+  Turn turn(this, &mutex_);
+  GroupRecord* group = FindGroup(name);
+  if (group != nullptr && group->id == id && group->dial == dial && group->joining) {
+    // The coordinator's word on sizes is bounded like an operator's (P10).
+    absl::Status fits = absl::OkStatus();
+    if (up.spec.slots < 1 || up.spec.slots > kMaxSlots || up.spec.slot_bytes < 1 ||
+        up.spec.slot_bytes > options_.max_pool_bytes) {
+      fits = Error(absl::StatusCode::kInvalidArgument,
+                   "spec: {} slots of {} bytes, where max_pool_bytes is {}", up.spec.slots,
+                   up.spec.slot_bytes, options_.max_pool_bytes);
+    } else {
+      fits = MakeRoom(name, &up.spec, turn);
+    }
+    if (fits.ok()) {
+      TakeJoined(group, up, turn);
+    } else {
+      JoinFailed(group, fits, turn);
     }
   }
-  deferred.Run();
 }
 
-void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Deferred* deferred) {
+void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn) {
   const std::string name = group->machine->name();
   group->joining = false;
   std::vector<Waiting> admitted;
@@ -177,7 +172,7 @@ void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Deferred* deferred) 
       ++it;
     }
   }
-  Handle(name, up, deferred);
+  turn.Handle(name, up);
   for (Waiting& w : admitted) {
     GroupRecord* joined = FindGroup(name);
     absl::Status status = joined == nullptr
@@ -185,7 +180,7 @@ void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Deferred* deferred) 
                               : absl::OkStatus();
     if (status.ok() && w.spec.has_value()) status = CheckSameSpec(name, *w.spec, up.spec);
     if (status.ok()) {
-      Enter(std::move(w.record), joined, std::move(w.attached), deferred);
+      Enter(std::move(w.record), joined, std::move(w.attached), turn);
     } else {
       w.record.End(std::move(status));
     }
@@ -196,42 +191,34 @@ void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Deferred* deferred) 
                         return entry.second.record.group == name;
                       });
   if (!wanted) {
-    Handle(name, LinkLost{absl::CancelledError("no member of this daemon is left")}, deferred);
+    turn.Handle(name, LinkLost{absl::CancelledError("no member of this daemon is left")});
   }
 }
 
 void Node::LinkSays(const std::string& name, uint64_t id, uint64_t dial, PeerCommand command) {
-  Deferred deferred;
-  {
-    const PushTurns::Ahead lock(&pushes_, &mutex_);
-    const GroupRecord* group = FindGroup(name);
-    if (group != nullptr && group->id == id && group->dial == dial) {
-      Handle(name, CommandReceived{std::move(command)}, &deferred);
-    }
+  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+  const GroupRecord* group = FindGroup(name);
+  if (group != nullptr && group->id == id && group->dial == dial) {
+    turn.Handle(name, CommandReceived{std::move(command)});
   }
-  deferred.Run();
 }
 
 void Node::LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl::Status status) {
-  Deferred deferred;
-  {
-    const PushTurns::Ahead lock(&pushes_, &mutex_);
-    GroupRecord* group = FindGroup(name);
-    if (group != nullptr && group->id == id && group->dial == dial) {
-      if (group->joining) {
-        JoinFailed(group, status, &deferred);
-      } else {
-        Handle(name, LinkLost{std::move(status)}, &deferred);
-      }
+  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+  GroupRecord* group = FindGroup(name);
+  if (group != nullptr && group->id == id && group->dial == dial) {
+    if (group->joining) {
+      JoinFailed(group, status, turn);
+    } else {
+      turn.Handle(name, LinkLost{std::move(status)});
     }
   }
-  deferred.Run();
 }
 
 // Who goes on waiting: where the group does not exist yet, or this daemon's id is still that of
 // a process that has ended, every member whose own wait goes on; where a spec was refused, those
 // that brought none.
-void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Deferred* deferred) {
+void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn) {
   const TimePoint now = Now();
   const bool goes_on = !draining_ && !stopping_;
   const bool pause = absl::IsAlreadyExists(status);
@@ -259,7 +246,7 @@ void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Deferred* 
     it = waiting_.erase(it);
   }
   group->link.reset();
-  if (!waited_for) return StopJoining(group, status, deferred);
+  if (!waited_for) return StopJoining(group, status, turn);
   if (!pause) {
     group->refusal = absl::OkStatus();
     return Dial(group);
@@ -273,19 +260,19 @@ void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Deferred* 
   WakeTimer();
 }
 
-void Node::StopJoining(GroupRecord* group, const absl::Status& status, Deferred* deferred) {
+void Node::StopJoining(GroupRecord* group, const absl::Status& status, Turn& turn) {
   group->joining = false;
   group->redial.reset();
   const std::string name = group->machine->name();
-  Handle(name, LinkLost{status}, deferred);  // drops the group: it has no member
+  turn.Handle(name, LinkLost{status});  // drops the group: it has no member
 }
 
-void Node::StopJoiningIfUnwanted(const std::string& name, Deferred* deferred) {
+void Node::StopJoiningIfUnwanted(const std::string& name, Turn& turn) {
   GroupRecord* group = FindGroup(name);
   if (group == nullptr || !group->joining) return;
   const bool wanted = std::any_of(waiting_.begin(), waiting_.end(),
                                   [&](const Waiting& w) { return AwaitsJoin(w, *group); });
-  if (!wanted) StopJoining(group, absl::CancelledError("no member waits for it"), deferred);
+  if (!wanted) StopJoining(group, absl::CancelledError("no member waits for it"), turn);
 }
 
 std::optional<TimePoint> Node::ExpiryOf(const Waiting& waiting) const {
@@ -298,7 +285,7 @@ std::optional<TimePoint> Node::ExpiryOf(const Waiting& waiting) const {
   return own;
 }
 
-void Node::RefuseLateMembers(TimePoint now, Deferred* deferred) {
+void Node::RefuseLateMembers(TimePoint now, Turn& turn) {
   std::vector<std::string> joins;
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     const std::optional<TimePoint> expiry = ExpiryOf(*it);
@@ -322,7 +309,7 @@ void Node::RefuseLateMembers(TimePoint now, Deferred* deferred) {
     it->record.End(std::move(status));
     it = waiting_.erase(it);
   }
-  for (const std::string& name : joins) StopJoiningIfUnwanted(name, deferred);
+  for (const std::string& name : joins) StopJoiningIfUnwanted(name, turn);
 }
 
 void Node::RedialIfDue(TimePoint now) {
@@ -332,24 +319,20 @@ void Node::RedialIfDue(TimePoint now) {
 }
 
 void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event) {
-  Deferred deferred;
-  {
-    const PushTurns::Ahead lock(&pushes_, &mutex_);
-    const GroupRecord* group = FindGroup(name);
-    if (group != nullptr && group->id == id) Handle(name, std::move(event), &deferred);
-  }
-  deferred.Run();
+  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+  const GroupRecord* group = FindGroup(name);
+  if (group != nullptr && group->id == id) turn.Handle(name, std::move(event));
 }
 
-void Node::DropFollower(const std::string& name, Deferred* deferred, Events* more) {
+void Node::DropFollower(const std::string& name, Turn& turn) {
   const auto it = groups_.find(name);
   LogInfo("group {}: left its coordinator at {}", name, it->second->coordinator_address);
   WireLock::Events events;
   wire_lock_.Release(name, &events);
-  for (auto& [other, event] : events) more->emplace_back(other, std::move(event));
+  for (auto& [other, event] : events) turn.Post(other, std::move(event));
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
   // Its pool is unmapped, and its link let go, after the mutex.
-  deferred->AddLast(
+  turn.Last(
       [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
   groups_.erase(it);
 }
@@ -358,49 +341,45 @@ void Node::DropFollower(const std::string& name, Deferred* deferred, Events* mor
 
 void Node::Hello(v1::PeerHello hello, std::string peer_address,
                  std::shared_ptr<PeerSession> session) {
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    WaitingPeer peer{std::move(hello), std::move(peer_address), std::move(session), Now()};
-    const std::string group = peer.hello.group();
-    bool created = false;
-    const auto check = [&]() -> absl::Status {
-      mutex_.AssertHeld();
-      REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
-      REFITD_RETURN_IF_ERROR(CheckName(peer.hello.daemon_id(), "daemon_id"));
-      if (peer.hello.boot_id() == boot_id_) {
-        return absl::FailedPreconditionError(
-            "boot_id: the daemon joins itself: members must name it as it listens, or as its "
-            "`advertise` says");
-      }
-      if (draining_) return absl::UnavailableError("the daemon is draining");
-      REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer.hello.wait_ms(), "wait_ms"));
-      peer.deadline = Now() + wait;
-      if (peer.hello.has_spec()) {
-        REFITD_RETURN_IF_ERROR(
-            MakeGroup(group, peer.hello.spec(), std::nullopt, &created, &deferred).status());
-      }
-      ForgetEarlier(peer);
-      if (FindGroup(group) != nullptr) return absl::OkStatus();
-      if (wait == Duration(0)) return NoGroup(group);
-      if (waiting_peers_.size() >= kMaxWaitingPeers) {
-        return Error(absl::StatusCode::kResourceExhausted, "{} daemons wait for groups already",
-                     waiting_peers_.size());
-      }
-      return absl::OkStatus();
-    };
-    if (absl::Status status = check(); !status.ok()) {
-      peer.session->End(std::move(status));
-    } else if (FindGroup(group) == nullptr) {
-      waiting_peers_.push_back(std::move(peer));
-      WakeTimer();
-    } else {
-      AdmitPeer(std::move(peer), &deferred);
-      // Who waits while the group is another daemon's must name that one, as whoever comes.
-      if (created) AdmitWaiting(group, &deferred);
+  Turn turn(this, &mutex_);
+  WaitingPeer peer{std::move(hello), std::move(peer_address), std::move(session), Now()};
+  const std::string group = peer.hello.group();
+  bool created = false;
+  const auto check = [&]() -> absl::Status {
+    mutex_.AssertHeld();
+    REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
+    REFITD_RETURN_IF_ERROR(CheckName(peer.hello.daemon_id(), "daemon_id"));
+    if (peer.hello.boot_id() == boot_id_) {
+      return absl::FailedPreconditionError(
+          "boot_id: the daemon joins itself: members must name it as it listens, or as its "
+          "`advertise` says");
     }
+    if (draining_) return absl::UnavailableError("the daemon is draining");
+    REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer.hello.wait_ms(), "wait_ms"));
+    peer.deadline = Now() + wait;
+    if (peer.hello.has_spec()) {
+      REFITD_RETURN_IF_ERROR(
+          MakeGroup(group, peer.hello.spec(), std::nullopt, &created, turn).status());
+    }
+    ForgetEarlier(peer);
+    if (FindGroup(group) != nullptr) return absl::OkStatus();
+    if (wait == Duration(0)) return NoGroup(group);
+    if (waiting_peers_.size() >= kMaxWaitingPeers) {
+      return Error(absl::StatusCode::kResourceExhausted, "{} daemons wait for groups already",
+                   waiting_peers_.size());
+    }
+    return absl::OkStatus();
+  };
+  if (absl::Status status = check(); !status.ok()) {
+    peer.session->End(std::move(status));
+  } else if (FindGroup(group) == nullptr) {
+    waiting_peers_.push_back(std::move(peer));
+    WakeTimer();
+  } else {
+    AdmitPeer(std::move(peer), turn);
+    // Who waits while the group is another daemon's must name that one, as whoever comes.
+    if (created) AdmitWaiting(group, turn);
   }
-  deferred.Run();
 }
 
 // A daemon that dials anew for a group has given its earlier link up, which may be heard of later.
@@ -415,7 +394,7 @@ void Node::ForgetEarlier(const WaitingPeer& peer) {
   });
 }
 
-void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
+void Node::AdmitPeer(WaitingPeer peer, Turn& turn) {
   const std::string name = peer.hello.group();
   GroupRecord* group = FindGroup(name);
   if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
@@ -438,12 +417,11 @@ void Node::AdmitPeer(WaitingPeer peer, Deferred* deferred) {
   peer.session->Accept(up);
   joined_[peer.session->id()] = {name, node};
   group->sessions[node] = std::move(peer.session);
-  Handle(name,
-         NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol, peer.hello.boot_id()},
-         deferred);
+  turn.Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol,
+                               peer.hello.boot_id()});
 }
 
-void Node::AdmitWaitingPeers(const std::string& group, Deferred* deferred) {
+void Node::AdmitWaitingPeers(const std::string& group, Turn& turn) {
   std::vector<WaitingPeer> admitted;
   for (auto it = waiting_peers_.begin(); it != waiting_peers_.end();) {
     if (it->hello.group() == group) {
@@ -453,7 +431,7 @@ void Node::AdmitWaitingPeers(const std::string& group, Deferred* deferred) {
       ++it;
     }
   }
-  for (WaitingPeer& peer : admitted) AdmitPeer(std::move(peer), deferred);
+  for (WaitingPeer& peer : admitted) AdmitPeer(std::move(peer), turn);
 }
 
 void Node::RefuseLatePeers(TimePoint now) {
@@ -466,34 +444,26 @@ void Node::RefuseLatePeers(TimePoint now) {
 }
 
 void Node::Report(uint64_t session, PeerReport report) {
-  Deferred deferred;
-  {
-    const PushTurns::Ahead lock(&pushes_, &mutex_);
-    const auto it = joined_.find(session);
-    if (it != joined_.end()) {
-      const Joined joined = it->second;
-      Handle(joined.group, ReportReceived{joined.node, std::move(report)}, &deferred);
-    }
+  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+  const auto it = joined_.find(session);
+  if (it != joined_.end()) {
+    const Joined joined = it->second;
+    turn.Handle(joined.group, ReportReceived{joined.node, std::move(report)});
   }
-  deferred.Run();
 }
 
 void Node::Gone(uint64_t session, std::string reason) {
-  Deferred deferred;
-  {
-    MutexLock lock(&mutex_);
-    std::erase_if(waiting_peers_,
-                  [session](const WaitingPeer& peer) { return peer.session->id() == session; });
-    if (const auto it = joined_.find(session); it != joined_.end()) {
-      const Joined joined = it->second;
-      joined_.erase(it);
-      if (GroupRecord* group = FindGroup(joined.group); group != nullptr) {
-        group->sessions.erase(joined.node);
-        Handle(joined.group, NodeLost{joined.node, std::move(reason)}, &deferred);
-      }
+  Turn turn(this, &mutex_);
+  std::erase_if(waiting_peers_,
+                [session](const WaitingPeer& peer) { return peer.session->id() == session; });
+  if (const auto it = joined_.find(session); it != joined_.end()) {
+    const Joined joined = it->second;
+    joined_.erase(it);
+    if (GroupRecord* group = FindGroup(joined.group); group != nullptr) {
+      group->sessions.erase(joined.node);
+      turn.Handle(joined.group, NodeLost{joined.node, std::move(reason)});
     }
   }
-  deferred.Run();
 }
 
 void Node::EndSession(GroupRecord* group, NodeId node, absl::Status status) {
@@ -518,33 +488,33 @@ void Node::EndPeers() {
 
 // A command that can't be sent concerns a daemon that can't follow any more. Encoding one may take
 // long (a plan), and there is one for every daemon: both wait until the mutex is released.
-void Node::PerformSend(GroupRecord* group, SendCommand a, Deferred* deferred, Events* more) {
+void Node::PerformSend(GroupRecord* group, SendCommand a, Turn& turn) {
   const auto it = group->sessions.find(a.node);
   if (it == group->sessions.end()) return;
   absl::Status status = it->second->Queue(std::move(a.command));
-  if (status.ok()) deferred->Flush(it->second);
+  if (status.ok()) turn.Flush(it->second);
   if (status.ok() || absl::IsUnavailable(status)) return;  // Gone follows
   LogWarning("group {}: a command was not sent: {}", group->machine->name(), Message(status));
   const std::string reason = Message(status);
   EndSession(group, a.node, std::move(status));
-  more->emplace_back(group->machine->name(), NodeLost{a.node, reason});
+  turn.Post(group->machine->name(), NodeLost{a.node, reason});
 }
 
 // A report that can't be sent is refused as the coordinator would.
-void Node::PerformSend(GroupRecord* group, const SendReport& a, Events* more) {
+void Node::PerformSend(GroupRecord* group, const SendReport& a, Turn& turn) {
   if (group->link == nullptr) return;
   const absl::Status status = group->link->Send(a.report);
   if (status.ok() || absl::IsUnavailable(status)) return;  // on_lost follows
   const std::string& name = group->machine->name();
   if (const auto* call = std::get_if<PeerCall>(&a.report)) {
     const CallId id = std::visit([](const auto& event) { return event.call; }, call->event);
-    more->emplace_back(name, CommandReceived{PeerReply{id, status, EmptyReply{}}});
+    turn.Post(name, CommandReceived{PeerReply{id, status, EmptyReply{}}});
   } else if (const auto* attach = std::get_if<PeerAttach>(&a.report)) {
-    more->emplace_back(name, CommandReceived{PeerRefuse{attach->member, status}});
+    turn.Post(name, CommandReceived{PeerRefuse{attach->member, status}});
   } else if (const auto* layout = std::get_if<PeerLayout>(&a.report)) {
-    more->emplace_back(name, CommandReceived{PeerReply{layout->call, status, EmptyReply{}}});
+    turn.Post(name, CommandReceived{PeerReply{layout->call, status, EmptyReply{}}});
   } else {
-    more->emplace_back(name, LinkLost{status});
+    turn.Post(name, LinkLost{status});
   }
 }
 
@@ -558,14 +528,14 @@ std::optional<Node::EpochRecord> Node::WireEpoch(const GroupRecord& group, Epoch
   return it->second;
 }
 
-void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more) {
+void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
   // Every daemon must come to the same one, and no other group of this daemon to it.
   HashChain id(group->machine->incarnation());
   id.Add(a.epoch.value());
   const EpochId local(id.hash());
   EpochOpened opened;
   opened.epoch = a.epoch;
-  if (HasDevices(group->machine->name())) {
+  if (leases_.HasDevices(group->machine->name())) {
     if (options_.cuda.wire != nullptr) return OpenOnDevice(group, a, local);
     opened.status =
         Error(absl::StatusCode::kUnavailable, "this daemon has no data plane for GPU memory: {}",
@@ -580,7 +550,7 @@ void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Events* more) {
       group->epochs[a.epoch] = {local, false};
     }
   }
-  more->emplace_back(group->machine->name(), std::move(opened));
+  turn.Post(group->machine->name(), std::move(opened));
 }
 
 // NCCL takes its time, the first time most of all: not under the mutex.
@@ -588,7 +558,7 @@ void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
   const std::string name = group->machine->name();
   group->epochs[a.epoch] = {local, true};
   const auto open = [this, name, id = group->id, a, local](GroupRecord* found) {
-    const int ordinal = *found->wire_ordinal;
+    const int ordinal = *found->pools.wire();
     if (const auto it = found->epochs.find(a.epoch); it != found->epochs.end()) {
       it->second.ordinal = ordinal;
     }
@@ -609,17 +579,17 @@ void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
       GroupEventOf(name, id, std::move(opened));
     });
   };
-  if (group->wire_ordinal.has_value()) return open(group);
-  MakeWirePool(*group, [open, name, a](GroupRecord* found, const absl::Status& made, Events* more) {
+  if (group->pools.wire().has_value()) return open(group);
+  MakeWirePool(*group, [open, name, a](GroupRecord* found, const absl::Status& made, Turn& turn) {
     if (made.ok()) return open(found);
     found->epochs.erase(a.epoch);
-    more->emplace_back(name, EpochOpened{a.epoch, made, ""});
+    turn.Post(name, EpochOpened{a.epoch, made, ""});
   });
 }
 
 bool Node::ReachesSlots(const EpochRecord& epoch, const GroupRecord& group) {
-  if (!epoch.on_devices) return !group.wire_ordinal.has_value();
-  return group.wire_ordinal == epoch.ordinal;
+  if (!epoch.on_devices) return !group.pools.wire().has_value();
+  return group.pools.wire() == epoch.ordinal;
 }
 
 Wire* Node::WireOf(const EpochRecord& epoch) const {
@@ -628,14 +598,14 @@ Wire* Node::WireOf(const EpochRecord& epoch) const {
 
 absl::Status Node::EnsureWirePool(GroupRecord* group) {
   if (LacksWirePool(*group)) return absl::UnavailableError("the slots on GPUs are not made");
-  return group->wire_ordinal.has_value() ? absl::OkStatus() : EnsurePool(group);
+  return group->pools.wire().has_value() ? absl::OkStatus() : EnsurePool(group);
 }
 
-void Node::PerformConnect(GroupRecord* group, ConnectEpoch a, Events* more) {
+void Node::PerformConnect(GroupRecord* group, ConnectEpoch a, Turn& turn) {
   const std::string name = group->machine->name();
   const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   if (!local.has_value()) {
-    more->emplace_back(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
+    turn.Post(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
     return;
   }
   WireOf(*local)->Connect(local->id, std::move(a.addresses), a.timeout,
@@ -651,7 +621,7 @@ void Node::PerformClose(GroupRecord* group, const CloseEpoch& a) {
   group->epochs.erase(a.epoch);
 }
 
-void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
+void Node::PerformWire(GroupRecord* group, const StartWire& a, Turn& turn) {
   const std::string name = group->machine->name();
   const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   absl::Status status = EnsureWirePool(group);
@@ -667,10 +637,10 @@ void Node::PerformWire(GroupRecord* group, const StartWire& a, Events* more) {
                    a.slot.slot, a.bytes);
   }
   if (!status.ok()) {
-    more->emplace_back(name, WireDone{a.epoch, a.seq, std::move(status)});
+    turn.Post(name, WireDone{a.epoch, a.seq, std::move(status)});
     return;
   }
-  MemorySpan memory = *Memory(members_, *group).Slot(a.slot.slot);
+  MemorySpan memory = *GroupMemory(leases_, *group).Slot(a.slot.slot);
   memory.bytes = a.bytes;
   const bool root = a.ranks.front() == a.rank;
   const bool all = static_cast<int>(a.ranks.size()) == a.size;

@@ -5,8 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "daemon/node/group_memory.h"
 #include "daemon/node/node.h"
-#include "daemon/node/node_memory.h"
 #include "transport/base/status.h"
 #include "transport/plan/node_program.h"
 #include "transport/plan/refit_plan.h"
@@ -38,12 +38,12 @@ void Node::PerformCompile(const GroupRecord& group, CompileProgram a) {
 }
 
 void Node::PerformBuild(const GroupRecord& group, BuildProgram a) {
-  const auto place = [this](const std::vector<MemberId>& ids,
-                            std::vector<LocalMember>* members) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  const auto place = [this](const std::vector<MemberId>& ids, std::vector<LocalMember>* members) {
+    mutex_.AssertHeld();
     for (size_t i = 0; i < ids.size(); ++i) {
-      const auto it = members_.find(ids[i]);
-      if (it == members_.end()) continue;
-      (*members)[i].device = it->second.ordinal.value_or(LocalMember::kNoDevice);
+      const MemberRecord* const member = leases_.Find(ids[i]);
+      if (member == nullptr) continue;
+      (*members)[i].device = member->ordinal.value_or(LocalMember::kNoDevice);
     }
   };
   place(a.source_members, &a.sources);
@@ -63,20 +63,20 @@ void Node::PerformBuild(const GroupRecord& group, BuildProgram a) {
       });
 }
 
-void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Events* more) {
+void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Turn& turn) {
   const bool in_slot = start.step == MoveStep::kPack || start.step == MoveStep::kUnpack;
   if (in_slot && LacksWirePool(*group)) {
-    return MakeWirePool(
-        *group, [this, start](GroupRecord* found, const absl::Status& made, Events* events) {
-          mutex_.AssertHeld();
-          PerformMoves(found, start, made, events);
-        });
+    return MakeWirePool(*group,
+                        [this, start](GroupRecord* found, const absl::Status& made, Turn& turn) {
+                          mutex_.AssertHeld();
+                          PerformMoves(found, start, made, turn);
+                        });
   }
-  PerformMoves(group, start, absl::OkStatus(), more);
+  PerformMoves(group, start, absl::OkStatus(), turn);
 }
 
 void Node::PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status,
-                        Events* more) {
+                        Turn& turn) {
   const std::string name = group->machine->name();
   if (start.step == MoveStep::kPack || start.step == MoveStep::kUnpack) {
     if (status.ok()) status = EnsureWirePool(group);
@@ -87,12 +87,12 @@ void Node::PerformMoves(GroupRecord* group, const StartMoves& start, absl::Statu
   std::shared_ptr<Executor::Moves> moves;
   if (status.ok()) {
     absl::StatusOr<std::shared_ptr<Executor::Moves>> resolved =
-        executor_.Resolve(start, Memory(members_, *group));
+        executor_.Resolve(start, GroupMemory(leases_, *group));
     status = resolved.status();
     if (resolved.ok()) moves = *std::move(resolved);
   }
   if (!status.ok()) {
-    more->emplace_back(name, Refused(start, std::move(status)));
+    turn.Post(name, Refused(start, std::move(status)));
     return;
   }
   if (Executor::IsBound(*moves)) return SubmitMoves(name, group->id, moves);
@@ -105,7 +105,7 @@ void Node::PerformMoves(GroupRecord* group, const StartMoves& start, absl::Statu
 void Node::BindAhead(const GroupRecord& group, const StartMoves& compare) {
   StartMoves start = compare;
   start.step = MoveStep::kLocal;
-  const auto resolved = executor_.Resolve(start, Memory(members_, group));
+  const auto resolved = executor_.Resolve(start, GroupMemory(leases_, group));
   // What fails here is said when they are asked for.
   if (!resolved.ok() || Executor::IsBound(**resolved)) return;
   local_binder_.Submit([this, moves = *resolved] {
@@ -135,22 +135,18 @@ void Node::BindMoves(const std::string& name, uint64_t id,
 void Node::SubmitMoves(const std::string& name, uint64_t id,
                        const std::shared_ptr<Executor::Moves>& moves) {
   const auto done = [this, name, id](Executor::Moved moved) {
-    Deferred deferred;
-    {
-      const PushTurns::Ahead lock(&pushes_, &mutex_);
-      executor_.Finished(&moved);
-      if (options_.observer != nullptr && moved.done.status.ok() && moved.bytes > 0) {
-        options_.observer->BytesMoved(name, MoveKind::kCopy, moved.bytes);
-      }
-      const GroupRecord* group = FindGroup(name);
-      if (group != nullptr && group->id == id) Handle(name, std::move(moved.done), &deferred);
+    Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+    executor_.Finished(&moved);
+    if (options_.observer != nullptr && moved.done.status.ok() && moved.bytes > 0) {
+      options_.observer->BytesMoved(name, MoveKind::kCopy, moved.bytes);
     }
-    deferred.Run();
+    const GroupRecord* group = FindGroup(name);
+    if (group != nullptr && group->id == id) turn.Handle(name, std::move(moved.done));
   };
   executor_.Submit(moves, done);
 }
 
-void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* more) {
+void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Turn& turn) {
   const std::string name = group->machine->name();
   const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   const int64_t slots = group->machine->spec().slots;
@@ -178,7 +174,7 @@ void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* m
       return;
     }
     mutex_.AssertHeld();
-    MemorySpan memory = *Memory(members_, *group).Slot(slot);
+    MemorySpan memory = *GroupMemory(leases_, *group).Slot(slot);
     memory.data += offset;
     memory.bytes = bytes;
     legs->push_back({static_cast<int>(rank), std::move(memory)});
@@ -189,7 +185,7 @@ void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Events* m
     if (status.ok()) received += leg.bytes_in;
   }
   if (!status.ok()) {
-    more->emplace_back(name, WireDone{a.epoch, a.seq, std::move(status)});
+    turn.Post(name, WireDone{a.epoch, a.seq, std::move(status)});
     return;
   }
   exchange.epoch = local->id;

@@ -111,8 +111,10 @@ class TestNode {
     REFITD_CHECK(server_ != nullptr && port_ != 0);
   }
   ~TestNode() {
+    node_->CheckInvariants();
     node_->Drain();
     node_->Finish(std::chrono::steady_clock::now());
+    node_->CheckInvariants();
     server_->Shutdown(std::chrono::system_clock::now());
     server_->Wait();
     node_.reset();

@@ -23,32 +23,23 @@ class PushTurns {
   PushTurns(const PushTurns&) = delete;
   PushTurns& operator=(const PushTurns&) = delete;
 
-  // Holds the mutex, ahead of all pushes that wait for it.
-  class ABSL_SCOPED_LOCKABLE Ahead {
-   public:
-    Ahead(PushTurns* turns, Mutex* mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex) {
-      turns->Come();
-      mutex_->Lock();
-      turns->Go();
-    }
-    ~Ahead() ABSL_UNLOCK_FUNCTION() { mutex_->Unlock(); }
-    Ahead(const Ahead&) = delete;
-    Ahead& operator=(const Ahead&) = delete;
+  // Takes the mutex, ahead of all pushes that wait for it.
+  void LockAhead(Mutex* mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) {
+    Come();
+    mutex->Lock();
+    Go();
+  }
 
-   private:
-    Mutex* const mutex_;
-  };
-
-  // Whether somebody waits in an Ahead.
+  // Whether somebody waits in LockAhead.
   bool AnyAhead() {
     MutexLock lock(&gate_);
     return ahead_ > 0;
   }
 
-  // The turn of one push, to be held while it takes the mutex and has it.
-  class Turn {
+  // The place of one push, to be held while it takes the mutex and has it.
+  class Push {
    public:
-    explicit Turn(PushTurns* turns) : lock_(&turns->one_) { turns->LetAhead(); }
+    explicit Push(PushTurns* turns) : lock_(&turns->one_) { turns->LetAhead(); }
 
    private:
     const MutexLock lock_;

@@ -32,7 +32,7 @@ TEST_CASE("who goes ahead waits for one push at most, however many there are") {
   for (int i = 0; i < 4; ++i) {
     pushers.emplace_back([&] {
       while (!stop) {
-        const PushTurns::Turn turn(&turns);
+        const PushTurns::Push push(&turns);
         MutexLock lock(&mutex);
         ++pushed;
         for (const auto until = Clock::now() + std::chrono::microseconds(20);
@@ -48,8 +48,9 @@ TEST_CASE("who goes ahead waits for one push at most, however many there are") {
     int64_t before = pushed;
     int64_t after = 0;
     std::thread ahead([&] {
-      const PushTurns::Ahead lock(&turns, &mutex);
+      turns.LockAhead(&mutex);
       after = pushed;
+      mutex.Unlock();
     });
     all_waited = Becomes([&] { return turns.AnyAhead(); });
     mutex.Unlock();
@@ -67,14 +68,17 @@ TEST_CASE("pushes go on when nobody is ahead any more, and when somebody always 
   Mutex mutex;
   std::atomic<int> pushed = 0;
   const auto push = [&] {
-    const PushTurns::Turn turn(&turns);
+    const PushTurns::Push push(&turns);
     MutexLock lock(&mutex);
     ++pushed;
   };
   for (int round = 0; round < 20; ++round) {
     pushed = 0;
     mutex.Lock();
-    std::thread ahead([&] { const PushTurns::Ahead lock(&turns, &mutex); });
+    std::thread ahead([&] {
+      turns.LockAhead(&mutex);
+      mutex.Unlock();
+    });
     CHECK(Becomes([&] { return turns.AnyAhead(); }));
     std::thread first(push);
     std::thread second(push);
@@ -90,7 +94,10 @@ TEST_CASE("pushes go on when nobody is ahead any more, and when somebody always 
   std::vector<std::thread> always;
   for (int i = 0; i < 3; ++i) {
     always.emplace_back([&] {
-      while (!stop) const PushTurns::Ahead lock(&turns, &mutex);
+      while (!stop) {
+        turns.LockAhead(&mutex);
+        mutex.Unlock();
+      }
     });
   }
   pushed = 0;

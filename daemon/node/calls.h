@@ -1,0 +1,101 @@
+// Every call that is not answered yet: of members, of operators, and of this daemon's own. What a
+// call brought (a bucket, a layout) is kept with it until its answer.
+//
+// Invariants
+//  1. A call is answered once: Take removes it, and what comes later for it finds nothing.
+//  2. At most kMaxCalls wait for a machine's answer, and at most kMaxOpening for device memory.
+//  3. A bucket's regions stay while its call is unanswered: IsSource says which are in use (P6).
+//
+// Part of the daemon's state: used under its mutex (turn.h).
+#ifndef REFITD_DAEMON_NODE_CALLS_H_
+#define REFITD_DAEMON_NODE_CALLS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/checks/bucket.h"
+#include "daemon/group/group.h"
+#include "transport/base/ids.h"
+#include "transport/plan/layout.h"
+
+namespace refitd {
+
+// Runs once, on any thread, never under the daemon's mutex.
+using ReplyFunction = std::function<void(absl::Status, const ReplyPayload&)>;
+
+class Calls {
+ public:
+  static constexpr size_t kMaxCalls = 65'536;  // of all members
+  // RegisterRegion, PushBucket with handles, Begin and LeaseSlot on a GPU, of all members.
+  static constexpr size_t kMaxOpening = 4096;
+
+  // A layout that its group's coordinator has not answered yet.
+  struct PendingLayout {
+    MemberId member;
+    std::shared_ptr<const Layout> layout;
+  };
+  struct Call {
+    std::string group;
+    ReplyFunction reply;
+    std::optional<CheckedBucket> bucket{};
+    std::optional<PendingLayout> layout{};
+  };
+
+  // RESOURCE_EXHAUSTED: kMaxCalls are unanswered.
+  absl::Status Admit() const;
+  void Add(CallId id, Call call);
+  // The call without its bucket, to be answered by the caller; nullopt: it was answered before.
+  std::optional<Call> Take(CallId id);
+  size_t size() const { return calls_.size(); }
+
+  // Null: it is answered.
+  const std::string* GroupOf(CallId id) const;
+  // Null: the call is answered, or brought none.
+  const CheckedBucket* BucketOf(CallId id) const;
+  // Layouts of the member that are not answered yet.
+  std::vector<std::shared_ptr<const Layout>> LayoutsOf(MemberId member) const;
+  // Whether the region is the source of an unanswered bucket.
+  bool IsSource(RegionId region) const;
+
+  // ---- calls that wait for device memory, before their event enters the group ----
+  // RESOURCE_EXHAUSTED: `most_of_member` of the member wait already, or kMaxOpening of all.
+  absl::Status AdmitOpening(CallId id, MemberId member, int64_t most_of_member);
+  // Whose call it is, as long as the caller waits; CANCELLED: the caller went away.
+  absl::StatusOr<MemberId> OpeningOf(CallId id) const;
+  // The call waits no longer. CANCELLED: the caller went away meanwhile.
+  absl::Status EndOpening(CallId id);
+  // The caller went away. Nothing happens if the call does not wait for device memory.
+  void NoteGone(CallId id);
+
+  // Aborts the process where an invariant does not hold.
+  void CheckInvariants() const;
+
+ private:
+  struct Opening {
+    MemberId member;
+    bool gone = false;  // the caller went away
+  };
+
+  struct Waiting {
+    std::string group;
+    ReplyFunction reply;
+  };
+
+  std::map<CallId, Waiting> calls_;
+  // What few of calls_ brought.
+  std::map<CallId, CheckedBucket> buckets_;
+  std::map<CallId, PendingLayout> layouts_;
+  std::map<CallId, Opening> opening_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_CALLS_H_

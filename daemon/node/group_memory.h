@@ -1,0 +1,46 @@
+// Memory of one group's members, for the executor. Inside the node only; used under its mutex.
+#ifndef REFITD_DAEMON_NODE_GROUP_MEMORY_H_
+#define REFITD_DAEMON_NODE_GROUP_MEMORY_H_
+
+#include <memory>
+
+#include "daemon/node/node.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+
+class Node::GroupMemory : public MemoryResolver {
+ public:
+  GroupMemory(const Leases& leases, const GroupRecord& group) : leases_(leases), group_(group) {}
+
+  absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
+    const MemberRecord* const m = leases_.Find(member);
+    if (m == nullptr) return Error(absl::StatusCode::kInternal, "member {} is gone", member);
+    const auto r = m->regions.find(region);
+    if (r == m->regions.end()) {
+      return Error(absl::StatusCode::kNotFound, "region {} of member {} is gone", region, member);
+    }
+    return r->second.memory;
+  }
+
+  absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
+    return group_.pools.WireSlot(slot, group_.machine->spec().slot_bytes);
+  }
+
+  absl::StatusOr<MemorySpan> SlotOf(MemberId member, SlotIndex slot) const override {
+    return group_.pools.Slot(DeviceOf(member), slot, group_.machine->spec().slot_bytes);
+  }
+
+  std::optional<int> DeviceOf(MemberId member) const override {
+    const MemberRecord* const m = leases_.Find(member);
+    return m == nullptr ? std::nullopt : m->ordinal;
+  }
+
+ private:
+  const Leases& leases_;
+  const GroupRecord& group_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_GROUP_MEMORY_H_

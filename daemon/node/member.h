@@ -1,0 +1,68 @@
+// One attached process of this daemon, and the memory that it shares.
+#ifndef REFITD_DAEMON_NODE_MEMBER_H_
+#define REFITD_DAEMON_NODE_MEMBER_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "daemon/node/sinks.h"
+#include "daemon/sockets/peer_credentials.h"
+#include "daemon/sockets/process_watch.h"
+#include "proto/protocol.h"
+#include "transport/base/ids.h"
+#include "transport/host/memory.h"
+#include "transport/plan/layout.h"
+#include "transport/transport.h"
+
+namespace refitd {
+
+// Who is at the other end of a connection: the kernel's word on a unix socket, nothing on TCP.
+struct Peer {
+  std::optional<PeerCredentials> credentials;
+};
+
+// Memory that a member shares with this daemon.
+struct RegionRecord {
+  MemorySpan memory;  // keep_alive is the mapping
+  Access access = Access::kReadOnly;
+  bool on_device = false;
+  // Equal for regions that are the same memory: the memfd's device and inode, or the block's
+  // address. (A VMM allocation that comes twice is mapped twice, unseen.)
+  std::string identity;
+};
+
+struct MemberRecord {
+  MemberId id;
+  std::string token;  // of its lease; empty before Leases::Add
+  std::string group;
+  bool engine = false;
+  bool lost = false;  // its token is dead; copies may still run
+  Peer peer;
+  std::string client;
+  Protocol protocol = kProtocol;  // agreed at the hello: what may be said to it
+  std::string device;
+  std::optional<int> ordinal;  // of its GPU; none: host
+  std::string instance;        // engines
+  bool staged = false;         // engines: how the weights are delivered
+  std::shared_ptr<TrainerSink> trainer_sink;
+  std::shared_ptr<EngineSink> engine_sink;
+  std::map<RegionId, RegionRecord> regions;
+  std::shared_ptr<const Layout> layout;
+  uint64_t incarnation = 0;  // of the group when it attached
+  WatchHandle watch;
+
+  // Ends its stream, if that was not done before.
+  void End(absl::Status status) {
+    if (trainer_sink != nullptr) std::exchange(trainer_sink, nullptr)->End(std::move(status));
+    if (engine_sink != nullptr) std::exchange(engine_sink, nullptr)->End(std::move(status));
+  }
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_MEMBER_H_

@@ -1,0 +1,36 @@
+// The writing ends of the streams that members and watchers read.
+#ifndef REFITD_DAEMON_NODE_SINKS_H_
+#define REFITD_DAEMON_NODE_SINKS_H_
+
+#include <utility>
+
+#include "absl/status/status.h"
+
+namespace refitd {
+
+namespace v1 {
+class EngineEvent;
+class TrainerEvent;
+class UpdateStatus;
+}  // namespace v1
+
+// One stream of events. Events go out in the order of Queue and Send, which are called under the
+// daemon's mutex, as End is: none of them waits for the reader. End comes last, once.
+template <typename Event>
+class EventSink {
+ public:
+  virtual ~EventSink() = default;
+  virtual void Send(Event event) = 0;
+  virtual void End(absl::Status status) = 0;
+  // Send in two steps: what is queued is written by the next Flush, Send or End. Flush is called
+  // without the daemon's mutex, on any thread, also after End: writing takes system calls.
+  virtual void Queue(Event event) { Send(std::move(event)); }
+  virtual void Flush() {}
+};
+using TrainerSink = EventSink<v1::TrainerEvent>;
+using EngineSink = EventSink<v1::EngineEvent>;
+using UpdateSink = EventSink<v1::UpdateStatus>;
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_SINKS_H_

@@ -1,0 +1,54 @@
+#include "daemon/node/turn.h"
+
+namespace refitd {
+
+Turn::Turn(TurnHost* host, Mutex* mutex) : host_(host), mutex_(mutex) { mutex_->Lock(); }
+
+Turn::Turn(TurnHost* host, Mutex* mutex, PushTurns* pushes, Order order)
+    : host_(host), mutex_(mutex) {
+  if (order == Order::kAhead) {
+    pushes->LockAhead(mutex_);
+  } else {
+    if (order == Order::kPush) push_.emplace(pushes);
+    mutex_->Lock();
+  }
+}
+
+Turn::~Turn() {
+  Drain();
+  mutex_->Unlock();
+  push_.reset();
+  RunEffects();
+}
+
+void Turn::Post(std::string group, MachineEvent event) {
+  events_.emplace_back(std::move(group), std::move(event));
+}
+
+void Turn::Handle(std::string group, MachineEvent event) {
+  Post(std::move(group), std::move(event));
+  Drain();
+}
+
+void Turn::Drain() {
+  if (draining_ || events_.empty()) return;
+  draining_ = true;
+  while (!events_.empty()) {
+    const auto [group, event] = std::move(events_.front());
+    events_.pop_front();
+    host_->Dispatch(*this, group, event);
+  }
+  draining_ = false;
+  host_->Drained();
+}
+
+void Turn::RunEffects() const {
+  for (const auto& session : sessions_) session->Flush();
+  for (const auto& sink : engines_) sink->Flush();
+  for (const std::function<void()>& answer : answers_) answer();
+  for (const auto& sink : trainers_) sink->Flush();
+  if (log_ != nullptr) log_->Write();
+  for (const std::function<void()>& run : last_) run();
+}
+
+}  // namespace refitd

@@ -1,0 +1,102 @@
+// One turn at the daemon's state: whoever reads or changes what the daemon's mutex guards takes a
+// Turn, or is handed the Turn& of its caller.
+//
+// A turn holds the mutex from its constructor to its destructor, which
+//   1. drains the events that were posted and not handled yet, still under the mutex;
+//   2. releases the mutex;
+//   3. runs the effects of the turn, in a fixed order: commands to other daemons and events to
+//      engines, on which an update waits; then answers to calls; then events to trainers, for which
+//      nobody waits; then log lines; last what takes long, as unmapping memory does.
+// So nothing is written, answered or unmapped under the mutex.
+//
+// An event goes to one group's machine (TurnHost::Dispatch), and may bring events of any group:
+// these are posted, and handled in the order of posting.
+//
+// A turn belongs to the thread that made it.
+#ifndef REFITD_DAEMON_NODE_TURN_H_
+#define REFITD_DAEMON_NODE_TURN_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "daemon/group/machine.h"
+#include "daemon/link/peer_link.h"
+#include "daemon/node/push_turns.h"
+#include "daemon/node/sinks.h"
+#include "daemon/process/log_queue.h"
+#include "transport/base/mutex.h"
+
+namespace refitd {
+
+class Turn;
+
+// Who handles the events of turns. Both functions are called under the mutex of the turn.
+class TurnHost {
+ public:
+  virtual ~TurnHost() = default;
+  // Hands the event to the group's machine and performs what the machine decides. Not reentrant: an
+  // event that comes of it is posted to `turn`.
+  virtual void Dispatch(Turn& turn, const std::string& group, const MachineEvent& event) = 0;
+  // Some events were handled, and no more are posted.
+  virtual void Drained() = 0;
+};
+
+class ABSL_SCOPED_LOCKABLE Turn {
+ public:
+  // When this turn comes, beside the others that wait.
+  enum class Order : uint8_t {
+    kAny,
+    kAhead,  // before all pushes: what frees slots, and members' events
+    kPush,   // one push at a time, behind those that go ahead
+  };
+
+  Turn(TurnHost* host, Mutex* mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex);
+  Turn(TurnHost* host, Mutex* mutex, PushTurns* pushes, Order order)
+      ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex);
+  ~Turn() ABSL_UNLOCK_FUNCTION();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  // ---- events ----
+  // Handled by the next Drain, or at the end of the turn.
+  void Post(std::string group, MachineEvent event);
+  // Handles all that was posted. Within Dispatch it does nothing: the turn drains already.
+  void Drain();
+  // Post and Drain.
+  void Handle(std::string group, MachineEvent event);
+
+  // ---- effects ----
+  void Flush(const std::shared_ptr<PeerSession>& session) { sessions_.push_back(session); }
+  void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }
+  void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
+  void Answer(std::function<void()> answer) { answers_.push_back(std::move(answer)); }
+  void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
+  // What nobody waits for and takes long.
+  void Last(std::function<void()> run) { last_.push_back(std::move(run)); }
+
+ private:
+  void RunEffects() const;
+
+  TurnHost* const host_;
+  Mutex* const mutex_;
+  std::optional<PushTurns::Push> push_;  // held beside the mutex by a push
+  bool draining_ = false;
+  std::deque<std::pair<std::string, MachineEvent>> events_;
+  std::vector<std::shared_ptr<PeerSession>> sessions_;
+  std::vector<std::shared_ptr<EngineSink>> engines_;
+  std::vector<std::function<void()>> answers_;
+  std::vector<std::shared_ptr<TrainerSink>> trainers_;
+  std::shared_ptr<LogQueue> log_;  // null: no line was added
+  std::vector<std::function<void()>> last_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_TURN_H_

@@ -1,0 +1,90 @@
+// Who watches updates: operators' tools that are sent each change of an update's state, and its
+// progress at the interval that they asked for.
+//
+// Invariants
+//  1. A watcher is sent each change once: an update's mark that was sent is not sent again, but for
+//     the progress of a running update.
+//  2. What an update was before a watcher came is history: only later changes are sent.
+//  3. One view of an update serves all watchers that are told at the same time, and none is made
+//     where nobody is told: views of large groups are costly.
+//
+// Part of the daemon's state: used under its mutex (turn.h).
+#ifndef REFITD_DAEMON_NODE_WATCHERS_H_
+#define REFITD_DAEMON_NODE_WATCHERS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/group/machine.h"
+#include "daemon/node/sinks.h"
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+class Watchers {
+ public:
+  static constexpr size_t kMaxWatchers = 64;
+
+  // Groups of the daemon, sorted by name.
+  using Machines = std::vector<const GroupMachine*>;
+
+  struct Wish {
+    std::string group;    // empty: all
+    Duration interval{};  // of progress
+    // The sink ends with OK once no update of a watched group runs.
+    bool until_idle = false;
+  };
+
+  // The watcher's id; it is told at once of updates that run. RESOURCE_EXHAUSTED: kMaxWatchers.
+  absl::StatusOr<uint64_t> Add(Wish wish, std::shared_ptr<UpdateSink> sink, const Machines& all,
+                               TimePoint now);
+  void Remove(uint64_t watcher) { watchers_.erase(watcher); }
+  // The group was deleted: another of that name is new to everybody.
+  void Forget(const std::string& group);
+  void EndAll(const absl::Status& status);
+
+  bool empty() const { return watchers_.empty(); }
+  // Something in the group changed: tells those who watch it.
+  void Changed(const GroupMachine& group, const Machines& all, TimePoint now);
+  // Tells the progress of running updates to those whose interval has passed.
+  void Progress(const Machines& all, TimePoint now);
+  // When the next interval has passed; nullopt: nobody watches.
+  std::optional<TimePoint> NextDue() const;
+  // Made so far: what watching costs.
+  int64_t views() const { return views_; }
+
+  // Aborts the process where an invariant does not hold.
+  void CheckInvariants() const;
+
+ private:
+  struct Watcher {
+    Wish wish;
+    std::shared_ptr<UpdateSink> sink;
+    TimePoint due;
+    std::map<std::string, UpdateMark> told;  // by group
+    bool Watches(const GroupMachine& group) const {
+      return wish.group.empty() || wish.group == group.name();
+    }
+  };
+
+  // `view`: of the group's update, made by the first who is told. `due`: progress is told too.
+  void Tell(Watcher* watcher, const GroupMachine& group, std::optional<UpdateView>* view, bool due,
+            TimePoint now);
+  // Ends a watcher for whom nothing runs any more; false: it goes on.
+  static bool EndIfIdle(const Watcher& watcher, const Machines& all);
+
+  std::map<uint64_t, Watcher> watchers_;
+  uint64_t next_ = 1;
+  int64_t views_ = 0;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_WATCHERS_H_

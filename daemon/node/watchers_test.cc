@@ -1,0 +1,176 @@
+#include "daemon/node/watchers.h"
+
+#include <catch2/catch.hpp>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "refitd/v1/operator.pb.h"
+
+namespace refitd {
+namespace {
+
+using std::chrono::milliseconds;
+
+// A group whose update the test sets.
+class Machine : public GroupMachine {
+ public:
+  explicit Machine(std::string name) : name_(std::move(name)) {}
+  void Handle(const MachineEvent& /*event*/, TimePoint /*now*/,
+              MachineActions* /*actions*/) override {}
+  std::optional<TimePoint> NextDeadline() const override { return std::nullopt; }
+  const std::string& name() const override { return name_; }
+  uint64_t incarnation() const override { return 1; }
+  const GroupSpec& spec() const override { return spec_; }
+  bool has_members() const override { return true; }
+  bool has_trainers() const override { return true; }
+  bool update_running() const override { return running; }
+  bool is_coordinator() const override { return true; }
+  absl::Status CanRegisterLayout(MemberId /*member*/) const override { return absl::OkStatus(); }
+  std::optional<Version> version() const override { return std::nullopt; }
+  MachineView View(TimePoint /*now*/) const override { return {}; }
+  std::optional<UpdateView> ViewUpdate(TimePoint /*now*/) const override {
+    UpdateView view;
+    view.id = mark->id;
+    view.state = mark->state;
+    return view;
+  }
+  std::optional<UpdateMark> MarkUpdate() const override { return mark; }
+  UpdateStatistics Statistics() const override { return {}; }
+  PastUpdate Past(Version /*version*/) const override { return {}; }
+
+  bool running = false;
+  std::optional<UpdateMark> mark;
+
+ private:
+  const std::string name_;
+  const GroupSpec spec_;
+};
+
+class Sink : public UpdateSink {
+ public:
+  void Send(v1::UpdateStatus status) override {
+    told.push_back(status.group() + " " + status.state());
+  }
+  void End(absl::Status status) override { end = std::move(status); }
+
+  std::vector<std::string> told;
+  std::optional<absl::Status> end;
+};
+
+struct World {
+  Machine a{"a"};
+  Machine b{"b"};
+  Watchers watchers;
+  TimePoint now{};
+  std::shared_ptr<Sink> sink = std::make_shared<Sink>();
+
+  Watchers::Machines all() const { return {&a, &b}; }
+  uint64_t Watch(const std::string& group, bool until_idle = false) {
+    const absl::StatusOr<uint64_t> id =
+        watchers.Add({group, milliseconds(100), until_idle}, sink, all(), now);
+    REQUIRE(id.ok());
+    watchers.CheckInvariants();
+    return *id;
+  }
+  void Set(Machine* machine, uint64_t update, std::string_view state, bool running) {
+    machine->mark = UpdateMark{UpdateId(update), state};
+    machine->running = running;
+    watchers.Changed(*machine, all(), now);
+    watchers.CheckInvariants();
+  }
+};
+
+TEST_CASE("each change is told once, to those who watch that group") {
+  World world;
+  world.Watch("a");
+  CHECK(world.sink->told.empty());
+  world.Set(&world.a, 1, "preparing", true);
+  world.Set(&world.a, 1, "preparing", true);
+  world.Set(&world.b, 2, "preparing", true);
+  world.Set(&world.a, 1, "transferring", true);
+  CHECK(world.sink->told == std::vector<std::string>{"a preparing", "a transferring"});
+  CHECK(world.watchers.views() == 2);
+}
+
+TEST_CASE("an update that ended before a watcher came is history, one that runs is told at once") {
+  World world;
+  world.Set(&world.a, 1, "committed", false);
+  world.Set(&world.b, 2, "preparing", true);
+  world.Watch("");
+  CHECK(world.sink->told == std::vector<std::string>{"b preparing"});
+}
+
+TEST_CASE("progress of a running update is told when the interval has passed, and not before") {
+  World world;
+  world.Set(&world.a, 1, "preparing", true);
+  world.Watch("a");
+  REQUIRE(world.sink->told.size() == 1);
+  REQUIRE(world.watchers.NextDue().has_value());
+  CHECK(*world.watchers.NextDue() == world.now + milliseconds(100));
+  world.now += milliseconds(99);
+  world.watchers.Progress(world.all(), world.now);
+  CHECK(world.sink->told.size() == 1);
+  world.now += milliseconds(1);
+  world.watchers.Progress(world.all(), world.now);
+  CHECK(world.sink->told.size() == 2);
+  CHECK(*world.watchers.NextDue() == world.now + milliseconds(100));
+
+  world.Set(&world.a, 1, "committed", false);
+  CHECK(world.sink->told.size() == 3);
+  world.now += milliseconds(100);
+  world.watchers.Progress(world.all(), world.now);
+  CHECK(world.sink->told.size() == 3);
+}
+
+TEST_CASE("one view serves all watchers, and none is made for nobody") {
+  World world;
+  world.Set(&world.a, 1, "preparing", true);
+  CHECK(world.watchers.views() == 0);
+  for (int i = 0; i < 5; ++i) world.Watch("a");
+  const int64_t before = world.watchers.views();
+  world.Set(&world.a, 1, "transferring", true);
+  CHECK(world.watchers.views() == before + 1);
+  CHECK(world.sink->told.size() == 10);
+}
+
+TEST_CASE("a watcher that watches until nothing runs ends with OK, and is forgotten") {
+  World world;
+  world.Set(&world.a, 1, "preparing", true);
+  world.Watch("a", /*until_idle=*/true);
+  CHECK_FALSE(world.sink->end.has_value());
+  world.Set(&world.a, 1, "committed", false);
+  CHECK(world.sink->told.back() == "a committed");
+  REQUIRE(world.sink->end.has_value());
+  CHECK(world.sink->end->ok());
+  CHECK(world.watchers.empty());
+}
+
+TEST_CASE("a group that is made again under its name is told from the start") {
+  World world;
+  world.Watch("a");
+  world.Set(&world.a, 1, "committed", false);
+  REQUIRE(world.sink->told.size() == 1);
+  world.watchers.Forget("a");
+  world.Set(&world.a, 1, "committed", false);
+  CHECK(world.sink->told.size() == 2);
+}
+
+TEST_CASE("watchers beyond the limit are refused, and all end with the daemon") {
+  World world;
+  for (size_t i = 0; i < Watchers::kMaxWatchers; ++i) world.Watch("");
+  const absl::Status refused =
+      world.watchers.Add({"", milliseconds(100), false}, world.sink, world.all(), world.now)
+          .status();
+  CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
+  CHECK(refused.message() == "64 callers watch already");
+  world.watchers.EndAll(absl::UnavailableError("the daemon stops"));
+  CHECK(world.watchers.empty());
+  REQUIRE(world.sink->end.has_value());
+  CHECK(world.sink->end->code() == absl::StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace refitd
