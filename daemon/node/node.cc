@@ -174,7 +174,7 @@ absl::Status Node::MakeRoom(const std::string& name, const GroupSpec* spec, Turn
 
 bool Node::Empty(const GroupRecord& group) const {
   return group.coordinator != nullptr && !group.machine->has_members() &&
-         !group.machine->update_running() && group.sessions.empty() &&
+         !group.machine->update_running() && !peers_.Any(group.machine->name()) &&
          std::none_of(pooling_.begin(), pooling_.end(), [&group](const auto& entry) {
            return entry.second.record.group == group.machine->name();
          });
@@ -197,6 +197,7 @@ void Node::DropGroup(const std::string& name, std::string_view why, Turn& turn) 
   for (const auto& [epoch, record] : it->second->epochs) WireOf(record)->Close(record.id);
   LogInfo("group {}: {}", name, why);
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
+  peers_.EndGroup(name, absl::AbortedError("the group was deleted"));
   watchers_.Forget(name);
   // Its pool is unmapped after the mutex.
   turn.Last(
@@ -305,7 +306,7 @@ TimePoint Node::NextWake() const {
   for (const Waiting& w : waiting_) {
     if (const auto expiry = ExpiryOf(w); expiry.has_value()) wake = std::min(wake, *expiry);
   }
-  for (const WaitingPeer& w : waiting_peers_) wake = std::min(wake, w.deadline);
+  wake = std::min(wake, peers_.NextDeadline().value_or(wake));
   if (AnyUpdateRuns()) {
     wake = std::min(wake, watchers_.NextDue().value_or(wake));
   }
@@ -333,7 +334,7 @@ void Node::TimerLoop() {
       if (deadline.has_value() && *deadline <= now) due.push_back(name);
     }
     for (const std::string& name : due) turn.Handle(name, Tick{});
-    RefuseLatePeers(now);
+    peers_.RefuseLate(now);
     RefuseLateMembers(now, turn);
     RedialIfDue(now);
     DropExpired(now, turn);
@@ -356,10 +357,7 @@ void Node::Drain() {
     pooling.record.End(absl::UnavailableError("the daemon is draining"));
   }
   pooling_.clear();
-  for (WaitingPeer& w : waiting_peers_) {
-    w.session->End(absl::UnavailableError("the daemon is draining"));
-  }
-  waiting_peers_.clear();
+  peers_.RefuseAllWaiting(absl::UnavailableError("the daemon is draining"));
   std::vector<std::string> names;
   for (const auto& [name, group] : groups_) names.push_back(name);
   for (const std::string& name : names) StopJoiningIfUnwanted(name, turn);
@@ -412,6 +410,7 @@ void Node::CheckInvariants() {
   calls_.CheckInvariants();
   leases_.CheckInvariants();
   memory_.CheckInvariants(leases_);
+  peers_.CheckInvariants();
   watchers_.CheckInvariants();
   for (const auto& [name, group] : groups_) group->pools.CheckInvariants();
 }

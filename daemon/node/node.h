@@ -52,6 +52,7 @@
 #include "daemon/node/leases.h"
 #include "daemon/node/member.h"
 #include "daemon/node/memory.h"
+#include "daemon/node/peers.h"
 #include "daemon/node/pools.h"
 #include "daemon/node/push_turns.h"
 #include "daemon/node/sinks.h"
@@ -236,9 +237,8 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
     // One of the two, owned by `machine`.
     Coordinator* coordinator = nullptr;
     Follower* follower = nullptr;
-    std::map<NodeId, std::shared_ptr<PeerSession>> sessions;  // coordinator: joined daemons
-    std::string coordinator_address;                          // follower
-    std::unique_ptr<PeerLink> link;                           // follower; null: lost, or a pause
+    std::string coordinator_address;  // follower
+    std::unique_ptr<PeerLink> link;   // follower; null: lost, or a pause
     // Follower: the coordinator has not taken this daemon in yet. Members wait for it in waiting_,
     // at least one; tries to join follow each other for as long as one of them waits.
     bool joining = false;
@@ -284,19 +284,6 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
     MemberRecord record;
     GroupEvent attached;
   };
-  // A daemon that waits for a group.
-  struct WaitingPeer {
-    v1::PeerHello hello;
-    std::string address;
-    std::shared_ptr<PeerSession> session;
-    TimePoint deadline;
-  };
-  // Whom a session is of, once it joined.
-  struct Joined {
-    std::string group;
-    NodeId node;
-  };
-  static constexpr size_t kMaxWaitingPeers = 1024;
   class GroupMemory;
   struct Performer;
 
@@ -526,12 +513,8 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   // For callbacks of links and wire: nothing happens if that record of the group is gone.
   void GroupEventOf(const std::string& name, uint64_t id, MachineEvent event);
   void DropFollower(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void ForgetEarlier(const WaitingPeer& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void AdmitPeer(WaitingPeer peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AdmitPeer(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitWaitingPeers(const std::string& group, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void RefuseLatePeers(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void EndSession(GroupRecord* group, NodeId node, absl::Status status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndPeers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformSend(GroupRecord* group, SendCommand a, Turn& turn)
@@ -543,7 +526,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   // Whether the epoch can move what is in the group's slots.
   static bool ReachesSlots(const EpochRecord& epoch, const GroupRecord& group);
   // Whether the group is of several daemons.
-  static bool Spans(const GroupRecord& group);
+  bool Spans(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether what this daemon has of a group of several daemons can cross to the others. `entering`:
   // with this member, which is about to come; null: as it is.
   absl::Status CheckSpanning(const std::string& group, const MemberRecord* entering) const
@@ -616,11 +599,9 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   Memory memory_ ABSL_GUARDED_BY(mutex_){{options_.max_regions_per_member, options_.max_regions}};
   std::vector<Waiting> waiting_ ABSL_GUARDED_BY(mutex_);
   std::map<MemberId, Pooling> pooling_ ABSL_GUARDED_BY(mutex_);
-  std::vector<WaitingPeer> waiting_peers_ ABSL_GUARDED_BY(mutex_);
-  std::map<uint64_t, Joined> joined_ ABSL_GUARDED_BY(mutex_);  // by session
+  Peers peers_ ABSL_GUARDED_BY(mutex_);
   WireLock wire_lock_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_group_ ABSL_GUARDED_BY(mutex_) = 1;
-  uint32_t next_node_ ABSL_GUARDED_BY(mutex_) = 1;
   Calls calls_ ABSL_GUARDED_BY(mutex_);
   Watchers watchers_ ABSL_GUARDED_BY(mutex_);
   int links_ ABSL_GUARDED_BY(mutex_) = 0;  // dialled, on_lost not told yet

@@ -194,7 +194,7 @@ struct Node::Performer {
     node->PerformSend(group, std::move(a), turn);
   }
   void operator()(DropNode& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->EndSession(group, a.node, std::move(a.status));
+    node->peers_.End(group->machine->name(), a.node, a.status);
   }
   void operator()(SendReport& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->PerformSend(group, a, turn);

@@ -199,7 +199,7 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
           std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
           return CheckBucket(request.bucket(), limits, region_bytes, device).status();
         }
-        if (!FindGroup(member.group)->sessions.empty()) {
+        if (peers_.Any(member.group)) {
           // Other daemons must be able to read what it becomes.
           REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, options_.message_bytes));
         }

@@ -42,8 +42,8 @@ absl::StatusOr<std::optional<int>> Node::DeviceOf(const std::string& name) const
   return *ordinal;
 }
 
-bool Node::Spans(const GroupRecord& group) {
-  return group.follower != nullptr || !group.sessions.empty();
+bool Node::Spans(const GroupRecord& group) const {
+  return group.follower != nullptr || peers_.Any(group.machine->name());
 }
 
 // Slots that cross daemons lie on GPUs or in host memory, for all of a daemon's members.

@@ -342,7 +342,7 @@ void Node::DropFollower(const std::string& name, Turn& turn) {
 void Node::Hello(v1::PeerHello hello, std::string peer_address,
                  std::shared_ptr<PeerSession> session) {
   Turn turn(this, &mutex_);
-  WaitingPeer peer{std::move(hello), std::move(peer_address), std::move(session), Now()};
+  Peers::Waiting peer{std::move(hello), std::move(peer_address), std::move(session), Now()};
   const std::string group = peer.hello.group();
   bool created = false;
   const auto check = [&]() -> absl::Status {
@@ -361,19 +361,15 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
       REFITD_RETURN_IF_ERROR(
           MakeGroup(group, peer.hello.spec(), std::nullopt, &created, turn).status());
     }
-    ForgetEarlier(peer);
+    peers_.ForgetEarlier(peer);
     if (FindGroup(group) != nullptr) return absl::OkStatus();
     if (wait == Duration(0)) return NoGroup(group);
-    if (waiting_peers_.size() >= kMaxWaitingPeers) {
-      return Error(absl::StatusCode::kResourceExhausted, "{} daemons wait for groups already",
-                   waiting_peers_.size());
-    }
-    return absl::OkStatus();
+    return peers_.AdmitWaiting();
   };
   if (absl::Status status = check(); !status.ok()) {
     peer.session->End(std::move(status));
   } else if (FindGroup(group) == nullptr) {
-    waiting_peers_.push_back(std::move(peer));
+    peers_.Wait(std::move(peer));
     WakeTimer();
   } else {
     AdmitPeer(std::move(peer), turn);
@@ -382,19 +378,7 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
   }
 }
 
-// A daemon that dials anew for a group has given its earlier link up, which may be heard of later.
-void Node::ForgetEarlier(const WaitingPeer& peer) {
-  std::erase_if(waiting_peers_, [&peer](const WaitingPeer& earlier) {
-    if (earlier.hello.group() != peer.hello.group() ||
-        earlier.hello.boot_id() != peer.hello.boot_id()) {
-      return false;
-    }
-    earlier.session->End(absl::AbortedError("the daemon joins anew"));
-    return true;
-  });
-}
-
-void Node::AdmitPeer(WaitingPeer peer, Turn& turn) {
+void Node::AdmitPeer(Peers::Waiting peer, Turn& turn) {
   const std::string name = peer.hello.group();
   GroupRecord* group = FindGroup(name);
   if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
@@ -406,7 +390,6 @@ void Node::AdmitPeer(WaitingPeer peer, Turn& turn) {
   if (absl::Status spanning = CheckSpanning(name, nullptr); !spanning.ok()) {
     return peer.session->End(std::move(spanning));
   }
-  const NodeId node(next_node_++);
   LinkUp up;
   up.incarnation = group->machine->incarnation();
   up.spec = group->machine->spec();
@@ -415,89 +398,47 @@ void Node::AdmitPeer(WaitingPeer peer, Turn& turn) {
   up.protocol = AgreeProtocol(peer.hello.protocol(), peer.hello.highest_protocol(), "protocol")
                     ->protocol;  // CheckPeerHello found one
   peer.session->Accept(up);
-  joined_[peer.session->id()] = {name, node};
-  group->sessions[node] = std::move(peer.session);
+  const NodeId node = peers_.Join(name, std::move(peer.session));
   turn.Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol,
                                peer.hello.boot_id()});
 }
 
 void Node::AdmitWaitingPeers(const std::string& group, Turn& turn) {
-  std::vector<WaitingPeer> admitted;
-  for (auto it = waiting_peers_.begin(); it != waiting_peers_.end();) {
-    if (it->hello.group() == group) {
-      admitted.push_back(std::move(*it));
-      it = waiting_peers_.erase(it);
-    } else {
-      ++it;
-    }
-  }
-  for (WaitingPeer& peer : admitted) AdmitPeer(std::move(peer), turn);
-}
-
-void Node::RefuseLatePeers(TimePoint now) {
-  std::erase_if(waiting_peers_, [now](const WaitingPeer& peer) {
-    if (peer.deadline > now) return false;
-    peer.session->End(Error(absl::StatusCode::kNotFound, "group '{}' was not created in time",
-                            peer.hello.group()));
-    return true;
-  });
+  for (Peers::Waiting& peer : peers_.TakeWaiting(group)) AdmitPeer(std::move(peer), turn);
 }
 
 void Node::Report(uint64_t session, PeerReport report) {
   Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
-  const auto it = joined_.find(session);
-  if (it != joined_.end()) {
-    const Joined joined = it->second;
-    turn.Handle(joined.group, ReportReceived{joined.node, std::move(report)});
+  if (const std::optional<Peers::Joined> joined = peers_.Find(session); joined.has_value()) {
+    turn.Handle(joined->group, ReportReceived{joined->node, std::move(report)});
   }
 }
 
 void Node::Gone(uint64_t session, std::string reason) {
   Turn turn(this, &mutex_);
-  std::erase_if(waiting_peers_,
-                [session](const WaitingPeer& peer) { return peer.session->id() == session; });
-  if (const auto it = joined_.find(session); it != joined_.end()) {
-    const Joined joined = it->second;
-    joined_.erase(it);
-    if (GroupRecord* group = FindGroup(joined.group); group != nullptr) {
-      group->sessions.erase(joined.node);
-      turn.Handle(joined.group, NodeLost{joined.node, std::move(reason)});
-    }
-  }
-}
-
-void Node::EndSession(GroupRecord* group, NodeId node, absl::Status status) {
-  const auto it = group->sessions.find(node);
-  if (it == group->sessions.end()) return;
-  joined_.erase(it->second->id());
-  it->second->End(std::move(status));
-  group->sessions.erase(it);
+  const std::optional<Peers::Joined> joined = peers_.Remove(session);
+  if (joined.has_value()) turn.Handle(joined->group, NodeLost{joined->node, std::move(reason)});
 }
 
 void Node::EndPeers() {
-  const absl::Status status = absl::UnavailableError("the daemon stops");
+  peers_.EndAll(absl::UnavailableError("the daemon stops"));
   for (const auto& [name, group] : groups_) {
-    while (!group->sessions.empty()) {
-      EndSession(group.get(), group->sessions.begin()->first, status);
-    }
     if (group->link != nullptr) group->link->Close();
   }
-  for (WaitingPeer& peer : waiting_peers_) peer.session->End(status);
-  waiting_peers_.clear();
 }
 
 // A command that can't be sent concerns a daemon that can't follow any more. Encoding one may take
 // long (a plan), and there is one for every daemon: both wait until the mutex is released.
 void Node::PerformSend(GroupRecord* group, SendCommand a, Turn& turn) {
-  const auto it = group->sessions.find(a.node);
-  if (it == group->sessions.end()) return;
-  absl::Status status = it->second->Queue(std::move(a.command));
-  if (status.ok()) turn.Flush(it->second);
+  const std::string& name = group->machine->name();
+  const std::shared_ptr<PeerSession> session = peers_.SessionOf(name, a.node);
+  if (session == nullptr) return;
+  const absl::Status status = session->Queue(std::move(a.command));
+  if (status.ok()) turn.Flush(session);
   if (status.ok() || absl::IsUnavailable(status)) return;  // Gone follows
-  LogWarning("group {}: a command was not sent: {}", group->machine->name(), Message(status));
-  const std::string reason = Message(status);
-  EndSession(group, a.node, std::move(status));
-  turn.Post(group->machine->name(), NodeLost{a.node, reason});
+  LogWarning("group {}: a command was not sent: {}", name, Message(status));
+  peers_.End(name, a.node, status);
+  turn.Post(name, NodeLost{a.node, Message(status)});
 }
 
 // A report that can't be sent is refused as the coordinator would.

@@ -1,0 +1,131 @@
+#include "daemon/node/peers.h"
+
+#include <algorithm>
+#include <set>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+
+absl::Status Peers::AdmitWaiting() const {
+  if (waiting_.size() < kMaxWaiting) return absl::OkStatus();
+  return Error(absl::StatusCode::kResourceExhausted, "{} daemons wait for groups already",
+               waiting_.size());
+}
+
+void Peers::ForgetEarlier(const Waiting& peer) {
+  std::erase_if(waiting_, [&peer](const Waiting& earlier) {
+    if (earlier.hello.group() != peer.hello.group() ||
+        earlier.hello.boot_id() != peer.hello.boot_id()) {
+      return false;
+    }
+    earlier.session->End(absl::AbortedError("the daemon joins anew"));
+    return true;
+  });
+}
+
+std::vector<Peers::Waiting> Peers::TakeWaiting(const std::string& group) {
+  std::vector<Waiting> taken;
+  std::vector<Waiting> kept;
+  for (Waiting& peer : waiting_) {
+    (peer.hello.group() == group ? taken : kept).push_back(std::move(peer));
+  }
+  waiting_ = std::move(kept);
+  return taken;
+}
+
+void Peers::RefuseLate(TimePoint now) {
+  std::erase_if(waiting_, [now](const Waiting& peer) {
+    if (peer.deadline > now) return false;
+    peer.session->End(Error(absl::StatusCode::kNotFound, "group '{}' was not created in time",
+                            peer.hello.group()));
+    return true;
+  });
+}
+
+void Peers::RefuseAllWaiting(const absl::Status& status) {
+  for (const Waiting& peer : waiting_) peer.session->End(status);
+  waiting_.clear();
+}
+
+std::optional<TimePoint> Peers::NextDeadline() const {
+  std::optional<TimePoint> next;
+  for (const Waiting& peer : waiting_) next = std::min(next.value_or(peer.deadline), peer.deadline);
+  return next;
+}
+
+NodeId Peers::Join(const std::string& group, std::shared_ptr<PeerSession> session) {
+  const NodeId node(next_++);
+  REFITD_CHECK(joined_.emplace(session->id(), Joined{group, node}).second);
+  sessions_[group][node] = std::move(session);
+  return node;
+}
+
+std::optional<Peers::Joined> Peers::Find(uint64_t session) const {
+  const auto it = joined_.find(session);
+  if (it == joined_.end()) return std::nullopt;
+  return it->second;
+}
+
+std::shared_ptr<PeerSession> Peers::SessionOf(const std::string& group, NodeId node) const {
+  const auto sessions = sessions_.find(group);
+  if (sessions == sessions_.end()) return nullptr;
+  const auto it = sessions->second.find(node);
+  return it == sessions->second.end() ? nullptr : it->second;
+}
+
+bool Peers::Any(const std::string& group) const { return sessions_.contains(group); }
+
+void Peers::End(const std::string& group, NodeId node, const absl::Status& status) {
+  const std::shared_ptr<PeerSession> session = SessionOf(group, node);
+  if (session == nullptr) return;
+  Remove(session->id());
+  session->End(status);
+}
+
+void Peers::EndGroup(const std::string& group, const absl::Status& status) {
+  while (Any(group)) End(group, sessions_.at(group).begin()->first, status);
+}
+
+std::optional<Peers::Joined> Peers::Remove(uint64_t session) {
+  std::erase_if(waiting_, [session](const Waiting& peer) { return peer.session->id() == session; });
+  const auto it = joined_.find(session);
+  if (it == joined_.end()) return std::nullopt;
+  Joined joined = std::move(it->second);
+  joined_.erase(it);
+  Sessions& sessions = sessions_.at(joined.group);
+  REFITD_CHECK(sessions.erase(joined.node) == 1);
+  if (sessions.empty()) sessions_.erase(joined.group);
+  return joined;
+}
+
+void Peers::EndAll(const absl::Status& status) {
+  const std::map<std::string, Sessions> all = std::exchange(sessions_, {});
+  joined_.clear();
+  for (const auto& [group, sessions] : all) {
+    for (const auto& [node, session] : sessions) session->End(status);
+  }
+  RefuseAllWaiting(status);
+}
+
+void Peers::CheckInvariants() const {
+  REFITD_CHECK(waiting_.size() <= kMaxWaiting);
+  for (const Waiting& peer : waiting_) {
+    REFITD_CHECK(peer.session != nullptr && !joined_.contains(peer.session->id()));
+  }
+  size_t sessions = 0;
+  std::set<NodeId> nodes;
+  for (const auto& [group, of_group] : sessions_) {
+    REFITD_CHECK(!of_group.empty());
+    for (const auto& [node, session] : of_group) {
+      REFITD_CHECK(node.value() < next_ && nodes.insert(node).second);
+      const auto joined = joined_.find(session->id());
+      REFITD_CHECK(joined != joined_.end());
+      REFITD_CHECK(joined->second.group == group && joined->second.node == node);
+      ++sessions;
+    }
+  }
+  REFITD_CHECK(sessions == joined_.size());
+}
+
+}  // namespace refitd

@@ -1,0 +1,92 @@
+// Daemons that join groups of this one: those that wait for their group, and those that have
+// joined, a session each.
+//
+// Invariants
+//  1. A session waits, or is one node's of one group, or has ended.
+//  2. Nodes are numbered once in the daemon's life.
+//  3. At most kMaxWaiting daemons wait, each until its deadline (P4).
+//
+// Part of the daemon's state: used under its mutex (turn.h).
+#ifndef REFITD_DAEMON_NODE_PEERS_H_
+#define REFITD_DAEMON_NODE_PEERS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/link/peer_link.h"
+#include "refitd/v1/peer.pb.h"
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+class Peers {
+ public:
+  static constexpr size_t kMaxWaiting = 1024;
+
+  // A daemon that waits for a group.
+  struct Waiting {
+    v1::PeerHello hello;
+    std::string address;
+    std::shared_ptr<PeerSession> session;
+    TimePoint deadline;
+  };
+  // Whose a session is, once it joined.
+  struct Joined {
+    std::string group;
+    NodeId node;
+  };
+
+  // ---- daemons that wait for their group ----
+  // RESOURCE_EXHAUSTED: kMaxWaiting do.
+  absl::Status AdmitWaiting() const;
+  void Wait(Waiting peer) { waiting_.push_back(std::move(peer)); }
+  // A daemon that dials anew for a group has given its earlier link up, which may be heard of
+  // later: that one waits no longer.
+  void ForgetEarlier(const Waiting& peer);
+  // Those of the group, in the order in which they came.
+  std::vector<Waiting> TakeWaiting(const std::string& group);
+  void RefuseLate(TimePoint now);
+  void RefuseAllWaiting(const absl::Status& status);
+  // The first deadline of those that wait; nullopt: none does.
+  std::optional<TimePoint> NextDeadline() const;
+
+  // ---- daemons that have joined ----
+  // As a node that had no other session before.
+  NodeId Join(const std::string& group, std::shared_ptr<PeerSession> session);
+  // nullopt: the session has not joined, or has ended.
+  std::optional<Joined> Find(uint64_t session) const;
+  // Null: that node of the group has left.
+  std::shared_ptr<PeerSession> SessionOf(const std::string& group, NodeId node) const;
+  // Whether a daemon has joined the group.
+  bool Any(const std::string& group) const;
+  // Ends the node's session. Nothing happens if it has left.
+  void End(const std::string& group, NodeId node, const absl::Status& status);
+  // Ends the sessions of a group that is deleted.
+  void EndGroup(const std::string& group, const absl::Status& status);
+  // The session is over, whether it waited or had joined. What it was of, if it had joined.
+  std::optional<Joined> Remove(uint64_t session);
+  // Ends all sessions.
+  void EndAll(const absl::Status& status);
+
+  // Aborts the process where an invariant does not hold.
+  void CheckInvariants() const;
+
+ private:
+  using Sessions = std::map<NodeId, std::shared_ptr<PeerSession>>;
+
+  std::vector<Waiting> waiting_;
+  std::map<uint64_t, Joined> joined_;         // by session
+  std::map<std::string, Sessions> sessions_;  // by group; none without a session
+  uint32_t next_ = 1;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_PEERS_H_
