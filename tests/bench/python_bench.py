@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import select
 import statistics
 import subprocess
@@ -203,7 +204,58 @@ def registration(options, socket):
                  statistics.median(cpp), of_ratio=False)
 
 
-CASES = {"refit": refit, "push": push, "registration": registration}
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def fused_engine(tensors):
+    """Parameters of an engine that fuses experts as vLLM does, and its loader."""
+    parameters, experts, rows = {}, {}, {}
+    for name, tensor in tensors.items():
+        found = EXPERT.fullmatch(name)
+        if found:
+            prefix, _, kind = found.groups()
+            experts[prefix] = experts.get(prefix, 0) + (kind == "gate")
+            rows[prefix, kind] = tuple(tensor.shape)
+        else:
+            parameters[name] = torch.empty_like(tensor)
+    for prefix, count in experts.items():
+        (width, hidden), down = rows[prefix, "gate"], rows[prefix, "down"]
+        parameters[prefix + ".w13_weight"] = torch.empty(count, 2 * width, hidden, dtype=torch.bfloat16)
+        parameters[prefix + ".w2_weight"] = torch.empty(count, *down, dtype=torch.bfloat16)
+
+    def load_weights(weights):
+        for name, tensor in weights:
+            found = EXPERT.fullmatch(name)
+            if not found:
+                parameters[name].copy_(tensor)
+                continue
+            prefix, expert, kind = found.groups()
+            if kind == "down":
+                parameters[prefix + ".w2_weight"][int(expert)].copy_(tensor)
+                continue
+            halves = parameters[prefix + ".w13_weight"][int(expert)].chunk(2)
+            halves[kind == "up"].copy_(tensor)
+
+    return parameters, load_weights
+
+
+def capture(options, socket):
+    pair = Pair(options.peer, socket, MOST_TENSORS, engines=False)
+    parameters, load_weights = fused_engine(pair.tensors)
+    manifest = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pair.tensors.items()]
+    took = []
+    for _ in range(options.rounds):
+        gc.collect()
+        start = time.perf_counter()
+        captured = refitd.capture(load_weights, manifest, parameters=parameters)
+        took.append(time.perf_counter() - start)
+        if len(captured.direct) != len(manifest) or captured.unsupported or captured.processed:
+            fail("capture: %d of %d copies, unsupported: %s" % (len(captured.direct), len(manifest), captured.unsupported))
+    pair.end()
+    yield Figure("capture of a loader's %d copies" % len(manifest), statistics.median(took), "s", 5)
+
+
+CASES = {"refit": refit, "push": push, "registration": registration, "capture": capture}
 
 
 def main():
