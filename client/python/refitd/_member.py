@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,18 +52,6 @@ def checked_count(value: int, what: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         raise InvalidArgument(f"{what}: {value!r} is no integer from {least} to 2^31 - 1", culprit=what)
     return value
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Python collects no garbage meanwhile: the many records of a layout, none of them garbage, would be looked at over and over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from ctypes import byref
 from typing import Any
 
-from . import _abi
+from . import _abi, _gc
 from ._buffers import CudaBytes, HostBytes
 from ._dtypes import BY_CODE, DTYPES
 from ._layout import Box, TensorSpec
 from ._lists import TensorList, check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, collector_paused
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
 from .errors import Closed, DeadlineExceeded, InvalidArgument
@@ -130,13 +130,12 @@ class Engine(Member):
         if not (hasattr(layout, "tensors") and hasattr(layout, "boxes")):
             from .shards import collect
 
-            with collector_paused():
-                layout = collect(layout, rank=self.rank, **options)
+            layout = collect(layout, rank=self.rank, **options)
         self.register_layout(layout.tensors, layout.boxes)
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box]) -> None:
         """The same, of plain records. A tensor without a box of this rank may come from trainers, and is not written (tied weights)."""
-        with collector_paused():
+        with _gc.paused():
             check_tensors(tensors, self.label)
             self._register(Registration(list(tensors), list(boxes), []), stage=False)
 

@@ -187,7 +187,8 @@ def _kind_of(kind: type) -> str:
 
 
 def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Iterator[_Held]:
-    kind = _kind_of(type(tensor))
+    of: Any = type(tensor)
+    kind = _kind_of(of)
     if kind == "tensor":
         shape = tuple(tensor.shape)
         replica = (rank, world_size) if world_size else (0, 1)
@@ -269,7 +270,8 @@ class _View:
     __slots__ = ("pointer", "strides", "device", "nbytes")
 
     def __init__(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
-        if not _is_torch(type(tensor)):
+        of: Any = type(tensor)
+        if not _is_torch(of):
             self.pointer: int = tensor.__array_interface__["data"][0]
             strides = tensor.strides
             if any(stride % itemsize or stride < 0 for stride in strides):

@@ -9,11 +9,11 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any
 
-from . import _abi
+from . import _abi, _gc
 from ._buffers import CudaBytes, HostBytes
 from ._layout import Box, PushedTensors, TensorSpec
 from ._lists import check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, collector_paused, group_spec, milliseconds
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
 from .errors import Error, InvalidArgument
@@ -117,7 +117,7 @@ class Trainer(Member):
         """
         from .shards import collect
 
-        with collector_paused():
+        with _gc.paused():
             collected = collect(shards, dtype=dtype, rank=self.rank, world_size=self.world_size, **options)
             self.register_layout(collected.tensors, collected.boxes, collected.pushed)
 
@@ -133,7 +133,7 @@ class Trainer(Member):
         Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
         any box the layout is taken back.
         """
-        with collector_paused():
+        with _gc.paused():
             check_tensors(tensors, self.label)
             registration = _supplied(tensors, boxes, list(pushed.indices) if pushed is not None else [])
             self._register(registration, stage=True)
