@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -127,6 +128,18 @@ class Registration:
     cuda_regions: dict[int, tuple[Allocation, Handle]] = field(default_factory=dict)  # by base address
     owners: list[Region] = field(default_factory=list)
 
+    # Of the memory that may move: what tells its address, and the address when it was registered.
+    _addresses: tuple[list[Callable[[], int]], list[int]] | None = None
+
+    def moved(self) -> bool:
+        """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""
+        if self._addresses is None:
+            memories = {id(box.memory): box.memory for box in self.boxes}.values()
+            movable = [m for m in memories if isinstance(m, (HostMemory, CudaMemory)) and m.pointer_now is not None]
+            self._addresses = [m.pointer_now for m in movable if m.pointer_now is not None], [m.pointer for m in movable]
+        tell, registered = self._addresses
+        return [now() for now in tell] != registered
+
     @property
     def staged_bytes(self) -> int:
         """Bytes that are copied before each refit because they lie outside of regions."""
@@ -141,6 +154,16 @@ class Registration:
             ctypes.memmove(region.pointer + at, memory.pointer, memory.nbytes)
         for room, view in self.filled:
             room.fill(view)
+
+
+def current_gpu() -> str | None:
+    """The UUID of torch's current GPU, where this process has used CUDA; None elsewhere."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    from .cuda import device_uuid
+
+    return device_uuid(torch.cuda.current_device())
 
 
 class Member:
@@ -236,6 +259,8 @@ class Member:
 
     def _rebind(self, registration: Registration) -> int:
         """Registers anew where tensors' memory moved since; returns how many tensors' did."""
+        if not registration.moved():
+            return 0
         moved: dict[int, HostMemory | CudaMemory] = {}
         tensors: set[int] = set()
         for box in registration.boxes:

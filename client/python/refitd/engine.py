@@ -15,7 +15,7 @@ from ._buffers import CudaBytes, HostBytes
 from ._dtypes import BY_CODE, DTYPES
 from ._layout import Box, TensorSpec
 from ._lists import TensorList, check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, current_gpu
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
 from .errors import Closed, DeadlineExceeded, InvalidArgument
@@ -70,9 +70,10 @@ class Engine(Member):
         where you don't know, say True.
 
         `socket`: of the daemon; None: REFITD_SOCKET, else /run/refitd/refitd.sock. `coordinator`: "host:port" of the daemon that has
-        the group; None: this one. `device`: a GPU's UUID ("GPU-..."); None: host memory. `reattach_seconds`: attach again for so long
-        to a daemon that went away; None: the lease's end is the end. `silence_seconds`: a daemon that is silent for so long is lost
-        (30). `client`: free text for status pages.
+        the group; None: this one. `device`: where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where
+        torch has used CUDA in this process, else host memory. `reattach_seconds`: attach again for so long to a daemon that went away;
+        None: the lease's end is the end. `silence_seconds`: a daemon that is silent for so long is lost (30). `client`: free text for
+        status pages.
 
         Raises Unavailable where no daemon answers, DeadlineExceeded where the group does not appear, AlreadyExists where this rank is
         attached, InvalidArgument, FailedPrecondition where the group or another rank disagrees.
@@ -84,7 +85,7 @@ class Engine(Member):
             raise InvalidArgument(f"engine rank {rank} of instance {instance}: world_size is {world_size}", culprit=f"engine rank {rank}")
         self.label = f"engine rank {rank} of instance {instance}"
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
-        self.device = device
+        self.device = current_gpu() if device is None else device
         self._events = threading.Lock()  # one thread at a time takes events
         self._pending: deque[Event] = deque()
         options = _abi.sized(
@@ -104,7 +105,7 @@ class Engine(Member):
             listed = TensorList(specs)
             options.has_manifest, options.manifest, options.manifest_count = 1, listed.pointer, listed.count
         connect = ConnectOptions(
-            group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, device, client
+            group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, self.device, client
         ).structure()
         options.connect = ctypes.pointer(connect)
 

@@ -133,6 +133,15 @@ class _Held:
     shard: Shard
     current: Callable[[], Any]
 
+    @property
+    def address(self) -> Callable[[], int]:
+        """What tells where the shard's memory is now. All shards are asked at every refit: for a plain tensor it is a single call."""
+        current = self.current
+        if isinstance(current, partial) and current.func is _same:
+            address: Callable[[], int] = self.shard.tensor.data_ptr
+            return address
+        return lambda: int(current().data_ptr())
+
 
 def _held(x: Any, buffers: bool | Sequence[str], rank: int, world_size: int | None) -> Iterator[_Held]:
     if hasattr(x, "named_parameters") and hasattr(x, "state_dict"):
@@ -475,15 +484,13 @@ class _Collector:
         if view.device is None:
             return HostMemory(view.pointer, view.nbytes, tensor, name)
         if view.device.type == "cpu":
-            return HostMemory(view.pointer, view.nbytes, tensor, name, lambda: int(held.current().data_ptr()))
+            return HostMemory(view.pointer, view.nbytes, tensor, name, held.address)
         if view.device.type != "cuda":
             raise InvalidArgument(
                 f"rank {self._rank}: tensor '{name}' is on device {view.device}: host memory and CUDA are possible", culprit=name
             )
         index = view.device.index or 0
-        return CudaMemory(
-            self._uuid_of(index), view.pointer, view.nbytes, index, tensor, name, lambda: int(held.current().data_ptr())
-        )
+        return CudaMemory(self._uuid_of(index), view.pointer, view.nbytes, index, tensor, name, held.address)
 
     def _uuid_of(self, index: int) -> str:
         uuid = self._uuids.get(index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import replace
@@ -13,7 +12,7 @@ from . import _abi, _gc
 from ._buffers import CudaBytes, HostBytes
 from ._layout import Box, PushedTensors, TensorSpec
 from ._lists import check_tensors
-from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, group_spec, milliseconds
+from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, current_gpu, group_spec, milliseconds
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
 from .errors import Error, InvalidArgument
@@ -82,7 +81,7 @@ class Trainer(Member):
             raise InvalidArgument(f"trainer rank {rank} of group {group}: world_size is {world_size}", culprit=f"trainer rank {rank}")
         self.label = f"trainer rank {rank} of group {group}"
         self.group, self.rank, self.world_size = group, rank, world_size
-        self.device = _current_gpu() if device is None else device
+        self.device = current_gpu() if device is None else device
         spec = None
         if create:
             spec = group_spec(world_size, min_instances, slot_bytes, slots, engine_only_tensors, unwanted_tensors)
@@ -340,13 +339,3 @@ def _number(names: dict[Any, int], given: Any, what: str) -> int:
     if given not in names:
         raise InvalidArgument(f"{what}: {given!r} is none of {', '.join(repr(name) for name in names)}", culprit=what)
     return names[given]
-
-
-def _current_gpu() -> str | None:
-    """The UUID of torch's current GPU, where this process has used CUDA."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return None
-    from .cuda import device_uuid
-
-    return device_uuid(torch.cuda.current_device())

@@ -15,6 +15,8 @@ class DaemonTest(unittest.TestCase):
     """Tests with a daemon of their class's own. `self.group` is another group in each test."""
 
     flags = ("--slot-bytes=65536", "--slots=4")
+    # Of the tests' members, also where another test has used CUDA in this process; None: as the package finds it.
+    device = "host"
 
     @classmethod
     def setUpClass(cls):
@@ -29,12 +31,12 @@ class DaemonTest(unittest.TestCase):
         self.group = self.id().rsplit(".", 1)[-1]
 
     def trainer(self, **options):
-        made = refitd.Trainer(self.group, socket=self.daemon.socket, **options)
+        made = refitd.Trainer(self.group, socket=self.daemon.socket, **{"device": self.device, **options})
         self.addCleanup(made.close)
         return made
 
     def engine(self, instance="a", **options):
-        made = refitd.Engine(self.group, instance=instance, socket=self.daemon.socket, **options)
+        made = refitd.Engine(self.group, instance=instance, socket=self.daemon.socket, **{"device": self.device, **options})
         self.addCleanup(made.close)
         return made
 

@@ -21,6 +21,7 @@ EXPANDABLE = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CO
 
 class CudaTest(DaemonTest):
     flags = ("--slot-bytes=4194304", "--slots=4")
+    device = None
 
     def setUp(self):
         super().setUp()
@@ -31,6 +32,10 @@ class CudaTest(DaemonTest):
         engine = self.engine(device=self.gpu)
         engine.register(tensors)
         return Server(self, engine)
+
+    def test_members_are_on_the_gpu_that_torch_uses_where_nothing_else_is_said(self):
+        self.assertEqual(self.trainer().device, self.gpu)
+        self.assertEqual(self.engine().device, self.gpu)
 
     def test_memory_is_of_the_kind_that_this_run_is_about(self):
         pointer = torch.empty(1 << 20, device="cuda").data_ptr()
