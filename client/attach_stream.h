@@ -150,7 +150,10 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
  private:
   static constexpr int kCertainEndFactor = 5;
 
-  explicit AttachStream(Options options) : options_(std::move(options)) {}
+  explicit AttachStream(Options options) : options_(std::move(options)) {
+    static_assert(noexcept(this->OnWriteDone(true))&& noexcept(this->OnReadDone(true))&& noexcept(
+        this->OnDone(std::declval<const grpc::Status&>())));
+  }
 
   // True for an answer that a call gets, from the daemon or gRPC, when its lease has ended.
   static bool MayTellOfEnd(const absl::Status& answer) {
@@ -199,7 +202,9 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return done_;
   }
 
-  void OnWriteDone(bool ok) override {
+  // As in the daemon, what gRPC calls is noexcept: gRPC swallows exceptions, and calls that wait
+  // for what the callback had begun would wait to their deadlines.
+  void OnWriteDone(bool ok) noexcept override {
     MutexLock lock(&mutex_);
     writing_ = false;
     if (!ok) write_failed_ = true;  // the read side tells why
@@ -211,7 +216,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     }
   }
 
-  void OnReadDone(bool ok) override {
+  void OnReadDone(bool ok) noexcept override {
     if (!ok) return EndReads();
     In event = std::move(current_in_);
     current_in_ = In();
@@ -236,7 +241,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     this->RemoveHold();
   }
 
-  void OnDone(const grpc::Status& status) override {
+  void OnDone(const grpc::Status& status) noexcept override {
     std::shared_ptr<AttachStream> self;  // dies last: this may be the last reference
     Handler handler;
     std::function<void()> ended;

@@ -74,7 +74,7 @@ std::shared_ptr<grpc::ClientContext> StartCall(
       std::chrono::system_clock::now() +
       std::chrono::duration_cast<std::chrono::microseconds>(Until(deadline)));
   (stub->*method)(&call->context, &call->request, &call->response,
-                  [call, done = std::move(done)](const grpc::Status& status) {
+                  [call, done = std::move(done)](const grpc::Status& status) noexcept {
                     done(FromGrpc(status), call->response);
                   });
   return {call, &call->context};

@@ -15,7 +15,10 @@ constexpr int64_t kLayoutChunkBytes = 1 << 20;  // well below any message limit
 // Owns itself until gRPC is done with it: whoever waits may give up earlier.
 class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
  public:
-  explicit Upload(std::vector<v1::LayoutChunk> chunks) : chunks_(std::move(chunks)) {}
+  explicit Upload(std::vector<v1::LayoutChunk> chunks) : chunks_(std::move(chunks)) {
+    static_assert(
+        noexcept(OnWriteDone(true))&& noexcept(OnDone(std::declval<const grpc::Status&>())));
+  }
 
   void Begin(const StartUpload& start, TimePoint deadline, std::shared_ptr<Upload> self) {
     self_ = std::move(self);
@@ -45,10 +48,10 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
     StartWrite(&chunks_[next_++]);
   }
   // A write that failed: the daemon has answered already, OnDone brings it.
-  void OnWriteDone(bool ok) override {
+  void OnWriteDone(bool ok) noexcept override {
     if (ok) WriteNext();
   }
-  void OnDone(const grpc::Status& status) override {
+  void OnDone(const grpc::Status& status) noexcept override {
     std::shared_ptr<Upload> self;  // dies last
     MutexLock lock(&mutex_);
     status_ = FromGrpc(status);
