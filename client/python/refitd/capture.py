@@ -72,7 +72,8 @@ class Captured:
     to put them. `unsupported`: tensors of the manifest that are neither, with the reason; no copy of them is in the others.
     `ignored`: tensors that the loader took and copied nowhere: the engine does not want them. `tied`: tensors whose parameter is
     another's too, and whose copies are left to that one. `unfilled`: parameters of which the loader filled only a part, and how
-    many elements it left: padding, or what is missing from the manifest.
+    many elements it left: padding, or what is missing from the manifest. `untouched`: parameters that the loader did nothing with:
+    buffers that no checkpoint has, or what is missing from the manifest.
     """
 
     tensors: list[TensorSpec]
@@ -82,6 +83,7 @@ class Captured:
     ignored: list[str]
     tied: dict[str, str]
     unfilled: dict[str, int]
+    untouched: list[str]
     _parameters: dict[str, Any] = field(repr=False)
     _arenas: dict[str, Any] = field(default_factory=dict, repr=False)
     _accepted: bool = False
@@ -152,7 +154,8 @@ def capture(
 ) -> Captured:
     """Runs a loader dry and returns which box of which tensor it puts where.
 
-    `load_weights`: called with an iterator of (name, tensor), once or more often.
+    `load_weights`: called with an iterator of (name, tensor), once or more often. It must work on the calling thread, and through
+    torch's operations: what it writes from other threads or through `parameter.numpy()` can't be held back.
     `manifest`: the tensors as trainers have them: TensorSpec or (name, dtype, shape) each, or a mapping of names to (dtype, shape)
     or to tensors.
     `parameters`: by name, the tensors that the loader fills; None: parameters and buffers of the module that `load_weights` is a
@@ -234,7 +237,7 @@ class _ReadsValues(Exception):
 
 
 class _Parameter(NamedTuple):
-    """A tensor that the loader fills: elements [begin, end) of its storage."""
+    """A tensor that the loader fills: bytes [begin, end) of its storage."""
 
     begin: int
     end: int
@@ -243,21 +246,22 @@ class _Parameter(NamedTuple):
 
 
 class _Destinations:
-    """The tensors that a loader fills, found by storage and element. `kernel`: the engine's own, by name."""
+    """The tensors that a loader fills, found by storage and byte. `kernel`: the engine's own, by name."""
 
     def __init__(self, parameters: Mapping[str, Any], onto: Mapping[str, Any] | None) -> None:
         self.kernel = dict(parameters if onto is None else onto)
         self.parameters = dict(parameters)
         self._by_storage: dict[int, list[_Parameter]] = {}
         self._storages = []  # kept, so that no other storage takes the place of one
+        self._aliases: dict[str, Any] = {}  # of the parameters, by which `restore` undoes what a loader did to them
         for name, tensor in parameters.items():
             if onto is None and tensor.device.type == "meta":
                 raise InvalidArgument(f"parameter '{name}' is on device meta, and onto is not given", culprit=name)
             if onto is not None and name not in onto:
                 raise InvalidArgument(f"parameter '{name}' is not among those of onto", culprit=name)
-            begin = tensor.storage_offset()
-            end = begin + _span(tensor.shape, tensor.stride())
+            begin, end = _byte_range(tensor)
             storage = tensor.untyped_storage()
+            self._aliases[name] = tensor.detach()
             self._storages.append(storage)
             self._by_storage.setdefault(storage._cdata, []).append(_Parameter(begin, end, name, tensor))
         for entries in self._by_storage.values():
@@ -271,19 +275,56 @@ class _Destinations:
         entries = self._by_storage.get(tensor.untyped_storage()._cdata)
         if entries is None:
             return None
-        begin = tensor.storage_offset()
+        begin, end = _byte_range(tensor)
         at = bisect_right(entries, begin, key=lambda entry: entry.begin) - 1 if len(entries) > 1 else 0
         entry = entries[at]
-        if not entry.begin <= begin <= begin + _span(tensor.shape, tensor.stride()) <= entry.end:
+        if not entry.begin <= begin <= end <= entry.end:
             return None
         return entry
 
-    def replaced(self) -> Iterator[str]:
-        """Parameters that lie elsewhere than before."""
-        for storage, entries in self._by_storage.items():
-            for entry in entries:
-                if (entry.tensor.untyped_storage()._cdata, entry.tensor.storage_offset()) != (storage, entry.begin):
-                    yield entry.name
+    def restore(self) -> list[str]:
+        """Gives parameters that the loader moved or reshaped their memory back; returns their names."""
+        replaced = []
+        for name, alias in self._aliases.items():
+            tensor = self.parameters[name]
+            if _memory_key(tensor) != _memory_key(alias):
+                replaced.append(name)
+                tensor.data = alias
+        return replaced
+
+
+def _memory_key(tensor: Any) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _byte_range(tensor: Any) -> tuple[int, int]:
+    """The bytes [begin, end) of its storage that a tensor's elements lie in."""
+    itemsize = tensor.element_size()
+    begin = tensor.storage_offset() * itemsize
+    return begin, begin + _span(tensor.shape, tensor.stride()) * itemsize
+
+
+class _Module:
+    """The parameters and buffers of the module whose method the loader is: which tensor each name stands for."""
+
+    def __init__(self, load_weights: Any) -> None:
+        module: Any = getattr(load_weights, "__self__", None)
+        modules = module.named_modules() if hasattr(module, "named_modules") else ()
+        self._held = [
+            (f"{name}." if name else "", held, dict(held))
+            for name, part in modules
+            for held in (part._parameters, part._buffers)
+        ]
+
+    def restore(self) -> list[str]:
+        """Puts the tensors back for which the loader put others; returns their names."""
+        replaced = []
+        for prefix, held, before in self._held:
+            for name, tensor in before.items():
+                if held.get(name) is not tensor:
+                    replaced.append(prefix + name)
+                    held[name] = tensor
+        return replaced
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -319,21 +360,47 @@ class _Run:
         self.events: list[_Event] = []
         self.unsupported: dict[str, str] = dict(skipped)
         self._at = ""
+        self._failure: Exception | None = None  # the first, which the loader may have caught
+        self._runs = False
 
     def run(self, load_weights: Callable[[Iterable[tuple[str, Any]]], Any]) -> None:
         import torch
 
-        with torch.no_grad(), _mode_class()(self):
-            try:
+        module = _Module(load_weights)
+        try:
+            self._runs = True
+            with torch.no_grad(), _mode_class()(self):
                 load_weights(self._tensors())
-            except (_ReadsValues, Unimplemented):
-                raise
-            except Exception as error:
-                raise FailedPrecondition(
+        except Exception as error:
+            if self._failure is None:
+                self._failure = FailedPrecondition(
                     f"load_weights failed at tensor '{self._at}': {type(error).__name__}: {error}", culprit=self._at
-                ) from error
-        for name in self.destinations.replaced():
+                )
+                self._failure.__cause__ = error
+        finally:
+            self._runs = False
+            put = module.restore()
+            moved = self.destinations.restore()
+        if self._failure is not None:
+            raise self._failure
+        for name in put:
+            raise Unimplemented(f"the loader puts another tensor in the place of parameter '{name}'", culprit=name)
+        for name in moved:
             raise Unimplemented(f"the loader gives parameter '{name}' other memory", culprit=name)
+
+    def failed(self, error: Exception) -> Exception:
+        """Notes an error, which ends the run even where the loader catches it; returns it, to be raised."""
+        if self._failure is None:
+            self._failure = error
+        return error
+
+    def strayed(self, names: Sequence[str], func: Any) -> Exception:
+        """The error of an operation on a tensor without storage that the run does not see."""
+        if not self._runs:
+            return RuntimeError(f"{func} on a tensor without storage, after the dry run")
+        return self.failed(
+            Unimplemented(f"the loader uses tensor '{names[0]}' on another thread than its own, by {func}", culprit=names[0])
+        )
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         import torch
@@ -344,7 +411,7 @@ class _Run:
                 continue
             self._at = name
             meta = torch.empty(spec.shape, dtype=_dtypes.torch_dtype(spec.dtype), device="meta")
-            yield name, lazy(meta, meta, (name,), None)
+            yield name, lazy(self, meta, meta, (name,), None)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         for name in names:
@@ -357,7 +424,9 @@ class _Run:
         parameter = self.destinations.find(destination)
         if parameter is None:
             return self.refuse(source.refitd_names, "is copied into a tensor that is no parameter")
-        if destination.dtype != source.dtype:
+        if destination.element_size() != parameter.tensor.element_size():
+            return self.refuse(source.refitd_names, f"is copied into parameter '{parameter.name}' seen as {destination.dtype}")
+        if destination.dtype != source.dtype or destination.is_neg() or destination.is_conj():
             return self.refuse(
                 source.refitd_names, f"is cast from {source.dtype} to {destination.dtype} in parameter '{parameter.name}'"
             )
@@ -380,7 +449,7 @@ class _Run:
             _Event(
                 source.refitd_names[0],
                 parameter,
-                destination.storage_offset() - parameter.begin,
+                destination.storage_offset() - parameter.tensor.storage_offset(),
                 tuple(sizes),
                 strides,
                 (walk.storage_offset(), walked),
@@ -392,11 +461,15 @@ class _Run:
         """The loader does something else than a copy with the memory of parameters. Writes are not made."""
         parameter = self.destinations.find(destination)
         if parameter is None:
-            raise Unimplemented(
-                f"the loader uses {tuple(destination.shape)} elements across parameters' borders, at tensor '{self._at}'",
-                culprit=self._at,
+            raise self.failed(
+                Unimplemented(
+                    f"the loader uses {tuple(destination.shape)} elements across parameters' borders, at tensor '{self._at}'",
+                    culprit=self._at,
+                )
             )
-        first = destination.storage_offset() - parameter.begin
+        if destination.element_size() != parameter.tensor.element_size():
+            destination = parameter.tensor  # all of it, since the parts are no elements
+        first = destination.storage_offset() - parameter.tensor.storage_offset()
         self.events.append(_Event(None, parameter, first, tuple(destination.shape), tuple(destination.stride()), None, use))
 
 
@@ -410,17 +483,18 @@ def _lazy_class() -> Any:
         `refitd_meta`: a meta tensor with its shape and strides. `refitd_walk`: a meta tensor whose offset and strides are those in the row-major
         global tensor; both are the same until the loader makes a copy. A copy that was reshaped may have a walk of another shape: then
         its elements are those of the walk, in row-major order. `refitd_names`: of the global tensors. `refitd_why`: None, or why the
-        elements are not those of the tensor any more.
+        elements are not those of the tensor any more. `refitd_run`: the dry run that it belongs to.
         """
 
         __torch_function__ = torch._C._disabled_torch_function_impl
 
         @staticmethod
-        def __new__(cls: Any, meta: Any, walk: Any, names: tuple[str, ...], why: str | None) -> Any:
+        def __new__(cls: Any, run: _Run, meta: Any, walk: Any, names: tuple[str, ...], why: str | None) -> Any:
             self = torch.Tensor._make_wrapper_subclass(
                 cls, meta.shape, dtype=meta.dtype, device="cpu", strides=meta.stride(), storage_offset=meta.storage_offset()
             )
             self.refitd_meta, self.refitd_walk, self.refitd_names, self.refitd_why = meta, walk, names, why
+            self.refitd_run = run
             return self
 
         def __init__(self, *_: Any) -> None:
@@ -428,10 +502,12 @@ def _lazy_class() -> Any:
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise RuntimeError(f"{func} on a tensor without storage, after the dry run")
+            # Only the loader's own thread has the mode that sees operations.
+            found = _find([*args, *(kwargs or {}).values()], cls)[0]
+            raise found.refitd_run.strayed(found.refitd_names, func)
 
         def _read(self, *_: Any, **__: Any) -> Any:
-            raise _ReadsValues(self.refitd_names, "has its values read by the loader")
+            raise self.refitd_run.failed(_ReadsValues(self.refitd_names, "has its values read by the loader"))
 
         numpy = tolist = item = data_ptr = __array__ = __dlpack__ = _read
 
@@ -455,7 +531,7 @@ def _mode_class() -> Any:
         def __init__(self, run: _Run) -> None:
             super().__init__()
             self._run = run
-            self._written: dict[Any, tuple[int, ...]] = {}
+            self._written: dict[Any, tuple[tuple[int, str], ...]] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
@@ -467,6 +543,10 @@ def _mode_class() -> Any:
             if func is aten.copy_.default and not isinstance(args[0], lazy):
                 self._run.copy(args[0], args[1])
                 return args[0]
+            if func is aten._foreach_copy_.default and len(lazies) == len(args[1]) == len(_find(args[1], lazy)):
+                for destination, source in zip(args[0], args[1]):
+                    self._run.copy(destination, source)
+                return None
             if func in reshapes:
                 return self._reshaped(func, lazies[0], args)
             if func.is_view and len(lazies) == 1:
@@ -480,17 +560,15 @@ def _mode_class() -> Any:
         def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
             if func.is_view:
                 return func(*args, **kwargs)
-            written = [args[position] for position in self._positions_written(func) if position < len(args)]
-            self._note_reads(func, args, written)
-            written.append(kwargs.get("out"))
-            for target in written:
-                if isinstance(target, torch.Tensor) and self._run.destinations.is_one(target):
-                    self._run.use(target, f"which the loader then changes there by {func}")
-                    return target
-            return func(*args, **kwargs)
+            written = self._written_by(func, args, kwargs)
+            self._note_reads(func, args, kwargs, written)
+            parameters = [target for target in written if self._run.destinations.is_one(target)]
+            for target in parameters:
+                self._run.use(target, f"which the loader then changes there by {func}")
+            return _unchanged(func, written) if parameters else func(*args, **kwargs)
 
-        def _note_reads(self, func: Any, args: Any, written: list[Any]) -> None:
-            for tensor in _find(args, torch.Tensor):
+        def _note_reads(self, func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
+            for tensor in _find([*args, *kwargs.values()], torch.Tensor):
                 if (
                     not isinstance(tensor, lazy)
                     and not any(tensor is target for target in written)
@@ -498,13 +576,18 @@ def _mode_class() -> Any:
                 ):
                     self._run.use(tensor, f"which the loader then reads by {func}")
 
-        def _positions_written(self, func: Any) -> tuple[int, ...]:
-            positions = self._written.get(func)
-            if positions is None:
-                arguments = func._schema.arguments
-                positions = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-                self._written[func] = positions
-            return positions
+        def _written_by(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
+            """The tensors that the operation writes to, those in lists and of `out` included."""
+            places = self._written.get(func)
+            if places is None:
+                arguments = enumerate(func._schema.arguments)
+                places = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+                self._written[func] = places
+            given = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
+            # The schemas of operations on lists (torch._foreach_mul_) do not say so: by their names they write to the first.
+            if not places and args and func._schema.name.startswith("aten::_foreach") and func._schema.name.endswith("_"):
+                given.append(args[0])
+            return _find(given, torch.Tensor)
 
         def _reshaped(self, func: Any, source: Any, args: Any) -> Any:
             meta = func(source.refitd_meta, *args[1:])
@@ -514,13 +597,15 @@ def _mode_class() -> Any:
                     walk = aten.view.default(source.refitd_walk, list(meta.shape))
                 except RuntimeError:
                     walk = source.refitd_walk
-            return lazy(meta, walk, source.refitd_names, source.refitd_why)
+            return lazy(self._run, meta, walk, source.refitd_names, source.refitd_why)
 
         def _view(self, func: Any, source: Any, args: Any, kwargs: Any) -> Any:
             metas = func(source.refitd_meta, *args[1:], **kwargs)
             why = source.refitd_why
             if source.refitd_walk is source.refitd_meta:
                 walks = metas
+            elif func is aten.as_strided.default:
+                walks, why = metas, why or "is viewed by as_strided after it was copied"
             elif source.refitd_walk.shape == source.shape:
                 walks = func(source.refitd_walk, *args[1:], **kwargs)
             elif func in aliases:
@@ -534,7 +619,9 @@ def _mode_class() -> Any:
         def _viewed(self, meta: Any, walk: Any, source: Any, why: str | None, func: Any) -> Any:
             if meta.dtype != source.dtype:
                 why = why or f"is reinterpreted as {meta.dtype} by {func}"
-            return lazy(meta, walk, source.refitd_names, why)
+            if meta.is_neg() or meta.is_conj():
+                why = why or f"is computed with, by {func}"
+            return lazy(self._run, meta, walk, source.refitd_names, why)
 
         def _copied(self, func: Any, source: Any, args: Any, kwargs: Any) -> Any:
             kwargs.pop("device", None)
@@ -543,34 +630,39 @@ def _mode_class() -> Any:
             why = source.refitd_why
             if meta.dtype != source.dtype:
                 why = why or f"is cast from {source.dtype} to {meta.dtype}"
-            return lazy(meta, source.refitd_walk, source.refitd_names, why)
+            return lazy(self._run, meta, source.refitd_walk, source.refitd_names, why)
 
         def _computed(self, func: Any, lazies: list[Any], args: Any, kwargs: Any) -> Any:
             names = tuple(dict.fromkeys(name for source in lazies for name in source.refitd_names))
             why = next((source.refitd_why for source in lazies if source.refitd_why), None) or f"is computed with, by {func}"
-            written = [args[position] for position in self._positions_written(func) if position < len(args)]
-            self._note_reads(func, args, written)
+            written = self._written_by(func, args, kwargs)
+            self._note_reads(func, args, kwargs, written)
             for target in written:
-                if isinstance(target, lazy):  # other views of it are changed, too
-                    self._run.refuse(names, why)
-                elif isinstance(target, torch.Tensor) and self._run.destinations.is_one(target):
-                    self._run.refuse(names, why)
-                    self._run.use(target, f"which the loader then changes there by {func}")
-                    return target
-                elif isinstance(target, torch.Tensor):
+                if not isinstance(target, lazy) and not self._run.destinations.is_one(target):
                     self._run.refuse(names, f"is written into a tensor that is no parameter, by {func}")
-                    return target
+            if written:  # other views of a tensor that is written change, too
+                self._run.refuse(names, why)
+            for target in written:
+                if not isinstance(target, lazy) and self._run.destinations.is_one(target):
+                    self._run.use(target, f"which the loader then changes there by {func}")
+            if any(not isinstance(target, lazy) for target in written):
+                return _unchanged(func, written)
             try:
                 result = func(*_to_meta(args, lazy), **_to_meta(kwargs, lazy))
             except Exception:
-                raise _ReadsValues(names, f"has its values read by the loader, by {func}") from None
-            return _lazily(result, names, why, lazy)
+                raise self._run.failed(_ReadsValues(names, f"has its values read by the loader, by {func}")) from None
+            return _lazily(self._run, result, names, why, lazy)
 
-    def _lazily(result: Any, names: tuple[str, ...], why: str, lazy: Any) -> Any:
+    def _unchanged(func: Any, written: list[Any]) -> Any:
+        """What an operation returns that was not made: what it would have written to."""
+        returns = len(func._schema.returns)
+        return None if returns == 0 else written[0] if returns == 1 else tuple(written[:returns])
+
+    def _lazily(run: _Run, result: Any, names: tuple[str, ...], why: str, lazy: Any) -> Any:
         if isinstance(result, torch.Tensor):
-            return lazy(result, result, names, why)
+            return lazy(run, result, result, names, why)
         if isinstance(result, (list, tuple)):
-            return type(result)(_lazily(entry, names, why, lazy) for entry in result)
+            return type(result)(_lazily(run, entry, names, why, lazy) for entry in result)
         return result
 
     def _to_meta(x: Any, lazy: Any) -> Any:
@@ -618,6 +710,7 @@ def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[st
     unfilled = _judge_uses(run, events)
     # Unsupported tensors are not listed: nobody must take them for delivered, or for not wanted.
     tensors = [spec for name, spec in run.specs.items() if name not in run.unsupported]
+    used = {event.parameter.name for event in run.events}
     direct: list[Copy] = []
     processed: dict[str, Processed] = {}
     for index, spec in enumerate(tensors):
@@ -635,6 +728,7 @@ def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[st
         ignored=[spec.name for spec in tensors if spec.name not in copies and spec.name not in tied],
         tied={name: kept for name, kept in tied.items() if name in run.specs},
         unfilled=unfilled,
+        untouched=[name for name, tensor in destinations.parameters.items() if tensor.numel() and name not in used],
         _parameters=destinations.kernel,
     )
 

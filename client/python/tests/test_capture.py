@@ -2,6 +2,7 @@
 
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -303,6 +304,155 @@ def test_what_only_looks_odd_is_captured(operation):
     captured = one(operation)
     assert captured.unsupported == {} and captured.unfilled == {}
     assert sum(copy.extent[0] * copy.extent[1] for copy in captured.direct if copy.parameter == "p") == 24
+
+
+def load_two(copy):
+    """Captures a loader that does `copy(p, a, b)`, where p is of [4, 6] and a and b are of [2, 6]; the parameter must stay as it is."""
+    parameter = torch.arange(24.0).view(4, 6)
+    manifest = [(name, torch.float32, (2, 6)) for name in "ab"]
+    captured = capture(lambda weights: copy(parameter, *(w for _, w in weights)), manifest, parameters={"p": parameter})
+    assert torch.equal(parameter, torch.arange(24.0).view(4, 6))
+    return captured
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda p, a, b: torch.cat([a, b], out=p),
+        lambda p, a, b: torch.stack([a, b], out=p.view(2, 2, 6)),
+        lambda p, a, b: torch._foreach_add_([p[:2], p[2:]], [a, b]),
+        lambda p, a, b: torch._foreach_copy_([p[:2], a], [a, b]),
+    ],
+)
+def test_writes_by_out_and_into_lists_are_refused_not_ignored(copy):
+    captured = load_two(copy)
+    assert set(captured.unsupported) == {"a", "b"} and captured.ignored == [] and captured.direct == []
+
+
+def test_copies_of_lists_are_copies():
+    captured = load_two(lambda p, a, b: torch._foreach_copy_([p[:2], p[2:]], [a, b]))
+    assert captured.unsupported == {} and captured.unfilled == {} and [copy.first for copy in captured.direct] == [0, 12]
+
+
+def test_operations_on_lists_of_parameters_are_not_made():
+    def load(p, a, b):
+        torch._foreach_mul_([p[:2], p[2:]], 2.0)
+        torch._foreach_zero_([p])
+        p[:2].copy_(a)
+        p[2:].copy_(b)
+        torch._foreach_mul_([p[2:]], 2.0)
+
+    captured = load_two(load)
+    assert list(captured.unsupported) == ["b"] and "_foreach_mul_" in captured.unsupported["b"]
+
+
+def test_a_loader_that_catches_what_reading_values_raises_is_noticed():
+    def load(p, a, b):
+        p[:2].copy_(a)
+        try:
+            p[2:].copy_(torch.from_numpy(b.numpy()))
+        except Exception:
+            pass
+
+    def load_names(weights):
+        held = dict(weights)
+        load(parameter, held.get("a", torch.zeros(2, 6)), held["b"]) if "b" in held else parameter[:2].copy_(held["a"])
+
+    parameter = torch.zeros(4, 6)
+    captured = capture(load_names, [(name, torch.float32, (2, 6)) for name in "ab"], parameters={"p": parameter})
+    assert list(captured.unsupported) == ["b"] and captured.ignored == []
+
+
+def test_a_loader_with_threads_is_refused():
+    def load(p, a, b):
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(p[:2].copy_, a)  # nobody asks for the result
+
+    with pytest.raises(Unimplemented, match="'a' on another thread"):
+        load_two(load)
+
+
+@pytest.mark.parametrize("offset", [0, 12])
+def test_as_strided_of_a_copy_is_refused(offset):
+    # Its strides are those of the copy, not of the tensor that was copied.
+    captured = one(lambda p, w: p.view(-1)[:12].copy_(w.t().contiguous().as_strided((12,), (2,), offset)))
+    assert "as_strided" in captured.unsupported["w"] and all(copy.parameter != "p" for copy in captured.direct)
+
+
+def test_a_lazily_negated_tensor_is_computed():
+    assert "_neg_view" in one(lambda p, w: p.copy_(torch._neg_view(w))).unsupported["w"]
+
+
+def test_copies_into_a_parameter_seen_as_smaller_elements_are_refused():
+    parameter = torch.zeros(8)
+
+    def load(weights):
+        for _, w in weights:
+            parameter.view(torch.uint8)[4:8].copy_(w)
+
+    captured = capture(load, [("w", torch.uint8, (4,))], parameters={"p": parameter})
+    assert "seen as torch.uint8" in captured.unsupported["w"] and captured.direct == []
+
+
+def test_parameters_of_several_dtypes_in_a_storage_are_told_apart():
+    memory = torch.zeros(64, dtype=torch.uint8)
+    parameters = {"a": memory[0:16].view(torch.float32), "b": memory[16:32].view(torch.bfloat16), "c": memory[32:36]}
+    weights = {name: torch.arange(1, 1 + p.numel()).to(p.dtype) for name, p in parameters.items()}
+
+    def load(tensors):
+        for name, w in tensors:
+            parameters[name].copy_(w)
+
+    captured = capture(load, manifest_of(weights), parameters=parameters)
+    assert captured.unsupported == {} and captured.untouched == []
+    deliver(captured, weights)
+    assert all(torch.equal(parameters[name], w) for name, w in weights.items())
+
+
+class Replacing(torch.nn.Module):
+    def __init__(self, replace):
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.ones(4, 6), requires_grad=False)
+        self.replace = replace
+
+    def load_weights(self, weights):
+        for _, w in weights:
+            self.replace(self, w)
+
+
+def set_data(module, w):
+    module.p.data = w
+
+
+def set_other_data(module, w):
+    module.p.data = torch.zeros(4, 6)
+    module.p.copy_(w)
+
+
+def set_transposed(module, w):
+    module.p.data = module.p.data.t()
+
+
+def set_parameter(module, w):
+    module.p = torch.nn.Parameter(w, requires_grad=False)
+
+
+@pytest.mark.parametrize("replace", [set_data, set_other_data, set_transposed, set_parameter])
+def test_a_loader_that_replaces_parameters_is_refused_and_undone(replace):
+    module = Replacing(replace)
+    parameter, pointer = module.p, module.p.data_ptr()
+    with pytest.raises(Unimplemented, match="parameter 'p'"):
+        capture(module.load_weights, [("w", torch.float32, (4, 6))])
+    assert module.p is parameter and parameter.data_ptr() == pointer and parameter.shape == (4, 6)
+    assert torch.equal(parameter, torch.ones(4, 6))
+
+
+def test_parameters_that_the_loader_skips_are_named():
+    parameters = {"p": torch.zeros(4), "forgotten": torch.zeros(3), "empty": torch.zeros(0)}
+    captured = capture(
+        lambda weights: [parameters["p"].copy_(w) for _, w in weights], [("w", torch.float32, (4,))], parameters=parameters
+    )
+    assert captured.untouched == ["forgotten"]
 
 
 def test_an_update_in_part_is_refused_as_a_whole():
