@@ -30,7 +30,7 @@ def main():
 
     torch.manual_seed(0)
     model = TrainerModel()
-    with refitd.Trainer(options.group, wait_seconds=60) as trainer:
+    with refitd.Trainer(options.group, wait_seconds=200) as trainer:
         for version in range(1, options.versions + 1):
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -92,13 +92,23 @@ def numbers(values: Iterable[int]) -> array[int]:
     return array("q", values)
 
 
+def check_name(name: str, whose: str) -> None:
+    """Raises InvalidArgument for a name that C would read as another."""
+    what = f"tensor {name!r}"
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise InvalidArgument(f"{what} of {whose}: the name is empty, no text, or has a null in it", culprit=what)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{what} of {whose}: the name is not UTF-8: {error}", culprit=what) from None
+
+
 def check_tensors(tensors: Sequence[TensorSpec], whose: str) -> None:
     """Raises InvalidArgument, naming tensor and member, for what the library could only refuse in worse words."""
     seen: set[str] = set()
     for tensor in tensors:
         what = f"tensor '{tensor.name}'"
-        if not tensor.name or "\0" in tensor.name:
-            raise InvalidArgument(f"{what} of {whose}: the name is empty or has a null in it", culprit=what)
+        check_name(tensor.name, whose)
         if tensor.name in seen:
             raise InvalidArgument(f"{what} of {whose} is there twice", culprit=what)
         seen.add(tensor.name)

@@ -93,6 +93,13 @@ class ConnectOptions:
         return made
 
 
+def names_of(names: Sequence[str], what: str) -> list[str]:
+    """The names as a list; raises InvalidArgument for a single text, whose characters would be taken for names."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(f"{what}: {names!r} is no list of names", culprit=what)
+    return list(names)
+
+
 def group_spec(
     trainer_ranks: int,
     min_instances: int,
@@ -102,6 +109,7 @@ def group_spec(
     unwanted: Sequence[str],
 ) -> _abi.refit_group_spec:
     """The C structure of a group's spec; None is the daemon's default."""
+    engine_only, unwanted = names_of(engine_only, "engine_only_tensors"), names_of(unwanted, "unwanted_tensors")
     return _abi.sized(
         _abi.refit_group_spec,
         trainer_ranks=checked_count(trainer_ranks, "world_size", 1),
@@ -109,9 +117,9 @@ def group_spec(
         slot_bytes=0 if slot_bytes is None else slot_bytes,
         slots=0 if slots is None else checked_count(slots, "slots", 1),
         engine_only_count=len(engine_only),
-        engine_only_tensors=texts(list(engine_only)),
+        engine_only_tensors=texts(engine_only),
         unwanted_count=len(unwanted),
-        unwanted_tensors=texts(list(unwanted)),
+        unwanted_tensors=texts(unwanted),
     )
 
 
@@ -139,6 +147,15 @@ class Registration:
             self._addresses = [m.pointer_now for m in movable if m.pointer_now is not None], [m.pointer for m in movable]
         tell, registered = self._addresses
         return [now() for now in tell] != registered
+
+    def first_moved(self) -> str:
+        """The first tensor whose memory lies elsewhere; "a tensor" where none does."""
+        for box in self.boxes:
+            memory = box.memory
+            if isinstance(memory, (HostMemory, CudaMemory)) and memory.pointer_now is not None:
+                if memory.pointer_now() != memory.pointer:
+                    return self.tensor_of(box)
+        return "a tensor"
 
     @property
     def staged_bytes(self) -> int:
@@ -270,6 +287,8 @@ class Member:
                     pointer = memory.pointer_now()
                     if pointer == memory.pointer:
                         continue
+                    if memory.check_moved is not None:
+                        memory.check_moved()
                     moved[id(memory)] = replace(memory, pointer=pointer)
                 tensors.add(box.tensor_index)
         if not moved:

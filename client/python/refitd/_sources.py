@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ._buffers import CudaBytes, HostBytes
 from ._dtypes import DTYPES, DType, resolve
-from .errors import InvalidArgument, Unimplemented
+from .errors import FailedPrecondition, InvalidArgument, Unimplemented
 
 
 class Source(NamedTuple):
@@ -90,7 +90,13 @@ def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
     _plain.add(type(tensor))
     count = tensor.numel()
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
-        return Source(dtype, shape, count, None, tensor.data_ptr(), tensor)
+        pointer = tensor.data_ptr()
+        # Sharded training frees the memory of gathered parameters between uses, and leaves the shape.
+        if count and (pointer == 0 or tensor.untyped_storage().nbytes() < (tensor.storage_offset() + count) * dtype.itemsize):
+            raise FailedPrecondition(
+                f"tensor '{name}' has no memory: it was freed, or is a {type(tensor).__name__} without any", culprit=f"tensor '{name}'"
+            )
+        return Source(dtype, shape, count, None, pointer, tensor)
     flat: list[Any] = []  # of a tensor whose elements can't be viewed in a row: made at the first copy
 
     def copy(target: HostBytes | CudaBytes, start: int, n: int) -> None:
@@ -123,6 +129,8 @@ def _of_other(torch: Any, name: str, value: Any) -> Source:
 
 def _of_numpy(numpy: Any, name: str, value: Any) -> Source:
     dtype = resolve(value.dtype, f"tensor '{name}'")
+    if isinstance(value, numpy.ma.MaskedArray):
+        raise InvalidArgument(f"tensor '{name}' is a masked array: push its data, or fill it", culprit=f"tensor '{name}'")
     if value.flags.c_contiguous:
         return Source(dtype, tuple(value.shape), value.size, None, value.ctypes.data, value)
     flat: list[Any] = []
@@ -139,13 +147,19 @@ def _of_numpy(numpy: Any, name: str, value: Any) -> Source:
 
 
 def _of_dlpack(torch: Any, name: str, value: Any) -> Source:
-    if torch is not None:
-        return _of_torch(torch, name, torch.from_dlpack(value))
+    if torch is None:
+        try:
+            import numpy
+        except ImportError:
+            raise Unimplemented(f"tensor '{name}': import torch or numpy first, which take DLPack") from None
+    library = numpy if torch is None else torch
     try:
-        import numpy
-    except ImportError:
-        raise Unimplemented(f"tensor '{name}': import torch or numpy first, which take DLPack") from None
-    return _of_numpy(numpy, name, numpy.from_dlpack(value))
+        taken = library.from_dlpack(value)
+    except Exception as error:  # of a device or dtype that the library does not know, of read-only memory
+        raise InvalidArgument(
+            f"tensor '{name}': {library.__name__} does not take the DLPack of a {type(value).__name__}: {error}", culprit=f"tensor '{name}'"
+        ) from error
+    return _of_numpy(numpy, name, taken) if torch is None else _of_torch(torch, name, taken)
 
 
 def _of_buffer(name: str, view: memoryview) -> Source:

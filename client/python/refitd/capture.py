@@ -855,7 +855,7 @@ def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
     if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + nbytes or tensor.device.type == "meta":
         raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=name)
     if tensor.device.type == "cpu":
-        return HostMemory(tensor.data_ptr(), nbytes, tensor, name), itemsize
+        return HostMemory(tensor.data_ptr(), nbytes, tensor, name, tensor.data_ptr), itemsize
     if tensor.device.type != "cuda":
         raise InvalidArgument(f"parameter '{name}' is on device {tensor.device}: host memory and CUDA are possible", culprit=name)
     import torch

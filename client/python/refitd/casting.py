@@ -25,7 +25,7 @@ from . import _dtypes
 from ._boxes import range_boxes, row_major
 from ._layout import Box
 from ._sources import Source
-from .errors import InvalidArgument
+from .errors import FailedPrecondition, InvalidArgument
 from .memory import CudaMemory, FilledMemory
 
 if TYPE_CHECKING:
@@ -195,7 +195,14 @@ class _Room:
 
         with torch.no_grad():
             for cast, target in zip(self.casts, targets):
-                target.copy_(cast.source)
+                source = cast.source
+                if source.shape != target.shape or source.untyped_storage().nbytes() == 0 < source.numel():
+                    raise FailedPrecondition(
+                        f"tensor '{cast.name}' was registered with a shard of shape {tuple(target.shape)}, and is now of shape "
+                        f"{tuple(source.shape)}, with {source.untyped_storage().nbytes()} bytes of memory",
+                        culprit=cast.name,
+                    )
+                target.copy_(source)
 
 
 class CastPush:

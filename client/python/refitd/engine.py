@@ -18,7 +18,7 @@ from ._lists import TensorList, check_tensors
 from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, current_gpu
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
-from .errors import Closed, DeadlineExceeded, InvalidArgument
+from .errors import Closed, DeadlineExceeded, FailedPrecondition, InvalidArgument
 from .events import Aborted, Committed, Draining, Event, Lost, Part, Prepare, Reattached, View, Weights
 
 # The longest that one call of the library waits for an event, so that signal handlers run and close() is noticed meanwhile.
@@ -247,9 +247,25 @@ class Engine(Member):
     # ---- answers ----
 
     def ready(self, version: int) -> None:
-        """Answers Prepare: this rank no longer reads its weights. Raises FailedPrecondition where that is not due (any more)."""
+        """Answers Prepare: this rank no longer reads its weights.
+
+        Raises FailedPrecondition where that is not due (any more), and where a registered tensor's memory moved since, which nothing
+        would be written to: the update fails then, and the tensors must be registered again.
+        """
+        self._check_unmoved(version)
         with self._handle as handle:
             check(_abi.library().refit_engine_ready(handle, checked_version(version)), self.label)
+
+    def _check_unmoved(self, version: int) -> None:
+        with self._lock:
+            registration = self._registration
+        if registration is None or not registration.moved():
+            return
+        first = registration.first_moved()
+        self.fail(version, f"{first} of {self.label} lies elsewhere than when it was registered")
+        raise FailedPrecondition(
+            f"{first} of {self.label} lies elsewhere than when it was registered: register the parameters again", culprit=first
+        )
 
     def ack(self, part: Part) -> None:
         """Answers Part: its views are no longer read. Raises FailedPrecondition where that is not due (any more)."""

@@ -25,7 +25,8 @@ class HostMemory:
     """`nbytes` bytes of this process from address `pointer`; `owner` (a tensor or array) keeps them allocated.
 
     `label` names the bytes in warnings and errors, usually by the tensor's name. `pointer_now`, if given, tells where the bytes are
-    at each refit: memory that moved is bound anew.
+    at each refit: memory that moved is bound anew, after `check_moved`, if given, has raised nothing. It should raise where the
+    tensor is not what it was when it was registered.
     """
 
     pointer: int
@@ -33,6 +34,7 @@ class HostMemory:
     owner: Any = field(default=None, compare=False, repr=False)
     label: str = ""
     pointer_now: Callable[[], int] | None = field(default=None, compare=False, repr=False)
+    check_moved: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class CudaMemory:
     """`nbytes` bytes from `pointer` on the GPU with `device_uuid` ("GPU-..."); `device_index` is this process's number of it.
 
     `owner` keeps the memory allocated. `pointer_now`, if given, tells where the bytes are at each refit: memory that moved is
-    bound anew.
+    bound anew, after `check_moved`, as of HostMemory.
     """
 
     device_uuid: str
@@ -72,6 +74,7 @@ class CudaMemory:
     owner: Any = field(default=None, compare=False, repr=False)
     label: str = ""
     pointer_now: Callable[[], int] | None = field(default=None, compare=False, repr=False)
+    check_moved: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
 
 Memory = Union[HostMemory, RegionMemory, FilledMemory, CudaMemory]

@@ -142,6 +142,17 @@ class _Held:
             return address
         return lambda: int(current().data_ptr())
 
+    def check(self, dtype: Any, extent: tuple[int, ...], strides: tuple[int, ...], rank: int) -> None:
+        """Raises FailedPrecondition where the tensor, which was moved, is not of the dtype, shape and strides that were registered."""
+        name, tensor = self.shard.name, self.current()
+        _View(name, tensor, tensor.element_size(), rank)
+        if (tensor.dtype, tuple(tensor.shape), tensor.stride()) != (dtype, extent, strides):
+            raise FailedPrecondition(
+                f"rank {rank}: tensor '{name}' was registered as {dtype} {extent} with strides {strides}, and is now {tensor.dtype} "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}: register it again",
+                culprit=name,
+            )
+
 
 def _held(x: Any, buffers: bool | Sequence[str], rank: int, world_size: int | None) -> Iterator[_Held]:
     if hasattr(x, "named_parameters") and hasattr(x, "state_dict"):
@@ -281,6 +292,10 @@ class _View:
     def __init__(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
         of: Any = type(tensor)
         if not _is_torch(of):
+            if not hasattr(tensor, "__array_interface__"):
+                raise InvalidArgument(
+                    f"rank {rank}: tensor '{name}' is a {of.__name__}: register torch tensors or numpy arrays, or push it", culprit=name
+                )
             self.pointer: int = tensor.__array_interface__["data"][0]
             strides = tensor.strides
             if any(stride % itemsize or stride < 0 for stride in strides):
@@ -302,8 +317,12 @@ class _View:
                 )
             span += (n - 1) * stride
         self.nbytes = span * itemsize
-        if self.device is not None and tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + self.nbytes:
+        if self.device is None:
+            return
+        if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + self.nbytes:
             self._refuse_freed(name, tensor, rank)
+        if self.pointer == 0:
+            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is a {type(tensor).__name__} without memory", culprit=name)
 
     def _look_at_torch(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
         self.device = tensor.device
@@ -483,14 +502,15 @@ class _Collector:
     def _memory_of(self, name: str, tensor: Any, view: _View, held: _Held) -> Memory:
         if view.device is None:
             return HostMemory(view.pointer, view.nbytes, tensor, name)
+        check = partial(held.check, tensor.dtype, tuple(tensor.shape), tensor.stride(), self._rank)
         if view.device.type == "cpu":
-            return HostMemory(view.pointer, view.nbytes, tensor, name, held.address)
+            return HostMemory(view.pointer, view.nbytes, tensor, name, held.address, check)
         if view.device.type != "cuda":
             raise InvalidArgument(
                 f"rank {self._rank}: tensor '{name}' is on device {view.device}: host memory and CUDA are possible", culprit=name
             )
         index = view.device.index or 0
-        return CudaMemory(self._uuid_of(index), view.pointer, view.nbytes, index, tensor, name, held.address)
+        return CudaMemory(self._uuid_of(index), view.pointer, view.nbytes, index, tensor, name, held.address, check)
 
     def _uuid_of(self, index: int) -> str:
         uuid = self._uuids.get(index)

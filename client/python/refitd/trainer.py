@@ -98,6 +98,7 @@ class Trainer(Member):
 
         self._own(interruptible(attach, disown=_abi.library().refit_trainer_free))
         self._pushed: PushedTensors | None = None
+        self._refitting: int | None = None  # the version of the refit that runs, if any
         self._specs: dict[str, TensorSpec] = {}  # of tensors that were pushed, by name
 
     # ---- shards that stay where they are ----
@@ -183,7 +184,18 @@ class Trainer(Member):
                 check(library.refit_trainer_refit(handle, byref(options), byref(raw)), f"{self.label}, version {version}")
                 return result_of(raw, library.refit_trainer_outcome, handle, staged, rebound)
 
-        return interruptible(refit, cancel=lambda: self._cancel(version))
+        self._refitting = version
+        try:
+            return interruptible(refit, cancel=lambda: self._cancel(version))
+        finally:
+            self._refitting = None
+
+    def close(self) -> None:
+        """Detaches from the daemon, and gives up the refit that another thread waits in. No method works afterwards."""
+        version = self._refitting
+        if version is not None and not self.closed:
+            self._cancel(version)
+        super().close()
 
     def _refit_with_pushes(
         self,

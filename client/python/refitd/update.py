@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from . import _abi
 from ._buffers import CudaBytes, HostBytes
 from ._layout import TensorSpec
-from ._lists import TensorList, numbers
+from ._lists import TensorList, check_name, numbers
 from ._native import Handle, check, error_of, text
 from ._sources import Source, copy_host, source_of
 from ._wait import SLICE_SECONDS, interruptible
-from .errors import Error, FailedPrecondition, InvalidArgument
+from .errors import Error, FailedPrecondition, InvalidArgument, UpdateAborted
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -97,9 +98,13 @@ class _Window:
         _windows[self.key] = self
 
     def enter(self) -> None:
-        """Waits until one slot less is held. A push is answered at the latest when the update's time has passed."""
-        while not self._free.acquire(timeout=SLICE_SECONDS):
-            pass  # signal handlers run
+        """Waits until one slot less is held. A push is answered at the latest when the update's time has passed.
+
+        Raises the first error of any push: then slots may never come back, as those of an interrupted call.
+        """
+        while not self._free.acquire(timeout=SLICE_SECONDS):  # signal handlers run
+            if self.error is not None:
+                raise self.error
 
     def leave(self) -> None:
         self._free.release()
@@ -132,9 +137,8 @@ class _Slot:
         self.window = window
         self.used = 0
         self.names: set[str] = set()
-        self.tensors: list[TensorSpec] = []
-        self.parts: list[tuple[int, int]] = []
-        self.offsets: list[int] = []
+        # Of each tensor: what it is, (start, count) of its elements, and its byte offset; one entry, so that no signal parts them.
+        self.entries: list[tuple[TensorSpec, tuple[int, int], int]] = []
 
     def close(self) -> None:
         """Gives the slot back, which was not pushed."""
@@ -188,10 +192,17 @@ class Update:
         Raises InvalidArgument, naming the tensor; what the daemon refuses (a tensor that engines do not know, a wrong shape) is
         raised by a later push or by the commit, as the push is not waited for.
         """
+        if shape is not None:
+            try:
+                shape = tuple(map(operator.index, shape))
+                start = operator.index(start)
+            except TypeError as error:
+                what = f"tensor '{name}'"
+                raise InvalidArgument(f"{what} of {self._label}: shape {shape!r}, start {start!r}: {error}", culprit=what) from None
         source = source_of(name, tensor, dtype, shape)
         whole = source.shape
         if shape is not None:
-            whole = tuple(shape)
+            whole = shape
             if start < 0 or start + source.elements > math.prod(whole):
                 raise InvalidArgument(
                     f"tensor '{name}' of {self._label}: elements {start} to {start + source.elements} are beyond the shape {whole}",
@@ -202,6 +213,7 @@ class Update:
         # The same tensors come in every update.
         spec = self._trainer._specs.get(name)
         if spec is None or spec.shape != whole or spec.dtype != source.dtype.name:
+            check_name(name, self._label)
             spec = self._trainer._specs[name] = TensorSpec(name, source.dtype.name, whole)
         with self._lock:
             self._pack(spec, start, source)
@@ -210,7 +222,7 @@ class Update:
         slot = self._slot
         nbytes = source.elements * source.dtype.itemsize
         # A bucket has a tensor once: another part of it goes into the next.
-        if slot is not None and slot.tensors and (nbytes > slot.room() or spec.name in slot.names):
+        if slot is not None and slot.entries and (nbytes > slot.room() or spec.name in slot.names):
             self._send()
             slot = None
         if slot is None:
@@ -243,9 +255,7 @@ class Update:
                     source.copy(target, done, count)
         slot.used = at + nbytes
         slot.names.add(spec.name)
-        slot.tensors.append(spec)
-        slot.parts.append((start + done, count))
-        slot.offsets.append(at)
+        slot.entries.append((spec, (start + done, count), at))
 
     def _lease(self) -> _Slot:
         def lease() -> _Slot:
@@ -274,7 +284,7 @@ class Update:
         packed, self._slot = self._slot, None
         if packed is None:
             return
-        if not packed.tensors:
+        if not packed.entries:
             packed.close()
             return
         slot = packed
@@ -282,8 +292,9 @@ class Update:
             slot.data.synchronize()
 
         def send() -> None:
-            tensors = TensorList(slot.tensors, slot.parts)
-            offsets = numbers(slot.offsets)
+            specs, parts, places = zip(*slot.entries)
+            tensors = TensorList(specs, parts)
+            offsets = numbers(places)
             bucket = _abi.sized(
                 _abi.refit_bucket,
                 tensors=tensors.pointer,
@@ -359,7 +370,9 @@ class Update:
                 self._handle.close()
 
     def _cancel(self) -> None:
-        """Ends the call that another thread has under way in this update."""
+        """Ends the call that another thread has under way in this update, which is over."""
+        if self._window.error is None:
+            self._window.error = UpdateAborted(f"{self._label}: a call was interrupted, which gave the update up")
         self._trainer._cancel(self.version)
 
     def _drop_slot(self) -> None:

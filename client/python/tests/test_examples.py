@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -34,18 +35,28 @@ class Running:
             [sys.executable, *command], env=environment, cwd=EXAMPLES, stdin=subprocess.DEVNULL, stdout=self.output,
             stderr=subprocess.STDOUT)
 
-    def versions(self):
-        """Waits for its end; the digests that it printed, by version."""
-        code = self.process.wait(SECONDS)
+    def text(self):
         self.output.seek(0)
-        text = self.output.read()
-        assert code == 0, text
-        return {int(version): digest for version, digest in re.findall(r"^version (\d+) digest (\w+)", text, re.M)}
+        return self.output.read()
+
+    def versions(self):
+        """The digests that it printed, by version."""
+        return {int(version): digest for version, digest in re.findall(r"^version (\d+) digest (\w+)", self.text(), re.M)}
 
     def end(self):
         self.process.kill()
         self.process.wait()
         self.output.close()
+
+
+def wait_for(running):
+    """Waits until all have ended well. Where one fails the others might wait for it for good."""
+    deadline = time.monotonic() + SECONDS
+    while any(codes := [process.process.poll() for process in running]) or None in codes:
+        failed = any(codes)
+        if failed or time.monotonic() > deadline:
+            raise AssertionError(f"exit statuses {codes}:\n" + "\n----\n".join(process.text() for process in running))
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("name, engine, trainer", [
@@ -58,6 +69,7 @@ def test_engine_holds_what_the_trainer_had(daemon, name, engine, trainer):
     try:
         for command in (engine, trainer):
             running.append(Running(daemon.socket, *command, *options))
+        wait_for(running)
         held, had = (process.versions() for process in running)
     finally:
         for process in running:
