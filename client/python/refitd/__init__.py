@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # What needs torch comes when it is asked for.
+    # Names that need torch are imported when they are first used.
     if name in ("capture", "Captured"):
         module = importlib.import_module(".capture", __name__)  # which can be called
         return module if name == "capture" else module.Captured

@@ -22,7 +22,7 @@ from typing import NoReturn
 _IN_PACKAGE = Path(__file__).parent / "_bin"
 _LIBRARY = "librefit.so"
 _ELF_MAGIC = b"\x7fELF"
-# What a shell answers for a command that it does not find.
+# A shell exits with this status for a command that it does not find.
 _NOT_FOUND = 127
 
 

@@ -98,7 +98,7 @@ class _View:
             if index >= n:
                 raise NotBoxes("it begins outside the tensor")
             self._start.append(index)
-        # Of each dimension: the box's extent and its stride in the other memory, and the span of all boxes.
+        # Each entry describes a dimension: the box's extent, its stride in the other memory, and the span of all boxes.
         self._extent = [1] * len(self._shape)
         self._stride = [1] * len(self._shape)
         self._span = [1] * len(self._shape)

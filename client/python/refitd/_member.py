@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,7 @@ from .regions import Region, aligned
 if TYPE_CHECKING:
     from .cuda import Allocation, CudaResolver
 
-# What close() waits for the calls of other threads. Those have deadlines of their own: the last of them then frees the handle.
+# close() waits so long for the calls of other threads. They have deadlines of their own: the last of them then frees the handle.
 CLOSE_SECONDS = 10.0
 
 Self = TypeVar("Self", bound="Member")
@@ -136,7 +136,7 @@ class Registration:
     cuda_regions: dict[int, tuple[Allocation, Handle]] = field(default_factory=dict)  # by base address
     owners: list[Region] = field(default_factory=list)
 
-    # Of the memory that may move: what tells its address, and the address when it was registered.
+    # Two lists about the memory that may move: functions that tell its address now, and its addresses at registration.
     _addresses: tuple[list[Callable[[], int]], list[int]] | None = None
 
     def moved(self) -> bool:
@@ -150,12 +150,16 @@ class Registration:
 
     def first_moved(self) -> str:
         """The first tensor whose memory lies elsewhere; "a tensor" where none does."""
+        return next((self.tensor_of(box) for box, _, _ in self.moved_boxes()), "a tensor")
+
+    def moved_boxes(self) -> Iterator[tuple[Box, HostMemory | CudaMemory, int]]:
+        """Boxes whose memory lies elsewhere than when it was registered: the box, its memory, and the address now."""
         for box in self.boxes:
             memory = box.memory
             if isinstance(memory, (HostMemory, CudaMemory)) and memory.pointer_now is not None:
-                if memory.pointer_now() != memory.pointer:
-                    return self.tensor_of(box)
-        return "a tensor"
+                pointer = memory.pointer_now()
+                if pointer != memory.pointer:
+                    yield box, memory, pointer
 
     @property
     def staged_bytes(self) -> int:
@@ -280,17 +284,12 @@ class Member:
             return 0
         moved: dict[int, HostMemory | CudaMemory] = {}
         tensors: set[int] = set()
-        for box in registration.boxes:
-            memory = box.memory
-            if isinstance(memory, (HostMemory, CudaMemory)) and memory.pointer_now is not None:
-                if id(memory) not in moved:
-                    pointer = memory.pointer_now()
-                    if pointer == memory.pointer:
-                        continue
-                    if memory.check_moved is not None:
-                        memory.check_moved()
-                    moved[id(memory)] = replace(memory, pointer=pointer)
-                tensors.add(box.tensor_index)
+        for box, memory, pointer in registration.moved_boxes():
+            if id(memory) not in moved:
+                if memory.check_moved is not None:
+                    memory.check_moved()
+                moved[id(memory)] = replace(memory, pointer=pointer)
+            tensors.add(box.tensor_index)
         if not moved:
             return 0
         boxes = [replace(box, memory=moved.get(id(box.memory), box.memory)) for box in registration.boxes]

@@ -28,7 +28,7 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-# What messages of the daemon and the library call those who hold a call up or gave bad input.
+# These words precede the name of a rank, tensor or daemon that holds a call up or gave bad input, in messages of daemon and library.
 _CULPRITS = re.compile(
     r"tensor '[^']+'"
     r"|tensor [^\s:,;()]+(?=:)"
@@ -38,7 +38,7 @@ _CULPRITS = re.compile(
 )
 
 
-# Whom messages name where they name none of those: "Refit: daemon at PATH: ...".
+# A message without such a name may still name the daemon: "Refit: daemon at PATH: ...".
 _DAEMON = re.compile(r"daemon (?:at )?[^\s:,;()]+")
 
 
