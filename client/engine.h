@@ -22,22 +22,23 @@
 //   }
 //
 // The rank resumes on Committed or a clean Aborted only. If the lease is lost between Ready and the
-// outcome the rank is in doubt: `weights()` then says kInDoubt, which counts as dirty, and it never
-// guesses (P2).
+// outcome, the rank is in doubt: `weights()` then says kInDoubt, which counts as dirty. The client
+// never guesses the outcome (P2).
 //
-// This object is all that remembers a doubt, and the daemon forgets a rank with its lease. A
+// Only this object remembers that the rank is in doubt: the daemon forgets a rank with its lease. A
 // process that attaches anew over memory that an earlier Engine served (or that another process
-// left) must therefore say what the memory holds: `held_version` if the earlier one's weights() was
-// kGood and version() told a version, else `dirty`. If you don't know whether the weights are
+// left) must therefore say what the memory holds: `held_version` if weights() of the earlier Engine
+// was kGood and version() told a version, else `dirty`. If you don't know whether the weights are
 // whole, say `dirty`.
 //
 // With ConnectOptions::reattach a lease that is lost with its daemon is no error: Next() gives
 // Lost, then Reattached once a daemon at the socket has taken the rank back, with the same regions
 // and the layout that was registered last. The daemon is told a held version only if the weights
-// are kGood; a rank in doubt stays so, through every later lease, until an update commits. Between
-// the two events the rank serves what it has, if that is good. Attaching again begins when all
-// events of the lost lease were taken, so keep calling Next(). After Lost the views of its parts
-// are no longer used; answers to its events are dropped, and return OK.
+// are kGood; a rank in doubt stays in doubt, through every later lease, until an update commits.
+// Between the two events the rank serves its weights, if they are good. Attaching again begins when
+// all events of the lost lease were taken, so keep calling Next(). After Lost, the views of parts
+// of the lost lease must no longer be used; answers to events of the lost lease are dropped and
+// return OK.
 #ifndef REFITD_CLIENT_ENGINE_H_
 #define REFITD_CLIENT_ENGINE_H_
 
@@ -57,7 +58,7 @@ enum class Delivery : uint8_t { kRegistered, kStaged };
 
 // What this rank may say of its own weights.
 enum class Weights : uint8_t {
-  kGood,     // version() holds (none yet: as loaded)
+  kGood,     // the memory holds version(), or what was loaded if there is no version yet
   kPaused,   // Prepare came; not resumed yet
   kDirty,    // an update was lost after writing began, or the rank attached as dirty
   kInDoubt,  // the lease was lost between Ready and the outcome: counts as dirty
@@ -69,15 +70,16 @@ struct EngineOptions {
   int rank = 0;
   int world_size = 1;
   Delivery delivery = Delivery::kRegistered;
-  std::optional<std::vector<TensorSpec>> manifest{};  // staged: what must arrive in every update
-  // The version that memory holds, complete and verified, from an earlier lease. Absent: none that
-  // refitd installed.
+  // Staged delivery: the tensors that must arrive in every update.
+  std::optional<std::vector<TensorSpec>> manifest{};
+  // The version that the memory holds, complete and verified, from an earlier lease. Absent: refitd
+  // installed no version there.
   std::optional<Version> held_version{};
-  // With held_version: Committed::incarnation of that version. 0: not known.
+  // With held_version: the Committed::incarnation that came with that version. 0: not known.
   uint64_t held_origin = 0;
-  // Memory may hold no whole version: an update of an earlier lease failed, or its outcome was
-  // never heard. If you don't know whether the weights are whole, say dirty: it costs nothing but
-  // that the rank does not count as good before the next commit. Not with held_version
+  // The memory may hold no whole version, because an update of an earlier lease failed or its
+  // outcome was never heard. If you don't know whether the weights are whole, say dirty: the only
+  // cost is that the rank does not count as good before the next commit. Not with held_version
   // (INVALID_ARGUMENT).
   bool dirty = false;
 };
@@ -91,11 +93,12 @@ struct Prepare {
 // A tensor, or a part of one, in a mapped slot: read-only, valid until Ack, Aborted, or Ready for a
 // later update. It lies at a multiple of its element size; at a multiple of 512 bytes only where
 // the daemon packed the slot, since in a slot that a trainer leased tensors lie where the trainer
-// put them. `data` is memory of ConnectOptions::device: where that is a GPU, an address for kernels
-// and copies of this process on that GPU, and not for the host. The bytes are there when the part
-// is: no stream has to wait for them. A write there, which the device lets pass, damages what other
-// engines of the group on the same GPU load. Under a rank that is so late that it was evicted the
-// bytes may change: its weights are dirty then, and stay so whatever it loads.
+// put them. `data` is memory of ConnectOptions::device: on a GPU it is an address for kernels and
+// copies of this process on that GPU, and not for the host. The bytes are complete when Next gives
+// the part: no stream has to wait for them. Do not write there: a GPU does not prevent a write,
+// which would damage what other engines of the group on the same GPU load. If a rank is so late
+// that it was evicted, the bytes may change while it reads them; its weights are then dirty
+// whatever it loads.
 struct TensorView {
   TensorSpec tensor;  // of the whole tensor
   int64_t start = 0;  // first element carried, row-major
@@ -108,13 +111,13 @@ struct Part {
   UpdateId update;  // tells the parts of two updates to one version apart
   PartSeq part;
   std::vector<TensorView> tensors;
-  std::shared_ptr<const SlotMemory> slots{};  // behind the views
+  std::shared_ptr<const SlotMemory> slots{};  // keeps the views' memory mapped
 };
 
 struct Committed {
   Version version;
-  // Of the group, in which it was committed: versions of two incarnations have nothing to do with
-  // each other. An engine that comes back in another process tells both (EngineOptions).
+  // The incarnation of the group in which the version was committed; versions of two incarnations
+  // can't be compared. An engine that comes back in another process tells both (EngineOptions).
   uint64_t incarnation = 0;
 };
 
@@ -127,7 +130,8 @@ struct Aborted {
 struct Draining {};
 struct Nothing {};  // the timeout passed
 
-// The daemon went away, and with it the update that ran, if any; it is being tried to attach again.
+// The daemon went away, and with it the update that ran, if any; the client is trying to attach
+// again.
 struct Lost {
   std::string reason;
   Weights weights = Weights::kGood;  // kGood: serving may go on
@@ -135,7 +139,7 @@ struct Lost {
 // Attached again.
 struct Reattached {
   Weights weights = Weights::kGood;
-  std::optional<Version> held_version;  // what the daemon was told that this rank holds
+  std::optional<Version> held_version;  // the version that the daemon was told this rank holds
 };
 
 using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining, Lost, Reattached>;
@@ -148,7 +152,7 @@ class Engine {
 
   // Shared memory that the daemon may write: parameters live here (registered delivery).
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
-  // Memory of a memfd that exists already: as Trainer::AddMemfd.
+  // As Trainer::AddMemfd.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) = 0;
   // Memory of ConnectOptions::device, which the caller keeps allocated (Region): a block of
   // cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor (torch's expandable
@@ -156,46 +160,51 @@ class Engine {
   // refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) = 0;
   virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) = 0;
-  // Registers the pieces this rank holds; their regions come from NewRegion. Of two tensors that
-  // share their memory (tied weights) one has pieces and the other is named in `tensors` without
-  // any: it may come from trainers, and nothing is written for it. binding_generation is
-  // filled in. UNAVAILABLE while the lease is lost: once more after Reattached.
+  // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
+  // share their memory (tied weights), one has pieces and the other is named in `tensors` without
+  // any piece: trainers may push or refit the other, and nothing is written for it. Register fills
+  // in binding_generation. UNAVAILABLE while the lease is lost: call Register once more after
+  // Reattached.
   virtual absl::Status Register(Layout layout) = 0;
 
-  // The next event, or Nothing after `timeout`. UNAVAILABLE, ABORTED, ...: the lease ended and why,
-  // and no other is tried for (any more); weights() then tells the rest.
+  // The next event, or Nothing after `timeout`. An error (UNAVAILABLE, ABORTED, ...) says why the
+  // lease ended, and that the client does not try (any more) to attach again; weights() then tells
+  // whether the weights are whole.
   virtual absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) = 0;
-  // This rank no longer reads its weights. FAILED_PRECONDITION: no Prepare of this version is
-  // unanswered.
+  // Says that this rank no longer reads its weights. FAILED_PRECONDITION: no Prepare of this
+  // version is unanswered.
   virtual absl::Status Ready(Version version) = 0;
-  // The part's views are no longer used: on a GPU, all device work that reads them has ended (a
-  // stream was synchronised, an event was waited for). Also due for parts handed out before Fail or
-  // Aborted: their slots are in use until then, or until Ready for a later update, which ends them
-  // all. (Parts that come after Fail are not handed out.)
+  // Says that the part's views are no longer used: on a GPU, all device work that reads them has
+  // ended (a stream was synchronised, an event was waited for). Parts handed out before Fail or
+  // Aborted must be acknowledged too: their slots are in use until then, or until Ready for a later
+  // update, which releases them all. (Parts that come after Fail are not handed out.)
   virtual absl::Status Ack(const Part& part) = 0;
-  // This rank can't go on with the update (its loader failed). Aborted follows; where the update
-  // was committed before the daemon heard of it, a dirty one of this rank alone.
+  // Says that this rank can't go on with the update (its loader failed). Aborted follows. If the
+  // update was committed before the daemon heard of the failure, that Aborted is dirty and comes to
+  // this rank alone.
   virtual absl::Status Fail(Version version, const std::string& reason) = 0;
 
   virtual Weights weights() const = 0;
   // The version installed and committed here; nullopt: none, or weights() is not kGood.
   virtual std::optional<Version> version() const = 0;
-  // How often a lost lease was followed by another.
+  // How often this engine attached again after it lost its lease.
   virtual int reattachments() const = 0;
 };
 
 // Joins the parts of tensors larger than a slot, in memory of the device that the parts are on.
-// Feed every Part; whole tensors are handed out once complete. Tensors that arrive whole are passed
-// on without a copy. Of what it copied it has read the part when Add returns. Not thread-safe.
+// Feed it every Part; it hands out whole tensors once they are complete. Tensors that arrive whole
+// are passed on without a copy; bytes that are copied have been read from the part when Add
+// returns. Not thread-safe.
 class PartJoiner {
  public:
   PartJoiner();
   ~PartJoiner();
   PartJoiner(const PartJoiner&) = delete;
   PartJoiner& operator=(const PartJoiner&) = delete;
-  // Whole tensors that this part completes; the views are valid until the part is acknowledged
-  // (and, for joined ones, until the next Add or Reset). INVALID_ARGUMENT: a part that overlaps or
-  // disagrees with what came before; RESOURCE_EXHAUSTED: no memory to join in, on this device.
+  // Returns the whole tensors that this part completes. Views are valid until the part is
+  // acknowledged; views of joined tensors until the next Add or Reset. INVALID_ARGUMENT: a part
+  // that overlaps or disagrees with what came before; RESOURCE_EXHAUSTED: no memory to join in, on
+  // this device.
   absl::StatusOr<std::vector<TensorView>> Add(const Part& part);
   // Forgets unfinished tensors (on Committed and Aborted).
   void Reset();

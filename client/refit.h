@@ -11,33 +11,36 @@
  *
  * An engine rank attaches once (refit_engine_attach), registers its parameters
  * (refit_engine_register) unless it takes staged delivery, and then answers events for as long as
- * it serves: refit_engine_next, and by the event's kind PREPARE    pause, synchronise the device,
- * refit_engine_ready PART       load the views, refit_engine_ack (staged delivery only) COMMITTED
- * resume on the new version ABORTED    resume on the old one, unless `dirty`: then stay paused
- * until a COMMITTED
+ * it serves. It calls refit_engine_next, and does what the event's kind asks for:
  *
- * Calls block until they are answered. The longest that they do: those of an update what remains of
- * it, registering a minute, attaching wait_ms, each with call_margin_ms on top; refit_engine_next
- * its timeout. With reattach_ms, waiting for the next lease may double that for begin, refit and
- * register.
+ * - PREPARE: pause, synchronise the device, then call refit_engine_ready.
+ * - PART (staged delivery only): load the views, then call refit_engine_ack.
+ * - COMMITTED: resume on the new version.
+ * - ABORTED: resume on the old version, unless `dirty`: then stay paused until a COMMITTED.
+ *
+ * Calls block until they are answered, but not for ever. A call of an update blocks for at most
+ * what remains of the update, registering for at most a minute, attaching for at most wait_ms, each
+ * with call_margin_ms on top; refit_engine_next blocks for at most its timeout. With reattach_ms,
+ * waiting for the next lease may double the time of begin, refit and register.
  *
  * Errors. Functions return a refit_status whose numbers are gRPC's. On an error
- * refit_last_error() says what, where and who was waited for, until the next call of this library
- * on the same thread, and results are left as they were. A null handle or argument gives
- * REFIT_INVALID_ARGUMENT, never a crash.
+ * refit_last_error() says what failed, where, and who was waited for; the text stays until the next
+ * call of this library on the same thread. A failed call leaves its results as they were. A null
+ * handle or argument gives REFIT_INVALID_ARGUMENT, never a crash.
  *
  * Structures that may grow begin with `struct_size`: initialise them with the REFIT_..._INIT macro,
  * which sets it and leaves every other field 0 ("the default"); in C++, value-initialise and set
- * it. An older, smaller structure is taken as if its missing fields were 0; a larger one only if
- * what this library does not know is 0.
+ * it. An older, smaller structure is taken as if its missing fields were 0. A newer, larger
+ * structure is taken only if the fields that this library does not know are 0.
  *
- * Handles are freed by exactly one call of the function named with them; NULL is allowed there and
- * does nothing. Free what came from a trainer or engine (regions, slots, updates) before or after
- * it, in any order; only regions on a GPU whose memory is freed too must go first (see regions).
+ * Each handle is freed by exactly one call of the function named with it, which does nothing for
+ * NULL. Regions, slots and updates may be freed before or after the trainer or engine that they
+ * came from, in any order; but a region on a GPU must be freed first if its memory is freed too
+ * (see "regions" below).
  *
  * Threads. A refit_trainer and a refit_engine may be used from any threads at once, but only one
- * thread should answer an engine's events. A refit_update, a refit_slot and a refit_region are used
- * by one thread at a time. Freeing a handle while another thread uses it is the caller's error.
+ * thread should answer the events of an engine. A refit_update, a refit_slot and a refit_region are
+ * used by one thread at a time. A caller must not free a handle while another thread uses it.
  * Callbacks run on a thread of the library. Do not fork a process that holds handles and go on to
  * use them in the child.
  *
@@ -73,14 +76,16 @@ typedef enum refit_status {
   REFIT_UNAUTHENTICATED = 16
 } refit_status;
 
-/* "0.2.0". Static. */
+/* This library's version, such as "0.2.0". The string is static. */
 const char* refit_version(void);
-/* Of this thread's last call that returned a status; "" if it succeeded. Never NULL. */
+/* The message of this thread's last call that returned a status; "" if that call succeeded. Never
+ * NULL. */
 const char* refit_last_error(void);
-/* "DEADLINE_EXCEEDED"; "UNKNOWN" for numbers that are none. Static. */
+/* The name of a refit_status, such as "DEADLINE_EXCEEDED"; "UNKNOWN" for a number that is no
+ * status. The string is static. */
 const char* refit_status_name(int32_t status);
 
-/* Element types; values are stored as the framework stores them, nothing is converted. */
+/* Element types. Values are stored as the framework stores them; nothing is converted. */
 enum {
   REFIT_FLOAT64 = 1,
   REFIT_FLOAT32 = 2,
@@ -109,15 +114,15 @@ typedef struct refit_tensor {
   int32_t dim_count;   /* 0: a scalar */
   const int64_t* dims; /* dim_count elements */
   int64_t start;
-  int64_t count; /* REFIT_WHOLE: all of it (start is then 0) */
+  int64_t count; /* REFIT_WHOLE: all elements (start is then 0) */
 } refit_tensor;
 
 #define REFIT_WHOLE ((int64_t)-1)
 
 /* ---- attaching ---- */
 
-/* The first member of a group that brings a spec creates it; later ones must bring an equal one, or
- * none. */
+/* The contract of a group. The first member that brings a spec creates the group; later members
+ * must bring an equal spec, or none. */
 typedef struct refit_group_spec {
   size_t struct_size;
   int32_t trainer_ranks; /* 0: 1 */
@@ -126,7 +131,8 @@ typedef struct refit_group_spec {
   int32_t slots;         /* 0: the daemon's default */
   int32_t engine_only_count;
   const char* const* engine_only_tensors;
-  /* Tensors of trainers' layouts that no engine need want: names, or prefixes that end with '*'. */
+  /* Tensors that trainers' layouts may have though no engine wants them: names, or prefixes that
+   * end with '*'. */
   int32_t unwanted_count;
   const char* const* unwanted_tensors;
 } refit_group_spec;
@@ -138,64 +144,70 @@ typedef struct refit_connect_options {
   const char* socket; /* NULL: the environment's REFITD_SOCKET, else /run/refitd/refitd.sock */
   const char* group;
   const refit_group_spec* spec; /* NULL: wait for the group */
-  /* What attaching may take: for the socket and, without a spec, for the group; with reattach_ms
-   * also for a daemon that is not there yet, or goes away meanwhile. 0: 10,000. */
+  /* How long attaching may wait: for the socket and, without a spec, for the group to be created;
+   * with reattach_ms also for a daemon that is not there yet, or that goes away meanwhile. 0:
+   * 10,000. */
   int64_t wait_ms;
-  int64_t call_margin_ms;  /* added to an update's remaining time for its calls; 0: 5,000 */
-  const char* client;      /* free text for status pages; NULL: none */
-  const char* coordinator; /* "host:port" of the daemon with the group; NULL: this one */
-  /* Not 0: a lease that is lost because the daemon went away is followed by another, if a daemon at
-   * the socket gives one within so long. Regions and the registered layout stay. Begin, refit and
-   * register of a trainer then wait for that lease, also where the one before ends while they run;
-   * the calls of an update that was begun fail. (The first lease is tried for likewise, for
-   * wait_ms.) 0: the lease's end is the end: calls fail and say why it ended. */
+  /* Added to an update's remaining time as the deadline of its calls. 0: 5,000. */
+  int64_t call_margin_ms;
+  const char* client; /* free text for status pages; NULL: none */
+  /* "host:port" of the daemon that holds the group. NULL: the daemon at `socket`. */
+  const char* coordinator;
+  /* Not 0: when the lease is lost because the daemon went away, the member attaches again, and
+   * tries for this long to find a daemon at the socket. Regions and the registered layout stay.
+   * Begin, refit and register of a trainer wait for the new lease, also if the old lease ends while
+   * they run; the calls of an update that was already begun fail. (The first lease is tried for in
+   * the same way, for wait_ms.) 0: the member does not attach again: after the lease's end all
+   * calls fail and say why it ended. */
   int64_t reattach_ms;
-  int64_t silence_ms; /* not even a ping answered for so long: the daemon counts as lost; 0: 30,000,
-                         -1: never; else at least 5,000 */
+  /* A daemon that answers nothing for this long, not even a ping, counts as lost. 0: 30,000;
+   * -1: never; else at least 5,000. */
+  int64_t silence_ms;
   /* Where this member's memory is: a GPU by UUID ("GPU-01234567-89ab-...", as nvidia-smi -L prints
-   * it); NULL: host memory. REFIT_FAILED_PRECONDITION: the daemon serves no such GPU. */
+   * it); NULL: host memory. REFIT_FAILED_PRECONDITION if the daemon does not serve that GPU. */
   const char* device;
-  /* The CUDA driver, which staged engines and trainers that lease slots load on a GPU, to map the
-   * slots: as for dlopen; NULL: "libcuda.so.1". */
+  /* The name of the CUDA driver library, for dlopen(); NULL: "libcuda.so.1". Members on a GPU load
+   * the driver to map slots: staged engines, and trainers that lease slots. */
   const char* cuda_library;
 } refit_connect_options;
 #define REFIT_CONNECT_OPTIONS_INIT \
   { .struct_size = sizeof(refit_connect_options) }
 
 /* ---- regions: memory of this process that the daemon has mapped ----
- *
- * In host memory, by refit_..._new_region(), or refit_..._add_memfd() where it exists already; or
- * on the GPU of refit_connect_options.device, by refit_..._add_cuda_block() and
- * refit_..._add_cuda_vmm(). Memory of a GPU stays its owner's: it must stay allocated as long as
- * the region, and while a registered layout names it as long as the trainer or engine.
- *
- * Only a region that is freed before its trainer or engine, and that no registered layout names,
- * waits until the daemon has closed the memory. After them, or after the lease ended, the daemon
- * closes it when it comes to it, which nothing here tells. Whoever frees memory of a GPU therefore
- * registers a layout without it, frees its regions, then the memory, and the trainer or engine
- * last; else the memory stays allocated to the end of the process.
+ * A region of host memory is made by refit_..._new_region(), or by refit_..._add_memfd() from a
+ * memfd that exists already. A region on the GPU of refit_connect_options.device is made by
+ * refit_..._add_cuda_block() or refit_..._add_cuda_vmm(). The caller keeps owning memory of a GPU,
+ * and must keep it allocated as long as the region exists; if a registered layout names the region,
+ * as long as the trainer or engine exists.
+ * refit_region_free() waits until the daemon has closed the memory only if it is called before the
+ * trainer or engine is freed, and if no registered layout names the region. In all other cases, and
+ * after the lease ended, the daemon closes the memory at some later time, which this library can't
+ * tell. To free memory of a GPU safely, register a layout without it, free its regions, then the
+ * memory, and the trainer or engine last; otherwise keep the memory allocated to the end of the
+ * process.
  *
  * Nothing orders CUDA's streams and these calls: synchronise the streams that wrote the weights
  * before a push, refit or commit; an engine synchronises its device before refit_engine_ready(). */
 
-enum { REFIT_CUDA_IPC_HANDLE_BYTES = 64 }; /* of a cudaIpcMemHandle_t */
+enum { REFIT_CUDA_IPC_HANDLE_BYTES = 64 }; /* size of a cudaIpcMemHandle_t */
 
-/* This library's own mapping, as long as the region; NULL for NULL and on a GPU. */
+/* The region's memory, mapped by this library as long as the region exists; NULL for NULL and for a
+ * region on a GPU. */
 char* refit_region_data(const refit_region* region);
 int64_t refit_region_bytes(const refit_region* region); /* 0 for NULL */
-/* An asynchronous push keeps the region alive by itself. The last free of a region on a GPU waits
- * until the daemon has closed the memory, for up to call_margin_ms and 30 s, in which this member's
- * other calls go on. Not from a callback. */
+/* Frees the handle. An asynchronous push keeps the region itself alive until it ends. The last free
+ * of a region on a GPU waits until the daemon has closed the memory, for up to call_margin_ms and
+ * 30 s; this member's other calls go on meanwhile. Do not call this from a callback. */
 void refit_region_free(refit_region* region);
 
 /* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */
 typedef struct refit_piece {
-  int64_t tensor;         /* index into the call's tensors */
+  int64_t tensor;         /* index into the tensors of the same call */
   const int64_t* offset;  /* NULL: 0s */
   const int64_t* extent;  /* NULL: all of the tensor */
   const int64_t* strides; /* elements; NULL: row-major without gaps */
   const refit_region* region;
-  int64_t byte_offset; /* of the box's first element */
+  int64_t byte_offset; /* from the region's start to the box's first element */
 } refit_piece;
 
 /* ---- trainer ---- */
@@ -210,17 +222,17 @@ typedef struct refit_trainer_options {
   { .struct_size = sizeof(refit_trainer_options) }
 
 refit_status refit_trainer_attach(const refit_trainer_options* options, refit_trainer** trainer);
-/* Detaches and frees; an open update is then lost. */
+/* Detaches and frees; an open update is lost. */
 void refit_trainer_free(refit_trainer* trainer);
-/* REFIT_OK while attached; else why the lease ended, or why none follows it. */
+/* REFIT_OK while attached; else why the lease ended, or why the member could not attach again. */
 refit_status refit_trainer_health(const refit_trainer* trainer);
-/* How often a lost lease was followed by another (reattach_ms); 0 for NULL. The calls of the update
- * that ran have failed then; begin the next one. */
+/* How often this trainer attached again after it lost its lease (reattach_ms); 0 for NULL. If the
+ * number grew, the calls of the update that ran have failed; begin the next update. */
 int32_t refit_trainer_reattachments(const refit_trainer* trainer);
-/* The last committed version that the daemon told of. REFIT_NOT_FOUND: none. */
+/* The last committed version that the daemon reported. REFIT_NOT_FOUND: none. */
 refit_status refit_trainer_group_version(const refit_trainer* trainer, int64_t* version);
-/* What became of an update, for whoever missed the commit's answer: *outcome is one of
- * REFIT_UPDATE_*. A restarted daemon knows of none before. */
+/* Says what became of an update, for a caller that missed the commit's answer: *outcome is one of
+ * REFIT_UPDATE_*. A restarted daemon knows no update of before its restart. */
 enum {
   REFIT_UPDATE_UNKNOWN = 0,
   REFIT_UPDATE_RUNNING = 1,
@@ -229,23 +241,26 @@ enum {
 };
 refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome);
 /* Gives up the update to `version` while a call of another thread waits in it: refit_trainer_begin,
- * refit_trainer_refit, or a call of the update's handle, which then ends with REFIT_ABORTED. Takes
- * a second at most. REFIT_FAILED_PRECONDITION: this rank has no such update open. */
+ * refit_trainer_refit, or a call of the update's handle. The waiting call then ends with
+ * REFIT_ABORTED. This call takes a second at most. REFIT_FAILED_PRECONDITION: this rank has no such
+ * update open. */
 refit_status refit_trainer_abort(refit_trainer* trainer, int64_t version, const char* reason);
 refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes, refit_region** region);
-/* [0, bytes) of a memfd that exists already: made with MFD_ALLOW_SEALING, at least so long, and
- * then sealed against shrinking: fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK). The descriptor,
- * open for reading and writing, stays the caller's, as do mappings that it has.
- * REFIT_INVALID_ARGUMENT: no memfd, not sealed so, of huge pages, or shorter than `bytes`: the
- * message says which. REFIT_PERMISSION_DENIED: not open for reading and writing. */
+/* Makes a region of [0, bytes) of an existing memfd. The memfd must have been made with
+ * MFD_ALLOW_SEALING, be at least `bytes` long, be open for reading and writing, and be sealed
+ * against shrinking by fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK). The caller keeps owning the
+ * descriptor and its own mappings of it. REFIT_INVALID_ARGUMENT: not a memfd, not sealed against
+ * shrinking, of huge pages, or shorter than `bytes`; the message says which.
+ * REFIT_PERMISSION_DENIED: not open for reading and writing. */
 refit_status refit_trainer_add_memfd(refit_trainer* trainer, int descriptor, int64_t bytes,
                                      refit_region** region);
-/* A block of cudaMalloc of this process: `ipc_handle` is what cudaIpcGetMemHandle gives for any
- * address in it, `bytes` at most what the block has. Offsets count from the block's base. */
+/* Makes a region of a block that this process allocated with cudaMalloc. `ipc_handle` is what
+ * cudaIpcGetMemHandle gives for any address in the block; `bytes` is at most the block's size.
+ * Offsets count from the block's base. */
 refit_status refit_trainer_add_cuda_block(refit_trainer* trainer, const void* ipc_handle,
                                           int64_t bytes, refit_region** region);
-/* `bytes` of cuMemCreate (torch's expandable segments), exported as the POSIX descriptor, which
- * stays the caller's. */
+/* Makes a region of `bytes` allocated with cuMemCreate (torch's expandable segments) and exported
+ * as a POSIX descriptor. The caller keeps owning the descriptor. */
 refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, int64_t bytes,
                                         refit_region** region);
 
@@ -256,12 +271,13 @@ enum {
   REFIT_VERIFICATION_READBACK = 3
 };
 
-/* How what is pushed reaches engines on several GPUs of a daemon. */
+/* The way in which pushed buckets reach engines on several GPUs of a daemon. */
 enum {
   REFIT_BROADCAST_AUTO = 0,   /* the daemon picks, bucket by bucket */
   REFIT_BROADCAST_DIRECT = 1, /* the trainer's GPU stores into every engine's memory */
-  /* Through staging slots on each GPU; refused unless trainer and engines are on GPUs of one
-   * daemon (REFIT_FAILED_PRECONDITION) that can move bytes so (REFIT_UNIMPLEMENTED). */
+  /* The next three move bytes through staging slots on each GPU. They are refused with
+   * REFIT_FAILED_PRECONDITION unless trainer and engines are on GPUs of one daemon, and with
+   * REFIT_UNIMPLEMENTED if the daemon can't move bytes in this way. */
   REFIT_BROADCAST_CHAIN = 2,
   REFIT_BROADCAST_SYMMETRIC = 3,
   REFIT_BROADCAST_NCCL = 4
@@ -276,7 +292,8 @@ typedef struct refit_begin_options {
   int64_t tensor_count; /* of all ranks together; 0: not told */
   int64_t total_bytes;  /* of all ranks together, for progress; 0: not told */
   int32_t broadcast;    /* the same on every rank that begins */
-  /* Not 0: the registered layout has no part in this update, which ends by commit. */
+  /* Not 0: the registered layout has no part in this update, and the rank ends the update by
+   * commit. */
   int32_t without_layout;
 } refit_begin_options;
 #define REFIT_BEGIN_OPTIONS_INIT \
@@ -284,44 +301,50 @@ typedef struct refit_begin_options {
 
 /* Opens or joins the update; REFIT_OK when every engine rank is ready. Waits for the other trainer
  * ranks to begin and for the group's instances to be complete, for duration_ms at most.
- * REFIT_ALREADY_EXISTS: this
- * rank has begun it, and the handle of that is not freed: go on with that one. */
+ * REFIT_ALREADY_EXISTS: this rank has already begun this update, and its handle is not freed: go on
+ * with that handle. */
 refit_status refit_trainer_begin(refit_trainer* trainer, const refit_begin_options* options,
                                  refit_update** update);
 /* Aborts the update that the handle was made for, unless it was committed, and frees the handle. A
- * later update to the same version is not touched. Callbacks have run then, within the limit of
- * clean-up. */
+ * later update to the same version is not touched. When this returns, the callbacks of asynchronous
+ * pushes have run, unless clean-up took longer than its limit. */
 void refit_update_free(refit_update* update);
 
-int32_t refit_update_instances(const refit_update* update);      /* taking part; 0 for NULL */
-int32_t refit_update_leasable_slots(const refit_update* update); /* at a time; 0 for NULL */
+/* The number of instances that take part; 0 for NULL. */
+int32_t refit_update_instances(const refit_update* update);
+int32_t refit_update_leasable_slots(const refit_update* update); /* slots at a time; 0 for NULL */
 
-/* A staging slot to pack into, for one bucket. wait_ms 0: what remains of the update. */
+/* Leases a staging slot to pack one bucket into. wait_ms is how long to wait for a free slot; 0:
+ * what remains of the update. */
 refit_status refit_update_lease_slot(refit_update* update, int64_t wait_ms, refit_slot** slot);
-char* refit_slot_data(const refit_slot* slot); /* NULL once pushed; on a GPU as refit_view.data */
+/* NULL once pushed; on a GPU an address as refit_view.data is. */
+char* refit_slot_data(const refit_slot* slot);
 int64_t refit_slot_bytes(const refit_slot* slot); /* 0 once pushed */
 /* Gives the slot back unless it was pushed; frees the handle. */
 void refit_slot_free(refit_slot* slot);
 
-/* What one push hands over. Exactly one source: region, slot, or chunks. The bytes are complete
- * when the call is made. */
+/* What one push hands over. The bytes come from exactly one source: region, slot, or chunks. They
+ * must be complete when the call is made. */
 typedef struct refit_bucket {
   size_t struct_size;
   const refit_tensor* tensors;
   int64_t tensor_count;
   int32_t packed; /* not 0: one contiguous buffer; a bucket in a slot must be */
   int32_t chunk_count;
-  /* Packed: tensor_count of them, from the buffer's start, each a multiple of the tensor's element
-   * size; NULL: back to back. The buffer may be longer than where the last tensor ends. */
+  /* Packed: where each of the tensor_count tensors begins, in bytes from the buffer's start, a
+   * multiple of the tensor's element size; NULL: the tensors lie back to back. The buffer may be
+   * longer than where the last tensor ends. */
   const int64_t* byte_offsets;
   const refit_region* region;
-  /* Packed: one (NULL: 0), a multiple of the element size of every tensor, or, back to back, of the
-   * first. Else tensor_count of them, each a multiple of its tensor's element size. */
+  /* In bytes from the region's start. Packed: one offset (NULL: 0), a multiple of the element size
+   * of every tensor, or of the first tensor's if the tensors lie back to back. Else tensor_count
+   * offsets, each a multiple of its tensor's element size. */
   const int64_t* region_offsets;
-  /* Empty afterwards, whatever the status; still to be freed. Back to back in a slot, each tensor
-   * must fall on a multiple of its element size. */
+  /* The push empties the handle, whatever its status; the handle must still be freed. If the
+   * tensors lie back to back in the slot, each must fall on a multiple of its element size. */
   refit_slot* slot;
-  const void* const* chunks;  /* inline bytes, copied in the call: packed: one; else one a tensor */
+  /* Inline bytes, copied in the call: one chunk if packed, else one chunk for each tensor. */
+  const void* const* chunks;
   const int64_t* chunk_bytes; /* chunk_count of them */
 } refit_bucket;
 #define REFIT_BUCKET_INIT \
@@ -330,30 +353,32 @@ typedef struct refit_bucket {
 /* Hands the bucket over and waits until its source is no longer read; its region is then the
  * caller's alone again. */
 refit_status refit_update_push(refit_update* update, const refit_bucket* bucket);
-/* The same without waiting; blocks only while the daemon's limit of unanswered buckets is reached.
- * `done` (may be NULL) runs once, on a thread of the library, and must not use the update;
- * `message` is valid in the call only. `bucket` and what it points to may go when the function
- * returns, except the source. The status is of the arguments only: all else goes to `done`, and to
- * commit. The bucket's region stays known to the daemon, though it is freed, until the next push
- * after `done` ran, flush, commit, refit or refit_update_free(): the first of them waits as
- * refit_region_free() does, and memory of a GPU may be freed after it. */
+/* Pushes without waiting; blocks only while the daemon's limit of unanswered buckets is reached.
+ * `done` (may be NULL) runs once, on a thread of the library, and must not use the update; its
+ * `message` is valid only during that call. `bucket` and what it points to may be freed when the
+ * function returns, except the source. The returned status tells of bad arguments only; other
+ * errors go to `done` and to commit. The bucket's region stays known to the daemon, even if its
+ * handle is freed, until one of these calls after `done` ran: the next push, flush, commit, refit
+ * or refit_update_free(). The first of these waits as refit_region_free() does, and memory of a GPU
+ * may be freed after it. */
 typedef void (*refit_done)(void* argument, refit_status status, const char* message);
 refit_status refit_update_push_async(refit_update* update, const refit_bucket* bucket,
                                      refit_done done, void* argument);
-/* Until every asynchronous push was answered; the first error of any. */
+/* Waits until every asynchronous push was answered; returns the first error of any of them. */
 refit_status refit_update_flush(refit_update* update);
 
 typedef struct refit_commit_result {
   size_t struct_size;
   int64_t version;
-  int64_t bytes;  /* of tensor data that all ranks pushed or refitted */
+  int64_t bytes;  /* tensor data that all ranks pushed or refitted */
   double seconds; /* first begin to decision, by the daemon's clock */
-  /* That took part: refit_update_outcome() tells of each. 0: it committed, but the lease ended
-   * before its answer came, which told them (refit_trainer_refit(), with reattach_ms). */
+  /* Instances that took part; refit_update_outcome() tells the outcome of each. 0: the update
+   * committed, but the lease ended before the answer with the instances came (only
+   * refit_trainer_refit(), with reattach_ms). */
   int32_t instances;
-  int32_t committed; /* of them */
-  /* Of tensor data that all ranks pushed, by REFIT_BROADCAST_...; what a refit moved is not in it.
-   */
+  int32_t committed; /* instances that committed */
+  /* Bytes of tensor data that all ranks pushed, by REFIT_BROADCAST_...; what a refit moved is not
+   * counted. */
   int64_t pushed_bytes[5];
   /* Tensors of trainers' layouts that no engine wants and a refit left out, and their bytes. */
   int64_t left_out_tensors;
@@ -362,21 +387,21 @@ typedef struct refit_commit_result {
 #define REFIT_COMMIT_RESULT_INIT \
   { .struct_size = sizeof(refit_commit_result) }
 
-/* Commits, and waits for every push as well. REFIT_OK: every rank of every instance listed as
+/* Waits for every push of this rank, then commits. REFIT_OK: every rank of every instance listed as
  * committed holds the version. `result` may be NULL. */
 refit_status refit_update_commit(refit_update* update, refit_commit_result* result);
-/* After a successful commit or refit: instance `index` of the result. Strings live as long as the
- * update. REFIT_OUT_OF_RANGE: no such instance. */
+/* Tells the outcome of instance `index` after a successful commit or refit. Strings live as long as
+ * the update. REFIT_OUT_OF_RANGE: no such instance. */
 refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
                                   int32_t* committed, const char** reason);
 refit_status refit_update_abort(refit_update* update, const char* reason);
 
 /* ---- trainer: shards that stay where they are ---- */
 
-/* Registers the shards of this rank for refits, in place of those registered before; without a
- * piece it takes them back, and a rank without them ends its updates by commit. Not during an
- * update of this rank. `pushed`: indices of tensors that are pushed in buckets instead, in any
- * order. The pieces' regions must stay until they are registered anew or the trainer is freed. */
+/* Registers the shards of this rank for refits, in place of those registered before. A call without
+ * a piece registers no shards: a rank without shards ends its updates by commit. Not allowed during
+ * an update of this rank. `pushed`: indices of tensors that are pushed in buckets instead, in any
+ * order. The pieces' regions must stay until shards are registered anew or the trainer is freed. */
 refit_status refit_trainer_register(refit_trainer* trainer, const refit_tensor* tensors,
                                     int64_t tensor_count, const refit_piece* pieces,
                                     int64_t piece_count, const int64_t* pushed,
@@ -392,17 +417,18 @@ typedef struct refit_refit_options {
 #define REFIT_REFIT_OPTIONS_INIT \
   { .struct_size = sizeof(refit_refit_options) }
 
-/* Begin, the moves compiled from the registered layouts and commit in one, by every trainer rank:
- * the shards hold the version when it is called, and are no longer read when it returns. REFIT_OK
- * as refit_update_commit(). `result` may be NULL. */
+/* Begins an update, moves the registered shards by the moves compiled from all layouts, and
+ * commits, in one call that every trainer rank makes. The shards must hold the version when it is
+ * called, and are no longer read when it returns. REFIT_OK means what it means for
+ * refit_update_commit(). `result` may be NULL. */
 refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_options* options,
                                  refit_commit_result* result);
-/* Of the trainer's last successful refit: as refit_update_outcome(). Strings live until its next
- * one; ask on the thread that made it. */
+/* As refit_update_outcome(), for the trainer's last successful refit. Strings live until the
+ * trainer's next refit; call this on the thread that made the refit. */
 refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
                                    const char** instance, int32_t* committed, const char** reason);
-/* The same in an update that was begun, in place of commit: waits for its pushes, of the tensors
- * registered as pushed, then moves all others. */
+/* Refits within an update that was begun, in place of commit: waits for the pushes of the tensors
+ * registered as pushed, then moves all other tensors. */
 refit_status refit_update_refit(refit_update* update, refit_commit_result* result);
 
 /* ---- engine ---- */
@@ -416,27 +442,30 @@ typedef struct refit_engine_options {
   int32_t rank;
   int32_t world_size; /* 0: 1 */
   int32_t delivery;
-  int32_t has_manifest;         /* staged: `manifest` must arrive in every update */
+  /* Not 0 (staged delivery): the tensors of `manifest` must arrive in every update. */
+  int32_t has_manifest;
   const refit_tensor* manifest; /* start and count are ignored */
   int64_t manifest_count;
-  int32_t has_held_version; /* held_version is complete and verified here, from an earlier lease */
+  /* Not 0: this memory holds held_version, complete and verified, from an earlier lease. */
+  int32_t has_held_version;
   int64_t held_version;
   /* Not 0: the memory may hold no whole version, because an update of an earlier lease failed there
    * or its outcome was never heard. IF YOU DON'T KNOW WHETHER THE WEIGHTS ARE WHOLE, SAY DIRTY: the
-   * daemon forgets a rank with its lease, and a new engine knows nothing of the one that was freed.
-   * So attach anew with has_held_version where refit_engine_version() of the freed one told a
-   * version, and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_GOOD. The rank
-   * stays dirty until a commit. Not with has_held_version (REFIT_INVALID_ARGUMENT). */
+   * daemon forgets a rank with its lease, and a new engine knows nothing of a freed engine. So
+   * attach anew with has_held_version if refit_engine_version() of the freed engine told a version,
+   * and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_GOOD. The rank stays dirty
+   * until a commit. Not with has_held_version (REFIT_INVALID_ARGUMENT). */
   int32_t dirty;
-  /* With held_version: refit_event.incarnation of that version; 0: not known. */
+  /* With held_version: the refit_event.incarnation that came with that version; 0: not known. */
   uint64_t held_origin;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
 
 refit_status refit_engine_attach(const refit_engine_options* options, refit_engine** engine);
-/* Detaches and frees. What it knew of the weights goes with it: ask refit_engine_weights() and
- * refit_engine_version() first where the memory is served again (refit_engine_options.dirty). */
+/* Detaches and frees. What the engine knew of the weights is lost: if another engine will serve the
+ * same memory, ask refit_engine_weights() and refit_engine_version() first (see
+ * refit_engine_options.dirty). */
 void refit_engine_free(refit_engine* engine);
 refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_region** region);
 /* As refit_trainer_add_memfd(). */
@@ -448,10 +477,10 @@ refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_h
 refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int64_t bytes,
                                        refit_region** region);
 
-/* Registers the parameters of this rank (registered delivery); not during an update. Of two tensors
- * that share their memory (tied weights) one has pieces and the other is in `tensors` without any:
- * it may come from trainers, and nothing is written for it. The pieces'
- * regions must stay until they are registered anew or the engine is freed. */
+/* Registers the parameters of this rank (registered delivery). Not allowed during an update. If two
+ * tensors share their memory (tied weights), one has pieces and the other is in `tensors` without
+ * any piece: trainers may push or refit the other, and nothing is written for it. The pieces'
+ * regions must stay until parameters are registered anew or the engine is freed. */
 refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
                                    int64_t tensor_count, const refit_piece* pieces,
                                    int64_t piece_count);
@@ -464,71 +493,76 @@ enum {
   REFIT_EVENT_ABORTED = 4,   /* resume on what was there, unless `dirty` */
   REFIT_EVENT_DRAINING = 5,  /* the daemon opens no new update */
   /* With reattach_ms only. The daemon went away: resume if `weights` is REFIT_WEIGHTS_GOOD, use no
-   * views any more, go on calling refit_engine_next(). Answers to lost events are dropped. */
+   * views any more, and go on calling refit_engine_next(). Answers to events of the lost lease are
+   * dropped. */
   REFIT_EVENT_LOST = 6,
-  REFIT_EVENT_REATTACHED = 7 /* `version` is what this rank holds; -1: nothing that is good */
+  REFIT_EVENT_REATTACHED = 7 /* `version` is what this rank holds; -1: no whole version */
 };
 
-/* A tensor, or elements [start, start + count) of one, in a mapped slot, at a multiple of its
- * element size: no more is promised, as a trainer that leases a slot puts tensors where it likes.
- */
+/* A tensor, or its elements [start, start + count), in a mapped slot. It lies at a multiple of its
+ * element size; no greater alignment is promised, because a trainer that leases a slot puts tensors
+ * where it likes. */
 typedef struct refit_view {
   refit_tensor tensor;
-  const char* data; /* read-only; until the part is acknowledged; on a GPU an address for kernels
-                       and copies there, and acknowledged when the work that reads it has ended */
+  /* Read-only, until the part is acknowledged. On a GPU, `data` is an address for kernels and
+   * copies on that GPU; acknowledge the part when the work that reads the data has ended. */
+  const char* data;
 } refit_view;
 
-/* Pointers, but for the views' data, are valid until the next refit_engine_next() of the engine. */
+/* The pointers in an event are valid until the next refit_engine_next() of the engine, except the
+ * views' data, which has its own rule (refit_view). */
 typedef struct refit_event {
   size_t struct_size;
   int32_t kind;
   int32_t dirty; /* ABORTED: the instance has no version until the next commit */
   int64_t version;
-  int64_t remaining_ms; /* PREPARE: of the update */
-  int64_t tensor_count; /* PREPARE: 0: not told */
+  int64_t remaining_ms; /* PREPARE: what remains of the update */
+  int64_t tensor_count; /* PREPARE: tensors that the update brings; 0: not told */
   uint64_t update_id;   /* PART */
   int64_t part;         /* PART */
   int64_t view_count;   /* PART */
   const refit_view* views;
   const char* reason; /* ABORTED, LOST; else "" */
   int32_t weights;    /* LOST, REATTACHED: one of REFIT_WEIGHTS_* */
-  /* COMMITTED: of the group, in which `version` was committed: versions of two incarnations have
-   * nothing to do with each other. An engine that comes back in another process tells both
+  /* COMMITTED: the incarnation of the group in which `version` was committed; versions of two
+   * incarnations can't be compared. An engine that comes back in another process tells both
    * (refit_engine_options). */
   uint64_t incarnation;
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }
 
-/* The next event, or NOTHING after timeout_ms. An error: the lease ended, why, and no event is
- * left; refit_engine_weights() then tells the rest. */
+/* Gives the next event, or NOTHING after timeout_ms. An error means that the lease ended, with the
+ * reason, and that no event is left; refit_engine_weights() then tells whether the weights are
+ * whole. */
 refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_event* event);
-/* REFIT_FAILED_PRECONDITION where the answer is not due. A part is acknowledged by its event's
- * update_id and part. After an ABORTED, parts that were not acknowledged still must be: their slots
- * are in use until then. */
+/* Answers to a PREPARE and to a PART; a part is named by its event's update_id and part.
+ * REFIT_FAILED_PRECONDITION if no such answer is due. After an ABORTED, unacknowledged parts must
+ * still be acknowledged, because their slots are in use until then. */
 refit_status refit_engine_ready(refit_engine* engine, int64_t version);
 refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part);
-/* This rank can't go on with the update. Parts not yet handed out are dropped; those handed out
- * still must be acknowledged. ABORTED follows; where the update was committed before the daemon
- * heard of it, a dirty one of this rank alone. */
+/* Tells the daemon that this rank can't go on with the update. Parts not yet handed out are
+ * dropped; parts already handed out must still be acknowledged. ABORTED follows. If the update was
+ * committed before the daemon heard of the failure, that ABORTED is dirty and comes to this rank
+ * alone. */
 refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason);
 
-/* The memory behind the views of a part stays mapped as long as a hold on it: for callers that
- * can't tell when the last use of a view ends. The part is acknowledged all the same, and what the
- * views show changes then. */
+/* A hold keeps the memory behind the views of a part mapped, for callers that can't tell when the
+ * last use of a view ends. The part must be acknowledged all the same, and after that the views may
+ * show other bytes. */
 typedef struct refit_hold refit_hold;
-/* On the part that refit_engine_next() gave last, by its thread. REFIT_FAILED_PRECONDITION: the
- * engine's last event is no part. */
+/* Makes a hold on the part that refit_engine_next() gave last; call it on the thread that called
+ * refit_engine_next(). REFIT_FAILED_PRECONDITION: the engine's last event is no part. */
 refit_status refit_engine_hold(const refit_engine* engine, refit_hold** hold);
-/* Before or after the engine is freed, on any thread. */
+/* May be called before or after the engine is freed, on any thread. */
 void refit_hold_free(refit_hold* hold);
 
 /* Parts joined: tensors larger than a slot come in several REFIT_EVENT_PARTs, which a joiner copies
  * into memory of its own, on the device that the parts are on; tensors that come whole are passed
  * on as they are. For every part:
  *
- *   refit_joiner_add(joiner, engine, &views, &count);  then load the `count` whole tensors of
- * `views` refit_engine_ack(engine, event.update_id, event.part);
+ * - refit_joiner_add(joiner, engine, &views, &count); load the `count` whole tensors of `views`;
+ * - refit_engine_ack(engine, event.update_id, event.part);
  *
  * and refit_joiner_reset() on COMMITTED, ABORTED and LOST. One thread at a time, that of
  * refit_engine_next(). */
@@ -543,20 +577,21 @@ void refit_joiner_free(refit_joiner* joiner);
  */
 refit_status refit_joiner_add(refit_joiner* joiner, const refit_engine* engine,
                               const refit_view** views, int64_t* view_count);
-/* Forgets what is not complete, and frees what was joined. */
+/* Forgets unfinished tensors and frees the joined ones. */
 void refit_joiner_reset(refit_joiner* joiner);
-/* Tensors begun and not complete; 0 for NULL. */
+/* The number of tensors begun and not complete; 0 for NULL. */
 int64_t refit_joiner_unfinished(const refit_joiner* joiner);
 
 enum {
   REFIT_WEIGHTS_GOOD = 0,
-  REFIT_WEIGHTS_PAUSED = 1,  /* prepare came; not resumed yet */
-  REFIT_WEIGHTS_DIRTY = 2,   /* an update was lost after writing began, or attached as dirty */
+  REFIT_WEIGHTS_PAUSED = 1, /* prepare came; not resumed yet */
+  /* An update was lost after writing began, or the engine attached as dirty. */
+  REFIT_WEIGHTS_DIRTY = 2,
   REFIT_WEIGHTS_IN_DOUBT = 3 /* the lease was lost before the outcome: counts as dirty */
 };
-/* One of the above; REFIT_WEIGHTS_IN_DOUBT for NULL. */
+/* Returns one of REFIT_WEIGHTS_*; REFIT_WEIGHTS_IN_DOUBT for NULL. */
 int32_t refit_engine_weights(const refit_engine* engine);
-/* How often a lost lease was followed by another (reattach_ms); 0 for NULL. */
+/* How often this engine attached again after it lost its lease (reattach_ms); 0 for NULL. */
 int32_t refit_engine_reattachments(const refit_engine* engine);
 /* The version installed here. REFIT_NOT_FOUND: none, or the weights are not good. */
 refit_status refit_engine_version(const refit_engine* engine, int64_t* version);

@@ -16,24 +16,24 @@
 //   REFITD_ASSIGN_OR_RETURN(CommitResult result, trainer->Refit({.version = Version(8)}));
 //
 // Every call has a deadline (what remains of the update plus ConnectOptions::call_margin) and
-// returns a status whose message names who was waited for. An Update that goes without Commit
-// aborts: weights are never half installed by forgetting (P2).
+// returns a status whose message names who was waited for. An Update that is destroyed without
+// Commit aborts, so that forgetting a call never leaves weights half installed (P2).
 //
 // With ConnectOptions::reattach, when the daemon goes away the calls of an open Update fail
-// (UNAVAILABLE or ABORTED, naming the daemon) and so do all later ones of that Update; the trainer
-// attaches again beside that, with the same regions. Calls of the Trainer itself go on: Begin,
-// Refit and Register wait for the next lease, also where the lease ends while they run, and are
-// then made again with it; Begin and Refit wait for at most their own duration. Where the group
-// lived on (a daemon that had joined it, or the way to it, was gone) and has other trainer ranks,
-// these were told ABORTED meanwhile: so is a Begin or Refit that was under way, and every rank
-// begins anew. Where a Refit turns out to have committed when its lease ended, it is OK, with no
-// instances in its result. What became of an update whose Commit failed is not known: the engines
-// that heard of the commit hold the version, the others count as dirty. Begin a greater version, or
-// ask GetUpdate where the daemon was not restarted. The registered layout is registered again with
-// the new lease.
+// (UNAVAILABLE or ABORTED, naming the daemon), and so do all later calls of that Update; meanwhile
+// the trainer attaches again, with the same regions, and registers its layout again. Begin, Refit
+// and Register wait for the new lease, also if the old lease ends while they run, and are then made
+// again; Begin and Refit wait for at most their own duration. If the group itself lived on (only a
+// daemon that had joined it, or the way to it, was gone) and has other trainer ranks, these ranks
+// were told ABORTED; a Begin or Refit that was under way here then ends with ABORTED too, and every
+// rank begins anew. A Refit that turns out to have committed when its lease ended returns OK, with
+// no instances in its result. If a Commit failed, the outcome of its update is not known: the
+// engines that heard of the commit hold the version, the others count as dirty. Begin a greater
+// version, or ask GetUpdate if the daemon was not restarted.
 //
-// Without it the lease's end is the end: every call then fails with the code of that end
-// (UNAVAILABLE where the daemon went away) and a message that says so and why.
+// Without ConnectOptions::reattach the trainer does not attach again: after the lease ended, every
+// call fails with the code of that end (UNAVAILABLE if the daemon went away) and a message that
+// says why.
 #ifndef REFITD_CLIENT_TRAINER_H_
 #define REFITD_CLIENT_TRAINER_H_
 
@@ -61,12 +61,12 @@ struct BeginOptions {
   bool evict_late = false;   // evict late or failing instances instead of aborting
   int64_t tensor_count = 0;  // of all ranks together; 0: not told
   int64_t total_bytes = 0;   // of all ranks together, for progress; 0: not told
-  // How what is pushed reaches engines on several GPUs; the same on every rank that begins. Other
-  // than kAuto and kDirect: refused unless trainer and engines are on GPUs of one daemon
-  // (FAILED_PRECONDITION) that can move bytes so (UNIMPLEMENTED).
+  // The way in which pushed buckets reach engines on several GPUs; the same on every rank that
+  // begins. Methods other than kAuto and kDirect are refused unless trainer and engines are on GPUs
+  // of one daemon (FAILED_PRECONDITION) that can move bytes in this way (UNIMPLEMENTED).
   BroadcastMethod broadcast = BroadcastMethod::kAuto;
-  // This rank's registered layout has no part in this update, which the rank ends by Commit: so
-  // that it may push one version and refit the next without registering in between.
+  // This rank's registered layout has no part in this update, and the rank ends the update by
+  // Commit. A rank can so push one version and refit the next without registering in between.
   bool without_layout = false;
 };
 
@@ -83,11 +83,11 @@ struct InstanceOutcome {
   std::string reason;
 };
 
-// What was pushed by one method, by all ranks.
+// What all ranks pushed by one method.
 struct BroadcastTotals {
   BroadcastMethod method = BroadcastMethod::kDirect;
-  int64_t bytes = 0;    // of tensor data, once, whoever received it
-  int64_t buckets = 0;  // whose bytes went so for the most part
+  int64_t bytes = 0;    // of tensor data, counted once however many engines received it
+  int64_t buckets = 0;  // buckets most of whose bytes went by this method
 };
 
 struct CommitResult {
@@ -95,17 +95,17 @@ struct CommitResult {
   std::vector<InstanceOutcome> instances;
   int64_t bytes = 0;
   double seconds = 0;                     // first Begin to decision, by the daemon's clock
-  std::vector<BroadcastTotals> pushed{};  // by method; what a refit moved is not in it
-  // Tensors of trainers' layouts that no engine wants and a refit left out
+  std::vector<BroadcastTotals> pushed{};  // by method; what a refit moved is not counted
+  // Tensors of trainers' layouts that the refit left out because no engine wants them
   // (GroupSpec::unwanted_tensors), and their bytes.
   int64_t left_out_tensors = 0;
   int64_t left_out_bytes = 0;
 };
 
-// A staging slot to pack into: at most one bucket; then it is the daemon's again. Move-only;
-// unsubmitted, it is given back. It is memory of ConnectOptions::device: on a GPU `data` is an
-// address for kernels and copies of this process there, and not for the host; the device work that
-// packs has to have ended before the slot is pushed, and before it is given back.
+// A staging slot to pack one bucket into. The slot is the daemon's again when the bucket was
+// pushed, or when this object is destroyed without a push. It is memory of ConnectOptions::device:
+// on a GPU `data` is an address for kernels and copies of this process on that GPU, and not for the
+// host; the device work that packs must have ended before the slot is pushed or given back.
 class LeasedSlot {
  public:
   virtual ~LeasedSlot() = default;
@@ -113,26 +113,29 @@ class LeasedSlot {
   virtual int64_t bytes() const = 0;
 };
 
-// What one Push hands over: tensors (whole, or parts given by `ranges`) and where their bytes are.
+// What one Push hands over: tensors (whole, or parts of them given by `ranges`) and where their
+// bytes are.
 struct Bucket {
   std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;  // empty: every tensor whole; else one a tensor
+  std::vector<TensorRange> ranges;  // empty: every tensor whole; else one range for each tensor
   bool packed = false;
-  // Packed: where each tensor lies from the buffer's start, a multiple of its element size; empty:
-  // back to back. A tensor may begin anywhere after the one before it, and the buffer may be longer
-  // than where the last tensor ends.
+  // Packed: where each tensor begins, in bytes from the buffer's start, a multiple of its element
+  // size; empty: the tensors lie back to back. A tensor may begin anywhere after the end of the
+  // tensor before it, and the buffer may be longer than where the last tensor ends.
   std::vector<int64_t> byte_offsets;
 
-  // Exactly one source. In a region the packed buffer begins at a multiple of the element size of
-  // every tensor in it; back to back, of the first one (the others then fall where they fall). A
-  // slot's start and inline bytes are aligned for everything; back to back in a slot, each tensor
-  // must fall on a multiple of its element size. An unpacked tensor lies at a multiple of its own.
-  std::shared_ptr<Region>
-      region;  // packed: begins at region_offsets[0]; else region_offsets[i] for tensor i
+  // Exactly one of the following sources. In a region a packed buffer begins at a multiple of the
+  // element size of every tensor in it; if the tensors lie back to back, only of the first tensor's
+  // (the others may then be unaligned). A slot's start and inline bytes are aligned for every
+  // tensor; tensors that lie back to back in a slot must each fall on a multiple of their element
+  // size. An unpacked tensor lies at a multiple of its own element size.
+  // Packed: the buffer begins at region_offsets[0]; else tensor i begins at region_offsets[i].
+  std::shared_ptr<Region> region;
   std::vector<int64_t> region_offsets;
   std::unique_ptr<LeasedSlot> slot;  // packed
-  std::vector<std::span<const char>>
-      bytes;  // inline, copied into the call: one if packed, else one a tensor, of just its bytes
+  // Inline bytes, copied into the call: one span if packed, else one for each tensor, of exactly
+  // its bytes.
+  std::vector<std::span<const char>> bytes;
 
   static Bucket Packed(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
                        int64_t offset, std::vector<int64_t> byte_offsets = {});
@@ -143,38 +146,39 @@ struct Bucket {
                        std::vector<int64_t> byte_offsets);
 };
 
-// An open update: the only one of this rank, since a version is begun once at a time (Begin). One
-// thread at a time, except that callbacks run on a client thread. Destroyed before Commit: aborts
-// the update that it was made for, and no later one to the same version.
+// An open update: the only one of this rank (Begin refuses a second). Used by one thread at a time;
+// callbacks run on a thread of the client. Destroying it before Commit aborts the update that it
+// was made for, and no later update to the same version.
 class Update {
  public:
   virtual ~Update() = default;
   virtual Version version() const = 0;
   virtual int instances() const = 0;
-  virtual int leasable_slots() const = 0;  // that this rank may hold at a time
+  virtual int leasable_slots() const = 0;  // slots that this rank may hold at a time
 
-  // Hands a bucket over and waits until its source is no longer read; its region is then the
-  // caller's alone again.
+  // Hands a bucket over and waits until its source is no longer read; then only the caller uses the
+  // region again.
   virtual absl::Status Push(Bucket bucket) = 0;
-  // The same without waiting for the end; blocks only while Limits.outstanding_buckets are
-  // unanswered. `done` runs once, on a client thread, and must not call into this object, wait for
-  // long, or be the last to hold a region. An error is also kept and returned by Commit. The
-  // bucket's region stays known to the daemon, though its owner lets go of it, until the next push
-  // after `done` ran, Flush, Commit, Refit, or this object's end: the first of them waits as
-  // ~Region does.
+  // Pushes without waiting for the end; blocks only while Limits.outstanding_buckets are
+  // unanswered. `done` runs once, on a thread of the client, and must not call into this object,
+  // wait for long, or be the last to hold a region. An error is also kept and returned by Commit.
+  // The bucket's region stays known to the daemon, even if its owner lets go of it, until one of
+  // these after `done` ran: the next push, Flush, Commit, Refit, or the destructor. The first of
+  // these waits as ~Region does.
   virtual void PushAsync(Bucket bucket, std::function<void(absl::Status)> done) = 0;
-  // Waits until every PushAsync was answered; the first error of any.
+  // Waits until every PushAsync was answered; returns the first error of any of them.
   virtual absl::Status Flush() = 0;
 
   virtual absl::StatusOr<std::unique_ptr<LeasedSlot>> LeaseSlot(
       std::chrono::milliseconds wait = {}) = 0;
 
-  // Waits for every push as well; OK means that every rank of every instance listed as committed
-  // holds the version (P1).
+  // Waits for every push of this rank, then commits. OK means that every rank of every instance
+  // listed as committed holds the version (P1).
   virtual absl::StatusOr<CommitResult> Commit() = 0;
-  // In place of Commit where this rank registered its layout: waits for every push, of the layout's
-  // pushed_tensors, then moves all other tensors as Trainer::Refit does. It ends this update and
-  // opens no other: ABORTED, naming the culprit, where this one was lost meanwhile.
+  // Takes the place of Commit if this rank registered its layout: waits for the pushes of the
+  // layout's pushed_tensors, then moves all other tensors as Trainer::Refit does. It ends this
+  // update and opens no other: if this update was lost meanwhile, the call ends with ABORTED,
+  // naming the culprit.
   virtual absl::StatusOr<CommitResult> Refit() = 0;
   virtual absl::Status Abort(const std::string& reason) = 0;
 };
@@ -182,60 +186,62 @@ class Update {
 // What became of an update.
 struct UpdateOutcome {
   enum Kind : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
-  // kUnknown: never heard of, forgotten, or of an incarnation that is gone, as every one of before
-  // a daemon's restart is.
+  // kUnknown: the daemon never heard of the update, has forgotten it, or it belongs to an
+  // incarnation that is gone, as every update from before a daemon's restart does.
   Kind kind = kUnknown;
   std::string reason;
 };
 
-// Thread-safe. Destroying it detaches.
+// A trainer rank, attached to its daemon. Thread-safe. Destroying it detaches.
 class Trainer {
  public:
-  // Errors: as refitd.v1.Trainer.Attach; UNAVAILABLE where no daemon answers at the socket within
+  // Errors: as refitd.v1.Trainer.Attach; UNAVAILABLE if no daemon answers at the socket within
   // `wait`.
   static absl::StatusOr<std::unique_ptr<Trainer>> Attach(const TrainerOptions& options);
   virtual ~Trainer() = default;
 
   // Shared memory that buckets can name as their source.
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
-  // [0, bytes) of a memfd that exists already, sealed against shrinking (fcntl F_ADD_SEALS,
-  // F_SEAL_SHRINK: made with MFD_ALLOW_SEALING) and open for reading and writing. It is mapped here
-  // too. Errors: INVALID_ARGUMENT not a memfd, of huge pages, not sealed, or smaller than `bytes`;
-  // PERMISSION_DENIED not open for both; those of docs/descriptor_socket.md.
+  // Makes a region of [0, bytes) of an existing memfd, which must be made with MFD_ALLOW_SEALING,
+  // be sealed against shrinking (fcntl F_ADD_SEALS, F_SEAL_SHRINK) and be open for reading and
+  // writing. The client maps it too. Errors: INVALID_ARGUMENT not a memfd, of huge pages, not
+  // sealed, or smaller than `bytes`; PERMISSION_DENIED not open for reading and writing; those of
+  // docs/descriptor_socket.md.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) = 0;
-  // Memory of ConnectOptions::device, which the caller keeps allocated (Region): a block of
-  // cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor (torch's expandable
-  // segments, ncclMemAlloc). Buckets and layouts name it as any other. Errors: as
-  // refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
+  // Makes a region of memory of ConnectOptions::device, which the caller keeps allocated (see
+  // Region): a block of cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor
+  // (torch's expandable segments, ncclMemAlloc). Buckets and layouts name it as any other region.
+  // Errors: as refitd.v1.Trainer.RegisterRegion; those of docs/descriptor_socket.md.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) = 0;
   virtual absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) = 0;
   // Opens or joins the update; OK when every engine rank is ready. Errors: as
-  // refitd.v1.Trainer.Begin; ALREADY_EXISTS: this rank has begun the update, and the Update of that
-  // call lives (that one goes on undisturbed).
+  // refitd.v1.Trainer.Begin; ALREADY_EXISTS: this rank has already begun the update, and the Update
+  // object of that call lives (it goes on undisturbed).
   virtual absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) = 0;
-  // The shards of this rank for Refit: their regions come from NewRegion and must stay until the
-  // next Register. Registers anew what was registered before; a layout without pieces takes it
-  // back, and its rank may end updates by Commit, or by Refit with the others. Tensors may share
-  // memory (tied weights). binding_generation is filled in. Waits
-  // for the lease. FAILED_PRECONDITION: during an update of this rank.
+  // Registers the shards of this rank for Refit, in place of those registered before. Their regions
+  // come from this trainer and must stay until the next Register. A layout without pieces registers
+  // no shards; the rank may then end updates by Commit, or by Refit with the other ranks. Tensors
+  // may share memory (tied weights). Register fills in binding_generation, and waits for the lease
+  // if it was lost. FAILED_PRECONDITION: during an update of this rank.
   virtual absl::Status Register(Layout layout) = 0;
-  // Begin, the compiled moves and Commit in one, by every trainer rank; the shards hold the version
-  // when it is called and are no longer read when it returns. OK as Update::Commit. Errors as
-  // refitd.v1.Trainer.Refit. Waits for the lease as Begin does.
+  // Begin, the compiled moves and Commit in one call, which every trainer rank makes. The shards
+  // must hold the version when it is called, and are no longer read when it returns. OK means what
+  // it means for Update::Commit. Errors: as refitd.v1.Trainer.Refit. Waits for the lease as Begin
+  // does.
   virtual absl::StatusOr<CommitResult> Refit(const RefitOptions& options) = 0;
   // Gives up the update to `version` that this rank has begun, or is refitting, in a call on
-  // another thread: that call then ends with ABORTED. Errors: as refitd.v1.Trainer.Abort;
+  // another thread: the other call then ends with ABORTED. Errors: as refitd.v1.Trainer.Abort;
   // FAILED_PRECONDITION: no update to `version` is open for this rank.
   virtual absl::Status Abort(Version version, const std::string& reason) = 0;
-  // For whoever missed Commit's or Refit's answer. Works after the lease ended, as long as the
-  // daemon lives. Asks for the update of the incarnation in which this trainer last began
-  // `version`, else of the current one.
+  // Says what became of an update, for a caller that missed the answer of Commit or Refit. Works
+  // after the lease ended, as long as the daemon lives. Asks for the update of the incarnation in
+  // which this trainer last began `version`, or of the current incarnation if it never did.
   virtual absl::StatusOr<UpdateOutcome> GetUpdate(Version version) = 0;
-  // The greatest committed version that a daemon told of; nullopt: none.
+  // The greatest committed version that a daemon reported; nullopt: none.
   virtual std::optional<Version> group_version() const = 0;
-  // OK while attached; else why the lease ended, or why none follows it.
+  // OK while attached; else why the lease ended, or why the trainer could not attach again.
   virtual absl::Status health() const = 0;
-  // How often a lost lease was followed by another.
+  // How often this trainer attached again after it lost its lease.
   virtual int reattachments() const = 0;
 };
 
