@@ -1,5 +1,5 @@
-// When the staged readers of an update are late with their next acknowledgement, earliest first: an
-// acknowledgement moves one of them and looks at no other.
+// Knows when each staged reader of an update is late with its next acknowledgement, earliest first.
+// An acknowledgement moves only its own reader.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_ACK_CLOCK_H_
@@ -29,7 +29,7 @@ class AckClock {
     due_.emplace(reader, *due);
     order_.insert({*due, reader});
   }
-  // The earliest and whose it is (of several, the lowest id's); nullopt: nobody owes any.
+  // The earliest time and its reader (of several, the lowest id); nullopt: no reader owes any.
   std::optional<std::pair<TimePoint, MemberId>> First() const {
     ++looked_at_;
     if (order_.empty()) return std::nullopt;
@@ -37,12 +37,12 @@ class AckClock {
   }
   bool nobody_owes() const { return order_.empty(); }
 
-  // How many readers were looked at so far.
+  // How many readers were looked at so far; tests check the cost by it.
   int64_t looked_at() const { return looked_at_; }
 
  private:
   std::map<MemberId, TimePoint> due_;
-  std::set<std::pair<TimePoint, MemberId>> order_;  // the same
+  std::set<std::pair<TimePoint, MemberId>> order_;  // the entries of `due_`
   mutable int64_t looked_at_ = 0;
 };
 

@@ -1,15 +1,17 @@
-// What the instances of an update expect: the tensors they know, which must come, and where
-// registered ranks want them.
+// What the instances of an update expect: which tensors they know, which of them must come, and
+// which registered ranks store them.
 //
-// A view of the group's TensorTable, made at the cost of the ranks and kept across updates while
-// they and their layouts and manifests stay the same (structure only, never data). What is added to
-// the table later does not show in it. Not thread-safe; what `index()` gives is.
+// A catalog is a view of the group's TensorTable. Making it costs as much as there are ranks; it is
+// kept across updates while the ranks, their layouts and manifests stay the same (structure only,
+// never data). Lists that are added to the table later do not show in it. Not thread-safe, but
+// `index()` returns an immutable object.
 //
-// An instance knows the tensors of its ranks' layouts and manifests together; one with a staged
-// rank that declared no manifest is open: it takes any tensor. Engine-only tensors are left out. It
-// wants those of which a rank stores an element, or that a manifest lists with elements. A tensor
-// that it knows and does not want may come and need not: one without elements, or a name that
-// layouts have without a piece because its memory is another tensor's (tied weights).
+// An instance knows the tensors of its ranks' layouts and manifests together. An instance with a
+// staged rank that declared no manifest is open: it takes any tensor. Engine-only tensors are left
+// out. An instance wants the tensors of which a rank stores an element, and those that a manifest
+// lists with elements. An update may leave out a tensor that an instance knows and does not want:
+// it has no elements, or layouts name it without a piece because its memory is another tensor's
+// (tied weights).
 #ifndef REFITD_DAEMON_GROUP_CATALOG_H_
 #define REFITD_DAEMON_GROUP_CATALOG_H_
 
@@ -41,47 +43,48 @@ class Catalog {
     bool operator==(const Rank&) const = default;
   };
 
-  // `ranks` come instance by instance. Layouts and manifests that `table` does not have are added
-  // to it. FAILED_PRECONDITION: two ranks disagree about a tensor's dtype or shape (both are
-  // named).
+  // `ranks` are ordered by instance. Layouts and manifests that `table` does not have are added to
+  // it. FAILED_PRECONDITION: two ranks disagree about a tensor's dtype or shape; the status names
+  // both.
   static absl::StatusOr<std::shared_ptr<const Catalog>> Make(std::vector<Rank> ranks,
                                                              std::vector<std::string> instances,
                                                              std::shared_ptr<TensorTable> table);
 
   const std::vector<Rank>& ranks() const { return ranks_; }
   const std::vector<std::string>& instances() const { return instances_; }
-  // At least as many as there are.
+  // An upper bound of the number of tensors.
   size_t tensor_count() const { return table_->tensors().size(); }
-  // An instance does.
+  // Whether an instance wants the tensor.
   bool Wants(std::string_view tensor) const;
-  // Known, and wanted by no instance; by name. Found when it is first asked for.
+  // Names of tensors that instances know and none wants; sorted. Computed at the first call.
   const std::vector<std::string>& unwanted() const;
 
-  // FAILED_PRECONDITION naming tensor and instance or rank: engine-only, unknown to an instance
-  // that is not in `evicted`, dtype or shape disagree.
+  // FAILED_PRECONDITION, naming the tensor and the instance or rank: the tensor is engine-only, is
+  // unknown to an instance that is not evicted, or has another dtype or shape there.
   absl::Status Check(const TensorSpec& tensor, const std::vector<bool>& evicted) const;
-  // First tensor (by name) that an instance still in wants and `pushed` doesn't have, as a status
-  // naming both.
+  // Not OK: names the first tensor (by name) that `pushed` does not have, and an instance still in
+  // the update that wants it.
   absl::Status CheckAllPushed(const std::function<bool(std::string_view)>& pushed,
                               const std::vector<bool>& evicted) const;
-  // A staged rank without manifest, or null.
+  // A staged rank without manifest; null: there is none.
   const Rank* OpenRank(const std::vector<bool>& evicted) const;
 
-  // Destinations: the registered ranks, in order.
+  // The registered ranks, in order: index in this list = destination.
   const std::vector<MemberId>& destinations() const { return destinations_; }
   uint32_t instance_of(uint32_t destination) const { return rank(destination).instance; }
-  // Bytes that a complete update writes there.
+  // How many bytes a complete update writes to the destination.
   int64_t expected_bytes(uint32_t destination) const {
     return table_->bytes(list_of_rank_[rank_of_[destination]]);
   }
   const std::string& label(uint32_t destination) const { return rank(destination).label; }
-  // The layouts of registered ranks, each object once.
+  // The layouts of registered ranks; each object is listed once.
   const std::vector<std::shared_ptr<const Layout>>& layouts() const { return layouts_; }
-  // Destinations by tensor, for the executor: made when it is first asked for, at the cost of all
-  // ranks' tensors. Asked for only where all of an update's ranks are on this daemon.
+  // Destinations by tensor, for the executor. Made at the first call, at the cost of all ranks'
+  // tensors; called only if all of an update's ranks are on this daemon.
   const std::shared_ptr<const DestinationIndex>& index() const;
 
-  // Destinations that get elements of the part, but for those in `skip_destination`; ascending.
+  // Destinations that the part has elements for, except those that `skip_destination` marks;
+  // ascending.
   std::vector<uint32_t> Touched(const PartContent& content,
                                 const std::vector<bool>& skip_destination) const;
 
@@ -94,10 +97,10 @@ class Catalog {
   void AddRank(uint32_t rank);
   void FindKinds();
   absl::Status CheckAgreement() const;
-  // Of this catalog's ranks: who declares it first, and as what.
+  // The first of this catalog's ranks that declares the tensor, and its declaration.
   const Rank* FirstRank(const TensorTable::Uses& uses, const TensorSpec** spec) const;
   bool Knows(uint32_t kind, const TensorTable::Uses& uses) const;
-  // Whether a list of `lists` wants it.
+  // Whether a list that `lists` marks wants the tensor.
   bool WantedBy(const std::vector<bool>& lists, const TensorTable::Uses& uses) const;
 
   std::shared_ptr<TensorTable> table_;
@@ -105,14 +108,14 @@ class Catalog {
   std::vector<ListId> list_of_rank_;  // kNoList: declares nothing
   std::vector<std::string> instances_;
   std::vector<bool> open_;  // by instance
-  std::vector<bool> used_;  // by list: a rank has it
+  std::vector<bool> used_;  // by list; true: a rank has it
   // Instances whose ranks have the same lists are of one kind.
   std::vector<uint32_t> kind_of_;         // by instance
-  std::vector<std::vector<bool>> kinds_;  // the lists of each
+  std::vector<std::vector<bool>> kinds_;  // the lists of each kind
   std::vector<MemberId> destinations_;
   std::vector<uint32_t> rank_of_;  // by destination
   std::vector<std::shared_ptr<const Layout>> layouts_;
-  // Found when they are first asked for.
+  // Computed when they are first asked for.
   mutable std::optional<std::vector<std::string>> unwanted_;
   mutable std::shared_ptr<const DestinationIndex> index_;
 };

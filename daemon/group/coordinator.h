@@ -1,14 +1,15 @@
-// The daemon on which a group was created: Group decides, this class carries its decisions to the
-// daemons that joined and brings their answers back.
+// A group on the daemon where it was created: Group decides; this class carries its decisions to
+// the daemons that joined and brings their answers back.
 //
 // Keeps P5 (no part is issued before every node agreed to its header), P7 (parts are issued in part
 // order), P4 (a silent daemon is lost after PeerLimits::peer; a collective, connecting and the wire
-// lock have PeerLimits::wire), P1 (a part counts as written when every node reported, and what the
-// nodes received has the digests of what the root read). Loss of a daemon is the loss of its
-// members; in the data phase, where it shares the communicator, the update is given up.
+// lock have PeerLimits::wire) and P1 (a part counts as written when every node has reported and
+// what the nodes received has the digests of what the root read). When a daemon is lost, its
+// members are lost; in the data phase the update is given up too if the daemon shares its
+// communicator.
 //
-// An update whose members are all on this daemon takes the short way: Group's actions are this
-// machine's actions.
+// An update whose members are all on this daemon needs no other daemon: Group's actions are then
+// this machine's actions.
 #ifndef REFITD_DAEMON_GROUP_COORDINATOR_H_
 #define REFITD_DAEMON_GROUP_COORDINATOR_H_
 
@@ -23,17 +24,17 @@ namespace refitd {
 
 struct CoordinatorOptions {
   std::string name;
-  std::string daemon_id;  // its own
+  std::string daemon_id;  // this daemon's own id
   uint64_t incarnation = 0;
   GroupSpec spec;
   GroupLimits limits;
   PeerLimits peer_limits;
-  // Ids that are unique in the daemon.
+  // Give ids that are unique in the daemon.
   std::function<UpdateId()> next_update;
   std::function<MemberId()> next_member;  // for members of other daemons
   std::function<CallId()> next_call;      // for their calls
-  // Whether one more member of another daemon may attach; else it is refused with this status.
-  // Null: any may.
+  // Asked before a member of another daemon attaches: OK lets it attach, any other status refuses
+  // it. Null: every member may attach.
   std::function<absl::Status()> admit_remote{};
 };
 
@@ -59,13 +60,13 @@ class Coordinator : public GroupMachine {
   UpdateStatistics Statistics() const override;
   PastUpdate Past(Version version) const override;
 
-  // Whether the daemon of that id and process may join now. FAILED_PRECONDITION: the id is this
-  // daemon's own; ALREADY_EXISTS: it is that of another process whose link lives, which may try
-  // again; RESOURCE_EXHAUSTED: kMaxGroupDaemons. An older link of the same process is replaced when
-  // NodeJoined comes. `address`: where the daemon connects from, for the message.
+  // Whether the daemon with that id and process may join now. FAILED_PRECONDITION: the id is this
+  // daemon's own. ALREADY_EXISTS: another process with that id has a live link; joining may succeed
+  // later. RESOURCE_EXHAUSTED: kMaxGroupDaemons. An older link of the same process is replaced when
+  // NodeJoined comes. `address`: where the daemon connects from, for messages.
   absl::Status CanJoin(const std::string& daemon_id, const std::string& boot_id,
                        const std::string& address) const;
-  // Members of the daemons that joined.
+  // How many members are attached to daemons that joined.
   size_t remote_members() const;
 
  private:

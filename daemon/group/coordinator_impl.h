@@ -1,4 +1,4 @@
-// Inside Coordinator; private to coordinator.cc and coordinator_program.cc.
+// The inside of Coordinator. Only coordinator.cc and coordinator_program.cc include it.
 #ifndef REFITD_DAEMON_GROUP_COORDINATOR_IMPL_H_
 #define REFITD_DAEMON_GROUP_COORDINATOR_IMPL_H_
 
@@ -24,13 +24,13 @@ namespace coordinator {
 struct Node {
   NodeId id;
   std::string daemon_id;
-  std::string boot_id;  // of its process
+  std::string boot_id;  // names its process
   std::string address;
   Protocol protocol = kProtocol;
   TimePoint heard;
   TimePoint next_ping;
   uint64_t pings = 0;
-  std::map<MemberId, MemberId> members;  // its id -> ours
+  std::map<MemberId, MemberId> members;  // its id -> the coordinator's
 };
 struct KnownLayout {
   std::shared_ptr<const Layout> layout;
@@ -46,29 +46,31 @@ struct RemoteCall {
   CallId id;  // on its daemon
 };
 
-// One part that more than this daemon's members take part in.
+// A part whose bytes cross between daemons, or whose members are not all on this daemon.
 struct PartJob {
   PeerHeader header;  // as the root gets it
   NodeId root;
   std::set<NodeId> sinks;
   std::set<NodeId> unacknowledged;
-  std::set<NodeId> running;  // that have not reported its end
+  std::set<NodeId> running;  // nodes that have not reported its end
   bool issued = false;
   absl::Status status;
-  int failed_destination = -1;  // of the group's
+  int failed_destination = -1;  // a destination's number in the group
   std::vector<int64_t> bytes_written;
   std::map<NodeId, std::vector<uint64_t>> digests;
-  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // by the root's word
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // as the root reported it
 };
-// The update's program.
+// The update's program, as the nodes build and run it.
 struct ProgramJob {
   ProgramUse use;
   std::map<NodeId, PeerProgram> commands;  // of the nodes with a part in it
-  std::set<NodeId> building;               // not heard of
-  std::deque<NodeId> without_plan;         // of those: to be sent it when others have built theirs
-  std::set<NodeId> under_way;              // of those: sent the plan in this update
+  std::set<NodeId> building;               // nodes that have not reported it built
+  // Of `building`: nodes that are sent the plan when other nodes have built theirs.
+  std::deque<NodeId> without_plan;
+  // Of `building`: nodes that were sent the plan in this update.
+  std::set<NodeId> under_way;
   std::map<NodeId, PeerProgramBuilt> built;
-  StreamEnds built_ends;  // of their streams' structure
+  StreamEnds built_ends;  // by the structure of their streams
   bool agreed = false;
   bool compare = false;  // StartCompare came
   ReplicaPart compare_part;
@@ -77,7 +79,7 @@ struct ProgramJob {
   absl::Status compared;
   std::vector<std::vector<uint64_t>> digests;  // by node of the plan
   std::optional<StartRefit> run;
-  std::optional<StartVerify> readback;  // asked for before the program was sent
+  std::optional<StartVerify> readback;  // came before the program was sent
   bool sent = false;
   bool wired = false;
   bool issued = false;
@@ -85,40 +87,40 @@ struct ProgramJob {
   absl::Status status;
   int failed_destination = -1;
   std::vector<int64_t> bytes_written;
-  StreamEnds run_ends;  // of what their streams carried
+  StreamEnds run_ends;  // by what their streams carried
 };
-// The wire failed, and who is to blame is not decided yet. In a chain everyone behind the one that
-// stopped runs out of time at about the same moment, and may be heard in any order.
+// The failure of a collective while it is open which node is to blame. In a chain, all nodes behind
+// the one that stopped time out at about the same moment and may be heard in any order.
 struct WireVerdict {
   struct Word {
     NodeId node;
-    std::vector<NodeId> named;  // whom it waited for
+    std::vector<NodeId> named;  // whom the node waited for
     absl::Status status;
   };
   std::vector<Word> words;  // not empty
-  std::string what;         // that was on the wire
+  std::string what;         // what was on the wire
   TimePoint due;
 };
-// An update with members on more than this daemon, or with a program.
+// An update with members on other daemons, or with a program.
 struct Spread {
   UpdateId update;
   Version version;
   Verification verification = Verification::kOff;
-  std::set<NodeId> nodes;  // still in
-  // Were told of the update and have nobody left in it: they hear how it ends, nothing else.
+  std::set<NodeId> nodes;  // nodes still in it
+  // Nodes that were told of the update and have no member left in it: they hear only how it ends.
   std::set<NodeId> left;
   std::map<NodeId, PeerPrepare> prepares;
-  std::map<NodeId, std::vector<uint32_t>> destinations;  // node's index -> the group's
+  std::map<NodeId, std::vector<uint32_t>> destinations;  // the node's index -> the group's
   size_t destination_count = 0;
-  TimePoint deadline;            // the update's
+  TimePoint deadline;            // of the update
   bool data_plane_up = true;     // as the group was told
-  std::set<NodeId> unreachable;  // an epoch failed for them: the next is without
+  std::set<NodeId> unreachable;  // an epoch failed for them: the next has none of them
   bool announced = false;
   bool data_began = false;
   bool abandoned = false;
   std::map<PartSeq, PartJob> parts;
   std::optional<ProgramJob> program;
-  std::deque<PartSeq> to_issue;  // wired, in order; the program's last
+  std::deque<PartSeq> to_issue;  // wired, in order; the program comes last
   std::optional<WireVerdict> wire_verdict;
   std::set<NodeId> verifying;
   absl::Status verify_status;
@@ -126,13 +128,13 @@ struct Spread {
   // The wire lock of each node, taken in daemon-id order.
   std::vector<NodeId> lock_order;
   size_t locks_held = 0;
-  std::string lock_holder;  // who has the one that is waited for
+  std::string lock_holder;  // which group has the lock that is waited for
   TimePoint lock_deadline;
-  bool yielding = false;    // another group wants a wire
-  bool turn_taken = false;  // a part was issued since the wire was asked for
+  bool yielding = false;    // another group wants a wire lock
+  bool turn_taken = false;  // a part was issued since the locks were asked for
 };
 struct Epoch {
-  // A rank for which it did not come up.
+  // A rank for which the epoch did not come up.
   struct Failure {
     std::vector<NodeId> named;  // whom it waited for
     absl::Status status;
@@ -146,12 +148,12 @@ struct Epoch {
   bool has(NodeId node) const { return std::find(ranks.begin(), ranks.end(), node) != ranks.end(); }
   bool connecting = false;
   bool ready = false;
-  Duration limit{};    // of opening, and again of connecting
-  TimePoint deadline;  // until which it must be open, or up
-  TimePoint verdict;   // when its failure is judged: not later than the deadline
+  Duration limit{};    // for opening, and again for connecting
+  TimePoint deadline;  // when the epoch must be open, or up
+  TimePoint verdict;   // when its failure is judged; not after `deadline`
   uint64_t next_seq = 0;
 
-  // `ranks` ascend.
+  // `ranks` is ascending.
   std::optional<uint32_t> RankOf(NodeId node) const {
     const auto at = std::lower_bound(ranks.begin(), ranks.end(), node);
     if (at == ranks.end() || *at != node) return std::nullopt;
@@ -194,7 +196,7 @@ struct Coordinator::Impl {
   void Tick();
   void FindNodesDue();
 
-  // ---- reports of a node (the own worker's too) ----
+  // ---- reports of a node (also of the coordinator's own worker) ----
   void Report(NodeId node, const PeerReport& report);
   void On(Node* node, const PeerAttach& r);
   void On(Node* node, const PeerGone& r);
@@ -211,7 +213,7 @@ struct Coordinator::Impl {
   void CameUp(NodeId node, const PeerEpochUp& r);
   void LockGranted(NodeId node, const PeerWireGranted& r);
 
-  // A report that no honest daemon sends ends its link, and changes nothing else.
+  // Ends the node's link over a report that no correct daemon sends, and changes nothing else.
   void RefuseReport(NodeId node, const std::string& what);
 
   // ---- the group's actions ----
@@ -240,7 +242,7 @@ struct Coordinator::Impl {
   void End(const UpdateEnded& a);
 
   // ---- parts ----
-  // A node's result to those of the part's, or the program's, others.
+  // Adds a node's result to the results that the other nodes gave for the same part or program.
   template <typename Done, typename Job>
   void AddResult(NodeId node, const Done& r, Job* job) const {
     const auto destinations = spread->destinations.find(node);
@@ -256,14 +258,15 @@ struct Coordinator::Impl {
     }
     if (!r.status.ok() && job->status.ok()) job->status = Told(node, r.status, r.wire_failed);
   }
-  // A node's failed result, by name.
+  // The status of a node's failed result, with the node's name.
   absl::Status Told(NodeId node, const absl::Status& status, bool of_wire) const {
     const std::string message = Message(status);
     return absl::Status(status.code(), fmt::format("{}: {}{}", Name(node), message,
                                                    of_wire ? NamesOfRanks(message) : ""));
   }
-  // A node's end of a part or the program, which others may still be at: fails the update, now or
-  // when the others had the time to say whom they waited for.
+  // A node has ended its end of a part or of the program, while other nodes may still run theirs. A
+  // failure fails the update: at once, or, if the wire failed, when the other nodes had time to say
+  // whom they waited for.
   template <typename Done, typename Job>
   void HearEnd(NodeId node, const Done& r, const std::string& what, bool wired, Job* job) {
     AddResult(node, r, job);
@@ -280,7 +283,8 @@ struct Coordinator::Impl {
     }
   }
   void HearOfWire(NodeId node, const std::string& what, const absl::Status& status);
-  // Closes the epoch; returns the word of whoever named a node that said nothing itself.
+  // Closes the epoch and fails the update. Returns the status of a node that waited only for nodes
+  // that reported nothing themselves, else the status that came first.
   absl::Status Judge();
   void FailForOthers(const std::string& what, const absl::Status& status);
   void CompleteIfDone(PartSeq seq);
@@ -295,12 +299,12 @@ struct Coordinator::Impl {
   // How long one attempt to bring an epoch up may take.
   Duration AttemptLimit() const;
   void TellDataPlane(bool up);
-  // Whose fault it is that the epoch does not come up; `over`: its time has passed. Empty: nobody
-  // can be left out for it.
+  // The nodes to blame if the epoch does not come up. `over`: its time has passed. Empty: no node
+  // can be left out for the failure.
   std::set<NodeId> Unreachable(bool over) const;
   std::vector<NodeId> StillAwaited() const;
   void JudgeEpoch();
-  // Goes on without those nodes, or gives the update up.
+  // Goes on without the culprits, or gives the update up.
   void EpochFailed(const std::set<NodeId>& culprits, const std::string& reason, GiveUpClass kind);
   void EnsureEpoch();
   void CloseEpochEverywhere();
@@ -312,11 +316,11 @@ struct Coordinator::Impl {
   // ---- nodes ----
   void Send(NodeId node, PeerCommand command);
   void LoseNode(NodeId node, const std::string& reason);
-  // The node has nobody left in the update, and no byte has moved: the update goes on without it.
+  // The node has no member left in the update and no byte has moved: the update goes on without it.
   void LeaveOut(NodeId node);
-  // After the clean-up limit: the nodes that have not ended their share of the update are lost.
+  // After the clean-up limit: nodes that have not ended their share of the update are lost.
   void DropOwing();
-  // Nothing waits for the node's lock any more.
+  // Stops waiting for the node's wire lock.
   void DropLock(NodeId node);
   std::string Name(NodeId node) const;
   // Whether commands that `version` of the protocol added may be sent to that daemon: its link
@@ -347,12 +351,12 @@ struct Coordinator::Impl {
   std::map<CallId, BucketEvent> buckets;    // of this daemon's trainers, until their reply
   std::map<MemberId, KnownLayout> layouts;  // of all engine ranks
   std::map<uint64_t, std::weak_ptr<const Layout>> shared_layouts;  // of remote engines, by digest
-  std::map<NodeId, ProgramId> known_programs;                      // whose plan the node has
+  std::map<NodeId, ProgramId> known_programs;  // the program whose plan the node has
   std::optional<Spread> spread;
   std::optional<Epoch> epoch;
   uint64_t next_epoch = 1;
-  // When a node is to be pinged, or is silent for too long: not later than that. What is heard
-  // moves it on, which the next Tick finds out.
+  // No node has to be pinged, or counted as silent, before this time. A report that comes later
+  // moves the real time back; the next Tick computes it anew.
   std::optional<TimePoint> nodes_due;
 
   // During one Handle.

@@ -1,10 +1,10 @@
-// A daemon that joined a group: forwards what its members say to the coordinator, passes commands
-// on to them, and moves its share of the bytes.
+// A group on a daemon that joined it: forwards what its members say to the coordinator, passes
+// commands on to them, and moves its share of the bytes.
 //
-// Keeps P2 and P4 when the coordinator is lost, silent (PeerLimits::peer), or tells no outcome of
-// an update that long after its deadline: every member's stream ends with UNAVAILABLE, so that
-// ranks that answered Ready count as in doubt; calls are answered, a bucket's after the last read
-// of its source (P6); nothing more is written to members' memory than what was running.
+// Keeps P2 and P4 when the coordinator is lost, is silent (PeerLimits::peer), or tells no outcome
+// of an update for that long after its deadline. Then every member's stream ends with UNAVAILABLE,
+// so that ranks that answered Ready count as in doubt; calls are answered, a bucket's after the
+// last read of its source (P6); and no new transfer writes to members' memory.
 #ifndef REFITD_DAEMON_GROUP_FOLLOWER_H_
 #define REFITD_DAEMON_GROUP_FOLLOWER_H_
 
@@ -21,12 +21,12 @@ struct FollowerOptions {
   std::string name;
   std::string coordinator_address;
   PeerLimits peer_limits;
-  std::function<UpdateId()> next_update;  // ids for the executor, unique in the daemon
+  std::function<UpdateId()> next_update;  // update ids for the executor, unique in the daemon
 };
 
 class Follower : public GroupMachine {
  public:
-  // Joining is the caller's work and has begun: LinkUp or LinkLost comes.
+  // The caller has begun to join; LinkUp or LinkLost follows.
   explicit Follower(FollowerOptions options);
   ~Follower() override;
 
@@ -45,7 +45,7 @@ class Follower : public GroupMachine {
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version version) const override;  // of updates that this daemon took part in
 
-  // The link is lost, and nothing of this group moves any more: the caller may drop it.
+  // Whether the link is lost and no bytes of this group move any more: the caller may then drop it.
   bool finished() const;
 
  private:

@@ -1,16 +1,16 @@
-// One group's logic: members, instances, the running update, slots. Events in, actions out.
+// The logic of one group: its members, instances, slots and running update. Events in, actions out.
 //
 // Pure: no I/O, no gRPC, no threads, no clock of its own (`now` comes with every event). The caller
 // serialises events (one mutex), carries out the actions in order, and feeds their results back as
 // events. The same event sequence gives the same actions.
 //
 // The state machines of its parts are in group_state.h, instance_state.h, member_state.h and
-// update_state.h; docs/protocol.md draws them. What this class keeps: P1 (decides committed only
-// when every destination element of every instance still in was written once and verified), P2
-// (dirty from the first byte to the commit), P3 (one update, growing versions, request ids), P4
-// (every wait has a deadline and names its culprit), P6 (ReleaseMember only when no transfer
-// touches the member's memory), P8 (a lost member leaves nothing behind), P10 (refused events
-// change nothing).
+// update_state.h; docs/protocol.md draws them. This class keeps P1 (an update commits only when
+// every destination element of every instance still in it was written once and verified), P2 (an
+// instance is dirty from its first byte to the commit), P3 (one update, growing versions, request
+// ids), P4 (every wait has a deadline and names its culprit), P6 (ReleaseMember comes only when no
+// transfer touches the member's memory), P8 (a lost member leaves nothing behind) and P10 (refused
+// events change nothing).
 //
 // Culprits are named "engine INSTANCE rank R", "trainer rank R", or "instance INSTANCE", with pid
 // where known.
@@ -50,47 +50,51 @@ inline constexpr int kMaxPartsPerBucket = 4096;
 inline constexpr int kMaxUnwantedPrefixes = 64;
 inline constexpr int kRememberedUpdates = 64;    // outcomes kept for GetUpdate
 inline constexpr int kRememberedRequests = 256;  // finished request ids kept per member
-inline constexpr int kRememberedBuckets = 4096;  // ended, of the running update or the last one
+// Records of ended buckets that are kept, of the running update or else of the last update.
+inline constexpr int kRememberedBuckets = 4096;
 
 struct GroupSpec {
-  int trainer_ranks = 1;  // until trainers of another world size come when none is attached
+  // Trainers of another world size replace it when they attach while no trainer is attached.
+  int trainer_ranks = 1;
   int min_instances = 1;
-  int64_t slot_bytes = 0;  // never 0 here: defaults are filled in before
+  int64_t slot_bytes = 0;  // never 0: the caller has filled in defaults
   int slots = 0;
   std::vector<std::string> engine_only_tensors;  // sorted, unique
-  // Tensors that trainers' layouts may have though no engine wants them: names, and prefixes that
-  // end with '*'. Sorted, unique.
+  // Names, and prefixes that end with '*', of tensors that trainers' layouts may have though no
+  // engine wants them. Sorted, unique.
   std::vector<std::string> unwanted_tensors{};
   bool operator==(const GroupSpec&) const = default;
 };
-// Equal but for trainer_ranks, which the trainers that attach decide.
+// Whether both are equal apart from trainer_ranks, which the attaching trainers decide.
 bool EqualButTrainers(GroupSpec a, const GroupSpec& b);
-// A name or a prefix of `unwanted_tensors` fits.
+// Whether the tensor matches a name or a prefix of `unwanted_tensors`.
 bool MayBeUnwanted(const GroupSpec& spec, std::string_view tensor);
 
-// From the daemon's config; each wait is the smaller of its own limit and what remains of the
-// update (P4).
+// Limits from the daemon's config. Each wait ends at its own limit or with the update, whichever
+// comes first (P4).
 struct GroupLimits {
   Duration default_duration = std::chrono::seconds(120);
   Duration max_duration = std::chrono::hours(1);
-  Duration ready_limit = std::chrono::seconds(30);  // Prepare to Ready
-  Duration ack_limit =
-      std::chrono::seconds(30);  // BucketReady (or the Ack before, if later) to Ack
-  Duration idle_limit =
-      std::chrono::seconds(30);  // no call from any trainer rank, and none outstanding
-  Duration lease_limit = std::chrono::seconds(30);  // a leased slot unsubmitted
-  Duration cleanup_limit =
-      std::chrono::seconds(1);  // draining transfers after an abort. This daemon's own are waited
-                                // for beyond it (P6); who is not touched by them hears the outcome,
-                                // and other daemons that still owe one are lost
-  // Versions of a compiled refit within which each box that several ranks hold is compared again,
-  // a part of them on each version; 1: all of them on every version.
+  Duration ready_limit = std::chrono::seconds(30);  // from Prepare to Ready
+  // From BucketReady, or from the previous Ack if that is later, to Ack.
+  Duration ack_limit = std::chrono::seconds(30);
+  // How long an update may go without a call from a trainer rank while no call is outstanding.
+  Duration idle_limit = std::chrono::seconds(30);
+  // How long a leased slot may stay unsubmitted.
+  Duration lease_limit = std::chrono::seconds(30);
+  // How long transfers may drain after an abort. The coordinator waits for its own daemon's
+  // transfers even beyond it (P6). When it has passed, members whose memory no transfer touches
+  // hear the outcome, and other daemons that have not ended their share are lost.
+  Duration cleanup_limit = std::chrono::seconds(1);
+  // A compiled refit compares every box that several ranks hold once within this many versions: a
+  // part of the boxes on each version. 1: all boxes on every version.
   int64_t compare_every = 32;
-  int outstanding_buckets = 256;  // per trainer rank; also how far ahead of order a seq may be
-  // Of updates whose Begin says none. kReadback: see Group::Impl::DefaultVerification.
+  // Limit for each trainer rank, and for how far a seq may be ahead of the next in order.
+  int outstanding_buckets = 256;
+  // For updates whose Begin names no verification. kReadback: see Group::Impl::DefaultVerification.
   Verification default_verification = Verification::kReadback;
-  // What goes directly is cut, between tensors, into parts of so much at least: one moves while the
-  // next is planned. Not an operator's: tests use less.
+  // A bucket that needs no slot is cut, between tensors, into parts of at least this size, so that
+  // one part moves while the next is planned. Operators do not set these limits; tests lower them.
   int64_t direct_part_bytes = int64_t{128} << 20;
   int64_t direct_part_tensors = 64;
 };
@@ -103,8 +107,8 @@ struct TrainerIdentity {
   int rank = 0;
   int world_size = 1;
   int pid = 0;
-  NodeId node{};         // whose daemon it is attached to; 0: the coordinator's
-  std::string daemon{};  // its id, for messages; empty: the coordinator's
+  NodeId node{};         // node of the daemon that it is attached to
+  std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
 };
 
 struct EngineIdentity {
@@ -114,23 +118,24 @@ struct EngineIdentity {
   DeliveryMode delivery = DeliveryMode::kRegistered;
   int pid = 0;
   std::optional<Version> held_version;
-  // Staged delivery: what must arrive in every update; absent: Begin's tensor count.
+  // Staged delivery: the tensors that every update must bring. Absent: Begin's tensor count
+  // decides.
   std::optional<std::vector<TensorSpec>> manifest;
-  NodeId node{};         // whose daemon it is attached to; 0: the coordinator's
-  std::string daemon{};  // its id, for messages; empty: the coordinator's
-  // Its weights are dirty or in doubt from an earlier lease; not with held_version.
+  NodeId node{};         // node of the daemon that it is attached to
+  std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
+  // The rank's weights are dirty or in doubt since an earlier lease. Never set beside held_version.
   bool dirty = false;
-  // The incarnation in which held_version was committed; 0: not told. It is shown, and never raises
-  // the group's version.
+  // The incarnation in which held_version was committed; 0: the rank did not tell. Status shows it;
+  // it never raises the group's version.
   uint64_t held_origin = 0;
-  // Its memory is on a GPU. Known of members of the coordinator's own daemon only.
+  // The rank's memory is on a GPU. Known only of members of the coordinator's own daemon.
   bool on_device = false;
 };
 
 // ---- how an update ends ----
 
 enum class Outcome : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
-// Why an update was given up, as a class (for metrics); the words are in its reason.
+// The class of reasons for which an update was given up, for metrics. Its `reason` has the words.
 enum class GiveUpClass : uint8_t {
   kNone,
   kDeadline,
@@ -145,30 +150,31 @@ enum class GiveUpClass : uint8_t {
 
 // ---- how buckets went ----
 
-// What went by one method.
+// What buckets moved by one broadcast method.
 struct BroadcastTotals {
   BroadcastMethod method = BroadcastMethod::kDirect;
-  int64_t bytes = 0;    // of tensor data, once, whoever received it
-  int64_t buckets = 0;  // whose bytes went so for the most part
+  int64_t bytes = 0;    // tensor data, counted once however many ranks received it
+  int64_t buckets = 0;  // buckets that moved most of their bytes by this method
 };
 
-// A bucket whose last part has ended.
+// The record of a bucket whose last part has ended.
 struct BucketRecord {
   int64_t group_seq = 0;
   int trainer_rank = 0;
-  int64_t seq = 0;  // of that rank
+  int64_t seq = 0;  // in that rank's order
   int64_t tensors = 0;
   int64_t bytes = 0;
   int64_t parts = 0;
-  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // of most of its bytes
-  Duration took{};                                       // from its turn to the end
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // the method that moved most bytes
+  Duration took{};  // from its turn in the group's order to its end
 };
 
-// Of the running update, or the last one.
+// How the buckets of the running update, or else of the last update, went.
 struct UpdateStatistics {
-  std::vector<BroadcastTotals> pushed;  // of the methods that were used
-  std::vector<BucketRecord> buckets;    // in the order of their ends, the last kRememberedBuckets
-  int64_t left_out = 0;                 // that ended before those
+  std::vector<BroadcastTotals> pushed;  // only methods that were used
+  std::vector<BucketRecord> buckets;    // by end; the last kRememberedBuckets
+  // Buckets that ended earlier, whose records are no longer kept.
+  int64_t left_out = 0;
 };
 
 // ---- events ----
@@ -180,26 +186,28 @@ struct TrainerAttached {
 struct EngineAttached {
   MemberId member;
   EngineIdentity identity;
-  // It is on a GPU where staging slots could not be made: an update that is being opened can't
-  // broadcast through slots.
+  // The rank is on a GPU where staging slots could not be made: an update that is being opened
+  // can't broadcast through slots.
   bool lacks_slots = false;
-  // Follower: it is on a GPU where it needs slots, as many and as large as the coordinator says.
+  // At a follower: the rank is on a GPU that needs slots, as many and as large as the coordinator
+  // says.
   bool awaits_slots = false;
 };
 
-// The stream ended, the process died, or it detached.
+// The member's stream ended, its process died, or it detached.
 struct MemberLost {
   MemberId member;
   std::string reason;
 };
 
-// A validated layout (ValidateLayout) of an engine rank. Answered once the coordinator has it: an
-// update that begins after that counts the rank as registered.
+// A validated layout (ValidateLayout) of an engine rank. The call is answered once the coordinator
+// has the layout: updates that begin after the answer count the rank as registered.
 struct LayoutRegistered {
   MemberId member;
   std::shared_ptr<const Layout> layout;
   CallId call{};  // 0: nobody waits for an answer
-  // Of the layout, where the caller knows it; found out here if not, which takes milliseconds.
+  // The layout's digest, if the caller knows it. Otherwise it is computed here, which takes
+  // milliseconds.
   std::optional<uint64_t> digest{};
 };
 
@@ -211,21 +219,21 @@ struct BeginEvent {
   Duration duration{};  // 0: default
   std::optional<Verification> verification;
   bool evict_late = false;
-  int64_t tensor_count = 0;  // 0: not told
-  int64_t total_bytes = 0;   // 0: not told
+  int64_t tensor_count = 0;  // 0: unknown
+  int64_t total_bytes = 0;   // 0: unknown
   BroadcastMethod broadcast = BroadcastMethod::kAuto;
-  // The GPUs of this rank and of all engines have staging slots, and something could be gained by
-  // them. With kAuto, buckets pass through slots only where every rank that begins says so; a
-  // method that needs slots is refused without.
+  // The GPUs of this rank and of all engines have staging slots, and broadcasting through slots
+  // could gain something. With kAuto, buckets pass through slots only if every rank that begins
+  // sets this; a method that needs slots is refused if it is not set.
   bool slots_on_devices = false;
-  // The rank's registered layout has no part in this update: the rank pushes, and ends it by
-  // Commit.
+  // The rank's registered layout has no part in this update: the rank pushes its weights and ends
+  // the update by Commit.
   bool without_layout = false;
 };
 
 struct ReadyEvent {
   MemberId member;
-  UpdateId update;  // of the Prepare that it answers: answers to other updates are ignored
+  UpdateId update;  // of the Prepare that it answers; ignored if another update runs
 };
 struct EngineFailed {
   MemberId member;
@@ -238,7 +246,7 @@ struct LeaseSlotEvent {
   MemberId member;
   Version version;
   Duration wait{};
-  UpdateId update{};  // as BucketEvent
+  UpdateId update{};  // as BucketEvent::update
 };
 struct ReleaseSlotEvent {
   CallId call;
@@ -246,8 +254,8 @@ struct ReleaseSlotEvent {
   SlotGrant grant;
 };
 
-// A bucket whose metadata was validated on its own (lists, dtypes, shapes, sizes, source inside its
-// memory).
+// A bucket whose metadata was validated on its own: lists, dtypes, shapes, sizes, and that the
+// source lies inside its memory.
 struct BucketEvent {
   CallId call;
   MemberId member;
@@ -256,23 +264,22 @@ struct BucketEvent {
   int64_t seq = 0;
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;         // ranges[i].tensor == i
-  std::optional<SlotGrant> slot;           // the source is this leased slot
-  std::vector<int64_t> slot_byte_offsets;  // with slot: where each tensor lies in it
-  // The update that the rank began (BeginReply): the call is of no other update to that version. 0:
-  // not told, `version` alone decides.
+  std::optional<SlotGrant> slot;           // set: the source is this leased slot
+  std::vector<int64_t> slot_byte_offsets;  // where each tensor lies in `slot`
+  // The update that the rank began (BeginReply). A call that names an update is refused for any
+  // other update to the same version. 0: `version` alone names the update.
   UpdateId update{};
 };
 
-// What StartTransfer asked for has ended; nothing of the source is read and nothing written any
-// more.
+// The transfer that StartTransfer asked for has ended: it reads and writes nothing any more.
 struct TransferDone {
   UpdateId update;
   PartSeq part;
   absl::Status status;  // not OK: verification failed, or the program could not be made
-  std::vector<int64_t> bytes_written;                    // per destination of StartTransfer::index
-  int failed_destination = -1;                           // whose, if not OK and known
-  std::vector<uint64_t> source_digests{};                // by range, if they were wanted
-  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // by which the bytes went
+  std::vector<int64_t> bytes_written;      // per destination of StartTransfer::index
+  int failed_destination = -1;             // the destination at fault, if not OK and known
+  std::vector<uint64_t> source_digests{};  // by range, if they were asked for
+  BroadcastMethod broadcast = BroadcastMethod::kDirect;  // the method that moved the bytes
 };
 
 struct AckEvent {
@@ -286,13 +293,13 @@ struct CommitEvent {
   std::string request_id;
   Version version;
   int64_t bucket_count = 0;
-  // Some of the buckets may still be on their way: they are waited for.
+  // Some of these buckets may still be on their way: the commit waits for them.
   bool pushes_under_way = false;
-  UpdateId update{};  // as BucketEvent
+  UpdateId update{};  // as BucketEvent::update
 };
-// Begin, the compiled moves and Commit in one. The rank has a layout (the caller has compared its
-// binding generation); it may have begun and pushed buckets of its layout's pushed_tensors before,
-// and then says which update it ends.
+// Begin, the compiled moves and Commit in one call. The rank has a layout, and the caller has
+// compared its binding generation. The rank may have begun the update before and pushed buckets of
+// its layout's pushed_tensors; it then names the update that it ends.
 struct RefitEvent {
   CallId call;
   MemberId member;
@@ -301,9 +308,9 @@ struct RefitEvent {
   Duration duration{};  // 0: default
   std::optional<Verification> verification;
   bool evict_late = false;
-  int64_t bucket_count = 0;  // that the rank has pushed
-  // The update that the rank began and ends by this call, which opens no other. 0: it opens or
-  // joins the update to `version`, or ends the one that the rank began.
+  int64_t bucket_count = 0;  // buckets that the rank has pushed
+  // The update that the rank began and that this call ends; the call then opens no other update. 0:
+  // the call opens or joins the update to `version`, or ends the update that the rank began.
   UpdateId update{};
 };
 struct AbortEvent {
@@ -315,71 +322,73 @@ struct AbortEvent {
   UpdateId update{};  // as BucketEvent
 };
 
-// What StartVerify asked for has ended.
+// The read-back that StartVerify asked for has ended.
 struct VerifyDone {
   UpdateId update;
   absl::Status status;
   std::vector<uint32_t> failed_destinations;
 };
 
-// What CompileProgram asked for.
+// The answer to CompileProgram.
 struct ProgramCompiled {
   ProgramId program;
   absl::Status status;
   std::shared_ptr<const RefitPlan> plan;  // if OK
 };
-// What StartCompare asked for. DATA_LOSS: replicas differ; names the tensor and the ranks.
+// The answer to StartCompare. DATA_LOSS: replicas differ; the status names the tensor and the
+// ranks.
 struct CompareDone {
   UpdateId update;
   absl::Status status;
 };
-// What StartRefit asked for has ended; nothing is read or written any more.
+// The run that StartRefit asked for has ended: it reads and writes nothing any more.
 struct RefitDone {
   UpdateId update;
   absl::Status status;
   std::vector<int64_t> bytes_written;  // per destination of UpdateAssembled
-  int failed_destination = -1;         // whose, if not OK and known
+  int failed_destination = -1;         // the destination at fault, if not OK and known
 };
 
-// An operator gave the update up.
+// An operator gives the running update up.
 struct OperatorAbort {
   CallId call;
   std::string reason;
 };
-// CreateGroup(replace): a new incarnation. Refused while an update runs.
+// CreateGroup(replace) starts a new incarnation. Refused while an update runs.
 struct ReplaceGroup {
   CallId call;
   uint64_t incarnation = 0;
 };
-// SIGTERM: no new update is opened; the running one ends or meets its deadline.
+// SIGTERM came: no new update is opened; the running update ends or meets its deadline.
 struct DrainEvent {};
-// The update can't go on (a daemon of it was lost, its data plane failed). Nothing happens if it is
-// over or being given up already.
+// The update can't go on: one of its daemons was lost, or its data plane failed. Ignored if the
+// update is over or is being given up already.
 struct FailUpdate {
   UpdateId update;
   std::string reason;
   GiveUpClass kind = GiveUpClass::kPeerLost;
 };
-// Whether the data plane between the update's nodes is up: no byte is asked for while it is not. It
-// is up where nobody says otherwise.
+// Whether the data plane between the update's nodes is up: while it is not, no transfer is started.
+// Without this event it counts as up.
 struct DataPlane {
   UpdateId update;
   bool up = false;
 };
-// The data plane of those nodes does not come up. Their instances are evicted from the update, and
-// take part in no later one until the last member of the node has left: who comes then attaches
-// anew. If no instance would be left the update is given up instead, and nobody is kept out.
+// The data plane of these nodes does not come up. Their instances are evicted from the update and
+// take part in no later update until the last member of the node has left; members that attach
+// after that are not kept out. If no instance would be left, the update is given up instead and no
+// node is kept out.
 struct KeepNodesOut {
   UpdateId update;
-  std::map<NodeId, std::string> nodes;  // why, by node
-  std::string reason;                   // of giving up
+  std::map<NodeId, std::string> nodes;  // the reason, by node
+  std::string reason;                   // the reason for giving the update up
   GiveUpClass kind = GiveUpClass::kTransfer;
 };
-// Time passed: whatever is due is done. Sent at NextDeadline() or later.
+// Time has passed: the group does whatever is due. Sent at NextDeadline() or later.
 struct Tick {};
-// The caller went away (its deadline, its connection): its reply is not wanted any more and comes
-// at once (CANCELLED), but for a bucket, whose answer waits for the last read of its source. Has no
-// other effect: what the call began goes on.
+// The caller went away: its deadline passed or its connection broke. It gets its reply at once
+// (CANCELLED), except that the answer to a bucket waits for the last read of its source. The event
+// has no other effect: what the call began goes on.
 struct CallGone {
   CallId call;
 };
@@ -420,7 +429,7 @@ struct CommitReply {
   int64_t bytes = 0;
   Duration elapsed{};
   std::vector<BroadcastTotals> pushed;  // by method
-  // Tensors of trainers' layouts that no engine wants (GroupSpec::unwanted_tensors), and their
+  // How many tensors of trainers' layouts no engine wants (GroupSpec::unwanted_tensors), and their
   // bytes.
   int64_t left_out_tensors = 0;
   int64_t left_out_bytes = 0;
@@ -428,38 +437,38 @@ struct CommitReply {
 struct EmptyReply {};
 using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
 
-// Answers a call; each call that an event brought is answered exactly once (also refused ones). A
-// PushBucket's answer comes after the last read of its source, whatever its status (P6).
+// Answers a call. Each call that an event brought is answered exactly once, refused calls included.
+// The answer to a PushBucket comes after the last read of its source, whatever its status (P6).
 struct Reply {
   CallId call;
   absl::Status status;
   ReplyPayload payload;
 };
 
-// Compile a refit; takes up to seconds: not on the caller's thread. Answered by ProgramCompiled,
-// also where nobody wants it any more.
+// Compile a refit. That takes up to seconds, so it must not run on the caller's thread. Answered by
+// ProgramCompiled, even if no update waits for the program any more.
 struct CompileProgram {
   ProgramId program;
   std::vector<RouteMember> sources;
   std::vector<RouteMember> destinations;
   RouteOptions options;
 };
-// The program that an update runs. Sources and destinations by the plan's numbers.
+// The program that an update runs. Sources and destinations are numbered as in the plan.
 struct ProgramUse {
   ProgramId program;
   std::shared_ptr<const RefitPlan> plan;
-  std::vector<NodeId> nodes;      // the plan's
-  std::vector<MemberId> sources;  // its destinations are UpdateAssembled's
+  std::vector<NodeId> nodes;      // by the plan's numbers
+  std::vector<MemberId> sources;  // the destinations are UpdateAssembled's
 };
 
-// The update is assembled: who takes part is known. Comes before its SendPrepare actions.
+// The update is assembled: its participants are known. Comes before its SendPrepare actions.
 struct UpdateAssembled {
   UpdateId update;
   Version version;
   Duration remaining{};
   int64_t tensor_count = 0;
   Verification verification = Verification::kOff;
-  std::vector<NodeId> nodes;           // with a rank in it, trainer or engine; ascending
+  std::vector<NodeId> nodes;  // nodes with a trainer or engine rank in the update; ascending
   std::vector<MemberId> destinations;  // registered ranks, in the order of StartTransfer
   std::optional<ProgramUse> program{};
 };
@@ -475,9 +484,10 @@ struct PartContent {
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;    // ranges[i].tensor == i
   std::vector<int64_t> byte_offsets;  // from the slot's start; empty if there is no slot
-  int64_t bytes = 0;  // with a slot: the end of what is packed in it; else what is carried
+  // With a slot: the end of what is packed in it. Without: the bytes carried.
+  int64_t bytes = 0;
 };
-// One staged part for one engine rank.
+// Hand one part to a staged engine rank.
 struct SendPart {
   MemberId member;
   UpdateId update;
@@ -500,9 +510,9 @@ struct SendDraining {
   MemberId member;
 };
 
-// Copy one part of a bucket: into `slot` (packed as `content` says) if there is one to fill, and
-// into every destination of `index` that is not skipped. Destinations are (member, its layout) in
-// index order.
+// Copy one part of a bucket: into the slot to fill, if there is one (packed as `content` says), and
+// into every destination of `index` that is not skipped. Destinations are pairs of a member and its
+// layout, in index order.
 struct StartTransfer {
   UpdateId update;
   Version version;
@@ -510,45 +520,47 @@ struct StartTransfer {
   int64_t group_seq = 0;  // of the bucket
   CallId bucket_call;     // names the bucket's source bytes; stays valid until its Reply
   MemberId trainer;
-  std::vector<uint32_t>
-      bucket_ranges;  // content->ranges[i] is a sub-range of the bucket's ranges[bucket_ranges[i]]
+  // content->ranges[i] is a sub-range of the bucket's ranges[bucket_ranges[i]].
+  std::vector<uint32_t> bucket_ranges;
   std::shared_ptr<const PartContent> content;
-  std::optional<SlotGrant> source_slot;  // the source is this slot (leased by the trainer)
-  // Copy into this slot for staged engines; or, with a method other than kDirect, broadcast through
-  // it.
+  std::optional<SlotGrant> source_slot;  // set: the source is this slot, which the trainer leased
+  // The slot to fill: for staged engines, or, with a method other than kDirect, to broadcast
+  // through.
   std::optional<SlotGrant> fill_slot;
   std::shared_ptr<const DestinationIndex> index;  // registered engine ranks of the update
   std::vector<MemberId> destinations;             // in index order
-  std::vector<bool> skip_destination;             // evicted since
-  std::vector<uint32_t> touched;                  // destinations that have elements of it
+  std::vector<bool> skip_destination;             // true: evicted since
+  std::vector<uint32_t> touched;                  // destinations that the part has elements for
   std::vector<MemberId> staged;                   // ranks that will be handed the slot
-  bool wired = false;  // the slot is sent to other daemons after it: their place for it is filled
-  // With a slot, kAuto leaves the choice to the executor; without one every method is kDirect.
+  // The wire then sends the slot to other daemons: the executor fills the place of the slot that
+  // the wire reads.
+  bool wired = false;
+  // With a slot, kAuto leaves the choice to the executor. Without a slot every method is kDirect.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
   Verification verification = Verification::kOff;
-  // Digests of the source by range of `content` are wanted with the result.
+  // Whether the result must carry digests of the source, by range of `content`.
   bool want_source_digests = false;
 };
 
-// Compare what the update's program reads from several ranks, before it moves anything. Answered by
+// Before anything moves, compare what the update's program reads from several ranks. Answered by
 // CompareDone.
 struct StartCompare {
   UpdateId update;
-  ReplicaPart part = {};  // of the replicas
+  ReplicaPart part = {};  // the share of the replicas to compare
 };
-// Run the update's program. Its place in the order of collectives is that of a part. Answered by
-// RefitDone.
+// Run the update's program, which takes the place of one part in the order of collectives. Answered
+// by RefitDone.
 struct StartRefit {
   UpdateId update;
   Version version;
   PartSeq part;
-  std::vector<SlotGrant> slots;  // where bytes go between daemons: 2 or 4
+  std::vector<SlotGrant> slots;  // 2 or 4 slots through which bytes cross between daemons
   std::vector<bool> skip_destination;
   Verification verification = Verification::kOff;
 };
 
-// Read every written piece of every destination again and compare with the sums of the update's
-// transfers (readback only).
+// Read every written piece of every destination again and compare it with the digests that the
+// update's transfers left. Asked for only with kReadback.
 struct StartVerify {
   UpdateId update;
   Version version;
@@ -557,21 +569,21 @@ struct StartVerify {
   std::vector<bool> skip_destination;
 };
 
-// No transfer touches this member's memory any more, and it is gone: unmap its regions (P6, P8).
+// The member is gone and no transfer touches its memory any more: unmap its regions (P6, P8).
 struct ReleaseMember {
   MemberId member;
 };
-// No rank of that node takes part in the running update any more: they were evicted or lost.
+// All ranks of that node were evicted or lost: none takes part in the running update any more.
 struct NodeOutOfUpdate {
   UpdateId update;
   NodeId node;
 };
-// The update is being given up; the transfers that run end first.
+// The update is being given up; transfers that run end before it does.
 struct UpdateAbandoned {
   UpdateId update;
 };
-// The clean-up limit of an update that is being given up has passed, and something still runs: a
-// daemon that does not say that its share has ended must not keep the rest waiting (P4).
+// The clean-up limit of an update that is being given up has passed while a transfer still runs.
+// Daemons that have not said that their share has ended must not keep the others waiting (P4).
 struct CleanUpOverdue {
   UpdateId update;
 };
@@ -581,28 +593,27 @@ struct UpdateEnded {
   Version version;
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
-  // How long each phase took; one that was not reached took no time.
-  Duration prepare{};  // Begin to every rank ready
-  Duration data{};     // to the last Commit
-  Duration verify{};   // to every digest compared
-  Duration total{};    // Begin to the outcome
-  int64_t bytes = 0;   // of tensor data handed over
+  // How long each phase took; zero for a phase that was not reached.
+  Duration prepare{};  // from Begin to every rank ready
+  Duration data{};     // from there to the last Commit
+  Duration verify{};   // from there to every digest compared
+  Duration total{};    // from Begin to the outcome
+  int64_t bytes = 0;   // tensor data handed over
   GiveUpClass give_up_class = GiveUpClass::kNone;
   std::vector<BroadcastTotals> pushed{};  // by method
 };
-// The member is not (or no longer) acceptable: end its stream with this status (e.g. attach
-// refused).
+// The member is not, or no longer, acceptable: end its stream with this status.
 struct RefuseMember {
   MemberId member;
   absl::Status status;
 };
-// An engine rank attached; the caller sends Welcome before any later action for it.
+// An engine rank attached. The caller sends Welcome before any later action for the rank.
 struct WelcomeMember {
   MemberId member;
 };
-// Something that status or watch shows has changed.
+// Status or watch would show something else now.
 struct StateChanged {};
-// One line for the log: said once, where it is first detected.
+// One line for the log, written once where its cause is first detected.
 struct LogLine {
   enum Level { kInfo, kWarning, kError } level = kInfo;
   std::string text;
@@ -636,7 +647,8 @@ struct InstanceView {
   int world_size = 0;
   int attached = 0;
   std::string reason;
-  uint64_t origin = 0;  // incarnation in which `version` was committed; 0: not told, or no version
+  // The incarnation in which `version` was committed; 0: not told, or no version.
+  uint64_t origin = 0;
 };
 struct UpdateView {
   UpdateId id;
@@ -653,10 +665,10 @@ struct UpdateView {
   Duration remaining{};
   std::vector<InstanceOutcome> instances;
 };
-// Which update a view shows, and the state that it shows it in.
+// Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {
   UpdateId id;
-  std::string_view state;  // of static storage
+  std::string_view state;  // points to static storage
   bool operator==(const UpdateMark&) const = default;
 };
 struct SlotView {
@@ -707,16 +719,16 @@ class Group {
   // FAILED_PRECONDITION: the member takes staged delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
-  // A trainer rank is attached to that node.
+  // Whether a trainer rank is attached to that node.
   bool TrainsOn(NodeId node) const;
-  // Why the instances of that node take part in no update; empty: they do.
+  // Why the instances of that node take part in no update; empty: they take part.
   std::string KeptOut(NodeId node) const;
   GroupView View(TimePoint now) const;
-  // View's update alone, at the cost of that update's own instances.
+  // The update that View would show, at the cost of that update's own instances.
   std::optional<UpdateView> ViewUpdate(TimePoint now) const;
-  // Whether that has changed: costs nothing.
+  // Which update ViewUpdate would show and its state; takes no time, so that callers can poll it.
   std::optional<UpdateMark> MarkUpdate() const;
-  // The member's lease lives: copies may begin that touch its memory.
+  // Whether the member's lease lives: only then may copies begin that touch its memory.
   bool Attached(MemberId member) const;
   UpdateStatistics Statistics() const;
   PastUpdate Past(Version version) const;

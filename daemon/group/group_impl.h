@@ -35,7 +35,7 @@ namespace refitd {
 
 namespace group {
 
-// Versions of two incarnations have nothing to do with each other.
+// Versions of different incarnations can't be compared, so a version is kept with its incarnation.
 struct HeldVersion {
   Version version;
   uint64_t origin = 0;  // incarnation in which it was committed; 0: the rank did not tell
@@ -50,14 +50,14 @@ struct Member {
   int rank = 0;
   int world_size = 0;
   int pid = 0;
-  NodeId node;        // whose daemon it is attached to
+  NodeId node;        // of the daemon that it is attached to
   std::string label;  // for messages
   DeliveryMode delivery = DeliveryMode::kRegistered;
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
-  std::optional<HeldVersion> held;  // what its memory holds complete
-  bool on_device = false;           // engines: on a GPU
+  std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
+  bool on_device = false;           // engines: memory is on a GPU
   bool updated = false;             // engines: an update was committed to it in this lease
   RequestLog requests;
   int touching = 0;  // transfers and verifications that touch its memory (P6)
@@ -74,7 +74,7 @@ struct Instance {
   std::optional<UpdateId> installed;  // the last update that committed with it
 };
 
-// How the buckets of the running update, or of the last one, went.
+// How the buckets of the running update, or else of the last update, went.
 class BucketLog {
  public:
   void Clear() { *this = BucketLog(); }
@@ -96,21 +96,21 @@ struct EndedUpdate {
   PastUpdate what;
 };
 
-// A LeaseSlot call that waits for a slot to come free.
+// A LeaseSlot call that waits until a slot is free.
 struct LeaseWaiter {
   CallId call;
   MemberId member;
   TimePoint deadline;
 };
 
-// In a state of the lower row of instance_state.h: it has no version (P2).
+// Whether the state is in the lower row of instance_state.h: such an instance has no version (P2).
 constexpr bool IsDirty(InstanceState state) {
   return state == InstanceState::kFormingDirty || state == InstanceState::kDirty ||
          state == InstanceState::kDirtyPreparing || state == InstanceState::kDirtyReady;
 }
-// "1.5 s".
+// Formats a duration, as in "1.5 s".
 std::string Seconds(Duration duration);
-// "a, b, c and 4 more".
+// Formats a list that may be long, as in "a, b, c and 4 more".
 std::string Few(const std::vector<std::string>& names);
 
 }  // namespace group
@@ -135,7 +135,7 @@ struct Group::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
   ~Impl() {
-    if (compiling != nullptr) compiling->cancelled->store(true);  // nobody waits for it
+    if (compiling != nullptr) compiling->cancelled->store(true);
   }
 
   // ---- group.cc ----
@@ -166,7 +166,7 @@ struct Group::Impl {
   void On(const KeepNodesOut& e);
   void On(const Tick& e);
   void On(const CallGone& e);
-  // All steps that the event made possible.
+  // Takes all steps that the event made possible.
   void Pump();
 
   template <typename Action>
@@ -179,19 +179,21 @@ struct Group::Impl {
     Do(Reply{call, std::move(status), EmptyReply{}});
   }
 
-  // Requests. Repeated: the call was answered or joined to its first.
+  // Requests. Repeated: whether the call repeats a request; it was then answered, or waits with the
+  // first call.
   bool Repeated(Member* member, CallKind kind, const std::string& id, const std::string& what,
                 CallId call);
   std::shared_ptr<Request> Track(Member* member, CallKind kind, const std::string& id,
                                  std::string what, CallId call);
   void Finish(const std::shared_ptr<Request>& request, absl::Status status, ReplyPayload payload);
-  // For which a trainer rank waits; a Commit that waits for the rank's own buckets is none.
+  // Whether a trainer rank waits for an answer. A Commit that waits for the rank's own buckets does
+  // not count.
   bool CallsOutstanding() const;
   void WithdrawIfNobodyWaits(const Request& commit);
   std::optional<TimePoint> IdleDeadline() const;
-  // The earliest moment at which an unacknowledged part is late, and whose it is.
+  // The earliest moment at which an unacknowledged part is late, and the member that owes it.
   std::optional<std::pair<TimePoint, MemberId>> AckDeadline() const;
-  // What the reader has to acknowledge has changed.
+  // Called when the parts that the reader has to acknowledge have changed.
   void SetAckDue(MemberId id, const group::StagedReader& reader);
   void TickUpdate();
 
@@ -203,7 +205,7 @@ struct Group::Impl {
   // ---- members.cc ----
   Member* Find(MemberId id);
   const Member* Find(MemberId id) const;
-  // A trainer rank that is attached, else null and the call is refused.
+  // The attached trainer rank of that id. Null: there is none, and the call was refused.
   Member* Trainer(MemberId id, CallId call);
   std::string Label(MemberId id) const;
   void Admit(Member member);
@@ -213,12 +215,13 @@ struct Group::Impl {
   bool Complete(const Instance& instance) const;
   std::optional<group::HeldVersion> VersionOf(const Instance& instance) const;
   absl::Status CheckHeld(const EngineIdentity& who) const;
-  // Why it takes part in no update though it is complete: a rank's node is kept out. Null: it does.
+  // Why a complete instance takes part in no update: the node of one of its ranks is kept out.
+  // Null: it takes part.
   const std::string* WhyKeptOut(const Instance& instance) const;
-  // An update that is assembled now takes it in.
+  // Whether an update that is assembled now takes the instance in.
   bool Available(const Instance& instance) const;
   void LetInIfEmpty(NodeId node);
-  // It reads no slot any more.
+  // The member reads no slot any more.
   void EndReads(Member* member);
   void LoseEngine(Member* member, const std::string& reason);
   void LoseTrainer(Member* member, const std::string& reason);
@@ -244,19 +247,20 @@ struct Group::Impl {
   std::string WaitedForReady() const;
 
   // ---- data.cc ----
-  // The running update and the rank's progress in it, or why its data calls are refused.
-  // `wanted`: the update that the call names; 0: none.
+  // The progress of the rank in the running update, or why its data calls are refused. `wanted`:
+  // the update that the call names; 0: none.
   absl::StatusOr<TrainerProgress*> OpenFor(const Member& member, Version version, UpdateId wanted);
   absl::Status NotOpen(Version version) const;
   absl::Status Gone(UpdateId wanted, Version version) const;
-  // The running update is not the one that the call names.
+  // Whether the call names an update other than the running one.
   bool IsAnother(UpdateId wanted) const {
     return wanted != UpdateId() && (update == nullptr || update->id != wanted);
   }
   absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
   absl::Status CheckParts(const BucketEvent& e) const;
   absl::Status Reserve(const BucketEvent& e);
-  // The tensors of a bucket that were not pushed before, and those that were: what was covered.
+  // What a bucket adds: tensors that no bucket brought before, and for the other tensors the
+  // elements that were covered before.
   struct Taken {
     std::vector<const std::string*> added;
     std::vector<std::pair<const std::string*, IntervalSet>> before;
@@ -268,9 +272,11 @@ struct Group::Impl {
   void AddPart(const std::shared_ptr<Bucket>& bucket, absl::Span<const TensorRange> ranges,
                std::vector<int64_t> byte_offsets, int64_t bytes);
   void FinishBucket(const Bucket& bucket);
-  // Its bytes pass through a slot: for staged ranks, to another daemon, or by a broadcast.
+  // Whether the bucket's bytes pass through a slot: for staged ranks, to another daemon, or by a
+  // broadcast.
   bool NeedsSlot(const Bucket& bucket) const;
-  // All ranks of the update are. Else each daemon has an index of its own ranks.
+  // Whether all ranks of the update are on this daemon. Otherwise each daemon has an index of its
+  // own ranks.
   bool OnThisDaemon() const { return update->nodes.size() == 1 && update->nodes[0] == NodeId(); }
   void StartParts();
   void StartPart(Part* part);
@@ -316,11 +322,11 @@ struct Group::Impl {
   void SettleIfDone();
   void Decide();
   void Evict(uint32_t participant, const GiveUp& why);
-  // Says which nodes of the evicted participant have nobody left in the update.
+  // Reports which nodes of the evicted participant have no rank left in the update.
   void TellNodesWithNobodyLeft(const Participant& evicted);
-  // A trainer rank, or a rank of an instance still in, is attached to that node.
+  // Whether a trainer rank, or a rank of an instance still in the update, is attached to that node.
   bool TakesPart(NodeId node) const;
-  // A live rank is late or failed: its instance is evicted, or the update given up.
+  // A live rank is late or failed: evicts its instance, or gives the update up.
   void FailEngine(uint32_t participant, const GiveUp& why);
   void FailInstalled(const Member& member, const EngineFailed& e);
   GiveUp FailedMove(std::string_view what, const absl::Status& status,
@@ -329,7 +335,8 @@ struct Group::Impl {
   void DropUnstarted();
   void EndIfQuiet();
   void TellEvictedIfQuiet();
-  // Of the update being given up: those whose memory nothing touches any more.
+  // Tells the outcome of an update that is being given up to members whose memory no transfer
+  // touches any more.
   void TellQuiet();
   void TellGivenUp(Participant* participant);
   void ReportOverdueCleanUp();
@@ -337,7 +344,7 @@ struct Group::Impl {
   void InstallVersion();
   void TearDown();
   std::string WeightsAfterGivingUp() const;
-  // `reason`: of an update that was given up.
+  // `reason`: why the update was given up.
   void AnswerAll(bool committed, const std::string& reason,
                  const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
@@ -346,7 +353,7 @@ struct Group::Impl {
   std::vector<InstanceOutcome> Outcomes(bool committed) const;
   std::string WaitedFor() const;
 
-  // Constant after construction, but for the incarnation and the spec's trainer_ranks.
+  // Constant after construction, except the incarnation and the spec's trainer_ranks.
   const std::string name;
   uint64_t incarnation;
   GroupSpec spec;
@@ -358,26 +365,27 @@ struct Group::Impl {
   std::map<MemberId, Member> members;
   std::map<int, MemberId> trainers;           // by rank
   std::map<std::string, Instance> instances;  // by name
-  std::map<NodeId, std::string> kept_out;     // why; a node with members
+  // Nodes with members that are kept out of updates, and why.
+  std::map<NodeId, std::string> kept_out;
   SlotLedger ledger;
   std::deque<LeaseWaiter> lease_waiters;
   std::map<CallId, std::shared_ptr<Request>> pending;     // unanswered calls of requests
   std::map<CallId, std::shared_ptr<Request>> unfinished;  // requests, by their first call
   std::unique_ptr<Update> update;
-  group::BucketLog bucket_log;  // of the update, or the last
-  // What engine ranks declare; each layout and manifest is entered when it comes, so that Begin
+  group::BucketLog bucket_log;  // of the running update, else the last
+  // What engine ranks declare. Each layout and manifest is entered when it comes, so that Begin
   // need not go through all of them.
   const std::shared_ptr<group::TensorTable> declared;
   std::shared_ptr<const Catalog> catalog;             // of the last update
   std::shared_ptr<group::CompiledProgram> program;    // the newest
-  std::shared_ptr<group::CompiledProgram> compiling;  // asked for; null: none
+  std::shared_ptr<group::CompiledProgram> compiling;  // being compiled; null: none
   uint64_t next_program = 0;
   std::optional<UpdateView> last_update;
   std::deque<group::EndedUpdate> past;  // newest last; at most kRememberedUpdates
   int64_t committed_updates = 0;
   int64_t aborted_updates = 0;
 
-  // During one Handle.
+  // Valid during one Handle.
   TimePoint now;
   GroupActions* actions = nullptr;
   bool changed = false;

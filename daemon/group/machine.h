@@ -1,9 +1,9 @@
-// A group as one daemon runs it: either it coordinates the group (Coordinator) or it joined the
-// daemon that does (Follower). Events in, actions out.
+// A group as one daemon runs it: a Coordinator on the daemon where the group lives, a Follower on
+// each daemon that joined it. Events in, actions out.
 //
 // Pure, as Group is: no I/O, no gRPC, no threads, no clock of its own. The caller serialises
 // events, carries out the actions in order and feeds their results back. The same event sequence
-// gives the same actions (tests/sim rests on it).
+// gives the same actions; tests/sim depends on that.
 //
 //   Coordinator  Group (the decisions) + one link per joined daemon + the epoch + agreement
 //   Follower     forwards its members' events, passes commands on to them
@@ -27,15 +27,15 @@ namespace refitd {
 
 // ---- events beside those of Group ----
 
-// Coordinator: a daemon's link is up. `node` is new.
+// Coordinator: a daemon's link is up. `node` is a new number.
 struct NodeJoined {
   NodeId node;
   std::string daemon_id;
-  std::string address;            // where its connection comes from, for status
-  Protocol protocol = kProtocol;  // agreed with it
-  std::string boot_id{};          // of its process
+  std::string address;            // where its connection comes from; for status
+  Protocol protocol = kProtocol;  // the version agreed with it
+  std::string boot_id{};          // names the daemon's process
 };
-// Coordinator: a daemon's link is down. No report of it comes any more.
+// Coordinator: a daemon's link is down. No report comes from it any more.
 struct NodeLost {
   NodeId node;
   std::string reason;
@@ -51,7 +51,7 @@ struct LinkUp {
   GroupSpec spec;
   std::optional<Version> version;
   std::string coordinator_id;
-  Protocol protocol = kProtocol;  // agreed with it
+  Protocol protocol = kProtocol;  // the version agreed with it
 };
 // Follower: joining failed, or the link is down. No command comes any more.
 struct LinkLost {
@@ -60,13 +60,13 @@ struct LinkLost {
 struct CommandReceived {
   PeerCommand command;
 };
-// Follower: what MakeSlots asked for. Not OK: the member is refused with it.
+// Follower: the answer to MakeSlots. Not OK: the member is refused with this status.
 struct SlotsMade {
   MemberId member;
   absl::Status status;
 };
 
-// Both: the data plane's answers.
+// Coordinator and follower: the data plane's answers.
 struct EpochOpened {
   EpochId epoch;
   absl::Status status;
@@ -76,13 +76,14 @@ struct EpochUp {
   EpochId epoch;
   absl::Status status;
 };
-// What StartWire asked for has ended: its memory is not touched any more.
+// The collective that StartWire or StartExchange asked for has ended: it touches no memory any
+// more.
 struct WireDone {
   EpochId epoch;
   WireSeq seq;
   absl::Status status;
 };
-// Both: the daemon's wire lock (wire_lock.h).
+// Coordinator and follower: the answers of the daemon's wire lock (wire_lock.h).
 struct WireGranted {};
 struct WireWaits {
   std::string holder;
@@ -100,7 +101,7 @@ struct SendCommand {
   NodeId node;
   PeerCommand command;
 };
-// End this daemon's link with that status. NodeLost may follow and is ignored.
+// End the link of that daemon with this status. A NodeLost that follows is ignored.
 struct DropNode {
   NodeId node;
   absl::Status status;
@@ -108,12 +109,12 @@ struct DropNode {
 struct SendReport {
   PeerReport report;
 };
-// Follower: end the link; nothing is sent or expected any more.
+// Follower: end the link. Nothing is sent or expected on it any more.
 struct CloseLink {
   std::string reason;
 };
 // Follower: make the staging slots that an engine rank awaits (EngineAttached::awaits_slots); the
-// group's spec is known. Answered by SlotsMade; the coordinator hears of the rank then.
+// group's spec is known by now. Answered by SlotsMade; only then the coordinator hears of the rank.
 struct MakeSlots {
   MemberId member;
 };
@@ -123,30 +124,31 @@ struct OpenEpoch {
   int rank = 0;
   int size = 0;
 };
-// Answered by EpochUp.
+// Connect the epoch to the ends at `addresses`. Answered by EpochUp.
 struct ConnectEpoch {
   EpochId epoch;
   std::vector<std::string> addresses;
   Duration timeout{};
 };
-// Its running operations end soon, each with WireDone.
+// Close the epoch. Its running operations end soon, each with WireDone.
 struct CloseEpoch {
   EpochId epoch;
 };
-// One collective on the slot, in the order of these actions; answered by WireDone. Every rank of
-// the epoch takes part, or (`ranks`, the root's first) the root sends to each of the others.
+// Run one collective on the slot; collectives start in the order of these actions. Answered by
+// WireDone. If `ranks` is empty, every rank of the epoch takes part; else the first of `ranks`, the
+// root, sends to each of the others.
 struct StartWire {
   EpochId epoch;
   WireSeq seq;
   SlotGrant slot;
   int64_t bytes = 0;
   std::vector<uint32_t> ranks;
-  uint32_t rank = 0;  // this daemon's
-  int size = 0;       // of the epoch
+  uint32_t rank = 0;  // this daemon's rank
+  int size = 0;       // ranks of the epoch
   Duration timeout{};
 };
-// One round of a compiled refit, point to point, in the order of these actions and of StartWire;
-// answered by WireDone.
+// Run one round of a compiled refit, point to point; it starts in the order of these actions and of
+// StartWire. Answered by WireDone.
 struct StartExchange {
   struct Leg {
     uint32_t rank = 0;  // of the epoch
@@ -162,7 +164,7 @@ struct StartExchange {
   std::vector<Leg> legs;
   Duration timeout{};
 };
-// Ask the daemon's wire lock; answered by WireGranted, or by WireWaits and later WireGranted.
+// Ask for the daemon's wire lock. Answered by WireGranted, or by WireWaits and later WireGranted.
 struct AcquireWire {};
 struct ReleaseWire {};
 
@@ -180,23 +182,24 @@ struct NodeView {
   std::string address;
   std::string_view state;  // "self", "joining", "joined"
   int members = 0;
-  Duration silent{};              // since something was heard
-  Protocol protocol = kProtocol;  // that is spoken with it
-  // Why its instances take part in no update; empty: they do.
+  Duration silent{};              // time since it was last heard
+  Protocol protocol = kProtocol;  // the version spoken with it
+  // Why its instances take part in no update; empty: they take part.
   std::string kept_out;
 };
 struct MachineView {
   GroupView group;
   bool coordinator = true;
-  std::string coordinator_address;  // where a follower joined
-  std::vector<NodeView> nodes;      // the coordinator's: itself first
+  std::string coordinator_address;  // a follower's: the coordinator's address
+  std::vector<NodeView> nodes;      // a coordinator's: itself first
   std::optional<EpochId> epoch;
   std::string_view epoch_state;  // "opening", "connecting", "up"
 };
 
-// How long a silent daemon counts as alive, and what else waits on peers (P4).
+// Limits on waits for other daemons (P4).
 struct PeerLimits {
-  Duration peer = std::chrono::seconds(10);  // silence after which a daemon is lost
+  Duration peer =
+      std::chrono::seconds(10);  // for one collective, for connecting, for the wire lock
   Duration wire = std::chrono::seconds(30);  // one collective, connecting, or the wire lock
 };
 
@@ -211,19 +214,21 @@ class GroupMachine {
 
   virtual const std::string& name() const = 0;
   virtual uint64_t incarnation() const = 0;
-  // Of a follower that has not joined yet: empty, with slots 0.
+  // A follower that has not joined yet has an empty spec, with slots 0.
   virtual const GroupSpec& spec() const = 0;
   virtual bool has_members() const = 0;
-  virtual bool has_trainers() const = 0;  // attached; of a follower: to this daemon
+  // Whether trainers are attached; for a follower: to this daemon.
+  virtual bool has_trainers() const = 0;
   virtual bool update_running() const = 0;
   virtual bool is_coordinator() const = 0;
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;
   virtual std::optional<Version> version() const = 0;
   virtual MachineView View(TimePoint now) const = 0;
-  // View's update alone, and whether that has changed. A follower, which does not know, has none.
+  // View's update alone, and a mark of its state. A follower does not know the update and has
+  // neither.
   virtual std::optional<UpdateView> ViewUpdate(TimePoint /*now*/) const { return std::nullopt; }
   virtual std::optional<UpdateMark> MarkUpdate() const { return std::nullopt; }
-  // Of the coordinator; a follower knows none.
+  // Known to the coordinator only; a follower's are empty.
   virtual UpdateStatistics Statistics() const = 0;
   virtual PastUpdate Past(Version version) const = 0;
 };

@@ -1,15 +1,15 @@
-// What daemons say to each other about one group, as values. proto/refitd/v1/peer.proto carries the
-// same over the wire; daemon/link/ translates and checks.
+// What daemons say to each other about one group, as values. proto/refitd/v1/peer.proto has the
+// messages that carry them; daemon/link/ translates and checks those.
 //
-// A joined daemon (a *node* of the group) sends reports, the coordinator sends commands, each over
-// one ordered link. Member and call ids are those of the joined daemon in both directions; update,
+// A joined daemon (a *node* of the group) sends reports and the coordinator sends commands, both
+// over one ordered link. In both directions, member and call ids are the joined daemon's; update,
 // part, slot, grant and epoch ids are the coordinator's.
 //
-// One part of a bucket (promises P5 and P7): the coordinator sends its header to every node that
-// takes part; each answers with the digest of what it read, and with the first tensor that differs
-// from what it knows by itself (the root: the trainer's bucket; the others: their engines'
-// layouts); when all agree, Issue goes out in part order, and nodes start their collectives in that
-// order.
+// A part of a bucket takes these steps (P5, P7). The coordinator sends its header to every node
+// that takes part. Each node answers with the digest of the header that it read, and with the first
+// tensor that differs from what the node itself knows: the root compares with the trainer's bucket,
+// the others with their engines' layouts. When all agree, the coordinator sends Issue in part
+// order, and the nodes start their collectives in that order.
 #ifndef REFITD_DAEMON_GROUP_PEER_H_
 #define REFITD_DAEMON_GROUP_PEER_H_
 
@@ -30,13 +30,13 @@
 namespace refitd {
 
 inline constexpr NodeId kCoordinatorNode{0};
-inline constexpr int kMaxNodes = 1024;  // that a plan and its messages can number
-// Of one group, the coordinator among them: all of them may have to be in one epoch of the wire.
-// A join that would make more is refused.
+inline constexpr int kMaxNodes = 1024;  // how many a plan and its messages can number
+// Daemons of one group, the coordinator included, since one epoch of the wire may need all of them.
+// A join beyond the limit is refused.
 inline constexpr int kMaxGroupDaemons = kMaxWireRanks;
 static_assert(kMaxGroupDaemons <= kMaxNodes);
 inline constexpr size_t kMaxDaemonIdBytes = 128;           // [A-Za-z0-9._-]
-inline constexpr size_t kMaxEpochAddressBytes = 64 << 10;  // opaque, of a data plane's end
+inline constexpr size_t kMaxEpochAddressBytes = 64 << 10;  // of the opaque address of a wire's end
 
 // ---- from a joined daemon to the coordinator ----
 
@@ -48,15 +48,15 @@ struct PeerGone {
   MemberId member;
   std::string reason;
 };
-// Structure only: regions and offsets are the joined daemon's business. Answered by PeerReply, OK
-// once updates that begin count on it.
+// A member's layout, structure only: regions and offsets stay with the joined daemon. Answered by
+// PeerReply, which is OK once updates that begin later count the member as registered.
 struct PeerLayout {
   MemberId member;
   std::shared_ptr<const Layout> layout;
   CallId call{};
-  // As received. OK: the structure may be a destination's; else why it may be a source's only.
+  // Set on receipt. OK: the layout may be a destination's; else why it may only be a source's.
   absl::Status destination{};
-  // Of the layout, where it was found out as it came; not sent.
+  // The layout's digest, if it was computed on receipt; not sent.
   std::optional<uint64_t> digest{};
 };
 struct PeerReady {
@@ -73,7 +73,7 @@ struct PeerAck {
   UpdateId update;
   PartSeq part;
 };
-// A trainer rank's call; the event's `call` and `member` are the joined daemon's.
+// A trainer rank's call. The event's `call` and `member` are the joined daemon's.
 struct PeerCall {
   std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent, CommitEvent, RefitEvent,
                AbortEvent>
@@ -85,31 +85,32 @@ struct PeerCallGone {
 struct PeerHeaderAck {
   UpdateId update;
   PartSeq part;
-  uint64_t digest = 0;   // HeaderDigest of the header as it came
+  uint64_t digest = 0;   // HeaderDigest of the header that came
   std::string mismatch;  // names the first tensor that differs; empty: none
 };
-// This node's share of a part has ended: nothing of it is read, written, sent or received any more.
+// This node's share of a part has ended: the node neither reads, writes, sends nor receives it any
+// more.
 struct PeerPartDone {
   UpdateId update;
   PartSeq part;
   absl::Status status;
-  bool wire_failed = false;            // the data plane failed: its epoch can't be used any more
+  bool wire_failed = false;            // the wire failed: its epoch can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
-  int failed_destination = -1;         // of PeerPrepare, if not OK and known
-  // By range of the header, unless verification is off. Root: of the trainer's bytes; others: of
-  // the slot as it was received.
+  int failed_destination = -1;         // index into PeerPrepare's, if not OK and known
+  // By range of the header; empty if verification is off. The root's are of the trainer's bytes,
+  // those of other nodes of the slot that they received.
   std::vector<uint64_t> digests;
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as TransferDone::broadcast
 };
 struct PeerVerified {
   UpdateId update;
   absl::Status status;
-  std::vector<uint32_t> failed_destinations;  // of PeerPrepare
+  std::vector<uint32_t> failed_destinations;  // index into PeerPrepare's
 };
 struct PeerEpochOpened {
   EpochId epoch;
   absl::Status status;
-  std::string address;  // opaque: what the others need to reach this node
+  std::string address;  // opaque: how other nodes reach this node
 };
 struct PeerEpochUp {
   EpochId epoch;
@@ -118,12 +119,12 @@ struct PeerEpochUp {
 struct PeerWireGranted {
   UpdateId update;
 };
-// Told when it can't be granted at once.
+// Sent if the wire lock can't be granted at once.
 struct PeerWireWaits {
   UpdateId update;
-  std::string holder;  // which group has it
+  std::string holder;  // the group that has the lock
 };
-// Another group waits for this daemon's wire.
+// Another group waits for this daemon's wire lock.
 struct PeerWireWanted {
   UpdateId update;
 };
@@ -131,9 +132,10 @@ struct PeerPong {
   uint64_t number = 0;
 };
 
-// A stream of a program between this node and another, by its digest at this end; 0: there is none.
+// The streams of a program between this node and another, by their digests at this end. 0: no
+// stream.
 struct PeerStream {
-  uint32_t peer = 0;  // of the plan
+  uint32_t peer = 0;  // number in the plan
   uint64_t out = 0;
   uint64_t in = 0;
 };
@@ -142,23 +144,24 @@ struct PeerProgramBuilt {
   UpdateId update;
   absl::Status status;
   int64_t rounds = 0;
-  std::vector<PeerStream> streams;  // of their structure (Stream::Digest); ascending peers
+  // Digests of the streams' structure (Stream::Digest); ascending peers.
+  std::vector<PeerStream> streams;
 };
 struct PeerCompared {
   UpdateId update;
   absl::Status status;
   std::vector<uint64_t> digests;  // by PeerProgram::replicas
 };
-// This node's share of the program has ended: nothing of it is read, written, sent or received any
+// This node's share of the program has ended: it neither reads, writes, sends nor receives any
 // more.
 struct PeerRunDone {
   UpdateId update;
   absl::Status status;
-  bool wire_failed = false;            // the data plane failed: its epoch can't be used any more
+  bool wire_failed = false;            // the wire failed: its epoch can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
-  int failed_destination = -1;         // of PeerPrepare, if not OK and known
-  // Unless verification is off: HashChain from 0 over the digests of a stream's sections. Out: of
-  // the sources' bytes; in: of what was received.
+  int failed_destination = -1;         // index into PeerPrepare's, if not OK and known
+  // The digest of what a stream carried: HashChain from 0 over the digests of its sections. Out: of
+  // the sources' bytes; in: of the bytes received. Empty if verification is off.
   std::vector<PeerStream> streams;
 };
 
@@ -173,7 +176,7 @@ using PeerReport =
 struct PeerWelcome {
   MemberId member;
   std::optional<Version> group_version;
-  int trainer_ranks = 0;  // of the group's spec as it is now; 0: not told
+  int trainer_ranks = 0;  // of the group's spec as it is now; 0: unknown
 };
 struct PeerRefuse {
   MemberId member;
@@ -191,11 +194,11 @@ struct PeerPrepare {
   Duration remaining{};
   int64_t tensor_count = 0;
   Verification verification = Verification::kOff;
-  std::vector<MemberId> engines;         // of this node: those that Prepare is sent to
-  std::vector<MemberId> destinations;    // of this node: registered ranks, in the order of
-                                         // bytes_written, skip and failed_destinations
-  std::vector<uint64_t> layout_digests;  // of the destinations, as the coordinator knows them
-  int trainer_ranks = 0;                 // of the group's spec as it is now; 0: not told
+  std::vector<MemberId> engines;  // this node's engines that get Prepare
+  // This node's registered ranks, in the order of bytes_written, skip and failed_destinations.
+  std::vector<MemberId> destinations;
+  std::vector<uint64_t> layout_digests;  // of `destinations`, as the coordinator knows them
+  int trainer_ranks = 0;                 // of the group's spec as it is now; 0: unknown
 };
 struct BucketHeader {
   UpdateId update;
@@ -204,24 +207,25 @@ struct BucketHeader {
   int64_t group_seq = 0;  // of its bucket
   NodeId root;
   std::shared_ptr<const PartContent> content;
-  std::optional<SlotGrant> slot;  // absent: no wire and no staged reader
+  std::optional<SlotGrant> slot;  // absent: neither wire nor staged reader needs it
   bool leased = false;            // the trainer packed it into the slot
   Verification verification = Verification::kOff;
 };
 struct PeerHeader {
   BucketHeader header;
-  uint64_t digest = 0;          // HeaderDigest(header): the same for every node
-  bool is_root = false;         // this node's trainer has the bytes
-  bool wired = false;           // bytes go over the data plane; else the part is this node's alone
-  bool fill_slot = false;       // root: pack into the slot (wire, or staged readers of its own)
-  EpochId epoch;                // wired
-  WireSeq wire_seq;             // wired
-  std::vector<uint32_t> ranks;  // wired: ranks of the epoch that take part, the root's first
-  CallId bucket_call;           // root: which bucket
-  MemberId trainer;             // root
+  uint64_t digest = 0;   // HeaderDigest(header): the same for every node
+  bool is_root = false;  // this node's trainer has the bytes
+  bool wired = false;    // the bytes cross the wire; else the part stays on this node
+  // Root: pack into the slot, for the wire or for staged readers of its own.
+  bool fill_slot = false;
+  EpochId epoch;                        // wired
+  WireSeq wire_seq;                     // wired
+  std::vector<uint32_t> ranks;          // wired: the epoch's ranks that take part, the root's first
+  CallId bucket_call;                   // root: names the bucket
+  MemberId trainer;                     // root
   std::vector<uint32_t> bucket_ranges;  // root: as StartTransfer::bucket_ranges
-  std::vector<bool> skip;               // by destination: evicted since
-  std::vector<MemberId> staged;         // of this node: ranks that will be handed the slot
+  std::vector<bool> skip;               // by destination; true: evicted since
+  std::vector<MemberId> staged;         // this node's ranks that will be handed the slot
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as StartTransfer::broadcast
 };
 struct PeerIssue {
@@ -249,54 +253,56 @@ struct PeerDraining {
 // Read back all destinations, once every part that was announced before has ended.
 struct PeerVerify {
   UpdateId update;
-  std::vector<bool> skip;  // by destination: evicted since
+  std::vector<bool> skip;  // by destination; true: evicted since
 };
-// A rank of a plan, and who it is on this node.
+// A rank of a plan, and the member of this node that it is.
 struct PlanMember {
   uint32_t rank = 0;  // index into the plan's sources or destinations
   MemberId member;
 };
-// The program of an update; comes after its PeerPrepare, to some daemons at a time where it brings
-// a plan. Answered by PeerProgramBuilt.
+// The program of an update, sent after its PeerPrepare. Programs that carry a plan are sent to a
+// few daemons at a time. Answered by PeerProgramBuilt.
 struct PeerProgram {
   UpdateId update;
   ProgramId program;
-  uint32_t node = 0;        // this one's number in the plan
-  int64_t chunk_bytes = 0;  // of a round, per peer and direction
+  uint32_t node = 0;        // this node's number in the plan
+  int64_t chunk_bytes = 0;  // of one round, per peer and direction
   std::vector<PlanMember> sources;
-  std::vector<PlanMember> destinations;  // all of PeerPrepare, in its order
+  std::vector<PlanMember> destinations;  // those of PeerPrepare, in the same order
   // What this node needs of the plan (PartOf), and the boxes whose digests PeerCompare asks for, by
-  // plan numbers. Both null: as they came with the same program before.
+  // plan numbers. Both null: the node keeps those that came with the same program before.
   std::shared_ptr<const RoutePlan> plan;
   std::shared_ptr<const std::vector<ReplicaShare>> replicas;
-  // Until WithItsPart: the plan that both are a part of, and the layouts of the node's members.
-  // Where `plan` is set already (the coordinator's own node has it all), `replicas` alone is made.
+  // Set until WithItsPart: the plan from which `plan` and `replicas` are made, and the layouts of
+  // the node's members. The coordinator's own node has the whole plan as `plan` already; for it
+  // only `replicas` is made.
   std::shared_ptr<const RefitPlan> whole;
   std::vector<std::shared_ptr<const Layout>> local_layouts;
 };
-// The command with this node's part of `whole`, if it has that. Goes through all of the plan: not
-// for where a daemon's mutex is held.
+// The command with this node's part of `whole`, if it has that. It goes through all of the plan, so
+// no daemon's mutex may be held.
 PeerProgram WithItsPart(PeerProgram command);
-// Digests of what several ranks hold, before anything is written. Answered by PeerCompared.
+// Compute digests of boxes that several ranks hold, before anything is written. Answered by
+// PeerCompared.
 struct PeerCompare {
   UpdateId update;
-  ReplicaPart part = {};  // digests of the others may come, too
+  ReplicaPart part = {};  // the share asked for; others may be answered, too
 };
 inline constexpr uint32_t kNoRank = UINT32_MAX;
-// Run the program: what stays on this node at once, rounds over the data plane from the PeerIssue
-// of `part` on. Answered by PeerRunDone.
+// Run the program: the moves within this node at once, the rounds over the wire once PeerIssue of
+// `part` comes. Answered by PeerRunDone.
 struct PeerRun {
   UpdateId update;
-  PartSeq part;                  // its place among the update's parts
-  bool wired = false;            // any node has a round
+  PartSeq part;                  // its place in the order of the update's parts
+  bool wired = false;            // at least one node has a round
   EpochId epoch;                 // wired
-  WireSeq wire_seq;              // wired: of the first round; the others follow
-  std::vector<uint32_t> ranks;   // wired: of the epoch, by node of the plan; kNoRank: it is gone
-  std::vector<SlotGrant> slots;  // wired: to send from, to receive into, in turn
-  std::vector<bool> skip;        // by destination: evicted since
+  WireSeq wire_seq;              // wired: of the first round; the other rounds' follow
+  std::vector<uint32_t> ranks;   // wired: the epoch's rank by node of the plan; kNoRank: gone
+  std::vector<SlotGrant> slots;  // wired: to send from and to receive into, in turn
+  std::vector<bool> skip;        // by destination; true: evicted since
 };
-// The update is given up: parts that were not issued are not started any more; all that was
-// announced is answered by PeerPartDone all the same.
+// The update is given up: the node starts no part that was not issued, and still answers every
+// announced part by PeerPartDone.
 struct PeerAbandon {
   UpdateId update;
 };
@@ -328,7 +334,7 @@ struct PeerWireUnlock {
 struct PeerPing {
   uint64_t number = 0;
 };
-// The group was replaced.
+// The group was replaced by a new incarnation.
 struct PeerIncarnation {
   uint64_t incarnation = 0;
 };
@@ -339,9 +345,9 @@ using PeerCommand = std::variant<PeerWelcome, PeerRefuse, PeerReply, PeerPrepare
                                  PeerUpdateEnded, PeerEpochOpen, PeerEpochConnect, PeerEpochClose,
                                  PeerWireLock, PeerWireUnlock, PeerPing, PeerIncarnation>;
 
-// Over update, version, part, group_seq, root, names, dtypes, shapes, starts, counts, byte offsets,
-// bytes, slot, grant, leased and verification, in this order; 64 bits, the same on every daemon
-// (P5).
+// A 64-bit digest over update, version, part, group_seq, root, names, dtypes, shapes, starts,
+// counts, byte offsets, bytes, slot, grant, leased and verification, in this order. It is the same
+// on every daemon (P5).
 uint64_t HeaderDigest(const BucketHeader& header);
 
 }  // namespace refitd

@@ -1,8 +1,8 @@
-// A compiled refit on one daemon: what its worker asks the executor to do, and the answers.
+// A compiled refit on one daemon: the values that its worker and the executor exchange.
 //
 //   PeerProgram -> BuildProgram -> ProgramBuilt           structure: once for a set of layouts
 //   PeerCompare -> StartMoves(kCompare)                   replicas' digests, before data moves
-//   PeerRefit   -> StartMoves(kLocal)                     within the daemon
+//   PeerRun     -> StartMoves(kLocal)                     within the daemon
 //                  StartMoves(kPack) -> StartExchange -> StartMoves(kUnpack)      a round each
 //
 // Values; thread-safe as such.
@@ -23,16 +23,16 @@
 
 namespace refitd {
 
-// Compile this daemon's part; takes up to seconds: not on the caller's thread. Answered by
-// ProgramBuilt.
+// Compile this daemon's part. That takes up to seconds, so it must not run on the caller's thread.
+// Answered by ProgramBuilt.
 struct BuildProgram {
   ProgramId program;
   uint64_t build = 0;  // unique in the daemon's group
   std::shared_ptr<const RoutePlan> plan;
   uint32_t node = 0;
-  std::vector<LocalMember> sources;  // `device` is filled in by whoever knows the members
+  std::vector<LocalMember> sources;  // the caller fills in each `device`
   std::vector<LocalMember> destinations;
-  std::vector<MemberId> source_members;  // the same ranks
+  std::vector<MemberId> source_members;  // the ranks of `sources`, in order
   std::vector<MemberId> destination_members;
   NodeProgramOptions options;
 };
@@ -43,13 +43,13 @@ struct ProgramBuilt {
   std::shared_ptr<const NodeProgram> node_program;  // if OK
 };
 
-// A node program and the memory it runs on. Layouts in force have the tensors and pieces of the
-// program's own, in the same order (SameStructure in node_program.h); regions and byte offsets may
-// be others: replaying it elsewhere needs no planning.
+// A node program and the memory that it runs on. The layouts have the tensors and pieces that the
+// program was compiled for, in the same order (SameStructure in node_program.h); their regions and
+// byte offsets may differ, since binding the program to other memory needs no planning.
 struct BoundProgram {
   std::shared_ptr<const NodeProgram> program;
-  std::shared_ptr<const std::vector<ReplicaShare>> replicas;  // of this node
-  std::shared_ptr<const RoutePlan> plan;                      // tensors of `replicas`
+  std::shared_ptr<const std::vector<ReplicaShare>> replicas;  // replicas that this node holds
+  std::shared_ptr<const RoutePlan> plan;                      // names the tensors of `replicas`
   std::vector<MemberId> sources;                              // by program->sources
   std::vector<MemberId> destinations;                         // by program->destinations
   std::vector<std::shared_ptr<const Layout>> source_layouts;
@@ -68,32 +68,32 @@ struct StartMoves {
   UpdateId update;  // the worker's
   Version version;
   MoveStep step = MoveStep::kLocal;
-  int64_t round = 0;            // pack, unpack
-  SlotIndex slot;               // pack, unpack
-  std::vector<bool> skip_peer;  // pack, unpack: by node of the plan, gone
+  int64_t round = 0;            // pack and unpack only
+  SlotIndex slot;               // pack and unpack only
+  std::vector<bool> skip_peer;  // pack and unpack only; by node of the plan, true: the node is gone
   std::shared_ptr<const BoundProgram> bound;
   std::vector<bool> skip_destination;  // by program->destinations
   Verification verification = Verification::kOff;
-  ReplicaPart part = {};  // compare: of `replicas`
+  ReplicaPart part = {};  // compare only: the share of `replicas`
 };
 
-// Of a section, or of what one round carries of it.
+// The digest of a section, or of what one round carries of it.
 struct SectionDigest {
   uint32_t peer = 0;
   uint32_t section = 0;  // index into the stream's sections
   uint64_t digest = 0;
 };
 
-// Nothing of it is read or written any more.
+// The moves have ended: they read and write nothing any more.
 struct MovesDone {
   UpdateId update;
   MoveStep step = MoveStep::kLocal;
   int64_t round = 0;
   absl::Status status;
   std::vector<int64_t> bytes_written;  // local, unpack: by program->destinations
-  int failed_destination = -1;         // the same, if not OK and known
-  std::vector<uint64_t> digests;       // compare: by bound->replicas, those of the part
-  // Pack: of the sources' bytes; unpack: of what was received. None where verification is off.
+  int failed_destination = -1;         // index as in `bytes_written`; if not OK and known
+  std::vector<uint64_t> digests;  // compare: by bound->replicas; only those of the part are set
+  // Pack: of the sources' bytes; unpack: of the bytes received. Empty if verification is off.
   std::vector<SectionDigest> sections;
 };
 

@@ -1,9 +1,9 @@
-// A member's calls by request id: a repeated id has no second effect and gets the first answer
+// A member's calls by request id: a repeated call has no second effect and gets the first answer
 // (P3).
 //
-// A call that was refused changed nothing and is not remembered: its id may be used again. At most
-// kRememberedRequests finished ones are kept per member, the oldest go first; pending ones are kept
-// until they end. Not thread-safe: lives inside its group.
+// A call that was refused changed nothing and is forgotten, so that its id may be used again. The
+// last kRememberedRequests finished requests of a member are kept; pending requests are kept until
+// they end. Not thread-safe: a log lives inside its group.
 #ifndef REFITD_DAEMON_GROUP_REQUESTS_H_
 #define REFITD_DAEMON_GROUP_REQUESTS_H_
 
@@ -21,11 +21,11 @@ namespace refitd::group {
 
 enum class CallKind : uint8_t { kBegin, kBucket, kCommit, kRefit, kAbort };
 
-// One request and the calls that wait for its answer: the first one and repeats of it.
+// One request and the calls that wait for its answer: the first call and its repeats.
 struct Request {
   CallKind kind = CallKind::kBegin;
   MemberId member;
-  std::string id;    // may be empty: never repeated
+  std::string id;    // empty: the call can't be repeated
   std::string what;  // "begin of version 3": a repeat must say the same
   CallId first_call;
   std::vector<CallId> calls;
@@ -34,15 +34,16 @@ struct Request {
   ReplyPayload payload;
 };
 
-// True if a call that ended so had no effect.
+// Whether a call that ended with this status had no effect.
 bool IsRefusal(const absl::Status& status);
 
 class RequestLog {
  public:
-  // Null: not seen (or forgotten, or an empty id).
+  // The request of that id. Null: the id is empty, was never seen, or was forgotten.
   std::shared_ptr<Request> Find(const std::string& id) const;
   void Add(const std::shared_ptr<Request>& request);
-  // Of an added request that ended: remembered or, after a refusal, forgotten.
+  // The request, which was added before, has ended: it is remembered or, after a refusal,
+  // forgotten.
   void Finished(const Request& request);
   size_t size() const { return requests_.size(); }
 

@@ -1,8 +1,8 @@
-// Compares the two ends of every stream of a compiled refit as the nodes tell of them.
+// Compares the two ends of every stream of a compiled refit, as the nodes report them.
 //
-// A node tells of all its streams at once; a stream that it does not list counts as digest 0. The
-// two ends of a stream are compared when the second of them is told, so that telling costs what is
-// told, whatever the number of nodes. Ends that are not told say nothing.
+// A node reports all its streams at once; a stream that it does not list has digest 0. The two ends
+// of a stream are compared when the second of them is reported, so that a report costs only its own
+// length, whatever the number of nodes. An end that was not reported is not compared.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_STREAM_ENDS_H_
@@ -22,14 +22,14 @@ namespace refitd {
 
 class StreamEnds {
  public:
-  // Nodes and peers are numbers of the plan. What the node told before is replaced.
+  // Takes a node's report in place of its earlier report. Nodes and peers have the plan's numbers.
   void Tell(uint32_t node, const std::vector<PeerStream>& streams);
-  // The node is lost: what it told counts no more.
+  // The node is lost: its report no longer counts.
   void Forget(uint32_t node);
-  // The first stream, by sender and then receiver, whose told ends differ.
+  // The first stream, by sender and then receiver, whose reported ends differ.
   std::optional<std::pair<uint32_t, uint32_t>> FirstDifference() const;
 
-  // How many ends were looked at so far.
+  // How many ends were looked at so far; tests check the cost by it.
   int64_t looked_at() const { return looked_at_; }
 
  private:
@@ -42,7 +42,7 @@ class StreamEnds {
   void Compare(uint32_t node, const Ends& here, uint32_t peer, const Told& there);
 
   std::map<uint32_t, Told> told_;
-  // By peer: the nodes that told of a stream to or from it.
+  // By peer: the nodes that reported a stream to or from it.
   std::map<uint32_t, std::set<uint32_t>> named_by_;
   std::set<std::pair<uint32_t, uint32_t>> different_;  // sender, receiver
   int64_t looked_at_ = 0;

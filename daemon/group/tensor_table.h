@@ -1,8 +1,9 @@
-// Which tensors the layouts and manifests of a group's engine ranks declare, by name.
+// The tensors that the layouts and manifests of a group's engine ranks declare, by name.
 //
-// Grows and shrinks by one layout or manifest at a time, at the cost of the tensors of that one: a
-// membership change costs what changed, and not all ranks times all tensors. Ranks that share an
-// object count once. What nobody else refers to any more is removed when others come.
+// The table grows and shrinks by one layout or manifest at a time, at the cost of that list's
+// tensors: a membership change costs what changed, and not all ranks times all tensors. Ranks that
+// share an object count once. A list that only the table still refers to is removed when another is
+// added.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_TENSOR_TABLE_H_
@@ -32,51 +33,52 @@ class TensorTable {
   explicit TensorTable(const std::vector<std::string>& engine_only)
       : engine_only_(engine_only.begin(), engine_only.end()) {}
 
-  // Numbers of layouts and manifests; one that was removed is given again.
+  // The number of a layout or manifest. The number of a removed list is given again.
   using ListId = uint32_t;
   // A tensor of a layout or manifest.
   struct Use {
     ListId list = 0;
-    uint32_t tensor = 0;  // index into its tensors
+    uint32_t tensor = 0;  // index into the list's tensors
   };
   using Uses = absl::InlinedVector<Use, 1>;
 
-  // The same number for the same object.
+  // Adding the same object again returns the same number.
   ListId Add(const std::shared_ptr<const Layout>& layout);
   ListId Add(const std::shared_ptr<const Manifest>& manifest);
 
-  // The equal manifest that the table has, else a new object.
+  // The table's manifest that equals `manifest`, else a new object.
   std::shared_ptr<const Manifest> Shared(Manifest manifest) const;
 
-  // Null: nobody declares it.
+  // All declarations of the tensor; null: there is none.
   const Uses* Find(std::string_view name) const;
   const absl::flat_hash_map<std::string, Uses>& tensors() const { return tensors_; }
   const TensorSpec& spec(const Use& use) const;
-  // Indices of that tensor's pieces; none of a manifest.
+  // Indices of the tensor's pieces; empty for a manifest.
   absl::Span<const uint32_t> PiecesOf(const Use& use) const;
-  // An update must bring it: a rank stores an element of it, or a manifest lists it with elements.
+  // Whether an update must bring the tensor: a rank stores an element of it, or the manifest lists
+  // it with elements.
   bool wanted(const Use& use) const { return lists_[use.list].wanted[use.tensor]; }
-  // Names that a layout or manifest has, or had, and does not want.
+  // Names that some layout or manifest declares, or declared, and does not want.
   const std::set<std::string>& partly_unwanted() const { return partly_unwanted_; }
   // Null: the list is a manifest.
   const Layout* layout(ListId list) const { return lists_[list].layout.get(); }
-  // That an update writes to a rank of the layout.
+  // How many bytes an update writes to a rank with that list.
   int64_t bytes(ListId list) const { return lists_[list].bytes; }
   bool engine_only(std::string_view name) const;
-  // Numbers are below this.
+  // All list numbers are below this.
   size_t lists() const { return lists_.size(); }
   // Names that are, or were, declared with different dtypes or shapes.
   const std::set<std::string>& mixed() const { return mixed_; }
 
-  // How many tensors were looked up to be added or removed so far.
+  // How many tensors were looked up to be added or removed; tests check the cost by it.
   int64_t looked_up() const { return looked_up_; }
 
  private:
   struct List {
     std::shared_ptr<const Layout> layout;
-    std::shared_ptr<const Manifest> manifest;  // one of the two; neither: the number is free
-    std::vector<uint32_t> first_piece;         // by tensor, and the end: index into `pieces`
-    std::vector<uint32_t> pieces;              // by tensor
+    std::shared_ptr<const Manifest> manifest;  // one of the two is set; neither: the number is free
+    std::vector<uint32_t> first_piece;         // by tensor, with an end: index into `pieces`
+    std::vector<uint32_t> pieces;              // sorted by tensor
     std::vector<bool> wanted;                  // by tensor
     int64_t bytes = 0;
     const std::vector<TensorSpec>& tensors() const {

@@ -1,7 +1,8 @@
-// What a running update remembers. Records only: the decisions are in begin.cc, data.cc and end.cc.
+// The records of a running update. The decisions about it are in begin.cc, data.cc, refit.cc and
+// end.cc.
 //
-// Not thread-safe: lives inside its group. Members are named by id, since they may be gone before
-// the update ends.
+// Not thread-safe: an update lives inside its group. Records name members by id, since a member may
+// be gone before the update ends.
 #ifndef REFITD_DAEMON_GROUP_UPDATE_H_
 #define REFITD_DAEMON_GROUP_UPDATE_H_
 
@@ -32,7 +33,7 @@ struct Bucket {
   std::shared_ptr<Request> request;
   MemberId trainer;
   int64_t seq = 0;
-  int64_t group_seq = -1;  // set when its turn comes
+  int64_t group_seq = -1;  // set when its turn in the group's order comes
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;
   std::optional<SlotGrant> slot;
@@ -44,7 +45,8 @@ struct Bucket {
   std::array<int64_t, kBroadcastMethods> bytes_by_method{};
 };
 
-// One part of a bucket, in the order of the whole group. Kept until transferred and handed over.
+// One part of a bucket, numbered in the order of the whole group. Kept until it is transferred and
+// handed over.
 struct Part {
   PartSeq seq;
   std::shared_ptr<Bucket> bucket;
@@ -61,24 +63,26 @@ struct TrainerProgress {
   MemberId member;
   std::vector<std::shared_ptr<Request>> begins;  // unanswered
   int64_t next_seq = 0;
-  std::map<int64_t, std::shared_ptr<Bucket>> early;  // reorder window: seq > next_seq
-  int pending_buckets = 0;                           // unanswered
-  // Commit came before all of its buckets: with how many it is taken.
+  std::map<int64_t, std::shared_ptr<Bucket>> early;  // reorder window: the seqs after next_seq
+  int pending_buckets = 0;                           // accepted and unanswered
+  // Set if Commit came before all of the rank's buckets: the count of buckets at which it takes
+  // effect.
   std::optional<int64_t> announced;
   bool committed = false;
   int64_t bucket_count = 0;
-  std::vector<std::shared_ptr<Request>> commits;  // unanswered; Refit's too
-  bool one_call = false;                          // Refit began it: nobody else can end it
-  bool without_layout = false;                    // Begin said so: the rank's shards have no part
+  std::vector<std::shared_ptr<Request>> commits;  // unanswered; those of Refit, too
+  bool one_call = false;                          // Refit began it: no other call can end it
+  // Begin said that the rank's shards have no part in the update.
+  bool without_layout = false;
 };
 
 // An instance that was complete when the update was prepared.
 struct Participant {
   std::string instance;
   std::vector<MemberId> members;  // by rank
-  size_t unready = 0;             // of its ranks
-  bool ready = false;             // all its ranks are
-  bool written = false;           // by this update
+  size_t unready = 0;             // ranks that have not answered Ready
+  bool ready = false;             // all its ranks have answered Ready
+  bool written = false;           // this update has written to it
   bool evicted = false;
   bool told = false;   // its ranks were sent Aborted
   std::string reason;  // of the eviction
@@ -96,7 +100,7 @@ struct StagedReader {
   TimePoint last_ack;
 };
 
-// What was pushed of one tensor.
+// The elements of one tensor that buckets have brought.
 struct PushedTensor {
   DType dtype = DType::kUint8;
   Dims shape;
@@ -104,8 +108,8 @@ struct PushedTensor {
   IntervalSet covered;
 };
 
-// Why an update is given up, and what that makes of the calls that wait: a call whose own wait ran
-// out gets DEADLINE_EXCEEDED, all others ABORTED.
+// Why an update is given up, and the status codes that this gives to the calls that wait:
+// DEADLINE_EXCEEDED to a call whose own wait ran out, ABORTED to all others.
 struct GiveUp {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kOther;
@@ -115,8 +119,8 @@ struct GiveUp {
   absl::StatusCode lease_code = absl::StatusCode::kAborted;
 };
 
-// What a program is compiled from: the update's shards and parameters, by rank, with the place of
-// each in the plan's numbering of daemons.
+// What a program is compiled from: the layouts of the update's sources and destinations, by rank,
+// with the number that the plan gives to each rank's daemon.
 struct ProgramKey {
   struct Rank {
     uint32_t node = 0;
@@ -127,42 +131,44 @@ struct ProgramKey {
   std::vector<Rank> sources;
   std::vector<Rank> destinations;
   std::vector<std::string> pushed;  // sorted
-  uint32_t nodes = 0;               // of the update: rounds depend on it
+  uint32_t nodes = 0;               // of the update; rounds depend on their number
   bool operator==(const ProgramKey&) const = default;
 };
 
-// The group's program: structure only; every update says anew where the bytes are.
+// The group's program. It is structure only: each update names anew where the bytes are.
 struct CompiledProgram {
   ProgramId id;
   ProgramKey key;
-  // Set when the update that asked for it ends before it is there: planning stops (P4).
+  // Set when the update that asked for the program ends before the program is there, so that
+  // planning stops (P4).
   std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
-  absl::Status status;  // why there is no plan
+  absl::Status status;  // why there is no plan, if there is none
   std::shared_ptr<const RefitPlan> plan;
-  int64_t tensors = 0;  // that it moves
-  int64_t bytes = 0;    // of them, once each
-  // Tensors of sources that no instance knows, as the group's spec allows; sorted.
+  int64_t tensors = 0;  // tensors that it moves
+  int64_t bytes = 0;    // of those tensors, each counted once
+  // Tensors of the sources that no instance knows and that the group's spec allows; sorted.
   std::vector<std::string> left_out;
   int64_t left_out_bytes = 0;
-  // Whose every tensor it was found to bring.
+  // The catalog whose every tensor the program was found to bring.
   std::weak_ptr<const Catalog> covers;
-  // By source: registrations all of whose replicas were found equal.
+  // By source: the layouts whose replicas were all compared and found equal.
   std::vector<std::shared_ptr<const Layout>> compared_layouts;
-  // The next version's part of them, of the parts that all are compared in.
+  // The share of the replicas that the next version compares. Successive versions compare all
+  // shares.
   uint32_t next_part = 0;
 };
 
 enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };
 
-// Of all registered ranks still in.
+// Of all registered ranks still in the update.
 enum class Readback : uint8_t { kNone, kRunning, kDone };
 
 struct Update {
   UpdateId id;
   Version version;
   TimePoint started;
-  TimePoint data_began;  // every rank was ready
-  TimePoint data_ended;  // the last Commit came
+  TimePoint data_began;  // when every rank had answered Ready
+  TimePoint data_ended;  // when the last Commit came
   TimePoint deadline;
   int64_t tensor_count = 0;
   int64_t total_bytes = 0;
@@ -171,45 +177,45 @@ struct Update {
   bool evict_late = false;
   // Of the buckets; none: nobody who pushes has begun (Refit has no say).
   std::optional<BroadcastMethod> broadcast;
-  std::string lacks_slots;     // who has none on its GPU, or would gain nothing; empty: nobody
+  std::string lacks_slots;     // a rank without slots, or without gain from them; empty: none
   bool through_slots = false;  // from Preparing on: buckets may be broadcast through slots
 
   std::map<int, TrainerProgress> trainers;  // by rank
   TimePoint last_call;                      // last call of a trainer rank, or answer to one
 
-  // From Preparing on.
+  // Set from Preparing on.
   std::shared_ptr<const Catalog> catalog;
-  std::vector<Participant> participants;  // index: Catalog's instances
+  std::vector<Participant> participants;  // indexed as Catalog's instances
   std::vector<bool> evicted;              // by participant
   std::vector<bool> skip_destination;     // by destination
-  std::vector<NodeId> nodes;              // with a rank in it; ascending
+  std::vector<NodeId> nodes;              // nodes with a rank in the update; ascending
   TimePoint ready_deadline;
-  bool data_plane_up = true;                 // between its nodes
+  bool data_plane_up = true;                 // between the update's nodes
   std::map<MemberId, StagedReader> readers;  // staged ranks still in
-  AckClock acks;                             // theirs
+  AckClock acks;                             // when those readers are late
   std::map<MemberId, uint32_t> participant_of;
 
   absl::flat_hash_map<std::string, PushedTensor> pushed;
-  int64_t buckets = 0;  // in order so far; the next group-wide seq
+  int64_t buckets = 0;  // of buckets whose turn has come; the next group-wide seq
   int64_t accepted_bytes = 0;
   int64_t moved_bytes = 0;
   std::vector<int64_t> bytes_written;  // by destination
 
   std::deque<Part> parts;  // not yet handed over; parts[0] has seq first_part
   int64_t first_part = 0;
-  int64_t next_start = 0;  // seq
-  int64_t in_flight = 0;   // transfers, the program too
-  // Where trainer ranks have registered shards. The group may have a newer one meanwhile.
+  int64_t next_start = 0;  // seq of the next part to start
+  int64_t in_flight = 0;   // running transfers, the program's included
+  // Set if trainer ranks have registered shards. The group may have a newer program meanwhile.
   std::shared_ptr<CompiledProgram> compiled;
   std::optional<ProgramUse> program;
-  bool compared = false;  // its replicas were found equal
+  bool compared = false;  // the program's replicas were found equal
   RefitPhase refit = RefitPhase::kNone;
   Readback readback = Readback::kNone;
   std::vector<SlotGrant> program_slots;
   std::vector<uint32_t> program_destinations;
   std::vector<uint32_t> verified_destinations;
 
-  // In Draining.
+  // Set in Draining.
   GiveUp give_up;
   TimePoint cleanup_deadline;
   bool cleanup_logged = false;

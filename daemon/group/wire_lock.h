@@ -1,9 +1,9 @@
-// Whose collectives a daemon runs: one group at a time, first come, first served.
+// Decides whose collectives a daemon runs: one group at a time, first come, first served.
 //
 // A coordinator takes the locks of an update's daemons in daemon-id order, so that two groups never
-// wait for each other; a holder that is asked (WireWanted) gives all of them back after a turn of
-// its own, as soon as none of its collectives runs, and asks again. Pure; not thread-safe: belongs
-// to the daemon's mutex.
+// wait for each other. A holder that is told WireWanted finishes a turn of its own, gives all its
+// locks back as soon as none of its collectives runs, and asks again. Pure; not thread-safe: the
+// lock belongs to the daemon's mutex.
 #ifndef REFITD_DAEMON_GROUP_WIRE_LOCK_H_
 #define REFITD_DAEMON_GROUP_WIRE_LOCK_H_
 
@@ -18,12 +18,12 @@ namespace refitd {
 
 class WireLock {
  public:
-  // Events for groups, by name, in order.
+  // Events that the caller must hand to groups: pairs of group name and event, in order.
   using Events = std::vector<std::pair<std::string, PeerEvent>>;
 
-  // A group that holds the lock or waits for it already: nothing happens.
+  // Does nothing if the group holds the lock or waits for it already.
   void Acquire(const std::string& group, Events* events);
-  // Gives back, or stops waiting.
+  // Gives the lock back, or stops waiting for it.
   void Release(const std::string& group, Events* events);
 
   const std::string& holder() const { return holder_; }  // empty: free

@@ -1,11 +1,11 @@
-// One daemon's share of a group's updates: packs the parts of its trainers, runs its end of the
-// collectives, unpacks into its engines' memory, reads back. Takes the coordinator's commands,
-// gives local actions and reports. The coordinator's own daemon has one as well.
+// One daemon's share of a group's updates: it packs the parts of its trainers, runs its end of the
+// collectives, unpacks into its engines' memory and reads back. The worker takes the coordinator's
+// commands and gives local actions and reports. The coordinator's own daemon has a worker as well.
 //
 // A part on the root:  header -> pack (slots, own engines) -> issued: collective -> done
 //      on the others:  header -> issued: collective -> unpack (own engines, their slots) -> done
-// Packing needs no agreement: it stays inside the daemon. Collectives start in the order of Issue
-// (P7), so that the part on the wire, the one being packed and the one being unpacked overlap.
+// Packing needs no agreement, since it stays inside the daemon. Collectives start in the order of
+// Issue (P7), so that one part is packed and another unpacked while a third is on the wire.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_WORKER_H_
@@ -31,32 +31,33 @@ namespace worker {
 struct Round {
   bool packing = false;
   bool packed = false;
-  bool out = false;  // given to the wire
+  bool out = false;  // handed to the wire
   bool on_wire = false;
   bool unpacking = false;
   bool ended = false;
 };
-// The update's program on this daemon.
+// One update's program on this daemon.
 struct Job {
   PeerProgram command;
-  bool reported = false;                      // PeerProgramBuilt
+  bool reported = false;                      // PeerProgramBuilt was sent
   std::shared_ptr<const BoundProgram> bound;  // null: not built
   bool comparing = false;
-  ReplicaPart part;  // that is, or was, compared
+  ReplicaPart part;  // the share of the replicas that is, or was, compared
   std::optional<PeerRun> run;
   bool issued = false;
   bool local_begun = false;
   bool local_running = false;
-  int64_t first_round = 0;          // not ended
-  std::map<int64_t, Round> rounds;  // begun, not ended
-  bool stopped = false;             // it failed or was given up: nothing new is started
-  bool done = false;                // PeerRunDone was sent
+  int64_t first_round = 0;          // the first that has not ended
+  std::map<int64_t, Round> rounds;  // begun and not ended
+  // The program failed or was given up: no new step is started.
+  bool stopped = false;
+  bool done = false;  // PeerRunDone was sent
   PeerRunDone result;
-  // Digest sums of sections, by peer.
+  // Sums of the digests of each section, by peer.
   std::map<uint32_t, std::vector<uint64_t>> sent;
   std::map<uint32_t, std::vector<uint64_t>> received;
 };
-// What the last program was compiled to; kept for the updates that run it again.
+// What the last program was compiled to. Kept for later updates that run the same program.
 struct Program {
   ProgramId id;
   uint32_t node = 0;
@@ -73,20 +74,21 @@ struct Program {
 class Worker {
  public:
   struct Callbacks {
-    // For the executor; unique in the daemon.
+    // Makes an update id for the executor, unique in the daemon.
     std::function<UpdateId()> next_update;
-    // That it registered last. Null: not of this daemon, lost, or staged.
+    // The layout that the member registered last. Null: the member is staged, lost, or another
+    // daemon's.
     std::function<std::shared_ptr<const Layout>(MemberId)> layout;
-    // Its digest, where `layout` is not null.
+    // The digest of that layout. Called only for members whose `layout` is not null.
     std::function<uint64_t(MemberId)> layout_digest;
-    // The trainer's bucket, by its call; null if it is gone.
+    // The bucket of this daemon's trainer that came with the call; null if it is gone.
     std::function<const BucketEvent*(CallId)> bucket;
-    // Whether the member is of this daemon and its lease lives.
+    // Whether the member is attached to this daemon and its lease lives.
     std::function<bool(MemberId)> attached;
   };
   Worker(Callbacks callbacks, Duration wire_limit);
 
-  // Where actions and reports of the following calls go.
+  // Where a call puts its actions and reports.
   struct Output {
     MachineActions* actions = nullptr;
     std::vector<PeerReport>* reports = nullptr;
@@ -107,7 +109,7 @@ class Worker {
   void Handle(const PeerWireLock& command, TimePoint now, const Output& out);
   void Handle(const PeerWireUnlock& command, TimePoint now, const Output& out);
 
-  // False: not something that this worker asked for.
+  // False: this worker did not ask for it.
   bool Handle(const TransferDone& done, TimePoint now, const Output& out);
   bool Handle(const VerifyDone& done, TimePoint now, const Output& out);
   void Handle(const ProgramBuilt& built, TimePoint now, const Output& out);
@@ -119,21 +121,24 @@ class Worker {
   void Handle(const WireWaits& event, const Output& out);
   void Handle(const WireWanted& event, const Output& out);
 
-  // The layout that a member had whose lease has ended: the coordinator's next Prepare may name it
-  // still. Nothing new touches its memory, by Callbacks::attached; what runs holds its mappings.
+  // Keeps the layout of a member whose lease has ended, since the coordinator's next Prepare may
+  // still name the member. Nothing new touches its memory (Callbacks::attached); transfers that run
+  // hold its mappings.
   void MemberLost(MemberId member, std::shared_ptr<const Layout> layout);
-  // The coordinator is lost: nothing new is started, epochs are closed, the wire is given back.
+  // The coordinator is lost: nothing new is started, epochs are closed and the wire lock is
+  // released.
   void AbandonAll(TimePoint now, const Output& out);
 
-  // What a staged rank of this daemon is handed. `own_slots`: it reads slots that are filled for
-  // it, beside those that parts cross in. FAILED_PRECONDITION: the part's header never came, or did
-  // not name a rank with slots of its own, so nobody filled one for it (P1), or the update is over.
+  // The part that a staged rank of this daemon is handed. `own_slots`: the rank reads slots that
+  // are filled for it, apart from the slots that parts cross the wire in. FAILED_PRECONDITION: the
+  // update is over, the part's header never came, or the header did not name a rank with slots of
+  // its own, so that no slot was filled for it (P1).
   absl::StatusOr<SendPart> PartFor(MemberId member, bool own_slots, UpdateId update,
                                    PartSeq part) const;
   bool Participates() const { return !updates_.empty(); }
-  // Nothing of it runs: no transfer, collective or read-back.
+  // Whether no transfer, collective or read-back of this worker runs.
   bool quiet() const;
-  // A transfer reads that bucket's source.
+  // Whether a transfer reads that bucket's source.
   bool Reads(CallId bucket_call) const;
   std::optional<EpochId> epoch() const { return epoch_; }
   std::string_view epoch_state() const { return epoch_state_; }
@@ -143,11 +148,11 @@ class Worker {
     PeerHeader header;
     bool issued = false;
     bool transferring = false;
-    bool transferred = false;  // root: packed; others: unpacked
+    bool transferred = false;  // root: packed; other nodes: unpacked
     bool on_wire = false;
     PeerPartDone result;
   };
-  // What staged ranks are to be handed of a part.
+  // What staged ranks need to be handed a part.
   struct Handout {
     BucketHeader header;
     std::vector<MemberId> staged;
@@ -163,12 +168,12 @@ class Worker {
     TimePoint deadline;
     std::vector<MemberId> destinations;
     std::shared_ptr<const DestinationIndex> index;
-    std::map<PartSeq, Part> parts;  // not reported yet
+    std::map<PartSeq, Part> parts;  // those without a report yet
     std::map<PartSeq, Handout> handouts;
-    std::deque<PartSeq> to_wire;  // issued, in order, not started
+    std::deque<PartSeq> to_wire;  // issued and not started, in order of Issue
     bool abandoned = false;
     bool ended = false;
-    std::optional<PeerVerify> to_verify;  // once no part is left
+    std::optional<PeerVerify> to_verify;  // set until no part is left
     bool verifying = false;
     std::optional<Job> job;
   };
@@ -209,17 +214,17 @@ class Worker {
   const Callbacks callbacks_;
   const Duration wire_limit_;
   std::map<UpdateId, Update> updates_;
-  std::map<MemberId, std::shared_ptr<const Layout>> lost_layouts_;  // since the last Prepare
+  std::map<MemberId, std::shared_ptr<const Layout>> lost_layouts_;  // lost since the last Prepare
   std::optional<EpochId> epoch_;
   std::string_view epoch_state_;
   int epoch_rank_ = 0;
   int epoch_size_ = 0;
-  std::optional<UpdateId> wire_update_;  // whose lock was asked for
+  std::optional<UpdateId> wire_update_;  // whose lock was asked for, if any
   bool wire_held_ = false;
   bool giving_back_ = false;
   std::optional<Program> program_;
   uint64_t next_build_ = 1;
-  // Of the last prepared update, kept while layouts stay the same.
+  // The index of the last prepared update, kept while the layouts stay the same.
   std::vector<std::shared_ptr<const Layout>> index_layouts_;
   std::vector<uint64_t> index_digests_;
   std::shared_ptr<const DestinationIndex> index_;
