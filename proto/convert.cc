@@ -32,7 +32,7 @@ absl::Status Annotate(const absl::Status& status, std::string_view where) {
   return Error(status.code(), "{}: {}", where, Message(status));
 }
 
-// A shape whose products can't overflow, even those that leave out a dimension of 0.
+// A shape whose products of dimensions can't overflow, even those that leave out a dimension of 0.
 absl::StatusOr<Dims> DimsFromWire(const v1::Shape& shape) {
   if (shape.dims_size() > kMaxDims) {
     return Error(StatusCode::kInvalidArgument, "{} dims, more than {}", shape.dims_size(),
@@ -54,7 +54,7 @@ absl::StatusOr<Dims> DimsFromWire(const v1::Shape& shape) {
   return Dims(shape.dims().begin(), shape.dims().end());
 }
 
-// `dims`: as DimsFromWire gave them.
+// `dims` is what DimsFromWire gave.
 absl::StatusOr<TensorSpec> TensorFromWire(std::string name, int dtype,
                                           const absl::StatusOr<Dims>& dims, std::string_view field,
                                           int index) {
@@ -98,10 +98,11 @@ int64_t VarintBytes(const Dims& dims) {
   return bytes;
 }
 
-// Tag and length of a field, at most.
+// The most bytes that tag and length of a field take.
 constexpr int64_t kFieldBytes = 4;
 
-// Of a tensor that shares so many bytes of its name with the one before, and its shape or not.
+// Bytes on the wire of a tensor that shares `shared` bytes of its name with the tensor before, and
+// maybe its shape with a near one.
 int64_t WireBytes(const TensorSpec& tensor, size_t shared, bool shape_shared) {
   const int64_t shape = shape_shared ? 0 : VarintBytes(tensor.shape) + kFieldBytes;
   return static_cast<int64_t>(tensor.name.size() - shared) + shape + 3 * kFieldBytes;
@@ -123,7 +124,7 @@ class ChunkWriter {
     chunks_.back().set_binding_generation(binding_generation);
   }
 
-  // The chunk that takes the next `bytes`.
+  // The chunk to which the next `bytes` are to be added.
   v1::LayoutChunk& Room(int64_t bytes) {
     if (used_ > 0 && used_ + bytes > chunk_bytes_) {
       chunks_.emplace_back();
@@ -143,8 +144,8 @@ class ChunkWriter {
 
 bool IsDense(const Piece& piece) { return piece.strides == RowMajorStrides(piece.box.extent); }
 
-// Lengths of a chunk's piece arrays agree with each other and with the ranks of the tensors named,
-// so that the arrays can be read without a further check.
+// Checks that the lengths of a chunk's piece arrays agree with each other and with the ranks of the
+// tensors named, so that the arrays can be read without a further check.
 absl::Status CheckPieceArrays(const v1::LayoutChunk& chunk,
                               const std::vector<TensorSpec>& tensors) {
   const int pieces = chunk.piece_tensor_size();
@@ -175,7 +176,7 @@ absl::Status CheckPieceArrays(const v1::LayoutChunk& chunk,
   return absl::OkStatus();
 }
 
-// Name i of the chunk from the name before it.
+// Decodes name i of the chunk from the name before it.
 absl::StatusOr<std::string> CodedName(const v1::LayoutChunk& chunk, int i,
                                       const std::vector<TensorSpec>& before) {
   const std::string_view last = before.empty() ? std::string_view() : before.back().name;
@@ -196,7 +197,7 @@ absl::StatusOr<std::string> CodedName(const v1::LayoutChunk& chunk, int i,
   return name;
 }
 
-// Bytes that two names share at their start, and at the end of what remains.
+// The numbers of bytes that two names share at their start, and at the end of the rest.
 std::pair<size_t, size_t> Shared(std::string_view a, std::string_view b) {
   const size_t most = std::min(a.size(), b.size());
   size_t prefix = 0;
@@ -206,7 +207,7 @@ std::pair<size_t, size_t> Shared(std::string_view a, std::string_view b) {
   return {prefix, suffix};
 }
 
-// How far before tensor i is one of the same shape, if near; else 0.
+// How many places before tensor i the nearest tensor of the same shape is; 0 if none is near.
 uint32_t ShapeBack(const std::vector<TensorSpec>& tensors, size_t i) {
   constexpr size_t kSearched = 64;
   for (size_t back = 1; back <= std::min(i, kSearched); ++back) {
@@ -322,7 +323,7 @@ absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
   return absl::OkStatus();
 }
 
-// Ascending, so there are at most as many as tensors.
+// Pushed tensors must ascend, so there are at most as many as tensors.
 absl::Status LayoutDecoder::AddPushed(const v1::LayoutChunk& chunk) {
   std::vector<uint32_t>& pushed = layout_.pushed_tensors;
   for (int i = 0; i < chunk.pushed_tensors_size(); ++i) {

@@ -19,7 +19,7 @@
 
 namespace refitd {
 
-// Collects a client stream of LayoutChunk. Not thread-safe.
+// Puts the LayoutChunks of a client stream together. Not thread-safe.
 class LayoutDecoder {
  public:
   absl::Status Add(const v1::LayoutChunk& chunk);
@@ -36,8 +36,9 @@ class LayoutDecoder {
   bool last_ = false;
 };
 
-// Splits a layout into chunks of at most `chunk_bytes` (approximately) for RegisterLayout; the
-// first carries the lease. Names are coded, and shapes where a near tensor has the same.
+// Splits a layout into chunks of about `chunk_bytes` at most, for RegisterLayout; the first carries
+// the lease. Names are coded (LayoutChunk.name_middles), and a shape refers to a near tensor before
+// it that has the same shape (shape_back).
 std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease& lease,
                                           int64_t chunk_bytes);
 

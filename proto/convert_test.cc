@@ -41,7 +41,7 @@ absl::StatusOr<Layout> Decode(const std::vector<v1::LayoutChunk>& chunks) {
   return std::move(decoder).Finish();
 }
 
-// The last of `chunks` says so, as a sender's does.
+// Marks the last of `chunks` as the last, as a sender does.
 absl::StatusOr<Layout> DecodeWhole(std::vector<v1::LayoutChunk> chunks) {
   chunks.back().set_last(true);
   return Decode(chunks);
@@ -54,7 +54,7 @@ void CheckSame(const Layout& a, const Layout& b) {
   CHECK(a.pushed_tensors == b.pushed_tensors);
 }
 
-// One tensor "w" of float32 [4, 6] and one piece of all of it.
+// One tensor "w" of float32 [4, 6], and one piece that is the whole tensor.
 v1::LayoutChunk OneChunk() {
   v1::LayoutChunk chunk;
   chunk.set_binding_generation(1);
@@ -177,7 +177,7 @@ TEST_CASE("Coded names and shapes are those of the tensors before with a part re
 
 TEST_CASE("Names of any kind survive the coding") {
   Layout layout;
-  // Some share a part of a character only, or are a part of their neighbour.
+  // Some names share only a part of a UTF-8 character, or are a part of their neighbour.
   for (const char* name : {"aaaa", "aa", "aaaaaa", "a", "x\u00e9y", "x\u00e8y", "x\u00e8", "\u00e8",
                            "layer.10.w", "layer.11.w", "layer.1.w"}) {
     layout.tensors.push_back({name, DType::kInt8, {1}});

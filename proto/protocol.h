@@ -1,9 +1,9 @@
-// Versions of the protocol, and how two sides agree on the one that they speak.
+// Versions of the protocol, and how two sides agree on the version that they speak.
 //
 // A hello names the lowest and the highest version that its sender speaks; the answer (Welcome's
-// lease, PeerAccepted) names the agreed one: the highest that both speak. Releases before the
-// second version say and read `protocol` alone, which is why that field is the lowest. What
-// a later version added is used only where that version, or a later one, was agreed.
+// lease, PeerAccepted) names the agreed version: the highest that both speak. Releases before the
+// second version write and read `protocol` only, which is why that field holds the lowest. What a
+// later version added is used only if that version, or a later one, was agreed.
 //
 // Pure; thread-safe.
 #ifndef REFITD_PROTO_PROTOCOL_H_
@@ -23,7 +23,7 @@ namespace refitd {
 // The numbers are those of v1::ProtocolVersion.
 enum class Protocol : uint8_t { kV1 = 1, kV2 = 2 };
 
-inline constexpr Protocol kMinProtocol = Protocol::kV1;  // the release before speaks it
+inline constexpr Protocol kMinProtocol = Protocol::kV1;  // spoken by the release before this
 inline constexpr Protocol kProtocol = Protocol::kV2;
 
 struct AgreedProtocol {
@@ -31,8 +31,9 @@ struct AgreedProtocol {
   bool newer = false;  // the other side speaks versions that this build does not know
 };
 
-// What is spoken with a sender whose hello has these numbers; `highest` 0: it said none, and speaks
-// `lowest` alone. FAILED_PRECONDITION, naming both sides' versions: they have none in common.
+// The version to speak with a sender whose hello has these numbers. `highest` 0: the hello had no
+// such field, and the sender speaks `lowest` only. FAILED_PRECONDITION, naming both sides'
+// versions, if they have none in common.
 inline absl::StatusOr<AgreedProtocol> AgreeProtocol(int lowest, int highest,
                                                     std::string_view field) {
   if (highest == 0) highest = lowest;
@@ -47,7 +48,7 @@ inline absl::StatusOr<AgreedProtocol> AgreeProtocol(int lowest, int highest,
                         highest > kOwnHighest};
 }
 
-// FAILED_PRECONDITION: not a version that this build speaks.
+// The protocol version of that number. FAILED_PRECONDITION if this build does not speak it.
 inline absl::StatusOr<Protocol> ProtocolOf(int number, std::string_view field) {
   constexpr int kOwnLowest = static_cast<int>(kMinProtocol);
   constexpr int kOwnHighest = static_cast<int>(kProtocol);
@@ -57,7 +58,7 @@ inline absl::StatusOr<Protocol> ProtocolOf(int number, std::string_view field) {
                kOwnLowest, kOwnHighest);
 }
 
-// Says in a hello what this build speaks.
+// Fills in the versions that this build speaks.
 template <typename Hello>
 void SayProtocol(Hello* hello) {
   using Version = std::decay_t<decltype(hello->protocol())>;
