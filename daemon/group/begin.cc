@@ -13,7 +13,7 @@ absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
 }
 
-// Those that can't do without.
+// Whether the method can't work without slots.
 bool NeedsSlots(BroadcastMethod method) {
   return method != BroadcastMethod::kAuto && method != BroadcastMethod::kDirect;
 }
@@ -71,7 +71,7 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
                  u.give_up.reason);
   }
   if (u.version != e.version) return Precondition("an update to version {} runs", u.version);
-  // A rank that says none gets what the update has.
+  // A rank that names no verification takes the update's.
   if (e.verification.has_value() && *e.verification != u.verification) {
     return Precondition("verification: {} differs from the first rank's {}",
                         static_cast<int>(*e.verification), static_cast<int>(u.verification));
@@ -88,7 +88,7 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
   return absl::OkStatus();
 }
 
-// Refit has no say: what a rank that begins says counts.
+// Refit names no method: only ranks that call Begin decide it.
 absl::Status Group::Impl::CheckBroadcast(const BeginEvent& e) const {
   if (update != nullptr && update->broadcast.has_value() && *update->broadcast != e.broadcast) {
     return Precondition("broadcast: {} differs from the first rank's {}",
@@ -107,7 +107,7 @@ void Group::Impl::TakeBroadcast(const Member& member, const BeginEvent& e) {
   if (!e.slots_on_devices && update->lacks_slots.empty()) update->lacks_slots = member.label;
 }
 
-// Who takes part is known. Between daemons bytes go over the data plane.
+// Decides by the participants, which are known now. Between daemons, bytes cross the data plane.
 absl::Status Group::Impl::DecideBroadcast() {
   update->through_slots = false;
   const BroadcastMethod method = update->broadcast.value_or(BroadcastMethod::kDirect);
@@ -162,10 +162,10 @@ group::TrainerProgress& Group::Impl::Join(Member* member) {
   return progress;
 }
 
-// Of an update whose first rank says none, for all of its ranks. What the operator configured in
-// other words than the default stays. On GPUs what was stored is compared in the copy; the first
-// update of an engine rank is read back as well. Over several daemons it is not known whose memory
-// is on GPUs.
+// The verification of an update whose first rank names none; it holds for all ranks. A default that
+// the operator configured, other than kReadback, stays. With engines on GPUs, the copy itself
+// compares what it stored; read-back is kept for updates in which an engine rank takes its first
+// version. With members on other daemons it is unknown which memory is on GPUs: all is read back.
 Verification Group::Impl::DefaultVerification() const {
   if (limits.default_verification != Verification::kReadback) return limits.default_verification;
   bool devices = false;
@@ -230,7 +230,7 @@ std::string Group::Impl::WaitedForToAssemble() const {
   return group::Few(missing);
 }
 
-// Engines stop serving at Prepare: not before all trainer ranks are there.
+// Engines stop serving at Prepare, so Prepare waits until all trainer ranks have begun.
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->trainers.size()) != spec.trainer_ranks) return;
@@ -250,7 +250,7 @@ void Group::Impl::AssembleIfAllHere() {
   }
   const absl::StatusOr<bool> at_hand = ProgramAtHand();
   if (!at_hand.ok() || !*at_hand) {
-    // Nobody takes part yet: who does is found anew when the program is there.
+    // Participants are found anew when the program is there.
     update->participants.clear();
     update->participant_of.clear();
     update->readers.clear();
@@ -263,7 +263,7 @@ void Group::Impl::AssembleIfAllHere() {
     return;
   }
   if (update->program.has_value()) {
-    // Known better than any rank could tell.
+    // The program knows these numbers better than any rank.
     if (update->tensor_count == 0 && update->compiled->key.pushed.empty()) {
       update->tensor_count = update->compiled->tensors;
     }
@@ -318,7 +318,8 @@ absl::Status Group::Impl::MakeParticipants() {
         open->label);
   }
   update->catalog = catalog;
-  // Before anybody pushes: growing would hold up what else waits for the group.
+  // Space is reserved before any bucket comes: growing the map later would hold up other calls of
+  // the group.
   if (update->broadcast.has_value()) update->pushed.reserve(catalog->tensor_count());
   update->evicted = evicted;
   update->skip_destination.resize(catalog->destinations().size());
@@ -354,7 +355,7 @@ void Group::Impl::On(const ReadyEvent& e) {
   const std::optional<MemberState> next = Next(member->state, MemberTrigger::kReady);
   if (!next.has_value()) return;
   member->state = *next;
-  // Who is ready for this update reads nothing of the ones before.
+  // A rank that is ready for this update reads no slot of earlier updates.
   EndReads(member);
   Participant& participant = update->participants[*index];
   participant.ready = --participant.unready == 0;
@@ -414,7 +415,7 @@ void Group::Impl::OpenDataIfReady() {
     return;
   }
   if (!update->data_plane_up) {
-    // No rank is late: the data plane has a limit of its own (Coordinator).
+    // No rank is late; the data plane has a limit of its own (Coordinator).
     update->ready_deadline = update->deadline;
     return;
   }

@@ -72,7 +72,7 @@ void Catalog::FindKinds() {
   }
 }
 
-// Only names about which the table has seen ranks disagree are looked at.
+// Looks only at names about which the table has seen ranks disagree.
 absl::Status Catalog::CheckAgreement() const {
   for (const std::string& name : table_->mixed()) {
     const TensorTable::Uses* uses = table_->Find(name);
@@ -84,7 +84,8 @@ absl::Status Catalog::CheckAgreement() const {
     for (size_t r = 0; r < ranks_.size(); ++r) {
       const auto spec = specs.find(list_of_rank_[r]);
       if (spec == specs.end()) continue;
-      // Nothing is delivered of it: who registered it has its memory, others need not agree.
+      // Engine-only tensors are not delivered, so manifests need not agree about them; layouts
+      // must.
       if (engine_only && ranks_[r].layout == nullptr) continue;
       if (first == nullptr) {
         first = &ranks_[r];
@@ -175,7 +176,8 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
     if (list_of_rank_[r] != kNoList && !evicted[ranks_[r].instance])
       wanted[list_of_rank_[r]] = true;
   }
-  // The map's order is random: the smallest name, so that equal events give equal actions.
+  // The map's order is random. The smallest name is reported, so that equal events give equal
+  // actions.
   const std::string* missing = nullptr;
   const TensorTable::Uses* missing_uses = nullptr;
   for (const auto& [name, uses] : table_->tensors()) {
@@ -215,7 +217,7 @@ const std::shared_ptr<const DestinationIndex>& Catalog::index() const {
 
 std::vector<uint32_t> Catalog::Touched(const PartContent& content,
                                        const std::vector<bool>& skip_destination) const {
-  // By list: whether a destination has it that nothing was found for yet; found.
+  // By list. open: a destination has the list, and no element was found for it yet.
   std::vector<bool> open(used_.size());
   std::vector<bool> found(used_.size());
   for (uint32_t d = 0; d < destinations_.size(); ++d) {

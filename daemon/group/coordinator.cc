@@ -11,11 +11,11 @@
 namespace refitd {
 namespace {
 
-// How long others may say whom they waited for, once one said that the wire failed: less than the
-// second that survivors have to hear of an abort.
+// Once a node said that the wire failed, other nodes have this long to say whom they waited for. It
+// is less than the second within which survivors must hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
-// An attempt to bring an epoch up that had less time says nothing about a daemon: nobody is left
-// out for it. Less still where one collective has little time.
+// An attempt to bring an epoch up that had less time proves nothing about a daemon, so no daemon is
+// left out for it. The limit is lower if one collective has less time (PeerLimits::wire).
 constexpr Duration kLeastAttempt = std::chrono::seconds(1);
 constexpr int kPingsPerLimit = 4;  // so that a lost ping is not a lost daemon
 
@@ -71,7 +71,7 @@ std::vector<size_t> Coordinator::Impl::RanksNamed(std::string_view message) cons
   return ranks;
 }
 
-// " (rank 2 is daemon c)": the wire speaks of the epoch's ranks only.
+// Explains the wire's rank numbers in a message, as in " (rank 2 is daemon c)".
 std::string Coordinator::Impl::NamesOfRanks(std::string_view message) const {
   std::string names;
   for (const size_t rank : RanksNamed(message)) {
@@ -86,7 +86,7 @@ void Coordinator::Impl::Send(NodeId node, PeerCommand command) {
     if (nodes.contains(node)) Do(PeerAction(SendCommand{node, std::move(command)}));
     return;
   }
-  // Commands for members have no worker's side.
+  // Commands for members are not for the worker.
   const auto take = [](Impl* self, const auto& c) {
     if constexpr (requires { self->worker.Handle(c, self->now, self->Out()); }) {
       self->worker.Handle(c, self->now, self->Out());
@@ -108,7 +108,7 @@ void Coordinator::Impl::Handle(const MachineEvent& event) {
         }
       },
       event);
-  // What the own worker said is heard like any node's word.
+  // Reports of the coordinator's own worker are handled like those of any node.
   do {
     for (const PeerReport& report : std::exchange(own_reports, {})) {
       Report(kCoordinatorNode, report);
@@ -133,7 +133,7 @@ void Coordinator::Impl::On(const GroupEvent& event) {
     layouts[told.member] = {told.layout, *told.digest};
     return Feed(std::move(told));
   } else if (const auto* bucket = std::get_if<BucketEvent>(&event)) {
-    // What the trainer said itself: its daemon's side of the agreement.
+    // The bucket as the trainer described it: this daemon compares the header with it (P5).
     if (spread.has_value()) buckets.emplace(bucket->call, *bucket);
   } else if (std::holds_alternative<refitd::Tick>(event)) {
     Tick();
@@ -181,7 +181,7 @@ void Coordinator::Impl::Tick() {
   }
 }
 
-// Once a Tick and not once an event: every event asks for the next deadline.
+// Called once a Tick and not once an event: every event asks for the next deadline.
 void Coordinator::Impl::FindNodesDue() {
   nodes_due.reset();
   for (const auto& [id, node] : nodes) {
@@ -226,7 +226,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   known_programs.erase(id);
   Do(GroupAction(LogLine{LogLine::kWarning, fmt::format("{} left: {}", name, reason)}));
   if (spread.has_value() && spread->nodes.erase(id) > 0) {
-    // In the data phase its end of the communicator held what others wait for.
+    // In the data phase other nodes wait for its end of the communicator.
     if (spread->data_began) {
       Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost);
     }
@@ -235,7 +235,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
       std::find(epoch->ranks.begin(), epoch->ranks.end(), id) != epoch->ranks.end()) {
     CloseEpochEverywhere();
   }
-  // Before what follows opens the data phase: an epoch of those that are left.
+  // The remaining nodes get a new epoch before the steps that follow open the data phase.
   if (spread.has_value() && !spread->abandoned) EnsureEpoch();
   // Its calls and members stay known as another daemon's until the group is done with them.
   std::vector<CallId> calls;
@@ -249,14 +249,14 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     Feed(MemberLost{ours, fmt::format("{} was lost: {}", name, reason)});
   }
   if (spread.has_value() && spread->nodes.erase(id) > 0) {
-    // The loss of one of its members was what an update waited for: it was announced to nobody
-    // there.
+    // The update waited only for the loss of the node's member: losing it announced the update
+    // without that node.
     if (spread->data_began)
       Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost);
     if (epoch.has_value()) CloseEpochEverywhere();
   }
   if (spread.has_value()) {
-    // Nothing of it comes any more: what it had to say is said.
+    // No report of this node comes any more, so it is not waited for.
     std::vector<PartSeq> parts;
     for (auto& [seq, part] : spread->parts) {
       part.unacknowledged.erase(id);
@@ -284,8 +284,8 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   Do(GroupAction(StateChanged{}));
 }
 
-// In the data phase it stays: others wait for its end of the communicator, which its daemon serves
-// until the update has ended.
+// In the data phase the node stays: others wait for its end of the communicator, which its daemon
+// serves until the update has ended.
 void Coordinator::Impl::LeaveOut(NodeId node) {
   if (!spread.has_value() || spread->abandoned || spread->data_began) return;
   if (spread->nodes.erase(node) == 0) return;
@@ -304,8 +304,8 @@ void Coordinator::Impl::LeaveOut(NodeId node) {
 }
 
 // A daemon that answers pings and never says that its share has ended would keep every engine of
-// the update paused (P4). Its members' memory is its own daemon's to keep (P6); what this daemon's
-// own worker still does is waited for.
+// the update paused (P4). That daemon keeps its members' memory mapped itself (P6). The share of
+// this daemon's own worker is still waited for.
 void Coordinator::Impl::DropOwing() {
   if (!spread.has_value()) return;
   std::set<NodeId> owing = spread->verifying;
@@ -377,7 +377,7 @@ void Coordinator::Impl::Report(NodeId id, const PeerReport& report) {
         } else if constexpr (std::is_same_v<R, PeerWireWanted>) {
           if (spread.has_value() && spread->update == r.update) spread->yielding = true;
         } else if constexpr (std::is_same_v<R, PeerPong>) {
-          // Heard; that is all.
+          // Taking note that the node was heard is all.
         } else if constexpr (std::is_same_v<R, PeerReady>) {
           ForMember(node, r, [&](MemberId m) { return ReadyEvent{m, r.update}; });
         } else if constexpr (std::is_same_v<R, PeerFailed>) {
@@ -445,7 +445,7 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
     return;
   }
   const MemberId ours = it->second;
-  // It may have been sent before our Prepare arrived there.
+  // The layout may have been sent before this coordinator's Prepare arrived there.
   if (absl::Status status = group.CanRegisterLayout(ours); !status.ok()) {
     Send(node->id, PeerReply{r.call, std::move(status), {}});
     return;
@@ -465,9 +465,9 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
   Feed(LayoutRegistered{ours, layout, call, digest});
 }
 
-// Of another daemon's engines only the structure counts here, and many have the same: what is kept
-// of them, and what plans and catalogues go through, is one object for all that are equal. (A
-// trainer that registers the same anew is told from before by the object.)
+// Only the structure of other daemons' layouts counts here, and many engines have equal ones, so
+// equal layouts share one object; plans and catalogs go through each object once. Trainers' layouts
+// are not shared, since a new registration is recognised by its new object.
 std::shared_ptr<const Layout> Coordinator::Impl::Shared(std::shared_ptr<const Layout> layout,
                                                         uint64_t digest) {
   std::weak_ptr<const Layout>& known = shared_layouts[digest];
@@ -517,7 +517,8 @@ void Coordinator::Impl::RefuseReport(NodeId node, const std::string& what) {
 
 // ---- the group's actions ----
 
-// In order: what an action brings waits until the event before it is carried out in full.
+// Events are handled in order: an event that an action causes waits until the event before it is
+// carried out in full.
 void Coordinator::Impl::Feed(GroupEvent event) {
   events.push_back(std::move(event));
   if (feeding) return;
@@ -620,7 +621,7 @@ void Coordinator::Impl::Route(GroupAction action) {
 }
 
 void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
-  // The program of one daemon takes the same way: there is one.
+  // A program runs in the same way on one daemon as on many, so it needs `spread` even for one.
   if (a.nodes.size() == 1 && a.nodes[0] == kCoordinatorNode && !a.program.has_value()) return;
   spread.emplace();
   if (a.program.has_value()) {
@@ -654,7 +655,7 @@ void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
   }
 }
 
-// After the group's actions: the engines of each node are known by then.
+// Called after the group's actions, when the engines of each node are known.
 void Coordinator::Impl::Announce() {
   spread->announced = true;
   std::map<NodeId, PeerPrepare> prepares = std::exchange(spread->prepares, {});
@@ -710,7 +711,7 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
   part.running = part.unacknowledged;
   if (h.wired) {
     if (!epoch.has_value()) {
-      // It failed, and with it the update: nothing is sent.
+      // The epoch failed, and the update with it: nothing is sent.
       part.running.clear();
       part.unacknowledged.clear();
       part.status = absl::UnavailableError("the data plane is closed");
@@ -720,7 +721,8 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
     }
     h.epoch = epoch->id;
     h.wire_seq = WireSeq(epoch->next_seq++);
-    const auto size = static_cast<uint32_t>(epoch->ranks.size());  // of a node that is not in it
+    // stands for a node that is not in it
+    const auto size = static_cast<uint32_t>(epoch->ranks.size());
     h.ranks.push_back(epoch->RankOf(part.root).value_or(size));
     for (const NodeId node : part.sinks) h.ranks.push_back(epoch->RankOf(node).value_or(size));
     spread->to_issue.push_back(a.part);
@@ -750,7 +752,8 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
   }
   const bool wired = part.header.wired;
   spread->parts.emplace(a.part, std::move(part));
-  // While the headers travel: the agreement and the wire are waited for together.
+  // Asks for the locks while the headers travel, so that agreement and wire are waited for
+  // together.
   const bool first = spread->to_issue.size() == 1;
   if (wired && first && epoch->ready && spread->lock_order.empty()) AskLocks();
 }
@@ -759,7 +762,7 @@ void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind) {
   if (spread.has_value() && !spread->abandoned) Feed(FailUpdate{spread->update, reason, kind});
 }
 
-// Nodes start nothing new; what is on the wire is cut, since its other ends may be gone.
+// Nodes start nothing new. Collectives that run are cut off, since their other ends may be gone.
 void Coordinator::Impl::Abandon() {
   if (spread->abandoned) return;
   spread->abandoned = true;
@@ -786,7 +789,7 @@ void Coordinator::Impl::End(const UpdateEnded& a) {
     Send(node, PeerUpdateEnded{a.update, a.version, a.outcome, a.reason});
   }
   if (!epoch.has_value() || epoch->ready) return;
-  // The next update starts from nothing.
+  // The next update starts with a new epoch.
   CloseEpochEverywhere();
 }
 
@@ -807,9 +810,9 @@ void Coordinator::Impl::HeaderAcknowledged(NodeId node, const PeerHeaderAck& r) 
        GiveUpClass::kTransfer);
 }
 
-// The wire is asked for when there is something to send (by StartPart; here if the epoch came up
-// later or another group had its turn), not before: who holds it without need keeps other groups
-// waiting.
+// The wire locks are asked for only when there is something to send: by StartPart, or here if the
+// epoch came up later or another group had its turn. Holding them without need would keep other
+// groups waiting.
 void Coordinator::Impl::IssueParts() {
   if (spread->abandoned || !epoch.has_value() || !epoch->ready) return;
   while (!spread->to_issue.empty()) {
@@ -838,7 +841,7 @@ void Coordinator::Impl::IssueParts() {
   }
 }
 
-// The next part is not agreed to yet, by a node that may be hung.
+// Whether the next part still lacks the agreement of a node, which may be hung.
 bool Coordinator::Impl::WaitsForAgreement() const {
   if (spread->to_issue.empty()) return false;
   const auto next = spread->parts.find(spread->to_issue.front());
@@ -898,14 +901,15 @@ absl::Status Coordinator::Impl::Judge() {
   return status;
 }
 
-// The others may wait for who failed: the update can't go on, so it is given up before they report.
+// The other nodes may be waiting for the one that failed. The update can't go on, so it is given up
+// before they report.
 void Coordinator::Impl::FailForOthers(const std::string& what, const absl::Status& status) {
   const bool lost = status.code() == absl::StatusCode::kDataLoss;
   Fail(fmt::format("{} of {}: {}", lost ? "verification" : "transfer", what, Message(status)),
        lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer);
 }
 
-// What each node received, against what the root read (P1).
+// Compares what each node received with what the root read (P1).
 absl::Status Coordinator::Impl::CompareDigests(const PartJob& part) const {
   if (!part.header.wired || part.header.header.verification == Verification::kOff) {
     return absl::OkStatus();
@@ -947,7 +951,8 @@ void Coordinator::Impl::CompleteIfDone(PartSeq seq) {
 
 void Coordinator::Impl::StartReadback(const StartVerify& a) {
   if (spread->program.has_value() && !spread->program->sent) {
-    // A node reads back when what it was told of has ended: it must be told of the program first.
+    // A node reads back when all shares that it was told of have ended, so it must be told of the
+    // program first.
     spread->program->readback = a;
     return;
   }
@@ -967,7 +972,7 @@ void Coordinator::Impl::StartReadback(const StartVerify& a) {
   }
   for (const auto& [node, verify] : commands) spread->verifying.insert(node);
   if (commands.empty()) {
-    // Nothing is left to be read: heard like a worker's word, after this action.
+    // Nothing is left to be read. The answer is handled like a worker's report, after this action.
     own_reports.push_back(PeerVerified{a.update, absl::OkStatus(), {}});
     spread->verifying.insert(kCoordinatorNode);
   }
@@ -991,7 +996,7 @@ void Coordinator::Impl::Verified(NodeId node, const PeerVerified& r) {
     for (const uint32_t d : r.failed_destinations) {
       if (d < index->second.size()) spread->verify_failed.push_back(index->second[d]);
     }
-    // Not read at all: nobody's bytes there are known.
+    // The node read nothing back, so all its destinations count as failed.
     if (!status.ok() && r.failed_destinations.empty()) {
       spread->verify_failed.insert(spread->verify_failed.end(), index->second.begin(),
                                    index->second.end());
@@ -1008,8 +1013,8 @@ void Coordinator::Impl::CompleteVerifyIfDone() {
 
 // ---- the data plane ----
 
-// Half of what remains: an update that loses its time to a daemon that can't be reached still has
-// the other half for an epoch without it, and for its data.
+// Half of the remaining time: an update that loses it to an unreachable daemon still has the other
+// half for an epoch without that daemon, and for its data.
 Duration Coordinator::Impl::AttemptLimit() const {
   const Duration half = (spread->deadline - now) / 2;
   return std::min(std::max<Duration>(half, std::chrono::milliseconds(1)), options.peer_limits.wire);
@@ -1063,13 +1068,13 @@ void Coordinator::Impl::Opened(NodeId node, const PeerEpochOpened& r) {
   if (epoch->addresses.size() < epoch->ranks.size() || !spread.has_value()) return;
   epoch->connecting = true;
   epoch->limit = AttemptLimit();
-  // The ranks' own words, of whom they waited for, come a little after their time.
+  // Ranks report whom they waited for a little after their own time has passed.
   epoch->verdict = epoch->deadline =
       now + epoch->limit + std::min<Duration>(epoch->limit / 4, kLongestVerdict);
   PeerEpochConnect connect;
   connect.epoch = epoch->id;
   connect.timeout = epoch->limit;
-  // As many as there are nodes, to each of them: the list is shared.
+  // Every node gets all addresses, so the list is shared.
   auto addresses = std::make_shared<std::vector<std::string>>();
   for (const NodeId rank : epoch->ranks) addresses->push_back(epoch->addresses.at(rank));
   connect.addresses = std::move(addresses);
@@ -1083,7 +1088,7 @@ void Coordinator::Impl::CameUp(NodeId node, const PeerEpochUp& r) {
     return RefuseReport(node,
                         fmt::format("it connected epoch {}, of which it is no rank", r.epoch));
   }
-  // A rank that gives its end back makes an epoch that was up useless. No daemon is to blame.
+  // A rank closed its end, which makes an epoch that was up useless. No daemon is to blame.
   if (epoch->ready && !r.status.ok()) {
     return EpochFailed({},
                        fmt::format("the data plane broke on {}: {}", Name(node), Message(r.status)),
@@ -1099,7 +1104,7 @@ void Coordinator::Impl::CameUp(NodeId node, const PeerEpochUp& r) {
     }
     if (epoch->failed.empty()) epoch->first_failed = node;
     epoch->failed.insert_or_assign(node, Epoch::Failure{std::move(named), r.status});
-    // The others run out of time at about the same moment, and know more together.
+    // The other ranks time out at about the same moment; together they say more.
     epoch->verdict =
         std::min(epoch->verdict, now + std::min<Duration>(epoch->limit / 4, kLongestVerdict));
   }
@@ -1123,8 +1128,8 @@ std::vector<NodeId> Coordinator::Impl::StillAwaited() const {
   return awaited;
 }
 
-// Where two ranks could not reach each other, one of them must go: the one that most others could
-// not reach either. Ranks with trainers stay, since no update can do without them.
+// If two ranks could not reach each other, one of them must go: the rank that more of the others
+// could not reach. Ranks with trainers stay, since no update can do without them.
 std::set<NodeId> Coordinator::Impl::Unreachable(bool over) const {
   std::set<NodeId> culprits;
   if (over) {
@@ -1134,12 +1139,13 @@ std::set<NodeId> Coordinator::Impl::Unreachable(bool over) const {
   for (const auto& [node, failure] : epoch->failed) {
     const bool waited = failure.status.code() == absl::StatusCode::kDeadlineExceeded;
     if (failure.named.empty()) {
-      // Its own trouble, and maybe that of those who failed after it; or the others had none.
+      // A rank that names nobody is to blame if others came up while it timed out, or if it was the
+      // first to fail for another reason.
       const bool own = waited ? !epoch->up.empty() : node == epoch->first_failed;
       if (own) culprits.insert(node);
     }
     for (const NodeId named : failure.named) {
-      // Who is up has reached everybody.
+      // A rank that is up has reached every other, so the rank that could not reach it is to blame.
       if (epoch->up.contains(named)) {
         culprits.insert(node);
       } else {
@@ -1157,7 +1163,7 @@ std::set<NodeId> Coordinator::Impl::Unreachable(bool over) const {
       ++times[a];
       ++times[b];
     }
-    // More often than any other, or as often as one that has to stay.
+    // `worst` failed more often than any other, or as often as a rank that has to stay.
     NodeId worst = times.begin()->first;
     for (const auto& [node, count] : times) {
       const int most = times.at(worst);
@@ -1167,7 +1173,7 @@ std::set<NodeId> Coordinator::Impl::Unreachable(bool over) const {
     culprits.insert(worst);
   }
   if (!culprits.empty()) return culprits;
-  // Nobody knows whom it waited for: that is clear where one alone can be left out.
+  // No rank knows whom it waited for. If only one rank can be left out, that one is left out.
   for (const NodeId id : epoch->ranks) {
     if (!group.TrainsOn(id)) culprits.insert(id);
   }
@@ -1187,7 +1193,7 @@ void Coordinator::Impl::JudgeEpoch() {
                                    Seconds(epoch->limit), waits),
                        GiveUpClass::kDeadline);
   }
-  // The word of a rank that waited for a culprit says more than the culprit's own.
+  // A rank that waited for a culprit says more than the culprit itself.
   auto word = std::find_if(epoch->failed.begin(), epoch->failed.end(), [&culprits](const auto& f) {
     return std::any_of(f.second.named.begin(), f.second.named.end(),
                        [&culprits](NodeId named) { return culprits.contains(named); });
@@ -1256,10 +1262,11 @@ void Coordinator::Impl::GiveLocksBack() {
   for (const NodeId node : holders) Send(node, PeerWireUnlock{spread->update});
 }
 
-// Somebody else's turn: after one of ours, once nothing of ours is on the wire, or while ours is
-// not agreed to (the wire is asked for again when it is). Without a turn two groups would hand the
-// wire to each other and never use it. Some of the locks are never given back for the others: they
-// are taken in one order everywhere, so that waiting for the rest is no deadlock.
+// Gives another group its turn: after a turn of this group, once none of its collectives runs, or
+// while its next part is not agreed to (the locks are asked for again later). Without a turn in
+// between, two groups would hand the locks to each other and never use them. Locks are never given
+// back while only some are held: all coordinators take them in one order, so waiting for the rest
+// is no deadlock.
 void Coordinator::Impl::YieldIfQuiet() {
   if (!spread->yielding || WireInFlight()) return;
   if (spread->lock_order.empty() || spread->locks_held < spread->lock_order.size()) return;

@@ -324,9 +324,9 @@ struct Coordinator::Impl {
   void DropLock(NodeId node);
   std::string Name(NodeId node) const;
   // Whether commands that `version` of the protocol added may be sent to that daemon: its link
-  // agreed to the version or to a later one. A daemon of an earlier version ends the link over
-  // a command that it does not know, so whoever adds a command asks this before each Send. The
-  // coordinator's own worker speaks all; a daemon that is gone speaks none.
+  // agreed to that version or a later one. A daemon of an earlier version ends the link when an
+  // unknown command comes, so code that sends a new command must ask this first. The coordinator's
+  // own worker speaks every version; a daemon that is gone speaks none.
   bool Speaks(NodeId node, Protocol version) const;
   NodeId NodeOf(MemberId member) const {
     const auto it = remotes.find(member);

@@ -1,6 +1,6 @@
-// The coordinator's part in a compiled refit: it sends each daemon what it needs of the plan,
-// compares what they derived from it (P5), lets them compare replicas and run it, and compares what
-// was received with what was sent (P1).
+// The coordinator's part in a compiled refit: it sends each daemon its part of the plan, compares
+// the streams that they derived from it (P5), lets them compare replicas and run the program, and
+// compares what was received with what was sent (P1).
 #include <algorithm>
 #include <functional>
 #include <utility>
@@ -11,15 +11,15 @@
 namespace refitd {
 namespace {
 
-// Nodes that are sent the plan and have not built their part of it, at most: what is encoded for
-// them waits in memory until they have read it.
+// How many nodes at most have been sent the plan and have not built their part. What is encoded for
+// a node stays in memory until the node has read it.
 constexpr size_t kMaxPlansUnderWay = 64;
 
 }  // namespace
 
 // ---- compiling ----
 
-// A node's destinations are in its command already, in the order of its Prepare.
+// Each node's command lists its destinations already, in the order of its Prepare.
 void Coordinator::Impl::AnnounceProgram() {
   ProgramJob& job = *spread->program;
   for (const auto& [node, index] : spread->destinations) {
@@ -56,15 +56,15 @@ void Coordinator::Impl::AnnounceProgram() {
   SendPlans();
 }
 
-// A plan is large, and every node's part of it another: some nodes are sent theirs, and each of the
-// others when one before it has built its own.
+// A plan is large, and each node's part is different. So some nodes are sent theirs at first, and
+// each other node when one before it has built its own.
 void Coordinator::Impl::SendPlans() {
   ProgramJob& job = *spread->program;
   while (!job.without_plan.empty() && !spread->abandoned &&
          job.under_way.size() < kMaxPlansUnderWay) {
     const NodeId node = job.without_plan.front();
     job.without_plan.pop_front();
-    if (!job.building.contains(node)) continue;  // it is lost
+    if (!job.building.contains(node)) continue;  // it was lost
     job.under_way.insert(node);
     known_programs[node] = job.use.program;
     PeerProgram command = job.commands.at(node);
@@ -73,8 +73,8 @@ void Coordinator::Impl::SendPlans() {
   }
 }
 
-// Which part of the plan is a node's is found where the command is encoded (WithItsPart): that
-// takes longer than the daemon's mutex may be held.
+// The node's part of the plan is found where the command is encoded (WithItsPart), since that takes
+// longer than the daemon's mutex may be held.
 void Coordinator::Impl::AttachPlan(NodeId node, PeerProgram* command) const {
   command->whole = spread->program->use.plan;
   if (node == kCoordinatorNode) {
@@ -108,12 +108,12 @@ void Coordinator::Impl::Built(NodeId node, const PeerProgramBuilt& r) {
   AgreeIfBuilt();
 }
 
-// P5: what goes over the data plane was derived alike at both ends.
+// P5: both ends of every stream between daemons must have derived it alike.
 void Coordinator::Impl::AgreeIfBuilt() {
   ProgramJob& job = *spread->program;
   if (!job.building.empty() || job.agreed || spread->abandoned || job.built.empty()) return;
   if (const auto differ = job.built_ends.FirstDifference(); differ.has_value()) {
-    known_programs.clear();  // one of them has it wrong: the next update sends it anew
+    known_programs.clear();  // one of them is wrong: the next update sends the plan anew
     return Fail(
         fmt::format("{} and {} do not agree about what the program sends between them",
                     Name(job.use.nodes[differ->first]), Name(job.use.nodes[differ->second])),
@@ -185,7 +185,7 @@ void Coordinator::Impl::RunIfAgreed() {
   PeerRun run;
   run.update = spread->update;
   run.part = job.run->part;
-  // Where only one daemon is left, what the others would get goes nowhere.
+  // If only one daemon is left, the bytes for the others are sent nowhere.
   run.wired = job.wired = job.use.plan->routes.wire_bytes > 0 && spread->nodes.size() > 1;
   if (run.wired && !spread->abandoned && epoch.has_value()) {
     run.slots = job.run->slots;
@@ -252,7 +252,7 @@ void Coordinator::Impl::CompleteRunIfDone() {
 
 // ---- giving up ----
 
-// What was asked for and not begun is answered, so that the group need not wait for it.
+// Answers what was asked for and not begun, so that the group need not wait for it.
 void Coordinator::Impl::AbandonProgram() {
   CompareIfAgreed();
   if (spread.has_value() && spread->program.has_value()) RunIfAgreed();

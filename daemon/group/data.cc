@@ -1,4 +1,4 @@
-// Data: leased slots, buckets in order, their parts, acknowledgements.
+// The data phase: leased slots, buckets in order, their parts, acknowledgements.
 #include <algorithm>
 
 #include "daemon/group/group_impl.h"
@@ -11,7 +11,7 @@ absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
 }
 
-// What became of an update, to a rank that takes it for open.
+// The answer to a rank that takes an ended update for open.
 absl::Status Told(const group::EndedUpdate& ended) {
   if (ended.what.outcome == Outcome::kCommitted) {
     return Precondition("version {} is committed already", ended.version);
@@ -28,7 +28,7 @@ int64_t CarriedBytes(const PartContent& content) {
   return bytes;
 }
 
-// The same, as it goes directly.
+// The content of a part that goes directly, without a slot.
 PartContent WithoutSlot(PartContent content) {
   content.byte_offsets.clear();
   content.bytes = CarriedBytes(content);
@@ -48,8 +48,8 @@ absl::Status Group::Impl::NotOpen(Version wanted) const {
   return Precondition("no update to version {} is open: begin it first", wanted);
 }
 
-// The rank began that update, which is over: whatever runs now, to the same version or another, is
-// not what it means.
+// The rank began an update that is over. Its call means that update only, never the one that runs
+// now, even if that installs the same version.
 absl::Status Group::Impl::Gone(UpdateId wanted, Version wanted_version) const {
   for (const group::EndedUpdate& ended : past) {
     if (ended.update == wanted) return Told(ended);
@@ -106,7 +106,8 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
   const int held = LeasesOf(e.member);
   const auto waiting = std::count_if(lease_waiters.begin(), lease_waiters.end(),
                                      [&e](const LeaseWaiter& w) { return w.member == e.member; });
-  // Slots of buckets that wait for an earlier one of the same rank: it would wait for itself.
+  // Early buckets hold slots while they wait for an earlier bucket of the same rank. They count
+  // here, since the rank would otherwise wait for slots that it holds itself.
   const auto early =
       std::count_if((*progress)->early.begin(), (*progress)->early.end(),
                     [](const auto& bucket) { return bucket.second->slot.has_value(); });
@@ -139,7 +140,7 @@ bool Group::Impl::TryLease(const LeaseWaiter& waiter) {
   return true;
 }
 
-// After the parts that wait for a slot: those are earlier in the order of delivery.
+// Leases are served after the parts that wait for a slot, since those parts are delivered first.
 void Group::Impl::ServeLeases() {
   if (update == nullptr || update->state != UpdateState::kData) return;
   for (auto it = lease_waiters.begin(); it != lease_waiters.end();) {
@@ -190,8 +191,8 @@ absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const Buc
   return CheckParts(e);
 }
 
-// Many ranges may name the same source bytes, so that a small message could ask for any number of
-// parts (P10).
+// Many ranges may name the same source bytes, so a small message could ask for any number of parts;
+// this limits them (P10).
 absl::Status Group::Impl::CheckParts(const BucketEvent& e) const {
   if (e.slot.has_value()) return absl::OkStatus();
   if (update->readers.empty() && update->nodes.size() == 1 && !update->through_slots) {
@@ -212,13 +213,13 @@ absl::Status Group::Impl::CheckParts(const BucketEvent& e) const {
   return absl::OkStatus();
 }
 
-// Takes the bucket's elements, and its slot, or changes nothing.
+// Takes the bucket's elements and its slot, or changes nothing.
 absl::Status Group::Impl::Reserve(const BucketEvent& e) {
   Taken taken;
   absl::Status status = TakeElements(e, &taken);
   if (status.ok() && e.slot.has_value()) status = ledger.Submit(e.member, *e.slot);
   if (status.ok()) return status;
-  // Backwards: a tensor may be in the bucket twice.
+  // In reverse order, since a tensor may be in the bucket twice.
   for (auto it = taken.before.rbegin(); it != taken.before.rend(); ++it) {
     update->pushed.at(*it->first).covered = std::move(it->second);
   }
@@ -226,7 +227,7 @@ absl::Status Group::Impl::Reserve(const BucketEvent& e) {
   return status;
 }
 
-// One look-up a tensor: a big bucket's first byte waits for all of them.
+// Looks up each tensor once, since a big bucket's first byte waits for all look-ups.
 absl::Status Group::Impl::TakeElements(const BucketEvent& e, Taken* taken) {
   update->pushed.reserve(update->pushed.size() + e.tensors.size());
   taken->added.reserve(e.tensors.size());
@@ -276,7 +277,7 @@ void Group::Impl::On(const BucketEvent& e) {
   if (status.ok()) status = CheckBucket(**progress, e);
   if (status.ok()) status = Reserve(e);
   if (!status.ok()) {
-    // The rank's Commit would wait for this bucket.
+    // The rank's Commit would wait forever for the refused bucket.
     if (progress.ok() && e.seq >= (*progress)->next_seq &&
         e.seq < (*progress)->announced.value_or(0) && !(*progress)->early.contains(e.seq)) {
       WithdrawAnnounced(*progress, Precondition("seq {} was refused: {}", e.seq, Message(status)));
@@ -345,8 +346,8 @@ void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
   if (bucket->parts_left == 0) FinishBucket(*bucket);
 }
 
-// What goes directly: nothing but planning asks for parts, and that goes by tensors. However small
-// they are, no more parts than any other bucket makes (P10).
+// Cuts a bucket that needs no slot. Only planning gains from parts here, and it works tensor by
+// tensor. However small the tensors are, the bucket makes no more parts than any other (P10).
 void Group::Impl::CutBetweenTensors(const std::shared_ptr<Bucket>& bucket) {
   const auto tensors = static_cast<int64_t>(bucket->ranges.size());
   const int64_t most =
@@ -397,7 +398,7 @@ void Group::Impl::AddPart(const std::shared_ptr<Bucket>& bucket,
 void Group::Impl::FinishBucket(const Bucket& bucket) {
   const Member& trainer = *Find(bucket.trainer);
   --update->trainers.at(trainer.rank).pending_buckets;
-  // A bucket without a byte went like most: directly.
+  // A bucket without bytes counts as kDirect.
   const auto& by_method = bucket.bytes_by_method;
   const auto most = std::max_element(by_method.begin(), by_method.end());
   BucketRecord record;
@@ -415,7 +416,8 @@ void Group::Impl::FinishBucket(const Bucket& bucket) {
 
 // ---- parts ----
 
-// In order, so that the part that is delivered next never waits for a slot that a later one has.
+// Parts start in order, so that the part that is delivered next never waits for a slot that a later
+// part has.
 void Group::Impl::StartParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
   if (!update->data_plane_up) return;
@@ -426,7 +428,8 @@ void Group::Impl::StartParts() {
         part.slot = ledger.Grant();
         if (!part.slot.has_value()) return;
       } else {
-        // Whoever needed it was evicted since the bucket was cut: it goes directly.
+        // The ranks that needed the slot were evicted since the bucket was cut: the part goes
+        // directly.
         part.content = std::make_shared<const PartContent>(WithoutSlot(*part.content));
       }
     }
@@ -464,7 +467,7 @@ void Group::Impl::StartPart(Part* part) {
   Do(std::move(start));
 }
 
-// From here on a failure leaves the instance dirty (P2).
+// The first byte is about to be written: from here on a failure leaves the instance dirty (P2).
 void Group::Impl::WriteFirst(uint32_t index) {
   Participant& participant = update->participants[index];
   if (participant.written) return;
@@ -501,14 +504,14 @@ void Group::Impl::On(const TransferDone& e) {
   if (--part.bucket->parts_left == 0) FinishBucket(*part.bucket);
 }
 
-// Where nobody is handed the slot, it has served: parts before this one may still run.
+// If no staged rank reads the slot, it is given back at once: earlier parts may still run.
 void Group::Impl::GiveBackIfUnread(Part* part) {
   if (!part->slot.has_value() || !update->readers.empty()) return;
   ledger.Publish(*part->slot, {});
   part->slot.reset();
 }
 
-// Parts go to staged ranks in order, each when its slot is filled and verified.
+// Parts go to staged ranks in order, each once its slot is filled and verified.
 void Group::Impl::SendParts() {
   if (update->state != UpdateState::kData && update->state != UpdateState::kSettling) return;
   while (!update->parts.empty() && update->parts.front().done) {

@@ -53,7 +53,8 @@ absl::Status Group::Impl::CheckCoverageIfLast(const TrainerProgress& progress) c
   return last ? CheckCoverage() : absl::OkStatus();
 }
 
-// Every element of every tensor that came or that an instance still in knows, once (P1).
+// Whether every element of every tensor that came, or that an instance still in knows, came once
+// (P1).
 absl::Status Group::Impl::CheckCoverage() const {
   const std::string* partial = nullptr;
   for (const auto& [tensor_name, tensor] : update->pushed) {
@@ -68,7 +69,7 @@ absl::Status Group::Impl::CheckCoverage() const {
   REFITD_RETURN_IF_ERROR(CheckAllPushed());
   const int64_t moved = update->program.has_value() ? update->compiled->tensors : 0;
   const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
-  // Whether tensors that no instance wants are counted is the trainers' choice.
+  // Trainers may count tensors that no instance wants, or leave them out of the count.
   const int64_t told = update->tensor_count;
   if (told != 0 && (pushed > told || pushed + UnwantedAndNotPushed() < told)) {
     return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
@@ -87,7 +88,7 @@ int64_t Group::Impl::UnwantedAndNotPushed() const {
 absl::Status Group::Impl::CheckAllPushed() const {
   group::CompiledProgram* const compiled =
       update->program.has_value() ? update->compiled.get() : nullptr;
-  // A program moves the same tensors in every update.
+  // A program moves the same tensors in every update, so it is checked once for a catalog.
   if (compiled != nullptr && compiled->covers.lock() == update->catalog) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(update->catalog->CheckAllPushed(
       [this](std::string_view tensor) {
@@ -112,7 +113,7 @@ void Group::Impl::On(const CommitEvent& e) {
   const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version, e.update);
   absl::Status status = found.status();
   if (status.ok() && HasShardsIn(*member, **found)) {
-    // Commit does not say which binding it means.
+    // Commit can't name the binding generation that the rank means.
     status = Precondition(
         "{} has registered a layout: it ends an update with Refit, unless its Begin says "
         "without_layout",
@@ -133,7 +134,7 @@ void Group::Impl::On(const CommitEvent& e) {
   }
 }
 
-// A bucket was taken: the last that a Commit waits for?
+// A bucket was taken: if it is the last that a Commit waits for, the Commit takes effect.
 void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
   if (progress->announced != progress->next_seq) return;
   if (const absl::Status covered = CheckCoverageIfLast(*progress); !covered.ok()) {
@@ -148,7 +149,7 @@ void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
   TakeCommit(member, progress, *progress->announced);
 }
 
-// The update stays open, as after any refused Commit.
+// Refuses the waiting Commit. The update stays open, as after any refused Commit.
 void Group::Impl::WithdrawAnnounced(TrainerProgress* progress, const absl::Status& why) {
   progress->announced.reset();
   for (const auto& request : std::exchange(progress->commits, {})) {
@@ -174,7 +175,7 @@ void Group::Impl::TakeCommit(Member* member, TrainerProgress* progress, int64_t 
   Changed();
 }
 
-// DATA_LOSS: not every byte of every registered rank still in.
+// DATA_LOSS: a registered rank still in the update was not written in full.
 absl::Status Group::Impl::WrittenInFull() const {
   const Catalog& known = *update->catalog;
   for (uint32_t d = 0; d < known.destinations().size(); ++d) {
@@ -187,8 +188,8 @@ absl::Status Group::Impl::WrittenInFull() const {
   return absl::OkStatus();
 }
 
-// The destinations are read back once all that was pushed is written. Where other nodes have a part
-// in it, they are told as soon as no part follows: each begins when its own last part has ended.
+// Destinations are read back once all that was pushed is written. Other nodes are told as soon as
+// no part follows; each begins when its own last part has ended.
 void Group::Impl::ReadBackIfLast() {
   if (update->state != UpdateState::kSettling || update->readback != Readback::kNone) return;
   if (update->verification != Verification::kReadback) return;
@@ -231,7 +232,7 @@ void Group::Impl::On(const VerifyDone& e) {
   const Catalog& known = *update->catalog;
   TouchDestinations(update->verified_destinations, -1);
   if (update->state == UpdateState::kDraining) return;
-  // Bytes of an instance that was evicted meanwhile are nobody's any more.
+  // A failure counts only for instances still in the update.
   const bool only_evicted =
       !e.failed_destinations.empty() &&
       std::all_of(e.failed_destinations.begin(), e.failed_destinations.end(), [this](uint32_t d) {
@@ -274,7 +275,7 @@ void Group::Impl::On(const EngineFailed& e) {
              {fmt::format("{} failed: {}", member->label, e.reason), GiveUpClass::kAborted});
 }
 
-// The rank failed while it was being told of the commit: it does not have the version (P2).
+// The rank failed while it was told of the commit: it does not have the version (P2).
 void Group::Impl::FailInstalled(const Member& member, const EngineFailed& e) {
   const auto it = instances.find(member.instance);
   if (it == instances.end() || it->second.installed != e.update) return;
@@ -305,8 +306,8 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
   for (const MemberId id : participant.members) {
     update->readers.erase(id);
     update->acks.Set(id, std::nullopt);
-    // What it still loads from a slot goes into weights that are dirty already; the others must not
-    // wait for it.
+    // The rank may still load from a slot, but its weights are dirty already, and others must not
+    // wait for the slot.
     if (Member* member = Find(id); member != nullptr) EndReads(member);
   }
   if (const auto it = instances.find(participant.instance); it != instances.end()) {
@@ -350,12 +351,12 @@ void Group::Impl::TellNodesWithNobodyLeft(const Participant& evicted) {
   }
 }
 
-// Before the first byte: one daemon that the others can't reach must not keep every instance from
-// every version.
+// Only before the first byte: one daemon that the others can't reach must not keep every instance
+// from every version.
 void Group::Impl::On(const KeepNodesOut& e) {
   if (update == nullptr || update->id != e.update) return;
   if (update->state == UpdateState::kDraining) return;
-  // By participant: why it goes; null: it stays.
+  // By participant: why it is evicted; null: it stays.
   std::vector<const std::string*> why(update->participants.size());
   bool any_left = false;
   for (size_t i = 0; i < why.size(); ++i) {
@@ -378,7 +379,8 @@ void Group::Impl::On(const KeepNodesOut& e) {
   Changed();
 }
 
-// Its ranks resume on Aborted: only when nothing touches their memory any more.
+// Ranks of evicted instances resume on Aborted, so they are told only when nothing touches their
+// memory any more.
 void Group::Impl::TellEvictedIfQuiet() {
   for (Participant& participant : update->participants) {
     if (!participant.evicted || participant.told || participant.touching > 0) continue;
@@ -399,7 +401,7 @@ void Group::Impl::TellAborted(const Participant& participant, const std::string&
 
 // ---- giving up ----
 
-// A part or the program did not get where it should.
+// Why an update is given up when a part or the program failed to move its bytes.
 group::GiveUp Group::Impl::FailedMove(std::string_view what, const absl::Status& status,
                                       int failed_destination) const {
   const Catalog& known = *update->catalog;
@@ -422,7 +424,7 @@ void Group::Impl::Abandon(GiveUp why) {
   Changed();
 }
 
-// Slots of parts that are in flight are given back when those end.
+// Slots of parts that are in flight are given back when those parts end.
 void Group::Impl::DropUnstarted() {
   for (const Part& part : update->parts) {
     if (part.started && !part.done) continue;
@@ -528,8 +530,8 @@ void Group::Impl::TellQuiet() {
   }
 }
 
-// What still runs may be of one instance only, or of a daemon that says nothing: the others need
-// not stay paused for it.
+// The transfers that still run may touch one instance only, or belong to a daemon that is silent.
+// The other members need not stay paused for them.
 void Group::Impl::ReportOverdueCleanUp() {
   update->cleanup_logged = true;
   Log(LogLine::kError,
@@ -560,7 +562,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
     }
   }
   const std::vector<InstanceOutcome> outcomes = Outcomes(committed);
-  // Trainers decide by it whether the engines may serve on.
+  // Trainers read from this text whether the engines may serve on.
   const std::string told =
       committed ? reason : fmt::format("{} ({})", reason, WeightsAfterGivingUp());
   AnswerAll(committed, told, outcomes);
@@ -577,7 +579,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
                 : fmt::format("update to version {} aborted: {}", update->version, reason));
   update.reset();
   if (compiling != nullptr) compiling->cancelled->store(true);
-  // A slot that its holder keeps beyond the update is no reason to give up a later one.
+  // A slot that its holder keeps beyond the update must not end a later update by its lease limit.
   ledger.EndLimits();
   Step(&state, GroupTrigger::kEnd);
   Changed();
@@ -594,7 +596,7 @@ UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const
   ended.pushed = bucket_log.Totals();
   ended.total = now - u.started;
   ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
-  // A phase that was not reached took no time; the one that did not end took until now.
+  // A phase that was not reached took no time; a phase that did not end took until now.
   const TimePoint none;
   const auto until = [this, none](TimePoint end) { return end == none ? now : end; };
   ended.prepare = until(u.data_began) - u.started;
@@ -603,7 +605,7 @@ UpdateEnded Group::Impl::Ended(Outcome outcome, const std::string& reason) const
   return ended;
 }
 
-// Whether those who took part still hold their version; clients read it (docs/protocol.md).
+// Says whether the participants still hold their version; clients parse it (docs/protocol.md).
 std::string Group::Impl::WeightsAfterGivingUp() const {
   std::vector<std::string> dirty;
   for (const Participant& participant : update->participants) {
@@ -616,13 +618,13 @@ std::string Group::Impl::WeightsAfterGivingUp() const {
   return fmt::format("weights are dirty: instance {}", fmt::join(dirty, ", "));
 }
 
-// Every call that waits, once.
+// Answers every call that waits, once.
 void Group::Impl::AnswerAll(bool committed, const std::string& reason,
                             const std::vector<InstanceOutcome>& outcomes) {
   const GiveUp& why = update->give_up;
   const std::string lost =
       fmt::format("the update to version {} is lost: {}", update->version, reason);
-  // Also those whose callers went away: a repeat gets the stored answer.
+  // Includes calls whose callers went away, since a repeat gets the stored answer.
   const std::map<CallId, std::shared_ptr<Request>> waiting = unfinished;
   CommitReply done{update->version, outcomes, update->accepted_bytes, now - update->started,
                    bucket_log.Totals()};
@@ -664,7 +666,7 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason,
   }
 }
 
-// Who is waited for now, for messages (P4).
+// Names who is waited for now, for messages (P4).
 std::string Group::Impl::WaitedFor() const {
   switch (update->state) {
     case UpdateState::kOpening:

@@ -11,7 +11,7 @@
 namespace refitd {
 namespace {
 
-// What an OK answer to a call carries.
+// The payload that an OK answer to the call carries.
 ReplyPayload AnswerTo(const BeginEvent&) { return BeginReply{}; }
 ReplyPayload AnswerTo(const LeaseSlotEvent&) { return LeaseSlotReply{}; }
 ReplyPayload AnswerTo(const ReleaseSlotEvent&) { return EmptyReply{}; }
@@ -31,17 +31,18 @@ struct Follower::Impl {
     std::variant<TrainerIdentity, EngineIdentity> identity;
     std::shared_ptr<const Layout> layout;
     uint64_t layout_digest = 0;
-    bool own_slots = false;     // on its GPU
-    bool awaits_slots = false;  // these; the coordinator has not heard of it
+    bool own_slots = false;  // slots on its own GPU
+    bool awaits_slots =
+        false;  // waits for those slots; the coordinator has not heard of the member
     bool welcomed = false;
     std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
   };
   // A call that the coordinator has not answered yet.
   struct SentCall {
     bool bucket = false;
-    size_t answer = 0;  // index of ReplyPayload, where it goes well
+    size_t answer = 0;  // index of ReplyPayload in an OK answer
   };
-  // A layout that the coordinator has not answered yet: the one before is in force.
+  // A layout that the coordinator has not answered yet. Until then the previous layout is in force.
   struct SentLayout {
     MemberId member;
     std::shared_ptr<const Layout> layout;
@@ -118,8 +119,8 @@ struct Follower::Impl {
   void Announce(MemberId id, const Member& member);
   absl::Status CanRegisterLayout(MemberId member) const;
   void Report(PeerReport report);
-  // Whether reports that `version` of the protocol added may be sent to the coordinator, as
-  // Coordinator::Impl::Speaks says; false before the link is up.
+  // Whether reports that `version` of the protocol added may be sent to the coordinator (see
+  // Coordinator::Impl::Speaks). False before the link is up.
   bool Speaks(Protocol version) const { return state == State::kJoined && protocol >= version; }
   void RefuseHere(CallId call);
   void AnswerLayout(CallId call, const absl::Status& status);
@@ -141,7 +142,7 @@ struct Follower::Impl {
   std::optional<Version> version;
   std::string coordinator_id;
   Protocol protocol = kMinProtocol;  // agreed with the coordinator, once joined
-  bool entered = false;              // a member attached: it is made for that one
+  bool entered = false;              // a member has attached
   std::map<MemberId, Member> members;
   std::map<CallId, SentCall> calls;       // unanswered
   std::map<CallId, BucketEvent> buckets;  // until their reply
@@ -149,10 +150,10 @@ struct Follower::Impl {
   std::deque<std::pair<Version, PastUpdate>> past;
   Worker worker;
   std::optional<TimePoint> heard;
-  // When the end of an update that this daemon takes part in must have been told.
+  // By when the coordinator must have told how the update ended.
   std::map<UpdateId, TimePoint> outcome_due;
 
-  // During one Handle.
+  // Valid during one Handle.
   TimePoint now;
   MachineActions* actions = nullptr;
   std::vector<PeerReport> reports;
@@ -198,7 +199,8 @@ void Follower::Impl::Attach(MemberId id, bool engine, const Identity& identity, 
   Announce(id, members.emplace(id, std::move(member)).first->second);
 }
 
-// Once joined. The coordinator may hand it parts from then on: its slots come first.
+// Announces a member once the link is up. From then on the coordinator may hand the member parts,
+// so its slots must be made first.
 void Follower::Impl::Announce(MemberId id, const Member& member) {
   if (state != State::kJoined) return;
   if (member.awaits_slots) {
@@ -228,7 +230,7 @@ void Follower::Impl::On(const MemberLost& e) {
   Report(PeerGone{e.member, e.reason});
   AnswerLayoutsOf(e.member,
                   Error(absl::StatusCode::kUnauthenticated, "the lease ended: {}", e.reason));
-  // Running copies hold their mappings; new ones leave it out (P6).
+  // Copies that run hold their mappings; new copies skip the member (P6).
   Do(GroupAction(ReleaseMember{e.member}));
   Do(GroupAction(StateChanged{}));
 }
@@ -246,7 +248,7 @@ void Follower::Impl::On(const LayoutRegistered& e) {
   Report(PeerLayout{e.member, e.layout, e.call});
 }
 
-// Commands come in order: an update that the coordinator prepares with it comes after its answer.
+// Commands come in order: an update that counts on the layout is prepared after this answer.
 void Follower::Impl::AnswerLayout(CallId call, const absl::Status& status) {
   const auto it = layouts.find(call);
   const SentLayout sent = std::move(it->second);
@@ -343,7 +345,7 @@ void Follower::Impl::Lose(const absl::Status& status) {
   const std::string loss = fmt::format("the coordinator at {} {}: {}", options.coordinator_address,
                                        joined ? "is lost" : "could not be joined", Message(status));
   const std::string what = fmt::format("group {}: {}", options.name, loss);
-  // A refusal keeps its code; a broken link is UNAVAILABLE whatever broke it.
+  // A refusal keeps its code. A broken link is UNAVAILABLE, whatever broke it.
   lost = absl::Status(joined ? absl::StatusCode::kUnavailable : status.code(), what);
   if (lost.ok()) lost = absl::UnavailableError(what);
   Do(GroupAction(LogLine{LogLine::kWarning, loss}));  // the log names the group
@@ -358,7 +360,8 @@ void Follower::Impl::Lose(const absl::Status& status) {
   Do(GroupAction(StateChanged{}));
 }
 
-// A bucket's answer waits for the last read of its source (P6).
+// Answers all calls when the link is lost. A bucket's answer waits for the last read of its source
+// (P6).
 void Follower::Impl::AnswerLostCalls() {
   if (state != State::kLost) return;
   for (auto it = calls.begin(); it != calls.end();) {
@@ -372,8 +375,8 @@ void Follower::Impl::AnswerLostCalls() {
   }
 }
 
-// Not while this daemon takes part in an update: its end of the communicator is what others wait
-// for, also where the last of its own members has left.
+// Ends the link when no member is left, but not while this daemon takes part in an update: other
+// nodes wait for its end of the communicator even after its last member has left.
 void Follower::Impl::EndIfIdle() {
   if (state == State::kLost || !members.empty() || !calls.empty()) return;
   if (worker.Participates()) return;
@@ -407,8 +410,8 @@ void Follower::Impl::Take(const PeerRefuse& c) {
   Do(GroupAction(RefuseMember{c.member, c.status}));
 }
 
-// An answer of another kind than its call would reach the caller as something else: no honest
-// coordinator sends it.
+// An answer of another kind than its call would reach the caller as something else. No correct
+// coordinator sends one.
 void Follower::Impl::Take(const PeerReply& c) {
   const auto call = calls.find(c.call);
   const bool layout = layouts.contains(c.call);
@@ -427,7 +430,8 @@ void Follower::Impl::Take(const PeerReply& c) {
 void Follower::Impl::Take(const PeerPrepare& c) {
   if (c.trainer_ranks != 0) spec.trainer_ranks = c.trainer_ranks;
   worker.Handle(c, now, Out());
-  // Its ranks are paused until they hear how it ended: a coordinator that only pings is lost (P4).
+  // The ranks are paused until they hear how the update ended: a coordinator that only pings counts
+  // as lost (P4).
   outcome_due[c.update] = now + c.remaining + options.peer_limits.peer;
   for (const MemberId id : c.engines) {
     const auto it = members.find(id);
@@ -472,7 +476,7 @@ void Follower::Impl::Take(const PeerIncarnation& c) {
   incarnation = c.incarnation;
   version.reset();
   past.clear();
-  // Trainers' leases carry the old one.
+  // Trainers' leases name the old incarnation, so they end.
   std::vector<MemberId> trainers;
   for (const auto& [id, member] : members) {
     if (!member.engine) trainers.push_back(id);
@@ -507,7 +511,7 @@ void Follower::Handle(const MachineEvent& event, TimePoint now, MachineActions* 
     }
   }
   f.reports.clear();
-  // P8: also where calls or copies outlived the last member.
+  // P8: the link must end also if calls or copies outlived the last member.
   if (f.entered) f.EndIfIdle();
   f.reports.clear();
   f.actions = nullptr;

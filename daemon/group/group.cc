@@ -108,7 +108,7 @@ void Group::Impl::On(const CallGone& e) {
     if (update != nullptr) update->last_call = now;
   };
   if (const auto it = pending.find(e.call); it != pending.end()) {
-    // A bucket's answer waits for the last read of its source, wanted or not (P6).
+    // A bucket's answer waits for the last read of its source, even if the caller is gone (P6).
     if (it->second->kind == CallKind::kBucket) return;
     const std::shared_ptr<Request> request = it->second;
     std::erase(request->calls, e.call);
@@ -127,7 +127,8 @@ void Group::Impl::On(const CallGone& e) {
   }
 }
 
-// A Commit that waits for buckets would take the last of them for somebody who has given up.
+// A Commit that waits for buckets is withdrawn once no caller waits for its answer: otherwise the
+// last bucket would commit an update whose caller has given up.
 void Group::Impl::WithdrawIfNobodyWaits(const Request& commit) {
   const Member* member = Find(commit.member);
   if (member == nullptr || update == nullptr) return;
@@ -182,7 +183,8 @@ void Group::Impl::SetAckDue(MemberId id, const group::StagedReader& reader) {
 }
 
 void Group::Impl::On(const Tick&) {
-  // The slot stays its holder's: it may still be packing. Only giving it back, or death, frees it.
+  // The slot stays with its holder, which may still be packing into it. Only the holder's
+  // ReleaseSlot, or its death, frees the slot.
   for (const auto& [holder, grant] : ledger.Overdue(now)) {
     const std::string reason =
         fmt::format("{} did not submit leased slot {} within its lease", Label(holder), grant.slot);

@@ -6,7 +6,8 @@
 namespace refitd {
 namespace {
 
-// "trainer rank 0 (pid 17)", "engine a rank 0 (pid 17 on node-b)".
+// Adds the place to a label, as in "trainer rank 0 (pid 17)" or "engine a rank 0 (pid 17 on
+// node-b)".
 template <typename Identity>
 std::string WithPlace(std::string label, const Identity& who) {
   const std::string pid = who.pid == 0 ? "" : fmt::format("pid {}", who.pid);
@@ -59,8 +60,8 @@ std::string Group::Impl::Label(MemberId id) const {
   return member == nullptr ? fmt::format("member {}", id) : member->label;
 }
 
-// A set of trainers that has ended may be followed by one of another size. An update can't run
-// then: the loss of any of its trainer ranks gives it up.
+// After all trainers have left, trainers of another world size may attach. No update can run then,
+// since the loss of any of its trainer ranks gives it up.
 absl::Status Group::Impl::CheckTrainer(const TrainerIdentity& who) const {
   REFITD_RETURN_IF_ERROR(CheckRank(who.rank, who.world_size, kMaxTrainerRanks));
   if (who.world_size != spec.trainer_ranks && !trainers.empty()) {
@@ -109,8 +110,8 @@ void Group::Impl::Admit(Member member) {
   Changed();
 }
 
-// A version of this incarnation is one that the group committed. Others are of other incarnations,
-// about which the rank is believed: they decide nothing.
+// A rank may claim a version of this incarnation only if the group committed it. Claims about other
+// incarnations can't be checked; they are believed, since they decide nothing.
 absl::Status Group::Impl::CheckHeld(const EngineIdentity& who) const {
   if (!who.held_version.has_value() || who.held_origin != incarnation) return absl::OkStatus();
   if (version.has_value() && *who.held_version <= *version) return absl::OkStatus();
@@ -169,7 +170,7 @@ void Group::Impl::On(const EngineAttached& e) {
   instance.world_size = who.world_size;
   instance.ranks[who.rank] = e.member;
   if (who.dirty) {
-    // One rank in doubt makes the whole copy of the model a mixed one (P2).
+    // One rank with dirty weights makes the whole instance dirty (P2).
     const auto dirty = Next(instance.state, InstanceTrigger::kMarkDirty);
     if (dirty.has_value()) instance.state = *dirty;
     instance.reason = fmt::format("{} attached with dirty weights", member.label);
@@ -191,7 +192,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
     }
     return;
   }
-  // Another binding is other memory: nobody said that it holds the version.
+  // A new layout binds other memory, which nobody said holds the version.
   if (member->layout != nullptr) member->held.reset();
   member->layout = e.layout;
   member->layout_digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
@@ -224,7 +225,7 @@ bool Group::Impl::Available(const Instance& instance) const {
          WhyKeptOut(instance) == nullptr;
 }
 
-// Whoever attaches there from now on has attached anew.
+// A node that has no member left is no longer kept out: members that attach later attach anew.
 void Group::Impl::LetInIfEmpty(NodeId node) {
   if (!kept_out.contains(node)) return;
   const bool has_members = std::any_of(members.begin(), members.end(), [node](const auto& m) {
@@ -241,7 +242,7 @@ void Group::Impl::CompleteIfAllHere(Instance* instance) {
   Changed();
 }
 
-// All its ranks hold the same version of the same incarnation.
+// The version that all ranks of the instance hold, of the same incarnation.
 std::optional<group::HeldVersion> Group::Impl::VersionOf(const Instance& instance) const {
   if (group::IsDirty(instance.state) || instance.state == InstanceState::kForming) {
     return std::nullopt;
@@ -260,7 +261,7 @@ void Group::Impl::On(const MemberLost& e) {
   if (member == nullptr || member->state == MemberState::kLeaving) return;
   Log(LogLine::kInfo, fmt::format("{} left: {}", member->label, e.reason));
   Step(&member->state, MemberTrigger::kLost);
-  // Its slots first: what is given up next may need them.
+  // Its slots are freed first: steps that follow may need them.
   ledger.Forget(e.member);
   member->reads.clear();
   LetInIfEmpty(member->node);

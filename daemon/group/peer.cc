@@ -15,7 +15,7 @@ PeerProgram WithItsPart(PeerProgram command) {
   if (!command.sources.empty()) shares = SharesOf(whole->replicas, here);
   if (command.plan == nullptr) {
     auto part = std::make_shared<RoutePlan>(PartOf(plan, command.node, command.local_layouts));
-    // Shares name the part's tensors.
+    // The shares number tensors as the part does.
     for (ReplicaShare& share : shares) {
       const std::string& name = plan.tensors[share.tensor].name;
       const auto at =

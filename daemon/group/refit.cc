@@ -1,8 +1,8 @@
-// Compiled refit: the trainers' registered layouts, the program, and the one call a version.
+// Compiled refit: the trainers' registered layouts, the program, and the one call of a version.
 //
-// A rank that has registered a layout finishes an update with Refit, which names the binding
-// generation of that layout, and not with Commit. The program is compiled before engines are
-// prepared, kept while the layouts stay the same, and runs when every trainer rank has committed.
+// A rank with a registered layout ends an update with Refit, which names the layout's binding
+// generation, instead of Commit. The program is compiled before engines are prepared, is kept while
+// the layouts stay the same, and runs when every trainer rank has committed.
 #include <algorithm>
 #include <optional>
 
@@ -38,7 +38,7 @@ void Group::Impl::On(const RefitEvent& e) {
   if (Repeated(member, CallKind::kRefit, e.request_id, what, e.call)) return;
   const auto begun =
       update == nullptr ? decltype(update->trainers.end()){} : update->trainers.find(member->rank);
-  // A call that says which update it ends never opens one.
+  // A call that names the update that it ends never opens one.
   const bool joined = e.update != UpdateId() ||
                       (update != nullptr && update->version == e.version &&
                        begun != update->trainers.end() && member->state == MemberState::kReady);
@@ -85,13 +85,13 @@ absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, 
   return CheckBegin(member, BeginOf(e));
 }
 
-// An empty layout takes the one before back. Its rank may end an update with Refit all the same: it
-// moves nothing there.
+// An empty layout withdraws the layout before it. Its rank may still end an update with Refit,
+// which then moves nothing of that rank.
 bool Group::Impl::HasShards(const Member& member) {
   return !member.engine && member.layout != nullptr && !member.layout->pieces.empty();
 }
 
-// Ranks that are in with one call have nothing left to say.
+// Takes the commits of ranks that began the update with Refit: no other call of theirs follows.
 void Group::Impl::TakeOneCalls() {
   for (auto& [rank, progress] : update->trainers) {
     if (update->state != UpdateState::kData || !progress.announced.has_value()) continue;
@@ -101,8 +101,8 @@ void Group::Impl::TakeOneCalls() {
 
 // ---- the program ----
 
-// True: the update has no shards to move, or its program is at hand. False: it is being compiled.
-// Not OK: it can't be.
+// True: the update has no shards to move, or its program is ready. False: the program is being
+// compiled. Not OK: there can be no program.
 absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   update->program.reset();
   const std::vector<NodeId>& nodes = update->nodes;  // ascending
@@ -136,7 +136,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
     key.destinations.push_back({number(member.node), known.instance_of(d), member.layout_digest});
   }
   if (!update->readers.empty()) {
-    // It would be told committed without having got what the program moves (P1).
+    // The staged rank would be told committed without the tensors that the program moves (P1).
     return Precondition("{} takes staged delivery: it gets what is pushed, not what layouts bring",
                         Label(update->readers.begin()->first));
   }
@@ -148,7 +148,7 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
     update->program = ProgramUse{program->id, program->plan, nodes, sources};
     return true;
   }
-  // One at a time: what is asked for now may be another one by the time it is needed.
+  // One program is compiled at a time: by the time the next can start, the update may need another.
   if (compiling != nullptr) return false;
   compiling = std::make_shared<group::CompiledProgram>();
   compiling->id = ProgramId(++next_program);
@@ -175,9 +175,10 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   return false;
 }
 
-// Of the trainers' tensors: what the spec lets be unwanted (whether an instance wants it after all
-// is the planner's to see), and what no instance wants; both sorted. An engine that knows a tensor
-// by name only, because its memory is another's, does not want it.
+// Of the trainers' tensors, both sorted: `allowed` are those that the spec lets be unwanted (the
+// planner finds out whether an instance wants them), `left_out` are those that no instance wants.
+// An engine that knows a tensor only by name, because the bytes are another tensor's, does not want
+// it.
 void Group::Impl::FindUnwanted(const std::vector<MemberId>& sources,
                                std::vector<std::string>* allowed,
                                std::vector<std::string>* left_out) const {
@@ -196,8 +197,8 @@ void Group::Impl::FindUnwanted(const std::vector<MemberId>& sources,
   left_out->assign(out.begin(), out.end());
 }
 
-// Ranks without shards push: what no layout has is theirs to bring, and Commit sees whether they
-// did.
+// Ranks without shards push: tensors that no layout has are theirs to bring, and Commit checks that
+// they came.
 void Group::Impl::AddUnheld(const std::vector<MemberId>& sources,
                             std::set<std::string>* pushed) const {
   absl::flat_hash_set<std::string_view> held;
@@ -214,7 +215,7 @@ void Group::Impl::AddUnheld(const std::vector<MemberId>& sources,
 void Group::Impl::On(const ProgramCompiled& e) {
   if (compiling == nullptr || compiling->id != e.program) return;
   if (e.status.code() == absl::StatusCode::kCancelled) {
-    // It was for an update that is over: one that waits by now asks for its own.
+    // The program was for an update that is over; an update that waits now asks for its own.
     compiling = nullptr;
     Changed();
     return;
@@ -226,7 +227,7 @@ void Group::Impl::On(const ProgramCompiled& e) {
     program->status = absl::InternalError("no plan came");
   }
   if (!program->status.ok()) return;
-  // What is pushed is not left out.
+  // Tensors that are pushed are not left out.
   std::erase_if(program->left_out, [this](const std::string& name) {
     const std::vector<std::string>& pushed = program->key.pushed;
     return std::binary_search(pushed.begin(), pushed.end(), name);
@@ -242,7 +243,7 @@ void Group::Impl::On(const ProgramCompiled& e) {
   }
 }
 
-// Of the running update: its program brings that tensor.
+// Whether the program of the running update brings the tensor.
 bool Group::Impl::Moves(std::string_view tensor) const {
   if (!update->program.has_value()) return false;
   const std::vector<TensorSpec>& tensors = update->program->plan->routes.tensors;
@@ -252,7 +253,7 @@ bool Group::Impl::Moves(std::string_view tensor) const {
   return at != tensors.end() && at->name == tensor && !LeavesOut(*update->compiled, tensor);
 }
 
-// A plan knows the tensors, too, that it does not move.
+// A plan also lists tensors that it does not move.
 bool Group::Impl::LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const {
   const auto in = [tensor](const std::vector<std::string>& names) {
     return std::binary_search(names.begin(), names.end(), tensor);
@@ -266,9 +267,9 @@ void Group::Impl::TouchSources(int by) {
   for (const MemberId source : update->program->sources) Touch(source, by);
 }
 
-// After every part, so that collectives have one order (P7). First, whether the ranks that hold the
-// same elements agree about them: all of these on the first version of a registration, a part of
-// them on each of the others.
+// The program runs after every part, so that collectives have one order (P7). Before it runs, ranks
+// that hold the same elements are compared: all such boxes on the first version after a
+// registration, a share of them on each later version.
 void Group::Impl::RunProgramIfDue() {
   if (!update->program.has_value() || update->state != UpdateState::kSettling) return;
   if (update->next_start < update->end_part()) return;
@@ -286,7 +287,7 @@ void Group::Impl::RunProgramIfDue() {
   if (update->refit == group::RefitPhase::kCompared && update->data_plane_up) StartProgram();
 }
 
-// nullopt: there is nothing to compare.
+// The share of the replicas to compare now; nullopt: there is nothing to compare.
 std::optional<ReplicaPart> Group::Impl::PartToCompare() const {
   const std::vector<Replica>& boxes = update->program->plan->replicas.boxes;
   if (boxes.empty()) return std::nullopt;
@@ -331,8 +332,8 @@ void Group::Impl::CountCompared() {
   }
 }
 
-// Between daemons bytes go through slots: one to send from and one to receive into, twice where
-// there are enough, so that one round is packed while another is on the wire.
+// Between daemons bytes pass through slots: one to send from and one to receive into; two of each
+// if enough are free, so that one round is packed while another is on the wire.
 bool Group::Impl::TakeProgramSlots() {
   constexpr int kLeast = 2;
   constexpr int kMost = 4;

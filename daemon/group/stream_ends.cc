@@ -16,7 +16,7 @@ void StreamEnds::Tell(uint32_t node, const std::vector<PeerStream>& streams) {
       Compare(node, ends, peer, there->second);
     }
   }
-  // Streams that only the other end lists.
+  // Compare streams that only the other end lists.
   const auto named = named_by_.find(node);
   if (named == named_by_.end()) return;
   for (const uint32_t peer : named->second) {

@@ -8,7 +8,7 @@
 namespace refitd::group {
 namespace {
 
-// Of those that are removed when one is added: more than one, so that the table shrinks.
+// How many unused lists are removed when a list is added: more than one, so that the table shrinks.
 constexpr int kRemovedAtOnce = 2;
 
 absl::string_view Key(std::string_view name) { return {name.data(), name.size()}; }

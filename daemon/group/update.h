@@ -175,7 +175,7 @@ struct Update {
   UpdateState state = UpdateState::kOpening;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
-  // Of the buckets; none: nobody who pushes has begun (Refit has no say).
+  // The method of the update's buckets; none: no rank that pushes has begun (Refit names none).
   std::optional<BroadcastMethod> broadcast;
   std::string lacks_slots;     // a rank without slots, or without gain from them; empty: none
   bool through_slots = false;  // from Preparing on: buckets may be broadcast through slots

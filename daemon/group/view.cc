@@ -1,4 +1,4 @@
-// What status shows.
+// What status shows of a group.
 #include <algorithm>
 
 #include "daemon/group/group_impl.h"

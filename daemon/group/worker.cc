@@ -9,7 +9,7 @@
 namespace refitd {
 namespace {
 
-// Layouts are large, and engines may die in numbers while no update begins.
+// A limit, since layouts are large and many engines may die while no update begins.
 constexpr size_t kMaxLostLayouts = 16;
 
 }  // namespace
@@ -51,7 +51,8 @@ void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out
   for (size_t d = 0; d < command.destinations.size(); ++d) {
     const MemberId member = command.destinations[d];
     layouts.push_back(callbacks_.layout(member));
-    // Said before the coordinator heard of the loss: the plan counts on it, until it is evicted.
+    // The coordinator sent Prepare before it heard of the loss: the plan counts on the member's
+    // layout until its instance is evicted.
     if (const auto lost = lost_layouts_.find(member); lost != lost_layouts_.end()) {
       layouts.back() = lost->second;
     }
@@ -114,7 +115,8 @@ void Worker::DropIfOver(UpdateId id, const Output& out) {
 
 // ---- agreement ----
 
-// The first thing that differs from what this daemon knows by itself; empty: nothing (P5).
+// The first tensor of the header that differs from what this daemon knows by itself; empty: none
+// (P5).
 std::string Worker::Disagreement(const Update& update, const PeerHeader& command) const {
   const PartContent& content = *command.header.content;
   const auto disagree = [](const TensorSpec& tensor, const std::string& who, DType dtype,
@@ -220,8 +222,8 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
   }
 }
 
-// Root: from the bucket to slots and engines. Others: from the slot that crossed to engines, and to
-// the slots of staged ones on other devices.
+// Root: moves the bucket to slots and engines. Other nodes: moves the received slot to engines, and
+// to the slots of staged ranks on other devices.
 void Worker::Transfer(Update* update, Part* part, const Output& out) {
   const PeerHeader& command = part->header;
   const BucketHeader& header = command.header;
@@ -233,7 +235,7 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
                callbacks_.attached);
   const bool fills = command.is_root && command.fill_slot && !header.leased;
   const bool touches = AnyTouched(*update, *header.content, start.skip_destination);
-  // A leased slot may lie elsewhere than what is sent.
+  // A leased slot may lie on another device than the slot that the wire sends.
   const bool moves =
       fills || !start.staged.empty() || (command.is_root && command.wired && header.leased);
   if (!moves && !touches && !start.want_source_digests) {
@@ -306,7 +308,7 @@ void Worker::Handle(const PeerIssue& command, TimePoint now, const Output& out) 
   if (update == nullptr) return;
   if (update->job.has_value() && update->job->run.has_value() &&
       update->job->run->part == command.part) {
-    // After every part: no collective follows that it could hold up.
+    // The program comes after every part, so it holds up no collective.
     update->job->issued = true;
     AdvanceRun(update, now, out);
     return;
@@ -318,7 +320,8 @@ void Worker::Handle(const PeerIssue& command, TimePoint now, const Output& out) 
   PumpWire(update, now, out);
 }
 
-// In the order of Issue: a part that is not packed yet holds up the ones after it (P7).
+// Collectives start in the order of Issue: a part that is not packed yet holds up the parts after
+// it (P7).
 void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
   while (!update->to_wire.empty()) {
     const PartSeq seq = update->to_wire.front();
@@ -442,7 +445,7 @@ void Worker::GiveWireBackIfQuiet(const Output& out) {
 
 void Worker::Handle(const WireGranted&, const Output& out) {
   if (!wire_update_.has_value()) {
-    // Asked for by an update that is over.
+    // The update that asked for the lock is over.
     out.actions->push_back(PeerAction(ReleaseWire{}));
     return;
   }
@@ -541,7 +544,7 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
   }
 }
 
-// ---- what others ask ----
+// ---- questions of the machine ----
 
 absl::StatusOr<SendPart> Worker::PartFor(MemberId member, bool own_slots, UpdateId update,
                                          PartSeq part) const {
@@ -555,7 +558,8 @@ absl::StatusOr<SendPart> Worker::PartFor(MemberId member, bool own_slots, Update
                  part);
   }
   const auto& [header, staged] = handout->second;
-  // Coordinators of older versions name nobody; what is in host memory they hand out all the same.
+  // Coordinators of older versions name no staged ranks. Ranks without slots of their own read the
+  // slot in host memory, so they can be handed the part all the same.
   if (own_slots && std::find(staged.begin(), staged.end(), member) == staged.end()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "part {}: its header did not say that the rank is handed it", part);

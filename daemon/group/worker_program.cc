@@ -3,8 +3,8 @@
 //   local moves  at once
 //   round r      pack -> exchange (issued, in order) -> unpack
 //
-// With two pairs of slots one round is packed while the one before is on the wire or unpacked. A
-// round begins when the one that had its slots before has ended.
+// With two pairs of slots one round is packed while the round before is on the wire or is unpacked.
+// A round begins when the previous round with the same pair of slots has ended.
 #include <algorithm>
 #include <utility>
 
@@ -46,7 +46,7 @@ void Worker::Handle(const PeerProgram& command, TimePoint, const Output& out) {
     program_->plan = std::move(mine.plan);
     program_->replicas = std::move(mine.replicas);
   }
-  // The plan stays with the program.
+  // The plan is kept with the program.
   mine.plan = nullptr;
   mine.replicas = nullptr;
   BindOrBuild(update, out);
@@ -63,22 +63,23 @@ void Worker::BindOrBuild(Update* update, const Output& out) {
   std::shared_ptr<const BoundProgram> bound = program_->bound;
   const absl::Status status = Bind(*update, bound->program, &bound);
   if (status.code() == absl::StatusCode::kFailedPrecondition) {
-    // Pieces in another order, say: the same plan, planned for this node once more.
+    // The pieces may be in another order, say: the same plan is planned for this node once more.
     return Build(*update, out);
   }
   if (status.ok()) job.bound = program_->bound = bound;
   ReportBuilt(update, status, out);
 }
 
-// As it was at Prepare: an engine that left since, or was evicted and registered anew, is planned
-// with that, and left out when the program runs. Null: this daemon knew of none then.
+// The destination's layout at Prepare. An engine that has left since, or was evicted and registered
+// anew, is planned with that layout and skipped when the program runs. Null: this daemon knew of no
+// layout then.
 std::shared_ptr<const Layout> Worker::DestinationLayout(const Update& update, size_t d) {
   const auto& prepared = update.index->destinations();
   return d < prepared.size() ? prepared[d] : nullptr;
 }
 
-// `bound` may hold an earlier binding: it stays if nothing moved. FAILED_PRECONDITION: the node
-// program is of layouts of another structure.
+// `bound` may hold an earlier binding, which stays if no memory moved. FAILED_PRECONDITION: the
+// node program was made for layouts of another structure.
 absl::Status Worker::Bind(const Update& update, std::shared_ptr<const NodeProgram> node_program,
                           std::shared_ptr<const BoundProgram>* bound) const {
   const Job& job = *update.job;
@@ -93,7 +94,7 @@ absl::Status Worker::Bind(const Update& update, std::shared_ptr<const NodeProgra
     for (size_t i = 0; i < wanted.size(); ++i) {
       std::shared_ptr<const Layout> layout =
           destination ? DestinationLayout(update, i) : callbacks_.layout(wanted[i].member);
-      if (layout == nullptr && destination) layout = known[i].layout;  // lost: it is left out
+      if (layout == nullptr && destination) layout = known[i].layout;  // lost: it will be skipped
       if (layout == nullptr) {
         return Error(absl::StatusCode::kUnavailable, "member {} left", wanted[i].member);
       }
@@ -154,7 +155,7 @@ void Worker::Handle(const ProgramBuilt& built, TimePoint, const Output& out) {
     std::shared_ptr<const BoundProgram> bound;
     if (status.ok()) status = Bind(update, built.node_program, &bound);
     if (!status.ok() && program_->building_for != id) {
-      // It was made for the members of an update that is over.
+      // The program was built for the members of an update that is over.
       Build(update, out);
       return;
     }
@@ -242,7 +243,7 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
       ++job.first_round;
     }
     BeginRounds(update, out);
-    // Behind the parts that were issued before (P7).
+    // Rounds go on the wire after the parts that were issued before (P7).
     for (auto& [number, round] : job.rounds) {
       if (job.stopped || !job.issued || !update->to_wire.empty() || !round.packed) break;
       if (!round.out) StartRoundOnWire(update, number, now, out);
@@ -313,7 +314,7 @@ void Worker::StartStep(Update* update, MoveStep step, int64_t number, const Outp
   start.bound = job.bound;
   start.verification = update->verification;
   start.part = job.part;
-  // Before it runs, too: its moves are bound while replicas are compared.
+  // Also before the run: its local moves are bound while replicas are compared.
   start.skip_destination = Skip(*update, job.run.has_value() ? job.run->skip : std::vector<bool>());
   if (job.run.has_value()) {
     if (!job.run->slots.empty()) {
@@ -372,7 +373,7 @@ void Worker::Handle(const MovesDone& done, TimePoint now, const Output& out) {
   DropIfOver(id, out);
 }
 
-// False: not a round of a program.
+// False: the collective is not a round of a program.
 bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out) {
   for (auto& [id, update] : updates_) {
     if (!update.job.has_value() || !update.job->run.has_value()) continue;
@@ -405,7 +406,7 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
   return false;
 }
 
-// What runs goes on to its end; the first failure counts.
+// Steps that run go on to their end. The first failure is the one that is reported.
 void Worker::StopRun(Job* job, const absl::Status& status) {
   if (job->result.status.ok()) job->result.status = status;
   job->stopped = true;
