@@ -1,11 +1,11 @@
 // The Attach stream of one member: the lease, its events in and its answers out.
 //
 // Invariants
-//  - Events keep their order. At most kMaxQueuedEvents wait for PopFront: beyond that the stream is
-//    not read, and the daemon's own writes stop by flow control.
-//  - An event counts as left until PopFront: whoever finds the stream exhausted knows that what
-//    came of every event is visible too.
-//  - At most kMaxQueuedMessages answers wait to be written; beyond that Send refuses.
+//  - Events keep their order. At most kMaxQueuedEvents wait for PopFront: when the queue is full
+//    the stream is not read, and flow control stops the daemon's writes.
+//  - An event stays in the queue until PopFront: a thread that finds the stream exhausted knows
+//    that every event was dealt with completely.
+//  - At most kMaxQueuedMessages answers wait to be written; when that queue is full Send refuses.
 //  - The stream owns itself until gRPC is done with it, so its holder may let go at any time.
 //
 // Thread-safe, but one thread at a time calls Front and PopFront. The handler runs on a gRPC
@@ -31,16 +31,17 @@
 namespace refitd::client {
 
 inline constexpr size_t kMaxQueuedEvents = 128;    // a group has at most 64 slots in flight
-inline constexpr size_t kMaxQueuedMessages = 256;  // an answer for each event, and some
+inline constexpr size_t kMaxQueuedMessages = 256;  // an answer for each event, and some more
 
 template <typename Out, typename In>
 class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
  public:
   using Reactor = grpc::ClientBidiReactor<Out, In>;
-  // Sees each event before it is queued; true: it is dealt with, and not queued.
+  // Sees each event before it is queued. True: the handler has dealt with the event, which is then
+  // not queued.
   using Handler = std::function<bool(const In&)>;
   struct Options {
-    std::string daemon;  // for messages: where the lease is from
+    std::string daemon;  // the socket of the daemon that gave the lease, for messages
     Handler handler;     // may be null
     // Runs once, when the lease has ended, on a gRPC thread without any lock held. May be null.
     std::function<void()> ended;
@@ -55,7 +56,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return stream;
   }
 
-  // Queues a message. The lease's status if it has ended; RESOURCE_EXHAUSTED: see above.
+  // Queues a message. Errors: the lease's status if it has ended; RESOURCE_EXHAUSTED if
+  // kMaxQueuedMessages wait already.
   absl::Status Send(Out message) {
     MutexLock lock(&mutex_);
     if (done_) return status_;
@@ -71,8 +73,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return absl::OkStatus();
   }
 
-  // The oldest event, the stream's own until PopFront; null: none came before `deadline`; an error:
-  // the lease ended, why, and no event is left.
+  // The oldest event, which the stream owns until PopFront. Null: no event came before `deadline`.
+  // An error: the lease ended, with the reason, and no event is left.
   absl::StatusOr<const In*> Front(TimePoint deadline) {
     MutexLock lock(&mutex_);
     while (incoming_.empty()) {
@@ -82,7 +84,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return &incoming_.front();
   }
 
-  // What Front gave is dealt with.
+  // Says that the event which Front gave was dealt with.
   void PopFront() {
     MutexLock lock(&mutex_);
     incoming_.pop_front();
@@ -101,10 +103,11 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return WaitDone(deadline);
   }
 
-  // Why the call `what` got `answer`, where that is because the lease has ended: the lease's end,
-  // with `what` before it. OK: the lease lives, and the answer is the daemon's own. The stream's
-  // end may come after the answer: it is waited for, up to `limit`, and longer where the answer
-  // says that there is no such lease (UNAUTHENTICATED), since it is certain to come then.
+  // Tells whether the call `what` got `answer` because the lease has ended. If so, returns the
+  // lease's end, with `what` before it. OK: the lease lives, and the answer is the daemon's own.
+  // The stream's end may arrive after the answer, so this waits for it, up to `limit`; longer if
+  // the answer says that there is no such lease (UNAUTHENTICATED), because then the end is certain
+  // to come.
   absl::Status EndBehind(std::string_view what, const absl::Status& answer, Duration limit) {
     if (!MayTellOfEnd(answer)) return absl::OkStatus();
     const bool certain = absl::IsUnauthenticated(answer);
@@ -120,17 +123,17 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
                  why.find(kSaysSo) == 0 ? "" : "the lease ended: ", why);
   }
 
-  // Ended, and no event is left.
+  // True if the lease has ended and no event is left.
   bool exhausted() const {
     MutexLock lock(&mutex_);
     return done_ && incoming_.empty();
   }
 
-  // Ends the lease at once; status() tells soon.
+  // Ends the lease at once; status() shows that soon.
   void Cancel() { context_.TryCancel(); }
 
-  // Ends the lease in order, by `detach`; after `limit` by force. Returns when it has ended, or
-  // after twice the limit.
+  // Ends the lease in order, by the message `detach`; after `limit` by force. Returns when the
+  // lease has ended, or after twice the limit.
   void Close(Out detach, Duration limit) {
     MutexLock lock(&mutex_);
     if (done_) return;
@@ -174,7 +177,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     MutexLock lock(&mutex_);
     self_ = std::move(self);
     start(&context_, this);
-    // Writes start outside of gRPC's own callbacks: the hold keeps OnDone away until reads ended.
+    // Writes start outside of gRPC's own callbacks, so a hold keeps gRPC from calling OnDone before
+    // the reads ended.
     this->AddHold();
     outgoing_.push_back(std::move(hello));
     WriteNext();
@@ -202,12 +206,12 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
     return done_;
   }
 
-  // As in the daemon, what gRPC calls is noexcept: gRPC swallows exceptions, and calls that wait
-  // for what the callback had begun would wait to their deadlines.
+  // Functions that gRPC calls are noexcept, as in the daemon: gRPC swallows exceptions, and calls
+  // that wait for the rest of such a callback would wait until their deadlines.
   void OnWriteDone(bool ok) noexcept override {
     MutexLock lock(&mutex_);
     writing_ = false;
-    if (!ok) write_failed_ = true;  // the read side tells why
+    if (!ok) write_failed_ = true;  // the end of the reads tells why
     if (reads_ended_ || write_failed_) return outgoing_.clear();
     if (!outgoing_.empty()) return WriteNext();
     if (detaching_ && !writes_closed_) {
@@ -228,7 +232,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
       more = incoming_.size() < kMaxQueuedEvents || detaching_;
       read_paused_ = !more;
     }
-    // Whoever waits goes on now, and not behind a mutex that is held while the next read begins.
+    // Notify before the next read begins, which holds no mutex, so that waiting threads go on at
+    // once.
     if (!handled) cond_.NotifyAll();
     if (more) this->StartRead(&current_in_);
   }
@@ -242,7 +247,7 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   }
 
   void OnDone(const grpc::Status& status) noexcept override {
-    std::shared_ptr<AttachStream> self;  // dies last: this may be the last reference
+    std::shared_ptr<AttachStream> self;  // destroyed last: this may be the last reference
     Handler handler;
     std::function<void()> ended;
     Finish(status, &self, &handler, &ended);
@@ -278,8 +283,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   bool write_failed_ ABSL_GUARDED_BY(mutex_) = false;
   bool writes_closed_ ABSL_GUARDED_BY(mutex_) = false;
   bool read_paused_ ABSL_GUARDED_BY(mutex_) = false;
-  bool reads_ended_ ABSL_GUARDED_BY(mutex_) =
-      false;  // the hold is given up: no operation may start
+  // True: the hold is given up, and no operation may start.
+  bool reads_ended_ ABSL_GUARDED_BY(mutex_) = false;
   bool detaching_ ABSL_GUARDED_BY(mutex_) = false;
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);  // once done_

@@ -13,7 +13,8 @@ absl::Status WrongLength(std::string_view field, size_t length, size_t expected)
                length, expected);
 }
 
-// Exactly one of the three; a bucket of empty tensors may have none.
+// Checks that the bucket has exactly one of the three sources; a bucket of empty tensors may have
+// none.
 absl::Status CheckOneSource(const Bucket& bucket) {
   const int sources = (bucket.region != nullptr ? 1 : 0) + (bucket.slot != nullptr ? 1 : 0) +
                       (bucket.bytes.empty() ? 0 : 1);

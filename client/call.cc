@@ -3,8 +3,8 @@
 namespace refitd::client {
 namespace {
 
-// Length of the UTF-8 sequence at the start of `text`; 0 if it is none. Overlong forms and
-// surrogates are refused by the first continuation byte's range.
+// The length of the UTF-8 sequence at the start of `text`; 0 if `text` starts with no valid
+// sequence. Overlong forms and surrogates are refused by the first continuation byte's range.
 size_t SequenceLength(std::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned char lead = byte(0);

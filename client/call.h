@@ -1,8 +1,8 @@
 // One unary call over gRPC's callback API, with a deadline (P4) and an absl::Status.
 //
-// A call owns its context, request and response until its callback ran, so whoever started it may
-// go away earlier. Thread contract: `done` runs once, on a gRPC thread, without any lock of ours
-// held.
+// A call owns its context, request and response until its callback ran, so the object that started
+// it may be destroyed earlier. Thread contract: `done` runs once, on a gRPC thread, without any
+// lock of this library held.
 #ifndef REFITD_CLIENT_CALL_H_
 #define REFITD_CLIENT_CALL_H_
 
@@ -25,9 +25,9 @@
 
 namespace refitd::client {
 
-// What clean-up calls (Abort, ReleaseSlot, detach) may take.
+// The time limit of clean-up calls (Abort, ReleaseSlot, detach).
 inline constexpr std::chrono::milliseconds kCleanupLimit{1'000};
-// No wait is longer than this, whatever a caller asks: keeps time arithmetic from overflowing.
+// No wait is longer than this, whatever a caller asks for, so that time arithmetic can't overflow.
 inline constexpr std::chrono::hours kLongestWait{24 * 365};
 
 // gRPC's codes are Abseil's, number by number.
@@ -36,16 +36,16 @@ inline absl::Status FromGrpc(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
-// Waits that a stop request must end are cut into pieces of this.
+// Waits that a stop request must end are cut into pieces of this length.
 inline constexpr std::chrono::milliseconds kStopPoll{50};
 
-// From now, within [0, kLongestWait].
+// The moment `wait` from now; `wait` is clamped to [0, kLongestWait].
 inline TimePoint After(Duration wait) {
   return std::chrono::steady_clock::now() +
          std::clamp<Duration>(wait, Duration::zero(), kLongestWait);
 }
 
-// How long to wait at a time where `stop` must be noticed meanwhile.
+// The end of the next piece of a wait until `deadline`, if `stop` must be noticed meanwhile.
 inline TimePoint PieceOf(TimePoint deadline, const std::stop_token& stop) {
   return stop.stop_possible() ? std::min(deadline, After(kStopPoll)) : deadline;
 }
@@ -80,7 +80,8 @@ std::shared_ptr<grpc::ClientContext> StartCall(
   return {call, &call->context};
 }
 
-// The same, and waits for the answer on this thread. `what` names the call where it gets none.
+// Starts a call and waits for the answer on this thread. `what` names the call in the error if no
+// answer comes.
 template <typename Stub, typename Request, typename Response>
 absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Response> method,
                                      Request request, TimePoint deadline, std::string_view what) {
@@ -101,7 +102,8 @@ absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Resp
           answer->response = response;
           answer->done = true;
         }
-        answer->cond.NotifyAll();  // who wakes finds the mutex free
+        // After unlocking, so that the waiting thread finds the mutex free.
+        answer->cond.NotifyAll();
       });
   // gRPC itself keeps the deadline; the limit on top is for a gRPC that does not.
   const TimePoint limit = deadline + kCleanupLimit;
@@ -115,11 +117,12 @@ absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Resp
   return std::move(answer->response);
 }
 
-// Where a daemon is gone or silent, gRPC says that in its own words, which name nobody: UNAVAILABLE
-// and DEADLINE_EXCEEDED get `what` and the daemon's socket put before them, others stay.
+// Puts `what` and the daemon's socket before the message of UNAVAILABLE and DEADLINE_EXCEEDED,
+// because gRPC's own words for a daemon that is gone or silent name nobody. Other statuses stay as
+// they are.
 absl::Status NameDaemon(std::string_view what, std::string_view socket, const absl::Status& status);
 
-// `text` as valid UTF-8 of at most `max_bytes`: strings in messages must be, whoever wrote them.
+// `text` as valid UTF-8 of at most `max_bytes`, as strings in messages must be.
 std::string CleanText(std::string_view text, size_t max_bytes);
 
 }  // namespace refitd::client

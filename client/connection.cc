@@ -23,7 +23,7 @@
 
 namespace refitd::client {
 
-// The target is a URI: whatever is not plain in a path is escaped.
+// The target is a URI, so special characters of the path are escaped.
 std::string UnixTarget(std::string_view path) {
   std::string target = "unix:";
   for (const char c : path) {
@@ -37,17 +37,18 @@ namespace {
 
 constexpr size_t kMaxIdentifierBytes = 128;
 constexpr size_t kTokenBytes = sizeof(DescriptorRequest::token);
-// A region's pages are filled when the daemon maps it; this much a second is slow even for a busy
+// The daemon fills a region's pages when it maps the region. This rate is slow even for a busy
 // virtual machine that gets its memory back from its host page by page (0.1 GB/s was seen).
 constexpr int64_t kPopulateBytesPerSecond = int64_t{16} << 20;
-// Opening device memory for the first time makes the daemon's context on that GPU; closing it waits
-// for what the driver does for others.
+// Opening device memory for the first time makes the daemon create its context on that GPU, and
+// closing waits for what the driver does for others.
 constexpr std::chrono::seconds kDeviceLimit{30};
 constexpr size_t kMaxDeviceBytes = 64;
 constexpr int kReconnectMs = 50;
 constexpr int kMaxReconnectMs = 500;
 
-// Of the limit for silence, a third passes before a ping, two thirds until it counts as unanswered.
+// A third of the limit for silence passes before a ping, two thirds until the ping counts as
+// unanswered.
 constexpr int kSilenceParts = 3;
 
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& path,
@@ -56,14 +57,15 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& path,
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  // A connection of its own for every member: none waits behind another one's bytes.
+  // Every member has a connection of its own, so that none waits behind the bytes of another.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // The kernel tells when a unix peer is gone, but not when it is stopped or stuck.
+  // Keepalive is needed because the kernel tells when the peer of a unix socket is gone, but not
+  // when it is stopped or stuck.
   const int third =
       static_cast<int>(std::min<int64_t>(silence.count() / kSilenceParts, INT_MAX / kSilenceParts));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, third > 0 ? third : INT_MAX);
   if (third > 0) arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, (kSilenceParts - 1) * third);
-  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // as many as it takes
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // no limit
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
@@ -81,7 +83,7 @@ absl::Status CheckSocketPath(const std::string& path) {
                "socket: a path of {} bytes; a unix socket's has 1 to {}", path.size(), kLimit);
 }
 
-// Why nobody answers at `path`: gRPC does not say it in errno's words.
+// The errno that says why nobody answers at `path`; gRPC does not tell it.
 int ProbeErrno(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -121,9 +123,9 @@ absl::Status WaitConnected(grpc::Channel* channel, const std::string& path, Time
   }
 }
 
-// gRPC joins its callback threads where the last channel that used them goes, even if it goes on
-// one of them: whoever drops the last reference in a callback then brings the process down. A
-// channel that never goes, and that had a call, keeps them. It is a lame one: it never connects.
+// gRPC joins its callback threads when the last channel that used them is destroyed, even on one of
+// these threads: a callback that drops the last reference would then end the process. A channel
+// that had a call and is never destroyed keeps the threads alive. This channel never connects.
 void KeepCallbackThreads() {
   static const auto* const kept = [] {
     auto* stub = v1::Trainer::NewStub(grpc::CreateCustomChannel("", nullptr, {})).release();
@@ -136,7 +138,8 @@ void KeepCallbackThreads() {
   (void)kept;
 }
 
-// What `ask` gives for the stub of the service that the owner calls; it lives until `ask` returns.
+// Calls `ask` with the stub of the service that the owner calls. The stub lives until `ask`
+// returns.
 template <typename Ask>
 auto WithStub(const RegionOwner& owner, const std::shared_ptr<grpc::Channel>& channel,
               const Ask& ask) {
@@ -322,8 +325,8 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
   return absl::OkStatus();
 }
 
-// Not over the descriptor socket: it has one request at a time, and the daemon may be closing for
-// long.
+// Device regions are not released over the descriptor socket, because it takes one request at a
+// time, and the daemon may take long to close the memory.
 void Connection::ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner) {
   v1::ReleaseRegionRequest request;
   *request.mutable_lease() = lease();
@@ -343,9 +346,9 @@ void Connection::ReleaseRegion(RegionId id, const RegionSource& source, const Re
     MutexLock lock(&mutex_);
     regions_.erase(id.value());
   }
-  // Refused while a layout names it: then the daemon keeps it until the lease ends, which is right.
-  // Device memory may be freed by its owner after this: the daemon closes it first, behind what its
-  // driver is at.
+  // The daemon refuses while a layout names the region, and then keeps the region until the lease
+  // ends, which is right. The owner may free device memory after this call, because the daemon
+  // closes it before it answers.
   if (source.on_device()) return ReleaseDeviceRegion(*wire, owner);
   DescriptorRequest request;
   request.kind = DescriptorRequestKind::kReleaseRegion;
@@ -417,13 +420,13 @@ class Regions::Mapped final : public Region {
   int64_t bytes() const override { return source_.bytes; }
   RegionId id() const override { return id_; }
   const RegionSource& source() const { return source_; }
-  // Before the region is shared.
+  // To be called before the region is shared.
   void CloseFd() { source_.fd.Reset(); }
 
  private:
   const std::shared_ptr<Regions> regions_;
   const std::shared_ptr<HostRegion> memory_;  // null: device memory
-  RegionSource source_;  // its descriptor only where regions are kept for daemons to come
+  RegionSource source_;  // has its descriptor only if regions are kept for later daemons
   const RegionId id_;
 };
 
@@ -471,13 +474,14 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::Add(UniqueFd vmm, int64_t bytes
 
 absl::StatusOr<std::shared_ptr<Region>> Regions::Share(RegionSource source,
                                                        std::shared_ptr<HostRegion> memory) {
-  static std::atomic<uint64_t> next_id{1};  // of all members: one's region is never another's
+  // Counts for all members, so that no two regions have the same id.
+  static std::atomic<uint64_t> next_id{1};
   const RegionId id(next_id.fetch_add(1));
   auto region =
       std::make_shared<Mapped>(shared_from_this(), std::move(memory), std::move(source), id);
   std::shared_ptr<Connection> connection;
   {
-    // Known here first: a move to another daemon that comes between takes it along.
+    // The region is noted here first, so that a move to another daemon meanwhile takes it along.
     MutexLock lock(&mutex_);
     if (keep_) regions_[id.value()] = region;
     connection = current_;
@@ -485,14 +489,15 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::Share(RegionSource source,
   const absl::Status status = connection->RegisterRegion(id, region->source(), owner_, {});
   if (!keep_) region->CloseFd();
   const bool gone = absl::IsUnavailable(status) || absl::IsUnauthenticated(status) ||
-                    absl::IsNotFound(status);  // its socket, its lease
+                    absl::IsNotFound(status);  // the daemon's socket or its lease is gone
   if (!status.ok() && !(keep_ && gone)) return status;
   return std::shared_ptr<Region>(std::move(region));
 }
 
 absl::Status Regions::MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop) {
   while (true) {
-    std::vector<std::shared_ptr<Mapped>> all;  // may be the last to hold one: go after the lock
+    // May hold the last reference of a region, so it is destroyed after unlocking.
+    std::vector<std::shared_ptr<Mapped>> all;
     std::vector<Mapped*> unknown;
     {
       MutexLock lock(&mutex_);

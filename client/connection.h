@@ -1,16 +1,18 @@
 // What a trainer's and an engine's connection to the daemon have in common: the channel over the
 // unix socket, the lease, the descriptor socket, this member's regions and its view of the pool.
 //
-// A Connection is one lease's; a member that attaches again makes another one. Regions are the
-// member's, for all its leases: a region has one id here, and another one at each daemon.
+// A Connection belongs to one lease; a member that attaches again makes another Connection. Regions
+// belong to the member, for all its leases: a region has one id in this process, and another id at
+// each daemon.
 //
 // Invariants
-//  - Everything that waits has a deadline (P4), a silent daemon's end by gRPC's keepalive.
-//  - A region's descriptor is sealed before the daemon sees it (P6); the mapping here lives as long
-//    as the Region, the daemon's as long as the daemon needs it.
-//  - Regions::current() knows every region of the member; others may be on their way there.
+//  - Every wait has a deadline (P4); gRPC's keepalive notices a silent daemon.
+//  - A region's descriptor is sealed before the daemon sees it (P6). The mapping here lives as long
+//    as the Region, the daemon's mapping as long as the daemon needs it.
+//  - The daemon of Regions' current Connection knows every region of the member; another daemon may
+//    know some of them, while the member moves to it.
 //
-// Both are thread-safe, a Connection after Adopt, which must come before it is shared.
+// Both classes are thread-safe; Adopt must be called before a Connection is shared.
 #ifndef REFITD_CLIENT_CONNECTION_H_
 #define REFITD_CLIENT_CONNECTION_H_
 
@@ -42,10 +44,11 @@ inline constexpr int kMaxMessageBytes = 64 << 20;
 // Longest free text about itself that a client sends; the rest is cut off.
 inline constexpr size_t kMaxClientBytes = 128;
 
-// INVALID_ARGUMENT naming field and value. Options that only the daemon can judge are left to it.
+// INVALID_ARGUMENT naming field and value. Options that only the daemon can judge are not checked
+// here.
 absl::Status CheckConnectOptions(const ConnectOptions& options);
 absl::Status CheckRank(int rank, int world_size);
-// Printable ASCII, 1 to 128 characters: what the daemon would take at most.
+// Checks for printable ASCII of 1 to 128 characters, the most that a daemon takes.
 absl::Status CheckIdentifier(std::string_view value, std::string_view field);
 
 // `options.socket`, else REFITD_SOCKET, else kDefaultSocket.
@@ -53,17 +56,17 @@ std::string SocketPath(const ConnectOptions& options);
 
 v1::GroupSpec SpecToWire(const GroupSpec& spec);
 
-// Whose regions they are.
+// The member that owns regions.
 struct RegionOwner {
   bool engine = false;
   std::string device{};
 };
 
-// What a region is of, as the daemon is told.
+// The memory of a region, as the daemon is told of it.
 struct RegionSource {
   RegionKind kind = RegionKind::kMemfd;  // of `fd`
   UniqueFd fd{};
-  std::string handle{};  // not empty: of a block of cudaMalloc, in place of `fd`
+  std::string handle{};  // not empty: the handle of a block of cudaMalloc, in place of `fd`
   int64_t bytes = 0;
 
   bool on_device() const { return !handle.empty() || kind != RegionKind::kMemfd; }
@@ -71,12 +74,12 @@ struct RegionSource {
 
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  // Waits until a daemon answers at the socket. UNAVAILABLE: none did before `deadline` (with
-  // connect()'s own reason); PERMISSION_DENIED: this user may not connect.
+  // Waits until a daemon answers at the socket. UNAVAILABLE: no daemon answered before `deadline`
+  // (with connect()'s own reason); PERMISSION_DENIED: this user may not connect.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(const ConnectOptions& options,
                                                           TimePoint deadline);
-  // One try, for whoever comes again: UNAVAILABLE at once where nobody listens (the socket is not
-  // there yet, stale, or still closed to us). CANCELLED soon after `stop` was requested.
+  // Tries once, for a member that attaches again: UNAVAILABLE at once if nobody listens (the socket
+  // is not there yet, stale, or does not let us in yet). CANCELLED soon after `stop` was requested.
   static absl::StatusOr<std::shared_ptr<Connection>> OpenNow(const ConnectOptions& options,
                                                              TimePoint deadline,
                                                              const std::stop_token& stop);
@@ -91,15 +94,15 @@ class Connection : public std::enable_shared_from_this<Connection> {
   const std::string& socket() const { return socket_; }
   Duration call_margin() const { return call_margin_; }
 
-  // The daemon maps what `source` is, of the member that it says; from now on it knows the region
-  // `id`. Done before: OK.
+  // Makes the daemon map `source` as a region of `owner`; from now on the daemon knows the region
+  // `id`. OK also if it knew the region before.
   absl::Status RegisterRegion(RegionId id, const RegionSource& source, const RegionOwner& owner,
                               const std::stop_token& stop);
-  // The daemon forgets it. Of device memory it has closed its mapping when this returns, unless it
-  // refuses, goes away, or takes longer than call_margin and 30 s. Never on a gRPC thread: it waits
-  // for one.
+  // Makes the daemon forget the region. When this returns, the daemon has closed its mapping of
+  // device memory, unless it refuses, goes away, or takes longer than call_margin and 30 s. Not to
+  // be called on a gRPC thread, because this waits for one.
   void ReleaseRegion(RegionId id, const RegionSource& source, const RegionOwner& owner);
-  // What the daemon calls the region. NOT_FOUND: it does not know it.
+  // The daemon's id of the region. NOT_FOUND: the daemon does not know the region.
   absl::StatusOr<RegionId> WireRegion(RegionId id);
   absl::Status ToWire(v1::Bucket* bucket);
   absl::Status ToWire(Layout* layout);
@@ -107,10 +110,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // The staging pool of this member's device, mapped at the first call. On a GPU `access` has no
   // meaning.
   absl::StatusOr<std::shared_ptr<const SlotMemory>> Pool(Access access);
-  // The same if it was mapped; null: it was not.
+  // The staging pool if it was mapped already; else null.
   std::shared_ptr<const SlotMemory> MappedPool();
 
-  // From now on nothing is asked of the daemon: regions that go are the daemon's to forget.
+  // From now on nothing is asked of the daemon, not even to forget regions: it does that by itself.
   void Detach();
 
  private:
@@ -130,27 +133,30 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   Mutex mutex_;
   bool detached_ ABSL_GUARDED_BY(mutex_) = false;
-  std::map<uint64_t, RegionId> regions_ ABSL_GUARDED_BY(mutex_);  // by id here: the daemon's
-  Mutex pool_mutex_;  // held while the daemon is asked: the pool is mapped once
+  // The daemon's id, by the id in this process.
+  std::map<uint64_t, RegionId> regions_ ABSL_GUARDED_BY(mutex_);
+  Mutex pool_mutex_;  // held while the daemon is asked, so that the pool is mapped only once
   std::shared_ptr<const SlotMemory> pool_ ABSL_GUARDED_BY(pool_mutex_);
 };
 
 class Regions : public std::enable_shared_from_this<Regions> {
  public:
-  // `keep`: for daemons to come, each region keeps its descriptor.
+  // `keep`: each region keeps its descriptor, to register it with a later daemon.
   Regions(bool keep, RegionOwner owner) : keep_(keep), owner_(std::move(owner)) {}
 
-  // Known to the current daemon when it is returned; where that one is gone and regions are kept,
-  // to the next.
+  // Makes a region of host memory. The current daemon knows it when this returns; if that daemon is
+  // gone and regions are kept, the next daemon will.
   absl::StatusOr<std::shared_ptr<Region>> New(int64_t bytes);
-  // The same for a memfd of the caller's, mapped here too. Errors: as HostRegion::Map.
+  // The same for a memfd of the caller, which is mapped here too. Errors: as HostRegion::Map.
   absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes);
-  // The same for device memory. INVALID_ARGUMENT: the handle's or the block's bytes.
+  // The same for device memory. INVALID_ARGUMENT: the handle or the block has a wrong number of
+  // bytes.
   absl::StatusOr<std::shared_ptr<Region>> Add(const CudaIpcBlock& block);
   absl::StatusOr<std::shared_ptr<Region>> Add(UniqueFd vmm, int64_t bytes);
-  // Makes `connection` the current one, once its daemon knows every region.
+  // Registers every region with the daemon of `connection`, then makes that the current connection.
   absl::Status MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop);
-  // The regions that the layout's pieces lie in: whoever holds them keeps them known.
+  // The regions that the layout's pieces lie in; the daemon knows a region as long as anyone holds
+  // it.
   std::vector<std::shared_ptr<Region>> Of(const Layout& layout);
 
  private:

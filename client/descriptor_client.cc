@@ -66,7 +66,8 @@ absl::StatusOr<DescriptorAnswer> DescriptorClient::Ask(DescriptorRequest request
   const bool reused = socket_.valid();
   if (!reused) REFITD_RETURN_IF_ERROR(Connect(deadline, stop));
   absl::Status sent = Send(request, fd, deadline, stop);
-  // The daemon may have closed an idle connection; what was not sent had no effect.
+  // The daemon may have closed an idle connection. A request that was not sent had no effect, so
+  // send it again.
   if (absl::IsUnavailable(sent) && reused) {
     REFITD_RETURN_IF_ERROR(Connect(deadline, stop));
     sent = Send(request, fd, deadline, stop);
@@ -147,7 +148,8 @@ absl::StatusOr<DescriptorAnswer> DescriptorClient::Receive(TimePoint deadline,
                                                            const std::stop_token& stop) {
   DescriptorAnswer answer;
   iovec data{&answer.reply, sizeof(answer.reply)};
-  // Room for two: a second descriptor is then seen, closed and refused, not silently cut off.
+  // Room for two descriptors, so that a second one is seen, closed and refused instead of silently
+  // cut off.
   alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
   while (true) {
     msghdr message{};

@@ -2,7 +2,7 @@
 //
 // One request at a time over one connection, made at the first request and again after a failure.
 // Every wait has a deadline (P4); a connection whose reply did not come is never used again, so
-// that replies can't be taken for each other's. Thread-safe.
+// that a late reply can't be taken for the reply to another request. Thread-safe.
 #ifndef REFITD_CLIENT_DESCRIPTOR_CLIENT_H_
 #define REFITD_CLIENT_DESCRIPTOR_CLIENT_H_
 
@@ -20,7 +20,7 @@ namespace refitd::client {
 
 struct DescriptorAnswer {
   DescriptorReply reply;
-  UniqueFd fd;  // invalid where the reply carries none
+  UniqueFd fd;  // invalid if the reply carries no descriptor
 };
 
 class DescriptorClient {
@@ -28,8 +28,9 @@ class DescriptorClient {
   // `token` is the lease's, of sizeof(DescriptorRequest::token) bytes.
   DescriptorClient(std::string path, std::string_view token);
 
-  // Sends `request` (the token is filled in) with `fd` if it is valid. The daemon's own error, or
-  // DEADLINE_EXCEEDED, UNAVAILABLE and what connect() may say; CANCELLED once `stop` is requested.
+  // Sends `request` (the token is filled in) with `fd` if it is valid, and waits for the reply.
+  // Errors: the daemon's own; DEADLINE_EXCEEDED; UNAVAILABLE; errors of connect(); CANCELLED once
+  // `stop` is requested.
   absl::StatusOr<DescriptorAnswer> Ask(DescriptorRequest request, int fd, TimePoint deadline,
                                        const std::stop_token& stop = {});
 

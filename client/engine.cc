@@ -28,17 +28,17 @@ using Stream = AttachStream<v1::EngineMessage, v1::EngineEvent>;
 
 constexpr size_t kMaxReasonBytes = 512;  // Failed.reason
 
-// Update ids are unique in one daemon only: here they carry the number of the lease too, so that an
-// answer never goes to another daemon's update of the same number.
+// Update ids are unique in one daemon only, so this file adds the number of the lease to them: an
+// answer then never goes to another daemon's update of the same number.
 constexpr int kLeaseShift = 48;
 constexpr uint64_t kWireUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 
-// One lease and what belongs to it. Immutable after Open.
+// One lease and its connection. Immutable after Open.
 struct Session {
   std::shared_ptr<Connection> connection;
   std::unique_ptr<v1::Engine::Stub> stub;
   std::shared_ptr<Stream> stream;
-  uint64_t number = 0;  // of this engine's leases
+  uint64_t number = 0;  // counts this engine's leases
 
   ~Session() {
     if (connection == nullptr) return;
@@ -107,7 +107,7 @@ class EngineImpl final : public Engine {
 
  private:
   bool reattaches() const { return options_.connect.reattach.count() > 0; }
-  // Makes a region known to the daemon; with reattach, to the next one where this one is gone.
+  // Makes a region known to the daemon; with reattach, to the next daemon if this one is gone.
   template <typename MakeRegion>
   absl::StatusOr<std::shared_ptr<Region>> Share(MakeRegion make) {
     std::shared_ptr<Session> session;
@@ -128,49 +128,56 @@ class EngineImpl final : public Engine {
   void Publish(std::shared_ptr<Session> session, std::optional<Version> held);
   void GiveUp(absl::Status why);
 
-  // An answer goes to the lease that its event came from. OK, and true: that one is lost, another
-  // is tried for or was had, and the answer is dropped.
+  // An answer goes to the lease that its event came from. True: that lease is lost, another is
+  // tried for or was had, and the answer is to be dropped.
   absl::StatusOr<bool> Dropped() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The stream may end under an answer: the same.
+  // OK also if the stream ended while the answer `sent` was being sent, and another lease is tried
+  // for.
   absl::Status OrDropped(const absl::Status& sent) const {
     return reattaches() && DaemonGone(sent) ? absl::OkStatus() : sent;
   }
-  // OK without sending: the update is of a lost lease, and went with its daemon.
+  // Sends an answer. OK without sending if the update belongs to a lost lease, and so ended with
+  // it.
   absl::Status Send(UpdateId update, v1::EngineMessage message)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendAck(Version version, UpdateId update, PartSeq part)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendFailed(Version version, const std::string& reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Nothing: the event is not for the caller.
+  // Applies an event to the state. Returns Nothing if the event is not for the caller.
   Event Take(const Session& session, const v1::EngineEvent& event);
   Event TakePart(const Session& session, const v1::BucketReady& bucket);
-  // Where the lease ended and all its events were taken: what follows for the weights and the
+  // If the lease ended and all its events were taken, notes what follows for the weights and the
   // caller.
   void NoteEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const EngineOptions options_;
   const std::shared_ptr<Regions> regions_;
-  std::function<void()> wake_;  // constant after Start; null: no lease follows a lost one
+  std::function<void()> wake_;  // constant after Start; null: the member does not attach again
 
-  Mutex next_mutex_;      // one event is taken at a time; before mutex_
-  Mutex register_mutex_;  // before mutex_
+  Mutex next_mutex_;      // one event is taken at a time; locked before mutex_
+  Mutex register_mutex_;  // locked before mutex_
   Registration registration_ ABSL_GUARDED_BY(register_mutex_);
 
-  // Held while an answer is queued: answers leave in the order in which the state allowed them.
+  // Held while an answer is queued, so that answers leave in the order in which the state allowed
+  // them.
   mutable Mutex mutex_;
   mutable CondVar changed_;
-  std::shared_ptr<Session> session_ ABSL_GUARDED_BY(mutex_);  // the last one, also when it is lost
+  // Of the last lease, also when that is lost.
+  std::shared_ptr<Session> session_ ABSL_GUARDED_BY(mutex_);
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);  // incarnation of state_'s version; 0: not known
-  mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;   // session_ is, and its events are taken
-  mutable absl::Status ended_ ABSL_GUARDED_BY(mutex_);  // no lease follows the lost one
-  mutable std::deque<Event> notices_ ABSL_GUARDED_BY(mutex_);  // Lost, Reattached: before events
+  // session_ is lost, and all its events are taken.
+  mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
+  mutable absl::Status ended_ ABSL_GUARDED_BY(mutex_);  // why the member does not attach again
+  // Lost and Reattached, which come before events.
+  mutable std::deque<Event> notices_ ABSL_GUARDED_BY(mutex_);
   int reattachments_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Slots' mappings of lost leases, whose views the caller may still hold; until Ready.
+  // Mappings of the slots of lost leases, kept until Ready because the caller may still hold views
+  // on them.
   std::vector<std::shared_ptr<const SlotMemory>> old_pools_ ABSL_GUARDED_BY(mutex_);
 
-  std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the others
+  std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the other members
 };
 
 v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
@@ -247,7 +254,8 @@ absl::Status Session::Start(const EngineOptions& options, TimePoint deadline,
   }
   REFITD_RETURN_IF_ERROR(connection->Adopt(event->welcome()));
   stream->PopFront();
-  // A driver that is missing here, or refuses, is no surprise for the first update.
+  // Map the slots now, so that a driver that is missing or refuses is an error of Attach and not of
+  // the first update.
   if (options.delivery != Delivery::kStaged || !OnGpu(options.connect.device)) {
     return absl::OkStatus();
   }
@@ -271,7 +279,7 @@ absl::Status EngineImpl::AttachFirst(TimePoint deadline) {
     MutexLock lock(&mutex_);
     session_ = std::move(session);
   }
-  if (wake_) wake_();  // it may have ended meanwhile
+  if (wake_) wake_();  // the lease may have ended meanwhile
   return absl::OkStatus();
 }
 
@@ -301,7 +309,7 @@ absl::Status EngineImpl::Reattach(TimePoint deadline, const std::stop_token& sto
   EngineOptions options = options_;
   auto session = std::make_shared<Session>();
   {
-    // No event comes from a lost lease, so this stays true.
+    // A lost lease brings no more events, so the state does not change after this.
     MutexLock lock(&mutex_);
     options.held_version = state_.version();
     options.held_origin = origin_;
@@ -324,7 +332,7 @@ void EngineImpl::Publish(std::shared_ptr<Session> session, std::optional<Version
   if (state_.has_outstanding()) {
     if (auto pool = session_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
   }
-  session_.swap(session);  // the lost one goes after the lock: its stream has ended
+  session_.swap(session);  // the lost session is destroyed after unlocking; its stream has ended
   state_.OnReattached();
   lost_ = false;
   ++reattachments_;
@@ -403,7 +411,7 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
     if (!event.ok()) continue;  // NoteEnd knows what follows
     if (*event == nullptr) return Event(Nothing{});
     Event taken = Take(*session, **event);
-    session->stream->PopFront();  // not before: NoteEnd must find in the state what it came to
+    session->stream->PopFront();  // after Take: NoteEnd must find the event's effect in the state
     if (wake_ && session->stream->exhausted()) wake_();
     if (!std::holds_alternative<Nothing>(taken)) return taken;
   }
@@ -420,7 +428,7 @@ Event EngineImpl::Take(const Session& session, const v1::EngineEvent& event) {
   }
   if (event.has_committed() && state_.OnCommitted(Version(event.committed().version()))) {
     const Version version(event.committed().version());
-    // A daemon that does not tell it (of an earlier release) had it in the lease.
+    // A daemon of an earlier release does not tell the incarnation here; then it is the lease's.
     const uint64_t told = event.committed().incarnation();
     origin_ = told != 0 ? told : session.connection->lease().incarnation();
     if (state_.weights() == Weights::kGood) return Committed{version, origin_};
@@ -429,7 +437,8 @@ Event EngineImpl::Take(const Session& session, const v1::EngineEvent& event) {
   if (event.has_aborted()) {
     const v1::Aborted& aborted = event.aborted();
     if (state_.OnAborted(Version(aborted.version()), aborted.dirty())) {
-      // A daemon that was restarted does not know what its predecessor left: this rank does (P2).
+      // A restarted daemon does not know what the daemon before it left in this memory; this rank
+      // does (P2).
       const bool dirty = aborted.dirty() || state_.weights() != Weights::kGood;
       return Aborted{Version(aborted.version()), aborted.reason(), dirty};
     }
@@ -456,7 +465,7 @@ Event EngineImpl::TakePart(const Session& session, const v1::BucketReady& bucket
   if (!part.ok() && state_.Fail(version).ok()) {
     (void)SendFailed(version, Message(part.status()));
   }
-  // After a failure parts are on their way still; nobody needs them, but their slots go back.
+  // Parts may still arrive after a failure. Nobody needs them, but their slots must go back.
   if (state_.failed() || !state_.OnPart(update, seq)) {
     (void)SendAck(version, update, seq);
     return Nothing{};

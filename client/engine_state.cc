@@ -9,7 +9,7 @@ bool EngineState::Running(Version version) const {
 }
 
 void EngineState::OnPrepare(Version version, UpdateId update) {
-  // An update whose outcome was never told can't be taken for a good one.
+  // The outcome of the update before was never told, so its weights can't count as good.
   if (phase_ == Phase::kReady || phase_ == Phase::kFailed) settled_ = Weights::kDirty;
   phase_ = Phase::kPrepared;
   running_ = version;
@@ -31,7 +31,8 @@ bool EngineState::OnCommitted(Version version) {
 
 bool EngineState::OnAborted(Version version, bool dirty) {
   const bool running = Running(version);
-  // Also without an update of ours: another incarnation of the group makes every instance dirty.
+  // This holds even if no update runs here: another incarnation of the group makes every instance
+  // dirty.
   if (dirty) settled_ = Weights::kDirty;
   if (running) phase_ = Phase::kIdle;
   return running || dirty;

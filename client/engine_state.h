@@ -12,12 +12,14 @@
 //   any but Idle  Aborted(v, dirty)   Idle           kDirty if dirty, else as before Prepare
 //   Prepared, Refused  lease lost     Lost           as before Prepare: nothing is written before
 //                                                    Ready
-//   Ready, Failed      lease lost     Lost           kInDoubt, for good (P2: it never guesses)
+//   Ready, Failed      lease lost     Lost           kInDoubt until a commit (P2: the outcome is
+//                                                    never guessed)
 //   Idle               lease lost     Lost           unchanged
-//   Lost               attached again Idle           unchanged: only what is good is reported as
-//                                                    held, all else as dirty
-// A rank starts in Idle: kGood, or kDirty where it was attached as dirty, which only a commit ends.
-// Outstanding parts outlive the update: their slots are the daemon's again only when acknowledged.
+//   Lost               attached again Idle           unchanged: the daemon is told a held version
+//                                                    only if they are kGood, else dirty
+// A rank starts in Idle: kGood, or kDirty if it attached as dirty, which only a commit ends.
+// Outstanding parts outlive the update: the daemon gets their slots back only when they are
+// acknowledged.
 //
 // Not thread-safe.
 #ifndef REFITD_CLIENT_ENGINE_STATE_H_
@@ -34,12 +36,13 @@ namespace refitd::client {
 
 class EngineState {
  public:
-  // As the rank attached: `held` is the version that its memory holds, `dirty` says that the memory
-  // holds no whole version, or that nobody knows (then there is no `held`).
+  // The state of a rank that attached with these values: `held` is the version that its memory
+  // holds; `dirty` says that the memory holds no whole version, or that nobody knows (then there is
+  // no `held`).
   explicit EngineState(std::optional<Version> held, bool dirty = false)
       : settled_(dirty ? Weights::kDirty : Weights::kGood), version_(held) {}
 
-  // Events. False: it does not belong to the running update, and changed nothing.
+  // Events. False: the event does not belong to the running update, and changed nothing.
   void OnPrepare(Version version, UpdateId update);
   bool OnPart(UpdateId update, PartSeq part);
   bool OnCommitted(Version version);  // weights() tells whether this rank has it
@@ -47,15 +50,15 @@ class EngineState {
   void OnLost();
   void OnReattached();
 
-  // Answers: FAILED_PRECONDITION where one is not due; nothing is changed then.
+  // Answers. FAILED_PRECONDITION if the answer is not due; nothing is changed then.
   absl::Status Ready(Version version);
-  // Parts of earlier updates are over with Ready.
+  // Ready ends the parts of earlier updates: they are no longer outstanding.
   absl::Status Ack(UpdateId update, PartSeq part);
   absl::Status Fail(Version version);
 
-  // This rank gave the running update up: parts of it are of no use.
+  // True if this rank gave the running update up; its parts are then of no use.
   bool failed() const { return phase_ == Phase::kRefused || phase_ == Phase::kFailed; }
-  // Of the last Prepare.
+  // The update id of the last Prepare.
   UpdateId update() const { return update_; }
   bool has_outstanding() const { return !outstanding_.empty(); }
   Weights weights() const;
@@ -66,10 +69,10 @@ class EngineState {
   bool Running(Version version) const;
 
   Phase phase_ = Phase::kIdle;
-  Version running_;  // but in kIdle, kLost
+  Version running_;  // has no meaning in kIdle and kLost
   UpdateId update_;
-  Weights settled_;                 // what holds outside of an update: kGood, kDirty, kInDoubt
-  std::optional<Version> version_;  // under kGood
+  Weights settled_;                 // the weights outside of an update: kGood, kDirty, kInDoubt
+  std::optional<Version> version_;  // of the weights, if they are kGood
   std::set<std::pair<UpdateId, PartSeq>> outstanding_;
 };
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kLayoutChunkBytes = 1 << 20;  // well below any message limit
 
-// Owns itself until gRPC is done with it: whoever waits may give up earlier.
+// Owns itself until gRPC is done with it, because the waiting thread may give up earlier.
 class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
  public:
   explicit Upload(std::vector<v1::LayoutChunk> chunks) : chunks_(std::move(chunks)) {
@@ -47,12 +47,12 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
     if (next_ == chunks_.size()) return StartWritesDone();
     StartWrite(&chunks_[next_++]);
   }
-  // A write that failed: the daemon has answered already, OnDone brings it.
+  // If a write failed, the daemon has answered already, and OnDone brings the answer.
   void OnWriteDone(bool ok) noexcept override {
     if (ok) WriteNext();
   }
   void OnDone(const grpc::Status& status) noexcept override {
-    std::shared_ptr<Upload> self;  // dies last
+    std::shared_ptr<Upload> self;  // destroyed last
     MutexLock lock(&mutex_);
     status_ = FromGrpc(status);
     done_ = true;
@@ -60,7 +60,7 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
     cond_.NotifyAll();
   }
 
-  // gRPC's callbacks only, one at a time.
+  // Used by gRPC's callbacks only, one at a time.
   std::vector<v1::LayoutChunk> chunks_;
   size_t next_ = 0;
   grpc::ClientContext context_;

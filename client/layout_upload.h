@@ -1,5 +1,5 @@
-// RegisterLayout of either role: a client stream of chunks, written one after the other, with a
-// deadline (P4); and what a member registered, for all its leases.
+// The RegisterLayout call of trainers and engines: a client stream of chunks, written one after the
+// other, with a deadline (P4). Also the memory of what a member registered, for all its leases.
 #ifndef REFITD_CLIENT_LAYOUT_UPLOAD_H_
 #define REFITD_CLIENT_LAYOUT_UPLOAD_H_
 
@@ -28,23 +28,23 @@ using StartUpload = std::function<void(grpc::ClientContext*, v1::LayoutRegistere
 absl::Status UploadLayout(const StartUpload& start, std::vector<v1::LayoutChunk> chunks,
                           TimePoint deadline, const std::stop_token& stop = {});
 
-// Registering is refused during an update, never delayed by one; checking millions of pieces takes
-// a moment.
+// The limit of a registration. An update makes the daemon refuse a registration, never delay it;
+// the time is for checking millions of pieces.
 inline constexpr std::chrono::seconds kRegisterLimit{60};
 
-// The member's registrations: every one has a greater binding generation than those before,
-// whatever the lease. Not thread-safe.
+// The member's registrations. Each has a greater binding generation than those before it, also of
+// earlier leases. Not thread-safe.
 class Registration {
  public:
-  // `keep`: the layout, and the regions of its pieces, are kept for daemons to come.
+  // `keep`: keep the layout and the regions of its pieces, to register them with a later daemon.
   Registration(std::shared_ptr<Regions> regions, bool keep)
       : regions_(std::move(regions)), keep_(keep) {}
 
-  // OK: the daemon of `connection` has it; the binding generation there.
+  // Registers `layout` with the daemon of `connection`; returns the binding generation there.
   absl::StatusOr<uint64_t> Register(Connection* connection, const StartUpload& start,
                                     Layout layout);
-  // The kept layout with another daemon; 0: there is none. CANCELLED soon after `stop` was
-  // requested.
+  // Registers the kept layout with another daemon; returns the binding generation there, or 0 if no
+  // layout is kept. CANCELLED soon after `stop` was requested.
   absl::StatusOr<uint64_t> RegisterAgain(Connection* connection, const StartUpload& start,
                                          const std::stop_token& stop);
 

@@ -1,5 +1,5 @@
-// A BucketReady as views on the mapped pool. Pure; nothing of the message is used as an offset or a
-// count before it was checked (P10).
+// Decodes a BucketReady into views on the mapped pool. Pure; no number of the message is used as an
+// offset or a count before it was checked (P10).
 #ifndef REFITD_CLIENT_PART_H_
 #define REFITD_CLIENT_PART_H_
 

@@ -20,7 +20,7 @@ struct Joined {
 
 struct PartJoiner::Impl {
   std::map<std::string, Joined> open;
-  std::vector<Joined> finished;  // behind the views of the last Add
+  std::vector<Joined> finished;  // hold the memory of the views of the last Add
 
   absl::StatusOr<Joined*> Open(const TensorView& view, int64_t elements, const SlotMemory* slots);
   absl::Status Store(const TensorView& view, Joined* joined) const;

@@ -3,9 +3,9 @@
 //   attached --lease lost--> trying --attached--> attached
 //                              |--limit passed, or the daemon refuses for good--> given up
 //
-// The thread sleeps while the lease lives. Every attempt has a deadline, the trials together have
-// `limit` (P4), and the destructor ends them within kCleanupLimit and what one request that can't
-// be cut short takes.
+// The thread sleeps while the lease lives. Every attempt has a deadline, and all attempts together
+// have `limit` (P4). The destructor ends them within kCleanupLimit plus the time of one request
+// that can't be cut short.
 #ifndef REFITD_CLIENT_REATTACH_H_
 #define REFITD_CLIENT_REATTACH_H_
 
@@ -26,11 +26,12 @@ namespace refitd::client {
 
 inline constexpr std::chrono::milliseconds kFirstPause{50};
 inline constexpr std::chrono::milliseconds kLongestPause{1'000};
-// An attempt may take this much, or ConnectOptions::wait where that is longer.
+// An attempt may take this long, or ConnectOptions::wait if that is longer.
 inline constexpr std::chrono::milliseconds kAttemptLimit{1'000};
 
-// Pauses between attempts: doubled from kFirstPause to kLongestPause, and of each a random part of
-// at least a half, so that the members of a group do not come all at once. Not thread-safe.
+// Pauses between attempts. They double from kFirstPause to kLongestPause, and each is then
+// shortened at random to at least a half, so that the members of a group do not all come at once.
+// Not thread-safe.
 class Backoff {
  public:
   explicit Backoff(uint64_t seed) : random_(seed) {}
@@ -41,37 +42,41 @@ class Backoff {
   Duration pause_ = kFirstPause;
 };
 
-// Equal for equal members, in every process: runs can be repeated.
+// A seed for Backoff that is equal for equal members in every process, so that runs can be
+// repeated.
 uint64_t SeedOf(std::string_view group, std::string_view name, int rank);
 
-// The lease ended because the daemon, or the way to it, is gone: another one may be had.
+// True if the lease ended because the daemon, or the way to it, is gone; then another lease may be
+// had.
 bool DaemonGone(const absl::Status& lease_end);
-// The daemon's answer to an attempt will not change by itself: malformed, refused, disagreeing.
+// True if the daemon's answer to an attempt will not change by itself: the attempt was malformed,
+// refused, or disagrees with the group.
 bool RefusedForGood(const absl::Status& attempt);
 
-// The first lease of a member that reattaches: `attach`, again after a pause while the daemon, or
-// the way to the group, is not there yet (DaemonGone), until `deadline`. Its last status.
+// Gets the first lease of a member that reattaches: calls `attach`, again and again with pauses
+// while the daemon, or the way to the group, is not there yet (DaemonGone), until `deadline`.
+// Returns the last status of `attach`.
 absl::Status AttachUntil(TimePoint deadline, uint64_t seed,
                          const std::function<absl::Status()>& attach);
 
 class Reattacher {
  public:
   struct Hooks {
-    // Called on the thread, without a lock held.
-    // Why the lease was lost; nullopt: it lives, or all that it brought is not taken yet.
+    // All hooks are called on the Reattacher's thread, without a lock held. `lost` says why the
+    // lease was lost; nullopt: the lease lives, or not all of its events are taken yet.
     std::function<std::optional<absl::Status>()> lost;
     std::function<absl::Status(TimePoint deadline, const std::stop_token& stop)> attach;
     std::function<void(absl::Status)> give_up;
   };
 
-  // `daemon` is named in messages; `attempt` is what one attempt may take.
+  // `daemon` is named in messages; `attempt` is how long one attempt may take.
   Reattacher(std::string daemon, Duration limit, Duration attempt, uint64_t seed, Hooks hooks);
   ~Reattacher();
   Reattacher(const Reattacher&) = delete;
   Reattacher& operator=(const Reattacher&) = delete;
 
-  // Something that `lost` looks at changed. What this gives may be called at any time, also when
-  // the Reattacher is gone. Thread-safe.
+  // A function to call when anything changed that `lost` looks at. It may be called at any time,
+  // also after the Reattacher was destroyed. Thread-safe.
   std::function<void()> Waker() const;
 
  private:
@@ -91,9 +96,9 @@ class Reattacher {
   const Duration limit_;
   const Duration attempt_;
   const Hooks hooks_;
-  std::mt19937_64 seeds_;  // the thread's: each loss gets other pauses
+  std::mt19937_64 seeds_;  // used by the thread only; each loss gets other pauses
   const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
-  std::jthread thread_;  // last: it uses all the others
+  std::jthread thread_;  // last: it uses all the other members
 };
 
 }  // namespace refitd::client

@@ -24,7 +24,7 @@ namespace client = refitd::client;
 using refitd::Error;
 using refitd::Version;
 
-// A region's handle is one owner of it among several.
+// A region's handle is one of its several owners.
 struct refit_region {
   std::shared_ptr<client::Region> region;
 };
@@ -46,7 +46,7 @@ struct refit_trainer {
 
 struct refit_engine {
   std::unique_ptr<client::Engine> engine;
-  // What the last event's pointers point to. One thread takes events.
+  // The memory that the last event's pointers point to. One thread takes events.
   client::Event event;
   std::vector<refit_view> views;
 };
@@ -71,7 +71,7 @@ refit_status Report(const absl::Status& status) {
   return static_cast<refit_status>(status.code());
 }
 
-// Runs `body`, a function of absl::Status, with nothing thrown across the C boundary.
+// Runs `body`, which returns an absl::Status, and lets no exception cross the C boundary.
 template <typename Body>
 refit_status Guarded(Body body) {
   try {
@@ -87,7 +87,8 @@ absl::Status Null(const char* what) {
   return Error(absl::StatusCode::kInvalidArgument, "{} is NULL", what);
 }
 
-// A structure that begins with struct_size, as this library knows it: missing fields are 0.
+// Reads a caller's structure that begins with struct_size into this library's version of it;
+// missing fields are 0.
 template <typename T>
 absl::StatusOr<T> Read(const T* given, const char* what) {
   if (given == nullptr) return Null(what);
@@ -108,7 +109,7 @@ absl::StatusOr<T> Read(const T* given, const char* what) {
   return known;
 }
 
-// The other way: as much as the caller's structure holds. struct_size is the caller's.
+// Writes as much of `value` as the caller's structure holds, and leaves the caller's struct_size.
 template <typename T>
 absl::Status Write(T value, T* taken, const char* what) {
   const size_t size = taken->struct_size;
@@ -200,7 +201,7 @@ absl::StatusOr<client::ConnectOptions> ConnectOf(const refit_connect_options* gi
   return options;
 }
 
-// New handles are given out only on success.
+// Gives a new handle out, only if `made` is a success.
 template <typename Handle, typename Value, typename Member>
 absl::Status Give(absl::StatusOr<Value> made, Member Handle::*member, Handle** out) {
   if (!made.ok()) return made.status();
@@ -220,7 +221,7 @@ absl::Status AddCudaBlock(Member* member, const void* ipc_handle, int64_t bytes,
               &refit_region::region, region);
 }
 
-// The caller's descriptor stays the caller's.
+// Duplicates a descriptor, because the caller keeps owning its own.
 absl::StatusOr<refitd::UniqueFd> Duplicate(int descriptor) {
   refitd::UniqueFd own(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
   if (own.valid()) return own;
@@ -280,7 +281,7 @@ absl::Status SetSource(const refit_bucket& given, client::Bucket* bucket) {
 absl::StatusOr<client::Bucket> BucketOf(const refit_bucket* raw) {
   REFITD_ASSIGN_OR_RETURN(const refit_bucket given, Read(raw, "bucket"));
   client::Bucket bucket;
-  // First, so that the slot is given up whatever else is wrong.
+  // Take the slot first, so that it is given up whatever else is wrong.
   if (given.slot != nullptr) {
     bucket.slot = std::move(given.slot->slot);
     if (bucket.slot == nullptr) {
@@ -363,7 +364,7 @@ absl::StatusOr<client::RefitOptions> RefitOptionsOf(const refit_refit_options* r
   return options;
 }
 
-// What a commit or a refit gave, if anybody asked.
+// Writes the result of a commit or a refit, if the caller asked for it.
 absl::Status Show(const client::CommitResult& committed, refit_commit_result* result) {
   if (result == nullptr) return absl::OkStatus();
   refit_commit_result shown{};
@@ -383,7 +384,7 @@ absl::Status Show(const client::CommitResult& committed, refit_commit_result* re
   return Write(shown, result, "result");
 }
 
-// Refused before the commit, not after it.
+// Checks `result` before the commit, so that a bad structure is refused before anything happens.
 absl::Status CheckResult(refit_commit_result* result) {
   return result == nullptr ? absl::OkStatus() : Write(refit_commit_result{}, result, "result");
 }
@@ -459,7 +460,7 @@ void Show(const std::vector<client::TensorView>& tensors, std::vector<refit_view
   }
 }
 
-// What the engine's handle keeps of the event, as the C structure shows it.
+// These functions show the event kept in the engine's handle as a C structure.
 void Show(const client::Part& part, refit_engine* engine, refit_event* shown) {
   shown->kind = REFIT_EVENT_PART;
   shown->version = part.version.value();
@@ -827,7 +828,7 @@ refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_e
   return Guarded([&]() -> absl::Status {
     if (engine == nullptr) return Null("engine");
     if (event == nullptr) return Null("event");
-    // Refused before an event is taken, not after.
+    // A bad structure is refused before an event is taken.
     REFITD_RETURN_IF_ERROR(Write(refit_event{}, event, "event"));
     REFITD_ASSIGN_OR_RETURN(engine->event,
                             engine->engine->Next(std::chrono::milliseconds(timeout_ms)));

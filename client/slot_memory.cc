@@ -66,7 +66,7 @@ class DeviceSlots final : public SlotMemory {
   const std::shared_ptr<const CudaRegion> region_;
 };
 
-// One a driver, for the life of the process, as its contexts are.
+// Loads each driver once and keeps it for the life of the process, as its contexts are kept.
 absl::StatusOr<std::shared_ptr<CudaMemory>> LoadCuda(const std::string& library) {
   static Mutex mutex;
   static auto* const loaded = new std::map<std::string, std::shared_ptr<CudaMemory>>;

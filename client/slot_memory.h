@@ -1,11 +1,12 @@
-// The staging pool as a member sees it: shared host memory, or memory of the GPU that it attached
-// on, imported through the driver, which is loaded at run time. And memory of the same kind, to
-// join tensors in that are larger than a slot.
+// The staging pool as a member sees it: shared host memory, or memory of the member's GPU, imported
+// through the driver, which is loaded at run time. Also memory of the same kind in which tensors
+// larger than a slot are joined.
 //
-// A mapping lives as long as its last shared_ptr: whoever holds views on it holds it (P6). Device
-// memory is given back when the daemon and every member let go of it (P8).
+// A mapping lives as long as its last shared_ptr, so code that holds views on it must hold one
+// (P6). Device memory is freed when the daemon and every member have let go of it (P8).
 //
-// Builds without CUDA too: then, and without a driver, mapping a GPU's pool says so. Thread-safe.
+// Builds without CUDA too: then, and without a driver, mapping a GPU's pool is an error that says
+// so. Thread-safe.
 #ifndef REFITD_CLIENT_SLOT_MEMORY_H_
 #define REFITD_CLIENT_SLOT_MEMORY_H_
 
@@ -19,12 +20,13 @@
 
 namespace refitd::client {
 
-// Where a tensor's parts are joined. One thread at a time.
+// Memory in which the parts of a tensor are joined. Used by one thread at a time.
 class JoinBuffer {
  public:
   virtual ~JoinBuffer() = default;
   virtual char* data() const = 0;
-  // `from` is no longer read when it returns. [offset, offset + bytes) is inside.
+  // Copies `bytes` to `offset`; [offset, offset + bytes) must lie inside. `from` is no longer read
+  // when this returns.
   virtual absl::Status Store(int64_t offset, const char* from, int64_t bytes) = 0;
 };
 
@@ -35,9 +37,9 @@ absl::StatusOr<std::unique_ptr<JoinBuffer>> NewHostBuffer(int64_t bytes);
 class SlotMemory {
  public:
   virtual ~SlotMemory() = default;
-  char* data() const { return data_; }  // a device's: not to be dereferenced by the host
+  char* data() const { return data_; }  // on a GPU not to be dereferenced by the host
   int64_t bytes() const { return bytes_; }
-  // On the same device. RESOURCE_EXHAUSTED: no memory.
+  // A JoinBuffer on the same device. RESOURCE_EXHAUSTED: no memory.
   virtual absl::StatusOr<std::unique_ptr<JoinBuffer>> NewBuffer(int64_t bytes) const = 0;
 
  protected:
@@ -51,12 +53,12 @@ class SlotMemory {
 // Whether ConnectOptions::device is a GPU.
 bool OnGpu(const std::string& device);
 
-// Of a sealed memfd. Errors as HostRegion::Map.
+// Maps the pool of a sealed memfd. Errors: as HostRegion::Map.
 absl::StatusOr<std::shared_ptr<const SlotMemory>> MapHostSlots(const UniqueFd& fd, int64_t bytes,
                                                                Access access);
-// Of an exported allocation on the GPU `device`. UNAVAILABLE: no driver at `library`, no GPU, or
-// built without CUDA; FAILED_PRECONDITION: the GPU is not among those that this process sees, or
-// the driver refuses the descriptor.
+// Maps the pool of an exported allocation on the GPU `device`. UNAVAILABLE: no driver at `library`,
+// no GPU, or built without CUDA; FAILED_PRECONDITION: the GPU is not among those that this process
+// sees, or the driver refuses the descriptor.
 absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, int64_t bytes,
                                                                  const std::string& device,
                                                                  const std::string& library);

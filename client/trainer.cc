@@ -28,13 +28,14 @@ namespace {
 using Stub = v1::Trainer::StubInterface::async_interface;
 using Stream = AttachStream<v1::TrainerMessage, v1::TrainerEvent>;
 
-constexpr std::chrono::seconds kDefaultDuration{120};  // of daemons that do not tell theirs
+constexpr std::chrono::seconds kDefaultDuration{120};  // for daemons that do not tell their default
 constexpr std::chrono::seconds kGetUpdateLimit{10};
 constexpr size_t kMaxReasonBytes = 512;  // AbortRequest.reason
-// Of PushBucket calls that carry their bytes: the window counts calls, this bounds their memory.
+// Bounds the memory of PushBucket calls that carry their bytes; the window only counts calls.
 constexpr int64_t kMaxInlineBytesInFlight = int64_t{64} << 20;
 
-// `run` on a gRPC thread, as if a call had ended: whoever holds a lock here is not called back.
+// Runs `run` on a gRPC thread, as if a call had ended, so that a caller that holds a lock is not
+// called back on its own thread.
 void RunOnClientThread(std::function<void()> run) {
   auto holder = std::make_shared<std::unique_ptr<grpc::Alarm>>(std::make_unique<grpc::Alarm>());
   (*holder)->Set(std::chrono::system_clock::now(), [holder, run = std::move(run)](bool) {
@@ -54,7 +55,7 @@ struct Known {
   }
 };
 
-// One lease, which all that came from it shares.
+// One lease, shared by all objects that came from it.
 struct Core {
   std::shared_ptr<Connection> connection;
   std::unique_ptr<v1::Trainer::Stub> stub;
@@ -62,10 +63,10 @@ struct Core {
   std::shared_ptr<Known> known;
   // Constant after Start.
   Duration default_duration = kDefaultDuration;
-  // Of the layout that the daemon has; 0: it has none.
+  // The binding generation of the layout that the daemon has; 0: it has no layout.
   std::atomic<uint64_t> binding_generation{0};
 
-  // Leaves nothing behind at the daemon, whether it was welcomed or not.
+  // Closes the lease at the daemon, whether Welcome came or not.
   ~Core() { Close(); }
   void Close() {
     if (connection == nullptr) return;
@@ -85,9 +86,9 @@ struct Core {
     };
   }
 
-  // Where the lease ended before the call or in it, the error is the lease's end, with `what`
-  // before it. `untaken` (may be null): the daemon has not taken the call up, since the lease was
-  // over by then.
+  // If the lease ended before or during the call, the error is the lease's end, with `what` before
+  // it. `untaken` (may be null) is set to whether the daemon has not taken the call up, because the
+  // lease was over by then.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Call(UnaryMethod<Stub, Request, Response> method, Request request,
                                 TimePoint deadline, std::string_view what,
@@ -108,7 +109,8 @@ struct Core {
   // Whether the lease ended because the daemon went away.
   bool Lost() const { return DaemonGone(stream->status()); }
 
-  // A second handle of one update would abort it under the first when it goes. False: there is one.
+  // Claims the update for a new handle. False: the update has a handle already; a second handle
+  // would abort the update under the first when it is destroyed.
   bool Claim(uint64_t update_id) {
     MutexLock lock(&claims_mutex);
     return claims.insert(update_id).second;
@@ -161,7 +163,7 @@ class SlotImpl final : public LeasedSlot {
   const std::shared_ptr<Core> core_;
   const std::shared_ptr<const SlotMemory> pool_;
   const v1::LeaseSlotResponse lease_;
-  bool submitted_ = false;  // by the thread that ends the bucket's call
+  bool submitted_ = false;  // set by the thread that ends the bucket's call
 };
 
 // The pushes of one update: which are unanswered, and what the first error was. Shared by the
@@ -177,7 +179,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
         deadline_(deadline),
         window_(std::max(1, core_->connection->welcome().limits().outstanding_buckets())) {}
 
-  // Sends the bucket once the window has room. On an error `done` was not taken.
+  // Sends the bucket as soon as the window has room. On an error `done` was not moved from.
   absl::Status Start(Bucket bucket, bool keep_error, Done* done);
   // For an asynchronous push that was not started: keeps the error, calls `done`.
   void Refuse(const absl::Status& status, Done done);
@@ -196,7 +198,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
     MutexLock lock(&mutex_);
     return {first_error_, !calls_.empty(), next_seq_ - static_cast<int64_t>(holes_.size())};
   }
-  // Until no push is unanswered; false: `deadline` passed before.
+  // Waits until no push is unanswered; false: `deadline` passed before.
   bool WaitAnswered(TimePoint deadline) {
     {
       MutexLock lock(&mutex_);
@@ -207,9 +209,10 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
     DropRetired();
     return true;
   }
-  // Lets go of the sources of answered pushes. Waits where it is the last to hold one (Region).
+  // Lets go of the sources of answered pushes. Waits if it holds the last reference of a source
+  // (Region).
   void DropRetired() {
-    std::vector<std::shared_ptr<Region>> retired;  // goes after the lock
+    std::vector<std::shared_ptr<Region>> retired;  // destroyed after unlocking
     MutexLock lock(&mutex_);
     retired.swap(retired_);
   }
@@ -247,19 +250,21 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
   const std::shared_ptr<Core> core_;
   const Version version_;
   const uint64_t update_id_;
-  const TimePoint deadline_;  // of every call of the update
+  const TimePoint deadline_;  // for every call of the update
   const size_t window_;
 
   mutable Mutex mutex_;
   CondVar cond_;
   std::map<int64_t, Call> calls_ ABSL_GUARDED_BY(mutex_);  // unanswered
   int64_t next_call_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t inline_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // in calls_
+  int64_t inline_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of all calls_
   int64_t next_seq_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::set<int64_t> holes_ ABSL_GUARDED_BY(mutex_);   // refused: the next buckets take these first
-  absl::Status first_error_ ABSL_GUARDED_BY(mutex_);  // of an asynchronous push
-  // Sources of answered pushes: a region that goes waits until the daemon has released it, which
-  // must not be on gRPC's threads. At most window_ of them, until DropRetired.
+  // Seqs of refused buckets; the next buckets take these first.
+  std::set<int64_t> holes_ ABSL_GUARDED_BY(mutex_);
+  absl::Status first_error_ ABSL_GUARDED_BY(mutex_);  // the first of an asynchronous push
+  // Sources of answered pushes, at most window_ of them, until DropRetired. They are kept because
+  // the destructor of a region waits until the daemon has released it, which must not happen on
+  // gRPC's threads.
   std::vector<std::shared_ptr<Region>> retired_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -308,14 +313,15 @@ absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
   REFITD_RETURN_IF_ERROR(Encode(bucket, &request));
   REFITD_ASSIGN_OR_RETURN(const Ticket ticket, EnterWindow(InlineBytes(bucket)));
   request.mutable_bucket()->set_seq(ticket.seq);
-  // The source lives as long as the call: region and slot are the daemon's to read until it
+  // The source lives as long as the call, because the daemon reads region and slot until it
   // answers.
   auto source = std::make_shared<Bucket>(std::move(bucket));
   auto context = StartCall<Stub, v1::PushBucketRequest, v1::PushBucketResponse>(
       core_->async(), &Stub::PushBucket, std::move(request), deadline_,
       [self = shared_from_this(), ticket, source, keep_error, done = std::move(*done)](
           const absl::Status& status, const v1::PushBucketResponse&) {
-        // On gRPC's thread, which brings the lease's end too: it is not waited for here.
+        // This is gRPC's thread, which also brings the lease's end, so it must not wait for that
+        // end.
         const absl::Status end = self->core_->stream->EndBehind("push", status, Duration::zero());
         self->Answered(
             ticket, source.get(), keep_error, done,
@@ -333,7 +339,8 @@ void Pushes::Answered(Ticket ticket, Bucket* bucket, bool keep_error, const Done
     bucket->slot.reset();
   }
   {
-    // Before `done`: whoever waits for it may push the next bucket at once.
+    // This comes before `done`, because a thread that waits for `done` may push the next bucket at
+    // once.
     MutexLock lock(&mutex_);
     retired_.push_back(std::move(bucket->region));
     if (!status.ok()) holes_.insert(ticket.seq);
@@ -344,7 +351,8 @@ void Pushes::Answered(Ticket ticket, Bucket* bucket, bool keep_error, const Done
   LeaveWindow(ticket.call);
 }
 
-// After `done`: whoever waits until all is answered may then destroy what it uses.
+// Called after `done`, because a thread that waits until all pushes are answered may then destroy
+// what `done` uses.
 void Pushes::LeaveWindow(int64_t call) {
   MutexLock lock(&mutex_);
   const auto left = calls_.find(call);
@@ -367,8 +375,8 @@ void Pushes::Refuse(const absl::Status& status, Done done) {
   });
 }
 
-// An asynchronous push that failed can't be pushed again by its caller, and the buckets after it
-// wait for its seq: the update is ended now, rather than at its deadline.
+// Aborts the update after an asynchronous push failed. Its caller can't push it again, and the
+// buckets after it wait for its seq; without this the update would end only at its deadline.
 void Pushes::GiveUp(int64_t seq, const absl::Status& status) {
   if (absl::IsAborted(status) || absl::IsUnavailable(status) || absl::IsCancelled(status)) return;
   v1::AbortRequest request;
@@ -414,11 +422,13 @@ class UpdateImpl final : public Update {
  private:
   void GoOut() {
     if (!ended_) (void)EndByAbort("the trainer gave the update up without Commit");
-    // Answers come once the daemon no longer reads; then no callback is left to run.
+    // The daemon answers a push when it no longer reads its source; after all answers no callback
+    // is left to run.
     if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
     pushes_->Cancel();
     if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
-    // A callback does not return. What was answered goes now, not later on its thread.
+    // Some callback does not return. Drop the answered sources now, and not later on the callback's
+    // thread.
     pushes_->DropRetired();
   }
   absl::Status CheckOpen() const {
@@ -432,10 +442,10 @@ class UpdateImpl final : public Update {
   const RefitOptions options_;  // Begin's
   const Version version_;
   const v1::BeginResponse begun_;
-  const TimePoint deadline_;       // of the update, by this process's clock
-  const TimePoint call_deadline_;  // the daemon's own answer comes before
+  const TimePoint deadline_;       // end of the update, by this process's clock
+  const TimePoint call_deadline_;  // later, so that the daemon's own answer comes before it
   const std::shared_ptr<Pushes> pushes_;
-  bool ended_ = false;  // committed or aborted: nothing is left to give up
+  bool ended_ = false;  // true: committed or aborted, so nothing is left to abort
 };
 
 absl::Status UpdateImpl::Push(Bucket bucket) {
@@ -463,7 +473,7 @@ absl::Status UpdateImpl::Push(Bucket bucket) {
     }
     status = *answer->status;
   }
-  // P8: from now on the caller alone holds the source, and frees it when its Region has gone.
+  // From now on only the caller holds the source, and may free it after destroying its Region (P8).
   pushes_->DropRetired();
   if (status.ok()) return status;
   REFITD_RETURN_IF_ERROR(core_->stream->EndBehind("push", status, kCleanupLimit));
@@ -537,8 +547,8 @@ CommitResult ResultOf(const v1::CommitResponse& response) {
 
 absl::StatusOr<CommitResult> UpdateImpl::Commit() {
   REFITD_RETURN_IF_ERROR(CheckOpen());
-  // Without waiting for the answers of pushes: a refused one ends the update, and this call with
-  // it.
+  // Commit need not wait for the answers of pushes: a refused push ends the update, and with it
+  // this call.
   const Pushes::Progress progress = pushes_->progress();
   if (!progress.first_error.ok() || !progress.under_way) REFITD_RETURN_IF_ERROR(Flush());
   v1::CommitRequest request;
@@ -550,12 +560,13 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
       &Stub::Commit, std::move(request), call_deadline_, "Commit");
   if (!response.ok()) {
     if (absl::IsAborted(response.status())) ended_ = true;
-    // The push that ended the update says more than the update's end.
+    // The error of the push that ended the update says more than the error of this call.
     const absl::Status pushed = Flush();
     return pushed.ok() || absl::IsAborted(pushed) ? response.status() : pushed;
   }
   ended_ = true;
-  (void)Flush();  // their answers came before; their callbacks have run when this returns
+  // The answers of pushes came before; when this returns, their callbacks have run too.
+  (void)Flush();
   core_->known->Committed(version_);
   return ResultOf(*response);
 }
@@ -576,7 +587,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Refit() {
   REFITD_RETURN_IF_ERROR(Flush());
   v1::RefitRequest request = RefitRequestOf(options_, *core_);
   request.set_bucket_count(pushes_->progress().bucket_count);
-  // This call ends the update that was begun; without the id it would open another where that one
+  // This call ends the update that was begun; without the id it would open another if that update
   // is lost.
   request.set_update_id(begun_.update_id());
   const auto response = core_->Call<v1::RefitRequest, v1::CommitResponse>(
@@ -609,13 +620,13 @@ class TrainerImpl final : public Trainer {
             std::make_shared<Regions>(reattaches(), RegionOwner{false, options.connect.device})),
         registration_(regions_, reattaches()) {}
   ~TrainerImpl() override {
-    reattacher_.reset();  // then nobody else changes core_
+    reattacher_.reset();  // after this no other thread changes core_
     std::shared_ptr<Core> core;
     {
       MutexLock lock(&mutex_);
       core = core_;
     }
-    if (core != nullptr) core->Close();  // what came from it may outlive the lease
+    if (core != nullptr) core->Close();  // objects that came from it may outlive the lease
   }
 
   absl::Status Start();
@@ -670,13 +681,14 @@ class TrainerImpl final : public Trainer {
   absl::Status AttachFirst(TimePoint deadline);
   void StartReattacher();
   absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
-  // The lease, once there is one again.
+  // Waits until the trainer is attached, and returns the lease.
   absl::StatusOr<std::shared_ptr<Core>> Attached(TimePoint deadline);
   // The same for an update to `version`, which GetUpdate may be asked for.
   absl::StatusOr<std::shared_ptr<Core>> AttachedFor(Version version, TimePoint deadline);
 
-  // A call that begins an update to `version`. Where its lease ends in it and another is tried for,
-  // it is made again with that one, unless `ended` knows by the new lease how the first call ended.
+  // A call that begins an update to `version`. If the lease ends during the call and the trainer
+  // attaches again, the call is made again with the new lease, unless `ended` can tell by the new
+  // lease how the first call ended.
   template <typename Answer>
   struct BeginningCall {
     Version version;
@@ -684,7 +696,7 @@ class TrainerImpl final : public Trainer {
     std::function<absl::StatusOr<Answer>(Core* core, bool* untaken)> make;
     std::function<std::optional<Answer>(const Core& now)> ended;
   };
-  // The answer, and the lease that it came with.
+  // Makes the call; returns the answer, and the lease by which it came.
   template <typename Answer>
   absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> Beginning(
       const BeginningCall<Answer>& call);
@@ -693,15 +705,15 @@ class TrainerImpl final : public Trainer {
   const TrainerOptions options_;
   const std::shared_ptr<Regions> regions_;
   const std::shared_ptr<Known> known_ = std::make_shared<Known>();
-  std::function<void()> wake_;  // constant after Start; null: no lease follows a lost one
+  std::function<void()> wake_;  // constant after Start; null: the member does not attach again
 
   Mutex register_mutex_;  // before mutex_
   Registration registration_ ABSL_GUARDED_BY(register_mutex_);
 
   mutable Mutex mutex_;
   CondVar changed_;
-  std::shared_ptr<Core> core_ ABSL_GUARDED_BY(mutex_);  // the last one, also when it is lost
-  absl::Status ended_ ABSL_GUARDED_BY(mutex_);          // no lease follows the lost one
+  std::shared_ptr<Core> core_ ABSL_GUARDED_BY(mutex_);  // the last lease, also when it is lost
+  absl::Status ended_ ABSL_GUARDED_BY(mutex_);          // why the member does not attach again
   int reattachments_ ABSL_GUARDED_BY(mutex_) = 0;
   struct Begun {
     Version version;
@@ -709,7 +721,7 @@ class TrainerImpl final : public Trainer {
   };
   std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // last
 
-  std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the others
+  std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the other members
 };
 
 absl::Status CheckBeginOptions(const BeginOptions& options) {
@@ -724,7 +736,7 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
   return absl::OkStatus();
 }
 
-// Of a call that lasts until the update has begun, or until its end.
+// The deadline of a call that lasts until the update has begun, or until its end.
 TimePoint CallDeadline(const Core& core, Duration duration) {
   const bool told = duration != Duration::zero();
   return After(told ? duration : core.default_duration) + core.connection->call_margin();
@@ -770,7 +782,8 @@ absl::StatusOr<CommitResult> TrainerImpl::Refit(const RefitOptions& options) {
         &Stub::Refit, RefitRequestOf(options, *core), CallDeadline(*core, options.duration),
         "Refit", untaken);
   };
-  // No version is installed without this rank: where the group has it now, the call had committed.
+  // No version is installed without this rank. So if the group has this version now, the call had
+  // committed.
   call.ended = [&](const Core& now) -> std::optional<v1::CommitResponse> {
     const v1::Welcome& welcome = now.connection->welcome();
     const bool had_it = before && *before >= options.version;
@@ -793,10 +806,11 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
   const bool told = call.duration != Duration::zero();
   const TimePoint deadline = After(told ? call.duration : kDefaultDuration);
   Backoff backoff(SeedOf(options_.connect.group, "trainer", options_.rank));
-  std::shared_ptr<Core> lost;           // whose lease ended in the call
-  absl::Status why;                     // it did
-  bool taken_up = false;                // by the daemon, with that lease
-  std::optional<TimePoint> cleaned_up;  // what the call began with that lease is, by then
+  std::shared_ptr<Core> lost;  // the lease that ended during the call
+  absl::Status why;            // why it ended
+  bool taken_up = false;       // whether the daemon took the call up with that lease
+  // When the daemon has cleaned up after that call at the latest.
+  std::optional<TimePoint> cleaned_up;
   while (true) {
     REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core, AttachedFor(call.version, deadline));
     const bool same_incarnation = lost != nullptr && core->connection->lease().incarnation() ==
@@ -806,8 +820,8 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
         std::optional<Answer> ended = call.ended(*core);
         if (ended.has_value()) return std::pair(*std::move(ended), std::move(core));
       }
-      // The group lives on, and other ranks were told that this one was lost: they begin anew. Were
-      // the call made again, it would open an update that none of them is in.
+      // The group lives on, and the other ranks were told that this rank was lost, so they begin
+      // anew. If this call were made again, it would open an update without them.
       if (options_.world_size > 1) {
         return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
                      call.version, Message(why));
@@ -825,7 +839,7 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
       cleaned_up.reset();
       continue;
     }
-    // The group may still be cleaning up what the call began with the lease before.
+    // The group may still be cleaning up the update that the call began with the lost lease.
     if (!absl::IsAborted(answer.status()) || !taken_up || !same_incarnation) {
       return answer.status();
     }
@@ -839,14 +853,15 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
 absl::Status TrainerImpl::Register(Layout layout) {
   const TimePoint deadline = After(kRegisterLimit);
   while (true) {
-    // Before the lock: attaching again takes it.
+    // Wait before locking, because attaching again takes the same lock.
     REFITD_RETURN_IF_ERROR(Attached(deadline).status());
     std::shared_ptr<Core> core;
     const absl::Status status = RegisterNow(layout, &core);
     if (status.ok()) return status;
     const absl::Status end = core->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
     if (end.ok()) return status;
-    // Whether the daemon had taken the layout does not matter: it went with the lease.
+    // Whether the daemon had taken the layout does not matter: it dropped the layout with the
+    // lease.
     if (!reattaches() || !core->Lost() || Until(deadline) == Duration::zero()) return end;
   }
 }
@@ -1016,7 +1031,8 @@ absl::Status TrainerImpl::Reattach(TimePoint deadline, const std::stop_token& st
       core->binding_generation,
       registration_.RegisterAgain(core->connection.get(), core->Uploader(), stop));
   MutexLock lock(&mutex_);
-  core_.swap(core);  // the lost one goes after the lock, or with what came from it
+  // The lost lease is destroyed after unlocking, or with the last object that came from it.
+  core_.swap(core);
   ++reattachments_;
   changed_.NotifyAll();
   return absl::OkStatus();
