@@ -1,10 +1,10 @@
-// Threads for what takes up to seconds and must not hold the node's mutex: compiling plans and
+// Threads for work that takes up to seconds and must not hold the node's mutex: compiling plans and
 // node programs, binding moves, opening epochs.
 //
-// Each job belongs to somebody: a group, or nobody in particular (kNobody). One owner's jobs run
-// one after the other in the order of submission. Owners take turns, a job each, so that one with
-// many jobs delays another by one job a thread at most; with several threads, an owner whose job is
-// long keeps only one of them.
+// Each job has an owner: a group, or nobody (kNobody). One owner's jobs run one after the other, in
+// the order of submission. Owners take turns, one job each, so that an owner with many jobs delays
+// another by at most one job a thread. With several threads, an owner's long job keeps only one of
+// them busy.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_EXECUTE_JOB_THREADS_H_
@@ -29,7 +29,7 @@ class JobThreads {
 
   // `name`: of its threads, at most 15 characters.
   explicit JobThreads(std::string name, int threads = 1);
-  // As Stop.
+  // Calls Stop.
   ~JobThreads();
   JobThreads(const JobThreads&) = delete;
   JobThreads& operator=(const JobThreads&) = delete;
@@ -37,7 +37,7 @@ class JobThreads {
   // Never waits. After Stop jobs are dropped.
   void Submit(uint64_t owner, std::function<void()> job);
   void Submit(std::function<void()> job) { Submit(kNobody, std::move(job)); }
-  // Waits for the jobs that run and drops those that don't. Not from a job.
+  // Waits for running jobs and drops the others. Must not be called from a job.
   void Stop();
 
  private:
@@ -51,7 +51,7 @@ class JobThreads {
   const std::string name_;
   Mutex mutex_;
   CondVar changed_;
-  std::map<uint64_t, Queue> queues_ ABSL_GUARDED_BY(mutex_);  // by owner; none without any job
+  std::map<uint64_t, Queue> queues_ ABSL_GUARDED_BY(mutex_);  // by owner; only owners with jobs
   std::deque<uint64_t> turns_ ABSL_GUARDED_BY(mutex_);        // owners that wait, in order
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;

@@ -1,12 +1,12 @@
 // Turns a step of a compiled refit (StartMoves) into a transfer: finds the memory, takes the moves
 // from the node program and their addresses from the layouts in force.
 //
-// P1: a move keeps its offset inside its piece as the program has it; where the piece lies comes
-// from the layout in force. So a wrong program shows in the digests. P6: the transfer holds every
+// P1: a move keeps the offset inside its piece that the program has, while the layout in force says
+// where the piece lies, so that a wrong program shows in the digests. P6: the transfer holds every
 // mapping that it touches. P10: pieces are compared with the program's own, and with the bounds of
 // their regions, before an address is made.
 //
-// Functions share nothing; BindStep needs no mutex.
+// Functions share no state; BindStep needs no mutex.
 #ifndef REFITD_DAEMON_EXECUTE_PROGRAM_EXECUTOR_H_
 #define REFITD_DAEMON_EXECUTE_PROGRAM_EXECUTOR_H_
 
@@ -21,23 +21,23 @@
 
 namespace refitd {
 
-// Memory by name, from whoever owns the mappings. An error is our own bug or a member that
-// vanished: the transfer fails.
+// Finds memory by name; implemented by the owner of the mappings. An error means a bug of the
+// daemon or a member that vanished: the transfer fails.
 class MemoryResolver {
  public:
   virtual ~MemoryResolver() = default;
   virtual absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const = 0;
-  // Where slots are that cross daemons: in host memory, or on one GPU of this daemon.
+  // A slot in the place whose slots cross to other daemons: host memory, or one GPU of this daemon.
   virtual absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const = 0;
-  // On the device of a member of this daemon; of another daemon's: as Slot.
+  // A slot on the device of this daemon's member; for members of other daemons: as Slot.
   virtual absl::StatusOr<MemorySpan> SlotOf(MemberId /*member*/, SlotIndex slot) const {
     return Slot(slot);
   }
-  // Where a member's memory is: a device's ordinal; nullopt: the host, or another daemon.
+  // The device of a member's memory, by ordinal; nullopt: the host, or a member of another daemon.
   virtual std::optional<int> DeviceOf(MemberId /*member*/) const { return std::nullopt; }
 };
 
-// What a step may touch.
+// The memory that a step may touch.
 struct ProgramMemory {
   std::vector<std::map<RegionId, MemorySpan>> sources;       // by program->sources
   std::vector<std::map<RegionId, MemorySpan>> destinations;  // by program->destinations
@@ -46,9 +46,10 @@ struct ProgramMemory {
 
 struct BoundStep {
   Transfer transfer;
-  // Of each destination, for each of its bound pieces: its index in the layout.
+  // For each destination and each of its bound pieces: the piece's index in the layout.
   std::vector<std::vector<uint32_t>> originals;
-  // Pack and unpack: digests not filled in; and whose part each source piece is.
+  // Pack and unpack: the sections whose digests are to be filled in, and for each source piece the
+  // section that it is part of.
   std::vector<SectionDigest> sections;
   std::vector<uint32_t> section_of_piece;
 };

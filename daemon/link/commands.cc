@@ -289,7 +289,8 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerSlotLeased& wire, const Pee
   LeaseSlotReply out;
   REFITD_ASSIGN_OR_RETURN(out.grant, SlotOf(wire.slot(), bounds, "reply.leased.slot"));
   REFITD_ASSIGN_OR_RETURN(out.expires, MillisOf(wire.expires_ms(), "reply.leased.expires_ms"));
-  // The joined daemon's own slots have this size, whatever the coordinator says.
+  // The joined daemon's own slots have the spec's size, so the coordinator may not claim a larger
+  // one.
   REFITD_RETURN_IF_ERROR(
       InRange(wire.slot_bytes(), 1, bounds.slot_bytes, "reply.leased.slot_bytes"));
   out.slot_bytes = wire.slot_bytes();
@@ -302,7 +303,7 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerBucketTaken& wire) {
   return BucketReply{wire.group_seq(), wire.bytes()};
 }
 
-// Of one answer: there are fewer methods, of this version and the next.
+// Limit for one answer: this version and the next have fewer methods.
 constexpr int kMaxBroadcastTotals = 64;
 
 absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {
@@ -326,7 +327,7 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerCommitDone& wire) {
   for (const v1::BroadcastTotals& totals : wire.pushed()) {
     REFITD_RETURN_IF_ERROR(NotNegative(totals.bytes(), "reply.done.pushed.bytes"));
     REFITD_RETURN_IF_ERROR(NotNegative(totals.buckets(), "reply.done.pushed.buckets"));
-    // A daemon of the next version may know more methods: no reason to refuse what was committed.
+    // A daemon of the next version may know more methods. That is no reason to refuse a commit.
     const absl::StatusOr<BroadcastMethod> method = BroadcastFromWire(totals.method());
     if (method.ok()) out.pushed.push_back({*method, totals.bytes(), totals.buckets()});
   }
@@ -411,7 +412,7 @@ absl::StatusOr<BucketHeader> HeaderOf(const v1::PeerHeader& wire, const PeerBoun
   return out;
 }
 
-// What needs the slot has one.
+// A header that uses a slot must name one.
 absl::Status CheckSlotUse(const v1::PeerHeader& wire) {
   const auto check = [&](bool used, std::string_view field) {
     if (!used || wire.has_slot()) return absl::OkStatus();

@@ -15,22 +15,22 @@
 
 namespace refitd {
 
-// A program makes several messages, every other command one. RESOURCE_EXHAUSTED: larger than
-// `message_bytes`.
+// Encodes a command: a program as several messages, every other command as one. RESOURCE_EXHAUSTED:
+// a message would be larger than `message_bytes`.
 absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
                                                    int64_t message_bytes);
 
-// Of one message; not of a program's chunks.
+// Decodes a command of one message, so not a program's chunks.
 absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBounds& bounds);
 
-// As for reports.
+// Whether the answer is of a kind that this build does not know (see reports.h).
 bool OfUnknownKind(const v1::PeerAnswer& answer);
 
-// Commands of one link, in order.
+// Decodes the commands of one link, in order.
 class CommandDecoder {
  public:
   explicit CommandDecoder(const PeerBounds& bounds) : bounds_(bounds) {}
-  // nullopt: a chunk of a program that is not complete yet.
+  // nullopt: the message is a chunk of a program that is not complete yet.
   absl::StatusOr<std::optional<PeerCommand>> Decode(const v1::PeerAnswer& answer);
 
  private:

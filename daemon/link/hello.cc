@@ -124,7 +124,7 @@ absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer) {
   up.coordinator_id = accepted.coordinator_id();
   REFITD_RETURN_IF_ERROR(CheckMessageBytes(accepted.message_bytes(), "accepted.message_bytes"));
   acceptance.message_bytes = accepted.message_bytes();
-  // Coordinators before version 2 say nothing of it.
+  // Coordinators before version 2 do not send it.
   const int agreed = accepted.protocol() == 0 ? 1 : static_cast<int>(accepted.protocol());
   REFITD_ASSIGN_OR_RETURN(up.protocol, ProtocolOf(agreed, "accepted.protocol"));
   acceptance.newer = accepted.highest_protocol() > static_cast<int>(kProtocol);

@@ -13,19 +13,19 @@
 
 namespace refitd {
 
-// The message is a hello that may be shown to a group. FAILED_PRECONDITION: no protocol version in
-// common, both sides' named.
+// OK: the message is a hello that may be shown to a group. FAILED_PRECONDITION: no common protocol
+// version; the status names both sides'.
 absl::Status CheckPeerHello(const v1::PeerMessage& message);
 
-// `message_bytes`: the largest that this daemon takes.
+// `message_bytes`: the largest message that this daemon takes.
 v1::PeerAnswer AcceptedToWire(const LinkUp& up, int64_t message_bytes);
 
 struct PeerAcceptance {
   LinkUp up;
-  int64_t message_bytes = 0;  // of the largest message that the coordinator takes
+  int64_t message_bytes = 0;  // the largest message that the coordinator takes
   bool newer = false;         // it speaks protocol versions that this build does not know
 };
-// FAILED_PRECONDITION: a protocol version that this build does not speak.
+// FAILED_PRECONDITION: the coordinator chose a protocol version that this build does not speak.
 absl::StatusOr<PeerAcceptance> AcceptedFromWire(const v1::PeerAnswer& answer);
 
 v1::GroupSpec SpecToWire(const GroupSpec& spec);

@@ -24,8 +24,8 @@ namespace {
 constexpr int64_t kMessageBytes = 8 << 20;
 constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
 
-// ---- every field of every value, by structured bindings: a field that is added does not compile
-// until it is counted here, and is then filled, sent and compared ----
+// ---- every field of every value, by structured bindings: a new field does not compile until it is
+// counted here; it is then filled, sent and compared ----
 
 #define FIELDS(T, ...)                               \
   template <typename V>                              \
@@ -101,7 +101,7 @@ FIELDS(PeerIncarnation, a)
 FIELDS(GroupSpec, a, b, c, d, e, f)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
-// All but slots_on_devices: of a joined daemon's ranks it is never true.
+// All but slots_on_devices, which is never true for a joined daemon's ranks.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, BeginEvent>
 auto Fields(V& v) {
@@ -109,7 +109,7 @@ auto Fields(V& v) {
   (void)slots_on_devices;
   return std::tie(a, b, c, d, e, f, g, h, i, j, k);
 }
-// All but the digest, which is found out on arrival.
+// All but the digest, which is computed on arrival.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
@@ -117,7 +117,7 @@ auto Fields(V& v) {
   (void)digest;
   return std::tie(a, b, c, d);
 }
-// All but what the coordinator makes the plan's part from.
+// All but the fields from which the coordinator makes the plan's part.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerProgram>
 auto Fields(V& v) {
@@ -267,7 +267,7 @@ void FillOne(Rng& rng, ReplicaPart* v) {
   v->part = static_cast<uint32_t>(Between(rng, 0, v->parts - 1));
 }
 void FillOne(Rng& /*rng*/, EmptyReply* /*v*/) {}
-// Filled with what they belong to.
+// Filled together with the values that contain them.
 void FillOne(Rng& /*rng*/, TensorRange* /*v*/) {}
 void FillOne(Rng& /*rng*/, std::shared_ptr<const PartContent>* /*v*/) {}
 void FillOne(Rng& rng, std::shared_ptr<const Layout>* v) {
@@ -340,12 +340,12 @@ void FillOne(Rng& rng, std::variant<T...>* v) {
   (std::index_sequence_for<T...>());
 }
 
-// What must hold between fields.
+// Makes fields agree that depend on each other.
 template <typename T>
 void Agree(Rng& /*rng*/, T* /*v*/) {}
 void Agree(Rng& rng, TrainerIdentity* v) {
   v->world_size = v->rank + static_cast<int>(Between(rng, 1, 5));
-  v->node = NodeId();  // the coordinator's to say
+  v->node = NodeId();  // the coordinator sets it
   v->daemon.clear();
 }
 void Agree(Rng& rng, EngineIdentity* v) {
@@ -353,7 +353,7 @@ void Agree(Rng& rng, EngineIdentity* v) {
   v->world_size = v->rank + static_cast<int>(Between(rng, 1, 5));
   v->node = NodeId();
   v->daemon.clear();
-  v->on_device = false;  // the own daemon's to know
+  v->on_device = false;  // known to the own daemon only
 }
 void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 0, 9)); }
 void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }
@@ -426,7 +426,7 @@ void Fill(Rng& rng, T* value) {
   }
 }
 
-// ---- what comes out at the other end ----
+// ---- what arrives at the other end ----
 
 PeerReport There(const PeerReport& report, ReportDecoder* decoder) {
   auto messages = ToWire(report, kBounds, kMessageBytes);
@@ -826,7 +826,7 @@ TEST_CASE("A call that makes no sense is refused before it is sent") {
   CHECK_THAT(Message(wire.status()), Contains("wait_ms is -1000"));
 }
 
-// It would end the link, and with it the leases of all members of this daemon.
+// Otherwise the link would end, and with it the leases of all members of this daemon.
 TEST_CASE("What a client says that the group's bounds forbid is refused before it is sent") {
   const auto error = [](const PeerReport& report) {
     const auto wire = ToWire(report, kBounds, kMessageBytes);

@@ -1,5 +1,5 @@
-// Sequence and incarnation of what comes in over one link: nothing is missing, nothing comes twice,
-// and nothing belongs to an incarnation of the group that is over.
+// Checks sequence and incarnation of the messages that come over one link: none is missing, none
+// comes twice, and none belongs to an incarnation of the group that is over.
 //
 // Not thread-safe.
 #ifndef REFITD_DAEMON_LINK_ORDER_H_
@@ -18,16 +18,16 @@ class PeerOrder {
  public:
   explicit PeerOrder(uint64_t incarnation) : incarnations_{incarnation} {}
 
-  // Messages may now have this incarnation; once one has, those before are over.
-  // RESOURCE_EXHAUSTED: too many that the other side did not take up.
+  // Messages may have this incarnation from now on. Once one has it, earlier incarnations are over.
+  // RESOURCE_EXHAUSTED: too many announced incarnations that the other side has not taken up.
   absl::Status Announce(uint64_t incarnation);
-  // Whether the message counts; false: it came before. ABORTED: messages are missing;
-  // FAILED_PRECONDITION: another incarnation.
+  // Whether the message counts; false: it came before. ABORTED: messages before it are missing.
+  // FAILED_PRECONDITION: it has another incarnation.
   absl::StatusOr<bool> Check(uint64_t sequence, uint64_t incarnation);
 
  private:
   uint64_t last_ = 0;
-  std::deque<uint64_t> incarnations_;  // the front is the one that messages have now
+  std::deque<uint64_t> incarnations_;  // front: the one that messages have now
 };
 
 }  // namespace refitd

@@ -28,8 +28,8 @@ using absl::StatusCode;
 
 constexpr int kReconnectMs = 50;
 constexpr int kMaxReconnectMs = 1000;
-// Only there because gRPC sets TCP_USER_TIMEOUT where keepalive is on. A server takes pings that
-// come more often than every 5 minutes for an attack.
+// Set only because gRPC sets TCP_USER_TIMEOUT if keepalive is on. A server takes pings that come
+// more often than every 5 minutes for an attack.
 constexpr int kKeepaliveMs = 600'000;
 
 gpr_timespec After(Duration duration) {
@@ -48,13 +48,14 @@ std::shared_ptr<grpc::Channel> MakeChannel(const PeerDial& dial) {
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
   arguments.SetMaxReceiveMessageSize(static_cast<int>(dial.limits.message_bytes));
-  arguments.SetMaxSendMessageSize(-1);  // checked against what the other side takes
+  arguments.SetMaxSendMessageSize(-1);  // checked against the other side's limit
   return grpc::CreateCustomChannel("dns:///" + dial.address, dial.credentials, arguments);
 }
 
-// gRPC joins its callback threads where the last channel that used them goes, even if it goes on
-// one of them: whoever drops the last reference in a callback then brings the process down. A
-// channel that never goes, and that had a call, keeps them. It is a lame one: it never connects.
+// gRPC joins its callback threads when the last channel that used them is destroyed, even on one of
+// these threads: a callback that drops the last reference would bring the process down. A channel
+// that is never destroyed, and that had a call, keeps the threads alive. This channel never
+// connects.
 void KeepCallbackThreads() {
   struct LameCall : grpc::ClientBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
     void OnDone(const grpc::Status& /*status*/) noexcept override {}
@@ -186,19 +187,19 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     absl::Status reason;
     {
       MutexLock lock(&mutex_);
-      REFITD_CHECK(ended_);  // else the hold would be there
+      REFITD_CHECK(ended_);  // else the hold would prevent OnDone
       reason = reason_.value_or(Lost(status));
     }
     callbacks_.on_lost(reason);
     callbacks_ = {};
-    std::shared_ptr<Call> self;  // the last thing to go
+    std::shared_ptr<Call> self;  // destroyed last
     MutexLock lock(&mutex_);
     self.swap(self_);
-    // `lock` goes before `self`.
+    // `lock` is destroyed before `self`.
   }
 
  private:
-  // Sequence and incarnation.
+  // Encoded size of sequence and incarnation.
   static constexpr size_t kNumberingBytes = 20;
 
   absl::Status CheckOpen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -214,7 +215,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
                     dial_.address, dial_.group, ToMillis(dial_.wait + dial_.limits.join)));
   }
 
-  // What was read; on the link's reading thread.
+  // Takes the message that was read; runs on the link's reading thread.
   absl::Status Take() {
     if (!order_.has_value()) {
       REFITD_ASSIGN_OR_RETURN(const PeerAcceptance accepted, AcceptedFromWire(answer_));
@@ -260,7 +261,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     return absl::OkStatus();
   }
 
-  // Nothing is written from outside any more.
+  // From now on nothing is written from outside.
   void LeaveLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (ended_) return;
     ended_ = true;
@@ -268,7 +269,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     RemoveHold();
   }
 
-  // Ends the call; OnDone comes soon, whatever the network does.
+  // Ends the call. OnDone comes soon, whatever the network does.
   void EndLocked(absl::Status reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!reason_.has_value()) reason_ = std::move(reason);
     context_.TryCancel();
@@ -292,16 +293,16 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
                  status.error_message());
   }
 
-  // Constant after construction, but for callbacks_, which go with the link.
+  // Constant after construction, except callbacks_, which are dropped with the link.
   const PeerDial dial_;
   PeerLinkCallbacks callbacks_;
 
-  // Of the reading thread.
+  // Used by the reading thread only.
   v1::PeerAnswer answer_;
   std::optional<PeerOrder> order_;  // once accepted
   std::optional<CommandDecoder> decoder_;
   bool newer_ = false;    // the coordinator speaks later protocol versions too
-  bool skipped_ = false;  // a command that this build does not know, which is logged once
+  bool skipped_ = false;  // an unknown command was skipped, which is logged once
 
   grpc::ClientContext context_;
   std::unique_ptr<v1::Peer::Stub> stub_;
@@ -310,10 +311,11 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   Mutex mutex_;
   grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
   PeerQueue<v1::PeerMessage> queue_ ABSL_GUARDED_BY(mutex_);
-  std::optional<absl::Status> reason_ ABSL_GUARDED_BY(mutex_);  // why this side ended it
+  std::optional<absl::Status> reason_ ABSL_GUARDED_BY(mutex_);  // why this side ended the link
   uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // that the coordinator takes
-  PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);          // of the group
+  // the largest message that the coordinator takes
+  int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);  // of the group
   bool up_ ABSL_GUARDED_BY(mutex_) = false;
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   bool writes_done_ ABSL_GUARDED_BY(mutex_) = false;

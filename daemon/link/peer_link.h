@@ -1,25 +1,25 @@
-// Links between daemons, one a (joined daemon, group): the joined daemon's end, and what the
-// coordinator's end (daemon/services/peer_service.h) and its node say to each other.
+// Links between daemons, one for each group that a daemon joined: the joined daemon's end, and the
+// interface between the coordinator's end (daemon/services/peer_service.h) and its node.
 //
 // Invariants, both ends
-//  - Order is kept, nothing is lost in the middle: a link delivers all that was sent, in order, up
-//    to its end (PeerOrder checks it).
-//  - What waits to be written is at most kMaxPeerQueuedBytes; a link that would have more ends with
+//  - A link keeps order and has no gaps: it delivers all that was sent, in order, up to its end
+//    (PeerOrder checks it).
+//  - At most kMaxPeerQueuedBytes wait to be written; a link that would exceed that ends with
 //    RESOURCE_EXHAUSTED. So a peer that does not read holds neither memory nor threads.
 //  - Nothing waits without a limit (P4): joining has PeerDial::wait and PeerLinkLimits::join, a
-//    hello kPeerHelloLimit, the end of a link kPeerEndLimit. Silence is not noticed here: the
+//    hello kPeerHelloLimit, the end of a link kPeerEndLimit. A link does not notice silence: the
 //    group's machines ping (PeerPing) and end the link. Unacknowledged bytes end the connection
 //    after kPeerUserTimeout (TCP_USER_TIMEOUT).
-//  - A message of a kind that this build does not know, from a daemon that speaks a later protocol
-//    version, is skipped and logged once a link; it ends no link.
-//  - Every link has a connection of its own, so that one that is stuck disturbs no other.
+//  - If a daemon that speaks a later protocol version sends a message of an unknown kind, the
+//    message is skipped, which is logged once a link. The link does not end.
+//  - Every link has a connection of its own, so that a stuck link disturbs no other.
 //
-// Callbacks must not throw: what gRPC calls is noexcept, so that an exception ends the process
-// instead of leaving a link that nobody reads.
+// Callbacks must not throw: functions that gRPC calls are noexcept, so that an exception ends the
+// process instead of leaving a link that is not read any more.
 //
-// Threads: everything here may be called from any thread, also under the caller's own mutex: calls
-// only enqueue. Callbacks come on gRPC's threads, one at a time and in order for one link, and with
-// no lock of the link held.
+// Threads: all functions here may be called from any thread, also under the caller's own mutex,
+// since they only enqueue. Callbacks come on gRPC's threads; for one link they come one at a time,
+// in order, and with no lock of the link held.
 #ifndef REFITD_DAEMON_LINK_PEER_LINK_H_
 #define REFITD_DAEMON_LINK_PEER_LINK_H_
 
@@ -44,17 +44,17 @@ inline constexpr Duration kPeerEndLimit = std::chrono::seconds(1);
 inline constexpr Duration kPeerUserTimeout = std::chrono::seconds(10);
 
 struct PeerLinkLimits {
-  int64_t message_bytes = 8 << 20;           // the largest message that this daemon takes
-  Duration join = std::chrono::seconds(10);  // to be accepted, beyond the wait for the group
+  int64_t message_bytes = 8 << 20;           // the largest that this daemon takes
+  Duration join = std::chrono::seconds(10);  // for being accepted, beyond the wait for the group
 };
 
 // ---- the joined daemon's end ----
 
 struct PeerDial {
-  std::string address;  // of the coordinator, "host:port"
+  std::string address;  // the coordinator's "host:port"
   std::string group;
   std::optional<v1::GroupSpec> spec;  // absent: the group must exist
-  // For the group, and for a coordinator that does not listen yet; 0: not at all.
+  // How long to wait for the group, and for a coordinator that does not listen yet; 0: not at all.
   Duration wait{};
   std::string daemon_id;
   std::string boot_id;  // kBootIdBytes
@@ -63,34 +63,36 @@ struct PeerDial {
 };
 
 struct PeerLinkCallbacks {
-  // At most once, before any command.
+  // Called at most once, before any command.
   std::function<void(LinkUp)> on_up;
   std::function<void(PeerCommand)> on_command;
-  // Exactly once, also after Close; nothing comes after it. Never OK. What the coordinator said, or
-  //   UNAVAILABLE: it can't be reached, or is gone; DEADLINE_EXCEEDED: it did not accept in time;
-  //   RESOURCE_EXHAUSTED: it does not read; INVALID_ARGUMENT, ABORTED, FAILED_PRECONDITION: what it
-  //   sent is malformed, out of order, or of another incarnation; CANCELLED: Close.
+  // Called exactly once, also after Close, and last. The status is never OK. It is the one with
+  // which the coordinator ended the link, or
+  // UNAVAILABLE: the coordinator can't be reached, or is gone; DEADLINE_EXCEEDED: it did not accept
+  // in time; RESOURCE_EXHAUSTED: it does not read; INVALID_ARGUMENT, ABORTED, FAILED_PRECONDITION:
+  // its messages are malformed, out of order, or of another incarnation; CANCELLED: Close was
+  // called.
   std::function<void(absl::Status)> on_lost;
 };
 
-// What the callbacks use must live until on_lost has returned; the link itself need not.
+// Objects that the callbacks use must live until on_lost has returned; the link itself need not.
 class PeerLink {
  public:
-  // Begins to join. Whatever goes wrong comes by on_lost.
+  // Begins to join. Every failure is reported by on_lost.
   static std::unique_ptr<PeerLink> Dial(PeerDial dial, PeerLinkCallbacks callbacks);
-  // Closes; does not wait.
+  // Closes the link; does not wait.
   ~PeerLink();
   PeerLink(const PeerLink&) = delete;
   PeerLink& operator=(const PeerLink&) = delete;
 
-  // Not OK: nothing of it was sent, and the link goes on, but for UNAVAILABLE, where it has ended
-  // or is not up yet. RESOURCE_EXHAUSTED: too large (message_bytes), or a layout of more than
-  // kMaxPeerQueuedBytes; INVALID_ARGUMENT: a call that makes no sense. The caller treats both as
-  // the coordinator's refusal: of PeerCall and PeerLayout by PeerReply, of PeerAttach by
-  // PeerRefuse.
+  // Not OK: nothing of the report was sent, and the link goes on, except for UNAVAILABLE: the link
+  // has ended or is not up yet. RESOURCE_EXHAUSTED: a message would be too large (message_bytes),
+  // or a layout has more than kMaxPeerQueuedBytes. INVALID_ARGUMENT: the call is invalid. The
+  // caller treats the last two as the coordinator's refusal: of PeerCall and PeerLayout by
+  // PeerReply, of PeerAttach by PeerRefuse.
   absl::Status Send(const PeerReport& report);
 
-  // What was sent before is still written, within kPeerEndLimit.
+  // Ends the link. Reports that were sent before are still written, within kPeerEndLimit.
   void Close();
 
  private:
@@ -107,30 +109,29 @@ class PeerSession {
   virtual ~PeerSession() = default;
   // Never 0; never reused by the process.
   virtual uint64_t id() const = 0;
-  // Answers the hello; once, before Send.
+  // Answers the hello. Called once, before Send.
   virtual void Accept(const LinkUp& up) = 0;
-  // As PeerLink::Send. A command that does not fit concerns what it is about: a PeerHeader is
-  // prevented by CheckHeaderFits when the bucket comes.
+  // As PeerLink::Send. CheckHeaderFits refuses a bucket in time if its PeerHeader would not fit.
   virtual absl::Status Send(const PeerCommand& command) = 0;
-  // Send in two steps, so that nothing is encoded or written under the node's mutex: what is queued
-  // is encoded and written, in order, by the next Flush. Queue is called under that mutex, as End
-  // is; Flush without it, on any thread, also after End. A command that does not fit ends the link.
-  // Not to be mixed with Send. Queue fails with UNAVAILABLE as Send does.
+  // Send in two steps, so that nothing is encoded or written under the node's mutex: the next Flush
+  // encodes and writes what was queued, in order. Queue and End are called under that mutex; Flush
+  // is called without it, on any thread, also after End. A command that does not fit ends the link.
+  // A session uses either Send or Queue, not both. Queue fails with UNAVAILABLE as Send does.
   virtual absl::Status Queue(PeerCommand command) { return Send(command); }
   virtual void Flush() {}
-  // Ends the link with `status`, after what was sent before, within kPeerEndLimit; Gone follows.
-  // Where nothing was accepted this is the refusal.
+  // Ends the link with `status`, after what was sent before, within kPeerEndLimit; Gone follows. If
+  // the link was not accepted yet, `status` is the refusal.
   virtual void End(absl::Status status) = 0;
 };
 
-// Who takes links in: the node. Calls for one session come one at a time, in order: Hello, then any
-// number of Report, then Gone, once. A session may be kept beyond Gone; calls on it do nothing
-// then.
+// Takes links in; implemented by the node. Calls for one session come one at a time, in order:
+// Hello, then any number of Report, then Gone, once. A session may be kept beyond Gone; calls on it
+// then do nothing.
 class PeerAcceptor {
  public:
   virtual ~PeerAcceptor() = default;
-  // `hello` is well-formed (CheckPeerHello). Answered, now or later, by Accept or End; not later
-  // than wait_ms. `peer_address` is "host:port" where the connection comes from.
+  // `hello` is well-formed (CheckPeerHello). It must be answered by Accept or End, not later than
+  // wait_ms. `peer_address` is the connection's "host:port" at the joined daemon.
   virtual void Hello(v1::PeerHello hello, std::string peer_address,
                      std::shared_ptr<PeerSession> session) = 0;
   virtual void Report(uint64_t session, PeerReport report) = 0;

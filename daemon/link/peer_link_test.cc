@@ -36,7 +36,7 @@ namespace {
 
 constexpr int64_t kMessageBytes = 1 << 20;
 
-// What happened, in order, to wait for.
+// A log of events, in order, that a test can wait for.
 template <typename Item>
 class Log {
  public:
@@ -45,7 +45,7 @@ class Log {
     items_.push_back(std::move(item));
     cond_.NotifyAll();
   }
-  // The next one; fails the test after kTestDeadline.
+  // The next item; fails the test after kTestDeadline.
   Item Next() {
     const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
     MutexLock lock(&mutex_);
@@ -77,7 +77,7 @@ LinkUp Up() {
   return up;
 }
 
-// A coordinator as far as links go.
+// A coordinator, as far as links need one.
 class Coordinator : public PeerAcceptor {
  public:
   explicit Coordinator(bool accepts = true) : accepts_(accepts), service_(this, kMessageBytes) {
@@ -129,7 +129,7 @@ PeerDial DialTo(const std::string& address) {
   return dial;
 }
 
-// A joined daemon as far as links go. Its logs are shared with the callbacks.
+// A joined daemon, as far as links need one. Its logs are shared with the callbacks.
 struct Joined {
   struct Logs {
     Log<LinkUp> up;
@@ -192,7 +192,7 @@ TEST_CASE("A refused daemon hears why, and nothing else") {
 }
 
 TEST_CASE("Where nobody listens, joining fails at once without a wait, and at its end with one") {
-  // A port that is bound and not listened on refuses connections, and nobody else gets it.
+  // A bound port on which nobody listens refuses connections, and no other process can get it.
   UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -286,7 +286,7 @@ TEST_CASE("What is queued is encoded and written by Flush, in order, whoever flu
   joined.logs->up.Next();
   const auto session = coordinator.sessions.Next();
   constexpr uint64_t kCommands = 500;
-  // As two threads of a node: Queue under its mutex, Flush without.
+  // Two threads use the session as a node does: Queue under its mutex, Flush without it.
   Mutex mutex;
   uint64_t next = 0;
   const auto send = [&] {
@@ -335,7 +335,7 @@ TEST_CASE("A queued command that is too large for a message ends the link and sa
 
 // ---- a peer that does not read ----
 
-// Reports until one does not fit any more.
+// Sends until a message does not fit any more.
 template <typename Send>
 void FillUp(Send send) {
   const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
@@ -387,7 +387,7 @@ TEST_CASE("A daemon that does not read costs a bounded queue, then its link") {
   CHECK_FALSE(logs->lost.Next().ok());
 }
 
-// ---- messages as somebody else might send them ----
+// ---- messages as another program might send them ----
 
 class Raw {
  public:
@@ -479,10 +479,10 @@ TEST_CASE(
     CHECK_THAT(status.error_message(), Catch::Matchers::Contains("must be hello"));
   }
   CHECK(coordinator.reports.size() == 0);
-  CHECK(coordinator.gone.size() == 0);  // nobody was told of the one without a hello
+  CHECK(coordinator.gone.size() == 0);  // nobody was told of the link without a hello
 }
 
-// Of a kind that this build does not know.
+// A message of a kind that this build does not know.
 template <typename Message>
 Message OfTheFuture(uint64_t sequence) {
   constexpr int kNoField = 1000;
@@ -515,7 +515,7 @@ TEST_CASE(
   CHECK(coordinator.reports.size() == 0);
 }
 
-// A coordinator that says what it is told to.
+// A coordinator that sends the answers that the test gives it.
 class RawCoordinator final : public v1::Peer::Service {
  public:
   explicit RawCoordinator(std::vector<v1::PeerAnswer> answers) : answers_(std::move(answers)) {
@@ -595,8 +595,8 @@ TEST_CASE(
 
 // ---- death ----
 
-// Another process of this test's program, which runs one of the hidden tests below. What it writes
-// to its stdout comes by Line.
+// Another process of this test's program, which runs one of the hidden tests below. Line returns
+// the lines that it writes to its stdout.
 class Process {
  public:
   Process(const std::string& test, const std::string& argument) {
@@ -670,7 +670,7 @@ TEST_CASE("The death of a joined daemon's process is noticed at once") {
   CHECK(coordinator.gone.Next().first == session->id());
 }
 
-// More than is written at a time; a busy machine writes it within kPeerEndLimit too.
+// More messages than one write takes; even a busy machine writes them within kPeerEndLimit.
 constexpr size_t kSentBefore = 100;
 
 TEST_CASE("Ending a link says why, after what was sent before") {
@@ -741,7 +741,7 @@ void OpenAndClose(Coordinator* coordinator, int cycles) {
 
 TEST_CASE("200 links that come and go leave neither descriptors nor threads") {
   Coordinator coordinator;
-  OpenAndClose(&coordinator, 20);  // gRPC's own threads
+  OpenAndClose(&coordinator, 20);  // starts gRPC's own threads
   const ProcessStats before = *ReadProcessStats();
   OpenAndClose(&coordinator, 200);
   constexpr int kSlack = 8;  // timers' and pollers' threads that come and go

@@ -1,4 +1,5 @@
-// What waits to be written to one link, in order, numbered and bounded (kMaxPeerQueuedBytes).
+// The messages that wait to be written to one link: in order, numbered, and at most
+// kMaxPeerQueuedBytes.
 //
 // Not thread-safe: lives under its link's mutex.
 #ifndef REFITD_DAEMON_LINK_PEER_QUEUE_H_
@@ -16,23 +17,23 @@ namespace refitd {
 template <typename Message>
 class PeerQueue {
  public:
-  // Whether so many bytes more may wait.
+  // Whether this many bytes more may wait.
   bool HasRoom(size_t bytes) const { return bytes <= kMaxPeerQueuedBytes - queued_bytes_; }
 
-  // `bytes`: its serialised size, for which there is room.
+  // `bytes`: the message's serialised size, for which there must be room.
   void Push(Message message, size_t bytes) {
     queued_bytes_ += bytes;
     entries_.push_back({std::move(message), bytes});
   }
-  // The same with the next sequence.
+  // As Push, with the next sequence number.
   void PushNumbered(Message message, size_t bytes, uint64_t incarnation) {
     message.set_sequence(++sequence_);
     message.set_incarnation(incarnation);
     Push(std::move(message), bytes);
   }
 
-  // What to write now; null: nothing waits, or a write is under way. Stays where it is until
-  // Written.
+  // The message to write now, which stays in the queue until Written. Null: none waits, or a write
+  // is under way.
   const Message* StartNext() {
     if (writing_ || entries_.empty()) return nullptr;
     writing_ = true;
@@ -43,14 +44,14 @@ class PeerQueue {
     queued_bytes_ -= entries_.front().bytes;
     entries_.pop_front();
   }
-  // Forgets everything but what is being written.
+  // Forgets all messages except the one that is being written.
   void Drop() {
     while (entries_.size() > (writing_ ? 1U : 0U)) {
       queued_bytes_ -= entries_.back().bytes;
       entries_.pop_back();
     }
   }
-  // Nothing waits and nothing is being written.
+  // Whether no message waits and none is being written.
   bool idle() const { return entries_.empty(); }
 
  private:
@@ -58,7 +59,7 @@ class PeerQueue {
     Message message;
     size_t bytes;
   };
-  std::deque<Entry> entries_;  // the front is being written if writing_
+  std::deque<Entry> entries_;  // while writing_, the front is being written
   size_t queued_bytes_ = 0;
   uint64_t sequence_ = 0;
   bool writing_ = false;

@@ -75,7 +75,7 @@ class PlanWriter {
     bytes_ = 0;
   }
 
-  // The chunk for something of about `bytes`.
+  // The chunk that takes an entry of about `bytes`.
   v1::PeerPlan* Room(int64_t bytes) {
     if (bytes_ > 0 && bytes_ + bytes > chunk_bytes_) Next();
     bytes_ += bytes;

@@ -1,5 +1,5 @@
-// PeerProgram, from and to the chunks of proto/refitd/v1/peer.proto. The rules are
-// those of reports.h.
+// Converts PeerProgram to and from the chunks of proto/refitd/v1/peer.proto. The rules are those of
+// reports.h.
 #ifndef REFITD_DAEMON_LINK_PROGRAM_H_
 #define REFITD_DAEMON_LINK_PROGRAM_H_
 
@@ -17,13 +17,13 @@ namespace refitd {
 inline constexpr int64_t kMaxPlanSetNodes = int64_t{1} << 22;  // members of all node sets together
 inline constexpr int64_t kMaxReplicaShares = int64_t{1} << 22;
 
-// Chunks of about `chunk_bytes`.
+// Encodes the program in chunks of about `chunk_bytes`.
 std::vector<v1::PeerAnswer> ProgramToWire(const PeerProgram& program, int64_t chunk_bytes);
 
-// Puts the chunks of one PeerProgram together. INVALID_ARGUMENT naming the field.
+// Puts the chunks of one PeerProgram together. INVALID_ARGUMENT names the field at fault.
 class ProgramDecoder {
  public:
-  // nullopt: not the last chunk.
+  // nullopt: the chunk is not the last.
   absl::StatusOr<std::optional<PeerCommand>> Add(const v1::PeerProgram& wire);
   bool idle() const { return !program_.has_value(); }
 

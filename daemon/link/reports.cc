@@ -501,7 +501,7 @@ absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& wire) {
   }
   REFITD_RETURN_IF_ERROR(AtMost(wire.digests_size(), kMaxTensorsPerBucket, "part_done.digests"));
   out.digests.assign(wire.digests().begin(), wire.digests().end());
-  // It is counted, no more, and may be of a method that only the next version knows.
+  // The method is only counted, and may be one that only the next version knows.
   if (wire.has_broadcast()) {
     out.broadcast = BroadcastFromWire(wire.broadcast()).value_or(BroadcastMethod::kDirect);
   }
@@ -593,7 +593,7 @@ absl::StatusOr<PeerWireWaits> ReportOf(const v1::PeerWireWaits& wire) {
 
 // ---- layouts ----
 
-// Without addresses.
+// The layout without addresses.
 Layout StructureOf(const Layout& layout) {
   Layout out = layout;
   out.binding_generation = 0;
@@ -604,8 +604,9 @@ Layout StructureOf(const Layout& layout) {
   return out;
 }
 
-// ValidateLayout judges structure and addresses together: pieces are laid out one behind the other,
-// which is right for any structure. `destination`: why it can't be a destination's, else OK.
+// ValidateLayout judges structure and addresses together, so the pieces are laid out one behind the
+// other, which suits any structure. `destination`: why the layout can't be a destination's, else
+// OK.
 absl::Status ValidateStructure(const Layout& structure, absl::Status* destination) {
   Layout placed = structure;
   int64_t end = 0;
@@ -616,7 +617,7 @@ absl::Status ValidateStructure(const Layout& structure, absl::Status* destinatio
       return Invalid("piece {} has {} strides where its box has {} dimensions", i,
                      piece.strides.size(), piece.box.extent.size());
     }
-    // Also what SpanBytes needs.
+    // SpanBytes needs this check, too.
     for (const int64_t stride : piece.strides) {
       REFITD_RETURN_IF_ERROR(NotNegative(stride, fmt::format("layout.piece_strides of {}", i)));
     }
@@ -661,12 +662,12 @@ bool OfUnknownKind(const v1::PeerMessage& message) {
 
 absl::Status CheckHeaderFits(const std::vector<TensorSpec>& tensors, int64_t message_bytes) {
   constexpr int64_t kVarintBytes = 10;
-  // Per tensor: tags and lengths of name and shape (its own and its dims'), dtype, start, size,
-  // byte offset, bucket range.
+  // For each tensor: tags and lengths of name and shape (its own and its dims'), dtype, start,
+  // size, byte offset, bucket range.
   constexpr int64_t kTensorBytes = 4 + 8 + 1 + 3 * kVarintBytes + 5;
-  // Once: everything else, two bytes a rank of the epoch, and a flag (registered) or an id (staged)
-  // for each of as many engine ranks as one daemon is likely to have. With more, the header itself
-  // may still be refused.
+  // Once: everything else, two bytes for each rank of the epoch, and a flag (registered) or an id
+  // (staged) for each of as many engine ranks as one daemon is likely to have. With more ranks the
+  // header itself may still be refused.
   constexpr int64_t kEngineRanks = 4096;
   constexpr int64_t kIdBytes = 5;
   constexpr int64_t kFixedBytes = 1024 + kIdBytes * kEngineRanks + 2 * kMaxNodes;
@@ -687,7 +688,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
     return LayoutToWire(*layout, message_bytes);
   }
   if (const auto* call = std::get_if<PeerCall>(&report)) {
-    // What the group would refuse must not end the link.
+    // A call that the group would refuse must not end the link.
     if (const auto* bucket = std::get_if<BucketEvent>(&call->event)) {
       REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, message_bytes));
     }
@@ -735,7 +736,7 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   if (absl::Status status = ValidateStructure(complete, &destination); !status.ok()) {
     return Invalid("layout of member {}: {}", member, Message(status));
   }
-  // Here, where no daemon's mutex is held.
+  // Computed here, where no daemon's mutex is held.
   const uint64_t digest = complete.Digest();
   return PeerLayout{member, std::make_shared<const Layout>(std::move(complete)),
                     CallId(layout.call()), std::move(destination), digest};

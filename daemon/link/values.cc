@@ -49,7 +49,7 @@ size_t SequenceBytes(std::string_view text) {
   for (size_t i = 1; i < length; ++i) {
     if ((byte(i) & 0xc0U) != 0x80) return 0;
   }
-  // Overlong forms, surrogates, beyond Unicode.
+  // Refuse overlong forms, surrogates, and values beyond Unicode.
   if (first == 0xe0 && byte(1) < 0xa0) return 0;
   if (first == 0xed && byte(1) > 0x9f) return 0;
   if (first == 0xf0 && byte(1) < 0x90) return 0;

@@ -1,9 +1,9 @@
-// Single values of peer messages: numbers, texts, statuses, slots and lists of tensors, from and to
-// messages, each with its check. reports.cc, commands.cc, hello.cc and program.cc share them; they
-// are private to this folder.
+// Converts single values of peer messages (numbers, texts, statuses, slots, lists of tensors) to
+// and from messages, with their checks. Private to this folder: reports.cc, commands.cc, hello.cc
+// and program.cc share it.
 //
-// Names that end in Of read a value and refuse what is not well-formed with INVALID_ARGUMENT naming
-// `field`; names that begin with Set, or end in ToWire, write one.
+// Functions whose names end in Of read a value, and refuse a malformed one with INVALID_ARGUMENT
+// naming `field`. Functions whose names begin with Set or end in ToWire write a value.
 #ifndef REFITD_DAEMON_LINK_VALUES_H_
 #define REFITD_DAEMON_LINK_VALUES_H_
 
@@ -63,15 +63,16 @@ absl::StatusOr<PartSeq> PartOf(int64_t part, std::string_view field);
 
 absl::StatusOr<Duration> MillisOf(int64_t ms, std::string_view field);
 
-// Rounded up: 0 has a meaning of its own.
+// Rounds up, since 0 has a meaning of its own.
 int64_t MillisToWire(Duration duration);
 
 // ---- texts ----
 
-// Bytes of the UTF-8 sequence at the start of `text`; 0: there is none.
+// The length of the UTF-8 sequence at the start of `text`; 0: there is none.
 size_t SequenceBytes(std::string_view text);
 
-// A message with other bytes in a string would not be read at all.
+// Shortens the text and replaces bytes that are not UTF-8, since a message with such bytes in a
+// string could not be read.
 std::string TextToWire(std::string_view text, size_t max_bytes = kMaxPeerTextBytes);
 
 absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view field,
@@ -89,7 +90,7 @@ void SetStatusOf(const absl::Status& status, Wire* message) {
   if (!status.ok()) SetStatus(status, message->mutable_status());
 }
 
-// Into *out: a StatusOr can't hold a status.
+// Writes to *out, since a StatusOr can't hold a status.
 absl::Status ReadStatus(const v1::PeerStatus& wire, std::string_view field, absl::Status* out);
 
 // ---- slots ----
@@ -113,7 +114,7 @@ absl::StatusOr<std::vector<MemberId>> MembersOf(
 absl::StatusOr<std::vector<bool>> FlagsOf(const google::protobuf::RepeatedField<bool>& wire,
                                           std::string_view field);
 
-// Numbers below `bound`, at most `limit` of them.
+// Numbers below `bound`; at most `limit` of them.
 absl::StatusOr<std::vector<uint32_t>> IndicesOf(
     const google::protobuf::RepeatedField<uint32_t>& wire, int64_t limit, int64_t bound,
     std::string_view field);
@@ -131,7 +132,7 @@ absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& wire,
 
 int64_t BytesOf(const TensorSpec& tensor, const TensorRange& range);
 
-// In the slot, aligned, disjoint.
+// Checks that the offsets lie in the slot, are aligned, and that the ranges do not overlap.
 absl::StatusOr<std::vector<int64_t>> OffsetsOf(const v1::PeerTensors& wire,
                                                const std::vector<TensorSpec>& tensors,
                                                const std::vector<TensorRange>& ranges,
@@ -142,7 +143,7 @@ struct CheckedTensors {
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;
   std::vector<int64_t> byte_offsets;
-  int64_t bytes = 0;  // end of the last, or without offsets what is carried
+  int64_t bytes = 0;  // the end of the last tensor; without offsets, the bytes carried
 };
 
 absl::StatusOr<CheckedTensors> TensorsOf(const v1::PeerTensors& wire, bool has_slot,
@@ -156,7 +157,7 @@ inline constexpr int64_t kMaxSerialisedBytes = std::numeric_limits<int>::max();
 
 absl::Status CheckSize(int64_t bytes, int64_t message_bytes, std::string_view what);
 
-// Sequence and incarnation, and lengths of the messages around.
+// Room for sequence and incarnation, and for the lengths of enclosing messages.
 inline constexpr int64_t kEnvelopeBytes = 64;
 
 absl::Status CheckIncarnation(uint64_t incarnation, std::string_view field);

@@ -1,9 +1,10 @@
-// Every call that is not answered yet: of members, of operators, and of this daemon's own. What a
-// call brought (a bucket, a layout) is kept with it until its answer.
+// Every unanswered call of members, of operators and of this daemon itself. A bucket or layout that
+// came with a call is kept with it until the answer.
 //
 // Invariants
-//  1. A call is answered once: Take removes it, and what comes later for it finds nothing.
-//  2. At most kMaxCalls wait for a machine's answer, and at most kMaxOpening for device memory.
+//  1. A call is answered once: Take removes it, and a second Take finds nothing.
+//  2. At most kMaxCalls calls wait for a machine's answer, and at most kMaxOpening for device
+// memory.
 //  3. A bucket's regions stay while its call is unanswered: IsSource says which are in use (P6).
 //
 // Part of the daemon's state: used under its mutex (turn.h).
@@ -34,7 +35,7 @@ using ReplyFunction = std::function<void(absl::Status, const ReplyPayload&)>;
 class Calls {
  public:
   static constexpr size_t kMaxCalls = 65'536;  // of all members
-  // RegisterRegion, PushBucket with handles, Begin and LeaseSlot on a GPU, of all members.
+  // Of all members: RegisterRegion, PushBucket with handles, and Begin and LeaseSlot on a GPU.
   static constexpr size_t kMaxOpening = 4096;
 
   // A layout that its group's coordinator has not answered yet.
@@ -49,16 +50,16 @@ class Calls {
     std::optional<PendingLayout> layout{};
   };
 
-  // RESOURCE_EXHAUSTED: kMaxCalls are unanswered.
+  // RESOURCE_EXHAUSTED: kMaxCalls calls are unanswered.
   absl::Status Admit() const;
   void Add(CallId id, Call call);
-  // The call without its bucket, to be answered by the caller; nullopt: it was answered before.
+  // The call without its bucket, for the caller to answer; nullopt: it was answered before.
   std::optional<Call> Take(CallId id);
   size_t size() const { return calls_.size(); }
 
-  // Null: it is answered.
+  // The call's group. Null: the call is answered.
   const std::string* GroupOf(CallId id) const;
-  // Null: the call is answered, or brought none.
+  // Null: the call is answered, or came without a bucket.
   const CheckedBucket* BucketOf(CallId id) const;
   // Layouts of the member that are not answered yet.
   std::vector<std::shared_ptr<const Layout>> LayoutsOf(MemberId member) const;
@@ -66,16 +67,16 @@ class Calls {
   bool IsSource(RegionId region) const;
 
   // ---- calls that wait for device memory, before their event enters the group ----
-  // RESOURCE_EXHAUSTED: `most_of_member` of the member wait already, or kMaxOpening of all.
+  // RESOURCE_EXHAUSTED: `most_of_member` calls of the member wait already, or kMaxOpening of all.
   absl::Status AdmitOpening(CallId id, MemberId member, int64_t most_of_member);
-  // Whose call it is, as long as the caller waits; CANCELLED: the caller went away.
+  // The member whose call waits. CANCELLED: the caller went away.
   absl::StatusOr<MemberId> OpeningOf(CallId id) const;
   // The call waits no longer. CANCELLED: the caller went away meanwhile.
   absl::Status EndOpening(CallId id);
-  // The caller went away. Nothing happens if the call does not wait for device memory.
+  // The caller went away. Does nothing if the call does not wait for device memory.
   void NoteGone(CallId id);
 
-  // Aborts the process where an invariant does not hold.
+  // Aborts the process if an invariant does not hold.
   void CheckInvariants() const;
 
  private:
@@ -90,7 +91,7 @@ class Calls {
   };
 
   std::map<CallId, Waiting> calls_;
-  // What few of calls_ brought.
+  // The buckets and layouts that came with some of calls_.
   std::map<CallId, CheckedBucket> buckets_;
   std::map<CallId, PendingLayout> layouts_;
   std::map<CallId, Opening> opening_;

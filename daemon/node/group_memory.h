@@ -1,4 +1,5 @@
-// Memory of one group's members, for the executor. Inside the node only; used under its mutex.
+// Finds the memory of one group's members for the executor. Inside the node only; used under its
+// mutex.
 #ifndef REFITD_DAEMON_NODE_GROUP_MEMORY_H_
 #define REFITD_DAEMON_NODE_GROUP_MEMORY_H_
 

@@ -1,9 +1,10 @@
 // The members of this daemon and the tokens of their leases.
 //
 // Invariants
-//  1. Every member that is not lost has one live token, and every live token is one member's (P9).
-//  2. A token dies with Lose, at once; the record stays until Remove, for copies that still touch
-//     the member's memory (P6, P8).
+//  1. Every member that is not lost has one live token, and every live token belongs to one member
+//     (P9).
+//  2. Lose kills a token at once. The record stays until Remove, for copies that still touch the
+//     member's memory (P6, P8).
 //  3. Ids and tokens are never used twice.
 //
 // Part of the daemon's state: used under its mutex (turn.h).
@@ -23,11 +24,11 @@ namespace refitd {
 
 class Leases {
  public:
-  // Gives the member a token. Its id is not known yet.
+  // Adds a member and gives it a token. The member's id must be new.
   MemberRecord* Add(MemberRecord record);
-  // The lease ends: its token works no more. False: it had ended before.
+  // Ends the lease: its token no longer works. False: it had ended before.
   bool Lose(MemberRecord* member);
-  // Takes the record out. The member exists.
+  // Removes and returns the record. The member must exist.
   MemberRecord Remove(MemberId member);
 
   // Null: there is no such member.
@@ -37,15 +38,15 @@ class Leases {
   size_t size() const { return members_.size(); }
   const std::map<MemberId, MemberRecord>& all() const { return members_; }
 
-  // Whose lease it is. UNAUTHENTICATED: nobody's. PERMISSION_DENIED: a lease that was taken over a
-  // unix socket works for the same user only (P9).
+  // The member whose lease the token is. UNAUTHENTICATED: no lease has it. PERMISSION_DENIED: the
+  // lease was taken over a unix socket, and another user presents it (P9).
   absl::StatusOr<MemberRecord*> Authenticate(const std::string& token, const Peer& peer);
 
-  // Whether the group has a member on a GPU; on that one.
+  // Whether the group has a member on any GPU, or on the given GPU.
   bool HasDevices(const std::string& group) const;
   bool OnDevice(const std::string& group, int ordinal) const;
 
-  // Aborts the process where an invariant does not hold.
+  // Aborts the process if an invariant does not hold.
   void CheckInvariants() const;
 
  private:

@@ -21,7 +21,8 @@
 
 namespace refitd {
 
-// Who is at the other end of a connection: the kernel's word on a unix socket, nothing on TCP.
+// The process at the other end of a connection: known from the kernel on a unix socket, unknown on
+// TCP.
 struct Peer {
   std::optional<PeerCredentials> credentials;
 };
@@ -31,8 +32,8 @@ struct RegionRecord {
   MemorySpan memory;  // keep_alive is the mapping
   Access access = Access::kReadOnly;
   bool on_device = false;
-  // Equal for regions that are the same memory: the memfd's device and inode, or the block's
-  // address. (A VMM allocation that comes twice is mapped twice, unseen.)
+  // Equal for regions of the same memory: the memfd's device and inode, or the block's address. (A
+  // VMM allocation that is registered twice is mapped twice and not recognised.)
   std::string identity;
 };
 
@@ -44,19 +45,19 @@ struct MemberRecord {
   bool lost = false;  // its token is dead; copies may still run
   Peer peer;
   std::string client;
-  Protocol protocol = kProtocol;  // agreed at the hello: what may be said to it
+  Protocol protocol = kProtocol;  // agreed at the hello: the messages that it understands
   std::string device;
-  std::optional<int> ordinal;  // of its GPU; none: host
+  std::optional<int> ordinal;  // ordinal of its GPU; none: its memory is on the host
   std::string instance;        // engines
-  bool staged = false;         // engines: how the weights are delivered
+  bool staged = false;         // engines: delivery is staged
   std::shared_ptr<TrainerSink> trainer_sink;
   std::shared_ptr<EngineSink> engine_sink;
   std::map<RegionId, RegionRecord> regions;
   std::shared_ptr<const Layout> layout;
-  uint64_t incarnation = 0;  // of the group when it attached
+  uint64_t incarnation = 0;  // the group's when the member attached
   WatchHandle watch;
 
-  // Ends its stream, if that was not done before.
+  // Ends the member's stream, unless it has ended already.
   void End(absl::Status status) {
     if (trainer_sink != nullptr) std::exchange(trainer_sink, nullptr)->End(std::move(status));
     if (engine_sink != nullptr) std::exchange(engine_sink, nullptr)->End(std::move(status));

@@ -1,10 +1,10 @@
 // Regions: the memory that members share with this daemon.
 //
 // Invariants
-//  1. At most the limits' regions, of one member and of all.
-//  2. No memory is two regions of one engine: two tensors could lie in the same bytes, unseen by
-//     ValidateLayout.
-//  3. A region that a layout or an unanswered bucket uses is not taken (P6).
+//  1. No member has more regions than its limit, and all members together no more than theirs.
+//  2. An engine registers the same memory once only: otherwise two tensors could lie in the same
+//     bytes, which ValidateLayout would not see.
+//  3. A region that a layout or an unanswered bucket uses can't be taken away (P6).
 //
 // Part of the daemon's state: used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_MEMORY_H_
@@ -26,7 +26,7 @@ namespace refitd {
 
 struct RegionLimits {
   int of_member = 4096;
-  // Of all members: a process has 65,530 mappings by default (vm.max_map_count).
+  // All members' together: a process has 65,530 mappings by default (vm.max_map_count).
   int of_daemon = 16'384;
 };
 
@@ -34,22 +34,22 @@ class Memory {
  public:
   explicit Memory(const RegionLimits& limits) : limits_(limits) {}
 
-  // Whether the member may have one more region; of this identity, unless that is empty.
-  // RESOURCE_EXHAUSTED: a limit; ALREADY_EXISTS: the engine has that memory as a region.
+  // Whether the member may have one more region, with this identity (empty: none is known).
+  // RESOURCE_EXHAUSTED: a limit is reached. ALREADY_EXISTS: the engine has a region of that memory.
   absl::Status Admit(const MemberRecord& member, const std::string& identity) const;
   RegionId Add(MemberRecord* member, RegionRecord region);
-  // Out of the member's regions. Unmapped where the result goes, which must not be under the mutex.
-  // NOT_FOUND; FAILED_PRECONDITION: it is in use.
+  // Takes a region away from the member. The region is unmapped when the result is destroyed, which
+  // must not happen under the mutex. NOT_FOUND: no such region. FAILED_PRECONDITION: it is in use.
   absl::StatusOr<RegionRecord> Take(MemberRecord* member, RegionId region, const Calls& calls);
-  // All regions of a member whose copies have ended.
+  // Takes all regions of a member whose copies have ended.
   std::map<RegionId, RegionRecord> TakeAll(MemberRecord* member);
 
-  // A region is being opened on another thread, until EndOpening. RESOURCE_EXHAUSTED:
-  // Calls::kMaxOpening are.
+  // Counts a region that is being opened on another thread, until EndOpening. RESOURCE_EXHAUSTED:
+  // Calls::kMaxOpening regions are being opened.
   absl::Status BeginOpening();
   void EndOpening();
 
-  // Aborts the process where an invariant does not hold.
+  // Aborts the process if an invariant does not hold.
   void CheckInvariants(const Leases& leases) const;
 
  private:

@@ -1,5 +1,5 @@
-// The daemon's heart: groups, members, leases, memory; where events meet state machines and actions
-// meet the world.
+// The daemon's heart: groups, members, leases and memory. Here events reach the state machines, and
+// their actions are carried out.
 //
 //   services (gRPC) --calls--> Node, a Turn --events--> GroupMachine (pure)
 //   Executor, wire, links, member streams, replies <--effects-- Node <--actions-- GroupMachine
@@ -9,18 +9,19 @@
 //   node_calls.cc     a trainer's calls
 //   node_memory.cc    regions, staging pools, the descriptor socket
 //   node_device.cc    members on GPUs: their devices, device memory, a lost GPU
-//   node_actions.cc   events in, actions out
+// node_actions.cc   hands events to machines, performs their actions
 //   node_peers.cc     other daemons and the wire
 //   node_programs.cc  compiled refits: plans, node programs, their steps
-//   node_operator.cc  what operators ask
+// node_operator.cc  operators' calls
 //
-// One mutex serialises all state machines, and guards the state: Calls, Leases, Memory, each
-// group's Pools, Watchers (a class a file), and what is still here. A Turn holds it. Nothing under
-// it blocks: transports have their own threads, plans are made and device memory is opened and
-// closed on threads of their own, streams have their own queues; replies run, events and log lines
-// are written after it was released. P6: a member's mappings are dropped only on ReleaseMember, and
-// every copy holds its own reference. P8: a lost member's token dies at once, its record with its
-// last copy. P9: a lease is bound to the credentials that attached.
+// One mutex serialises all state machines and guards the state: Calls, Leases, Memory, Peers,
+// Watchers and each group's Pools (a class a file), and the state that this class keeps itself. A
+// Turn holds the mutex. Nothing under the mutex blocks: transports have their own threads; plans,
+// and the opening and closing of device memory, have theirs; streams have queues. Replies run, and
+// events and log lines are written, after the mutex was released. P6: a member's mappings are
+// dropped only on ReleaseMember, and every copy holds its own reference. P8: a lost member's token
+// dies at once, its record with its last copy. P9: a lease is bound to the credentials that
+// attached.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_NODE_H_
@@ -77,85 +78,87 @@
 
 namespace refitd {
 
-// GPUs that this daemon serves.
+// The GPUs that this daemon serves.
 struct DeviceOptions {
-  std::shared_ptr<CudaMemory> memory;     // null: none; else the transport moves what it opens
-  std::string detail = "not asked for";   // versions found, or why none are served; for people
-  NcclReport nccl;                        // which the transport has; of no meaning without memory
+  // Null: no GPUs are served. Otherwise the transport moves memory that this has opened.
+  std::shared_ptr<CudaMemory> memory;
+  std::string detail = "not asked for";   // versions found, or why no GPUs are served; for people
+  NcclReport nccl;                        // the transport's NCCL; meaningless without memory
   std::shared_ptr<DeviceWire> wire;       // between daemons; null: none
-  std::string no_wire = "not asked for";  // why there is none, for people
+  std::string no_wire = "not asked for";  // why there is no wire; for people
 };
 
 struct NodeOptions {
-  std::string daemon_id = "refitd";  // unique among the daemons of a group; the order of wire locks
-  std::string advertise;  // HOST:PORT that members name to mean this daemon; may be empty
+  std::string daemon_id = "refitd";  // unique in a group; wire locks are taken in its order
+  std::string advertise;             // HOST:PORT by which members name this daemon; may be empty
   GroupLimits group;
   PeerLimits peers;
   int64_t default_slot_bytes = int64_t{64} << 20;
   int default_slots = 4;
-  int64_t max_pool_bytes = int64_t{16} << 30;  // all groups' staging together, on each device
+  int64_t max_pool_bytes = int64_t{16} << 30;  // staging slots of all groups, on each device
   int64_t max_region_bytes = kMaxRegionBytes;  // of one region
   int64_t inline_bytes = int64_t{4} << 20;     // of one PushBucket
   int64_t message_bytes = int64_t{8} << 20;    // of any message
-  // With so many, the one that had no member for the longest makes room for another.
+  // When this many groups exist, a new one replaces the group that has had no member for longest.
   int max_groups = 64;
   int max_members = 4096;  // of all groups, and of daemons that joined groups of this one
-  // A group without a member is given up after so long; never while an update runs.
+  // A group without a member is dropped after this time; never while an update runs.
   Duration group_idle = std::chrono::minutes(10);
   int max_regions_per_member = 4096;
-  int max_regions =
-      16'384;  // of all members: a process has 65,530 mappings by default (vm.max_map_count)
-  std::string descriptor_socket;  // path, told to members
+  // Of all members: a process has 65,530 mappings by default (vm.max_map_count).
+  int max_regions = 16'384;
+  std::string descriptor_socket;  // its path, which members are told
   DeviceOptions cuda;
-  NodeObserver* observer = nullptr;  // outlives the node; null: nobody counts
+  NodeObserver* observer = nullptr;  // outlives the node; null: none
 };
 
 // Dials a coordinator (PeerLink::Dial with the daemon's credentials).
 using PeerDialer = std::function<std::unique_ptr<PeerLink>(PeerDial, PeerLinkCallbacks)>;
 
-// As a ReplyFunction.
+// Called once, as a ReplyFunction is.
 template <typename Response>
 using ResponseFunction = std::function<void(const absl::StatusOr<Response>&)>;
 using LayoutReply = ResponseFunction<v1::LayoutRegistered>;
 
 class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
  public:
-  // `processes` must outlive the node. Without `wire` and `dialer` the daemon serves groups of its
-  // own members only.
+  // `processes` must outlive the node. Without `wire` and `dialer` the daemon serves only groups
+  // whose members are all its own.
   Node(NodeOptions options, std::unique_ptr<Transport> transport, ProcessWatch* processes,
        std::unique_ptr<Wire> wire = nullptr, PeerDialer dialer = nullptr);
   // Ends the links and waits for their last callbacks.
   ~Node() override;
 
   // ---- membership ----
-  // The sink gets Welcome, or End with the reason. MemberGone may be called at any time after.
+  // The sink gets Welcome, or End with the reason. MemberGone may be called at any time afterwards.
   MemberId AttachTrainer(const v1::TrainerHello& hello, const Peer& peer,
                          std::shared_ptr<TrainerSink> sink);
   MemberId AttachEngine(const v1::EngineHello& hello, const Peer& peer,
                         std::shared_ptr<EngineSink> sink);
   void MemberGone(MemberId member, const std::string& reason);
-  // As MemberGone, by the member's own word: its sink ends with OK, and whoever saw that end may
-  // attach in its place.
+  // As MemberGone, but the member itself asked for it: its sink ends with OK, and whoever has seen
+  // that end may attach in the member's place.
   void MemberDetached(MemberId member);
   void Ready(MemberId member, const v1::Ready& ready);
   void Ack(MemberId member, const v1::Ack& ack);
   void Failed(MemberId member, const v1::Failed& failed);
-  // OK: the lease is a rank's of that role. Lets a stream be refused before its chunks are
+  // OK: the lease is that of a rank of that role. Called to refuse a stream before its chunks are
   // collected.
   absl::Status CheckTrainerLease(const v1::Lease& lease, const Peer& peer);
   absl::Status CheckEngineLease(const v1::Lease& lease, const Peer& peer);
-  // Reply once, as a ReplyFunction does: OK when the group's coordinator has it. Where that is
-  // another daemon, its loss (PeerLimits::peer) and the end of the lease answer too (P4).
+  // Reply once, as a ReplyFunction does: OK when the group's coordinator has the layout. If the
+  // coordinator is another daemon, its loss (PeerLimits::peer) and the end of the lease are answers
+  // too (P4).
   void RegisterTrainerLayout(CallId call, const v1::Lease& lease, const Peer& peer, Layout layout,
                              LayoutReply reply);
   void RegisterEngineLayout(CallId call, const v1::Lease& lease, const Peer& peer, Layout layout,
                             LayoutReply reply);
 
   // ---- regions: each replies once ----
-  // Device memory; opened on a thread for that.
+  // Registers device memory, which is opened on a thread of its own.
   void RegisterRegion(const v1::RegisterRegionRequest& request, const Peer& peer, bool engine,
                       ResponseFunction<v1::RegisterRegionResponse> reply);
-  // A region of any kind; replies when it is closed.
+  // Releases a region of any kind; replies when it is closed.
   void ReleaseRegion(const v1::ReleaseRegionRequest& request, const Peer& peer, bool engine,
                      ResponseFunction<v1::ReleaseRegionResponse> reply);
 
@@ -186,7 +189,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   absl::StatusOr<v1::ListMembersResponse> ListMembers(const v1::ListMembersRequest& request);
   absl::StatusOr<v1::GetUpdateStatisticsResponse> GetUpdateStatistics(
       const v1::GetUpdateStatisticsRequest& request);
-  // Watches until StopWatching; the sink's End comes from the node only with until_idle.
+  // Watches until StopWatching. The node itself ends the sink only with until_idle.
   absl::StatusOr<uint64_t> Watch(const v1::WatchUpdatesRequest& request,
                                  std::shared_ptr<UpdateSink> sink);
   void StopWatching(uint64_t watch);
@@ -205,59 +208,61 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) override;
 
   // ---- life ----
-  // The GPUs can't be used any more: running updates of groups with members on them are given up
-  // (what was written counts as dirty, P2). The caller ends the daemon.
+  // The GPUs can't be used any more: running updates of groups with members on GPUs are given up
+  // (bytes written count as dirty, P2). The caller then ends the daemon.
   void DevicesLost(const absl::Status& why);
-  // No new updates; members are told. Running ones go on.
+  // Opens no new update and tells members. Running updates go on.
   void Drain();
-  // Waits until no update runs, at most until `deadline`; then aborts what still runs (its calls
-  // are answered) and ends every stream with UNAVAILABLE.
+  // Waits until no update runs, at most until `deadline`. Then aborts updates that still run,
+  // answers their calls, and ends every stream with UNAVAILABLE.
   void Finish(TimePoint deadline);
-  // Finish waits no longer for running updates.
+  // Makes Finish wait no longer for running updates.
   void Hurry();
-  // What status shows: "unix:PATH", "tcp:HOST:PORT".
+  // Sets the listeners that status shows, as "unix:PATH" or "tcp:HOST:PORT".
   void SetListeners(std::vector<std::string> listeners);
-  // True if the mutex can be had: for the watchdog.
+  // Whether the mutex can be had; for the watchdog.
   bool Alive();
-  // Aborts the process where an invariant of the state does not hold: for tests.
+  // Aborts the process if an invariant of the state does not hold; for tests.
   void CheckInvariants();
-  // Views of updates that were made for watchers so far: what watching costs.
+  // How many views of updates were made for watchers so far: the cost of watching.
   int64_t watched_views();
 
  private:
-  // An open end of a communicator.
+  // This daemon's open end of a communicator.
   struct EpochRecord {
-    EpochId id;               // the wire's
-    bool on_devices = false;  // of the wire over GPU memory
-    int ordinal = -1;         // on_devices: of its GPU; -1: its slots are being made
+    EpochId id;               // the wire's id
+    bool on_devices = false;  // belongs to the wire over GPU memory
+    // With on_devices: the GPU's ordinal; -1: its slots are being made.
+    int ordinal = -1;
   };
   struct GroupRecord {
-    uint64_t id = 0;  // never reused: what comes late is told from it
+    uint64_t id = 0;  // never reused, so that late callbacks can be told apart
     std::unique_ptr<GroupMachine> machine;
-    // One of the two, owned by `machine`.
+    // One of the two is set; both are owned by `machine`.
     Coordinator* coordinator = nullptr;
     Follower* follower = nullptr;
     std::string coordinator_address;  // follower
-    std::unique_ptr<PeerLink> link;   // follower; null: lost, or a pause
-    // Follower: the coordinator has not taken this daemon in yet. Members wait for it in waiting_,
-    // at least one; tries to join follow each other for as long as one of them waits.
+    std::unique_ptr<PeerLink> link;   // follower; null: lost, or waiting to redial
+    // Follower: the coordinator has not accepted this daemon yet. At least one member waits in
+    // waiting_; as long as one does, tries to join follow each other.
     bool joining = false;
-    uint64_t dial = 0;                // the number of the last try: what earlier ones say is old
-    bool dialled_spec = false;        // it brings a spec, and so makes the group
-    TimePoint dialled_until;          // without one it waits so long for the group
-    std::optional<TimePoint> redial;  // no try is under way: the next begins then
-    absl::Status refusal;             // why there is a pause
-    // Coordinator: since when it has had no member; none: it has some, or an update runs.
+    uint64_t dial = 0;  // the number of the last try; callbacks of earlier tries are ignored
+    bool dialled_spec =
+        false;                // the try carries a spec, with which the coordinator makes the group
+    TimePoint dialled_until;  // without a spec: how long the try waits for the group
+    std::optional<TimePoint> redial;  // set between tries: when the next try begins
+    absl::Status refusal;             // why the last try failed
+    // Coordinator: since when it has had no member. None: it has members, or an update runs.
     std::optional<TimePoint> empty_since;
     std::map<EpochId, EpochRecord> epochs;  // by the machine's id, while open
     // The staging slots. Those in host memory are made when a member first needs them. Those on a
     // GPU are made before a staged rank there is welcomed, when a trainer there first leases or
-    // maps, or for a Begin whose buckets may be broadcast through slots; they are given up with the
-    // last member there. The wire's GPU keeps its slots as long as a member is on any GPU or an
-    // update runs.
+    // maps one, or for a Begin whose buckets may be broadcast through slots; they are given up with
+    // the last member on that GPU. The wire's GPU keeps its slots as long as a member is on any GPU
+    // or an update runs.
     Pools pools;
-    // Engine ranks that attach have to have a pool on their GPU: while Begin calls make theirs, and
-    // where the running update's buckets may be broadcast.
+    // Engine ranks that attach must have a pool on their GPU while Begin calls are making pools,
+    // and while the running update's buckets may be broadcast.
     int preparing_begins = 0;
     bool broadcasts = false;
     bool wants_pools() const {
@@ -268,18 +273,19 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
     uint64_t replace_incarnation = 0;
     int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
   };
-  // A member that waits for its group: to be created here, or for this daemon to join the
-  // coordinator.
+  // A member that waits for its group: until the group is created here, or until this daemon has
+  // joined the coordinator.
   struct Waiting {
     MemberRecord record;
     GroupEvent attached;
-    TimePoint deadline;                 // of its own wait for the group
-    bool waits = true;                  // false: the group must exist, or be made by its spec
-    std::string coordinator;            // empty: here
-    std::optional<v1::GroupSpec> spec;  // with a coordinator: what it would make the group with
+    TimePoint deadline;       // when the member is no longer willing to wait
+    bool waits = true;        // false: the group must exist, or the member's spec makes it
+    std::string coordinator;  // empty: this daemon
+    // With a coordinator: the spec with which the group would be made.
+    std::optional<v1::GroupSpec> spec;
   };
-  // An engine rank that waits until its group has a pool on its GPU: it reads parts there, or an
-  // update that is being opened broadcasts.
+  // An engine rank that waits until its group has a pool on its GPU: to read parts there, or
+  // because an update that is being opened broadcasts.
   struct Pooling {
     MemberRecord record;
     GroupEvent attached;
@@ -289,22 +295,22 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
 
   static absl::Status NoGroup(const std::string& name);
   GroupRecord* FindGroup(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // `trainers`: the world size of the trainer rank that would make it; one that can't join makes
-  // nothing.
+  // `trainers`: the world size of the trainer rank that asks for the group. If that rank could not
+  // join, no group is made.
   absl::StatusOr<GroupRecord*> MakeGroup(const std::string& name, const v1::GroupSpec& wire,
                                          std::optional<int> trainers, bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& wire) const;
   // OK: the group is one of max_groups, and its pool of `spec` (null: not known yet) fits beside
-  // the others'. Gives up groups without members for that, the longest empty first; none where that
-  // would not do. RESOURCE_EXHAUSTED.
+  // the others'. To make room, drops groups without members, the longest empty first; drops none if
+  // that would not make enough room. RESOURCE_EXHAUSTED otherwise.
   absl::Status MakeRoom(const std::string& name, const GroupSpec* spec, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether nobody has anything to do with a group of this daemon's.
+  // Whether the group, which this daemon coordinates, has no members and nobody that waits for it.
   bool Empty(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // After any event of the group: notes since when it is empty, and gives its pool back.
+  // Called after every event of the group: notes since when it is empty and gives its pool back.
   void NoteEmpty(GroupRecord* group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A group without members. `why` is for the log.
+  // Deletes a group without members. `why` is for the log.
   void DropGroup(const std::string& name, std::string_view why, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropExpired(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -314,34 +320,35 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   template <typename HelloMessage, typename Sink, typename Identity>
   MemberId Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
                   absl::StatusOr<Identity> identity);
-  // Or refuses it. At once, or when its GPU has the pool that it needs.
+  // Lets the member enter the group, at once or when its GPU has the pool that it needs; or refuses
+  // it.
   void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Admit(MemberRecord record, GroupEvent attached, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status EnsurePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The member, if it may have one more region, of this identity if one is given.
+  // The member, if it may have one more region. `identity`: of the region's memory, if not empty.
   absl::StatusOr<MemberRecord*> AdmitRegion(const std::string& token, const Peer& peer,
                                             const std::string& identity)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Out of the records, unless it is in use. Unmapped where what is returned goes: not under the
-  // mutex.
+  // Removes the region from the records, unless it is in use. The region is unmapped when the
+  // result is destroyed, which must not happen under the mutex.
   absl::StatusOr<RegionRecord> TakeRegion(MemberRecord* member, RegionId region)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // Calls `closed` when it is closed, or when only copies that still run hold it.
+  // Calls `closed` when the region is closed, or when only running copies still hold it.
   void CloseRegion(RegionRecord region, std::function<void()> closed);
 
   // Members on GPUs.
-  // Answers behind the closing of whatever the caller, on regions_thread_ or elsewhere, has let go
-  // of, or lets go of in this job.
+  // Runs `answer` after the closing of all regions that the caller, on regions_thread_ or
+  // elsewhere, has let go or lets go in this job.
   void AnswerClosed(std::function<void()> answer);
-  // The ordinal of a hello's device; none: host.
+  // The GPU that a hello names, by ordinal; none: host.
   absl::StatusOr<std::optional<int>> DeviceOf(const std::string& name) const;
   absl::Status CheckDevices(const GroupRecord& group, const MemberRecord& record) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What is to be opened for the request.
+  // The device memory that the request asks to open.
   struct DeviceHandle {
     int ordinal = 0;
     bool engine = false;
@@ -352,32 +359,33 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
                                            const Peer& peer, bool engine)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<RegionRecord> OpenDevice(const DeviceHandle& handle) const;
-  // Device memory as a region; its mapping is closed on regions_thread_, wherever it is let go.
+  // Makes device memory a region. Its mapping is closed on regions_thread_, wherever the region is
+  // destroyed.
   RegionRecord DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const;
   absl::StatusOr<RegionId> RegisterVmm(const Token& token, const PeerCredentials& peer, UniqueFd fd,
                                        int64_t bytes);
-  // A call that waits on regions_thread_ for device memory: at most outstanding_buckets a member.
+  // Counts a call that waits on regions_thread_ for device memory: at most outstanding_buckets a
+  // member.
   absl::Status AdmitOpening(CallId call, MemberId member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status OpeningWanted(CallId call);
   absl::Status EndOpening(CallId call);
   // Staging pools on GPUs.
-  // On regions_thread_. OK: the group of this id has a pool on the device, which has a member of
-  // it.
+  // Runs on regions_thread_. OK: the group with this id has a pool on the GPU, and a member there.
   absl::Status MakeDevicePool(const std::string& group, uint64_t id, int ordinal);
   bool OnDevice(const std::string& group, int ordinal) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The rank enters once the pool is there; or is refused.
+  // Lets the rank enter once the pool is there, or refuses it.
   void AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndPooling(MemberId member, absl::Status made);
-  // Of a rank that is not in pooling_ any more and was not admitted.
+  // For a rank that has left pooling_ without being admitted.
   void EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Unless a member is on that GPU, or it is the wire's.
+  // Drops the pool, unless a member is on that GPU or the GPU is the wire's.
   void DropPool(GroupRecord* group, int ordinal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Once a member on that GPU has gone.
+  // Called when a member on that GPU has gone.
   void DropUnused(GroupRecord* group, int ordinal, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A pool that is to be made before a call of this member goes on.
+  // A pool that must be made before a call of the member can go on.
   struct MissingPool {
     std::string group;
     uint64_t id = 0;
@@ -388,12 +396,12 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   // Broadcasts through slots. OK: the method can serve updates that this rank begins.
   absl::Status CheckBroadcast(const MemberRecord& trainer, BroadcastMethod method)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether kAuto could gain by slots.
+  // Whether kAuto could gain anything by slots.
   bool CouldGain(const MemberRecord& trainer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // GPUs of the trainer and of the group's engines that have none.
+  // Pools to make: on GPUs of the trainer and of the group's engines that have none.
   std::vector<MissingPool> MissingFor(const MemberRecord& trainer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What a Begin needs before its event may enter the group.
+  // The pools that a Begin needs before its event may enter the group.
   struct BeginNeeds {
     BroadcastMethod broadcast = BroadcastMethod::kDirect;
     bool slots = false;  // on the GPUs
@@ -403,12 +411,12 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   };
   absl::StatusOr<BeginNeeds> NeedsOf(CallId call, const v1::BeginRequest& request, const Peer& peer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // On regions_thread_. Not OK: the call is not wanted any more, or a pool could not be made.
+  // Runs on regions_thread_. Not OK: the call is not wanted any more, or a pool could not be made.
   absl::Status MakePools(CallId call, const std::vector<MissingPool>& missing);
   absl::StatusOr<BeginEvent> MakeBegin(CallId call, const v1::BeginRequest& request,
                                        const MemberRecord& member)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // `slots`: the pools are there.
+  // `slots`: the pools that it needs are made.
   void BeginOpened(CallId call, const v1::BeginRequest& request, const Peer& peer,
                    ReplyFunction reply, bool slots);
   absl::StatusOr<PoolHandle> HandleOf(const MemberRecord& member)
@@ -425,9 +433,9 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
 
   absl::StatusOr<MemberRecord*> Authenticate(const v1::Lease& lease, const Peer& peer, bool engine)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Authenticates and hands `event(member)` to the member's group, with `reply` waiting under
-  // `call`. `push`: the bucket that `event` checked, kept with
-  // the call; a push lets others go ahead.
+  // Authenticates, and hands `event(member)` to the member's group with `reply` waiting under
+  // `call`. `push`: the bucket that `event` checked, which is kept with the call; a push lets other
+  // callers go ahead.
   void TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
                    const std::string& request_id, ReplyFunction reply,
                    const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event,
@@ -442,7 +450,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
                                                   bool engine, const Layout& layout)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // Feeds one event and performs the actions that come of it.
+  // Feeds one event to the machine and performs its actions.
   void Dispatch(Turn& turn, const std::string& group, const MachineEvent& event) override;
   void Drained() override;
   void Perform(GroupRecord* group, MachineAction action, Turn& turn)
@@ -451,7 +459,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   StartTransfer WithoutTheGone(StartTransfer start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformTransfer(GroupRecord* group, StartTransfer start, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // `status`: what came of the slots that it waited for.
+  // `status`: whether the slots that the transfer waited for could be made.
   void PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformVerify(GroupRecord* group, const StartVerify& verify, Turn& turn)
@@ -459,7 +467,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   void Count(const GroupRecord& group, const UpdateEnded& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // Compiled refits.
+  // ---- compiled refits ----
   void PerformCompile(const GroupRecord& group, CompileProgram a)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformBuild(const GroupRecord& group, BuildProgram a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -467,10 +475,10 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Binds the moves that come after a comparison, while that runs.
+  // Binds the moves that follow a comparison while the comparison runs.
   void BindAhead(const GroupRecord& group, const StartMoves& compare)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // On a binder's thread: binds them, unless that was done ahead, and submits them.
+  // Runs on a binder's thread: binds the moves, unless they were bound ahead, and submits them.
   void BindMoves(const std::string& name, uint64_t id,
                  const std::shared_ptr<Executor::Moves>& moves);
   void SubmitMoves(const std::string& name, uint64_t id,
@@ -486,10 +494,11 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   absl::StatusOr<GroupRecord*> Follow(const std::string& name, const std::string& address,
                                       const std::optional<v1::GroupSpec>& spec, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether the spec, with what it leaves to a default as the group has it, is the group's.
+  // Whether the spec is the group's, where fields left to a default match any value.
   absl::Status CheckSameSpec(const std::string& name, const v1::GroupSpec& wire,
                              const GroupSpec& known) const;
-  // Joining. A try brings the spec of a member that waits, if one has any, and the longest wait.
+  // Joining. A try carries the spec of a waiting member, if one has a spec, and the longest wait of
+  // all.
   bool AwaitsJoin(const Waiting& waiting, const GroupRecord& group) const;
   void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up);
@@ -497,20 +506,20 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LinkSays(const std::string& name, uint64_t id, uint64_t dial, PeerCommand command);
   void LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl::Status status);
-  // The try has failed: refuses those whom that concerns, and tries again for the others.
+  // The try failed: refuses the members that this concerns, and tries again for the others.
   void JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StopJoining(GroupRecord* group, const absl::Status& status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // If the daemon is joining for nobody any more.
+  // Stops joining if no member waits for it any more.
   void StopJoiningIfUnwanted(const std::string& name, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // When a waiting member is refused; none: the try to join that is under way decides.
+  // When a waiting member is refused; none: the running try to join decides.
   std::optional<TimePoint> ExpiryOf(const Waiting& waiting) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RefuseLateMembers(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RedialIfDue(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // For callbacks of links and wire: nothing happens if that record of the group is gone.
+  // For callbacks of links and wires. Does nothing if that record of the group is gone.
   void GroupEventOf(const std::string& name, uint64_t id, MachineEvent event);
   void DropFollower(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitPeer(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -523,26 +532,26 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static std::optional<EpochRecord> WireEpoch(const GroupRecord& group, EpochId epoch);
   Wire* WireOf(const EpochRecord& epoch) const;
-  // Whether the epoch can move what is in the group's slots.
+  // Whether the epoch can move bytes of the group's slots.
   static bool ReachesSlots(const EpochRecord& epoch, const GroupRecord& group);
-  // Whether the group is of several daemons.
+  // Whether the group has several daemons.
   bool Spans(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether what this daemon has of a group of several daemons can cross to the others. `entering`:
-  // with this member, which is about to come; null: as it is.
+  // Whether the members that this daemon has of a group of several daemons can exchange bytes with
+  // the others. `entering`: counts this member too, which is about to enter; null: no member.
   absl::Status CheckSpanning(const std::string& group, const MemberRecord* entering) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // For a rank whose group another daemon coordinates: answered by SlotsMade.
+  // For a rank whose group another daemon coordinates. Answered by SlotsMade.
   void PerformMakeSlots(const GroupRecord& group, const MakeSlots& a)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Where the slots are that cross daemons: host memory, or the pool of the wire's GPU
-  // (Pools::wire), which has to be made first (LacksWirePool).
+  // Makes the slots that cross to other daemons: in host memory, or in the pool of the wire's GPU
+  // (Pools::wire), which must exist already (LacksWirePool).
   absl::Status EnsureWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool LacksWirePool(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // `then` follows under the mutex; not where the group is gone.
+  // `then` is called under the mutex, unless the group is gone.
   using WirePoolFunction = std::function<void(GroupRecord*, absl::Status made, Turn& turn)>;
   void MakeWirePool(const GroupRecord& group, WirePoolFunction then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // P8: of a group without members on GPUs.
+  // P8: for a group without members on GPUs.
   void DropWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -551,12 +560,12 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   void PerformConnect(GroupRecord* group, ConnectEpoch a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformClose(GroupRecord* group, const CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // P8: of a coordinator, those over GPUs whose slots went.
+  // P8: on a coordinator, closes epochs over GPUs whose slots are gone.
   void GiveUpEpochs(const GroupRecord& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformWire(GroupRecord* group, const StartWire& a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendWelcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // `end`: what the member's sink ends with.
+  // `end`: the status that the member's sink ends with.
   void Gone(MemberId member, const std::string& reason, const absl::Status& end);
   void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -587,7 +596,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   std::atomic<uint64_t> next_member_{1};
   std::atomic<uint64_t> next_update_{1};
 
-  // Filled under mutex_, so that lines have the order of what they tell.
+  // Filled under mutex_, so that lines have the order of their events.
   const std::shared_ptr<LogQueue> log_ = std::make_shared<LogQueue>();
 
   PushTurns pushes_;
@@ -604,31 +613,32 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   uint64_t next_group_ ABSL_GUARDED_BY(mutex_) = 1;
   Calls calls_ ABSL_GUARDED_BY(mutex_);
   Watchers watchers_ ABSL_GUARDED_BY(mutex_);
-  int links_ ABSL_GUARDED_BY(mutex_) = 0;  // dialled, on_lost not told yet
+  int links_ ABSL_GUARDED_BY(mutex_) = 0;  // dialled, and on_lost not called yet
   CondVar links_cond_;
   TimePoint timer_wakes_ ABSL_GUARDED_BY(mutex_) = TimePoint::max();  // until when the timer sleeps
   std::vector<std::string> listeners_ ABSL_GUARDED_BY(mutex_);
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   bool hurrying_ ABSL_GUARDED_BY(mutex_) = false;
-  bool stops_ ABSL_GUARDED_BY(mutex_) = false;  // what is given up from now on, the end gives up
+  // Finish aborts updates from now on; metrics count these as given up by the drain.
+  bool stops_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  // Opens device memory and closes what regions hold. Whoever lets a device's region go uses it,
-  // be it after the node.
+  // Opens device memory and closes regions' mappings. A device's region uses the thread wherever it
+  // is destroyed, even after the node.
   const std::shared_ptr<JobThreads> regions_thread_ =
       std::make_shared<JobThreads>("refitd-regions");
   Executor executor_ ABSL_GUARDED_BY(mutex_);
 
-  // Stopped by the destructor's body: their jobs use what is below. Binding has threads of its
-  // own: a step of an update does not wait for another group's plan, and local moves are bound
-  // while replicas are compared and rounds are packed.
-  // Two: while a group's plan takes its seconds, those of the others take turns on the other one.
+  // Stopped in the destructor's body, since their jobs use the members below. Binding has threads
+  // of its own, so that a step of an update does not wait for another group's plan, and local moves
+  // are bound while replicas are compared and rounds are packed. There are two planner threads:
+  // while one group's plan takes seconds, other groups' plans take turns on the other thread.
   JobThreads planner_{"refitd-planner", 2};
   JobThreads binder_{"refitd-binder"};
   JobThreads local_binder_{"refitd-local"};
   JobThreads opener_{"refitd-opener"};  // epochs over GPU memory
 
   std::thread timer_;
-  // Last: destroyed first, after its jobs ended; their callbacks still find the rest.
+  // Destroyed first, since they come last: their callbacks then still find the other members.
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Wire> wire_;  // null: none
 };

@@ -1,9 +1,9 @@
-// Daemons that join groups of this one: those that wait for their group, and those that have
-// joined, a session each.
+// Daemons that join groups of this daemon: those that wait until their group exists, and those that
+// have joined. Each has one session.
 //
 // Invariants
-//  1. A session waits, or is one node's of one group, or has ended.
-//  2. Nodes are numbered once in the daemon's life.
+//  1. A session waits, or belongs to one node of one group, or has ended.
+//  2. A node number is given once in the daemon's life.
 //  3. At most kMaxWaiting daemons wait, each until its deadline (P4).
 //
 // Part of the daemon's state: used under its mutex (turn.h).
@@ -30,35 +30,35 @@ class Peers {
  public:
   static constexpr size_t kMaxWaiting = 1024;
 
-  // A daemon that waits for a group.
+  // A daemon that waits until its group exists.
   struct Waiting {
     v1::PeerHello hello;
     std::string address;
     std::shared_ptr<PeerSession> session;
     TimePoint deadline;
   };
-  // Whose a session is, once it joined.
+  // The group and node that a session belongs to.
   struct Joined {
     std::string group;
     NodeId node;
   };
 
   // ---- daemons that wait for their group ----
-  // RESOURCE_EXHAUSTED: kMaxWaiting do.
+  // RESOURCE_EXHAUSTED: kMaxWaiting daemons wait already.
   absl::Status AdmitWaiting() const;
   void Wait(Waiting peer) { waiting_.push_back(std::move(peer)); }
-  // A daemon that dials anew for a group has given its earlier link up, which may be heard of
-  // later: that one waits no longer.
+  // A daemon that dials again for a group has given its earlier link up, though that link's end may
+  // not have been heard yet: the earlier session waits no longer.
   void ForgetEarlier(const Waiting& peer);
-  // Those of the group, in the order in which they came.
+  // Daemons that wait for the group, in the order in which they came.
   std::vector<Waiting> TakeWaiting(const std::string& group);
   void RefuseLate(TimePoint now);
   void RefuseAllWaiting(const absl::Status& status);
-  // The first deadline of those that wait; nullopt: none does.
+  // The first deadline of a waiting daemon; nullopt: none waits.
   std::optional<TimePoint> NextDeadline() const;
 
   // ---- daemons that have joined ----
-  // As a node that had no other session before.
+  // Makes the session a node that had no other session before.
   NodeId Join(const std::string& group, std::shared_ptr<PeerSession> session);
   // nullopt: the session has not joined, or has ended.
   std::optional<Joined> Find(uint64_t session) const;
@@ -66,16 +66,17 @@ class Peers {
   std::shared_ptr<PeerSession> SessionOf(const std::string& group, NodeId node) const;
   // Whether a daemon has joined the group.
   bool Any(const std::string& group) const;
-  // Ends the node's session. Nothing happens if it has left.
+  // Ends the node's session. Does nothing if the node has left.
   void End(const std::string& group, NodeId node, const absl::Status& status);
-  // Ends the sessions of a group that is deleted.
+  // Ends the sessions of a deleted group.
   void EndGroup(const std::string& group, const absl::Status& status);
-  // The session is over, whether it waited or had joined. What it was of, if it had joined.
+  // The session is over, whether it waited or had joined. Returns its group and node, if it had
+  // joined.
   std::optional<Joined> Remove(uint64_t session);
   // Ends all sessions.
   void EndAll(const absl::Status& status);
 
-  // Aborts the process where an invariant does not hold.
+  // Aborts the process if an invariant does not hold.
   void CheckInvariants() const;
 
  private:
@@ -83,7 +84,7 @@ class Peers {
 
   std::vector<Waiting> waiting_;
   std::map<uint64_t, Joined> joined_;         // by session
-  std::map<std::string, Sessions> sessions_;  // by group; none without a session
+  std::map<std::string, Sessions> sessions_;  // by group; no empty entries
   uint32_t next_ = 1;
 };
 

@@ -1,10 +1,10 @@
-// Who gets a mutex next when some callers are many and in no hurry.
+// Orders the callers of a mutex when some of them are many and in no hurry.
 //
 // A trainer may have hundreds of pushes under way, each with some tenths of a millisecond of work
-// under the node's mutex, and a mutex goes to whoever asks at the right moment, not to who waited
-// longest. Measured: with 30 pushes at once the end of a transfer waited 6 ms for the mutex, in
-// which all slots were full and the links idle (docs/decisions.md). So pushes come one at a time,
-// and let those go ahead who free slots: these wait for one push at most.
+// under the node's mutex, and a mutex is not fair: it goes to the caller that asks at the right
+// moment. Measured: with 30 pushes at once, the end of a transfer waited 6 ms for the mutex, in
+// which all slots were full and the links idle (docs/decisions.md). So pushes take the mutex one at
+// a time and let callers that free slots go ahead, which then wait for at most one push.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_PUSH_TURNS_H_
@@ -30,13 +30,13 @@ class PushTurns {
     Go();
   }
 
-  // Whether somebody waits in LockAhead.
+  // Whether a caller waits in LockAhead.
   bool AnyAhead() {
     MutexLock lock(&gate_);
     return ahead_ > 0;
   }
 
-  // The place of one push, to be held while it takes the mutex and has it.
+  // The place of one push. Held while the push waits for the mutex and while it has it.
   class Push {
    public:
     explicit Push(PushTurns* turns) : lock_(&turns->one_) { turns->LetAhead(); }
@@ -46,7 +46,7 @@ class PushTurns {
   };
 
  private:
-  // P4: whoever comes ahead without end does not keep pushes off.
+  // P4: an endless row of callers ahead must not keep pushes off for longer than this.
   static constexpr auto kLongest = std::chrono::milliseconds(10);
 
   void Come() {
@@ -64,7 +64,7 @@ class PushTurns {
     }
   }
 
-  Mutex one_;  // before gate_
+  Mutex one_;  // taken before gate_
   Mutex gate_;
   CondVar none_ahead_;
   int ahead_ ABSL_GUARDED_BY(gate_) = 0;

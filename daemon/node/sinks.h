@@ -14,16 +14,17 @@ class TrainerEvent;
 class UpdateStatus;
 }  // namespace v1
 
-// One stream of events. Events go out in the order of Queue and Send, which are called under the
-// daemon's mutex, as End is: none of them waits for the reader. End comes last, once.
+// One stream of events. Events go out in the order of Queue and Send. Queue, Send and End are
+// called under the daemon's mutex, so none of them waits for the reader. End is called last, and
+// once.
 template <typename Event>
 class EventSink {
  public:
   virtual ~EventSink() = default;
   virtual void Send(Event event) = 0;
   virtual void End(absl::Status status) = 0;
-  // Send in two steps: what is queued is written by the next Flush, Send or End. Flush is called
-  // without the daemon's mutex, on any thread, also after End: writing takes system calls.
+  // Send in two steps: the next Flush, Send or End writes what was queued. Flush may be called on
+  // any thread and after End, but not under the daemon's mutex, since writing takes system calls.
   virtual void Queue(Event event) { Send(std::move(event)); }
   virtual void Flush() {}
 };

@@ -1,16 +1,16 @@
-// One turn at the daemon's state: whoever reads or changes what the daemon's mutex guards takes a
-// Turn, or is handed the Turn& of its caller.
+// One turn at the daemon's state. Code that reads or changes state under the daemon's mutex takes a
+// Turn, or is handed its caller's Turn&.
 //
 // A turn holds the mutex from its constructor to its destructor, which
 //   1. drains the events that were posted and not handled yet, still under the mutex;
 //   2. releases the mutex;
-//   3. runs the effects of the turn, in a fixed order: commands to other daemons and events to
-//      engines, on which an update waits; then answers to calls; then events to trainers, for which
-//      nobody waits; then log lines; last what takes long, as unmapping memory does.
-// So nothing is written, answered or unmapped under the mutex.
+//   3. runs the effects of the turn in a fixed order: commands to other daemons and events to
+//      engines, which updates wait for; answers to calls; events to trainers, which nobody waits
+//      for; log lines; and slow work, such as unmapping memory.
+// So no stream is written, no call answered and no memory unmapped under the mutex.
 //
-// An event goes to one group's machine (TurnHost::Dispatch), and may bring events of any group:
-// these are posted, and handled in the order of posting.
+// An event goes to one group's machine (TurnHost::Dispatch) and may cause events for any group.
+// Those are posted, and handled in the order of posting.
 //
 // A turn belongs to the thread that made it.
 #ifndef REFITD_DAEMON_NODE_TURN_H_
@@ -37,12 +37,12 @@ namespace refitd {
 
 class Turn;
 
-// Who handles the events of turns. Both functions are called under the mutex of the turn.
+// Handles the events of turns. Both functions are called under the mutex of the turn.
 class TurnHost {
  public:
   virtual ~TurnHost() = default;
-  // Hands the event to the group's machine and performs what the machine decides. Not reentrant: an
-  // event that comes of it is posted to `turn`.
+  // Hands the event to the group's machine and performs the machine's actions. Not reentrant:
+  // events that an action causes are posted to `turn`.
   virtual void Dispatch(Turn& turn, const std::string& group, const MachineEvent& event) = 0;
   // Some events were handled, and no more are posted.
   virtual void Drained() = 0;
@@ -50,11 +50,11 @@ class TurnHost {
 
 class ABSL_SCOPED_LOCKABLE Turn {
  public:
-  // When this turn comes, beside the others that wait.
+  // The order in which turns that wait get the mutex.
   enum class Order : uint8_t {
     kAny,
-    kAhead,  // before all pushes: what frees slots, and members' events
-    kPush,   // one push at a time, behind those that go ahead
+    kAhead,  // before all pushes; for calls that free slots, and members' events
+    kPush,   // one push at a time, after those ahead
   };
 
   Turn(TurnHost* host, Mutex* mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex);
@@ -65,9 +65,9 @@ class ABSL_SCOPED_LOCKABLE Turn {
   Turn& operator=(const Turn&) = delete;
 
   // ---- events ----
-  // Handled by the next Drain, or at the end of the turn.
+  // The event is handled by the next Drain, or at the end of the turn.
   void Post(std::string group, MachineEvent event);
-  // Handles all that was posted. Within Dispatch it does nothing: the turn drains already.
+  // Handles all posted events. Does nothing within Dispatch, since the turn drains already.
   void Drain();
   // Post and Drain.
   void Handle(std::string group, MachineEvent event);
@@ -78,7 +78,7 @@ class ABSL_SCOPED_LOCKABLE Turn {
   void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
   void Answer(std::function<void()> answer) { answers_.push_back(std::move(answer)); }
   void Write(const std::shared_ptr<LogQueue>& log) { log_ = log; }
-  // What nobody waits for and takes long.
+  // Slow work that nobody waits for.
   void Last(std::function<void()> run) { last_.push_back(std::move(run)); }
 
  private:
@@ -86,7 +86,7 @@ class ABSL_SCOPED_LOCKABLE Turn {
 
   TurnHost* const host_;
   Mutex* const mutex_;
-  std::optional<PushTurns::Push> push_;  // held beside the mutex by a push
+  std::optional<PushTurns::Push> push_;  // a push holds this beside the mutex
   bool draining_ = false;
   std::deque<std::pair<std::string, MachineEvent>> events_;
   std::vector<std::shared_ptr<PeerSession>> sessions_;

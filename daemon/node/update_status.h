@@ -1,4 +1,4 @@
-// An update as operators see it, as a message.
+// Converts the view of an update into the message that operators get.
 #ifndef REFITD_DAEMON_NODE_UPDATE_STATUS_H_
 #define REFITD_DAEMON_NODE_UPDATE_STATUS_H_
 

@@ -1,12 +1,12 @@
-// Who watches updates: operators' tools that are sent each change of an update's state, and its
+// Watchers of updates: operators' tools that are sent each change of an update's state, and its
 // progress at the interval that they asked for.
 //
 // Invariants
-//  1. A watcher is sent each change once: an update's mark that was sent is not sent again, but for
-//     the progress of a running update.
-//  2. What an update was before a watcher came is history: only later changes are sent.
-//  3. One view of an update serves all watchers that are told at the same time, and none is made
-//     where nobody is told: views of large groups are costly.
+//  1. A watcher is sent each change once: an update's mark is not sent again, except for the
+//     progress of a running update.
+//  2. A watcher is sent only changes that happen after it came, and updates that run when it comes.
+//  3. One view of an update serves all watchers that are told at the same time, and no view is made
+//     if no watcher is told: views of large groups are costly.
 //
 // Part of the daemon's state: used under its mutex (turn.h).
 #ifndef REFITD_DAEMON_NODE_WATCHERS_H_
@@ -42,25 +42,26 @@ class Watchers {
     bool until_idle = false;
   };
 
-  // The watcher's id; it is told at once of updates that run. RESOURCE_EXHAUSTED: kMaxWatchers.
+  // Returns the watcher's id and tells it at once of updates that run. RESOURCE_EXHAUSTED:
+  // kMaxWatchers.
   absl::StatusOr<uint64_t> Add(Wish wish, std::shared_ptr<UpdateSink> sink, const Machines& all,
                                TimePoint now);
   void Remove(uint64_t watcher) { watchers_.erase(watcher); }
-  // The group was deleted: another of that name is new to everybody.
+  // The group was deleted: a later group of that name is new to every watcher.
   void Forget(const std::string& group);
   void EndAll(const absl::Status& status);
 
   bool empty() const { return watchers_.empty(); }
-  // Something in the group changed: tells those who watch it.
+  // Something in the group changed: tells its watchers.
   void Changed(const GroupMachine& group, const Machines& all, TimePoint now);
-  // Tells the progress of running updates to those whose interval has passed.
+  // Tells the progress of running updates to watchers whose interval has passed.
   void Progress(const Machines& all, TimePoint now);
-  // When the next interval has passed; nullopt: nobody watches.
+  // When the next interval has passed; nullopt: there is no watcher.
   std::optional<TimePoint> NextDue() const;
-  // Made so far: what watching costs.
+  // How many views were made so far: the cost of watching.
   int64_t views() const { return views_; }
 
-  // Aborts the process where an invariant does not hold.
+  // Aborts the process if an invariant does not hold.
   void CheckInvariants() const;
 
  private:
@@ -74,10 +75,10 @@ class Watchers {
     }
   };
 
-  // `view`: of the group's update, made by the first who is told. `due`: progress is told too.
+  // `view`: of the group's update, made for the first watcher told. `due`: progress is told too.
   void Tell(Watcher* watcher, const GroupMachine& group, std::optional<UpdateView>* view, bool due,
             TimePoint now);
-  // Ends a watcher for whom nothing runs any more; false: it goes on.
+  // Ends a watcher if no update that it watches runs any more. False: it goes on.
   static bool EndIfIdle(const Watcher& watcher, const Machines& all);
 
   std::map<uint64_t, Watcher> watchers_;
