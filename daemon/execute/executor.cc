@@ -13,8 +13,9 @@
 namespace refitd {
 namespace {
 
-// The pieces of a part as a layout for the planner, and bound to their memory. Piece i of both is
-// the same box; its byte offset is 0, so that a move's source offset is relative to the piece.
+// The pieces of a part, as a layout for the planner and bound to their memory. Piece i of both is
+// the same box. Its byte offset in the layout is 0, so that a move's source offset is relative to
+// the piece.
 struct BoundSource {
   std::shared_ptr<Layout> layout = std::make_shared<Layout>();
   std::vector<BoundPiece> pieces;
@@ -84,14 +85,14 @@ const std::optional<SlotGrant>& GrantOf(const StartTransfer& start) {
   return start.source_slot.has_value() ? start.source_slot : start.fill_slot;
 }
 
-// Whether the slot was granted for a broadcast alone: nobody is handed it, and it crosses to no
-// other daemon.
+// Whether the slot was granted for a broadcast alone: no staged rank is handed it, and it crosses
+// to no other daemon.
 bool SlotIsSpare(const StartTransfer& start) {
   return start.broadcast != BroadcastMethod::kDirect && start.staged.empty();
 }
 
-// Where the part has to be packed for those that it will be handed to: the slot on each of their
-// devices, but for where it is the source.
+// The slots to pack the part into for staged ranks and the wire: one in each place that reads it,
+// except the place that is the source.
 absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
                                                     const MemoryResolver& memory) {
   std::vector<MemorySpan> slots;
@@ -117,7 +118,7 @@ absl::StatusOr<std::vector<MemorySpan>> SlotsToFill(const StartTransfer& start,
   return slots;
 }
 
-// Of a source piece's first element in a slot.
+// The offset in a slot of a source piece's first element.
 int64_t SlotOffset(const PartContent& content, const BoundSource& source, uint32_t piece) {
   const BoundPiece& of = source.pieces[piece];
   const uint32_t r = source.range_of_piece[piece];
@@ -125,7 +126,7 @@ int64_t SlotOffset(const PartContent& content, const BoundSource& source, uint32
          (FirstIndex(of.box, of.shape) - content.ranges[r].start) * ElementBytes(of.dtype);
 }
 
-// Adds the slot as one more destination: packed as the part's content says.
+// Adds the slot as one more destination, packed as the part's content says.
 void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_data,
              Transfer* transfer) {
   const auto slot_index = static_cast<uint32_t>(transfer->destinations.size());
@@ -138,7 +139,8 @@ void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_d
     transfer->program.bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
     slot_pieces.push_back(std::move(piece));
   }
-  // Keep all moves of one source piece together: the transport reads each chunk once for all its
+  // Keeps all moves of one source piece together: the transport then reads each chunk once for all
+  // its destinations.
   // destinations.
   std::vector<CopyMove>& moves = transfer->program.moves;
   moves.insert(moves.end(), slot_moves.begin(), slot_moves.end());
@@ -147,7 +149,7 @@ void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_d
   });
 }
 
-// Binds the pieces that the program writes, and only those; rewrites the moves to index them.
+// Binds only the pieces that the program writes, and rewrites the moves to index them.
 // originals[d][i] is the layout's index of bound piece i.
 absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& memory,
                               Transfer* transfer, std::vector<std::vector<uint32_t>>* originals) {
@@ -183,7 +185,7 @@ absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& 
 
 // ---- broadcasts through slots ----
 
-// What each device other than the source's is to receive.
+// How many bytes each device other than the source's is to receive.
 BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
                      const MemoryResolver& memory) {
   const std::optional<int> source = memory.DeviceOf(start.trainer);
@@ -197,7 +199,7 @@ BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
     const DType dtype = transfer.destinations[move.destination][move.destination_piece].dtype;
     add(start.destinations[move.destination], ElementCount(move.box) * ElementBytes(dtype));
   }
-  // One slot on each device, however many read it.
+  // Each device has one slot, however many ranks read it.
   std::set<std::optional<int>> filled;
   for (const MemberId reader : start.staged) {
     if (filled.insert(memory.DeviceOf(reader)).second) add(reader, start.content->bytes);
@@ -205,7 +207,7 @@ BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
   return load;
 }
 
-// How the part's bytes go. What is not on devices goes directly.
+// The method by which the part's bytes go: kDirect unless they are on GPUs.
 absl::StatusOr<BroadcastMethod> MethodOf(const StartTransfer& start, const CheckedBucket& bucket,
                                          const Transfer& transfer, const MemoryResolver& memory,
                                          const Transport& transport) {
@@ -216,11 +218,11 @@ absl::StatusOr<BroadcastMethod> MethodOf(const StartTransfer& start, const Check
   const BroadcastLoad load = LoadOf(start, transfer, memory);
   if (start.broadcast == BroadcastMethod::kAuto) return FastestBroadcast(load, transport);
   REFITD_RETURN_IF_ERROR(transport.CanBroadcast(start.broadcast));
-  // With the source's device alone there is nobody to send to.
+  // If all receivers are on the source's device, there is nothing to broadcast.
   return load.direct_bytes.empty() ? BroadcastMethod::kDirect : start.broadcast;
 }
 
-// The slot on every device that needs the part, but for where it is the source.
+// Lists the slot on every device that needs the part, except where it is the source.
 absl::StatusOr<Broadcast> BroadcastOf(const StartTransfer& start, BroadcastMethod method,
                                       const BoundSource& source, const Transfer& transfer,
                                       const MemoryResolver& memory) {
@@ -334,7 +336,7 @@ absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bu
                             done = std::move(done)](TransferResult result) mutable {
         result_base.status = std::move(result.status);
         result_base.bytes_written = std::move(result.bytes_written);
-        result_base.bytes_written.resize(destinations);  // slots, if any, are last
+        result_base.bytes_written.resize(destinations);  // slots, if any, come last
         const bool in_layout = result.failed_destination < static_cast<int>(destinations);
         result_base.failed_destination = in_layout ? result.failed_destination : -1;
         result_base.source_digests.resize(ranges);
@@ -391,11 +393,11 @@ void Executor::Finished(Moved* moved) {
 
 // ---- compiled refits ----
 
-// A transport tells a step's digests for the same pieces in every run: which these are is worked
-// out once, outside the node's mutex. Thread-safe.
+// A transport reports a step's digests for the same pieces in every run. Which pieces these are is
+// worked out once, outside the node's mutex. Thread-safe.
 class Executor::StepSums {
  public:
-  // `originals` as BoundStep's. A piece may be told in several shares.
+  // `originals`: as in BoundStep. A piece may be reported in several shares.
   void Fill(const std::vector<PieceDigest>& told,
             const std::vector<std::vector<uint32_t>>& originals, Moved* moved) {
     if (told.empty()) return;
@@ -409,7 +411,7 @@ class Executor::StepSums {
   struct Order {
     std::vector<std::pair<uint32_t, uint32_t>> told;  // destination, bound piece
     Pieces pieces;
-    std::vector<uint32_t> places;  // in `pieces`, of each that was told
+    std::vector<uint32_t> places;  // by reported piece: its index in `pieces`
     bool IsOf(const std::vector<PieceDigest>& other) const {
       return std::equal(told.begin(), told.end(), other.begin(), other.end(),
                         [](const auto& a, const PieceDigest& b) {
@@ -443,7 +445,7 @@ class Executor::StepSums {
   }
 
   Mutex mutex_;
-  std::shared_ptr<const Order> order_ ABSL_GUARDED_BY(mutex_);  // of the last run
+  std::shared_ptr<const Order> order_ ABSL_GUARDED_BY(mutex_);  // order of the last run
 };
 
 class Executor::Moves {
@@ -452,7 +454,7 @@ class Executor::Moves {
   const StartMoves start;
   ProgramMemory memory;
   std::shared_ptr<const Prepared> prepared;  // null: not bound yet
-  bool released = false;                     // a member of it, since; not Bind's
+  bool released = false;  // a member was released since Resolve; Bind does not touch it
 };
 
 bool Executor::IsBound(const Moves& moves) { return moves.prepared != nullptr; }
@@ -538,7 +540,7 @@ void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Mo
                        }
                        if (destinations > 0)
                          prepared->sums->Fill(result.expected, prepared->originals, &moved);
-                       prepared.reset();  // P8: whoever is told may close the memory
+                       prepared.reset();  // P8: the receiver of `done` may close the memory
                        done(std::move(moved));
                      });
 }
@@ -583,7 +585,8 @@ void Executor::Forget(UpdateId update) {
   DropUnused();
 }
 
-// What was never written (engine-only tensors; the group checks cover) has nothing to agree with.
+// A piece that was never written (engine-only tensors; the group checks coverage) has no expected
+// digest and is not read.
 Executor::Written Executor::WrittenIn(const StartVerify& verify) {
   const auto skipped = [&verify](uint32_t d) {
     return d >= verify.destinations.size() ||
@@ -593,7 +596,7 @@ Executor::Written Executor::WrittenIn(const StartVerify& verify) {
   const bool none_skipped =
       std::find(verify.skip_destination.begin(), verify.skip_destination.end(), true) ==
       verify.skip_destination.end();
-  // A step's alone: in the same order in every version, ascending.
+  // If one step wrote everything, its list is ascending and the same object in every version.
   const bool of_step =
       sums.pieces != nullptr && (sums.pieces->empty() || !skipped(sums.pieces->back().first));
   if (of_step && none_skipped) return {sums.pieces, sums.digests};
@@ -614,7 +617,7 @@ Executor::Written Executor::WrittenIn(const StartVerify& verify) {
 
 absl::StatusOr<std::shared_ptr<const PreparedReadback>> Executor::PrepareReadback(
     const StartVerify& verify, std::shared_ptr<const Pieces> pieces, const MemoryResolver& memory) {
-  // Regions that a layout names stay as long as the layout, and with it the index.
+  // Regions that a layout names live as long as the layout, and the layout as long as the index.
   for (const KeptReadback& kept : kept_readbacks_) {
     if (kept.index.lock() == verify.index && kept.destinations == verify.destinations &&
         (kept.pieces == pieces || *kept.pieces == *pieces)) {

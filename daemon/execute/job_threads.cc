@@ -21,13 +21,13 @@ void JobThreads::Submit(uint64_t owner, std::function<void()> job) {
   if (stopping_) return;
   Queue& queue = queues_[owner];
   queue.jobs.push_back(std::move(job));
-  if (queue.running || queue.jobs.size() > 1) return;  // it has its turn, or waits for it
+  if (queue.running || queue.jobs.size() > 1) return;  // the owner has its turn, or waits for it
   turns_.push_back(owner);
   changed_.NotifyOne();
 }
 
 void JobThreads::Stop() {
-  // What dropped jobs hold goes after the mutex.
+  // Dropped jobs are destroyed after the mutex was released, with all that they hold.
   std::vector<std::deque<std::function<void()>>> dropped;
   {
     MutexLock lock(&mutex_);
@@ -59,7 +59,7 @@ void JobThreads::Work() {
       queue.jobs.pop_front();
     }
     job();
-    job = nullptr;  // what it holds goes before its owner's next one begins
+    job = nullptr;  // destroyed before its owner's next job begins
     MutexLock lock(&mutex_);
     const auto queue = queues_.find(owner);
     queue->second.running = false;

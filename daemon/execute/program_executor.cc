@@ -23,7 +23,8 @@ bool WritesDestinations(MoveStep step) {
 }
 bool UsesSlot(MoveStep step) { return step == MoveStep::kPack || step == MoveStep::kUnpack; }
 
-// Bytes from the first element of a piece to that of `box`, a part of it.
+// Bytes from the first element of a piece to the first element of `box`, which lies inside the
+// piece.
 int64_t Distance(const Box& from, const Dims& strides, const Box& box, int64_t element_bytes) {
   int64_t elements = 0;
   for (size_t d = 0; d < box.offset.size(); ++d) {
@@ -64,7 +65,7 @@ absl::StatusOr<BoundPiece> BindPiece(const Layout& layout, const Piece& piece,
       tensor.name};
 }
 
-// A piece of the program's layout, and the same of the layout in force.
+// A piece of the program's layout, and the same piece of the layout in force.
 struct PiecePair {
   const Piece* compiled = nullptr;
   const Piece* in_force = nullptr;
@@ -134,12 +135,12 @@ class Binder {
 
   struct Known {
     const Piece* compiled = nullptr;
-    uint32_t index = 0;  // in its list
+    uint32_t index = 0;  // index in its list
   };
-  // By member, then piece of its layout: its index and one; 0: not bound yet.
+  // By member, then piece of its layout: 1 + the bound piece's index; 0: not bound yet.
   using KnownPieces = std::vector<std::vector<uint32_t>>;
 
-  // The piece, bound once and added to `list`.
+  // Returns the piece; binds it and adds it to `list` the first time.
   static absl::StatusOr<Known> Bind(uint32_t member, uint32_t piece,
                                     const std::vector<LocalMember>& compiled,
                                     const std::vector<std::shared_ptr<const Layout>>& in_force,
@@ -206,7 +207,7 @@ class Binder {
     return absl::OkStatus();
   }
 
-  // The chunk's place in the slot.
+  // The address of a chunk in the slot.
   absl::StatusOr<char*> Chunk(int64_t offset, int64_t bytes) const {
     if (bytes <= memory_.slot.bytes && offset <= memory_.slot.bytes - bytes) {
       return memory_.slot.data + offset;
@@ -222,7 +223,7 @@ class Binder {
                  program_.rounds);
   }
 
-  // The next source piece is a part of that section.
+  // Notes that the next source piece is a part of that section.
   void AddSection(uint32_t peer, uint32_t section) {
     std::vector<SectionDigest>& sections = result_.sections;
     if (sections.empty() || sections.back().peer != peer || sections.back().section != section) {
@@ -239,7 +240,7 @@ class Binder {
     transfer.want_source_digests = start_.verification != Verification::kOff;
     const std::vector<RoundLeg> round = program_.Round(start_.round);
     const std::vector<ExchangeLeg> legs = program_.Legs(start_.round);
-    std::vector<BoundPiece> pieces;  // whole ones
+    std::vector<BoundPiece> pieces;  // whole pieces
     for (size_t i = 0; i < round.size(); ++i) {
       if (round[i].bytes_out == 0 || Skipped(start_.skip_peer, round[i].peer)) continue;
       REFITD_ASSIGN_OR_RETURN(char* const chunk, Chunk(legs[i].out_offset, legs[i].bytes_out));
@@ -302,8 +303,8 @@ class Binder {
     return absl::OkStatus();
   }
 
-  // Pieces of one layout by the plan's tensor, in their order. Those of other tensors than the
-  // plan's are left out.
+  // Pieces of one layout, in order, by the plan's number of their tensor. Pieces of tensors that
+  // the plan does not have are left out.
   using Holdings = ByTensor<const Piece*>;
   Holdings HoldingsOf(const Layout& layout,
                       const absl::flat_hash_map<std::string_view, uint32_t>& number_of) const {
@@ -341,7 +342,8 @@ class Binder {
     }
     std::vector<std::optional<Holdings>> holdings(program_.sources.size());
     result_.transfer.source.reserve(bound_.replicas->size());
-    uint32_t hashed = static_cast<uint32_t>(bound_.plan->tensors.size());  // of tensor_hash: none
+    // the tensor that tensor_hash is of; at first none
+    uint32_t hashed = static_cast<uint32_t>(bound_.plan->tensors.size());
     uint64_t tensor_hash = 0;
     for (const ReplicaShare& share : *bound_.replicas) {
       if (share.tensor != hashed && share.tensor < bound_.plan->tensors.size()) {

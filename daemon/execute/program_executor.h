@@ -54,7 +54,7 @@ struct BoundStep {
   std::vector<uint32_t> section_of_piece;
 };
 
-// INTERNAL: lists of the bound program that disagree in length, or a member or region that is gone.
+// INTERNAL: lists of the bound program differ in length, or a member or region is gone.
 absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const MemoryResolver& memory);
 
 // FAILED_PRECONDITION: a layout in force has another structure than the program's, or a rank does

@@ -11,7 +11,7 @@
 namespace refitd {
 namespace {
 
-// From the kernel, so that a token can't be guessed (P9).
+// Random bytes from the kernel, so that a token can't be guessed (P9).
 std::string RandomToken() {
   std::string token(sizeof(Token), '\0');
   REFITD_CHECK(getrandom(token.data(), token.size(), 0) == static_cast<ssize_t>(token.size()));

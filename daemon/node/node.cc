@@ -14,7 +14,7 @@ namespace {
 
 constexpr Duration kNoWakeLimit = std::chrono::hours(1);
 
-// Sorted, unique.
+// The spec's unwanted tensors, sorted and without repeats.
 absl::StatusOr<std::vector<std::string>> CheckUnwanted(const v1::GroupSpec& spec) {
   const auto& wire = spec.unwanted_tensors();
   const auto prefixes = std::count_if(wire.begin(), wire.end(),
@@ -68,7 +68,7 @@ Node::~Node() {
   std::unique_ptr<Wire> wire;
   std::shared_ptr<DeviceWire> device_wire;
   {
-    // What copies that still run would send finds no epoch any more.
+    // Copies that still run find no epoch to send on any more.
     MutexLock lock(&mutex_);
     for (const auto& [name, group] : groups_) group->epochs.clear();
     wire = std::move(wire_);
@@ -188,7 +188,8 @@ void Node::NoteEmpty(GroupRecord* group, Turn& turn) {
   if (group->empty_since.has_value()) return;
   group->empty_since = Now();
   if (!group->pools.has_host()) return;
-  // P8. It is made again for the next member that needs it; unmapped after the mutex.
+  // P8: the pool is given back, and made again for the next member that needs it. It is unmapped
+  // after the mutex was released.
   turn.Last([host = std::make_shared<Pools::Host>(group->pools.TakeHost())] { *host = {}; });
 }
 
@@ -199,7 +200,7 @@ void Node::DropGroup(const std::string& name, std::string_view why, Turn& turn) 
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
   peers_.EndGroup(name, absl::AbortedError("the group was deleted"));
   watchers_.Forget(name);
-  // Its pool is unmapped after the mutex.
+  // The group's pool is unmapped after the mutex was released.
   turn.Last(
       [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
   groups_.erase(it);
@@ -213,7 +214,7 @@ void Node::DropExpired(TimePoint now, Turn& turn) {
     if (Empty(*group)) {
       expired.push_back(name);
     } else {
-      group->empty_since = now;  // somebody is about to enter
+      group->empty_since = now;  // a member is about to enter
     }
   }
   for (const std::string& name : expired) {
@@ -250,7 +251,7 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
   }
   if (GroupRecord* found = FindGroup(name); found != nullptr) {
     if (found->follower != nullptr) return Followed(*found);
-    // How many trainers there are is what they say when they attach: the group compares.
+    // The spec's trainer_ranks are not compared: the group compares them when trainers attach.
     if (EqualButTrainers(found->machine->spec(), spec)) return found;
     const GroupSpec& has = found->machine->spec();
     return Error(absl::StatusCode::kFailedPrecondition,
@@ -272,7 +273,7 @@ absl::StatusOr<Node::GroupRecord*> Node::MakeGroup(const std::string& name,
   coordinator.next_update = [this] { return UpdateId(next_update_++); };
   coordinator.next_member = [this] { return MemberId(next_member_++); };
   coordinator.next_call = [this] { return NewCall(); };
-  // The machine asks while it handles an event, hence under the mutex.
+  // The machine asks while it handles an event, so the mutex is held.
   coordinator.admit_remote = [this] {
     mutex_.AssertHeld();
     return CheckMembers();
@@ -380,7 +381,7 @@ void Node::Finish(TimePoint deadline) {
     }
   }
   Turn turn(this, &mutex_);
-  // Copies are finite; their end is what clean-up waits for (P6).
+  // Clean-up waits for running copies, which end by themselves (P6).
   const TimePoint cleanup = Now() + options_.group.cleanup_limit;
   while (AnyUpdateRuns() && Now() < cleanup) idle_cond_.WaitUntil(&mutex_, cleanup);
   std::vector<MemberId> all;

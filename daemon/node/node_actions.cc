@@ -1,4 +1,4 @@
-// Where events meet the state machines and actions meet the world: replies, streams, copies,
+// Hands events to the state machines and performs their actions: replies, streams, copies,
 // collectives.
 #include <algorithm>
 #include <utility>
@@ -54,8 +54,8 @@ void Node::Drained() {
   if (!AnyUpdateRuns()) idle_cond_.NotifyAll();
 }
 
-// Performs one action of the group's machine. std::visit calls it, so that the analysis of locks
-// sees each of its functions, and not the call.
+// Performs one action of the group's machine. The functions are called by std::visit, which the
+// analysis of locks does not follow, so each names its lock itself.
 struct Node::Performer {
   Node* node;
   GroupRecord* group;
@@ -77,7 +77,7 @@ struct Node::Performer {
     member->trainer_sink->Queue(std::move(event));
     turn.Flush(member->trainer_sink);
   }
-  // Committed, Aborted and Draining mean the same to both roles.
+  // Committed, Aborted and Draining have the same fields for both roles.
   template <typename Fill>
   void SendEither(MemberId id, Fill fill) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     MemberRecord* member = Find(id);
@@ -139,8 +139,8 @@ struct Node::Performer {
   void operator()(CompileProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->PerformCompile(*group, std::move(a));
   }
-  void operator()(StartCompare&) {}  // the coordinator's
-  void operator()(StartRefit&) {}    // the coordinator's
+  void operator()(StartCompare&) {}  // the coordinator performs it
+  void operator()(StartRefit&) {}    // the coordinator performs it
   void operator()(BuildProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->PerformBuild(*group, std::move(a));
   }
@@ -154,14 +154,14 @@ struct Node::Performer {
     node->Erase(a.member, turn);
   }
   void operator()(UpdateAssembled&) {}
-  void operator()(NodeOutOfUpdate&) {}  // the coordinator's
+  void operator()(NodeOutOfUpdate&) {}  // the coordinator performs it
   void operator()(UpdateAbandoned&) {}
-  void operator()(CleanUpOverdue&) {}  // the coordinator's
+  void operator()(CleanUpOverdue&) {}  // the coordinator performs it
   void operator()(UpdateEnded& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->executor_.Forget(a.update);
     node->DropWirePool(group);
     node->GiveUpEpochs(*group, turn);
-    // Unknown: this daemon's share of an update, which its coordinator counts.
+    // Unknown: this daemon had a share only; the coordinator counts the update.
     if (a.outcome == Outcome::kUnknown) return;
     group->broadcasts = false;
     node->Count(*group, a);
@@ -236,7 +236,7 @@ void Node::Perform(GroupRecord* group, MachineAction action, Turn& turn) {
   std::visit([&performer](auto& kind) { std::visit(performer, kind); }, action);
 }
 
-// What another daemon's member packed or will read lies in host memory here.
+// Slots that another daemon's member packed or will read lie in host memory here.
 bool Node::UsesHostPool(const StartTransfer& start) const {
   const auto on_host = [this](MemberId id) {
     mutex_.AssertHeld();
@@ -250,7 +250,7 @@ bool Node::UsesHostPool(const StartTransfer& start) const {
   return slot && std::any_of(start.staged.begin(), start.staged.end(), on_host);
 }
 
-// A joined daemon erases members at once; a transfer that was put off may name some of them still.
+// A joined daemon erases members at once, so a transfer that was put off may still name one.
 StartTransfer Node::WithoutTheGone(StartTransfer start) const {
   const auto gone = [this](MemberId id) {
     mutex_.AssertHeld();
@@ -293,7 +293,7 @@ void Node::PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status
                                      d.failed_destination, d.source_digests, d.broadcast});
     };
     const GroupMemory memory(leases_, *group);
-    // A call of 0: the part came from another daemon into the slot.
+    // A call of 0: another daemon sent the part, which is in the slot.
     if (start.bucket_call == CallId()) {
       status = executor_.Start(start, Executor::SlotBucket(start), memory, done);
     } else if (const CheckedBucket* bucket = calls_.BucketOf(start.bucket_call);
@@ -315,7 +315,7 @@ void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Turn& tu
     turn.Handle(name, d);
   };
   if (!executor_.AnyWritten(verify.update)) {
-    // A refit with nothing to move: no thread is woken for it.
+    // A refit had nothing to move, so no thread is woken.
     turn.Post(name, VerifyDone{verify.update, absl::OkStatus(), {}});
     return;
   }
@@ -359,7 +359,7 @@ void Node::Count(const GroupRecord& group, const UpdateEnded& ended) {
   report.total = ended.total;
   report.bytes = ended.bytes;
   for (const BroadcastTotals& totals : ended.pushed) {
-    // kAuto is before the first: what is used is known.
+    // kAuto, the first value, is left out: the used method is always known.
     const size_t at = static_cast<size_t>(totals.method) - 1;
     if (at < report.pushed_bytes.size()) report.pushed_bytes[at] = totals.bytes;
   }

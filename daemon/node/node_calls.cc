@@ -1,4 +1,4 @@
-// A trainer's calls: checked, authenticated, turned into events of its group.
+// A trainer's calls: checked, authenticated, and turned into events of its group.
 #include <algorithm>
 #include <utility>
 
@@ -9,7 +9,7 @@
 namespace refitd {
 namespace {
 
-// What Begin and Refit share.
+// Checks the duration of a Begin or Refit.
 absl::StatusOr<Duration> CheckDuration(int64_t ms, Duration max) {
   REFITD_ASSIGN_OR_RETURN(const Duration duration, CheckMillis(ms, "duration_ms"));
   if (duration <= max) return duration;
@@ -22,13 +22,13 @@ absl::Status CheckVersion(int64_t version) {
   return Error(absl::StatusCode::kInvalidArgument, "version: {} is negative", version);
 }
 
-// What Commit and Refit share.
+// Checks the bucket count of a Commit or Refit.
 absl::Status CheckBucketCount(int64_t count) {
   if (count >= 0) return absl::OkStatus();
   return Error(absl::StatusCode::kInvalidArgument, "bucket_count: {} is negative", count);
 }
 
-// Whether the regions that a bucket names are there. Ids are not used twice.
+// Whether the member still has the regions that a bucket names. Region ids are never used twice.
 template <typename Regions>
 bool HasRegions(const Regions& regions, const CheckedBucket& bucket) {
   if (bucket.source != CheckedBucket::Source::kRegions) return true;
@@ -150,13 +150,14 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
     const auto it = regions.find(id);
     return it == regions.end() ? std::nullopt : std::optional(it->second);
   };
-  // Checking many tensors takes long: outside the mutex, against the regions of now.
+  // Checking many tensors takes long, so it is done outside the mutex, against a copy of the
+  // regions.
   const auto check = [&]() -> absl::StatusOr<CheckedBucket> {
     {
       const Turn turn(this, &mutex_, &pushes_, Turn::Order::kPush);
       REFITD_ASSIGN_OR_RETURN(const MemberRecord* const member,
                               Authenticate(request.lease(), peer, false));
-      // P10: a bucket with more is refused without a look at them.
+      // P10: a bucket with more tensors is refused without looking at them.
       const auto& refs = request.bucket().regions().refs();
       const int64_t count = std::min<int64_t>(refs.size(), kMaxTensorsPerBucket);
       RegionId last;
@@ -188,19 +189,19 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
       }
     }
   }
-  std::optional<CheckedBucket> kept;  // with the call, until its reply
+  std::optional<CheckedBucket> kept;  // kept with the call until its reply
   TrainerCall(
       call, request.lease(), peer, request.request_id(), std::move(reply),
       [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
         mutex_.AssertHeld();
         REFITD_RETURN_IF_ERROR(bucket.status());
         if (!HasRegions(member.regions, *bucket)) {
-          // One went meanwhile: said as if it had not been there.
+          // A region was released meanwhile: the error is as if the region had never been there.
           std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
           return CheckBucket(request.bucket(), limits, region_bytes, device).status();
         }
         if (peers_.Any(member.group)) {
-          // Other daemons must be able to read what it becomes.
+          // Other daemons must be able to read the headers that the bucket becomes.
           REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, options_.message_bytes));
         }
         event.member = member.id;

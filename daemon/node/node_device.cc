@@ -1,8 +1,8 @@
 // Members on GPUs: their devices, device memory as regions and as sources of buckets, staging pools
-// there, the end of a lost GPU.
+// on GPUs, and the loss of a GPU.
 //
-// Opening and closing takes up to milliseconds, and longer where a context is made: it runs on
-// regions_thread_, or on a thread of the descriptor socket.
+// Opening and closing device memory takes up to milliseconds, and longer if a context is made. It
+// runs on regions_thread_, or on a thread of the descriptor socket.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -21,7 +21,7 @@ constexpr size_t kMaxUuidInMessage = 64;
 
 bool IsHost(std::string_view device) { return device.empty() || device == "host"; }
 
-// The same status, beginning with the field that it is about.
+// The status with the name of its field in front.
 absl::Status In(std::string_view field, const absl::Status& status) {
   return Error(status.code(), "{}: {}", field, Message(status));
 }
@@ -46,7 +46,7 @@ bool Node::Spans(const GroupRecord& group) const {
   return group.follower != nullptr || peers_.Any(group.machine->name());
 }
 
-// Slots that cross daemons lie on GPUs or in host memory, for all of a daemon's members.
+// All slots of a daemon that cross to other daemons lie on a GPU, or all in host memory.
 absl::Status Node::CheckSpanning(const std::string& group, const MemberRecord* entering) const {
   const MemberRecord* on_device = nullptr;
   const MemberRecord* on_host = nullptr;
@@ -74,8 +74,9 @@ absl::Status Node::CheckSpanning(const std::string& group, const MemberRecord* e
                what, options_.daemon_id, on_device->device);
 }
 
-// What no transport moves is refused before anything waits for it: device memory to another daemon
-// without NCCL, from a GPU into host memory, and one bucket into host memory and a GPU.
+// Refuses combinations that no transport can move, before anything waits for them: device memory to
+// another daemon without NCCL, GPU memory into host memory, and one bucket into both host memory
+// and a GPU.
 absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
   if (Spans(group)) REFITD_RETURN_IF_ERROR(CheckSpanning(record.group, &record));
   for (const auto& [id, member] : leases_.all()) {
@@ -107,9 +108,9 @@ bool Node::LacksWirePool(const GroupRecord& group) const {
          leases_.HasDevices(group.machine->name());
 }
 
-// On the lowest GPU that a member is on: whatever the daemon's other GPUs send or receive passes
-// through its slots. Kept until the group has no member on a GPU here and no update runs: what was
-// packed into it must be what is sent.
+// The pool is on the lowest GPU that a member is on; bytes that other GPUs of the daemon send or
+// receive pass through its slots. It is kept until the group has no member on a GPU here and no
+// update runs, since bytes that were packed into it must be the bytes that are sent.
 void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
   const std::string name = group.machine->name();
   std::optional<int> lowest;
@@ -125,7 +126,7 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
     if (made.ok() && !found->pools.Has(ordinal)) {
       made = absl::CancelledError("the members on that GPU went away");
     }
-    // Others may be on another.
+    // Members may still be on another GPU.
     if (absl::IsCancelled(made) && !OnDevice(name, ordinal) && leases_.HasDevices(name)) {
       return MakeWirePool(*found, then);
     }
@@ -134,7 +135,8 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
   });
 }
 
-// P1: while an update runs its parts go on through the same slots, also those of members that went.
+// P1: while an update runs, its parts go on through the same slots, even those of members that
+// left.
 void Node::DropWirePool(GroupRecord* group) {
   const std::string& name = group->machine->name();
   if (!group->pools.wire().has_value() || leases_.HasDevices(name) ||
@@ -146,19 +148,20 @@ void Node::DropWirePool(GroupRecord* group) {
   DropPool(group, ordinal);
 }
 
-// P8: device memory is for members that can use it. What still moves holds it.
+// P8: device memory is kept only for members that can use it. Transfers that run hold it
+// themselves.
 void Node::DropPool(GroupRecord* group, int ordinal) {
   if (group->pools.wire() == ordinal || OnDevice(group->machine->name(), ordinal)) return;
   group->pools.Drop(ordinal);
 }
 
-// A joined daemon leaves with its last member, and its epochs end with that. A coordinator stays,
-// so it reports its end as lost, which closes the epoch everywhere; the update that needs one opens
-// another, perhaps on another GPU. While an update runs its nodes may be at it.
+// A joined daemon leaves with its last member, which ends its epochs. A coordinator stays, so it
+// reports its end as lost, which closes the epoch everywhere; the next update that needs an epoch
+// opens another, perhaps on another GPU. While an update runs, its nodes may be using the epoch.
 void Node::GiveUpEpochs(const GroupRecord& group, Turn& turn) {
   if (group.coordinator == nullptr || group.machine->update_running()) return;
   for (const auto& [id, epoch] : group.epochs) {
-    // Of one whose slots are being made it is told when they are.
+    // If an epoch's slots are still being made, its failure is reported when they are made.
     if (!epoch.on_devices || epoch.ordinal < 0 || ReachesSlots(epoch, group)) continue;
     turn.Post(group.machine->name(),
               EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
@@ -180,7 +183,8 @@ void Node::DevicesLost(const absl::Status& why) {
 
 // ---- regions ----
 
-// Closing waits for the driver, and the last reference may go anywhere, also under the mutex.
+// Closing waits for the driver, and the last reference may be dropped anywhere, even under the
+// mutex.
 RegionRecord Node::DeviceRegion(std::shared_ptr<const CudaRegion> region, bool engine) const {
   const CudaRegion* const raw = region.get();
   std::shared_ptr<const void> kept(
@@ -195,8 +199,8 @@ RegionRecord Node::DeviceRegion(std::shared_ptr<const CudaRegion> region, bool e
   return record;
 }
 
-// P8: whoever is answered may free the memory. The first job runs after the caller's, which has
-// then let go of all that it holds; the second behind the closing of that.
+// P8: a caller that is answered may free the memory. The first job runs after the caller's job,
+// which has then let go of its regions; the second runs after those are closed.
 void Node::AnswerClosed(std::function<void()> answer) {
   regions_thread_->Submit([this, answer = std::move(answer)] { regions_thread_->Submit(answer); });
 }
@@ -265,7 +269,7 @@ void Node::RegisterRegion(const v1::RegisterRegionRequest& request, const Peer& 
       MutexLock lock(&mutex_);
       memory_.EndOpening();
       REFITD_RETURN_IF_ERROR(opened.status());
-      // The lease may have ended meanwhile, and another region have come.
+      // The lease may have ended meanwhile, and another region of the same memory may have come.
       REFITD_ASSIGN_OR_RETURN(MemberRecord * member, AdmitRegion(token, peer, opened->identity));
       v1::RegisterRegionResponse response;
       response.set_bytes(opened->memory.bytes);
@@ -311,7 +315,7 @@ absl::Status Node::AdmitOpening(CallId call, MemberId member) {
   return calls_.AdmitOpening(call, member, options_.group.outstanding_buckets);
 }
 
-// Looked at again right before the driver is kept busy: the line may have been long.
+// Asked again right before the driver is kept busy, since the call may have waited long in line.
 absl::Status Node::OpeningWanted(CallId call) {
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(const MemberId id, calls_.OpeningOf(call));
@@ -335,7 +339,7 @@ bool Node::OnDevice(const std::string& group, int ordinal) const {
          });
 }
 
-// Nobody else makes pools of GPUs: none is made twice.
+// Only this function makes pools on GPUs, on one thread, so that none is made twice.
 absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ordinal) {
   // The group's record, if it still lacks the pool.
   const auto find = [&]() -> absl::StatusOr<GroupRecord*> {
@@ -349,7 +353,7 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
     MutexLock lock(&mutex_);
     REFITD_ASSIGN_OR_RETURN(const GroupRecord* lacking, find());
     if (lacking == nullptr) return absl::OkStatus();
-    // The line may have been long.
+    // The job may have waited long in line.
     if (!OnDevice(group, ordinal)) return absl::CancelledError("the member went away");
     bytes = lacking->pool_bytes();
   }
@@ -358,7 +362,7 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
     return Error(made.status().code(), "group '{}': staging slots: {}", group,
                  Message(made.status()));
   }
-  // As DeviceRegion: the last reference may go anywhere.
+  // As in DeviceRegion: the last reference may be dropped anywhere.
   auto held = std::make_shared<CudaPool>(*std::move(made));
   Pools::Device pool;
   pool.descriptor = held->descriptor.get();
@@ -397,7 +401,7 @@ void Node::EndPooling(MemberId member, absl::Status made) {
   if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
   const bool there = group != nullptr && !absl::IsCancelled(made) && !absl::IsNotFound(made);
   if (!made.ok() && there && !waited.record.staged) {
-    // It can do without.
+    // This rank can take part without slots.
     LogWarning("group {}: what is being opened goes without broadcasts: {}", waited.record.group,
                Message(made));
     std::get<EngineAttached>(waited.attached).lacks_slots = true;
@@ -411,7 +415,7 @@ void Node::EndPooling(MemberId member, absl::Status made) {
   }
 }
 
-// What was made for it may have come already.
+// The pool may have been made for the rank already.
 void Node::EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn) {
   record.End(std::move(status));
   GroupRecord* group = FindGroup(record.group);
@@ -491,7 +495,8 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
   return absl::OkStatus();
 }
 
-// What one instance alone has, it has once: its ranks hold shards.
+// A tensor that goes to one instance only has nothing to gain: that instance's ranks hold shards of
+// it.
 bool Node::CouldGain(const MemberRecord& trainer) const {
   if (!trainer.ordinal.has_value() || Spans(*groups_.at(trainer.group))) return false;
   const auto can = [this](BroadcastMethod method) { return transport_->CanBroadcast(method).ok(); };
@@ -529,7 +534,7 @@ absl::StatusOr<Node::BeginNeeds> Node::NeedsOf(CallId call, const v1::BeginReque
   BeginNeeds needs;
   REFITD_ASSIGN_OR_RETURN(needs.broadcast, BroadcastFromWire(request.broadcast()));
   if (needs.broadcast == BroadcastMethod::kDirect) return needs;
-  // What is refused anyway makes no pools.
+  // A Begin that is refused anyway makes no pools.
   REFITD_RETURN_IF_ERROR(MakeBegin(call, request, *member).status());
   REFITD_RETURN_IF_ERROR(CheckBroadcast(*member, needs.broadcast));
   needs.slots = needs.broadcast != BroadcastMethod::kAuto || CouldGain(*member);
@@ -548,14 +553,14 @@ absl::Status Node::MakePools(CallId call, const std::vector<MissingPool>& missin
   for (const MissingPool& pool : missing) {
     REFITD_RETURN_IF_ERROR(OpeningWanted(call));
     const absl::Status made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
-    // Who needed it has gone.
+    // Cancelled: the member that needed the pool has gone.
     if (!made.ok() && !absl::IsCancelled(made)) return made;
   }
   return absl::OkStatus();
 }
 
-// Before its event enters the group, so that no slot is granted that a GPU lacks. Engine ranks that
-// attach meanwhile wait for a pool of their own (GroupRecord::wants_pools).
+// Pools are made before the event enters the group, so that no slot is granted that a GPU lacks.
+// Engine ranks that attach meanwhile wait for a pool of their own (GroupRecord::wants_pools).
 void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
                  ReplyFunction reply) {
   const auto check = [&]() -> absl::StatusOr<BeginNeeds> {
@@ -595,7 +600,7 @@ void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
 absl::StatusOr<DeviceSource> Node::OpenSource(const v1::CudaIpcHandles& handles, int ordinal,
                                               std::vector<int> indices) const {
   DeviceSource source;
-  std::map<std::string_view, MemorySpan> open;  // tensors of one block come with one handle
+  std::map<std::string_view, MemorySpan> open;  // tensors of one block share a handle
   for (const int index : indices) {
     const std::string& handle = handles.handles(index).handle();
     auto block = open.find(handle);

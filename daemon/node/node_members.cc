@@ -1,4 +1,4 @@
-// Membership: hellos, leases, the end of both; members' layouts.
+// Membership: hellos and leases, how both end, and members' layouts.
 #include <algorithm>
 #include <utility>
 
@@ -16,7 +16,7 @@ constexpr size_t kMaxClientBytes = 128;
 constexpr size_t kMaxDeviceBytes = 64;
 constexpr size_t kMaxAddressBytes = 255;
 
-// Empty, or "HOST:PORT".
+// OK: the address is empty or "HOST:PORT".
 absl::Status CheckCoordinator(std::string_view address) {
   if (address.empty()) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(CheckText(address, kMaxAddressBytes, "coordinator"));
@@ -119,7 +119,7 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
   absl::StatusOr<std::optional<int>> ordinal = std::nullopt;
   if (identity.ok()) ordinal = DeviceOf(hello.device().name());
   if (ordinal.ok() && ordinal->has_value() && !peer.credentials.has_value()) {
-    // P9: handles are opened with this daemon's rights.
+    // P9: this daemon opens handles with its own rights, so it must know whose they are.
     ordinal = Error(absl::StatusCode::kPermissionDenied,
                     "device.name: '{}': members on a GPU attach over the unix socket",
                     hello.device().name());
@@ -184,7 +184,8 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
       const bool brings = *group != nullptr && spec.has_value() && !(*group)->dialled_spec;
       waiting_.push_back({std::move(record), std::move(attached), Now() + Millis(hello.wait_ms()),
                           hello.wait_ms() > 0, coordinator, std::move(spec)});
-      // What it brings makes the group, for which others may be waiting at the coordinator.
+      // A spec that this member brings makes the group, for which others may wait at the
+      // coordinator.
       if (*group != nullptr && !(*group)->redial.has_value() &&
           ((*group)->link == nullptr || brings)) {
         Dial(*group);
@@ -226,7 +227,7 @@ void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, T
     return record.End(std::move(devices));
   }
   if (record.staged && record.ordinal.has_value() && group->follower != nullptr) {
-    // Which slots is the coordinator's word, which may be on its way.
+    // The coordinator tells how many slots and how large; the link may not be up yet.
     std::get<EngineAttached>(attached).awaits_slots = true;
     return Admit(std::move(record), std::move(attached), turn);
   }
@@ -241,7 +242,7 @@ void Node::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
   const MemberId member = record.id;
   record.incarnation = FindGroup(record.group)->machine->incarnation();
   MemberRecord& m = *leases_.Add(std::move(record));
-  // P8: a killed process whose forked child keeps the socket sends no end of stream.
+  // P8: if a killed process has a forked child that keeps the socket, no end of stream comes.
   if (m.peer.credentials.has_value() && m.peer.credentials->pid != 0) {
     absl::StatusOr<WatchHandle> watch = processes_->Watch(
         *m.peer.credentials, [this, member] { MemberGone(member, "its process died"); });
@@ -285,7 +286,7 @@ void Node::Lose(MemberRecord* member, const std::string& reason, absl::Status en
   if (!leases_.Lose(member)) return;
   member->End(std::move(end));
   if (member->watch != WatchHandle()) processes_->Cancel(member->watch);
-  // The record may go while the event is handled.
+  // The record may be erased while the event is handled.
   const std::string group = member->group;
   const MemberId id = member->id;
   turn.Handle(group, MemberLost{id, reason});
@@ -296,7 +297,7 @@ void Node::Erase(MemberId member, Turn& turn) {
   MemberRecord record = leases_.Remove(member);
   if (record.watch != WatchHandle()) processes_->Cancel(record.watch);
   executor_.Release(member);
-  // Unmapping large regions takes long: after the mutex.
+  // Unmapping large regions takes long, so it is done after the mutex was released.
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(memory_.TakeAll(&record));
   turn.Last([regions] { regions->clear(); });
   if (GroupRecord* group = FindGroup(record.group);
@@ -337,7 +338,7 @@ void Node::Ready(MemberId member, const v1::Ready& ready) {
 }
 
 void Node::Ack(MemberId member, const v1::Ack& ack) {
-  if (ack.part() < 0) return;  // of no part, as any other that was not handed out
+  if (ack.part() < 0) return;  // names no part; ignored like any part that was not handed out
   MemberEvent(member, AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
 }
 
@@ -356,11 +357,12 @@ absl::Status Node::CheckEngineLease(const v1::Lease& lease, const Peer& peer) {
   return Authenticate(lease, peer, true).status();
 }
 
-// Checking a big layout takes long: outside the mutex, against the regions of now.
+// Checking a big layout takes long, so it is done outside the mutex, against a copy of the regions.
 absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease& lease,
                                                                 const Peer& peer, bool engine,
                                                                 Layout layout) {
-  // P8: their mappings aside, which a region that is released meanwhile must lose at once.
+  // P8: the copy has no mappings, since a region that is released meanwhile must lose its mapping
+  // at once.
   struct Region {
     int64_t bytes = 0;
     Access access = Access::kReadOnly;
@@ -384,7 +386,7 @@ absl::StatusOr<std::shared_ptr<const Layout>> Node::CheckLayout(const v1::Lease&
                  "layout.pushed_tensors has {} entries: an engine rank pushes none",
                  layout.pushed_tensors.size());
   }
-  // What a refit would refuse, a push must not fill.
+  // A layout that a refit would refuse must not be filled by pushes either.
   REFITD_RETURN_IF_ERROR(CheckFloat8Scales(layout));
   for (const Piece& piece : layout.pieces) {
     if (regions.at(piece.region).access != Access::kReadWrite) {
@@ -404,7 +406,7 @@ absl::StatusOr<const MemberRecord*> Node::AdmitLayout(const v1::Lease& lease, co
       return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
     }
   }
-  // Of the registered one and of all that are under way.
+  // The greatest generation of the registered layout and of those still under way.
   std::optional<uint64_t> greatest;
   if (member->layout != nullptr) greatest = member->layout->binding_generation;
   for (const std::shared_ptr<const Layout>& pending : calls_.LayoutsOf(member->id)) {
@@ -456,7 +458,7 @@ void Node::RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer,
 }
 
 void Node::SendWelcome(GroupRecord* group, MemberRecord* member) {
-  // A follower learns it when it has joined.
+  // A follower knows the incarnation once it has joined.
   member->incarnation = group->machine->incarnation();
   v1::Welcome welcome;
   welcome.mutable_lease()->set_token(member->token);

@@ -10,7 +10,8 @@
 namespace refitd {
 namespace {
 
-// P4: so long a thread of the descriptor socket waits for the driver, which may be making contexts.
+// P4: how long a thread of the descriptor socket waits for the driver, which may be making
+// contexts.
 constexpr std::chrono::milliseconds kDriverWait{20'000};
 
 }  // namespace
@@ -51,8 +52,8 @@ absl::StatusOr<RegionId> Node::RegisterRegion(const Token& token, const PeerCred
                             AdmitRegion(key, Peer{peer}, region.identity));
     if (member->engine) region.access = Access::kReadWrite;  // trainers' memory is only read
   }
-  // Mapping and filling page tables takes long: outside the mutex. Memory that its owner never
-  // touched is not filled here: it would be charged to the daemon.
+  // Mapping and filling page tables takes long, so it is done outside the mutex. Memory that its
+  // owner never touched is not filled here, since it would be charged to the daemon.
   constexpr int64_t kStatBlockBytes = 512;
   const bool allocated = file.st_blocks * kStatBlockBytes >= bytes;
   REFITD_ASSIGN_OR_RETURN(std::shared_ptr<HostRegion> mapping,
@@ -69,19 +70,19 @@ absl::StatusOr<RegionRecord> Node::TakeRegion(MemberRecord* member, RegionId reg
   return taken;
 }
 
-// P8: an exporter that frees the memory before its importer closed it breaks CUDA's rules. Memory
-// of the host waits for no driver.
+// P8: CUDA forbids an exporter to free memory before its importer has closed it. Host memory waits
+// for no driver.
 void Node::CloseRegion(RegionRecord region, std::function<void()> closed) {
   if (!region.on_device) {
     region = {};
     return closed();
   }
   auto held = std::make_shared<RegionRecord>(std::move(region));
-  // Behind what is being bound ahead of an update that has ended.
+  // In line behind local moves that are bound ahead and may hold the region.
   local_binder_.Submit([this, held, closed = std::move(closed)] {
     regions_thread_->Submit([this, held, closed] {
       *held = {};
-      regions_thread_->Submit(closed);  // behind the closing, which that has put in line
+      regions_thread_->Submit(closed);  // behind the closing, which the line above has queued
     });
   });
 }
@@ -108,7 +109,7 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
     return TakeRegion(member, region);
   };
   REFITD_ASSIGN_OR_RETURN(RegionRecord taken, take());
-  // A job that is dropped, because the daemon ends, breaks the promise: that wakes too.
+  // A job that is dropped because the daemon ends breaks the promise, which ends the wait too.
   auto closed = std::make_shared<std::promise<void>>();
   const std::future<void> wait = closed->get_future();
   CloseRegion(std::move(taken), [closed = std::move(closed)] { closed->set_value(); });
@@ -121,7 +122,7 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
 absl::StatusOr<PoolHandle> Node::HandleOf(const MemberRecord& member) {
   GroupRecord* const group = FindGroup(member.group);
   if (!member.ordinal.has_value()) REFITD_RETURN_IF_ERROR(EnsurePool(group));
-  // An engine only reads slots; a bug there must not damage what its neighbours load.
+  // An engine only reads slots. A bug there must not damage the slots that its neighbours read.
   REFITD_ASSIGN_OR_RETURN(PoolHandle handle,
                           group->pools.Share(member.ordinal, /*read_only=*/member.engine));
   handle.slot_bytes = group->machine->spec().slot_bytes;
@@ -138,7 +139,7 @@ absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentia
     if (!missing.has_value()) return HandleOf(*member);
   }
   auto made = std::make_shared<absl::Status>(absl::UnavailableError("the daemon ends"));
-  // A job that is dropped, because the daemon ends, breaks the promise: that wakes too.
+  // A job that is dropped because the daemon ends breaks the promise, which ends the wait too.
   auto ended = std::make_shared<std::promise<void>>();
   const std::future<void> wait = ended->get_future();
   regions_thread_->Submit([this, made, ended = std::move(ended), pool = *missing] {

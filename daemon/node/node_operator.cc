@@ -1,4 +1,4 @@
-// The node's answers to operators: groups by hand, status, watching.
+// The node's answers to operators: creating and deleting groups, status, watching.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -25,7 +25,7 @@ std::string UuidOf(const CudaMemory& memory, int ordinal) {
   return "";
 }
 
-// What was loaded, and the communicators that `transport` has by it.
+// Describes the loaded NCCL and the communicators that `transport` made with it.
 void Describe(const DeviceOptions& cuda, const Transport* transport, v1::NcclStatus* status) {
   status->set_library(cuda.nccl.library);
   if (cuda.nccl.version != 0) status->set_version(NcclVersionText(cuda.nccl.version));
@@ -73,7 +73,7 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
       found != nullptr && found->follower != nullptr) {
     return Followed(*found);
   }
-  // Here another spec means another group of that name.
+  // For an operator, another spec means that another group has that name.
   if (absl::IsFailedPrecondition(made.status()))
     return absl::AlreadyExistsError(Message(made.status()));
   REFITD_RETURN_IF_ERROR(made.status());
@@ -110,7 +110,7 @@ absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& re
   }
   group->replace_request = request_id;
   group->replace_incarnation = incarnation;
-  // Trainers must learn of it: they attach again.
+  // Trainers hear of it by the end of their streams and attach again.
   std::vector<MemberId> trainers;
   for (const auto& [id, member] : leases_.all()) {
     if (member.group == name && !member.engine) trainers.push_back(id);
@@ -127,7 +127,7 @@ absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
   Turn turn(this, &mutex_);
   const GroupRecord* group = FindGroup(request.group());
   if (group == nullptr) return NoGroup(request.group());
-  // A record outlives its lease while copies touch its memory: it counts as well.
+  // A record outlives its lease while copies touch its memory; such a member counts too.
   const auto& all = leases_.all();
   const auto members = std::count_if(all.begin(), all.end(), [&](const auto& entry) {
     return entry.second.group == request.group();
@@ -294,7 +294,7 @@ absl::StatusOr<v1::GetGroupResponse> Node::GetGroup(const v1::GetGroupRequest& r
   if (group == nullptr) return NoGroup(request.group());
   v1::GetGroupResponse response;
   *response.mutable_group() = GroupStatusOf(*group);
-  // Long lists come with this call only: a whole status must fit into a message.
+  // Only this call returns the long lists: a status of all groups must fit into a message.
   for (const std::string& name : group->machine->spec().engine_only_tensors) {
     response.mutable_group()->mutable_spec()->add_engine_only_tensors(name);
   }

@@ -1,5 +1,5 @@
-// Other daemons: those that join groups of this one, coordinators that this one joins, and the
-// wire between them.
+// Other daemons: those that join groups of this daemon, coordinators that this daemon joins, and
+// the wire between them.
 #include <algorithm>
 #include <utility>
 
@@ -13,16 +13,17 @@
 namespace refitd {
 namespace {
 
-// From a refusal that may pass to the next try to join.
+// The pause between a refusal that may pass and the next try to join.
 constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
-// A member that does not wait for its group hears so soon whether there is one, where others wait.
+// How long a member that does not wait for its group may take to hear whether the group exists,
+// while others wait for it.
 constexpr Duration kJoinGrace = std::chrono::seconds(10);
 
 }  // namespace
 
 // ---- groups that another daemon coordinates ----
 
-// Empty: this daemon.
+// The coordinator's address; empty: this daemon.
 std::string Node::CoordinatorOf(const std::string& address) const {
   if (address.empty()) return "";
   const std::string own = "tcp:" + address;
@@ -135,14 +136,14 @@ void Node::Dial(GroupRecord* group) {
   };
   ++links_;
   LogInfo("group {}: joining its coordinator at {}", name, group->coordinator_address);
-  group->link = dialer_(std::move(dial), std::move(callbacks));  // closes the try before, if any
+  group->link = dialer_(std::move(dial), std::move(callbacks));  // closes the previous try, if any
 }
 
 void Node::LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up) {
   Turn turn(this, &mutex_);
   GroupRecord* group = FindGroup(name);
   if (group != nullptr && group->id == id && group->dial == dial && group->joining) {
-    // The coordinator's word on sizes is bounded like an operator's (P10).
+    // Sizes that the coordinator tells are bounded as an operator's are (P10).
     absl::Status fits = absl::OkStatus();
     if (up.spec.slots < 1 || up.spec.slots > kMaxSlots || up.spec.slot_bytes < 1 ||
         up.spec.slot_bytes > options_.max_pool_bytes) {
@@ -215,9 +216,9 @@ void Node::LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl:
   }
 }
 
-// Who goes on waiting: where the group does not exist yet, or this daemon's id is still that of
-// a process that has ended, every member whose own wait goes on; where a spec was refused, those
-// that brought none.
+// Members that go on waiting: if the group does not exist yet, or another process with this
+// daemon's id has just ended, every member whose own wait goes on; if a spec was refused, the
+// members that brought none.
 void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn) {
   const TimePoint now = Now();
   const bool goes_on = !draining_ && !stopping_;
@@ -264,7 +265,7 @@ void Node::StopJoining(GroupRecord* group, const absl::Status& status, Turn& tur
   group->joining = false;
   group->redial.reset();
   const std::string name = group->machine->name();
-  turn.Handle(name, LinkLost{status});  // drops the group: it has no member
+  turn.Handle(name, LinkLost{status});  // drops the group, which has no member
 }
 
 void Node::StopJoiningIfUnwanted(const std::string& name, Turn& turn) {
@@ -279,7 +280,7 @@ std::optional<TimePoint> Node::ExpiryOf(const Waiting& waiting) const {
   if (waiting.coordinator.empty()) return waiting.deadline;
   const auto it = groups_.find(waiting.record.group);
   REFITD_CHECK(it != groups_.end() && it->second->joining);
-  // One that does not wait for the group is given the time that joining takes.
+  // A member that does not wait for the group gets the time that joining takes.
   const TimePoint own = waiting.waits ? waiting.deadline : waiting.deadline + kJoinGrace;
   if (!it->second->redial.has_value() && it->second->dialled_until <= own) return std::nullopt;
   return own;
@@ -331,7 +332,7 @@ void Node::DropFollower(const std::string& name, Turn& turn) {
   wire_lock_.Release(name, &events);
   for (auto& [other, event] : events) turn.Post(other, std::move(event));
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
-  // Its pool is unmapped, and its link let go, after the mutex.
+  // The group's pool is unmapped and its link destroyed after the mutex was released.
   turn.Last(
       [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
   groups_.erase(it);
@@ -373,7 +374,7 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
     WakeTimer();
   } else {
     AdmitPeer(std::move(peer), turn);
-    // Who waits while the group is another daemon's must name that one, as whoever comes.
+    // Members that wait for the group under another coordinator are refused, like new ones.
     if (created) AdmitWaiting(group, turn);
   }
 }
@@ -427,8 +428,8 @@ void Node::EndPeers() {
   }
 }
 
-// A command that can't be sent concerns a daemon that can't follow any more. Encoding one may take
-// long (a plan), and there is one for every daemon: both wait until the mutex is released.
+// A daemon to which a command can't be sent can't follow any more. Encoding a command may take long
+// (a plan), and every daemon gets one, so encoding waits until the mutex is released.
 void Node::PerformSend(GroupRecord* group, SendCommand a, Turn& turn) {
   const std::string& name = group->machine->name();
   const std::shared_ptr<PeerSession> session = peers_.SessionOf(name, a.node);
@@ -441,7 +442,7 @@ void Node::PerformSend(GroupRecord* group, SendCommand a, Turn& turn) {
   turn.Post(name, NodeLost{a.node, Message(status)});
 }
 
-// A report that can't be sent is refused as the coordinator would.
+// A report that can't be sent is answered with the refusal that the coordinator would send.
 void Node::PerformSend(GroupRecord* group, const SendReport& a, Turn& turn) {
   if (group->link == nullptr) return;
   const absl::Status status = group->link->Send(a.report);
@@ -461,8 +462,8 @@ void Node::PerformSend(GroupRecord* group, const SendReport& a, Turn& turn) {
 
 // ---- the wire ----
 
-// A machine's epochs are numbered by its coordinator, group by group; a wire has those of many
-// groups, and compares ids with other daemons'.
+// The wire's record of a machine's epoch. A coordinator numbers epochs group by group; a wire has
+// epochs of many groups and compares their ids with other daemons'.
 std::optional<Node::EpochRecord> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
   const auto it = group.epochs.find(epoch);
   if (it == group.epochs.end()) return std::nullopt;
@@ -470,7 +471,7 @@ std::optional<Node::EpochRecord> Node::WireEpoch(const GroupRecord& group, Epoch
 }
 
 void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
-  // Every daemon must come to the same one, and no other group of this daemon to it.
+  // The id must be the same on every daemon of the group and differ from all other groups' ids.
   HashChain id(group->machine->incarnation());
   id.Add(a.epoch.value());
   const EpochId local(id.hash());
@@ -494,7 +495,7 @@ void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
   turn.Post(group->machine->name(), std::move(opened));
 }
 
-// NCCL takes its time, the first time most of all: not under the mutex.
+// NCCL takes long, the first time most of all, so it is not called under the mutex.
 void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
   const std::string name = group->machine->name();
   group->epochs[a.epoch] = {local, true};
@@ -568,7 +569,7 @@ void Node::PerformWire(GroupRecord* group, const StartWire& a, Turn& turn) {
   absl::Status status = EnsureWirePool(group);
   const int64_t slot_bytes = group->machine->spec().slot_bytes;
   if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
-  // Its members went and others came: the next epoch is of their memory.
+  // Members left and others came, so slots lie elsewhere now; only the next epoch reaches those.
   if (status.ok() && !ReachesSlots(*local, *group)) {
     status = absl::CancelledError("the epoch is of other memory");
   }

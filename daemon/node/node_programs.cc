@@ -1,6 +1,5 @@
-// Compiled refits: plans and node programs are made on the planner's threads, the steps of an
-// update are bound on the binder's; what comes of them is fed back as events. A group that is gone
-// meanwhile hears nothing.
+// Compiled refits: the planner's threads make plans and node programs, the binder's threads bind
+// the steps of an update. Results are fed back as events, unless the group is gone.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -106,7 +105,7 @@ void Node::BindAhead(const GroupRecord& group, const StartMoves& compare) {
   StartMoves start = compare;
   start.step = MoveStep::kLocal;
   const auto resolved = executor_.Resolve(start, GroupMemory(leases_, group));
-  // What fails here is said when they are asked for.
+  // A failure is reported when the moves are asked for.
   if (!resolved.ok() || Executor::IsBound(**resolved)) return;
   local_binder_.Submit([this, moves = *resolved] {
     const absl::Status bound = Executor::Bind(transport_.get(), moves.get());
