@@ -174,16 +174,17 @@ class _View:
 
 def first_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The offsets of two boxes, given as (offset, extent), that share elements; None if there are none."""
+    taken = [box for box in boxes if 0 not in box[1]]
+    if not taken:
+        return None
+    if not taken[0][0]:  # scalars
+        return ((), ()) if len(taken) > 1 else None
+    # A sweep along the dimension in which most of them are apart compares each with those only that it meets there.
+    dim = max(range(len(taken[0][0])), key=lambda d: len({offset[d] for offset, _ in taken}))
+    taken.sort(key=lambda box: box[0][dim])
     open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for offset, extent in sorted(boxes):
-        if 0 in extent:
-            continue
-        if not offset:  # a scalar
-            if open_boxes:
-                return (), ()
-            open_boxes.append((offset, extent))
-            continue
-        open_boxes = [box for box in open_boxes if box[0][0] + box[1][0] > offset[0]]
+    for offset, extent in taken:
+        open_boxes = [box for box in open_boxes if box[0][dim] + box[1][dim] > offset[dim]]
         for other_offset, other_extent in open_boxes:
             if all(a < b + m and b < a + n for a, n, b, m in zip(offset, extent, other_offset, other_extent)):
                 return other_offset, offset

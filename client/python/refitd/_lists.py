@@ -33,9 +33,11 @@ class Piece(NamedTuple):
 
 
 class TensorList:
-    """A C array of refit_tensor. `parts` gives (start, count) in elements for each; None: every tensor whole."""
+    """A C array of refit_tensor. `starts`, `counts`: of the elements of each; None: every tensor is whole."""
 
-    def __init__(self, tensors: Sequence[TensorSpec], parts: Sequence[tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[TensorSpec], starts: Sequence[int] | None = None, counts: Sequence[int] | None = None
+    ) -> None:
         self.count = len(tensors)
         names = bytearray()
         name_at: list[int] = []
@@ -52,7 +54,8 @@ class TensorList:
         name_base, dims_base = ctypes.addressof(self._names), self._dims.buffer_info()[0]
         packed = bytearray(_TENSOR.size * max(1, self.count))
         for i, tensor in enumerate(tensors):
-            start, count = parts[i] if parts is not None else (0, _abi.WHOLE)
+            start = 0 if starts is None else starts[i]
+            count = _abi.WHOLE if counts is None else counts[i]
             _TENSOR.pack_into(
                 packed, i * _TENSOR.size, name_base + name_at[i], DTYPES[tensor.dtype].code, len(tensor.shape),
                 dims_base + 8 * dims_at[i], start, count,

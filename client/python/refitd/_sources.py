@@ -52,6 +52,12 @@ _FORMATS = {
 }
 
 
+def is_torch(value: Any) -> bool:
+    """Whether it is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
 def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | None = None) -> Source:
     """The source for `value`. `dtype` and `shape` say what raw bytes hold; other values must have that dtype themselves.
 
@@ -60,7 +66,7 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
     if isinstance(value, Source):  # casts of refitd.casting
         return value
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if is_torch(value):
         source = _of_torch(torch, name, value)
     else:
         source = _of_other(torch, name, value)
@@ -74,6 +80,23 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
             f"tensor '{name}' is {source.dtype.name}, not {wanted.name}: cast it before the push", culprit=f"tensor '{name}'"
         )
     return _reinterpreted(name, source, wanted, shape)
+
+
+def address_of(tensor: Any, dtype: Any, shape: Any, nbytes: int) -> int:
+    """The address of a torch tensor of this torch.dtype and shape whose `nbytes` bytes are contiguous host memory; 0 for any other
+    value, which source_of() then looks at more closely. It asks as little as it can: exporters yield thousands of small tensors."""
+    if (
+        type(tensor) not in _plain
+        or tensor.dtype is not dtype
+        or tensor.shape != shape
+        or not tensor.is_cpu
+        or tensor.layout is not sys.modules["torch"].strided
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or tensor.untyped_storage().nbytes() < nbytes + tensor.storage_offset() * dtype.itemsize
+    ):
+        return 0
+    return tensor.data_ptr()  # type: ignore[no-any-return]
 
 
 def _of_torch(torch: Any, name: str, tensor: Any) -> Source:

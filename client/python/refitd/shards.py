@@ -115,6 +115,7 @@ def collect(
     with _gc.paused():
         for held in _held(x, buffers, rank, world_size):
             collector.add(held)
+    collector.check_overlaps()
     collector.check_ties()
     if world_size == 1:
         collector.check_complete()
@@ -380,7 +381,7 @@ class _Collector:
             self._check_device(name, view.device)
         if 0 in extent or self._is_tied(name, view, stored, extent, offset):
             return
-        self._add_box(name, offset, extent)
+        self._boxes.setdefault(name, []).append((offset, extent))
         if delivered != stored:
             if view.device is None:
                 raise InvalidArgument(
@@ -397,6 +398,15 @@ class _Collector:
             if name in self._tensors and kept not in self._tensors:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{name}' is tied to '{kept}', which is not there", culprit=name
+                )
+
+    def check_overlaps(self) -> None:
+        """No element of a tensor may be in two shards."""
+        for name, boxes in self._boxes.items():
+            overlap = first_overlap(boxes) if len(boxes) > 1 else None
+            if overlap is not None:
+                raise InvalidArgument(
+                    f"rank {self._rank}: tensor '{name}' has shards at offsets {overlap[0]} and {overlap[1]} that overlap", culprit=name
                 )
 
     def check_complete(self) -> None:
@@ -486,18 +496,6 @@ class _Collector:
             return False
         first = self._memory.setdefault((view.pointer, stored, extent, offset, view.strides), name)
         return first != name
-
-    def _add_box(self, name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> None:
-        boxes = self._boxes.get(name)
-        if boxes is None:
-            self._boxes[name] = [(offset, extent)]
-            return
-        boxes.append((offset, extent))
-        overlap = first_overlap(boxes)
-        if overlap is not None:
-            raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' has shards at offsets {overlap[0]} and {overlap[1]} that overlap", culprit=name
-            )
 
     def _memory_of(self, name: str, tensor: Any, view: _View, held: _Held) -> Memory:
         if view.device is None:

@@ -16,7 +16,7 @@ from ._member import ConnectOptions, Member, Registration, checked_count, checke
 from ._native import Handle, check, refuse_fork, text
 from ._wait import interruptible
 from .errors import Error, InvalidArgument
-from .update import BROADCASTS, OUTCOMES, VERIFICATIONS, Update, UpdateResult, result_of
+from .update import BROADCASTS, OUTCOMES, VERIFICATIONS, Known, Packed, Update, UpdateResult, result_of
 
 
 class Trainer(Member):
@@ -99,7 +99,8 @@ class Trainer(Member):
         self._own(interruptible(attach, disown=_abi.library().refit_trainer_free))
         self._pushed: PushedTensors | None = None
         self._refitting: int | None = None  # the version of the refit that runs, if any
-        self._specs: dict[str, TensorSpec] = {}  # of tensors that were pushed, by name
+        self._seen: dict[str, Known] = {}  # tensors that were pushed, by name
+        self._packed: dict[int, Packed] = {}  # the buckets of the last update, by number
 
     # ---- shards that stay where they are ----
 

@@ -8,6 +8,7 @@ import math
 import operator
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ._buffers import CudaBytes, HostBytes
 from ._layout import TensorSpec
 from ._lists import TensorList, check_name, numbers
 from ._native import Handle, check, error_of, text
-from ._sources import Source, copy_host, source_of
+from ._sources import Source, address_of, copy_host, is_torch, source_of
 from ._wait import SLICE_SECONDS, interruptible
 from .errors import Error, FailedPrecondition, InvalidArgument, UpdateAborted
 
@@ -127,6 +128,32 @@ def _on_answer(key: int, status: int, message: bytes) -> None:
 _answered = _abi.refit_done(_on_answer)
 
 
+@dataclass(frozen=True)
+class Known:
+    """A tensor that was pushed before: the same tensors come in every update. `torch_dtype`: None where it was no torch tensor.
+
+    `nbytes`: of the whole tensor.
+    """
+
+    __slots__ = ("spec", "torch_dtype", "elements", "nbytes")
+    spec: TensorSpec
+    torch_dtype: Any
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a bucket had, and the C lists of it: exporters yield the same tensors in the same order in every update.
+
+    `entries`: as of _Slot.
+    """
+
+    entries: list[Any]
+    tensors: TensorList
+    offsets: array[int]
+
+
 class _Slot:
     """A leased slot that is being packed."""
 
@@ -135,10 +162,23 @@ class _Slot:
         self.data = data
         self.on_host = isinstance(data, HostBytes)
         self.window = window
-        self.used = 0
+        self.end = 0  # of what is packed, with what keeps the next tensor aligned
         self.names: set[str] = set()
-        # Of each tensor: what it is, (start, count) of its elements, and its byte offset; one entry, so that no signal parts them.
-        self.entries: list[tuple[TensorSpec, tuple[int, int], int]] = []
+        # Of each tensor four entries: its TensorSpec, start and count of its elements, and its byte offset. They are added by one
+        # call, which no signal handler interrupts; tuples would make the garbage collector run after every few hundred tensors.
+        self.entries: list[Any] = []
+
+    def put(self, spec: TensorSpec, start: int, count: int, nbytes: int, pointer: int) -> None:
+        """Copies a range of a tensor, contiguous on the host at `pointer`, into the slot, which is on the host and has room."""
+        at = self.end
+        ctypes.memmove(self.data.pointer + at, pointer, nbytes)
+        self.note(spec, start, count, at, nbytes)
+
+    def note(self, spec: TensorSpec, start: int, count: int, at: int, nbytes: int) -> None:
+        """Notes a range of a tensor that was copied to byte `at`. A signal handler that raises in between leaves at most a gap."""
+        self.end = (at + nbytes + SLOT_ALIGNMENT - 1) & -SLOT_ALIGNMENT
+        self.names.add(spec.name)
+        self.entries.extend((spec, start, count, at))
 
     def close(self) -> None:
         """Gives the slot back, which was not pushed."""
@@ -146,7 +186,7 @@ class _Slot:
         self.window.leave()
 
     def room(self) -> int:
-        return self.data.nbytes - -(-self.used // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        return self.data.nbytes - self.end
 
 
 def _give_back(slot: _Slot) -> None:
@@ -166,6 +206,7 @@ class Update:
         self._handle = handle
         self._lock = threading.RLock()
         self._slot: _Slot | None = None
+        self._sent = 0  # buckets
         self._with_layout = with_layout
         self._label = f"{trainer.label}, version {version}"
         self.version = version
@@ -192,12 +233,25 @@ class Update:
         Raises InvalidArgument, naming the tensor; what the daemon refuses (a tensor that engines do not know, a wrong shape) is
         raised by a later push or by the commit, as the push is not waited for.
         """
+        known = self._trainer._seen.get(name) if isinstance(name, str) else None
+        if known is not None and shape is None and dtype is None and start == 0:
+            pointer = address_of(tensor, known.torch_dtype, known.spec.shape, known.nbytes)
+            if pointer:
+                with self._lock:
+                    slot = self._slot
+                    if slot is not None and slot.on_host and known.nbytes <= slot.room() and name not in slot.names:
+                        slot.put(known.spec, 0, known.elements, known.nbytes, pointer)
+                        return
+        self._push(known, name, tensor, shape, start, dtype)
+
+    def _push(self, known: Known | None, name: str, tensor: Any, shape: Sequence[int] | None, start: int, dtype: Any) -> None:
+        """As push(), of any tensor; `known`: of the tensor of this name that was pushed last."""
+        what = f"tensor '{name}'"
         if shape is not None:
             try:
                 shape = tuple(map(operator.index, shape))
                 start = operator.index(start)
             except TypeError as error:
-                what = f"tensor '{name}'"
                 raise InvalidArgument(f"{what} of {self._label}: shape {shape!r}, start {start!r}: {error}", culprit=what) from None
         source = source_of(name, tensor, dtype, shape)
         whole = source.shape
@@ -205,18 +259,18 @@ class Update:
             whole = shape
             if start < 0 or start + source.elements > math.prod(whole):
                 raise InvalidArgument(
-                    f"tensor '{name}' of {self._label}: elements {start} to {start + source.elements} are beyond the shape {whole}",
-                    culprit=f"tensor '{name}'",
+                    f"{what} of {self._label}: elements {start} to {start + source.elements} are beyond the shape {whole}", culprit=what
                 )
         elif start != 0:
-            raise InvalidArgument(f"tensor '{name}' of {self._label}: start is {start}, without a shape", culprit=f"tensor '{name}'")
-        # The same tensors come in every update.
-        spec = self._trainer._specs.get(name)
-        if spec is None or spec.shape != whole or spec.dtype != source.dtype.name:
+            raise InvalidArgument(f"{what} of {self._label}: start is {start}, without a shape", culprit=what)
+        kind = tensor.dtype if is_torch(tensor) else None
+        if known is None or known.torch_dtype is not kind or known.spec.shape != whole or known.spec.dtype != source.dtype.name:
             check_name(name, self._label)
-            spec = self._trainer._specs[name] = TensorSpec(name, source.dtype.name, whole)
+            elements = math.prod(whole)
+            spec = TensorSpec(name, source.dtype.name, whole)
+            known = self._trainer._seen[name] = Known(spec, kind, elements, elements * source.dtype.itemsize)
         with self._lock:
-            self._pack(spec, start, source)
+            self._pack(known.spec, start, source)
 
     def _pack(self, spec: TensorSpec, start: int, source: Source) -> None:
         slot = self._slot
@@ -241,21 +295,20 @@ class Update:
 
     def _put(self, slot: _Slot, spec: TensorSpec, start: int, source: Source, done: int, count: int) -> None:
         """Copies elements [done, done + count) of the source into the slot."""
-        at = -(-slot.used // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         itemsize = source.dtype.itemsize
         nbytes = count * itemsize
+        pointer = source.pointer + done * itemsize
+        if nbytes and source.copy is None and slot.on_host:
+            slot.put(spec, start + done, count, nbytes, pointer)
+            return
+        at = slot.end
         if nbytes:
-            if source.copy is None and slot.on_host:
-                ctypes.memmove(slot.data.pointer + at, source.pointer + done * itemsize, nbytes)
+            target = slot.data.part(at, nbytes)
+            if source.copy is None:
+                copy_host(target, pointer, nbytes)
             else:
-                target = slot.data.part(at, nbytes)
-                if source.copy is None:
-                    copy_host(target, source.pointer + done * itemsize, nbytes)
-                else:
-                    source.copy(target, done, count)
-        slot.used = at + nbytes
-        slot.names.add(spec.name)
-        slot.entries.append((spec, (start + done, count), at))
+                source.copy(target, done, count)
+        slot.note(spec, start + done, count, at, nbytes)
 
     def _lease(self) -> _Slot:
         def lease() -> _Slot:
@@ -290,17 +343,15 @@ class Update:
         slot = packed
         if isinstance(slot.data, CudaBytes):
             slot.data.synchronize()
+        lists = self._lists_of(slot.entries)
 
         def send() -> None:
-            specs, parts, places = zip(*slot.entries)
-            tensors = TensorList(specs, parts)
-            offsets = numbers(places)
             bucket = _abi.sized(
                 _abi.refit_bucket,
-                tensors=tensors.pointer,
-                tensor_count=tensors.count,
+                tensors=lists.tensors.pointer,
+                tensor_count=lists.tensors.count,
                 packed=1,
-                byte_offsets=offsets.buffer_info()[0],
+                byte_offsets=lists.offsets.buffer_info()[0],
             )
             with self._handle as update, slot.handle as held:
                 bucket.slot = held
@@ -314,6 +365,15 @@ class Update:
             raise
         finally:
             slot.handle.close()
+
+    def _lists_of(self, entries: list[Any]) -> Packed:
+        """The C lists of a bucket. Those of the update before serve again where its bucket of the same number had the same tensors."""
+        number, self._sent = self._sent, self._sent + 1
+        packed = self._trainer._packed.get(number)
+        if packed is None or packed.entries != entries:
+            tensors = TensorList(entries[0::4], entries[1::4], entries[2::4])
+            packed = self._trainer._packed[number] = Packed(entries, tensors, numbers(entries[3::4]))
+        return packed
 
     def flush(self) -> None:
         """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""

@@ -156,6 +156,42 @@ class PushTest(DaemonTest):
                 update.abort()
                 raise refitd.UpdateAborted("as meant")
 
+    @unittest.skipUnless(torch, "needs torch")
+    def test_a_tensor_that_is_not_as_in_the_update_before_is_looked_at_again(self):
+        trainer, server, collector = self.staged()
+        w, v = torch.arange(12.0).reshape(4, 3), torch.arange(5)
+        versions = (
+            {"w": w, "v": v},
+            {"w": w + 1, "v": v + 1},
+            {"v": v, "w": w},  # another order
+            {"w": w.to(torch.bfloat16), "v": v},
+            {"w": torch.arange(12.0).reshape(3, 4).T, "v": v},  # the shape of the first, with other strides
+            {"w": w[1:], "v": v[2:]},
+            {"w": torch.complex(w, -w).conj().imag, "v": v},  # negated lazily
+            {"w": w, "v": v.numpy() + 2},
+            {"w": w, "v": v},
+        )
+        for version, tensors in enumerate(versions, 1):
+            with self.subTest(version=version):
+                with trainer.update(version, tensor_count=2) as update:
+                    for name, tensor in tensors.items():
+                        update.push(name, tensor)
+                server.wait_for(refitd.Committed, version)
+                for name, tensor in tensors.items():
+                    tensor = torch.as_tensor(tensor).resolve_neg().contiguous()
+                    expected = tuple(tensor.shape), bytes(tensor.view(torch.uint8).flatten().tolist())
+                    self.assertEqual(collector.tensors[name][1:], expected)
+        with trainer.update(len(versions) + 1, tensor_count=2) as update:
+            update.push("v", v)
+            tail = torch.zeros(24)[12:].view(4, 3)
+            for freed in (w, tail):
+                freed.untyped_storage().resize_(0)
+                with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor 'w' has no memory"):
+                    update.push("w", freed)
+            with self.assertRaisesRegex(refitd.InvalidArgument, "tensor 'w'"):
+                update.push("w", torch.empty(4, 3, device="meta"))
+            update.push("w", torch.ones(4, 3))
+
     def test_parts_of_a_tensor_come_together(self):
         got = self.pushed(
             ("w", b"abc", dict(shape=(6,), start=0)),
