@@ -1,4 +1,4 @@
-// Which way the bytes of a bucket should take to the devices that need them. Pure.
+// Chooses the method by which the bytes of a bucket reach the devices that need them. Pure.
 #ifndef REFITD_TRANSPORT_BROADCAST_H_
 #define REFITD_TRANSPORT_BROADCAST_H_
 
@@ -13,21 +13,21 @@ namespace refitd {
 // "auto", "direct", "chain", "symmetric", "nccl".
 std::string_view BroadcastMethodName(BroadcastMethod method);
 
-// One bucket, or part of one.
+// The bytes of one bucket, or of a part of one.
 struct BroadcastLoad {
   int64_t packed_bytes = 0;  // in a slot
-  // What each device other than the source's takes if every destination is written directly: it
-  // takes packed_bytes otherwise.
+  // The bytes that each device other than the source's receives if every destination is written
+  // directly; through slots each receives packed_bytes.
   std::map<int, int64_t> direct_bytes;
 };
 
-// kDirect, or the method through slots that is expected to be faster; of those that the transport
-// has.
+// Returns kDirect, or the method through slots that is expected to be faster, of the methods that
+// the transport has.
 //
-// Directly, the source's link carries what all devices take together; along a chain it carries the
-// packed bytes once, and so does every other link, each device starting a chunk later than the one
-// before. The costs of beginning are measured ones (docs/decisions.md). Planning is left out: it
-// goes by tensors, and whichever way a bucket takes, it is cut into parts before, so that all but
+// With kDirect the source's link carries the bytes of all devices together. With a chain every
+// link, also the source's, carries the packed bytes once, and each device starts a chunk later than
+// the device before it. The fixed costs of each method are measured (docs/decisions.md). The time
+// for planning is not counted: a bucket is cut into parts whatever the method, and all parts but
 // the first are planned while others move.
 BroadcastMethod FastestBroadcast(const BroadcastLoad& load, const Transport& transport);
 

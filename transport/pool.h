@@ -1,9 +1,10 @@
-// Who holds which staging slot of a group: the ledger, pure. The memory itself is the transport's.
+// The ledger of a group's staging slots: who holds which slot. Pure; the memory itself belongs to
+// the transport.
 //
-// Grants are made in the order asked (bucket order); a slot is busy until its last reader released
-// it. A pusher may hold at most (slots-1)/pushers leased slots, so that at least one slot can
-// always serve the bucket whose turn it is: no schedule of pushers, slow readers and deaths
-// deadlocks (property test).
+// Grants are made in the order of the requests (bucket order); a slot is busy until its last reader
+// released it. A pusher may hold at most (slots-1)/pushers leased slots, so that at least one slot
+// can always serve the bucket whose turn it is: no order of pushes, slow readers and deaths leads
+// to a deadlock (property test).
 //
 //   state     Free --Grant--> Filling --Publish(n>0 readers)--> Reading --last ReaderDone--> Free
 //                                     --Publish(0) / Release --> Free
@@ -43,31 +44,34 @@ class SlotLedger {
   // How many slots one of `pushers` may lease at a time; may be 0.
   int LeasableBy(int pushers) const;
 
-  // For the daemon's own staging. nullopt: none is free now.
+  // Grants a slot for the daemon's own staging. nullopt: no slot is free now.
   std::optional<SlotGrant> Grant();
-  // For a pusher. RESOURCE_EXHAUSTED: it holds `limit` leases already, or limit is 0. UNAVAILABLE:
-  // none may be leased now: wait. Either the last free slot is kept for staging, or its leases and
-  // its submitted, unpublished slots together are `limit`: without that, buckets submitted ahead of
-  // their turn could take every slot from the pusher whose turn it is.
+  // Leases a slot to a pusher. RESOURCE_EXHAUSTED: the pusher holds `limit` leases already, or
+  // limit is 0. UNAVAILABLE: no slot may be leased now, wait. The reason is that the last free slot
+  // is kept for staging, or that the pusher's leases and its submitted, unpublished slots together
+  // are `limit`: without that rule, buckets submitted ahead of their turn could take every slot
+  // from the pusher whose turn it is.
   absl::StatusOr<SlotGrant> Lease(MemberId holder, int limit, TimePoint expires);
-  // The holder's bucket came. NOT_FOUND: no such lease of this holder.
+  // Notes that the bucket in the leased slot came. NOT_FOUND: this holder has no such lease.
   absl::Status Submit(MemberId holder, SlotGrant grant);
   // Gives a leased or filling slot back. NOT_FOUND: no such grant (holder is checked for leased
   // ones).
   absl::Status Release(SlotGrant grant);
   absl::Status ReleaseLease(MemberId holder, SlotGrant grant);
-  // A filled slot is handed to readers; with none it is free at once. The grant must be Filling.
+  // Hands a filled slot to readers; without readers the slot is free at once. The grant must be
+  // Filling.
   void Publish(SlotGrant grant, const std::set<MemberId>& readers);
-  // True if that freed the slot. Unknown grants and readers are ignored (late acknowledgements).
+  // Notes that a reader is done; true if that freed the slot. Unknown grants and readers are
+  // ignored (late acknowledgements).
   bool ReaderDone(SlotGrant grant, MemberId reader);
 
-  // The member died: its leases are released, its readings end; a slot that it submitted stays with
-  // the bucket. Returns whether any slot came free.
+  // Forgets a member that died: its leases are released and its readings end; a slot that it
+  // submitted stays with the bucket. Returns whether any slot came free.
   bool Forget(MemberId member);
-  // Leases whose time is up, each told once. They stay their holders': a late packer must not write
-  // into a slot that is somebody else's by then.
+  // Leases whose time is up, each returned once. The holder keeps the lease, because a late packer
+  // must not write into a slot that was granted to another.
   std::vector<std::pair<MemberId, SlotGrant>> Overdue(TimePoint now);
-  // What is leased now stays its holders', without a limit of time: never overdue.
+  // Removes the time limit of all current leases: they stay, and are never overdue.
   void EndLimits();
   // When the next lease's time is up.
   std::optional<TimePoint> NextExpiry() const;
@@ -77,16 +81,16 @@ class SlotLedger {
   struct Slot {
     SlotState state = SlotState::kFree;
     GrantId grant;
-    MemberId holder;  // who leased it; until it is published
+    MemberId holder;  // who leased the slot, until it is published
     TimePoint expires;
     std::set<MemberId> readers;
   };
   const Slot& slot(SlotIndex index) const { return slots_[index.value()]; }
 
  private:
-  // The first free slot, in that state, under a new grant.
+  // Takes the first free slot into `state`, under a new grant.
   std::optional<SlotGrant> Take(SlotState state);
-  // Null if that grant of the slot is over or never was.
+  // Null if that grant of the slot has ended or never existed.
   Slot* Find(SlotGrant grant);
   // True if that freed the slot.
   static bool EndReading(Slot* slot, MemberId reader);

@@ -1,8 +1,7 @@
-// What every transport does for the daemon: run programs over memory that it has mapped, and verify
-// it. Of the three moves of docs/architecture.md this interface carries `copy`; wire.h has the two
-// between daemons.
+// The interface of a transport: it runs programs over memory that the daemon has mapped, and
+// verifies the result. It copies within one daemon; wire.h moves bytes between daemons.
 //
-// Knows neither gRPC nor groups. Transports own their threads; callers never block.
+// Transports know neither gRPC nor groups. They own their threads; callers never block.
 #ifndef REFITD_TRANSPORT_TRANSPORT_H_
 #define REFITD_TRANSPORT_TRANSPORT_H_
 
@@ -22,7 +21,7 @@ namespace refitd {
 
 enum class Verification : uint8_t { kOff = 1, kTransfer = 2, kReadback = 3 };
 
-// How the bytes of one source reach several devices of this node.
+// The way in which the bytes of one source reach several devices of this node.
 //   kAuto       whichever is expected to be the fastest for the bytes and the devices
 //   kDirect     the source's device stores into every destination; no staging
 //   kChain      copy engines relay chunks from device to device, slot to slot
@@ -44,7 +43,7 @@ struct MemorySpan {
   std::shared_ptr<const void> keep_alive;
 };
 
-// One piece with its memory.
+// One piece, with the memory in which it lies.
 struct BoundPiece {
   DType dtype = DType::kUint8;
   Dims shape;  // global
@@ -54,42 +53,43 @@ struct BoundPiece {
   std::string name;      // tensor, for messages
 };
 
-// What a destination piece must hold after the copies: the sum of digests computed by passes over
-// the *sources'* bytes. The caller adds them up per piece over all transfers of an update and hands
-// them to Verify.
+// The digest that a destination piece must have after the copies: a sum of digests computed by
+// passes over the *sources'* bytes. The caller adds these sums up per piece over all transfers of
+// an update, and gives them to a ReadbackJob.
 struct PieceDigest {
   uint32_t destination = 0;  // index into Transfer::destinations
   uint32_t piece = 0;        // index into that destination's pieces
   uint64_t digest = 0;
 };
 
-// All of a transfer's source, packed, in one slot of each device that needs it; destinations are
-// then written from the slot of their own device.
+// A transfer through slots: all of the source is packed into one slot of each device that needs it,
+// and destinations are then written from the slot of their own device.
 struct Broadcast {
-  BroadcastMethod method = BroadcastMethod::kDirect;  // of those through slots
-  std::vector<MemorySpan> slots;                      // one a device; filled in any case
+  BroadcastMethod method = BroadcastMethod::kDirect;  // one of the methods through slots
+  // One for each device; filled whether or not a destination reads them.
+  std::vector<MemorySpan> slots;
   std::vector<int64_t> byte_offsets;  // of each source piece's first element, in every slot
 };
 
-// One bucket (or part of one), or a step of a compiled refit, from some places to several.
+// The copies of one bucket, of a part of one, or of a step of a compiled refit.
 struct Transfer {
   std::vector<BoundPiece> source;  // pieces of all sources, one list
   // destinations[d] are the bound pieces of destination d that this transfer may write, indexed as
   // in `program`.
   std::vector<std::vector<BoundPiece>> destinations;
-  // moves[i].source is 0; source_piece and destination_piece index the above. Byte offsets in the
-  // moves are relative to BoundPiece::data of the piece *they* name (the binder rewrites them), so
-  // that a wrong program shows in the digests.
+  // moves[i].source is 0; source_piece and destination_piece index the above. Byte offsets in a
+  // move are relative to BoundPiece::data of the piece that the move names (the binder rewrites
+  // them), so that a wrong program shows in the digests.
   Program program;
   Verification verification = Verification::kOff;
   // Destinations that are verified by reading back inside the transfer (staging slots), under
   // kReadback.
   std::vector<bool> readback_now;
-  // Digests of whole source pieces are wanted, moved or not: what another daemon must have
-  // received.
+  // True: digests of whole source pieces are computed, even of bytes that are not moved; another
+  // daemon must have received bytes with these digests.
   bool want_source_digests = false;
-  // Through slots: of source pieces that lie row-major on one device, by a method other than kAuto
-  // and kDirect that CanBroadcast. Without: kDirect.
+  // Present: the transfer goes through slots. Its source pieces must lie row-major on one device,
+  // and the method must be one that CanBroadcast accepts, not kAuto or kDirect. Absent: kDirect.
   std::optional<Broadcast> broadcast;
   std::vector<std::shared_ptr<const void>> keep_alive;  // all memory named above (P6)
   std::string label;                                    // for messages: "version 3, part 7"
@@ -100,7 +100,8 @@ struct TransferResult {
   std::vector<int64_t> bytes_written;    // per destination
   std::vector<PieceDigest> expected;     // under kReadback, for destinations without readback_now
   std::vector<uint64_t> source_digests;  // per source piece, if wanted
-  int failed_destination = -1;           // whose bytes were wrong, if status is not OK
+  // Index of the destination whose bytes were wrong, if status is not OK.
+  int failed_destination = -1;
 };
 
 struct ReadbackPiece {
@@ -119,15 +120,15 @@ struct ReadbackResult {
   std::vector<uint32_t> failed_destinations;
 };
 
-// A transfer that was bound and checked, to be run any number of times over the same memory, which
-// it keeps alive (P6). Immutable; belongs to the transport that made it.
+// A transfer that was bound and checked. It can run any number of times over the same memory, which
+// it keeps alive (P6). Immutable; usable only with the transport that made it.
 class PreparedTransfer {
  public:
   virtual ~PreparedTransfer() = default;
 };
 
-// A ReadbackJob to be run any number of times over the same memory, which it keeps alive (P6).
-// Immutable; belongs to the transport that made it.
+// A ReadbackJob that can run any number of times over the same memory, which it keeps alive (P6).
+// Immutable; usable only with the transport that made it.
 class PreparedReadback {
  public:
   virtual ~PreparedReadback() = default;
@@ -137,25 +138,26 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // Whether transfers can go by this method. UNIMPLEMENTED: why not.
+  // OK if this transport has the method; UNIMPLEMENTED says why not.
   virtual absl::Status CanBroadcast(BroadcastMethod method) const {
     if (method == BroadcastMethod::kDirect) return absl::OkStatus();
     return absl::UnimplementedError("broadcasts through slots need GPUs");
   }
 
   // Runs the transfer; calls `done` once, on a thread of the transport, after the last byte was
-  // read and written. Transfers start in the order of submission and overlap (the next one's work
-  // fills the tail of the one before).
+  // read and written. Transfers start in the order of submission and may overlap: a transfer starts
+  // before the end of the transfer before it.
   virtual void Submit(Transfer transfer, std::function<void(TransferResult)> done) = 0;
 
   // Does once what every run of the transfer needs: checks, order, shares of the work. Takes up to
-  // seconds for millions of moves; thread-safe. INTERNAL: a wrong program. A transport that gains
-  // nothing by it keeps the transfer.
+  // seconds for millions of moves; thread-safe. INTERNAL: a wrong program. The default only keeps
+  // the transfer, for transports that gain nothing by preparing.
   virtual absl::StatusOr<std::shared_ptr<const PreparedTransfer>> Prepare(Transfer transfer) {
     return std::make_shared<const KeptTransfer>(std::move(transfer));
   }
 
-  // Runs it as Submit would, with this verification and label in place of its own.
+  // Runs the prepared transfer as Submit would, with this verification and label in place of the
+  // transfer's own.
   virtual void Replay(const std::shared_ptr<const PreparedTransfer>& prepared,
                       Verification verification, std::string label,
                       std::function<void(TransferResult)> done) {
@@ -165,16 +167,17 @@ class Transport {
     Submit(std::move(transfer), std::move(done));
   }
 
-  // Reads destinations again and compares. Same threads, same order rules.
+  // Reads destinations again and compares their digests. Threads and order are as for transfers.
   virtual void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) = 0;
 
-  // For Replay, at once: whatever takes long is done by the first run. `expected` of the pieces
-  // counts for nothing.
+  // Prepares a job for Replay. Returns at once; slow preparations are done by the first run. The
+  // `expected` digests in the job's pieces are ignored.
   virtual std::shared_ptr<const PreparedReadback> Prepare(ReadbackJob job) {
     return std::make_shared<const KeptReadback>(std::move(job));
   }
 
-  // Runs it as Submit would; expected[i] is what piece i of the job must have.
+  // Runs the prepared job as Submit would; expected[i] is the digest that piece i of the job must
+  // have.
   virtual void Replay(const std::shared_ptr<const PreparedReadback>& prepared,
                       std::vector<uint64_t> expected, std::function<void(ReadbackResult)> done) {
     ReadbackJob job = static_cast<const KeptReadback&>(*prepared).job;

@@ -1,12 +1,13 @@
-// The data plane between daemons: the moves `broadcast` and `exchange` of docs/architecture.md.
+// The data plane between daemons: broadcasts and exchanges of bytes.
 //
 // An *epoch* is one communicator over a fixed set of ranks (daemons). Each daemon opens its end,
 // the control plane brings every rank's address to every rank, all connect, and then all submit the
-// same operations in the same order. What is agreed on before (P5) is checked again here: a peer
-// that is at another operation, or at another number of bytes, is an error, never a wrong byte.
+// same operations in the same order. The control plane agrees on operations before (P5), and the
+// wire checks that again: if a peer runs another operation, or one with another number of bytes,
+// both fail and no wrong byte is written.
 //
 // Promises kept here:
-//   P4   every operation, and Connect, ends by its own timeout, counted from its submission.
+//   P4 every operation, and Connect, ends within its own timeout, counted from its submission.
 //   P6   `keep_alive` is held until the last byte of the memory was read or written.
 //   P7   operations of one epoch run in order of submission, one at a time, on one thread.
 //   P10  addresses come from the network: length, counts and fields are checked before use.
@@ -21,12 +22,13 @@
 //   CANCELLED            Close
 //   NOT_FOUND            no such epoch is open
 //   RESOURCE_EXHAUSTED   one of the limits below
-// After an operation began and failed, the epoch is lost: every later one fails at once. A new
-// epoch is needed.
+// After an operation began and failed, the epoch is lost: every later operation fails at once, and
+// a new epoch is needed.
 //
-// Neither encrypted nor authenticated (P9): only for interfaces that the configuration trusts.
-// Thread-safe. No call waits for a peer. Every `done` runs once, on a thread of the wire, never
-// inside the call that it was given to; it may call the wire but must not destroy it.
+// Bytes are neither encrypted nor authenticated (P9), so the configuration must name interfaces
+// that are trusted. Thread-safe. No call waits for a peer. Every `done` runs once, on a thread of
+// the wire, never inside the call that it was passed to; it may call the wire but must not destroy
+// it.
 #ifndef REFITD_TRANSPORT_WIRE_H_
 #define REFITD_TRANSPORT_WIRE_H_
 
@@ -43,20 +45,20 @@
 
 namespace refitd {
 
-// Ranks of an epoch. A full mesh costs every rank one connection to every other.
+// The most ranks of an epoch. In a full mesh every rank has one connection to every other.
 inline constexpr int kMaxWireRanks = 256;
-// An address: a few fields and one port for each rank.
+// The most bytes of an address: it has a few fields and one port for each rank.
 inline constexpr size_t kMaxWireAddressBytes = 1024;
-// Open at once in one daemon; each has a thread and a connection to each peer.
+// The most epochs open at once in one daemon; each has a thread and a connection to each peer.
 inline constexpr size_t kMaxWireEpochs = 64;
-// Operations of one epoch that have not ended.
+// The most operations of one epoch that have not ended.
 inline constexpr size_t kMaxWireQueue = 4096;
 // Longer timeouts are cut to this one, so that deadlines can be added up safely.
 inline constexpr Duration kMaxWireTimeout = std::chrono::hours(24);
 
-// `memory.bytes` from rank `root`, which reads it, to all other ranks, which write it. Bytes and
-// root must be equal on all ranks. No two operations of an epoch that are under way at once on any
-// rank share a `seq`.
+// Moves `memory` from rank `root`, which reads it, to all other ranks, which write it. The number
+// of bytes and the root must be equal on all ranks. Two operations of an epoch that are under way
+// at once on any rank must have different `seq`.
 struct WireBroadcast {
   EpochId epoch;
   WireSeq seq;
@@ -65,9 +67,10 @@ struct WireBroadcast {
   Duration timeout{};
 };
 
-// Point to point, all legs at once. To each send of a rank belongs a receive of `peer` with the
-// same number of bytes and the same `seq`. At most one leg for each peer and direction; none to
-// itself. Legs must not overlap in memory where one of them is received.
+// Moves bytes from rank to rank, all legs at once. Each send of a rank needs a receive at `peer`
+// with the same number of bytes and the same `seq`. There is at most one leg for each peer and
+// direction, and none to the rank itself. A leg that is received must not overlap another leg in
+// memory.
 struct WireExchange {
   struct Leg {
     int peer = 0;
@@ -80,7 +83,7 @@ struct WireExchange {
   Duration timeout{};
 };
 
-// Payload only: no headers.
+// Counts of payload bytes, without headers.
 struct WireStats {
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
@@ -91,27 +94,28 @@ class Wire {
   // Closes every epoch and waits until every `done` has run.
   virtual ~Wire() = default;
 
-  // Opens this daemon's end of a communicator of `size` ranks and returns its address: bytes (not
-  // text), at most kMaxWireAddressBytes, that hold what every peer needs to reach it.
+  // Opens this daemon's end of a communicator of `size` ranks and returns its address: at most
+  // kMaxWireAddressBytes bytes (not text), which tell peers how to reach this end.
   // INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED, UNAVAILABLE (no socket).
   virtual absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) = 0;
 
-  // `addresses[rank]` of all ranks, this one's too. Operations may be submitted at once; they run
-  // after it. Refused addresses (INVALID_ARGUMENT) leave the epoch as it was; any other failure
-  // loses it.
+  // Connects the epoch's ends. `addresses` has the addresses of all ranks, this rank's too, by
+  // rank. Operations may be submitted at once; they run after Connect. Refused addresses
+  // (INVALID_ARGUMENT) leave the epoch as it was; after any other failure the epoch is lost.
   virtual void Connect(EpochId epoch, std::vector<std::string> addresses, Duration timeout,
                        std::function<void(absl::Status)> done) = 0;
 
-  // OK on the sender means that the next rank has received all; on a receiver, that the memory
-  // holds all.
+  // OK on the sender means that the next rank has received all bytes; on a receiver, that the
+  // memory holds all bytes.
   virtual void Submit(WireBroadcast broadcast, std::function<void(absl::Status)> done) = 0;
   virtual void Submit(WireExchange exchange, std::function<void(absl::Status)> done) = 0;
 
-  // What runs and what is queued ends soon with CANCELLED; no memory of the epoch is touched after
-  // its `done`. Peers in the same operation get UNAVAILABLE. Does not wait. Idempotent.
+  // Closes the epoch: running and queued operations end soon with CANCELLED, and no memory of an
+  // operation is touched after its `done`. Peers in the same operation get UNAVAILABLE. Does not
+  // wait. Idempotent.
   virtual void Close(EpochId epoch) = 0;
 
-  // Over all epochs, since the start; of one that is open (zeros if it is not).
+  // Counts over all epochs since the start; or of one open epoch (zeros if it is not open).
   virtual WireStats Stats() const = 0;
   virtual WireStats Stats(EpochId epoch) const = 0;
 };

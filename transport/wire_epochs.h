@@ -1,10 +1,9 @@
-// What wires are made of, whatever carries their bytes: a table of epochs, each with a thread and a
-// queue of its own, and answers that never come inside a call. Which bytes go where says a
-// WireEpoch.
+// The common part of all wires: a table of epochs, each with a thread and a queue of its own, and
+// answers that never come inside a call. A subclass of WireEpoch moves the bytes.
 //
-// Kept here, of what wire.h promises: the order (P7), deadlines that count from submission (P4),
-// what loses an epoch, Close. By the epochs: that an operation ends by its deadline, and touches no
-// memory after (P6).
+// Of the promises of wire.h this file keeps: the order (P7), deadlines that count from submission
+// (P4), when an epoch is lost, and Close. The subclasses of WireEpoch keep: an operation ends by
+// its deadline, and touches no memory after that (P6).
 #ifndef REFITD_TRANSPORT_WIRE_EPOCHS_H_
 #define REFITD_TRANSPORT_WIRE_EPOCHS_H_
 
@@ -33,9 +32,10 @@ struct WireCounters {
   WireStats Get() const { return {sent.load(), received.load()}; }
 };
 
-// One thing for an epoch's thread to do.
+// One item of work for an epoch's thread.
 struct WireWork {
-  std::optional<std::vector<std::string>> connect;  // addresses; else, one of:
+  // Present: connect to these addresses; else one of the following is present.
+  std::optional<std::vector<std::string>> connect;
   std::optional<WireBroadcast> broadcast;
   std::optional<WireExchange> exchange;
   Duration timeout{};
@@ -43,8 +43,8 @@ struct WireWork {
   std::function<void(absl::Status)> done;
 };
 
-// Names the calling thread, and blocks signals there and in threads that it makes: what carries
-// bytes writes to sockets without MSG_NOSIGNAL.
+// Names the calling thread, and blocks signals in it and in threads that it makes, because the
+// libraries that carry bytes write to sockets without MSG_NOSIGNAL.
 void EnterWireThread(const std::string& name);
 
 // One end of one communicator.
@@ -53,19 +53,19 @@ void EnterWireThread(const std::string& name);
 //      \--failure--> lost                       (every state) --Close--> closed
 class WireEpoch {
  public:
-  // `totals`: of all epochs; outlives it.
+  // `totals` counts for all epochs, and must outlive this object.
   WireEpoch(EpochId id, int rank, int size, WireCounters* totals)
       : id_(id), rank_(rank), size_(size), totals_(totals) {}
   virtual ~WireEpoch() = default;
   WireEpoch(const WireEpoch&) = delete;
   WireEpoch& operator=(const WireEpoch&) = delete;
 
-  // Its address. Called first, once.
+  // Opens this end and returns its address. Called first, once.
   virtual absl::StatusOr<std::string> Open() = 0;
   // `ended` is called last, on the epoch's thread.
   void Start(const std::string& thread, std::function<void()> ended);
   void Join() { thread_.join(); }
-  // Not OK: `work` is untouched.
+  // Queues `work`. If the status is not OK, `work` is untouched.
   absl::Status Push(WireWork* work);
   void Close();
 
@@ -75,18 +75,19 @@ class WireEpoch {
   WireStats Stats() const { return counters_.Get(); }
   // "open", "connecting", "connected", "lost" or "closing".
   std::string_view state() const;
-  // Why it was lost; OK: it was not.
+  // Why the epoch was lost; OK if it was not lost.
   absl::Status failure() const;
 
  protected:
-  // On the epoch's thread; ended by the work's deadline, or soon after Interrupt. A failure loses
-  // the epoch if *began was set.
+  // Called on the epoch's thread; must end by the work's deadline, and soon after Interrupt. If it
+  // fails after setting *began, the epoch is lost.
   virtual absl::Status Connect(const WireWork& work, bool* began) = 0;
   virtual absl::Status Move(const WireWork& work, bool* began) = 0;
-  // On the epoch's thread: after the failure that lost it; at its end.
+  // Called on the epoch's thread: Lose after the failure that lost the epoch, End at the epoch's
+  // end.
   virtual void Lose() = 0;
   virtual void End() = 0;
-  // On any thread: it is closing(), and what waits is to notice.
+  // Called on any thread when closing() has become true, so that waits notice it.
   virtual void Interrupt() {}
 
   bool closing() const;
@@ -114,7 +115,7 @@ class WireEpoch {
   std::thread thread_;
 };
 
-// A wire over such epochs. Whoever derives from it calls CloseAll in its destructor.
+// A wire over such epochs. A subclass must call CloseAll in its destructor.
 class EpochWire : public Wire {
  public:
   using Done = std::function<void(absl::Status)>;
@@ -128,16 +129,17 @@ class EpochWire : public Wire {
   WireStats Stats(EpochId id) const override;
 
  protected:
-  // `thread`: the name of its own, which joins the others and answers what was refused.
+  // `thread` is the name of the wire's own thread, which joins the other threads and answers
+  // refused operations.
   explicit EpochWire(const std::string& thread);
   ~EpochWire() override;
 
-  // As Wire::Open, of what `make` makes.
+  // As Wire::Open, for the epoch that `make` makes.
   absl::StatusOr<std::string> OpenEpoch(EpochId id, int rank, int size, const std::string& thread,
                                         const std::function<std::shared_ptr<WireEpoch>()>& make);
   // Closes every epoch, and waits for the end of their threads.
   void CloseAll();
-  // Those that are open, then those whose thread has not ended.
+  // The open epochs, then the closed epochs whose thread has not ended.
   std::vector<std::shared_ptr<const WireEpoch>> Epochs() const;
   WireCounters* totals() { return &totals_; }
 
@@ -153,12 +155,12 @@ class EpochWire : public Wire {
   Mutex opening_;  // one Open at a time; taken before mutex_
   mutable Mutex mutex_;
   CondVar changed_;
-  // Null while it is being opened.
+  // A null entry: the epoch is being opened.
   std::map<EpochId, std::shared_ptr<WireEpoch>> epochs_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<WireEpoch>> closed_ ABSL_GUARDED_BY(mutex_);  // not joined yet
-  std::deque<std::function<void()>> calls_ ABSL_GUARDED_BY(mutex_);         // of the helper
+  std::deque<std::function<void()>> calls_ ABSL_GUARDED_BY(mutex_);         // for the helper to run
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread helper_;  // last: it uses the others
+  std::thread helper_;  // last: it uses the other members
 };
 
 }  // namespace refitd

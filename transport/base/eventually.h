@@ -1,4 +1,4 @@
-// Waiting in tests, with a deadline far longer than anything takes: only a failing test reaches it.
+// Waiting in tests, with a deadline so long that only a failing test reaches it.
 #ifndef REFITD_TRANSPORT_BASE_EVENTUALLY_H_
 #define REFITD_TRANSPORT_BASE_EVENTUALLY_H_
 
@@ -10,12 +10,12 @@ namespace refitd {
 
 inline constexpr std::chrono::seconds kTestDeadline{30};
 
-// Looks until `condition` holds; false: not before the deadline.
+// Waits until `condition` holds; false if it did not before the deadline.
 inline bool Eventually(const std::function<bool()>& condition) {
   const auto deadline = std::chrono::steady_clock::now() + kTestDeadline;
   while (!condition()) {
     if (std::chrono::steady_clock::now() >= deadline) return false;
-    // The processor is for those who are waited for.
+    // Leave the processor to the threads that are waited for.
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   return true;

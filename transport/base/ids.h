@@ -1,4 +1,4 @@
-// Names of things, as types: two of them can't be swapped by mistake.
+// Ids as types, so that two ids of different kinds can't be swapped by mistake.
 #ifndef REFITD_TRANSPORT_BASE_IDS_H_
 #define REFITD_TRANSPORT_BASE_IDS_H_
 

@@ -27,8 +27,8 @@ absl::Status Error(absl::StatusCode code, fmt::format_string<Args...> format, Ar
 // exhausted, else unavailable.
 absl::Status ErrnoError(int error, std::string_view what);
 
-// The start of UTF-8 `text`, at most `max_bytes` of it, cut between characters: what goes into a
-// message must stay UTF-8.
+// The start of UTF-8 `text`, at most `max_bytes` long, cut between characters so that it stays
+// UTF-8, as messages must be.
 std::string_view Shorten(std::string_view text, size_t max_bytes);
 
 inline std::string Message(const absl::Status& status) { return std::string(status.message()); }

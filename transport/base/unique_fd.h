@@ -8,7 +8,7 @@
 
 namespace refitd {
 
-// Closes its descriptor when it goes; -1 means none. Not thread-safe, like an int.
+// Owns a descriptor and closes it when destroyed; -1 means none. Not thread-safe, like an int.
 class UniqueFd {
  public:
   UniqueFd() = default;

@@ -1,4 +1,4 @@
-// The release. Constant, thread-safe.
+// The version of this release. Constant, thread-safe.
 #ifndef REFITD_TRANSPORT_BASE_VERSION_H_
 #define REFITD_TRANSPORT_BASE_VERSION_H_
 
