@@ -7,8 +7,9 @@
 //   t     64 fixed odd 32-bit constants: t[i] = (splitmix64(~i) >> 32) | 1 (kDigestT),
 //   h     splitmix64 of the block index, forced odd.
 // splitmix64(x) is the finaliser of that generator applied to x + 0x9e3779b97f4a7c15. Any single
-// wrong element changes the digest; it does not depend on order and adds up over a disjoint cover,
-// whatever the sharding. About one multiply-add an element. The same on CPU and GPU.
+// wrong element changes the digest. The digest does not depend on order, and the digests of a
+// disjoint cover add up, whatever the sharding. It costs about one multiply-add per element, and is
+// the same on CPU and GPU.
 //
 // Runs are contiguous in memory and in p. Little-endian machines only. Pure functions, thread-safe;
 // the instruction set is chosen once at run time.
@@ -25,7 +26,7 @@ namespace refitd {
 
 extern const std::array<uint32_t, 64> kDigestT;
 
-// h above.
+// The factor h of the definition above.
 uint64_t DigestBlockFactor(uint64_t block);
 
 // Equal runs at regular distances, e.g. the rows of a box.
@@ -36,17 +37,17 @@ struct DigestRows {
   int64_t first_stride = 0;  // elements in p from one run to the next
   int64_t to_stride = 0;     // bytes
   int64_t from_stride = 0;   // bytes
-  // Bytes ahead of a load to prefetch; 0: what suits memory that is read once, in order. A hint:
-  // such addresses need not exist.
+  // How many bytes ahead of a load to prefetch; 0: a distance that suits memory which is read once,
+  // in order. This is a hint: the prefetched addresses need not exist.
   int64_t prefetch = 0;
 };
 
-// How copied bytes reach memory. Streaming stores leave the destination out of the caches; they are
-// ordered before later stores only by DigestStoreFence.
+// The way in which copied bytes reach memory. Streaming stores keep the destination out of the
+// caches; only DigestStoreFence orders them before later stores.
 enum class StoreMode : uint8_t { kCached, kStreaming };
 
-// From this size on streaming stores win: the destination would only push the source out of the
-// cache.
+// From this size on streaming stores are faster, because a cached destination would only push the
+// source out of the cache.
 inline constexpr int64_t kStreamingBytes = 64 << 10;
 
 // The kernels of one instruction set. `element_bytes` is 1, 2, 4 or 8; `first` is p of the first
@@ -56,15 +57,15 @@ struct DigestKernels {
   // Digest of `count` elements at `data`.
   uint64_t (*digest)(const void* data, int element_bytes, int64_t first, int64_t count);
   // Copies `count` elements and returns the digest of what was stored (of the registers that were
-  // stored). Ranges must not overlap. Large runs use streaming stores and end with a store fence:
-  // when it returns, the bytes are visible to whoever is told after.
+  // stored). Ranges must not overlap. Large runs use streaming stores and end with a store fence,
+  // so that the bytes are visible to any thread that is told after this returned.
   uint64_t (*copy_and_digest)(void* to, const void* from, int element_bytes, int64_t first,
                               int64_t count);
-  // Copies bytes; the same about streaming stores and the fence.
+  // Copies bytes; streaming stores and the fence are as above.
   void (*copy)(void* to, const void* from, size_t bytes);
 
-  // The same over rows; no fence: callers end a sequence with DigestStoreFence. Strides that a
-  // function does not use are ignored.
+  // The same over rows, but without a fence: callers end a sequence of these with DigestStoreFence.
+  // Strides that a function does not use are ignored.
   uint64_t (*digest_rows)(const void* data, int element_bytes, const DigestRows& rows);
   uint64_t (*copy_and_digest_rows)(void* to, const void* from, int element_bytes,
                                    const DigestRows& rows, StoreMode mode);
@@ -75,9 +76,9 @@ struct DigestKernels {
 // Orders streaming stores of this thread before its later stores.
 void DigestStoreFence();
 
-// What this CPU runs best. The first call decides.
+// The fastest kernels that this CPU can run. The first call chooses them.
 const DigestKernels& BestDigestKernels();
-// All that this CPU can run, scalar first: tests compare each with the definition.
+// All kernels that this CPU can run, scalar first; tests compare each with the definition.
 std::vector<const DigestKernels*> AllDigestKernels();
 
 // The definition above, element by element, for tests and documentation.

@@ -1,5 +1,5 @@
 // Internal to the digest: constants that every kernel uses, and the kernels of each instruction
-// set, one a file, because each file is compiled for its own instruction set.
+// set. Each set has its own file, because each file is compiled for its own instruction set.
 //
 // Everything inline here is in an unnamed namespace on purpose: an inline function with a linker-
 // visible name could be kept in the copy that was compiled for AVX-512, and then run elsewhere.
@@ -20,8 +20,8 @@ extern const DigestKernels kAvx512Kernels;
 
 namespace {
 
-// One copy for each instruction set, on purpose: shared inline code could be the one of the widest.
-// NOLINTBEGIN(misc-definitions-in-headers)
+// Each instruction set has its own copy, on purpose: the linker could keep the copy of shared
+// inline code that was compiled for the widest set. NOLINTBEGIN(misc-definitions-in-headers)
 constexpr int kBlock = 64;  // elements
 
 constexpr uint64_t SplitMix64(uint64_t x) {

@@ -1,10 +1,11 @@
 // Internal to the digest: the vector kernels, over a set of vector operations `V` that
-// digest_avx2.cc and digest_avx512.cc give. Included only there.
+// digest_avx2.cc and digest_avx512.cc define. Only these two include this file.
 //
-// A block of 64 elements fills element_bytes * 64 / V::kBytes vectors. The only wide multiply that
-// is cheap is 32x32->64 on the low halves of 64-bit lanes, so the elements are not unpacked: shifts
-// and masks bring each of a lane's elements in turn into the lane's low half, and t is stored in
-// the order in which they come (Constants). A block's lanes are then multiplied by h and added up.
+// A block of 64 elements fills element_bytes * 64 / V::kBytes vectors. The only cheap wide
+// multiplication is 32x32->64 on the low halves of 64-bit lanes, so the elements are not unpacked:
+// shifts and masks bring each of a lane's elements in turn into the lane's low half, and t is
+// stored in the order in which the elements come (Constants). A block's lanes are then multiplied
+// by h and added up.
 #ifndef REFITD_TRANSPORT_DIGEST_DIGEST_SIMD_H_
 #define REFITD_TRANSPORT_DIGEST_DIGEST_SIMD_H_
 

@@ -1,5 +1,5 @@
-// Copies of strided boxes as the host transport wants them: with its own choice of stores and
-// prefetching. DigestBox and CopyBox (host_transport.h) are the plain forms.
+// Copies of strided boxes for which the host transport chooses stores and prefetching. DigestBox
+// and CopyBox (host_transport.h) are the plain forms.
 #ifndef REFITD_TRANSPORT_HOST_BOX_COPY_H_
 #define REFITD_TRANSPORT_HOST_BOX_COPY_H_
 
@@ -16,7 +16,7 @@ struct BoxCopyOptions {
   int64_t prefetch = 0;  // DigestRows::prefetch
 };
 
-// As CopyBox; no fence: callers end a sequence with DigestStoreFence.
+// As CopyBox, but without a fence: callers end a sequence of these with DigestStoreFence.
 uint64_t CopyBoxUnfenced(char* to, const Dims& to_strides, const char* from,
                          const Dims& from_strides, const Box& box, const Dims& shape,
                          int element_bytes, const BoxCopyOptions& options);

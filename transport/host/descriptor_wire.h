@@ -1,11 +1,11 @@
 // The descriptor socket: how regions and staging pools change hands. Fixed-size messages over a
 // SOCK_SEQPACKET unix socket whose path Welcome.descriptor_socket gives; a descriptor travels
-// beside them (SCM_RIGHTS). One request, one reply, then the next; the client may close at any
-// time. docs/descriptor_socket.md.
+// beside them (SCM_RIGHTS). One request, one reply, then the next request; the client may close at
+// any time. See docs/descriptor_socket.md.
 //
-// Little endian; both ends are on one host. The daemon trusts nothing here (P10): the token decides
-// who asks, the kernel's peer credentials must be those that attached, sizes are checked against
-// the descriptor.
+// Little endian; both ends are on one host. The daemon trusts no request (P10): the token tells
+// which member asks, the kernel's peer credentials must be those of the process that attached, and
+// sizes are checked against the descriptor.
 #ifndef REFITD_TRANSPORT_HOST_DESCRIPTOR_WIRE_H_
 #define REFITD_TRANSPORT_HOST_DESCRIPTOR_WIRE_H_
 

@@ -1,6 +1,5 @@
-// What a bare Gloo broadcast costs: the library's own gloo::broadcast between processes, with no
-// header, agreement, queue or deadline of ours. A yardstick for benchmarks; no product code uses
-// it.
+// A bare Gloo broadcast to compare with in benchmarks: the library's own gloo::broadcast between
+// processes, without our headers, agreement, queues and deadlines. No product code uses it.
 #ifndef REFITD_TRANSPORT_HOST_GLOO_BASELINE_H_
 #define REFITD_TRANSPORT_HOST_GLOO_BASELINE_H_
 
@@ -16,8 +15,8 @@
 
 namespace refitd {
 
-// One rank's end. Not thread-safe: one thread. Gloo writes to sockets without MSG_NOSIGNAL: the
-// caller ignores SIGPIPE if a peer may go early.
+// One rank's end. Not thread-safe. Gloo writes to sockets without MSG_NOSIGNAL, so the caller must
+// ignore SIGPIPE if a peer may end early.
 class GlooBaseline {
  public:
   // Gives this rank's address (bytes) to all and returns everyone's, by rank.
@@ -35,8 +34,8 @@ class GlooBaseline {
   virtual absl::Status Broadcast(void* data, int64_t bytes, int root, Duration timeout) = 0;
 };
 
-// For two ranks that share a stream socket or pipe pair: `rank` 0 and 1 send each other what they
-// have.
+// An ExchangeAddresses for ranks 0 and 1, which send each other their addresses over a stream
+// socket or pipe pair.
 GlooBaseline::ExchangeAddresses ExchangeOverSocket(int fd, int rank);
 
 }  // namespace refitd

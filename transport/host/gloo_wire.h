@@ -7,9 +7,9 @@
 // the threads of closed epochs and answers calls on epochs that do not exist. All of them have
 // every signal blocked: Gloo writes to sockets without MSG_NOSIGNAL.
 //
-// Gloo ends the process when a stranger's bytes on a data-plane connection claim to be a payload
-// that nobody asked for. Listening sockets live from Open until the peer connected; the interface
-// must be trusted (P9).
+// Gloo ends the process when bytes of a stranger on a data-plane connection claim to be a payload
+// that no operation asked for. Listening sockets are open from Open until the peer connected, so
+// the interface must be trusted (P9).
 #ifndef REFITD_TRANSPORT_HOST_GLOO_WIRE_H_
 #define REFITD_TRANSPORT_HOST_GLOO_WIRE_H_
 

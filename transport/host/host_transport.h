@@ -1,18 +1,19 @@
 // The host transport: threaded copies between mapped host memory, with digests computed in the
 // copy.
 //
-// A transfer is cut into chunks of a source piece, which the workers share out; a chunk is worked
-// through in blocks that stay in the core's caches. For a block: the source pass (digest over the
-// source's own metadata, where verification asks for it), then every move that reads it. So a
-// source is read from memory once whatever the number of destinations.
+// A transfer is cut into chunks of source pieces, which the workers divide among themselves. A
+// worker goes through a chunk in blocks that fit into the core's caches. For each block it first
+// makes the source pass (a digest by the source's own metadata, if verification asks for it), then
+// every move that reads the block. So a source is read from memory once, whatever the number of
+// destinations.
 //
 // Verification (P1): kTransfer compares the source pass with the digest of what the copy stored,
 // per block and destination; kReadback returns the source pass's sums, which Submit(ReadbackJob)
 // compares with the destination's bytes read again. (Under kReadback the first copy of a block is
 // its source pass, if the program reads at just the address that the source's metadata gives.)
 //
-// A program that is malformed or leaves its pieces' memory is refused with INTERNAL; nothing is
-// written. `keep_alive` and `done` are let go right after `done` returned.
+// A program that is malformed or leaves its pieces' memory is refused with INTERNAL, and nothing is
+// written. `keep_alive` and `done` are released right after `done` returned.
 #ifndef REFITD_TRANSPORT_HOST_HOST_TRANSPORT_H_
 #define REFITD_TRANSPORT_HOST_HOST_TRANSPORT_H_
 
@@ -31,7 +32,7 @@ class TransferFaults {
 };
 
 struct HostTransportOptions {
-  int threads = 0;                   // copy workers; 0: one a core, at most 16
+  int threads = 0;                   // copy workers; 0: one per core, at most 16
   TransferFaults* faults = nullptr;  // must outlive the transport
 };
 
@@ -40,8 +41,8 @@ struct HostTransportOptions {
 std::unique_ptr<Transport> MakeHostTransport(const HostTransportOptions& options);
 
 // Copy and digest of strided boxes, exposed for tests and benchmarks.
-// Elements of `box` (global coordinates) of a piece: `data` is the address of the box's first
-// element.
+// DigestBox is the digest of `box` (global coordinates) of a piece; `data` is the address of the
+// box's first element.
 uint64_t DigestBox(const char* data, const Dims& strides, const Box& box, const Dims& shape,
                    int element_bytes);
 // Copies; returns the digest of what was stored if `with_digest`, else 0.

@@ -1,8 +1,8 @@
 // Host memory shared between processes: sealed memfd regions.
 //
 // P6: a region maps only descriptors that are memfds sealed against shrinking, so that no peer can
-// turn a copy into SIGBUS; the mapping lives as long as its last shared_ptr, whatever became of the
-// process that gave it.
+// turn a copy into SIGBUS; the mapping lives as long as its last shared_ptr, even if the process
+// that gave it has ended.
 #ifndef REFITD_TRANSPORT_HOST_MEMORY_H_
 #define REFITD_TRANSPORT_HOST_MEMORY_H_
 

@@ -1,11 +1,11 @@
 // Threads that run tasks made of independent units.
 //
-// Tasks start in the order of submission; workers go on to the next one when the units of the one
-// before are all taken, so the tail of a task overlaps with its successor. Whoever ends a task's
-// last unit finishes it, exactly once.
+// Tasks start in the order of submission; workers go on to the next task when all units of the task
+// before are taken, so the tail of a task overlaps with its successor. The worker that ends a
+// task's last unit calls Finish, exactly once.
 //
-// Thread-safe. The destructor waits for every submitted task; nobody but tasks that still run may
-// submit meanwhile.
+// Thread-safe. The destructor waits for every submitted task; meanwhile only tasks that still run
+// may submit.
 #ifndef REFITD_TRANSPORT_HOST_WORKER_POOL_H_
 #define REFITD_TRANSPORT_HOST_WORKER_POOL_H_
 

@@ -14,10 +14,10 @@
 
 namespace refitd {
 
-// What a scale tensor's name has beyond its weight's.
+// The end of a scale tensor's name, after the weight's name.
 inline constexpr std::string_view kScaleSuffix = "_scale_inv";
 
-// Elements of a block's side, as checkpoints and engines have it.
+// The side of a block in elements, as checkpoints and engines have it.
 inline constexpr int64_t kScaleBlock = 128;
 
 // FAILED_PRECONDITION if an engine with this layout could not apply the block scales of its FP8
@@ -26,17 +26,18 @@ inline constexpr int64_t kScaleBlock = 128;
 //  - S has the shape ceil(W's / scale_block);
 //  - in each dimension d, where a piece of W begins at b > 0 or ends at e short of the shape, b and
 //    e are multiples of scale_block, unless the pieces of S reach from the first to the last block
-//    of d (S is then not sharded along d, and every block is there whatever the cut).
+//    of d (S is then not sharded along d, and has the scale of every block wherever W is cut).
 // Sources need no such check: their bytes move element by element.
 absl::Status CheckBlockScales(const Layout& layout, int64_t scale_block = kScaleBlock);
 
-// The side of the blocks that `scale` has one number for each of: kScaleBlock where that explains
-// every dimension, else the one size that divides every dimension of `weight` into so many blocks.
-// nullopt: neither, or other numbers of dimensions; `scale` then is not one of square blocks.
+// The side of the square blocks for which `scale` has one number each: kScaleBlock if that explains
+// every dimension, else the one size that divides every dimension of `weight` into as many blocks
+// as `scale` has numbers. nullopt: no size fits, or the numbers of dimensions differ; then `scale`
+// does not scale square blocks.
 std::optional<int64_t> ScaleBlockOf(const TensorSpec& weight, const TensorSpec& scale);
 
-// The same for a layout whose blocks are not told: of float8 tensors W, with the blocks that
-// ScaleBlockOf finds. Scales in which it finds none are not checked.
+// CheckBlockScales for all float8 tensors of a layout, with the size of blocks that ScaleBlockOf
+// finds. Scales for which it finds none are not checked.
 absl::Status CheckFloat8Scales(const Layout& layout);
 
 }  // namespace refitd

@@ -1,8 +1,8 @@
-// A transfer's program, checked and bound to memory: what the transports share of it. Pure.
+// Checks a transfer's program and binds it to memory, for all transports. Pure.
 //
-// A wrong program is our own bug, but one that must not write outside the pieces: whatever it says,
-// each bound move stays inside both of its pieces. (Wrong offsets inside them are found by
-// verification, P1.)
+// A wrong program would be our own bug, but even that must not write outside the pieces: each bound
+// move stays inside both of its pieces whatever the program says. (Verification finds wrong offsets
+// inside the pieces, P1.)
 #ifndef REFITD_TRANSPORT_PLAN_BOUND_MOVES_H_
 #define REFITD_TRANSPORT_PLAN_BOUND_MOVES_H_
 
@@ -25,12 +25,13 @@ int64_t ByteSpan(const Dims& extent, const Dims& strides, int64_t element_bytes)
 // Shape, box and strides have one rank of at most kMaxDims; else INTERNAL.
 absl::Status CheckRanks(const BoundPiece& piece);
 
-// One move. Points into the transfer.
+// One move, bound to memory. Its pointers point into the transfer.
 struct BoundMove {
   const BoundPiece* source = nullptr;
   const BoundPiece* destination = nullptr;
   const Box* box = nullptr;
-  // Of the box's first element, as the program says: bytes from the pieces' `data`.
+  // Where the box's first element lies according to the program, in bytes from the `data` of each
+  // piece.
   int64_t from = 0;
   int64_t to = 0;
   uint32_t destination_index = 0;
@@ -47,8 +48,8 @@ struct BoundMoves {
   std::vector<int64_t> bytes;     // per destination
 };
 
-// The transfer must outlive the result. INTERNAL: the program names what does not exist, or leaves
-// its pieces.
+// The transfer must outlive the result. INTERNAL: the program names a piece that does not exist, or
+// leaves its pieces.
 absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer);
 
 }  // namespace refitd

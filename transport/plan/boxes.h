@@ -1,4 +1,4 @@
-// What the planners (plan.cc, route.cc, node_program.cc) share: sets of boxes of one tensor.
+// Sets of boxes of one tensor, which all planners use (plan.cc, route.cc, node_program.cc).
 //
 // Pure and private to transport/. All boxes of a call have the same rank. Functions are thread-safe
 // because they share nothing.
@@ -19,17 +19,18 @@
 
 namespace refitd {
 
-// Box comparisons that one plan spends at most (P10: layouts are not trusted): some seconds. The
-// biggest models over a thousand ranks on each side take a third of it.
+// The most box comparisons that one plan may spend, since layouts are not trusted (P10). They take
+// some seconds. The biggest models over a thousand ranks on each side need a third of this number.
 inline constexpr int64_t kMaxPlanSteps = int64_t{1} << 30;
-// What cutting one box counts, in comparisons: it copies boxes, and takes so much longer.
+// How many comparisons cutting one box counts as: cutting copies boxes, and takes that much longer.
 inline constexpr int64_t kCutSteps = 16;
 
-// What a planner has spent, and whether it is to go on. Loops over boxes that a caller chose ask
-// Over() as they go, so that a plan that nobody waits for any more ends soon.
+// Counts the work of a planner, and tells whether it may go on. Loops over boxes from callers ask
+// Over() regularly, so that a cancelled plan ends soon.
 class PlanWork {
  public:
-  // `cancelled`: set by whoever asked for the plan; null: never.
+  // `cancelled` is set by the caller that no longer wants the plan; null: the plan can't be
+  // cancelled.
   explicit PlanWork(std::shared_ptr<const std::atomic<bool>> cancelled = nullptr)
       : cancelled_(std::move(cancelled)) {}
   PlanWork& operator+=(int64_t steps) {
@@ -47,11 +48,11 @@ class PlanWork {
   std::shared_ptr<const std::atomic<bool>> cancelled_;
 };
 
-// By offset, then extent.
+// Orders boxes by offset, then extent.
 bool BoxLess(const Box& a, const Box& b);
 bool IsEmpty(const Box& box);
 bool Contains(const Box& outer, const Box& inner);
-// Whether they share an element: as Intersect(a, b).has_value(), without making the box.
+// Whether two boxes share an element: as Intersect(a, b).has_value(), without making the box.
 inline bool Meet(const Box& a, const Box& b) {
   for (size_t d = 0; d < a.offset.size(); ++d) {
     if (a.offset[d] >= b.offset[d] + b.extent[d] || b.offset[d] >= a.offset[d] + a.extent[d]) {
@@ -60,40 +61,40 @@ inline bool Meet(const Box& a, const Box& b) {
   }
   return !IsEmpty(a) && !IsEmpty(b);
 }
-// What of `box` is outside `hole`, as disjoint boxes, to `parts`.
+// Appends the part of `box` outside `hole` to `parts`, as disjoint boxes.
 void Subtract(const Box& box, const Box& hole, std::vector<Box>* parts);
-// The union of `boxes` as disjoint ones. Adds what it spends to `work` and ends early, with an
-// incomplete result, where that is over.
+// The union of `boxes` as disjoint boxes. Counts its steps in `work`, and ends early, with an
+// incomplete result, if work->Over().
 std::vector<Box> MakeDisjoint(std::vector<Box> boxes, PlanWork* work);
-// Joins disjoint boxes that form one box together, along one dimension after the other, as long as
-// there are any. Leaves them in order of BoxLess.
+// Joins disjoint boxes that together form one box, along one dimension after the other, until no
+// two can be joined. Leaves the boxes in the order of BoxLess.
 void MergeAdjacent(std::vector<Box>* boxes);
-// Elements that the same ones hold.
+// A box all of whose elements have the same holders.
 struct HeldBox {
   Box box;
   absl::InlinedVector<uint32_t, 4> holders;  // ascending
 };
-// Boxes with their holders, one or more each, to disjoint ones of the same elements. Equal boxes
-// cost no more than sorting. Adds what it spends to `work` and ends early, with a wrong result,
-// where that is over.
+// Replaces boxes, each with one or more holders, by disjoint boxes of the same elements with all
+// their holders. Equal boxes cost no more than sorting. Counts its steps in `work`, and ends early,
+// with a wrong result, if work->Over().
 void CutByHolders(std::vector<HeldBox>* boxes, PlanWork* work);
 // Where the first element of `box`, a part of the piece's box, lies: bytes from the start of the
 // piece's region.
 int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes);
-// The load up to which `amount` more fills the least loaded of `loads`, rounded down. At least one
-// load.
+// The level to which `amount` fills up the smallest of `loads`, as water fills vessels, rounded
+// down. There must be at least one load.
 int64_t WaterLevel(std::vector<int64_t> loads, int64_t amount);
 
-// Finds which of some boxes may meet another: all that meet it along one dimension. Keeps the
-// pointers.
+// Finds which of its boxes may meet a given box: those that meet it along one dimension. Keeps
+// pointers to its boxes.
 class BoxIndex {
  public:
-  // Up to this many boxes are searched one by one.
+  // Up to this number of boxes are searched one by one.
   static constexpr size_t kLinearBoxes = 16;
 
   explicit BoxIndex(absl::Span<const Box* const> boxes);
 
-  // Calls `visit(i)` for each; returns the number of calls.
+  // Calls `visit(i)` for each box i that may meet `box`; returns the number of calls.
   template <typename Visit>
   int64_t Query(const Box& box, const Visit& visit) const {
     if (order_.empty()) {

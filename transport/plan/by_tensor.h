@@ -1,4 +1,4 @@
-// What there is of each tensor, in one array: planners look at pieces by tensor, layouts list them
+// Items grouped by tensor, in one array: planners look at pieces by tensor, but layouts list them
 // in any order. Header only.
 #ifndef REFITD_TRANSPORT_PLAN_BY_TENSOR_H_
 #define REFITD_TRANSPORT_PLAN_BY_TENSOR_H_
@@ -16,8 +16,8 @@ template <typename Item>
 class ByTensor {
  public:
   ByTensor() = default;
-  // `for_each(visit)` calls visit(tensor, item) for all items. It is called twice, and visits the
-  // same ones in the same order.
+  // `for_each(visit)` must call visit(tensor, item) for all items. It is called twice, and must
+  // visit the same items in the same order.
   template <typename ForEach>
   ByTensor(size_t tensors, const ForEach& for_each) : first_(tensors + 1, 0) {
     for_each([this](uint32_t tensor, const Item&) { ++first_[tensor + 1]; });
@@ -27,7 +27,7 @@ class ByTensor {
     for_each([&](uint32_t tensor, const Item& item) { items_[next[tensor]++] = item; });
   }
 
-  // In the order in which they were visited.
+  // The items of a tensor, in the order in which they were visited.
   absl::Span<const Item> Of(uint32_t tensor) const {
     return absl::MakeConstSpan(items_).subspan(first_[tensor], first_[tensor + 1] - first_[tensor]);
   }

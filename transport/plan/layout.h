@@ -5,10 +5,9 @@
 //
 // Invariants
 //  - Global shapes are unpadded; boxes lie inside them; storage outside the boxes is neither read,
-//  written nor digested.
-//  - Untrusted numbers (shapes, boxes, offsets) become statuses naming the field and value, never
-//  an allocation, an offset or a
-//    loop bound (P10). Every count has a named limit below.
+//    written nor digested.
+//  - Untrusted numbers (shapes, boxes, offsets) become statuses that name the field and value, and
+//    never an allocation, an offset or a loop bound (P10). Every count has a named limit below.
 #ifndef REFITD_TRANSPORT_PLAN_LAYOUT_H_
 #define REFITD_TRANSPORT_PLAN_LAYOUT_H_
 
@@ -52,7 +51,7 @@ absl::StatusOr<DType> DTypeFromWire(int value);
 
 inline constexpr int kMaxDims = 8;  // of a tensor
 inline constexpr int64_t kMaxTensorBytes =
-    int64_t{1} << 48;  // of one tensor: more is absurd, and sums can't overflow
+    int64_t{1} << 48;  // of one tensor; no model comes near it, and sums can't overflow
 inline constexpr int64_t kMaxNameBytes = 512;             // of a tensor's name
 inline constexpr int64_t kMaxTensorsPerLayout = 262'144;  // DeepSeek-V3 has 45,395
 inline constexpr int64_t kMaxPiecesPerLayout = 4'194'304;
@@ -72,8 +71,8 @@ std::string ToString(DType dtype, const Dims& shape);
 // Product of dims, at most kMaxTensorBytes; INVALID_ARGUMENT for a negative dim, more than kMaxDims
 // dims, or an absurd product.
 absl::StatusOr<int64_t> ElementCount(const Dims& shape);
-// All of the above and the name: 1 to kMaxNameBytes bytes of printable ASCII or UTF-8 without
-// control characters.
+// Checks the shape as ElementCount does, the dtype, and the name: 1 to kMaxNameBytes bytes of
+// printable ASCII or UTF-8 without control characters.
 absl::Status ValidateTensor(const TensorSpec& tensor);
 
 // Offset and extent per dimension (elements). For a scalar both are empty. An extent may be 0: the
@@ -88,9 +87,10 @@ struct Box {
 Box WholeBox(const Dims& shape);
 // Elements inside; the box must be valid.
 int64_t ElementCount(const Box& box);
-// Same rank, offsets >= 0, extents >= 0, offset + extent <= shape.
+// Checks that box and shape have the same rank, that offsets and extents are >= 0, and that offset
+// + extent <= shape.
 absl::Status ValidateBox(const Box& box, const Dims& shape);
-// Empty intersection: nullopt. Both of the same rank.
+// The intersection of two boxes of the same rank; nullopt if it is empty.
 std::optional<Box> Intersect(const Box& a, const Box& b);
 // Row-major (C order) element strides of a dense array of `extent`.
 Dims RowMajorStrides(const Dims& extent);
@@ -100,7 +100,7 @@ int64_t FirstIndex(const Box& box, const Dims& shape);
 // ascending order. `start` and `count` must lie inside the shape.
 std::vector<Box> BoxesOfRange(const Dims& shape, int64_t start, int64_t count);
 
-// One box of one tensor and where it lies.
+// One box of one tensor, and where it lies in a region.
 struct Piece {
   uint32_t tensor = 0;  // index into the layout's tensors
   Box box;
@@ -130,7 +130,7 @@ class HashChain {
   uint64_t hash_;
 };
 
-// Of name, dtype and shape: the tensor hash of Layout::Digest.
+// The hash of a tensor's name, dtype and shape, as Layout::Digest defines it.
 uint64_t TensorHash(const TensorSpec& tensor);
 
 // All pieces of one member.
@@ -138,13 +138,13 @@ struct Layout {
   std::vector<TensorSpec> tensors;
   std::vector<Piece> pieces;
   uint64_t binding_generation = 0;
-  // Trainers only: indices into `tensors`, ascending, of those that are pushed in buckets rather
-  // than moved by a compiled refit. Not part of the digest.
+  // Trainers only: indices into `tensors`, ascending, of the tensors that are pushed in buckets
+  // rather than moved by a compiled refit. Not part of the digest.
   std::vector<uint32_t> pushed_tensors = {};
 
-  // Of the structure only: tensors' names, dtypes, shapes, boxes and strides; independent of the
-  // order of tensors and pieces, of regions, byte offsets and the binding generation. The layout
-  // must be valid. All arithmetic modulo 2^64:
+  // Digest of the structure: tensors' names, dtypes, shapes, boxes and strides. It does not depend
+  // on the order of tensors and pieces, on regions, byte offsets or the binding generation. The
+  // layout must be valid. All arithmetic modulo 2^64:
   //   tensor hash = HashChain from the 64-bit FNV-1a hash of the name over: bytes of the name,
   //     dtype's wire value, rank, dims of the shape.
   //   piece hash = HashChain from its tensor's hash over: offsets, extents, strides.
@@ -157,22 +157,22 @@ struct Layout {
 // Bytes of a region by id, or nullopt if the member has no such region.
 using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 
-// Everything about a layout that can be wrong: tensors valid and uniquely named, boxes inside,
-// strides of the right rank, storage inside its region and aligned to the element size. With
-// `destination`: boxes of one tensor are disjoint, and no two pieces share memory (so that every
-// element is written exactly once); spans may interleave, as column slices of one matrix do. Errors
-// name tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more tensors or pieces
-// than a layout may have; else INVALID_ARGUMENT, also where disjointness can't be shown within a
-// bound on work that layouts of real models don't come near.
+// Checks a layout completely: tensors are valid and uniquely named, boxes lie inside their tensors,
+// strides have the right rank, storage lies inside its region and is aligned to the element size.
+// With `destination` also: boxes of one tensor are disjoint, and no two pieces share memory (so
+// that every element is written exactly once); spans may interleave, as column slices of one matrix
+// do. Errors name tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more
+// tensors or pieces than a layout may have; else INVALID_ARGUMENT, also if showing that pieces are
+// disjoint takes more work than a limit which layouts of real models don't come near.
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination);
 
-// Disjoint half-open ranges of element indices; merges neighbours. Used to see that each tensor is
-// covered exactly once.
+// A set of disjoint half-open ranges of element indices, which merges neighbours. It shows whether
+// each tensor is covered exactly once.
 class IntervalSet {
  public:
-  // False, and no change, if [begin, end) overlaps what is there. Empty ranges are accepted and
-  // ignored.
+  // Adds [begin, end). Returns false, and changes nothing, if it overlaps a range in the set. Empty
+  // ranges are accepted and ignored.
   bool Add(int64_t begin, int64_t end);
   bool Contains(int64_t begin, int64_t end) const;
   int64_t total() const { return total_; }
@@ -194,23 +194,23 @@ struct TensorRange {
   bool operator==(const TensorRange&) const = default;
 };
 
-// A packed bucket: ranges and where each lies.
+// A packed bucket: its ranges, and where each range lies.
 struct PackedBucket {
   std::vector<TensorRange> ranges;
   std::vector<int64_t> byte_offsets;  // one a range, multiples of kPackAlignment
   int64_t bytes = 0;                  // end of the last range
 };
 
-// bytes; what torch's allocator and NeMo-RL's packing give
+// In bytes: the alignment that torch's allocator and NeMo-RL's packing give.
 inline constexpr int64_t kPackAlignment = 512;
 constexpr int64_t AlignUp(int64_t bytes) {
   return (bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;
 }
 
 // Packs `ranges` in order into as few buckets of at most `bucket_bytes` as order allows; a range
-// that does not fit into what is left of a bucket is split at an element. bucket_bytes must be at
-// least kPackAlignment. Ranges of no elements are kept (a tensor of size 0 is still delivered).
-// Each bucket has at most `max_ranges` ranges.
+// that does not fit into the rest of a bucket is split at an element. bucket_bytes must be at least
+// kPackAlignment. Ranges of no elements are kept (a tensor of size 0 is still delivered). Each
+// bucket has at most `max_ranges` ranges.
 std::vector<PackedBucket> FormBuckets(const std::vector<TensorSpec>& tensors,
                                       const std::vector<TensorRange>& ranges, int64_t bucket_bytes,
                                       int64_t max_ranges = 65'536);

@@ -1,22 +1,22 @@
-// The planner of a compiled refit over several daemons, second level: one node's part of a
+// The second level of the planner of a compiled refit over several daemons: one node's part of a
 // RoutePlan. Pure: no I/O, no gRPC, no CUDA.
 //
-// Bytes leave and reach a node in *streams*, one a peer and direction. A stream is a row of
-// *sections*: each one box of one source, row-major and without gaps, at a multiple of
-// kSectionAlignment. Sender and receiver derive the same sections at the same offsets from the plan
-// alone, whatever the order of pieces in their members' layouts: `Stream::Digest` of the two ends
-// is equal (P5). Bytes between sections are sent but mean nothing.
+// Bytes leave and reach a node in *streams*, one for each peer and direction. A stream is a
+// sequence of *sections*: each is one box of one source, row-major and without gaps, at a multiple
+// of kSectionAlignment. Sender and receiver derive the same sections at the same offsets from the
+// plan alone, whatever the order of pieces in their members' layouts: `Stream::Digest` of the two
+// ends is equal (P5). Bytes between sections are sent but mean nothing.
 //
 // Streams are cut into rounds, one WireExchange each: in round r a stream carries its bytes
-// [r * step, (r + 1) * step). The steps are such that all streams of all nodes end together where
-// they are long enough, so that every round loads the links as the whole does.
+// [r * step, (r + 1) * step). Steps are chosen so that all streams that are long enough end in the
+// same round, and every round loads the links in the same proportions as the whole program.
 //
 // Invariants
 //  - Every element of every destination on the node is written exactly once: by a local move, or in
 //    one round by the unpacking of one section (P1).
-//  - Nothing refers to a member of another node but by its number.
+//  - Members of other nodes are named only by their numbers.
 //
-// Values; thread-safe as such. Keeps the local layouts, for names and byte offsets.
+// Values, and thread-safe as such. A program keeps the local layouts, for names and byte offsets.
 #ifndef REFITD_TRANSPORT_PLAN_NODE_PROGRAM_H_
 #define REFITD_TRANSPORT_PLAN_NODE_PROGRAM_H_
 
@@ -31,25 +31,26 @@
 
 namespace refitd {
 
-// A stream's step is this at least, if a round's limit allows: short streams end early.
+// The smallest step of a stream, if a round's limit allows it; short streams therefore end early.
 inline constexpr int64_t kMinStepBytes = int64_t{1} << 20;
 
-// Of a program: DeepSeek-V3 between 64 nodes has some ten thousand.
+// The most rounds of a program; DeepSeek-V3 between 64 nodes has some ten thousand.
 inline constexpr int64_t kMaxRounds = int64_t{1} << 20;
 
 // A rank on this node.
 struct LocalMember {
   uint32_t rank = 0;  // index into the plan's sources or destinations
   std::shared_ptr<const Layout> layout;
-  // Where its memory is: numbers are equal for equal devices. Of sources that hold the same
-  // elements, local moves read the one on the destination's device, whichever the plan names: what
-  // is colocated crosses no link. Looked at when the program is compiled, not when it is bound: of
-  // a rank that comes back elsewhere with the same layout, moves stay as they were.
+  // The device of the rank's memory; equal numbers mean the same device. If several sources hold
+  // the same elements, a local move reads the source on the destination's device even if the plan
+  // names another, so that bytes on one device cross no link. The device is used when the program
+  // is compiled, not when it is bound: if a rank comes back on another device with the same layout,
+  // its moves stay as they were.
   int device = kNoDevice;
-  static constexpr int kNoDevice = -1;  // near to nobody
+  static constexpr int kNoDevice = -1;  // on no device that others share
 };
 
-// Where a section's elements go, all or some.
+// A destination of all or some of a section's elements.
 struct SectionTarget {
   uint32_t destination = 0;  // index into the local destinations
   uint32_t piece = 0;
@@ -59,10 +60,11 @@ struct Section {
   uint64_t tensor_hash = 0;
   uint32_t source = 0;  // index into the plan's sources
   uint32_t element_bytes = 1;
-  // Of a stream that leaves: index into the local sources, and a piece of it that holds the box.
+  // For an outgoing stream: index into the local sources, and the piece of that source that holds
+  // the box.
   uint32_t member = 0;
   uint32_t piece = 0;
-  // Of a stream that arrives: its targets, a range of NodeProgram::targets.
+  // For an incoming stream: the section's targets, a range of NodeProgram::targets.
   uint32_t first_target = 0;
   uint32_t targets = 0;
   Box box;
@@ -79,13 +81,14 @@ struct Stream {
   // HashChain from 0 over: number of sections, bytes, step; of each section: tensor hash, source,
   // offsets, extents, offset in the stream.
   uint64_t Digest() const;
-  // Of round `round`: where it starts, and how much it has (0: ended).
+  // The start of the stream's bytes in round `round`, and their number (0: the stream has ended).
   int64_t Begin(int64_t round) const { return round >= Rounds() ? bytes : round * step; }
   int64_t BytesOf(int64_t round) const { return Begin(round + 1) - Begin(round); }
   int64_t Rounds() const { return bytes == 0 ? 0 : (bytes + step - 1) / step; }
 };
 
-// Between a member's piece and a chunk: the bytes that a stream carries in one round.
+// A move between a member's piece and a chunk; a chunk is the bytes that a stream carries in one
+// round.
 struct ChunkMove {
   uint32_t member = 0;  // index into the local sources (pack) or destinations (unpack)
   uint32_t piece = 0;
@@ -97,7 +100,8 @@ struct ChunkMove {
   Dims chunk_strides;              // elements
 };
 
-// What a chunk carries of one section: dense, at a byte offset from the start of the chunk.
+// The part of one section that a chunk carries: dense, at a byte offset from the start of the
+// chunk.
 struct ChunkBox {
   uint32_t section = 0;  // index into the stream's sections
   Box box;               // global coordinates, not empty
@@ -109,13 +113,13 @@ struct RoundLeg {
   int64_t bytes_out = 0;
   int64_t bytes_in = 0;
   std::vector<ChunkBox> sent;      // one a move of `pack`
-  std::vector<ChunkMove> pack;     // before the exchange; disjoint in the chunk
+  std::vector<ChunkMove> pack;     // moves before the exchange; disjoint in the chunk
   std::vector<ChunkBox> received;  // ascending; `unpack` reads them
-  std::vector<ChunkMove> unpack;   // after it
+  std::vector<ChunkMove> unpack;   // moves after the exchange
 };
 
-// The chunks of one peer in one round, and where they lie in a slot of all peers' chunks: one after
-// the other by ascending peer, what goes out in one slot, what comes in in another.
+// The chunks of one peer in one round, and where they lie. One slot has the chunks to all peers,
+// another slot the chunks from all peers, one after the other by ascending peer.
 struct ExchangeLeg {
   uint32_t peer = 0;
   int64_t bytes_out = 0;
@@ -135,7 +139,7 @@ class NodeProgram {
   std::vector<Stream> outgoing;  // ascending peers, none without sections
   std::vector<Stream> incoming;
   std::vector<SectionTarget> targets;
-  std::vector<int64_t> destination_bytes;  // that each local destination gets, in all
+  std::vector<int64_t> destination_bytes;  // total bytes that each local destination receives
   int64_t rounds = 0;                      // the same on every node of the plan
 
   // HashChain from 0 over: node, rounds, local.Digest(), then peer and digest of each outgoing
@@ -147,28 +151,30 @@ class NodeProgram {
   // One leg for each peer with bytes in that round, ascending peers. Made on demand: all rounds of
   // a big model together are gigabytes.
   std::vector<RoundLeg> Round(int64_t round) const;
-  // The same without the moves.
+  // As Round, but without the moves.
   std::vector<ExchangeLeg> Legs(int64_t round) const;
 };
 
-// The same tensors and pieces in the same order; regions, byte offsets and generations may differ.
+// Whether two layouts have the same tensors and pieces in the same order; regions, byte offsets and
+// generations may differ.
 bool SameStructure(const Layout& a, const Layout& b);
 
 struct NodeProgramOptions {
-  // Of a round, per peer and direction; at least kSectionAlignment, rounded down to a multiple of
-  // it.
+  // The most bytes of a round, per peer and direction; at least kSectionAlignment, and rounded down
+  // to a multiple of it.
   int64_t chunk_bytes = int64_t{64} << 20;
-  int64_t max_moves = kMaxMoves;  // local ones, and targets of sections
+  int64_t max_moves = kMaxMoves;  // local moves plus targets of sections
 };
 
-// `sources` and `destinations`: all members of the plan on that node, those without a layout and
-// those left out aside, in any order; their layouts may be other objects than the plan was made
-// from. Errors: INVALID_ARGUMENT: a member that is not the plan's, not on that node, or twice; a
-// chunk too small. FAILED_PRECONDITION: a layout whose digest is not the plan's; a member of the
-// plan on that node that is missing; a tensor of a layout that the plan lacks or has otherwise; a
-// route whose box no piece of its source holds, or nobody on its node wants. What ValidatePlan
-// finds, and a stream longer than longest_stream: INVALID_ARGUMENT. RESOURCE_EXHAUSTED: more than
-// max_moves, or absurd sums of bytes.
+// Computes the program of `node`. `sources` and `destinations` are all members of the plan on that
+// node, in any order, without those that have no layout or are left out; their layouts may be other
+// objects than those the plan was made from. Errors: INVALID_ARGUMENT: a member that is not in the
+// plan, not on that node, or given twice; a chunk too small. FAILED_PRECONDITION: a layout whose
+// digest is not the plan's; a member of the plan on that node that is missing; a tensor of a layout
+// that the plan lacks, or has with another dtype or shape; a route whose box no piece of its source
+// holds, or no rank on its node wants. INVALID_ARGUMENT also for what ValidatePlan finds, and for a
+// stream longer than longest_stream. RESOURCE_EXHAUSTED: more than max_moves, or absurd sums of
+// bytes.
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
                                         std::vector<LocalMember> sources,
                                         std::vector<LocalMember> destinations,

@@ -1,5 +1,5 @@
-// The planner: layouts in, program of moves out. Pure: no I/O, no gRPC, no CUDA. The same program
-// whoever computes it.
+// The planner: layouts in, program of moves out. Pure: no I/O, no gRPC, no CUDA. Deterministic:
+// every process computes the same program.
 //
 // A program says, for every destination element, which source element it comes from, exactly once
 // (P1). Executors turn a move into addresses with the pieces' regions, byte offsets and strides.
@@ -18,7 +18,7 @@
 
 namespace refitd {
 
-// A box of one tensor, from one piece to another.
+// A move of one box of a tensor from one piece to another.
 struct CopyMove {
   uint32_t source = 0;             // index into the sources given to the planner
   uint32_t source_piece = 0;       // index into that source's pieces
@@ -32,18 +32,17 @@ struct CopyMove {
 };
 
 struct Program {
-  // Ordered by (source, source_piece, box offset, destination): a source chunk is read once for all
-  // its destinations.
+  // Ordered by (source, source_piece, box offset, destination), so that a source chunk is read once
+  // for all its destinations.
   std::vector<CopyMove> moves;
   int64_t bytes = 0;  // sum over moves
-  // HashChain from 0 over: number of moves, then of each move in order all fields as declared (rank
-  // before the box's offsets and extents).
+  // HashChain from 0 over: the number of moves, then all fields of each move, in the order of their
+  // declaration (rank before the box's offsets and extents).
   uint64_t Digest() const;
 };
 
-// Destinations by tensor name; made once and used for every bucket of an update. Immutable
-// afterwards, so thread-safe. Keeps pointers to the layouts: they must outlive it (hence
-// shared_ptr).
+// An index of destinations by tensor name, made once and used for every bucket of an update.
+// Immutable, so thread-safe. It keeps the layouts alive by shared_ptr.
 class DestinationIndex {
  public:
   struct Entry {
@@ -53,13 +52,14 @@ class DestinationIndex {
   struct Tensor {
     DType dtype = DType::kUint8;
     Dims shape;
-    uint32_t first_destination = 0;  // whose declaration came first, for error messages
-    std::vector<Entry> entries;      // ascending
+    // The destination that declared the tensor first, for error messages.
+    uint32_t first_destination = 0;
+    std::vector<Entry> entries;  // ascending
   };
 
-  // Null layouts are allowed (a destination that takes staged delivery) and have no entries.
+  // A null layout is allowed (for a destination that takes staged delivery) and has no entries.
   // FAILED_PRECONDITION if two layouts disagree about a tensor's dtype or shape; the message has
-  // both, and `labels[i]` for each.
+  // both, and the destination's label for each.
   static absl::StatusOr<std::shared_ptr<const DestinationIndex>> Make(
       std::vector<std::shared_ptr<const Layout>> destinations, std::vector<std::string> labels);
 
@@ -74,31 +74,32 @@ class DestinationIndex {
   absl::node_hash_map<std::string, Tensor> tensors_;
 };
 
-// Below this a box goes to one holder as a whole: cutting costs a move.
+// A box with fewer bytes is read from one holder as a whole, because cutting costs a move.
 inline constexpr int64_t kSplitBytes = int64_t{1} << 20;
 
-inline constexpr int64_t kMaxMoves = int64_t{1} << 22;  // of a program: about 0.5 GiB
+// The most moves of a program, about 0.5 GiB.
+inline constexpr int64_t kMaxMoves = int64_t{1} << 22;
 
 struct PlanOptions {
   // Destinations to leave out (evicted instances), by index; empty: none.
   std::vector<bool> skip_destination;
   // True: every element of every destination must be covered, else FAILED_PRECONDITION names the
-  // tensor and the first missing element. False (one bucket of a push): only what the sources hold
-  // is moved.
+  // tensor and the first missing element. False (for one bucket of a push): only elements that the
+  // sources hold are moved.
   bool require_cover = true;
   // Names that need no cover (engine-only tensors).
   std::vector<std::string> uncovered_allowed;
   int64_t max_moves = kMaxMoves;
 };
 
-// Replicated sources: each element is read from exactly one source, whatever the number of its
-// destinations; boxes held by several sources (equal or partly overlapping) are shared out over
-// them so that the bytes read from each are balanced, deterministically: boxes of kSplitBytes and
-// more are cut for that. Null sources hold nothing. Layouts must be valid (ValidateLayout;
-// destinations as such). Errors: FAILED_PRECONDITION naming the tensor: dtype or shape disagree
-// between sources, or a source and a destination; not covered. RESOURCE_EXHAUSTED: more than
-// max_moves moves, or boxes so irregular that planning would take minutes. A source's tensor that
-// no destination has is not an error here.
+// Computes the program. Each element is read from exactly one source, whatever the number of its
+// destinations. Boxes that several sources hold (equal or partly overlapping) are divided among
+// these sources deterministically, so that the bytes read from each are balanced; boxes of
+// kSplitBytes and more are cut for that. Null sources hold nothing. Layouts must be valid
+// (ValidateLayout; those of destinations with `destination`). Errors: FAILED_PRECONDITION naming
+// the tensor: dtype or shape disagree between sources, or a source and a destination; not covered.
+// RESOURCE_EXHAUSTED: more than max_moves moves, or boxes so irregular that planning would take
+// minutes. A source's tensor that no destination has is not an error here.
 absl::StatusOr<Program> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
                                 const DestinationIndex& destinations, const PlanOptions& options);
 

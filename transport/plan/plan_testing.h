@@ -1,4 +1,5 @@
-// What the planners' tests share: random boxes, and sides whose pieces hold real bytes.
+// Helpers of the planners' tests: random boxes, and sides (of sources or destinations) whose pieces
+// hold real bytes.
 #ifndef REFITD_TRANSPORT_PLAN_PLAN_TESTING_H_
 #define REFITD_TRANSPORT_PLAN_PLAN_TESTING_H_
 
@@ -78,7 +79,8 @@ inline std::string Bits(uint32_t tensor, int64_t index, int64_t element_bytes) {
   return bytes;
 }
 
-// Storage for a box: dense, padded, or with permuted dimensions; grows the side's memory.
+// Adds a piece for a box, with storage that is dense, padded, or has permuted dimensions; grows the
+// side's memory.
 inline void AddPiece(Rng* rng, Side* side, uint32_t tensor, const Box& box) {
   Piece piece{tensor, box, RegionId(1), 0, {}};
   const int64_t element_bytes = ElementBytes(side->layout.tensors[tensor].dtype);
@@ -134,7 +136,7 @@ inline Box RandomBox(Rng* rng, const Dims& shape) {
   return box;
 }
 
-// Every element of the side's pieces gets its own bytes.
+// Writes into every element of the side's pieces its own bytes (Bits).
 inline void Fill(Side* side) {
   for (const Piece& piece : side->layout.pieces) {
     const TensorSpec& spec = side->layout.tensors[piece.tensor];

@@ -1,5 +1,6 @@
-// What the coordinator compiles for a refit from the layouts of all ranks: the routes (route.h),
-// and which source ranks hold the same elements and so must agree about them.
+// The plan of a refit, which the coordinator compiles from the layouts of all ranks: the routes
+// (route.h), and the elements that several source ranks hold, on whose bytes these ranks must
+// agree.
 //
 // Pure; values, thread-safe as such.
 #ifndef REFITD_TRANSPORT_PLAN_REFIT_PLAN_H_
@@ -16,21 +17,21 @@
 
 namespace refitd {
 
-inline constexpr uint32_t kMaxReplicaParts = 1'000'000;  // more versions than a run has
+inline constexpr uint32_t kMaxReplicaParts = 1'000'000;  // more than a run has versions
 
-// One of `parts` parts of the replicas, or of all that several nodes have of them: the boxes whose
-// hash (ReplicaHash) is `part` modulo `parts`.
+// A part of the replicas, so that one refit need not compare all: the boxes whose hash
+// (ReplicaHash) is `part` modulo `parts`.
 struct ReplicaPart {
   uint32_t part = 0;   // less than `parts`
   uint32_t parts = 1;  // at least 1; 1: all boxes
   bool Has(uint64_t hash) const { return hash % parts == part; }
 };
 
-// The same on every node, whatever it knows of the plan: HashChain from the tensor's hash over the
-// box's offsets and extents.
+// HashChain from the tensor's hash over the box's offsets and extents. It is equal on every node,
+// since it needs no other part of the plan.
 uint64_t ReplicaHash(uint64_t tensor_hash, const Box& box);
 
-// A box that several source ranks hold, each of them all of it.
+// A box that several source ranks hold completely.
 struct Replica {
   uint32_t tensor = 0;      // index into RoutePlan::tensors
   uint32_t holder_set = 0;  // index into Replicas::holder_sets
@@ -49,7 +50,7 @@ struct Replicas {
   }
 };
 
-// Of one node: their digests travel in one message.
+// The most replicas of one node; the limit exists because their digests travel in one message.
 inline constexpr int64_t kMaxNodeShares = 900'000;
 
 struct RefitPlan {
@@ -58,33 +59,33 @@ struct RefitPlan {
 };
 
 // Errors as CompileRoutes; FAILED_PRECONDITION naming the rank and the tensor also where a
-// destination can't apply its block scales (CheckFloat8Scales); RESOURCE_EXHAUSTED also: a node
-// with more than kMaxNodeShares replicas.
+// destination can't apply its block scales (CheckFloat8Scales); RESOURCE_EXHAUSTED also if a node
+// has more than kMaxNodeShares replicas.
 absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
     const RouteOptions& options);
 
-// What one node needs of a plan: the routes that begin or end there, with the tensors that `local`
-// (the layouts of its members) name. Numbers of sources, destinations and nodes stay the same;
-// labels and statistics are left out, but for `longest_stream`. CompileNode of it gives the same
-// node program as of the whole.
+// The part of a plan that one node needs: the routes that begin or end there, and the tensors that
+// `local` (the layouts of its members) name. Sources, destinations and nodes keep their numbers;
+// labels and statistics are left out, except `longest_stream`. CompileNode gives the same node
+// program for this part as for the whole plan.
 RoutePlan PartOf(const RoutePlan& plan, uint32_t node,
                  absl::Span<const std::shared_ptr<const Layout>> local);
 
-// A box that a rank of one node holds and others hold as well: its digest is compared with theirs.
+// A box that a rank of one node holds and other ranks hold too; its digest is compared with theirs.
 struct ReplicaShare {
   uint32_t source = 0;  // index into the plan's sources
   uint32_t tensor = 0;  // index into RoutePlan::tensors
   Box box;
 };
-// Of the sources for which `on_node` is true: by box in the order of Replicas::boxes, then by
-// holder.
+// The shares of the sources for which `on_node` is true: by box in the order of Replicas::boxes,
+// then by holder.
 std::vector<ReplicaShare> SharesOf(const Replicas& replicas, const std::vector<bool>& on_node);
 
-// `digests[node]`: of the shares of that node's sources that are in `part`, or of all of them, in
-// the order of SharesOf; those outside the part are not looked at. DATA_LOSS naming the tensor and
-// the ranks (RoutePlan::source_labels) of the first box whose holders differ; INTERNAL where a
-// node's list has another length.
+// Compares the replicas in `part`. `digests[node]` has the digests of the shares of that node's
+// sources, either only those in `part` or all of them, in the order of SharesOf. DATA_LOSS names
+// the tensor and the ranks (RoutePlan::source_labels) of the first box whose holders differ;
+// INTERNAL if a node's list has another length.
 absl::Status CompareReplicas(const RefitPlan& plan,
                              const std::vector<std::vector<uint64_t>>& digests,
                              ReplicaPart part = {});

@@ -1,5 +1,5 @@
-// Random worlds of trainers and engines over several nodes, and what a plan for them must be,
-// element by element.
+// Random worlds of trainers and engines over several nodes, and checks, element by element, of a
+// plan for them.
 #ifndef REFITD_TRANSPORT_PLAN_ROUTE_TESTING_H_
 #define REFITD_TRANSPORT_PLAN_ROUTE_TESTING_H_
 
@@ -24,11 +24,12 @@ struct RouteWorld {
 // fused, padded; every element has a holder.
 RouteWorld RandomRouteWorld(Rng* rng);
 
-// The same structure with tensors and pieces in another order; `order` gets, for each new piece,
-// the old one.
+// The same structure with tensors and pieces in another order; `order` receives, for each new
+// piece, the index of the old piece.
 LayoutPtr Shuffled(Rng* rng, const Layout& layout, std::vector<uint32_t>* order = nullptr);
 
-// The first thing that is wrong with a plan, or nothing: coverage, who supplies, statistics, bound.
+// The first fault of a plan, or an empty string. Looks at coverage, suppliers, statistics and the
+// bound.
 std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const RouteOptions& options);
 
 }  // namespace refitd

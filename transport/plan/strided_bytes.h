@@ -1,5 +1,6 @@
-// Whether strided storage shares bytes with other storage, or with itself: decided by arithmetic on
-// the strides, not by listing addresses, so that the elements of a piece may lie apart one by one.
+// Decides whether strided storage shares bytes with other storage, or with itself. It calculates
+// with the strides instead of listing addresses, so it is fast even if all elements of a piece lie
+// apart.
 //
 // Pure and private to transport/. Thread-safe because nothing is shared.
 #ifndef REFITD_TRANSPORT_PLAN_STRIDED_BYTES_H_
@@ -12,7 +13,7 @@
 
 namespace refitd {
 
-// One dimension along which runs lie apart.
+// One dimension of strided storage.
 struct Axis {
   int64_t stride = 0;  // bytes, at least 0
   int64_t count = 0;   // at least 2
@@ -32,17 +33,17 @@ struct StridedBytes {
   }
 };
 
-// Spans up to here are decided, so that no sum overflows.
+// The longest span that is decided, so that no sum overflows.
 inline constexpr int64_t kMaxStridedSpan = int64_t{1} << 61;
 
-// Whether some byte is in both. Exact. Adds the steps that it takes to `steps`, and gives up where
-// they come to more than `most_steps`, or where a span is longer than kMaxStridedSpan: nullopt.
-// Strides where each steps over all that lies inside it, as those of sliced and transposed tensors
-// do, take a few steps for each dimension.
+// Whether some byte is in both; exact. Adds its steps to `steps`, and gives up (nullopt) if `steps`
+// exceeds `most_steps` or a span is longer than kMaxStridedSpan. It takes a few steps for each
+// dimension if each stride is at least as long as all that the smaller strides span, as in sliced
+// and transposed tensors.
 std::optional<bool> ShareBytes(const StridedBytes& a, const StridedBytes& b, int64_t most_steps,
                                int64_t* steps);
 
-// Whether some byte is in several runs of `a`. Otherwise the same.
+// Whether some byte is in several runs of `a`. Steps and limits are as for ShareBytes.
 std::optional<bool> RepeatsBytes(const StridedBytes& a, int64_t most_steps, int64_t* steps);
 
 }  // namespace refitd
