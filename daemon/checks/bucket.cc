@@ -15,7 +15,7 @@ using absl::StatusCode;
 
 constexpr size_t kMaxUuidInMessage = 64;
 
-// "bucket.sizes[3]" of "model.norm.weight".
+// Names a field's entry, as in `bucket.sizes[3] of tensor "model.norm.weight"`.
 std::string At(std::string_view list, size_t index, const TensorSpec& tensor) {
   return fmt::format("bucket.{}[{}] of tensor \"{}\"", list, index, tensor.name);
 }
@@ -26,7 +26,7 @@ absl::Status CheckListLength(std::string_view list, int got, size_t names) {
                got, names);
 }
 
-// What is carried of tensor i: all of it, or the part that sizes and starts name.
+// The range carried of tensor i: all of it, or the part that sizes and starts name.
 absl::StatusOr<TensorRange> RangeOf(const v1::Bucket& bucket, const TensorSpec& tensor,
                                     size_t index) {
   REFITD_ASSIGN_OR_RETURN(const int64_t whole, ElementCount(tensor.shape));
@@ -60,7 +60,7 @@ absl::StatusOr<TensorRange> RangeOf(const v1::Bucket& bucket, const TensorSpec& 
   return range;
 }
 
-// Bytes carried of each tensor; fills in out->ranges and out->bytes.
+// Returns the bytes carried of each tensor; fills in out->ranges and out->bytes.
 absl::StatusOr<std::vector<int64_t>> CheckRanges(const v1::Bucket& bucket, CheckedBucket* out) {
   if (bucket.sizes_size() != 0) {
     REFITD_RETURN_IF_ERROR(CheckListLength("sizes", bucket.sizes_size(), out->tensors.size()));
@@ -90,14 +90,14 @@ absl::StatusOr<std::vector<int64_t>> CheckRanges(const v1::Bucket& bucket, Check
   return bytes;
 }
 
-// Where each tensor lies in a packed buffer, and how long that buffer is.
+// Where each tensor lies in a packed buffer, and the length of that buffer.
 struct Packing {
   std::vector<int64_t> offsets;
   int64_t bytes = 0;
   bool explicit_offsets = false;
 };
 
-// No two tensors share a byte.
+// OK: no two tensors share a byte.
 absl::Status CheckDisjoint(const Packing& packing, const std::vector<TensorSpec>& tensors,
                            const std::vector<int64_t>& bytes) {
   std::vector<size_t> order;
@@ -163,7 +163,7 @@ absl::Status PlaceInline(const v1::InlineBytes& source, const std::optional<Pack
                          CheckedBucket* out) {
   REFITD_RETURN_IF_ERROR(CheckRefCount("inline_bytes.chunks", source.chunks_size(),
                                        packing.has_value(), out->tensors.size()));
-  size_t total = 0;  // of bytes that are in memory already: no overflow
+  size_t total = 0;  // these bytes are in memory already, so the sum can't overflow
   for (const std::string& chunk : source.chunks()) total += chunk.size();
   if (total > static_cast<size_t>(std::max<int64_t>(limits.inline_bytes, 0))) {
     return Error(StatusCode::kResourceExhausted,
@@ -173,7 +173,7 @@ absl::Status PlaceInline(const v1::InlineBytes& source, const std::optional<Pack
   out->source = CheckedBucket::Source::kInline;
   if (packing.has_value()) {
     const std::string& chunk = source.chunks(0);
-    // As in a region, what follows the last tensor is not looked at: packers pad their buffers.
+    // As in a region, bytes after the last tensor are ignored: packers pad their buffers.
     if (chunk.size() < static_cast<size_t>(packing->bytes)) {
       return Error(StatusCode::kInvalidArgument,
                    "bucket.inline_bytes.chunks[0] has {} bytes where the packed tensors end at {}",
@@ -195,7 +195,7 @@ absl::Status PlaceInline(const v1::InlineBytes& source, const std::optional<Pack
   return absl::OkStatus();
 }
 
-// [ref.byte_offset, + bytes) lies in a region of this member.
+// OK: [ref.byte_offset, + bytes) lies in a region of this member.
 absl::Status CheckRef(const v1::RegionRef& ref, int64_t bytes, int index,
                       const RegionBytes& region_bytes) {
   const std::optional<int64_t> size = region_bytes(RegionId(ref.region_id()));
@@ -237,8 +237,8 @@ absl::Status PlaceInRegions(const v1::RegionRefs& source, const std::optional<Pa
     const v1::RegionRef& ref = source.refs(0);
     REFITD_RETURN_IF_ERROR(CheckRef(ref, packing->bytes, 0, region_bytes));
     for (size_t i = 0; i < bytes.size(); ++i) {
-      // Implied offsets fall where they fall; only the buffer itself must be aligned, for what it
-      // begins with.
+      // Implied offsets may be unaligned. Only the start of the buffer must be aligned, for its
+      // first tensor.
       if (i == 0 || packing->explicit_offsets) {
         REFITD_RETURN_IF_ERROR(CheckRefAlignment(ref, 0, out->tensors[i]));
       }
@@ -285,7 +285,8 @@ absl::Status PlaceInSlot(const v1::SlotRef& source, const std::optional<Packing>
   return absl::OkStatus();
 }
 
-// [handle.byte_offset, + bytes) lies in the open block, and in what the handle says of itself.
+// OK: [handle.byte_offset, + bytes) lies in the opened block, and in the block size that the handle
+// states.
 absl::Status CheckHandle(const v1::CudaIpcHandle& handle, int index, int64_t bytes,
                          int64_t block_bytes) {
   if (handle.byte_offset() < 0 || handle.byte_offset() > block_bytes) {
@@ -336,7 +337,7 @@ absl::Status PlaceOnDevice(const v1::CudaIpcHandles& source, const std::optional
       const int64_t needed = packing.has_value() ? packing->bytes : bytes[i];
       REFITD_RETURN_IF_ERROR(CheckHandle(handle, index, needed, block.bytes));
     }
-    // As in a region: implied offsets fall where they fall.
+    // As in a region, implied offsets may be unaligned.
     if (r == i || packing->explicit_offsets) {
       REFITD_RETURN_IF_ERROR(CheckHandleAlignment(handle, index, out->tensors[i]));
     }

@@ -1,8 +1,8 @@
-// From the wire to checked values: bucket metadata and names (P10). proto/convert.h has what
-// clients need as well.
+// Checks bucket metadata and names from the wire and turns them into values (P10). proto/convert.h
+// has the conversions that clients need, too.
 //
-// Pure functions of the message and what the caller knows of the member; nothing is allocated,
-// indexed or looped over by a number that was not checked first. Errors name field, index and
+// Pure functions of the message and of what the caller knows about the member. No number is used
+// for an allocation, an index or a loop bound before it was checked. Errors name field, index and
 // value. Thread-safe.
 #ifndef REFITD_DAEMON_CHECKS_BUCKET_H_
 #define REFITD_DAEMON_CHECKS_BUCKET_H_
@@ -24,7 +24,7 @@
 namespace refitd {
 
 inline constexpr int64_t kMaxTensorsPerBucket = 65'536;
-// Carried by one bucket; sums below it can't overflow.
+// Limit for the bytes of one bucket; sums below it can't overflow.
 inline constexpr int64_t kMaxBucketBytes = kMaxTensorBytes;
 inline constexpr size_t kMaxGroupNameBytes = 128;
 inline constexpr size_t kMaxRequestIdBytes = 64;
@@ -35,18 +35,18 @@ struct BucketLimits {
   int64_t slot_bytes = 0;    // of the group's slots
 };
 
-// A bucket whose metadata agrees with itself and with the memory it names.
+// A bucket whose metadata is consistent and fits the memory that it names.
 struct CheckedBucket {
   int64_t seq = 0;
   std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;  // ranges[i].tensor == i: what is carried of tensor i
-  int64_t bytes = 0;                // carried, sum over tensors
+  std::vector<TensorRange> ranges;  // ranges[i].tensor == i: the range carried of tensor i
+  int64_t bytes = 0;                // carried, of all tensors
 
   enum class Source : uint8_t { kInline, kRegions, kSlot, kDevice };
   Source source = Source::kInline;
   // Where the first carried element of tensor i lies. kInline: `inline_data` points into the
-  // message. kDevice: into a block that `keep_alive` holds open (P6). kRegions: region and offset.
-  // kSlot: offset from the slot's start.
+  // message. kDevice: `inline_data` points into a block that `keep_alive` holds open (P6).
+  // kRegions: in `region`, at `byte_offset`. kSlot: at `byte_offset` from the slot's start.
   struct Place {
     const char* inline_data = nullptr;
     RegionId region{};
@@ -57,20 +57,21 @@ struct CheckedBucket {
   std::optional<SlotGrant> slot;
 };
 
-// The blocks of device memory that bucket.cuda_ipc names, open: blocks[i] is that of
-// handles(indices[i]). One if the bucket is packed, else one a tensor.
+// The opened blocks of device memory that bucket.cuda_ipc names: blocks[i] belongs to
+// handles(indices[i]). A packed bucket has one block, any other bucket one for each tensor.
 struct DeviceSource {
   std::vector<int> indices;
   std::vector<MemorySpan> blocks;
 };
 
-// Which handles are the bucket's on the GPU `uuid`, before any is opened: one of a packed bucket,
-// which may bring one a GPU, and one a tensor of another. INVALID_ARGUMENT: their number, or their
-// bytes. FAILED_PRECONDITION: of other GPUs.
+// Which of the bucket's handles are for the GPU `uuid`, found before any is opened: one for a
+// packed bucket, which may bring one handle for each GPU; one for each tensor of any other.
+// INVALID_ARGUMENT: wrong number of handles, or of bytes. FAILED_PRECONDITION: all handles are for
+// other GPUs.
 absl::StatusOr<std::vector<int>> HandlesOn(const v1::Bucket& bucket, std::string_view uuid);
 
-// Errors: as Trainer.PushBucket lists (INVALID_ARGUMENT, NOT_FOUND region, RESOURCE_EXHAUSTED
-// inline bytes, UNIMPLEMENTED cuda_ipc where `device` is empty).
+// Errors: as listed at Trainer.PushBucket (INVALID_ARGUMENT, NOT_FOUND region, RESOURCE_EXHAUSTED
+// inline bytes, UNIMPLEMENTED cuda_ipc if `device` is empty).
 absl::StatusOr<CheckedBucket> CheckBucket(const v1::Bucket& bucket, const BucketLimits& limits,
                                           const RegionBytes& region_bytes,
                                           const DeviceSource& device = {});

@@ -77,7 +77,7 @@ v1::Bucket InSlot() {
 struct BadCase {
   std::string what;
   StatusCode code;
-  std::vector<std::string> said;  // field and value
+  std::vector<std::string> said;  // the field and value that the error must name
   v1::Bucket bucket;
 };
 
@@ -229,7 +229,7 @@ TEST_CASE("Negative, overflowing and absurd shapes are refused with tensor and v
       {{int64_t{1} << 32, int64_t{1} << 32}, "4294967296"},
       {{0, kMax, kMax}, "9223372036854775807"},
       {{-1, -6}, "-1"},
-      {{int64_t{1} << 47}, "140737488355328"},  // of four bytes each
+      {{int64_t{1} << 47}, "140737488355328"},  // four bytes each
       {{1, 1, 1, 1, 1, 1, 1, 1, 6}, "9 dims"},
   };
   for (const auto& [dims, value] : shapes) {
@@ -291,7 +291,7 @@ TEST_CASE("Unknown dtypes and bad or repeated names are refused") {
 TEST_CASE("A bucket of more tensors than the limit is refused before any is looked at") {
   v1::Bucket bucket;
   for (int64_t i = 0; i <= kMaxTensorsPerBucket; ++i) {
-    bucket.add_names(std::string(1, 'n'));  // gcc 12 warns falsely of a literal
+    bucket.add_names(std::string(1, 'n'));  // a string literal makes gcc 12 warn falsely
     bucket.add_dtypes(v1::DTYPE_UINT8);
     bucket.add_shapes();
   }

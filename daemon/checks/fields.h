@@ -1,4 +1,4 @@
-// Checks of single fields that several of the node's calls share (P10). Pure.
+// Checks of single fields that several calls of the node share (P10). Pure.
 #ifndef REFITD_DAEMON_CHECKS_FIELDS_H_
 #define REFITD_DAEMON_CHECKS_FIELDS_H_
 
@@ -15,7 +15,7 @@ namespace refitd {
 
 inline Duration Millis(int64_t ms) { return std::chrono::milliseconds(ms); }
 
-// A wait that came from outside: not negative, and short enough to add to a clock.
+// A wait that a caller asks for: not negative, and short enough to add to a clock.
 inline absl::StatusOr<Duration> CheckMillis(int64_t ms, std::string_view field) {
   constexpr int64_t kMaxMillis = 7 * 24 * 3600 * int64_t{1000};
   if (ms < 0 || ms > kMaxMillis) {

@@ -15,7 +15,7 @@
 namespace refitd {
 namespace {
 
-// Timestamps are UTC. The message comes escaped, in JSON with its quotes.
+// Timestamps are UTC. The message comes escaped; for JSON, with its quotes.
 constexpr char kTextPattern[] = "%Y-%m-%dT%H:%M:%S.%eZ %l %v";
 constexpr char kJsonPattern[] = R"({"ts":"%Y-%m-%dT%H:%M:%S.%eZ","level":"%l","msg":%v})";
 

@@ -1,8 +1,8 @@
-// The daemon's log: text or JSON, one line an event, whatever the message holds.
+// The daemon's log: text or JSON, one line for each event, whatever the message contains.
 //
 // Log once, where an error is first detected; return a status everywhere else. Control characters
-// are escaped, so that no peer's text can forge a line. Thread-safe. Before SetLogging: text, info,
-// stderr.
+// are escaped, so that no peer's text can forge a line. Thread-safe. Before SetLogging, the log is
+// text, at level info, on stderr.
 #ifndef REFITD_DAEMON_PROCESS_LOG_H_
 #define REFITD_DAEMON_PROCESS_LOG_H_
 
@@ -27,7 +27,7 @@ struct LogConfig {
   bool operator==(const LogConfig&) const = default;
 };
 
-// Errors: as opening the file says.
+// Errors: those of opening the file.
 absl::Status SetLogging(const LogConfig& config);
 
 bool LogEnabled(LogLevel level);

@@ -1,8 +1,8 @@
-// Log lines that are made under a mutex and written after it was released: writing one takes system
-// calls. Lines are written in the order of Add, whichever threads write them.
+// Log lines that are made under a mutex and written after it was released, since writing takes
+// system calls. Lines are written in the order of Add, whichever threads write them.
 //
-// Thread-safe. Write never waits for another thread's writing: that one takes the new lines too.
-// Where it does not get on (a pipe that nobody reads), at most kMaxLines wait; later ones are
+// Thread-safe. Write never waits for another thread that writes: that thread takes the new lines
+// too. If that thread is stuck (a pipe that nobody reads), at most kMaxLines wait; later lines are
 // dropped, and counted in the line that follows (P10).
 #ifndef REFITD_DAEMON_PROCESS_LOG_QUEUE_H_
 #define REFITD_DAEMON_PROCESS_LOG_QUEUE_H_
@@ -26,7 +26,7 @@ class LogQueue {
 
   ~LogQueue() { Write(); }
 
-  // Whoever adds a line calls Write once it may.
+  // A caller that adds a line must call Write once it holds no mutex.
   void Add(LogLevel level, std::string message) {
     MutexLock lock(&mutex_);
     if (lines_.size() >= kMaxLines) {
@@ -45,7 +45,7 @@ class LogQueue {
  private:
   using Lines = std::vector<std::pair<LogLevel, std::string>>;
 
-  // None: there are none, or another thread writes.
+  // Empty: there are no lines, or another thread writes.
   Lines Take() {
     MutexLock lock(&mutex_);
     return writing_ ? Lines() : TakeLines();

@@ -22,7 +22,7 @@ std::vector<std::string> Lines(const std::string& path) {
   return lines;
 }
 
-// Puts the default back.
+// Restores the default logging.
 struct Fixture {
   ~Fixture() { REFITD_CHECK(SetLogging({}).ok()); }
   TempFolder folder;

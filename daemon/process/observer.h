@@ -1,4 +1,4 @@
-// What the node tells whoever counts: metrics.h implements it.
+// What the node reports to its counters; metrics.h implements it.
 //
 // Thread contract: the node calls it from any thread, under its own mutex, so an implementation
 // must be thread-safe, return at once and never call the node.
@@ -14,8 +14,8 @@
 
 namespace refitd {
 
-// Why an update failed, as a class: metrics have one series a class, so the set is fixed and small
-// (P10). Words for people are in the update's own reason.
+// Classes of reasons why an update failed. Metrics have one series for each class, so the set is
+// fixed and small (P10). The update's own reason has the words for people.
 inline constexpr std::string_view kReasonNone = "";                      // committed
 inline constexpr std::string_view kReasonDeadline = "deadline";          // a wait ran out
 inline constexpr std::string_view kReasonMemberLost = "member_lost";     // a rank went away
@@ -30,7 +30,7 @@ inline constexpr std::array kUpdateReasons = {
     kReasonNone,    kReasonDeadline, kReasonMemberLost, kReasonPeerLost, kReasonVerification,
     kReasonAborted, kReasonOperator, kReasonTransfer,   kReasonDrain,    kReasonOther};
 
-// How buckets went (transport/transport.h); metrics have one series each.
+// The methods by which buckets moved (transport/transport.h); metrics have one series for each.
 inline constexpr std::array<std::string_view, 4> kPushMethods = {"direct", "chain", "symmetric",
                                                                  "nccl"};
 
@@ -38,14 +38,14 @@ inline constexpr std::array<std::string_view, 4> kPushMethods = {"direct", "chai
 struct UpdateReport {
   std::string group;
   bool committed = false;
-  std::string_view reason;  // one of kUpdateReasons; anything else counts as kReasonOther
+  std::string_view reason;  // one of kUpdateReasons; others count as kReasonOther
   Duration prepare{};       // Begin to every rank ready
-  Duration data{};          // to the last Commit
-  Duration verify{};        // to every digest compared
-  Duration decide{};        // to the outcome told
+  Duration data{};          // from there to the last Commit
+  Duration verify{};        // from there to every digest compared
+  Duration decide{};        // from there to the outcome told
   Duration total{};         // Begin to the outcome
-  int64_t bytes = 0;        // of tensor data handed over
-  std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of it in buckets, by kPushMethods
+  int64_t bytes = 0;        // tensor data handed over
+  std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of `bytes`, by kPushMethods
 };
 
 // The moves of a transport (docs/architecture.md).
@@ -56,9 +56,9 @@ class NodeObserver {
   virtual ~NodeObserver() = default;
   virtual void UpdateEnded(const UpdateReport& report) = 0;
   virtual void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) = 0;
-  // Bytes that were written are not the bytes that were meant.
+  // The bytes that were written differ from the bytes that were sent.
   virtual void IntegrityFailure(const std::string& group) = 0;
-  // The group was deleted: what was counted for it is dropped.
+  // The group was deleted: its counters are dropped.
   virtual void GroupGone(const std::string& group) = 0;
 };
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kKibibyte = 1024;
 
-// "Threads:\t12" -> 12. False: another line.
+// Parses "Threads:\t12" to 12. False: another line.
 bool NumberAfter(std::string_view key, std::string_view line, int64_t* number) {
   if (!line.starts_with(key)) return false;
   line.remove_prefix(key.size());

@@ -1,4 +1,4 @@
-// What this process uses, from /proc/self. Thread-safe.
+// What this process uses, read from /proc/self. Thread-safe.
 #ifndef REFITD_DAEMON_PROCESS_PROCESS_STATS_H_
 #define REFITD_DAEMON_PROCESS_PROCESS_STATS_H_
 
@@ -10,12 +10,12 @@ namespace refitd {
 
 struct ProcessStats {
   int64_t threads = 0;
-  int64_t descriptors = 0;      // open, without the one that was opened to count them
+  int64_t descriptors = 0;      // open, without the one used for counting
   int64_t resident_bytes = 0;   // VmRSS: with mapped regions and pools
   int64_t anonymous_bytes = 0;  // resident (RssAnon): without mapped regions and pools
 };
 
-// UNAVAILABLE: /proc is not what it should be.
+// UNAVAILABLE: /proc has an unexpected format.
 absl::StatusOr<ProcessStats> ReadProcessStats();
 
 }  // namespace refitd

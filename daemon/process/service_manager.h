@@ -1,5 +1,5 @@
 // Talks to systemd: readiness, status line, watchdog. Without a service manager (no NOTIFY_SOCKET)
-// everything here does nothing.
+// all functions do nothing.
 #ifndef REFITD_DAEMON_PROCESS_SERVICE_MANAGER_H_
 #define REFITD_DAEMON_PROCESS_SERVICE_MANAGER_H_
 
@@ -16,9 +16,9 @@ namespace refitd {
 // Thread-safe.
 class ServiceManager {
  public:
-  // If the unit has WatchdogSec, a thread asks `alive` at half that interval and pings only when it
-  // says true: a daemon whose locks can't be had is restarted rather than kept. `alive` must return
-  // within its own limit.
+  // If the unit has WatchdogSec, a thread calls `alive` at half that interval and pings only if it
+  // returns true: a daemon whose locks can't be had is restarted. `alive` must return within its
+  // own limit.
   explicit ServiceManager(std::function<bool()> alive);
   ~ServiceManager();  // ends the thread
   ServiceManager(const ServiceManager&) = delete;

@@ -23,14 +23,14 @@ class Manager {
     unsetenv("NOTIFY_SOCKET");
     unsetenv("WATCHDOG_USEC");
   }
-  // Empty: nothing came before the deadline.
+  // The next message; empty: none came before the deadline.
   std::string Next() {
     if (!Readable(socket_)) return "";
     char text[512];
     const ssize_t n = recv(socket_.get(), text, sizeof(text), 0);
     return std::string(text, n > 0 ? static_cast<size_t>(n) : 0);
   }
-  // Takes no more: a service does not wait for it any longer.
+  // Stops receiving: the service must not wait for it any more.
   void Close() { socket_.Reset(); }
   bool Silent() {
     char byte;

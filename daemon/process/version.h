@@ -1,4 +1,4 @@
-// What this build is. Constant, thread-safe.
+// The version of this build and how it was built. Constant, thread-safe.
 #ifndef REFITD_DAEMON_PROCESS_VERSION_H_
 #define REFITD_DAEMON_PROCESS_VERSION_H_
 
@@ -8,7 +8,7 @@
 
 namespace refitd {
 
-// Compiler, language, libraries, CUDA compiled in or not: one line.
+// One line: compiler, language, libraries, and whether CUDA is compiled in.
 std::string BuildInfo();
 
 }  // namespace refitd

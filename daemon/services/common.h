@@ -1,11 +1,12 @@
-// What the thin gRPC handlers share: statuses, peers, reactors for unary calls and event streams.
+// Shared parts of the thin gRPC handlers: statuses, peers, reactors for unary calls and event
+// streams.
 //
-// Threads: gRPC's callback threads and whoever replies. Handlers never block; nothing here knows a
-// group's logic.
+// Threads: code here runs on gRPC's callback threads and on the threads of callers that reply.
+// Handlers never block, and none of them knows a group's logic.
 //
-// Whatever gRPC calls is noexcept: gRPC swallows an exception of a callback, and a state machine
-// that was left in the middle of an event would serve nobody any more. The process ends instead,
-// and its members come back to its successor (P4).
+// Functions that gRPC calls are noexcept: gRPC swallows an exception of a callback, and a state
+// machine left in the middle of an event would serve no one any more. The process ends instead, and
+// its members attach to its successor (P4).
 #ifndef REFITD_DAEMON_SERVICES_COMMON_H_
 #define REFITD_DAEMON_SERVICES_COMMON_H_
 
@@ -27,14 +28,14 @@
 
 namespace refitd {
 
-// The codes are the same numbers.
+// Both use the same numbers as codes.
 inline grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
 }
 
-// Who may call (P9): unix peers that the access rule lets in; TCP peers always (the daemon listens
-// on TCP only where it was told to). Immutable, thread-safe.
+// Decides who may call (P9): peers on unix sockets that the access rule lets in, and all peers on
+// TCP, since the daemon listens on TCP only if its configuration says so. Immutable, thread-safe.
 class Door {
  public:
   Door(const PeerTable* peers, AccessRule rule) : peers_(peers), rule_(std::move(rule)) {}
@@ -54,8 +55,8 @@ class Door {
   const AccessRule rule_;
 };
 
-// Of a call that went well. Another daemon's answers were checked against their calls by the
-// group's machine (Follower): a payload of another kind is a bug of this daemon.
+// The payload of an OK reply. The group's machine (Follower) has compared other daemons' answers
+// with their calls, so a payload of another kind is a bug of this daemon.
 template <typename Payload>
 const Payload& PayloadAs(const ReplyPayload& payload) {
   const auto* found = std::get_if<Payload>(&payload);
@@ -63,7 +64,7 @@ const Payload& PayloadAs(const ReplyPayload& payload) {
   return *found;
 }
 
-// A unary call that is answered later, by whoever has the reply; deletes itself.
+// A unary call that is answered later, by the code that has the reply. Deletes itself.
 class PendingCall : public grpc::ServerUnaryReactor {
  public:
   explicit PendingCall(Node* node) : node_(node), id_(node->NewCall()) {}
@@ -76,8 +77,8 @@ class PendingCall : public grpc::ServerUnaryReactor {
   const CallId id_;
 };
 
-// Answers later with what the node replies: `start(call, peer, reply)` begins, `fill(payload)`
-// fills the response where it went well.
+// Answers later with the node's reply: `start(call, peer, reply)` begins the call, `fill(payload)`
+// fills the response if the reply is OK.
 template <typename Start, typename Fill>
 grpc::ServerUnaryReactor* AnswerLater(Node* node, const Door& door,
                                       grpc::CallbackServerContext* context, Start start,
@@ -96,7 +97,7 @@ grpc::ServerUnaryReactor* AnswerLater(Node* node, const Door& door,
   return call;
 }
 
-// Answers later with the response itself: `start(peer, reply)` begins.
+// Answers later with the whole response: `start(peer, reply)` begins the call.
 template <typename Response, typename Start>
 grpc::ServerUnaryReactor* AnswerOnce(Node* node, const Door& door,
                                      grpc::CallbackServerContext* context, Response* response,
@@ -115,7 +116,7 @@ grpc::ServerUnaryReactor* AnswerOnce(Node* node, const Door& door,
   return call;
 }
 
-// A call that is answered at once: `answer()` gives a StatusOr of the response.
+// Answers a call at once: `answer()` returns a StatusOr of the response.
 template <typename Response, typename Respond>
 grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContext* context,
                                     Response* response, Respond answer) {
@@ -130,17 +131,17 @@ grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContex
   return reactor;
 }
 
-// The writing half of an event stream, which outlives the stream: the node may send at any time. A
-// queue of at most kMaxQueued events and kMaxQueuedBytes; a peer that reads so slowly loses its
-// stream. Thread-safe. gRPC's operations begin without the stream's mutex: whoever queues an event
-// never waits for another one's write.
+// The writing half of an event stream. It outlives the stream, since the node may send at any time.
+// At most kMaxQueued events and kMaxQueuedBytes wait; a peer that reads too slowly loses its
+// stream. Thread-safe. gRPC's operations begin without the stream's mutex, so that a caller that
+// queues an event never waits for another caller's write.
 //
 // `Reactor` has StartWrite(const Event*), Finish(grpc::Status) and GiveUp(), which cancels the
-// call. It lives until Finish, which comes once no write is under way.
+// call. It must live until Finish, which is called when no write is under way.
 template <typename Event, typename Reactor>
 class EventStream : public EventSink<Event> {
  public:
-  static constexpr size_t kMaxQueued = 4096;  // parts without acknowledgement are at most the slots
+  static constexpr size_t kMaxQueued = 4096;  // at most as many unacknowledged parts as slots
   static constexpr size_t kMaxQueuedBytes = size_t{64} << 20;
 
   explicit EventStream(Reactor* reactor) : reactor_(reactor) {}
@@ -159,7 +160,7 @@ class EventStream : public EventSink<Event> {
       ended_ = true;
       end_ =
           grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED, "the peer does not read its events");
-      // The write under way may never end: only cancelling ends the call then.
+      // The write under way may never end; then only cancelling ends the call.
       if (writing_) reactor_->GiveUp();
       return;
     }
@@ -179,7 +180,7 @@ class EventStream : public EventSink<Event> {
     Pump();
   }
 
-  // The reactor's OnWriteDone.
+  // Called by the reactor's OnWriteDone.
   void Written(bool ok) {
     {
       MutexLock lock(&mutex_);
@@ -196,15 +197,15 @@ class EventStream : public EventSink<Event> {
     Pump();
   }
 
-  // The reactor is about to go.
+  // The reactor is about to be destroyed.
   void Detach() {
     MutexLock lock(&mutex_);
     reactor_ = nullptr;
   }
 
  private:
-  // Begins what comes next, if nothing is under way. The front of the queue stays where it is until
-  // it was written.
+  // Begins the next operation, if none is under way. The front of the queue stays in place until it
+  // was written.
   void Pump() {
     Reactor* reactor = nullptr;
     const Event* event = nullptr;
@@ -232,7 +233,7 @@ class EventStream : public EventSink<Event> {
 
   Mutex mutex_;
   Reactor* reactor_ ABSL_GUARDED_BY(mutex_);
-  std::deque<Event> queue_ ABSL_GUARDED_BY(mutex_);  // the front is being written if writing_
+  std::deque<Event> queue_ ABSL_GUARDED_BY(mutex_);  // while writing_, the front is being written
   size_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
@@ -240,11 +241,12 @@ class EventStream : public EventSink<Event> {
   grpc::Status end_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Attach of either role: the first message is the hello, the stream is the lease. Deletes itself.
+// Attach of either role: the first message is the hello, and the stream is the lease. Deletes
+// itself.
 //
-// `Role` says how: Message, Event, `MemberId Hello(Node*, const Message&, const Peer&,
-// shared_ptr<sink>)` and `bool Answer(Node*, MemberId, const Message&)`, false for an orderly
-// detach.
+// `Role` supplies Message, Event, `MemberId Hello(Node*, const Message&, const Peer&,
+// shared_ptr<sink>)` and `bool Answer(Node*, MemberId, const Message&)`, which returns false for an
+// orderly detach.
 template <typename Role>
 class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typename Role::Event> {
  public:
@@ -288,8 +290,8 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
   }
 
  private:
-  // Losing a member twice is harmless; a read never races with itself, but a cancellation may come
-  // beside it.
+  // Losing a member twice is harmless. A read never races with itself, but a cancellation may come
+  // at the same time.
   void Leave(const std::string& reason) {
     if (const uint64_t member = member_; member != 0) node_->MemberGone(MemberId(member), reason);
     stream_->End(absl::OkStatus());

@@ -8,7 +8,7 @@
 namespace refitd {
 namespace {
 
-// gRPC's half: what was begun.
+// Stands in for gRPC: records the operations that were begun.
 struct Reactor {
   void StartWrite(const v1::EngineEvent* event) {
     writes.push_back(event->committed().version());

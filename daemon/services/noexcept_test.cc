@@ -1,5 +1,5 @@
-// What gRPC calls must not throw: it swallows exceptions, and what the callback had begun would
-// never be ended (common.h). Compiling is the test.
+// Functions that gRPC calls must not throw: gRPC swallows exceptions, and the work of the callback
+// would never be finished (common.h). Compiling is the test.
 #include <catch2/catch.hpp>
 #include <utility>
 

@@ -5,7 +5,7 @@
 namespace refitd {
 namespace {
 
-// One watching caller. Deletes itself.
+// One caller that watches updates. Deletes itself.
 class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
  public:
   using Stream = EventStream<v1::UpdateStatus, WatchReactor>;
@@ -13,7 +13,7 @@ class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
   WatchReactor(Node* node, grpc::CallbackServerContext* context, absl::Status admitted,
                const v1::WatchUpdatesRequest& request)
       : node_(node), context_(context), stream_(std::make_shared<Stream>(this)) {
-    // The caller must see that it is watching before anything changes.
+    // The caller must learn that it is watching before anything changes.
     StartSendInitialMetadata();
     if (admitted.ok()) {
       absl::StatusOr<uint64_t> watch = node_->Watch(request, stream_);
@@ -39,7 +39,7 @@ class WatchReactor : public grpc::ServerWriteReactor<v1::UpdateStatus> {
   Node* const node_;
   grpc::CallbackServerContext* const context_;
   const std::shared_ptr<Stream> stream_;
-  uint64_t watch_ = 0;  // 0: none
+  uint64_t watch_ = 0;  // 0: not watching
 };
 
 }  // namespace

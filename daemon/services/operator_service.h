@@ -1,4 +1,4 @@
-// refitd.v1.Operator over the node: checks the door, translates, nothing else.
+// refitd.v1.Operator over the node: checks the door and translates.
 #ifndef REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
 

@@ -37,7 +37,8 @@ uint64_t NextSession() {
   return next.fetch_add(1);
 }
 
-// "ipv4:10.0.0.1:4000" -> "10.0.0.1:4000", "ipv6:%5B::1%5D:4000" -> "[::1]:4000"; empty: not TCP.
+// Converts "ipv4:10.0.0.1:4000" to "10.0.0.1:4000" and "ipv6:%5B::1%5D:4000" to "[::1]:4000";
+// empty: not TCP.
 std::string TcpAddress(const std::string& peer) {
   if (peer.rfind("ipv4:", 0) != 0 && peer.rfind("ipv6:", 0) != 0) return "";
   std::string address = peer.substr(5);
@@ -51,7 +52,7 @@ std::string TcpAddress(const std::string& peer) {
 
 class LinkReactor;
 
-// What the node holds; outlives the reactor.
+// The node's handle of the link. Outlives the reactor.
 class Session final : public PeerSession, public std::enable_shared_from_this<Session> {
  public:
   Session(LinkReactor* reactor, int64_t message_bytes)
@@ -98,7 +99,8 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     return absl::OkStatus();
   }
 
-  // One thread at a time encodes, so that order is kept; it takes what others queue meanwhile.
+  // One thread at a time encodes, so that order is kept; it also takes commands that others queue
+  // meanwhile.
   void Flush() override {
     for (std::optional<Unencoded> next = StartEncoding(); next.has_value(); next = NextToEncode()) {
       absl::StatusOr<std::vector<v1::PeerAnswer>> answers =
@@ -120,7 +122,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
 
   // ---- for the reactor ----
 
-  // Gives the call up at `limit` unless the hello came.
+  // Ends the call after kPeerHelloLimit unless the hello has come.
   void AwaitHello() {
     hello_alarm_.Set(After(kPeerHelloLimit), [weak = weak_from_this()](bool expired) noexcept {
       const std::shared_ptr<Session> session = weak.lock();
@@ -129,7 +131,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
           Error(StatusCode::kDeadlineExceeded, "no hello within {} ms", ToMillis(kPeerHelloLimit)));
     });
   }
-  // False: the link is being ended already.
+  // The hello came. False: the link is being ended already.
   bool HelloCame(int64_t message_bytes) {
     hello_alarm_.Cancel();
     MutexLock lock(&mutex_);
@@ -137,8 +139,8 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     return !ended_;
   }
 
-  // What numbers in reports are checked against; nullopt: the message is dropped (repeated, or the
-  // link is being ended).
+  // The bounds for numbers in the report; nullopt: the message is dropped, because it came before
+  // or the link is being ended.
   absl::StatusOr<std::optional<PeerBounds>> CheckOrder(const v1::PeerMessage& message) {
     MutexLock lock(&mutex_);
     if (ended_) return std::nullopt;
@@ -158,7 +160,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     Pump();
   }
 
-  // Why it ended, for Gone.
+  // Why the link ended, for Gone.
   std::string Reason() {
     MutexLock lock(&mutex_);
     return ended_ && !end_.ok() ? Message(end_) : "its link ended";
@@ -174,7 +176,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
 
   struct Unencoded {
     PeerCommand command;
-    int64_t message_bytes;  // the largest that the peer takes
+    int64_t message_bytes;  // the largest message that the peer takes
   };
 
   std::optional<Unencoded> StartEncoding() {
@@ -223,7 +225,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     Pump();
   }
 
-  // Nothing that waits is written any more.
+  // Drops all that waits to be written.
   void DropAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     queue_.Drop();
     unencoded_.clear();
@@ -250,7 +252,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     Pump();
   }
 
-  // In terms of the reactor, below.
+  // Use the reactor, which is defined below.
   void GiveUp() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -264,7 +266,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   std::deque<PeerCommand> unencoded_ ABSL_GUARDED_BY(mutex_);  // queued, in order
   bool encoding_ ABSL_GUARDED_BY(mutex_) = false;              // a thread is in Flush
   PeerQueue<v1::PeerAnswer> queue_ ABSL_GUARDED_BY(mutex_);
-  std::optional<PeerOrder> order_ ABSL_GUARDED_BY(mutex_);  // once accepted
+  std::optional<PeerOrder> order_ ABSL_GUARDED_BY(mutex_);  // set once accepted
   PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);
   uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t peer_message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -273,7 +275,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   absl::Status end_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Deletes itself.
+// The reactor of one link. Deletes itself.
 class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
  public:
   LinkReactor(PeerAcceptor* acceptor, int64_t message_bytes, grpc::CallbackServerContext* context)
@@ -333,7 +335,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
     return absl::OkStatus();
   }
 
-  // After the last report: reads are one after the other, and OnDone comes after all.
+  // Called after the last report: reads follow one another, and OnDone comes after all of them.
   void Leave() {
     if (left_) return;
     left_ = true;
@@ -349,7 +351,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   std::optional<ReportDecoder> decoder_;
   std::string name_;      // group, daemon and address, for the log
   bool newer_ = false;    // the daemon speaks later protocol versions too
-  bool skipped_ = false;  // a report that this build does not know, which is logged once
+  bool skipped_ = false;  // an unknown report was skipped, which is logged once
   bool greeted_ = false;
   bool left_ = false;
 };

@@ -1,4 +1,4 @@
-// refitd.v1.Peer: the coordinator's end of links, over whoever takes them in (the node).
+// refitd.v1.Peer: the coordinator's end of links, over a PeerAcceptor (the node).
 #ifndef REFITD_DAEMON_SERVICES_PEER_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_PEER_SERVICE_H_
 
@@ -11,11 +11,11 @@
 
 namespace refitd {
 
-// `acceptor` must outlive the server. `message_bytes` is what the server was built with
-// (SetMaxReceiveMessageSize). Callers come over TCP, which the daemon serves only where it was told
-// to (P9); on a unix socket there are clients, and they are refused. Thread-safe.
+// `acceptor` must outlive the server. `message_bytes`: as in the server's SetMaxReceiveMessageSize.
+// Callers come over TCP, which the daemon serves only if its configuration says so (P9). Callers on
+// a unix socket are clients and are refused. Thread-safe.
 //
-// The server must be shut down with a deadline, as ever: links do not end by themselves.
+// Like any server, it must be shut down with a deadline, since links do not end by themselves.
 class PeerService final : public v1::Peer::CallbackService {
  public:
   PeerService(PeerAcceptor* acceptor, int64_t message_bytes)

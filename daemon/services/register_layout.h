@@ -1,5 +1,5 @@
-// RegisterLayout of both roles: a client stream of chunks, collected, then registered with the
-// node.
+// RegisterLayout of both roles: collects the chunks of a client stream, then registers the layout
+// with the node.
 #ifndef REFITD_DAEMON_SERVICES_REGISTER_LAYOUT_H_
 #define REFITD_DAEMON_SERVICES_REGISTER_LAYOUT_H_
 
@@ -28,7 +28,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
   }
 
   void OnReadDone(bool ok) noexcept override {
-    // The end of the stream, or its cancellation: the decoder tells by the last chunk.
+    // The stream ended or was cancelled; the decoder tells which by the last chunk.
     if (!ok) return Register();
     if (first_) {
       lease_ = chunk_.lease();
@@ -45,7 +45,8 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
   void Register() {
     absl::StatusOr<Layout> layout = std::move(decoder_).Finish();
     if (!layout.ok()) return Finish(ToGrpc(layout.status()));
-    // Always answered: whoever cancels meanwhile leaves only this object waiting for that.
+    // The node always answers. If the caller cancels meanwhile, only this object waits for the
+    // answer.
     Role::Register(node_, lease_, *peer_, *std::move(layout),
                    [this](const absl::StatusOr<v1::LayoutRegistered>& registered) {
                      if (registered.ok()) *response_ = *registered;

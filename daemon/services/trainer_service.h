@@ -1,4 +1,4 @@
-// refitd.v1.Trainer over the node: checks the door, translates, nothing else.
+// refitd.v1.Trainer over the node: checks the door and translates.
 #ifndef REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
 

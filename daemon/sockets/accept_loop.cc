@@ -17,10 +17,10 @@
 namespace refitd {
 namespace {
 
-constexpr int kMaxAcceptsPerWakeup = 64;  // then other events have their turn
+constexpr int kMaxAcceptsPerWakeup = 64;  // after these, other events have their turn
 constexpr std::chrono::seconds kShedLogInterval{10};
 
-// 0: not an open socket.
+// The inode of an open socket; 0: `fd` is none.
 uint64_t SocketInode(int fd) {
   struct stat found {};
   if (fstat(fd, &found) != 0 || !S_ISSOCK(found.st_mode)) return 0;
@@ -183,8 +183,8 @@ void AcceptLoop::Admit(UniqueFd connection) {
   serve_(std::move(connection));
 }
 
-// Out of descriptors: closes one waiting connection at once, so that its client hears of it, rather
-// than to be woken for it again and again. False: not even that works.
+// Called when descriptors have run out: closes one waiting connection at once, so that its client
+// hears of it and the loop is not woken for it again and again. False: even that did not work.
 bool AcceptLoop::ShedOne() {
   spare_.Reset();
   UniqueFd shed(accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC));

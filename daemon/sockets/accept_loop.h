@@ -1,13 +1,14 @@
-// Accepts the control plane's connections and remembers who made those over a unix socket.
+// Accepts the control plane's connections and remembers the peers of those over a unix socket.
 //
-// gRPC can't tell a unix peer's credentials. So the daemon accepts by itself, records what the
-// kernel says, and hands the descriptor to gRPC; a call's ServerContext::peer() is then "fd:N",
-// which PeerTable turns back into credentials (P9). Over TCP there are none; there the daemon
-// accepts by itself because gRPC 1.51 never does so again once it was out of descriptors.
+// gRPC can't tell a unix peer's credentials. So the daemon accepts connections itself, records the
+// credentials that the kernel reports, and hands the descriptor to gRPC; a call's
+// ServerContext::peer() is then "fd:N", which PeerTable turns back into credentials (P9). TCP has
+// no credentials; there the daemon accepts itself because gRPC 1.51, once it was out of
+// descriptors, never accepts again.
 //
-// Invariants: an entry is recorded before the descriptor is handed over; a descriptor number that
-// was closed or taken again never answers with its old owner (the socket's inode is compared);
-// entries of closed connections are dropped, and their pidfds with them (P8).
+// Invariants: an entry is recorded before the descriptor is handed over. A descriptor number that
+// was closed or reused never yields its old owner, since the socket's inode is compared. Entries of
+// closed connections are dropped, and their pidfds with them (P8).
 #ifndef REFITD_DAEMON_SOCKETS_ACCEPT_LOOP_H_
 #define REFITD_DAEMON_SOCKETS_ACCEPT_LOOP_H_
 
@@ -31,17 +32,17 @@
 
 namespace refitd {
 
-// How long accepting pauses when the process or the host is out of descriptors and not even the
-// spare one helps.
+// How long accepting pauses when the process or the host is out of descriptors and giving up the
+// spare descriptor does not help.
 inline constexpr std::chrono::milliseconds kAcceptBackoff{100};
-// How often the table is looked through for closed connections while it has any. gRPC tells nobody
-// when it closes one, and to be woken for the peer's hang-up would race with that.
+// How often the table is searched for closed connections while it has entries. gRPC does not report
+// that it closed one, and waiting for the peer's hang-up would race with gRPC.
 inline constexpr std::chrono::milliseconds kPeerSweepInterval{500};
 
-// Who is behind each accepted descriptor. Thread-safe.
+// Maps accepted descriptors to the credentials of their peers. Thread-safe.
 class PeerTable {
  public:
-  // `fd` is an open socket. Replaces what the number meant before.
+  // `fd` is an open socket. Replaces an earlier entry of that number.
   void Record(int fd, PeerCredentials peer);
 
   // `peer` is ServerContext::peer(). nullopt: not "fd:N", never recorded, or closed since.
@@ -68,26 +69,27 @@ struct AcceptLoopOptions {
 // Thread-safe. One thread of its own from Start to Stop.
 class AcceptLoop {
  public:
-  // Takes connections: non-blocking, close-on-exec, already in `peers`. Runs on the loop's thread;
-  // must not block. main gives it grpc::AddInsecureChannelFromFd (pass fd.Release()).
+  // Takes an accepted connection, which is non-blocking, close-on-exec, and already in `peers`.
+  // Runs on the loop's thread and must not block. main passes grpc::AddInsecureChannelFromFd (pass
+  // fd.Release()).
   using Serve = std::function<void(UniqueFd)>;
 
-  // Binds and listens: connections queue until Start. `peers` must outlive the loop. Errors: as
-  // UnixListener::Create; RESOURCE_EXHAUSTED descriptors.
+  // Binds and listens; connections queue until Start. `peers` must outlive the loop. Errors: as of
+  // UnixListener::Create; RESOURCE_EXHAUSTED: out of descriptors.
   static absl::StatusOr<std::unique_ptr<AcceptLoop>> Create(const AcceptLoopOptions& options,
                                                             PeerTable* peers, Serve serve);
   ~AcceptLoop();  // Stop()
   AcceptLoop(const AcceptLoop&) = delete;
   AcceptLoop& operator=(const AcceptLoop&) = delete;
 
-  // The same over TCP, where nobody's credentials are known: none are recorded. Errors:
-  // RESOURCE_EXHAUSTED descriptors.
+  // The same over TCP, where peers have no credentials and none are recorded. RESOURCE_EXHAUSTED:
+  // out of descriptors.
   static absl::StatusOr<std::unique_ptr<AcceptLoop>> CreateTcp(TcpListener listener, Serve serve);
 
-  // Once.
+  // Call once.
   void Start();
-  // Ends accepting, joins the thread, removes the socket's file if it is still this loop's.
-  // Accepted connections live on. Idempotent; not from within `serve`.
+  // Stops accepting, joins the thread, and removes the socket's file if it is still this loop's.
+  // Accepted connections live on. Idempotent; must not be called from within `serve`.
   void Stop();
 
   // The socket's path, or HOST:PORT.
@@ -96,7 +98,7 @@ class AcceptLoop {
  private:
   struct Listener {
     std::string path;
-    int fd = -1;  // of one of these
+    int fd = -1;  // owned by one of the two below
     std::unique_ptr<UnixListener> unix_listener;
     UniqueFd tcp;
   };
@@ -119,13 +121,13 @@ class AcceptLoop {
   PeerTable* const peers_;  // null: TCP
   const Serve serve_;
 
-  // The loop's thread only, once it runs.
-  UniqueFd spare_;  // given up to shed connections when descriptors run out
+  // Used by the loop's thread only, once it runs.
+  UniqueFd spare_;  // closed to shed connections when descriptors run out
   std::optional<std::chrono::steady_clock::time_point> paused_until_;
   int64_t shed_since_logged_ = 0;
   std::optional<std::chrono::steady_clock::time_point> shed_logged_;
 
-  Mutex mutex_;                                               // Start against Stop
+  Mutex mutex_;                                               // Start and Stop exclude each other
   std::optional<Listener> listener_ ABSL_GUARDED_BY(mutex_);  // nullopt after Stop
   std::thread thread_ ABSL_GUARDED_BY(mutex_);
 };

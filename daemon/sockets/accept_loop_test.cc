@@ -15,7 +15,7 @@
 namespace refitd {
 namespace {
 
-// Keeps what the loop serves, as gRPC would.
+// Keeps the connections that the loop serves, as gRPC would.
 class Served {
  public:
   AcceptLoop::Serve Callback() {
@@ -105,7 +105,7 @@ TEST_CASE_METHOD(Fixture, "A closed connection's number no longer answers, even 
   REQUIRE(peers.Lookup(PeerName(fd)).has_value());
   served.Close(0);
   CHECK_FALSE(peers.Lookup(PeerName(fd)).has_value());
-  // Another socket under the same number is not the peer that was recorded.
+  // Another socket with the same number is not the recorded peer.
   UniqueFd other(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const UniqueFd same(dup2(other.get(), fd));
   CHECK_FALSE(peers.Lookup(PeerName(fd)).has_value());
@@ -206,7 +206,7 @@ TEST_CASE_METHOD(Fixture, "Whoever finds the path can connect: never refused whi
       if (result != 0 && errno == ECONNREFUSED) ++refused;
     }
   });
-  // The path goes while the socket still listens, so that only its coming is tried.
+  // The path is removed while the socket still listens, so that the test tries only its appearance.
   for (int i = 0; i < 300; ++i) {
     // Nobody accepts: connections wait in the listener and end with it.
     const auto loop = AcceptLoop::Create({.path = path, .mode = 0600}, &peers, [](UniqueFd) {});
@@ -272,7 +272,8 @@ TEST_CASE_METHOD(Fixture, "Out of descriptors, a connection is closed rather tha
   UniqueFd client(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const sockaddr_un address = UnixAddress(path);
 
-  // No number below the limit is left. The spare's is given up and taken back for each shed one.
+  // No number below the limit is left. The spare's number is freed and taken back for each
+  // connection that is shed.
   rlimit before{};
   REQUIRE(getrlimit(RLIMIT_NOFILE, &before) == 0);
   std::vector<UniqueFd> filler;
@@ -294,7 +295,7 @@ TEST_CASE_METHOD(Fixture, "Out of descriptors, a connection is closed rather tha
   CHECK(told);
   CHECK(end == 0);
 
-  // And it goes on.
+  // The loop goes on accepting.
   const UniqueFd later = ConnectTo(path, SOCK_STREAM);
   CHECK(later.valid());
   CHECK(served.Wait(1) >= 0);

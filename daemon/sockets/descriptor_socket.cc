@@ -17,14 +17,14 @@
 namespace refitd {
 namespace {
 
-// What an epoll event is about; connections have ids from kFirstConnection on.
+// The ids of epoll events; connections have ids from kFirstConnection on.
 constexpr uint64_t kListener = 0;
 constexpr uint64_t kStop = 1;
 constexpr uint64_t kTimer = 2;
 constexpr uint64_t kFirstConnection = 3;
 
 constexpr int kMaxAcceptsPerWakeup = 64;
-// A request has one descriptor or none; room for more tells "several" from "cut off".
+// A request has at most one descriptor; room for more tells "several" from "cut off".
 constexpr size_t kMaxDescriptorsTaken = 8;
 constexpr std::chrono::milliseconds kMaxTick{1'000};
 constexpr std::chrono::seconds kShedLogInterval{10};
@@ -71,8 +71,9 @@ bool Send(int socket, const DescriptorReply& reply, const UniqueFd& attach) {
          static_cast<ssize_t>(sizeof(reply));
 }
 
-// The caller closes the connection. A request that is there already is dropped, with what came
-// beside it: closing over it would be a reset, which hides the reply.
+// Answers with the status; the caller then closes the connection. A request that has come already
+// is dropped with its descriptors, since closing the socket with unread data would be a reset,
+// which hides the reply.
 void Refuse(const UniqueFd& socket, const absl::Status& status) {
   Send(socket.get(), ReplyOf(status), UniqueFd());
   char dropped;
@@ -80,7 +81,7 @@ void Refuse(const UniqueFd& socket, const absl::Status& status) {
   }
 }
 
-// Takes ownership of every descriptor in the message, before anything is looked at.
+// Takes ownership of every descriptor in the message before anything else is looked at.
 std::vector<UniqueFd> TakeDescriptors(msghdr* message) {
   std::vector<UniqueFd> taken;
   for (cmsghdr* header = CMSG_FIRSTHDR(message); header != nullptr;
@@ -102,7 +103,7 @@ struct DescriptorSocket::Request {
   ssize_t bytes = 0;  // received; -1: errno in `error`
   int error = 0;
   bool truncated = false;        // longer than a request
-  bool descriptors_cut = false;  // more than we take, or more than we may have open
+  bool descriptors_cut = false;  // more than are taken, or than may be open
   DescriptorRequest wire;
   std::vector<UniqueFd> descriptors;
 
@@ -126,7 +127,7 @@ struct DescriptorSocket::Request {
     return request;
   }
 
-  // What says that the peer speaks another language; ends the connection.
+  // Errors here mean that the peer speaks another protocol; they end the connection.
   absl::Status CheckFraming() const {
     constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
     if (truncated || bytes != static_cast<ssize_t>(sizeof(wire))) {
@@ -180,7 +181,7 @@ struct DescriptorSocket::Request {
 
 absl::StatusOr<std::unique_ptr<DescriptorSocket>> DescriptorSocket::Create(
     const DescriptorSocketOptions& options, DescriptorHandler* handler) {
-  // The control plane's lock beside it guards this path too.
+  // The control plane's lock guards this path too.
   REFITD_ASSIGN_OR_RETURN(
       auto listener,
       UnixListener::Create(
@@ -236,7 +237,8 @@ int DescriptorSocket::connections() const {
   return static_cast<int>(connections_.size());
 }
 
-// One event at a time; everything but stop_ is one-shot, so no two threads ever have the same one.
+// Handles one event at a time. All events but stop_'s are one-shot, so no two threads have the same
+// one.
 void DescriptorSocket::Run() {
   for (;;) {
     epoll_event event{};
@@ -269,8 +271,8 @@ void DescriptorSocket::AcceptAll() {
     if (errno == EINTR || errno == ECONNABORTED) continue;
     if (errno == EAGAIN) break;
     if ((errno == EMFILE || errno == ENFILE) && ShedOne()) continue;
-    // Out of memory, or of the spare descriptor too: the next tick listens again, rather than to
-    // spin.
+    // Memory or even the spare descriptor has run out: the next tick listens again, so that this
+    // thread does not spin.
     LogWarning("accepting on {}: {}", path_, Message(ErrnoError(errno, "accept")));
     ArmTimer();
     return;
@@ -278,8 +280,8 @@ void DescriptorSocket::AcceptAll() {
   ListenAgain();
 }
 
-// Out of descriptors: refuses one waiting connection at once, so that its client hears of it.
-// False: not even that works.
+// Called when descriptors have run out: refuses one waiting connection at once, so that its client
+// hears of it. False: even that did not work.
 bool DescriptorSocket::ShedOne() {
   spare_.Reset();
   UniqueFd shed(accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -353,7 +355,7 @@ bool DescriptorSocket::Serve(const Connection& connection) {
   const int socket = connection.socket.get();
   Request request = Request::Receive(socket);
   if (request.bytes < 0) return request.error == EAGAIN || request.error == EINTR;
-  if (request.bytes == 0) return false;  // the end, or an empty message, which is none of ours
+  if (request.bytes == 0) return false;  // the end, or an empty message, which no client sends
   if (const absl::Status framing = request.CheckFraming(); !framing.ok()) {
     Send(socket, ReplyOf(framing), UniqueFd());
     return false;

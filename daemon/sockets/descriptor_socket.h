@@ -1,15 +1,15 @@
-// The daemon's end of the descriptor socket: regions come in, staging pools go out
+// The daemon's end of the descriptor socket: members hand in regions and get staging pools
 // (transport/host/descriptor_wire.h, docs/descriptor_socket.md).
 //
-// Promises kept here: P4 (connections have an idle limit, replies never block), P8 (every
-// descriptor that arrives is owned at once and closed unless the handler takes it; a closed
-// connection leaves nothing), P10 (sizes, magic, version, kinds and the number of descriptors are
-// checked before anything else; connections and requests are bounded), P9 (whom the access rule
-// refuses is told so and hung up on, before anything of his is read). Who may do what (token,
-// credentials, the memfd's seals and size) is the handler's to decide.
+// Keeps P4 (connections have an idle limit, replies never block), P8 (every descriptor that arrives
+// is owned at once, and closed unless the handler takes it; a closed connection leaves nothing),
+// P10 (sizes, magic, version, kinds and the number of descriptors are checked before anything else;
+// connections and requests are bounded) and P9 (a peer that the access rule refuses gets that
+// answer and is disconnected before its message is read). The handler decides on the rest: token,
+// credentials, the memfd's seals and size.
 //
-// Malformed framing (size, magic, version) is answered INVALID_ARGUMENT and ends the connection; a
-// well-framed request that is refused is answered and the connection goes on.
+// Malformed framing (size, magic, version) is answered INVALID_ARGUMENT and ends the connection. A
+// well-framed request that is refused is answered, and the connection goes on.
 #ifndef REFITD_DAEMON_SOCKETS_DESCRIPTOR_SOCKET_H_
 #define REFITD_DAEMON_SOCKETS_DESCRIPTOR_SOCKET_H_
 
@@ -36,27 +36,27 @@
 
 namespace refitd {
 
-// What follows the control plane's socket path.
+// The suffix that makes this socket's path from the control plane's.
 inline constexpr std::string_view kDescriptorSocketSuffix = ".fds";
 
-// Connections at a time: more than the ranks of a node; further ones are answered
+// Connections at a time: more than a node has ranks. Further connections are answered
 // RESOURCE_EXHAUSTED and closed.
 inline constexpr int kMaxDescriptorConnections = 1024;
-// Requests served at a time: mapping a large region takes long, others need not wait for it.
+// Requests served at a time: mapping a large region takes long, and others should not wait for it.
 inline constexpr int kDescriptorThreads = 4;
-// A connection without a request for so long is closed; clients connect again.
+// A connection without a request for this long is closed; clients connect again.
 inline constexpr std::chrono::milliseconds kDescriptorIdleLimit{60'000};
 
 using Token = std::array<uint8_t, 16>;
 
 struct PoolHandle {
-  UniqueFd fd;  // a duplicate: sent and closed
+  UniqueFd fd;  // a duplicate, which is closed after sending
   int64_t bytes = 0;
   int64_t slot_bytes = 0;
 };
 
-// Implemented by the node. Called from kDescriptorThreads threads at once; may block on memory
-// mapping, on nothing else. A status becomes the reply's code and message.
+// Implemented by the node. Called from kDescriptorThreads threads at once. May block on mapping
+// memory, and on nothing else. A status becomes the reply's code and message.
 class DescriptorHandler {
  public:
   virtual ~DescriptorHandler() = default;
@@ -71,7 +71,7 @@ class DescriptorHandler {
 struct DescriptorSocketOptions {
   std::string path;
   mode_t mode = 0660;
-  AccessRule access;  // as it is: serves nobody
+  AccessRule access;  // the default serves nobody
   int max_connections = kMaxDescriptorConnections;
   std::chrono::milliseconds idle_limit = kDescriptorIdleLimit;
 };
@@ -79,8 +79,8 @@ struct DescriptorSocketOptions {
 // Thread-safe.
 class DescriptorSocket {
  public:
-  // Binds, listens and serves. `handler` must outlive the socket. Errors: as UnixListener::Create;
-  // RESOURCE_EXHAUSTED descriptors.
+  // Binds, listens and serves. `handler` must outlive the socket. Errors: as of
+  // UnixListener::Create; RESOURCE_EXHAUSTED: out of descriptors.
   static absl::StatusOr<std::unique_ptr<DescriptorSocket>> Create(
       const DescriptorSocketOptions& options, DescriptorHandler* handler);
   ~DescriptorSocket();  // Stop()
@@ -98,7 +98,7 @@ class DescriptorSocket {
     UniqueFd socket;
     PeerCredentials peer;
     std::chrono::steady_clock::time_point last_used;
-    bool busy = false;  // a thread serves it; it alone may close it
+    bool busy = false;  // a thread serves it; only that thread may close it
   };
   struct Request;
 
@@ -108,9 +108,9 @@ class DescriptorSocket {
   void AcceptAll();
   void Admit(UniqueFd socket);
   bool ShedOne();
-  // Takes the connection for this thread; null: it was closed in between.
+  // Takes the connection for this thread; null: it was closed meanwhile.
   std::shared_ptr<Connection> Claim(uint64_t id);
-  // Serves what has come; false: the connection ends.
+  // Serves the request that has come; false: the connection ends.
   bool Serve(const Connection& connection);
   void Release(uint64_t id, bool keep);
   void Tick();  // closes idle connections, listens again after a failed accept
@@ -127,8 +127,9 @@ class DescriptorSocket {
   const UniqueFd stop_;   // eventfd, level-triggered: wakes every thread
   const UniqueFd timer_;  // timerfd: idle connections
   DescriptorHandler* const handler_;
-  // Of the thread that has the listener's event.
-  UniqueFd spare_;  // given up for a moment to refuse a connection when there are no descriptors
+  // Used by the thread that has the listener's event.
+  // Closed for a moment to refuse a connection when descriptors run out.
+  UniqueFd spare_;
   int64_t shed_since_logged_ = 0;
   std::optional<std::chrono::steady_clock::time_point> shed_logged_;
 
@@ -136,7 +137,7 @@ class DescriptorSocket {
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_);
   std::unordered_map<uint64_t, std::shared_ptr<Connection>> connections_ ABSL_GUARDED_BY(mutex_);
 
-  Mutex stop_mutex_;  // Stop against Stop; before mutex_
+  Mutex stop_mutex_;  // calls of Stop exclude each other; taken before mutex_
   std::unique_ptr<UnixListener> listener_ ABSL_GUARDED_BY(stop_mutex_);  // null after Stop
   std::vector<std::thread> threads_ ABSL_GUARDED_BY(stop_mutex_);
 };

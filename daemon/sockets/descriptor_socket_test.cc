@@ -25,7 +25,7 @@ Token TokenOf(uint8_t fill) {
   return token;
 }
 
-// Knows one token; maps what it is given, as the node does.
+// A handler that knows one token and maps regions as the node does.
 class Node : public DescriptorHandler {
  public:
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
@@ -76,7 +76,7 @@ class Node : public DescriptorHandler {
   std::deque<std::shared_ptr<HostRegion>> regions_ ABSL_GUARDED_BY(mutex_);
 };
 
-// One connection of a client that may say anything.
+// A client's connection that can send anything.
 class Client {
  public:
   explicit Client(const std::string& path) : socket_(ConnectTo(path, SOCK_SEQPACKET)) {
@@ -104,7 +104,7 @@ class Client {
     return SendRaw(&request, sizeof(request), fds);
   }
 
-  // nullopt: the connection ended instead. `fd` gets what came beside the reply.
+  // nullopt: the connection ended instead. `fd` gets the descriptor that came with the reply.
   std::optional<DescriptorReply> Receive(UniqueFd* fd = nullptr) {
     if (!Readable(socket_)) return std::nullopt;
     DescriptorReply reply;
@@ -187,7 +187,7 @@ struct Fixture {
   }
 };
 
-// Descriptors of this process, once it has settled at `expected` or the deadline passed.
+// Whether this process has `expected` descriptors before the deadline passes.
 bool DescriptorsSettleAt(int64_t expected) {
   return Eventually([&] { return ReadProcessStats()->descriptors == expected; });
 }
@@ -361,7 +361,7 @@ TEST_CASE_METHOD(Fixture,
   CHECK(reply->code == Code(absl::StatusCode::kPermissionDenied));
   CHECK_THAT(reply->message, Catch::Contains(std::to_string(getuid())));
   CHECK(stranger.Ended());
-  // One that talks before it listens: its request is not served, its descriptor not kept.
+  // A client that sends before it reads: its request is not served and its descriptor not kept.
   for (int i = 0; i < 20; ++i) {
     Client hasty(path);
     const auto refused = hasty.Ask(RegisterRequest(), {memfd.get()});
@@ -408,7 +408,7 @@ TEST_CASE_METHOD(Fixture,
   const auto socket = Start();
   Client deaf(path);
   const DescriptorRequest request = Request(DescriptorRequestKind::kReleaseRegion);
-  // Far more than both queues hold: sending fails once the daemon has closed.
+  // Far more requests than both queues hold: sending fails once the daemon has closed.
   CHECK(Eventually([&] { return !deaf.SendRequest(request); }));
   CHECK(AskOnce(RegisterRequest(), {memfd.get()}).code == 0);
 }

@@ -29,7 +29,7 @@ std::vector<gid_t> PeerGroups(int socket) {
       groups.resize(bytes / sizeof(gid_t));
       return groups;
     }
-    // ERANGE: `bytes` now says how many it takes.
+    // ERANGE: `bytes` now says how much room it takes.
     if (errno != ERANGE || bytes / sizeof(gid_t) > kMaxGroups) return {};
     groups.resize(bytes / sizeof(gid_t));
   }
@@ -40,7 +40,7 @@ bool HungUp(int socket) {
   return poll(&entry, 1, 0) == 1;
 }
 
-// Null: no such process any more, or no pidfds.
+// Null: the process has ended, or the kernel has no pidfds.
 absl::StatusOr<std::shared_ptr<const UniqueFd>> PidfdOf(int socket, pid_t pid) {
   int pidfd = -1;
   socklen_t bytes = sizeof(pidfd);
@@ -51,7 +51,7 @@ absl::StatusOr<std::shared_ptr<const UniqueFd>> PidfdOf(int socket, pid_t pid) {
     if (error == ENOPROTOOPT) {
       pidfd = OpenPidfd(pid).Release();
       error = errno;
-      // A peer that left already: the number may mean another process by now.
+      // If the peer has left already, the number may mean another process by now.
       if (pidfd >= 0 && HungUp(socket)) {
         ::close(pidfd);
         return nullptr;
@@ -81,7 +81,7 @@ absl::StatusOr<PeerCredentials> PeerOf(int socket, bool with_pidfd) {
   if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &kernel, &bytes) != 0) {
     return ErrnoError(errno, "peer credentials");
   }
-  // What the kernel says of sockets that have no peer with credentials (TCP, unconnected).
+  // The kernel reports this for sockets that have no peer with credentials (TCP, unconnected).
   if (kernel.uid == static_cast<uid_t>(-1)) {
     return Error(absl::StatusCode::kUnavailable, "peer credentials: not a connected unix socket");
   }

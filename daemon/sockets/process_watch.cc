@@ -65,7 +65,7 @@ absl::StatusOr<WatchHandle> ProcessWatch::Watch(pid_t pid, Callback died) {
 
 absl::StatusOr<WatchHandle> ProcessWatch::Watch(const PeerCredentials& peer, Callback died) {
   if (peer.pidfd != nullptr) {
-    // A descriptor of our own: the same one can't be in an epoll set twice.
+    // A duplicate, since the same descriptor can't be in an epoll set twice.
     UniqueFd pidfd(fcntl(peer.pidfd->get(), F_DUPFD_CLOEXEC, 0));
     if (!pidfd.valid()) return PidfdError(errno, peer.pid);
     return Add(std::move(pidfd), std::move(died));
@@ -74,7 +74,7 @@ absl::StatusOr<WatchHandle> ProcessWatch::Watch(const PeerCredentials& peer, Cal
     return Error(absl::StatusCode::kInvalidArgument,
                  "pid {} can't be watched: its pid namespace is not visible", peer.pid);
   }
-  // No pidfd at accept: it was gone already, unless there are no pidfds at all.
+  // No pidfd was taken at accept: the process had ended already, unless the kernel has no pidfds.
   const UniqueFd own = OpenPidfd(getpid());
   if (!own.valid()) return PidfdError(errno, peer.pid);
   return Add(UniqueFd(), std::move(died));
@@ -113,7 +113,8 @@ std::optional<ProcessWatch::Callback> ProcessWatch::Take(WatchHandle handle) {
   if (found == entries_.end()) return std::nullopt;
   Entry entry = std::move(found->second);
   entries_.erase(found);
-  // By hand: the process's other pidfds share the open file, so closing ours would not end it.
+  // Removed explicitly: the process's other pidfds share the open file, so closing this one would
+  // not remove it.
   if (entry.pidfd.valid()) {
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, entry.pidfd.get(), nullptr);
   }

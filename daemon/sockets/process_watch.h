@@ -1,7 +1,7 @@
-// Notices the death of processes (P8), by pidfd: also where a forked child keeps the dead one's
-// sockets open, so that no end of stream ever comes.
+// Notices the death of processes (P8) by pidfd. This works even if a forked child keeps the dead
+// process's sockets open, so that no end of stream comes.
 //
-// Invariants: a callback runs at most once, on the watch's own thread, with no lock held, never
+// Invariants: a callback runs at most once, on the watch's own thread, with no lock held, and never
 // from within Watch or Cancel. No descriptor outlives its watch.
 #ifndef REFITD_DAEMON_SOCKETS_PROCESS_WATCH_H_
 #define REFITD_DAEMON_SOCKETS_PROCESS_WATCH_H_
@@ -35,36 +35,37 @@ class ProcessWatch {
 
   // Starts the thread. RESOURCE_EXHAUSTED: descriptors.
   static absl::StatusOr<std::unique_ptr<ProcessWatch>> Create();
-  // Ends the thread; callbacks that did not start are dropped. Not from within a callback.
+  // Ends the thread; callbacks that have not started are dropped. Must not be called from a
+  // callback.
   ~ProcessWatch();
   ProcessWatch(const ProcessWatch&) = delete;
   ProcessWatch& operator=(const ProcessWatch&) = delete;
 
-  // Calls `died` once the process has ended (all of its threads; it need not have been reaped). A
-  // process that is gone already fires at once. Prefer the credentials' form: its pidfd was taken
-  // when the connection was accepted, a bare pid may have been taken again since. Errors:
-  // INVALID_ARGUMENT pid not positive (a peer in a pid namespace that we can't see);
-  // RESOURCE_EXHAUSTED descriptors; UNIMPLEMENTED the kernel has no pidfds.
+  // Calls `died` once the process has ended (all of its threads; it need not have been reaped), at
+  // once if it has ended already. Prefer the form with credentials: their pidfd was taken when the
+  // connection was accepted, while a bare pid may have been reused since. INVALID_ARGUMENT: pid is
+  // not positive (the peer's pid namespace is not visible). RESOURCE_EXHAUSTED: out of descriptors.
+  // UNIMPLEMENTED: the kernel has no pidfds.
   absl::StatusOr<WatchHandle> Watch(pid_t pid, Callback died);
   absl::StatusOr<WatchHandle> Watch(const PeerCredentials& peer, Callback died);
 
   // True: the callback has not started and never will. False: it ran, runs now, or the handle is
-  // unknown. Never waits, so it may be called with any lock held, and from within callbacks.
+  // unknown. Never waits, so any lock may be held; may be called from callbacks.
   bool Cancel(WatchHandle handle);
 
-  // Not fired and not cancelled.
+  // How many watches have neither fired nor been cancelled.
   size_t watched() const;
 
  private:
   struct Entry {
-    UniqueFd pidfd;  // invalid: the process was gone when it was asked for
+    UniqueFd pidfd;  // invalid: the process had ended when it was opened
     Callback died;
   };
   ProcessWatch(UniqueFd epoll, UniqueFd wake);
   absl::StatusOr<WatchHandle> Add(UniqueFd pidfd, Callback died);
   void Run();
   void Fire(WatchHandle handle);
-  // Ends the watch; nullopt: it has ended already.
+  // Removes the watch and returns its callback; nullopt: it ended before.
   std::optional<Callback> Take(WatchHandle handle);
 
   const UniqueFd epoll_;

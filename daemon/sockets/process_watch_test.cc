@@ -53,7 +53,7 @@ TEST_CASE("A killed process is reported once, before it is reaped") {
   child.Signal(SIGKILL);
   CHECK(deaths.Wait(1));
   CHECK(watch->watched() == 0);
-  // Whatever else fires later has passed the queue after it.
+  // A callback that fires later has passed the queue after the cancelled one.
   const ChildProcess other([] {});
   REQUIRE(watch->Watch(other.pid(), deaths.Callback(2)).ok());
   other.Signal(SIGKILL);
@@ -135,7 +135,8 @@ TEST_CASE("Credentials are watched by the pidfd taken at accept, however often")
   child.Kill();
   CHECK(deaths.Wait(1));
   CHECK(deaths.Wait(2));
-  // Reaped: the number may be anybody's now, the descriptor still names the dead one.
+  // The process was reaped: its number may be reused now, but the descriptor still names the dead
+  // process.
   REQUIRE(watch->Watch(*peer, deaths.Callback(3)).ok());
   CHECK(deaths.Wait(3));
 }

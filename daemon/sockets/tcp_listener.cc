@@ -19,8 +19,8 @@ using absl::StatusCode;
 
 constexpr int kBacklog = 1024;  // connections that the kernel may queue
 
-// A peer that went while the network was away, or whose reset was lost, is asked whether it lives:
-// else its connection would stay for hours (P8).
+// Probes a silent peer. Otherwise the connection of a peer that left while the network was down, or
+// whose reset was lost, would stay for hours (P8).
 constexpr int kProbeAfterSeconds = 10;
 constexpr int kProbeEverySeconds = 5;
 constexpr int kProbes = 3;
@@ -33,7 +33,7 @@ struct FreeAddresses {
   void operator()(addrinfo* list) const { freeaddrinfo(list); }
 };
 
-// In network byte order.
+// The port, in network byte order.
 in_port_t& PortOf(sockaddr_storage* address) {
   return address->ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(address)->sin6_port
                                         : reinterpret_cast<sockaddr_in*>(address)->sin_port;
@@ -43,7 +43,7 @@ absl::StatusOr<UniqueFd> Listen(const sockaddr_storage& where, socklen_t bytes) 
   UniqueFd fd(socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd.valid() && errno == EAFNOSUPPORT) return absl::UnavailableError("no such address family");
   if (!fd.valid()) return ErrnoError(errno, "socket");
-  // What ended just now must not keep a daemon from its port.
+  // Connections of a process that ended just now must not keep a daemon from its port.
   Set(fd, SOL_SOCKET, SO_REUSEADDR, 1);
   // Accepted connections inherit these.
   Set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -99,7 +99,7 @@ absl::StatusOr<std::vector<TcpListener>> ListenTcp(const std::string& address) {
     __builtin_memcpy(&where, next->ai_addr, next->ai_addrlen);
     if (port != 0) PortOf(&where) = port;
     absl::StatusOr<UniqueFd> fd = Listen(where, next->ai_addrlen);
-    // A family that this machine lacks is no fault if another one is there.
+    // A family that this machine lacks is no error if another family is there.
     if (absl::IsUnavailable(fd.status())) {
       missing = fd.status();
       continue;

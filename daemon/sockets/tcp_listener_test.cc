@@ -48,12 +48,12 @@ TEST_CASE("What can't be listened on is refused with its address and why") {
   const absl::Status in_use = ListenTcp(taken).status();
   CHECK(absl::IsAlreadyExists(in_use));
   CHECK_THAT(std::string(in_use.message()), Catch::Contains(taken));
-  // Of the range for documentation: no machine has it.
+  // An address of the range for documentation, which no machine has.
   CHECK(absl::IsUnavailable(ListenTcp("192.0.2.1:0").status()));
   CHECK(absl::IsInvalidArgument(ListenTcp("nothing").status()));
 }
 
-// What an accept loop has served.
+// The connections that an accept loop has served.
 struct Served {
   void Take(UniqueFd fd) {
     MutexLock lock(&mutex);
@@ -81,7 +81,7 @@ TEST_CASE(
   const UniqueFd first = Dial(address);
   CHECK(Eventually([&] { return served.count() == 1; }));
 
-  // Sockets for later, then not one number more.
+  // Sockets that the test needs later are opened first; then no number is left.
   UniqueFd shed(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const int next = dup(first.get());
   REQUIRE(next >= 0);

@@ -19,13 +19,13 @@ namespace refitd {
 namespace {
 
 constexpr int kBacklog = 1024;        // connections that the kernel may queue
-constexpr int kMaxLockAttempts = 16;  // each lost one means that another daemon ended just then
+constexpr int kMaxLockAttempts = 16;  // each attempt is lost to a daemon that ends
 
 bool SameFile(const struct stat& a, const struct stat& b) {
   return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
-constexpr char kUnfinishedSuffix[] = ".new";  // of a socket that does not listen yet
+constexpr char kUnfinishedSuffix[] = ".new";  // suffix of a socket that does not listen yet
 
 std::string LockPath(const std::string& path) { return path + ".lock"; }
 
@@ -66,7 +66,7 @@ absl::StatusOr<UniqueFd> TakeLock(const std::string& path) {
       if (errno != EWOULDBLOCK) return ErrnoError(errno, lock_path);
       return InUse(path, PidInside(lock.get()));
     }
-    // The owner before us may have removed the file between our open() and flock().
+    // The previous owner may have removed the file between this open() and flock().
     struct stat held {};
     struct stat named {};
     if (fstat(lock.get(), &held) != 0) return ErrnoError(errno, lock_path);
@@ -81,7 +81,7 @@ absl::StatusOr<UniqueFd> TakeLock(const std::string& path) {
   return InUse(path, 0);
 }
 
-// Removes a socket that nobody serves. Errors: ALREADY_EXISTS somebody does, or it is no socket.
+// Removes a socket that nobody serves. ALREADY_EXISTS: a process serves it, or it is no socket.
 absl::Status RemoveStale(const std::string& path, const sockaddr_un& address, int type) {
   struct stat found {};
   if (lstat(path.c_str(), &found) != 0) {
@@ -101,8 +101,8 @@ absl::Status RemoveStale(const std::string& path, const sockaddr_un& address, in
       break;
     case ENOENT:
       return absl::OkStatus();
-    case EAGAIN:      // its queue is full: it lives
-    case EPROTOTYPE:  // it lives and is of another type
+    case EAGAIN:      // its queue is full: it is live
+    case EPROTOTYPE:  // it is live and of another type
       return InUse(path, 0);
     default:
       return ErrnoError(errno, fmt::format("asking who serves {}", path));
@@ -124,12 +124,13 @@ absl::StatusOr<std::unique_ptr<UnixListener>> UnixListener::Create(
     REFITD_ASSIGN_OR_RETURN(lock, TakeLock(path));
   }
   struct stat none {};
-  // From here on the lock's file is removed on every way out.
+  // From here on the lock's file is removed on every return.
   std::unique_ptr<UnixListener> listener(new UnixListener(path, UniqueFd(), std::move(lock), none));
   REFITD_RETURN_IF_ERROR(RemoveStale(path, address, options.type));
 
-  // Made beside its place and moved there once it listens: whoever finds the path can connect.
-  // Until listen() connecting is refused, whatever the umask left open before chmod().
+  // The socket is made under another name and moved to its path once it listens, so that a process
+  // that finds the path can connect. Until listen(), connecting is refused, whatever mode the umask
+  // leaves before chmod().
   const std::string made_path = path + kUnfinishedSuffix;
   REFITD_ASSIGN_OR_RETURN(const sockaddr_un made_address, AddressOf(made_path));
   REFITD_RETURN_IF_ERROR(RemoveStale(made_path, made_address, options.type));
@@ -166,7 +167,8 @@ UnixListener::~UnixListener() {
     unlink(path_.c_str());
   }
   socket_.Reset();
-  // Last, and while it is held: whoever waits for the path finds everything gone.
+  // The lock file goes last, while the lock is held: a process that waits for the path then finds
+  // everything removed.
   if (lock_.valid()) unlink(LockPath(path_).c_str());
 }
 

@@ -1,8 +1,8 @@
 // A listening unix socket with a path in the file system.
 //
-// Exactly one daemon owns a path: a live one is never replaced, a stale file always is. The path
-// appears once it can be connected to, not before. The file is removed at the end only if it is
-// still the one that was made here. Not thread-safe; move-only through its unique_ptr.
+// Exactly one daemon owns a path: a live daemon is never replaced, a stale file always is. The path
+// appears only once it can be connected to. The file is removed at the end only if it is still the
+// one that this listener made. Not thread-safe; moved only through its unique_ptr.
 #ifndef REFITD_DAEMON_SOCKETS_UNIX_LISTENER_H_
 #define REFITD_DAEMON_SOCKETS_UNIX_LISTENER_H_
 
@@ -20,18 +20,18 @@ struct UnixListenerOptions {
   std::string path;
   int type = 0;     // SOCK_STREAM or SOCK_SEQPACKET
   mode_t mode = 0;  // of the socket's file
-  bool lock =
-      true;  // hold PATH.lock as well, so that two daemons that start at once can't both win
+  // Hold PATH.lock too, so that of two daemons that start at once only one wins.
+  bool lock = true;
 };
 
 class UnixListener {
  public:
-  // Binds and listens; non-blocking, close-on-exec. Errors: INVALID_ARGUMENT path empty, relative
-  // or too long for an address; ALREADY_EXISTS a live process serves it (pid named) or the path
-  // is no socket; NOT_FOUND or PERMISSION_DENIED folder.
+  // Binds and listens; non-blocking, close-on-exec. INVALID_ARGUMENT: the path is empty, relative,
+  // or too long for an address. ALREADY_EXISTS: a live process serves it (the status names its
+  // pid), or the path is no socket. NOT_FOUND or PERMISSION_DENIED: its folder.
   static absl::StatusOr<std::unique_ptr<UnixListener>> Create(const UnixListenerOptions& options);
 
-  // Closes, and removes socket and lock file if they are still ours.
+  // Closes the socket, and removes socket and lock file if they are still this listener's.
   ~UnixListener();
   UnixListener(const UnixListener&) = delete;
   UnixListener& operator=(const UnixListener&) = delete;
