@@ -35,7 +35,7 @@ using google::protobuf::TextFormat;
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 
-// One setting: `--name`, REFITD_NAME, and its field in the file.
+// One setting: its flag `--name`, its variable REFITD_NAME, and its field in the file.
 struct Setting {
   const char* name;
   const char* field;
@@ -100,7 +100,7 @@ std::string VariableOf(const Setting& setting) {
 
 // ---- text to fields ----
 
-// The message that holds the last part of `path`, and that field.
+// The message and field that `path` names.
 std::pair<ProtoMessage*, const FieldDescriptor*> Resolve(RefitdConfig* config,
                                                          std::string_view path) {
   ProtoMessage* message = config;
@@ -115,7 +115,8 @@ std::pair<ProtoMessage*, const FieldDescriptor*> Resolve(RefitdConfig* config,
   }
 }
 
-// "64MiB" -> 67108864 where `field` counts bytes; plain numbers otherwise. Octal for modes.
+// "64MiB" becomes 67108864 if `field` counts bytes; other fields take plain numbers, modes octal
+// ones.
 absl::StatusOr<int64_t> ParseNumber(std::string_view text, const FieldDescriptor& field) {
   const bool octal = field.name() == "unix_mode";
   int64_t number = 0;
@@ -218,7 +219,7 @@ absl::Status AddElement(ProtoMessage* message, const FieldDescriptor* field,
   return absl::OkStatus();
 }
 
-// Replaces the whole list; empty text is an empty list.
+// Replaces the whole list; empty text makes an empty list.
 absl::Status SetList(ProtoMessage* message, const FieldDescriptor* field, std::string_view text) {
   message->GetReflection()->ClearField(message, field);
   while (!text.empty()) {
@@ -229,7 +230,7 @@ absl::Status SetList(ProtoMessage* message, const FieldDescriptor* field, std::s
   return absl::OkStatus();
 }
 
-// `where` is the variable or flag.
+// `where` names the variable or flag.
 absl::Status Apply(const Setting& setting, const std::string& text, std::string_view where,
                    RefitdConfig* config) {
   const auto [message, field] = Resolve(config, setting.field);
@@ -246,7 +247,7 @@ class FirstError : public google::protobuf::io::ErrorCollector {
   void AddError(int line, google::protobuf::io::ColumnNumber column,
                 const std::string& message) override {
     if (!text_.empty()) return;
-    // From 0; -1 where the message as a whole is meant.
+    // Lines and columns count from 0; -1 means the message as a whole.
     text_ =
         line < 0 ? message : fmt::format("line {}, column {}: {}", line + 1, column + 1, message);
   }
@@ -296,8 +297,8 @@ absl::Status CheckDuration(std::string_view field, int64_t ms) {
   return CheckRange(field, ms, 1, kMost);
 }
 
-// What the kernel and gRPC take as C strings would be cut there: another path or address than the
-// one that was checked.
+// The kernel and gRPC take these values as C strings, which end at a zero byte: they would use
+// another path or address than the checked one.
 absl::Status CheckNoZeroByte(std::string_view field, std::string_view value) {
   const size_t at = value.find('\0');
   if (at == std::string_view::npos) return absl::OkStatus();
@@ -318,7 +319,7 @@ bool IsNumeric(const std::string& host) {
          inet_pton(AF_INET6, host.c_str(), &any) == 1;
 }
 
-// P9.
+// P9: TCP beyond loopback needs `insecure`.
 absl::Status CheckTcp(std::string_view field, std::string_view harm, const std::string& address,
                       bool insecure) {
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte(field, address));
@@ -554,7 +555,7 @@ void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
 static_assert(static_cast<int>(LogFormat::kJson) == RefitdConfig::Log::JSON);
 static_assert(static_cast<int>(LogLevel::kError) == RefitdConfig::Log::ERROR);
 
-// What the kernel calls the host, in the characters of a daemon's id.
+// The kernel's name of the host, reduced to the characters of a daemon's id.
 std::string HostName() {
   std::array<char, 256> name{};
   if (gethostname(name.data(), name.size() - 1) != 0 || name[0] == 0) return "refitd";
@@ -654,7 +655,7 @@ struct CommandLine {
   std::optional<std::string> help;
 };
 
-// The only place that sees CLI11's exceptions.
+// Only this function sees CLI11's exceptions.
 absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
   CommandLine line;
   CLI::App app("refitd: keeps inference engines' weights in step with their trainers'.", "refitd");
@@ -672,11 +673,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
     const Setting& setting = kSettings[i];
     options[i] = app.add_option(std::string("--") + setting.name, line.values[i],
                                 fmt::format("{} ({})", setting.help, setting.field));
-    // A flag by itself says true.
+    // --insecure alone means true.
     if (std::string_view(setting.name) == "insecure") options[i]->expected(0, 1);
   }
   try {
-    std::reverse(argv.begin(), argv.end());  // as CLI11 wants it
+    std::reverse(argv.begin(), argv.end());  // CLI11 wants them reversed
     app.parse(std::move(argv));
   } catch (const CLI::CallForHelp&) {
     line.help = app.help();
@@ -744,7 +745,7 @@ absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
 std::string FormatConfig(const Config& config) {
   TextFormat::Printer printer;
   const FieldDescriptor* mode = RefitdConfig::Listen::descriptor()->FindFieldByName("unix_mode");
-  // The printer takes ownership if it says true.
+  // The printer takes ownership if registering returns true.
   auto octal = std::make_unique<OctalPrinter>();
   if (printer.RegisterFieldValuePrinter(mode, octal.get())) {
     [[maybe_unused]] const auto* owned = octal.release();

@@ -1,9 +1,9 @@
 // refitd's configuration: defaults, then a textproto file (daemon/config.proto), then environment
 // variables, then flags; later wins, setting by setting.
 //
-// What LoadConfig returns has been checked in full (P10): every number is within its named limit,
-// and TCP beyond loopback was asked for in so many words (P9). Pure but for reading the file and
-// the process's own user id. Config is a plain value.
+// LoadConfig checks everything that it returns (P10): every number is within its named limit, and
+// TCP beyond loopback was explicitly asked for (P9). Pure, except for reading the file and the
+// process's own user id. Config is a plain value.
 #ifndef REFITD_DAEMON_CONFIG_H_
 #define REFITD_DAEMON_CONFIG_H_
 
@@ -21,7 +21,7 @@
 
 namespace refitd {
 
-// What refitd exits with.
+// The exit codes of refitd.
 enum ExitCode : int {
   kExitOk = 0,
   kExitFailure = 1,  // failed while running
@@ -29,12 +29,13 @@ enum ExitCode : int {
   kExitInUse = 3,    // socket or port is in use
 };
 
-// Limits of the settings themselves.
+// Limits of the settings.
 inline constexpr Duration kMaxLimitDuration = std::chrono::hours(24);  // of any wait
 inline constexpr int64_t kSlotBytesMultiple = 4096;                    // a page
-inline constexpr int64_t kMinSlotBytes = 64 << 10;  // below it, parts cost more than bytes
+// below it, the cost of a part exceeds that of its bytes
+inline constexpr int64_t kMinSlotBytes = 64 << 10;
 inline constexpr int64_t kMaxSlotBytes = int64_t{16} << 30;
-inline constexpr int kMinConfiguredSlots = 2;   // one filling while one is read
+inline constexpr int kMinConfiguredSlots = 2;   // one is filled while one is read
 inline constexpr int kMaxConfiguredSlots = 64;  // as kMaxSlots of a group
 inline constexpr int64_t kMinMessageBytes = 64 << 10;
 inline constexpr int64_t kMaxMessageBytes = 1 << 30;        // gRPC buffers a message whole
@@ -47,31 +48,32 @@ inline constexpr int kMaxConfiguredCopyThreads = 256;
 inline constexpr int kMaxConfiguredCopyBlocks = 1024;  // more than a GPU has multiprocessors
 inline constexpr size_t kMaxCudaLibraryBytes = 4095;   // a path
 inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kMaxRegionBytes
-inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 of an address, less ".fds.new" beside it
+inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 of an address, less ".fds.new"
 inline constexpr int kMaxTcpListeners = 16;
 inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
-inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of the group
-inline constexpr Duration kMinSilence =
-    std::chrono::milliseconds(100);  // pings come four times as often
+inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of a group
+// Pings come four times as often.
+inline constexpr Duration kMinSilence = std::chrono::milliseconds(100);
 
 struct ListenConfig {
   std::string unix_path = "/run/refitd/refitd.sock";
   mode_t unix_mode = 0660;
   std::vector<std::string> tcp;  // "HOST:PORT", host numeric or "localhost"; IPv6 in brackets
-  bool insecure = false;         // some of tcp is beyond loopback, with neither TLS nor credentials
+  // Some of `tcp` is beyond loopback, without TLS and without credentials.
+  bool insecure = false;
   bool operator==(const ListenConfig&) const = default;
 };
 
 struct LimitsConfig {
-  Duration default_duration = std::chrono::seconds(120);  // of an update whose Begin says none
+  Duration default_duration = std::chrono::seconds(120);  // if Begin names none
   Duration max_duration = std::chrono::hours(1);
-  Duration ready = std::chrono::seconds(30);  // Prepare to Ready
-  Duration ack = std::chrono::seconds(30);    // bucket to acknowledgement
-  Duration idle = std::chrono::seconds(30);   // update without any call
-  Duration lease = std::chrono::seconds(30);  // leased slot not submitted
+  Duration ready = std::chrono::seconds(30);  // from Prepare to Ready
+  Duration ack = std::chrono::seconds(30);    // from bucket to acknowledgement
+  Duration idle = std::chrono::seconds(30);   // an update without a call
+  Duration lease = std::chrono::seconds(30);  // a leased slot that is not submitted
   int outstanding_buckets = 256;              // per trainer rank
   int compare_every = 32;                     // versions of a compiled refit
-  int64_t inline_bytes = 4 << 20;             // of one call
+  int64_t inline_bytes = 4 << 20;             // inside one call
   int64_t message_bytes = 8 << 20;            // of any gRPC message
   int max_groups = 64;
   int max_members = 4096;                          // of all groups
@@ -81,8 +83,8 @@ struct LimitsConfig {
 };
 
 struct StagingConfig {
-  int64_t slot_bytes = 64 << 20;               // where a group's spec says none
-  int slots = 4;                               // likewise
+  int64_t slot_bytes = 64 << 20;               // if a group's spec names none
+  int slots = 4;                               // if a group's spec names none
   int64_t max_pool_bytes = int64_t{16} << 30;  // of all groups
   bool operator==(const StagingConfig&) const = default;
 };
@@ -93,7 +95,7 @@ struct MetricsConfig {
 };
 
 struct PeersConfig {
-  std::string advertise;         // HOST:PORT; empty: as it listens
+  std::string advertise;         // HOST:PORT; empty: the address it listens on
   std::string interface = "lo";  // of the data plane; trusted (P9)
   Duration silence = std::chrono::seconds(10);
   Duration wire = std::chrono::seconds(30);
@@ -102,26 +104,27 @@ struct PeersConfig {
 
 struct CudaConfig {
   bool enabled = true;
-  int copy_blocks = 64;                        // of a copy kernel
-  Duration device = std::chrono::seconds(60);  // device work that takes longer has failed
-  int64_t engine_bytes = 2 << 20;              // from which on copy engines move a piece; 0: none
-  std::string library = "libcuda.so.1";        // as for dlopen
+  int copy_blocks = 64;                        // thread blocks of a copy kernel
+  Duration device = std::chrono::seconds(60);  // longer device work counts as failed
+  // Pieces of at least this size are moved by copy engines; 0: none is.
+  int64_t engine_bytes = 2 << 20;
+  std::string library = "libcuda.so.1";  // a name or path for dlopen
   bool nccl = true;
-  std::string nccl_library;  // as for dlopen; empty: searched for
+  std::string nccl_library;  // a name or path for dlopen; empty: searched for
   bool operator==(const CudaConfig&) const = default;
 };
 
 struct Config {
-  std::string daemon_id;  // filled: the host's name unless told otherwise
+  std::string daemon_id;  // always set; by default the host's name
   ListenConfig listen;
-  AccessRule access;  // filled: the daemon's own user and root unless told otherwise
+  AccessRule access;  // always set; by default the daemon's own user and root
   LogConfig log;
   LimitsConfig limits;
   StagingConfig staging;
   PeersConfig peers;
   MetricsConfig metrics;
   CudaConfig cuda;
-  int copy_threads = 0;  // host transport; 0: one a core, at most 16
+  int copy_threads = 0;  // host transport; 0: one for each core, at most 16
   Verification default_verification = Verification::kReadback;
   bool operator==(const Config&) const = default;
 };
@@ -134,17 +137,18 @@ struct Invocation {
   std::optional<std::string> print;
 };
 
-// `argv` without the program's name. Variables that are no setting are ignored, whatever their
-// prefix (service discovery makes some). Errors: INVALID_ARGUMENT with where (file:line:column,
-// variable or flag), field and value; NOT_FOUND or PERMISSION_DENIED file. All mean kExitUsage.
+// `argv` does not contain the program's name. Variables that are no setting are ignored, whatever
+// their prefix, since service discovery makes some. INVALID_ARGUMENT names the place
+// (file:line:column, variable or flag), field and value. NOT_FOUND or PERMISSION_DENIED: the file.
+// All errors mean kExitUsage.
 absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
                                       const std::map<std::string, std::string>& environment);
 
-// The same from main's own arguments.
+// The same, from main's own arguments.
 absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
                                       const char* const* environ);
 
-// As textproto with every setting in it: what --validate prints.
+// The configuration as textproto with every setting in it, as --validate prints it.
 std::string FormatConfig(const Config& config);
 
 }  // namespace refitd

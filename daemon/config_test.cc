@@ -40,7 +40,7 @@ TEST_CASE("Without file, variables and flags every setting has its documented de
   Config expected;
   expected.access.uids = {0};
   if (geteuid() != 0) expected.access.uids.push_back(geteuid());
-  // The host's name.
+  // By default the daemon's id is the host's name.
   CHECK_FALSE(loaded->config.daemon_id.empty());
   expected.daemon_id = loaded->config.daemon_id;
   CHECK(loaded->config == expected);
@@ -263,7 +263,7 @@ TEST_CASE("Version and help are printed whatever else is wrong") {
   CHECK_THAT(help, Catch::Contains("--listen-unix") && Catch::Contains("Exit codes"));
 }
 
-// Every scalar and list field below `message`, as "a.b".
+// All scalar and list fields below `message`, as in "a.b".
 void CollectFields(const google::protobuf::Descriptor* message, const std::string& prefix,
                    std::vector<std::string>* fields) {
   for (int i = 0; i < message->field_count(); ++i) {

@@ -1,5 +1,5 @@
-// refitd: the daemon of one node. Wires configuration, sockets, the node and gRPC together; see
-// docs/architecture.md.
+// refitd: the daemon of one node. Builds configuration, sockets, the node and gRPC and joins them;
+// see docs/architecture.md.
 //
 // Exit codes: daemon/config.h, ExitCode.
 #include <fmt/ranges.h>
@@ -43,11 +43,11 @@
 namespace refitd {
 namespace {
 
-// How long clients get to see the end of their streams.
+// How long clients have to read the end of their streams.
 constexpr std::chrono::seconds kShutdownGrace{2};
-// How long updates in host memory may still run when the GPUs are lost.
+// How long updates in host memory may go on after the GPUs were lost.
 constexpr std::chrono::seconds kLostGrace{2};
-// After which a daemon that lost its GPUs ends, whatever hangs: more than both graces and the
+// A daemon that lost its GPUs ends after this time, whatever hangs. Longer than both graces and the
 // clean-up of a group (GroupLimits) together.
 constexpr std::chrono::seconds kLostLimit{8};
 
@@ -79,11 +79,11 @@ NodeOptions NodeOptionsOf(const Config& config) {
   return options;
 }
 
-// The GPUs' end, from the transport's thread to main's, which waits for signals.
+// Reports the loss of the GPUs from the transport's thread to main's, which waits for signals.
 //
-// Where a GPU hangs, its work has not ended, and neither have the calls that wait for it; no
-// destructor gets past a thread that hangs in the driver (P4). The process's end takes its contexts
-// along, and only that stops the GPU (P6): nobody is answered before.
+// If a GPU hangs, its work has not ended, and neither have the calls that wait for it; no
+// destructor gets past a thread that hangs in the driver (P4). Ending the process destroys its
+// contexts, and only that stops the GPU (P6), so no call is answered before.
 class DeviceLoss {
  public:
   void Tell(const absl::Status& why) {
@@ -95,7 +95,7 @@ class DeviceLoss {
     kill(getpid(), SIGTERM);
     std::thread(EndProcess).detach();
   }
-  // OK: not lost.
+  // OK: the GPUs are not lost.
   absl::Status why() const {
     MutexLock lock(&mutex_);
     return why_;
@@ -112,7 +112,7 @@ class DeviceLoss {
   absl::Status why_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What the daemon took out of its environment, and what it put there, for NCCL.
+// Logs what the daemon removed from its environment, and what it added, for NCCL.
 void LogNcclEnvironment(const NcclEnvironment& done) {
   if (!done.dropped.empty()) {
     LogWarning("dropped from the environment: {}", fmt::join(done.dropped, ", "));
@@ -136,9 +136,9 @@ NcclReport LoadNccl(const CudaConfig& config) {
   return nccl;
 }
 
-// What moves bytes: the GPUs' transport around the host's where there are a driver, a device and a
-// kernel; else the host's, and `cuda` says why. A thread that hangs in the driver may tell `loss`
-// after the transport's end.
+// The transport that moves bytes: the GPUs' transport around the host's if there are a driver, a
+// device and a kernel; else the host's, and `cuda` says why. A thread that hangs in the driver may
+// report to `loss` even after the transport was destroyed.
 std::unique_ptr<Transport> MakeTransport(const Config& config,
                                          const std::shared_ptr<DeviceLoss>& loss,
                                          DeviceOptions* cuda) {
@@ -184,8 +184,7 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
 
 using TcpAcceptor = grpc::experimental::ExternalConnectionAcceptor;
 
-// The gRPC server. It listens nowhere by itself: it gets connections that the accept loops took,
-// those over TCP by `tcp`.
+// The gRPC server. It does not listen: accept loops hand it connections, those over TCP by `tcp`.
 std::unique_ptr<grpc::Server> StartServer(const Config& config,
                                           std::vector<grpc::Service*> services,
                                           std::unique_ptr<TcpAcceptor>* tcp) {
@@ -193,7 +192,8 @@ std::unique_ptr<grpc::Server> StartServer(const Config& config,
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits.message_bytes));
-  // Members ask by pings whether the daemon lives: this often they may, without any other traffic.
+  // Members ping to learn whether the daemon lives; they may do so this often without other
+  // traffic.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   for (grpc::Service* service : services) builder.RegisterService(service);
@@ -203,7 +203,7 @@ std::unique_ptr<grpc::Server> StartServer(const Config& config,
   return builder.BuildAndStart();
 }
 
-// Accept loops of listen.tcp, which do not run yet.
+// Makes the accept loops of listen.tcp, without starting them.
 absl::StatusOr<std::vector<std::unique_ptr<AcceptLoop>>> ListenOnTcp(
     const Config& config, const AcceptLoop::Serve& serve) {
   std::vector<std::unique_ptr<AcceptLoop>> loops;
@@ -226,10 +226,10 @@ int Run(const Invocation& invocation) {
   const Config& config = invocation.config;
   if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
 
-  // Before any thread, as all that changes the environment.
+  // Changes the environment, so it must come before any thread.
   LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
 
-  // Before any thread: all of them inherit the mask, and only this one waits for the signals.
+  // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
@@ -244,7 +244,7 @@ int Run(const Invocation& invocation) {
   options.observer = &metrics;
   absl::StatusOr<std::unique_ptr<Wire>> wire =
       MakeGlooWire({.interface = config.peers.interface, .address = ""});
-  // A daemon that serves one node alone needs none.
+  // A daemon whose groups have no other node needs no wire.
   if (!wire.ok()) LogWarning("no data plane to other daemons: {}", Message(wire.status()));
   const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
     dial.credentials = grpc::InsecureChannelCredentials();
@@ -263,7 +263,7 @@ int Run(const Invocation& invocation) {
   OperatorService operators(&node, &door);
   PeerService peer_links(&node, config.limits.message_bytes);
 
-  // The socket first: two daemons on one path must not both come up.
+  // The socket comes first: of two daemons with one path only one may start.
   std::unique_ptr<grpc::Server> server;
   absl::StatusOr<std::unique_ptr<AcceptLoop>> accept_loop = AcceptLoop::Create(
       {config.listen.unix_path, config.listen.unix_mode}, &peers,
@@ -287,7 +287,7 @@ int Run(const Invocation& invocation) {
   }
   std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};
   for (const auto& loop : *tcp_loops) {
-    // Port 0 asked for any: what it became is what callers need.
+    // Callers need the port in use, where port 0 was asked for.
     const std::string name = "tcp:" + loop->path();
     if (listeners.back() != name) listeners.push_back(name);
   }
@@ -311,8 +311,9 @@ int Run(const Invocation& invocation) {
 
   int signal_number = 0;
   sigwait(&signals, &signal_number);
-  // A process whose context is lost never gets it back, and what hangs on a GPU may go on while it
-  // lives; the next one is free of both. Exits as failed, so that the service manager starts that.
+  // A process never gets a lost context back, and work that hangs on a GPU may go on while the
+  // process lives; a new process has neither problem. Exits as failed, so that the service manager
+  // starts one.
   const bool lost = !loss->why().ok();
   if (lost) {
     node.DevicesLost(loss->why());
@@ -323,7 +324,7 @@ int Run(const Invocation& invocation) {
   server->GetHealthCheckService()->SetServingStatus(false);
   node.Drain();
   // The running update ends or meets its own deadline, which max_duration bounds; a second signal
-  // ends the patience.
+  // aborts it.
   std::atomic<bool> finished{false};
   std::thread second([&] {
     constexpr timespec kLook{0, 100'000'000};
@@ -348,8 +349,8 @@ int Run(const Invocation& invocation) {
 }  // namespace refitd
 
 int main(int argc, char** argv) {
-  // Debian builds Abseil with its detector of deadlocks, which takes a lock of the whole process at
-  // each lock and unlock in gRPC: a fifth of the instructions of an update.
+  // Debian builds Abseil with its deadlock detector, which takes a process-wide lock at each lock
+  // and unlock in gRPC: a fifth of the instructions of an update.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
   absl::StatusOr<refitd::Invocation> invocation = refitd::LoadConfig(argc, argv, environ);
   if (!invocation.ok()) {

@@ -5,7 +5,7 @@
 #include <prometheus/exposer.h>
 #include <prometheus/metric_family.h>
 
-// After exposer.h, which only declares what is in it.
+// Included after exposer.h, which only declares the class.
 #include <CivetServer.h>
 
 #include <algorithm>
@@ -36,7 +36,7 @@ double Seconds(Duration duration) { return std::chrono::duration<double>(duratio
 
 size_t IndexOf(const UpdateReport& report) {
   if (report.committed) return 0;
-  // Not the first, which is no reason.
+  // Index 0 stands for committed, which is no reason.
   const auto* const found =
       std::find(kUpdateReasons.begin() + 1, kUpdateReasons.end(), report.reason);
   return std::min<size_t>(static_cast<size_t>(found - kUpdateReasons.begin()),
@@ -47,7 +47,7 @@ uint64_t Positive(int64_t number) { return number < 0 ? 0 : static_cast<uint64_t
 
 }  // namespace
 
-// One family a metric, in the order they are named first.
+// One family for each metric, in the order of their first use.
 class Metrics::Families {
  public:
   void Counter(std::string_view name, std::string_view help, Labels labels, double value) {
@@ -217,10 +217,10 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
                     "Of the group's communicator between daemons; none is open: no series.", {name},
                     static_cast<int64_t>(group.epoch()));
   }
-  std::map<std::string, bool> peers;  // a restarted daemon may be there twice for a while
+  std::map<std::string, bool> peers;  // a restarted daemon may be listed twice for a while
   for (const v1::NodeStatus& node : group.nodes()) {
     if (node.state() == "self") continue;
-    // A coordinator tells its id when it has taken this daemon in.
+    // The coordinator's id is known once it has accepted this daemon.
     bool& up = peers[node.daemon_id().empty() ? node.address() : node.daemon_id()];
     up = up || node.state() == "joined";
   }
@@ -258,8 +258,9 @@ void Metrics::Show(const v1::GetStatusResponse& status, Families* families) {
 
 std::vector<MetricFamily> Metrics::Collect(
     const std::function<v1::GetStatusResponse()>& status_of_node) const {
-  // The counts come first: a group that is deleted in between is shown once more with what it had,
-  // never with zeros. The lock is held for one group at a time, since the node may wait for it.
+  // The counts are taken first, so that a group that is deleted in between is shown once more with
+  // its counts, never with zeros. The lock is held for one group at a time, since the node may wait
+  // for it.
   std::map<std::string, GroupCounts> groups;
   uint64_t dropped = 0;
   for (;;) {
@@ -307,14 +308,15 @@ class Scrape : public prometheus::Collectable {
   const std::function<v1::GetStatusResponse()> status_;
 };
 
-// What the HTTP server says while it starts, on this thread: why it could not.
+// Collects the HTTP server's messages while it starts on this thread: they say why it could not
+// start.
 thread_local std::string* start_error = nullptr;
 
 int TakeMessage(const mg_connection* /*connection*/, const char* message) {
   if (start_error != nullptr) {
     if (start_error->empty()) *start_error = message;
   } else {
-    LogDebug("metrics: {}", message);  // clients cause these: no more than debug
+    LogDebug("metrics: {}", message);  // clients cause these, so only at debug
   }
   return 1;
 }

@@ -1,12 +1,12 @@
-// What Prometheus scrapes: counts of what the node reported (NodeObserver), the state that the node
-// tells when asked, and the process's own use of memory and descriptors.
+// What Prometheus scrapes: counts of the node's reports (NodeObserver), the node's state, and the
+// process's use of memory and descriptors.
 //
 // Labels are names of groups, ids of daemons that joined them, and words of fixed sets (outcomes,
 // phases, states), so the number of series is bounded: a constant times the number of groups, plus
 // one for each daemon of a group (P10). A deleted group's series go with it.
 //
-// Locks: the node calls the observer under its own mutex, a scrape asks the node for its state with
-// no lock of this file held.
+// Locks: the node calls the observer under its own mutex. A scrape asks the node for its state
+// while it holds no lock of this file.
 #ifndef REFITD_DAEMON_METRICS_H_
 #define REFITD_DAEMON_METRICS_H_
 
@@ -31,17 +31,17 @@ struct MetricFamily;
 
 namespace refitd {
 
-// Upper bounds of the buckets of durations, in seconds: 1 ms, the least that an update can take, to
-// 1 h, the most that it may by default.
+// Upper bounds of the histograms' buckets, in seconds: from 1 ms, the least that an update can
+// take, to 1 h, the default maximum.
 inline constexpr std::array kSecondsBuckets = {0.001, 0.0025, 0.005, 0.01,  0.025, 0.05, 0.1,
                                                0.25,  0.5,    1.0,   2.5,   5.0,   10.0, 30.0,
                                                60.0,  120.0,  300.0, 900.0, 3600.0};
 
-// Counts since the daemon began, or since the group was created. Thread-safe; a call takes about a
-// microsecond.
+// Counts since the daemon started, or since the group was created. Thread-safe; a call takes about
+// a microsecond.
 class Metrics : public NodeObserver {
  public:
-  // Reports of groups beyond `max_groups` are counted as dropped, by group no more.
+  // Reports of groups beyond `max_groups` are only counted as dropped.
   explicit Metrics(size_t max_groups);
 
   void UpdateEnded(const UpdateReport& report) override;
@@ -49,14 +49,15 @@ class Metrics : public NodeObserver {
   void IntegrityFailure(const std::string& group) override;
   void GroupGone(const std::string& group) override;
 
-  // Everything that a scrape shows, beside `status`. A group of `status` that nothing was reported
-  // of has zeros: rates need a first value.
+  // Everything that a scrape shows, with the state that `status` returns. A group of `status` that
+  // has no reports yet gets zeros, since rates need a first value.
   std::vector<prometheus::MetricFamily> Collect(
       const std::function<v1::GetStatusResponse()>& status) const;
 
  private:
   struct Histogram {
-    std::array<uint64_t, kSecondsBuckets.size() + 1> counts{};  // the last: beyond all bounds
+    // the last counts durations beyond all bounds
+    std::array<uint64_t, kSecondsBuckets.size() + 1> counts{};
     double sum = 0;
     void Observe(Duration duration);
   };
@@ -76,7 +77,7 @@ class Metrics : public NodeObserver {
   static void Show(const v1::GroupStatus& group, Families* families);
   static void Show(const v1::GetStatusResponse& status, Families* families);
 
-  // Null: beyond the limit.
+  // Null: the group is beyond the limit.
   GroupCounts* Find(const std::string& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const size_t max_groups_;
@@ -85,25 +86,25 @@ class Metrics : public NodeObserver {
   uint64_t dropped_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// Serves GET /metrics over HTTP, with kMetricsThreads threads and one that accepts. Nothing else is
-// served, and nothing of a request but its path and encoding is looked at. P4: a client that sends
-// or takes nothing for kMetricsTimeout is cut off; others wait in a short queue meanwhile.
+// Serves GET /metrics over HTTP, and nothing else, with kMetricsThreads threads and one that
+// accepts. Only a request's path and encoding are looked at. P4: a client that sends or takes
+// nothing for kMetricsTimeout is cut off; meanwhile others wait in a short queue.
 inline constexpr int kMetricsThreads = 2;
 inline constexpr std::chrono::seconds kMetricsTimeout{5};
 inline constexpr int kMetricsQueue = 8;  // connections that wait for a thread
 
 class MetricsServer {
  public:
-  // `address`: "HOST:PORT" as LoadConfig has checked it; port 0 takes a free one. `status` runs on
-  // the server's threads. Both `metrics` and what `status` uses must outlive the server.
-  // Errors: ALREADY_EXISTS the port is in use, or there is no such address.
+  // `address`: "HOST:PORT", checked by LoadConfig; port 0 takes a free port. `status` runs on the
+  // server's threads. `metrics`, and the objects that `status` uses, must outlive the server.
+  // ALREADY_EXISTS: the port is in use, or this machine lacks the address.
   static absl::StatusOr<std::unique_ptr<MetricsServer>> Start(
       const std::string& address, const Metrics* metrics,
       std::function<v1::GetStatusResponse()> status, Duration timeout = kMetricsTimeout);
-  // Joins the threads, which takes up to 2 s; clients are cut off.
+  // Cuts off clients and joins the threads, which takes up to 2 s.
   ~MetricsServer();
 
-  // "HOST:PORT" with the port that it became.
+  // "HOST:PORT" with the port in use.
   const std::string& address() const { return address_; }
 
  private:

@@ -25,13 +25,13 @@ using std::chrono::seconds;
 
 v1::GetStatusResponse NoStatus() { return {}; }
 
-// As a scrape shows it.
+// The text that a scrape gets.
 std::string TextOf(const Metrics& metrics,
                    const std::function<v1::GetStatusResponse()>& status = NoStatus) {
   return prometheus::TextSerializer().Serialize(metrics.Collect(status));
 }
 
-// The value of the series written so; "" if there is none.
+// The value of the series with this text; "": there is none.
 std::string ValueOf(const std::string& text, const std::string& series) {
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
@@ -95,7 +95,7 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value(R"(refitd_update_seconds_bucket{group="policy",le="5"})") == "2");
   const std::string phase = R"({group="policy",phase=)";
   CHECK(value("refitd_update_phase_seconds_count" + phase + R"("prepare"})") == "3");
-  // The update that was aborted did not reach it.
+  // The aborted update did not reach this phase.
   CHECK(value("refitd_update_phase_seconds_count" + phase + R"("data"})") == "2");
   CHECK(std::stod(value("refitd_update_phase_seconds_sum" + phase + R"("verify"})")) ==
         Approx(8.0));
@@ -199,7 +199,7 @@ TEST_CASE("A scrape shows the peers of a group and the epoch of its communicator
     add("b", "joined");
     add("c", "lost");
     group->mutable_nodes(2)->set_kept_out("its data plane did not come up");
-    add("twice", "joined");  // its former life is not noticed as lost yet
+    add("twice", "joined");  // its earlier process is not noticed as lost yet
     add("twice", "lost");
     add("", "joining");
     status.add_groups()->set_name("alone");
@@ -237,10 +237,10 @@ TEST_CASE("A scrape shows the node's state and the process's use") {
   CHECK(value(R"(refitd_instances{group="policy",state="dirty"})") == "1");
   CHECK(value(R"(refitd_slots{group="policy",state="free"})") == "2");
   CHECK(value(R"(refitd_slots{group="policy",state="leased"})") == "1");
-  // Nothing was committed: no version, rather than a wrong one.
+  // Nothing was committed, so there is no version.
   CHECK(value(R"(refitd_committed_version{group="fresh"})").empty());
   CHECK(value(R"(refitd_update_running{group="fresh"})") == "0");
-  // Nothing was reported: zeros, from which rates can be taken.
+  // Nothing was reported, so there are zeros, from which rates can be taken.
   CHECK(value(R"(refitd_updates_total{group="fresh",result="committed",reason=""})") == "0");
   CHECK(value(R"(refitd_update_seconds_count{group="fresh"})") == "0");
   CHECK(std::stod(value("process_open_fds")) >= 3);
@@ -272,7 +272,7 @@ TEST_CASE("Reports from many threads are all counted while scrapes run") {
 
 // ---- over HTTP ----
 
-// Null: none listens there.
+// Null: nothing listens there.
 UniqueFd Connect(const std::string& address, int receive_bytes = 0) {
   UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   REQUIRE(fd.valid());
@@ -294,11 +294,13 @@ void Send(const UniqueFd& fd, const std::string& text) {
           static_cast<ssize_t>(text.size()));
 }
 
-// For tests that wait for its end; an honest client of a busy machine needs less.
+// For tests that wait for the limit to pass. A correct client needs less time even on a busy
+// machine.
 constexpr milliseconds kShortLimit(1'000);
 
-// Whether the server has ended its side, though the client reads nothing: the connection is not
-// established there. A table of the kernel, in hexadecimal: local and remote address, then state.
+// Whether the server has ended its side, though the client reads nothing: its connection is not
+// established any more. The kernel's table has local and remote address in hexadecimal, then the
+// state.
 bool LetGo(const UniqueFd& client) {
   sockaddr_in name{};
   socklen_t length = sizeof(name);
@@ -312,7 +314,7 @@ bool LetGo(const UniqueFd& client) {
   return true;
 }
 
-// All that comes until the end.
+// All bytes until the end.
 std::string ReadAll(const UniqueFd& fd) {
   std::string all;
   std::vector<char> buffer(1 << 16);
@@ -388,7 +390,7 @@ TEST_CASE("Clients that say nothing are cut off and others are served") {
   std::vector<UniqueFd> silent;
   for (int i = 0; i < kMetricsThreads; ++i) silent.push_back(Connect(server->address()));
   Send(silent.back(), "GET /metr");
-  // On a busy machine an honest client may be cut off as well: it asks again, as Prometheus does.
+  // On a busy machine a correct client may be cut off as well: it asks again, as Prometheus does.
   CHECK(Eventually([&] {
     return Ask(server->address(), "GET", "/metrics").find(" 200 OK") != std::string::npos;
   }));

@@ -1,4 +1,4 @@
-// Folders, processes and waits for the tests of this folder. Not thread-safe.
+// Folders, processes and waits for tests. Not thread-safe.
 #ifndef REFITD_DAEMON_TEST_UTIL_H_
 #define REFITD_DAEMON_TEST_UTIL_H_
 
@@ -25,7 +25,7 @@
 
 namespace refitd {
 
-// A folder of its own under /tmp (socket paths are short), removed at the end.
+// A new folder under /tmp (since socket paths are short), removed at the end.
 class TempFolder {
  public:
   TempFolder() {
@@ -42,7 +42,7 @@ class TempFolder {
   std::string path_;
 };
 
-// A child that runs `body` and then waits to be killed; dies with this process at the latest.
+// A child that runs `body` and then waits to be killed. It never outlives this process.
 class ChildProcess {
  public:
   explicit ChildProcess(const std::function<void()>& body) {
@@ -58,7 +58,7 @@ class ChildProcess {
   ChildProcess& operator=(const ChildProcess&) = delete;
 
   pid_t pid() const { return pid_; }
-  // Without reaping: it stays a zombie until Kill.
+  // Does not reap: the child stays a zombie until Kill.
   void Signal(int signal) const { kill(pid_, signal); }
   void Kill() {
     if (pid_ <= 0) return;
@@ -79,7 +79,7 @@ inline sockaddr_un UnixAddress(const std::string& path) {
   return address;
 }
 
-// Invalid: refused.
+// Invalid: the connection was refused.
 inline UniqueFd ConnectTo(const std::string& path, int type) {
   UniqueFd fd(socket(AF_UNIX, type | SOCK_CLOEXEC, 0));
   const sockaddr_un address = UnixAddress(path);
@@ -89,7 +89,7 @@ inline UniqueFd ConnectTo(const std::string& path, int type) {
   return fd;
 }
 
-// True: something can be read, the end included, before the deadline.
+// Whether data or the end can be read before the deadline.
 inline bool Readable(const UniqueFd& fd) {
   pollfd entry{.fd = fd.get(), .events = POLLIN, .revents = 0};
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(kTestDeadline).count();

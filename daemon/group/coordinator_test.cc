@@ -19,7 +19,7 @@ constexpr MemberId kTrainer{1};
 constexpr MemberId kRemoteEngine{7};
 constexpr EpochId kEpoch{1};
 
-// A coordinator with one joined daemon; what it did since the last look.
+// A coordinator with one joined daemon, and its actions since the last Forget.
 class Fixture {
  public:
   explicit Fixture(std::function<absl::Status()> admit_remote = nullptr)
@@ -29,17 +29,17 @@ class Fixture {
 
   void Do(MachineEvent event) { coordinator_.Handle(event, now_, &actions_); }
   void Report(PeerReport report) { Do(ReportReceived{kNode, std::move(report)}); }
-  // Every joined daemon says it.
+  // Every joined daemon sends the report.
   void ReportAll(const PeerReport& report) {
     for (const NodeId node : nodes_) Do(ReportReceived{node, report});
   }
-  // Daemon c, with an instance of its own.
+  // Daemon c joins, with an instance of its own.
   void JoinThird() {
     Do(NodeJoined{kThird, "c", "elsewhere"});
     nodes_.push_back(kThird);
   }
 
-  // Local actions of that type since the last Forget.
+  // Actions of that type on this daemon since the last Forget.
   template <typename Action>
   std::vector<Action> Local() const {
     std::vector<Action> found;
@@ -67,7 +67,7 @@ class Fixture {
     return found;
   }
   void Forget() { actions_.clear(); }
-  // Time passes, with every Tick that is due.
+  // Time passes, with every Tick that becomes due.
   void Wait(Duration duration) {
     const TimePoint until = now_ + duration;
     while (coordinator_.NextDeadline().value_or(until) < until) {
@@ -77,14 +77,14 @@ class Fixture {
     now_ = until;
   }
 
-  // A trainer here, an engine there, and an update whose data may come.
+  // Attaches a trainer here and an engine there, and opens an update until data may come.
   void OpenUpdate() {
     Prepare();
     BringUp(kEpoch, nodes_);
     ReportAll(PeerReady{kRemoteEngine, update_});
     REQUIRE(Local<Reply>().size() == 1);
   }
-  // The same before the data plane is up and ranks are ready.
+  // As OpenUpdate, until the update is assembled: the data plane is not up and no rank is ready.
   void Prepare(Duration duration = {}) {
     Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
     EngineIdentity engine;
@@ -101,7 +101,7 @@ class Fixture {
     Do(GroupEvent(begin));
     update_ = Sent<PeerPrepare>().at(0).update;
   }
-  // Both buckets to the first node's instance, and Commit; what was answered.
+  // Pushes both buckets to the first node's instance and commits; returns the answer.
   absl::Status PushAndCommit(EpochId epoch) {
     Push(0, "t");
     GrantWire();
@@ -110,7 +110,7 @@ class Fixture {
     FinishPart(1, epoch);
     return Commit();
   }
-  // After both buckets.
+  // Commits after both buckets.
   absl::Status Commit() {
     CommitEvent commit;
     commit.call = CallId(20);
@@ -125,7 +125,7 @@ class Fixture {
     const std::vector<Reply> replies = Local<Reply>();
     return replies.size() == 1 ? replies[0].status : absl::UnknownError("not answered");
   }
-  // One bucket, packed here and acknowledged there.
+  // Pushes one bucket, which is packed here and acknowledged there.
   void Push(int64_t seq, const std::string& tensor) {
     BucketEvent bucket = TestGroup::MakeBucket(kTrainer, 1, seq, {Bytes(tensor, 100)});
     bucket.call = CallId(10 + static_cast<uint64_t>(seq));
@@ -136,7 +136,7 @@ class Fixture {
     Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
     ReportAll(PeerHeaderAck{update_, header.header.part, header.digest, ""});
   }
-  // The wire is the group's, and what was pushed crosses it.
+  // The group gets the wire, so that pushed parts cross it.
   void GrantWire() {
     Report(PeerWireGranted{update_});
     Do(WireGranted{});
@@ -144,7 +144,7 @@ class Fixture {
       if (node != kNode) Do(ReportReceived{node, PeerWireGranted{update_}});
     }
   }
-  // All of these nodes, and this daemon, open and connect it.
+  // This daemon and all of these nodes open and connect the epoch.
   void BringUp(EpochId epoch, const std::vector<NodeId>& nodes) {
     Do(EpochOpened{epoch, absl::OkStatus(), "here"});
     for (const NodeId node : nodes) {
@@ -155,7 +155,7 @@ class Fixture {
       Do(ReportReceived{node, PeerEpochUp{epoch, absl::OkStatus()}});
     }
   }
-  // The first node's instance got all of the part.
+  // The first node's instance got the whole part.
   void FinishPart(int64_t part, EpochId epoch = kEpoch) {
     Do(WireDone{epoch, WireSeq(static_cast<uint64_t>(part)), absl::OkStatus()});
     PeerPartDone done;
@@ -199,7 +199,7 @@ TEST_CASE("the wire is asked for when there is something to send, in daemon-id o
   CHECK(f.Sent<PeerWireLock>().empty());
   CHECK(f.Local<AcquireWire>().empty());
   f.Push(0, "t");
-  CHECK(f.Sent<PeerWireLock>().size() == 1);  // "a" before "b"
+  CHECK(f.Sent<PeerWireLock>().size() == 1);  // "a" is locked before "b"
   CHECK(f.Local<AcquireWire>().empty());
   f.Report(PeerWireGranted{f.update()});
   CHECK(f.Local<AcquireWire>().size() == 1);
@@ -254,7 +254,7 @@ TEST_CASE("the header tells each daemon which of its staged ranks will be handed
         std::map<NodeId, std::vector<MemberId>>{
             {kNode, leaves ? std::vector{MemberId(8)} : std::vector{MemberId(7), MemberId(8)}},
             {kThird, {}}});
-  // Here it is packed for the wire and for the rank of this daemon.
+  // This daemon packs the part for the wire and for its own rank.
   REQUIRE(f.Local<StartTransfer>().size() == 1);
   CHECK(f.Local<StartTransfer>()[0].wired);
   CHECK(f.Local<StartTransfer>()[0].fill_slot.has_value());
@@ -266,14 +266,14 @@ TEST_CASE("two groups handed the wire to each other without end: it is given bac
   f.OpenUpdate();
   f.Push(0, "t");
   f.Forget();
-  // Wanted while only some of the locks are held: they are kept.
+  // Another group wants the wire while only some locks are held: they are kept.
   f.Report(PeerWireGranted{f.update()});
   f.Report(PeerWireWanted{f.update()});
   CHECK(f.Sent<PeerWireUnlock>().empty());
   f.Do(WireGranted{});
-  CHECK(f.Local<StartWire>().size() == 1);  // its turn
+  CHECK(f.Local<StartWire>().size() == 1);  // the group's turn
   f.Do(WireWanted{});
-  CHECK(f.Local<ReleaseWire>().empty());  // its collective runs
+  CHECK(f.Local<ReleaseWire>().empty());  // its collective still runs
   f.Forget();
   f.FinishPart(0);
   CHECK(f.Sent<PeerWireUnlock>().size() == 1);
@@ -290,7 +290,7 @@ TEST_CASE(
   const auto last = [&f] { return f.Sent<PeerReply>().back(); };
   f.Report(PeerLayout{kRemoteEngine, layout, CallId(50)});
   CHECK(last().status.code() == absl::StatusCode::kUnauthenticated);
-  f.OpenUpdate();  // registers with call 0
+  f.OpenUpdate();  // registers layouts with call 0
   f.Report(PeerLayout{kRemoteEngine, layout, CallId(51)});
   CHECK(last().call == CallId(51));
   CHECK(last().status.code() == absl::StatusCode::kFailedPrecondition);
@@ -355,7 +355,7 @@ TEST_CASE("a wire that failed was blamed on a daemon that waited itself") {
   std::string culprit;
   SECTION("rank 0 has its say in time") {
     f.Do(WireDone{kEpoch, WireSeq(0), absl::DeadlineExceededError("waited 2000 ms for rank 2")});
-    CHECK(f.Sent<PeerAbandon>().empty());  // rank 2 may have one
+    CHECK(f.Sent<PeerAbandon>().empty());  // rank 2 may have a report of its own
     f.Wait(std::chrono::milliseconds(600));
     CHECK_FALSE(f.Sent<PeerAbandon>().empty());
     culprit = "for rank 2 (rank 2 is daemon c)";
@@ -395,13 +395,13 @@ TEST_CASE("the death of a daemon's only engine aborted the update for all") {
   f.BringUp(kEpoch, {kNode, kThird});
   f.Forget();
   f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
-  CHECK(f.Sent<PeerAbandon>().size() == 1);  // it has nothing to do in it any more
+  CHECK(f.Sent<PeerAbandon>().size() == 1);  // no member of it is left in the update
   const auto opened = f.Sent<PeerEpochOpen>();
   REQUIRE(opened.size() == 1);
   CHECK(opened[0].size == 2);
   const EpochId epoch = opened[0].epoch;
   f.BringUp(epoch, {kNode});
-  // As it closes its link where it heard of the death before it heard of the update.
+  // The daemon closes its link, having heard of the death before it heard of the update.
   f.Do(NodeLost{kThird, "no member is left"});
   f.Report(PeerReady{kRemoteEngine, f.update()});
   REQUIRE(f.Local<Reply>().size() == 1);
@@ -485,7 +485,7 @@ TEST_CASE("a daemon that answered pings and never ended its share hung the group
   CHECK(f.Local<UpdateAssembled>().size() == 1);  // of the instance here
 }
 
-// Of a group with daemons b (the coordinator's, with the trainer), a and c.
+// A group with daemons b (the coordinator's, with the trainer), a and c, before an epoch is open.
 struct BrokenDataPlane : Fixture {
   BrokenDataPlane() {
     JoinThird();
@@ -496,7 +496,7 @@ struct BrokenDataPlane : Fixture {
     Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
     ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
   }
-  // The update commits with a's instance; c's is told that it keeps what it has.
+  // The update commits with a's instance; c's is told that it keeps its version.
   void CheckGoesOnWithoutThird() {
     std::vector<SendCommand> told = Local<SendCommand>();
     std::erase_if(told, [](const SendCommand& send) {
@@ -520,7 +520,7 @@ struct BrokenDataPlane : Fixture {
     CHECK(nodes[1].kept_out.empty());
     CHECK_THAT(nodes[2].kept_out, Catch::Contains("daemon c is kept out until it attaches anew"));
   }
-  // Who gets Prepare in the update to that version.
+  // The nodes that get Prepare in the update to that version.
   std::set<NodeId> Prepared(int64_t version) {
     BeginEvent begin;
     begin.call = CallId(100 + static_cast<uint64_t>(version));
@@ -560,7 +560,7 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
     f.Open();
     f.Do(EpochUp{kEpoch, late("rank 2")});
     f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0")}});
-    f.Wait(std::chrono::milliseconds(600));  // the third may have a word, and has none
+    f.Wait(std::chrono::milliseconds(600));  // the third daemon could report, and does not
   }
   SECTION("it comes up for the others only") {
     f.Open();
@@ -568,11 +568,12 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
     f.Report(PeerEpochUp{kEpoch, absl::OkStatus()});
     const bool says = GENERATE(false, true);
     if (says) f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0")}});
-    if (!says) f.Wait(std::chrono::milliseconds(3100));  // half of what remained, and a bit
+    // half of the remaining time, and a little more
+    if (!says) f.Wait(std::chrono::milliseconds(3100));
     if (!says) f.Wait(std::chrono::milliseconds(1500));
   }
   f.CheckGoesOnWithoutThird();
-  // It stays out, until it attaches anew.
+  // The node stays kept out until it attaches anew.
   CHECK(f.Prepared(2) == std::set<NodeId>{kNode});
   f.Do(GroupEvent(OperatorAbort{CallId(40), "enough"}));
   f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "it was started anew"}});
@@ -656,7 +657,7 @@ TEST_CASE("a report about an epoch of which its daemon is no rank ended the coor
 TEST_CASE("A group takes as many daemons as the wire can join, and refuses the next by name") {
   Fixture f;
   const Coordinator& group = f.coordinator();
-  // The coordinator itself and "a" are two of them.
+  // The coordinator itself and "a" are two of the daemons.
   for (uint32_t n = 2; n < kMaxGroupDaemons; ++n) {
     const std::string id = fmt::format("d{}", n);
     REQUIRE(group.CanJoin(id, "boot", "there").ok());
@@ -666,7 +667,7 @@ TEST_CASE("A group takes as many daemons as the wire can join, and refuses the n
   CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(refused), Catch::Contains("'one more' would be daemon 257") &&
                                    Catch::Contains("'g', which can have 256"));
-  CHECK(group.CanJoin("d2", "boot", "there").ok());  // in place of its own earlier link
+  CHECK(group.CanJoin("d2", "boot", "there").ok());  // replaces its own earlier link
 }
 
 TEST_CASE("A daemon id is one process's while its link lives: the same process replaces its link") {

@@ -17,7 +17,7 @@ using Catch::Contains;
 constexpr MemberId kEngine{7};
 constexpr CallId kCall{3};
 
-// A daemon that joined, with one registered engine rank; what it did since it was made.
+// A daemon that joined, with one registered engine rank, and its actions since it was made.
 class Fixture {
  public:
   Fixture() : follower_(MakeOptions()) {
@@ -27,11 +27,11 @@ class Fixture {
     Join();
     Do(CommandReceived{PeerWelcome{kEngine, std::nullopt}});
   }
-  // With nobody, not joined.
+  // A daemon without members that has not joined.
   explicit Fixture(std::nullopt_t /*nobody*/) : follower_(MakeOptions()) {}
 
   void Join() { Do(LinkUp{7, TestGroup::DefaultSpec(), std::nullopt, "a"}); }
-  // A staged rank on a GPU.
+  // Attaches a staged rank on a GPU.
   void AttachStaged(MemberId member) {
     EngineAttached attached{member, {}};
     attached.identity.instance = "staged";
@@ -76,14 +76,14 @@ class Fixture {
     return found;
   }
   std::vector<Reply> Replies() const { return Own<Reply>(); }
-  // Of the layout that is in force; 0: none.
+  // The digest of the layout in force; 0: there is none.
   uint64_t Digest() const {
     const std::vector<MemberView> members = follower_.View(now_).group.members;
     return members.empty() ? 0 : members[0].layout_digest;
   }
   const Follower& follower() const { return follower_; }
   TimePoint now() const { return now_; }
-  // A second passes, or less where something is due before.
+  // A second passes, or less if something is due before.
   void TickWhenDue() {
     now_ = std::min(now_ + std::chrono::seconds(1), follower_.NextDeadline().value_or(now_));
     Do(GroupEvent(Tick{}));
@@ -107,7 +107,7 @@ class Fixture {
 TEST_CASE("a joined daemon takes up how many trainer ranks there are now") {
   Fixture f;
   f.Command(PeerWelcome{MemberId(99), std::nullopt, 3});
-  // The welcome of a member that is gone says nothing.
+  // The welcome of a member that is gone has no effect.
   CHECK(f.follower().spec().trainer_ranks == 1);
   f.Command(PeerWelcome{kEngine, std::nullopt, 3});
   CHECK(f.follower().spec().trainer_ranks == 3);
@@ -166,7 +166,7 @@ TEST_CASE("a layout that is on its way is answered when the coordinator or the m
   REQUIRE(f.Replies().size() == 1);
   CHECK(f.Replies()[0].call == kCall);
   CHECK(f.Replies()[0].status.code() == code);
-  // What comes late is nobody's.
+  // A late answer has no effect.
   f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
   CHECK(f.Replies().size() == 1);
   CHECK(f.follower().finished());
@@ -185,7 +185,7 @@ TEST_CASE("a trainer's layout that is on its way was forgotten when the group wa
   CHECK(f.Replies()[0].status.code() == absl::StatusCode::kAborted);
 }
 
-// A call of a trainer, beside which nobody is left.
+// A trainer has a call under way while no other member is left.
 void LeaveWithCall(Fixture* f, const MachineEvent& goes) {
   constexpr MemberId kTrainer{8};
   f->Do(GroupEvent(TrainerAttached{kTrainer, TrainerIdentity{}}));
@@ -249,7 +249,7 @@ TEST_CASE("a staged rank on a GPU is made known once it has slots, whose size th
     CHECK(f.Sent<PeerAttach>()[0].member == kStaged);
     f.Do(SlotsMade{kStaged, absl::OkStatus()});
     CHECK(f.Sent<PeerAttach>().size() == 1);
-    // The next one, of a daemon that has joined.
+    // The next rank attaches after the daemon has joined.
     f.AttachStaged(kOther);
     REQUIRE(f.Peers<MakeSlots>().size() == 2);
     f.Do(SlotsMade{kOther, absl::OkStatus()});
@@ -278,7 +278,7 @@ TEST_CASE("a staged rank on a GPU is made known once it has slots, whose size th
   CHECK(f.Sent<PeerAttach>().size() == (f.follower().finished() ? 0 : 2));
 }
 
-// One part that crosses to this daemon, for its staged ranks.
+// One part that crosses to this daemon for its staged ranks.
 PeerHeader Crossing(Verification verification, std::vector<MemberId> staged) {
   PartContent content;
   content.tensors = {Bytes("t", 100)};
@@ -323,7 +323,7 @@ TEST_CASE(
   if (dies) f.Do(GroupEvent(MemberLost{kOther, "its process died"}));
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
 
-  // Also where nothing is verified.
+  // The part is copied even if nothing is verified.
   REQUIRE(f.Own<StartTransfer>().size() == 1);
   const StartTransfer start = f.Own<StartTransfer>()[0];
   CHECK(start.staged == std::vector{kStaged});
@@ -342,7 +342,7 @@ TEST_CASE(
   CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
   CHECK(f.Own<SendPart>()[0].content->tensors[0].name == "t");
   CHECK(f.Sent<PeerFailed>().empty());
-  // Nobody filled a slot for these (P1).
+  // No slot was filled for these ranks (P1).
   f.Command(PeerSendPart{kOther, UpdateId(1), PartSeq(0)});
   f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(1)});
   CHECK(f.Own<SendPart>().size() == 1);
@@ -368,7 +368,7 @@ TEST_CASE("a staged rank in host memory was not handed parts whose headers name 
   prepare.engines = {kOther, kStaged};
   f.Command(prepare);
   f.Command(PeerEpochOpen{EpochId(1), 1, 2});
-  // As a coordinator sends it that does not know the field.
+  // A coordinator that does not know the field sends no staged ranks.
   f.Command(Crossing(Verification::kOff, {}));
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   f.Do(WireDone{EpochId(1), WireSeq(0), absl::OkStatus()});
@@ -384,7 +384,7 @@ TEST_CASE("a staged rank in host memory was not handed parts whose headers name 
   CHECK_THAT(f.Sent<PeerFailed>()[0].reason, Contains("header did not say"));
 }
 
-// A program of update 1 with this rank as its one destination, and no moves.
+// A program of update 1 without moves, whose one destination is this rank.
 PeerProgram MovesTo(MemberId engine) {
   PeerProgram program;
   program.update = UpdateId(1);
@@ -395,8 +395,8 @@ PeerProgram MovesTo(MemberId engine) {
   return program;
 }
 
-// The coordinator's Prepare may cross what tells it of the loss, and it counts on that rank until
-// then.
+// The coordinator's Prepare and the report of the loss may cross; until the report arrives, the
+// coordinator counts on the rank.
 TEST_CASE("a rank that died just before Prepare came is planned with what it had") {
   Fixture f;
   f.AttachStaged(kStaged);  // else the daemon would leave with its last member
@@ -418,7 +418,8 @@ TEST_CASE("a rank that died just before Prepare came is planned with what it had
   CHECK(build.destinations[0].layout->Digest() == prepare.layout_digests[0]);
 }
 
-// Evicted while the program was made, it may register what it likes: the plan is of what it had.
+// An engine that was evicted while the program was made may register any layout: the plan uses the
+// layout of Prepare.
 TEST_CASE("a program was bound to what an evicted engine registered after Prepare") {
   Fixture f;
   f.Register(kCall);
@@ -480,7 +481,7 @@ TEST_CASE("a daemon whose only engine died left the update that it took part in"
   f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
   CHECK(f.Sent<PeerGone>().size() == 1);
   CHECK(f.Peers<CloseLink>().empty());
-  // It still serves the update's data plane.
+  // The daemon still serves the update's data plane.
   f.Command(PeerEpochOpen{EpochId(1), 1, 2});
   CHECK(f.Peers<OpenEpoch>().size() == 1);
   f.Command(PeerUpdateEnded{UpdateId(5), Version(1), Outcome::kCommitted, ""});
@@ -547,10 +548,10 @@ TEST_CASE("Members that came and went leave nothing behind") {
       f.Forget();
     }
   };
-  come_and_go(100, 1'000);  // what the first ones make is kept for the next
+  come_and_go(100, 1'000);  // the first rounds leave memory that later ones reuse
   const size_t before = mallinfo2().uordblks;
   come_and_go(10'000, 20'000);
-  constexpr size_t kBytesAMember = 4;  // less than any record of one takes
+  constexpr size_t kBytesAMember = 4;  // less than any record of a member takes
   CHECK(mallinfo2().uordblks < before + 20'000 * kBytesAMember);
 }
 

@@ -1,5 +1,5 @@
-// Every state machine, each state times each trigger: the constexpr table against the table in its
-// header's comment and in docs/protocol.md, and the rules that tables must keep.
+// Tests every state machine with each state and each trigger: the constexpr table equals the tables
+// in its header's comment and in docs/protocol.md, and keeps the rules for tables.
 #include <catch2/catch.hpp>
 #include <fstream>
 #include <string>
@@ -37,7 +37,7 @@ std::vector<std::vector<std::string>> TableOf(const std::string& header) {
   return rows;
 }
 
-// The table under "### <title>" of the protocol's page.
+// The table under "### <title>" in docs/protocol.md.
 std::vector<std::vector<std::string>> DocumentedTable(const std::string& title) {
   std::ifstream in("docs/protocol.md");
   REQUIRE(in.good());

@@ -1,7 +1,7 @@
-// Random schedules: several trainer ranks, instances of both deliveries and of several ranks, in
-// any order of answers, with deaths, lateness, refused calls and time running on. TestGroup checks
-// the promises at every action; here, that every schedule comes to an end with nothing left over,
-// and that without faults every update commits.
+// Random schedules: several trainer ranks, instances of both deliveries and of several ranks, any
+// order of answers, with deaths, lateness, refused calls and time running on. TestGroup checks the
+// promises at every action. This test checks that every schedule ends with nothing left over, and
+// that without faults every update commits.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <random>
@@ -136,7 +136,7 @@ class Schedule {
     }
     MakePlan();
   }
-  // Every tensor cut into ranges, the ranges shared out over ranks and put into buckets.
+  // Cuts every tensor into ranges and shares these out over ranks and buckets.
   void MakePlan() {
     plan_.assign(static_cast<size_t>(trainer_ranks_), {});
     for (const TensorSpec& tensor : model_) {
@@ -202,10 +202,10 @@ class Schedule {
     t->lease.reset();
     if (!reply->status.ok()) return;
     const SlotGrant grant = std::get<LeaseSlotReply>(reply->payload).grant;
-    if (Fault(50)) return;  // forgotten: it expires
+    if (Fault(50)) return;  // forgotten: the lease expires
     if (!PushOne(t, grant)) g_.Release(t->id, grant);
   }
-  // The next bucket, or a later one.
+  // Pushes the next bucket, or a later one.
   bool PushOne(Trainer* t, std::optional<SlotGrant> slot) {
     std::vector<size_t> left;
     for (size_t i = 0; i < t->pushed.size(); ++i) {
@@ -336,7 +336,7 @@ class Schedule {
     }
   }
 
-  // Without faults, every update commits: no order of pushers and readers blocks the slots.
+  // Without faults every update commits: no order of pushers and readers blocks the slots.
   void RunToCommit() {
     for (size_t i = 0; i < shapes_.size() * 2 + 4; ++i) AttachSomething();
     const int64_t before = committed();
@@ -347,7 +347,7 @@ class Schedule {
     CHECK(committed() > before);
   }
 
-  // Whoever was given up while it packed gives its slot back sooner or later.
+  // Ranks that were packing when an update was given up give their slots back later.
   void GiveLeasesBack() {
     std::vector<SlotGrant> grants;
     for (const auto& [call, reply] : g_.replies) {
@@ -394,7 +394,7 @@ class Schedule {
   TestGroup g_;
   std::map<int, Trainer> trainers_;
   std::map<std::pair<std::string, int>, MemberId> ranks_;
-  std::set<MemberId> mute_;  // stopped answering
+  std::set<MemberId> mute_;  // never answer again
   std::vector<std::vector<BucketEvent>> plan_;
   int64_t version_ = 1;
   Verification verification_ = Verification::kReadback;
@@ -421,7 +421,7 @@ TEST_CASE("random schedules with deaths, lateness and bad calls keep every promi
     schedule.Run();
     committed += schedule.committed();
   }
-  CHECK(committed > 4000);  // else the schedules would test little
+  CHECK(committed > 4000);  // fewer would mean that the schedules test little
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Compiled refits as the group decides them: the call, the program's life, replicas, mixing.
+// Compiled refits as the group decides them: the call, the life of a program, replicas, and mixing
+// with pushes.
 #include <catch2/catch.hpp>
 
 #include "daemon/group/group_test_util.h"
@@ -11,13 +12,13 @@ using Catch::Matchers::Contains;
 
 const std::vector<TensorSpec> kModel = {Bytes("a", 8), Bytes("b", 16)};
 
-// One trainer rank with the whole model, one registered engine.
+// A trainer rank with the whole model and one registered engine.
 struct Pair {
   explicit Pair(GroupSpec spec = TestGroup::DefaultSpec(), GroupLimits limits = {})
       : g(std::move(spec), limits), trainer(g.AttachTrainer()), engine(g.Registered("x", kModel)) {
     g.Shards(trainer, kModel);
   }
-  // To where the program runs.
+  // Refits up to the point where the program runs.
   CallId Run(int64_t version) {
     const CallId call = g.Refit(trainer, version);
     if (g.compiling.has_value()) g.FinishCompile();
@@ -32,7 +33,7 @@ struct Pair {
 TEST_CASE("Refit is Begin, the program and Commit in one call") {
   Pair p;
   const CallId call = p.g.Refit(p.trainer, 1);
-  // No engine hears of an update whose program is not there yet.
+  // No engine hears of an update whose program is not ready.
   REQUIRE(p.g.compiling.has_value());
   CHECK(p.g.prepared.empty());
   CHECK(p.g.compiling->sources.size() == 1);
@@ -89,7 +90,7 @@ TEST_CASE("what can't be compiled fails the call, and no engine hears of it") {
   CHECK_THAT(p.g.Text(call), Contains("tensor c: no source holds it"));
   CHECK(p.g.prepared.empty());
   CHECK(p.g.Instance("x").state == "clean");
-  // The same layouts: the same answer at once.
+  // The same layouts give the same answer at once.
   const CallId again = p.g.Refit(p.trainer, 1);
   CHECK_FALSE(p.g.compiling.has_value());
   CHECK(p.g.Code(again) == StatusCode::kFailedPrecondition);
@@ -126,7 +127,7 @@ TEST_CASE("a program that comes while another runs does not touch the running up
   p.Run(1);
   p.g.FinishRefit();
   p.g.FinishVerify();
-  // Another instance asks for another program, and goes before it is there.
+  // Another instance needs another program, and leaves before that is ready.
   const CallId call = p.g.Refit(p.trainer, 2);
   p.g.ReadyAll();
   p.g.FinishRefit(absl::InternalError("the copy failed"));
@@ -135,7 +136,7 @@ TEST_CASE("a program that comes while another runs does not touch the running up
   const CallId waits = p.g.Refit(p.trainer, 2);
   REQUIRE(p.g.compiling.has_value());
   p.g.Lose(other);
-  CHECK(p.g.prepared.size() == 1);  // the program of before will do
+  CHECK(p.g.prepared.size() == 1);  // the previous program can run
   p.g.ReadyAll();
   p.g.FinishCompile(absl::FailedPreconditionError("tensor z: no source holds it"));
   p.g.FinishRefit();
@@ -154,7 +155,7 @@ TEST_CASE("a plan whose update is over is cancelled, and the next update asks fo
   CHECK(cancelled->load());
   const CallId next = p.g.Refit(p.trainer, 2);
   p.g.FinishCompile(absl::CancelledError("the plan was cancelled"));
-  REQUIRE(p.g.compiling.has_value());  // not the error of the one before
+  REQUIRE(p.g.compiling.has_value());  // it does not get the previous error
   CHECK_FALSE(p.g.compiling->options.cancelled->load());
   p.g.FinishCompile();
   p.g.ReadyAll();
@@ -262,7 +263,7 @@ TEST_CASE("a Refit that ends a lost update is told who lost it, and opens no oth
   SECTION("nothing else runs") {
     is_told(g.Refit(refit));
     CHECK_FALSE(g.group.update_running());
-    // The rank that gave it up is not held up by the one that had not heard of it.
+    // A rank that gave the update up can go on, though the other rank has not heard of it.
     CHECK(g.Answer(g.Begin(trainers[0], 6)) == nullptr);
   }
   SECTION("another update to the same or a greater version is open") {
@@ -288,7 +289,7 @@ TEST_CASE("a Refit that ends a lost update is told who lost it, and opens no oth
     g.Do(stale);
     CHECK(g.Code(stale.call) == StatusCode::kFailedPrecondition);
     CHECK(g.group.update_running());
-    // The call that names the update that runs ends it.
+    // The call that names the running update ends it.
     refit.update = other;
     if (pushes) {
       bucket.update = other;
@@ -365,7 +366,7 @@ TEST_CASE("what only trainers have is left out where the spec allows it, and cou
   p.g.Shards(p.trainer, more);
   const CallId call = p.g.Refit(p.trainer, 1);
   REQUIRE(p.g.compiling.has_value());
-  // An engine wants "b": which of them may be left out is the planner's to see.
+  // An engine wants "b"; the planner decides which tensors may be left out.
   CHECK(p.g.compiling->options.unwanted_allowed == std::vector<std::string>{"b", "opt.m", "opt.v"});
   p.g.FinishCompile();
   CHECK(p.g.prepares.back().tensor_count == 2);
@@ -378,7 +379,7 @@ TEST_CASE("what only trainers have is left out where the spec allows it, and cou
   CHECK(reply.left_out_bytes == 12);
 }
 
-// "head" is stored in the memory of "embed": known by name, without a piece.
+// "head" shares the memory of "embed": the layout has its name without a piece.
 std::shared_ptr<const Layout> TiedLayout() {
   auto layout = std::make_shared<Layout>(*LayoutOf({Bytes("embed", 8)}));
   layout->tensors.push_back(Bytes("head", 8));
@@ -509,7 +510,7 @@ TEST_CASE("a pushed tensor that nobody pushed aborts a Refit that opened the upd
 TEST_CASE("an update with a staged rank is not refitted") {
   Pair p;
   const MemberId staged = p.g.Staged("y", kModel);
-  const bool pushes = GENERATE(false, true);  // beside the refit: refused when it begins, too
+  const bool pushes = GENERATE(false, true);  // with a push beside the refit: Begin is refused too
   const CallId call = pushes ? p.g.Begin(p.trainer, 1) : p.g.Refit(p.trainer, 1);
   CHECK(p.g.Code(call) == StatusCode::kFailedPrecondition);
   CHECK_THAT(p.g.Text(call), Contains("engine y rank 0 (pid 3000) takes staged delivery"));
@@ -523,7 +524,7 @@ TEST_CASE("all replicas are compared on a registration's first version, then a p
   GroupLimits limits;
   limits.compare_every = 3;
   Pair p(TestGroup::DefaultSpec(), limits);
-  std::vector<uint32_t> compared;  // parts of which one was; 0: nothing
+  std::vector<uint32_t> compared;  // the parts that were compared; 0: none
   const auto version = [&](int64_t number) {
     p.g.Refit(p.trainer, number);
     if (p.g.compiling.has_value()) p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
@@ -540,7 +541,7 @@ TEST_CASE("all replicas are compared on a registration's first version, then a p
   for (int64_t v = 1; v <= 7; ++v) version(v);
   // The only box is in the first part.
   CHECK(compared == std::vector<uint32_t>{1, 3, 0, 0, 3, 0, 0});
-  p.g.Shards(p.trainer, kModel);  // elsewhere
+  p.g.Shards(p.trainer, kModel);  // in other memory
   version(8);
   CHECK(compared.back() == 1);
 }

@@ -31,7 +31,7 @@ GroupSpec SpecOf(int trainer_ranks, int min_instances = 1, int slots = 4) {
   return spec;
 }
 
-// A trainer and a registered instance "r", with the update to `version` open for data.
+// A trainer and a registered instance "r"; an update to `version` is open for data.
 struct OneToOne : TestGroup {
   explicit OneToOne(int64_t version = 1, GroupSpec spec = DefaultSpec(), GroupLimits limits = {})
       : TestGroup(std::move(spec), limits) {
@@ -45,7 +45,7 @@ struct OneToOne : TestGroup {
   CallId begin;
 };
 
-// The same with a staged instance "s" that has a manifest.
+// A trainer and a staged instance "s" with a manifest; an update is open for data.
 struct OneToStaged : TestGroup {
   explicit OneToStaged(GroupSpec spec = DefaultSpec(), GroupLimits limits = {},
                        bool evict_late = false)
@@ -149,7 +149,7 @@ TEST_CASE(
   g.Register(engine, LayoutOf(kModel));
   const MemberId t0 = g.AttachTrainer(0, 2);
   MemberId t1 = g.AttachTrainer(1, 2);
-  // To where the update is assembled; its verification.
+  // Begins until the update is assembled; returns its verification.
   const auto begin = [&](int64_t version) {
     g.Begin(t0, version);
     const CallId second = g.Begin(t1, version);
@@ -164,11 +164,11 @@ TEST_CASE(
     g.Commit(t1, version, 0);
     g.Settle();
   };
-  CHECK(begin(1) == Verification::kReadback);  // the engine's first
+  CHECK(begin(1) == Verification::kReadback);  // the engine's first version
   install(1);
   CHECK(begin(2) == Verification::kTransfer);
   install(2);
-  // Rank 1 comes back on a daemon that joins while rank 0 has begun.
+  // Rank 1 comes back on another daemon while rank 0 has begun.
   g.Lose(t1);
   const CallId first = g.Begin(t0, 3);
   t1 = MemberId(777);
@@ -233,9 +233,9 @@ TEST_CASE(
   g.Begin(t, 1);
   g.ReadyAll();
   const CallId push = g.Push(t, 1, 0, big);
-  CHECK(g.running.size() == 2);  // both slots fill
+  CHECK(g.running.size() == 2);  // both slots are being filled
   g.Finish(1);
-  CHECK(g.parts.empty());  // part 0 comes first
+  CHECK(g.parts.empty());  // part 0 must come first
   g.Finish(0);
   CHECK(g.parts.size() == 2);
   CHECK(g.running.empty());
@@ -291,7 +291,7 @@ TEST_CASE("trainers that have ended may come back with another world size, engin
   const MemberId t0 = g.AttachTrainer(0, 2);
   const MemberId t1 = g.AttachTrainer(1, 2);
   run({t0, t1}, 1);
-  // An update of theirs is lost with them.
+  // Their running update is lost with them.
   g.Begin(t0, 2);
   g.Begin(t1, 2);
   g.ReadyAll();
@@ -312,7 +312,7 @@ TEST_CASE("trainers that have ended may come back with another world size, engin
   g.FinishAll();
   const MemberId u2 = g.AttachTrainer(2, 3);
   CHECK_FALSE(g.released.contains(engine));
-  // All three are waited for.
+  // The update waits for all three.
   const CallId first = g.Begin(u0, 2);
   g.Begin(u1, 2);
   CHECK(g.Answer(first) == nullptr);
@@ -357,7 +357,7 @@ TEST_CASE("an instance is complete when all ranks are attached and registered") 
   CHECK(g.Instance("tp").attached == 1);
 }
 
-// One rank of a staged instance that brings a version with it.
+// Attaches one rank of a staged instance that already holds a version.
 MemberId AttachHolding(TestGroup* g, const std::string& instance, int rank, int world_size,
                        int64_t held, uint64_t origin) {
   EngineIdentity who{instance, rank, world_size, DeliveryMode::kStaged, 0, Version(held), kModel};
@@ -375,10 +375,10 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   CHECK(g.Instance("a").origin == 0x55);
   CHECK(g.group.version() == std::nullopt);
   AttachHolding(&g, "b", 0, 2, 9, 0x55);
-  AttachHolding(&g, "b", 1, 2, 8, 0x55);  // ranks disagree
+  AttachHolding(&g, "b", 1, 2, 8, 0x55);  // the ranks disagree
   CHECK(g.Instance("b").version == std::nullopt);
   AttachHolding(&g, "d", 0, 2, 9, 0x55);
-  AttachHolding(&g, "d", 1, 2, 9, 0x66);  // the same number of another incarnation
+  AttachHolding(&g, "d", 1, 2, 9, 0x66);  // the same number, of another incarnation
   CHECK(g.Instance("d").version == std::nullopt);
   AttachHolding(&g, "c", 0, 2, 6, 0);  // an older client
   const MemberId c1 = AttachHolding(&g, "c", 1, 2, 6, 0);
@@ -388,7 +388,7 @@ TEST_CASE("a version that an instance brings is shown with its origin, and is no
   g.Staged("c", kModel, 1, 2);  // restarted without a version
   CHECK(g.Instance("c").state == "clean");
   CHECK(g.Instance("c").version == std::nullopt);
-  // Not greater than what engines hold: it was of another incarnation.
+  // Not greater than the version that engines hold, which is of another incarnation.
   const CallId begin = g.Begin(g.AttachTrainer(), 6);
   CHECK(g.Answer(begin) == nullptr);
   CHECK(g.group.update_running());
@@ -711,7 +711,7 @@ TEST_CASE("repeated and far seqs are refused; early ones wait for their turn") {
   const CallId far = g.Push(g.trainer, 1, 256, {kModel[0]});
   CHECK(g.Code(far) == kExhausted);
   CHECK(g.Code(g.Push(g.trainer, 1, -1, {kModel[0]})) == kInvalid);
-  // What waits holds its elements.
+  // A waiting bucket holds its elements.
   CHECK(g.Code(g.Push(g.trainer, 1, 0, {kModel[1]})) == kAlreadyExists);
   const CallId gap = g.Commit(g.trainer, 1, 2);
   CHECK(g.Code(gap) == kPrecondition);
@@ -890,7 +890,7 @@ TEST_CASE("a leased slot is free again after the transfer where nobody is staged
 
 // ---- broadcasts through slots ----
 
-// A trainer on a GPU and two registered instances on others, with an update by `method` open.
+// A trainer on a GPU, two registered instances on other GPUs, and an open update by `method`.
 struct OneToTwo : TestGroup {
   explicit OneToTwo(BroadcastMethod method, bool slots = true, GroupSpec spec = DefaultSpec())
       : TestGroup(std::move(spec)) {
@@ -964,7 +964,7 @@ TEST_CASE("parts of a broadcast start in order as slots come free, whichever end
   g.ReadyAll();
   const CallId push = g.Push(trainer, 1, 0, big);
   REQUIRE(g.running.size() == 2);
-  g.Finish(1);  // its slot serves again though the part before it runs
+  g.Finish(1);  // its slot is free though the part before it runs
   REQUIRE(g.running.size() == 2);
   CHECK(g.running[0].transfer.part == PartSeq(0));
   CHECK(g.running[1].transfer.part == PartSeq(2));
@@ -1094,7 +1094,7 @@ TEST_CASE("an abort gives the slots of a broadcast back when its copies have end
 
 // ---- parts of what goes directly ----
 
-// Eight tensors "t0" to "t7" of 500 bytes: four parts of two, where all of them are in one bucket.
+// Eight tensors "t0" to "t7" of 500 bytes: in one bucket they make four parts of two tensors.
 std::vector<TensorSpec> Eight() {
   std::vector<TensorSpec> tensors;
   for (int i = 0; i < 8; ++i) tensors.push_back(Bytes("t" + std::to_string(i), 500));
@@ -1108,7 +1108,7 @@ GroupLimits PartsOf(int64_t bytes, int64_t tensors) {
   return limits;
 }
 
-// An instance "r" of one rank and one "tp" of two.
+// An instance "r" of one rank and an instance "tp" of two.
 struct InParts : TestGroup {
   InParts() : TestGroup(DefaultSpec(), PartsOf(1000, 2)) {
     trainer = AttachTrainer();
@@ -1160,7 +1160,7 @@ TEST_CASE(
   CHECK(statistics.buckets[0].broadcast == BroadcastMethod::kDirect);
 }
 
-// Bytes of each part of a bucket of tensors of these sizes.
+// The bytes of each part of a bucket that has tensors of these sizes.
 std::vector<int64_t> PartsOfBucket(const std::vector<int64_t>& sizes, GroupLimits limits,
                                    int64_t pushed_of_each = -1) {
   std::vector<TensorSpec> tensors;
@@ -1201,7 +1201,7 @@ TEST_CASE("parts are of about one size, of whole ranges, and small buckets are o
   CHECK(PartsOfBucket({5000, 1, 1, 1, 1, 1}, limits) == Parts{5000, 5});
   CHECK(PartsOfBucket({1, 1, 1, 1, 1, 5000}, limits) == Parts{5005});
   CHECK(PartsOfBucket({1000, 0, 1000, 0, 0}, limits) == Parts{1000, 1000});
-  // What is carried counts.
+  // Only the bytes carried count.
   CHECK(PartsOfBucket({9000, 9000, 9000, 9000}, limits, 500) == Parts{1000, 1000});
   CHECK(PartsOfBucket({9000, 9000, 9000, 9000}, limits, 100) == Parts{400});
 }
@@ -1217,7 +1217,7 @@ TEST_CASE("a part of a bucket that fails ends the update when the others have en
   InParts g;
   g.Finish(0);
   g.Finish(1, absl::DataLossError("tensor 't4' differs"), 0);
-  CHECK(g.Answer(g.push) == nullptr);  // two of them still read its source
+  CHECK(g.Answer(g.push) == nullptr);  // two of the parts still read its source
   CHECK(g.aborted.empty());
   g.Finish(0);
   CHECK(g.Answer(g.push) == nullptr);
@@ -1241,7 +1241,7 @@ TEST_CASE("an abort between the parts of a bucket leaves its engines dirty until
   CHECK(g.Code(abort) == kOk);
   CHECK(g.Code(g.push) == kAborted);
   CHECK(g.Instance("tp").state == "dirty");
-  // What had come counts for nothing.
+  // Elements of the aborted update count for nothing.
   g.Begin(g.trainer, 1);
   g.ReadyAll();
   CHECK_THAT(g.Text(g.Commit(g.trainer, 1, 0)), Contains("'t0'"));
@@ -1266,14 +1266,14 @@ TEST_CASE("parts cut for a staged engine go directly when it dies before they st
   CHECK(g.running[0].transfer.fill_slot.has_value());
   CHECK_FALSE(g.running[0].transfer.content->byte_offsets.empty());
   g.FinishAll();
-  CHECK(g.running.empty());  // nobody acknowledges
+  CHECK(g.running.empty());  // no reader acknowledges
   g.Lose(s);
   REQUIRE(g.running.size() > 1);
   for (const auto& running : g.running) {
     const PartContent& content = *running.transfer.content;
     CHECK_FALSE(running.transfer.fill_slot.has_value());
     CHECK(content.byte_offsets.empty());
-    int64_t carried = 0;  // one byte an element
+    int64_t carried = 0;  // one byte for each element
     for (const TensorRange& range : content.ranges) carried += range.count;
     CHECK(content.bytes == carried);
   }
@@ -1293,7 +1293,7 @@ TEST_CASE("an engine that dies between the parts of a bucket is released after t
   while (g.running.size() > 1) {
     g.Finish(1 % g.running.size());
     CHECK_FALSE(g.released.contains(g.tp1));
-    CHECK(g.aborted.empty());  // its sibling is written too
+    CHECK(g.aborted.empty());  // its sibling is still being written
     CHECK(g.Answer(g.push) == nullptr);
   }
   g.Finish(0);
@@ -1328,7 +1328,7 @@ TEST_CASE("what one part wrote too little, no other makes up for") {
   for (int64_t p = 0; p < 4; ++p) {
     const StartTransfer t = g.running[0].transfer;
     g.running.erase(g.running.begin());
-    // The rank of part 1 that should have got 500 of 1000 got 499; another got it.
+    // In part 1 one rank got 499 bytes instead of 500, and the other got 501.
     std::vector<int64_t> bytes = {1000, 500, 500};
     if (p == 1) bytes = {1000, 499, 501};
     g.Do(TransferDone{t.update, t.part, absl::OkStatus(), bytes, -1, {}});
@@ -1343,7 +1343,7 @@ TEST_CASE("a bucket that is refused leaves no trace, whatever it was refused for
   BucketEvent part = g.MakeBucket(g.trainer, 1, 0, {kModel[0]});
   part.ranges[0].count = 400;
   g.Push(part);
-  // "b" is new and comes before what is refused; so does more of "a".
+  // "b" is new and comes before the refused range; so does more of "a".
   BucketEvent bad = g.MakeBucket(g.trainer, 1, 1, {kModel[1], kModel[0]});
   bad.ranges[1] = {1, 399, 601};
   CHECK(g.Code(g.Push(bad)) == kAlreadyExists);
@@ -1385,7 +1385,7 @@ TEST_CASE("the statistics of the last buckets are kept until the next update, an
   CHECK(statistics.buckets[1].seq == 1);
   CHECK(statistics.buckets[1].tensors == 1);
   CHECK(statistics.left_out == 0);
-  // Buckets without an element are as good as any to fill it up.
+  // Buckets without elements fill the log like any other.
   g.BeginBy(BroadcastMethod::kDirect, true, 2);
   CHECK(g.group.Statistics().buckets.empty());
   g.ReadyAll();
@@ -1461,7 +1461,7 @@ TEST_CASE("a lease that is not submitted in time aborts the update, and stays it
   g.Expire();
   CHECK(g.Code(push) == kAborted);
   CHECK_THAT(g.Text(push), Contains("trainer rank 0") && Contains("did not submit leased slot"));
-  CHECK(g.FreeSlots() == 3);  // it may still be packing
+  CHECK(g.FreeSlots() == 3);  // the rank may still be packing
   CHECK(g.group.NextDeadline() == std::nullopt);
   g.Begin(g.trainer, 1);
   g.ReadyAll();
@@ -1524,7 +1524,7 @@ TEST_CASE("an engine that never acknowledges aborts the update and is named") {
              Contains("engine s rank 0 (pid 3000) did not acknowledge part 0 within 30 s"));
   CHECK(g.Instance("s").state == "dirty");
   CHECK(g.Instance("s").version == std::nullopt);
-  CHECK(g.FreeSlots() == 3);  // it may still read its slot
+  CHECK(g.FreeSlots() == 3);  // the engine may still read its slot
   g.AckOne(0);
   CHECK(g.FreeSlots() == 4);
 }
@@ -1585,8 +1585,8 @@ TEST_CASE("the death of an engine rank evicts its instance, and the update goes 
   g.ReadyAll();
   g.Push(t, 1, 0, {kModel[0]});
   g.Lose(tp1);
-  CHECK_FALSE(g.released.contains(tp1));  // a copy still writes there
-  CHECK(g.aborted.empty());               // and into its sibling
+  CHECK_FALSE(g.released.contains(tp1));  // a copy still writes to it
+  CHECK(g.aborted.empty());               // and to its sibling
   g.Push(t, 1, 1, {kModel[1]});
   CHECK(g.running[1].transfer.skip_destination == std::vector<bool>{false, true, true});
   g.FinishAll();
@@ -1629,7 +1629,7 @@ TEST_CASE("the death of the last engine aborts the update") {
 TEST_CASE("a commit that comes before its buckets waits for them") {
   OneToOne g;
   const CallId commit = g.CommitAhead(g.trainer, 1, 2);
-  CHECK(g.Code(g.Commit(g.trainer, 1, 2)) == kPrecondition);  // this one does not wait
+  CHECK(g.Code(g.Commit(g.trainer, 1, 2)) == kPrecondition);  // this commit does not wait
   CHECK(g.Code(g.CommitAhead(g.trainer, 1, 3)) == kPrecondition);
   CHECK(g.Code(g.Push(g.trainer, 1, 2, {Bytes("c", 1)})) == kPrecondition);
   CHECK(g.Answer(commit) == nullptr);
@@ -1652,7 +1652,7 @@ TEST_CASE("a commit that waits for a bucket fails with it, and the update stays 
   const CallId commit = g.CommitAhead(g.trainer, 1, 2);
   g.Push(g.trainer, 1, 0, {kModel[0]});
   CHECK(g.Code(g.Push(g.trainer, 1, 0, {kModel[0]})) ==
-        absl::StatusCode::kAlreadyExists);  // none that is waited for
+        absl::StatusCode::kAlreadyExists);  // not a bucket that is waited for
   CHECK(g.Answer(commit) == nullptr);
   CHECK(g.Code(g.Push(g.trainer, 1, 1, {kModel[0]})) == absl::StatusCode::kAlreadyExists);
   CHECK(g.Code(commit) == kPrecondition);
@@ -1687,7 +1687,7 @@ TEST_CASE("a commit that waits for buckets goes with its last caller") {
   CHECK(g.Answer(second) == nullptr);
   g.Do(CallGone{second});
   g.Push(g.trainer, 1, 0, {kModel[0]});
-  g.Push(g.trainer, 1, 1, {kModel[1]});  // more than it announced
+  g.Push(g.trainer, 1, 1, {kModel[1]});  // more than the rank announced
   g.FinishAll();
   CHECK_FALSE(g.verifying.has_value());
   const CallId commit = g.Commit(g.trainer, 1, 2);
@@ -1700,7 +1700,7 @@ TEST_CASE("a commit that waits ends with the update: idle limit, death, abort") 
   const CallId commit = g.CommitAhead(g.trainer, 1, 1);
   switch (GENERATE(0, 1, 2)) {
     case 0:
-      // It is no call that the rank waits for alone: the idle limit counts.
+      // The rank does not wait for this call alone, so the idle limit counts.
       CHECK(g.group.NextDeadline() == g.now + seconds(30));
       g.Expire();
       CHECK(g.Code(commit) == kAborted);
@@ -1807,7 +1807,7 @@ TEST_CASE("a failed transfer aborts whatever evict_late says, and names the dest
   g.Finish(0, absl::DataLossError("tensor 'a' differs"));
   CHECK(g.Code(push) == kAborted);
   CHECK_THAT(g.Text(push), Contains("verification of part 0") && Contains("'a' differs"));
-  CHECK(g.Instance("s").state == "clean");  // never handed over
+  CHECK(g.Instance("s").state == "clean");  // nothing was handed over
   CHECK(g.FreeSlots() == 4);
   CHECK(g.Code(g.Push(g.trainer, 1, 1, kModel)) == kAborted);
 }
@@ -1956,7 +1956,7 @@ TEST_CASE("an engine that reports an absurd version holds up no Begin") {
   const MemberId engine =
       AttachHolding(&g, "a", 0, 1, INT64_MAX, GENERATE(uint64_t{0}, uint64_t{0x55}));
   CHECK(g.Instance("a").version == Version(INT64_MAX));
-  // Any version is greater than none: the first of an incarnation.
+  // Any version is greater than none: this is the first of an incarnation.
   g.Begin(trainer, 1);
   g.ReadyAll();
   g.Push(trainer, 1, 0, kModel);
@@ -2012,7 +2012,7 @@ TEST_CASE("replacing a group marks every instance dirty and starts versions anew
   CHECK(g.Instance("r").state == "dirty");
   CHECK(g.Instance("r").version == std::nullopt);
   AttachHolding(&g, "old", 0, 1, 5, 7);
-  CHECK(g.group.version() == std::nullopt);  // of an incarnation that is gone
+  CHECK(g.group.version() == std::nullopt);  // the version is of an earlier incarnation
   CHECK(g.Instance("old").origin == 7);
   g.Begin(g.trainer, 1);
   g.ReadyAll();
@@ -2105,7 +2105,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   REQUIRE(g.Instance(name).state == "clean");
   g.Do(EngineFailed{engine, UpdateId(77), "another update"});  // no effect
   CHECK(g.Instance(name).state == "clean");
-  // Before the next update, or while it asks who is ready.
+  // The failure comes before the next update, or while that asks who is ready.
   const bool asked = GENERATE(false, true);
   CallId begin;
   if (asked) begin = g.Begin(g.trainer, 2);
@@ -2117,7 +2117,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   CHECK(g.group.version() == Version(1));
   if (!asked) begin = g.Begin(g.trainer, 2);
   g.ReadyAll();
-  g.Abort(g.trainer, 2);           // nothing was written: it stays dirty
+  g.Abort(g.trainer, 2);           // nothing was written, so it stays dirty
   REQUIRE(g.aborted.size() == 2);  // each checked against `dirty`
   CHECK(g.Instance(name).state == "dirty");
   g.Begin(g.trainer, 3);
@@ -2127,7 +2127,7 @@ TEST_CASE("Failed that comes after the commit marks the instance dirty until the
   g.Commit(g.trainer, 3, 1);
   g.Settle();
   CHECK(g.Instance(name).state == "clean");
-  g.Do(EngineFailed{engine, first, "late"});  // of an update before the last: no effect
+  g.Do(EngineFailed{engine, first, "late"});  // of an earlier update: no effect
   CHECK(g.Instance(name).state == "clean");
 }
 
@@ -2162,7 +2162,7 @@ TEST_CASE("an instance that nothing touched stayed paused while another's copy r
   CHECK_FALSE(g.aborted[0].dirty);
   CHECK(g.Answer(abort) == nullptr);
   g.FinishAll();
-  REQUIRE(g.aborted.size() == 3);  // the trainer as well
+  REQUIRE(g.aborted.size() == 3);  // the trainer, too
   CHECK(g.aborted[1].member == busy);
   CHECK(g.aborted[1].dirty);
   CHECK(g.Code(abort) == kOk);

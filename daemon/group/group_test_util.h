@@ -1,5 +1,5 @@
-// A group with members that answer as told, for tests. Carries out actions as a daemon would and
-// checks at each one what must hold whatever the events:
+// A group with members that answer as the test says. Carries out actions as a daemon would, and
+// checks at each action what must hold whatever the events:
 //   P1 committed goes only to instances of which every element was written (registered) or handed
 //      over and acknowledged (staged) in this update, once;
 //   P2 Aborted says dirty exactly where something was written since the last commit;
@@ -21,12 +21,13 @@
 
 namespace refitd {
 
-// uint8 tensors keep sizes readable: elements are bytes.
+// Tensors of uint8 keep sizes readable, since an element is a byte.
 inline TensorSpec Bytes(std::string name, int64_t elements) {
   return {std::move(name), DType::kUint8, {elements}};
 }
 
-// The whole of each tensor, or with `of` ranks the `rank`th equal share of its first dimension.
+// A layout with the whole of each tensor, or with the share of rank `rank` of `of` equal shares of
+// its first dimension.
 inline std::shared_ptr<const Layout> LayoutOf(const std::vector<TensorSpec>& tensors, int rank = 0,
                                               int of = 1) {
   auto layout = std::make_shared<Layout>();
@@ -109,7 +110,7 @@ class TestGroup {
     Do(LayoutRegistered{id, std::move(layout)});
   }
   void Lose(MemberId id, const std::string& reason = "killed") {
-    // Its instance is gone with its last rank, and what was written in it.
+    // When an instance loses its last rank, the instance is gone, and so is its dirty state.
     lost.insert(id);
     const auto it = engines.find(id);
     if (it != engines.end()) {
@@ -166,13 +167,13 @@ class TestGroup {
     Do(CommitEvent{call, member, std::move(request_id), Version(version), buckets, false});
     return call;
   }
-  // While buckets are on their way.
+  // Commits while buckets are on their way.
   CallId CommitAhead(MemberId member, int64_t version, int64_t buckets) {
     const CallId call = NewCall();
     Do(CommitEvent{call, member, "", Version(version), buckets, true});
     return call;
   }
-  // A trainer rank's shards: the rank's equal share of each tensor.
+  // Registers a trainer rank's shards: the rank's equal share of each tensor.
   void Shards(MemberId trainer, const std::vector<TensorSpec>& tensors, int rank = 0, int of = 1,
               std::vector<uint32_t> pushed = {}) {
     auto layout = std::make_shared<Layout>(*LayoutOf(tensors, rank, of));
@@ -223,23 +224,23 @@ class TestGroup {
     REQUIRE(prepare != prepares.rend());
     AnswerReady(member, prepare->update);
   }
-  // Who is ready for an update reads nothing of those before.
+  // A rank that is ready for an update reads no slots of earlier updates.
   void AnswerReady(MemberId member, UpdateId update) {
     std::erase_if(handed, [&](const Handed& h) { return h.member == member && h.id < update; });
     Do(ReadyEvent{member, update});
   }
-  // Every engine rank that was prepared and has not answered yet.
+  // All engine ranks that were prepared and have not answered answer Ready.
   void ReadyAll() {
     for (const auto& [member, update] : std::exchange(prepared, {})) {
       if (!lost.contains(member)) AnswerReady(member, update);
     }
   }
-  // Also when the update has committed.
+  // The engine fails the update, which may have committed already.
   void Fail(MemberId member, UpdateId update, std::string reason) {
     dirty.insert(engines.at(member).instance);
     Do(EngineFailed{member, update, std::move(reason)});
   }
-  // As an executor would choose with kAuto: every other part goes by the chain.
+  // The method that an executor might choose with kAuto: every other part goes by the chain.
   static BroadcastMethod MethodOf(const StartTransfer& t) {
     if (t.broadcast != BroadcastMethod::kAuto) return t.broadcast;
     return t.part.value() % 2 == 0 ? BroadcastMethod::kChain : BroadcastMethod::kDirect;
@@ -262,7 +263,7 @@ class TestGroup {
     acked_[{h.member, h.update}].insert(h.part);
     Do(AckEvent{h.member, h.id, h.part});
   }
-  // The plan says no more than what the group reads of it.
+  // The plan has only the fields that the group reads.
   void FinishCompile(absl::Status status = absl::OkStatus(), bool replicas = false,
                      int64_t wire_bytes = 0) {
     REQUIRE(compiling.has_value());
@@ -305,7 +306,7 @@ class TestGroup {
     verify_touches.clear();
     Do(VerifyDone{update, std::move(status), std::move(failed)});
   }
-  // Until nothing is left to answer.
+  // Answers until nothing is left to answer.
   void Settle() {
     for (bool busy = true; busy;) {
       busy = false;
@@ -326,7 +327,7 @@ class TestGroup {
     now += by;
     Do(Tick{});
   }
-  // To the next deadline.
+  // Time passes to the next deadline.
   void Expire() {
     const auto due = group.NextDeadline();
     REQUIRE(due.has_value());
@@ -381,7 +382,7 @@ class TestGroup {
 
   Group group;
   TimePoint now{std::chrono::hours(1)};
-  int64_t tensor_count = 0;  // that Begin tells
+  int64_t tensor_count = 0;  // the count that Begin names
 
   std::map<MemberId, Engine> engines;  // attached
   std::set<CallId> asked;
@@ -392,9 +393,9 @@ class TestGroup {
   std::vector<Running> running;
   std::vector<Handed> handed;  // unacknowledged
   std::vector<SendPart> parts;
-  std::optional<UpdateAssembled> assembled;  // the last
+  std::optional<UpdateAssembled> assembled;  // the last one
   std::optional<CompileProgram> compiling;
-  int compiled = 0;  // how often it was asked for
+  int compiled = 0;  // how many compilations were asked for
   std::optional<StartCompare> comparing;
   std::optional<StartRefit> refitting;
   std::optional<StartVerify> verifying;
@@ -447,7 +448,7 @@ class TestGroup {
       }
     }
   }
-  // From the running update, or the last.
+  // As the running update, or the last one, shows it.
   bool Evicted(MemberId member) const {
     const std::optional<UpdateView> view = group.View(now).update;
     const auto engine = engines.find(member);
@@ -490,7 +491,7 @@ class TestGroup {
       CHECK(delivered_[a.member][tensor.name].Add(range.start, range.start + range.count));
     }
     for (const Handed& h : handed) {
-      // A slot that someone still reads is never handed out again, but for who was evicted.
+      // A slot that a rank still reads is not handed out again, unless that rank was evicted.
       CHECK((h.slot.slot != a.slot.slot || h.slot == a.slot || Evicted(h.member)));
     }
     if (engines.contains(a.member)) dirty.insert(engines[a.member].instance);
@@ -517,7 +518,7 @@ class TestGroup {
         const auto& pieces = engine.layout->pieces;
         if (std::none_of(pieces.begin(), pieces.end(),
                          [t](const Piece& piece) { return piece.tensor == t; })) {
-          continue;  // its memory is another tensor's
+          continue;  // its bytes are another tensor's
         }
         CAPTURE(tensor.name, engine.instance);
         CHECK(written_[a.member][tensor.name].total() == *ElementCount(tensor.shape));
@@ -534,7 +535,7 @@ class TestGroup {
     CHECK_FALSE((engines.contains(a.member) && RefitTouches(a.member)));
     std::erase_if(prepared, [&](const auto& p) { return p.first == a.member; });
     aborted.push_back(a);
-    // Who was evicted holds up nobody by what it still reads.
+    // A rank that was evicted holds up nobody by the slots that it still reads.
     if (Evicted(a.member)) {
       std::erase_if(handed, [&](const Handed& h) { return h.member == a.member; });
     }
@@ -554,7 +555,7 @@ class TestGroup {
     const bool slot = a.source_slot.has_value() || a.fill_slot.has_value();
     CHECK((slot || a.broadcast == BroadcastMethod::kDirect));
     for (const Running& other : running) {
-      // One slot, one part.
+      // A slot serves one part at a time.
       for (const auto& theirs : {other.transfer.source_slot, other.transfer.fill_slot}) {
         CHECK((!theirs.has_value() || (theirs != a.source_slot && theirs != a.fill_slot)));
       }
@@ -630,7 +631,7 @@ class TestGroup {
     }
     refitting = a;
   }
-  // A program moves what the trainers' layouts have, but for what is pushed.
+  // A program moves the tensors of the trainers' layouts, except pushed tensors.
   static std::vector<TensorSpec> Moved(const CompileProgram& compile) {
     std::map<std::string, TensorSpec> moved;
     for (const RouteMember& source : compile.sources) {

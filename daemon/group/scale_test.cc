@@ -1,5 +1,5 @@
-// Work under a daemon's mutex that must not grow with the group, counted (tests/bench/scale_bench
-// measures it).
+// Counts work under a daemon's mutex that must not grow with the group (tests/bench/scale_bench
+// measures its time).
 #include <catch2/catch.hpp>
 #include <memory>
 #include <set>
@@ -51,7 +51,7 @@ TEST_CASE("A stream whose ends differ is found, whichever end is told first or l
   {
     StreamEnds ends;
     ends.Tell(1, {to_two});
-    CHECK_FALSE(ends.FirstDifference().has_value());  // the other end is not told
+    CHECK_FALSE(ends.FirstDifference().has_value());  // the other end was not reported
     ends.Tell(2, {from_one});
     CHECK_FALSE(ends.FirstDifference().has_value());
     ends.Tell(2, {{1, 0, 8}});
@@ -104,7 +104,7 @@ std::vector<TensorSpec> Tensors(int count) {
   return tensors;
 }
 
-// Instances of `layouts.size()` ranks each.
+// `instances` instances of `layouts.size()` ranks each.
 std::vector<Catalog::Rank> Ranks(int instances,
                                  const std::vector<std::shared_ptr<const Layout>>& layouts) {
   std::vector<Catalog::Rank> ranks;
@@ -134,7 +134,7 @@ TEST_CASE("A catalogue made anew after a membership change looks up no tensor th
   auto second = Catalog::Make(Ranks(63, layouts), Names(63), table);
   REQUIRE(second.ok());
   CHECK(table->looked_up() == kRanks * kTensors);
-  // One that comes costs its own tensors.
+  // A new layout costs its own tensors only.
   layouts.back() = LayoutOf(Tensors(kTensors), kRanks - 1, kRanks);
   REQUIRE(Catalog::Make(Ranks(63, layouts), Names(63), table).ok());
   CHECK(table->looked_up() == (kRanks + 1) * kTensors);
@@ -155,7 +155,7 @@ TEST_CASE("A layout that is gone disagrees with nobody") {
   const absl::Status differ = Catalog::Make(ranks, Names(1), table).status();
   CHECK(differ.code() == absl::StatusCode::kFailedPrecondition);
   CHECK(Message(differ) == "tensor 't': rank 1 declares uint8 [8], but rank 0 declared uint8 [16]");
-  // Still in the table, but no rank of the catalogue has it.
+  // The wide layout is still in the table, but no rank of the catalog has it.
   const auto alone = Catalog::Make(Ranks(1, {narrow}), Names(1), table);
   REQUIRE(alone.ok());
   CHECK((*alone)->Check(Bytes("t", 8), {false}).ok());
@@ -170,7 +170,7 @@ TEST_CASE("Which ranks a part touches is found once for ranks with one layout") 
   REQUIRE(catalog.ok());
   PartContent content;
   content.tensors = {Bytes("t1", 8)};
-  content.ranges = {{0, 5, 3}};  // of the upper half
+  content.ranges = {{0, 5, 3}};  // in the upper half
   CHECK((*catalog)->Touched(content, std::vector<bool>(6)) == std::vector<uint32_t>{1, 3, 5});
   CHECK((*catalog)->Touched(content, {false, true, false, false, false, false}) ==
         std::vector<uint32_t>{3, 5});
@@ -181,7 +181,7 @@ TEST_CASE("Which ranks a part touches is found once for ranks with one layout") 
 constexpr int kManyNodes = 200;
 constexpr MemberId kTrainer{1};
 
-// A trainer rank here, and an instance of one rank on every joined daemon.
+// A trainer rank here, and an instance of one rank on each joined daemon.
 class Many {
  public:
   Many() : coordinator_(Options()) {
@@ -225,7 +225,7 @@ class Many {
     }
     return found;
   }
-  // The plan that was asked for, compiled.
+  // Asks for a plan and compiles it.
   ProgramCompiled Compile() {
     Do(GroupEvent(LayoutRegistered{kTrainer, LayoutOf(Tensors(3))}));
     RefitEvent refit;

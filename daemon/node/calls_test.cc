@@ -98,7 +98,7 @@ TEST_CASE("a caller that goes away while its call waits for device memory is not
   REQUIRE(calls.OpeningOf(CallId(1)).ok());
   CHECK(*calls.OpeningOf(CallId(1)) == MemberId(5));
   calls.NoteGone(CallId(1));
-  calls.NoteGone(CallId(2));  // waits for no memory
+  calls.NoteGone(CallId(2));  // does not wait for memory
   CHECK(calls.OpeningOf(CallId(1)).status().code() == absl::StatusCode::kCancelled);
   CHECK(calls.EndOpening(CallId(1)).code() == absl::StatusCode::kCancelled);
 }

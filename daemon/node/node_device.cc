@@ -495,8 +495,7 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
   return absl::OkStatus();
 }
 
-// A tensor that goes to one instance only has nothing to gain: that instance's ranks hold shards of
-// it.
+// One instance alone gains nothing: its ranks hold shards, so no byte goes to two of them.
 bool Node::CouldGain(const MemberRecord& trainer) const {
   if (!trainer.ordinal.has_value() || Spans(*groups_.at(trainer.group))) return false;
   const auto can = [this](BroadcastMethod method) { return transport_->CanBroadcast(method).ok(); };

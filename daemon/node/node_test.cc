@@ -1,4 +1,4 @@
-// The node with real links between nodes, in this process; members are sinks.
+// Tests the node with real links between nodes of this process; members are sinks.
 #include "daemon/node/node.h"
 
 #include <grpcpp/grpcpp.h>
@@ -23,10 +23,10 @@ namespace {
 
 using Catch::Contains;
 
-constexpr int64_t kPatienceMs = 60'000;  // of members: far longer than anything takes
+constexpr int64_t kPatienceMs = 60'000;  // how long members wait; far longer than any step takes
 constexpr int64_t kSlotBytes = 4096;
 
-// A member's stream as the test sees it.
+// A member's stream, as the test sees it.
 template <typename Event>
 class Inbox : public EventSink<Event> {
  public:
@@ -51,7 +51,7 @@ class Inbox : public EventSink<Event> {
     MutexLock lock(&mutex_);
     return end_;
   }
-  // Waits for the end.
+  // Waits for the end of the stream and returns its status.
   absl::Status Ended() {
     REQUIRE(Eventually([this] { return end().has_value(); }));
     return *end();
@@ -128,7 +128,7 @@ class TestNode {
     MemberId id;
     std::shared_ptr<EngineInbox> inbox;
   };
-  // `at`: the coordinator; null: this one.
+  // `at`: the coordinator; null: this node.
   Trainer AttachTrainer(const std::string& group, std::optional<v1::GroupSpec> spec = Spec(),
                         const TestNode* at = nullptr) {
     v1::TrainerHello hello;
@@ -137,7 +137,7 @@ class TestNode {
     auto inbox = std::make_shared<TrainerInbox>();
     return {node_->AttachTrainer(hello, {}, inbox), inbox};
   }
-  // Of staged delivery, alone in its instance unless told otherwise.
+  // Attaches an engine rank with staged delivery, by default alone in its instance.
   Engine AttachEngine(const std::string& group, const std::string& instance,
                       std::optional<v1::GroupSpec> spec, const TestNode* at = nullptr,
                       int64_t wait_ms = kPatienceMs, int rank = 0, int world_size = 1) {
@@ -198,7 +198,7 @@ TEST_CASE("Each member that waits at a joined daemon has its own deadline") {
   const auto hasty = b.AttachEngine("g", "hasty", std::nullopt, &a, /*wait_ms=*/20);
   CHECK(hasty.inbox->Ended().code() == absl::StatusCode::kNotFound);
   CHECK_FALSE(patient.inbox->end().has_value());
-  // The other way round: the one that came first has the shorter wait.
+  // The reverse order: the member that came first has the shorter wait.
   const auto first = b.AttachEngine("h", "hasty", std::nullopt, &a, /*wait_ms=*/20);
   const auto second = b.AttachEngine("h", "patient", std::nullopt, &a);
   CHECK(first.inbox->Ended().code() == absl::StatusCode::kNotFound);
@@ -245,7 +245,7 @@ TEST_CASE("A second daemon with a live one's id is refused, and taken in when th
   CHECK_FALSE(engine.inbox->end().has_value());
 
   const auto patient = same_id.AttachEngine("g", "j", Spec(), &a);
-  live.node().MemberGone(engine.id, "it left");  // the last there: its daemon leaves
+  live.node().MemberGone(engine.id, "it left");  // the last member there, so its daemon leaves
   CHECK(Eventually([&] { return patient.inbox->welcomed(); }));
 }
 
@@ -302,9 +302,9 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
   ready.set_update_id(ranks[0].inbox->events().back().prepare().update_id());
   for (const TestNode::Engine& rank : ranks) a.node().Ready(rank.id, ready);
   CHECK(begun);
-  // One for the change that the last of them made.
+  // One view, for the change that the last Ready made.
   CHECK(a.node().watched_views() - before <= 1);
-  CHECK(updates->sent() >= 2);  // it was told of that one, and of the beginning
+  CHECK(updates->sent() >= 2);  // told of that change and of the beginning
 }
 
 // ---- groups without members ----

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kSlotBytes = 4096;
 
-// Memory that stands for a GPU's.
+// Host memory in place of a GPU's.
 Pools::Device OnGpu(std::shared_ptr<std::vector<char>> memory) {
   Pools::Device device;
   device.memory = {memory->data(), static_cast<int64_t>(memory->size()), memory};

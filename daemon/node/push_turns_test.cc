@@ -89,7 +89,7 @@ TEST_CASE("pushes go on when nobody is ahead any more, and when somebody always 
     second.join();
   }
 
-  // One comes before the other has gone.
+  // At any time at least one caller is ahead.
   std::atomic<bool> stop = false;
   std::vector<std::thread> always;
   for (int i = 0; i < 3; ++i) {

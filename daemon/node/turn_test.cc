@@ -13,7 +13,7 @@
 namespace refitd {
 namespace {
 
-// Writes down what happens; `on_event` may post further events.
+// Records what happens; `on_event` may post further events.
 class Host : public TurnHost {
  public:
   void Dispatch(Turn& turn, const std::string& group, const MachineEvent& /*event*/) override {
@@ -62,7 +62,7 @@ TEST_CASE("events that come of an event are handled after it, in the order of po
     Turn turn(&host, &mutex);
     turn.Handle("a", Tick{});
     CHECK(host.told == std::vector<std::string>{"a", "a ends", "b", "c", "drained"});
-    turn.Drain();  // nothing is posted: nobody is told
+    turn.Drain();  // nothing was posted: the host is not called
     CHECK(host.told.size() == 5);
   }
   CHECK(host.told.size() == 5);

@@ -1,7 +1,8 @@
-// refitctl's commands: each in its own file, adding itself to the command line.
+// refitctl's commands: each has its own file and adds itself to the command line.
 //
-// A command's Add function declares its options and returns what runs when it was chosen; that
-// returns an exit code (exit_code.h) after printing one line on stderr for an error. One thread.
+// A command's Add function declares its options and returns the function to run if the command is
+// chosen. That function prints one line on stderr for an error and returns an exit code
+// (exit_code.h). Used by one thread.
 #ifndef REFITD_DAEMON_REFITCTL_COMMAND_H_
 #define REFITD_DAEMON_REFITCTL_COMMAND_H_
 
@@ -29,7 +30,7 @@ Command AddEngine(CLI::App* app, const GlobalOptions& global);
 Command AddPlan(CLI::App* app, const GlobalOptions& global);
 Command AddValidate(CLI::App* app, const GlobalOptions& global);
 
-// "refitctl: MESSAGE" on stderr, in one line; the code that fits.
+// Prints "refitctl: MESSAGE" on stderr, in one line; returns the exit code for the status.
 int Fail(const absl::Status& status);
 int UsageError(const std::string& message);
 void Print(const std::string& text);  // on stdout, flushed

@@ -32,7 +32,8 @@ void RequestStop(int) { stop_requested = 1; }
 struct EngineCommandOptions {
   std::string group;
   std::string checkpoint;  // may hold {version}
-  std::string table;       // folder whose names and shapes are held; empty: checkpoint's, version 1
+  // Folder whose names and shapes are held; empty: that of version 1 of `checkpoint`.
+  std::string table;
   std::string instance;
   int rank = 0;
   int world_size = 1;
@@ -43,7 +44,7 @@ struct EngineCommandOptions {
   std::string status_file;
   int64_t stall_in = -1;  // version; -1: never
   std::string coordinator;
-  double reattach_seconds = 0;  // 0: the lease's end is the end
+  double reattach_seconds = 0;  // 0: the engine ends with its lease
 };
 
 std::string FolderOf(const std::string& pattern, Version version) {
@@ -53,7 +54,7 @@ std::string FolderOf(const std::string& pattern, Version version) {
   return folder.replace(at, sizeof(kVersionWord) - 1, fmt::format("{}", version));
 }
 
-// What happens, a line each: JSON or words on stdout, and JSON appended to the status file.
+// Events, one line each: JSON or words on stdout, and JSON appended to the status file.
 class EventLog {
  public:
   static absl::StatusOr<EventLog> Open(const std::string& status_file, bool json_lines,
@@ -75,7 +76,7 @@ class EventLog {
     fields["event"] = event;
     const std::string line = fields.dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
     Print(json_lines_ ? line : fmt::format("{}: {}{}\n", who_, event, words));
-    // One write a line: readers never see half of one.
+    // One write for each line, so that readers never see half a line.
     if (file_.valid() && ::write(file_.get(), line.data(), line.size()) < 0) file_.Reset();
   }
 
@@ -86,7 +87,7 @@ class EventLog {
   std::string who_;
 };
 
-// Private memory for staged delivery: what an engine's own tensors would be.
+// Private memory for staged delivery, in place of an engine's own tensors.
 class OwnMemory {
  public:
   static absl::StatusOr<std::unique_ptr<OwnMemory>> Make(int64_t bytes) {
@@ -106,7 +107,7 @@ class OwnMemory {
   const size_t size_;
 };
 
-// One attached rank and its answers to events. One thread.
+// One attached rank and its answers to events. Used by one thread.
 class ReferenceEngine {
  public:
   ReferenceEngine(const EngineCommandOptions& options, Holder holder, EventLog log)
@@ -137,7 +138,7 @@ class ReferenceEngine {
     return absl::OkStatus();
   }
 
-  // Until SIGTERM, the last wanted version, or an error.
+  // Serves until SIGTERM, the last wanted version, or an error.
   absl::Status Serve() {
     while (stop_requested == 0 && (options_.versions == 0 || commits_ < options_.versions)) {
       auto event = engine_->Next(kSignalPoll);

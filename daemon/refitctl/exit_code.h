@@ -1,4 +1,4 @@
-// What refitctl's exit codes mean. `refitctl --help` prints the same table; scripts may rely on it.
+// refitctl's exit codes. `refitctl --help` prints the same table; scripts may rely on it.
 //
 // Pure values; thread-safe.
 #ifndef REFITD_DAEMON_REFITCTL_EXIT_CODE_H_

@@ -72,7 +72,7 @@ std::string Table::ToString() const {
 }
 
 void ProgressMeter::Add(double elapsed_seconds, int64_t bytes) {
-  // Several updates can be reported with one clock reading: the newest count is the right one.
+  // Several updates may be reported with one clock reading; the newest count is the right one.
   if (!samples_.empty() && elapsed_seconds <= samples_.back().seconds) {
     samples_.back().bytes = std::max(samples_.back().bytes, bytes);
     return;
@@ -112,7 +112,7 @@ std::string ProgressLine(std::string_view label, int64_t bytes, int64_t total_by
                          const ProgressMeter& meter) {
   std::string line(label);
   if (const auto fraction = Fraction(bytes, total_bytes)) {
-    // Not 100 before all is there.
+    // The percentage is rounded down: 100 only when all bytes are there.
     line +=
         fmt::format(" {} {:3d}%  {} of {}", Bar(*fraction, kBarWidth),
                     static_cast<int>(*fraction * 100), HumanBytes(bytes), HumanBytes(total_bytes));

@@ -1,4 +1,4 @@
-// Words and numbers for people: sizes, rates, times, aligned tables, progress bars.
+// Formats for people: sizes, rates, times, aligned tables, progress bars.
 //
 // Pure and thread-safe, except ProgressMeter, which belongs to one thread.
 #ifndef REFITD_DAEMON_REFITCTL_FORMAT_H_
@@ -30,13 +30,13 @@ class Table {
   std::vector<bool> right_;
 };
 
-// How far an update is and how fast it goes: fed with (elapsed, bytes) as they are observed.
+// Progress and rate of an update, from observed pairs of elapsed time and bytes.
 class ProgressMeter {
  public:
   void Add(double elapsed_seconds, int64_t bytes);
-  // Over the last seconds (or since the start, where less was seen); 0 until something moved.
+  // The rate of the last seconds, or since the start; 0 until bytes have moved.
   double bytes_per_second() const;
-  // Time until `total_bytes` at that rate; nullopt: not told, or nothing moves.
+  // Time until `total_bytes` at that rate; nullopt: the total is unknown, or no bytes move.
   std::optional<double> SecondsLeft(int64_t total_bytes) const;
 
  private:
@@ -48,7 +48,7 @@ class ProgressMeter {
   std::deque<Sample> samples_;
 };
 
-// 0 to 1; nullopt where the total is not told.
+// 0 to 1; nullopt: the total is unknown.
 std::optional<double> Fraction(int64_t bytes, int64_t total_bytes);
 // "[=====>    ]" of `width` characters inside the brackets.
 std::string Bar(double fraction, int width);
@@ -56,11 +56,11 @@ std::string Bar(double fraction, int width);
 std::string ProgressLine(std::string_view label, int64_t bytes, int64_t total_bytes,
                          const ProgressMeter& meter);
 
-// Redraws a block of lines at the bottom of a terminal. Lines are cut to the terminal's width.
+// Redraws a block of lines at the bottom of a terminal, cutting lines to the terminal's width.
 class LiveBlock {
  public:
   explicit LiveBlock(int columns) : columns_(columns) {}
-  // The text to write so that the block shows `lines` below `finished`, which stay for good.
+  // The text to write so that the block shows `lines` below `finished`, which stay on the screen.
   std::string Redraw(const std::vector<std::string>& finished,
                      const std::vector<std::string>& lines);
 
@@ -69,7 +69,7 @@ class LiveBlock {
   size_t shown_ = 0;
 };
 
-// Columns of the terminal behind `fd`; nullopt: it is none.
+// Columns of the terminal that `fd` is; nullopt: it is no terminal.
 std::optional<int> TerminalColumns(int fd);
 
 }  // namespace refitd

@@ -1,5 +1,5 @@
-// The memory of a reference engine rank: its part of every tensor, and the comparison of that with
-// a checkpoint's files.
+// The memory of a reference engine rank: its part of every tensor, and how that compares with a
+// checkpoint's files.
 //
 // Not thread-safe.
 #ifndef REFITD_DAEMON_REFITCTL_HOLDER_H_
@@ -26,15 +26,15 @@ class Holder {
   const std::vector<TensorSpec>& tensors() const { return tensors_; }
   const Holding& holding() const { return holding_; }
 
-  // Where the parts lie; holding().memory_bytes bytes that the caller owns.
+  // The memory of the parts: holding().memory_bytes bytes, owned by the caller.
   void SetMemory(char* memory) { memory_ = memory; }
 
-  // Takes the rank's part out of elements [start, start + count) of a global tensor.
-  // INVALID_ARGUMENT a tensor that isn't held, or held as something else.
+  // Copies the rank's part of elements [start, start + count) of a global tensor. INVALID_ARGUMENT:
+  // the rank does not hold that tensor, or holds it with another dtype or shape.
   absl::Status Store(const TensorSpec& tensor, int64_t start, int64_t count, const char* data);
 
-  // Reads the checkpoint's files and compares every byte held. DATA_LOSS names the first tensor
-  // and byte that differ; FAILED_PRECONDITION a checkpoint of other tensors.
+  // Compares every byte held with the checkpoint's files. DATA_LOSS names the first tensor and byte
+  // that differ. FAILED_PRECONDITION: the checkpoint has other tensors.
   absl::Status Verify(const Checkpoint& checkpoint) const;
 
  private:

@@ -33,7 +33,7 @@ int Run(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    // Help and version are "errors" of code 0 to the library.
+    // CLI11 treats help and version as errors of code 0.
     return app.exit(error) == 0 ? kExitOk : kExitUsage;
   }
   global.json = output == "json";

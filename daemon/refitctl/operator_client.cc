@@ -10,13 +10,13 @@ namespace {
 
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target) {
   grpc::ChannelArguments arguments;
-  // A local daemon that starts should be seen at once, not after gRPC's first backoff of a second.
+  // A local daemon that starts should be found at once, not after gRPC's first backoff of a second.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
-  // Proxies of the environment are for the web.
+  // Proxies of the environment are meant for the web.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  // Status of many groups can exceed gRPC's default.
+  // The status of many groups can exceed gRPC's default.
   arguments.SetMaxReceiveMessageSize(64 << 20);
   return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
 }
@@ -96,7 +96,7 @@ std::string ToJson(const google::protobuf::Message& message, bool pretty) {
   options.always_print_primitive_fields = true;
   options.preserve_proto_field_names = true;
   std::string text;
-  // Cannot fail for messages without Any.
+  // Can't fail for messages without Any.
   REFITD_CHECK(google::protobuf::util::MessageToJsonString(message, &text, options).ok());
   if (!pretty) text += "\n";
   return text;

@@ -1,4 +1,4 @@
-// How refitctl reaches a daemon's Operator service.
+// refitctl's connection to a daemon's Operator service.
 //
 // Every call has a deadline (P4). Thread-safe, like the stub under it.
 #ifndef REFITD_DAEMON_REFITCTL_OPERATOR_CLIENT_H_
@@ -18,7 +18,7 @@ namespace refitd::refitctl {
 // Options that every command takes.
 struct GlobalOptions {
   std::string socket;   // empty: kDefaultSocket
-  std::string address;  // "host:port"; empty: the socket
+  std::string address;  // "host:port"; empty: use the socket
   double timeout_seconds = 10;
   bool json = false;
 
@@ -30,17 +30,17 @@ struct GlobalOptions {
 // The socket's path, with the default filled in.
 std::string SocketOf(const GlobalOptions& options);
 
-// Message and code of `status`, which came from `target`. A daemon that doesn't answer is said to
-// be one that can't be reached.
+// Message and code of `status`, which came from `target`. If the daemon did not answer, the message
+// says that it can't be reached.
 absl::Status StatusOfCall(const grpc::Status& status, const std::string& target);
 
 class OperatorClient {
  public:
-  // Does not connect yet; the first call does.
+  // Connects at the first call.
   explicit OperatorClient(const GlobalOptions& options);
 
-  // With `wait_for_ready` a call waits for the daemon to appear, until the deadline; else it fails
-  // at once where none listens.
+  // With `wait_for_ready` a call waits until the deadline for the daemon to appear. Without it the
+  // call fails at once if no daemon listens.
   absl::StatusOr<v1::GetStatusResponse> GetStatus(bool wait_for_ready = false) const;
   absl::StatusOr<v1::ListGroupsResponse> ListGroups() const;
   absl::StatusOr<v1::GetGroupResponse> GetGroup(const std::string& group) const;
@@ -49,7 +49,7 @@ class OperatorClient {
       const std::string& group) const;
   absl::StatusOr<v1::CreateGroupResponse> CreateGroup(const v1::CreateGroupRequest& request) const;
 
-  // For streams: the caller sets up the context.
+  // For streams, whose caller sets up the context.
   v1::Operator::Stub& stub() const { return *stub_; }
   const std::string& target() const { return target_; }
 
@@ -66,7 +66,7 @@ class OperatorClient {
   std::unique_ptr<v1::Operator::Stub> stub_;
 };
 
-// Any message as JSON with the proto's field names; `pretty` over several lines.
+// Any message as JSON with the proto's field names; `pretty`: over several lines.
 std::string ToJson(const google::protobuf::Message& message, bool pretty);
 
 }  // namespace refitd::refitctl

@@ -1,5 +1,5 @@
-// Whole tensors in as few regions of memory as a limit on a region's size allows, as the layout of
-// a rank that holds them all.
+// Places whole tensors in as few regions of memory as a limit on a region's size allows; the result
+// is the layout of a rank that holds them all.
 //
 // Pure; thread-safe.
 #ifndef REFITD_DAEMON_REFITCTL_PLACEMENT_H_
@@ -20,13 +20,13 @@ struct Placement {
     int64_t bytes = 0;
   };
   std::vector<int64_t> region_bytes;  // each at least kPackAlignment
-  std::vector<Place> places;          // one a tensor, in order
+  std::vector<Place> places;          // one for each tensor, in order
 };
 
-// Regions of at most `region_bytes`, or of one tensor where that is larger.
+// Regions have at most `region_bytes`, except for a single tensor that is larger.
 Placement PlaceWhole(const std::vector<TensorSpec>& tensors, int64_t region_bytes);
 
-// `regions[i]`: the id of the placement's region i.
+// `regions[i]` is the id of the placement's region i.
 Layout LayoutOf(const std::vector<TensorSpec>& tensors, const Placement& placement,
                 const std::vector<RegionId>& regions);
 

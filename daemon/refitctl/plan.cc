@@ -1,5 +1,5 @@
-// plan: what a compiled refit between a trainer and engines of a known model would move, and how
-// long that takes. Needs no daemon.
+// plan: shows what a compiled refit between a trainer and engines of a known model would move, and
+// how long it would take. Needs no daemon.
 #include <algorithm>
 #include <charconv>
 #include <memory>
@@ -40,7 +40,7 @@ struct Key {
   int64_t* value;
 };
 
-// "pp=16,ep=16" into what `keys` point at; each at least 1.
+// Parses "pp=16,ep=16" into the variables that `keys` point at; each number must be at least 1.
 absl::Status ParseSizes(std::string_view flag, std::string_view text, std::span<const Key> keys) {
   std::set<std::string_view> seen;
   while (!text.empty()) {
@@ -66,7 +66,7 @@ absl::Status ParseSizes(std::string_view flag, std::string_view text, std::span<
   return absl::OkStatus();
 }
 
-// "node-out=45G,local-copy=1.5T": bytes a second.
+// Parses "node-out=45G,local-copy=1.5T", in bytes a second.
 absl::StatusOr<LinkRates> ParseRates(std::string_view text) {
   LinkRates rates;
   const std::pair<std::string_view, double*> keys[] = {{"rank-out", &rates.rank_out},
@@ -106,7 +106,7 @@ absl::StatusOr<LinkRates> ParseRates(std::string_view text) {
   return rates;
 }
 
-// Ranks lie on the nodes in order: trainers, then engines; or both from node 0.
+// Ranks are placed on the nodes in order: trainers, then engines; or both from node 0 on.
 struct Ranks {
   std::vector<RouteMember> trainers;
   std::vector<RouteMember> engines;
@@ -129,7 +129,7 @@ absl::StatusOr<Ranks> MakeRanks(const PlanFlags& flags) {
                                engine_ep, engine.tp));
   }
   engine.ep = engine_ep > 0;
-  constexpr int64_t kMaxRanks = 65'536;  // a side
+  constexpr int64_t kMaxRanks = 65'536;  // of trainers or of engines
   const int64_t world = fsdp > 0 ? fsdp : trainer.world;
   if (world > kMaxRanks || engine.tp > kMaxRanks || engine.instances > kMaxRanks / engine.tp) {
     return Invalid(fmt::format("more than {} ranks a side", kMaxRanks));
@@ -170,7 +170,7 @@ absl::StatusOr<RoutePlan> MakePlan(const PlanFlags& flags) {
 
 using Json = nlohmann::ordered_json;
 
-// Numbers of 64 bits are strings, as everywhere.
+// Numbers of 64 bits are strings, as in protobuf's JSON.
 std::string Number(int64_t value) { return std::to_string(value); }
 
 Json BoundJson(const RouteBound& bound) {
@@ -217,7 +217,7 @@ std::string ToJson(const RouteExplanation& e) {
   return out.dump(1) + "\n";
 }
 
-// Tensors beyond those that were asked to be pushed.
+// Fails if the plan leaves out tensors beyond those that the flags let be pushed.
 int Outcome(const RoutePlan& plan, const PlanFlags& flags) {
   const bool all = plan.unplaced_tensors <= static_cast<int64_t>(flags.pushed.size());
   return all ? kExitOk : kExitFailed;

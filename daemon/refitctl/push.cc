@@ -1,8 +1,8 @@
-// push: a checkpoint folder's tensors, installed as a trainer of one rank.
+// push: installs a checkpoint folder's tensors, as a trainer of one rank.
 //
-// Where all engines of the group are registered and memory allows, the checkpoint is read whole
-// before anybody pauses, and moved by one compiled refit. Else it is pushed in buckets, whose
-// memory is bounded: while the daemon copies one, the next is read from the files.
+// If all engines of the group are registered and memory allows, the whole checkpoint is read before
+// any engine pauses, and moved by one compiled refit. Otherwise it is pushed in buckets of bounded
+// memory: while the daemon copies one, the next is read from the files.
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,14 +29,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Buckets on the way: one being read, one being copied, one between them.
+// Buffers for buckets: one is read, one is copied, one is between them.
 constexpr int kBuffers = 3;
 constexpr int64_t kRegionBucketBytes = 64 << 20;
 constexpr int64_t kInlineBucketBytes = 1 << 20;  // within gRPC's usual limit of 4 MiB a message
-constexpr int64_t kRefitRegionBytes = int64_t{1} << 30;  // a larger tensor has one of its own
+constexpr int64_t kRefitRegionBytes = int64_t{1} << 30;  // a larger tensor gets a region of its own
 constexpr int64_t kProgressIntervalMs = 200;
-constexpr milliseconds kPollInterval{50};  // while instances are waited for
-// A bucket's answer comes within the update's time; this only bounds a bug (P4).
+constexpr milliseconds kPollInterval{50};  // while waiting for instances
+// A bucket is answered within the update's time; this limit only bounds a bug (P4).
 constexpr std::chrono::hours kLongestUpdate{24};
 
 struct PushOptions {
@@ -52,8 +52,8 @@ struct PushOptions {
   double wait_seconds = 60;
   bool create = false;
   int instances = 1;
-  bool push = false;  // in buckets, whatever the engines
-  std::string mode;   // of a push; empty: region
+  bool push = false;  // always in buckets
+  std::string mode;   // for pushing; empty: region
   bool progress = false;
   std::string coordinator;
 };
@@ -62,7 +62,7 @@ milliseconds FromSeconds(double seconds) {
   return milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-// How far the push is, on stderr: a bar on a terminal, else a line every tenth.
+// Shows the progress of the push on stderr: a bar on a terminal, else a line for every tenth.
 class Progress {
  public:
   Progress(bool on, std::string label, int64_t total)
@@ -95,13 +95,13 @@ class Progress {
   int shown_tenth_ = 0;
 };
 
-// What callbacks of buckets tell the pushing thread. Outlives them by shared ownership.
-// Thread-safe.
+// What callbacks of buckets report to the pushing thread. Callbacks share its ownership, so it
+// outlives them. Thread-safe.
 class InFlight {
  public:
   explicit InFlight(int buffers) : free_(static_cast<size_t>(buffers), true) {}
 
-  // Waits for a buffer that no bucket uses; its index, or the first error of a bucket.
+  // Waits for a buffer that no bucket uses; returns its index, or the first error of a bucket.
   absl::StatusOr<int> Acquire() {
     const auto deadline = Clock::now() + kLongestUpdate;
     MutexLock lock(&mutex_);
@@ -151,7 +151,7 @@ absl::Status ReadBucket(const Checkpoint& checkpoint, const PackedBucket& packed
   return absl::OkStatus();
 }
 
-// The bucket's metadata; its source is still to be set.
+// The bucket's metadata; the caller still sets its source.
 client::Bucket Describe(const Checkpoint& checkpoint, const PackedBucket& packed) {
   client::Bucket bucket;
   bucket.packed = true;
@@ -165,7 +165,7 @@ client::Bucket Describe(const Checkpoint& checkpoint, const PackedBucket& packed
   return bucket;
 }
 
-// Everything that pushing needs, in one place. One thread.
+// Pushes the buckets of one update. Used by one thread.
 class Pusher {
  public:
   Pusher(const Checkpoint& checkpoint, client::Trainer& trainer, client::Update& update,
@@ -269,7 +269,7 @@ class Pusher {
 
 // ---- a compiled refit ----
 
-// Bytes that may still be taken, of the machine's memory and of this control group's.
+// Memory that may still be allocated on this machine and in this control group.
 int64_t AvailableBytes() {
   int64_t available = std::numeric_limits<int64_t>::max();
   std::ifstream meminfo("/proc/meminfo");
@@ -285,7 +285,7 @@ int64_t AvailableBytes() {
   return available;
 }
 
-// Why the checkpoint is pushed; empty: it can be refitted.
+// Why the checkpoint must be pushed; empty: it can be refitted.
 std::string WhyPush(const v1::GroupStatus& group, const v1::ListMembersResponse& members,
                     int64_t bytes) {
   if (!group.coordinator().empty()) {
@@ -321,7 +321,8 @@ absl::StatusOr<std::string> WhyPush(const GlobalOptions& global, const PushOptio
   return WhyPush(group.group(), members, checkpoint.bytes());
 }
 
-// Shows how far an update is, as the daemon tells it, on a thread of its own until it goes.
+// Shows the progress that the daemon reports for an update, on a thread of its own until it is
+// destroyed.
 class Follower {
  public:
   Follower(const GlobalOptions& global, const std::string& group, Version version,
@@ -353,8 +354,8 @@ class Follower {
   std::thread thread_;
 };
 
-// Reads the whole checkpoint into regions and registers them. The regions must live until the
-// refit's end.
+// Reads the whole checkpoint into regions and registers them. The regions must live until the refit
+// has ended.
 absl::StatusOr<std::vector<std::shared_ptr<client::Region>>> RegisterWhole(
     const Checkpoint& checkpoint, client::Trainer& trainer, Progress& progress) {
   const Placement placement = PlaceWhole(checkpoint.tensors(), kRefitRegionBytes);
@@ -456,7 +457,7 @@ struct Summary {
   int64_t tensors = 0;
   int64_t bytes = 0;
   int64_t buckets = 0;      // of a push
-  bool refitted = false;    // by one compiled refit; else pushed
+  bool refitted = false;    // moved by one compiled refit; else pushed
   double wall_seconds = 0;  // with reading the files and waiting for engines
 };
 
@@ -514,7 +515,7 @@ absl::StatusOr<Pushed> PushInBuckets(const PushOptions& options, const Checkpoin
   Pusher pusher(checkpoint, trainer, *update, progress);
   const absl::Status pushed = pusher.Push(options.mode, static_cast<int64_t>(options.bucket_bytes));
   if (!pushed.ok()) {
-    // Why pushing failed is the news; aborting may well be refused because the update is lost.
+    // Report why pushing failed; aborting may well be refused, because the update is lost.
     update->Abort(Message(pushed).substr(0, 256)).IgnoreError();
     return pushed;
   }

@@ -27,13 +27,13 @@ std::string MethodWord(v1::BroadcastMethod method) {
     case v1::BROADCAST_METHOD_NCCL:
       return "nccl";
     default:
-      return fmt::format("method {}", static_cast<int>(method));  // of a newer daemon
+      return fmt::format("method {}", static_cast<int>(method));  // from a newer daemon
   }
 }
 
 std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; }
 
-// "7", or "7 (of 1a2b)" where another incarnation than the group's committed it.
+// "7", or "7 (of 1a2b)" if another incarnation than the group's committed it.
 std::string HeldWord(const v1::GroupStatus& group, const v1::InstanceStatus& instance) {
   std::string word = VersionWord(instance);
   if (instance.origin() == 0 || instance.origin() == group.incarnation()) return word;
@@ -62,7 +62,7 @@ bool OnSeveralDaemons(const v1::GroupStatus& group) {
   return !group.coordinator().empty() || group.nodes_size() > 1;
 }
 
-// Of this daemon's end of the group's communicator.
+// Describes this daemon's end of the group's communicator.
 std::string RenderLink(const v1::GroupStatus& group) {
   if (!group.has_epoch()) return "none open";
   return fmt::format("epoch {} {}, {} sent, {} received", group.epoch(),
@@ -71,7 +71,7 @@ std::string RenderLink(const v1::GroupStatus& group) {
 }
 
 std::vector<std::string> NodeCells(const v1::NodeStatus& node) {
-  // Nobody waits to hear of oneself.
+  // A daemon is never silent to itself.
   const std::string silent = node.state() == "self" ? "-" : HumanSeconds(node.silent_seconds());
   return {OrDash(node.daemon_id()), OrDash(node.address()), node.state(),
           fmt::format("{}", node.members()), silent};
@@ -177,7 +177,7 @@ bool HasEnded(const v1::UpdateStatus& update) {
 }
 
 bool IsComplete(const v1::InstanceStatus& instance) {
-  // States of an instance whose ranks are not all there; docs/protocol.md has them all.
+  // In these states an instance lacks ranks; docs/protocol.md lists all states.
   return instance.state() != "forming" && instance.state() != "forming_dirty" &&
          instance.state() != "gone";
 }

@@ -1,4 +1,4 @@
-// What refitctl shows of the daemon's answers: tables for people.
+// Turns the daemon's answers into tables for people.
 //
 // Pure; thread-safe, except UpdateBoard, which belongs to one thread.
 #ifndef REFITD_DAEMON_REFITCTL_RENDER_H_
@@ -19,7 +19,7 @@ std::string RenderGroups(const google::protobuf::RepeatedPtrField<v1::GroupStatu
 // The daemons of each group, then this daemon's end of each group's communicator.
 std::string RenderNodes(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups);
 std::string RenderMembers(const google::protobuf::RepeatedPtrField<v1::MemberStatus>& members);
-// The update, what went by each method, then its buckets.
+// The update, the bytes moved by each method, then the update's buckets.
 std::string RenderBuckets(const v1::GetUpdateStatisticsResponse& statistics);
 
 // One line about an update: running (with progress) or ended (with its outcome).
@@ -27,21 +27,22 @@ std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& me
 
 bool HasEnded(const v1::UpdateStatus& update);
 
-// Every rank is attached and, where it has to, has registered: the instance takes part in updates.
+// Whether every rank is attached and, for registered delivery, has a layout: the instance takes
+// part in updates.
 bool IsComplete(const v1::InstanceStatus& instance);
 int CompleteInstances(const v1::GroupStatus& group);
 
-// The updates that a watcher sees: one line each, the ended ones told once.
+// The updates that a watcher sees, one line each. An ended update is reported once.
 class UpdateBoard {
  public:
   struct Change {
     std::vector<std::string> finished;  // lines of updates that ended with this message
-    bool changed = false;               // anything to show
+    bool changed = false;               // there is something to show
   };
   Change Apply(const v1::UpdateStatus& update);
-  // Of the running updates, oldest first.
+  // Lines of the running updates, oldest first.
   std::vector<std::string> Lines() const;
-  // Updates seen to end in something else than committed.
+  // How many updates were seen to end otherwise than committed.
   int aborted() const { return aborted_; }
 
  private:
@@ -50,7 +51,7 @@ class UpdateBoard {
     std::string line;
   };
   std::map<uint64_t, Running> running_;  // by update id: ascending means oldest first
-  uint64_t newest_ended_ = 0;            // ids grow: an older one was told before
+  uint64_t newest_ended_ = 0;            // ids grow: older ones were reported before
   int aborted_ = 0;
 };
 

@@ -193,7 +193,7 @@ TEST_CASE("the buckets page says what went by each method, then every bucket") {
   bucket->set_parts(4);
   bucket->set_broadcast(v1::BROADCAST_METHOD_CHAIN);
   bucket->set_seconds(0.5);
-  // Of a newer daemon, and in no time.
+  // A method of a newer daemon, and a bucket that took no time.
   statistics.add_buckets()->set_broadcast(static_cast<v1::BroadcastMethod>(77));
   statistics.set_buckets_left_out(12);
   const std::string text = RenderBuckets(statistics);

@@ -46,9 +46,9 @@ constexpr std::array<DTypeWord, 12> kWords = {{
 
 absl::Status Invalid(std::string text) { return absl::InvalidArgumentError(std::move(text)); }
 
-// Parses text whose objects must not repeat a key (the parser alone would keep the last silently).
+// Parses text whose objects must not repeat a key; the parser alone would silently keep the last.
 absl::StatusOr<Json> ParseObject(std::string_view text) {
-  std::vector<std::set<std::string>> keys;  // of the objects that are open
+  std::vector<std::set<std::string>> keys;  // of the open objects
   std::optional<std::string> repeated;
   bool deep = false;
   const auto on_event = [&](int depth, Json::parse_event_t event, Json& parsed) {
@@ -74,7 +74,7 @@ absl::StatusOr<Json> ParseObject(std::string_view text) {
   return json;
 }
 
-// A non-negative integer that fits int64.
+// The number, if it is an integer from 0 that fits int64.
 std::optional<int64_t> AsCount(const Json& json) {
   if (!json.is_number_integer()) return std::nullopt;
   if (json.is_number_unsigned()) {
@@ -141,7 +141,7 @@ absl::StatusOr<StoredTensor> ParseEntry(const std::string& name, const Json& ent
   return stored;
 }
 
-// The data is covered from start to end, each byte by one tensor.
+// OK: the data is covered from start to end, each byte by one tensor.
 absl::Status CheckCover(const std::vector<StoredTensor>& tensors, int64_t data_bytes) {
   int64_t covered = 0;
   for (const StoredTensor& tensor : tensors) {
@@ -277,7 +277,7 @@ absl::StatusOr<std::vector<StoredTensor>> ParseSafetensorsHeader(std::string_vie
     REFITD_ASSIGN_OR_RETURN(StoredTensor stored, ParseEntry(name, entry, data_bytes));
     tensors.push_back(std::move(stored));
   }
-  // An empty tensor shares its offset with the one behind it: it comes first.
+  // An empty tensor shares its offset with the tensor after it, and must come first.
   std::sort(tensors.begin(), tensors.end(), [](const StoredTensor& a, const StoredTensor& b) {
     return std::tie(a.file_offset, a.bytes, a.spec.name) <
            std::tie(b.file_offset, b.bytes, b.spec.name);
@@ -399,7 +399,8 @@ absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
     offset = end;
   }
   std::string text = header.dump();
-  text.append((8 - text.size() % 8) % 8, ' ');  // readers that map the file find aligned data
+  // pads to 8, so that readers that map the file find aligned data
+  text.append((8 - text.size() % 8) % 8, ' ');
   const uint64_t length = text.size();
   UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
   if (!fd.valid()) return ErrnoError(errno, path);

@@ -8,7 +8,7 @@
 // Invariants
 //  - Nothing in a file is trusted (P10): the header's length has a limit and lies inside the file;
 //    sizes agree with shapes; tensors lie inside the data, without overlap or hole, as the format
-//    demands; names are unique in the folder; index and shards name the same tensors.
+// demands; names are unique in the folder; index and shards name the same tensors.
 //  - Bytes are read with pread, not mapped: a file that shrinks meanwhile is an error, not SIGBUS.
 //
 // Threads: a Checkpoint is immutable after Open and thread-safe. A writer belongs to one thread.
@@ -35,7 +35,7 @@ inline constexpr int64_t kMaxSafetensorsHeaderBytes = 100 << 20;  // the format'
 inline constexpr int64_t kMaxIndexBytes = 100 << 20;
 inline constexpr size_t kMaxShards = 4'096;  // DeepSeek-V3 has 163
 
-// "BF16", "F8_E4M3", ...; nullopt for words of types that refitd does not carry.
+// "BF16", "F8_E4M3", ...; nullopt: a type that refitd does not carry.
 std::optional<DType> DTypeOfSafetensors(std::string_view word);
 std::string_view SafetensorsWord(DType dtype);
 
@@ -46,28 +46,28 @@ struct StoredTensor {
   int64_t bytes = 0;
 };
 
-// The header of one file of `file_bytes` bytes that begins with `head` (length word and JSON).
-// Ordered by file_offset. The pure part of the reader.
+// Parses the header of one file of `file_bytes` bytes that begins with `head` (length word and
+// JSON). The tensors are ordered by file_offset. This is the pure part of the reader.
 absl::StatusOr<std::vector<StoredTensor>> ParseSafetensorsHeader(std::string_view head,
                                                                  int64_t file_bytes);
-// Tensor name to shard file name, from the text of an index.
+// Parses an index: tensor name to shard file name.
 absl::StatusOr<std::map<std::string, std::string>> ParseSafetensorsIndex(std::string_view text);
 
 class Checkpoint {
  public:
-  // NOT_FOUND no checkpoint there, or a shard is missing; INVALID_ARGUMENT malformed; messages name
-  // file and tensor.
+  // NOT_FOUND: there is no checkpoint, or a shard is missing. INVALID_ARGUMENT: it is malformed.
+  // Messages name file and tensor.
   static absl::StatusOr<Checkpoint> Open(const std::string& folder);
 
-  // By shard name, then by place in the shard: reading in this order is sequential.
+  // Ordered by shard name, then by place in the shard, so that reading in this order is sequential.
   const std::vector<TensorSpec>& tensors() const { return specs_; }
   std::optional<size_t> Find(std::string_view name) const;
   int64_t bytes() const { return bytes_; }  // of all tensors
   int64_t bytes(size_t tensor) const { return places_[tensor].bytes; }
   const std::string& folder() const { return folder_; }
 
-  // Reads bytes [byte_offset, byte_offset + to.size()) of a tensor. INVALID_ARGUMENT outside of it;
-  // UNAVAILABLE or DATA_LOSS where the file fails or shrank.
+  // Reads bytes [byte_offset, byte_offset + to.size()) of a tensor. INVALID_ARGUMENT: the range is
+  // outside of the tensor. UNAVAILABLE or DATA_LOSS: the file failed or shrank.
   absl::Status Read(size_t tensor, int64_t byte_offset, std::span<char> to) const;
 
  private:
@@ -90,7 +90,7 @@ class Checkpoint {
   int64_t bytes_ = 0;
 };
 
-// Writes one file; the tensors' bytes are appended in the order of `tensors`.
+// Writes one file. The tensors' bytes are appended in the order of `tensors`.
 class SafetensorsWriter {
  public:
   // Creates or truncates `path` and writes the header.
@@ -98,7 +98,7 @@ class SafetensorsWriter {
       const std::string& path, const std::vector<TensorSpec>& tensors);
 
   absl::Status Append(std::span<const char> bytes);
-  // FAILED_PRECONDITION unless exactly the tensors' bytes were appended.
+  // FAILED_PRECONDITION: more or fewer bytes were appended than the tensors have.
   absl::Status Finish();
 
  private:

@@ -1,6 +1,6 @@
-// What an engine rank holds of each tensor, and how its own memory maps to the global tensors.
+// The part that an engine rank holds of each tensor, and how its memory maps to the global tensors.
 //
-// Slices follow torch.chunk: parts of ceil(n / ranks) elements, the last ones shorter or empty.
+// Slices follow torch.chunk: parts have ceil(n / ranks) elements, the last ones fewer or none.
 // Pure; thread-safe.
 #ifndef REFITD_DAEMON_REFITCTL_SLICING_H_
 #define REFITD_DAEMON_REFITCTL_SLICING_H_
@@ -19,15 +19,15 @@ struct Chunk {
   int64_t extent = 0;
   bool operator==(const Chunk&) const = default;
 };
-// Part `index` of `n` elements in `parts` parts.
+// Part `index` of `n` elements that are cut into `parts` parts.
 Chunk ChunkOf(int64_t n, int parts, int index);
 
-// The rank's box of a tensor: its chunk of dimension `dim` where the tensor has two dimensions or
-// more and `dim` is one of them, else the whole tensor.
+// The rank's box of a tensor: its chunk of dimension `dim` if the tensor has at least two
+// dimensions and `dim` is one of them, else the whole tensor.
 Box SliceOf(const Dims& shape, std::optional<int> dim, int rank, int world_size);
 
-// A box that is whole in every dimension but one, as `count` runs of `run` elements, `stride` apart
-// in the global tensor from element `first`; locally the runs lie back to back.
+// A box that is whole in every dimension but one, as `count` runs of `run` elements: `stride`
+// elements apart in the global tensor, from element `first`, and back to back in the rank's memory.
 struct Strips {
   int64_t first = 0;
   int64_t run = 0;
@@ -37,7 +37,7 @@ struct Strips {
 };
 Strips StripsOf(const Dims& shape, const Box& box);
 
-// Calls fn(global, local, elements) for each run's part inside the global range [start,
+// Calls fn(global, local, elements) for the part of each run that lies in the global range [start,
 // start + count).
 template <typename Fn>
 void ForEachRun(const Strips& strips, int64_t start, int64_t count, Fn fn) {
@@ -62,16 +62,16 @@ struct Held {
   int64_t bytes = 0;
 };
 
-// All that a rank holds, in the order of the tensors it was made from.
+// All parts that a rank holds, in the order of the tensors that they were made from.
 struct Holding {
   std::vector<Held> held;
   int64_t tensor_bytes = 0;  // sum of Held::bytes
-  int64_t memory_bytes = 0;  // with the gaps of alignment
+  int64_t memory_bytes = 0;  // includes gaps for alignment
 };
 Holding PlanHolding(const std::vector<TensorSpec>& tensors, std::optional<int> dim, int rank,
                     int world_size);
 
-// The same as a layout for registered delivery, all in one region.
+// The holding as a layout for registered delivery, all in one region.
 Layout LayoutOf(const std::vector<TensorSpec>& tensors, const Holding& holding, RegionId region);
 
 }  // namespace refitd

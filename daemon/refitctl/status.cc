@@ -1,4 +1,4 @@
-// The commands that read once: status, groups, members, nodes, buckets.
+// The commands that ask the daemon once: status, groups, members, nodes, buckets.
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -8,7 +8,7 @@
 namespace refitd::refitctl {
 namespace {
 
-// What `nodes` shows, with the names that the proto has; the rest of a group is left to `groups`.
+// The fields that `nodes` shows, by their proto names; `groups` shows the rest of a group.
 std::string NodesJson(const v1::GetStatusResponse& status) {
   nlohmann::ordered_json out;
   out["daemon_id"] = status.daemon_id();
@@ -19,7 +19,7 @@ std::string NodesJson(const v1::GetStatusResponse& status) {
     nlohmann::ordered_json shown;
     for (const char* key : {"name", "coordinator", "nodes", "epoch", "epoch_state",
                             "wire_bytes_sent", "wire_bytes_received"}) {
-      if (whole.contains(key)) shown[key] = whole.at(key);  // no epoch: none is open
+      if (whole.contains(key)) shown[key] = whole.at(key);  // absent if no epoch is open
     }
     out["groups"].push_back(std::move(shown));
   }

@@ -1,4 +1,4 @@
-// watch: updates as they go, one progress line each.
+// watch: shows running updates, one progress line each.
 #include <unistd.h>
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace refitd::refitctl {
 namespace {
 
 constexpr int64_t kTerminalIntervalMs = 200;
-constexpr int64_t kLogIntervalMs = 1000;  // where every change becomes a line for good
+constexpr int64_t kLogIntervalMs = 1000;  // if every change becomes a permanent line
 
 struct WatchOptions {
   std::string group;
@@ -19,7 +19,7 @@ struct WatchOptions {
   bool timeout_given = false;
 };
 
-// Shows what a board tells: redrawn on a terminal, else a line a change.
+// Shows a board's changes: redrawn on a terminal, else one line for each change.
 class Screen {
  public:
   explicit Screen(std::optional<int> columns) {
