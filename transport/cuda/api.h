@@ -1,7 +1,7 @@
 // The CUDA driver as this folder calls it: the table of its functions, errors as statuses, and the
 // contexts of its devices. Private to transport/cuda/; empty in builds without CUDA.
 //
-// The one file (with api.cc) where a CUresult becomes a status. Thread-safe, as the driver is.
+// Only here and in api.cc a CUresult becomes a status. Thread-safe, as the driver is.
 #ifndef REFITD_TRANSPORT_CUDA_API_H_
 #define REFITD_TRANSPORT_CUDA_API_H_
 
@@ -19,8 +19,8 @@
 
 namespace refitd {
 
-// Every call that is used, and the name under which the driver has the version that cuda.h declares
-// (CUDA 11 and later).
+// Every driver call that is used, with the driver's name of the version that cuda.h declares (CUDA
+// 11 and later).
 #define REFITD_CUDA_CALLS(V)                                                          \
   V(cuGetErrorString, "cuGetErrorString")                                             \
   V(cuDriverGetVersion, "cuDriverGetVersion")                                         \
@@ -76,13 +76,13 @@ struct CudaApi {
   // stays loaded: the driver starts threads of its own and can't be unloaded safely.
   static absl::StatusOr<CudaApi> Load(const std::string& library);
 
-  // "cuMemAlloc: out of memory (error 2)". INTERNAL and IsLost: the context is gone for good;
-  // RESOURCE_EXHAUSTED: out of memory; FAILED_PRECONDITION: what was passed is refused; else
-  // UNAVAILABLE.
+  // "cuMemAlloc: out of memory (error 2)". INTERNAL, and IsLost is true: the context is lost for
+  // ever; RESOURCE_EXHAUSTED: out of memory; FAILED_PRECONDITION: the driver refuses an argument;
+  // else UNAVAILABLE.
   absl::Status Check(std::string_view call, CUresult result) const;
 
-  // Many copies in one call: of drivers since CUDA 13, where the toolkit (since 12.8) declares what
-  // it takes.
+  // Whether the driver can issue many copies in one call. It needs a driver of CUDA 13 or later,
+  // and at build time a toolkit of 12.8 or later.
   bool has_batches() const { return copy_batch != nullptr; }
 #if CUDA_VERSION >= 12080
   using CopyAttributes = CUmemcpyAttributes;
@@ -93,8 +93,8 @@ struct CudaApi {
                                  CopyAttributes* attributes, size_t* attribute_first,
                                  size_t attribute_count, CUstream stream);
   CopyBatch copy_batch = nullptr;
-  // `count` copies between device memory, in any order, beside kernels as far as there are engines.
-  // Only with has_batches().
+  // Issues `count` copies between device memory. Copy engines run them in any order, beside
+  // kernels. Only with has_batches().
   absl::Status CopyMany(const CUdeviceptr* to, const CUdeviceptr* from, const size_t* bytes,
                         size_t count, CUstream stream) const;
 
@@ -109,10 +109,10 @@ struct CudaApi {
 // Errors after which a context, and with it this process's use of GPUs, is lost: illegal addresses,
 // failed launches, uncorrectable memory errors. Every later call fails too.
 bool IsLostContext(CUresult result);
-// Whether Check made this status of such an error.
+// Whether Check made this status from such an error.
 bool IsLost(const absl::Status& status);
 
-// The primary contexts of all devices: retained when first asked for, never released.
+// The primary contexts of all devices. Each is retained at the first request and never released.
 class CudaContexts {
  public:
   // The driver must be initialised; ordinals are 0 to devices - 1.
@@ -135,7 +135,8 @@ class CudaContexts {
   std::vector<CUcontext> contexts_ ABSL_GUARDED_BY(mutex_);
 };
 
-// A context is the thread's current one while this lives. `status` must be looked at.
+// Makes a context the thread's current context while this object lives. Callers must check
+// `status`.
 class ScopedContext {
  public:
   ScopedContext(const CudaApi& api, CUcontext context)
@@ -153,7 +154,7 @@ class ScopedContext {
   const absl::Status status_;
 };
 
-// What CudaMemory::Create makes is one of these too: how the transport gets at the driver.
+// Objects made by CudaMemory::Create implement this too; the transport gets the driver from them.
 class CudaContextsOwner {
  public:
   virtual ~CudaContextsOwner() = default;

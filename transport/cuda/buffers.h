@@ -1,10 +1,10 @@
-// Memory of the transport's own, device or pinned, reused so that small transfers make no call that
-// may wait for a device. Private to transport/cuda/.
+// The transport's own memory, device or pinned, which is reused so that small transfers make no
+// call that may wait for a device. Private to transport/cuda/.
 //
 // A buffer goes back to its pool when it is destroyed, on any thread and without a call to the
-// driver; who destroys it knows that the device is done with it. Trim, on the thread that may call
-// the driver, frees what is too much (P8: also of a device that has nothing to do, hence
-// OnSurplus). Thread-safe.
+// driver; it must be destroyed only when the device is done with it. Trim, on the thread that may
+// call the driver, frees surplus memory (P8); OnSurplus lets that happen even if the device has no
+// work. Thread-safe.
 #ifndef REFITD_TRANSPORT_CUDA_BUFFERS_H_
 #define REFITD_TRANSPORT_CUDA_BUFFERS_H_
 
@@ -40,7 +40,7 @@ class Buffer {
   ~Buffer();
 
   uint64_t address() const { return address_; }                     // aligned to 256 bytes
-  char* host() const { return reinterpret_cast<char*>(address_); }  // pinned ones only
+  char* host() const { return reinterpret_cast<char*>(address_); }  // pinned buffers only
   int64_t bytes() const { return bytes_; }
   bool empty() const { return bytes_ == 0; }
 
@@ -64,13 +64,14 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
-  // At least so many bytes. Errors: the driver's, RESOURCE_EXHAUSTED above all.
+  // A buffer of at least `bytes`. Errors: the driver's, mostly RESOURCE_EXHAUSTED.
   absl::StatusOr<Buffer> Take(int64_t bytes);
   void Trim();
-  // `call` runs whenever a buffer came back and there is something to trim: on the thread that
-  // destroyed it, which may hold any mutex of its own; not a call to the driver.
+  // `call` runs whenever a buffer came back and there is memory to trim. It runs on the thread that
+  // destroyed the buffer, which may hold mutexes, and it must not call the driver.
   void OnSurplus(std::function<void()> call);
-  // The device hangs: nothing is freed any more, since that would wait for it.
+  // Called if the device hangs: nothing is freed any more, because freeing would wait for the
+  // device.
   void Abandon();
 
  private:

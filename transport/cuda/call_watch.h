@@ -1,7 +1,8 @@
 // Watches calls of the driver. Private to transport/cuda/.
 //
-// P4: such a call may hang behind a device that does. One that takes longer than `limit` is told as
-// a loss of the GPUs (LostContext). It goes on: what it uses must stay until it returns (P6).
+// P4: a call may hang if a device hangs. A call that takes longer than `limit` is reported as a
+// loss of the GPUs (LostContext). The call goes on, so memory that it uses must stay until it
+// returns (P6).
 #ifndef REFITD_TRANSPORT_CUDA_CALL_WATCH_H_
 #define REFITD_TRANSPORT_CUDA_CALL_WATCH_H_
 
@@ -22,7 +23,8 @@ namespace refitd {
 // Thread-safe; has a thread of its own.
 class CallWatch {
  public:
-  // `name`: of a device, for messages. `looked`: after each look, on the thread that watches.
+  // `name` gives a device's name, for messages. `looked` is called after each look, on the watching
+  // thread.
   CallWatch(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost,
             std::function<std::string(int)> name, std::function<void()> looked = nullptr);
   // As Stop.
@@ -30,13 +32,15 @@ class CallWatch {
   CallWatch(const CallWatch&) = delete;
   CallWatch& operator=(const CallWatch&) = delete;
 
-  // Nobody looks any more. Not on the thread that watches.
+  // Ends the watching. Not to be called on the watching thread.
   void Stop();
 
-  // A call of the driver about a device, or several in a row, as long as it lives.
+  // Marks a call of the driver about a device, or several in a row, as under way while this object
+  // lives.
   class Call {
    public:
-    // `watch`: null: nobody watches. `what` is done, for messages: static.
+    // `watch` may be null: then the call is not watched. `what` is a static text that names the
+    // call in messages.
     Call(CallWatch* watch, int device, const char* what)
         : watch_(watch), number_(watch == nullptr ? 0 : watch->Begin(device, what)) {}
     ~Call() {
@@ -69,13 +73,13 @@ class CallWatch {
   const std::function<void()> looked_;
 
   Mutex mutex_;
-  CondVar stopped_;  // not for calls, which are many
+  CondVar stopped_;  // not notified by calls, which are many
   std::map<uint64_t, Running> running_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_ ABSL_GUARDED_BY(mutex_) = 1;
   LateClock late_clock_ ABSL_GUARDED_BY(mutex_);
   bool stops_ ABSL_GUARDED_BY(mutex_) = false;
 
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last: it uses the other members
 };
 
 }  // namespace refitd

@@ -1,5 +1,5 @@
-// The copy kernel on the host: its code (copy_code.h), thread after thread. For tests: addresses in
-// the tasks are the process's own.
+// Runs the copy kernel's code (copy_code.h) on the host, one thread after the other. For tests;
+// addresses in the tasks are addresses of this process.
 #ifndef REFITD_TRANSPORT_CUDA_COPY_INTERPRETER_H_
 #define REFITD_TRANSPORT_CUDA_COPY_INTERPRETER_H_
 
@@ -10,7 +10,7 @@
 
 namespace refitd {
 
-// What a launch of refitd_copy does, in order, with so many threads a block. Sums are added
+// Does what a launch of refitd_copy with `threads` threads per block does, in order. Sums are added
 // atomically.
 void RunTasks(const CopyLaunch& launch, uint32_t threads = kCopyThreads);
 

@@ -3,9 +3,9 @@
 //   extern "C" __global__ void refitd_copy(refitd::CopyLaunch launch)
 //   extern "C" __global__ void refitd_copy_apart(refitd::CopyLaunch launch)
 //
-// The first takes tasks of runs, or any, the second those that LiesApart (copy_task.h) only.
-// kCopyThreads threads a block, no dynamic shared memory, any number of blocks: each takes tasks
-// until there are none left.
+// The first takes any task and is meant for tasks of runs; the second takes only tasks for which
+// LiesApart (copy_task.h) is true. Launch with kCopyThreads threads per block, no dynamic shared
+// memory, and any number of blocks: each block takes tasks until none are left.
 #ifndef REFITD_TRANSPORT_CUDA_COPY_KERNEL_H_
 #define REFITD_TRANSPORT_CUDA_COPY_KERNEL_H_
 

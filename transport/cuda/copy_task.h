@@ -11,20 +11,20 @@ namespace refitd {
 inline constexpr int kTaskDims = 3;
 inline constexpr uint32_t kNoSum = ~uint32_t{0};
 
-// Of a task, runs times the 16-byte vectors that one run may touch, or runs of one element: its
-// index arithmetic is exact up to here.
+// The most vectors of a task: its runs times the 16-byte vectors that one run may touch, or its
+// runs of one element. The task's index arithmetic is exact up to this number.
 inline constexpr uint32_t kMaxTaskVectors = 1 << 16;
 
 // A box of `count[0] * count[1] * count[2]` runs of `run` elements each. A run is contiguous at the
 // source and at the destination, and, where digested, in the tensor's row-major index. Addresses
-// and steps need no alignment. Every address inside is accessed in units of 16 aligned bytes where
-// that pays: loads may fetch, and drop, what lies beside a run in its first and last unit.
+// and steps need no alignment. Memory is accessed in units of 16 aligned bytes where that is
+// faster: loads may fetch, and ignore, bytes beside a run in its first and last unit.
 //
 // Two passes (P1): the copy reads at `source`, as the program says, stores at `destination` and
 // adds the digest of what it stored, with the index by the destination's metadata, to
 // stored_sums[sum]; the source pass reads the same elements at `proof`, where the source's own
-// metadata says that they lie, and adds to source_sums[proof_sum]. Where nothing wants the digest
-// of what was stored (sum is kNoSum) and `proof` is `source`, the copy is the source pass.
+// metadata says that they lie, and adds to source_sums[proof_sum]. If the digest of what was stored
+// is not wanted (sum is kNoSum) and `proof` is `source`, the copy itself is the source pass.
 struct alignas(16) CopyTask {
   uint64_t source = 0;       // address; 0: nothing is copied
   uint64_t destination = 0;  // address; 0: nothing is copied
@@ -34,16 +34,17 @@ struct alignas(16) CopyTask {
   int64_t destination_step[kTaskDims] = {0, 0, 0};
   int64_t index_step[kTaskDims] = {0, 0, 0};  // elements
   uint32_t run = 0;                           // elements
-  uint16_t count[kTaskDims] = {1, 1, 1};      // slowest first; of fewer dimensions the last ones
-  uint8_t element_bytes = 1;                  // 1, 2 or 4; 8-byte elements are two of 4 bytes
+  // Slowest first; a box of fewer dimensions uses the last ones.
+  uint16_t count[kTaskDims] = {1, 1, 1};
+  uint8_t element_bytes = 1;  // 1, 2 or 4; 8-byte elements are two of 4 bytes
   uint8_t unused = 0;
   uint32_t sum = kNoSum;        // of what is stored; kNoSum: not digested
   uint32_t proof_sum = kNoSum;  // of the source pass
 };
 static_assert(sizeof(CopyTask) == 128);
 
-// A task of single elements, each at a multiple of its size: such tasks are run by a kernel of
-// their own. All others go to the one for runs, which takes any.
+// Whether a task has single elements, each at a multiple of its size. Such tasks have a kernel of
+// their own. All other tasks go to the kernel for runs, which takes any task.
 constexpr bool LiesApart(const CopyTask& task) {
   if (task.run != 1) return false;
   const uint64_t bytes = task.element_bytes;
@@ -54,12 +55,12 @@ constexpr bool LiesApart(const CopyTask& task) {
   return all % bytes == 0;  // sizes are powers of two
 }
 
-// What the kernel is launched with.
+// The kernel's launch argument.
 struct CopyLaunch {
   const CopyTask* tasks = nullptr;  // in device memory, aligned to 16 bytes
   uint32_t task_count = 0;
   uint32_t* next_task = nullptr;              // zero at the launch; blocks take tasks from it
-  unsigned long long* stored_sums = nullptr;  // zeroed before; null where no task has one
+  unsigned long long* stored_sums = nullptr;  // zeroed before; null if no task has a sum
   unsigned long long* source_sums = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// One device's work: jobs issued in order by one thread, their ends awaited by another. Private to
+// One device's work: one thread issues jobs in order, another waits for their ends. Private to
 // transport/cuda/.
 //
 //   Submit -> queued -> issuing -> running -> ended
@@ -6,14 +6,15 @@
 //                |         +----------+--> Stop gave up: Fail, and kept for ever
 //                +--> the GPUs are lost: ended at once
 //
-// P4: a job is late when the device ended nothing for `limit` and the job is older than that. That
-// is told at once, as a loss of the GPUs (LostContext), and fails what is queued. What is being
-// issued or runs is not ended by it: the device, or a call of the driver, may still read and write
-// all that the job names. It ends, as failed, when the device is done after all; until then it is
-// kept, and with it its memory (P6). Nothing but the end of the process stops a device: whoever is
-// told of the loss sees to that.
+// P4: a job is late if it is older than `limit` and the device ended no job for `limit`. A late job
+// is reported at once as a loss of the GPUs (LostContext), and queued jobs fail. A job that is
+// being issued or runs is not ended by that, because the device, or a call of the driver, may still
+// read and write the job's memory. It ends, as failed, when the device is done after all; until
+// then the queue keeps the job and its memory (P6). Only the end of the process stops a device; the
+// receiver of the loss must end it.
 //
-// A lost context (api.h) is such a loss too: what runs ends as the driver says of each device.
+// A lost context (api.h) is such a loss too; running jobs then end with the status that the driver
+// gives for each device.
 #ifndef REFITD_TRANSPORT_CUDA_DEVICE_QUEUE_H_
 #define REFITD_TRANSPORT_CUDA_DEVICE_QUEUE_H_
 
@@ -38,14 +39,15 @@
 
 namespace refitd {
 
-// What a job issues to, valid on the issuer's thread, the device's context current.
+// The streams and kernels that a job issues to. Valid on the issuer's thread, while the device's
+// context is current.
 struct DeviceStreams {
   const CudaApi& api;
   CUfunction kernel = nullptr;        // kCopyKernel
   CUfunction apart_kernel = nullptr;  // kCopyApartKernel
   CUstream main = nullptr;
-  // For copy engines; the first `lanes_used` are joined with `main` after the job. They do not wait
-  // for what is on `main`.
+  // Streams for copy engines; the first `lanes_used` are joined with `main` after the job. They do
+  // not wait for work on `main`.
   std::array<CUstream, kEngineLanes> lanes{};
   size_t lanes_used = 0;
 };
@@ -53,24 +55,26 @@ struct DeviceStreams {
 class DeviceJob {
  public:
   virtual ~DeviceJob() = default;
-  // Nobody waits any more: it is not begun.
+  // True if nobody waits for the job any more; it is then not begun.
   virtual bool Cancelled() const = 0;
-  // Calls that return at once, or as soon as the device has room for more: they wait for the
-  // device's work at most, never for anybody else.
+  // Issues the job, by calls that return at once, or as soon as the device has room for more work;
+  // they may wait for this device only.
   virtual absl::Status Issue(DeviceStreams* streams) = 0;
-  // Stop gave the device up while the job is being issued or runs: End does not follow. At most
-  // once.
+  // Called if Stop gave the device up while the job is being issued or runs; End is then not
+  // called. At most once.
   virtual void Fail(const absl::Status& status) = 0;
-  // The device is done with it, or never began. Once, unless Fail was called.
+  // Called when the device is done with the job, or the job was never begun. Once, unless Fail was
+  // called.
   virtual void End(const absl::Status& status) = 0;
 };
 
 struct DeviceQueueOptions {
-  std::string name;         // of the device, for messages
-  std::string threads{};    // their names' beginning; empty: "refitd-gpu-N" and "refitd-gpuw-N"
+  std::string name;  // of the device, for messages
+  // Beginning of the threads' names; empty: "refitd-gpu-N" and "refitd-gpuw-N".
+  std::string threads{};
   std::string_view kernel;  // image; outlives the queue. Empty: jobs launch none
   std::chrono::milliseconds limit{0};
-  // Free memory of the pools beyond this goes back to the driver.
+  // Free memory of the pools beyond these limits goes back to the driver.
   int64_t kept_device_bytes = 0;
   int64_t kept_pinned_bytes = 0;
 };
@@ -86,10 +90,10 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
 
   void Start();
   void Submit(std::shared_ptr<DeviceJob> job);
-  // What is submitted from now on ends at once, UNAVAILABLE.
+  // Jobs submitted from now on end at once with UNAVAILABLE.
   void Close();
-  // Closes, and ends the threads when all jobs have ended, at the latest at `deadline`: then jobs
-  // that have not ended fail, and what they and the device hold is never given back: false.
+  // Closes, and ends the threads when all jobs have ended. At `deadline` the jobs that have not
+  // ended fail, their memory and the device's is never freed, and the result is false.
   bool Stop(std::chrono::steady_clock::time_point deadline);
 
   BufferPool* memory() const { return memory_.get(); }
@@ -103,19 +107,20 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
     Clock::time_point submitted;
     JobState state = JobState::kQueued;
     CUevent event = nullptr;  // null while running: nothing was issued
-    absl::Status issued;      // what issuing it came to
+    absl::Status issued;      // the status of issuing it
   };
   using Entries = std::vector<std::shared_ptr<Entry>>;
 
   void IssueAll();
   void WaitForAll();
-  // False: the queue ends. A null entry: there is only memory to give back.
+  // Waits for the next entry to issue. False: the queue ends. A null entry: there is only memory to
+  // give back.
   bool NextToIssue(std::shared_ptr<Entry>* entry);
   void IssueOne(Entry* entry);
   absl::Status Begin();
   absl::Status IssueWork(DeviceJob* job, CUevent* event);
   absl::Status CloseJob(const DeviceStreams& streams, CUevent* event);
-  // The end of the first job in order, if it came: true.
+  // Looks whether the first job in order has ended, and takes its end: true.
   bool TakeEnd(Entry* first);
   void JudgeLate();
   bool AnyLate() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -147,10 +152,10 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   CondVar changed_;
   std::deque<std::shared_ptr<Entry>> entries_ ABSL_GUARDED_BY(mutex_);
   int running_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::vector<CUevent> events_ ABSL_GUARDED_BY(mutex_);  // not in use
+  std::vector<CUevent> events_ ABSL_GUARDED_BY(mutex_);  // events that no job uses
   Clock::time_point last_end_ ABSL_GUARDED_BY(mutex_);
   LateClock late_clock_ ABSL_GUARDED_BY(mutex_);
-  bool late_ ABSL_GUARDED_BY(mutex_) = false;     // what the device does ends as failed
+  bool late_ ABSL_GUARDED_BY(mutex_) = false;     // jobs that the device still runs end as failed
   bool surplus_ ABSL_GUARDED_BY(mutex_) = false;  // a pool has memory to give back
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool given_up_ ABSL_GUARDED_BY(mutex_) = false;

@@ -1,4 +1,5 @@
-// The loss of this process's GPUs, told once; and what counts as late. Private to transport/cuda/.
+// Records the loss of this process's GPUs, and reports it once; decides what counts as late.
+// Private to transport/cuda/.
 #ifndef REFITD_TRANSPORT_CUDA_LOST_CONTEXT_H_
 #define REFITD_TRANSPORT_CUDA_LOST_CONTEXT_H_
 
@@ -13,17 +14,18 @@
 
 namespace refitd {
 
-// Whether the process lost its use of GPUs, shared by all that use them: to an error that costs a
-// context, or to a device or a call that does not end. The first loss is told, later ones are not.
+// Whether the process lost its GPUs, shared by all code that uses them. The cause is an error that
+// destroys a context, or a device or a call that does not end. Only the first loss is reported.
 // Thread-safe.
 class LostContext {
  public:
   explicit LostContext(std::function<void(absl::Status)> tell) : tell_(std::move(tell)) {}
-  // Passes `status` through; an error that costs the context becomes the one of all jobs.
+  // Passes `status` through; if it is an error that destroys the context, it becomes the status of
+  // all later jobs.
   absl::Status Note(const absl::Status& status);
-  // Lost for this reason, with its code.
+  // Records and reports the loss, with this reason and its code.
   void Lose(const absl::Status& why);
-  // OK: not lost.
+  // OK if the GPUs are not lost, else the reason.
   absl::Status status() const;
 
  private:
@@ -32,8 +34,8 @@ class LostContext {
   const std::function<void(absl::Status)> tell_;
 };
 
-// Decides what is late, for one thread that looks often: at least four times a limit. Time in which
-// this process did not run at all (SIGSTOP, a machine that slept) counts for nobody.
+// Decides what is late, for one thread that looks at least four times per limit. Time in which this
+// process did not run at all (SIGSTOP, a machine that slept) is not counted.
 class LateClock {
  public:
   using Clock = std::chrono::steady_clock;
@@ -43,7 +45,7 @@ class LateClock {
     if (now - last_look_ > limit_ / 2) resumed_ = now;
     last_look_ = now;
   }
-  // At the last look.
+  // Whether work begun at `since` was late at the last look.
   bool Late(Clock::time_point since) const {
     return last_look_ - std::max(since, resumed_) > limit_;
   }

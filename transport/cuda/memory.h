@@ -1,25 +1,26 @@
-// GPU memory of other processes, mapped into this one; and pools of this process's own, for others
-// to map.
+// GPU memory of other processes, mapped into this process; and pools made by this process, for
+// other processes to map.
 //
 // A region's address (`data()`) is where its own device reaches it; it is what MemorySpan and
 // BoundPiece carry. A kernel or copy that runs on another device may need another address: a legacy
-// CUDA IPC handle is opened once for each device that works on it (CUDA: an opened handle serves
-// the device that was current; enabling peers is not enough), a VMM mapping has one address for
-// all. CudaRegion::On gives it.
+// CUDA IPC handle is opened once for each device that works on it (an opened handle serves only the
+// device that was current; enabling peers is not enough), whereas a VMM mapping has one address for
+// all devices. CudaRegion::On gives the address.
 //
-// Legacy handles (cudaIpcGetMemHandle) name a whole block of cudaMalloc, whatever address they were
-// taken of. A handle that is open already is not opened again: both hold the same region. P6: a
-// region is closed when its last shared_ptr goes, which every copy holds until it has drained. P8:
-// so a dead process's memory is given back when its last copy ended (measured: it lives until then,
-// docs/decisions.md). P10: sizes come from the driver, never from who registered.
+// Legacy handles (cudaIpcGetMemHandle) name a whole block of cudaMalloc, whatever address in it
+// they were made from. A handle that is open already is not opened again: both users hold the same
+// region. P6: a region is closed when its last shared_ptr is destroyed, and every copy holds one
+// until it has ended. P8: the memory of a dead process is therefore freed when its last copy ended
+// (measured: the memory lives until then, docs/decisions.md). P10: sizes come from the driver,
+// never from the member that registered.
 //
-// Contexts: each device's primary one, retained when a region or a copy first needs the device
-// (about 0.5 GiB of its memory), never released: they belong to the process.
+// Contexts: each device's primary context is retained when a region or a copy first needs the
+// device (it takes about 0.5 GiB of the device's memory), and is never released.
 //
-// No CUDA type appears here; builds without CUDA too, and then Create says so. Thread-safe. Calls
-// that open or close take up to milliseconds: never under the node's mutex, never on a gRPC thread.
-// P4: they may hang behind a device that does; that is told (CudaMemoryOptions), and what such a
-// call uses stays until it returns.
+// No CUDA type appears here; this also builds without CUDA, and then Create is an error that says
+// so. Thread-safe. Calls that open or close take up to milliseconds, so they must not run under the
+// node's mutex or on a gRPC thread. P4: they may hang if a device hangs; that is reported
+// (CudaMemoryOptions::lost), and memory that such a call uses stays until it returns.
 #ifndef REFITD_TRANSPORT_CUDA_MEMORY_H_
 #define REFITD_TRANSPORT_CUDA_MEMORY_H_
 
@@ -39,15 +40,15 @@ namespace refitd {
 
 inline constexpr size_t kCudaIpcHandleBytes = 64;  // CUipcMemHandle, cudaIpcMemHandle_t
 
-// Immutable. Destroying it closes every mapping of it.
+// A region of GPU memory. Immutable. Destroying it closes all its mappings.
 class CudaRegion {
  public:
   virtual ~CudaRegion() = default;
   int device() const { return device_; }  // ordinal in this process
   char* data() const { return data_; }    // on that device; not to be dereferenced by the host
   int64_t bytes() const { return bytes_; }
-  // Where kernels and copies of `device` reach data(); opened at the first call. UNAVAILABLE: the
-  // device can't reach it, and why.
+  // The address at which kernels and copies of `device` reach data(); mapped at the first call.
+  // UNAVAILABLE says why the device can't reach it.
   virtual absl::StatusOr<char*> On(int device) const = 0;
 
  protected:
@@ -59,22 +60,23 @@ class CudaRegion {
   const int64_t bytes_;
 };
 
-// Memory that this process made, for others to import: ImportVmm with `descriptor` (a duplicate)
-// and region->bytes(). The device has it back when the region, every descriptor and every import of
-// it are gone.
+// Memory that this process made, for other processes to import: by ImportVmm with a duplicate of
+// `descriptor` and region->bytes(). The memory is freed when the region, every descriptor and every
+// import of it are gone.
 struct CudaPool {
   std::shared_ptr<const CudaRegion> region;
   UniqueFd descriptor;
 };
 
-// Memory of one device for this process alone. One thread at a time; freed when destroyed.
+// Memory of one device that only this process uses. Used by one thread at a time; freed when
+// destroyed.
 class CudaBuffer {
  public:
   virtual ~CudaBuffer() = default;
   char* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
-  // Copies `bytes` from `from`, which the device reaches, to data() + offset; done when it returns,
-  // whatever other streams do. INVALID_ARGUMENT: outside of the buffer.
+  // Copies `bytes` from `from`, which the device must reach, to data() + offset. The copy is done
+  // when this returns; it does not wait for other streams. INVALID_ARGUMENT: outside of the buffer.
   virtual absl::Status Store(int64_t offset, const char* from, int64_t bytes) = 0;
 
  protected:
@@ -86,10 +88,10 @@ class CudaBuffer {
 };
 
 struct CudaMemoryOptions {
-  // A device that has not zeroed a pool after so long hangs, as does a call of the driver that has
-  // not opened, made or closed something: the GPUs are lost.
+  // If a device does not zero a pool within this time, or a call of the driver does not open, make
+  // or close memory, it hangs and the GPUs are lost.
   std::chrono::milliseconds limit{60'000};
-  // The GPUs are lost: the process has to end. On any thread.
+  // Called when the GPUs are lost; the process must then end. Called on any thread.
   std::function<void(absl::Status)> lost{};
 };
 
@@ -102,35 +104,35 @@ class CudaMemory {
   virtual ~CudaMemory() = default;
 
   virtual const std::vector<CudaDevice>& devices() const = 0;
-  // The ordinal. FAILED_PRECONDITION: no device has this UUID; the message has those that there
-  // are.
+  // The ordinal of the device. FAILED_PRECONDITION: no device has this UUID; the message names the
+  // devices that exist.
   virtual absl::StatusOr<int> DeviceOf(std::string_view uuid) const = 0;
 
-  // The block that a legacy handle names, which lies on `device`. INVALID_ARGUMENT: not
-  // kCudaIpcHandleBytes. FAILED_PRECONDITION: the driver refuses it (stale, of this process, of
-  // another device, not of cudaMalloc).
+  // Opens the block that a legacy handle names; it must lie on `device`. INVALID_ARGUMENT: the
+  // handle does not have kCudaIpcHandleBytes. FAILED_PRECONDITION: the driver refuses it (stale, of
+  // this process, of another device, not of cudaMalloc).
   virtual absl::StatusOr<std::shared_ptr<const CudaRegion>> OpenLegacy(int device,
                                                                        std::string_view handle) = 0;
-  // Memory of cuMemCreate, exported as a POSIX descriptor, `bytes` of it, accessible to every
-  // device that can reach `device`. FAILED_PRECONDITION: the driver refuses it, or it is not of
-  // `device`; INVALID_ARGUMENT: `bytes` is not what the allocation has.
+  // Maps `bytes` of memory of cuMemCreate, exported as a POSIX descriptor, for every device that
+  // can reach `device`. FAILED_PRECONDITION: the driver refuses it, or it is not of `device`;
+  // INVALID_ARGUMENT: `bytes` is not the allocation's size.
   virtual absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int device, UniqueFd fd,
                                                                       int64_t bytes) = 0;
-  // New memory of cuMemCreate on `device`, at least `bytes` (the driver's granularity, 2 MiB, is
-  // what it is a multiple of), all zeros, accessible to every device that can reach `device`.
-  // INVALID_ARGUMENT: `bytes` is not 1 to the device's memory; RESOURCE_EXHAUSTED: not so much is
-  // free; DEADLINE_EXCEEDED: a device hung, now or before.
+  // Makes new memory by cuMemCreate on `device`: `bytes`, rounded up to the driver's granularity of
+  // 2 MiB, all zeros, accessible to every device that can reach `device`. INVALID_ARGUMENT: `bytes`
+  // is not between 1 and the device's memory; RESOURCE_EXHAUSTED: too little memory is free;
+  // DEADLINE_EXCEEDED: a device hung, now or before.
   virtual absl::StatusOr<CudaPool> MakePool(int device, int64_t bytes) = 0;
-  // Drops a pool that nothing uses any more, and has all who watch let go of it: at once or soon.
-  // What they keep of it until then keeps its memory.
+  // Drops a pool that nothing uses any more, and calls the watchers, which let go of it at once or
+  // soon. The pool's memory is freed when the last of them has let go.
   virtual void GiveBack(CudaPool pool) = 0;
-  // `let_go` is called by GiveBack, on its thread; not any more once UnwatchPools returned.
+  // GiveBack calls `let_go` on its own thread; never again after UnwatchPools returned.
   virtual void WatchPools(const void* watcher, std::function<void(const CudaRegion&)> let_go) = 0;
   virtual void UnwatchPools(const void* watcher) = 0;
   // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: as MakePool.
   virtual absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) = 0;
-  // The region that holds [data, data + bytes), as its own device addresses it; null: none that is
-  // open. Fast: called for every piece.
+  // The open region that holds [data, data + bytes), by the addresses of the region's own device;
+  // null if there is none. Fast, because it is called for every piece.
   virtual std::shared_ptr<const CudaRegion> Find(const char* data, int64_t bytes) const = 0;
 };
 

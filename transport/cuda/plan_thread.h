@@ -1,13 +1,14 @@
-// The thread that plans what is submitted to the cuda transport, in order, so that callers never
+// The thread that plans submitted transfers of the cuda transport, in order, so that callers never
 // wait for a plan or for the opening of a handle; and a watch of the calls of the driver that
-// planning makes, here and on callers' threads (Transport::Prepare). Private to transport/cuda/.
+// planning makes, on this thread and on callers' threads (Transport::Prepare). Private to
+// transport/cuda/.
 //
 //   Submit -> queued -> planning -> started
 //                |          +--> Stop gave up: GiveUp
 //                +--> the GPUs are lost, Stop: failed
 //
-// P4: when one of them hangs (call_watch.h), the jobs that wait behind it fail. The one that it
-// belongs to fails when the call returns, or when Stop gives it up: it has read and written nothing
+// P4: if such a call hangs (call_watch.h), the jobs that wait behind it fail. The job that made the
+// call fails when the call returns, or when Stop gives the job up; it has read and written nothing
 // yet.
 #ifndef REFITD_TRANSPORT_CUDA_PLAN_THREAD_H_
 #define REFITD_TRANSPORT_CUDA_PLAN_THREAD_H_
@@ -27,16 +28,16 @@
 
 namespace refitd {
 
-// Start, Fail or GiveUp is called, once.
+// A job to plan. Exactly one of Start, Fail and GiveUp is called, once.
 class PlanJob {
  public:
   virtual ~PlanJob() = default;
-  // Calls of the driver are made inside a CallWatch::Call.
+  // Must make its calls of the driver inside a CallWatch::Call.
   virtual void Plan() = 0;
   virtual void Start() = 0;
   // After Plan, or without.
   virtual void Fail(const absl::Status& status) = 0;
-  // As Fail, but beside a Plan that hangs, on another thread: what that uses must stay.
+  // As Fail, but called on another thread while Plan hangs, so memory that Plan uses must stay.
   virtual void GiveUp(const absl::Status& status) = 0;
 };
 
@@ -45,7 +46,7 @@ class PlanThread : public std::enable_shared_from_this<PlanThread> {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `name`: of a device, for messages.
+  // `name` gives a device's name, for messages.
   PlanThread(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost,
              std::function<std::string(int)> name);
   ~PlanThread();
@@ -54,7 +55,8 @@ class PlanThread : public std::enable_shared_from_this<PlanThread> {
 
   void Start();
   void Submit(std::shared_ptr<PlanJob> job);
-  // Jobs that wait fail, UNAVAILABLE; the one that is being planned may go on until `deadline`.
+  // Fails the jobs that wait with UNAVAILABLE; the job that is being planned may go on until
+  // `deadline`.
   void Stop(Clock::time_point deadline);
 
   CallWatch* calls() { return &calls_; }
@@ -64,7 +66,7 @@ class PlanThread : public std::enable_shared_from_this<PlanThread> {
 
   void Work();
   void PlanOne(const std::shared_ptr<PlanJob>& job);
-  // Where the GPUs are lost.
+  // Fails the queued jobs, if the GPUs are lost.
   void FailQueued();
 
   const std::shared_ptr<LostContext> lost_;
@@ -72,12 +74,13 @@ class PlanThread : public std::enable_shared_from_this<PlanThread> {
   Mutex mutex_;
   CondVar changed_;
   Jobs queued_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<PlanJob> planning_ ABSL_GUARDED_BY(mutex_);  // null: none, or it was given up
+  // Null: no job is being planned, or it was given up.
+  std::shared_ptr<PlanJob> planning_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool worked_ ABSL_GUARDED_BY(mutex_) = false;  // the worker ended
 
   std::thread worker_;
-  CallWatch calls_;  // last: its thread uses the others
+  CallWatch calls_;  // last: its thread uses the other members
 };
 
 }  // namespace refitd

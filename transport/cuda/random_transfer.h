@@ -1,6 +1,6 @@
 // Random transfers over device memory of another process, each with a model: the same transfer over
-// plain memory, for the host transport. What the tests with the fake driver and those on a GPU
-// share.
+// plain memory, for the host transport. Tests with the fake driver and tests on a GPU both use
+// this.
 #ifndef REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_H_
 #define REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_H_
 
@@ -35,7 +35,7 @@ class Exporter {
   virtual ~Exporter() = default;
   // A new block with these bytes; returns its legacy handle.
   virtual std::string Export(int device, const std::vector<char>& bytes) = 0;
-  // What the nth block that was exported holds now.
+  // The bytes that the nth exported block holds now.
   virtual std::vector<char> Read(size_t block, size_t bytes) = 0;
 };
 
@@ -122,7 +122,7 @@ class World {
     }
   }
 
-  // The blocks' regions are then held by nobody else.
+  // Lets go of the blocks' regions.
   void DropRegions() {
     for (const auto& block : blocks_) block->region.reset();
   }
@@ -152,7 +152,7 @@ inline Dims RandomStrides(Rng* random, const Dims& extent, bool transpose) {
   if (transpose) std::shuffle(order.begin(), order.end(), *random);
   int64_t elements = 1;
   for (const int64_t n : extent) elements *= n;
-  // Elements of small tensors may lie apart.
+  // The elements of some small tensors lie apart.
   int64_t stride = elements <= 4096 && Pick(random, 0, 4) == 0 ? Pick(random, 2, 3) : 1;
   for (size_t i = order.size(); i-- > 0;) {
     strides[order[i]] = stride;
@@ -257,7 +257,7 @@ inline Transfer Broadcasting(World* world, CudaMemory* memory, Rng* random,
     absl::StatusOr<CudaPool> pool = memory->MakePool(device, 2 * pools->slot_bytes);
     REQUIRE(pool.ok());
     const auto& region = pool->region;
-    // The second slot: at an offset.
+    // Use the pool's second slot, so that the slot begins at an offset.
     broadcast.slots.push_back({region->data() + pools->slot_bytes, pools->slot_bytes, region});
     pools->pools.push_back(*std::move(pool));
   }

@@ -1,13 +1,13 @@
-// Broadcasts through slots: work that spans devices, issued by one thread (P7: communicators need
-// the same order on every device). Private to transport/cuda/.
+// Broadcasts through slots. This work spans devices, and one thread issues it (P7: communicators
+// need the same order on every device). Private to transport/cuda/.
 //
 // A chain: the source's device copies a chunk into the first slot, that device hands it to the
-// next, and so on, by copy engines alone; each hop waits for the one before by an event, so that
-// all links are busy from the third chunk on. Every device has one stream for what it hands on,
-// shared by all broadcasts: chunks of the next one follow at once. A slot on the source's own
-// device is filled beside the chain.
+// next, and so on, by copy engines alone; each copy waits for the copy before it by an event, so
+// that soon all links are busy. Every device has one stream for the chunks that it hands on, shared
+// by all broadcasts, so that chunks of the next broadcast follow at once. A slot on the source's
+// own device is filled beside the chain.
 //
-// P4, P6, P8: as device_queue.h, whose threads these are.
+// P4, P6, P8: kept by the threads of device_queue.h, which do this work.
 #ifndef REFITD_TRANSPORT_CUDA_RELAY_H_
 #define REFITD_TRANSPORT_CUDA_RELAY_H_
 
@@ -35,7 +35,7 @@ class RelayQueue {
   struct Options {
     std::chrono::milliseconds limit{0};
     std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
-    std::shared_ptr<NcclBroadcasts> nccl;    // null: no relay is by NCCL
+    std::shared_ptr<NcclBroadcasts> nccl;    // null: no broadcast is by NCCL
   };
   RelayQueue(std::shared_ptr<CudaMemory> memory, std::shared_ptr<CudaContexts> contexts,
              Options options);
@@ -43,8 +43,9 @@ class RelayQueue {
   RelayQueue(const RelayQueue&) = delete;
   RelayQueue& operator=(const RelayQueue&) = delete;
 
-  // `done` is called once, on a thread of the queue, when every slot is filled or nothing is
-  // touched any more. Errors: UNAVAILABLE a device can't reach the next; those of device_queue.h.
+  // `done` is called once, on a thread of the queue, when every slot is filled, or after an error
+  // when no memory is touched any more. Errors: UNAVAILABLE: a device can't reach the next; those
+  // of device_queue.h.
   void Submit(Relay relay, std::function<void(absl::Status)> done);
   // As DeviceQueue::Stop.
   void Stop(std::chrono::steady_clock::time_point deadline);

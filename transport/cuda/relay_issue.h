@@ -1,7 +1,7 @@
-// A broadcast through slots, and what it issues to the devices that take part: streams, copies, and
-// the events between them. Private to transport/cuda/.
+// A broadcast through slots, and the streams, copies and events by which it is issued to its
+// devices. Private to transport/cuda/.
 //
-// Everything here belongs to one issuing thread (P7).
+// Everything here is used by one issuing thread only (P7).
 #ifndef REFITD_TRANSPORT_CUDA_RELAY_ISSUE_H_
 #define REFITD_TRANSPORT_CUDA_RELAY_ISSUE_H_
 
@@ -27,26 +27,26 @@ struct Relay {
   int source = 0;              // device; all runs' bytes are on it
   std::vector<RelayRun> runs;  // not empty
   int64_t slot_bytes = 0;
-  int64_t chunk_bytes = 0;  // of a chain with more than one link
+  int64_t chunk_bytes = 0;  // size of a chunk, in a chain with more than one link
   struct Slot {
     int device = 0;
     char* data = nullptr;  // as that device addresses it
   };
-  std::vector<Slot> slots;  // each on another device; in the order of the chain
+  std::vector<Slot> slots;  // each on a different device; in the order of the chain
   std::vector<std::shared_ptr<const void>> keep_alive;  // P6
 };
 
-// A stream, with an event that is recorded again and again: a wait is for the last record before
-// it, and one thread issues both.
+// A stream, with an event that is recorded again and again. A wait is for the last record before
+// the wait, which is well-defined because one thread issues both.
 struct RelayStream {
   CUcontext context = nullptr;
   CUstream stream = nullptr;
   CUevent event = nullptr;
 };
 
-// Every device has one stream for what it hands on, shared by all broadcasts, so that the next one
-// follows at once; and one for what it copies within itself: into its own slot, or packed for NCCL.
-// Made when first needed.
+// The streams of all devices, made when first needed. Each device has one stream for the chunks
+// that it hands on, shared by all broadcasts so that the next broadcast follows at once, and one
+// for copies within the device: into its own slot, or packed for NCCL.
 class RelayStreams {
  public:
   explicit RelayStreams(std::shared_ptr<CudaContexts> contexts) : contexts_(std::move(contexts)) {}
@@ -56,7 +56,7 @@ class RelayStreams {
   const CudaApi& api() const { return contexts_->api(); }
   absl::StatusOr<RelayStream*> Onward(int device) { return Get({device, false}); }
   absl::StatusOr<RelayStream*> Own(int device) { return Get({device, true}); }
-  // Nothing runs on them, and nobody issues any more.
+  // Destroys the streams. To be called when nothing runs on them and nothing is issued any more.
   void Destroy();
 
  private:
@@ -66,31 +66,32 @@ class RelayStreams {
   std::map<std::pair<int, bool>, RelayStream> streams_;
 };
 
-// One broadcast's work. Whatever comes of issuing it, Join follows.
+// The work of one broadcast. Join must follow even if issuing fails.
 class RelayIssue {
  public:
   RelayIssue(RelayStreams* streams, const CudaMemory* memory)
       : streams_(streams), memory_(memory) {}
 
   const CudaApi& api() const { return streams_->api(); }
-  // Those that the broadcast uses.
+  // The streams that the broadcast uses.
   absl::StatusOr<RelayStream*> Onward(int device) { return Using(streams_->Onward(device)); }
   absl::StatusOr<RelayStream*> Own(int device) { return Using(streams_->Own(device)); }
 
-  // The region that holds it, and where `device` reaches it. UNAVAILABLE: it can't.
+  // The region that holds `data`; and the address at which `device` reaches `data`. UNAVAILABLE:
+  // the device can't reach it.
   absl::StatusOr<std::shared_ptr<const CudaRegion>> RegionOf(const char* data) const;
   absl::StatusOr<char*> Reach(char* data, int device) const;
 
-  // Into a slot as the stream's device reaches it.
+  // Copies runs into a slot; `slot` is the slot's address for the stream's device.
   absl::Status CopyRuns(const RelayStream& on, const std::vector<RelayRun>& runs, char* slot) const;
   absl::Status Copy(const RelayStream& on, char* to, const char* from, int64_t bytes) const;
   absl::Status Clear(const RelayStream& on, char* data, int64_t bytes) const;
   absl::Status Record(const RelayStream& on) const;
-  // For the last record of `event`'s stream.
+  // Makes stream `on` wait for the last record of the event of stream `event`.
   absl::Status Wait(const RelayStream& on, const RelayStream& event) const;
 
-  // `main` waits for all that was issued. Where that can't be, nothing tells any more when the
-  // devices are done: a lost context (api.h).
+  // Makes `main` wait for all work that was issued. If that fails, nothing can tell when the
+  // devices are done, which counts as a lost context (api.h).
   absl::Status Join(CUstream main) const;
 
  private:
