@@ -17,7 +17,7 @@ namespace {
 constexpr std::chrono::seconds kDeadline{20};
 constexpr MemberId kTrainer(1);
 
-// Memory of members and slots: strings of this test.
+// The memory of members and slots is in strings of this test.
 class TestMemory : public MemoryResolver {
  public:
   absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
@@ -57,12 +57,12 @@ class TestMemory : public MemoryResolver {
   }
   std::map<std::pair<MemberId, RegionId>, std::shared_ptr<std::string>> regions;
   std::vector<std::shared_ptr<std::string>> slots;
-  std::map<MemberId, size_t> devices;  // none: host memory
+  std::map<MemberId, size_t> devices;  // not listed: host memory
   std::vector<std::vector<std::shared_ptr<std::string>>> device_slots;
 };
 
-// The host transport, with a wrong source offset planted in one move of a program. The offset stays
-// inside of the source piece: one that leaves it is refused outright.
+// The host transport with a wrong source offset planted in one move of a program. The offset stays
+// inside the source piece, since an offset outside of it would be refused outright.
 class WrongOffset : public Transport {
  public:
   explicit WrongOffset(Transport* transport) : transport_(transport) {}
@@ -73,14 +73,14 @@ class WrongOffset : public Transport {
   void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
     transport_->Submit(std::move(job), std::move(done));
   }
-  size_t move = 1;  // the right half of the matrix
+  size_t move = 1;  // moves the right half of the matrix
   int64_t planted_bytes = 0;
 
  private:
   Transport* const transport_;
 };
 
-// Broadcasts through slots as a transport with devices makes them, over this test's memory.
+// Broadcasts through slots like a transport with devices, over this test's memory.
 class Relaying : public Transport {
  public:
   Relaying(Transport* transport, const TestMemory* memory)
@@ -127,13 +127,13 @@ class FlipByte : public TransferFaults {
   char* target = nullptr;
 };
 
-// One trainer's region with two tensors, two engine ranks (one whole, one that holds the right half
-// of the matrix and all of the vector) and a slot.
+// One trainer's region with two tensors, two engine ranks (one holds both whole, the other the
+// right half of the matrix and all of the vector), and a slot.
 class Bench {
  public:
   Bench() {
     tensors_ = {{"matrix", DType::kBFloat16, {6, 8}}, {"vector", DType::kFloat32, {10}}};
-    std::string source(96 + 40 + 16, '\0');  // some more bytes follow what is carried
+    std::string source(96 + 40 + 16, '\0');  // some bytes follow those that are carried
     for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<char>(i * 7 + 1);
     memory.regions[{kTrainer, RegionId(1)}] = std::make_shared<std::string>(source);
     memory.slots.push_back(std::make_shared<std::string>(4096, '-'));
@@ -200,7 +200,8 @@ class Bench {
 
   void NextUpdate() { executor_.Forget(UpdateId(1)); }
   void Release(size_t engine) { executor_.Release(engines_[engine]); }
-  // So many hold the engine's memory, its owner included, once the transport's threads let go.
+  // Waits until `holders` references hold the engine's memory, its owner included, which happens
+  // once the transport's threads let go.
   bool HasHolders(size_t i, int64_t holders) const {
     const auto deadline = std::chrono::steady_clock::now() + kDeadline;
     const auto& held = memory.regions.at({engines_[i], RegionId(10 + i)});
@@ -215,7 +216,7 @@ class Bench {
   std::string& engine(size_t i) { return *memory.regions.at({engines_[i], RegionId(10 + i)}); }
   std::string& slot() { return *memory.slots[0]; }
 
-  // All destinations hold what they should, and nothing around it changed.
+  // Requires that all destinations hold the source's bytes and that nothing around them changed.
   void RequireInstalled() {
     const std::string matrix = source().substr(0, 96);
     const std::string vector = source().substr(96, 40);
@@ -228,7 +229,7 @@ class Bench {
     REQUIRE(slot().substr(512, 40) == vector);
   }
 
-  // The trainer on device 0, the engines on 1 and 2, with a slot each.
+  // Puts the trainer on device 0 and the engines on 1 and 2, with a slot on each.
   void OnDevices() {
     memory.devices = {{kTrainer, 0}, {engines_[0], 1}, {engines_[1], 2}};
     for (int device = 0; device < 3; ++device) {
@@ -236,7 +237,7 @@ class Bench {
     }
   }
   char* slot_on(size_t device) { return memory.device_slots[device][0]->data(); }
-  // A slot holds what it should, and an engine too.
+  // Requires that both slots and an engine hold the source's bytes.
   void RequireBroadcast() {
     for (const size_t device : {1, 2}) {
       const std::string& filled = *memory.device_slots[device][0];
@@ -297,7 +298,7 @@ TEST_CASE("a transfer writes every destination and the slot, and reads back as w
 TEST_CASE("a wrong source offset planted in a program is caught by transfer") {
   Bench bench;
   bench.transport.planted_bytes = -2;
-  // Without verification the wrong bytes go through: the plant does what it should.
+  // Without verification the wrong bytes pass: the planted bug works.
   REQUIRE(bench.Transfer(Verification::kOff).status.ok());
   REQUIRE(bench.engine(0).substr(64, 96) == bench.source().substr(0, 96));
   REQUIRE(bench.engine(1).substr(64, 8) == bench.source().substr(6, 8));
@@ -320,7 +321,7 @@ TEST_CASE("a wrong source offset planted in a program is caught by readback too"
 
 TEST_CASE("a byte flipped in a destination after the copy is caught by readback, and only by it") {
   Bench bench;
-  bench.flip.target = &bench.engine(1)[64 + 48 + 13];  // in the vector
+  bench.flip.target = &bench.engine(1)[64 + 48 + 13];  // a byte of the vector
   REQUIRE(bench.Transfer(Verification::kTransfer).status.ok());
   REQUIRE(bench.Transfer(Verification::kReadback).status.ok());
   const VerifyDone verified = bench.Verify();
@@ -353,7 +354,7 @@ TEST_CASE("a broadcast fills the slot of each engine's device, and engines take 
     CHECK(done.bytes_written == std::vector<int64_t>{136, 88});
     CHECK(done.slot_bytes == 2 * 552);
     bench.RequireBroadcast();
-    CHECK(bench.slot() == std::string(4096, '-'));  // the host's
+    CHECK(bench.slot() == std::string(4096, '-'));  // the host's slot
   }
   CHECK(bench.Verify().status.ok());
 }
@@ -363,14 +364,14 @@ TEST_CASE("a method that is not there is refused, and auto takes what is cheapes
   bench.OnDevices();
   bench.broadcast = BroadcastMethod::kNccl;
   CHECK(bench.Refused().code() == absl::StatusCode::kUnimplemented);
-  // A hundred bytes are not worth a relay; a slot that nobody reads is left as it is.
+  // A hundred bytes are not worth a broadcast; the slot stays untouched, since no rank reads it.
   bench.broadcast = BroadcastMethod::kAuto;
   const Executor::Done done = bench.Transfer(Verification::kTransfer);
   REQUIRE(done.status.ok());
   CHECK(done.broadcast == BroadcastMethod::kDirect);
   CHECK(done.slot_bytes == 0);
   CHECK(bench.slot() == std::string(4096, '-'));
-  // Host memory has no device to relay from.
+  // Host memory is on no device from which to broadcast.
   Bench host;
   host.broadcast = BroadcastMethod::kChain;
   const Executor::Done direct = host.Transfer(Verification::kTransfer);
@@ -399,7 +400,7 @@ TEST_CASE("what is read back is kept for the next update, and let go with a memb
   CHECK(bench.HasHolders(1, 1));
 }
 
-// Members 20 and 21 on device 0, 22 on device 1, all staged; one slot on each.
+// Members 20 and 21 on device 0 and 22 on device 1, all staged; one slot on each device.
 class StagedBench {
  public:
   StagedBench() {
@@ -407,12 +408,12 @@ class StagedBench {
     for (int device = 0; device < 2; ++device) {
       memory.device_slots.push_back({std::make_shared<std::string>(64, '-')});
     }
-    // Slots that cross daemons are those of device 1.
+    // Slots that cross to other daemons are those of device 1.
     memory.slots = memory.device_slots[1];
     memory.regions[{kTrainer, RegionId(1)}] = std::make_shared<std::string>("12345678");
   }
 
-  // `wired`: it is sent to other daemons as well.
+  // `wired`: the part is sent to other daemons as well.
   Executor::Done Run(CheckedBucket::Source source, const std::vector<MemberId>& readers,
                      bool wired = false) {
     CheckedBucket bucket;
@@ -427,7 +428,7 @@ class StagedBench {
     start.wired = wired;
     return Run(start, bucket);
   }
-  // What another daemon sent into the slot of device 1.
+  // Runs a part that another daemon sent into the slot of device 1.
   Executor::Done RunCrossed(const std::vector<MemberId>& readers) {
     StartTransfer start = Part(readers);
     start.source_slot = kGrant;
@@ -532,7 +533,7 @@ TEST_CASE("what came from another daemon is packed on the other devices of its r
   CHECK(bench.slot(0) == kPacked);
   REQUIRE(done.source_digests.size() == 1);
 
-  // Where it lies on their device, it is read for its digest alone.
+  // If the readers' device has the slot already, the slot is read only for its digest.
   StagedBench own;
   own.slot(1) = kPacked;
   const Executor::Done same = own.RunCrossed({MemberId(22)});

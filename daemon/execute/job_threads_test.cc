@@ -15,7 +15,7 @@ constexpr std::chrono::seconds kDeadline{20};
 
 TEST_CASE("Jobs run one after the other in the order of submission") {
   JobThreads planner("planner-test");
-  std::vector<int> order;  // of the planner's thread
+  std::vector<int> order;  // written by the planner's thread
   std::promise<void> last;
   auto done = last.get_future();
   for (int i = 0; i < 100; ++i) planner.Submit([&order, i] { order.push_back(i); });
@@ -25,7 +25,7 @@ TEST_CASE("Jobs run one after the other in the order of submission") {
   for (int i = 0; i < 100; ++i) CHECK(order[static_cast<size_t>(i)] == i);
 }
 
-// A job that runs until it is let go.
+// A job that runs until the test releases it.
 class HeldJob {
  public:
   std::function<void()> Job() {
@@ -47,7 +47,7 @@ class HeldJob {
 };
 
 TEST_CASE("Owners take turns, however many jobs one of them has submitted first") {
-  std::vector<int> order;  // of the planner's thread
+  std::vector<int> order;  // written by the planner's thread
   HeldJob held;
   JobThreads planner("planner-test");
   planner.Submit(7, held.Job());
@@ -104,7 +104,7 @@ TEST_CASE("Stop waits for the job that runs and lets go of the others") {
     planner.Submit([&ran] { ran = true; });
   }
   CHECK(ended);
-  // The second job may have been next before Stop was: then it ran, once.
+  // The second job may have run before Stop, once.
   CHECK(held.use_count() == 1);
   static_cast<void>(ran);
 }

@@ -21,7 +21,7 @@ namespace {
 constexpr std::chrono::seconds kDeadline{20};
 constexpr UpdateId kUpdate(1);
 
-// Memory of members and slots: strings of this test.
+// The memory of members and slots is in strings of this test.
 class TestMemory : public MemoryResolver {
  public:
   absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
@@ -37,10 +37,10 @@ class TestMemory : public MemoryResolver {
   std::vector<std::shared_ptr<std::string>> slots;
 };
 
-// Makes one byte wrong right after it was stored (what is stored around it may span it, too).
+// Makes one byte wrong right after it was stored. (A store of bytes around it may include it, too.)
 class WrongByte : public TransferFaults {
  public:
-  // It is right now.
+  // The byte at `at` is right at this moment.
   void Aim(char* at) {
     target_ = at;
     wrong_ = static_cast<char>(*at ^ 0x20);
@@ -143,7 +143,7 @@ class Cluster {
   static MemberId SourceId(uint32_t i) { return MemberId(100 + i); }
   static MemberId DestinationId(uint32_t i) { return MemberId(1000 + i); }
 
-  // Puts all memory `shift` bytes further on, in other regions.
+  // Moves all memory `shift` bytes further on, to other regions.
   void Bind(int64_t shift) {
     const RegionId region(7 + static_cast<uint64_t>(shift));
     const auto move = [&](const Layout& layout) {
@@ -180,7 +180,8 @@ class Cluster {
     shift_ = shift;
   }
 
-  // Runs every step of a refit; what is wrong, or nothing. `spoil` may damage what a slot carries.
+  // Runs every step of a refit and returns what is wrong; empty: nothing. `spoil` may damage the
+  // bytes in a slot.
   std::string Refit(Verification verification, bool spoil = false) {
     std::vector<std::vector<int64_t>> written;
     for (const auto& daemon : daemons) {
@@ -219,7 +220,7 @@ class Cluster {
     return "";
   }
 
-  // Chunks from slot 0 of one to slot 1 of the other.
+  // Copies chunks from slot 0 of the sender to slot 1 of the receiver.
   void Exchange(int64_t round, bool spoil) {
     for (uint32_t to = 0; to < daemons.size(); ++to) {
       for (const ExchangeLeg& in : daemons[to]->bound->program->Legs(round)) {
@@ -245,7 +246,7 @@ class Cluster {
     return *daemons[0]->memory.slots[0];
   }
 
-  // Every element of every engine is right and nothing else was touched.
+  // What is wrong with the engines' elements or with the bytes around them; empty: nothing.
   std::string ByteFault() const {
     for (uint32_t d = 0; d < world.destinations.size(); ++d) {
       const Side& side = world.destinations[d];
@@ -321,7 +322,7 @@ struct Bench {
   Counting transport{host.get()};
 };
 
-// The first world of more than one daemon that has local moves and rounds.
+// The first world of several daemons that has local moves and rounds.
 std::unique_ptr<Cluster> MixedCluster(Transport* transport) {
   for (uint64_t seed = 1;; ++seed) {
     auto cluster = std::make_unique<Cluster>(seed, transport);
@@ -368,7 +369,7 @@ TEST_CASE("A wrong offset in a node program is found by transfer and by readback
     Cluster cluster(seed, &bench.transport);
     for (const auto& daemon : cluster.daemons) {
       auto wrong = std::make_shared<NodeProgram>(*daemon->bound->program);
-      // A move of one element from the middle of a dense run takes its neighbour's.
+      // A move of one element from the middle of a dense run takes its neighbour's bytes.
       CopyMove* move = nullptr;
       for (CopyMove& m : wrong->local.moves) {
         const Piece& piece = wrong->sources[m.source].layout->pieces[m.source_piece];
@@ -438,7 +439,7 @@ TEST_CASE("Replayed moves are read back against their own version's digests") {
       for (char& c : *region) c = static_cast<char>(c * 5 + version + 1);
     }
     CHECK(daemon.Run(moves).status.ok());
-    // As often as asked.
+    // Verifying may be repeated.
     for (int time = 0; time < 2; ++time) {
       const VerifyDone same = daemon.Verify();
       INFO(same.status);

@@ -199,7 +199,7 @@ std::shared_ptr<Answer> Cluster::Begin(int trainer, Version version, Verificatio
 std::shared_ptr<Answer> Cluster::Push(int trainer, Version version, int64_t seq,
                                       const TensorSpec& tensor, std::vector<char> bytes) {
   Daemon& daemon = *daemons_[static_cast<size_t>(rank(trainer).daemon)];
-  auto& stored = daemon.buckets[CallId(0)];  // Call gives it its number
+  auto& stored = daemon.buckets[CallId(0)];  // Call sets the bucket's number
   stored.second = std::move(bytes);
   CheckedBucket::Place place;
   place.inline_data = stored.second.data();
@@ -373,7 +373,7 @@ void Cluster::On(int daemon, const BuildProgram& a) {
   Feed(daemon, built);
 }
 
-// ---- links: what is said goes over the real messages ----
+// ---- links: commands and reports pass through real messages ----
 
 void Cluster::On(int, const SendCommand& a) {
   const auto to = static_cast<int>(a.node.value());
@@ -409,7 +409,7 @@ void Cluster::On(int daemon, const ConnectEpoch& a) {
   Feed(daemon, EpochUp{a.epoch, absl::OkStatus()});
 }
 
-// What its end waits in ends; the others hear of it by their own.
+// Operations that this end waits in fail; the other ends fail when they are closed.
 void Cluster::On(int daemon, const CloseEpoch& a) {
   const uint32_t rank = daemons_[static_cast<size_t>(daemon)]->epoch_rank;
   const auto end = [&](auto* operations) {
@@ -444,7 +444,7 @@ void Cluster::On(int daemon, const StartWire& a) {
   (void)daemon;
 }
 
-// Complete when everyone that somebody names is there; both ends must mean the same bytes.
+// Completes when all ranks that the legs name have posted; both ends must agree on the bytes.
 void Cluster::On(int daemon, const StartExchange& a) {
   Exchange& op = exchanges_[a.seq.value()];
   op.posted.emplace(daemons_[static_cast<size_t>(daemon)]->epoch_rank, a);

@@ -1,8 +1,9 @@
-// Daemons of one group without processes or sockets: real state machines, planners, executors, host
-// transport and message conversion; links, wire and members are queues and memory of this process.
+// Daemons of one group without processes or sockets: the state machines, planners, executors, host
+// transport and message conversion are real; links, wire and members are queues and memory of this
+// process.
 //
-// Members answer at once and never fail. Everything that waits has a deadline (P4): Run returns
-// false after it.
+// Members answer at once and never fail. Every wait has a deadline (P4), after which Run returns
+// false.
 //
 // Not thread-safe; copies run on the transport's threads.
 #ifndef REFITD_TESTS_REFIT_CLUSTER_H_
@@ -41,7 +42,7 @@ struct Rank {
   bool dirty = false;  // as the last Aborted said
 };
 
-// What a call was answered.
+// The answer to a call.
 struct Answer {
   bool came = false;
   absl::Status status;
@@ -53,11 +54,11 @@ class Cluster {
   Cluster(int daemons, GroupSpec spec, GroupLimits limits = {}, TransferFaults* faults = nullptr);
   ~Cluster();
 
-  // Numbers for the calls below. The layout's pieces lie in region 1; memory is as large as they
-  // need, filled with kPoison.
+  // Return the rank's number for the calls below. The layout's pieces lie in region 1; the memory
+  // is as large as they need and filled with kPoison.
   int AddTrainer(int daemon, int rank, int world, Layout layout);
   int AddEngine(int daemon, const std::string& instance, int rank, int world, Layout layout);
-  // Registers another layout, over memory of its size.
+  // Registers another layout, over new memory of its size.
   absl::Status Register(int rank, Layout layout);
   Rank& rank(int number) { return *ranks_[static_cast<size_t>(number)]; }
 
@@ -65,17 +66,17 @@ class Cluster {
   std::shared_ptr<Answer> Refit(int trainer, Version version, Verification verification,
                                 int64_t bucket_count = 0);
   std::shared_ptr<Answer> Begin(int trainer, Version version, Verification verification);
-  // One whole tensor of uint8, from these bytes.
+  // Pushes one whole tensor of uint8 with these bytes.
   std::shared_ptr<Answer> Push(int trainer, Version version, int64_t seq, const TensorSpec& tensor,
                                std::vector<char> bytes);
   std::shared_ptr<Answer> Commit(int trainer, Version version, int64_t bucket_count);
   void Lose(int number);
 
-  // Until nothing is left to do; false: not within a minute.
+  // Runs until nothing is left to do; false: that took more than a minute.
   bool Run();
 
-  int compiled() const { return compiled_; }  // plans
-  int built() const { return built_; }        // node programs
+  int compiled() const { return compiled_; }  // plans compiled
+  int built() const { return built_; }        // node programs built
   int compared() const { return compared_; }  // comparisons of replicas, by daemon
   int64_t exchanged_bytes() const { return exchanged_bytes_; }
   MachineView View() const;
@@ -139,8 +140,8 @@ class Cluster {
   Mutex mutex_;
   CondVar posted_;
   std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mutex_);
-  int jobs_ = 0;                          // of the transport, not answered; this thread's
-  std::unique_ptr<Transport> transport_;  // last: its jobs end first
+  int jobs_ = 0;                          // the transport's unanswered jobs; used by this thread
+  std::unique_ptr<Transport> transport_;  // destroyed first, when its jobs have ended
 };
 
 }  // namespace refitd::refit

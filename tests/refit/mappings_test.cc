@@ -1,7 +1,7 @@
-// Every mapping through whole daemons, one and two of them: what each engine holds after a compiled
-// refit is, byte for byte, what its own loader would have put there, and nothing else is touched.
+// Every mapping through whole daemons, one and two: after a compiled refit each engine holds, byte
+// for byte, what its own loader would have put there, and nothing else is touched.
 //
-// usage of the environment: REFITD_MAPPINGS=NAME runs mappings whose label contains NAME.
+// REFITD_MAPPINGS=NAME in the environment runs only mappings whose label contains NAME.
 #include "transport/sharding/mappings.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ std::string Label(const Mapping& mapping) {
   return fmt::format("{}{} {}", mapping.model, mapping.fp8 ? " fp8" : "", mapping.name);
 }
 
-// Byte k of an element in one version: no two elements, versions or bytes alike but by chance.
+// Byte k of an element in one version. Elements, versions and bytes are alike only by chance.
 char ByteOf(uint64_t seed, ElementId id, int64_t k) {
   HashChain chain(seed);
   chain.Add(id);
@@ -34,8 +34,8 @@ char ByteOf(uint64_t seed, ElementId id, int64_t k) {
   return static_cast<char>(chain.hash() >> 56);
 }
 
-// The ids of the arena, as bytes; where it has none, poison. False: the layout has an element where
-// the arena has none, or the other way round.
+// Fills memory with the arena's ids as bytes, and with poison outside of it. False: the layout has
+// an element where the arena has none, or the other way round.
 bool Fill(const Layout& layout, const Arena& ids, uint64_t seed, std::vector<char>* memory) {
   memory->assign(memory->size(), Cluster::kPoison);
   int64_t elements = 0;
@@ -60,14 +60,14 @@ bool Fill(const Layout& layout, const Arena& ids, uint64_t seed, std::vector<cha
                                    [](ElementId id) { return id != sharding::kUntouched; });
 }
 
-// Trainers on the first daemons and engines on the last, or all on one.
+// Trainers are on the first daemons and engines on the last, or all on one.
 void RefitsOver(int daemons, const Mapping& mapping) {
   const sharding::ModelConfig config = sharding::TinyModel(mapping);
   const sharding::GlobalIds ids(config);
   GroupSpec spec;
   spec.trainer_ranks = static_cast<int>(mapping.trainer.world);
   spec.min_instances = static_cast<int>(mapping.engine.instances);
-  spec.slot_bytes = 256 << 10;  // many rounds
+  spec.slot_bytes = 256 << 10;  // small, for many rounds
   spec.slots = 4;
   Cluster cluster(daemons, spec);
   std::vector<int> trainers;
@@ -83,7 +83,7 @@ void RefitsOver(int daemons, const Mapping& mapping) {
     auto layout = sharding::EngineLayout(mapping, config, rank);
     REQUIRE(layout.ok());
     const int tp = static_cast<int>(mapping.engine.tp);
-    // The first instance's ranks are spread, too.
+    // The first instance's ranks are on different daemons too.
     const int daemon =
         rank < tp ? rank % daemons : (engine_world - 1 - rank) * daemons / engine_world;
     engines.push_back(cluster.AddEngine(daemon, fmt::format("i{}", rank / tp), rank % tp, tp,

@@ -1,5 +1,5 @@
-// What the life of a compiled refit asks of whole daemons: replay, memory that moved, other
-// layouts, mixing with push, replicas that differ, damaged bytes.
+// The life of a compiled refit on whole daemons: replay, memory that moved, other layouts, mixing
+// with push, replicas that differ, damaged bytes.
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <cstring>
@@ -27,7 +27,7 @@ char Value(const std::string& tensor, int64_t index, int64_t version) {
   return static_cast<char>(chain.hash() >> 56);
 }
 
-// Boxes one after the other, dense, from `gap` bytes on.
+// Places boxes one after the other, dense, from byte `gap` on.
 class Builder {
  public:
   explicit Builder(int64_t gap = 0) : end_(gap) {}
@@ -55,7 +55,7 @@ class Builder {
   int64_t end_;
 };
 
-// Columns of both matrices side by side in one buffer, then the vectors.
+// Places columns of both matrices side by side in one buffer, then the vectors.
 Layout EngineLayout(int rank, int of, const std::vector<std::string>& matrices,
                     const std::vector<std::string>& vectors) {
   Layout layout;
@@ -121,8 +121,8 @@ GroupSpec SpecOf(int trainers) {
   return spec;
 }
 
-// Two trainer ranks with half the rows of "a" and "b" each and all of the vector "n"; two engine
-// ranks with half the columns, fused. Over two daemons each has one rank of either.
+// Two trainer ranks, each with half the rows of "a" and "b" and all of the vector "n"; two engine
+// ranks, each with half the columns, fused. On two daemons each has one rank of either role.
 struct World {
   explicit World(int daemons, GroupLimits limits = {}, TransferFaults* faults = nullptr)
       : cluster(daemons, SpecOf(2), limits, faults) {
@@ -142,7 +142,7 @@ struct World {
   void FillAll(int64_t version) {
     for (const int t : trainers) Fill(&cluster.rank(t), version);
   }
-  // The status of the first trainer's call.
+  // Refits all trainers; the status of the first trainer's call.
   absl::Status Refit(int64_t version, Verification verification = Verification::kReadback) {
     std::vector<std::shared_ptr<Answer>> answers;
     for (const int t : trainers) {
@@ -179,14 +179,14 @@ TEST_CASE("a program is compiled once and replayed, and runs on memory that move
   }
   REQUIRE(world.cluster.compiled() == 1);
   REQUIRE(world.cluster.built() == daemons);
-  // Offloaded and loaded elsewhere: other memory, other offsets, the same structure.
+  // The weights were offloaded and loaded elsewhere: other memory and offsets, the same structure.
   REQUIRE(world.cluster.Register(world.trainers[0], World::Half(0, 1000)).ok());
   REQUIRE(world.cluster.Register(world.engines[1], EngineLayout(1, 2, {"a", "b"}, {"n"})).ok());
   REQUIRE(world.FillAndRefit(4).ok());
   CHECK(world.AllHold(4));
   CHECK(world.cluster.compiled() == 1);
   CHECK(world.cluster.built() == daemons);
-  // The same pieces in another order: planned for its node once more.
+  // The same pieces in another order: planned once more for this node.
   Layout turned = World::Half(1);
   std::swap(turned.pieces[0], turned.pieces[2]);
   REQUIRE(world.cluster.Register(world.trainers[1], turned).ok());
@@ -196,7 +196,7 @@ TEST_CASE("a program is compiled once and replayed, and runs on memory that move
   CHECK(world.cluster.built() == daemons + 1);
 }
 
-// `a` and `b` take turns, element by element, in the rows [begin, begin + count).
+// `a` and `b` alternate element by element in the rows [begin, begin + count).
 Layout TakingTurns(int64_t begin, int64_t count, Box columns) {
   Layout layout;
   const int64_t mine = columns.extent[1];
@@ -249,14 +249,14 @@ TEST_CASE("another split of the trainers is another program") {
   CAPTURE(daemons);
   World world(daemons);
   REQUIRE(world.FillAndRefit(1).ok());
-  // From halves of every matrix to whole ones: a pipeline split.
+  // From halves of every matrix to whole matrices, as in a pipeline split.
   REQUIRE(world.cluster.Register(world.trainers[0], Builder().Rows("a", 0, kRows).Whole("n").Done())
               .ok());
   REQUIRE(world.cluster.Register(world.trainers[1], Builder().Rows("b", 0, kRows).Done()).ok());
   REQUIRE(world.FillAndRefit(2).ok());
   CHECK(world.AllHold(2));
   CHECK(world.cluster.compiled() == 2);
-  // What is missing is named, and the engines stay as they are.
+  // The error names the missing tensor, and the engines stay as they are.
   REQUIRE(world.cluster.Register(world.trainers[1], Builder().Rows("b", 0, kRows - 1).Done()).ok());
   const absl::Status status = world.FillAndRefit(3);
   CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
@@ -312,7 +312,7 @@ TEST_CASE("replicas that differ are named within so many versions, and nothing i
   World world(daemons, limits);
   REQUIRE(world.FillAndRefit(1).ok());
   CHECK(world.cluster.compared() == daemons);
-  // One element of rank 1's copy of the vector.
+  // Damages one element of rank 1's copy of the vector.
   const auto damage = [&] {
     Rank& r = world.cluster.rank(world.trainers[1]);
     r.memory[static_cast<size_t>(r.layout->pieces[2].byte_offset + 5)] ^= 1;
@@ -323,7 +323,7 @@ TEST_CASE("replicas that differ are named within so many versions, and nothing i
     world.FillAll(version);
     damage();
     status = world.Refit(version);
-    // A version that compares the other part believes whoever is chosen as the source.
+    // A version that compares another share of the replicas does not notice the damage.
     if (!status.ok()) break;
   }
   CHECK(status.code() == absl::StatusCode::kAborted);

@@ -1,4 +1,5 @@
-// The planted bugs by name, and which promises they break: the simulator must find each (sim_test).
+// The planted bugs, by name, and the promises that they break. The simulator must find each
+// (sim_test).
 #ifndef REFITD_TESTS_SIM_BUGS_H_
 #define REFITD_TESTS_SIM_BUGS_H_
 
@@ -12,8 +13,8 @@ namespace refitd::sim {
 struct Planted {
   Bug bug;
   std::string_view name;
-  std::string_view promises;  // any of these may be what shows it
-  uint64_t within;            // seeds
+  std::string_view promises;  // the run may report any of these
+  uint64_t within;            // seeds that are tried
 };
 
 inline constexpr std::array<Planted, 17> kPlanted = {{

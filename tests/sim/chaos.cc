@@ -1,5 +1,5 @@
-// The scenario of a seed, its faults, and the quiet end: with every fault gone, what runs ends, all
-// attach again, one more update commits everywhere, and nothing is left over.
+// The scenario of a seed, its faults, and the quiet end: once every fault is gone, what runs must
+// end, all members attach again, one more update commits everywhere, and nothing is left over.
 #include <algorithm>
 
 #include "tests/sim/world.h"
@@ -11,11 +11,11 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr Duration kFaultsLast = seconds(22);  // then everything is healed
+constexpr Duration kFaultsLast = seconds(22);  // after that everything is healed
 constexpr Duration kLongestFreeze = seconds(5);
 constexpr Duration kLongestUpdate = seconds(6);  // Begin's duration
 // How long after its deadline an update or a call may still be open: clean-up, a lost daemon's
-// limit, a slow copy, a collective and slow messages. A freeze comes on top.
+// limit, a slow copy, a collective and slow messages. A freeze adds to it.
 constexpr Duration kEndSlack = seconds(1 + 2 + 2 + 2 + 2);
 
 }  // namespace
@@ -37,8 +37,8 @@ Result World::Run() {
 }
 
 void World::MakeScenario() {
-  // Classes: 0 no faults; 1 members; 2 links; 3 daemons; 4 the data plane; 5 everything; from 6 on
-  // one daemon is hit, by one fault, and the rest must go on.
+  // Kinds of seeds: 0 has no faults; 1 faults of members; 2 of links; 3 of daemons; 4 of the data
+  // plane; 5 of all; from 6 on one fault hits one daemon, and the others must go on.
   const auto kind = static_cast<int>(options_.seed % 10);
   no_faults_ = kind == 0;
   constexpr OneDaemon kOfKind[] = {OneDaemon::kOnlyEngines, OneDaemon::kOneSided, OneDaemon::kMute,
@@ -72,7 +72,7 @@ void World::MakeScenario() {
                   std::vector<TimePoint>(static_cast<size_t>(daemons)));
   const int groups = random_.Percent(35) ? 2 : 1;
   groups_.resize(static_cast<size_t>(groups));
-  rounds_.emplace_back();  // tag 0 is nobody's
+  rounds_.emplace_back();  // tag 0 belongs to no round
   for (int g = 0; g < groups; ++g) {
     GroupWorld& group = GroupOf(g);
     group.name = fmt::format("g{}", g);
@@ -112,7 +112,7 @@ void World::MakeScenario() {
     constexpr int kCompareEvery[] = {1, 1, 3, 100};
     group.limits.compare_every = kCompareEvery[random_.Index(4)];
     group.top = Version(random_.Int(1, 5));
-    Round base;  // what engines load from a checkpoint
+    Round base;  // the bytes that engines load from a checkpoint
     base.g = g;
     base.version = group.top;
     base.outcome = Outcome::kCommitted;
@@ -132,7 +132,7 @@ void World::MakeScenario() {
       seat.g = g;
       seat.instance = fmt::format("i{}", i);
       seat.world_size = random_.Percent(60) ? 1 : random_.Int(2, 3);
-      // What a program moves needs a place.
+      // A program writes to registered memory only.
       const bool registered = group.way != GroupWorld::Way::kPush || random_.Percent(60);
       seat.delivery = registered ? DeliveryMode::kRegistered : DeliveryMode::kStaged;
       seat.manifest = seat.delivery == DeliveryMode::kStaged && random_.Percent(50);
@@ -144,13 +144,13 @@ void World::MakeScenario() {
       }
       group.instances.push_back(seat.instance);
     }
-    // Without faults all instances must be there; with faults those that are.
+    // Without faults all instances must be there; with faults one is enough.
     group.spec.min_instances = no_faults_ ? instances : 1;
     group.job.left = random_.Int(2, 5);
   }
   for (int d = 0; d < daemons; ++d) {
     DaemonAt(d).index = d;
-    // The order of ids is not the order of daemons.
+    // The order of ids differs from the order of daemons.
     DaemonAt(d).id = fmt::format("node-{}{}", random_.Int(0, 9), d);
     StartDaemon(d);
   }
@@ -203,7 +203,7 @@ void World::BreakWireOfOne() {
   Trace("the data plane of d{} is broken ({})", d, static_cast<int>(DaemonAt(d).wire_trouble));
 }
 
-// Until its operator starts it anew.
+// Makes a daemon mute until its operator starts it anew.
 void World::Mute() {
   if (healed_) return;
   const int d = random_.Int(0, static_cast<int>(daemons_.size()) - 1);
@@ -385,7 +385,7 @@ void World::Chaos() {
       Feed(d, g, GroupEvent(OperatorAbort{call, "planted"}));
       return;
     }
-    // As Node does it: trainers' leases carry the old incarnation.
+    // As in Node: trainers' leases name the old incarnation, so they end.
     const uint64_t incarnation = random_.Next();
     const auto nonce = Find(d, g)->nonce;
     daemon.calls[call] = {
@@ -411,7 +411,7 @@ void World::Chaos() {
   }
 }
 
-// What must not last.
+// Reports states that must not last.
 void World::Sweep() {
   In(milliseconds(500), [this] { Sweep(); });
   for (int g = 0; g < static_cast<int>(groups_.size()); ++g) JobSweep(g);
@@ -466,7 +466,7 @@ void World::Heal() {
     if (p.alive && p.frozen) ThawProcess(seat.pid);
     if (p.alive && p.mute) KillProcess(seat.pid);
   }
-  // Who has not heard of a broken link hears its silence.
+  // A daemon that has not heard of a broken link will notice the silence.
   In(peer_limits_.peer + seconds(1),
      [this, give_up = now_ + kLongestUpdate + kEndSlack] { AwaitQuiet(give_up); });
 }
@@ -493,7 +493,7 @@ void World::AwaitQuiet(TimePoint give_up) {
   In(milliseconds(100), [this, until = now_ + seconds(20)] { AwaitAttached(until); });
 }
 
-// What an operator does when a data plane is mended: its members attach anew.
+// An operator does this when a data plane is mended: members that are kept out attach anew.
 void World::RestartKeptOut() {
   for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
     const Machine* m = Find(GroupOf(g).home, g);
@@ -566,7 +566,7 @@ void World::AwaitFinal(TimePoint give_up) {
     In(milliseconds(20), [this, give_up] { AwaitFinal(give_up); });
     return;
   }
-  // Acknowledgements, closing and pings settle.
+  // Lets acknowledgements, closing and pings settle.
   In(seconds(1), [this] { CheckQuiet(); });
 }
 

@@ -1,4 +1,4 @@
-// The data plane as tags: copies, read-backs, collectives.
+// The data plane, where tags stand for bytes: copies, read-backs, collectives.
 #include <algorithm>
 
 #include "tests/sim/world.h"
@@ -119,7 +119,7 @@ Tag World::SourceTag(const Copy& copy, size_t range, int64_t i) const {
   return copy.source->data[b][static_cast<size_t>(offset + i)];
 }
 
-// P2: nobody writes to an engine that serves.
+// P2: nothing may write to an engine that serves.
 void World::WriteEngine(int g, UpdateId update, int pid, uint32_t tensor, int64_t element,
                         Tag tag) {
   Process& p = ProcessOf(pid);
@@ -131,7 +131,7 @@ void World::WriteEngine(int g, UpdateId update, int pid, uint32_t tensor, int64_
   p.cells[tensor][static_cast<size_t>(element - p.first[tensor])] = tag;
 }
 
-// Half of it, or all.
+// Performs the first half of the copy, or all of it.
 void World::RunCopy(const std::shared_ptr<Copy>& copy, bool end) {
   const PartContent& content = *copy->start.content;
   const auto hold = [&](uint32_t t, int pid, const TensorRange& range, int64_t* low,
@@ -219,7 +219,7 @@ void World::EndCopy(const std::shared_ptr<Copy>& copy, bool) {
     done.status = absl::InternalError("the copy failed");
     done.bytes_written.assign(done.bytes_written.size(), 0);
   } else if (verification != Verification::kOff && random_.PerMille(chances_.bytes_damaged)) {
-    // One element is wrong; `transfer` sees it now, `readback` later.
+    // Damages one element; `transfer` finds it now, `readback` later.
     for (size_t k = 0; k < copy->pids.size(); ++k) {
       if (copy->pids[k] == 0 || done.bytes_written[k] == 0) continue;
       Process& p = ProcessOf(copy->pids[k]);
@@ -313,7 +313,7 @@ void World::EndReading(const std::shared_ptr<Reading>& reading) {
     const auto member = DaemonAt(reading->d).members.find(start.destinations[k]);
     if (expected == sums.end() || member == DaemonAt(reading->d).members.end()) continue;
     const Process& p = ProcessOf(member->second.pid);
-    if (!p.alive) continue;  // its memory is mapped still, and nobody's
+    if (!p.alive) continue;  // its memory is still mapped, though the process is dead
     const bool differs =
         std::any_of(expected->second.begin(), expected->second.end(), [&p](const auto& cell) {
           const auto t = static_cast<uint32_t>(cell.first >> 32);
@@ -434,7 +434,7 @@ int World::OutOfReach(const EpochEnd& end) const {
   return -1;
 }
 
-// Up when every end that the addresses name connects to the same addresses.
+// An epoch is up when every end that the addresses name has connected to the same addresses.
 void World::CompleteEpoch(uint64_t id, TimePoint give_up) {
   const auto it = ends_.find(id);
   if (it == ends_.end() || it->second.closed || it->second.answered) return;
@@ -508,7 +508,7 @@ void World::On(int d, int g, const CloseEpoch& a) {
 
 // ---- collectives ----
 
-// What holds for every operation of an epoch; null: it does not.
+// Checks what must hold for every operation of an epoch; null: it does not.
 EpochEnd* World::CheckWire(int d, int g, EpochId epoch, WireSeq seq, Duration timeout,
                            const std::string& where) {
   EpochEnd* end = FindEnd(d, g, epoch);
@@ -595,7 +595,8 @@ void World::RunWire(EpochEnd* end, WireSeq seq, Duration timeout) {
   TryWire(comm, seq);
 }
 
-// All its ranks are there: it completes, at each rank after what that rank started before.
+// Completes the operation if all its ranks have started it; at each rank after its earlier
+// operations.
 void World::TryWire(const std::string& comm, WireSeq seq) {
   const auto found = comms_[comm].find(seq);
   if (found == comms_[comm].end() || broken_comms_.contains(comm)) return;
@@ -623,7 +624,7 @@ void World::TryWire(const std::string& comm, WireSeq seq) {
     end.free_at = done + random_.Micros(0, 1500);
     const uint64_t id = end.id;
     if (rank != op.root && random_.Percent(50)) {
-      // Some of it is there before the rest.
+      // Some of the bytes arrive before the rest.
       InDaemon(end.d, (done - now_) / 2, [this, comm, seq, rank] {
         const auto it = comms_[comm].find(seq);
         if (it == comms_[comm].end() || !it->second.running.contains(rank)) return;
@@ -675,7 +676,7 @@ void World::EndWire(uint64_t id, WireSeq seq, const absl::Status& status) {
   if (m != nullptr && m->nonce == end.nonce) Feed(end.d, end.g, WireDone{end.epoch, seq, status});
 }
 
-// Who still waits in it hears of it at last.
+// Breaks a communicator: ranks that wait in it hear of that at `latest`.
 void World::BreakComm(const std::string& comm, Duration soonest, Duration latest) {
   broken_comms_.insert(comm);
   for (const uint64_t id : EndsOf(comm)) {

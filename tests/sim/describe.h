@@ -1,5 +1,5 @@
-// What an event or action says, as numbers for the trace's hash and as text for people: the fields
-// that they share by name, and what they carry inside.
+// Describes events and actions: as numbers for the trace's hash and as text for people. Common
+// fields come with their names, values inside follow.
 #ifndef REFITD_TESTS_SIM_DESCRIBE_H_
 #define REFITD_TESTS_SIM_DESCRIBE_H_
 
@@ -14,7 +14,7 @@
 
 namespace refitd::sim {
 
-// "SendCommand" from the compiler's own name of this function.
+// The name of a type, as in "SendCommand", from the compiler's own name of this function.
 template <typename T>
 constexpr std::string_view TypeName() {
   std::string_view name = __PRETTY_FUNCTION__;

@@ -1,4 +1,4 @@
-// Trainer and engine processes, and the job that tells the trainers what to install next.
+// Trainer and engine processes, and the job that tells trainers which version to install next.
 #include <algorithm>
 
 #include "tests/sim/world.h"
@@ -10,7 +10,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// What an OK answer to the call carries.
+// The payload that an OK answer to the call carries.
 std::optional<size_t> AnswerTo(const GroupEvent& event) {
   const auto of = [](const ReplyPayload& payload) { return std::optional(payload.index()); };
   if (std::holds_alternative<BeginEvent>(event)) return of(BeginReply{});
@@ -95,7 +95,7 @@ int World::NewProcess(int seat_index) {
       p.first.push_back(low);
       std::vector<Tag>& cells = p.cells.emplace_back();
       for (int64_t e = low; e < high; ++e) {
-        // Loaded from a checkpoint: the pseudo-round of its group.
+        // Loaded from a checkpoint: the group's pseudo-round.
         cells.push_back(loaded ? MakeTag(static_cast<uint32_t>(seat.g) + 1, t, e) : 0);
       }
     }
@@ -219,7 +219,7 @@ void World::LoseLease(int pid, const std::string& why, Duration retry) {
   p.attaching = false;
   p.prepared.reset();
   ++p.lease;
-  // In doubt counts as dirty.
+  // Weights in doubt count as dirty.
   if (p.in_doubt && options_.bug != Bug::kForgottenDoubt) p.holds.reset();
   p.in_doubt = false;
   while (!p.packs.empty()) EndPack(pid, p.packs.back().grant);
@@ -452,7 +452,7 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bo
   }
   p.in_doubt = false;
   p.prepared.reset();
-  // Another binding: what it holds now is not known to be a version until the next update.
+  // After a new registration the memory is not known to hold a version until the next update.
   if (seat.delivery == DeliveryMode::kRegistered && random_.PerMille(chances_.new_binding)) {
     RegisterLayout(pid);
   }
@@ -469,12 +469,12 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
   const bool refit = std::holds_alternative<RefitEvent>(event);
   const std::shared_ptr<const Layout> believed =
       refit && p.shard != nullptr ? p.shard->layout : nullptr;
-  // Answers to a lease that is gone are nobody's.
+  // Answers to an earlier lease are dropped.
   auto heard = [this, pid, refit, lease = p.lease, reply = std::move(reply)](
                    const absl::Status& status, const ReplyPayload& payload) {
     Process& q = ProcessOf(pid);
     if (q.lease != lease || q.mute) return;
-    // Called off: what it began goes on, and the shard is read until an answer comes.
+    // The call was cancelled: what it began goes on, and the shard is read until an answer comes.
     const bool open = status.code() == absl::StatusCode::kCancelled;
     if (refit && --q.refits_out == 0 && !open) {
       q.refit_version.reset();
@@ -516,7 +516,7 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
           it->second.newest = generation;
           daemon.calls[call].layout = layout->layout;
         }
-        // As Node does it: what it can tell by itself is no event.
+        // As in Node: a registration that the daemon itself can refuse makes no event.
         if (std::holds_alternative<LayoutRegistered>(event)) {
           absl::Status status = Find(d, g)->machine->CanRegisterLayout(member);
           if (!status.ok()) return On(d, g, Reply{call, std::move(status), EmptyReply{}});
@@ -548,7 +548,7 @@ void World::CallTwice(int pid, GroupEvent event, std::shared_ptr<Source> source,
         }
       },
       again);
-  // The second one's memory is the same, but not the same object: only the first is read.
+  // The second call's memory has equal bytes but is another object: only the first call's is read.
   std::shared_ptr<Source> copy = source == nullptr ? nullptr : std::make_shared<Source>(*source);
   using Answers = std::vector<std::pair<absl::Status, ReplyPayload>>;
   const auto answers = std::make_shared<Answers>();
@@ -606,7 +606,7 @@ void World::MakePlan(int g) {
 void World::StartAttempt(int g) {
   GroupWorld& group = GroupOf(g);
   Job& job = group.job;
-  // One that was due when the faults ended.
+  // An attempt that was due when the faults ended is dropped.
   if (job.left <= 0 || (job.final && job.active)) return;
   --job.left;
   ++job.attempt;
@@ -618,7 +618,7 @@ void World::StartAttempt(int g) {
   if (committed.has_value()) {
     group.top = std::max(group.top, *committed);
   } else if (!job.final && random_.Percent(30)) {
-    // An incarnation's first version may be any, whatever engines bring from another.
+    // An incarnation may begin with any version, whatever engines bring from another.
     group.top = Version(random_.Between(0, 3));
   }
   // A version that was lost may be tried again.
@@ -647,7 +647,7 @@ void World::BeginAttempt(int pid) {
   if (!job.active || job.concluded.contains(rank) || !p.welcomed || p.mute) return;
   if (p.attempt == job.attempt && p.phase != Process::Phase::kBeginning) return;
   if (p.refits_out > 0) {
-    // Its shards may be read yet.
+    // Its shards may still be read.
     InProcess(pid, random_.Millis(20, 100), [this, pid, lease = p.lease] {
       if (ProcessOf(pid).lease == lease) BeginAttempt(pid);
     });
@@ -674,8 +674,8 @@ void World::BeginAttempt(int pid) {
   }
 }
 
-// 0: the group's default. Without faults the update must commit: members' attaching alone may take
-// two seconds.
+// 0: the group's default. Without faults the update must commit, and members' attaching alone may
+// take two seconds.
 Duration World::SomeDuration() {
   if (random_.Percent(30)) return Duration(0);
   const Duration duration = seconds(random_.Between(2, 6));
@@ -693,8 +693,8 @@ void World::BeginCall(int pid) {
   e.verification = group.verification;
   e.evict_late = job.evict_late;
   e.tensor_count = static_cast<int64_t>(group.model.size());
-  // As if their memory were on GPUs with slots: broadcasts go through them where one daemon has
-  // all.
+  // Claims that the members' memory is on GPUs with slots: broadcasts then go through slots if one
+  // daemon has all members.
   e.slots_on_devices = job.slots_on_devices;
   e.request_id = fmt::format("b{}.{}", job.attempt, p.tries);
   const int g = SeatOf(p).g;
@@ -806,7 +806,7 @@ void World::PushOne(int pid, size_t bucket, std::optional<SlotGrant> slot, int t
 void World::PushDone(int pid, size_t bucket, std::optional<SlotGrant>, int tries,
                      const absl::Status& status) {
   Process& p = ProcessOf(pid);
-  // After a refusal the repeated call may have been taken.
+  // After a refusal, the second of two equal calls may have been accepted.
   const bool taken = tries > 0 && status.code() == absl::StatusCode::kAlreadyExists;
   if (status.ok() || taken) {
     --p.outstanding;
@@ -892,7 +892,7 @@ void World::CommitAttempt(int pid, bool ahead) {
   const bool named = e.update != UpdateId();
   const auto answered = [this, pid, ahead, named, token = p.token, round = p.round](
                             const absl::Status& status, const ReplyPayload&) {
-    // A call of a lost attempt that names no update may arrive in the next one, to the same
+    // A call of a lost attempt that names no update may arrive in the next attempt at the same
     // version.
     const auto end = named ? rounds_.begin() + round + 1 : rounds_.end();
     const bool installed = std::any_of(rounds_.begin() + round, end, [&](const Round& r) {
@@ -906,7 +906,7 @@ void World::CommitAttempt(int pid, bool ahead) {
     }
     if (ProcessOf(pid).token != token) return;
     if (!status.ok()) Trace("pid {}: commit: {}", pid, status.ToString());
-    // A bucket was refused, and is tried again; or too many are under way.
+    // A bucket was refused and is tried again, or too many are under way.
     if (ahead && (status.code() == absl::StatusCode::kFailedPrecondition ||
                   status.code() == absl::StatusCode::kResourceExhausted)) {
       ProcessOf(pid).phase = Process::Phase::kPushing;
@@ -914,7 +914,7 @@ void World::CommitAttempt(int pid, bool ahead) {
     }
     Conclude(pid, status.ok());
   };
-  // One of two that come ahead may be refused for what the other then waits for.
+  // Of two equal commits ahead, one may be refused for a bucket that the other then waits for.
   if (ahead) {
     CallDaemon(pid, Duration(0), e, nullptr, answered);
   } else {
@@ -948,7 +948,7 @@ void World::Conclude(int pid, bool committed) {
   if (!job.final) In(random_.Millis(5, 400), [this, g] { StartAttempt(g); });
 }
 
-// Ranks that died or stopped do not conclude.
+// Ends attempts whose ranks died or stopped, since those do not conclude.
 void World::JobSweep(int g) {
   Job& job = GroupOf(g).job;
   if (!job.active || job.final || now_ - job.started < seconds(14)) return;

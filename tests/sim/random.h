@@ -1,5 +1,6 @@
-// The simulator's only source of chance: one splitmix64 generator a run. Not a std distribution:
-// their results differ between standard libraries, and a seed must mean the same run everywhere.
+// The simulator's only source of chance: one splitmix64 generator for each run. Std distributions
+// are not used: their results differ between standard libraries, and a seed must give the same run
+// everywhere.
 #ifndef REFITD_TESTS_SIM_RANDOM_H_
 #define REFITD_TESTS_SIM_RANDOM_H_
 
@@ -21,7 +22,7 @@ class Random {
     x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
     return x ^ (x >> 31);
   }
-  // Both ends included.
+  // A number from `low` to `high`, both included.
   int64_t Between(int64_t low, int64_t high) {
     return low + static_cast<int64_t>(Next() % static_cast<uint64_t>(high - low + 1));
   }

@@ -1,5 +1,5 @@
-// Compiled refits: trainers' shards and their calls; programs are compiled by the real planners,
-// moves and exchanges are made on tags.
+// Compiled refits: trainers' shards and calls. The real planners compile programs; moves and
+// exchanges work on tags.
 #include <algorithm>
 
 #include "tests/sim/world.h"
@@ -10,7 +10,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kMostRepeats = 400;  // of a call whose answer was called off
+constexpr int kMostRepeats = 400;  // of a call whose answer was cancelled
 
 uint64_t Mix(Tag tag) {
   HashChain chain(0);
@@ -30,7 +30,7 @@ bool World::Registers(int pid) const {
          groups_[static_cast<size_t>(seat.g)].registers[static_cast<size_t>(seat.rank)];
 }
 
-// Every element of what is not pushed on one rank or several; every rank has something.
+// Places every element that is not pushed on one rank or several; every rank gets something.
 void World::MakeSplit(int g) {
   GroupWorld& group = GroupOf(g);
   Job& job = group.job;
@@ -56,7 +56,7 @@ void World::MakeSplit(int g) {
     for (size_t i = 0; i < holders.size() && start < elements; ++i) {
       const bool last = i + 1 == holders.size();
       const int64_t count = last ? elements - start : random_.Between(1, elements - start);
-      // Some of what the one before has.
+      // Some elements of the previous holder, too.
       const int64_t more = random_.Percent(30) ? random_.Between(0, start) : 0;
       job.split[holders[(first + i) % holders.size()]].push_back({t, start - more, count + more});
       start += count;
@@ -80,7 +80,7 @@ std::shared_ptr<Shard> World::MakeShard(int pid) {
   }
   layout->binding_generation = p.shards.size() + 1;
   std::vector<TensorRange> ranges = group.job.split[static_cast<size_t>(SeatOf(p).rank)];
-  // The same elements in another order are another structure.
+  // The same elements in another order have another structure.
   if (random_.Percent(30)) std::reverse(ranges.begin(), ranges.end());
   int64_t offset = 0;
   for (const TensorRange& range : ranges) {
@@ -100,15 +100,15 @@ std::shared_ptr<Shard> World::MakeShard(int pid) {
   return shard;
 }
 
-// The trainer goes on with its memory.
+// The trainer uses its memory for something else.
 void World::Clobber(Shard* shard) {
   if (shard == nullptr) return;
   for (auto& cells : shard->cells) std::fill(cells.begin(), cells.end(), kDamaged);
   shard->round = 0;
 }
 
-// A rank's shard holds a version's bytes from its call on. Which round that will be is known later,
-// so tags are written then: nobody reads before.
+// A rank's shard holds a version's bytes from its call on. The round of those bytes is known only
+// later, so tags are written then; nothing reads them before.
 void World::FillShards(uint32_t round) {
   for (const int pid : rounds_[round].sources) {
     const Process& p = ProcessOf(pid);
@@ -130,7 +130,7 @@ void World::FillShard(int pid, uint32_t round) {
                                   layout.pieces[i].box.offset[0] + static_cast<int64_t>(e));
     }
   }
-  // A rank that differs from the others is found where replicas are compared, and only there.
+  // A rank that differs from the others is found only by comparing replicas.
   const GroupWorld& group = GroupOf(r.g);
   if (group.limits.compare_every > 1 && shard.compared) return;
   const auto me = static_cast<uint32_t>(source - r.sources.begin());
@@ -139,7 +139,7 @@ void World::FillShard(int pid, uint32_t round) {
     const auto holders = r.plan->replicas.HoldersOf(replica);
     if (std::find(holders.begin(), holders.end(), me) != holders.end()) mine.push_back(&replica);
   }
-  // Two ranks that differ in the same way agree.
+  // Two ranks that differ in the same way would agree.
   if (mine.empty() || r.differs || !random_.PerMille(chances_.replica_differs)) return;
   rounds_[round].differs = true;
   Count(Fault::kReplicaDiffers);
@@ -176,7 +176,7 @@ void World::RegisterShard(int pid) {
         const bool late = q.shard != nullptr &&
                           q.shard->layout->binding_generation > shard->layout->binding_generation;
         if (late) {
-          // A newer one is in force already.
+          // A newer layout is in force already.
         } else if (status.ok()) {
           Clobber(q.shard.get());
           q.shard = shard;
@@ -208,7 +208,7 @@ void World::CallRefit(int pid) {
   e.evict_late = job.evict_late;
   e.bucket_count = static_cast<int64_t>(job.plan[static_cast<size_t>(SeatOf(p).rank)].size());
   e.request_id = fmt::format("r{}.{}", p.attempt, p.token);
-  // An update in which it is already: begun, or of a call that was given up.
+  // An update that the rank is already in: it began it, or an earlier call was given up.
   size_t since = rounds_.size();
   for (size_t i = groups_.size() + 1; i < rounds_.size(); ++i) {
     const Round& round = rounds_[i];
@@ -236,7 +236,7 @@ void World::RefitAnswered(int pid, const RefitEvent& e, uint64_t token, size_t s
   Process& p = ProcessOf(pid);
   const int g = SeatOf(p).g;
   if (status.code() == absl::StatusCode::kCancelled && repeats < kMostRepeats) {
-    // Only an answer says that nobody reads its shard any more.
+    // Only an answer says that its shard is no longer read.
     ++p.refits_out;
     InProcess(pid, random_.Millis(1, 30), [this, pid, e, token, since, repeats, lease = p.lease] {
       if (ProcessOf(pid).lease != lease) return;
@@ -307,7 +307,7 @@ void World::On(int d, int g, const BuildProgram& a) {
 
 // ---- moves ----
 
-// No other use of the slot at the same time, and the group has not given it back.
+// Checks that the slot has no other use at the time, and that the group has not given it back.
 uint64_t World::UseProgramSlot(int d, int g, SlotIndex slot, const std::string& what) {
   Machine* m = Find(d, g);
   const bool linked =
@@ -402,7 +402,7 @@ void World::On(int d, int g, const StartMoves& a) {
   InDaemon(d, took, [this, moving] { EndMoves(moving); });
 }
 
-// What it reads and writes, from the node program: pieces by number, memory by the layouts in
+// The reads and writes of a step, from the node program: pieces by number, memory by the layouts in
 // force.
 void World::PlanMoves(Moving* moving) {
   const StartMoves& a = moving->start;
@@ -497,7 +497,7 @@ void World::PlanMoves(Moving* moving) {
   }
 }
 
-// Half of it, or all.
+// Performs the first half of the moves, or all.
 void World::RunMoves(const Moving& moving, bool end) {
   Machine* m = Find(moving.d, moving.g);
   const bool sums = end && m != nullptr && m->nonce == moving.nonce &&
@@ -563,7 +563,8 @@ void World::EndMoves(const std::shared_ptr<Moving>& moving) {
     done.bytes_written.assign(done.bytes_written.size(), 0);
   } else if (a.verification != Verification::kOff && !moving->runs.empty() &&
              random_.PerMille(chances_.bytes_damaged)) {
-    // One element is wrong: `transfer` sees it now, `readback` later; in a slot the receiver does.
+    // Damages one element; `transfer` finds it now, `readback` later, and in a slot the receiver
+    // does.
     const Moving::Run& run = moving->runs[random_.Index(moving->runs.size())];
     Count(Fault::kBytesDamaged);
     if (run.to != nullptr) {
@@ -598,7 +599,7 @@ void World::On(int d, int g, const StartExchange& a) {
   }
   if (record == nullptr) return Violate("P5", where + " starts, but belongs to no program");
   for (const NodeId node : record->sent) {
-    // One that was lost meanwhile is left out.
+    // A node that was lost meanwhile is skipped.
     const bool there = std::any_of(links_.begin(), links_.end(), [&](const Link& link) {
       return link.g == g && link.c_nonce == m->coordinator_nonce && link.node == node &&
              link.c_open;
@@ -644,7 +645,7 @@ void World::On(int d, int g, const StartExchange& a) {
   RunWire(end, a.seq, a.timeout);
 }
 
-// A rank's share completes when those that it talks to are there.
+// A rank's share completes when the ranks that it exchanges with have started theirs.
 void World::TryExchange(const std::string& comm, WireSeq seq) {
   WireOp& op = comms_[comm].at(seq);
   std::map<uint32_t, uint64_t> ids;
@@ -676,7 +677,7 @@ void World::TryExchange(const std::string& comm, WireSeq seq) {
   if (blocked > now_) In(blocked - now_, [this, comm, seq] { TryWire(comm, seq); });
 }
 
-// What its peers send is there; its own slot may be used again after this.
+// The bytes of its peers have arrived; the rank's own slot may be used again afterwards.
 void World::ReceiveShare(const EpochEnd& end, WireOp* op) {
   const auto rank = static_cast<uint32_t>(end.rank);
   WireOp::Share& share = op->shares.at(rank);

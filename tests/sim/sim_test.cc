@@ -1,4 +1,4 @@
-// Many seeds keep every promise; the same seed is the same run; planted bugs are found.
+// Many seeds keep every promise, a seed always gives the same run, and planted bugs are found.
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t kSeeds = 10'000;
 
-// A failed check of the machines aborts the process: how to replay it is said then.
+// A failed check of a machine aborts the process, so a signal handler prints how to replay the run.
 char replay[128];
 void SayReplay(int) { (void)!write(STDERR_FILENO, replay, std::strlen(replay)); }
 
@@ -68,7 +68,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
       "exchanges\n",
       sum.refits[0][0], sum.refits[0][1], sum.refits[1][0], sum.refits[1][1], sum.exchanges);
   CHECK(broken == 0);
-  // Else the scenarios would test little.
+  // Fewer would mean that the scenarios test little.
   CHECK(sum.committed > static_cast<int64_t>(kSeeds));
   CHECK(sum.aborted > static_cast<int64_t>(kSeeds / 2));
   CHECK(sum.refits[0][0] > static_cast<int64_t>(kSeeds / 50));

@@ -16,7 +16,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr int64_t kMaxEvents = 60'000;  // of a run; a few thousand are normal
+constexpr int64_t kMaxEvents = 60'000;  // of one run; a few thousand are normal
 
 bool Later(const auto& a, const auto& b) { return a.at != b.at ? a.at > b.at : a.order > b.order; }
 
@@ -271,7 +271,7 @@ void World::Join(int d, int g, uint64_t f_nonce) {
       if (m != nullptr && m->nonce == f_nonce) Feed(d, g, LinkLost{absl::UnavailableError(why)});
     });
   };
-  // Joining has its own deadline.
+  // Joining has a deadline of its own.
   InDaemon(d, seconds(2), [this, d, g, f_nonce] {
     Machine* m = Find(d, g);
     if (m == nullptr || m->nonce != f_nonce || m->linked) return;
@@ -313,7 +313,7 @@ void World::Join(int d, int g, uint64_t f_nonce) {
   Feed(c, g, NodeJoined{node, DaemonAt(d).id, fmt::format("d{}", d), kProtocol, boot_id});
 }
 
-// Nothing of it moves any more: that is checked here.
+// Drops a follower, after checking that nothing of it moves any more.
 void World::DropFollower(int d, int g) {
   Daemon& daemon = DaemonAt(d);
   Machine* m = Find(d, g);
@@ -418,7 +418,7 @@ void World::Tick(int d, int g, uint64_t nonce) {
   }
 }
 
-// P2: nothing is shown as good while it holds something else.
+// P2: no instance is shown as good while it holds something else.
 void World::AfterCoordinator(int d, int g) {
   Machine* m = Find(d, g);
   if (m == nullptr || !m->check_view) return;
@@ -467,7 +467,7 @@ void World::On(int d, int g, const Reply& answer) {
     }
   }
   if (const auto source = daemon.sources.find(a.call); source != daemon.sources.end()) {
-    // The trainer may use the memory again, and does.
+    // The trainer overwrites the memory, as it may now.
     for (auto& range : source->second->data) std::fill(range.begin(), range.end(), kDamaged);
     daemon.sources.erase(source);
   }
@@ -481,7 +481,7 @@ void World::On(int d, int g, const Reply& answer) {
       call.layout != nullptr && a.status.ok() && member != daemon.members.end()) {
     member->second.layout = call.layout;
   }
-  // The trainer may use its shards again, and does.
+  // The trainer overwrites its shards, as it may now.
   const bool over = a.status.ok() || a.status.code() == absl::StatusCode::kAborted;
   if (call.refit && over && Touches(d, call.member)) {
     return Violate("P6", fmt::format("d{} g{}: refit call {} is answered while its shards are read",
@@ -538,7 +538,7 @@ void World::On(int d, int g, const ReleaseMember& a) {
     return Violate("P8",
                    fmt::format("d{} g{}: member {} is released, but is not here", d, g, a.member));
   }
-  // A follower lets go at once: its running copies hold the mappings by themselves.
+  // A follower releases a member at once, since its running copies hold the mappings themselves.
   if (Find(d, g)->coordinator != nullptr && Touches(d, a.member)) {
     return Violate("P6", fmt::format("d{} g{}: member {} is released while a copy touches its "
                                      "memory",
@@ -585,7 +585,7 @@ void World::On(int d, int g, const UpdateAssembled& a) {
   CheckRegistered(g, round);
   rounds_.push_back(std::move(round));
   FillShards(static_cast<uint32_t>(rounds_.size() - 1));
-  // In the middle of it.
+  // The fault comes in the middle of the update.
   if (one_daemon_ == OneDaemon::kOnlyEngines && random_.Percent(40)) {
     In(random_.Millis(0, 60), [this] { KillOnlyEngines(); });
   } else if (one_daemon_ == OneDaemon::kMute && random_.Percent(40)) {
@@ -682,8 +682,8 @@ namespace {
 
 constexpr int64_t kMessageBytes = 8 << 20;
 
-// Whether the other daemon would read it: what it refuses ends the link, and with it the leases of
-// all members.
+// Whether the other daemon would read the message. A message that it refuses ends the link, and
+// with it the leases of all members.
 absl::Status Read(const PeerCommand& command, const PeerBounds& bounds) {
   REFITD_ASSIGN_OR_RETURN(const auto answers, ToWire(command, kMessageBytes));
   CommandDecoder decoder(bounds);
@@ -760,7 +760,7 @@ void World::On(int d, int g, const SendCommand& a) {
   if (const auto* program = std::get_if<PeerProgram>(&a.command)) {
     known(program->update)->sent.insert(a.node);
   } else if (const auto* abandon = std::get_if<PeerAbandon>(&a.command)) {
-    known(abandon->update)->sent.erase(a.node);  // it has no part in it any more
+    known(abandon->update)->sent.erase(a.node);  // it has no part in the program any more
   } else if (const auto* run = std::get_if<PeerRun>(&a.command)) {
     record = known(run->update);
     record->run = *run;
@@ -788,7 +788,7 @@ void World::On(int d, int g, const SendReport& a) {
   Letter letter;
   letter.report = a.report;
   if (auto* layout = std::get_if<PeerLayout>(&*letter.report)) {
-    // Structure only.
+    // Only structure is sent.
     auto structure = std::make_shared<Layout>(*layout->layout);
     structure->binding_generation = 0;
     for (Piece& piece : structure->pieces) {
@@ -854,7 +854,7 @@ void World::Post(int index, bool down, Letter letter) {
     }
   }
   Duration delay = NetDelay();
-  // The longest of all messages, by far.
+  // A layout is by far the longest message.
   const bool layout =
       letter.report.has_value() && std::holds_alternative<PeerLayout>(*letter.report);
   if (layout) delay += random_.Millis(0, 100);
@@ -944,7 +944,7 @@ void World::Receive(int index, bool down, const Letter& letter) {
   }
 }
 
-// One end is gone; the other is told by what comes last, or never.
+// Closes one end of a link. The other end is told last of all, or never.
 void World::CloseSide(int index, bool coordinator, bool tell) {
   Link& link = links_[static_cast<size_t>(index)];
   (coordinator ? link.c_open : link.f_open) = false;
@@ -957,7 +957,7 @@ void World::CloseSide(int index, bool coordinator, bool tell) {
   Post(index, !coordinator ? false : true, std::move(letter));
 }
 
-// Both ends are told, at different times; or one is, and the other has to notice.
+// Breaks a link: both ends are told, at different times; or one is told and the other must notice.
 void World::BreakLink(int index) {
   Link& link = links_[static_cast<size_t>(index)];
   if (!link.c_open || !link.f_open) return;

@@ -1,6 +1,5 @@
-// A whole group over several daemons in one thread: real Coordinator, Follower and WireLock
-// machines, everything around them modelled, time and chance from one seed. The same seed gives the
-// same run.
+// Whole groups over several daemons in one thread: real Coordinator, Follower and WireLock machines
+// in a modelled world, with time and chance from one seed. The same seed gives the same run.
 //
 // What is modelled, and where
 //   world.cc    clock, daemons' life, feeding machines and carrying out their actions, links
@@ -8,13 +7,15 @@
 //   refits.cc   compiled refits: shards, programs, moves, exchanges, and the trainers' calls
 //   members.cc  trainer and engine processes, and the job that tells trainers what to push
 //   chaos.cc    scenario, faults, the quiet end, what must hold then
-// Every element of every tensor carries a tag: which update's bytes they are, which tensor, which
-// element. So what a rank holds can be compared with what it was told, at any moment.
+// Every element of every tensor carries a tag: the update that its bytes are of, its tensor and its
+// index. So what a rank holds can be compared with what it was told at any moment.
 //
-// A broken promise stops the run; Result names it (P1 to P8 of docs/architecture.md; LIVE: with all
-// faults gone, an update did not commit; REG: an update left out an instance whose every rank was
-// told that it is registered, and none was lost; REST: only some engines died, or one daemon's data
-// plane did not come up, and the update was given up for the others as well; P10).
+// A broken promise stops the run, and Result names it: P1 to P8 and P10 of docs/architecture.md, or
+// LIVE: with all faults gone, an update did not commit;
+// REG: an update left out an instance though every rank of it was told that it is registered and
+// none was lost;
+// REST: only some engines died, or the data plane of one daemon did not come up, and the update was
+// given up for the others as well.
 #ifndef REFITD_TESTS_SIM_WORLD_H_
 #define REFITD_TESTS_SIM_WORLD_H_
 
@@ -39,26 +40,28 @@
 
 namespace refitd::sim {
 
-// Planted bugs: what the world does wrong on purpose, at its boundary with the machines.
+// Planted bugs: the world's deliberate errors, at its boundary with the machines.
 enum class Bug : uint8_t {
   kNone,
-  kEarlyCommitted,    // engines hear Committed when verification starts
-  kForgottenDoubt,    // an engine in doubt reports the version that it held before
-  kEarlyIssue,        // Issue goes out with the header, before the acknowledgements
-  kSwallowedDeath,    // a daemon's death is not told, its pings are answered, clean-up has no limit
+  kEarlyCommitted,  // engines hear Committed when verification starts
+  kForgottenDoubt,  // an engine in doubt reports the version that it held before
+  kEarlyIssue,      // Issue goes out with the header, before the acknowledgements
+  // A daemon's death is not reported, its pings are answered, and clean-up has no limit.
+  kSwallowedDeath,
   kEarlyDone,         // a copy is reported as ended while it runs
   kForgottenRequest,  // request ids are taken off repeated calls
-  kTrustingSink,      // a receiver reports the digests of what was sent, not of what came
+  kTrustingSink,      // a receiver reports the digests sent, not those received
   kSharedWire,        // every group gets the wire lock at once
   kEarlyRegistered,   // a joined daemon answers RegisterLayout by itself
   kTrustedReplicas,   // replicas that differ are reported with equal digests
   kOldBinding,        // moves read the memory of an earlier registration
-  kEarlyRounds,       // a program's Issue goes out with its Run, before the wire is the group's
-  kUnfilledSlot,      // what crossed stays in the slot that it crossed into
+  kEarlyRounds,       // a program's Issue goes out with its Run, before the group has the wire
+  kUnfilledSlot,      // what crossed stays in the slot in which it arrived
   kHastyLeave,        // a joined daemon's link ends with its last member
   kBlindWire,         // an end that could not connect says that it is up
-  kPatientCleanUp,    // an update that was given up has no limit to end, at either end of a link
-  kTrustedReply,      // an answer of another kind than its call reaches the caller
+  // An update that was given up has no time limit to end, at both ends of a link.
+  kPatientCleanUp,
+  kTrustedReply,  // an answer of another kind than its call reaches the caller
 };
 
 struct Options {
@@ -90,21 +93,22 @@ enum class Fault : uint8_t {
   kCallGone,
   kReplicaDiffers,
   kOnlyEnginesKilled,  // all engines of a joined daemon at once
-  kWireOneSided,  // a daemon's end of the data plane opens or connects never, or not for itself
-  kDaemonMute,    // it pings, and reports nothing
-  kWrongPayload,  // an answer of another kind than its call, a report of a stranger to the epoch
+  // A daemon's end of the data plane never opens, never connects, or connects one way only.
+  kWireOneSided,
+  kDaemonMute,  // it answers pings and sends no reports
+  // An answer of another kind than its call, or a report about an epoch that the daemon is not in.
+  kWrongPayload,
   kCount
 };
 std::string_view FaultName(Fault fault);
 
 struct Result {
-  std::string promise;  // empty: all were kept
+  std::string promise;  // empty: all promises were kept
   std::string what;
   uint64_t trace_hash = 0;
   int64_t committed = 0;
   int64_t aborted = 0;
-  // Committed with a program: by whether tensors were pushed as well, and whether its bytes went
-  // over the wire.
+  // Committed updates with a program: [tensors were pushed as well][bytes crossed the wire].
   int64_t refits[2][2] = {};
   int64_t exchanges = 0;
   int64_t events = 0;
@@ -117,7 +121,9 @@ Result RunSeed(const Options& options);
 
 // ---- memory ----
 
-// Whose bytes an element is: round << 32 | tensor << 16 | element; 0: nobody's.
+// The origin of an element's bytes: round << 32
+// tensor << 16
+// element; 0: none.
 using Tag = uint64_t;
 constexpr Tag kDamageBit = Tag{1} << 63;
 constexpr Tag kDamaged = ~Tag{0};
@@ -126,7 +132,7 @@ constexpr Tag MakeTag(uint32_t round, uint32_t tensor, int64_t element) {
   return uint64_t{round} << 32 | uint64_t{tensor} << 16 | static_cast<uint64_t>(element);
 }
 
-// One attempt to install a version, as the world saw it; index: the round in tags.
+// One attempt to install a version, as the world saw it. Tags name it by its index.
 struct Round {
   int g = 0;
   uint64_t coordinator = 0;  // nonce of the machine
@@ -146,11 +152,11 @@ struct Round {
 struct Shard {
   std::shared_ptr<const Layout> layout;
   std::vector<std::vector<Tag>> cells;  // by piece
-  uint32_t round = 0;                   // whose bytes; 0: nobody's
-  bool compared = false;                // its replicas were digested once
+  uint32_t round = 0;                   // the round of its bytes; 0: none
+  bool compared = false;                // its replicas were compared once
 };
 
-// What a daemon's trainer pushed: the bytes of one bucket, until the answer.
+// A bucket that a trainer pushed, with its bytes, until the answer.
 struct Source {
   BucketEvent bucket;
   std::vector<std::vector<Tag>> data;  // by range of the bucket
@@ -159,7 +165,7 @@ struct Source {
 // A daemon's staging pool for one group.
 struct Pool {
   std::vector<std::vector<Tag>> slots;
-  // Who reads or writes a slot now, and under which grant (P6).
+  // A use of a slot: who reads or writes it now, and under which grant (P6).
   struct Use {
     uint64_t id = 0;
     GrantId grant;
@@ -170,7 +176,7 @@ struct Pool {
 
 // ---- processes ----
 
-struct Seat {  // who should be attached where; a process takes it
+struct Seat {  // a place for a process: which member should be attached where
   int g = 0;
   bool trainer = false;
   int d = 0;
@@ -187,12 +193,12 @@ struct Process {
   int seat = 0;
   bool alive = true;
   bool frozen = false;
-  bool mute = false;  // never says anything again
+  bool mute = false;  // never sends anything again
   std::deque<std::function<void()>> held;
 
-  // Its lease.
+  // The lease.
   MemberId member;     // 0: none
-  uint64_t lease = 0;  // counts them: what belongs to an older one is void
+  uint64_t lease = 0;  // number of the lease: what belongs to an earlier one is void
   std::shared_ptr<Pool> pool;
   uint64_t daemon_life = 0;
   bool welcomed = false;
@@ -201,18 +207,18 @@ struct Process {
   TimePoint heard_until;  // streams keep order
   TimePoint said_until;
 
-  // Engine.
+  // ---- engine ----
   std::shared_ptr<const Layout> layout;
   std::vector<std::vector<Tag>> cells;  // by tensor, of the part that it holds
   std::vector<int64_t> first;           // by tensor: first element held
-  std::optional<Version> holds;         // what it believes to serve
+  std::optional<Version> holds;         // the version that it believes to serve
   uint64_t origin = 0;    // incarnation in which `holds` was committed; 0: from a file
   bool in_doubt = false;  // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
 
-  // Trainer.
+  // ---- trainer ----
   enum class Phase : uint8_t { kIdle, kBeginning, kPushing, kCommitting } phase = Phase::kIdle;
   int attempt = -1;  // of the job
   uint32_t round = 0;
@@ -220,7 +226,7 @@ struct Process {
   int outstanding = 0;
   int tries = 0;
   int window = 1;
-  uint64_t token = 0;  // counts attempts: answers to an older one are void
+  uint64_t token = 0;  // number of the attempt: answers to an earlier one are void
   struct Pack {
     SlotGrant grant;
     uint64_t use = 0;
@@ -228,19 +234,19 @@ struct Process {
   std::vector<Pack> packs;                     // leased slots that it may write into
   std::vector<std::shared_ptr<Shard>> shards;  // all that it ever tried to register
   std::shared_ptr<Shard> shard;                // in force; null: not known
-  int binding = -1;                            // of the job, that `shard` is
-  std::optional<Version> refit_version;        // called; its shard stays as it is until answered
-  int refits_out = 0;                          // calls not answered, or to be repeated
+  int binding = -1;                            // of the job's bindings, that of `shard`
+  std::optional<Version> refit_version;  // called for; its shard stays as it is until the answer
+  int refits_out = 0;                    // calls that are unanswered or to be repeated
 };
 
 struct BucketPlan {
   std::vector<TensorRange> ranges;  // tensor: of the model
 };
 
-// What the trainer ranks of a group are asked to do next.
+// The next task of a group's trainer ranks.
 struct Job {
   int attempt = 0;
-  int left = 0;  // attempts to come
+  int left = 0;  // attempts that are left
   bool active = false;
   bool final = false;
   Version version;
@@ -249,27 +255,27 @@ struct Job {
   bool slots_on_devices = false;
   std::vector<std::vector<BucketPlan>> plan;    // by rank
   std::vector<std::vector<TensorRange>> split;  // by rank: what it registers
-  std::vector<int> binding;                     // by rank: counts its registrations
-  std::map<int, bool> concluded;                // rank: committed
+  std::vector<int> binding;                     // by rank: number of its registrations
+  std::map<int, bool> concluded;                // by rank: whether it committed
   TimePoint started;
 };
 
 struct GroupWorld {
   std::string name;
-  int home = 0;  // where it is created
+  int home = 0;  // the daemon that creates it
   GroupSpec spec;
   GroupLimits limits;
   std::vector<TensorSpec> model;
   std::vector<std::string> instances;
   Verification verification = Verification::kReadback;
-  // How versions are installed: pushed, moved by a compiled refit, or some tensors each.
+  // How versions are installed: by pushing, by a compiled refit, or some tensors by each.
   enum class Way : uint8_t { kPush, kRefit, kMixed } way = Way::kPush;
-  std::vector<bool> registers;  // by trainer rank: it has shards
+  std::vector<bool> registers;  // by trainer rank: whether it has shards
   std::vector<bool> pushed;     // by tensor
   Job job;
   Version top;                                 // highest that was ever tried
   std::map<uint64_t, Version> last_committed;  // by incarnation (P3)
-  EpochId last_epoch;                          // that its coordinator asked for, and of whom
+  EpochId last_epoch;  // the last that its coordinator opened, and its nodes
   std::set<NodeId> epoch_nodes;
 };
 
@@ -287,9 +293,9 @@ struct Machine {
   bool check_view = false;
   std::optional<TimePoint> tick;
   std::shared_ptr<Pool> pool;
-  // The slots that a staged rank is handed: of a GPU of its own.
+  // The slots that a staged rank on a GPU of its own is handed.
   std::map<MemberId, std::shared_ptr<Pool>> own_pools;
-  // What verification expects: by update, destination and (tensor, element).
+  // The digests that verification expects: by update, destination and (tensor, element).
   std::map<UpdateId, std::map<MemberId, std::vector<std::pair<uint64_t, Tag>>>> sums;
 };
 
@@ -299,9 +305,9 @@ struct Call {
   TimePoint since;
   std::function<void(const absl::Status&, const ReplyPayload&)> reply;
   MemberId member{};
-  std::shared_ptr<const Layout> layout{};  // that it registers
+  std::shared_ptr<const Layout> layout{};  // the layout that it registers
   bool refit = false;
-  std::optional<size_t> answer{};  // of which kind an OK answer is: index of ReplyPayload
+  std::optional<size_t> answer{};  // the payload that an OK answer must have: index of ReplyPayload
 };
 
 struct DaemonMember {
@@ -320,7 +326,7 @@ struct Daemon {
   bool frozen = false;
   bool drained = false;
   bool silent_death = false;
-  bool mute = false;  // reports nothing but pongs
+  bool mute = false;  // sends no reports but pongs
   // Its end of the data plane.
   enum class WireTrouble : uint8_t { kNone, kNeverOpens, kNeverConnects, kNotForItself };
   WireTrouble wire_trouble = WireTrouble::kNone;
@@ -354,7 +360,7 @@ struct Lane {
   bool lose = false;
   bool duplicate = false;
   bool reorder = false;
-  bool wrong = false;  // the next answer that went well is of another kind
+  bool wrong = false;  // the next OK answer is of another kind
 };
 struct Link {
   int g = 0;
@@ -380,7 +386,7 @@ struct Copy {
   uint64_t life = 0;
   uint64_t nonce = 0;
   StartTransfer start;
-  std::shared_ptr<Source> source;  // null: from a slot
+  std::shared_ptr<Source> source;  // null: the source is a slot
   std::shared_ptr<Pool> pool;
   std::vector<std::shared_ptr<Pool>> readers;  // of staged ranks
   std::vector<int> pids;                       // by destination; 0: skipped
@@ -395,7 +401,7 @@ struct Moving {
     size_t from_at = 0;
     std::vector<Tag>* to = nullptr;  // a slot; null: `destination`
     size_t to_at = 0;
-    uint32_t destination = 0;  // of the program
+    uint32_t destination = 0;  // in the program
     uint32_t tensor = 0;
     int64_t first = 0;  // element
     int64_t count = 0;
@@ -442,7 +448,7 @@ struct EpochEnd {
   std::string address;
   std::vector<std::string> addresses;
   bool connecting = false;
-  bool answered = false;  // EpochUp was given
+  bool answered = false;  // EpochUp was sent
   bool up = false;
   bool closed = false;
   std::optional<WireSeq> last;
@@ -459,12 +465,12 @@ struct WireOp {
   bool completing = false;
   uint32_t root = 0;
   std::shared_ptr<Pool> source;
-  std::optional<std::vector<Tag>> sent;  // what the root had when its share ended
-  // A round of a program instead: each rank's share.
+  std::optional<std::vector<Tag>> sent;  // the root's bytes when its share ended
+  // For a round of a program: each rank's share.
   struct Share {
     StartExchange start;
     bool completing = false;
-    std::optional<std::vector<Tag>> sent;  // what it had when it ended
+    std::optional<std::vector<Tag>> sent;  // its bytes when it ended
   };
   std::map<uint32_t, Share> shares;
 };
@@ -499,7 +505,7 @@ class World {
     Closure run;
   };
   void In(Duration delay, Closure run);
-  void InDaemon(int d, Duration delay, Closure run);  // dropped if that life of it is over
+  void InDaemon(int d, Duration delay, Closure run);  // dropped if that daemon has ended meanwhile
   void OnDaemon(int d, uint64_t life, Closure run);
   void InProcess(int pid, Duration delay, Closure run);
   void OnProcess(int pid, Closure run);
@@ -542,9 +548,9 @@ class World {
   void On(int d, int g, const StartVerify& a);
   void On(int d, int g, const ReleaseMember& a);
   void On(int d, int g, const UpdateAssembled& a);
-  void On(int, int, const NodeOutOfUpdate&) {}  // the coordinator's own
+  void On(int, int, const NodeOutOfUpdate&) {}  // the coordinator handles it
   void On(int d, int g, const UpdateAbandoned& a);
-  void On(int, int, const CleanUpOverdue&) {}  // the coordinator's own
+  void On(int, int, const CleanUpOverdue&) {}  // the coordinator handles it
   void On(int d, int g, const UpdateEnded& a);
   void On(int d, int g, const RefuseMember& a);
   void On(int d, int g, const WelcomeMember& a);
@@ -560,7 +566,7 @@ class World {
   void On(int d, int g, const CloseEpoch& a);
   void On(int d, int g, const StartWire& a);
   void On(int d, int g, const CompileProgram& a);
-  void On(int, int, const StartCompare&) {}  // the coordinator's own
+  void On(int, int, const StartCompare&) {}  // the coordinator handles it
   void On(int, int, const StartRefit&) {}
   void On(int d, int g, const BuildProgram& a);
   void On(int d, int g, const StartMoves& a);
@@ -590,14 +596,14 @@ class World {
   bool Touches(int d, MemberId member) const;
   void CompleteEpoch(uint64_t id, TimePoint give_up);
   void AnswerEpoch(uint64_t id, const absl::Status& status);
-  // A rank, other than its own, that an end can't reach; -1: none.
+  // A rank, other than its own, that the end can't reach; -1: none.
   int OutOfReach(const EpochEnd& end) const;
   std::string CommOf(const EpochEnd& end) const;
   void TryWire(const std::string& comm, WireSeq seq);
   void EndWire(uint64_t id, WireSeq seq, const absl::Status& status);
   EpochEnd* CheckWire(int d, int g, EpochId epoch, WireSeq seq, Duration timeout,
                       const std::string& where);
-  // It runs now: completes, fails or is cut.
+  // The operation runs: it completes, fails, or is cut off.
   void RunWire(EpochEnd* end, WireSeq seq, Duration timeout);
   void BreakComm(const std::string& comm, Duration soonest, Duration latest);
   EpochEnd* EndOf(const std::string& address);
@@ -607,8 +613,8 @@ class World {
   // ---- refits.cc ----
   void MakeSplit(int g);
   bool Registers(int pid) const;
-  // The update that its calls name: what it began. 0: it has not begun, or is a client that names
-  // none.
+  // The update that a process's calls name: the one that it began. 0: it has begun none, or is a
+  // client that names none.
   UpdateId BegunBy(const Process& p) const;
   std::shared_ptr<Shard> MakeShard(int pid);
   void Clobber(Shard* shard);
@@ -639,7 +645,7 @@ class World {
   void Say(int pid, std::function<void(int d, MemberId member)> what);
   void CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_ptr<Source> source,
                   std::function<void(const absl::Status&, const ReplyPayload&)> reply);
-  // As CallDaemon; sometimes twice under one request id, and then the answers are compared (P3).
+  // As CallDaemon; sometimes calls twice with one request id and compares the answers (P3).
   void CallTwice(int pid, GroupEvent event, std::shared_ptr<Source> source,
                  std::function<void(const absl::Status&, const ReplyPayload&)> reply);
   void HearWelcome(int pid);
@@ -647,11 +653,12 @@ class World {
   void HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& pool);
   void HearOutcome(int pid, bool committed, Version version, bool dirty, bool is_early);
   void RegisterLayout(int pid);
-  // Nothing that its coordinator could know stands against it.
+  // Whether the process is a member as far as its coordinator can know.
   bool IsMember(int g, int pid) const;
   void CheckRegistered(int g, const Round& round);
   uint32_t TensorOf(int g, const std::string& name) const;
-  // The version whose bytes it holds in all elements, else nullopt; `round`: of one update.
+  // The version whose bytes the process holds in all elements, else nullopt; `round`: of one
+  // update.
   std::string WhatItHolds(const Process& p) const;
   std::optional<Version> TrueVersion(const Process& p, uint32_t* round) const;
 
@@ -678,9 +685,9 @@ class World {
   void BreakWireOfOne();
   void Mute();
   void SendWrongPayload();
-  // Faults of these kinds must cost those whom they hit alone.
+  // Checks that faults of these kinds cost only the members that they hit.
   void CheckRest(int g, const Round& round, const UpdateEnded& a);
-  // No trainer of any group is on it, and it holds no group itself.
+  // Daemons without a trainer of any group and without a group of their own.
   std::vector<int> DaemonsWithoutTrainers(bool joined_only) const;
   void RestartKeptOut();
   void Sweep();
@@ -709,7 +716,7 @@ class World {
   bool over_ = false;
 
   PeerLimits peer_limits_;
-  // Chances, of thousand operations; 0 once everything is healed.
+  // Chances, per thousand operations; 0 once everything is healed.
   struct Chances {
     int slow_message = 0;
     int transfer_fails = 0;
@@ -729,10 +736,10 @@ class World {
   } chances_;
   bool healed_ = false;
   bool no_faults_ = false;
-  // What may hit a daemon beside the rest, or alone: then it must cost the others nothing.
+  // The fault that hits one daemon alone, which must cost the others nothing.
   enum class OneDaemon : uint8_t { kNone, kOnlyEngines, kOneSided, kMute, kWrongPayload };
   OneDaemon one_daemon_ = OneDaemon::kNone;
-  TimePoint thawed_;  // when the last freeze of a daemon ended, or will
+  TimePoint thawed_;  // when the last freeze of a daemon ends
 
   std::vector<Daemon> daemons_;
   std::vector<GroupWorld> groups_;
@@ -740,14 +747,15 @@ class World {
   std::vector<std::unique_ptr<Process>> processes_;
   std::vector<Link> links_;
   std::vector<Round> rounds_;
-  std::vector<std::vector<TimePoint>> blocked_;  // between daemons, until then
+  // until when messages between two daemons are held up
+  std::vector<std::vector<TimePoint>> blocked_;
   std::map<uint64_t, std::shared_ptr<Copy>> copies_;
   std::map<uint64_t, std::shared_ptr<Moving>> movings_;
   std::map<uint64_t, std::shared_ptr<Reading>> readings_;
   std::map<uint64_t, EpochEnd> ends_;
   std::map<std::string, std::map<WireSeq, WireOp>> comms_;
   std::set<std::string> broken_comms_;
-  // By group, coordinator, epoch, wire seq (P5).
+  // By group, coordinator, epoch and wire seq (P5).
   std::map<std::tuple<int, uint64_t, EpochId, WireSeq>, HeaderRecord> headers_;
   std::map<std::tuple<int, uint64_t, UpdateId>, ProgramRecord> programs_;  // by group, coordinator
   std::map<std::tuple<int, uint64_t, UpdateId, PartSeq>,
