@@ -14,18 +14,19 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Short, but beyond what a busy machine makes of a live process; the longest wait of a call is the
-// sum of a few of them.
+// Short limits, but longer than a busy machine delays a live process. The longest wait of a call is
+// the sum of a few of them.
 constexpr milliseconds kSilence{1000};
 constexpr milliseconds kWire{2000};
 constexpr milliseconds kReady{2500};
 constexpr milliseconds kAck{2500};
 constexpr milliseconds kIdle{3500};
-// The fault's notice, the data plane's and the slowest rank's limit, clean-up, and room for a busy
-// machine.
+// Until the fault is noticed, the limits of the data plane and of the slowest rank, clean-up, and
+// room for a busy machine.
 constexpr milliseconds kCallBound = kSilence + kWire + kReady + kIdle + milliseconds(2000);
 constexpr milliseconds kRecoveryBound{10'000};
-// gRPC's own come and go with load; a leak of one a fault would be more.
+// gRPC's own descriptors and threads come and go with load; a leak of one for each fault would be
+// more.
 constexpr int64_t kSpareDescriptors = 16;
 constexpr int64_t kSpareThreads = 10;
 constexpr int kTensorsInFirst = 6;
@@ -194,7 +195,7 @@ void Cluster::AwaitNoticed(const Case& fault) {
       break;
     case Victim::kFarEngine:
     case Victim::kNearEngine:
-      break;  // a killed one is found missing, a stopped one late, by the update itself
+      break;  // the update itself finds a killed engine missing and a stopped one late
   }
   if (!noticed) Violation("the loss was not noticed");
 }
@@ -211,7 +212,7 @@ std::string Cluster::Answer(const char* what) {
   return answer;
 }
 
-// The update is in its phase; then everything may go on that can.
+// Waits until the update is in its phase, strikes, and lets everything go on that can.
 void Cluster::Hold(int64_t version, const Case& fault, bool commit_is_out) {
   MemberProcess& holder = *seat(holder_).process;
   const bool prepare = fault.phase == Phase::kPrepare;
@@ -231,7 +232,7 @@ void Cluster::Hold(int64_t version, const Case& fault, bool commit_is_out) {
   if (!holder_struck) holder.Do("release");
   if (fault.fault == Fault::kKill) return;
   if (fault.victim == Victim::kTrainer) {
-    // It says nothing while it is stopped: the update ends without it.
+    // A stopped trainer says nothing: the update ends without it.
     const bool ended = Eventually([&] {
       const std::string state = daemon(kCoordinatorAt).Group("g").update().state();
       return state == "committed" || state == "aborted";
@@ -239,7 +240,7 @@ void Cluster::Hold(int64_t version, const Case& fault, bool commit_is_out) {
     if (!ended) Violation("the update did not end");
     EndFault(fault);
   } else if (fault.victim == Victim::kSource) {
-    EndFault(fault);  // nobody else may answer the trainer
+    EndFault(fault);  // no other daemon may answer the trainer
   }
 }
 
@@ -262,13 +263,13 @@ Cluster::Outcome Cluster::Update(int64_t version, const Case* fault) {
       std::this_thread::sleep_for(fault->delay);
       Strike(*fault);
       if (fault->fault != Fault::kStop) return;
-      // Sometimes found out, sometimes not.
+      // Sometimes long enough that the stop is noticed, sometimes not.
       std::this_thread::sleep_for(fault->delay.count() % 2 == 0 ? kSilence * 2 : kSilence / 4);
       for (Seat& s : seats_) s.process->Signal(SIGCONT);
       for (const auto& d : daemons_) d->Signal(SIGCONT);
     });
   }
-  // Phase by phase; false: no more of it.
+  // Runs the update phase by phase; false: the update is over.
   const auto step = [&](const std::string& command, const char* what) {
     outcome.last_answer = (trainer.Send(command), Answer(what));
     return IsOk(outcome.last_answer);
@@ -293,7 +294,7 @@ Cluster::Outcome Cluster::Update(int64_t version, const Case* fault) {
   if (striker.joinable()) striker.join();
   if (fault != nullptr) {
     EndFault(*fault);
-    // Also of one that was not there to hear it.
+    // The holder answers now, even if it could not hear the end.
     if (held && seat(holder_).process != nullptr) seat(holder_).process->Do("release");
   }
   if (committed) {
@@ -307,7 +308,7 @@ Cluster::Outcome Cluster::Update(int64_t version, const Case* fault) {
   return outcome;
 }
 
-// GetUpdate, until the update is over.
+// Asks by GetUpdate once the update is over.
 void Cluster::AskOutcome(int64_t version, Outcome* outcome) {
   const auto stub = v1::Trainer::NewStub(daemon(kCoordinatorAt).Connect());
   const bool over = Eventually([&] {
@@ -323,7 +324,7 @@ void Cluster::AskOutcome(int64_t version, Outcome* outcome) {
   request.set_version(version);
   v1::GetUpdateResponse response;
   const grpc::Status status = stub->GetUpdate(&context, request, &response);
-  // A restarted coordinator knows nothing of it.
+  // A restarted coordinator does not know the update.
   if (!status.ok() || response.outcome() == v1::UPDATE_OUTCOME_UNKNOWN) return;
   outcome->known = true;
   outcome->committed = response.outcome() == v1::UPDATE_OUTCOME_COMMITTED;
@@ -352,10 +353,10 @@ void Cluster::Judge(int64_t version, const Outcome& outcome) {
 }
 
 void Cluster::CheckCulprit(const Case& fault, const Outcome& outcome) {
-  // A call that a killed daemon had is ended by the socket, which names nobody.
+  // A call to a killed daemon is ended by its socket, with a message that names no culprit.
   const bool silent = fault.victim == Victim::kSource && fault.fault == Fault::kKill;
   if (outcome.committed || outcome.last_answer.empty() || silent) return;
-  if (fault.phase == Phase::kAnytime) return;  // it may have hit the update's edge
+  if (fault.phase == Phase::kAnytime) return;  // the fault may have hit the update's start or end
   std::string culprit;
   switch (fault.victim) {
     case Victim::kTrainer:
@@ -370,13 +371,13 @@ void Cluster::CheckCulprit(const Case& fault, const Outcome& outcome) {
     case Victim::kSink:
       culprit = "daemon sink";
       break;
-    case Victim::kSource:  // as it sees it itself, once it goes on
+    case Victim::kSource:  // as it names itself, once it goes on
     case Victim::kCoordinator:
       culprit = "coordinator at " + daemon(kCoordinatorAt).address();
       break;
   }
   std::string said = outcome.last_answer;
-  // Between two calls the lease's end says it.
+  // If the lease ended between two calls, its end names the culprit.
   if (said.find("no such lease") != std::string::npos) said = seat(kTrainerSeat).process->Do("end");
   if (said.find(culprit) == std::string::npos) {
     Violation(fmt::format("\"{}\" does not name {}", said, culprit));
@@ -387,7 +388,7 @@ bool Cluster::AttachMissing() {
   for (Seat& s : seats_) {
     if (s.process != nullptr && IsOk(s.process->Do("alive"))) continue;
     std::vector<std::string> settings = s.settings;
-    // The first one there may be anybody: everybody names the group's sizes.
+    // Any member may be the first to attach, so each carries the group's sizes.
     settings.push_back("slot_bytes=16384");
     settings.push_back("slots=4");
     if (s.daemon != kCoordinatorAt) {
@@ -402,7 +403,7 @@ bool Cluster::AttachMissing() {
   return true;
 }
 
-// Until a whole update is committed by everybody; a stopped daemon's members may find out only now
+// Tries until a whole update commits on all engines. Members of a stopped daemon may learn only now
 // that they were given up.
 void Cluster::Recover(Clock::time_point since) {
   std::string why;
@@ -417,7 +418,7 @@ void Cluster::Recover(Clock::time_point since) {
       continue;
     }
     const v1::GroupStatus group = daemon(kCoordinatorAt).Group("g");
-    // Whoever was killed may be counted still.
+    // A killed member may still be counted.
     const auto complete = std::count_if(
         group.instances().begin(), group.instances().end(),
         [](const v1::InstanceStatus& i) { return i.state() == "clean" || i.state() == "dirty"; });
@@ -472,7 +473,7 @@ void Cluster::CheckNothingLeft() {
       const std::string who = status.daemon_id() + "'s ";
       check(who + "members", now.members(), kExpected[i].members);
       check(who + "regions", now.regions(), kExpected[i].regions);
-      // And the staging pool.
+      // One more for the staging pool.
       bound(who + "mappings", daemon(i).MemfdMappings(), kExpected[i].regions + 1);
       check(who + "groups", status.groups_size(), 1);
       if (const auto before = baseline_.find(i); before != baseline_.end()) {
@@ -518,7 +519,7 @@ ChaosCounts Chaos(uint64_t seed, int rounds, int loopback_index) {
   for (int round = 0; round < rounds; ++round) {
     Case fault{};
     fault.victim = static_cast<Victim>(below(6));
-    // Stops are waited out: most faults are kills.
+    // Stops take long, since they are waited out, so most faults are kills.
     fault.fault = below(5) == 0 ? Fault::kStop : Fault::kKill;
     fault.phase = below(2) == 0 ? Phase::kAnytime : static_cast<Phase>(below(3));
     fault.delay = std::chrono::microseconds(below(30'000));

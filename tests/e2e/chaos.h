@@ -1,16 +1,15 @@
-// A group over three daemons of real processes, and faults in it: whoever takes part is killed or
-// stopped in any phase of an update, and what everybody then says and holds is judged.
+// A group over three daemons of real processes, with faults: one member or daemon is killed or
+// stopped in any phase of an update, and then all answers and all weights are judged.
 //
 //   coordinator: engine "home"    source: trainer, engine "near"    sink: engines "far", "twin"
 //
-// "far" takes staged delivery, the others registered. A fault's judge asks for the promises:
-//   P1, P2  an engine that believes in a version holds exactly its bytes, and believes in no
-//   version
-//           that was not committed; who was told committed does believe
-//   P4      every call ends within kCallBound, and one that the fault ended names the victim
+// "far" takes staged delivery, the other engines registered. A fault is judged by these promises:
+//   P1, P2  an engine that believes in a version holds exactly its bytes; no engine believes in a
+//           version that was not committed; an engine that was told committed believes in it
+//   P4      every call ends within kCallBound, and a call that the fault ended names the victim
 //   -       the next update commits on all engines within kRecoveryBound of the fault's end
 //   P8      nothing is left in the daemons: members, regions, mappings, slots, nodes
-// Not thread-safe; several clusters may live at once.
+// Not thread-safe; several clusters may exist at once.
 #ifndef REFITD_TESTS_E2E_CHAOS_H_
 #define REFITD_TESTS_E2E_CHAOS_H_
 
@@ -32,9 +31,9 @@ enum class Victim { kTrainer, kFarEngine, kNearEngine, kSource, kSink, kCoordina
 enum class Fault { kKill, kStop };
 enum class Phase {
   kPrepare,  // an engine has not answered Ready
-  kData,     // the first bucket is out, a part of it unacknowledged
-  kDecide,   // all buckets and Commit are out, a part unacknowledged
-  kAnytime,  // wherever the update happens to be
+  kData,     // the first bucket is out, and a part of it is unacknowledged
+  kDecide,   // all buckets and Commit are out, and a part is unacknowledged
+  kAnytime,  // at any moment of the update
 };
 std::string NameOf(Victim victim);
 std::string NameOf(Fault fault);
@@ -44,7 +43,7 @@ struct Case {
   Victim victim;
   Fault fault;
   Phase phase;
-  std::chrono::microseconds delay{0};  // kAnytime: from the update's beginning to the fault
+  std::chrono::microseconds delay{0};  // kAnytime: from the update's start to the fault
 };
 
 struct ChaosCounts {
@@ -60,11 +59,11 @@ struct ChaosCounts {
 
 class Cluster {
  public:
-  // Everybody attached, one version committed. Throws std::runtime_error if that can't be.
+  // Attaches all members and commits one version. Throws std::runtime_error if that fails.
   explicit Cluster(int loopback_index = 0);
 
-  // One update with the fault in it, the judgement, and the recovery. Empty: all promises were
-  // kept. `expect_commit`: what must become of the update; absent: either.
+  // Runs one update with the fault in it, judges it, and recovers. Empty: all promises were kept.
+  // `expect_commit`: whether the update must commit or abort; absent: either.
   std::vector<std::string> Run(const Case& fault, std::optional<bool> expect_commit = std::nullopt);
   const ChaosCounts& counts() const { return counts_; }
 
@@ -81,7 +80,7 @@ class Cluster {
   using Clock = std::chrono::steady_clock;
 
   struct Outcome {
-    bool known = false;  // somebody who knows said what became of the update
+    bool known = false;  // a member or daemon that knows has said how it ended
     bool committed = false;
     std::string last_answer;  // the trainer's
   };
@@ -89,11 +88,11 @@ class Cluster {
   Daemon& daemon(int i) { return *daemons_[static_cast<size_t>(i)]; }
   Seat& seat(int i) { return seats_[static_cast<size_t>(i)]; }
   void Strike(const Case& fault);
-  // Everything runs again; daemons that died are started anew.
+  // Lets everything run again; daemons that died are restarted.
   void EndFault(const Case& fault);
-  // Waits until those that must go on know of the loss.
+  // Waits until the daemons and members that must go on know of the loss.
   void AwaitNoticed(const Case& fault);
-  // Without it: an update that must commit.
+  // Without a fault the update must commit.
   Outcome Update(int64_t version, const Case* fault);
   void Hold(int64_t version, const Case& fault, bool commit_is_out);
   std::string Answer(const char* what);
@@ -109,11 +108,11 @@ class Cluster {
   std::vector<std::unique_ptr<Daemon>> daemons_;
   std::vector<Seat> seats_;
   int64_t version_ = 0;
-  std::vector<int64_t> committed_;  // versions that may be believed in
-  int holder_ = kFar;               // who keeps an update in its phase
+  std::vector<int64_t> committed_;  // versions that engines may believe in
+  int holder_ = kFar;               // the seat that keeps an update in its phase
   bool fault_over_ = true;
-  std::map<int, v1::ResourceStatus> baseline_;  // of daemons
-  std::string current_;                         // the case, in words
+  std::map<int, v1::ResourceStatus> baseline_;  // by daemon
+  std::string current_;                         // names the case
   ChaosCounts counts_;
   std::vector<std::string> problems_;  // of this Run
 };

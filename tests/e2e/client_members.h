@@ -1,6 +1,6 @@
 // Members by the client library, for tests of whole systems: an engine that checks its own memory
-// whenever it would say that it is good (P2), and trainers that install versions whose bytes are
-// known (tests/e2e/model.h): by pushing, and by compiled refits.
+// whenever it would report good weights (P2), and trainers that install versions of known bytes
+// (tests/e2e/model.h) by pushing and by compiled refits.
 //
 // A Rank answers its events on a thread of its own; its methods may be called from any thread. A
 // Pusher and Shards are used by one thread at a time. Waits end at kDeadline.
@@ -29,7 +29,7 @@ namespace refitd::e2e {
 
 using client::Weights;
 
-// How soon an engine's thread sees that it shall end.
+// How soon an engine's thread notices that it must end.
 inline constexpr std::chrono::milliseconds kPoll{20};
 
 // An engine rank with a thread that answers its events and checks its memory.
@@ -66,11 +66,11 @@ class Rank {
   }
 
   client::Engine& engine() { return *engine_; }
-  // Registered delivery: where its layout's bytes are.
+  // Registered delivery: the memory of its layout.
   const char* memory() const { return region_->data(); }
   const Layout& layout() const { return held_.layout; }
 
-  // Prepare is not answered until Let.
+  // Keeps back the answer to Prepare until Let.
   void Hold() {
     MutexLock lock(&mutex_);
     hold_ = true;
@@ -86,13 +86,13 @@ class Rank {
     int losses = 0;
     Weights lost_weights = Weights::kGood;  // at the last loss
     int reattached = 0;
-    std::optional<Version> held;  // told to the last daemon
+    std::optional<Version> held;  // the version that it reported to the last daemon
     std::optional<Version> committed;
     std::string reason;  // of the last loss
     int aborts = 0;
     client::Aborted aborted;  // the last one
     absl::Status ended;
-    std::string wrong;  // the first thing that was
+    std::string wrong;  // the first thing that was wrong
   };
   Seen seen() {
     MutexLock lock(&mutex_);
@@ -178,7 +178,7 @@ class Rank {
     return absl::OkStatus();
   }
 
-  // The rank may say that its weights are good: then they are.
+  // The rank may report good weights: checks that they are good.
   void CheckGood() {
     if (engine_->weights() != Weights::kGood) return Wrong("the weights are not good");
     const std::optional<Version> version = engine_->version();
@@ -205,7 +205,7 @@ class Rank {
   Held held_;
   std::unique_ptr<client::Engine> engine_;
   std::shared_ptr<client::Region> region_;
-  // The thread's:
+  // Used by the thread:
   client::PartJoiner joiner_;
   std::map<std::string, std::string> staged_;
 
@@ -217,7 +217,8 @@ class Rank {
   std::thread thread_;
 };
 
-// A trainer rank that pushes every tensor from one region, in two buckets. `connect` has the spec.
+// A trainer rank that pushes every tensor from one region, in two buckets. `connect` carries the
+// spec.
 class Pusher {
  public:
   Pusher(client::ConnectOptions connect, const Model& model) : model_(model) {
@@ -238,7 +239,7 @@ class Pusher {
   client::Trainer& trainer() { return *trainer_; }
 
   enum Step { kBegun, kFirstBucket, kAllBuckets, kCommitted };
-  // Installs `version`; `at` runs after each step. The first error.
+  // Installs `version` and calls `at` after each step. Returns the first error.
   absl::Status Install(
       int64_t version, const std::function<void(Step)>& at = [](Step) {}) {
     const std::vector<std::string> bytes = BytesOf(model_, version);
@@ -268,7 +269,7 @@ class Pusher {
   std::vector<int64_t> offsets_;
 };
 
-// Options of a rank with shards; the first one brings the group.
+// Options of a rank with shards; the first rank that attaches makes the group.
 inline client::TrainerOptions ShardsOn(const Daemon& daemon, int rank = 0, int world_size = 1) {
   client::TrainerOptions options;
   options.connect.socket = daemon.socket();
@@ -298,7 +299,7 @@ class Shards {
     Place();
   }
 
-  // Memory of its own for the shards; what is registered stays where it is.
+  // Makes new memory for the shards; the registered memory stays as it is.
   void Place() {
     auto region = trainer_->NewRegion(held_.region_bytes);
     INFO(region.status());
@@ -307,9 +308,9 @@ class Shards {
     regions_.push_back(region_);
     for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
   }
-  // Gives back all memory but where the shards are now.
+  // Gives back all memory except that of the shards.
   void DropOld() { regions_ = {region_}; }
-  // Gives all of it back: Place before anything else.
+  // Gives back all memory; call Place before anything else.
   void DropAll() {
     regions_.clear();
     region_.reset();
@@ -332,7 +333,7 @@ class Shards {
   Held held_;
   std::unique_ptr<client::Trainer> trainer_;
   std::vector<std::shared_ptr<client::Region>> regions_;
-  std::shared_ptr<client::Region> region_;  // where the shards are now
+  std::shared_ptr<client::Region> region_;  // where the shards are
 };
 
 }  // namespace refitd::e2e

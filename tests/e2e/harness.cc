@@ -33,7 +33,7 @@ int MillisUntil(Clock::time_point deadline) {
   return static_cast<int>(std::max<int64_t>(left.count(), 0));
 }
 
-// Between two looks at a condition.
+// The pause between two checks of a condition.
 constexpr std::chrono::milliseconds kLook{1};
 
 // Whether every thread of the process has stopped, or ended.
@@ -43,7 +43,7 @@ bool Stopped(pid_t pid) {
   for (const auto& task : std::filesystem::directory_iterator(tasks, gone)) {
     std::ifstream stat(task.path() / "stat");
     const std::string line{std::istreambuf_iterator<char>(stat), {}};
-    // The name before it may hold anything, parentheses too.
+    // The name before the state may contain anything, even parentheses.
     const size_t state = line.rfind(") ");
     if (state != std::string::npos && line.find_first_of("TtZX", state + 2) != state + 2) {
       return false;
@@ -52,7 +52,7 @@ bool Stopped(pid_t pid) {
   return true;
 }
 
-// Whether somebody takes connections at `path`; a daemon that was killed leaves the file.
+// Whether a process accepts connections at `path`; a daemon that was killed leaves the file.
 bool Listens(const std::string& path) {
   const UniqueFd probe(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   sockaddr_un address{};
@@ -67,14 +67,14 @@ bool Eventually(const std::function<bool()>& condition) {
   const auto deadline = Clock::now() + kDeadline;
   while (!condition()) {
     if (Clock::now() >= deadline) return false;
-    // The processor is for those who are waited for.
+    // Leaves the processor to the processes that the test waits for.
     std::this_thread::sleep_for(kLook);
   }
   return true;
 }
 
 std::string OwnLoopback(int index) {
-  // 127.64.0.0 and up, 17 bits of process id and 5 of index; 127.0.0.1 is everybody's.
+  // 127.64.0.0 and up: 17 bits of process id and 5 of index. 127.0.0.1 is used by all processes.
   const int pid = getpid() & 0x1FFFF;
   const int host = (1 << 22) | (pid << 5) | index;
   return "127." + std::to_string(host >> 16) + "." + std::to_string((host >> 8) & 0xFF) + "." +
@@ -83,8 +83,8 @@ std::string OwnLoopback(int index) {
 
 std::string BinaryPath(const std::string& target) {
   namespace fs = std::filesystem;
-  // Under `bazel test` the working folder is the tree of runfiles; run by hand, the binaries lie
-  // beside this one.
+  // Under `bazel test` the working folder is the tree of runfiles; when run by hand, the binaries
+  // lie beside this one.
   if (fs::exists(target)) return fs::absolute(target);
   const fs::path self = fs::read_symlink("/proc/self/exe");
   for (fs::path folder = self.parent_path(); folder.has_relative_path();
@@ -104,7 +104,7 @@ Process::Process(const std::vector<std::string>& argv) {
   std::vector<char*> args;
   for (const std::string& arg : argv) args.push_back(const_cast<char*>(arg.c_str()));
   args.push_back(nullptr);
-  // A command to one that was killed is lost; the missing answer tells.
+  // A command to a process that was killed is lost; the missing answer shows that.
   signal(SIGPIPE, SIG_IGN);
   const pid_t parent = getpid();
   pid_ = fork();
@@ -155,7 +155,7 @@ std::optional<int> Process::WaitExit() {
 
 void Process::WriteLine(const std::string& line) {
   const std::string text = line + "\n";
-  // Short lines into a pipe that is read: never a partial write.
+  // Short lines into a pipe that is read are never written partially.
   [[maybe_unused]] const ssize_t n = write(stdin_.get(), text.data(), text.size());
 }
 
@@ -206,7 +206,7 @@ void Daemon::Start() {
   process_ = std::make_unique<Process>(argv);
   const std::shared_ptr<grpc::Channel> channel = Connect();
   operator_ = v1::Operator::NewStub(channel);
-  // It listens before it serves: what connects early waits in the queue.
+  // The daemon listens before it serves: early connections wait in the queue.
   const bool listens = Eventually(
       [this] { return Listens(socket_) || process_->EndsWithin(std::chrono::milliseconds(1)); });
   const grpc::Status status = Call(&v1::Operator::Stub::GetStatus, v1::GetStatusRequest()).status;
@@ -219,7 +219,7 @@ void Daemon::Start() {
     address_ = listener.substr(kTcp.size());
     break;
   }
-  // Another start of this daemon is found where this one was.
+  // A restarted daemon must be found at the same address.
   for (std::string& flag : flags_) {
     if (flag.rfind("--listen-tcp=", 0) != 0) continue;
     if (flag.size() > 2 && flag.substr(flag.size() - 2) == ":0") flag = "--listen-tcp=" + address_;

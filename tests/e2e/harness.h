@@ -1,9 +1,8 @@
-// Real processes for end-to-end tests: a daemon of one's own, and member processes to kill and
-// stop.
+// Real processes for end-to-end tests: a test's own daemons, and member processes to kill and stop.
 //
 // A Daemon is a refitd with its own folder, socket and flags; it is ready when it answers
-// GetStatus. A MemberProcess is tests/e2e/member.cc, driven line by line. Both die with the object,
-// and with the test at the latest. Every wait ends at kDeadline. Not thread-safe.
+// GetStatus. A MemberProcess is tests/e2e/member.cc, driven line by line. Both end with their
+// object, at the latest with the test. Every wait ends at kDeadline. Not thread-safe.
 #ifndef REFITD_TESTS_E2E_HARNESS_H_
 #define REFITD_TESTS_E2E_HARNESS_H_
 
@@ -23,19 +22,19 @@
 
 namespace refitd::e2e {
 
-// Looks until `condition` holds; false: not before kDeadline. Conditions that ask a daemon are the
-// usual case.
+// Checks repeatedly until `condition` holds; false: it did not hold before kDeadline. Conditions
+// usually ask a daemon.
 bool Eventually(const std::function<bool()>& condition);
 
-// An address of 127.0.0.0/8 that is this process's alone, `index` from 0 to 31: no connection of
-// others takes a port there by chance.
+// An address of 127.0.0.0/8 that only this process uses, `index` from 0 to 31: no other process's
+// connection can take a port there by chance.
 std::string OwnLoopback(int index);
 
-// A binary of this build: "daemon/refitd", "tests/e2e/member".
+// The path of a binary of this build, such as "daemon/refitd" or "tests/e2e/member".
 std::string BinaryPath(const std::string& target);
 
-// A process with pipes. Killed when destroyed, and when the thread that made it ends (the kernel
-// counts threads).
+// A process with pipes. Killed when the object is destroyed, and when the thread that made it ends
+// (the kernel counts threads).
 class Process {
  public:
   explicit Process(const std::vector<std::string>& argv);
@@ -44,14 +43,15 @@ class Process {
   Process& operator=(const Process&) = delete;
 
   pid_t pid() const { return pid_; }
-  // After SIGSTOP none of its threads runs: the kernel stops them one by one, in its own time.
+  // Returns from SIGSTOP only when all its threads have stopped, since the kernel stops them one by
+  // one.
   void Signal(int signal) const;
-  // Waits a little; true: it has ended.
+  // Waits for a moment; true: the process has ended.
   bool EndsWithin(std::chrono::milliseconds wait) const;
   // Exit code, or 128 + the signal that ended it. nullopt: it still runs at kDeadline.
   std::optional<int> WaitExit();
   void WriteLine(const std::string& line);
-  // A line of its stdout; nullopt: its end, or kDeadline.
+  // A line of its stdout; nullopt: stdout ended, or kDeadline passed.
   std::optional<std::string> ReadLine();
   // All of its stderr so far.
   std::string Errors();
@@ -74,41 +74,42 @@ class TempFolder {
   std::string operator/(const std::string& name) const { return path_ + "/" + name; }
 
  private:
-  std::string path_;  // readable for everybody: other users may try the socket
+  std::string path_;  // readable by everyone, since other users may try the socket
 };
 
 class Daemon {
  public:
-  // Starts and waits until it answers; throws std::runtime_error with its log if it does not.
-  // `launcher`: a command that ends by executing what follows it (nsenter, prlimit), and its
-  // options.
+  // Starts and waits until the daemon answers; throws std::runtime_error with its log if it does
+  // not. `launcher`: a command, with options, that ends by executing the command line after it
+  // (nsenter, prlimit).
   explicit Daemon(std::vector<std::string> flags = {}, std::vector<std::string> launcher = {});
 
   const std::string& socket() const { return socket_; }
   pid_t pid() const { return process_->pid(); }
   std::string log() { return process_->Errors(); }
-  // HOST:PORT of its first TCP listener, as members name it as coordinator; empty: it has none.
+  // HOST:PORT of its first TCP listener, by which members name it as coordinator; empty: it has
+  // none.
   const std::string& address() const { return address_; }
-  // A connection of its own each time.
+  // Each call makes a new connection.
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket_); }
 
   void Signal(int signal) { process_->Signal(signal); }
   std::optional<int> WaitExit() { return process_->WaitExit(); }
-  // SIGTERM and the exit code; nullopt: it still runs at kDeadline.
+  // Sends SIGTERM and returns the exit code; nullopt: it still runs at kDeadline.
   std::optional<int> Stop();
-  // SIGKILL; reaped. Its socket's file stays, as a crash leaves it.
+  // Sends SIGKILL and reaps. The socket's file stays, as after a crash.
   void Kill();
-  // After Stop, Kill or an end of its own: another one, with the same folder, socket, flags and TCP
-  // address, ready as after construction. Only a host that nobody else connects from keeps its port
-  // free meanwhile: OwnLoopback().
+  // Call after the daemon has ended: starts another with the same folder, socket, flags and TCP
+  // address, ready as after construction. The port stays free meanwhile only on a host to which no
+  // other process connects: OwnLoopback().
   void Restart();
 
   v1::GetStatusResponse Status();
   v1::ResourceStatus Resources() { return Status().resources(); }
-  // Empty if there is no such group.
+  // Empty if the group does not exist.
   v1::GroupStatus Group(const std::string& name);
   std::string InstanceState(const std::string& group, const std::string& instance);
-  // Mappings of memfds in its /proc/PID/maps.
+  // How many memfds the process has mapped (/proc/PID/maps).
   int MemfdMappings() const;
 
   // Calls of Operator with kDeadline.
@@ -144,17 +145,17 @@ class MemberProcess {
   ~MemberProcess();
 
   pid_t pid() const { return process_.pid(); }
-  // Sends a command and waits for its answer: "ok ..." or "error CODE MESSAGE"; "" if the process
-  // is gone or the deadline passed.
+  // Sends a command and waits for its answer: "ok ..." or "error CODE MESSAGE"; "": the process is
+  // gone or the deadline passed.
   std::string Do(const std::string& command);
-  // The same in two halves, for commands that block.
+  // Do in two halves, for commands that block.
   void Send(const std::string& command) { process_.WriteLine(command); }
   std::string Answer() { return process_.ReadLine().value_or(""); }
   // Forks a child that keeps the member's sockets open and lives on after the member's death.
   bool ForkChild();
 
   void Signal(int signal) const { process_.Signal(signal); }
-  // SIGKILL; reaped.
+  // Sends SIGKILL and reaps.
   void Kill();
   std::string Errors() { return process_.Errors(); }
 

@@ -1,34 +1,44 @@
 // A member in a process of its own, for tests that kill and stop it.
 //
 //   member trainer|engine SOCKET [group=G] [rank=R] [world=W] [trainers=T] [instances=I]
-//   [slot_bytes=B] [slots=S]
-//          [instance=NAME] [delivery=registered|staged] [uid=U] [token=HEX]
-//          [coordinator=HOST:PORT] [auto=1] [matrices=M rows=N columns=K]
+//          [slot_bytes=B] [slots=S] [instance=NAME] [delivery=registered|staged] [uid=U]
+//          [token=HEX] [coordinator=HOST:PORT] [auto=1] [matrices=M rows=N columns=K]
 //
-// Reads one command a line from stdin, answers each with one line: "ok ..." or "error CODE
-// MESSAGE". The model is MixedModel(), or PlainModel(M, N, K), its bytes those of BytesOf(version).
-//   attach                  says hello; waits for Welcome. Engines also make memory and register
-//   it. begin V                 trainer: waits until buckets may be pushed push V [SEQ [FIRST N]]
-//   trainer: tensors FIRST.. (all of them) as one bucket, from its own region commit V BUCKETS
-//   trainer begin_as HEX V          trainer: Begin under a token that another user got prepare
-//   engine: waits for Prepare, answers nothing ready V                 engine part engine: waits
-//   for the next staged part; "ok VERSION PART" ack V PART              engine outcome engine: "ok
-//   committed V" or "ok aborted V clean|dirty REASON" check V                 engine: whether its
-//   memory holds exactly version V (0: untouched) token                   its lease's token, in
-//   hexadecimal fork                    a child that keeps every descriptor and waits to be killed;
-//   "ok PID"
-//   register                trainer: its columns of every tensor, in a region of their own
-//   refit V                 trainer: fills them with version V; "ok NAME=committed NAME=REASON..."
-//   alive                   whether its lease still stands
-//   end                     trainer: waits for the end of its lease, and says how it ended
-// An engine with auto=1 answers Prepare and acknowledges parts by itself, and has:
-//   hold ready|ack          keeps that back from the next event on; release: answers what was kept
-//   await prepare|part V    waits for it
-//   believe V               waits for an outcome of version V or later; what it knows of its
-//   weights:
-//                           "ok good VERSION", "ok dirty", "ok doubt", each with " gone" if its
-//                           lease ended; "error 15 ..." if good weights are not that version's
-//                           bytes
+// Reads commands from stdin, one a line, and answers each with one line: "ok ..." or "error CODE
+// MESSAGE". The model is MixedModel(), or PlainModel(M, N, K); its bytes are BytesOf(version).
+//
+// Both roles:
+//   attach                  says hello and waits for Welcome; an engine also makes memory and
+//                           registers it
+//   alive                   answers whether its lease is live
+//   token                   answers its lease's token, in hexadecimal
+//   fork                    forks a child that keeps every descriptor and waits to be killed;
+//                           answers "ok PID"
+// Trainers:
+//   begin V                 waits until buckets may be pushed
+//   begin_as HEX V          as begin, with a token that another user got
+//   push V [SEQ [FIRST N]]  pushes N tensors from FIRST on (default: all) as one bucket, from its
+//                           own region
+//   commit V BUCKETS        commits
+//   register                registers its columns of every tensor, in a region of their own
+//   refit V                 fills them with version V and refits; answers "ok NAME=committed
+//                           NAME=REASON..."
+//   end                     waits for the end of its lease and answers how it ended
+// Engines:
+//   prepare                 waits for Prepare and does not answer it
+//   ready V                 answers Ready
+//   part                    waits for the next staged part; answers "ok VERSION PART"
+//   ack V PART              acknowledges the part
+//   outcome                 answers "ok committed V" or "ok aborted V clean|dirty REASON"
+//   check V                 answers whether its memory holds exactly version V (0: untouched)
+// An engine with auto=1 answers Prepare and acknowledges parts by itself, and also has:
+//   hold ready|ack          keeps these answers back from the next event on
+//   release                 sends the answers that were kept back
+//   await prepare|part V    waits for that event
+//   believe V               waits for an outcome of version V or later; answers the state of its
+//                           weights: "ok good VERSION", "ok dirty" or "ok doubt", each with " gone"
+//                           if its lease ended; "error 15 ..." if good weights do not have that
+//                           version's bytes
 // Ends with its stdin, or with its parent.
 #include <fmt/format.h>
 #include <grp.h>
@@ -52,7 +62,7 @@
 namespace refitd::e2e {
 namespace {
 
-// The children of "fork" must not outlive a test that forgot them by much.
+// How long a child of "fork" lives at most if a test forgets it.
 constexpr unsigned kChildSeconds = 90;
 
 std::string ToHex(const std::string& bytes) {
@@ -217,7 +227,7 @@ class TrainerMember {
   const Model model_ = settings_.TheModel();
   std::unique_ptr<RawTrainer> trainer_;
   SharedMemory memory_;
-  Held held_;  // what is registered
+  Held held_;  // the registered layout
   SharedMemory shards_;
 };
 
@@ -369,7 +379,7 @@ std::string Fork() {
   const pid_t child = fork();
   if (child < 0) return "error 8 fork";
   if (child == 0) {
-    // Holds what the parent had open, and does nothing else.
+    // Keeps the parent's open descriptors, and does nothing else.
     alarm(kChildSeconds);
     for (;;) pause();
   }

@@ -1,5 +1,5 @@
-// Small models whose bytes are known: what a version's tensors hold, and what an engine's memory
-// must then hold, computed element by element without any of the code under test.
+// Small models of known bytes: a version's tensors, and what an engine's memory must hold then,
+// computed element by element without any of the code under test.
 //
 // Values; thread-safe because they share nothing.
 #ifndef REFITD_TESTS_E2E_MODEL_H_
@@ -16,7 +16,7 @@ namespace refitd::e2e {
 
 using Model = std::vector<TensorSpec>;
 
-// Every dtype, one to four dimensions, a scalar, a tensor of no elements; about 40 KiB.
+// Every dtype, one to four dimensions, a scalar, a tensor without elements; about 40 KiB.
 Model MixedModel();
 // `tensors` bfloat16 matrices of `rows` by `columns`.
 Model PlainModel(int tensors, int64_t rows, int64_t columns);
@@ -24,13 +24,13 @@ Model PlainModel(int tensors, int64_t rows, int64_t columns);
 int64_t TensorBytes(const TensorSpec& tensor);
 int64_t ModelBytes(const Model& model);
 
-// The bytes of one version, one string a tensor: pseudo-random, different in every version and
-// tensor.
+// The bytes of one version, one string for each tensor: pseudo-random, different in every version
+// and tensor.
 std::vector<std::string> BytesOf(const Model& model, int64_t version);
 
 // ---- an engine rank's memory ----
 
-// A layout and the size of the one region behind it; piece.region is to be filled in.
+// A layout and the size of its one region; the caller fills in piece.region.
 struct Held {
   Layout layout;
   int64_t region_bytes = 0;
@@ -39,8 +39,8 @@ struct Held {
 // Every tensor whole, with `gap_bytes` of foreign storage around each.
 Held HoldWhole(const Model& model, int64_t gap_bytes = 24);
 // Rank `rank` of `world_size`: each tensor of two or more dimensions is cut along `dimension`
-// (ceil(n/world_size) a rank), others are held whole. Rows are stored with padding between them, so
-// that pieces are strided.
+// (ceil(n/world_size) for each rank), others are held whole. Rows are stored with padding between
+// them, so that pieces are strided.
 Held HoldSlice(const Model& model, int dimension, int rank, int world_size);
 
 // What untouched storage holds before the first update: a pattern that no version has.
@@ -49,7 +49,7 @@ std::string EmptyImage(int64_t bytes);
 // bytes, in the model's order); storage outside the boxes stays.
 std::string ExpectedImage(std::string image, const Layout& layout, const Model& model,
                           const std::vector<std::string>& tensors);
-// Empty: equal. Else where they first differ, and in what tensor.
+// Empty: equal. Otherwise the first place where they differ, and its tensor.
 std::string Difference(const std::string& expected, const char* memory, const Layout& layout);
 
 // ---- buckets ----

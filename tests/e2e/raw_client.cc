@@ -15,7 +15,7 @@ namespace refitd::e2e {
 
 std::shared_ptr<grpc::Channel> ConnectTo(const std::string& socket) {
   grpc::ChannelArguments arguments;
-  // Members share no connection: the daemon knows a peer by its connection.
+  // Members share no connection, since the daemon knows a peer by its connection.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetMaxReceiveMessageSize(-1);
   arguments.SetMaxSendMessageSize(-1);
@@ -231,7 +231,7 @@ RawEngine::RawEngine(const std::shared_ptr<grpc::Channel>& channel, const v1::En
 
 bool RawEngine::Ready(int64_t version) {
   {
-    // Before it is on its way: from here on memory may be written.
+    // Set before Ready is sent: from then on memory may be written.
     std::lock_guard lock(told_mutex_);
     if (version == prepared_) answered_ = true;
   }
@@ -276,7 +276,7 @@ void RawEngine::Release() {
 }
 
 bool RawEngine::Await(const std::function<bool()>& condition) {
-  // The stream's end is no event: it is looked for now and then.
+  // The end of the stream wakes no waiter, so it is checked now and then.
   constexpr std::chrono::milliseconds kLook{20};
   const auto deadline = std::chrono::steady_clock::now() + kDeadline;
   std::unique_lock lock(told_mutex_);

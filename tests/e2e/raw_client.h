@@ -1,10 +1,10 @@
-// Members by hand: generated stubs, Attach streams and the descriptor socket, with nothing filled
-// in or checked beyond what the caller says. The client library is not used, so that a test says
-// exactly what goes over the wire, also what no client would send.
+// Members by hand: generated stubs, Attach streams and the descriptor socket. Only what the caller
+// says is filled in or checked. The client library is not used, so that a test determines exactly
+// what goes over the wire, even what no client would send.
 //
-// Every wait ends at kDeadline; a call that got there says DEADLINE_EXCEEDED with "the test's own
-// deadline" in its message or returns nullopt. Streams have one reading thread each; calls may come
-// from any thread.
+// Every wait ends at kDeadline; a call that reaches it returns nullopt, or DEADLINE_EXCEEDED with
+// "the test's own deadline" in its message. Each stream has one reading thread; calls may come from
+// any thread.
 #ifndef REFITD_TESTS_E2E_RAW_CLIENT_H_
 #define REFITD_TESTS_E2E_RAW_CLIENT_H_
 
@@ -36,7 +36,7 @@
 
 namespace refitd::e2e {
 
-// Far longer than anything takes; only a failing test reaches it.
+// Far longer than any step takes; only a failing test reaches it.
 inline constexpr std::chrono::seconds kDeadline{30};
 
 template <typename Response>
@@ -48,7 +48,7 @@ struct Outcome {
 
 std::shared_ptr<grpc::Channel> ConnectTo(const std::string& socket);
 
-// One Attach stream. `handler` sees each event on the reading thread before it is queued.
+// One Attach stream. `handler` gets each event on the reading thread, before the event is queued.
 template <typename Message, typename Event>
 class EventStream {
  public:
@@ -75,8 +75,8 @@ class EventStream {
     return ended_;
   }
 
-  // The next event of one of these kinds; earlier ones of other kinds are dropped. nullopt: the
-  // stream ended or the deadline passed before.
+  // The next event of one of these kinds; earlier events of other kinds are dropped. nullopt: the
+  // stream ended or the deadline passed first.
   std::optional<Event> WaitFor(typename Event::KindCase kind) { return WaitForAny({kind}); }
   std::optional<Event> WaitForAny(const std::vector<typename Event::KindCase>& kinds) {
     const auto deadline = std::chrono::steady_clock::now() + kDeadline;
@@ -91,7 +91,7 @@ class EventStream {
         return std::nullopt;
     }
   }
-  // How the stream ended.
+  // The status with which the stream ended.
   std::optional<grpc::Status> WaitEnd() {
     const auto deadline = std::chrono::steady_clock::now() + kDeadline;
     std::unique_lock lock(mutex_);
@@ -142,15 +142,15 @@ SharedMemory MakeMemory(int64_t bytes);
 class Descriptors {
  public:
   Descriptors(const std::string& path, const std::string& token);
-  // Sends `request` as it is, with these descriptors beside it. nullopt: no reply (the daemon hung
-  // up).
+  // Sends `request` as it is, with these descriptors. nullopt: no reply, since the daemon closed
+  // the connection.
   std::optional<DescriptorReply> Ask(const DescriptorRequest& request, const std::vector<int>& fds,
                                      UniqueFd* received = nullptr);
   std::optional<DescriptorReply> Send(const void* data, size_t bytes, const std::vector<int>& fds,
                                       UniqueFd* received);
   // A request of this kind with the token filled in.
   DescriptorRequest Request(DescriptorRequestKind kind) const;
-  // Registers `memory`, or says why not.
+  // Registers `memory`; the reply may be a refusal.
   std::optional<DescriptorReply> Register(int fd, int64_t bytes);
 
  private:
@@ -159,7 +159,7 @@ class Descriptors {
   UniqueFd socket_;
 };
 
-// What both kinds of member have.
+// What trainers and engines have in common.
 template <typename Stub, typename Message, typename Event>
 class RawMember {
  public:
@@ -167,7 +167,7 @@ class RawMember {
 
   Stream& events() { return *stream_; }
   const v1::Welcome& welcome() const { return welcome_; }
-  // OK once welcomed; else how the stream ended.
+  // OK once welcomed; else the status with which the stream ended.
   grpc::Status attached() {
     if (welcomed_) return grpc::Status::OK;
     welcomed_ = stream_->WaitFor(Event::kWelcome).has_value();
@@ -184,14 +184,14 @@ class RawMember {
     }
     return *descriptors_;
   }
-  // Registered with the daemon; region_id 0: refused.
+  // New memory, registered with the daemon; region_id 0: registering was refused.
   SharedMemory NewMemory(int64_t bytes) {
     SharedMemory memory = MakeMemory(bytes);
     const auto reply = descriptors().Register(memory.fd.get(), bytes);
     if (reply.has_value() && reply->code == 0) memory.region_id = reply->region_id;
     return memory;
   }
-  // The group's staging pool, mapped as this member may; null: refused.
+  // The group's staging pool, mapped with `access`; null: refused.
   std::shared_ptr<HostRegion> MapPool(Access access) {
     UniqueFd fd;
     const auto reply =
@@ -201,7 +201,7 @@ class RawMember {
     return mapped.ok() ? *mapped : nullptr;
   }
 
-  // Any unary call; the lease is filled in where the request has none.
+  // Makes any unary call; fills in the lease if the request has none.
   template <typename Request, typename Response>
   Outcome<Response> Call(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
                                                       Response*),
@@ -233,7 +233,7 @@ class RawMember {
  protected:
   explicit RawMember(std::unique_ptr<Stub> stub) : stub_(std::move(stub)) {}
 
-  // On the reading thread, before the event can be waited for.
+  // Runs on the reading thread, before the event can be waited for.
   void SeeWelcome(const Event& event) {
     if (event.has_welcome()) welcome_ = event.welcome();
   }
@@ -249,7 +249,7 @@ class RawMember {
 v1::GroupSpec Spec(int trainer_ranks = 1, int min_instances = 1, int64_t slot_bytes = 65'536,
                    int slots = 4);
 
-// Says hello at once.
+// A trainer rank; says hello when constructed.
 class RawTrainer : public RawMember<v1::Trainer::Stub, v1::TrainerMessage, v1::TrainerEvent> {
  public:
   RawTrainer(const std::shared_ptr<grpc::Channel>& channel, const v1::TrainerHello& hello);
@@ -282,21 +282,21 @@ struct EngineOptions {
   bool auto_ack = true;    // acknowledges parts after copying them
 };
 
-// What an engine rank knows of its own weights, from what it was told and nothing else.
+// What an engine rank knows of its own weights from the daemon's messages alone.
 struct Belief {
-  bool good = true;       // it holds `version` in full; else dirty, or in doubt
-  int64_t version = 0;    // 0: as it was before the first update
+  bool good = true;       // it holds `version` in full; else dirty or in doubt
+  int64_t version = 0;    // 0: the weights from before the first update
   bool in_doubt = false;  // answered Ready, and its stream ended before the outcome
   bool attached = true;
 };
 
-// Says hello at once. Staged parts are copied out into `staged_tensors` on the reading thread and
-// checked for what any engine may rely on.
+// An engine rank; says hello when constructed. The reading thread copies staged parts into
+// `staged_tensors` and checks what every engine may rely on.
 class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::EngineEvent> {
  public:
   RawEngine(const std::shared_ptr<grpc::Channel>& channel, const v1::EngineHello& hello,
             EngineOptions options = {});
-  ~RawEngine() { stream_.reset(); }  // its thread uses what this class has
+  ~RawEngine() { stream_.reset(); }  // the stream's thread uses the members of this class
   static v1::EngineHello Hello(const std::string& group, const std::string& instance, int rank = 0,
                                int world_size = 1, v1::Delivery delivery = v1::DELIVERY_REGISTERED,
                                std::optional<v1::GroupSpec> spec = Spec());
@@ -305,15 +305,15 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   bool Ack(int64_t version, int64_t part);
   bool Fail(int64_t version, const std::string& reason);
 
-  // From the next event on: answers by itself, or keeps Ready or acknowledgements back. What was
-  // kept back is answered by Release().
+  // From the next event on: answers by itself, or keeps back Ready or acknowledgements. Release()
+  // sends the answers that were kept back.
   void Hold(bool ready, bool ack);
   void Release();
-  // False: not before kDeadline, or the stream ended.
+  // False: kDeadline passed first, or the stream ended.
   bool AwaitPrepare(int64_t version);
   bool AwaitPart(int64_t version);
-  // Waits for the outcome of what it is prepared for, and for one of at least `version`; kDeadline
-  // or the stream's end cuts that short.
+  // Waits for the outcome of the update that it is prepared for, and for an outcome of `version` or
+  // later; ends early at kDeadline or when the stream ends.
   Belief AwaitBelief(int64_t version);
 
   // Staged delivery: empty if exactly these tensors were delivered since the last Prepare, each
@@ -325,14 +325,14 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   void On(const v1::EngineEvent& event);
   void Take(const v1::BucketReady& part);
 
-  // False: the stream ended or kDeadline passed before.
+  // False: the stream ended or kDeadline passed first.
   bool Await(const std::function<bool()>& condition);
 
-  std::atomic<uint64_t> update_id_{0};  // of the last Prepare: what answers carry
+  std::atomic<uint64_t> update_id_{0};  // of the last Prepare; answers carry it
   std::mutex told_mutex_;
   std::condition_variable told_cond_;
   EngineOptions options_;
-  int64_t prepared_ = 0;  // version; 0: the outcome came
+  int64_t prepared_ = 0;  // version; 0: none, its outcome came
   bool answered_ = false;
   int64_t part_of_ = 0;                                 // version of the last part
   int64_t outcome_of_ = 0;                              // highest version
@@ -341,10 +341,10 @@ class RawEngine : public RawMember<v1::Engine::Stub, v1::EngineMessage, v1::Engi
   std::mutex staged_mutex_;
   struct Staged {
     std::string bytes;
-    std::string times;  // each byte was delivered
+    std::string times;  // by byte: how often it was delivered
   };
   std::map<std::string, Staged> staged_tensors_;
-  std::map<std::string, Staged> before_;  // of the update before: an abort may leave it valid
+  std::map<std::string, Staged> before_;  // of the previous update, which an abort may leave valid
   std::string staged_error_;
   int64_t next_part_ = 0;
   std::shared_ptr<HostRegion> pool_;
@@ -360,8 +360,8 @@ class Holder {
   RawEngine& engine() { return engine_; }
   const Layout& layout() const { return layout_; }
   SharedMemory& memory() { return memory_; }
-  // Empty: memory is what it was before the first update, with these tensors written into the boxes
-  // (none: empty).
+  // Empty: memory is as before the first update, with these tensors written into the boxes (without
+  // tensors: no box was written).
   std::string Difference(const Model& model, const std::vector<std::string>& bytes) const;
   std::string DifferenceFromEmpty() const;
   // Address of the first element of the tensor's first piece.

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-// The call went well, else its message is shown.
+// Requires that the call succeeded; shows its message if not.
 #define REQUIRE_OK(outcome)                                              \
   do {                                                                   \
     const auto& refitd_outcome = (outcome);                              \
@@ -16,7 +16,7 @@
     REQUIRE(refitd_outcome.status.error_code() == grpc::StatusCode::OK); \
   } while (false)
 
-// A MemberProcess answers the command with a line that begins so.
+// Requires that a MemberProcess answers the command with a line that begins with `answer`.
 #define REQUIRE_ANSWER(member, command, answer)             \
   do {                                                      \
     const std::string refitd_answer = (member).Do(command); \
@@ -26,7 +26,8 @@
 
 namespace refitd::e2e {
 
-// The call was refused with exactly this code, and the message has each of `words`: the culprit.
+// Checks that the call was refused with exactly this code, and that the message has each of
+// `words`: the culprit.
 inline void CheckRefused(const grpc::Status& status, grpc::StatusCode code,
                          const std::vector<std::string>& words) {
   INFO("code " << status.error_code() << ": " << status.error_message());

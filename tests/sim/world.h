@@ -11,11 +11,11 @@
 // index. So what a rank holds can be compared with what it was told at any moment.
 //
 // A broken promise stops the run, and Result names it: P1 to P8 and P10 of docs/architecture.md, or
-// LIVE: with all faults gone, an update did not commit;
-// REG: an update left out an instance though every rank of it was told that it is registered and
-// none was lost;
-// REST: only some engines died, or the data plane of one daemon did not come up, and the update was
-// given up for the others as well.
+//   LIVE  with all faults gone, an update did not commit
+//   REG   an update left out an instance though every rank of it was told that it is registered and
+//         none was lost
+//   REST  only some engines died, or the data plane of one daemon did not come up, and the update
+//         was given up for the other engines as well
 #ifndef REFITD_TESTS_SIM_WORLD_H_
 #define REFITD_TESTS_SIM_WORLD_H_
 
