@@ -1,5 +1,5 @@
-// Bad input at a real daemon: each is refused with the stated status and a message that names the
-// culprit, changes nothing (the same update then commits), and harms nobody else.
+// Bad input to a real daemon: each is refused with the stated status and a message that names the
+// culprit, changes nothing (the same update then commits), and harms no other group.
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/mman.h>
@@ -23,18 +23,18 @@ using grpc::StatusCode;
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
-// A tiny model: most buckets here never move a byte.
+// A tiny model, since most buckets here never move a byte.
 Model SmallModel() {
   return {{"a", DType::kFloat32, {4, 4}}, {"b", DType::kBFloat16, {8}}, {"c", DType::kUint8, {3}}};
 }
 
-// The updates of a test are open all the time that it takes.
+// A test's updates stay open as long as the test takes.
 std::vector<std::string> WithPatience(std::vector<std::string> flags) {
   flags.insert(flags.end(), {"--idle-ms=600000", "--default-duration-ms=600000"});
   return flags;
 }
 
-// A group with one engine and one trainer, and a bystander group that must not notice anything.
+// A group with one engine and one trainer, and a bystander group that must not be affected.
 struct Scene {
   explicit Scene(std::vector<std::string> flags = {}, const v1::GroupSpec& spec = Spec())
       : daemon(WithPatience(std::move(flags))),
@@ -52,8 +52,8 @@ struct Scene {
     return InlineBucket(model, BytesOf(model, version), seq, false, std::move(indices));
   }
 
-  // The update to `version`, begun before, still takes its bytes and commits; so does the
-  // bystander's, which was open all the time.
+  // The update to `version`, which was begun before, still takes its bytes and commits; so does the
+  // bystander's update, which was open all the time.
   void RequireUnharmed(int64_t version) {
     REQUIRE_OK(trainer.Push(version, Good(version)));
     REQUIRE_OK(trainer.Commit(version, 1));
@@ -354,10 +354,10 @@ TEST_CASE("buckets out of their time or order are refused, and the update goes o
   CheckRefused(s.trainer.Push(5, s.Good(5, 0, {1})).status, StatusCode::ALREADY_EXISTS,
                {"seq", "0"});
   CheckRefused(s.trainer.Push(5, s.Good(5, 1, {0})).status, StatusCode::ALREADY_EXISTS, {"'a'"});
-  // Seq 1 is skipped: 2 waits for it, and no Commit gets past the hole.
+  // Seq 1 is skipped: seq 2 waits for it, and no Commit gets past the gap.
   auto waiting =
       std::async(std::launch::async, [&] { return s.trainer.Push(5, s.Good(5, 2, {2})); });
-  REQUIRE(Eventually([&] {  // taken in, though not its turn
+  REQUIRE(Eventually([&] {  // accepted, though its turn has not come
     return s.trainer.Commit(5, 1).status.error_message().find("2 buckets were pushed") !=
            std::string::npos;
   }));
@@ -474,7 +474,7 @@ TEST_CASE("a repeated request id has no second effect and gets the first answer"
   CHECK(again.response.version() == 5);
   CHECK(again.response.seconds() == committed.response.seconds());
   CHECK(s.daemon.Group("g").updates_committed() == 1);
-  // After the commit as well: the first answer, not "committed already".
+  // The answer after the commit is the first one too, not "committed already".
   REQUIRE_OK(s.trainer.Push(5, s.Good(5, 0, {0, 1}), "push-0"));
   REQUIRE_OK(s.trainer.Begin(begin));
   s.RequireInstalled(5);
@@ -538,7 +538,7 @@ TEST_CASE("a hello that is malformed or disagrees is refused by field and value"
         h->set_wait_ms(20);
       },
       StatusCode::NOT_FOUND, {"fresh"});
-  // The group exists: its spec counts, and its only trainer rank is taken.
+  // The group exists: its spec decides, and its only trainer rank is taken.
   trainer(
       [](auto* h) {
         h->set_group("g");
@@ -580,7 +580,7 @@ TEST_CASE("a hello that is malformed or disagrees is refused by field and value"
       },
       kInvalid, {"manifest.dtypes", "0", "1"});
 
-  // Silence, twice the hello, and answers before any hello.
+  // No hello, two hellos, and answers before any hello.
   {
     RawTrainer twice(s.daemon.Connect(), RawTrainer::Hello("twice"));
     REQUIRE(twice.attached().ok());
@@ -723,7 +723,7 @@ TEST_CASE("a layout that is malformed, outside, overlapping or unaligned is refu
   refused([](Layout* l) { l->tensors[2].name = "a"; }, kInvalid, {"a"});
   refused(
       [](Layout* l) {
-        l->pieces.push_back(l->pieces[0]);  // the same box again, elsewhere
+        l->pieces.push_back(l->pieces[0]);  // the same box again, in other memory
         l->pieces.back().byte_offset = 2048;
       },
       kInvalid, {"a"});
@@ -788,7 +788,7 @@ TEST_CASE("a trainer's layout that is malformed is refused by tensor, field and 
   const StatusCode kInvalid = StatusCode::INVALID_ARGUMENT;
   CheckRefused(with([](Layout* l) { l->pieces[0].region = RegionId(987'654); }),
                StatusCode::NOT_FOUND, {"a", "987654"});
-  // Another member's region is none of this one's.
+  // A member can't name another member's region.
   CheckRefused(
       with([&](Layout* l) { l->pieces[0].region = RegionId(s.engine.memory().region_id); }),
       StatusCode::NOT_FOUND, {"a", std::to_string(s.engine.memory().region_id)});
@@ -812,7 +812,7 @@ TEST_CASE("a trainer's layout that is malformed is refused by tensor, field and 
                {"trainer rank", "engine rank"});
   CheckRefused(s.trainer.RegisterChunks({}).status, kInvalid, {"chunk"});
 
-  // Sources may be read twice, as engines' parameters may not be written.
+  // Sources may be read twice, while engines' parameters may be written once only.
   const auto taken = s.trainer.Register([&] {
     Layout layout = good();
     layout.pieces.push_back(layout.pieces[0]);
@@ -833,7 +833,7 @@ TEST_CASE("a trainer's layout that is malformed is refused by tensor, field and 
   CHECK(kept->code == static_cast<uint32_t>(StatusCode::FAILED_PRECONDITION));
   CHECK_THAT(kept->message, Catch::Contains("'a'"));
 
-  // Without a piece it takes the registration back.
+  // A layout without a piece withdraws the registration.
   Layout none;
   none.binding_generation = 8;
   REQUIRE_OK(s.trainer.Register(none));
@@ -888,7 +888,7 @@ TEST_CASE("a Refit that is malformed, or of no layout or another, is refused and
   Layout none;
   none.binding_generation = 9;
   REQUIRE_OK(s.trainer.Register(none));
-  // A rank may have no piece, but not every rank.
+  // One rank may have no piece, but not all of them.
   CheckRefused(s.trainer.Refit(5, 9).status, StatusCode::FAILED_PRECONDITION,
                {"no trainer rank has a piece"});
   REQUIRE_OK(s.trainer.Begin(5));
@@ -982,7 +982,7 @@ TEST_CASE("the descriptor socket refuses what it can't trust, and keeps nothing 
     CHECK(reply->code == static_cast<uint32_t>(StatusCode::FAILED_PRECONDITION));
     CHECK_THAT(reply->message, Catch::Contains("'a'"));
   }
-  // What is no request at all ends the connection.
+  // A message that is no request ends the connection.
   {
     Descriptors broken(s.trainer.welcome().descriptor_socket(),
                        s.trainer.welcome().lease().token());

@@ -1,4 +1,4 @@
-// The C interface against a real daemon: what refit.h promises and a scripted peer can't show.
+// The C interface against a real daemon: promises of refit.h that a scripted peer can't show.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -34,7 +34,7 @@ using Region = std::unique_ptr<refit_region, Freed<refit_region, refit_region_fr
 using Update = std::unique_ptr<refit_update, Freed<refit_update, refit_update_free>>;
 using Joiner = std::unique_ptr<refit_joiner, Freed<refit_joiner, refit_joiner_free>>;
 
-// On the thread that called.
+// Must be called on the thread that made the call.
 void Ok(refit_status status) {
   INFO(refit_status_name(status) << ": " << refit_last_error());
   REQUIRE(status == REFIT_OK);
@@ -99,7 +99,7 @@ refit_begin_options BeginOf(int64_t version) {
   return options;
 }
 
-// Begin, with the engine's Ready given meanwhile.
+// Begins while the engine answers Ready.
 Update Begin(refit_trainer* trainer, refit_engine* engine, int64_t version) {
   auto begun = std::async(std::launch::async, [&] {
     const refit_begin_options options = BeginOf(version);
@@ -115,7 +115,7 @@ Update Begin(refit_trainer* trainer, refit_engine* engine, int64_t version) {
   return Update(update);
 }
 
-// One packed chunk, with `padding` bytes behind the tensor.
+// Pushes one packed chunk, with `padding` bytes after the tensor.
 refit_status PushInline(refit_update* update, int64_t version, int64_t padding = 0) {
   const std::vector<float> values = ValuesOf(version);
   std::string bytes(static_cast<size_t>(kBytes + padding), 'p');
@@ -245,7 +245,7 @@ TEST_CASE("a version that is begun twice has one handle, and freeing nothing abo
   CHECK(refit_trainer_begin(trainer.get(), &options, &second) == REFIT_ALREADY_EXISTS);
   CHECK(second == nullptr);
   refit_update_free(second);
-  // Padding behind a packed bucket's last tensor is no one's.
+  // Padding after a packed bucket's last tensor is ignored.
   Ok(PushInline(first.get(), 1, /*padding=*/100));
   auto result = Initialised<refit_commit_result>();
   Ok(refit_update_commit(first.get(), &result));
@@ -260,7 +260,7 @@ TEST_CASE("freeing the handle of an update that is over leaves the next one to i
   const Region memory = NewRegion(engine.get());
   Register(engine.get(), memory.get());
   Update first = Begin(trainer.get(), engine.get(), 1);
-  // The update is lost, which this handle does not hear.
+  // The update is lost, and this handle is not told.
   Ok(refit_engine_fail(engine.get(), 1, "the loader failed"));
   REQUIRE(Next(engine.get()).kind == REFIT_EVENT_ABORTED);
   const Update second = Begin(trainer.get(), engine.get(), 1);

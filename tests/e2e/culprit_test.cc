@@ -1,5 +1,5 @@
-// Who is told what when the daemon that the trainer lives on goes away in the data phase: engines
-// of other daemons, the group's status and GetUpdate name that daemon.
+// The trainer's daemon goes away in the data phase: engines of other daemons, the group's status
+// and GetUpdate must name that daemon.
 #include <fmt/format.h>
 #include <signal.h>
 
@@ -28,11 +28,11 @@ Hello In(Hello hello, const Daemon& coordinator) {
 }
 
 enum class When {
-  kBetween,  // a bucket is through, nothing is on the wire
+  kBetween,  // a bucket has passed, nothing is on the wire
   kMoving,   // a bucket is, most likely, on the wire
 };
 
-// The coordinator "home" and the daemon "sink" have an engine each, "source" the trainer.
+// The coordinator "home" and the daemon "sink" have an engine each; "source" has the trainer.
 void Check(int signal, When when, int silence_ms) {
   const Model model = PlainModel(kTensors, 1024, 4096);  // 64 MiB
   const v1::GroupSpec spec = Spec(1, 2, int64_t{1} << 20, 4);
@@ -74,7 +74,7 @@ void Check(int signal, When when, int silence_ms) {
   } else {
     source.Signal(SIGSTOP);
   }
-  // A daemon that is gone in the data phase may have sent more to one than to another.
+  // Both instances are dirty: the lost daemon may have sent more to one than to the other.
   for (Holder* engine : {&near, &far}) {
     const auto event = engine->engine().events().WaitFor(v1::EngineEvent::kAborted);
     REQUIRE(event.has_value());
@@ -86,7 +86,7 @@ void Check(int signal, When when, int silence_ms) {
   for (Daemon* told : {&home, &sink}) {
     RawTrainer asker(told->Connect(), RawTrainer::Hello("other"));
     Outcome<v1::GetUpdateResponse> past;
-    // A joined daemon may hear of the end after its engine did.
+    // A joined daemon may hear of the end after its engine.
     CHECK(Eventually([&] {
       past = asker.GetUpdate("g", 1);
       return past.response.outcome() == v1::UPDATE_OUTCOME_ABORTED;

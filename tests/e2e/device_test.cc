@@ -1,6 +1,6 @@
 // Members on GPUs: attaching by UUID, device memory as regions and in buckets, pushes and compiled
-// refits between GPUs, the end of a member. The daemon's parts run in this process, over the fake
-// driver; bytes are moved by the real transport's tasks.
+// refits between GPUs, the end of a member. The daemon's parts run in this process over the fake
+// driver; the real transport's tasks move the bytes.
 #include <grpcpp/server_posix.h>
 #include <unistd.h>
 
@@ -60,18 +60,18 @@ using grpc::StatusCode;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-// What outlives a daemon.
+// The parts of a machine that outlive a daemon.
 struct Machine {
   const TempFolder folder;
   FakeCuda fake;
   std::unique_ptr<FakeNccl> nccl;
 };
 
-// The daemon's node, services and sockets, over two fake GPUs, or more.
+// The daemon's node, services and sockets, over two or more fake GPUs.
 class LocalDaemon {
  public:
-  // `limit`: of device work.
-  // `id`: it has peers, over TCP and NCCL; empty: it has none.
+  // `limit`: of device work. `id`: with an id the daemon has peers, over TCP and NCCL; empty: it
+  // has none.
   explicit LocalDaemon(bool gpus = true, Machine* machine = nullptr,
                        std::chrono::milliseconds limit = CudaTransportOptions().limit,
                        int devices = 2, const std::string& id = "")
@@ -81,7 +81,7 @@ class LocalDaemon {
     processes_ = *ProcessWatch::Create();
     NodeOptions options;
     if (!id.empty()) options.daemon_id = id;
-    // Models here are small; big buckets go in parts all the same.
+    // Models here are small; the limits are lowered so that buckets are cut into parts.
     options.group.direct_part_bytes = 16 << 10;
     options.group.direct_part_tensors = 2;
     options.descriptor_socket = socket() + std::string(kDescriptorSocketSuffix);
@@ -145,11 +145,11 @@ class LocalDaemon {
   }
 
   std::string socket() const { return machine_->folder / ("refitd" + id_ + ".sock"); }
-  // For peers.
+  // The address for peers.
   std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket()); }
   FakeCuda& fake() { return machine_->fake; }
-  // Of one that has peers.
+  // Only for a daemon with peers.
   FakeNccl& nccl() { return *machine_->nccl; }
   Node& node() { return *node_; }
   const std::string& uuid(size_t device) const { return uuids_[device]; }
@@ -207,7 +207,7 @@ struct Block {
   std::string handle;
   int64_t bytes;
   char* data;
-  v1::RegisterRegionRequest request;  // of all of it
+  v1::RegisterRegionRequest request;  // asks for all of it
 };
 
 template <typename Member>
@@ -231,7 +231,7 @@ auto Release(Member* member, uint64_t region) {
 
 // A registered engine rank whose parameters are on a GPU.
 struct DeviceEngine {
-  // `coordinator`: the daemon with the group; null: the engine's own.
+  // `coordinator`: the daemon that has the group; null: the engine's own.
   DeviceEngine(LocalDaemon* daemon, size_t device, const Model& of,
                const std::string& instance = "i", const LocalDaemon* coordinator = nullptr)
       : model(of),
@@ -241,7 +241,7 @@ struct DeviceEngine {
           v1::EngineHello hello = daemon->EngineOn(device, v1::DELIVERY_REGISTERED, instance);
           if (coordinator == nullptr) return hello;
           hello.set_coordinator(coordinator->address());
-          hello.clear_spec();  // it is there
+          hello.clear_spec();  // the group exists
           return hello;
         }()) {
     INFO(engine.attached().error_message());
@@ -267,7 +267,8 @@ struct DeviceEngine {
   RawEngine engine;
 };
 
-// The version's tensors one after the other, each on a multiple of 64 bytes.
+// Writes the version's tensors one after the other, each at a multiple of 64 bytes; returns their
+// offsets.
 std::vector<int64_t> Pack(const Model& model, int64_t version, char* to) {
   std::vector<int64_t> offsets;
   int64_t end = 0;
@@ -310,7 +311,7 @@ TEST_CASE("a member attaches on a GPU by its UUID, and an unknown one is told wh
                StatusCode::FAILED_PRECONDITION, {"device.name", "host memory", daemon.uuid(1)});
 }
 
-// What a stream was told at its end.
+// The status with which a stream ended.
 struct EndedSink : EventSink<v1::TrainerEvent> {
   void Send(v1::TrainerEvent) override {}
   void End(absl::Status status) override { end = std::move(status); }
@@ -370,7 +371,7 @@ TEST_CASE("regions of device memory: fields are checked, and released ones are c
   const auto region = Register(&trainer, part);
   REQUIRE_OK(region);
   CHECK(region.response.bytes() == 2 * kMiB);
-  // A trainer may register a block twice; it is open once.
+  // A trainer may register a block twice; it is opened once.
   const auto again = Register(&trainer, block.request);
   REQUIRE_OK(again);
   CHECK(again.response.bytes() == 3 * kMiB);
@@ -379,7 +380,7 @@ TEST_CASE("regions of device memory: fields are checked, and released ones are c
   REQUIRE_OK(Release(&trainer, region.response.region_id()));
   CHECK(daemon.fake().Count().opened_handles == 1);
   REQUIRE_OK(Release(&trainer, again.response.region_id()));
-  // Answered when it is closed.
+  // The answer comes when the block is closed.
   CHECK(daemon.fake().Count().opened_handles == 0);
 }
 
@@ -469,7 +470,7 @@ TEST_CASE("buckets from another GPU: by region, by a handle for all, by a handle
         bucket->set_packed(true);
         for (const int64_t offset : offsets) bucket->add_byte_offsets(offset);
         v1::CudaIpcHandle* other = bucket->mutable_cuda_ipc()->add_handles();
-        other->set_gpu_uuid(daemon.uuid(0));  // of another rank
+        other->set_gpu_uuid(daemon.uuid(0));  // another rank's
         *bucket->mutable_cuda_ipc()->add_handles() = source.At(64);
       },
       64);
@@ -527,20 +528,21 @@ TEST_CASE("handles of a bucket are open until its answer, and bad ones change no
   refused(StatusCode::INVALID_ARGUMENT, {"cuda_ipc.handles", "2 of device"},
           [&](auto* b) { b->set_packed(true); });
   REQUIRE_OK(trainer.Push(1, good));
-  // What remains is the engine's, and what the transport opened of it for the source's GPU: the
-  // caller may free what it pushed.
+  // Open are the engine's handle and the transport's handle of it for the source's GPU: the caller
+  // may free the memory that it pushed.
   CHECK(daemon.fake().Count().opened_handles <= 2);
   REQUIRE_OK(trainer.Commit(1, 1));
   CHECK(engine.Difference(1) == "");
 }
 
-// What a call is answered, once what it closes on a GPU may be closed; not before.
+// The answer to a call that closes memory on a GPU; checks that it does not come before the memory
+// is closed.
 template <typename Call>
 auto AnswerAfterClosing(LocalDaemon* daemon, Call call) {
   daemon->fake().Block("cuIpcCloseMemHandle");
   auto answer = std::async(std::launch::async, std::move(call));
   CHECK(Eventually([daemon] { return daemon->fake().Count().blocked_calls == 1; }));
-  // An answer that waits for nothing comes soon.
+  // An answer that did not wait would come soon.
   constexpr std::chrono::milliseconds kSoon{200};
   CHECK(answer.wait_for(kSoon) != std::future_status::ready);
   daemon->fake().Block("");
@@ -558,7 +560,7 @@ TEST_CASE("a push is answered when its handles are closed, whatever the answer")
   for (const int64_t offset : Pack(model, 1, source.data)) {
     *good.mutable_cuda_ipc()->add_handles() = source.At(offset);
   }
-  constexpr int kInvalidValue = 1;  // CUDA's error
+  constexpr int kInvalidValue = 1;  // an error of CUDA
   const auto push = [&](const v1::Bucket& bucket) {
     return AnswerAfterClosing(&daemon, [&] { return trainer.Push(1, bucket).status; });
   };
@@ -607,7 +609,7 @@ TEST_CASE("a block that is no region after all is closed before that is said") {
   CheckRefused(refused, StatusCode::INVALID_ARGUMENT, {"cuda_ipc.bytes"});
 }
 
-// As Release, over the descriptor socket: the reply's code, or -1 without one.
+// Releases over the descriptor socket: the reply's code, or -1 without a reply.
 template <typename Member>
 int ReleaseBySocket(Member* member, uint64_t region) {
   DescriptorRequest request = member->descriptors().Request(DescriptorRequestKind::kReleaseRegion);
@@ -648,13 +650,13 @@ TEST_CASE("a region is released behind what is being bound of an update that has
     INFO(trainers.back()->attached().error_message());
     REQUIRE(trainers.back()->attached().ok());
     blocks.push_back(std::make_unique<Block>(&daemon, 1, held.region_bytes));
-    // Replicas that differ.
+    // The replicas differ.
     std::memset(blocks.back()->data, rank + 1, static_cast<size_t>(held.region_bytes));
     const auto own = Register(trainers.back().get(), blocks.back()->request);
     REQUIRE_OK(own);
     REQUIRE_OK(trainers.back()->Register(layout_in(own.response, 1)));
   }
-  // The engine's block for the trainers' GPU, or a trainer's for the engine's.
+  // Opening is blocked: the engine's block for the trainers' GPU, or a trainer's for the engine's.
   daemon.fake().Block("cuIpcOpenMemHandle");
   std::vector<std::future<grpc::Status>> refits;
   for (const auto& trainer : trainers) {
@@ -753,7 +755,7 @@ TEST_CASE("without a word on verification the first update is read back, later o
   RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
   REQUIRE(trainer.attached().ok());
   const Block source(&daemon, 1, kMiB);
-  // What the update was answered, with a bit of what its copies stored gone wrong if told.
+  // Runs an update and returns the commit's answer; `damage`: one bit of a stored byte is flipped.
   const auto commit = [&](int64_t version, bool damage) {
     const std::vector<int64_t> offsets = Pack(model, version, source.data);
     REQUIRE_OK(trainer.Begin(version));
@@ -869,7 +871,7 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
   }));
 }
 
-// The same through the C interface: an engine in VMM memory, a trainer in a block.
+// As above through the C interface: an engine in VMM memory, a trainer in a block.
 TEST_CASE("compiled refits between GPUs through the C interface") {
   LocalDaemon daemon;
   const Model model = MixedModel();
@@ -925,7 +927,7 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
   CHECK(refit_engine_add_cuda_block(engine, nullptr, engine_bytes, &parameters) ==
         REFIT_INVALID_ARGUMENT);
   ok(refit_engine_add_cuda_vmm(engine, fd, engine_bytes, &parameters));
-  close(fd);  // the caller's
+  close(fd);  // the caller still owns it
   CHECK(refit_region_data(parameters) == nullptr);
   CHECK(refit_region_bytes(parameters) == engine_bytes);
   std::memcpy(memory, EmptyImage(held.region_bytes).data(), static_cast<size_t>(held.region_bytes));
@@ -972,7 +974,7 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
   begin.broadcast = REFIT_BROADCAST_NCCL;
   CHECK(refit_trainer_begin(trainer, &begin, &update) == REFIT_UNIMPLEMENTED);
   begin.broadcast = REFIT_BROADCAST_CHAIN;
-  begin.struct_size = offsetof(refit_begin_options, broadcast);  // an older caller's: auto
+  begin.struct_size = offsetof(refit_begin_options, broadcast);  // an older caller: auto
   CHECK(refit_trainer_begin(trainer, &begin, &update) == REFIT_OK);
   refit_update_free(update);
   CHECK(daemon.fake().Count().created == 0);
@@ -1057,10 +1059,10 @@ client::ConnectOptions ConnectOn(const LocalDaemon& daemon, const std::string& d
   return connect;
 }
 
-// A staged engine on a GPU that loads by itself: whole tensors, joined, out of device memory.
+// A staged engine on a GPU that loads by itself: it joins whole tensors out of device memory.
 class StagedEngine {
  public:
-  // `coordinator`: the daemon with the group, whose spec is waited for; null: the engine's own.
+  // `coordinator`: the daemon that has the group, whose spec is waited for; null: the engine's own.
   StagedEngine(LocalDaemon* daemon, size_t device, const std::string& instance,
                int64_t slot_bytes = 4096, std::chrono::milliseconds reattach = {},
                const LocalDaemon* coordinator = nullptr) {
@@ -1085,7 +1087,7 @@ class StagedEngine {
   }
 
   client::Engine& engine() { return *engine_; }
-  // Parts are neither loaded nor acknowledged while this is on.
+  // While held, parts are neither loaded nor acknowledged.
   void Hold(bool hold) { hold_ = hold; }
   int held() {
     MutexLock lock(&mutex_);
@@ -1095,7 +1097,7 @@ class StagedEngine {
     MutexLock lock(&mutex_);
     return aborts_;
   }
-  // Empty: it was told that it holds the version, and it does.
+  // Empty: it was told that it holds the version, and it does hold it.
   std::string Difference(const Model& model, int64_t version) {
     Eventually([&] {
       MutexLock lock(&mutex_);
@@ -1151,7 +1153,7 @@ class StagedEngine {
   }
 
   std::unique_ptr<client::Engine> engine_;
-  client::PartJoiner joiner_;  // the thread's
+  client::PartJoiner joiner_;  // used by the thread
   std::atomic<bool> stop_ = false;
   std::atomic<bool> hold_ = false;
   Mutex mutex_;
@@ -1170,7 +1172,7 @@ std::unique_ptr<client::Trainer> AttachTrainer(const client::ConnectOptions& con
   return *std::move(trainer);
 }
 
-// An engine rank whose events come without a stream: when its calls return, the node has them.
+// An engine rank without a stream: when one of its calls returns, the node has handled the event.
 class DirectEngine {
  public:
   ~DirectEngine() { Leave(); }
@@ -1186,7 +1188,7 @@ class DirectEngine {
   }
   void Detach() { std::exchange(daemon_, nullptr)->node().MemberDetached(member_); }
   bool welcomed() const { return sink_->welcomed; }
-  // What it was told at its end; nullopt: none came.
+  // The status with which its stream ended; nullopt: it has not ended.
   std::optional<absl::Status> end() const {
     MutexLock lock(&sink_->mutex);
     return sink_->end;
@@ -1210,19 +1212,20 @@ class DirectEngine {
   MemberId member_;
 };
 
-// No pool, of the daemon or as a member sees it.
+// Whether there is no pool, neither the daemon's nor a member's mapping of one.
 bool NoPools(const FakeCuda& fake) {
   const FakeCudaCounts counts = fake.Count();
   return counts.created == 0 && counts.imported == 0 && counts.mapped == 0 && counts.reserved == 0;
 }
 
-// Open in this process.
+// How many descriptors this process has open.
 int Descriptors() {
   return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
                                         std::filesystem::directory_iterator()));
 }
 
-// One bucket a tensor, packed behind some bytes in a leased slot, then Commit.
+// Pushes one bucket for each tensor, packed into a leased slot after some other bytes, then
+// commits.
 absl::Status PushBySlots(client::Trainer* trainer, const Model& model, int64_t version,
                          std::optional<Verification> verification = std::nullopt) {
   constexpr int64_t kOffset = 512;
@@ -1298,7 +1301,7 @@ TEST_CASE("staged engines on both GPUs load what regions, handles and a call's b
 TEST_CASE("a bucket packed in a leased slot reaches engines of every kind and GPU") {
   LocalDaemon daemon;
   const Model model = PlainModel(6, 20, 30);
-  // Where the trainer is: the first GPU, the second, host memory.
+  // The trainer's place: the first GPU, the second, or host memory.
   const int place = GENERATE(0, 1, -1);
   const std::string device = place < 0 ? "" : daemon.uuid(static_cast<size_t>(place));
   const auto verification =
@@ -1337,7 +1340,7 @@ TEST_CASE("a staged rank that goes while its GPU's slots are made gets no place,
   }
   const std::optional<absl::Status> end = goes.end();
   daemon.fake().Block("");
-  // At once, whatever the driver was at.
+  // The end comes at once, whatever the driver is doing.
   REQUIRE(end.has_value());
   CHECK(end->code() == (detaches ? absl::StatusCode::kOk : absl::StatusCode::kAborted));
   if (!detaches) CHECK_THAT(Message(*end), Contains("it left"));
@@ -1350,7 +1353,7 @@ TEST_CASE("a staged rank that goes while its GPU's slots are made gets no place,
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
   CHECK(!goes.welcomed());
   CHECK(daemon.node().GetStatus().resources().members() == 0);
-  // Its place is free.
+  // Another rank can take its place.
   CHECK(
       RawEngine(daemon.Connect(), daemon.EngineOn(1, v1::DELIVERY_STAGED, "goes")).attached().ok());
 }
@@ -1399,7 +1402,8 @@ TEST_CASE(
 
 // ---- broadcasts through slots ----
 
-// One bucket of the model by handles of the block, then Commit, of an update that has begun.
+// Pushes the model as one bucket of the block's handles and commits the update, which was begun
+// before.
 v1::CommitResponse PushByHandles(RawTrainer* trainer, const Block& source, const Model& model,
                                  int64_t version) {
   v1::Bucket bucket = Describe(model, 0);
@@ -1563,7 +1567,7 @@ TEST_CASE("buckets beside a compiled refit go by the chain, the rest by the prog
 
 // ---- parts of what goes directly ----
 
-// An update of eight tensors in one bucket, four parts of two, from a trainer on GPU 0 to
+// An update of eight tensors in one bucket, cut into four parts of two, from a trainer on GPU 0 to
 // instances "one" and "two" on GPUs 1 and 2.
 struct DeviceParts {
   DeviceParts() {
@@ -1644,7 +1648,7 @@ TEST_CASE("a wrong bit in any part of a bucket is found, and the next version is
 TEST_CASE("an engine that dies with parts on their way stays mapped until the last, alone in it") {
   DeviceParts g;
   g.Begin(1, v1::VERIFICATION_READBACK);
-  g.daemon.fake().Hold(1);  // the source's, which runs all parts
+  g.daemon.fake().Hold(1);  // the source's GPU, which runs all parts
   auto pushed = std::async(std::launch::async, [&] { return g.Push(1); });
   REQUIRE(Eventually([&] { return g.daemon.fake().Count().launch_calls == DeviceParts::kParts; }));
   const int opened = g.daemon.fake().Count().opened_handles;
@@ -1701,7 +1705,7 @@ TEST_CASE("auto makes slots where several instances are on other GPUs than the t
   const Block source(&daemon, 0, ModelBytes(model) + 64 * 64);
   REQUIRE_OK(trainer.Begin(1));
   PushByHandles(&trainer, source, model, 1);
-  CHECK(daemon.fake().Count().created == 0);  // one instance
+  CHECK(daemon.fake().Count().created == 0);  // there is one instance only
   const bool same = GENERATE(false, true);
   DeviceEngine two(&daemon, same ? 1 : 2, model, "two");
   const bool room = GENERATE(true, false);
@@ -1899,7 +1903,7 @@ TEST_CASE(
     REQUIRE(pushed.ok());
     CHECK(stays.Difference(model, 1) == "");
     CHECK(Eventually([&] { return daemon.fake().Count().created == 1; }));
-    // New ones get slots again, and leave nothing.
+    // New members get slots again, and leave nothing.
     int open = 0;
     for (int round = 0; round < 20; ++round) {
       StagedEngine passes(&daemon, 1, "passes", 65'536);
@@ -1967,7 +1971,7 @@ TEST_CASE("slots on a GPU are mapped again from the daemon that follows") {
     daemon = std::make_unique<LocalDaemon>(true, &machine);
     REQUIRE(Eventually(
         [&] { return trainer->reattachments() == 1 && engine.engine().reattachments() == 1; }));
-    // The old mapping went with its lease.
+    // The old mapping ended with its lease.
     CHECK(Eventually([&] { return machine.fake.Count().imported == 1; }));
   }
 }
@@ -2009,7 +2013,7 @@ TEST_CASE("a GPU that hangs is told; its calls are answered when its work has en
   REQUIRE(Eventually([&] { return !daemon.lost().ok(); }));
   CHECK_THAT(Message(daemon.lost()), Contains("did not end its work within 100 ms"));
   daemon.node().DevicesLost(daemon.lost());
-  // The copy may still read the call's bytes and write the engine's.
+  // The copy may still read the call's bytes and write the engine's memory.
   CHECK(!trainer.Begin(2).ok());
   CHECK(pushed.wait_for(std::chrono::seconds(0)) != std::future_status::ready);
   daemon.fake().Hold(0);
@@ -2098,12 +2102,13 @@ TEST_CASE("a daemon whose driver never opens a region ends, and says what it wai
 
 // ---- several daemons ----
 
-// A trainer's GPU at one daemon, engines' at another: two GPUs there, both with the whole model.
+// A trainer's GPU at one daemon, and engines' GPUs at the other: two there, each with the whole
+// model.
 struct TwoDaemons {
   Machine machine;
   LocalDaemon near{true, &machine, CudaTransportOptions().limit, 3, "a"};
   LocalDaemon far{true, &machine, CudaTransportOptions().limit, 3, "b"};
-  // A staged engine at the far one: of the two GPUs that clients of this process know.
+  // A staged engine at the far daemon, on one of the two GPUs that this process's clients know.
   std::unique_ptr<StagedEngine> Staged(size_t device, int64_t slot_bytes) {
     return std::make_unique<StagedEngine>(&far, device, "staged-" + std::to_string(device),
                                           slot_bytes, std::chrono::milliseconds(0), &near);
@@ -2150,7 +2155,7 @@ TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
   const v1::GetStatusResponse status = daemons.far.node().GetStatus();
   CHECK(status.resources().wire_bytes_received() >= 4 * ModelBytes(model));
   CHECK(status.resources().wire_bytes_received() < 5 * ModelBytes(model));
-  // One epoch for all of them, and each daemon shows its end.
+  // All have one epoch, and each daemon shows its end.
   for (LocalDaemon* daemon : {&daemons.near, &daemons.far}) {
     const auto epochs = Epochs(*daemon);
     REQUIRE(epochs.size() == 1);
@@ -2201,7 +2206,7 @@ TEST_CASE(
   TwoDaemons daemons;
   const Model model = PlainModel(2, 8, 8);
   DeviceEngine near(&daemons.near, 0, model, "near");
-  // Slots are made on the lowest GPU of a member: the one that goes may be alone on it.
+  // Slots are made on the lowest GPU of a member; the member that leaves may be alone on it.
   const size_t gpu = GENERATE(size_t{0}, size_t{1});
   auto far = std::make_unique<DeviceEngine>(&daemons.far, gpu, model, "far", &daemons.near);
   v1::TrainerHello hello = daemons.far.TrainerOn(1);
@@ -2268,7 +2273,7 @@ TEST_CASE(
   TwoDaemons daemons;
   const Model model = MixedModel();
   {
-    // It comes before the group does, whose spec says what slots it needs.
+    // The member comes before the group, whose spec says what slots it needs.
     auto first = std::async(std::launch::async, [&] { return daemons.Staged(0, 4096); });
     REQUIRE(Eventually([&] {
       const v1::GetStatusResponse status = daemons.far.node().GetStatus();
@@ -2311,11 +2316,11 @@ TEST_CASE(
       }
       CHECK(registered.Difference(version) == "");
     }
-    // Once, whatever the number of readers.
+    // Bytes cross once, whatever the number of readers.
     const int64_t crossed = daemons.far.node().GetStatus().resources().wire_bytes_received();
     CHECK(crossed >= version * ModelBytes(model));
     CHECK(crossed < 2 * version * ModelBytes(model));
-    // Slots that crossed are those of the lowest GPU: no pool but the four.
+    // Slots that crossed are those of the lowest GPU: there are only the four pools.
     CHECK(daemons.machine.fake.Count().created == 4);
   }
   CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
@@ -2332,7 +2337,7 @@ TEST_CASE(
   const auto trainer = AttachTrainer(connect);
   const auto verification =
       GENERATE(Verification::kOff, Verification::kTransfer, Verification::kReadback);
-  // What crosses lies on the lowest GPU that a daemon has a member on.
+  // The slots that cross are on the lowest GPU that a daemon has a member on.
   const std::unique_ptr<StagedEngine> zero = daemons.Staged(0, 65'536);
   const std::unique_ptr<StagedEngine> one = daemons.Staged(1, 65'536);
   StagedEngine near(&daemons.near, 1, "near", 65'536);
@@ -2353,7 +2358,7 @@ TEST_CASE(
   const int64_t launches = daemons.machine.fake.Count().launch_calls;
   REQUIRE(PushBySlots(trainer.get(), model, 3, verification).ok());
   const int64_t an_update = daemons.machine.fake.Count().launch_calls - launches;
-  // Whichever launch it is: what it stores is not handed out unseen.
+  // Whichever launch is damaged, the bytes that it stores are not handed out unnoticed.
   int64_t version = 3;
   int failed = 0;
   for (int nth = 1; nth <= an_update; ++nth) {
@@ -2385,7 +2390,7 @@ TEST_CASE(
     INFO(dies->attached().error_message());
     REQUIRE(dies->attached().ok());
     CHECK(daemons.machine.fake.Count().created == 2);
-    // More parts than slots: none is granted again before whoever reads it let go.
+    // There are more parts than slots, and no slot is granted again before its reader has let go.
     auto pushed =
         std::async(std::launch::async, [&] { return PushBySlots(trainer.get(), model, 1); });
     CHECK(dies->events().WaitFor(v1::EngineEvent::kBucket).has_value());
@@ -2395,7 +2400,7 @@ TEST_CASE(
     INFO(status);
     REQUIRE(status.ok());
     CHECK(stays->Difference(model, 1) == "");
-    // The trainer's GPU, and that of the one that stays.
+    // One pool on the trainer's GPU and one on that of the remaining engine.
     CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 2; }));
     const std::unique_ptr<StagedEngine> follows = daemons.Staged(1, 65'536);
     CHECK(PushBySlots(trainer.get(), model, 2).ok());
@@ -2416,7 +2421,7 @@ TEST_CASE("a GPU of another daemon without room for the slots refuses the staged
   CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::RESOURCE_EXHAUSTED,
                {"group 'g'", "staging slots", "device 1", "out of memory"});
   CHECK(NoPools(daemons.machine.fake));
-  // Nobody is left there: the daemon leaves the group, and joins it again for the next.
+  // The daemon has no member left: it leaves the group, and joins again for the next member.
   CHECK(Eventually([&] { return daemons.far.node().ListGroups()->groups_size() == 0; }));
   CHECK(RawEngine(daemons.far.Connect(), hello).attached().ok());
   CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
@@ -2432,7 +2437,7 @@ TEST_CASE("over several daemons members of both kinds at one are refused, whoeve
   hello.set_coordinator(daemons.near.address());
   CheckRefused(RawEngine(daemons.far.Connect(), hello).attached(), StatusCode::FAILED_PRECONDITION,
                {"device.name", "spans daemons", "daemon b", daemons.far.uuid(1)});
-  // A daemon can't join a group that has what could not cross.
+  // A daemon can't join a group if bytes of its members could not cross.
   RawTrainer host(daemons.near.Connect(), RawTrainer::Hello("s"));
   REQUIRE(host.attached().ok());
   v1::EngineHello staged = daemons.near.EngineOn(1, v1::DELIVERY_STAGED);
@@ -2470,7 +2475,7 @@ TEST_CASE("a coordinator whose last member on a GPU left gives its wire back, an
   TwoDaemons daemons;
   const Model model = PlainModel(2, 8, 8);
   std::optional<DeviceEngine> engine;
-  // On another GPU each time.
+  // The trainer is on another GPU each time.
   for (int64_t version = 1; version <= 3; ++version) {
     const auto gpu = static_cast<size_t>(version % 3);
     {
@@ -2489,7 +2494,7 @@ TEST_CASE("a coordinator whose last member on a GPU left gives its wire back, an
     }
     CHECK(Eventually([&] { return Epochs(daemons.near).empty() && Epochs(daemons.far).empty(); }));
     CHECK(daemons.machine.nccl->Count().comms == 0);
-    // The engine's, which stays.
+    // Only the engine's slots are left.
     CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 1; }));
   }
 }
@@ -2516,14 +2521,14 @@ TEST_CASE("a wire that an update needs outlives the coordinator's last member on
     REQUIRE(Epochs(*daemon).size() == 1);
     CHECK(Epochs(*daemon)[0].state() == "connected");
   }
-  // Each end's slots.
+  // The slots of each end.
   CHECK(daemons.machine.fake.Count().created == 2);
   REQUIRE_OK(trainer.Commit(1, 1));
   CHECK(stays.Difference(1) == "");
   CHECK(Eventually([&] { return Epochs(daemons.near).empty() && Epochs(daemons.far).empty(); }));
   CHECK(daemons.machine.nccl->Count().comms == 0);
   CHECK(Eventually([&] { return daemons.machine.fake.Count().created == 1; }));
-  // What is left is on one daemon.
+  // All members that are left are on one daemon.
   REQUIRE_OK(trainer.Begin(2));
   PushByHandles(&trainer, source, model, 2);
   CHECK(stays.Difference(2) == "");
@@ -2574,7 +2579,7 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
       REQUIRE(pushed.ok());
       CHECK(near->Difference(model, version) == "");
       CHECK(far->Difference(model, version) == "");
-      // The trainer's slots, and each end's of the wire.
+      // The trainer's slots, and the wire's slots at each end.
       CHECK(daemons.machine.fake.Count().created == 3);
       REQUIRE(Epochs(daemons.near).size() == 1);
       CHECK(Epochs(daemons.near)[0].gpu_uuid() == daemons.near.uuid(0));
@@ -2588,7 +2593,7 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
     goes();
     near = comes_and_goes();
     push(2);
-    // The last member on any GPU is on another.
+    // The last member on any GPU is on another GPU.
     goes();
   }
   CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
@@ -2607,7 +2612,7 @@ TEST_CASE("an epoch and a staged rank that need slots on one GPU at once get the
     const auto blocked = [&](int calls) {
       return Eventually([&] { return daemons.machine.fake.Count().blocked_calls == calls; });
     };
-    // One pool at each daemon is all there is room for.
+    // There is room for one pool at each daemon only.
     constexpr int kOutOfMemory = 2;
     daemons.machine.fake.FailAt("cuMemCreate", 3, kOutOfMemory);
     daemons.machine.fake.Block("cuMemCreate");

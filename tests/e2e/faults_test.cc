@@ -36,8 +36,8 @@ v1::BeginRequest BeginOf(int64_t version, bool evict_late = false, int64_t durat
   return request;
 }
 
-// What a test that waits for a limit's end gives it: what must happen before the end has this much
-// time on a busy machine.
+// The limit in tests that wait until a limit has passed. Steps that must happen before have this
+// long on a busy machine.
 constexpr int64_t kLimitMs = 3'000;
 std::string Limit(const std::string& name) {
   return "--" + name + "-ms=" + std::to_string(kLimitMs);
@@ -103,8 +103,8 @@ TEST_CASE(
         MemberProcess victim(daemon, "engine", {"instance=victim", "delivery=" + delivery});
         REQUIRE_ANSWER(victim, "attach", "ok");
         if (end == End::kKilledWithChild) REQUIRE(victim.ForkChild());
-        // Where nothing more is asked of it, an update that ends before the daemon hears of the
-        // death commits for it too.
+        // Once the update asks nothing more of the engine, the update could end before the daemon
+        // hears of the death, and would then commit for this engine too.
         const auto kill = [&] {
           victim.Kill();
           REQUIRE(Eventually([&] { return daemon.InstanceState("g", "victim").empty(); }));
@@ -176,7 +176,7 @@ TEST_CASE(
   CHECK(survivor.Difference(model, bytes) == "");
   CHECK(daemon.InstanceState("g", "pair") == "forming_dirty");
 
-  // A new rank in its place: the next update makes the instance whole.
+  // A new rank takes its place: the next update makes the instance whole.
   MemberProcess again(daemon, "engine", {"instance=pair", "rank=1", "world=2"});
   REQUIRE_ANSWER(again, "attach", "ok");
   begun = std::async(std::launch::async, [&] { return trainer.Begin(2); });
@@ -212,7 +212,7 @@ TEST_CASE("an engine that never answers Ready ends Begin by name, and nothing wa
   CHECK(good.DifferenceFromEmpty() == "");
   CHECK(daemon.InstanceState("g", "good") == "clean");
 
-  // The same with evict_late: the late one is left out, the update commits.
+  // With evict_late the late engine is left out and the update commits.
   REQUIRE_OK(trainer.Begin(BeginOf(2, true)));
   REQUIRE_OK(trainer.Push(2, InlineBucket(model, BytesOf(model, 2), 0, true)));
   const auto committed = trainer.Commit(2, 1);
@@ -254,7 +254,7 @@ TEST_CASE(
   CHECK(daemon.InstanceState("g", "registered") == "dirty");
   CHECK(trainer.GetUpdate("g", 1).response.outcome() == v1::UPDATE_OUTCOME_ABORTED);
 
-  // Stopped rather than silent, and evicted rather than fatal.
+  // An engine that is stopped, not only silent; it is evicted, and the update goes on.
   prepare(2, true);
   late.Signal(SIGSTOP);
   const auto committed = trainer.Commit(2, 1);
@@ -270,7 +270,7 @@ TEST_CASE(
 }
 
 TEST_CASE("slots that an engine never gives back end the buckets that wait for one, by its name") {
-  const Model model = PlainModel(1, 64, 64);  // two slots' worth
+  const Model model = PlainModel(1, 64, 64);  // as large as two slots
   const v1::GroupSpec spec = Spec(1, 1, 4096, 2);
   Daemon daemon({Limit("ack")});
   RawEngine engine(daemon.Connect(), EngineIn("slow", spec, v1::DELIVERY_STAGED, &model),
@@ -292,7 +292,7 @@ TEST_CASE("slots that an engine never gives back end the buckets that wait for o
   CheckRefused(trainer.Push(1, rows(2, 48, 16)).status, StatusCode::ABORTED,
                {"engine slow rank 0", "acknowledge part 0"});
   CHECK_THAT(Aborted(&engine, true), Catch::Contains("engine slow rank 0"));
-  // Slots are in use until they are given back, late or not; then the next update has them.
+  // Slots are in use until they are given back, even late; then the next update can use them.
   REQUIRE(engine.Ack(1, 0));
   REQUIRE(engine.Ack(1, 1));
   REQUIRE_OK(trainer.Begin(2));
@@ -390,7 +390,8 @@ TEST_CASE(
       for (RawEngine* engine : {&registered.engine(), &staged}) {
         const std::string reason = Aborted(engine, written);
         CHECK_THAT(reason, Catch::Contains("trainer rank 0") && Catch::Contains(pid));
-        // With its socket held open no end of stream ever comes: the process itself is watched.
+        // While a child holds the socket open no end of stream comes, so the process itself is
+        // watched.
         if (end == End::kKilledWithChild) CHECK_THAT(reason, Catch::Contains("process died"));
       }
       CHECK(daemon.InstanceState("g", "registered") == (written ? "dirty" : "clean"));
@@ -546,7 +547,7 @@ TEST_CASE("an engine whose daemon is killed between Ready and the outcome is in 
     CHECK(!engine->version().has_value());
   }
   CHECK(ready->weights() == client::Weights::kInDoubt);
-  // What never said Ready was never written.
+  // An engine that did not say Ready was not written.
   CHECK(unready->weights() == client::Weights::kGood);
 }
 

@@ -1,5 +1,5 @@
-// A bfloat16 trainer feeds an FP8 engine: staged delivery, and a loader that quantises what comes
-// by blocks of 128 x 128, as engines with block scales do.
+// A bfloat16 trainer feeds an FP8 engine: staged delivery, and a loader that quantises tensors in
+// blocks of 128 x 128, as engines with block scales do.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -30,8 +30,8 @@ constexpr int64_t kSlotBytes = 65'536;
 
 // ---- numbers ----
 
-// To float8_e4m3fn, nearest even; what rounds beyond 448 is NaN, as in torch. Exact: the value is
-// divided by a power of two and rounded once.
+// Converts to float8_e4m3fn, to the nearest, ties to even; values that round beyond 448 become NaN,
+// as in torch. Exact: the value is divided by a power of two and rounded once.
 uint8_t ToFloat8(float value) {
   constexpr int kLeastExponent = -6;
   constexpr int kMantissaBits = 3;
@@ -42,12 +42,12 @@ uint8_t ToFloat8(float value) {
   if (magnitude == 0) return sign;
   const int exponent = std::max(std::ilogb(magnitude), kLeastExponent);
   const float steps = std::nearbyint(std::ldexp(magnitude, kMantissaBits - exponent));
-  // Normal numbers have 8 to 16 steps, the last of which is the next exponent's first.
+  // Normal numbers have 8 to 16 steps; step 16 is the first of the next exponent.
   const int code = (exponent - kLeastExponent) * (1 << kMantissaBits) + static_cast<int>(steps);
   return sign | static_cast<uint8_t>(std::min<int>(code, kNan));
 }
 
-// By the format's definition.
+// Converts by the format's definition.
 float FromFloat8(uint8_t code) {
   const int exponent = (code >> 3) & 0xF;
   const int mantissa = code & 7;
@@ -67,7 +67,7 @@ float FromBFloat16(const char* data) {
   return value;
 }
 
-// Cut, not rounded: any bfloat16 will do.
+// Cuts instead of rounding, since any bfloat16 will do.
 void AppendBFloat16(float value, std::string* bytes) {
   uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -96,7 +96,7 @@ TEST_CASE("the test's own conversion to float8_e4m3fn is exact") {
     CHECK(ToFloat8(value) == code);
     CHECK(ToFloat8(-value) == (code | 0x80));
     if (code == 0x7E) continue;
-    // Half way to the next one: to the even one; a little to either side of it: to the nearer.
+    // A value half way to the next one rounds to even; slightly beside it, to the nearer one.
     const float next = FromFloat8(static_cast<uint8_t>(code + 1));
     const float middle = (value + next) / 2;
     CHECK(ToFloat8(middle) == (code % 2 == 0 ? code : code + 1));
@@ -109,8 +109,8 @@ TEST_CASE("the test's own conversion to float8_e4m3fn is exact") {
 
 using Parameters = std::map<std::string, std::string>;  // bytes by name
 
-// What an FP8 engine keeps of one whole tensor: matrices as float8 with a scale a block (float32,
-// amax / 448; 1 where all are 0), all else as it comes.
+// What an FP8 engine keeps of one whole tensor: a matrix as float8 with a scale for each block
+// (float32, amax / 448; 1 for a block of zeros), other tensors unchanged.
 void Load(const TensorSpec& tensor, const char* data, Parameters* parameters) {
   std::string& weight = (*parameters)[tensor.name];
   if (tensor.shape.size() != 2 || tensor.dtype != DType::kBFloat16) {
@@ -147,7 +147,8 @@ void Load(const TensorSpec& tensor, const char* data, Parameters* parameters) {
   }
 }
 
-// A staged engine whose thread loads what is delivered; what it serves changes at Committed only.
+// A staged engine whose thread loads delivered tensors. The parameters that it serves change only
+// at Committed.
 class Fp8Engine {
  public:
   Fp8Engine(const Daemon& daemon, const Model& manifest) {
@@ -174,7 +175,7 @@ class Fp8Engine {
   struct Served {
     std::optional<Version> version;
     Parameters parameters;
-    int cut = 0;  // tensors of it that came in parts
+    int cut = 0;  // tensors that came in parts
     absl::Status failed;
   };
   Served served() {
@@ -224,7 +225,7 @@ class Fp8Engine {
   }
 
   std::unique_ptr<client::Engine> engine_;
-  // The thread's:
+  // Used by the thread:
   client::PartJoiner joiner_;
   Parameters loading_;
   int cut_ = 0;
@@ -238,14 +239,15 @@ class Fp8Engine {
 // ---- the trainer ----
 
 Model TrainersModel() {
-  return {{"embed.weight", DType::kBFloat16, {515, 333}},  // five slots and more
+  return {{"embed.weight", DType::kBFloat16, {515, 333}},  // more than five slots
           {"up.weight", DType::kBFloat16, {256, 384}},     // three slots, whole blocks
-          {"q.weight", DType::kBFloat16, {130, 129}},      // blocks of one row, of one column
+          {"q.weight", DType::kBFloat16, {130, 129}},      // blocks of one row and of one column
           {"tiny.weight", DType::kBFloat16, {3, 5}},      {"norm.weight", DType::kBFloat16, {200}},
           {"router.bias", DType::kFloat32, {7}}};
 }
 
-// Both signs, magnitudes over the whole range of float8 in every block; a block of zeros in "q".
+// Both signs, magnitudes over the whole range of float8 in every block, and a block of zeros in
+// "q".
 std::vector<std::string> Values(const Model& model, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<std::string> all;
@@ -257,7 +259,7 @@ std::vector<std::string> Values(const Model& model, uint64_t seed) {
       const uint64_t bits = random();
       const float fraction = static_cast<float>(bits & 0xFFFF) / 65'536 + 1;
       const float magnitude = std::ldexp(fraction, -static_cast<int>((bits >> 16) % 20));
-      // Other scales in every block and version.
+      // Scales differ in every block and version.
       const auto block =
           static_cast<float>(1 + i / columns / kBlock * 4 + i % columns / kBlock + seed * 16);
       float value = ((bits >> 63) != 0 ? -magnitude : magnitude) * block;

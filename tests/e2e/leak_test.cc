@@ -1,4 +1,4 @@
-// Nothing is left behind: members that come and die, and updates by the thousand.
+// Nothing is left behind: members that come and die, and thousands of updates.
 #include <catch2/catch.hpp>
 
 #include "tests/e2e/harness.h"
@@ -10,7 +10,7 @@ namespace {
 TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region or member behind") {
   constexpr int kCycles = 200;
   constexpr int kAtATime = 8;
-  // gRPC's own threads come and go with load; a leak of one a cycle would be 200.
+  // gRPC's own threads come and go with load; a leak of one for each cycle would be 200.
   constexpr int64_t kSpareThreads = 8;
   constexpr int64_t kSpareDescriptors = 4;
   Daemon daemon;
@@ -23,7 +23,7 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
     for (int i = 0; i < kAtATime; ++i) {
       const std::string n = std::to_string(i);
       // Two trainers with a region each, four registered engines (two of them one instance), two
-      // staged ones.
+      // staged engines.
       if (i < 2) {
         members.push_back(std::make_unique<MemberProcess>(
             daemon, "trainer", std::vector<std::string>{"trainers=2", "rank=" + n}));
@@ -41,7 +41,7 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
       members.back()->Send("attach");
     }
     for (const auto& member : members) REQUIRE_THAT(member->Answer(), Catch::StartsWith("ok"));
-    // An update is under way in half of them: its trainers and engines die in it.
+    // Half of them are in an update: its trainers and engines die in it.
     members[0]->Send("begin 1000000");
     members[1]->Send("begin 1000000");
     REQUIRE_THAT(members[2]->Do("prepare"), Catch::StartsWith("ok"));
@@ -50,7 +50,7 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
     REQUIRE(Eventually([&] { return daemon.Resources().members() == 1; }));
     REQUIRE(Eventually([&] { return daemon.Resources().regions() == 1; }));
   };
-  batch();  // what the daemon makes once, it makes here
+  batch();  // the daemon makes here what it makes only once
   const auto settled = [&](const v1::ResourceStatus& baseline, int mappings) {
     const v1::ResourceStatus now = daemon.Resources();
     return now.descriptors() <= baseline.descriptors() + kSpareDescriptors &&
@@ -58,7 +58,8 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
            now.region_bytes() == baseline.region_bytes() && daemon.MemfdMappings() <= mappings;
   };
   v1::ResourceStatus baseline = daemon.Resources();
-  // Closed sockets of the first batch may still be on their way out: the baseline is what stays.
+  // Sockets of the first batch may still be closing: the baseline is taken when the count is
+  // stable.
   REQUIRE(Eventually([&] {
     const v1::ResourceStatus now = daemon.Resources();
     const bool stays = now.descriptors() == baseline.descriptors();
@@ -81,8 +82,8 @@ TEST_CASE("200 attach-kill cycles leave no mapping, descriptor, thread, region o
 }
 
 TEST_CASE("1,000 updates of a small model do not grow the daemon") {
-  // Allocators keep some of what they get; a leak of one bucket's metadata an update would be
-  // several times this.
+  // Allocators keep some memory; a leak of one bucket's metadata for each update would be several
+  // times this.
   constexpr int64_t kSpareBytes = int64_t{1} << 20;
   const Model model = MixedModel();
   Daemon daemon;
@@ -103,7 +104,7 @@ TEST_CASE("1,000 updates of a small model do not grow the daemon") {
       begin.set_request_id("begin-" + std::to_string(version));
       begin.set_tensor_count(static_cast<int64_t>(model.size()));
       REQUIRE_OK(trainer.Begin(begin));
-      // Every tenth is given up with its bytes half way.
+      // Every tenth update is aborted after half of its bytes.
       if (version % 10 == 0) {
         REQUIRE_OK(trainer.Push(version, InlineBucket(model, bytes, 0, true, {0, 1})));
         REQUIRE_OK(trainer.Abort(version, "for a change"));

@@ -1,5 +1,5 @@
-// Everybody who takes part in an update over three daemons is killed and stopped in every phase of
-// it (tests/e2e/chaos.h says who there is, and what is asked of the rest).
+// Each member and daemon of an update over three daemons is killed and stopped in every phase
+// (tests/e2e/chaos.h lists them, and the promises that are checked).
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <optional>
@@ -15,7 +15,7 @@ constexpr std::optional<bool> kAborts = false;
 
 struct Row {
   Victim victim;
-  // What must become of the update, by phase: prepare, data, decide.
+  // How the update must end, by phase: prepare, data, decide.
   std::optional<bool> outcome[3];
 };
 
@@ -51,7 +51,7 @@ TEST_CASE("a daemon killed in any phase aborts the update or leaves it to the re
   RunTable(Fault::kKill,
            {
                {Victim::kSource, {kAborts, kAborts, kAborts}},
-               // No byte is out yet: the rest goes on without its instances.
+               // No byte was sent: the update goes on without the sink's instances.
                {Victim::kSink, {kCommits, kAborts, kAborts}},
                {Victim::kCoordinator, {kAborts, kAborts, kAborts}},
            },
@@ -61,10 +61,10 @@ TEST_CASE("a daemon killed in any phase aborts the update or leaves it to the re
 TEST_CASE("a member stopped in any phase is late by name, and welcome again") {
   RunTable(Fault::kStop,
            {
-               // Its Commit is out: nothing more is asked of it.
+               // The trainer's Commit is out: nothing more is asked of it.
                {Victim::kTrainer, {kAborts, kAborts, kCommits}},
                {Victim::kFarEngine, {kAborts, kAborts, kAborts}},
-               // Registered: after Ready nothing is asked of it.
+               // A registered engine: nothing is asked of it after Ready.
                {Victim::kNearEngine, {kAborts, kCommits, kCommits}},
            },
            2);
@@ -80,7 +80,7 @@ TEST_CASE("a daemon stopped in any phase is given up in time, and welcome again"
            3);
 }
 
-// By hand, for longer: CHAOS_SEED and CHAOS_ROUNDS in the environment.
+// CHAOS_SEED and CHAOS_ROUNDS in the environment allow longer runs by hand.
 uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
   const char* const value = std::getenv(name);
   return value == nullptr ? otherwise : std::strtoull(value, nullptr, 10);
@@ -96,7 +96,7 @@ TEST_CASE("20 random faults violate no promise and leave nothing behind") {
   CHECK(counts.violations == 0);
   CHECK(counts.leaks == 0);
   CHECK(counts.kills + counts.stops == rounds);
-  // At least the one after each fault.
+  // At least the update after each fault.
   CHECK(counts.committed >= rounds);
   CHECK(counts.updates == counts.committed + counts.aborted);
 }

@@ -1,6 +1,6 @@
 // Groups over two and three real daemons: every source, delivery and verification, with trainers
-// and engines on every side; what engines then hold is compared byte for byte, and what daemons
-// keep is counted afterwards.
+// and engines on every side. The engines' memory is compared byte for byte, and the daemons'
+// resources are counted afterwards.
 #include <fmt/format.h>
 #include <sys/resource.h>
 
@@ -42,13 +42,13 @@ v1::EngineHello Staged(const std::string& instance, const v1::GroupSpec& spec,
   return hello;
 }
 
-// What a daemon has when nobody is attached. Descriptors and threads are those of the moment that
-// the object was made.
+// A daemon's resources without members. Descriptors and threads are those at the object's
+// construction.
 class Baseline {
  public:
   explicit Baseline(Daemon* daemon) : daemon_(daemon), before_(daemon->Resources()) {}
 
-  // Empty: back to it. Else what is left.
+  // What is left beyond the baseline; empty: nothing.
   std::string Left() {
     std::string left;
     Eventually([&] { return (left = Look()).empty(); });
@@ -56,7 +56,7 @@ class Baseline {
   }
 
  private:
-  // gRPC keeps a poller or two more once several connections were busy at a time.
+  // gRPC keeps a poller or two more after several connections were busy at a time.
   static constexpr int64_t kSpareThreads = 8;
   static constexpr int64_t kSpareDescriptors = 4;
 
@@ -107,7 +107,7 @@ std::string NameOf(Source source) {
   return "";
 }
 
-// A trainer rank that pushes its share of the tensors (every n-th) from any source.
+// A trainer rank that pushes its share of the tensors (every n-th) from any kind of source.
 class Pusher {
  public:
   Pusher(const Daemon& daemon, const v1::TrainerHello& hello, const Model& model)
@@ -130,7 +130,7 @@ class Pusher {
     switch (source) {
       case Source::kInline:
       case Source::kInlinePacked:
-        // Two buckets, so that one waits for the other.
+        // Two buckets, of which one waits for the other.
         for (size_t half = 0; half < 2 && status.ok(); ++half) {
           const auto middle = share.begin() + static_cast<ptrdiff_t>(share.size() / 2);
           const std::vector<int> part(half == 0 ? share.begin() : middle,
@@ -186,7 +186,7 @@ class Pusher {
     return bucket;
   }
 
-  // Tensors beyond a slot in as many as it takes.
+  // Pushes a tensor by slots, as many as it takes.
   grpc::Status PushBySlots(int64_t version, const std::vector<std::string>& bytes, int t,
                            const std::function<grpc::Status(v1::Bucket)>& push) {
     if (pool_ == nullptr) pool_ = trainer.MapPool(Access::kReadWrite);
@@ -221,7 +221,7 @@ class Pusher {
   std::shared_ptr<HostRegion> pool_;
 };
 
-// Every rank installs its share at once; each must be told committed.
+// All ranks install their shares at once; each must be told committed.
 void InstallTogether(const std::vector<Pusher*>& ranks, int64_t version,
                      const std::vector<std::string>& bytes, Source source,
                      v1::Verification verification = v1::VERIFICATION_UNSPECIFIED) {
@@ -251,7 +251,7 @@ TEST_CASE(
     "trainers on two daemons install every version on engines of both, from every source and "
     "under every verification") {
   const Model model = MixedModel();
-  // Of the smaller slots one tensor takes four, and every bucket several.
+  // With the smaller slots one tensor takes four slots, and every bucket several.
   const int slot_bytes = GENERATE(4096, 65'536);
   const v1::GroupSpec spec = Spec(2, 5, slot_bytes, 4);
   Daemon a(Flags("a"));
@@ -261,7 +261,7 @@ TEST_CASE(
   {
     Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
     Holder far(b.Connect(), In(Registered("far", spec), a), HoldWhole(model));
-    // One instance on both.
+    // An instance with a rank on each daemon.
     Holder left(a.Connect(), Registered("wide", spec, 0, 2), HoldSlice(model, 0, 0, 2));
     Holder right(b.Connect(), In(Registered("wide", spec, 1, 2), a), HoldSlice(model, 0, 1, 2));
     RawEngine near_staged(a.Connect(), Staged("near-staged", spec, &model));
@@ -339,7 +339,7 @@ TEST_CASE("three daemons share one group, with trainers on two of them and engin
     const auto add = [&](const v1::EngineHello& hello, const Daemon& daemon, const Held& held) {
       holders.push_back(std::make_unique<Holder>(daemon.Connect(), hello, held));
     };
-    // Three ranks of one instance, one on each daemon.
+    // An instance with a rank on each of the three daemons.
     add(Registered("wide", spec, 0, 3), a, HoldSlice(model, 1, 0, 3));
     add(In(Registered("wide", spec, 1, 3), a), b, HoldSlice(model, 1, 1, 3));
     add(In(Registered("wide", spec, 2, 3), a), c, HoldSlice(model, 1, 2, 3));
@@ -361,7 +361,7 @@ TEST_CASE("three daemons share one group, with trainers on two of them and engin
         RequireCommitted(&staged, version);
         CHECK(staged.StagedDifference(model, bytes) == "");
       }
-      // A daemon whose last member goes leaves; the communicator of the others is a new one.
+      // A daemon leaves with its last member; the others get a new communicator.
       if (round == 0) {
         const uint64_t epoch = a.Group("g").epoch();
         Daemon d(Flags("d"));
@@ -384,7 +384,7 @@ TEST_CASE("three daemons share one group, with trainers on two of them and engin
 }
 
 TEST_CASE("an engine registered on a joined daemon was left out of an update that began at once") {
-  // Big layouts: the coordinator has them later than the joined daemon does.
+  // The layout is big, so the coordinator has it later than the joined daemon.
   Model model;
   for (int t = 0; t < 2000; ++t) model.push_back({fmt::format("t{}", t), DType::kUint8, {4}});
   const v1::GroupSpec spec = Spec();
@@ -487,7 +487,7 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
     Daemon c(Flags("c"));
     CheckRefused(attach(b, In(Registered("x", spec), c)), StatusCode::FAILED_PRECONDITION,
                  {a.address(), c.address()});
-    // And one that follows a follower.
+    // Neither is a coordinator that itself follows another.
     CheckRefused(attach(c, In(Registered("x", spec), b)), StatusCode::FAILED_PRECONDITION,
                  {a.address()});
   }
@@ -509,11 +509,11 @@ TEST_CASE("joins that can't be are refused, saying why, and change nothing") {
     REQUIRE(odd.Ack(1, 7));
     REQUIRE(Eventually([&] { return a.Group("g").instances_size() == 3; }));
   }
-  // All the same as before, and at work.
+  // Everything is as before, and works.
   REQUIRE(Eventually([&] { return a.Group("g").instances_size() == 2; }));
   Pusher pusher(b, In(RawTrainer::Hello("g", spec), a), model);
   REQUIRE(pusher.trainer.attached().ok());
-  // A slot that other groups may have.
+  // Slot 4, which other groups may have.
   CheckRefused(pusher.trainer.ReleaseSlot(spec.slots(), 1).status, StatusCode::INVALID_ARGUMENT,
                {"slot is 4"});
   InstallTogether({&pusher}, 1, BytesOf(model, 1), Source::kRegion);
@@ -531,7 +531,7 @@ TEST_CASE("a daemon started anew under the id of one that was killed takes its p
   Daemon anew(Flags("b"));
   Holder near(a.Connect(), Registered("near", spec), HoldWhole(model));
   Holder before(old.Connect(), In(Registered("far", spec), a), HoldWhole(model));
-  // While the old one lives it keeps its place.
+  // While the old daemon lives it keeps its place.
   RawEngine refused(anew.Connect(), In(Registered("far", spec), a));
   CheckRefused(refused.attached(), StatusCode::ALREADY_EXISTS, {"daemon_id", "'b'", "try again"});
   CHECK(!before.engine().events().ended());
@@ -579,7 +579,7 @@ TEST_CASE("a member that waits for a group here gets none that another daemon co
   v1::EngineHello waits = Registered("waits", spec);
   waits.clear_spec();
   waits.set_wait_ms(2'000);
-  RawEngine waiting(b.Connect(), waits);  // and is at its wait once the others have started
+  RawEngine waiting(b.Connect(), waits);  // it waits once the other daemons have started
   Daemon a(Flags("a"));
   Daemon c(Flags("c"));
   RawEngine joins(b.Connect(), In(Registered("joins", spec), a));
@@ -659,7 +659,7 @@ TEST_CASE("the death of a daemon's only engine aborted the update for the others
   }
   RequireCommitted(&stays.engine(), 1);
   CHECK(stays.Difference(model, bytes) == "");
-  // Nothing keeps its daemon in the group.
+  // Its daemon leaves the group.
   CHECK(Eventually([&] { return c.Status().groups_size() == 0; }));
   CHECK(Eventually([&] { return a.Group("g").nodes_size() == 2; }));
 }
@@ -675,7 +675,7 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
       std::make_unique<Holder>(c.Connect(), In(Registered("broken", spec), a), HoldWhole(model));
   RawTrainer trainer(a.Connect(), RawTrainer::Hello("g", spec));
   REQUIRE(trainer.attached().ok());
-  // The update to `version`, and how many instances it began and committed with.
+  // Runs the update to `version`; returns with how many instances it began and committed.
   const auto install = [&](int64_t version) {
     const auto begun = trainer.Begin(version);
     REQUIRE_OK(begun);
@@ -695,7 +695,7 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
     }
     return why;
   };
-  // It can't open a socket any more.
+  // The daemon can't open a socket any more.
   rlimit before{};
   REQUIRE(prlimit(c.pid(), RLIMIT_NOFILE, nullptr, &before) == 0);
   const rlimit none{0, before.rlim_max};
@@ -845,11 +845,11 @@ TEST_CASE("a group that is replaced ends trainers' leases on every daemon and be
   for (const std::string instance : {"near", "far"}) {
     CHECK(a.InstanceState("g", instance) == "dirty");
   }
-  // What the old ones still hold is worth nothing.
+  // The old trainers' leases are worth nothing.
   CHECK_FALSE(second->trainer.Begin(1).ok());
   REQUIRE(Eventually([&] { return a.Group("g").trainers() == 0; }));
   attach(&first, &second);
-  // Versions begin anew as well.
+  // Versions begin anew, too.
   InstallTogether({first.get(), second.get()}, 1, BytesOf(model, 1), Source::kRegion);
   for (Holder* holder : {&near, &far}) {
     RequireCommitted(&holder->engine(), 9);
@@ -885,7 +885,7 @@ TEST_CASE("two groups of different coordinators update at once over the same two
     };
     Side of_a = make("of-a", a, b);
     Side of_b = make("of-b", b, a);
-    // Each installs at its own pace; neither can finish alone what the other blocks.
+    // Each group installs at its own pace; a deadlock between them would stop both.
     const auto run = [&model](Side* side) -> std::string {
       for (int64_t version = 1; version <= kVersions; ++version) {
         const std::vector<std::string> bytes = BytesOf(model, version);
@@ -928,7 +928,7 @@ TEST_CASE("metadata that engines of another daemon don't share is refused by the
   (void)trainer.Abort(version, "refused");
   CHECK(far.DifferenceFromEmpty() == "");
 
-  // Two engines that contradict each other: the update can't begin.
+  // Two engines contradict each other, so the update can't begin.
   {
     Holder contrary(a.Connect(), Registered("contrary", spec), HoldWhole(other));
     const auto begun = trainer.Begin(++version);

@@ -1,9 +1,9 @@
-// The network between two daemons fails in each phase of an update: two network namespaces of the
-// test's own, joined by a veth pair, with addresses that exist nowhere else.
+// The network between two daemons fails in each phase of an update. The test makes two network
+// namespaces, joined by a veth pair, with addresses that exist nowhere else.
 //
-// Whatever fails: no engine takes a mixed or uncommitted version for good (Rank looks), calls end
-// with a status that names who is missing within the configured limits, and after healing the next
-// update commits. Where the machine gives no namespaces the tests say so and pass.
+// Whatever fails, no engine takes a mixed or uncommitted version for good (Rank checks), calls end
+// within the configured limits with a status that names who is missing, and after healing the next
+// update commits. If the machine allows no namespaces, the tests say so and pass.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -27,19 +27,19 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// Nobody is silent for so long on a machine that is busy.
+// Longer than a live process is silent on a busy machine.
 constexpr milliseconds kSilence{3'000};
 constexpr milliseconds kWire{6'000};
-// Beyond the limits: a second for the layers above, the rest for a machine that is busy. The limits
-// that a daemon has by itself are longer than all of it.
+// Added to the limits: a second for the layers above, the rest for a busy machine. A daemon's
+// default limits are longer than all of it.
 constexpr milliseconds kSlack{1'000 + 19'000};
 constexpr milliseconds kHealed{25'000};
 constexpr char kCoordinator[] = "10.77.0.1:7411";
-// Slow enough for a fault to hit a part on the wire; a part's 256 KiB take a second.
+// Slow enough that a fault can hit a part on the wire; a part's 256 KiB take a second.
 constexpr char kSlow[] = "tbf rate 2mbit burst 32kb latency 400ms";
 constexpr int64_t kPartBytes = 256 << 10;
 
-// A network namespace; gone with its last process and this.
+// A network namespace; it ends with its last process and this object.
 class Namespace {
  public:
   Namespace() {
@@ -52,7 +52,7 @@ class Namespace {
   std::string path() const { return fmt::format("/proc/{}/fd/{}", getpid(), fd_.get()); }
   std::vector<std::string> launcher() const { return {"/usr/bin/nsenter", "--net=" + path()}; }
 
-  // Runs iproute2's `command` inside. Empty: done; else what it said.
+  // Runs iproute2's `command` inside. Empty: it succeeded; else its errors.
   std::string Run(const std::string& command) const {
     std::vector<std::string> argv = launcher();
     argv.insert(argv.end(), {"/bin/sh", "-c", "PATH=$PATH:/usr/sbin:/sbin; exec " + command});
@@ -88,7 +88,7 @@ std::string Name(Fault fault) {
 // alpha 10.77.0.1 -- veth -- 10.77.0.2 beta
 class Network {
  public:
-  // Empty: ready. Else why there is none on this machine.
+  // Empty: the network is ready. Else why this machine can have none.
   std::string Make() {
     if (!alpha.valid() || !beta.valid()) return "network namespaces can't be made here";
     for (const std::string& command :
@@ -106,7 +106,7 @@ class Network {
 
   void Break(Fault fault) const {
     if (fault == Fault::kCut) alpha.Must("ip link set v0 down");
-    // Frames for an address that nobody has are dropped where they arrive.
+    // Frames for an address that nothing has are dropped where they arrive.
     static constexpr char kNobody[] =
         "ip neigh replace {} lladdr 02:00:00:00:00:99 dev v0 nud permanent";
     if (fault == Fault::kBlackHole || fault == Fault::kDeafBeta) {
@@ -144,7 +144,7 @@ class Network {
   Namespace beta;
 };
 
-// Bytes that v0 has sent, as the process sees it.
+// How many bytes v0 has sent, as the process sees it.
 int64_t SentBy(pid_t pid) {
   std::ifstream devices(fmt::format("/proc/{}/net/dev", pid));
   for (std::string line; std::getline(devices, line);) {
@@ -171,7 +171,7 @@ std::vector<std::string> CoordinatorFlags() {
 
 enum class Side { kAlpha, kBeta };
 
-// Engines on both sides, one trainer on one of them. alpha coordinates.
+// Engines on both sides and a trainer on one of them; alpha coordinates.
 struct Fixture {
   Fixture(const Network* network, Side trainer_side)
       : side(trainer_side),
@@ -200,12 +200,12 @@ struct Fixture {
   std::vector<Rank*> ranks() { return {&near, &far, &staged}; }
   Daemon& root() { return side == Side::kAlpha ? alpha : beta; }
 
-  // Of the ranks there, so far.
+  // How often each rank of beta has lost its lease so far.
   std::map<Rank*, int> BetasLosses() {
     return {{&far, far.seen().losses}, {&staged, staged.seen().losses}};
   }
-  // Everybody knows that the daemons are apart: a network that heals earlier lets one of them find
-  // it out in the next update.
+  // Waits until all know that the daemons are apart: if the network healed earlier, one of them
+  // might find that out only in the next update.
   void AwaitBetasLoss(const std::map<Rank*, int>& losses) {
     for (const auto& [rank, before] : losses) {
       REQUIRE(rank->Await([&, b = before](const Rank::Seen& s) { return s.losses > b; }));
@@ -253,8 +253,8 @@ std::string Name(Phase phase) {
   return "";
 }
 
-// Breaks the network in this phase of an update and looks at what everybody says; heals it; the
-// next update commits.
+// Breaks the network in this phase of an update, checks all answers, and heals it; the next update
+// commits.
 void Round(Fixture* f, Phase phase, Fault fault) {
   INFO(Name(fault) << " " << Name(phase));
   const int64_t version = f->good + 1;
@@ -283,7 +283,7 @@ void Round(Fixture* f, Phase phase, Fault fault) {
     CHECK(Eventually([&] { return SentBy(f->root().pid()) > sent + kPartBytes + kPartBytes / 2; }));
     break_now();
   }
-  // Begin, where its lease ends in it, waits for the next one: until the network is healed.
+  // If its lease ends in Begin, Begin waits for the next lease, so until the network is healed.
   const bool waits = phase == Phase::kPrepare && f->side == Side::kBeta;
   const absl::Status failed =
       waits ? absl::UnavailableError(std::string("it waits for ") + kCoordinator)
@@ -293,7 +293,7 @@ void Round(Fixture* f, Phase phase, Fault fault) {
               << f->alpha.log() << "\nbeta:\n"
               << f->beta.log());
   CHECK(took < std::max(kSilence, kWire) + kSlack);
-  // Engines that are lost before they were ready are evicted, and the rest gets the update.
+  // Engines that are lost before they are ready are evicted, and the other engines get the update.
   const bool goes_on = phase == Phase::kPrepare && f->side == Side::kAlpha;
   CHECK(failed.ok() == goes_on);
   if (goes_on) {
@@ -305,10 +305,10 @@ void Round(Fixture* f, Phase phase, Fault fault) {
     CHECK_THAT(Message(failed), Catch::Contains(f->side == Side::kAlpha ? "beta" : kCoordinator));
     CHECK(f->near.engine().version() != Version(version));
   }
-  // Beta's engines hear that the coordinator is gone, within the same limit; what said Ready is in
-  // doubt.
+  // Beta's engines hear within the same limit that the coordinator is gone. An engine that answered
+  // Ready is in doubt.
   if (phase == Phase::kPrepare) {
-    // Lost, which its thread has not heard yet.
+    // The lease is lost, and its thread has not heard of that.
     CHECK(Eventually([&] { return f->far.engine().weights() == Weights::kGood; }));
     f->far.Let();
   }
@@ -334,8 +334,8 @@ void Round(Fixture* f, Phase phase, Fault fault) {
   for (Rank* rank : f->ranks()) CHECK(rank->engine().version() == Version(version + 1));
 }
 
-// What the daemons hold before anything has failed. A leak of one descriptor a round is more than
-// the spare ones.
+// The daemons' resources before anything fails. A leak of one descriptor for each round is more
+// than the spare ones.
 struct Footprint {
   v1::ResourceStatus alpha;
   v1::ResourceStatus beta;
@@ -349,7 +349,7 @@ void NothingLeaked(Fixture* f, const Footprint& before) {
            is.region_bytes() == was.region_bytes() && is.pool_bytes() == was.pool_bytes() &&
            is.descriptors() <= was.descriptors() + kSpareDescriptors;
   };
-  // What closes asynchronously has a moment.
+  // Asynchronous closing needs a moment.
   const bool clean = Eventually([&] {
     now = {f->alpha.Resources(), f->beta.Resources()};
     return same(before.alpha, now.alpha) && same(before.beta, now.beta);
@@ -400,7 +400,7 @@ TEST_CASE("a slow link only slows an update") {
   const auto begun = Clock::now();
   f.Installed(2);
   const auto took = Clock::now() - begun;
-  // Over the limits of silence and of one collective: neither counts what moves.
+  // Longer than the limits of silence and of one collective, which do not run while bytes move.
   CHECK(took > std::max(kSilence, kWire));
   for (Rank* rank : f.ranks()) CHECK(rank->seen().losses == 0);
 }

@@ -1,5 +1,5 @@
-// Push through a real daemon: every source of bytes, both deliveries, every verification; what
-// engines then hold is compared byte for byte, with the storage around it.
+// Push through a real daemon: every source of bytes, both deliveries, every verification. The
+// engines' memory is compared byte for byte, with the storage around it.
 #include <catch2/catch.hpp>
 #include <future>
 
@@ -152,7 +152,7 @@ TEST_CASE(
         return static_cast<int64_t>(model.size());
       });
     }
-    // A slot given back unsubmitted leaves no trace.
+    // A slot that is released unsubmitted leaves no trace.
     ++version;
     REQUIRE_OK(trainer.Begin(version));
     const auto slot = trainer.LeaseSlot(version);
@@ -164,7 +164,8 @@ TEST_CASE(
   }
   SECTION("a mixture, in parts, out of order") {
     install([&](const auto& bytes) {
-      // The first tensor in three parts of uneven length, the rest whole; calls arrive backwards.
+      // The first tensor comes in three parts of uneven length, the others whole; calls arrive in
+      // reverse order.
       const int64_t elements = 257 * 24;
       const int64_t cuts[] = {0, 1, 3000, elements};
       std::vector<v1::Bucket> buckets;
@@ -251,8 +252,8 @@ TEST_CASE("several trainer ranks feed several instances of several ranks with st
   constexpr int kTrainers = 3;
   const v1::GroupSpec spec = Spec(kTrainers, 4);
   Daemon daemon;
-  // One instance whole, one of two ranks cut along dimension 0, one of three along dimension 1, one
-  // staged.
+  // One instance whole, one of two ranks cut along dimension 0, one of three ranks cut along
+  // dimension 1, and one staged.
   std::vector<std::unique_ptr<Holder>> holders;
   const auto add = [&](const std::string& instance, int rank, int world, const Held& held) {
     holders.push_back(std::make_unique<Holder>(
@@ -405,7 +406,7 @@ TEST_CASE(
   push(1, v1::VERIFICATION_READBACK);
   REQUIRE_OK(trainer.Commit(1, 1));
 
-  // Pushed, so the bytes are there; not committed, so they are not yet read back.
+  // The bytes are pushed, so they are in place; there is no commit yet, so they were not read back.
   push(2, v1::VERIFICATION_READBACK);
   REQUIRE(victim.Difference(model, BytesOf(model, 2)) == "");
   char* element = victim.Tensor("layers.0.o.weight") + 1;
@@ -429,7 +430,7 @@ TEST_CASE(
   CHECK(other.Difference(model, BytesOf(model, 3)) == "");
   CHECK(daemon.InstanceState("g", "victim") == "clean");
 
-  // What nobody asked to read back is not read back: the planted fault would pass.
+  // Without readback nothing is read back, so the planted fault passes.
   push(4, v1::VERIFICATION_TRANSFER);
   *element = static_cast<char>(*element ^ 0x10);
   REQUIRE_OK(trainer.Commit(4, 1));

@@ -1,8 +1,8 @@
-// Clients that survive the loss of their daemon: a real one, killed, stopped and started again in
-// every phase of an update, and the client library's own engines and trainers (`reattach`).
+// Clients that survive the loss of their daemon: a real daemon is killed, stopped and restarted in
+// every phase of an update, while the client library's engines and trainers reattach (`reattach`).
 //
-// The engines look at their own memory whenever they would say that it is good: it must hold
-// exactly the version that they say, byte by byte (P2).
+// The engines check their own memory whenever they would report good weights: it must hold exactly
+// the version that they report, byte for byte (P2).
 #include <dirent.h>
 #include <fmt/format.h>
 #include <signal.h>
@@ -29,7 +29,7 @@ client::ConnectOptions ConnectTo(const Daemon& daemon, milliseconds reattach = k
   return connect;
 }
 
-// Where silence is what is tried: a busy machine's daemon is not silent for so long.
+// For tests of silence: on a busy machine a live daemon is silent for less than this.
 constexpr milliseconds kSilence = 2 * client::kMinSilence;
 
 std::optional<Version> VersionAt(Daemon* daemon, const std::string& instance) {
@@ -102,17 +102,18 @@ TEST_CASE("members of a daemon that is killed and started again attach again and
   for (const std::string instance : {"registered", "staged"}) {
     CHECK(VersionAt(&f.daemon, instance) == Version(1));
   }
-  // The engines hold a version of the incarnation before; the group has committed none in its own.
+  // The engines hold a version of the previous incarnation; the group has committed none in its
+  // own.
   const v1::GroupStatus group = f.daemon.Group("g");
   CHECK(group.incarnation() != before);
   CHECK_FALSE(group.has_version());
   for (const v1::InstanceStatus& instance : group.instances()) CHECK(instance.origin() == before);
-  // Nothing before the restart is known, and nothing is made up.
+  // The daemon knows nothing from before the restart, and invents nothing.
   const auto outcome = f.pusher.trainer().GetUpdate(Version(1));
   REQUIRE(outcome.ok());
   CHECK(outcome->kind == client::UpdateOutcome::kUnknown);
   CHECK(f.pusher.trainer().group_version() == Version(1));
-  // So the first version may be any.
+  // So any version may come first.
   f.Installed(1);
   CHECK(f.daemon.Group("g").version() == 1);
   const absl::Status again = f.pusher.Install(1);
@@ -151,7 +152,7 @@ TEST_CASE("a rank that has not answered Ready when the daemon dies keeps its ver
   auto installed = std::async(std::launch::async, [&] { return f.pusher.Install(2); });
   REQUIRE(f.registered.Await([](const Rank::Seen& s) { return s.prepares == 2; }));
   f.daemon.Kill();
-  // Lost, which its thread has not heard yet.
+  // The lease is lost, and its thread has not heard of that.
   REQUIRE(Eventually([&] { return f.registered.engine().weights() == Weights::kGood; }));
   f.registered.Let();
   REQUIRE(f.registered.Await([](const Rank::Seen& s) { return s.losses == 1; }));
@@ -159,7 +160,7 @@ TEST_CASE("a rank that has not answered Ready when the daemon dies keeps its ver
   f.daemon.Restart();
   f.Back(1);
   CHECK(f.registered.seen().held == Version(1));
-  // Begin was made again with the next lease.
+  // Begin was repeated with the next lease.
   const absl::Status status = installed.get();
   INFO(status);
   CHECK(status.ok());
@@ -238,7 +239,8 @@ TEST_CASE(
 TEST_CASE("a lease that is idle for longer than the limit for silence lives") {
   Fixture f(kDeadline, kSilence);
   f.Installed(1);
-  // More pings than a server takes that was not told of them; only the end of a lease ends this.
+  // The client pings more often than a server allows by default; only the end of a lease would show
+  // that.
   const auto end = std::chrono::steady_clock::now() + 2 * kSilence;
   while (f.registered.seen().losses == 0 && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(kPoll);
@@ -392,7 +394,8 @@ Footprint Own() {
 TEST_CASE("20 daemons killed at seeded moments cost the client nothing and tear nothing") {
   constexpr int kRounds = 20;
   constexpr int kWarmRounds = 2;
-  // gRPC's own come and go with load; a leak of one a round would be 18.
+  // gRPC's own descriptors and threads come and go with load; a leak of one for each round would be
+  // 18.
   constexpr int kSpareThreads = 8;
   constexpr int kSpareDescriptors = 4;
   std::mt19937 random(20);
@@ -401,7 +404,8 @@ TEST_CASE("20 daemons killed at seeded moments cost the client nothing and tear 
   int64_t version = 1;
   Footprint before;
   for (int round = 1; round <= kRounds; ++round) {
-    // Idle, after a step, or beside the next step, so many yields into it.
+    // The daemon is killed while idle, after a step, or beside the next step, `yields` yields into
+    // it.
     const int moment = static_cast<int>(random() % 9);
     const int yields = static_cast<int>(random() % 3'000);
     INFO("round " << round << ", moment " << moment << ", yields " << yields);
@@ -419,13 +423,13 @@ TEST_CASE("20 daemons killed at seeded moments cost the client nothing and tear 
         f.pusher.Install(version, [&](Pusher::Step step) { kill_at(static_cast<int>(step)); });
     if (killed.valid()) killed.get();
     UNSCOPED_INFO(installed);
-    f.daemon.Kill();  // at the latest now
+    f.daemon.Kill();  // unless it was killed before
     f.daemon.Restart();
     f.Back(round);
     f.Installed(++version);
     if (round == kWarmRounds) before = Own();
   }
-  // What closes asynchronously has a moment.
+  // Asynchronous closing needs a moment.
   const bool clean = Eventually([&] {
     const Footprint now = Own();
     return now.descriptors <= before.descriptors + kSpareDescriptors &&

@@ -1,9 +1,9 @@
-// Compiled refits whose members and daemons die in the middle, and trainers that move, split anew
-// and come back between versions: real processes and daemons, every byte compared.
+// Compiled refits whose members and daemons die in the middle, and trainers that move, cut their
+// shards anew and come back between versions: real processes and daemons, every byte compared.
 //
-// The middle is found, not guessed: an engine's memory is looked at until a refit has begun to
-// write there, then the daemon that writes is stopped. Where all is written by then, the next
-// version tries again.
+// The middle is found, not guessed: the test watches an engine's memory until a refit has begun to
+// write there, then stops the daemon that writes. If all is written by then, the next version tries
+// again.
 #include <fmt/format.h>
 #include <signal.h>
 
@@ -28,14 +28,14 @@ using Catch::StartsWith;
 
 constexpr int kMatrices = 16;
 constexpr int64_t kColumns = 1024;
-// How many versions may be through before the daemon is stopped.
+// How many versions may complete before the daemon is stopped in the middle of one.
 constexpr int64_t kAttempts = 20;
 
-// The group of the tests with two daemons: hundreds of rounds between them a version.
+// The group of the tests with two daemons: a version takes hundreds of rounds between them.
 constexpr int64_t kSlotBytes = 65'536;
 constexpr int kSlots = 4;
 
-// Whether memory has changed, looked at in places spread over all pieces.
+// Tells whether memory has changed, by samples spread over all pieces.
 class Samples {
  public:
   Samples(const char* memory, const Layout& layout) {
@@ -65,7 +65,7 @@ class Samples {
   std::vector<std::pair<const char*, uint64_t>> samples_;
 };
 
-// Stops the daemon while it writes there. False: all was written already.
+// Stops the daemon while it writes to that memory. False: all was written already.
 bool StopMidway(Daemon* daemon, const Samples& samples) {
   const auto deadline = std::chrono::steady_clock::now() + kDeadline;
   while (samples.changed() == 0) {
@@ -161,7 +161,7 @@ TEST_CASE("a trainer killed while its shards are copied aborts the refit by name
     REQUIRE(event.has_value());
     aborted = event->has_aborted();
     if (aborted) {
-      // All may be written by then, and the death be heard of before that is.
+      // By then all bytes may be written, and the daemon may hear of the death before that.
       CHECK(event->aborted().dirty());
       CHECK_THAT(event->aborted().reason(), Contains(culprit));
       CHECK(daemon.InstanceState("g", "i") == "dirty");
@@ -178,8 +178,8 @@ TEST_CASE("a trainer killed while its shards are copied aborts the refit by name
   CHECK(daemon.InstanceState("g", "i") == "clean");
 }
 
-// Two daemons, the group on `a`; what must go over the wire keeps a refit in its middle for as long
-// as `b` is stopped.
+// Two daemons, the group on `a`. Bytes must cross the wire, so a refit stays in its middle while
+// `b` is stopped.
 struct TwoDaemons {
   static constexpr int64_t kRows = 512;
   static std::vector<std::string> Flags(const std::string& id, int loopback) {
@@ -331,8 +331,8 @@ TEST_CASE("a joined daemon killed in the middle of a refit is named, and its mem
 
   f.b.Restart();
   REQUIRE(far.Await([](const Rank::Seen& s) { return s.reattached == 1; }));
-  // It waited for the next lease, and opens no update that the other rank, which was told, is not
-  // in.
+  // The killed daemon's rank waited for its next lease. Its call opens no update, since the other
+  // rank, which was told of the abort, would not be in it.
   const absl::Status at_killed = calls[1].get();
   INFO(at_killed);
   CHECK(absl::IsAborted(at_killed));
@@ -342,7 +342,7 @@ TEST_CASE("a joined daemon killed in the middle of a refit is named, and its mem
     INFO(status);
     REQUIRE(status.ok());
   }
-  // Each compares its memory with the version.
+  // Each engine compares its memory with the version.
   REQUIRE(near.Await(committed(version)));
   REQUIRE(far.Await(committed(version)));
   for (const std::string instance : {"near", "far"}) {
@@ -396,7 +396,7 @@ TEST_CASE("a trainer that gives its memory back between versions is read where i
   }
 }
 
-// The tensors [first, end) of the model.
+// The tensors [first, end) of the model, whole.
 Held HoldLayers(const Model& model, size_t first, size_t end) {
   const auto at = [&](size_t i) { return model.begin() + static_cast<ptrdiff_t>(i); };
   return HoldWhole(Model(at(first), at(end)));
@@ -463,7 +463,7 @@ TEST_CASE("a refit that names a registration of before is refused with both numb
 }
 
 TEST_CASE("50 refits with a registration before each leave nothing behind") {
-  // gRPC's own threads come and go with load; a leak of one a version would be 50.
+  // gRPC's own threads come and go with load; a leak of one for each version would be 50.
   constexpr int64_t kSpareThreads = 8;
   constexpr int64_t kSpareDescriptors = 4;
   constexpr int64_t kWarm = 6;
@@ -479,7 +479,7 @@ TEST_CASE("50 refits with a registration before each leave nothing behind") {
   const auto refit_until = [&](int64_t last) {
     while (version < last) {
       ++version;
-      // Other memory each time; another cut, and so another program, every third time.
+      // Other memory each time; every third time another cut, and so another program.
       for (const int rank : {0, 1}) {
         Shards& trainer = *trainers[static_cast<size_t>(rank)];
         trainer.Hold(HoldSlice(model, version % 3 == 0 ? 0 : 1, rank, 2));

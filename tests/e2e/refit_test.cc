@@ -1,5 +1,5 @@
-// Compiled refits through the client library and a real daemon: trainers' shards in, engines' fused
-// parameters out, compared byte for byte, with everything beside them.
+// Compiled refits through the client library and a real daemon, from trainers' shards to engines'
+// fused parameters, compared byte for byte with everything around them.
 #include <catch2/catch.hpp>
 #include <future>
 #include <memory>
@@ -17,20 +17,20 @@ using Catch::Contains;
 
 constexpr int kRanks = 2;
 
-// Projections whose rows engines fuse, matrices that both sides cut elsewhere, and what every rank
-// holds.
+// Projections whose rows engines fuse, matrices that the two sides cut differently, and tensors
+// that every rank holds.
 Model AttentionModel() {
   return {{"q.weight", DType::kBFloat16, {16, 24}}, {"k.weight", DType::kBFloat16, {8, 24}},
           {"v.weight", DType::kBFloat16, {8, 24}},  {"o.weight", DType::kFloat32, {24, 16}},
           {"norm.weight", DType::kFloat32, {24}},   {"scale", DType::kFloat64, {}}};
 }
 
-// An engine rank of kRanks: its rows of q, k and v one below the other in one matrix, its columns
-// of o, the rest whole.
+// An engine rank of kRanks: its rows of q, k and v below one another in one matrix, its columns of
+// o, and the other tensors whole.
 Held Fused(const Model& model, int rank) {
   Held held;
   held.layout.tensors = model;
-  int64_t end = 64;  // foreign bytes on either side
+  int64_t end = 64;  // other bytes on either side
   for (uint32_t t = 0; t < model.size(); ++t) {
     const Dims& shape = model[t].shape;
     Box box = WholeBox(shape);
@@ -49,13 +49,13 @@ Held Fused(const Model& model, int rank) {
 
 using Ranks = std::vector<std::unique_ptr<Shards>>;
 
-// The daemon of each rank; the first one has the group.
+// The daemon of each rank; the first daemon has the group.
 using Daemons = std::vector<const Daemon*>;
 std::string CoordinatorOf(const Daemons& daemons, int rank) {
   return daemons[static_cast<size_t>(rank)] == daemons[0] ? "" : daemons[0]->address();
 }
 
-// Cut along the last dimension, rows padded; vectors and scalars on every rank.
+// Trainers cut along the last dimension, with padded rows; vectors and scalars are on every rank.
 Ranks TensorParallel(const Daemons& daemons, const Model& model) {
   Ranks ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -100,7 +100,7 @@ struct Engines {
                                                Fused(model, rank)));
     }
   }
-  // Empty: they hold these versions' tensors, and nothing else was written.
+  // Empty: the engines hold these tensors, and nothing else was written.
   std::string Difference(const Model& model, const std::vector<std::string>& bytes) {
     std::string all;
     for (const auto& rank : ranks) all += rank->Difference(model, bytes);

@@ -1,6 +1,6 @@
-// The machine runs out of what a daemon needs: descriptors, address space, disk for its log; and
-// clocks that are nobody else's. What can't be had is refused with a clear status, nothing that
-// lives already is harmed, and all goes on once there is room again.
+// The machine runs out of descriptors, address space or disk for the log, or a daemon's clocks
+// differ from its members'. Requests that need the missing resource are refused with a clear
+// status, nothing that exists is harmed, and everything works again once there is room.
 #include <fmt/format.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -27,7 +27,7 @@ namespace {
 
 using grpc::StatusCode;
 
-// The soft limit of a running process; put back when destroyed.
+// Sets the soft limit of a running process; restores it when destroyed.
 class Limited {
  public:
   Limited(pid_t pid, __rlimit_resource resource, rlim_t soft) : pid_(pid), resource_(resource) {
@@ -56,7 +56,7 @@ std::vector<int> OpenDescriptors(pid_t pid) {
   return open;
 }
 
-// Waits until connections that are over are closed: what is free is not taken for what will be.
+// Waits until connections that have ended are closed, so that no number becomes free later.
 void AwaitQuiet(pid_t pid) {
   constexpr std::chrono::milliseconds kQuiet{200};
   std::vector<int> open = OpenDescriptors(pid);
@@ -69,7 +69,7 @@ void AwaitQuiet(pid_t pid) {
   }));
 }
 
-// A daemon that can open no descriptor until one is closed, or until this is destroyed.
+// A daemon that can open no descriptor until one is closed, or until this object is destroyed.
 class OutOfDescriptors {
  public:
   explicit OutOfDescriptors(const Daemon& daemon)
@@ -79,9 +79,9 @@ class OutOfDescriptors {
         limit_(pid_, RLIMIT_NOFILE, static_cast<rlim_t>(most_)) {
     Fill();
   }
-  // A connection to the descriptor socket that waits to be accepted, or has been.
+  // A connection to the descriptor socket that waits to be accepted, or was accepted.
   UniqueFd Connect() const { return ConnectIdle(socket_); }
-  // Numbers below the limit that are free, or came free, are taken by idle connections.
+  // Takes all numbers below the limit that are free, with idle connections.
   void Fill() {
     for (int left = Free(); left > 0; left = Free()) {
       idle_.push_back(ConnectIdle(socket_));
@@ -111,8 +111,8 @@ class OutOfDescriptors {
   std::vector<UniqueFd> idle_;
 };
 
-// Whether a newcomer's connection is closed, not left waiting. One may still get a descriptor that
-// came free late.
+// Whether a new connection is closed instead of left waiting. Before that, one may still get a
+// descriptor that became free late.
 bool RefusesNewcomers(const Daemon& daemon, OutOfDescriptors* out) {
   return Eventually([&] {
     out->Fill();
@@ -143,7 +143,7 @@ struct Pair {
     hello.set_wait_ms(20'000);
     return hello;
   }
-  // The first status that is not OK.
+  // Returns the first status that is not OK.
   grpc::Status Install(int64_t version) {
     if (auto begun = trainer.Begin(version); !begun.ok()) return begun.status;
     const auto bytes = BytesOf(model, version);
@@ -169,7 +169,7 @@ struct Pair {
 TEST_CASE("a daemon out of descriptors refuses what needs one, harms nobody, and recovers") {
   Daemon daemon;
   Pair old(daemon, daemon, "g");
-  Pair fresh(daemon, daemon, "fresh");  // its pool is not there yet
+  Pair fresh(daemon, daemon, "fresh");  // it has no pool yet
   old.Installed(1);
   REQUIRE(old.trainer.MapPool(Access::kReadWrite) != nullptr);
   SharedMemory memory = MakeMemory(4096);
@@ -178,19 +178,19 @@ TEST_CASE("a daemon out of descriptors refuses what needs one, harms nobody, and
     OutOfDescriptors out(daemon);
     CHECK(RefusesNewcomers(daemon, &out));
     out.Fill();
-    // A region's descriptor does not arrive.
+    // A region's descriptor can't be received.
     const auto reply = old.trainer.descriptors().Register(memory.fd.get(), 4096);
     REQUIRE(reply.has_value());
     INFO(reply->message);
     CHECK(reply->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
     CHECK_THAT(reply->message, Catch::Contains("descriptor"));
-    // Nor can a pool be made.
+    // A pool can't be made either.
     const auto pool = fresh.trainer.descriptors().Ask(
         fresh.trainer.descriptors().Request(DescriptorRequestKind::kMapPool), {});
     REQUIRE(pool.has_value());
     INFO(pool->message);
     CHECK(pool->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
-    // Members of old go on, update after update.
+    // Earlier members go on, update after update.
     old.Installed(2);
     old.Installed(3);
     CHECK(daemon.Status().serving());
@@ -203,7 +203,8 @@ TEST_CASE("a daemon out of descriptors refuses what needs one, harms nobody, and
   CHECK(daemon.Stop() == 0);
 }
 
-// What comes on a connection on which nothing was asked; nullopt: nothing for a while, or its end.
+// A message on a connection that asked for nothing; nullopt: none came for a while, or the
+// connection ended.
 std::optional<DescriptorReply> Unasked(const UniqueFd& connection) {
   const timeval wait{.tv_sec = 1, .tv_usec = 0};
   REQUIRE(setsockopt(connection.get(), SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof(wait)) == 0);
@@ -220,7 +221,7 @@ TEST_CASE("a new connection to the descriptor socket waited where descriptors ha
   {
     OutOfDescriptors out(daemon);
     std::optional<DescriptorReply> refusal;
-    // One that comes free meanwhile serves an attempt after all.
+    // If a descriptor becomes free meanwhile, an attempt is served after all.
     CHECK(Eventually([&] {
       refusal = Unasked(out.Connect());
       return refusal.has_value();
@@ -228,7 +229,7 @@ TEST_CASE("a new connection to the descriptor socket waited where descriptors ha
     REQUIRE(refusal.has_value());
     CHECK(refusal->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
     CHECK_THAT(refusal->message, Catch::Contains("out of file descriptors"));
-    // After the refusal itself.
+    // Logged after the refusal was sent.
     CHECK(Eventually(
         [&] { return daemon.log().find("refused 1 connections") != std::string::npos; }));
     old.Installed(2);
@@ -241,7 +242,7 @@ TEST_CASE("a new connection to the descriptor socket waited where descriptors ha
   CHECK(reply->code == 0);
 }
 
-// One HTTP request of the metrics; "": no answer.
+// Sends one HTTP request for the metrics; "": no answer.
 std::string ScrapeMetrics(const std::string& address) {
   const size_t colon = address.rfind(':');
   UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -274,7 +275,7 @@ TEST_CASE("metrics of a daemon that was out of descriptors are served again") {
   REQUIRE_THAT(ScrapeMetrics(address), Catch::Contains("refitd_"));
   {
     OutOfDescriptors out(daemon);
-    ScrapeMetrics(address);  // waits in vain, most likely
+    ScrapeMetrics(address);  // most likely gets no answer
     old.Installed(1);
     CHECK(daemon.Status().serving());
   }
@@ -365,7 +366,7 @@ TEST_CASE("a TCP connection whose other end went unseen is closed") {
   to.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
   REQUIRE(connect(peer.get(), reinterpret_cast<sockaddr*>(&to), sizeof(to)) == 0);
   REQUIRE(Eventually([&] { return daemon.Resources().descriptors() > before; }));
-  // A socket in repair mode closes without a word, as one does whose last packets are lost.
+  // A socket in repair mode closes without a packet, like one whose last packets are lost.
   constexpr int kOn = 1;
   if (setsockopt(peer.get(), IPPROTO_TCP, TCP_REPAIR, &kOn, sizeof(kOn)) != 0) {
     WARN("SKIPPED: a connection can't be dropped silently here");
@@ -390,7 +391,7 @@ TEST_CASE("memory that can't be had is refused; what is there goes on") {
     CHECK(pool->code == static_cast<uint32_t>(StatusCode::RESOURCE_EXHAUSTED));
     CHECK_THAT(pool->message, Catch::Contains("mapping"));
     CHECK(large.trainer.LeaseSlot(1).status.error_code() != StatusCode::OK);
-    // A sparse region: address space is all that it takes.
+    // A sparse region takes only address space.
     constexpr int64_t kHuge = int64_t{1} << 40;
     SharedMemory memory;
     memory.fd = CreateSealedMemfd("huge", kHuge).value();
@@ -413,7 +414,7 @@ TEST_CASE("a log that takes no more does not stop the daemon") {
   TempFolder folder;
   SECTION("from the first line") {}
   SECTION("after some lines: its file system is full") {
-    // Tried in a child: what is not root can't.
+    // Tried in a child first: only root can do it.
     const pid_t child = fork();
     if (child == 0) _exit(unshare(CLONE_NEWNS) == 0 ? 0 : 1);
     int status = 0;
@@ -435,7 +436,7 @@ TEST_CASE("a log that takes no more does not stop the daemon") {
     pair.Installed(1);
   }
   if (!launcher.empty()) {
-    // As the daemon sees it.
+    // The size as the daemon sees it.
     std::error_code error;
     const auto bytes =
         std::filesystem::file_size(fmt::format("/proc/{}/root{}", daemon.pid(), file), error);
@@ -447,7 +448,7 @@ TEST_CASE("a log that takes no more does not stop the daemon") {
 }
 
 TEST_CASE("the daemon's clocks are its own: one that is years ahead of its members' serves alike") {
-  // Twenty years of uptime, which members do not see.
+  // Twenty years of uptime, which the members do not see.
   const std::vector<std::string> launcher = {"/usr/bin/unshare", "--time", "--monotonic=630720000",
                                              "--boottime=630720000"};
   {
@@ -465,7 +466,7 @@ TEST_CASE("the daemon's clocks are its own: one that is years ahead of its membe
   pair.Installed(1);
   Pair spread(ahead, daemon, "spread", TcpAddress(&ahead));
   spread.Installed(1);
-  // Limits are as long as elsewhere, neither over at once nor never.
+  // Limits last as long as elsewhere: they neither pass at once nor never.
   v1::BeginRequest begin;
   begin.set_version(2);
   begin.set_duration_ms(3'000);

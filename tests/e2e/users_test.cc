@@ -1,5 +1,5 @@
-// Who may use the sockets (P9): another user of this machine, by real processes that changed their
-// user.
+// Which users may use the sockets (P9): real processes that changed to another user of this
+// machine.
 #include <grp.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,7 +12,7 @@
 namespace refitd::e2e {
 namespace {
 
-// Tried in a child: what is not root, or lives in a user namespace (a test sandbox), can't.
+// Tried in a child: it fails without root, or in a user namespace (a test sandbox).
 bool CanBecomeNobody() {
   const pid_t child = fork();
   if (child == 0) {
@@ -31,7 +31,8 @@ TEST_CASE("another user is kept away from the socket, and from leases that are n
   {
     Daemon daemon;
     MemberProcess stranger(daemon, "trainer", {nobody});
-    REQUIRE_ANSWER(stranger, "attach", "error 14");  // the file's mode keeps him from connecting
+    // the socket file's mode keeps the stranger from connecting
+    REQUIRE_ANSWER(stranger, "attach", "error 14");
   }
   {
     Daemon daemon({"--listen-unix-mode=666"});
