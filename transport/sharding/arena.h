@@ -1,9 +1,9 @@
-// Parameters laid one after the other in one region: what the layouts of this folder are built of.
+// Parameters laid one after the other in one region, of which the layouts of this folder are built.
 //
 // A *parameter* is what a framework allocates as one tensor: a dense row-major matrix (or vector)
 // into which boxes of one or several global tensors are stacked along the first dimension. A stack
-// of matrices [E, 2P, H] is the same bytes as one of E * 2P rows. Fusions are thus nothing but
-// boxes with byte offsets and strides.
+// of matrices [E, 2P, H] is the same bytes as one of E * 2P rows. A fusion is thus only boxes with
+// byte offsets and strides.
 #ifndef REFITD_TRANSPORT_SHARDING_ARENA_H_
 #define REFITD_TRANSPORT_SHARDING_ARENA_H_
 
@@ -24,12 +24,12 @@ struct LayoutOptions {
   int64_t alignment_bytes = kPackAlignment;  // of each parameter; a multiple of 8
   uint64_t binding_generation = 1;
   // The embedding's and lm_head's rows are padded to a multiple of this in storage, never in the
-  // layout; 0: as the framework does, see megatron.h and vllm.h.
+  // layout; 0: the framework's own multiple, see megatron.h and vllm.h.
   int64_t vocabulary_multiple = 0;
 };
 
-// Bytes that a region needs for the layout: the end of its last piece in any region, rounded up to
-// kPackAlignment. The layout must be valid.
+// The bytes that a region needs for the layout: the end of the last piece in any region, rounded up
+// to kPackAlignment. The layout must be valid.
 int64_t ArenaBytes(const Layout& layout);
 
 // A box of a global tensor as a part of a parameter.
@@ -44,12 +44,12 @@ class ArenaBuilder {
   static absl::StatusOr<ArenaBuilder> Make(const LayoutOptions& options);
 
   // Stacks the parts along dimension 0 in a new parameter of at least `min_rows` rows; rows beyond
-  // the parts' are padding. The parts agree in dtype, rank (at least 1) and all other extents. An
-  // empty box takes no room and has no piece. A parameter without elements is none.
+  // the parts' are padding. The parts must agree in dtype, rank (at least 1) and all other extents.
+  // An empty box takes no space and has no piece. A parameter without elements is not added.
   void AddParameter(std::span<const Part> parts, int64_t min_rows = 0);
 
-  // A parameter of the parts' scales, stacked in the same order: the blocks that each part touches.
-  // Nothing where `config` does not quantize them.
+  // Adds a parameter of the parts' scales, stacked in the same order: the blocks that each part
+  // touches. Adds nothing if `config` does not quantize the parts.
   void AddScales(const ModelConfig& config, std::span<const Part> parts);
   // AddParameter, then AddScales.
   void AddQuantizable(const ModelConfig& config, std::span<const Part> parts);
@@ -72,12 +72,13 @@ class ArenaBuilder {
 absl::Status CheckDivides(const ModelConfig& config, std::string_view what, int64_t n,
                           std::string_view by_what, int64_t by);
 
-// The embedding or lm_head over tp ranks: rows of storage, and the part that is vocabulary.
+// A rank's shard of the embedding or lm_head: its rows of storage, and the part of them that is
+// vocabulary.
 struct VocabularyShard {
   Part part = {};
   int64_t storage_rows = 0;
 };
-// `multiple` rows: the padded vocabulary is the next multiple of it, and tp divides that.
+// The padded vocabulary is the next multiple of `multiple` rows, which tp must divide.
 VocabularyShard ShardVocabulary(TensorSpec tensor, int64_t multiple, int64_t tp, int64_t rank);
 
 // The whole tensor; rows (dimension 0) or columns (dimension 1) of it.
@@ -85,7 +86,8 @@ Part Whole(TensorSpec tensor);
 Part Rows(TensorSpec tensor, int64_t begin, int64_t count);
 Part Columns(TensorSpec tensor, int64_t begin, int64_t count);
 
-// Shard `index` of `shards` equal ones along dimension 0 or 1; the caller has seen that it divides.
+// Shard `index` of `shards` equal shards along dimension 0 or 1; the caller must have checked that
+// `shards` divides the dimension.
 Part RowShard(TensorSpec tensor, int64_t shards, int64_t index);
 Part ColumnShard(TensorSpec tensor, int64_t shards, int64_t index);
 

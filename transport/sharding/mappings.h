@@ -1,5 +1,5 @@
-// Trainer-to-engine mappings that tests and benchmarks share: those that published measurements
-// name, FP8 among them, and some that reach other corners.
+// Trainer-to-engine mappings that tests and benchmarks share: those of published measurements, some
+// with FP8, and some for other cases.
 //
 // Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared.
 #ifndef REFITD_TRANSPORT_SHARDING_MAPPINGS_H_
@@ -22,18 +22,18 @@ struct Mapping {
   std::string_view model = {};  // of KnownModels
   bool fp8 = false;
   bool fsdp = false;  // the trainer is fully sharded over trainer.world, else as Megatron
-  TrainerParallel trainer = {};  // states the world size that the name leaves open
-  EngineParallel engine = {};    // states its world size too: tp * instances
-  TinySize tiny = {};            // what the mapping divides
+  TrainerParallel trainer = {};  // also has the world size, which the name does not tell
+  EngineParallel engine = {};    // its world size is tp * instances
+  TinySize tiny = {};            // a size that the mapping divides
 };
 
 std::span<const Mapping> Mappings();
 
-// The model of the mapping: as published, or ScaledDown to what the mapping divides.
+// The model of the mapping: as published, or ScaledDown to a size that the mapping divides.
 ModelConfig FullModel(const Mapping& mapping);
 ModelConfig TinyModel(const Mapping& mapping);
 
-// Of trainer rank 0 to trainer.world-1 and engine rank 0 to engine.world()-1.
+// The layout of trainer rank 0 to trainer.world-1, and of engine rank 0 to engine.world()-1.
 absl::StatusOr<Layout> TrainerLayout(const Mapping& mapping, const ModelConfig& config,
                                      int64_t rank, const LayoutOptions& options = {});
 absl::StatusOr<Layout> EngineLayout(const Mapping& mapping, const ModelConfig& config, int64_t rank,

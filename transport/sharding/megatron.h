@@ -1,5 +1,5 @@
-// Trainer ranks' layouts: as Megatron keeps its weights, and as fully sharded data parallelism
-// does.
+// Layouts of trainer ranks: as Megatron keeps its weights, and as fully sharded data parallelism
+// keeps them.
 //
 // Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared.
 //
@@ -23,11 +23,11 @@
 //   lm_head              last stage, unless tied: rows by tensor parallel
 //   final norm           last stage
 // One-dimensional tensors and the router are replicated. Layers are split evenly over the stages;
-// where that leaves a remainder, the first stages have one more. The vocabulary's rows are padded
+// if there is a remainder, the first stages have one layer more. The vocabulary's rows are padded
 // to a multiple of 128 (LayoutOptions::vocabulary_multiple) times tp, so that the last ranks may
 // hold fewer or none. FP8 scales, where the model has them, lie after their parameter, stacked
-// tensor by tensor ([q; k; v], [gate; up]): the blocks that the rank's part touches, so that a
-// block which a shard cuts is on both sides.
+// tensor by tensor ([q; k; v], [gate; up]): the blocks that the rank's part touches, so that both
+// ranks have the scale of a block which a shard boundary cuts.
 #ifndef REFITD_TRANSPORT_SHARDING_MEGATRON_H_
 #define REFITD_TRANSPORT_SHARDING_MEGATRON_H_
 
@@ -62,14 +62,15 @@ absl::StatusOr<Mesh> ExpertMesh(const TrainerParallel& parallel);
 // The layers of pipeline stage `stage` of `pp`.
 ShardRange LayersOfStage(int64_t layers, int64_t pp, int64_t stage);
 
-// What `rank` holds. INVALID_ARGUMENT: no such rank, a mesh that does not fit the world, or a model
-// that the parallelism does not divide (heads, kv_heads, ffn, moe_ffn, experts, fewer layers than
-// stages), naming both numbers.
+// The layout of `rank`. INVALID_ARGUMENT: no such rank, a mesh that does not fit the world, or a
+// model that the parallelism does not divide (heads, kv_heads, ffn, moe_ffn, experts, fewer layers
+// than stages), naming both numbers.
 absl::StatusOr<Layout> MegatronLayout(const ModelConfig& config, const TrainerParallel& parallel,
                                       int64_t rank, const LayoutOptions& options = {});
 
-// Fully sharded data parallel: every tensor on its own, in the model's order, dimension 0 divided
-// over the world by torch.chunk (mesh.h); a rank without rows of a tensor does not list it.
+// The layout of fully sharded data parallelism: every tensor separately, in the model's order,
+// dimension 0 divided over the world by torch.chunk (mesh.h); a rank without rows of a tensor does
+// not list it.
 absl::StatusOr<Layout> FsdpLayout(const ModelConfig& config, int64_t world, int64_t rank,
                                   const LayoutOptions& options = {});
 

@@ -36,7 +36,7 @@ class Mesh {
   const std::vector<MeshDim>& dims() const { return dims_; }
   int64_t ranks() const { return ranks_; }
 
-  // One coordinate a dimension. The rank must be inside the mesh.
+  // One coordinate for each dimension. The rank must be inside the mesh.
   absl::StatusOr<Dims> Coordinates(int64_t rank) const;
   absl::StatusOr<int64_t> Coordinate(std::string_view dim, int64_t rank) const;
   // The inverse of Coordinates.
@@ -50,10 +50,10 @@ class Mesh {
 };
 
 enum class ShardRule : uint8_t {
-  // As torch.chunk and DTensor: every shard has ceil(n / shards) elements while there are any; the
-  // last ones may be short or empty. 10 over 4: 3, 3, 3, 1.
+  // As torch.chunk and DTensor: every shard has ceil(n / shards) elements while elements are left;
+  // the last shards may be short or empty. 10 over 4: 3, 3, 3, 1.
   kChunk,
-  // Sizes differ by at most one, larger ones first. 10 over 4: 3, 3, 2, 2.
+  // Sizes differ by at most one, larger shards first. 10 over 4: 3, 3, 2, 2.
   kBalanced,
 };
 
@@ -65,11 +65,11 @@ struct ShardRange {
   bool operator==(const ShardRange&) const = default;
 };
 
-// Shard `index` of `shards` over n elements; an empty one lies at n. n >= 0 and 0 <= index < shards
-// are the caller's promise.
+// Shard `index` of `shards` over n elements; an empty shard lies at n. The caller must pass n >= 0
+// and 0 <= index < shards.
 ShardRange ShardOf(int64_t n, int64_t shards, int64_t index, ShardRule rule = ShardRule::kChunk);
 
-// What one mesh dimension does to a tensor.
+// The way in which one mesh dimension divides a tensor.
 struct Placement {
   enum class Kind : uint8_t { kReplicate, kShard };
   static Placement Replicate() { return {}; }
@@ -82,9 +82,9 @@ struct Placement {
   ShardRule rule = ShardRule::kChunk;
 };
 
-// What `rank` holds of a tensor of `shape`: one placement a mesh dimension. Where several mesh
-// dimensions shard one tensor dimension, the outer one divides it first and the inner one its
-// part, as DTensor does. The box may be empty.
+// The box that `rank` holds of a tensor of `shape`. There is one placement for each mesh dimension.
+// If several mesh dimensions shard one tensor dimension, the outer one divides it first and the
+// inner one divides the result, as DTensor does. The box may be empty.
 absl::StatusOr<Box> ShardBox(const Dims& shape, const Mesh& mesh,
                              std::span<const Placement> placements, int64_t rank);
 

@@ -42,7 +42,7 @@ struct ModelConfig {
   int64_t experts = 0;  // 0: every layer is dense
   int64_t moe_ffn = 0;
   int64_t shared_experts = 0;  // one fused MLP, shared_experts * moe_ffn wide
-  int64_t first_dense = 0;     // of a model with experts: so many first layers are dense
+  int64_t first_dense = 0;     // in a model with experts: the number of first layers that are dense
   bool router_bias = false;    // mlp.gate.e_score_correction_bias, always float32
   int64_t vocabulary = 0;
   bool tied = false;  // lm_head.weight is the embedding and not listed
@@ -65,20 +65,21 @@ std::span<const ModelConfig> KnownModels();
 // By name; INVALID_ARGUMENT lists the names known.
 absl::StatusOr<ModelConfig> FindModelConfig(std::string_view name);
 
-// INVALID_ARGUMENT naming the field: a size that must be positive and is not, heads that kv_heads
-// does not divide, more tensors than a layout may have.
+// INVALID_ARGUMENT, naming the field, if a size is not positive that must be, kv_heads does not
+// divide heads, or there are more tensors than a layout may have.
 absl::Status ValidateModel(const ModelConfig& config);
 
-// How small ScaledDown makes a model.
+// The sizes to which ScaledDown reduces a model.
 struct TinySize {
   int64_t layers = 4;
   int64_t heads = 8;
   int64_t experts = 8;
 };
-// The same structure (attention, experts, first dense layers, tying, biases, fp8) in small numbers,
-// for tests: at most `size`, kv_heads in the model's proportion to heads (at least 1), every
-// projection's width a multiple of heads, and hidden and vocabulary that no power of two divides.
-// Scale blocks are 8x8, and divide the widths of a head and of its share of each MLP.
+// A model of the same structure (attention, experts, first dense layers, tying, biases, fp8) with
+// small numbers, for tests: at most `size`, kv_heads in the model's proportion to heads (at least
+// 1), the width of every projection a multiple of heads, and hidden and vocabulary sizes that are
+// not powers of two. Scale blocks are 8x8, and divide the widths of a head and of its share of each
+// MLP.
 ModelConfig ScaledDown(const ModelConfig& config, const TinySize& size = {});
 
 // What a tensor is in its model.
@@ -115,18 +116,18 @@ enum class Role : uint8_t {
   kExpertDown,
 };
 
-// The tensor in that role; layer and expert count where the role has them. Whether the model has
-// such a tensor is not asked.
+// The tensor in that role; layer and expert are used if the role has them. It is not checked that
+// the model has such a tensor.
 TensorSpec TensorOf(const ModelConfig& config, Role role, int64_t layer = 0, int64_t expert = 0);
 
-// The roles of one layer in order, without the experts' three, which follow each other expert by
-// expert after the router's.
+// The roles of one layer in order, without the three roles of experts, whose tensors follow the
+// router's, expert by expert.
 std::vector<Role> LayerRoles(const ModelConfig& config, int64_t layer);
 
 // The scales of a weight, or nullopt for a tensor that has none (see ModelConfig::fp8).
 std::optional<TensorSpec> ScaleOf(const ModelConfig& config, const TensorSpec& weight);
 
-// The blocks that the box of a weight touches, as a box of its scale tensor: rounded outwards where
+// The blocks that the box of a weight touches, as a box of its scale tensor, rounded outwards if
 // the box cuts a block. An empty box touches none.
 Box ScaleBox(const Box& weight_box, int64_t scale_block);
 

@@ -1,8 +1,8 @@
-// For tests: what trainers and engines hold, written from the global tensors the way the frameworks
-// themselves fill their parameters, and not from the layouts of this folder.
+// For tests: the memory of trainers and engines, written from the global tensors as the frameworks
+// themselves fill their parameters, without the layouts of this folder.
 //
 // Arenas hold element ids instead of bytes: every element of every global tensor has its own
-// number, so that an element in a wrong place never goes unseen.
+// number, so that a test notices any element in a wrong place.
 #ifndef REFITD_TRANSPORT_SHARDING_ORACLE_H_
 #define REFITD_TRANSPORT_SHARDING_ORACLE_H_
 
@@ -18,7 +18,7 @@ namespace refitd::sharding {
 using ElementId = uint32_t;
 inline constexpr ElementId kUntouched = 0;
 
-// One entry a byte of the region: the id of the element that begins there, else kUntouched.
+// One entry for each byte of the region: the id of the element that begins there, else kUntouched.
 using Arena = std::vector<ElementId>;
 
 // A matrix of element ids, row-major; a vector is a matrix of one column.

@@ -1,4 +1,4 @@
-// Engine ranks' layouts, as vLLM keeps its parameters.
+// Layouts of engine ranks, as vLLM keeps its parameters.
 //
 // Pure values: no I/O, no gRPC, no CUDA; thread-safe because nothing is shared.
 //
@@ -49,8 +49,8 @@ struct EngineParallel {
   bool operator==(const EngineParallel&) const = default;
 };
 
-// What `rank` of tp * instances holds, tp innermost: ranks with the same rank % tp are equal.
-// INVALID_ARGUMENT: no such rank, or a model that tp does not divide, naming both numbers.
+// The layout of `rank` of tp * instances, tp innermost: ranks with the same rank % tp have equal
+// layouts. INVALID_ARGUMENT: no such rank, or a model that tp does not divide, naming both numbers.
 absl::StatusOr<Layout> VllmLayout(const ModelConfig& config, const EngineParallel& parallel,
                                   int64_t rank, const LayoutOptions& options = {});
 

@@ -1,10 +1,10 @@
-// How tests get hold of the fake driver (fake_driver.cc), and what they tell it.
+// The tests' handle to the fake driver (fake_driver.cc), by which they control it.
 //
 // The fake's "device" memory is host memory: a block of another process is a memfd, mapped once
-// more for each open, so that a mapping that was closed too early or that belongs to another device
-// is found out. Work on streams is queued and done when somebody queries an event or a stream;
-// between streams there is no order but that of events: bytes that are reused before their copy
-// ran, or read before what should have been waited for, come out wrong.
+// more for each open, so that using a mapping that was closed too early, or that belongs to another
+// device, fails. Work on streams is queued, and done when an event or a stream is queried. Only
+// events order work between streams: bytes that are reused before their copy ran, or read without
+// waiting for their event, come out wrong.
 #ifndef REFITD_TRANSPORT_CUDA_FAKES_FAKE_CUDA_H_
 #define REFITD_TRANSPORT_CUDA_FAKES_FAKE_CUDA_H_
 
@@ -16,7 +16,8 @@
 
 namespace refitd {
 
-// The fake, in its first state while this lives, alone.
+// Resets the fake to its first state and controls it while this object lives. Only one may live at
+// a time.
 class FakeCuda : public FakeLibrary {
  public:
   FakeCuda() : FakeLibrary(Path()) {
@@ -38,34 +39,34 @@ class FakeCuda : public FakeLibrary {
 
   static std::string Path() { return PathOf("libcuda_fake.so"); }
 
-  // A probe's call that always fails; about a device, on device 1 only.
+  // Makes a probe's call always fail; a call about a device fails on device 1 only.
   void Fail(const char* call, int result) { fail_(call, result); }
-  // The nth call from now (1: the next) fails, once; results that cost a context go on for all
-  // calls. "kernel": when a launch runs.
+  // Makes the nth call from now (1: the next) fail once; after a result that destroys a context all
+  // calls fail. "kernel": the failure comes when a launch runs.
   void FailAt(const char* call, int nth, int result) { fail_at_(call, nth, result); }
-  // Devices (bit mask) whose streams stand still.
+  // Stops the streams of these devices (a bit mask).
   void Hold(unsigned devices) { hold_(devices); }
-  // The call that does not return until another one is named, or "".
+  // Makes this call not return until another call, or "", is named.
   void Block(const char* call) { block_(call); }
-  // 1 to 8; 2 at first. Before anything asks the driver.
+  // Sets the number of devices, 1 to 8; 2 at first. To be called before anything asks the driver.
   void Devices(int devices) { devices_(devices); }
-  // Whether devices reach one another; they do at first.
+  // Sets whether devices reach one another; they do at first.
   void Peers(bool reach) { peers_(reach); }
-  // The nth launch from now leaves one wrong bit in what it stored.
+  // Makes the nth launch from now store one wrong bit.
   void Corrupt(int nth) { corrupt_(nth); }
   FakeCudaCounts Count() const {
     FakeCudaCounts counts;
     count_(&counts);
     return counts;
   }
-  // Another process's cudaMalloc: its bytes, and the handle for importers.
+  // Acts as cudaMalloc of another process: returns the block's bytes, and the handle for importers.
   char* Export(int device, int64_t bytes, std::string* handle) {
     handle->assign(64, '\0');
     return export_(device, bytes, handle->data());
   }
-  // Another process's cuMemCreate, with a descriptor that is the caller's.
+  // Acts as cuMemCreate of another process; the caller owns the descriptor.
   char* ExportVmm(int device, int64_t bytes, int* fd) { return export_vmm_(device, bytes, fd); }
-  // Its process died: the handle is refused from now on.
+  // Acts as if that process died: the handle is refused from now on.
   void Forget(char* exported) { forget_(exported); }
 
  private:

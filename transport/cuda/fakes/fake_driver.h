@@ -1,10 +1,10 @@
-// What the fake driver (fake_driver.cc) counts. Tests use it through fake_cuda.h.
+// The counts of the fake driver (fake_driver.cc). Tests use them through fake_cuda.h.
 #ifndef REFITD_TRANSPORT_CUDA_FAKES_FAKE_DRIVER_H_
 #define REFITD_TRANSPORT_CUDA_FAKES_FAKE_DRIVER_H_
 
 namespace refitd {
 
-// What is open now, but for *_calls: since FakeCudaReset.
+// Counts of what is open now, except *_calls, which count since FakeCudaReset.
 struct FakeCudaCounts {
   int opened_handles = 0;  // of legacy IPC, every open
   int open_calls = 0;
@@ -21,7 +21,7 @@ struct FakeCudaCounts {
   int largest_grid = 0;
   int allocation_calls = 0;  // device and pinned
   int engine_copies = 0;     // of batches; since FakeCudaReset
-  int blocked_calls = 0;     // that do not return now
+  int blocked_calls = 0;     // calls that do not return now
   bool operator==(const FakeCudaCounts&) const = default;
 };
 

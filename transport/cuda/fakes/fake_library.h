@@ -1,5 +1,5 @@
-// A fake of a library that the daemon loads at run time: found beside the tests, which ask it for
-// what it exports to them. Private to fake_cuda.h and fake_nccl.h.
+// Finds and loads a fake of a library that the daemon loads at run time, and gives tests the
+// functions that the fake exports for them. Private to fake_cuda.h and fake_nccl.h.
 #ifndef REFITD_TRANSPORT_CUDA_FAKES_FAKE_LIBRARY_H_
 #define REFITD_TRANSPORT_CUDA_FAKES_FAKE_LIBRARY_H_
 

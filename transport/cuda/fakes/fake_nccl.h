@@ -1,11 +1,11 @@
-// How tests get hold of the fake NCCL (fake_nccl.cc), and what they tell it.
+// The tests' handle to the fake NCCL (fake_nccl.cc), by which they control it.
 //
 // The fake moves bytes of the fake driver's devices, in the order of their streams: a collective
-// runs when all of its devices do, and what is behind it waits. Its communicators are nonblocking:
-// a rank's share of a group is in progress until somebody polled the rank twice, and only then on
-// its stream: whoever issues on several threads may deadlock his devices, as with NCCL.
-// It takes over NCCL's rules that it can check: all ranks in one group, equal sizes, windows over
-// memory of cuMemCreate alone; what breaks them fails, or never ends, as with NCCL.
+// runs when all of its devices have come to it, and later work waits. Its communicators are
+// nonblocking: a rank's share of a group is put on its stream only after the rank was polled twice,
+// so issuing from several threads may deadlock the devices, as with NCCL. It checks some of NCCL's
+// rules: all ranks in one group, equal sizes, windows only over memory of cuMemCreate. Calls that
+// break them fail, or never end, as with NCCL.
 #ifndef REFITD_TRANSPORT_CUDA_FAKES_FAKE_NCCL_H_
 #define REFITD_TRANSPORT_CUDA_FAKES_FAKE_NCCL_H_
 
@@ -16,7 +16,8 @@
 
 namespace refitd {
 
-// The fake, in its first state while this lives. A FakeCuda lives longer.
+// Resets the fake to its first state and controls it while this object lives. A FakeCuda must live
+// longer.
 class FakeNccl : public FakeLibrary {
  public:
   FakeNccl() : FakeLibrary(Path()) {
@@ -34,15 +35,15 @@ class FakeNccl : public FakeLibrary {
   // Its version is 22809, or what REFITD_FAKE_NCCL_VERSION says.
   static std::string Path() { return PathOf("libnccl_fake.so"); }
 
-  // The nth call of this name from now (1: the next) returns this result, and does nothing.
+  // Makes the nth call of this name from now (1: the next) return this result, and do nothing.
   void FailAt(const char* call, int nth, int result) { fail_at_(call, nth, result); }
-  // The nth group from now comes to this result, when it was polled.
+  // Makes the nth group from now end with this result when it is polled.
   void FailGroup(int nth, int result) { fail_group_(nth, result); }
-  // No group ends while `stuck`, none of ncclCommRevoke while `revokes`.
+  // While `stuck`, no group ends; while `revokes`, groups of ncclCommRevoke do not end either.
   void Stick(bool stuck, bool revokes = false) { stick_(stuck, revokes); }
-  // The call that does not return until another one is named, or "".
+  // Makes this call not return until another call, or "", is named.
   void Block(const char* call) { block_(call); }
-  // Whether the devices' peers are of the kind that windows need; they are at first.
+  // Sets whether the devices are connected as windows need; they are at first.
   void Symmetric(bool possible) { symmetric_(possible); }
   FakeNcclCounts Count() const {
     FakeNcclCounts counts;

@@ -1,10 +1,10 @@
 // NCCL's C interface, as far as it is used. Private to transport/cuda/; empty in builds without
 // CUDA.
 //
-// No header of NCCL is needed to build: what is declared here is the interface of NCCL 2.28.9
-// (nccl.h of that version; nccl_abi_test.cc compares them where a toolkit has one). NCCL keeps it
+// No header of NCCL is needed to build: this file declares the interface of NCCL 2.28.9
+// (abi_test.cc compares it with nccl.h if the toolkit has that). NCCL keeps its interface
 // compatible: functions keep their names and arguments, values of enums stay, and ncclConfig_t
-// grows at its end, its first field telling the library how much of it there is.
+// grows only at its end; its first field tells the library its size.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_ABI_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_ABI_H_
 
@@ -95,18 +95,19 @@ struct NcclConfig {
   V(ncclRecv,                                                                                   \
     (void* data, size_t count, NcclDataType type, int peer, NcclComm comm, CUstream_st* stream))
 
-// Those of symmetric memory, from kNcclSymmetricFloor on; null in older libraries.
+// The calls of symmetric memory, which libraries from kNcclSymmetricFloor on have; null in older
+// libraries.
 #define REFITD_NCCL_SYMMETRIC_CALLS(V)                                        \
   V(ncclCommWindowRegister,                                                   \
     (NcclComm comm, void* data, size_t bytes, NcclWindow* window, int flags)) \
   V(ncclCommWindowDeregister, (NcclComm comm, NcclWindow window))             \
   V(ncclCommRevoke, (NcclComm comm, int flags))
 
-// The oldest that is used: nonblocking groups of several communicators in one process, and a config
-// whose size the library looks at.
+// The oldest version that is used. It has nonblocking groups of several communicators in one
+// process, and a config whose size the library looks at.
 inline constexpr int kNcclFloor = 21801;
-// The oldest whose symmetric memory is used: 2.27 began it, 2.28.7 mended it and brought
-// ncclCommRevoke, without which a window of a stuck communicator could not be given back.
+// The oldest version whose symmetric memory is used. 2.27 introduced it, 2.28.7 mended it and added
+// ncclCommRevoke, without which a window of a stuck communicator could not be freed.
 inline constexpr int kNcclSymmetricFloor = 22807;
 
 }  // namespace refitd

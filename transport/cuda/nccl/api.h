@@ -1,9 +1,9 @@
 // NCCL as this folder calls it: the table of its functions (abi.h), errors as statuses.
 // Private to transport/cuda/; empty in builds without CUDA.
 //
-// The one file (with api.cc) where an ncclResult_t becomes a status. The table is immutable
-// once loaded. NCCL's functions are thread-safe for different communicators only; a group
-// (ncclGroupStart to ncclGroupEnd) belongs to its thread.
+// Only here and in api.cc an ncclResult_t becomes a status. The table is immutable once loaded.
+// NCCL's functions are thread-safe for different communicators only; a group (ncclGroupStart to
+// ncclGroupEnd) belongs to its thread.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_API_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_API_H_
 
@@ -19,13 +19,13 @@ namespace refitd {
 
 struct NcclApi {
   // NOT_FOUND in the loader's words: no such library, or it lacks a call that its version has.
-  // FAILED_PRECONDITION: older than kNcclFloor. A library once loaded stays loaded. Cleans no
-  // environment (nccl.h does): NCCL reads it at its first communicator.
+  // FAILED_PRECONDITION: older than kNcclFloor. A library once loaded stays loaded. This does not
+  // clean the environment, which NCCL reads at its first communicator (nccl.h cleans it).
   static absl::StatusOr<NcclApi> Load(const std::string& library);
 
-  // "ncclGroupEnd: unhandled cuda error (result 1)". kInProgress is no error.
-  // FAILED_PRECONDITION: what was passed is refused; UNAVAILABLE: the system, a device or a peer
-  // failed; INTERNAL: NCCL's own. NCCL's last words of this thread follow where it has any.
+  // "ncclGroupEnd: unhandled cuda error (result 1)". kInProgress is no error. FAILED_PRECONDITION:
+  // NCCL refuses an argument; UNAVAILABLE: the system, a device or a peer failed; INTERNAL: NCCL's
+  // own error. If NCCL has a last message for this thread, it is appended.
   absl::Status Check(std::string_view call, NcclResult result) const;
 
   int version = 0;   // 22809

@@ -1,18 +1,18 @@
 // Broadcasts through slots by NCCL, among the GPUs of this daemon. Private to transport/cuda/.
 //
-//   kNccl       ncclBroadcasts from the source's bytes into the slot of every receiver, pieces
-//               that do not lie there as in a slot packed first: one piece while the one before is
-//               broadcast
+//   kNccl       ncclBroadcasts from the source's bytes into the slot of every receiver. Pieces that
+//               do not lie as in a slot are packed first, each while the piece before is broadcast
 //   kSymmetric  copy engines give each receiver its share, then the receivers all-gather the shares
-//               over windows of their pools; in rounds, so that the shares of one are on their way
-//               while the ones before are gathered
+//               over windows of their pools. This is done in rounds, so that the shares of a round
+//               are copied while those of the round before are gathered
 //
-// Communicators are made when first needed, one for each set of devices and kind, and stay: the
-// next group on the same devices has them at once. Where there are too many, the one goes that has
-// been idle longest. Windows are made of whole pools and given back by LetGo.
+// Communicators are made when first needed, one for each set of devices and kind, and stay, so that
+// the next group on the same devices has them at once. If there are too many, the communicator that
+// has been idle longest is closed. Windows are made of whole pools and given back by LetGo.
 //
-// P4: what NCCL does not issue within `limit` fails, and what the devices do not end is found late
-// by the queue that waits for them (device_queue.h). P7: one thread issues. P8: LetGo, Close.
+// P4: a broadcast that NCCL does not issue within `limit` fails, and the queue that waits for the
+// devices notices one that they do not end (device_queue.h). P7: one thread issues. P8: LetGo,
+// Close.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_BROADCAST_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_BROADCAST_H_
 
@@ -34,7 +34,7 @@
 
 namespace refitd {
 
-// Sets of devices that broadcasts of one daemon have had, each a communicator of some hundred MiB.
+// The most communicators kept, one for each set of devices; each takes some hundred MiB.
 inline constexpr size_t kMaxBroadcastCommunicators = 16;
 
 // Thread-safe.
@@ -43,10 +43,10 @@ class NcclBroadcasts {
   using Clock = std::chrono::steady_clock;
   struct Options {
     std::chrono::milliseconds limit{0};
-    bool copy_engines = true;                // kSymmetric: no kernel gathers
+    bool copy_engines = true;                // kSymmetric: copy engines gather, no kernel does
     std::function<void(absl::Status)> lost;  // as CudaTransportOptions::lost
-    // kNccl: of a piece that is packed. A source's device has two of them as scratch. A link moves
-    // 64 MiB in 190 us, and a collective takes 100 to issue.
+    // kNccl: size of a piece that is packed. A source's device has scratch memory for two pieces. A
+    // link moves 64 MiB in 190 us, and a collective takes 100 us to issue.
     int64_t piece_bytes = 64 << 20;
   };
   NcclBroadcasts(std::shared_ptr<const NcclApi> api, const std::shared_ptr<CudaMemory>& memory,
@@ -55,59 +55,63 @@ class NcclBroadcasts {
   NcclBroadcasts(const NcclBroadcasts&) = delete;
   NcclBroadcasts& operator=(const NcclBroadcasts&) = delete;
 
-  // UNIMPLEMENTED: this NCCL does not have what the method needs.
+  // OK if this NCCL can broadcast by `method`; else UNIMPLEMENTED.
   absl::Status Can(BroadcastMethod method) const;
-  // On the issuing thread. Not OK: some of it may be issued. *by: whose collectives it is made of;
-  // null: there are none. Once the devices have ended it, the slots are filled if that is still
-  // usable: what a later call poisons ends with bytes that mean nothing (communicator.h).
+  // Issues a broadcast; called on the issuing thread. After an error some of it may be issued. *by
+  // is the communicator whose collectives it uses; null: it uses none. When the devices have ended
+  // the broadcast, the slots are filled only if *by is still usable, because poisoning a
+  // communicator ends its collectives with wrong bytes (communicator.h).
   absl::Status Issue(const Relay& relay, RelayIssue* issue,
                      std::shared_ptr<const Communicator>* by);
-  // The pool is about to be given back, and no broadcast uses it: neither do windows from now on.
-  // Waits for nothing: NCCL lets go of them behind its other calls, and they hold their pools until
+  // Closes the windows of a pool that is about to be given back and that no broadcast uses. Waits
+  // for nothing: NCCL closes the windows after its other calls, and they hold their pools until
   // then (P6).
   void LetGo(const CudaRegion& pool);
-  // Nothing runs any more.
+  // Closes all communicators. To be called when nothing runs any more.
   void Close(Clock::time_point deadline);
   std::vector<CommunicatorStatus> Describe() const { return communicators_.Describe(); }
 
  private:
   using Pools = std::vector<std::shared_ptr<const CudaRegion>>;
   struct Held {
-    std::shared_ptr<Communicator> communicator;  // with the broadcasts that run
-    // By the pools that it is made of, which it holds.
+    std::shared_ptr<Communicator> communicator;  // shared with the broadcasts that run
+    // Each window by the pools that it is made of, which it holds.
     std::map<std::vector<const CudaRegion*>, Communicator::WindowId> windows;
-    std::set<const CudaRegion*> pools;  // that its broadcasts filled slots of; none: it is idle
+    // Pools in which its broadcasts filled slots; empty: it is idle.
+    std::set<const CudaRegion*> pools;
     uint64_t last_use = 0;
   };
-  // On a source's device. Its halves are packed in turns, on a stream that has waited for what read
-  // the next one before.
+  // Scratch memory on a source's device. Pieces are packed into its two halves in turns, on a
+  // stream that first waits until the half's last reader is done.
   struct Scratch {
     std::unique_ptr<CudaBuffer> memory;
-    bool second = false;  // is the next half
-    bool waited = true;   // the stream has; else the last broadcast failed before
+    bool second = false;  // true: the second half is next
+    bool waited = true;   // the stream has waited; false: the last broadcast failed before it did
   };
   using AllScratch = std::map<int, Scratch>;  // by device
 
-  // Of one call: a broadcast makes up to three before the queue that issues it counts it as late.
+  // The deadline of one call. A broadcast makes up to three calls, which must end before the queue
+  // that issues it counts it as late.
   Clock::time_point Deadline() const { return Clock::now() + options_.limit / 4; }
 
   // The issuing thread's.
   absl::Status Broadcast(const Relay& relay, RelayIssue* issue,
                          std::shared_ptr<const Communicator>* by);
-  // `call`: of all streams, and the slots; null where the source's device has none.
+  // `call` has all streams and slots; null if the source's device has no slot.
   absl::Status BroadcastPieces(const Relay& relay, Communicator* communicator,
                                Communicator::BroadcastCall call, RelayIssue* issue);
   absl::Status Symmetric(const Relay& relay, RelayIssue* issue,
                          std::shared_ptr<const Communicator>* by);
-  // A communicator for slots of these pools, which is not idle until all of them are given back. It
-  // stays until the next call of this.
+  // A communicator for slots of these pools; it does not count as idle until all these pools are
+  // given back. The result stays valid until the next call of Get.
   absl::StatusOr<Held*> Get(const std::vector<int>& devices, bool copy_engines, const Pools& pools);
   absl::StatusOr<Communicator::WindowId> WindowOf(Held* held, const Pools& pools);
-  // Where the piece's bytes lie as they do in a slot, from the first one on, for what comes next on
-  // the source's stream; packed there if need be.
+  // An address at which the piece's bytes lie as in a slot, for the next work on the source's
+  // stream; packs them into scratch memory if necessary.
   absl::StatusOr<const char*> Packed(const Relay& relay, const RelayChunk& piece,
                                      RelayIssue* issue);
-  // With halves of so many bytes; there as long as a communicator is not idle.
+  // The device's scratch memory with halves of `bytes`. It stays as long as a communicator is not
+  // idle.
   absl::StatusOr<Scratch*> ScratchOf(int device, int64_t bytes);
 
   void Use(Held* held, const Pools& pools) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -118,12 +122,13 @@ class NcclBroadcasts {
   const Options options_;
   const std::shared_ptr<CudaMemory> memory_;
   Communicators communicators_;
-  Mutex mutex_;  // not held over calls of NCCL or the driver, which may hang
-  // Made and dropped by the issuing thread alone.
+  Mutex mutex_;  // not held during calls of NCCL or the driver, which may hang
+  // Entries are made and dropped by the issuing thread only.
   std::map<std::pair<std::vector<int>, bool>, Held> held_ ABSL_GUARDED_BY(mutex_);
   uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;
   AllScratch scratch_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<NcclThread> frees_ ABSL_GUARDED_BY(mutex_);  // scratch; null: none was yet
+  // Frees scratch memory; null: none was freed yet.
+  std::shared_ptr<NcclThread> frees_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace refitd

@@ -1,29 +1,29 @@
-// NCCL communicators over GPUs of this daemon: one process drives all of them, a rank a device.
+// NCCL communicators over GPUs of this daemon: one process drives all ranks, one rank per device.
 //
 //   Create -> usable -> Close -> closed
 //               +--> a call failed or was late, Abort: poisoned, and given back behind the scenes
 //
-// What a communicator is for: broadcasts, and all-gathers over windows (symmetric memory): the same
-// offset of equal regions, one a device, which NCCL moves with its symmetric kernels or, with
-// `copy_engines`, without any kernel. A broadcast has no symmetric form in NCCL; a symmetric one is
-// a scatter and an all-gather among the receivers.
+// A communicator runs broadcasts, and all-gathers over windows (symmetric memory). A window is a
+// set of equal regions, one per device; an all-gather uses the same offset in all of them, and NCCL
+// moves it with its symmetric kernels or, with `copy_engines`, without any kernel. NCCL has no
+// symmetric broadcast; callers make one of a scatter and an all-gather among the receivers.
 //
-// P4: every call has a deadline and keeps it, also where NCCL hangs; the error names the call and
-// the device that is waited for. A call that fails or is late poisons its communicator: nothing
-// else may be asked of it, and its successor has a new epoch. A call whose time was up before it
-// began leaves all as it was. A communicator that can't be given back, because a device does not
-// end what NCCL put there, is told as a loss of the GPUs.
+// P4: every call has a deadline and keeps it, even if NCCL hangs; the error names the call and the
+// device that is waited for. A call that fails or is late poisons its communicator, which then
+// takes no more calls; its successor has a new epoch. A call whose deadline passed before it began
+// changes nothing. If a communicator can't be freed because a device does not end NCCL's work, that
+// is reported as a loss of the GPUs.
 // P7: all calls of all communicators are issued by one thread in the order in which they came.
 // P6, P8: a window holds its regions until NCCL has let go of them; nothing outlives the
 // communicator, poisoned or not.
 //
-// Nothing here waits for devices but Create, for its first collective: Broadcast and AllGather
-// return when their work is on the given streams. Who waits for the streams also notices a
-// collective that does not end, and calls Abort.
+// Only Create waits for devices, for its first collective: Broadcast and AllGather return when
+// their work is on the given streams. The caller that waits for the streams must also notice a
+// collective that does not end, and call Abort.
 //
-// Thread-safe. Calls block their caller until their deadline at the latest: never under the node's
-// mutex, never on a gRPC thread. Where windows are made or given back, or communicators made or
-// closed, NCCL allocates and maps memory, which may wait for whatever the devices are at.
+// Thread-safe. Calls block at most until their deadline, so they must not be made under the node's
+// mutex or on a gRPC thread. To make or free windows and communicators NCCL maps and unmaps memory,
+// which may wait for all work of the devices.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_COMMUNICATOR_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_COMMUNICATOR_H_
 
@@ -46,22 +46,22 @@
 
 namespace refitd {
 
-// Of shares of an all-gather. Of addresses that are no multiples of 4, NCCL 2.28.9's symmetric
-// kernel for small messages gathers wrong bytes (tests/gpu/nccl_trial.cc found it); 16 is also what
-// its other one is fast with.
+// The alignment of shares of an all-gather. If addresses are not multiples of 4, NCCL 2.28.9's
+// symmetric kernel for small messages gathers wrong bytes (tests/gpu/nccl_trial.cc found it); 16 is
+// also the alignment at which its other kernel is fast.
 inline constexpr int64_t kAllGatherAlignment = 16;
 
-// Channels of a communicator, each with buffers on every device and a multiprocessor of it while a
-// collective runs. On two H200 a broadcast of 256 MiB by 8, 12, 16 and 24 (what NCCL takes by
-// itself) goes at 272, 339, 354 and 356 GB/s, and the communicator takes 100, 244, 148 to 260 and
-// 484 MiB of each.
+// The most channels of a communicator. Each has buffers on every device, and occupies a
+// multiprocessor while a collective runs. On two H200 a broadcast of 256 MiB by 8, 12, 16 and 24
+// channels (24 is NCCL's own choice) runs at 272, 339, 354 and 356 GB/s, and the communicator takes
+// 100, 244, 148 to 260 and 484 MiB of each device.
 inline constexpr int kMostCtas = 16;
 
 inline constexpr size_t kMaxCommunicatorDevices = 64;  // more than a host has
 inline constexpr size_t kMaxCommunicatorWindows = 64;  // pools of groups; each takes addresses
 
 struct CommunicatorOptions {
-  std::vector<int> devices;  // ordinals, by rank; two at least, each once
+  std::vector<int> devices;  // ordinals, by rank; at least two, all different
   // All-gathers over windows by copy engines (CTA policy zero) instead of by kernels.
   bool copy_engines = false;
 };
@@ -71,46 +71,46 @@ class Communicator {
   using Clock = std::chrono::steady_clock;
   using WindowId = uint64_t;
 
-  // Given back, if Close or Abort was not called, as by Abort.
+  // Frees the communicator as Abort does, if neither Close nor Abort was called.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Of all communicators of a Communicators; grows with every Create.
+  // A number that grows with every Create of the same Communicators.
   uint64_t epoch() const;
   const std::vector<int>& devices() const;
-  // Why it is no longer usable, naming the call that failed; OK: it is.
+  // OK if usable; else why not, naming the call that failed.
   absl::Status status() const;
   CommunicatorStatus Describe() const;
 
-  // A window over whole regions, one a rank, all of the same size, which are of
-  // CudaMemory::MakePool or ImportVmm and in no other window of this communicator.
-  // INVALID_ARGUMENT: they are not that. UNIMPLEMENTED: this NCCL, or these devices, have no
-  // symmetric memory; the communicator stays usable. RESOURCE_EXHAUSTED: kMaxCommunicatorWindows.
+  // Makes a window over whole regions, one for each rank, all of the same size. They must come from
+  // CudaMemory::MakePool or ImportVmm and be in no other window of this communicator; else
+  // INVALID_ARGUMENT. UNIMPLEMENTED: this NCCL, or these devices, have no symmetric memory; the
+  // communicator stays usable. RESOURCE_EXHAUSTED: kMaxCommunicatorWindows.
   absl::StatusOr<WindowId> RegisterWindow(
       const std::vector<std::shared_ptr<const CudaRegion>>& regions, Clock::time_point deadline);
-  // No work that uses it may be left. INVALID_ARGUMENT: no such window.
+  // Frees a window that no unfinished work uses. INVALID_ARGUMENT: no such window.
   absl::Status DeregisterWindow(WindowId window, Clock::time_point deadline);
-  // As DeregisterWindow, behind what was asked for before, without waiting. A communicator that
-  // does not let go of it is poisoned.
+  // As DeregisterWindow, after all earlier calls and without waiting for the result. If freeing the
+  // window fails, the communicator is poisoned.
   void DeregisterLater(WindowId window, Clock::time_point deadline);
 
   struct BroadcastCall {
     int root = 0;                // rank
     const char* send = nullptr;  // on the root's device
-    std::vector<char*> receive;  // by rank, where each device reaches its own; the root's may be
-                                 // `send`
+    // By rank, each rank's address on its own device; the root's may be `send`.
+    std::vector<char*> receive;
     int64_t bytes = 0;
     std::vector<CUstream> streams;  // by rank, of its device's primary context
   };
-  // Returns when it is issued: to be awaited on the streams. INVALID_ARGUMENT: not that many
+  // Issues a broadcast; its end is to be awaited on the streams. INVALID_ARGUMENT: not that many
   // pointers or streams, null, no such root, or bytes less than 0 (0: nothing is issued).
   absl::Status Broadcast(const BroadcastCall& call, Clock::time_point deadline);
 
   struct AllGatherCall {
     WindowId window = 0;
-    // Rank r has its share at byte_offset + r * bytes of its region, and gets all others' there.
-    // Multiples of kAllGatherAlignment.
+    // Rank r has its share at byte_offset + r * bytes of its region, and receives the share of
+    // every other rank s at byte_offset + s * bytes. Both are multiples of kAllGatherAlignment.
     int64_t byte_offset = 0;
     int64_t bytes = 0;  // of each share
     std::vector<CUstream> streams;
@@ -118,13 +118,14 @@ class Communicator {
   // As Broadcast. INVALID_ARGUMENT: also outside of the window, or unaligned.
   absl::Status AllGather(const AllGatherCall& call, Clock::time_point deadline);
 
-  // Gives everything back. No work of it may be left. What it could not give back by the deadline
-  // is told as a loss.
+  // Frees the communicator, which must have no unfinished work. If that can't be done by the
+  // deadline, it is reported as a loss of the GPUs.
   absl::Status Close(Clock::time_point deadline);
-  // As Close, behind what was asked for before, without waiting; no use may follow.
+  // As Close, after all earlier calls and without waiting for the result. The communicator must not
+  // be used after this.
   void CloseLater(Clock::time_point deadline);
-  // Poisons it for this reason, and begins to give everything back, whatever its devices are at:
-  // they end what NCCL put there, with bytes that mean nothing. Does not wait.
+  // Poisons the communicator for this reason, and begins to free it even while its devices run its
+  // work: they end NCCL's work with wrong bytes. Does not wait.
   void Abort(const absl::Status& why);
 
  private:
@@ -135,11 +136,12 @@ class Communicator {
 };
 
 struct CommunicatorsOptions {
-  // A call of NCCL that is so much later than its deadline has hung.
+  // A call of NCCL that is this much later than its deadline hangs.
   std::chrono::milliseconds limit{60'000};
-  // For giving back what is poisoned, as far as NCCL polls.
+  // The time limit for freeing poisoned communicators, for calls that NCCL lets us poll.
   std::chrono::milliseconds clean_up{1'000};
-  // The GPUs are lost: the process has to end. On a thread of this; perhaps after its destructor.
+  // Called when the GPUs are lost; the process must then end. Called on a thread of the
+  // Communicators, perhaps after its destructor.
   std::function<void(absl::Status)> lost{};
 };
 
@@ -151,16 +153,17 @@ class Communicators {
   // `memory` is of CudaMemory::Create.
   Communicators(std::shared_ptr<const NcclApi> api, const std::shared_ptr<CudaMemory>& memory,
                 CommunicatorsOptions options);
-  // Communicators of it are gone, or no longer used. Waits at most `limit`.
+  // All its communicators must be destroyed or no longer used. Waits at most `limit`.
   ~Communicators();
   Communicators(const Communicators&) = delete;
   Communicators& operator=(const Communicators&) = delete;
 
-  // Makes one, and runs a first small collective on it. INVALID_ARGUMENT: devices are not what
-  // CommunicatorOptions says. Other errors are NCCL's or the driver's; nothing is left behind.
+  // Makes a communicator, and runs a first small collective on it. INVALID_ARGUMENT: devices are
+  // not what CommunicatorOptions says. Other errors are NCCL's or the driver's; nothing is left
+  // behind.
   absl::StatusOr<std::unique_ptr<Communicator>> Create(const CommunicatorOptions& options,
                                                        Clock::time_point deadline);
-  // Those that were not destroyed, oldest first.
+  // The communicators that were not destroyed, oldest first.
   std::vector<CommunicatorStatus> Describe() const;
   const NcclApi& api() const { return *api_; }
 

@@ -1,9 +1,9 @@
-// How NCCL's listener for the ranks of a unique id ends that are not coming. Private to
+// Ends NCCL's listener for the ranks of a unique id if these ranks will never come. Private to
 // transport/cuda/.
 //
-// ncclGetUniqueId starts a thread of NCCL, which listens until all ranks have come, or one that
-// can't be of them; no call takes an id back (P8). A communicator of a single rank is always one of
-// the two.
+// ncclGetUniqueId starts a thread of NCCL, which listens until all ranks have come, or until a rank
+// comes that does not fit; no call takes an id back (P8). A communicator of a single rank always
+// ends the listening in one of these ways.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_LISTENER_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_LISTENER_H_
 
@@ -15,11 +15,13 @@
 
 namespace refitd {
 
-// Makes that communicator on the current context's device, and waits until it is up, `limit` at
-// most. Up or not, it is the caller's to abort. Null: NCCL makes none, and goes on listening.
+// Makes that communicator on the current context's device, and waits until it is connected, at most
+// `limit`. The caller must abort the communicator in any case. Null: NCCL made none, and goes on
+// listening.
 NcclComm MakeLastRank(const NcclApi& nccl, const NcclUniqueId& id, std::chrono::milliseconds limit);
 
-// And aborts it, which may hang: for a thread that is watched (thread.h).
+// Makes that communicator and aborts it. This may hang, so it must run on a watched thread
+// (thread.h).
 void StopListening(const NcclApi& nccl, const CudaApi& api, CUcontext context,
                    const NcclUniqueId& id, std::chrono::milliseconds limit);
 

@@ -1,6 +1,6 @@
-// Which NCCL there is: found and loaded at run time, in an environment that the daemon has cleaned.
+// Finds NCCL and loads it at run time, in an environment that the daemon has cleaned.
 //
-// One binary serves machines with and without NCCL; where it is missing, too old or refused, the
+// One binary serves machines with and without NCCL; if NCCL is missing, too old or refused, the
 // report says so in words. Search order:
 //   1. the configured path (cuda.nccl_library): if it fails, that is the answer, and no other place
 //      is searched;
@@ -11,15 +11,15 @@
 //   3. libnccl.so.2, as the loader finds it.
 //
 // NCCL reads its environment when the first communicator is made, and keeps what it read. Launchers
-// of trainers and engines export what suits those (NCCL_CUMEM_ENABLE=0, NCCL_ALGO, ...), which
-// would turn symmetric memory off, or change it, without a word: CleanNcclEnvironment drops all
-// but a few names. P9: NCCL's sockets, which know no credentials, are bound to the interface of the
-// data plane. Multicast (NVLS) is always off: it needs rights over a whole NVLink domain and gains
-// nothing for copies between few GPUs.
+// of trainers and engines export variables that suit their own processes (NCCL_CUMEM_ENABLE=0,
+// NCCL_ALGO, ...). In the daemon these could silently turn symmetric memory off, so
+// CleanNcclEnvironment drops all but a few names. P9: NCCL's sockets check no credentials, so they
+// are bound to the interface of the data plane. Multicast (NVLS) is always off, because it needs
+// rights over a whole NVLink domain and is not faster for copies between few GPUs.
 //
-// No CUDA and no NCCL type appears here; builds without CUDA too.
+// No CUDA and no NCCL type appears here; this also builds without CUDA.
 //
-// Thread-safe, but for CleanNcclEnvironment.
+// Thread-safe, except CleanNcclEnvironment.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_NCCL_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_NCCL_H_
 
@@ -41,20 +41,21 @@ struct NcclReport {
   std::string library;                 // the file that was loaded; empty: none
   int version = 0;                     // 10000 * major + 100 * minor + patch; 0: none
   std::string problem;                 // why there is none; empty if there is one
-  std::string no_symmetric;            // why it has no symmetric memory; empty if it has, or none
+  // Why NCCL has no symmetric memory; empty if it has, or if there is no NCCL.
+  std::string no_symmetric;
 };
 
 // A communicator over GPUs of this process (communicator.h), for people and status calls.
 struct CommunicatorStatus {
   uint64_t epoch = 0;
   std::vector<int> devices;   // ordinals, by rank
-  bool copy_engines = false;  // they do its all-gathers
+  bool copy_engines = false;  // copy engines do its all-gathers
   int windows = 0;            // open
   int64_t window_bytes = 0;   // of each rank, all windows
   absl::Status status;        // why it is no longer usable
 };
 
-// What has communicators is one of these too: MakeCudaTransport's transport.
+// Implemented by transports that have communicators (that of MakeCudaTransport).
 class CommunicatorsOwner {
  public:
   virtual ~CommunicatorsOwner() = default;
@@ -62,22 +63,23 @@ class CommunicatorsOwner {
   virtual std::vector<CommunicatorStatus> Communicators() const = 0;
 };
 
-// Where NCCL is searched for, in order: files that exist, then "libnccl.so.2". `environment` gives
-// a variable or null; `root` ("/" but for tests) is where the system's folders lie.
+// The places where NCCL is searched for, in order: files that exist, then "libnccl.so.2".
+// `environment` gives a variable or null; `root` is where the system's folders lie ("/" except in
+// tests).
 std::vector<std::string> NcclCandidates(const std::function<const char*(const char*)>& environment,
                                         const std::string& root);
 
-// Loads `configured`, or where that is empty the first candidate that loads.
+// Loads `configured`, or if that is empty the first candidate that can be loaded.
 NcclReport FindNccl(const std::string& configured);
 NcclReport FindNcclAmong(const std::vector<std::string>& candidates);
 
 // What CleanNcclEnvironment did, as "NAME=VALUE".
 struct NcclEnvironment {
-  std::vector<std::string> dropped;  // of others than this daemon's operator, or overruled
+  std::vector<std::string> dropped;  // not set by this daemon's operator, or overruled
   std::vector<std::string> kept;
   std::vector<std::string> set;
-  // Names that the machine's own file sets: NCCL reads it whatever the environment says, but it
-  // overrules nothing of `kept` and `set`.
+  // Names that the machine's own file sets. NCCL always reads this file, but the file overrules
+  // nothing in `kept` and `set`.
   std::vector<std::string> machine;
 };
 

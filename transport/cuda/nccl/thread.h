@@ -1,5 +1,5 @@
-// The communicator thread: every call of NCCL that this process makes, in the order in which they
-// came; and another thread that watches for calls that do not return. Private to transport/cuda/.
+// The communicator thread, which makes all calls of NCCL in the order in which they were requested;
+// and another thread that watches for calls that do not return. Private to transport/cuda/.
 //
 //   Run, Post -> queued -> running -> returned
 //                  |          +--> past its deadline by `limit`: told as a loss of the GPUs
@@ -7,9 +7,9 @@
 //
 // P7: one thread issues all calls of all communicators, so their order is the same on each device.
 // P4: Run returns at its deadline, or soon after (kGrace), whatever the call does. Calls are
-// nonblocking groups that poll against the same deadline; what is left to hang are calls that NCCL
-// or the driver does not let anybody bound (ncclCommAbort, cudaMalloc behind a device that hangs).
-// One that does is told as a loss (LostContext): nothing but the end of the process stops it.
+// nonblocking groups that poll against the same deadline. Only calls that can't be given a time
+// limit may hang (ncclCommAbort, cudaMalloc while a device hangs). A call that hangs is reported as
+// a loss of the GPUs (LostContext), because only the end of the process stops it.
 //
 // Thread-safe; its threads hold it too.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_THREAD_H_
@@ -29,8 +29,9 @@
 
 namespace refitd {
 
-// Between two looks at what NCCL or a device is at, by who has looked since then. NCCL answers a
-// group in some 50 us, sockets move a slot in milliseconds, a communicator is made in a second.
+// Pauses between two polls of NCCL or a device; the pause grows with the time since `since`, when
+// polling began. NCCL answers a group in some 50 us, sockets move a slot in milliseconds, a
+// communicator is made in a second.
 void PauseOfPoll(std::chrono::steady_clock::time_point since);
 
 class NcclThread : public std::enable_shared_from_this<NcclThread> {
@@ -45,16 +46,17 @@ class NcclThread : public std::enable_shared_from_this<NcclThread> {
 
   void Start();
 
-  // Runs `call`, which waits for nothing beyond `deadline` and owns all that it touches: it may go
-  // on after this returned. `what` names it in messages. DEADLINE_EXCEEDED, naming what the thread
-  // is at: it was not begun, and will not be; or it goes on, and *began is true. UNAVAILABLE: the
-  // thread ends. Else the call's own. Not on the communicator thread.
+  // Runs `call`, which must not wait beyond `deadline` and must own all that it touches, because it
+  // may go on after this returned. `what` names the call in messages. DEADLINE_EXCEEDED, naming the
+  // call that the thread runs: `call` was not begun and never will be, or it goes on and *began is
+  // true. UNAVAILABLE: the thread ends. Else the status of `call`. Not to be called on the
+  // communicator thread.
   absl::Status Run(const std::string& what, Clock::time_point deadline, Call call, bool* began);
-  // Runs `call` behind all others, and tells nobody; not at all once Stop began.
+  // Runs `call` after all others, without a result; does nothing after Stop began.
   void Post(const std::string& what, Clock::time_point deadline, std::function<void()> call);
 
-  // What is queued by Run is not begun any more, what was posted is; ends the threads when it has
-  // returned, at the latest at `deadline`: then a thread that hangs is left to itself.
+  // Ends the threads. Calls queued by Run are not begun any more, posted calls still run. At
+  // `deadline` at the latest this returns, and leaves a thread that hangs behind.
   void Stop(Clock::time_point deadline);
 
  private:
@@ -80,7 +82,7 @@ class NcclThread : public std::enable_shared_from_this<NcclThread> {
 
   mutable Mutex mutex_;
   CondVar changed_;
-  CondVar watching_;  // Stop alone
+  CondVar watching_;  // used by Stop only
   Jobs queued_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Job> running_ ABSL_GUARDED_BY(mutex_);
   LateClock late_clock_ ABSL_GUARDED_BY(mutex_);

@@ -1,20 +1,22 @@
-// The wire over GPU memory: NCCL between daemons, over the network that it finds there.
+// The wire over GPU memory: NCCL between daemons, over the network that NCCL finds.
 //
-// An epoch is one communicator with one rank a daemon, on the device that Open names. Memory of
-// operations is of that device, or of one that it reaches: a staging slot. Rank 0's address holds
-// NCCL's unique id; the others' say who they are. Broadcasts are ncclBroadcast, exchanges grouped
-// sends and receives. Communicators are nonblocking and polled against the operation's timeout
-// (P4). What fails is aborted, and `done` comes when the device has ended what NCCL put there (P6).
+// An epoch is one communicator with one rank per daemon, on the device that OpenOn names. The
+// memory of operations is a staging slot on that device, or on one that it reaches. Rank 0's
+// address holds NCCL's unique id; the other addresses only identify their ranks. Broadcasts are
+// ncclBroadcast, exchanges grouped sends and receives. Communicators are nonblocking and polled
+// against the operation's timeout (P4). A failed operation is aborted, and `done` comes when the
+// device has ended NCCL's work (P6).
 //
-// Beyond what transport/wire.h says:
+// Differences from transport/wire.h:
 //   - OK on the sender means that its memory is no longer read, not that a peer has received it.
-//   - Whether peers are at the same operation is not checked again: NCCL does not look. P5 rests on
-//     the agreement before (docs/protocol.md); bytes are verified by their digests after.
-//   - An epoch that is opened and never connected by all is given back late at rank 0, up to two
-//     seconds after Close: until then NCCL listens for its ranks.
+//   - It is not checked again that peers run the same operation, because NCCL does not check. P5
+//     relies on the agreement before (docs/protocol.md); the digests verify the bytes afterwards.
+//   - Rank 0 frees an epoch that not all ranks connected up to two seconds after Close; until then
+//     NCCL listens for the ranks.
 //
-// Threads: those of wire_epochs.h ("refitd-nwire" an epoch, "refitd-nwire-a"); what may hang inside
-// NCCL runs on a watched one (thread.h) and is told as a loss of the GPUs.
+// Threads: those of wire_epochs.h ("refitd-nwire" for each epoch, "refitd-nwire-a"). Calls that may
+// hang inside NCCL run on a watched thread (thread.h), and a hang is reported as a loss of the
+// GPUs.
 //
 // No CUDA and no NCCL type appears here.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_WIRE_H_
@@ -43,26 +45,26 @@ struct DeviceEpochStatus {
   int device = 0;  // ordinal
   int rank = 0;
   int size = 0;
-  // "open", "connecting", "connected", "lost": as transport/wire.h says; "closing": until it is
-  // given back.
+  // "open", "connecting", "connected", "lost": as transport/wire.h says; "closing": closed, but not
+  // freed yet.
   std::string_view state;
   WireStats moved;
-  absl::Status status;  // why it was lost; OK: it was not
+  absl::Status status;  // why it was lost; OK if it was not lost
 };
 
 // As Wire; thread-safe.
 class DeviceWire : public EpochWire {
  public:
-  // Wire::Open, with the device (ordinal) whose communicator it is. INVALID_ARGUMENT: also no such
-  // device. Takes some 100 ms the first time.
+  // As Wire::Open, with the device (ordinal) of the communicator. INVALID_ARGUMENT also if there is
+  // no such device. Takes some 100 ms the first time.
   virtual absl::StatusOr<std::string> OpenOn(int device, EpochId epoch, int rank, int size) = 0;
   // On device 0.
   absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) override {
     return OpenOn(0, epoch, rank, size);
   }
-  // Those that are open, or not yet given back. Waits for nothing.
+  // Describes the epochs that are open or not yet freed. Waits for nothing.
   virtual std::vector<DeviceEpochStatus> Describe() const = 0;
-  // Epochs of which this was rank 0 and that never connected, since the start.
+  // The number of epochs since the start in which this daemon was rank 0 and that never connected.
   virtual int64_t Abandoned() const = 0;
 
  protected:
@@ -70,10 +72,10 @@ class DeviceWire : public EpochWire {
 };
 
 struct NcclWireOptions {
-  // What NCCL or a device does not end so long after it was aborted has hung: `lost` is told, as
-  // CudaTransportOptions::lost.
+  // If NCCL or a device does not end within this time after an abort, it hangs, and `lost` is
+  // called as CudaTransportOptions::lost.
   std::chrono::milliseconds limit{60'000};
-  // For NCCL to make a unique id, in Open.
+  // The time limit for NCCL to make a unique id, in Open.
   std::chrono::milliseconds opening{20'000};
   std::function<void(absl::Status)> lost;
 };
