@@ -23,11 +23,11 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr int kKills = 25;           // of each member
-constexpr int kRounds = 5;           // of what takes seconds
+constexpr int kRounds = 5;           // for cases that take seconds
 constexpr double kNoticeGoal = 100;  // ms
 constexpr double kOverGoal = 1'000;
 constexpr double kRecoveryGoal = 10'000;
-// Of the daemons below, so that a round takes seconds.
+// Limits of the daemons below, short enough that a round takes seconds.
 constexpr milliseconds kLate{1'000};
 constexpr milliseconds kSilence{1'000};
 constexpr milliseconds kWire{3'000};
@@ -129,7 +129,7 @@ void BenchKilledTrainer(Report* report, const e2e::Model& model) {
 
 // ---- a hung engine ----
 
-// `staged`: it hangs with a part to acknowledge, else with Prepare to answer.
+// `staged`: the engine hangs with a part to acknowledge; else with Prepare to answer.
 void BenchHungEngine(Report* report, const e2e::Model& model, bool staged) {
   const v1::GroupSpec spec = e2e::Spec();
   e2e::Daemon daemon(Limits("alone"));
@@ -166,7 +166,7 @@ void BenchHungEngine(Report* report, const e2e::Model& model, bool staged) {
 
 // ---- daemons ----
 
-// A trainer and an engine at "alpha", which coordinates; another engine at "beta".
+// A trainer and an engine at "alpha", which coordinates, and another engine at "beta".
 class Pair {
  public:
   explicit Pair(const e2e::Model& model)
@@ -176,21 +176,21 @@ class Pair {
   e2e::Daemon& alpha() { return alpha_; }
   e2e::Daemon& beta() { return beta_; }
 
-  // Begins the next version and has its first bucket out.
+  // Begins the next version and pushes its first bucket.
   void Open() {
     ++version_;
     bytes_ = e2e::BytesOf(model_, version_);
     CheckOk(trainer_->Begin(version_), "Begin");
     CheckOk(Push(0), "push");
   }
-  // The rest of it; the error that ends it.
+  // Does the rest; returns the error that ends the update.
   grpc::Status Finish() {
     grpc::Status status = Push(1).status;
     if (status.ok()) status = trainer_->Commit(version_, 2).status;
     return status;
   }
-  // Until both engines committed a version; members whose leases ended attach anew. Milliseconds
-  // since `start`.
+  // Repeats until both engines have committed a version; members whose leases ended attach again.
+  // Returns the milliseconds since `start`.
   double Recover(Clock::time_point start) {
     while (!Attach() || !Install()) {
       Check(MsSince(start) < 30'000, "no update committed within 30 s");
@@ -308,7 +308,7 @@ void BenchChaos(Report* report, uint64_t seed, int rounds) {
                     counts.stops),
         counts.violations, 0);
   count("the same: leaks", counts.leaks, 0);
-  // One after each fault, at least.
+  // At least one after each fault.
   report->Add({"the same: committed, against faults", static_cast<double>(counts.committed), "",
                static_cast<double>(rounds),
                static_cast<double>(counts.committed) / static_cast<double>(rounds), 1, true});

@@ -1,13 +1,13 @@
-// tools/bench host: one daemon, host memory. Real processes: refitd, this one as the trainer,
-// itself again as the engine.
+// tools/bench host: one daemon, host memory. Real processes: refitd, this process as the trainer,
+// and another of this binary as the engine.
 //
 //   host_bench --refitd PATH [--model qwen3-0.6b] [--rounds 15] [--json]
-//   host_bench --role engine --socket PATH ...      (started by the former)
+//   host_bench --role engine --socket PATH ...      (started by the first form)
 //
-// Baselines are taken in the same run, round by round beside the measured case, on memory of the
-// same kind (mapped, prefaulted memfds) with as many threads as the daemon copies with. Weights are
-// fresh random bytes in every round and the destination is poisoned before each; every round's
-// result is compared by a digest that the engine's process computes, outside the measured time.
+// Baselines are measured in the same run, in each round beside the measured case, on memory of the
+// same kind (mapped, prefaulted memfds), with as many threads as the daemon copies with. Every
+// round has new random weights and a poisoned destination; the engine's process computes a digest
+// that checks the result, outside the measured time.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -37,7 +37,7 @@ void BenchRegistered(Report* report, const std::string& self, const std::string&
   std::vector<std::vector<double>> seconds(cases.size());
   std::vector<double> memcpy_seconds;
   FillRandom(bench.data(), bytes, 1, threads);
-  bench.Update(Verification::kOff, kBucketBytes);  // page tables of all processes
+  bench.Update(Verification::kOff, kBucketBytes);  // maps pages in all processes
   ParallelMemcpy(to->data(), from->data(), bytes, threads);
   for (int round = 0; round < rounds; ++round) {
     const auto start = steady_clock::now();
@@ -58,7 +58,7 @@ void BenchRegistered(Report* report, const std::string& self, const std::string&
   }
 }
 
-// The same bytes as a version writes, copied plainly, against the compiled refit of them.
+// Compares a compiled refit with plain copies of as many bytes as a version writes.
 void BenchRefit(Report* report, const std::string& self, const std::string& socket,
                 const std::string& model, int rounds, int threads) {
   RefitSession bench(self, socket, "refit", {model, 2, 4});
@@ -71,7 +71,7 @@ void BenchRefit(Report* report, const std::string& self, const std::string& sock
   std::vector<std::vector<double>> seconds(cases.size());
   std::vector<double> memcpy_seconds;
   bench.Fill(1);
-  bench.Refit(Verification::kOff);  // compiles; page tables of all processes
+  bench.Refit(Verification::kOff);  // compiles; maps pages in all processes
   ParallelMemcpy(to->data(), from->data(), bytes, threads);
   for (int round = 0; round < rounds; ++round) {
     const auto start = steady_clock::now();

@@ -1,18 +1,17 @@
 // tools/bench nodes: two daemons on this host, linked over loopback. Real processes: two refitd,
-// this one as the trainer at the first, itself again as engines at the second.
+// this process as the trainer at the first, others of this binary as engines at the second.
 //
 //   nodes_bench --refitd PATH [--case NAME]... [--model qwen3-0.6b] [--rounds 15] [--json]
 //   nodes_bench --role engine --socket PATH ...            (started by the former)
 //   nodes_bench --role gloo --bytes N --slot-bytes N       (likewise; the other end is its stdin)
 //
 // The baseline is the Gloo library's own broadcast between two processes: the same bytes from the
-// same memory, cut as the daemons' slots cut them, straight into the receiver's memory. It is taken
-// in turns with the measured cases. Weights are fresh random bytes in every round and the
-// destination is poisoned before each; every round's result is compared by a digest that the
-// engine's process computes, outside the measured time.
+// same memory, cut as the daemons' slots cut them, straight into the receiver's memory. Baseline
+// and measured cases take turns. Every round has new random weights and a poisoned destination; the
+// engine's process computes a digest that checks the result, outside the measured time.
 //
-// The cases "faults" and "chaos" are of real processes that are killed and stopped (faults.h); they
-// take their daemons from this build, take minutes, and run only where they are named.
+// The cases "faults" and "chaos" kill and stop real processes (faults.h). They use the daemons of
+// this build, take minutes, and run only if they are named.
 #include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -40,7 +39,7 @@ void BroadcastAll(GlooBaseline* gloo, char* data, int64_t bytes, int64_t slot_by
   }
 }
 
-// Rank 1 of the baseline: at each byte on stdin it receives the model once and answers a byte.
+// Rank 1 of the baseline: for each byte on stdin it receives the model once and answers a byte.
 int RunGloo(int64_t bytes, int64_t slot_bytes) {
   signal(SIGPIPE, SIG_IGN);
   const auto gloo =
@@ -72,7 +71,7 @@ class GlooPair {
              "gloo");
   }
 
-  // Seconds until the other process has all of it.
+  // Broadcasts; returns the seconds until the other process has all bytes.
   double Broadcast(char* data) {
     char byte = 'g';
     const auto start = steady_clock::now();
@@ -124,7 +123,7 @@ void BenchBroadcast(Report* report, const Nodes& nodes, const std::string& model
   std::vector<double> gloo_seconds;
   const int threads = CopyThreads();
   FillRandom(session.data(), bytes, 1, threads);
-  session.Update(Verification::kOff, kBucketBytes);  // pools, communicator, page tables
+  session.Update(Verification::kOff, kBucketBytes);  // makes pools and communicator, maps pages
   gloo.Broadcast(session.data());
   for (int round = 0; round < rounds; ++round) {
     gloo_seconds.push_back(gloo.Broadcast(session.data()));
@@ -157,7 +156,7 @@ void BenchSmallUpdate(Report* report, const Nodes& nodes, int rounds) {
       {"1 MiB model, begin to committed, p50", Median(seconds) * 1e3, "ms", 0, 0, 3.0, false});
 }
 
-// What more engines on the far node cost: no byte on the wire, and about their local copies.
+// The cost of more engines on the far node: no byte on the wire, and about their local copies.
 void BenchFanOut(Report* report, const Nodes& nodes, int rounds) {
   constexpr int kMany = 4;
   const std::string model = "256mib";
@@ -245,7 +244,7 @@ int Main(int argc, char** argv) {
   }
   if (role == "gloo") return RunGloo(bytes, slot_bytes);
 
-  signal(SIGPIPE, SIG_IGN);  // the baseline's sockets
+  signal(SIGPIPE, SIG_IGN);  // the baseline's sockets may break
   if (cases.empty()) cases = {"broadcast", "small", "fan-out"};
   const auto wanted = [&cases](const char* name) {
     return std::find(cases.begin(), cases.end(), name) != cases.end();
@@ -274,7 +273,7 @@ int Main(int argc, char** argv) {
     for (const std::string& listener : answer.listeners()) {
       if (listener.starts_with(kTcp)) nodes.far.coordinator = listener.substr(kTcp.size());
     }
-    StatusOf(nodes.far.socket);  // it serves
+    StatusOf(nodes.far.socket);  // waits until it serves
     if (wanted("broadcast")) BenchBroadcast(&report, nodes, model, rounds);
     if (wanted("small")) BenchSmallUpdate(&report, nodes, rounds);
     if (wanted("fan-out")) BenchFanOut(&report, nodes, rounds);

@@ -1,5 +1,5 @@
-// The planner of a compiled refit, at the size of big models: layouts as they come over the wire
-// in, one node's program out. One thread, no daemon.
+// The planner of a compiled refit at the size of big models, from layouts as they come over the
+// wire to one node's program. One thread, no daemon.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -31,7 +31,7 @@ using sharding::EngineParallel;
 using sharding::ModelConfig;
 using sharding::TrainerParallel;
 
-constexpr int64_t kChunkBytes = 1 << 20;  // as clients send layouts
+constexpr int64_t kChunkBytes = 1 << 20;  // the size in which clients send layouts
 constexpr double kMiB = 1 << 20;
 constexpr double kGiB = 1 << 30;
 
@@ -50,7 +50,7 @@ double Cpu() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-// Of this process so far.
+// Peak memory of this process so far.
 double PeakGiB() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -97,8 +97,8 @@ struct Case {
   bool one_node = false;
 };
 
-// What comes over the wire: each distinct layout once. Engine ranks of different instances are
-// equal.
+// The layouts that come over the wire, each distinct layout once; engine ranks of different
+// instances have equal layouts.
 struct Inputs {
   std::vector<Encoded> trainers;
   std::vector<Encoded> engines;
@@ -119,8 +119,8 @@ Inputs MakeInputs(const Case& c) {
 struct Times {
   double decode = 0;
   double routes = 0;
-  double node = 0;  // of the slower of one node of each side
-  double cpu = 0;   // of all of it, both nodes' programs, in processor seconds
+  double node = 0;  // of the slower of two nodes, one of each side
+  double cpu = 0;   // processor seconds of all, with both nodes' programs
   double total() const { return decode + routes + node; }
 };
 
@@ -182,7 +182,7 @@ struct Options {
   std::string only;  // "cluster" or "first-call"; empty: both
 };
 
-// Median times of several rounds; the plan of the last.
+// Median times of several rounds, and the plan of the last.
 Result Median(const Case& c, const Inputs& inputs, const Options& options) {
   std::vector<double> decode;
   std::vector<double> routes;
@@ -207,7 +207,7 @@ void Ceiling(Report* report, const std::string& name, double value, const std::s
   report->Add({name, value, unit, 0, 0, goal, false});
 }
 
-// The worst link against the lower bound.
+// Adds the worst link's bytes against the lower bound.
 void AddRatio(Report* report, const std::string& name, const RoutePlan& plan) {
   const RouteExplanation explanation = Explain(plan);
   report->Add({name + ": worst link", static_cast<double>(explanation.worst.bytes) / kGiB, "GiB",
@@ -250,7 +250,7 @@ void Qwen(const Options& options, Report* report) {
 
 // ---- the first refit within a node of GPUs ----
 
-// Where members' memory would be: 256 GiB of addresses for each, none of them touched.
+// The members' addresses: 256 GiB for each, never touched.
 constexpr uint64_t kMemberBytes = uint64_t{256} << 30;
 
 char* MemoryOf(uint32_t member) {
@@ -279,18 +279,18 @@ struct LocalCase {
   bool colocated = false;
 };
 
-// What a daemon does before the first byte of a refit moves, in seconds; mapping memory aside.
+// The seconds of a daemon's work before the first byte of a refit moves, apart from mapping memory.
 struct FirstCall {
   double routes = 0;
   double program = 0;
-  double compare = 0;  // binding and tasks of comparing replicas
-  double local = 0;    // of the moves
+  double compare = 0;  // binding and tasks of the comparison of replicas
+  double local = 0;    // binding and tasks of the local moves
   size_t moves = 0;
-  // The last two on a thread each.
+  // The last two run on a thread each.
   double total() const { return routes + program + std::max(compare, local); }
 };
 
-// Seconds of a step: its binding and its tasks.
+// The seconds of a step: its binding and its tasks.
 double Step(MoveStep step, const std::shared_ptr<const BoundProgram>& bound,
             const ProgramMemory& memory, DeviceAddresses* addresses) {
   const double start = Now();

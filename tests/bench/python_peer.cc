@@ -1,12 +1,12 @@
-// The C++ half of `tools/bench python`: engines, and a trainer that does what the Python trainer
-// does, by the same daemon and from the same memory.
+// The C++ half of `tools/bench python`: engines, and a trainer that does the same as the Python
+// trainer, with the same daemon and memory.
 //
 //   python_peer --role table --model NAME                  prints the model as JSON
 //   python_peer --role engine --socket PATH --group NAME --model NAME
 //   python_peer --role trainer --socket PATH --group NAME --model NAME --descriptor N
 //
-// The trainer takes the memfd of the weights as descriptor N, and reads commands from its standard
-// input, one a line; it answers each with one line:
+// The trainer takes the memfd of the weights as descriptor N, reads commands from its standard
+// input, one a line, and answers each with one line:
 //
 //   fill SEED       writes random weights; answers their digest, as the engines print it
 //   register        registers the layout; answers the seconds that it took
@@ -132,7 +132,7 @@ class Peer {
   }
 
  private:
-  // Where tensor `i` ends, with what keeps the next one aligned.
+  // The end of tensor `i`, with padding that aligns the next tensor.
   int64_t End(size_t i) const {
     return i + 1 < model_.offsets.size() ? model_.offsets[i + 1] : model_.bytes;
   }

@@ -53,7 +53,7 @@ int64_t RegionBytes(const Layout& layout) {
   return std::max<int64_t>(sharding::ArenaBytes(layout), 4096);
 }
 
-// How many of the ranks hold each element of a tensor: all its elements are held by as many.
+// How many ranks hold each tensor; all elements of a tensor are held by the same number of ranks.
 std::map<std::string, uint64_t> Holders(const std::vector<Layout>& layouts) {
   std::map<std::string, int64_t> held;
   std::map<std::string, int64_t> whole;
@@ -71,8 +71,9 @@ std::map<std::string, uint64_t> Holders(const std::vector<Layout>& layouts) {
   return holders;
 }
 
-// The digests of its pieces, each with its tensor's hash and `times` its name: as digests add up
-// over disjoint covers, the sums of both sides are equal if each element is counted as often.
+// Sums the digests of the layout's pieces, each with its tensor's hash and multiplied by `times` of
+// its name. Digests add up over disjoint covers, so the sums of both sides are equal if they count
+// each element equally often.
 uint64_t DigestOf(const Layout& layout, const char* data,
                   const std::map<std::string, uint64_t>& times) {
   uint64_t sum = 0;
@@ -111,7 +112,7 @@ int RunRefitEngine(const RefitCase& c, const EnginePlace& place, const std::stri
   uint64_t commits = 0;
   while (true) {
     absl::StatusOr<client::Event> event = engine->Next(kWait);
-    if (!event.ok()) return 0;  // the daemon is gone: the bench ended
+    if (!event.ok()) return 0;  // the daemon is gone: the benchmark has ended
     if (const auto* prepare = std::get_if<client::Prepare>(&*event)) {
       Must(engine->Ready(prepare->version), "engine ready");
     } else if (std::get_if<client::Committed>(&*event) != nullptr) {
@@ -160,7 +161,7 @@ void RefitSession::Fill(uint64_t seed) {
   for (size_t r = 0; r < regions_.size(); ++r) {
     FillRandom(regions_[r]->data(), regions_[r]->bytes(), seed * 16 + r, CopyThreads());
   }
-  // Tensors that every rank has whole lie dense.
+  // Tensors that every rank holds whole are dense.
   const std::map<std::string, uint64_t> holders = Holders(trainer_layouts_);
   std::map<std::string, const char*> first;
   for (size_t r = 0; r < regions_.size(); ++r) {

@@ -1,6 +1,6 @@
-// What the benchmarks of compiled refits share: trainer ranks of this process, engine ranks as
-// processes of their own, one instance; each with its shard of a published model, as Megatron and
-// vLLM hold it.
+// Shared by the benchmarks of compiled refits: trainer ranks in this process and engine ranks in
+// processes of their own, one instance, each rank with its shard of a published model as Megatron
+// and vLLM hold it.
 //
 // A failure prints one line and ends the process. Not thread-safe: one thread.
 #ifndef REFITD_TESTS_BENCH_REFIT_SESSION_H_
@@ -17,16 +17,16 @@
 
 namespace refitd::bench {
 
-// "qwen3-0.6b TP2->TP4": names of tensor-parallel sizes, or "nothing": one rank each side, one
-// tensor without elements.
+// A case like "qwen3-0.6b TP2->TP4", which names tensor-parallel sizes; or "nothing": one rank on
+// each side and one tensor without elements.
 struct RefitCase {
   std::string model;
   int trainers = 1;
   int engines = 1;
 };
 
-// An engine rank's process: registers its parameters; after each commit it prints a digest of what
-// it holds, and poisons it. As RunEngine.
+// The process of an engine rank: registers its parameters; after each commit it prints a digest of
+// them and poisons them, as RunEngine does.
 int RunRefitEngine(const RefitCase& c, const EnginePlace& place, const std::string& group,
                    int rank);
 
@@ -36,11 +36,11 @@ class RefitSession {
                const RefitCase& c);
 
   int64_t trainer_bytes() const;                          // of all ranks' shards
-  int64_t engine_bytes() const { return engine_bytes_; }  // that a version writes
-  // Fresh random weights; ranks that hold the same elements get the same.
+  int64_t engine_bytes() const { return engine_bytes_; }  // written by a version
+  // Fills the shards with new random weights; ranks that hold the same elements get the same bytes.
   void Fill(uint64_t seed);
-  // One version: seconds from the first call to the last answer. What the engines hold is compared,
-  // outside that time.
+  // Installs one version; returns the seconds from the first call to the last answer. The engines'
+  // memory is checked outside that time.
   double Refit(Verification verification);
 
  private:

@@ -1,7 +1,8 @@
-// How benchmarks print: a table with the goal beside each figure, or with --json one object a line.
+// Prints benchmarks: as a table with the goal beside each figure, or with --json as one object a
+// line.
 //
-// A figure is always a ratio to something measured in the same run, or an absolute with its goal;
-// medians of several rounds.
+// A figure is a ratio to something measured in the same run, or an absolute value with its goal;
+// figures are medians of several rounds.
 #ifndef REFITD_TESTS_BENCH_REPORT_H_
 #define REFITD_TESTS_BENCH_REPORT_H_
 
@@ -16,14 +17,15 @@
 namespace refitd::bench {
 
 struct Figure {
-  std::string name;  // the case
+  std::string name;  // names the case
   double value = 0;
   std::string unit;
-  double baseline = 0;  // in the same unit; 0: none
-  double ratio = 0;     // value against baseline
+  double baseline = 0;  // in the same unit; 0: there is none
+  double ratio = 0;     // value / baseline
   double goal = 0;
-  bool at_least = true;  // the goal is a floor of `ratio` (true) or a ceiling of `value` (false)
-  bool ceiling_of_ratio = false;  // where it is a ceiling: of `ratio`
+  // True: the goal is a floor of `ratio`. False: it is a ceiling.
+  bool at_least = true;
+  bool ceiling_of_ratio = false;  // false: a ceiling of `value`
   bool reached() const {
     return at_least ? ratio >= goal : (ceiling_of_ratio ? ratio : value) <= goal;
   }

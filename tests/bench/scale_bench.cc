@@ -1,10 +1,10 @@
-// How long one event holds a daemon's mutex, in a group of a thousand daemons.
+// How long one event holds a daemon's mutex in a group of a thousand daemons.
 //
-// The real state machines of the coordinator and of one joined daemon, with the conversions that
-// the node makes under its mutex; no sockets, no memory of members, no copies. The other joined
-// daemons answer as a Worker would. Times are this thread's processor time (the machine may be busy
-// with other work): of Handle, of what carrying out its commands and reports costs under the mutex,
-// and of NextDeadline, which follows every event.
+// Runs the real state machines of the coordinator and of one joined daemon, with the conversions
+// that the node does under its mutex, but without sockets, members' memory or copies. The other
+// joined daemons answer as a Worker would. Times are this thread's processor time, since the
+// machine may be busy with other work: of Handle, of carrying out its commands and reports as far
+// as that happens under the mutex, and of NextDeadline, which follows every event.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
@@ -36,11 +36,11 @@ namespace {
 
 using sharding::ModelConfig;
 
-constexpr int64_t kMessageBytes = 8 << 20;  // as the daemon's default
+constexpr int64_t kMessageBytes = 8 << 20;  // a daemon's default
 constexpr double kGoalMs = 20;
 constexpr uint64_t kAnyDigest = 42;
 constexpr int kRoundsOnWire = 4;
-constexpr uint64_t kOwnLayouts = 16;  // of so many members one
+constexpr uint64_t kOwnLayouts = 16;  // of this many members, one
 
 double ThreadSeconds() {
   timespec now{};
@@ -56,7 +56,7 @@ T Must(absl::StatusOr<T> value) {
 }
 
 struct Size {
-  int nodes = 1000;  // the coordinator with them, which has no members
+  int nodes = 1000;  // with the coordinator, which has no members
   int trainer_ranks = 64;
   int trainers_per_node = 8;
   int engine_ranks = 4096;
@@ -85,18 +85,18 @@ std::string_view Name(Data data) {
   return data == Data::kRefit ? "refit" : data == Data::kPush ? "push" : "push, staged";
 }
 
-// Layouts of all ranks; those that are equal share one object.
+// The layouts of all ranks; equal layouts share one object.
 struct Model {
   std::vector<std::shared_ptr<const Layout>> trainers;  // by rank
   std::vector<std::shared_ptr<const Layout>> engines;   // by rank of an instance
   std::vector<TensorSpec> tensors;                      // of the whole model
 };
 
-// DeepSeek-V3's table of tensors with small shapes: nobody has the memory.
+// DeepSeek-V3's table of tensors with small shapes, since no memory is used.
 Model MakeModel(const Size& size, int instances) {
   ModelConfig config = Must(sharding::FindModelConfig("deepseek-v3"));
   const int64_t ranks = size.engine_ranks / instances;
-  // An instance with more ranks than experts has several copies of what is divided.
+  // An instance with more ranks than experts has several copies of each shard.
   const int64_t tp = std::min(ranks, size.experts);
   config.heads = std::max<int64_t>(config.heads, tp);
   config = sharding::ScaledDown(
@@ -113,7 +113,8 @@ Model MakeModel(const Size& size, int instances) {
       if (known.insert(tensor.name).second) model.tensors.push_back(tensor);
     }
   }
-  // Few ranks have every expert's share each; many divide the experts among them.
+  // In small instances all ranks share every expert; in large ones each rank has experts of its
+  // own.
   const bool experts_apart = tp > 32;
   for (int64_t r = 0; r < ranks; ++r) {
     model.engines.push_back(r < tp ? std::make_shared<const Layout>(Must(sharding::VllmLayout(
@@ -183,7 +184,7 @@ class Bench {
     std::vector<MemberId> members;
     std::vector<MemberId> destinations;  // of the running update
     bool written = false;
-    std::map<PartSeq, PeerHeader> parts;  // not ended
+    std::map<PartSeq, PeerHeader> parts;  // those that have not ended
     uint32_t plan_node = 0;
     std::optional<PeerRun> run;
     size_t shares = 0;  // of the last plan
@@ -220,7 +221,7 @@ class Bench {
     if (added) it->second = LayoutOf(m)->Digest();
     return it->second;
   }
-  // The joined daemon that is a real one; where data goes to it.
+  // The joined daemon that is real; the data goes to it.
   NodeId followed() const { return NodeId(static_cast<uint64_t>(trainer_nodes()) + 1); }
   bool Followed(NodeId node) const { return data_ != Data::kRefit && node == followed(); }
 
@@ -235,7 +236,7 @@ class Bench {
       auto* peer = std::get_if<PeerAction>(&outer);
       auto* send = peer == nullptr ? nullptr : std::get_if<SendCommand>(peer);
       if (send == nullptr) continue;
-      // As PeerSession::Queue: encoding and writing follow without the mutex.
+      // As in PeerSession::Queue: commands are encoded and written later, without the mutex.
       sent.emplace_back(send->node, std::move(send->command));
     }
     (void)coordinator_.NextDeadline();
@@ -302,7 +303,7 @@ class Bench {
 
   void ToNode(NodeId node, PeerCommand command) {
     if (Followed(node)) {
-      // As it comes over the link.
+      // The command passes through the link's messages.
       CommandDecoder decoder({});
       for (const v1::PeerAnswer& answer : Must(ToWire(command, kMessageBytes))) {
         auto decoded = Must(decoder.Decode(answer));
@@ -383,7 +384,7 @@ class Bench {
     done.streams = Streams(stub->plan_node);
     Report(node, "refit's end on a node", std::move(done));
   }
-  // All of it with the first part.
+  // Reports everything as written with the first part.
   std::vector<int64_t> Written(Stub* stub) const {
     std::vector<int64_t> bytes(stub->destinations.size());
     if (!std::exchange(stub->written, true)) {
@@ -405,7 +406,7 @@ class Bench {
     return streams;
   }
 
-  // ---- the joined daemon that is a real one ----
+  // ---- the real joined daemon ----
 
   void ToFollower(const char* row, MachineEvent event) {
     MachineActions actions;
@@ -483,7 +484,7 @@ class Bench {
     ToFollower("joined daemon: other", GroupEvent(VerifyDone{a.update, absl::OkStatus(), {}}));
   }
 
-  // ---- the course of things ----
+  // ---- the steps of the benchmark ----
 
   void Join() {
     for (int n = 1; n < size_.nodes; ++n) {
@@ -549,7 +550,7 @@ class Bench {
       } else {
         PeerLayout layout;
         layout.member = member;
-        // An object of its own, as it comes over a link, and its digest with it; not always, so
+        // A layout from a link is an object of its own and brings its digest. Only some are, so
         // that the benchmark ends.
         const bool own = member.value() % kOwnLayouts == 0;
         layout.layout = own ? std::make_shared<const Layout>(*LayoutOf(member)) : LayoutOf(member);
@@ -620,7 +621,7 @@ class Bench {
   const int instances_;
   const Data data_;
   const Model& model_;
-  std::map<int, std::shared_ptr<const RefitPlan>>* const plans_;  // by instances
+  std::map<int, std::shared_ptr<const RefitPlan>>* const plans_;  // by number of instances
   uint64_t ids_ = 10'000;
   Coordinator coordinator_;
   std::unique_ptr<Follower> follower_;
@@ -638,7 +639,8 @@ class Bench {
   Rows rows_;
 };
 
-// By row: the median of the rounds' longest, of all their events, and the number of events.
+// By row: the medians over the rounds of the longest event and of all events, and the number of
+// events.
 using Column = std::map<std::string, Row>;
 
 Column Medians(const std::vector<Rows>& rounds) {

@@ -125,7 +125,7 @@ int RunEngine(const EngineArgs& args) {
   uint64_t commits = 0;
   while (true) {
     absl::StatusOr<client::Event> event = engine->Next(kWait);
-    if (!event.ok()) return 0;  // the daemon is gone: the bench ended
+    if (!event.ok()) return 0;  // the daemon is gone: the benchmark has ended
     if (const auto* prepare = std::get_if<client::Prepare>(&*event)) {
       std::memset(region->data(), 0xA5, std::min<size_t>(64, static_cast<size_t>(region->bytes())));
       Must(engine->Ready(prepare->version), "engine ready");

@@ -1,8 +1,8 @@
-// What the benchmarks of daemons share: models of random weights, engines as processes of their
-// own, a trainer that pushes and has every version compared.
+// Shared by the benchmarks of daemons: models of random weights, engines as processes of their own,
+// and a trainer that pushes and checks every version.
 //
-// A failure prints one line and ends the process: a benchmark has nothing to go on with. Not
-// thread-safe: one thread.
+// A failure prints one line and ends the process, since a benchmark can't go on. Not thread-safe:
+// one thread.
 #ifndef REFITD_TESTS_BENCH_SESSION_H_
 #define REFITD_TESTS_BENCH_SESSION_H_
 
@@ -42,32 +42,32 @@ inline void Must(const absl::Status& status, const char* what) {
 
 double SecondsSince(std::chrono::steady_clock::time_point start);
 
-// As many as a daemon copies with on this machine.
+// The number of threads with which a daemon copies on this machine.
 int CopyThreads();
 
-// A model as one dense region: tensors back to back at kPackAlignment.
+// A model in one dense region: tensors back to back at kPackAlignment.
 struct Model {
   std::vector<TensorSpec> tensors;
   std::vector<int64_t> offsets;
   int64_t bytes = 0;
 };
-// A name of tests/workloads, or "1mib", "256mib", "64kib-buckets"; or "moonlight-16b-a3b/32": a
-// model of transport/sharding with each dimension divided, so that its tensors are as many, but
+// `name`: of tests/workloads; or "1mib", "256mib", "64kib-buckets"; or like "moonlight-16b-a3b/32":
+// a model of transport/sharding with each dimension divided, so that it has as many tensors, but
 // small.
 Model MakeModel(const std::string& name);
 
 void FillRandom(char* data, int64_t bytes, uint64_t seed, int threads);
 void ForkJoin(int threads, const std::function<void(int)>& work);
 void ParallelMemcpy(char* to, const char* from, int64_t bytes, int threads);
-std::shared_ptr<HostRegion> MappedMemfd(int64_t bytes);  // filled: no page is missing
+std::shared_ptr<HostRegion> MappedMemfd(int64_t bytes);  // prefaulted
 
-// Of the whole model, as whoever holds it sees it.
+// A digest of the whole model at `data`, the same in every process.
 uint64_t DigestOf(const Model& model, const char* data);
 
-// A process; ends with the object, and with this one at the latest.
+// A process. It ends with the object, at the latest with this process.
 class Child {
  public:
-  // `inherit`: a descriptor that it gets as its standard input; -1: none.
+  // `inherit`: a descriptor that becomes its standard input; -1: none.
   Child(const std::vector<std::string>& argv, bool read_output, int inherit = -1);
   ~Child();
   Child(const Child&) = delete;
@@ -88,19 +88,19 @@ struct EnginePlace {
   std::string coordinator;  // "": the daemon at the socket
 };
 
-// What an engine's process is told on its command line, and the function that it runs.
+// The command line of an engine's process, and the function that it runs.
 struct EngineArgs {
   EnginePlace place;
   std::string group;
   std::string model;
   std::string instance;
 };
-// Registers the model in one region; after each commit it prints a digest of what it holds, and
-// poisons it.
+// Registers the model in one region; after each commit it prints a digest of its memory and poisons
+// it.
 int RunEngine(const EngineArgs& args);
 
-// A trainer at `socket` and its engines, one group. `self` is the benchmark's binary, which takes
-// --role engine --socket --coordinator --group --model --instance.
+// A trainer at `socket` and its engines, in one group. `self` is the benchmark's binary, which
+// takes --role engine --socket --coordinator --group --model --instance.
 class Session {
  public:
   Session(const std::string& self, const std::string& socket, const std::string& group,
@@ -109,7 +109,8 @@ class Session {
   const Model& model() const { return model_; }
   char* data() const { return region_->data(); }
 
-  // One version in buckets of at most `bucket_bytes`; seconds from Begin to committed.
+  // Installs one version in buckets of at most `bucket_bytes`; returns the seconds from Begin to
+  // committed.
   double Update(Verification verification, int64_t bucket_bytes);
 
  private:
@@ -122,7 +123,7 @@ class Session {
   int64_t version_ = 0;
 };
 
-// Of the daemon at `socket`; waits until it answers.
+// The status of the daemon at `socket`; waits until it answers.
 v1::GetStatusResponse StatusOf(const std::string& socket);
 
 }  // namespace refitd::bench

@@ -43,7 +43,7 @@ Held HoldWhole(const Model& model, int64_t gap_bytes = 24);
 // them, so that pieces are strided.
 Held HoldSlice(const Model& model, int dimension, int rank, int world_size);
 
-// What untouched storage holds before the first update: a pattern that no version has.
+// The content of storage before the first update: a pattern that no version has.
 std::string EmptyImage(int64_t bytes);
 // `image` with every element of the layout's boxes replaced by that of `tensors` (whole tensors'
 // bytes, in the model's order); storage outside the boxes stays.

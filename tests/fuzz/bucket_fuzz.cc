@@ -1,4 +1,5 @@
-// Any bytes as a Bucket: what CheckBucket accepts lies inside the memory that it names (P10).
+// Any bytes as a Bucket: every bucket that CheckBucket accepts lies inside the memory that it names
+// (P10).
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -27,8 +28,8 @@ std::optional<int64_t> Regions(RegionId id) {
   return std::nullopt;
 }
 
-// What the blocks behind handles look like when they are open: nothing reads them. A handle whose
-// first byte is even is of the larger one.
+// Stands for the opened blocks of handles; nothing reads it. A handle whose first byte is even gets
+// the larger block.
 constexpr char kUuid[] = "GPU-0";
 alignas(256) char device_memory[4096];
 constexpr int64_t kSmallBlock = 100;
@@ -45,7 +46,7 @@ DeviceSource Open(const v1::Bucket& bucket, std::vector<int> indices) {
   return source;
 }
 
-// In the block, and in what the handle says of itself, that tensor i was accepted from.
+// Whether tensor i lies in the block, and in the size that its handle states.
 bool InsideItsBlock(const v1::Bucket& bucket, const DeviceSource& device, size_t i,
                     const char* data, int64_t bytes) {
   const size_t r = bucket.packed() ? 0 : i;
@@ -91,7 +92,7 @@ void CheckPlace(const v1::Bucket& bucket, const CheckedBucket& checked, const De
 
 using Wide = __int128;
 
-// Where tensor i begins, in the space of its source.
+// Where tensor i begins: an address, or an offset in its source.
 Wide Begin(const CheckedBucket& checked, size_t i) {
   const CheckedBucket::Place& place = checked.places[i];
   if (place.inline_data == nullptr) return place.byte_offset;
@@ -105,7 +106,7 @@ void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked,
   REFITD_CHECK(tensors > 0 && checked.tensors.size() == tensors);
   REFITD_CHECK(checked.ranges.size() == tensors && checked.places.size() == tensors);
   std::set<std::string> names;
-  std::vector<std::pair<Wide, Wide>> spans;  // of a packed buffer
+  std::vector<std::pair<Wide, Wide>> spans;  // within a packed buffer
   int64_t total = 0;
   for (size_t i = 0; i < tensors; ++i) {
     const TensorSpec& tensor = checked.tensors[i];
@@ -122,7 +123,7 @@ void CheckAccepted(const v1::Bucket& bucket, const CheckedBucket& checked,
       const Wide begin = Begin(checked, i);
       spans.emplace_back(begin, begin + bytes);
     }
-    // Implied offsets fall where they fall, inside a buffer that is itself aligned.
+    // Implied offsets may be unaligned, inside a buffer that is itself aligned.
     const bool implied = bucket.packed() && bucket.byte_offsets_size() == 0;
     if (checked.places[i].inline_data == nullptr &&
         (!implied || checked.source == CheckedBucket::Source::kSlot)) {

@@ -1,6 +1,6 @@
-// Any file, environment and command line: what LoadConfig accepts keeps every limit that
-// daemon/config.h names, says what it means in C strings too, and survives being printed and read
-// again (P9, P10).
+// Any file, environment and command line: a configuration that LoadConfig accepts keeps every limit
+// of daemon/config.h, has no zero byte in values that become C strings, and survives being printed
+// and read again (P9, P10).
 #include <google/protobuf/text_format.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -62,7 +62,7 @@ constexpr std::array kSettings = {"listen-unix",
                                   "wire-ms",
                                   "default-verification"};
 
-// A file that lives as long as this.
+// A file in memory that lives as long as this object.
 class MemoryFile {
  public:
   explicit MemoryFile(const std::string& text) : fd_(memfd_create("config", MFD_CLOEXEC)) {
@@ -82,7 +82,7 @@ bool HasNul(const std::string& text) { return text.find('\0') != std::string::np
 void CheckAddress(const std::string& address, bool insecure) {
   REFITD_CHECK(!HasNul(address));
   const std::string host = address.substr(0, address.rfind(':'));
-  // All words for loopback begin so, or are zeros and a one.
+  // All names for loopback begin like this, or are zeros and a one.
   REFITD_CHECK(insecure || host == "localhost" || host.starts_with("127.") ||
                (host.starts_with("[") &&
                 host.find_first_not_of("[]:01.ABCDEFabcdef27") == std::string::npos));
@@ -143,7 +143,7 @@ std::string VariableOf(const fuzz::ConfigInput::Variable& variable) {
   return name;
 }
 
-// A flag's or a variable's value comes from the kernel as a C string.
+// The kernel passes the value of a flag or variable as a C string.
 std::string CString(const std::string& bytes) { return bytes.c_str(); }
 
 void FuzzOne(const fuzz::ConfigInput& input) {

@@ -1,6 +1,6 @@
-// Any messages to the descriptor socket of a real node, with any descriptors beside them: each gets
-// a well-formed answer or the end of its connection, within a deadline, and afterwards neither a
-// region nor a descriptor is left (P4, P8, P10).
+// Any messages to the descriptor socket of a real node, with any descriptors: each message gets a
+// well-formed answer or ends its connection within a deadline, and afterwards no region and no
+// descriptor is left (P4, P8, P10).
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -35,7 +35,7 @@ namespace {
 using fuzz::DescriptorInput;
 
 constexpr int64_t kMemfdBytes = 8192;
-constexpr int kMaxSentDescriptors = 253;  // the kernel's limit of one message
+constexpr int kMaxSentDescriptors = 253;  // the kernel's limit for one message
 
 PeerCredentials Self() {
   PeerCredentials self;
@@ -44,7 +44,7 @@ PeerCredentials Self() {
   return self;
 }
 
-// A member that keeps the token it was welcomed with.
+// A member that keeps the token of its Welcome.
 template <typename Event>
 class Welcomed : public EventSink<Event> {
  public:
@@ -55,7 +55,7 @@ class Welcomed : public EventSink<Event> {
   std::string token;
 };
 
-// One node for the whole run: a trainer and an engine are attached to it.
+// One node for the whole run, with a trainer and an engine attached.
 class Daemon {
  public:
   Daemon() {
@@ -88,7 +88,7 @@ class Daemon {
     REFITD_CHECK(trainer->token.size() == sizeof(Token));
     REFITD_CHECK(engine->token.size() == sizeof(Token));
     tokens_ = {trainer->token, engine->token, std::string(sizeof(Token), 'x')};
-    // The pool's own descriptor stays: it is no leak.
+    // The pool's own descriptor stays open and is no leak.
     REFITD_CHECK(node_->MapPool(TokenOf(DescriptorInput::TRAINER), *self.credentials).ok());
     auto socket = DescriptorSocket::Create(
         {.path = folder_ / "s.fds", .access = {.uids = {getuid()}, .gids = {}}}, node_.get());
@@ -117,7 +117,8 @@ class Daemon {
   std::unique_ptr<DescriptorSocket> socket_;
 };
 
-// Those of the daemon and its clients. Files and folders are the test's own: it reads the corpus.
+// Descriptors of the daemon and its clients. Files and folders belong to the test, which reads the
+// corpus.
 int OpenDescriptors() {
   int count = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -149,7 +150,7 @@ class Conversation {
     while (unread_ > 0 && connection_.valid()) Hear(unread_ == 1 ? &message : nullptr);
   }
 
-  // Returns when the daemon has served everything and closed its end.
+  // Returns when the daemon has served everything and has closed its end.
   void End() {
     while (unread_ > 0 && connection_.valid()) Hear(nullptr);
     connection_.Reset();
@@ -231,7 +232,7 @@ class Conversation {
     msghdr header{};
     header.msg_iov = &part;
     header.msg_iovlen = 1;
-    // The kernel takes one control message of descriptors or several.
+    // The kernel accepts the descriptors in one control message or in several.
     const size_t first = message.split_descriptors() ? descriptors.size() / 2 : descriptors.size();
     std::vector<char> control(CMSG_SPACE(first * sizeof(int)) +
                               CMSG_SPACE((descriptors.size() - first) * sizeof(int)));
@@ -257,14 +258,14 @@ class Conversation {
     return sendmsg(connection_.get(), &header, MSG_NOSIGNAL) == static_cast<ssize_t>(data.size());
   }
 
-  // P4. False: nothing, not even the end, came before the deadline. (libFuzzer's alarms interrupt
+  // P4. False: neither data nor the end came before the deadline. (libFuzzer's alarms interrupt
   // waits.)
   bool AnswerComes() const {
     pollfd entry{.fd = connection_.get(), .events = POLLIN, .revents = 0};
     return Eventually([&entry] { return poll(&entry, 1, /*timeout=*/100) == 1; });
   }
 
-  // One reply, or the end. `to`: what it answers, where that is known.
+  // Takes one reply, or the end. `to`: the message that it answers, if known.
   void Hear(const DescriptorInput::Message* to) {
     REFITD_CHECK(AnswerComes());
     --unread_;
@@ -287,7 +288,7 @@ class Conversation {
         got.emplace_back(fd);
       }
     }
-    if (bytes <= 0) {  // the end
+    if (bytes <= 0) {  // the connection has ended
       connection_.Reset();
       return;
     }
@@ -305,7 +306,7 @@ class Conversation {
     REFITD_CHECK(length < sizeof(reply.message) && (length == 0) == (reply.code == 0));
     if (reply.code != 0) REFITD_CHECK(got.empty());
     if (to == nullptr || reply.code != 0) return;
-    // Only what is well formed succeeds.
+    // Only a well-formed message may succeed.
     if (!to->has_request()) return;
     const DescriptorInput::Request& in = to->request();
     REFITD_CHECK(in.magic_xor() == 0 && in.version_xor() == 0);
@@ -322,7 +323,7 @@ class Conversation {
         return;
       case DescriptorRequestKind::kMapPool: {
         REFITD_CHECK(got.size() == 1 && reply.slot_bytes == 4096 && reply.bytes == 2 * 4096);
-        // Trainers may write to it, engines may not.
+        // Trainers may write to the pool, engines may not.
         const bool writable = HostRegion::Map(got[0], reply.bytes, Access::kReadWrite, false).ok();
         REFITD_CHECK(writable == (in.sender() == DescriptorInput::TRAINER));
         return;
@@ -335,10 +336,11 @@ class Conversation {
   UniqueFd connection_;
   UniqueFd last_;
   int unread_ = 0;
-  std::vector<uint64_t> regions_;  // that answers told
+  std::vector<uint64_t> regions_;  // ids in the answers
 };
 
-// Gives back, by number, whatever the members still hold: ids only grow, and each is one message's.
+// Releases whatever the members still hold, by number: ids only grow, and a message makes at most
+// one.
 void ReleaseAll(Daemon* daemon, int messages) {
   static uint64_t first = 1;
   const PeerCredentials self = Self();
@@ -350,7 +352,7 @@ void ReleaseAll(Daemon* daemon, int messages) {
       REFITD_CHECK(released.ok() || absl::IsNotFound(released));
     }
   }
-  // One more tells how far they are.
+  // The id of one more region shows how far the ids are.
   auto fd = CreateSealedMemfd("probe", kMemfdBytes);
   REFITD_CHECK(fd.ok());
   const auto probe =
@@ -374,7 +376,7 @@ void FuzzOne(const DescriptorInput& input) {
   ReleaseAll(&daemon, messages);
   const v1::ResourceStatus resources = daemon.node().GetStatus().resources();
   REFITD_CHECK(resources.regions() == 0 && resources.members() == 2);
-  // The thread that served last closes the socket a moment after it took it off its list.
+  // The thread that served last closes the socket a moment after removing it from its list.
   REFITD_CHECK(Eventually([] { return OpenDescriptors() == before; }));
 }
 

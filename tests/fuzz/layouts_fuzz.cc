@@ -1,9 +1,8 @@
 // Any uploads of layouts, registered and planned: accepted pieces lie inside their regions,
-// destinations share neither elements nor bytes, what is encoded decodes to the same, and a plan
-// moves each destination element exactly once, from where it says (P1, P10); over several nodes,
-// both ends of every stream agree. The judge counts
-// elements one by one, so that it shares no code with what it judges; inputs too big for that are
-// only run.
+// destinations share neither elements nor bytes, an encoded layout decodes to itself, and a plan
+// moves each destination element exactly once, from the source that it names (P1, P10). Over
+// several nodes, both ends of every stream agree. The checks count elements one by one, so that
+// they share no code with the code that they check; inputs too big for that are only run.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -28,7 +27,7 @@ namespace {
 
 constexpr int64_t kMaxCounted = 1 << 12;  // elements of one layout, and of one tensor
 constexpr int kMaxUploads = 3;            // of sources, and of destinations
-constexpr int64_t kChunkBytes = 64;       // so that a small layout makes several chunks
+constexpr int64_t kChunkBytes = 64;       // a small layout makes several chunks
 
 using Wide = __int128;
 
@@ -62,7 +61,7 @@ bool Countable(const Layout& layout) {
   return total <= kMaxCounted;
 }
 
-// True if no element is in two pieces, and no byte.
+// Whether no element and no byte is in two pieces.
 bool Disjoint(const Layout& layout) {
   std::set<std::pair<uint32_t, int64_t>> elements;
   std::set<std::pair<uint64_t, int64_t>> places;
@@ -128,7 +127,7 @@ void CheckRoundTrip(const Layout& layout) {
 
 using Layouts = std::vector<std::shared_ptr<const Layout>>;
 
-// Null where an upload is refused.
+// Null: the upload was refused.
 Layouts Register(const google::protobuf::RepeatedPtrField<fuzz::LayoutsInput::Upload>& uploads,
                  const RegionBytes& region_bytes, bool destination) {
   Layouts layouts;
@@ -159,7 +158,7 @@ bool Skipped(const PlanOptions& options, size_t destination) {
 
 void CheckMoves(const Program& program, const Layouts& sources, const Layouts& destinations,
                 const PlanOptions& options) {
-  // (destination, piece, element): where it was written.
+  // The written (destination, piece, element).
   std::set<std::tuple<uint32_t, uint32_t, int64_t>> written;
   int64_t bytes = 0;
   for (const CopyMove& move : program.moves) {
@@ -198,7 +197,7 @@ void CheckMoves(const Program& program, const Layouts& sources, const Layouts& d
   }
   REFITD_CHECK(bytes == program.bytes);
 
-  // What the sources hold, by name.
+  // The elements that the sources hold, by tensor name.
   std::map<std::string, std::set<int64_t>> held;
   for (const auto& source : sources) {
     if (source == nullptr) continue;
@@ -230,8 +229,8 @@ void CheckMoves(const Program& program, const Layouts& sources, const Layouts& d
   }
 }
 
-// The same layouts over three nodes: a plan is refused in words, or every node finds its part in
-// it, and both ends of every stream agree.
+// Plans the same layouts over three nodes: the plan is refused with a reason, or every node finds
+// its part in it and both ends of every stream agree.
 void CheckRoutes(const Layouts& sources, const Layouts& destinations, const PlanOptions& options) {
   std::vector<RouteMember> trainers;
   std::vector<RouteMember> engines;
@@ -283,7 +282,7 @@ void FuzzOne(const fuzz::LayoutsInput& input) {
     const uint64_t i = id.value() - 1;
     if (i >= static_cast<uint64_t>(input.region_bytes_size())) return std::nullopt;
     const int64_t bytes = input.region_bytes(static_cast<int>(i));
-    return bytes > 0 ? std::optional(bytes) : std::nullopt;  // as HostRegion::Map wants it
+    return bytes > 0 ? std::optional(bytes) : std::nullopt;  // as HostRegion::Map requires
   };
   const Layouts sources = Register(input.sources(), region_bytes, /*destination=*/false);
   const Layouts destinations = Register(input.destinations(), region_bytes, /*destination=*/true);

@@ -1,5 +1,5 @@
-// Any sequence of members' and operators' calls against a real node with the host transport. What
-// must hold whatever they say, as far as callers can see it:
+// Any sequence of members' and operators' calls to a real node with the host transport. As far as
+// callers can see, these must hold whatever they call:
 //  P1 who is told Committed had answered Prepare and acknowledged every part, and so had its whole
 //     instance; its memory holds just what was pushed; every trainer rank had committed.
 //  P2 a dirty instance has no version.
@@ -7,8 +7,8 @@
 //  P4, P8 in the end every call has been answered once, every stream ended once, and no member,
 //     region or descriptor is left.
 //  P10 nothing that a caller says crashes it.
-// Time limits are out of reach here, so that a run depends on its input alone; the group's property
-// test tries those.
+// Time limits are never reached here, so that a run depends only on its input; the group's property
+// test covers them.
 #include <unistd.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ using Step = fuzz::NodeInput::Step;
 
 constexpr int kMaxSteps = 64;
 constexpr int64_t kMaxRegion = 16 << 10;          // bytes
-constexpr int64_t kNever = 3600 * int64_t{1000};  // ms: longer than any run
+constexpr int64_t kNever = 3600 * int64_t{1000};  // ms; longer than any run
 constexpr uint32_t kOtherUser = 4242;
 
 // Lets a run wait until nothing is being copied, so that it is the same each time.
@@ -83,7 +83,7 @@ class CountedTransport : public Transport {
   Mutex mutex_;
   CondVar idle_;
   int running_ ABSL_GUARDED_BY(mutex_) = 0;
-  const std::unique_ptr<Transport> inner_;  // last: its threads end first
+  const std::unique_ptr<Transport> inner_;  // destroyed first, with its threads
 };
 
 template <typename Event>
@@ -140,29 +140,30 @@ struct Member {
   std::shared_ptr<Inbox<v1::EngineEvent>> engine_inbox;
   std::vector<Region> regions;
   std::shared_ptr<HostRegion> pool;
-  std::vector<SlotGrant> grants;                // slots leased and not pushed
-  std::optional<Layout> layout;                 // registered
-  v1::Prepare prepare;                          // the last
+  std::vector<SlotGrant> grants;                // leased and not pushed
+  std::optional<Layout> layout;                 // the registered one
+  v1::Prepare prepare;                          // the last one
   std::set<uint64_t> ready;                     // updates that it answered Ready
-  std::set<std::pair<uint64_t, int64_t>> read;  // parts of updates that it has to acknowledge
-  std::optional<int64_t> committed;             // told in this step
-  std::set<int64_t> asked_to_commit;            // a trainer rank's versions
-  std::set<std::string> requests;               // ids
+  std::set<std::pair<uint64_t, int64_t>> read;  // (update, part) to be acknowledged
+  std::optional<int64_t> committed;             // the version, if told committed in this step
+  std::set<int64_t> asked_to_commit;            // versions that a trainer rank committed
+  std::set<std::string> requests;               // ids that were used
   bool ended() { return engine ? engine_inbox->ended() : trainer_inbox->ended(); }
 };
 
 struct Call {
   size_t member = 0;
-  v1::PushBucketRequest push;  // lives until the reply
-  Contents contents;           // of it
+  v1::PushBucketRequest push;  // must live until the reply
+  Contents contents;           // of the bucket
   int64_t version = 0;
-  bool repeated = false;  // its request id was used before: the answer may be the first one's
-  // Written by the reply.
+  // The request id was used before, so the answer may be that of the first call.
+  bool repeated = false;
+  // The reply writes these.
   Mutex mutex;
   int replies ABSL_GUARDED_BY(mutex) = 0;
   absl::Status status ABSL_GUARDED_BY(mutex);
   ReplyPayload payload ABSL_GUARDED_BY(mutex);
-  bool seen = false;  // by the judge
+  bool seen = false;  // by the checks
 };
 
 class UpdateInbox : public UpdateSink {
@@ -177,7 +178,7 @@ class UpdateInbox : public UpdateSink {
   std::atomic<int> ends_ = 0;
 };
 
-// Of a process that can't be seen (pid 0), so that none is watched.
+// A user whose process can't be seen (pid 0), so that no process is watched.
 PeerCredentials User(uid_t uid) {
   PeerCredentials user;
   user.uid = uid;
@@ -277,7 +278,7 @@ class World {
   }
 
   static Peer NewPeer(const Step& step) {
-    if (step.other_user()) return Peer{};  // TCP
+    if (step.other_user()) return Peer{};  // a peer over TCP
     return Peer{User(geteuid())};
   }
 
@@ -380,7 +381,7 @@ class World {
     }
     auto layout = std::move(decoder).Finish();
     if (!layout.ok()) return;
-    // The groups are this daemon's own: answered before the call returns.
+    // The groups are this daemon's own, so the call is answered before it returns.
     int replies = 0;
     node_->RegisterEngineLayout(node_->NewCall(), member->lease, PeerOfMember(step, *member),
                                 *layout,
@@ -394,7 +395,7 @@ class World {
     REFITD_CHECK(replies == 1);
   }
 
-  // The member's own, unless the step brings another.
+  // Fills in the member's own lease, unless the step has another.
   template <typename Request>
   static Request WithLease(const Step& step, const Member& member, Request request) {
     if (!step.raw()) {
@@ -539,7 +540,7 @@ class World {
     node_->PushBucket(id, call->push, PeerOfMember(step, member), ReplyTo(call));
   }
 
-  // What the bucket's metadata says of memory that this process sees too.
+  // The pushed elements, if the bucket's memory is visible to this process.
   static Contents ContentsOf(const Member& member, const v1::Bucket& bucket) {
     const auto find = [&member](RegionId id) {
       return std::find_if(member.regions.begin(), member.regions.end(),
@@ -572,7 +573,7 @@ class World {
     return contents;
   }
 
-  // ---- what came of it ----
+  // ---- checking the results ----
 
   void Judge() {
     transport_->WaitIdle();
@@ -619,7 +620,7 @@ class World {
         REFITD_CHECK(commit->version.value() == call->version);
         for (const auto& other : members_) {  // P1
           if (other->engine || other->group != member.group || other->ended()) continue;
-          if (other->lease.token().empty()) continue;  // was refused
+          if (other->lease.token().empty()) continue;  // it was refused
           REFITD_CHECK(other->asked_to_commit.contains(call->version));
         }
       }
@@ -664,7 +665,7 @@ class World {
     }
   }
 
-  // P1, as far as the rank itself goes.
+  // P1, as far as it concerns the rank alone.
   void JudgeCommitted(Member* member, int64_t version) {
     REFITD_CHECK(member->prepare.version() == version);
     REFITD_CHECK(member->ready.contains(member->prepare.update_id()));
@@ -688,7 +689,8 @@ class World {
   void JudgePiece(const Member& member, const Piece& piece, const Contents& contents) {
     constexpr int64_t kMaxJudged = 4096;  // elements
     const TensorSpec& tensor = member.layout->tensors[piece.tensor];
-    if (!contents.contains(tensor.name)) return;  // engine-only, or its trainer's memory is unseen
+    // engine-only, or in memory that this process does not see
+    if (!contents.contains(tensor.name)) return;
     const int64_t element = ElementBytes(tensor.dtype);
     const auto region = std::find_if(member.regions.begin(), member.regions.end(),
                                      [&](const Region& r) { return r.id == piece.region; });
@@ -714,7 +716,7 @@ class World {
     }
   }
 
-  // The slot holds what a trainer pushed.
+  // Checks that the slot holds bytes that a trainer pushed.
   void JudgePart(const Member& member, const v1::BucketReady& part) {
     REFITD_CHECK(part.slot_byte_offset() == int64_t{part.slot()} * member.slot_bytes);
     REFITD_CHECK(part.bytes() >= 0 && part.bytes() <= member.slot_bytes);
@@ -735,7 +737,8 @@ class World {
     }
   }
 
-  // Answered or not: a bucket out of a leased slot is answered when its readers are done.
+  // Considers answered and unanswered pushes: a bucket in a leased slot is answered when its
+  // readers are done.
   bool IsPushed(const Member& member, const v1::BucketReady& part, int i, std::string_view bytes) {
     const int64_t element = ElementBytes(static_cast<DType>(part.dtypes(i)));
     bool known = false;
@@ -755,7 +758,7 @@ class World {
         return true;
       }
     }
-    return !known;  // out of memory that this process did not map
+    return !known;  // from memory that this process did not map
   }
 
   // P1: an instance commits as a whole.
@@ -785,11 +788,12 @@ class World {
   }
 
   std::unique_ptr<Node> node_;
-  CountedTransport* transport_ = nullptr;  // the node's
+  CountedTransport* transport_ = nullptr;  // owned by the node
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<std::unique_ptr<Call>> calls_;
-  std::map<uint64_t, Contents> pushed_;                            // by update
-  std::map<std::pair<std::string, int64_t>, uint64_t> update_of_;  // group, version: the last
+  std::map<uint64_t, Contents> pushed_;  // by update
+  // the last update by group and version
+  std::map<std::pair<std::string, int64_t>, uint64_t> update_of_;
   std::map<std::pair<std::string, uint64_t>, std::optional<int64_t>> versions_;
 };
 

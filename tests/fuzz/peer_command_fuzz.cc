@@ -1,6 +1,6 @@
-// Any bytes as what a coordinator sends: what is accepted goes out again and arrives the same, and
-// a header lies inside its slot, and an answer of another kind than its call reaches no caller
-// (P10).
+// Any bytes as a message of a coordinator: an accepted command is unchanged by encoding and
+// decoding, a header lies inside its slot, and an answer of another kind than its call reaches no
+// caller (P10).
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -42,8 +42,8 @@ void CheckHeader(const PeerHeader& header) {
   }
 }
 
-// A joined daemon with a call of every kind under way takes the answer as one of them: what is
-// answered well is answered in kind, else the link ends, and every call with it.
+// A joined daemon has a call of every kind under way and takes the answer for one of them: an OK
+// answer of the call's kind answers it; any other ends the link, and every call with it.
 void CheckAnswer(PeerReply reply) {
   uint64_t updates = 0;
   FollowerOptions options;
@@ -57,7 +57,7 @@ void CheckAnswer(PeerReply reply) {
   feed(LinkUp{7, {}, std::nullopt, "a"});
   feed(GroupEvent(TrainerAttached{MemberId(1), {}}));
   uint64_t calls = 0;
-  std::vector<size_t> kinds;  // by call, from 1 on
+  std::vector<size_t> kinds;  // by call id, from 1 on
   const auto call = [&](auto event, const ReplyPayload& answer) {
     event.call = CallId(++calls);
     event.member = MemberId(1);
@@ -95,7 +95,7 @@ void FuzzOne(const v1::PeerAnswer& answer) {
     REFITD_CHECK(!first.status().message().empty());
     return;
   }
-  if (!first->has_value()) return;  // more chunks would have to come
+  if (!first->has_value()) return;  // more chunks would have to follow
   if (const auto* header = std::get_if<PeerHeader>(&**first)) CheckHeader(*header);
   if (const auto* reply = std::get_if<PeerReply>(&**first)) CheckAnswer(*reply);
   const auto sent = ToWire(**first, kMessageBytes);

@@ -1,5 +1,6 @@
-// Any bytes as what a joined daemon sends: what is accepted goes out again and arrives the same
-// (P10); a report about an epoch of which its daemon is no rank changes nothing but its link.
+// Any bytes as a message of a joined daemon: an accepted report is unchanged by encoding and
+// decoding (P10); a report about an epoch in which its daemon is no rank changes nothing but its
+// link.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -23,8 +24,8 @@ namespace {
 constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
 constexpr int64_t kMessageBytes = 8 << 20;
 
-// A coordinator hears it from a daemon that is no rank of the epoch that is being opened: where it
-// is about that epoch the daemon's link ends, and the epoch stays as it is.
+// A coordinator that is opening an epoch gets the report from a daemon that is no rank of it. If
+// the report is about that epoch, the daemon's link ends and the epoch stays as it is.
 void CheckEpochReport(PeerReport report) {
   uint64_t ids = 0;
   CoordinatorOptions options;
@@ -75,7 +76,7 @@ void FuzzOne(const v1::PeerMessage& message) {
     REFITD_CHECK(!first.status().message().empty());
     return;
   }
-  (void)decoder.Decode(message);  // also behind itself
+  (void)decoder.Decode(message);  // also as a second message
   if (!first->has_value()) return;
   const bool of_epoch = std::holds_alternative<PeerEpochOpened>(**first) ||
                         std::holds_alternative<PeerEpochUp>(**first);

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-// Of libFuzzer; absent where a test replays a corpus.
+// libFuzzer's function; absent if a test replays a corpus.
 extern "C" __attribute__((weak)) size_t LLVMFuzzerMutate(uint8_t* data, size_t size,
                                                          size_t max_size);
 
@@ -20,11 +20,11 @@ using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 using google::protobuf::Reflection;
 
-constexpr int kMaxDepth = 8;           // of messages
-constexpr size_t kMaxTextBytes = 256;  // that a mutation makes of a string or bytes field
-constexpr int kMaxElements = 64;       // that a mutation makes of a repeated field
+constexpr int kMaxDepth = 8;           // of nested messages
+constexpr size_t kMaxTextBytes = 256;  // of a mutated string or bytes field
+constexpr int kMaxElements = 64;       // of a mutated repeated field
 
-// Where limits and overflows lie.
+// Numbers near limits and overflows.
 constexpr std::array<int64_t, 22> kNumbers = {0,
                                               1,
                                               2,
@@ -87,7 +87,7 @@ class Mutator {
   bool Chance(size_t one_in) { return Below(one_in) == 0; }
 
  private:
-  // Fields that are there weigh more than those that are not.
+  // Collects the places to mutate. Fields that are set weigh more than those that are not.
   void Collect(Message* message, int depth, std::vector<Site>* sites) {
     const Reflection* reflection = message->GetReflection();
     const Descriptor* type = message->GetDescriptor();
@@ -147,7 +147,7 @@ class Mutator {
         reflection->SetUInt64(message, field, Number(reflection->GetUInt64(*message, field)));
         return;
       default:
-        return;  // no input has floating point
+        return;  // no input has floating point fields
     }
   }
 
@@ -160,14 +160,14 @@ class Mutator {
     }
     const int i = static_cast<int>(Below(size));
     switch (Below(5)) {
-      case 0:  // without element i
+      case 0:  // remove element i
         for (int k = i; k + 1 < size; ++k) reflection->SwapElements(message, field, k, k + 1);
         reflection->RemoveLast(message, field);
         return;
       case 1:
         reflection->SwapElements(message, field, i, static_cast<int>(Below(size)));
         return;
-      case 2:  // element i twice
+      case 2:  // double element i
         if (size >= kMaxElements) return;
         CopyElement(message, *message, field, i);
         for (int k = size; k > i + 1; --k) reflection->SwapElements(message, field, k, k - 1);
@@ -250,7 +250,7 @@ class Mutator {
     const Reflection* r = to->GetReflection();
     switch (field->cpp_type()) {
       case FieldDescriptor::CPPTYPE_MESSAGE: {
-        // A copy first: `from` may be `to`, whose elements move when one is added.
+        // Copied first, since `from` may be `to`, whose elements move when one is added.
         const Message& element = from.GetReflection()->GetRepeatedMessage(from, field, i);
         Message* copy = element.New();
         copy->CopyFrom(element);
@@ -283,7 +283,7 @@ class Mutator {
     }
   }
 
-  // The first elements of `to`, then the last of `from`.
+  // Keeps the first elements of `to` and appends the last of `from`.
   void Splice(Message* to, const Message& from, const FieldDescriptor* field) {
     const Reflection* r = to->GetReflection();
     const int theirs = r->FieldSize(from, field);
@@ -295,7 +295,7 @@ class Mutator {
     }
   }
 
-  // A message crosses field by field, anything else is taken over.
+  // Crosses messages field by field; copies any other field.
   void CopySingular(Message* to, const Message& from, const FieldDescriptor* field) {
     const Reflection* r = to->GetReflection();
     if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
@@ -351,7 +351,7 @@ class Mutator {
       auto* bytes = reinterpret_cast<uint8_t*>(text.data());
       text.resize(LLVMFuzzerMutate(bytes, size, kMaxTextBytes));
     }
-    if (field->type() == FieldDescriptor::TYPE_STRING) {  // which must be UTF-8
+    if (field->type() == FieldDescriptor::TYPE_STRING) {  // must be UTF-8
       for (char& c : text) c = static_cast<char>(c & 0x7f);
     }
     return text;
@@ -377,7 +377,7 @@ size_t MutateProto(uint8_t* data, size_t size, size_t max_size, unsigned seed, M
   }
   for (int i = 0; i < kTries; ++i) {
     scratch->Clear();
-    // What could be parsed of it stays.
+    // Keeps whatever could be parsed.
     [[maybe_unused]] const bool whole =
         scratch->ParsePartialFromArray(data, static_cast<int>(size));
     for (size_t n = mutator.Below(4) + 1; n > 0; --n) mutator.Mutate(scratch);

@@ -1,8 +1,8 @@
-// Fuzzing of inputs that are protocol buffers: mutations that keep the structure, so that fuzzing
-// reaches what lies behind the parser.
+// Fuzzing of inputs that are protocol buffers: mutations keep the structure, so that fuzzing gets
+// past the parser.
 //
 // A target defines `void FuzzOne(const MESSAGE&)` and ends with REFITD_PROTO_FUZZ_TARGET(MESSAGE).
-// Its input is the message serialised, so that a corpus can be written as text. Deterministic: the
+// Its input is the serialised message, so that a corpus can be written as text. Deterministic: the
 // same input and seed give the same mutation.
 #ifndef REFITD_TESTS_FUZZ_PROTO_MUTATOR_H_
 #define REFITD_TESTS_FUZZ_PROTO_MUTATOR_H_
@@ -14,7 +14,7 @@
 
 namespace refitd {
 
-// libFuzzer's contracts of LLVMFuzzerCustomMutator and LLVMFuzzerCustomCrossOver; `scratch` and
+// As libFuzzer specifies LLVMFuzzerCustomMutator and LLVMFuzzerCustomCrossOver; `scratch` and
 // `other` are empty messages of the target's type.
 size_t MutateProto(uint8_t* data, size_t size, size_t max_size, unsigned seed,
                    google::protobuf::Message* scratch);

@@ -1,6 +1,6 @@
-// Runs a fuzz target over the files below the folders given, and over prefixes of each: what a
-// build without libFuzzer has instead of its main.
-// usage: TARGET PREFIXES FOLDER...    PREFIXES: of each file, evenly spread
+// The main function of fuzz targets built without libFuzzer: runs a target over the files below the
+// given folders, and over prefixes of each file.
+// usage: TARGET PREFIXES FOLDER...    PREFIXES: number for each file, evenly spread
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
       if (!entry.is_regular_file()) continue;
       std::ifstream in(entry.path(), std::ios::binary);
       const std::string bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-      // Says which one, should it crash.
+      // Printed first, so that a crash shows the file.
       std::printf("%s: %zu bytes\n", entry.path().c_str(), bytes.size());
       std::fflush(stdout);
       const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());

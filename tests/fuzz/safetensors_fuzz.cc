@@ -1,9 +1,9 @@
 // Any checkpoint: accepted tensors lie inside the file and cover its data, each byte once, and
-// reading them gives just those bytes (P10).
+// reading them returns exactly those bytes (P10).
 //
-// The first byte says what the rest is: 'h' a header's JSON, its length word and as much data as
-// its tensors' largest data offset are added; 'r' the start of a file as it is; 'i' an index.
-// Input stays text that way.
+// The first byte tells the kind of the rest: 'h' a header's JSON, to which the length word and data
+// up to the tensors' largest offset are added; 'r' the unchanged start of a file; 'i' an index. In
+// this way inputs are text.
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -53,7 +53,7 @@ std::string WithLength(std::string_view json) {
   return head.append(json);
 }
 
-// The largest number behind "data_offsets": how long the data would have to be.
+// The largest number after "data_offsets": the length that the data must have.
 int64_t LargestOffset(std::string_view json) {
   int64_t largest = 0;
   constexpr std::string_view kKey = "data_offsets";
@@ -83,10 +83,10 @@ void CheckTensors(const std::vector<StoredTensor>& tensors, int64_t head_bytes,
   REFITD_CHECK(next == file_bytes);
 }
 
-// What byte `offset` of a file's data holds.
+// The byte at `offset` of a file's data.
 char DataByte(int64_t offset) { return static_cast<char>(offset * 131 >> 3); }
 
-// The same file, written and opened as a checkpoint.
+// Writes the same file and opens it as a checkpoint.
 void CheckOpened(const std::string& head, const std::vector<StoredTensor>& tensors,
                  int64_t file_bytes) {
   static const Folder folder;
@@ -136,7 +136,7 @@ void FuzzIndex(std::string_view text) {
   std::set<std::string> shards;
   for (const auto& [name, shard] : *shard_of) {
     shards.insert(shard);
-    // Nothing leaves the folder.
+    // No shard may lie outside the folder.
     REFITD_CHECK(!shard.empty() && shard != "." && shard != "..");
     REFITD_CHECK(shard.find('/') == std::string::npos && shard.find('\0') == std::string::npos);
   }

@@ -461,7 +461,7 @@ void World::CompleteEpoch(uint64_t id, TimePoint give_up) {
   for (const uint64_t other : all) {
     const int d = ends_.at(other).d;
     if (DaemonAt(d).wire_trouble == Daemon::WireTrouble::kNotForItself) {
-      Count(Fault::kWireOneSided);  // it hears nothing of the others, who hear it
+      Count(Fault::kWireOneSided);  // it does not hear the others, and they hear it
       continue;
     }
     InDaemon(d, random_.Micros(200, 10'000),
