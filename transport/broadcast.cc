@@ -5,7 +5,7 @@
 namespace refitd {
 namespace {
 
-// In bytes that a link carries meanwhile.
+// Times to begin a chain and each further hop, as the bytes that a link carries in that time.
 constexpr int64_t kChainBegins = int64_t{32} << 20;
 constexpr int64_t kHopBegins = int64_t{16} << 20;
 

@@ -16,7 +16,8 @@ using absl::StatusCode;
 void EnterWireThread(const std::string& name) {
   sigset_t all;
   sigfillset(&all);
-  // A fault's signal must keep its handler: blocked, it would end the process without it.
+  // Signals of faults must not be blocked: a blocked one would end the process without running its
+  // handler.
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, signal);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
@@ -86,7 +87,7 @@ void WireEpoch::Enter(std::string_view state, const absl::Status& failure) {
 }
 
 void WireEpoch::Run() {
-  // P6: the memory is no longer held when the caller is told.
+  // P6: release the memory before the caller is told.
   const auto answer = [](WireWork* work, absl::Status status) {
     work->broadcast.reset();
     work->exchange.reset();
@@ -104,7 +105,7 @@ void WireEpoch::Run() {
     absl::Status status = Do(work);
     answer(&work, std::move(status));
   }
-  std::deque<WireWork> cancelled;  // nothing comes any more
+  std::deque<WireWork> cancelled;  // work that is left when the epoch ends
   {
     MutexLock lock(&mutex_);
     cancelled.swap(queue_);
@@ -182,7 +183,7 @@ absl::StatusOr<std::string> EpochWire::OpenEpoch(
   if (it != epochs_.end()) {
     it->second = epoch;
   } else {
-    // It ends as any other.
+    // Close it, so that its thread ends as that of any other epoch.
     epoch->Close();
     closed_.push_back(epoch);
     address = Error(StatusCode::kCancelled, "epoch {} was closed", id);

@@ -8,7 +8,7 @@
 namespace refitd {
 namespace {
 
-// Few sizes, so that buffers fit the next transfer: powers of two, then whole MiB.
+// Rounds to few sizes, so that free buffers fit the next transfer: powers of two, then whole MiB.
 int64_t RoundUp(int64_t bytes) {
   constexpr int64_t kLeast = 4 << 10;
   constexpr int64_t kMiB = 1 << 20;
@@ -55,7 +55,7 @@ void BufferPool::Trim() {
   {
     MutexLock lock(&mutex_);
     if (abandoned_ || free_bytes_ <= most_kept_) return;
-    // The largest first: small ones are what comes again.
+    // Free the largest first, because small buffers are needed again soon.
     std::sort(free_.begin(), free_.end(),
               [](const Free& a, const Free& b) { return a.bytes < b.bytes; });
     while (free_bytes_ > most_kept_) {
@@ -104,7 +104,7 @@ absl::StatusOr<uint64_t> BufferPool::Allocate(int64_t bytes) {
   return reinterpret_cast<uint64_t>(data);
 }
 
-// Of errors nobody needs to know: the context is gone, and with it the memory.
+// Errors are ignored: after an error the context is lost, and with it the memory.
 void BufferPool::Release(const std::vector<Free>& buffers) {
   if (buffers.empty()) return;
   const absl::StatusOr<CUcontext> context = contexts_->Get(device_);

@@ -267,7 +267,7 @@ class CudaPrepared : public PreparedTransfer {
   explicit CudaPrepared(Transfer of) : transfer(std::move(of)) {}
 
   absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine, Verification verification) const {
-    MutexLock lock(&mutex_);  // held: whoever else wants the plan waits for it
+    MutexLock lock(&mutex_);  // held, so that other runs wait for the plan
     std::shared_ptr<Planned>& kept = planned_[static_cast<size_t>(verification)];
     if (kept != nullptr) return kept;
     auto planned = std::make_shared<Planned>();
@@ -617,14 +617,14 @@ class TransferRun : public Run {
       const auto own = static_cast<std::ptrdiff_t>(planned().plan.sums.size());
       result.source_digests.assign(sums.source.begin() + own, sums.source.end());
     }
-    // Whoever is told may close the memory at once (P8). What a device may still touch is kept
-    // (P6).
+    // The caller may close the memory as soon as it is told, so release it first (P8). Memory that
+    // a device may still touch is kept (P6).
     if (ended) call_.prepared.reset();
     const auto done = std::move(call_.done);
     done(std::move(result));
   }
 
-  // P1: two passes over memory must agree.
+  // P1: the digests of two passes over memory must agree.
   void Verify(const Sums& sums, TransferResult* result) const {
     if (call_.verification == Verification::kOff) return;
     const std::vector<PieceDigest>& pieces = planned().plan.sums;
@@ -664,11 +664,11 @@ TransferResult Failed(size_t destinations, absl::Status status) {
 
 // ---- reading back ----
 
-// Pieces of a job by where they lie, each half with its pieces' indices in the job; what lies on
-// devices is planned by the first run.
+// A job split by where its pieces lie, each half with its pieces' indices in the job. The first run
+// plans the half on devices.
 class CudaReadback : public PreparedReadback {
  public:
-  // `job` is that of the pieces on devices, `host` (null: none) of the others.
+  // `job` has the pieces on devices, `host` (may be null) the other pieces.
   CudaReadback(ReadbackJob job, std::vector<size_t> on_device, std::vector<size_t> on_host,
                std::shared_ptr<const PreparedReadback> host)
       : job(std::move(job)),
@@ -677,7 +677,7 @@ class CudaReadback : public PreparedReadback {
         host(std::move(host)) {}
 
   absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine) const {
-    MutexLock lock(&mutex_);  // held: whoever else wants the plan waits for it
+    MutexLock lock(&mutex_);  // held, so that other runs wait for the plan
     if (planned_ != nullptr) return planned_;
     auto planned = std::make_shared<Planned>();
     Addresses addresses(engine, planned.get());
@@ -689,7 +689,7 @@ class CudaReadback : public PreparedReadback {
     return planned_;
   }
 
-  // Those of `all` that are of these pieces.
+  // The entries of `all` for these pieces.
   static std::vector<uint64_t> Pick(const std::vector<uint64_t>& all,
                                     const std::vector<size_t>& indices) {
     std::vector<uint64_t> picked;
@@ -729,7 +729,8 @@ class ReadbackRun : public Run {
     done(std::move(result));
   }
 
-  // P1: the destination's bytes against the sums of the passes over their sources.
+  // P1: compares the digests of the destination's bytes with the sums of the passes over the
+  // sources.
   void Compare(const Sums& sums, ReadbackResult* result) const {
     std::vector<uint32_t>& failed = result->failed_destinations;
     const std::vector<ReadbackPiece>& pieces = call_.readback->job.pieces;
@@ -752,7 +753,7 @@ class ReadbackRun : public Run {
   ReadbackCall call_;
 };
 
-// Two halves of one job, each on its transport; `done` when both ended.
+// Runs the two halves of a job, each on its transport, and calls `done` when both ended.
 class SplitReadback {
  public:
   explicit SplitReadback(std::function<void(ReadbackResult)> done) : done_(std::move(done)) {}
@@ -762,7 +763,7 @@ class SplitReadback {
       MutexLock lock(&mutex_);
       std::vector<uint32_t>& failed = result_.failed_destinations;
       failed.insert(failed.end(), half.failed_destinations.begin(), half.failed_destinations.end());
-      // An error tells more than a difference.
+      // Prefer an error to a difference of bytes, because it tells more.
       if (result_.status.ok() ||
           (result_.status.code() == absl::StatusCode::kDataLoss && !half.status.ok() &&
            half.status.code() != absl::StatusCode::kDataLoss)) {
@@ -796,7 +797,7 @@ class TransferJob : public PlanJob {
     std::make_shared<TransferRun>(engine_, *std::move(planned_), std::move(call_))->Start();
   }
 
-  // P8, as TransferRun::Finish: nothing was issued.
+  // Nothing was issued, so release the memory first, as TransferRun::Finish does (P8).
   void Fail(const absl::Status& status) override {
     TransferResult failed = FailedBy(status);
     call_.prepared.reset();
@@ -842,8 +843,8 @@ class ReadbackPlanJob : public PlanJob {
 
 // ---- broadcasts through slots ----
 
-// The relay and the plan of what follows it: whichever is ready last starts the second transfer, or
-// tells why there is none.
+// The relay and the plan of the second transfer, which follows it. The later of the two to finish
+// starts the second transfer, or reports why it can't start.
 class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
  public:
   BroadcastRun(std::shared_ptr<Engine> engine, const Transfer& transfer,
@@ -855,7 +856,7 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
         destinations_(transfer.destinations.size()),
         done_(std::move(done)) {}
 
-  // Before Planned(OK), on the thread that plans.
+  // Called on the planning thread, before Planned(OK).
   absl::Status Plan(Transfer transfer) {
     const Verification verification = transfer.verification;
     auto prepared = std::make_shared<const CudaPrepared>(
@@ -871,7 +872,7 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
   void Planned(const absl::Status& status) { Arrive(status); }
 
  private:
-  // Host memory has none.
+  // The device of an address; host memory has no device.
   int DeviceOf(const char* data) const {
     const auto region = engine_->memory().Find(data, 1);
     return region == nullptr ? CopyAddresses::kHostMemory : region->device();
@@ -902,7 +903,7 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
                       .label = label_,
                       .done = [self = shared_from_this(), prepared](TransferResult result) mutable {
                         CompareSlots(prepared->transfer, self->slots_, self->wanted_, &result);
-                        prepared.reset();  // the run keeps what a device may still touch
+                        prepared.reset();  // the run keeps memory that a device may still touch
                         self->done_(std::move(result));
                       }};
     prepared.reset();
@@ -922,7 +923,7 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Plans the relay and hands it over; what follows it is planned while it runs.
+// Plans the relay and submits it; the second transfer is planned while the relay runs.
 class BroadcastJob : public PlanJob {
  public:
   BroadcastJob(std::shared_ptr<Engine> engine, RelayQueue* relays, Transfer transfer,
@@ -942,7 +943,7 @@ class BroadcastJob : public PlanJob {
     // GiveUp may have come meanwhile.
     if (relayed_.exchange(true)) return;
     if (relay->runs.empty() || relay->slots.empty()) {
-      run_->Relayed(absl::OkStatus());  // nothing to fill, or nobody to fill it for
+      run_->Relayed(absl::OkStatus());  // there are no bytes or no slots
     } else {
       relays_->Submit(*std::move(relay), [run = run_, activity = activity_](
                                              const absl::Status& status) { run->Relayed(status); });
@@ -952,7 +953,7 @@ class BroadcastJob : public PlanJob {
 
   void Start() override { Fail(planned_); }
 
-  // Its arguments aside, as Start.
+  // As Start, but releases the arguments first.
   void Fail(const absl::Status& status) override {
     transfer_ = Transfer();  // as TransferJob::Fail
     GiveUp(status);
@@ -977,7 +978,8 @@ class BroadcastJob : public PlanJob {
       relay.keep_alive.push_back(slot.keep_alive);
       slot_bytes = std::min(slot_bytes, slot.bytes);
     }
-    // All chains go round in one direction: two at once use different halves of the links.
+    // All chains go round in the same direction, so that two chains at once use different
+    // directions of the links.
     std::sort(relay.slots.begin(), relay.slots.end(), [&](const auto& a, const auto& b) {
       return std::pair(a.device < relay.source, a.device) <
              std::pair(b.device < relay.source, b.device);
@@ -990,7 +992,7 @@ class BroadcastJob : public PlanJob {
     return relay;
   }
 
-  // A half of what there is: the last device is done soon after the first.
+  // At most half of all bytes, so that the last device is done soon after the first.
   int64_t ChunkBytes() const {
     constexpr int64_t kLeast = 1 << 20;
     int64_t bytes = 0;
@@ -1019,7 +1021,7 @@ class BroadcastJob : public PlanJob {
   const std::shared_ptr<Activity> activity_;
   RelayQueue* const relays_;
   const std::shared_ptr<BroadcastRun> run_;
-  Transfer transfer_;  // the planning thread's
+  Transfer transfer_;  // used by the planning thread only
   absl::Status planned_;
   std::atomic<bool> relayed_ = false;
 };
@@ -1028,7 +1030,7 @@ class BroadcastJob : public PlanJob {
 
 class CudaTransport : public Transport, public CommunicatorsOwner {
  public:
-  // `nccl`: null where there is none.
+  // `nccl` may be null.
   CudaTransport(std::shared_ptr<Engine> engine, std::unique_ptr<RelayQueue> relays,
                 std::shared_ptr<NcclBroadcasts> nccl, std::unique_ptr<Transport> host)
       : engine_(std::move(engine)),
@@ -1044,7 +1046,7 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
     engine_->memory().UnwatchPools(this);
     const Clock::time_point deadline = Clock::now() + engine_->options().limit;
     engine_->Stop();
-    // What is left of a relay hangs; its threads alone take no time to end.
+    // A relay that is left by now hangs; otherwise its threads end at once.
     constexpr auto kGrace = std::chrono::milliseconds(100);
     relays_->Stop(std::max(deadline, Clock::now() + kGrace));
     // `host_` ends what it has.

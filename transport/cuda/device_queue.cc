@@ -13,8 +13,9 @@
 namespace refitd {
 namespace {
 
-// Jobs on a device at once: enough that the next one's upload hides behind the copies of the one
-// before, few enough that the driver's own queue, at which issuing would wait, never fills.
+// The most jobs on a device at once: enough that the upload of the next job overlaps with the
+// copies of the job before, and few enough that the driver's own queue, for which issuing would
+// wait, never fills.
 constexpr int kMaxRunning = 16;
 
 constexpr auto kYieldFor = std::chrono::microseconds(200);
@@ -22,7 +23,7 @@ constexpr auto kShortPause = std::chrono::microseconds(10);
 constexpr auto kLongPause = std::chrono::microseconds(500);
 constexpr auto kLongAfter = std::chrono::milliseconds(50);
 
-// What a device that hangs may still write to must stay (P6).
+// Memory that a hanging device may still write must stay (P6).
 void KeepForever(std::shared_ptr<DeviceQueue> queue) {
   static Mutex* const mutex = new Mutex;
   static auto* const kept = new std::vector<std::shared_ptr<DeviceQueue>>;
@@ -44,7 +45,7 @@ DeviceQueue::DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device,
                                            options_.kept_pinned_bytes)),
       late_clock_(options_.limit) {}
 
-// On the thread that ended last.
+// Runs on the thread that ended last.
 DeviceQueue::~DeviceQueue() = default;
 
 void DeviceQueue::Start() {
@@ -100,7 +101,7 @@ bool DeviceQueue::Stop(Clock::time_point deadline) {
   }
   if (!ended) GiveUp();
   {
-    // The waiter polls, so it ends soon; the issuer may hang inside the driver.
+    // The waiting thread polls, so it ends soon; the issuing thread may hang inside the driver.
     constexpr auto kGrace = std::chrono::seconds(1);
     const Clock::time_point last = std::max(deadline, Clock::now() + kGrace);
     MutexLock lock(&mutex_);
@@ -157,7 +158,8 @@ void DeviceQueue::IssueAll() {
       ++running_;
       changed_.NotifyAll();
     }
-    entry = nullptr;  // it ends on the waiter's thread, and nothing holds it then
+    // The entry ends on the waiter's thread, and this thread must not hold it then.
+    entry = nullptr;
     memory_->Trim();
     pinned_->Trim();
   }
@@ -233,13 +235,13 @@ absl::Status DeviceQueue::IssueWork(DeviceJob* job, CUevent* event) {
   DeviceStreams streams = {
       .api = api, .kernel = kernel_, .apart_kernel = apart_kernel_, .main = main_, .lanes = lanes_};
   absl::Status issued = job->Issue(&streams);
-  // What was issued before an error still runs, and has to end before the job does.
+  // Work issued before an error still runs, and must end before the job ends.
   absl::Status closed = CloseJob(streams, &taken);
   if (closed.ok()) {
     *event = taken;
     return issued;
   }
-  // Nothing tells any more when the device is done.
+  // Now nothing can tell when the device is done, so the context counts as lost.
   if (!IsLost(closed)) closed = api.Check("cuEventRecord", CUDA_ERROR_UNKNOWN);
   return closed;
 }
@@ -271,7 +273,7 @@ absl::StatusOr<CUevent> DeviceQueue::TakeEvent() {
 // ---- waiting ----
 
 void DeviceQueue::WaitForAll() {
-  // This thread's sleeps end when they say, not 50 us later.
+  // Make this thread's sleeps end on time, not up to 50 us later.
   (void)prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
   while (true) {
     std::shared_ptr<Entry> first;
@@ -289,7 +291,7 @@ void DeviceQueue::WaitForAll() {
       }
       running = first->state == JobState::kRunning;
     }
-    // First what has ended: it is not late, however long nobody looked.
+    // Take ended jobs first: they are not late, however long ago this thread looked last.
     if (running && TakeEnd(first.get())) continue;
     JudgeLate();
     if (running) Pause(*first);
@@ -346,7 +348,7 @@ bool DeviceQueue::AnyLate() const {
   });
 }
 
-// What was not begun can end at once, whatever the device does.
+// Jobs that were not begun can end at once, whatever the device does.
 void DeviceQueue::EndQueued(const absl::Status& status) {
   Entries queued;
   {
@@ -365,7 +367,7 @@ void DeviceQueue::EndQueued(const absl::Status& status) {
   for (const std::shared_ptr<Entry>& entry : queued) entry->job->End(status);
 }
 
-// The device works for microseconds or for seconds: polled closely at first, then ever less.
+// A job may take microseconds or seconds, so it is polled often at first, then less and less often.
 void DeviceQueue::Pause(const Entry& entry) const {
   const auto age = Clock::now() - entry.submitted;
   if (age < kYieldFor) {
@@ -375,7 +377,8 @@ void DeviceQueue::Pause(const Entry& entry) const {
   }
 }
 
-// On the issuer's thread, when nothing runs, or the device is given up and left as it is.
+// Called on the issuer's thread when nothing runs, or when the device was given up and must be left
+// as it is.
 void DeviceQueue::Destroy() {
   std::vector<CUevent> events;
   {

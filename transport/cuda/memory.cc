@@ -33,11 +33,11 @@ char* Pointer(CUdeviceptr address) { return reinterpret_cast<char*>(address); }
 struct WatchedDriver {
   const CudaApi& api() const { return contexts->api(); }
   std::shared_ptr<CudaContexts> contexts;
-  std::shared_ptr<CallWatch> calls;  // null: nobody watches
+  std::shared_ptr<CallWatch> calls;  // null: calls are not watched
 };
 
-// `status`, told as the world's refusal of what a member gave: FAILED_PRECONDITION unless the
-// device itself is the trouble.
+// Turns `status` into the refusal of a member's memory: FAILED_PRECONDITION, unless the device
+// itself is the problem.
 absl::Status Refused(const absl::Status& status, std::string_view what) {
   if (status.ok() || IsLost(status)) return status;
   const bool full = status.code() == absl::StatusCode::kResourceExhausted;
@@ -45,12 +45,12 @@ absl::Status Refused(const absl::Status& status, std::string_view what) {
                Message(status));
 }
 
-// Open regions by address. Outlives the memory as long as there are regions.
+// Open regions by address. Lives as long as there are regions, even after the Memory was destroyed.
 //
-// Entries hold no region alive; Find locks the weak pointer, which fails once the last shared_ptr
-// went, so that a region that is being closed is never given out. Several may have one address: a
-// block may come with two handles, and the driver gives out an address again while the region that
-// had it is being destroyed.
+// Entries keep no region alive; Find locks the weak pointer, which fails when the last shared_ptr
+// is gone, so a region that is being closed is never given out. Several regions may have one
+// address: a block may come with two handles, and the driver may reuse an address while the region
+// that had it is being destroyed.
 class RegionIndex {
  public:
   void Add(const std::shared_ptr<const CudaRegion>& region) {
@@ -75,7 +75,7 @@ class RegionIndex {
     const int64_t offset = data - it->first;
     for (const Entry& entry : it->second) {
       if (bytes < 0 || offset > entry.bytes || bytes > entry.bytes - offset) continue;
-      // Dropped, if last, by the caller: not under mutex_.
+      // If this is the last reference, the caller drops it, and not under mutex_.
       if (auto region = entry.region.lock(); region != nullptr) return region;
     }
     return nullptr;
@@ -87,7 +87,8 @@ class RegionIndex {
     const CudaRegion* raw = nullptr;
     int64_t bytes = 0;
   };
-  // Read for every piece, written once a registration; Mutex (base/mutex.h) has no shared mode.
+  // Read for every piece, but written only once per registration, hence a shared mutex; Mutex
+  // (base/mutex.h) has no shared mode.
   mutable std::shared_mutex mutex_;
   std::map<const char*, std::vector<Entry>> by_address_;  // guarded by mutex_
 };
@@ -112,14 +113,14 @@ absl::StatusOr<Opened> OpenHandle(const WatchedDriver& driver, int device,
   return opened;
 }
 
-// There is nobody to tell of an error; the context is lost then.
+// An error can't be returned to anyone; the context is lost then.
 void CloseHandle(const WatchedDriver& driver, int device, const Opened& opened) {
   const CallWatch::Call call(driver.calls.get(), device, "closing a CUDA IPC handle");
   const ScopedContext current(driver.api(), opened.context);
   if (current.status().ok()) (void)driver.api().cuIpcCloseMemHandle(opened.address);
 }
 
-// The size of an opened block, after a look at whether it lies on `device` at all.
+// The size of an opened block, after checking that it lies on `device`.
 absl::StatusOr<int64_t> BlockBytes(const WatchedDriver& driver, int device, const Opened& opened) {
   const CallWatch::Call call(driver.calls.get(), device, "asking for the size of a block");
   const CudaApi& api = driver.api();
@@ -149,7 +150,7 @@ class LegacyRegion final : public CudaRegion {
         handle_(handle),
         opened_(opened) {}
 
-  // P6: nothing holds the region, so nothing copies.
+  // P6: nothing holds the region any more, so no copy uses it.
   ~LegacyRegion() override {
     index_->Remove(this);
     for (const auto& [on, opened] : others_) CloseHandle(driver_, on, opened);
@@ -181,15 +182,15 @@ class LegacyRegion final : public CudaRegion {
   const WatchedDriver driver_;
   const std::shared_ptr<RegionIndex> index_;
   const CUipcMemHandle handle_;
-  const Opened opened_;  // with its own device current
-  mutable Mutex mutex_;  // held while opening: one open a device
+  const Opened opened_;  // opened with its own device current
+  mutable Mutex mutex_;  // held while opening, so that each device opens the handle once
   mutable std::map<int, Opened> others_ ABSL_GUARDED_BY(mutex_);
 };
 
 // ---- VMM ----
 
-// An allocation, imported or made here, and its mapping; undone in the right order as far as it
-// came.
+// An allocation, imported or made here, and its mapping. The destructor undoes, in the right order,
+// the steps that were done.
 class VmmMapping {
  public:
   VmmMapping(WatchedDriver driver, int device) : driver_(std::move(driver)), device_(device) {}
@@ -214,8 +215,8 @@ class VmmMapping {
     return Map(bytes);
   }
 
-  // Makes it; `fd` becomes a descriptor of it. DEADLINE_EXCEEDED: the device hangs, and may write
-  // to it still.
+  // Makes an allocation and maps it; `fd` becomes its descriptor. DEADLINE_EXCEEDED: the device
+  // hangs, and may still write to the memory.
   absl::Status MapNew(int64_t bytes, std::chrono::milliseconds limit, UniqueFd* fd) {
     std::optional<CallWatch::Call> call(std::in_place, driver_.calls.get(), device_,
                                         "making a pool");
@@ -226,11 +227,12 @@ class VmmMapping {
     REFITD_RETURN_IF_ERROR(Make(bytes));
     CUstream stream = nullptr;
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING));
-    // The driver promises nothing of what new memory holds: it may be another group's weights (P9).
+    // The driver does not promise that new memory is zero: it may hold another group's weights
+    // (P9).
     absl::Status zeroed = REFITD_CUDA_CALL(api, cuMemsetD8Async, address_, 0, bytes_, stream);
     call.reset();
     if (zeroed.ok()) zeroed = Await(stream, limit);
-    // Of a device that hangs nothing is given back: the driver may wait for it.
+    // If the device hangs, nothing is freed, because the driver may wait for the device.
     if (absl::IsDeadlineExceeded(zeroed)) return zeroed;
     call.emplace(driver_.calls.get(), device_, "making a pool");
     (void)api.cuStreamDestroy(stream);
@@ -239,7 +241,7 @@ class VmmMapping {
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemExportToShareableHandle, &exported, handle_,
                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
     fd->Reset(exported);
-    // Not for what this process starts.
+    // Child processes must not inherit the descriptor.
     if (fcntl(exported, F_SETFD, FD_CLOEXEC) != 0) return ErrnoError(errno, "FD_CLOEXEC");
     return absl::OkStatus();
   }
@@ -269,7 +271,7 @@ class VmmMapping {
     return Map(rounded);
   }
 
-  // P4: whatever the device does.
+  // P4: ends within `limit`, whatever the device does.
   absl::Status Await(CUstream stream, std::chrono::milliseconds limit) const {
     constexpr auto kPause = std::chrono::microseconds(50);
     const auto since = LateClock::Clock::now();
@@ -373,7 +375,7 @@ class VmmRegion final : public CudaRegion {
       : CudaRegion(device, Pointer(mapping->address()), mapping->bytes()),
         index_(std::move(index)),
         mapping_(std::move(mapping)) {}
-  ~VmmRegion() override { index_->Remove(this); }  // then it is unmapped
+  ~VmmRegion() override { index_->Remove(this); }  // then the mapping is undone
 
   absl::StatusOr<char*> On(int on) const override {
     if (mapping_->Reaches(on)) return data();
@@ -486,7 +488,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
                    kCudaIpcHandleBytes, bytes.size());
     }
     const std::pair<int, std::string> key(device, bytes);
-    // Held while opening: two that come with one handle open it once.
+    // Held while opening, so that two callers with one handle open it only once.
     MutexLock lock(&mutex_);
     const auto open = open_.find(key);
     if (open != open_.end()) {
@@ -505,7 +507,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   absl::StatusOr<std::shared_ptr<const CudaRegion>> ImportVmm(int device, UniqueFd fd,
                                                               int64_t bytes) override {
     REFITD_RETURN_IF_ERROR(CheckDevice(device));
-    // P10: before any address space is taken.
+    // P10: check before any address space is reserved.
     if (bytes <= 0 || bytes > DeviceBytes(device)) {
       return Error(absl::StatusCode::kInvalidArgument,
                    "device memory of {} bytes: must be 1 to the device's {}", bytes,
@@ -566,7 +568,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
  private:
   static constexpr size_t kMaxUuidInMessage = 64;
 
-  // Null: there is nobody to tell.
+  // Null if nobody is to be told of a loss.
   std::shared_ptr<CallWatch> WatchFor(const CudaMemoryOptions& options) const {
     if (options.lost == nullptr) return nullptr;
     return std::make_shared<CallWatch>(
@@ -591,7 +593,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     if (DeviceBytes(device) > 0) return absl::OkStatus();
     return Error(absl::StatusCode::kInvalidArgument, "no CUDA device {}", device);
   }
-  // `status`, about new memory.
+  // Turns `status` into an error about new memory.
   static absl::Status OfNew(int device, int64_t bytes, const absl::Status& status) {
     if (status.ok() || IsLost(status)) return status;
     return Error(status.code(), "{} bytes of device {}: {}", bytes, device, Message(status));
@@ -657,7 +659,7 @@ absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string
   CudaReport report = library == kSystemDriver ? ProbeCuda() : ProbeCudaLibrary(library);
   if (report.devices.empty()) return absl::UnavailableError(report.problem);
   REFITD_ASSIGN_OR_RETURN(const CudaApi api, CudaApi::Load(library));
-  int ordinals = 0;  // devices that did not answer leave gaps
+  int ordinals = 0;  // one more than the highest ordinal; devices that did not answer leave gaps
   for (const CudaDevice& device : report.devices) ordinals = std::max(ordinals, device.ordinal + 1);
   auto contexts = std::make_shared<CudaContexts>(api, ordinals);
   return std::make_shared<Memory>(std::move(report.devices), std::move(contexts), options);

@@ -12,7 +12,7 @@ PlanThread::PlanThread(std::chrono::milliseconds limit, std::shared_ptr<LostCont
                        std::function<std::string(int)> name)
     : lost_(std::move(lost)), calls_(limit, lost_, std::move(name), [this] { FailQueued(); }) {}
 
-// After Stop; perhaps on its own thread.
+// Runs after Stop, perhaps on its own thread.
 PlanThread::~PlanThread() = default;
 
 void PlanThread::Start() {
@@ -59,7 +59,7 @@ void PlanThread::Stop(Clock::time_point deadline) {
   if (ended) {
     worker_.join();
   } else {
-    worker_.detach();  // it hangs inside the driver
+    worker_.detach();  // the thread hangs inside the driver
   }
 }
 

@@ -10,14 +10,14 @@
 namespace refitd {
 namespace {
 
-// One link of a chain: a device copies to a slot, as it reaches it.
+// One link of a chain: a device copies to a slot, by the slot's address for that device.
 struct Link {
   const RelayStream* from = nullptr;
   char* source = nullptr;  // the slot that it reads; null: the source's runs
   char* slot = nullptr;
 };
 
-// The links; a slot on the source's own device is filled beside them.
+// Makes the links of the chain; a slot on the source's own device is filled beside them.
 absl::StatusOr<std::vector<Link>> MakeChain(const Relay& relay, RelayIssue* issue) {
   std::vector<Link> chain;
   int device = relay.source;
@@ -39,7 +39,7 @@ absl::StatusOr<std::vector<Link>> MakeChain(const Relay& relay, RelayIssue* issu
 
 absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
   REFITD_ASSIGN_OR_RETURN(const std::vector<Link> chain, MakeChain(relay, issue));
-  // With one link nobody waits for a chunk, and a batch of copies leaves the fewest gaps.
+  // With one link no device waits for a chunk, and one batch of all copies is fastest.
   const int64_t chunk_bytes = chain.size() > 1 ? relay.chunk_bytes : relay.slot_bytes;
   for (const RelayChunk& chunk : CutIntoChunks(relay.runs, chunk_bytes)) {
     const RelayStream* before = nullptr;
@@ -76,7 +76,8 @@ class RelayQueue::Job : public DeviceJob {
   void Fail(const absl::Status& status) override { done_(status); }
 
   void End(const absl::Status& status) override {
-    // Asked while its pools are held: nobody closes it before.
+    // Ask for the status while the pools are held, because the communicator is not closed before
+    // they are released.
     const absl::Status filled = status.ok() && by_ != nullptr ? by_->status() : status;
     by_ = nullptr;
     relay_.keep_alive.clear();
@@ -85,13 +86,13 @@ class RelayQueue::Job : public DeviceJob {
 
   absl::Status Issue(DeviceStreams* streams) override {
     RelayIssue issue(streams_.get(), memory_.get());
-    // Within one device there is nobody to communicate with.
+    // Within one device no communicator is needed.
     const bool within = std::all_of(relay_.slots.begin(), relay_.slots.end(),
                                     [this](const auto& s) { return s.device == relay_.source; });
     const absl::Status issued = relay_.method == BroadcastMethod::kChain || within
                                     ? IssueChain(relay_, &issue)
                                     : nccl_->Issue(relay_, &issue, &by_);
-    // What was issued before an error still runs: the job ends after it.
+    // Work issued before an error still runs, so the job must end after it.
     const absl::Status joined = issue.Join(streams->main);
     return joined.ok() ? issued : joined;
   }
@@ -102,7 +103,7 @@ class RelayQueue::Job : public DeviceJob {
   const std::shared_ptr<RelayStreams> streams_;
   const std::shared_ptr<NcclBroadcasts> nccl_;
   const std::function<void(absl::Status)> done_;
-  std::shared_ptr<const Communicator> by_;  // null: no collective is in it
+  std::shared_ptr<const Communicator> by_;  // null: the broadcast has no collective
 };
 
 RelayQueue::RelayQueue(std::shared_ptr<CudaMemory> memory, std::shared_ptr<CudaContexts> contexts,

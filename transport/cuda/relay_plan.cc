@@ -9,8 +9,8 @@
 namespace refitd {
 namespace {
 
-// Elements that follow one another in row-major order with nothing between: strides count only
-// where the box has more than one index.
+// Whether the elements follow one another in row-major order without gaps. A stride matters only if
+// the box has more than one index in that dimension.
 bool IsDense(const BoundPiece& piece) {
   int64_t expected = 1;
   for (size_t d = piece.box.extent.size(); d-- > 0;) {

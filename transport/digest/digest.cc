@@ -55,8 +55,8 @@ uint64_t ScalarDigest(const void* data, int element_bytes, int64_t first, int64_
   }
 }
 
-// Digests what it stores: a piece of the run goes through a small buffer, so that what is digested
-// is what was read once, whoever changes the source meanwhile.
+// Copies the run through a small buffer, so that the digest is of the stored bytes even if the
+// source changes meanwhile.
 uint64_t ScalarCopyAndDigest(void* to, const void* from, int element_bytes, int64_t first,
                              int64_t count) {
   constexpr int64_t kBufferBytes = 4096;

@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own AVX-512 intrinsics trip over it.
+// GCC 12's own AVX-512 intrinsics cause these warnings.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

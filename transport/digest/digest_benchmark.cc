@@ -1,6 +1,6 @@
-// Digest kernels against what they can't beat: reading the same bytes, and memcpy. Prints one line
-// a kernel and measure; the ratio is what counts (1: as fast as the baseline). Baseline and measure
-// alternate, the best of several rounds stands.
+// Compares digest kernels with baselines that they can't beat: reading the same bytes, and memcpy.
+// Prints one line for each kernel and measure, with the ratio to the baseline (1: as fast as the
+// baseline). Baseline and measure alternate; the best of several rounds counts.
 //
 //   digest_benchmark [MIB] [THREADS] [ROUNDS]
 

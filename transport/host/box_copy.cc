@@ -15,7 +15,7 @@
 namespace refitd {
 namespace {
 
-// One dimension of a box, or several that lie behind one another in memory and in p.
+// One dimension of a box, or several that are contiguous with each other in memory and in p.
 struct Loop {
   int64_t extent = 1;
   int64_t p = 0;     // elements of the global index from one step to the next
@@ -62,14 +62,15 @@ Loops MakeLoops(const Dims& to_strides, const Dims& from_strides, const Box& box
   return loops;
 }
 
-// What one step of the outer loops does: `rows` from its first element on.
+// The work of one step of the outer loops: `rows`, from the step's first element on.
 struct Step {
   DigestRows rows;
   int64_t to_stride = 0;    // bytes between elements of a row
   int64_t from_stride = 0;  // bytes
 };
 
-// Splits the loops into a step (the two innermost) and `outer`, how many loops are left.
+// Makes a step of the two innermost loops; *outer_begin is the index of the first loop that is
+// left.
 Step MakeStep(const Loops& loops, int64_t element_bytes, int64_t first, int* outer_begin) {
   Step step;
   step.rows.first = first;
@@ -97,7 +98,8 @@ Step MakeStep(const Loops& loops, int64_t element_bytes, int64_t first, int* out
   return step;
 }
 
-// Calls visit(p, to, from) for each index of the loops from `begin` on: distances from the start.
+// Calls visit(p, to, from) for each index of the loops from `begin` on, with the distances from the
+// start.
 template <typename Visit>
 void ForEach(const Loops& loops, int begin, Visit visit) {
   std::array<int64_t, kMaxDims + 1> index = {};
@@ -127,9 +129,10 @@ void ForEach(const Loops& loops, int begin, Visit visit) {
 #if defined(__x86_64__)
 #define REFITD_NO_THREAD_CHECKS __attribute__((no_sanitize("thread")))
 
-// Every second element, packed, from places whose neighbours may be another piece's: they are
-// loaded and dropped, whatever another thread does to them. Returns how many elements it took, a
-// multiple of 16 bytes' worth that leaves the last element: nothing behind that is loaded.
+// Copies every second element to contiguous memory. The elements between them, which may belong to
+// another piece, are loaded and ignored, even if another thread writes them. Returns how many
+// elements it copied: a multiple of 16 bytes' worth that leaves out the last element, so that
+// nothing behind it is loaded.
 template <int kBytes>
 REFITD_NO_THREAD_CHECKS int64_t TakeEverySecond(char* to, const char* from, int64_t count) {
   constexpr int64_t kLanes = 16 / kBytes;
@@ -163,8 +166,8 @@ int64_t TakeEverySecond(char* /*to*/, const char* /*from*/, int64_t /*count*/) {
 }
 #endif
 
-// Elements that lie together to places apart: loaded eight bytes at a time, stored one by one,
-// since what lies between them is not theirs.
+// Copies contiguous elements to places that lie apart. They are loaded eight bytes at a time, and
+// stored one by one, because the bytes between them belong to others.
 template <int kBytes>
 int64_t SpreadOut(char* to, int64_t to_stride, const char* from, int64_t count) {
   constexpr int64_t kInWord = 8 / kBytes;
@@ -215,10 +218,10 @@ void MoveElements(char* to, int64_t to_stride, const char* from, int64_t from_st
   }
 }
 
-// Rows whose elements don't lie side by side (a transposed tensor, or gate and up that take turns):
-// gathered piecewise into a small buffer, which is then digested and stored, so that what is
-// digested is what is stored, whoever changes the source meanwhile. `to` may be null: nothing is
-// stored.
+// Copies rows whose elements don't lie side by side (a transposed tensor, or gate and up that
+// alternate). Elements are gathered into a small buffer, which is then digested and stored, so that
+// the digest is of the stored bytes even if the source changes meanwhile. If `to` is null, nothing
+// is stored.
 uint64_t ScatteredRows(char* to, const char* from, int element_bytes, const Step& step,
                        bool with_digest) {
   constexpr int64_t kBufferBytes = 4096;

@@ -39,19 +39,21 @@ using GlooBuffer = gloo::transport::UnboundBuffer;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-// Unit of pipelining along the chain of a broadcast; docs/decisions.md has the measurement.
+// The unit of pipelining along the chain of a broadcast; docs/decisions.md has the measurement.
 constexpr int64_t kChunkBytes = int64_t{4} << 20;
 
-// Gloo's own limit for its own waits, which must never be the one that ends: a pair multiplies it
-// by five while it connects, and takes it at construction, before any deadline is known.
+// Gloo's limit for its own waits, so long that our deadlines always come first. A pair takes it at
+// construction, before any deadline is known, and multiplies it by five while it connects.
 constexpr milliseconds kGlooTimeout = std::chrono::hours(100);
 
-// While a connect is being called off, pairs are closed again this often: it may be between two.
+// While a connect is being cancelled, pairs are closed again at this interval, because a connecting
+// thread may have moved on to another pair after the last time.
 constexpr Duration kCallOffInterval = milliseconds(20);
-// Threads that connect at a time: more peers than that out of reach are seldom the peers' fault.
+// The number of threads that connect at a time. If more peers than this can't be reached, the cause
+// is seldom the peers.
 constexpr int kConnectors = 16;
 
-// Slots (Gloo's tags), for each pair. Payload slots have the top bit set.
+// Slots (Gloo's tags) of each pair. Payload slots have the top bit set.
 constexpr uint64_t kHelloSlot = 1;
 constexpr uint64_t kHeaderSlot = 2;
 constexpr uint64_t kTrailerSlot = 3;
@@ -76,12 +78,12 @@ static_assert(sizeof(Hello) == 40 && std::is_trivially_copyable_v<Hello>);
 
 enum class Kind : uint64_t { kBroadcast = 1, kExchange = 2 };
 
-// Precedes each payload. Compared by the receiver before it takes a byte as written.
+// Precedes each payload. The receiver compares it before it accepts the payload.
 struct Header {
   uint64_t magic;
   uint64_t kind;
   uint64_t seq;
-  uint64_t root;  // of a broadcast, else 0
+  uint64_t root;  // root of a broadcast, else 0
   uint64_t bytes;
 };
 static_assert(sizeof(Header) == 40 && std::is_trivially_copyable_v<Header>);
@@ -93,8 +95,9 @@ uint64_t SplitMix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Ends that disagree use different slots, so that Gloo moves nothing between them: it would end the
-// process when a payload is longer than what was asked for, and take a shorter one as complete.
+// The slot depends on the header, so that ends that disagree use different slots and Gloo moves
+// nothing between them. In one slot Gloo would end the process if a payload is longer than the
+// receive, and would take a shorter payload as complete.
 uint64_t PayloadSlot(const Header& header) {
   uint64_t slot = SplitMix(header.kind);
   for (const uint64_t part : {header.seq, header.root, header.bytes}) slot = SplitMix(slot ^ part);
@@ -125,14 +128,14 @@ std::string GlooMessage(const std::exception& error) {
   return std::string(Shorten(text, 300));
 }
 
-// Of Gloo's own thread.
+// The name of Gloo's own thread.
 constexpr char kIoThread[] = "refitd-wire-io";
 
 // ---- Addresses.
 
 struct HostAddress {
   sa_family_t family = AF_UNSPEC;
-  std::array<uint8_t, 16> ip{};  // the first four of IPv4
+  std::array<uint8_t, 16> ip{};  // of IPv4 only the first four bytes
 
   bool operator==(const HostAddress&) const = default;
 
@@ -174,7 +177,7 @@ absl::StatusOr<HostAddress> FromSockaddr(const sockaddr* address) {
   return host;
 }
 
-// Why no peer could reach `host`, or "".
+// The reason why no peer could reach `host`, or "".
 std::string WhyUnusable(const HostAddress& host) {
   if (host.family == AF_INET) {
     if (host.ip[0] == 0) return "unspecified";
@@ -189,7 +192,7 @@ std::string WhyUnusable(const HostAddress& host) {
   return "";
 }
 
-// What Open returns, and what comes back from the network. Little-endian:
+// The address that Open returns and that comes back from the network. Little-endian:
 //   4 magic "RFW1" | 8 epoch | 4 rank | 4 size | 16 token | 1 family (4 or 6) | 16 ip | 2 x size
 //   ports
 // ports[p]: where rank `rank` listens for rank p; 0 for itself.
@@ -235,7 +238,7 @@ std::string EncodeAddress(const WireAddress& address) {
   return out;
 }
 
-// The address that rank `rank` of `size` gave; `rank` and `size` are ours and sound.
+// Decodes the address of rank `rank` of `size`. `rank` and `size` are this side's own and valid.
 absl::StatusOr<WireAddress> DecodeAddress(std::string_view in, EpochId epoch, int rank, int size) {
   const auto bad = [&](const std::string& why) {
     return Error(StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}", epoch, rank,
@@ -280,8 +283,8 @@ absl::StatusOr<WireAddress> DecodeAddress(std::string_view in, EpochId epoch, in
 
 // ---- One end of one communicator.
 //
-// The epoch's thread alone calls Gloo, but for: the connector thread inside Pair::connect, and
-// Interrupt, which ends the wait that is in progress.
+// Only the epoch's thread calls Gloo, with two exceptions: the connector threads, inside
+// Pair::connect, and Interrupt, which ends the wait that is in progress.
 class GlooEpoch final : public WireEpoch {
  public:
   GlooEpoch(EpochId id, int rank, int size, std::shared_ptr<gloo::transport::Device> device,
@@ -297,10 +300,11 @@ class GlooEpoch final : public WireEpoch {
   absl::StatusOr<std::string> Open() override;
 
  private:
-  // One direction of one peer in one operation. All of it goes through one buffer, `payload`: when
-  // a connection breaks, Gloo wakes only waiters on transfers that have not begun. The trailer (for
-  // a receiver) and the acknowledgement (for a sender) are zero-byte receives on the same buffer
-  // that have not begun while the payload moves, so the waiter always learns of it.
+  // One direction of one peer in one operation. The header, the payload and what follows use one
+  // buffer, `payload`, because Gloo wakes only waiters on transfers that have not begun when a
+  // connection breaks. The trailer (for a receiver) and the acknowledgement (for a sender) are
+  // zero-byte receives on that buffer that have not begun while the payload moves, so the waiter
+  // always learns of a break.
   struct Leg {
     int peer = 0;
     Header header{};    // what we send or expect
@@ -315,13 +319,14 @@ class GlooEpoch final : public WireEpoch {
     return work.broadcast.has_value() ? RunBroadcast(work, began) : RunExchange(work, began);
   }
   void Lose() override { ClosePairs(); }  // tells the peers
-  // Letting go of the pairs ends their connections in an orderly way (what was sent still arrives),
-  // which Pair::close would not.
+  // Destroying the pairs ends their connections in an orderly way: sent bytes still arrive, which
+  // Pair::close does not ensure.
   void End() override { context_.reset(); }
   void Interrupt() override {
     MutexLock lock(&mu_);
     wake_.NotifyAll();
-    // Under the mutex: whoever waits takes it before the buffer may go.
+    // This runs under the mutex, because the waiting thread takes the mutex before it destroys the
+    // buffer.
     if (waiting_ == nullptr) return;
     if (waiting_to_send_) {
       waiting_->abortWaitSend();
@@ -330,7 +335,7 @@ class GlooEpoch final : public WireEpoch {
     }
   }
 
-  // By rank; the buffers are of `theirs` and `ours`, two a rank.
+  // Hellos by rank; `buffers` has two for each rank, over `theirs` and over `ours`.
   struct Greetings {
     explicit Greetings(int size) : ours(size), theirs(size), buffers(2 * size) {}
     std::vector<Hello> ours;
@@ -371,7 +376,7 @@ class GlooEpoch final : public WireEpoch {
   std::shared_ptr<gloo::transport::Device> device_;
   WireAddress address_;
   std::string encoded_address_;
-  std::shared_ptr<gloo::transport::Context> context_;  // let go by End
+  std::shared_ptr<gloo::transport::Context> context_;  // destroyed by End
 
   Mutex mu_;
   CondVar wake_;
@@ -437,8 +442,8 @@ absl::Status GlooEpoch::Wait(GlooBuffer* buffer, bool send, int peer, const Wire
     waiting_ = buffer;
     waiting_to_send_ = send;
   }
-  // Rounded up, so that the deadline has passed when Gloo says that it timed out. Zero and below
-  // mean something else to Gloo.
+  // Rounded up, so that the deadline has passed when Gloo reports a timeout. At least 1 ms, because
+  // Gloo does not take 0 or less as a time.
   const auto left = std::chrono::ceil<milliseconds>(work.deadline - steady_clock::now());
   const auto timeout = std::max(left, milliseconds(1));
   bool completed = false;
@@ -486,24 +491,24 @@ absl::Status GlooEpoch::Connect(const WireWork& work, bool* began) {
   Greetings greetings(size_);
   absl::Status status = ConnectPairs(addresses, work, &greetings);
   if (status.ok()) status = AwaitGreetings(work, &greetings);
-  if (!status.ok()) ClosePairs();  // before the buffers go
+  if (!status.ok()) ClosePairs();  // before the buffers are destroyed
   return status;
 }
 
-// Pair::connect blocks, without a deadline of ours: it runs on threads of its own, and closing the
-// pairs ends it. Several peers at a time, so that who is named as not connected is out of reach,
-// and not merely waiting for another that is. Taken in one order they can't deadlock: a rank that
-// waits for a peer waits for one that comes later in its own order.
+// Pair::connect blocks without a deadline, so it runs on threads of its own, and closing the pairs
+// ends it. Several peers are connected at a time, so that a peer named as not connected is really
+// out of reach, and not just waiting for another that is. All ranks connect in one order, so they
+// can't deadlock: a rank only ever waits for a peer that comes later in its own order.
 absl::Status GlooEpoch::ConnectPairs(const std::vector<WireAddress>& addresses,
                                      const WireWork& work, Greetings* greetings) {
   struct Progress {
-    int next = 0;       // the peer that a thread takes next
-    std::set<int> now;  // that threads are connecting to
-    int threads = 0;    // that have not ended
+    int next = 0;       // the next peer for a thread to take
+    std::set<int> now;  // peers to which threads are connecting
+    int threads = 0;    // threads that have not ended
     bool stop = false;
     absl::Status status;   // the first failure
   } progress;              // guarded by mu_
-  const auto take = [&] {  // -1: none is left, or the rest is of no use
+  const auto take = [&] {  // -1: no peer is left, or an earlier failure makes the rest useless
     MutexLock lock(&mu_);
     while (progress.next < size_ && !progress.stop && progress.status.ok()) {
       const int peer = progress.next++;
@@ -571,8 +576,8 @@ absl::Status GlooEpoch::ConnectPairs(const std::vector<WireAddress>& addresses,
   return failed;
 }
 
-// As soon as the pair is connected: a rank that waits for a greeting then waits for that peer, and
-// not for a third one that the peer itself can't reach.
+// Called as soon as the pair is connected, so that a rank that waits for a greeting waits for that
+// peer itself, and not for a third peer that this one can't reach.
 absl::Status GlooEpoch::PostGreeting(int peer, const Token& token, const WireWork& work,
                                      Greetings* greetings) {
   greetings->ours[peer] = Hello{kHelloMagic, id_.value(), static_cast<uint32_t>(rank_),
@@ -604,7 +609,7 @@ absl::Status GlooEpoch::AwaitGreetings(const WireWork& work, Greetings* greeting
   return absl::OkStatus();
 }
 
-// After it, Gloo's thread touches no memory of this epoch's.
+// After this, Gloo's thread touches no memory of this epoch.
 void GlooEpoch::ClosePairs() {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
@@ -676,7 +681,7 @@ absl::Status GlooEpoch::AwaitChunk(Leg* leg, int64_t offset, const WireWork& wor
   return absl::OkStatus();
 }
 
-// And tells the sender that all has come.
+// Waits for the trailer, then tells the sender that all bytes have come.
 absl::Status GlooEpoch::AwaitTrailer(Leg* leg, const WireWork& work) {
   REFITD_RETURN_IF_ERROR(Wait(leg->payload.get(), false, leg->peer, work));
   REFITD_RETURN_IF_ERROR(
@@ -718,8 +723,8 @@ absl::Status GlooEpoch::AwaitReceived(Leg* leg, const WireWork& work) {
   return AwaitTrailer(leg, work);
 }
 
-// The ranks form a chain that starts at the root; each hands a chunk on when it has come. So every
-// link carries the bytes once, and a link further down starts one chunk later.
+// The ranks form a chain that starts at the root; each passes a chunk on when the chunk has come.
+// So every link carries the bytes once, and each further link starts one chunk later.
 absl::Status GlooEpoch::RunBroadcast(const WireWork& work, bool* began) {
   const WireBroadcast& broadcast = *work.broadcast;
   if (broadcast.root < 0 || broadcast.root >= size_) {
@@ -743,7 +748,7 @@ absl::Status GlooEpoch::RunBroadcast(const WireWork& work, bool* began) {
                             MakeLeg((rank_ + 1) % size_, true, header, broadcast.memory, work));
   }
   absl::Status status = Chain(in.get(), out.get(), work);
-  if (!status.ok()) ClosePairs();  // before the buffers go
+  if (!status.ok()) ClosePairs();  // before the buffers are destroyed
   return status;
 }
 
@@ -795,11 +800,11 @@ absl::Status GlooEpoch::RunExchange(const WireWork& work, bool* began) {
     }
   }
   absl::Status status = Exchange(receives, sends, work);
-  if (!status.ok()) ClosePairs();  // before the buffers go
+  if (!status.ok()) ClosePairs();  // before the buffers are destroyed
   return status;
 }
 
-// Everything is posted before anything is waited for: no order of the waits can deadlock.
+// All transfers are posted before the first wait, so no order of the waits can deadlock.
 absl::Status GlooEpoch::Exchange(const std::vector<std::unique_ptr<Leg>>& receives,
                                  const std::vector<std::unique_ptr<Leg>>& sends,
                                  const WireWork& work) {
@@ -894,7 +899,7 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeGlooWire(const GlooWireOptions& option
   REFITD_RETURN_IF_ERROR(TryBind(host));
   std::shared_ptr<gloo::transport::Device> device;
   absl::Status status;
-  // Gloo's thread takes signal mask and name from the one that makes it.
+  // Gloo's thread inherits signal mask and name from the thread that makes it.
   std::thread([&] {
     EnterWireThread(kIoThread);
     try {
@@ -912,10 +917,11 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeGlooWire(const GlooWireOptions& option
 
 }  // namespace refitd
 
-// In place of the C library's. Gloo asks who is behind each connection that it accepts, and throws
-// on its own thread, which ends the process, if that one has reset it by then: a peer that is
-// killed, or gives an epoch up, as it connects. Told an address that is nobody's, Gloo finds the
-// connection closed when it reads, which is an error of that connection alone.
+// Replaces the C library's function. Gloo calls it for each connection that it accepts. If the peer
+// has reset the connection by then (it was killed, or gave the epoch up, while connecting), the
+// call fails, and Gloo throws on its own thread, which ends the process. This function then gives
+// an empty address instead: Gloo finds the connection closed when it reads, which is an error of
+// that connection only.
 extern "C" int getpeername(int fd, sockaddr* address, socklen_t* length) noexcept {
   const auto result = static_cast<int>(syscall(SYS_getpeername, fd, address, length));
   if (result == 0 || errno != ENOTCONN) return result;

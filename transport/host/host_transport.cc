@@ -16,16 +16,17 @@
 namespace refitd {
 namespace {
 
-// What threads share out: small enough that the last ones end together.
+// The size of the chunks that threads take: small enough that all threads end at nearly the same
+// time.
 constexpr int64_t kChunkBytes = 256 << 10;
 
-// A chunk is worked through in blocks, for each move that reads the chunk this much of it: a block
-// stays in the first- or second-level cache between the source pass and the copies, and the next
-// one is fetched from memory while this one is written. (One block a chunk: 11 GB/s with
-// verification `transfer`, blocks of 32 KiB: 16 GB/s, plain memcpy 15 GB/s.)
+// A chunk is copied in blocks of this size for each move that reads it. A block stays in the first-
+// or second-level cache between the source pass and the copies, and the next block is fetched from
+// memory while this one is written. (Measured with one block per chunk: 11 GB/s with verification
+// `transfer`, blocks of 32 KiB: 16 GB/s, plain memcpy 15 GB/s.)
 constexpr int64_t kBlockBytes = 32 << 10;
 
-constexpr int kMaxThreads = 16;  // more don't make memory faster
+constexpr int kMaxThreads = 16;  // more threads don't make memory faster
 
 const char* AddressOf(const BoundPiece& piece, const Box& box) {
   return piece.data + ByteDistance(box, piece.box, piece.strides, ElementBytes(piece.dtype));
@@ -36,7 +37,7 @@ uint64_t DigestPiece(const BoundPiece& piece, const Box& box) {
                    static_cast<int>(ElementBytes(piece.dtype)));
 }
 
-// Smallest box around both; neither is empty.
+// The smallest box around both boxes; neither is empty.
 Box Around(const Box& a, const Box& b) {
   Box around = a;
   for (size_t d = 0; d < a.offset.size(); ++d) {
@@ -80,7 +81,7 @@ void Cut(const Box& box, int64_t element_bytes, int64_t most_bytes, Add add) {
   }
 }
 
-// Keeps the failure of the lowest position, so that the message does not depend on timing.
+// Keeps only the failure with the lowest position, so that the message does not depend on timing.
 class FirstFailure {
  public:
   void Offer(int64_t position, int destination, absl::Status status) {
@@ -109,11 +110,11 @@ class FirstFailure {
 struct Chunk {
   const BoundPiece* source = nullptr;
   size_t first_move = 0;
-  size_t last_move = 0;  // past the end; the same: only its digest is wanted
+  size_t last_move = 0;  // one past the last move; equal to the first: only a digest is wanted
   Box box;
 };
 
-// What a transfer comes down to. Points into the transfer.
+// The work of a transfer. Points into the transfer.
 struct CopyPlan {
   absl::Status status;
   BoundMoves bound;
@@ -128,7 +129,7 @@ void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
           {.source = source, .first_move = first, .last_move = last, .box = box});
     });
   };
-  size_t next_piece = 0;  // whose digest is not provided for yet
+  size_t next_piece = 0;  // first piece whose digest is not planned yet
   const auto digest_until = [&](size_t piece, size_t move) {
     if (!transfer.want_source_digests) return;
     for (; next_piece < piece; ++next_piece) {
@@ -137,7 +138,7 @@ void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
   };
   for (size_t first = 0; first < moves.size();) {
     const BoundPiece* const source = moves[first].source;
-    // Only what is moved: a bucket may carry a small part of a large piece.
+    // Cover only the moved boxes, because a bucket may carry a small part of a large piece.
     Box around = *moves[first].box;
     size_t last = first + 1;
     for (; last < moves.size() && moves[last].source == source; ++last) {
@@ -165,7 +166,7 @@ CopyPlan MakePlan(const Transfer& transfer) {
   return plan;
 }
 
-// A transfer and what it comes down to: the plan points into the transfer.
+// A transfer with its plan, which points into the transfer.
 struct PreparedCopy : PreparedTransfer {
   explicit PreparedCopy(Transfer of) : transfer(std::move(of)), plan(MakePlan(transfer)) {}
   PreparedCopy(const PreparedCopy&) = delete;
@@ -232,7 +233,7 @@ class CopyTask : public WorkTask {
         if (box.has_value()) CopyAndVerify(unit, {move, *box, mode, block_bytes}, &pass);
       }
       if (source_sums_.empty()) return;
-      // After the moves: where one took the whole block, its pass is this one.
+      // This comes after the moves: if a move took the whole block, its digest is known already.
       source_sums_[static_cast<size_t>(&source - transfer_.source.data())].fetch_add(
           pass.Digest(block), std::memory_order_relaxed);
     });
@@ -247,14 +248,14 @@ class CopyTask : public WorkTask {
     int64_t block_bytes;
   };
 
-  // P1: two passes over memory must agree.
+  // P1: the digests of two passes over memory must agree.
   void CopyAndVerify(int64_t unit, const Part& part, SourcePass* pass) {
     switch (verification_) {
       case Verification::kOff:
         Copy(part, {.mode = part.mode});
         return;
       case Verification::kTransfer: {
-        // The first copy of a box fetches the next block for the next source pass.
+        // The first copy of a box also prefetches the next block, for the next source pass.
         const int64_t prefetch = pass->Known(part.box).has_value() ? 0 : part.block_bytes;
         const uint64_t expected = pass->Digest(part.box);
         const uint64_t stored =
@@ -275,9 +276,9 @@ class CopyTask : public WorkTask {
     }
   }
 
-  // Copies, and returns the digest of the source's bytes by the source's own metadata. Where the
-  // program reads just those bytes, the copy is that pass; the second pass of this verification is
-  // the one over the destination.
+  // Copies, and returns the digest of the source's bytes by the source's own metadata. If the
+  // program reads exactly these bytes, the copy is the source pass; the second pass of this
+  // verification reads the destination.
   uint64_t CopyForReadback(const Part& part, SourcePass* pass) {
     const std::optional<uint64_t> known = pass->Known(part.box);
     if (!known.has_value() && SourceAddress(part) == AddressOf(*part.move.source, part.box)) {
@@ -290,7 +291,7 @@ class CopyTask : public WorkTask {
     return digest;
   }
 
-  // As the program says.
+  // The address that the program gives.
   static const char* SourceAddress(const Part& part) {
     return part.move.from_address() + ByteDistance(part.box, *part.move.box,
                                                    part.move.source->strides,
@@ -346,7 +347,7 @@ class CopyTask : public WorkTask {
       result.source_digests.push_back(sum.load(std::memory_order_relaxed));
     }
     done_(std::move(result));
-    // The last copy ended before: memory is let go as soon as the caller knows.
+    // All copies have ended, so release the memory as soon as the caller was told.
     done_ = nullptr;
     prepared_ = nullptr;
   }
@@ -387,7 +388,7 @@ ReadbackPlan MakePlan(const ReadbackJob& job) {
   return plan;
 }
 
-// A job and what it comes down to.
+// A job with its plan.
 struct PreparedRead : PreparedReadback {
   explicit PreparedRead(ReadbackJob of) : job(std::move(of)), plan(MakePlan(job)) {}
   const ReadbackJob job;
@@ -398,7 +399,7 @@ class ReadbackTask : public WorkTask {
  public:
   using Done = std::function<void(ReadbackResult)>;
 
-  // expected[i] is what piece i of the job must have.
+  // expected[i] is the digest that piece i of the job must have.
   ReadbackTask(std::shared_ptr<const PreparedRead> prepared, std::vector<uint64_t> expected,
                Done done)
       : WorkTask(static_cast<int64_t>(prepared->plan.chunks.size())),
@@ -423,7 +424,8 @@ class ReadbackTask : public WorkTask {
     prepared_ = nullptr;
   }
 
-  // P1: the destination's bytes against the sums of the passes over their sources.
+  // P1: compares the digests of the destination's bytes with the sums of the passes over the
+  // sources.
   void Compare(ReadbackResult* result) const {
     std::vector<uint32_t>& failed = result->failed_destinations;
     for (size_t i = 0; i < expected_.size(); ++i) {
@@ -505,7 +507,7 @@ class HostTransport : public Transport {
   }
 
   TransferFaults* const faults_;
-  WorkerPool workers_;  // last: its threads end before the rest goes
+  WorkerPool workers_;  // last: its threads end before the other members are destroyed
 };
 
 }  // namespace

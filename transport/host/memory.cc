@@ -19,7 +19,7 @@ absl::Status CheckBytes(int64_t bytes) {
                kMaxRegionBytes);
 }
 
-// A memfd sealed against shrinking, at least `bytes` long.
+// Checks that `fd` is a memfd sealed against shrinking, at least `bytes` long.
 absl::Status CheckSealed(const UniqueFd& fd, int64_t bytes) {
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 && errno == EINVAL) {
@@ -104,11 +104,12 @@ absl::StatusOr<std::shared_ptr<HostRegion>> HostRegion::Map(const UniqueFd& fd, 
   REFITD_RETURN_IF_ERROR(CheckSealed(fd, bytes));
   REFITD_RETURN_IF_ERROR(CheckAccess(fd, access));
   const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
-  // Shared mappings of a memfd are populated writable where they may be written: no second fault.
+  // If the mapping may be written, its pages are populated writable, so that a first write does not
+  // fault again.
   const int flags = MAP_SHARED | (populate ? MAP_POPULATE : 0);
   void* const data = mmap(nullptr, static_cast<size_t>(bytes), protection, flags, fd.get(), 0);
   if (data == MAP_FAILED) return MapError(errno, bytes);
-  // Weights are large and don't belong into core dumps; failure costs nothing but that.
+  // Keep weights out of core dumps, since they are large; a failure has no other effect.
   (void)madvise(data, static_cast<size_t>(bytes), MADV_DONTDUMP);
   return std::shared_ptr<HostRegion>(new HostRegion(static_cast<char*>(data), bytes, access));
 }

@@ -58,7 +58,8 @@ void WorkerPool::Work() {
       if (task->left_.fetch_sub(1, std::memory_order_acq_rel) == 1) task->Finish();
     }
 
-    // All units are taken. Whoever sees it first makes way for the next task.
+    // All units are taken. The first worker that sees this removes the task from the queue, so that
+    // the next task starts.
     mutex_.Lock();
     if (!queue_.empty() && queue_.front() == task) queue_.pop_front();
   }

@@ -18,7 +18,7 @@ Dims BlocksOf(const Dims& shape, int64_t block) {
   return blocks;
 }
 
-// What is held of one tensor of the layout.
+// The range of one tensor that the layout's pieces reach.
 struct Reach {
   Dims begin;  // the least offset of its pieces in each dimension; empty: no pieces
   Dims end;
@@ -54,7 +54,7 @@ Scales ScalesOf(const Layout& layout) {
   return scales;
 }
 
-// Of one piece of a weight; `held`: of its scales.
+// Checks one piece of a weight; `held` is the range of the weight's scales.
 absl::Status CheckPiece(const Box& box, const TensorSpec& weight, const TensorSpec& scale,
                         const Reach& held, int64_t block) {
   for (size_t d = 0; d < scale.shape.size(); ++d) {

@@ -59,9 +59,9 @@ absl::StatusOr<BoundMove> BindMove(const Transfer& transfer, const CopyMove& mov
                    .destination_piece = move.destination_piece};
 }
 
-// Gives each destination piece that is written its place in the sums.
+// Gives each destination piece that is written its index in the sums.
 void NumberSums(const Transfer& transfer, BoundMoves* bound) {
-  std::vector<std::vector<size_t>> numbers;  // 0: not written; else past its place
+  std::vector<std::vector<size_t>> numbers;  // 0: not written; else its index plus 1
   numbers.reserve(transfer.destinations.size());
   for (const auto& pieces : transfer.destinations) numbers.emplace_back(pieces.size());
   for (const BoundMove& move : bound->moves) {

@@ -21,8 +21,8 @@ bool Continues(const Box& a, const Box& b, size_t d) {
   return true;
 }
 
-// By all dimensions but `d`, then by the offset in it: boxes that continue each other are
-// neighbours.
+// Orders boxes by all dimensions but `d`, then by the offset in `d`, so that boxes that continue
+// each other are neighbours.
 bool LineLess(const Box& a, const Box& b, size_t d) {
   for (size_t e = 0; e < a.offset.size(); ++e) {
     if (e == d) continue;
@@ -32,7 +32,8 @@ bool LineLess(const Box& a, const Box& b, size_t d) {
   return a.offset[d] < b.offset[d];
 }
 
-// Joins neighbours in the vector that continue each other along `d`; whether there were any.
+// Joins neighbours in the vector that continue each other along `d`; returns whether there were
+// any.
 bool MergeNeighbours(std::vector<Box>* boxes, size_t d) {
   size_t kept = 0;
   for (size_t i = 1; i < boxes->size(); ++i) {
@@ -72,7 +73,7 @@ void JoinEqual(std::vector<HeldBox>* boxes) {
   boxes->resize(kept + 1);
 }
 
-// `by`'s holders hold their part of `boxes`, too.
+// Cuts `boxes` along `by`, and adds the holders of `by` to the parts inside `by`.
 void CutBy(const HeldBox& by, std::vector<HeldBox>* boxes, PlanWork* work) {
   std::vector<HeldBox> cut;
   cut.reserve(boxes->size());
@@ -187,7 +188,7 @@ void MergeAdjacent(std::vector<Box>* boxes) {
   std::sort(boxes->begin(), boxes->end(), BoxLess);
 }
 
-// Boxes that meet are cut until they don't, bigger boxes first.
+// Cuts boxes that meet until no two meet, bigger boxes first.
 void CutByHolders(std::vector<HeldBox>* held, PlanWork* work) {
   if (held->size() <= 1) return;
   JoinEqual(held);
@@ -198,7 +199,7 @@ void CutByHolders(std::vector<HeldBox>* held, PlanWork* work) {
   boxes.reserve(held->size());
   for (const HeldBox& one : *held) boxes.push_back(&one.box);
   const BoxIndex index(boxes);
-  std::vector<std::vector<uint32_t>> meeting(held->size());  // earlier ones
+  std::vector<std::vector<uint32_t>> meeting(held->size());  // earlier boxes that meet each box
   bool any = false;
   for (uint32_t i = 0; i < held->size() && !work->Over(); ++i) {
     *work += index.Query((*held)[i].box, [&](uint32_t other) {
@@ -210,7 +211,8 @@ void CutByHolders(std::vector<HeldBox>* held, PlanWork* work) {
     any = any || !meeting[i].empty();
   }
   if (!any || work->Over()) return;
-  std::vector<std::vector<HeldBox>> cut(held->size());  // of each box, what no earlier one has
+  // The parts of each box that no earlier box has.
+  std::vector<std::vector<HeldBox>> cut(held->size());
   for (uint32_t i = 0; i < held->size(); ++i) {
     std::vector<Box> rest = {(*held)[i].box};
     for (const uint32_t earlier : meeting[i]) {

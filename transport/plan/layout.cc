@@ -14,17 +14,17 @@
 namespace refitd {
 namespace {
 
-// Work that ValidateLayout spends at most on deciding whether pieces overlap: elementary steps over
-// boxes of one layout; steps of arithmetic over interleaved storage; contiguous runs of storage
-// that are listed where arithmetic takes longer. The first two are well under a second, the third
-// is 24 MiB. Layouts of real models need little of them: their boxes form grids, their storage
-// dense blocks, column slices, or elements of a few pieces in turns.
+// The limits of the work by which ValidateLayout decides whether pieces overlap: elementary steps
+// over boxes of one layout; steps of arithmetic over interleaved storage; contiguous runs of
+// storage that are listed if arithmetic takes longer. The first two take well under a second, the
+// third takes 24 MiB. Layouts of real models need little of this: their boxes form grids, and their
+// storage forms dense blocks, column slices, or alternating elements of a few pieces.
 constexpr int64_t kMaxBoxSteps = int64_t{1} << 27;
 constexpr int64_t kMaxOverlapSteps = int64_t{1} << 26;
 constexpr int64_t kMaxOverlapRuns = int64_t{1} << 20;
 
-// Bytes of a source piece whose strides repeat memory (torch's expand): so much work can be asked
-// for with no memory of one's own to show for it (P10).
+// The most bytes of a source piece whose strides repeat memory (torch's expand). Without a limit a
+// member could ask for endless work with little memory of its own (P10).
 constexpr int64_t kMaxRepeatedBytes = int64_t{256} << 20;
 
 // Below this many boxes all pairs are compared.
@@ -84,7 +84,7 @@ std::string ToString(const Box& box) {
   return fmt::format("offset {} extent {}", ToString(box.offset), ToString(box.extent));
 }
 
-// A name that is not trusted yet, fit for a message.
+// An untrusted name in a form that is safe for a message.
 std::string Printable(std::string_view name) {
   constexpr size_t kPrinted = 64;
   std::string text;
@@ -99,8 +99,8 @@ std::string Printable(std::string_view name) {
   return name.size() > kPrinted ? text + "..." : text;
 }
 
-// Bytes of the well-formed UTF-8 sequence at the start of `text` that is no control character; 0 if
-// there is none.
+// The length of the well-formed UTF-8 sequence at the start of `text`; 0 if there is none, or if it
+// is a control character.
 size_t Utf8Length(std::string_view text) {
   const auto byte = [&](size_t i) -> uint32_t { return static_cast<unsigned char>(text[i]); };
   const uint32_t first = byte(0);
@@ -142,8 +142,8 @@ uint64_t Fnv1a(std::string_view text) {
 
 // ---- disjointness of boxes ----
 
-// Finds two of some boxes that overlap. Cuts the set wherever a plane separates it, and compares
-// all pairs of what no plane separates; grids thus cost a few sorts.
+// Finds two overlapping boxes in a set. It cuts the set wherever a plane separates it, and compares
+// all pairs in the subsets that no plane separates; grids thus cost only a few sorts.
 class BoxOverlap {
  public:
   explicit BoxOverlap(const std::vector<Piece>& pieces) : pieces_(pieces) {}
@@ -180,7 +180,8 @@ class BoxOverlap {
         kMaxBoxSteps);
   }
 
-  // Adds the parts of `set` to `open`, if planes across some dimension separate it into several.
+  // Adds the parts of `set` to `open`, if planes across some dimension separate it into several
+  // parts.
   bool Cut(absl::Span<uint32_t> set, std::vector<absl::Span<uint32_t>>* open) {
     const size_t rank = pieces_[set.front()].box.offset.size();
     for (size_t d = 0; d < rank; ++d) {
@@ -211,7 +212,7 @@ class BoxOverlap {
 
 // ---- disjointness of storage ----
 
-// Where a piece's elements lie, from the region's start.
+// Where a piece's elements lie, in bytes from the region's start.
 struct Storage {
   uint32_t piece = 0;
   StridedBytes bytes;
@@ -241,15 +242,15 @@ Storage MakeStorage(const Piece& piece, uint32_t index, int64_t element_bytes, i
 
 using PiecePair = std::pair<uint32_t, uint32_t>;
 
-// Storage that may share bytes with other storage whose interval meets its own.
+// An interval of storage. Two pieces can share bytes only if their intervals meet.
 struct Interval {
   int64_t begin = 0;
   int64_t end = 0;
   const Storage* storage = nullptr;
 };
 
-// Where all have one outermost stride and lie in columns of it, as the slices of a fused matrix do:
-// the columns. Storage in disjoint columns is disjoint, whatever its rows.
+// If all storage has the same outermost stride and lies in columns of it, as the slices of a fused
+// matrix do: the columns. Storage in disjoint columns is disjoint, whatever its rows.
 std::optional<std::vector<Interval>> Columns(absl::Span<const Storage> cluster) {
   const int64_t first = cluster.front().bytes.begin;
   std::vector<Interval> columns;
@@ -360,7 +361,7 @@ class MemoryOverlap {
 
   DType DTypeOf(const Piece& piece) const { return layout_.tensors[piece.tensor].dtype; }
 
-  // Pieces whose spans hang together.
+  // Checks pieces whose spans overlap in a chain.
   absl::Status CheckCluster(absl::Span<const Span> spans) {
     std::vector<Storage> cluster;
     cluster.reserve(spans.size());
@@ -373,7 +374,8 @@ class MemoryOverlap {
       if (repeats) return Shared({span.piece, span.piece});
     }
     if (cluster.size() == 1 && cluster.front().bytes.outer.empty()) return absl::OkStatus();
-    // Pieces are compared in pairs, unless there are so many that to list their runs is less.
+    // Pieces are compared in pairs, unless there are so many pairs that listing the runs is less
+    // work.
     const auto pieces = static_cast<int64_t>(cluster.size());
     const bool by_runs = pieces * (pieces - 1) / 2 > TotalRuns(cluster) && ListRuns(cluster);
     if (!by_runs) {
@@ -395,7 +397,7 @@ class MemoryOverlap {
     return runs;
   }
 
-  // Whether the runs of all of these may be listed; if so, they count.
+  // Whether the runs of all these pieces may be listed; if so, counts them towards the limit.
   bool ListRuns(absl::Span<const Storage> cluster) {
     const int64_t runs = TotalRuns(cluster);
     if (runs > kMaxOverlapRuns - runs_) return false;
@@ -403,7 +405,7 @@ class MemoryOverlap {
     return true;
   }
 
-  // False: that takes too many steps. An error: some share bytes.
+  // Compares storage in pairs. False: it takes too many steps. An error: two pieces share bytes.
   absl::StatusOr<bool> CheckPairs(const std::vector<Interval>& intervals) {
     for (size_t i = 0; i < intervals.size(); ++i) {
       const Storage& a = *intervals[i].storage;
@@ -577,7 +579,7 @@ absl::Status ValidateTensor(const TensorSpec& tensor) {
     return Invalid("tensor {}: name has {} bytes, at most {} are possible", name(),
                    tensor.name.size(), kMaxNameBytes);
   }
-  // Mostly all of it.
+  // Mostly the whole name is ASCII.
   const auto ascii = std::find_if_not(tensor.name.begin(), tensor.name.end(),
                                       [](char c) { return c >= 0x20 && c < 0x7f; });
   for (std::string_view rest(ascii, tensor.name.end()); !rest.empty();) {
@@ -739,7 +741,7 @@ int64_t Layout::Bytes() const {
   int64_t bytes = 0;
   for (const Piece& piece : pieces) {
     const int64_t piece_bytes = ElementCount(piece.box) * ElementBytes(tensors[piece.tensor].dtype);
-    // Boxes of a source may overlap: valid pieces can still sum up to anything.
+    // Boxes of a source may overlap, so the sum over valid pieces may overflow.
     if (__builtin_add_overflow(bytes, piece_bytes, &bytes)) {
       return std::numeric_limits<int64_t>::max();
     }

@@ -33,7 +33,7 @@ struct Held {
   const Box* box = nullptr;
 };
 
-// A piece of a destination that takes part.
+// A piece of a destination that is not skipped.
 struct Wanted {
   uint32_t destination = 0;
   uint32_t piece = 0;
@@ -41,7 +41,7 @@ struct Wanted {
   int64_t covered = 0;  // elements that have a move
 };
 
-// One tensor of the sources, and all pieces of it.
+// One tensor of the sources, with all its pieces.
 struct Group {
   const TensorSpec* spec = nullptr;
   uint32_t first_source = 0;
@@ -50,7 +50,7 @@ struct Group {
   uint32_t held_end = 0;
 };
 
-// Equal boxes: one box and all who hold it, each source once.
+// A box, and all pieces with an equal box, at most one for each source.
 struct Replicas {
   const Box* box = nullptr;
   absl::Span<const Held> holders;  // ascending sources
@@ -67,7 +67,7 @@ class Planner {
 
   absl::StatusOr<Program> Run() {
     REFITD_RETURN_IF_ERROR(MakeGroups());
-    // What a bucket takes: growing would cost more than planning it.
+    // Reserve enough for a bucket, because growing the vector would cost more than planning.
     program_.moves.reserve(
         std::min<size_t>(held_.size() * index_.destinations().size(), kReservedMoves));
     for (const Group& group : groups_) {
@@ -85,7 +85,7 @@ class Planner {
   absl::Status MakeGroups() {
     std::vector<std::vector<uint32_t>> group_of(sources_.size());
     absl::flat_hash_map<std::string_view, uint32_t> by_name;
-    const bool one_source = sources_.size() == 1;  // its names are unique: no table needed
+    const bool one_source = sources_.size() == 1;  // its names are unique, so no table is needed
     for (uint32_t s = 0; s < sources_.size(); ++s) {
       if (sources_[s] == nullptr) continue;
       group_of[s].reserve(sources_[s]->tensors.size());
@@ -181,8 +181,8 @@ class Planner {
     }
   }
 
-  // Tells the common cases (one holder, one range in a few boxes) from the others cheaply: false
-  // also where it would take long.
+  // Recognises the common cases (one holder, one range in a few boxes) cheaply. Returns false also
+  // if the answer would take long.
   static bool AllDisjoint(absl::Span<const Held> held) {
     if (held.size() > BoxIndex::kLinearBoxes) return false;
     for (size_t i = 0; i < held.size(); ++i) {
@@ -222,7 +222,7 @@ class Planner {
     }
   }
 
-  // Equal boxes together, bigger boxes first. Reorders `held`.
+  // Groups equal boxes, bigger boxes first. Reorders `held`.
   static std::vector<Replicas> Classes(absl::Span<Held> held) {
     std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) {
       const auto key = [](const Held& h) {
@@ -254,7 +254,7 @@ class Planner {
                             const std::vector<uint32_t>& meeting) {
     std::vector<Held> holders(classes[c].holders.begin(), classes[c].holders.end());
     for (const uint32_t other : meeting) {
-      // Elements of an earlier class are not in the part.
+      // The part has no elements of an earlier class.
       if (other < c || !Contains(*classes[other].box, part)) continue;
       holders.insert(holders.end(), classes[other].holders.begin(), classes[other].holders.end());
     }
@@ -271,7 +271,7 @@ class Planner {
       EmitSole(holders.front(), part, wanted);
       return;
     }
-    // Only what some destination wants is read, so only that is balanced.
+    // Only elements that some destination wants are read, so only these are balanced.
     for (const Box& box : WantedOf(part, wanted)) {
       if (ElementCount(box) * element_bytes_ < kSplitBytes) {
         Emit(LeastLoaded(holders), box, wanted);
@@ -296,8 +296,8 @@ class Planner {
     });
   }
 
-  // Cuts `box` into a slice for each holder, such that their loads come out as equal as whole
-  // steps along one dimension allow.
+  // Cuts `box` into a slice for each holder, so that their loads are as equal as whole steps along
+  // one dimension allow.
   void Split(const Box& box, const std::vector<Held>& holders, const BoxIndex& wanted) {
     const auto count = static_cast<int64_t>(holders.size());
     size_t dim = 0;
@@ -309,7 +309,7 @@ class Planner {
     const int64_t bytes = ElementCount(box) * element_bytes_;
     const int64_t step_bytes = bytes / box.extent[dim];
     const int64_t level = Level(load_, holders, bytes);
-    int64_t quota = 0;  // of all holders so far
+    int64_t quota = 0;  // sum of the quotas of all holders so far
     int64_t done = 0;   // steps
     for (size_t h = 0; h < holders.size(); ++h) {
       quota += std::max<int64_t>(level - load_[holders[h].source], 0);
@@ -335,7 +335,7 @@ class Planner {
 
   // ---- moves ----
 
-  // As Emit, for a box that destinations may want in part only.
+  // As Emit, for a box of which destinations may want only parts.
   void EmitSole(const Held& from, const Box& box, const BoxIndex& wanted) {
     if (sources_.size() > 1) {
       for (const Box& part : WantedOf(box, wanted)) {
@@ -345,7 +345,8 @@ class Planner {
     EmitMoves(from, box, wanted);
   }
 
-  // `box`, all of which some destination wants, goes from that piece to all who want some of it.
+  // Makes the moves of `box` from that piece to all destinations that want some of it. Each element
+  // of `box` must be wanted by some destination.
   void Emit(const Held& from, const Box& box, const BoxIndex& wanted) {
     load_[from.source] += ElementCount(box) * element_bytes_;
     EmitMoves(from, box, wanted);
@@ -396,7 +397,7 @@ class Planner {
 
   bool Allowed(const std::string& name) const { return uncovered_allowed_.contains(name); }
 
-  // Sources' shares are disjoint, so counting elements suffices.
+  // The sources' shares are disjoint, so it is enough to count elements.
   absl::Status CheckCovered(const Group& group, size_t first_move) {
     for (const Wanted& wanted : wanted_) {
       if (wanted.covered == ElementCount(*wanted.box) || Allowed(group.spec->name)) continue;
@@ -407,14 +408,14 @@ class Planner {
         if (move.destination_piece != wanted.piece) continue;
         missing = Outside(missing, move.box);
       }
-      if (Exhausted()) return absl::OkStatus();  // the caller says so
+      if (Exhausted()) return absl::OkStatus();  // the caller reports it
       return NotCovered(group.spec->name, wanted.destination,
                         *std::min_element(missing.begin(), missing.end(), BoxLess));
     }
     return absl::OkStatus();
   }
 
-  // Tensors that no source knows at all.
+  // Checks for tensors that no source has at all.
   absl::Status CheckAllHeld() const {
     absl::flat_hash_set<const DestinationIndex::Tensor*> known;
     for (const Group& group : groups_) known.insert(group.target);
@@ -453,7 +454,7 @@ class Planner {
   absl::flat_hash_set<std::string_view> uncovered_allowed_;
   PlanWork work_;
 
-  // Of the tensor at hand.
+  // Of the tensor that is being planned.
   std::vector<Wanted> wanted_;
   std::vector<const Box*> wanted_boxes_;
   int64_t element_bytes_ = 0;
@@ -487,8 +488,8 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
     if (layout != nullptr) most = std::max(most, layout->tensors.size());
   }
   index->tensors_.reserve(most);
-  // Where each tensor of the layout before is in the index. Ranks of an instance mostly list the
-  // same tensors in the same order: comparing two names costs less than looking one up.
+  // Where each tensor of the previous layout is in the index. Ranks of an instance mostly list the
+  // same tensors in the same order, and comparing two names costs less than looking a name up.
   const Layout* before = nullptr;
   std::vector<std::pair<const std::string, Tensor>*> places_before;
   std::vector<std::pair<const std::string, Tensor>*> places;

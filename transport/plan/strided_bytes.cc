@@ -12,15 +12,16 @@ int64_t FloorDivide(int64_t a, int64_t b) { return a / b - (a % b < 0 ? 1 : 0); 
 int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }
 
 // Decides whether a sum of x_i * stride_i, each x_i from 0 to count_i - 1, lies in a range. Takes
-// one axis after the other, the largest stride first: what is left can only reach so far, so few x
-// are possible, and only multiples of the greatest common divisor of its strides.
+// one axis after the other, the largest stride first. The remaining axes reach only up to a known
+// sum, and only multiples of the greatest common divisor of their strides, so few x are possible.
 class SumInRange {
  public:
   SumInRange(absl::InlinedVector<Axis, 8> axes, int64_t most_steps, int64_t* steps)
       : axes_(std::move(axes)), most_steps_(most_steps), steps_(*steps) {
     std::sort(axes_.begin(), axes_.end(),
               [](const Axis& a, const Axis& b) { return a.stride > b.stride; });
-    // Equal strides are one axis: together they take every multiple up to the sum of their ends.
+    // Joins axes with equal strides into one axis: together they reach every multiple up to the sum
+    // of their ends.
     size_t kept = 0;
     for (size_t i = 1; i < axes_.size(); ++i) {
       if (axes_[i].stride == axes_[kept].stride) {
@@ -53,7 +54,8 @@ class SumInRange {
     const int64_t divisor = divisor_[axis];
     if (CeilDivide(low, divisor) > high / divisor) return false;
     const Axis& next = axes_[axis];
-    if (axis + 1 == axes_.size()) return true;  // a multiple of its stride is there, and in reach
+    // A multiple of the stride is in the range, and in reach.
+    if (axis + 1 == axes_.size()) return true;
     const int64_t first = std::max<int64_t>(0, CeilDivide(low - reach_[axis + 1], next.stride));
     const int64_t last = std::min(next.count - 1, FloorDivide(high, next.stride));
     for (int64_t x = first; x <= last; ++x) {
@@ -94,7 +96,7 @@ std::optional<bool> ShareBytes(const StridedBytes& a, const StridedBytes& b, int
 
 // Two different runs of the same storage meet where a sum of d_i * stride_i, each d_i from
 // -(count_i - 1) to count_i - 1 and not all 0, is less than a run away from 0. Of d and -d it is
-// enough to look at the one whose first d_i that is not 0 is positive.
+// enough to look at that whose first d_i other than 0 is positive.
 std::optional<bool> RepeatsBytes(const StridedBytes& a, int64_t most_steps, int64_t* steps) {
   if (!a.outer.empty() && a.outer.back().stride < a.run) return true;
   if (!Decidable(a)) return std::nullopt;
