@@ -150,7 +150,7 @@ enum class GiveUpClass : uint8_t {
 
 // ---- how buckets went ----
 
-// What buckets moved by one broadcast method.
+// How much buckets moved by one broadcast method.
 struct BroadcastTotals {
   BroadcastMethod method = BroadcastMethod::kDirect;
   int64_t bytes = 0;    // tensor data, counted once however many ranks received it

@@ -1,4 +1,4 @@
-// One group as a whole: at most one update at a time (P3), and none opened once the daemon drains.
+// One group as a whole: at most one update at a time (P3), and no new one once the daemon drains.
 // Pure, thread-safe.
 //
 //               open

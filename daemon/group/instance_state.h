@@ -1,6 +1,7 @@
-// The engine ranks that serve one copy of the model: the unit of commit, dirty and eviction. A
-// dirty instance has no version (P2): dirty from the first byte written or handed over until a
-// commit in full, and losing a rank does not wash it off. Pure, thread-safe.
+// The engine ranks that serve one copy of the model: they commit, become dirty and are evicted
+// together. A dirty instance has no version (P2). An instance is dirty from the first byte that is
+// written or handed over until it commits in full; losing a rank does not make it clean. Pure,
+// thread-safe.
 //
 //             complete           prepare                     all_ready
 //   forming ----------> clean ------------> clean_preparing -----------> clean_ready --+
@@ -19,15 +20,15 @@
 //
 // Triggers:
 //   complete     every rank is attached and, for registered delivery, has a layout
-//   prepare      an update takes it in: Prepare is sent to every rank
+//   prepare      an update takes the instance in: Prepare is sent to every rank
 //   all_ready    every rank answered Ready
-//   first_write  its first byte of an update is about to be written or handed over
+//   first_write  the first byte of an update is about to be written or handed over to it
 //   commit       the update committed with this instance in it
 //   give_up      the update aborted, or evicted it with all its ranks alive
-//   rank_lost    a rank's lease ended, others stay
-//   last_lost    its last rank's lease ended
+//   rank_lost    a rank's lease ended, and other ranks stay
+//   last_lost    the lease of the last rank ended
 //   mark_dirty   the group was replaced by a new incarnation, a rank attached with dirty weights,
-//                or one failed the update that the daemon had committed by then
+//                or a rank failed an update that had already committed
 //
 // "-": refused, nothing changes.
 // clang-format off

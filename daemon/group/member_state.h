@@ -1,6 +1,7 @@
-// One attached process. Engine ranks are preparing after Prepare and ready by their Ready; trainer
-// ranks are preparing after their Begin and ready by its answer. A lost member is leaving while a
-// transfer still touches its memory: only gone may be unmapped (P6). Pure, thread-safe.
+// One attached process. An engine rank is preparing after Prepare, and ready after its Ready; a
+// trainer rank is preparing after its Begin, and ready once Begin is answered. A lost member is
+// leaving while a transfer still touches its memory, and gone afterwards: only then may its memory
+// be unmapped (P6). Pure, thread-safe.
 //
 //                 +---------------- outcome --------------+
 //                 v                     |                 |

@@ -1,6 +1,6 @@
-// The transaction that installs one version. Only the coordinator's own decisions drive it;
-// whatever waits in a state has a deadline (P4), and committed is reached from a settled or
-// verified update only (P1). Pure, thread-safe.
+// The transaction that installs one version. Only the coordinator's own decisions drive it. Every
+// wait in a state has a deadline (P4). An update commits only when all parts are settled and, if
+// that was asked for, verified (P1). Pure, thread-safe.
 //
 //              assembled              all_ready          all_committed
 //   opening ------------> preparing ------------> data ----------------> settling --decide--+
@@ -12,12 +12,12 @@
 //
 // Triggers:
 //   assembled      all trainer ranks have begun and enough instances are complete
-//   all_ready      every engine rank still in answered Ready
-//   all_committed  every trainer rank committed, and what was pushed covers every instance
+//   all_ready      every engine rank still in the update answered Ready
+//   all_committed  every trainer rank committed, and the pushed tensors cover every instance
 //   verify         all parts are transferred and acknowledged; the destinations are being read back
 //   decide         all that was asked for is verified: the version is installed
-//   give_up        a trainer rank was lost, a deadline passed, someone gave the update up, ...
-//   quiet          no transfer and no verification of it runs any more
+//   give_up        a trainer rank was lost, a deadline passed, a member or operator gave up, ...
+//   quiet          no transfer and no verification of the update runs any more
 //
 // "-": refused, nothing changes.
 // clang-format off

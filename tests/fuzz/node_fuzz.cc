@@ -1,7 +1,7 @@
 // Any sequence of members' and operators' calls to a real node with the host transport. As far as
 // callers can see, these must hold whatever they call:
-//  P1 who is told Committed had answered Prepare and acknowledged every part, and so had its whole
-//     instance; its memory holds just what was pushed; every trainer rank had committed.
+//  P1 a rank that is told Committed had answered Prepare and acknowledged every part, like its
+//     whole instance; its memory holds exactly the pushed bytes; every trainer rank had committed.
 //  P2 a dirty instance has no version.
 //  P3 versions grow within an incarnation.
 //  P4, P8 in the end every call has been answered once, every stream ended once, and no member,
