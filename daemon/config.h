@@ -52,7 +52,7 @@ inline constexpr size_t kMaxUnixPathBytes = 99;  // 107 of an address, less ".fd
 inline constexpr int kMaxTcpListeners = 16;
 inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
 inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of a group
-// Pings come four times as often.
+// The shortest limit of silence that can be set; pings are sent four times within the limit.
 inline constexpr Duration kMinSilence = std::chrono::milliseconds(100);
 
 struct ListenConfig {

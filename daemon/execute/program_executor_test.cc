@@ -447,7 +447,7 @@ TEST_CASE("Replayed moves are read back against their own version's digests") {
     }
     daemon.executor.Forget(kUpdate);
   }
-  // Twice in one update: the digests add up, and are no version's any more.
+  // Run twice in one update: the digests add up and no longer match the version.
   CHECK(daemon.Run(moves).status.ok());
   CHECK(daemon.Run(moves).status.ok());
   CHECK(daemon.Verify().status.code() == absl::StatusCode::kDataLoss);
@@ -501,7 +501,7 @@ TEST_CASE("Local moves are prepared once and let go with the program or a member
   for (const Verification verification : kAll) run(verification);
   CHECK(bench.transport.prepared == 1);
 
-  // Other ranks are left out: another transfer.
+  // If other ranks are skipped, the transfer is another one.
   StartMoves fewer = daemon.Step(MoveStep::kLocal, Verification::kOff);
   fewer.skip_destination.assign(daemon.bound->destinations.size(), true);
   const MovesDone none = daemon.Run(fewer);
@@ -522,16 +522,16 @@ TEST_CASE("Local moves are prepared once and let go with the program or a member
   const auto gone = [&] {
     return std::all_of(memory.begin(), memory.end(), [](const auto& m) { return m.expired(); });
   };
-  // The transport lets a transfer go just after its caller knows.
+  // The transport destroys a transfer just after it has told its caller.
   const auto soon_gone = [&] {
     const auto deadline = std::chrono::steady_clock::now() + kDeadline;
     while (!gone() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
     return gone();
   };
-  daemon.executor.Release(MemberId(5));  // somebody else
+  daemon.executor.Release(MemberId(5));  // another member
   auto kept = daemon.memory.regions;
   forget_memory();
-  run(Verification::kOff);  // needs no look-up
+  run(Verification::kOff);  // needs no look-up of memory
   kept.clear();
   CHECK(!gone());
   daemon.executor.Release(member);
@@ -540,7 +540,8 @@ TEST_CASE("Local moves are prepared once and let go with the program or a member
   cluster->Bind(64);
   run(Verification::kOff);
 
-  // Bound ahead, and taken by who resolved them meanwhile; not once a member was released.
+  // Moves that were bound ahead serve a step that was resolved meanwhile, unless a member was
+  // released since.
   for (const bool released : {false, true}) {
     cluster->Bind(released ? 192 : 128);
     const StartMoves start = daemon.Step(MoveStep::kLocal, Verification::kOff);

@@ -15,7 +15,7 @@ namespace {
 // is less than the second within which survivors must hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
 // An attempt to bring an epoch up that had less time proves nothing about a daemon, so no daemon is
-// left out for it. The limit is lower if one collective has less time (PeerLimits::wire).
+// left out for it. A quarter of PeerLimits::wire takes its place where that is shorter.
 constexpr Duration kLeastAttempt = std::chrono::seconds(1);
 constexpr int kPingsPerLimit = 4;  // so that a lost ping is not a lost daemon
 
@@ -249,8 +249,8 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     Feed(MemberLost{ours, fmt::format("{} was lost: {}", name, reason)});
   }
   if (spread.has_value() && spread->nodes.erase(id) > 0) {
-    // The update waited only for the loss of the node's member: losing it announced the update
-    // without that node.
+    // The loss of one member of the node may have assembled an update with its other members, which
+    // are lost by now as well. The node was not told of that update.
     if (spread->data_began)
       Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost);
     if (epoch.has_value()) CloseEpochEverywhere();

@@ -611,7 +611,7 @@ struct RefuseMember {
 struct WelcomeMember {
   MemberId member;
 };
-// Status or watch would show something else now.
+// Something that status or watch shows has changed.
 struct StateChanged {};
 // One line for the log, written once where its cause is first detected.
 struct LogLine {

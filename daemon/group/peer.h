@@ -260,8 +260,8 @@ struct PlanMember {
   uint32_t rank = 0;  // index into the plan's sources or destinations
   MemberId member;
 };
-// The program of an update, sent after its PeerPrepare. Programs that carry a plan are sent to a
-// few daemons at a time. Answered by PeerProgramBuilt.
+// The program of an update, sent after its PeerPrepare. Where programs carry a plan, only some
+// daemons are sent theirs at a time. Answered by PeerProgramBuilt.
 struct PeerProgram {
   UpdateId update;
   ProgramId program;

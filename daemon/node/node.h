@@ -9,10 +9,10 @@
 //   node_calls.cc     a trainer's calls
 //   node_memory.cc    regions, staging pools, the descriptor socket
 //   node_device.cc    members on GPUs: their devices, device memory, a lost GPU
-// node_actions.cc   hands events to machines, performs their actions
+//   node_actions.cc   hands events to machines, performs their actions
 //   node_peers.cc     other daemons and the wire
 //   node_programs.cc  compiled refits: plans, node programs, their steps
-// node_operator.cc  operators' calls
+//   node_operator.cc  operators' calls
 //
 // One mutex serialises all state machines and guards the state: Calls, Leases, Memory, Peers,
 // Watchers and each group's Pools (a class a file), and the state that this class keeps itself. A

@@ -8,7 +8,7 @@
 // Invariants
 //  - Nothing in a file is trusted (P10): the header's length has a limit and lies inside the file;
 //    sizes agree with shapes; tensors lie inside the data, without overlap or hole, as the format
-// demands; names are unique in the folder; index and shards name the same tensors.
+//    demands; names are unique in the folder; index and shards name the same tensors.
 //  - Bytes are read with pread, not mapped: a file that shrinks meanwhile is an error, not SIGBUS.
 //
 // Threads: a Checkpoint is immutable after Open and thread-safe. A writer belongs to one thread.

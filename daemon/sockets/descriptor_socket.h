@@ -127,8 +127,8 @@ class DescriptorSocket {
   const UniqueFd stop_;   // eventfd, level-triggered: wakes every thread
   const UniqueFd timer_;  // timerfd: idle connections
   DescriptorHandler* const handler_;
-  // Used by the thread that has the listener's event.
-  // Closed for a moment to refuse a connection when descriptors run out.
+  // The next three are used by the thread that has the listener's event. The spare descriptor is
+  // closed for a moment to refuse a connection when descriptors run out.
   UniqueFd spare_;
   int64_t shed_since_logged_ = 0;
   std::optional<std::chrono::steady_clock::time_point> shed_logged_;
