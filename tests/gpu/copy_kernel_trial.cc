@@ -5,7 +5,7 @@
 //   copy_kernel_trial random     # the first: small, for compute-sanitizer
 //   copy_kernel_trial rates [GIB]
 //
-// Prints SKIPPED and ends well where there is no GPU; ends with 1 at the first byte or digest that
+// Prints SKIPPED and exits with 0 if there is no GPU; exits with 1 at the first byte or digest that
 // is wrong.
 #include <cstdio>
 
@@ -73,7 +73,7 @@ int Devices() {
   return devices;
 }
 
-// A device's memory from here to the end of the process.
+// Allocates device memory that stays until the end of the process.
 CUdeviceptr Allocate(size_t bytes) {
   CUdeviceptr address = 0;
   TRIAL_CALL(cuMemAlloc, &address, bytes);
@@ -120,8 +120,8 @@ class Gpu {
     return milliseconds;
   }
 
-  // `sums`: device memory, stored ones and then as many source ones; zeroed here. The last `apart`
-  // tasks are of elements that lie apart.
+  // `sums` is device memory for the stored sums and then as many source sums; it is zeroed here.
+  // The last `apart` tasks are of elements that lie apart.
   float Launch(CUdeviceptr tasks, uint32_t count, uint32_t apart, int blocks, CUdeviceptr sums,
                size_t sum_count) {
     Use();
@@ -139,7 +139,7 @@ class Gpu {
     apart_launch.next_task += 1;
     void* arguments[] = {&launch};
     void* apart_arguments[] = {&apart_launch};
-    // Memory is set by the legacy stream, which this one does not wait for.
+    // The legacy stream sets memory, and this stream does not wait for it.
     TRIAL_CALL(cuCtxSynchronize, );
     return Time([&](CUstream stream) {
       if (launch.task_count > 0) {
@@ -202,7 +202,7 @@ int64_t PickStep(Rng* rng, int64_t span) {
   return step;
 }
 
-// Steps of nested dimensions; returns what the whole spans.
+// Picks steps of nested dimensions; returns the bytes that they span.
 int64_t PickSteps(Rng* rng, const CopyTask& task, int64_t run_bytes, int64_t* steps) {
   int64_t span = run_bytes;
   for (int d = kTaskDims; d-- > 0;) {
@@ -212,7 +212,7 @@ int64_t PickSteps(Rng* rng, const CopyTask& task, int64_t run_bytes, int64_t* st
   return span;
 }
 
-// Single elements at a few times their size, as pieces that take turns have them.
+// Picks single elements at distances of a few times their size, as in pieces that alternate.
 void PickElements(Rng* rng, uint64_t slot, CopyTask* task) {
   const int64_t element_bytes = task->element_bytes;
   const int64_t columns = Pick(rng, 0, 1) == 0 ? Pick(rng, 1, 700) : 16 * Pick(rng, 1, 40);
@@ -282,7 +282,7 @@ bool PickTask(Rng* rng, uint64_t slot, CopyTask* task) {
   return true;
 }
 
-// Tasks hold offsets; on a device, or here, they are addresses. Some only read.
+// Turns the offsets in tasks into addresses, on a device or here. Some tasks only read.
 std::vector<CopyTask> At(std::vector<CopyTask> tasks, uint64_t source, uint64_t destination) {
   for (size_t i = 0; i < tasks.size(); ++i) {
     CopyTask& task = tasks[i];
@@ -369,7 +369,7 @@ struct Shape {
   int64_t source_row;  // bytes from run to run
   int64_t off;         // of the source, bytes
   uint8_t element_bytes;
-  // Elements that lie apart: every how many-th place of a row is the piece's. 0: runs.
+  // Elements that lie apart: every source_every-th place of a row belongs to the piece. 0: runs.
   int64_t source_every = 0;
   int64_t destination_every = 0;
 };
@@ -442,7 +442,7 @@ std::vector<CopyTask> MakeElementTasks(const Rates& rates, const Shape& shape, D
   return tasks;
 }
 
-// The digests of what was stored and of what there was to store.
+// Compares the digest of what was stored with that of the source.
 void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
   for (int pass = 0; pass < 2; ++pass) {
     for (CopyTask& task : tasks) {

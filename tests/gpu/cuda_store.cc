@@ -15,8 +15,8 @@
 namespace refitd::gpu {
 namespace {
 
-// What a client of refitd calls: more than the daemon's table (transport/cuda/api.h) has, for it
-// makes memory and exports it.
+// The driver calls of a client of refitd. The daemon's table (transport/cuda/api.h) lacks some of
+// them, since a client makes memory and exports it.
 #define REFITD_GPU_CALLS(V)                                         \
   V(cuGetErrorString, "cuGetErrorString")                           \
   V(cuInit, "cuInit")                                               \
@@ -118,7 +118,7 @@ class CudaStore final : public Store {
     return absl::OkStatus();
   }
 
-  // Device memory goes with the process.
+  // Device memory is freed at the process's end.
   ~CudaStore() override = default;
 
   const std::string& device_name() const override { return name_; }
@@ -257,14 +257,14 @@ class CudaStore final : public Store {
   }
 
  private:
-  // Calls come from the threads of the rank; which is the caller's business.
+  // Makes the context current, since calls come from any thread of the rank.
   absl::Status Current() {
     REFITD_GPU(cuCtxSetCurrent, context_);
     return absl::OkStatus();
   }
 
-  // Elements that follow one another in the tensor and in memory: most pieces, which an engine's
-  // own loader would copy so too.
+  // Whether the elements follow one another in the tensor and in memory. Most pieces do, and an
+  // engine's own loader would also copy them as one run.
   static bool IsOneRun(const Task& piece) {
     return piece.dims == 0 ||
            (piece.dims == 1 && piece.stride[0] == 1 && piece.global_stride[0] == 1);

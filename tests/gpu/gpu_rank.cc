@@ -1,6 +1,6 @@
 // One rank of a group, a trainer or an engine, in a process of its own: GPU memory (or shared host
-// memory), a layout, and refitd's C++ client. Driven line by line through stdin; answers with JSON,
-// one object a line, on stdout. tests/gpu/orchestrate.py is what drives it.
+// memory), a layout, and refitd's C++ client. It reads commands line by line from stdin and answers
+// with JSON, one object a line, on stdout. tests/gpu/orchestrate.py drives it.
 //
 //   gpu_rank trainer|engine --socket PATH --group NAME [...]   (gpu_rank --help)
 //   gpu_rank selftest --device N --memory legacy|vmm|host      fills and checks without a daemon
@@ -127,7 +127,7 @@ struct Words {
     }
   }
   bool Has(const std::string& word) const { return flags.contains(word); }
-  // The last stretch awake: all ranks begin within microseconds.
+  // Busy-waits at the end, so that all ranks begin within microseconds.
   void AwaitStart() const {
     if (!at.has_value()) return;
     constexpr auto kAwake = std::chrono::milliseconds(1);
@@ -157,7 +157,7 @@ client::ConnectOptions Connect(const Options& options, const std::string& device
   return connect;
 }
 
-// Memory of the process's own where nobody else makes it.
+// Memory of the process itself, for runs without a daemon.
 class HostBlocks {
  public:
   void Adopt(const RankLayout& held, Store* store) {
@@ -171,7 +171,7 @@ class HostBlocks {
   std::vector<std::unique_ptr<char[]>> blocks_;
 };
 
-// Memory and layout: what both roles have.
+// The memory and layout that both roles have.
 class Holder {
  public:
   explicit Holder(const Options& options) : options_(options) {}
@@ -212,7 +212,7 @@ class Holder {
     return store_->Synchronise();
   }
 
-  // The layout as the client takes it: with its own regions' ids.
+  // The layout with the ids of the client's regions.
   Layout ForClient() const {
     Layout layout = held_.layout;
     for (Piece& piece : layout.pieces) {
@@ -449,8 +449,8 @@ class TrainerRank {
     return packer.Flush();
   }
 
-  // The values are written right before, behind a busy stream if asked for, and gone right after:
-  // what a caller may do whose buffers are reused.
+  // Writes the values right before the push, behind a busy stream if asked for, and poisons them
+  // right after, as a caller that reuses its buffers may do.
   absl::Status PushOne(client::Update* update, client::Bucket bucket, size_t block,
                        const Words& words) {
     if (words.Has("stream") || words.spin_ms > 0) {
@@ -574,7 +574,7 @@ class EngineRank {
     }
   }
 
-  // Work of this rank that reads or writes the weights is over once the lock is had.
+  // When the lock is held, this rank's work that reads or writes the weights has ended.
   void OnPrepare(const client::Prepare& prepare) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (hold_) {
@@ -594,7 +594,7 @@ class EngineRank {
     return holder_.store().Synchronise();
   }
 
-  // Acknowledged once the device has read the slot.
+  // Loads the part, and acknowledges it when the device has read the slot.
   void OnPart(const client::Part& part) {
     const absl::Status loaded = Load(part);
     if (!loaded.ok()) (void)engine_->Fail(part.version, std::string(loaded.message()));
@@ -630,7 +630,8 @@ int Serve(const Options& options) {
 
 // ---- without a daemon ----
 
-// A fill checks; another version, a poisoned piece and a byte beside the pieces are seen.
+// Checks that a fill passes the check, and that another version, a poisoned piece and a byte beside
+// the pieces are noticed.
 absl::Status SelfTest(Holder* holder, json* line) {
   HostBlocks blocks;
   REFITD_RETURN_IF_ERROR(holder->Allocate());

@@ -1,6 +1,6 @@
 // Communicators on real GPUs: broadcasts and all-gathers bit for bit, the kernels that NCCL says it
-// ran, windows and communicators made and given back a thousand times, device memory, and rates.
-// Says SKIPPED where there are no two GPUs or no NCCL. By hand: README.md.
+// ran, windows and communicators made and freed a thousand times, device memory, and rates. Prints
+// SKIPPED if there are fewer than two GPUs or no NCCL. README.md says how to run it by hand.
 //
 //   REFITD_TRIAL_BYTES=N    the largest message, instead of 256 MiB
 //   REFITD_TRIAL_CYCLES=N   windows made and given back, instead of 1000
@@ -82,11 +82,11 @@ std::string ReadLog() {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// What NCCL logs while this lives, line by line.
+// The lines that NCCL logs while this object lives.
 class LogSection {
  public:
   LogSection() : begin_(ReadLog().size()) {}
-  // Lines with all of these words, from where NCCL's own text begins.
+  // The lines with all of these words, from the beginning of NCCL's own text.
   std::vector<std::string> Lines(const std::vector<std::string>& words) const {
     std::istringstream text(ReadLog().substr(begin_));
     std::vector<std::string> found;
@@ -192,7 +192,7 @@ class Rig {
       });
     }
   }
-  // Whether these bytes are there, and poison behind them.
+  // Whether memory has these bytes, and poison behind them.
   bool Holds(size_t rank, const char* at, const char* want, int64_t bytes) {
     On(devices_[rank], [&](const CudaApi& api) {
       RequireOk(REFITD_CUDA_CALL(api, cuMemcpyDtoHAsync, back_, reinterpret_cast<CUdeviceptr>(at),
@@ -203,7 +203,7 @@ class Rig {
            std::all_of(back_ + bytes, back_ + bytes + kGuard,
                        [](char c) { return static_cast<unsigned char>(c) == kPoison; });
   }
-  // Free bytes of each device; none where the driver can't say.
+  // The free bytes of each device; empty if the driver can't tell.
   std::vector<int64_t> Free() {
     std::vector<int64_t> all;
     if (info_ == nullptr) return all;
@@ -226,7 +226,7 @@ class Rig {
     std::memset(data, 0, static_cast<size_t>(bytes));
     return static_cast<char*>(data);
   }
-  // The rank's stream stands still until the flag, pinned memory, is 1.
+  // Makes the rank's stream wait until the flag, in pinned memory, is 1.
   void WaitOnStream(size_t rank, char* flag) {
     On(devices_[rank], [&](const CudaApi& api) {
       RequireOk(api.Check(
@@ -252,7 +252,7 @@ class Rig {
 std::shared_ptr<CudaMemory> the_memory;
 NcclReport the_nccl;
 
-// Made by the first test case; never destroyed: what hangs may use it to the end.
+// Made by the first test case and never destroyed, because hanging work may use it to the end.
 struct TheRig {
   Rig* operator->() const {
     static Rig* const made = new Rig(the_memory, the_nccl);
@@ -324,7 +324,7 @@ TEST_CASE("broadcasts bring every byte to every device, and no byte more") {
   RequireOk(communicator->Close(Clock::now() + kWait));
 }
 
-// All sizes in a window, each at another offset.
+// Gathers all sizes in a window, each at a different offset.
 void GatherAll(Communicator* communicator, Communicator::WindowId window, const Regions& regions,
                const std::function<void(int64_t)>& ran) {
   const auto ranks = static_cast<int64_t>(rig->ranks());
@@ -395,7 +395,7 @@ TEST_CASE("a communicator that is aborted in mid-broadcast gives all back, and t
   Regions regions = rig->MakeRegions(16 * kMiB + kGuard);
   Ok(communicator->RegisterWindow(regions, Clock::now() + kWait));
   const auto before = rig->Free();
-  // All devices but the last begin, and wait for it.
+  // All devices but the last begin, and wait for the last.
   rig->WaitOnStream(rig->ranks() - 1, flag);
   RequireOk(communicator->Broadcast(BroadcastOf(regions, 0, 16 * kMiB), Clock::now() + kWait));
   const Clock::time_point begun = Clock::now();
@@ -404,7 +404,7 @@ TEST_CASE("a communicator that is aborted in mid-broadcast gives all back, and t
   __atomic_store_n(reinterpret_cast<uint32_t*>(flag), 1, __ATOMIC_RELEASE);
   communicator = nullptr;
   regions.clear();
-  communicator = rig->Make();  // behind the other's end
+  communicator = rig->Make();  // after the end of the other
   std::printf("aborted in mid-broadcast, given back and made anew in %.0f ms\n",
               Milliseconds(begun));
   rig->Synchronize();
@@ -471,7 +471,7 @@ TEST_CASE("windows and communicators come and go, and device memory with them") 
       rig->Synchronize();
       CHECK(rig->Holds(0, regions[0]->data() + (ranks - 1) * 1008, rig->random() + i, 1008));
     }
-    // Some communicators go with their window: closed, or aborted.
+    // Some communicators are closed or aborted while they have a window.
     if (i % 60 == 59) {
       const Clock::time_point closing = Clock::now();
       if (i % 120 == 59) {
@@ -498,7 +498,7 @@ TEST_CASE("windows and communicators come and go, and device memory with them") 
   CHECK(!rig->lost());
 }
 
-// Milliseconds of one, the mean of those issued one behind the other.
+// The mean milliseconds of one collective, when `times` of them are issued one after the other.
 double TimeOf(int times, const std::function<void()>& issue) {
   issue();
   rig->Synchronize();

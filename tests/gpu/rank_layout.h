@@ -1,5 +1,5 @@
-// What a rank of the GPU tests holds: layouts of real models or random ones, divided into blocks of
-// memory as an allocator does.
+// Layouts of ranks of the GPU tests: of real models or random, divided into blocks of memory as an
+// allocator does.
 //
 // Pure: the same options give the same layouts in every process.
 #ifndef REFITD_TESTS_GPU_RANK_LAYOUT_H_
@@ -20,18 +20,18 @@ struct LayoutOptions {
   std::string model = "qwen3-0.6b";  // of transport/sharding/model.h, or "tensors:N:BYTES": N bf16
                                      // vectors of BYTES
   int64_t layers = 0;                // 0: the model's; else the first so many
-  int64_t experts = 0;               // 0: the model's; else so many
+  int64_t experts = 0;               // 0: the model's; else this number
   bool tiny = false;                 // ScaledDown
   int rank = 0;
   int world = 1;  // engines: ranks of one instance
   int64_t tp = 1;
   int64_t pp = 1;
-  int64_t ep = 1;  // engines: over 1 is expert parallelism over the tp ranks
+  int64_t ep = 1;  // engines: greater than 1 means expert parallelism over the tp ranks
   int64_t etp = 1;
   bool trainer = false;
   uint64_t random_seed = 1;
 
-  int64_t block_bytes = int64_t{1} << 30;  // a new block where one would pass this
+  int64_t block_bytes = int64_t{1} << 30;  // the most bytes of a block with several pieces
   bool odd = false;  // pieces begin at any multiple of their element size, with gaps between them
 };
 

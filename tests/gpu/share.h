@@ -1,4 +1,4 @@
-// The one place where a rank of the GPU tests makes its blocks known to its daemon.
+// Makes the blocks of a rank of the GPU tests known to its daemon.
 #ifndef REFITD_TESTS_GPU_SHARE_H_
 #define REFITD_TESTS_GPU_SHARE_H_
 
@@ -30,7 +30,7 @@ absl::StatusOr<std::shared_ptr<client::Region>> ShareBlock(Member* member, const
   return member->AddCudaRegion(client::CudaIpcBlock{block.ipc_handle, block.bytes});
 }
 
-// One region a block; of host memory, the daemon's client makes the blocks.
+// Makes one region for each block. For host memory, refitd's client makes the blocks.
 template <typename Member>
 absl::StatusOr<std::vector<std::shared_ptr<client::Region>>> Share(
     Member* member, MemoryKind kind, const std::vector<int64_t>& block_bytes, Store* store) {

@@ -1,10 +1,10 @@
-// Memory of one rank of the GPU tests: blocks on a GPU (or, to try the tests' own machinery without
-// one, shared host memory), and kernels that fill, check and poison the pieces of a layout in it.
+// Memory of one rank of the GPU tests: blocks on a GPU (or shared host memory, to try the tests
+// themselves without a GPU), and kernels that fill, check and poison the pieces of a layout in it.
 //
-// Blocks are of cuMemAlloc, for legacy CUDA IPC, or of cuMemCreate, exported as descriptors. The
-// driver is loaded at run time; no CUDA type appears here. All work runs on one stream of the
-// rank's own, in order. Not thread-safe. Errors: UNAVAILABLE no driver or device, else INTERNAL
-// with the driver's words.
+// Blocks are made by cuMemAlloc, for legacy CUDA IPC, or by cuMemCreate, exported as descriptors.
+// The driver is loaded at run time; no CUDA type appears here. All work runs in order on one stream
+// of the rank's own. Not thread-safe. Errors: UNAVAILABLE no driver or device, else INTERNAL with
+// the driver's words.
 #ifndef REFITD_TESTS_GPU_STORE_H_
 #define REFITD_TESTS_GPU_STORE_H_
 
@@ -22,7 +22,7 @@ namespace refitd::gpu {
 
 enum class MemoryKind : uint8_t { kLegacy, kVmm, kHost };
 
-// How a block is made known to a daemon.
+// The handle or descriptor by which a block is made known to a daemon.
 struct Export {
   std::string ipc_handle;  // kLegacy: 64 bytes
   int descriptor = -1;     // kVmm: owned by the store
@@ -43,40 +43,40 @@ inline constexpr uint8_t kPoison = 0xa5;
 
 class Store {
  public:
-  // `device`: the driver's ordinal, of no meaning to kHost.
+  // `device` is the driver's ordinal; kHost ignores it.
   static absl::StatusOr<std::unique_ptr<Store>> Create(MemoryKind kind, int device);
   virtual ~Store() = default;
 
   // "GPU-..."; "host".
   virtual const std::string& device_name() const = 0;
-  // Adds a block of at least so many bytes; what it has is in its Export. Blocks of kHost are not
-  // made here: see Adopt.
+  // Adds a block of at least `bytes`; Export has its true size. Blocks of kHost are not made here:
+  // see Adopt.
   virtual absl::Status AddBlock(int64_t bytes) = 0;
   virtual absl::StatusOr<Export> ExportBlock(size_t block) = 0;
-  // kHost: memory that somebody else made, as the next block.
+  // kHost: takes existing memory as the next block.
   virtual void Adopt(char* data, int64_t bytes) = 0;
 
   // The pieces lie in blocks by index: RegionId(b + 1) is block b. Later calls work on these.
   virtual absl::Status SetLayout(const Layout& layout, const std::vector<std::string>& names) = 0;
 
-  // These queue work; Synchronise waits for it (without a deadline: who drives the rank has one).
+  // These queue work; Synchronise waits for it, without a deadline, since orchestrate.py has one.
   virtual absl::Status Spin(int64_t milliseconds) = 0;
   // Pieces of one block, or of all (-1).
   virtual absl::Status Fill(int64_t version, uint64_t seed, int block) = 0;
   virtual absl::Status PoisonPieces(int block) = 0;
-  // Elements [start, start + count), row-major, of the tensor with this TensorHash, which lie one
-  // after the other at `from`, on this device: into the pieces that have any of them.
+  // Copies elements [start, start + count), row-major, of the tensor with this TensorHash into the
+  // pieces that have any of them. The elements lie one after the other at `from`, on this device.
   virtual absl::Status Load(uint64_t tensor_hash, int64_t start, int64_t count,
                             const char* from) = 0;
-  // Bytes of a block to `to`, on this device.
+  // Copies bytes of a block to `to`, on this device.
   virtual absl::Status CopyOut(size_t block, int64_t byte_offset, int64_t bytes, char* to) = 0;
-  // Every byte of every block, pieces or not.
+  // Poisons every byte of every block, also beside the pieces.
   virtual absl::Status PoisonAll() = 0;
   virtual absl::Status Synchronise() = 0;
 
   virtual absl::StatusOr<WrongElements> Check(int64_t version, uint64_t seed) = 0;
-  // Bytes of all blocks that are not poison. After PoisonPieces: bytes beside the pieces that
-  // somebody wrote.
+  // Counts the bytes of all blocks that are not poison. After PoisonPieces these are the bytes
+  // beside the pieces that were wrongly written.
   virtual absl::StatusOr<int64_t> CountUnpoisoned() = 0;
 
   virtual absl::StatusOr<DeviceMemory> Memory() = 0;

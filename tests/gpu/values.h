@@ -1,9 +1,9 @@
-// What a rank of the GPU tests writes and expects: every element of every tensor has a value of its
-// own, made of the tensor, its row-major index in the global shape, the version and a seed. One
-// code for kernels (fill.cu) and the host.
+// The values that ranks of the GPU tests write and expect: every element of every tensor has a
+// value of its own, computed from the tensor, its row-major index in the global shape, the version
+// and a seed. Kernels (fill.cu) and the host share this code.
 //
-// A Task is a piece of a layout with its strides, dimensions that lie densely behind each other
-// merged. A Chunk is a run of a task's elements that one block of threads works on.
+// A Task is a piece of a layout with its strides; dimensions that are contiguous with each other
+// are merged. A Chunk is a run of a task's elements that one block of threads handles.
 #ifndef REFITD_TESTS_GPU_VALUES_H_
 #define REFITD_TESTS_GPU_VALUES_H_
 
@@ -38,7 +38,7 @@ struct Chunk {
   uint64_t task = 0;
 };
 
-// Where wrong elements are: how many, and the least (task << 40 | element of the box).
+// The number of wrong elements, and the least of (task << 40 | element of the box) of them.
 struct Wrong {
   unsigned long long count = 0;
   unsigned long long first = ~0ULL;
@@ -115,8 +115,8 @@ REFITD_HOST_DEVICE uint64_t LoadElement(const Task& task, int64_t storage) {
   }
 }
 
-// The element at `place`, if it is among the `count` from row-major index `start` on that lie one
-// after the other at the address `from`.
+// Loads the element at `place`, if it is one of the `count` elements from row-major index `start`
+// on that lie one after the other at the address `from`.
 REFITD_HOST_DEVICE void LoadFrom(const Task& task, const Place& place, uint64_t from, int64_t start,
                                  int64_t count) {
   if (place.index < start || place.index >= start + count) return;

@@ -65,7 +65,7 @@ absl::Status CudaApi::Check(std::string_view call, CUresult result) const {
 }
 
 bool IsLostContext(CUresult result) {
-  // By number: headers of older toolkits lack some names.
+  // Results are given as numbers, because headers of older toolkits lack some names.
   switch (static_cast<int>(result)) {
     case 4:    // the driver is shutting down
     case 46:   // device unavailable

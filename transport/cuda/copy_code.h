@@ -1,34 +1,34 @@
-// What one thread of a block does for a copy task: the code of the copy kernel, which compiles for
-// nvcc and, thread after thread, for the host (copy_interpreter.h), so that tests without a GPU run
-// it too.
+// The code of the copy kernel: the work of one thread of a block for a copy task. nvcc compiles it
+// for GPUs, and the host's compiler for copy_interpreter.h, which runs thread after thread, so that
+// tests without a GPU run it too.
 //
-// A run is worked on in vectors of 16 bytes. Where they begin is decided by the address that is
-// stored to, or, in a pass that stores nothing, by the digest's index; the first and last vector of
-// a run may be partial. The vectors of all runs of a task are numbered, and thread i takes numbers
-// i, i + threads, ...: short runs keep a block as busy as long ones. Digests are of the registers
-// that are stored.
+// A run is handled in vectors of 16 bytes. They are aligned to the address that is stored to, or,
+// in a pass that stores nothing, to the digest's index; the first and last vector of a run may be
+// partial. The vectors of all runs of a task are numbered, and thread i takes numbers i, i +
+// threads, ...: so short runs keep a block as busy as long ones. Digests are computed from the
+// registers that are stored.
 //
-// Three loops share the work of runs. Line and QuickPass take whole vectors where source,
-// destination and the digest's index are aligned alike: Line those of tasks of one run, and of runs
-// that lie alike; QuickPass all others. SlowPass takes everything: sources that lie otherwise
-// modulo 16 are loaded as two aligned vectors and shifted, partial vectors are stored in parts,
-// elements of a vector may belong to two blocks of the digest; after the others it takes only the
+// Three loops share the work of runs. Line and QuickPass take whole vectors if source, destination
+// and the digest's index are equally aligned: Line those of tasks with one run, or with equally
+// aligned runs; QuickPass all others. SlowPass takes any vector: sources with another alignment are
+// loaded as two aligned vectors and shifted, partial vectors are stored in parts, and elements of a
+// vector may belong to two blocks of the digest. After Line or QuickPass, SlowPass takes only the
 // ends of runs.
 //
-// Most weights are Line's, and memory brings a multiprocessor of an H200 a vector for each thread
-// of a warp every 31 cycles: Line spends 53 instructions on a vector of 2-byte elements that is
-// digested (of 1-byte ones 50, of 4-byte ones 37; 11 more where there are runs), QuickPass 120 to
-// 172 (sm_90). Line does both passes of a task at once: the second load finds in a cache what the
-// first brought from memory.
+// Line handles most weights. On an H200, memory delivers a vector for each thread of a warp to a
+// multiprocessor every 31 cycles. Line spends 53 instructions on a digested vector of 2-byte
+// elements (50 for 1-byte elements, 37 for 4-byte elements; 11 more if there are several runs),
+// QuickPass 120 to 172 (sm_90). Line does both passes of a task at once: the second load finds in a
+// cache the bytes that the first load brought from memory.
 //
-// Elements that lie apart, as gate and up do that take turns in the last dimension, are runs of
-// one. GatherPass loads them one by one and stores whole vectors; ElementPass stores them one by
-// one, of which those of a warp lie beside one another: a vector for each thread, stored in parts,
-// would touch as many lines of memory as there are threads.
+// Elements that lie apart, such as gate and up that alternate in the last dimension, are runs of
+// one element. GatherPass loads them one by one and stores whole vectors. ElementPass stores them
+// one by one, so that the stores of a warp are beside one another; a vector for each thread, stored
+// in parts, would touch as many lines of memory as there are threads.
 //
-// Where a digest is wanted of what is stored at no multiple of the element size, aligned vectors
-// would cut elements. Then vectors begin where the run does, and stores are as narrow as that
-// needs.
+// If digested elements are stored at addresses that are not multiples of the element size, aligned
+// vectors would cut elements. Then vectors begin where the run begins, and stores are as narrow as
+// that requires.
 #ifndef REFITD_TRANSPORT_CUDA_COPY_CODE_H_
 #define REFITD_TRANSPORT_CUDA_COPY_CODE_H_
 
@@ -46,7 +46,8 @@
 #define REFITD_COPY_NO_UNROLL
 #endif
 
-// Loads of whole aligned vectors read beside a run (copy_task.h); the sanitizer must not mind.
+// Loads of whole aligned vectors read bytes beside a run (copy_task.h), which the sanitizer must
+// not report.
 #if defined(__SANITIZE_ADDRESS__)
 #define REFITD_COPY_LOAD __attribute__((no_sanitize_address, noinline))
 #elif defined(__has_feature)
@@ -71,7 +72,7 @@ struct Vector {
 
 #if defined(__CUDACC__)
 
-// Sources are written before the launch, by whomever: the non-coherent path is safe.
+// Sources are written before the launch, so loading by the non-coherent path is safe.
 template <bool kOnce>
 REFITD_COPY_CODE Vector Load(uint64_t address) {
   Vector v;
@@ -134,7 +135,7 @@ REFITD_COPY_CODE uint32_t DotBytes(uint32_t a, uint32_t b, uint32_t sum) {
 
 #else
 
-// As the GPU, refuses what is not aligned: the host's own stores would not.
+// Refuses unaligned addresses as the GPU does; the host's own stores would not.
 inline void CheckAligned(uint64_t address, uint64_t bytes) {
   if (address % bytes != 0) __builtin_trap();
 }
@@ -246,8 +247,8 @@ REFITD_COPY_CODE constexpr uint32_t DigestConstant(uint32_t i) {
   return static_cast<uint32_t>(SplitMix64(~uint64_t{i}) >> 32) | 1;
 }
 
-// Passes take a table of these: the constants, and then their bytes as DotBytes takes them, of
-// each four constants the lowest bytes, the second ones, and so on.
+// Passes use a table of these: first the constants, then their bytes in the order that DotBytes
+// takes: of each four constants the lowest bytes, then the second bytes, and so on.
 constexpr uint32_t kTableWords = 2 * kDigestBlock;
 REFITD_COPY_CODE constexpr uint32_t TableWord(uint32_t i) {
   if (i < kDigestBlock) return DigestConstant(i);
@@ -266,7 +267,7 @@ class LaneConstants {
  public:
   static constexpr uint32_t kLanes = kVector / kBytes;
 
-  // Of elements [at, at + kLanes) of a block.
+  // Loads the constants of elements [at, at + kLanes) of a block.
   REFITD_COPY_CODE void Fetch(const uint32_t* table, uint32_t at) {
     ones_ = 0;
     REFITD_COPY_UNROLL
@@ -298,12 +299,12 @@ class LaneConstants {
     return i % 2 == 0 ? v.w[i / 2] & 0xffff : v.w[i / 2] >> 16;
   }
 
-  uint32_t t_[kLanes] = {};  // of single bytes, those of the table's second half
+  uint32_t t_[kLanes] = {};  // for single bytes, from the table's second half
   uint64_t ones_ = 0;        // sum of the constants: (bits + 1) * t = bits * t + t
 };
 
-// Adds up vectors of elements of kBytes bytes. Each with the index of the element in its byte 0,
-// which may lie before the run, and even before 0.
+// Adds up the digests of vectors of elements of kBytes bytes. Each vector comes with the index of
+// the element in its byte 0, which may be before the run, and even before 0.
 template <int kBytes>
 class VectorDigest {
  public:
@@ -315,7 +316,7 @@ class VectorDigest {
   // A whole vector; p is a multiple of kLanes.
   REFITD_COPY_CODE void AddWhole(const Vector& v, uint64_t p) {
     const uint32_t at = static_cast<uint32_t>(p) % kDigestBlock;
-    // In long runs a thread meets the same constants again and again.
+    // In long runs a thread uses the same constants again and again.
     if (at != at_) constants_.Fetch(table_, at_ = at);
     sum_ += constants_.Sum(v) * BlockFactor(p / kDigestBlock);
   }
@@ -344,7 +345,7 @@ class VectorDigest {
     }
   }
 
-  // What others added up.
+  // Adds a sum that was computed elsewhere.
   REFITD_COPY_CODE void AddSum(uint64_t sum) { sum_ += sum; }
   REFITD_COPY_CODE uint64_t sum() const { return sum_; }
 
@@ -389,23 +390,23 @@ struct Place {
   uint64_t from;  // of its byte 0
   uint64_t to;
   uint64_t p;  // of the element in its byte 0
-  int low;     // bytes [low, high) belong to the run; none where high <= low
+  int low;     // bytes [low, high) belong to the run; none if high <= low
   int high;
 };
 
-// What a pass reads, and how it cuts it into vectors.
+// The bytes that a pass reads, and how it cuts them into vectors.
 struct PassShape {
   uint64_t from;     // task.source or task.proof
   uint32_t run;      // bytes
   uint32_t vectors;  // of a run, at most
   uint32_t runs;
   uint64_t grid;  // 15: vectors are aligned; 0: they begin with the run
-  bool quick;     // whole vectors are QuickPass's
-  bool ends;      // there may be others
-  int dims;       // 0, 1 or kTaskDims: what has to be told apart
+  bool quick;     // QuickPass can take whole vectors
+  bool ends;      // there may be partial vectors
+  int dims;       // number of dimensions to distinguish: 0, 1 or kTaskDims
 };
 
-// `base`, and what is `step` from it in each dimension, are multiples of `of`.
+// Whether `base`, and the steps in each dimension, are multiples of `of`.
 REFITD_COPY_CODE bool Multiple(const CopyTask& task, uint64_t base, const uint64_t* step,
                                uint64_t of) {
   bool yes = base % of == 0;
@@ -414,8 +415,8 @@ REFITD_COPY_CODE bool Multiple(const CopyTask& task, uint64_t base, const uint64
   return yes;
 }
 
-// Bytes that runs are not cut within, by kDigest as everywhere here: bytes of an element to digest;
-// 0: no digest.
+// Bytes of an element, within which runs must not be cut. As everywhere in this file kDigest is the
+// bytes of an element to digest; 0: no digest.
 template <int kDigest>
 inline constexpr uint64_t kElementBytes = kDigest;
 template <>
@@ -424,7 +425,8 @@ inline constexpr uint64_t kElementBytes<0> = 1;
 template <int kDigest, bool kStore>
 REFITD_COPY_CODE PassShape MakeShape(const CopyTask& task, uint64_t from) {
   constexpr uint64_t kElement = kElementBytes<kDigest>;
-  // What vectors are aligned by, and what else would have to be alike.
+  // The address or index to which vectors are aligned, and the others whose alignment must be
+  // equal.
   const uint64_t base = kStore ? task.destination : task.index * kElement;
   uint64_t step[kTaskDims];
   uint64_t source[kTaskDims];
@@ -440,7 +442,7 @@ REFITD_COPY_CODE PassShape MakeShape(const CopyTask& task, uint64_t from) {
   shape.from = from;
   shape.run = task.run * task.element_bytes;
   const bool whole = Multiple(task, base, step, kElement);
-  const bool alike = Multiple(task, 0, step, kVector);  // all runs begin alike
+  const bool alike = Multiple(task, 0, step, kVector);  // all runs have the same alignment
   shape.grid = whole ? kVector - 1 : 0;
   const auto before = static_cast<uint32_t>(base % kVector);
   uint32_t most = 0;  // bytes of a first vector that lie before the run
@@ -492,10 +494,11 @@ class Locator {
   const Divisor count2_;
 };
 
-// What a Line takes: one run, or runs at a regular distance.
+// The tasks that a Line takes: one run, or runs at a regular distance.
 enum class LineKind : uint8_t { kNone, kRun, kRuns };
 
-// One thread's vectors must lie alike in blocks of the digest; those of several runs must be whole.
+// All vectors of one thread must have the same position in blocks of the digest, and with several
+// runs all vectors must be whole.
 template <int kDigest>
 REFITD_COPY_CODE LineKind LineOf(const CopyTask& task, const PassShape& shape, uint32_t threads) {
   constexpr uint32_t kLanes = kVector / kElementBytes<kDigest>;
@@ -508,7 +511,7 @@ REFITD_COPY_CODE LineKind LineOf(const CopyTask& task, const PassShape& shape, u
   return shape.dims == 1 && !shape.ends && alike ? LineKind::kRuns : LineKind::kNone;
 }
 
-// Where a vector lies, or how far from another one.
+// The position of a vector, or its distance from another vector.
 struct LinePlace {
   uint64_t from = 0;
   uint64_t to = 0;
@@ -521,9 +524,10 @@ struct LinePlace {
   }
 };
 
-// One thread's whole vectors of a task: little is computed for a vector but what the vector itself
-// needs. With kProof both passes at once: what is stored, and what lies at `proof`, which is loaded
-// on its own; they share the factors of their blocks. LineOf the task says kRuns.
+// Handles one thread's whole vectors of a task, with little computation for each vector besides its
+// digest. With kProof it does both passes at once: it stores one vector and loads another at
+// `proof`; their digests share the factors of their blocks. kRuns is true if LineOf(task) is
+// LineKind::kRuns.
 template <bool kRuns, int kDigest, bool kStore, bool kProof>
 class Line {
  public:
@@ -534,7 +538,7 @@ class Line {
     const auto before = static_cast<uint32_t>(base % kVector);
     const uint32_t first = (before != 0 ? 1 : 0) + thread;
     run_ = (before + shape.run) / kVector;
-    // Of one run these are constants.
+    // With one run these are constants.
     const uint32_t step_runs = kRuns ? threads / run_ : 0;
     rest_ = threads - step_runs * run_;
     step_ = Distance(task, step_runs, rest_);
@@ -563,10 +567,10 @@ class Line {
   REFITD_COPY_CODE uint64_t proof_sum() const { return proof_sum_; }
 
  private:
-  // Vectors at once: loads in flight hide the latency of memory. Memory that is written too is
-  // slower with more of them.
+  // The number of vectors loaded at once, to hide the latency of memory. If memory is also written,
+  // more loads make it slower.
   static constexpr uint32_t kMany = kStore ? 4 : 8;
-  // Past the L1 cache; a mere copy is 2% faster through it.
+  // Whether loads bypass the L1 cache; a copy without a digest is 2% faster through it.
   static constexpr bool kOnce = !kStore || kProof;
 
   template <bool kAll>
@@ -609,7 +613,7 @@ class Line {
     return static_cast<uint64_t>(runs * task.index_step[2] + vectors * kLanes);
   }
 
-  // A multiple of blocks for the distances that this thread goes.
+  // A distance that this thread moves; it is a multiple of blocks of the digest.
   static REFITD_COPY_CODE LinePlace Distance(const CopyTask& task, int64_t runs, int64_t vectors) {
     const int64_t bytes = vectors * kVector;
     LinePlace distance;
@@ -627,11 +631,11 @@ class Line {
   const uint64_t proof_;  // how far from the source
   uint32_t run_ = 0;      // vectors of a run
   uint32_t left_ = 0;     // vectors of this thread
-  LinePlace next_;        // the next one, and which of its run
+  LinePlace next_;        // the next vector, and its number in its run
   uint32_t at_ = 0;
   LinePlace step_;  // to the one after it, rest_ further in its run
   uint32_t rest_ = 0;
-  LinePlace wrap_;  // from behind a run to the next one's begin
+  LinePlace wrap_;  // from the end of a run to the beginning of the next run
   LaneConstants<kDigest> constants_;
   uint64_t sum_ = 0;
   uint64_t proof_sum_ = 0;
@@ -670,8 +674,8 @@ REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, ui
   }
 }
 
-// The vectors of a run at which it may end, besides the first: the last ones, if all that there may
-// be are counted.
+// Besides the first vector, a run may end in one of this number of last vectors (counting all
+// vectors that a run may have).
 constexpr uint32_t kEnds = 3;
 
 template <int kDigest, bool kStore>
@@ -689,7 +693,7 @@ REFITD_COPY_CODE void SlowPass(const CopyTask& task, const PassShape& shape, uin
     const Place place = locator.At(run, vector);
     const bool whole = place.low == 0 && place.high == static_cast<int>(kVector);
     if (place.low >= place.high || (shape.quick && whole)) continue;
-    // Aligned vectors that hold no byte of the run may not exist.
+    // An aligned vector without a byte of the run may not be accessible memory.
     const auto shift = static_cast<uint32_t>(place.from % kVector);
     const int split = static_cast<int>(kVector - shift);
     Vector v = {};
@@ -757,21 +761,22 @@ REFITD_COPY_CODE void StoreElement(uint64_t address, uint32_t x) {
   }
 }
 
-// `times` the steps of the two slower dimensions, and `last` times that of the fastest.
+// The distance of `slowest`, `middle` and `last` steps in the three dimensions.
 REFITD_COPY_CODE uint64_t Distance(const int64_t* step, uint32_t slowest, uint32_t middle,
                                    uint32_t last) {
   return slowest * static_cast<uint64_t>(step[0]) + middle * static_cast<uint64_t>(step[1]) +
          last * static_cast<uint64_t>(step[2]);
 }
 
-// `base` and the steps of the two slower dimensions are multiples of `of`.
+// Whether `base` and the steps of the two slower dimensions are multiples of `of`.
 REFITD_COPY_CODE bool RowsMultiple(const CopyTask& task, uint64_t base, const int64_t* step,
                                    uint64_t of) {
   return base % of == 0 && (task.count[0] == 1 || static_cast<uint64_t>(step[0]) % of == 0) &&
          (task.count[1] == 1 || static_cast<uint64_t>(step[1]) % of == 0);
 }
 
-// The fastest dimension is of whole vectors where they are stored, and in blocks of the digest.
+// Whether the fastest dimension consists of whole vectors, both where they are stored and in blocks
+// of the digest.
 template <int kBytes, bool kDigested, bool kStore>
 REFITD_COPY_CODE bool Gathers(const CopyTask& task) {
   constexpr uint32_t kLanes = kVector / kBytes;
@@ -784,7 +789,7 @@ REFITD_COPY_CODE bool Gathers(const CopyTask& task) {
          (task.index_step[2] == 1 && RowsMultiple(task, task.index, task.index_step, kLanes));
 }
 
-// Whole vectors of elements that lie apart, or together, at `from`.
+// Handles whole vectors whose elements lie apart, or together, at `from`.
 template <int kBytes, bool kDigested, bool kStore>
 REFITD_COPY_CODE uint64_t GatherPass(const CopyTask& task, uint64_t from, const uint32_t* table,
                                      uint32_t thread, uint32_t threads) {
@@ -838,7 +843,7 @@ REFITD_COPY_CODE uint64_t GatherPass(const CopyTask& task, uint64_t from, const 
   return digest.sum();
 }
 
-// Where an element lies, or how far from another one.
+// The position of an element, or its distance from another element.
 struct ElementPlace {
   uint64_t from = 0;
   uint64_t to = 0;
@@ -858,9 +863,9 @@ struct ElementPlace {
   }
 };
 
-// Elements one by one. Threads that run together take elements beside one another, and each thread
-// two of the same block of the digest where the dimension is long: the block's factor costs more
-// than they do.
+// Handles elements one by one. Threads that run together take elements beside one another. If the
+// dimension is long, each thread takes two elements of the same block of the digest, because the
+// block's factor costs more than the elements.
 template <int kBytes, bool kDigested, bool kStore>
 class ElementPass {
  public:
@@ -878,7 +883,7 @@ class ElementPass {
     wrap_ = ElementPlace::Distance(task, 1, -int64_t{columns_});
   }
 
-  // The two faster dimensions, of which the first element lies at `begin`.
+  // Handles the two faster dimensions; their first element lies at `begin`.
   REFITD_COPY_CODE void Run(const CopyTask& task, const ElementPlace& begin) {
     ElementPlace next[2];
     uint32_t column[2];
@@ -942,7 +947,7 @@ class ElementPass {
   const uint32_t first_;
   uint32_t rest_ = 0;  // columns of a stride
   ElementPlace step_;  // of a stride
-  ElementPlace wrap_;  // from behind a row to the next one's begin
+  ElementPlace wrap_;  // from the end of a row to the beginning of the next row
   uint64_t block_ = 0;
   uint64_t in_block_ = 0;  // the block's sum, not multiplied by its factor yet
   uint64_t sum_ = 0;
@@ -998,7 +1003,7 @@ REFITD_COPY_CODE void LineOfBoth(const CopyTask& task, const PassShape& shape,
   sums->source = line.proof_sum();
 }
 
-// Both passes at once, where they take the same whole vectors; false: nothing was done.
+// Does both passes at once if they take the same whole vectors; false: nothing was done.
 template <int kDigest>
 REFITD_COPY_CODE bool BothPasses(const CopyTask& task, const uint32_t* table, uint32_t thread,
                                  uint32_t threads, TaskSums* sums) {
@@ -1028,7 +1033,7 @@ REFITD_COPY_CODE bool BothPasses(const CopyTask& task, const uint32_t* table, ui
   }
 }
 
-// Which passes a task is made of.
+// The passes of a task.
 struct Passes {
   bool copied;
   bool proven;
@@ -1058,9 +1063,9 @@ REFITD_COPY_CODE TaskSums RunApartOf(const CopyTask& task, const uint32_t* table
   return sums;
 }
 
-// One thread's share of a task that LiesApart, as RunShare's of others. A kernel of its own calls
-// it: in the other's, it would take registers from the loops for runs, which were then an eighth
-// slower.
+// Does one thread's share of a task that LiesApart, as RunShare does for other tasks. It has a
+// kernel of its own, because in the same kernel it would take registers from the loops for runs,
+// which were then an eighth slower.
 REFITD_COPY_CODE TaskSums RunApart(const CopyTask& task, const uint32_t* table, uint32_t thread,
                                    uint32_t threads) {
   switch (task.element_bytes) {
@@ -1073,7 +1078,7 @@ REFITD_COPY_CODE TaskSums RunApart(const CopyTask& task, const uint32_t* table, 
   }
 }
 
-// One thread's share of a task. The sums of all threads are what the task adds.
+// Does one thread's share of a task. The task's digests are the sums over all threads.
 REFITD_COPY_CODE TaskSums RunShare(const CopyTask& task, const uint32_t* table, uint32_t thread,
                                    uint32_t threads) {
   TaskSums sums;

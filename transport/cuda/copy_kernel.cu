@@ -9,8 +9,8 @@ namespace {
 constexpr uint32_t kWarps = kCopyThreads / 32;
 constexpr uint32_t kTaskWords = sizeof(CopyTask) / sizeof(uint64_t);
 
-// What a block keeps of two tasks, the one at hand and the next, in turns. Both tasks lie as
-// aligned as CopyTask says, which the compiler relies on.
+// A block's copy of a task. A block has two of these, for the current task and the next, and uses
+// them in turns. Tasks are aligned as CopyTask says, on which the compiler relies.
 struct alignas(alignof(CopyTask)) Turn {
   uint64_t task[kTaskWords];
   uint64_t stored[kWarps];
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint64_t WarpSum(uint64_t x) {
   return x;
 }
 
-// Adds up what the warps left, by the first warp.
+// Adds up the sums of all warps; run by the first warp.
 __device__ __forceinline__ void AddSum(unsigned long long* sums, uint32_t sum,
                                        const uint64_t* warps) {
   const uint64_t digest = WarpSum(threadIdx.x < kWarps ? warps[threadIdx.x] : 0);
@@ -36,8 +36,9 @@ __device__ __forceinline__ void FetchTask(const CopyLaunch& launch, uint32_t num
   turn->task[threadIdx.x] = reinterpret_cast<const uint64_t*>(launch.tasks + number)[threadIdx.x];
 }
 
-// All tasks come from the counter, the first ones too: those of a block that has to wait for a
-// multiprocessor would wait with it. Each is taken and fetched while the one before is worked on.
+// All tasks come from the counter, also each block's first task: if first tasks were fixed, those
+// of a block that waits for a multiprocessor would wait too. Each task is taken and fetched while
+// the block works on the task before.
 template <bool kApart>
 __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
   __shared__ uint32_t table[copy_code::kTableWords];
@@ -61,9 +62,9 @@ __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
     FetchTask(launch, next, &other);
 
     const CopyTask& task = *reinterpret_cast<const CopyTask*>(turn.task);
-    const copy_code::TaskSums sums =
-        kApart ? copy_code::RunApart(task, table, thread, kCopyThreads)
-               : copy_code::RunShare(task, table, thread, kCopyThreads);
+    const copy_code::TaskSums sums = kApart
+                                         ? copy_code::RunApart(task, table, thread, kCopyThreads)
+                                         : copy_code::RunShare(task, table, thread, kCopyThreads);
     const bool stored = task.sum != kNoSum;
     const bool source = task.proof_sum != kNoSum;
     if (stored) {
@@ -76,12 +77,14 @@ __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
     }
     if (thread == 0) turn.number = after;
     __syncthreads();
-    // The next turn writes to the other half; this one is written again after its barrier.
+    // The next turn writes to the other half; this half is written again only after that turn's
+    // barrier.
     if (thread < 32) {
       if (stored) AddSum(launch.stored_sums, task.sum, turn.stored);
       if (source) AddSum(launch.source_sums, task.proof_sum, turn.source);
     }
-    __syncwarp();  // the next turn's fetch overwrites what this one's sums were read from
+    // The next turn's fetch overwrites the memory from which this turn's sums were read.
+    __syncwarp();
     number = next;
   }
 }

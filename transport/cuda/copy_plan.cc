@@ -14,18 +14,21 @@ namespace refitd {
 namespace {
 
 constexpr int64_t kVectorBytes = 16;
-// Where a run is cut: the parts stay aligned as the run is, in memory and in blocks of the digest.
+// Runs are cut at multiples of this, so that the parts stay aligned as the run is, in memory and in
+// blocks of the digest.
 constexpr int64_t kCutBytes = 512;
-constexpr int64_t kMostCount = 65'535;  // what CopyTask::count holds
-// Runs of so few elements are taken one element at a time: what a run costs besides its bytes would
-// be more.
+constexpr int64_t kMostCount = 65'535;  // the largest value of CopyTask::count
+// Runs of at most this number of elements are copied one element at a time, because the fixed cost
+// of a run would be higher.
 constexpr int64_t kShortRun = 4;
-// What an element costs that is taken alone, in bytes of a long run for each of its own.
+// The cost of an element that is copied alone: each of its bytes costs as much as this number of
+// bytes of a long run.
 constexpr int64_t kElementCost = 4;
 
 // ---- boxes as loops ----
 
-// One dimension of a box, or several that lie behind one another wherever that matters.
+// One dimension of a box, or several that are contiguous with each other in memory (and, if
+// digested, in the index).
 struct Loop {
   int64_t extent = 1;
   int64_t from = 0;  // bytes
@@ -33,10 +36,10 @@ struct Loop {
   int64_t p = 0;     // elements of the global index
 };
 
-// Innermost first, after the run.
+// The loops outside the run, innermost first.
 using Loops = absl::InlinedVector<Loop, 2>;
 
-// A box to be cut into tasks: what is not in the loops is in `task`, whose run may be too long.
+// A box to be cut into tasks. `task` has everything but the loops; its run may be too long.
 struct Strip {
   CopyTask task;
   int64_t run = 1;  // elements
@@ -50,8 +53,8 @@ bool Continues(const Loop& inner, const Loop& next, bool digested) {
          (!digested || next.p == inner.extent * inner.p);
 }
 
-// The box's dimensions, as few as can be. What only copies may take them in any order: as they lie
-// at the destination.
+// The box's dimensions, joined to as few loops as possible. A pass that only copies may use any
+// order, so it takes that of the destination.
 Loops Collapse(const Box& box, const Dims& shape, const Dims& from_strides, const Dims& to_strides,
                int64_t element_bytes, bool digested) {
   Loops dims;
@@ -123,7 +126,7 @@ int64_t TaskBytes(const CopyTask& task) {
 
 int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of counts that are not negative.
+// Multiplies counts, which must not be negative; too large products become the greatest value.
 int64_t SaturatingMultiply(int64_t a, int64_t b) {
   int64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) return std::numeric_limits<int64_t>::max();
@@ -149,15 +152,15 @@ void SetDim(CopyTask* task, int at, const Loop& loop, int64_t count) {
   task->index_step[at] = loop.p;
 }
 
-// Cuts a strip into tasks of at most `most` bytes and calls add(task). A run's cost is that of the
-// vectors it may touch, or of an element that is taken alone: short runs cost more than their
+// Cuts a strip into tasks of at most `most` bytes and calls add(task). A run costs as much as the
+// vectors that it may touch, or as an element that is copied alone: short runs cost more than their
 // bytes.
 class Cutter {
  public:
   Cutter(const Strip& strip, int64_t most)
       : strip_(strip), most_(std::min(most, MostCost(strip))), run_cost_(RunCost(strip)) {}
 
-  // How many tasks Run adds.
+  // The number of tasks that Run adds.
   int64_t Count() const {
     if (RunBytes(strip_) > most_) return Times(CeilDivide(strip_.run, RunStep()), 0);
     const auto [whole, cost] = Whole();
@@ -192,13 +195,13 @@ class Cutter {
     if (strip.run == 1) return kElementCost * RunBytes(strip);
     return (RunBytes(strip) / kVectorBytes + 2) * kVectorBytes;
   }
-  // What the index arithmetic of a task reaches (kMaxTaskVectors).
+  // The greatest cost of a task for which its index arithmetic is exact (kMaxTaskVectors).
   static int64_t MostCost(const Strip& strip) {
     if (strip.run == 1) return kMaxTaskVectors * RunCost(strip);
     return (kMaxTaskVectors - 2) * kVectorBytes;
   }
 
-  // How many loops fit into a task as a whole, and what one step of the next costs.
+  // The number of loops that fit into a task completely, and the cost of one step of the next loop.
   std::pair<size_t, int64_t> Whole() const {
     size_t whole = 0;
     int64_t cost = run_cost_;
@@ -215,7 +218,7 @@ class Cutter {
     return std::min(CeilDivide(CeilDivide(strip_.run, parts), unit) * unit, strip_.run);
   }
 
-  // The parts differ by one step at most.
+  // Steps of a loop for each task; parts differ by at most one step.
   int64_t LoopStep(int64_t extent, int64_t cost) const {
     const int64_t fit = std::clamp<int64_t>(most_ / cost, 1, kMostCount);
     return CeilDivide(extent, CeilDivide(extent, fit));
@@ -276,7 +279,7 @@ class Cutter {
 
 // ---- order ----
 
-// What one device runs, by the devices it stores to.
+// The work that one device runs, by the devices to which it stores.
 class DeviceQueues {
  public:
   void Add(int target, const Strip& strip) {
@@ -295,7 +298,8 @@ class DeviceQueues {
   bool has_copies() const { return !copies_.empty(); }
   bool empty() const { return targets_.empty() && copies_.empty(); }
 
-  // How many tasks Take makes; where that is more than kMaxDeviceTasks, something that is.
+  // The number of tasks that Take makes; if that is more than kMaxDeviceTasks, any number greater
+  // than kMaxDeviceTasks.
   int64_t CountTasks(int device, const CopyPlanOptions& options) const {
     const Sizes sizes = TaskSizes(device, options);
     int64_t count = 0;
@@ -309,7 +313,7 @@ class DeviceQueues {
     return count;
   }
 
-  // `position`: of the device among those of the plan that have copies for engines.
+  // `position` is the device's position among the plan's devices that have copies for engines.
   DeviceTasks Take(int device, size_t position, const CopyPlanOptions& options) {
     const Sizes sizes = TaskSizes(device, options);
     const auto count = static_cast<size_t>(CountTasks(device, options));
@@ -337,14 +341,14 @@ class DeviceQueues {
 
  private:
   static constexpr int64_t kLocalShare = 16;
-  static constexpr double kFirstTasks = 0.8;  // of a target's bytes
+  static constexpr double kFirstTasks = 0.8;  // share of a target's bytes
 
   struct Target {
     std::vector<Strip> strips;
     int64_t bytes = 0;
   };
 
-  // The most bytes of a task: of a target's first ones, and of the others.
+  // The most bytes of a target's first tasks, and of its other tasks.
   struct Sizes {
     bool local = false;
     int64_t first = 0;
@@ -363,7 +367,7 @@ class DeviceQueues {
             .others = most};
   }
 
-  // How large the tasks of a target's strips may be, one strip after the other.
+  // Tells how large the tasks of a target's strips may be, one strip after the other.
   class Cut {
    public:
     Cut(const Target& target, const Sizes& sizes)
@@ -376,8 +380,8 @@ class DeviceQueues {
 
    private:
     Sizes sizes_;
-    double share_;     // of a byte
-    double done_ = 0;  // of the target's bytes
+    double share_;     // share of one byte
+    double done_ = 0;  // share of the target's bytes
   };
 
   // The tasks of one target, cut as they are taken.
@@ -409,7 +413,7 @@ class DeviceQueues {
 
     const std::vector<Strip>* strips_;
     Cut cut_;
-    double progress_ = 0;  // of its bytes
+    double progress_ = 0;  // share of its bytes
     std::vector<CopyTask> tasks_;
     size_t next_ = 0;
     size_t next_strip_ = 0;
@@ -434,7 +438,7 @@ class DeviceQueues {
     return lanes;
   }
 
-  // Whoever has got the smallest share of its bytes is next: all end together.
+  // The target that has received the smallest share of its bytes is next, so that all end together.
   static void TakeTurns(std::vector<Queue>* queues, std::vector<CopyTask>* tasks) {
     while (true) {
       Queue* least = nullptr;
@@ -449,7 +453,7 @@ class DeviceQueues {
 
   std::map<int, Target> targets_;
   std::map<int, EngineCopies> copies_;  // by target
-  int64_t copied_ = 0;                  // bytes of them
+  int64_t copied_ = 0;                  // bytes of these copies
   int64_t bytes_ = 0;
 };
 
@@ -463,7 +467,7 @@ absl::Status TooManyTasks(int device) {
 }
 
 absl::StatusOr<std::vector<DeviceTasks>> TakeAll(Devices* devices, const CopyPlanOptions& options) {
-  // Before any is made (P10).
+  // Checked before any task is made (P10).
   for (const auto& [device, queues] : *devices) {
     if (queues.CountTasks(device, options) > kMaxDeviceTasks) return TooManyTasks(device);
   }
@@ -477,7 +481,7 @@ absl::StatusOr<std::vector<DeviceTasks>> TakeAll(Devices* devices, const CopyPla
   return all;
 }
 
-// One piece that alone is too much, by name.
+// Refuses, by name, one piece that alone needs too many tasks.
 absl::Status CheckStrip(const Strip& strip, const BoundPiece& piece,
                         const CopyPlanOptions& options) {
   const int64_t most =
@@ -492,7 +496,7 @@ absl::Status CheckStrip(const Strip& strip, const BoundPiece& piece,
 
 // ---- addresses ----
 
-// Asks once a piece, and once a piece and device.
+// Asks CopyAddresses once for each piece, and once for each piece and device.
 class Endpoint {
  public:
   absl::StatusOr<int> Device(const BoundPiece& piece, CopyAddresses* addresses) {
@@ -516,7 +520,7 @@ class Endpoint {
   absl::InlinedVector<std::pair<int, uint64_t>, 1> addresses_;
 };
 
-// Reads `box` of `piece` where its own metadata says that it lies.
+// A strip that reads `box` of `piece` at the address that the piece's own metadata gives.
 Strip SourcePass(const BoundPiece& piece, const Box& box, uint64_t address, size_t sum) {
   CopyTask task;
   task.proof = address + static_cast<uint64_t>(ByteDistance(box, piece.box, piece.strides,
@@ -604,12 +608,13 @@ class CopyPlanner {
     task.proof = source + static_cast<uint64_t>(ByteDistance(*move.box, piece.box, piece.strides,
                                                              ElementBytes(piece.dtype)));
     task.proof_sum = static_cast<uint32_t>(move.sum);
-    // Under kReadback the second pass is the one over the destination.
+    // Under kReadback the second pass reads the destination, so the copy needs no digest.
     if (verification_ == Verification::kTransfer) task.sum = static_cast<uint32_t>(move.sum);
     return task;
   }
 
-  // P1: nothing but the kernel digests what it stores.
+  // P1: only the kernel digests what it stores, so copy engines can't be used where a digest of
+  // that is wanted.
   bool AddToEngine(int device, int to, const BoundMove& move, const CopyTask& task) {
     if (options_.engine_bytes <= 0 || device == to || task.sum != kNoSum) return false;
     CopyTask bytes;
@@ -627,7 +632,7 @@ class CopyPlanner {
            transfer_.readback_now[move.destination_index];
   }
 
-  // Pieces in host memory: by the first device that runs anything.
+  // Pieces in host memory are digested by the first device that runs tasks.
   absl::Status AddSourceDigests(size_t first_sum) {
     const int spare = devices_.empty() ? 0 : devices_.begin()->first;
     for (size_t i = 0; i < transfer_.source.size(); ++i) {

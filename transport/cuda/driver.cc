@@ -38,7 +38,7 @@ absl::StatusOr<CudaDevice> ReadDevice(const CudaApi& api, int ordinal) {
   CUuuid uuid = {};
   REFITD_RETURN_IF_ERROR(api.Check("cuDeviceGetUuid_v2", api.cuDeviceGetUuid(&uuid, handle)));
   device.uuid = UuidText(uuid);
-  std::array<char, kMaxNameBytes + 1> name = {};  // ends in a zero, whatever the driver writes
+  std::array<char, kMaxNameBytes + 1> name = {};  // always ends in a zero
   REFITD_RETURN_IF_ERROR(
       api.Check("cuDeviceGetName", api.cuDeviceGetName(name.data(), kMaxNameBytes, handle)));
   device.name = name.data();
@@ -57,7 +57,7 @@ absl::Status Probe(const std::string& library, CudaReport* report) {
   int count = 0;
   REFITD_RETURN_IF_ERROR(api.Check("cuDeviceGetCount", api.cuDeviceGetCount(&count)));
   if (count == 0) return absl::NotFoundError("the driver shows no device");
-  absl::Status first;  // of the devices' problems
+  absl::Status first;  // the first of the devices' problems
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     absl::StatusOr<CudaDevice> device = ReadDevice(api, ordinal);
     if (device.ok()) {

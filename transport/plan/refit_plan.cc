@@ -21,7 +21,7 @@ namespace {
 
 constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
 
-// Ranks named in an error.
+// The most ranks named in an error.
 constexpr size_t kMaxRanksNamed = 8;
 
 using Ids = std::vector<uint32_t>;
@@ -75,8 +75,8 @@ class ReplicaFinder {
     uint32_t piece = 0;
   };
 
-  // Tensors that are pushed, or that ranks disagree about (and that so are not in the plan), have
-  // no replicas.
+  // Numbers tensors by name. Tensors that are pushed, or about which ranks disagree, are not in the
+  // plan and have no replicas.
   void NumberTensors() {
     absl::flat_hash_map<std::string_view, uint32_t> by_name;
     by_name.reserve(tensors_.size());
@@ -130,7 +130,7 @@ class ReplicaFinder {
       }
       if (ranks.size() > 1) {
         std::sort(ranks.begin(), ranks.end());
-        // Other layouts can't make the same set: each rank has one.
+        // Other layouts can't form the same set, because each rank has only one layout.
         it->second = static_cast<uint32_t>(replicas_.holder_sets.size());
         replicas_.holder_sets.push_back(std::move(ranks));
       }
@@ -163,7 +163,8 @@ std::string LabelOf(const RoutePlan& plan, uint32_t source) {
   return fmt::format("source {}", source);
 }
 
-// The ranks of a box that are not with the most, or (of as many) not with the first.
+// The error for a box whose holders differ. It names the ranks whose digest is not the most common
+// one (of equally common digests, the first to come).
 absl::Status Differ(const RefitPlan& plan, const Replica& replica,
                     const std::vector<uint64_t>& digests) {
   const auto holders = plan.replicas.HoldersOf(replica);
@@ -196,7 +197,7 @@ absl::Status Differ(const RefitPlan& plan, const Replica& replica,
                holders.size(), with, common);
 }
 
-// Of each distinct layout of a destination that takes part.
+// Checks the scales of each distinct layout of the destinations that take part.
 absl::Status CheckScales(const std::vector<RouteMember>& destinations,
                          const RouteOptions& options) {
   absl::flat_hash_set<const Layout*> seen;
@@ -334,7 +335,7 @@ absl::Status CompareReplicas(const RefitPlan& plan,
     for (const uint32_t source : plan.replicas.HoldersOf(replica)) {
       const uint32_t node = node_of[source];
       if (wanted) of_box.push_back(digests[node][next[node]]);
-      // A node that gave all of its digests gave those of other parts, too.
+      // A node that gave all its digests also gave those of other parts.
       if (wanted || digests[node].size() == all[node]) ++next[node];
     }
     if (std::adjacent_find(of_box.begin(), of_box.end(), std::not_equal_to<>()) != of_box.end()) {

@@ -24,7 +24,7 @@ constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
 constexpr int64_t kMaxRouteBytes = int64_t{1} << 60;
 static_assert(kMaxTensorBytes * kMaxRouteNodes <= kMaxRouteBytes);
 
-// A box that several holders share is cut at multiples of this part of RouteOptions::split_bytes.
+// A box that is divided among holders is cut at multiples of split_bytes / kGrains.
 constexpr int64_t kGrains = 4;
 
 using Ids = std::vector<uint32_t>;
@@ -34,7 +34,7 @@ absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
 }
 
-// Numbers equal lists of ids alike.
+// Gives equal lists of ids the same number.
 class IdLists {
  public:
   uint32_t Number(const Ids& ids) {
@@ -52,7 +52,7 @@ class IdLists {
       return chain.hash();
     }
   };
-  // Nodes of this map stay where they are.
+  // The map's nodes never move, so pointers to its keys stay valid.
   std::unordered_map<Ids, uint32_t, Hash> numbers_;
   std::vector<const Ids*> lists_;
 };
@@ -66,7 +66,7 @@ struct Entry {
 // All sources, or all destinations.
 struct Side {
   std::vector<const Layout*> layouts;       // distinct
-  std::vector<Ids> members;                 // of each layout, ascending
+  std::vector<Ids> members;                 // the members with each layout, ascending
   Ids layout_of;                            // of each member; kNone: none
   std::vector<Ids> tensor_of;               // per layout, per tensor of it
   std::vector<std::vector<bool>> declared;  // per layout, per tensor
@@ -78,11 +78,11 @@ struct Side {
   }
 };
 
-// Ranks that hold the same elements, by node.
+// The ranks that hold the same elements, grouped by node.
 struct Holders {
   Ids ranks;  // by node, then rank
   Ids nodes;  // ascending
-  Ids begin;  // of each node in `ranks`, and one more at the end
+  Ids begin;  // where each node's ranks begin in `ranks`, and the end
 };
 
 // A box that some nodes want.
@@ -108,10 +108,11 @@ struct Chosen {
   Box box;
 };
 
-// Who can supply a set of nodes: all holders to those without one, their own to the others.
+// The possible suppliers of a set of nodes: all holders for nodes without a holder, a node's own
+// holders for the others.
 struct Choice {
-  uint32_t remote = kNone;                           // node set; kNone: none
-  std::vector<std::pair<uint32_t, uint32_t>> local;  // node set of one, holders on it
+  uint32_t remote = kNone;                           // set of nodes without a holder; kNone: empty
+  std::vector<std::pair<uint32_t, uint32_t>> local;  // set of a single node, and the holders on it
 };
 
 class Router {
@@ -207,7 +208,7 @@ class Router {
 
   // ---- tensors ----
 
-  // Ids by name, whatever the order of layouts and of tensors in them.
+  // Numbers tensors by name, independent of the order of layouts and of tensors in them.
   void NumberTensors() {
     absl::flat_hash_map<std::string_view, uint32_t> by_name;
     std::vector<const TensorSpec*> specs;
@@ -251,8 +252,8 @@ class Router {
     }
   }
 
-  // Finds tensors that have no part in the plan, and those that make it impossible; the first by
-  // name is the error.
+  // Finds tensors that have no part in the plan, and tensors that make a plan impossible; the first
+  // of these by name is the error.
   absl::Status CheckDeclared() {
     left_out_.assign(plan_.tensors.size(), false);
     std::vector<std::string> reasons(plan_.tensors.size());
@@ -311,7 +312,7 @@ class Router {
     }
   }
 
-  // Distinct sets of layouts that make up an instance, those of the first instance first.
+  // The distinct sets of layouts that form an instance, that of the first instance first.
   using Instances = std::vector<Ids>;
 
   Instances CollectInstances() const {
@@ -334,7 +335,7 @@ class Router {
     return instances;
   }
 
-  // Why a trainers' tensor is not what every instance has, or nothing.
+  // Says which instance lacks a trainers' tensor, or returns an empty string.
   std::string Lacking(uint32_t tensor, const Instances& instances) const {
     const auto holder =
         std::find_if(sources_.declared.begin(), sources_.declared.end(),
@@ -372,7 +373,8 @@ class Router {
     side->entries = ByTensor<Entry>(plan_.tensors.size(), for_each);
   }
 
-  // Nodes that hold the same destination layouts want the same.
+  // Groups nodes that hold the same destination layouts into classes, since they want the same
+  // elements.
   void CollectClasses() {
     std::vector<Ids> layouts_on(plan_.nodes);
     for (uint32_t i = 0; i < destination_members_.size(); ++i) {
@@ -447,7 +449,7 @@ class Router {
                  plan_.tensors[tensor].name, options_.max_routes, kMaxRouteBytes, kMaxPlanSteps);
   }
 
-  // No rank gets an element twice.
+  // Checks that no rank gets an element twice.
   absl::Status CheckDisjoint(uint32_t t) {
     const auto entries = destinations_.Of(t);
     for (size_t begin = 0, end = 0; begin < entries.size(); begin = end) {
@@ -473,7 +475,8 @@ class Router {
     return absl::OkStatus();
   }
 
-  // What each class of nodes wants, joined; equal boxes of several classes together.
+  // Collects the boxes that each class of nodes wants, joined; equal boxes of several classes
+  // become one entry.
   void CollectWanted(uint32_t t) {
     const auto entries = destinations_.Of(t);
     first_entry_.assign(destinations_.layouts.size(), kNone);
@@ -522,7 +525,7 @@ class Router {
     wanted_.resize(kept);
   }
 
-  // The sources' elements, by who holds them.
+  // Collects the sources' elements, grouped by their holders.
   void CollectCells(uint32_t t) {
     cells_.clear();
     for (const Entry& entry : sources_.Of(t)) {
@@ -531,7 +534,7 @@ class Router {
     CutByHolders(&cells_, &work_);
   }
 
-  // Bytes that engines get of this tensor.
+  // Counts the bytes that engines get of this tensor.
   void CountStores(uint32_t t) {
     for (const Entry& entry : destinations_.Of(t)) {
       const Box& box = destinations_.BoxOf(entry);
@@ -547,7 +550,7 @@ class Router {
       const int64_t bytes = elements * element_bytes_;
       stores_per_member_[entry.layout] += bytes;
       const auto members = static_cast<int64_t>(destinations_.members[entry.layout].size());
-      // One addition stays below 2^60 where there are up to 4096 members of one layout.
+      // With up to 4096 members of one layout, one addition stays below 2^60.
       stored_ += std::min(bytes, kMaxRouteBytes / members) * members;
       if (Exhausted()) return;
     }
@@ -565,7 +568,7 @@ class Router {
     return absl::OkStatus();
   }
 
-  // The first element that is missing, of the first destination that misses one.
+  // The error for the first missing element of the first destination that lacks one.
   absl::Status FirstMissing(uint32_t t) {
     const auto entries = destinations_.Of(t);
     uint32_t first_member = kNone;
@@ -684,7 +687,8 @@ class Router {
     chosen_.push_back({t, source, node_set, std::move(box)});
   }
 
-  // What can come from fewer places first, then what is more: the rest evens it out.
+  // Assigns demands with fewer possible suppliers first, then larger ones, so that the rest can
+  // even loads out.
   absl::Status AssignShared() {
     const auto less = [this](const Demand& a, const Demand& b) {
       const auto key = [this](const Demand& d) {
@@ -712,14 +716,14 @@ class Router {
     return absl::OkStatus();
   }
 
-  // A split_share'th of what a rank supplies on average.
+  // One split_share'th of what a rank supplies on average.
   int64_t FairShare() const {
     if (options_.split_share <= 0) return 0;
     return supplied_ / std::max<int64_t>(static_cast<int64_t>(plan_.source_nodes.size()), 1) /
            options_.split_share;
   }
 
-  // The whole box for each node, from the least loaded rank of the least loaded node.
+  // Gives each node the whole box, from the least loaded rank of the least loaded node.
   void AssignWhole(const Demand& demand) {
     const Holders& holders = holders_[demand.holders];
     const Ids& nodes = node_sets_[demand.node_set];
@@ -752,8 +756,8 @@ class Router {
     }
   }
 
-  // Fills nodes, and in them ranks, up to a level. The box once for each node makes a line of
-  // steps along one dimension; each rank supplies a run of it.
+  // Fills nodes, and in them ranks, up to a level. The box, repeated for each node, forms a line of
+  // steps along one dimension; each rank supplies a run of this line.
   void AssignCut(const Demand& demand) {
     const Holders& holders = holders_[demand.holders];
     const Ids& nodes = node_sets_[demand.node_set];
@@ -773,7 +777,7 @@ class Router {
       int64_t until = h == last ? line : std::min((quota + step_bytes / 2) / step_bytes, line);
       const int64_t into = until % steps;
       const int64_t rounded = std::min((into + grain / 2) / grain * grain, steps);
-      // Not so near to the end that a sliver would be left.
+      // Don't cut so near to the end that a sliver would remain.
       until += (steps - rounded < grain / 2 ? steps : rounded) - into;
       if (h == last || until > line) until = line;
       if (until <= done) continue;
@@ -791,7 +795,7 @@ class Router {
     return static_cast<size_t>(dim - box.extent.begin());
   }
 
-  // Of each rank; together `bytes`, less what rounding down took.
+  // The bytes that each rank is to supply; together `bytes`, minus rounding.
   std::vector<int64_t> Quotas(const Holders& holders, int64_t bytes) const {
     std::vector<int64_t> of_nodes;
     for (const uint32_t node : holders.nodes) of_nodes.push_back(node_load_[node]);
@@ -812,7 +816,8 @@ class Router {
     return quotas;
   }
 
-  // Steps [begin, end) of the line: a part of one node's box, whole boxes, a part of another's.
+  // Makes the routes of steps [begin, end) of the line: the end of one node's box, whole boxes, the
+  // beginning of another's.
   void EmitRun(const Demand& demand, uint32_t source, const Ids& nodes, size_t dim, int64_t begin,
                int64_t end) {
     const int64_t steps = demand.box.extent[dim];
@@ -837,7 +842,7 @@ class Router {
 
   // ---- the plan ----
 
-  // Sorts, joins routes that differ in nodes only, packs boxes.
+  // Sorts routes, joins routes that differ only in their nodes, and packs boxes.
   void Pack() {
     Ids order(chosen_.size());
     std::iota(order.begin(), order.end(), 0U);
@@ -948,14 +953,14 @@ class Router {
   int64_t stored_ = 0;
   PlanWork work_;
 
-  // Of the tensor at hand.
+  // Of the tensor that is being planned.
   int64_t element_bytes_ = 0;
   Ids first_entry_;  // per destination layout
   std::vector<Wanted> wanted_;
   std::vector<HeldBox> cells_;
 };
 
-// A plan that came from elsewhere.
+// Checks a plan that came from another process.
 class PlanChecker {
  public:
   explicit PlanChecker(const RoutePlan& plan) : plan_(plan) {}
@@ -1100,7 +1105,7 @@ std::string InUnits(double bytes) {
 
 std::string InUnits(int64_t bytes) { return InUnits(static_cast<double>(bytes)); }
 
-// Indices with something on them, the most first.
+// The indices with bytes greater than 0, the greatest first.
 std::vector<size_t> MostFirst(const std::vector<int64_t>& bytes) {
   std::vector<size_t> order;
   for (size_t i = 0; i < bytes.size(); ++i) {

@@ -21,7 +21,7 @@ absl::Status Find(void* library, const char* symbol, Function* function) {
   return absl::NotFoundError(LastLoadError());
 }
 
-// What the loader made of a name.
+// The file that the loader found for a name.
 std::string FileOf(const void* function, const std::string& asked) {
   Dl_info info = {};
   if (dladdr(function, &info) == 0 || info.dli_fname == nullptr) return asked;

@@ -11,17 +11,18 @@
 namespace refitd {
 namespace {
 
-// Of an all-gather's shares: what symmetric kernels move as a whole.
+// The alignment of an all-gather's shares: the unit that symmetric kernels move.
 constexpr int64_t kShareAlignment = 4096;
-// A share of a round at most, and what is not worth a round.
+// The largest share of a round.
 constexpr int64_t kMostShare = 32 << 20;
 
-// Of the second half of scratch: as cuMemAlloc's of the first.
+// The alignment of the second half of scratch memory, equal to that which cuMemAlloc gives the
+// first.
 constexpr int64_t kHalfAlignment = 256;
 
-// P6: a collective that NCCL did not issue in time may still come, on memory that is another's by
-// then. Nothing tells: the devices count as lost. One that was not begun never comes, and leaves
-// its communicator usable.
+// P6: NCCL may still issue a collective that it did not issue in time, on memory that may have
+// another owner by then. Nothing tells whether it will, so the devices count as lost. A collective
+// that was not begun is never issued, and leaves its communicator usable.
 absl::Status Issued(const absl::Status& status, const Communicator& by, const RelayIssue& issue) {
   if (!absl::IsDeadlineExceeded(status) || by.status().ok()) return status;
   return issue.api().Check("NCCL", CUDA_ERROR_UNKNOWN);
@@ -79,7 +80,7 @@ absl::StatusOr<NcclBroadcasts::Held*> NcclBroadcasts::Get(const std::vector<int>
       Use(&it->second, pools);
       return &it->second;
     }
-    // Poisoned ones are given back behind the scenes.
+    // Poisoned communicators are freed in the background.
     std::erase_if(held_, [](const auto& e) { return !e.second.communicator->status().ok(); });
     REFITD_RETURN_IF_ERROR(MakeRoom());
   }
@@ -98,7 +99,8 @@ void NcclBroadcasts::Use(Held* held, const Pools& pools) {
   held->last_use = ++uses_;
 }
 
-// P10. Of an idle one nothing runs: all pools that it filled were given back.
+// Keeps the number of communicators limited (P10). Nothing runs on an idle communicator, because
+// all pools that it filled were given back.
 absl::Status NcclBroadcasts::MakeRoom() {
   if (held_.size() < kMaxBroadcastCommunicators) return absl::OkStatus();
   auto oldest = held_.end();
@@ -148,14 +150,15 @@ void NcclBroadcasts::LetGo(const CudaRegion& pool) {
       held.pools.erase(&pool);
       idle = idle && held.pools.empty();
     }
-    if (idle) unused.swap(scratch_);  // P8: made again when next needed
+    if (idle) unused.swap(scratch_);  // P8: scratch memory is made again when it is needed
   }
   Free(std::move(unused));
 }
 
-// The driver frees memory when its device is done, whoever's that work is: a collective of another
-// group may wait there for a daemon that does not answer. On a thread of its own nobody waits for
-// that (P4, P8); where it hangs, that is told as a loss, and the memory stays.
+// Frees scratch memory on a thread of its own. The driver frees memory only when all work of the
+// device is done, and a collective of another group may wait there for a daemon that does not
+// answer; no other thread must wait for that (P4, P8). If freeing hangs, that is reported as a
+// loss, and the memory stays.
 void NcclBroadcasts::Free(AllScratch scratch) {
   if (scratch.empty()) return;
   auto freed = std::make_shared<AllScratch>(std::move(scratch));
@@ -231,13 +234,14 @@ absl::StatusOr<const char*> NcclBroadcasts::Packed(const Relay& relay, const Rel
     gaps -= run.bytes;
   }
   char* const packed = half + (piece.begin - base);
-  // Another group's bytes may lie between the runs, and all of it is sent (P9).
+  // The gaps between the runs are sent too, and may hold bytes of another group, so clear them
+  // (P9).
   if (gaps > 0) REFITD_RETURN_IF_ERROR(issue->Clear(*own, packed, piece.end - piece.begin));
   REFITD_RETURN_IF_ERROR(issue->CopyRuns(*own, runs, half));
   REFITD_RETURN_IF_ERROR(issue->Record(*own));
   REFITD_RETURN_IF_ERROR(issue->Wait(*onward, *own));
-  // For the broadcast before this piece's, which is the last that was recorded: what it read is
-  // packed next, while this piece is broadcast.
+  // Wait for the broadcast of the piece before, the last that was recorded: its half is packed
+  // next, while this piece is broadcast.
   REFITD_RETURN_IF_ERROR(issue->Wait(*own, *onward));
   scratch->waited = true;
   return packed;
@@ -273,13 +277,13 @@ absl::Status NcclBroadcasts::BroadcastPieces(const Relay& relay, Communicator* c
   REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(relay.source));
   const std::vector<char*> slots = call.receive;
   const Clock::time_point deadline = Deadline();
-  // One run alone is never packed.
+  // A single run is never packed.
   const int64_t piece_bytes = relay.runs.size() == 1 ? relay.slot_bytes : options_.piece_bytes;
   for (const RelayChunk& piece : CutIntoChunks(relay.runs, piece_bytes)) {
     REFITD_ASSIGN_OR_RETURN(call.send, Packed(relay, piece, issue));
     call.bytes = piece.end - piece.begin;
     for (size_t rank = 0; rank < slots.size(); ++rank) {
-      // The source's device needs it only where it has a slot.
+      // The source's device receives only if it has a slot.
       call.receive[rank] =
           slots[rank] == nullptr ? const_cast<char*>(call.send) : slots[rank] + piece.begin;
     }
@@ -347,7 +351,7 @@ absl::Status NcclBroadcasts::Symmetric(const Relay& relay, RelayIssue* issue,
       at += count * share;
     }
   }
-  // What is left is less than a page for each, or there is one receiver alone.
+  // The rest is less than a page for each receiver, or there is only one receiver.
   const std::vector<RelayRun> rest = RunsWithin(relay.runs, at, end);
   for (char* const slot : reached) {
     REFITD_RETURN_IF_ERROR(issue->CopyRuns(*source, rest, slot));

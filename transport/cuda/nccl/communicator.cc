@@ -20,13 +20,13 @@ using Clock = Communicator::Clock;
 
 constexpr size_t kWarmUpBytes = 16;  // of each rank
 
-// Such a status says that nothing was done.
+// Whether the status says that nothing was done.
 bool Refuses(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsUnimplemented(status) ||
          absl::IsResourceExhausted(status);
 }
 
-// What a communicator's first collectives need of a device; undone at the end.
+// The memory and stream that a communicator's first collectives need on a device; freed at the end.
 class WarmUpRank {
  public:
   WarmUpRank(const CudaApi& api, CUcontext context) : api_(api), context_(context) {}
@@ -61,7 +61,8 @@ class WarmUpRank {
     REFITD_RETURN_IF_ERROR(api_.Check("cuEventQuery", result));
     return true;
   }
-  // Nobody knows whether the device ended what uses it.
+  // Leaves the memory allocated, because it is not known whether the device has ended the work that
+  // uses it.
   void Abandon() {
     data_ = 0;
     stream_ = nullptr;
@@ -81,7 +82,8 @@ class WarmUpRank {
 
 }  // namespace
 
-// What calls on the communicator thread share with the communicator: they may outlast it.
+// The state of a communicator, shared with calls on the communicator thread, which may outlive the
+// communicator.
 class Communicator::State : public std::enable_shared_from_this<State> {
  public:
   State(std::shared_ptr<const NcclApi> api, std::shared_ptr<CudaContexts> contexts,
@@ -95,7 +97,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
         devices_(options.devices),
         copy_engines_(options.copy_engines),
         epoch_(epoch) {}
-  // Not given back: its thread had ended.
+  // If the ranks were not freed, the thread had ended before.
   ~State() {
     for (const auto& rank : warm_up_) rank->Abandon();
   }
@@ -122,8 +124,8 @@ class Communicator::State : public std::enable_shared_from_this<State> {
             .status = status_};
   }
 
-  // Runs `call` on the communicator thread, if the communicator is usable then; poisons it where
-  // that fails or is late. `call` may go on after this returned.
+  // Runs `call` on the communicator thread, if the communicator is usable then; poisons the
+  // communicator if the call fails or is late. `call` may go on after this returned.
   absl::Status Run(const std::string& what, Clock::time_point deadline,
                    const std::function<absl::Status(State*)>& call) {
     bool began = false;
@@ -144,7 +146,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     return status;
   }
 
-  // Nothing is asked of it from now on; it is given back behind what its thread is at.
+  // Makes the communicator unusable; it is freed after the calls that its thread has queued.
   void Poison(const absl::Status& why) {
     {
       MutexLock lock(&mutex_);
@@ -165,7 +167,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
         [self = shared_from_this(), deadline] { return self->GiveBack(/*idle=*/true, deadline); },
         &began);
     if (closed.ok() || began) return closed;
-    // It was not even begun: then behind everything else.
+    // Closing was not even begun, so post it behind everything else.
     PostEnd(Clock::now() + clean_up_);
     return closed;
   }
@@ -177,13 +179,13 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   void DeregisterLater(WindowId id, Clock::time_point deadline) {
     const std::string name = fmt::format("giving back a window of {}", Name());
     thread_->Post(name, deadline, [self = shared_from_this(), id, name] {
-      if (!self->status().ok()) return;  // all windows go with it
+      if (!self->status().ok()) return;  // all windows are freed with the communicator
       const absl::Status gone = self->lost_->Note(self->Deregister(id));
       if (!gone.ok()) self->Poison(Error(gone.code(), "{}: {}", name, Message(gone)));
     });
   }
 
-  // Not OK: it is not usable any more.
+  // An error: the communicator is not usable any more.
   absl::Status BeginToClose() {
     MutexLock lock(&mutex_);
     if (!status_.ok()) return status_;
@@ -233,7 +235,8 @@ class Communicator::State : public std::enable_shared_from_this<State> {
                      "the region of device {} is in window {} already", devices_[rank], other);
       }
     }
-    // In place before NCCL hears of it: whatever comes of it, it is given back from here.
+    // Record the window before calling NCCL, so that it is freed from here whatever the call's
+    // result.
     *id = next_window_++;
     Window& window = windows_[*id];
     window.regions = regions;
@@ -304,7 +307,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     NcclComm comm = nullptr;
   };
   struct Window {
-    std::vector<std::shared_ptr<const CudaRegion>> regions;  // P6: until NCCL let go of them
+    std::vector<std::shared_ptr<const CudaRegion>> regions;  // P6: held until NCCL let go of them
     std::vector<NcclWindow> handles;
   };
 
@@ -316,7 +319,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     return Error(absl::StatusCode::kInvalidArgument, "there is no window {}", id);
   }
 
-  // One call for every rank, in one group, until it is done.
+  // Makes one call for every rank, in one group, and waits until it is done.
   absl::Status Grouped(Clock::time_point deadline, const char* what,
                        const std::function<absl::Status(size_t)>& call) {
     REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*api_, ncclGroupStart));
@@ -329,14 +332,14 @@ class Communicator::State : public std::enable_shared_from_this<State> {
         first = Error(first.code(), "device {}: {}", ranks_[rank].device, Message(first));
       }
     }
-    // A group that was begun must end, whatever came of it.
+    // A group that was begun must be ended, even after an error.
     const absl::Status ended = REFITD_NCCL_CALL(*api_, ncclGroupEnd);
     REFITD_RETURN_IF_ERROR(first);
     REFITD_RETURN_IF_ERROR(ended);
     return WaitUntilReady(deadline, what);
   }
 
-  // P4: NCCL's own threads work on it until then; we ask.
+  // P4: polls, because NCCL's own threads do the work.
   absl::Status WaitUntilReady(Clock::time_point deadline, const char* what) {
     const Clock::time_point begun = Clock::now();
     for (const Rank& rank : ranks_) {
@@ -358,7 +361,8 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     return absl::OkStatus();
   }
 
-  // NCCL connects the ranks at the first collective: not when a window is registered.
+  // Runs a first collective, because NCCL connects the ranks at that, and not when a window is
+  // registered.
   absl::Status WarmUp(Clock::time_point deadline) {
     for (const Rank& rank : ranks_) {
       warm_up_.push_back(std::make_unique<WarmUpRank>(contexts_->api(), rank.context));
@@ -409,13 +413,14 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     return absl::OkStatus();
   }
 
-  // `idle`: nothing of it is left on the devices. Otherwise NCCL is told to end what is.
+  // Frees the communicator. `idle`: the devices have no work of it left; otherwise NCCL is told to
+  // end that work.
   absl::Status GiveBack(bool idle, Clock::time_point deadline) {
     for (auto it = windows_.begin(); it != windows_.end();) {
       it = IsOpen(it->second) ? std::next(it) : windows_.erase(it);
     }
-    // Windows keep their memory held if their communicator goes first, and must not go while a
-    // device may use them.
+    // A window must be freed before its communicator, or its memory stays held, and must not be
+    // freed while a device may use it.
     absl::Status status;
     if (!idle && !windows_.empty()) {
       status = Revoke(deadline);
@@ -436,8 +441,8 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     return status;
   }
 
-  // NCCL 2.28.9 revokes a communicator safely only when its last group has ended well: of another
-  // it keeps a reference to what it frees.
+  // NCCL 2.28.9 revokes a communicator safely only if its last group has ended well; after another
+  // group it keeps a reference to memory that it frees.
   absl::Status Revoke(Clock::time_point deadline) {
     REFITD_RETURN_IF_ERROR(WaitUntilReady(deadline, "its last call"));
     return Grouped(deadline, "ending its work", [this](size_t rank) {
@@ -457,7 +462,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     return absl::OkStatus();
   }
 
-  // One after the other: the last one's call frees what they share.
+  // Destroys the ranks one after the other; the last rank's call frees what they share.
   absl::Status DestroyAll(bool orderly) {
     absl::Status first;
     for (Rank& rank : ranks_) {
@@ -471,7 +476,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
     return first;
   }
 
-  // What a device may still use stays, and with it the regions (P6).
+  // Keeps memory that a device may still use, and the regions (P6).
   void KeepForever() {
     static Mutex* const mutex = new Mutex;
     static auto* const kept = new std::vector<std::shared_ptr<State>>;
@@ -495,13 +500,14 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   const bool copy_engines_;
   const uint64_t epoch_;
 
-  // The communicator thread's alone.
+  // Used by the communicator thread only.
   std::vector<Rank> ranks_;
   std::map<WindowId, Window> windows_;
   WindowId next_window_ = 1;
   bool made_ = false;
-  std::optional<NcclUniqueId> listens_;               // P8: NCCL does, until all ranks have come
-  std::vector<std::unique_ptr<WarmUpRank>> warm_up_;  // until a device is known to have ended it
+  std::optional<NcclUniqueId> listens_;  // P8: NCCL listens for this id until all ranks have come
+  // Kept until the devices have ended the first collective.
+  std::vector<std::unique_ptr<WarmUpRank>> warm_up_;
 
   mutable Mutex mutex_;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
@@ -666,7 +672,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> Communicators::Create(
         all_.end());
     all_.push_back(state);
   }
-  // Destroyed, it gives back whatever came of it.
+  // If this is destroyed, it frees whatever was made.
   std::unique_ptr<Communicator> made(new Communicator(state));
   const absl::Status begun =
       state->Run("the first call", deadline,
@@ -674,7 +680,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> Communicators::Create(
   if (begun.ok()) return made;
   made = nullptr;
   bool waited = false;
-  // Its ranks are given back, then whoever listens for them.
+  // Free the ranks, then end NCCL's listening for them.
   (void)thread->Run(
       "waiting for the end of a communicator", Clock::now() + 2 * options_.clean_up,
       [] { return absl::OkStatus(); }, &waited);

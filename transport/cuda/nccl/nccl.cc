@@ -36,7 +36,7 @@ bool IsKept(std::string_view name) {
          std::find(kKept.begin(), kKept.end(), name) != kKept.end();
 }
 
-// Files that match, the newest Python's first.
+// The files that match, those of the newest Python first.
 std::vector<std::string> Matches(const std::string& pattern) {
   glob_t found = {};
   std::vector<std::string> files;
@@ -50,7 +50,7 @@ std::vector<std::string> Matches(const std::string& pattern) {
   return files;
 }
 
-// A folder's name as glob must read it.
+// A folder's name, escaped for glob.
 std::string Literal(std::string_view folder) {
   std::string escaped;
   for (const char c : folder) {
@@ -65,7 +65,7 @@ std::vector<std::string> PackageFolders(const std::function<const char*(const ch
   std::vector<std::string> patterns;
   for (const char* variable : {"VIRTUAL_ENV", "CONDA_PREFIX"}) {
     const char* const folder = environment(variable);
-    // Relative ones would mean another place in every working directory.
+    // A relative path would mean another place in every working directory.
     if (folder == nullptr || folder[0] != '/') continue;
     patterns.push_back(Literal(folder) + "/lib/python3*/site-packages");
   }
@@ -77,9 +77,10 @@ std::vector<std::string> PackageFolders(const std::function<const char*(const ch
   return patterns;
 }
 
-// Of a file as NCCL reads it: NAME=VALUE lines, "#" begins a comment.
+// The names that a file sets, read as NCCL reads it: NAME=VALUE lines, "#" begins a comment.
 std::vector<std::string> NamesIn(const std::string& path) {
-  constexpr size_t kMaxNames = 1000;  // what is logged of a file that anybody may have written
+  // Limits what is logged of a file that anybody may have written.
+  constexpr size_t kMaxNames = 1000;
   std::vector<std::string> names;
   std::ifstream file(path);
   std::string line;
@@ -161,7 +162,7 @@ namespace {
 constexpr char kNet[] = "NCCL_NET";
 constexpr char kSockets[] = "Socket";
 
-// Whether the operator, or the machine's administrator, says which network is meant.
+// Whether the variable names a network, set by the operator or the machine's administrator.
 bool NamesNetwork(std::string_view variable) {
   return variable.substr(0, 8) == "NCCL_IB_" || variable.substr(0, 8) == kNet;
 }
@@ -180,7 +181,7 @@ NcclEnvironment CleanNcclEnvironment(const std::string& interface,
   for (const auto& variable : NcclVariables()) {
     const auto& [name, value] = variable;
     if (std::find(ours.begin(), ours.end(), variable) != ours.end()) continue;
-    if (name == kNet && value == kSockets) continue;  // of an earlier call
+    if (name == kNet && value == kSockets) continue;  // set by an earlier call
     const bool kept = IsKept(name);
     (kept ? done.kept : done.dropped).push_back(fmt::format("{}={}", name, value));
     if (!kept) unsetenv(name.c_str());

@@ -11,7 +11,7 @@
 namespace refitd {
 namespace {
 
-// A call that polls against its deadline returns within this of it.
+// A call that polls against its deadline returns within this time after it.
 constexpr auto kGrace = std::chrono::milliseconds(200);
 
 constexpr auto kYieldFor = std::chrono::microseconds(200);
@@ -33,7 +33,7 @@ void PauseOfPoll(std::chrono::steady_clock::time_point since) {
 NcclThread::NcclThread(std::chrono::milliseconds limit, std::shared_ptr<LostContext> lost)
     : limit_(limit), lost_(std::move(lost)), late_clock_(limit) {}
 
-// On the thread that ended last.
+// Runs on the thread that ended last.
 NcclThread::~NcclThread() = default;
 
 void NcclThread::Start() {
@@ -57,7 +57,7 @@ absl::Status NcclThread::Run(const std::string& what, Clock::time_point deadline
   while (!job->ended) {
     const Clock::time_point last = job->began ? deadline + kGrace : deadline;
     if (changed_.WaitUntil(&mutex_, last) || job->ended) continue;
-    // It may have begun in the meantime.
+    // The call may have begun in the meantime.
     if (job->began && Clock::now() < deadline + kGrace) continue;
     *began = job->began;
     if (!job->began) Forget(job);
@@ -112,7 +112,7 @@ void NcclThread::Work() {
       running_ = job;
     }
     absl::Status status = job->call();
-    job->call = nullptr;  // what it owns goes on this thread
+    job->call = nullptr;  // what the call owns is destroyed on this thread
     MutexLock lock(&mutex_);
     job->status = std::move(status);
     job->ended = true;
@@ -172,7 +172,7 @@ void NcclThread::Stop(Clock::time_point deadline) {
   if (ended) {
     worker_.join();
   } else {
-    worker_.detach();  // it hangs inside NCCL or the driver
+    worker_.detach();  // the thread hangs inside NCCL or the driver
   }
 }
 

@@ -28,13 +28,14 @@ namespace {
 using absl::StatusCode;
 using Clock = std::chrono::steady_clock;
 
-// For an abort to go through (P4: a deadline plus this).
+// The time for an abort to take effect (P4: an operation ends by its deadline plus this).
 constexpr auto kCleanUp = std::chrono::milliseconds(800);
-// For NCCL to make a communicator of one rank, so that it stops listening.
+// The time for NCCL to make a communicator of one rank, which ends its listening.
 constexpr auto kLastRank = std::chrono::seconds(2);
 
-// What Open returns, and what comes back from the network. Little-endian, as NCCL's own ends must
-// be alike:  4 magic "RFN1" | 8 epoch | 4 rank | 4 size | 128 unique id (zeros but for rank 0)
+// The address that Open returns and that comes back from the network. Little-endian, since NCCL
+// needs equal machines anyway: 4 magic "RFN1" | 8 epoch | 4 rank | 4 size | 128 unique id (zeros
+// except for rank 0)
 constexpr std::string_view kMagic = "RFN1";
 struct Address {
   uint64_t epoch = 0;
@@ -57,7 +58,7 @@ std::string Encode(const Address& address) {
   return out;
 }
 
-// P10: of rank `rank` of `size`.
+// Decodes the address of rank `rank` of `size`, trusting nothing in it (P10).
 absl::StatusOr<Address> Decode(std::string_view in, EpochId epoch, int rank, int size) {
   const auto bad = [&](std::string_view why) {
     return Error(StatusCode::kInvalidArgument, "epoch {}: address of rank {}: {}", epoch, rank,
@@ -97,7 +98,7 @@ struct Shared {
   std::shared_ptr<CudaContexts> contexts;
   NcclWireOptions options;
   std::shared_ptr<LostContext> lost;
-  // What may hang: aborts, and the making of ids, which takes its time.
+  // Threads for calls that may hang: aborts, and the making of ids, which takes long.
   std::shared_ptr<NcclThread> watched;
   std::shared_ptr<NcclThread> opening;
   std::atomic<int64_t> abandoned{0};  // epochs
@@ -134,12 +135,13 @@ class NcclEpoch final : public WireEpoch {
   }
 
  private:
-  // NCCL looks for its networks the first time. P8: an id that is made when nobody waits for it any
-  // more is given up at once.
+  // Makes a unique id. The first time takes long, because NCCL looks for its networks. If nobody
+  // waits any more when the id is made, the id is given up at once (P8).
   absl::Status MakeId(NcclUniqueId* id) const {
     struct Making {
       NcclUniqueId id;
-      std::atomic<bool> over = false;  // it was made, or nobody waits for it: what comes first
+      // The id was made, or nobody waits for it any more; the first of the two sets this.
+      std::atomic<bool> over = false;
     };
     const auto making = std::make_shared<Making>();
     bool began = false;
@@ -147,7 +149,8 @@ class NcclEpoch final : public WireEpoch {
         "ncclGetUniqueId", Clock::now() + shared_->options.opening,
         [shared = shared_, device = device_, making] {
           REFITD_RETURN_IF_ERROR(REFITD_NCCL_CALL(*shared->nccl, ncclGetUniqueId, &making->id));
-          // Here, not behind what is queued: a wire that is being destroyed queues nothing more.
+          // Give the id up here instead of queueing that, because a wire that is being destroyed
+          // queues nothing more.
           if (making->over.exchange(true)) GiveUpId(*shared, device, making->id);
           return absl::OkStatus();
         },
@@ -162,7 +165,7 @@ class NcclEpoch final : public WireEpoch {
     return status;
   }
 
-  // On the thread that makes ids.
+  // Called on the thread that makes ids.
   static void GiveUpId(Shared& shared, int device, const NcclUniqueId& id) {
     ++shared.abandoned;
     const absl::StatusOr<CUcontext> context = shared.contexts->Get(device);
@@ -283,7 +286,7 @@ class NcclEpoch final : public WireEpoch {
 
   // ---- waiting ----
 
-  // Until `ready` says true. `what` is waited for.
+  // Waits until `ready` returns true. `what` names the awaited work in messages.
   template <typename Ready>
   absl::Status Await(Clock::time_point deadline, std::string_view what, Ready ready) {
     const Clock::time_point since = Clock::now();
@@ -298,7 +301,7 @@ class NcclEpoch final : public WireEpoch {
     }
   }
 
-  // The group that was begun last, launched or initialised.
+  // Waits until NCCL has launched or initialised the group that was begun last.
   absl::Status AwaitGroup(Clock::time_point deadline, std::string_view what) {
     return Await(deadline, what, [this] { return GroupEnded(); });
   }
@@ -311,7 +314,7 @@ class NcclEpoch final : public WireEpoch {
     return true;
   }
 
-  // And what it put on the stream.
+  // Waits for that, and then for the group's work on the stream.
   absl::Status AwaitWork(Clock::time_point deadline, std::string_view what) {
     REFITD_RETURN_IF_ERROR(AwaitGroup(deadline, what));
     const CudaApi& api = shared_->contexts->api();
@@ -319,7 +322,7 @@ class NcclEpoch final : public WireEpoch {
     return Await(deadline, what, [this]() -> absl::StatusOr<bool> {
       REFITD_ASSIGN_OR_RETURN(const bool streamed, StreamEnded());
       if (streamed) return true;
-      // A peer that went shows here.
+      // The loss of a peer shows here.
       REFITD_RETURN_IF_ERROR(GroupEnded().status());
       return false;
     });
@@ -337,11 +340,11 @@ class NcclEpoch final : public WireEpoch {
 
   // ---- the end ----
 
-  // Aborts, so that the device ends what NCCL put there, and waits until it has (P6).
+  // Aborts the communicator, so that the device ends NCCL's work, and waits until it has (P6).
   void Lose() override { GiveUp(); }
 
-  // However long it takes: until then the memory may be touched. What hangs is told as a loss by
-  // whoever watches it, and ends with the process.
+  // Waits however long that takes, because the memory may be touched until then. A hang is reported
+  // as a loss by the thread that watches the call, and ends with the process.
   void GiveUp() {
     if (comm_ == nullptr) return;
     Abort();
@@ -367,7 +370,7 @@ class NcclEpoch final : public WireEpoch {
       absl::Status recorded = current.status();
       if (recorded.ok()) recorded = REFITD_CUDA_CALL(api, cuEventRecord, event_, stream_);
       if (!recorded.ok()) {
-        // P6: nothing tells any more when the device is done.
+        // P6: now nothing can tell when the device is done.
         return shared_->lost->Lose(
             Error(StatusCode::kInternal, "epoch {}: {}", id_, Message(recorded)));
       }
@@ -411,12 +414,12 @@ class NcclEpoch final : public WireEpoch {
   const std::shared_ptr<Shared> shared_;
   const int device_;
 
-  // The thread's alone.
+  // Used by the epoch's thread only.
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
   CUevent event_ = nullptr;
   NcclComm comm_ = nullptr;
-  std::optional<NcclUniqueId> listens_;  // NCCL does, in this process
+  std::optional<NcclUniqueId> listens_;  // NCCL listens for this id, in this process
 };
 
 // ---- the wire ----
