@@ -8,7 +8,7 @@
 namespace refitd::client {
 namespace {
 
-// Regions and slots are interfaces of the client: these are plain memory.
+// Regions and slots are interfaces of the client; these implementations are plain memory.
 class LocalRegion final : public Region {
  public:
   char* data() const override { return nullptr; }

@@ -1,5 +1,6 @@
-// The client's own side of the conversation, against a scripted peer: what a good daemon would
-// never do on demand (refuse a bucket, leave a call open, end a lease at the worst moment).
+// Tests the client's side of the conversation against a scripted peer, which does what a good
+// daemon would never do on demand (refuse a bucket, leave a call open, end a lease at the worst
+// moment).
 #include <fcntl.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/server.h>
@@ -31,7 +32,7 @@ namespace {
 
 constexpr std::chrono::seconds kPatience(30);  // of the test: never reached where all is well
 constexpr int kWindow = 4;
-constexpr uint64_t kRegion = 42;  // what daemons call a trainer's block
+constexpr uint64_t kRegion = 42;  // the daemons' id of a trainer's block
 
 void FillWelcome(v1::Welcome* welcome) {
   welcome->mutable_lease()->set_token(std::string(16, 't'));
@@ -128,7 +129,7 @@ class ScriptedTrainerService final : public v1::Trainer::Service {
     pushed->set_method(v1::BROADCAST_METHOD_CHAIN);
     pushed->set_bytes(700);
     pushed->set_buckets(7);
-    // Of a daemon that knows more.
+    // A method of a daemon that knows more of them.
     response->add_pushed()->set_method(static_cast<v1::BroadcastMethod>(99));
     return grpc::Status::OK;
   }
@@ -244,7 +245,7 @@ bool Contains(const std::vector<std::string>& calls, const std::string& begin) {
                      [&](const std::string& call) { return call.rfind(begin, 0) == 0; });
 }
 
-// For what the client does not wait for.
+// Waits for a call that the client itself does not wait for.
 bool EventuallyContains(ScriptedTrainerService* service, const std::string& begin) {
   const TimePoint deadline = std::chrono::steady_clock::now() + kPatience;
   while (!Contains(service->calls(), begin)) {
@@ -436,10 +437,10 @@ TEST_CASE("after the lease ended calls say why, without asking the daemon") {
   service.EndLease();
   const TimePoint deadline = std::chrono::steady_clock::now() + kPatience;
   while (trainer->health().ok() && std::chrono::steady_clock::now() < deadline) {
-    (void)trainer->Begin({.version = Version(1)});  // a round trip: the end comes meanwhile
+    (void)trainer->Begin({.version = Version(1)});  // a round trip, during which the end comes
   }
   CHECK(absl::IsCancelled(trainer->health()));
-  // Only this one is of version 2.
+  // Only this call is for version 2.
   CHECK_FALSE(trainer->Begin({.version = Version(2)}).ok());
   CHECK_FALSE(Contains(service.calls(), "begin 2"));
 }
@@ -873,8 +874,8 @@ v1::EngineEvent PrepareEvent(int64_t version) {
   return event;
 }
 
-constexpr uint64_t kIncarnation = 0xabcdef;  // of what the scripts commit
-constexpr uint64_t kOrigin = 0x123456;       // of what engines bring with them
+constexpr uint64_t kIncarnation = 0xabcdef;  // of the versions that the scripts commit
+constexpr uint64_t kOrigin = 0x123456;       // of the versions that engines bring with them
 
 v1::EngineEvent CommittedEvent(int64_t version) {
   v1::EngineEvent event;
@@ -1275,7 +1276,8 @@ TEST_CASE("an engine that attached as dirty says so to every daemon, until a com
         Greet(stream);
         stream->Write(PrepareEvent(4));
         v1::EngineEvent aborted;
-        aborted.mutable_aborted()->set_version(4);  // clean: the daemon was restarted, and believes
+        // Clean, because the restarted daemon knows no better.
+        aborted.mutable_aborted()->set_version(4);
         stream->Write(aborted);
         return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
       },

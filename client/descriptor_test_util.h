@@ -1,4 +1,4 @@
-// A scripted daemon's end of the descriptor socket, for tests of what talks to one.
+// A scripted daemon's end of the descriptor socket, for tests of clients that use the socket.
 #ifndef REFITD_CLIENT_DESCRIPTOR_TEST_UTIL_H_
 #define REFITD_CLIENT_DESCRIPTOR_TEST_UTIL_H_
 

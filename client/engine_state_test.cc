@@ -95,7 +95,7 @@ TEST_CASE("attaching again changes no weights: what was in doubt stays so until 
     CHECK(state.weights() == lost);
     CHECK(state.version() == held);
     CHECK(held.has_value() == (lost == Weights::kGood));
-    // The lost update's answers are not due any more.
+    // Answers to the lost update are not due any more.
     CHECK(absl::IsFailedPrecondition(state.Ready(kNew)));
     CHECK_FALSE(state.OnCommitted(kNew));
     state.OnPrepare(kNew, kUpdate);

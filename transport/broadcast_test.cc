@@ -31,15 +31,15 @@ TEST_CASE("replicas on several devices go along a chain, shards directly") {
   const int64_t part = 256 * kMiB;
   CHECK(fastest(part, {{1, part}, {2, part}, {3, part}, {4, part}}) == BroadcastMethod::kChain);
   CHECK(fastest(part, {{1, part}, {2, part}}) == BroadcastMethod::kChain);
-  // A quarter each.
+  // Each device takes a quarter.
   CHECK(fastest(part, {{1, part / 4}, {2, part / 4}, {3, part / 4}, {4, part / 4}}) ==
         BroadcastMethod::kDirect);
-  // With one receiver both carry the same bytes, whatever their number.
+  // With one receiver both methods carry the same bytes, whatever their number.
   for (const int64_t bytes : {kMiB, part, 1024 * part}) {
     CHECK(fastest(bytes, {{1, bytes}}) == BroadcastMethod::kDirect);
   }
   CHECK(fastest(part, {}) == BroadcastMethod::kDirect);
-  // Too little to wait for four devices in turn.
+  // Too few bytes to wait for four devices one after the other.
   CHECK(fastest(kMiB, {{1, kMiB}, {2, kMiB}, {3, kMiB}, {4, kMiB}}) == BroadcastMethod::kDirect);
 }
 

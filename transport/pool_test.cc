@@ -22,10 +22,10 @@ constexpr MemberId kSlowReader(12);
 constexpr TimePoint kStart{};
 constexpr TimePoint kExpiry = kStart + std::chrono::seconds(30);
 
-// Two slots: slot 0 is brought into the state, slot 1 stays free.
+// A pool of two slots: slot 0 is brought into the state, slot 1 stays free.
 struct Bench {
   SlotLedger ledger{2};
-  SlotGrant grant;  // of slot 0; one that is over, if it is free
+  SlotGrant grant;  // of slot 0; a grant that has ended, if slot 0 is free
 
   SlotState state() const { return ledger.slot(grant.slot).state; }
 };
@@ -48,10 +48,10 @@ Bench In(SlotState state, const std::set<MemberId>& readers = {kReader}) {
 constexpr SlotState kStates[] = {SlotState::kFree, SlotState::kLeased, SlotState::kFilling,
                                  SlotState::kReading};
 
-// One operation and the state that each of kStates becomes by it.
+// One operation, and the state into which it brings a slot from each of kStates.
 struct Row {
   std::string_view operation;
-  std::function<bool(Bench*)> apply;  // true: it took effect
+  std::function<bool(Bench*)> apply;  // true: the operation took effect
   SlotState to[4];
 };
 
@@ -123,7 +123,7 @@ TEST_CASE("A grant that is over has no effect on the slot's next use") {
       INFO(row.operation << " in " << SlotStateName(state));
       Bench bench = In(state);
       bench.grant.grant = GrantId(bench.grant.grant.value() + 100);
-      if (row.operation.starts_with("Forget")) continue;  // takes no grant
+      if (row.operation.starts_with("Forget")) continue;  // Forget takes no grant
       CHECK(!row.apply(&bench));
       CHECK(bench.state() == state);
       bench.grant.slot = SlotIndex(77);
@@ -236,9 +236,9 @@ TEST_CASE("A grant is never used twice") {
 
 // ---- schedules ----
 
-// Pushers whose buckets are delivered in one order, each from a leased slot or staged by the
-// daemon; readers that take their time; deaths of both, and leases that are never used. A schedule
-// is a random choice among whatever can happen next. Bytes never matter here.
+// Simulates pushers whose buckets are delivered in one order, each from a leased slot or staged by
+// the daemon; slow readers; deaths of both; and leases that are never used. A schedule is a random
+// choice among all that can happen next. No bytes are moved.
 class Schedule {
  public:
   explicit Schedule(uint64_t seed)
@@ -262,7 +262,7 @@ class Schedule {
       AddDelivery(&possible);
       AddReaderSteps(&possible);
       if (possible.empty()) {
-        // Time passes: who leased and never used is given up, and gives back.
+        // Time passes: a pusher that leased and never pushed is given up, and gives its slot back.
         now_ += std::chrono::seconds(31);
         if (!TakeBackExpired()) return false;
         continue;
@@ -274,7 +274,7 @@ class Schedule {
     return true;
   }
 
-  // Of a schedule that ran to its end.
+  // Checks after a schedule that ran to its end.
   bool Leaked() {
     for (const Pusher& pusher : pushers_) ledger_.Forget(pusher.id);
     for (const Pusher& pusher : pushers_) {
@@ -290,7 +290,7 @@ class Schedule {
     uint64_t left = 0;                // buckets not handed in
     std::deque<SlotGrant> leases;     // not submitted
     std::deque<SlotGrant> submitted;  // handed in in a slot, before their turn
-    std::deque<bool> handed_in;       // in order: in a slot?
+    std::deque<bool> handed_in;       // in order; true: in a slot
   };
   struct Reading {
     SlotGrant grant;
@@ -331,12 +331,12 @@ class Schedule {
     }
   }
 
-  // The bucket whose turn it is; nobody else's may be delivered.
+  // Delivers the bucket whose turn it is; no other may be delivered.
   void AddDelivery(std::vector<std::function<void()>>* possible) {
     if (order_.empty()) return;
     Pusher* pusher = &pushers_[order_.front()];
     if (pusher->handed_in.empty()) {
-      // A dead pusher's bucket never comes: its turn is given up.
+      // A dead pusher's bucket never comes, so its turn is skipped.
       if (pusher->dead) possible->push_back([this] { order_.pop_front(); });
       return;
     }
@@ -408,7 +408,7 @@ class Schedule {
   int limit_ = 0;
   std::vector<Pusher> pushers_;
   std::vector<MemberId> readers_;
-  std::deque<size_t> order_;  // whose bucket is delivered when
+  std::deque<size_t> order_;  // the pushers in the order in which buckets are delivered
   std::vector<Reading> readings_;
   TimePoint now_ = kStart;
 };

@@ -34,7 +34,7 @@ absl::Status RegisterModel(Engine* engine, const Region& weights) {
   return engine->Register(std::move(layout));
 }
 
-// What a framework's weight loader does with whole tensors.
+// Loads whole tensors, as a framework's weight loader does.
 absl::Status Load(const std::vector<TensorView>& tensors, char* weights) {
   for (const TensorView& view : tensors) {
     int i = 0;

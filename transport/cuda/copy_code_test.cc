@@ -1,6 +1,6 @@
-// The copy kernel's code on tasks of one run and of runs at a distance, which have a loop of their
-// own, against the digest's definition. Other boxes, and all of it on a GPU: copy_plan_test.cc,
-// tests/gpu/copy_kernel_trial.cc.
+// Compares the copy kernel's code with the digest's definition, on tasks of one run and of runs at
+// a regular distance, which have a loop of their own. copy_plan_test.cc tests other boxes,
+// tests/gpu/copy_kernel_trial.cc all boxes on a GPU.
 #include "transport/cuda/copy_code.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ struct alignas(16) Memory {
   std::array<unsigned char, kBytes> bytes;
 };
 
-// Mostly where vectors are aligned, else where elements are, or not even those.
+// Picks a place that is mostly aligned to vectors, else to elements, or to nothing.
 size_t PickPlace(Rng* rng, int64_t element_bytes) {
   const int64_t kind = Pick(rng, 0, 4);
   const int64_t at = 16 * Pick(rng, 1, 8);
@@ -83,7 +83,7 @@ struct Trial {
   }
 };
 
-// Steps are mostly such that all runs lie alike.
+// Steps are mostly chosen so that all runs have the same alignment.
 void PickRuns(Rng* rng, CopyTask* task) {
   const int64_t element_bytes = task->element_bytes;
   const int64_t unit = Pick(rng, 0, 3) == 0 ? 1 : 64;  // elements
@@ -97,7 +97,7 @@ void PickRuns(Rng* rng, CopyTask* task) {
   task->count[2] = static_cast<uint16_t>(Pick(rng, 1, most));
 }
 
-// Single elements; mostly as gate and up lie that take turns at one end and not at the other.
+// Single elements; mostly as gate and up lie if they alternate at one end and not at the other.
 void PickElements(Rng* rng, CopyTask* task) {
   const int64_t element_bytes = task->element_bytes;
   task->run = 1;

@@ -7,7 +7,7 @@
 namespace refitd {
 namespace {
 
-// What the driver's loader looks for first in a fat binary.
+// The magic number that the driver's loader looks for first in a fat binary.
 constexpr uint32_t kFatBinary = 0xba55ed50;
 
 #if defined(REFITD_NVCC)

@@ -1,5 +1,5 @@
-// How long planning takes: a model's tensors, from 4 devices to engines on 4 others. Prints
-// milliseconds, the best of a few rounds.
+// Measures the time to plan the transfer of a model's tensors from 4 devices to engines on 4
+// others. Prints milliseconds, the best of a few rounds.
 //
 //   copy_plan_benchmark [TENSORS] [GIB]
 

@@ -176,7 +176,7 @@ std::vector<Box> Partition(Rng* rng, const Dims& shape) {
   return boxes;
 }
 
-// A random transfer, its memory, and who owns what.
+// A random transfer, its memory, and the devices that own the memory.
 struct Case {
   Views views;
   FakeAddresses addresses{views};
@@ -187,7 +187,7 @@ struct Case {
                       int device) {
     const int64_t element_bytes = ElementBytes(dtype);
     Dims strides = RandomStrides(rng, box.extent);
-    // Mostly aligned to elements, now and then not even to those.
+    // Mostly aligned to elements, sometimes not even to these.
     const int64_t alignment =
         std::array<int64_t, 5>{1, element_bytes, 16, 16, 32}[static_cast<size_t>(Pick(rng, 0, 4))];
     char* const data =
@@ -430,7 +430,8 @@ TEST_CASE("A wrong offset in a program shows as sums that differ") {
       REQUIRE(transfer.ok());
       Sums sums = Run(*transfer, 512);
       CHECK(sums.stored[0] == sums.source[0]);
-      // What was stored is digested with the index by metadata: only readback sees where it went.
+      // The stored bytes are digested with the index by metadata, so only readback notices where
+      // they went.
       CHECK((sums.stored[1] != sums.source[1]) == at_source);
       const auto readback = PlanCopies(c->transfer, Verification::kReadback, &c->addresses);
       REQUIRE(readback.ok());
@@ -658,8 +659,8 @@ TEST_CASE("Long runs go to other devices by copy engines where the kernel need n
 
 TEST_CASE("Sources begin their copies by engines with different receivers") {
   Rng rng(kSeed + 11);
-  // From devices 0 and 2, both even, to two others each; device 1 between them has work for the
-  // kernel alone.
+  // From devices 0 and 2 to two other devices each; device 1 between them has work for the kernel
+  // only.
   const auto c = DenseCase(&rng, {64, 64}, {4, 5});
   const auto add = [&](int device) {
     BoundPiece piece = c->transfer.source[0];

@@ -40,7 +40,7 @@ TEST_CASE("where CUDA is not compiled in there is no transport for it, and that 
 using Catch::Matchers::Contains;
 constexpr uint64_t kSeed = 4711;
 
-// Blocks of another process, as the fake plays it.
+// Blocks of another process, which the fake simulates.
 class FakeExporter : public Exporter {
  public:
   explicit FakeExporter(FakeCuda* fake) : fake_(fake) {}
@@ -79,7 +79,7 @@ struct Setup {
     transport = *std::move(made);
   }
 
-  // One a world: it counts the blocks.
+  // One for each world, because it counts the blocks.
   Exporter* exporter() {
     exporters.push_back(std::make_unique<FakeExporter>(&fake));
     return exporters.back().get();
@@ -251,7 +251,7 @@ TEST_CASE("prepared transfers are replayed under every verification, over new by
         char* const real = bound.source[i].data;
         char* const modelled = world.model.source[i].data;
         *real ^= 1;
-        if (modelled != real) *modelled ^= 1;  // host memory is one and the same for both
+        if (modelled != real) *modelled ^= 1;  // model and world share host memory
       }
     }
   }
@@ -457,7 +457,7 @@ TEST_CASE("a broadcast that NCCL never began costs itself alone, and no GPU") {
   CheckSame(Run(setup.transport.get(), broadcast.transfer),
             Run(setup.host.get(), broadcast.world.model));
   REQUIRE(Run(setup.transport.get(), other.transfer).status.ok());
-  // The other's communicator is given up, and that takes its time.
+  // The other broadcast's communicator is poisoned, and freeing it takes a while.
   setup.nccl->FailAt("ncclBroadcast", 1, 3);
   setup.nccl->Block("ncclCommAbort");
   CHECK_FALSE(Run(setup.transport.get(), other.transfer).status.ok());
@@ -467,7 +467,7 @@ TEST_CASE("a broadcast that NCCL never began costs itself alone, and no GPU") {
   CHECK(behind.status.code() == absl::StatusCode::kDeadlineExceeded);
   CHECK_THAT(std::string(behind.status.message()), Contains("waits for another call of NCCL"));
   CHECK(setup.losses == 0);
-  // Its communicator is as good as before.
+  // The communicator is still usable.
   CheckSame(Run(setup.transport.get(), broadcast.transfer),
             Run(setup.host.get(), broadcast.world.model));
   broadcast.world.CheckBytes();
@@ -482,7 +482,7 @@ TEST_CASE("scratch that the driver does not free holds nobody up, and goes when 
                .lost = {}},
               2, true);
   {
-    // Two tensors apart: packed into scratch.
+    // Two tensors that lie apart are packed into scratch memory.
     PairBroadcast broadcast(&setup, &random, 0, 1, 2);
     CheckSame(Run(setup.transport.get(), broadcast.transfer),
               Run(setup.host.get(), broadcast.world.model));
@@ -524,7 +524,7 @@ TEST_CASE("of too many sets of devices that NCCL broadcasts to, idle ones make r
   }
   CHECK(Eventually([&] { return communicators() == kMostSets; }));
 
-  // Those whose pools are there stay.
+  // Communicators whose pools exist stay.
   std::vector<std::unique_ptr<PairBroadcast>> held;
   for (const auto& [from, to] : all) {
     held.push_back(std::make_unique<PairBroadcast>(&setup, &random, from, to));
@@ -543,11 +543,11 @@ TEST_CASE("of too many sets of devices that NCCL broadcasts to, idle ones make r
 
 TEST_CASE("a wrong byte in a slot is caught, whichever slot it is (P1)") {
   Rng random(kSeed + 42);
-  // The source changes between the relay and the digest of it: as a slot that differs.
+  // The source changes between the relay and its digest, which looks like a slot that differs.
   for (int slot = 0; slot < 2; ++slot) {
     Setup setup({.lost = {}}, 3);
     SimpleBroadcast broadcast(&setup, &random);
-    // What follows the relay stands still while the slot is spoilt.
+    // The second transfer is stopped while the slot is spoilt.
     setup.fake.Block("cuLaunchKernel");
     Outcome<TransferResult> outcome;
     setup.transport->Submit(broadcast.transfer, outcome.done());
@@ -846,7 +846,7 @@ TEST_CASE("a device that hangs is told as a loss after the limit; its transfers 
   setup.transport->Submit(world.OnDevices(), behind.done());
   CHECK(Eventually([&] { return setup.fake.Count().launch_calls == 3; }));
   CHECK(Eventually([&] { return setup.losses == 1; }));
-  // What comes now is refused, and nothing is begun; what runs may still store.
+  // New transfers are refused and nothing is begun; running transfers may still store.
   CheckLate(Run(setup.transport.get(), world.OnDevices()));
   CHECK(setup.fake.Count().launch_calls == 3);
   CHECK(!first.ended());
@@ -967,7 +967,7 @@ TEST_CASE("a call of the driver that hangs while planning is a loss, and stops n
   setup.transport->Submit(job, readback.done());
   CheckLate(behind.Wait());
   CHECK(readback.Wait().status.code() == absl::StatusCode::kDeadlineExceeded);
-  CheckLate(Run(setup.transport.get(), transfer));  // what comes later does not wait either
+  CheckLate(Run(setup.transport.get(), transfer));  // later transfers do not wait either
   CHECK(setup.losses == 1);
   CHECK(setup.fake.Count().blocked_calls == 1);
   CHECK(!hangs.ended());
@@ -1091,7 +1091,7 @@ TEST_CASE("calls that fail cost their transfer alone, and nothing is left open")
     FillSimply(&world, 0, {0});
     world.model.verification = Verification::kTransfer;
     const std::string name = call;
-    // Contexts are there since the regions were opened; a second device's is not.
+    // The context exists since the regions were opened; a second device's does not.
     if (name != "cuDevicePrimaryCtxRetain") setup.fake.FailAt(call, 1, 2);
     const TransferResult result = Run(setup.transport.get(), world.OnDevices());
     if (name != "cuDevicePrimaryCtxRetain") {

@@ -50,7 +50,7 @@ std::shared_ptr<const CudaRegion> Open(CudaMemory* memory, int device, const std
   return *std::move(region);
 }
 
-// Nothing but what the process keeps (contexts).
+// Checks that nothing is open but what the process keeps (contexts).
 void CheckNothingOpen(const FakeCuda& fake) {
   const FakeCudaCounts counts = fake.Count();
   CHECK(counts.opened_handles == 0);
@@ -350,10 +350,10 @@ TEST_CASE("a device that hung as it zeroed a pool held its maker for ever") {
   CHECK_THAT(std::string(hung.message()), Contains("device 1 did not end its work within 200 ms"));
   REQUIRE(told.size() == 1);
   CHECK_THAT(std::string(told[0].message()), Contains("device 1 did not end its work"));
-  // It may still be written.
+  // The device may still write the memory.
   CHECK(fake.Count().mapped == 1);
   CHECK(fake.Count().streams == 1);
-  // Whoever comes next does not wait so long again, and whoever runs the daemon knows already.
+  // The next caller does not wait that long again, and the loss has been reported already.
   for (const int device : {0, 1}) {
     CHECK_THAT(std::string(memory->MakePool(device, kMiB).status().message()),
                Contains("lost the use of its GPUs"));
@@ -385,7 +385,7 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
     const char* call;
     std::function<Held()> before;  // null: nothing
     std::function<void(Held)> during;
-    const char* what;  // as it is told
+    const char* what;  // as messages name the call
   };
   const auto let_go = [](Held held) { held.reset(); };
   const Case hanging = GENERATE_REF(values<Case>({

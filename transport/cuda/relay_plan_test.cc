@@ -21,7 +21,7 @@ int64_t Pick(Rng* random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(*random);
 }
 
-// A whole tensor of bytes, or these rows of it.
+// A whole tensor of bytes, or some of its rows.
 BoundPiece Bytes(char* data, int64_t count) {
   return {.dtype = DType::kUint8,
           .shape = {count},

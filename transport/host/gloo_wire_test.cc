@@ -34,10 +34,10 @@ using Catch::Matchers::Contains;
 using std::chrono::steady_clock;
 
 constexpr uint64_t kSeed = 20;
-constexpr auto kWait = std::chrono::seconds(60);      // for what should come soon
-constexpr Duration kLong = std::chrono::minutes(30);  // a timeout that must not be what ends things
+constexpr auto kWait = std::chrono::seconds(60);      // for events that should come soon
+constexpr Duration kLong = std::chrono::minutes(30);  // a timeout that no test should reach
 constexpr Duration kShort = std::chrono::milliseconds(300);
-// One that passes in the end, but not before the others have done their part.
+// A timeout that a test reaches, but only after the other ranks have done their part.
 constexpr Duration kMedium = std::chrono::milliseconds(3'000);
 constexpr size_t kPortsOffset = 53;  // of the first port in an address
 constexpr size_t kEpochOffset = 4;
@@ -57,7 +57,7 @@ absl::Status Get(Result& result) {
   return result.get();
 }
 
-// Polls, since what is waited for has no notification.
+// Polls, because there is no notification to wait for.
 bool Until(const std::function<bool()>& condition) {
   for (const auto end = steady_clock::now() + kWait; steady_clock::now() < end;) {
     if (condition()) return true;
@@ -168,7 +168,7 @@ TEST_CASE("an address that peers could not reach, or that is not one, is refused
     CHECK(wire.status().code() == StatusCode::kInvalidArgument);
     CHECK_THAT(Message(wire.status()), Contains(address));
   }
-  // TEST-NET-1: nobody's.
+  // An address of TEST-NET-1, which no host has.
   CHECK(MakeGlooWire({.interface = "", .address = "192.0.2.1"}).status().code() ==
         StatusCode::kUnavailable);
   CHECK(MakeGlooWire({.interface = "", .address = "127.0.0.1"}).ok());
@@ -375,7 +375,7 @@ TEST_CASE("a rank that does not come to an operation is named when the timeout h
   CHECK(status.code() == StatusCode::kDeadlineExceeded);
   CHECK_THAT(Message(status), Contains("3000 ms") && Contains("rank 2"));
   CHECK(Until([&] { return alive.expired(); }));
-  // It had all from rank 0, which is done.
+  // Rank 1 had received all bytes from rank 0, so rank 0 is done.
   CHECK(Get(results[0]) == absl::OkStatus());
 }
 
@@ -497,7 +497,7 @@ TEST_CASE("a peer that is gone before the connection is an error that names it")
   Result result;
   mesh.wires[rank]->Connect(kEpoch, addresses, kShort, Into(&result));
   const absl::Status status = Get(result);
-  // Refused, or never came: whichever of the two is to connect.
+  // Refused, or timed out, depending on which of the two ranks connects.
   CHECK((status.code() == StatusCode::kUnavailable ||
          status.code() == StatusCode::kDeadlineExceeded));
   CHECK_THAT(Message(status), Contains("rank " + std::to_string(1 - rank)));
@@ -583,7 +583,7 @@ TEST_CASE("a peer of another epoch is told apart after it connected") {
   const auto mine = mesh.wires[0]->Open(kEpoch, 0, 2);
   const auto theirs = mesh.wires[1]->Open(other, 1, 2);
   REQUIRE((mine.ok() && theirs.ok()));
-  // As if a port were used again: each holds an address that was right in its own epoch.
+  // As if a port were used again: each rank holds an address that was right in an epoch of its own.
   std::string mine_in_other = *mine;
   std::string theirs_in_mine = *theirs;
   mine_in_other.replace(kEpochOffset, 8, theirs->substr(kEpochOffset, 8));
@@ -609,7 +609,7 @@ TEST_CASE("an address with another token does not connect") {
   mesh.wires[0]->Connect(kEpoch, {good[0], bad}, kLong, Into(&results[0]));
   mesh.wires[1]->Connect(kEpoch, good, kLong, Into(&results[1]));
   CHECK(Get(results[1]).code() == StatusCode::kUnavailable);
-  // It has greeted with the right token; it finds the connection lost now or at its first
+  // This rank greeted with the right token, and finds the connection lost now or at its first
   // operation.
   const absl::Status status = Get(results[0]);
   CHECK((status.ok() || status.code() == StatusCode::kUnavailable));
@@ -660,7 +660,7 @@ TEST_CASE("a stranger that takes a peer's connection makes Connect fail, and not
 TEST_CASE("a peer that resets its connection at once is an error of its epoch alone") {
   Mesh mesh(2);
   mesh.Connect(EpochId(8));
-  // Whether Gloo's thread is there before the reset is chance: some of many meet it.
+  // Whether Gloo's thread accepts before the reset is random, so try many times.
   for (uint64_t epoch = 100; epoch < 164; ++epoch) {
     const std::vector<std::string> addresses = mesh.Open(EpochId(epoch));
     const sockaddr_in in = ListenerFor(addresses[0], 1);
@@ -731,10 +731,10 @@ TEST_CASE("an operation before Connect, and a second Connect, are refused") {
 
 TEST_CASE("opening and closing leaks no descriptor and no thread") {
   Mesh mesh(2);
-  mesh.Connect(EpochId(1));  // whatever is made once
+  mesh.Connect(EpochId(1));  // makes everything that is made only once
   mesh.wires[0]->Close(EpochId(1));
   mesh.wires[1]->Close(EpochId(1));
-  // Not more: what was counted before may have been about to go.
+  // Not more than before; fewer is fine, since something counted before may have been about to end.
   const auto settled = [](const char* path, int expected) {
     return Until([&] { return CountEntries(path) <= expected; });
   };
@@ -787,8 +787,8 @@ std::string Swap(int fd, std::string mine) {
   return theirs;
 }
 
-// Rank 1 of 2 in a process of its own: it takes part in one broadcast of `bytes` from `root`,
-// forever waits then. Made before this process has threads.
+// Rank 1 of 2 in a process of its own: it takes part in one broadcast of `bytes` from `root`, then
+// it waits forever. To be made before this process has threads.
 class Peer {
  public:
   Peer(int root, size_t unit, size_t times) {
@@ -849,7 +849,7 @@ TEST_CASE(
     "a peer that is killed in the middle of a broadcast is named at once, by sender and receiver") {
   const int root = GENERATE(0, 1);
   constexpr size_t kUnit = 1 << 20;
-  constexpr size_t kTimes = 16 << 10;  // 16 GiB: never through
+  constexpr size_t kTimes = 16 << 10;  // 16 GiB, which never ends in the test's time
   Peer peer(root, kUnit, kTimes);
   const auto wire = MakeWire();
   ConnectTo(wire.get(), peer);

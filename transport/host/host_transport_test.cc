@@ -180,7 +180,7 @@ int64_t Offset(const BoundPiece& piece, const Box& box) {
   return elements * ElementBytes(piece.dtype);
 }
 
-// A piece of `destination` that takes what the source piece `source` has of it.
+// A piece of `destination` that takes its elements from the source piece `source`.
 void AddDestination(Case* c, uint32_t source, uint32_t destination, const Box& box,
                     const Dims& strides) {
   const BoundPiece& from = c->transfer.source[source];
@@ -434,7 +434,8 @@ TEST_CASE("A wrong source offset in a program is caught by readback") {
     }
     REQUIRE(result.status.ok());
     ReadbackJob job = JobOf(c.transfer, result);
-    job.pieces[1].piece.box = c.transfer.program.moves[1].box;  // the rest was not written
+    // The rest of the piece was not written.
+    job.pieces[1].piece.box = c.transfer.program.moves[1].box;
     CHECK(Run(transport.get(), job).failed_destinations == std::vector<uint32_t>{1});
   }
 }
@@ -567,7 +568,7 @@ TEST_CASE("Memory is kept until the transfer is done, and no longer") {
                     [&](const TransferResult&) { alive.set_value(!watch.expired()); });
   REQUIRE(future.wait_for(kWait) == std::future_status::ready);
   CHECK(future.get());
-  // The next task of the same threads runs after the memory was let go.
+  // The next task of the same threads runs after the memory was released.
   const auto deadline = std::chrono::steady_clock::now() + kWait;
   while (!watch.expired() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
   CHECK(watch.expired());

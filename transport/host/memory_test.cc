@@ -14,7 +14,7 @@ namespace {
 
 using absl::StatusCode;
 
-// Whether any mapping of this process is there.
+// Whether this process has a mapping at that address.
 bool Mapped(const void* address) {
   unsigned char residency;
   const auto page = reinterpret_cast<uintptr_t>(address) / 4096 * 4096;

@@ -1,4 +1,4 @@
-// What a plan may spend on boxes that overlap in disorder, and that it ends when nobody wants it.
+// Tests of the limit on work for irregularly overlapping boxes, and of cancelling a plan.
 #include "transport/plan/boxes.h"
 
 #include <atomic>

@@ -540,7 +540,7 @@ TEST_CASE("Buckets carry every range once, aligned, in order, within their limit
       }
       REQUIRE(bucket.bytes == end);
       REQUIRE(end <= bucket_bytes);
-      // A bucket that another follows has no room for one more element, or no range left.
+      // A bucket that is not the last has no room for one more element, or has the most ranges.
       const bool last = &bucket == &buckets.back();
       const int64_t next = (end + kPackAlignment - 1) / kPackAlignment * kPackAlignment;
       const bool full = static_cast<int64_t>(bucket.ranges.size()) == max_ranges;

@@ -69,7 +69,8 @@ World RandomWorld(Rng* rng) {
   }
   for (uint32_t t = 0; t < world.tensors.size(); ++t) {
     const Dims& shape = world.tensors[t].shape;
-    // Sharded over the sources, some shards replicated, and boxes that overlap anyhow.
+    // Boxes are sharded over the sources, some shards are replicated, and some boxes overlap at
+    // random.
     for (const Box& box : Partition(rng, shape)) {
       const int64_t copies = 1 + Below(rng, 3);
       for (int64_t c = 0; c < copies; ++c) {
@@ -204,7 +205,7 @@ TEST_CASE("A planted wrong offset is seen by the byte oracle") {
 }
 
 std::vector<int64_t> ReadFrom(const Program& program, size_t sources) {
-  // What several destinations take is read once.
+  // Elements that several destinations take are read once.
   std::vector<int64_t> bytes(sources, 0);
   const CopyMove* previous = nullptr;
   for (const CopyMove& move : program.moves) {

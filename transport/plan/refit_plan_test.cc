@@ -25,7 +25,7 @@ RefitPlanPtr MustCompile(const RouteWorld& world, const RouteOptions& options = 
   return *plan;
 }
 
-// What is wrong with the replicas, element by element, or nothing.
+// The first fault of the replicas, element by element, or an empty string.
 std::string ReplicaFault(const RouteWorld& world, const RefitPlan& plan,
                          const std::set<std::string>& skipped) {
   std::map<Element, std::set<uint32_t>> expected;
@@ -159,7 +159,7 @@ TEST_CASE("A node's part of a plan makes the same node program as the whole") {
   }
 }
 
-// Ranks' own digests: those of `wrong` differ.
+// The digests that ranks compute; those of the ranks in `wrong` differ.
 std::vector<std::vector<uint64_t>> DigestsOf(const RefitPlan& plan,
                                              const std::set<uint32_t>& wrong) {
   std::vector<std::vector<uint64_t>> digests;
@@ -215,7 +215,7 @@ TEST_CASE("Parts of the replicas are disjoint and cover them, and each finds wha
     }
     CHECK(boxes == plan->replicas.boxes.size());
     // Rank 2 differs in every box that it holds: found in the parts that have one, and no other.
-    // One node gives its whole list, as one that knows no parts does.
+    // One node gives its whole list, as a node that does not know parts does.
     for (uint32_t part = 0; part < parts; ++part) {
       const ReplicaPart of{part, parts};
       std::vector<std::vector<uint64_t>> digests(all.size());
@@ -288,7 +288,7 @@ TEST_CASE("An engine whose shard cuts a block of sharded scales is refused by ra
   const LayoutPtr low = rows(0, 192, 0, 2);
   const LayoutPtr high = rows(192, 512, 1, 4);
   const LayoutPtr whole = rows(0, 512, 0, 4);
-  // Trainers may cut as they like.
+  // Trainers may cut inside blocks.
   const std::vector<RouteMember> trainers = {{low, 0, 0, "a"}, {high, 0, 0, "b"}};
   RouteOptions options;
   CHECK(CompileRefit(trainers, {{whole, 0, 0, "engine e rank 0"}}, options).ok());
@@ -302,7 +302,7 @@ TEST_CASE("An engine whose shard cuts a block of sharded scales is refused by ra
   options.skip_instance = {false, true};
   CHECK(CompileRefit(trainers, engines, options).ok());
   options.skip_instance = {};
-  // On the boundary, and with all scales on every rank.
+  // Cuts are allowed on a boundary, and if every rank has all scales.
   CHECK(CompileRefit(trainers,
                      {{rows(0, 256, 0, 2), 0, 0, "rank 0"}, {rows(256, 512, 2, 4), 0, 0, "rank 1"}},
                      options)

@@ -176,7 +176,7 @@ TEST_CASE("Replicated sources share the load over nodes and over ranks") {
   std::vector<RouteMember> engines;
   for (uint32_t e = 0; e < 3; ++e) engines.push_back(Engine(layout(true), 2 + e, e, e));
   const RoutePlan plan = MustCompile(trainers, engines);
-  // 15 MiB in all leave two nodes; 3 of them are rank 3's alone.
+  // 15 MiB in all leave two nodes; only rank 3 holds 3 MiB of them.
   constexpr int64_t kSlack = kSplitBytes / 4;
   CHECK(plan.bytes == int64_t{15} << 20);
   CHECK(std::abs(plan.links.node_sends[0] - plan.links.node_sends[1]) <= 2 * kSlack);
@@ -307,7 +307,7 @@ TEST_CASE("A tensor that is missing on either side is an error unless allowed") 
   CHECK(MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options).bytes == 1);
   CHECK(MustCompile({Trainer(a, 0)}, {Engine(both, 0)}, options).unplaced ==
         std::vector<Unplaced>{{"b", "is pushed"}});
-  // Nobody is left to want it.
+  // No engine is left that wants the tensor.
   options = {};
   options.skip_instance = {true};
   CHECK(MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options).bytes == 0);
@@ -318,7 +318,7 @@ TEST_CASE("An element that a destination has twice is an error") {
   const LayoutPtr whole = Bytes({8}, {{{0}, {8}}});
   CHECK_THAT(CompileError({Trainer(whole, 0)}, {Engine(twice, 1)}),
              Contains("tensor w") && Contains("engine 0") && Contains("[4] twice"));
-  // Trainers may.
+  // Trainers' boxes may overlap.
   CHECK(MustCompile({Trainer(twice, 0)}, {Engine(whole, 1)}).bytes == 8);
 }
 

@@ -9,7 +9,7 @@
 namespace refitd {
 namespace {
 
-// torch.chunk: slices of one dimension, the last ones smaller or none.
+// As torch.chunk: slices of one dimension, the last of them smaller or empty.
 std::vector<Box> Slices(const Dims& shape, size_t dim, int64_t ways) {
   std::vector<Box> boxes;
   const int64_t step = (shape[dim] + ways - 1) / ways;
@@ -22,7 +22,8 @@ std::vector<Box> Slices(const Dims& shape, size_t dim, int64_t ways) {
   return boxes;
 }
 
-// One box a rank: sliced along one dimension over runs of ranks, or whole.
+// One box for each rank: a slice along one dimension, shared by several ranks in a row, or the
+// whole tensor.
 void AddMesh(Rng* rng, uint32_t tensor, const Dims& shape, std::vector<Side>* sides) {
   const int64_t ways = 1 + Below(rng, static_cast<int64_t>(sides->size()));
   const bool whole = shape.empty() || Below(rng, 4) == 0;

@@ -25,7 +25,7 @@ void SetEnd(StridedBytes* bytes) {
   for (const Axis& axis : bytes->outer) bytes->end += axis.stride * (axis.count - 1);
 }
 
-// Any strides, or those of a sliced tensor, of which several take turns.
+// Random strides, or the strides of a sliced tensor, several of which alternate.
 StridedBytes Random(Rng* rng) {
   StridedBytes bytes;
   bytes.begin = Pick(rng, 0, 60);

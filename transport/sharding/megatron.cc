@@ -15,7 +15,8 @@ absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
   return Error(absl::StatusCode::kInvalidArgument, format, std::forward<Args>(args)...);
 }
 
-// A mesh (pp, `replicas`, middle, inner) over the world, the second dimension being what is left.
+// A mesh (pp, `replicas`, middle, inner) over the world; the second dimension takes the ranks that
+// are left.
 absl::StatusOr<Mesh> MeshOver(const TrainerParallel& parallel, std::string_view replicas,
                               const MeshDim& middle, const MeshDim& inner) {
   int64_t product = 1;
@@ -35,7 +36,7 @@ absl::StatusOr<Mesh> MeshOver(const TrainerParallel& parallel, std::string_view 
       {{"pp", parallel.pp}, {std::string(replicas), parallel.world / product}, middle, inner});
 }
 
-// Where a rank is in both meshes.
+// A rank's coordinates in both meshes.
 struct Place {
   int64_t stage = 0;
   int64_t tp = 0;

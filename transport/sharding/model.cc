@@ -15,7 +15,8 @@ absl::Status Invalid(fmt::format_string<Args...> format, Args&&... args) {
 }
 
 constexpr int64_t kQwen3Vocabulary = 151'936;
-constexpr int64_t kMaxSize = int64_t{1} << 24;  // of one dimension of a model: more is absurd
+// Of one dimension of a model; no model comes near it.
+constexpr int64_t kMaxSize = int64_t{1} << 24;
 
 ModelConfig Qwen3(std::string name, int64_t hidden, int64_t layers, int64_t heads,
                   int64_t kv_heads) {
@@ -81,8 +82,8 @@ ModelConfig DeepSeekV3() {
   return config;
 }
 
-// What differs from role to role: the name, after the layer's or expert's prefix and before
-// ".weight", and whether FP8 models quantize it.
+// The properties of a role: the tensor's name, after the layer's or expert's prefix and before
+// ".weight", and whether FP8 models quantize the tensor.
 struct RoleRow {
   Role role;
   std::string_view name;

@@ -257,7 +257,7 @@ class FsdpLoader : public Loader {
 
   void Load(int64_t world, int64_t rank) {
     for (const std::string& name : ids_.names()) {
-      // torch.chunk hands out full chunks until nothing is left.
+      // torch.chunk makes full chunks until nothing is left.
       const IdMatrix& tensor = ids_.Get(name);
       const int64_t chunk = (tensor.rows + world - 1) / world;
       std::vector<IdMatrix> chunks;

@@ -1,5 +1,5 @@
-// Prints what trainer ranks hold, as JSON, for tests of other languages to compare with: a line for
-// each mapping of mappings.h, of its tiny model.
+// Prints the layouts of trainer ranks as JSON, for tests in other languages to compare with: one
+// line for the tiny model of each mapping of mappings.h.
 //
 // A line: {"name", "model": {fields of ModelConfig}, "fsdp", "parallel": {fields of
 // TrainerParallel}, "ranks": [{"tensors": [[name, dtype, shape]], "pieces": [[tensor, offset,

@@ -64,8 +64,8 @@ Program MustCompile(const std::vector<LayoutPtr>& sources,
   return *std::move(program);
 }
 
-// Element by element; false if an element comes from or goes to where nothing is, or goes where
-// something was written before.
+// Moves element by element. False if an element comes from or goes to a place where no element
+// lies, or goes to a place that was written before.
 bool Execute(const Program& program, const std::vector<LayoutPtr>& sources,
              const std::vector<LayoutPtr>& destinations, const std::vector<Arena>& from,
              std::vector<Arena>* to) {
@@ -95,8 +95,8 @@ bool Execute(const Program& program, const std::vector<LayoutPtr>& sources,
   return true;
 }
 
-// Whether the refit of the mapping gives every engine what its own loader would, from trainers that
-// hold what theirs would.
+// Checks that the refit of the mapping gives every engine the memory that its own loader would
+// give, from trainers whose memory their own frameworks filled.
 bool RefitsExactly(const Mapping& mapping, const ModelConfig& config,
                    const std::vector<LayoutPtr>& trainers, const std::vector<LayoutPtr>& engines) {
   const GlobalIds ids(config);
@@ -153,7 +153,7 @@ TEST_CASE("So do random models between random parallelisms") {
     mapping.engine = {
         .tp = one_of({1, 2, 4}), .ep = one_of({0, 1}) == 1, .instances = one_of({1, 2})};
     INFO("round " << round << ": " << config.name << ", fp8 " << config.fp8);
-    // What does not divide is refused, which other tests see.
+    // A model that the parallelism does not divide is refused; other tests check that.
     if (!TrainerLayout(mapping, config, 0).ok() || !EngineLayout(mapping, config, 0).ok()) continue;
     REQUIRE(RefitsExactly(mapping, config, TrainerLayouts(mapping, config),
                           EngineLayouts(mapping, config)));
@@ -162,7 +162,7 @@ TEST_CASE("So do random models between random parallelisms") {
   CHECK(done > 40);
 }
 
-// What a layout says of its arena, from the global tensors.
+// The arena that a layout describes, filled from the global tensors.
 Arena Materialise(const GlobalIds& ids, const Layout& layout) {
   Arena arena(static_cast<size_t>(ArenaBytes(layout)), kUntouched);
   for (const Piece& piece : layout.pieces) {
@@ -240,7 +240,7 @@ TEST_CASE("A planted error in an engine's or a trainer's layout is seen by the o
   wrong[5] = exchanged(*engines[5]);
   CHECK_FALSE(RefitsExactly(mapping, config, trainers, wrong));
   wrong = trainers;
-  // Every holder: which replica is read is the planner's choice.
+  // Damage every holder, because the planner chooses which replica is read.
   for (LayoutPtr& trainer : wrong) trainer = exchanged(*trainer);
   CHECK_FALSE(RefitsExactly(mapping, config, wrong, engines));
 }

@@ -1,5 +1,6 @@
-// A CUDA driver for tests: version 12.4, two devices or as many as it is told, memory and streams
-// as fake_cuda.h says. Without CUDA's headers it is empty. Thread-safe, but for FakeCudaFail.
+// A CUDA driver for tests: version 12.4, two devices unless a test sets another number, memory and
+// streams as fake_cuda.h says. Without CUDA's headers it is empty. Thread-safe, except
+// FakeCudaFail.
 #if defined(REFITD_CUDA)
 #include "transport/cuda/fakes/fake_driver.h"
 
@@ -40,8 +41,8 @@ constexpr size_t kGranularity = 2 << 20;
 
 // ---- calls that fail ----
 
-// The call that fails: a string of the caller's that outlives its use, or null; for calls about a
-// device, on device 1 only.
+// The call that fails, or null; the caller's string must outlive its use. Calls about a device fail
+// on device 1 only.
 const char* failing_call = nullptr;
 int failing_result = 0;
 
@@ -61,19 +62,19 @@ struct Block {
   int fd = -1;
   int device = 0;
   size_t bytes = 0;
-  char* exporter = nullptr;  // where its owner sees it
+  char* exporter = nullptr;  // its owner's address of it
   bool vmm = false;
   bool alive = true;
   ino_t inode = 0;
-  int handles = 0;  // of a created one, imports included: with the last it goes
+  int handles = 0;  // of a created block, including imports; the block is freed with the last
 };
 
-// Addresses that something may use.
+// A range of addresses that calls may use.
 struct Range {
   size_t bytes = 0;
   int device = 0;      // whose memory it is
   unsigned reach = 0;  // bit mask: devices that may use it
-  // Legacy handles: the context that opened it, and how often.
+  // Legacy handles: the context that opened the handle, and how often.
   CUcontext opener = nullptr;
   int refs = 0;
   const Block* block = nullptr;
@@ -83,12 +84,12 @@ struct Range {
 };
 
 struct Event {
-  uint64_t recorded = 0;  // records so far; those that have been reached:
+  uint64_t recorded = 0;  // records so far; `reached` counts those that were reached
   uint64_t reached = 0;
 };
 
 struct Op {
-  std::function<bool()> ready;  // null: at once
+  std::function<bool()> ready;  // null: ready at once
   std::function<CUresult()> run;
 };
 
@@ -97,19 +98,19 @@ struct Stream {
   std::deque<Op> queue;
 };
 
-// What was made and not yet destroyed. The driver's own, as a real one's: of a lost context, or of
-// a device that was given up, nobody destroys it.
+// Objects that were made and not yet destroyed. The fake frees them at its end, as a real driver
+// does: after the loss of a context, or of a device, no caller destroys them.
 template <typename Thing>
 using Owned = std::map<Thing*, std::shared_ptr<Thing>>;
 
-// What the environment says, for the fake of a daemon's own process.
+// Settings from the environment, for the fake in a daemon's own process.
 unsigned AtFirst(const char* variable, unsigned otherwise) {
   const char* const number = std::getenv(variable);
   return number == nullptr ? otherwise : static_cast<unsigned>(std::strtoul(number, nullptr, 0));
 }
-// Devices that stand still, as FakeCudaHold.
+// Devices whose streams are stopped, as for FakeCudaHold.
 unsigned HeldAtFirst() { return AtFirst("REFITD_FAKE_CUDA_HOLD", 0); }
-// The call that does not return, as FakeCudaBlock.
+// The call that does not return, as for FakeCudaBlock.
 std::string BlockedAtFirst() {
   const char* const call = std::getenv("REFITD_FAKE_CUDA_BLOCK");
   return call == nullptr ? "" : call;
@@ -122,7 +123,7 @@ struct State {
   std::mutex mutex;
   std::condition_variable unblocked;
   std::string blocked = BlockedAtFirst();      // the call that does not return
-  std::vector<std::unique_ptr<Block>> blocks;  // a handle holds an index
+  std::vector<std::unique_ptr<Block>> blocks;  // handles are indices of this list
   std::map<uintptr_t, Range> ranges;
   std::map<char*, std::unique_ptr<char[]>> memory;
   Owned<Stream> streams;
@@ -213,7 +214,7 @@ bool Reaches(const State& fake, int device, uint64_t address, size_t bytes) {
 
 // ---- streams ----
 
-// Runs what can be run of a stream; true: something was.
+// Runs the work of a stream that can run now; true: some work ran.
 bool RunStream(State* fake, Stream* stream) {
   bool any = false;
   while (!stream->queue.empty() && (fake->held >> stream->device & 1) == 0) {
@@ -229,7 +230,7 @@ bool RunStream(State* fake, Stream* stream) {
   return any;
 }
 
-// Streams have no order but that of events: each runs as far as it can, the next time in the
+// Runs all streams as far as they can. Only events order them, so each time they run in the
 // opposite order.
 void RunQueue(State* fake) {
   std::vector<std::shared_ptr<Stream>> streams = fake->destroyed;
@@ -253,8 +254,8 @@ CUresult Enqueue(Call* call, CUstream handle, std::function<CUresult()> run) {
 
 char* At(uint64_t address) { return reinterpret_cast<char*>(address); }
 
-// Runs a task element by element, by copy_task.h's words alone. False: it leaves what the device
-// may use.
+// Runs a task element by element, as copy_task.h defines it. False: it leaves memory that the
+// device may use.
 bool RunTask(const State& fake, int device, const CopyTask& task, const CopyLaunch& launch) {
   const size_t size = task.element_bytes;
   for (uint32_t i = 0; i < task.count[0]; ++i) {
@@ -318,7 +319,7 @@ char* MapBlock(const Block& block, void* fixed = nullptr) {
   return at == MAP_FAILED ? nullptr : static_cast<char*>(at);
 }
 
-// Takes `fd`, which has so many bytes.
+// Makes a block of `fd`, which it takes, with `bytes`.
 Block* AddBlock(State* fake, int device, int fd, size_t bytes, bool vmm) {
   auto block = std::make_unique<Block>();
   block->fd = fd;
@@ -341,7 +342,8 @@ Block* MakeBlock(State* fake, int device, size_t bytes, bool vmm) {
   return AddBlock(fake, device, fd, bytes, vmm);
 }
 
-// What the fake of another process made with FakeCudaExportVmm; null: it is not that.
+// The block that the fake of another process made with FakeCudaExportVmm; null: the descriptor is
+// not such a block.
 Block* AdoptBlock(State* fake, int fd, const struct stat& about) {
   char name[64] = {};
   const std::string link = "/proc/self/fd/" + std::to_string(fd);
@@ -352,14 +354,14 @@ Block* AdoptBlock(State* fake, int fd, const struct stat& about) {
                   static_cast<size_t>(about.st_size), true);
 }
 
-// VMM handles: a block's number from 1, with this bit where it was created here.
+// VMM handles are a block's number from 1, with this bit if the block was created here.
 constexpr CUmemGenericAllocationHandle kCreated = 1ULL << 40;
 
 Block& BlockOf(const State& fake, CUmemGenericAllocationHandle handle) {
   return *fake.blocks[(handle & ~kCreated) - 1];
 }
 
-// Mappings hold the memory by themselves.
+// Mappings keep the memory alive by themselves.
 void Close(Block* block) {
   if (block->fd < 0) return;
   munmap(block->exporter, block->bytes);
@@ -397,7 +399,7 @@ void FakeCudaReset() {
   fake.destroyed.clear();
   fake.blocked.clear();
   fake.unblocked.notify_all();
-  const int blocked_calls = fake.counts.blocked_calls;  // they take themselves off
+  const int blocked_calls = fake.counts.blocked_calls;  // blocked calls subtract themselves
   fake.counts = {};
   fake.counts.blocked_calls = blocked_calls;
   fake.faults.clear();
@@ -469,16 +471,16 @@ int FakeCudaCurrentDevice() { return current.empty() ? -1 : DeviceOf(current.bac
 
 int FakeCudaStreamDevice(CUstream stream) { return reinterpret_cast<Stream*>(stream)->device; }
 
-// Whether memory of cuMemCreate is mapped there.
+// Whether memory of cuMemCreate is mapped at that address.
 bool FakeCudaIsVmm(uint64_t address, size_t bytes) {
   const std::lock_guard lock(Fake().mutex);
   const Range* const range = Holding(Fake(), address, bytes);
   return range != nullptr && range->reserved && range->mapped;
 }
 
-// A collective of so many streams. `*put` puts onto one of them that it comes to the collective, or
-// that it waits for it. The copies run all at once when every stream has come: they read what was
-// there before. Until then streams wait, or, once `stopped`, go on without them.
+// Makes a collective over a number of streams. `*put` puts its work onto one of the streams. When
+// every stream has come to the collective, all copies run at once, reading the bytes from before.
+// Until then streams wait, or, if `stopped` is set, go on without the copies.
 void FakeCudaCollective(const refitd::FakeCudaCopy* copies, size_t count, size_t streams,
                         const std::atomic<bool>* stopped,
                         std::function<void(CUstream, bool)>* put) {
@@ -542,7 +544,7 @@ CUresult cuDriverGetVersion(int* version) {
 
 CUresult cuInit(unsigned int /*flags*/) { return Answer("cuInit"); }
 
-// Told to fail with 0: succeeds, with no device.
+// If told to fail with 0, it succeeds, with no device.
 CUresult cuDeviceGetCount(int* count) {
   const bool named =
       failing_call != nullptr && std::string_view(failing_call) == "cuDeviceGetCount";
@@ -685,7 +687,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
   }
   Block* const block = MakeBlock(call.fake, wanted->location.id, bytes, true);
   block->handles = 1;
-  // What somebody left there.
+  // New memory holds the bytes of an earlier owner.
   std::memset(block->exporter, 0xab, kGranularity);
   *handle = call.fake->blocks.size() | kCreated;
   ++call.fake->counts.created;
@@ -920,7 +922,7 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CU
   });
 }
 
-// Copies of a batch have no order: from the last to the first.
+// The copies of a batch have no order; the fake runs them from the last to the first.
 CUresult cuMemcpyBatchAsync_v2(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count,
                                CUmemcpyAttributes* attributes, size_t* attributes_from,
                                size_t attribute_count, CUstream stream) {
@@ -979,7 +981,8 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
   return CUDA_SUCCESS;
 }
 
-// For the last record before this call, as the driver does; of none it does not wait.
+// Waits for the last record before this call, as the driver does; without a record it does not
+// wait.
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned /*flags*/) {
   const Call call("cuStreamWaitEvent");
   if (call.failed()) return call.result;
@@ -1001,7 +1004,7 @@ CUresult cuStreamQuery(CUstream stream) {
   return it->second->queue.empty() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-// Does not wait for devices that stand still.
+// Does not wait for stopped devices.
 CUresult cuStreamSynchronize(CUstream /*stream*/) {
   const Call call("cuStreamSynchronize");
   if (call.failed()) return call.result;

@@ -23,19 +23,19 @@
 
 namespace refitd {
 
-// The ranks that one unique id joins, all in this process. Never freed: what the devices still have
-// to do asks whether it was revoked.
+// The ranks that one unique id joins, all in this process. Never freed, because work that is left
+// on the devices asks whether it was revoked.
 struct Clique {
   std::vector<NcclCommStruct*> comms;  // by rank
-  int ranks = 0;                       // as the first one said; 0: none has come
+  int ranks = 0;                       // as the first rank said; 0: no rank has come
   int came = 0;
-  bool listens = true;                // until all have come, or one that can't be of them
+  bool listens = true;                // until all ranks have come, or a rank that does not fit
   std::atomic<bool> stopped = false;  // streams of the fake driver read it too
 };
 
 struct NcclGroup;
 
-// FakeCudaCollective has it.
+// Shared with FakeCudaCollective.
 using PutOnStream = std::function<void(CUstream_st*, bool waits)>;
 
 struct NcclCommStruct {
@@ -49,7 +49,7 @@ struct NcclCommStruct {
   bool gone = false;
   NcclResult result = NcclResult::kSuccess;
   std::shared_ptr<NcclGroup> group;  // in progress; else null
-  int polls = 0;                     // until its share of that may end
+  int polls = 0;                     // polls until its share of the group may end
 };
 
 struct NcclWindowStruct {
@@ -66,11 +66,11 @@ struct Task {
   uint64_t send = 0;
   uint64_t receive = 0;
   size_t bytes = 0;
-  int root = 0;  // or peer
+  int root = 0;  // or the peer
   NcclWindow* window = nullptr;
   CUstream_st* stream = nullptr;
   bool ran = false;
-  PutOnStream put{};  // of a collective that ran
+  PutOnStream put{};  // puts a collective that ran onto the stream
 };
 
 struct NcclGroup {
@@ -121,7 +121,7 @@ struct Driver {
                      PutOnStream*) = nullptr;
 };
 
-// The fake that lies beside this file and is open already.
+// The fake driver in the same folder, which is loaded already.
 const Driver& TheDriver() {
   static const Driver driver = [] {
     Dl_info info = {};
@@ -186,7 +186,7 @@ const NcclWindowStruct* WindowOf(const State& fake, NcclComm comm, uint64_t data
   return nullptr;
 }
 
-// Both buffers in windows, at equal offsets on all ranks.
+// Whether both buffers are in windows, at equal offsets on all ranks.
 bool InWindows(const State& fake, const std::vector<Task*>& of) {
   uint64_t offset = 0;
   for (const Task* task : of) {
@@ -200,8 +200,9 @@ bool InWindows(const State& fake, const std::vector<Task*>& of) {
   return true;
 }
 
-// On the streams of all ranks, on each when its rank is polled: whoever issues for several
-// communicators at once may bring them onto two devices in different orders.
+// Puts a collective onto the streams of all ranks, on each when its rank is polled. Issuing for
+// several communicators at once may therefore put their collectives onto two devices in different
+// orders.
 void Collective(const std::vector<Task*>& of, const std::vector<FakeCudaCopy>& copies) {
   PutOnStream put;
   TheDriver().collective(copies.data(), copies.size(), of.size(), &of[0]->comm->clique->stopped,
@@ -248,7 +249,7 @@ NcclResult MakeWindows(State* fake, const std::vector<Task*>& of) {
   return NcclResult::kSuccess;
 }
 
-// The tasks of one kind and one clique: one call's over its ranks.
+// The tasks of one kind and one clique: those of one call, over all its ranks.
 NcclResult RunTasks(State* fake, const std::vector<Task*>& of) {
   switch (of[0]->kind) {
     case Kind::kInit:
@@ -267,7 +268,7 @@ NcclResult RunTasks(State* fake, const std::vector<Task*>& of) {
   }
 }
 
-// The tasks of that kind of a communicator's group that did not run.
+// The tasks of that kind in a communicator's group that have not run.
 std::vector<Task*> Waiting(NcclComm comm, Kind kind) {
   std::vector<Task*> waiting;
   if (comm == nullptr || comm->group == nullptr) return waiting;
@@ -277,7 +278,7 @@ std::vector<Task*> Waiting(NcclComm comm, Kind kind) {
   return waiting;
 }
 
-// With the same call of all other ranks, in whichever groups they are.
+// Runs a collective when all other ranks have made the same call, in whatever groups.
 NcclResult RunCollective(State* fake, const Task& task) {
   std::vector<Task*> of;
   for (const NcclComm comm : task.comm->clique->comms) {
@@ -290,7 +291,7 @@ NcclResult RunCollective(State* fake, const Task& task) {
   return RunTasks(fake, of);
 }
 
-// With the peer's receive.
+// Runs a send when the peer has made its receive.
 void RunSend(Task* send) {
   const NcclComm peer = send->comm->clique->comms[static_cast<size_t>(send->root)];
   for (Task* receive : Waiting(peer, Kind::kReceive)) {
@@ -302,7 +303,7 @@ void RunSend(Task* send) {
   }
 }
 
-// As far as the other ranks are there.
+// Runs a group's tasks as far as the other ranks have come.
 void RunGroup(State* fake, NcclGroup* group) {
   for (Task& task : group->tasks) {
     if (task.ran || group->result != NcclResult::kSuccess) continue;
@@ -321,7 +322,7 @@ void RunGroup(State* fake, NcclGroup* group) {
   }
 }
 
-// The pointer is a copy: communicators lose theirs here.
+// The pointer is passed as a copy, because communicators drop theirs here.
 void EndGroup(State* fake, const std::shared_ptr<NcclGroup> group) {  // NOLINT
   for (const Task& task : group->tasks) {
     if (task.comm->group != group) continue;
@@ -331,7 +332,8 @@ void EndGroup(State* fake, const std::shared_ptr<NcclGroup> group) {  // NOLINT
   --fake->counts.groups;
 }
 
-// What of a group is one communicator's goes onto its streams, if all of that ran.
+// Puts the part of a group that belongs to one communicator onto its streams, if all of that part
+// ran.
 void EndShare(State* fake, NcclComm comm) {
   const std::shared_ptr<NcclGroup> group = comm->group;
   const auto its = [comm](const Task& task) { return task.comm == comm; };
@@ -407,7 +409,7 @@ void StopListening(State* fake, Clique* clique) {
   --fake->counts.listeners;
 }
 
-// The clique of a rank that comes; who is none of its ranks waits for ever.
+// The clique of a rank that comes; a rank that is none of its ranks waits for ever.
 Clique* Join(State* fake, uint64_t number, int ranks) {
   Clique* const clique = fake->cliques[number].get();
   if (clique->ranks == 0) clique->ranks = ranks;
@@ -486,7 +488,7 @@ void FakeNcclCount(FakeNcclCounts* counts) {
 
 // ---- NCCL ----
 
-// No call of a communicator: it is asked by whoever loads the library.
+// Not a call on a communicator: the loader of the library asks for the version.
 NcclResult ncclGetVersion(int* version) {
   const char* const told = std::getenv("REFITD_FAKE_NCCL_VERSION");
   *version = told != nullptr ? std::atoi(told) : 22809;
@@ -552,7 +554,7 @@ NcclResult ncclCommGetAsyncError(NcclComm comm, NcclResult* result) {
   return NcclResult::kSuccess;
 }
 
-// Not while a group is in progress.
+// Must not be called while a group is in progress.
 NcclResult ncclCommDestroy(NcclComm comm) {
   Call call("ncclCommDestroy");
   if (call.failed()) return call.result;
@@ -576,7 +578,7 @@ NcclResult ncclGroupStart() {
   return call.result;
 }
 
-// A group of which a call failed does nothing; its communicators have that error then.
+// If a call of a group failed, the group does nothing, and its communicators have that error.
 NcclResult ncclGroupEnd() {
   Call call("ncclGroupEnd");
   if (depth == 0) return NcclResult::kInvalidUsage;
@@ -660,7 +662,7 @@ NcclResult ncclCommWindowRegister(NcclComm comm, void* data, size_t bytes, NcclW
                           .window = window});
 }
 
-// Nothing may use it any more.
+// Must not be in use any more.
 NcclResult ncclCommWindowDeregister(NcclComm comm, NcclWindow window) {
   Call call("ncclCommWindowDeregister");
   if (call.failed()) return call.result;

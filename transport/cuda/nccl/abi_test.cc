@@ -70,7 +70,7 @@ static_assert(kNcclPolicyZero == NCCL_CTA_POLICY_ZERO);
 static_assert(kNcclRevokeDefault == NCCL_REVOKE_DEFAULT);
 static_assert(NCCL_VERSION(2, 28, 9) == kNcclDeclaredVersion);
 
-// A newer one may have grown.
+// In a newer version the structure may have grown.
 static_assert(sizeof(NcclConfig) == sizeof(ncclConfig_t) || NCCL_VERSION_CODE > 22899);
 #define REFITD_AT(ours, theirs) \
   static_assert(offsetof(NcclConfig, ours) == offsetof(ncclConfig_t, theirs), #theirs)

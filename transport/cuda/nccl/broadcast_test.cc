@@ -42,7 +42,8 @@ int64_t Pick(Random* random, int64_t least, int64_t most) {
   return std::uniform_int_distribution<int64_t>(least, most)(*random);
 }
 
-// Bytes on each device to broadcast, a pool of slots there, and what broadcasts between them.
+// On each device bytes to broadcast and a pool of slots; and the NcclBroadcasts between the
+// devices.
 class Rig {
  public:
   explicit Rig(int devices, int64_t piece_bytes,
@@ -131,7 +132,7 @@ class Bucket {
     REQUIRE(future_.wait_for(kTestDeadline) == std::future_status::ready);
     return future_.get();
   }
-  // In every slot: what was added, and zeros.
+  // Checks that every slot has the added bytes, and zeros elsewhere.
   bool Arrived() const {
     return std::all_of(relay_.slots.begin(), relay_.slots.end(), [this](const auto& slot) {
       return std::memcmp(slot.data, expected_.data(), expected_.size()) == 0;
@@ -270,7 +271,7 @@ TEST_CASE("while a bucket's calls fail, others on their way arrive or are said n
         buckets.push_back(ThreeRuns(&rig, slot));
         buckets.back()->Submit();
       }
-      // Another may be issued once the first of them has ended.
+      // Another broadcast may be issued when the first of them has ended.
       REQUIRE(Eventually([&] {
         return rig.losses > 0 || rig.nccl.Count().aborts > 0 ||
                rig.nccl.Count().broadcasts >= broadcast + 4;
@@ -283,7 +284,7 @@ TEST_CASE("while a bucket's calls fail, others on their way arrive or are said n
           ++failed;
         }
       }
-      if (rig.losses > 0) continue;  // nothing would have told the end of it
+      if (rig.losses > 0) continue;  // its end could not be known
       fail_at(1 << 20);
       const auto last = ThreeRuns(&rig, 6);
       last->Submit();
@@ -341,7 +342,7 @@ TEST_CASE("a broadcast does not wait for smaller scratch that is given back") {
   REQUIRE(small.Wait().ok());
   CHECK(small.Arrived());
   CHECK(rig.cuda.Count().allocations == 1);
-  // As behind another group's collective.
+  // As if it waited behind another group's collective.
   rig.cuda.Block("cuMemFree");
   const auto next = ThreeRuns(&rig, 1);
   next->Submit();

@@ -63,7 +63,7 @@ void WaitFor(const std::function<bool()>& condition) {
   }
 }
 
-// Both fakes, two devices with a stream each, and what makes communicators over them.
+// Both fakes, two devices with a stream each, and a Communicators over them.
 class Host {
  public:
   explicit Host(CommunicatorsOptions options = {}) {
@@ -110,7 +110,7 @@ class Host {
     }
     return regions;
   }
-  // Runs what is on the streams, as far as devices do not stand still.
+  // Runs the work on the streams, except on devices that are stopped.
   bool RunStreams() {
     bool ended = true;
     const CudaApi& api = contexts_->api();
@@ -124,7 +124,7 @@ class Host {
     }
     return ended;
   }
-  // Streams and events of this class aside.
+  // Not counting streams and events of this class.
   FakeCudaCounts Open() {
     FakeCudaCounts counts = cuda_.Count();
     counts.allocation_calls = 0;
@@ -576,7 +576,8 @@ TEST_CASE("a call that hangs in NCCL holds nobody beyond his deadline, and is to
     CHECK(!communicator->status().ok());
   }
   WaitFor([&host] { return host.nccl()->Count().blocked_calls == 1; });
-  // Others are told what they wait for, and are not poisoned: nothing of theirs began.
+  // Other calls are told what they wait for. Their communicators are not poisoned, because the
+  // calls were not begun.
   const absl::Status behind = other->Broadcast(call, Clock::now() + kShort);
   CHECK(behind.code() == absl::StatusCode::kDeadlineExceeded);
   CHECK_THAT(std::string(behind.message()),
@@ -644,7 +645,7 @@ TEST_CASE("a window more than the limit is refused, and another takes its place"
   CheckNothingOpen(*host.nccl());
 }
 
-// Ends the process, and with it a test that would hang.
+// Ends the process, so that a test can't hang.
 class Watchdog {
  public:
   Watchdog() : thread_([this] { Watch(); }) {}
@@ -673,7 +674,7 @@ class Watchdog {
   Mutex mutex_;
   CondVar changed_;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last: it uses the other members
 };
 
 std::ptrdiff_t EntriesOf(const char* folder) {
@@ -717,7 +718,7 @@ TEST_CASE("collectives over the same devices in opposite order never wait for ea
   Host host;
   constexpr int kCalls = 300;
   constexpr int64_t kEach = 64;
-  // Each has a thread that issues, onto the same two streams.
+  // Each communicator has a thread that issues onto the same two streams.
   struct Side {
     std::vector<int> devices;
     std::unique_ptr<Communicator> communicator{};

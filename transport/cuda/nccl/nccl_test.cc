@@ -21,7 +21,7 @@ namespace {
 using Catch::Matchers::Contains;
 using Strings = std::vector<std::string>;
 
-// A folder that goes with its files.
+// A folder that is deleted with its files.
 class Folder {
  public:
   Folder() {
@@ -77,7 +77,7 @@ TEST_CASE("wheels of environments come first, newest Python first, then the syst
 
 // ---- the environment ----
 
-// What this process's environment has of NCCL.
+// The NCCL_* variables of this process's environment.
 std::map<std::string, std::string> Variables() {
   std::map<std::string, std::string> variables;
   for (char** at = environ; *at != nullptr; ++at) {

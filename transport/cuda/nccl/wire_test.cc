@@ -53,7 +53,7 @@ struct Outcome {
   }
 };
 
-// As many daemons as ranks, each with a wire on a device of its own and a slot there.
+// One daemon for each rank, with a wire on a device of its own and a slot on that device.
 class Daemons {
  public:
   explicit Daemons(int ranks, std::chrono::milliseconds limit = std::chrono::seconds(60),
@@ -221,7 +221,7 @@ TEST_CASE("a rank that never connects costs the others their deadline alone") {
 
 TEST_CASE("an epoch that is not connected by all leaves nobody listening for its ranks (P8)") {
   Daemons daemons(3);
-  // Of the ranks, these come.
+  // Only these ranks connect.
   const std::vector<int> comes = GENERATE(values<std::vector<int>>({{}, {1}, {0, 2}}));
   const std::vector<std::string> addresses = daemons.Open();
   CHECK(daemons.nccl->Count().listeners == 1);
@@ -243,7 +243,7 @@ TEST_CASE("an epoch that is not connected by all leaves nobody listening for its
   CHECK(daemons.nccl->Count().comms == 0);
   CHECK(daemons.cuda.Count().streams == 0);
   CHECK(daemons.cuda.Count().events == 0);
-  // One that all connect does not need it.
+  // An epoch that all ranks connect does not need it.
   daemons.Connect(EpochId(8));
   CHECK(daemons.nccl->Count().listeners == 0);
   daemons.wires.clear();
@@ -351,7 +351,7 @@ TEST_CASE("what is told of epochs is what there is") {
   CHECK(!late.Wait().ok());
   REQUIRE(is("lost"));
   CHECK_THAT(std::string(wire.Describe()[0].status.message()), Contains("seq 2: rank 0"));
-  // Given up, and NCCL still at it.
+  // The epoch was given up, but NCCL still works on it.
   daemons.nccl->Block("ncclCommAbort");
   daemons.wires[0]->Close(kEpoch);
   CHECK(daemons.wires[0]->Describe()[0].state == "closing");
@@ -415,7 +415,7 @@ TEST_CASE("an abort that hangs is told as a loss of the GPUs (P4)") {
   daemons.nccl->Block("ncclCommAbort");
   Outcome late;
   daemons.wires[0]->Submit(daemons.Broadcast(0, 1, 100, 1, kShort), late.done());
-  // Told, but not answered: NCCL may still touch the memory (P6).
+  // The loss was reported, but `done` was not called: NCCL may still touch the memory (P6).
   CHECK(Eventually([&] { return daemons.losses > 0; }));
   CHECK(late.future.wait_for(std::chrono::seconds(0)) == std::future_status::timeout);
   daemons.nccl->Block("");
