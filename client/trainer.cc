@@ -44,7 +44,7 @@ void RunOnClientThread(std::function<void()> run) {
   });
 }
 
-// What a trainer knows whatever its leases.
+// What a trainer knows independently of its leases.
 struct Known {
   Mutex mutex;
   std::optional<Version> group_version ABSL_GUARDED_BY(mutex);
@@ -574,7 +574,8 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit() {
 v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
   v1::RefitRequest request;
   request.set_version(options.version.value());
-  // As told, whatever the wait for a lease took: the ranks' parameters must be equal.
+  // The caller's duration, without the time that waiting for a lease took, because the parameters
+  // of all ranks must be equal.
   request.set_duration_ms(options.duration.count());
   if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
   request.set_evict_late(options.evict_late);
@@ -746,7 +747,8 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   REFITD_RETURN_IF_ERROR(CheckBeginOptions(options));
   v1::BeginRequest request;
   request.set_version(options.version.value());
-  // As told, whatever the wait for a lease took: the ranks' parameters must be equal.
+  // The caller's duration, without the time that waiting for a lease took, because the parameters
+  // of all ranks must be equal.
   request.set_duration_ms(options.duration.count());
   if (options.verification) request.set_verification(refitd::ToWire(*options.verification));
   request.set_evict_late(options.evict_late);

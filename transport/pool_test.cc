@@ -321,7 +321,7 @@ class Schedule {
         --pusher->left;
       });
     }
-    // Where leasing is possible at all, half of the pushers insist on it: the harder case.
+    // If leasing is possible at all, half of the pushers insist on it, which is the harder case.
     const bool insists = limit_ > 0 && pusher->id.value() % 2 == 0;
     if (!insists) {
       possible->push_back([pusher] {

@@ -22,8 +22,8 @@ extern "C" __global__ void Fill(const Task* tasks, const Chunk* chunks, uint64_t
   }
 }
 
-// Elements of the pieces whose row-major index is in [start, start + count): they lie one after the
-// other from `from`.
+// Loads the elements of the pieces whose row-major index is in [start, start + count); they lie one
+// after the other from `from` on.
 extern "C" __global__ void Load(const Task* tasks, const Chunk* chunks, uint64_t chunk_count,
                                 uint64_t from, int64_t start, int64_t count) {
   for (uint64_t c = blockIdx.x; c < chunk_count; c += gridDim.x) {
@@ -35,8 +35,8 @@ extern "C" __global__ void Load(const Task* tasks, const Chunk* chunks, uint64_t
   }
 }
 
-// Writes `byte` over every element: what Fill and a transfer must have replaced, and what is left
-// of a region afterwards are the bytes beside the pieces.
+// Writes `byte` over every element. Fill or a transfer must then replace all of it; afterwards only
+// the bytes beside the pieces may have this value.
 extern "C" __global__ void Poison(const Task* tasks, const Chunk* chunks, uint64_t chunk_count,
                                   uint64_t byte) {
   for (uint64_t c = blockIdx.x; c < chunk_count; c += gridDim.x) {
@@ -66,7 +66,8 @@ extern "C" __global__ void Check(const Task* tasks, const Chunk* chunks, uint64_
   }
 }
 
-// Bytes of [data, data + bytes) that are not `byte`; both multiples of 8.
+// Counts the bytes of [data, data + bytes) that are not `byte`; `data` and `bytes` are multiples of
+// 8.
 extern "C" __global__ void CountOther(const uint64_t* data, uint64_t bytes, uint64_t byte,
                                       Wrong* wrong) {
   const uint64_t step = uint64_t{gridDim.x} * blockDim.x;
@@ -80,7 +81,7 @@ extern "C" __global__ void CountOther(const uint64_t* data, uint64_t bytes, uint
   }
 }
 
-// Keeps its stream busy for so long.
+// Keeps its stream busy for this time.
 extern "C" __global__ void Spin(uint64_t nanoseconds) {
   uint64_t start = 0;
   uint64_t now = 0;

@@ -7,21 +7,20 @@
 //
 // Both roles first say {"event": "ready", ...}. Every command is answered by one object, whose
 // "event" is the command's name, with "ok", or "error" in words:
-//   fill V                     (trainer) the values of version V, and waits for them
+//   fill V                     (trainer) writes the values of version V, and waits for them
 //   push V [word...]           (trainer) Begin, every bucket, Commit. Words: off, transfer,
-//   readback;
-//                              broadcast=METHOD; unpacked; stream (each bucket filled right before
-//                              its Push); overwrite (poisoned right after its answer); spin=MS (a
-//                              kernel that keeps the stream busy goes before the fill); at=S
-//                              (begins when the monotonic clock says S seconds: many ranks at
-//                              once); slots (packed into leased slots, tensors cut where one is
-//                              full: of these words only `at` goes with it)
+//                              readback; broadcast=METHOD; unpacked; stream (each bucket is filled
+//                              right before its Push); overwrite (it is poisoned right after its
+//                              answer); spin=MS (a kernel that keeps the stream busy runs before
+//                              the fill); at=S (begins when the monotonic clock says S seconds:
+//                              many ranks at once); slots (packed into leased slots, tensors cut
+//                              where a slot is full: of these words only `at` goes with it)
 //   refit V [word...]          (trainer) the same words, but unpacked and slots
 //   abort V                    (trainer) Begin, one bucket, Abort
-//   check V                    (engine) wrong elements, and bytes written beside the pieces; after
-//                              it all of the memory is poison
-//   untouched                  (engine) bytes that are not poison
-//   hold, release              (engine) keeps Ready back from the next Prepare on; gives it
+//   check V                    (engine) counts wrong elements, and bytes written beside the pieces;
+//                              then poisons all of the memory
+//   untouched                  (engine) counts bytes that are not poison
+//   hold, release              (engine) keeps Ready back from the next Prepare on; sends it
 //   poison, memory, quit
 // An engine also tells what it hears: prepare, committed, aborted, lost. With --delivery staged it
 // copies the parts into its memory itself.

@@ -597,7 +597,7 @@ int Main(int argc, char** argv) {
   if (rig->real() && off) std::printf("NCCL's log: NCCL_NVLS_ENABLE set by environment to 0\n");
   if (failed == 0) std::remove(LogPath().c_str());
   std::fflush(stdout);
-  // What was lost may hang in its destructors.
+  // Destructors may hang after a loss, so skip them.
   _exit(failed == 0 && !rig->lost() ? 0 : 1);
 }
 

@@ -1,5 +1,5 @@
-// What happens to a process that copies into another process's GPU memory when one of the two dies
-// in mid-copy: the experiment behind the section "Death in mid-copy" of docs/decisions.md.
+// Tries what happens to a process that copies into another process's GPU memory when one of the two
+// dies in mid-copy. This is the experiment of the section "Death in mid-copy" of docs/decisions.md.
 //
 //   nvcc -O2 -std=c++17 -o peer_death peer_death.cu -lcuda && ./peer_death        # two GPUs, or
 //   one

@@ -20,7 +20,7 @@ namespace {
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(Mix(seed + 0x9e3779b97f4a7c15)) {}
-  // Of [low, high].
+  // A random number in [low, high].
   int64_t In(int64_t low, int64_t high) {
     state_ += 0x9e3779b97f4a7c15;
     return low + static_cast<int64_t>(Mix(state_) % static_cast<uint64_t>(high - low + 1));
@@ -47,7 +47,8 @@ TensorSpec RandomTensor(uint64_t seed, int index) {
   return tensor;
 }
 
-// The rank's boxes: everything, or a range of one dimension, cut again in two along another.
+// The rank's boxes: the whole tensor, or a range of one dimension, cut in two along another
+// dimension.
 std::vector<Box> RandomBoxes(const TensorSpec& tensor, Random* random, int rank, int world) {
   Box box = WholeBox(tensor.shape);
   const int64_t last = static_cast<int64_t>(tensor.shape.size()) - 1;
@@ -71,7 +72,7 @@ std::vector<Box> RandomBoxes(const TensorSpec& tensor, Random* random, int rank,
   return {first, second};
 }
 
-// Padded rows, and now and then another order of dimensions than the tensor's.
+// Strides with padded rows, and sometimes with another order of dimensions than the tensor's.
 Dims RandomStrides(const Box& box, Random* random) {
   std::vector<size_t> order(box.extent.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -91,7 +92,7 @@ absl::StatusOr<Layout> RandomLayout(const LayoutOptions& options) {
   int64_t end = 0;
   for (int t = 0; t < kRandomTensors; ++t) {
     const TensorSpec tensor = RandomTensor(options.random_seed, t);
-    // One stream for all ranks of a side, so that they agree about the cuts.
+    // All ranks of a side use the same random numbers, so that they agree about the cuts.
     Random side(options.random_seed * 2'000'003 + static_cast<uint64_t>(t) * 2 +
                 (options.trainer ? 1 : 0));
     bool held = false;
@@ -180,8 +181,8 @@ absl::StatusOr<Layout> Arena(const LayoutOptions& options) {
 
 // ---- blocks ----
 
-// Moves the pieces of an arena into blocks, in their order. Pieces that lie right behind each other
-// stay so, unless a block ends between them or `odd` wants gaps.
+// Moves the pieces of an arena into blocks, in their order. Adjacent pieces stay adjacent, unless a
+// block ends between them or `odd` wants gaps.
 absl::StatusOr<RankLayout> DivideIntoBlocks(Layout layout, const LayoutOptions& options) {
   std::stable_sort(layout.pieces.begin(), layout.pieces.end(),
                    [](const Piece& a, const Piece& b) { return a.byte_offset < b.byte_offset; });
@@ -206,7 +207,7 @@ absl::StatusOr<RankLayout> DivideIntoBlocks(Layout layout, const LayoutOptions& 
     made.block_bytes.back() = end;
     made.piece_names.push_back(tensor.name);
   }
-  // Bytes behind the last piece are watched too.
+  // A byte behind the last piece is checked too.
   for (int64_t& bytes : made.block_bytes) bytes = AlignUp(bytes + 1);
   made.layout = std::move(layout);
   return made;

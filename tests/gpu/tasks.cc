@@ -4,8 +4,8 @@
 namespace refitd::gpu {
 namespace {
 
-// Dimensions of the box, outermost first, where an inner one that is whole and dense in both the
-// tensor and the storage is merged into the one outside of it.
+// Gives `task` the dimensions of the box, outermost first. An inner dimension that is whole and
+// dense in both the tensor and the storage is merged into the next outer one.
 void MergeDims(const Piece& piece, const Dims& shape, Task* task) {
   const Dims global = RowMajorStrides(shape);
   for (size_t d = 0; d < piece.box.extent.size(); ++d) {

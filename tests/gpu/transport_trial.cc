@@ -1,6 +1,6 @@
 // The cuda transport on a real GPU: memory of another process, random transfers against the host
-// transport bit for bit under each verification, and what small and large transfers take. Says
-// SKIPPED where there is no GPU. By hand, or by `bazel run //tests/gpu:transport_trial`.
+// transport bit for bit under each verification, and the time of small and large transfers. Prints
+// SKIPPED if there is no GPU. Run by hand, or by `bazel run //tests/gpu:transport_trial`.
 #define CATCH_CONFIG_RUNNER
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -51,7 +51,7 @@ struct Command {
   bool fill = false;  // from the shared memory
 };
 
-// The child: allocates with cuMemAlloc, as cudaMalloc does, until its parent goes.
+// Runs the child, which allocates with cuMemAlloc, as cudaMalloc does, until its parent ends.
 [[noreturn]] void Serve(int fd, char* shared) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   const auto api = CudaApi::Load(kLibrary);
@@ -95,7 +95,7 @@ struct Command {
   _exit(0);
 }
 
-// The other process. Made before this one touches CUDA: it is forked.
+// The other process. It is forked, so it must be made before this process uses CUDA.
 class Child : public Exporter {
  public:
   Child() {
@@ -248,8 +248,8 @@ TEST_CASE("random broadcasts leave the host transport's bytes and digests") {
   }
 }
 
-// bf16 matrices of `each` bytes between two blocks of the child's; in the source something lies
-// between any two.
+// bf16 matrices of `each` bytes between two blocks of the child; in the source there are gaps
+// between them.
 Transfer Matrices(int64_t bytes, int64_t each, int from, int to) {
   constexpr int64_t kGap = 256;
   const int64_t count = bytes / each;
@@ -343,7 +343,7 @@ TEST_CASE("what transfers take") {
   }
 }
 
-// What a broadcast's parts are made of.
+// The sizes of a broadcast's parts.
 struct Parts {
   int64_t slot_bytes = 0;
   int slots = 3;
@@ -351,7 +351,7 @@ struct Parts {
   Verification verification = Verification::kOff;
 };
 
-// At most four, on the last devices.
+// The receivers' devices: at most four, the last ones.
 std::vector<int> Receivers() {
   const int devices = static_cast<int>(memory->devices().size());
   std::vector<int> receivers;
@@ -390,7 +390,7 @@ Transfer PartThrough(const Parts& parts, const std::vector<int>& receivers,
   return transfer;
 }
 
-// `count` parts one after another, as a group's would be: GB/s into each receiver.
+// Broadcasts `count` parts one after another, as a group does; returns GB/s into each receiver.
 double BroadcastRate(Transport* transport, const Parts& of, int count) {
   const int slots = of.slots;
   const std::vector<int> receivers = Receivers();

@@ -34,11 +34,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What is uploaded through pinned memory, so that issuing never waits for the device; more than
-// this goes as the driver takes it, which stages it itself while the issuer waits.
+// The most bytes that are uploaded through pinned memory, so that issuing does not wait for the
+// device. The driver stages larger uploads itself, and the issuing thread waits meanwhile.
 constexpr int64_t kMaxPinnedUpload = 4 << 20;
 
-// Of one call to a lane of copy engines.
+// The most copies of one call to a lane of copy engines.
 constexpr size_t kCopiesACall = 64;
 
 // Every buffer and every part of one starts at a multiple of this.
@@ -75,7 +75,7 @@ class Engine {
   const CudaTransportOptions& options() const { return options_; }
   bool has_batches() const { return contexts_->api().has_batches(); }
 
-  // Made when first needed, and kept.
+  // The device's queue, made when first needed, and kept.
   std::shared_ptr<DeviceQueue> Queue(int device) {
     MutexLock lock(&mutex_);
     std::shared_ptr<DeviceQueue>& queue = queues_[device];
@@ -97,7 +97,8 @@ class Engine {
     return queue;
   }
 
-  // Whether every device reaches every other, asked once. UNIMPLEMENTED: which does not.
+  // OK if every device reaches every other, else UNIMPLEMENTED, naming those that do not. The
+  // driver is asked once.
   absl::Status AllReach() {
     MutexLock lock(&mutex_);
     if (!reach_.has_value()) reach_ = AskReach();
@@ -117,7 +118,7 @@ class Engine {
 
   PlanThread* planner() const { return planner_.get(); }
 
-  // Errors of calls outside the queues.
+  // Notes errors of calls outside the queues.
   absl::Status Note(const absl::Status& status) { return lost_->Note(status); }
 
   void Enter() {
@@ -143,7 +144,7 @@ class Engine {
     {
       MutexLock lock(&mutex_);
       stopped_ = true;
-      queues = queues_;  // what comes late finds them stopped
+      queues = queues_;  // later jobs find the queues stopped
     }
     for (const auto& [device, queue] : queues) queue->Stop(std::max(deadline, Clock::now()));
   }
@@ -180,11 +181,11 @@ struct HostUpload {
   Buffer scratch;
 };
 
-// One device's part of a plan, with what of it lies on the device.
+// One device's part of a plan, with the memory that the part has on the device.
 struct DevicePart {
   const DeviceTasks* tasks = nullptr;
   std::vector<HostUpload>* uploads = nullptr;
-  // The device's issuer's alone.
+  // Used by the device's issuing thread only.
   Buffer memory;
   bool uploaded = false;
 };
@@ -207,7 +208,7 @@ struct Planned {
   }
 };
 
-// Pieces' addresses by the memory that is mapped; what is in no region is host memory.
+// The addresses of pieces in mapped memory; memory in no region counts as host memory.
 class Addresses : public CopyAddresses {
  public:
   Addresses(Engine* engine, Planned* planned) : engine_(engine), planned_(planned) {}
@@ -215,7 +216,7 @@ class Addresses : public CopyAddresses {
   absl::StatusOr<int> DeviceOf(const BoundPiece& piece) override {
     const auto region = engine_->memory().Find(piece.data, PieceSpan(piece));
     if (region != nullptr) return region->device();
-    // A piece that begins in a region and leaves it is no host memory.
+    // A piece that begins in a region and leaves it does not count as host memory.
     if (engine_->memory().Find(piece.data, 1) != nullptr) {
       return Error(absl::StatusCode::kInternal, "piece of \"{}\" leaves its region", piece.name);
     }
@@ -246,7 +247,7 @@ class Addresses : public CopyAddresses {
     return it->second;
   }
 
-  // P4: what may hang behind a device.
+  // P4: the call is watched, because it may hang if the device hangs.
   absl::StatusOr<char*> OnDevice(const CudaRegion& region, int device) {
     const CallWatch::Call call(engine_->planner()->calls(), device, "opening a region");
     return region.On(device);
@@ -289,7 +290,7 @@ class CudaPrepared : public PreparedTransfer {
   mutable std::array<std::shared_ptr<Planned>, 4> planned_ ABSL_GUARDED_BY(mutex_);
 };
 
-// All of it in host memory.
+// A transfer whose pieces are all in host memory.
 struct HostPrepared : PreparedTransfer {
   explicit HostPrepared(std::shared_ptr<const PreparedTransfer> of) : prepared(std::move(of)) {}
   const std::shared_ptr<const PreparedTransfer> prepared;
@@ -297,7 +298,7 @@ struct HostPrepared : PreparedTransfer {
 
 // ---- runs ----
 
-// What was computed on the devices so far.
+// The sums that devices have computed so far.
 struct Sums {
   std::vector<uint64_t> stored;
   std::vector<uint64_t> source;
@@ -306,8 +307,8 @@ struct Sums {
 // One run of a plan: jobs on several devices, in one or two phases. Kept by its jobs.
 //
 // `Finish` is called once with the outcome, when all jobs ended: until then devices may read and
-// write what the run names (P6). Only the end of the transport comes before that, if a device does
-// not end its work; what the run names is then kept by its jobs.
+// write the run's memory (P6). If a device does not end its work, the end of the transport calls
+// Finish earlier, and the jobs keep the run's memory.
 class Run : public std::enable_shared_from_this<Run> {
  public:
   Run(std::shared_ptr<Engine> engine, std::shared_ptr<Planned> planned, std::string label,
@@ -328,13 +329,13 @@ class Run : public std::enable_shared_from_this<Run> {
   int64_t stored_sums() const { return static_cast<int64_t>(sums_.stored.size()); }
   int64_t source_sums() const { return static_cast<int64_t>(sums_.source.size()); }
 
-  // What was not begun of it need not be.
+  // True if a job failed; jobs that were not begun are then skipped.
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
 
-  // The transport ends, and a device has not ended its job.
+  // Called when the transport ends and a device has not ended its job.
   void Fail(const absl::Status& status) { FinishOnce(status, /*ended=*/false); }
 
-  // `results`: stored sums, then source sums of a job's device.
+  // Adds the results of one device: its stored sums, then its source sums.
   void Add(const unsigned long long* results) {
     MutexLock lock(&mutex_);
     for (uint64_t& sum : sums_.stored) sum += *results++;
@@ -355,7 +356,7 @@ class Run : public std::enable_shared_from_this<Run> {
   }
 
  protected:
-  // `ended`: no device touches any more what the run names.
+  // `ended`: no device touches the run's memory any more.
   virtual void Finish(absl::Status status, const Sums& sums, bool ended) = 0;
 
  private:
@@ -411,7 +412,7 @@ class PartJob : public DeviceJob {
     if (status.ok() && results_at_ >= 0) {
       run_->Add(reinterpret_cast<const unsigned long long*>(pinned_.host() + results_at_));
     }
-    // Before anybody is told: the next run finds them.
+    // Free the buffers before `done` is called, so that the next run finds them.
     pinned_ = Buffer();
     scratch_ = Buffer();
     run_->JobEnded(status);
@@ -486,7 +487,8 @@ class PartJob : public DeviceJob {
     const size_t runs = part_.tasks->tasks.size() - part_.tasks->apart;
     REFITD_RETURN_IF_ERROR(Launch(*streams, streams->kernel, MakeLaunch(0, runs),
                                   part_.tasks->local ? options.local_blocks : options.blocks));
-    // These keep multiprocessors busy, whatever link their bytes cross.
+    // These tasks keep multiprocessors busy whatever link their bytes cross, so they always get
+    // many blocks.
     REFITD_RETURN_IF_ERROR(Launch(*streams, streams->apart_kernel,
                                   MakeLaunch(runs, part_.tasks->apart), options.local_blocks));
     if (results_at_ < 0) return absl::OkStatus();
@@ -505,7 +507,8 @@ class PartJob : public DeviceJob {
                             0, streams.main, parameters, nullptr);
   }
 
-  // Of `count` tasks from `first` on: all of those for runs, or of those for elements.
+  // The launch of `count` tasks from `first` on: either all tasks of runs, or all tasks of
+  // elements.
   CopyLaunch MakeLaunch(size_t first, size_t count) const {
     CopyLaunch launch;
     launch.tasks = reinterpret_cast<const CopyTask*>(part_.memory.address()) + first;
@@ -517,13 +520,13 @@ class PartJob : public DeviceJob {
     launch.next_task = reinterpret_cast<uint32_t*>(scratch_.address()) + (first == 0 ? 0 : 1);
     if (SumBytes() == 0) return launch;
     auto* const stored = reinterpret_cast<unsigned long long*>(scratch_.address() + kCounterBytes);
-    // What a readback finds counts as what was stored (copy_plan.h).
+    // The sums of a readback take the place of the stored sums (copy_plan.h).
     launch.stored_sums = stored;
     launch.source_sums = readback_ ? stored : stored + run_->stored_sums();
     return launch;
   }
 
-  // Lanes take turns: none waits until another's copies are all issued.
+  // Issues to the lanes in turns, so that no lane waits until all copies of another are issued.
   absl::Status IssueCopies(DeviceStreams* streams) {
     const std::vector<EngineCopies>& lanes = part_.tasks->lanes;
     streams->lanes_used = lanes.size();
@@ -549,7 +552,7 @@ class PartJob : public DeviceJob {
   DevicePart& part_;
   const bool readback_;
   DeviceQueue* const queue_;
-  Buffer pinned_;   // what is staged, then the results
+  Buffer pinned_;   // staged bytes, later the results
   Buffer scratch_;  // counter and sums
   int64_t staged_ = 0;
   int64_t results_at_ = -1;
@@ -585,7 +588,7 @@ class Activity {
 };
 
 struct TransferCall {
-  std::shared_ptr<Activity> activity;  // first: it goes last
+  std::shared_ptr<Activity> activity;  // first, so that it is destroyed last
   std::shared_ptr<const CudaPrepared> prepared;
   Verification verification = Verification::kOff;
   std::string label;
@@ -709,7 +712,7 @@ class CudaReadback : public PreparedReadback {
 };
 
 struct ReadbackCall {
-  std::shared_ptr<Activity> activity;  // first: it goes last
+  std::shared_ptr<Activity> activity;  // first, so that it is destroyed last
   std::shared_ptr<const CudaReadback> readback;
   std::vector<uint64_t> expected;
   std::function<void(ReadbackResult)> done;
@@ -953,7 +956,7 @@ class BroadcastJob : public PlanJob {
 
   void Start() override { Fail(planned_); }
 
-  // As Start, but releases the arguments first.
+  // Releases the transfer's memory, then fails both halves of the broadcast.
   void Fail(const absl::Status& status) override {
     transfer_ = Transfer();  // as TransferJob::Fail
     GiveUp(status);
@@ -978,8 +981,8 @@ class BroadcastJob : public PlanJob {
       relay.keep_alive.push_back(slot.keep_alive);
       slot_bytes = std::min(slot_bytes, slot.bytes);
     }
-    // All chains go round in the same direction, so that two chains at once use different
-    // directions of the links.
+    // All chains visit the devices in the same cyclic order, so that two chains at once use
+    // different halves of the links.
     std::sort(relay.slots.begin(), relay.slots.end(), [&](const auto& a, const auto& b) {
       return std::pair(a.device < relay.source, a.device) <
              std::pair(b.device < relay.source, b.device);

@@ -948,7 +948,8 @@ TEST_CASE("work that has ended is not late, however long nobody looked") {
 }
 
 TEST_CASE("a call of the driver that hangs while planning is a loss, and stops nobody for ever") {
-  // Where the bytes of a call are copied to; a peer's way to the destination.
+  // The allocation to which a call's bytes are copied; the opening of a peer's way to the
+  // destination.
   const std::string call = GENERATE("cuMemAlloc", "cuIpcOpenMemHandle");
   INFO(call);
   Rng random(kSeed + 25);

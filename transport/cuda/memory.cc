@@ -361,7 +361,7 @@ class VmmMapping {
   std::vector<int> reaching_;
 };
 
-// What a device that hangs may still write to must stay (P6).
+// Keeps memory that a hanging device may still write (P6).
 void KeepForever(std::unique_ptr<VmmMapping> mapping) {
   static Mutex* const mutex = new Mutex;
   static auto* const kept = new std::vector<std::unique_ptr<VmmMapping>>;

@@ -304,7 +304,7 @@ TEST_CASE("a pool is this process's memory, found as a region, and others import
     REQUIRE(imported->data() != pool->region->data());
     pool->region->data()[4 * kMiB - 1] = 'p';
     REQUIRE(imported->data()[4 * kMiB - 1] == 'p');
-    // It outlives its maker's mapping.
+    // The import outlives the mapping of the process that made the pool.
     pool->region.reset();
     REQUIRE(fake.Count().created == 0);
     REQUIRE(imported->data()[4 * kMiB - 1] == 'p');

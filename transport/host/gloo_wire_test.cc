@@ -462,7 +462,8 @@ TEST_CASE("a rank that closes right after its last operation takes nothing from 
 TEST_CASE("Connect ends by its timeout and names the rank that did not come") {
   Mesh mesh(2);
   const std::vector<std::string> addresses = mesh.Open(kEpoch);
-  // One of the two listens and waits, the other one connects to a socket that is only listened on.
+  // One of the two ranks listens and waits; the other connects to a socket that listens but never
+  // accepts.
   const int rank = GENERATE(0, 1);
   Result result;
   mesh.wires[rank]->Connect(kEpoch, addresses, kShort, Into(&result));
@@ -615,7 +616,7 @@ TEST_CASE("an address with another token does not connect") {
   CHECK((status.ok() || status.code() == StatusCode::kUnavailable));
 }
 
-// Where the rank with that address waits for rank `peer`.
+// The socket address at which the rank with that address waits for rank `peer`.
 sockaddr_in ListenerFor(const std::string& address, int peer) {
   const size_t at = kPortsOffset + 2 * static_cast<size_t>(peer);
   sockaddr_in in{};

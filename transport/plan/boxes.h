@@ -78,8 +78,8 @@ struct HeldBox {
 // their holders. Equal boxes cost no more than sorting. Counts its steps in `work`, and ends early,
 // with a wrong result, if work->Over().
 void CutByHolders(std::vector<HeldBox>* boxes, PlanWork* work);
-// Where the first element of `box`, a part of the piece's box, lies: bytes from the start of the
-// piece's region.
+// The offset of the first element of `box`, a part of the piece's box, in bytes from the start of
+// the piece's region.
 int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes);
 // The level to which `amount` fills up the smallest of `loads`, as water fills vessels, rounded
 // down. There must be at least one load.

@@ -39,8 +39,8 @@ inline constexpr int64_t kMaxRoutes = int64_t{1} << 22;
 // The most tensors that RoutePlan::unplaced lists.
 inline constexpr size_t kMaxUnplacedListed = 1000;
 
-// Where a section starts in a stream between nodes: a multiple of this many bytes, which every
-// element size divides.
+// Sections start at multiples of this number of bytes in a stream between nodes; every element size
+// divides it.
 inline constexpr int64_t kSectionAlignment = 64;
 constexpr int64_t AlignSection(int64_t bytes) {
   return (bytes + kSectionAlignment - 1) / kSectionAlignment * kSectionAlignment;

@@ -82,7 +82,7 @@ struct TinySize {
 // MLP.
 ModelConfig ScaledDown(const ModelConfig& config, const TinySize& size = {});
 
-// What a tensor is in its model.
+// The role of a tensor in its model.
 enum class Role : uint8_t {
   kEmbedding,
   kFinalNorm,

@@ -32,7 +32,7 @@ class FakeNccl : public FakeLibrary {
   }
   ~FakeNccl() { reset_(); }
 
-  // Its version is 22809, or what REFITD_FAKE_NCCL_VERSION says.
+  // The fake's library. Its version is 22809, or the number in REFITD_FAKE_NCCL_VERSION.
   static std::string Path() { return PathOf("libnccl_fake.so"); }
 
   // Makes the nth call of this name from now (1: the next) return this result, and do nothing.

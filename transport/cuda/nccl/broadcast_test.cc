@@ -106,7 +106,7 @@ class Bucket {
     }
   }
 
-  // Of the source's bytes from `from` on.
+  // Adds a run of the source's bytes from `from` on.
   void Add(int64_t from, int64_t offset, int64_t bytes) {
     char* const data = rig_->sources[static_cast<size_t>(relay_.source)]->data() + from;
     relay_.runs.push_back({data, offset, bytes});

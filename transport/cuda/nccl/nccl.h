@@ -73,7 +73,7 @@ std::vector<std::string> NcclCandidates(const std::function<const char*(const ch
 NcclReport FindNccl(const std::string& configured);
 NcclReport FindNcclAmong(const std::vector<std::string>& candidates);
 
-// What CleanNcclEnvironment did, as "NAME=VALUE".
+// The changes that CleanNcclEnvironment made, as "NAME=VALUE".
 struct NcclEnvironment {
   std::vector<std::string> dropped;  // not set by this daemon's operator, or overruled
   std::vector<std::string> kept;
@@ -91,16 +91,16 @@ inline constexpr std::string_view kNcclMachineFile = "/etc/nccl.conf";
 //   NCCL_IB_*                                        InfiniBand and RoCE
 //   NCCL_NET, NCCL_NET_PLUGIN, NCCL_TOPO_FILE        the machine's network and its topology
 // and sets
-//   NCCL_CONF_FILE=/dev/null      nor may a file of the user's bring back what was dropped
+//   NCCL_CONF_FILE=/dev/null      so that no file of the user brings back a dropped variable
 //   NCCL_CUMEM_ENABLE=1, NCCL_WIN_ENABLE=1           symmetric memory
-//   NCCL_ENV_PLUGIN=none          nor may a plugin
+//   NCCL_ENV_PLUGIN=none          so that no plugin does
 //   NCCL_NVLS_ENABLE=0            no multicast
 //   NCCL_RAS_ENABLE=0             NCCL's own service, which listens without credentials
 //   NCCL_SOCKET_IFNAME            =`interface`
-//   NCCL_NET=Socket               P9: no adapter that nobody named; not where a NCCL_IB_* or
-//   NCCL_NET*
-//                                 is kept, or the machine's file has one
-// Changes the environment: before the process has threads, and before NCCL is loaded.
+//   NCCL_NET=Socket               P9: no network adapter that nobody named. Not set if an NCCL_IB_*
+//                                 or NCCL_NET* is kept, or the machine's file has one
+// This changes the environment, so call it before the process has threads and before NCCL is
+// loaded.
 NcclEnvironment CleanNcclEnvironment(
     const std::string& interface, const std::string& machine_file = std::string(kNcclMachineFile));
 

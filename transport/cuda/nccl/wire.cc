@@ -92,7 +92,7 @@ absl::StatusOr<Address> Decode(std::string_view in, EpochId epoch, int rank, int
   return address;
 }
 
-// What all epochs share.
+// The objects that all epochs share.
 struct Shared {
   std::shared_ptr<const NcclApi> nccl;
   std::shared_ptr<CudaContexts> contexts;

@@ -379,7 +379,7 @@ TEST_CASE("bad addresses are refused and change nothing (P10)") {
   std::string other = addresses[1];
   other[4] ^= 1;
   refused({addresses[0], other}, "is of epoch");
-  // It still connects.
+  // The epoch is still connecting.
   std::vector<Outcome> outcomes(2);
   for (size_t rank = 0; rank < 2; ++rank) {
     daemons.wires[rank]->Connect(kEpoch, addresses, kPlenty, outcomes[rank].done());
