@@ -128,8 +128,8 @@ class EngineImpl final : public Engine {
   void Publish(std::shared_ptr<Session> session, std::optional<Version> held);
   void GiveUp(absl::Status why);
 
-  // An answer goes to the lease that its event came from. True: that lease is lost, another is
-  // tried for or was had, and the answer is to be dropped.
+  // An answer goes to the lease that its event came from. True: that lease is lost, the engine
+  // attaches or has attached again, and the answer is to be dropped.
   absl::StatusOr<bool> Dropped() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // OK also if the stream ended while the answer `sent` was being sent, and another lease is tried
   // for.

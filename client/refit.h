@@ -186,7 +186,7 @@ typedef struct refit_connect_options {
  * memory, and the trainer or engine last; otherwise keep the memory allocated to the end of the
  * process.
  *
- * Nothing orders CUDA's streams and these calls: synchronise the streams that wrote the weights
+ * These calls are not ordered with CUDA's streams: synchronise the streams that wrote the weights
  * before a push, refit or commit; an engine synchronises its device before refit_engine_ready(). */
 
 enum { REFIT_CUDA_IPC_HANDLE_BYTES = 64 }; /* size of a cudaIpcMemHandle_t */

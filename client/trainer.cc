@@ -188,7 +188,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
     MutexLock lock(&mutex_);
     return first_error_;
   }
-  // At one moment.
+  // The state of the pushes at one moment.
   struct Progress {
     absl::Status first_error;
     bool under_way = false;
@@ -664,7 +664,7 @@ class TrainerImpl final : public Trainer {
 
  private:
   bool reattaches() const { return options_.connect.reattach.count() > 0; }
-  // Makes a region known to the daemon; with reattach, to the next one where this one is gone.
+  // Makes a region known to the daemon; with reattach, to the next daemon if this one is gone.
   template <typename MakeRegion>
   absl::StatusOr<std::shared_ptr<Region>> Share(MakeRegion make) {
     std::shared_ptr<Core> core;

@@ -105,7 +105,7 @@ inline constexpr size_t kCudaIpcHandleBytes = 64;
 // device memory safely, register a layout without it, let go of its regions, free it, and destroy
 // the trainer or engine last; otherwise keep the memory allocated to the end of this process.
 //
-// Nothing orders CUDA's streams and this library's calls: synchronise the streams that wrote the
+// This library's calls are not ordered with CUDA's streams: synchronise the streams that wrote the
 // weights before Push, Refit and Commit; an engine synchronises its device before Ready, and may
 // start work again when it has Committed or Aborted.
 class Region {

@@ -22,8 +22,8 @@
 //   untouched                  (engine) counts bytes that are not poison
 //   hold, release              (engine) keeps Ready back from the next Prepare on; sends it
 //   poison, memory, quit
-// An engine also tells what it hears: prepare, committed, aborted, lost. With --delivery staged it
-// copies the parts into its memory itself.
+// An engine also reports the events that it gets: prepare, committed, aborted, lost. With
+// --delivery staged it copies the parts into its memory itself.
 //
 // Memory starts out as poison. Ends with its stdin, or with its parent.
 #include <signal.h>

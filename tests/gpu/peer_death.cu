@@ -407,7 +407,7 @@ std::string Run(const Case& c, int devices) {
   return result;
 }
 
-// In a child: the parent itself never touches CUDA, since it forks.
+// Asks in a child, because the parent forks and so must never use CUDA.
 int Devices() {
   int ends[2];
   if (pipe(ends) != 0) Die("pipe");

@@ -442,7 +442,7 @@ TEST_CASE("what broadcasts take") {
   const double best =
       4.294967296e3 / Milliseconds(peer.get(), Matrix(int64_t{4} << 30, 0, devices - 1), true, 5);
   std::printf("one to one, 4 GiB by copy engines: %.0f GB/s\n", best);
-  // One receiver gets a part as one chunk.
+  // With one receiver a part is one chunk, whatever the size of chunks.
   std::vector<int64_t> chunks = {64};
   if (Receivers().size() > 1) chunks = {4, 16, 64};
   for (const int64_t chunk : chunks) {

@@ -53,7 +53,7 @@ inline std::string Message(const absl::Status& status) { return std::string(stat
   if (!tmp.ok()) return std::move(tmp).status();     \
   lhs = std::move(tmp).value()
 
-// For our own bugs only; the world's errors are statuses.
+// Only for bugs of refitd itself; all other errors are statuses.
 #define REFITD_CHECK(condition)                                                          \
   do {                                                                                   \
     if (!(condition)) {                                                                  \

@@ -77,8 +77,8 @@ struct CudaCopyPlan {
   // with readback_now; for the others a ReadbackJob must find the source sums.
   std::vector<PieceDigest> sums;
   std::vector<int64_t> bytes;  // per destination
-  // Sums of whole source pieces (want_source_digests) follow those of `sums` in the numbers of
-  // source sums: piece i of the transfer has sums.size() + i.
+  // The number of sums of whole source pieces (want_source_digests). Among the source sums they
+  // follow those of `sums`: piece i of the transfer has number sums.size() + i.
   uint32_t source_sums = 0;
   int64_t task_sums() const { return static_cast<int64_t>(sums.size()) + source_sums; }
 };

@@ -63,7 +63,7 @@ class Views {
   char* of(int device) const { return views_[static_cast<size_t>(device)]; }
   size_t used() const { return used_; }
 
-  // At an address of this alignment or a worse one, guard bytes around it.
+  // Makes memory at an address of this alignment or a worse one, with guard bytes around it.
   char* Take(Rng* rng, int64_t bytes, int64_t alignment) {
     used_ = (used_ + 511) / 512 * 512;
     const size_t at = used_ + static_cast<size_t>(Pick(rng, 0, 32 / alignment) * alignment);
@@ -645,7 +645,7 @@ TEST_CASE("Long runs go to other devices by copy engines where the kernel need n
   REQUIRE(digested.ok());
   CHECK(digested->devices[0].lanes.empty());
 
-  // The kernel digests the source beside them.
+  // The kernel digests the source beside the engines' copies.
   const auto readback = PlanCopies(c->transfer, Verification::kReadback, &c->addresses, options);
   REQUIRE(readback.ok());
   CHECK(readback->devices[0].lanes.size() == kEngineLanes);

@@ -1052,7 +1052,7 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
     // A relay that is left by now hangs; otherwise its threads end at once.
     constexpr auto kGrace = std::chrono::milliseconds(100);
     relays_->Stop(std::max(deadline, Clock::now() + kGrace));
-    // `host_` ends what it has.
+    // The destructor of `host_` waits for its own work.
   }
 
   std::vector<CommunicatorStatus> Communicators() const override {

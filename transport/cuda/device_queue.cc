@@ -377,7 +377,7 @@ void DeviceQueue::Pause(const Entry& entry) const {
   }
 }
 
-// Called on the issuer's thread when nothing runs, or when the device was given up and must be left
+// Called on the issuing thread when nothing runs, or when the device was given up and must be left
 // as it is.
 void DeviceQueue::Destroy() {
   std::vector<CUevent> events;

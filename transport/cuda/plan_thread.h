@@ -35,7 +35,7 @@ class PlanJob {
   // Must make its calls of the driver inside a CallWatch::Call.
   virtual void Plan() = 0;
   virtual void Start() = 0;
-  // After Plan, or without.
+  // Called after Plan, or without it.
   virtual void Fail(const absl::Status& status) = 0;
   // As Fail, but called on another thread while Plan hangs, so memory that Plan uses must stay.
   virtual void GiveUp(const absl::Status& status) = 0;

@@ -20,7 +20,8 @@ namespace {
 using absl::StatusCode;
 using std::chrono::milliseconds;
 
-constexpr size_t kMaxAddressBytes = 64 * 1024;  // what a peer may make us allocate
+// The most bytes that a peer may make this process allocate.
+constexpr size_t kMaxAddressBytes = 64 * 1024;
 
 class Context : public gloo::Context {
  public:

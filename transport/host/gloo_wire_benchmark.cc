@@ -3,8 +3,8 @@
 //
 //   gloo_wire_benchmark [--bytes=N] [--slot=N] [--ranks=N] [--rounds=N]
 //
-// Rank 0 is the root and reports: payload over time, from the first submission until its last end.
-// Each figure is the median of the rounds.
+// Rank 0 is the root and reports the payload over the time from the first submission to the last
+// end. Each figure is the median of the rounds.
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -53,7 +53,7 @@ bool Transfer(int fd, void* data, size_t bytes, bool out) {
   return true;
 }
 
-// Rank 0 holds one socket to each rank, the others one to rank 0.
+// Rank 0 has a socket to each rank, every other rank a socket to rank 0.
 class Rank {
  public:
   Rank(int rank, const Options& options, std::vector<int> sockets)
@@ -77,7 +77,7 @@ class Rank {
   void Barrier() { Gather("b"); }
 
   // Median GB/s of `round`, which moves all bytes once; printed by rank 0. The time ends when the
-  // last rank is through.
+  // last rank is done.
   template <typename F>
   void Measure(const char* name, F round) {
     std::vector<double> rates;

@@ -1,6 +1,6 @@
-// The host transport against a plain memcpy of the same bytes by as many threads. Prints one line a
-// case; the ratio is what counts (1: as fast as memcpy). Baseline and case alternate, the best of
-// several rounds stands.
+// Compares the host transport with a plain memcpy of the same bytes by as many threads. Prints one
+// line for each case, with the ratio (1: as fast as memcpy). Baseline and case alternate; the best
+// of several rounds counts.
 //
 //   host_transport_benchmark [MIB] [THREADS] [ROUNDS]
 
@@ -100,7 +100,7 @@ Transfer MakeTransfer(const std::vector<Dims>& shapes, int parts, char* from, ch
   return transfer;
 }
 
-// Pairs of experts' matrices, gate and up, whose elements take turns in memory at one end.
+// Pairs of experts' matrices, gate and up, whose elements alternate in memory at one end.
 Transfer MakeInterleaved(int64_t bytes, bool at_source, char* from, char* to) {
   const Dims shape = {2880, 2880};
   const int64_t piece_bytes = ElementCount(shape).value() * 2;
@@ -154,7 +154,7 @@ void Memcpy(char* to, const char* from, int64_t bytes, int threads) {
   for (std::thread& worker : workers) worker.join();
 }
 
-// Time that one transfer of 64 KiB costs from submission to `done`.
+// Measures the time of one transfer of 64 KiB from submission to `done`.
 void Latency(Transport* transport, char* from, char* to) {
   const Transfer transfer = MakeTransfer({{32, 1024}}, 1, from, to);
   std::vector<double> times;

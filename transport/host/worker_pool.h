@@ -31,7 +31,7 @@ class WorkTask {
  protected:
   // Units run concurrently, each once.
   virtual void Run(int64_t unit) = 0;
-  // After all units; sees what they wrote.
+  // Called after all units have run; sees what they wrote.
   virtual void Finish() = 0;
 
  private:

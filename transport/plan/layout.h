@@ -46,7 +46,7 @@ int64_t ElementBytes(DType dtype);
 std::string_view DTypeName(DType dtype);
 // Accepts DTypeName's words and the same with "torch." before them.
 std::optional<DType> ParseDType(std::string_view name);
-// From the wire; INVALID_ARGUMENT with the number if unknown.
+// The DType of a number from the wire; INVALID_ARGUMENT with the number if unknown.
 absl::StatusOr<DType> DTypeFromWire(int value);
 
 inline constexpr int kMaxDims = 8;  // of a tensor
@@ -133,7 +133,7 @@ class HashChain {
 // The hash of a tensor's name, dtype and shape, as Layout::Digest defines it.
 uint64_t TensorHash(const TensorSpec& tensor);
 
-// All pieces of one member.
+// The tensors and pieces of one member.
 struct Layout {
   std::vector<TensorSpec> tensors;
   std::vector<Piece> pieces;
