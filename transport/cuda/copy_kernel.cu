@@ -62,9 +62,9 @@ __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
     FetchTask(launch, next, &other);
 
     const CopyTask& task = *reinterpret_cast<const CopyTask*>(turn.task);
-    const copy_code::TaskSums sums = kApart
-                                         ? copy_code::RunApart(task, table, thread, kCopyThreads)
-                                         : copy_code::RunShare(task, table, thread, kCopyThreads);
+    const copy_code::TaskSums sums =
+        kApart ? copy_code::RunApart(task, table, thread, kCopyThreads)
+               : copy_code::RunShare(task, table, thread, kCopyThreads);
     const bool stored = task.sum != kNoSum;
     const bool source = task.proof_sum != kNoSum;
     if (stored) {
