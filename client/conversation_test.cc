@@ -271,7 +271,7 @@ TEST_CASE("at most the daemon's limit of pushes are unanswered at a time") {
   int open = 0;
   int most = 0;
   std::set<int64_t> seqs;
-  // Each call stays open until the window is full, or all have come.
+  // Each call stays open until the window is full, or all calls have come.
   service.OnPush([&](const v1::Bucket& bucket) {
     const TimePoint deadline = std::chrono::steady_clock::now() + kPatience;
     MutexLock lock(&mutex);

@@ -674,8 +674,8 @@ REFITD_COPY_CODE void QuickPass(const CopyTask& task, const PassShape& shape, ui
   }
 }
 
-// Besides the first vector, a run may end in one of this number of last vectors (counting all
-// vectors that a run may have).
+// If a run has partial vectors, they are among its first and the last two of all vectors that it
+// may have: this number.
 constexpr uint32_t kEnds = 3;
 
 template <int kDigest, bool kStore>

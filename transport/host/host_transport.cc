@@ -20,10 +20,10 @@ namespace {
 // time.
 constexpr int64_t kChunkBytes = 256 << 10;
 
-// A chunk is copied in blocks of this size for each move that reads it. A block stays in the first-
-// or second-level cache between the source pass and the copies, and the next block is fetched from
-// memory while this one is written. (Measured with one block per chunk: 11 GB/s with verification
-// `transfer`, blocks of 32 KiB: 16 GB/s, plain memcpy 15 GB/s.)
+// A chunk is copied in blocks of this size times the number of moves that read the chunk. A block
+// stays in the first- or second-level cache between the source pass and the copies, and the next
+// block is fetched from memory while this one is written. (Measured with one block per chunk: 11
+// GB/s with verification `transfer`, blocks of 32 KiB: 16 GB/s, plain memcpy 15 GB/s.)
 constexpr int64_t kBlockBytes = 32 << 10;
 
 constexpr int kMaxThreads = 16;  // more threads don't make memory faster

@@ -54,7 +54,8 @@ class ArenaBuilder {
   // AddParameter, then AddScales.
   void AddQuantizable(const ModelConfig& config, std::span<const Part> parts);
 
-  // The tensors in the order in which they were first added, without those that got no piece.
+  // The layout, with tensors in the order in which they were first added, without those that got no
+  // piece.
   Layout Finish() &&;
 
  private:
