@@ -49,6 +49,7 @@ from .update import InstanceOutcome, Update, UpdateResult
 
 if TYPE_CHECKING:
     from .capture import Captured, capture
+    from .loop import EngineLoop, engine_loop
     from .shards import Shard
 
 
@@ -61,6 +62,10 @@ def __getattr__(name: str) -> Any:
         from .shards import Shard
 
         return Shard
+    if name in ("engine_loop", "EngineLoop"):
+        from . import loop
+
+        return getattr(loop, name)
     if name == "__version__":
         from ._abi import library
 
@@ -81,6 +86,7 @@ __all__ = [
     "DeadlineExceeded",
     "Draining",
     "Engine",
+    "EngineLoop",
     "Error",
     "Event",
     "FailedPrecondition",
@@ -120,5 +126,6 @@ __all__ = [
     "adopt",
     "capture",
     "empty",
+    "engine_loop",
     "locate",
 ]

@@ -1,0 +1,36 @@
+"""vLLM takes new weights from refitd, with no patch of vLLM: `pip install refitd[vllm]`.
+
+    REFITD_GROUP=policy VLLM_PLUGINS=refitd vllm serve MODEL --load-format refitd \\
+        --weight-transfer-config '{"backend": "refitd"}'
+
+vLLM calls `register` in every process through the entry point `vllm.general_plugins`. It adds the weight-transfer backend
+`refitd` (`backend.py`) and the load format `refitd` (`loader.py`). The endpoint plugin `refitd` (`endpoints.py`) drives updates
+from the API server and tells readiness. `lifecycle.py` is the state machine behind it; that module needs neither vLLM nor torch.
+
+vLLM, torch and FastAPI are imported where they are used only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .driver import Follower
+
+
+def register() -> None:
+    """Adds the backend and the load format `refitd` to vLLM in this process; a repeated call changes nothing."""
+    from . import _versions
+
+    _versions.register_backend("refitd", f"{__name__}.backend", "RefitdBackend")
+    _versions.register_load_format()
+
+
+def follow(llm: Any, **options: Any) -> Follower:
+    """Attaches an offline `vllm.LLM`, whose updates then happen in `Follower.poll` and `Follower.wait`. See `driver.Follower`."""
+    from .driver import Follower
+
+    return Follower(llm, **options)
+
+
+__all__ = ["follow", "register"]

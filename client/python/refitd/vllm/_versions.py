@@ -1,0 +1,148 @@
+"""All that differs between versions of vLLM (0.22 to 0.33), and every name that this package takes from vLLM's inside."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..errors import FailedPrecondition
+
+
+def register_backend(name: str, module: str, class_name: str) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    if name not in Factory._registry:  # a second registration raises, and vLLM may load plugins more than once
+        Factory.register_engine(name, module, class_name)
+
+
+def register_load_format() -> None:
+    from vllm.model_executor import model_loader
+
+    if "refitd" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        from .loader import loader_class
+
+        model_loader.register_model_loader("refitd")(loader_class())
+
+
+def init_arguments(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(parallel config, vLLM's config or None) of a backend's constructor: until 0.24 it got (parallel_config, model), since 0.25
+    (vllm_config, device, model)."""
+    first = arguments[0]
+    return (first, None) if len(arguments) == 2 else (first.parallel_config, first)
+
+
+def layer_info(layer: Any) -> Any:
+    """vLLM's record of a layer, with the parameters that its loader fills as tensors on device meta."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return get_layerwise_info(layer)
+
+
+class LoaderFormat:
+    """Within this block a model has the parameters that its loader fills, on device meta; then its own again."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._placed: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        from vllm.model_executor.model_loader.reload import meta, utils
+
+        for layer in self._model.modules():
+            info = layer_info(layer)
+            info.kernel_tensors = utils.get_layer_params_buffers(layer)
+            if hasattr(info, "kernel_non_persistent_buffers"):  # since 0.27
+                info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            self._placed.append((layer, info))
+            meta.restore_layer_on_meta(layer, info)
+
+    def __exit__(self, *_: object) -> None:
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        for layer, info in self._placed:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any]) -> None:
+    """Loads `tensors`, in the checkpoint's format, as vLLM's own weight updates do: each layer is filled in the loader's format,
+    post-processed, and copied into its old storage. Layers that get no tensor keep theirs.
+
+    `wanted`: by name, the layers that must be post-processed. Raises FailedPrecondition that names one that was not: its loader
+    writes past what vLLM counts, so that vLLM drops what was loaded.
+    """
+    import torch
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    if device.type == "cpu":
+        kernels = _let_experts_prepack(wanted.values())
+    with torch.device(device):
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(iter(tensors))
+            missed = [name for name, layer in wanted.items() if layer_info(layer).can_load() and layer_info(layer).load_numel <= 0]
+        finally:
+            finalize_layerwise_reload(model, model_config)
+    if device.type == "cpu":
+        for method, kernel in kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+    if missed:
+        raise FailedPrecondition(
+            f"vLLM's reload passes over {len(missed)} modules that are changed after loading, such as '{missed[0]}' "
+            f"({type(wanted[missed[0]]).__name__}): new weights do not get there",
+            culprit=missed[0],
+        )
+
+
+def _let_experts_prepack(layers: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Makes mixtures of experts on a CPU prepack again: vLLM's prepack only while they have no kernel, which is on the first load.
+    Returns the kernels that were there."""
+    kernels = []
+    for layer in layers:
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            kernels.append((method, method.moe_kernel))
+            method.moe_kernel = None
+    return kernels
+
+
+def is_attention(layer: Any) -> bool:
+    """Whether vLLM post-processes the layer after all others, with values of other layers."""
+    from vllm.model_executor.layers import attention
+
+    if hasattr(attention, "is_deferred_attention_layer"):
+        return bool(attention.is_deferred_attention_layer(layer))
+    kinds = tuple(
+        getattr(attention, name) for name in ("Attention", "MLAAttention", "MMEncoderAttention") if hasattr(attention, name)
+    )
+    return isinstance(layer, kinds) and hasattr(layer, "process_weights_after_loading")
+
+
+def is_made_later(layer: Any, name: str) -> bool:
+    """Whether the attention layer has the parameter only since it was post-processed."""
+    return is_attention(layer) and name.rpartition(".")[2] not in layer_info(layer).restore_metadata[0]
+
+
+def is_vocabulary(layer: Any) -> bool:
+    """Whether the layer's rows are padded beyond the vocabulary."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return isinstance(layer, VocabParallelEmbedding)
+
+
+def current_config(vllm_config: Any) -> Any:
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(vllm_config)
+
+
+def start_arguments(start: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments of `start_weight_update` that keep vLLM from reloading by itself: until 0.24 it did so outside of the backend."""
+    return {"is_checkpoint_format": False} if "is_checkpoint_format" in inspect.signature(start).parameters else {}
+
+
+def finish_arguments(finish: Callable[..., Any], version: int) -> tuple[Any, ...]:
+    """Arguments of `finish_weight_update`: since 0.27 it takes the version, as text."""
+    return (str(version),) if inspect.signature(finish).parameters else ()

@@ -1,0 +1,304 @@
+"""Decides for each parameter of a vLLM model how new weights get there.
+
+- *direct*: the daemon writes the parameter itself. Only where the evidence (`evidence.py`) says that the module's kernel reads what
+  the loader wrote.
+- *processed*: the daemon writes the checkpoint's tensors into an arena, and vLLM's own reload takes them from there: it fills the
+  module in the loader's format, post-processes it, and copies the result into the old storage, module by module.
+- *constant*: no checkpoint has it (buffers that the model computes from its configuration).
+
+What is none of them is refused by name, before anything is registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from .. import _dtypes
+from .._layout import Box, TensorSpec
+from ..errors import FailedPrecondition
+from . import _versions, evidence
+
+UNPROVED = "is post-processed, and the load format is not 'refitd', which would tell whether its kernel reads what the loader writes"
+
+
+@dataclass
+class Delivery:
+    """How a model's weights arrive.
+
+    `direct`, `constant`: names of parameters and buffers. `processed`: by name, why. `padded`: parameters whose rows beyond the
+    vocabulary no tensor fills. `ignored`: tensors of the checkpoint that the model does not want. `arena`: by name, the
+    checkpoint's tensors that processed modules need, in memory of their own.
+    """
+
+    direct: list[str]
+    processed: dict[str, str]
+    constant: list[str]
+    padded: list[str]
+    ignored: list[str]
+    arena: dict[str, Any]
+    tensors: list[TensorSpec] = field(repr=False)
+    boxes: list[Box] = field(repr=False)
+    attention: list[Any] = field(repr=False)
+    modules: dict[str, Any] = field(repr=False)  # by name, the processed ones
+    tied: list[Any] = field(repr=False)  # modules that keep something made of another module's parameter
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.arena.values())
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and names, for logs, `GET /refitd/delivery` and tests."""
+        return {
+            "direct": sorted(self.direct),
+            "processed": dict(sorted(self.processed.items())),
+            "constant": sorted(self.constant),
+            "padded": sorted(self.padded),
+            "ignored": sorted(self.ignored),
+            "arena_bytes": self.arena_bytes,
+        }
+
+
+@dataclass
+class _Held:
+    """A parameter or buffer of a module."""
+
+    name: str
+    module: Any
+    tensor: Any
+    is_parameter: bool
+
+
+def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device: Any) -> Delivery:
+    """Decides, and makes the arena. The model keeps its values.
+
+    Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
+    """
+    held = _held(model)
+    why = _reasons(model, held)
+    captured = _capture(model, manifest, held, processed=lambda name: False)
+    _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered")
+    # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with one.
+    module_of = {entry.name: id(entry.module) for entry in held}
+    modules = {module_of[name] for name in (*captured.processed, *why)}
+    sources = _sources(captured, module_of)
+    while True:
+        names = {name for name, of in sources.items() if of & modules}
+        more = set().union(*(sources[name] for name in names)) - modules if names else set()
+        if not more:
+            break
+        modules |= more
+    captured = _capture(model, manifest, held, processed=lambda name: module_of[name] in modules)
+    return _conclude(model, manifest, held, captured, modules, names, why, arena_bytes, device)
+
+
+def _held(model: Any) -> list[_Held]:
+    """All parameters and buffers, each once: tied ones under their first name."""
+    found: list[_Held] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                found.append(_Held(f"{prefix}.{name}" if prefix else name, module, tensor, is_parameter))
+    return found
+
+
+def _reasons(model: Any, held: Sequence[_Held]) -> dict[str, str]:
+    """By parameter, why its module can't be written in place."""
+    evident: dict[int, list[str]] | None = getattr(model, evidence.ATTRIBUTE, None)
+    reasons = {}
+    for entry in held:
+        if evident is not None and id(entry.module) in evident:
+            changed = evident[id(entry.module)]
+            if changed and not _versions.is_attention(entry.module):
+                reasons[entry.name] = "; ".join(changed)
+        elif getattr(entry.module, "quant_method", None) is not None:
+            reasons[entry.name] = UNPROVED
+    methods = {id(module.quant_method) for module in model.modules() if hasattr(module, "quant_method")}
+    for name, module in model.named_modules():
+        if id(module) in methods:
+            continue  # some are modules: what they get counts as a change of the module that they serve
+        changed = (evident or {}).get(id(module), [])
+        reprocessed = getattr(module, "quant_method", None) is not None or _versions.is_attention(module)
+        if changed and not reprocessed:
+            raise FailedPrecondition(
+                f"module '{name}' ({type(module).__name__}) is changed after loading, and vLLM does not do that again when weights "
+                f"are reloaded: {'; '.join(changed)}",
+                culprit=name,
+            )
+    if evident is None and hasattr(model, "process_weights_after_loading"):
+        raise FailedPrecondition(
+            f"{type(model).__name__} is post-processed as a whole: start vLLM with --load-format refitd, which tells what that changes"
+        )
+    return reasons
+
+
+def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Held], processed: Any) -> Any:
+    import torch
+
+    from ..capture import capture
+
+    with _versions.LoaderFormat(model):
+        loaded: dict[str, Any] = {}
+        for entry in held:
+            name = entry.name.rpartition(".")[2]
+            found = entry.module._parameters.get(name)
+            found = entry.module._buffers.get(name) if found is None else found
+            if found is None or type(found).__name__ == "UninitializedParameter":
+                continue  # post-processing made it: no loader fills it
+            loaded[entry.name] = found
+        onto = {entry.name: entry.tensor for entry in held if entry.name in loaded}
+        # Parameters that post-processing removed: loaders fill them, and their modules are processed.
+        known = {id(tensor) for tensor in loaded.values()}
+        for prefix, module in model.named_modules():
+            for name, tensor in module._parameters.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and id(tensor) not in known and full not in loaded and not _is_tied(model, module, name):
+                    raise FailedPrecondition(
+                        f"parameter '{full}' is removed after loading, so that new weights can't be put there", culprit=full
+                    )
+        with torch.device("cpu"):
+            return capture(model.load_weights, manifest, parameters=loaded, onto=onto, processed=processed)
+
+
+def _is_tied(model: Any, module: Any, name: str) -> bool:
+    """Whether the module's own parameter, before this block, is one that another module has as well."""
+    kernel = _versions.layer_info(module).kernel_tensors[0].get(name)
+    return kernel is not None and sum(
+        1
+        for other in model.modules()
+        for tensor in _versions.layer_info(other).kernel_tensors[0].values()
+        if tensor is kernel
+    ) > 1
+
+
+def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
+    """By tensor of the checkpoint, the modules that it goes to."""
+    copies = [*captured.direct, *(copy for entry in captured.processed.values() for copy in entry.copies)]
+    found: dict[str, set[int]] = {}
+    for copy in copies:
+        found.setdefault(captured.tensors[copy.tensor_index].name, set()).add(module_of[copy.parameter])
+    return found
+
+
+def _refuse(refused: dict[str, str], what: str) -> None:
+    if refused:
+        first = next(iter(refused))
+        raise FailedPrecondition(f"{len(refused)} {what}: '{first}' {refused[first]}", culprit=first)
+
+
+def _tied_modules(model: Any) -> list[Any]:
+    """Modules that are post-processed and whose parameter is another's, an output layer that is tied to the embedding: vLLM's reload
+    leaves them as they are, since it loads no tensor for them. Raises FailedPrecondition where doing that again is not safe."""
+    evident: dict[int, list[str]] | None = getattr(model, evidence.ATTRIBUTE, None)
+    first: dict[int, Any] = {}
+    found = []
+    for name, module in model.named_modules():
+        for tensor in module._parameters.values():
+            if tensor is None or first.setdefault(id(tensor), module) is module or getattr(module, "quant_method", None) is None:
+                continue
+            changed = None if evident is None else evident.get(id(module), [])
+            if changed == []:
+                continue
+            if type(module.quant_method).__name__ != "UnquantizedEmbeddingMethod":
+                raise FailedPrecondition(
+                    f"module '{name}' shares a parameter with another, and {type(module.quant_method).__name__} post-processes it: "
+                    f"{'; '.join(changed) if changed else UNPROVED}",
+                    culprit=name,
+                )
+            found.append(module)
+    return found
+
+
+def _conclude(
+    model: Any,
+    manifest: Sequence[TensorSpec],
+    held: Sequence[_Held],
+    captured: Any,
+    modules: set[int],
+    names: set[str],
+    why: dict[str, str],
+    arena_bytes: int,
+    device: Any,
+) -> Delivery:
+    _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered")
+    _refuse(
+        {name: "is a scale that the model ignores" for name in captured.ignored if name.rpartition(".")[2].endswith(("scale", "scale_inv", "zero_point", "zp"))},
+        "tensors of the checkpoint would be lost",
+    )  # fmt: skip
+    direct_names = {copy.parameter for copy in captured.direct}
+    direct = [entry for entry in held if entry.name in direct_names]
+    processed = {
+        entry.name: why.get(entry.name, "is another tensor after loading, or shares a tensor of the checkpoint with such a module")
+        for entry in held
+        if id(entry.module) in modules and entry.name not in direct_names
+    }
+    made_later = {entry.name for entry in held if entry.is_parameter and _versions.is_made_later(entry.module, entry.name)}
+    processed.update({name: "is made of other parameters by its attention layer" for name in made_later if name not in processed})
+    rest = [entry for entry in held if entry.name not in direct_names and entry.name not in processed]
+    _refuse({entry.name: "gets no tensor of the checkpoint" for entry in rest if entry.is_parameter}, "parameters would stay as they are")
+    padded, unfilled = [], {}
+    for entry in held:
+        if entry.name in captured.unfilled:
+            if _versions.is_vocabulary(entry.module):
+                padded.append(entry.name)
+            else:
+                unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
+    _refuse(unfilled, "parameters are filled in part only")
+    specs = {spec.name: spec for spec in manifest}
+    total = sum(prod(specs[name].shape) * _dtypes.DTYPES[specs[name].dtype].itemsize for name in names)
+    if total > arena_bytes:
+        first = next(iter(processed))
+        raise FailedPrecondition(
+            f"{len(processed)} parameters must be processed after loading, which takes an arena of {total} bytes, and arena_bytes is "
+            f"{arena_bytes}: '{first}' {processed[first]}",
+            culprit=first,
+        )
+    arena = _make_arena([specs[name] for name in sorted(names)], device)
+    attention = [module for module in model.modules() if _versions.is_attention(module)]
+    made = Delivery(
+        direct=[entry.name for entry in direct],
+        processed=processed,
+        constant=[entry.name for entry in rest],
+        padded=padded,
+        ignored=list(captured.ignored),
+        arena=arena,
+        tensors=list(captured.tensors),
+        boxes=[],
+        attention=attention,
+        modules={name: module for name, module in model.named_modules() if id(module) in modules},
+        tied=_tied_modules(model),
+    )
+    made.boxes = _boxes(made, captured, direct, held, device)
+    return made
+
+
+def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
+    import torch
+
+    from .. import regions
+
+    if device.type == "cpu":
+        return {spec.name: regions.empty(spec.shape, spec.dtype, like="torch") for spec in specs}
+    return {spec.name: torch.zeros(spec.shape, dtype=_dtypes.torch_dtype(spec.dtype), device=device) for spec in specs}
+
+
+def _boxes(made: Delivery, captured: Any, direct: Sequence[_Held], held: Sequence[_Held], device: Any) -> list[Box]:
+    from .. import regions
+    from ..capture import _boxes_in
+    from ..shards import collect
+
+    if device.type == "cpu":
+        regions.adopt_tensors([entry.tensor for entry in direct])
+    boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
+    index = {spec.name: i for i, spec in enumerate(made.tensors)}
+    whole = collect(made.arena, rank=0, tied=False)
+    for box in whole.boxes:
+        name = whole.tensors[box.tensor_index].name
+        boxes.append(Box(index[name], box.offset, box.extent, box.strides, box.memory, box.byte_offset))
+    return boxes

@@ -1,0 +1,412 @@
+"""Lets a vLLM engine take new weights when the trainer refits, with no call to the engine from outside.
+
+The driver is one more rank of the engine's instance, the last, with no weights. So it hears Prepare itself, pauses the engine, lets
+the workers' ranks answer, and is ready last; the daemon writes nothing before. What to do when is decided by `lifecycle.py`; this
+module carries it out through calls that vLLM has for everyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from ..engine import Engine
+from ..errors import Closed, Error, FailedPrecondition
+from ..events import Aborted, Committed, Event, Lost, Prepare, Reattached, Weights
+from . import lifecycle
+from .lifecycle import Lifecycle
+from .settings import Settings
+
+logger = logging.getLogger("vllm.refitd")
+
+# How long a try to attach waits for the daemon and the group, so that close() is noticed.
+ATTACH_SECONDS = 2.0
+# Between two tries to attach after an error, at first and at most.
+RETRY_SECONDS = (1.0, 30.0)
+
+
+class Controls(Protocol):
+    """The calls to vLLM, each of which returns when it has taken effect."""
+
+    def pause(self, mode: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def reset_caches(self) -> None: ...
+
+    def register(self, init_info: dict[str, Any]) -> None: ...
+
+    def unregister(self) -> None: ...
+
+    def write(self, version: int) -> None:
+        """Starts, makes and finishes a weight update on all ranks. Raises where a rank could not take it."""
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Driver:
+    """Drives one engine. Thread-safe; `step` does the work, on a thread that only does that or on the caller's."""
+
+    def __init__(self, controls: Controls, settings: Settings, *, world_size: int, clean: bool) -> None:
+        """`world_size`: of the workers' ranks. `clean`: whether the engine started from a checkpoint. Attaches nothing yet."""
+        self.settings = settings.checked()
+        self.machine = Lifecycle(pause=settings.pause, reset_caches=settings.cache == "reset", clean=clean)
+        self.last_pause_seconds: float | None = None
+        self.updates = 0
+        self._controls = controls
+        self._world_size = world_size
+        self._lock = threading.RLock()  # of the machine and of what it calls for
+        self._closed = threading.Event()
+        self._member: Engine | None = None
+        self._prepare: Prepare | None = None
+        self._paused_at = 0.0
+
+    # ---- what is asked ----
+
+    def ready(self, max_behind: int | None = None) -> bool:
+        """Whether the engine may get requests; as of Lifecycle.ready. Does not wait."""
+        return self.machine.ready(max_behind)
+
+    @property
+    def version(self) -> int | None:
+        return self.machine.version
+
+    def status(self) -> dict[str, Any]:
+        machine = self.machine
+        return {
+            "group": self.settings.group,
+            "instance": self.settings.instance,
+            "state": machine.state.value,
+            "ready": machine.ready(),
+            "attached": machine.attached,
+            "version": machine.version,
+            "behind": machine.behind,
+            "updates": self.updates,
+            "last_pause_seconds": self.last_pause_seconds,
+            "reason": machine.reason,
+        }
+
+    # ---- what is done ----
+
+    def start(self) -> None:
+        """Attaches all ranks, however long it takes; an engine with random weights is paused before."""
+        with self._lock:
+            self._do(self.machine.start())
+
+    def step(self, seconds: float) -> bool:
+        """Takes the next event and does what it calls for; returns whether there was one within `seconds`."""
+        member = self._member
+        if member is None:
+            self._closed.wait(min(seconds, 0.05))
+            return False
+        try:
+            event = member._next_unless(self._closed, seconds)
+        except Closed:
+            return False
+        except Error as error:
+            with self._lock:
+                self._do(self.machine.write_failed(f"the lease ended: {error}"))
+            return True
+        if event is None:
+            return False
+        with self._lock:
+            if self._member is member:
+                self._do(self._told(event))
+        return True
+
+    def sleep(self, level: int) -> None:
+        """Puts the engine to sleep, after an update that runs."""
+        with self._lock:
+            self._do(self.machine.sleep(level))
+
+    def wake(self) -> None:
+        """Wakes the engine up, and attaches it anew."""
+        with self._lock:
+            self._do(self.machine.wake())
+
+    def close(self) -> None:
+        """Detaches the driver, without which the instance takes no update. The workers' ranks end with their processes."""
+        self._closed.set()
+        member, self._member = self._member, None
+        if member is not None:
+            member.close()
+
+    def serve(self) -> None:
+        """Starts, and steps until close(): for a thread of its own. What fails is logged, and tried again."""
+        started = False
+        while not self._closed.is_set():
+            try:
+                if not started:
+                    self.start()
+                    started = True
+                self.step(0.5)
+            except Exception:
+                logger.exception("refitd: the driver goes on after an error")
+                self._closed.wait(RETRY_SECONDS[0])
+
+    # ---- inside ----
+
+    def _told(self, event: Event) -> list[lifecycle.Action]:
+        if isinstance(event, Prepare):
+            self._prepare = event
+            return self.machine.prepare(event.version)
+        if isinstance(event, Aborted):
+            return self.machine.aborted(event.version, event.dirty, event.reason)
+        if isinstance(event, Lost):
+            return self.machine.lost(event.weights is Weights.GOOD, event.reason)
+        if isinstance(event, Reattached):
+            return self.machine.reattached(event.weights is Weights.GOOD)
+        return []
+
+    def _do(self, actions: Iterable[lifecycle.Action]) -> None:
+        queue = deque(actions)
+        while queue and not self._closed.is_set():
+            queue.extend(self._act(queue.popleft()))
+
+    def _act(self, action: lifecycle.Action) -> list[lifecycle.Action]:
+        machine, controls = self.machine, self._controls
+        if isinstance(action, lifecycle.Pause):
+            self._paused_at = time.monotonic()
+            try:
+                controls.pause(action.mode)
+            except Exception as error:
+                logger.exception("refitd: vLLM could not be paused")
+                return machine.pause_failed(f"vLLM could not be paused: {error}")
+            return machine.paused()
+        if isinstance(action, lifecycle.Write):
+            return self._write(action.version)
+        if isinstance(action, lifecycle.Refuse):
+            self._fail(action.version, action.reason)
+        elif isinstance(action, lifecycle.ResetCaches):
+            controls.reset_caches()
+        elif isinstance(action, lifecycle.SetVersion):
+            self.updates += 1
+        elif isinstance(action, lifecycle.Resume):
+            controls.resume()
+            self.last_pause_seconds = time.monotonic() - self._paused_at
+            return machine.resumed()
+        elif isinstance(action, lifecycle.Register):
+            return self._register(action.dirty)
+        elif isinstance(action, lifecycle.Unregister):
+            self._detach()
+            controls.unregister()
+        elif isinstance(action, lifecycle.Sleep):
+            controls.sleep(action.level)
+        elif isinstance(action, lifecycle.Wake):
+            controls.wake()
+        return []
+
+    def _register(self, dirty: bool) -> list[lifecycle.Action]:
+        pause = RETRY_SECONDS[0]
+        while not self._closed.is_set():
+            try:
+                self._attach(dirty)
+                return self.machine.registered()
+            except Exception as error:
+                self._detach()
+                self.machine.reason = f"not attached: {error}"
+                if not isinstance(error, TimeoutError):
+                    logger.warning("refitd: %s", self.machine.reason)
+                self._closed.wait(pause)
+                pause = min(2 * pause, RETRY_SECONDS[1])
+        return []
+
+    def _attach(self, dirty: bool) -> None:
+        """The driver's rank first: it waits for the group here, where nobody else waits."""
+        settings, machine = self.settings, self.machine
+        member = Engine(
+            settings.group,
+            instance=settings.instance,
+            rank=self._world_size,
+            world_size=self._world_size + 1,
+            socket=settings.socket,
+            coordinator=settings.coordinator,
+            device="host",
+            dirty=dirty,
+            wait_seconds=ATTACH_SECONDS,
+            reattach_seconds=settings.reattach_seconds,
+            client="vllm driver",
+        )
+        self._member = member
+        member.register_layout([], [])
+        self._controls.register(
+            {
+                "group": settings.group,
+                "instance": settings.instance,
+                "socket": settings.socket or "",
+                "coordinator": settings.coordinator or "",
+                "manifest": settings.manifest or "",
+                "arena_bytes": settings.arena_bytes,
+                "wait_seconds": settings.wait_seconds,
+                "reattach_seconds": settings.reattach_seconds,
+                "drivers": 1,
+                "dirty": dirty,
+            }
+        )
+        if machine.clean:
+            machine.reason = ""
+
+    def _detach(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            member.close()
+
+    def _fail(self, version: int, reason: str) -> None:
+        member = self._member
+        try:
+            if member is not None:
+                member.fail(version, reason)
+        except Error as error:
+            logger.info("refitd: version %d ended before it was refused: %s", version, error)
+
+    def _write(self, version: int) -> list[lifecycle.Action]:
+        """Lets the workers take the version, while this rank answers and hears the outcome."""
+        member = self._member
+        assert member is not None
+        heard: list[Event | Exception] = []
+        hears = threading.Thread(target=self._hear_outcome, args=(member, version, heard), name="refitd-outcome", daemon=True)
+        hears.start()
+        failure: Exception | None = None
+        try:
+            self._controls.write(version)
+        except Exception as error:
+            failure = error
+            self._fail(version, f"vLLM could not take it: {error}")
+        hears.join()
+        outcome = heard[0]
+        if isinstance(outcome, Committed):
+            if failure is None:
+                return self.machine.written(version)
+            return self.machine.write_failed(f"version {version} was committed, and vLLM could not take it: {failure}")
+        if isinstance(outcome, Aborted):
+            return self.machine.aborted(version, outcome.dirty, outcome.reason)
+        if isinstance(outcome, Lost):
+            return self.machine.lost(outcome.weights is Weights.GOOD, outcome.reason)
+        return self.machine.write_failed(f"the outcome of version {version} is not known: {outcome}")
+
+    def _hear_outcome(self, member: Engine, version: int, heard: list[Event | Exception]) -> None:
+        try:
+            try:
+                member.ready(version)
+            except FailedPrecondition:
+                pass  # it ended before; its outcome comes all the same
+            while not heard:
+                event = member._next_unless(self._closed, None)
+                if event is None:
+                    raise Closed("the driver was closed")
+                if isinstance(event, (Committed, Aborted, Lost)):
+                    heard.append(event)
+        except Exception as error:
+            heard.append(error)
+
+
+class Follower:
+    """An offline `vllm.LLM` that takes new versions in `poll` and `wait`, between calls of `generate`.
+
+        llm = vllm.LLM(model, load_format="refitd", weight_transfer_config={"backend": "refitd"})
+        weights = refitd.vllm.follow(llm, group="policy", instance="vllm-0")
+        weights.wait(1)
+        outputs = llm.generate(prompts)
+
+    Not thread-safe: call it where you call the LLM.
+    """
+
+    def __init__(self, llm: Any, **options: Any) -> None:
+        """`options`: fields of refitd.vllm.settings.Settings; else the environment says them. Waits for the group.
+
+        An engine that generates for another thread meanwhile would read weights that change: don't let it.
+        """
+        config = llm.llm_engine.vllm_config
+        check_backend(config)
+        self.driver = Driver(
+            OfflineControls(llm), Settings.of(options), world_size=world_size_of(config), clean=starts_clean(config)
+        )
+        self.driver.start()
+
+    def poll(self, seconds: float = 0.0) -> int | None:
+        """Takes updates that are due, waiting `seconds` for the first; returns the version here."""
+        while self.driver.step(seconds):
+            seconds = 0.0
+        return self.driver.version
+
+    def wait(self, version: int, timeout_seconds: float = 600.0) -> int:
+        """Takes updates until `version` or a newer one is here, and whole; returns it. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.driver.ready() or self.driver.version is None or self.driver.version < version:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"version {version} did not come within {timeout_seconds} s: {self.driver.status()}")
+            self.driver.step(min(1.0, max(0.0, deadline - time.monotonic())))
+        return self.driver.version
+
+    def close(self) -> None:
+        self.driver.close()
+
+
+class OfflineControls:
+    """Of a vllm.LLM, which generates only while `generate` runs: there is nothing to pause."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def pause(self, mode: str) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def reset_caches(self) -> None:
+        self._llm.reset_prefix_cache()
+        reset = getattr(self._llm, "reset_mm_cache", None)
+        if reset is not None:
+            reset()
+
+    def register(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def unregister(self) -> None:
+        self._llm.collective_rpc(_shut_down) if not hasattr(self._llm, "shutdown_weight_transfer_engine") else (
+            self._llm.shutdown_weight_transfer_engine()
+        )
+
+    def write(self, version: int) -> None:
+        from . import _versions
+
+        llm = self._llm
+        llm.start_weight_update(**_versions.start_arguments(llm.start_weight_update))
+        llm.update_weights({"update_info": {"version": version}})
+        llm.finish_weight_update(*_versions.finish_arguments(llm.finish_weight_update, version))
+
+    def sleep(self, level: int) -> None:
+        self._llm.sleep(level)
+
+    def wake(self) -> None:
+        self._llm.wake_up()
+
+
+def _shut_down(worker: Any) -> None:
+    worker.weight_transfer_engine.shutdown()
+
+
+def world_size_of(config: Any) -> int:
+    """How many workers' ranks the instance has; the same rule as backend.place."""
+    parallel = config.parallel_config
+    if getattr(parallel, "data_parallel_external_lb", False) or getattr(parallel, "data_parallel_hybrid_lb", False):
+        return int(parallel.world_size)
+    return int(parallel.data_parallel_size * parallel.world_size)
+
+
+def starts_clean(config: Any) -> bool:
+    """Whether vLLM loaded a checkpoint, and no random weights."""
+    return str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) not in ("dummy", "refitd")
+
+
+def check_backend(config: Any) -> None:
+    transfer = config.weight_transfer_config
+    if transfer is None or transfer.backend != "refitd":
+        raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')

@@ -1,0 +1,97 @@
+"""A real vLLM engine as a program: takes commands as lines of JSON, answers with lines that begin with "REFITD ".
+
+usage: engine_program.py MODEL OPTIONS     OPTIONS: JSON {"llm": {...}, "follow": {...} or null}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+# Longer than a block of vLLM's cache on a CPU, so that the prefix cache matters.
+PROMPTS = ["Hello refit", "abc", "the same long beginning " * 8]
+TOKENS = 12
+
+
+def parameters_of(worker: Any) -> dict[str, Any]:
+    from refitd.vllm.evidence import digest
+
+    model = worker.model_runner.get_model()
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held}
+
+
+def status_of(worker: Any) -> dict[str, Any]:
+    status: dict[str, Any] = worker.weight_transfer_engine.status()
+    return status
+
+
+class Program:
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(model=model, enforce_eager=True, max_model_len=512, max_num_seqs=8, seed=0, **options["llm"])
+        self.weights: Any = None
+        if options["follow"] is not None:
+            import refitd.vllm
+
+            self.weights = refitd.vllm.follow(self.llm, **options["follow"])
+
+    def generate(self) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        return [list(out.outputs[0].token_ids) for out in self.llm.generate(PROMPTS, how, use_tqdm=False)]
+
+    def wait(self, version: int, seconds: float) -> int:
+        return int(self.weights.wait(version, seconds))
+
+    def poll(self, seconds: float) -> dict[str, Any]:
+        self.weights.poll(seconds)
+        found: dict[str, Any] = self.weights.driver.status()
+        return found
+
+    def parameters(self) -> list[dict[str, Any]]:
+        return list(self.llm.collective_rpc(parameters_of))
+
+    def status(self) -> list[dict[str, Any]]:
+        return list(self.llm.collective_rpc(status_of))
+
+    def memory(self) -> int:
+        """Bytes of this process that are its own, without what it shares with the daemon."""
+        with open("/proc/self/status") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["RssAnon"].split()[0]) * 1024
+
+
+def answer(what: dict[str, Any]) -> None:
+    print("REFITD " + json.dumps(what), flush=True)
+
+
+def main() -> None:
+    try:
+        program = Program(sys.argv[1], json.loads(sys.argv[2]))
+    except BaseException as error:
+        traceback.print_exc()
+        answer({"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    answer({"result": "started"})
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["call"] == "end":
+            break
+        try:
+            answer({"result": getattr(program, command["call"])(*command["arguments"])})
+        except Exception as error:
+            traceback.print_exc()
+            answer({"error": f"{type(error).__name__}: {error}"})
+    answer({"result": "ended"})
+    sys.stderr.flush()
+    os._exit(0)  # vLLM in process leaves threads behind that keep the interpreter
+
+
+if __name__ == "__main__":
+    main()

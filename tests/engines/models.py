@@ -1,0 +1,82 @@
+"""Tiny models with random weights and a hand-made tokenizer of bytes, made on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+# Wider than usual, so that greedy tokens tell one seed from another.
+SPREAD = 0.08
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_VOCABULARY = {character: i for i, character in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL])}
+_COMMON = dict(
+    vocab_size=512,
+    hidden_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=_VOCABULARY["<|im_end|>"],
+    pad_token_id=_VOCABULARY["<|endoftext|>"],
+)
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
+
+# By name: the class of transformers before "Config" and "ForCausalLM", and what its config has beyond _COMMON.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {}),
+    "qwen3-tied": ("Qwen3", dict(tie_word_embeddings=True)),
+    "qwen3-odd-vocabulary": ("Qwen3", dict(vocab_size=301)),
+    "qwen3-one-kv-head": ("Qwen3", dict(num_key_value_heads=1)),
+    "qwen2-bias": ("Qwen2", {}),
+    "llama": ("Llama", {}),
+    "llama-bias": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "mistral-sliding": ("Mistral", dict(sliding_window=64)),
+    "gemma2-sliding": ("Gemma2", dict(sliding_window=64, tie_word_embeddings=True, query_pre_attn_scalar=64)),
+    "gemma3-tied": ("Gemma3", dict(sliding_window=64, tie_word_embeddings=True, query_pre_attn_scalar=64)),
+    "qwen3-moe": ("Qwen3Moe", dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, **_EXPERTS)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        dict(
+            num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, head_dim=64,
+            n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=128, first_k_dense_replace=1,
+            n_group=1, topk_group=1,
+        ),
+    ),
+    "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=64, intermediate_size=256)),
+}  # fmt: skip
+
+
+def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
+    """A checkpoint of the architecture in `folder`/NAME-SEED, in one safetensors file."""
+    kind, options = ARCHITECTURES[name]
+    out = folder / f"{name}-{seed}"
+    if out.exists():
+        return out
+    config_name = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    config = getattr(transformers, config_name)(**{**_COMMON, **options}, dtype=dtype)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=SPREAD)
+        else:  # norms and biases differ between seeds as well
+            parameter.data += torch.empty_like(parameter).uniform_(-0.1, 0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(out)
+    _tokenizer().save_pretrained(out)
+    return out
+
+
+def _tokenizer() -> Any:
+    made = Tokenizer(models.BPE(vocab=dict(_VOCABULARY), merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>")

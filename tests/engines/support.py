@@ -1,0 +1,154 @@
+"""What the tests of real engines share: engines as processes, a trainer, environment variables. Every wait has a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import refitd
+from safetensors.torch import load_file
+
+HERE = Path(__file__).resolve().parent
+# Far longer than anything takes on two cores; only what hangs reaches them.
+START_SECONDS = 400.0
+CALL_SECONDS = 200.0
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc with a function, by which these tests read parameters
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+class EngineFailed(Exception):
+    """The engine answered with an error."""
+
+
+class EngineProcess:
+    """engine_program.py with a model, in a process group of its own that ends with the test."""
+
+    def __init__(self, model: Path, log: Path, *, follow: dict[str, Any] | None, tp: int = 1, **llm: Any) -> None:
+        environment = {**os.environ, **ENVIRONMENT}
+        if tp == 1:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            llm.setdefault("distributed_executor_backend", "uni")
+        else:
+            llm["tensor_parallel_size"] = tp
+        if follow is not None:
+            llm.setdefault("load_format", "refitd")
+            llm["weight_transfer_config"] = {"backend": "refitd"}
+        self.log = log
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "engine_program.py"), str(model), json.dumps({"llm": llm, "follow": follow})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=environment,
+                text=True,
+                start_new_session=True,
+            )
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("REFITD "):
+                self._answers.put(json.loads(line[len("REFITD ") :]))
+        self._answers.put({"error": f"the engine's process ended: see {self.log}"})
+
+    def started(self) -> EngineProcess:
+        self._answer(START_SECONDS)
+        return self
+
+    def _answer(self, seconds: float) -> Any:
+        try:
+            found = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {seconds} s: {self.log.read_text(errors='replace')[-3000:]}") from None
+        if "error" in found:
+            raise EngineFailed(found["error"])
+        return found["result"]
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.begin(name, *arguments)
+        return self._answer(CALL_SECONDS)
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """As call, whose answer `result` gives."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"call": name, "arguments": arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def result(self) -> Any:
+        return self._answer(CALL_SECONDS)
+
+    def kill(self) -> None:
+        """SIGKILL for the engine and all its processes."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class CheckpointTrainer:
+    """A trainer of one rank that sends checkpoints as versions."""
+
+    def __init__(self, group: str, socket: str, first: Path, **options: Any) -> None:
+        loaded = load_file(first / "model.safetensors")
+        self.tensors = {name: refitd.empty(tuple(t.shape), t.dtype) for name, t in loaded.items()}
+        self.trainer = refitd.Trainer(group, rank=0, world_size=1, socket=socket, device="host", **options)
+        self.trainer.register(self.tensors)
+
+    def fill(self, checkpoint: Path) -> None:
+        for name, tensor in load_file(checkpoint / "model.safetensors").items():
+            self.tensors[name].copy_(tensor)
+
+    def send(self, version: int, checkpoint: Path, seconds: float = 120.0) -> refitd.UpdateResult:
+        self.fill(checkpoint)
+        return self.trainer.refit(version, duration_seconds=seconds)
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+class Sending:
+    """`send` on a thread, as the engine is driven meanwhile."""
+
+    def __init__(self, trainer: CheckpointTrainer, version: int, checkpoint: Path) -> None:
+        self._outcome: list[Any] = []
+        self._thread = threading.Thread(target=self._run, args=(trainer, version, checkpoint), daemon=True)
+        self._thread.start()
+
+    def _run(self, trainer: CheckpointTrainer, version: int, checkpoint: Path) -> None:
+        try:
+            self._outcome.append(trainer.send(version, checkpoint))
+        except Exception as error:
+            self._outcome.append(error)
+
+    def result(self) -> refitd.UpdateResult:
+        self._thread.join(CALL_SECONDS)
+        assert self._outcome, "the refit does not end"
+        if isinstance(self._outcome[0], Exception):
+            raise self._outcome[0]
+        result: refitd.UpdateResult = self._outcome[0]
+        return result
