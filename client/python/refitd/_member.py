@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _abi, regions
 from ._dtypes import DTYPES
-from ._layout import Box, TensorSpec
+from ._layout import Box, PushedTensors, TensorSpec
 from ._lists import Piece, PieceList, TensorList, check_boxes, numbers
 from ._native import Handle, check, text, texts
-from ._wait import interruptible
-from .errors import InvalidArgument, StagingWarning
+from ._wait import ends_soon, interruptible
+from .errors import InvalidArgument, NotFound, StagingWarning
 from .memory import CudaMemory, FilledMemory, HostMemory, RegionMemory
 from .regions import Region, aligned
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 10.0
 
 Self = TypeVar("Self", bound="Member")
+T = TypeVar("T")
 
 
 def milliseconds(seconds: float | None, what: str) -> int:
@@ -135,6 +136,8 @@ class Registration:
     filled: list[tuple[FilledMemory, memoryview]] = field(default_factory=list)  # filled before each refit
     cuda_regions: dict[int, tuple[Allocation, Handle]] = field(default_factory=dict)  # by base address
     owners: list[Region] = field(default_factory=list)
+    pushed_tensors: PushedTensors | None = None  # that every refit pushes, those of `pushed`
+    warning: str = ""  # of staging
 
     # Two lists about the memory that may move: functions that tell its address now, and its addresses at registration.
     _addresses: tuple[list[Callable[[], int]], list[int]] | None = None
@@ -202,8 +205,40 @@ class Member:
 
     # ---- lifetime ----
 
-    def _own(self, pointer: int) -> None:
-        self._handle = Handle(pointer, getattr(_abi.library(), f"refit_{self._kind}_free"), self.label)
+    def _attach(self, options: ctypes.Structure) -> None:
+        """Attaches by the C function of this kind, and owns what it makes."""
+
+        def attach() -> Handle:
+            out = ctypes.c_void_p()
+            library = _abi.library()
+            check(getattr(library, f"refit_{self._kind}_attach")(ctypes.byref(options), ctypes.byref(out)), self.label)
+            assert out.value is not None
+            return Handle(out.value, getattr(library, f"refit_{self._kind}_free"), self.label)
+
+        self._handle = interruptible(attach, disown=Handle.close)
+
+    def _use(self, call: Callable[[int], T]) -> T:
+        """The result of a short call, which gets the member's pointer."""
+
+        def use() -> T:
+            with self._handle as handle:
+                return call(handle)
+
+        return interruptible(use, cancel=ends_soon)
+
+    def _check(self, function: str, *arguments: Any) -> None:
+        """Makes a short call of the C function refit_<kind>_<function>, and raises what it answers."""
+        called = getattr(_abi.library(), f"refit_{self._kind}_{function}")
+        self._use(lambda handle: check(called(handle, *arguments), self.label))
+
+    def _ask_version(self, function: str) -> int | None:
+        """What such a function answers as an int64; None where it says NOT_FOUND."""
+        out = ctypes.c_int64()
+        try:
+            self._check(function, ctypes.byref(out))
+        except NotFound:
+            return None
+        return out.value
 
     @property
     def closed(self) -> bool:
@@ -212,6 +247,9 @@ class Member:
 
     def close(self) -> None:
         """Detaches from the daemon; calls that other threads have under way end first. No method works afterwards."""
+        interruptible(self._close, cancel=ends_soon)
+
+    def _close(self) -> None:
         self._handle.close(wait_seconds=CLOSE_SECONDS)
         with self._lock:
             self._registration = None
@@ -233,8 +271,7 @@ class Member:
     @property
     def reattachments(self) -> int:
         """How often a lost lease was followed by another (`reattach_seconds`)."""
-        with self._handle as handle:
-            return int(getattr(_abi.library(), f"refit_{self._kind}_reattachments")(handle))
+        return int(self._use(getattr(_abi.library(), f"refit_{self._kind}_reattachments")))
 
     # ---- memory ----
 
@@ -271,12 +308,20 @@ class Member:
 
         `stage`: whether memory outside of regions may be copied.
         """
-        with self._handle:  # raises where this is closed, before regions are made
-            check_boxes(registration.tensors, registration.boxes, self.label)
-            self._resolve(registration, stage)
-            interruptible(lambda: self._hand_over(registration))
-        with self._lock:
-            self._registration = registration
+        self._handle.check_open()  # before regions are made
+        check_boxes(registration.tensors, registration.boxes, self.label)
+
+        def register() -> None:
+            with self._handle:
+                self._resolve(registration, stage)
+                self._hand_over(registration)
+                # The daemon has the new layout: whoever is interrupted now must find it here as well.
+                with self._lock:
+                    self._registration = registration
+
+        interruptible(register, cancel=ends_soon)
+        if registration.warning:
+            warnings.warn(registration.warning, StagingWarning, stacklevel=4)
 
     def _rebind(self, registration: Registration) -> int:
         """Registers anew where tensors' memory moved since; returns how many tensors' did."""
@@ -293,7 +338,8 @@ class Member:
         if not moved:
             return 0
         boxes = [replace(box, memory=moved.get(id(box.memory), box.memory)) for box in registration.boxes]
-        self._register(Registration(registration.tensors, boxes, registration.pushed), stage=True)
+        again = Registration(registration.tensors, boxes, registration.pushed, pushed_tensors=registration.pushed_tensors)
+        self._register(again, stage=True)
         return len(tensors)
 
     def _resolve(self, registration: Registration, stage: bool) -> None:
@@ -378,11 +424,9 @@ class Member:
             at += aligned(room.nbytes)
         if outside:
             first = next((m.label for memories in outside.values() for m in memories if m.label), "a tensor")
-            warnings.warn(
+            registration.warning = (
                 f"{self.label}: {len(outside)} tensors ({sum(n for _, n in outside):,} bytes), {first} among them, lie outside of "
-                "refitd's regions and are copied at every refit: move them with refitd.adopt(module), or make them with refitd.empty",
-                StagingWarning,
-                stacklevel=6,
+                "refitd's regions and are copied at every refit: move them with refitd.adopt(module), or make them with refitd.empty"
             )
 
     def _hand_over(self, registration: Registration) -> None:

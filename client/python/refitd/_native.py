@@ -81,10 +81,12 @@ class Handle:
     """A handle of the library, freed once, when it is closed and no call uses it any more.
 
     `with handle as pointer:` gives the pointer for one call; it raises Closed after close(), and Forked in a forked child, where
-    nothing is ever freed: the parent's handle is not the child's. Thread-safe.
+    nothing is ever freed: the parent's handle is not the child's. Thread-safe. `with` and close() belong into a call of
+    refitd._wait.interruptible: a signal handler that raises in between would leave a user counted. The handle is then freed with
+    the object.
     """
 
-    __slots__ = ("pointer", "_free", "what", "_lock", "_users", "_closed", "_generation", "_freed", "__weakref__")
+    __slots__ = ("pointer", "_free", "what", "_lock", "_users", "_closed", "_generation", "_gone", "_freed", "__weakref__")
 
     def __init__(self, pointer: int, free: Callable[[int], None], what: str) -> None:
         global _attached
@@ -96,15 +98,14 @@ class Handle:
         self._users = 0
         self._closed = False
         self._generation = _generation
-        self._freed = threading.Event()
+        self._gone = False  # freed, or being freed
+        self._freed = threading.Lock()  # taken until it is freed
+        self._freed.acquire()
         _open_handles.add(self)
 
     def __enter__(self) -> int:
-        if self._generation != _generation:
-            raise Forked(f"{self.what} belongs to the parent of this process, which was forked")
         with self._lock:
-            if self._closed:
-                raise Closed(f"{self.what} is closed")
+            self.check_open()
             self._users += 1
         return self.pointer
 
@@ -114,6 +115,13 @@ class Handle:
             last = self._closed and self._users == 0
         if last:
             self._free_now()
+
+    def check_open(self) -> None:
+        """Raises Closed or Forked where no call could use it."""
+        if self._generation != _generation:
+            raise Forked(f"{self.what} belongs to the parent of this process, which was forked")
+        if self._closed:
+            raise Closed(f"{self.what} is closed")
 
     @property
     def closed(self) -> bool:
@@ -128,23 +136,24 @@ class Handle:
         if self._generation != _generation:
             return
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            idle = self._users == 0
+            first, self._closed = not self._closed, True
+            idle = first and self._users == 0
         if idle:
             self._free_now()
-        elif wait_seconds > 0:
-            self._freed.wait(wait_seconds)
+        elif first and wait_seconds > 0 and self._freed.acquire(timeout=wait_seconds):
+            self._freed.release()
 
     def _free_now(self) -> None:
-        self._free(self.pointer)
-        self._freed.set()
+        if not self._gone:
+            self._gone = True
+            self._free(self.pointer)
+            self._freed.release()
 
     def __del__(self) -> None:
-        # Where __init__ failed there is nothing to free.
-        if getattr(self, "_freed", None) is not None and not self._closed:
-            self.close()
+        # Where __init__ failed there is nothing to free. Nothing refers to it: no call uses it, whatever was counted.
+        if hasattr(self, "_freed") and self._generation == _generation:
+            self._closed = True
+            self._free_now()
 
 
 _open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()

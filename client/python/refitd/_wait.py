@@ -1,8 +1,7 @@
 """Waiting for calls of the library in such a way that signal handlers run meanwhile.
 
 Python runs signal handlers on the main thread only, between bytecodes: a main thread that blocks in C would leave Ctrl-C
-unanswered. There, a blocking call runs on a helper thread and the main thread waits for it. Other threads make the call
-themselves.
+unanswered. There, a call runs on a helper thread and the main thread waits for it. Other threads make the call themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -23,20 +23,30 @@ CANCELLED_SECONDS = 5.0
 
 
 class _Job(Generic[T]):
-    """A call on a helper thread. `disown` gets the result that nobody waits for any more."""
+    """A call on a helper thread. `disown` gets the result that nobody waits for any more.
+
+    The main thread waits by a plain lock: a signal handler that raises inside threading.Event leaves its inner lock taken.
+    """
 
     def __init__(self, call: Callable[[], T], disown: Callable[[T], None] | None) -> None:
         self._call = call
         self._disown = disown
         self._lock = threading.Lock()
+        self._begun = False
         self._abandoned = False
         self._finished = False
-        self._done = threading.Event()
+        self._taken = False
+        self._done = threading.Lock()  # taken until the call has ended
+        self._done.acquire()
         self._result: T | None = None
         self._error: BaseException | None = None
         self.on_done: Callable[[], None] | None = None
 
     def run(self) -> None:
+        with self._lock:
+            if self._abandoned:
+                return
+            self._begun = True
         try:
             self._result = self._call()
         except BaseException as error:
@@ -46,17 +56,32 @@ class _Job(Generic[T]):
             abandoned = self._abandoned
         if abandoned:
             self._drop()
-        self._done.set()
+        self._done.release()
         if self.on_done is not None:
             self.on_done()
 
     def wait(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
+        """Whether the call has ended within so long. Only a single thread waits."""
+        return self._finished or self._done.acquire(timeout=seconds)
+
+    @property
+    def taken(self) -> bool:
+        """Whether the call's result, or its exception, has been handed out."""
+        return self._taken
 
     def take(self) -> T:
+        """Hands out the result, or raises the call's exception. From its first line on no signal handler runs."""
+        self._taken = True
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
+
+    def withdraw(self) -> bool:
+        """Whether the call had not begun: then it never will."""
+        with self._lock:
+            if not self._begun:
+                self._abandoned = True
+            return not self._begun
 
     def abandon(self) -> None:
         with self._lock:
@@ -70,61 +95,92 @@ class _Job(Generic[T]):
             self._disown(self._result)  # type: ignore[arg-type]
 
 
-_idle: list[queue.SimpleQueue[_Job[Any]]] = []
+class _Helpers:
+    """The threads that run jobs. They are kept for later jobs, and take them from a single queue."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0  # at most as many as wait for a job: an interrupted run() leaves one that is not counted
+
+    def run(self, job: _Job[Any]) -> None:
+        with self._lock:
+            found = self._idle > 0
+            self._idle -= found
+        if not found:
+            threading.Thread(target=self._serve, name="refitd", daemon=True).start()
+        self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while True:
+            job = self._jobs.get()
+            job.run()
+            del job  # with what it holds
+            with self._lock:
+                self._idle += 1
+
+
+_helpers = _Helpers()
 
 
 def _forget_threads() -> None:
-    _idle.clear()  # the child of a fork has none of its parent's threads
+    global _helpers
+    _helpers = _Helpers()  # the child of a fork has none of its parent's threads
 
 
 os.register_at_fork(after_in_child=_forget_threads)
 
 
-def _serve(jobs: queue.SimpleQueue[_Job[Any]]) -> None:
-    while True:
-        job = jobs.get()
-        job.run()
-        del job  # with what it holds
-        _idle.append(jobs)
-
-
 def start(call: Callable[[], T], disown: Callable[[T], None] | None = None, on_done: Callable[[], None] | None = None) -> _Job[T]:
-    """Runs `call` on a helper thread, which is kept for later calls."""
+    """Runs `call` on a helper thread."""
     job = _Job(call, disown)
     job.on_done = on_done
-    try:
-        jobs = _idle.pop()
-    except IndexError:
-        jobs = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(jobs,), name="refitd", daemon=True).start()
-    jobs.put(job)
+    _helpers.run(job)
     return job
 
 
 def interruptible(
     call: Callable[[], T], *, cancel: Callable[[], None] | None = None, disown: Callable[[T], None] | None = None
 ) -> T:
-    """The result of a blocking call, during which signal handlers run.
+    """The result of a call, during which signal handlers run; on threads other than the main thread a plain call.
 
     Where a handler raises (KeyboardInterrupt), `cancel` is called, which should end the call soon; the exception goes on when
     the call has ended, or after CANCELLED_SECONDS. A call without `cancel` is left to its thread at once. `disown` is given the
     result that nobody gets then.
+
+    `call` itself is never interrupted. What must not stop half-way, such as taking a handle, using it and letting go of it,
+    therefore belongs into `call`, however short it is: a handler may raise wherever the main thread enters a function, also at
+    the start of `__exit__`. The result is the caller's or `disown`'s: CPython runs no handler between take() and the statement
+    that stores what interruptible() returns (from 3.11 on).
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
-    job = start(call, disown)
+    job = _Job(call, disown)
     try:
+        _helpers.run(job)
         while not job.wait(SLICE_SECONDS):
             pass
+        return job.take()
     except BaseException:
-        try:
-            if cancel is not None:
-                cancel()
-                job.wait(CANCELLED_SECONDS)
-        finally:
-            job.abandon()
+        if not job.taken:
+            _give_up(job, cancel)
         raise
-    return job.take()
+
+
+def ends_soon() -> None:
+    """The `cancel` of a call that needs none, and whose end is waited for: it leaves nothing half done behind."""
+
+
+def _give_up(job: _Job[Any], cancel: Callable[[], None] | None) -> None:
+    try:
+        if cancel is not None and not job.withdraw():
+            # More than once, as the call may not have come so far that there is something to cancel.
+            deadline = time.monotonic() + CANCELLED_SECONDS
+            cancel()
+            while not job.wait(SLICE_SECONDS) and time.monotonic() < deadline:
+                cancel()
+    finally:
+        job.abandon()
 
 
 async def awaited(
@@ -145,11 +201,14 @@ async def awaited(
         await done.wait()
     except asyncio.CancelledError:
         try:
-            if cancel is not None:
-                start(cancel)
-                await asyncio.wait_for(done.wait(), CANCELLED_SECONDS)
-        except (asyncio.TimeoutError, asyncio.CancelledError):
-            pass
+            if cancel is not None and not job.withdraw():
+                deadline = loop.time() + CANCELLED_SECONDS
+                while not done.is_set() and loop.time() < deadline:
+                    start(cancel)
+                    await asyncio.wait((waiting := loop.create_task(done.wait()),), timeout=SLICE_SECONDS)
+                    waiting.cancel()
+        except asyncio.CancelledError:
+            pass  # cancelled again: the call is left to its thread
         finally:
             job.abandon()
         raise

@@ -167,11 +167,8 @@ class Engine:
     async def _next(self, timeout_seconds: float | None) -> Event | None:
         stopped = threading.Event()
         call = functools.partial(self.member._next_unless, stopped, timeout_seconds)
-        return await awaited(call, cancel=stopped.set, disown=self._keep)
-
-    def _keep(self, event: Event | None) -> None:
-        if event is not None:
-            self.member._put_back(event)
+        number, event = await awaited(call, cancel=stopped.set, disown=self.member._put_back)
+        return event
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         while True:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from ctypes import byref
 from typing import Any
@@ -87,7 +87,8 @@ class Engine(Member):
         self.group, self.instance, self.rank, self.world_size = group, instance, rank, world_size
         self.device = current_gpu() if device is None else device
         self._events = threading.Lock()  # one thread at a time takes events
-        self._pending: deque[Event] = deque()
+        self._numbers = itertools.count()
+        self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
         options = _abi.sized(
             _abi.refit_engine_options,
             instance=text(instance),
@@ -108,14 +109,7 @@ class Engine(Member):
             group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, self.device, client
         ).structure()
         options.connect = ctypes.pointer(connect)
-
-        def attach() -> int:
-            out = ctypes.c_void_p()
-            check(_abi.library().refit_engine_attach(byref(options), byref(out)), self.label)
-            assert out.value is not None
-            return out.value
-
-        self._own(interruptible(attach, disown=_abi.library().refit_engine_free))
+        self._attach(options)
 
     # ---- layout ----
 
@@ -154,36 +148,49 @@ class Engine(Member):
     def next(self, timeout_seconds: float | None = None) -> Event:
         """The next event. Raises DeadlineExceeded after `timeout_seconds` (None: never), Closed after close(), and what ended the
         lease (Unavailable, ...) once no event is left."""
-        event = self._next_unless(None, timeout_seconds)
+        event = self._wait_for_event(timeout_seconds)
         if event is None:
             raise DeadlineExceeded(f"{self.label}: no event within {timeout_seconds} s")
         return event
 
-    def _next_unless(self, stopped: threading.Event | None, timeout_seconds: float | None) -> Event | None:
-        """The next event; None after `timeout_seconds`, or soon after `stopped` was set."""
+    def poll(self, seconds: float = 0.0) -> Event | None:
+        """The next event, or None after `seconds`."""
+        return self._wait_for_event(seconds)
+
+    def _wait_for_event(self, timeout_seconds: float | None) -> Event | None:
+        stopped = threading.Event()
+        number, event = interruptible(lambda: self._next_unless(stopped, timeout_seconds), cancel=stopped.set, disown=self._put_back)
+        return event
+
+    def _next_unless(self, stopped: threading.Event, timeout_seconds: float | None) -> tuple[int, Event | None]:
+        """The next event and its number; no event after `timeout_seconds`, or soon after `stopped` was set.
+
+        Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _put_back().
+        """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             remaining = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
-            event = self.poll(max(remaining, 0.0))
-            if event is not None:
-                return event
-            if (stopped is not None and stopped.is_set()) or (deadline is not None and time.monotonic() >= deadline):
-                return None
+            with self._events:
+                if stopped.is_set():
+                    return 0, None
+                if self._pending:
+                    return self._pending.pop(0)
+                raw = _abi.sized(_abi.refit_event)
+                with self._handle as handle:
+                    check(_abi.library().refit_engine_next(handle, round(max(remaining, 0.0) * 1000), byref(raw)), self.label)
+                    event = self._event(handle, raw)
+                if event is not None:
+                    return next(self._numbers), event
+            if deadline is not None and time.monotonic() >= deadline:
+                return 0, None
 
-    def poll(self, seconds: float = 0.0) -> Event | None:
-        """The next event, or None after `seconds`, during which no signal handler runs."""
-        with self._events:
-            if self._pending:
-                return self._pending.popleft()
-            raw = _abi.sized(_abi.refit_event)
-            with self._handle as handle:
-                check(_abi.library().refit_engine_next(handle, round(seconds * 1000), byref(raw)), self.label)
-                return self._event(handle, raw)
-
-    def _put_back(self, event: Event) -> None:
-        """For a caller that was cancelled after it had taken the event: the next call gets it."""
-        with self._events:
-            self._pending.appendleft(event)
+    def _put_back(self, taken: tuple[int, Event | None]) -> None:
+        """For a caller that was interrupted or cancelled when it had the event all but in hand: the next call gets it."""
+        number, event = taken
+        if event is not None:
+            with self._events:
+                self._pending.append((number, event))
+                self._pending.sort(key=lambda entry: entry[0])
 
     def _event(self, handle: int, raw: _abi.refit_event) -> Event | None:
         kind = raw.kind
@@ -253,8 +260,7 @@ class Engine(Member):
         would be written to: the update fails then, and the tensors must be registered again.
         """
         self._check_unmoved(version)
-        with self._handle as handle:
-            check(_abi.library().refit_engine_ready(handle, checked_version(version)), self.label)
+        self._check("ready", checked_version(version))
 
     def _check_unmoved(self, version: int) -> None:
         with self._lock:
@@ -269,32 +275,23 @@ class Engine(Member):
 
     def ack(self, part: Part) -> None:
         """Answers Part: its views are no longer read. Raises FailedPrecondition where that is not due (any more)."""
-        with self._handle as handle:
-            check(_abi.library().refit_engine_ack(handle, part.update_id, part.part), self.label)
+        self._check("ack", part.update_id, part.part)
 
     def fail(self, version: int, reason: str) -> None:
         """Says that this rank can't go on with the update to `version`; Aborted follows."""
-        with self._handle as handle:
-            check(_abi.library().refit_engine_fail(handle, checked_version(version), text(reason)), self.label)
+        self._check("fail", checked_version(version), text(reason))
 
     # ---- state ----
 
     @property
     def weights(self) -> Weights:
         """What this rank knows of its weights. Works until close(), also after the lease's end."""
-        with self._handle as handle:
-            return Weights(_abi.library().refit_engine_weights(handle))
+        return Weights(self._use(_abi.library().refit_engine_weights))
 
     @property
     def version(self) -> int | None:
         """The version installed here; None: none, or the weights are not good."""
-        out = ctypes.c_int64()
-        with self._handle as handle:
-            status = _abi.library().refit_engine_version(handle, byref(out))
-            if status == 5:  # NOT_FOUND
-                return None
-            check(status, self.label)
-        return out.value
+        return self._ask_version("version")
 
 
 def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:

@@ -90,17 +90,10 @@ class Trainer(Member):
         ).structure(spec)
         options = _abi.sized(_abi.refit_trainer_options, connect=ctypes.pointer(connect), rank=rank, world_size=world_size)
 
-        def attach() -> int:
-            out = ctypes.c_void_p()
-            check(_abi.library().refit_trainer_attach(byref(options), byref(out)), self.label)
-            assert out.value is not None
-            return out.value
-
-        self._own(interruptible(attach, disown=_abi.library().refit_trainer_free))
-        self._pushed: PushedTensors | None = None
         self._refitting: int | None = None  # the version of the refit that runs, if any
         self._seen: dict[str, Known] = {}  # tensors that were pushed, by name
         self._packed: dict[int, Packed] = {}  # the buckets of the last update, by number
+        self._attach(options)
 
     # ---- shards that stay where they are ----
 
@@ -137,8 +130,8 @@ class Trainer(Member):
         with _gc.paused():
             check_tensors(tensors, self.label)
             registration = _supplied(tensors, boxes, list(pushed.indices) if pushed is not None else [])
+            registration.pushed_tensors = pushed
             self._register(registration, stage=True)
-        self._pushed = pushed
 
     def refit(
         self,
@@ -159,7 +152,8 @@ class Trainer(Member):
         """
         checked_version(version)
         with self._lock:
-            registration, pushed = self._registration, self._pushed
+            registration = self._registration
+        pushed = registration.pushed_tensors if registration is not None else None
         rebound = 0
         if registration is not None:
             rebound = self._rebind(registration)
@@ -193,10 +187,13 @@ class Trainer(Member):
 
     def close(self) -> None:
         """Detaches from the daemon, and gives up the refit that another thread waits in. No method works afterwards."""
+        super().close()
+
+    def _close(self) -> None:
         version = self._refitting
         if version is not None and not self.closed:
             self._cancel(version)
-        super().close()
+        super()._close()
 
     def _refit_with_pushes(
         self,
@@ -252,17 +249,17 @@ class Trainer(Member):
             without_layout=int(not with_layout),
         )
 
-        def begin() -> Handle:
+        def begin() -> Update:
             out = ctypes.c_void_p()
             library = _abi.library()
             with self._handle as handle:
                 label = f"{self.label}, version {version}"
                 check(library.refit_trainer_begin(handle, byref(options), byref(out)), label)
             assert out.value is not None
-            return Handle(out.value, library.refit_update_free, f"the update to version {version}")
+            owned = Handle(out.value, library.refit_update_free, f"the update to version {version}")
+            return Update(self, owned, version, with_layout)
 
-        handle = interruptible(begin, cancel=lambda: self._cancel(version), disown=_close)
-        return Update(self, handle, version, with_layout)
+        return interruptible(begin, cancel=lambda: self._cancel(version), disown=Update.close)
 
     # ---- state ----
 
@@ -271,8 +268,7 @@ class Trainer(Member):
 
         Raises FailedPrecondition where this rank has no such update open.
         """
-        with self._handle as handle:
-            check(_abi.library().refit_trainer_abort(handle, checked_version(version), text(reason)), self.label)
+        self._check("abort", checked_version(version), text(reason))
 
     def get_update(self, version: int) -> str:
         """What became of an update, for a caller who missed the answer: "unknown", "running", "committed" or "aborted".
@@ -280,29 +276,17 @@ class Trainer(Member):
         A daemon knows of no update from before it was restarted.
         """
         out = ctypes.c_int32()
-
-        def ask() -> None:
-            with self._handle as handle:
-                check(_abi.library().refit_trainer_get_update(handle, checked_version(version), byref(out)), self.label)
-
-        interruptible(ask)
+        self._check("get_update", checked_version(version), byref(out))
         return OUTCOMES[out.value]
 
     @property
     def group_version(self) -> int | None:
         """The last committed version that the daemon told of; None: none."""
-        out = ctypes.c_int64()
-        with self._handle as handle:
-            status = _abi.library().refit_trainer_group_version(handle, byref(out))
-            if status == 5:  # NOT_FOUND
-                return None
-            check(status, self.label)
-        return out.value
+        return self._ask_version("group_version")
 
     def check_health(self) -> None:
         """Raises what ended the lease, and why none follows it; returns while attached."""
-        with self._handle as handle:
-            check(_abi.library().refit_trainer_health(handle), self.label)
+        self._check("health")
 
     # ---- inside ----
 
@@ -342,10 +326,6 @@ def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Seque
         [replace(box, tensor_index=index[box.tensor_index]) for box in boxes],
         [index[old] for old in pushed],
     )
-
-
-def _close(handle: Handle) -> None:
-    handle.close()
 
 
 def _number(names: dict[Any, int], given: Any, what: str) -> int:

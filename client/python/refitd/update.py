@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import math
 import operator
+import queue
 import threading
 import weakref
 from array import array
@@ -21,7 +22,7 @@ from ._layout import TensorSpec
 from ._lists import TensorList, check_name, numbers
 from ._native import Handle, check, error_of, text
 from ._sources import Source, address_of, copy_host, is_torch, source_of
-from ._wait import SLICE_SECONDS, interruptible
+from ._wait import SLICE_SECONDS, ends_soon, interruptible
 from .errors import Error, FailedPrecondition, InvalidArgument, UpdateAborted
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ class _Window:
     """The slots that this rank holds: leased, or pushed and not answered yet. The daemon refuses to lease more than `slots`."""
 
     def __init__(self, slots: int) -> None:
-        self._free = threading.Semaphore(slots)
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each slot that may be leased
+        for _ in range(slots):
+            self._free.put(None)
         self.error: Error | None = None  # of the first push that failed
         self.key = next(_keys)
         _windows[self.key] = self
@@ -103,12 +106,15 @@ class _Window:
 
         Raises the first error of any push: then slots may never come back, as those of an interrupted call.
         """
-        while not self._free.acquire(timeout=SLICE_SECONDS):  # signal handlers run
-            if self.error is not None:
-                raise self.error
+        while True:
+            try:
+                return self._free.get(timeout=SLICE_SECONDS)
+            except queue.Empty:
+                if self.error is not None:
+                    raise self.error from None
 
     def leave(self) -> None:
-        self._free.release()
+        self._free.put(None)
 
 
 _keys = itertools.count(1)
@@ -189,11 +195,6 @@ class _Slot:
         return self.data.nbytes - self.end
 
 
-def _give_back(slot: _Slot) -> None:
-    """Of a slot that was leased for a caller who was interrupted, and has left the window."""
-    slot.handle.close()
-
-
 class Update:
     """An update that this rank has begun: every engine has stopped reading its weights. Made by Trainer.update().
 
@@ -211,7 +212,7 @@ class Update:
         self._label = f"{trainer.label}, version {version}"
         self.version = version
         self.result: UpdateResult | None = None
-        with handle as pointer:
+        with handle as pointer:  # made by a call that is not interrupted
             self.instances = int(_abi.library().refit_update_instances(pointer))
             self.leasable_slots = int(_abi.library().refit_update_leasable_slots(pointer))
         self._window = _Window(max(1, self.leasable_slots))
@@ -312,59 +313,59 @@ class Update:
 
     def _lease(self) -> _Slot:
         def lease() -> _Slot:
-            out = ctypes.c_void_p()
-            library = _abi.library()
-            with self._handle as update:
-                check(library.refit_update_lease_slot(update, 0, byref(out)), self._label)
-            assert out.value is not None
-            handle = Handle(out.value, library.refit_slot_free, "a slot")
-            pointer, nbytes = library.refit_slot_data(out), library.refit_slot_bytes(out)
-            return _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle), self._window)
-
-        with self._handle:  # raises where the update has ended
+            self._handle.check_open()
             self._window.enter()
-        try:
-            if self._window.error is not None:
-                raise self._window.error
-            self._slot = interruptible(lease, cancel=self._cancel, disown=_give_back)
-        except BaseException:
-            self._window.leave()
-            raise
+            try:
+                if self._window.error is not None:
+                    raise self._window.error
+                out = ctypes.c_void_p()
+                library = _abi.library()
+                with self._handle as update:
+                    check(library.refit_update_lease_slot(update, 0, byref(out)), self._label)
+                assert out.value is not None
+                handle = Handle(out.value, library.refit_slot_free, "a slot")
+                pointer, nbytes = library.refit_slot_data(out), library.refit_slot_bytes(out)
+                return _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle), self._window)
+            except BaseException:
+                self._window.leave()
+                raise
+
+        self._slot = interruptible(lease, cancel=self._cancel, disown=_Slot.close)
         return self._slot
 
     def _send(self) -> None:
         """Hands the current slot over, without waiting until it was taken in."""
-        packed, self._slot = self._slot, None
-        if packed is None:
+        if self._slot is None:
             return
-        if not packed.entries:
-            packed.close()
-            return
-        slot = packed
+        slot = self._slot
         if isinstance(slot.data, CudaBytes):
-            slot.data.synchronize()
-        lists = self._lists_of(slot.entries)
+            slot.data.synchronize()  # the stream of this thread
 
         def send() -> None:
-            bucket = _abi.sized(
-                _abi.refit_bucket,
-                tensors=lists.tensors.pointer,
-                tensor_count=lists.tensors.count,
-                packed=1,
-                byte_offsets=lists.offsets.buffer_info()[0],
-            )
-            with self._handle as update, slot.handle as held:
-                bucket.slot = held
-                push = _abi.library().refit_update_push_async
-                check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
+            self._slot = None
+            if not slot.entries:
+                slot.close()
+                return
+            try:
+                lists = self._lists_of(slot.entries)
+                bucket = _abi.sized(
+                    _abi.refit_bucket,
+                    tensors=lists.tensors.pointer,
+                    tensor_count=lists.tensors.count,
+                    packed=1,
+                    byte_offsets=lists.offsets.buffer_info()[0],
+                )
+                with self._handle as update, slot.handle as held:
+                    bucket.slot = held
+                    push = _abi.library().refit_update_push_async
+                    check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
+            except BaseException:
+                self._window.leave()  # the arguments were refused, and nothing was pushed
+                raise
+            finally:
+                slot.handle.close()
 
-        try:
-            interruptible(send, cancel=self._cancel)
-        except Error:
-            self._window.leave()  # the arguments were refused, and nothing was pushed
-            raise
-        finally:
-            slot.handle.close()
+        interruptible(send, cancel=self._cancel)
 
     def _lists_of(self, entries: list[Any]) -> Packed:
         """The C lists of a bucket. Those of the update before serve again where its bucket of the same number had the same tensors."""
@@ -405,29 +406,29 @@ class Update:
             raw = _abi.sized(_abi.refit_commit_result)
             with self._handle as update:
                 check(function(update, byref(raw)), self._label)
-                return result_of(raw, _abi.library().refit_update_outcome, update)
+                result = self.result = result_of(raw, _abi.library().refit_update_outcome, update)
+            self._handle.close()
+            return result
 
         with self._lock:
             if self.result is not None:
                 raise FailedPrecondition(f"{self._label} is committed already")
             self._send()
-            self.result = interruptible(end, cancel=self._cancel)
-            self._handle.close()
-            return self.result
+            return interruptible(end, cancel=self._cancel)
 
     def abort(self, reason: str = "the trainer gave the update up") -> None:
         """Gives the update up. Engines whose weights were written meanwhile are dirty until the next commit."""
 
         def abort() -> None:
-            with self._handle as update:
-                check(_abi.library().refit_update_abort(update, text(reason)), self._label)
-
-        with self._lock:
             self._drop_slot()
             try:
-                interruptible(abort)
+                with self._handle as update:
+                    check(_abi.library().refit_update_abort(update, text(reason)), self._label)
             finally:
                 self._handle.close()
+
+        with self._lock:
+            interruptible(abort, cancel=ends_soon)
 
     def _cancel(self) -> None:
         """Ends the call that another thread has under way in this update, which is over."""
@@ -442,9 +443,13 @@ class Update:
 
     def close(self) -> None:
         """Aborts the update unless it has ended, and lets go of it."""
-        with self._lock:
+
+        def close() -> None:
             self._drop_slot()
             self._handle.close()
+
+        with self._lock:
+            interruptible(close, cancel=ends_soon)
 
     def __enter__(self) -> Update:
         return self
