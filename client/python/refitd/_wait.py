@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -174,13 +175,17 @@ def ends_soon() -> None:
 def _give_up(job: _Job[Any], cancel: Callable[[], None] | None) -> None:
     try:
         if cancel is not None and not job.withdraw():
-            # More than once, as the call may not have come so far that there is something to cancel.
-            deadline = time.monotonic() + CANCELLED_SECONDS
-            cancel()
-            while not job.wait(SLICE_SECONDS) and time.monotonic() < deadline:
-                cancel()
+            _cancel(job, cancel)
     finally:
         job.abandon()
+
+
+def _cancel(job: _Job[Any], cancel: Callable[[], None]) -> None:
+    """Cancels the call until it has ended, for CANCELLED_SECONDS at most: at first there may be nothing yet to cancel."""
+    deadline = time.monotonic() + CANCELLED_SECONDS
+    cancel()
+    while not job.wait(SLICE_SECONDS) and time.monotonic() < deadline:
+        cancel()
 
 
 async def awaited(
@@ -188,25 +193,22 @@ async def awaited(
 ) -> T:
     """The result of a blocking call, awaited. A cancelled task cancels the call as `interruptible` does."""
     loop = asyncio.get_running_loop()
-    done = asyncio.Event()
 
-    def tell() -> None:
+    def tell(event: asyncio.Event) -> None:
         try:
-            loop.call_soon_threadsafe(done.set)
+            loop.call_soon_threadsafe(event.set)
         except RuntimeError:
             pass  # the loop is closed: nobody waits
 
-    job = start(call, disown, tell)
+    done, cancelled = asyncio.Event(), asyncio.Event()
+    job = start(call, disown, lambda: tell(done))
     try:
         await done.wait()
     except asyncio.CancelledError:
         try:
             if cancel is not None and not job.withdraw():
-                deadline = loop.time() + CANCELLED_SECONDS
-                while not done.is_set() and loop.time() < deadline:
-                    start(cancel)
-                    await asyncio.wait((waiting := loop.create_task(done.wait()),), timeout=SLICE_SECONDS)
-                    waiting.cancel()
+                start(partial(_cancel, job, cancel), None, lambda: tell(cancelled))
+                await cancelled.wait()
         except asyncio.CancelledError:
             pass  # cancelled again: the call is left to its thread
         finally:

@@ -165,9 +165,9 @@ class Engine:
         return event
 
     async def _next(self, timeout_seconds: float | None) -> Event | None:
-        stopped = threading.Event()
-        call = functools.partial(self.member._next_unless, stopped, timeout_seconds)
-        number, event = await awaited(call, cancel=stopped.set, disown=self.member._put_back)
+        gone = threading.Event()
+        call = functools.partial(self.member._take, gone, None, timeout_seconds)
+        number, event = await awaited(call, cancel=gone.set, disown=self.member._restore)
         return event
 
     async def __aiter__(self) -> AsyncIterator[Event]:

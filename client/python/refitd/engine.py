@@ -148,30 +148,33 @@ class Engine(Member):
     def next(self, timeout_seconds: float | None = None) -> Event:
         """The next event. Raises DeadlineExceeded after `timeout_seconds` (None: never), Closed after close(), and what ended the
         lease (Unavailable, ...) once no event is left."""
-        event = self._wait_for_event(timeout_seconds)
+        event = self._next_unless(None, timeout_seconds)
         if event is None:
             raise DeadlineExceeded(f"{self.label}: no event within {timeout_seconds} s")
         return event
 
     def poll(self, seconds: float = 0.0) -> Event | None:
         """The next event, or None after `seconds`."""
-        return self._wait_for_event(seconds)
+        return self._next_unless(None, seconds)
 
-    def _wait_for_event(self, timeout_seconds: float | None) -> Event | None:
-        stopped = threading.Event()
-        number, event = interruptible(lambda: self._next_unless(stopped, timeout_seconds), cancel=stopped.set, disown=self._put_back)
+    def _next_unless(self, stopped: threading.Event | None, timeout_seconds: float | None) -> Event | None:
+        """The next event; None after `timeout_seconds`, or soon after `stopped` was set."""
+        gone = threading.Event()
+        number, event = interruptible(lambda: self._take(gone, stopped, timeout_seconds), cancel=gone.set, disown=self._restore)
         return event
 
-    def _next_unless(self, stopped: threading.Event, timeout_seconds: float | None) -> tuple[int, Event | None]:
-        """The next event and its number; no event after `timeout_seconds`, or soon after `stopped` was set.
+    def _take(
+        self, gone: threading.Event, stopped: threading.Event | None, timeout_seconds: float | None
+    ) -> tuple[int, Event | None]:
+        """As _next_unless, with the event's number. `gone` is set when its caller waits no more.
 
-        Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _put_back().
+        Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _restore().
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             remaining = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
             with self._events:
-                if stopped.is_set():
+                if gone.is_set():
                     return 0, None
                 if self._pending:
                     return self._pending.pop(0)
@@ -181,11 +184,15 @@ class Engine(Member):
                     event = self._event(handle, raw)
                 if event is not None:
                     return next(self._numbers), event
-            if deadline is not None and time.monotonic() >= deadline:
+            if (stopped is not None and stopped.is_set()) or (deadline is not None and time.monotonic() >= deadline):
                 return 0, None
 
-    def _put_back(self, taken: tuple[int, Event | None]) -> None:
-        """For a caller that was interrupted or cancelled when it had the event all but in hand: the next call gets it."""
+    def _put_back(self, event: Event) -> None:
+        """For a caller that took an event which it can't use now: the next call gets it before any other."""
+        self._restore((-1, event))
+
+    def _restore(self, taken: tuple[int, Event | None]) -> None:
+        """For a caller that was interrupted or cancelled when it had the event all but in hand: the next call gets it in its order."""
         number, event = taken
         if event is not None:
             with self._events:
