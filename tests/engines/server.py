@@ -1,0 +1,145 @@
+"""vLLM's OpenAI server as a process, with the plugin of refitd, and a client that keeps it busy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support import CALL_SECONDS, ENVIRONMENT, START_SECONDS
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """`vllm serve MODEL` with the driver of refitd; ends with the test."""
+
+    def __init__(self, model: Path, log: Path, daemon_socket: str, *arguments: str, **environment: str) -> None:
+        self.log = log
+        self.port = free_port()
+        self._command = [
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
+            "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
+            "--load-format", "refitd", "--weight-transfer-config", '{"backend": "refitd"}', *arguments,
+        ]  # fmt: skip
+        self._environment = {
+            **os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "refitd", "REFITD_GROUP": "engines", "REFITD_INSTANCE": "vllm-0",
+            "REFITD_SOCKET": daemon_socket, **environment,
+        }  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        with open(self.log, "ab") as file:
+            self.process = subprocess.Popen(
+                self._command, stdout=file, stderr=file, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL
+            )
+
+    def get(self, path: str) -> tuple[int, Any, Any]:
+        """Status, body and headers; status 0 where nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+                body = answer.read()
+                return answer.status, json.loads(body) if body else None, answer.headers
+        except urllib.error.HTTPError as error:
+            body = error.read()
+            return error.code, json.loads(body) if body else None, error.headers
+        except OSError:
+            return 0, None, {}
+
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = CALL_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert self.process.poll() is None, f"the server ended: {self.log.read_text(errors='replace')[-3000:]}"
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s: {self.get('/refitd/status')}"
+            time.sleep(0.05)
+
+    def up(self) -> Server:
+        self.until(lambda: self.get("/refitd/status")[0] == 200, "the server answers", START_SECONDS)
+        return self
+
+    def complete(self, prompt: str, tokens: int = 8) -> tuple[str, int]:
+        """Text, and the version when the answer began. Raises OSError for any other status than 200."""
+        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+            text = json.loads(answer.read())["choices"][0]["text"]
+            return text, int(answer.headers.get("x-refitd-version", "-1"))
+
+    def gaps(self, prompt: str, tokens: int) -> list[float]:
+        """Seconds between the tokens of one completion, streamed."""
+        body = json.dumps(
+            {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        ).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
+        )
+        times, ended = [], False
+        with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+            for line in answer:
+                if line.startswith(b"data: [DONE]"):
+                    ended = True
+                elif line.startswith(b"data: "):
+                    assert b"error" not in line, line
+                    times.append(time.monotonic())
+        assert ended, "the stream ended early"
+        return [later - earlier for earlier, later in zip(times, times[1:])]
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class Load:
+    """Clients that stream completions, one after the other, until `stop`."""
+
+    def __init__(self, server: Server, clients: int = 3, tokens: int = 24) -> None:
+        self.gaps: list[float] = []
+        self.completions = 0
+        self.failures: list[str] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(server, i, tokens), daemon=True) for i in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, server: Server, number: int, tokens: int) -> None:
+        while not self._stop.is_set():
+            try:
+                self.gaps += server.gaps(f"client {number} says " * 3, tokens)
+                self.completions += 1
+            except Exception as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(CALL_SECONDS)
+            assert not thread.is_alive(), "a completion does not end"
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
