@@ -54,6 +54,18 @@ class Program:
         found: dict[str, Any] = self.weights.driver.status()
         return found
 
+    def attach(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def take(self, version: int) -> None:
+        """What a trainer calls by HTTP at a server."""
+        from refitd.vllm import _versions
+
+        self.llm.start_weight_update(**_versions.start_arguments(self.llm.start_weight_update))
+        self.llm.update_weights({"update_info": {"version": version}})
+        self.llm.finish_weight_update(*_versions.finish_arguments(self.llm.finish_weight_update, version))
+        self.llm.reset_prefix_cache()
+
     def parameters(self) -> list[dict[str, Any]]:
         return list(self.llm.collective_rpc(parameters_of))
 

@@ -65,9 +65,11 @@ def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
     config = getattr(transformers, config_name)(**{**_COMMON, **options}, dtype=dtype)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    for parameter in model.parameters():
+    for key, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=SPREAD)
+            # Gemma scales embeddings up, so that they would drown what the layers say.
+            scaled_up = kind.startswith("Gemma") and "embed" in key
+            torch.nn.init.normal_(parameter, std=SPREAD / 32 if scaled_up else SPREAD)
         else:  # norms and biases differ between seeds as well
             parameter.data += torch.empty_like(parameter).uniform_(-0.1, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(out)

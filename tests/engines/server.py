@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import CALL_SECONDS, ENVIRONMENT, START_SECONDS
+from support import CALL_SECONDS, ENVIRONMENT, START_SECONDS, die_with_parent
 
 
 def free_port() -> int:
@@ -45,8 +45,9 @@ class Server:
     def start(self) -> None:
         with open(self.log, "ab") as file:
             self.process = subprocess.Popen(
-                self._command, stdout=file, stderr=file, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL
-            )
+                self._command, stdout=file, stderr=file, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL,
+                preexec_fn=die_with_parent,
+            )  # fmt: skip
 
     def get(self, path: str) -> tuple[int, Any, Any]:
         """Status, body and headers; status 0 where nobody answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -31,6 +32,11 @@ ENVIRONMENT = {
 }
 
 
+def die_with_parent() -> None:
+    """For a child before it becomes the program: whatever ends the tests ends the engine."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 class EngineFailed(Exception):
     """The engine answered with an error."""
 
@@ -58,6 +64,7 @@ class EngineProcess:
                 env=environment,
                 text=True,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

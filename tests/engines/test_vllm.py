@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from refitd import testing
 from support import CheckpointTrainer, EngineFailed, EngineProcess, Sending
 
 GROUP = "engines"
+SEED = int(os.environ.get("REFITD_ENGINES_SEED", "1"))
 VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
 
 
@@ -90,6 +93,28 @@ def test_five_versions_where_linear_layers_are_prepacked(name: str, folder: Path
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-one-kv-head", "qwen3-odd-vocabulary", "qwen3-moe"])
 def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     check_five_versions(name, folder, daemon, tmp_path, dtype="bfloat16", tp=2)
+
+
+def test_driven_by_the_trainers_calls(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """Without a driver: the calls that vLLM offers to trainers, around the trainer's refit."""
+    (folder / "bfloat16").mkdir(exist_ok=True)
+    checkpoints = [models.make("qwen3", folder / "bfloat16", seed) for seed in (1, 2)]
+    expected = fresh(checkpoints[1], tmp_path, dtype="bfloat16")
+    trainer = CheckpointTrainer(GROUP, daemon.socket, checkpoints[0])
+    llm: dict[str, Any] = dict(dtype="bfloat16", load_format="refitd", weight_transfer_config={"backend": "refitd"})
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=None, **llm) as engine:
+            engine.started()
+            with pytest.raises(EngineFailed, match="not attached"):
+                engine.call("take", 1)
+            engine.call("attach", follow(daemon))
+            for version, checkpoint in enumerate(checkpoints, 1):
+                sending = Sending(trainer, version, checkpoint)
+                engine.call("take", version)
+                sending.result()
+            assert (engine.call("generate"), engine.call("parameters")) == expected
+    finally:
+        trainer.close()
 
 
 # ---- defects that users of other ways met ----
@@ -185,10 +210,11 @@ def test_failed_update_then_serving(folder: Path, daemon: Any, tmp_path: Path) -
         engine.call("wait", 1, 120)
         sending.result()
         before = engine.call("generate"), engine.call("parameters")
+        engine.begin("poll", 120.0)
         update = trainer.trainer.update(2)  # begun, and never ended
         trainer.close()
         update.close()
-        status = engine.call("poll", 5.0)
+        status = engine.result()
         assert status["version"] == 1
         assert status["ready"] == (status["state"] == "serving")
         if status["ready"]:
@@ -198,3 +224,36 @@ def test_failed_update_then_serving(folder: Path, daemon: Any, tmp_path: Path) -
         assert engine.call("wait", 3, 120) == 3
         sending.result()
         trainer.close()
+
+
+def test_200_random_orders(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """Updates that commit and updates that are given up, in random order: what the engine serves is always the version that it tells."""
+    (folder / "bfloat16").mkdir(exist_ok=True)
+    checkpoints = {seed: models.make("qwen3", folder / "bfloat16", seed) for seed in (1, 2)}
+    choose = random.Random(SEED)
+    trainer = CheckpointTrainer(GROUP, daemon.socket, checkpoints[1])
+    tokens: dict[int, Any] = {}
+    held, version = 0, 0
+    with EngineProcess(checkpoints[1], tmp_path / "live.log", follow=follow(daemon), dtype="bfloat16") as engine:
+        engine.started()
+        for step in range(200):
+            version += 1
+            what = f"seed {SEED}, step {step}"
+            if held == 0 or choose.random() < 0.6:
+                held = choose.choice((1, 2))
+                sending = Sending(trainer, version, checkpoints[held])
+                assert engine.call("wait", version, 120) == version, what
+                sending.result()
+            else:
+                engine.begin("poll", 120.0)
+                update = trainer.trainer.update(version)
+                if choose.random() < 0.5:
+                    update.abort("given up")
+                update.close()
+                engine.result()
+            status = engine.call("poll", 0.0)
+            assert status["state"] == "serving", (what, status)
+            now = engine.call("generate")
+            assert now == tokens.setdefault(held, now), what
+    trainer.close()
+    assert tokens[1] != tokens[2]

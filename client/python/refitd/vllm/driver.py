@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from ..engine import Engine
-from ..errors import Closed, Error, FailedPrecondition
+from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
 from ..events import Aborted, Committed, Event, Lost, Prepare, Reattached, Weights
 from . import lifecycle
 from .lifecycle import Lifecycle
@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.refitd")
 
 # How long a try to attach waits for the daemon and the group, so that close() is noticed.
 ATTACH_SECONDS = 2.0
+# How much later than to the driver Prepare may come to a worker.
+PREPARE_SECONDS = 30.0
 # Between two tries to attach after an error, at first and at most.
 RETRY_SECONDS = (1.0, 30.0)
 
@@ -53,19 +55,23 @@ class Controls(Protocol):
 class Driver:
     """Drives one engine. Thread-safe; `step` does the work, on a thread that only does that or on the caller's."""
 
-    def __init__(self, controls: Controls, settings: Settings, *, world_size: int, clean: bool) -> None:
-        """`world_size`: of the workers' ranks. `clean`: whether the engine started from a checkpoint. Attaches nothing yet."""
+    def __init__(self, controls: Controls, settings: Settings, *, world_size: int, clean: bool, patient: bool = True) -> None:
+        """`world_size`: of the workers' ranks. `clean`: whether the engine started from a checkpoint. `patient`: whether attaching is
+        tried again after any error, which `status` then tells; else it is for as long as daemon and group are not there, and at most
+        for settings.wait_seconds. Attaches nothing yet."""
         self.settings = settings.checked()
         self.machine = Lifecycle(pause=settings.pause, reset_caches=settings.cache == "reset", clean=clean)
         self.last_pause_seconds: float | None = None
         self.updates = 0
         self._controls = controls
+        self._patient = patient
         self._world_size = world_size
         self._lock = threading.RLock()  # of the machine and of what it calls for
         self._closed = threading.Event()
         self._member: Engine | None = None
         self._prepare: Prepare | None = None
         self._paused_at = 0.0
+        self._incarnation: int | None = None
 
     # ---- what is asked ----
 
@@ -204,6 +210,7 @@ class Driver:
 
     def _register(self, dirty: bool) -> list[lifecycle.Action]:
         pause = RETRY_SECONDS[0]
+        deadline = time.monotonic() + self.settings.wait_seconds
         while not self._closed.is_set():
             try:
                 self._attach(dirty)
@@ -211,6 +218,9 @@ class Driver:
             except Exception as error:
                 self._detach()
                 self.machine.reason = f"not attached: {error}"
+                absent = isinstance(error, (DeadlineExceeded, Unavailable, NotFound))
+                if not self._patient and (not absent or time.monotonic() > deadline):
+                    raise
                 if not isinstance(error, TimeoutError):
                     logger.warning("refitd: %s", self.machine.reason)
                 self._closed.wait(pause)
@@ -220,6 +230,9 @@ class Driver:
     def _attach(self, dirty: bool) -> None:
         """The driver's rank first: it waits for the group here, where nobody else waits."""
         settings, machine = self.settings, self.machine
+        held: dict[str, Any] = {}
+        if not dirty and machine.version is not None:
+            held = {"held_version": machine.version, "held_incarnation": self._incarnation}
         member = Engine(
             settings.group,
             instance=settings.instance,
@@ -232,6 +245,7 @@ class Driver:
             wait_seconds=ATTACH_SECONDS,
             reattach_seconds=settings.reattach_seconds,
             client="vllm driver",
+            **held,
         )
         self._member = member
         member.register_layout([], [])
@@ -282,6 +296,7 @@ class Driver:
         outcome = heard[0]
         if isinstance(outcome, Committed):
             if failure is None:
+                self._incarnation = outcome.incarnation
                 return self.machine.written(version)
             return self.machine.write_failed(f"version {version} was committed, and vLLM could not take it: {failure}")
         if isinstance(outcome, Aborted):
@@ -318,14 +333,15 @@ class Follower:
     """
 
     def __init__(self, llm: Any, **options: Any) -> None:
-        """`options`: fields of refitd.vllm.settings.Settings; else the environment says them. Waits for the group.
+        """`options`: fields of refitd.vllm.settings.Settings; else the environment says them. Waits for daemon and group.
 
+        Raises what attaching raises: FailedPrecondition, naming the parameter that can't be delivered, Unavailable, ...
         An engine that generates for another thread meanwhile would read weights that change: don't let it.
         """
         config = llm.llm_engine.vllm_config
         check_backend(config)
         self.driver = Driver(
-            OfflineControls(llm), Settings.of(options), world_size=world_size_of(config), clean=starts_clean(config)
+            OfflineControls(llm), Settings.of(options), world_size=world_size_of(config), clean=starts_clean(config), patient=False
         )
         self.driver.start()
 
@@ -379,7 +395,7 @@ class OfflineControls:
 
         llm = self._llm
         llm.start_weight_update(**_versions.start_arguments(llm.start_weight_update))
-        llm.update_weights({"update_info": {"version": version}})
+        llm.update_weights({"update_info": update_info(version)})
         llm.finish_weight_update(*_versions.finish_arguments(llm.finish_weight_update, version))
 
     def sleep(self, level: int) -> None:
@@ -387,6 +403,11 @@ class OfflineControls:
 
     def wake(self) -> None:
         self._llm.wake_up()
+
+
+def update_info(version: int) -> dict[str, Any]:
+    """For the workers, to whom Prepare comes when it comes to the driver."""
+    return {"version": version, "wait_seconds": PREPARE_SECONDS}
 
 
 def _shut_down(worker: Any) -> None:

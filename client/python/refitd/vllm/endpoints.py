@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from . import _versions
-from .driver import Driver, check_backend, starts_clean, world_size_of
+from .driver import Driver, check_backend, starts_clean, update_info, world_size_of
 from .settings import Settings
 
 logger = logging.getLogger("vllm.refitd")
@@ -141,7 +141,7 @@ class ServerControls:
         async def update() -> None:
             engine = self._engine
             await engine.start_weight_update(**_versions.start_arguments(engine.start_weight_update))
-            await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=update_info(version)))
             await engine.finish_weight_update(*_versions.finish_arguments(engine.finish_weight_update, version))
 
         self._wait(update())
