@@ -1,18 +1,21 @@
 """The asyncio forms: they don't block the loop, and a cancelled task gives up what it waited for."""
 
 import asyncio
+import contextlib
+import gc
+import random
 import time
 import unittest
 
 import refitd
 import refitd.aio
-from refitd import TensorSpec
-from support import SECONDS, DaemonTest, whole
+from refitd import TensorSpec, _native
+from support import SECONDS, DaemonTest, wait_until, whole
 
 SPEC = TensorSpec("w", "uint8", (64,))
 
 
-class AioTest(DaemonTest):
+class AsyncTest(DaemonTest):
     def run_async(self, main):
         return asyncio.run(asyncio.wait_for(main, SECONDS))
 
@@ -29,6 +32,8 @@ class AioTest(DaemonTest):
             elif isinstance(event, refitd.Part):
                 await engine.ack(event)
 
+
+class AioTest(AsyncTest):
     def test_refit_and_events(self):
         async def main():
             trainer, engine = await self.attach()
@@ -133,6 +138,98 @@ class AioTest(DaemonTest):
                 with self.assertRaises(refitd.DeadlineExceeded):
                     await engine.next(0.05)
                 self.assertGreaterEqual(time.monotonic() - start, 0.05)
+
+        self.run_async(main())
+
+
+class StormTest(AsyncTest):
+    """Many tasks at once, cancelled at random. Seeded, but for the order in which threads run: nothing may depend on that."""
+
+    def setUp(self):
+        super().setUp()
+        random.seed(1)
+
+    async def registered(self):
+        trainer, engine = await self.attach()
+        source, target = refitd.Region(64), refitd.Region(64)
+        await trainer.register_layout([SPEC], [whole(source, SPEC)])
+        await engine.register_layout([SPEC], [whole(target, SPEC)])
+        return trainer, engine, source, target
+
+    def test_cancelled_refits_and_questions_leave_nothing_behind(self):
+        async def main():
+            trainer, engine, source, target = await self.registered()
+            async with trainer, engine:
+                server = asyncio.create_task(self.serve(engine, []))
+                for version in range(1, 101):
+                    source[:] = bytes([version]) * 64
+                    refit = asyncio.create_task(trainer.refit(version))
+                    questions = [asyncio.create_task(trainer.get_update(version)) for _ in range(5)]
+                    await asyncio.sleep(random.choice((0, 0, random.random() / 300)))
+                    for task in (refit, *questions):
+                        task.cancel()
+                    await asyncio.gather(refit, *questions, return_exceptions=True)
+                    self.assertIn(await trainer.get_update(version), ("unknown", "committed", "aborted"))
+                source[:] = b"z" * 64
+                self.assertEqual((await trainer.refit(200)).committed, 1)
+                self.assertEqual(target[:], source[:])
+                await engine.close()
+                await server
+
+        self.run_async(main())
+
+    def test_cancelled_pushes_leave_no_update_open_and_no_handle(self):
+        async def main():
+            trainer, engine = await self.attach(staged=True)
+
+            async def push(version):
+                async with await trainer.update(version, tensor_count=8) as update:
+                    for i in range(8):
+                        await update.push(f"t{i}", bytes([i]) * 40_000)
+                return update.member.result
+
+            async with trainer, engine:
+                server = asyncio.create_task(self.serve(engine, []))
+                for version in range(1, 61):
+                    task = asyncio.create_task(push(version))
+                    await asyncio.sleep(random.random() / 100)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                self.assertEqual((await push(100)).committed, 1)
+                await engine.close()
+                await server
+
+        gc.collect()
+        before = len(_native._open_handles)
+        self.run_async(main())
+
+        def none_is_left():
+            gc.collect()
+            return len(_native._open_handles) <= before
+
+        wait_until(none_is_left, "no handle is left")
+
+    def test_cancelled_attaching_leaves_no_rank_attached(self):
+        async def main():
+            async with await refitd.aio.Trainer.attach(self.group, socket=self.daemon.socket):
+                names = [f"e{i}" for i in range(20)]
+
+                def attach(name):
+                    return refitd.aio.Engine.attach(self.group, instance=name, socket=self.daemon.socket)
+
+                tasks = [asyncio.create_task(attach(name)) for name in names]
+                for task in tasks:
+                    await asyncio.sleep(random.random() / 1000)
+                    task.cancel()
+                for made in await asyncio.gather(*tasks, return_exceptions=True):
+                    if isinstance(made, refitd.aio.Engine):
+                        await made.close()
+                for name in names:
+                    engine = None
+                    while engine is None:
+                        with contextlib.suppress(refitd.AlreadyExists):
+                            engine = await attach(name)
+                    await engine.close()
 
         self.run_async(main())
 
