@@ -128,6 +128,15 @@ bool Catalog::Wants(std::string_view tensor) const {
   return uses != nullptr && !table_->engine_only(tensor) && WantedBy(used_, *uses);
 }
 
+int64_t Catalog::wanted_count() const {
+  if (wanted_count_.has_value()) return *wanted_count_;
+  wanted_count_ = 0;
+  for (const auto& [name, uses] : table_->tensors()) {
+    if (WantedBy(used_, uses) && !table_->engine_only(name)) ++*wanted_count_;
+  }
+  return *wanted_count_;
+}
+
 const std::vector<std::string>& Catalog::unwanted() const {
   if (unwanted_.has_value()) return *unwanted_;
   unwanted_.emplace();

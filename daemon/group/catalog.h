@@ -56,6 +56,8 @@ class Catalog {
   size_t tensor_count() const { return table_->tensors().size(); }
   // Whether an instance wants the tensor.
   bool Wants(std::string_view tensor) const;
+  // The number of tensors that instances want. Computed at the first call.
+  int64_t wanted_count() const;
   // Names of tensors that instances know and none wants; sorted. Computed at the first call.
   const std::vector<std::string>& unwanted() const;
 
@@ -116,6 +118,7 @@ class Catalog {
   std::vector<uint32_t> rank_of_;  // by destination
   std::vector<std::shared_ptr<const Layout>> layouts_;
   // Computed when they are first asked for.
+  mutable std::optional<int64_t> wanted_count_;
   mutable std::optional<std::vector<std::string>> unwanted_;
   mutable std::shared_ptr<const DestinationIndex> index_;
 };

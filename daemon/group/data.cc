@@ -221,10 +221,23 @@ absl::Status Group::Impl::Reserve(const BucketEvent& e) {
   if (status.ok()) return status;
   // In reverse order, since a tensor may be in the bucket twice.
   for (auto it = taken.before.rbegin(); it != taken.before.rend(); ++it) {
-    update->pushed.at(*it->first).covered = std::move(it->second);
+    group::PushedTensor& tensor = update->pushed.at(*it->first);
+    CountPushed(tensor, -1);
+    tensor.covered = std::move(it->second);
+    CountPushed(tensor, 1);
   }
-  for (const std::string* name : taken.added) update->pushed.erase(*name);
+  for (const std::string* name : taken.added) {
+    const auto tensor = update->pushed.find(*name);
+    CountPushed(tensor->second, -1);
+    update->pushed.erase(tensor);
+  }
   return status;
+}
+
+// Adds the tensor to the counts of what was pushed, or with `by` -1 takes it out of them.
+void Group::Impl::CountPushed(const group::PushedTensor& tensor, int by) {
+  if (!tensor.complete()) update->pushed_incomplete += by;
+  if (tensor.wanted) update->pushed_wanted += by;
 }
 
 // Looks up each tensor once, since a big bucket's first byte waits for all look-ups.
@@ -241,6 +254,8 @@ absl::Status Group::Impl::TakeElements(const BucketEvent& e, Taken* taken) {
       known.dtype = tensor.dtype;
       known.shape = tensor.shape;
       REFITD_ASSIGN_OR_RETURN(known.elements, ElementCount(tensor.shape));
+      known.wanted = update->catalog->Wants(tensor.name);
+      CountPushed(known, 1);
     } else {
       if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
         return Precondition("tensor '{}': the bucket has {}, but an earlier one had {}",
@@ -253,7 +268,10 @@ absl::Status Group::Impl::TakeElements(const BucketEvent& e, Taken* taken) {
       }
       taken->before.emplace_back(&tensor.name, known.covered);
     }
-    if (!known.covered.Add(range.start, range.start + range.count)) {
+    CountPushed(known, -1);
+    const bool fresh = known.covered.Add(range.start, range.start + range.count);
+    CountPushed(known, 1);
+    if (!fresh) {
       return Error(absl::StatusCode::kAlreadyExists,
                    "tensor '{}': elements of [{}, {}) were pushed before", tensor.name, range.start,
                    range.start + range.count);

@@ -56,12 +56,13 @@ absl::Status Group::Impl::CheckCoverageIfLast(const TrainerProgress& progress) c
 // Whether every element of every tensor that came, or that an instance still in knows, came once
 // (P1).
 absl::Status Group::Impl::CheckCoverage() const {
-  const std::string* partial = nullptr;
-  for (const auto& [tensor_name, tensor] : update->pushed) {
-    if (tensor.covered.total() == tensor.elements) continue;
-    if (partial == nullptr || tensor_name < *partial) partial = &tensor_name;
-  }
-  if (partial != nullptr) {
+  if (update->pushed_incomplete > 0) {
+    const std::string* partial = nullptr;
+    for (const auto& [tensor_name, tensor] : update->pushed) {
+      if (tensor.complete()) continue;
+      if (partial == nullptr || tensor_name < *partial) partial = &tensor_name;
+    }
+    REFITD_CHECK(partial != nullptr);
     const group::PushedTensor& tensor = update->pushed.at(*partial);
     return Precondition("tensor '{}': element {} of {} was never pushed", *partial,
                         tensor.covered.FirstGap(tensor.elements).value_or(0), tensor.elements);
@@ -71,7 +72,7 @@ absl::Status Group::Impl::CheckCoverage() const {
   const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
   // Trainers may count tensors that no instance wants, or leave them out of the count.
   const int64_t told = update->tensor_count;
-  if (told != 0 && (pushed > told || pushed + UnwantedAndNotPushed() < told)) {
+  if (told != 0 && (pushed > told || (pushed < told && pushed + UnwantedAndNotPushed() < told))) {
     return Precondition("{} tensors came, but Begin's tensor_count was {}", pushed,
                         update->tensor_count);
   }
@@ -90,18 +91,33 @@ absl::Status Group::Impl::CheckAllPushed() const {
       update->program.has_value() ? update->compiled.get() : nullptr;
   // A program moves the same tensors in every update, so it is checked once for a catalog.
   if (compiled != nullptr && compiled->covers.lock() == update->catalog) return absl::OkStatus();
-  REFITD_RETURN_IF_ERROR(update->catalog->CheckAllPushed(
-      [this](std::string_view tensor) {
-        return update->pushed.contains(absl::string_view(tensor.data(), tensor.size())) ||
-               Moves(tensor);
-      },
-      update->evicted));
   const bool nobody_evicted =
       std::find(update->evicted.begin(), update->evicted.end(), true) == update->evicted.end();
+  // CheckBucket lets no tensor be both pushed and moved by the program, so that equal numbers mean
+  // that every wanted tensor came.
+  const bool all_came =
+      nobody_evicted && update->pushed_wanted + WantedAndMoved() == update->catalog->wanted_count();
+  if (!all_came) {
+    REFITD_RETURN_IF_ERROR(update->catalog->CheckAllPushed(
+        [this](std::string_view tensor) {
+          return update->pushed.contains(absl::string_view(tensor.data(), tensor.size())) ||
+                 Moves(tensor);
+        },
+        update->evicted));
+  }
   if (compiled != nullptr && update->pushed.empty() && nobody_evicted) {
     compiled->covers = update->catalog;
   }
   return absl::OkStatus();
+}
+
+// The number of tensors that an instance wants and the program brings.
+int64_t Group::Impl::WantedAndMoved() const {
+  if (!update->program.has_value()) return 0;
+  const std::vector<TensorSpec>& tensors = update->program->plan->routes.tensors;
+  return std::count_if(tensors.begin(), tensors.end(), [this](const TensorSpec& tensor) {
+    return !LeavesOut(*update->compiled, tensor.name) && update->catalog->Wants(tensor.name);
+  });
 }
 
 void Group::Impl::On(const CommitEvent& e) {

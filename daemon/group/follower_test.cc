@@ -451,6 +451,46 @@ TEST_CASE("a program was bound to what an evicted engine registered after Prepar
   CHECK(f.Sent<PeerProgramBuilt>()[0].status == absl::OkStatus());
 }
 
+// A long plan would else keep the planner from other groups.
+TEST_CASE("a program was built on after its update had ended") {
+  Fixture f;
+  f.Register(kCall);
+  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  PeerPrepare prepare;
+  prepare.update = UpdateId(1);
+  prepare.version = Version(1);
+  prepare.engines = prepare.destinations = {kEngine};
+  prepare.layout_digests = {f.Digest()};
+  f.Command(prepare);
+  f.Command(MovesTo(kEngine));
+  REQUIRE(f.Peers<BuildProgram>().size() == 1);
+  const BuildProgram build = f.Peers<BuildProgram>()[0];
+  REQUIRE(build.options.cancelled != nullptr);
+  CHECK_FALSE(*build.options.cancelled);
+  f.Command(PeerUpdateEnded{UpdateId(1)});
+  CHECK(*build.options.cancelled);
+
+  // The next update runs the same program: it asks for a build of its own.
+  prepare.update = UpdateId(2);
+  prepare.version = Version(2);
+  f.Command(prepare);
+  PeerProgram program = MovesTo(kEngine);
+  program.update = UpdateId(2);
+  program.plan = nullptr;
+  program.replicas = nullptr;
+  f.Command(program);
+  f.Do(ProgramBuilt{build.program, build.build, absl::CancelledError("cancelled"), nullptr});
+  REQUIRE(f.Peers<BuildProgram>().size() == 2);
+  const BuildProgram again = f.Peers<BuildProgram>()[1];
+  CHECK_FALSE(*again.options.cancelled);
+  auto made = std::make_shared<NodeProgram>();
+  made->destinations = again.destinations;
+  f.Do(ProgramBuilt{again.program, again.build, absl::OkStatus(), made});
+  REQUIRE(f.Sent<PeerProgramBuilt>().size() == 1);
+  CHECK(f.Sent<PeerProgramBuilt>()[0].update == UpdateId(2));
+  CHECK(f.Sent<PeerProgramBuilt>()[0].status == absl::OkStatus());
+}
+
 TEST_CASE("a daemon whose last member went with a part under way leaves when that has ended") {
   Fixture f;
   PeerPrepare prepare;

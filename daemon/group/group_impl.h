@@ -266,6 +266,7 @@ struct Group::Impl {
     std::vector<std::pair<const std::string*, IntervalSet>> before;
   };
   absl::Status TakeElements(const BucketEvent& e, Taken* taken);
+  void CountPushed(const group::PushedTensor& tensor, int by);
   void TakeInOrder(TrainerProgress* progress);
   void CutIntoParts(const std::shared_ptr<Bucket>& bucket);
   void CutBetweenTensors(const std::shared_ptr<Bucket>& bucket);
@@ -317,6 +318,7 @@ struct Group::Impl {
   absl::Status CheckCoverage() const;
   int64_t UnwantedAndNotPushed() const;
   absl::Status CheckAllPushed() const;
+  int64_t WantedAndMoved() const;
   absl::Status WrittenInFull() const;
   void ReadBackIfLast();
   void SettleIfDone();

@@ -207,6 +207,40 @@ TEST_CASE("tensors without an element need not be pushed, and may be") {
   CHECK(g.Code(commit) == kOk);
 }
 
+// Commit compares counts: a refused bucket must leave them as they were (P1).
+TEST_CASE("the tensors of a refused bucket count as never pushed") {
+  TestGroup g;
+  const std::vector<TensorSpec> model = {Bytes("a", 8), Bytes("b", 8), Bytes("c", 8)};
+  g.Registered("r", model);
+  const MemberId t = g.AttachTrainer();
+  g.Begin(t, 1);
+  g.ReadyAll();
+  g.Push(t, 1, 0, {model[0]});
+  // The first half of "b", all of "c", and "a" once more.
+  BucketEvent twice = TestGroup::MakeBucket(t, 1, 1, {model[1], model[2], model[0]});
+  twice.ranges[0].count = 4;
+  const CallId refused = g.Push(twice);
+  CHECK(g.Code(refused) == absl::StatusCode::kAlreadyExists);
+  const CallId early = g.Commit(t, 1, 1);
+  CHECK(g.Code(early) == kPrecondition);
+  CHECK_THAT(g.Text(early), Contains("tensor 'b' of instance r was never pushed"));
+  // Each half is complete only with the other.
+  BucketEvent half = TestGroup::MakeBucket(t, 1, 1, {model[1], model[2]});
+  half.ranges[0].count = 4;
+  g.Push(half);
+  const CallId partial = g.Commit(t, 1, 2);
+  CHECK(g.Code(partial) == kPrecondition);
+  CHECK_THAT(g.Text(partial), Contains("tensor 'b': element 4 of 8 was never pushed"));
+  half.tensors = {model[1]};
+  half.ranges = {{0, 4, 4}};
+  half.seq = 2;
+  g.Push(half);
+  g.Settle();
+  const CallId commit = g.Commit(t, 1, 3);
+  g.Settle();
+  CHECK(g.Code(commit) == kOk);
+}
+
 TEST_CASE("verification off or transfer commits without reading back") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();

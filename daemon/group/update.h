@@ -105,7 +105,9 @@ struct PushedTensor {
   DType dtype = DType::kUint8;
   Dims shape;
   int64_t elements = 0;
+  bool wanted = false;  // by an instance of the update's catalog
   IntervalSet covered;
+  bool complete() const { return covered.total() == elements; }
 };
 
 // Why an update is given up, and the status codes that this gives to the calls that wait:
@@ -196,6 +198,9 @@ struct Update {
   std::map<MemberId, uint32_t> participant_of;
 
   absl::flat_hash_map<std::string, PushedTensor> pushed;
+  // Counts of `pushed`, so that Commit needs no walk over it.
+  int64_t pushed_incomplete = 0;  // elements are missing
+  int64_t pushed_wanted = 0;
   int64_t buckets = 0;  // of buckets whose turn has come; the next group-wide seq
   int64_t accepted_bytes = 0;
   int64_t moved_bytes = 0;

@@ -110,6 +110,7 @@ void Worker::DropIfOver(UpdateId id, const Output& out) {
   ended.version = update->version;
   out.actions->push_back(GroupAction(std::move(ended)));
   updates_.erase(id);
+  CancelBuildIfUnwanted();
   GiveWireBackIfQuiet(out);
 }
 

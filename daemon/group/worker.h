@@ -11,6 +11,7 @@
 #ifndef REFITD_DAEMON_GROUP_WORKER_H_
 #define REFITD_DAEMON_GROUP_WORKER_H_
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -57,6 +58,28 @@ struct Job {
   std::map<uint32_t, std::vector<uint64_t>> sent;
   std::map<uint32_t, std::vector<uint64_t>> received;
 };
+// Tells whoever builds a program that its result is not wanted any more, when it is destroyed or
+// replaced. The builder may be on another thread.
+class BuildCancel {
+ public:
+  BuildCancel() = default;
+  ~BuildCancel() { Cancel(); }
+  BuildCancel(const BuildCancel&) = delete;
+  BuildCancel& operator=(const BuildCancel&) = delete;
+
+  // Cancels the build before.
+  std::shared_ptr<const std::atomic<bool>> Next() {
+    Cancel();
+    cancelled_ = std::make_shared<std::atomic<bool>>(false);
+    return cancelled_;
+  }
+  void Cancel() {
+    if (cancelled_ != nullptr) cancelled_->store(true);
+  }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> cancelled_;
+};
 // What the last program was compiled to. Kept for later updates that run the same program.
 struct Program {
   ProgramId id;
@@ -66,6 +89,7 @@ struct Program {
   std::shared_ptr<const std::vector<ReplicaShare>> replicas;
   uint64_t building = 0;  // 0: no build is under way
   UpdateId building_for;
+  BuildCancel cancel;
   std::shared_ptr<const BoundProgram> bound;
 };
 
@@ -192,6 +216,7 @@ class Worker {
                     std::shared_ptr<const BoundProgram>* bound) const;
   static std::shared_ptr<const Layout> DestinationLayout(const Update& update, size_t d);
   void Build(const Update& update, const Output& out);
+  void CancelBuildIfUnwanted();
   void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);

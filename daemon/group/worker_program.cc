@@ -131,6 +131,7 @@ void Worker::Build(const Update& update, const Output& out) {
   build.plan = program_->plan;
   build.node = program_->node;
   build.options.chunk_bytes = program_->chunk_bytes;
+  build.options.cancelled = program_->cancel.Next();
   for (const PlanMember& m : job.command.sources) {
     build.sources.push_back({.rank = m.rank, .layout = callbacks_.layout(m.member)});
     build.source_members.push_back(m.member);
@@ -162,6 +163,16 @@ void Worker::Handle(const ProgramBuilt& built, TimePoint, const Output& out) {
     if (status.ok()) update.job->bound = program_->bound = bound;
     ReportBuilt(&update, status, out);
   }
+}
+
+// Ends a build that no update waits for any more (P4).
+void Worker::CancelBuildIfUnwanted() {
+  if (!program_.has_value() || program_->building == 0) return;
+  const bool wanted = std::any_of(updates_.begin(), updates_.end(), [this](const auto& u) {
+    const std::optional<Job>& job = u.second.job;
+    return job.has_value() && !job->reported && job->command.program == program_->id;
+  });
+  if (!wanted) program_->cancel.Cancel();
 }
 
 void Worker::ReportBuilt(Update* update, const absl::Status& status, const Output& out) {

@@ -92,6 +92,47 @@ void BenchRefit(Report* report, const std::string& self, const std::string& sock
   }
 }
 
+// What comparing replicas costs: two ranks that both hold the whole model, whose versions are
+// compared not at all (one part of a million), by a thirty-second, and in full.
+void BenchReplicas(Report* report, const std::string& self, const std::string& refitd,
+                   const std::string& dir, const std::string& model, int rounds) {
+  struct Case {
+    std::string name;
+    std::string every;
+    std::unique_ptr<Child> daemon{};
+    std::unique_ptr<RefitSession> session{};
+    std::vector<double> seconds{};
+  };
+  std::vector<Case> cases;
+  cases.push_back({"nothing", "1000000"});
+  cases.push_back({"a thirty-second", "32"});
+  cases.push_back({"everything", "1"});
+  for (Case& c : cases) {
+    const std::string socket = dir + "/replicas-" + c.every + ".sock";
+    c.daemon = std::make_unique<Child>(
+        std::vector<std::string>{refitd, "--listen-unix", socket, "--log-level", "warning",
+                                 "--compare-every", c.every},
+        false);
+    c.session =
+        std::make_unique<RefitSession>(self, socket, "replicas", RefitCase{model, 2, 1, true});
+    c.session->Fill(1);
+    c.session->Refit(Verification::kTransfer);  // compiles, and compares all replicas
+  }
+  for (int round = 0; round < rounds; ++round) {
+    for (Case& c : cases) {
+      c.session->Fill(static_cast<uint64_t>(round) + 100);
+      c.seconds.push_back(c.session->Refit(Verification::kTransfer));
+    }
+  }
+  const double none = Median(cases[0].seconds) * 1e3;
+  for (const Case& c : cases) {
+    const double ms = Median(c.seconds) * 1e3;
+    report->Add(
+        {fmt::format("refit, {} of 2 replicas, verification transfer, {} compared", model, c.name),
+         ms, "ms", none, ms / none, 0, true});
+  }
+}
+
 void BenchReplay(Report* report, const std::string& self, const std::string& socket, int rounds) {
   RefitSession bench(self, socket, "replay", {"nothing", 1, 1});
   std::vector<double> seconds;
@@ -200,6 +241,7 @@ int Main(int argc, char** argv) {
   int rank = 0;
   int rounds = 15;
   bool json = false;
+  std::string only;
   app.add_option("--role", role);
   app.add_option("--refitd", refitd);
   app.add_option("--socket", socket);
@@ -209,6 +251,9 @@ int Main(int argc, char** argv) {
   app.add_option("--model", model, "qwen3-0.6b, qwen3-4b");
   app.add_option("--trainers", refit.trainers);
   app.add_option("--engines", refit.engines);
+  app.add_flag("--replicas,!--no-replicas", refit.replicas);
+  app.add_option("--case", only, "replicas: what comparing them costs; not run without this")
+      ->check(CLI::IsMember({"replicas"}));
   app.add_option("--rank", rank);
   app.add_option("--rounds", rounds, "measured rounds a case")->check(CLI::Range(1, 1000));
   app.add_flag("--json", json, "one object a line");
@@ -229,7 +274,11 @@ int Main(int argc, char** argv) {
   socket = dir + "/refitd.sock";
   const int threads = CopyThreads();
   bool reached = false;
-  {
+  if (only == "replicas") {
+    Report report("host", json);
+    BenchReplicas(&report, self, refitd, dir, model, rounds);
+    reached = report.all_reached();
+  } else {
     Child daemon({refitd, "--listen-unix", socket, "--log-level", "warning"}, false);
     Report report("host", json);
     BenchDigest(&report, rounds, threads);

@@ -4,11 +4,15 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <vector>
 
 #include "daemon/execute/program_executor.h"
@@ -387,20 +391,65 @@ void FirstCalls(const Options& options, Report* report) {
   }
 }
 
+// A trainer's layout of 50,000 boxes that overlap one another: legal, and too much work. How soon
+// the planner refuses it, and how soon it ends when its update is over.
+void Overlaps(Report* report) {
+  constexpr int kBoxes = 50'000;
+  auto layout = std::make_shared<Layout>();
+  layout->tensors = {{"w", DType::kUint8, {4096, 4096}}};
+  uint64_t state = 1;
+  const auto pick = [&state](int64_t most) {
+    state = state * 6364136223846793005U + 1442695040888963407U;
+    return static_cast<int64_t>((state >> 33) % static_cast<uint64_t>(most + 1));
+  };
+  for (int i = 0; i < kBoxes; ++i) {
+    const Box box{{pick(3000), pick(3000)}, {1 + pick(1000), 1 + pick(1000)}};
+    layout->pieces.push_back({0, box, RegionId(1), 0, RowMajorStrides(box.extent)});
+  }
+  auto whole = std::make_shared<Layout>();
+  whole->tensors = layout->tensors;
+  const Box all = WholeBox(whole->tensors[0].shape);
+  whole->pieces.push_back({0, all, RegionId(1), 0, RowMajorStrides(all.extent)});
+  const auto compile = [&layout, &whole](std::shared_ptr<const std::atomic<bool>> cancelled) {
+    RouteOptions options;
+    options.cancelled = std::move(cancelled);
+    return CompileRoutes({{layout, 0, 0, "trainer"}}, {{whole, 0, 0, "engine"}}, options)
+        .status()
+        .code();
+  };
+  double start = Now();
+  const bool refused = compile(nullptr) == absl::StatusCode::kResourceExhausted;
+  Ceiling(report, "50,000 overlapping boxes: until they are refused", Now() - start, "s", 10);
+  const auto cancelled = std::make_shared<std::atomic<bool>>(false);
+  auto planning = std::async(std::launch::async, compile, cancelled);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  start = Now();
+  cancelled->store(true);
+  const bool ended = planning.get() == absl::StatusCode::kCancelled;
+  Ceiling(report, "50,000 overlapping boxes: until a cancelled plan ends", Now() - start, "s", 0.1);
+  if (refused && ended) return;
+  fmt::print(stderr, "plan_bench: the overlapping boxes were not refused, or not cancelled\n");
+  std::exit(1);
+}
+
 int Main(int argc, char** argv) {
   CLI::App app("The planner at the size of big models");
   Options options;
   app.add_flag("--json", options.json, "one JSON object a line");
   app.add_option("--rounds", options.rounds, "medians of so many")->check(CLI::PositiveNumber);
   app.add_option("--case", options.only, "one of them alone")
-      ->check(CLI::IsMember({"cluster", "first-call"}));
+      ->check(CLI::IsMember({"cluster", "first-call", "overlap"}));
   CLI11_PARSE(app, argc, argv);
   Report report("plan", options.json);
-  if (options.only != "first-call") {
+  const auto runs = [&options](std::string_view name) {
+    return options.only.empty() || options.only == name;
+  };
+  if (runs("cluster")) {
     DeepSeek(options, &report);
     Qwen(options, &report);
   }
-  if (options.only != "cluster") FirstCalls(options, &report);
+  if (runs("first-call")) FirstCalls(options, &report);
+  if (runs("overlap")) Overlaps(&report);
   return report.all_reached() ? 0 : 1;
 }
 

@@ -29,7 +29,7 @@ std::vector<Layout> TrainerLayouts(const RefitCase& c) {
   const sharding::ModelConfig config = Must(sharding::FindModelConfig(c.model), "model");
   sharding::TrainerParallel parallel;
   parallel.world = c.trainers;
-  parallel.tp = c.trainers;
+  parallel.tp = c.replicas ? 1 : c.trainers;
   std::vector<Layout> layouts;
   for (int r = 0; r < c.trainers; ++r) {
     layouts.push_back(Must(sharding::MegatronLayout(config, parallel, r), "trainer layout"));
@@ -133,7 +133,8 @@ RefitSession::RefitSession(const std::string& self, const std::string& socket,
         std::vector<std::string>{self, "--role", "refit-engine", "--socket", socket, "--group",
                                  group, "--model", c.model, "--trainers",
                                  std::to_string(c.trainers), "--engines", std::to_string(c.engines),
-                                 "--rank", std::to_string(r)},
+                                 "--rank", std::to_string(r),
+                                 c.replicas ? "--replicas" : "--no-replicas"},
         true));
   }
   for (int r = 0; r < c.trainers; ++r) {

@@ -23,6 +23,7 @@ struct RefitCase {
   std::string model;
   int trainers = 1;
   int engines = 1;
+  bool replicas = false;  // each trainer rank holds the whole model
 };
 
 // The process of an engine rank: registers its parameters; after each commit it prints a digest of

@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -118,6 +119,59 @@ TEST_CASE("layouts registered once, each version is one call of every rank") {
     for (const auto& rank : trainers) rank->Fill(version);
     RequireRefitted(trainers, version);
     CHECK(engines.Difference(model, BytesOf(model, version)) == "");
+  }
+}
+
+// The engines stay attached, with their memory, while the trainers' world changes.
+TEST_CASE("trainers that ended come back as another number of ranks, and engines stay") {
+  const Model model = AttentionModel();
+  Daemon daemon;
+  std::optional<Engines> engines;
+  int64_t version = 0;
+  for (const int world_size : {2, 3, 1}) {
+    Ranks trainers;
+    for (int rank = 0; rank < world_size; ++rank) {
+      trainers.push_back(std::make_unique<Shards>(ShardsOn(daemon, rank, world_size), model,
+                                                  HoldSlice(model, 0, rank, world_size)));
+      REQUIRE(trainers.back()->Register().ok());
+    }
+    if (!engines.has_value()) engines.emplace(Daemons{&daemon, &daemon}, model);
+    for (int i = 0; i < 2; ++i) {
+      ++version;
+      for (const auto& rank : trainers) rank->Fill(version);
+      RequireRefitted(trainers, version);
+      CHECK(engines->Difference(model, BytesOf(model, version)) == "");
+    }
+  }
+}
+
+// The engine's "head" is the memory of its "embed"; the trainer also has an optimizer's tensors.
+TEST_CASE("tied weights are written once, and tensors that no engine wants are left out") {
+  const Model model = {{"embed", DType::kBFloat16, {16, 8}},
+                       {"head", DType::kBFloat16, {16, 8}},
+                       {"opt.m", DType::kFloat32, {16}},
+                       {"opt.v", DType::kFloat32, {24}}};
+  Daemon daemon;
+  client::TrainerOptions options = ShardsOn(daemon);
+  options.connect.spec->unwanted_tensors = {"opt.*"};
+  Ranks trainers;
+  trainers.push_back(std::make_unique<Shards>(options, model, HoldWhole(model)));
+  REQUIRE(trainers[0]->Register().ok());
+  Held held = HoldWhole(model);
+  held.layout.tensors.resize(2);
+  held.layout.pieces.resize(1);
+  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_REGISTERED, std::nullopt);
+  hello.set_wait_ms(30'000);
+  Holder engine(daemon.Connect(), hello, held);
+  for (const int64_t version : {1, 2}) {
+    trainers[0]->Fill(version);
+    const auto result = RefitAll(trainers, version)[0];
+    INFO(result.status());
+    REQUIRE(result.ok());
+    CHECK(result->left_out_tensors == 3);
+    CHECK(result->left_out_bytes == 16 * 8 * 2 + 16 * 4 + 24 * 4);
+    CHECK(result->bytes == 16 * 8 * 2);
+    CHECK(engine.Difference(model, BytesOf(model, version)) == "");
   }
 }
 

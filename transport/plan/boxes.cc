@@ -56,6 +56,10 @@ void AddHolders(absl::Span<const uint32_t> holders, HeldBox* box) {
   }
 }
 
+// How many comparisons two boxes that meet count as: each of them is cut along the other. They are
+// counted when they are found, so that a layout with too many is refused before the first cut.
+constexpr int64_t kMeetingSteps = 64;
+
 // Equal boxes become one.
 void JoinEqual(std::vector<HeldBox>* boxes) {
   std::sort(boxes->begin(), boxes->end(), [](const HeldBox& a, const HeldBox& b) {
@@ -207,6 +211,7 @@ void CutByHolders(std::vector<HeldBox>* held, PlanWork* work) {
         meeting[i].push_back(other);
       }
     });
+    *work += kMeetingSteps * static_cast<int64_t>(meeting[i].size());
     std::sort(meeting[i].begin(), meeting[i].end());
     any = any || !meeting[i].empty();
   }

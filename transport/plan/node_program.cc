@@ -38,7 +38,7 @@ class Builder {
  public:
   Builder(const RoutePlan& plan, uint32_t node, std::vector<LocalMember> sources,
           std::vector<LocalMember> destinations, const NodeProgramOptions& options)
-      : plan_(plan), options_(options) {
+      : plan_(plan), options_(options), work_(options.cancelled) {
     program_.node = node;
     program_.sources = std::move(sources);
     program_.destinations = std::move(destinations);
@@ -168,6 +168,7 @@ class Builder {
   }
 
   absl::Status AddTensor(uint32_t tensor, absl::Span<const Route> routes) {
+    if (work_.Cancelled()) return Cancelled();
     const auto held = source_pieces_.Of(tensor);
     const auto wanted = destination_pieces_.Of(tensor);
     const TensorSpec& spec = plan_.tensors[tensor];
@@ -223,6 +224,7 @@ class Builder {
         }
         if (reaches && program_.local.moves.size() == before) return NobodyWants(spec, box);
       }
+      if (work_.Cancelled()) return Cancelled();
       if (bytes_ > kMaxBytes || work_.Over() ||
           static_cast<int64_t>(program_.local.moves.size() + program_.targets.size()) >
               options_.max_moves) {
@@ -233,6 +235,8 @@ class Builder {
     }
     return absl::OkStatus();
   }
+
+  static absl::Status Cancelled() { return absl::CancelledError("the program was cancelled"); }
 
   absl::Status NobodyWants(const TensorSpec& spec, const Box& box) const {
     return Error(absl::StatusCode::kFailedPrecondition,

@@ -20,6 +20,7 @@
 #ifndef REFITD_TRANSPORT_PLAN_NODE_PROGRAM_H_
 #define REFITD_TRANSPORT_PLAN_NODE_PROGRAM_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -164,6 +165,9 @@ struct NodeProgramOptions {
   // to a multiple of it.
   int64_t chunk_bytes = int64_t{64} << 20;
   int64_t max_moves = kMaxMoves;  // local moves plus targets of sections
+  // Set by the caller, on any thread, once the program is no longer wanted: CompileNode then ends
+  // within milliseconds with CANCELLED. Null: it can't be cancelled.
+  std::shared_ptr<const std::atomic<bool>> cancelled = nullptr;
 };
 
 // Computes the program of `node`. `sources` and `destinations` are all members of the plan on that
@@ -174,7 +178,7 @@ struct NodeProgramOptions {
 // that the plan lacks, or has with another dtype or shape; a route whose box no piece of its source
 // holds, or no rank on its node wants. INVALID_ARGUMENT also for what ValidatePlan finds, and for a
 // stream longer than longest_stream. RESOURCE_EXHAUSTED: more than max_moves, or absurd sums of
-// bytes.
+// bytes. CANCELLED: options.cancelled.
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
                                         std::vector<LocalMember> sources,
                                         std::vector<LocalMember> destinations,

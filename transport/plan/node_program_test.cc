@@ -437,6 +437,19 @@ TEST_CASE("Members that are not the plan's are refused") {
         absl::StatusCode::kResourceExhausted);
 }
 
+TEST_CASE("A node's program that nobody wants any more says so") {
+  const LayoutPtr all = Rows(64, 0, 64);
+  const auto plan = CompileRoutes({Rank(all, 0)}, {Rank(all, 1)}, {});
+  REQUIRE(plan.ok());
+  NodeProgramOptions options;
+  const auto cancelled = std::make_shared<std::atomic<bool>>(false);
+  options.cancelled = cancelled;
+  CHECK(CompileNode(*plan, 0, {{0, all}}, {}, options).ok());
+  cancelled->store(true);
+  CHECK(CompileNode(*plan, 0, {{0, all}}, {}, options).status().code() ==
+        absl::StatusCode::kCancelled);
+}
+
 TEST_CASE("The legs of a round lie one after the other and the chunks say what they carry") {
   for (uint64_t seed = 1; seed <= 600; ++seed) {
     INFO("seed " << seed);
