@@ -17,10 +17,10 @@
 namespace refitd {
 namespace {
 
-// Longer chunks are cut to this, so that sizes can be added up safely.
+// Chunks are at most this long, so that sizes can be added up safely.
 constexpr int64_t kMaxChunkBytes = int64_t{1} << 40;
 
-// Of one node: sums of bytes stay below this, so that none overflows (P10).
+// Sums of bytes of one node stay below this, so that none overflows (P10).
 constexpr int64_t kMaxBytes = int64_t{1} << 61;
 
 constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
@@ -250,8 +250,8 @@ class Builder {
     if (bytes_ <= kMaxBytes) program_.destination_bytes[destination] += bytes;
   }
 
-  // A piece of that source which holds all of `box`, or kNone; several may. The same one whatever
-  // their order does not matter: they hold the same elements.
+  // A piece of that source which holds all of `box`, or kNone. If there are several, any will do,
+  // because they hold the same elements.
   uint32_t PieceOf(uint32_t member, const Box& box, absl::Span<const Entry> held,
                    const std::vector<const Box*>& boxes, const BoxIndex& index) {
     uint32_t found = kNone;
@@ -302,7 +302,8 @@ class Builder {
     });
   }
 
-  // The section's own source, or another that holds all of the box on the destination's device.
+  // The section's own source, or another source that holds all of the box on the destination's
+  // device.
   Entry Nearest(const Section& section, uint32_t destination, const Box& box, const Pieces& held) {
     const Entry own = {section.member, section.piece};
     const int device = program_.destinations[destination].device;
@@ -368,14 +369,15 @@ class Builder {
     return absl::OkStatus();
   }
 
-  // Sections of each source in the plan's order, those of several such that all of them progress
-  // evenly: one round then reads from every rank of the node, not from one after the other.
+  // Interleaves the sections of several sources so that all sources progress evenly; sections of
+  // one source stay in the plan's order. A round then reads from every rank of the node, not from
+  // one rank after the other.
   static std::vector<Section> Interleaved(std::vector<Section> sections) {
     std::map<uint32_t, int64_t> totals;
     for (const Section& section : sections) totals[section.source] += section.bytes;
     if (totals.size() <= 1) return sections;
     struct Place {
-      __extension__ __int128 done = 0;  // bytes of its source up to its middle, twice
+      __extension__ __int128 done = 0;  // twice the bytes of its source up to the section's middle
       int64_t total = 0;
       uint32_t index = 0;
     };
@@ -413,11 +415,11 @@ class Builder {
   int64_t element_bytes_ = 1;
   std::vector<bool> differs_;  // per tensor of the plan: a local layout has another dtype or shape
   PlanWork work_;
-  int64_t bytes_ = 0;  // that destinations get so far, at most kMaxBytes + 1
+  int64_t bytes_ = 0;  // bytes that destinations get so far, at most kMaxBytes + 1
 };
 
-// Visits what bytes [begin, end) of a stream hold: `visit(section, box, byte offset from begin)`,
-// boxes in global coordinates, each dense in the stream.
+// Visits the boxes in bytes [begin, end) of a stream: `visit(section, box, byte offset from
+// begin)`. Boxes are in global coordinates, and each is dense in the stream.
 template <typename Visit>
 void ForEachBox(const Stream& stream, int64_t begin, int64_t end, const Visit& visit) {
   auto section =

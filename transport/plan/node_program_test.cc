@@ -14,7 +14,7 @@ namespace {
 
 using Catch::Matchers::Contains;
 
-// One daemon of a simulated set: its program, over layouts in an order of its own.
+// One daemon of a simulated set, with its program and with layouts in an order of its own.
 struct Node {
   NodeProgram program;
   std::vector<uint32_t> source_of;       // world's index of each local source
@@ -25,7 +25,7 @@ struct Cluster {
   RouteWorld world;
   RoutePlan plan;
   std::vector<Node> nodes;
-  // Of each destination: writes by byte address.
+  // For each destination: the number of writes by byte address.
   std::vector<std::map<int64_t, int>> writes;
 };
 
@@ -159,7 +159,7 @@ std::string RunRounds(
   return wire == cluster->plan.wire_bytes ? "" : "the wire carried another number of bytes";
 }
 
-// What is wrong about the destinations' bytes, or nothing.
+// The first fault of the destinations' bytes, or an empty string.
 std::string ByteFault(Cluster* cluster) {
   for (size_t d = 0; d < cluster->world.destinations.size(); ++d) {
     const Side& side = cluster->world.destinations[d];
@@ -185,7 +185,7 @@ std::string ByteFault(Cluster* cluster) {
   return {};
 }
 
-// What sender and receiver of a stream disagree about, or nothing.
+// The first difference between a stream's two ends, or an empty string.
 std::string StreamFault(const Cluster& cluster) {
   size_t sent = 0;
   size_t expected = 0;
@@ -544,7 +544,7 @@ TEST_CASE("A plan that does not hold together is refused by its field") {
   refused("tensor w", [](RoutePlan* p) { p->tensors[0].name.back() = 'v'; });
   refused("bfloat16 [65, 64]", [](RoutePlan* p) { p->tensors[0].shape[0] = 65; });
   refused("no piece of rank on 0", [](RoutePlan* p) {
-    // The half that only the other rank has.
+    // Wants the half that only the other rank has.
     for (Route& route : p->routes) route.source = 0;
   });
   refused("has no layout here", [](RoutePlan* p) {
