@@ -138,6 +138,7 @@ class EngineLoop:
     def _prepare(self, event: Prepare) -> None:
         with self._changed:
             self._preparing = True
+            self._changed.notify_all()
             ended = self._changed.wait_for(lambda: self._uses == 0, event.remaining_seconds)
         try:
             if not ended:
