@@ -467,7 +467,9 @@ TEST_CASE("a program was built on after its update had ended") {
   const BuildProgram build = f.Peers<BuildProgram>()[0];
   REQUIRE(build.options.cancelled != nullptr);
   CHECK_FALSE(*build.options.cancelled);
-  f.Command(PeerUpdateEnded{UpdateId(1)});
+  PeerUpdateEnded ended;
+  ended.update = UpdateId(1);
+  f.Command(ended);
   CHECK(*build.options.cancelled);
 
   // The next update runs the same program: it asks for a build of its own.
