@@ -395,6 +395,16 @@ PeerProgram MovesTo(MemberId engine) {
   return program;
 }
 
+// Prepare of update 1, whose one destination is kEngine with a layout of that digest.
+PeerPrepare PrepareEngine(uint64_t digest) {
+  PeerPrepare prepare;
+  prepare.update = UpdateId(1);
+  prepare.version = Version(1);
+  prepare.engines = prepare.destinations = {kEngine};
+  prepare.layout_digests = {digest};
+  return prepare;
+}
+
 // The coordinator's Prepare and the report of the loss may cross; until the report arrives, the
 // coordinator counts on the rank.
 TEST_CASE("a rank that died just before Prepare came is planned with what it had") {
@@ -403,11 +413,7 @@ TEST_CASE("a rank that died just before Prepare came is planned with what it had
   f.Do(SlotsMade{kStaged, absl::OkStatus()});
   f.Register(kCall);
   f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
-  PeerPrepare prepare;
-  prepare.update = UpdateId(1);
-  prepare.version = Version(1);
-  prepare.engines = prepare.destinations = {kEngine};
-  prepare.layout_digests = {f.Digest()};
+  PeerPrepare prepare = PrepareEngine(f.Digest());
   f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
   f.Command(prepare);
   f.Command(MovesTo(kEngine));
@@ -425,11 +431,7 @@ TEST_CASE("a program was bound to what an evicted engine registered after Prepar
   f.Register(kCall);
   f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
   const uint64_t digest = f.Digest();
-  PeerPrepare prepare;
-  prepare.update = UpdateId(1);
-  prepare.version = Version(1);
-  prepare.engines = prepare.destinations = {kEngine};
-  prepare.layout_digests = {digest};
+  const PeerPrepare prepare = PrepareEngine(digest);
   f.Command(prepare);
   const bool built_before = GENERATE(false, true);
   if (built_before) f.Command(MovesTo(kEngine));
@@ -456,11 +458,7 @@ TEST_CASE("a program was built on after its update had ended") {
   Fixture f;
   f.Register(kCall);
   f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
-  PeerPrepare prepare;
-  prepare.update = UpdateId(1);
-  prepare.version = Version(1);
-  prepare.engines = prepare.destinations = {kEngine};
-  prepare.layout_digests = {f.Digest()};
+  PeerPrepare prepare = PrepareEngine(f.Digest());
   f.Command(prepare);
   f.Command(MovesTo(kEngine));
   REQUIRE(f.Peers<BuildProgram>().size() == 1);

@@ -150,7 +150,7 @@ class Handle:
             self._freed.release()
 
     def __del__(self) -> None:
-        # Where __init__ failed there is nothing to free. Nothing refers to it: no call uses it, whatever was counted.
+        # There is nothing to free where __init__ failed. Nothing refers to this handle any more, so no call uses it, whatever was counted.
         if hasattr(self, "_freed") and self._generation == _generation:
             self._closed = True
             self._free_now()

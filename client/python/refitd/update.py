@@ -170,7 +170,7 @@ class _Slot:
         self.window = window
         self.end = 0  # of what is packed, with what keeps the next tensor aligned
         self.names: set[str] = set()
-        # Of each tensor four entries: its TensorSpec, start and count of its elements, and its byte offset. They are added by one
+        # Each tensor has four entries: its TensorSpec, start and count of its elements, and its byte offset. They are added by one
         # call, which no signal handler interrupts; tuples would make the garbage collector run after every few hundred tensors.
         self.entries: list[Any] = []
 
