@@ -11,8 +11,8 @@ cancelled is not lost: the next to ask gets it. Properties and methods that don'
 
 from __future__ import annotations
 
+import asyncio
 import functools
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from . import engine as _engine
 from . import trainer as _trainer
 from . import update as _update
+from ._inbox import Inbox
 from ._wait import awaited
 from .errors import Closed, DeadlineExceeded, Error
 from .events import Event, Part, Weights
@@ -142,6 +143,7 @@ class Engine:
     def __init__(self, member: _engine.Engine) -> None:
         """`member`: one that is attached already; else see attach()."""
         self.member = member
+        self._inbox: Inbox | None = None
 
     @classmethod
     async def attach(cls, group: str, *, instance: str, **options: Any) -> Engine:
@@ -158,17 +160,17 @@ class Engine:
         await awaited(functools.partial(self.member.register_layout, *arguments))
 
     async def next(self, timeout_seconds: float | None = None) -> Event:
-        """As refitd.Engine.next."""
+        """As refitd.Engine.next. Any number of tasks may wait: they get events in the order in which they asked."""
         event = await self._next(timeout_seconds)
         if event is None:
             raise DeadlineExceeded(f"{self.member.label}: no event within {timeout_seconds} s")
         return event
 
     async def _next(self, timeout_seconds: float | None) -> Event | None:
-        gone = threading.Event()
-        call = functools.partial(self.member._take, gone, None, timeout_seconds)
-        number, event = await awaited(call, cancel=gone.set, disown=self.member._restore)
-        return event
+        loop = asyncio.get_running_loop()
+        if self._inbox is None or self._inbox.loop is not loop:
+            self._inbox = Inbox(loop, self.member._take, self.member._restore)
+        return await self._inbox.next(timeout_seconds)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         while True:

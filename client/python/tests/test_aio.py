@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import threading
 import time
 import unittest
 
@@ -142,6 +143,30 @@ class AioTest(AsyncTest):
         self.run_async(main())
 
 
+    def test_tasks_that_wait_share_one_thread_and_keep_their_own_timeouts(self):
+        def threads():
+            return sum(thread.name == "refitd" for thread in threading.enumerate())
+
+        async def main():
+            trainer, engine = await self.attach()
+            async with trainer, engine:
+                before = threads()
+                waits = [asyncio.create_task(engine.next()) for _ in range(100)]
+                impatient = [asyncio.create_task(engine.next(timeout)) for timeout in (0, 0.01, 0.2)]
+                for error in await asyncio.gather(*impatient, return_exceptions=True):
+                    self.assertIsInstance(error, refitd.DeadlineExceeded)
+                self.assertLessEqual(threads(), before + 1)
+                for task in waits[:-1]:
+                    task.cancel()
+                await asyncio.gather(*waits[:-1], return_exceptions=True)
+                self.assertFalse(waits[-1].done())
+                await engine.close()
+                with self.assertRaises(refitd.Closed):
+                    await waits[-1]
+
+        self.run_async(main())
+
+
 class StormTest(AsyncTest):
     """Many tasks at once, cancelled at random. Seeded, but for the order in which threads run: nothing may depend on that."""
 
@@ -208,6 +233,47 @@ class StormTest(AsyncTest):
             return len(_native._open_handles) <= before
 
         wait_until(none_is_left, "no handle is left")
+
+    def test_events_come_once_to_hundreds_of_tasks_of_which_most_are_cancelled(self):
+        versions = range(1, 41)
+
+        async def main():
+            trainer, engine, _, _ = await self.registered()
+            got = []
+
+            async def take():
+                event = await engine.next()
+                got.append(event)
+                while isinstance(event, refitd.Prepare):
+                    try:
+                        await engine.ready(event.version)
+                    except asyncio.CancelledError:
+                        continue  # it may have been answered or not
+                    except refitd.FailedPrecondition:
+                        pass
+                    break
+
+            async def refits():
+                for version in versions:
+                    self.assertEqual((await trainer.refit(version)).committed, 1)
+
+            async with trainer, engine:
+                trained = asyncio.create_task(refits())
+                tasks = []
+                while not trained.done() or len(got) < 2 * len(versions):
+                    tasks = [task for task in tasks if not task.done()]
+                    tasks += [asyncio.create_task(take()) for _ in range(200 - len(tasks))]
+                    await asyncio.sleep(random.random() / 100)
+                    for task in random.sample(tasks, 150):
+                        task.cancel()
+                await trained
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            expected = [(kind, version) for version in versions for kind in (refitd.Prepare, refitd.Committed)]
+            self.assertEqual([(type(event), event.version) for event in got], expected)
+
+        self.run_async(main())
 
     def test_cancelled_attaching_leaves_no_rank_attached(self):
         async def main():
