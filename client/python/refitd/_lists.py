@@ -6,6 +6,7 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import NamedTuple
 
 from . import _abi
@@ -106,6 +107,14 @@ def check_name(name: str, whose: str) -> None:
         raise InvalidArgument(f"{what} of {whose}: the name is not UTF-8: {error}", culprit=what) from None
 
 
+def integers(values: object) -> tuple[int, ...] | None:
+    """A sequence's entries as int, whatever integers they are (numpy's too); None where it is none, or holds something else."""
+    try:
+        return tuple(map(index, values))  # type: ignore[call-overload]
+    except TypeError:
+        return None
+
+
 def check_tensors(tensors: Sequence[TensorSpec], whose: str) -> None:
     """Raises InvalidArgument, naming tensor and member, for what the library could only refuse in worse words."""
     seen: set[str] = set()
@@ -117,6 +126,8 @@ def check_tensors(tensors: Sequence[TensorSpec], whose: str) -> None:
         seen.add(tensor.name)
         if tensor.dtype not in DTYPES:
             raise InvalidArgument(f"{what} of {whose}: dtype {tensor.dtype!r} is none of {', '.join(DTYPES)}", culprit=what)
+        if integers(tensor.shape) is None:
+            raise InvalidArgument(f"{what} of {whose}: shape {tensor.shape!r} is no sequence of integers", culprit=what)
         if len(tensor.shape) > MAX_DIMENSIONS or any(n < 0 for n in tensor.shape):
             raise InvalidArgument(
                 f"{what} of {whose}: shape {tuple(tensor.shape)} has a negative or more than {MAX_DIMENSIONS} dimensions", culprit=what

@@ -49,7 +49,7 @@ def error_of(status: int, message: str, context: str = "") -> Error:
     except ValueError:
         kind = Error
     found = _CULPRITS.search(message) or _DAEMON.search(message)
-    culprit = found.group(0) if found else None
+    culprit = re.sub(r"^tensor ([^'].*)", r"tensor '\1'", found.group(0)) if found else None
     text = f"{context}: {message}" if context else message
     return kind(text, culprit=culprit, dirty=_dirty(message))
 

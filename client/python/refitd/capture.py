@@ -97,13 +97,13 @@ class Captured:
         for name, arena in arenas.items():
             wanted = self.processed.get(name)
             if wanted is None:
-                raise InvalidArgument(f"parameter '{name}' is not processed", culprit=name)
+                raise InvalidArgument(f"parameter '{name}' is not processed", culprit=f"parameter '{name}'")
             found = (_dtypes.resolve(arena.dtype).name, tuple(arena.shape), tuple(arena.stride()))
             if found != (wanted.dtype, wanted.shape, wanted.strides):
                 raise InvalidArgument(
                     f"parameter '{name}': the loader fills {wanted.dtype} {wanted.shape} with strides {wanted.strides}, the arena is "
                     f"{found[0]} {found[1]} with strides {found[2]}",
-                    culprit=name,
+                    culprit=f"parameter '{name}'",
                 )
         self._arenas.update(arenas)
         self._made = None
@@ -128,14 +128,14 @@ class Captured:
         if self.unsupported and not self._accepted:
             first = next(iter(self.unsupported))
             raise FailedPrecondition(
-                f"{len(self.unsupported)} tensors can't be delivered in place: '{first}' {self.unsupported[first]}", culprit=first
+                f"{len(self.unsupported)} tensors can't be delivered in place: '{first}' {self.unsupported[first]}", culprit=f"tensor '{first}'"
             )
         homeless = next((name for name in self.processed if name not in self._arenas), None)
         if homeless is not None:
             raise FailedPrecondition(
                 f"{len(self.processed)} parameters are processed after loading and can't be written in place, such as '{homeless}': "
                 "give each an arena by place()",
-                culprit=homeless,
+                culprit=f"parameter '{homeless}'",
             )
         boxes = _boxes_in(self.direct, self.tensors, self._parameters)
         for processed in self.processed.values():
@@ -181,7 +181,7 @@ def capture(
             skipped.update(dict.fromkeys(read.names, read.why))
     raise Unimplemented(
         f"the loader looks at the values of more than {MAX_RUNS} tensors, such as '{next(iter(skipped))}'",
-        culprit=next(iter(skipped)),
+        culprit=f"tensor '{next(iter(skipped))}'",
     )
 
 
@@ -202,7 +202,7 @@ def _specs_of(manifest: Iterable[Any] | Mapping[str, Any]) -> dict[str, TensorSp
             except (TypeError, ValueError):
                 raise InvalidArgument(f"manifest has {entry!r}, not (name, dtype, shape)", culprit="manifest") from None
         if name in specs:
-            raise InvalidArgument(f"manifest has tensor '{name}' twice", culprit=name)
+            raise InvalidArgument(f"manifest has tensor '{name}' twice", culprit=f"tensor '{name}'")
         known = names.get(dtype)
         if known is None:
             known = names[dtype] = _dtypes.resolve(dtype, f"manifest: tensor '{name}'").name
@@ -256,9 +256,9 @@ class _Destinations:
         self._aliases: dict[str, Any] = {}  # of the parameters, by which `restore` undoes what a loader did to them
         for name, tensor in parameters.items():
             if onto is None and tensor.device.type == "meta":
-                raise InvalidArgument(f"parameter '{name}' is on device meta, and onto is not given", culprit=name)
+                raise InvalidArgument(f"parameter '{name}' is on device meta, and onto is not given", culprit=f"parameter '{name}'")
             if onto is not None and name not in onto:
-                raise InvalidArgument(f"parameter '{name}' is not among those of onto", culprit=name)
+                raise InvalidArgument(f"parameter '{name}' is not among those of onto", culprit=f"parameter '{name}'")
             begin, end = _byte_range(tensor)
             storage = tensor.untyped_storage()
             self._aliases[name] = tensor.detach()
@@ -374,7 +374,7 @@ class _Run:
         except Exception as error:
             if self._failure is None:
                 self._failure = FailedPrecondition(
-                    f"load_weights failed at tensor '{self._at}': {type(error).__name__}: {error}", culprit=self._at
+                    f"load_weights failed at tensor '{self._at}': {type(error).__name__}: {error}", culprit=f"tensor '{self._at}'"
                 )
                 self._failure.__cause__ = error
         finally:
@@ -384,9 +384,9 @@ class _Run:
         if self._failure is not None:
             raise self._failure
         for name in put:
-            raise Unimplemented(f"the loader puts another tensor in the place of parameter '{name}'", culprit=name)
+            raise Unimplemented(f"the loader puts another tensor in the place of parameter '{name}'", culprit=f"parameter '{name}'")
         for name in moved:
-            raise Unimplemented(f"the loader gives parameter '{name}' other memory", culprit=name)
+            raise Unimplemented(f"the loader gives parameter '{name}' other memory", culprit=f"parameter '{name}'")
 
     def failed(self, error: Exception) -> Exception:
         """Notes an error, which ends the run even where the loader catches it; returns it, to be raised."""
@@ -399,7 +399,7 @@ class _Run:
         if not self._runs:
             return RuntimeError(f"{func} on a tensor without storage, after the dry run")
         return self.failed(
-            Unimplemented(f"the loader uses tensor '{names[0]}' on another thread than its own, by {func}", culprit=names[0])
+            Unimplemented(f"the loader uses tensor '{names[0]}' on another thread than its own, by {func}", culprit=f"tensor '{names[0]}'")
         )
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
@@ -464,7 +464,7 @@ class _Run:
             raise self.failed(
                 Unimplemented(
                     f"the loader uses {tuple(destination.shape)} elements across parameters' borders, at tensor '{self._at}'",
-                    culprit=self._at,
+                    culprit=f"tensor '{self._at}'",
                 )
             )
         if destination.element_size() != parameter.tensor.element_size():
@@ -697,7 +697,7 @@ def _find(args: Iterable[Any], kind: Any) -> list[Any]:
 def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[str], bool], tied: Mapping[str, str]) -> Captured:
     for name, kept in tied.items():
         if name in run.specs and kept not in run.specs:
-            raise InvalidArgument(f"tensor '{name}' is tied to '{kept}', which is not in the manifest", culprit=name)
+            raise InvalidArgument(f"tensor '{name}' is tied to '{kept}', which is not in the manifest", culprit=f"tensor '{name}'")
     events = [event for event in _without_repeats(run.events) if event.name is None or event.name not in tied]
     copies: dict[str, list[Copy]] = {}
     for event in events:
@@ -853,11 +853,11 @@ def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
     itemsize = tensor.element_size()
     nbytes = _span(tensor.shape, tensor.stride()) * itemsize
     if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + nbytes or tensor.device.type == "meta":
-        raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=name)
+        raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=f"parameter '{name}'")
     if tensor.device.type == "cpu":
         return HostMemory(tensor.data_ptr(), nbytes, tensor, name, tensor.data_ptr), itemsize
     if tensor.device.type != "cuda":
-        raise InvalidArgument(f"parameter '{name}' is on device {tensor.device}: host memory and CUDA are possible", culprit=name)
+        raise InvalidArgument(f"parameter '{name}' is on device {tensor.device}: host memory and CUDA are possible", culprit=f"parameter '{name}'")
     import torch
 
     device = tensor.device.index or 0

@@ -114,7 +114,7 @@ def _pushed(
             f"rank {rank}: tensors to cast, '{unknown}' among them, take {sum(needed.values())} bytes, and staging_bytes is "
             f"{staging_bytes}. Other ranks must choose alike and can't know: pass staging='push' or staging='whole', or a larger "
             "staging_bytes, on every rank",
-            culprit=unknown,
+            culprit=f"tensor '{unknown}'",
         )
     # A shard of columns would be pushed row by row, each a bucket of its own: it is kept whole.
     columns = {name: nbytes for name, nbytes in needed.items() if not demands[name].ranges}
@@ -124,7 +124,7 @@ def _pushed(
             f"rank {rank}: {len(columns)} tensors to cast are sharded by columns, '{first}' among them, so that they are kept whole: "
             f"they take {sum(columns.values())} bytes, and staging_bytes is {staging_bytes}. Pass a larger staging_bytes, or "
             "staging='push' to push them row by row, on every rank",
-            culprit=first,
+            culprit=f"tensor '{first}'",
         )
     return set(demands) - set(columns)
 
@@ -200,7 +200,7 @@ class _Room:
                     raise FailedPrecondition(
                         f"tensor '{cast.name}' was registered with a shard of shape {tuple(target.shape)}, and is now of shape "
                         f"{tuple(source.shape)}, with {source.untyped_storage().nbytes()} bytes of memory",
-                        culprit=cast.name,
+                        culprit=f"tensor '{cast.name}'",
                     )
                 target.copy_(source)
 

@@ -69,14 +69,14 @@ def place(name: str, tensor: Any, rank: int) -> Placed:
             raise InvalidArgument(
                 f"rank {rank}: tensor '{name}' has placement {placement}: its values are not final. Reduce it first, with "
                 "redistribute() to Replicate or Shard",
-                culprit=name,
+                culprit=f"tensor '{name}'",
             )
     placed = _place(shape, tuple(mesh.shape), tuple(coordinate), tuple(key))
     if tuple(local.shape) != placed.local_shape:
         raise InvalidArgument(
             f"rank {rank}: tensor '{name}' has a local tensor of shape {tuple(local.shape)}, but placements {tuple(tensor.placements)} "
             f"of {shape} over mesh {tuple(mesh.shape)} give {placed.local_shape} at coordinate {tuple(coordinate)}",
-            culprit=name,
+            culprit=f"tensor '{name}'",
         )
     return placed
 

@@ -187,11 +187,11 @@ class Joiner:
         whole, counts = begun
         if (whole.dtype, whole.shape) != (view.dtype, view.shape):
             raise InvalidArgument(
-                f"tensor '{view.name}': a part is {view.dtype} {view.shape}, those before are {whole.dtype} {whole.shape}", culprit=view.name
+                f"tensor '{view.name}': a part is {view.dtype} {view.shape}, those before are {whole.dtype} {whole.shape}", culprit=f"tensor '{view.name}'"
             )
         end = view.start + view.count
         if any(view.start < start + count and start < end for start, count in counts.items()):
-            raise InvalidArgument(f"tensor '{view.name}': elements {view.start} to {end} came twice", culprit=view.name)
+            raise InvalidArgument(f"tensor '{view.name}': elements {view.start} to {end} came twice", culprit=f"tensor '{view.name}'")
         itemsize = DTYPES[view.dtype].itemsize
         if isinstance(view.data, HostBytes):
             ctypes.memmove(whole.data.pointer + view.start * itemsize, view.data.pointer, view.count * itemsize)

@@ -277,7 +277,7 @@ def shards(
             if match is not None:
                 break
         else:
-            raise InvalidArgument(f"rank {place.rank}: no pattern of the table matches parameter '{name}'", culprit=name)
+            raise InvalidArgument(f"rank {place.rank}: no pattern of the table matches parameter '{name}'", culprit=f"parameter '{name}'")
         if mapped is not None:
             numbers = _global_numbers(name, match.groupdict(), place)
             found += _shards_of(name, parameter, mapped, numbers, place)
@@ -299,7 +299,7 @@ def _global_numbers(name: str, local: Mapping[str, str], place: Place) -> dict[s
         number = int(local[what])
         if number >= count:
             raise InvalidArgument(
-                f"rank {place.rank}: parameter '{name}' is of {what} {number}, but the rank has {count}", culprit=name
+                f"rank {place.rank}: parameter '{name}' is of {what} {number}, but the rank has {count}", culprit=f"parameter '{name}'"
             )
         numbers[what] = first + number
     return numbers
@@ -315,7 +315,7 @@ def _shards_of(
         parts = list(mapped.parts(shape, tp, tp_size))
     except ValueError as error:
         raise InvalidArgument(
-            f"rank {place.rank}: parameter '{name}' of shape {shape} is no {type(mapped).__name__}: {error}", culprit=name
+            f"rank {place.rank}: parameter '{name}' of shape {shape} is no {type(mapped).__name__}: {error}", culprit=f"parameter '{name}'"
         ) from None
     row = prod(shape[1:])
     for part in parts:

@@ -5,7 +5,7 @@
     refitd.shards.collect([Shard("w", (8, 4), rows, offset=(4, 0)), ...])   # boxes of global tensors, said one by one
 
 Everything is checked before anything is registered: an InvalidArgument or FailedPrecondition names the tensor and the rank, and
-its `culprit` is the tensor's name.
+its `culprit` is "tensor '...'".
 
 This module needs no framework: torch tensors, DTensors and numpy arrays are known by what they have.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cache, partial
 from math import prod
@@ -24,6 +24,7 @@ from typing import Any
 from . import _dtypes, _gc
 from ._boxes import first_overlap, range_boxes
 from ._layout import Box, Layout, TensorSpec
+from ._lists import integers
 from .casting import DEFAULT_STAGING_BYTES, Cast, Demand, plan
 from .dtensor import Part, is_dtensor, local_tensor, place
 from .errors import FailedPrecondition, InvalidArgument
@@ -66,7 +67,7 @@ def range_shards(name: str, shape: Sequence[int], elements: Any, start: int, **o
     try:
         boxes = range_boxes(shape, start, len(elements))
     except ValueError as error:
-        raise InvalidArgument(f"tensor '{name}': {error}", culprit=name) from None
+        raise InvalidArgument(f"tensor '{name}': {error}", culprit=f"tensor '{name}'") from None
     at = 0
     for offset, extent in boxes:
         count = prod(extent)
@@ -151,7 +152,7 @@ class _Held:
             raise FailedPrecondition(
                 f"rank {rank}: tensor '{name}' was registered as {dtype} {extent} with strides {strides}, and is now {tensor.dtype} "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}: register it again",
-                culprit=name,
+                culprit=f"tensor '{name}'",
             )
 
 
@@ -172,7 +173,23 @@ def _held(x: Any, buffers: bool | Sequence[str], rank: int, world_size: int | No
     for shard in x:
         if not isinstance(shard, Shard):
             raise InvalidArgument(f"rank {rank}: a list of Shard has a {type(shard).__name__}", culprit="x")
-        yield _Held(shard, partial(_same, shard.tensor))
+        yield _Held(_with_integers(shard, rank), partial(_same, shard.tensor))
+
+
+def _with_integers(shard: Shard, rank: int) -> Shard:
+    """The same shard with tuples of int, as the other sources of shards give them."""
+    shape = integers(shard.shape)
+    offset = None if shard.offset is None else integers(shard.offset)
+    for what, said, made in (("shape", shard.shape, shape), ("offset", shard.offset, offset)):
+        if made is None and said is not None:
+            raise InvalidArgument(
+                f"rank {rank}: tensor '{shard.name}' has {what} {said!r}, which is no sequence of integers", culprit=f"tensor '{shard.name}'"
+            )
+    if shape is None or min(shape, default=0) < 0:
+        raise InvalidArgument(
+            f"rank {rank}: tensor '{shard.name}' has shape {shard.shape!r}, which is no shape", culprit=f"tensor '{shard.name}'"
+        )
+    return replace(shard, shape=shape, offset=offset)
 
 
 def _of_module(module: Any, buffers: bool | Sequence[str]) -> dict[str, Any]:
@@ -219,7 +236,7 @@ def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Ite
         yield from _of_sharded_tensor(name, tensor)
         return
     if kind != "DTensor":
-        raise InvalidArgument(f"rank {rank}: '{name}' is a {type(tensor).__name__}, no tensor", culprit=name)
+        raise InvalidArgument(f"rank {rank}: '{name}' is a {type(tensor).__name__}, no tensor", culprit=f"tensor '{name}'")
     placed = place(name, tensor, rank)
     shape = tuple(tensor.shape)
     if len(placed.parts) == 1 and placed.parts[0].extent == placed.local_shape:
@@ -267,7 +284,7 @@ class _Rules:
             try:
                 found = self._names[dtype] = _dtypes.resolve(dtype).name
             except InvalidArgument as error:
-                raise InvalidArgument(f"rank {self._rank}: tensor '{name}': {error}", culprit=name) from None
+                raise InvalidArgument(f"rank {self._rank}: tensor '{name}': {error}", culprit=f"tensor '{name}'") from None
         return found
 
     def delivered(self, name: str, stored: str, said: Any) -> str:
@@ -295,12 +312,12 @@ class _View:
         if not _is_torch(of):
             if not hasattr(tensor, "__array_interface__"):
                 raise InvalidArgument(
-                    f"rank {rank}: tensor '{name}' is a {of.__name__}: register torch tensors or numpy arrays, or push it", culprit=name
+                    f"rank {rank}: tensor '{name}' is a {of.__name__}: register torch tensors or numpy arrays, or push it", culprit=f"tensor '{name}'"
                 )
             self.pointer: int = tensor.__array_interface__["data"][0]
             strides = tensor.strides
             if any(stride % itemsize or stride < 0 for stride in strides):
-                raise InvalidArgument(f"rank {rank}: tensor '{name}' has byte strides {strides}", culprit=name)
+                raise InvalidArgument(f"rank {rank}: tensor '{name}' has byte strides {strides}", culprit=f"tensor '{name}'")
             self.strides: tuple[int, ...] = tuple(stride // itemsize for stride in strides)
             self.device: Any = None
         else:
@@ -314,7 +331,7 @@ class _View:
                 raise InvalidArgument(
                     f"rank {rank}: tensor '{name}' is expanded: strides {self.strides} of shape {tuple(tensor.shape)} repeat elements. "
                     "Pass a contiguous copy",
-                    culprit=name,
+                    culprit=f"tensor '{name}'",
                 )
             span += (n - 1) * stride
         self.nbytes = span * itemsize
@@ -323,16 +340,16 @@ class _View:
         if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + self.nbytes:
             self._refuse_freed(name, tensor, rank)
         if self.pointer == 0:
-            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is a {type(tensor).__name__} without memory", culprit=name)
+            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is a {type(tensor).__name__} without memory", culprit=f"tensor '{name}'")
 
     def _look_at_torch(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
         self.device = tensor.device
         if self.device.type == "meta":
-            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is on device meta: it has no memory", culprit=name)
+            raise FailedPrecondition(f"rank {rank}: tensor '{name}' is on device meta: it has no memory", culprit=f"tensor '{name}'")
         if tensor.layout is not sys.modules["torch"].strided:
-            raise InvalidArgument(f"rank {rank}: tensor '{name}' has layout {tensor.layout}, not torch.strided", culprit=name)
+            raise InvalidArgument(f"rank {rank}: tensor '{name}' has layout {tensor.layout}, not torch.strided", culprit=f"tensor '{name}'")
         if tensor.is_neg() or tensor.is_conj():
-            raise InvalidArgument(f"rank {rank}: tensor '{name}' is negated lazily: pass tensor.resolve_neg()", culprit=name)
+            raise InvalidArgument(f"rank {rank}: tensor '{name}' is negated lazily: pass tensor.resolve_neg()", culprit=f"tensor '{name}'")
         self.strides = tensor.stride()
         self.pointer = tensor.data_ptr()
 
@@ -340,7 +357,7 @@ class _View:
         raise FailedPrecondition(
             f"rank {rank}: tensor '{name}' needs {self.nbytes} bytes from element {tensor.storage_offset()} on, but its storage has "
             f"{tensor.untyped_storage().nbytes()}: its memory was freed, as sharded training does between uses",
-            culprit=name,
+            culprit=f"tensor '{name}'",
         )
 
 
@@ -386,7 +403,7 @@ class _Collector:
             if view.device is None:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{name}' is a numpy array of {stored}: casts to {delivered} are made of torch tensors",
-                    culprit=name,
+                    culprit=f"tensor '{name}'",
                 )
             self.casts.append(Cast(index, name, shape, delivered, offset, held.current, shard.replica))
             return
@@ -397,7 +414,7 @@ class _Collector:
         for name, kept in self._tied.items() if isinstance(self._tied, Mapping) else ():
             if name in self._tensors and kept not in self._tensors:
                 raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}' is tied to '{kept}', which is not there", culprit=name
+                    f"rank {self._rank}: tensor '{name}' is tied to '{kept}', which is not there", culprit=f"tensor '{name}'"
                 )
 
     def check_overlaps(self) -> None:
@@ -406,7 +423,7 @@ class _Collector:
             overlap = first_overlap(boxes) if len(boxes) > 1 else None
             if overlap is not None:
                 raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}' has shards at offsets {overlap[0]} and {overlap[1]} that overlap", culprit=name
+                    f"rank {self._rank}: tensor '{name}' has shards at offsets {overlap[0]} and {overlap[1]} that overlap", culprit=f"tensor '{name}'"
                 )
 
     def check_complete(self) -> None:
@@ -418,7 +435,7 @@ class _Collector:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{spec.name}' of shape {spec.shape} has {prod(spec.shape)} elements, but its shards have "
                     f"{held}, and there is no other rank",
-                    culprit=spec.name,
+                    culprit=f"tensor '{spec.name}'",
                 )
 
     def _demand(self, held: _Held, delivered: str, extent: tuple[int, ...]) -> None:
@@ -434,7 +451,7 @@ class _Collector:
         shard = held.shard
         if shard.dtype is None:
             raise InvalidArgument(
-                f"rank {self._rank}: a Shard of tensor '{shard.name}' has neither tensor nor dtype", culprit=shard.name
+                f"rank {self._rank}: a Shard of tensor '{shard.name}' has neither tensor nor dtype", culprit=f"tensor '{shard.name}'"
             )
         stored = self._rules.stored(shard.name, shard.dtype)
         delivered = self._rules.delivered(shard.name, stored, None)
@@ -447,7 +464,7 @@ class _Collector:
         if known is None:
             index = len(self.layout.tensors)
             if not isinstance(name, str) or not name:
-                raise InvalidArgument(f"rank {self._rank}: tensor {index} has name {name!r}", culprit=str(name))
+                raise InvalidArgument(f"rank {self._rank}: tensor {index} has name {name!r}", culprit=f"tensor '{name}'")
             self._tensors[name] = (index, stored)
             self.layout.tensors.append(TensorSpec(name, delivered, shape))
             return index
@@ -457,7 +474,7 @@ class _Collector:
             raise InvalidArgument(
                 f"rank {self._rank}: tensor '{name}' has shards of {known[1]} {spec.shape} to deliver as {spec.dtype}, and of {stored} "
                 f"{shape} to deliver as {delivered}",
-                culprit=name,
+                culprit=f"tensor '{name}'",
             )
         return index
 
@@ -470,14 +487,14 @@ class _Collector:
             raise InvalidArgument(
                 f"rank {self._rank}: tensor '{name}' of shape {shape} has a shard of shape {extent} at offset {offset}: the numbers of "
                 "dimensions differ",
-                culprit=name,
+                culprit=f"tensor '{name}'",
             )
         for n, at, whole in zip(extent, offset, shape):
             if at < 0 or at + n > whole:
                 raise InvalidArgument(
                     f"rank {self._rank}: tensor '{name}' of shape {shape} has a shard of shape {extent} at offset {offset}, which is not "
                     "within it",
-                    culprit=name,
+                    culprit=f"tensor '{name}'",
                 )
         return offset, extent
 
@@ -486,7 +503,7 @@ class _Collector:
             self._device = str(device)
         elif str(device) != self._device and not (device.type == self._device and device.type == "cpu"):
             raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' is on device {device}, the others are on {self._device}", culprit=name
+                f"rank {self._rank}: tensor '{name}' is on device {device}, the others are on {self._device}", culprit=f"tensor '{name}'"
             )
 
     def _is_tied(self, name: str, view: _View, stored: str, extent: tuple[int, ...], offset: tuple[int, ...]) -> bool:
@@ -505,7 +522,7 @@ class _Collector:
             return HostMemory(view.pointer, view.nbytes, tensor, name, held.address, check)
         if view.device.type != "cuda":
             raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' is on device {view.device}: host memory and CUDA are possible", culprit=name
+                f"rank {self._rank}: tensor '{name}' is on device {view.device}: host memory and CUDA are possible", culprit=f"tensor '{name}'"
             )
         index = view.device.index or 0
         return CudaMemory(self._uuid_of(index), view.pointer, view.nbytes, index, tensor, name, held.address, check)

@@ -195,10 +195,10 @@ def refusals(rank, world):
 def test_partial_values_and_shards_of_another_size_are_refused():
     results = run_ranks(2, refusals)
     for rank, messages in enumerate(results):
-        assert messages[0][0] == "p" and f"rank {rank}: tensor 'p' has placement" in messages[0][1]
-        assert messages[1][0] == "torn"
+        assert messages[0][0] == "tensor 'p'" and f"rank {rank}: tensor 'p' has placement" in messages[0][1]
     # 7 rows over two ranks are 4 and 3: the first rank's 3 are wrong.
-    assert "local tensor of shape (3, 2)" in results[0][1][1]
+    assert results[0][1][0] == "tensor 'torn'" and "local tensor of shape (3, 2)" in results[0][1][1]
+    assert results[1][1] == ("torn", "accepted")
 
 
 def test_the_decision_to_push_is_the_same_on_ranks_with_unequal_shards():

@@ -158,7 +158,7 @@ class EndToEndTest(DaemonTest):
         self.engine_of(served)
         with self.assertRaises(refitd.FailedPrecondition) as caught:
             trainer.refit(1)
-        self.assertEqual((caught.exception.culprit, caught.exception.dirty), ("tensor down.weight", False))
+        self.assertEqual((caught.exception.culprit, caught.exception.dirty), ("tensor 'down.weight'", False))
         for name, tensor in served.state_dict().items():
             self.assertTrue(torch.equal(tensor, before[name]), name)
 

@@ -42,7 +42,7 @@ class TensorsThatChangeTest(DaemonTest):
         with self.assertRaisesRegex(refitd.FailedPrecondition, message) as caught:
             trainer.refit(2)
         self.assertIn("tensor 'w'", str(caught.exception))
-        self.assertEqual(caught.exception.culprit, "w")
+        self.assertEqual(caught.exception.culprit, "tensor 'w'")
         self.assertTrue(torch.equal(held, before))
         self.assertEqual(trainer.get_update(2), "unknown")
 

@@ -156,6 +156,11 @@ def freed():
         ([Shard("w", (4,), torch.ones(4, dtype=torch.complex64))], InvalidArgument, "complex64"),
         ([Shard("w", (4,), torch.ones(4), dtype="int4")], InvalidArgument, "int4"),
         ([Shard("w", (4,), torch.ones(4).to_sparse())], InvalidArgument, "layout"),
+        ([Shard("w", ("4",), torch.ones(4))], InvalidArgument, "has shape .*no sequence of integers"),
+        ([Shard("w", 4, torch.ones(4))], InvalidArgument, "has shape 4, .*no sequence of integers"),
+        ([Shard("w", None, torch.ones(4))], InvalidArgument, "has shape None, which is no shape"),
+        ([Shard("w", (-4,), torch.ones(4))], InvalidArgument, "no shape"),
+        ([Shard("w", (4,), torch.ones(2), (1.5,))], InvalidArgument, "has offset .*no sequence of integers"),
         ([Shard("w", (4,), None)], InvalidArgument, "neither tensor nor dtype"),
     ],
 )
@@ -163,7 +168,7 @@ def test_what_is_wrong_is_refused_with_tensor_and_rank(shards, error, message):
     with pytest.raises(error, match=message) as raised:
         collect(shards, rank=7)
     assert "rank 7" in str(raised.value) and "'w'" in str(raised.value)
-    assert raised.value.culprit == "w"
+    assert raised.value.culprit == "tensor 'w'"
 
 
 def test_a_tensor_on_another_device_is_refused():

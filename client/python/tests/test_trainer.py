@@ -101,7 +101,7 @@ class RefitTest(DaemonTest):
             trainer.register_layout([other], [whole(source, other)])
             with self.assertRaises(refitd.Error) as caught:
                 trainer.refit(version)
-            self.assertEqual(caught.exception.culprit, "tensor w")
+            self.assertEqual(caught.exception.culprit, "tensor 'w'")
             self.assertRegex(str(caught.exception), "tensor w: .* in trainer rank 0 .* in engine a rank 0")
             self.assertEqual(target[:], bytes(BYTES))
         trainer.register_layout([SPEC], [whole(source, SPEC)])
