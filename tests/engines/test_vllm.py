@@ -78,9 +78,22 @@ def test_five_versions_equal_a_fresh_engine(folder: Path, daemon: Any, tmp_path:
     assert "model.layers.0.input_layernorm.weight" in delivery["direct"]
 
 
-@pytest.mark.parametrize("name", [name for name in models.ARCHITECTURES if name != "qwen3"])
+@pytest.mark.parametrize("name", [name for name in models.ARCHITECTURES if name not in ("qwen3", "gpt-oss")])
 def test_five_versions_of_each_architecture(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     check_five_versions(name, folder, daemon, tmp_path, dtype="bfloat16")
+
+
+def test_repacked_moe_that_a_reload_does_not_reach_is_refused(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """The experts of GPT-OSS are repacked on a CPU, and vLLM's reload passes over them."""
+    (folder / "bfloat16").mkdir(exist_ok=True)
+    checkpoint = models.make("gpt-oss", folder / "bfloat16", 1)
+    trainer = CheckpointTrainer(GROUP, daemon.socket, checkpoint)
+    try:
+        with EngineProcess(checkpoint, tmp_path / "live.log", follow=follow(daemon), dtype="bfloat16") as engine:
+            with pytest.raises(EngineFailed, match="experts"):
+                engine.started()
+    finally:
+        trainer.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen3-moe"])

@@ -13,28 +13,17 @@ instance has one more rank, the last, which registers nothing: the driver (`driv
 
 from __future__ import annotations
 
-import logging
-import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-
-from ..engine import Engine
-from ..errors import DeadlineExceeded, FailedPrecondition, UpdateAborted
-from ..events import Aborted, Committed, Lost, Prepare
+from ..errors import FailedPrecondition
 from . import _versions, evidence
 from .delivery import Delivery, decide
 from .manifest import read_manifest
+from .rank import PREPARE_SECONDS, Rank, keep_memory, tensors_of
 from .settings import Settings
-
-logger = logging.getLogger("vllm.refitd")
-
-# How long `receive_weights` waits for Prepare: the driver calls it when Prepare has come; a trainer that drives by HTTP calls it first.
-PREPARE_SECONDS = 120.0
-# The longest that an update lasts beyond what Prepare said remains; the daemon ends it earlier.
-MARGIN_SECONDS = 30.0
 
 
 @dataclass
@@ -81,50 +70,16 @@ class RefitdBackend(WeightTransferEngine):
             self._vllm_config = getattr(self.model, evidence.CONFIGURATION, None)
         parameters = list(self.model.parameters())
         self.device: Any = parameters[0].device
-        self.member: Engine | None = None
-        self.delivery: Delivery | None = None
-        self.weights_clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
-        self.version: int | None = None
-        self._incarnation: int | None = None
+        clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
+        self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process)
 
     # ---- attaching ----
 
     def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         settings = init_info.settings()
-        self.shutdown()
-        started = time.perf_counter()
-        if self.delivery is None:
-            self.delivery = self._decide(settings)
-        config = self.parallel_config
-        rank, world_size, instance = place(config, settings.instance)
-        dirty = init_info.dirty or not self.weights_clean
-        held: dict[str, Any] = {} if dirty or self.version is None else {"held_version": self.version, "held_incarnation": self._incarnation}
-        member = Engine(
-            settings.group,
-            instance=instance,
-            rank=rank,
-            world_size=world_size + init_info.drivers,
-            socket=settings.socket,
-            coordinator=settings.coordinator,
-            device="host" if self.device.type == "cpu" else None,
-            dirty=dirty,
-            wait_seconds=settings.wait_seconds,
-            reattach_seconds=settings.reattach_seconds,
-            client="vllm",
-            **held,
-        )
-        try:
-            member.register_layout(self.delivery.tensors, self.delivery.boxes)
-        except BaseException:
-            member.close()
-            raise
-        self.member = member
-        logger.info(
-            "refitd: %s of group %s: %d parameters direct, %d processed (arena of %d bytes), %d constant, in %.0f ms",
-            member.label, settings.group, len(self.delivery.direct), len(self.delivery.processed), self.delivery.arena_bytes,
-            len(self.delivery.constant), 1e3 * (time.perf_counter() - started),
-        )  # fmt: skip
+        rank, world_size, instance = place(self.parallel_config, settings.instance)
+        self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
 
     def _decide(self, settings: Settings) -> Delivery:
         if self._vllm_config is None:
@@ -132,7 +87,7 @@ class RefitdBackend(WeightTransferEngine):
         source = settings.manifest or self._vllm_config.model_config.model
         manifest = read_manifest(source)
         made = decide(self.model, manifest, settings.arena_bytes, self.device)
-        if not self.weights_clean:
+        if not self.rank.clean:
             self._zero_padding(made)
             if made.arena:  # what vLLM's reload passes over is refused now, and not after the first version was committed
                 with _versions.current_config(self._vllm_config):
@@ -157,89 +112,28 @@ class RefitdBackend(WeightTransferEngine):
         """Nothing is left: `receive_weights` returned with the version in place."""
 
     def receive_weights(self, update_info: RefitdUpdateInfo, load_weights: Any = None) -> None:
-        """Takes one update. Returns when it is committed and processed.
+        """Takes one update; see `rank.Rank.take`."""
+        self.rank.take(update_info.version, update_info.wait_seconds)
 
-        Raises UpdateAborted, with `dirty`, where it was lost; FailedPrecondition before anything is written where this rank is not
-        attached; DeadlineExceeded where no update begins. A version that is in place already returns at once.
-        """
-        member = self.member
-        if member is None:
-            raise FailedPrecondition("this rank is not attached to refitd: call init_weight_transfer_engine first")
-        wanted = update_info.version
-        if wanted is not None and self.version == wanted and self.weights_clean:
-            return
-        prepare = self._await_prepare(member, wanted, update_info.wait_seconds)
-        _synchronise(self.device)
-        try:
-            prepare.ready()
-        except FailedPrecondition as error:
-            if self.delivery is not None and member.weights.name == "GOOD":
-                raise UpdateAborted(f"version {prepare.version} ended before this rank was ready: {error}", dirty=False) from error
-            raise
-        self._await_outcome(member, prepare)
+    def _process(self, delivery: Delivery) -> None:
+        """Brings the arena's tensors into the modules."""
+        with _versions.current_config(self._vllm_config):
+            memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
+            if delivery.arena:
+                _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
+            else:
+                self._process_attention(delivery)
+            for layer, before in memories:
+                keep_memory(layer, before)
+            for layer in delivery.tied:
+                layer.quant_method.process_weights_after_loading(layer)
 
-    def _await_prepare(self, member: Engine, wanted: int | None, wait_seconds: float) -> Prepare:
-        deadline = time.monotonic() + wait_seconds
-        while True:
-            event = member._next_unless(None, max(0.0, deadline - time.monotonic()))
-            if event is None:
-                raise DeadlineExceeded(f"{member.label}: no update{f' to version {wanted}' if wanted is not None else ''} began within {wait_seconds} s")
-            if isinstance(event, Prepare) and (wanted is None or event.version >= wanted):
-                if wanted is not None and event.version > wanted:
-                    member._put_back(event)
-                    raise UpdateAborted(f"version {wanted} is over: version {event.version} begins", dirty=not self.weights_clean)
-                return event
-            if isinstance(event, Aborted) and event.dirty:
-                self.weights_clean = False
-
-    def _await_outcome(self, member: Engine, prepare: Prepare) -> None:
-        clean_before = self.weights_clean
-        self.weights_clean = False  # until the outcome is known
-        event = None
-        deadline = time.monotonic() + prepare.remaining_seconds + MARGIN_SECONDS
-        while event is None or not isinstance(event, (Committed, Aborted, Lost)):
-            event = member._next_unless(None, max(0.0, deadline - time.monotonic()))
-            if event is None:
-                raise DeadlineExceeded(f"{member.label}: no outcome of version {prepare.version} in its time: the weights may be torn")
-        if isinstance(event, Committed):
-            self._process()
-            self.version, self._incarnation, self.weights_clean = event.version, event.incarnation, True
-            return
-        dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "GOOD"
-        self.weights_clean = clean_before and not dirty
-        raise UpdateAborted(f"version {prepare.version}: {event.reason}", dirty=dirty)
-
-    def _process(self) -> None:
-        """Brings the arena's tensors into the modules. An exception leaves the rank dirty; it must attach anew."""
-        assert self.delivery is not None
-        try:
-            with _versions.current_config(self._vllm_config):
-                memories = [(layer, _tensors_of(layer)) for layer in self.delivery.attention]
-                if self.delivery.arena:
-                    self._reload()
-                else:
-                    self._process_attention()
-                for layer, before in memories:
-                    _keep_memory(layer, before)
-                for layer in self.delivery.tied:
-                    layer.quant_method.process_weights_after_loading(layer)
-            _synchronise(self.device)
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def _reload(self) -> None:
-        assert self.delivery is not None
-        delivery = self.delivery
-        _versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
-
-    def _process_attention(self) -> None:
+    def _process_attention(self, delivery: Delivery) -> None:
         """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without one, this does."""
         import torch
 
-        assert self.delivery is not None
         evident = getattr(self.model, evidence.ATTRIBUTE, None)
-        for layer in self.delivery.attention:
+        for layer in delivery.attention:
             if evident is None or evident.get(id(layer)):
                 with torch.no_grad():
                     layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
@@ -248,21 +142,14 @@ class RefitdBackend(WeightTransferEngine):
 
     def weights_went(self) -> None:
         """Says that the memory no longer holds the weights (sleep of level 2): the rank attaches as dirty next."""
-        self.weights_clean = False
+        self.rank.clean = False
 
     def status(self) -> dict[str, Any]:
-        return {
-            "attached": self.member is not None,
-            "clean": self.weights_clean,
-            "version": self.version,
-            "delivery": None if self.delivery is None else self.delivery.summary(),
-        }
+        return self.rank.status()
 
     def shutdown(self) -> None:
         """Detaches; the weights stay."""
-        member, self.member = self.member, None
-        if member is not None:
-            member.close()
+        self.rank.detach()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -277,34 +164,6 @@ def place(config: Any, instance: str) -> tuple[int, int, str]:
     replicas = config.data_parallel_size
     index = getattr(config, "data_parallel_index", 0) if replicas > 1 else 0
     return index * config.world_size + config.rank, replicas * config.world_size, instance
-
-
-def _tensors_of(layer: Any) -> dict[str, Any]:
-    import torch
-
-    held = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
-    return {**held, **{name: t for name, t in (*layer._parameters.items(), *layer._buffers.items()) if t is not None}}
-
-
-def _keep_memory(layer: Any, before: dict[str, Any]) -> None:
-    """Puts what post-processing made into the memory that CUDA graphs know."""
-    import torch
-
-    now = _tensors_of(layer)
-    for name, old in before.items():
-        new = now.get(name)
-        if new is None or new is old or (new.shape, new.dtype, new.stride()) != (old.shape, old.dtype, old.stride()):
-            continue
-        with torch.no_grad():
-            old.copy_(new)
-        setattr(layer, name, old)
-
-
-def _synchronise(device: Any) -> None:
-    if device.type != "cpu":
-        import torch
-
-        torch.accelerator.synchronize()
 
 
 __all__ = ["RefitdBackend", "RefitdInitInfo", "RefitdUpdateInfo"]

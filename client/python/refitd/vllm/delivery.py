@@ -71,14 +71,14 @@ class _Held:
     is_parameter: bool
 
 
-def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device: Any) -> Delivery:
-    """Decides, and makes the arena. The model keeps its values.
+def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device: Any, inside: Any = _versions) -> Delivery:
+    """Decides, and makes the arena. The model keeps its values. `inside`: the module with what is known of the engine's inside.
 
     Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
     """
     held = _held(model)
-    why = _reasons(model, held)
-    captured = _capture(model, manifest, held, processed=lambda name: False)
+    why = _reasons(model, held, inside)
+    captured = _capture(model, manifest, held, inside, processed=lambda name: False)
     _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered")
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with one.
     module_of = {entry.name: id(entry.module) for entry in held}
@@ -90,8 +90,8 @@ def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device:
         if not more:
             break
         modules |= more
-    captured = _capture(model, manifest, held, processed=lambda name: module_of[name] in modules)
-    return _conclude(model, manifest, held, captured, modules, names, why, arena_bytes, device)
+    captured = _capture(model, manifest, held, inside, processed=lambda name: module_of[name] in modules)
+    return _conclude(model, manifest, held, captured, modules, names, why, arena_bytes, device, inside)
 
 
 def _held(model: Any) -> list[_Held]:
@@ -108,14 +108,14 @@ def _held(model: Any) -> list[_Held]:
     return found
 
 
-def _reasons(model: Any, held: Sequence[_Held]) -> dict[str, str]:
+def _reasons(model: Any, held: Sequence[_Held], inside: Any) -> dict[str, str]:
     """By parameter, why its module can't be written in place."""
     evident: dict[int, list[str]] | None = getattr(model, evidence.ATTRIBUTE, None)
     reasons = {}
     for entry in held:
         if evident is not None and id(entry.module) in evident:
             changed = evident[id(entry.module)]
-            if changed and not _versions.is_attention(entry.module):
+            if changed and not inside.is_attention(entry.module):
                 reasons[entry.name] = "; ".join(changed)
         elif getattr(entry.module, "quant_method", None) is not None:
             reasons[entry.name] = UNPROVED
@@ -124,7 +124,7 @@ def _reasons(model: Any, held: Sequence[_Held]) -> dict[str, str]:
         if id(module) in methods:
             continue  # some are modules: what they get counts as a change of the module that they serve
         changed = (evident or {}).get(id(module), [])
-        reprocessed = getattr(module, "quant_method", None) is not None or _versions.is_attention(module)
+        reprocessed = getattr(module, "quant_method", None) is not None or inside.is_attention(module)
         if changed and not reprocessed:
             raise FailedPrecondition(
                 f"module '{name}' ({type(module).__name__}) is changed after loading, and vLLM does not do that again when weights "
@@ -138,12 +138,12 @@ def _reasons(model: Any, held: Sequence[_Held]) -> dict[str, str]:
     return reasons
 
 
-def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Held], processed: Any) -> Any:
+def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Held], inside: Any, processed: Any) -> Any:
     import torch
 
     from ..capture import capture
 
-    with _versions.LoaderFormat(model):
+    with inside.LoaderFormat(model):
         loaded: dict[str, Any] = {}
         for entry in held:
             name = entry.name.rpartition(".")[2]
@@ -158,23 +158,12 @@ def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Held], 
         for prefix, module in model.named_modules():
             for name, tensor in module._parameters.items():
                 full = f"{prefix}.{name}" if prefix else name
-                if tensor is not None and id(tensor) not in known and full not in loaded and not _is_tied(model, module, name):
+                if tensor is not None and id(tensor) not in known and full not in loaded and not inside.is_tied(model, module, name):
                     raise FailedPrecondition(
                         f"parameter '{full}' is removed after loading, so that new weights can't be put there", culprit=full
                     )
         with torch.device("cpu"):
             return capture(model.load_weights, manifest, parameters=loaded, onto=onto, processed=processed)
-
-
-def _is_tied(model: Any, module: Any, name: str) -> bool:
-    """Whether the module's own parameter, before this block, is one that another module has as well."""
-    kernel = _versions.layer_info(module).kernel_tensors[0].get(name)
-    return kernel is not None and sum(
-        1
-        for other in model.modules()
-        for tensor in _versions.layer_info(other).kernel_tensors[0].values()
-        if tensor is kernel
-    ) > 1
 
 
 def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
@@ -225,6 +214,7 @@ def _conclude(
     why: dict[str, str],
     arena_bytes: int,
     device: Any,
+    inside: Any,
 ) -> Delivery:
     _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered")
     _refuse(
@@ -238,14 +228,14 @@ def _conclude(
         for entry in held
         if id(entry.module) in modules and entry.name not in direct_names
     }
-    made_later = {entry.name for entry in held if entry.is_parameter and _versions.is_made_later(entry.module, entry.name)}
+    made_later = {entry.name for entry in held if entry.is_parameter and inside.is_made_later(entry.module, entry.name)}
     processed.update({name: "is made of other parameters by its attention layer" for name in made_later if name not in processed})
     rest = [entry for entry in held if entry.name not in direct_names and entry.name not in processed]
     _refuse({entry.name: "gets no tensor of the checkpoint" for entry in rest if entry.is_parameter}, "parameters would stay as they are")
     padded, unfilled = [], {}
     for entry in held:
         if entry.name in captured.unfilled:
-            if _versions.is_vocabulary(entry.module):
+            if inside.is_vocabulary(entry.module):
                 padded.append(entry.name)
             else:
                 unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
@@ -260,7 +250,7 @@ def _conclude(
             culprit=first,
         )
     arena = _make_arena([specs[name] for name in sorted(names)], device)
-    attention = [module for module in model.modules() if _versions.is_attention(module)]
+    attention = [module for module in model.modules() if inside.is_attention(module)]
     made = Delivery(
         direct=[entry.name for entry in direct],
         processed=processed,

@@ -340,10 +340,20 @@ class Follower:
         """
         config = llm.llm_engine.vllm_config
         check_backend(config)
-        self.driver = Driver(
-            OfflineControls(llm), Settings.of(options), world_size=world_size_of(config), clean=starts_clean(config), patient=False
+        self._begin(
+            Driver(OfflineControls(llm), Settings.of(options), world_size=world_size_of(config), clean=starts_clean(config), patient=False)
         )
-        self.driver.start()
+
+    @classmethod
+    def of(cls, driver: Driver) -> Follower:
+        """Of an offline engine of another kind."""
+        made = cls.__new__(cls)
+        made._begin(driver)
+        return made
+
+    def _begin(self, driver: Driver) -> None:
+        self.driver = driver
+        driver.start()
 
     def poll(self, seconds: float = 0.0) -> int | None:
         """Takes updates that are due, waiting `seconds` for the first; returns the version here."""

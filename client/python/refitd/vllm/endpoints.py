@@ -21,11 +21,10 @@ from typing import Any
 
 from . import _versions
 from .driver import Driver, check_backend, starts_clean, update_info, world_size_of
+from .routes import add_routes
 from .settings import Settings
 
 logger = logging.getLogger("vllm.refitd")
-
-HEADER = b"x-refitd-version"
 
 
 class Endpoints:
@@ -39,32 +38,13 @@ class Endpoints:
 
     def attach_router(self, app: Any) -> None:
         from fastapi import APIRouter
-        from fastapi.responses import JSONResponse
 
-        router = APIRouter()
-
-        def status(code: int = 200) -> Any:
-            if self.driver is None:
-                return JSONResponse({"ready": False, "reason": "refitd drives no engine here"}, status_code=503)
-            return JSONResponse(self.driver.status(), status_code=code)
-
-        async def ready(max_behind: int | None = None) -> Any:
-            return status(200 if self.driver is not None and self.driver.ready(max_behind) else 503)
-
-        async def version() -> Any:
-            return JSONResponse({"version": None if self.driver is None else self.driver.version})
-
-        async def whole_status() -> Any:
-            return status()
-
-        router.add_api_route("/refitd/ready", ready, methods=["GET"])
-        router.add_api_route("/refitd/version", version, methods=["GET"])
-        router.add_api_route("/refitd/status", whole_status, methods=["GET"])
         offered = {getattr(route, "path", None) for route in app.routes}
         if {"/sleep", "/wake_up"} <= offered:
+            router = APIRouter()
             self._take_over_sleep(router)
-        app.include_router(router)
-        app.add_middleware(_VersionHeader, endpoints=self)
+            app.include_router(router)
+        add_routes(app, lambda: self.driver)
 
     def _take_over_sleep(self, router: Any) -> None:
         from fastapi import Response
@@ -151,24 +131,3 @@ class ServerControls:
 
     def wake(self) -> None:
         self._wait(self._engine.wake_up())
-
-
-class _VersionHeader:
-    """ASGI middleware that adds the header to answers as they begin."""
-
-    def __init__(self, app: Any, endpoints: Endpoints) -> None:
-        self._app = app
-        self._endpoints = endpoints
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_with_version(message: Any) -> None:
-            driver = self._endpoints.driver
-            if message["type"] == "http.response.start" and driver is not None and driver.version is not None:
-                message["headers"] = [*message.get("headers", []), (HEADER, str(driver.version).encode())]
-            await send(message)
-
-        await self._app(scope, receive, send_with_version)

@@ -1,0 +1,37 @@
+"""SGLang takes new weights from refitd, with no patch of SGLang: `pip install refitd[sglang]`.
+
+    REFITD_GROUP=policy python -m sglang.launch_server --model-path MODEL --load-format dummy
+
+SGLang calls `register` in every process through the entry point `sglang.srt.plugins`. It adds three things by SGLang's own hooks:
+the load format "refitd" of `update_weights_from_tensor`, which takes one update in every scheduler process (`scheduler.py`); the
+evidence that tells which parameters may be written in place (`inside.py`); the driver beside the HTTP server (`server.py`).
+
+What is the same for all engines comes from `refitd.vllm`, whose modules `lifecycle`, `driver`, `rank`, `delivery`, `evidence`,
+`manifest`, `settings` and `routes` import no engine. SGLang and torch are imported where they are used only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..vllm.driver import Follower
+
+
+def register() -> None:
+    """Registers the hooks in this process. SGLang calls it once in each, before any of the hooked functions."""
+    from . import inside
+
+    inside.register_hooks()
+
+
+def follow(engine: Any, **options: Any) -> Follower:
+    """Attaches an offline `sglang.Engine`, whose updates then happen in `Follower.poll` and `Follower.wait`, between calls of
+    `generate`. `options`: fields of refitd.vllm.settings.Settings; else the environment says them. See `refitd.vllm.driver.Follower`.
+    """
+    from .controls import follow as begin
+
+    return begin(engine, options)
+
+
+__all__ = ["follow", "register"]

@@ -1,0 +1,124 @@
+"""The calls to SGLang's tokenizer manager, of which an offline engine and a server have one each, for `refitd.vllm.driver.Driver`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from .. import errors
+from ..vllm.driver import Driver, Follower, update_info
+from ..vllm.settings import Settings
+
+# How often a pause that waits for requests looks for them.
+LOOK_SECONDS = 0.01
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class Controls:
+    """Of one engine. `run`: has a coroutine carried out on the engine's event loop, and returns its result.
+
+    `cache`: "reset" computes requests in flight anew after an update, and "keep" goes on with their blocks.
+    """
+
+    def __init__(self, manager: Any, run: Run, cache: str) -> None:
+        self._manager = manager
+        self._run = run
+        self._cache = cache
+        self._weights_went = False
+        self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None  # what releases the memory, and gets it back
+        self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
+
+    def pause(self, mode: str) -> None:
+        self._run(self._pause(mode))
+
+    async def _pause(self, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        manager = self._manager
+        manager.auto_create_handle_loop()
+        if mode == "wait":
+            # SGLang has no such mode. New requests wait behind this flag, as in its mode "abort".
+            async with manager.is_pause_cond:
+                manager.is_pause = True
+            while await manager.model_update_lock.is_locked():
+                await asyncio.sleep(LOOK_SECONDS)
+        else:
+            kept = "retract" if self._cache == "reset" else "in_place"
+            await manager.pause_generation(PauseGenerationReqInput(mode=kept if mode == "keep" else "abort"))
+
+    def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._run(self._manager.continue_generation(ContinueGenerationReqInput()))
+
+    def reset_caches(self) -> None:
+        result = self._run(self._manager.flush_cache())
+        if not result.success:
+            raise RuntimeError(f"SGLang did not reset its prefix cache: {result.message}")
+
+    def register(self, init_info: dict[str, Any]) -> None:
+        self.ask({"do": "attach", "weights_went": self._weights_went, **init_info})
+        self._weights_went = False
+
+    def unregister(self) -> None:
+        self.ask({"do": "detach"})
+
+    def write(self, version: int) -> None:
+        self.ask({"do": "take", **update_info(version)}, version)
+
+    def sleep(self, level: int) -> None:
+        self._weights_went = level >= 2
+        if self.sleeps is not None:
+            self._run(self.sleeps())
+
+    def wake(self) -> None:
+        if self.wakes is not None:
+            self._run(self.wakes())
+
+    def ask(self, request: dict[str, Any], version: int | None = None) -> list[Any]:
+        """Has all ranks carry out a request; returns what each answers. Raises the first rank's error."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        asked = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[json.dumps(request).encode()],
+            load_format="refitd",
+            flush_cache=False,
+            weight_version=None if version is None else str(version),
+            selector="target",
+        )
+        success, message = self._run(self._manager.update_weights_from_tensor(asked, None))[:2]
+        if success:
+            # SGLang may add the answers of other schedulers to the first.
+            answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]
+            return answers
+        try:
+            told = json.JSONDecoder().raw_decode(message[message.index("{") :])[0]
+        except ValueError:
+            raise errors.FailedPrecondition(f"SGLang refused: {message}") from None
+        kind = getattr(errors, told["error"], None)
+        known = isinstance(kind, type) and issubclass(kind, errors.Error) and kind is not errors.UpdateAborted
+        raise (kind if known and kind is not None else errors.FailedPrecondition)(told["reason"])
+
+
+def check(arguments: Any) -> None:
+    """Raises FailedPrecondition that names the first of SGLang's arguments that this adapter can't serve."""
+    for name, allowed in (("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("speculative_algorithm", None), ("enable_lora", None)):
+        value = getattr(arguments, name, allowed)
+        if value != allowed and value:
+            raise errors.FailedPrecondition(f"SGLang was started with {name}={value!r}, which is not supported", culprit=name)
+
+
+def starts_clean(arguments: Any) -> bool:
+    """Whether SGLang loaded a checkpoint, and no random weights."""
+    return str(getattr(arguments.load_format, "value", arguments.load_format)) != "dummy"
+
+
+def follow(engine: Any, options: dict[str, Any]) -> Follower:
+    arguments = engine.server_args
+    check(arguments)
+    settings = Settings.of(options)
+    controls = Controls(engine.tokenizer_manager, engine.loop.run_until_complete, settings.cache)
+    clean = starts_clean(arguments)
+    return Follower.of(Driver(controls, settings, world_size=arguments.tp_size, clean=clean, patient=False))

@@ -1,0 +1,185 @@
+"""One rank of an engine, in the process that holds the model, as one rank of a refitd instance. It imports no engine; the backends of
+vLLM and SGLang each hold a Rank, and tell it how a model's delivery is decided and how new weights are processed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..engine import Engine
+from ..errors import DeadlineExceeded, FailedPrecondition, UpdateAborted
+from ..events import Aborted, Committed, Lost, Prepare
+from .delivery import Delivery
+from .settings import Settings
+
+# How long `take` waits for Prepare: the driver calls it when Prepare has come; a trainer that drives by calls makes them first.
+PREPARE_SECONDS = 120.0
+# The longest that an update lasts beyond what Prepare said remains; the daemon ends it earlier.
+MARGIN_SECONDS = 30.0
+
+
+class Rank:
+    """Attaches, takes updates, detaches. Not thread-safe: engines call it on the thread that runs the model.
+
+    `clean`: whether the weights are one whole version. `version`: the version of refitd's that they are; None: none.
+    """
+
+    def __init__(
+        self, device: Any, *, client: str, clean: bool, decide: Callable[[Settings], Delivery], process: Callable[[Delivery], None]
+    ) -> None:
+        """`decide`: makes the delivery, once. `process`: brings what the arena got into the modules, after each version."""
+        self.clean = clean
+        self.version: int | None = None
+        self.delivery: Delivery | None = None
+        self._device = device
+        self._client = client
+        self._decide = decide
+        self._process = process
+        self._member: Engine | None = None
+        self._incarnation: int | None = None
+        self._logger = logging.getLogger(f"{client}.refitd")
+
+    def attach(self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool) -> None:
+        """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
+        self.detach()
+        started = time.perf_counter()
+        if self.delivery is None:
+            self.delivery = self._decide(settings)
+        dirty = dirty or not self.clean
+        held: dict[str, Any] = {}
+        if not dirty and self.version is not None:
+            held = {"held_version": self.version, "held_incarnation": self._incarnation}
+        member = Engine(
+            settings.group,
+            instance=instance,
+            rank=rank,
+            world_size=world_size,
+            socket=settings.socket,
+            coordinator=settings.coordinator,
+            device="host" if self._device.type == "cpu" else None,
+            dirty=dirty,
+            wait_seconds=settings.wait_seconds,
+            reattach_seconds=settings.reattach_seconds,
+            client=self._client,
+            **held,
+        )
+        try:
+            member.register_layout(self.delivery.tensors, self.delivery.boxes)
+        except BaseException:
+            member.close()
+            raise
+        self._member = member
+        self._logger.info(
+            "refitd: %s of group %s: %d parameters direct, %d processed (arena of %d bytes), %d constant, in %.0f ms",
+            member.label, settings.group, len(self.delivery.direct), len(self.delivery.processed), self.delivery.arena_bytes,
+            len(self.delivery.constant), 1e3 * (time.perf_counter() - started),
+        )  # fmt: skip
+
+    def take(self, version: int | None, wait_seconds: float) -> None:
+        """Takes one update: to `version`, or the next. Returns when it is committed and processed.
+
+        Raises UpdateAborted, with `dirty`, where it was lost; FailedPrecondition before anything is written where this rank is not
+        attached; DeadlineExceeded where no update begins. A version that is in place already returns at once.
+        """
+        member = self._member
+        if member is None:
+            raise FailedPrecondition("this rank is not attached to refitd: call init_weight_transfer_engine first")
+        if version is not None and self.version == version and self.clean:
+            return
+        prepare = self._await_prepare(member, version, wait_seconds)
+        synchronise(self._device)
+        try:
+            prepare.ready()
+        except FailedPrecondition as error:
+            if self.delivery is not None and member.weights.name == "GOOD":
+                raise UpdateAborted(f"version {prepare.version} ended before this rank was ready: {error}", dirty=False) from error
+            raise
+        self._await_outcome(member, prepare)
+
+    def detach(self) -> None:
+        """The weights stay."""
+        member, self._member = self._member, None
+        if member is not None:
+            member.close()
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "attached": self._member is not None,
+            "clean": self.clean,
+            "version": self.version,
+            "delivery": None if self.delivery is None else self.delivery.summary(),
+        }
+
+    # ---- inside ----
+
+    def _await_prepare(self, member: Engine, wanted: int | None, wait_seconds: float) -> Prepare:
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            event = member._next_unless(None, max(0.0, deadline - time.monotonic()))
+            if event is None:
+                raise DeadlineExceeded(f"{member.label}: no update{f' to version {wanted}' if wanted is not None else ''} began within {wait_seconds} s")
+            if isinstance(event, Prepare) and (wanted is None or event.version >= wanted):
+                if wanted is not None and event.version > wanted:
+                    member._put_back(event)
+                    raise UpdateAborted(f"version {wanted} is over: version {event.version} begins", dirty=not self.clean)
+                return event
+            if isinstance(event, Aborted) and event.dirty:
+                self.clean = False
+
+    def _await_outcome(self, member: Engine, prepare: Prepare) -> None:
+        clean_before = self.clean
+        self.clean = False  # until the outcome is known
+        event = None
+        deadline = time.monotonic() + prepare.remaining_seconds + MARGIN_SECONDS
+        while event is None or not isinstance(event, (Committed, Aborted, Lost)):
+            event = member._next_unless(None, max(0.0, deadline - time.monotonic()))
+            if event is None:
+                raise DeadlineExceeded(f"{member.label}: no outcome of version {prepare.version} in its time: the weights may be torn")
+        if isinstance(event, Committed):
+            self._bring_in()
+            self.version, self._incarnation, self.clean = event.version, event.incarnation, True
+            return
+        dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "GOOD"
+        self.clean = clean_before and not dirty
+        raise UpdateAborted(f"version {prepare.version}: {event.reason}", dirty=dirty)
+
+    def _bring_in(self) -> None:
+        """An exception leaves the rank dirty; it must attach anew."""
+        assert self.delivery is not None
+        try:
+            self._process(self.delivery)
+            synchronise(self._device)
+        except BaseException:
+            self.detach()
+            raise
+
+
+def tensors_of(layer: Any) -> dict[str, Any]:
+    """Parameters, buffers and tensors among the other attributes of a module, without its submodules."""
+    import torch
+
+    held = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+    return {**held, **{name: t for name, t in (*layer._parameters.items(), *layer._buffers.items()) if t is not None}}
+
+
+def keep_memory(layer: Any, before: dict[str, Any]) -> None:
+    """Puts what post-processing made into the memory that CUDA graphs know. `before`: tensors_of(layer) until then."""
+    import torch
+
+    now = tensors_of(layer)
+    for name, old in before.items():
+        new = now.get(name)
+        if new is None or new is old or (new.shape, new.dtype, new.stride()) != (old.shape, old.dtype, old.stride()):
+            continue
+        with torch.no_grad():
+            old.copy_(new)
+        setattr(layer, name, old)
+
+
+def synchronise(device: Any) -> None:
+    if device.type != "cpu":
+        import torch
+
+        torch.accelerator.synchronize()
