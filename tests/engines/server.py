@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -72,25 +73,41 @@ class Server:
         self.until(lambda: self.get("/refitd/status")[0] == 200, "the server answers", START_SECONDS)
         return self
 
+    def post(self, path: str) -> int:
+        """The status."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", b"", method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
     def complete(self, prompt: str, tokens: int = 8) -> tuple[str, int]:
         """Text, and the version when the answer began. Raises OSError for any other status than 200."""
+        choice, version = self.choice(prompt, tokens)
+        return choice["text"], version
+
+    def choice(self, prompt: str, tokens: int = 8) -> tuple[dict[str, Any], int]:
+        """As complete, with all that the server tells of the one choice."""
         body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
-            text = json.loads(answer.read())["choices"][0]["text"]
-            return text, int(answer.headers.get("x-refitd-version", "-1"))
+            choice: dict[str, Any] = json.loads(answer.read())["choices"][0]
+            return choice, int(answer.headers.get("x-refitd-version", "-1"))
 
-    def gaps(self, prompt: str, tokens: int) -> list[float]:
-        """Seconds between the tokens of one completion, streamed."""
+    def stream(self, prompt: str, tokens: int) -> tuple[list[float], list[dict[str, Any]]]:
+        """Seconds between the tokens of one completion, and the versions of its tokens."""
         body = json.dumps(
             {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         ).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
         )
-        times, ended = [], False
+        times: list[float] = []
+        spans: list[dict[str, Any]] = []
+        ended = False
         with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
             for line in answer:
                 if line.startswith(b"data: [DONE]"):
@@ -98,8 +115,21 @@ class Server:
                 elif line.startswith(b"data: "):
                     assert b"error" not in line, line
                     times.append(time.monotonic())
+                    spans = json.loads(line[len(b"data: ") :])["choices"][0].get("refitd_version", spans)
         assert ended, "the stream ended early"
-        return [later - earlier for earlier, later in zip(times, times[1:])]
+        return [later - earlier for earlier, later in zip(times, times[1:])], spans
+
+    def kill_when_it_answers_nothing(self, prompt: str) -> None:
+        """For a server that lost its worker: it ends by itself, or fails every request."""
+        deadline = time.monotonic() + CALL_SECONDS
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, "the server still answers"
+            try:
+                self.complete(prompt)
+            except (OSError, http.client.HTTPException):
+                break
+            time.sleep(0.05)
+        self.kill()
 
     def kill(self) -> None:
         try:
@@ -120,6 +150,7 @@ class Load:
 
     def __init__(self, server: Server, clients: int = 3, tokens: int = 24) -> None:
         self.gaps: list[float] = []
+        self.spans: list[list[dict[str, Any]]] = []  # of each completion
         self.completions = 0
         self.failures: list[str] = []
         self._stop = threading.Event()
@@ -130,7 +161,9 @@ class Load:
     def _run(self, server: Server, number: int, tokens: int) -> None:
         while not self._stop.is_set():
             try:
-                self.gaps += server.gaps(f"client {number} says " * 3, tokens)
+                gaps, spans = server.stream(f"client {number} says " * 3, tokens)
+                self.gaps += gaps
+                self.spans.append(spans)
                 self.completions += 1
             except Exception as error:
                 self.failures.append(f"{type(error).__name__}: {error}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,14 @@ import pytest
 import vllm
 from refitd import testing
 from server import Load, Server, percentile
-from support import CheckpointTrainer
+from support import CheckpointTrainer, Sending
 
 VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
 pytestmark = pytest.mark.skipif(VERSION < (0, 26), reason="this version of vLLM has no endpoint plugins")
 
 PROMPT = "Tell me"
+# Older versions of vLLM do not label tokens with the version of the weights.
+NATIVE_VERSIONS = VERSION >= (0, 32)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +33,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def ready(server: Server, version: int) -> bool:
     code, body, _ = server.get("/refitd/ready?max_behind=0")
     return code == 200 and body["version"] == version
+
+
+def check_spans(load: Load, tokens: int) -> None:
+    """Spans of each completion follow each other, cover all of its tokens, and versions rise."""
+    for spans in load.spans if NATIVE_VERSIONS else []:
+        assert spans and spans[0]["start"] == 0 and spans[-1]["end"] == tokens, spans
+        assert all(a["end"] == b["start"] and a["version"] < b["version"] for a, b in zip(spans, spans[1:])), spans
 
 
 def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -55,12 +67,17 @@ def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
                 seconds.append(trainer.send(version, checkpoints[(version + 1) % 2]).seconds)
                 server.until(lambda: ready(server, version), f"version {version}")
                 pauses.append(server.get("/refitd/status")[1]["last_pause_seconds"])
-                text, told = server.complete(PROMPT)
-                assert (text, told) == (texts[(version + 1) % 2], version)
+                choice, told = server.choice(PROMPT)
+                assert (choice["text"], told) == (texts[(version + 1) % 2], version)
+                if NATIVE_VERSIONS:
+                    assert choice["refitd_version"] == [{"version": version, "start": 0, "end": 8}]
             load.stop()
             trainer.close()
     assert not quiet.failures and not load.failures, (quiet.failures, load.failures)
     assert load.completions > 0
+    check_spans(load, tokens=24)
+    if NATIVE_VERSIONS:
+        assert any(len(spans) > 1 for spans in load.spans), "no completion was under way during an update: the test shows nothing"
     figures = {
         "gap_p50_ms": [1e3 * percentile(run.gaps, 0.5) for run in (quiet, load)],
         "gap_p99_ms": [1e3 * percentile(run.gaps, 0.99) for run in (quiet, load)],
@@ -112,4 +129,105 @@ def test_kill_9_of_daemon_trainer_and_server(checkpoints: list[Path], tmp_path: 
             trainer.send(4, checkpoints[1])
             server.until(lambda: ready(server, 4), "version 4")
             assert server.complete(PROMPT) == (second[0], 4)
+            trainer.close()
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_pause_under_load(mode: str, checkpoints: list[Path], tmp_path: Path) -> None:
+    """No completion has tokens of two versions: an update waits for those under way, or ends them."""
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, REFITD_PAUSE=mode) as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            trainer.send(1, checkpoints[0])
+            server.until(lambda: ready(server, 1), "version 1")
+            load = Load(server)
+            for version in range(2, 7):
+                completions = load.completions
+                trainer.send(version, checkpoints[version % 2])
+                server.until(lambda: ready(server, version), f"version {version}")
+                server.until(lambda: load.completions > completions, "a completion after it")
+            load.stop()
+            trainer.close()
+    assert not load.failures, load.failures
+    if NATIVE_VERSIONS:
+        assert all(len(spans) <= 1 for spans in load.spans), load.spans
+        ends = {spans[0]["end"] for spans in load.spans if spans}
+        assert ends == {24} if mode == "wait" else ends <= set(range(25)), ends
+
+
+def test_update_while_asleep_and_resume_of_a_dirty_engine(checkpoints: list[Path], tmp_path: Path) -> None:
+    """Sleep of level 1 and 2 detaches; an update meanwhile leaves the engine out; what vLLM's own /resume would serve is refused."""
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        arguments = ("--enable-sleep-mode",)
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, *arguments, VLLM_SERVER_DEV_MODE="1") as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            assert server.post("/resume") == 409  # random weights
+            trainer.send(1, checkpoints[0])
+            server.until(lambda: ready(server, 1), "version 1")
+            first = server.complete(PROMPT)
+            assert server.post("/resume") == 200
+
+            assert server.post("/sleep?level=1") == 200
+            assert server.get("/refitd/status")[1]["state"] == "asleep"
+            assert server.get("/refitd/ready")[0] == 503
+            assert server.post("/resume") == 409
+            assert server.post("/wake_up") == 200
+            server.until(lambda: server.get("/refitd/ready")[0] == 200, "it serves version 1 again")
+            assert server.complete(PROMPT) == first
+
+            assert server.post("/sleep?level=2") == 200
+            assert server.post("/wake_up") == 200
+            status = server.get("/refitd/status")[1]
+            assert status["state"] == "dirty" and not status["ready"], status
+            assert server.post("/resume") == 409
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches again")
+            trainer.send(2, checkpoints[0])
+            server.until(lambda: ready(server, 2), "version 2")
+            assert server.complete(PROMPT) == (first[0], 2)
+            trainer.close()
+
+
+def engine_core(server: Server) -> int:
+    """The process that has the model."""
+    for line in subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True).stdout.splitlines():
+        pid, group, name = line.split(None, 2)
+        if group == str(server.process.pid) and "EngineCore" in name:
+            return int(pid)
+    raise AssertionError("no process of the server's is named EngineCore")
+
+
+@pytest.mark.parametrize("phase", ["idle", "prepare", "write"])
+def test_kill_9_of_the_worker(phase: str, checkpoints: list[Path], tmp_path: Path) -> None:
+    """A server whose worker is gone answers nothing; the one that is started instead is ready with the next version only."""
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket) as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            trainer.send(1, checkpoints[0])
+            server.until(lambda: ready(server, 1), "version 1")
+            first = server.complete(PROMPT)
+            if phase == "write":
+                sending = Sending(trainer, 2, checkpoints[1])
+                os.kill(engine_core(server), signal.SIGKILL)
+                sending.finished()
+            elif phase == "prepare":
+                update = trainer.trainer.update(2)
+                server.until(lambda: not server.get("/refitd/status")[1]["ready"], "the update pauses it")
+                os.kill(engine_core(server), signal.SIGKILL)
+                update.close()
+            else:
+                os.kill(engine_core(server), signal.SIGKILL)
+            server.kill_when_it_answers_nothing(PROMPT)
+            server.start()
+            server.up()
+            assert server.get("/refitd/ready")[0] == 503
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches again")
+            trainer.send(5, checkpoints[0])
+            server.until(lambda: ready(server, 5), "version 5")
+            assert server.complete(PROMPT) == (first[0], 5)
             trainer.close()

@@ -1,12 +1,9 @@
-"""The endpoint plugin: runs the driver beside vLLM's API server, and adds routes that tell readiness and version.
+"""The endpoint plugin: runs the driver beside vLLM's API server, and adds routes that tell readiness and version (`routes.py`), and
+to each answer the versions of its tokens (`tokens.py`).
 
-    GET /refitd/ready?max_behind=N   200 where the engine may get requests, else 503; both with the status as JSON
-    GET /refitd/version              {"version": ...}
-    GET /refitd/status               the status
-
-vLLM (0.26 does, 0.23 does not) loads endpoint plugins that VLLM_PLUGINS names: VLLM_PLUGINS=refitd. Every answer of the server has the header
-`x-refitd-version`, the version when the answer began. Where vLLM offers /sleep and /wake_up (its development mode), the plugin takes
-their place, so that a sleeping engine is detached and attaches anew.
+vLLM (0.26 does, 0.23 does not) loads endpoint plugins that VLLM_PLUGINS names: VLLM_PLUGINS=refitd. Where vLLM offers /resume, /sleep and
+/wake_up (its development mode), the plugin stands before them: a dirty engine is not resumed, and a sleeping one is detached and
+attaches anew.
 """
 
 from __future__ import annotations
@@ -18,11 +15,13 @@ import socket
 import threading
 from collections.abc import Coroutine
 from typing import Any
+from urllib.parse import parse_qs
 
 from . import _versions
 from .driver import Driver, check_backend, starts_clean, update_info, world_size_of
 from .routes import add_routes
 from .settings import Settings
+from .tokens import AddTokenVersions, TokenVersions
 
 logger = logging.getLogger("vllm.refitd")
 
@@ -35,32 +34,12 @@ class Endpoints:
 
     def __init__(self) -> None:
         self.driver: Driver | None = None
+        self.versions: TokenVersions | None = None
 
     def attach_router(self, app: Any) -> None:
-        from fastapi import APIRouter
-
-        offered = {getattr(route, "path", None) for route in app.routes}
-        if {"/sleep", "/wake_up"} <= offered:
-            router = APIRouter()
-            self._take_over_sleep(router)
-            app.include_router(router)
+        app.add_middleware(AddTokenVersions, versions_of=lambda: self.versions)
+        app.add_middleware(_Guard, endpoints=self)
         add_routes(app, lambda: self.driver)
-
-    def _take_over_sleep(self, router: Any) -> None:
-        from fastapi import Response
-
-        async def sleep(level: int = 1) -> Any:
-            if self.driver is not None:
-                await asyncio.to_thread(self.driver.sleep, level)
-            return Response(status_code=200)
-
-        async def wake_up() -> Any:
-            if self.driver is not None:
-                await asyncio.to_thread(self.driver.wake)
-            return Response(status_code=200)
-
-        router.add_api_route("/sleep", sleep, methods=["POST"])
-        router.add_api_route("/wake_up", wake_up, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is None:
@@ -75,6 +54,7 @@ class Endpoints:
             settings = Settings.of({"instance": f"{socket.gethostname()}-{os.getpid()}"})
         controls = ServerControls(engine_client, asyncio.get_running_loop())
         self.driver = Driver(controls, settings, world_size=world_size_of(config), clean=starts_clean(config))
+        self.versions = TokenVersions(engine_client)
         state.refitd_driver = self.driver
         if not starts_clean(config):
             await engine_client.pause_generation(mode="abort")  # no request may meet random weights
@@ -131,3 +111,38 @@ class ServerControls:
 
     def wake(self) -> None:
         self._wait(self._engine.wake_up())
+
+
+class _Guard:
+    """ASGI middleware in front of routes of vLLM's (its development mode) that would bring random or torn weights before clients, or
+    unmap memory that the daemon writes: /resume is refused unless the weights are whole and no update runs; /sleep and /wake_up
+    detach and attach."""
+
+    def __init__(self, app: Any, endpoints: Endpoints) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from fastapi.responses import JSONResponse, Response
+
+        driver = self._endpoints.driver
+        path = scope.get("path") if scope["type"] == "http" and scope.get("method") == "POST" else None
+        answer: Any = None
+        if driver is not None and path in ("/resume", "/sleep", "/wake_up") and _offers(scope, path):
+            query = parse_qs(scope.get("query_string", b"").decode())
+            if path == "/resume":
+                if not driver.machine.serves:
+                    answer = JSONResponse({"error": f"refitd: not while {driver.machine.state.value}", **driver.status()}, status_code=409)
+            elif "tags" in query:
+                answer = JSONResponse({"error": "refitd: the engine sleeps and wakes as a whole, without tags"}, status_code=409)
+            elif path == "/sleep":
+                await asyncio.to_thread(driver.sleep, int(query.get("level", ["1"])[0]))
+                answer = Response(status_code=200)
+            else:
+                await asyncio.to_thread(driver.wake)
+                answer = Response(status_code=200)
+        await (self._app if answer is None else answer)(scope, receive, send)
+
+
+def _offers(scope: Any, path: str) -> bool:
+    return any(getattr(route, "path", None) == path for route in scope["app"].routes)
