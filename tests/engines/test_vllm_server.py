@@ -158,11 +158,11 @@ def test_pause_under_load(mode: str, checkpoints: list[Path], tmp_path: Path) ->
 
 
 def test_update_while_asleep_and_resume_of_a_dirty_engine(checkpoints: list[Path], tmp_path: Path) -> None:
-    """Sleep of level 1 and 2 detaches; an update meanwhile leaves the engine out; what vLLM's own /resume would serve is refused."""
+    """Sleep of level 1 and 2 detaches; what vLLM's own /resume would serve is refused. vLLM on a CPU
+    keeps the memory of a sleeping engine, so that what is seen here is the adapter's part."""
     with testing.daemon() as daemon:
         trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
-        arguments = ("--enable-sleep-mode",)
-        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, *arguments, VLLM_SERVER_DEV_MODE="1") as server:
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, VLLM_SERVER_DEV_MODE="1") as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
             assert server.post("/resume") == 409  # random weights

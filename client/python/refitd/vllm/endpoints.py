@@ -81,11 +81,15 @@ class ServerControls:
         self._wait(self._reset_caches())
 
     async def _reset_caches(self) -> None:
-        # Requests that were kept are computed anew: their blocks are of the weights before.
-        if not await self._engine.reset_prefix_cache(reset_running_requests=True):
+        # Requests that were kept are computed anew: their blocks are of the weights before. The three calls go out together, since the
+        # engine is paused until the last is answered.
+        prefix, *_ = await asyncio.gather(
+            self._engine.reset_prefix_cache(reset_running_requests=True),
+            self._engine.reset_mm_cache(),
+            self._engine.reset_encoder_cache(),
+        )
+        if not prefix:
             raise RuntimeError("vLLM did not reset its prefix cache")
-        await self._engine.reset_mm_cache()
-        await self._engine.reset_encoder_cache()
 
     def register(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
