@@ -32,16 +32,19 @@ class Server:
     def __init__(self, model: Path, log: Path, daemon_socket: str, *arguments: str, **environment: str) -> None:
         self.log = log
         self.port = free_port()
-        self._command = [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
-            "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
-            "--load-format", "refitd", "--weight-transfer-config", '{"backend": "refitd"}', *arguments,
-        ]  # fmt: skip
+        self._command = [*self.command(model), *arguments]
         self._environment = {
             **os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "refitd", "REFITD_GROUP": "engines", "REFITD_INSTANCE": "vllm-0",
             "REFITD_SOCKET": daemon_socket, **environment,
         }  # fmt: skip
         self.start()
+
+    def command(self, model: Path) -> list[str]:
+        return [
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
+            "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
+            "--load-format", "refitd", "--weight-transfer-config", '{"backend": "refitd"}',
+        ]  # fmt: skip
 
     def start(self) -> None:
         with open(self.log, "ab") as file:
@@ -143,6 +146,27 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class SglangServer(Server):
+    """SGLang's server, likewise."""
+
+    def command(self, model: Path) -> list[str]:
+        return [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
+            "--port", str(self.port), "--dtype", "bfloat16", "--device", "cpu", "--attention-backend", "torch_native",
+            "--sampling-backend", "pytorch", "--disable-cuda-graph", "--max-total-tokens", "4096", "--context-length", "512",
+            "--load-format", "dummy",
+        ]  # fmt: skip
+
+    def spans(self, prompt: str, tokens: int) -> list[list[Any]]:
+        """Versions of the tokens of one answer, as [version, first, end]."""
+        how = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = json.dumps({"text": prompt, "sampling_params": how}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/generate", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+            found = json.loads(answer.read())["meta_info"]["weight_versions"]
+        return [[int(span["version"]), span["start"], span["end"]] for span in found]
 
 
 class Load:

@@ -1,0 +1,80 @@
+"""SGLang's server takes versions while clients use it, with no call by the trainer but refit()."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from refitd import testing
+from server import Server, SglangServer
+from support import CALL_SECONDS, CheckpointTrainer
+
+pytest.importorskip("sglang")
+PROMPT = "Tell me"
+TOKENS = 48
+
+
+def ready(server: Server, version: int) -> bool:
+    code, body, _ = server.get("/refitd/ready?max_behind=0")
+    return code == 200 and body["version"] == version
+
+
+def test_server_under_load(tmp_path: Path) -> None:
+    """Random weights are never shown, no request fails, and the versions of each answer's tokens rise and cover all of them."""
+    checkpoints = [models.make("qwen3", tmp_path, seed) for seed in (1, 2)]
+    spans: list[Any] = []
+    failures: list[str] = []
+    stop = threading.Event()
+
+    def client(server: SglangServer, number: int) -> None:
+        while not stop.is_set():
+            try:
+                spans.append(server.spans(f"client {number} says", TOKENS))
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+                return
+
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        with SglangServer(checkpoints[0], tmp_path / "server.log", daemon.socket, SGLANG_PLUGINS="refitd") as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            assert server.get("/refitd/ready")[0] == 503  # random weights
+            texts = {}
+            for version in (1, 2):
+                assert trainer.send(version, checkpoints[version % 2]).instances[0].committed
+                server.until(lambda: ready(server, version), f"version {version}")
+                texts[version % 2], told = server.complete(PROMPT)
+                assert told == version
+            assert texts[0] != texts[1], "the two checkpoints give the same text: the test could not fail"
+            clients = [threading.Thread(target=client, args=(server, i), daemon=True) for i in range(3)]
+            for thread in clients:
+                thread.start()
+            for version in range(3, 13):
+                trainer.send(version, checkpoints[version % 2])
+                server.until(lambda: ready(server, version), f"version {version}")
+                assert server.complete(PROMPT) == (texts[version % 2], version)
+            stop.set()
+            for thread in clients:
+                thread.join(CALL_SECONDS)
+                assert not thread.is_alive(), "a request does not end"
+            # The daemon goes: the version here goes on, and the next is taken when it is back.
+            daemon.kill()
+            server.until(lambda: not server.get("/refitd/status")[1]["attached"], "it notices")
+            assert server.get("/refitd/ready")[0] == 503
+            assert server.complete(PROMPT) == (texts[0], 12)
+            daemon.start()
+            trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches again")
+            trainer.send(13, checkpoints[1])
+            server.until(lambda: ready(server, 13), "version 13")
+            assert server.complete(PROMPT) == (texts[1], 13)
+            trainer.close()
+    assert not failures, failures
+    for found in spans:
+        assert found[0][1] == 0 and found[-1][2] == TOKENS, found
+        assert all(a[2] == b[1] and a[0] < b[0] for a, b in zip(found, found[1:])), found
+    assert any(len(found) > 1 for found in spans), "no answer was under way during an update: the test shows nothing"
