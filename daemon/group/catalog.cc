@@ -132,7 +132,8 @@ int64_t Catalog::wanted_count() const {
   if (wanted_count_.has_value()) return *wanted_count_;
   wanted_count_ = 0;
   for (const auto& [name, uses] : table_->tensors()) {
-    if (WantedBy(used_, uses) && !table_->engine_only(name)) ++*wanted_count_;
+    if (!WantedBy(used_, uses)) continue;
+    if (!table_->engine_only(std::string_view(name.data(), name.size()))) ++*wanted_count_;
   }
   return *wanted_count_;
 }
@@ -187,19 +188,20 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   }
   // The map's order is random. The smallest name is reported, so that equal events give equal
   // actions.
-  const std::string* missing = nullptr;
+  std::string_view missing;
   const TensorTable::Uses* missing_uses = nullptr;
-  for (const auto& [name, uses] : table_->tensors()) {
-    if (missing != nullptr && name >= *missing) continue;
+  for (const auto& [key, uses] : table_->tensors()) {
+    const std::string_view name(key.data(), key.size());
+    if (missing_uses != nullptr && name >= missing) continue;
     if (!WantedBy(wanted, uses) || pushed(name) || table_->engine_only(name)) continue;
-    missing = &name;
+    missing = name;
     missing_uses = &uses;
   }
-  if (missing == nullptr) return absl::OkStatus();
+  if (missing_uses == nullptr) return absl::OkStatus();
   uint32_t wanted_by = 0;
   while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
   return Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed",
-               *missing, instances_[wanted_by]);
+               missing, instances_[wanted_by]);
 }
 
 const Catalog::Rank* Catalog::OpenRank(const std::vector<bool>& evicted) const {

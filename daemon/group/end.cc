@@ -588,7 +588,9 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   last_update->elapsed = now - update->started;
   past.push_back({update->id, update->version, PastUpdate{outcome, told}});
   if (past.size() > kRememberedUpdates) past.pop_front();
-  Do(Ended(outcome, reason));
+  UpdateEnded ended = Ended(outcome, reason);
+  ended.remains = std::make_shared<decltype(update->pushed)>(std::move(update->pushed));
+  Do(std::move(ended));
   Log(committed ? LogLine::kInfo : LogLine::kWarning,
       committed ? fmt::format("update committed: version {}, {} bytes in {}", update->version,
                               update->accepted_bytes, group::Seconds(now - update->started))

@@ -601,6 +601,9 @@ struct UpdateEnded {
   int64_t bytes = 0;   // tensor data handed over
   GiveUpClass give_up_class = GiveUpClass::kNone;
   std::vector<BroadcastTotals> pushed{};  // by method
+  // Records that the group needs no more. Freeing those of a large model takes long, so the caller
+  // that performs the action frees them where nothing waits.
+  std::shared_ptr<const void> remains{};
 };
 // The member is not, or no longer, acceptable: end its stream with this status.
 struct RefuseMember {

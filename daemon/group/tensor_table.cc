@@ -93,7 +93,7 @@ TensorTable::ListId TensorTable::AddList(const void* key, List list) {
   if (tensors_.empty()) tensors_.reserve(tensors.size());
   looked_up_ += static_cast<int64_t>(tensors.size());
   for (uint32_t t = 0; t < tensors.size(); ++t) {
-    Uses& uses = tensors_[tensors[t].name];
+    Uses& uses = tensors_[Key(tensors[t].name)];
     if (!uses.empty()) {
       const TensorSpec& first = spec(uses.front());
       if (first.dtype != tensors[t].dtype || first.shape != tensors[t].shape) {
@@ -121,16 +121,23 @@ void TensorTable::Remove(ListId id) {
                                     : list.manifest.get());
   looked_up_ += static_cast<int64_t>(list.tensors().size());
   for (const TensorSpec& tensor : list.tensors()) {
-    const auto it = tensors_.find(tensor.name);
+    const auto it = tensors_.find(Key(tensor.name));
     if (it == tensors_.end()) continue;  // a manifest may have a name twice
     Uses& uses = it->second;
     uses.erase(
         std::remove_if(uses.begin(), uses.end(), [id](const Use& u) { return u.list == id; }),
         uses.end());
-    if (!uses.empty()) continue;
-    mixed_.erase(tensor.name);
-    partly_unwanted_.erase(tensor.name);
-    tensors_.erase(it);
+    if (uses.empty()) {
+      mixed_.erase(tensor.name);
+      partly_unwanted_.erase(tensor.name);
+      tensors_.erase(it);
+    } else if (it->first.data() == tensor.name.data()) {
+      // The key goes with the list; a list that stays has the name too.
+      Uses left = std::move(uses);
+      tensors_.erase(it);
+      const absl::string_view name = Key(spec(left.front()).name);
+      tensors_.emplace(name, std::move(left));
+    }
   }
 }
 

@@ -19,6 +19,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "transport/base/status.h"
 #include "transport/plan/layout.h"
@@ -40,7 +41,9 @@ class TensorTable {
     ListId list = 0;
     uint32_t tensor = 0;  // index into the list's tensors
   };
-  using Uses = absl::InlinedVector<Use, 1>;
+  // Tensor-parallel ranks of one instance each declare every tensor: eight lists are kept without
+  // an allocation.
+  using Uses = absl::InlinedVector<Use, 8>;
 
   // Adding the same object again returns the same number.
   ListId Add(const std::shared_ptr<const Layout>& layout);
@@ -51,7 +54,8 @@ class TensorTable {
 
   // All declarations of the tensor; null: there is none.
   const Uses* Find(std::string_view name) const;
-  const absl::flat_hash_map<std::string, Uses>& tensors() const { return tensors_; }
+  // A name is valid until a list that declares the tensor is removed.
+  const absl::flat_hash_map<absl::string_view, Uses>& tensors() const { return tensors_; }
   const TensorSpec& spec(const Use& use) const;
   // Indices of the tensor's pieces; empty for a manifest.
   absl::Span<const uint32_t> PiecesOf(const Use& use) const;
@@ -101,7 +105,8 @@ class TensorTable {
   const absl::flat_hash_set<std::string> engine_only_;
   std::vector<List> lists_;
   absl::flat_hash_map<const void*, ListId> ids_;
-  absl::flat_hash_map<std::string, Uses> tensors_;
+  // A key is the name in a list that declares the tensor, so that entering it copies nothing.
+  absl::flat_hash_map<absl::string_view, Uses> tensors_;
   std::set<std::string> mixed_;
   std::set<std::string> partly_unwanted_;
   int64_t looked_up_ = 0;

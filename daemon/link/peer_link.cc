@@ -6,6 +6,7 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/grpcpp.h>
 
+#include <deque>
 #include <utility>
 #include <vector>
 
@@ -111,40 +112,54 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   }
 
   absl::Status Send(const PeerReport& report) {
+    Unencoded entry{report, 0};
     int64_t message_bytes = 0;
     PeerBounds bounds;
     {
       MutexLock lock(&mutex_);
       REFITD_RETURN_IF_ERROR(CheckOpen());
+      entry.incarnation = incarnation_;
       message_bytes = message_bytes_;
       bounds = bounds_;
     }
-    REFITD_ASSIGN_OR_RETURN(std::vector<v1::PeerMessage> messages,
-                            ToWire(report, bounds, message_bytes));
-    std::vector<size_t> sizes;
-    size_t total = 0;
-    for (const v1::PeerMessage& message : messages) {
-      sizes.push_back(message.ByteSizeLong() + kNumberingBytes);
-      total += sizes.back();
-    }
-    if (total > kMaxPeerQueuedBytes) {
-      return Error(StatusCode::kResourceExhausted,
-                   "a report of {} bytes for another daemon, more than {}", total,
-                   kMaxPeerQueuedBytes);
-    }
+    REFITD_ASSIGN_OR_RETURN(Encoded encoded, Encode(entry.report, bounds, message_bytes));
     MutexLock lock(&mutex_);
     REFITD_RETURN_IF_ERROR(CheckOpen());
-    if (!queue_.HasRoom(total)) {
-      EndLocked(Error(StatusCode::kResourceExhausted,
-                      "coordinator {} does not read: more than {} bytes wait for it", dial_.address,
-                      kMaxPeerQueuedBytes));
-      return CheckOpen();
-    }
-    for (size_t i = 0; i < messages.size(); ++i) {
-      queue_.PushNumbered(std::move(messages[i]), sizes[i], incarnation_);
-    }
-    Pump();
+    Push(entry.incarnation, std::move(encoded));
+    return ended_ ? CheckOpen() : absl::OkStatus();
+  }
+
+  absl::Status Queue(PeerReport report) {
+    MutexLock lock(&mutex_);
+    REFITD_RETURN_IF_ERROR(CheckOpen());
+    unencoded_.push_back({std::move(report), incarnation_});
     return absl::OkStatus();
+  }
+
+  // One thread at a time encodes, so that order is kept; it also takes reports that others queue
+  // meanwhile.
+  std::vector<Refused> Flush() {
+    std::vector<Refused> refused;
+    PeerBounds bounds;
+    int64_t message_bytes = 0;
+    {
+      MutexLock lock(&mutex_);
+      if (encoding_) return refused;
+      encoding_ = true;
+      bounds = bounds_;
+      message_bytes = message_bytes_;
+    }
+    while (std::optional<Unencoded> next = NextToEncode()) {
+      absl::StatusOr<Encoded> encoded = Encode(next->report, bounds, message_bytes);
+      MutexLock lock(&mutex_);
+      if (ended_) continue;
+      if (encoded.ok()) {
+        Push(next->incarnation, *std::move(encoded));
+      } else {
+        refused.push_back({std::move(next->report), encoded.status()});
+      }
+    }
+    return refused;
   }
 
   void Close() {
@@ -201,6 +216,57 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
  private:
   // Encoded size of sequence and incarnation.
   static constexpr size_t kNumberingBytes = 20;
+
+  struct Unencoded {
+    PeerReport report;
+    uint64_t incarnation;  // the group's when the report was made; the coordinator drops others
+  };
+  struct Encoded {
+    std::vector<v1::PeerMessage> messages;
+    std::vector<size_t> sizes;  // one a message
+    size_t bytes = 0;           // of all messages
+  };
+
+  static absl::StatusOr<Encoded> Encode(const PeerReport& report, const PeerBounds& bounds,
+                                        int64_t message_bytes) {
+    Encoded encoded;
+    REFITD_ASSIGN_OR_RETURN(encoded.messages, ToWire(report, bounds, message_bytes));
+    for (const v1::PeerMessage& message : encoded.messages) {
+      encoded.sizes.push_back(message.ByteSizeLong() + kNumberingBytes);
+      encoded.bytes += encoded.sizes.back();
+    }
+    if (encoded.bytes > kMaxPeerQueuedBytes) {
+      return Error(StatusCode::kResourceExhausted,
+                   "a report of {} bytes for another daemon, more than {}", encoded.bytes,
+                   kMaxPeerQueuedBytes);
+    }
+    return encoded;
+  }
+
+  std::optional<Unencoded> NextToEncode() {
+    MutexLock lock(&mutex_);
+    if (unencoded_.empty()) {
+      encoding_ = false;
+      Pump();  // Close may have waited for this
+      return std::nullopt;
+    }
+    Unencoded next = std::move(unencoded_.front());
+    unencoded_.pop_front();
+    return next;
+  }
+
+  // Ends the link if there is no room.
+  void Push(uint64_t incarnation, Encoded encoded) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!queue_.HasRoom(encoded.bytes)) {
+      return EndLocked(Error(StatusCode::kResourceExhausted,
+                             "coordinator {} does not read: more than {} bytes wait for it",
+                             dial_.address, kMaxPeerQueuedBytes));
+    }
+    for (size_t i = 0; i < encoded.messages.size(); ++i) {
+      queue_.PushNumbered(std::move(encoded.messages[i]), encoded.sizes[i], incarnation);
+    }
+    Pump();
+  }
 
   absl::Status CheckOpen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (up_ && !ended_ && !closing_) return absl::OkStatus();
@@ -265,6 +331,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   void LeaveLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (ended_) return;
     ended_ = true;
+    unencoded_.clear();
     queue_.Drop();
     RemoveHold();
   }
@@ -279,7 +346,8 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (const v1::PeerMessage* next = queue_.StartNext(); next != nullptr) {
       StartWrite(next);
-    } else if (closing_ && !ended_ && !writes_done_ && queue_.idle()) {
+    } else if (closing_ && !ended_ && !writes_done_ && queue_.idle() && unencoded_.empty() &&
+               !encoding_) {
       writes_done_ = true;
       StartWritesDone();
     }
@@ -310,6 +378,8 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
 
   Mutex mutex_;
   grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Unencoded> unencoded_ ABSL_GUARDED_BY(mutex_);  // queued, in order
+  bool encoding_ ABSL_GUARDED_BY(mutex_) = false;            // a thread is in Flush
   PeerQueue<v1::PeerMessage> queue_ ABSL_GUARDED_BY(mutex_);
   std::optional<absl::Status> reason_ ABSL_GUARDED_BY(mutex_);  // why this side ended the link
   uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -335,6 +405,10 @@ std::unique_ptr<PeerLink> PeerLink::Dial(PeerDial dial, PeerLinkCallbacks callba
 }
 
 absl::Status PeerLink::Send(const PeerReport& report) { return call_->Send(report); }
+
+absl::Status PeerLink::Queue(PeerReport report) { return call_->Queue(std::move(report)); }
+
+std::vector<PeerLink::Refused> PeerLink::Flush() { return call_->Flush(); }
 
 void PeerLink::Close() { call_->Close(); }
 

@@ -30,6 +30,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "daemon/group/machine.h"
@@ -91,8 +92,18 @@ class PeerLink {
   // caller treats the last two as the coordinator's refusal: of PeerCall and PeerLayout by
   // PeerReply, of PeerAttach by PeerRefuse.
   absl::Status Send(const PeerReport& report);
+  // Send in two steps, so that nothing is encoded under the caller's mutex: Queue is called under
+  // that mutex, and the next Flush, without it and on any thread, encodes and writes what was
+  // queued, in order. Queue fails with UNAVAILABLE as Send does. A report that can't be sent for
+  // another reason is returned by the Flush that found out. A link uses either Send or Queue.
+  absl::Status Queue(PeerReport report);
+  struct Refused {
+    PeerReport report;
+    absl::Status status;
+  };
+  std::vector<Refused> Flush();
 
-  // Ends the link. Reports that were sent before are still written, within kPeerEndLimit.
+  // Ends the link. Reports that were sent or queued before are still written, within kPeerEndLimit.
   void Close();
 
  private:

@@ -333,6 +333,61 @@ TEST_CASE("A queued command that is too large for a message ends the link and sa
   CHECK_THAT(coordinator.gone.Next().second, Catch::Matchers::Contains("message_bytes"));
 }
 
+TEST_CASE(
+    "Reports that are queued are encoded by Flush, in order, also if the link is closed first") {
+  Coordinator coordinator;
+  Joined joined(DialTo(coordinator.address()));
+  CHECK(joined.link->Queue(Pong(0)).code() == absl::StatusCode::kUnavailable);  // not up yet
+  joined.logs->up.Next();
+  constexpr uint64_t kReports = 500;
+  Mutex mutex;
+  uint64_t next = 0;
+  const auto send = [&] {
+    for (uint64_t i = 0; i < kReports; ++i) {
+      {
+        MutexLock lock(&mutex);
+        REFITD_CHECK(joined.link->Queue(Pong(next++)).ok());
+      }
+      REFITD_CHECK(joined.link->Flush().empty());
+    }
+  };
+  std::thread other(send);
+  send();
+  other.join();
+  REQUIRE(joined.link->Queue(Pong(next)).ok());
+  joined.link->Close();
+  CHECK(joined.link->Queue(Pong(0)).code() == absl::StatusCode::kUnavailable);
+  CHECK(joined.link->Flush().empty());
+  for (uint64_t i = 0; i <= 2 * kReports; ++i) {
+    REQUIRE(std::get<PeerPong>(coordinator.reports.Next()).number == i);
+  }
+  CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kCancelled);
+}
+
+TEST_CASE("A queued report that is too large for a message comes back, and the link goes on") {
+  Coordinator coordinator;
+  Joined joined(DialTo(coordinator.address()));
+  joined.logs->up.Next();
+  PeerAttach attach;
+  attach.member = MemberId(7);
+  EngineIdentity engine;
+  engine.instance = "i";
+  engine.manifest.emplace();
+  for (int i = 0; i < 4000; ++i) {
+    engine.manifest->push_back({std::string(400, 'x') + std::to_string(i), DType::kUint8, {1}});
+  }
+  attach.identity = engine;
+  REQUIRE(joined.link->Queue(Pong(1)).ok());
+  REQUIRE(joined.link->Queue(attach).ok());
+  REQUIRE(joined.link->Queue(Pong(2)).ok());
+  const std::vector<PeerLink::Refused> refused = joined.link->Flush();
+  REQUIRE(refused.size() == 1);
+  CHECK(refused[0].status.code() == absl::StatusCode::kResourceExhausted);
+  CHECK(std::get<PeerAttach>(refused[0].report).member == MemberId(7));
+  CHECK(std::get<PeerPong>(coordinator.reports.Next()).number == 1);
+  CHECK(std::get<PeerPong>(coordinator.reports.Next()).number == 2);
+}
+
 // ---- a peer that does not read ----
 
 // Sends until a message does not fit any more.

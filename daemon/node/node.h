@@ -242,7 +242,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
     Coordinator* coordinator = nullptr;
     Follower* follower = nullptr;
     std::string coordinator_address;  // follower
-    std::unique_ptr<PeerLink> link;   // follower; null: lost, or waiting to redial
+    std::shared_ptr<PeerLink> link;   // follower; null: lost, or waiting to redial
     // Follower: the coordinator has not accepted this daemon yet. At least one member waits in
     // waiting_; as long as one does, tries to join follow each other.
     bool joining = false;
@@ -528,8 +528,10 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   void EndPeers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformSend(GroupRecord* group, SendCommand a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformSend(GroupRecord* group, const SendReport& a, Turn& turn)
+  void PerformSend(GroupRecord* group, SendReport a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What the group's machine hears of a report that its link can't send.
+  void ReportRefused(const std::string& name, const PeerLink* link, PeerLink::Refused refused);
   static std::optional<EpochRecord> WireEpoch(const GroupRecord& group, EpochId epoch);
   Wire* WireOf(const EpochRecord& epoch) const;
   // Whether the epoch can move bytes of the group's slots.

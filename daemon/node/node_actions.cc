@@ -158,6 +158,7 @@ struct Node::Performer {
   void operator()(UpdateAbandoned&) {}
   void operator()(CleanUpOverdue&) {}  // the coordinator performs it
   void operator()(UpdateEnded& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
+    turn.Last([remains = std::move(a.remains)] {});
     node->executor_.Forget(a.update);
     node->DropWirePool(group);
     node->GiveUpEpochs(*group, turn);
@@ -197,7 +198,7 @@ struct Node::Performer {
     node->peers_.End(group->machine->name(), a.node, a.status);
   }
   void operator()(SendReport& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformSend(group, a, turn);
+    node->PerformSend(group, std::move(a), turn);
   }
   void operator()(CloseLink&) {
     if (group->link == nullptr) return;

@@ -246,6 +246,7 @@ void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn
     it->record.End(refusal);
     it = waiting_.erase(it);
   }
+  if (group->link != nullptr) group->link->Close();
   group->link.reset();
   if (!waited_for) return StopJoining(group, status, turn);
   if (!pause) {
@@ -442,21 +443,30 @@ void Node::PerformSend(GroupRecord* group, SendCommand a, Turn& turn) {
   turn.Post(name, NodeLost{a.node, Message(status)});
 }
 
-// A report that can't be sent is answered with the refusal that the coordinator would send.
-void Node::PerformSend(GroupRecord* group, const SendReport& a, Turn& turn) {
+// Encoding a report may take long too: an engine's layout has every tensor of its model.
+void Node::PerformSend(GroupRecord* group, SendReport a, Turn& turn) {
   if (group->link == nullptr) return;
-  const absl::Status status = group->link->Send(a.report);
-  if (status.ok() || absl::IsUnavailable(status)) return;  // on_lost follows
-  const std::string& name = group->machine->name();
-  if (const auto* call = std::get_if<PeerCall>(&a.report)) {
+  if (!group->link->Queue(std::move(a.report)).ok()) return;  // on_lost follows
+  turn.Flush(group->link,
+             [this, name = group->machine->name(), link = group->link.get()](
+                 PeerLink::Refused refused) { ReportRefused(name, link, std::move(refused)); });
+}
+
+// A report that can't be sent is answered with the refusal that the coordinator would send.
+void Node::ReportRefused(const std::string& name, const PeerLink* link, PeerLink::Refused refused) {
+  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+  const GroupRecord* group = FindGroup(name);
+  if (group == nullptr || group->link.get() != link) return;
+  absl::Status& status = refused.status;
+  if (const auto* call = std::get_if<PeerCall>(&refused.report)) {
     const CallId id = std::visit([](const auto& event) { return event.call; }, call->event);
-    turn.Post(name, CommandReceived{PeerReply{id, status, EmptyReply{}}});
-  } else if (const auto* attach = std::get_if<PeerAttach>(&a.report)) {
-    turn.Post(name, CommandReceived{PeerRefuse{attach->member, status}});
-  } else if (const auto* layout = std::get_if<PeerLayout>(&a.report)) {
-    turn.Post(name, CommandReceived{PeerReply{layout->call, status, EmptyReply{}}});
+    turn.Handle(name, CommandReceived{PeerReply{id, std::move(status), EmptyReply{}}});
+  } else if (const auto* attach = std::get_if<PeerAttach>(&refused.report)) {
+    turn.Handle(name, CommandReceived{PeerRefuse{attach->member, std::move(status)}});
+  } else if (const auto* layout = std::get_if<PeerLayout>(&refused.report)) {
+    turn.Handle(name, CommandReceived{PeerReply{layout->call, std::move(status), EmptyReply{}}});
   } else {
-    turn.Post(name, LinkLost{status});
+    turn.Handle(name, LinkLost{std::move(status)});
   }
 }
 

@@ -34,9 +34,10 @@ void Turn::Drain() {
   if (draining_ || events_.empty()) return;
   draining_ = true;
   while (!events_.empty()) {
-    const auto [group, event] = std::move(events_.front());
+    auto [group, event] = std::move(events_.front());
     events_.pop_front();
     host_->Dispatch(*this, group, event);
+    handled_.push_back(std::move(event));
   }
   draining_ = false;
   host_->Drained();
@@ -44,6 +45,9 @@ void Turn::Drain() {
 
 void Turn::RunEffects() const {
   for (const auto& session : sessions_) session->Flush();
+  for (const auto& [link, refused] : links_) {
+    for (PeerLink::Refused& report : link->Flush()) refused(std::move(report));
+  }
   for (const auto& sink : engines_) sink->Flush();
   for (const std::function<void()>& answer : answers_) answer();
   for (const auto& sink : trainers_) sink->Flush();

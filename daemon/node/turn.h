@@ -4,9 +4,9 @@
 // A turn holds the mutex from its constructor to its destructor, which
 //   1. drains the events that were posted and not handled yet, still under the mutex;
 //   2. releases the mutex;
-//   3. runs the effects of the turn in a fixed order: commands to other daemons and events to
-//      engines, which updates wait for; answers to calls; events to trainers, which nobody waits
-//      for; log lines; and slow work, such as unmapping memory.
+//   3. runs the effects of the turn in a fixed order: commands and reports to other daemons and
+//      events to engines, which updates wait for; answers to calls; events to trainers, which
+//      nobody waits for; log lines; and slow work, such as unmapping memory.
 // So no stream is written, no call answered and no memory unmapped under the mutex.
 //
 // An event goes to one group's machine (TurnHost::Dispatch) and may cause events for any group.
@@ -74,6 +74,11 @@ class ABSL_SCOPED_LOCKABLE Turn {
 
   // ---- effects ----
   void Flush(const std::shared_ptr<PeerSession>& session) { sessions_.push_back(session); }
+  // `refused` is called for each report that turns out not to be sendable, without the mutex.
+  using Refusal = std::function<void(PeerLink::Refused)>;
+  void Flush(const std::shared_ptr<PeerLink>& link, Refusal refused) {
+    links_.emplace_back(link, std::move(refused));
+  }
   void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }
   void Flush(const std::shared_ptr<TrainerSink>& sink) { trainers_.push_back(sink); }
   void Answer(std::function<void()> answer) { answers_.push_back(std::move(answer)); }
@@ -89,7 +94,10 @@ class ABSL_SCOPED_LOCKABLE Turn {
   std::optional<PushTurns::Push> push_;  // a push holds this beside the mutex
   bool draining_ = false;
   std::deque<std::pair<std::string, MachineEvent>> events_;
+  // Freed without the mutex: an event may have every tensor of a model.
+  std::vector<MachineEvent> handled_;
   std::vector<std::shared_ptr<PeerSession>> sessions_;
+  std::vector<std::pair<std::shared_ptr<PeerLink>, Refusal>> links_;
   std::vector<std::shared_ptr<EngineSink>> engines_;
   std::vector<std::function<void()>> answers_;
   std::vector<std::shared_ptr<TrainerSink>> trainers_;

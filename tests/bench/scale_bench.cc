@@ -21,8 +21,6 @@
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
 #include "daemon/link/commands.h"
-#include "daemon/link/limits.h"
-#include "daemon/link/reports.h"
 #include "fmt/format.h"
 #include "tests/bench/report.h"
 #include "transport/base/status.h"
@@ -425,9 +423,7 @@ class Bench {
       auto* peer = std::get_if<PeerAction>(&outer);
       auto* send = peer == nullptr ? nullptr : std::get_if<SendReport>(peer);
       if (send == nullptr) continue;
-      const auto messages = Must(ToWire(send->report, BoundsOf(follower_->spec()), kMessageBytes));
-      for (const v1::PeerMessage& message : messages) (void)message.ByteSizeLong();
-      if (!messages.empty()) (void)messages[0].SerializeAsString();
+      // As in PeerLink::Queue: reports are encoded and written later, without the mutex.
       reports.push_back(std::move(send->report));
     }
     (void)follower_->NextDeadline();

@@ -180,7 +180,8 @@ class IntervalSet {
   std::optional<int64_t> FirstGap(int64_t size) const;
 
  private:
-  std::vector<std::pair<int64_t, int64_t>> ranges_;  // ascending, not touching
+  // Ascending, not touching. Most tensors are pushed as a whole and have a single range.
+  absl::InlinedVector<std::pair<int64_t, int64_t>, 1> ranges_;
   int64_t total_ = 0;
 };
 

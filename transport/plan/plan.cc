@@ -488,11 +488,12 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
     if (layout != nullptr) most = std::max(most, layout->tensors.size());
   }
   index->tensors_.reserve(most);
+  index->places_.reserve(most);
   // Where each tensor of the previous layout is in the index. Ranks of an instance mostly list the
   // same tensors in the same order, and comparing two names costs less than looking a name up.
   const Layout* before = nullptr;
-  std::vector<std::pair<const std::string, Tensor>*> places_before;
-  std::vector<std::pair<const std::string, Tensor>*> places;
+  std::vector<uint32_t> places_before;
+  std::vector<uint32_t> places;
   for (uint32_t i = 0; i < destinations.size(); ++i) {
     if (destinations[i] == nullptr) continue;
     const Layout& layout = *destinations[i];
@@ -500,25 +501,28 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
     places.reserve(layout.tensors.size());
     for (size_t t = 0; t < layout.tensors.size(); ++t) {
       const TensorSpec& spec = layout.tensors[t];
-      bool added = false;
       if (before != nullptr && t < before->tensors.size() && before->tensors[t].name == spec.name) {
         places.push_back(places_before[t]);
       } else {
-        const auto entered = index->tensors_.try_emplace(spec.name);
-        added = entered.second;
-        places.push_back(&*entered.first);
+        const auto next = static_cast<uint32_t>(index->tensors_.size());
+        const auto [it, added] = index->places_.try_emplace(Key(spec.name), next);
+        if (added) {
+          Tensor& tensor = index->tensors_.emplace_back();
+          tensor.dtype = spec.dtype;
+          tensor.shape = spec.shape;
+          tensor.first_destination = i;
+        }
+        places.push_back(it->second);
       }
-      Tensor& tensor = places.back()->second;
-      if (added) {
-        tensor = {spec.dtype, spec.shape, i, {}};
-      } else if (tensor.dtype != spec.dtype || tensor.shape != spec.shape) {
+      const Tensor& tensor = index->tensors_[places.back()];
+      if (tensor.dtype != spec.dtype || tensor.shape != spec.shape) {
         return Precondition("tensor {}: {} in {}, {} in {}", spec.name,
                             ToString(tensor.dtype, tensor.shape), labels[tensor.first_destination],
                             ToString(spec.dtype, spec.shape), labels[i]);
       }
     }
     for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
-      places[layout.pieces[p].tensor]->second.entries.push_back({i, p});
+      index->tensors_[places[layout.pieces[p].tensor]].entries.push_back({i, p});
     }
     before = &layout;
     std::swap(places, places_before);
@@ -529,8 +533,8 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
 }
 
 const DestinationIndex::Tensor* DestinationIndex::Find(std::string_view name) const {
-  const auto it = tensors_.find(Key(name));
-  return it == tensors_.end() ? nullptr : &it->second;
+  const auto it = places_.find(Key(name));
+  return it == places_.end() ? nullptr : &tensors_[it->second];
 }
 
 absl::StatusOr<Program> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,

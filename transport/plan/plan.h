@@ -12,8 +12,10 @@
 #include <string_view>
 #include <vector>
 
-#include "absl/container/node_hash_map.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/inlined_vector.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "transport/plan/layout.h"
 
 namespace refitd {
@@ -54,7 +56,7 @@ class DestinationIndex {
     Dims shape;
     // The destination that declared the tensor first, for error messages.
     uint32_t first_destination = 0;
-    std::vector<Entry> entries;  // ascending
+    absl::InlinedVector<Entry, 8> entries;  // ascending
   };
 
   // A null layout is allowed (for a destination that takes staged delivery) and has no entries.
@@ -66,12 +68,14 @@ class DestinationIndex {
   const Tensor* Find(std::string_view name) const;
   const std::vector<std::shared_ptr<const Layout>>& destinations() const { return destinations_; }
   const std::vector<std::string>& labels() const { return labels_; }
-  const absl::node_hash_map<std::string, Tensor>& tensors() const { return tensors_; }
+  const std::vector<Tensor>& tensors() const { return tensors_; }
 
  private:
   std::vector<std::shared_ptr<const Layout>> destinations_;
   std::vector<std::string> labels_;
-  absl::node_hash_map<std::string, Tensor> tensors_;
+  std::vector<Tensor> tensors_;
+  // Places in `tensors_`. The keys are names in the layouts, so that an entry copies nothing.
+  absl::flat_hash_map<absl::string_view, uint32_t> places_;
 };
 
 // A box with fewer bytes is read from one holder as a whole, because cutting costs a move.
