@@ -163,11 +163,11 @@ class EngineImpl final : public Engine {
   // them.
   mutable Mutex mutex_;
   mutable CondVar changed_;
-  // Of the last lease, also when that is lost.
+  // The session of the last lease; it stays when the lease is lost.
   std::shared_ptr<Session> session_ ABSL_GUARDED_BY(mutex_);
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);  // incarnation of state_'s version; 0: not known
-  // session_ is lost, and all its events are taken.
+  // True when session_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   mutable absl::Status ended_ ABSL_GUARDED_BY(mutex_);  // why the member does not attach again
   // Lost and Reattached, which come before events.

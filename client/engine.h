@@ -152,7 +152,7 @@ class Engine {
 
   // Shared memory that the daemon may write: parameters live here (registered delivery).
   virtual absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) = 0;
-  // As Trainer::AddMemfd.
+  // Does what Trainer::AddMemfd does.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) = 0;
   // Memory of ConnectOptions::device, which the caller keeps allocated (Region): a block of
   // cudaMalloc, or `bytes` of cuMemCreate exported as a POSIX descriptor (torch's expandable

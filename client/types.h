@@ -25,8 +25,8 @@ inline constexpr char kDefaultSocket[] = "/run/refitd/refitd.sock";
 // path are escaped.
 std::string UnixTarget(std::string_view path);
 
-// As refitd.v1.GroupSpec. The first member that brings a spec creates the group; later members must
-// bring an equal spec, or none.
+// The fields mean what those of refitd.v1.GroupSpec mean. The first member that brings a spec
+// creates the group; later members must bring an equal spec, or none.
 struct GroupSpec {
   int trainer_ranks = 1;
   int min_instances = 1;
