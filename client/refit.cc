@@ -441,6 +441,7 @@ absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* r
   options.total_bytes = given.total_bytes;
   REFITD_ASSIGN_OR_RETURN(options.broadcast, BroadcastOf(given.broadcast));
   options.without_layout = given.without_layout != 0;
+  if (given.note != nullptr) options.note = given.note;
   return options;
 }
 

@@ -44,7 +44,7 @@ void RunOnClientThread(std::function<void()> run) {
   });
 }
 
-// What a trainer knows independently of its leases.
+// The state of a trainer that outlives its leases.
 struct Known {
   Mutex mutex;
   std::optional<Version> group_version ABSL_GUARDED_BY(mutex);
@@ -756,6 +756,7 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   request.set_total_bytes(options.total_bytes);
   request.set_broadcast(refitd::ToWire(options.broadcast));
   request.set_without_layout(options.without_layout);
+  request.set_note(options.note);
   BeginningCall<v1::BeginResponse> call{options.version, options.duration, nullptr, nullptr};
   call.make = [&](Core* core, bool* untaken) {
     return core->Call<v1::BeginRequest, v1::BeginResponse>(

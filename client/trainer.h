@@ -68,6 +68,9 @@ struct BeginOptions {
   // This rank's registered layout has no part in this update, and the rank ends the update by
   // Commit. A rank can so push one version and refit the next without registering in between.
   bool without_layout = false;
+  // Text for people, such as "step 1200": shown in the update's status and in the daemon's log. The
+  // first rank's that is not empty is kept. At most 256 bytes of UTF-8.
+  std::string note{};
 };
 
 struct RefitOptions {
@@ -83,7 +86,7 @@ struct InstanceOutcome {
   std::string reason;
 };
 
-// What all ranks pushed by one method.
+// Totals of what all ranks of an update pushed by one method of broadcast.
 struct BroadcastTotals {
   BroadcastMethod method = BroadcastMethod::kDirect;
   int64_t bytes = 0;    // of tensor data, counted once however many engines received it
@@ -113,8 +116,8 @@ class LeasedSlot {
   virtual int64_t bytes() const = 0;
 };
 
-// What one Push hands over: tensors (whole, or parts of them given by `ranges`) and where their
-// bytes are.
+// The argument of Push: tensors, whole or the parts given by `ranges`, and the place of their
+// bytes.
 struct Bucket {
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;  // empty: every tensor whole; else one range for each tensor

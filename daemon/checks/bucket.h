@@ -29,6 +29,7 @@ inline constexpr int64_t kMaxBucketBytes = kMaxTensorBytes;
 inline constexpr size_t kMaxGroupNameBytes = 128;
 inline constexpr size_t kMaxRequestIdBytes = 64;
 inline constexpr size_t kMaxReasonBytes = 512;
+inline constexpr size_t kMaxNoteBytes = 256;  // of an update
 
 struct BucketLimits {
   int64_t inline_bytes = 0;  // of one call

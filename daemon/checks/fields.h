@@ -2,6 +2,7 @@
 #ifndef REFITD_DAEMON_CHECKS_FIELDS_H_
 #define REFITD_DAEMON_CHECKS_FIELDS_H_
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <string_view>
@@ -29,6 +30,16 @@ inline absl::Status CheckText(std::string_view text, size_t limit, std::string_v
   if (text.size() <= limit) return absl::OkStatus();
   return Error(absl::StatusCode::kInvalidArgument, "{}: {} bytes are more than {}", field,
                text.size(), limit);
+}
+
+// A text for people, which terminals show: CheckText, and no control characters.
+inline absl::Status CheckLine(std::string_view text, size_t limit, std::string_view field) {
+  REFITD_RETURN_IF_ERROR(CheckText(text, limit, field));
+  const auto control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
+  const auto* const at = std::find_if(text.begin(), text.end(), control);
+  if (at == text.end()) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "{}: a control character at byte {}", field,
+               at - text.begin());
 }
 
 }  // namespace refitd

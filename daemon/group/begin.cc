@@ -125,6 +125,13 @@ absl::Status Group::Impl::DecideBroadcast() {
                BroadcastMethodName(method), update->lacks_slots);
 }
 
+// The first note that a rank gives is the update's.
+void Group::Impl::TakeNote(const std::string& note) {
+  if (note.empty() || !update->note.empty()) return;
+  update->note = note;
+  Log(LogLine::kInfo, fmt::format("update to version {}: {}", update->version, note));
+}
+
 void Group::Impl::On(const BeginEvent& e) {
   Member* member = Trainer(e.member, e.call);
   if (member == nullptr) return;
@@ -141,6 +148,7 @@ void Group::Impl::On(const BeginEvent& e) {
     TakeBroadcast(*member, e);
     update->tensor_count = std::max(update->tensor_count, e.tensor_count);
     update->total_bytes = std::max(update->total_bytes, e.total_bytes);
+    TakeNote(e.note);
   }
   const std::shared_ptr<Request> request =
       Track(member, CallKind::kBegin, e.request_id, what, e.call);

@@ -229,6 +229,7 @@ struct BeginEvent {
   // The rank's registered layout has no part in this update: the rank pushes its weights and ends
   // the update by Commit.
   bool without_layout = false;
+  std::string note{};  // for people; at most kMaxNoteBytes
 };
 
 struct ReadyEvent {
@@ -667,6 +668,7 @@ struct UpdateView {
   Duration elapsed{};
   Duration remaining{};
   std::vector<InstanceOutcome> instances;
+  std::string note;
 };
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {

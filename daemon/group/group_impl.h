@@ -235,6 +235,7 @@ struct Group::Impl {
   Verification DefaultVerification() const;
   absl::Status CheckBroadcast(const BeginEvent& e) const;
   void TakeBroadcast(const Member& member, const BeginEvent& e);
+  void TakeNote(const std::string& note);
   absl::Status DecideBroadcast();
   void Open(const BeginEvent& e);
   TrainerProgress& Join(Member* member);

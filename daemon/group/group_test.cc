@@ -2100,6 +2100,24 @@ TEST_CASE("status shows the running update's progress") {
   CHECK(view.members[1].layout_digest == LayoutOf(kModel)->Digest());
 }
 
+TEST_CASE("the first note that a rank gives is shown with the update, also when it has ended") {
+  TestGroup g(SpecOf(2));
+  const MemberId trainers[] = {g.AttachTrainer(0, 2), g.AttachTrainer(1, 2)};
+  g.Registered("r", kModel);
+  for (const auto& [rank, note] : {std::pair(0, ""), std::pair(1, "step 1200")}) {
+    BeginEvent e;
+    e.member = trainers[rank];
+    e.version = Version(1);
+    e.note = note;
+    g.Begin(e);
+  }
+  REQUIRE(g.group.View(g.now).update.has_value());
+  CHECK(g.group.View(g.now).update->note == "step 1200");
+  g.Abort(trainers[0], 1);
+  REQUIRE(g.group.View(g.now).update.has_value());
+  CHECK(g.group.View(g.now).update->note == "step 1200");
+}
+
 TEST_CASE("answers to an aborted update don't count for the next one to the same version") {
   OneToStaged g;
   const UpdateId first = g.prepares.back().update;

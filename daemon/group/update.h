@@ -174,6 +174,7 @@ struct Update {
   TimePoint deadline;
   int64_t tensor_count = 0;
   int64_t total_bytes = 0;
+  std::string note;
   UpdateState state = UpdateState::kOpening;
   Verification verification = Verification::kReadback;
   bool evict_late = false;

@@ -18,6 +18,7 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
   if (u.refit == group::RefitPhase::kDone) view.tensors += u.compiled->tensors;
   view.tensor_count = u.tensor_count;
   view.buckets = u.buckets;
+  view.note = u.note;
   for (const Participant& p : u.participants) {
     view.instances.push_back({p.instance, false, p.reason});
   }

@@ -105,9 +105,9 @@ FIELDS(LinkUp, a, b, c, d, e)
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, BeginEvent>
 auto Fields(V& v) {
-  auto& [a, b, c, d, e, f, g, h, i, j, slots_on_devices, k] = v;
+  auto& [a, b, c, d, e, f, g, h, i, j, slots_on_devices, k, l] = v;
   (void)slots_on_devices;
-  return std::tie(a, b, c, d, e, f, g, h, i, j, k);
+  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l);
 }
 // All but the digest, which is computed on arrival.
 template <typename V>

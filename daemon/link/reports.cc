@@ -107,6 +107,7 @@ void PutEvent(const BeginEvent& e, v1::PeerCall* wire) {
   out->set_total_bytes(e.total_bytes);
   out->set_broadcast(ToWire(e.broadcast));
   out->set_without_layout(e.without_layout);
+  out->set_note(e.note);
 }
 
 void PutEvent(const LeaseSlotEvent& e, v1::PeerCall* wire) {
@@ -359,6 +360,7 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& wire, const PeerBounds&) 
   out.total_bytes = wire.total_bytes();
   REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
   out.without_layout = wire.without_layout();
+  REFITD_ASSIGN_OR_RETURN(out.note, TextOf(wire.note(), "begin.note", kMaxNoteBytes));
   return PeerCall{std::move(out)};
 }
 

@@ -91,6 +91,8 @@ absl::StatusOr<BeginEvent> Node::MakeBegin(CallId call, const v1::BeginRequest& 
   event.total_bytes = request.total_bytes();
   REFITD_ASSIGN_OR_RETURN(event.broadcast, BroadcastFromWire(request.broadcast()));
   event.without_layout = request.without_layout();
+  REFITD_RETURN_IF_ERROR(CheckLine(request.note(), kMaxNoteBytes, "note"));
+  event.note = request.note();
   return event;
 }
 

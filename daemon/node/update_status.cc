@@ -28,6 +28,7 @@ v1::UpdateStatus StatusOf(const std::string& group, const UpdateView& update) {
   status.set_tensors(update.tensors);
   status.set_tensor_count(update.tensor_count);
   status.set_buckets(update.buckets);
+  status.set_note(update.note);
   status.set_elapsed_seconds(std::chrono::duration<double>(update.elapsed).count());
   status.set_remaining_ms(ToMillis(update.remaining));
   for (const InstanceOutcome& outcome : update.instances) Fill(outcome, status.add_instances());

@@ -155,8 +155,14 @@ std::string Outcomes(const v1::UpdateStatus& update) {
   return fmt::format("{} of {} instances{}", committed, update.instances_size(), lost);
 }
 
-std::string RenderEnded(const v1::UpdateStatus& update) {
+// "policy v8 (step 1200)": the group, the version, and the note that a trainer gave.
+std::string LabelOf(const v1::UpdateStatus& update) {
   const std::string label = fmt::format("{} v{}", update.group(), update.version());
+  return update.note().empty() ? label : fmt::format("{} ({})", label, update.note());
+}
+
+std::string RenderEnded(const v1::UpdateStatus& update) {
+  const std::string label = LabelOf(update);
   if (update.outcome() != v1::UPDATE_OUTCOME_COMMITTED) {
     return fmt::format("{} {} after {}: {}", label, OrDash(update.state()),
                        HumanSeconds(update.elapsed_seconds()), OrDash(update.reason()));
@@ -189,8 +195,7 @@ int CompleteInstances(const v1::GroupStatus& group) {
 
 std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& meter) {
   if (HasEnded(update)) return RenderEnded(update);
-  const std::string label =
-      fmt::format("{} v{} {:<10}", update.group(), update.version(), update.state());
+  const std::string label = fmt::format("{} {:<10}", LabelOf(update), update.state());
   return ProgressLine(label, update.bytes(), update.total_bytes(), meter);
 }
 

@@ -27,6 +27,14 @@ v1::UpdateStatus Ended(v1::UpdateStatus update, bool committed) {
   return update;
 }
 
+TEST_CASE("an update's note is shown with its version, while it runs and when it ended") {
+  v1::UpdateStatus update = Update(9, 5, 50 << 20, 1);
+  update.set_note("step 1200");
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()), Contains("policy v5 (step 1200) transferring"));
+  CHECK_THAT(RenderUpdate(Ended(update, true), ProgressMeter()),
+             Contains("policy v5 (step 1200) committed"));
+}
+
 TEST_CASE("the status page shows groups, instances, slots and the running update") {
   v1::GetStatusResponse status;
   status.set_daemon_version("1.2.3");

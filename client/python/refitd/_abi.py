@@ -107,6 +107,7 @@ class refit_begin_options(ctypes.Structure):
         ("total_bytes", c_int64),
         ("broadcast", c_int32),
         ("without_layout", c_int32),
+        ("note", c_char_p),
     ]
 
 

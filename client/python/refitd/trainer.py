@@ -226,13 +226,15 @@ class Trainer(Member):
         total_bytes: int | None = None,
         broadcast: str = "auto",
         with_layout: bool = False,
+        note: str = "",
     ) -> Update:
         """Begins an update to `version`, or joins it; returns when every engine has stopped reading its weights. Every rank calls it.
 
         `duration_seconds`: of the whole update, waiting for engines included; None: the daemon's default. `verification`,
         `evict_late`: as for refit. `tensor_count`, `total_bytes`: of all ranks together; engines with staged delivery and no manifest
         need the count. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the registered layout takes
-        part, and the update ends by refit() instead of commit().
+        part, and the update ends by refit() instead of commit(). `note`: text for people, such as "step 1200", shown in the update's
+        status and in the daemon's log; at most 256 bytes of UTF-8.
 
         Raises DeadlineExceeded, naming who was waited for, FailedPrecondition, UpdateAborted, AlreadyExists where this rank has an
         update open.
@@ -247,6 +249,7 @@ class Trainer(Member):
             total_bytes=total_bytes or 0,
             broadcast=_number(BROADCASTS, broadcast, "broadcast"),
             without_layout=int(not with_layout),
+            note=note.encode() or None,
         )
 
         def begin() -> Update:

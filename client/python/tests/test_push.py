@@ -58,6 +58,17 @@ class PushTest(DaemonTest):
         self.assertEqual({name: value[2] for name, value in got.items()}, tensors)
         self.assertEqual(got["t0"][:2], ("uint8", (len(tensors["t0"]),)))
 
+    def test_a_note_is_shown_in_the_status_and_a_wrong_note_opens_no_update(self):
+        trainer, server, _ = self.staged()
+        for note, problem in (("n" * 257, "note: 257 bytes"), ("a\nb", "note: a control character at byte 1")):
+            with self.assertRaises(refitd.InvalidArgument) as raised:
+                trainer.update(1, tensor_count=1, note=note)
+            self.assertIn(problem, str(raised.exception))
+        with trainer.update(1, tensor_count=1, note="step 1200, größer") as update:
+            self.assertEqual(self.status()["groups"][0]["update"]["note"], "step 1200, größer")
+            update.push("t", b"1234")
+        server.wait_for(refitd.Committed)
+
     def test_small_tensors_share_slots(self):
         trainer, server, collector = self.staged()
         with trainer.update(1, tensor_count=1000) as update:
