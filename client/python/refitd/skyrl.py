@@ -1,0 +1,230 @@
+"""SkyRL's weight sync through refitd: a WeightTransferStrategy, written for SkyRL 0.3.0.
+
+In every process of training, before workers are built, for instance in a Ray worker_process_setup_hook:
+
+    import refitd.skyrl
+    refitd.skyrl.install("policy")                  # or install("policy", sharded=True)
+
+and in SkyRL's configuration `generator.inference_engine.weight_sync_backend=refitd`. The engines are vLLM's with refitd's backend
+(refitd.vllm): SkyRL tells each at initialisation which group it is of, and calls no other of its routes; on an update the engine
+pauses and resumes by itself.
+
+Without `sharded`, SkyRL gathers full tensors as ever, and rank 0 pushes them. With it nothing is gathered: each rank registers the
+DTensors of the model that SkyRL's extractor has, and SkyRL's chunks are never made. LoRA adapters go SkyRL's own way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from skyrl.backends.skyrl_train import weight_sync
+from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncInitInfo, WeightTransferSender, WeightTransferStrategy
+
+from . import regions
+from .errors import FailedPrecondition, InvalidArgument, Unimplemented
+from .trainer import Trainer
+
+BACKEND = "refitd"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What install() was told."""
+
+    group: str
+    sharded: bool = False
+    first_version: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_settings: Settings | None = None
+
+
+def install(group: str, *, sharded: bool = False, first_version: int = 1, **options: Any) -> None:
+    """Makes `weight_sync_backend=refitd` known to SkyRL in this process. Equal on all ranks; a later call changes later senders.
+
+    `sharded`: move shards as they are, for FSDP2 models. `first_version`: of the first sync; each further sync has the next. After a
+    restart of training, begin after the last version that the group had. `options`: of refitd.Trainer (`socket`, `coordinator`, ...).
+    """
+    global _settings
+    if _settings is None:
+        _wrap("get_transfer_strategy_cls", Strategy)
+        _wrap("get_transfer_strategy", BACKEND)
+    _settings = Settings(group, sharded, first_version, options)
+
+
+def _wrap(name: str, ours: Any) -> None:
+    """SkyRL has no registry: the function that chooses by name is replaced where SkyRL looks it up."""
+    theirs = getattr(weight_sync, name)
+
+    def choose(weight_sync_backend: str, colocate_all: bool) -> Any:
+        return ours if weight_sync_backend == BACKEND else theirs(weight_sync_backend, colocate_all)
+
+    setattr(weight_sync, name, choose)
+    # Modules that are imported later find ours; this one may have theirs by now.
+    utils = sys.modules.get("skyrl.backends.skyrl_train.inference_servers.utils")
+    if utils is not None and getattr(utils, name, None) is theirs:
+        setattr(utils, name, choose)
+
+
+@dataclass
+class InitInfo(WeightSyncInitInfo):
+    """What engines and senders begin with. `instances`: how many engines there are. `instance`: of one engine; "" before for_servers."""
+
+    group: str
+    instances: int
+    instance: str = ""
+
+    def for_servers(self, world_size_per_server: int, num_servers: int, dp_size: int = 1) -> list[InitInfo]:
+        """One for each server, each an instance of its own, in SkyRL's order of servers."""
+        return [replace(self, instance=f"skyrl-{i}") for i in range(num_servers)]
+
+    def to_api_payload(self) -> dict[str, Any]:
+        """The init info of refitd.vllm: fields that are not there come from the engine's environment, as its daemon's socket."""
+        return {"group": self.group, "instance": self.instance}
+
+
+class Strategy(WeightTransferStrategy):
+    """SkyRL's factory. Its methods raise FailedPrecondition before install()."""
+
+    @staticmethod
+    def create_init_info(ie_cfg: Any, inference_world_size: int | None = None) -> InitInfo:
+        group = _installed().group
+        instances = int(ie_cfg.num_engines) * int(ie_cfg.data_parallel_size)
+        return InitInfo(override_existing_receiver=False, group=group, instances=instances)
+
+    @staticmethod
+    def get_vllm_transfer_engine() -> type:
+        from .vllm.backend import RefitdBackend
+
+        return RefitdBackend
+
+    @staticmethod
+    def create_sender(init_info: InitInfo, inference_client: Any) -> Sender:
+        """Attaches this rank. Every rank calls it, beside the initialisation of the engines, which wait for the group."""
+        return Sender(init_info, _installed())
+
+
+def _installed() -> Settings:
+    if _settings is None:
+        raise FailedPrecondition("refitd.skyrl.install(group) was not called in this process")
+    return _settings
+
+
+class Sender(WeightTransferSender):
+    """A trainer rank of refitd. `result`: of the last sync; None before."""
+
+    def __init__(self, init_info: InitInfo, settings: Settings) -> None:
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        options: dict[str, Any] = {"min_instances": init_info.instances, **settings.options}
+        self._trainer = Trainer(init_info.group, rank=rank, world_size=world_size, **options)
+        self._rank = rank
+        self._sharded = settings.sharded
+        self._version = settings.first_version
+        self._registered: Any = None
+        self.result: Any = None
+
+    async def send_chunks(self, chunks: Iterable[Any], weight_metadata: dict[str, list[Any]] | None = None) -> None:
+        """Installs the model's weights as the next version in every engine. Every rank calls it, with the same metadata.
+
+        A failure is raised on every rank, which ends SkyRL's sync before it resumes generation. Raises InvalidArgument, naming the
+        tensor, where ranks differ in metadata (before anything is sent) or a chunk differs from it; and what refits raise.
+        """
+        if weight_metadata is None:
+            raise InvalidArgument("weight_metadata is missing: the extractor's get_weight_metadata() returns it", culprit="weight_metadata")
+        await asyncio.to_thread(self._send, chunks, weight_metadata)
+
+    def teardown(self) -> None:
+        self._trainer.close()
+
+    def _send(self, chunks: Iterable[Any], metadata: dict[str, list[Any]]) -> None:
+        expected = _expected(metadata)
+        self._compare_ranks(expected)
+        version, self._version = self._version, self._version + 1
+        if self._sharded:
+            self._register(chunks, expected)
+            self.result = self._trainer.refit(version)
+            return
+        with self._trainer.update(version, tensor_count=len(expected)) as update:
+            if self._rank == 0:
+                _push(update, chunks, expected)
+            else:
+                for _ in chunks:  # they are gathered by all ranks
+                    pass
+        self.result = update.result
+
+    def _compare_ranks(self, expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Raises on every rank where one has other tensors, or another order, than rank 0."""
+        all_expected: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(all_expected, list(expected.items()))
+        first = all_expected[0]
+        for rank, theirs in enumerate(all_expected):
+            if theirs == first:
+                continue
+            pair = next((pair for pair in zip(first, theirs) if pair[0] != pair[1]), None)
+            name = pair[1][0] if pair else max(first, theirs, key=len)[min(len(first), len(theirs))][0]
+            raise InvalidArgument(f"rank {rank} has other metadata than rank 0, first at tensor '{name}'", culprit=f"tensor '{name}'")
+
+    def _register(self, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        extractor = inspect.getgeneratorlocals(chunks).get("self") if inspect.isgenerator(chunks) else None
+        model = getattr(extractor, "model", None)
+        if extractor is None or not isinstance(model, torch.nn.Module):
+            raise Unimplemented("sharded: the chunks are not of an extractor with a model: install(sharded=False)")
+        chunks.close()  # type: ignore[attr-defined]
+        if self._registered is model:
+            return
+        regions.adopt(model)
+        prefix = getattr(extractor, "weight_prefix", "") or ""
+        tensors = {f"{prefix}{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+        differs = next((name for name in {**tensors, **expected} if name not in tensors or name not in expected), None)
+        if differs is not None:
+            raise InvalidArgument(f"tensor '{differs}' is not both in the model and in the metadata", culprit=f"tensor '{differs}'")
+        self._trainer.register(tensors, dtype=None, exceptions={name: dtype for name, (dtype, _) in expected.items()})
+        self._registered = model
+
+
+def _expected(metadata: dict[str, list[Any]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) by name, in order."""
+    names, dtypes, shapes = (metadata[key] for key in ("names", "dtype_names", "shapes"))
+    if not len(names) == len(dtypes) == len(shapes):
+        raise InvalidArgument(f"metadata has {len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes", culprit="weight_metadata")
+    made = {name: (dtype.removeprefix("torch."), tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes)}
+    if len(made) != len(names):
+        raise InvalidArgument("metadata has a name twice", culprit="weight_metadata")
+    if not made:
+        raise InvalidArgument("metadata has no tensor", culprit="weight_metadata")
+    return made
+
+
+def _push(update: Any, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    iterator = iter(chunks)
+    try:
+        missing = dict(expected)
+        for name, tensor in _tensors_of(iterator):
+            found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            if missing.pop(name, None) != found:
+                said = expected.get(name)
+                if said is None:
+                    why = "which the metadata lacks"
+                else:
+                    why = "a second time" if said == found else f"the metadata says {said[0]} {said[1]}"
+                raise InvalidArgument(f"a chunk has tensor '{name}', {found[0]} {found[1]}: {why}", culprit=f"tensor '{name}'")
+            update.push(name, tensor)
+        if missing:
+            name, count = next(iter(missing)), len(missing)
+            raise InvalidArgument(f"{count} tensors of the metadata came in no chunk, '{name}' among them", culprit=f"tensor '{name}'")
+    except BaseException:
+        for _ in iterator:  # the other ranks gather on, and would wait for this one
+            pass
+        raise
+
+
+def _tensors_of(chunks: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+    for chunk in chunks:
+        yield from zip(chunk.names, chunk.tensors)

@@ -1,0 +1,236 @@
+"""SkyRL's own extractor, chunks, client and configuration drive the strategy, on two FSDP2 ranks over gloo, into two engines.
+
+The engines answer the two routes of vLLM that SkyRL calls at initialisation, and are attached by what these routes were told. The
+extractor asks for the current CUDA device, which is replaced by the CPU. SkyRL imports flash_attn, which needs a GPU to build and is
+not called here: an empty stand-in takes its name. Nothing of SkyRL itself is replaced.
+"""
+
+import asyncio
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("skyrl", reason="in the environment 2.11.0-rl")
+
+import transformers.utils  # noqa: E402
+
+# The wheel of SkyRL has its environments in a folder beside the package.
+sys.path.append(str(Path(importlib.util.find_spec("skyrl").origin).parents[1] / "skyrl-gym"))
+for name in dir(transformers.utils):
+    if name.startswith("is_flash_attn") and name.endswith("available"):
+        getattr(transformers.utils, name)()  # transformers keeps the answer, which the stand-in would change
+for name in ("flash_attn", "flash_attn.bert_padding"):
+    sys.modules.setdefault(name, mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None)))
+
+import refitd  # noqa: E402
+from ranks_util import run_ranks  # noqa: E402
+from refitd import testing  # noqa: E402
+
+SECONDS = 100
+DTYPE = torch.bfloat16
+SHAPES = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (6, 7), "1.bias": (6,)}
+
+
+def model_of(version):
+    torch.manual_seed(version)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 6))
+
+
+class Server:
+    """An engine behind HTTP, attached when SkyRL initialises weight transfer."""
+
+    def __init__(self, socket, refuses=()):
+        from aiohttp import web
+
+        self.socket, self.refuses = socket, refuses
+        self.held = {name: refitd.empty(shape, DTYPE, like="torch") for name, shape in SHAPES.items()}
+        self.events, self.by_version = [], {}
+        self.engine = None
+        self.loop = asyncio.new_event_loop()
+        application = web.Application()
+        application.router.add_get("/get_world_size", self.world_size)
+        application.router.add_post("/init_weight_transfer_engine", self.begin)
+        self.runner = web.AppRunner(application)
+        self.loop.run_until_complete(self.runner.setup())
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        self.loop.run_until_complete(site.start())
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        self.threads = [threading.Thread(target=self.loop.run_forever)]
+        self.threads[0].start()
+
+    async def world_size(self, _):
+        from aiohttp import web
+
+        return web.json_response({"world_size": 1})
+
+    async def begin(self, request):
+        from aiohttp import web
+
+        self.told = (await request.json())["init_info"]
+        await asyncio.to_thread(self.attach)
+        return web.json_response({})
+
+    def attach(self):
+        self.engine = refitd.Engine(socket=self.socket, device="host", wait_seconds=SECONDS, **self.told)
+        self.engine.register(self.held)
+        self.threads.append(threading.Thread(target=self.serve))
+        self.threads[1].start()
+
+    def serve(self):
+        for event in self.engine:
+            self.events.append(event)
+            if isinstance(event, refitd.Prepare):
+                event.fail("busy") if event.version in self.refuses else event.ready()
+            elif isinstance(event, refitd.Committed):
+                self.by_version[event.version] = {name: tensor.clone() for name, tensor in self.held.items()}
+
+    def close(self):
+        if self.engine is not None:
+            self.engine.close()
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(SECONDS)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        for thread in self.threads:
+            thread.join()
+
+
+def sync(rank, world, socket, urls, group, sharded, versions, spoil):
+    """What a worker of SkyRL does at initialisation and at each sync. Returns the exceptions' texts by version."""
+    from skyrl.backends.skyrl_train import weight_sync
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
+    from skyrl.train.config.config import InferenceEngineConfig
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    import refitd.skyrl
+
+    refitd.skyrl.install(group, sharded=sharded, socket=socket, device="host")
+    client = RemoteInferenceClient(proxy_url=urls[0], server_urls=urls, data_parallel_size=1)
+    config = InferenceEngineConfig(num_engines=len(urls), weight_sync_backend="refitd")
+    model = fully_shard(model_of(1))
+    extractor = FSDPWeightExtractor(model)
+    errors = {}
+
+    async def run():
+        strategy = weight_sync.get_transfer_strategy_cls(weight_sync_backend=config.weight_sync_backend, colocate_all=False)
+        assert weight_sync.get_transfer_strategy("nccl", False) == "nccl", "the other backends are SkyRL's"
+        inference_world_size, _ = await client.get_world_size()
+        init_info = strategy.create_init_info(config, inference_world_size=inference_world_size)
+        tasks = [asyncio.to_thread(strategy.create_sender, init_info=init_info, inference_client=client)]
+        if rank == 0:
+            tasks.append(client.init_weight_update_communicator(init_info))
+        sender = (await asyncio.gather(*tasks))[0]
+        for version in versions:
+            with torch.no_grad():
+                for parameter, new in zip(model.parameters(), model_of(version).parameters()):
+                    parameter.copy_(distribute_tensor(new, parameter.device_mesh, parameter.placements))
+            metadata = extractor.get_weight_metadata(DTYPE)
+            if spoil is not None and version == versions[0]:
+                spoil(rank, metadata)
+            try:
+                await sender.send_chunks(extractor.extract_weights(DTYPE), weight_metadata=metadata)
+            except refitd.Error as error:
+                errors[version] = f"{type(error).__name__}: {error}"
+        sender.teardown()
+        await client.teardown()
+
+    with mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")):
+        asyncio.run(run())
+    return errors
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    with testing.daemon() as running:
+        yield running
+
+
+def run(daemon, group, *, sharded=False, versions=(1, 2, 3), spoil=None, refuses=()):
+    servers = [Server(daemon.socket, refuses) for _ in range(2)]
+    try:
+        errors = run_ranks(2, sync, daemon.socket, [server.url for server in servers], group, sharded, versions, spoil)
+    finally:
+        for server in servers:
+            server.close()
+    return servers, errors
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_sync_reaches_every_engine_to_the_bit(daemon, sharded):
+    servers, errors = run(daemon, f"sync-{sharded}", sharded=sharded)
+    assert errors == [{}, {}]
+    assert [server.told["instance"] for server in servers] == ["skyrl-0", "skyrl-1"]
+    for server in servers:
+        assert sorted(server.by_version) == [1, 2, 3]
+        for version, held in server.by_version.items():
+            for name, parameter in model_of(version).state_dict().items():
+                assert torch.equal(held[name], parameter.to(DTYPE)), (version, name)
+
+
+def other_shape_on_rank_1(rank, metadata):
+    if rank == 1:
+        metadata["shapes"][1] = [8]
+
+
+def other_dtype_everywhere(rank, metadata):
+    metadata["dtype_names"][2] = "float32"
+
+
+def lacks_the_last(rank, metadata):
+    for entries in metadata.values():
+        entries.pop()
+
+
+def one_too_many(rank, metadata):
+    for key, entry in (("names", "2.bias"), ("dtype_names", "bfloat16"), ("shapes", [3])):
+        metadata[key].append(entry)
+
+
+def nothing(rank, metadata):
+    for entries in metadata.values():
+        entries.clear()
+
+
+@pytest.mark.parametrize(
+    "spoil, message, reached",
+    [
+        (other_shape_on_rank_1, "rank 1 has other metadata than rank 0, first at tensor '0.bias'", False),
+        (nothing, "metadata has no tensor", False),
+        (other_dtype_everywhere, "a chunk has tensor '1.weight', bfloat16 .*: the metadata says float32", True),
+        (lacks_the_last, "tensor '1.bias', .*: which the metadata lacks", True),
+        (one_too_many, "1 tensors of the metadata came in no chunk, '2.bias' among them", True),
+    ],
+)
+def test_metadata_that_is_wrong_fails_on_every_rank_and_the_next_sync_works(daemon, spoil, message, reached):
+    servers, errors = run(daemon, spoil.__name__, versions=(1, 2), spoil=spoil)
+    assert re.search(message, errors[0][1]), errors
+    assert list(errors[1]) == [1], "rank 1 fails too"
+    for server in servers:
+        kinds = [type(event) for event in server.events if event.version == 1] if reached else []
+        assert refitd.Committed not in kinds and bool(kinds) == reached
+        version = 2 if reached else 1  # what was refused before anything was sent took no version
+        assert list(server.by_version) == [version]
+        for name, parameter in model_of(2).state_dict().items():
+            assert torch.equal(server.by_version[version][name], parameter.to(DTYPE)), name
+
+
+def test_an_engine_that_refuses_ends_the_sync_with_an_exception_on_every_rank(daemon):
+    servers, errors = run(daemon, "refused", versions=(1, 2, 3), refuses=(2,))
+    for of_rank in errors:
+        assert list(of_rank) == [2] and "busy" in of_rank[2], of_rank
+    for server in servers:
+        assert sorted(server.by_version) == [1, 3]
+
+
+def test_before_install_nothing_is_made():
+    import refitd.skyrl
+
+    with pytest.raises(refitd.FailedPrecondition, match="install"):
+        refitd.skyrl.Strategy.create_init_info(None)
