@@ -445,7 +445,7 @@ absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* r
   return options;
 }
 
-// `tensors` stay where they are as long as `views` are used.
+// Fills `views` with pointers into `tensors`, which must stay in place while `views` are used.
 void Show(const std::vector<client::TensorView>& tensors, std::vector<refit_view>* views) {
   views->clear();
   for (const client::TensorView& view : tensors) {

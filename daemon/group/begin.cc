@@ -107,7 +107,9 @@ void Group::Impl::TakeBroadcast(const Member& member, const BeginEvent& e) {
   if (!e.slots_on_devices && update->lacks_slots.empty()) update->lacks_slots = member.label;
 }
 
-// Decides by the participants, which are known now. Between daemons, bytes cross the data plane.
+// Decides whether the update's pushes go through staging slots on the GPUs. Called when the
+// participants are known. Slots serve only an update within one daemon: bytes between daemons
+// cross the data plane.
 absl::Status Group::Impl::DecideBroadcast() {
   update->through_slots = false;
   const BroadcastMethod method = update->broadcast.value_or(BroadcastMethod::kDirect);
@@ -423,7 +425,8 @@ void Group::Impl::OpenDataIfReady() {
     return;
   }
   if (!update->data_plane_up) {
-    // No rank is late; the data plane has a limit of its own (Coordinator).
+    // Every rank is ready, so no rank can be late. The coordinator limits the time in which the
+    // data plane must come up.
     update->ready_deadline = update->deadline;
     return;
   }

@@ -14,8 +14,9 @@ namespace {
 // Once a node said that the wire failed, other nodes have this long to say whom they waited for. It
 // is less than the second within which survivors must hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
-// An attempt to bring an epoch up that had less time proves nothing about a daemon, so no daemon is
-// left out for it. A quarter of PeerLimits::wire takes its place where that is shorter.
+// The shortest attempt to bring an epoch up from which a daemon can be blamed: if a shorter attempt
+// fails, no daemon is left out of the update. If a quarter of PeerLimits::wire is shorter than this
+// constant, that quarter is the limit instead.
 constexpr Duration kLeastAttempt = std::chrono::seconds(1);
 constexpr int kPingsPerLimit = 4;  // so that a lost ping is not a lost daemon
 
@@ -1262,11 +1263,12 @@ void Coordinator::Impl::GiveLocksBack() {
   for (const NodeId node : holders) Send(node, PeerWireUnlock{spread->update});
 }
 
-// Gives another group its turn: after a turn of this group, once none of its collectives runs, or
-// while its next part is not agreed to (the locks are asked for again later). Without a turn in
-// between, two groups would hand the locks to each other and never use them. Locks are never given
-// back while only some are held: all coordinators take them in one order, so waiting for the rest
-// is no deadlock.
+// Gives the wire locks back if another group wants them and no collective of this group runs. The
+// group keeps the locks until it has issued a part, because otherwise two groups would hand the
+// locks to each other and never use them. Exceptions: its update is abandoned, or the nodes have
+// not agreed to its next part yet (the group asks for the locks again later). A group that holds
+// only some of its locks keeps them: all coordinators take locks in one order, so waiting for the
+// other locks is no deadlock.
 void Coordinator::Impl::YieldIfQuiet() {
   if (!spread->yielding || WireInFlight()) return;
   if (spread->lock_order.empty() || spread->locks_held < spread->lock_order.size()) return;

@@ -1049,7 +1049,8 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
     engine_->memory().UnwatchPools(this);
     const Clock::time_point deadline = Clock::now() + engine_->options().limit;
     engine_->Stop();
-    // A relay that is left by now hangs; otherwise its threads end at once.
+    // Engine::Stop waited for the devices, so a relay that still runs now hangs. If no relay runs,
+    // the threads of `relays_` end at once, well within kGrace.
     constexpr auto kGrace = std::chrono::milliseconds(100);
     relays_->Stop(std::max(deadline, Clock::now() + kGrace));
     // The destructor of `host_` waits for its own work.

@@ -45,7 +45,7 @@ DeviceQueue::DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device,
                                            options_.kept_pinned_bytes)),
       late_clock_(options_.limit) {}
 
-// Runs on the thread that ended last.
+// Runs on the thread that drops the last reference, which may be a thread of the queue.
 DeviceQueue::~DeviceQueue() = default;
 
 void DeviceQueue::Start() {

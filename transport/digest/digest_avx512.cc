@@ -39,7 +39,8 @@ struct Avx512 {
   static Vec MulLo(Vec v, uint64_t h) { return _mm512_mullo_epi64(v, Set1(h)); }
   static uint64_t SumLanes(Vec v) { return static_cast<uint64_t>(_mm512_reduce_add_epi64(v)); }
 
-  // Bytes [begin, end) of a vector; both may lie outside it.
+  // The mask of a vector's bytes [begin, end). `begin` may be negative, and `end` may be larger
+  // than kBytes.
   static __mmask64 Mask(int64_t begin, int64_t end) {
     const uint64_t from = begin <= 0 ? ~uint64_t{0} : ~uint64_t{0} << begin;
     const uint64_t to = end >= kBytes ? ~uint64_t{0} : (uint64_t{1} << end) - 1;

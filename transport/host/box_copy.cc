@@ -98,8 +98,9 @@ Step MakeStep(const Loops& loops, int64_t element_bytes, int64_t first, int* out
   return step;
 }
 
-// Calls visit(p, to, from) for each index of the loops from `begin` on, with the distances from the
-// start.
+// Calls visit(p, to, from) once for each step of the loops from loop `begin` outwards. `p` (in
+// elements of the global index), `to` and `from` (in bytes) are the step's distances from the first
+// step.
 template <typename Visit>
 void ForEach(const Loops& loops, int begin, Visit visit) {
   std::array<int64_t, kMaxDims + 1> index = {};

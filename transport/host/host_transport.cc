@@ -276,9 +276,9 @@ class CopyTask : public WorkTask {
     }
   }
 
-  // Copies, and returns the digest of the source's bytes by the source's own metadata. If the
-  // program reads exactly these bytes, the copy is the source pass; the second pass of this
-  // verification reads the destination.
+  // Copies, and returns the digest of the source's bytes, which are found by the source's own
+  // metadata. If the program reads exactly these bytes, one pass both copies and digests them;
+  // else they are digested in a pass before the copy.
   uint64_t CopyForReadback(const Part& part, SourcePass* pass) {
     const std::optional<uint64_t> known = pass->Known(part.box);
     if (!known.has_value() && SourceAddress(part) == AddressOf(*part.move.source, part.box)) {

@@ -80,7 +80,10 @@ class View:
         return self.data.memory(writable=False)
 
     def numpy(self) -> numpy.ndarray[Any, Any]:
-        """A read-only array of `shape`, or of (count,) for a part of a tensor; not of a GPU."""
+        """A read-only array of `shape`, or of (count,) for a part of a tensor.
+
+        Raises Unimplemented for bytes on a GPU.
+        """
         return self.data.numpy(self._dims, self.dtype, writable=False)
 
     def torch(self) -> torch.Tensor:

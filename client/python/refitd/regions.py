@@ -52,7 +52,7 @@ class Region(mmap.mmap):
         try:
             descriptor = os.memfd_create("refitd-python", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, nbytes)
-            # The daemon maps it only where it can't be cut short.
+            # The daemon maps a memfd only if seals prevent its owner from shrinking the memfd.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as error:
             if descriptor >= 0:

@@ -143,8 +143,8 @@ class Trainer(Member):
     ) -> UpdateResult:
         """Installs the registered shards as `version` in every instance; every trainer rank calls it.
 
-        The shards hold the version when it is called, and may be written again when it returns. Work that torch has queued on the
-        GPU's current stream is waited for. `duration_seconds`: of the whole update; None: the daemon's default. `verification`: "off",
+        The caller has written the version into the shards before the call, and may write the shards again once refit() has
+        returned. refit() waits for work that torch has queued on the GPU's current stream. `duration_seconds`: of the whole update; None: the daemon's default. `verification`: "off",
         "transfer", "readback"; None: the daemon's default. `evict_late`: evict instances that are late instead of aborting.
 
         Raises UpdateAborted (its `dirty` says whether engines' weights may be torn), DeadlineExceeded, FailedPrecondition where
