@@ -68,8 +68,9 @@ struct BeginOptions {
   // This rank's registered layout has no part in this update, and the rank ends the update by
   // Commit. A rank can so push one version and refit the next without registering in between.
   bool without_layout = false;
-  // Text for people, such as "step 1200": shown in the update's status and in the daemon's log. The
-  // first rank's that is not empty is kept. At most 256 bytes of UTF-8.
+  // Text for people, such as "step 1200", shown in the update's status and in the daemon's log. At
+  // most 256 bytes of UTF-8. If several ranks give a text, the update keeps the first that is not
+  // empty.
   std::string note{};
 };
 
@@ -165,9 +166,9 @@ class Update {
   // Pushes without waiting for the end; blocks only while Limits.outstanding_buckets are
   // unanswered. `done` runs once, on a thread of the client, and must not call into this object,
   // wait for long, or be the last to hold a region. An error is also kept and returned by Commit.
-  // The bucket's region stays known to the daemon, even if its owner lets go of it, until one of
-  // these after `done` ran: the next push, Flush, Commit, Refit, or the destructor. The first of
-  // these waits as ~Region does.
+  // After `done` ran, this object still holds the bucket's region until the next push, Flush,
+  // Commit, Refit or the destructor lets it go. If the caller has let the region go by then, that
+  // call destroys the region, and waits as ~Region does.
   virtual void PushAsync(Bucket bucket, std::function<void(absl::Status)> done) = 0;
   // Waits until every PushAsync was answered; returns the first error of any of them.
   virtual absl::Status Flush() = 0;

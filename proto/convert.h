@@ -23,7 +23,7 @@ namespace refitd {
 class LayoutDecoder {
  public:
   absl::Status Add(const v1::LayoutChunk& chunk);
-  // The layout, not yet checked against regions (ValidateLayout does that).
+  // Returns the layout; ValidateLayout must still check it against the regions.
   absl::StatusOr<Layout> Finish() &&;
 
  private:

@@ -141,7 +141,6 @@ void AddSlot(const StartTransfer& start, const BoundSource& source, char* slot_d
   }
   // Keeps all moves of one source piece together: the transport then reads each chunk once for all
   // its destinations.
-  // destinations.
   std::vector<CopyMove>& moves = transfer->program.moves;
   moves.insert(moves.end(), slot_moves.begin(), slot_moves.end());
   std::stable_sort(moves.begin(), moves.end(), [](const CopyMove& a, const CopyMove& b) {

@@ -1,5 +1,5 @@
-// Knows when each staged reader of an update is late with its next acknowledgement, earliest first.
-// An acknowledgement moves only its own reader.
+// The times at which the staged readers of an update are late with their next acknowledgements, in
+// order. An acknowledgement moves only the reader that sent it.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_ACK_CLOCK_H_
@@ -37,7 +37,7 @@ class AckClock {
   }
   bool nobody_owes() const { return order_.empty(); }
 
-  // How many readers were looked at so far; tests check the cost by it.
+  // How many entries were looked at so far, which tests use to check the cost.
   int64_t looked_at() const { return looked_at_; }
 
  private:

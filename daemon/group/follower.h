@@ -45,7 +45,8 @@ class Follower : public GroupMachine {
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version version) const override;  // of updates that this daemon took part in
 
-  // Whether the link is lost and no bytes of this group move any more: the caller may then drop it.
+  // Whether the link is lost and no bytes of this group move any more. The caller may then destroy
+  // the follower.
   bool finished() const;
 
  private:

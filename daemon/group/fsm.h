@@ -1,4 +1,4 @@
-// What the state machine headers share: a transition table and its lookup.
+// The transition table that all state machine headers use, and its lookup.
 //
 // A machine is an enum of states, an enum of events and one table; an empty cell means that the
 // event is refused in that state and nothing changes. The table stands twice in each header, as a
@@ -18,7 +18,8 @@ namespace refitd {
 template <typename State, size_t kStates, size_t kEvents>
 using TransitionTable = std::array<std::array<std::optional<State>, kEvents>, kStates>;
 
-// For decisions of our own: an event that its machine refuses is a bug.
+// Takes a transition that this code has decided itself: if the machine refuses the event, the code
+// has a bug.
 template <typename State, typename Event>
 void Step(State* state, Event event) {
   const std::optional<State> next = Next(*state, event);

@@ -480,7 +480,7 @@ struct SendPrepare {
   Duration remaining{};
   int64_t tensor_count = 0;
 };
-// What a part of a bucket carries, through a slot or directly.
+// The content of one part of a bucket, which moves through a slot or directly.
 struct PartContent {
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;    // ranges[i].tensor == i

@@ -1,5 +1,5 @@
-// What daemons say to each other about one group, as values. proto/refitd/v1/peer.proto has the
-// messages that carry them; daemon/link/ translates and checks those.
+// The messages that daemons exchange about one group, as values. proto/refitd/v1/peer.proto has
+// them as protobuf messages; daemon/link/ translates and checks those.
 //
 // A joined daemon (a *node* of the group) sends reports and the coordinator sends commands, both
 // over one ordered link. In both directions, member and call ids are the joined daemon's; update,
@@ -54,7 +54,8 @@ struct PeerLayout {
   MemberId member;
   std::shared_ptr<const Layout> layout;
   CallId call{};
-  // Set on receipt. OK: the layout may be a destination's; else why it may only be a source's.
+  // Set on receipt. OK: a destination may have this layout; otherwise why only a source may have
+  // it.
   absl::Status destination{};
   // The layout's digest, if it was computed on receipt; not sent.
   std::optional<uint64_t> digest{};
@@ -160,8 +161,9 @@ struct PeerRunDone {
   bool wire_failed = false;            // the wire failed: its epoch can't be used any more
   std::vector<int64_t> bytes_written;  // by destination of PeerPrepare
   int failed_destination = -1;         // index into PeerPrepare's, if not OK and known
-  // The digest of what a stream carried: HashChain from 0 over the digests of its sections. Out: of
-  // the sources' bytes; in: of the bytes received. Empty if verification is off.
+  // Digests of the bytes that the streams carried: HashChain from 0 over the digests of a stream's
+  // sections. `out`: of the sources' bytes; `in`: of the bytes received. Empty if verification is
+  // off.
   std::vector<PeerStream> streams;
 };
 
@@ -255,13 +257,13 @@ struct PeerVerify {
   UpdateId update;
   std::vector<bool> skip;  // by destination; true: evicted since
 };
-// A rank of a plan, and the member of this node that it is.
+// Maps a rank of a plan to the member of this node that has the rank.
 struct PlanMember {
   uint32_t rank = 0;  // index into the plan's sources or destinations
   MemberId member;
 };
-// The program of an update, sent after its PeerPrepare. Where programs carry a plan, only some
-// daemons are sent theirs at a time. Answered by PeerProgramBuilt.
+// The program of an update, sent after the update's PeerPrepare. If programs carry plans, the
+// coordinator sends them to a limited number of daemons at a time. Answered by PeerProgramBuilt.
 struct PeerProgram {
   UpdateId update;
   ProgramId program;
@@ -279,8 +281,8 @@ struct PeerProgram {
   std::shared_ptr<const RefitPlan> whole;
   std::vector<std::shared_ptr<const Layout>> local_layouts;
 };
-// The command with this node's part of `whole`, if it has that. It goes through all of the plan, so
-// no daemon's mutex may be held.
+// Returns the command with this node's part of `whole`, or unchanged if it has no `whole`. Goes
+// through the whole plan, so the caller must not hold a daemon's mutex.
 PeerProgram WithItsPart(PeerProgram command);
 // Compute digests of boxes that several ranks hold, before anything is written. Answered by
 // PeerCompared.

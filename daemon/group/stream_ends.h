@@ -29,7 +29,7 @@ class StreamEnds {
   // The first stream, by sender and then receiver, whose reported ends differ.
   std::optional<std::pair<uint32_t, uint32_t>> FirstDifference() const;
 
-  // How many ends were looked at so far; tests check the cost by it.
+  // How many ends were looked at so far, which tests use to check the cost.
   int64_t looked_at() const { return looked_at_; }
 
  private:

@@ -89,7 +89,7 @@ struct Participant {
   int touching = 0;    // transfers and verifications that touch its memory
 };
 
-// A staged engine rank's unacknowledged parts.
+// A staged engine rank and its unacknowledged parts.
 struct StagedReader {
   uint32_t participant = 0;
   struct Outstanding {
@@ -121,8 +121,8 @@ struct GiveUp {
   absl::StatusCode lease_code = absl::StatusCode::kAborted;
 };
 
-// What a program is compiled from: the layouts of the update's sources and destinations, by rank,
-// with the number that the plan gives to each rank's daemon.
+// The inputs of a program: the layouts of the update's sources and destinations, by rank, with the
+// number that the plan gives to each rank's daemon.
 struct ProgramKey {
   struct Rank {
     uint32_t node = 0;
@@ -137,7 +137,8 @@ struct ProgramKey {
   bool operator==(const ProgramKey&) const = default;
 };
 
-// The group's program. It is structure only: each update names anew where the bytes are.
+// The group's program. It holds structure only; each update binds it to the places where the bytes
+// are.
 struct CompiledProgram {
   ProgramId id;
   ProgramKey key;
@@ -148,10 +149,11 @@ struct CompiledProgram {
   std::shared_ptr<const RefitPlan> plan;
   int64_t tensors = 0;  // tensors that it moves
   int64_t bytes = 0;    // of those tensors, each counted once
-  // Tensors of the sources that no instance knows and that the group's spec allows; sorted.
+  // Tensors of the sources that no instance knows, and that the refit leaves out because the
+  // group's spec allows it; sorted.
   std::vector<std::string> left_out;
   int64_t left_out_bytes = 0;
-  // The catalog whose every tensor the program was found to bring.
+  // The catalog for which the program was found to bring every tensor.
   std::weak_ptr<const Catalog> covers;
   // By source: the layouts whose replicas were all compared and found equal.
   std::vector<std::shared_ptr<const Layout>> compared_layouts;
@@ -162,7 +164,7 @@ struct CompiledProgram {
 
 enum class RefitPhase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };
 
-// Of all registered ranks still in the update.
+// The state of the read-back of all registered ranks still in the update.
 enum class Readback : uint8_t { kNone, kRunning, kDone };
 
 struct Update {

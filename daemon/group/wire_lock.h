@@ -1,4 +1,4 @@
-// Decides whose collectives a daemon runs: one group at a time, first come, first served.
+// Decides which group's collectives a daemon runs: one group at a time, first come, first served.
 //
 // A coordinator takes the locks of an update's daemons in daemon-id order, so that two groups never
 // wait for each other. A holder that is told WireWanted finishes a turn of its own, gives all its

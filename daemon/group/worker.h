@@ -80,7 +80,7 @@ class BuildCancel {
  private:
   std::shared_ptr<std::atomic<bool>> cancelled_;
 };
-// What the last program was compiled to. Kept for later updates that run the same program.
+// The last program and what it was compiled to, kept for later updates that run the same program.
 struct Program {
   ProgramId id;
   uint32_t node = 0;
@@ -112,7 +112,7 @@ class Worker {
   };
   Worker(Callbacks callbacks, Duration wire_limit);
 
-  // Where a call puts its actions and reports.
+  // The lists to which a call appends its actions and reports.
   struct Output {
     MachineActions* actions = nullptr;
     std::vector<PeerReport>* reports = nullptr;
@@ -133,7 +133,7 @@ class Worker {
   void Handle(const PeerWireLock& command, TimePoint now, const Output& out);
   void Handle(const PeerWireUnlock& command, TimePoint now, const Output& out);
 
-  // False: this worker did not ask for it.
+  // Returns false if this worker did not ask for the transfer or read-back.
   bool Handle(const TransferDone& done, TimePoint now, const Output& out);
   bool Handle(const VerifyDone& done, TimePoint now, const Output& out);
   void Handle(const ProgramBuilt& built, TimePoint now, const Output& out);
@@ -176,7 +176,7 @@ class Worker {
     bool on_wire = false;
     PeerPartDone result;
   };
-  // What staged ranks need to be handed a part.
+  // A part's header and the staged ranks that the part may be handed to.
   struct Handout {
     BucketHeader header;
     std::vector<MemberId> staged;

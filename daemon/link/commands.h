@@ -20,10 +20,10 @@ namespace refitd {
 absl::StatusOr<std::vector<v1::PeerAnswer>> ToWire(const PeerCommand& command,
                                                    int64_t message_bytes);
 
-// Decodes a command of one message, so not a program's chunks.
+// Decodes a command that is one whole message. Chunks of a program need a CommandDecoder.
 absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBounds& bounds);
 
-// Whether the answer is of a kind that this build does not know (see reports.h).
+// Whether this build does not know the kind of the answer (see reports.h).
 bool OfUnknownKind(const v1::PeerAnswer& answer);
 
 // Decodes the commands of one link, in order.

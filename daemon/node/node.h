@@ -301,20 +301,23 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
                                          std::optional<int> trainers, bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& wire) const;
-  // OK: the group is one of max_groups, and its pool of `spec` (null: not known yet) fits beside
-  // the others'. To make room, drops groups without members, the longest empty first; drops none if
-  // that would not make enough room. RESOURCE_EXHAUSTED otherwise.
+  // OK: the daemon may have this group beside its other groups (max_groups), and a pool of `spec`
+  // beside their pools (max_pool_bytes). `spec` null: the pool's size is not known yet and not
+  // checked. To make room, this function drops groups without members, those that have been empty
+  // for longest first; it drops none if that would not make enough room. RESOURCE_EXHAUSTED: there
+  // is not enough room.
   absl::Status MakeRoom(const std::string& name, const GroupSpec* spec, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the group, which this daemon coordinates, has no members and nobody that waits for it.
   bool Empty(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Called after every event of the group: notes since when it is empty and gives its pool back.
+  // Called after every event of the group. When the group becomes empty, records the time and gives
+  // the group's host pool back.
   void NoteEmpty(GroupRecord* group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Deletes a group without members. `why` is for the log.
   void DropGroup(const std::string& name, std::string_view why, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropExpired(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // RESOURCE_EXHAUSTED: max_members.
+  // RESOURCE_EXHAUSTED: the daemon has max_members members already.
   absl::Status CheckMembers() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Creates, finds or waits for the hello's group, then attaches.
   template <typename HelloMessage, typename Sink, typename Identity>
@@ -328,7 +331,8 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status EnsurePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The member, if it may have one more region. `identity`: of the region's memory, if not empty.
+  // The member with this token, if it may have one more region. `identity`: RegionRecord::identity
+  // of that region; empty: not known.
   absl::StatusOr<MemberRecord*> AdmitRegion(const std::string& token, const Peer& peer,
                                             const std::string& identity)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -377,7 +381,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   void AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndPooling(MemberId member, absl::Status made);
-  // For a rank that has left pooling_ without being admitted.
+  // Ends the stream of a rank that has left pooling_ without being admitted.
   void EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Drops the pool, unless a member is on that GPU or the GPU is the wire's.
@@ -519,7 +523,8 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RefuseLateMembers(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RedialIfDue(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // For callbacks of links and wires. Does nothing if that record of the group is gone.
+  // Hands the event of a link or a wire to the group. Does nothing if the group's record `id` is
+  // gone.
   void GroupEventOf(const std::string& name, uint64_t id, MachineEvent event);
   void DropFollower(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitPeer(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -530,7 +535,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformSend(GroupRecord* group, SendReport a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What the group's machine hears of a report that its link can't send.
+  // Answers a report that the link could not send with the refusal that the coordinator would send.
   void ReportRefused(const std::string& name, const PeerLink* link, PeerLink::Refused refused);
   static std::optional<EpochRecord> WireEpoch(const GroupRecord& group, EpochId epoch);
   Wire* WireOf(const EpochRecord& epoch) const;
@@ -538,8 +543,8 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   static bool ReachesSlots(const EpochRecord& epoch, const GroupRecord& group);
   // Whether the group has several daemons.
   bool Spans(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether the members that this daemon has of a group of several daemons can exchange bytes with
-  // the others. `entering`: counts this member too, which is about to enter; null: no member.
+  // Whether this daemon's members of a group that spans several daemons can exchange bytes with the
+  // other daemons' members. `entering`: a member that is about to enter and counts too; null: none.
   absl::Status CheckSpanning(const std::string& group, const MemberRecord* entering) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // For a rank whose group another daemon coordinates. Answered by SlotsMade.
@@ -553,7 +558,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   using WirePoolFunction = std::function<void(GroupRecord*, absl::Status made, Turn& turn)>;
   void MakeWirePool(const GroupRecord& group, WirePoolFunction then)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // P8: for a group without members on GPUs.
+  // Called for a group without members on GPUs (P8).
   void DropWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -562,7 +567,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   void PerformConnect(GroupRecord* group, ConnectEpoch a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformClose(GroupRecord* group, const CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // P8: on a coordinator, closes epochs over GPUs whose slots are gone.
+  // On a coordinator: closes the epochs over GPU memory whose slots are gone (P8).
   void GiveUpEpochs(const GroupRecord& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void PerformWire(GroupRecord* group, const StartWire& a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -624,8 +629,8 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   // Finish aborts updates from now on; metrics count these as given up by the drain.
   bool stops_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  // Opens device memory and closes regions' mappings. A device's region uses the thread wherever it
-  // is destroyed, even after the node.
+  // Opens device memory and closes regions' mappings. Regions of device memory share this object,
+  // since they may be destroyed after the node.
   const std::shared_ptr<JobThreads> regions_thread_ =
       std::make_shared<JobThreads>("refitd-regions");
   Executor executor_ ABSL_GUARDED_BY(mutex_);

@@ -423,7 +423,8 @@ class Bench {
       auto* peer = std::get_if<PeerAction>(&outer);
       auto* send = peer == nullptr ? nullptr : std::get_if<SendReport>(peer);
       if (send == nullptr) continue;
-      // As in PeerLink::Queue: reports are encoded and written later, without the mutex.
+      // Only queues the report here, as PeerLink::Queue does: a daemon encodes and writes reports
+      // later, without holding its mutex.
       reports.push_back(std::move(send->report));
     }
     (void)follower_->NextDeadline();

@@ -39,8 +39,8 @@ struct Replica {
   uint64_t hash = 0;        // ReplicaHash
 };
 
-// Every element that more than one source rank holds is in exactly one box; boxes are by tensor,
-// then BoxLess.
+// Every element that more than one source rank holds is in exactly one box. Boxes are sorted by
+// tensor, then by BoxLess.
 struct Replicas {
   std::vector<Replica> boxes;
   // Sources, ascending, at least two; no two sets equal.

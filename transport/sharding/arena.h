@@ -28,8 +28,8 @@ struct LayoutOptions {
   int64_t vocabulary_multiple = 0;
 };
 
-// The bytes that a region needs for the layout: the end of the last piece in any region, rounded up
-// to kPackAlignment. The layout must be valid.
+// The size that a region needs to hold all pieces of the layout, in bytes: the largest end of any
+// piece, rounded up to kPackAlignment. The layout must be valid.
 int64_t ArenaBytes(const Layout& layout);
 
 // A box of a global tensor as a part of a parameter.

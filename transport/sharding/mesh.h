@@ -29,8 +29,8 @@ struct MeshDim {
 // Ranks 0 to ranks()-1 in row-major order of their coordinates: the last dimension is innermost.
 class Mesh {
  public:
-  // Sizes at least 1, names not empty and different, 1 to kMaxMeshDims dimensions, at most
-  // kMaxMeshRanks ranks.
+  // Fails unless there are 1 to kMaxMeshDims dimensions, each of size 1 or more, with names that
+  // are not empty and differ, and at most kMaxMeshRanks ranks in all.
   static absl::StatusOr<Mesh> Make(std::vector<MeshDim> dims);
 
   const std::vector<MeshDim>& dims() const { return dims_; }

@@ -1,5 +1,5 @@
-// The communicator thread, which makes all calls of NCCL in the order in which they were requested;
-// and another thread that watches for calls that do not return. Private to transport/cuda/.
+// Two threads: the communicator thread makes all calls of NCCL, in the order in which they were
+// requested; another thread watches for calls that do not return. Private to transport/cuda/.
 //
 //   Run, Post -> queued -> running -> returned
 //                  |          +--> past its deadline by `limit`: told as a loss of the GPUs
