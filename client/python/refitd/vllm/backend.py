@@ -47,10 +47,12 @@ class RefitdInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class RefitdUpdateInfo(WeightTransferUpdateInfo):
-    """`version`: to wait for; None: the next. `wait_seconds`: for the trainer to begin."""
+    """`version`: to wait for; None: the next. `wait_seconds`: for the trainer to begin. `detach`: this rank detaches afterwards, however
+    the update ended, for callers that attach it for each."""
 
     version: int | None = None
     wait_seconds: float = PREPARE_SECONDS
+    detach: bool = False
     update_kind: str = "dense"  # asked for by vLLM until 0.24
     num_updates_list: list[int] | None = field(default=None)
 
@@ -113,7 +115,11 @@ class RefitdBackend(WeightTransferEngine):
 
     def receive_weights(self, update_info: RefitdUpdateInfo, load_weights: Any = None) -> None:
         """Takes one update; see `rank.Rank.take`."""
-        self.rank.take(update_info.version, update_info.wait_seconds)
+        try:
+            self.rank.take(update_info.version, update_info.wait_seconds)
+        finally:
+            if update_info.detach:
+                self.rank.detach()
 
     def _process(self, delivery: Delivery) -> None:
         """Brings the arena's tensors into the modules."""
