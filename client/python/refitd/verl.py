@@ -17,10 +17,11 @@ and the daemon writes their parameters where they are. See `refitd._verl_vllm`.
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import hashlib
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -85,6 +86,8 @@ class RefitdCheckpointEngine(CheckpointEngine):
         update_seconds: float = 600.0,
         verification: str | None = None,
         tensor_count: int = TENSOR_COUNT,
+        dtype: str | None = None,
+        exceptions: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         """Attaches nothing yet. Equal on all workers, as verl makes them from one configuration.
@@ -92,7 +95,9 @@ class RefitdCheckpointEngine(CheckpointEngine):
         `bucket_size`, `is_master`: given by verl, not used: tensors are packed into the daemon's slots. `group`: of refitd.
         `in_place`: vLLM's own processes take the weights. `begin_seconds`: how long a rollout waits for the actor to begin.
         `update_seconds`: of one sync, from its begin. `verification`: as of Trainer.update.
-        `tensor_count`: how many tensors the first sync has at most; it takes the longer, the more it says. `options`: of
+        `tensor_count`: how many tensors the first sync has at most; it takes the longer, the more it says. `dtype`:
+        what floating-point tensors are cast to before they are sent ("bfloat16"); None: as the actor has them. `exceptions`: dtypes of
+        names, or of patterns as of fnmatch, that differ from it; "" leaves the tensor as it is. `options`: of
         refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
 
         Raises InvalidArgument that names the option.
@@ -109,6 +114,8 @@ class RefitdCheckpointEngine(CheckpointEngine):
         self._update_seconds = update_seconds
         self._verification = verification
         self._tensor_count = tensor_count
+        self._dtype = _dtype_of("dtype", dtype)
+        self._exceptions = [(name, _dtype_of(f"exceptions: {name}", other)) for name, other in dict(exceptions or {}).items()]
         self._options = options
         self._place: Place | None = None
         self._trainer: Trainer | None = None
@@ -359,7 +366,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
                 taken = True
                 sent.add(name, tensor)
                 if update is not None:
-                    update.push(name, tensor)
+                    update.push(name, self._cast(name, tensor))
                 taken = False
             if not sent.count:
                 raise InvalidArgument("the actor yielded no tensor", culprit="weights")
@@ -370,6 +377,12 @@ class RefitdCheckpointEngine(CheckpointEngine):
                 for _ in iterator:  # the other ranks gather on, and would wait for this one
                     pass
             raise
+
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self._dtype is None and not self._exceptions or not tensor.is_floating_point():
+            return tensor
+        dtype = next((dtype for pattern, dtype in self._exceptions if fnmatch.fnmatchcase(name, pattern)), self._dtype)
+        return tensor if dtype is None else tensor.to(dtype)
 
     def _fill(self, update: Any, count: int) -> None:
         announced = self._announced()
@@ -429,6 +442,13 @@ class _Sent:
 
     def digest(self) -> bytes:
         return hashlib.sha256(repr(self.entries).encode()).digest()
+
+
+def _dtype_of(option: str, name: str | None) -> torch.dtype | None:
+    found = getattr(torch, name, None) if name else None
+    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise InvalidArgument(f"engine_kwargs.refitd.{option}: {name!r} is no floating-point dtype of torch", culprit=option)
+    return found
 
 
 def _first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:

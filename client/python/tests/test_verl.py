@@ -400,6 +400,25 @@ def test_metadata_of_workers_that_are_missing_or_of_another_group_is_refused():
         Engine(0, group="policy", sokcet="")
 
 
+def test_floating_point_tensors_are_cast_where_the_configuration_says_so(daemon):
+    sender = engine_of(daemon.socket, "cast", dtype="bfloat16", exceptions={"*.bias": "float16", "b": ""})
+    receiver = engine_of(daemon.socket, "cast")
+    sender.init_process_group(role="trainer", rank=0, world_size=1, instances=1)
+    receiver.init_process_group(role="engine", rank=0, world_size=1, instances=1)
+    tensors = [*a_model(torch.float32), ("steps", torch.arange(3))]
+
+    async def receive():
+        return {name: tensor async for name, tensor in receiver.receive_weights()}
+
+    async def both():
+        return await asyncio.gather(sender.send_weights(iter(tensors)), receive())
+
+    dtypes = {"a": torch.bfloat16, "a.bias": torch.float16, "b": torch.float32, "steps": torch.int64}
+    equal(asyncio.run(both())[1], {name: tensor.to(dtypes[name]) for name, tensor in tensors})
+    with pytest.raises(refitd.InvalidArgument, match="dtype: 'bf16' is no floating-point dtype"):
+        engine_of(daemon.socket, "cast", dtype="bf16")
+
+
 def test_engines_that_are_missing_are_counted_and_a_receiver_alone_waits_no_longer_than_it_is_told(daemon):
     sender, receiver = (engine_of(daemon.socket, "alone", begin_seconds=0.3) for _ in range(2))
     sender.init_process_group(role="trainer", rank=0, world_size=1, instances=2)
