@@ -6,7 +6,6 @@
 #include <grpcpp/create_channel.h>
 #include <grpcpp/grpcpp.h>
 
-#include <deque>
 #include <utility>
 #include <vector>
 
@@ -14,6 +13,7 @@
 #include "daemon/link/hello.h"
 #include "daemon/link/limits.h"
 #include "daemon/link/order.h"
+#include "daemon/link/peer_backlog.h"
 #include "daemon/link/peer_queue.h"
 #include "daemon/link/reports.h"
 #include "daemon/process/log.h"
@@ -111,54 +111,33 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     StartCall();
   }
 
-  absl::Status Send(const PeerReport& report) {
-    Unencoded entry{report, 0};
-    int64_t message_bytes = 0;
-    PeerBounds bounds;
-    {
-      MutexLock lock(&mutex_);
-      REFITD_RETURN_IF_ERROR(CheckOpen());
-      entry.incarnation = incarnation_;
-      message_bytes = message_bytes_;
-      bounds = bounds_;
-    }
-    REFITD_ASSIGN_OR_RETURN(Encoded encoded, Encode(entry.report, bounds, message_bytes));
-    MutexLock lock(&mutex_);
-    REFITD_RETURN_IF_ERROR(CheckOpen());
-    Push(entry.incarnation, std::move(encoded));
-    return ended_ ? CheckOpen() : absl::OkStatus();
-  }
-
   absl::Status Queue(PeerReport report) {
-    MutexLock lock(&mutex_);
-    REFITD_RETURN_IF_ERROR(CheckOpen());
-    unencoded_.push_back({std::move(report), incarnation_});
-    return absl::OkStatus();
+    if (backlog_.Add(std::move(report))) return absl::OkStatus();
+    return Error(StatusCode::kUnavailable, "the link to coordinator {} is not up", dial_.address);
   }
 
-  // One thread at a time encodes, so that order is kept; it also takes reports that others queue
-  // meanwhile.
   std::vector<Refused> Flush() {
     std::vector<Refused> refused;
+    if (!backlog_.StartEncoding()) return refused;
     PeerBounds bounds;
     int64_t message_bytes = 0;
     {
       MutexLock lock(&mutex_);
-      if (encoding_) return refused;
-      encoding_ = true;
       bounds = bounds_;
       message_bytes = message_bytes_;
     }
-    while (std::optional<Unencoded> next = NextToEncode()) {
-      absl::StatusOr<Encoded> encoded = Encode(next->report, bounds, message_bytes);
+    while (std::optional<Backlog::Entry> next = backlog_.Next()) {
+      absl::StatusOr<Encoded> encoded = Encode(next->value, bounds, message_bytes);
       MutexLock lock(&mutex_);
       if (ended_) continue;
       if (encoded.ok()) {
         Push(next->incarnation, *std::move(encoded));
       } else {
-        refused.push_back({std::move(next->report), encoded.status()});
+        refused.push_back({std::move(next->value), encoded.status()});
       }
     }
+    MutexLock lock(&mutex_);
+    Pump();  // Close may have waited for this thread
     return refused;
   }
 
@@ -166,6 +145,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     MutexLock lock(&mutex_);
     if (ended_ || closing_) return;
     closing_ = true;
+    backlog_.Close();
     reason_ = Error(StatusCode::kCancelled, "the link to coordinator {} was closed", dial_.address);
     if (!up_) return EndLocked(*reason_);
     end_alarm_.Set(After(kPeerEndLimit), [weak = weak_from_this()](bool expired) noexcept {
@@ -214,13 +194,10 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   }
 
  private:
+  using Backlog = PeerBacklog<PeerReport>;
   // Encoded size of sequence and incarnation.
   static constexpr size_t kNumberingBytes = 20;
 
-  struct Unencoded {
-    PeerReport report;
-    uint64_t incarnation;  // the group's when the report was made; the coordinator drops others
-  };
   struct Encoded {
     std::vector<v1::PeerMessage> messages;
     std::vector<size_t> sizes;  // one a message
@@ -243,18 +220,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     return encoded;
   }
 
-  std::optional<Unencoded> NextToEncode() {
-    MutexLock lock(&mutex_);
-    if (unencoded_.empty()) {
-      encoding_ = false;
-      Pump();  // Close may have waited for this
-      return std::nullopt;
-    }
-    Unencoded next = std::move(unencoded_.front());
-    unencoded_.pop_front();
-    return next;
-  }
-
   // Ends the link if there is no room.
   void Push(uint64_t incarnation, Encoded encoded) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!queue_.HasRoom(encoded.bytes)) {
@@ -266,11 +231,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
       queue_.PushNumbered(std::move(encoded.messages[i]), encoded.sizes[i], incarnation);
     }
     Pump();
-  }
-
-  absl::Status CheckOpen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (up_ && !ended_ && !closing_) return absl::OkStatus();
-    return Error(StatusCode::kUnavailable, "the link to coordinator {} is not up", dial_.address);
   }
 
   void JoinExpired() {
@@ -294,9 +254,9 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
         MutexLock lock(&mutex_);
         if (ended_ || closing_) return absl::OkStatus();
         up_ = true;
-        incarnation_ = up.incarnation;
         message_bytes_ = accepted.message_bytes;
         bounds_ = bounds;
+        backlog_.Open(up.incarnation);
       }
       join_alarm_.Cancel();
       callbacks_.on_up(up);
@@ -320,7 +280,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
       if (ended_ || closing_) return absl::OkStatus();
       if (const auto* replaced = std::get_if<PeerIncarnation>(&*command)) {
         REFITD_RETURN_IF_ERROR(order_->Announce(replaced->incarnation));
-        incarnation_ = replaced->incarnation;
+        backlog_.Replace(replaced->incarnation);
       }
     }
     callbacks_.on_command(*std::move(command));
@@ -331,7 +291,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   void LeaveLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (ended_) return;
     ended_ = true;
-    unencoded_.clear();
+    backlog_.Drop();
     queue_.Drop();
     RemoveHold();
   }
@@ -346,8 +306,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (const v1::PeerMessage* next = queue_.StartNext(); next != nullptr) {
       StartWrite(next);
-    } else if (closing_ && !ended_ && !writes_done_ && queue_.idle() && unencoded_.empty() &&
-               !encoding_) {
+    } else if (closing_ && !ended_ && !writes_done_ && queue_.idle() && backlog_.idle()) {
       writes_done_ = true;
       StartWritesDone();
     }
@@ -376,13 +335,12 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   std::unique_ptr<v1::Peer::Stub> stub_;
   grpc::Alarm join_alarm_;
 
+  Backlog backlog_;
+
   Mutex mutex_;
   grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
-  std::deque<Unencoded> unencoded_ ABSL_GUARDED_BY(mutex_);  // queued, in order
-  bool encoding_ ABSL_GUARDED_BY(mutex_) = false;            // a thread is in Flush
   PeerQueue<v1::PeerMessage> queue_ ABSL_GUARDED_BY(mutex_);
   std::optional<absl::Status> reason_ ABSL_GUARDED_BY(mutex_);  // why this side ended the link
-  uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   // the largest message that the coordinator takes
   int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);  // of the group
@@ -403,8 +361,6 @@ std::unique_ptr<PeerLink> PeerLink::Dial(PeerDial dial, PeerLinkCallbacks callba
   call->Start();
   return std::unique_ptr<PeerLink>(new PeerLink(std::move(call)));
 }
-
-absl::Status PeerLink::Send(const PeerReport& report) { return call_->Send(report); }
 
 absl::Status PeerLink::Queue(PeerReport report) { return call_->Queue(std::move(report)); }
 

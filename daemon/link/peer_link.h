@@ -86,24 +86,23 @@ class PeerLink {
   PeerLink(const PeerLink&) = delete;
   PeerLink& operator=(const PeerLink&) = delete;
 
-  // Not OK: nothing of the report was sent, and the link goes on, except for UNAVAILABLE: the link
-  // has ended or is not up yet. RESOURCE_EXHAUSTED: a message would be too large (message_bytes),
-  // or a layout has more than kMaxPeerQueuedBytes. INVALID_ARGUMENT: the call is invalid. The
-  // caller treats the last two as the coordinator's refusal: of PeerCall and PeerLayout by
-  // PeerReply, of PeerAttach by PeerRefuse.
-  absl::Status Send(const PeerReport& report);
-  // Send in two steps, so that nothing is encoded under the caller's mutex: Queue is called under
-  // that mutex, and the next Flush, without it and on any thread, encodes and writes what was
-  // queued, in order. Queue fails with UNAVAILABLE as Send does. A report that can't be sent for
-  // another reason is returned by the Flush that found out. A link uses either Send or Queue.
+  // A report is sent in two steps, so that nothing is encoded or written under the caller's mutex:
+  // Queue is called under that mutex; the next Flush, without it and on any thread, encodes and
+  // writes the reports that were queued, in order. Queue fails with UNAVAILABLE if the link has
+  // ended or is not up yet.
   absl::Status Queue(PeerReport report);
+  // A report that can't be sent; the link goes on without it. RESOURCE_EXHAUSTED: a message would
+  // be too large (message_bytes), or a layout has more than kMaxPeerQueuedBytes. INVALID_ARGUMENT:
+  // the call is invalid. The caller treats it as the coordinator's refusal: of PeerCall and
+  // PeerLayout by PeerReply, of PeerAttach by PeerRefuse.
   struct Refused {
     PeerReport report;
     absl::Status status;
   };
+  // Returns the reports that turned out not to be sendable, also those that other threads queued.
   std::vector<Refused> Flush();
 
-  // Ends the link. Reports that were sent or queued before are still written, within kPeerEndLimit.
+  // Ends the link. Reports that were queued before are still written, within kPeerEndLimit.
   void Close();
 
  private:
@@ -120,18 +119,18 @@ class PeerSession {
   virtual ~PeerSession() = default;
   // Never 0; never reused by the process.
   virtual uint64_t id() const = 0;
-  // Answers the hello. Called once, before Send.
+  // Answers the hello. Called once, before Queue.
   virtual void Accept(const LinkUp& up) = 0;
-  // As PeerLink::Send. CheckHeaderFits refuses a bucket in time if its PeerHeader would not fit.
-  virtual absl::Status Send(const PeerCommand& command) = 0;
-  // Send in two steps, so that nothing is encoded or written under the node's mutex: the next Flush
-  // encodes and writes what was queued, in order. Queue and End are called under that mutex; Flush
-  // is called without it, on any thread, also after End. A command that does not fit ends the link.
-  // A session uses either Send or Queue, not both. Queue fails with UNAVAILABLE as Send does.
-  virtual absl::Status Queue(PeerCommand command) { return Send(command); }
-  virtual void Flush() {}
-  // Ends the link with `status`, after what was sent before, within kPeerEndLimit; Gone follows. If
-  // the link was not accepted yet, `status` is the refusal.
+  // A command is sent in two steps, so that nothing is encoded or written under the node's mutex:
+  // the next Flush encodes and writes the commands that were queued, in order. Queue and End are
+  // called under that mutex; Flush is called without it, on any thread, also after End. A command
+  // that does not fit into a message ends the link; CheckHeaderFits refuses a bucket in time if its
+  // PeerHeader would not fit. Queue fails with UNAVAILABLE if the link has ended or was not
+  // accepted; Gone follows.
+  virtual absl::Status Queue(PeerCommand command) = 0;
+  virtual void Flush() = 0;
+  // Ends the link with `status`, after the commands queued before, within kPeerEndLimit; Gone
+  // follows. If the link was not accepted yet, `status` is the refusal.
   virtual void End(absl::Status status) = 0;
 };
 

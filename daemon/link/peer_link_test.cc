@@ -148,6 +148,34 @@ struct Joined {
 
 PeerReport Pong(uint64_t number) { return PeerPong{number}; }
 
+// Queues a message on either end of a link and flushes it.
+template <typename Message, typename End>
+absl::Status Send(End& end, Message message) {
+  REFITD_RETURN_IF_ERROR(end.Queue(std::move(message)));
+  end.Flush();
+  return absl::OkStatus();
+}
+
+// Commands and reports that are too large for a message of kMessageBytes.
+PeerCommand TooLargeConnect() {
+  PeerEpochConnect connect;
+  connect.addresses =
+      std::make_shared<const std::vector<std::string>>(64, std::string(kMaxEpochAddressBytes, 'a'));
+  return connect;
+}
+PeerReport TooLargeAttach(MemberId member) {
+  PeerAttach attach;
+  attach.member = member;
+  EngineIdentity engine;
+  engine.instance = "i";
+  engine.manifest.emplace();
+  for (int i = 0; i < 4000; ++i) {
+    engine.manifest->push_back({std::string(400, 'x') + std::to_string(i), DType::kUint8, {1}});
+  }
+  attach.identity = engine;
+  return attach;
+}
+
 TEST_CASE("A daemon joins: hello, acceptance, then both sides talk in order") {
   Coordinator coordinator;
   PeerDial dial = DialTo(coordinator.address());
@@ -165,8 +193,8 @@ TEST_CASE("A daemon joins: hello, acceptance, then both sides talk in order") {
 
   const auto session = coordinator.sessions.Next();
   for (uint64_t i = 0; i < 2000; ++i) {
-    REQUIRE(joined.link->Send(Pong(i)).ok());
-    REQUIRE(session->Send(PeerPing{i}).ok());
+    REQUIRE(Send(*joined.link, Pong(i)).ok());
+    REQUIRE(Send(*session, PeerPing{i}).ok());
   }
   for (uint64_t i = 0; i < 2000; ++i) {
     REQUIRE(std::get<PeerPong>(coordinator.reports.Next()).number == i);
@@ -176,8 +204,8 @@ TEST_CASE("A daemon joins: hello, acceptance, then both sides talk in order") {
   joined.link->Close();
   CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kCancelled);
   CHECK(coordinator.gone.Next().first == session->id());
-  CHECK(joined.link->Send(Pong(1)).code() == absl::StatusCode::kUnavailable);
-  CHECK(session->Send(PeerPing{1}).code() == absl::StatusCode::kUnavailable);
+  CHECK(Send(*joined.link, Pong(1)).code() == absl::StatusCode::kUnavailable);
+  CHECK(Send(*session, PeerPing{1}).code() == absl::StatusCode::kUnavailable);
 }
 
 TEST_CASE("A refused daemon hears why, and nothing else") {
@@ -226,9 +254,9 @@ TEST_CASE("After the group was replaced messages have the new incarnation, and n
   joined.logs->up.Next();
   const auto session = coordinator.sessions.Next();
   for (uint64_t i = 0; i < 50; ++i) {
-    REQUIRE(joined.link->Send(Pong(i)).ok());
-    REQUIRE(session->Send(PeerIncarnation{100 + i}).ok());
-    REQUIRE(session->Send(PeerPing{i}).ok());
+    REQUIRE(Send(*joined.link, Pong(i)).ok());
+    REQUIRE(Send(*session, PeerIncarnation{100 + i}).ok());
+    REQUIRE(Send(*session, PeerPing{i}).ok());
   }
   for (uint64_t i = 0; i < 50; ++i) {
     CHECK(std::get<PeerPong>(coordinator.reports.Next()).number == i);
@@ -247,37 +275,12 @@ TEST_CASE("A layout of 20,000 pieces arrives whole, with a ping behind it") {
     layout.pieces.push_back({0, {{r, 0}, {1, 8}}, RegionId(7), r * 64, {16, 1}});
   }
   const auto sent = std::make_shared<const Layout>(std::move(layout));
-  REQUIRE(joined.link->Send(PeerLayout{MemberId(4), sent, CallId(2)}).ok());
-  REQUIRE(joined.link->Send(Pong(1)).ok());
+  REQUIRE(Send(*joined.link, PeerLayout{MemberId(4), sent, CallId(2)}).ok());
+  REQUIRE(Send(*joined.link, Pong(1)).ok());
   const PeerReport report = coordinator.reports.Next();
   REQUIRE(std::holds_alternative<PeerLayout>(report));
   CHECK(std::get<PeerLayout>(report).layout->Digest() == sent->Digest());
   CHECK(std::get<PeerPong>(coordinator.reports.Next()).number == 1);
-}
-
-TEST_CASE("What is too large for a message is refused, and the link goes on") {
-  Coordinator coordinator;
-  Joined joined(DialTo(coordinator.address()));
-  joined.logs->up.Next();
-  const auto session = coordinator.sessions.Next();
-  PeerEpochConnect connect;
-  connect.addresses =
-      std::make_shared<const std::vector<std::string>>(64, std::string(kMaxEpochAddressBytes, 'a'));
-  CHECK(session->Send(connect).code() == absl::StatusCode::kResourceExhausted);
-  PeerAttach attach;
-  attach.member = MemberId(1);
-  EngineIdentity engine;
-  engine.instance = "i";
-  engine.manifest.emplace();
-  for (int i = 0; i < 4000; ++i) {
-    engine.manifest->push_back({std::string(400, 'x') + std::to_string(i), DType::kUint8, {1}});
-  }
-  attach.identity = engine;
-  CHECK(joined.link->Send(attach).code() == absl::StatusCode::kResourceExhausted);
-  REQUIRE(session->Send(PeerPing{5}).ok());
-  REQUIRE(joined.link->Send(Pong(6)).ok());
-  CHECK(std::get<PeerPing>(joined.logs->commands.Next()).number == 5);
-  CHECK(std::get<PeerPong>(coordinator.reports.Next()).number == 6);
 }
 
 TEST_CASE("What is queued is encoded and written by Flush, in order, whoever flushes") {
@@ -324,10 +327,7 @@ TEST_CASE("A queued command that is too large for a message ends the link and sa
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
   const auto session = coordinator.sessions.Next();
-  PeerEpochConnect connect;
-  connect.addresses =
-      std::make_shared<const std::vector<std::string>>(64, std::string(kMaxEpochAddressBytes, 'a'));
-  REQUIRE(session->Queue(connect).ok());
+  REQUIRE(session->Queue(TooLargeConnect()).ok());
   session->Flush();
   CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(coordinator.gone.Next().second, Catch::Matchers::Contains("message_bytes"));
@@ -368,17 +368,8 @@ TEST_CASE("A queued report that is too large for a message comes back, and the l
   Coordinator coordinator;
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
-  PeerAttach attach;
-  attach.member = MemberId(7);
-  EngineIdentity engine;
-  engine.instance = "i";
-  engine.manifest.emplace();
-  for (int i = 0; i < 4000; ++i) {
-    engine.manifest->push_back({std::string(400, 'x') + std::to_string(i), DType::kUint8, {1}});
-  }
-  attach.identity = engine;
   REQUIRE(joined.link->Queue(Pong(1)).ok());
-  REQUIRE(joined.link->Queue(attach).ok());
+  REQUIRE(joined.link->Queue(TooLargeAttach(MemberId(7))).ok());
   REQUIRE(joined.link->Queue(Pong(2)).ok());
   const std::vector<PeerLink::Refused> refused = joined.link->Flush();
   REQUIRE(refused.size() == 1);
@@ -412,7 +403,7 @@ TEST_CASE("A coordinator that does not read costs a bounded queue, then its link
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
   const PeerEpochOpened big{EpochId(1), absl::OkStatus(), std::string(kMaxEpochAddressBytes, 'a')};
-  FillUp([&] { return joined.link->Send(big); });
+  FillUp([&] { return Send(*joined.link, big); });
   const absl::Status lost = joined.logs->lost.Next();
   CHECK(lost.code() == absl::StatusCode::kResourceExhausted);
   coordinator.released = true;
@@ -434,7 +425,7 @@ TEST_CASE("A daemon that does not read costs a bounded queue, then its link") {
   PeerEpochConnect big;
   big.addresses =
       std::make_shared<const std::vector<std::string>>(1, std::string(kMaxEpochAddressBytes, 'a'));
-  FillUp([&] { return session->Send(big); });
+  FillUp([&] { return Send(*session, big); });
   const auto [id, reason] = coordinator.gone.Next();
   CHECK(id == session->id());
   CHECK_THAT(reason, Catch::Matchers::Contains("does not read"));
@@ -733,7 +724,7 @@ TEST_CASE("Ending a link says why, after what was sent before") {
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
   const auto session = coordinator.sessions.Next();
-  for (uint64_t i = 0; i < kSentBefore; ++i) REQUIRE(session->Send(PeerPing{i}).ok());
+  for (uint64_t i = 0; i < kSentBefore; ++i) REQUIRE(Send(*session, PeerPing{i}).ok());
   session->End(absl::AbortedError("silent for 10 s"));
   const absl::Status lost = joined.logs->lost.Next();
   CHECK(lost.code() == absl::StatusCode::kAborted);
@@ -747,7 +738,7 @@ TEST_CASE("What was sent before a link is closed still arrives") {
   Coordinator coordinator;
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
-  for (uint64_t i = 0; i < kSentBefore; ++i) REQUIRE(joined.link->Send(Pong(i)).ok());
+  for (uint64_t i = 0; i < kSentBefore; ++i) REQUIRE(Send(*joined.link, Pong(i)).ok());
   joined.link.reset();
   CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kCancelled);
   coordinator.gone.Next();
@@ -763,12 +754,12 @@ TEST_CASE("A link may be closed while others send") {
     std::vector<std::thread> threads;
     for (int t = 0; t < 2; ++t) {
       threads.emplace_back([&] {
-        while (joined.link->Send(Pong(1)).ok()) {
+        while (Send(*joined.link, Pong(1)).ok()) {
         }
       });
     }
     threads.emplace_back([&] {
-      while (session->Send(PeerPing{1}).ok()) std::this_thread::yield();
+      while (Send(*session, PeerPing{1}).ok()) std::this_thread::yield();
     });
     coordinator.reports.Next();
     if (round % 2 == 0) {

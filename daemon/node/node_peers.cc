@@ -429,18 +429,13 @@ void Node::EndPeers() {
   }
 }
 
-// A daemon to which a command can't be sent can't follow any more. Encoding a command may take long
-// (a plan), and every daemon gets one, so encoding waits until the mutex is released.
+// Encoding a command may take long (a plan), and every daemon gets one, so encoding waits until the
+// mutex is released. A daemon to which a command can't be sent can't follow any more: its session
+// ends, and Gone follows.
 void Node::PerformSend(GroupRecord* group, SendCommand a, Turn& turn) {
-  const std::string& name = group->machine->name();
-  const std::shared_ptr<PeerSession> session = peers_.SessionOf(name, a.node);
+  const std::shared_ptr<PeerSession> session = peers_.SessionOf(group->machine->name(), a.node);
   if (session == nullptr) return;
-  const absl::Status status = session->Queue(std::move(a.command));
-  if (status.ok()) turn.Flush(session);
-  if (status.ok() || absl::IsUnavailable(status)) return;  // Gone follows
-  LogWarning("group {}: a command was not sent: {}", name, Message(status));
-  peers_.End(name, a.node, status);
-  turn.Post(name, NodeLost{a.node, Message(status)});
+  if (session->Queue(std::move(a.command)).ok()) turn.Flush(session);
 }
 
 // Encoding a report may take long too: an engine's layout has every tensor of its model.

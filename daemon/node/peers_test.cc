@@ -18,7 +18,8 @@ class Session : public PeerSession {
   explicit Session(uint64_t id) : id_(id) {}
   uint64_t id() const override { return id_; }
   void Accept(const LinkUp& /*up*/) override {}
-  absl::Status Send(const PeerCommand& /*command*/) override { return absl::OkStatus(); }
+  absl::Status Queue(PeerCommand /*command*/) override { return absl::OkStatus(); }
+  void Flush() override {}
   void End(absl::Status status) override { ends.push_back(std::move(status)); }
 
   std::vector<absl::Status> ends;

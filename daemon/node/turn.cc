@@ -1,6 +1,11 @@
 #include "daemon/node/turn.h"
 
+#include <type_traits>
+
 namespace refitd {
+
+// Else handled_ would copy events, which may have every tensor of a model, under the mutex.
+static_assert(std::is_nothrow_move_constructible_v<MachineEvent>);
 
 Turn::Turn(TurnHost* host, Mutex* mutex) : host_(host), mutex_(mutex) { mutex_->Lock(); }
 

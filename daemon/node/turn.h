@@ -73,10 +73,14 @@ class ABSL_SCOPED_LOCKABLE Turn {
   void Handle(std::string group, MachineEvent event);
 
   // ---- effects ----
-  void Flush(const std::shared_ptr<PeerSession>& session) { sessions_.push_back(session); }
+  // A link that sent several messages in a row is flushed once.
+  void Flush(const std::shared_ptr<PeerSession>& session) {
+    if (sessions_.empty() || sessions_.back() != session) sessions_.push_back(session);
+  }
   // `refused` is called for each report that turns out not to be sendable, without the mutex.
   using Refusal = std::function<void(PeerLink::Refused)>;
   void Flush(const std::shared_ptr<PeerLink>& link, Refusal refused) {
+    if (!links_.empty() && links_.back().first == link) return;
     links_.emplace_back(link, std::move(refused));
   }
   void Flush(const std::shared_ptr<EngineSink>& sink) { engines_.push_back(sink); }

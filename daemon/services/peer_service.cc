@@ -5,7 +5,6 @@
 #include <grpcpp/alarm.h>
 
 #include <atomic>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +14,7 @@
 #include "daemon/link/hello.h"
 #include "daemon/link/limits.h"
 #include "daemon/link/order.h"
+#include "daemon/link/peer_backlog.h"
 #include "daemon/link/peer_queue.h"
 #include "daemon/link/reports.h"
 #include "daemon/process/log.h"
@@ -67,7 +67,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     if (ended_ || order_.has_value()) return;
     order_.emplace(up.incarnation);
     bounds_ = BoundsOf(up.spec);
-    incarnation_ = up.incarnation;
+    backlog_.Open(up.incarnation);
     if (static_cast<int64_t>(bytes) > peer_message_bytes_) {
       return EndLocked(Error(StatusCode::kResourceExhausted,
                              "the group's spec makes a message of {} bytes, more than this "
@@ -78,41 +78,32 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     Pump();
   }
 
-  absl::Status Send(const PeerCommand& command) override {
+  absl::Status Queue(PeerCommand command) override {
+    std::optional<uint64_t> replaced;
+    if (const auto* news = std::get_if<PeerIncarnation>(&command)) replaced = news->incarnation;
+    if (backlog_.Add(std::move(command), replaced)) return absl::OkStatus();
+    return Error(StatusCode::kUnavailable, "the daemon's link is not up");
+  }
+
+  void Flush() override {
+    if (!backlog_.StartEncoding()) return;
     int64_t message_bytes = 0;
     {
       MutexLock lock(&mutex_);
-      REFITD_RETURN_IF_ERROR(CheckOpen());
       message_bytes = peer_message_bytes_;
     }
-    REFITD_ASSIGN_OR_RETURN(std::vector<v1::PeerAnswer> answers, ToWire(command, message_bytes));
-    MutexLock lock(&mutex_);
-    REFITD_RETURN_IF_ERROR(CheckOpen());
-    Push(command, std::move(answers));
-    return ended_ ? CheckOpen() : absl::OkStatus();
-  }
-
-  absl::Status Queue(PeerCommand command) override {
-    MutexLock lock(&mutex_);
-    REFITD_RETURN_IF_ERROR(CheckOpen());
-    unencoded_.push_back(std::move(command));
-    return absl::OkStatus();
-  }
-
-  // One thread at a time encodes, so that order is kept; it also takes commands that others queue
-  // meanwhile.
-  void Flush() override {
-    for (std::optional<Unencoded> next = StartEncoding(); next.has_value(); next = NextToEncode()) {
-      absl::StatusOr<std::vector<v1::PeerAnswer>> answers =
-          ToWire(next->command, next->message_bytes);
+    while (std::optional<Backlog::Entry> next = backlog_.Next()) {
+      absl::StatusOr<std::vector<v1::PeerAnswer>> answers = ToWire(next->value, message_bytes);
       MutexLock lock(&mutex_);
       if (answers.ok()) {
-        Push(next->command, *std::move(answers));
+        Push(*next, *std::move(answers));
       } else {
-        unencoded_.clear();
+        backlog_.Drop();
         EndLocked(answers.status());
       }
     }
+    MutexLock lock(&mutex_);
+    Pump();  // the end may have waited for this thread
   }
 
   void End(absl::Status status) override {
@@ -172,35 +163,10 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   }
 
  private:
+  using Backlog = PeerBacklog<PeerCommand>;
   static constexpr size_t kNumberingBytes = 20;  // sequence and incarnation
 
-  struct Unencoded {
-    PeerCommand command;
-    int64_t message_bytes;  // the largest message that the peer takes
-  };
-
-  std::optional<Unencoded> StartEncoding() {
-    MutexLock lock(&mutex_);
-    if (encoding_) return std::nullopt;
-    encoding_ = true;
-    return TakeUnencoded();
-  }
-  std::optional<Unencoded> NextToEncode() {
-    MutexLock lock(&mutex_);
-    return TakeUnencoded();
-  }
-  std::optional<Unencoded> TakeUnencoded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (unencoded_.empty()) {
-      encoding_ = false;
-      Pump();  // the end may have waited for this
-      return std::nullopt;
-    }
-    Unencoded next{std::move(unencoded_.front()), peer_message_bytes_};
-    unencoded_.pop_front();
-    return next;
-  }
-
-  void Push(const PeerCommand& command, std::vector<v1::PeerAnswer> answers)
+  void Push(const Backlog::Entry& entry, std::vector<v1::PeerAnswer> answers)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     size_t bytes = 0;
     for (const v1::PeerAnswer& answer : answers) bytes += answer.ByteSizeLong() + kNumberingBytes;
@@ -214,11 +180,10 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
     }
     for (v1::PeerAnswer& answer : answers) {
       const size_t size = answer.ByteSizeLong() + kNumberingBytes;
-      queue_.PushNumbered(std::move(answer), size, incarnation_);
+      queue_.PushNumbered(std::move(answer), size, entry.incarnation);
     }
-    if (const auto* replaced = std::get_if<PeerIncarnation>(&command)) {
-      incarnation_ = replaced->incarnation;
-      if (absl::Status status = order_->Announce(incarnation_); !status.ok()) {
+    if (const auto* replaced = std::get_if<PeerIncarnation>(&entry.value)) {
+      if (absl::Status status = order_->Announce(replaced->incarnation); !status.ok()) {
         EndLocked(std::move(status));
       }
     }
@@ -228,17 +193,13 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   // Drops all that waits to be written.
   void DropAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     queue_.Drop();
-    unencoded_.clear();
-  }
-
-  absl::Status CheckOpen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (order_.has_value() && !ended_) return absl::OkStatus();
-    return Error(StatusCode::kUnavailable, "the daemon's link is not up");
+    backlog_.Drop();
   }
 
   void EndLocked(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (ended_) return;
     ended_ = true;
+    backlog_.Close();
     end_ = std::move(status);
     if (reactor_ == nullptr) return;
     end_alarm_.Set(After(kPeerEndLimit), [weak = weak_from_this()](bool expired) noexcept {
@@ -259,16 +220,14 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   const uint64_t id_;
   const int64_t own_message_bytes_;
   grpc::Alarm hello_alarm_;
+  Backlog backlog_;
 
   Mutex mutex_;
   LinkReactor* reactor_ ABSL_GUARDED_BY(mutex_);
   grpc::Alarm end_alarm_ ABSL_GUARDED_BY(mutex_);
-  std::deque<PeerCommand> unencoded_ ABSL_GUARDED_BY(mutex_);  // queued, in order
-  bool encoding_ ABSL_GUARDED_BY(mutex_) = false;              // a thread is in Flush
   PeerQueue<v1::PeerAnswer> queue_ ABSL_GUARDED_BY(mutex_);
   std::optional<PeerOrder> order_ ABSL_GUARDED_BY(mutex_);  // set once accepted
   PeerBounds bounds_ ABSL_GUARDED_BY(mutex_);
-  uint64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t peer_message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
@@ -364,7 +323,7 @@ void Session::Pump() {
   if (reactor_ == nullptr) return;
   if (const v1::PeerAnswer* next = queue_.StartNext(); next != nullptr) {
     reactor_->StartWrite(next);
-  } else if (ended_ && !finished_ && queue_.idle() && unencoded_.empty() && !encoding_) {
+  } else if (ended_ && !finished_ && queue_.idle() && backlog_.idle()) {
     finished_ = true;
     reactor_->Finish(end_.ok()
                          ? grpc::Status::OK
