@@ -66,7 +66,7 @@ class Actor(ActorRolloutRefWorker):
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in self.actor.engine.module.parameters():
-                parameter.to_local().normal_()
+                parameter.to_local().normal_(std=0.1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sent_by_verl(self):
