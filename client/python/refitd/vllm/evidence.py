@@ -66,12 +66,15 @@ def changes(module: Any, before: Snapshot) -> list[str]:
             found.append(f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}")
         elif was[4] != now[4]:
             found.append(f"the bytes of '{name}' were changed")
-    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers()) if t is not None}
+    # On a CPU delivery in place moves a parameter's memory into a region: a view that was taken before stays with the old memory.
+    held = [t for t in (*module.parameters(), *module.buffers()) if t is not None]
+    own = {t.untyped_storage().data_ptr() for t in held if t.device.type != "cpu"}
+    same = {id(t) for t in held}
     for what, was_all, now_all in (("", before.attributes, after.attributes), ("quant_method.", before.method, after.method)):
         for name, now in now_all.items():
             if name in was_all and was_all[name] is now:
                 continue
-            why = may_hold_copy(now, own)
+            why = may_hold_copy(now, own, same)
             if why:
                 found.append(f"'{what}{name}' {why}")
     return found
@@ -82,8 +85,9 @@ def _attributes(thing: Any) -> dict[str, Any]:
     return {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
 
 
-def may_hold_copy(value: Any, own: set[int]) -> str | None:
-    """Why `value` may hold a copy of weights; None if everything that it reaches was seen, and its tensors lie in storages `own`."""
+def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
+    """Why `value` may hold a copy of weights; None if everything that it reaches was seen, and its tensors are those with ids `same` or
+    lie in storages `own`."""
     import torch
 
     queue: list[Any] = [value]
@@ -96,8 +100,8 @@ def may_hold_copy(value: Any, own: set[int]) -> str | None:
         if len(seen) > MAX_OBJECTS:
             return "reaches too many objects to be searched"
         if isinstance(item, torch.Tensor):
-            if item.numel() and item.untyped_storage().data_ptr() not in own:
-                return f"has a tensor of its own, {item.dtype} {tuple(item.shape)}"
+            if item.numel() and id(item) not in same and item.untyped_storage().data_ptr() not in own:
+                return f"has a tensor of its own or a view, {item.dtype} {tuple(item.shape)}"
             continue
         reached = _reached(item)
         if reached is None:
