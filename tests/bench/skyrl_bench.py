@@ -1,6 +1,6 @@
 """SkyRL's weight sync through refitd beside SkyRL's own broadcast, on a CPU: Qwen3-0.6B, two FSDP2 ranks, two engines.
 
-usage: tools/bench skyrl [--json] [--rounds N] [--layers N]
+usage: tools/bench skyrl [--json] [--rounds N] [--layers N]     with all 28 layers it takes 20 GiB of memory
 
 The chunks are those of SkyRL's own FSDP extractor (it asks for the current CUDA device, which is replaced by the CPU), from float32
 masters, sent in bfloat16. SkyRL 0.3.0 sends them by vLLM's NCCL broadcast, which needs GPUs. In its place rank 0 and the engines
@@ -54,7 +54,16 @@ def model_of(layers):
 
 
 def expected(index, start, count, version, dtype):
-    return torch.arange(start + 7 * index + version, start + 7 * index + version + count).remainder_(MODULUS).to(dtype)
+    """What elements [start, start + count) of a tensor are; made in pieces, as the integers take more memory than the weights."""
+    made, first = torch.empty(count, dtype=dtype), start + 7 * index + version
+    for piece in made.split(1 << 22):
+        piece.copy_(torch.arange(first, first + piece.numel()).remainder_(MODULUS))
+        first += piece.numel()
+    return made
+
+
+def same(held, right):
+    return all(torch.equal(one, two.to(DTYPE)) for one, two in zip(held.split(1 << 22), right.split(1 << 22)))
 
 
 def packs(sizes):
@@ -116,7 +125,8 @@ class Extractors:
                 row = parameter.numel() // parameter.shape[0]
                 start = -(-parameter.shape[0] // TRAINERS) * self.rank * row
                 local.copy_(expected(index, start, local.numel(), version, torch.float32).view(local.shape))
-        self.ready = list(self.extractor.extract_weights(DTYPE))
+        # Only rank 0 sends; the others have gathered.
+        self.ready = [chunk for chunk in self.extractor.extract_weights(DTYPE) if self.rank == 0]
 
     def send(self, source, path):
         """Returns seconds, until the last engine has the weights."""
@@ -177,14 +187,14 @@ def engine(rank, layers, port, socket, pipe):
     while (asked := pipe.recv()) is not None:
         what, argument = asked
         if what == "fill":
-            want = [expected(i, 0, size, argument, DTYPE) for i, size in enumerate(sizes)]
+            want = [expected(i, 0, size, argument, torch.uint8) for i, size in enumerate(sizes)]
             pipe.send(None)
         elif what == "clear":
             for parameter in parameters:
                 parameter.zero_()
             pipe.send(None)
         elif what == "check":
-            pipe.send([name for (name, tensor), right in zip(held.items(), want) if not torch.equal(tensor.view(-1), right)])
+            pipe.send([name for (name, tensor), right in zip(held.items(), want) if not same(tensor.view(-1), right)])
         else:
             for indices in packs(sizes) if argument == "packed" else [[i] for i in range(len(sizes))]:
                 came = buffer[: sum(sizes[i] for i in indices)]
