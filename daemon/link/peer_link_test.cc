@@ -333,11 +333,18 @@ TEST_CASE("A queued command that is too large for a message ends the link and sa
   CHECK_THAT(coordinator.gone.Next().second, Catch::Matchers::Contains("message_bytes"));
 }
 
+TEST_CASE("Nothing can be queued before a link is up") {
+  Coordinator silent(/*accepts=*/false);
+  Joined joined(DialTo(silent.address()));
+  CHECK(joined.link->Queue(Pong(0)).code() == absl::StatusCode::kUnavailable);
+  CHECK(joined.link->Flush().empty());
+  CHECK(silent.sessions.Next()->Queue(PeerPing{1}).code() == absl::StatusCode::kUnavailable);
+}
+
 TEST_CASE(
     "Reports that are queued are encoded by Flush, in order, also if the link is closed first") {
   Coordinator coordinator;
   Joined joined(DialTo(coordinator.address()));
-  CHECK(joined.link->Queue(Pong(0)).code() == absl::StatusCode::kUnavailable);  // not up yet
   joined.logs->up.Next();
   constexpr uint64_t kReports = 500;
   Mutex mutex;
