@@ -295,8 +295,9 @@ typedef struct refit_begin_options {
   /* Not 0: the registered layout has no part in this update, and the rank ends the update by
    * commit. */
   int32_t without_layout;
-  /* Text for people, such as "step 1200": shown in the update's status and in the daemon's log. The
-   * first rank's that is neither NULL nor empty is kept. At most 256 bytes of UTF-8. */
+  /* Text for people, such as "step 1200", shown in the update's status and in the daemon's log. At
+   * most 256 bytes of UTF-8 without control characters. If several ranks give a text, the update
+   * keeps the first that is neither NULL nor empty. */
   const char* note;
 } refit_begin_options;
 #define REFIT_BEGIN_OPTIONS_INIT \

@@ -734,6 +734,11 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
   if (options.duration.count() < 0) return negative("duration", options.duration.count());
   if (options.tensor_count < 0) return negative("tensor_count", options.tensor_count);
   if (options.total_bytes < 0) return negative("total_bytes", options.total_bytes);
+  // Protocol Buffers can't carry it; the daemon checks the rest.
+  if (const std::string clean = CleanText(options.note, options.note.size());
+      clean != options.note) {
+    return Error(absl::StatusCode::kInvalidArgument, "note: \"{}\" is not UTF-8", clean);
+  }
   return absl::OkStatus();
 }
 

@@ -69,8 +69,8 @@ struct BeginOptions {
   // Commit. A rank can so push one version and refit the next without registering in between.
   bool without_layout = false;
   // Text for people, such as "step 1200", shown in the update's status and in the daemon's log. At
-  // most 256 bytes of UTF-8. If several ranks give a text, the update keeps the first that is not
-  // empty.
+  // most 256 bytes of UTF-8 without control characters. If several ranks give a text, the update
+  // keeps the first that is not empty.
   std::string note{};
 };
 

@@ -35,11 +35,17 @@ inline absl::Status CheckText(std::string_view text, size_t limit, std::string_v
 // A text for people, which terminals show: CheckText, and no control characters.
 inline absl::Status CheckLine(std::string_view text, size_t limit, std::string_view field) {
   REFITD_RETURN_IF_ERROR(CheckText(text, limit, field));
-  const auto control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
-  const auto* const at = std::find_if(text.begin(), text.end(), control);
-  if (at == text.end()) return absl::OkStatus();
-  return Error(absl::StatusCode::kInvalidArgument, "{}: a control character at byte {}", field,
-               at - text.begin());
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    // U+0000 to U+001F and U+007F; then U+0080 to U+009F, which UTF-8 encodes as C2 80 to C2 9F.
+    bool control = byte < 0x20 || byte == 0x7f;
+    if (byte == 0xc2 && i + 1 < text.size())
+      control = static_cast<unsigned char>(text[i + 1]) < 0xa0;
+    if (!control) continue;
+    return Error(absl::StatusCode::kInvalidArgument, "{}: a control character at byte {}", field,
+                 i);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace refitd

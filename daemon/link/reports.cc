@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/checks/fields.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
 #include "transport/base/status.h"
@@ -360,7 +361,8 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBegin& wire, const PeerBounds&) 
   out.total_bytes = wire.total_bytes();
   REFITD_ASSIGN_OR_RETURN(out.broadcast, BroadcastFromWire(wire.broadcast()));
   out.without_layout = wire.without_layout();
-  REFITD_ASSIGN_OR_RETURN(out.note, TextOf(wire.note(), "begin.note", kMaxNoteBytes));
+  REFITD_RETURN_IF_ERROR(CheckLine(wire.note(), kMaxNoteBytes, "begin.note"));
+  out.note = wire.note();
   return PeerCall{std::move(out)};
 }
 

@@ -28,6 +28,15 @@ std::string Scaled(double value, std::string_view suffix) {
   return fmt::format("{:.2f} {}{}", value, kUnits[unit], suffix);
 }
 
+// The first `columns` characters of UTF-8 text, each of which is taken to be one column wide.
+std::string_view Cut(std::string_view text, int columns) {
+  for (size_t i = 0; i < text.size(); ++i) {
+    const bool begins = (static_cast<unsigned char>(text[i]) & 0xc0) != 0x80;
+    if (begins && columns-- == 0) return text.substr(0, i);
+  }
+  return text;
+}
+
 }  // namespace
 
 std::string HumanBytes(int64_t bytes) { return Scaled(static_cast<double>(bytes), ""); }
@@ -133,7 +142,7 @@ std::string LiveBlock::Redraw(const std::vector<std::string>& finished,
   text += "\x1b[J";                                         // erase to the end of the screen
   for (const std::string& line : finished) text += line + "\n";
   for (const std::string& line : lines) {
-    text += line.substr(0, static_cast<size_t>(columns_ - 1)) + "\n";
+    text += fmt::format("{}\n", Cut(line, columns_ - 1));
   }
   shown_ = lines.size();
   return text;

@@ -80,6 +80,9 @@ TEST_CASE("a live block goes back over the lines that it showed and keeps finish
   CHECK(block.Redraw({}, {"one", "two"}) == "\x1b[Jone\ntwo\n");
   CHECK(block.Redraw({"one done"}, {"two"}) == "\x1b[2F\x1b[Jone done\ntwo\n");
   CHECK(block.Redraw({}, {std::string(50, 'x')}) == "\x1b[1F\x1b[J" + std::string(19, 'x') + "\n");
+  std::string umlauts;
+  for (int i = 0; i < 20; ++i) umlauts += "\u00fc";
+  CHECK(block.Redraw({}, {umlauts}) == "\x1b[1F\x1b[J" + umlauts.substr(0, size_t{19} * 2) + "\n");
 }
 
 }  // namespace

@@ -195,8 +195,11 @@ int CompleteInstances(const v1::GroupStatus& group) {
 
 std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& meter) {
   if (HasEnded(update)) return RenderEnded(update);
-  const std::string label = fmt::format("{} {:<10}", LabelOf(update), update.state());
-  return ProgressLine(label, update.bytes(), update.total_bytes(), meter);
+  // The note comes last: a terminal that is too narrow cuts the note, not the progress.
+  const std::string label =
+      fmt::format("{} v{} {:<10}", update.group(), update.version(), update.state());
+  const std::string line = ProgressLine(label, update.bytes(), update.total_bytes(), meter);
+  return update.note().empty() ? line : fmt::format("{}  ({})", line, update.note());
 }
 
 std::string RenderGroups(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups) {

@@ -234,11 +234,13 @@ class Trainer(Member):
         `evict_late`: as for refit. `tensor_count`, `total_bytes`: of all ranks together; engines with staged delivery and no manifest
         need the count. `broadcast`: "auto", "direct", "chain", "symmetric" or "nccl". `with_layout`: the registered layout takes
         part, and the update ends by refit() instead of commit(). `note`: text for people, such as "step 1200", shown in the update's
-        status and in the daemon's log; at most 256 bytes of UTF-8.
+        status and in the daemon's log; at most 256 bytes of UTF-8 without control characters.
 
         Raises DeadlineExceeded, naming who was waited for, FailedPrecondition, UpdateAborted, AlreadyExists where this rank has an
         update open.
         """
+        if "\0" in note:  # C would take the text to end there
+            raise InvalidArgument(f"note {note!r} has a NUL character")
         options = _abi.sized(
             _abi.refit_begin_options,
             version=checked_version(version),

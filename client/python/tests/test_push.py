@@ -60,7 +60,8 @@ class PushTest(DaemonTest):
 
     def test_a_note_is_shown_in_the_status_and_a_wrong_note_opens_no_update(self):
         trainer, server, _ = self.staged()
-        for note, problem in (("n" * 257, "note: 257 bytes"), ("a\nb", "note: a control character at byte 1")):
+        for note, problem in (("n" * 257, "note: 257 bytes"), ("a\nb", "note: a control character at byte 1"),
+                              ("a\x9bb", "note: a control character at byte 1"), ("a\0b", "NUL")):
             with self.assertRaises(refitd.InvalidArgument) as raised:
                 trainer.update(1, tensor_count=1, note=note)
             self.assertIn(problem, str(raised.exception))
