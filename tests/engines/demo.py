@@ -59,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="refitd-demo-") as name, testing.daemon() as daemon:
         folder = Path(name)
         checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2, 3)]
-        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         print("starting two servers with random weights, which they never serve", flush=True)
         with Server(checkpoints[0], folder / "0.log", daemon.socket) as first, Server(
             checkpoints[0], folder / "1.log", daemon.socket, REFITD_INSTANCE="vllm-1"

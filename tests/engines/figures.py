@@ -48,7 +48,7 @@ def measure(layers: int, updates: int) -> dict[str, Any]:
     models.ARCHITECTURES["qwen3-0.6b"][1]["num_hidden_layers"] = layers
     with tempfile.TemporaryDirectory(prefix="refitd-figures-") as folder, testing.daemon() as daemon:
         checkpoint = models.make("qwen3-0.6b", Path(folder), 1)
-        trainer = CheckpointTrainer("engines", daemon.socket, checkpoint)
+        trainer = CheckpointTrainer(daemon.socket, checkpoint)
         bare_trainer = refitd.Trainer("bare", rank=0, world_size=1, socket=daemon.socket, device="host")
         bare_trainer.register(trainer.tensors)
         bare = Bare(daemon.socket, trainer.tensors)

@@ -56,9 +56,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
-    """A checkpoint of the architecture in `folder`/NAME-SEED, in one safetensors file."""
+    """A checkpoint of the architecture in `folder`/NAME-DTYPE-SEED, in one safetensors file."""
     kind, options = ARCHITECTURES[name]
-    out = folder / f"{name}-{seed}"
+    out = folder / f"{name}-{dtype}-{seed}"
     if out.exists():
         return out
     config_name = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"

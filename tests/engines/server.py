@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import CALL_SECONDS, ENVIRONMENT, START_SECONDS, die_with_parent
+from support import CALL_SECONDS, ENVIRONMENT, GROUP, START_SECONDS, die_with_parent
 
 
 def free_port() -> int:
@@ -34,7 +34,7 @@ class Server:
         self.port = free_port()
         self._command = [*self.command(model), *arguments]
         self._environment = {
-            **os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "refitd", "REFITD_GROUP": "engines", "REFITD_INSTANCE": "vllm-0",
+            **os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "refitd", "REFITD_GROUP": GROUP, "REFITD_INSTANCE": "vllm-0",
             "REFITD_SOCKET": daemon_socket, **environment,
         }  # fmt: skip
         self.start()

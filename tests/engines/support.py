@@ -10,16 +10,22 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
+import pytest
 import refitd
+from refitd.vllm.manifest import write_manifest
 from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
 # Far longer than anything takes on two cores; only what hangs reaches them.
 START_SECONDS = 1200.0
 CALL_SECONDS = 600.0
+# The group of all tests; each has a daemon of its own.
+GROUP = "engines"
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -139,10 +145,10 @@ class SglangProcess(EngineProcess):
 class CheckpointTrainer:
     """A trainer of one rank that sends checkpoints as versions."""
 
-    def __init__(self, group: str, socket: str, first: Path, **options: Any) -> None:
+    def __init__(self, socket: str, first: Path, **options: Any) -> None:
         loaded = load_file(first / "model.safetensors")
         self.tensors = {name: refitd.empty(tuple(t.shape), t.dtype) for name, t in loaded.items()}
-        self.trainer = refitd.Trainer(group, rank=0, world_size=1, socket=socket, device="host", **options)
+        self.trainer = refitd.Trainer(GROUP, rank=0, world_size=1, socket=socket, device="host", **options)
         self.trainer.register(self.tensors)
 
     def fill(self, checkpoint: Path) -> None:
@@ -183,3 +189,78 @@ class Sending:
             raise self._outcome[0]
         result: refitd.UpdateResult = self._outcome[0]
         return result
+
+
+def following(daemon: Any, **options: Any) -> dict[str, Any]:
+    """Options of `follow` for an engine that follows the tests' group."""
+    return {"group": GROUP, "instance": "engine-0", "socket": daemon.socket, **options}
+
+
+def fresh(kind: type[EngineProcess], checkpoint: Path, tmp_path: Path, **llm: Any) -> tuple[Any, Any]:
+    """Tokens and parameters of an engine that loaded the checkpoint itself."""
+    with kind(checkpoint, tmp_path / "fresh.log", follow=None, **llm) as engine:
+        engine.started()
+        return engine.call("generate"), engine.call("parameters")
+
+
+def update(engine: EngineProcess, trainer: CheckpointTrainer, version: int, checkpoint: Path) -> None:
+    """Brings the checkpoint into the engine as `version`."""
+    sending = Sending(trainer, version, checkpoint)
+    assert engine.call("wait", version, 120) == version
+    assert sending.result().instances[0].committed
+
+
+def check_five_versions(
+    kind: type[EngineProcess],
+    name: str,
+    folder: Path,
+    daemon: Any,
+    tmp_path: Path,
+    *,
+    dtype: str = "bfloat16",
+    each: Callable[[EngineProcess, int], None] = lambda engine, version: None,
+    live: dict[str, Any] | None = None,
+    **llm: Any,
+) -> dict[str, Any]:
+    """After each of five versions the live engine has the parameters, buffers and greedy tokens of an engine that loaded the
+    checkpoint itself. `each`: checks more after a version. `live`: options of the live engine alone. Returns its first rank's delivery.
+    """
+    checkpoints = {seed: models.make(name, folder, seed, dtype) for seed in (1, 2)}
+    expected = {seed: fresh(kind, checkpoint, tmp_path, dtype=dtype, **llm) for seed, checkpoint in checkpoints.items()}
+    assert expected[1][0] != expected[2][0], "the two checkpoints give the same tokens: the test could not fail"
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[1])
+    try:
+        with kind(checkpoints[1], tmp_path / "live.log", follow=following(daemon), dtype=dtype, **llm, **(live or {})) as engine:
+            engine.started()
+            for version, seed in enumerate((2, 1, 2, 2, 1), 1):
+                update(engine, trainer, version, checkpoints[seed])
+                assert engine.call("parameters") == expected[seed][1], f"version {version}"
+                assert engine.call("generate") == expected[seed][0], f"version {version}"
+                each(engine, version)
+            ranks: list[dict[str, Any]] = engine.call("status")
+    finally:
+        trainer.close()
+    assert len(ranks) == llm.get("tp", 1)
+    for rank, parameters in zip(ranks, expected[1][1]):
+        delivery = rank["delivery"]
+        listed = {*delivery["direct"], *delivery["processed"], *delivery["constant"]}
+        assert listed == set(parameters), "a parameter or buffer is in no list"
+    return dict(ranks[0]["delivery"])
+
+
+def check_refused(kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, **options: Any) -> None:
+    """The engine does not attach, and the error names the culprit. `options`: of `follow`."""
+    trainer = CheckpointTrainer(daemon.socket, checkpoint)
+    try:
+        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16") as engine:
+            with pytest.raises(EngineFailed, match=culprit):
+                engine.started()
+    finally:
+        trainer.close()
+
+
+def manifest_of(checkpoint: Path, path: Path, *, without: str = "", **more: Any) -> str:
+    """Writes the list of the checkpoint's tensors, without one and with `more`; returns the path for the option `manifest`."""
+    tensors = {name: tensor for name, tensor in load_file(checkpoint / "model.safetensors").items() if name != without}
+    write_manifest(str(path), {**tensors, **more})
+    return str(path)

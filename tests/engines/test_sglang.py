@@ -7,60 +7,19 @@ from typing import Any
 
 import models
 import pytest
-from refitd import testing
-from support import CheckpointTrainer, EngineFailed, Sending, SglangProcess
+import support
+from support import EngineProcess, SglangProcess, check_refused, manifest_of
 
 pytest.importorskip("sglang")
-GROUP = "engines"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def check_spans(engine: EngineProcess, version: int) -> None:
+    """SGLang tells that all tokens of an answer are of the version."""
+    assert engine.call("spans") == [[str(version), 0, 4]]
 
 
-@pytest.fixture
-def daemon() -> Any:
-    with testing.daemon() as running:
-        yield running
-
-
-def follow(daemon: Any, **options: Any) -> dict[str, Any]:
-    return {"group": GROUP, "instance": "sglang-0", "socket": daemon.socket, **options}
-
-
-def fresh(checkpoint: Path, tmp_path: Path, **llm: Any) -> tuple[Any, Any]:
-    """Tokens and parameters of an engine that loaded the checkpoint itself."""
-    with SglangProcess(checkpoint, tmp_path / "fresh.log", follow=None, **llm) as engine:
-        engine.started()
-        return engine.call("generate"), engine.call("parameters")
-
-
-def check_five_versions(name: str, folder: Path, daemon: Any, tmp_path: Path, load_format: str = "dummy", **llm: Any) -> dict[str, Any]:
-    checkpoints = {seed: models.make(name, folder, seed) for seed in (1, 2)}
-    expected = {seed: fresh(checkpoint, tmp_path, dtype="bfloat16", **llm) for seed, checkpoint in checkpoints.items()}
-    assert expected[1][0] != expected[2][0], "the two checkpoints give the same tokens: the test could not fail"
-    trainer = CheckpointTrainer(GROUP, daemon.socket, checkpoints[1])
-    options = dict(dtype="bfloat16", load_format=load_format, **llm)
-    try:
-        with SglangProcess(checkpoints[1], tmp_path / "live.log", follow=follow(daemon), **options) as engine:
-            engine.started()
-            for version, seed in enumerate((2, 1, 2, 2, 1), 1):
-                sending = Sending(trainer, version, checkpoints[seed])
-                assert engine.call("wait", version, 120) == version
-                assert sending.result().instances[0].committed
-                assert engine.call("parameters") == expected[seed][1], f"version {version}"
-                assert engine.call("generate") == expected[seed][0], f"version {version}"
-                assert engine.call("spans") == [[str(version), 0, 4]]
-            ranks: list[dict[str, Any]] = engine.call("status")
-    finally:
-        trainer.close()
-    assert len(ranks) == llm.get("tp", 1)
-    for rank in ranks:
-        delivery = rank["delivery"]
-        listed = {*delivery["direct"], *delivery["processed"], *delivery["constant"]}
-        assert listed == set(expected[1][1][0]), "a parameter or buffer is in no list"
-    return dict(ranks[0]["delivery"])
+def check_five_versions(*arguments: Any, **options: Any) -> dict[str, Any]:
+    return support.check_five_versions(SglangProcess, *arguments, each=check_spans, **options)
 
 
 @pytest.mark.quick
@@ -77,7 +36,7 @@ def test_five_versions_of_each_architecture(name: str, folder: Path, daemon: Any
 @pytest.mark.parametrize("name", ["qwen3-moe"])
 def test_five_versions_where_nothing_proves_direct_delivery(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     """An engine that started from its checkpoint has no evidence: what SGLang post-processes goes through the arena."""
-    delivery = check_five_versions(name, folder, daemon, tmp_path, load_format="auto")
+    delivery = check_five_versions(name, folder, daemon, tmp_path, live={"load_format": "auto"})
     assert delivery["processed"] and delivery["direct"] and delivery["arena_bytes"]
 
 
@@ -88,18 +47,7 @@ def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_
 
 def test_parameters_skipped_silently(folder: Path, daemon: Any, tmp_path: Path) -> None:
     """A checkpoint that lacks a tensor is refused by the parameter's name."""
-    from refitd.vllm.manifest import write_manifest
-    from safetensors.torch import load_file
-
     checkpoint = models.make("qwen3", folder, 1)
-    tensors = load_file(checkpoint / "model.safetensors")
-    del tensors["model.layers.1.mlp.down_proj.weight"]
-    write_manifest(str(tmp_path / "manifest.json"), tensors)
-    trainer = CheckpointTrainer(GROUP, daemon.socket, checkpoint)
-    try:
-        options = follow(daemon, manifest=str(tmp_path / "manifest.json"))
-        with SglangProcess(checkpoint, tmp_path / "live.log", follow=options, dtype="bfloat16") as engine:
-            with pytest.raises(EngineFailed, match="model.layers.1.mlp.down_proj.weight"):
-                engine.started()
-    finally:
-        trainer.close()
+    missing = "model.layers.1.mlp.down_proj.weight"
+    manifest = manifest_of(checkpoint, tmp_path / "manifest.json", without=missing)
+    check_refused(SglangProcess, daemon, checkpoint, tmp_path, missing, manifest=manifest)

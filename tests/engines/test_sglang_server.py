@@ -38,7 +38,7 @@ def test_server_under_load(tmp_path: Path) -> None:
                 return
 
     with testing.daemon() as daemon:
-        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         with SglangServer(checkpoints[0], tmp_path / "server.log", daemon.socket, SGLANG_PLUGINS="refitd") as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
@@ -67,7 +67,7 @@ def test_server_under_load(tmp_path: Path) -> None:
             assert server.get("/refitd/ready")[0] == 503
             assert server.complete(PROMPT) == (texts[0], 12)
             daemon.start()
-            trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+            trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches again")
             trainer.send(13, checkpoints[1])
             server.until(lambda: ready(server, 13), "version 13")

@@ -45,7 +45,7 @@ def check_spans(load: Load, tokens: int) -> None:
 def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
     """No completion fails or is cut, answers are those of the version that they tell, and what random weights are is never shown."""
     with testing.daemon() as daemon:
-        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         with Server(checkpoints[0], tmp_path / "server.log", daemon.socket) as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
@@ -91,7 +91,7 @@ def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
 def test_kill_9_of_daemon_trainer_and_server(checkpoints: list[Path], tmp_path: Path) -> None:
     """Whoever dies, the server answers with a whole version or not at all, and takes the next version."""
     with testing.daemon() as daemon:
-        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         with Server(checkpoints[0], tmp_path / "server.log", daemon.socket) as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
@@ -113,7 +113,7 @@ def test_kill_9_of_daemon_trainer_and_server(checkpoints: list[Path], tmp_path: 
             assert server.get("/refitd/ready")[0] == 503
             assert server.complete(PROMPT) == first
             daemon.start()
-            trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+            trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches again")
             trainer.send(3, checkpoints[1])
             server.until(lambda: ready(server, 3), "version 3")
@@ -136,7 +136,7 @@ def test_kill_9_of_daemon_trainer_and_server(checkpoints: list[Path], tmp_path: 
 def test_pause_under_load(mode: str, checkpoints: list[Path], tmp_path: Path) -> None:
     """No completion has tokens of two versions: an update waits for those under way, or ends them."""
     with testing.daemon() as daemon:
-        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, REFITD_PAUSE=mode) as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
@@ -161,7 +161,7 @@ def test_update_while_asleep_and_resume_of_a_dirty_engine(checkpoints: list[Path
     """Sleep of level 1 and 2 detaches; what vLLM's own /resume would serve is refused. vLLM on a CPU
     keeps the memory of a sleeping engine, so that what is seen here is the adapter's part."""
     with testing.daemon() as daemon:
-        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, VLLM_SERVER_DEV_MODE="1") as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
@@ -204,7 +204,7 @@ def engine_core(server: Server) -> int:
 def test_kill_9_of_the_worker(phase: str, checkpoints: list[Path], tmp_path: Path) -> None:
     """A server whose worker is gone answers nothing; the one that is started instead is ready with the next version only."""
     with testing.daemon() as daemon:
-        trainer = CheckpointTrainer("engines", daemon.socket, checkpoints[0])
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         with Server(checkpoints[0], tmp_path / "server.log", daemon.socket) as server:
             server.up()
             server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
