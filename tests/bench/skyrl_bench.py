@@ -37,7 +37,7 @@ TRAINERS, ENGINES = 2, 2
 DTYPE = torch.bfloat16
 PACKED_BYTES = 1 << 30
 OWN = ("one by one", "packed")
-# What is sent, and how.
+# Each case names the chunks' source ("ready": gathered before; "gather": gathered from the model) and the path that they take.
 CASES = (*(("ready", path) for path in (*OWN, "push")), *(("gather", path) for path in (*OWN, "push", "sharded")))
 MODULUS = 251  # of what the weights count to: bfloat16 holds such integers
 

@@ -294,13 +294,13 @@ class RefitdCheckpointEngine(CheckpointEngine):
                 self.group, rank=place.rank, world_size=place.world_size, client="verl", **self._options
             )
         if self._processes is None and place.world_size > 1:
-            # Of its own, so that what a rank that failed still gathers is never taken for this.
+            # The ranks compare in a process group of their own: a rank that failed may still gather weights in verl's group.
             self._processes = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._update_seconds))
 
     def _attach_engine(self) -> None:
         options = {name: value for name, value in self._options.items() if name in CONNECT_OPTIONS}
         options.setdefault("device", _rollout_device())
-        # What the engine behind verl's adapter holds is not known here.
+        # This worker does not know which weights the engine behind verl's adapter holds, so it says that they are dirty.
         self._engine = Engine(self.group, instance=self._instance, staged=True, dirty=True, client="verl", **options)
 
     def _attach_in_place(self) -> None:
