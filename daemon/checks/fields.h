@@ -2,7 +2,6 @@
 #ifndef REFITD_DAEMON_CHECKS_FIELDS_H_
 #define REFITD_DAEMON_CHECKS_FIELDS_H_
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <string_view>
@@ -37,11 +36,11 @@ inline absl::Status CheckLine(std::string_view text, size_t limit, std::string_v
   REFITD_RETURN_IF_ERROR(CheckText(text, limit, field));
   for (size_t i = 0; i < text.size(); ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);
-    // U+0000 to U+001F and U+007F; then U+0080 to U+009F, which UTF-8 encodes as C2 80 to C2 9F.
-    bool control = byte < 0x20 || byte == 0x7f;
-    if (byte == 0xc2 && i + 1 < text.size())
-      control = static_cast<unsigned char>(text[i + 1]) < 0xa0;
-    if (!control) continue;
+    const unsigned char next = i + 1 < text.size() ? static_cast<unsigned char>(text[i + 1]) : 0xff;
+    const bool c0 = byte < 0x20 || byte == 0x7f;
+    const bool c1 =
+        byte == 0xc2 && next < 0xa0;  // UTF-8 encodes U+0080 to U+009F as C2 80 to C2 9F
+    if (!c0 && !c1) continue;
     return Error(absl::StatusCode::kInvalidArgument, "{}: a control character at byte {}", field,
                  i);
   }

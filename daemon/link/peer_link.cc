@@ -195,8 +195,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
 
  private:
   using Backlog = PeerBacklog<PeerReport>;
-  // Encoded size of sequence and incarnation.
-  static constexpr size_t kNumberingBytes = 20;
 
   struct Encoded {
     std::vector<v1::PeerMessage> messages;
@@ -209,7 +207,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     Encoded encoded;
     REFITD_ASSIGN_OR_RETURN(encoded.messages, ToWire(report, bounds, message_bytes));
     for (const v1::PeerMessage& message : encoded.messages) {
-      encoded.sizes.push_back(message.ByteSizeLong() + kNumberingBytes);
+      encoded.sizes.push_back(message.ByteSizeLong() + kPeerNumberingBytes);
       encoded.bytes += encoded.sizes.back();
     }
     if (encoded.bytes > kMaxPeerQueuedBytes) {

@@ -14,6 +14,9 @@
 
 namespace refitd {
 
+// Encoded size of a message's sequence and incarnation, at most.
+inline constexpr size_t kPeerNumberingBytes = 20;
+
 template <typename Message>
 class PeerQueue {
  public:
@@ -25,7 +28,7 @@ class PeerQueue {
     queued_bytes_ += bytes;
     entries_.push_back({std::move(message), bytes});
   }
-  // As Push, with the next sequence number.
+  // As Push, with the next sequence number. `bytes` includes kPeerNumberingBytes.
   void PushNumbered(Message message, size_t bytes, uint64_t incarnation) {
     message.set_sequence(++sequence_);
     message.set_incarnation(incarnation);

@@ -155,14 +155,20 @@ std::string Outcomes(const v1::UpdateStatus& update) {
   return fmt::format("{} of {} instances{}", committed, update.instances_size(), lost);
 }
 
-// "policy v8 (step 1200)": the group, the version, and the note that a trainer gave.
+// "policy v8": the group and the version.
 std::string LabelOf(const v1::UpdateStatus& update) {
-  const std::string label = fmt::format("{} v{}", update.group(), update.version());
-  return update.note().empty() ? label : fmt::format("{} ({})", label, update.note());
+  return fmt::format("{} v{}", update.group(), update.version());
+}
+
+// `line` and the note that a trainer gave: "policy v8 (step 1200)".
+std::string WithNote(std::string_view line, std::string_view separator,
+                     const v1::UpdateStatus& update) {
+  if (update.note().empty()) return std::string(line);
+  return fmt::format("{}{}({})", line, separator, update.note());
 }
 
 std::string RenderEnded(const v1::UpdateStatus& update) {
-  const std::string label = LabelOf(update);
+  const std::string label = WithNote(LabelOf(update), " ", update);
   if (update.outcome() != v1::UPDATE_OUTCOME_COMMITTED) {
     return fmt::format("{} {} after {}: {}", label, OrDash(update.state()),
                        HumanSeconds(update.elapsed_seconds()), OrDash(update.reason()));
@@ -196,10 +202,9 @@ int CompleteInstances(const v1::GroupStatus& group) {
 std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& meter) {
   if (HasEnded(update)) return RenderEnded(update);
   // The note comes last: a terminal that is too narrow cuts the note, not the progress.
-  const std::string label =
-      fmt::format("{} v{} {:<10}", update.group(), update.version(), update.state());
+  const std::string label = fmt::format("{} {:<10}", LabelOf(update), update.state());
   const std::string line = ProgressLine(label, update.bytes(), update.total_bytes(), meter);
-  return update.note().empty() ? line : fmt::format("{}  ({})", line, update.note());
+  return WithNote(line, "  ", update);
 }
 
 std::string RenderGroups(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups) {

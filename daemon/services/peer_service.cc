@@ -164,12 +164,12 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
 
  private:
   using Backlog = PeerBacklog<PeerCommand>;
-  static constexpr size_t kNumberingBytes = 20;  // sequence and incarnation
 
   void Push(const Backlog::Entry& entry, std::vector<v1::PeerAnswer> answers)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     size_t bytes = 0;
-    for (const v1::PeerAnswer& answer : answers) bytes += answer.ByteSizeLong() + kNumberingBytes;
+    for (const v1::PeerAnswer& answer : answers)
+      bytes += answer.ByteSizeLong() + kPeerNumberingBytes;
     if (!queue_.HasRoom(bytes)) {
       DropAll();
       EndLocked(Error(StatusCode::kResourceExhausted,
@@ -179,7 +179,7 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       return;
     }
     for (v1::PeerAnswer& answer : answers) {
-      const size_t size = answer.ByteSizeLong() + kNumberingBytes;
+      const size_t size = answer.ByteSizeLong() + kPeerNumberingBytes;
       queue_.PushNumbered(std::move(answer), size, entry.incarnation);
     }
     if (const auto* replaced = std::get_if<PeerIncarnation>(&entry.value)) {
