@@ -1,6 +1,7 @@
 #include "transport/pool.h"
 
 #include <algorithm>
+#include <set>
 
 #include "transport/base/status.h"
 
@@ -174,6 +175,21 @@ SlotLedger::Slot* SlotLedger::Find(SlotGrant grant) {
   if (grant.slot.value() >= slots_.size()) return nullptr;
   Slot& slot = slots_[grant.slot.value()];
   return slot.state != SlotState::kFree && slot.grant == grant.grant ? &slot : nullptr;
+}
+
+void SlotLedger::CheckInvariants() const {
+  std::set<GrantId> grants;
+  for (const Slot& slot : slots_) {
+    if (slot.state == SlotState::kFree) {
+      REFITD_CHECK(slot.grant == GrantId() && slot.holder == MemberId() && slot.readers.empty());
+      continue;
+    }
+    REFITD_CHECK(slot.grant.value() > 0 && slot.grant.value() < next_grant_);
+    REFITD_CHECK(grants.insert(slot.grant).second);
+    REFITD_CHECK((slot.state == SlotState::kReading) == !slot.readers.empty());
+    if (slot.state == SlotState::kLeased) REFITD_CHECK(slot.holder != MemberId());
+    if (slot.state == SlotState::kReading) REFITD_CHECK(slot.holder == MemberId());
+  }
 }
 
 bool SlotLedger::EndReading(Slot* slot, MemberId reader) {

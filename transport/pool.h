@@ -87,6 +87,9 @@ class SlotLedger {
   };
   const Slot& slot(SlotIndex index) const { return slots_[index.value()]; }
 
+  // Aborts the process if an invariant does not hold.
+  void CheckInvariants() const;
+
  private:
   // Takes the first free slot into `state`, under a new grant.
   std::optional<SlotGrant> Take(SlotState state);

@@ -390,6 +390,7 @@ class Schedule {
   }
 
   void CheckInvariants() {
+    ledger_.CheckInvariants();
     int leased = 0;
     int submitted = 0;
     for (const Pusher& pusher : pushers_) {

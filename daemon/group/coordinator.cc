@@ -1290,6 +1290,7 @@ void Coordinator::Handle(const MachineEvent& event, TimePoint now, MachineAction
   impl_->actions = actions;
   impl_->Handle(event);
   impl_->actions = nullptr;
+  impl_->CheckState();
 }
 
 std::optional<TimePoint> Coordinator::NextDeadline() const {

@@ -59,6 +59,7 @@ class Coordinator : public GroupMachine {
   std::optional<UpdateMark> MarkUpdate() const override;
   UpdateStatistics Statistics() const override;
   PastUpdate Past(Version version) const override;
+  void CheckInvariants() const override;
 
   // Whether the daemon with that id and process may join now. FAILED_PRECONDITION: the id is this
   // daemon's own. ALREADY_EXISTS: another process with that id has a live link; joining may succeed

@@ -219,9 +219,16 @@ struct Coordinator::Impl {
   // ---- the group's actions ----
   void Feed(GroupEvent event);
   void Route(GroupAction action);
+  bool RouteToNode(GroupAction* action);
+  bool ReplyToNode(Reply* reply);
+  bool RefuseOnNode(RefuseMember* refusal);
   void Assemble(const UpdateAssembled& a);
   void Announce();
   void StartPart(const StartTransfer& a);
+  using StagedByNode = std::map<NodeId, std::vector<MemberId>>;
+  PartJob MakePartJob(const StartTransfer& a, StagedByNode* staged) const;
+  PeerHeader HeaderFor(NodeId node, const StartTransfer& a, const PartJob& part,
+                       std::vector<MemberId> staged) const;
   void StartReadback(const StartVerify& a);
 
   // ---- the program (coordinator_program.cc) ----
@@ -340,6 +347,15 @@ struct Coordinator::Impl {
   void Do(Action action) {
     actions->push_back(std::move(action));
   }
+
+  // ---- what must hold after every event (machine_invariants.cc) ----
+  // The part of the invariants that costs nothing, checked after every event.
+  void CheckState() const;
+  void CheckInvariants() const;
+  void CheckNodes() const;
+  void CheckEpoch() const;
+  void CheckSpread() const;
+  void CheckProgram() const;
 
   const CoordinatorOptions options;
   Group group;

@@ -27,7 +27,10 @@ class Fixture {
     Do(NodeJoined{kNode, "a", "elsewhere"});
   }
 
-  void Do(MachineEvent event) { coordinator_.Handle(event, now_, &actions_); }
+  void Do(MachineEvent event) {
+    coordinator_.Handle(event, now_, &actions_);
+    coordinator_.CheckInvariants();
+  }
   void Report(PeerReport report) { Do(ReportReceived{kNode, std::move(report)}); }
   // Every joined daemon sends the report.
   void ReportAll(const PeerReport& report) {

@@ -128,6 +128,9 @@ struct Follower::Impl {
   void Lose(const absl::Status& status);
   void AnswerLostCalls();
   void EndIfIdle();
+  // The part of the invariants that costs nothing, checked after every event.
+  void CheckState() const;
+  void CheckInvariants() const;
   Worker::Output Out() { return {actions, &reports}; }
   template <typename Action>
   void Do(Action action) {
@@ -515,7 +518,42 @@ void Follower::Handle(const MachineEvent& event, TimePoint now, MachineActions* 
   if (f.entered) f.EndIfIdle();
   f.reports.clear();
   f.actions = nullptr;
+  f.CheckState();
 }
+
+void Follower::Impl::CheckState() const {
+  REFITD_CHECK(reports.empty());
+  REFITD_CHECK(state != State::kJoined || heard.has_value());
+  REFITD_CHECK(past.size() <= kRememberedUpdates);
+  // P2, P4: whoever lost the coordinator has told its members and answered what can be answered.
+  REFITD_CHECK(state != State::kLost || (members.empty() && layouts.empty() && !lost.ok()));
+}
+
+void Follower::Impl::CheckInvariants() const {
+  CheckState();
+  worker.CheckInvariants();
+  for (const auto& [id, member] : members) {
+    REFITD_CHECK(id != MemberId());
+    REFITD_CHECK(member.engine == std::holds_alternative<EngineIdentity>(member.identity));
+    // The coordinator has not heard of a rank that waits for its slots, so it sent it nothing.
+    REFITD_CHECK(!member.awaits_slots || (member.own_slots && !member.welcomed));
+    REFITD_CHECK(!member.prepared.has_value() || member.engine);
+  }
+  for (const auto& [call, sent] : layouts) {
+    REFITD_CHECK(members.contains(sent.member) && sent.layout != nullptr && !calls.contains(call));
+  }
+  // P6: a bucket is known until its call is answered, and no longer.
+  for (const auto& [call, bucket] : buckets) {
+    const auto sent = calls.find(call);
+    REFITD_CHECK(sent != calls.end() && sent->second.bucket);
+  }
+  for (const auto& [call, sent] : calls) {
+    REFITD_CHECK(!sent.bucket || buckets.contains(call));
+    REFITD_CHECK(state != State::kLost || (sent.bucket && worker.Reads(call)));
+  }
+}
+
+void Follower::CheckInvariants() const { impl_->CheckInvariants(); }
 
 std::optional<TimePoint> Follower::NextDeadline() const {
   if (impl_->state != Impl::State::kJoined) return std::nullopt;

@@ -44,6 +44,7 @@ class Follower : public GroupMachine {
   MachineView View(TimePoint now) const override;
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version version) const override;  // of updates that this daemon took part in
+  void CheckInvariants() const override;
 
   // Whether the link is lost and no bytes of this group move any more. The caller may then destroy
   // the follower.

@@ -41,7 +41,10 @@ class Fixture {
   }
 
   void Forget() { actions_.clear(); }
-  void Do(MachineEvent event) { follower_.Handle(event, now_, &actions_); }
+  void Do(MachineEvent event) {
+    follower_.Handle(event, now_, &actions_);
+    follower_.CheckInvariants();
+  }
   void Command(PeerCommand command) { Do(CommandReceived{std::move(command)}); }
   void Register(CallId call, const std::string& tensor = "t") {
     Do(GroupEvent(LayoutRegistered{kEngine, LayoutOf({Bytes(tensor, 100)}), call}));

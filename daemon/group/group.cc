@@ -297,6 +297,7 @@ void Group::Handle(const GroupEvent& event, TimePoint now, GroupActions* actions
   impl_->Pump();
   if (impl_->changed) actions->push_back(StateChanged{});
   impl_->actions = nullptr;
+  impl_->CheckState();
 }
 
 std::optional<TimePoint> Group::NextDeadline() const {

@@ -738,7 +738,11 @@ class Group {
   UpdateStatistics Statistics() const;
   PastUpdate Past(Version version) const;
 
+  // Aborts the process if an invariant does not hold. Takes as long as the group is large.
+  void CheckInvariants() const;
+
  private:
+  friend struct GroupForTests;  // plants errors that CheckInvariants must find
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -6,6 +6,7 @@
 //   begin.cc    Begin, Prepare, Ready
 //   data.cc     slots, buckets, parts, acknowledgements
 //   end.cc      Commit, verification, eviction, giving up
+//   invariants.cc  what must hold after every event
 //
 // Every event ends in Pump(), which takes all steps that have become possible. Not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_GROUP_IMPL_H_
@@ -197,6 +198,18 @@ struct Group::Impl {
   void SetAckDue(MemberId id, const group::StagedReader& reader);
   void TickUpdate();
 
+  // ---- invariants.cc ----
+  // The part of the invariants that costs nothing, checked after every event.
+  void CheckState() const;
+  void CheckInvariants() const;
+  void CheckMembers() const;
+  void CheckInstances() const;
+  void CheckRequests() const;
+  void CheckSlots() const;
+  void CheckParticipants() const;
+  void CheckParts() const;
+  void CheckPushed() const;
+
   // ---- view.cc ----
   UpdateView ViewOf(const Update& u) const;
   std::string HolderOf(SlotIndex index) const;
@@ -300,6 +313,8 @@ struct Group::Impl {
                     std::vector<std::string>* left_out) const;
   void TakeOneCalls();
   absl::StatusOr<bool> ProgramAtHand();
+  group::ProgramKey KeyOf(const std::vector<MemberId>& sources) const;
+  void Compile(group::ProgramKey key, const std::vector<MemberId>& sources);
   void AddUnheld(const std::vector<MemberId>& sources, std::set<std::string>* pushed) const;
   bool Moves(std::string_view tensor) const;
   bool LeavesOut(const group::CompiledProgram& compiled, std::string_view tensor) const;

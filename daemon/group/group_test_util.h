@@ -375,6 +375,7 @@ class TestGroup {
   void Do(const GroupEvent& event) {
     GroupActions actions;
     group.Handle(event, now, &actions);
+    group.CheckInvariants();
     for (const GroupAction& action : actions) {
       std::visit([this](const auto& a) { On(a); }, action);
     }

@@ -231,6 +231,10 @@ class GroupMachine {
   // Known to the coordinator only; a follower's are empty.
   virtual UpdateStatistics Statistics() const = 0;
   virtual PastUpdate Past(Version version) const = 0;
+
+  // Aborts the process if an invariant does not hold. Takes as long as the group is large, so it is
+  // for tests, simulation and fuzzing.
+  virtual void CheckInvariants() const = 0;
 };
 
 }  // namespace refitd

@@ -167,6 +167,9 @@ class Worker {
   std::optional<EpochId> epoch() const { return epoch_; }
   std::string_view epoch_state() const { return epoch_state_; }
 
+  // Aborts the process if an invariant does not hold.
+  void CheckInvariants() const;
+
  private:
   struct Part {
     PeerHeader header;
@@ -235,6 +238,9 @@ class Worker {
   void DropIfOver(UpdateId id, const Output& out);
   void GiveWireBackIfQuiet(const Output& out);
   static bool Running(const Part& part) { return part.transferring || part.on_wire; }
+  // ---- machine_invariants.cc ----
+  static void CheckParts(const Update& update);
+  static void CheckJob(const Job& job);
 
   const Callbacks callbacks_;
   const Duration wire_limit_;

@@ -10,6 +10,7 @@
 
 #include "daemon/sockets/descriptor_socket.h"
 #include "refitd/v1/engine.pb.h"
+#include "tests/aborts.h"
 
 namespace refitd {
 namespace {
@@ -54,6 +55,20 @@ TEST_CASE("a lease's token names its member until the lease ends; the record sta
   CHECK(leases.Remove(MemberId(1)).id == MemberId(1));
   CHECK_FALSE(leases.Contains(MemberId(1)));
   leases.CheckInvariants();
+}
+
+TEST_CASE("CheckInvariants finds a lost member whose token lives, and a live one without (P9)") {
+  Leases leases;
+  MemberRecord* const member = leases.Add(Rank(1));
+  CHECK_FALSE(Aborts([&] { leases.CheckInvariants(); }));
+  CHECK(Aborts([&] {
+    member->lost = true;
+    leases.CheckInvariants();
+  }));
+  CHECK(Aborts([&] {
+    member->token = "another";
+    leases.CheckInvariants();
+  }));
 }
 
 TEST_CASE("a member that is removed without being lost leaves no token behind") {

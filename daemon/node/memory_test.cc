@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "tests/aborts.h"
+
 namespace refitd {
 namespace {
 
@@ -51,6 +53,16 @@ TEST_CASE("regions are limited for each member and for the daemon, and come free
   CHECK(world.memory.Take(a, first, world.calls).ok());
   world.memory.CheckInvariants(world.leases);
   CHECK(world.memory.Admit(*b, "").ok());
+}
+
+TEST_CASE("CheckInvariants finds a region that went without being counted (P8)") {
+  World world;
+  MemberRecord* const member = world.Attach(1);
+  world.Register(member);
+  CHECK(Aborts([&] {
+    member->regions.clear();
+    world.memory.CheckInvariants(world.leases);
+  }));
 }
 
 TEST_CASE("an engine's memory is one region, a trainer's may be several") {

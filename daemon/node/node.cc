@@ -413,7 +413,19 @@ void Node::CheckInvariants() {
   memory_.CheckInvariants(leases_);
   peers_.CheckInvariants();
   watchers_.CheckInvariants();
-  for (const auto& [name, group] : groups_) group->pools.CheckInvariants();
+  for (const auto& [name, group] : groups_) {
+    REFITD_CHECK(group->machine->name() == name);
+    REFITD_CHECK((group->coordinator != nullptr) != (group->follower != nullptr));
+    group->machine->CheckInvariants();
+    group->pools.CheckInvariants();
+  }
+  for (const auto& [id, member] : leases_.all()) REFITD_CHECK(groups_.contains(member.group));
+  // A member waits for a group of this daemon that does not exist yet, or for joining another's.
+  for (const Waiting& waiting : waiting_) {
+    const auto group = groups_.find(waiting.record.group);
+    REFITD_CHECK(waiting.coordinator.empty() ? group == groups_.end()
+                                             : group != groups_.end() && group->second->joining);
+  }
 }
 
 int64_t Node::watched_views() {

@@ -40,6 +40,7 @@ class Machine : public GroupMachine {
   std::optional<UpdateMark> MarkUpdate() const override { return mark; }
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version /*version*/) const override { return {}; }
+  void CheckInvariants() const override {}
 
   bool running = false;
   std::optional<UpdateMark> mark;

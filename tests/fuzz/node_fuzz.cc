@@ -246,6 +246,7 @@ class World {
         if (members_.empty()) return;
         MemberStep(step, step.actor() % members_.size());
     }
+    node_->CheckInvariants();
     Judge();
   }
 
@@ -254,6 +255,7 @@ class World {
     node_->Drain();
     Judge();
     node_->Finish(std::chrono::steady_clock::now());
+    node_->CheckInvariants();
     Judge();
     for (const auto& call : calls_) {
       MutexLock lock(&call->mutex);

@@ -53,7 +53,10 @@ void CheckAnswer(PeerReply reply) {
   Follower follower(std::move(options));
   const TimePoint now{std::chrono::hours(1)};
   MachineActions actions;
-  const auto feed = [&](MachineEvent event) { follower.Handle(event, now, &actions); };
+  const auto feed = [&](MachineEvent event) {
+    follower.Handle(event, now, &actions);
+    follower.CheckInvariants();
+  };
   feed(LinkUp{7, {}, std::nullopt, "a"});
   feed(GroupEvent(TrainerAttached{MemberId(1), {}}));
   uint64_t calls = 0;

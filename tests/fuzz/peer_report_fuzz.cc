@@ -39,7 +39,10 @@ void CheckEpochReport(PeerReport report) {
   Coordinator coordinator(std::move(options));
   const TimePoint now{std::chrono::hours(1)};
   MachineActions actions;
-  const auto feed = [&](MachineEvent event) { coordinator.Handle(event, now, &actions); };
+  const auto feed = [&](MachineEvent event) {
+    coordinator.Handle(event, now, &actions);
+    coordinator.CheckInvariants();
+  };
   feed(NodeJoined{NodeId(1), "b", "b"});
   feed(NodeJoined{NodeId(2), "stranger", "c"});
   feed(GroupEvent(TrainerAttached{MemberId(1), {}}));

@@ -251,6 +251,7 @@ void Cluster::Feed(int daemon, MachineEvent event) {
   Post([this, daemon, event = std::move(event)] {
     MachineActions actions;
     daemons_[static_cast<size_t>(daemon)]->machine->Handle(event, now_, &actions);
+    daemons_[static_cast<size_t>(daemon)]->machine->CheckInvariants();
     for (const MachineAction& action : actions) Perform(daemon, action);
   });
 }

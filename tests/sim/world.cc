@@ -380,6 +380,7 @@ void World::Drain(int d) {
     Note("<-", d, g, event);
     MachineActions actions;
     m->machine->Handle(event, now_, &actions);
+    m->machine->CheckInvariants();
     for (const MachineAction& action : actions) {
       if (over_) break;
       Perform(d, g, action);

@@ -1,0 +1,95 @@
+// Plants errors in a group's state: CheckInvariants must find each.
+#include <catch2/catch.hpp>
+#include <functional>
+
+#include "daemon/group/group_impl.h"
+#include "daemon/group/group_test_util.h"
+#include "tests/aborts.h"
+
+namespace refitd {
+
+struct GroupForTests {
+  using Impl = Group::Impl;
+  static Impl& Of(Group& group) { return *group.impl_; }
+};
+
+namespace {
+
+using Impl = GroupForTests::Impl;
+
+const std::vector<TensorSpec> kModel = {Bytes("a", 1000), Bytes("b", 500)};
+
+// Whether the check finds the error that `plant` makes in a copy of the process.
+bool Found(TestGroup& g, const std::function<void(Impl&)>& plant) {
+  g.group.CheckInvariants();
+  return Aborts([&] {
+    plant(GroupForTests::Of(g.group));
+    g.group.CheckInvariants();
+  });
+}
+
+// A trainer, and an engine in an update that is open for data.
+struct Updating : TestGroup {
+  explicit Updating(bool staged) {
+    trainer = AttachTrainer();
+    engine = staged ? Staged("i", kModel) : Registered("i", kModel);
+    Begin(trainer, 1);
+    ReadyAll();
+  }
+  MemberId trainer;
+  MemberId engine;
+};
+
+TEST_CASE("the planted errors' test finds nothing where nothing was planted") {
+  Updating g(/*staged=*/false);
+  CHECK_FALSE(Found(g, [](Impl&) {}));
+}
+
+TEST_CASE("CheckInvariants finds members, ranks and instances that do not agree") {
+  Updating g(/*staged=*/false);
+  CHECK(Found(g, [](Impl& i) { i.instances.at("i").ranks.clear(); }));
+  CHECK(Found(g, [](Impl& i) { i.instances.clear(); }));
+  CHECK(Found(g, [](Impl& i) { i.trainers.clear(); }));
+  CHECK(Found(g, [&](Impl& i) { i.members.erase(g.engine); }));
+  CHECK(Found(g, [&](Impl& i) { i.members.at(g.engine).state = MemberState::kLeaving; }));
+  CHECK(Found(g, [&](Impl& i) { i.members.at(g.engine).layout = nullptr; }));
+}
+
+TEST_CASE("CheckInvariants finds a written instance that is not dirty (P2)") {
+  Updating g(/*staged=*/false);
+  g.Push(g.trainer, 1, 0, kModel);
+  CHECK(Found(g, [](Impl& i) { i.instances.at("i").state = InstanceState::kCleanReady; }));
+}
+
+TEST_CASE("CheckInvariants finds an update that its group does not know of (P3)") {
+  Updating g(/*staged=*/false);
+  CHECK(Found(g, [](Impl& i) { i.state = GroupState::kIdle; }));
+  CHECK(Found(g, [](Impl& i) { i.version = Version(1); }));
+}
+
+TEST_CASE("CheckInvariants finds an update that settles before its trainers committed (P1)") {
+  Updating g(/*staged=*/false);
+  CHECK(Found(g, [](Impl& i) { i.update->state = UpdateState::kSettling; }));
+}
+
+TEST_CASE("CheckInvariants finds a reader that the ledger of slots does not know (P6)") {
+  Updating g(/*staged=*/true);
+  g.Push(g.trainer, 1, 0, kModel);
+  g.FinishAll();
+  REQUIRE(g.handed.size() == 1);
+  CHECK(Found(g, [&](Impl& i) { i.ledger.ReaderDone(g.handed[0].slot, g.engine); }));
+  CHECK(Found(g, [&](Impl& i) { i.members.at(g.engine).reads.clear(); }));
+}
+
+TEST_CASE("CheckInvariants finds calls that no request waits with, and counts that are off") {
+  Updating g(/*staged=*/false);
+  g.Push(g.trainer, 1, 0, kModel);
+  CHECK(Found(g, [](Impl& i) { i.pending.erase(i.pending.begin()); }));
+  CHECK(Found(g, [](Impl& i) { i.pending[CallId(9999)] = std::make_shared<group::Request>(); }));
+  CHECK(Found(g, [](Impl& i) { ++i.update->pushed_incomplete; }));
+  CHECK(Found(g, [](Impl& i) { i.update->in_flight = 0; }));
+  CHECK(Found(g, [](Impl& i) { ++i.update->next_start; }));
+}
+
+}  // namespace
+}  // namespace refitd
