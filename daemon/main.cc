@@ -222,39 +222,150 @@ int Fail(const absl::Status& status) {
   return absl::IsAlreadyExists(status) ? kExitInUse : kExitFailure;
 }
 
-int Run(const Invocation& invocation) {
-  const Config& config = invocation.config;
-  if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
-
-  // Changes the environment, so it must come before any thread.
-  LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
-
-  // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
+// Blocks the signals that end the daemon, for this thread and those that it starts.
+sigset_t BlockSignals() {
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  return signals;
+}
+
+// The wire over host memory; null: there is none.
+std::unique_ptr<Wire> MakeHostWire(const Config& config) {
+  absl::StatusOr<std::unique_ptr<Wire>> wire =
+      MakeGlooWire({.interface = config.peers.interface, .address = ""});
+  if (wire.ok()) return *std::move(wire);
+  // A daemon whose groups have no other node needs no wire.
+  LogWarning("no data plane to other daemons: {}", Message(wire.status()));
+  return nullptr;
+}
+
+std::unique_ptr<PeerLink> DialPeer(PeerDial dial, PeerLinkCallbacks callbacks) {
+  dial.credentials = grpc::InsecureChannelCredentials();
+  return PeerLink::Dial(std::move(dial), std::move(callbacks));
+}
+
+// The sockets on which callers come. The accept loops hand connections to the gRPC server.
+struct Sockets {
+  std::unique_ptr<AcceptLoop> unix_loop;
+  std::unique_ptr<DescriptorSocket> descriptors;
+  std::unique_ptr<TcpAcceptor> tcp;
+  std::vector<std::unique_ptr<AcceptLoop>> tcp_loops;
+
+  void Start() const {
+    unix_loop->Start();
+    for (const auto& loop : tcp_loops) loop->Start();
+  }
+  void Stop() const {
+    unix_loop->Stop();
+    for (const auto& loop : tcp_loops) loop->Stop();
+    descriptors->Stop();
+  }
+};
+
+// `peers` hears who is at the other end of each connection; `server` is set before Start.
+absl::Status Listen(const Config& config, PeerTable* peers,
+                    const std::unique_ptr<grpc::Server>& server, Node* node, Sockets* sockets) {
+  // The socket comes first: of two daemons with one path only one may start.
+  REFITD_ASSIGN_OR_RETURN(
+      sockets->unix_loop,
+      AcceptLoop::Create(
+          {config.listen.unix_path, config.listen.unix_mode}, peers,
+          [&server](UniqueFd fd) { grpc::AddInsecureChannelFromFd(server.get(), fd.Release()); }));
+  REFITD_ASSIGN_OR_RETURN(sockets->descriptors,
+                          DescriptorSocket::Create({.path = config.listen.unix_path +
+                                                            std::string(kDescriptorSocketSuffix),
+                                                    .mode = config.listen.unix_mode,
+                                                    .access = config.access},
+                                                   node));
+  return absl::OkStatus();
+}
+
+// The addresses that callers can use, as "unix:PATH" and "tcp:HOST:PORT".
+std::vector<std::string> ListenersOf(const Config& config, const Sockets& sockets) {
+  std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};
+  for (const auto& loop : sockets.tcp_loops) {
+    // Callers need the port in use, where port 0 was asked for.
+    const std::string name = "tcp:" + loop->path();
+    if (listeners.back() != name) listeners.push_back(name);
+  }
+  return listeners;
+}
+
+// Null: the configuration asks for no metrics.
+absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config,
+                                                            const Metrics* metrics, Node* node) {
+  if (config.metrics.listen.empty()) return nullptr;
+  return MetricsServer::Start(config.metrics.listen, metrics, [node] { return node->GetStatus(); });
+}
+
+// Ends the node after its running updates. An update ends or meets its own deadline, which
+// max_duration bounds; a second signal aborts it.
+void DrainNode(const Config& config, const sigset_t& signals, bool devices_lost, Node* node) {
+  node->Drain();
+  std::atomic<bool> finished{false};
+  std::thread second([&] {
+    constexpr timespec kLook{0, 100'000'000};
+    while (!finished && sigtimedwait(&signals, nullptr, &kLook) < 0) {
+    }
+    if (!finished) LogInfo("second signal: aborting what still runs");
+    node->Hurry();
+  });
+  const Duration patience = devices_lost ? Duration(kLostGrace) : config.limits.max_duration;
+  node->Finish(std::chrono::steady_clock::now() + patience);
+  finished = true;
+  second.join();
+}
+
+// Serves until a signal or the loss of the GPUs, then drains.
+void ServeUntilSignal(const Config& config, const sigset_t& signals, const DeviceLoss& loss,
+                      const std::vector<std::string>& listeners, const Sockets& sockets,
+                      grpc::Server* server, Node* node) {
+  sockets.Start();
+  ServiceManager manager([node] { return node->Alive(); });
+  LogInfo("refitd {} listening on {}, pid {}", kVersion, fmt::join(listeners, ", "), getpid());
+  manager.Ready("serving");
+  int signal_number = 0;
+  sigwait(&signals, &signal_number);
+  // A process never gets a lost context back, and work that hangs on a GPU may go on while the
+  // process lives; a new process has neither problem. Run exits as failed, so that the service
+  // manager starts one.
+  const bool lost = !loss.why().ok();
+  if (lost) {
+    node->DevicesLost(loss.why());
+  } else {
+    LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
+  }
+  manager.Stopping("draining");
+  server->GetHealthCheckService()->SetServingStatus(false);
+  DrainNode(config, signals, lost, node);
+  sockets.Stop();
+  server->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
+  LogInfo("drained");
+}
+
+int Run(const Invocation& invocation) {
+  const Config& config = invocation.config;
+  if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
+
+  // Changes the environment, so it must come before any thread.
+  LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
+  // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
+  const sigset_t signals = BlockSignals();
 
   absl::StatusOr<std::unique_ptr<ProcessWatch>> processes = ProcessWatch::Create();
   if (!processes.ok()) return Fail(processes.status());
   Metrics metrics(static_cast<size_t>(config.limits.max_groups));
   NodeOptions options = NodeOptionsOf(config);
   options.observer = &metrics;
-  absl::StatusOr<std::unique_ptr<Wire>> wire =
-      MakeGlooWire({.interface = config.peers.interface, .address = ""});
-  // A daemon whose groups have no other node needs no wire.
-  if (!wire.ok()) LogWarning("no data plane to other daemons: {}", Message(wire.status()));
-  const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
-    dial.credentials = grpc::InsecureChannelCredentials();
-    return PeerLink::Dial(std::move(dial), std::move(callbacks));
-  };
+  std::unique_ptr<Wire> wire = MakeHostWire(config);
   const auto loss = std::make_shared<DeviceLoss>();
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
   LogInfo("cuda: {}", options.cuda.detail);
-  Node node(std::move(options), std::move(transport), processes->get(),
-            wire.ok() ? *std::move(wire) : nullptr, dialer);
+  Node node(std::move(options), std::move(transport), processes->get(), std::move(wire), DialPeer);
 
   PeerTable peers;
   const Door door(&peers, config.access);
@@ -263,20 +374,12 @@ int Run(const Invocation& invocation) {
   OperatorService operators(&node, &door);
   PeerService peer_links(&node, config.limits.message_bytes);
 
-  // The socket comes first: of two daemons with one path only one may start.
   std::unique_ptr<grpc::Server> server;
-  absl::StatusOr<std::unique_ptr<AcceptLoop>> accept_loop = AcceptLoop::Create(
-      {config.listen.unix_path, config.listen.unix_mode}, &peers,
-      [&server](UniqueFd fd) { grpc::AddInsecureChannelFromFd(server.get(), fd.Release()); });
-  if (!accept_loop.ok()) return Fail(accept_loop.status());
-  absl::StatusOr<std::unique_ptr<DescriptorSocket>> descriptors = DescriptorSocket::Create(
-      {.path = config.listen.unix_path + std::string(kDescriptorSocketSuffix),
-       .mode = config.listen.unix_mode,
-       .access = config.access},
-      &node);
-  if (!descriptors.ok()) return Fail(descriptors.status());
-  std::unique_ptr<TcpAcceptor> tcp;
-  auto tcp_loops = ListenOnTcp(config, [&tcp](UniqueFd fd) {
+  Sockets sockets;
+  if (absl::Status status = Listen(config, &peers, server, &node, &sockets); !status.ok()) {
+    return Fail(status);
+  }
+  auto tcp_loops = ListenOnTcp(config, [&tcp = sockets.tcp](UniqueFd fd) {
     TcpAcceptor::NewConnectionParameters connection;
     connection.fd = fd.Release();
     tcp->HandleNewConnection(&connection);
@@ -285,63 +388,16 @@ int Run(const Invocation& invocation) {
     LogError("can't listen on {}", Message(tcp_loops.status()));
     return kExitInUse;
   }
-  std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};
-  for (const auto& loop : *tcp_loops) {
-    // Callers need the port in use, where port 0 was asked for.
-    const std::string name = "tcp:" + loop->path();
-    if (listeners.back() != name) listeners.push_back(name);
-  }
-  std::unique_ptr<MetricsServer> metrics_server;
-  if (!config.metrics.listen.empty()) {
-    absl::StatusOr<std::unique_ptr<MetricsServer>> started =
-        MetricsServer::Start(config.metrics.listen, &metrics, [&node] { return node.GetStatus(); });
-    if (!started.ok()) return Fail(started.status());
-    metrics_server = *std::move(started);
-  }
-  server = StartServer(config, {&trainers, &engines, &operators, &peer_links}, &tcp);
+  sockets.tcp_loops = *std::move(tcp_loops);
+  absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
+      StartMetrics(config, &metrics, &node);
+  if (!metrics_server.ok()) return Fail(metrics_server.status());
+  server = StartServer(config, {&trainers, &engines, &operators, &peer_links}, &sockets.tcp);
   if (server == nullptr) return Fail(absl::InternalError("the gRPC server does not start"));
-  if (metrics_server != nullptr) listeners.push_back("metrics:" + metrics_server->address());
+  std::vector<std::string> listeners = ListenersOf(config, sockets);
+  if (*metrics_server != nullptr) listeners.push_back("metrics:" + (*metrics_server)->address());
   node.SetListeners(listeners);
-  (*accept_loop)->Start();
-  for (const auto& loop : *tcp_loops) loop->Start();
-
-  ServiceManager manager([&node] { return node.Alive(); });
-  LogInfo("refitd {} listening on {}, pid {}", kVersion, fmt::join(listeners, ", "), getpid());
-  manager.Ready("serving");
-
-  int signal_number = 0;
-  sigwait(&signals, &signal_number);
-  // A process never gets a lost context back, and work that hangs on a GPU may go on while the
-  // process lives; a new process has neither problem. Exits as failed, so that the service manager
-  // starts one.
-  const bool lost = !loss->why().ok();
-  if (lost) {
-    node.DevicesLost(loss->why());
-  } else {
-    LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
-  }
-  manager.Stopping("draining");
-  server->GetHealthCheckService()->SetServingStatus(false);
-  node.Drain();
-  // The running update ends or meets its own deadline, which max_duration bounds; a second signal
-  // aborts it.
-  std::atomic<bool> finished{false};
-  std::thread second([&] {
-    constexpr timespec kLook{0, 100'000'000};
-    while (!finished && sigtimedwait(&signals, nullptr, &kLook) < 0) {
-    }
-    if (!finished) LogInfo("second signal: aborting what still runs");
-    node.Hurry();
-  });
-  const Duration patience = lost ? Duration(kLostGrace) : config.limits.max_duration;
-  node.Finish(std::chrono::steady_clock::now() + patience);
-  finished = true;
-  second.join();
-  (*accept_loop)->Stop();
-  for (const auto& loop : *tcp_loops) loop->Stop();
-  (*descriptors)->Stop();
-  server->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
-  LogInfo("drained");
+  ServeUntilSignal(config, signals, *loss, listeners, sockets, server.get(), &node);
   return loss->why().ok() ? kExitOk : kExitFailure;
 }
 

@@ -536,65 +536,8 @@ void Coordinator::Impl::Feed(GroupEvent event) {
 }
 
 void Coordinator::Impl::Route(GroupAction action) {
-  const auto remote = [this](MemberId member) -> const RemoteMember* {
-    const auto it = remotes.find(member);
-    return it == remotes.end() ? nullptr : &it->second;
-  };
-  if (auto* a = std::get_if<Reply>(&action)) {
-    buckets.erase(a->call);
-    const auto it = remote_calls.find(a->call);
-    if (it != remote_calls.end()) {
-      const RemoteCall call = it->second;
-      remote_calls.erase(it);
-      calls_of.erase({call.node, call.id});
-      Send(call.node, PeerReply{call.id, std::move(a->status), std::move(a->payload)});
-      return;
-    }
-  } else if (auto* a = std::get_if<SendPrepare>(&action)) {
-    if (const RemoteMember* m = remote(a->member)) {
-      spread->prepares[m->node].engines.push_back(m->id);
-      return;
-    }
-  } else if (auto* a = std::get_if<SendPart>(&action)) {
-    if (const RemoteMember* m = remote(a->member)) {
-      Send(m->node, PeerSendPart{m->id, a->update, a->part});
-      return;
-    }
-  } else if (auto* a = std::get_if<SendCommitted>(&action)) {
-    if (const RemoteMember* m = remote(a->member)) {
-      Send(m->node, PeerCommitted{m->id, a->version});
-      return;
-    }
-  } else if (auto* a = std::get_if<SendAborted>(&action)) {
-    if (const RemoteMember* m = remote(a->member)) {
-      Send(m->node, PeerAborted{m->id, a->version, a->reason, a->dirty});
-      return;
-    }
-  } else if (auto* a = std::get_if<SendDraining>(&action)) {
-    if (const RemoteMember* m = remote(a->member)) {
-      Send(m->node, PeerDraining{m->id});
-      return;
-    }
-  } else if (auto* a = std::get_if<WelcomeMember>(&action)) {
-    if (const RemoteMember* m = remote(a->member)) {
-      Send(m->node, PeerWelcome{m->id, group.version(), group.spec().trainer_ranks});
-      return;
-    }
-  } else if (auto* a = std::get_if<RefuseMember>(&action)) {
-    if (const RemoteMember* m = remote(a->member)) {
-      const RemoteMember refused = *m;
-      if (const auto node = nodes.find(refused.node); node != nodes.end()) {
-        node->second.members.erase(refused.id);
-      }
-      remotes.erase(a->member);
-      layouts.erase(a->member);
-      Send(refused.node, PeerRefuse{refused.id, std::move(a->status)});
-      return;
-    }
-  } else if (auto* a = std::get_if<ReleaseMember>(&action)) {
-    // Members of other daemons have no memory here.
-    if (remotes.erase(a->member) > 0) return;
-  } else if (auto* a = std::get_if<UpdateAssembled>(&action)) {
+  if (RouteToNode(&action)) return;
+  if (auto* a = std::get_if<UpdateAssembled>(&action)) {
     Assemble(*a);
   } else if (auto* a = std::get_if<StartTransfer>(&action)) {
     if (spread.has_value()) return StartPart(*a);
@@ -619,6 +562,70 @@ void Coordinator::Impl::Route(GroupAction action) {
     if (spread.has_value()) End(*a);
   }
   Do(std::move(action));
+}
+
+// Sends an action for another daemon's member or call there. False: the action is for this daemon.
+bool Coordinator::Impl::RouteToNode(GroupAction* action) {
+  if (auto* a = std::get_if<Reply>(action)) return ReplyToNode(a);
+  if (auto* a = std::get_if<RefuseMember>(action)) return RefuseOnNode(a);
+  // Members of other daemons have no memory here.
+  if (auto* a = std::get_if<ReleaseMember>(action)) return remotes.erase(a->member) > 0;
+  const auto send = [this](MemberId member, auto command_for) {
+    const auto it = remotes.find(member);
+    if (it == remotes.end()) return false;
+    Send(it->second.node, command_for(it->second.id));
+    return true;
+  };
+  if (auto* a = std::get_if<SendPrepare>(action)) {
+    const auto it = remotes.find(a->member);
+    if (it == remotes.end()) return false;
+    spread->prepares[it->second.node].engines.push_back(it->second.id);
+    return true;
+  }
+  if (auto* a = std::get_if<SendPart>(action)) {
+    return send(a->member, [&](MemberId id) { return PeerSendPart{id, a->update, a->part}; });
+  }
+  if (auto* a = std::get_if<SendCommitted>(action)) {
+    return send(a->member, [&](MemberId id) { return PeerCommitted{id, a->version}; });
+  }
+  if (auto* a = std::get_if<SendAborted>(action)) {
+    return send(a->member, [&](MemberId id) {
+      return PeerAborted{id, a->version, a->reason, a->dirty};
+    });
+  }
+  if (auto* a = std::get_if<SendDraining>(action)) {
+    return send(a->member, [](MemberId id) { return PeerDraining{id}; });
+  }
+  if (auto* a = std::get_if<WelcomeMember>(action)) {
+    return send(a->member, [this](MemberId id) {
+      return PeerWelcome{id, group.version(), group.spec().trainer_ranks};
+    });
+  }
+  return false;
+}
+
+bool Coordinator::Impl::ReplyToNode(Reply* reply) {
+  buckets.erase(reply->call);
+  const auto it = remote_calls.find(reply->call);
+  if (it == remote_calls.end()) return false;
+  const RemoteCall call = it->second;
+  remote_calls.erase(it);
+  calls_of.erase({call.node, call.id});
+  Send(call.node, PeerReply{call.id, std::move(reply->status), std::move(reply->payload)});
+  return true;
+}
+
+bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
+  const auto it = remotes.find(refusal->member);
+  if (it == remotes.end()) return false;
+  const RemoteMember refused = it->second;
+  if (const auto node = nodes.find(refused.node); node != nodes.end()) {
+    node->second.members.erase(refused.id);
+  }
+  remotes.erase(it);
+  layouts.erase(refusal->member);
+  Send(refused.node, PeerRefuse{refused.id, std::move(refusal->status)});
+  return true;
 }
 
 void Coordinator::Impl::Assemble(const UpdateAssembled& a) {
@@ -674,42 +681,9 @@ void Coordinator::Impl::Announce() {
 
 void Coordinator::Impl::StartPart(const StartTransfer& a) {
   spread->data_began = true;
-  PartJob part;
-  part.root = NodeOf(a.trainer);
-  bool staged_on_root = false;
-  std::map<NodeId, std::vector<MemberId>> staged;  // by their own ids
-  for (const MemberId member : a.staged) {
-    const auto remote = remotes.find(member);
-    const NodeId node = remote == remotes.end() ? kCoordinatorNode : remote->second.node;
-    staged[node].push_back(remote == remotes.end() ? member : remote->second.id);
-    if (node == part.root) {
-      staged_on_root = true;
-    } else {
-      part.sinks.insert(node);
-    }
-  }
-  for (const uint32_t d : a.touched) {
-    const NodeId node = NodeOf(a.destinations[d]);
-    if (node != part.root) part.sinks.insert(node);
-  }
+  StagedByNode staged;
+  PartJob part = MakePartJob(a, &staged);
   PeerHeader& h = part.header;
-  h.header.update = a.update;
-  h.header.version = a.version;
-  h.header.part = a.part;
-  h.header.group_seq = a.group_seq;
-  h.header.root = part.root;
-  h.header.content = a.content;
-  h.header.slot = a.source_slot.has_value() ? a.source_slot : a.fill_slot;
-  h.header.leased = a.source_slot.has_value();
-  h.header.verification = a.verification;
-  h.digest = HeaderDigest(h.header);
-  h.wired = !part.sinks.empty();
-  const bool broadcasts = a.broadcast != BroadcastMethod::kDirect;
-  h.fill_slot = h.header.slot.has_value() && (h.wired || staged_on_root || broadcasts);
-  part.bytes_written.resize(spread->destination_count);
-  part.unacknowledged = part.sinks;
-  part.unacknowledged.insert(part.root);
-  part.running = part.unacknowledged;
   if (h.wired) {
     if (!epoch.has_value()) {
       // The epoch failed, and the update with it: nothing is sent.
@@ -729,27 +703,7 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
     spread->to_issue.push_back(a.part);
   }
   for (const NodeId node : part.running) {
-    PeerHeader header = h;
-    if (const auto d = spread->destinations.find(node); d != spread->destinations.end()) {
-      for (const uint32_t index : d->second) {
-        header.skip.push_back(index < a.skip_destination.size() && a.skip_destination[index]);
-      }
-    }
-    if (const auto readers = staged.find(node); readers != staged.end()) {
-      header.staged = std::move(readers->second);
-    }
-    if (node == part.root) {
-      header.is_root = true;
-      const auto call = remote_calls.find(a.bucket_call);
-      header.bucket_call = call == remote_calls.end() ? a.bucket_call : call->second.id;
-      const auto trainer = remotes.find(a.trainer);
-      header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
-      header.bucket_ranges = a.bucket_ranges;
-      header.broadcast = a.broadcast;
-    } else {
-      header.fill_slot = false;
-    }
-    Send(node, std::move(header));
+    Send(node, HeaderFor(node, a, part, std::move(staged[node])));
   }
   const bool wired = part.header.wired;
   spread->parts.emplace(a.part, std::move(part));
@@ -757,6 +711,67 @@ void Coordinator::Impl::StartPart(const StartTransfer& a) {
   // together.
   const bool first = spread->to_issue.size() == 1;
   if (wired && first && epoch->ready && spread->lock_order.empty()) AskLocks();
+}
+
+// The part without its place on the wire. `staged` gets the staged ranks that read it, by node and
+// with the ids that the node gave them.
+coordinator::PartJob Coordinator::Impl::MakePartJob(const StartTransfer& a,
+                                                    StagedByNode* staged) const {
+  PartJob part;
+  part.root = NodeOf(a.trainer);
+  for (const MemberId member : a.staged) {
+    const auto remote = remotes.find(member);
+    const NodeId node = remote == remotes.end() ? kCoordinatorNode : remote->second.node;
+    (*staged)[node].push_back(remote == remotes.end() ? member : remote->second.id);
+    if (node != part.root) part.sinks.insert(node);
+  }
+  for (const uint32_t d : a.touched) {
+    const NodeId node = NodeOf(a.destinations[d]);
+    if (node != part.root) part.sinks.insert(node);
+  }
+  PeerHeader& h = part.header;
+  h.header.update = a.update;
+  h.header.version = a.version;
+  h.header.part = a.part;
+  h.header.group_seq = a.group_seq;
+  h.header.root = part.root;
+  h.header.content = a.content;
+  h.header.slot = a.source_slot.has_value() ? a.source_slot : a.fill_slot;
+  h.header.leased = a.source_slot.has_value();
+  h.header.verification = a.verification;
+  h.digest = HeaderDigest(h.header);
+  h.wired = !part.sinks.empty();
+  const bool broadcasts = a.broadcast != BroadcastMethod::kDirect;
+  h.fill_slot = h.header.slot.has_value() && (h.wired || staged->contains(part.root) || broadcasts);
+  part.bytes_written.resize(spread->destination_count);
+  part.unacknowledged = part.sinks;
+  part.unacknowledged.insert(part.root);
+  part.running = part.unacknowledged;
+  return part;
+}
+
+// The part's header as the node gets it.
+PeerHeader Coordinator::Impl::HeaderFor(NodeId node, const StartTransfer& a, const PartJob& part,
+                                        std::vector<MemberId> staged) const {
+  PeerHeader header = part.header;
+  if (const auto d = spread->destinations.find(node); d != spread->destinations.end()) {
+    for (const uint32_t index : d->second) {
+      header.skip.push_back(index < a.skip_destination.size() && a.skip_destination[index]);
+    }
+  }
+  header.staged = std::move(staged);
+  if (node != part.root) {
+    header.fill_slot = false;
+    return header;
+  }
+  header.is_root = true;
+  const auto call = remote_calls.find(a.bucket_call);
+  header.bucket_call = call == remote_calls.end() ? a.bucket_call : call->second.id;
+  const auto trainer = remotes.find(a.trainer);
+  header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
+  header.bucket_ranges = a.bucket_ranges;
+  header.broadcast = a.broadcast;
+  return header;
 }
 
 void Coordinator::Impl::Fail(const std::string& reason, GiveUpClass kind) {

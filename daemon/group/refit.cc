@@ -105,22 +105,10 @@ void Group::Impl::TakeOneCalls() {
 // compiled. Not OK: there can be no program.
 absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   update->program.reset();
-  const std::vector<NodeId>& nodes = update->nodes;  // ascending
-  const auto number = [&nodes](NodeId node) {
-    return static_cast<uint32_t>(std::lower_bound(nodes.begin(), nodes.end(), node) -
-                                 nodes.begin());
-  };
-  group::ProgramKey key;
   std::vector<MemberId> sources;
-  std::set<std::string> pushed;
   for (const auto& [rank, progress] : update->trainers) {
     const Member& member = *Find(progress.member);
-    if (!HasShardsIn(member, progress)) continue;
-    sources.push_back(member.id);
-    key.sources.push_back({number(member.node), 0, member.layout_digest});
-    for (const uint32_t t : member.layout->pushed_tensors) {
-      pushed.insert(member.layout->tensors[t].name);
-    }
+    if (HasShardsIn(member, progress)) sources.push_back(member.id);
   }
   if (sources.empty()) {
     if (std::all_of(update->trainers.begin(), update->trainers.end(),
@@ -129,31 +117,57 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
     }
     return true;
   }
-  const Catalog& known = *update->catalog;
-  if (sources.size() < update->trainers.size()) AddUnheld(sources, &pushed);
-  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
-    const Member& member = *Find(known.destinations()[d]);
-    key.destinations.push_back({number(member.node), known.instance_of(d), member.layout_digest});
-  }
   if (!update->readers.empty()) {
     // The staged rank would be told committed without the tensors that the program moves (P1).
     return Precondition("{} takes staged delivery: it gets what is pushed, not what layouts bring",
                         Label(update->readers.begin()->first));
   }
-  key.pushed.assign(pushed.begin(), pushed.end());
-  key.nodes = static_cast<uint32_t>(nodes.size());
+  group::ProgramKey key = KeyOf(sources);
   if (program != nullptr && program->key == key) {
     REFITD_RETURN_IF_ERROR(program->status);
     update->compiled = program;
-    update->program = ProgramUse{program->id, program->plan, nodes, sources};
+    update->program = ProgramUse{program->id, program->plan, update->nodes, sources};
     return true;
   }
   // One program is compiled at a time: by the time the next can start, the update may need another.
-  if (compiling != nullptr) return false;
+  if (compiling == nullptr) Compile(std::move(key), sources);
+  return false;
+}
+
+// The inputs of the program that moves these trainer ranks' shards to the update's registered
+// ranks.
+group::ProgramKey Group::Impl::KeyOf(const std::vector<MemberId>& sources) const {
+  const std::vector<NodeId>& nodes = update->nodes;  // ascending
+  const auto number = [&nodes](NodeId node) {
+    return static_cast<uint32_t>(std::lower_bound(nodes.begin(), nodes.end(), node) -
+                                 nodes.begin());
+  };
+  group::ProgramKey key;
+  std::set<std::string> pushed;
+  for (const MemberId id : sources) {
+    const Member& member = *Find(id);
+    key.sources.push_back({number(member.node), 0, member.layout_digest});
+    for (const uint32_t t : member.layout->pushed_tensors) {
+      pushed.insert(member.layout->tensors[t].name);
+    }
+  }
+  if (sources.size() < update->trainers.size()) AddUnheld(sources, &pushed);
+  const Catalog& known = *update->catalog;
+  for (uint32_t d = 0; d < known.destinations().size(); ++d) {
+    const Member& member = *Find(known.destinations()[d]);
+    key.destinations.push_back({number(member.node), known.instance_of(d), member.layout_digest});
+  }
+  key.pushed.assign(pushed.begin(), pushed.end());
+  key.nodes = static_cast<uint32_t>(nodes.size());
+  return key;
+}
+
+void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& sources) {
   compiling = std::make_shared<group::CompiledProgram>();
   compiling->id = ProgramId(++next_program);
   CompileProgram compile;
   compile.program = compiling->id;
+  const Catalog& known = *update->catalog;
   for (size_t i = 0; i < sources.size(); ++i) {
     const Member& member = *Find(sources[i]);
     compile.sources.push_back({member.layout, key.sources[i].node, 0, member.label});
@@ -172,7 +186,6 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   compiling->key = std::move(key);
   Do(std::move(compile));
   Changed();
-  return false;
 }
 
 // Of the trainers' tensors, both sorted: `allowed` are those that the spec lets be unwanted (the

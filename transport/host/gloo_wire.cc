@@ -342,8 +342,21 @@ class GlooEpoch final : public WireEpoch {
     std::vector<Hello> theirs;
     std::vector<std::unique_ptr<GlooBuffer>> buffers;
   };
+  // What the threads that connect to peers share; guarded by mu_.
+  struct Connecting {
+    int next = 0;       // the next peer for a thread to take
+    std::set<int> now;  // peers to which threads are connecting
+    int threads = 0;    // threads that have not ended
+    bool stop = false;
+    absl::Status status;  // the first failure
+  };
   absl::Status ConnectPairs(const std::vector<WireAddress>& addresses, const WireWork& work,
                             Greetings* greetings);
+  int TakePeer(Connecting* progress);
+  void ConnectInTurn(const std::vector<WireAddress>& addresses, const WireWork& work,
+                     Greetings* greetings, Connecting* progress);
+  absl::Status AwaitConnected(const WireWork& work, Connecting* progress);
+  void CallOff(Connecting* progress);
   absl::Status PostGreeting(int peer, const Token& token, const WireWork& work,
                             Greetings* greetings);
   absl::Status AwaitGreetings(const WireWork& work, Greetings* greetings);
@@ -501,79 +514,80 @@ absl::Status GlooEpoch::Connect(const WireWork& work, bool* began) {
 // can't deadlock: a rank only ever waits for a peer that comes later in its own order.
 absl::Status GlooEpoch::ConnectPairs(const std::vector<WireAddress>& addresses,
                                      const WireWork& work, Greetings* greetings) {
-  struct Progress {
-    int next = 0;       // the next peer for a thread to take
-    std::set<int> now;  // peers to which threads are connecting
-    int threads = 0;    // threads that have not ended
-    bool stop = false;
-    absl::Status status;   // the first failure
-  } progress;              // guarded by mu_
-  const auto take = [&] {  // -1: no peer is left, or an earlier failure makes the rest useless
-    MutexLock lock(&mu_);
-    while (progress.next < size_ && !progress.stop && progress.status.ok()) {
-      const int peer = progress.next++;
-      if (peer == rank_) continue;
-      progress.now.insert(peer);
-      return peer;
-    }
-    return -1;
-  };
-  const auto connect = [&] {
-    EnterWireThread("refitd-wire-con");
-    for (int peer = take(); peer >= 0; peer = take()) {
-      socklen_t length = 0;
-      const sockaddr_storage storage =
-          addresses[peer].host.Sockaddr(addresses[peer].ports[rank_], &length);
-      absl::Status status = Guard(peer, work, [&] {
-        context_->getPair(peer)->connect(gloo::transport::tcp::Address(storage).bytes());
-      });
-      if (status.ok()) status = PostGreeting(peer, addresses[peer].token, work, greetings);
-      MutexLock lock(&mu_);
-      progress.now.erase(peer);
-      if (progress.status.ok()) progress.status = std::move(status);
-      wake_.NotifyAll();
-    }
-    MutexLock lock(&mu_);
-    --progress.threads;
-    wake_.NotifyAll();
-  };
-  std::vector<std::thread> connectors;
+  Connecting progress;
   progress.threads = std::min(size_ - 1, kConnectors);
-  for (int i = std::min(size_ - 1, kConnectors); i > 0; --i) connectors.emplace_back(connect);
-  bool late = false;
-  bool cancelled = false;
-  std::string missing;
-  absl::Status failed;
-  {
-    MutexLock lock(&mu_);
-    while (progress.threads > 0 && progress.status.ok() && !closing() && !late) {
-      late = !wake_.WaitUntil(&mu_, work.deadline);
-    }
-    late = late && progress.threads > 0;
-    cancelled = closing();
-    failed = progress.status;
-    for (const int peer : progress.now) {
-      missing += fmt::format("{}rank {}", missing.empty() ? "" : ", ", peer);
-    }
-    progress.stop = true;
+  std::vector<std::thread> connectors;
+  for (int i = std::min(size_ - 1, kConnectors); i > 0; --i) {
+    connectors.emplace_back([&] { ConnectInTurn(addresses, work, greetings, &progress); });
   }
-  for (bool ended = false; !ended;) {
+  absl::Status status = AwaitConnected(work, &progress);
+  CallOff(&progress);
+  for (std::thread& connector : connectors) connector.join();
+  return status;
+}
+
+// The next peer for a thread to connect to. -1: no peer is left, or an earlier failure makes the
+// rest useless.
+int GlooEpoch::TakePeer(Connecting* progress) {
+  MutexLock lock(&mu_);
+  while (progress->next < size_ && !progress->stop && progress->status.ok()) {
+    const int peer = progress->next++;
+    if (peer == rank_) continue;
+    progress->now.insert(peer);
+    return peer;
+  }
+  return -1;
+}
+
+void GlooEpoch::ConnectInTurn(const std::vector<WireAddress>& addresses, const WireWork& work,
+                              Greetings* greetings, Connecting* progress) {
+  EnterWireThread("refitd-wire-con");
+  for (int peer = TakePeer(progress); peer >= 0; peer = TakePeer(progress)) {
+    socklen_t length = 0;
+    const sockaddr_storage storage =
+        addresses[peer].host.Sockaddr(addresses[peer].ports[rank_], &length);
+    absl::Status status = Guard(peer, work, [&] {
+      context_->getPair(peer)->connect(gloo::transport::tcp::Address(storage).bytes());
+    });
+    if (status.ok()) status = PostGreeting(peer, addresses[peer].token, work, greetings);
+    MutexLock lock(&mu_);
+    progress->now.erase(peer);
+    if (progress->status.ok()) progress->status = std::move(status);
+    wake_.NotifyAll();
+  }
+  MutexLock lock(&mu_);
+  --progress->threads;
+  wake_.NotifyAll();
+}
+
+absl::Status GlooEpoch::AwaitConnected(const WireWork& work, Connecting* progress) {
+  MutexLock lock(&mu_);
+  bool late = false;
+  while (progress->threads > 0 && progress->status.ok() && !closing() && !late) {
+    late = !wake_.WaitUntil(&mu_, work.deadline);
+  }
+  progress->stop = true;
+  if (closing()) return Closed();
+  if (!late || progress->threads == 0 || !progress->status.ok()) return progress->status;
+  std::string missing;
+  for (const int peer : progress->now) {
+    missing += fmt::format("{}rank {}", missing.empty() ? "" : ", ", peer);
+  }
+  return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited {} ms for {} to connect", id_,
+               ToMillis(work.timeout), missing);
+}
+
+// Closes pairs until every thread that connects has ended.
+void GlooEpoch::CallOff(Connecting* progress) {
+  for (;;) {
     {
       MutexLock lock(&mu_);
-      ended = progress.threads == 0;
+      if (progress->threads == 0) return;
     }
-    if (ended) break;
     ClosePairs();
     MutexLock lock(&mu_);
-    if (progress.threads > 0) wake_.WaitUntil(&mu_, steady_clock::now() + kCallOffInterval);
+    if (progress->threads > 0) wake_.WaitUntil(&mu_, steady_clock::now() + kCallOffInterval);
   }
-  for (std::thread& connector : connectors) connector.join();
-  if (cancelled) return Closed();
-  if (late && failed.ok()) {
-    return Error(StatusCode::kDeadlineExceeded, "epoch {}: waited {} ms for {} to connect", id_,
-                 ToMillis(work.timeout), missing);
-  }
-  return failed;
 }
 
 // Called as soon as the pair is connected, so that a rank that waits for a greeting waits for that
