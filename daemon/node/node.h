@@ -14,8 +14,9 @@
 //   node_programs.cc  compiled refits: plans, node programs, their steps
 //   node_operator.cc  operators' calls
 //
-// One mutex serialises all state machines and guards the state: Calls, Leases, Memory, Peers,
-// Watchers and each group's Pools (a class a file), and the state that this class keeps itself. A
+// One mutex serialises all state machines and guards the state: Groups, Waiters, Dialler,
+// Calls, Leases, Memory, Peers and Watchers (a class a file), and the state that this class keeps
+// itself. A
 // Turn holds the mutex. Nothing under the mutex blocks: transports have their own threads; plans,
 // and the opening and closing of device memory, have theirs; streams have queues. Replies run, and
 // events and log lines are written, after the mutex was released. P6: a member's mappings are
@@ -35,7 +36,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -43,21 +43,23 @@
 #include "daemon/checks/bucket.h"
 #include "daemon/execute/executor.h"
 #include "daemon/execute/job_threads.h"
-#include "daemon/group/coordinator.h"
-#include "daemon/group/follower.h"
 #include "daemon/group/group.h"
 #include "daemon/group/machine.h"
 #include "daemon/group/wire_lock.h"
 #include "daemon/link/peer_link.h"
 #include "daemon/node/calls.h"
+#include "daemon/node/dialler.h"
+#include "daemon/node/group_spec.h"
+#include "daemon/node/groups.h"
 #include "daemon/node/leases.h"
 #include "daemon/node/member.h"
 #include "daemon/node/memory.h"
 #include "daemon/node/peers.h"
-#include "daemon/node/pools.h"
 #include "daemon/node/push_turns.h"
 #include "daemon/node/sinks.h"
+#include "daemon/node/timer.h"
 #include "daemon/node/turn.h"
+#include "daemon/node/waiters.h"
 #include "daemon/node/watchers.h"
 #include "daemon/process/log_queue.h"
 #include "daemon/process/observer.h"
@@ -112,15 +114,16 @@ struct NodeOptions {
   NodeObserver* observer = nullptr;  // outlives the node; null: none
 };
 
-// Dials a coordinator (PeerLink::Dial with the daemon's credentials).
-using PeerDialer = std::function<std::unique_ptr<PeerLink>(PeerDial, PeerLinkCallbacks)>;
-
 // Called once, as a ReplyFunction is.
 template <typename Response>
 using ResponseFunction = std::function<void(const absl::StatusOr<Response>&)>;
 using LayoutReply = ResponseFunction<v1::LayoutRegistered>;
 
-class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
+class Node : public DescriptorHandler,
+             public PeerAcceptor,
+             private TurnHost,
+             private TimerHost,
+             private DialHost {
  public:
   // `processes` must outlive the node. Without `wire` and `dialer` the daemon serves only groups
   // whose members are all its own.
@@ -228,88 +231,19 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   int64_t watched_views();
 
  private:
-  // This daemon's open end of a communicator.
-  struct EpochRecord {
-    EpochId id;               // the wire's id
-    bool on_devices = false;  // belongs to the wire over GPU memory
-    // With on_devices: the GPU's ordinal; -1: its slots are being made.
-    int ordinal = -1;
-  };
-  struct GroupRecord {
-    uint64_t id = 0;  // never reused, so that late callbacks can be told apart
-    std::unique_ptr<GroupMachine> machine;
-    // One of the two is set; both are owned by `machine`.
-    Coordinator* coordinator = nullptr;
-    Follower* follower = nullptr;
-    std::string coordinator_address;  // follower
-    std::shared_ptr<PeerLink> link;   // follower; null: lost, or waiting to redial
-    // Follower: the coordinator has not accepted this daemon yet. At least one member waits in
-    // waiting_; as long as one does, tries to join follow each other.
-    bool joining = false;
-    uint64_t dial = 0;  // the number of the last try; callbacks of earlier tries are ignored
-    bool dialled_spec =
-        false;                // the try carries a spec, with which the coordinator makes the group
-    TimePoint dialled_until;  // without a spec: how long the try waits for the group
-    std::optional<TimePoint> redial;  // set between tries: when the next try begins
-    absl::Status refusal;             // why the last try failed
-    // Coordinator: since when it has had no member. None: it has members, or an update runs.
-    std::optional<TimePoint> empty_since;
-    std::map<EpochId, EpochRecord> epochs;  // by the machine's id, while open
-    // The staging slots. Those in host memory are made when a member first needs them. Those on a
-    // GPU are made before a staged rank there is welcomed, when a trainer there first leases or
-    // maps one, or for a Begin whose buckets may be broadcast through slots; they are given up with
-    // the last member on that GPU. The wire's GPU keeps its slots as long as a member is on any GPU
-    // or an update runs.
-    Pools pools;
-    // Engine ranks that attach must have a pool on their GPU while Begin calls are making pools,
-    // and while the running update's buckets may be broadcast.
-    int preparing_begins = 0;
-    bool broadcasts = false;
-    bool wants_pools() const {
-      return preparing_begins > 0 || (broadcasts && machine->update_running());
-    }
-    // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
-    std::string replace_request;
-    uint64_t replace_incarnation = 0;
-    int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
-  };
-  // A member that waits for its group: until the group is created here, or until this daemon has
-  // joined the coordinator.
-  struct Waiting {
-    MemberRecord record;
-    GroupEvent attached;
-    TimePoint deadline;       // when the member is no longer willing to wait
-    bool waits = true;        // false: the group must exist, or the member's spec makes it
-    std::string coordinator;  // empty: this daemon
-    // With a coordinator: the spec with which the group would be made.
-    std::optional<v1::GroupSpec> spec;
-  };
-  // An engine rank that waits until its group has a pool on its GPU: to read parts there, or
-  // because an update that is being opened broadcasts.
-  struct Pooling {
-    MemberRecord record;
-    GroupEvent attached;
-  };
   class GroupMemory;
   struct Performer;
 
   static absl::Status NoGroup(const std::string& name);
-  GroupRecord* FindGroup(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `trainers`: the world size of the trainer rank that asks for the group. If that rank could not
   // join, no group is made.
-  absl::StatusOr<GroupRecord*> MakeGroup(const std::string& name, const v1::GroupSpec& wire,
+  absl::StatusOr<GroupRecord*> MakeGroup(const std::string& name, const v1::GroupSpec& message,
                                          std::optional<int> trainers, bool* created, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& wire) const;
-  // OK: the daemon may have this group beside its other groups (max_groups), and a pool of `spec`
-  // beside their pools (max_pool_bytes). `spec` null: the pool's size is not known yet and not
-  // checked. To make room, this function drops groups without members, those that have been empty
-  // for longest first; it drops none if that would not make enough room. RESOURCE_EXHAUSTED: there
-  // is not enough room.
+  // Drops the groups that must give way (Groups::RoomFor). RESOURCE_EXHAUSTED: there is not enough
+  // room.
   absl::Status MakeRoom(const std::string& name, const GroupSpec* spec, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether the group, which this daemon coordinates, has no members and nobody that waits for it.
-  bool Empty(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Called after every event of the group. When the group becomes empty, records the time and gives
   // the group's host pool back.
   void NoteEmpty(GroupRecord* group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -323,6 +257,14 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   template <typename HelloMessage, typename Sink, typename Identity>
   MemberId Attach(const HelloMessage& hello, const Peer& peer, std::shared_ptr<Sink> sink,
                   absl::StatusOr<Identity> identity);
+  template <typename HelloMessage>
+  void Attach(const HelloMessage& hello, MemberRecord record, GroupEvent attached, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  template <typename HelloMessage>
+  absl::StatusOr<GroupRecord*> GroupFor(const HelloMessage& hello, const std::string& coordinator,
+                                        const MemberRecord& record,
+                                        const std::optional<v1::GroupSpec>& spec, bool* created,
+                                        Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Lets the member enter the group, at once or when its GPU has the pool that it needs; or refuses
   // it.
   void Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn)
@@ -381,7 +323,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   void AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndPooling(MemberId member, absl::Status made);
-  // Ends the stream of a rank that has left pooling_ without being admitted.
+  // Ends the stream of a rank that has left waiters_ without being admitted.
   void EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Drops the pool, unless a member is on that GPU or the GPU is the wire's.
@@ -498,18 +440,11 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   absl::StatusOr<GroupRecord*> Follow(const std::string& name, const std::string& address,
                                       const std::optional<v1::GroupSpec>& spec, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether the spec is the group's, where fields left to a default match any value.
-  absl::Status CheckSameSpec(const std::string& name, const v1::GroupSpec& wire,
-                             const GroupSpec& known) const;
-  // Joining. A try carries the spec of a waiting member, if one has a spec, and the longest wait of
-  // all.
-  bool AwaitsJoin(const Waiting& waiting, const GroupRecord& group) const;
-  void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up);
+  void LinkIsUp(const DialTry& of, const LinkUp& up) override;
+  void LinkSays(const DialTry& of, PeerCommand command) override;
+  void LinkIsLost(const DialTry& of, absl::Status status) override;
   void TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void LinkSays(const std::string& name, uint64_t id, uint64_t dial, PeerCommand command);
-  void LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl::Status status);
   // The try failed: refuses the members that this concerns, and tries again for the others.
   void JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -518,11 +453,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   // Stops joining if no member waits for it any more.
   void StopJoiningIfUnwanted(const std::string& name, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // When a waiting member is refused; none: the running try to join decides.
-  std::optional<TimePoint> ExpiryOf(const Waiting& waiting) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RefuseLateMembers(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void RedialIfDue(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Hands the event of a link or a wire to the group. Does nothing if the group's record `id` is
   // gone.
   void GroupEventOf(const std::string& name, uint64_t id, MachineEvent event);
@@ -577,16 +508,13 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   void Lose(MemberRecord* member, const std::string& reason, absl::Status end, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Erase(MemberId member, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Watchers::Machines Machines() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static uint64_t NewIncarnation();
   static std::string NewBootId();
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool AnyUpdateRuns() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  void TimerLoop();
-  TimePoint NextWake() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void WakeTimer() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  TimePoint NextWake() override;
+  void Ring(Turn& turn, TimePoint now) override;
   static TimePoint Now() { return std::chrono::steady_clock::now(); }
 
   void DescribeEpochs(v1::NcclStatus* status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -595,8 +523,9 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
 
   // Constant after construction.
   const NodeOptions options_;
+  const SpecLimits spec_limits_{options_.default_slot_bytes, options_.default_slots,
+                                options_.max_pool_bytes};
   ProcessWatch* const processes_;
-  const PeerDialer dialer_;
   const std::string boot_id_ = NewBootId();
   const TimePoint started_ = Now();
   std::atomic<uint64_t> next_call_{1};
@@ -608,21 +537,17 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
 
   PushTurns pushes_;
   Mutex mutex_;
-  CondVar timer_cond_;
   CondVar idle_cond_;
-  std::map<std::string, std::unique_ptr<GroupRecord>> groups_ ABSL_GUARDED_BY(mutex_);
   Leases leases_ ABSL_GUARDED_BY(mutex_);
   Memory memory_ ABSL_GUARDED_BY(mutex_){{options_.max_regions_per_member, options_.max_regions}};
-  std::vector<Waiting> waiting_ ABSL_GUARDED_BY(mutex_);
-  std::map<MemberId, Pooling> pooling_ ABSL_GUARDED_BY(mutex_);
+  Waiters waiters_ ABSL_GUARDED_BY(mutex_);
   Peers peers_ ABSL_GUARDED_BY(mutex_);
+  Groups groups_ ABSL_GUARDED_BY(mutex_){
+      {options_.max_groups, options_.max_pool_bytes, options_.group_idle}, &peers_, &waiters_};
+  Dialler dialler_ ABSL_GUARDED_BY(mutex_);
   WireLock wire_lock_ ABSL_GUARDED_BY(mutex_);
-  uint64_t next_group_ ABSL_GUARDED_BY(mutex_) = 1;
   Calls calls_ ABSL_GUARDED_BY(mutex_);
   Watchers watchers_ ABSL_GUARDED_BY(mutex_);
-  int links_ ABSL_GUARDED_BY(mutex_) = 0;  // dialled, and on_lost not called yet
-  CondVar links_cond_;
-  TimePoint timer_wakes_ ABSL_GUARDED_BY(mutex_) = TimePoint::max();  // until when the timer sleeps
   std::vector<std::string> listeners_ ABSL_GUARDED_BY(mutex_);
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   bool hurrying_ ABSL_GUARDED_BY(mutex_) = false;
@@ -644,7 +569,7 @@ class Node : public DescriptorHandler, public PeerAcceptor, private TurnHost {
   JobThreads local_binder_{"refitd-local"};
   JobThreads opener_{"refitd-opener"};  // epochs over GPU memory
 
-  std::thread timer_;
+  Timer timer_{this, this, &mutex_};
   // Destroyed first, since they come last: their callbacks then still find the other members.
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Wire> wire_;  // null: none

@@ -36,7 +36,7 @@ v1::EngineEvent PartEvent(const SendPart& part, int64_t slot_bytes) {
 
 void Node::Dispatch(Turn& turn, const std::string& name, const MachineEvent& event) {
   mutex_.AssertHeld();
-  GroupRecord* group = FindGroup(name);
+  GroupRecord* group = groups_.Find(name);
   if (group == nullptr) return;
   MachineActions actions;
   group->machine->Handle(event, Now(), &actions);
@@ -50,8 +50,8 @@ void Node::Dispatch(Turn& turn, const std::string& name, const MachineEvent& eve
 
 void Node::Drained() {
   mutex_.AssertHeld();
-  WakeTimer();
-  if (!AnyUpdateRuns()) idle_cond_.NotifyAll();
+  timer_.Wake();
+  if (!groups_.any_running()) idle_cond_.NotifyAll();
 }
 
 // Performs one action of the group's machine. The functions are called by std::visit, which the
@@ -179,14 +179,14 @@ struct Node::Performer {
   }
   void operator()(StateChanged&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     if (node->watchers_.empty()) return;
-    node->watchers_.Changed(*group->machine, node->Machines(), Now());
+    node->watchers_.Changed(*group->machine, node->groups_.machines(), Now());
   }
   void operator()(LogLine& a) {
     const LogLevel level = a.level == LogLine::kInfo      ? LogLevel::kInfo
                            : a.level == LogLine::kWarning ? LogLevel::kWarning
                                                           : LogLevel::kError;
     if (!LogEnabled(level)) return;
-    node->log_->Add(level, fmt::format("group {}: {}", group->machine->name(), a.text));
+    node->log_->Add(level, fmt::format("group {}: {}", group->name(), a.text));
     turn.Write(node->log_);
   }
 
@@ -195,15 +195,15 @@ struct Node::Performer {
     node->PerformSend(group, std::move(a), turn);
   }
   void operator()(DropNode& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->peers_.End(group->machine->name(), a.node, a.status);
+    node->peers_.End(group->name(), a.node, a.status);
   }
   void operator()(SendReport& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->PerformSend(group, std::move(a), turn);
   }
   void operator()(CloseLink&) {
-    if (group->link == nullptr) return;
-    group->link->Close();
-    group->link.reset();
+    if (group->join.link == nullptr) return;
+    group->join.link->Close();
+    group->join.link.reset();
   }
   void operator()(MakeSlots& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->PerformMakeSlots(*group, a);
@@ -222,12 +222,12 @@ struct Node::Performer {
   }
   void operator()(AcquireWire&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     WireLock::Events events;
-    node->wire_lock_.Acquire(group->machine->name(), &events);
+    node->wire_lock_.Acquire(group->name(), &events);
     for (auto& [name, event] : events) turn.Post(name, std::move(event));
   }
   void operator()(ReleaseWire&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     WireLock::Events events;
-    node->wire_lock_.Release(group->machine->name(), &events);
+    node->wire_lock_.Release(group->name(), &events);
     for (auto& [name, event] : events) turn.Post(name, std::move(event));
   }
 };
@@ -279,7 +279,7 @@ void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Turn& turn) 
 
 void Node::PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status,
                            Turn& turn) {
-  const std::string name = group->machine->name();
+  const std::string name = group->name();
   if (status.ok() && UsesHostPool(start)) status = EnsureWirePool(group);
   if (status.ok()) {
     const auto done = [this, name](const Executor::Done& d) {
@@ -310,7 +310,7 @@ void Node::PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status
 }
 
 void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Turn& turn) {
-  const std::string name = group->machine->name();
+  const std::string name = group->name();
   const auto done = [this, name](const VerifyDone& d) {
     Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
     turn.Handle(name, d);
@@ -351,7 +351,7 @@ void Node::Count(const GroupRecord& group, const UpdateEnded& ended) {
     return kReasonOther;
   };
   UpdateReport report;
-  report.group = group.machine->name();
+  report.group = group.name();
   report.committed = ended.outcome == Outcome::kCommitted;
   report.reason = reason();
   report.prepare = ended.prepare;

@@ -104,7 +104,7 @@ void Node::BeginOpened(CallId call, const v1::BeginRequest& request, const Peer&
                 REFITD_ASSIGN_OR_RETURN(BeginEvent event, MakeBegin(call, request, member));
                 REFITD_RETURN_IF_ERROR(CheckBroadcast(member, event.broadcast));
                 event.slots_on_devices = slots && MissingFor(member).empty();
-                GroupRecord* group = FindGroup(member.group);
+                GroupRecord* group = groups_.Find(member.group);
                 if (!group->machine->update_running()) group->broadcasts = false;
                 group->broadcasts = group->broadcasts || event.slots_on_devices;
                 return event;
@@ -117,7 +117,7 @@ void Node::LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const P
               [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
                 mutex_.AssertHeld();
                 if (!member.ordinal.has_value()) {
-                  REFITD_RETURN_IF_ERROR(EnsurePool(FindGroup(member.group)));
+                  REFITD_RETURN_IF_ERROR(EnsurePool(groups_.Find(member.group)));
                 } else if (Missing(member).has_value()) {
                   return absl::InternalError("the staging pool went");
                 }
@@ -170,7 +170,7 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
         const auto it = member->regions.find(id);
         if (it != member->regions.end()) regions[it->first] = it->second.memory.bytes;
       }
-      limits = {options_.inline_bytes, FindGroup(member->group)->machine->spec().slot_bytes};
+      limits = {options_.inline_bytes, groups_.Find(member->group)->machine->spec().slot_bytes};
     }
     return CheckBucket(request.bucket(), limits, region_bytes, device);
   };
@@ -288,7 +288,7 @@ void Node::CallGone(CallId call) {
 
 absl::StatusOr<v1::GetUpdateResponse> Node::GetUpdate(const v1::GetUpdateRequest& request) {
   MutexLock lock(&mutex_);
-  const GroupRecord* group = FindGroup(request.group());
+  const GroupRecord* group = groups_.Find(request.group());
   if (group == nullptr) return NoGroup(request.group());
   v1::GetUpdateResponse response;
   response.set_incarnation(group->machine->incarnation());

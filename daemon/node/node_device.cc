@@ -43,7 +43,7 @@ absl::StatusOr<std::optional<int>> Node::DeviceOf(const std::string& name) const
 }
 
 bool Node::Spans(const GroupRecord& group) const {
-  return group.follower != nullptr || peers_.Any(group.machine->name());
+  return group.follower != nullptr || peers_.Any(group.name());
 }
 
 // All slots of a daemon that cross to other daemons lie on a GPU, or all in host memory.
@@ -104,15 +104,14 @@ absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& re
 // ---- slots that cross daemons ----
 
 bool Node::LacksWirePool(const GroupRecord& group) const {
-  return Spans(group) && !group.pools.wire().has_value() &&
-         leases_.HasDevices(group.machine->name());
+  return Spans(group) && !group.pools.wire().has_value() && leases_.HasDevices(group.name());
 }
 
 // The pool is on the lowest GPU that a member is on; bytes that other GPUs of the daemon send or
 // receive pass through its slots. It is kept until the group has no member on a GPU here and no
 // update runs, since bytes that were packed into it must be the bytes that are sent.
 void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
-  const std::string name = group.machine->name();
+  const std::string name = group.name();
   std::optional<int> lowest;
   for (const auto& [id, member] : leases_.all()) {
     if (member.group != name || !member.ordinal.has_value()) continue;
@@ -121,7 +120,7 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
   regions_thread_->Submit([this, name, id = group.id, ordinal = *lowest, then = std::move(then)] {
     absl::Status made = MakeDevicePool(name, id, ordinal);
     Turn turn(this, &mutex_);
-    GroupRecord* const found = FindGroup(name);
+    GroupRecord* const found = groups_.Find(name);
     if (found == nullptr || found->id != id) return;
     if (made.ok() && !found->pools.Has(ordinal)) {
       made = absl::CancelledError("the members on that GPU went away");
@@ -138,7 +137,7 @@ void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
 // P1: while an update runs, its parts go on through the same slots, even those of members that
 // left.
 void Node::DropWirePool(GroupRecord* group) {
-  const std::string& name = group->machine->name();
+  const std::string& name = group->name();
   if (!group->pools.wire().has_value() || leases_.HasDevices(name) ||
       group->machine->update_running()) {
     return;
@@ -151,7 +150,7 @@ void Node::DropWirePool(GroupRecord* group) {
 // P8: device memory is kept only for members that can use it. Transfers that run hold it
 // themselves.
 void Node::DropPool(GroupRecord* group, int ordinal) {
-  if (group->pools.wire() == ordinal || OnDevice(group->machine->name(), ordinal)) return;
+  if (group->pools.wire() == ordinal || OnDevice(group->name(), ordinal)) return;
   group->pools.Drop(ordinal);
 }
 
@@ -163,19 +162,15 @@ void Node::GiveUpEpochs(const GroupRecord& group, Turn& turn) {
   for (const auto& [id, epoch] : group.epochs) {
     // If an epoch's slots are still being made, its failure is reported when they are made.
     if (!epoch.on_devices || epoch.ordinal < 0 || ReachesSlots(epoch, group)) continue;
-    turn.Post(group.machine->name(),
-              EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
+    turn.Post(group.name(), EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
   }
 }
 
 void Node::DevicesLost(const absl::Status& why) {
   LogError("the GPUs are lost to this process: {}", Message(why));
   Turn turn(this, &mutex_);
-  std::vector<std::string> running;
-  for (const auto& [name, group] : groups_) {
-    if (group->machine->update_running() && leases_.HasDevices(name)) running.push_back(name);
-  }
-  for (const std::string& name : running) {
+  for (const std::string& name : groups_.running()) {
+    if (!leases_.HasDevices(name)) continue;
     turn.Handle(
         name, OperatorAbort{NewCall(), fmt::format("the daemon lost its GPUs: {}", Message(why))});
   }
@@ -332,11 +327,7 @@ absl::Status Node::EndOpening(CallId call) {
 // ---- staging pools ----
 
 bool Node::OnDevice(const std::string& group, int ordinal) const {
-  return leases_.OnDevice(group, ordinal) ||
-         std::any_of(pooling_.begin(), pooling_.end(), [&](const auto& entry) {
-           const MemberRecord& record = entry.second.record;
-           return record.group == group && record.ordinal == ordinal;
-         });
+  return leases_.OnDevice(group, ordinal) || waiters_.AnyOfSlots(group, ordinal);
 }
 
 // Only this function makes pools on GPUs, on one thread, so that none is made twice.
@@ -344,7 +335,7 @@ absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ord
   // The group's record, if it still lacks the pool.
   const auto find = [&]() -> absl::StatusOr<GroupRecord*> {
     mutex_.AssertHeld();
-    GroupRecord* found = FindGroup(group);
+    GroupRecord* found = groups_.Find(group);
     if (found == nullptr || found->id != id) return NoGroup(group);
     return found->pools.Has(ordinal) ? nullptr : found;
   };
@@ -388,16 +379,15 @@ void Node::AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent a
   regions_thread_->Submit([this, member, name = record.group, id = group.id, ordinal] {
     EndPooling(member, MakeDevicePool(name, id, ordinal));
   });
-  pooling_.emplace(member, Pooling{std::move(record), std::move(attached)});
+  waiters_.Wait(Waiters::OfSlots{std::move(record), std::move(attached)});
 }
 
 void Node::EndPooling(MemberId member, absl::Status made) {
   Turn turn(this, &mutex_);
-  const auto it = pooling_.find(member);
-  if (it == pooling_.end()) return;  // it went away, or the daemon drains
-  Pooling waited = std::move(it->second);
-  pooling_.erase(it);
-  GroupRecord* group = FindGroup(waited.record.group);
+  std::optional<Waiters::OfSlots> taken = waiters_.TakeOfSlots(member);
+  if (!taken.has_value()) return;  // it went away, or the daemon drains
+  Waiters::OfSlots waited = *std::move(taken);
+  GroupRecord* group = groups_.Find(waited.record.group);
   if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
   const bool there = group != nullptr && !absl::IsCancelled(made) && !absl::IsNotFound(made);
   if (!made.ok() && there && !waited.record.staged) {
@@ -418,11 +408,11 @@ void Node::EndPooling(MemberId member, absl::Status made) {
 // The pool may have been made for the rank already.
 void Node::EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn) {
   record.End(std::move(status));
-  GroupRecord* group = FindGroup(record.group);
+  GroupRecord* group = groups_.Find(record.group);
   if (group == nullptr) return;
   DropUnused(group, *record.ordinal, turn);
   turn.Drain();
-  group = FindGroup(record.group);
+  group = groups_.Find(record.group);
   if (group != nullptr && group->coordinator != nullptr) NoteEmpty(group, turn);
 }
 
@@ -435,15 +425,15 @@ void Node::DropUnused(GroupRecord* group, int ordinal, Turn& turn) {
 void Node::PerformMakeSlots(const GroupRecord& group, const MakeSlots& a) {
   const MemberRecord* const member = leases_.Find(a.member);
   if (member == nullptr || !member->ordinal.has_value()) return;
-  regions_thread_->Submit([this, member = a.member, name = group.machine->name(), id = group.id,
-                           ordinal = *member->ordinal] {
-    GroupEventOf(name, id, SlotsMade{member, MakeDevicePool(name, id, ordinal)});
-  });
+  regions_thread_->Submit(
+      [this, member = a.member, name = group.name(), id = group.id, ordinal = *member->ordinal] {
+        GroupEventOf(name, id, SlotsMade{member, MakeDevicePool(name, id, ordinal)});
+      });
 }
 
 std::optional<Node::MissingPool> Node::Missing(const MemberRecord& member) {
   if (!member.ordinal.has_value()) return std::nullopt;
-  const GroupRecord& group = *FindGroup(member.group);
+  const GroupRecord& group = *groups_.Find(member.group);
   if (group.pools.Has(*member.ordinal)) return std::nullopt;
   return MissingPool{member.group, group.id, *member.ordinal};
 }
@@ -478,7 +468,7 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
   if (method == BroadcastMethod::kAuto || method == BroadcastMethod::kDirect) {
     return absl::OkStatus();
   }
-  const GroupRecord& group = *FindGroup(trainer.group);
+  const GroupRecord& group = *groups_.Find(trainer.group);
   if (Spans(group)) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "broadcast: {} is between GPUs of one daemon, and group '{}' spans daemons",
@@ -497,7 +487,7 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
 
 // One instance alone gains nothing: its ranks hold shards, so no byte goes to two of them.
 bool Node::CouldGain(const MemberRecord& trainer) const {
-  if (!trainer.ordinal.has_value() || Spans(*groups_.at(trainer.group))) return false;
+  if (!trainer.ordinal.has_value() || Spans(*groups_.Find(trainer.group))) return false;
   const auto can = [this](BroadcastMethod method) { return transport_->CanBroadcast(method).ok(); };
   if (!can(BroadcastMethod::kChain) && !can(BroadcastMethod::kSymmetric) &&
       !can(BroadcastMethod::kNccl)) {
@@ -541,7 +531,7 @@ absl::StatusOr<Node::BeginNeeds> Node::NeedsOf(CallId call, const v1::BeginReque
   needs.missing = MissingFor(*member);
   if (needs.missing.empty()) return needs;
   REFITD_RETURN_IF_ERROR(AdmitOpening(call, member->id));
-  GroupRecord* group = FindGroup(member->group);
+  GroupRecord* group = groups_.Find(member->group);
   needs.group = member->group;
   needs.id = group->id;
   ++group->preparing_begins;
@@ -589,7 +579,7 @@ void Node::Begin(CallId call, const v1::BeginRequest& request, const Peer& peer,
                 EmptyReply{});
         }
         MutexLock lock(&mutex_);
-        GroupRecord* group = FindGroup(needs.group);
+        GroupRecord* group = groups_.Find(needs.group);
         if (group != nullptr && group->id == needs.id) --group->preparing_begins;
       });
 }

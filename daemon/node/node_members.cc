@@ -104,6 +104,35 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
   return identity;
 }
 
+// The record of a member that has said hello, without its id and its GPU.
+template <typename Hello>
+MemberRecord CommonRecord(const Hello& hello, const Peer& peer) {
+  MemberRecord record;
+  record.group = hello.group();
+  record.peer = peer;
+  record.client = hello.client();
+  record.protocol = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
+  record.device = hello.device().name().empty() ? "host" : hello.device().name();
+  return record;
+}
+
+MemberRecord RecordOf(const v1::TrainerHello& hello, const Peer& peer,
+                      std::shared_ptr<TrainerSink> sink) {
+  MemberRecord record = CommonRecord(hello, peer);
+  record.trainer_sink = std::move(sink);
+  return record;
+}
+
+MemberRecord RecordOf(const v1::EngineHello& hello, const Peer& peer,
+                      std::shared_ptr<EngineSink> sink) {
+  MemberRecord record = CommonRecord(hello, peer);
+  record.engine = true;
+  record.engine_sink = std::move(sink);
+  record.instance = hello.instance();
+  record.staged = hello.delivery() == v1::DELIVERY_STAGED;
+  return record;
+}
+
 GroupEvent AttachedEvent(MemberId member, TrainerIdentity identity) {
   return TrainerAttached{member, std::move(identity)};
 }
@@ -135,66 +164,70 @@ MemberId Node::Attach(const HelloMessage& hello, const Peer& peer, std::shared_p
   } else if (absl::Status room = CheckMembers(); !room.ok()) {
     sink->End(std::move(room));
   } else {
-    MemberRecord record;
+    MemberRecord record = RecordOf(hello, peer, std::move(sink));
     record.id = member;
-    record.group = hello.group();
-    record.engine = std::is_same_v<Sink, EngineSink>;
-    record.peer = peer;
-    record.client = hello.client();
-    record.protocol =
-        AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
-    record.device = hello.device().name().empty() ? "host" : hello.device().name();
     record.ordinal = *ordinal;
-    if constexpr (std::is_same_v<Sink, EngineSink>) {
-      record.engine_sink = sink;
-      record.instance = hello.instance();
-      record.staged = hello.delivery() == v1::DELIVERY_STAGED;
-      identity->on_device = ordinal->has_value();
-    } else {
-      record.trainer_sink = sink;
-    }
-    GroupEvent attached = AttachedEvent(member, *std::move(identity));
-    bool created = false;
-    absl::StatusOr<GroupRecord*> group = nullptr;
-    std::optional<v1::GroupSpec> spec;
-    if (hello.has_spec()) spec = hello.spec();
-    const std::string coordinator = CoordinatorOf(hello.coordinator());
-    if (!coordinator.empty() && record.ordinal.has_value() && options_.cuda.wire == nullptr) {
-      group = Error(absl::StatusCode::kFailedPrecondition,
-                    "device.name: '{}' with coordinator '{}': device memory moves within this "
-                    "daemon only: {}",
-                    record.device, hello.coordinator(), options_.cuda.no_wire);
-    } else if (!coordinator.empty()) {
-      group = Follow(hello.group(), coordinator, spec, turn);
-    } else if (hello.has_spec()) {
-      std::optional<int> trainers;
-      if (!record.engine) trainers = hello.world_size();
-      group = MakeGroup(hello.group(), hello.spec(), trainers, &created, turn);
-    } else {
-      group = FindGroup(hello.group());
-      if (*group != nullptr && (*group)->follower != nullptr) group = Followed(**group);
-    }
-    if (!group.ok()) {
-      sink->End(group.status());
-    } else if (*group != nullptr && !(*group)->joining) {
-      Enter(std::move(record), *group, std::move(attached), turn);
-    } else if (*group == nullptr && hello.wait_ms() == 0) {
-      sink->End(NoGroup(hello.group()));
-    } else {
-      const bool brings = *group != nullptr && spec.has_value() && !(*group)->dialled_spec;
-      waiting_.push_back({std::move(record), std::move(attached), Now() + Millis(hello.wait_ms()),
-                          hello.wait_ms() > 0, coordinator, std::move(spec)});
-      // A spec that this member brings makes the group, for which others may wait at the
-      // coordinator.
-      if (*group != nullptr && !(*group)->redial.has_value() &&
-          ((*group)->link == nullptr || brings)) {
-        Dial(*group);
-      }
-      WakeTimer();
-    }
-    if (created) AdmitWaiting(hello.group(), turn);
+    if constexpr (std::is_same_v<Sink, EngineSink>) identity->on_device = ordinal->has_value();
+    Attach(hello, std::move(record), AttachedEvent(member, *std::move(identity)), turn);
   }
   return member;
+}
+
+template <typename HelloMessage>
+void Node::Attach(const HelloMessage& hello, MemberRecord record, GroupEvent attached, Turn& turn) {
+  std::optional<v1::GroupSpec> spec;
+  if (hello.has_spec()) spec = hello.spec();
+  const std::string coordinator = CoordinatorOf(hello.coordinator());
+  bool created = false;
+  const absl::StatusOr<GroupRecord*> found =
+      GroupFor(hello, coordinator, record, spec, &created, turn);
+  GroupRecord* const group = found.ok() ? *found : nullptr;
+  if (!found.ok()) {
+    record.End(found.status());
+  } else if (group != nullptr && !group->join.joining) {
+    Enter(std::move(record), group, std::move(attached), turn);
+  } else if (group == nullptr && hello.wait_ms() == 0) {
+    record.End(NoGroup(hello.group()));
+  } else {
+    const bool brings = group != nullptr && spec.has_value() && !group->join.dialled_spec;
+    waiters_.Wait(Waiters::OfGroup{std::move(record), std::move(attached),
+                                   Now() + Millis(hello.wait_ms()), hello.wait_ms() > 0,
+                                   coordinator, std::move(spec)});
+    // A spec that this member brings makes the group, for which others may wait at the coordinator.
+    if (group != nullptr && !group->join.redial.has_value() &&
+        (group->join.link == nullptr || brings)) {
+      dialler_.Dial(group, waiters_, Now());
+    }
+    timer_.Wake();
+  }
+  if (created) AdmitWaiting(hello.group(), turn);
+}
+
+// The hello's group: found, made, or being joined. Null: it does not exist, and the hello does not
+// make it.
+template <typename HelloMessage>
+absl::StatusOr<GroupRecord*> Node::GroupFor(const HelloMessage& hello,
+                                            const std::string& coordinator,
+                                            const MemberRecord& record,
+                                            const std::optional<v1::GroupSpec>& spec, bool* created,
+                                            Turn& turn) {
+  if (!coordinator.empty()) {
+    if (record.ordinal.has_value() && options_.cuda.wire == nullptr) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "device.name: '{}' with coordinator '{}': device memory moves within this "
+                   "daemon only: {}",
+                   record.device, hello.coordinator(), options_.cuda.no_wire);
+    }
+    return Follow(hello.group(), coordinator, spec, turn);
+  }
+  if (spec.has_value()) {
+    std::optional<int> trainers;
+    if (!record.engine) trainers = hello.world_size();
+    return MakeGroup(hello.group(), *spec, trainers, created, turn);
+  }
+  GroupRecord* const group = groups_.Find(hello.group());
+  if (group != nullptr && group->follower != nullptr) return Followed(*group);
+  return group;
 }
 
 MemberId Node::AttachTrainer(const v1::TrainerHello& hello, const Peer& peer,
@@ -208,17 +241,9 @@ MemberId Node::AttachEngine(const v1::EngineHello& hello, const Peer& peer,
 }
 
 void Node::AdmitWaiting(const std::string& group, Turn& turn) {
-  std::vector<Waiting> admitted;
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    if (it->record.group == group && it->coordinator.empty()) {
-      admitted.push_back(std::move(*it));
-      it = waiting_.erase(it);
-    } else {
-      ++it;
-    }
+  for (Waiters::OfGroup& w : waiters_.TakeAll(group, "")) {
+    Enter(std::move(w.record), groups_.Find(group), std::move(w.attached), turn);
   }
-  for (Waiting& w : admitted)
-    Enter(std::move(w.record), FindGroup(group), std::move(w.attached), turn);
   AdmitWaitingPeers(group, turn);
 }
 
@@ -240,7 +265,7 @@ void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, T
 
 void Node::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
   const MemberId member = record.id;
-  record.incarnation = FindGroup(record.group)->machine->incarnation();
+  record.incarnation = groups_.Find(record.group)->machine->incarnation();
   MemberRecord& m = *leases_.Add(std::move(record));
   // P8: if a killed process has a forked child that keeps the socket, no end of stream comes.
   if (m.peer.credentials.has_value() && m.peer.credentials->pid != 0) {
@@ -264,18 +289,12 @@ void Node::MemberDetached(MemberId member) { Gone(member, "it detached", absl::O
 
 void Node::Gone(MemberId member, const std::string& reason, const absl::Status& end) {
   Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
-  const auto waits = std::find_if(waiting_.begin(), waiting_.end(),
-                                  [member](const Waiting& w) { return w.record.id == member; });
-  if (waits != waiting_.end()) {
-    waits->record.End(end);
-    const std::string group = waits->record.group;
-    waiting_.erase(waits);
-    StopJoiningIfUnwanted(group, turn);
+  if (std::optional<Waiters::OfGroup> waited = waiters_.TakeOfGroup(member)) {
+    waited->record.End(end);
+    StopJoiningIfUnwanted(waited->record.group, turn);
   }
-  if (const auto pools = pooling_.find(member); pools != pooling_.end()) {
-    MemberRecord record = std::move(pools->second.record);
-    pooling_.erase(pools);
-    EndWithoutPool(std::move(record), end, turn);
+  if (std::optional<Waiters::OfSlots> waited = waiters_.TakeOfSlots(member)) {
+    EndWithoutPool(std::move(waited->record), end, turn);
   }
   if (MemberRecord* found = leases_.Find(member); found != nullptr) {
     Lose(found, reason, end, turn);
@@ -300,7 +319,7 @@ void Node::Erase(MemberId member, Turn& turn) {
   // Unmapping large regions takes long, so it is done after the mutex was released.
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(memory_.TakeAll(&record));
   turn.Last([regions] { regions->clear(); });
-  if (GroupRecord* group = FindGroup(record.group);
+  if (GroupRecord* group = groups_.Find(record.group);
       group != nullptr && record.ordinal.has_value()) {
     DropUnused(group, *record.ordinal, turn);
   }
@@ -318,7 +337,7 @@ absl::StatusOr<MemberRecord*> Node::Authenticate(const v1::Lease& lease, const P
   }
   // An engine's memory does not belong to an incarnation: its lease outlives a replacement.
   const uint64_t incarnation =
-      engine ? member->incarnation : FindGroup(member->group)->machine->incarnation();
+      engine ? member->incarnation : groups_.Find(member->group)->machine->incarnation();
   if (lease.incarnation() != incarnation) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "lease.incarnation: {:x} is not group '{}''s incarnation {:x}",
@@ -417,7 +436,7 @@ absl::StatusOr<const MemberRecord*> Node::AdmitLayout(const v1::Lease& lease, co
                  "binding_generation: {} is not greater than the registered {}",
                  layout.binding_generation, *greatest);
   }
-  REFITD_RETURN_IF_ERROR(FindGroup(member->group)->machine->CanRegisterLayout(member->id));
+  REFITD_RETURN_IF_ERROR(groups_.Find(member->group)->machine->CanRegisterLayout(member->id));
   return member;
 }
 

@@ -17,7 +17,7 @@ constexpr std::chrono::milliseconds kDriverWait{20'000};
 }  // namespace
 
 absl::Status Node::EnsurePool(GroupRecord* group) {
-  return group->pools.EnsureHost(group->machine->name(), group->pool_bytes());
+  return group->pools.EnsureHost(group->name(), group->pool_bytes());
 }
 
 // ---- regions ----
@@ -120,7 +120,7 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
 }
 
 absl::StatusOr<PoolHandle> Node::HandleOf(const MemberRecord& member) {
-  GroupRecord* const group = FindGroup(member.group);
+  GroupRecord* const group = groups_.Find(member.group);
   if (!member.ordinal.has_value()) REFITD_RETURN_IF_ERROR(EnsurePool(group));
   // An engine only reads slots. A bug there must not damage the slots that its neighbours read.
   REFITD_ASSIGN_OR_RETURN(PoolHandle handle,

@@ -69,7 +69,7 @@ absl::StatusOr<v1::CreateGroupResponse> Node::CreateGroup(const v1::CreateGroupR
   bool created = false;
   absl::StatusOr<GroupRecord*> made =
       MakeGroup(request.group(), request.spec(), std::nullopt, &created, turn);
-  if (const GroupRecord* found = FindGroup(request.group());
+  if (const GroupRecord* found = groups_.Find(request.group());
       found != nullptr && found->follower != nullptr) {
     return Followed(*found);
   }
@@ -101,7 +101,7 @@ absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& re
   if (!request_id.empty() && request_id == group->replace_request)
     return group->replace_incarnation;
   const uint64_t incarnation = NewIncarnation();
-  const std::string name = group->machine->name();
+  const std::string name = group->name();
   turn.Handle(name, ReplaceGroup{NewCall(), incarnation});
   if (group->machine->incarnation() != incarnation) {
     const std::optional<UpdateView> update = group->machine->ViewUpdate(Now());
@@ -125,7 +125,7 @@ absl::StatusOr<uint64_t> Node::Replace(GroupRecord* group, const std::string& re
 
 absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
   Turn turn(this, &mutex_);
-  const GroupRecord* group = FindGroup(request.group());
+  const GroupRecord* group = groups_.Find(request.group());
   if (group == nullptr) return NoGroup(request.group());
   // A record outlives its lease while copies touch its memory; such a member counts too.
   const auto& all = leases_.all();
@@ -143,7 +143,7 @@ absl::Status Node::DeleteGroup(const v1::DeleteGroupRequest& request) {
 
 void Node::AbortUpdate(CallId call, const v1::AbortUpdateRequest& request, ReplyFunction reply) {
   Turn turn(this, &mutex_);
-  if (FindGroup(request.group()) == nullptr) {
+  if (groups_.Find(request.group()) == nullptr) {
     turn.Answer([reply = std::move(reply), refused = NoGroup(request.group())] {
       reply(refused, EmptyReply{});
     });
@@ -220,7 +220,7 @@ void Node::DescribeEpochs(v1::NcclStatus* status) {
     open.emplace(id, std::move(each));
   }
   const CudaMemory& memory = *options_.cuda.memory;
-  for (const auto& [name, group] : groups_) {
+  for (const auto& [name, group] : groups_.all()) {
     for (const auto& [id, record] : group->epochs) {
       const auto found = open.find(record.id);
       if (!record.on_devices || found == open.end()) continue;
@@ -274,7 +274,7 @@ v1::GetStatusResponse Node::GetStatus() {
       resources->set_region_bytes(resources->region_bytes() + region.memory.bytes);
     }
   }
-  for (const auto& [name, group] : groups_) {
+  for (const auto& [name, group] : groups_.all()) {
     resources->set_pool_bytes(resources->pool_bytes() + group->pools.bytes());
     *response.add_groups() = GroupStatusOf(*group);
   }
@@ -284,13 +284,13 @@ v1::GetStatusResponse Node::GetStatus() {
 absl::StatusOr<v1::ListGroupsResponse> Node::ListGroups() {
   v1::ListGroupsResponse response;
   MutexLock lock(&mutex_);
-  for (const auto& [name, group] : groups_) *response.add_groups() = GroupStatusOf(*group);
+  for (const auto& [name, group] : groups_.all()) *response.add_groups() = GroupStatusOf(*group);
   return response;
 }
 
 absl::StatusOr<v1::GetGroupResponse> Node::GetGroup(const v1::GetGroupRequest& request) {
   MutexLock lock(&mutex_);
-  const GroupRecord* group = FindGroup(request.group());
+  const GroupRecord* group = groups_.Find(request.group());
   if (group == nullptr) return NoGroup(request.group());
   v1::GetGroupResponse response;
   *response.mutable_group() = GroupStatusOf(*group);
@@ -307,9 +307,9 @@ absl::StatusOr<v1::GetGroupResponse> Node::GetGroup(const v1::GetGroupRequest& r
 absl::StatusOr<v1::ListMembersResponse> Node::ListMembers(const v1::ListMembersRequest& request) {
   v1::ListMembersResponse response;
   MutexLock lock(&mutex_);
-  if (!request.group().empty() && FindGroup(request.group()) == nullptr)
+  if (!request.group().empty() && groups_.Find(request.group()) == nullptr)
     return NoGroup(request.group());
-  for (const auto& [name, group] : groups_) {
+  for (const auto& [name, group] : groups_.all()) {
     if (!request.group().empty() && name != request.group()) continue;
     for (const MemberView& view : group->machine->View(Now()).group.members) {
       v1::MemberStatus* member = response.add_members();
@@ -346,7 +346,7 @@ absl::StatusOr<v1::GetUpdateStatisticsResponse> Node::GetUpdateStatistics(
   UpdateStatistics statistics;
   {
     MutexLock lock(&mutex_);
-    const GroupRecord* group = FindGroup(request.group());
+    const GroupRecord* group = groups_.Find(request.group());
     if (group == nullptr) return NoGroup(request.group());
     if (group->follower != nullptr) return Followed(*group);
     statistics = group->machine->Statistics();
@@ -381,25 +381,19 @@ absl::StatusOr<uint64_t> Node::Watch(const v1::WatchUpdatesRequest& request,
                  kMinWatchMs, kMaxWatchMs);
   }
   const Turn turn(this, &mutex_);
-  if (!request.group().empty() && FindGroup(request.group()) == nullptr)
+  if (!request.group().empty() && groups_.Find(request.group()) == nullptr)
     return NoGroup(request.group());
   REFITD_ASSIGN_OR_RETURN(
       const uint64_t id,
       watchers_.Add({request.group(), std::chrono::milliseconds(interval), request.until_idle()},
-                    std::move(sink), Machines(), Now()));
-  WakeTimer();
+                    std::move(sink), groups_.machines(), Now()));
+  timer_.Wake();
   return id;
 }
 
 void Node::StopWatching(uint64_t watch) {
   MutexLock lock(&mutex_);
   watchers_.Remove(watch);
-}
-
-Watchers::Machines Node::Machines() const {
-  Watchers::Machines all;
-  for (const auto& [name, group] : groups_) all.push_back(group->machine.get());
-  return all;
 }
 
 }  // namespace refitd

@@ -5,22 +5,12 @@
 
 #include "daemon/checks/fields.h"
 #include "daemon/node/group_memory.h"
+#include "daemon/node/group_spec.h"
 #include "daemon/node/node.h"
 #include "daemon/process/log.h"
 #include "proto/protocol.h"
-#include "transport/plan/layout.h"
 
 namespace refitd {
-namespace {
-
-// The pause between a refusal that may pass and the next try to join.
-constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
-// How long a member that does not wait for its group may take to hear whether the group exists,
-// while others wait for it.
-constexpr Duration kJoinGrace = std::chrono::seconds(10);
-
-}  // namespace
-
 // ---- groups that another daemon coordinates ----
 
 // The coordinator's address; empty: this daemon.
@@ -34,44 +24,33 @@ std::string Node::CoordinatorOf(const std::string& address) const {
 
 absl::Status Node::Followed(const GroupRecord& group) {
   return Error(absl::StatusCode::kFailedPrecondition,
-               "group '{}' is coordinated by {}: name it as coordinator", group.machine->name(),
-               group.coordinator_address);
+               "group '{}' is coordinated by {}: name it as coordinator", group.name(),
+               group.join.address);
 }
 
-absl::Status Node::CheckSameSpec(const std::string& name, const v1::GroupSpec& wire,
-                                 const GroupSpec& known) const {
-  v1::GroupSpec filled = wire;
-  if (filled.slots() == 0) filled.set_slots(known.slots);
-  if (filled.slot_bytes() == 0) filled.set_slot_bytes(known.slot_bytes);
-  REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(filled));
-  if (EqualButTrainers(spec, known)) return absl::OkStatus();
-  return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", name);
-}
-
-absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const std::string& address,
-                                                const std::optional<v1::GroupSpec>& spec,
-                                                Turn& turn) {
-  if (dialer_ == nullptr) {
+absl::StatusOr<GroupRecord*> Node::Follow(const std::string& name, const std::string& address,
+                                          const std::optional<v1::GroupSpec>& spec, Turn& turn) {
+  if (!dialler_.can_join()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "coordinator: '{}': this daemon joins no others", address);
   }
-  if (spec.has_value()) REFITD_RETURN_IF_ERROR(CheckSpec(*spec).status());
-  if (GroupRecord* found = FindGroup(name); found != nullptr) {
+  if (spec.has_value()) REFITD_RETURN_IF_ERROR(CheckSpec(*spec, spec_limits_).status());
+  if (GroupRecord* found = groups_.Find(name); found != nullptr) {
     if (found->follower == nullptr) {
       return Error(absl::StatusCode::kFailedPrecondition,
                    "coordinator: '{}', but group '{}' is coordinated by this daemon", address,
                    name);
     }
-    if (found->coordinator_address != address) {
+    if (found->join.address != address) {
       return Error(absl::StatusCode::kFailedPrecondition,
                    "coordinator: '{}', but group '{}' is coordinated by {}", address, name,
-                   found->coordinator_address);
+                   found->join.address);
     }
-    if (found->joining) return found;
+    if (found->join.joining) return found;
     if (spec.has_value()) {
-      REFITD_RETURN_IF_ERROR(CheckSameSpec(name, *spec, found->machine->spec()));
+      REFITD_RETURN_IF_ERROR(CheckSameSpec(name, *spec, found->machine->spec(), spec_limits_));
     }
-    if (found->link == nullptr) {
+    if (found->join.link == nullptr) {
       return Error(absl::StatusCode::kUnavailable,
                    "group '{}': the link to {} is lost and being cleaned up: attach again", name,
                    address);
@@ -85,258 +64,111 @@ absl::StatusOr<Node::GroupRecord*> Node::Follow(const std::string& name, const s
   options.coordinator_address = address;
   options.peer_limits = options_.peers;
   options.next_update = [this] { return UpdateId(next_update_++); };
-  auto record = std::make_unique<GroupRecord>();
-  record->id = next_group_++;
-  record->coordinator_address = address;
-  record->joining = true;
-  auto follower = std::make_unique<Follower>(std::move(options));
-  record->follower = follower.get();
-  record->machine = std::move(follower);
-  GroupRecord* result = record.get();
-  groups_[name] = std::move(record);
-  return result;
+  return groups_.Follow(std::move(options));
 }
 
 // ---- joining ----
 
-bool Node::AwaitsJoin(const Waiting& waiting, const GroupRecord& group) const {
-  return waiting.record.group == group.machine->name() &&
-         waiting.coordinator == group.coordinator_address;
-}
-
-void Node::Dial(GroupRecord* group) {
-  const std::string name = group->machine->name();
-  const TimePoint now = Now();
-  PeerDial dial;
-  dial.address = group->coordinator_address;
-  dial.group = name;
-  dial.daemon_id = options_.daemon_id;
-  dial.boot_id = boot_id_;
-  dial.limits.message_bytes = options_.message_bytes;
-  for (const Waiting& w : waiting_) {
-    if (!AwaitsJoin(w, *group)) continue;
-    if (w.spec.has_value() && !dial.spec.has_value()) dial.spec = w.spec;
-    if (w.waits) dial.wait = std::max(dial.wait, w.deadline - now);
-  }
-  group->redial.reset();
-  group->dialled_spec = dial.spec.has_value();
-  group->dialled_until = now + dial.wait;
-  const uint64_t id = group->id;
-  const uint64_t number = ++group->dial;
-  PeerLinkCallbacks callbacks;
-  callbacks.on_up = [this, name, id, number](const LinkUp& up) { LinkIsUp(name, id, number, up); };
-  callbacks.on_command = [this, name, id, number](PeerCommand command) {
-    LinkSays(name, id, number, std::move(command));
-  };
-  callbacks.on_lost = [this, name, id, number](absl::Status status) {
-    LinkIsLost(name, id, number, std::move(status));
-    MutexLock lock(&mutex_);
-    --links_;
-    links_cond_.NotifyAll();
-  };
-  ++links_;
-  LogInfo("group {}: joining its coordinator at {}", name, group->coordinator_address);
-  group->link = dialer_(std::move(dial), std::move(callbacks));  // closes the previous try, if any
-}
-
-void Node::LinkIsUp(const std::string& name, uint64_t id, uint64_t dial, const LinkUp& up) {
+void Node::LinkIsUp(const DialTry& of, const LinkUp& up) {
   Turn turn(this, &mutex_);
-  GroupRecord* group = FindGroup(name);
-  if (group != nullptr && group->id == id && group->dial == dial && group->joining) {
-    // Sizes that the coordinator tells are bounded as an operator's are (P10).
-    absl::Status fits = absl::OkStatus();
-    if (up.spec.slots < 1 || up.spec.slots > kMaxSlots || up.spec.slot_bytes < 1 ||
-        up.spec.slot_bytes > options_.max_pool_bytes) {
-      fits = Error(absl::StatusCode::kInvalidArgument,
-                   "spec: {} slots of {} bytes, where max_pool_bytes is {}", up.spec.slots,
-                   up.spec.slot_bytes, options_.max_pool_bytes);
-    } else {
-      fits = MakeRoom(name, &up.spec, turn);
-    }
-    if (fits.ok()) {
-      TakeJoined(group, up, turn);
-    } else {
-      JoinFailed(group, fits, turn);
-    }
+  GroupRecord* const group = Dialler::Current(of, &groups_);
+  if (group == nullptr || !group->join.joining) return;
+  absl::Status fits = CheckToldSpec(up.spec, spec_limits_);
+  if (fits.ok()) fits = MakeRoom(of.group, &up.spec, turn);
+  if (fits.ok()) {
+    TakeJoined(group, up, turn);
+  } else {
+    JoinFailed(group, fits, turn);
   }
 }
 
 void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn) {
-  const std::string name = group->machine->name();
-  group->joining = false;
-  std::vector<Waiting> admitted;
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    if (AwaitsJoin(*it, *group)) {
-      admitted.push_back(std::move(*it));
-      it = waiting_.erase(it);
-    } else {
-      ++it;
-    }
-  }
+  const std::string name = group->name();
+  group->join.joining = false;
+  std::vector<Waiters::OfGroup> admitted = waiters_.TakeAll(name, group->join.address);
   turn.Handle(name, up);
-  for (Waiting& w : admitted) {
-    GroupRecord* joined = FindGroup(name);
+  for (Waiters::OfGroup& w : admitted) {
+    GroupRecord* joined = groups_.Find(name);
     absl::Status status = joined == nullptr
                               ? absl::UnavailableError("the coordinator is lost: attach again")
                               : absl::OkStatus();
-    if (status.ok() && w.spec.has_value()) status = CheckSameSpec(name, *w.spec, up.spec);
+    if (status.ok() && w.spec.has_value())
+      status = CheckSameSpec(name, *w.spec, up.spec, spec_limits_);
     if (status.ok()) {
       Enter(std::move(w.record), joined, std::move(w.attached), turn);
     } else {
       w.record.End(std::move(status));
     }
   }
-  const GroupRecord* left = FindGroup(name);
-  const bool wanted = left == nullptr || left->machine->has_members() ||
-                      std::any_of(pooling_.begin(), pooling_.end(), [&name](const auto& entry) {
-                        return entry.second.record.group == name;
-                      });
+  const GroupRecord* left = groups_.Find(name);
+  const bool wanted = left == nullptr || left->machine->has_members() || waiters_.AnyOfSlots(name);
   if (!wanted) {
     turn.Handle(name, LinkLost{absl::CancelledError("no member of this daemon is left")});
   }
 }
 
-void Node::LinkSays(const std::string& name, uint64_t id, uint64_t dial, PeerCommand command) {
+void Node::LinkSays(const DialTry& of, PeerCommand command) {
   Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
-  const GroupRecord* group = FindGroup(name);
-  if (group != nullptr && group->id == id && group->dial == dial) {
-    turn.Handle(name, CommandReceived{std::move(command)});
+  if (Dialler::Current(of, &groups_) == nullptr) return;
+  turn.Handle(of.group, CommandReceived{std::move(command)});
+}
+
+void Node::LinkIsLost(const DialTry& of, absl::Status status) {
+  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
+  GroupRecord* const group = Dialler::Current(of, &groups_);
+  if (group == nullptr) return;
+  if (group->join.joining) {
+    JoinFailed(group, status, turn);
+  } else {
+    turn.Handle(of.group, LinkLost{std::move(status)});
   }
 }
 
-void Node::LinkIsLost(const std::string& name, uint64_t id, uint64_t dial, absl::Status status) {
-  Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
-  GroupRecord* group = FindGroup(name);
-  if (group != nullptr && group->id == id && group->dial == dial) {
-    if (group->joining) {
-      JoinFailed(group, status, turn);
-    } else {
-      turn.Handle(name, LinkLost{std::move(status)});
-    }
-  }
-}
-
-// Members that go on waiting: if the group does not exist yet, or another process with this
-// daemon's id has just ended, every member whose own wait goes on; if a spec was refused, the
-// members that brought none.
 void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn) {
-  const TimePoint now = Now();
   const bool goes_on = !draining_ && !stopping_;
-  const bool pause = absl::IsAlreadyExists(status);
-  const bool of_spec = group->dialled_spec &&
-                       (absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status));
-  const bool of_time = pause || absl::IsNotFound(status);
-  const absl::Status refusal(
-      status.code(),
-      fmt::format("group {}: the coordinator at {} could not be joined: {}", group->machine->name(),
-                  group->coordinator_address, Message(status)));
-  bool waited_for = false;
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    if (!AwaitsJoin(*it, *group)) {
-      ++it;
-      continue;
-    }
-    const bool stays =
-        (of_spec && !it->spec.has_value()) || (of_time && it->waits && it->deadline > now);
-    if (goes_on && stays) {
-      waited_for = true;
-      ++it;
-      continue;
-    }
-    it->record.End(refusal);
-    it = waiting_.erase(it);
+  if (!dialler_.TakeFailure(group, status, goes_on, Now(), &waiters_)) {
+    return StopJoining(group, status, turn);
   }
-  if (group->link != nullptr) group->link->Close();
-  group->link.reset();
-  if (!waited_for) return StopJoining(group, status, turn);
-  if (!pause) {
-    group->refusal = absl::OkStatus();
-    return Dial(group);
-  }
-  if (group->refusal.ok()) {
-    LogWarning("group {}: its coordinator at {} does not take this daemon in yet: {}",
-               group->machine->name(), group->coordinator_address, Message(status));
-  }
-  group->refusal = refusal;
-  group->redial = now + kRejoinPause;
-  WakeTimer();
+  timer_.Wake();
 }
 
 void Node::StopJoining(GroupRecord* group, const absl::Status& status, Turn& turn) {
-  group->joining = false;
-  group->redial.reset();
-  const std::string name = group->machine->name();
+  group->join.joining = false;
+  group->join.redial.reset();
+  const std::string name = group->name();
   turn.Handle(name, LinkLost{status});  // drops the group, which has no member
 }
 
 void Node::StopJoiningIfUnwanted(const std::string& name, Turn& turn) {
-  GroupRecord* group = FindGroup(name);
-  if (group == nullptr || !group->joining) return;
-  const bool wanted = std::any_of(waiting_.begin(), waiting_.end(),
-                                  [&](const Waiting& w) { return AwaitsJoin(w, *group); });
+  GroupRecord* group = groups_.Find(name);
+  if (group == nullptr || !group->join.joining) return;
+  const bool wanted = waiters_.Any(name, group->join.address);
   if (!wanted) StopJoining(group, absl::CancelledError("no member waits for it"), turn);
 }
 
-std::optional<TimePoint> Node::ExpiryOf(const Waiting& waiting) const {
-  if (waiting.coordinator.empty()) return waiting.deadline;
-  const auto it = groups_.find(waiting.record.group);
-  REFITD_CHECK(it != groups_.end() && it->second->joining);
-  // A member that does not wait for the group gets the time that joining takes.
-  const TimePoint own = waiting.waits ? waiting.deadline : waiting.deadline + kJoinGrace;
-  if (!it->second->redial.has_value() && it->second->dialled_until <= own) return std::nullopt;
-  return own;
-}
-
 void Node::RefuseLateMembers(TimePoint now, Turn& turn) {
-  std::vector<std::string> joins;
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    const std::optional<TimePoint> expiry = ExpiryOf(*it);
-    if (!expiry.has_value() || *expiry > now) {
-      ++it;
-      continue;
-    }
-    absl::Status status =
-        Error(absl::StatusCode::kNotFound, "group '{}' was not created in time", it->record.group);
-    if (!it->coordinator.empty()) {
-      joins.push_back(it->record.group);
-      const GroupRecord& group = *groups_.at(it->record.group);
-      if (!group.refusal.ok()) {
-        status = group.refusal;
-      } else if (it->spec.has_value()) {
-        status = Error(absl::StatusCode::kDeadlineExceeded,
-                       "group '{}': the coordinator at {} was not joined in time", it->record.group,
-                       it->coordinator);
-      }
-    }
-    it->record.End(std::move(status));
-    it = waiting_.erase(it);
-  }
-  for (const std::string& name : joins) StopJoiningIfUnwanted(name, turn);
-}
-
-void Node::RedialIfDue(TimePoint now) {
-  for (const auto& [name, group] : groups_) {
-    if (group->redial.has_value() && *group->redial <= now) Dial(group.get());
+  std::vector<Waiters::OfGroup> late = waiters_.TakeLate(now, Dialler::ExpiryOf(groups_));
+  for (Waiters::OfGroup& w : late) w.record.End(Dialler::LateStatus(w, groups_));
+  for (const Waiters::OfGroup& w : late) {
+    if (!w.coordinator.empty()) StopJoiningIfUnwanted(w.record.group, turn);
   }
 }
 
 void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event) {
   Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
-  const GroupRecord* group = FindGroup(name);
+  const GroupRecord* group = groups_.Find(name);
   if (group != nullptr && group->id == id) turn.Handle(name, std::move(event));
 }
 
 void Node::DropFollower(const std::string& name, Turn& turn) {
-  const auto it = groups_.find(name);
-  LogInfo("group {}: left its coordinator at {}", name, it->second->coordinator_address);
+  std::shared_ptr<GroupRecord> record = groups_.Remove(name);
+  LogInfo("group {}: left its coordinator at {}", name, record->join.address);
   WireLock::Events events;
   wire_lock_.Release(name, &events);
   for (auto& [other, event] : events) turn.Post(other, std::move(event));
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
   // The group's pool is unmapped and its link destroyed after the mutex was released.
-  turn.Last(
-      [record = std::shared_ptr<GroupRecord>(std::move(it->second))]() mutable { record.reset(); });
-  groups_.erase(it);
+  turn.Last([record = std::move(record)]() mutable { record.reset(); });
 }
 
 // ---- daemons that join ----
@@ -364,15 +196,15 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
           MakeGroup(group, peer.hello.spec(), std::nullopt, &created, turn).status());
     }
     peers_.ForgetEarlier(peer);
-    if (FindGroup(group) != nullptr) return absl::OkStatus();
+    if (groups_.Find(group) != nullptr) return absl::OkStatus();
     if (wait == Duration(0)) return NoGroup(group);
     return peers_.AdmitWaiting();
   };
   if (absl::Status status = check(); !status.ok()) {
     peer.session->End(std::move(status));
-  } else if (FindGroup(group) == nullptr) {
+  } else if (groups_.Find(group) == nullptr) {
     peers_.Wait(std::move(peer));
-    WakeTimer();
+    timer_.Wake();
   } else {
     AdmitPeer(std::move(peer), turn);
     // Members that wait for the group under another coordinator are refused, like new ones.
@@ -382,7 +214,7 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
 
 void Node::AdmitPeer(Peers::Waiting peer, Turn& turn) {
   const std::string name = peer.hello.group();
-  GroupRecord* group = FindGroup(name);
+  GroupRecord* group = groups_.Find(name);
   if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
   if (absl::Status status =
           group->coordinator->CanJoin(peer.hello.daemon_id(), peer.hello.boot_id(), peer.address);
@@ -424,8 +256,8 @@ void Node::Gone(uint64_t session, std::string reason) {
 
 void Node::EndPeers() {
   peers_.EndAll(absl::UnavailableError("the daemon stops"));
-  for (const auto& [name, group] : groups_) {
-    if (group->link != nullptr) group->link->Close();
+  for (const auto& [name, group] : groups_.all()) {
+    if (group->join.link != nullptr) group->join.link->Close();
   }
 }
 
@@ -433,25 +265,25 @@ void Node::EndPeers() {
 // mutex is released. A daemon to which a command can't be sent can't follow any more: its session
 // ends, and Gone follows.
 void Node::PerformSend(GroupRecord* group, SendCommand a, Turn& turn) {
-  const std::shared_ptr<PeerSession> session = peers_.SessionOf(group->machine->name(), a.node);
+  const std::shared_ptr<PeerSession> session = peers_.SessionOf(group->name(), a.node);
   if (session == nullptr) return;
   if (session->Queue(std::move(a.command)).ok()) turn.Flush(session);
 }
 
 // Encoding a report may take long too: an engine's layout has every tensor of its model.
 void Node::PerformSend(GroupRecord* group, SendReport a, Turn& turn) {
-  if (group->link == nullptr) return;
-  if (!group->link->Queue(std::move(a.report)).ok()) return;  // on_lost follows
-  turn.Flush(group->link,
-             [this, name = group->machine->name(), link = group->link.get()](
+  if (group->join.link == nullptr) return;
+  if (!group->join.link->Queue(std::move(a.report)).ok()) return;  // on_lost follows
+  turn.Flush(group->join.link,
+             [this, name = group->name(), link = group->join.link.get()](
                  PeerLink::Refused refused) { ReportRefused(name, link, std::move(refused)); });
 }
 
 // A report that can't be sent is answered with the refusal that the coordinator would send.
 void Node::ReportRefused(const std::string& name, const PeerLink* link, PeerLink::Refused refused) {
   Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
-  const GroupRecord* group = FindGroup(name);
-  if (group == nullptr || group->link.get() != link) return;
+  const GroupRecord* group = groups_.Find(name);
+  if (group == nullptr || group->join.link.get() != link) return;
   absl::Status& status = refused.status;
   if (const auto* call = std::get_if<PeerCall>(&refused.report)) {
     const CallId id = std::visit([](const auto& event) { return event.call; }, call->event);
@@ -469,7 +301,7 @@ void Node::ReportRefused(const std::string& name, const PeerLink* link, PeerLink
 
 // The wire's record of a machine's epoch. A coordinator numbers epochs group by group; a wire has
 // epochs of many groups and compares their ids with other daemons'.
-std::optional<Node::EpochRecord> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
+std::optional<EpochRecord> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
   const auto it = group.epochs.find(epoch);
   if (it == group.epochs.end()) return std::nullopt;
   return it->second;
@@ -482,7 +314,7 @@ void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
   const EpochId local(id.hash());
   EpochOpened opened;
   opened.epoch = a.epoch;
-  if (leases_.HasDevices(group->machine->name())) {
+  if (leases_.HasDevices(group->name())) {
     if (options_.cuda.wire != nullptr) return OpenOnDevice(group, a, local);
     opened.status =
         Error(absl::StatusCode::kUnavailable, "this daemon has no data plane for GPU memory: {}",
@@ -497,12 +329,12 @@ void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
       group->epochs[a.epoch] = {local, false};
     }
   }
-  turn.Post(group->machine->name(), std::move(opened));
+  turn.Post(group->name(), std::move(opened));
 }
 
 // NCCL takes long, the first time most of all, so it is not called under the mutex.
 void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
-  const std::string name = group->machine->name();
+  const std::string name = group->name();
   group->epochs[a.epoch] = {local, true};
   const auto open = [this, name, id = group->id, a, local](GroupRecord* found) {
     const int ordinal = *found->pools.wire();
@@ -518,7 +350,7 @@ void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
       if (address.ok()) opened.address = *std::move(address);
       {
         MutexLock lock(&mutex_);
-        GroupRecord* const now = FindGroup(name);
+        GroupRecord* const now = groups_.Find(name);
         const bool wanted = now != nullptr && now->id == id && now->epochs.contains(a.epoch);
         if (opened.status.ok() && !wanted) options_.cuda.wire->Close(local);
         if (!opened.status.ok() && wanted) now->epochs.erase(a.epoch);
@@ -549,7 +381,7 @@ absl::Status Node::EnsureWirePool(GroupRecord* group) {
 }
 
 void Node::PerformConnect(GroupRecord* group, ConnectEpoch a, Turn& turn) {
-  const std::string name = group->machine->name();
+  const std::string name = group->name();
   const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   if (!local.has_value()) {
     turn.Post(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
@@ -569,7 +401,7 @@ void Node::PerformClose(GroupRecord* group, const CloseEpoch& a) {
 }
 
 void Node::PerformWire(GroupRecord* group, const StartWire& a, Turn& turn) {
-  const std::string name = group->machine->name();
+  const std::string name = group->name();
   const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   absl::Status status = EnsureWirePool(group);
   const int64_t slot_bytes = group->machine->spec().slot_bytes;

@@ -25,7 +25,7 @@ MovesDone Refused(const StartMoves& start, absl::Status why) {
 }  // namespace
 
 void Node::PerformCompile(const GroupRecord& group, CompileProgram a) {
-  planner_.Submit(group.id, [this, name = group.machine->name(), id = group.id, a = std::move(a)] {
+  planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)] {
     ProgramCompiled compiled;
     compiled.program = a.program;
     absl::StatusOr<std::shared_ptr<const RefitPlan>> plan =
@@ -47,19 +47,18 @@ void Node::PerformBuild(const GroupRecord& group, BuildProgram a) {
   };
   place(a.source_members, &a.sources);
   place(a.destination_members, &a.destinations);
-  planner_.Submit(
-      group.id, [this, name = group.machine->name(), id = group.id, a = std::move(a)]() mutable {
-        ProgramBuilt built;
-        built.program = a.program;
-        built.build = a.build;
-        absl::StatusOr<NodeProgram> program = CompileNode(*a.plan, a.node, std::move(a.sources),
-                                                          std::move(a.destinations), a.options);
-        built.status = program.status();
-        if (program.ok()) {
-          built.node_program = std::make_shared<const NodeProgram>(*std::move(program));
-        }
-        GroupEventOf(name, id, std::move(built));
-      });
+  planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)]() mutable {
+    ProgramBuilt built;
+    built.program = a.program;
+    built.build = a.build;
+    absl::StatusOr<NodeProgram> program =
+        CompileNode(*a.plan, a.node, std::move(a.sources), std::move(a.destinations), a.options);
+    built.status = program.status();
+    if (program.ok()) {
+      built.node_program = std::make_shared<const NodeProgram>(*std::move(program));
+    }
+    GroupEventOf(name, id, std::move(built));
+  });
 }
 
 void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Turn& turn) {
@@ -76,7 +75,7 @@ void Node::PerformMoves(GroupRecord* group, const StartMoves& start, Turn& turn)
 
 void Node::PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status,
                         Turn& turn) {
-  const std::string name = group->machine->name();
+  const std::string name = group->name();
   if (start.step == MoveStep::kPack || start.step == MoveStep::kUnpack) {
     if (status.ok()) status = EnsureWirePool(group);
     if (status.ok() && int64_t{start.slot.value()} >= group->machine->spec().slots) {
@@ -127,7 +126,7 @@ void Node::BindMoves(const std::string& name, uint64_t id,
     }
   }
   MutexLock lock(&mutex_);
-  const GroupRecord* found = FindGroup(name);
+  const GroupRecord* found = groups_.Find(name);
   if (found != nullptr && found->id == id) SubmitMoves(name, id, moves);
 }
 
@@ -139,14 +138,14 @@ void Node::SubmitMoves(const std::string& name, uint64_t id,
     if (options_.observer != nullptr && moved.done.status.ok() && moved.bytes > 0) {
       options_.observer->BytesMoved(name, MoveKind::kCopy, moved.bytes);
     }
-    const GroupRecord* group = FindGroup(name);
+    const GroupRecord* group = groups_.Find(name);
     if (group != nullptr && group->id == id) turn.Handle(name, std::move(moved.done));
   };
   executor_.Submit(moves, done);
 }
 
 void Node::PerformExchange(GroupRecord* group, const StartExchange& a, Turn& turn) {
-  const std::string name = group->machine->name();
+  const std::string name = group->name();
   const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
   const int64_t slots = group->machine->spec().slots;
   const int64_t slot_bytes = group->machine->spec().slot_bytes;

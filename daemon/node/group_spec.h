@@ -1,0 +1,43 @@
+// A group's spec as a message: checked and completed with the daemon's defaults (P10).
+//
+// Pure functions, thread-safe.
+#ifndef REFITD_DAEMON_NODE_GROUP_SPEC_H_
+#define REFITD_DAEMON_NODE_GROUP_SPEC_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/group/group.h"
+
+namespace refitd {
+
+namespace v1 {
+class GroupSpec;
+}  // namespace v1
+
+struct SpecLimits {
+  int64_t default_slot_bytes = int64_t{64} << 20;
+  int default_slots = 4;
+  int64_t max_pool_bytes = int64_t{16} << 30;
+};
+
+// INVALID_ARGUMENT, naming field and value: a number is out of its range, or a name is no name.
+absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& message, const SpecLimits& limits);
+
+// OK: the message is `known`, where fields left to a default match any value. FAILED_PRECONDITION:
+// the message is another spec.
+absl::Status CheckSameSpec(const std::string& group, const v1::GroupSpec& message,
+                           const GroupSpec& known, const SpecLimits& limits);
+
+// OK: the spec is `has`, but for the trainer ranks, which the group compares when trainers attach.
+// FAILED_PRECONDITION: the status names what both say.
+absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, const GroupSpec& spec);
+
+// Sizes that a coordinator tells a daemon that joins are bounded as an operator's are (P10).
+absl::Status CheckToldSpec(const GroupSpec& told, const SpecLimits& limits);
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_GROUP_SPEC_H_

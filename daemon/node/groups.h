@@ -1,0 +1,160 @@
+// The groups of this daemon: each group's machine, which decides, and what the daemon keeps beside
+// it. This class makes and drops them, makes room for new ones, and knows when each is due.
+//
+// Invariants
+//  1. A group's name and number name one record; numbers are never used again, so that what comes
+//     late for a group that is gone can be told apart.
+//  2. A record has one machine: the daemon coordinates the group or follows another daemon.
+//  3. At most Limits::groups groups exist, and their pools together fit into Limits::pool_bytes;
+//     whoever adds a group has asked RoomFor (P10).
+//  4. A group that has been empty for Limits::idle is dropped (P8), never while an update runs.
+//
+// Part of the daemon's state: used under its mutex (turn.h).
+#ifndef REFITD_DAEMON_NODE_GROUPS_H_
+#define REFITD_DAEMON_NODE_GROUPS_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/group/coordinator.h"
+#include "daemon/group/follower.h"
+#include "daemon/group/machine.h"
+#include "daemon/link/peer_link.h"
+#include "daemon/node/peers.h"
+#include "daemon/node/pools.h"
+#include "daemon/node/waiters.h"
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+// This daemon's open end of a communicator.
+struct EpochRecord {
+  EpochId id;               // the wire's id
+  bool on_devices = false;  // belongs to the wire over GPU memory
+  // With on_devices: the GPU's ordinal; -1: its slots are being made.
+  int ordinal = -1;
+};
+
+// A follower's way to its coordinator.
+struct JoinRecord {
+  std::string address;             // the coordinator's
+  std::shared_ptr<PeerLink> link;  // null: lost, or waiting to redial
+  // The coordinator has not accepted this daemon yet. At least one member waits for that; as long
+  // as one does, tries to join follow each other.
+  bool joining = false;
+  uint64_t dial = 0;          // the number of the last try; callbacks of earlier tries are ignored
+  bool dialled_spec = false;  // the try carries a spec, with which the coordinator makes the group
+  TimePoint dialled_until;    // without a spec: how long the try waits for the group
+  std::optional<TimePoint> redial;  // set between tries: when the next try begins
+  absl::Status refusal;             // why the last try failed
+};
+
+struct GroupRecord {
+  uint64_t id = 0;
+  std::unique_ptr<GroupMachine> machine;
+  // One of the two is set; both are owned by `machine`.
+  Coordinator* coordinator = nullptr;
+  Follower* follower = nullptr;
+  JoinRecord join;  // followers
+  // Coordinator: since when it has had no member. None: it has members, or an update runs.
+  std::optional<TimePoint> empty_since;
+  std::map<EpochId, EpochRecord> epochs;  // by the machine's id, while open
+  // The staging slots. Those in host memory are made when a member first needs them. Those on a GPU
+  // are made before a staged rank there is welcomed, when a trainer there first leases or maps one,
+  // or for a Begin whose buckets may be broadcast through slots; they are given up with the last
+  // member on that GPU. The wire's GPU keeps its slots as long as a member is on any GPU or an
+  // update runs.
+  Pools pools;
+  // Engine ranks that attach must have a pool on their GPU while Begin calls are making pools, and
+  // while the running update's buckets may be broadcast.
+  int preparing_begins = 0;
+  bool broadcasts = false;
+  // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
+  std::string replace_request;
+  uint64_t replace_incarnation = 0;
+
+  const std::string& name() const { return machine->name(); }
+  bool wants_pools() const {
+    return preparing_begins > 0 || (broadcasts && machine->update_running());
+  }
+  int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
+};
+
+class Groups {
+ public:
+  struct Limits {
+    int groups = 64;
+    int64_t pool_bytes = int64_t{16} << 30;  // staging slots of all groups, in one place
+    Duration idle = std::chrono::minutes(10);
+  };
+  // `peers` and `waiters` must outlive the groups: a group to which someone is about to come is not
+  // empty.
+  Groups(const Limits& limits, const Peers* peers, const Waiters* waiters)
+      : limits_(limits), peers_(peers), waiters_(waiters) {}
+
+  // ---- finding ----
+  // Null: there is no such group.
+  GroupRecord* Find(const std::string& name);
+  const GroupRecord* Find(const std::string& name) const;
+  // Null: that group is gone, though another of its name may be there.
+  GroupRecord* Find(const std::string& name, uint64_t id);
+  const std::map<std::string, std::unique_ptr<GroupRecord>>& all() const { return groups_; }
+  std::vector<std::string> names() const;
+  // Groups with a running update.
+  std::vector<std::string> running() const;
+  bool any_running() const;
+  // Sorted by name.
+  std::vector<const GroupMachine*> machines() const;
+
+  // ---- making and dropping ----
+  // The daemon coordinates the group, which is empty. No group of that name may exist.
+  GroupRecord* Coordinate(CoordinatorOptions options, TimePoint now);
+  // The daemon begins to join the group at options.coordinator_address.
+  GroupRecord* Follow(FollowerOptions options);
+  // The record's slots are unmapped and its link ends when the result is destroyed, which must not
+  // happen under the mutex. The group must exist.
+  std::unique_ptr<GroupRecord> Remove(const std::string& name);
+
+  // Which empty groups must be dropped so that the group `name` may exist with a pool of `spec`
+  // beside the others; those that have been empty for longest come first. `spec` null: the pool's
+  // size is not known yet. RESOURCE_EXHAUSTED: dropping all empty groups would not make room.
+  absl::StatusOr<std::vector<std::string>> RoomFor(const std::string& name,
+                                                   const GroupSpec* spec) const;
+
+  // ---- empty groups ----
+  // Whether the group, which this daemon coordinates, has no members and nobody that waits for it.
+  bool Empty(const GroupRecord& group) const;
+  // Called after every event of a coordinator. True: the group became empty with this event.
+  bool NoteEmpty(GroupRecord* group, TimePoint now);
+  // Groups that have been empty for Limits::idle. A group to which a member is about to come starts
+  // anew.
+  std::vector<std::string> Expired(TimePoint now);
+
+  // ---- time ----
+  // When a machine is due, a try to join begins, or an empty group expires; nullopt: nothing waits.
+  std::optional<TimePoint> NextDeadline() const;
+  // Groups whose machine is due.
+  std::vector<std::string> Due(TimePoint now) const;
+
+  // Aborts the process if an invariant does not hold.
+  void CheckInvariants() const;
+
+ private:
+  GroupRecord* Add(const std::string& name, std::unique_ptr<GroupRecord> record);
+
+  const Limits limits_;
+  const Peers* const peers_;
+  const Waiters* const waiters_;
+  std::map<std::string, std::unique_ptr<GroupRecord>> groups_;
+  uint64_t next_ = 1;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_GROUPS_H_

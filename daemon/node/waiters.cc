@@ -1,0 +1,133 @@
+#include "daemon/node/waiters.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+// Takes the elements for which `wanted` holds, in their order.
+template <typename Wanted>
+std::vector<Waiters::OfGroup> TakeIf(std::vector<Waiters::OfGroup>* members, Wanted wanted) {
+  std::vector<Waiters::OfGroup> taken;
+  for (auto it = members->begin(); it != members->end();) {
+    if (wanted(*it)) {
+      taken.push_back(std::move(*it));
+      it = members->erase(it);
+    } else {
+      ++it;
+    }
+  }
+  return taken;
+}
+
+}  // namespace
+
+std::optional<Waiters::OfGroup> Waiters::TakeOfGroup(MemberId member) {
+  const auto it = std::find_if(of_group_.begin(), of_group_.end(),
+                               [member](const OfGroup& w) { return w.record.id == member; });
+  if (it == of_group_.end()) return std::nullopt;
+  OfGroup taken = std::move(*it);
+  of_group_.erase(it);
+  return taken;
+}
+
+std::vector<Waiters::OfGroup> Waiters::TakeAll(const std::string& group,
+                                               const std::string& coordinator) {
+  return TakeIf(&of_group_, [&](const OfGroup& w) { return Awaits(w, group, coordinator); });
+}
+
+bool Waiters::Any(const std::string& group, const std::string& coordinator) const {
+  return std::any_of(of_group_.begin(), of_group_.end(),
+                     [&](const OfGroup& w) { return Awaits(w, group, coordinator); });
+}
+
+Waiters::Wish Waiters::WishOf(const std::string& group, const std::string& coordinator,
+                              TimePoint now) const {
+  Wish wish;
+  for (const OfGroup& w : of_group_) {
+    if (!Awaits(w, group, coordinator)) continue;
+    if (w.spec.has_value() && !wish.spec.has_value()) wish.spec = w.spec;
+    if (w.waits) wish.wait = std::max(wish.wait, w.deadline - now);
+  }
+  return wish;
+}
+
+bool Waiters::Refuse(const std::string& group, const std::string& coordinator,
+                     const std::function<bool(const OfGroup&)>& stays,
+                     const absl::Status& refusal) {
+  std::vector<OfGroup> refused = TakeIf(
+      &of_group_, [&](const OfGroup& w) { return Awaits(w, group, coordinator) && !stays(w); });
+  for (OfGroup& w : refused) w.record.End(refusal);
+  return Any(group, coordinator);
+}
+
+std::optional<TimePoint> Waiters::NextExpiry(const Expiry& expiry) const {
+  std::optional<TimePoint> next;
+  for (const OfGroup& w : of_group_) {
+    const std::optional<TimePoint> due = expiry(w);
+    if (due.has_value()) next = std::min(next.value_or(*due), *due);
+  }
+  return next;
+}
+
+std::vector<Waiters::OfGroup> Waiters::TakeLate(TimePoint now, const Expiry& expiry) {
+  return TakeIf(&of_group_, [&](const OfGroup& w) {
+    const std::optional<TimePoint> due = expiry(w);
+    return due.has_value() && *due <= now;
+  });
+}
+
+void Waiters::Wait(OfSlots member) {
+  const MemberId id = member.record.id;
+  REFITD_CHECK(member.record.ordinal.has_value());
+  REFITD_CHECK(of_slots_.emplace(id, std::move(member)).second);
+}
+
+std::optional<Waiters::OfSlots> Waiters::TakeOfSlots(MemberId member) {
+  const auto it = of_slots_.find(member);
+  if (it == of_slots_.end()) return std::nullopt;
+  OfSlots taken = std::move(it->second);
+  of_slots_.erase(it);
+  return taken;
+}
+
+bool Waiters::AnyOfSlots(const std::string& group) const {
+  return std::any_of(of_slots_.begin(), of_slots_.end(),
+                     [&group](const auto& entry) { return entry.second.record.group == group; });
+}
+
+bool Waiters::AnyOfSlots(const std::string& group, int ordinal) const {
+  return std::any_of(of_slots_.begin(), of_slots_.end(), [&](const auto& entry) {
+    return entry.second.record.group == group && entry.second.record.ordinal == ordinal;
+  });
+}
+
+void Waiters::RefuseAll(const absl::Status& status) {
+  for (OfGroup& w : of_group_) w.record.End(status);
+  of_group_.clear();
+  for (auto& [id, w] : of_slots_) w.record.End(status);
+  of_slots_.clear();
+}
+
+void Waiters::CheckInvariants() const {
+  std::set<MemberId> ids;
+  const auto check = [&ids](const MemberRecord& record) {
+    REFITD_CHECK(record.id != MemberId() && ids.insert(record.id).second);
+    REFITD_CHECK(record.token.empty() && !record.lost && record.regions.empty());
+    REFITD_CHECK((record.trainer_sink != nullptr) != (record.engine_sink != nullptr));
+  };
+  for (const OfGroup& w : of_group_) {
+    check(w.record);
+    REFITD_CHECK(!w.spec.has_value() || !w.coordinator.empty());
+  }
+  for (const auto& [id, w] : of_slots_) {
+    check(w.record);
+    REFITD_CHECK(w.record.id == id && w.record.engine && w.record.ordinal.has_value());
+  }
+}
+
+}  // namespace refitd

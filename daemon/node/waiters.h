@@ -1,0 +1,103 @@
+// Members that have come and are not admitted yet: those that wait for their group, and engine
+// ranks that wait for staging slots on their GPU.
+//
+// Invariants
+//  1. A member waits once, and has no token of a lease yet (P9).
+//  2. Each member that waits for its group has a deadline (P4). A member that waits for slots hears
+//     of them when the driver has made them, or could not.
+//  3. Whoever takes a member out of here admits it or ends its stream.
+//
+// Part of the daemon's state: used under its mutex (turn.h).
+#ifndef REFITD_DAEMON_NODE_WAITERS_H_
+#define REFITD_DAEMON_NODE_WAITERS_H_
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/group/machine.h"
+#include "daemon/node/member.h"
+#include "refitd/v1/types.pb.h"
+#include "transport/base/ids.h"
+
+namespace refitd {
+
+class Waiters {
+ public:
+  // A member that waits for its group: until the group is created here, or until this daemon has
+  // joined the coordinator.
+  struct OfGroup {
+    MemberRecord record;
+    GroupEvent attached;
+    TimePoint deadline;       // when the member is no longer willing to wait
+    bool waits = true;        // false: the group must exist, or the member's spec makes it
+    std::string coordinator;  // empty: this daemon
+    // With a coordinator: the spec with which the group would be made.
+    std::optional<v1::GroupSpec> spec;
+  };
+  // An engine rank that waits until its group has slots on its GPU: to read parts there, or because
+  // an update that is being opened broadcasts.
+  struct OfSlots {
+    MemberRecord record;
+    GroupEvent attached;
+  };
+
+  // All members that wait.
+  size_t size() const { return of_group_.size() + of_slots_.size(); }
+
+  // ---- for their group ----
+  void Wait(OfGroup member) { of_group_.push_back(std::move(member)); }
+  // nullopt: the member does not wait for its group.
+  std::optional<OfGroup> TakeOfGroup(MemberId member);
+  // Members that wait for a group of this daemon (empty `coordinator`), or for joining the
+  // coordinator, in the order in which they came.
+  std::vector<OfGroup> TakeAll(const std::string& group, const std::string& coordinator);
+  bool Any(const std::string& group, const std::string& coordinator) const;
+  // What a try to join tells the coordinator: the spec of a member that brings one, and the longest
+  // wait.
+  struct Wish {
+    std::optional<v1::GroupSpec> spec;
+    Duration wait{};
+  };
+  Wish WishOf(const std::string& group, const std::string& coordinator, TimePoint now) const;
+  // Ends, with `refusal`, the members of that group and coordinator for which `stays` does not
+  // hold. Returns whether a member stays.
+  bool Refuse(const std::string& group, const std::string& coordinator,
+              const std::function<bool(const OfGroup&)>& stays, const absl::Status& refusal);
+  // When a member is refused; nullopt: something else decides.
+  using Expiry = std::function<std::optional<TimePoint>(const OfGroup&)>;
+  std::optional<TimePoint> NextExpiry(const Expiry& expiry) const;
+  std::vector<OfGroup> TakeLate(TimePoint now, const Expiry& expiry);
+  const std::vector<OfGroup>& of_group() const { return of_group_; }
+
+  // ---- for slots ----
+  void Wait(OfSlots member);
+  // nullopt: the rank does not wait for slots.
+  std::optional<OfSlots> TakeOfSlots(MemberId member);
+  // Whether a rank of the group waits for slots: on any GPU, or on the given GPU.
+  bool AnyOfSlots(const std::string& group) const;
+  bool AnyOfSlots(const std::string& group, int ordinal) const;
+
+  // Ends all streams.
+  void RefuseAll(const absl::Status& status);
+
+  // Aborts the process if an invariant does not hold.
+  void CheckInvariants() const;
+
+ private:
+  static bool Awaits(const OfGroup& member, const std::string& group,
+                     const std::string& coordinator) {
+    return member.record.group == group && member.coordinator == coordinator;
+  }
+
+  std::vector<OfGroup> of_group_;
+  std::map<MemberId, OfSlots> of_slots_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_WAITERS_H_
