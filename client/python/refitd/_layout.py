@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -56,9 +56,11 @@ class PushedTensors(Protocol):
 class Layout:
     """Everything that one rank registers: what `refitd.shards.collect` returns, and what a capture has by the same attributes.
 
-    A tensor may have no box of this rank, such as the second of two tied ones.
+    A tensor may have no box of this rank, such as the second of two tied ones. `before_refit`: called on every rank before each
+    refit; it may communicate.
     """
 
     tensors: list[TensorSpec] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     pushed: PushedTensors | None = None
+    before_refit: Callable[[], None] | None = None

@@ -137,6 +137,7 @@ class Registration:
     cuda_regions: dict[int, tuple[Allocation, Handle]] = field(default_factory=dict)  # by base address
     owners: list[Region] = field(default_factory=list)
     pushed_tensors: PushedTensors | None = None  # that every refit pushes, those of `pushed`
+    before_refit: Callable[[], None] | None = None
     warning: str = ""  # of staging
 
     # Two lists about the memory that may move: functions that tell its address now, and its addresses at registration.
@@ -338,7 +339,13 @@ class Member:
         if not moved:
             return 0
         boxes = [replace(box, memory=moved.get(id(box.memory), box.memory)) for box in registration.boxes]
-        again = Registration(registration.tensors, boxes, registration.pushed, pushed_tensors=registration.pushed_tensors)
+        again = Registration(
+            registration.tensors,
+            boxes,
+            registration.pushed,
+            pushed_tensors=registration.pushed_tensors,
+            before_refit=registration.before_refit,
+        )
         self._register(again, stage=True)
         return len(tensors)
 

@@ -1,4 +1,4 @@
-"""Casts of local shards to the dtype that engines serve, with bounded memory.
+"""Casts of local shards to the dtype that engines serve, and additions to them, with bounded memory.
 
 A compiled refit reads all registered bytes when it is called, so every cast byte must exist then. Therefore tensors that need
 a cast are delivered in one of two ways, chosen for all of them together:
@@ -6,6 +6,9 @@ a cast are delivered in one of two ways, chosen for all of them together:
 - *whole*: a room of all cast shards of this rank, filled before each refit. One compiled refit moves everything, but the room
   takes as much memory as the cast shards.
 - *pushed*: each update casts into the daemon's staging slots, bucket after bucket: no memory here, whatever the model's size.
+
+What is added to a shard on the way (`Addition`), such as the product of an adapter's matrices, goes the same two ways, whether or
+not the dtype changes.
 
 All ranks must choose the same way, as a tensor that one rank pushes is left out of every rank's layout. So "auto" decides by
 what is equal on all ranks: the shapes, placements and dtypes of DTensors and replicated tensors. docs/decisions.md has reasons.
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from zlib import crc32
 
 from . import _dtypes
@@ -38,9 +41,29 @@ _ALIGNMENT = 64  # of each tensor in a room of cast shards
 STAGING = ("auto", "whole", "push")
 
 
+class Addition(Protocol):
+    """What is added to the elements of a tensor on their way to the engines."""
+
+    def begin(self) -> None:
+        """Called on every rank before each refit, in the order in which the tensors are registered: it may communicate."""
+
+    def write(self, target: Any, source: Any, offset: Sequence[int]) -> None:
+        """Writes into `target` the sum of `source`, a box that begins at `offset` in the global tensor, and what is added there.
+
+        Both are torch tensors of the box's extent, of any strides; `target` has the dtype to deliver.
+        """
+
+
+class Added(NamedTuple):
+    """In a mapping of names to tensors: `tensor`, to whose elements `addition` is added on the way."""
+
+    tensor: Any
+    addition: Addition
+
+
 @dataclass
 class Cast:
-    """A box of a tensor that must be cast.
+    """A box of a tensor that must be cast, or to which something is added.
 
     `current`: returns the local tensor of the box's extent, wherever its memory is now. `replica`: the number of this rank among
     those that hold the same elements, and how many they are.
@@ -53,6 +76,14 @@ class Cast:
     offset: tuple[int, ...]
     current: Callable[[], Any]
     replica: tuple[int, int] = (0, 1)
+    addition: Addition | None = None
+
+    def write(self, target: Any, source: Any, offset: Sequence[int]) -> None:
+        """Writes a box of the source, which begins at `offset` in the global tensor, as it is to be delivered."""
+        if self.addition is None:
+            target.copy_(source)
+        else:
+            self.addition.write(target, source, offset)
 
     @property
     def source(self) -> Any:
@@ -202,7 +233,7 @@ class _Room:
                         f"{tuple(source.shape)}, with {source.untyped_storage().nbytes()} bytes of memory",
                         culprit=f"tensor '{cast.name}'",
                     )
-                target.copy_(source)
+                cast.write(target, source, cast.offset)
 
 
 class CastPush:
@@ -220,33 +251,33 @@ class CastPush:
         for cast in self._casts:
             index, count = cast.replica
             if crc32(cast.name.encode()) % count == index:
-                for start, tensor in _ranges(cast.shape, cast.offset, cast.source):
-                    update.push(cast.name, _source(tensor, cast.dtype), shape=cast.shape, start=start)
+                for start, offset, tensor in _ranges(cast.shape, cast.offset, cast.source):
+                    update.push(cast.name, _source(cast, offset, tensor), shape=cast.shape, start=start)
 
 
-def _source(tensor: Any, dtype: str) -> Source:
-    """A source of the tensor's elements, in row-major order, cast when they are copied."""
+def _source(cast: Cast, at: Sequence[int], tensor: Any) -> Source:
+    """A source of the elements of a box at `at` in the global tensor, in row-major order, cast when they are copied."""
 
     def copy(target: HostBytes | CudaBytes, start: int, count: int) -> None:
         import torch
 
         with torch.no_grad():
-            room = target.torch((count,), dtype)
+            room = target.torch((count,), cast.dtype)
             # Boxes are views, whatever the strides; a flattened tensor might be a copy of all of it.
             for offset, extent in range_boxes(tensor.shape, start, count):
-                elements = tensor[tuple(slice(at, at + n) for at, n in zip(offset, extent))]
-                room[: elements.numel()].view(extent).copy_(elements)
+                elements = tensor[tuple(slice(first, first + n) for first, n in zip(offset, extent))]
+                cast.write(room[: elements.numel()].view(extent), elements, [a + b for a, b in zip(at, offset)])
                 room = room[elements.numel() :]
 
-    return Source(_dtypes.DTYPES[dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
+    return Source(_dtypes.DTYPES[cast.dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
 
 
-def _ranges(shape: Sequence[int], offset: Sequence[int], source: Any) -> Iterator[tuple[int, Any]]:
-    """The parts of a box that are ranges of the global tensor: the first row-major index, and the elements, of any shape."""
+def _ranges(shape: Sequence[int], offset: Sequence[int], source: Any) -> Iterator[tuple[int, Sequence[int], Any]]:
+    """The parts of a box that are ranges of the global tensor: the first row-major index, the offset, and the elements."""
     if source.numel() == 0:
         return
     if not shape:
-        yield 0, source.reshape(1)
+        yield 0, (), source.reshape(1)
         return
     # The outermost dimension such that the box has all of those inside of it.
     dim = len(shape) - 1
@@ -255,4 +286,5 @@ def _ranges(shape: Sequence[int], offset: Sequence[int], source: Any) -> Iterato
     strides = row_major(shape)
     first = sum(o * s for o, s in zip(offset, strides))
     for indices in product(*(range(n) for n in source.shape[:dim])):
-        yield first + sum(i * s for i, s in zip(indices, strides)), source[indices]
+        at = [*(o + i for o, i in zip(offset, indices)), *offset[dim:]]
+        yield first + sum(i * s for i, s in zip(indices, strides)), at, source[tuple(slice(i, i + 1) for i in indices)]

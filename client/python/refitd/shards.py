@@ -25,7 +25,7 @@ from . import _dtypes, _gc
 from ._boxes import first_overlap, range_boxes
 from ._layout import Box, Layout, TensorSpec
 from ._lists import integers
-from .casting import DEFAULT_STAGING_BYTES, Cast, Demand, plan
+from .casting import DEFAULT_STAGING_BYTES, Added, Addition, Cast, Demand, plan
 from .dtensor import Part, is_dtensor, local_tensor, place
 from .errors import FailedPrecondition, InvalidArgument
 from .memory import CudaMemory, HostMemory, Memory
@@ -45,7 +45,8 @@ class Shard:
 
     The others are used where casts are pushed. `replica`: this rank's number among the ranks that hold the same box, and how many
     they are. `largest`: the most elements that any rank holds of the tensor, in all its shards; `ranges`: whether every rank's
-    boxes of it are ranges of the row-major tensor. Both are equal on all ranks, or None where a rank does not know.
+    boxes of it are ranges of the row-major tensor. Both are equal on all ranks, or None where a rank does not know. `addition`: what
+    is added to the elements on the way, as `refitd.lora.Product` is; given on every rank, also where `tensor` is None.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Shard:
     replica: tuple[int, int] = (0, 1)
     largest: int | None = None
     ranges: bool | None = None
+    addition: Addition | None = None
 
 
 def range_shards(name: str, shape: Sequence[int], elements: Any, start: int, **options: Any) -> Iterator[Shard]:
@@ -90,8 +92,8 @@ def collect(
 ) -> Layout:
     """The layout of what this rank holds.
 
-    `x`: an nn.Module, a mapping of names to tensors (plain ones are whole tensors, DTensors what their placements say), or an
-    iterable of `Shard`.
+    `x`: an nn.Module, a mapping of names to tensors (plain ones are whole tensors, DTensors what their placements say, either may
+    be in a casting.Added), or an iterable of `Shard`.
     `dtype`: deliver floating-point tensors (float64, float32, float16, bfloat16) in this type; None: as they are.
     `exceptions`: patterns of names with '*' and '?', and the dtype to deliver those in, None as they are; the first that
     matches counts. {"*.e_score_correction_bias": torch.float32} keeps router biases.
@@ -125,6 +127,7 @@ def collect(
         collector.casts, collector.demands, staging=staging, staging_bytes=staging_bytes, rank=rank, alone=world_size == 1
     )
     layout.boxes += boxes
+    layout.before_refit = collector.before_refit()
     return layout
 
 
@@ -209,6 +212,11 @@ def _same(tensor: Any) -> Any:
     return tensor
 
 
+def _begin(additions: Iterable[Addition]) -> None:
+    for addition in additions:
+        addition.begin()
+
+
 def _part_of(tensor: Any, part: Part) -> Any:
     local = local_tensor(tensor)
     return local[tuple(slice(at, at + n) for at, n in zip(part.local, part.extent))]
@@ -225,6 +233,10 @@ def _kind_of(kind: type) -> str:
 
 
 def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Iterator[_Held]:
+    if isinstance(tensor, Added):
+        for held in _of_tensor(name, tensor.tensor, rank, world_size):
+            yield replace(held, shard=replace(held.shard, addition=tensor.addition))
+        return
     of: Any = type(tensor)
     kind = _kind_of(of)
     if kind == "tensor":
@@ -368,6 +380,7 @@ class _Collector:
         self.layout = Layout()
         self.casts: list[Cast] = []
         self.demands: dict[str, Demand] = {}
+        self._additions: dict[int, Addition] = {}
         self._rules = rules
         self._tied = tied
         self._rank = rank
@@ -376,12 +389,14 @@ class _Collector:
         # By name: index in the layout and how the tensor is stored; boxes of it.
         self._tensors: dict[str, tuple[int, str]] = {}
         self._boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-        # By pointer, strides, extent, offset and dtype: the name that has boxes there.
+        # By pointer, dtype, extent, offset, strides and addition: the name that has boxes there.
         self._memory: dict[tuple[Any, ...], str] = {}
 
     def add(self, held: _Held) -> None:
         shard = held.shard
         name, tensor = shard.name, shard.tensor
+        if shard.addition is not None:
+            self._additions[id(shard.addition)] = shard.addition
         if tensor is None:
             self._list_without_boxes(held)
             return
@@ -391,21 +406,23 @@ class _Collector:
         index = self._index_of(name, shape, stored, delivered)
         offset, extent = self._box_of(name, shape, tensor, shard.offset)
         itemsize = _dtypes.DTYPES[stored].itemsize
-        if delivered != stored:
+        staged = delivered != stored or shard.addition is not None
+        if staged:
             self._demand(held, delivered, extent)
         view = _View(name, tensor, itemsize, self._rank)
         if view.device is not None:
             self._check_device(name, view.device)
-        if 0 in extent or self._is_tied(name, view, stored, extent, offset):
+        if 0 in extent or self._is_tied(name, view, stored, extent, offset, shard.addition):
             return
         self._boxes.setdefault(name, []).append((offset, extent))
-        if delivered != stored:
+        if staged:
             if view.device is None:
                 raise InvalidArgument(
-                    f"rank {self._rank}: tensor '{name}' is a numpy array of {stored}: casts to {delivered} are made of torch tensors",
+                    f"rank {self._rank}: tensor '{name}' is a numpy array of {stored}: casts to {delivered} and additions are made of "
+                    "torch tensors",
                     culprit=f"tensor '{name}'",
                 )
-            self.casts.append(Cast(index, name, shape, delivered, offset, held.current, shard.replica))
+            self.casts.append(Cast(index, name, shape, delivered, offset, held.current, shard.replica, shard.addition))
             return
         self.layout.boxes.append(Box(index, offset, extent, view.strides, self._memory_of(name, tensor, view, held), 0))
 
@@ -438,6 +455,11 @@ class _Collector:
                     culprit=f"tensor '{spec.name}'",
                 )
 
+    def before_refit(self) -> Callable[[], None] | None:
+        """What every rank must do before each refit; None: nothing."""
+        additions = list(self._additions.values())
+        return partial(_begin, additions) if additions else None
+
     def _demand(self, held: _Held, delivered: str, extent: tuple[int, ...]) -> None:
         """Notes what the cast takes. Tied tensors count as well, as a rank with an empty shard can't tell that they are."""
         shard = held.shard
@@ -456,7 +478,7 @@ class _Collector:
         stored = self._rules.stored(shard.name, shard.dtype)
         delivered = self._rules.delivered(shard.name, stored, None)
         self._index_of(shard.name, tuple(shard.shape), stored, delivered)
-        if delivered != stored:
+        if delivered != stored or shard.addition is not None:
             self._demand(held, delivered, tuple(shard.shape))
 
     def _index_of(self, name: str, shape: tuple[int, ...], stored: str, delivered: str) -> int:
@@ -506,12 +528,14 @@ class _Collector:
                 f"rank {self._rank}: tensor '{name}' is on device {device}, the others are on {self._device}", culprit=f"tensor '{name}'"
             )
 
-    def _is_tied(self, name: str, view: _View, stored: str, extent: tuple[int, ...], offset: tuple[int, ...]) -> bool:
+    def _is_tied(
+        self, name: str, view: _View, stored: str, extent: tuple[int, ...], offset: tuple[int, ...], addition: Addition | None
+    ) -> bool:
         if isinstance(self._tied, Mapping):
             return name in self._tied
         if not self._tied:
             return False
-        first = self._memory.setdefault((view.pointer, stored, extent, offset, view.strides), name)
+        first = self._memory.setdefault((view.pointer, stored, extent, offset, view.strides, id(addition)), name)
         return first != name
 
     def _memory_of(self, name: str, tensor: Any, view: _View, held: _Held) -> Memory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import replace
 from typing import Any
@@ -113,16 +113,20 @@ class Trainer(Member):
 
         with _gc.paused():
             collected = collect(shards, dtype=dtype, rank=self.rank, world_size=self.world_size, **options)
-            self.register_layout(collected.tensors, collected.boxes, collected.pushed)
+            self.register_layout(collected.tensors, collected.boxes, collected.pushed, collected.before_refit)
 
     def register_shards(self, shards: Sequence[Any], **options: Any) -> None:
         """Registers a list of refitd.Shard(name, shape, dtype, tensor, offset): the foundation of `register`."""
         self.register(list(shards), **options)
 
     def register_layout(
-        self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: PushedTensors | None = None
+        self,
+        tensors: Sequence[TensorSpec],
+        boxes: Sequence[Box],
+        pushed: PushedTensors | None = None,
+        before_refit: Callable[[], None] | None = None,
     ) -> None:
-        """The same, of plain records. `pushed`: tensors that every refit pushes instead.
+        """The same, of plain records. `pushed`: tensors that every refit pushes instead. `before_refit`: what each refit() calls first.
 
         Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
         any box the layout is taken back.
@@ -130,7 +134,7 @@ class Trainer(Member):
         with _gc.paused():
             check_tensors(tensors, self.label)
             registration = _supplied(tensors, boxes, list(pushed.indices) if pushed is not None else [])
-            registration.pushed_tensors = pushed
+            registration.pushed_tensors, registration.before_refit = pushed, before_refit
             self._register(registration, stage=True)
 
     def refit(
@@ -156,6 +160,8 @@ class Trainer(Member):
         pushed = registration.pushed_tensors if registration is not None else None
         rebound = 0
         if registration is not None:
+            if registration.before_refit is not None:
+                registration.before_refit()
             rebound = self._rebind(registration)
             with self._lock:
                 registration = self._registration or registration

@@ -14,12 +14,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 
-from . import regions
+from . import lora, regions
+from .casting import Added
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
 from .shards import Shard
 from .trainer import Trainer
@@ -116,28 +118,38 @@ def checkpoint_tensors(model: Any) -> Any:
     """What Trainer.register takes of a model: its tensors under the names that save_pretrained() writes, in place.
 
     CPU parameters move into memory that the daemon can map (refitd.adopt). The experts that transformers keeps fused in one
-    parameter a layer are views of it.
+    parameter a layer are views of it. Of a PEFT model they are the tensors of the model without PEFT, with the active adapters of
+    LoRA merged on the way (refitd.lora).
 
-    Raises Unimplemented for PEFT models, DeepSpeed's partitioned parameters, and models whose checkpoint has tensors that are no
-    slices of parameters: give the callback `shards` for those.
+    Raises Unimplemented for DeepSpeed's partitioned parameters, models whose checkpoint has tensors that are no slices of parameters,
+    and PEFT models that refitd.lora.merged refuses: give the callback `shards` for those.
     """
-    if hasattr(model, "peft_config"):
-        raise Unimplemented("a PEFT model has adapters, not a checkpoint's tensors: pass shards")
     partitioned = next((name for name, parameter in model.named_parameters() if hasattr(parameter, "ds_id")), None)
     if partitioned is not None:
         raise Unimplemented(f"parameter '{partitioned}' is partitioned by DeepSpeed: pass shards", culprit=f"parameter '{partitioned}'")
     regions.adopt(model)
-    held = dict(model.state_dict(keep_vars=True))
+    adapted = lora.merged(model) if hasattr(model, "peft_config") else None
+    held = dict(model.state_dict(keep_vars=True)) if adapted is None else {n: _base(tensor) for n, tensor in adapted.items()}
+    model = model if adapted is None else model.get_base_model()
     saved = _saved(model, held)
     if saved.keys() == held.keys() and all(_same(tensor, held[name]) for name, tensor in saved.items()):
-        return model  # so that parameters whose memory moves are followed
+        return adapted or model  # so that parameters whose memory moves are followed
     sharded = next((name for name, tensor in held.items() if hasattr(tensor, "placements")), None)
     if sharded is not None:
         raise Unimplemented(
             f"parameter '{sharded}' is a DTensor, and {type(model).__name__} saves other tensors than it keeps: pass shards",
             culprit=f"parameter '{sharded}'",
         )
-    return [Shard(name, tuple(tensor.shape), _in_place(name, tensor, held)) for name, tensor in saved.items()]
+    shards = [Shard(name, tuple(tensor.shape), _in_place(name, tensor, held)) for name, tensor in saved.items()]
+    additions = {name: tensor.addition for name, tensor in (adapted or {}).items() if isinstance(tensor, Added)}
+    lost = next((name for name in additions if name not in saved), None)
+    if lost is not None:
+        raise Unimplemented(f"'{lost}' has an adapter, and {type(model).__name__} saves it under another name", culprit=f"tensor '{lost}'")
+    return [replace(shard, addition=additions.get(shard.name)) for shard in shards]
+
+
+def _base(tensor: Any) -> Any:
+    return tensor.tensor if isinstance(tensor, Added) else tensor
 
 
 def _saved(model: Any, held: dict[str, Any]) -> dict[str, Any]:

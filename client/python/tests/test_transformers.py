@@ -168,9 +168,6 @@ def test_models_without_a_checkpoint_in_place_are_refused_by_name():
     with pytest.raises(refitd.Unimplemented, match="layers.1.mlp.experts.0.gate_proj.weight.* equal to several") as raised:
         checkpoint_tensors(model)
     assert raised.value.culprit == "tensor 'model.layers.1.mlp.experts.0.gate_proj.weight'"
-    model.peft_config = {}
-    with pytest.raises(refitd.Unimplemented, match="PEFT"):
-        checkpoint_tensors(model)
     with pytest.raises(refitd.InvalidArgument, match="every is 0"):
         RefitCallback("g", every=0)
 
