@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "client/engine.h"
+#include "client/packer.h"
+#include "client/python.h"
 #include "client/trainer.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -60,6 +62,10 @@ struct refit_joiner {
   // These hold the memory that the pointers of the last add point to.
   std::vector<client::TensorView> whole;
   std::vector<refit_view> views;
+};
+
+struct refit_packer {
+  std::shared_ptr<client::Packer> packer;  // Python's functions keep it as well
 };
 
 namespace {
@@ -128,6 +134,13 @@ absl::Status CheckList(const void* list, int64_t count, const char* what) {
                list == nullptr ? " at NULL" : "");
 }
 
+absl::Status CheckNumber(const refit_packer* packer, int64_t number) {
+  if (packer == nullptr) return Null("packer");
+  if (packer->packer->known()->Has(number)) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "number is {}: the packer knows no such tensor",
+               number);
+}
+
 std::string Text(const char* text) { return text == nullptr ? std::string() : std::string(text); }
 
 refitd::Dims DimsOf(const int64_t* dims, int32_t count) { return refitd::Dims(dims, dims + count); }
@@ -151,6 +164,7 @@ absl::StatusOr<std::vector<refitd::TensorSpec>> SpecsOf(const refit_tensor* tens
                                                         int64_t count) {
   REFITD_RETURN_IF_ERROR(CheckList(tensors, count, "tensors"));
   std::vector<refitd::TensorSpec> specs;
+  specs.reserve(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) {
     REFITD_ASSIGN_OR_RETURN(refitd::TensorSpec spec, SpecOf(tensors[i]));
     specs.push_back(std::move(spec));
@@ -242,18 +256,19 @@ absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, refit_reg
 }
 
 absl::Status SetRanges(const refit_bucket& given, client::Bucket* bucket) {
-  bool parts = false;
+  const refit_tensor* end = given.tensors + given.tensor_count;
+  if (std::all_of(given.tensors, end,
+                  [](const refit_tensor& tensor) { return tensor.count == REFIT_WHOLE; })) {
+    return absl::OkStatus();
+  }
   for (int64_t i = 0; i < given.tensor_count; ++i) {
     const refit_tensor& tensor = given.tensors[i];
     refitd::TensorRange range{static_cast<uint32_t>(i), tensor.start, tensor.count};
     if (tensor.count == REFIT_WHOLE) {
       REFITD_ASSIGN_OR_RETURN(range.count, refitd::ElementCount(bucket->tensors[i].shape));
-    } else {
-      parts = true;
     }
     bucket->ranges.push_back(range);
   }
-  if (!parts) bucket->ranges.clear();
   return absl::OkStatus();
 }
 
@@ -931,3 +946,109 @@ refit_status refit_engine_version(const refit_engine* engine, int64_t* version) 
 }
 
 }  // extern "C"
+
+// ---- packing ----
+
+refit_status refit_packer_new(const refit_packer* like, refit_packer** packer) {
+  return Guarded([&]() -> absl::Status {
+    if (packer == nullptr) return Null("packer");
+    auto made = std::make_unique<refit_packer>();
+    made->packer = std::make_shared<client::Packer>(
+        like == nullptr ? std::make_shared<client::KnownTensors>() : like->packer->known());
+    *packer = made.release();
+    return absl::OkStatus();
+  });
+}
+
+void refit_packer_free(refit_packer* packer) { delete packer; }
+
+refit_status refit_packer_learn(refit_packer* packer, const refit_tensor* tensor, int64_t* number) {
+  return Guarded([&]() -> absl::Status {
+    if (packer == nullptr || tensor == nullptr || number == nullptr) {
+      return Null("packer, tensor or number");
+    }
+    REFITD_ASSIGN_OR_RETURN(refitd::TensorSpec spec, SpecOf(*tensor));
+    REFITD_ASSIGN_OR_RETURN(*number, packer->packer->known()->Learn(std::move(spec)));
+    return absl::OkStatus();
+  });
+}
+
+refit_status refit_packer_begin(refit_packer* packer, void* data, int64_t bytes) {
+  return Guarded([&]() -> absl::Status {
+    if (packer == nullptr) return Null("packer");
+    if (bytes < 0) {
+      return Error(absl::StatusCode::kInvalidArgument, "bytes is {}: it is negative", bytes);
+    }
+    packer->packer->Begin(static_cast<char*>(data), bytes);
+    return absl::OkStatus();
+  });
+}
+
+int64_t refit_packer_count(const refit_packer* packer) {
+  return packer == nullptr ? 0 : packer->packer->count();
+}
+
+int64_t refit_packer_room(const refit_packer* packer, int64_t number) {
+  return CheckNumber(packer, number).ok() ? packer->packer->RoomFor(number) : -1;
+}
+
+refit_status refit_packer_reserve(refit_packer* packer, int64_t number, int64_t bytes,
+                                  int64_t* byte_offset) {
+  return Guarded([&]() -> absl::Status {
+    REFITD_RETURN_IF_ERROR(CheckNumber(packer, number));
+    if (byte_offset == nullptr) return Null("byte_offset");
+    if (bytes < 0) {
+      return Error(absl::StatusCode::kInvalidArgument, "bytes is {}: it is negative", bytes);
+    }
+    const std::optional<int64_t> offset = packer->packer->Reserve(number, bytes);
+    if (!offset.has_value()) {
+      return Error(absl::StatusCode::kResourceExhausted,
+                   "tensor '{}': {} bytes, of which the bucket has room for {}",
+                   packer->packer->known()->At(number).spec.name, bytes,
+                   packer->packer->RoomFor(number));
+    }
+    *byte_offset = *offset;
+    return absl::OkStatus();
+  });
+}
+
+refit_status refit_packer_add(refit_packer* packer, int64_t number, int64_t start, int64_t count,
+                              int64_t byte_offset) {
+  return Guarded([&]() -> absl::Status {
+    REFITD_RETURN_IF_ERROR(CheckNumber(packer, number));
+    return packer->packer->Add(number, start, count, byte_offset);
+  });
+}
+
+refit_status refit_packer_end(refit_packer* packer, const refit_tensor** tensors,
+                              const int64_t** byte_offsets, int64_t* count) {
+  return Guarded([&]() -> absl::Status {
+    if (packer == nullptr || tensors == nullptr || byte_offsets == nullptr || count == nullptr) {
+      return Null("packer, tensors, byte_offsets or count");
+    }
+    packer->packer->End();
+    *tensors = packer->packer->tensors().data();
+    *byte_offsets = packer->packer->offsets().data();
+    *count = packer->packer->count();
+    return absl::OkStatus();
+  });
+}
+
+// ---- Python ----
+
+refit_status refit_python_use(const refit_python* python) {
+  return Guarded([&]() -> absl::Status {
+    REFITD_ASSIGN_OR_RETURN(const refit_python known, Read(python, "python"));
+    return client::UsePython(known);
+  });
+}
+
+void refit_python_add_type(void* type) { client::AddPlainType(type); }
+
+void* refit_python_pusher(const refit_packer* packer) {
+  return packer == nullptr ? nullptr : client::MakePusher(packer->packer);
+}
+
+int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count) {
+  return client::FirstMoved(tensors, addresses, count);
+}

@@ -600,6 +600,77 @@ int32_t refit_engine_reattachments(const refit_engine* engine);
 /* The version installed here. REFIT_NOT_FOUND: none, or the weights are not good. */
 refit_status refit_engine_version(const refit_engine* engine, int64_t* version);
 
+/* ---- packing many tensors, for bindings of other languages ---- */
+
+/* A packer copies tensors one after the other into the memory of a bucket, and keeps the bucket's
+ * lists. It knows tensors by numbers, since most are the same in every update. Packers that share
+ * what they know are used by one thread at a time, or under one lock. */
+typedef struct refit_packer refit_packer;
+/* Makes a packer without a bucket, which knows what `like` knows now and later; NULL: nothing. */
+refit_status refit_packer_new(const refit_packer* like, refit_packer** packer);
+void refit_packer_free(refit_packer* packer);
+/* Makes a tensor known, in place of the tensor of this name, and tells its number, which the name
+ * keeps. Start and count are ignored. */
+refit_status refit_packer_learn(refit_packer* packer, const refit_tensor* tensor, int64_t* number);
+/* Begins an empty bucket in `bytes` bytes at `data`, which is NULL where only the caller can copy
+ * to the memory (on a GPU). A bucket that was begun before is dropped. */
+refit_status refit_packer_begin(refit_packer* packer, void* data, int64_t bytes);
+/* The number of tensors, or parts of tensors, in the bucket. */
+int64_t refit_packer_count(const refit_packer* packer);
+/* The bytes that are left in the bucket for a tensor; -1: the bucket has the tensor already, a
+ * second part of which belongs into another bucket, or there is no bucket or no such tensor. */
+int64_t refit_packer_room(const refit_packer* packer, int64_t number);
+/* Reserves `bytes` of the room, which the caller copies to, and then adds elements [start, start +
+ * count) of the tensor there. REFIT_RESOURCE_EXHAUSTED: the room is smaller. */
+refit_status refit_packer_reserve(refit_packer* packer, int64_t number, int64_t bytes,
+                                  int64_t* byte_offset);
+refit_status refit_packer_add(refit_packer* packer, int64_t number, int64_t start, int64_t count,
+                              int64_t byte_offset);
+/* Ends the bucket. *tensors and *byte_offsets, of *count entries, are what refit_bucket takes, and
+ * stay until the next bucket begins or the packer is freed. */
+refit_status refit_packer_end(refit_packer* packer, const refit_tensor** tensors,
+                              const int64_t** byte_offsets, int64_t* count);
+
+/* ---- tensors as Python objects ---- */
+
+/* These functions are called with Python's interpreter lock held (ctypes.PyDLL), which guards what
+ * they share. Objects are PyObject*. They use Python's stable ABI, which they look up in the
+ * process: nothing of Python is linked. Interpreters without such a lock are not supported. */
+typedef struct refit_python {
+  size_t struct_size;
+  const void* exchange; /* the table of the capsule "dlpack_exchange_api" of the tensors' type */
+  /* Methods of the type, which are called with the tensor, or the tensor's storage. */
+  void* is_negated;     /* whether the elements are the negation of what memory has */
+  void* storage;        /* the object of the tensor's storage */
+  void* storage_bytes;  /* of a storage: its bytes */
+  void* storage_offset; /* elements from the storage's begin to the tensor's first */
+  /* Byte offsets, to read ahead: of the pointer to the tensor's implementation in the object, and
+   * of the pointer to the storage in that. 0: not known. */
+  int64_t implementation_at;
+  int64_t storage_at;
+  /* With implementation_at: functions that tell a storage's bytes, and the tensor's first element
+   * in it, of what lies there (torch's aoti_torch_get_storage_size, aoti_torch_get_storage_offset),
+   * and return 0. NULL: the methods are called, which takes longer. */
+  int32_t (*get_storage_bytes)(void* implementation, int64_t* bytes);
+  int32_t (*get_storage_offset)(void* implementation, int64_t* offset);
+} refit_python;
+#define REFIT_PYTHON_INIT \
+  { .struct_size = sizeof(refit_python) }
+
+/* Sets how tensors are read, once a process. REFIT_FAILED_PRECONDITION: Python or the table is of
+ * no known kind, and the functions below do nothing. */
+refit_status refit_python_use(const refit_python* python);
+/* Names a type (PyTypeObject*) whose tensors have memory of their own, unlike other subclasses. */
+void refit_python_add_type(void* type);
+/* Makes a built-in function push(name, tensor) of the packer: it copies a tensor of one of these
+ * types, which is the known tensor of that name, whole, contiguous and on the host, into the
+ * bucket, and returns True; else it returns False and has done nothing. A new reference, which
+ * keeps the packer; NULL: refit_python_use() was not successful, or a Python exception is set. */
+void* refit_python_pusher(const refit_packer* packer);
+/* Returns the index of the first tensor (of `count` objects) whose memory does not begin at its
+ * address; `count`: there is none. */
+int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count);
+
 #ifdef __cplusplus
 }
 #endif

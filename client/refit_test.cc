@@ -55,6 +55,13 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_engine_ready(nullptr, 1),
       refit_engine_ack(nullptr, 1, 0),
       refit_engine_fail(nullptr, 1, nullptr),
+      refit_packer_new(nullptr, nullptr),
+      refit_packer_learn(nullptr, nullptr, &number),
+      refit_packer_begin(nullptr, nullptr, 1),
+      refit_packer_reserve(nullptr, 0, 1, &number),
+      refit_packer_add(nullptr, 0, 0, 1, 0),
+      refit_packer_end(nullptr, nullptr, nullptr, &number),
+      refit_python_use(nullptr),
       refit_engine_version(nullptr, &number),
   };
   for (size_t i = 0; i < std::size(statuses); ++i) {
@@ -74,6 +81,10 @@ TEST_CASE("null handles can be freed and asked for their values") {
   refit_joiner_free(nullptr);
   refit_joiner_reset(nullptr);
   CHECK(refit_joiner_unfinished(nullptr) == 0);
+  refit_packer_free(nullptr);
+  CHECK(refit_packer_count(nullptr) == 0);
+  CHECK(refit_packer_room(nullptr, 0) == -1);
+  CHECK(refit_python_pusher(nullptr) == nullptr);
   CHECK(refit_region_data(nullptr) == nullptr);
   CHECK(refit_region_bytes(nullptr) == 0);
   CHECK(refit_slot_data(nullptr) == nullptr);

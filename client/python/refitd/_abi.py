@@ -1,6 +1,6 @@
 """The C interface of librefit.so (client/refit.h), declared for ctypes: every structure, constant and function.
 
-ctypes lets go of the interpreter lock during each call. Nothing here checks arguments or owns handles: `refitd._native` does.
+ctypes lets go of the interpreter lock during each call of library(), and keeps it during those of locked_library(). Nothing here checks arguments or owns handles: `refitd._native` does.
 The library is loaded on first use; `REFIT_LIBRARY` names another file than the one that comes with the package.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p, py_object
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -191,6 +191,21 @@ class refit_event(ctypes.Structure):
     ]
 
 
+class refit_python(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("exchange", c_void_p),
+        ("is_negated", c_void_p),
+        ("storage", c_void_p),
+        ("storage_bytes", c_void_p),
+        ("storage_offset", c_void_p),
+        ("implementation_at", c_int64),
+        ("storage_at", c_int64),
+        ("get_storage_bytes", c_void_p),
+        ("get_storage_offset", c_void_p),
+    ]
+
+
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     refit_tensor,
     refit_group_spec,
@@ -204,6 +219,7 @@ STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     refit_engine_options,
     refit_view,
     refit_event,
+    refit_python,
 )
 
 # void done(void* argument, refit_status status, const char* message)
@@ -273,6 +289,23 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_engine_version": (_STATUS, (c_void_p, POINTER(c_int64))),
 }
 
+# These are called with the interpreter lock held: they are short, or work on Python's objects.
+LOCKED_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "refit_packer_new": (_STATUS, (c_void_p, _OUT)),
+    "refit_packer_free": (None, (c_void_p,)),
+    "refit_packer_learn": (_STATUS, (c_void_p, c_void_p, POINTER(c_int64))),
+    "refit_packer_begin": (_STATUS, (c_void_p, c_void_p, c_int64)),
+    "refit_packer_count": (c_int64, (c_void_p,)),
+    "refit_packer_room": (c_int64, (c_void_p, c_int64)),
+    "refit_packer_reserve": (_STATUS, (c_void_p, c_int64, c_int64, POINTER(c_int64))),
+    "refit_packer_add": (_STATUS, (c_void_p, c_int64, c_int64, c_int64, c_int64)),
+    "refit_packer_end": (_STATUS, (c_void_p, _OUT, _OUT, POINTER(c_int64))),
+    "refit_python_use": (_STATUS, (POINTER(refit_python),)),
+    "refit_python_add_type": (None, (py_object,)),
+    "refit_python_pusher": (py_object, (c_void_p,)),
+    "refit_python_first_moved": (c_int64, (c_void_p, c_void_p, c_int64)),
+}
+
 _Sized = TypeVar("_Sized", bound=ctypes.Structure)
 
 
@@ -290,22 +323,36 @@ def library_path() -> str:
 
 
 _library: ctypes.CDLL | None = None
+_locked_library: ctypes.PyDLL | None = None
 _loading = threading.Lock()
 
 
 def library() -> ctypes.CDLL:
-    """librefit.so, with all functions declared. Raises OSError where it can't be loaded."""
+    """librefit.so, with FUNCTIONS declared. Raises OSError where it can't be loaded."""
     global _library
     if _library is None:
         with _loading:
             if _library is None:
-                _library = _load(library_path())
+                _library = _load(ctypes.CDLL, FUNCTIONS)
     return _library
 
 
-def _load(path: str) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(path)
-    for name, (result, arguments) in FUNCTIONS.items():
+def locked_library() -> ctypes.PyDLL:
+    """librefit.so, with LOCKED_FUNCTIONS declared, whose calls keep the interpreter lock."""
+    global _locked_library
+    if _locked_library is None:
+        with _loading:
+            if _locked_library is None:
+                _locked_library = _load(ctypes.PyDLL, LOCKED_FUNCTIONS)
+    return _locked_library
+
+
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
+
+
+def _load(kind: type[_Library], functions: dict[str, tuple[Any, tuple[Any, ...]]]) -> _Library:
+    loaded = kind(library_path())
+    for name, (result, arguments) in functions.items():
         function = getattr(loaded, name)
         function.restype = result
         function.argtypes = list(arguments)

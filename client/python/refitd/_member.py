@@ -18,6 +18,7 @@ from ._dtypes import DTYPES
 from ._layout import Box, PushedTensors, TensorSpec
 from ._lists import Piece, PieceList, TensorList, check_boxes, numbers
 from ._native import Handle, check, text, texts
+from ._tensors import Addresses
 from ._wait import ends_soon, interruptible
 from .errors import InvalidArgument, NotFound, StagingWarning
 from .memory import CudaMemory, FilledMemory, HostMemory, RegionMemory
@@ -140,17 +141,15 @@ class Registration:
     before_refit: Callable[[], None] | None = None
     warning: str = ""  # of staging
 
-    # Two lists about the memory that may move: functions that tell its address now, and its addresses at registration.
-    _addresses: tuple[list[Callable[[], int]], list[int]] | None = None
+    _addresses: Addresses | None = None  # of the memory that may move
 
     def moved(self) -> bool:
         """Whether any memory lies elsewhere than when it was registered. This is asked at every refit, of all tensors."""
         if self._addresses is None:
             memories = {id(box.memory): box.memory for box in self.boxes}.values()
             movable = [m for m in memories if isinstance(m, (HostMemory, CudaMemory)) and m.pointer_now is not None]
-            self._addresses = [m.pointer_now for m in movable if m.pointer_now is not None], [m.pointer for m in movable]
-        tell, registered = self._addresses
-        return [now() for now in tell] != registered
+            self._addresses = Addresses([m.pointer_now for m in movable if m.pointer_now is not None], [m.pointer for m in movable])
+        return self._addresses.moved()
 
     def first_moved(self) -> str:
         """The first tensor whose memory lies elsewhere; "a tensor" where none does."""

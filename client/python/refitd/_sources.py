@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ._buffers import CudaBytes, HostBytes
 from ._dtypes import DTYPES, DType, resolve
+from ._tensors import add_plain, plain
 from .errors import FailedPrecondition, InvalidArgument, Unimplemented
 
 
@@ -31,9 +32,6 @@ class Source(NamedTuple):
 
 # torch.dtype to DType: asking a dictionary is much faster than resolve().
 _torch_dtypes: dict[Any, DType] = {}
-
-# Types of tensors that are no DTensor: asking a tensor for what it lacks is slow.
-_plain: set[type] = set()
 
 # Formats of the buffer protocol, native sizes.
 _FORMATS = {
@@ -82,35 +80,19 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
     return _reinterpreted(name, source, wanted, shape)
 
 
-def address_of(tensor: Any, dtype: Any, shape: Any, nbytes: int) -> int:
-    """The address of a torch tensor of this torch.dtype and shape whose `nbytes` bytes are contiguous host memory; 0 for any other
-    value, which source_of() then looks at more closely. It asks as little as it can: exporters yield thousands of small tensors."""
-    if (
-        type(tensor) not in _plain
-        or tensor.dtype is not dtype
-        or tensor.shape != shape
-        or not tensor.is_cpu
-        or tensor.layout is not sys.modules["torch"].strided
-        or not tensor.is_contiguous()
-        or tensor.is_neg()
-        or tensor.untyped_storage().nbytes() < nbytes + tensor.storage_offset() * dtype.itemsize
-    ):
-        return 0
-    return tensor.data_ptr()  # type: ignore[no-any-return]
-
-
 def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
     known = _torch_dtypes.get(tensor.dtype)
     if known is None:
         known = _torch_dtypes[tensor.dtype] = resolve(tensor.dtype, f"tensor '{name}'")
     dtype = known
     shape = tuple(tensor.shape)
-    if tensor.layout is not torch.strided or tensor.is_meta or (type(tensor) not in _plain and hasattr(tensor, "full_tensor")):
+    if tensor.layout is not torch.strided or tensor.is_meta or (type(tensor) not in plain and hasattr(tensor, "full_tensor")):
         kind = "has no storage" if tensor.is_meta else f"is a {type(tensor).__name__} of layout {tensor.layout}"
         raise InvalidArgument(
             f"tensor '{name}' {kind}: push dense tensors (a DTensor's full_tensor()), or register the shards", culprit=f"tensor '{name}'"
         )
-    _plain.add(type(tensor))
+    if type(tensor) not in plain:
+        add_plain(type(tensor))
     count = tensor.numel()
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
         pointer = tensor.data_ptr()

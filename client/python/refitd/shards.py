@@ -25,6 +25,7 @@ from . import _dtypes, _gc
 from ._boxes import first_overlap, range_boxes
 from ._layout import Box, Layout, TensorSpec
 from ._lists import integers
+from ._tensors import TensorAddress
 from .casting import DEFAULT_STAGING_BYTES, Added, Addition, Cast, Demand, plan
 from .dtensor import Part, is_dtensor, local_tensor, place
 from .errors import FailedPrecondition, InvalidArgument
@@ -140,12 +141,10 @@ class _Held:
 
     @property
     def address(self) -> Callable[[], int]:
-        """What tells where the shard's memory is now. All shards are asked at every refit: for a plain tensor it is a single call."""
+        """What tells where the shard's memory is now. All shards are asked at every refit."""
         current = self.current
-        if isinstance(current, partial) and current.func is _same:
-            address: Callable[[], int] = self.shard.tensor.data_ptr
-            return address
-        return lambda: int(current().data_ptr())
+        same = isinstance(current, partial) and current.func is _same
+        return TensorAddress(current, self.shard.tensor if same else None)
 
     def check(self, dtype: Any, extent: tuple[int, ...], strides: tuple[int, ...], rank: int) -> None:
         """Raises FailedPrecondition where the tensor, which was moved, is not of the dtype, shape and strides that were registered."""

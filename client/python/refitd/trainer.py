@@ -14,9 +14,10 @@ from ._layout import Box, PushedTensors, TensorSpec
 from ._lists import check_tensors
 from ._member import ConnectOptions, Member, Registration, checked_count, checked_version, current_gpu, group_spec, milliseconds
 from ._native import Handle, check, refuse_fork, text
+from ._tensors import Packer
 from ._wait import interruptible
 from .errors import Error, InvalidArgument
-from .update import BROADCASTS, OUTCOMES, VERIFICATIONS, Known, Packed, Update, UpdateResult, result_of
+from .update import BROADCASTS, OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
 
 
 class Trainer(Member):
@@ -92,7 +93,7 @@ class Trainer(Member):
 
         self._refitting: int | None = None  # the version of the refit that runs, if any
         self._seen: dict[str, Known] = {}  # tensors that were pushed, by name
-        self._packed: dict[int, Packed] = {}  # the buckets of the last update, by number
+        self._packer = Packer()  # knows the same
         self._attach(options)
 
     # ---- shards that stay where they are ----

@@ -9,27 +9,24 @@ import operator
 import queue
 import threading
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _abi
 from ._buffers import CudaBytes, HostBytes
 from ._layout import TensorSpec
-from ._lists import TensorList, check_name, numbers
+from ._lists import check_name, check_tensors
 from ._native import Handle, check, error_of, text
-from ._sources import Source, address_of, copy_host, is_torch, source_of
+from ._sources import Source, copy_host, is_torch, source_of
+from ._tensors import Packer
 from ._wait import SLICE_SECONDS, ends_soon, interruptible
 from .errors import Error, FailedPrecondition, InvalidArgument, UpdateAborted
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-# Tensors in a slot begin at multiples of this: staged engines read them where they lie, and vector loads want 16 bytes or more.
-SLOT_ALIGNMENT = 64
 
 VERIFICATIONS = {None: 0, "off": 1, "transfer": 2, "readback": 3}
 BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
@@ -134,30 +131,15 @@ def _on_answer(key: int, status: int, message: bytes) -> None:
 _answered = _abi.refit_done(_on_answer)
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """A tensor that was pushed before: the same tensors come in every update. `torch_dtype`: None where it was no torch tensor.
 
-    `nbytes`: of the whole tensor.
+    `number`: the packer's, of the tensor's name.
     """
 
-    __slots__ = ("spec", "torch_dtype", "elements", "nbytes")
     spec: TensorSpec
     torch_dtype: Any
-    elements: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Packed:
-    """What a bucket had, and the C lists of it: exporters yield the same tensors in the same order in every update.
-
-    `entries`: as of _Slot.
-    """
-
-    entries: list[Any]
-    tensors: TensorList
-    offsets: array[int]
+    number: int
 
 
 class _Slot:
@@ -168,31 +150,11 @@ class _Slot:
         self.data = data
         self.on_host = isinstance(data, HostBytes)
         self.window = window
-        self.end = 0  # of what is packed, with what keeps the next tensor aligned
-        self.names: set[str] = set()
-        # Each tensor has four entries: its TensorSpec, start and count of its elements, and its byte offset. They are added by one
-        # call, which no signal handler interrupts; tuples would make the garbage collector run after every few hundred tensors.
-        self.entries: list[Any] = []
-
-    def put(self, spec: TensorSpec, start: int, count: int, nbytes: int, pointer: int) -> None:
-        """Copies a range of a tensor, contiguous on the host at `pointer`, into the slot, which is on the host and has room."""
-        at = self.end
-        ctypes.memmove(self.data.pointer + at, pointer, nbytes)
-        self.note(spec, start, count, at, nbytes)
-
-    def note(self, spec: TensorSpec, start: int, count: int, at: int, nbytes: int) -> None:
-        """Notes a range of a tensor that was copied to byte `at`. A signal handler that raises in between leaves at most a gap."""
-        self.end = (at + nbytes + SLOT_ALIGNMENT - 1) & -SLOT_ALIGNMENT
-        self.names.add(spec.name)
-        self.entries.extend((spec, start, count, at))
 
     def close(self) -> None:
         """Gives the slot back, which was not pushed."""
         self.handle.close()
         self.window.leave()
-
-    def room(self) -> int:
-        return self.data.nbytes - self.end
 
 
 class Update:
@@ -207,7 +169,8 @@ class Update:
         self._handle = handle
         self._lock = threading.RLock()
         self._slot: _Slot | None = None
-        self._sent = 0  # buckets
+        self._packer = Packer(trainer._packer)  # with what was learned before, and a bucket of its own
+        self._put_fast = self._packer.push
         self._with_layout = with_layout
         self._label = f"{trainer.label}, version {version}"
         self.version = version
@@ -234,20 +197,15 @@ class Update:
         Raises InvalidArgument, naming the tensor; what the daemon refuses (a tensor that engines do not know, a wrong shape) is
         raised by a later push or by the commit, as the push is not waited for.
         """
-        known = self._trainer._seen.get(name) if isinstance(name, str) else None
-        if known is not None and shape is None and dtype is None and start == 0:
-            pointer = address_of(tensor, known.torch_dtype, known.spec.shape, known.nbytes)
-            if pointer:
-                with self._lock:
-                    slot = self._slot
-                    if slot is not None and slot.on_host and known.nbytes <= slot.room() and name not in slot.names:
-                        slot.put(known.spec, 0, known.elements, known.nbytes, pointer)
-                        return
-        self._push(known, name, tensor, shape, start, dtype)
+        # Most tensors of most updates take this way alone: exporters yield thousands of small tensors, the same every time.
+        if shape is None and dtype is None and start == 0 and self._put_fast(name, tensor):
+            return
+        self._push(name, tensor, shape, start, dtype)
 
-    def _push(self, known: Known | None, name: str, tensor: Any, shape: Sequence[int] | None, start: int, dtype: Any) -> None:
-        """As push(), of any tensor; `known`: of the tensor of this name that was pushed last."""
+    def _push(self, name: str, tensor: Any, shape: Sequence[int] | None, start: int, dtype: Any) -> None:
+        """As push(), of any tensor."""
         what = f"tensor '{name}'"
+        known = self._trainer._seen.get(name) if isinstance(name, str) else None
         if shape is not None:
             try:
                 shape = tuple(map(operator.index, shape))
@@ -267,49 +225,45 @@ class Update:
         kind = tensor.dtype if is_torch(tensor) else None
         if known is None or known.torch_dtype is not kind or known.spec.shape != whole or known.spec.dtype != source.dtype.name:
             check_name(name, self._label)
-            elements = math.prod(whole)
             spec = TensorSpec(name, source.dtype.name, whole)
-            known = self._trainer._seen[name] = Known(spec, kind, elements, elements * source.dtype.itemsize)
+            check_tensors([spec], self._label)
+            with self._lock:
+                known = self._trainer._seen[name] = Known(spec, kind, self._packer.learn(spec))
         with self._lock:
-            self._pack(known.spec, start, source)
+            self._pack(known.number, start, source)
 
-    def _pack(self, spec: TensorSpec, start: int, source: Source) -> None:
-        slot = self._slot
+    def _pack(self, number: int, start: int, source: Source) -> None:
         nbytes = source.elements * source.dtype.itemsize
         # A bucket has a tensor once: another part of it goes into the next.
-        if slot is not None and slot.entries and (nbytes > slot.room() or spec.name in slot.names):
+        if self._slot is not None and nbytes > self._packer.room(number) and self._packer.count:
             self._send()
-            slot = None
-        if slot is None:
-            slot = self._lease()
-        if nbytes <= slot.room():
-            self._put(slot, spec, start, source, 0, source.elements)
+        slot = self._slot or self._lease()
+        if nbytes <= self._packer.room(number):
+            self._put(slot, number, start, source, 0, source.elements)
             return
         done = 0
         while done < source.elements:
             slot = self._slot or self._lease()
-            count = min(source.elements - done, slot.room() // source.dtype.itemsize)
-            self._put(slot, spec, start, source, done, count)
+            count = min(source.elements - done, self._packer.room(number) // source.dtype.itemsize)
+            self._put(slot, number, start, source, done, count)
             done += count
             if done < source.elements:
                 self._send()
 
-    def _put(self, slot: _Slot, spec: TensorSpec, start: int, source: Source, done: int, count: int) -> None:
-        """Copies elements [done, done + count) of the source into the slot."""
+    def _put(self, slot: _Slot, number: int, start: int, source: Source, done: int, count: int) -> None:
+        """Copies elements [done, done + count) of the source into the slot. A signal handler that raises leaves at most a gap."""
         itemsize = source.dtype.itemsize
         nbytes = count * itemsize
-        pointer = source.pointer + done * itemsize
+        at = self._packer.reserve(number, nbytes)
         if nbytes and source.copy is None and slot.on_host:
-            slot.put(spec, start + done, count, nbytes, pointer)
-            return
-        at = slot.end
-        if nbytes:
+            ctypes.memmove(slot.data.pointer + at, source.pointer + done * itemsize, nbytes)
+        elif nbytes:
             target = slot.data.part(at, nbytes)
             if source.copy is None:
-                copy_host(target, pointer, nbytes)
+                copy_host(target, source.pointer + done * itemsize, nbytes)
             else:
                 source.copy(target, done, count)
-        slot.note(spec, start + done, count, at, nbytes)
+        self._packer.add(number, start + done, count, at)
 
     def _lease(self) -> _Slot:
         def lease() -> _Slot:
@@ -325,56 +279,53 @@ class Update:
                 assert out.value is not None
                 handle = Handle(out.value, library.refit_slot_free, "a slot")
                 pointer, nbytes = library.refit_slot_data(out), library.refit_slot_bytes(out)
-                return _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle), self._window)
+                slot = _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle), self._window)
+                self._packer.begin(pointer if slot.on_host else None, nbytes, slot)
+                return slot
             except BaseException:
                 self._window.leave()
                 raise
 
-        self._slot = interruptible(lease, cancel=self._cancel, disown=_Slot.close)
+        def disown(slot: _Slot) -> None:
+            self._packer.end()
+            slot.close()
+
+        self._slot = interruptible(lease, cancel=self._cancel, disown=disown)
         return self._slot
 
-    def _send(self) -> None:
-        """Hands the current slot over, without waiting until it was taken in."""
-        if self._slot is None:
-            return
+    def _send(self, then: Callable[[], None] | None = None) -> None:
+        """Hands the current slot over, without waiting until it was taken in, and calls `then` in the same uninterrupted call."""
         slot = self._slot
-        if isinstance(slot.data, CudaBytes):
+        if slot is None and then is None:
+            return
+        if slot is not None and isinstance(slot.data, CudaBytes):
             slot.data.synchronize()  # the stream of this thread
 
         def send() -> None:
             self._slot = None
-            if not slot.entries:
-                slot.close()
-                return
-            try:
-                lists = self._lists_of(slot.entries)
-                bucket = _abi.sized(
-                    _abi.refit_bucket,
-                    tensors=lists.tensors.pointer,
-                    tensor_count=lists.tensors.count,
-                    packed=1,
-                    byte_offsets=lists.offsets.buffer_info()[0],
-                )
-                with self._handle as update, slot.handle as held:
-                    bucket.slot = held
-                    push = _abi.library().refit_update_push_async
-                    check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
-            except BaseException:
-                self._window.leave()  # the arguments were refused, and nothing was pushed
-                raise
-            finally:
-                slot.handle.close()
+            if slot is not None:
+                self._hand_over(slot)
+            if then is not None:
+                then()
 
         interruptible(send, cancel=self._cancel)
 
-    def _lists_of(self, entries: list[Any]) -> Packed:
-        """The C lists of a bucket. Those of the update before serve again where its bucket of the same number had the same tensors."""
-        number, self._sent = self._sent, self._sent + 1
-        packed = self._trainer._packed.get(number)
-        if packed is None or packed.entries != entries:
-            tensors = TensorList(entries[0::4], entries[1::4], entries[2::4])
-            packed = self._trainer._packed[number] = Packed(entries, tensors, numbers(entries[3::4]))
-        return packed
+    def _hand_over(self, slot: _Slot) -> None:
+        tensors, offsets, count = self._packer.end()
+        if not count:
+            slot.close()
+            return
+        try:
+            bucket = _abi.sized(_abi.refit_bucket, tensors=tensors, tensor_count=count, packed=1, byte_offsets=offsets)
+            with self._handle as update, slot.handle as held:
+                bucket.slot = held
+                push = _abi.library().refit_update_push_async
+                check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
+        except BaseException:
+            self._window.leave()  # the arguments were refused, and nothing was pushed
+            raise
+        finally:
+            slot.handle.close()
 
     def flush(self) -> None:
         """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""
@@ -384,8 +335,7 @@ class Update:
                 check(_abi.library().refit_update_flush(update), self._label)
 
         with self._lock:
-            self._send()
-            interruptible(flush, cancel=self._cancel)
+            self._send(flush)
 
     # ---- ending ----
 
@@ -402,19 +352,19 @@ class Update:
         return self._end(_abi.library().refit_update_refit)
 
     def _end(self, function: Callable[..., int]) -> UpdateResult:
-        def end() -> UpdateResult:
+        def end() -> None:
             raw = _abi.sized(_abi.refit_commit_result)
             with self._handle as update:
                 check(function(update, byref(raw)), self._label)
-                result = self.result = result_of(raw, _abi.library().refit_update_outcome, update)
+                self.result = result_of(raw, _abi.library().refit_update_outcome, update)
             self._handle.close()
-            return result
 
         with self._lock:
             if self.result is not None:
                 raise FailedPrecondition(f"{self._label} is committed already")
-            self._send()
-            return interruptible(end, cancel=self._cancel)
+            self._send(end)
+            assert self.result is not None
+            return self.result
 
     def abort(self, reason: str = "the trainer gave the update up") -> None:
         """Gives the update up. Engines whose weights were written meanwhile are dirty until the next commit."""
@@ -439,6 +389,7 @@ class Update:
     def _drop_slot(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
+            self._packer.end()
             slot.close()
 
     def close(self) -> None:

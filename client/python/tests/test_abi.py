@@ -32,13 +32,16 @@ def prototypes():
 
 class AbiTest(unittest.TestCase):
     def test_every_function_of_the_header_is_declared_and_no_other(self):
-        self.assertEqual({name for name, _, _ in prototypes()}, set(_abi.FUNCTIONS))
-        for name in _abi.FUNCTIONS:
-            self.assertTrue(hasattr(_abi.library(), name), name)
+        self.assertEqual({name for name, _, _ in prototypes()}, set(_abi.FUNCTIONS) | set(_abi.LOCKED_FUNCTIONS))
+        self.assertFalse(set(_abi.FUNCTIONS) & set(_abi.LOCKED_FUNCTIONS))
+        for library, functions in ((_abi.library(), _abi.FUNCTIONS), (_abi.locked_library(), _abi.LOCKED_FUNCTIONS)):
+            for name in functions:
+                self.assertTrue(hasattr(library, name), name)
 
     def test_functions_take_and_give_what_the_header_says(self):
+        functions = _abi.FUNCTIONS | _abi.LOCKED_FUNCTIONS
         for name, result, arguments in prototypes():
-            declared_result, declared = _abi.FUNCTIONS[name]
+            declared_result, declared = functions[name]
             self.assertEqual(len(arguments), len(declared), name)
             for c, python in [(result, declared_result), *zip(arguments, declared)]:
                 if python in ARGUMENTS:

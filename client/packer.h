@@ -1,0 +1,123 @@
+// A packer copies tensors one after the other into a bucket's memory, a leased slot, and keeps the
+// bucket's lists: what a binding of another language does for thousands of small tensors, of which
+// most are the same in every update.
+//
+// Invariants
+//  - A bucket lists a tensor at most once, and only after its bytes were copied: a caller who is
+//  interrupted in between leaves a
+//    gap, never an entry without bytes.
+//  - Entries lie within the bucket, at multiples of kAlignment, and do not overlap.
+//
+// Not thread-safe: packers that share known tensors are used by one thread at a time (Python's hold
+// the interpreter lock).
+#ifndef REFITD_CLIENT_PACKER_H_
+#define REFITD_CLIENT_PACKER_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "client/dlpack.h"
+#include "client/refit.h"
+#include "transport/plan/layout.h"
+
+namespace refitd::client {
+
+// A tensor that a packer knows. Unchanging, so that what points into it lasts as long as the
+// object.
+struct KnownTensor {
+  TensorSpec spec;
+  int64_t elements = 0;
+  int64_t bytes = 0;
+  DlpackType type;
+
+  // Whether `shown` is this tensor, contiguous in memory that the CPU reads.
+  bool Matches(const DlpackTensor& shown) const;
+};
+
+// Tensors by name and by number. A name keeps its number.
+class KnownTensors {
+ public:
+  // Makes a tensor known, in place of the one of the same name.
+  absl::StatusOr<int64_t> Learn(TensorSpec spec);
+  // The number of the tensor of this name; -1: none. Names in the order of numbers are found
+  // fastest.
+  int64_t Find(std::string_view name);
+  bool Has(int64_t number) const { return number >= 0 && number < static_cast<int64_t>(count()); }
+  size_t count() const { return tensors_.size(); }
+  const KnownTensor& At(int64_t number) const { return *tensors_[number]; }
+  // Between the two calls, objects that At() gave stay, even if they are replaced.
+  void Hold() { ++holders_; }
+  void Release();
+
+ private:
+  std::vector<std::unique_ptr<const KnownTensor>> tensors_;
+  absl::flat_hash_map<std::string, int64_t> numbers_;
+  int64_t next_ = 0;  // the number after that of the last name found
+  int holders_ = 0;
+  std::vector<std::unique_ptr<const KnownTensor>> replaced_;  // while there are holders
+};
+
+class Packer {
+ public:
+  static constexpr int64_t kAlignment =
+      64;  // vector loads of those who read a slot want 16 or more
+
+  explicit Packer(std::shared_ptr<KnownTensors> known) : known_(std::move(known)) {}
+  ~Packer();
+  Packer(const Packer&) = delete;
+  Packer& operator=(const Packer&) = delete;
+
+  const std::shared_ptr<KnownTensors>& known() const { return known_; }
+
+  // Begins an empty bucket of `bytes` bytes at `data`; `data` is null where only the caller can
+  // copy to the memory.
+  void Begin(char* data, int64_t bytes);
+  // Tensors, or parts of tensors, in the bucket.
+  int64_t count() const { return static_cast<int64_t>(entries_.size()); }
+  // The bytes that are left in the bucket; -1: there is no bucket.
+  int64_t room() const;
+  // The bytes that are left for a tensor; -1: the bucket has the tensor, or there is no bucket.
+  int64_t RoomFor(int64_t number) const;
+  // Takes `bytes` of the room and tells their offset.
+  std::optional<int64_t> Reserve(int64_t number, int64_t bytes);
+  // Lists elements [start, start + count) of a tensor, which were copied to `offset`.
+  absl::Status Add(int64_t number, int64_t start, int64_t count, int64_t offset);
+  // Copies a whole tensor and lists it; false, and nothing has changed, where it does not fit or
+  // the bucket has it.
+  bool Put(int64_t number, const void* source);
+  // Ends the bucket. The lists stay until the next bucket begins.
+  void End();
+  const std::vector<refit_tensor>& tensors() const { return tensors_; }
+  const std::vector<int64_t>& offsets() const { return offsets_; }
+
+ private:
+  struct Entry {
+    const KnownTensor* tensor = nullptr;
+    int64_t start = 0;
+    int64_t count = 0;
+    int64_t offset = 0;
+  };
+
+  const std::shared_ptr<KnownTensors> known_;
+  bool holds_ = false;  // the known tensors, from the first bucket on
+  bool open_ = false;
+  char* data_ = nullptr;
+  int64_t bytes_ = 0;
+  int64_t end_ = 0;  // of what is reserved, a multiple of kAlignment or beyond the bucket
+  std::vector<Entry> entries_;
+  // By number: the last bucket that listed the tensor.
+  std::vector<int64_t> listed_;
+  int64_t bucket_ = 0;
+  std::vector<refit_tensor> tensors_;
+  std::vector<int64_t> offsets_;
+};
+
+}  // namespace refitd::client
+
+#endif  // REFITD_CLIENT_PACKER_H_

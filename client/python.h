@@ -1,0 +1,37 @@
+// Torch tensors as Python objects, read without a compiled extension of any Python version: by the
+// table of functions that DLPack (1.2 and later) puts at the tensors' type, and by functions of
+// Python's stable ABI, which are looked up in the process. Nothing of Python is linked, and nothing
+// else of this library needs Python.
+//
+// All functions are called with the interpreter lock held, which also guards what this file keeps.
+// An object is a PyObject*.
+#ifndef REFITD_CLIENT_PYTHON_H_
+#define REFITD_CLIENT_PYTHON_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "client/packer.h"
+#include "client/refit.h"
+
+namespace refitd::client {
+
+// Sets how tensors are read, for the rest of the process. FAILED_PRECONDITION where this Python or
+// this table is not known.
+absl::Status UsePython(const refit_python& python);
+
+// Names a type whose tensors have memory of their own.
+void AddPlainType(void* type);
+
+// A built-in function push(name, tensor), which puts a tensor that the packer knows into the
+// packer's bucket and tells whether it did. A new reference; null with an exception set.
+void* MakePusher(std::shared_ptr<Packer> packer);
+
+// The index of the first tensor whose memory does not begin at its address, or that can't be read;
+// `count` where there is none.
+int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count);
+
+}  // namespace refitd::client
+
+#endif  // REFITD_CLIENT_PYTHON_H_
