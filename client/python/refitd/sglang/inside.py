@@ -168,7 +168,7 @@ def reload(model: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, 
                 raise FailedPrecondition(
                     f"'{name}.{held}' ({type(layer).__name__}) has another shape or dtype after SGLang loaded it again: new weights "
                     "can't be put where kernels read them",
-                    culprit=f"{name}.{held}",
+                    culprit=f"parameter '{name}.{held}'",
                 )
 
 

@@ -127,7 +127,8 @@ class Backend:
         for name, first in seen[0].items():
             if seen[1].get(name) == first:
                 raise errors.FailedPrecondition(
-                    f"parameter '{name}' is changed after loading ({made.processed[name]}), and loading again does not reach it", culprit=name
+                    f"parameter '{name}' is changed after loading ({made.processed[name]}), and loading again does not reach it",
+                    culprit=f"parameter '{name}'",
                 )
 
     def _process(self, delivery: Delivery) -> None:

@@ -103,7 +103,7 @@ def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[s
         raise FailedPrecondition(
             f"vLLM's reload passes over {len(missed)} modules that are changed after loading, such as '{missed[0]}' "
             f"({type(wanted[missed[0]]).__name__}): new weights do not get there",
-            culprit=missed[0],
+            culprit=f"module '{missed[0]}'",
         )
 
 

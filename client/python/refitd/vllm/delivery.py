@@ -79,7 +79,7 @@ def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device:
     held = _held(model)
     why = _reasons(model, held, inside)
     captured = _capture(model, manifest, held, inside, processed=lambda name: False)
-    _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered")
+    _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered", "tensor")
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with one.
     module_of = {entry.name: id(entry.module) for entry in held}
     modules = {module_of[name] for name in (*captured.processed, *why)}
@@ -129,7 +129,7 @@ def _reasons(model: Any, held: Sequence[_Held], inside: Any) -> dict[str, str]:
             raise FailedPrecondition(
                 f"module '{name}' ({type(module).__name__}) is changed after loading, and vLLM does not do that again when weights "
                 f"are reloaded: {'; '.join(changed)}",
-                culprit=name,
+                culprit=f"module '{name}'",
             )
     if evident is None and hasattr(model, "process_weights_after_loading"):
         raise FailedPrecondition(
@@ -160,7 +160,8 @@ def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Held], 
                 full = f"{prefix}.{name}" if prefix else name
                 if tensor is not None and id(tensor) not in known and full not in loaded and not inside.is_tied(model, module, name):
                     raise FailedPrecondition(
-                        f"parameter '{full}' is removed after loading, so that new weights can't be put there", culprit=full
+                        f"parameter '{full}' is removed after loading, so that new weights can't be put there",
+                        culprit=f"parameter '{full}'",
                     )
         with torch.device("cpu"):
             return capture(model.load_weights, manifest, parameters=loaded, onto=onto, processed=processed)
@@ -175,10 +176,10 @@ def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
     return found
 
 
-def _refuse(refused: dict[str, str], what: str) -> None:
+def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None:
     if refused:
         first = next(iter(refused))
-        raise FailedPrecondition(f"{len(refused)} {what}: '{first}' {refused[first]}", culprit=first)
+        raise FailedPrecondition(f"{len(refused)} {what}: '{first}' {refused[first]}", culprit=f"{kind} '{first}'")
 
 
 def _tied_modules(model: Any) -> list[Any]:
@@ -198,7 +199,7 @@ def _tied_modules(model: Any) -> list[Any]:
                 raise FailedPrecondition(
                     f"module '{name}' shares a parameter with another, and {type(module.quant_method).__name__} post-processes it: "
                     f"{'; '.join(changed) if changed else UNPROVED}",
-                    culprit=name,
+                    culprit=f"module '{name}'",
                 )
             found.append(module)
     return found
@@ -216,10 +217,11 @@ def _conclude(
     device: Any,
     inside: Any,
 ) -> Delivery:
-    _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered")
+    _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered", "tensor")
     _refuse(
         {name: "is a scale that the model ignores" for name in captured.ignored if name.rpartition(".")[2].endswith(("scale", "scale_inv", "zero_point", "zp"))},
         "tensors of the checkpoint would be lost",
+        "tensor",
     )  # fmt: skip
     direct_names = {copy.parameter for copy in captured.direct}
     direct = [entry for entry in held if entry.name in direct_names]
@@ -247,7 +249,7 @@ def _conclude(
         raise FailedPrecondition(
             f"{len(processed)} parameters must be processed after loading, which takes an arena of {total} bytes, and arena_bytes is "
             f"{arena_bytes}: '{first}' {processed[first]}",
-            culprit=first,
+            culprit=f"parameter '{first}'",
         )
     arena = _make_arena([specs[name] for name in sorted(names)], device)
     attention = [module for module in model.modules() if inside.is_attention(module)]

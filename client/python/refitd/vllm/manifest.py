@@ -45,7 +45,7 @@ def read_manifest(source: str) -> list[TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for name, entry in listed:
         if name in specs:
-            raise InvalidArgument(f"{source} has tensor '{name}' twice", culprit=name)
+            raise InvalidArgument(f"{source} has tensor '{name}' twice", culprit=f"tensor '{name}'")
         specs[name] = _spec(source, name, entry)
     return [specs[name] for name in sorted(specs)]
 
@@ -64,7 +64,7 @@ def _spec(source: str, name: str, entry: Any) -> TensorSpec:
     try:
         dtype, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
     except (TypeError, KeyError, ValueError):
-        raise InvalidArgument(f"{source}: tensor '{name}' has no dtype and shape: {entry!r}", culprit=name) from None
+        raise InvalidArgument(f"{source}: tensor '{name}' has no dtype and shape: {entry!r}", culprit=f"tensor '{name}'") from None
     return TensorSpec(name, resolve(DTYPES.get(dtype, dtype), f"{source}: tensor '{name}'").name, shape)
 
 
