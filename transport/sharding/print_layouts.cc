@@ -1,14 +1,16 @@
-// Prints the layouts of trainer ranks as JSON, for tests in other languages to compare with: one
-// line for the tiny model of each mapping of mappings.h.
+// Prints the layouts of trainer and engine ranks as JSON, for tests in other languages to compare
+// with: one line for the tiny model of each mapping of mappings.h.
 //
 // A line: {"name", "model": {fields of ModelConfig}, "fsdp", "parallel": {fields of
 // TrainerParallel}, "ranks": [{"tensors": [[name, dtype, shape]], "pieces": [[tensor, offset,
-// extent, byte_offset, strides]]}]}. Sizes and offsets are in elements, but for byte_offset.
+// extent, byte_offset, strides]]}], "instances", "engine_ranks": as "ranks", of one instance, as
+// all instances have the same}. Sizes and offsets are in elements, but for byte_offset.
 #include <cstdio>
 #include <string>
 
 #include "fmt/format.h"
 #include "nlohmann/json.hpp"
+#include "transport/base/status.h"
 #include "transport/sharding/mappings.h"
 
 namespace refitd::sharding {
@@ -60,24 +62,42 @@ json LayoutJson(const Layout& layout) {
   return {{"tensors", std::move(tensors)}, {"pieces", std::move(pieces)}};
 }
 
+// The layouts of ranks 0 to `count` - 1, which `layout_of` makes.
+template <typename LayoutOf>
+absl::StatusOr<json> Ranks(int64_t count, const LayoutOf& layout_of) {
+  json ranks = json::array();
+  for (int64_t rank = 0; rank < count; ++rank) {
+    REFITD_ASSIGN_OR_RETURN(const Layout layout, layout_of(rank));
+    ranks.push_back(LayoutJson(layout));
+  }
+  return ranks;
+}
+
+absl::StatusOr<json> Line(const Mapping& mapping) {
+  const ModelConfig model = TinyModel(mapping);
+  REFITD_ASSIGN_OR_RETURN(json trainers, Ranks(mapping.trainer.world, [&](int64_t rank) {
+                            return TrainerLayout(mapping, model, rank);
+                          }));
+  REFITD_ASSIGN_OR_RETURN(json engines, Ranks(mapping.engine.tp, [&](int64_t rank) {
+                            return EngineLayout(mapping, model, rank);
+                          }));
+  return json{{"name", mapping.name},
+              {"model", ModelJson(model)},
+              {"fsdp", mapping.fsdp},
+              {"parallel", ParallelJson(mapping.trainer)},
+              {"ranks", std::move(trainers)},
+              {"instances", mapping.engine.instances},
+              {"engine_ranks", std::move(engines)}};
+}
+
 int Main() {
   for (const Mapping& mapping : Mappings()) {
-    const ModelConfig model = TinyModel(mapping);
-    json ranks = json::array();
-    for (int64_t rank = 0; rank < mapping.trainer.world; ++rank) {
-      const absl::StatusOr<Layout> layout = TrainerLayout(mapping, model, rank);
-      if (!layout.ok()) {
-        fmt::print(stderr, "{}: {}\n", mapping.name, std::string(layout.status().message()));
-        return 1;
-      }
-      ranks.push_back(LayoutJson(*layout));
+    const absl::StatusOr<json> line = Line(mapping);
+    if (!line.ok()) {
+      fmt::print(stderr, "{}: {}\n", mapping.name, std::string(line.status().message()));
+      return 1;
     }
-    const json line = {{"name", mapping.name},
-                       {"model", ModelJson(model)},
-                       {"fsdp", mapping.fsdp},
-                       {"parallel", ParallelJson(mapping.trainer)},
-                       {"ranks", std::move(ranks)}};
-    fmt::print("{}\n", line.dump());
+    fmt::print("{}\n", line->dump());
   }
   return 0;
 }
