@@ -29,6 +29,7 @@ struct PlanFlags {
   int64_t ranks_per_node = 8;
   bool colocated = false;
   bool fp8 = false;
+  bool chains = true;
   std::vector<std::string> pushed;
   size_t rows = 32;
 };
@@ -160,11 +161,15 @@ absl::StatusOr<Ranks> MakeRanks(const PlanFlags& flags) {
   return ranks;
 }
 
+// As in a group of the default number of slots.
+constexpr uint32_t kRelayLag = 2;
+
 absl::StatusOr<RoutePlan> MakePlan(const PlanFlags& flags) {
   REFITD_ASSIGN_OR_RETURN(const Ranks ranks, MakeRanks(flags));
   RouteOptions options;
   options.skip_tensors = flags.pushed;
   options.list_unplaced = true;
+  if (flags.chains) options.relay_lag = kRelayLag;
   return CompileRoutes(ranks.trainers, ranks.engines, options);
 }
 
@@ -193,6 +198,7 @@ std::string ToJson(const RouteExplanation& e) {
   for (size_t n = 0; n < nodes; ++n) {
     out["nodes"].push_back({{"node", n},
                             {"sends", Number(e.links.node_sends[n])},
+                            {"forwards", Number(e.links.node_forwards[n])},
                             {"receives", Number(e.links.node_receives[n])},
                             {"stores", Number(e.links.node_stores[n])}});
   }
@@ -208,6 +214,13 @@ std::string ToJson(const RouteExplanation& e) {
       const int64_t bytes = e.links.matrix[from * nodes + to];
       if (bytes > 0) out["links"].push_back({{"from", from}, {"to", to}, {"bytes", Number(bytes)}});
     }
+  }
+  out["chains"] = Json::array();
+  for (const ChainUse& use : e.chains) {
+    out["chains"].push_back({{"from", use.source_node},
+                             {"nodes", use.nodes},
+                             {"routes", Number(use.routes)},
+                             {"bytes", Number(use.bytes)}});
   }
   out["unplacedTensors"] = Number(e.unplaced_tensors);
   out["unplaced"] = Json::array();
@@ -268,6 +281,8 @@ void AddFlags(CLI::App* app, PlanFlags* flags) {
                   "Trainers fill the nodes in order, then engines (default 8)")
       ->check(CLI::Range(1, 65'536));
   app->add_flag("--colocated", flags->colocated, "Engines start at the first node, too");
+  app->add_flag("--chains,!--no-chains", flags->chains,
+                "Nodes that want the same forward it to each other (default: where it matters)");
   app->add_flag("--fp8", flags->fp8, "Weights as FP8 with scales of 128x128 blocks");
   app->add_option("--pushed", flags->pushed, "A tensor that is pushed; may be given several times");
 }

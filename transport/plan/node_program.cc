@@ -59,6 +59,9 @@ class Builder {
     REFITD_RETURN_IF_ERROR(CheckMembers("destination", program_.destinations,
                                         plan_.destination_nodes, wanted, plan_.destination_labels,
                                         &destination_of_));
+    for (const std::vector<uint32_t>& nodes : plan_.node_sets) {
+      in_set_.push_back(std::find(nodes.begin(), nodes.end(), program_.node) != nodes.end());
+    }
     NumberTensors();
     REFITD_ASSIGN_OR_RETURN(source_pieces_, Collect("source", program_.sources));
     REFITD_ASSIGN_OR_RETURN(destination_pieces_, Collect("destination", program_.destinations));
@@ -162,9 +165,23 @@ class Builder {
     return program_.destinations[entry.member].layout->pieces[entry.piece];
   }
 
-  bool Reaches(const Route& route) const {
-    const auto nodes = plan_.NodesOf(route);
-    return std::binary_search(nodes.begin(), nodes.end(), program_.node);
+  bool Reaches(const Route& route) const { return in_set_[route.node_set]; }
+
+  // The sections of the routes from one node along one chain.
+  struct SectionsAlong {
+    std::vector<Section> sections;
+  };
+
+  // Null: the route does not go along a chain.
+  SectionsAlong* AlongChain(const Route& route) {
+    if (plan_.relay.lag == 0) return nullptr;
+    const uint32_t from = plan_.source_nodes[route.source];
+    const auto [known, added] = along_.try_emplace({route.node_set, from}, nullptr);
+    if (added) {
+      std::vector<uint32_t> chain = plan_.RemoteNodesOf(route);
+      if (plan_.IsChain(chain)) known->second = &chains_[{from, std::move(chain)}];
+    }
+    return known->second;
   }
 
   absl::Status AddTensor(uint32_t tensor, absl::Span<const Route> routes) {
@@ -205,7 +222,8 @@ class Builder {
         }
         AddTargets(wanted, wanted_boxes, wanted_index, &section);
         if (section.targets == 0) return NobodyWants(spec, box);
-        incoming_[from].push_back(std::move(section));
+        SectionsAlong* const along = AlongChain(route);
+        (along != nullptr ? along->sections : incoming_[from]).push_back(std::move(section));
       } else {
         section.member = member;
         section.piece = PieceOf(member, box, held, held_boxes, held_index);
@@ -215,8 +233,13 @@ class Builder {
                        LabelOf("source", plan_.source_labels, route.source),
                        fmt::join(box.offset, ", "), fmt::join(box.extent, ", "));
         }
-        for (const uint32_t peer : plan_.NodesOf(route)) {
-          if (peer != program_.node) outgoing_[peer].push_back(section);
+        SectionsAlong* const along = AlongChain(route);
+        if (along != nullptr) {
+          along->sections.push_back(section);
+        } else {
+          for (const uint32_t peer : plan_.NodesOf(route)) {
+            if (peer != program_.node) outgoing_[peer].push_back(section);
+          }
         }
         const size_t before = program_.local.moves.size();
         if (reaches) {
@@ -337,36 +360,103 @@ class Builder {
   // ---- streams ----
 
   absl::Status FinishStreams() {
-    const int64_t chunk =
-        std::min(options_.chunk_bytes, kMaxChunkBytes) / kSectionAlignment * kSectionAlignment;
-    program_.rounds = plan_.longest_stream / chunk + (plan_.longest_stream % chunk != 0 ? 1 : 0);
+    chunk_ = std::min(options_.chunk_bytes, kMaxChunkBytes) / kSectionAlignment * kSectionAlignment;
+    if (plan_.relay.lag > 0) {
+      REFITD_RETURN_IF_ERROR(FindRelayRounds());
+    } else {
+      program_.rounds =
+          plan_.longest_stream / chunk_ + (plan_.longest_stream % chunk_ != 0 ? 1 : 0);
+    }
     if (program_.rounds > kMaxRounds) {
       return Error(absl::StatusCode::kResourceExhausted,
                    "longest_stream: {} bytes in chunks of {} are more than {} rounds",
-                   plan_.longest_stream, chunk, kMaxRounds);
+                   plan_.longest_stream, chunk_, kMaxRounds);
     }
     for (auto* side : {&outgoing_, &incoming_}) {
       for (auto& [peer, sections] : *side) {
-        Stream stream;
-        stream.peer = peer;
-        stream.sections = Interleaved(std::move(sections));
-        for (Section& section : stream.sections) {
-          section.offset = stream.bytes;
-          stream.bytes += AlignSection(section.bytes);
-        }
+        Stream stream = MakeStream(peer, std::move(sections));
         if (stream.bytes > plan_.longest_stream) {
           return Error(absl::StatusCode::kInvalidArgument,
                        "longest_stream: {}, but that between nodes {} and {} has {} bytes",
                        plan_.longest_stream, program_.node, peer, stream.bytes);
         }
-        stream.step = std::min(
-            chunk, std::max(kMinStepBytes,
-                            AlignSection((stream.bytes + program_.rounds - 1) / program_.rounds)));
+        stream.step = StepOf(stream.bytes, program_.rounds);
         const bool out = side == &outgoing_;
         (out ? program_.outgoing : program_.incoming).push_back(std::move(stream));
       }
     }
+    for (auto& [along, sections] : chains_) {
+      const auto& [from, chain] = along;
+      const bool out = from == program_.node;
+      Stream stream = MakeStream(out ? chain.front() : from, std::move(sections.sections));
+      stream.chain = chain;
+      if (chain.size() > plan_.relay.longest) {
+        return Error(absl::StatusCode::kInvalidArgument,
+                     "relay.longest: {}, but a chain from node {} has {} nodes",
+                     plan_.relay.longest, from, chain.size());
+      }
+      const int64_t waits = program_.lag * static_cast<int64_t>(chain.size() - 1);
+      stream.step = StepOf(stream.bytes, program_.rounds - waits);
+      (out ? program_.outgoing : program_.incoming).push_back(std::move(stream));
+    }
+    return plan_.relay.lag > 0 ? CheckRelay() : absl::OkStatus();
+  }
+
+  absl::Status FindRelayRounds() {
+    program_.lag = plan_.relay.lag;
+    const int64_t round_bytes = chunk_ * (int64_t{plan_.nodes} - 1);
+    const int64_t least = MinRelayRoundBytes(plan_.relay.node_streams);
+    if (round_bytes < least) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "chunk_bytes: {} for each of {} nodes are less than the {} that chains need",
+                   chunk_, plan_.nodes - 1, least);
+    }
+    const RelayRounds rounds = RoundsOf(plan_.relay, round_bytes);
+    program_.rounds = rounds.rounds;
+    min_step_ = rounds.min_step;
     return absl::OkStatus();
+  }
+
+  // What RoundsOf was told of the plan holds for this node, so that its rounds fit into slots.
+  absl::Status CheckRelay() const {
+    int64_t out = 0;
+    int64_t in = 0;
+    size_t streams_out = program_.outgoing.size();
+    for (const Stream& stream : program_.outgoing) out += stream.bytes;
+    for (const Stream& stream : program_.incoming) {
+      in += stream.bytes;
+      if (stream.chain.empty() || stream.chain.back() == program_.node) continue;
+      out += stream.bytes;
+      ++streams_out;
+    }
+    if (std::max(out, in) > plan_.relay.node_bytes) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "relay.node_bytes: {}, but node {} sends {} and receives {}",
+                   plan_.relay.node_bytes, program_.node, out, in);
+    }
+    if (std::max(streams_out, program_.incoming.size()) > plan_.relay.node_streams) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "relay.node_streams: {}, but node {} sends {} and receives {}",
+                   plan_.relay.node_streams, program_.node, streams_out, program_.incoming.size());
+    }
+    return absl::OkStatus();
+  }
+
+  static Stream MakeStream(uint32_t peer, std::vector<Section> sections) {
+    Stream stream;
+    stream.peer = peer;
+    stream.sections = Interleaved(std::move(sections));
+    for (Section& section : stream.sections) {
+      section.offset = stream.bytes;
+      stream.bytes += AlignSection(section.bytes);
+    }
+    return stream;
+  }
+
+  int64_t StepOf(int64_t bytes, int64_t rounds) const {
+    const int64_t even = AlignSection((bytes + rounds - 1) / rounds);
+    if (program_.lag > 0) return std::max(min_step_, even);
+    return std::min(chunk_, std::max(kMinStepBytes, even));
   }
 
   // Interleaves the sections of several sources so that all sources progress evenly; sections of
@@ -409,8 +499,15 @@ class Builder {
   absl::flat_hash_map<std::string_view, uint32_t> by_name_;
   LocalPieces source_pieces_;
   LocalPieces destination_pieces_;
+  std::vector<bool> in_set_;                           // per node set: this node is in it
   std::map<uint32_t, std::vector<Section>> outgoing_;  // by peer
   std::map<uint32_t, std::vector<Section>> incoming_;
+  // By the source's node and the chain, so that all nodes have them in the same order.
+  std::map<std::pair<uint32_t, std::vector<uint32_t>>, SectionsAlong> chains_;
+  // By node set and the source's node: what is in chains_; null: not along a chain.
+  std::map<std::pair<uint32_t, uint32_t>, SectionsAlong*> along_;
+  int64_t chunk_ = 0;
+  int64_t min_step_ = 0;  // with chains
   uint64_t tensor_hash_ = 0;
   int64_t element_bytes_ = 1;
   std::vector<bool> differs_;  // per tensor of the plan: a local layout has another dtype or shape
@@ -447,26 +544,59 @@ uint32_t IndexOf(const Stream& stream, const Section& section) {
 }
 
 const Stream* Find(const std::vector<Stream>& streams, uint32_t peer) {
-  const auto at = std::lower_bound(streams.begin(), streams.end(), peer,
+  const auto end = std::partition_point(streams.begin(), streams.end(),
+                                        [](const Stream& s) { return s.chain.empty(); });
+  const auto at = std::lower_bound(streams.begin(), end, peer,
                                    [](const Stream& s, uint32_t p) { return s.peer < p; });
-  return at == streams.end() || at->peer != peer ? nullptr : &*at;
+  return at == end || at->peer != peer ? nullptr : &*at;
+}
+
+constexpr uint32_t kNobody = std::numeric_limits<uint32_t>::max();
+
+// A node's place in a chain, without nodes that are gone.
+struct Neighbours {
+  uint32_t before = kNobody;  // kNobody: the source's node
+  uint32_t after = kNobody;   // kNobody: the node is the last
+  int64_t hops = 0;           // nodes before it
+};
+
+// `node` kNobody: the place of the source's node.
+Neighbours NeighboursIn(const std::vector<uint32_t>& chain, uint32_t node,
+                        const NodeProgram::Gone& gone) {
+  Neighbours found;
+  bool passed = node == kNobody;
+  for (const uint32_t other : chain) {
+    if (other == node) {
+      passed = true;
+    } else if (other < gone.size() && gone[other]) {
+      continue;
+    } else if (passed) {
+      found.after = other;
+      break;
+    } else {
+      found.before = other;
+      ++found.hops;
+    }
+  }
+  return found;
 }
 
 }  // namespace
 
 uint64_t Stream::Digest() const {
-  HashChain chain(0);
-  chain.Add(sections.size());
-  chain.Add(static_cast<uint64_t>(bytes));
-  chain.Add(static_cast<uint64_t>(step));
+  HashChain hash(0);
+  hash.Add(sections.size());
+  hash.Add(static_cast<uint64_t>(bytes));
+  hash.Add(static_cast<uint64_t>(step));
   for (const Section& section : sections) {
-    chain.Add(section.tensor_hash);
-    chain.Add(section.source);
-    chain.Add(section.box.offset);
-    chain.Add(section.box.extent);
-    chain.Add(static_cast<uint64_t>(section.offset));
+    hash.Add(section.tensor_hash);
+    hash.Add(section.source);
+    hash.Add(section.box.offset);
+    hash.Add(section.box.extent);
+    hash.Add(static_cast<uint64_t>(section.offset));
   }
-  return chain.hash();
+  for (const uint32_t peer : chain) hash.Add(peer);
+  return hash.hash();
 }
 
 uint64_t NodeProgram::Digest() const {
@@ -486,85 +616,177 @@ uint64_t NodeProgram::Digest() const {
 const Stream* NodeProgram::OutgoingTo(uint32_t peer) const { return Find(outgoing, peer); }
 const Stream* NodeProgram::IncomingFrom(uint32_t peer) const { return Find(incoming, peer); }
 
-std::vector<RoundLeg> NodeProgram::Round(int64_t round) const {
-  std::map<uint32_t, RoundLeg> legs;
-  for (const Stream& stream : outgoing) {
-    const int64_t begin = stream.Begin(round);
-    const int64_t bytes = stream.BytesOf(round);
-    if (bytes == 0) continue;
-    RoundLeg& leg = legs[stream.peer];
-    leg.bytes_out = bytes;
-    ForEachBox(stream, begin, begin + bytes, [&](const Section& section, Box& box, int64_t at) {
-      const Piece& piece = sources[section.member].layout->pieces[section.piece];
-      ChunkMove& move = leg.pack.emplace_back();
-      move.chunk_box = static_cast<uint32_t>(leg.sent.size());
-      leg.sent.push_back({IndexOf(stream, section), box, at});
-      move.member = section.member;
-      move.piece = section.piece;
-      move.element_bytes = section.element_bytes;
-      move.member_byte_offset = ByteOffset(piece, box, section.element_bytes);
-      move.chunk_byte_offset = at;
-      move.chunk_strides = RowMajorStrides(box.extent);
-      move.box = std::move(box);
-    });
+// What a round carries of one stream.
+struct NodeProgram::Placed {
+  uint32_t stream = 0;  // index into outgoing, or incoming
+  uint32_t peer = 0;    // the node that it goes to, or comes from, in this hop
+  int64_t begin = 0;    // bytes of the stream
+  int64_t bytes = 0;
+  int64_t leg_offset = 0;  // from the start of the chunk of that peer and direction
+};
+
+struct NodeProgram::Places {
+  std::map<uint32_t, ExchangeLeg> legs;
+  std::vector<Placed> sends;     // of `outgoing`
+  std::vector<Placed> forwards;  // of `incoming`
+  std::vector<Placed> receives;  // of `incoming`
+};
+
+// Both ends of a leg have its streams in one order: the stream without a chain, then those along
+// chains by the source's node and the chain.
+NodeProgram::Places NodeProgram::Place(int64_t round, const Gone& gone) const {
+  Places places;
+  const auto add = [&](const std::vector<Stream>& list, uint32_t s, uint32_t peer, int64_t begun,
+                       int64_t ExchangeLeg::*direction, std::vector<Placed>* to) {
+    const Stream& stream = list[s];
+    if (round < begun) return;
+    const int64_t bytes = stream.BytesOf(round - begun);
+    if (bytes == 0) return;
+    int64_t& leg = places.legs[peer].*direction;
+    to->push_back({s, peer, stream.Begin(round - begun), bytes, leg});
+    leg += bytes;
+  };
+  uint32_t in = 0;
+  const auto add_incoming = [&](uint32_t s) {
+    const Stream& stream = incoming[s];
+    const Neighbours place = NeighboursIn(stream.chain, node, gone);
+    add(incoming, s, place.before == kNobody ? stream.peer : place.before, lag * place.hops,
+        &ExchangeLeg::bytes_in, &places.receives);
+    if (place.after != kNobody) {
+      add(incoming, s, place.after, lag * (place.hops + 1), &ExchangeLeg::bytes_out,
+          &places.forwards);
+    }
+  };
+  // A chain's stream that this node supplies stands among those that it forwards by its source.
+  const auto supplied_first = [this](const Stream& incoming_stream) {
+    return !incoming_stream.chain.empty() && incoming_stream.peer > node;
+  };
+  for (uint32_t out = 0; out < outgoing.size(); ++out) {
+    const Stream& stream = outgoing[out];
+    if (!stream.chain.empty()) {
+      while (in < incoming.size() && !supplied_first(incoming[in])) add_incoming(in++);
+    }
+    const uint32_t to =
+        stream.chain.empty() ? stream.peer : NeighboursIn(stream.chain, kNobody, gone).after;
+    if (to != kNobody) add(outgoing, out, to, 0, &ExchangeLeg::bytes_out, &places.sends);
   }
-  for (const Stream& stream : incoming) {
-    const int64_t begin = stream.Begin(round);
-    const int64_t bytes = stream.BytesOf(round);
-    if (bytes == 0) continue;
-    RoundLeg& leg = legs[stream.peer];
-    leg.bytes_in = bytes;
-    ForEachBox(stream, begin, begin + bytes, [&](const Section& section, Box& box, int64_t at) {
-      const Piece chunk{0, box, RegionId(), at, RowMajorStrides(box.extent)};
-      const auto chunk_box = static_cast<uint32_t>(leg.received.size());
-      leg.received.push_back({IndexOf(stream, section), box, at});
-      for (uint32_t t = 0; t < section.targets; ++t) {
-        const SectionTarget target = targets[section.first_target + t];
-        const Piece& piece = destinations[target.destination].layout->pieces[target.piece];
-        std::optional<Box> common = Intersect(box, piece.box);
-        if (!common.has_value()) continue;
-        ChunkMove& move = leg.unpack.emplace_back();
-        move.chunk_box = chunk_box;
-        move.member = target.destination;
-        move.piece = target.piece;
-        move.element_bytes = section.element_bytes;
-        move.member_byte_offset = ByteOffset(piece, *common, section.element_bytes);
-        move.chunk_byte_offset = ByteOffset(chunk, *common, section.element_bytes);
-        move.chunk_strides = chunk.strides;
-        move.box = *std::move(common);
-      }
-    });
-  }
-  std::vector<RoundLeg> list;
-  for (auto& [peer, leg] : legs) {
+  while (in < incoming.size()) add_incoming(in++);
+  int64_t out_offset = 0;
+  int64_t in_offset = 0;
+  for (auto& [peer, leg] : places.legs) {
     leg.peer = peer;
-    list.push_back(std::move(leg));
+    leg.out_offset = out_offset;
+    leg.in_offset = in_offset;
+    out_offset += leg.bytes_out;
+    in_offset += leg.bytes_in;
   }
+  return places;
+}
+
+std::vector<RoundLeg> NodeProgram::Round(int64_t round, const Gone& gone) const {
+  const Places places = Place(round, gone);
+  std::map<uint32_t, RoundLeg> legs;
+  for (const auto& [peer, leg] : places.legs) {
+    legs[peer].peer = peer;
+    legs[peer].bytes_out = leg.bytes_out;
+    legs[peer].bytes_in = leg.bytes_in;
+  }
+  for (const Placed& placed : places.sends) AddPack(placed, &legs[placed.peer]);
+  if (!places.forwards.empty()) AddForwards(places, Place(round - lag, gone), &legs);
+  for (const Placed& placed : places.receives) AddUnpack(placed, &legs[placed.peer]);
+  std::vector<RoundLeg> list;
+  list.reserve(legs.size());
+  for (auto& [peer, leg] : legs) list.push_back(std::move(leg));
   return list;
 }
 
-std::vector<ExchangeLeg> NodeProgram::Legs(int64_t round) const {
-  std::map<uint32_t, ExchangeLeg> legs;
-  for (const Stream& stream : outgoing) {
-    const int64_t bytes = stream.BytesOf(round);
-    if (bytes > 0) legs[stream.peer].bytes_out = bytes;
+void NodeProgram::AddPack(const Placed& placed, RoundLeg* leg) const {
+  const Stream& stream = outgoing[placed.stream];
+  ForEachBox(stream, placed.begin, placed.begin + placed.bytes,
+             [&](const Section& section, Box& box, int64_t in_stream) {
+               const int64_t at = placed.leg_offset + in_stream;
+               const Piece& piece = sources[section.member].layout->pieces[section.piece];
+               ChunkMove& move = leg->pack.emplace_back();
+               move.chunk_box = static_cast<uint32_t>(leg->sent.size());
+               leg->sent.push_back({placed.stream, IndexOf(stream, section), box, at});
+               move.member = section.member;
+               move.piece = section.piece;
+               move.element_bytes = section.element_bytes;
+               move.member_byte_offset = ByteOffset(piece, box, section.element_bytes);
+               move.chunk_byte_offset = at;
+               move.chunk_strides = RowMajorStrides(box.extent);
+               move.box = std::move(box);
+             });
+}
+
+// Whatever is forwarded was received `lag` rounds before, as the same bytes of the stream.
+void NodeProgram::AddForwards(const Places& places, const Places& earlier,
+                              std::map<uint32_t, RoundLeg>* legs) const {
+  auto received = earlier.receives.begin();
+  for (const Placed& placed : places.forwards) {
+    while (received != earlier.receives.end() && received->stream != placed.stream) ++received;
+    REFITD_CHECK(received != earlier.receives.end() && received->begin == placed.begin &&
+                 received->bytes == placed.bytes);
+    const int64_t from = earlier.legs.at(received->peer).in_offset + received->leg_offset;
+    (*legs)[placed.peer].forwards.push_back({from, placed.leg_offset, placed.bytes});
   }
-  for (const Stream& stream : incoming) {
-    const int64_t bytes = stream.BytesOf(round);
-    if (bytes > 0) legs[stream.peer].bytes_in = bytes;
-  }
+}
+
+void NodeProgram::AddUnpack(const Placed& placed, RoundLeg* leg) const {
+  const Stream& stream = incoming[placed.stream];
+  ForEachBox(stream, placed.begin, placed.begin + placed.bytes,
+             [&](const Section& section, Box& box, int64_t in_stream) {
+               const int64_t at = placed.leg_offset + in_stream;
+               const Piece chunk{0, box, RegionId(), at, RowMajorStrides(box.extent)};
+               const auto chunk_box = static_cast<uint32_t>(leg->received.size());
+               leg->received.push_back({placed.stream, IndexOf(stream, section), box, at});
+               for (uint32_t t = 0; t < section.targets; ++t) {
+                 const SectionTarget target = targets[section.first_target + t];
+                 const Piece& piece = destinations[target.destination].layout->pieces[target.piece];
+                 std::optional<Box> common = Intersect(box, piece.box);
+                 if (!common.has_value()) continue;
+                 ChunkMove& move = leg->unpack.emplace_back();
+                 move.chunk_box = chunk_box;
+                 move.member = target.destination;
+                 move.piece = target.piece;
+                 move.element_bytes = section.element_bytes;
+                 move.member_byte_offset = ByteOffset(piece, *common, section.element_bytes);
+                 move.chunk_byte_offset = ByteOffset(chunk, *common, section.element_bytes);
+                 move.chunk_strides = chunk.strides;
+                 move.box = *std::move(common);
+               }
+             });
+}
+
+std::vector<ExchangeLeg> NodeProgram::Legs(int64_t round, const Gone& gone) const {
+  const Places places = Place(round, gone);
   std::vector<ExchangeLeg> list;
-  int64_t out = 0;
-  int64_t in = 0;
-  for (auto& [peer, leg] : legs) {
-    leg.peer = peer;
-    leg.out_offset = out;
-    leg.in_offset = in;
-    out += leg.bytes_out;
-    in += leg.bytes_in;
-    list.push_back(leg);
-  }
+  list.reserve(places.legs.size());
+  for (const auto& [peer, leg] : places.legs) list.push_back(leg);
   return list;
+}
+
+std::map<uint32_t, std::vector<uint32_t>> NodeProgram::StreamsByReceiver() const {
+  std::map<uint32_t, std::vector<uint32_t>> streams;
+  for (uint32_t s = 0; s < outgoing.size(); ++s) {
+    const Stream& stream = outgoing[s];
+    if (stream.chain.empty()) streams[stream.peer].push_back(s);
+    for (const uint32_t peer : stream.chain) streams[peer].push_back(s);
+  }
+  return streams;
+}
+
+std::map<uint32_t, std::vector<uint32_t>> NodeProgram::StreamsBySender() const {
+  std::map<uint32_t, std::vector<uint32_t>> streams;
+  for (uint32_t s = 0; s < incoming.size(); ++s) streams[incoming[s].peer].push_back(s);
+  return streams;
+}
+
+uint64_t FoldStreams(const std::vector<uint64_t>& streams) {
+  if (streams.size() == 1) return streams[0];
+  HashChain chain(0);
+  for (const uint64_t stream : streams) chain.Add(stream);
+  return chain.hash();
 }
 
 bool SameStructure(const Layout& a, const Layout& b) {

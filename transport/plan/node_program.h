@@ -11,6 +11,12 @@
 // [r * step, (r + 1) * step). Steps are chosen so that all streams that are long enough end in the
 // same round, and every round loads the links in the same proportions as the whole program.
 //
+// What goes along one chain (chains.h) from one source's node is one stream, which all nodes of the
+// chain derive: each receives it later by `lag` rounds than the node before, and sends on the very
+// bytes that it received, from the slot in which they are. The chunk to a peer then has the bytes
+// of several streams, one after the other. A node that is gone is left out of chains: the node
+// before it sends to the node behind it.
+//
 // Invariants
 //  - Every element of every destination on the node is written exactly once: by a local move, or in
 //    one round by the unpacking of one section (P1).
@@ -22,6 +28,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -74,13 +81,15 @@ struct Section {
 };
 
 struct Stream {
-  uint32_t peer = 0;  // node
+  // The other node; of a stream along a chain, its first node (outgoing) or the source's node.
+  uint32_t peer = 0;
+  std::vector<uint32_t> chain;  // nodes in order, without the source's node; empty: no chain
   std::vector<Section> sections;
   int64_t bytes = 0;  // end of the last section, aligned
   int64_t step = 0;   // bytes a round; a multiple of kSectionAlignment
 
   // HashChain from 0 over: number of sections, bytes, step; of each section: tensor hash, source,
-  // offsets, extents, offset in the stream.
+  // offsets, extents, offset in the stream; then the nodes of the chain.
   uint64_t Digest() const;
   // The start of the stream's bytes in round `round`, and their number (0: the stream has ended).
   int64_t Begin(int64_t round) const { return round >= Rounds() ? bytes : round * step; }
@@ -104,9 +113,17 @@ struct ChunkMove {
 // The part of one section that a chunk carries: dense, at a byte offset from the start of the
 // chunk.
 struct ChunkBox {
+  uint32_t stream = 0;   // index into the program's outgoing or incoming streams
   uint32_t section = 0;  // index into the stream's sections
   Box box;               // global coordinates, not empty
   int64_t chunk_byte_offset = 0;
+};
+
+// Bytes of a chunk that the node received `lag` rounds before.
+struct Forward {
+  int64_t slot_byte_offset = 0;   // where they lie in the slot that the earlier round received into
+  int64_t chunk_byte_offset = 0;  // from the start of the chunk that is sent
+  int64_t bytes = 0;
 };
 
 struct RoundLeg {
@@ -115,6 +132,7 @@ struct RoundLeg {
   int64_t bytes_in = 0;
   std::vector<ChunkBox> sent;      // one a move of `pack`
   std::vector<ChunkMove> pack;     // moves before the exchange; disjoint in the chunk
+  std::vector<Forward> forwards;   // more moves before the exchange, disjoint from those of `pack`
   std::vector<ChunkBox> received;  // ascending; `unpack` reads them
   std::vector<ChunkMove> unpack;   // moves after the exchange
 };
@@ -137,24 +155,51 @@ class NodeProgram {
   // Moves from local sources to local destinations, indices into the above; order and digest as in
   // plan.h.
   Program local;
-  std::vector<Stream> outgoing;  // ascending peers, none without sections
+  // First the streams without a chain, by ascending peers; then those along chains, by the source's
+  // node and the chain. None is without sections. A stream along a chain whose source is on another
+  // node is incoming, also where this node forwards it.
+  std::vector<Stream> outgoing;
   std::vector<Stream> incoming;
   std::vector<SectionTarget> targets;
   std::vector<int64_t> destination_bytes;  // total bytes that each local destination receives
   int64_t rounds = 0;                      // the same on every node of the plan
+  uint32_t lag = 0;  // rounds after which a node forwards; 0: the plan has no chains
 
   // HashChain from 0 over: node, rounds, local.Digest(), then peer and digest of each outgoing
   // stream, then of each incoming one.
   uint64_t Digest() const;
-  // The streams to and from that peer, or null.
+  // The streams without a chain to and from that peer, or null.
   const Stream* OutgoingTo(uint32_t peer) const;
   const Stream* IncomingFrom(uint32_t peer) const;
+
+  // Nodes that are gone, by number. Empty: none.
+  using Gone = std::vector<bool>;
   // One leg for each peer with bytes in that round, ascending peers. Made on demand: all rounds of
-  // a big model together are gigabytes.
-  std::vector<RoundLeg> Round(int64_t round) const;
+  // a big model together are gigabytes. Chains are closed over nodes that are gone; streams without
+  // a chain keep their legs.
+  std::vector<RoundLeg> Round(int64_t round, const Gone& gone = {}) const;
   // As Round, but without the moves.
-  std::vector<ExchangeLeg> Legs(int64_t round) const;
+  std::vector<ExchangeLeg> Legs(int64_t round, const Gone& gone = {}) const;
+
+  // The two ends of what one node sends to another over the wire, whatever nodes it passes: the
+  // sender's list of its streams that reach the peer, and the receiver's list of its streams from
+  // there, have equal streams in equal order. Indices into `outgoing` and `incoming`.
+  std::map<uint32_t, std::vector<uint32_t>> StreamsByReceiver() const;
+  std::map<uint32_t, std::vector<uint32_t>> StreamsBySender() const;
+
+ private:
+  struct Placed;
+  struct Places;
+  Places Place(int64_t round, const Gone& gone) const;
+  void AddPack(const Placed& placed, RoundLeg* leg) const;
+  void AddForwards(const Places& places, const Places& earlier,
+                   std::map<uint32_t, RoundLeg>* legs) const;
+  void AddUnpack(const Placed& placed, RoundLeg* leg) const;
 };
+
+// One hash for the hashes of the streams from one node to another: the hash itself if there is one
+// stream.
+uint64_t FoldStreams(const std::vector<uint64_t>& streams);
 
 // Whether two layouts have the same tensors and pieces in the same order; regions, byte offsets and
 // generations may differ.
@@ -162,7 +207,8 @@ bool SameStructure(const Layout& a, const Layout& b);
 
 struct NodeProgramOptions {
   // The most bytes of a round, per peer and direction; at least kSectionAlignment, and rounded down
-  // to a multiple of it.
+  // to a multiple of it. With chains, all peers of a direction share the sum of that over the other
+  // nodes of the plan, of which MinRelayRoundBytes are needed.
   int64_t chunk_bytes = int64_t{64} << 20;
   int64_t max_moves = kMaxMoves;  // local moves plus targets of sections
   // Set by the caller, on any thread, once the program is no longer wanted: CompileNode then ends
@@ -177,8 +223,8 @@ struct NodeProgramOptions {
 // digest is not the plan's; a member of the plan on that node that is missing; a tensor of a layout
 // that the plan lacks, or has with another dtype or shape; a route whose box no piece of its source
 // holds, or no rank on its node wants. INVALID_ARGUMENT also for what ValidatePlan finds, and for a
-// stream longer than longest_stream. RESOURCE_EXHAUSTED: more than max_moves, or absurd sums of
-// bytes. CANCELLED: options.cancelled.
+// stream longer than longest_stream, or streams beyond RoutePlan::relay. RESOURCE_EXHAUSTED: more
+// than max_moves, or absurd sums of bytes. CANCELLED: options.cancelled.
 absl::StatusOr<NodeProgram> CompileNode(const RoutePlan& plan, uint32_t node,
                                         std::vector<LocalMember> sources,
                                         std::vector<LocalMember> destinations,

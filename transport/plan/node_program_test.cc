@@ -25,6 +25,7 @@ struct Cluster {
   RouteWorld world;
   RoutePlan plan;
   std::vector<Node> nodes;
+  int64_t round_bytes = 0;  // the most that a node may send in a round, with chains
   // For each destination: the number of writes by byte address.
   std::vector<std::map<int64_t, int>> writes;
 };
@@ -53,16 +54,20 @@ Node MakeNode(Rng* rng, const RouteWorld& world, const RoutePlan& plan, uint32_t
   return node;
 }
 
-Cluster MakeCluster(Rng* rng, const RouteOptions& options, int64_t chunk_bytes) {
+Cluster MakeCluster(Rng* rng, const RouteOptions& options, int64_t chunk_bytes, int64_t most = 4) {
   Cluster cluster;
-  cluster.world = RandomRouteWorld(rng);
+  cluster.world = RandomRouteWorld(rng, most);
   auto plan =
       CompileRoutes(cluster.world.source_members, cluster.world.destination_members, options);
   INFO(plan.status());
   REQUIRE(plan.ok());
   cluster.plan = *std::move(plan);
   NodeProgramOptions node_options;
-  node_options.chunk_bytes = chunk_bytes;
+  node_options.chunk_bytes =
+      cluster.plan.relay.lag > 0
+          ? std::max(chunk_bytes, MinRelayRoundBytes(cluster.plan.relay.node_streams))
+          : chunk_bytes;
+  cluster.round_bytes = node_options.chunk_bytes * (int64_t{cluster.plan.nodes} - 1);
   for (uint32_t n = 0; n < cluster.plan.nodes; ++n) {
     cluster.nodes.push_back(MakeNode(rng, cluster.world, cluster.plan, n, node_options));
   }
@@ -107,16 +112,33 @@ void RunLocal(Cluster* cluster, const Node& node) {
 
 // Runs the streams round by round between the nodes; `tamper` may spoil a chunk on its way. Returns
 // what is wrong about the exchange itself.
+//
+// A node has `lag` slots to receive into, which rounds use in turn; what a round forwards is read
+// from its slot before the round receives into it. A slot that is received into loses what it had.
 std::string RunRounds(
-    Cluster* cluster, const std::function<void(std::string*)>& tamper = [](std::string*) {}) {
+    Cluster* cluster, const std::function<void(std::string*)>& tamper = [](std::string*) {},
+    const NodeProgram::Gone& gone = {}) {
   int64_t wire = 0;
+  const auto is_gone = [&gone](uint32_t node) { return node < gone.size() && gone[node]; };
+  const size_t slots = std::max<uint32_t>(cluster->nodes[0].program.lag, 1);
+  // By node, slot.
+  std::vector<std::vector<std::string>> in_slots(cluster->nodes.size(),
+                                                 std::vector<std::string>(slots));
   for (int64_t round = 0; round < cluster->nodes[0].program.rounds; ++round) {
+    const size_t slot = static_cast<size_t>(round) % slots;
     std::map<std::pair<uint32_t, uint32_t>, std::string> chunks;
     std::vector<std::vector<RoundLeg>> legs;
     for (const Node& node : cluster->nodes) {
-      legs.push_back(node.program.Round(round));
+      if (is_gone(node.program.node)) {
+        legs.emplace_back();
+        continue;
+      }
+      legs.push_back(node.program.Round(round, gone));
+      int64_t in_all = 0;
+      for (const RoundLeg& leg : legs.back()) in_all += leg.bytes_out;
+      if (cluster->plan.relay.lag > 0 && in_all > cluster->round_bytes) return "a slot overflows";
       for (const RoundLeg& leg : legs.back()) {
-        if (leg.bytes_out == 0) continue;
+        if (leg.bytes_out == 0 || is_gone(leg.peer)) continue;
         std::string& chunk = chunks[{node.program.node, leg.peer}];
         chunk.assign(static_cast<size_t>(leg.bytes_out), '\xee');
         std::map<int64_t, int> packed;
@@ -126,7 +148,17 @@ std::string RunRounds(
           CopyBox(move.box, move.element_bytes, cluster->world.sources[from].memory,
                   move.member_byte_offset, piece.strides, &chunk, move.chunk_byte_offset,
                   move.chunk_strides, &packed);
-          wire += ElementCount(move.box) * move.element_bytes;
+        }
+        const std::string& received = in_slots[node.program.node][slot];
+        for (const Forward& forward : leg.forwards) {
+          if (forward.slot_byte_offset + forward.bytes > static_cast<int64_t>(received.size())) {
+            return "something is forwarded that is not there";
+          }
+          for (int64_t i = 0; i < forward.bytes; ++i) {
+            ++packed[forward.chunk_byte_offset + i];
+            chunk[static_cast<size_t>(forward.chunk_byte_offset + i)] =
+                received[static_cast<size_t>(forward.slot_byte_offset + i)];
+          }
         }
         for (const auto& [at, times] : packed) {
           if (times != 1) return "a chunk is packed twice at one place";
@@ -136,12 +168,26 @@ std::string RunRounds(
     }
     size_t received = 0;
     for (const Node& node : cluster->nodes) {
-      for (const RoundLeg& leg : legs[node.program.node]) {
-        if (leg.bytes_in == 0) continue;
+      if (is_gone(node.program.node)) continue;
+      const std::vector<ExchangeLeg> places = node.program.Legs(round, gone);
+      std::string& in_slot = in_slots[node.program.node][slot];
+      in_slot.assign(places.empty()
+                         ? 0
+                         : static_cast<size_t>(places.back().in_offset + places.back().bytes_in),
+                     '\xdd');
+      for (size_t l = 0; l < places.size(); ++l) {
+        const RoundLeg& leg = legs[node.program.node][l];
+        if (leg.bytes_in == 0 || is_gone(leg.peer)) continue;
         const auto chunk = chunks.find({leg.peer, node.program.node});
         if (chunk == chunks.end()) return "a chunk is expected that nobody sends";
         if (static_cast<int64_t>(chunk->second.size()) != leg.bytes_in) return "sizes disagree";
         ++received;
+        in_slot.replace(static_cast<size_t>(places[l].in_offset), chunk->second.size(),
+                        chunk->second);
+        for (const ChunkBox& box : leg.received) {
+          const Stream& stream = node.program.incoming[box.stream];
+          wire += ElementCount(box.box) * stream.sections[box.section].element_bytes;
+        }
         for (const ChunkMove& move : leg.unpack) {
           const uint32_t to = node.destination_of[move.member];
           const Piece& piece = node.program.destinations[move.member].layout->pieces[move.piece];
@@ -156,16 +202,18 @@ std::string RunRounds(
   for (const Node& node : cluster->nodes) {
     if (!node.program.Round(node.program.rounds).empty()) return "there is one more round";
   }
+  if (!gone.empty()) return "";
   return wire == cluster->plan.wire_bytes ? "" : "the wire carried another number of bytes";
 }
 
 // The first fault of the destinations' bytes, or an empty string.
-std::string ByteFault(Cluster* cluster) {
+std::string ByteFault(Cluster* cluster, const NodeProgram::Gone& gone = {}) {
   for (size_t d = 0; d < cluster->world.destinations.size(); ++d) {
     const Side& side = cluster->world.destinations[d];
     size_t expected = 0;
     for (const Piece& piece : side.layout.pieces) {
-      if (cluster->plan.destination_skipped[d]) break;
+      const uint32_t node = cluster->plan.destination_nodes[d];
+      if (cluster->plan.destination_skipped[d] || (node < gone.size() && gone[node])) break;
       const TensorSpec& spec = side.layout.tensors[piece.tensor];
       const int64_t bytes = ElementBytes(spec.dtype);
       std::string fault;
@@ -192,11 +240,21 @@ std::string StreamFault(const Cluster& cluster) {
   for (const Node& from : cluster.nodes) {
     if (from.program.rounds != cluster.nodes[0].program.rounds) return "rounds differ";
     expected += from.program.incoming.size();
+    for (const auto& [peer, streams] : from.program.StreamsByReceiver()) {
+      const NodeProgram& to = cluster.nodes[peer].program;
+      const auto ends = to.StreamsBySender();
+      const auto end = ends.find(from.program.node);
+      if (end == ends.end() || end->second.size() != streams.size()) {
+        return "a stream has no receiver";
+      }
+      for (size_t i = 0; i < streams.size(); ++i) {
+        ++sent;
+        if (to.incoming[end->second[i]].Digest() != from.program.outgoing[streams[i]].Digest()) {
+          return "a stream's ends differ";
+        }
+      }
+    }
     for (const Stream& out : from.program.outgoing) {
-      ++sent;
-      const Stream* in = cluster.nodes[out.peer].program.IncomingFrom(from.program.node);
-      if (in == nullptr) return "a stream has no receiver";
-      if (in->Digest() != out.Digest()) return "a stream's ends differ";
       int64_t end = 0;
       for (const Section& section : out.sections) {
         if (section.offset % kSectionAlignment != 0) return "a section is not aligned";
@@ -239,6 +297,129 @@ TEST_CASE("Every element of every destination is written once with its own bytes
     }
   }
   CHECK(rounds > 5);
+}
+
+RouteOptions RandomChains(Rng* rng) {
+  RouteOptions options = RandomOptions(rng);
+  options.relay_lag = static_cast<uint32_t>(1 + Below(rng, 2));
+  options.relay_excess = 0;
+  return options;
+}
+
+TEST_CASE("With chains every element of every destination is written once with its own bytes") {
+  int64_t chained = 0;
+  int64_t rounds = 0;
+  for (uint64_t seed = 1; seed <= 1500; ++seed) {
+    INFO("seed " << seed);
+    Rng rng(seed);
+    const RouteOptions options = RandomChains(&rng);
+    Cluster cluster = MakeCluster(&rng, options, kChunks[Below(&rng, 4)], 7);
+    chained += cluster.plan.relay.lag > 0 ? 1 : 0;
+    REQUIRE(StreamFault(cluster) == "");
+    for (const Node& node : cluster.nodes) RunLocal(&cluster, node);
+    REQUIRE(RunRounds(&cluster) == "");
+    REQUIRE(ByteFault(&cluster) == "");
+    rounds = std::max(rounds, cluster.nodes[0].program.rounds);
+  }
+  CHECK(chained > 500);
+  CHECK(rounds > 20);
+}
+
+TEST_CASE("Chains are closed over nodes that are gone") {
+  int64_t closed = 0;
+  for (uint64_t seed = 1; seed <= 1500; ++seed) {
+    INFO("seed " << seed);
+    Rng rng(seed);
+    const RouteOptions options = RandomChains(&rng);
+    Cluster cluster = MakeCluster(&rng, options, kChunks[Below(&rng, 4)], 7);
+    if (cluster.plan.relay.lag == 0) continue;
+    NodeProgram::Gone gone(cluster.plan.nodes);
+    for (uint32_t n = 0; n < cluster.plan.nodes; ++n) {
+      const auto& sources = cluster.plan.source_nodes;
+      const bool trainer = std::find(sources.begin(), sources.end(), n) != sources.end();
+      gone[n] = !trainer && Below(&rng, 3) == 0;
+    }
+    if (std::find(gone.begin(), gone.end(), true) != gone.end()) ++closed;
+    for (const Node& node : cluster.nodes) {
+      if (!gone[node.program.node]) RunLocal(&cluster, node);
+    }
+    REQUIRE(RunRounds(
+                &cluster, [](std::string*) {}, gone) == "");
+    REQUIRE(ByteFault(&cluster, gone) == "");
+  }
+  CHECK(closed > 200);
+}
+
+TEST_CASE("Planted faults of chains are found") {
+  // The first random cluster with a node that forwards in several rounds.
+  const auto forwarder = [](const Cluster& cluster) -> const Node* {
+    for (const Node& node : cluster.nodes) {
+      for (const Stream& stream : node.program.incoming) {
+        if (!stream.chain.empty() && stream.chain.back() != node.program.node &&
+            stream.Rounds() > 2) {
+          return &node;
+        }
+      }
+    }
+    return nullptr;
+  };
+  const auto make = [&forwarder] {
+    for (uint64_t seed = 1;; ++seed) {
+      Rng rng(seed);
+      RouteOptions options;
+      options.relay_lag = 2;
+      options.relay_excess = 0;
+      Cluster cluster = MakeCluster(&rng, options, 64, 7);
+      if (cluster.plan.relay.lag > 0 && forwarder(cluster) != nullptr) return cluster;
+    }
+  };
+  const auto fault = [](Cluster cluster) {
+    for (const Node& node : cluster.nodes) RunLocal(&cluster, node);
+    const std::string of_rounds = RunRounds(&cluster);
+    return of_rounds.empty() ? ByteFault(&cluster) : of_rounds;
+  };
+  REQUIRE(fault(make()).empty());
+  Cluster early = make();  // forwarded before it was received
+  const uint32_t who = forwarder(early)->program.node;
+  early.nodes[who].program.lag = 1;
+  CHECK(!fault(std::move(early)).empty());
+
+  Cluster swapped = make();
+  for (Stream& stream : swapped.nodes[who].program.incoming) {
+    if (stream.chain.size() > 1) std::swap(stream.chain[0], stream.chain[1]);
+  }
+  CHECK(StreamFault(swapped) == "a stream's ends differ");
+  CHECK(!fault(std::move(swapped)).empty());
+
+  const Cluster cluster = make();
+  const auto refused = [&](const auto& change) {
+    RoutePlan plan = cluster.plan;
+    change(&plan);
+    std::vector<LocalMember> sources = cluster.nodes[who].program.sources;
+    std::vector<LocalMember> destinations = cluster.nodes[who].program.destinations;
+    return CompileNode(plan, who, std::move(sources), std::move(destinations), {}).status().code();
+  };
+  CHECK(refused([](RoutePlan*) {}) == absl::StatusCode::kOk);
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  CHECK(refused([](RoutePlan* p) { p->relay.lag = kMaxRelayLag + 1; }) == kInvalid);
+  CHECK(refused([](RoutePlan* p) { p->relay.longest = p->nodes + 1; }) == kInvalid);
+  CHECK(refused([](RoutePlan* p) { p->relay.longest = p->relay.usual = 1; }) == kInvalid);
+  CHECK(refused([](RoutePlan* p) { p->relay.node_bytes = 1; }) == kInvalid);
+  CHECK(refused([](RoutePlan* p) { p->relay.node_bytes = -1; }) == kInvalid);
+  CHECK(refused([](RoutePlan* p) { p->relay.node_streams = 0; }) == kInvalid);
+  CHECK(refused([](RoutePlan* p) { p->relay.node_streams = kMaxRelayStreams + 1; }) == kInvalid);
+  CHECK(refused([](RoutePlan* p) {
+          for (auto& set : p->node_sets) set.push_back(set[0]);
+        }) == kInvalid);
+  CHECK(refused([](RoutePlan* p) { p->relay = {}; }) != absl::StatusCode::kOk);
+  NodeProgramOptions small;
+  small.chunk_bytes = 64;
+  RoutePlan wide = cluster.plan;
+  wide.relay.node_streams = kMaxRelayStreams;
+  CHECK(CompileNode(wide, who, cluster.nodes[who].program.sources,
+                    cluster.nodes[who].program.destinations, small)
+            .status()
+            .code() == kInvalid);
 }
 
 TEST_CASE("Local moves read the holder on the destination's device where there is one") {
@@ -477,14 +658,14 @@ TEST_CASE("The legs of a round lie one after the other and the chunks say what t
             REQUIRE(full[i].sent[m].box == move.box);
             REQUIRE(full[i].sent[m].chunk_byte_offset == move.chunk_byte_offset);
           }
-          const Stream* stream = node.program.IncomingFrom(legs[i].peer);
           uint32_t before = 0;
           for (const ChunkMove& move : full[i].unpack) {
             REQUIRE(move.chunk_box >= before);
             before = move.chunk_box;
             const ChunkBox& box = full[i].received[move.chunk_box];
             REQUIRE(Intersect(box.box, move.box) == move.box);
-            REQUIRE(Intersect(stream->sections[box.section].box, box.box) == box.box);
+            const Stream& stream = node.program.incoming[box.stream];
+            REQUIRE(Intersect(stream.sections[box.section].box, box.box) == box.box);
           }
         }
       }

@@ -245,10 +245,11 @@ RoutePlan PartOf(const RoutePlan& plan, uint32_t node,
   part.destination_digests = plan.destination_digests;
   part.nodes = plan.nodes;
   part.longest_stream = plan.longest_stream;
+  part.relay = plan.relay;
 
   std::vector<bool> in_set;  // per node set
   for (const std::vector<uint32_t>& nodes : plan.node_sets) {
-    in_set.push_back(std::binary_search(nodes.begin(), nodes.end(), node));
+    in_set.push_back(std::find(nodes.begin(), nodes.end(), node) != nodes.end());
   }
   const auto concerns = [&](const Route& route) {
     return plan.source_nodes[route.source] == node || in_set[route.node_set];

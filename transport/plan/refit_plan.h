@@ -67,8 +67,8 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
 
 // The part of a plan that one node needs: the routes that begin or end there, and the tensors that
 // `local` (the layouts of its members) name. Sources, destinations and nodes keep their numbers;
-// labels and statistics are left out, except `longest_stream`. CompileNode gives the same node
-// program for this part as for the whole plan.
+// labels and statistics are left out, except `longest_stream` and `relay`. CompileNode gives the
+// same node program for this part as for the whole plan.
 RoutePlan PartOf(const RoutePlan& plan, uint32_t node,
                  absl::Span<const std::shared_ptr<const Layout>> local);
 

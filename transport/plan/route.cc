@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <optional>
 #include <tuple>
 #include <unordered_map>
@@ -24,8 +25,14 @@ constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
 constexpr int64_t kMaxRouteBytes = int64_t{1} << 60;
 static_assert(kMaxTensorBytes * kMaxRouteNodes <= kMaxRouteBytes);
 
+// The most that one node of a valid plan sends or receives, sections aligned.
+constexpr int64_t kMaxRelayBytes = kMaxRouteBytes + kMaxRoutes * kSectionAlignment;
+
 // A box that is divided among holders is cut at multiples of split_bytes / kGrains.
 constexpr int64_t kGrains = 4;
+
+// An order of a chain carries at least one of so many parts of what the busiest node sends.
+constexpr int64_t kLoadParts = 256;
 
 using Ids = std::vector<uint32_t>;
 
@@ -115,6 +122,72 @@ struct Choice {
   std::vector<std::pair<uint32_t, uint32_t>> local;  // set of a single node, and the holders on it
 };
 
+// What each node sends and receives in a plan with chains, sections aligned.
+class ChainLoads {
+ public:
+  explicit ChainLoads(uint32_t nodes)
+      : out_(nodes), in_(nodes), streams_out_(nodes), streams_in_(nodes) {}
+
+  // A route from node `from` to the set of that number. `nodes` must stay as they are.
+  void Add(uint32_t from, uint32_t set, const Ids& nodes, int64_t bytes) {
+    if (nodes.size() == 1 && nodes[0] == from) return;
+    Chain& chain = chains_[{from, set}];
+    const bool first = chain.nodes == nullptr;
+    chain.nodes = &nodes;
+    chain.bytes += bytes;
+    for (const uint32_t to : nodes) {
+      out_[from] += bytes;
+      in_[to] += bytes;
+      if (first) ++streams_out_[from];
+      if (first) ++streams_in_[to];
+      from = to;
+    }
+  }
+
+  RelayShape Shape(uint32_t lag) const {
+    RelayShape shape;
+    std::vector<const Chain*> longest_first;
+    for (const auto& [key, chain] : chains_) longest_first.push_back(&chain);
+    std::sort(longest_first.begin(), longest_first.end(),
+              [](const Chain* a, const Chain* b) { return a->nodes->size() > b->nodes->size(); });
+    if (longest_first.empty() || longest_first[0]->nodes->size() < 2) return shape;
+    shape.lag = lag;
+    shape.longest = static_cast<uint32_t>(longest_first[0]->nodes->size());
+    shape.node_streams = Most(streams_out_, streams_in_);
+    shape.node_bytes = Most(out_, in_);
+    // By node: bytes of the chains so far. It does not matter in which order equally long chains
+    // come.
+    std::vector<int64_t> minor(out_.size());
+    shape.usual = 1;
+    for (const Chain* chain : longest_first) {
+      int64_t most = 0;
+      for (const uint32_t node : *chain->nodes) most = std::max(most, minor[node] += chain->bytes);
+      if (most <= shape.node_bytes / kMinorParts) continue;
+      shape.usual = static_cast<uint32_t>(chain->nodes->size());
+      break;
+    }
+    return shape;
+  }
+
+ private:
+  struct Chain {
+    const Ids* nodes = nullptr;
+    int64_t bytes = 0;
+  };
+
+  template <typename T>
+  static T Most(const std::vector<T>& a, const std::vector<T>& b) {
+    return std::max(*std::max_element(a.begin(), a.end()), *std::max_element(b.begin(), b.end()));
+  }
+
+  // By the source's node and the number of the set, also sets of a single node.
+  std::map<std::pair<uint32_t, uint32_t>, Chain> chains_;
+  std::vector<int64_t> out_;
+  std::vector<int64_t> in_;
+  std::vector<uint32_t> streams_out_;
+  std::vector<uint32_t> streams_in_;
+};
+
 class Router {
  public:
   Router(const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
@@ -131,18 +204,26 @@ class Router {
     CollectEntries(&sources_);
     CollectEntries(&destinations_);
     CollectClasses();
-    for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
-      if (left_out_[t]) continue;
-      if (Exhausted()) return TooMuch(t);
-      REFITD_RETURN_IF_ERROR(PlanTensor(t));
-    }
-    REFITD_RETURN_IF_ERROR(AssignShared());
+    unplaced_before_ = plan_.unplaced.size();
+    unplaced_tensors_before_ = plan_.unplaced_tensors;
+    REFITD_RETURN_IF_ERROR(Supply());
+    if (WantsChains()) REFITD_RETURN_IF_ERROR(SupplyByChains());
     Pack();
     Count();
     return std::move(plan_);
   }
 
  private:
+  // Decides who supplies what to whom.
+  absl::Status Supply() {
+    for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
+      if (left_out_[t]) continue;
+      if (Exhausted()) return TooMuch(t);
+      REFITD_RETURN_IF_ERROR(PlanTensor(t));
+    }
+    return AssignShared();
+  }
+
   // ---- members ----
 
   absl::Status CollectMembers() {
@@ -167,10 +248,15 @@ class Router {
         plan_.nodes = std::max(plan_.nodes, node + 1);
       }
     }
-    rank_load_.resize(source_members_.size());
-    rank_alone_.resize(source_members_.size());
-    for (auto* loads : {&node_load_, &node_alone_, &node_receives_}) loads->resize(plan_.nodes);
+    ClearLoads();
     return absl::OkStatus();
+  }
+
+  void ClearLoads() {
+    for (auto* loads : {&rank_load_, &rank_alone_}) loads->assign(source_members_.size(), 0);
+    for (auto* loads : {&node_load_, &node_alone_, &node_receives_, &node_holds_}) {
+      loads->assign(plan_.nodes, 0);
+    }
   }
 
   template <typename Skipped>
@@ -499,7 +585,40 @@ class Router {
       MergeAdjacent(&boxes);
       for (Box& box : boxes) wanted_.push_back({std::move(box), class_nodes_[c]});
     }
-    JoinEqual();
+    if (chained_) {
+      CutByClasses();
+    } else {
+      JoinEqual();
+    }
+  }
+
+  // Cuts boxes where they are wanted by other nodes, so that each is sent by its source once.
+  void CutByClasses() {
+    if (wanted_.size() <= 1) return;
+    std::vector<HeldBox> boxes;
+    for (Wanted& wanted : wanted_) boxes.push_back({std::move(wanted.box), {wanted.node_set}});
+    CutByHolders(&boxes, &work_);
+    if (work_.Over()) return;  // the result is wrong; the caller returns TooMuch
+    std::sort(boxes.begin(), boxes.end(),
+              [](const HeldBox& a, const HeldBox& b) { return BoxLess(a.box, b.box); });
+    wanted_.clear();
+    for (HeldBox& box : boxes) {
+      wanted_.push_back(
+          {std::move(box.box), UnionOfSets({box.holders.begin(), box.holders.end()})});
+    }
+  }
+
+  uint32_t UnionOfSets(const Ids& sets) {
+    if (sets.size() == 1) return sets[0];
+    const uint32_t number = unions_.Number(sets);
+    if (number < union_of_.size()) return union_of_[number];
+    Ids nodes;
+    for (const uint32_t set : sets) {
+      nodes.insert(nodes.end(), node_sets_[set].begin(), node_sets_[set].end());
+    }
+    std::sort(nodes.begin(), nodes.end());
+    union_of_.push_back(node_sets_.Number(nodes));
+    return union_of_.back();
   }
 
   void JoinEqual() {
@@ -532,6 +651,11 @@ class Router {
       cells_.push_back({sources_.BoxOf(entry), {entry.layout}});
     }
     CutByHolders(&cells_, &work_);
+    if (options_.relay_lag == 0) return;
+    for (const HeldBox& cell : cells_) {
+      const int64_t bytes = ElementCount(cell.box) * element_bytes_;
+      for (const uint32_t node : holders_[HoldersOf(cell)].nodes) node_holds_[node] += bytes;
+    }
   }
 
   // Counts the bytes that engines get of this tensor.
@@ -653,15 +777,17 @@ class Router {
 
   void Place(uint32_t t, const Box& box, uint32_t holders, uint32_t node_set) {
     const int64_t bytes = ElementCount(box) * element_bytes_;
-    const auto wanting = static_cast<int64_t>(node_sets_[node_set].size());
     const Choice& choice = ChoiceOf(holders, node_set);
+    const int64_t sent = choice.remote == kNone ? 0 : Copies(choice.remote);
     if (holders_[holders].ranks.size() == 1) {
-      rank_alone_[holders_[holders].ranks[0]] += bytes * wanting;
+      rank_alone_[holders_[holders].ranks[0]] +=
+          bytes * (sent + static_cast<int64_t>(choice.local.size()));
     }
     if (choice.remote != kNone) {
       const Ids& remote = node_sets_[choice.remote];
+      shared_ = shared_ || remote.size() > 1;
       if (holders_[holders].nodes.size() == 1) {
-        node_alone_[holders_[holders].nodes[0]] += bytes * static_cast<int64_t>(remote.size());
+        node_alone_[holders_[holders].nodes[0]] += bytes * sent;
       }
       for (const uint32_t node : remote) node_receives_[node] += bytes;
       Demanded(t, box, bytes, holders, choice.remote, false);
@@ -669,9 +795,15 @@ class Router {
     for (const auto& [node, own] : choice.local) Demanded(t, box, bytes, own, node, true);
   }
 
+  // How often a source sends what the nodes of a set want.
+  int64_t Copies(uint32_t node_set) const {
+    return chained_ ? 1 : static_cast<int64_t>(node_sets_[node_set].size());
+  }
+
   void Demanded(uint32_t t, const Box& box, int64_t bytes, uint32_t holders, uint32_t node_set,
                 bool local) {
     supplied_ += bytes * static_cast<int64_t>(node_sets_[node_set].size());
+    read_ += bytes * Copies(node_set);
     if (holders_[holders].ranks.size() == 1) {
       Emit(t, holders_[holders].ranks[0], node_set, box, local);
     } else {
@@ -680,8 +812,8 @@ class Router {
   }
 
   void Emit(uint32_t t, uint32_t source, uint32_t node_set, Box box, bool local) {
-    const int64_t bytes = ElementCount(box) * ElementBytes(plan_.tensors[t].dtype) *
-                          static_cast<int64_t>(node_sets_[node_set].size());
+    const int64_t bytes =
+        ElementCount(box) * ElementBytes(plan_.tensors[t].dtype) * Copies(node_set);
     rank_load_[source] += bytes;
     if (!local) node_load_[plan_.source_nodes[source]] += bytes;
     chosen_.push_back({t, source, node_set, std::move(box)});
@@ -719,18 +851,36 @@ class Router {
   // One split_share'th of what a rank supplies on average.
   int64_t FairShare() const {
     if (options_.split_share <= 0) return 0;
-    return supplied_ / std::max<int64_t>(static_cast<int64_t>(plan_.source_nodes.size()), 1) /
+    return read_ / std::max<int64_t>(static_cast<int64_t>(plan_.source_nodes.size()), 1) /
            options_.split_share;
   }
 
-  // Gives each node the whole box, from the least loaded rank of the least loaded node.
+  // The sets of nodes that are each sent a box by a source of their own: single nodes, or with
+  // chains all nodes together.
+  Ids Receivers(uint32_t node_set) {
+    if (chained_) return {node_set};
+    const Ids nodes = node_sets_[node_set];
+    if (nodes.size() == 1) return {node_set};
+    Ids sets;
+    for (const uint32_t node : nodes) sets.push_back(node_sets_.Number({node}));
+    return sets;
+  }
+
+  uint32_t Together(const Ids& sets) {
+    if (sets.size() == 1) return sets[0];
+    Ids nodes;
+    for (const uint32_t set : sets) nodes.push_back(node_sets_[set][0]);
+    return node_sets_.Number(nodes);
+  }
+
+  // Gives each receiver the whole box, from the least loaded rank of the least loaded node.
   void AssignWhole(const Demand& demand) {
     const Holders& holders = holders_[demand.holders];
-    const Ids& nodes = node_sets_[demand.node_set];
     std::vector<std::pair<uint32_t, uint32_t>> by_source;
     std::vector<int64_t> extra_rank(holders.ranks.size());
     std::vector<int64_t> extra_node(holders.nodes.size());
-    for (const uint32_t node : nodes) {
+    const Ids receivers = Receivers(demand.node_set);
+    for (uint32_t receiver = 0; receiver < receivers.size(); ++receiver) {
       size_t from = 0;
       const auto load_of = [&](size_t n) { return node_load_[holders.nodes[n]] + extra_node[n]; };
       for (size_t n = 1; n < holders.nodes.size(); ++n) {
@@ -743,31 +893,30 @@ class Router {
       }
       extra_node[from] += demand.bytes;
       extra_rank[rank] += demand.bytes;
-      by_source.push_back({holders.ranks[rank], node});
+      by_source.push_back({holders.ranks[rank], receiver});
     }
     std::sort(by_source.begin(), by_source.end());
     for (size_t begin = 0, end = 0; begin < by_source.size(); begin = end) {
       Ids served;
       while (end < by_source.size() && by_source[end].first == by_source[begin].first) {
-        served.push_back(by_source[end++].second);
+        served.push_back(receivers[by_source[end++].second]);
       }
-      Emit(demand.tensor, by_source[begin].first, node_sets_.Number(served), demand.box,
-           demand.local);
+      Emit(demand.tensor, by_source[begin].first, Together(served), demand.box, demand.local);
     }
   }
 
-  // Fills nodes, and in them ranks, up to a level. The box, repeated for each node, forms a line of
-  // steps along one dimension; each rank supplies a run of this line.
+  // Fills nodes, and in them ranks, up to a level. The box, repeated for each receiver, forms a
+  // line of steps along one dimension; each rank supplies a run of this line.
   void AssignCut(const Demand& demand) {
     const Holders& holders = holders_[demand.holders];
-    const Ids& nodes = node_sets_[demand.node_set];
+    const Ids receivers = Receivers(demand.node_set);
     const size_t dim = CutDimension(demand.box, holders.ranks.size());
     const int64_t steps = demand.box.extent[dim];
     const int64_t step_bytes = demand.bytes / steps;
-    const int64_t line = steps * static_cast<int64_t>(nodes.size());
+    const int64_t line = steps * static_cast<int64_t>(receivers.size());
     const int64_t grain = std::max<int64_t>(options_.split_bytes / kGrains / step_bytes, 1);
     const std::vector<int64_t> quotas =
-        Quotas(holders, demand.bytes * static_cast<int64_t>(nodes.size()));
+        Quotas(holders, demand.bytes * static_cast<int64_t>(receivers.size()));
     size_t last = quotas.size() - 1;
     while (last > 0 && quotas[last] == 0) --last;
     int64_t quota = 0;
@@ -781,7 +930,7 @@ class Router {
       until += (steps - rounded < grain / 2 ? steps : rounded) - into;
       if (h == last || until > line) until = line;
       if (until <= done) continue;
-      EmitRun(demand, holders.ranks[h], nodes, dim, done, until);
+      EmitRun(demand, holders.ranks[h], receivers, dim, done, until);
       done = until;
     }
   }
@@ -816,28 +965,176 @@ class Router {
     return quotas;
   }
 
-  // Makes the routes of steps [begin, end) of the line: the end of one node's box, whole boxes, the
-  // beginning of another's.
-  void EmitRun(const Demand& demand, uint32_t source, const Ids& nodes, size_t dim, int64_t begin,
-               int64_t end) {
+  // Makes the routes of steps [begin, end) of the line: the end of one receiver's box, whole boxes,
+  // the beginning of another's.
+  void EmitRun(const Demand& demand, uint32_t source, const Ids& receivers, size_t dim,
+               int64_t begin, int64_t end) {
     const int64_t steps = demand.box.extent[dim];
     Ids whole;
     while (begin < end) {
-      const uint32_t node = nodes[static_cast<size_t>(begin / steps)];
+      const uint32_t receiver = receivers[static_cast<size_t>(begin / steps)];
       const int64_t from = begin % steps;
       const int64_t count = std::min(steps - from, end - begin);
       begin += count;
       if (count == steps) {
-        whole.push_back(node);
+        whole.push_back(receiver);
         continue;
       }
       Box slice = demand.box;
       slice.offset[dim] += from;
       slice.extent[dim] = count;
-      Emit(demand.tensor, source, node_sets_.Number({node}), std::move(slice), demand.local);
+      Emit(demand.tensor, source, receiver, std::move(slice), demand.local);
     }
     if (whole.empty()) return;
-    Emit(demand.tensor, source, node_sets_.Number(whole), demand.box, demand.local);
+    Emit(demand.tensor, source, Together(whole), demand.box, demand.local);
+  }
+
+  // ---- chains ----
+
+  // Whether sources send so much of what they hold several times that chains are worth it.
+  bool WantsChains() const {
+    if (options_.relay_lag == 0 || !shared_) return false;
+    for (uint32_t n = 0; n < plan_.nodes; ++n) {
+      const double most = options_.relay_excess * static_cast<double>(node_holds_[n]);
+      if (static_cast<double>(node_load_[n]) > most) return true;
+    }
+    return false;
+  }
+
+  // Plans anew, with chains. If the cut boxes or streams become too many, the plan stays without.
+  absl::Status SupplyByChains() {
+    for (const bool chained : {true, false}) {
+      chained_ = chained;
+      ClearLoads();
+      chosen_.clear();
+      demands_.clear();
+      choices_.clear();
+      supplied_ = read_ = stored_ = 0;
+      stores_per_member_.assign(stores_per_member_.size(), 0);
+      plan_.unplaced.resize(unplaced_before_);
+      plan_.unplaced_tensors = unplaced_tensors_before_;
+      work_ = PlanWork(options_.cancelled);
+      absl::Status status = Supply();
+      if (status.ok() && chained) status = MakeChains();
+      if (!chained || status.code() != absl::StatusCode::kResourceExhausted) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  // What some nodes want of sources of other nodes.
+  struct ChainSet {
+    Ids chosen;  // indices into chosen_
+    int64_t bytes = 0;
+  };
+
+  // Puts the nodes of every route to several of them into an order.
+  absl::Status MakeChains() {
+    std::map<Ids, ChainSet> sets;  // by nodes
+    // What each node sends if it forwards everything that it receives along a chain.
+    std::vector<int64_t> sends = node_load_;
+    for (uint32_t c = 0; c < chosen_.size(); ++c) {
+      const Ids& nodes = node_sets_[chosen_[c].node_set];
+      if (nodes.size() < 2) continue;
+      ChainSet& set = sets[nodes];
+      set.chosen.push_back(c);
+      const int64_t bytes = BytesOf(chosen_[c]);
+      set.bytes += bytes;
+      for (const uint32_t node : nodes) sends[node] += bytes;
+    }
+    // Of sets that matter little, few orders carry all: each order is a stream of every node.
+    int64_t least = options_.split_bytes;
+    for (const int64_t bytes : sends) least = std::max(least, bytes / kLoadParts);
+    for (auto& [nodes, set] : sets) {
+      std::vector<int64_t> of_nodes;
+      for (const uint32_t node : nodes) of_nodes.push_back(sends[node]);
+      const std::vector<ChainShare> shares = DivideAmongOrders(set.bytes, least, &of_nodes);
+      for (size_t i = 0; i < nodes.size(); ++i) sends[nodes[i]] = of_nodes[i];
+      Share(nodes, shares, &set);
+    }
+    plan_.relay = ShapeOfChains();
+    // A slot is divided among the other nodes, and each part is rounded down to whole sections.
+    const int64_t round_bytes = options_.relay_slot_bytes - kSectionAlignment * plan_.nodes;
+    if (plan_.relay.node_streams <= kMaxRelayStreams &&
+        MinRelayRoundBytes(plan_.relay.node_streams) <= round_bytes) {
+      return absl::OkStatus();
+    }
+    plan_.relay = {};
+    return Error(absl::StatusCode::kResourceExhausted, "chains need {} streams of one node",
+                 plan_.relay.node_streams);
+  }
+
+  int64_t BytesOf(const Chosen& c) const {
+    return ElementCount(c.box) * ElementBytes(plan_.tensors[c.tensor].dtype);
+  }
+
+  // Gives each order its share of a set's routes. Routes of one node come one after the other, so
+  // that each source's node takes few orders.
+  void Share(const Ids& nodes, const std::vector<ChainShare>& shares, ChainSet* set) {
+    std::sort(set->chosen.begin(), set->chosen.end(), [this](uint32_t a, uint32_t b) {
+      const auto key = [this](const Chosen& c) {
+        return std::tie(plan_.source_nodes[c.source], c.tensor, c.box.offset, c.box.extent,
+                        c.source);
+      };
+      return key(chosen_[a]) < key(chosen_[b]);
+    });
+    Ids numbers;
+    for (const ChainShare& share : shares) {
+      numbers.push_back(node_sets_.Number(ChainOrder(nodes, share.order)));
+    }
+    size_t s = 0;
+    int64_t done = 0;  // bytes of the routes before
+    int64_t end = shares[0].bytes;
+    const auto next = [&] { end += shares[++s].bytes; };
+    for (const uint32_t c : set->chosen) {
+      // The rest of the route that has no order yet.
+      Chosen rest = chosen_[c];
+      bool first = true;
+      const auto take = [&](Chosen part) {
+        part.node_set = numbers[s];
+        done += BytesOf(part);
+        if (first) {
+          chosen_[c] = std::move(part);
+        } else {
+          chosen_.push_back(std::move(part));
+        }
+        first = false;
+      };
+      while (s + 1 < shares.size() && done + BytesOf(rest) > end) {
+        std::optional<Chosen> head = CutOff(&rest, end - done);
+        if (head.has_value()) take(*std::move(head));
+        // A route that can't be cut goes where its middle lies.
+        if (done + BytesOf(rest) / 2 < end) break;
+        next();
+      }
+      take(std::move(rest));
+      while (s + 1 < shares.size() && done >= end) next();
+    }
+  }
+
+  // Cuts about `bytes` off a route. Nullopt: the route is too small for that, or the cut would be
+  // at one of its ends.
+  std::optional<Chosen> CutOff(Chosen* route, int64_t bytes) const {
+    if (BytesOf(*route) < options_.split_bytes || route->box.extent.empty()) return std::nullopt;
+    const size_t dim = CutDimension(route->box, 2);
+    const int64_t steps = route->box.extent[dim];
+    const int64_t step_bytes = BytesOf(*route) / steps;
+    const int64_t grain = std::max<int64_t>(options_.split_bytes / kGrains / step_bytes, 1);
+    const int64_t cut = (bytes / step_bytes + grain / 2) / grain * grain;
+    if (cut <= 0 || cut >= steps) return std::nullopt;
+    Chosen head = *route;
+    head.box.extent[dim] = cut;
+    route->box.offset[dim] += cut;
+    route->box.extent[dim] -= cut;
+    return head;
+  }
+
+  RelayShape ShapeOfChains() const {
+    ChainLoads loads(plan_.nodes);
+    for (const Chosen& c : chosen_) {
+      loads.Add(plan_.source_nodes[c.source], c.node_set, node_sets_[c.node_set],
+                AlignSection(BytesOf(c)));
+    }
+    return loads.Shape(options_.relay_lag);
   }
 
   // ---- the plan ----
@@ -881,7 +1178,8 @@ class Router {
       const Ids& more = node_sets_[chosen_[c].node_set];
       nodes.insert(nodes.end(), more.begin(), more.end());
     }
-    std::sort(nodes.begin(), nodes.end());
+    // With chains, only the source's own node joins one set of other nodes, which keeps its order.
+    if (!chained_) std::sort(nodes.begin(), nodes.end());
     return node_sets_.Number(nodes);
   }
 
@@ -889,7 +1187,8 @@ class Router {
     LinkBytes& links = plan_.links;
     const size_t nodes = plan_.nodes;
     links.rank_supplies.resize(source_members_.size());
-    for (auto* per_node : {&links.node_sends, &links.node_receives, &links.node_stores}) {
+    for (auto* per_node :
+         {&links.node_sends, &links.node_forwards, &links.node_receives, &links.node_stores}) {
       per_node->resize(nodes);
     }
     links.matrix.resize(nodes * nodes);
@@ -897,16 +1196,24 @@ class Router {
     for (const Route& route : plan_.routes) {
       const int64_t bytes =
           ElementCount(plan_.BoxOf(route)) * ElementBytes(plan_.tensors[route.tensor].dtype);
-      const uint32_t from = plan_.source_nodes[route.source];
+      const uint32_t source_node = plan_.source_nodes[route.source];
+      const bool chain = plan_.IsChain(plan_.RemoteNodesOf(route));
+      uint32_t from = source_node;
       for (const uint32_t to : plan_.NodesOf(route)) {
         plan_.bytes += bytes;
-        links.rank_supplies[route.source] += bytes;
+        if (to == source_node) {
+          links.rank_supplies[route.source] += bytes;
+          links.matrix[to * nodes + to] += bytes;
+          continue;
+        }
+        if (from == source_node) links.rank_supplies[route.source] += bytes;
+        if (from != source_node) links.node_forwards[from] += bytes;
         links.matrix[from * nodes + to] += bytes;
-        if (from == to) continue;
         plan_.wire_bytes += bytes;
         links.node_sends[from] += bytes;
         links.node_receives[to] += bytes;
         links.stream[from * nodes + to] += AlignSection(bytes);
+        if (chain) from = to;
       }
     }
     for (uint32_t i = 0; i < destination_members_.size(); ++i) {
@@ -931,11 +1238,18 @@ class Router {
   Side destinations_;
   std::vector<bool> left_out_;  // per tensor
   Names uncovered_allowed_;
+  // How many tensors had no place before any was planned.
+  size_t unplaced_before_ = 0;
+  int64_t unplaced_tensors_before_ = 0;
+  bool shared_ = false;  // several nodes want something that other nodes hold
+  bool chained_ = false;
   std::vector<Ids> class_layouts_;          // per class of nodes: destination layouts, ascending
   Ids class_nodes_;                         // per class: node set
   std::vector<int64_t> stores_per_member_;  // per destination layout
 
   IdLists node_sets_;
+  IdLists unions_;  // of numbers of node sets
+  Ids union_of_;    // by unions_' number: the set of all their nodes
   IdLists holder_layouts_;
   Ids holders_of_layouts_;  // by holder_layouts_' number
   IdLists holder_ranks_;
@@ -944,12 +1258,14 @@ class Router {
 
   std::vector<int64_t> rank_load_;
   std::vector<int64_t> node_load_;
+  std::vector<int64_t> node_holds_;  // elements that engines want, whether sent or not
   std::vector<int64_t> rank_alone_;
   std::vector<int64_t> node_alone_;
   std::vector<int64_t> node_receives_;
   std::vector<Chosen> chosen_;
   std::vector<Demand> demands_;
-  int64_t supplied_ = 0;
+  int64_t supplied_ = 0;  // counted once for each destination node
+  int64_t read_ = 0;      // counted as often as sources send it
   int64_t stored_ = 0;
   PlanWork work_;
 
@@ -973,9 +1289,9 @@ class PlanChecker {
     REFITD_RETURN_IF_ERROR(CheckTensors());
     REFITD_RETURN_IF_ERROR(CheckNodeSets());
     REFITD_RETURN_IF_ERROR(CheckRoutes());
-    constexpr int64_t kMost = kMaxRouteBytes + kMaxRoutes * kSectionAlignment;
-    if (plan_.longest_stream < 0 || plan_.longest_stream > kMost) {
-      return Invalid("longest_stream: {} is not in 0..{}", plan_.longest_stream, kMost);
+    REFITD_RETURN_IF_ERROR(CheckRelay());
+    if (plan_.longest_stream < 0 || plan_.longest_stream > kMaxRelayBytes) {
+      return Invalid("longest_stream: {} is not in 0..{}", plan_.longest_stream, kMaxRelayBytes);
     }
     return absl::OkStatus();
   }
@@ -1032,8 +1348,9 @@ class PlanChecker {
 
   absl::Status CheckNodeSets() const {
     for (size_t i = 0; i < plan_.node_sets.size(); ++i) {
-      const Ids& nodes = plan_.node_sets[i];
-      if (nodes.empty()) return Invalid("node_sets[{}]: is empty", i);
+      if (plan_.node_sets[i].empty()) return Invalid("node_sets[{}]: is empty", i);
+      Ids nodes = plan_.node_sets[i];
+      if (plan_.relay.lag > 0) std::sort(nodes.begin(), nodes.end());
       for (size_t n = 1; n < nodes.size(); ++n) {
         if (nodes[n - 1] >= nodes[n]) {
           return Invalid("node_sets[{}]: {} is not after {}", i, nodes[n], nodes[n - 1]);
@@ -1042,6 +1359,23 @@ class PlanChecker {
       if (nodes.back() >= plan_.nodes) {
         return Invalid("node_sets[{}]: node {} of {}", i, nodes.back(), plan_.nodes);
       }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckRelay() const {
+    const RelayShape& relay = plan_.relay;
+    if (relay.lag > kMaxRelayLag)
+      return Invalid("relay.lag: {} is over {}", relay.lag, kMaxRelayLag);
+    if (relay.longest > plan_.nodes || relay.usual > relay.longest) {
+      return Invalid("relay: chains of {}, usually {}, of {} nodes", relay.longest, relay.usual,
+                     plan_.nodes);
+    }
+    if (relay.node_streams > kMaxRelayStreams) {
+      return Invalid("relay.node_streams: {} is over {}", relay.node_streams, kMaxRelayStreams);
+    }
+    if (relay.node_bytes < 0 || relay.node_bytes > kMaxRelayBytes) {
+      return Invalid("relay.node_bytes: {} is not in 0..{}", relay.node_bytes, kMaxRelayBytes);
     }
     return absl::OkStatus();
   }
@@ -1132,6 +1466,37 @@ void AddRows(std::string_view title, const std::vector<int64_t>& bytes, size_t r
   }
 }
 
+// The nodes of a long chain are not all named.
+std::string ChainText(const ChainUse& use) {
+  constexpr size_t kNamed = 8;
+  std::string text = fmt::format("{}", use.source_node);
+  for (size_t i = 0; i < use.nodes.size(); ++i) {
+    if (i == kNamed - 1 && use.nodes.size() > kNamed) {
+      return fmt::format("{} > ... {} more ... > {}", text, use.nodes.size() - kNamed,
+                         use.nodes.back());
+    }
+    fmt::format_to(std::back_inserter(text), " > {}", use.nodes[i]);
+  }
+  return text;
+}
+
+void AddChains(const RouteExplanation& e, size_t rows, std::string* text) {
+  if (e.chains.empty()) return;
+  auto out = std::back_inserter(*text);
+  fmt::format_to(out,
+                 "{} chains of at most {} nodes; with slots of {}: {} rounds, {} of them until the "
+                 "usual chains of {} nodes are full:\n",
+                 e.chains.size(), e.relay.longest, InUnits(RoutePlan::kRelaySlotBytes),
+                 e.rounds.rounds, e.rounds.filling, e.relay.usual);
+  for (size_t i = 0; i < std::min(rows, e.chains.size()); ++i) {
+    fmt::format_to(out, "  {:<40} {:>12}\n", ChainText(e.chains[i]), InUnits(e.chains[i].bytes));
+  }
+  if (e.chains.size() > rows) {
+    fmt::format_to(out, "  and {} more, the least {}\n", e.chains.size() - rows,
+                   InUnits(e.chains.back().bytes));
+  }
+}
+
 }  // namespace
 
 int64_t RouteBound::bytes() const { return std::max({rank_alone, node_alone, node_receives}); }
@@ -1140,6 +1505,14 @@ Box RoutePlan::BoxOf(const Route& route) const {
   const size_t rank = tensors[route.tensor].shape.size();
   const int64_t* numbers = box_numbers.data() + route.box;
   return {Dims(numbers, numbers + rank), Dims(numbers + rank, numbers + 2 * rank)};
+}
+
+std::vector<uint32_t> RoutePlan::RemoteNodesOf(const Route& route) const {
+  std::vector<uint32_t> remote;
+  for (const uint32_t node : NodesOf(route)) {
+    if (node != source_nodes[route.source]) remote.push_back(node);
+  }
+  return remote;
 }
 
 uint64_t RoutePlan::Digest() const {
@@ -1172,6 +1545,12 @@ uint64_t RoutePlan::Digest() const {
     chain.Add(NodesOf(route).size());
     for (const uint32_t node : NodesOf(route)) chain.Add(node);
   }
+  if (relay.lag > 0) {
+    for (const uint32_t n : {relay.lag, relay.longest, relay.usual, relay.node_streams}) {
+      chain.Add(n);
+    }
+    chain.Add(static_cast<uint64_t>(relay.node_bytes));
+  }
   return chain.hash();
 }
 
@@ -1189,23 +1568,53 @@ RoutePlan::Worst RoutePlan::WorstLink() const {
   return worst;
 }
 
-RouteEstimate RoutePlan::Estimate(const LinkRates& rates) const {
+RouteEstimate RoutePlan::Estimate(const LinkRates& rates, int64_t slot_bytes) const {
   RouteEstimate estimate;
-  const auto see = [&estimate](const std::vector<int64_t>& bytes, double rate, const auto& name) {
+  // While chains fill, the bytes of other rounds wait.
+  double filling = 1;
+  if (relay.lag > 0) {
+    const RelayRounds made =
+        RoundsOf(relay, std::max(slot_bytes, MinRelayRoundBytes(relay.node_streams)));
+    filling = static_cast<double>(made.rounds) / static_cast<double>(made.rounds - made.filling);
+  }
+  const auto see = [&](const std::vector<int64_t>& bytes, double rate, double times,
+                       const auto& name) {
     if (rate <= 0) return;
     for (size_t i = 0; i < bytes.size(); ++i) {
-      const double seconds = static_cast<double>(bytes[i]) / rate;
+      const double seconds = times * static_cast<double>(bytes[i]) / rate;
       if (seconds > estimate.seconds) estimate = {seconds, name(i)};
     }
   };
-  see(links.node_sends, rates.node_out, [](size_t n) { return fmt::format("node {} sends", n); });
-  see(links.node_receives, rates.node_in,
+  see(links.node_sends, rates.node_out, filling,
+      [](size_t n) { return fmt::format("node {} sends", n); });
+  see(links.node_receives, rates.node_in, filling,
       [](size_t n) { return fmt::format("node {} receives", n); });
-  see(links.rank_supplies, rates.rank_out,
+  see(links.rank_supplies, rates.rank_out, filling,
       [this](size_t r) { return fmt::format("{} supplies", source_labels[r]); });
-  see(links.node_stores, rates.local_copy,
+  see(links.node_stores, rates.local_copy, filling,
       [](size_t n) { return fmt::format("node {} stores", n); });
   return estimate;
+}
+
+std::vector<ChainUse> ChainsOf(const RoutePlan& plan) {
+  std::map<std::pair<uint32_t, std::vector<uint32_t>>, ChainUse> uses;
+  for (const Route& route : plan.routes) {
+    std::vector<uint32_t> remote = plan.RemoteNodesOf(route);
+    if (!plan.IsChain(remote)) continue;
+    const uint32_t from = plan.source_nodes[route.source];
+    ChainUse& use = uses[{from, std::move(remote)}];
+    ++use.routes;
+    use.bytes += ElementCount(plan.BoxOf(route)) * ElementBytes(plan.tensors[route.tensor].dtype);
+  }
+  std::vector<ChainUse> list;
+  for (auto& [key, use] : uses) {
+    use.source_node = key.first;
+    use.nodes = key.second;
+    list.push_back(std::move(use));
+  }
+  std::stable_sort(list.begin(), list.end(),
+                   [](const ChainUse& a, const ChainUse& b) { return a.bytes > b.bytes; });
+  return list;
 }
 
 RouteExplanation Explain(const RoutePlan& plan) {
@@ -1221,6 +1630,9 @@ RouteExplanation Explain(const RoutePlan& plan) {
     e.ratio = static_cast<double>(e.worst.bytes) / static_cast<double>(e.bound.bytes());
   }
   e.links = plan.links;
+  e.relay = plan.relay;
+  if (plan.relay.lag > 0) e.rounds = RoundsOf(plan.relay, RoutePlan::kRelaySlotBytes);
+  e.chains = ChainsOf(plan);
   e.source_labels = plan.source_labels;
   e.source_nodes = plan.source_nodes;
   e.unplaced = plan.unplaced;
@@ -1243,8 +1655,10 @@ std::string ToText(const RouteExplanation& e, size_t rows) {
     if (e.bound.bytes() > 0) fmt::format_to(out, ", {:.3f} of the lower bound", e.ratio);
     fmt::format_to(out, "\n");
   }
+  AddChains(e, rows, &text);
   const auto node = [](size_t n) { return fmt::format("node {}", n); };
   AddRows("sends", e.links.node_sends, rows, node, &text);
+  AddRows("of that forwards", e.links.node_forwards, rows, node, &text);
   AddRows("receives", e.links.node_receives, rows, node, &text);
   AddRows("stores into engines", e.links.node_stores, rows, node, &text);
   AddRows(

@@ -13,6 +13,10 @@
 //  - Boxes wanted by ranks of one node are joined if they form one box. They are then cut where
 //    holders change, and a box that is large compared with what a source supplies is cut to divide
 //    it among several holders.
+//  - With chains (RouteOptions::relay_lag), a source sends a box over the wire once, to the first
+//    of the nodes that want it; each node forwards it to the next, and the last node sends nothing.
+//    The orders of chains are chosen so that nodes send equally much and every node sends to every
+//    other. A plan without chains is the same whether chains are allowed or not.
 //
 // Values; thread-safe as such.
 #ifndef REFITD_TRANSPORT_PLAN_ROUTE_H_
@@ -27,6 +31,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "transport/plan/chains.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/plan.h"
 
@@ -38,13 +43,6 @@ inline constexpr uint32_t kMaxRouteNodes = 1024;
 inline constexpr int64_t kMaxRoutes = int64_t{1} << 22;
 // The most tensors that RoutePlan::unplaced lists.
 inline constexpr size_t kMaxUnplacedListed = 1000;
-
-// Sections start at multiples of this number of bytes in a stream between nodes; every element size
-// divides it.
-inline constexpr int64_t kSectionAlignment = 64;
-constexpr int64_t AlignSection(int64_t bytes) {
-  return (bytes + kSectionAlignment - 1) / kSectionAlignment * kSectionAlignment;
-}
 
 // One rank. Ranks with equal layouts should share one Layout object, because work and memory grow
 // with the number of distinct objects.
@@ -72,6 +70,15 @@ struct RouteOptions {
   // limit): loads are even without cutting it, and the program has fewer and longer pieces.
   int64_t split_bytes = kSplitBytes;
   int64_t split_share = 32;
+  // 0: each node that wants a box is sent it by a source. 1 to kMaxRelayLag: boxes that several
+  // nodes want may go along chains, and a node forwards what it received that number of rounds
+  // before.
+  uint32_t relay_lag = 0;
+  // The slots in which nodes send and receive rounds: chains whose streams do not fit are not used.
+  int64_t relay_slot_bytes = int64_t{64} << 20;
+  // Chains are used if some node would otherwise send more than this many times the bytes that its
+  // sources hold. 0: chains are used wherever several nodes want the same.
+  double relay_excess = 1.05;
   // A caller that no longer wants the plan sets this to true, on any thread: planning then ends
   // within milliseconds with CANCELLED. Null: planning can't be cancelled.
   std::shared_ptr<const std::atomic<bool>> cancelled = nullptr;
@@ -87,16 +94,18 @@ struct Route {
 
 // Bytes on each link of a plan. `node * nodes + node` indexes the matrices.
 struct LinkBytes {
-  // Per source: bytes over the wire, plus bytes for its own node, counted once.
+  // Per source: bytes that it sends over the wire, plus bytes for its own node, counted once.
   std::vector<int64_t> rank_supplies;
-  std::vector<int64_t> node_sends;     // over the wire, counted once for each destination node
+  std::vector<int64_t> node_sends;     // over the wire, to whatever node; also what is forwarded
+  std::vector<int64_t> node_forwards;  // of node_sends: bytes that the node had received
   std::vector<int64_t> node_receives;  // over the wire
   std::vector<int64_t> node_stores;    // into the memory of the node's engines
   std::vector<int64_t> matrix;  // from node to node; on the diagonal local bytes, counted once
   std::vector<int64_t> stream;  // as matrix, with sections aligned; 0 on the diagonal
 };
 
-// Lower bounds, in bytes, that hold for every plan.
+// Lower bounds, in bytes, that hold for every plan without chains, or for every plan with chains.
+// In the latter, "for each destination node" means once for all other nodes.
 struct RouteBound {
   // The most bytes that one rank alone holds, counted once for each destination node.
   int64_t rank_alone = 0;
@@ -135,16 +144,19 @@ class RoutePlan {
   std::vector<uint32_t> destination_nodes;  // per destination
   // Per destination: its instance is left out, or its layout is null.
   std::vector<bool> destination_skipped;
-  std::vector<uint64_t> source_digests;          // per source, of its layout; 0: null
-  std::vector<uint64_t> destination_digests;     // the same
-  uint32_t nodes = 0;                            // one more than the highest node index
-  std::vector<Route> routes;                     // by tensor, box, source
-  std::vector<int64_t> box_numbers;              // offsets, then extents, of each box
-  std::vector<std::vector<uint32_t>> node_sets;  // each ascending, none empty, no two equal
+  std::vector<uint64_t> source_digests;       // per source, of its layout; 0: null
+  std::vector<uint64_t> destination_digests;  // the same
+  uint32_t nodes = 0;                         // one more than the highest node index
+  std::vector<Route> routes;                  // by tensor, box, source
+  std::vector<int64_t> box_numbers;           // offsets, then extents, of each box
+  // None empty, no two equal. Ascending in a plan without chains. In a plan with chains, each is in
+  // the order of the chain; the source's own node is no part of the chain, wherever it stands.
+  std::vector<std::vector<uint32_t>> node_sets;
   int64_t bytes = 0;       // bytes of all routes, counted once for each destination node
   int64_t wire_bytes = 0;  // those of `bytes` that leave their node
   LinkBytes links;
   int64_t longest_stream = 0;  // the largest of links.stream
+  RelayShape relay;
   RouteBound bound;
   std::vector<Unplaced> unplaced;  // by name, at most kMaxUnplacedListed
   // Number of all tensors that have no place, also those that options leave out.
@@ -152,10 +164,17 @@ class RoutePlan {
 
   Box BoxOf(const Route& route) const;
   absl::Span<const uint32_t> NodesOf(const Route& route) const { return node_sets[route.node_set]; }
+  // The nodes that the route reaches over the wire, in order.
+  std::vector<uint32_t> RemoteNodesOf(const Route& route) const;
+  // Whether these remote nodes form a chain.
+  bool IsChain(absl::Span<const uint32_t> remote) const {
+    return relay.lag > 0 && remote.size() > 1;
+  }
 
   // HashChain from 0 over: number of nodes; then nodes and layout digests of sources, then of
   // destinations (and whether each is left out); then per route: tensor hash, source, offsets,
-  // extents, number of nodes, nodes. Two daemons with equal digests derive equal streams.
+  // extents, number of nodes, nodes; then, with chains, the numbers of `relay`. Two daemons with
+  // equal digests derive equal streams.
   uint64_t Digest() const;
 
   const RouteBound& LowerBound() const { return bound; }
@@ -167,12 +186,24 @@ class RoutePlan {
   };
   Worst WorstLink() const;
 
-  // The time of the link for which bytes divided by rate is largest.
-  RouteEstimate Estimate(const LinkRates& rates) const;
+  // The time of the link for which bytes divided by rate is largest. With chains, links between
+  // nodes also wait while chains fill, in rounds of `slot_bytes`.
+  RouteEstimate Estimate(const LinkRates& rates, int64_t slot_bytes = kRelaySlotBytes) const;
+  static constexpr int64_t kRelaySlotBytes = int64_t{64} << 20;  // a daemon's default
 };
 
+// All routes of a plan that go from one node along one chain.
+struct ChainUse {
+  uint32_t source_node = 0;
+  std::vector<uint32_t> nodes;  // in order
+  int64_t routes = 0;
+  int64_t bytes = 0;  // that the source's node sends
+};
+// By bytes, the most first; empty without chains.
+std::vector<ChainUse> ChainsOf(const RoutePlan& plan);
+
 // A plan explained for people: the bytes of each link, the lower bound, the worst link compared
-// with it, and tensors without a place.
+// with it, chains, and tensors without a place.
 struct RouteExplanation {
   int64_t tensors = 0;
   int64_t routes = 0;
@@ -183,6 +214,9 @@ struct RouteExplanation {
   double ratio =
       0;  // bytes of the worst link divided by the bound; 1 if both are 0, 0 if only the bound is 0
   LinkBytes links;
+  RelayShape relay;
+  RelayRounds rounds;  // in slots of RoutePlan::kRelaySlotBytes
+  std::vector<ChainUse> chains;
   std::vector<std::string> source_labels;
   std::vector<uint32_t> source_nodes;
   std::vector<Unplaced> unplaced;
@@ -194,10 +228,10 @@ RouteExplanation Explain(const RoutePlan& plan);
 std::string ToText(const RouteExplanation& explanation, size_t rows = 32);
 
 // Checks a plan that came from another process (P10): every index is inside its list, boxes are
-// inside their tensors and not empty, node sets are ascending and not empty, lists have equal
-// lengths, sums can't overflow. Labels may be left out. Layouts are not looked at.
-// INVALID_ARGUMENT, or RESOURCE_EXHAUSTED for more routes or bytes than a plan may have, naming the
-// field.
+// inside their tensors and not empty, node sets are not empty and have no node twice (without
+// chains they are ascending), lists have equal lengths, sums can't overflow. Labels may be left
+// out. Layouts are not looked at. INVALID_ARGUMENT, or RESOURCE_EXHAUSTED for more routes or bytes
+// than a plan may have, naming the field.
 absl::Status ValidatePlan(const RoutePlan& plan);
 
 // Computes the plan. Layouts must be valid (ValidateLayout; those of destinations with

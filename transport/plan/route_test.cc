@@ -58,6 +58,13 @@ RouteOptions RandomOptions(Rng* rng) {
   return options;
 }
 
+RouteOptions RandomChains(Rng* rng) {
+  RouteOptions options = RandomOptions(rng);
+  options.relay_lag = static_cast<uint32_t>(1 + Below(rng, 2));
+  options.relay_excess = 0;
+  return options;
+}
+
 TEST_CASE("Every node gets each element that it wants once and from itself where it can") {
   size_t routes = 0;
   for (uint64_t seed = 1; seed <= 3000; ++seed) {
@@ -72,12 +79,161 @@ TEST_CASE("Every node gets each element that it wants once and from itself where
   CHECK(routes > 10'000);
 }
 
-TEST_CASE("The digest does not depend on the order of tensors and pieces or on shared objects") {
-  for (uint64_t seed = 1; seed <= 500; ++seed) {
+TEST_CASE("With chains every node gets each element once and sources send it once") {
+  int64_t chained = 0;
+  uint32_t longest = 0;
+  for (uint64_t seed = 1; seed <= 3000; ++seed) {
+    INFO("seed " << seed);
+    Rng rng(seed);
+    const RouteWorld world = RandomRouteWorld(&rng, 7);
+    const RouteOptions options = RandomChains(&rng);
+    const RoutePlan plan = MustCompile(world.source_members, world.destination_members, options);
+    REQUIRE(PlanFault(world, plan, options) == "");
+    REQUIRE(ValidatePlan(plan).ok());
+    if (plan.relay.lag == 0) continue;
+    ++chained;
+    REQUIRE(plan.relay.lag == options.relay_lag);
+    longest = std::max(longest, plan.relay.longest);
+    uint32_t most = 0;
+    for (const ChainUse& use : ChainsOf(plan)) {
+      most = std::max(most, static_cast<uint32_t>(use.nodes.size()));
+    }
+    REQUIRE(plan.relay.longest == most);
+  }
+  CHECK(chained > 1000);
+  CHECK(longest >= 6);
+}
+
+TEST_CASE("A plan without shared destinations is the same with chains allowed") {
+  int64_t same = 0;
+  for (uint64_t seed = 1; seed <= 1500; ++seed) {
     INFO("seed " << seed);
     Rng rng(seed);
     const RouteWorld world = RandomRouteWorld(&rng);
-    const RouteOptions options = RandomOptions(&rng);
+    RouteOptions options = RandomOptions(&rng);
+    const RoutePlan plain = MustCompile(world.source_members, world.destination_members, options);
+    // Nobody shares if the engines are on one node.
+    const std::vector<RouteMember>& engines = world.destination_members;
+    const bool alone = std::all_of(engines.begin(), engines.end(),
+                                   [&](const RouteMember& m) { return m.node == engines[0].node; });
+    options.relay_lag = 2;
+    const RoutePlan allowed = MustCompile(world.source_members, world.destination_members, options);
+    if (!alone && allowed.relay.lag > 0) continue;
+    ++same;
+    REQUIRE(allowed.relay == RelayShape());
+    REQUIRE(allowed.Digest() == plain.Digest());
+    REQUIRE(allowed.longest_stream == plain.longest_stream);
+    REQUIRE(ChainsOf(allowed).empty());
+  }
+  CHECK(same > 500);
+}
+
+// Trainers of `holders` nodes with a part of the model each, whole or replicated in pairs, and
+// instances of two nodes each.
+RoutePlan Fleet(uint32_t instances, bool replicated, uint32_t lag = 2) {
+  constexpr int64_t kRows = 1 << 20;
+  constexpr uint32_t kHolders = 4;
+  const auto part = [](int64_t first, int64_t count) {
+    return Bytes({kRows, 1024}, {{{first, 0}, {count, 1024}}});
+  };
+  std::vector<RouteMember> trainers;
+  for (uint32_t r = 0; r < kHolders; ++r) {
+    const int64_t parts = replicated ? kHolders / 2 : kHolders;
+    trainers.push_back(Trainer(part(r % parts * kRows / parts, kRows / parts), r, r));
+  }
+  const std::vector<LayoutPtr> halves = {part(0, kRows / 2), part(kRows / 2, kRows / 2)};
+  std::vector<RouteMember> engines;
+  for (uint32_t e = 0; e < 2 * instances; ++e) {
+    engines.push_back(Engine(halves[e % 2], kHolders + e, e, e / 2));
+  }
+  RouteOptions options;
+  options.relay_lag = lag;
+  return MustCompile(trainers, engines, options);
+}
+
+TEST_CASE("With chains no link carries much more than the bound whatever the number of instances") {
+  for (const bool replicated : {false, true}) {
+    for (const uint32_t instances : {2, 3, 4, 8, 13, 32, 128}) {
+      INFO(instances << " instances, replicated " << replicated);
+      const RoutePlan plan = Fleet(instances, replicated);
+      const int64_t held = (int64_t{1} << 30) / (replicated ? 2 : 4);
+      for (uint32_t n = 0; n < 4; ++n) CHECK(plan.links.node_sends[n] <= held * 105 / 100);
+      CHECK(plan.WorstLink().bytes <= plan.bound.bytes() * 110 / 100);
+      if (replicated && instances == 2) continue;  // each replica serves one instance
+      CHECK(plan.relay.longest == instances);
+      CHECK(plan.Estimate({.node_out = 1e6, .node_in = 1e6}).seconds <=
+            1.15 * 1.05 * static_cast<double>(plan.bound.bytes()) / 1e6);
+    }
+  }
+  // Without chains the sources' links carry everything.
+  const RoutePlan plain = Fleet(8, false, 0);
+  CHECK(plain.links.node_sends[0] == 8 * (int64_t{1} << 28));
+  CHECK(plain.relay == RelayShape());
+}
+
+TEST_CASE("Nodes of a chain send to each other equally much") {
+  const RoutePlan plan = Fleet(8, false);
+  const size_t nodes = plan.nodes;
+  int64_t least = INT64_MAX;
+  int64_t most = 0;
+  for (uint32_t a = 4; a < nodes; ++a) {
+    for (uint32_t b = 4; b < nodes; ++b) {
+      if (a == b || a % 2 != b % 2) continue;
+      least = std::min(least, plan.links.matrix[a * nodes + b]);
+      most = std::max(most, plan.links.matrix[a * nodes + b]);
+    }
+  }
+  CHECK(least > 0);
+  CHECK(most <= 2 * least);
+}
+
+TEST_CASE("A trainers' node with engines forwards less") {
+  // Node 0 holds everything and node 1 nothing; engines of nodes 0 to 5 want all of it.
+  constexpr int64_t kRows = 1 << 14;
+  const auto of = [](const std::string& name) {
+    return Make({{name, DType::kUint8, {kRows, 1024}}}, {Dense(0, {{0, 0}, {kRows, 1024}})});
+  };
+  const LayoutPtr both =
+      Make({{"a", DType::kUint8, {kRows, 1024}}, {"b", DType::kUint8, {kRows, 1024}}},
+           {Dense(0, {{0, 0}, {kRows, 1024}}), Dense(1, {{0, 0}, {kRows, 1024}}, kRows * 1024)});
+  std::vector<RouteMember> engines;
+  for (uint32_t n = 0; n < 6; ++n) engines.push_back(Engine(both, n, n, n));
+  RouteOptions options;
+  options.relay_lag = 1;
+  const RoutePlan plan =
+      MustCompile({Trainer(of("a"), 0), Trainer(of("b"), 5, 1)}, engines, options);
+  CHECK(plan.relay.lag == 1);
+  CHECK(plan.bound.bytes() == 2 * kRows * 1024);
+  CHECK(plan.WorstLink().bytes <= plan.bound.bytes());
+  for (const uint32_t node : {0, 5}) CHECK(plan.links.node_forwards[node] < kRows * 1024);
+}
+
+TEST_CASE("Instances that are sharded differently are sent each element once") {
+  // Two instances of one node, and one over three nodes.
+  constexpr int64_t kRows = 3 << 10;
+  const auto rows = [](int64_t first, int64_t count) {
+    return Bytes({kRows, 1024}, {{{first, 0}, {count, 1024}}});
+  };
+  const LayoutPtr whole = rows(0, kRows);
+  std::vector<RouteMember> engines = {Engine(whole, 1, 0, 0), Engine(whole, 2, 1, 1)};
+  for (uint32_t i = 0; i < 3; ++i) {
+    engines.push_back(Engine(rows(i * kRows / 3, kRows / 3), 3 + i, i, 2));
+  }
+  RouteOptions options;
+  options.relay_lag = 2;
+  const RoutePlan plan = MustCompile({Trainer(whole, 0)}, engines, options);
+  CHECK(plan.links.node_sends[0] == kRows * 1024);
+  CHECK(plan.WorstLink().bytes == kRows * 1024);
+  CHECK_THAT(ToText(Explain(plan)), Contains("chains of at most 3 nodes") && Contains("0 > "));
+}
+
+TEST_CASE("The digest does not depend on the order of tensors and pieces or on shared objects") {
+  for (uint64_t seed = 1; seed <= 800; ++seed) {
+    INFO("seed " << seed);
+    Rng rng(seed);
+    const bool chains = seed > 500;
+    const RouteWorld world = RandomRouteWorld(&rng, chains ? 7 : 4);
+    const RouteOptions options = chains ? RandomChains(&rng) : RandomOptions(&rng);
     const uint64_t digest =
         MustCompile(world.source_members, world.destination_members, options).Digest();
     REQUIRE(MustCompile(world.source_members, world.destination_members, options).Digest() ==

@@ -109,7 +109,7 @@ int64_t Most(const std::vector<int64_t>& values) {
 
 }  // namespace
 
-RouteWorld RandomRouteWorld(Rng* rng) {
+RouteWorld RandomRouteWorld(Rng* rng, int64_t most) {
   constexpr DType kTypes[] = {DType::kUint8, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
   RouteWorld world;
   for (int64_t t = 1 + Below(rng, 3); t > 0; --t) {
@@ -133,8 +133,13 @@ RouteWorld RandomRouteWorld(Rng* rng) {
         (*sides)[static_cast<size_t>(Below(rng, static_cast<int64_t>(sides->size())))];
     sides->push_back(Side(any));
   }
+  for (int64_t more = most > 4 ? Below(rng, most - 4 + 4) : 0; more > 0; --more) {
+    const auto engines = static_cast<int64_t>(world.destinations.size());
+    const Side& any = world.destinations[static_cast<size_t>(Below(rng, engines))];
+    world.destinations.push_back(Side(any));
+  }
   for (Side& side : world.sources) Fill(&side);
-  const int64_t nodes = 1 + Below(rng, 4);
+  const int64_t nodes = 1 + Below(rng, most);
   world.source_members = Members(rng, world.sources, nodes, "trainer");
   world.destination_members = Members(rng, world.destinations, nodes, "engine");
   return world;
@@ -173,32 +178,46 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
   const size_t nodes = plan.nodes;
   LinkBytes links;
   links.rank_supplies.resize(world.sources.size());
-  for (auto* list : {&links.node_sends, &links.node_receives, &links.node_stores}) {
+  for (auto* list :
+       {&links.node_sends, &links.node_forwards, &links.node_receives, &links.node_stores}) {
     list->resize(nodes);
   }
   links.matrix.resize(nodes * nodes);
   links.stream.resize(nodes * nodes);
+  int64_t all_bytes = 0;
   for (const Route& route : plan.routes) {
     const TensorSpec& spec = plan.tensors[route.tensor];
     const Box box = plan.BoxOf(route);
     if (ElementCount(box) == 0) return "an empty box";
-    const uint32_t from = plan.source_nodes[route.source];
+    const uint32_t source_node = plan.source_nodes[route.source];
+    const int64_t bytes = ElementCount(box) * ElementBytes(spec.dtype);
+    uint32_t from = source_node;
+    std::set<uint32_t> seen;
     for (const uint32_t to : plan.NodesOf(route)) {
+      if (!seen.insert(to).second) return "a node twice in a set";
       ForEach(box, [&](const Dims& at) {
         supplied[{{spec.name, GlobalIndex(at, spec.shape)}, to}].push_back(route.source);
       });
-      const int64_t bytes = ElementCount(box) * ElementBytes(spec.dtype);
-      links.rank_supplies[route.source] += bytes;
+      all_bytes += bytes;
+      if (to == source_node) {
+        links.rank_supplies[route.source] += bytes;
+        links.matrix[to * nodes + to] += bytes;
+        continue;
+      }
+      // Of a chain, only the first node costs the source something.
+      (from == source_node ? links.rank_supplies[route.source] : links.node_forwards[from]) +=
+          bytes;
       links.matrix[from * nodes + to] += bytes;
-      if (from == to) continue;
       links.node_sends[from] += bytes;
       links.node_receives[to] += bytes;
       links.stream[from * nodes + to] += AlignSection(bytes);
+      if (plan.relay.lag > 0) from = to;
     }
   }
   std::vector<int64_t> rank_alone(world.sources.size());
   std::vector<int64_t> node_alone(nodes);
   std::vector<int64_t> receives(nodes);
+  std::vector<int64_t> once(nodes);  // with chains: what sources must send, by some receiver
   size_t expected = 0;
   for (const auto& [element, engines] : wanted) {
     const auto& [name, index] = element;
@@ -213,6 +232,17 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
       wanting.insert(world.destination_members[e].node);
       links.node_stores[world.destination_members[e].node] += bytes;
     }
+    const bool relays = plan.relay.lag > 0;
+    std::set<uint32_t> remote;
+    for (const uint32_t node : wanting) {
+      if (!holder_nodes.contains(node)) remote.insert(node);
+    }
+    if (relays && !remote.empty()) {
+      // The sources send the element once, whatever the number of nodes that want it.
+      if (holders.size() == 1) rank_alone[*holders.begin()] += bytes;
+      if (holder_nodes.size() == 1) node_alone[*holder_nodes.begin()] += bytes;
+      once[*remote.begin()] += bytes;
+    }
     for (const uint32_t node : wanting) {
       ++expected;
       const auto by = supplied.find({element, node});
@@ -223,6 +253,7 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
       const bool local = world.source_members[by->second[0]].node == node;
       if (holder_nodes.contains(node) && !local) return where + " crosses though it is there";
       if (!holder_nodes.contains(node)) receives[node] += bytes;
+      if (relays && !local) continue;
       if (holders.size() == 1) rank_alone[*holders.begin()] += bytes;
       if (holder_nodes.size() == 1 && !local) node_alone[*holder_nodes.begin()] += bytes;
     }
@@ -230,6 +261,7 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
   if (supplied.size() != expected) return "supplied to a node that does not want it";
   if (plan.links.rank_supplies != links.rank_supplies) return "rank_supplies";
   if (plan.links.node_sends != links.node_sends) return "node_sends";
+  if (plan.links.node_forwards != links.node_forwards) return "node_forwards";
   if (plan.links.node_receives != links.node_receives) return "node_receives";
   if (plan.links.node_stores != links.node_stores) return "node_stores";
   if (plan.links.matrix != links.matrix) return "matrix";
@@ -238,7 +270,10 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
   const auto sum = [](const std::vector<int64_t>& list) {
     return std::accumulate(list.begin(), list.end(), int64_t{0});
   };
-  if (plan.bytes != sum(links.rank_supplies)) return "bytes";
+  if (plan.bytes != all_bytes) return "bytes";
+  if (plan.relay.lag > 0 && sum(links.node_sends) - sum(links.node_forwards) != sum(once)) {
+    return "sources send something twice";
+  }
   if (plan.wire_bytes != sum(links.node_sends)) return "wire_bytes";
   if (plan.bound.rank_alone != Most(rank_alone)) return "bound of a rank alone";
   if (plan.bound.node_alone != Most(node_alone)) return "bound of a node alone";

@@ -20,9 +20,10 @@ struct RouteWorld {
   std::vector<RouteMember> destination_members;
 };
 
-// One to four nodes, one to six ranks a side; boxes regular or not, replicated, overlapping,
-// fused, padded; every element has a holder.
-RouteWorld RandomRouteWorld(Rng* rng);
+// One to `most` nodes, one to six ranks a side, and as many more engines as there may be nodes
+// beyond four; boxes regular or not, replicated, overlapping, fused, padded; every element has a
+// holder.
+RouteWorld RandomRouteWorld(Rng* rng, int64_t most = 4);
 
 // The same structure with tensors and pieces in another order; `order` receives, for each new
 // piece, the index of the old piece.

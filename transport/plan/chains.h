@@ -1,0 +1,93 @@
+// Chains of a compiled refit: nodes that want the same bytes, in an order in which each forwards to
+// the next what it received some rounds before, so that no source sends the bytes twice.
+//
+// Orders. The nodes of a set are put into several orders, and each order is given a share of the
+// set's bytes. A zigzag (0, 1, n-1, 2, n-2, ...) and its rotations are a row-complete Latin square
+// if n is even: each node is first in one order, last in one order, and sends to each other node in
+// one order (E. J. Williams, 1949). If n is odd, rotations of the zigzag and of its reverse have
+// each of these properties twice. The last node of an order sends nothing, so the shares decide how
+// much each node sends.
+//
+// Rounds. What a source sends in round r, the h-th node of the chain (from 0) receives in round
+// r + h * lag. The lag is the number of pairs of slots through which a node runs its rounds: the
+// bytes that a round packs for the next node are then still in the slot into which the same round
+// is about to receive.
+//
+// Pure. Values and functions without state; thread-safe as such.
+#ifndef REFITD_TRANSPORT_PLAN_CHAINS_H_
+#define REFITD_TRANSPORT_PLAN_CHAINS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+
+namespace refitd {
+
+// Sections start at multiples of this number of bytes in a stream between nodes; every element size
+// divides it.
+inline constexpr int64_t kSectionAlignment = 64;
+constexpr int64_t AlignSection(int64_t bytes) {
+  return (bytes + kSectionAlignment - 1) / kSectionAlignment * kSectionAlignment;
+}
+
+// The most rounds after which a node may forward what it received.
+inline constexpr uint32_t kMaxRelayLag = 2;
+// The most streams that a node of a plan with chains may send, or receive. Each takes up to
+// kSectionAlignment bytes of a slot in vain.
+inline constexpr uint32_t kMaxRelayStreams = 4096;
+// The least that a node with so many streams must be able to send, and to receive, in a round of a
+// plan with chains: twice what alignment may take.
+constexpr int64_t MinRelayRoundBytes(uint32_t node_streams) {
+  return 2 * kSectionAlignment * (node_streams > 1 ? node_streams : 1);
+}
+// Chains that together carry at most one of so many parts of what a node sends or receives are
+// minor.
+inline constexpr int64_t kMinorParts = 50;
+
+// What all nodes must know of a plan's chains, so that they have the same rounds. All 0: the plan
+// has no chains.
+struct RelayShape {
+  uint32_t lag = 0;      // rounds after which a node forwards what it received
+  uint32_t longest = 0;  // nodes of the longest chain
+  // The same without minor chains (kMinorParts), the longest chains first.
+  uint32_t usual = 0;
+  uint32_t node_streams = 0;  // the most streams that a node sends, or receives
+  int64_t node_bytes = 0;     // the most bytes that a node sends, or receives, sections aligned
+  bool operator==(const RelayShape&) const = default;
+};
+
+// The rounds of a plan with chains. A node that is the h-th of a chain (from 0) receives what the
+// source sends in round r in round r + h * lag. A stream along a chain of n nodes has
+// `rounds - (n - 1) * lag` rounds for its bytes, so that every chain may end in the last round.
+struct RelayRounds {
+  int64_t rounds = 0;
+  int64_t filling = 0;   // of them: until the last node of a usual chain receives the first bytes
+  int64_t min_step = 0;  // of a stream, bytes a round
+};
+// The rounds if a node may send, and receive, `round_bytes` (at least MinRelayRoundBytes) in a
+// round: so many that filling a usual chain costs at most a tenth, unless rounds would become very
+// small.
+RelayRounds RoundsOf(const RelayShape& shape, int64_t round_bytes);
+
+// The number of orders of a set of that many nodes, at least 1.
+size_t ChainOrders(size_t nodes);
+// One of these orders of `nodes`.
+std::vector<uint32_t> ChainOrder(absl::Span<const uint32_t> nodes, size_t order);
+
+// A share of a set's bytes, and the order that it takes.
+struct ChainShare {
+  size_t order = 0;
+  int64_t bytes = 0;
+};
+// Divides `bytes` (at least 1) among the orders of a set, in shares of about `least` bytes or more.
+// `sends` has, for each node of the set, what the node sends if it forwards everything; the shares
+// are such that the nodes that send most are last most often. Subtracts from `sends` what the nodes
+// do not send because they are last.
+std::vector<ChainShare> DivideAmongOrders(int64_t bytes, int64_t least,
+                                          std::vector<int64_t>* sends);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_PLAN_CHAINS_H_
