@@ -1,0 +1,74 @@
+// Certificates as files, and the identity that a certificate gives its holder.
+//
+// A daemon and a client each have three PEM files: their certificate with the rest of its chain,
+// its private key, and the roots that they trust in others. cert-manager, SPIRE's helper and
+// step-ca write such files and replace them before they expire.
+//
+// LoadCertificates gives either files that fit together or an error, so that a set of files that
+// is replaced one by one is never used half-way (P10). Values are immutable and thread-safe.
+#ifndef REFITD_TRANSPORT_TLS_CERTIFICATES_H_
+#define REFITD_TRANSPORT_TLS_CERTIFICATES_H_
+
+#include <openssl/types.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace refitd {
+
+inline constexpr size_t kMaxPemFileBytes = size_t{1} << 20;
+inline constexpr size_t kMaxIdentityBytes = 2048;  // as the SPIFFE standard limits its IDs
+inline constexpr std::string_view kSpiffeScheme = "spiffe://";
+inline constexpr std::string_view kDnsScheme = "dns:";
+
+// Paths; all three are empty, or none is.
+struct TlsFiles {
+  std::string certificate;  // the own certificate first, then the rest of its chain
+  std::string key;
+  std::string roots;  // any number of them
+  bool empty() const { return certificate.empty() && key.empty() && roots.empty(); }
+  bool operator==(const TlsFiles&) const = default;
+};
+
+// INVALID_ARGUMENT if only some of the three are named, or if a path has a zero byte. `fields` are
+// the names of the three settings, for the message.
+absl::Status CheckTlsFiles(const TlsFiles& files, std::string_view certificate_field,
+                           std::string_view key_field, std::string_view roots_field);
+
+struct Certificates {
+  std::string certificate;  // PEM, as in the files
+  std::string key;
+  std::string roots;
+  std::string identity;  // of the certificate, see IdentityOf; empty: the certificate has none
+  int root_count = 0;
+  std::chrono::system_clock::time_point expires;
+  bool operator==(const Certificates&) const = default;
+};
+
+// NOT_FOUND, PERMISSION_DENIED: a file can't be read. INVALID_ARGUMENT: a file is not PEM or too
+// large, the key is not the certificate's, the certificate is not valid yet or not any more. The
+// message names the file.
+absl::StatusOr<std::shared_ptr<const Certificates>> LoadCertificates(const TlsFiles& files);
+
+// What the subject alternative names of a certificate say about its holder: "spiffe://..." if they
+// have exactly one URI and that is a SPIFFE ID; else "dns:NAME" of the first DNS name; else empty.
+// Several URIs, or a SPIFFE ID without a path or over kMaxIdentityBytes, give no SPIFFE ID.
+std::string IdentityOf(const std::vector<std::string>& uris, const std::vector<std::string>& names);
+// The same for a certificate in PEM. Empty also if `pem` is no certificate.
+std::string IdentityOfPem(std::string_view pem);
+std::string IdentityOfX509(const X509* certificate);
+
+// Checks a pattern of identities: "spiffe://DOMAIN/PATH", "spiffe://DOMAIN/PATH/*" (all below),
+// "dns:NAME" or "dns:*.DOMAIN" (one more label). INVALID_ARGUMENT names `field`.
+absl::Status CheckIdentityPattern(std::string_view pattern, std::string_view field);
+bool MatchesIdentity(std::string_view pattern, std::string_view identity);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_TLS_CERTIFICATES_H_

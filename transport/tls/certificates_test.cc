@@ -1,0 +1,153 @@
+#include "transport/tls/certificates.h"
+
+#include <stdlib.h>
+
+#include <catch2/catch.hpp>
+#include <filesystem>
+#include <fstream>
+
+#include "transport/base/status.h"
+#include "transport/tls/test_certificates.h"
+
+namespace refitd {
+namespace {
+
+// A new folder, removed at the end.
+class TempFolder {
+ public:
+  TempFolder() {
+    char name[] = "/tmp/refitd_tls.XXXXXX";
+    REFITD_CHECK(mkdtemp(name) != nullptr);
+    path_ = name;
+  }
+  ~TempFolder() { std::filesystem::remove_all(path_); }
+  TempFolder(const TempFolder&) = delete;
+  TempFolder& operator=(const TempFolder&) = delete;
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+constexpr char kTrainer[] = "spiffe://prod/trainer/a";
+
+void Write(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+void RequireRefused(const TlsFiles& files, const std::string& part) {
+  const auto loaded = LoadCertificates(files);
+  REQUIRE_FALSE(loaded.ok());
+  CHECK_THAT(Message(loaded.status()), Catch::Contains(part));
+}
+
+TEST_CASE("Files that fit together give the certificate's identity, its end and all roots") {
+  const TempFolder folder;
+  const TestAuthority first("first");
+  const TestAuthority second("second");
+  const TlsFiles files = TlsFilesIn(folder / "", "own");
+  WriteTlsFiles(files, first.Issue({.uris = {kTrainer}, .names = {"a.example"}}),
+                first.root() + second.root());
+  const auto loaded = LoadCertificates(files);
+  REQUIRE(loaded.ok());
+  CHECK((*loaded)->identity == kTrainer);
+  CHECK((*loaded)->root_count == 2);
+  const auto left = (*loaded)->expires - std::chrono::system_clock::now();
+  CHECK(left > std::chrono::minutes(58));
+  CHECK(left <= std::chrono::minutes(60));
+}
+
+TEST_CASE("Files that do not fit together are refused, and the message names the file") {
+  const TempFolder folder;
+  const TestAuthority authority("root");
+  const TlsFiles files = TlsFilesIn(folder / "", "own");
+  const IssuedCertificate good = authority.Issue({.uris = {kTrainer}});
+  WriteTlsFiles(files, good, authority.root());
+  REQUIRE(LoadCertificates(files).ok());
+
+  Write(files.key, authority.Issue({}).key);
+  RequireRefused(files, files.key + ": not the key of the certificate in " + files.certificate);
+  Write(files.key, "no key");
+  RequireRefused(files, files.key + ": no private key");
+  Write(files.key, good.key);
+  Write(files.roots, "");
+  RequireRefused(files, files.roots + ": no certificate");
+  Write(files.roots, authority.root() + "-----BEGIN CERTIFICATE-----\nAAAA\n");
+  RequireRefused(files, files.roots + ": no certificate");
+  Write(files.roots, std::string(kMaxPemFileBytes + 1, 'a'));
+  RequireRefused(files, files.roots + ": more than");
+  Write(files.roots, authority.root());
+  Write(files.certificate, good.certificate.substr(0, good.certificate.size() / 2));
+  RequireRefused(files, files.certificate + ": no certificate");
+  CHECK(absl::IsNotFound(LoadCertificates({folder / "none", files.key, files.roots}).status()));
+}
+
+TEST_CASE("A certificate that is not valid now is refused") {
+  const TempFolder folder;
+  const TestAuthority authority("root");
+  const TlsFiles files = TlsFilesIn(folder / "", "own");
+  WriteTlsFiles(files, authority.Issue({.from_seconds = -100, .until_seconds = -10}),
+                authority.root());
+  RequireRefused(files, files.certificate + ": the certificate expired at 20");
+  WriteTlsFiles(files, authority.Issue({.from_seconds = 100, .until_seconds = 200}),
+                authority.root());
+  RequireRefused(files, files.certificate + ": the certificate is not valid before 20");
+}
+
+TEST_CASE("All three files are named, or none") {
+  const auto check = [](const TlsFiles& files) { return CheckTlsFiles(files, "c", "k", "r"); };
+  CHECK(check({}).ok());
+  CHECK(check({"a", "b", "c"}).ok());
+  CHECK_THAT(Message(check({"a", "", "c"})), Catch::StartsWith("k is empty"));
+  CHECK_THAT(Message(check({"a", "b", ""})), Catch::StartsWith("r is empty"));
+  CHECK_THAT(Message(check({std::string("a\0b", 3), "b", "c"})), Catch::StartsWith("c has a zero"));
+}
+
+TEST_CASE("An identity is the only URI if that is a SPIFFE ID, else the first DNS name") {
+  CHECK(IdentityOf({kTrainer}, {"a.example"}) == kTrainer);
+  CHECK(IdentityOf({}, {"A.Example", "b.example"}) == "dns:a.example");
+  CHECK(IdentityOf({"https://a.example/"}, {"a.example"}) == "dns:a.example");
+  CHECK(IdentityOf({}, {}).empty());
+  CHECK(IdentityOf({}, {"*.example"}).empty());
+  CHECK(IdentityOf({}, {std::string("a.example\0.b", 12)}).empty());
+  // A certificate with a SPIFFE ID that is none must not fall back to another name.
+  CHECK(IdentityOf({kTrainer, "spiffe://prod/b"}, {"a.example"}).empty());
+  CHECK(IdentityOf({"spiffe://prod"}, {"a.example"}).empty());
+  CHECK(IdentityOf({"spiffe://prod/"}, {"a.example"}).empty());
+  CHECK(IdentityOf({"spiffe:///a"}, {"a.example"}).empty());
+  CHECK(IdentityOf({"spiffe://prod/*"}, {"a.example"}).empty());
+  CHECK(IdentityOf({"spiffe://prod/a b"}, {}).empty());
+  CHECK(IdentityOf({"spiffe://prod/" + std::string(kMaxIdentityBytes, 'a')}, {}).empty());
+}
+
+TEST_CASE("A pattern matches exactly, or all below a path, or one more label") {
+  CHECK(MatchesIdentity(kTrainer, kTrainer));
+  CHECK_FALSE(MatchesIdentity(kTrainer, std::string(kTrainer) + "/b"));
+  CHECK(MatchesIdentity("spiffe://prod/trainer/*", kTrainer));
+  CHECK(MatchesIdentity("spiffe://prod/*", kTrainer));
+  CHECK_FALSE(MatchesIdentity("spiffe://prod/trainer/*", "spiffe://prod/trainer/"));
+  CHECK_FALSE(MatchesIdentity("spiffe://prod/trainer/*", "spiffe://prod/trainers/a"));
+  CHECK_FALSE(MatchesIdentity("spiffe://prod/*", "spiffe://production/a"));
+  CHECK(MatchesIdentity("dns:*.example", "dns:a.example"));
+  CHECK_FALSE(MatchesIdentity("dns:*.example", "dns:b.a.example"));
+  CHECK_FALSE(MatchesIdentity("dns:*.example", "dns:.example"));
+  CHECK_FALSE(MatchesIdentity("dns:*.example", "dns:example"));
+  CHECK_FALSE(MatchesIdentity("", ""));
+}
+
+TEST_CASE("Patterns that can't be meant are refused") {
+  for (const char* good :
+       {"spiffe://prod/a", "spiffe://prod/*", "spiffe://prod/a/*", "dns:a.b", "dns:*.a"}) {
+    CAPTURE(good);
+    CHECK(CheckIdentityPattern(good, "f").ok());
+  }
+  for (const char* bad : {"", "a", "spiffe://", "spiffe://prod", "spiffe://prod/", "spiffe:///a",
+                          "spiffe://*/a", "spiffe://prod/a*", "spiffe://prod/*/a", "dns:", "dns:*",
+                          "dns:a.*", "dns:A.b", "spiffe://prod/a b", "uid:0"}) {
+    CAPTURE(bad);
+    CHECK_THAT(Message(CheckIdentityPattern(bad, "f")), Catch::StartsWith("f is \""));
+  }
+}
+
+}  // namespace
+}  // namespace refitd

@@ -1,0 +1,50 @@
+// Certificates for tests, made when a test runs.
+#ifndef REFITD_TRANSPORT_TLS_TEST_CERTIFICATES_H_
+#define REFITD_TRANSPORT_TLS_TEST_CERTIFICATES_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/tls/certificates.h"
+
+namespace refitd {
+
+struct CertificateRequest {
+  std::vector<std::string> uris{};
+  std::vector<std::string> names{};
+  std::vector<std::string> addresses{"127.0.0.1"};
+  long from_seconds = -3600;  // from now
+  long until_seconds = 3600;
+};
+
+struct IssuedCertificate {
+  std::string certificate;  // PEM
+  std::string key;
+};
+
+// A root with a key of its own.
+class TestAuthority {
+ public:
+  explicit TestAuthority(const std::string& name);
+  ~TestAuthority();
+  TestAuthority(const TestAuthority&) = delete;
+  TestAuthority& operator=(const TestAuthority&) = delete;
+
+  const std::string& root() const { return root_; }  // PEM
+  IssuedCertificate Issue(const CertificateRequest& request) const;
+
+ private:
+  struct Impl;
+  const std::unique_ptr<Impl> impl_;
+  std::string root_;
+};
+
+// Writes each file under another name first and renames it then, as issuers' tools do.
+void WriteTlsFiles(const TlsFiles& files, const IssuedCertificate& own, const std::string& roots);
+// FOLDER/NAME.crt, FOLDER/NAME.key and FOLDER/NAME.roots.
+TlsFiles TlsFilesIn(const std::string& folder, const std::string& name);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_TLS_TEST_CERTIFICATES_H_
