@@ -1,7 +1,6 @@
 #include "client/connection.h"
 
 #include <grpcpp/create_channel.h>
-#include <grpcpp/security/credentials.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -15,6 +14,7 @@
 #include <utility>
 
 #include "client/call.h"
+#include "client/target.h"
 #include "proto/protocol.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
@@ -23,16 +23,6 @@
 
 namespace refitd::client {
 
-// The target is a URI, so special characters of the path are escaped.
-std::string UnixTarget(std::string_view path) {
-  std::string target = "unix:";
-  for (const char c : path) {
-    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
-                       std::string_view("/._-~").find(c) != std::string_view::npos;
-    target += plain ? std::string(1, c) : fmt::format("%{:02X}", static_cast<unsigned char>(c));
-  }
-  return target;
-}
 namespace {
 
 constexpr size_t kMaxIdentifierBytes = 128;
@@ -44,15 +34,18 @@ constexpr int64_t kPopulateBytesPerSecond = int64_t{16} << 20;
 // closing waits for what the driver does for others.
 constexpr std::chrono::seconds kDeviceLimit{30};
 constexpr size_t kMaxDeviceBytes = 64;
+constexpr std::chrono::seconds kProbeLimit{2};
 constexpr int kReconnectMs = 50;
 constexpr int kMaxReconnectMs = 500;
+constexpr int kTcpConnectMs = 10'000;  // with the TLS handshake, which daemons give as long
 
 // A third of the limit for silence passes before a ping, two thirds until the ping counts as
 // unanswered.
 constexpr int kSilenceParts = 3;
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& path,
-                                           std::chrono::milliseconds silence) {
+absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const Target& target,
+                                                           std::chrono::milliseconds silence) {
+  REFITD_ASSIGN_OR_RETURN(const auto credentials, CredentialsOf(target));
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
@@ -67,20 +60,12 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& path,
   if (third > 0) arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, (kSilenceParts - 1) * third);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // no limit
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectMs);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kReconnectMs);
+  // gRPC takes it as the limit of one attempt as well.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, target.tcp ? kTcpConnectMs : kReconnectMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxReconnectMs);
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(-1);  // the daemon's limit decides
-  return grpc::CreateCustomChannel(UnixTarget(path), grpc::InsecureChannelCredentials(), arguments);
-}
-
-absl::Status CheckSocketPath(const std::string& path) {
-  constexpr size_t kLimit = sizeof(sockaddr_un::sun_path) - 1;
-  if (!path.empty() && path.size() <= kLimit && path.find('\0') == std::string::npos) {
-    return absl::OkStatus();
-  }
-  return Error(absl::StatusCode::kInvalidArgument,
-               "socket: a path of {} bytes; a unix socket's has 1 to {}", path.size(), kLimit);
+  return grpc::CreateCustomChannel(target.uri(), credentials, arguments);
 }
 
 // The errno that says why nobody answers at `path`; gRPC does not tell it.
@@ -96,15 +81,27 @@ int ProbeErrno(const std::string& path) {
   return errno;
 }
 
-absl::Status NoDaemon(const std::string& path, int error) {
+// A daemon over TCP refuses, or is refused, by certificates.
+bool Refused(const absl::Status& status) { return absl::IsUnauthenticated(status); }
+
+// Why no daemon answers at `target`. OK: it takes connections.
+absl::Status Probe(const Target& target) {
+  if (target.tcp) return WhyNoAnswer(target, After(kProbeLimit));
+  const int error = ProbeErrno(target.name);
+  if (error == 0) return absl::OkStatus();
   if (error == EACCES || error == EPERM) {
-    return ErrnoError(error, fmt::format("connecting to the daemon at {}", path));
+    return ErrnoError(error, fmt::format("connecting to the daemon at {}", target.name));
   }
-  return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", path,
-               error == 0 ? "it takes connections and says nothing" : std::strerror(error));
+  return absl::UnavailableError(std::strerror(error));
 }
 
-absl::Status WaitConnected(grpc::Channel* channel, const std::string& path, TimePoint deadline,
+absl::Status NoDaemon(const Target& target, const absl::Status& why) {
+  if (!why.ok() && !absl::IsUnavailable(why)) return why;
+  return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
+               why.ok() ? "it takes connections and says nothing" : Message(why));
+}
+
+absl::Status WaitConnected(grpc::Channel* channel, const Target& target, TimePoint deadline,
                            const std::stop_token& stop) {
   while (true) {
     if (stop.stop_requested()) return absl::CancelledError("detached");
@@ -112,14 +109,14 @@ absl::Status WaitConnected(grpc::Channel* channel, const std::string& path, Time
     if (state == GRPC_CHANNEL_READY) return absl::OkStatus();
     if (state == GRPC_CHANNEL_TRANSIENT_FAILURE) {
       // Waiting does not mend missing rights.
-      const int error = ProbeErrno(path);
-      if (error == EACCES || error == EPERM) return NoDaemon(path, error);
+      const absl::Status why = Probe(target);
+      if (absl::IsPermissionDenied(why) || Refused(why)) return why;
     }
     const auto limit =
         std::chrono::system_clock::now() +
         std::chrono::duration_cast<std::chrono::microseconds>(Until(PieceOf(deadline, stop)));
     if (channel->WaitForStateChange(state, limit) || Until(deadline) > Duration::zero()) continue;
-    return NoDaemon(path, ProbeErrno(path));
+    return NoDaemon(target, Probe(target));
   }
 }
 
@@ -172,7 +169,7 @@ absl::Status CheckRank(int rank, int world_size) {
 }
 
 absl::Status CheckConnectOptions(const ConnectOptions& options) {
-  REFITD_RETURN_IF_ERROR(CheckSocketPath(SocketPath(options)));
+  REFITD_RETURN_IF_ERROR(TargetOf(options).status());
   REFITD_RETURN_IF_ERROR(CheckIdentifier(options.group, "group"));
   if (options.wait.count() < 0) {
     return Error(absl::StatusCode::kInvalidArgument, "wait of {} ms", options.wait.count());
@@ -214,13 +211,6 @@ absl::Status CheckConnectOptions(const ConnectOptions& options) {
   return check(options.spec->unwanted_tensors, "unwanted_tensors");
 }
 
-std::string SocketPath(const ConnectOptions& options) {
-  if (!options.socket.empty()) return options.socket;
-  const char* from_environment = std::getenv("REFITD_SOCKET");
-  if (from_environment != nullptr && *from_environment != '\0') return from_environment;
-  return kDefaultSocket;
-}
-
 v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   v1::GroupSpec wire;
   wire.set_trainer_ranks(spec.trainer_ranks);
@@ -232,9 +222,11 @@ v1::GroupSpec SpecToWire(const GroupSpec& spec) {
   return wire;
 }
 
-Connection::Connection(const ConnectOptions& options, std::string socket)
-    : socket_(std::move(socket)),
-      channel_(MakeChannel(socket_, options.silence)),
+Connection::Connection(const ConnectOptions& options, const Target& target,
+                       std::shared_ptr<grpc::Channel> channel)
+    : socket_(target.name),
+      tcp_(target.tcp),
+      channel_(std::move(channel)),
       call_margin_(options.call_margin),
       device_(options.device),
       cuda_library_(options.cuda_library) {}
@@ -242,22 +234,27 @@ Connection::Connection(const ConnectOptions& options, std::string socket)
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const ConnectOptions& options,
                                                              TimePoint deadline) {
   KeepCallbackThreads();
-  const std::string path = SocketPath(options);
-  std::shared_ptr<Connection> connection(new Connection(options, path));
-  REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), path, deadline, {}));
+  REFITD_ASSIGN_OR_RETURN(const Target target, TargetOf(options));
+  REFITD_ASSIGN_OR_RETURN(auto channel, MakeChannel(target, options.silence));
+  std::shared_ptr<Connection> connection(new Connection(options, target, std::move(channel)));
+  REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), target, deadline, {}));
   return connection;
 }
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOptions& options,
                                                                 TimePoint deadline,
                                                                 const std::stop_token& stop) {
-  const std::string path = SocketPath(options);
-  if (const int error = ProbeErrno(path); error != 0) {
-    return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", path,
-                 std::strerror(error));
+  REFITD_ASSIGN_OR_RETURN(const Target target, TargetOf(options));
+  if (absl::Status why = Probe(target); !why.ok()) {
+    if (Refused(why)) return why;
+    return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
+                 Message(why));
   }
-  std::shared_ptr<Connection> connection(new Connection(options, path));
-  REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), path, deadline, stop));
+  auto channel = MakeChannel(target, options.silence);
+  // Certificates that are being replaced will fit together again.
+  if (!channel.ok()) return absl::UnavailableError(channel.status().message());
+  std::shared_ptr<Connection> connection(new Connection(options, target, *std::move(channel)));
+  REFITD_RETURN_IF_ERROR(WaitConnected(connection->channel_.get(), target, deadline, stop));
   return connection;
 }
 
@@ -271,6 +268,16 @@ absl::Status Connection::Adopt(const v1::Welcome& welcome) {
   descriptors_ =
       std::make_unique<DescriptorClient>(welcome.descriptor_socket(), welcome.lease().token());
   return absl::OkStatus();
+}
+
+absl::Status Connection::CheckShares() {
+  if (tcp_) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "the daemon at {} is reached over TCP, where no memory is shared: attach by its "
+                 "unix socket, or push inline bytes",
+                 socket_);
+  }
+  return CheckAttached();
 }
 
 absl::Status Connection::CheckAttached() {
@@ -302,7 +309,7 @@ absl::StatusOr<RegionId> Connection::RegisterBlock(const RegionSource& source,
 
 absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
                                         const RegionOwner& owner, const std::stop_token& stop) {
-  REFITD_RETURN_IF_ERROR(CheckAttached());
+  REFITD_RETURN_IF_ERROR(CheckShares());
   if (WireRegion(id).ok()) return absl::OkStatus();
   RegionId wire;
   if (!source.handle.empty()) {
@@ -380,7 +387,7 @@ absl::Status Connection::ToWire(Layout* layout) {
 }
 
 absl::StatusOr<std::shared_ptr<const SlotMemory>> Connection::Pool(Access access) {
-  REFITD_RETURN_IF_ERROR(CheckAttached());
+  REFITD_RETURN_IF_ERROR(CheckShares());
   MutexLock lock(&pool_mutex_);
   if (pool_ != nullptr) return pool_;
   const bool gpu = OnGpu(device_);

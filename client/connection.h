@@ -28,6 +28,7 @@
 #include "absl/status/statusor.h"
 #include "client/descriptor_client.h"
 #include "client/slot_memory.h"
+#include "client/target.h"
 #include "client/types.h"
 #include "refitd/v1/types.pb.h"
 #include "transport/base/ids.h"
@@ -51,9 +52,6 @@ absl::Status CheckRank(int rank, int world_size);
 // Checks for printable ASCII of 1 to 128 characters, the most that a daemon takes.
 absl::Status CheckIdentifier(std::string_view value, std::string_view field);
 
-// `options.socket`, else REFITD_SOCKET, else kDefaultSocket.
-std::string SocketPath(const ConnectOptions& options);
-
 v1::GroupSpec SpecToWire(const GroupSpec& spec);
 
 // The member that owns regions.
@@ -74,8 +72,10 @@ struct RegionSource {
 
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  // Waits until a daemon answers at the socket. UNAVAILABLE: no daemon answered before `deadline`
-  // (with connect()'s own reason); PERMISSION_DENIED: this user may not connect.
+  // Waits until a daemon answers. UNAVAILABLE: no daemon answered before `deadline` (with
+  // connect()'s own reason); PERMISSION_DENIED: this user may not connect; UNAUTHENTICATED: over
+  // TCP, one side refuses the other's certificate. Certificates that can't be loaded: as of
+  // LoadCertificates.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(const ConnectOptions& options,
                                                           TimePoint deadline);
   // Tries once, for a member that attaches again: UNAVAILABLE at once if nobody listens (the socket
@@ -117,13 +117,16 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void Detach();
 
  private:
-  Connection(const ConnectOptions& options, std::string socket);
+  Connection(const ConnectOptions& options, const Target& target,
+             std::shared_ptr<grpc::Channel> channel);
   absl::Status CheckAttached();
+  absl::Status CheckShares();  // attached, and not over TCP
   absl::StatusOr<RegionId> RegisterBlock(const RegionSource& source, const RegionOwner& owner);
   void ReleaseDeviceRegion(RegionId wire, const RegionOwner& owner);
 
   // Constant after Adopt.
-  const std::string socket_;
+  const std::string socket_;  // or "HOST:PORT"
+  const bool tcp_;
   const std::shared_ptr<grpc::Channel> channel_;
   const Duration call_margin_;
   const std::string device_;

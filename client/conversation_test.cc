@@ -708,6 +708,14 @@ TEST_CASE("options that can't be meant are refused before anything is connected"
   CHECK(code({.connect = {.group = std::string(129, 'g')}}) == invalid);
   CHECK(code({.connect = {.group = "\xff"}}) == invalid);
   CHECK(code({.connect = {.socket = std::string(200, 's'), .group = "g"}}) == invalid);
+  CHECK(code({.connect = {.group = "g", .address = "x"}}) == invalid);
+  CHECK(code({.connect = {.group = "g", .address = "127.0.0.1:1"}}) == invalid);  // without TLS
+  CHECK(code({.connect = {.group = "g", .address = "127.0.0.1:1", .tls = {.key = "k"}}}) ==
+        invalid);
+  CHECK(code({.connect = {.group = "g",
+                          .address = "127.0.0.1:1",
+                          .tls = {.server = "prod"},
+                          .insecure = true}}) == invalid);
   CHECK(code({.connect = {.group = "g", .wait = std::chrono::milliseconds(-1)}}) == invalid);
   CHECK(code({.connect = {.group = "g", .call_margin = std::chrono::milliseconds(0)}}) == invalid);
   CHECK(code({.connect = {.group = "g"}, .rank = 1}) == invalid);

@@ -299,7 +299,7 @@ void EngineImpl::StartReattacher() {
   };
   hooks.give_up = [this](absl::Status why) { GiveUp(std::move(why)); };
   reattacher_ = std::make_unique<Reattacher>(
-      SocketPath(options_.connect), options_.connect.reattach,
+      DaemonName(options_.connect), options_.connect.reattach,
       std::max<Duration>(options_.connect.wait, kAttemptLimit),
       SeedOf(options_.connect.group, options_.instance, options_.rank), std::move(hooks));
   wake_ = reattacher_->Waker();

@@ -200,6 +200,12 @@ absl::StatusOr<client::ConnectOptions> ConnectOf(const refit_connect_options* gi
   options.client = Text(known.client);
   options.coordinator = Text(known.coordinator);
   options.device = Text(known.device);
+  options.address = Text(known.address);
+  options.tls = {.certificate = Text(known.tls_certificate),
+                 .key = Text(known.tls_key),
+                 .roots = Text(known.tls_roots),
+                 .server = Text(known.tls_server)};
+  options.insecure = known.insecure != 0;
   if (known.cuda_library != nullptr) options.cuda_library = known.cuda_library;
   options.reattach = std::chrono::milliseconds(known.reattach_ms);
   if (known.silence_ms != 0) {

@@ -169,6 +169,20 @@ typedef struct refit_connect_options {
   /* The name of the CUDA driver library, for dlopen(); NULL: "libcuda.so.1". Members on a GPU load
    * the driver to map slots: staged engines, and trainers that lease slots. */
   const char* cuda_library;
+  /* "HOST:PORT" of the daemon, in place of `socket`; NULL: the socket. Over TCP nothing shares
+   * memory: no regions and no slots, so trainers push inline bytes. */
+  const char* address;
+  /* For `address`: PEM files of this member's certificate (with the rest of its chain), of its key,
+   * and of the roots that sign daemons' certificates; read for each lease anew. NULL: the
+   * environment's REFITD_TLS_CERTIFICATE, REFITD_TLS_KEY, REFITD_TLS_ROOTS. */
+  const char* tls_certificate;
+  const char* tls_key;
+  const char* tls_roots;
+  /* The identity that the daemon must have: "spiffe://DOMAIN/PATH", the same with a last part of
+   * "*" for all below, "dns:NAME" or "dns:*.DOMAIN". NULL: REFITD_TLS_SERVER, else its certificate
+   * must be for the host of `address`. */
+  const char* tls_server;
+  int64_t insecure; /* 1: TCP without TLS is allowed */
 } refit_connect_options;
 #define REFIT_CONNECT_OPTIONS_INIT \
   { .struct_size = sizeof(refit_connect_options) }

@@ -170,6 +170,33 @@ TEST_CASE("where no daemon listens attaching is UNAVAILABLE after its wait, nami
   CHECK(trainer == nullptr);
 }
 
+TEST_CASE("a daemon over TCP takes certificates, or a word for being without") {
+  auto connect = Initialised<refit_connect_options>();
+  connect.group = "g";
+  connect.wait_ms = 1;
+  connect.address = "127.0.0.1:1";  // nobody listens there
+  auto options = Initialised<refit_trainer_options>();
+  options.connect = &connect;
+  refit_trainer* trainer = nullptr;
+  const auto attach = [&](const std::string& part) {
+    const int32_t status = refit_trainer_attach(&options, &trainer);
+    CAPTURE(refit_last_error());
+    CHECK(std::string(refit_last_error()).find(part) != std::string::npos);
+    return status;
+  };
+  CHECK(attach("takes certificates") == REFIT_INVALID_ARGUMENT);
+  connect.tls_certificate = "/nonexistent/certificate";
+  CHECK(attach("tls_key is empty") == REFIT_INVALID_ARGUMENT);
+  connect.tls_key = "/nonexistent/key";
+  connect.tls_roots = "/nonexistent/roots";
+  CHECK(attach("/nonexistent/certificate") == REFIT_NOT_FOUND);
+  connect.tls_server = "prod";
+  CHECK(attach("tls_server is \"prod\"") == REFIT_INVALID_ARGUMENT);
+  connect.tls_certificate = connect.tls_key = connect.tls_roots = connect.tls_server = nullptr;
+  connect.insecure = 1;
+  CHECK(attach("127.0.0.1:1") == REFIT_UNAVAILABLE);
+}
+
 TEST_CASE(
     "options of older callers mean what they meant: no reattaching, the default for silence") {
   auto connect = Initialised<refit_connect_options>();

@@ -1022,7 +1022,7 @@ void TrainerImpl::StartReattacher() {
     changed_.NotifyAll();
   };
   reattacher_ = std::make_unique<Reattacher>(
-      SocketPath(options_.connect), options_.connect.reattach,
+      DaemonName(options_.connect), options_.connect.reattach,
       std::max<Duration>(options_.connect.wait, kAttemptLimit),
       SeedOf(options_.connect.group, "trainer", options_.rank), std::move(hooks));
   wake_ = reattacher_->Waker();

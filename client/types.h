@@ -38,6 +38,17 @@ struct GroupSpec {
   std::vector<std::string> unwanted_tensors{};
 };
 
+// Certificates for a daemon over TCP: paths of PEM files. They are read for each lease anew.
+struct TlsOptions {
+  std::string certificate{};  // this member's, and the rest of its chain
+  std::string key{};          // without a password
+  std::string roots{};        // that sign daemons' certificates
+  // The identity that the daemon must have, as a pattern: "spiffe://DOMAIN/PATH",
+  // "spiffe://DOMAIN/PATH/*", "dns:NAME" or "dns:*.DOMAIN". Empty: its certificate must be for the
+  // host of the address.
+  std::string server{};
+};
+
 struct ConnectOptions {
   std::string socket{};  // path of the daemon's unix socket; empty: REFITD_SOCKET or kDefaultSocket
   std::string group{};
@@ -74,6 +85,12 @@ struct ConnectOptions {
   // A daemon that does not answer gRPC's keepalive pings for this long counts as lost (P4). 0:
   // never; else at least kMinSilence.
   std::chrono::milliseconds silence{30'000};
+
+  // "HOST:PORT" of the daemon, in place of `socket`. Over TCP nothing shares memory: no regions and
+  // no slots, so trainers push inline bytes.
+  std::string address{};
+  TlsOptions tls{};       // empty fields: REFITD_TLS_CERTIFICATE, _KEY, _ROOTS, _SERVER
+  bool insecure = false;  // TCP without TLS is allowed
 };
 
 inline constexpr std::chrono::milliseconds kMinSilence{5'000};  // daemons take a ping a second

@@ -47,7 +47,10 @@ constexpr std::array kSettings = {
     Setting{"listen-unix-mode", "listen.unix_mode", "mode of the sockets' files, octal"},
     Setting{"listen-tcp", "listen.tcp", "further listeners, HOST:PORT[,HOST:PORT...]"},
     Setting{"insecure", "listen.insecure",
-            "allow TCP beyond loopback: no encryption, no authentication"},
+            "allow TCP without TLS: no encryption, no authentication"},
+    Setting{"tls-certificate", "tls.certificate", "this daemon's certificate and its chain, PEM"},
+    Setting{"tls-key", "tls.key", "the certificate's private key, PEM"},
+    Setting{"tls-roots", "tls.roots", "roots that sign the certificates of others, PEM"},
     Setting{"allowed-uids", "allowed_uids", "users who may use the unix sockets, UID[,UID...]"},
     Setting{"allowed-gids", "allowed_gids", "groups whose members may, GID[,GID...]"},
     Setting{"log-format", "log.format", "text or json"},
@@ -73,8 +76,13 @@ constexpr std::array kSettings = {
     Setting{"slots", "staging.slots", "staging slots where a group says none"},
     Setting{"max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
     Setting{"metrics-listen", "metrics.listen", "HOST:PORT that Prometheus scrapes; empty: off"},
+    Setting{"metrics-insecure", "metrics.insecure", "allow metrics without TLS, true or false"},
     Setting{"daemon-id", "daemon_id", "this daemon among others; empty: the host's name"},
     Setting{"advertise", "peers.advertise", "HOST:PORT that other nodes know this daemon by"},
+    Setting{"peers-listen", "peers.listen",
+            "listeners for links alone, HOST:PORT[,...]; empty: listen.tcp takes links"},
+    Setting{"peers-identity", "peers.identity",
+            "who other daemons are, such as spiffe://DOMAIN/refitd/*; empty: any"},
     Setting{"data-interface", "peers.interface",
             "network interface of the data plane: trusted, nothing is encrypted there"},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
@@ -305,23 +313,13 @@ absl::Status CheckNoZeroByte(std::string_view field, std::string_view value) {
   return Error(kInvalid, "{} has a zero byte after \"{}\"", field, value.substr(0, at));
 }
 
-bool IsLoopback(const std::string& host) {
-  if (host == "localhost") return true;
-  in_addr v4{};
-  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) return (ntohl(v4.s_addr) >> 24) == 127;
-  in6_addr v6{};
-  return inet_pton(AF_INET6, host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6);
-}
-
 bool IsNumeric(const std::string& host) {
   in6_addr any{};
   return inet_pton(AF_INET, host.c_str(), &any) == 1 ||
          inet_pton(AF_INET6, host.c_str(), &any) == 1;
 }
 
-// P9: TCP beyond loopback needs `insecure`.
-absl::Status CheckTcp(std::string_view field, std::string_view harm, const std::string& address,
-                      bool insecure) {
+absl::Status CheckTcpAddress(std::string_view field, const std::string& address) {
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte(field, address));
   const auto malformed = [&] {
     return Error(kInvalid,
@@ -340,13 +338,30 @@ absl::Status CheckTcp(std::string_view field, std::string_view harm, const std::
   const char* const end = address.data() + address.size();
   const auto [rest, error] = std::from_chars(address.data() + colon + 1, end, port);
   if (error != std::errc() || rest != end) return malformed();
-  if (!insecure && !IsLoopback(host)) {
-    return Error(kInvalid,
-                 "{} \"{}\" is beyond loopback, where anybody could {}, or accept that with "
-                 "--insecure (listen.insecure)",
-                 field, address, harm);
+  return absl::OkStatus();
+}
+
+// P9: TCP needs TLS, or `insecure` in so many words.
+absl::Status CheckGrpcOverTcp(std::string_view field,
+                              const google::protobuf::RepeatedPtrField<std::string>& addresses,
+                              const RefitdConfig& config) {
+  REFITD_RETURN_IF_ERROR(
+      CheckRange(fmt::format("number of {}", field), addresses.size(), 0, kMaxTcpListeners));
+  for (const std::string& address : addresses) {
+    REFITD_RETURN_IF_ERROR(CheckTcpAddress(field, address));
+    if (config.listen().insecure() || !config.tls().certificate().empty()) continue;
+    return Error(
+        kInvalid,
+        "{} \"{}\" has no TLS: anybody who reaches it could read and replace weights. Name "
+        "tls.certificate, tls.key and tls.roots, use the unix socket, or accept that with "
+        "--insecure (listen.insecure)",
+        field, address);
   }
   return absl::OkStatus();
+}
+
+TlsFiles FromProto(const RefitdConfig::Tls& tls) {
+  return {.certificate = tls.certificate(), .key = tls.key(), .roots = tls.roots()};
 }
 
 absl::Status CheckListen(const RefitdConfig::Listen& listen) {
@@ -363,16 +378,32 @@ absl::Status CheckListen(const RefitdConfig::Listen& listen) {
     return Error(kInvalid, "listen.unix_mode is {:#o}, must be at most 0777 (octal: write 0660)",
                  listen.unix_mode());
   }
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("number of listen.tcp", listen.tcp_size(), 0, kMaxTcpListeners));
-  for (const std::string& address : listen.tcp()) {
-    REFITD_RETURN_IF_ERROR(
-        CheckTcp("listen.tcp",
-                 "read and replace weights: TCP is neither encrypted nor authenticated. Use a "
-                 "loopback address or the unix socket",
-                 address, listen.insecure()));
-  }
   return absl::OkStatus();
+}
+
+absl::Status CheckMetrics(const RefitdConfig& config) {
+  const std::string& address = config.metrics().listen();
+  if (address.empty()) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckTcpAddress("metrics.listen", address));
+  if (config.listen().insecure() || config.metrics().insecure()) return absl::OkStatus();
+  return Error(kInvalid,
+               "metrics.listen \"{}\" has no TLS: anybody who reaches it could read the names of "
+               "groups. Accept that with --metrics-insecure (metrics.insecure)",
+               address);
+}
+
+absl::Status CheckTcp(const RefitdConfig& config) {
+  REFITD_RETURN_IF_ERROR(
+      CheckTlsFiles(FromProto(config.tls()), "tls.certificate", "tls.key", "tls.roots"));
+  REFITD_RETURN_IF_ERROR(CheckGrpcOverTcp("listen.tcp", config.listen().tcp(), config));
+  REFITD_RETURN_IF_ERROR(CheckGrpcOverTcp("peers.listen", config.peers().listen(), config));
+  REFITD_RETURN_IF_ERROR(CheckMetrics(config));
+  const std::string& identity = config.peers().identity();
+  if (identity.empty()) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckIdentityPattern(identity, "peers.identity"));
+  if (!config.tls().certificate().empty()) return absl::OkStatus();
+  return Error(kInvalid, "peers.identity is \"{}\", but without tls nobody has an identity",
+               identity);
 }
 
 absl::Status CheckLimits(const RefitdConfig::Limits& limits) {
@@ -475,13 +506,7 @@ absl::Status CheckConfig(const RefitdConfig& config) {
   REFITD_RETURN_IF_ERROR(CheckListen(config.listen()));
   REFITD_RETURN_IF_ERROR(CheckLimits(config.limits()));
   REFITD_RETURN_IF_ERROR(CheckStaging(config.staging()));
-  if (!config.metrics().listen().empty()) {
-    REFITD_RETURN_IF_ERROR(
-        CheckTcp("metrics.listen",
-                 "read the names of groups: metrics are neither encrypted nor authenticated. Use a "
-                 "loopback address",
-                 config.metrics().listen(), config.listen().insecure()));
-  }
+  REFITD_RETURN_IF_ERROR(CheckTcp(config));
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte("log.file", config.log().file()));
   return CheckRange("host.copy_threads", config.host().copy_threads(), 0,
                     kMaxConfiguredCopyThreads);
@@ -573,7 +598,10 @@ Config FromProto(const RefitdConfig& in) {
   config.peers = PeersConfig{.advertise = in.peers().advertise(),
                              .interface = in.peers().interface(),
                              .silence = std::chrono::milliseconds(in.peers().silence_ms()),
-                             .wire = std::chrono::milliseconds(in.peers().wire_ms())};
+                             .wire = std::chrono::milliseconds(in.peers().wire_ms()),
+                             .listen = {in.peers().listen().begin(), in.peers().listen().end()},
+                             .identity = in.peers().identity()};
+  config.tls = FromProto(in.tls());
   config.listen = ListenConfig{.unix_path = in.listen().unix_path(),
                                .unix_mode = in.listen().unix_mode(),
                                .tcp = {in.listen().tcp().begin(), in.listen().tcp().end()},
@@ -591,7 +619,7 @@ Config FromProto(const RefitdConfig& in) {
   config.staging = StagingConfig{.slot_bytes = in.staging().slot_bytes(),
                                  .slots = in.staging().slots(),
                                  .max_pool_bytes = in.staging().max_pool_bytes()};
-  config.metrics.listen = in.metrics().listen();
+  config.metrics = {.listen = in.metrics().listen(), .insecure = in.metrics().insecure()};
   config.copy_threads = in.host().copy_threads();
   config.cuda = CudaConfig{.enabled = in.cuda().enabled(),
                            .copy_blocks = in.cuda().copy_blocks(),
@@ -611,6 +639,11 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_peers()->set_interface(config.peers.interface);
   out.mutable_peers()->set_silence_ms(ToMillis(config.peers.silence));
   out.mutable_peers()->set_wire_ms(ToMillis(config.peers.wire));
+  for (const std::string& address : config.peers.listen) out.mutable_peers()->add_listen(address);
+  out.mutable_peers()->set_identity(config.peers.identity);
+  out.mutable_tls()->set_certificate(config.tls.certificate);
+  out.mutable_tls()->set_key(config.tls.key);
+  out.mutable_tls()->set_roots(config.tls.roots);
   out.mutable_listen()->set_unix_path(config.listen.unix_path);
   out.mutable_listen()->set_unix_mode(config.listen.unix_mode);
   for (const std::string& address : config.listen.tcp) out.mutable_listen()->add_tcp(address);
@@ -625,6 +658,7 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_staging()->set_slots(config.staging.slots);
   out.mutable_staging()->set_max_pool_bytes(config.staging.max_pool_bytes);
   out.mutable_metrics()->set_listen(config.metrics.listen);
+  out.mutable_metrics()->set_insecure(config.metrics.insecure);
   out.mutable_host()->set_copy_threads(config.copy_threads);
   out.mutable_cuda()->set_enabled(config.cuda.enabled);
   out.mutable_cuda()->set_copy_blocks(config.cuda.copy_blocks);
@@ -673,8 +707,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
     const Setting& setting = kSettings[i];
     options[i] = app.add_option(std::string("--") + setting.name, line.values[i],
                                 fmt::format("{} ({})", setting.help, setting.field));
-    // --insecure alone means true.
-    if (std::string_view(setting.name) == "insecure") options[i]->expected(0, 1);
+    // --insecure and --metrics-insecure alone mean true.
+    if (std::string_view(setting.name).ends_with("insecure")) options[i]->expected(0, 1);
   }
   try {
     std::reverse(argv.begin(), argv.end());  // CLI11 wants them reversed

@@ -2,7 +2,7 @@
 // variables, then flags; later wins, setting by setting.
 //
 // LoadConfig checks everything that it returns (P10): every number is within its named limit, and
-// TCP beyond loopback was explicitly asked for (P9). Pure, except for reading the file and the
+// TCP without TLS was explicitly asked for (P9). Pure, except for reading the file and the
 // process's own user id. Config is a plain value.
 #ifndef REFITD_DAEMON_CONFIG_H_
 #define REFITD_DAEMON_CONFIG_H_
@@ -17,6 +17,7 @@
 #include "daemon/process/log.h"
 #include "daemon/sockets/peer_credentials.h"
 #include "transport/base/ids.h"
+#include "transport/tls/certificates.h"
 #include "transport/transport.h"
 
 namespace refitd {
@@ -59,8 +60,7 @@ struct ListenConfig {
   std::string unix_path = "/run/refitd/refitd.sock";
   mode_t unix_mode = 0660;
   std::vector<std::string> tcp;  // "HOST:PORT", host numeric or "localhost"; IPv6 in brackets
-  // Some of `tcp` is beyond loopback, without TLS and without credentials.
-  bool insecure = false;
+  bool insecure = false;         // TCP without TLS is allowed, links too
   bool operator==(const ListenConfig&) const = default;
 };
 
@@ -91,6 +91,8 @@ struct StagingConfig {
 
 struct MetricsConfig {
   std::string listen;  // "HOST:PORT" as of ListenConfig::tcp; empty: off
+  bool insecure =
+      false;  // `listen` is allowed though it has no TLS; also by ListenConfig::insecure
   bool operator==(const MetricsConfig&) const = default;
 };
 
@@ -99,6 +101,8 @@ struct PeersConfig {
   std::string interface = "lo";  // of the data plane; trusted (P9)
   Duration silence = std::chrono::seconds(10);
   Duration wire = std::chrono::seconds(30);
+  std::vector<std::string> listen;  // for links alone; empty: ListenConfig::tcp takes links too
+  std::string identity;             // a pattern (CheckIdentityPattern); empty: any
   bool operator==(const PeersConfig&) const = default;
 };
 
@@ -124,6 +128,7 @@ struct Config {
   PeersConfig peers;
   MetricsConfig metrics;
   CudaConfig cuda;
+  TlsFiles tls;
   int copy_threads = 0;  // host transport; 0: one for each core, at most 16
   Verification default_verification = Verification::kReadback;
   bool operator==(const Config&) const = default;

@@ -55,11 +55,12 @@ TEST_CASE("Flags win over variables and variables over the file") {
     staging { slots: 8 }
     log { format: JSON }
   )");
-  const auto loaded = Load({"--config", file, "--ready-ms=3000", "--log-level", "debug"},
-                           {{"REFITD_READY_MS", "9"},
-                            {"REFITD_ACK_MS", "2500"},
-                            {"REFITD_LISTEN_TCP", "localhost:7"},
-                            {"REFITD_SLOT_BYTES", "1MiB"}});
+  const auto loaded =
+      Load({"--config", file, "--ready-ms=3000", "--log-level", "debug", "--insecure"},
+           {{"REFITD_READY_MS", "9"},
+            {"REFITD_ACK_MS", "2500"},
+            {"REFITD_LISTEN_TCP", "localhost:7"},
+            {"REFITD_SLOT_BYTES", "1MiB"}});
   REQUIRE(loaded.ok());
   const Config& config = loaded->config;
   CHECK(loaded->source == file);
@@ -190,29 +191,53 @@ TEST_CASE("A mode written without its leading zero in the file is refused") {
   RequireInvalid(Load({"--config", WriteFile(folder, "listen { unix_mode: 660 }")}), "write 0660");
 }
 
-TEST_CASE("TCP beyond loopback is refused unless insecure is said in so many words") {
-  for (const char* address : {"0.0.0.0:1", "[::]:1", "10.1.2.3:80", "[fe80::1]:1", "128.0.0.1:1"}) {
-    INFO(address);
-    RequireInvalid(Load({"--listen-tcp", address}), std::string("\"") + address + "\" is beyond");
-    CHECK(Load({"--insecure", "--listen-tcp", address}).ok());
-    CHECK(Load({"--listen-tcp", address}, {{"REFITD_INSECURE", "true"}}).ok());
-    CHECK_FALSE(Load({"--insecure=false", "--listen-tcp", address}).ok());
-  }
-  for (const char* address : {"127.0.0.1:0", "127.9.9.9:65535", "[::1]:1", "localhost:1"}) {
-    INFO(address);
-    CHECK(Load({"--listen-tcp", address}).ok());
+const std::vector<std::string> kTls = {"--tls-certificate=/c", "--tls-key=/k", "--tls-roots=/r"};
+
+std::vector<std::string> With(std::vector<std::string> flags,
+                              const std::vector<std::string>& more) {
+  flags.insert(flags.end(), more.begin(), more.end());
+  return flags;
+}
+
+TEST_CASE("TCP without TLS is refused unless insecure is said in so many words, loopback too") {
+  const std::string flag = GENERATE("--listen-tcp=", "--peers-listen=");
+  for (const char* address : {"0.0.0.0:1", "[::]:1", "10.1.2.3:80", "127.0.0.1:0", "localhost:1"}) {
+    INFO(flag << address);
+    RequireInvalid(Load({flag + address}), std::string("\"") + address + "\" has no TLS");
+    CHECK(Load({"--insecure", flag + address}).ok());
+    CHECK(Load({flag + address}, {{"REFITD_INSECURE", "true"}}).ok());
+    CHECK_FALSE(Load({"--insecure=false", flag + address}).ok());
+    CHECK_FALSE(Load({"--metrics-insecure", flag + address}).ok());
+    CHECK(Load(With(kTls, {flag + address})).ok());
   }
 }
 
-TEST_CASE("Metrics are off by default and follow the same rule of loopback as TCP") {
+TEST_CASE("Certificate, key and roots are named together") {
+  for (size_t left_out = 0; left_out < kTls.size(); ++left_out) {
+    std::vector<std::string> flags = kTls;
+    flags.erase(flags.begin() + static_cast<std::ptrdiff_t>(left_out));
+    RequireInvalid(Load(flags), "TLS needs all of");
+  }
+  CHECK(Load(kTls)->config.tls == TlsFiles{"/c", "/k", "/r"});
+}
+
+TEST_CASE("Other daemons' identity is a pattern, and takes TLS") {
+  CHECK(Load(With(kTls, {"--peers-identity=spiffe://prod/refitd/*"}))->config.peers.identity ==
+        "spiffe://prod/refitd/*");
+  RequireInvalid(Load(With(kTls, {"--peers-identity=prod"})), "peers.identity is \"prod\"");
+  RequireInvalid(Load({"--peers-identity=spiffe://prod/refitd/*"}), "without tls");
+}
+
+TEST_CASE("Metrics are off by default and take a word for being without TLS") {
   CHECK(Load({})->config.metrics.listen.empty());
   CHECK(Load({}, {{"REFITD_METRICS_LISTEN", ""}})->config.metrics.listen.empty());
-  CHECK(Load({}, {{"REFITD_METRICS_LISTEN", "[::1]:0"}})->config.metrics.listen == "[::1]:0");
-  for (const char* address : {"0.0.0.0:9464", "[::]:9464", "10.1.2.3:9464"}) {
+  for (const char* address : {"0.0.0.0:9464", "[::]:9464", "10.1.2.3:9464", "[::1]:0"}) {
     INFO(address);
-    RequireInvalid(Load({"--metrics-listen", address}),
-                   std::string("metrics.listen \"") + address + "\" is beyond loopback");
-    CHECK(Load({"--insecure", "--metrics-listen", address})->config.metrics.listen == address);
+    const std::string flag = std::string("--metrics-listen=") + address;
+    RequireInvalid(Load({flag}), std::string("metrics.listen \"") + address + "\" has no TLS");
+    RequireInvalid(Load(With(kTls, {flag})), "has no TLS");
+    CHECK(Load({"--insecure", flag})->config.metrics.listen == address);
+    CHECK(Load({"--metrics-insecure", flag})->config.metrics.listen == address);
   }
   for (const char* address : {"9464", "127.0.0.1", "127.0.0.1:9464,127.0.0.1:9465", "+9464",
                               "127.0.0.1:9464s", "example.org:9464"}) {
@@ -241,10 +266,11 @@ TEST_CASE("Allowed users and groups replace the default") {
 
 TEST_CASE("Validate prints the settings in force, and they load again as the same") {
   const TempFolder folder;
-  const auto first =
-      Load({"--validate", "--slots=7", "--log-format=json", "--ready-ms=77",
-            "--listen-unix-mode=0600", "--listen-tcp=localhost:1,[::1]:2", "--allowed-gids=4",
-            "--metrics-listen=127.0.0.1:3", "--default-verification=transfer"});
+  const auto first = Load(
+      {"--validate", "--slots=7", "--log-format=json", "--ready-ms=77", "--listen-unix-mode=0600",
+       "--listen-tcp=localhost:1,[::1]:2", "--allowed-gids=4", "--metrics-listen=127.0.0.1:3",
+       "--metrics-insecure", "--insecure", "--tls-certificate=/c", "--tls-key=/k", "--tls-roots=/r",
+       "--peers-listen=[::1]:4", "--peers-identity=dns:*.a", "--default-verification=transfer"});
   REQUIRE(first.ok());
   REQUIRE(first->print.has_value());
   CHECK_THAT(*first->print, Catch::Contains("unix_mode: 0600"));

@@ -30,6 +30,7 @@
 #include "daemon/services/peer_service.h"
 #include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
+#include "daemon/sockets/certificate_store.h"
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
 #include "daemon/sockets/tcp_listener.h"
@@ -39,6 +40,8 @@
 #include "transport/cuda/nccl/nccl.h"
 #include "transport/host/gloo_wire.h"
 #include "transport/host/host_transport.h"
+#include "transport/tls/grpc_credentials.h"
+#include "transport/tls/refusals.h"
 
 namespace refitd {
 namespace {
@@ -50,6 +53,8 @@ constexpr std::chrono::seconds kLostGrace{2};
 // A daemon that lost its GPUs ends after this time, whatever hangs. Longer than both graces and the
 // clean-up of a group (GroupLimits) together.
 constexpr std::chrono::seconds kLostLimit{8};
+// How long a connection over TCP may take for its handshake (P4).
+constexpr Duration kHandshakeLimit = std::chrono::seconds(10);
 
 NodeOptions NodeOptionsOf(const Config& config) {
   NodeOptions options;
@@ -182,12 +187,54 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   return *std::move(transport);
 }
 
+// Null: the configuration names no certificates.
+absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Config& config) {
+  if (config.tls.empty()) return nullptr;
+  ObserveTlsRefusals(
+      [](const std::string& identity, const std::string& issuer, const std::string& why) {
+        LogWarning("TLS: the certificate of {}, which says it was signed by {}, is refused: {}",
+                   identity.empty() ? "somebody without an identity" : identity, issuer, why);
+      });
+  REFITD_ASSIGN_OR_RETURN(auto store, CertificateStore::Create(config.tls));
+  LogInfo("certificates: {}", Describe(*store->Current()));
+  return store;
+}
+
+// How this daemon dials coordinators (P9); null: it may not.
+PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates) {
+  if (certificates == nullptr && !config.listen.insecure) return nullptr;
+  return
+      [certificates, identity = config.peers.identity](PeerDial dial, PeerLinkCallbacks callbacks) {
+        if (certificates == nullptr) {
+          dial.credentials = grpc::InsecureChannelCredentials();
+        } else {
+          const auto refused = [address = dial.address](const std::string& why) {
+            LogWarning("TLS: coordinator {} is refused: {} (peers.identity)", address, why);
+          };
+          dial.credentials = TlsChannel(*certificates->Current(), identity, refused);
+        }
+        return PeerLink::Dial(std::move(dial), std::move(callbacks));
+      };
+}
+
 using TcpAcceptor = grpc::experimental::ExternalConnectionAcceptor;
 
-// The gRPC server. It does not listen: accept loops hand it connections, those over TCP by `tcp`.
-std::unique_ptr<grpc::Server> StartServer(const Config& config,
-                                          std::vector<grpc::Service*> services,
-                                          std::unique_ptr<TcpAcceptor>* tcp) {
+// A gRPC server, and its way in for connections over TCP. It does not listen: accept loops hand it
+// connections.
+struct TcpServer {
+  std::unique_ptr<TcpAcceptor> tcp;
+  std::unique_ptr<grpc::Server> server;  // destroyed first
+
+  void Serve(UniqueFd fd) const {
+    TcpAcceptor::NewConnectionParameters connection;
+    connection.fd = fd.Release();
+    tcp->HandleNewConnection(&connection);
+  }
+};
+
+// `certificates`: null for TCP without TLS.
+void StartServer(const Config& config, const std::vector<grpc::Service*>& services,
+                 const CertificateStore* certificates, TcpServer* started) {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
@@ -197,24 +244,46 @@ std::unique_ptr<grpc::Server> StartServer(const Config& config,
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   for (grpc::Service* service : services) builder.RegisterService(service);
-  *tcp = builder.experimental().AddExternalConnectionAcceptor(
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
+                             static_cast<int>(ToMillis(kHandshakeLimit)));
+  started->tcp = builder.experimental().AddExternalConnectionAcceptor(
       grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
-      grpc::InsecureServerCredentials());
-  return builder.BuildAndStart();
+      certificates == nullptr ? grpc::InsecureServerCredentials()
+                              : TlsServer([certificates] { return certificates->Current(); }));
+  started->server = builder.BuildAndStart();
 }
 
-// Makes the accept loops of listen.tcp, without starting them.
-absl::StatusOr<std::vector<std::unique_ptr<AcceptLoop>>> ListenOnTcp(
-    const Config& config, const AcceptLoop::Serve& serve) {
+// Accept loops over TCP, not started yet, and their names for status and log.
+struct TcpLoops {
   std::vector<std::unique_ptr<AcceptLoop>> loops;
-  for (const std::string& address : config.listen.tcp) {
-    REFITD_ASSIGN_OR_RETURN(std::vector<TcpListener> listeners, ListenTcp(address));
-    for (TcpListener& listener : listeners) {
-      REFITD_ASSIGN_OR_RETURN(auto loop, AcceptLoop::CreateTcp(std::move(listener), serve));
-      loops.push_back(std::move(loop));
+  std::vector<std::string> names;
+
+  // `kind`: "tcp" or "peers".
+  absl::Status Listen(const std::string& kind, const std::vector<std::string>& addresses,
+                      const AcceptLoop::Serve& serve) {
+    for (const std::string& address : addresses) {
+      REFITD_ASSIGN_OR_RETURN(std::vector<TcpListener> listeners, ListenTcp(address));
+      for (TcpListener& listener : listeners) {
+        REFITD_ASSIGN_OR_RETURN(auto loop, AcceptLoop::CreateTcp(std::move(listener), serve));
+        // Callers need the port in use, where port 0 was asked for.
+        const std::string name = kind + ":" + loop->path();
+        if (names.empty() || names.back() != name) names.push_back(name);
+        loops.push_back(std::move(loop));
+      }
     }
+    return absl::OkStatus();
   }
-  return loops;
+};
+
+// Waits for a signal that ends the daemon. Meanwhile certificates follow their files; SIGHUP asks
+// for that at once.
+int AwaitEnd(const sigset_t& signals, CertificateStore* certificates) {
+  constexpr timespec kLook{1, 0};
+  for (;;) {
+    const int number = sigtimedwait(&signals, nullptr, &kLook);
+    if (number == SIGTERM || number == SIGINT) return number;
+    if (certificates != nullptr) certificates->Refresh();
+  }
 }
 
 int Fail(const absl::Status& status) {
@@ -222,12 +291,13 @@ int Fail(const absl::Status& status) {
   return absl::IsAlreadyExists(status) ? kExitInUse : kExitFailure;
 }
 
-// Blocks the signals that end the daemon, for this thread and those that it starts.
+// Blocks the signals that the main thread waits for, for this thread and those that it starts.
 sigset_t BlockSignals() {
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
   return signals;
@@ -243,38 +313,53 @@ std::unique_ptr<Wire> MakeHostWire(const Config& config) {
   return nullptr;
 }
 
-std::unique_ptr<PeerLink> DialPeer(PeerDial dial, PeerLinkCallbacks callbacks) {
-  dial.credentials = grpc::InsecureChannelCredentials();
-  return PeerLink::Dial(std::move(dial), std::move(callbacks));
-}
+// The daemon's gRPC servers. With listeners of their own, links have a server of their own: callers
+// that reach one of the two find none of the other's services.
+struct Servers {
+  TcpServer members;
+  TcpServer links;  // without a server: links come where members come
 
-// The sockets on which callers come. The accept loops hand connections to the gRPC server.
+  void StopServing() const {
+    for (const TcpServer* each : {&members, &links}) {
+      if (each->server != nullptr) each->server->GetHealthCheckService()->SetServingStatus(false);
+    }
+  }
+  void Shutdown() const {
+    const auto patient = std::chrono::system_clock::now() + kShutdownGrace;
+    for (const TcpServer* each : {&members, &links}) {
+      if (each->server != nullptr) each->server->Shutdown(patient);
+    }
+  }
+};
+
+// The sockets on which callers come. The accept loops hand connections to the gRPC servers.
 struct Sockets {
   std::unique_ptr<AcceptLoop> unix_loop;
   std::unique_ptr<DescriptorSocket> descriptors;
-  std::unique_ptr<TcpAcceptor> tcp;
-  std::vector<std::unique_ptr<AcceptLoop>> tcp_loops;
+  TcpLoops tcp;
 
   void Start() const {
     unix_loop->Start();
-    for (const auto& loop : tcp_loops) loop->Start();
+    for (const auto& loop : tcp.loops) loop->Start();
   }
   void Stop() const {
     unix_loop->Stop();
-    for (const auto& loop : tcp_loops) loop->Stop();
+    for (const auto& loop : tcp.loops) loop->Stop();
     descriptors->Stop();
   }
 };
 
-// `peers` hears who is at the other end of each connection; `server` is set before Start.
-absl::Status Listen(const Config& config, PeerTable* peers,
-                    const std::unique_ptr<grpc::Server>& server, Node* node, Sockets* sockets) {
-  // The socket comes first: of two daemons with one path only one may start.
-  REFITD_ASSIGN_OR_RETURN(
-      sockets->unix_loop,
-      AcceptLoop::Create(
-          {config.listen.unix_path, config.listen.unix_mode}, peers,
-          [&server](UniqueFd fd) { grpc::AddInsecureChannelFromFd(server.get(), fd.Release()); }));
+// `peers` hears who is at the other end of each connection of the unix socket; the servers are
+// started before the sockets.
+absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers, Node* node,
+                    Sockets* sockets) {
+  // The unix socket comes first: of two daemons with one path only one may start.
+  REFITD_ASSIGN_OR_RETURN(sockets->unix_loop,
+                          AcceptLoop::Create({config.listen.unix_path, config.listen.unix_mode},
+                                             peers, [&servers](UniqueFd fd) {
+                                               grpc::AddInsecureChannelFromFd(
+                                                   servers.members.server.get(), fd.Release());
+                                             }));
   REFITD_ASSIGN_OR_RETURN(sockets->descriptors,
                           DescriptorSocket::Create({.path = config.listen.unix_path +
                                                             std::string(kDescriptorSocketSuffix),
@@ -284,14 +369,17 @@ absl::Status Listen(const Config& config, PeerTable* peers,
   return absl::OkStatus();
 }
 
+absl::Status ListenOnTcp(const Config& config, const Servers& servers, Sockets* sockets) {
+  REFITD_RETURN_IF_ERROR(sockets->tcp.Listen(
+      "tcp", config.listen.tcp, [&servers](UniqueFd fd) { servers.members.Serve(std::move(fd)); }));
+  return sockets->tcp.Listen("peers", config.peers.listen,
+                             [&servers](UniqueFd fd) { servers.links.Serve(std::move(fd)); });
+}
+
 // The addresses that callers can use, as "unix:PATH" and "tcp:HOST:PORT".
 std::vector<std::string> ListenersOf(const Config& config, const Sockets& sockets) {
   std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};
-  for (const auto& loop : sockets.tcp_loops) {
-    // Callers need the port in use, where port 0 was asked for.
-    const std::string name = "tcp:" + loop->path();
-    if (listeners.back() != name) listeners.push_back(name);
-  }
+  listeners.insert(listeners.end(), sockets.tcp.names.begin(), sockets.tcp.names.end());
   return listeners;
 }
 
@@ -302,9 +390,20 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
   return MetricsServer::Start(config.metrics.listen, metrics, [node] { return node->GetStatus(); });
 }
 
+// False: gRPC refuses to start a server.
+bool StartServers(const Config& config, std::vector<grpc::Service*> services, grpc::Service* links,
+                  const CertificateStore* certificates, Servers* servers) {
+  const bool apart = !config.peers.listen.empty();
+  if (!apart) services.push_back(links);
+  StartServer(config, services, certificates, &servers->members);
+  if (apart) StartServer(config, {links}, certificates, &servers->links);
+  return servers->members.server != nullptr && (!apart || servers->links.server != nullptr);
+}
+
 // Ends the node after its running updates. An update ends or meets its own deadline, which
 // max_duration bounds; a second signal aborts it.
-void DrainNode(const Config& config, const sigset_t& signals, bool devices_lost, Node* node) {
+void DrainNode(const Config& config, sigset_t signals, bool devices_lost, Node* node) {
+  sigdelset(&signals, SIGHUP);  // ends nothing, so it is no second signal
   node->Drain();
   std::atomic<bool> finished{false};
   std::thread second([&] {
@@ -322,14 +421,13 @@ void DrainNode(const Config& config, const sigset_t& signals, bool devices_lost,
 
 // Serves until a signal or the loss of the GPUs, then drains.
 void ServeUntilSignal(const Config& config, const sigset_t& signals, const DeviceLoss& loss,
-                      const std::vector<std::string>& listeners, const Sockets& sockets,
-                      grpc::Server* server, Node* node) {
+                      const std::vector<std::string>& listeners, CertificateStore* certificates,
+                      const Sockets& sockets, const Servers& servers, Node* node) {
   sockets.Start();
   ServiceManager manager([node] { return node->Alive(); });
   LogInfo("refitd {} listening on {}, pid {}", kVersion, fmt::join(listeners, ", "), getpid());
   manager.Ready("serving");
-  int signal_number = 0;
-  sigwait(&signals, &signal_number);
+  const int signal_number = AwaitEnd(signals, certificates);
   // A process never gets a lost context back, and work that hangs on a GPU may go on while the
   // process lives; a new process has neither problem. Run exits as failed, so that the service
   // manager starts one.
@@ -340,10 +438,10 @@ void ServeUntilSignal(const Config& config, const sigset_t& signals, const Devic
     LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
   }
   manager.Stopping("draining");
-  server->GetHealthCheckService()->SetServingStatus(false);
+  servers.StopServing();
   DrainNode(config, signals, lost, node);
   sockets.Stop();
-  server->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
+  servers.Shutdown();
   LogInfo("drained");
 }
 
@@ -353,6 +451,7 @@ int Run(const Invocation& invocation) {
 
   // Changes the environment, so it must come before any thread.
   LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
+  RequireTls13();
   // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
   const sigset_t signals = BlockSignals();
 
@@ -362,42 +461,45 @@ int Run(const Invocation& invocation) {
   NodeOptions options = NodeOptionsOf(config);
   options.observer = &metrics;
   std::unique_ptr<Wire> wire = MakeHostWire(config);
+  const auto certificates = LoadOwnCertificates(config);
+  if (!certificates.ok()) {
+    LogError("tls: {}", Message(certificates.status()));
+    return kExitUsage;
+  }
   const auto loss = std::make_shared<DeviceLoss>();
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
   LogInfo("cuda: {}", options.cuda.detail);
-  Node node(std::move(options), std::move(transport), processes->get(), std::move(wire), DialPeer);
+  Node node(std::move(options), std::move(transport), processes->get(), std::move(wire),
+            MakeDialer(config, certificates->get()));
 
   PeerTable peers;
-  const Door door(&peers, config.access);
+  const bool tls = *certificates != nullptr;
+  const Door door(&peers, config.access, tls);
   TrainerService trainers(&node, &door);
   EngineService engines(&node, &door);
   OperatorService operators(&node, &door);
-  PeerService peer_links(&node, config.limits.message_bytes);
+  PeerService peer_links(&node, config.limits.message_bytes, {tls, config.peers.identity});
 
-  std::unique_ptr<grpc::Server> server;
+  Servers servers;
   Sockets sockets;
-  if (absl::Status status = Listen(config, &peers, server, &node, &sockets); !status.ok()) {
+  if (absl::Status status = Listen(config, &peers, servers, &node, &sockets); !status.ok()) {
     return Fail(status);
   }
-  auto tcp_loops = ListenOnTcp(config, [&tcp = sockets.tcp](UniqueFd fd) {
-    TcpAcceptor::NewConnectionParameters connection;
-    connection.fd = fd.Release();
-    tcp->HandleNewConnection(&connection);
-  });
-  if (!tcp_loops.ok()) {
-    LogError("can't listen on {}", Message(tcp_loops.status()));
+  if (absl::Status status = ListenOnTcp(config, servers, &sockets); !status.ok()) {
+    LogError("can't listen on {}", Message(status));
     return kExitInUse;
   }
-  sockets.tcp_loops = *std::move(tcp_loops);
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       StartMetrics(config, &metrics, &node);
   if (!metrics_server.ok()) return Fail(metrics_server.status());
-  server = StartServer(config, {&trainers, &engines, &operators, &peer_links}, &sockets.tcp);
-  if (server == nullptr) return Fail(absl::InternalError("the gRPC server does not start"));
+  if (!StartServers(config, {&trainers, &engines, &operators}, &peer_links, certificates->get(),
+                    &servers)) {
+    return Fail(absl::InternalError("the gRPC server does not start"));
+  }
   std::vector<std::string> listeners = ListenersOf(config, sockets);
   if (*metrics_server != nullptr) listeners.push_back("metrics:" + (*metrics_server)->address());
   node.SetListeners(listeners);
-  ServeUntilSignal(config, signals, *loss, listeners, sockets, server.get(), &node);
+  ServeUntilSignal(config, signals, *loss, listeners, certificates->get(), sockets, servers, &node);
   return loss->why().ok() ? kExitOk : kExitFailure;
 }
 

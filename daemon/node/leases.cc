@@ -66,6 +66,13 @@ absl::StatusOr<MemberRecord*> Leases::Authenticate(const std::string& token, con
       (!peer.credentials.has_value() || peer.credentials->uid != member.peer.credentials->uid)) {
     return absl::PermissionDeniedError("lease.token: the lease belongs to another user");
   }
+  if (member.peer.identity != peer.identity) {
+    return Error(absl::StatusCode::kPermissionDenied,
+                 "lease.token: the lease belongs to {}, the caller is {}",
+                 member.peer.identity.empty() ? "a member without a certificate"
+                                              : "'" + member.peer.identity + "'",
+                 peer.identity.empty() ? "without a certificate" : "'" + peer.identity + "'");
+  }
   return &member;
 }
 

@@ -38,8 +38,9 @@ class Leases {
   size_t size() const { return members_.size(); }
   const std::map<MemberId, MemberRecord>& all() const { return members_; }
 
-  // The member whose lease the token is. UNAUTHENTICATED: no lease has it. PERMISSION_DENIED: the
-  // lease was taken over a unix socket, and another user presents it (P9).
+  // The member whose lease the token is. UNAUTHENTICATED: no lease has it. PERMISSION_DENIED (P9):
+  // the lease was taken over a unix socket, and another user presents it; or it was taken with a
+  // certificate, and somebody of another identity, or of none, presents it.
   absl::StatusOr<MemberRecord*> Authenticate(const std::string& token, const Peer& peer);
 
   // Whether the group has a member on any GPU, or on the given GPU.

@@ -102,6 +102,28 @@ TEST_CASE("a lease that was taken over a unix socket works for the same user onl
   CHECK(leases.Authenticate(over_tcp, {}).ok());
 }
 
+TEST_CASE("a lease that was taken with a certificate works for the same identity only") {
+  Leases leases;
+  const auto of = [](const std::string& identity) {
+    Peer peer;
+    peer.identity = identity;
+    return peer;
+  };
+  MemberRecord record = Rank(1);
+  record.peer = of("spiffe://prod/a");
+  const std::string token = leases.Add(std::move(record))->token;
+  CHECK(leases.Authenticate(token, of("spiffe://prod/a")).ok());
+  CHECK(leases.Authenticate(token, of("spiffe://prod/b")).status().code() ==
+        absl::StatusCode::kPermissionDenied);
+  CHECK(leases.Authenticate(token, {}).status().code() == absl::StatusCode::kPermissionDenied);
+  CHECK(leases.Authenticate(token, OfUser(0)).status().code() ==
+        absl::StatusCode::kPermissionDenied);
+
+  const std::string in_the_clear = leases.Add(Rank(2))->token;
+  CHECK(leases.Authenticate(in_the_clear, of("spiffe://prod/a")).status().code() ==
+        absl::StatusCode::kPermissionDenied);
+}
+
 TEST_CASE("which GPUs a group has members on is told of that group alone") {
   Leases leases;
   leases.Add(Rank(1, "a", 3));

@@ -21,10 +21,11 @@
 
 namespace refitd {
 
-// The process at the other end of a connection: known from the kernel on a unix socket, unknown on
-// TCP.
+// The process at the other end of a connection: known from the kernel on a unix socket, from its
+// certificate over TLS, unknown on TCP without TLS.
 struct Peer {
   std::optional<PeerCredentials> credentials;
+  std::string identity{};  // of the certificate; empty: no TLS
 };
 
 // Memory that a member shares with this daemon.

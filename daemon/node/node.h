@@ -221,7 +221,8 @@ class Node : public DescriptorHandler,
   void Finish(TimePoint deadline);
   // Makes Finish wait no longer for running updates.
   void Hurry();
-  // Sets the listeners that status shows, as "unix:PATH" or "tcp:HOST:PORT".
+  // Sets the listeners that status shows, as "unix:PATH", "tcp:HOST:PORT" or
+  // "peers:HOST:PORT".
   void SetListeners(std::vector<std::string> listeners);
   // Whether the mutex can be had; for the watchdog.
   bool Alive();

@@ -267,6 +267,9 @@ void Node::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
   const MemberId member = record.id;
   record.incarnation = groups_.Find(record.group)->machine->incarnation();
   MemberRecord& m = *leases_.Add(std::move(record));
+  if (!m.peer.identity.empty()) {
+    LogInfo("group {}: member {} attaches as {}", m.group, member.value(), m.peer.identity);
+  }
   // P8: if a killed process has a forked child that keeps the socket, no end of stream comes.
   if (m.peer.credentials.has_value() && m.peer.credentials->pid != 0) {
     absl::StatusOr<WatchHandle> watch = processes_->Watch(

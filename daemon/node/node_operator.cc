@@ -329,6 +329,7 @@ absl::StatusOr<v1::ListMembersResponse> Node::ListMembers(const v1::ListMembersR
       const MemberRecord* const record = leases_.Find(view.id);
       if (record == nullptr) continue;
       if (record->peer.credentials.has_value()) member->set_uid(record->peer.credentials->uid);
+      member->set_identity(record->peer.identity);
       member->set_client(record->client);
       member->set_device(record->device);
       for (const auto& [id, region] : record->regions) {

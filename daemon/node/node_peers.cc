@@ -16,8 +16,11 @@ namespace refitd {
 // The coordinator's address; empty: this daemon.
 std::string Node::CoordinatorOf(const std::string& address) const {
   if (address.empty()) return "";
-  const std::string own = "tcp:" + address;
-  if (std::find(listeners_.begin(), listeners_.end(), own) != listeners_.end()) return "";
+  for (const char* kind : {"tcp:", "peers:"}) {
+    if (std::find(listeners_.begin(), listeners_.end(), kind + address) != listeners_.end()) {
+      return "";
+    }
+  }
   if (address == options_.advertise) return "";
   return address;
 }
@@ -32,7 +35,9 @@ absl::StatusOr<GroupRecord*> Node::Follow(const std::string& name, const std::st
                                           const std::optional<v1::GroupSpec>& spec, Turn& turn) {
   if (!dialler_.can_join()) {
     return Error(absl::StatusCode::kFailedPrecondition,
-                 "coordinator: '{}': this daemon joins no others", address);
+                 "coordinator: '{}': this daemon joins no others (a link takes tls, or "
+                 "listen.insecure)",
+                 address);
   }
   if (spec.has_value()) REFITD_RETURN_IF_ERROR(CheckSpec(*spec, spec_limits_).status());
   if (GroupRecord* found = groups_.Find(name); found != nullptr) {

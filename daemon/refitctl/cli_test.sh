@@ -38,7 +38,9 @@ expect 3 "$none" --socket "$none" status
 expect 3 "$none" --socket "$none" groups
 expect 3 "$none" --socket "$none" members
 expect 3 "$none" --socket "$none" watch --until-idle
-expect 3 '127.0.0.1:1' --address 127.0.0.1:1 status
+expect 3 '127.0.0.1:1' --address 127.0.0.1:1 --insecure status
+expect 1 'takes certificates' --address 127.0.0.1:1 status
+expect 1 'tls_key is empty' --address 127.0.0.1:1 --tls-certificate /nowhere status
 expect 1 "$folder: neither model.safetensors" --socket "$none" push "$folder" --group g
 expect 1 "$folder: neither model.safetensors" --socket "$none" engine --group g --checkpoint "$folder" --instance i
 expect 1 "$folder/none" validate "$folder/none"

@@ -115,9 +115,8 @@ class ReferenceEngine {
 
   absl::Status Attach(const GlobalOptions& global) {
     client::EngineOptions attach;
-    attach.connect.socket = SocketOf(global);
+    attach.connect = ConnectOf(global);
     attach.connect.group = options_.group;
-    attach.connect.wait = global.timeout();
     attach.connect.client = "refitctl engine";
     attach.connect.coordinator = options_.coordinator;
     attach.connect.reattach =

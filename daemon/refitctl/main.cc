@@ -2,6 +2,7 @@
 
 #include "daemon/process/version.h"
 #include "daemon/refitctl/command.h"
+#include "transport/tls/grpc_credentials.h"
 
 namespace refitd::refitctl {
 namespace {
@@ -18,7 +19,21 @@ int Run(int argc, char** argv) {
   app.add_option("--socket", global.socket,
                  "The daemon's unix socket (default /run/refitd/refitd.sock)")
       ->envname("REFITD_SOCKET");
-  app.add_option("--address", global.address, "The daemon's HOST:PORT; goes before the socket");
+  app.add_option("--address", global.address, "The daemon's HOST:PORT; goes before the socket")
+      ->envname("REFITD_ADDRESS");
+  app.add_option("--tls-certificate", global.tls.certificate,
+                 "With --address: PEM file of your certificate and its chain")
+      ->envname("REFITD_TLS_CERTIFICATE");
+  app.add_option("--tls-key", global.tls.key, "PEM file of its private key")
+      ->envname("REFITD_TLS_KEY");
+  app.add_option("--tls-roots", global.tls.roots, "PEM file of the roots that sign daemons")
+      ->envname("REFITD_TLS_ROOTS");
+  app.add_option("--tls-server", global.tls.server,
+                 "Who the daemon must be, such as spiffe://DOMAIN/refitd/* (default: its "
+                 "certificate is for the host)")
+      ->envname("REFITD_TLS_SERVER");
+  app.add_flag("--insecure", global.insecure, "With --address: TCP without TLS")
+      ->envname("REFITD_INSECURE");
   app.add_option("--timeout", global.timeout_seconds,
                  "Seconds to wait for the daemon and each of its answers (default 10)")
       ->check(CLI::Range(0.001, 86'400.0));
@@ -46,4 +61,7 @@ int Run(int argc, char** argv) {
 }  // namespace
 }  // namespace refitd::refitctl
 
-int main(int argc, char** argv) { return refitd::refitctl::Run(argc, argv); }
+int main(int argc, char** argv) {
+  refitd::RequireTls13();
+  return refitd::refitctl::Run(argc, argv);
+}

@@ -8,46 +8,65 @@
 namespace refitd::refitctl {
 namespace {
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target) {
+constexpr std::chrono::seconds kWhyLimit{2};
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const client::Target& target) {
+  REFITD_ASSIGN_OR_RETURN(const auto credentials, client::CredentialsOf(target));
   grpc::ChannelArguments arguments;
   // A local daemon that starts should be found at once, not after gRPC's first backoff of a second.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  // gRPC takes it as the limit of one attempt as well, over TCP with a TLS handshake.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, target.tcp ? 10'000 : 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
   // Proxies of the environment are meant for the web.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   // The status of many groups can exceed gRPC's default.
   arguments.SetMaxReceiveMessageSize(64 << 20);
-  return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
+  return grpc::CreateCustomChannel(target.uri(), credentials, arguments);
 }
 
 }  // namespace
 
-std::string SocketOf(const GlobalOptions& options) {
-  return options.socket.empty() ? client::kDefaultSocket : options.socket;
+client::ConnectOptions ConnectOf(const GlobalOptions& options) {
+  client::ConnectOptions connect;
+  connect.socket = options.socket;
+  connect.address = options.address;
+  connect.tls = options.tls;
+  connect.insecure = options.insecure;
+  connect.wait = options.timeout();
+  return connect;
 }
 
-absl::Status StatusOfCall(const grpc::Status& status, const std::string& target) {
+absl::Status StatusOfCall(const grpc::Status& status, const client::Target& target) {
   if (status.ok()) return absl::OkStatus();
   const auto code = static_cast<absl::StatusCode>(status.error_code());
   if (code == absl::StatusCode::kUnavailable) {
-    return Error(code, "no daemon answers at {}: {}", target, status.error_message());
+    const absl::Status why =
+        client::WhyNoAnswer(target, std::chrono::steady_clock::now() + kWhyLimit);
+    if (absl::IsUnauthenticated(why)) return why;
+    return Error(code, "no daemon answers at {}: {}", target.name, status.error_message());
   }
   if (code == absl::StatusCode::kDeadlineExceeded) {
-    return Error(code, "{}: {}", target, status.error_message());
+    return Error(code, "{}: {}", target.name, status.error_message());
   }
   return absl::Status(code, status.error_message());
 }
 
-OperatorClient::OperatorClient(const GlobalOptions& options)
-    : target_(options.address.empty() ? client::UnixTarget(SocketOf(options)) : options.address),
-      timeout_(options.timeout()),
-      stub_(v1::Operator::NewStub(MakeChannel(target_))) {}
+OperatorClient::OperatorClient(const GlobalOptions& options) : timeout_(options.timeout()) {
+  const absl::StatusOr<client::Target> target = client::TargetOf(ConnectOf(options));
+  ready_ = target.status();
+  if (!target.ok()) return;
+  target_ = *target;
+  const auto channel = MakeChannel(target_);
+  ready_ = channel.status();
+  if (channel.ok()) stub_ = v1::Operator::NewStub(*channel);
+}
 
 template <typename Request, typename Response>
 absl::StatusOr<Response> OperatorClient::Call(
     grpc::Status (v1::Operator::Stub::*method)(grpc::ClientContext*, const Request&, Response*),
     const Request& request, bool wait_for_ready) const {
+  REFITD_RETURN_IF_ERROR(ready_);
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() + timeout_);
   context.set_wait_for_ready(wait_for_ready);

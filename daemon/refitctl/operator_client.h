@@ -11,6 +11,8 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "client/target.h"
+#include "client/types.h"
 #include "refitd/v1/operator.grpc.pb.h"
 
 namespace refitd::refitctl {
@@ -19,6 +21,8 @@ namespace refitd::refitctl {
 struct GlobalOptions {
   std::string socket;   // empty: kDefaultSocket
   std::string address;  // "host:port"; empty: use the socket
+  client::TlsOptions tls;
+  bool insecure = false;
   double timeout_seconds = 10;
   bool json = false;
 
@@ -27,16 +31,16 @@ struct GlobalOptions {
   }
 };
 
-// The socket's path, with the default filled in.
-std::string SocketOf(const GlobalOptions& options);
+// Where and how a member of refitctl connects: socket, address, certificates.
+client::ConnectOptions ConnectOf(const GlobalOptions& options);
 
 // Message and code of `status`, which came from `target`. If the daemon did not answer, the message
-// says that it can't be reached.
-absl::Status StatusOfCall(const grpc::Status& status, const std::string& target);
+// says that it can't be reached, and why.
+absl::Status StatusOfCall(const grpc::Status& status, const client::Target& target);
 
 class OperatorClient {
  public:
-  // Connects at the first call.
+  // Connects at the first call. If the options are wrong, every call says so.
   explicit OperatorClient(const GlobalOptions& options);
 
   // With `wait_for_ready` a call waits until the deadline for the daemon to appear. Without it the
@@ -49,9 +53,10 @@ class OperatorClient {
       const std::string& group) const;
   absl::StatusOr<v1::CreateGroupResponse> CreateGroup(const v1::CreateGroupRequest& request) const;
 
-  // For streams, whose caller sets up the context.
+  // For streams, whose caller sets up the context and asks for `ready` before.
+  absl::Status ready() const { return ready_; }
   v1::Operator::Stub& stub() const { return *stub_; }
-  const std::string& target() const { return target_; }
+  const client::Target& target() const { return target_; }
 
  private:
   template <typename Request, typename Response>
@@ -61,7 +66,8 @@ class OperatorClient {
                                 const Request& request, bool wait_for_ready) const;
 
   // Constant after construction.
-  std::string target_;
+  absl::Status ready_;
+  client::Target target_;
   std::chrono::milliseconds timeout_;
   std::unique_ptr<v1::Operator::Stub> stub_;
 };

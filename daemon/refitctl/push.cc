@@ -413,9 +413,8 @@ absl::Status WaitForInstances(const GlobalOptions& global, const PushOptions& op
 
 client::TrainerOptions AttachOptions(const GlobalOptions& global, const PushOptions& options) {
   client::TrainerOptions attach;
-  attach.connect.socket = SocketOf(global);
+  attach.connect = ConnectOf(global);
   attach.connect.group = options.group;
-  attach.connect.wait = global.timeout();
   attach.connect.client = "refitctl push";
   attach.connect.coordinator = options.coordinator;
   if (options.create) {

@@ -55,6 +55,7 @@ int RunWatch(const GlobalOptions& global, const WatchOptions& options) {
   request.set_interval_ms(options.interval_ms != 0 ? options.interval_ms
                           : columns                ? kTerminalIntervalMs
                                                    : kLogIntervalMs);
+  if (const absl::Status status = client.ready(); !status.ok()) return Fail(status);
   const auto reader = client.stub().WatchUpdates(&context, request);
   UpdateBoard board;
   Screen screen(columns);

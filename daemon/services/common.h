@@ -25,6 +25,7 @@
 #include "daemon/sockets/peer_credentials.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/tls/grpc_credentials.h"
 
 namespace refitd {
 
@@ -34,15 +35,22 @@ inline grpc::Status ToGrpc(const absl::Status& status) {
   return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
 }
 
-// Decides who may call (P9): peers on unix sockets that the access rule lets in, and all peers on
-// TCP, since the daemon listens on TCP only if its configuration says so. Immutable, thread-safe.
+// Decides who may call (P9): peers on unix sockets that the access rule lets in; over TCP with TLS
+// all whose certificate gives an identity; over TCP without TLS everybody, since the daemon listens
+// there only if its configuration says `insecure`. Immutable, thread-safe.
 class Door {
  public:
-  Door(const PeerTable* peers, AccessRule rule) : peers_(peers), rule_(std::move(rule)) {}
+  // `tls`: TCP is served with TLS.
+  Door(const PeerTable* peers, AccessRule rule, bool tls = false)
+      : peers_(peers), rule_(std::move(rule)), tls_(tls) {}
 
   absl::StatusOr<Peer> Admit(const grpc::ServerContextBase& context) const {
     const std::string peer = context.peer();
-    if (peer.rfind("ipv4:", 0) == 0 || peer.rfind("ipv6:", 0) == 0) return Peer{};
+    if (peer.rfind("ipv4:", 0) == 0 || peer.rfind("ipv6:", 0) == 0) {
+      if (!tls_) return Peer{};
+      REFITD_ASSIGN_OR_RETURN(std::string identity, CallerIdentity(context));
+      return Peer{.credentials = std::nullopt, .identity = std::move(identity)};
+    }
     std::optional<PeerCredentials> credentials = peers_->Lookup(peer);
     if (!credentials.has_value())
       return absl::PermissionDeniedError("the peer's credentials are unknown");
@@ -53,6 +61,7 @@ class Door {
  private:
   const PeerTable* const peers_;
   const AccessRule rule_;
+  const bool tls_;
 };
 
 // The payload of an OK reply. The group's machine (Follower) has compared other daemons' answers

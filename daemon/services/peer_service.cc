@@ -21,6 +21,7 @@
 #include "proto/protocol.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/tls/grpc_credentials.h"
 
 namespace refitd {
 namespace {
@@ -237,14 +238,16 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
 // The reactor of one link. Deletes itself.
 class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer> {
  public:
-  LinkReactor(PeerAcceptor* acceptor, int64_t message_bytes, grpc::CallbackServerContext* context)
+  LinkReactor(PeerAcceptor* acceptor, int64_t message_bytes, const LinkRule& rule,
+              grpc::CallbackServerContext* context)
       : acceptor_(acceptor),
         context_(context),
         address_(TcpAddress(context->peer())),
         session_(std::make_shared<Session>(this, message_bytes)) {
-    if (address_.empty()) {
-      session_->End(Error(StatusCode::kPermissionDenied,
-                          "daemons link over TCP, not over a socket for clients"));
+    if (absl::Status status = Admit(rule); !status.ok()) {
+      LogWarning("link from {} refused: {}", address_.empty() ? "a unix socket" : address_,
+                 Message(status));
+      session_->End(std::move(status));
       return;
     }
     session_->AwaitHello();
@@ -269,6 +272,19 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   void GiveUp() { context_->TryCancel(); }
 
  private:
+  absl::Status Admit(const LinkRule& rule) {
+    if (address_.empty()) {
+      return Error(StatusCode::kPermissionDenied,
+                   "daemons link over TCP, not over a socket for clients");
+    }
+    if (!rule.tls) return absl::OkStatus();
+    REFITD_ASSIGN_OR_RETURN(identity_, CallerIdentity(*context_));
+    if (rule.identity.empty() || MatchesIdentity(rule.identity, identity_)) return absl::OkStatus();
+    return Error(StatusCode::kPermissionDenied,
+                 "'{}' is no daemon here: it does not match peers.identity \"{}\"", identity_,
+                 rule.identity);
+  }
+
   absl::Status Take() {
     if (!greeted_) {
       REFITD_RETURN_IF_ERROR(CheckPeerHello(message_));
@@ -277,6 +293,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
       const v1::PeerHello& hello = message_.hello();
       newer_ = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "hello.protocol")->newer;
       name_ = fmt::format("group {}: daemon {} at {}", hello.group(), hello.daemon_id(), address_);
+      if (!identity_.empty()) LogInfo("{} is {}", name_, identity_);
       acceptor_->Hello(std::move(*message_.mutable_hello()), address_, session_);
       return absl::OkStatus();
     }
@@ -305,6 +322,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
   PeerAcceptor* const acceptor_;
   grpc::CallbackServerContext* const context_;
   const std::string address_;
+  std::string identity_;  // of its certificate; empty: no TLS
   const std::shared_ptr<Session> session_;
   v1::PeerMessage message_;
   std::optional<ReportDecoder> decoder_;
@@ -336,7 +354,7 @@ void Session::Pump() {
 
 grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* PeerService::Link(
     grpc::CallbackServerContext* context) noexcept {
-  return new LinkReactor(acceptor_, message_bytes_, context);
+  return new LinkReactor(acceptor_, message_bytes_, rule_, context);
 }
 
 }  // namespace refitd

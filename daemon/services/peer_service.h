@@ -5,21 +5,28 @@
 #include <grpcpp/grpcpp.h>
 
 #include <cstdint>
+#include <string>
+#include <utility>
 
 #include "daemon/link/peer_link.h"
 #include "refitd/v1/peer.grpc.pb.h"
 
 namespace refitd {
 
+// Which daemons may link (P9).
+struct LinkRule {
+  bool tls = false;        // links come over TLS; else the configuration says `insecure`
+  std::string identity{};  // with `tls`: a pattern that a daemon's identity must match; empty: any
+};
+
 // `acceptor` must outlive the server. `message_bytes`: as in the server's SetMaxReceiveMessageSize.
-// Callers come over TCP, which the daemon serves only if its configuration says so (P9). Callers on
-// a unix socket are clients and are refused. Thread-safe.
+// Callers on a unix socket are clients and are refused. Thread-safe.
 //
 // Like any server, it must be shut down with a deadline, since links do not end by themselves.
 class PeerService final : public v1::Peer::CallbackService {
  public:
-  PeerService(PeerAcceptor* acceptor, int64_t message_bytes)
-      : acceptor_(acceptor), message_bytes_(message_bytes) {}
+  PeerService(PeerAcceptor* acceptor, int64_t message_bytes, LinkRule rule = {})
+      : acceptor_(acceptor), message_bytes_(message_bytes), rule_(std::move(rule)) {}
 
   grpc::ServerBidiReactor<v1::PeerMessage, v1::PeerAnswer>* Link(
       grpc::CallbackServerContext* context) noexcept override;
@@ -27,6 +34,7 @@ class PeerService final : public v1::Peer::CallbackService {
  private:
   PeerAcceptor* const acceptor_;
   const int64_t message_bytes_;
+  const LinkRule rule_;
 };
 
 }  // namespace refitd

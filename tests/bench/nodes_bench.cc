@@ -263,11 +263,11 @@ int Main(int argc, char** argv) {
   nodes.far.socket = dir + "/b.sock";
   {
     Child a({refitd, "--listen-unix", nodes.socket_a, "--listen-tcp", "127.0.0.1:0", "--daemon-id",
-             "a", "--log-level", "warning"},
+             "a", "--log-level", "warning", "--insecure"},
             false);
-    Child b(
-        {refitd, "--listen-unix", nodes.far.socket, "--daemon-id", "b", "--log-level", "warning"},
-        false);
+    Child b({refitd, "--listen-unix", nodes.far.socket, "--daemon-id", "b", "--log-level",
+             "warning", "--insecure"},
+            false);
     constexpr std::string_view kTcp = "tcp:";
     const v1::GetStatusResponse answer = StatusOf(nodes.socket_a);
     for (const std::string& listener : answer.listeners()) {

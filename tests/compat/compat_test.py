@@ -138,7 +138,7 @@ class DaemonTest(unittest.TestCase):
             self.assertIn("speaks versions 0 to 0, this daemon speaks 1 to 2", refused.exception.details())
 
     def test_a_daemon_of_the_release_before_joins_it(self):
-        with Daemon("--listen-tcp", "127.0.0.1:0", "--daemon-id", "new") as daemon:
+        with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "new") as daemon:
             with daemon.channel() as local, grpc.insecure_channel(listener_of(daemon)) as channel:
                 link = Stream(self, None)
                 hello = peer_pb2.PeerHello(
@@ -186,7 +186,7 @@ class DaemonTest(unittest.TestCase):
 
     def test_it_joins_a_coordinator_of_the_release_before(self):
         coordinator = OldCoordinator(self)
-        with Daemon("--daemon-id", "new") as daemon, daemon.channel() as channel:
+        with Daemon("--insecure", "--daemon-id", "new") as daemon, daemon.channel() as channel:
             engine = self.engine(channel, "policy", coordinator.address)
             link = coordinator.link()
             attached = link.next("attach")

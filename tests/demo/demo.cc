@@ -119,7 +119,8 @@ class Demo {
     REFITD_ASSIGN_OR_RETURN(work_, WorkFolder::Make());
     nodes_[kNodeA].id = "node-a";
     nodes_[kNodeA].role = "coordinator, trainer";
-    nodes_[kNodeA].flags = {"--listen-tcp", "127.0.0.1:0"};
+    nodes_[kNodeA].flags = {"--listen-tcp", "127.0.0.1:0", "--insecure"};
+    nodes_[kNodeB].flags = {"--insecure"};
     nodes_[kNodeB].id = "node-b";
     nodes_[kNodeB].role = "joined";
     for (NodeDaemon& node : nodes_) {

@@ -444,7 +444,7 @@ class PlantedTest(unittest.TestCase):
     def test_a_control_plane_open_to_the_network(self):
         def plant(r):
             data = of_kind(r, "ConfigMap")[0]["data"]
-            data["refitd.textproto"] = data["refitd.textproto"].replace("listen {", 'listen { tcp: "0.0.0.0:7070"', 1)
+            data["refitd.textproto"] = data["refitd.textproto"].replace("listen {", 'listen { tcp: "0.0.0.0:7070" insecure: true', 1)
         self.assert_found(plant, "the control plane listens on")
         self.assert_found(lambda r: r.remove(of_kind(r, "NetworkPolicy")[0]), "no network policy guards it",
                           "base with probes of gRPC")

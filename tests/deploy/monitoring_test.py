@@ -99,7 +99,7 @@ class DaemonTest(unittest.TestCase):
         """Gives what waits for a pattern in its log."""
         log = socket + ".log"
         with open(log, "w") as errors:
-            daemon = subprocess.Popen([REFITD, "--listen-unix", socket, "--daemon-id", os.path.basename(socket), *flags],
+            daemon = subprocess.Popen([REFITD, "--listen-unix", socket, "--daemon-id", os.path.basename(socket), "--insecure", *flags],
                                       stderr=errors)
         self.addCleanup(lambda: (daemon.kill(), daemon.wait()))
         self.wait_for(daemon, log, "(listening) on")

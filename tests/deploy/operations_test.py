@@ -17,6 +17,11 @@ BY_HAND = {
     "metrics.listen": "off",
     "daemon_id": "the host's name",
     "peers.advertise": "none",
+    "peers.listen": "none",
+    "peers.identity": "none",
+    "tls.certificate": "none",
+    "tls.key": "none",
+    "tls.roots": "none",
     "cuda.nccl_library": "searched for",
 }
 

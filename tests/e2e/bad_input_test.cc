@@ -1099,7 +1099,7 @@ TEST_CASE(
   CHECK_THAT(exit.errors,
              Catch::Contains(s.daemon.socket()) && Catch::Contains(std::to_string(s.daemon.pid())));
   TempFolder folder;
-  exit = RunDaemon({"--listen-unix=" + (folder / "s"), "--listen-tcp=" + tcp});
+  exit = RunDaemon({"--listen-unix=" + (folder / "s"), "--listen-tcp=" + tcp, "--insecure"});
   CHECK(exit.code == 3);
   CHECK_THAT(exit.errors, Catch::Contains(tcp));
   REQUIRE_OK(s.trainer.Begin(5));

@@ -194,15 +194,31 @@ TempFolder::TempFolder() {
 
 TempFolder::~TempFolder() { std::filesystem::remove_all(path_); }
 
+// Tests that are not about TLS run as a laboratory does.
+static bool InTheClear(const std::vector<std::string>& flags) {
+  return std::none_of(flags.begin(), flags.end(), [](const std::string& flag) {
+    return flag.starts_with("--tls-") || flag.starts_with("--insecure");
+  });
+}
+
 Daemon::Daemon(std::vector<std::string> flags, std::vector<std::string> launcher)
     : socket_(folder_ / "refitd.sock"), flags_(std::move(flags)), launcher_(std::move(launcher)) {
   Start();
+}
+
+// The address of the first listener of a kind; empty: there is none.
+static std::string ListenerOf(const v1::GetStatusResponse& status, std::string_view kind) {
+  for (const std::string& listener : status.listeners()) {
+    if (listener.rfind(kind, 0) == 0) return listener.substr(kind.size());
+  }
+  return "";
 }
 
 void Daemon::Start() {
   std::vector<std::string> argv = launcher_;
   argv.insert(argv.end(), {BinaryPath("daemon/refitd"), "--listen-unix=" + socket_});
   argv.insert(argv.end(), flags_.begin(), flags_.end());
+  if (InTheClear(flags_)) argv.push_back("--insecure");
   process_ = std::make_unique<Process>(argv);
   const std::shared_ptr<grpc::Channel> channel = Connect();
   operator_ = v1::Operator::NewStub(channel);
@@ -212,13 +228,9 @@ void Daemon::Start() {
   const grpc::Status status = Call(&v1::Operator::Stub::GetStatus, v1::GetStatusRequest()).status;
   if (!listens || !status.ok())
     throw std::runtime_error("refitd: " + status.error_message() + "\n" + log());
-  constexpr std::string_view kTcp = "tcp:";
   const v1::GetStatusResponse running = Status();
-  for (const std::string& listener : running.listeners()) {
-    if (listener.rfind(kTcp, 0) != 0) continue;
-    address_ = listener.substr(kTcp.size());
-    break;
-  }
+  address_ = ListenerOf(running, "tcp:");
+  links_ = ListenerOf(running, "peers:");
   // A restarted daemon must be found at the same address.
   for (std::string& flag : flags_) {
     if (flag.rfind("--listen-tcp=", 0) != 0) continue;

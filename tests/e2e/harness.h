@@ -80,8 +80,8 @@ class TempFolder {
 class Daemon {
  public:
   // Starts and waits until the daemon answers; throws std::runtime_error with its log if it does
-  // not. `launcher`: a command, with options, that ends by executing the command line after it
-  // (nsenter, prlimit).
+  // not. Adds --insecure unless a flag is about TLS or says --insecure itself. `launcher`: a
+  // command, with options, that ends by executing the command line after it (nsenter, prlimit).
   explicit Daemon(std::vector<std::string> flags = {}, std::vector<std::string> launcher = {});
 
   const std::string& socket() const { return socket_; }
@@ -90,6 +90,8 @@ class Daemon {
   // HOST:PORT of its first TCP listener, by which members name it as coordinator; empty: it has
   // none.
   const std::string& address() const { return address_; }
+  // The same of its first listener for links alone.
+  const std::string& links() const { return links_; }
   // Each call makes a new connection.
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(socket_); }
 
@@ -132,6 +134,7 @@ class Daemon {
   std::vector<std::string> flags_;
   const std::vector<std::string> launcher_;
   std::string address_;
+  std::string links_;
   std::unique_ptr<Process> process_;
   std::unique_ptr<v1::Operator::Stub> operator_;
 };

@@ -165,7 +165,7 @@ std::vector<std::string> Flags(const std::string& id) {
 }
 std::vector<std::string> CoordinatorFlags() {
   std::vector<std::string> flags = Flags("alpha");
-  flags.insert(flags.end(), {fmt::format("--listen-tcp={}", kCoordinator), "--insecure"});
+  flags.insert(flags.end(), {fmt::format("--listen-tcp={}", kCoordinator)});
   return flags;
 }
 

@@ -55,6 +55,12 @@ constexpr std::array kSettings = {"listen-unix",
                                   "cuda-nccl",
                                   "cuda-nccl-library",
                                   "metrics-listen",
+                                  "metrics-insecure",
+                                  "tls-certificate",
+                                  "tls-key",
+                                  "tls-roots",
+                                  "peers-listen",
+                                  "peers-identity",
                                   "daemon-id",
                                   "advertise",
                                   "data-interface",
@@ -79,23 +85,23 @@ bool InRange(int64_t value, int64_t least, int64_t most) { return value >= least
 bool IsWait(Duration duration) { return duration > Duration(0) && duration <= kMaxLimitDuration; }
 bool HasNul(const std::string& text) { return text.find('\0') != std::string::npos; }
 
-void CheckAddress(const std::string& address, bool insecure) {
-  REFITD_CHECK(!HasNul(address));
-  const std::string host = address.substr(0, address.rfind(':'));
-  // All names for loopback begin like this, or are zeros and a one.
-  REFITD_CHECK(insecure || host == "localhost" || host.starts_with("127.") ||
-               (host.starts_with("[") &&
-                host.find_first_not_of("[]:01.ABCDEFabcdef27") == std::string::npos));
-}
-
 void CheckAccepted(const Config& config) {
   const ListenConfig& listen = config.listen;
   REFITD_CHECK(!listen.unix_path.empty() && listen.unix_path[0] == '/');
   REFITD_CHECK(listen.unix_path.size() <= kMaxUnixPathBytes && !HasNul(listen.unix_path));
   REFITD_CHECK(listen.unix_mode <= 0777);
   REFITD_CHECK(listen.tcp.size() <= static_cast<size_t>(kMaxTcpListeners));
-  for (const std::string& address : listen.tcp) CheckAddress(address, listen.insecure);
-  if (!config.metrics.listen.empty()) CheckAddress(config.metrics.listen, listen.insecure);
+  for (const auto* addresses : {&listen.tcp, &config.peers.listen}) {
+    for (const std::string& address : *addresses) {
+      REFITD_CHECK(!HasNul(address) && (listen.insecure || !config.tls.empty()));
+    }
+  }
+  const std::string& metrics = config.metrics.listen;
+  REFITD_CHECK(!HasNul(metrics));
+  REFITD_CHECK(metrics.empty() || listen.insecure || config.metrics.insecure);
+  const TlsFiles& tls = config.tls;
+  REFITD_CHECK(tls.empty() || !(tls.certificate.empty() || tls.key.empty() || tls.roots.empty()));
+  REFITD_CHECK(config.peers.identity.empty() || !tls.empty());
   REFITD_CHECK(!config.daemon_id.empty() && config.daemon_id.size() <= kMaxConfiguredDaemonId);
   REFITD_CHECK(!HasNul(config.peers.advertise) && !HasNul(config.peers.interface));
   REFITD_CHECK(!config.peers.interface.empty() && config.peers.interface.size() < 16);

@@ -35,7 +35,7 @@ class Metered(Daemon):
     """A daemon with metrics on a port of its own choice: `metrics` is HOST:PORT."""
 
     def __init__(self, *flags):
-        super().__init__("--metrics-listen", "127.0.0.1:0", *flags)
+        super().__init__("--metrics-listen", "127.0.0.1:0", "--metrics-insecure", *flags)
         self.metrics = None
 
     def __enter__(self):
@@ -235,7 +235,7 @@ class MetricsTest(unittest.TestCase):
     def test_a_port_in_use_ends_the_second_daemon_with_3(self):
         with Metered() as daemon:
             socket = os.path.join(daemon.folder, "second.sock")
-            second = Child(self, "daemon/refitd", "--listen-unix", socket, "--metrics-listen", daemon.metrics)
+            second = Child(self, "daemon/refitd", "--listen-unix", socket, "--metrics-listen", daemon.metrics, "--metrics-insecure")
             lines = second.finish(EXIT_IN_USE)
             self.assertIn("can't listen on %s for metrics: in use" % daemon.metrics, lines[-1])
             self.assertEqual(values_of(daemon.scrape())["refitd_serving"], 1)

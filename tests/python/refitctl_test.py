@@ -199,7 +199,7 @@ class RefitctlTest(unittest.TestCase):
         self.assertEqual(json.loads(engine.seen[-1]), {"event": "stopped", "commits": 1})
 
     def test_status_and_nodes_show_the_daemons_of_a_group_and_their_link(self):
-        with Daemon("--listen-tcp", "127.0.0.1:0", "--daemon-id", "a") as a, Daemon("--daemon-id", "b") as b:
+        with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "a") as a, Daemon("--insecure", "--daemon-id", "b") as b:
             def ask(daemon, *arguments):
                 return self.refitctl(*arguments, socket=daemon.socket)
 

@@ -217,11 +217,28 @@ def _title(code):
     return "".join(word.capitalize() for word in code.name.split("_"))
 
 
+def _read(path):
+    if path is None:
+        return None
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _channel(args):
+    if args.cacert is None:
+        return grpc.insecure_channel("unix:" + args.unix if args.unix else args.tcp)
+    credentials = grpc.ssl_channel_credentials(_read(args.cacert), _read(args.key), _read(args.cert))
+    return grpc.secure_channel(args.tcp, credentials)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--unix", metavar="SOCKET", help="path of a unix socket")
-    where.add_argument("--tcp", metavar="HOST:PORT", help="address, without TLS")
+    where.add_argument("--tcp", metavar="HOST:PORT", help="address")
+    parser.add_argument("--cacert", metavar="PEM", help="with --tcp: the roots that sign the server's certificate, for TLS")
+    parser.add_argument("--cert", metavar="PEM", help="with --cacert: the caller's certificate")
+    parser.add_argument("--key", metavar="PEM", help="with --cacert: its key")
     parser.add_argument("--timeout", type=float, default=30, metavar="SECONDS")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="names of all services")
@@ -232,9 +249,8 @@ def main(argv=None):
     call.add_argument("json", nargs="?", default="{}")
     args = parser.parse_args(argv)
 
-    target = "unix:" + args.unix if args.unix else args.tcp
     try:
-        with grpc.insecure_channel(target) as channel:
+        with _channel(args) as channel:
             reflection = Reflection(channel, args.timeout)
             if args.command == "list":
                 print("\n".join(reflection.services()))

@@ -4,8 +4,10 @@ import contextlib
 import io
 import json
 import subprocess
+import tempfile
 import unittest
 
+from certificates import Authority
 from daemon import Daemon
 
 import reflect
@@ -89,6 +91,45 @@ class ReflectionTest(unittest.TestCase):
         code, _, err = run(self.daemon.socket, "call", "refitd.v1.Operator/GetStatus", '{"field": 1}')
         self.assertEqual(code, 2)
         self.assertIn("field", err)
+
+
+class TlsTest(unittest.TestCase):
+    """What stubs of any language do over TCP, here Python's gRPC: a certificate each, and nothing else of ours."""
+
+    def test_it_answers_who_has_a_certificate_and_nobody_else(self):
+        with tempfile.TemporaryDirectory(prefix="refitd-", dir="/tmp") as folder:
+            authority = Authority(folder)
+            certificate, key = authority.issue("daemon", "spiffe://prod/refitd/a")
+            flags = ["--tls-certificate", certificate, "--tls-key", key, "--tls-roots", authority.roots]
+            with Daemon("--listen-tcp", "127.0.0.1:0", *flags) as daemon:
+                _, status, _ = run(daemon.socket, "call", "refitd.v1.Operator/GetStatus")
+                (address,) = [name[len("tcp:"):] for name in json.loads(status)["listeners"] if name.startswith("tcp:")]
+                certificate, key = authority.issue("operator", "spiffe://prod/operator")
+                member = ["--cacert", authority.roots, "--cert", certificate, "--key", key]
+
+                def ask(*credentials):
+                    out = io.StringIO()
+                    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+                        code = reflect.main(["--tcp", address, *credentials, "call", "refitd.v1.Operator/GetStatus"])
+                    return code, out.getvalue()
+
+                code, told = ask(*member)
+                self.assertEqual(code, 0)
+                self.assertTrue(json.loads(told)["serving"])
+                unavailable = 64 + 14
+                self.assertEqual(ask("--cacert", authority.roots), (unavailable, ""))
+                self.assertEqual(ask(), (unavailable, ""))
+                shown = subprocess.run(
+                    ["daemon/refitctl/refitctl", "--address", address, "--tls-certificate", certificate, "--tls-key", key,
+                     "--tls-roots", authority.roots, "--tls-server", "spiffe://prod/refitd/*", "status"],
+                    capture_output=True, text=True, timeout=60)
+                self.assertEqual((shown.returncode, shown.stderr), (0, ""))
+                refused = subprocess.run(
+                    ["daemon/refitctl/refitctl", "--address", address, "--tls-certificate", certificate, "--tls-key", key,
+                     "--tls-roots", authority.roots, "--tls-server", "spiffe://prod/other/*", "status"],
+                    capture_output=True, text=True, timeout=60)
+                self.assertNotEqual(refused.returncode, 0)
+                self.assertIn('"spiffe://prod/refitd/a", which does not match', refused.stderr)
 
 
 if __name__ == "__main__":

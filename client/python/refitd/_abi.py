@@ -73,6 +73,12 @@ class refit_connect_options(ctypes.Structure):
         ("silence_ms", c_int64),
         ("device", c_char_p),
         ("cuda_library", c_char_p),
+        ("address", c_char_p),
+        ("tls_certificate", c_char_p),
+        ("tls_key", c_char_p),
+        ("tls_roots", c_char_p),
+        ("tls_server", c_char_p),
+        ("insecure", c_int64),
     ]
 
 
