@@ -96,6 +96,45 @@ TEST_CASE("null handles can be freed and asked for their values") {
   CHECK(refit_trainer_reattachments(nullptr) == 0);
 }
 
+TEST_CASE("in a process without Python no tensor is read, and memory counts as moved") {
+  auto python = Initialised<refit_python>();
+  CHECK(refit_python_use(&python) == REFIT_FAILED_PRECONDITION);
+  CHECK(std::string(refit_last_error()).find("Py_IncRef") != std::string::npos);
+  refit_packer* packer = nullptr;
+  REQUIRE(refit_packer_new(nullptr, &packer) == REFIT_OK);
+  CHECK(refit_python_pusher(packer) == nullptr);
+  refit_packer_free(packer);
+  void* tensors[] = {nullptr, nullptr};
+  const int64_t addresses[] = {1, 2};
+  CHECK(refit_python_first_moved(tensors, addresses, 2) == 0);
+}
+
+TEST_CASE("a packer refuses what it does not know or has no room for, and says so") {
+  refit_packer* packer = nullptr;
+  REQUIRE(refit_packer_new(nullptr, &packer) == REFIT_OK);
+  const int64_t dims[] = {3};
+  const refit_tensor tensor{"w", REFIT_FLOAT32, 1, dims, 0, REFIT_WHOLE};
+  int64_t number = -1;
+  int64_t offset = -1;
+  REQUIRE(refit_packer_learn(packer, &tensor, &number) == REFIT_OK);
+  CHECK(refit_packer_room(packer, number) == -1);
+  CHECK(refit_packer_begin(packer, nullptr, -5) == REFIT_INVALID_ARGUMENT);
+  REQUIRE(refit_packer_begin(packer, nullptr, 8) == REFIT_OK);
+  CHECK(refit_packer_room(packer, number) == 8);
+  CHECK(refit_packer_room(packer, 1) == -1);
+  CHECK(refit_packer_reserve(packer, 1, 1, &offset) == REFIT_INVALID_ARGUMENT);
+  CHECK(refit_packer_reserve(packer, number, -1, &offset) == REFIT_INVALID_ARGUMENT);
+  CHECK(refit_packer_reserve(packer, number, 12, &offset) == REFIT_RESOURCE_EXHAUSTED);
+  CHECK(std::string(refit_last_error()).find("'w'") != std::string::npos);
+  REQUIRE(refit_packer_reserve(packer, number, 8, &offset) == REFIT_OK);
+  CHECK(refit_packer_add(packer, number, 2, 2, offset) == REFIT_INVALID_ARGUMENT);
+  REQUIRE(refit_packer_add(packer, number, 1, 2, offset) == REFIT_OK);
+  CHECK(refit_packer_count(packer) == 1);
+  const refit_tensor unknown{"v", 99, 1, dims, 0, REFIT_WHOLE};
+  CHECK(refit_packer_learn(packer, &unknown, &number) == REFIT_INVALID_ARGUMENT);
+  refit_packer_free(packer);
+}
+
 TEST_CASE("a structure without struct_size is refused") {
   refit_trainer_options options{};
   refit_trainer* trainer = nullptr;

@@ -1,6 +1,7 @@
 """A refit of torch's tensors by the Python package beside the same refit by the C++ ranks, through one daemon, taking turns.
 
-  PYTHONPATH=CHECKOUT/client/python REFIT_LIBRARY=.../librefit.so python3 refitd-gpu/python_bench.py [--rounds N]
+  python3 -m pip install --no-index --no-deps --target site refitd-*.whl     # tools/wheel builds it
+  PYTHONPATH=$PWD/site python3 refitd-gpu/python_bench.py [--rounds N]
 
 Trainer and engine share the first GPU. Every version has fresh random values, and every element is checked after it. Prints a
 markdown table: medians of the seconds from the call to its return, the ratio, and by how many milliseconds Python is later."""
