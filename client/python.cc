@@ -208,18 +208,31 @@ const void* PointerAt(const void* base, int64_t offset) {
 }
 
 // Walks ahead of a reader of many tensors, whose objects lie scattered: waiting for each of them
-// takes ten times what reading does. Only plain tensors are known to have a pointer where
-// refit_python says.
+// takes ten times what reading does.
 void ReadAhead(void* const* objects, int64_t index, int64_t count) {
   const refit_python& tensors = Global().tensors;
   if (index + 12 < count) Prefetch(objects[index + 12]);
   if (tensors.implementation_at <= 0) return;
-  if (index + 8 < count && IsPlain(objects[index + 8])) {
-    Prefetch(PointerAt(objects[index + 8], tensors.implementation_at));
-  }
-  if (tensors.storage_at <= 0 || index + 4 >= count || !IsPlain(objects[index + 4])) return;
+  if (index + 8 < count) Prefetch(PointerAt(objects[index + 8], tensors.implementation_at));
+  if (tensors.storage_at <= 0 || index + 4 >= count) return;
   const void* implementation = PointerAt(objects[index + 4], tensors.implementation_at);
   Prefetch(PointerAt(implementation, tensors.storage_at));
+}
+
+// Where the tensor's memory begins; false where that can't be told.
+bool AddressOf(void* tensor, int64_t* address) {
+  const refit_python& tensors = Global().tensors;
+  if (tensors.implementation_at > 0 && tensors.get_address != nullptr) {
+    void* found = nullptr;
+    void* handle = static_cast<char*>(tensor) + tensors.implementation_at;
+    if (tensors.get_address(handle, &found) != 0) return false;
+    *address = reinterpret_cast<intptr_t>(found);
+    return true;
+  }
+  DlpackTensor shown;
+  if (!Show(tensor, &shown)) return false;
+  *address = reinterpret_cast<intptr_t>(shown.data) + static_cast<int64_t>(shown.byte_offset);
+  return true;
 }
 
 }  // namespace
@@ -272,10 +285,8 @@ int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count
   if (!Global().ready) return 0;
   for (int64_t i = 0; i < count; ++i) {
     ReadAhead(tensors, i, count);
-    DlpackTensor shown;
-    if (!Show(tensors[i], &shown)) return i;
-    const int64_t address = reinterpret_cast<intptr_t>(shown.data) + shown.byte_offset;
-    if (address != addresses[i]) return i;
+    int64_t address = 0;
+    if (!AddressOf(tensors[i], &address) || address != addresses[i]) return i;
   }
   return count;
 }

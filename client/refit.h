@@ -662,11 +662,13 @@ typedef struct refit_python {
    * of the pointer to the storage in that. 0: not known. */
   int64_t implementation_at;
   int64_t storage_at;
-  /* With implementation_at: functions that tell a storage's bytes, and the tensor's first element
-   * in it, of what lies there (torch's aoti_torch_get_storage_size, aoti_torch_get_storage_offset),
-   * and return 0. NULL: the methods are called, which takes longer. */
+  /* With implementation_at: functions that tell of what lies there a storage's bytes, the tensor's
+   * first element in it, and the address of that element, and return 0 (torch's
+   * aoti_torch_get_storage_size, aoti_torch_get_storage_offset, aoti_torch_get_data_ptr). NULL: the
+   * methods and the table are used, which takes longer. */
   int32_t (*get_storage_bytes)(void* implementation, int64_t* bytes);
   int32_t (*get_storage_offset)(void* implementation, int64_t* offset);
+  int32_t (*get_address)(void* implementation, void** address);
 } refit_python;
 #define REFIT_PYTHON_INIT \
   { .struct_size = sizeof(refit_python) }
@@ -681,8 +683,8 @@ void refit_python_add_type(void* type);
  * bucket, and returns True; else it returns False and has done nothing. A new reference, which
  * keeps the packer; NULL: refit_python_use() was not successful, or a Python exception is set. */
 void* refit_python_pusher(const refit_packer* packer);
-/* Returns the index of the first tensor (of `count` objects) whose memory does not begin at its
- * address; `count`: there is none. */
+/* Returns the index of the first of `count` tensors, objects of the type or its subclasses, whose
+ * memory does not begin at its address; `count`: there is none. */
 int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count);
 
 #ifdef __cplusplus

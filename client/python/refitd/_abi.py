@@ -209,6 +209,7 @@ class refit_python(ctypes.Structure):
         ("storage_at", c_int64),
         ("get_storage_bytes", c_void_p),
         ("get_storage_offset", c_void_p),
+        ("get_address", c_void_p),
     ]
 
 

@@ -80,14 +80,17 @@ def _places(torch: Any) -> tuple[int, int]:
 
 
 def _functions() -> dict[str, int | None]:
-    """torch's C functions that tell of a tensor's storage, which take less time than its methods; none where torch has others."""
+    """torch's C functions that tell of a tensor's memory, which take less time than its methods; none where torch has others."""
+    names = {
+        "get_storage_bytes": "aoti_torch_get_storage_size",
+        "get_storage_offset": "aoti_torch_get_storage_offset",
+        "get_address": "aoti_torch_get_data_ptr",
+    }
     try:
         torch = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        functions = torch.aoti_torch_get_storage_size, torch.aoti_torch_get_storage_offset
+        return {field: ctypes.cast(getattr(torch, name), ctypes.c_void_p).value for field, name in names.items()}
     except (OSError, AttributeError):
         return {}
-    names = ("get_storage_bytes", "get_storage_offset")
-    return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in zip(names, functions)}
 
 
 def add_plain(kind: type, added: bool = False) -> None:
