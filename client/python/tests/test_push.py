@@ -8,6 +8,7 @@ import unittest
 import refitd
 from support import DaemonTest, Server
 from refitd import TensorSpec
+from refitd._buffers import CudaBytes, HostBytes
 
 try:
     import numpy
@@ -69,6 +70,40 @@ class PushTest(DaemonTest):
             self.assertEqual(self.status()["groups"][0]["update"]["note"], "step 1200, größer")
             update.push("t", b"1234")
         server.wait_for(refitd.Committed)
+
+    def test_slots_that_the_library_does_not_copy_to_are_packed_the_same(self):
+        class OnGpu(CudaBytes):  # as the slots of a GPU, over host memory
+            synchronized = 0
+
+            def part(self, at, nbytes):
+                return HostBytes(self.pointer + at, nbytes, self)
+
+            def synchronize(self):
+                OnGpu.synchronized += 1
+
+        trainer, server, collector = self.staged()
+        trainer._slot_bytes = lambda pointer, nbytes, owner: OnGpu(pointer, nbytes, owner, 0)
+        random.seed(2)
+        tensors = {f"t{i}": random.randbytes(random.choice((0, 1, 7, 5000, 65536, 300001))) for i in range(30)}
+        for version in (1, 2):
+            collector.tensors.clear()
+            with trainer.update(version, tensor_count=len(tensors)) as update:
+                for name, value in tensors.items():
+                    update.push(name, value)
+                    self.assertFalse(update._packer.push(name, value))
+            server.wait_for(refitd.Committed)
+            self.assertEqual({name: value[2] for name, value in collector.tensors.items()}, tensors)
+        self.assertGreater(OnGpu.synchronized, 2)
+
+    def test_a_part_of_a_tensor_that_is_in_the_bucket_goes_into_the_next(self):
+        trainer, server, collector = self.staged()
+        with trainer.update(1, tensor_count=2) as update:
+            update.push("w", b"1" * 10, shape=(30,), start=0)
+            update.push("v", b"2" * 10)
+            update.push("w", b"3" * 20, shape=(30,), start=10)
+        server.wait_for(refitd.Committed)
+        self.assertEqual(collector.parts, 2)
+        self.assertEqual(collector.tensors["w"], ("uint8", (30,), b"1" * 10 + b"3" * 20))
 
     def test_small_tensors_share_slots(self):
         trainer, server, collector = self.staged()
@@ -134,6 +169,28 @@ class PushTest(DaemonTest):
 
         value = numpy.arange(12, dtype=numpy.int16).reshape(3, 4)
         self.assertEqual(self.pushed(("x", Other(value), {}))["x"], ("int16", (3, 4), value.tobytes()))
+
+    @unittest.skipUnless(torch, "needs torch")
+    def test_torch_tensors_that_come_again_are_copied_at_once_and_checked_anew(self):
+        trainer, server, collector = self.staged()
+        tensors = {f"t{i}": torch.full((3, i + 1), float(i)) for i in range(50)}
+        for version in (1, 2, 3):
+            collector.tensors.clear()
+            fast = []
+            with trainer.update(version, tensor_count=len(tensors)) as update:
+                put = update._put_fast
+                update._put_fast = lambda name, tensor: fast.append(put(name, tensor)) or fast[-1]
+                for name, tensor in tensors.items():
+                    if version == 3 and name == "t7":
+                        tensors[name] = tensor = tensor.t()  # what was learned has other strides and shape
+                    update.push(name, tensor)
+                    tensor += version  # the caller may write it as soon as push() has returned
+            server.wait_for(refitd.Committed)
+            for name, tensor in tensors.items():
+                expected = (tensor - version).contiguous()
+                self.assertEqual(collector.tensors[name], ("float32", tuple(expected.shape), expected.numpy().tobytes()), name)
+            # The first tensor leases the slot; a tensor that is not as it was takes the slow way.
+            self.assertEqual(sum(fast), {1: 0, 2: 49, 3: 48}[version])
 
     @unittest.skipUnless(torch, "needs torch")
     def test_torch_tensors_of_any_strides_and_dtypes_are_taken(self):
