@@ -38,7 +38,7 @@ def config_of(moe, tied):
     )
 
 
-def megatron_model(tp, moe, tied):
+def megatron_model(tp, moe, tied, ep=1):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -51,7 +51,7 @@ def megatron_model(tp, moe, tied):
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=KV_HEADS,
         kv_channels=HEAD_DIM, normalization="RMSNorm", layernorm_epsilon=1e-6, add_bias_linear=False, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, qk_layernorm=True, attention_dropout=0.0, hidden_dropout=0.0,
-        tensor_model_parallel_size=tp, params_dtype=torch.float32, use_cpu_initialization=True, bias_activation_fusion=False,
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, params_dtype=torch.float32, use_cpu_initialization=True, bias_activation_fusion=False,
         masked_softmax_fusion=False, apply_rope_fusion=False, persist_layer_norm=False, gradient_accumulation_fusion=False,
         **(experts if moe else {}),
     )  # fmt: skip
