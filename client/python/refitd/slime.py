@@ -1,0 +1,176 @@
+"""slime's weight updates through refitd: Megatron's parameters are registered where they are, and nothing is gathered.
+
+    slime ... --custom-megatron-init-path refitd.slime.init
+
+with REFITD_GROUP (and REFITD_SOCKET) in the environment of training and of SGLang, whose servers follow the group by refitd's plugin
+(refitd.sglang). The updater that slime uses over NCCL is replaced where slime looks it up; slime calls nothing of SGLang for an
+update. To set more than the group, name a function of yours that calls `install`.
+
+Written from slime's source of August 2026 (commit 624b824). Not for colocated engines, offloaded training, or quantized updates.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
+from .megatron import Mapped, Place, shards, table_of
+from .trainer import Trainer
+
+_ACTOR = "slime.backends.megatron_utils.actor"
+_COMMON = "slime.backends.megatron_utils.update_weight.common"
+_PREFIX = "module.module."  # of the names of parameters that slime gives
+# What slime may be told that this way of updating does not know.
+_REFUSED = ("colocate", "offload_train")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    group: str
+    table: Mapping[str, Mapped | None] | None = None
+    dtype: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_settings: _Settings | None = None
+
+
+def init(args: Any) -> None:
+    """For --custom-megatron-init-path: install() with the group that REFITD_GROUP names. `args`: slime's."""
+    group = os.environ.get("REFITD_GROUP", "")
+    if not group:
+        raise InvalidArgument("REFITD_GROUP is not set: name the group, as for SGLang", culprit="REFITD_GROUP")
+    install(args, group)
+
+
+def install(
+    args: Any, group: str, *, table: Mapping[str, Mapped | None] | None = None, dtype: Any = None, **options: Any
+) -> None:
+    """Makes slime's actor of this process update weights through refitd; every rank calls it, before the actor is set up.
+
+    `args`: slime's. `table`: as of refitd.megatron.shards; None: refitd.megatron.table_of the configuration of `args.hf_checkpoint`.
+    `dtype`: as of Trainer.register. `options`: of refitd.Trainer (`socket`, `coordinator`, `device`, ...).
+
+    Raises Unimplemented where slime is told to colocate engines or to offload training.
+    """
+    global _settings
+    for name in _REFUSED:
+        if getattr(args, name, False):
+            raise Unimplemented(f"--{name.replace('_', '-')}: parameters must stay where they are between updates", culprit=name)
+    _settings = _Settings(group, table, dtype, options)
+    actor: Any = importlib.import_module(_ACTOR)
+    actor.UpdateWeightFromDistributed = Updater
+
+
+class Updater:
+    """What slime's actor calls in place of its UpdateWeightFromDistributed. One rank; not thread-safe."""
+
+    def __init__(
+        self,
+        args: Any,
+        model: Sequence[Any],
+        weights_getter: Callable[[], Mapping[str, Any]],
+        *,
+        model_name: str,
+        quantization_config: Mapping[str, Any] | None,
+    ) -> None:
+        """Attaches nothing yet. `weights_getter`, `model_name`: slime's, not used: the model's own parameters are registered.
+
+        Raises Unimplemented for a model that slime quantizes on the way.
+        """
+        if _settings is None:
+            raise FailedPrecondition("refitd.slime.install was not called in this process")
+        if quantization_config:
+            raise Unimplemented("the checkpoint is quantized: refitd moves parameters as they are", culprit="quantization_config")
+        self.args, self.model = args, model
+        self.weight_version = 0
+        self._settings = _settings
+        self._trainer: Trainer | None = None
+        self._metrics: dict[str, float] = {}
+
+    def pop_metrics(self) -> dict[str, float]:
+        """What the last update took, once."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def connect_rollout_engines(self, rollout_engines: Sequence[Any], rollout_engine_lock: Any, **_: Any) -> None:
+        """Attaches this rank and registers its parameters, the first time. Updates wait for as many engines as there are now.
+
+        Raises InvalidArgument for a parameter that the table does not know, naming it, and what attaching raises.
+        """
+        if self._trainer is not None:
+            return
+        from torch import distributed
+
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        trainer = Trainer(
+            self._settings.group,
+            rank=rank,
+            world_size=world_size,
+            min_instances=max(1, len(rollout_engines)),
+            client="slime",
+            **self._settings.options,
+        )
+        try:
+            trainer.register(self._shards(rank), dtype=self._settings.dtype)
+        except BaseException:
+            trainer.close()
+            raise
+        self._trainer = trainer
+
+    def disconnect_rollout_engines(self) -> None:
+        """Detaches; engines keep their weights."""
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    def update_weights(self) -> None:
+        """Installs the parameters as version `weight_version` + 1 in every engine; every rank calls it.
+
+        Raises what Trainer.refit raises, on every rank, and UpdateAborted where no engine was left.
+        """
+        if self._trainer is None:
+            raise FailedPrecondition("update_weights: connect_rollout_engines was not called")
+        self.weight_version += 1
+        result = self._trainer.refit(self.weight_version)
+        if not result.committed:
+            raise UpdateAborted(f"version {self.weight_version}: every engine was lost", culprit="instances")
+        self._metrics = {"refitd/seconds": result.seconds, "refitd/bytes": float(result.bytes)}
+
+    def _shards(self, rank: int) -> list[Any]:
+        table = self._settings.table
+        if table is None:
+            from transformers import AutoConfig
+
+            table = table_of(AutoConfig.from_pretrained(self.args.hf_checkpoint))
+        common: Any = importlib.import_module(_COMMON)
+        named = {name.removeprefix(_PREFIX): tensor for name, tensor in common.named_params_and_buffers(self.args, self.model)}
+        return shards(named, table, _place(rank, self.args))
+
+
+def _place(rank: int, args: Any) -> Place:
+    """Where this rank is; slime's names have global numbers of layers and experts already."""
+    from megatron.core import parallel_state as state
+
+    return Place(
+        rank=rank,
+        tp=state.get_tensor_model_parallel_rank(),
+        tp_size=state.get_tensor_model_parallel_world_size(),
+        etp=state.get_expert_tensor_parallel_rank(),
+        etp_size=state.get_expert_tensor_parallel_world_size(),
+        stage=state.get_pipeline_model_parallel_rank(),
+        stages=state.get_pipeline_model_parallel_world_size(),
+        first_layer=0,
+        layers=args.num_layers,
+        first_expert=0,
+        experts=args.num_experts or 0,
+        replica=(
+            state.get_data_parallel_rank(with_context_parallel=True),
+            state.get_data_parallel_world_size(with_context_parallel=True),
+        ),
+        expert_replica=(state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()),
+    )

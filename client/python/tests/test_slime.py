@@ -1,0 +1,159 @@
+"""slime's updater over Megatron Core's own models, in the order of slime's actor.
+
+slime is on no package index as it is used, and needs SGLang and CUDA. So two of its modules stand here as its source says (FACTS);
+Megatron Core, its process groups and its models are real, in the environment 2.11.0-trainers, and the engine is a plain torch one.
+"""
+
+import inspect
+import re
+import sys
+import threading
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core", reason="in the environment 2.11.0-trainers")
+pytest.importorskip("transformers", reason="in the environment 2.11.0-trainers")
+
+import refitd  # noqa: E402
+from ranks_util import run_ranks  # noqa: E402
+from refitd import slime, testing  # noqa: E402
+from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
+from test_megatron_core import EXPERTS, LAYERS, by_checkpoint_names, config_of, megatron_model, on_cpu, transformers  # noqa: E402
+
+SECONDS = 120
+# Of slime at commit 624b824a898ab0ec1fcb4d373004c7f3852bf515 (2026-08-21): what its actor calls of UpdateWeightFromDistributed
+# (backends/megatron_utils/update_weight/update_weight_from_distributed.py), positional and keyword arguments. The actor looks the
+# class up in its own module when it is set up, after initialize.init has called --custom-megatron-init-path with its arguments.
+FACTS = {
+    "__init__": (["args", "model", "weights_getter"], ["model_name", "quantization_config"]),
+    "connect_rollout_engines": (
+        ["rollout_engines", "rollout_engine_lock", "engine_gpu_counts", "engine_gpu_offsets", "engine_parallel_configs"], []
+    ),
+    "disconnect_rollout_engines": ([], []),
+    "update_weights": ([], []),
+    "pop_metrics": ([], []),
+}  # fmt: skip
+
+
+def named_params_and_buffers(args, model):
+    """As slime's: global numbers of layers and grouped experts, under the prefix of Megatron's two wrappers, and expert biases."""
+    from megatron.core import parallel_state as state
+
+    first = state.get_expert_model_parallel_rank() * (args.num_experts or 0) // state.get_expert_model_parallel_world_size()
+    for module in model:
+        for name, parameter in module.named_parameters():
+            yield "module.module." + re.sub(r"local_experts\.(\d+)\.(.*)", lambda m: f"{m[2]}{int(m[1]) + first}", name), parameter
+
+
+def stand_in():
+    """slime's two modules that refitd.slime imports."""
+    actor, common = types.ModuleType(slime._ACTOR), types.ModuleType(slime._COMMON)
+    actor.UpdateWeightFromDistributed, common.named_params_and_buffers = None, named_params_and_buffers
+    for name in (slime._ACTOR, slime._COMMON):
+        for i in range(1, name.count(".") + 1):
+            package = name.rsplit(".", i)[0]
+            sys.modules.setdefault(package, types.ModuleType(package)).__path__ = []
+    sys.modules[slime._ACTOR], sys.modules[slime._COMMON] = actor, common
+    return actor
+
+
+def arguments(**options):
+    values = dict(num_layers=LAYERS, num_experts=None, hf_checkpoint="", colocate=False, offload_train=False)
+    return types.SimpleNamespace(**{**values, **options})
+
+
+def test_the_updater_takes_what_slimes_actor_gives():
+    for name, (positional, keywords) in FACTS.items():
+        signature = inspect.signature(getattr(slime.Updater, name))
+        bound = [None, *positional]
+        signature.bind(*bound[:3] if name == "connect_rollout_engines" else bound, **dict.fromkeys(keywords))
+        if name == "connect_rollout_engines":
+            signature.bind(*bound[:3], **dict.fromkeys(positional[2:]))
+
+
+def train(rank, world, socket, folder, moe, ep):
+    """Two updates, as slime's actor makes them; returns the bits of what the second brought, by parameter, of this rank."""
+    import os
+
+    from megatron.core import parallel_state
+
+    tp = world // ep
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp)
+    actor = stand_in()
+    args = arguments(num_experts=EXPERTS if moe else None, hf_checkpoint=folder)
+    os.environ.update(REFITD_GROUP="slime", REFITD_SOCKET=socket)
+    slime.init(args)
+    with on_cpu(), torch.no_grad():
+        model = megatron_model(tp, moe, False, ep).bfloat16()
+        updater = actor.UpdateWeightFromDistributed(args, [model], dict, model_name="qwen3", quantization_config=None)
+        updater.weight_version = 6
+        updater.connect_rollout_engines(["engine"], None, engine_gpu_counts=[1], engine_gpu_offsets=[0], engine_parallel_configs=[{}])
+        for step in (1, 2):
+            for number, (name, parameter) in enumerate(model.named_parameters()):
+                replicated = "layernorm" in name or "router" in name or (ep > 1 and ".experts." not in name)
+                torch.manual_seed(1000 * step + 10 * number + (0 if replicated else rank))
+                parameter.copy_(torch.randn_like(parameter, dtype=torch.float32))
+            updater.update_weights()
+        metrics = updater.pop_metrics()
+        updater.disconnect_rollout_engines()
+    assert updater.weight_version == 8 and metrics["refitd/bytes"] > 0 and updater.pop_metrics() == {}
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+
+
+@pytest.mark.filterwarnings("ignore::refitd.StagingWarning")
+@pytest.mark.parametrize("moe, ep", [(False, 1), (True, 2)])
+def test_each_update_brings_megatrons_parameters_to_the_engine(tmp_path, moe, ep):
+    config = config_of(moe, False)
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    refitd.adopt(model)
+    held, seen = dict(by_checkpoint_names(model)), []
+
+    def serve(socket):
+        options = dict(clean=False, socket=socket, wait_seconds=SECONDS)
+        with refitd.engine_loop(model, group="slime", instance="a", names=held, **options) as loop:
+            seen.append(loop.wait(8, SECONDS))
+
+    with testing.daemon() as running:
+        serving = threading.Thread(target=serve, args=(running.socket,))
+        serving.start()
+        first, second = run_ranks(2, train, running.socket, str(tmp_path), moe, ep)
+        serving.join()
+    assert seen == [8]
+    layer, to = "decoder.layers.1", "model.layers.1"
+    if moe:  # experts 0 and 1 are of the first rank, 2 and 3 of the second
+        for rank, of_rank in enumerate((first, second)):
+            for local in range(EXPERTS // 2):
+                expert = f"{layer}.mlp.experts.local_experts.{local}"
+                number = rank * EXPERTS // 2 + local
+                gate, up = of_rank[f"{expert}.linear_fc1.weight"].chunk(2)
+                assert torch.equal(held[f"{to}.mlp.experts.{number}.gate_proj.weight"], gate)
+                assert torch.equal(held[f"{to}.mlp.experts.{number}.up_proj.weight"], up)
+                assert torch.equal(held[f"{to}.mlp.experts.{number}.down_proj.weight"], of_rank[f"{expert}.linear_fc2.weight"])
+        return
+    for part, index in (("gate", 0), ("up", 1)):
+        whole = torch.cat([of_rank[f"{layer}.mlp.linear_fc1.weight"].chunk(2)[index] for of_rank in (first, second)])
+        assert torch.equal(held[f"{to}.mlp.{part}_proj.weight"], whole)
+    rows = torch.cat([of_rank[f"{layer}.self_attention.linear_proj.weight"] for of_rank in (first, second)], 1)
+    assert torch.equal(held[f"{to}.self_attn.o_proj.weight"], rows)
+    assert torch.equal(held[f"{to}.input_layernorm.weight"], first[f"{layer}.input_layernorm.weight"])
+
+
+def test_what_it_does_not_know_is_refused_by_name(monkeypatch):
+    stand_in()
+    monkeypatch.delenv("REFITD_GROUP", raising=False)
+    with pytest.raises(InvalidArgument, match="REFITD_GROUP is not set"):
+        slime.init(arguments())
+    for option in ("colocate", "offload_train"):
+        with pytest.raises(Unimplemented, match=f"--{option.replace('_', '-')}"):
+            slime.install(arguments(**{option: True}), "g")
+    slime.install(arguments(), "g")
+    with pytest.raises(Unimplemented, match="quantized"):
+        slime.Updater(arguments(), [], dict, model_name="", quantization_config={"quant_method": "fp8"})
+    updater = slime.Updater(arguments(), [], dict, model_name="", quantization_config=None)
+    with pytest.raises(FailedPrecondition, match="connect_rollout_engines"):
+        updater.update_weights()
