@@ -414,7 +414,7 @@ BeginReply Group::Impl::MakeBeginReply() const {
   return reply;
 }
 
-void Group::Impl::On(const DataPlane& e) {
+void Group::Impl::On(const DataPlaneState& e) {
   if (update != nullptr && update->id == e.update) update->data_plane_up = e.up;
 }
 

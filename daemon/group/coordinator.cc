@@ -1039,7 +1039,7 @@ Duration Coordinator::Impl::AttemptLimit() const {
 void Coordinator::Impl::TellDataPlane(bool up) {
   if (spread->data_plane_up == up) return;
   spread->data_plane_up = up;
-  Feed(DataPlane{spread->update, up});
+  Feed(DataPlaneState{spread->update, up});
 }
 
 void Coordinator::Impl::EnsureEpoch() {

@@ -74,7 +74,7 @@ struct Follower::Impl {
   void On(const ReplaceGroup& e) { RefuseHere(e.call); }
   void On(const DrainEvent& e);
   void On(const FailUpdate&) {}
-  void On(const DataPlane&) {}
+  void On(const DataPlaneState&) {}
   void On(const KeepNodesOut&) {}
   void On(const refitd::Tick& e);
   void On(const TransferDone& e) { worker.Handle(e, now, Out()); }

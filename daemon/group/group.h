@@ -371,7 +371,7 @@ struct FailUpdate {
 };
 // Whether the data plane between the update's nodes is up: while it is not, no transfer is started.
 // Without this event it counts as up.
-struct DataPlane {
+struct DataPlaneState {
   UpdateId update;
   bool up = false;
 };
@@ -399,7 +399,7 @@ using GroupEvent =
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                  TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, VerifyDone,
                  ProgramCompiled, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
-                 FailUpdate, DataPlane, KeepNodesOut, Tick, CallGone>;
+                 FailUpdate, DataPlaneState, KeepNodesOut, Tick, CallGone>;
 
 // ---- actions ----
 

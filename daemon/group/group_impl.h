@@ -163,7 +163,7 @@ struct Group::Impl {
   void On(const ReplaceGroup& e);
   void On(const DrainEvent& e);
   void On(const FailUpdate& e);
-  void On(const DataPlane& e);
+  void On(const DataPlaneState& e);
   void On(const KeepNodesOut& e);
   void On(const Tick& e);
   void On(const CallGone& e);

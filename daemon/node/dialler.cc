@@ -126,8 +126,9 @@ absl::Status Dialler::LateStatus(const Waiters::OfGroup& member, const Groups& g
   return Error(absl::StatusCode::kNotFound, "group '{}' was not created in time", name);
 }
 
-void Dialler::AwaitLinks() {
-  while (links_ > 0) links_cond_.Wait(mutex_);
+void Dialler::AwaitLinks(Mutex* mutex) {
+  REFITD_CHECK(mutex == mutex_);
+  while (links_ > 0) links_cond_.Wait(mutex);
 }
 
 }  // namespace refitd

@@ -18,6 +18,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "daemon/link/peer_link.h"
 #include "daemon/node/groups.h"
@@ -76,8 +77,8 @@ class Dialler {
   // Why a member is refused that has waited for as long as it may.
   static absl::Status LateStatus(const Waiters::OfGroup& member, const Groups& groups);
 
-  // Waits until every link has reported its end. Called under the mutex.
-  void AwaitLinks();
+  // Waits until every link has reported its end. `mutex` is the daemon's.
+  void AwaitLinks(Mutex* mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
 
  private:
   // Constant after construction.

@@ -189,7 +189,7 @@ TEST_CASE("the last link's report ends the wait for links") {
   world.dialler.Dial(world.group, world.waiters, kNow);
   world.dials[0].callbacks.on_lost(absl::UnavailableError("gone"));
   MutexLock lock(&world.mutex);
-  world.dialler.AwaitLinks();
+  world.dialler.AwaitLinks(&world.mutex);
   CHECK(world.heard.size() == 1);
 }
 

@@ -1,16 +1,16 @@
-// Finds the memory of one group's members for the executor. Inside the node only; used under its
-// mutex.
+// Finds the memory of one group's members for the executor. Lives for one call; used under the
+// daemon's mutex.
 #ifndef REFITD_DAEMON_NODE_GROUP_MEMORY_H_
 #define REFITD_DAEMON_NODE_GROUP_MEMORY_H_
 
-#include <memory>
-
-#include "daemon/node/node.h"
+#include "daemon/execute/executor.h"
+#include "daemon/node/groups.h"
+#include "daemon/node/leases.h"
 #include "transport/base/status.h"
 
 namespace refitd {
 
-class Node::GroupMemory : public MemoryResolver {
+class GroupMemory : public MemoryResolver {
  public:
   GroupMemory(const Leases& leases, const GroupRecord& group) : leases_(leases), group_(group) {}
 

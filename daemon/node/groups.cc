@@ -18,6 +18,18 @@ const GroupRecord* Groups::Find(const std::string& name) const {
   return it == groups_.end() ? nullptr : it->second.get();
 }
 
+GroupRecord* Groups::Of(const MemberRecord& member) {
+  GroupRecord* const group = Find(member.group);
+  REFITD_CHECK(group != nullptr);
+  return group;
+}
+
+const GroupRecord* Groups::Of(const MemberRecord& member) const {
+  const GroupRecord* const group = Find(member.group);
+  REFITD_CHECK(group != nullptr);
+  return group;
+}
+
 GroupRecord* Groups::Find(const std::string& name, uint64_t id) {
   GroupRecord* const found = Find(name);
   return found != nullptr && found->id == id ? found : nullptr;
@@ -49,6 +61,7 @@ std::vector<const GroupMachine*> Groups::machines() const {
 }
 
 GroupRecord* Groups::Add(const std::string& name, std::unique_ptr<GroupRecord> record) {
+  REFITD_CHECK(!name.empty() && name == record->name());
   record->id = next_++;
   const auto [it, added] = groups_.emplace(name, std::move(record));
   REFITD_CHECK(added);
@@ -127,6 +140,7 @@ bool Groups::Empty(const GroupRecord& group) const {
 }
 
 bool Groups::NoteEmpty(GroupRecord* group, TimePoint now) {
+  REFITD_CHECK(group->coordinator != nullptr);
   if (!Empty(*group)) {
     group->empty_since.reset();
     return false;

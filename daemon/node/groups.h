@@ -33,14 +33,6 @@
 
 namespace refitd {
 
-// This daemon's open end of a communicator.
-struct EpochRecord {
-  EpochId id;               // the wire's id
-  bool on_devices = false;  // belongs to the wire over GPU memory
-  // With on_devices: the GPU's ordinal; -1: its slots are being made.
-  int ordinal = -1;
-};
-
 // A follower's way to its coordinator.
 struct JoinRecord {
   std::string address;             // the coordinator's
@@ -64,7 +56,6 @@ struct GroupRecord {
   JoinRecord join;  // followers
   // Coordinator: since when it has had no member. None: it has members, or an update runs.
   std::optional<TimePoint> empty_since;
-  std::map<EpochId, EpochRecord> epochs;  // by the machine's id, while open
   // The staging slots. Those in host memory are made when a member first needs them. Those on a GPU
   // are made before a staged rank there is welcomed, when a trainer there first leases or maps one,
   // or for a Begin whose buckets may be broadcast through slots; they are given up with the last
@@ -102,6 +93,9 @@ class Groups {
   // Null: there is no such group.
   GroupRecord* Find(const std::string& name);
   const GroupRecord* Find(const std::string& name) const;
+  // The group of a member, which exists as long as a member of it has a record.
+  GroupRecord* Of(const MemberRecord& member);
+  const GroupRecord* Of(const MemberRecord& member) const;
   // Null: that group is gone, though another of its name may be there.
   GroupRecord* Find(const std::string& name, uint64_t id);
   const std::map<std::string, std::unique_ptr<GroupRecord>>& all() const { return groups_; }

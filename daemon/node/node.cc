@@ -23,37 +23,37 @@ Node::Node(NodeOptions options, std::unique_ptr<Transport> transport, ProcessWat
                 .boot_id = boot_id_,
                 .message_bytes = options_.message_bytes},
                std::move(dialer), this, &mutex_),
-      executor_(transport.get()),
-      transport_(std::move(transport)),
-      wire_(std::move(wire)) {
+      device_slots_({.daemon_id = options_.daemon_id,
+                     .memory = options_.cuda.memory,
+                     .has_wire = options_.cuda.wire != nullptr,
+                     .no_wire = options_.cuda.no_wire,
+                     .thread = regions_thread_},
+                    this, &mutex_, {&groups_, &leases_, &waiters_, &peers_}),
+      data_plane_({.transport = std::move(transport),
+                   .wire = std::move(wire),
+                   .device_wire = std::move(options_.cuda.wire),
+                   .no_device_wire = options_.cuda.no_wire,
+                   .observer = options_.observer},
+                  {this, &mutex_, &pushes_}, {&groups_, &leases_, &calls_, &device_slots_}) {
   timer_.Start();
 }
 
+// The order of the end: no try to join begins, links report their ends, jobs that use the state
+// end, wires and then the transport report what still runs, and only then the state goes.
 Node::~Node() {
   {
     MutexLock lock(&mutex_);
     stopping_ = true;
   }
-  timer_.Stop();  // begins no try to join any more
+  timer_.Stop();
   {
     MutexLock lock(&mutex_);
     EndPeers();
-    dialler_.AwaitLinks();
+    dialler_.AwaitLinks(&mutex_);
   }
-  planner_.Stop();
-  binder_.Stop();
-  local_binder_.Stop();
-  opener_.Stop();
+  data_plane_.StopThreads();
   regions_thread_->Stop();
-  std::unique_ptr<Wire> wire;
-  std::shared_ptr<DeviceWire> device_wire;
-  {
-    // Copies that still run find no epoch to send on any more.
-    MutexLock lock(&mutex_);
-    for (const auto& [name, group] : groups_.all()) group->epochs.clear();
-    wire = std::move(wire_);
-    device_wire = std::move(options_.cuda.wire);
-  }
+  data_plane_.StopWires();
 }
 
 // ---- groups ----
@@ -94,7 +94,7 @@ void Node::NoteEmpty(GroupRecord* group, Turn& turn) {
 
 void Node::DropGroup(const std::string& name, std::string_view why, Turn& turn) {
   std::shared_ptr<GroupRecord> record = groups_.Remove(name);
-  for (const auto& [epoch, open] : record->epochs) WireOf(open)->Close(open.id);
+  data_plane_.CloseAll(record->id);
   LogInfo("group {}: {}", name, why);
   if (options_.observer != nullptr) options_.observer->GroupGone(name);
   peers_.EndGroup(name, absl::AbortedError("the group was deleted"));
@@ -167,7 +167,6 @@ absl::StatusOr<GroupRecord*> Node::MakeGroup(const std::string& name, const v1::
 // ---- time and life ----
 
 TimePoint Node::NextWake() {
-  mutex_.AssertHeld();
   TimePoint wake = Now() + kNoWakeLimit;
   wake = std::min(wake, groups_.NextDeadline().value_or(wake));
   wake = std::min(wake, waiters_.NextExpiry(Dialler::ExpiryOf(groups_)).value_or(wake));
@@ -179,7 +178,6 @@ TimePoint Node::NextWake() {
 }
 
 void Node::Ring(Turn& turn, TimePoint now) {
-  mutex_.AssertHeld();
   for (const std::string& name : groups_.Due(now)) turn.Handle(name, Tick{});
   peers_.RefuseLate(now);
   RefuseLateMembers(now, turn);
@@ -245,6 +243,7 @@ void Node::CheckInvariants() {
   watchers_.CheckInvariants();
   waiters_.CheckInvariants();
   groups_.CheckInvariants();
+  data_plane_.CheckInvariants();
   for (const auto& [id, member] : leases_.all()) {
     REFITD_CHECK(groups_.Find(member.group) != nullptr);
   }

@@ -4,25 +4,23 @@
 //   services (gRPC) --calls--> Node, a Turn --events--> GroupMachine (pure)
 //   Executor, wire, links, member streams, replies <--effects-- Node <--actions-- GroupMachine
 //
-//   node.cc           groups, time, the daemon's life
+//   node.cc           making and dropping groups, the daemon's life
 //   node_members.cc   hellos, leases, layouts
 //   node_calls.cc     a trainer's calls
 //   node_memory.cc    regions, staging pools, the descriptor socket
 //   node_device.cc    members on GPUs: their devices, device memory, a lost GPU
 //   node_actions.cc   hands events to machines, performs their actions
-//   node_peers.cc     other daemons and the wire
-//   node_programs.cc  compiled refits: plans, node programs, their steps
+//   node_peers.cc     other daemons
 //   node_operator.cc  operators' calls
 //
-// One mutex serialises all state machines and guards the state: Groups, Waiters, Dialler,
-// Calls, Leases, Memory, Peers and Watchers (a class a file), and the state that this class keeps
-// itself. A
-// Turn holds the mutex. Nothing under the mutex blocks: transports have their own threads; plans,
-// and the opening and closing of device memory, have theirs; streams have queues. Replies run, and
-// events and log lines are written, after the mutex was released. P6: a member's mappings are
-// dropped only on ReleaseMember, and every copy holds its own reference. P8: a lost member's token
-// dies at once, its record with its last copy. P9: a lease is bound to the credentials that
-// attached.
+// One mutex serialises all state machines and guards the state: DataPlane, DeviceSlots, Groups,
+// Waiters, Dialler, Calls, Leases, Memory, Peers and Watchers (a class a file), and the state that
+// this class keeps itself. A Turn holds the mutex. Nothing under the mutex blocks: transports have
+// their own threads; plans, and the opening and closing of device memory, have theirs; streams have
+// queues. Replies run, and events and log lines are written, after the mutex was released. P6: a
+// member's mappings are dropped only on ReleaseMember, and every copy holds its own reference. P8:
+// a lost member's token dies at once, its record with its last copy. P9: a lease is bound to the
+// credentials that attached.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_NODE_NODE_H_
@@ -48,6 +46,8 @@
 #include "daemon/group/wire_lock.h"
 #include "daemon/link/peer_link.h"
 #include "daemon/node/calls.h"
+#include "daemon/node/data_plane.h"
+#include "daemon/node/device_slots.h"
 #include "daemon/node/dialler.h"
 #include "daemon/node/group_spec.h"
 #include "daemon/node/groups.h"
@@ -232,7 +232,6 @@ class Node : public DescriptorHandler,
   int64_t watched_views();
 
  private:
-  class GroupMemory;
   struct Performer;
 
   static absl::Status NoGroup(const std::string& name);
@@ -293,8 +292,6 @@ class Node : public DescriptorHandler,
   void AnswerClosed(std::function<void()> answer);
   // The GPU that a hello names, by ordinal; none: host.
   absl::StatusOr<std::optional<int>> DeviceOf(const std::string& name) const;
-  absl::Status CheckDevices(const GroupRecord& group, const MemberRecord& record) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The device memory that the request asks to open.
   struct DeviceHandle {
     int ordinal = 0;
@@ -316,10 +313,6 @@ class Node : public DescriptorHandler,
   absl::Status AdmitOpening(CallId call, MemberId member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status OpeningWanted(CallId call);
   absl::Status EndOpening(CallId call);
-  // Staging pools on GPUs.
-  // Runs on regions_thread_. OK: the group with this id has a pool on the GPU, and a member there.
-  absl::Status MakeDevicePool(const std::string& group, uint64_t id, int ordinal);
-  bool OnDevice(const std::string& group, int ordinal) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Lets the rank enter once the pool is there, or refuses it.
   void AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -327,39 +320,26 @@ class Node : public DescriptorHandler,
   // Ends the stream of a rank that has left waiters_ without being admitted.
   void EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Drops the pool, unless a member is on that GPU or the GPU is the wire's.
-  void DropPool(GroupRecord* group, int ordinal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Called when a member on that GPU has gone.
   void DropUnused(GroupRecord* group, int ordinal, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A pool that must be made before a call of the member can go on.
-  struct MissingPool {
-    std::string group;
-    uint64_t id = 0;
-    int ordinal = 0;
-  };
-  std::optional<MissingPool> Missing(const MemberRecord& member)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Broadcasts through slots. OK: the method can serve updates that this rank begins.
   absl::Status CheckBroadcast(const MemberRecord& trainer, BroadcastMethod method)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether kAuto could gain anything by slots.
   bool CouldGain(const MemberRecord& trainer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Pools to make: on GPUs of the trainer and of the group's engines that have none.
-  std::vector<MissingPool> MissingFor(const MemberRecord& trainer)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The pools that a Begin needs before its event may enter the group.
   struct BeginNeeds {
     BroadcastMethod broadcast = BroadcastMethod::kDirect;
     bool slots = false;  // on the GPUs
     std::string group;
     uint64_t id = 0;
-    std::vector<MissingPool> missing;
+    std::vector<DeviceSlots::Missing> missing;
   };
   absl::StatusOr<BeginNeeds> NeedsOf(CallId call, const v1::BeginRequest& request, const Peer& peer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Runs on regions_thread_. Not OK: the call is not wanted any more, or a pool could not be made.
-  absl::Status MakePools(CallId call, const std::vector<MissingPool>& missing);
+  absl::Status MakePools(CallId call, const std::vector<DeviceSlots::Missing>& missing);
   absl::StatusOr<BeginEvent> MakeBegin(CallId call, const v1::BeginRequest& request,
                                        const MemberRecord& member)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -380,12 +360,19 @@ class Node : public DescriptorHandler,
 
   absl::StatusOr<MemberRecord*> Authenticate(const v1::Lease& lease, const Peer& peer, bool engine)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Makes the event of a member's call; runs under mutex_.
+  using EventFunction = std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>;
+  // The event of an authenticated call, and its group.
+  absl::StatusOr<std::pair<std::string, GroupEvent>> MakeEvent(const v1::Lease& lease,
+                                                               const Peer& peer,
+                                                               const std::string& request_id,
+                                                               const EventFunction& event)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Authenticates, and hands `event(member)` to the member's group with `reply` waiting under
   // `call`. `push`: the bucket that `event` checked, which is kept with the call; a push lets other
   // callers go ahead.
   void TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
-                   const std::string& request_id, ReplyFunction reply,
-                   const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event,
+                   const std::string& request_id, ReplyFunction reply, const EventFunction& event,
                    std::optional<CheckedBucket>* push = nullptr);
   void MemberEvent(MemberId member, const GroupEvent& event);
   void RegisterLayout(CallId call, const v1::Lease& lease, const Peer& peer, bool engine,
@@ -398,40 +385,12 @@ class Node : public DescriptorHandler,
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Feeds one event to the machine and performs its actions.
-  void Dispatch(Turn& turn, const std::string& group, const MachineEvent& event) override;
-  void Drained() override;
+  void Dispatch(Turn& turn, const std::string& group, const MachineEvent& event)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) override;
+  void Drained() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) override;
   void Perform(GroupRecord* group, MachineAction action, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool UsesHostPool(const StartTransfer& start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  StartTransfer WithoutTheGone(StartTransfer start) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformTransfer(GroupRecord* group, StartTransfer start, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // `status`: whether the slots that the transfer waited for could be made.
-  void PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformVerify(GroupRecord* group, const StartVerify& verify, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Count(const GroupRecord& group, const UpdateEnded& ended)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-
-  // ---- compiled refits ----
-  void PerformCompile(const GroupRecord& group, CompileProgram a)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformBuild(const GroupRecord& group, BuildProgram a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformMoves(GroupRecord* group, const StartMoves& start, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformMoves(GroupRecord* group, const StartMoves& start, absl::Status status, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Binds the moves that follow a comparison while the comparison runs.
-  void BindAhead(const GroupRecord& group, const StartMoves& compare)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Runs on a binder's thread: binds the moves, unless they were bound ahead, and submits them.
-  void BindMoves(const std::string& name, uint64_t id,
-                 const std::shared_ptr<Executor::Moves>& moves);
-  void SubmitMoves(const std::string& name, uint64_t id,
-                   const std::shared_ptr<Executor::Moves>& moves)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformExchange(GroupRecord* group, const StartExchange& a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Other daemons.
@@ -459,6 +418,9 @@ class Node : public DescriptorHandler,
   // gone.
   void GroupEventOf(const std::string& name, uint64_t id, MachineEvent event);
   void DropFollower(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Checks the hello of a daemon that joins, and makes the group that its spec asks for.
+  absl::Status TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitPeer(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdmitWaitingPeers(const std::string& group, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -469,39 +431,8 @@ class Node : public DescriptorHandler,
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Answers a report that the link could not send with the refusal that the coordinator would send.
   void ReportRefused(const std::string& name, const PeerLink* link, PeerLink::Refused refused);
-  static std::optional<EpochRecord> WireEpoch(const GroupRecord& group, EpochId epoch);
-  Wire* WireOf(const EpochRecord& epoch) const;
-  // Whether the epoch can move bytes of the group's slots.
-  static bool ReachesSlots(const EpochRecord& epoch, const GroupRecord& group);
-  // Whether the group has several daemons.
-  bool Spans(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether this daemon's members of a group that spans several daemons can exchange bytes with the
-  // other daemons' members. `entering`: a member that is about to enter and counts too; null: none.
-  absl::Status CheckSpanning(const std::string& group, const MemberRecord* entering) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // For a rank whose group another daemon coordinates. Answered by SlotsMade.
   void PerformMakeSlots(const GroupRecord& group, const MakeSlots& a)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Makes the slots that cross to other daemons: in host memory, or in the pool of the wire's GPU
-  // (Pools::wire), which must exist already (LacksWirePool).
-  absl::Status EnsureWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool LacksWirePool(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // `then` is called under the mutex, unless the group is gone.
-  using WirePoolFunction = std::function<void(GroupRecord*, absl::Status made, Turn& turn)>;
-  void MakeWirePool(const GroupRecord& group, WirePoolFunction then)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Called for a group without members on GPUs (P8).
-  void DropWirePool(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformOpen(GroupRecord* group, const OpenEpoch& a, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformConnect(GroupRecord* group, ConnectEpoch a, Turn& turn)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformClose(GroupRecord* group, const CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // On a coordinator: closes the epochs over GPU memory whose slots are gone (P8).
-  void GiveUpEpochs(const GroupRecord& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void PerformWire(GroupRecord* group, const StartWire& a, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SendWelcome(GroupRecord* group, MemberRecord* member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `end`: the status that the member's sink ends with.
@@ -514,8 +445,8 @@ class Node : public DescriptorHandler,
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  TimePoint NextWake() override;
-  void Ring(Turn& turn, TimePoint now) override;
+  TimePoint NextWake() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) override;
+  void Ring(Turn& turn, TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) override;
   static TimePoint Now() { return std::chrono::steady_clock::now(); }
 
   void DescribeEpochs(v1::NcclStatus* status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -523,7 +454,7 @@ class Node : public DescriptorHandler,
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Constant after construction.
-  const NodeOptions options_;
+  NodeOptions options_;  // without cuda.wire, which is the data plane's
   const SpecLimits spec_limits_{options_.default_slot_bytes, options_.default_slots,
                                 options_.max_pool_bytes};
   ProcessWatch* const processes_;
@@ -559,21 +490,13 @@ class Node : public DescriptorHandler,
   // since they may be destroyed after the node.
   const std::shared_ptr<JobThreads> regions_thread_ =
       std::make_shared<JobThreads>("refitd-regions");
-  Executor executor_ ABSL_GUARDED_BY(mutex_);
 
-  // Stopped in the destructor's body, since their jobs use the members below. Binding has threads
-  // of its own, so that a step of an update does not wait for another group's plan, and local moves
-  // are bound while replicas are compared and rounds are packed. There are two planner threads:
-  // while one group's plan takes seconds, other groups' plans take turns on the other thread.
-  JobThreads planner_{"refitd-planner", 2};
-  JobThreads binder_{"refitd-binder"};
-  JobThreads local_binder_{"refitd-local"};
-  JobThreads opener_{"refitd-opener"};  // epochs over GPU memory
-
+  // Its functions are called under mutex_, but for those that say otherwise.
+  DeviceSlots device_slots_;
   Timer timer_{this, this, &mutex_};
-  // Destroyed first, since they come last: their callbacks then still find the other members.
-  std::unique_ptr<Transport> transport_;
-  std::unique_ptr<Wire> wire_;  // null: none
+  // Destroyed first, since it comes last: the callbacks of what still runs then find the other
+  // members. Its functions are called under mutex_, but for those that say otherwise.
+  DataPlane data_plane_;
 };
 
 }  // namespace refitd

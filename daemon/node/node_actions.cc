@@ -1,9 +1,8 @@
-// Hands events to the state machines and performs their actions: replies, streams, copies,
-// collectives.
+// Hands events to the state machines and performs their actions: replies and streams here, what
+// touches memory through the data plane.
 #include <algorithm>
 #include <utility>
 
-#include "daemon/node/group_memory.h"
 #include "daemon/node/node.h"
 #include "daemon/process/log.h"
 
@@ -35,7 +34,6 @@ v1::EngineEvent PartEvent(const SendPart& part, int64_t slot_bytes) {
 }  // namespace
 
 void Node::Dispatch(Turn& turn, const std::string& name, const MachineEvent& event) {
-  mutex_.AssertHeld();
   GroupRecord* group = groups_.Find(name);
   if (group == nullptr) return;
   MachineActions actions;
@@ -49,7 +47,6 @@ void Node::Dispatch(Turn& turn, const std::string& name, const MachineEvent& eve
 }
 
 void Node::Drained() {
-  mutex_.AssertHeld();
   timer_.Wake();
   if (!groups_.any_running()) idle_cond_.NotifyAll();
 }
@@ -131,24 +128,24 @@ struct Node::Performer {
     SendEither(a.member, [](auto* event) { event->mutable_draining(); });
   }
   void operator()(StartTransfer& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformTransfer(group, std::move(a), turn);
+    node->data_plane_.Start(group, std::move(a), turn);
   }
   void operator()(StartVerify& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformVerify(group, a, turn);
+    node->data_plane_.Start(group, a, turn);
   }
   void operator()(CompileProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformCompile(*group, std::move(a));
+    node->data_plane_.Compile(*group, std::move(a));
   }
   void operator()(StartCompare&) {}  // the coordinator performs it
   void operator()(StartRefit&) {}    // the coordinator performs it
   void operator()(BuildProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformBuild(*group, std::move(a));
+    node->data_plane_.Build(*group, std::move(a));
   }
   void operator()(StartMoves& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformMoves(group, a, turn);
+    node->data_plane_.Start(group, a, turn);
   }
   void operator()(StartExchange& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformExchange(group, a, turn);
+    node->data_plane_.Start(group, a, turn);
   }
   void operator()(ReleaseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     node->Erase(a.member, turn);
@@ -159,9 +156,9 @@ struct Node::Performer {
   void operator()(CleanUpOverdue&) {}  // the coordinator performs it
   void operator()(UpdateEnded& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     turn.Last([remains = std::move(a.remains)] {});
-    node->executor_.Forget(a.update);
-    node->DropWirePool(group);
-    node->GiveUpEpochs(*group, turn);
+    node->data_plane_.Forget(a.update);
+    node->device_slots_.DropWire(group);
+    node->data_plane_.GiveUpEpochs(*group, turn);
     // Unknown: this daemon had a share only; the coordinator counts the update.
     if (a.outcome == Outcome::kUnknown) return;
     group->broadcasts = false;
@@ -209,16 +206,16 @@ struct Node::Performer {
     node->PerformMakeSlots(*group, a);
   }
   void operator()(OpenEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformOpen(group, a, turn);
+    node->data_plane_.Open(group, a, turn);
   }
   void operator()(ConnectEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformConnect(group, std::move(a), turn);
+    node->data_plane_.Connect(*group, std::move(a), turn);
   }
   void operator()(CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformClose(group, a);
+    node->data_plane_.Close(*group, a);
   }
   void operator()(StartWire& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
-    node->PerformWire(group, a, turn);
+    node->data_plane_.Start(group, a, turn);
   }
   void operator()(AcquireWire&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(node->mutex_) {
     WireLock::Events events;
@@ -237,97 +234,9 @@ void Node::Perform(GroupRecord* group, MachineAction action, Turn& turn) {
   std::visit([&performer](auto& kind) { std::visit(performer, kind); }, action);
 }
 
-// Slots that another daemon's member packed or will read lie in host memory here.
-bool Node::UsesHostPool(const StartTransfer& start) const {
-  const auto on_host = [this](MemberId id) {
-    mutex_.AssertHeld();
-    const MemberRecord* const member = leases_.Find(id);
-    return member == nullptr || !member->ordinal.has_value();
-  };
-  if (start.wired || (start.source_slot.has_value() && on_host(start.trainer))) return true;
-  const bool broadcasts = start.broadcast != BroadcastMethod::kDirect;
-  if (start.fill_slot.has_value() && start.staged.empty() && !broadcasts) return true;
-  const bool slot = start.source_slot.has_value() || start.fill_slot.has_value();
-  return slot && std::any_of(start.staged.begin(), start.staged.end(), on_host);
-}
-
-// A joined daemon erases members at once, so a transfer that was put off may still name one.
-StartTransfer Node::WithoutTheGone(StartTransfer start) const {
-  const auto gone = [this](MemberId id) {
-    mutex_.AssertHeld();
-    return !leases_.Contains(id);
-  };
-  start.skip_destination.resize(start.destinations.size());
-  for (size_t d = 0; d < start.destinations.size(); ++d) {
-    if (gone(start.destinations[d])) start.skip_destination[d] = true;
-  }
-  std::erase_if(start.staged, gone);
-  return start;
-}
-
-void Node::PerformTransfer(GroupRecord* group, StartTransfer start, Turn& turn) {
-  // The root packs as soon as it has a bucket, perhaps before an epoch was opened.
-  if (UsesHostPool(start) && LacksWirePool(*group)) {
-    return MakeWirePool(*group,
-                        [this, start](GroupRecord* found, const absl::Status& made, Turn& turn) {
-                          mutex_.AssertHeld();
-                          PerformTransfer(found, WithoutTheGone(start), made, turn);
-                        });
-  }
-  PerformTransfer(group, std::move(start), absl::OkStatus(), turn);
-}
-
-void Node::PerformTransfer(GroupRecord* group, StartTransfer start, absl::Status status,
-                           Turn& turn) {
-  const std::string name = group->name();
-  if (status.ok() && UsesHostPool(start)) status = EnsureWirePool(group);
-  if (status.ok()) {
-    const auto done = [this, name](const Executor::Done& d) {
-      Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
-      executor_.Finished(d);
-      if (options_.observer != nullptr && d.status.ok()) {
-        int64_t bytes = d.slot_bytes;
-        for (const int64_t written : d.bytes_written) bytes += written;
-        options_.observer->BytesMoved(name, MoveKind::kCopy, bytes);
-      }
-      turn.Handle(name, TransferDone{d.update, d.part, d.status, d.bytes_written,
-                                     d.failed_destination, d.source_digests, d.broadcast});
-    };
-    const GroupMemory memory(leases_, *group);
-    // A call of 0: another daemon sent the part, which is in the slot.
-    if (start.bucket_call == CallId()) {
-      status = executor_.Start(start, Executor::SlotBucket(start), memory, done);
-    } else if (const CheckedBucket* bucket = calls_.BucketOf(start.bucket_call);
-               bucket != nullptr) {
-      status = executor_.Start(start, *bucket, memory, done);
-    } else {
-      status = absl::InternalError("the bucket is gone");
-    }
-  }
-  if (!status.ok()) {
-    turn.Post(name, TransferDone{start.update, start.part, status, {}, -1, {}});
-  }
-}
-
-void Node::PerformVerify(GroupRecord* group, const StartVerify& verify, Turn& turn) {
-  const std::string name = group->name();
-  const auto done = [this, name](const VerifyDone& d) {
-    Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
-    turn.Handle(name, d);
-  };
-  if (!executor_.AnyWritten(verify.update)) {
-    // A refit had nothing to move, so no thread is woken.
-    turn.Post(name, VerifyDone{verify.update, absl::OkStatus(), {}});
-    return;
-  }
-  const absl::Status status = executor_.Start(verify, GroupMemory(leases_, *group), done);
-  if (!status.ok()) turn.Post(name, VerifyDone{verify.update, status, {}});
-}
-
 void Node::Count(const GroupRecord& group, const UpdateEnded& ended) {
   if (options_.observer == nullptr) return;
-  const auto reason = [&]() -> std::string_view {
-    mutex_.AssertHeld();
+  const auto reason = [&ended, stops = stops_]() -> std::string_view {
     switch (ended.give_up_class) {
       case GiveUpClass::kNone:
         return kReasonNone;
@@ -342,7 +251,7 @@ void Node::Count(const GroupRecord& group, const UpdateEnded& ended) {
       case GiveUpClass::kAborted:
         return kReasonAborted;
       case GiveUpClass::kOperator:
-        return stops_ ? kReasonDrain : kReasonOperator;
+        return stops ? kReasonDrain : kReasonOperator;
       case GiveUpClass::kTransfer:
         return kReasonTransfer;
       case GiveUpClass::kOther:

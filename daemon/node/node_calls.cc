@@ -43,20 +43,23 @@ bool HasRegions(const Regions& regions, const CheckedBucket& bucket) {
 
 }  // namespace
 
+absl::StatusOr<std::pair<std::string, GroupEvent>> Node::MakeEvent(const v1::Lease& lease,
+                                                                   const Peer& peer,
+                                                                   const std::string& request_id,
+                                                                   const EventFunction& event) {
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, false));
+  REFITD_RETURN_IF_ERROR(CheckText(request_id, kMaxRequestIdBytes, "request_id"));
+  REFITD_RETURN_IF_ERROR(calls_.Admit());
+  REFITD_ASSIGN_OR_RETURN(GroupEvent made, event(*member));
+  return std::pair(member->group, std::move(made));
+}
+
 void Node::TrainerCall(CallId call, const v1::Lease& lease, const Peer& peer,
                        const std::string& request_id, ReplyFunction reply,
-                       const std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>& event,
-                       std::optional<CheckedBucket>* push) {
+                       const EventFunction& event, std::optional<CheckedBucket>* push) {
   Turn turn(this, &mutex_, &pushes_, push != nullptr ? Turn::Order::kPush : Turn::Order::kAny);
-  const auto make = [&]() -> absl::StatusOr<std::pair<std::string, GroupEvent>> {
-    mutex_.AssertHeld();
-    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(lease, peer, false));
-    REFITD_RETURN_IF_ERROR(CheckText(request_id, kMaxRequestIdBytes, "request_id"));
-    REFITD_RETURN_IF_ERROR(calls_.Admit());
-    REFITD_ASSIGN_OR_RETURN(GroupEvent made, event(*member));
-    return std::pair(member->group, std::move(made));
-  };
-  absl::StatusOr<std::pair<std::string, GroupEvent>> made = make();
+  absl::StatusOr<std::pair<std::string, GroupEvent>> made =
+      MakeEvent(lease, peer, request_id, event);
   if (made.ok()) {
     calls_.Add(call, {made->first, std::move(reply),
                       push != nullptr ? std::exchange(*push, std::nullopt) : std::nullopt});
@@ -103,8 +106,8 @@ void Node::BeginOpened(CallId call, const v1::BeginRequest& request, const Peer&
                 mutex_.AssertHeld();
                 REFITD_ASSIGN_OR_RETURN(BeginEvent event, MakeBegin(call, request, member));
                 REFITD_RETURN_IF_ERROR(CheckBroadcast(member, event.broadcast));
-                event.slots_on_devices = slots && MissingFor(member).empty();
-                GroupRecord* group = groups_.Find(member.group);
+                event.slots_on_devices = slots && device_slots_.MissingFor(member).empty();
+                GroupRecord* group = groups_.Of(member);
                 if (!group->machine->update_running()) group->broadcasts = false;
                 group->broadcasts = group->broadcasts || event.slots_on_devices;
                 return event;
@@ -117,8 +120,8 @@ void Node::LeaseOpened(CallId call, const v1::LeaseSlotRequest& request, const P
               [&](const MemberRecord& member) -> absl::StatusOr<GroupEvent> {
                 mutex_.AssertHeld();
                 if (!member.ordinal.has_value()) {
-                  REFITD_RETURN_IF_ERROR(EnsurePool(groups_.Find(member.group)));
-                } else if (Missing(member).has_value()) {
+                  REFITD_RETURN_IF_ERROR(EnsurePool(groups_.Of(member)));
+                } else if (device_slots_.MissingOf(member).has_value()) {
                   return absl::InternalError("the staging pool went");
                 }
                 REFITD_ASSIGN_OR_RETURN(Duration wait, CheckMillis(request.wait_ms(), "wait_ms"));
@@ -170,7 +173,7 @@ void Node::PushOpened(CallId call, const v1::PushBucketRequest& request, const P
         const auto it = member->regions.find(id);
         if (it != member->regions.end()) regions[it->first] = it->second.memory.bytes;
       }
-      limits = {options_.inline_bytes, groups_.Find(member->group)->machine->spec().slot_bytes};
+      limits = {options_.inline_bytes, groups_.Of(*member)->machine->spec().slot_bytes};
     }
     return CheckBucket(request.bucket(), limits, region_bytes, device);
   };

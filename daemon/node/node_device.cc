@@ -1,5 +1,5 @@
-// Members on GPUs: their devices, device memory as regions and as sources of buckets, staging pools
-// on GPUs, and the loss of a GPU.
+// Members on GPUs: their devices, device memory as regions and as sources of buckets, calls that
+// wait for staging slots there, and the loss of a GPU.
 //
 // Opening and closing device memory takes up to milliseconds, and longer if a context is made. It
 // runs on regions_thread_, or on a thread of the descriptor socket.
@@ -40,130 +40,6 @@ absl::StatusOr<std::optional<int>> Node::DeviceOf(const std::string& name) const
   const absl::StatusOr<int> ordinal = options_.cuda.memory->DeviceOf(name);
   if (!ordinal.ok()) return In("device.name", ordinal.status());
   return *ordinal;
-}
-
-bool Node::Spans(const GroupRecord& group) const {
-  return group.follower != nullptr || peers_.Any(group.name());
-}
-
-// All slots of a daemon that cross to other daemons lie on a GPU, or all in host memory.
-absl::Status Node::CheckSpanning(const std::string& group, const MemberRecord* entering) const {
-  const MemberRecord* on_device = nullptr;
-  const MemberRecord* on_host = nullptr;
-  const auto look = [&](const MemberRecord& member) {
-    (member.ordinal.has_value() ? on_device : on_host) = &member;
-  };
-  for (const auto& [id, member] : leases_.all()) {
-    if (!member.lost && member.group == group) look(member);
-  }
-  if (entering != nullptr) look(*entering);
-  if (on_device == nullptr) return absl::OkStatus();
-  const std::string what =
-      entering == nullptr
-          ? fmt::format("group '{}' would span daemons", group)
-          : fmt::format("device.name: '{}': group '{}' spans daemons", entering->device, group);
-  if (options_.cuda.wire == nullptr) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "{}, and device memory moves within daemon {} only: {}", what, options_.daemon_id,
-                 options_.cuda.no_wire);
-  }
-  if (on_host == nullptr) return absl::OkStatus();
-  return Error(absl::StatusCode::kFailedPrecondition,
-               "{}, where all of a daemon's members are on GPUs or none: daemon {} would have one "
-               "on {} and one in host memory",
-               what, options_.daemon_id, on_device->device);
-}
-
-// Refuses combinations that no transport can move, before anything waits for them: device memory to
-// another daemon without NCCL, GPU memory into host memory, and one bucket into both host memory
-// and a GPU.
-absl::Status Node::CheckDevices(const GroupRecord& group, const MemberRecord& record) const {
-  if (Spans(group)) REFITD_RETURN_IF_ERROR(CheckSpanning(record.group, &record));
-  for (const auto& [id, member] : leases_.all()) {
-    if (member.lost || member.group != record.group) continue;
-    if (record.engine && member.engine &&
-        record.ordinal.has_value() != member.ordinal.has_value()) {
-      return Error(
-          absl::StatusCode::kFailedPrecondition,
-          "device.name: '{}': group '{}' has engine ranks on '{}': one group's engines are "
-          "all on GPUs, or all in host memory",
-          record.device, record.group, member.device);
-    }
-    if (member.engine == record.engine) continue;
-    const MemberRecord& trainer = record.engine ? member : record;
-    const MemberRecord& engine = record.engine ? record : member;
-    if (!trainer.ordinal.has_value() || engine.ordinal.has_value()) continue;
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "device.name: '{}': group '{}' would have a trainer rank on GPU {} and an engine "
-                 "rank in host memory: nothing moves weights that way",
-                 record.device, record.group, trainer.device);
-  }
-  return absl::OkStatus();
-}
-
-// ---- slots that cross daemons ----
-
-bool Node::LacksWirePool(const GroupRecord& group) const {
-  return Spans(group) && !group.pools.wire().has_value() && leases_.HasDevices(group.name());
-}
-
-// The pool is on the lowest GPU that a member is on; bytes that other GPUs of the daemon send or
-// receive pass through its slots. It is kept until the group has no member on a GPU here and no
-// update runs, since bytes that were packed into it must be the bytes that are sent.
-void Node::MakeWirePool(const GroupRecord& group, WirePoolFunction then) {
-  const std::string name = group.name();
-  std::optional<int> lowest;
-  for (const auto& [id, member] : leases_.all()) {
-    if (member.group != name || !member.ordinal.has_value()) continue;
-    lowest = std::min(lowest.value_or(*member.ordinal), *member.ordinal);
-  }
-  regions_thread_->Submit([this, name, id = group.id, ordinal = *lowest, then = std::move(then)] {
-    absl::Status made = MakeDevicePool(name, id, ordinal);
-    Turn turn(this, &mutex_);
-    GroupRecord* const found = groups_.Find(name);
-    if (found == nullptr || found->id != id) return;
-    if (made.ok() && !found->pools.Has(ordinal)) {
-      made = absl::CancelledError("the members on that GPU went away");
-    }
-    // Members may still be on another GPU.
-    if (absl::IsCancelled(made) && !OnDevice(name, ordinal) && leases_.HasDevices(name)) {
-      return MakeWirePool(*found, then);
-    }
-    if (made.ok() && !found->pools.wire().has_value()) found->pools.SetWire(ordinal);
-    then(found, made, turn);
-  });
-}
-
-// P1: while an update runs, its parts go on through the same slots, even those of members that
-// left.
-void Node::DropWirePool(GroupRecord* group) {
-  const std::string& name = group->name();
-  if (!group->pools.wire().has_value() || leases_.HasDevices(name) ||
-      group->machine->update_running()) {
-    return;
-  }
-  const int ordinal = *group->pools.wire();
-  group->pools.ClearWire();
-  DropPool(group, ordinal);
-}
-
-// P8: device memory is kept only for members that can use it. Transfers that run hold it
-// themselves.
-void Node::DropPool(GroupRecord* group, int ordinal) {
-  if (group->pools.wire() == ordinal || OnDevice(group->name(), ordinal)) return;
-  group->pools.Drop(ordinal);
-}
-
-// A joined daemon leaves with its last member, which ends its epochs. A coordinator stays, so it
-// reports its end as lost, which closes the epoch everywhere; the next update that needs an epoch
-// opens another, perhaps on another GPU. While an update runs, its nodes may be using the epoch.
-void Node::GiveUpEpochs(const GroupRecord& group, Turn& turn) {
-  if (group.coordinator == nullptr || group.machine->update_running()) return;
-  for (const auto& [id, epoch] : group.epochs) {
-    // If an epoch's slots are still being made, its failure is reported when they are made.
-    if (!epoch.on_devices || epoch.ordinal < 0 || ReachesSlots(epoch, group)) continue;
-    turn.Post(group.name(), EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
-  }
 }
 
 void Node::DevicesLost(const absl::Status& why) {
@@ -326,59 +202,14 @@ absl::Status Node::EndOpening(CallId call) {
 
 // ---- staging pools ----
 
-bool Node::OnDevice(const std::string& group, int ordinal) const {
-  return leases_.OnDevice(group, ordinal) || waiters_.AnyOfSlots(group, ordinal);
-}
-
-// Only this function makes pools on GPUs, on one thread, so that none is made twice.
-absl::Status Node::MakeDevicePool(const std::string& group, uint64_t id, int ordinal) {
-  // The group's record, if it still lacks the pool.
-  const auto find = [&]() -> absl::StatusOr<GroupRecord*> {
-    mutex_.AssertHeld();
-    GroupRecord* found = groups_.Find(group);
-    if (found == nullptr || found->id != id) return NoGroup(group);
-    return found->pools.Has(ordinal) ? nullptr : found;
-  };
-  int64_t bytes = 0;
-  {
-    MutexLock lock(&mutex_);
-    REFITD_ASSIGN_OR_RETURN(const GroupRecord* lacking, find());
-    if (lacking == nullptr) return absl::OkStatus();
-    // The job may have waited long in line.
-    if (!OnDevice(group, ordinal)) return absl::CancelledError("the member went away");
-    bytes = lacking->pool_bytes();
-  }
-  absl::StatusOr<CudaPool> made = options_.cuda.memory->MakePool(ordinal, bytes);
-  if (!made.ok()) {
-    return Error(made.status().code(), "group '{}': staging slots: {}", group,
-                 Message(made.status()));
-  }
-  // As in DeviceRegion: the last reference may be dropped anywhere.
-  auto held = std::make_shared<CudaPool>(*std::move(made));
-  Pools::Device pool;
-  pool.descriptor = held->descriptor.get();
-  const CudaPool* const raw = held.get();
-  pool.memory = {
-      raw->region->data(), raw->region->bytes(),
-      std::shared_ptr<const void>(raw, [closer = regions_thread_, memory = options_.cuda.memory,
-                                        held = std::move(held)](const void*) mutable {
-        closer->Submit([memory = std::move(memory), pool = std::move(held)] {
-          memory->GiveBack(std::move(*pool));
-        });
-      })};
-  MutexLock lock(&mutex_);
-  REFITD_ASSIGN_OR_RETURN(GroupRecord * lacking, find());
-  if (!OnDevice(group, ordinal)) return absl::CancelledError("the member went away");
-  if (lacking != nullptr) lacking->pools.Put(ordinal, std::move(pool));
-  return absl::OkStatus();
-}
-
 void Node::AwaitPool(MemberRecord record, const GroupRecord& group, GroupEvent attached) {
+  REFITD_CHECK(record.engine && record.ordinal.has_value());
   const MemberId member = record.id;
   const int ordinal = *record.ordinal;
-  regions_thread_->Submit([this, member, name = record.group, id = group.id, ordinal] {
-    EndPooling(member, MakeDevicePool(name, id, ordinal));
-  });
+  regions_thread_->Submit(
+      [this, member, missing = DeviceSlots::Missing{record.group, group.id, ordinal}] {
+        EndPooling(member, device_slots_.MakeNow(missing));
+      });
   waiters_.Wait(Waiters::OfSlots{std::move(record), std::move(attached)});
 }
 
@@ -397,7 +228,7 @@ void Node::EndPooling(MemberId member, absl::Status made) {
     std::get<EngineAttached>(waited.attached).lacks_slots = true;
     made = absl::OkStatus();
   }
-  if (made.ok()) made = CheckDevices(*group, waited.record);
+  if (made.ok()) made = device_slots_.CheckEntering(*group, waited.record);
   if (made.ok()) {
     Admit(std::move(waited.record), std::move(waited.attached), turn);
   } else {
@@ -417,44 +248,37 @@ void Node::EndWithoutPool(MemberRecord record, absl::Status status, Turn& turn) 
 }
 
 void Node::DropUnused(GroupRecord* group, int ordinal, Turn& turn) {
-  DropWirePool(group);
-  DropPool(group, ordinal);
-  GiveUpEpochs(*group, turn);
+  device_slots_.DropUnused(group, ordinal);
+  data_plane_.GiveUpEpochs(*group, turn);
 }
 
 void Node::PerformMakeSlots(const GroupRecord& group, const MakeSlots& a) {
   const MemberRecord* const member = leases_.Find(a.member);
   if (member == nullptr || !member->ordinal.has_value()) return;
   regions_thread_->Submit(
-      [this, member = a.member, name = group.name(), id = group.id, ordinal = *member->ordinal] {
-        GroupEventOf(name, id, SlotsMade{member, MakeDevicePool(name, id, ordinal)});
+      [this, member = a.member,
+       missing = DeviceSlots::Missing{group.name(), group.id, *member->ordinal}] {
+        GroupEventOf(missing.group, missing.id, SlotsMade{member, device_slots_.MakeNow(missing)});
       });
-}
-
-std::optional<Node::MissingPool> Node::Missing(const MemberRecord& member) {
-  if (!member.ordinal.has_value()) return std::nullopt;
-  const GroupRecord& group = *groups_.Find(member.group);
-  if (group.pools.Has(*member.ordinal)) return std::nullopt;
-  return MissingPool{member.group, group.id, *member.ordinal};
 }
 
 void Node::LeaseSlot(CallId call, const v1::LeaseSlotRequest& request, const Peer& peer,
                      ReplyFunction reply) {
-  const auto check = [&]() -> absl::StatusOr<std::optional<MissingPool>> {
+  const auto check = [&]() -> absl::StatusOr<std::optional<DeviceSlots::Missing>> {
     MutexLock lock(&mutex_);
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(request.lease(), peer, false));
-    std::optional<MissingPool> missing = Missing(*member);
+    std::optional<DeviceSlots::Missing> missing = device_slots_.MissingOf(*member);
     if (!missing.has_value()) return missing;
     REFITD_RETURN_IF_ERROR(AdmitOpening(call, member->id));
     return missing;
   };
-  const absl::StatusOr<std::optional<MissingPool>> missing = check();
+  const absl::StatusOr<std::optional<DeviceSlots::Missing>> missing = check();
   if (!missing.ok()) return reply(missing.status(), EmptyReply{});
   if (!missing->has_value()) return LeaseOpened(call, request, peer, std::move(reply));
   regions_thread_->Submit(
       [this, call, request, peer, pool = **missing, reply = std::move(reply)]() mutable {
         absl::Status made = OpeningWanted(call);
-        if (made.ok()) made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
+        if (made.ok()) made = device_slots_.MakeNow(pool);
         const absl::Status wanted = EndOpening(call);
         if (made.ok()) made = wanted;
         if (!made.ok()) return reply(made, EmptyReply{});
@@ -468,8 +292,8 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
   if (method == BroadcastMethod::kAuto || method == BroadcastMethod::kDirect) {
     return absl::OkStatus();
   }
-  const GroupRecord& group = *groups_.Find(trainer.group);
-  if (Spans(group)) {
+  const GroupRecord& group = *groups_.Of(trainer);
+  if (device_slots_.Spans(group)) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "broadcast: {} is between GPUs of one daemon, and group '{}' spans daemons",
                  BroadcastMethodName(method), trainer.group);
@@ -479,7 +303,7 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
                  "broadcast: {} is between GPUs, and this trainer rank's memory is the host's",
                  BroadcastMethodName(method));
   }
-  if (absl::Status can = transport_->CanBroadcast(method); !can.ok()) {
+  if (absl::Status can = data_plane_.transport().CanBroadcast(method); !can.ok()) {
     return Error(can.code(), "broadcast: {}: {}", BroadcastMethodName(method), Message(can));
   }
   return absl::OkStatus();
@@ -487,8 +311,10 @@ absl::Status Node::CheckBroadcast(const MemberRecord& trainer, BroadcastMethod m
 
 // One instance alone gains nothing: its ranks hold shards, so no byte goes to two of them.
 bool Node::CouldGain(const MemberRecord& trainer) const {
-  if (!trainer.ordinal.has_value() || Spans(*groups_.Find(trainer.group))) return false;
-  const auto can = [this](BroadcastMethod method) { return transport_->CanBroadcast(method).ok(); };
+  if (!trainer.ordinal.has_value() || device_slots_.Spans(*groups_.Of(trainer))) return false;
+  const auto can = [this](BroadcastMethod method) {
+    return data_plane_.transport().CanBroadcast(method).ok();
+  };
   if (!can(BroadcastMethod::kChain) && !can(BroadcastMethod::kSymmetric) &&
       !can(BroadcastMethod::kNccl)) {
     return false;
@@ -504,19 +330,6 @@ bool Node::CouldGain(const MemberRecord& trainer) const {
   return devices.size() > 1 && instances.size() > 1;
 }
 
-std::vector<Node::MissingPool> Node::MissingFor(const MemberRecord& trainer) {
-  std::map<int, MissingPool> missing;
-  for (const auto& [id, member] : leases_.all()) {
-    if (member.lost || member.group != trainer.group) continue;
-    if (!member.engine && id != trainer.id) continue;
-    const std::optional<MissingPool> pool = Missing(member);
-    if (pool.has_value()) missing[pool->ordinal] = *pool;
-  }
-  std::vector<MissingPool> all;
-  for (auto& [ordinal, pool] : missing) all.push_back(std::move(pool));
-  return all;
-}
-
 absl::StatusOr<Node::BeginNeeds> Node::NeedsOf(CallId call, const v1::BeginRequest& request,
                                                const Peer& peer) {
   REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(request.lease(), peer, false));
@@ -528,20 +341,20 @@ absl::StatusOr<Node::BeginNeeds> Node::NeedsOf(CallId call, const v1::BeginReque
   REFITD_RETURN_IF_ERROR(CheckBroadcast(*member, needs.broadcast));
   needs.slots = needs.broadcast != BroadcastMethod::kAuto || CouldGain(*member);
   if (!needs.slots) return needs;
-  needs.missing = MissingFor(*member);
+  needs.missing = device_slots_.MissingFor(*member);
   if (needs.missing.empty()) return needs;
   REFITD_RETURN_IF_ERROR(AdmitOpening(call, member->id));
-  GroupRecord* group = groups_.Find(member->group);
+  GroupRecord* group = groups_.Of(*member);
   needs.group = member->group;
   needs.id = group->id;
   ++group->preparing_begins;
   return needs;
 }
 
-absl::Status Node::MakePools(CallId call, const std::vector<MissingPool>& missing) {
-  for (const MissingPool& pool : missing) {
+absl::Status Node::MakePools(CallId call, const std::vector<DeviceSlots::Missing>& missing) {
+  for (const DeviceSlots::Missing& slots : missing) {
     REFITD_RETURN_IF_ERROR(OpeningWanted(call));
-    const absl::Status made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
+    const absl::Status made = device_slots_.MakeNow(slots);
     // Cancelled: the member that needed the pool has gone.
     if (!made.ok() && !absl::IsCancelled(made)) return made;
   }

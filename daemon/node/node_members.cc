@@ -212,7 +212,7 @@ absl::StatusOr<GroupRecord*> Node::GroupFor(const HelloMessage& hello,
                                             const std::optional<v1::GroupSpec>& spec, bool* created,
                                             Turn& turn) {
   if (!coordinator.empty()) {
-    if (record.ordinal.has_value() && options_.cuda.wire == nullptr) {
+    if (record.ordinal.has_value() && data_plane_.device_wire() == nullptr) {
       return Error(absl::StatusCode::kFailedPrecondition,
                    "device.name: '{}' with coordinator '{}': device memory moves within this "
                    "daemon only: {}",
@@ -248,7 +248,8 @@ void Node::AdmitWaiting(const std::string& group, Turn& turn) {
 }
 
 void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, Turn& turn) {
-  if (absl::Status devices = CheckDevices(*group, record); !devices.ok()) {
+  REFITD_CHECK(group != nullptr && group->name() == record.group);
+  if (absl::Status devices = device_slots_.CheckEntering(*group, record); !devices.ok()) {
     return record.End(std::move(devices));
   }
   if (record.staged && record.ordinal.has_value() && group->follower != nullptr) {
@@ -257,7 +258,7 @@ void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, T
     return Admit(std::move(record), std::move(attached), turn);
   }
   const bool wants_pool = record.staged || (record.engine && group->wants_pools());
-  if (wants_pool && Missing(record).has_value()) {
+  if (wants_pool && device_slots_.MissingOf(record).has_value()) {
     return AwaitPool(std::move(record), *group, std::move(attached));
   }
   Admit(std::move(record), std::move(attached), turn);
@@ -265,7 +266,7 @@ void Node::Enter(MemberRecord record, GroupRecord* group, GroupEvent attached, T
 
 void Node::Admit(MemberRecord record, GroupEvent attached, Turn& turn) {
   const MemberId member = record.id;
-  record.incarnation = groups_.Find(record.group)->machine->incarnation();
+  record.incarnation = groups_.Of(record)->machine->incarnation();
   MemberRecord& m = *leases_.Add(std::move(record));
   if (!m.peer.identity.empty()) {
     LogInfo("group {}: member {} attaches as {}", m.group, member.value(), m.peer.identity);
@@ -318,7 +319,7 @@ void Node::Erase(MemberId member, Turn& turn) {
   if (!leases_.Contains(member)) return;
   MemberRecord record = leases_.Remove(member);
   if (record.watch != WatchHandle()) processes_->Cancel(record.watch);
-  executor_.Release(member);
+  data_plane_.Release(member);
   // Unmapping large regions takes long, so it is done after the mutex was released.
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(memory_.TakeAll(&record));
   turn.Last([regions] { regions->clear(); });
@@ -340,7 +341,7 @@ absl::StatusOr<MemberRecord*> Node::Authenticate(const v1::Lease& lease, const P
   }
   // An engine's memory does not belong to an incarnation: its lease outlives a replacement.
   const uint64_t incarnation =
-      engine ? member->incarnation : groups_.Find(member->group)->machine->incarnation();
+      engine ? member->incarnation : groups_.Of(*member)->machine->incarnation();
   if (lease.incarnation() != incarnation) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "lease.incarnation: {:x} is not group '{}''s incarnation {:x}",
@@ -439,7 +440,7 @@ absl::StatusOr<const MemberRecord*> Node::AdmitLayout(const v1::Lease& lease, co
                  "binding_generation: {} is not greater than the registered {}",
                  layout.binding_generation, *greatest);
   }
-  REFITD_RETURN_IF_ERROR(groups_.Find(member->group)->machine->CanRegisterLayout(member->id));
+  REFITD_RETURN_IF_ERROR(groups_.Of(*member)->machine->CanRegisterLayout(member->id));
   return member;
 }
 

@@ -5,7 +5,7 @@
 #include <future>
 #include <utility>
 
-#include "daemon/node/group_memory.h"
+#include "daemon/node/node.h"
 
 namespace refitd {
 namespace {
@@ -66,7 +66,7 @@ absl::StatusOr<RegionId> Node::RegisterRegion(const Token& token, const PeerCred
 
 absl::StatusOr<RegionRecord> Node::TakeRegion(MemberRecord* member, RegionId region) {
   REFITD_ASSIGN_OR_RETURN(RegionRecord taken, memory_.Take(member, region, calls_));
-  executor_.Release(member->id);
+  data_plane_.Release(member->id);
   return taken;
 }
 
@@ -79,7 +79,7 @@ void Node::CloseRegion(RegionRecord region, std::function<void()> closed) {
   }
   auto held = std::make_shared<RegionRecord>(std::move(region));
   // In line behind local moves that are bound ahead and may hold the region.
-  local_binder_.Submit([this, held, closed = std::move(closed)] {
+  data_plane_.AfterBinding([this, held, closed = std::move(closed)] {
     regions_thread_->Submit([this, held, closed] {
       *held = {};
       regions_thread_->Submit(closed);  // behind the closing, which the line above has queued
@@ -120,7 +120,7 @@ absl::Status Node::ReleaseRegion(const Token& token, const PeerCredentials& peer
 }
 
 absl::StatusOr<PoolHandle> Node::HandleOf(const MemberRecord& member) {
-  GroupRecord* const group = groups_.Find(member.group);
+  GroupRecord* const group = groups_.Of(member);
   if (!member.ordinal.has_value()) REFITD_RETURN_IF_ERROR(EnsurePool(group));
   // An engine only reads slots. A bug there must not damage the slots that its neighbours read.
   REFITD_ASSIGN_OR_RETURN(PoolHandle handle,
@@ -131,11 +131,11 @@ absl::StatusOr<PoolHandle> Node::HandleOf(const MemberRecord& member) {
 
 absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentials& peer) {
   const std::string key(token.begin(), token.end());
-  std::optional<MissingPool> missing;
+  std::optional<DeviceSlots::Missing> missing;
   {
     MutexLock lock(&mutex_);
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, leases_.Authenticate(key, Peer{peer}));
-    missing = Missing(*member);
+    missing = device_slots_.MissingOf(*member);
     if (!missing.has_value()) return HandleOf(*member);
   }
   auto made = std::make_shared<absl::Status>(absl::UnavailableError("the daemon ends"));
@@ -143,7 +143,7 @@ absl::StatusOr<PoolHandle> Node::MapPool(const Token& token, const PeerCredentia
   auto ended = std::make_shared<std::promise<void>>();
   const std::future<void> wait = ended->get_future();
   regions_thread_->Submit([this, made, ended = std::move(ended), pool = *missing] {
-    *made = MakeDevicePool(pool.group, pool.id, pool.ordinal);
+    *made = device_slots_.MakeNow(pool);
     ended->set_value();
   });
   if (wait.wait_for(kDriverWait) != std::future_status::ready) {

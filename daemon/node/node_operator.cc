@@ -26,12 +26,12 @@ std::string UuidOf(const CudaMemory& memory, int ordinal) {
 }
 
 // Describes the loaded NCCL and the communicators that `transport` made with it.
-void Describe(const DeviceOptions& cuda, const Transport* transport, v1::NcclStatus* status) {
+void Describe(const DeviceOptions& cuda, const Transport& transport, v1::NcclStatus* status) {
   status->set_library(cuda.nccl.library);
   if (cuda.nccl.version != 0) status->set_version(NcclVersionText(cuda.nccl.version));
   status->set_problem(cuda.nccl.problem);
   status->set_no_symmetric(cuda.nccl.no_symmetric);
-  const auto* const owner = dynamic_cast<const CommunicatorsOwner*>(transport);
+  const auto* const owner = dynamic_cast<const CommunicatorsOwner*>(&transport);
   if (owner == nullptr) return;
   for (const CommunicatorStatus& communicator : owner->Communicators()) {
     v1::CommunicatorStatus* const out = status->add_communicators();
@@ -203,36 +203,33 @@ v1::GroupStatus Node::GroupStatusOf(const GroupRecord& record) const {
   if (machine.epoch.has_value()) {
     status.set_epoch(machine.epoch->value());
     status.set_epoch_state(std::string(machine.epoch_state));
-    const std::optional<EpochRecord> local = WireEpoch(record, *machine.epoch);
-    if (local.has_value()) {
-      const WireStats stats = WireOf(*local)->Stats(local->id);
-      status.set_wire_bytes_sent(stats.bytes_sent);
-      status.set_wire_bytes_received(stats.bytes_received);
+    if (const auto stats = data_plane_.StatsOf(record, *machine.epoch); stats.has_value()) {
+      status.set_wire_bytes_sent(stats->bytes_sent);
+      status.set_wire_bytes_received(stats->bytes_received);
     }
   }
   return status;
 }
 
 void Node::DescribeEpochs(v1::NcclStatus* status) {
+  const DeviceWire& wire = *data_plane_.device_wire();
   std::map<EpochId, DeviceEpochStatus> open;
-  for (DeviceEpochStatus& each : options_.cuda.wire->Describe()) {
+  for (DeviceEpochStatus& each : wire.Describe()) {
     const EpochId id = each.epoch;
     open.emplace(id, std::move(each));
   }
   const CudaMemory& memory = *options_.cuda.memory;
-  for (const auto& [name, group] : groups_.all()) {
-    for (const auto& [id, record] : group->epochs) {
-      const auto found = open.find(record.id);
-      if (!record.on_devices || found == open.end()) continue;
-      v1::WireEpochStatus* const out = status->add_epochs();
-      out->set_group(name);
-      out->set_epoch(id.value());
-      Fill(found->second, memory, out);
-      open.erase(found);
-    }
+  for (const DataPlane::DeviceEpoch& epoch : data_plane_.DeviceEpochs()) {
+    const auto found = open.find(epoch.wire_id);
+    if (found == open.end()) continue;
+    v1::WireEpochStatus* const out = status->add_epochs();
+    out->set_group(epoch.group);
+    out->set_epoch(epoch.id.value());
+    Fill(found->second, memory, out);
+    open.erase(found);
   }
   for (const auto& [id, epoch] : open) Fill(epoch, memory, status->add_epochs());
-  status->set_abandoned_epochs(options_.cuda.wire->Abandoned());
+  status->set_abandoned_epochs(wire.Abandoned());
 }
 
 v1::GetStatusResponse Node::GetStatus() {
@@ -248,23 +245,20 @@ v1::GetStatusResponse Node::GetStatus() {
   cuda->set_name("cuda");
   cuda->set_available(options_.cuda.memory != nullptr);
   cuda->set_detail(options_.cuda.detail);
-  if (cuda->available()) Describe(options_.cuda, transport_.get(), cuda->mutable_nccl());
+  if (cuda->available()) Describe(options_.cuda, data_plane_.transport(), cuda->mutable_nccl());
   response.set_daemon_id(options_.daemon_id);
   v1::ResourceStatus* resources = response.mutable_resources();
-  for (const Wire* wire : {static_cast<const Wire*>(wire_.get()),
-                           static_cast<const Wire*>(options_.cuda.wire.get())}) {
-    if (wire == nullptr) continue;
-    const WireStats stats = wire->Stats();
-    resources->set_wire_bytes_sent(resources->wire_bytes_sent() + stats.bytes_sent);
-    resources->set_wire_bytes_received(resources->wire_bytes_received() + stats.bytes_received);
-  }
+  const WireStats moved = data_plane_.TotalStats();
+  resources->set_wire_bytes_sent(moved.bytes_sent);
+  resources->set_wire_bytes_received(moved.bytes_received);
   if (const absl::StatusOr<ProcessStats> stats = ReadProcessStats(); stats.ok()) {
     resources->set_threads(stats->threads);
     resources->set_descriptors(stats->descriptors);
     resources->set_anonymous_bytes(stats->anonymous_bytes);
   }
   MutexLock lock(&mutex_);
-  if (cuda->available() && options_.cuda.wire != nullptr) DescribeEpochs(cuda->mutable_nccl());
+  if (cuda->available() && data_plane_.device_wire() != nullptr)
+    DescribeEpochs(cuda->mutable_nccl());
   for (const std::string& listener : listeners_) response.add_listeners(listener);
   response.set_serving(!draining_);
   resources->set_members(static_cast<int64_t>(leases_.size()));

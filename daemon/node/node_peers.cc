@@ -1,10 +1,9 @@
-// Other daemons: those that join groups of this daemon, coordinators that this daemon joins, and
-// the wire between them.
+// Other daemons: those that join groups of this daemon, and coordinators that this
+// daemon joins.
 #include <algorithm>
 #include <utility>
 
 #include "daemon/checks/fields.h"
-#include "daemon/node/group_memory.h"
 #include "daemon/node/group_spec.h"
 #include "daemon/node/node.h"
 #include "daemon/process/log.h"
@@ -88,6 +87,7 @@ void Node::LinkIsUp(const DialTry& of, const LinkUp& up) {
 }
 
 void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn) {
+  REFITD_CHECK(group->join.joining);
   const std::string name = group->name();
   group->join.joining = false;
   std::vector<Waiters::OfGroup> admitted = waiters_.TakeAll(name, group->join.address);
@@ -138,6 +138,7 @@ void Node::JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn
 }
 
 void Node::StopJoining(GroupRecord* group, const absl::Status& status, Turn& turn) {
+  REFITD_CHECK(group->follower != nullptr && !group->machine->has_members());
   group->join.joining = false;
   group->join.redial.reset();
   const std::string name = group->name();
@@ -167,6 +168,7 @@ void Node::GroupEventOf(const std::string& name, uint64_t id, MachineEvent event
 
 void Node::DropFollower(const std::string& name, Turn& turn) {
   std::shared_ptr<GroupRecord> record = groups_.Remove(name);
+  data_plane_.CloseAll(record->id);
   LogInfo("group {}: left its coordinator at {}", name, record->join.address);
   WireLock::Events events;
   wire_lock_.Release(name, &events);
@@ -178,34 +180,35 @@ void Node::DropFollower(const std::string& name, Turn& turn) {
 
 // ---- daemons that join ----
 
+absl::Status Node::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn) {
+  const std::string group = peer->hello.group();
+  REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
+  REFITD_RETURN_IF_ERROR(CheckName(peer->hello.daemon_id(), "daemon_id"));
+  if (peer->hello.boot_id() == boot_id_) {
+    return absl::FailedPreconditionError(
+        "boot_id: the daemon joins itself: members must name it as it listens, or as its "
+        "`advertise` says");
+  }
+  if (draining_) return absl::UnavailableError("the daemon is draining");
+  REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer->hello.wait_ms(), "wait_ms"));
+  peer->deadline = Now() + wait;
+  if (peer->hello.has_spec()) {
+    REFITD_RETURN_IF_ERROR(
+        MakeGroup(group, peer->hello.spec(), std::nullopt, created, turn).status());
+  }
+  peers_.ForgetEarlier(*peer);
+  if (groups_.Find(group) != nullptr) return absl::OkStatus();
+  if (wait == Duration(0)) return NoGroup(group);
+  return peers_.AdmitWaiting();
+}
+
 void Node::Hello(v1::PeerHello hello, std::string peer_address,
                  std::shared_ptr<PeerSession> session) {
   Turn turn(this, &mutex_);
   Peers::Waiting peer{std::move(hello), std::move(peer_address), std::move(session), Now()};
   const std::string group = peer.hello.group();
   bool created = false;
-  const auto check = [&]() -> absl::Status {
-    mutex_.AssertHeld();
-    REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
-    REFITD_RETURN_IF_ERROR(CheckName(peer.hello.daemon_id(), "daemon_id"));
-    if (peer.hello.boot_id() == boot_id_) {
-      return absl::FailedPreconditionError(
-          "boot_id: the daemon joins itself: members must name it as it listens, or as its "
-          "`advertise` says");
-    }
-    if (draining_) return absl::UnavailableError("the daemon is draining");
-    REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer.hello.wait_ms(), "wait_ms"));
-    peer.deadline = Now() + wait;
-    if (peer.hello.has_spec()) {
-      REFITD_RETURN_IF_ERROR(
-          MakeGroup(group, peer.hello.spec(), std::nullopt, &created, turn).status());
-    }
-    peers_.ForgetEarlier(peer);
-    if (groups_.Find(group) != nullptr) return absl::OkStatus();
-    if (wait == Duration(0)) return NoGroup(group);
-    return peers_.AdmitWaiting();
-  };
-  if (absl::Status status = check(); !status.ok()) {
+  if (absl::Status status = TakeHello(&peer, &created, turn); !status.ok()) {
     peer.session->End(std::move(status));
   } else if (groups_.Find(group) == nullptr) {
     peers_.Wait(std::move(peer));
@@ -220,13 +223,14 @@ void Node::Hello(v1::PeerHello hello, std::string peer_address,
 void Node::AdmitPeer(Peers::Waiting peer, Turn& turn) {
   const std::string name = peer.hello.group();
   GroupRecord* group = groups_.Find(name);
+  REFITD_CHECK(group != nullptr);
   if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
   if (absl::Status status =
           group->coordinator->CanJoin(peer.hello.daemon_id(), peer.hello.boot_id(), peer.address);
       !status.ok()) {
     return peer.session->End(std::move(status));
   }
-  if (absl::Status spanning = CheckSpanning(name, nullptr); !spanning.ok()) {
+  if (absl::Status spanning = device_slots_.CheckSpanning(name, nullptr); !spanning.ok()) {
     return peer.session->End(std::move(spanning));
   }
   LinkUp up;
@@ -300,165 +304,6 @@ void Node::ReportRefused(const std::string& name, const PeerLink* link, PeerLink
   } else {
     turn.Handle(name, LinkLost{std::move(status)});
   }
-}
-
-// ---- the wire ----
-
-// The wire's record of a machine's epoch. A coordinator numbers epochs group by group; a wire has
-// epochs of many groups and compares their ids with other daemons'.
-std::optional<EpochRecord> Node::WireEpoch(const GroupRecord& group, EpochId epoch) {
-  const auto it = group.epochs.find(epoch);
-  if (it == group.epochs.end()) return std::nullopt;
-  return it->second;
-}
-
-void Node::PerformOpen(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
-  // The id must be the same on every daemon of the group and differ from all other groups' ids.
-  HashChain id(group->machine->incarnation());
-  id.Add(a.epoch.value());
-  const EpochId local(id.hash());
-  EpochOpened opened;
-  opened.epoch = a.epoch;
-  if (leases_.HasDevices(group->name())) {
-    if (options_.cuda.wire != nullptr) return OpenOnDevice(group, a, local);
-    opened.status =
-        Error(absl::StatusCode::kUnavailable, "this daemon has no data plane for GPU memory: {}",
-              options_.cuda.no_wire);
-  } else if (wire_ == nullptr) {
-    opened.status = absl::UnavailableError("this daemon has no data plane");
-  } else {
-    absl::StatusOr<std::string> address = wire_->Open(local, a.rank, a.size);
-    opened.status = address.status();
-    if (address.ok()) {
-      opened.address = *std::move(address);
-      group->epochs[a.epoch] = {local, false};
-    }
-  }
-  turn.Post(group->name(), std::move(opened));
-}
-
-// NCCL takes long, the first time most of all, so it is not called under the mutex.
-void Node::OpenOnDevice(GroupRecord* group, const OpenEpoch& a, EpochId local) {
-  const std::string name = group->name();
-  group->epochs[a.epoch] = {local, true};
-  const auto open = [this, name, id = group->id, a, local](GroupRecord* found) {
-    const int ordinal = *found->pools.wire();
-    if (const auto it = found->epochs.find(a.epoch); it != found->epochs.end()) {
-      it->second.ordinal = ordinal;
-    }
-    opener_.Submit([this, name, id, a, local, ordinal] {
-      EpochOpened opened;
-      opened.epoch = a.epoch;
-      absl::StatusOr<std::string> address =
-          options_.cuda.wire->OpenOn(ordinal, local, a.rank, a.size);
-      opened.status = address.status();
-      if (address.ok()) opened.address = *std::move(address);
-      {
-        MutexLock lock(&mutex_);
-        GroupRecord* const now = groups_.Find(name);
-        const bool wanted = now != nullptr && now->id == id && now->epochs.contains(a.epoch);
-        if (opened.status.ok() && !wanted) options_.cuda.wire->Close(local);
-        if (!opened.status.ok() && wanted) now->epochs.erase(a.epoch);
-      }
-      GroupEventOf(name, id, std::move(opened));
-    });
-  };
-  if (group->pools.wire().has_value()) return open(group);
-  MakeWirePool(*group, [open, name, a](GroupRecord* found, const absl::Status& made, Turn& turn) {
-    if (made.ok()) return open(found);
-    found->epochs.erase(a.epoch);
-    turn.Post(name, EpochOpened{a.epoch, made, ""});
-  });
-}
-
-bool Node::ReachesSlots(const EpochRecord& epoch, const GroupRecord& group) {
-  if (!epoch.on_devices) return !group.pools.wire().has_value();
-  return group.pools.wire() == epoch.ordinal;
-}
-
-Wire* Node::WireOf(const EpochRecord& epoch) const {
-  return epoch.on_devices ? options_.cuda.wire.get() : wire_.get();
-}
-
-absl::Status Node::EnsureWirePool(GroupRecord* group) {
-  if (LacksWirePool(*group)) return absl::UnavailableError("the slots on GPUs are not made");
-  return group->pools.wire().has_value() ? absl::OkStatus() : EnsurePool(group);
-}
-
-void Node::PerformConnect(GroupRecord* group, ConnectEpoch a, Turn& turn) {
-  const std::string name = group->name();
-  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
-  if (!local.has_value()) {
-    turn.Post(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
-    return;
-  }
-  WireOf(*local)->Connect(local->id, std::move(a.addresses), a.timeout,
-                          [this, name, id = group->id, epoch = a.epoch](absl::Status status) {
-                            GroupEventOf(name, id, EpochUp{epoch, std::move(status)});
-                          });
-}
-
-void Node::PerformClose(GroupRecord* group, const CloseEpoch& a) {
-  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
-  if (!local.has_value()) return;
-  WireOf(*local)->Close(local->id);
-  group->epochs.erase(a.epoch);
-}
-
-void Node::PerformWire(GroupRecord* group, const StartWire& a, Turn& turn) {
-  const std::string name = group->name();
-  const std::optional<EpochRecord> local = WireEpoch(*group, a.epoch);
-  absl::Status status = EnsureWirePool(group);
-  const int64_t slot_bytes = group->machine->spec().slot_bytes;
-  if (status.ok() && !local.has_value()) status = absl::CancelledError("the epoch is closed");
-  // Members left and others came, so slots lie elsewhere now; only the next epoch reaches those.
-  if (status.ok() && !ReachesSlots(*local, *group)) {
-    status = absl::CancelledError("the epoch is of other memory");
-  }
-  if (status.ok() && (int64_t{a.slot.slot.value()} >= group->machine->spec().slots ||
-                      a.bytes > slot_bytes || a.bytes < 0 || a.ranks.empty())) {
-    status = Error(absl::StatusCode::kInvalidArgument, "slot {}, {} bytes: not in the pool",
-                   a.slot.slot, a.bytes);
-  }
-  if (!status.ok()) {
-    turn.Post(name, WireDone{a.epoch, a.seq, std::move(status)});
-    return;
-  }
-  MemorySpan memory = *GroupMemory(leases_, *group).Slot(a.slot.slot);
-  memory.bytes = a.bytes;
-  const bool root = a.ranks.front() == a.rank;
-  const bool all = static_cast<int>(a.ranks.size()) == a.size;
-  const MoveKind kind = all ? MoveKind::kBroadcast : MoveKind::kExchange;
-  const int64_t moved = root ? 0 : a.bytes;
-  auto done = [this, name, id = group->id, epoch = a.epoch, seq = a.seq, kind,
-               moved](absl::Status ended) {
-    if (options_.observer != nullptr && ended.ok() && moved > 0) {
-      options_.observer->BytesMoved(name, kind, moved);
-    }
-    GroupEventOf(name, id, WireDone{epoch, seq, std::move(ended)});
-  };
-  if (all) {
-    WireBroadcast broadcast;
-    broadcast.epoch = local->id;
-    broadcast.seq = a.seq;
-    broadcast.root = static_cast<int>(a.ranks.front());
-    broadcast.memory = memory;
-    broadcast.timeout = a.timeout;
-    WireOf(*local)->Submit(std::move(broadcast), std::move(done));
-    return;
-  }
-  WireExchange exchange;
-  exchange.epoch = local->id;
-  exchange.seq = a.seq;
-  exchange.timeout = a.timeout;
-  if (root) {
-    for (size_t i = 1; i < a.ranks.size(); ++i) {
-      exchange.sends.push_back({static_cast<int>(a.ranks[i]), memory});
-    }
-  } else {
-    exchange.receives.push_back({static_cast<int>(a.ranks.front()), memory});
-  }
-  WireOf(*local)->Submit(std::move(exchange), std::move(done));
 }
 
 }  // namespace refitd

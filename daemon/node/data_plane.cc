@@ -1,0 +1,257 @@
+#include "daemon/node/data_plane.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "daemon/node/group_memory.h"
+#include "transport/base/status.h"
+#include "transport/plan/node_program.h"
+#include "transport/plan/refit_plan.h"
+
+namespace refitd {
+namespace {
+
+MovesDone Refused(const StartMoves& start, absl::Status why) {
+  MovesDone refused;
+  refused.update = start.update;
+  refused.step = start.step;
+  refused.round = start.round;
+  refused.status = std::move(why);
+  return refused;
+}
+
+bool PassesSlot(const StartMoves& start) {
+  return start.step == MoveStep::kPack || start.step == MoveStep::kUnpack;
+}
+
+}  // namespace
+
+DataPlane::DataPlane(Options options, const Turns& turns, const State& state)
+    : turns_(turns),
+      state_(state),
+      no_device_wire_(std::move(options.no_device_wire)),
+      observer_(options.observer),
+      executor_(options.transport.get()),
+      transport_(std::move(options.transport)),
+      wire_(std::move(options.wire)),
+      device_wire_(std::move(options.device_wire)) {}
+
+void DataPlane::Tell(const std::string& group, uint64_t id, MachineEvent event) {
+  Turn turn(turns_.host, turns_.mutex, turns_.pushes, Turn::Order::kAhead);
+  if (state_.groups->Find(group, id) != nullptr) turn.Handle(group, std::move(event));
+}
+
+void DataPlane::CountBytes(const std::string& group, MoveKind kind, int64_t bytes) const {
+  if (observer_ != nullptr) observer_->BytesMoved(group, kind, bytes);
+}
+
+void DataPlane::StopThreads() {
+  planner_.Stop();
+  binder_.Stop();
+  local_binder_.Stop();
+  opener_.Stop();
+}
+
+// ---- transfers ----
+
+// Slots that another daemon's member packed or will read lie in host memory here.
+bool DataPlane::UsesHostPool(const StartTransfer& start) const {
+  const auto on_host = [this](MemberId id) {
+    const MemberRecord* const member = state_.leases->Find(id);
+    return member == nullptr || !member->ordinal.has_value();
+  };
+  if (start.wired || (start.source_slot.has_value() && on_host(start.trainer))) return true;
+  const bool broadcasts = start.broadcast != BroadcastMethod::kDirect;
+  if (start.fill_slot.has_value() && start.staged.empty() && !broadcasts) return true;
+  const bool slot = start.source_slot.has_value() || start.fill_slot.has_value();
+  return slot && std::any_of(start.staged.begin(), start.staged.end(), on_host);
+}
+
+// A joined daemon erases members at once, so a transfer that was put off may still name one.
+StartTransfer DataPlane::WithoutTheGone(StartTransfer start) const {
+  const auto gone = [this](MemberId id) { return !state_.leases->Contains(id); };
+  start.skip_destination.resize(start.destinations.size());
+  for (size_t d = 0; d < start.destinations.size(); ++d) {
+    if (gone(start.destinations[d])) start.skip_destination[d] = true;
+  }
+  std::erase_if(start.staged, gone);
+  return start;
+}
+
+void DataPlane::Start(GroupRecord* group, StartTransfer start, Turn& turn) {
+  // The root packs as soon as it has a bucket, perhaps before an epoch was opened.
+  if (UsesHostPool(start) && state_.slots->Lacks(*group)) {
+    return state_.slots->Make(
+        *group,
+        [this, start = std::move(start)](GroupRecord* found, const absl::Status& made, Turn& then) {
+          Start(found, WithoutTheGone(start), made, then);
+        });
+  }
+  Start(group, start, absl::OkStatus(), turn);
+}
+
+void DataPlane::Start(GroupRecord* group, const StartTransfer& start, absl::Status status,
+                      Turn& turn) {
+  const std::string name = group->name();
+  if (status.ok() && UsesHostPool(start)) status = state_.slots->Ensure(group);
+  if (status.ok()) {
+    const auto done = [this, name](const Executor::Done& d) { EndTransfer(name, d); };
+    const GroupMemory memory(*state_.leases, *group);
+    // A call of 0: another daemon sent the part, which is in the slot.
+    if (start.bucket_call == CallId()) {
+      status = executor_.Start(start, Executor::SlotBucket(start), memory, done);
+    } else if (const CheckedBucket* bucket = state_.calls->BucketOf(start.bucket_call);
+               bucket != nullptr) {
+      status = executor_.Start(start, *bucket, memory, done);
+    } else {
+      status = absl::InternalError("the bucket is gone");
+    }
+  }
+  if (!status.ok()) {
+    turn.Post(name, TransferDone{start.update, start.part, status, {}, -1, {}});
+  }
+}
+
+void DataPlane::EndTransfer(const std::string& group, const Executor::Done& done) {
+  Turn turn(turns_.host, turns_.mutex, turns_.pushes, Turn::Order::kAhead);
+  executor_.Finished(done);
+  if (done.status.ok()) {
+    int64_t bytes = done.slot_bytes;
+    for (const int64_t written : done.bytes_written) bytes += written;
+    CountBytes(group, MoveKind::kCopy, bytes);
+  }
+  turn.Handle(group, TransferDone{done.update, done.part, done.status, done.bytes_written,
+                                  done.failed_destination, done.source_digests, done.broadcast});
+}
+
+void DataPlane::Start(GroupRecord* group, const StartVerify& verify, Turn& turn) {
+  const std::string name = group->name();
+  if (!executor_.AnyWritten(verify.update)) {
+    // A refit had nothing to move, so no thread is woken.
+    turn.Post(name, VerifyDone{verify.update, absl::OkStatus(), {}});
+    return;
+  }
+  const auto done = [this, name](const VerifyDone& d) {
+    Turn ended(turns_.host, turns_.mutex, turns_.pushes, Turn::Order::kAhead);
+    ended.Handle(name, d);
+  };
+  const absl::Status status = executor_.Start(verify, GroupMemory(*state_.leases, *group), done);
+  if (!status.ok()) turn.Post(name, VerifyDone{verify.update, status, {}});
+}
+
+// ---- compiled refits ----
+
+void DataPlane::Compile(const GroupRecord& group, CompileProgram a) {
+  planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)] {
+    ProgramCompiled compiled;
+    compiled.program = a.program;
+    absl::StatusOr<std::shared_ptr<const RefitPlan>> plan =
+        CompileRefit(a.sources, a.destinations, a.options);
+    compiled.status = plan.status();
+    if (plan.ok()) compiled.plan = *std::move(plan);
+    Tell(name, id, std::move(compiled));
+  });
+}
+
+void DataPlane::Build(const GroupRecord& group, BuildProgram a) {
+  const auto place = [this](const std::vector<MemberId>& ids, std::vector<LocalMember>* members) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const MemberRecord* const member = state_.leases->Find(ids[i]);
+      if (member == nullptr) continue;
+      (*members)[i].device = member->ordinal.value_or(LocalMember::kNoDevice);
+    }
+  };
+  place(a.source_members, &a.sources);
+  place(a.destination_members, &a.destinations);
+  planner_.Submit(group.id, [this, name = group.name(), id = group.id, a = std::move(a)]() mutable {
+    ProgramBuilt built;
+    built.program = a.program;
+    built.build = a.build;
+    absl::StatusOr<NodeProgram> program =
+        CompileNode(*a.plan, a.node, std::move(a.sources), std::move(a.destinations), a.options);
+    built.status = program.status();
+    if (program.ok()) {
+      built.node_program = std::make_shared<const NodeProgram>(*std::move(program));
+    }
+    Tell(name, id, std::move(built));
+  });
+}
+
+void DataPlane::Start(GroupRecord* group, const StartMoves& start, Turn& turn) {
+  if (PassesSlot(start) && state_.slots->Lacks(*group)) {
+    return state_.slots->Make(
+        *group, [this, start](GroupRecord* found, const absl::Status& made, Turn& then) {
+          Start(found, start, made, then);
+        });
+  }
+  Start(group, start, absl::OkStatus(), turn);
+}
+
+void DataPlane::Start(GroupRecord* group, const StartMoves& start, absl::Status status,
+                      Turn& turn) {
+  const std::string name = group->name();
+  if (PassesSlot(start)) {
+    if (status.ok()) status = state_.slots->Ensure(group);
+    if (status.ok() && int64_t{start.slot.value()} >= group->machine->spec().slots) {
+      status = Error(absl::StatusCode::kInvalidArgument, "slot {}: not in the pool", start.slot);
+    }
+  }
+  std::shared_ptr<Executor::Moves> moves;
+  if (status.ok()) {
+    absl::StatusOr<std::shared_ptr<Executor::Moves>> resolved =
+        executor_.Resolve(start, GroupMemory(*state_.leases, *group));
+    status = resolved.status();
+    if (resolved.ok()) moves = *std::move(resolved);
+  }
+  if (!status.ok()) {
+    turn.Post(name, Refused(start, std::move(status)));
+    return;
+  }
+  if (Executor::IsBound(*moves)) return SubmitMoves(name, group->id, moves);
+  if (start.step == MoveStep::kCompare) BindAhead(*group, start);
+  JobThreads& binder = start.step == MoveStep::kLocal ? local_binder_ : binder_;
+  binder.Submit(
+      [this, name, id = group->id, moves = std::move(moves)] { BindMoves(name, id, moves); });
+}
+
+void DataPlane::BindAhead(const GroupRecord& group, const StartMoves& compare) {
+  StartMoves start = compare;
+  start.step = MoveStep::kLocal;
+  const auto resolved = executor_.Resolve(start, GroupMemory(*state_.leases, group));
+  // A failure is reported when the moves are asked for.
+  if (!resolved.ok() || Executor::IsBound(**resolved)) return;
+  local_binder_.Submit([this, moves = *resolved] {
+    const absl::Status bound = Executor::Bind(transport_.get(), moves.get());
+    MutexLock lock(turns_.mutex);
+    if (bound.ok()) executor_.Keep(*moves);
+  });
+}
+
+void DataPlane::BindMoves(const std::string& name, uint64_t id,
+                          const std::shared_ptr<Executor::Moves>& moves) {
+  {
+    MutexLock lock(turns_.mutex);
+    executor_.TakeKept(moves.get());
+  }
+  if (!Executor::IsBound(*moves)) {
+    absl::Status bound = Executor::Bind(transport_.get(), moves.get());
+    if (!bound.ok()) return Tell(name, id, Refused(Executor::StartOf(*moves), std::move(bound)));
+  }
+  MutexLock lock(turns_.mutex);
+  if (state_.groups->Find(name, id) != nullptr) SubmitMoves(name, id, moves);
+}
+
+void DataPlane::SubmitMoves(const std::string& name, uint64_t id,
+                            const std::shared_ptr<Executor::Moves>& moves) {
+  const auto done = [this, name, id](Executor::Moved moved) {
+    Turn turn(turns_.host, turns_.mutex, turns_.pushes, Turn::Order::kAhead);
+    executor_.Finished(&moved);
+    if (moved.done.status.ok() && moved.bytes > 0) {
+      CountBytes(name, MoveKind::kCopy, moved.bytes);
+    }
+    if (state_.groups->Find(name, id) != nullptr) turn.Handle(name, std::move(moved.done));
+  };
+  executor_.Submit(moves, done);
+}
+
+}  // namespace refitd

@@ -1,0 +1,215 @@
+// Moves the groups' bytes: performs the actions of machines that touch memory (transfers,
+// read-backs, compiled refits, collectives) and feeds their ends back as events.
+//
+//   data_plane.cc           transfers, read-backs, compiled refits
+//   data_plane_wires.cc     epochs of the wires, and the collectives on them
+//
+// Invariants
+//  1. Every action that asks for an answer gets one event, unless the group's record is gone.
+//  2. A copy or collective holds the mappings that it touches (P6). Bytes are compared with digests
+//     of passes over their sources (P1; Executor).
+//  3. An epoch is in the records from its opening to its closing, and closing it is the last that a
+//     wire hears of it; a wire's epoch that nobody wants any more is closed when it has opened
+//     (P8).
+//  4. A collective runs only on an epoch whose slots are those that the group uses now.
+//
+// Part of the daemon's state: its functions are called under the mutex (turn.h), but for those that
+// say otherwise. Nothing blocks: planning, binding and the opening of epochs over GPU memory have
+// threads of their own, whose jobs take the mutex when they are done.
+#ifndef REFITD_DAEMON_NODE_DATA_PLANE_H_
+#define REFITD_DAEMON_NODE_DATA_PLANE_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "daemon/execute/executor.h"
+#include "daemon/execute/job_threads.h"
+#include "daemon/group/machine.h"
+#include "daemon/node/calls.h"
+#include "daemon/node/groups.h"
+#include "daemon/node/leases.h"
+#include "daemon/node/push_turns.h"
+#include "daemon/node/turn.h"
+#include "daemon/process/observer.h"
+#include "transport/base/ids.h"
+#include "transport/base/mutex.h"
+#include "transport/cuda/nccl/wire.h"
+#include "transport/transport.h"
+#include "transport/wire.h"
+
+namespace refitd {
+
+// The slots in which bytes cross to other daemons. All functions are called under the mutex.
+class WireSlots {
+ public:
+  // `made`: whether the slots could be made.
+  using Then = std::function<void(GroupRecord* group, const absl::Status& made, Turn& turn)>;
+
+  virtual ~WireSlots() = default;
+  // Whether the group's slots must be made on a GPU before they can be used.
+  virtual bool Lacks(const GroupRecord& group) const = 0;
+  // Makes them there. `then` is called under the mutex, unless the group is gone.
+  virtual void Make(const GroupRecord& group, Then then) = 0;
+  // Makes the slots if they lie in host memory. UNAVAILABLE: they must be made on a GPU.
+  virtual absl::Status Ensure(GroupRecord* group) = 0;
+};
+
+class DataPlane {
+ public:
+  struct Options {
+    std::unique_ptr<Transport> transport;
+    std::unique_ptr<Wire> wire;               // over host memory; null: none
+    std::shared_ptr<DeviceWire> device_wire;  // over GPU memory; null: none
+    std::string no_device_wire;               // why there is none; for people
+    NodeObserver* observer = nullptr;         // null: none
+  };
+  // How a thread takes the mutex.
+  struct Turns {
+    TurnHost* host;
+    Mutex* mutex;
+    PushTurns* pushes;
+  };
+  // What the data plane looks at. All must outlive it.
+  struct State {
+    Groups* groups;
+    const Leases* leases;
+    const Calls* calls;
+    WireSlots* slots;
+  };
+  DataPlane(Options options, const Turns& turns, const State& state);
+
+  // ---- actions of machines ----
+  void Start(GroupRecord* group, StartTransfer start, Turn& turn);
+  void Start(GroupRecord* group, const StartVerify& verify, Turn& turn);
+  void Start(GroupRecord* group, const StartMoves& start, Turn& turn);
+  void Start(GroupRecord* group, const StartWire& a, Turn& turn);
+  void Start(GroupRecord* group, const StartExchange& a, Turn& turn);
+  void Compile(const GroupRecord& group, CompileProgram a);
+  void Build(const GroupRecord& group, BuildProgram a);
+  void Open(GroupRecord* group, const OpenEpoch& a, Turn& turn);
+  void Connect(const GroupRecord& group, ConnectEpoch a, Turn& turn);
+  void Close(const GroupRecord& group, const CloseEpoch& a);
+  // The update ended: drops its digests.
+  void Forget(UpdateId update) { executor_.Forget(update); }
+
+  // ---- what else happens to groups and members ----
+  // Drops what was prepared with the member's memory (P8).
+  void Release(MemberId member) { executor_.Release(member); }
+  // On a coordinator: reports epochs over GPU memory whose slots are gone as lost (P8).
+  void GiveUpEpochs(const GroupRecord& group, Turn& turn);
+  // The group's record is gone: closes its epochs.
+  void CloseAll(uint64_t group_id);
+  // Runs the job behind local moves that are being bound ahead and may hold a region. Called
+  // without the mutex.
+  void AfterBinding(std::function<void()> job) { local_binder_.Submit(std::move(job)); }
+
+  // ---- status ----
+  // nullopt: the epoch is not open here.
+  std::optional<WireStats> StatsOf(const GroupRecord& group, EpochId epoch) const;
+  // Epochs over GPU memory, by group and then by id.
+  struct DeviceEpoch {
+    std::string group;
+    EpochId id;       // the machine's
+    EpochId wire_id;  // the wire's
+  };
+  std::vector<DeviceEpoch> DeviceEpochs() const;
+  // Thread-safe until StopWires.
+  const Transport& transport() const { return *transport_; }
+  DeviceWire* device_wire() const { return device_wire_.get(); }
+  // Of all epochs since the start. Thread-safe until StopWires.
+  WireStats TotalStats() const;
+
+  // ---- the end ----
+  // Ends the threads; jobs that have not begun are dropped. Called without the mutex.
+  void StopThreads();
+  // Ends the wires and waits for their last callbacks: copies that still run find no epoch to send
+  // on. Called without the mutex, after StopThreads.
+  void StopWires();
+
+  // Aborts the process if an invariant does not hold.
+  void CheckInvariants() const;
+
+ private:
+  // This daemon's open end of a communicator.
+  struct Epoch {
+    EpochId id;               // the wire's id
+    bool on_devices = false;  // belongs to the wire over GPU memory
+    // With on_devices: the GPU's ordinal; -1: its slots are being made.
+    int ordinal = -1;
+  };
+
+  // Feeds the event to the group, unless its record is gone. Called without the mutex.
+  void Tell(const std::string& group, uint64_t id, MachineEvent event);
+  void CountBytes(const std::string& group, MoveKind kind, int64_t bytes) const;
+
+  // ---- transfers ----
+  bool UsesHostPool(const StartTransfer& start) const;
+  StartTransfer WithoutTheGone(StartTransfer start) const;
+  // `status`: whether the slots that the transfer waited for could be made.
+  void Start(GroupRecord* group, const StartTransfer& start, absl::Status status, Turn& turn);
+  void EndTransfer(const std::string& group, const Executor::Done& done);
+
+  // ---- compiled refits ----
+  void Start(GroupRecord* group, const StartMoves& start, absl::Status status, Turn& turn);
+  // Binds the moves that follow a comparison while the comparison runs.
+  void BindAhead(const GroupRecord& group, const StartMoves& compare);
+  // Runs on a binder's thread: binds the moves, unless they were bound ahead, and submits them.
+  void BindMoves(const std::string& name, uint64_t id,
+                 const std::shared_ptr<Executor::Moves>& moves);
+  void SubmitMoves(const std::string& name, uint64_t id,
+                   const std::shared_ptr<Executor::Moves>& moves);
+
+  // ---- wires ----
+  // The record of a machine's epoch; null: it is not open.
+  const Epoch* Find(const GroupRecord& group, EpochId epoch) const;
+  Epoch* Find(uint64_t group_id, EpochId epoch);
+  void Erase(uint64_t group_id, EpochId epoch);
+  void OpenOnDevice(const GroupRecord& group, const OpenEpoch& a, EpochId local);
+  void OpenOnDevice(const std::string& name, uint64_t id, const OpenEpoch& a, EpochId local,
+                    int ordinal);
+  Wire* WireOf(const Epoch& epoch) const;
+  // Whether the epoch can move bytes of the group's slots.
+  static bool ReachesSlots(const Epoch& epoch, const GroupRecord& group);
+  // The epoch on which an operation of the group may run now.
+  absl::StatusOr<Epoch> ReadyEpoch(GroupRecord* group, EpochId epoch);
+  absl::StatusOr<WireExchange> ExchangeOf(const GroupRecord& group, const StartExchange& a,
+                                          int64_t* received) const;
+  // The end of an operation.
+  std::function<void(absl::Status)> WireDoneOf(const GroupRecord& group, EpochId epoch, WireSeq seq,
+                                               MoveKind kind, int64_t bytes);
+
+  // Constant after construction.
+  const Turns turns_;
+  const State state_;
+  const std::string no_device_wire_;
+  NodeObserver* const observer_;
+
+  // Guarded by the mutex.
+  Executor executor_;
+  std::map<uint64_t, std::map<EpochId, Epoch>> epochs_;  // by group's record; no empty entries
+
+  // Their jobs use the members above and below, so they are stopped first (StopThreads). Binding
+  // has threads of its own, so that a step of an update does not wait for another group's plan, and
+  // local moves are bound while replicas are compared and rounds are packed. There are two planner
+  // threads: while one group's plan takes seconds, other groups' plans take turns on the other
+  // thread.
+  JobThreads planner_{"refitd-planner", 2};
+  JobThreads binder_{"refitd-binder"};
+  JobThreads local_binder_{"refitd-local"};
+  JobThreads opener_{"refitd-opener"};  // epochs over GPU memory
+
+  // Destroyed first, since they come last: their callbacks then still find the other members.
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Wire> wire_;
+  std::shared_ptr<DeviceWire> device_wire_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_DATA_PLANE_H_

@@ -1,0 +1,476 @@
+#include "daemon/node/data_plane.h"
+
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "transport/base/eventually.h"
+#include "transport/host/host_transport.h"
+
+namespace refitd {
+namespace {
+
+using Catch::Contains;
+using std::chrono::seconds;
+
+constexpr int64_t kSlotBytes = 4096;
+constexpr EpochId kEpoch(1);
+
+// A wire in name only: the test says how operations end.
+class FakeWire : public Wire {
+ public:
+  absl::StatusOr<std::string> Open(EpochId epoch, int /*rank*/, int /*size*/) override {
+    if (!can_open.ok()) return can_open;
+    opened.push_back(epoch);
+    return "here";
+  }
+  void Connect(EpochId /*epoch*/, std::vector<std::string> addresses, Duration /*timeout*/,
+               std::function<void(absl::Status)> done) override {
+    connected = std::move(addresses);
+    ends.push_back(std::move(done));
+  }
+  void Submit(WireBroadcast broadcast, std::function<void(absl::Status)> done) override {
+    broadcasts.push_back(std::move(broadcast));
+    ends.push_back(std::move(done));
+  }
+  void Submit(WireExchange exchange, std::function<void(absl::Status)> done) override {
+    exchanges.push_back(std::move(exchange));
+    ends.push_back(std::move(done));
+  }
+  void Close(EpochId epoch) override { closed.push_back(epoch); }
+  WireStats Stats() const override { return {7, 9}; }
+  WireStats Stats(EpochId /*epoch*/) const override { return {3, 4}; }
+
+  absl::Status can_open;
+  std::vector<EpochId> opened;
+  std::vector<EpochId> closed;
+  std::vector<std::string> connected;
+  std::vector<WireBroadcast> broadcasts;
+  std::vector<WireExchange> exchanges;
+  std::vector<std::function<void(absl::Status)>> ends;
+};
+
+class Moved : public NodeObserver {
+ public:
+  void UpdateEnded(const UpdateReport& /*report*/) override {}
+  void BytesMoved(const std::string& /*group*/, MoveKind kind, int64_t bytes) override {
+    (kind == MoveKind::kCopy ? copied : wired) += bytes;
+  }
+  void IntegrityFailure(const std::string& /*group*/) override {}
+  void GroupGone(const std::string& /*group*/) override {}
+  std::atomic<int64_t> copied{0};
+  std::atomic<int64_t> wired{0};
+};
+
+// A group "g" of this daemon with four slots in host memory, and the events that its machine would
+// get.
+class World : public TurnHost, public WireSlots {
+ public:
+  explicit World(bool with_wire = true) {
+    auto wire = with_wire ? std::make_unique<FakeWire>() : nullptr;
+    wire_ = wire.get();
+    plane_.emplace(DataPlane::Options{.transport = MakeHostTransport({.threads = 1}),
+                                      .wire = std::move(wire),
+                                      .device_wire = nullptr,
+                                      .no_device_wire = "none was asked for",
+                                      .observer = &moved},
+                   DataPlane::Turns{this, &mutex_, &pushes_},
+                   DataPlane::State{&groups, &leases, &calls, this});
+    CoordinatorOptions options;
+    options.name = "g";
+    options.incarnation = 7;
+    options.spec.slots = 4;
+    options.spec.slot_bytes = kSlotBytes;
+    options.next_update = [] { return UpdateId(1); };
+    group = groups.Coordinate(std::move(options), TimePoint());
+  }
+  ~World() override {
+    plane_->StopThreads();
+    plane_->StopWires();
+  }
+
+  void Dispatch(Turn& /*turn*/, const std::string& name, const MachineEvent& event) override {
+    REFITD_CHECK(name == "g");
+    events_.push_back(event);
+  }
+  void Drained() override {}
+  bool Lacks(const GroupRecord& /*group*/) const override { return lacks; }
+  void Make(const GroupRecord& /*group*/, Then then) override { made.push_back(std::move(then)); }
+  absl::Status Ensure(GroupRecord* of) override {
+    if (lacks) return absl::UnavailableError("the slots are not made");
+    return of->pools.EnsureHost("g", 4 * kSlotBytes);
+  }
+
+  // Runs the call in a turn; the events that it posts are handled at the turn's end.
+  void InTurn(const std::function<void(DataPlane&, Turn&)>& call) {
+    Turn turn(this, &mutex_);
+    call(*plane_, turn);
+    plane_->CheckInvariants();
+  }
+  // The last event of that kind, which is taken; nullopt: there is none.
+  template <typename Event>
+  std::optional<Event> Take() {
+    MutexLock lock(&mutex_);
+    for (auto it = events_.rbegin(); it != events_.rend(); ++it) {
+      const Event* found = nullptr;
+      const auto look = [&found](const auto& e) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(e)>, Event>) found = &e;
+      };
+      std::visit([&look](const auto& kind) { std::visit(look, kind); }, *it);
+      if (found == nullptr) continue;
+      Event event = *found;
+      events_.erase(std::next(it).base());
+      return event;
+    }
+    return std::nullopt;
+  }
+  template <typename Event>
+  Event Await() {
+    std::optional<Event> event;
+    REQUIRE(Eventually([&] {
+      event = Take<Event>();
+      return event.has_value();
+    }));
+    return *std::move(event);
+  }
+  size_t events() {
+    MutexLock lock(&mutex_);
+    return events_.size();
+  }
+  void OpenEpoch() {
+    InTurn([this](DataPlane& plane, Turn& turn) { plane.Open(group, {kEpoch, 0, 2}, turn); });
+    REQUIRE(Take<EpochOpened>()->status.ok());
+  }
+  FakeWire& wire() { return *wire_; }
+  DataPlane& plane() { return *plane_; }
+
+  Moved moved;
+  Peers peers;
+  Waiters waiters;
+  Groups groups{{}, &peers, &waiters};
+  Leases leases;
+  Calls calls;
+  GroupRecord* group = nullptr;
+  bool lacks = false;
+  std::vector<Then> made;  // what waits for slots
+
+ private:
+  PushTurns pushes_;
+  Mutex mutex_;
+  std::vector<MachineEvent> events_;  // guarded by mutex_
+  FakeWire* wire_ = nullptr;
+  std::optional<DataPlane> plane_;  // destroyed first
+};
+
+StartWire WireOp(int64_t bytes, uint32_t rank = 1, std::vector<uint32_t> ranks = {0, 1}) {
+  StartWire start;
+  start.epoch = kEpoch;
+  start.seq = WireSeq(5);
+  start.slot.slot = SlotIndex(2);
+  start.bytes = bytes;
+  start.ranks = std::move(ranks);
+  start.rank = rank;
+  start.size = 2;
+  start.timeout = seconds(3);
+  return start;
+}
+
+// ---- epochs ----
+
+TEST_CASE("an epoch is opened, connected and closed on the wire, and known in between (P8)") {
+  World world;
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+  });
+  const std::optional<EpochOpened> opened = world.Take<EpochOpened>();
+  REQUIRE(opened.has_value());
+  CHECK(opened->epoch == kEpoch);
+  CHECK(opened->address == "here");
+  REQUIRE(world.wire().opened.size() == 1);
+  const EpochId local = world.wire().opened[0];
+  CHECK(local != kEpoch);
+  REQUIRE(world.plane().StatsOf(*world.group, kEpoch).has_value());
+  CHECK(world.plane().StatsOf(*world.group, kEpoch)->bytes_sent == 3);
+  CHECK(world.plane().TotalStats().bytes_received == 9);
+
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Connect(*world.group, {kEpoch, {"here", "there"}, seconds(1)}, turn);
+  });
+  CHECK(world.wire().connected == std::vector<std::string>{"here", "there"});
+  world.wire().ends.at(0)(absl::OkStatus());
+  CHECK(world.Take<EpochUp>()->status.ok());
+
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*world.group, {kEpoch}); });
+  CHECK(world.wire().closed == std::vector<EpochId>{local});
+  CHECK_FALSE(world.plane().StatsOf(*world.group, kEpoch).has_value());
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Close(*world.group, {kEpoch}); });
+  CHECK(world.wire().closed.size() == 1);
+}
+
+TEST_CASE("an epoch that can't be opened is answered and not kept") {
+  World world;
+  world.wire().can_open = absl::ResourceExhaustedError("too many epochs");
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+  });
+  CHECK(world.Take<EpochOpened>()->status.code() == absl::StatusCode::kResourceExhausted);
+  CHECK_FALSE(world.plane().StatsOf(*world.group, kEpoch).has_value());
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Connect(*world.group, {kEpoch, {}, seconds(1)}, turn);
+  });
+  CHECK(world.Take<EpochUp>()->status.code() == absl::StatusCode::kNotFound);
+}
+
+TEST_CASE("a daemon without a wire says so") {
+  World world(/*with_wire=*/false);
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+  });
+  CHECK(world.Take<EpochOpened>()->status.message() == "this daemon has no data plane");
+
+  MemberRecord member;
+  member.id = MemberId(1);
+  member.group = "g";
+  member.ordinal = 0;
+  world.leases.Add(std::move(member));
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Open(world.group, {kEpoch, 0, 2}, turn);
+  });
+  CHECK(world.Take<EpochOpened>()->status.message() ==
+        "this daemon has no data plane for GPU memory: none was asked for");
+}
+
+TEST_CASE("a group that goes takes its epochs along, and hears nothing of them any more (P8)") {
+  World world;
+  world.OpenEpoch();
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Connect(*world.group, {kEpoch, {}, seconds(1)}, turn);
+  });
+  const uint64_t id = world.group->id;
+  const std::unique_ptr<GroupRecord> gone = world.groups.Remove("g");
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.CloseAll(id); });
+  CHECK(world.wire().closed == world.wire().opened);
+  world.wire().ends.at(0)(absl::CancelledError("closed"));
+  CHECK(world.events() == 0);
+}
+
+// ---- collectives ----
+
+TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that came in") {
+  World world;
+  world.OpenEpoch();
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, WireOp(100), turn); });
+  REQUIRE(world.wire().broadcasts.size() == 1);
+  const WireBroadcast& sent = world.wire().broadcasts[0];
+  CHECK(sent.epoch == world.wire().opened[0]);
+  CHECK(sent.seq == WireSeq(5));
+  CHECK(sent.root == 0);
+  CHECK(sent.memory.bytes == 100);
+  CHECK(sent.memory.data == world.group->pools.WireSlot(SlotIndex(2), kSlotBytes)->data);
+  CHECK(world.events() == 0);
+  world.wire().ends.at(0)(absl::OkStatus());
+  const std::optional<WireDone> done = world.Take<WireDone>();
+  REQUIRE(done.has_value());
+  CHECK(done->epoch == kEpoch);
+  CHECK(done->seq == WireSeq(5));
+  CHECK(world.moved.wired == 100);
+  // The root receives nothing.
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    plane.Start(world.group, WireOp(100, /*rank=*/0), turn);
+  });
+  world.wire().ends.at(1)(absl::OkStatus());
+  CHECK(world.moved.wired == 100);
+}
+
+TEST_CASE("to some ranks only, the root sends to each and the others receive") {
+  World world;
+  world.OpenEpoch();
+  world.InTurn([&](DataPlane& plane, Turn& turn) {
+    StartWire start = WireOp(64, 0, {0, 2});
+    start.size = 3;
+    plane.Start(world.group, start, turn);
+    start.rank = 2;
+    plane.Start(world.group, start, turn);
+  });
+  REQUIRE(world.wire().exchanges.size() == 2);
+  REQUIRE(world.wire().exchanges[0].sends.size() == 1);
+  CHECK(world.wire().exchanges[0].sends[0].peer == 2);
+  CHECK(world.wire().exchanges[0].receives.empty());
+  REQUIRE(world.wire().exchanges[1].receives.size() == 1);
+  CHECK(world.wire().exchanges[1].receives[0].peer == 0);
+}
+
+TEST_CASE("a collective outside of the pool, or without its epoch, is answered at once (P10)") {
+  World world;
+  const auto refused = [&](const StartWire& start) {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, start, turn); });
+    const std::optional<WireDone> done = world.Take<WireDone>();
+    REQUIRE(done.has_value());
+    return done->status;
+  };
+  CHECK(refused(WireOp(1)).message() == "the epoch is closed");
+  world.OpenEpoch();
+  CHECK(refused(WireOp(kSlotBytes + 1)).code() == absl::StatusCode::kInvalidArgument);
+  CHECK(refused(WireOp(-1)).code() == absl::StatusCode::kInvalidArgument);
+  StartWire beyond = WireOp(1);
+  beyond.slot.slot = SlotIndex(4);
+  CHECK_THAT(std::string(refused(beyond).message()), Contains("slot 4, 1 bytes: not in the pool"));
+  world.lacks = true;
+  CHECK(refused(WireOp(1)).message() == "the slots are not made");
+  CHECK(world.wire().broadcasts.empty());
+}
+
+TEST_CASE("a round is exchanged from one slot into another, within both (P10)") {
+  World world;
+  world.OpenEpoch();
+  StartExchange round;
+  round.epoch = kEpoch;
+  round.seq = WireSeq(6);
+  round.out = SlotIndex(0);
+  round.in = SlotIndex(1);
+  round.legs.push_back({.rank = 1, .bytes_out = 10, .out_offset = 64, .bytes_in = 20});
+  round.legs.push_back({.rank = 2, .bytes_in = 30, .in_offset = kSlotBytes - 30});
+  const auto run = [&] {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, round, turn); });
+  };
+  run();
+  REQUIRE(world.wire().exchanges.size() == 1);
+  const WireExchange& exchange = world.wire().exchanges[0];
+  REQUIRE(exchange.sends.size() == 1);
+  REQUIRE(exchange.receives.size() == 2);
+  const char* const out = world.group->pools.WireSlot(SlotIndex(0), kSlotBytes)->data;
+  CHECK(exchange.sends[0].memory.data == out + 64);
+  CHECK(exchange.receives[1].memory.bytes == 30);
+  world.wire().ends.at(0)(absl::OkStatus());
+  CHECK(world.Take<WireDone>()->status.ok());
+  CHECK(world.moved.wired == 50);
+
+  round.legs[1].in_offset += 1;
+  run();
+  CHECK_THAT(std::string(world.Take<WireDone>()->status.message()),
+             Contains("rank 2: 30 bytes at byte 4067 of slot 1: not in the pool"));
+  round.in = round.out;
+  run();
+  CHECK_THAT(std::string(world.Take<WireDone>()->status.message()),
+             Contains("slots 0 and 0: not two of the pool"));
+  CHECK(world.wire().exchanges.size() == 1);
+}
+
+// ---- transfers ----
+
+// A part of 16 bytes that another daemon sent into slot 1, for an engine with a region of its own.
+struct Part {
+  explicit Part(World* world) {
+    auto layout = std::make_shared<Layout>();
+    layout->tensors = {{"w", DType::kUint8, {16}}};
+    Piece piece;
+    piece.box = WholeBox({16});
+    piece.strides = RowMajorStrides(piece.box.extent);
+    piece.region = RegionId(1);
+    layout->pieces.push_back(piece);
+    MemberRecord member;
+    member.id = MemberId(1);
+    member.group = "g";
+    member.engine = true;
+    member.layout = layout;
+    RegionRecord region;
+    region.memory = {memory->data(), 16, memory};
+    region.access = Access::kReadWrite;
+    member.regions[RegionId(1)] = std::move(region);
+    world->leases.Add(std::move(member));
+
+    auto content = std::make_shared<PartContent>();
+    content->tensors = layout->tensors;
+    content->ranges = {{0, 0, 16}};
+    content->byte_offsets = {0};
+    content->bytes = 16;
+    start.update = UpdateId(1);
+    start.version = Version(1);
+    start.bucket_ranges = {0};
+    start.content = std::move(content);
+    start.source_slot = SlotGrant{SlotIndex(1), GrantId(1)};
+    start.index = *DestinationIndex::Make({layout}, {"engine"});
+    start.destinations = {MemberId(1)};
+    start.skip_destination = {false};
+    start.touched = {0};
+    start.verification = Verification::kReadback;
+  }
+  std::shared_ptr<std::string> memory = std::make_shared<std::string>(16, '-');
+  StartTransfer start;
+};
+
+TEST_CASE("a part is copied from its slot into the engine's memory and read back (P1)") {
+  World world;
+  Part part(&world);
+  REQUIRE(world.group->pools.EnsureHost("g", 4 * kSlotBytes).ok());
+  std::memcpy(world.group->pools.WireSlot(SlotIndex(1), kSlotBytes)->data, "sixteen bytes ok", 16);
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  const TransferDone done = world.Await<TransferDone>();
+  CHECK(done.status.ok());
+  CHECK(done.bytes_written == std::vector<int64_t>{16});
+  CHECK(*part.memory == "sixteen bytes ok");
+  CHECK(world.moved.copied == 16);
+
+  StartVerify verify;
+  verify.update = UpdateId(1);
+  verify.version = Version(1);
+  verify.index = part.start.index;
+  verify.destinations = part.start.destinations;
+  verify.skip_destination = {false};
+  const auto read_back = [&] {
+    world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, verify, turn); });
+    return world.Await<VerifyDone>();
+  };
+  CHECK(read_back().status.ok());
+  (*part.memory)[3] = 'X';
+  const VerifyDone damaged = read_back();
+  CHECK(damaged.status.code() == absl::StatusCode::kDataLoss);
+  CHECK(damaged.failed_destinations == std::vector<uint32_t>{0});
+  // The digests go with the update.
+  world.InTurn([&](DataPlane& plane, Turn&) { plane.Forget(UpdateId(1)); });
+  CHECK(read_back().status.ok());
+}
+
+TEST_CASE("a transfer whose bucket is gone is answered") {
+  World world;
+  Part part(&world);
+  part.start.bucket_call = CallId(9);
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  const std::optional<TransferDone> done = world.Take<TransferDone>();
+  REQUIRE(done.has_value());
+  CHECK(done->status.message() == "the bucket is gone");
+}
+
+TEST_CASE("a transfer waits for its slots, and leaves out members that went meanwhile (P6)") {
+  World world;
+  Part part(&world);
+  world.lacks = true;
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  CHECK(world.events() == 0);
+  REQUIRE(world.made.size() == 1);
+  world.leases.Remove(MemberId(1));
+  world.lacks = false;
+  world.InTurn([&](DataPlane&, Turn& turn) { world.made[0](world.group, absl::OkStatus(), turn); });
+  const TransferDone done = world.Await<TransferDone>();
+  CHECK(done.status.ok());
+  CHECK(*part.memory == std::string(16, '-'));
+
+  world.lacks = true;
+  world.InTurn([&](DataPlane& plane, Turn& turn) { plane.Start(world.group, part.start, turn); });
+  REQUIRE(world.made.size() == 2);
+  world.InTurn([&](DataPlane&, Turn& turn) {
+    world.made[1](world.group, absl::ResourceExhaustedError("no memory"), turn);
+  });
+  CHECK(world.Take<TransferDone>()->status.message() == "no memory");
+}
+
+}  // namespace
+}  // namespace refitd

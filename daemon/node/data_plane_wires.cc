@@ -1,0 +1,317 @@
+// The wires' epochs, and the collectives on them.
+#include <utility>
+
+#include "daemon/node/data_plane.h"
+#include "daemon/node/group_memory.h"
+#include "transport/base/status.h"
+#include "transport/plan/layout.h"
+
+namespace refitd {
+
+// ---- epochs ----
+
+const DataPlane::Epoch* DataPlane::Find(const GroupRecord& group, EpochId epoch) const {
+  const auto of_group = epochs_.find(group.id);
+  if (of_group == epochs_.end()) return nullptr;
+  const auto it = of_group->second.find(epoch);
+  return it == of_group->second.end() ? nullptr : &it->second;
+}
+
+DataPlane::Epoch* DataPlane::Find(uint64_t group_id, EpochId epoch) {
+  const auto of_group = epochs_.find(group_id);
+  if (of_group == epochs_.end()) return nullptr;
+  const auto it = of_group->second.find(epoch);
+  return it == of_group->second.end() ? nullptr : &it->second;
+}
+
+void DataPlane::Erase(uint64_t group_id, EpochId epoch) {
+  const auto of_group = epochs_.find(group_id);
+  if (of_group == epochs_.end()) return;
+  of_group->second.erase(epoch);
+  if (of_group->second.empty()) epochs_.erase(of_group);
+}
+
+Wire* DataPlane::WireOf(const Epoch& epoch) const {
+  Wire* const wire = epoch.on_devices ? device_wire_.get() : wire_.get();
+  REFITD_CHECK(wire != nullptr);
+  return wire;
+}
+
+bool DataPlane::ReachesSlots(const Epoch& epoch, const GroupRecord& group) {
+  if (!epoch.on_devices) return !group.pools.wire().has_value();
+  return group.pools.wire() == epoch.ordinal;
+}
+
+// A coordinator numbers epochs group by group. A wire has epochs of many groups, so its id must be
+// the same on every daemon of the group and differ from all other groups' ids.
+void DataPlane::Open(GroupRecord* group, const OpenEpoch& a, Turn& turn) {
+  HashChain id(group->machine->incarnation());
+  id.Add(a.epoch.value());
+  const EpochId local(id.hash());
+  EpochOpened opened;
+  opened.epoch = a.epoch;
+  if (state_.leases->HasDevices(group->name())) {
+    if (device_wire_ != nullptr) return OpenOnDevice(*group, a, local);
+    opened.status = Error(absl::StatusCode::kUnavailable,
+                          "this daemon has no data plane for GPU memory: {}", no_device_wire_);
+  } else if (wire_ == nullptr) {
+    opened.status = absl::UnavailableError("this daemon has no data plane");
+  } else {
+    absl::StatusOr<std::string> address = wire_->Open(local, a.rank, a.size);
+    opened.status = address.status();
+    if (address.ok()) {
+      opened.address = *std::move(address);
+      epochs_[group->id][a.epoch] = {local, false};
+    }
+  }
+  turn.Post(group->name(), std::move(opened));
+}
+
+// NCCL takes long, the first time most of all, so it is not called under the mutex.
+void DataPlane::OpenOnDevice(const GroupRecord& group, const OpenEpoch& a, EpochId local) {
+  const std::string name = group.name();
+  epochs_[group.id][a.epoch] = {local, true};
+  if (group.pools.wire().has_value()) {
+    return OpenOnDevice(name, group.id, a, local, *group.pools.wire());
+  }
+  state_.slots->Make(
+      group, [this, name, a, local](GroupRecord* found, const absl::Status& made, Turn& turn) {
+        REFITD_CHECK(!made.ok() || found->pools.wire().has_value());
+        if (made.ok()) return OpenOnDevice(name, found->id, a, local, *found->pools.wire());
+        Erase(found->id, a.epoch);
+        turn.Post(name, EpochOpened{a.epoch, made, ""});
+      });
+}
+
+void DataPlane::OpenOnDevice(const std::string& name, uint64_t id, const OpenEpoch& a,
+                             EpochId local, int ordinal) {
+  if (Epoch* const epoch = Find(id, a.epoch); epoch != nullptr) epoch->ordinal = ordinal;
+  opener_.Submit([this, name, id, a, local, ordinal] {
+    EpochOpened opened;
+    opened.epoch = a.epoch;
+    absl::StatusOr<std::string> address = device_wire_->OpenOn(ordinal, local, a.rank, a.size);
+    opened.status = address.status();
+    if (address.ok()) opened.address = *std::move(address);
+    {
+      MutexLock lock(turns_.mutex);
+      const bool wanted = Find(id, a.epoch) != nullptr;
+      if (opened.status.ok() && !wanted) device_wire_->Close(local);
+      if (!opened.status.ok() && wanted) Erase(id, a.epoch);
+    }
+    Tell(name, id, std::move(opened));
+  });
+}
+
+void DataPlane::Connect(const GroupRecord& group, ConnectEpoch a, Turn& turn) {
+  const std::string name = group.name();
+  const Epoch* const local = Find(group, a.epoch);
+  if (local == nullptr) {
+    turn.Post(name, EpochUp{a.epoch, absl::NotFoundError("the epoch is not open")});
+    return;
+  }
+  WireOf(*local)->Connect(local->id, std::move(a.addresses), a.timeout,
+                          [this, name, id = group.id, epoch = a.epoch](absl::Status status) {
+                            Tell(name, id, EpochUp{epoch, std::move(status)});
+                          });
+}
+
+void DataPlane::Close(const GroupRecord& group, const CloseEpoch& a) {
+  const Epoch* const local = Find(group, a.epoch);
+  if (local == nullptr) return;
+  WireOf(*local)->Close(local->id);
+  Erase(group.id, a.epoch);
+}
+
+void DataPlane::CloseAll(uint64_t group_id) {
+  const auto of_group = epochs_.find(group_id);
+  if (of_group == epochs_.end()) return;
+  for (const auto& [id, epoch] : of_group->second) WireOf(epoch)->Close(epoch.id);
+  epochs_.erase(of_group);
+}
+
+// A joined daemon leaves with its last member, which ends its epochs. A coordinator stays, so it
+// reports its end as lost, which closes the epoch everywhere; the next update that needs an epoch
+// opens another, perhaps on another GPU. While an update runs, its nodes may be using the epoch.
+void DataPlane::GiveUpEpochs(const GroupRecord& group, Turn& turn) {
+  if (group.coordinator == nullptr || group.machine->update_running()) return;
+  const auto of_group = epochs_.find(group.id);
+  if (of_group == epochs_.end()) return;
+  for (const auto& [id, epoch] : of_group->second) {
+    // If an epoch's slots are still being made, its failure is reported when they are made.
+    if (!epoch.on_devices || epoch.ordinal < 0 || ReachesSlots(epoch, group)) continue;
+    turn.Post(group.name(), EpochUp{id, absl::CancelledError("its slots on a GPU are given back")});
+  }
+}
+
+// ---- operations ----
+
+absl::StatusOr<DataPlane::Epoch> DataPlane::ReadyEpoch(GroupRecord* group, EpochId epoch) {
+  REFITD_RETURN_IF_ERROR(state_.slots->Ensure(group));
+  const Epoch* const local = Find(*group, epoch);
+  if (local == nullptr) return absl::CancelledError("the epoch is closed");
+  // Members left and others came, so slots lie elsewhere now; only the next epoch reaches those.
+  if (!ReachesSlots(*local, *group)) return absl::CancelledError("the epoch is of other memory");
+  return *local;
+}
+
+std::function<void(absl::Status)> DataPlane::WireDoneOf(const GroupRecord& group, EpochId epoch,
+                                                        WireSeq seq, MoveKind kind, int64_t bytes) {
+  return [this, name = group.name(), id = group.id, epoch, seq, kind, bytes](absl::Status ended) {
+    if (ended.ok() && bytes > 0) CountBytes(name, kind, bytes);
+    Tell(name, id, WireDone{epoch, seq, std::move(ended)});
+  };
+}
+
+void DataPlane::Start(GroupRecord* group, const StartWire& a, Turn& turn) {
+  absl::StatusOr<Epoch> local = ReadyEpoch(group, a.epoch);
+  const GroupSpec& spec = group->machine->spec();
+  if (local.ok() && (int64_t{a.slot.slot.value()} >= spec.slots || a.bytes > spec.slot_bytes ||
+                     a.bytes < 0 || a.ranks.empty())) {
+    local = Error(absl::StatusCode::kInvalidArgument, "slot {}, {} bytes: not in the pool",
+                  a.slot.slot, a.bytes);
+  }
+  if (!local.ok()) {
+    turn.Post(group->name(), WireDone{a.epoch, a.seq, local.status()});
+    return;
+  }
+  const absl::StatusOr<MemorySpan> slot = GroupMemory(*state_.leases, *group).Slot(a.slot.slot);
+  REFITD_CHECK(slot.ok());  // Ensure made it
+  MemorySpan memory = *slot;
+  memory.bytes = a.bytes;
+  const bool root = a.ranks.front() == a.rank;
+  const bool all = static_cast<int>(a.ranks.size()) == a.size;
+  const MoveKind kind = all ? MoveKind::kBroadcast : MoveKind::kExchange;
+  auto done = WireDoneOf(*group, a.epoch, a.seq, kind, root ? 0 : a.bytes);
+  if (all) {
+    WireBroadcast broadcast;
+    broadcast.epoch = local->id;
+    broadcast.seq = a.seq;
+    broadcast.root = static_cast<int>(a.ranks.front());
+    broadcast.memory = memory;
+    broadcast.timeout = a.timeout;
+    WireOf(*local)->Submit(std::move(broadcast), std::move(done));
+    return;
+  }
+  WireExchange exchange;
+  exchange.epoch = local->id;
+  exchange.seq = a.seq;
+  exchange.timeout = a.timeout;
+  if (root) {
+    for (size_t i = 1; i < a.ranks.size(); ++i) {
+      exchange.sends.push_back({static_cast<int>(a.ranks[i]), memory});
+    }
+  } else {
+    exchange.receives.push_back({static_cast<int>(a.ranks.front()), memory});
+  }
+  WireOf(*local)->Submit(std::move(exchange), std::move(done));
+}
+
+// The legs of a round, within the group's slots (P10). `received`: how many bytes come in.
+absl::StatusOr<WireExchange> DataPlane::ExchangeOf(const GroupRecord& group, const StartExchange& a,
+                                                   int64_t* received) const {
+  const GroupSpec& spec = group.machine->spec();
+  if (int64_t{a.out.value()} >= spec.slots || int64_t{a.in.value()} >= spec.slots ||
+      a.out == a.in) {
+    return Error(absl::StatusCode::kInvalidArgument, "slots {} and {}: not two of the pool", a.out,
+                 a.in);
+  }
+  const GroupMemory slots(*state_.leases, group);
+  const auto add = [&](uint32_t rank, SlotIndex slot, int64_t offset, int64_t bytes,
+                       std::vector<WireExchange::Leg>* legs) -> absl::Status {
+    if (bytes == 0) return absl::OkStatus();
+    if (bytes < 0 || bytes > spec.slot_bytes || offset < 0 || offset > spec.slot_bytes - bytes ||
+        rank >= static_cast<uint32_t>(kMaxWireRanks)) {
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "rank {}: {} bytes at byte {} of slot {}: not in the pool", rank, bytes, offset,
+                   slot);
+    }
+    const absl::StatusOr<MemorySpan> whole = slots.Slot(slot);
+    REFITD_CHECK(whole.ok());  // Ensure made it
+    MemorySpan memory = *whole;
+    memory.data += offset;
+    memory.bytes = bytes;
+    legs->push_back({static_cast<int>(rank), std::move(memory)});
+    return absl::OkStatus();
+  };
+  WireExchange exchange;
+  for (const StartExchange::Leg& leg : a.legs) {
+    REFITD_RETURN_IF_ERROR(add(leg.rank, a.out, leg.out_offset, leg.bytes_out, &exchange.sends));
+    REFITD_RETURN_IF_ERROR(add(leg.rank, a.in, leg.in_offset, leg.bytes_in, &exchange.receives));
+    *received += leg.bytes_in;
+  }
+  exchange.seq = a.seq;
+  exchange.timeout = a.timeout;
+  return exchange;
+}
+
+void DataPlane::Start(GroupRecord* group, const StartExchange& a, Turn& turn) {
+  const absl::StatusOr<Epoch> local = ReadyEpoch(group, a.epoch);
+  if (!local.ok()) {
+    turn.Post(group->name(), WireDone{a.epoch, a.seq, local.status()});
+    return;
+  }
+  int64_t received = 0;
+  absl::StatusOr<WireExchange> exchange = ExchangeOf(*group, a, &received);
+  if (!exchange.ok()) {
+    turn.Post(group->name(), WireDone{a.epoch, a.seq, exchange.status()});
+    return;
+  }
+  exchange->epoch = local->id;
+  WireOf(*local)->Submit(*std::move(exchange),
+                         WireDoneOf(*group, a.epoch, a.seq, MoveKind::kExchange, received));
+}
+
+// ---- status and the end ----
+
+std::optional<WireStats> DataPlane::StatsOf(const GroupRecord& group, EpochId epoch) const {
+  const Epoch* const local = Find(group, epoch);
+  if (local == nullptr) return std::nullopt;
+  return WireOf(*local)->Stats(local->id);
+}
+
+std::vector<DataPlane::DeviceEpoch> DataPlane::DeviceEpochs() const {
+  std::vector<DeviceEpoch> open;
+  for (const auto& [name, group] : state_.groups->all()) {
+    const auto of_group = epochs_.find(group->id);
+    if (of_group == epochs_.end()) continue;
+    for (const auto& [id, epoch] : of_group->second) {
+      if (epoch.on_devices) open.push_back({name, id, epoch.id});
+    }
+  }
+  return open;
+}
+
+WireStats DataPlane::TotalStats() const {
+  WireStats total;
+  for (const Wire* wire :
+       {static_cast<const Wire*>(wire_.get()), static_cast<const Wire*>(device_wire_.get())}) {
+    if (wire == nullptr) continue;
+    const WireStats stats = wire->Stats();
+    total.bytes_sent += stats.bytes_sent;
+    total.bytes_received += stats.bytes_received;
+  }
+  return total;
+}
+
+void DataPlane::StopWires() {
+  std::unique_ptr<Wire> wire;
+  std::shared_ptr<DeviceWire> device_wire;
+  MutexLock lock(turns_.mutex);
+  epochs_.clear();
+  wire = std::move(wire_);
+  device_wire = std::move(device_wire_);
+}
+
+void DataPlane::CheckInvariants() const {
+  std::map<uint64_t, const GroupRecord*> records;
+  for (const auto& [name, group] : state_.groups->all()) records[group->id] = group.get();
+  for (const auto& [id, of_group] : epochs_) {
+    REFITD_CHECK(records.contains(id) && !of_group.empty());
+    for (const auto& [epoch, local] : of_group) {
+      REFITD_CHECK(WireOf(local) != nullptr);
+      REFITD_CHECK(local.on_devices || local.ordinal < 0);
+    }
+  }
+}
+
+}  // namespace refitd
