@@ -21,10 +21,11 @@
 namespace refitd {
 
 // The numbers are those of v1::ProtocolVersion.
-enum class Protocol : uint8_t { kV1 = 1, kV2 = 2 };
+// V3: compiled refits along chains (PeerPlan.relay_lag).
+enum class Protocol : uint8_t { kV1 = 1, kV2 = 2, kV3 = 3 };
 
 inline constexpr Protocol kMinProtocol = Protocol::kV1;  // spoken by the release before this
-inline constexpr Protocol kProtocol = Protocol::kV2;
+inline constexpr Protocol kProtocol = Protocol::kV3;
 
 struct AgreedProtocol {
   Protocol protocol = kProtocol;

@@ -129,6 +129,7 @@ class Binder {
       }
     }
     keep(memory_.slot);
+    keep(memory_.received);
   }
 
   // ---- members' pieces ----
@@ -224,10 +225,11 @@ class Binder {
   }
 
   // Notes that the next source piece is a part of that section.
-  void AddSection(uint32_t peer, uint32_t section) {
+  void AddSection(const ChunkBox& box) {
     std::vector<SectionDigest>& sections = result_.sections;
-    if (sections.empty() || sections.back().peer != peer || sections.back().section != section) {
-      sections.push_back({peer, section, 0});
+    if (sections.empty() || sections.back().stream != box.stream ||
+        sections.back().section != box.section) {
+      sections.push_back({box.stream, box.section, 0});
     }
     result_.section_of_piece.push_back(static_cast<uint32_t>(sections.size() - 1));
   }
@@ -238,8 +240,8 @@ class Binder {
     transfer.destinations.resize(1);
     transfer.readback_now = {true};
     transfer.want_source_digests = start_.verification != Verification::kOff;
-    const std::vector<RoundLeg> round = program_.Round(start_.round);
-    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round);
+    const std::vector<RoundLeg> round = program_.Round(start_.round, start_.skip_peer);
+    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round, start_.skip_peer);
     std::vector<BoundPiece> pieces;  // whole pieces
     for (size_t i = 0; i < round.size(); ++i) {
       if (round[i].bytes_out == 0 || Skipped(start_.skip_peer, round[i].peer)) continue;
@@ -255,13 +257,51 @@ class Binder {
         packed.strides = RowMajorStrides(sent.box.extent);
         packed.data = chunk + sent.chunk_byte_offset;
         const auto index = static_cast<uint32_t>(transfer.source.size());
-        AddSection(round[i].peer, sent.section);
+        AddSection(sent);
         transfer.source.push_back(std::move(source));
         transfer.destinations[0].push_back(std::move(packed));
         AddMove({0, index, 0, index, move.box,
                  move.member_byte_offset - known.compiled->byte_offset - inside,
                  move.chunk_byte_offset - sent.chunk_byte_offset},
                 move.element_bytes);
+      }
+    }
+    return BindForwards(round, legs);
+  }
+
+  // Whatever is forwarded is copied as plain bytes. No digest of it is taken here: the bytes that
+  // the chain's last node received are compared with what the source sent (P1).
+  absl::Status BindForwards(const std::vector<RoundLeg>& round,
+                            const std::vector<ExchangeLeg>& legs) {
+    Transfer& transfer = result_.transfer;
+    for (size_t i = 0; i < round.size(); ++i) {
+      if (round[i].forwards.empty()) continue;
+      REFITD_ASSIGN_OR_RETURN(char* const chunk, Chunk(legs[i].out_offset, legs[i].bytes_out));
+      for (const Forward& forward : round[i].forwards) {
+        if (forward.slot_byte_offset > memory_.received.bytes - forward.bytes) {
+          return Error(absl::StatusCode::kInvalidArgument,
+                       "round {}: {} bytes to forward at byte {} of slot {}, which has {}",
+                       start_.round, forward.bytes, forward.slot_byte_offset, start_.received,
+                       memory_.received.bytes);
+        }
+        if (transfer.destinations.size() == 1) {
+          transfer.destinations.emplace_back();
+          transfer.readback_now.push_back(false);
+        }
+        const Box box{{0}, {forward.bytes}};
+        BoundPiece source{DType::kUint8,
+                          {forward.bytes},
+                          box,
+                          {1},
+                          memory_.received.data + forward.slot_byte_offset,
+                          "forwarded bytes"};
+        BoundPiece packed = source;
+        packed.data = chunk + forward.chunk_byte_offset;
+        const auto from = static_cast<uint32_t>(transfer.source.size());
+        const auto to = static_cast<uint32_t>(transfer.destinations[1].size());
+        transfer.source.push_back(std::move(source));
+        transfer.destinations[1].push_back(std::move(packed));
+        AddMove({0, from, 1, to, box, 0, 0}, 1);
       }
     }
     return absl::OkStatus();
@@ -272,20 +312,20 @@ class Binder {
     ResizeDestinations();
     Transfer& transfer = result_.transfer;
     transfer.want_source_digests = start_.verification != Verification::kOff;
-    const std::vector<RoundLeg> round = program_.Round(start_.round);
-    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round);
+    const std::vector<RoundLeg> round = program_.Round(start_.round, start_.skip_peer);
+    const std::vector<ExchangeLeg> legs = program_.Legs(start_.round, start_.skip_peer);
     for (size_t i = 0; i < round.size(); ++i) {
       if (round[i].bytes_in == 0 || Skipped(start_.skip_peer, round[i].peer)) continue;
-      const Stream* stream = program_.IncomingFrom(round[i].peer);
       REFITD_ASSIGN_OR_RETURN(char* const chunk, Chunk(legs[i].in_offset, legs[i].bytes_in));
       const auto first = static_cast<uint32_t>(transfer.source.size());
       for (const ChunkBox& received : round[i].received) {
         // Every section that arrives has a target.
+        const Stream& stream = program_.incoming[received.stream];
         const SectionTarget& target =
-            program_.targets[stream->sections[received.section].first_target];
+            program_.targets[stream.sections[received.section].first_target];
         const Layout& layout = *program_.destinations[target.destination].layout;
         const TensorSpec& tensor = layout.tensors[layout.pieces[target.piece].tensor];
-        AddSection(round[i].peer, received.section);
+        AddSection(received);
         transfer.source.push_back({tensor.dtype, tensor.shape, received.box,
                                    RowMajorStrides(received.box.extent),
                                    chunk + received.chunk_byte_offset, tensor.name});
@@ -416,6 +456,9 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
   }
   if (UsesSlot(start.step)) {
     REFITD_ASSIGN_OR_RETURN(found.slot, memory.Slot(start.slot));
+  }
+  if (start.step == MoveStep::kPack && bound.program->lag > 0) {
+    REFITD_ASSIGN_OR_RETURN(found.received, memory.Slot(start.received));
   }
   return found;
 }

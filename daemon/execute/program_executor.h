@@ -42,6 +42,7 @@ struct ProgramMemory {
   std::vector<std::map<RegionId, MemorySpan>> sources;       // by program->sources
   std::vector<std::map<RegionId, MemorySpan>> destinations;  // by program->destinations
   MemorySpan slot;
+  MemorySpan received;  // pack with chains: the slot that is forwarded from
 };
 
 struct BoundStep {

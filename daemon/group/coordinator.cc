@@ -421,11 +421,13 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
     EngineAttached attached{ours, std::get<EngineIdentity>(r.identity)};
     attached.identity.node = id;
     attached.identity.daemon = daemon;
+    attached.identity.relays = Speaks(id, Protocol::kV3);
     Feed(std::move(attached));
   } else {
     TrainerAttached attached{ours, std::get<TrainerIdentity>(r.identity)};
     attached.identity.node = id;
     attached.identity.daemon = daemon;
+    attached.identity.relays = Speaks(id, Protocol::kV3);
     Feed(std::move(attached));
   }
 }

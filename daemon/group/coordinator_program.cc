@@ -32,7 +32,11 @@ void Coordinator::Impl::AnnounceProgram() {
     job.commands[NodeOf(member)].sources.push_back(
         {rank, remote == remotes.end() ? member : remote->second.id});
   }
-  const auto peers = std::max<int64_t>(1, static_cast<int64_t>(job.use.nodes.size()) - 1);
+  // With chains, the nodes of the plan share the whole slot (NodeProgramOptions::chunk_bytes).
+  const RoutePlan& routes = job.use.plan->routes;
+  const auto among =
+      static_cast<int64_t>(routes.relay.lag > 0 ? routes.nodes : job.use.nodes.size());
+  const int64_t peers = std::max<int64_t>(1, among - 1);
   std::erase_if(job.commands, [this](const auto& c) {
     return c.first != kCoordinatorNode && !nodes.contains(c.first);  // it is being lost
   });

@@ -109,6 +109,7 @@ struct TrainerIdentity {
   int pid = 0;
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
+  bool relays = true;    // that daemon agreed to a protocol version with chains
 };
 
 struct EngineIdentity {
@@ -123,6 +124,7 @@ struct EngineIdentity {
   std::optional<std::vector<TensorSpec>> manifest;
   NodeId node{};         // node of the daemon that it is attached to
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
+  bool relays = true;    // that daemon agreed to a protocol version with chains
   // The rank's weights are dirty or in doubt since an earlier lease. Never set beside held_version.
   bool dirty = false;
   // The incarnation in which held_version was committed; 0: the rank did not tell. Status shows it;

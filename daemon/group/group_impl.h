@@ -51,8 +51,9 @@ struct Member {
   int rank = 0;
   int world_size = 0;
   int pid = 0;
-  NodeId node;        // of the daemon that it is attached to
-  std::string label;  // for messages
+  NodeId node;         // of the daemon that it is attached to
+  bool relays = true;  // that daemon can forward along chains
+  std::string label;   // for messages
   DeliveryMode delivery = DeliveryMode::kRegistered;
   std::shared_ptr<const Manifest> manifest;
   std::shared_ptr<const Layout> layout;
@@ -309,6 +310,7 @@ struct Group::Impl {
   static bool HasShardsIn(const Member& member, const TrainerProgress& progress) {
     return HasShards(member) && !progress.without_layout;
   }
+  uint32_t RelayLag(const std::vector<MemberId>& sources) const;
   void FindUnwanted(const std::vector<MemberId>& sources, std::vector<std::string>* allowed,
                     std::vector<std::string>* left_out) const;
   void TakeOneCalls();

@@ -96,6 +96,7 @@ void Group::Impl::On(const TrainerAttached& e) {
   member.world_size = who.world_size;
   member.pid = who.pid;
   member.node = who.node;
+  member.relays = who.relays;
   member.label = WithPlace(fmt::format("trainer rank {}", who.rank), who);
   trainers[who.rank] = e.member;
   Admit(std::move(member));
@@ -157,6 +158,7 @@ void Group::Impl::On(const EngineAttached& e) {
   member.world_size = who.world_size;
   member.pid = who.pid;
   member.node = who.node;
+  member.relays = who.relays;
   member.label = WithPlace(fmt::format("engine {} rank {}", who.instance, who.rank), who);
   member.delivery = who.delivery;
   member.on_device = who.on_device;

@@ -5,6 +5,9 @@
 //   PeerRun     -> StartMoves(kLocal)                     within the daemon
 //                  StartMoves(kPack) -> StartExchange -> StartMoves(kUnpack)      a round each
 //
+// With chains, a pack also takes what this daemon forwards, from the slot into which an earlier
+// round was received. That is the slot into which the pack's own round is received next.
+//
 // Values; thread-safe as such.
 #ifndef REFITD_DAEMON_GROUP_PROGRAM_H_
 #define REFITD_DAEMON_GROUP_PROGRAM_H_
@@ -59,7 +62,7 @@ struct BoundProgram {
 enum class MoveStep : uint8_t {
   kCompare,  // digests of `replicas`; moves nothing
   kLocal,    // program->local
-  kPack,     // one round: from the sources into `slot`
+  kPack,     // one round: from the sources and from `received` into `slot`
   kUnpack,   // one round: from `slot` into the destinations
 };
 
@@ -70,6 +73,7 @@ struct StartMoves {
   MoveStep step = MoveStep::kLocal;
   int64_t round = 0;            // pack and unpack only
   SlotIndex slot;               // pack and unpack only
+  SlotIndex received;           // pack only: has what an earlier round received
   std::vector<bool> skip_peer;  // pack and unpack only; by node of the plan, true: the node is gone
   std::shared_ptr<const BoundProgram> bound;
   std::vector<bool> skip_destination;  // by program->destinations
@@ -79,7 +83,7 @@ struct StartMoves {
 
 // The digest of a section, or of what one round carries of it.
 struct SectionDigest {
-  uint32_t peer = 0;
+  uint32_t stream = 0;   // index into the program's outgoing (pack) or incoming streams (unpack)
   uint32_t section = 0;  // index into the stream's sections
   uint64_t digest = 0;
 };
@@ -93,7 +97,8 @@ struct MovesDone {
   std::vector<int64_t> bytes_written;  // local, unpack: by program->destinations
   int failed_destination = -1;         // index as in `bytes_written`; if not OK and known
   std::vector<uint64_t> digests;  // compare: by bound->replicas; only those of the part are set
-  // Pack: of the sources' bytes; unpack: of the bytes received. Empty if verification is off.
+  // Pack: of the sources' bytes, not of what is forwarded; unpack: of the bytes received. Empty if
+  // verification is off.
   std::vector<SectionDigest> sections;
 };
 

@@ -159,6 +159,7 @@ group::ProgramKey Group::Impl::KeyOf(const std::vector<MemberId>& sources) const
   }
   key.pushed.assign(pushed.begin(), pushed.end());
   key.nodes = static_cast<uint32_t>(nodes.size());
+  key.relay_lag = RelayLag(sources);
   return key;
 }
 
@@ -181,11 +182,26 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
   compile.options.skip_tensors.insert(compile.options.skip_tensors.end(),
                                       spec.engine_only_tensors.begin(),
                                       spec.engine_only_tensors.end());
+  compile.options.relay_lag = key.relay_lag;
+  compile.options.relay_slot_bytes = spec.slot_bytes;
   FindUnwanted(sources, &compile.options.unwanted_allowed, &compiling->left_out);
   compile.options.cancelled = compiling->cancelled;
   compiling->key = std::move(key);
   Do(std::move(compile));
   Changed();
+}
+
+// The lag of chains in the update's program; 0: a daemon of its members knows no chains, and all
+// must derive the same streams (P5). The lag is the number of pairs of slots that TakeProgramSlots
+// takes from a pool that nobody else uses.
+uint32_t Group::Impl::RelayLag(const std::vector<MemberId>& sources) const {
+  const auto relays = [this](MemberId member) { return Find(member)->relays; };
+  const std::vector<MemberId>& destinations = update->catalog->destinations();
+  if (!std::all_of(sources.begin(), sources.end(), relays) ||
+      !std::all_of(destinations.begin(), destinations.end(), relays)) {
+    return 0;
+  }
+  return static_cast<uint32_t>(std::min<int64_t>(spec.slots / 2, kMaxRelayLag));
 }
 
 // Of the trainers' tensors, both sorted: `allowed` are those that the spec lets be unwanted (the
@@ -346,13 +362,15 @@ void Group::Impl::CountCompared() {
 }
 
 // Between daemons bytes pass through slots: one to send from and one to receive into; two of each
-// if enough are free, so that one round is packed while another is on the wire.
+// if enough are free, so that one round is packed while another is on the wire. Chains are planned
+// for a number of pairs, and wait for that many.
 bool Group::Impl::TakeProgramSlots() {
   constexpr int kLeast = 2;
   constexpr int kMost = 4;
   if (update->program->plan->routes.wire_bytes == 0) return true;
-  if (ledger.free() < kLeast) return false;
-  const int take = ledger.free() >= kMost ? kMost : kLeast;
+  const int chains = 2 * static_cast<int>(update->program->plan->routes.relay.lag);
+  if (ledger.free() < std::max(kLeast, chains)) return false;
+  const int take = chains > 0 ? chains : ledger.free() >= kMost ? kMost : kLeast;
   for (int i = 0; i < take; ++i) update->program_slots.push_back(*ledger.Grant());
   return true;
 }

@@ -134,6 +134,7 @@ struct ProgramKey {
   std::vector<Rank> destinations;
   std::vector<std::string> pushed;  // sorted
   uint32_t nodes = 0;               // of the update; rounds depend on their number
+  uint32_t relay_lag = 0;           // of chains; 0: none are allowed
   bool operator==(const ProgramKey&) const = default;
 };
 

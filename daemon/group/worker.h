@@ -54,7 +54,8 @@ struct Job {
   bool stopped = false;
   bool done = false;  // PeerRunDone was sent
   PeerRunDone result;
-  // Sums of the digests of each section, by peer.
+  std::vector<bool> gone;  // by node of the plan: it left before the run began
+  // Sums of the digests of each section, by outgoing or incoming stream.
   std::map<uint32_t, std::vector<uint64_t>> sent;
   std::map<uint32_t, std::vector<uint64_t>> received;
 };
@@ -227,6 +228,7 @@ class Worker {
   void StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out);
   bool FinishRound(const WireDone& done, TimePoint now, const Output& out);
   void StopRun(Job* job, const absl::Status& status);
+  static absl::Status CheckSlots(const Job& job);
   void EndRunIfQuiet(Update* update, const Output& out);
   static bool Running(const Job& job);
   static bool OnWire(const Job& job);

@@ -4,8 +4,12 @@
 //   round r      pack -> exchange (issued, in order) -> unpack
 //
 // With two pairs of slots one round is packed while the round before is on the wire or is unpacked.
-// A round begins when the previous round with the same pair of slots has ended.
+// A round begins when the previous round with the same pair of slots has ended. So a program with
+// chains, whose lag is the number of pairs, finds the bytes that it forwards in its own pair: the
+// earlier round has received and unpacked them, and the new one has not received yet.
 #include <algorithm>
+#include <map>
+#include <optional>
 #include <utility>
 
 #include "daemon/group/worker.h"
@@ -19,6 +23,32 @@ absl::Status GivenUp() { return absl::CancelledError("the update was given up");
 bool SameRanks(const std::vector<LocalMember>& known, const std::vector<PlanMember>& wanted) {
   return std::equal(known.begin(), known.end(), wanted.begin(), wanted.end(),
                     [](const LocalMember& a, const PlanMember& b) { return a.rank == b.rank; });
+}
+
+// What the program sends to, and receives from, each node over the wire, whatever nodes it passes:
+// so a chain's nodes each agree with the source, not with their neighbours only. `out(stream)` and
+// `in(stream)` give the hash of a stream; nullopt: it counts for nothing.
+template <typename Out, typename In>
+std::vector<PeerStream> StreamsOf(const NodeProgram& program, const Out& out, const In& in) {
+  std::map<uint32_t, PeerStream> streams;
+  const auto fold = [&streams](const std::map<uint32_t, std::vector<uint32_t>>& by_peer,
+                               const auto& hash_of, uint64_t PeerStream::*end) {
+    for (const auto& [peer, list] : by_peer) {
+      std::vector<uint64_t> hashes;
+      for (const uint32_t stream : list) {
+        if (const std::optional<uint64_t> hash = hash_of(stream)) hashes.push_back(*hash);
+      }
+      if (!hashes.empty()) streams[peer].*end = FoldStreams(hashes);
+    }
+  };
+  fold(program.StreamsByReceiver(), out, &PeerStream::out);
+  fold(program.StreamsBySender(), in, &PeerStream::in);
+  std::vector<PeerStream> list;
+  for (auto& [peer, stream] : streams) {
+    stream.peer = peer;
+    list.push_back(stream);
+  }
+  return list;
 }
 
 }  // namespace
@@ -184,13 +214,10 @@ void Worker::ReportBuilt(Update* update, const absl::Status& status, const Outpu
   if (status.ok()) {
     const NodeProgram& program = *job.bound->program;
     built.rounds = program.rounds;
-    std::map<uint32_t, PeerStream> streams;
-    for (const Stream& stream : program.outgoing) streams[stream.peer].out = stream.Digest();
-    for (const Stream& stream : program.incoming) streams[stream.peer].in = stream.Digest();
-    for (auto& [peer, stream] : streams) {
-      stream.peer = peer;
-      built.streams.push_back(stream);
-    }
+    const auto digests = [](const std::vector<Stream>& list) {
+      return [&list](uint32_t stream) { return std::optional(list[stream].Digest()); };
+    };
+    built.streams = StreamsOf(program, digests(program.outgoing), digests(program.incoming));
   }
   out.reports->push_back(std::move(built));
 }
@@ -230,12 +257,23 @@ void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
   job.run = command;
   job.result.update = update->id;
   job.result.bytes_written.resize(update->destinations.size());
+  for (const uint32_t rank : command.ranks) job.gone.push_back(rank == kNoRank);
   if (update->abandoned) {
     StopRun(&job, GivenUp());
-  } else if (command.wired && (command.slots.size() < 2 || command.slots.size() % 2 != 0)) {
-    StopRun(&job, absl::InternalError("slots do not come in pairs"));
+  } else if (absl::Status status = CheckSlots(job); !status.ok()) {
+    StopRun(&job, status);
   }
   AdvanceRun(update, now, out);
+}
+
+absl::Status Worker::CheckSlots(const Job& job) {
+  if (!job.run->wired) return absl::OkStatus();
+  const size_t slots = job.run->slots.size();
+  if (slots < 2 || slots % 2 != 0) return absl::InternalError("slots do not come in pairs");
+  const uint32_t lag = job.bound->program->lag;
+  if (lag == 0 || slots == 2 * size_t{lag}) return absl::OkStatus();
+  return Error(absl::StatusCode::kInternal, "{} slots, but chains forward after {} rounds", slots,
+               lag);
 }
 
 void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
@@ -272,7 +310,7 @@ void Worker::BeginRounds(Update* update, const Output& out) {
                              std::min(end, job.first_round + pairs)) {
     const int64_t number = job.first_round + static_cast<int64_t>(job.rounds.size());
     Round& round = job.rounds[number];
-    const std::vector<ExchangeLeg> legs = program.Legs(number);
+    const std::vector<ExchangeLeg> legs = program.Legs(number, job.gone);
     const bool sends = std::any_of(legs.begin(), legs.end(),
                                    [](const ExchangeLeg& leg) { return leg.bytes_out > 0; });
     if (!sends) {
@@ -291,7 +329,7 @@ void Worker::StartRoundOnWire(Update* update, int64_t number, TimePoint now, con
   StartExchange start;
   start.epoch = run.epoch;
   start.seq = WireSeq(run.wire_seq.value() + static_cast<uint64_t>(number));
-  for (const ExchangeLeg& leg : job.bound->program->Legs(number)) {
+  for (const ExchangeLeg& leg : job.bound->program->Legs(number, job.gone)) {
     const uint32_t rank = leg.peer < run.ranks.size() ? run.ranks[leg.peer] : kNoRank;
     if (rank == kNoRank) continue;
     start.legs.push_back({rank, leg.bytes_out, leg.out_offset, leg.bytes_in, leg.in_offset});
@@ -331,8 +369,9 @@ void Worker::StartStep(Update* update, MoveStep step, int64_t number, const Outp
     if (!job.run->slots.empty()) {
       const size_t pair = static_cast<size_t>(number) % (job.run->slots.size() / 2);
       start.slot = job.run->slots[2 * pair + (step == MoveStep::kUnpack ? 1 : 0)].slot;
+      start.received = job.run->slots[2 * pair + 1].slot;
     }
-    for (const uint32_t rank : job.run->ranks) start.skip_peer.push_back(rank == kNoRank);
+    start.skip_peer = job.gone;
   }
   out.actions->push_back(PeerAction(std::move(start)));
 }
@@ -399,7 +438,7 @@ bool Worker::FinishRound(const WireDone& done, TimePoint now, const Output& out)
       job.result.wire_failed = true;
       StopRun(&job, done.status);
     } else if (!job.stopped) {
-      const std::vector<ExchangeLeg> legs = job.bound->program->Legs(number);
+      const std::vector<ExchangeLeg> legs = job.bound->program->Legs(number, job.gone);
       const bool receives = std::any_of(legs.begin(), legs.end(),
                                         [](const ExchangeLeg& leg) { return leg.bytes_in > 0; });
       if (receives) {
@@ -444,18 +483,16 @@ void Worker::EndRunIfQuiet(Update* update, const Output& out) {
   job.done = true;
   job.rounds.clear();
   if (job.result.status.ok() && update->verification != Verification::kOff) {
-    std::map<uint32_t, PeerStream> streams;
-    const auto fold = [](const std::vector<uint64_t>& sums) {
-      HashChain chain(0);
-      for (const uint64_t sum : sums) chain.Add(sum);
-      return chain.hash();
+    const auto fold = [](const std::map<uint32_t, std::vector<uint64_t>>& all) {
+      return [&all](uint32_t stream) -> std::optional<uint64_t> {
+        const auto sums = all.find(stream);
+        if (sums == all.end()) return std::nullopt;
+        HashChain chain(0);
+        for (const uint64_t sum : sums->second) chain.Add(sum);
+        return chain.hash();
+      };
     };
-    for (const auto& [peer, sums] : job.sent) streams[peer].out = fold(sums);
-    for (const auto& [peer, sums] : job.received) streams[peer].in = fold(sums);
-    for (auto& [peer, stream] : streams) {
-      stream.peer = peer;
-      job.result.streams.push_back(stream);
-    }
+    job.result.streams = StreamsOf(program, fold(job.sent), fold(job.received));
   }
   out.reports->push_back(job.result);
   VerifyIfWritten(update, out);
@@ -464,14 +501,10 @@ void Worker::EndRunIfQuiet(Update* update, const Output& out) {
 void Worker::Add(const std::vector<SectionDigest>& digests, const std::vector<Stream>& streams,
                  std::map<uint32_t, std::vector<uint64_t>>* sums) {
   for (const SectionDigest& section : digests) {
-    std::vector<uint64_t>& of_peer = (*sums)[section.peer];
-    if (of_peer.empty()) {
-      const auto stream = std::find_if(streams.begin(), streams.end(), [&section](const Stream& s) {
-        return s.peer == section.peer;
-      });
-      if (stream != streams.end()) of_peer.resize(stream->sections.size());
-    }
-    if (section.section < of_peer.size()) of_peer[section.section] += section.digest;
+    if (section.stream >= streams.size()) continue;
+    std::vector<uint64_t>& of_stream = (*sums)[section.stream];
+    if (of_stream.empty()) of_stream.resize(streams[section.stream].sections.size());
+    if (section.section < of_stream.size()) of_stream[section.section] += section.digest;
   }
 }
 

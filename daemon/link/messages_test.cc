@@ -38,8 +38,8 @@ FIELDS(SlotGrant, a, b)
 FIELDS(TensorSpec, a, b, c)
 FIELDS(TensorRange, a, b, c)
 FIELDS(PartContent, a, b, c, d)
-FIELDS(TrainerIdentity, a, b, c, d, e)
-FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l)
+FIELDS(TrainerIdentity, a, b, c, d, e, f)
+FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m)
 FIELDS(PeerAttach, a, b)
 FIELDS(PeerGone, a, b)
 FIELDS(PeerReady, a, b)
@@ -183,7 +183,8 @@ bool Equal(const std::shared_ptr<const Layout>& a, const std::shared_ptr<const L
 bool Equal(const std::shared_ptr<const RoutePlan>& a, const std::shared_ptr<const RoutePlan>& b) {
   if (a == nullptr || b == nullptr) return a == b;
   return a->Digest() == b->Digest() && a->tensors == b->tensors &&
-         a->longest_stream == b->longest_stream && a->wire_bytes == b->wire_bytes;
+         a->longest_stream == b->longest_stream && a->wire_bytes == b->wire_bytes &&
+         a->relay == b->relay;
 }
 template <typename... T>
 bool Equal(const std::variant<T...>& a, const std::variant<T...>& b) {
@@ -283,15 +284,17 @@ void FillOne(Rng& rng, std::shared_ptr<const Layout>* v) {
   }
   *v = std::make_shared<const Layout>(std::move(layout));
 }
-// Two trainers on two nodes, and two engines that each want all rows.
+// Two trainers on two nodes, and engines that each want all rows: two on these nodes, and sometimes
+// three on others, which form chains.
 void FillOne(Rng& rng, std::shared_ptr<const RoutePlan>* v) {
   std::vector<RouteMember> sources(2);
-  std::vector<RouteMember> destinations(2);
-  std::vector<Layout> layouts(4);
+  const bool chains = Between(rng, 0, 1) == 1;
+  std::vector<RouteMember> destinations(chains ? 5 : 2);
+  std::vector<Layout> layouts(2 + destinations.size());
   for (int64_t t = Between(rng, 1, 5); t > 0; --t) {
     const int64_t rows = Between(rng, 2, 9);
     const TensorSpec tensor{fmt::format("weights.{}", t), DType::kFloat32, {rows, 3}};
-    for (uint32_t r = 0; r < 4; ++r) {
+    for (uint32_t r = 0; r < layouts.size(); ++r) {
       const Box half{{r == 0 ? 0 : rows / 2, 0}, {r == 0 ? rows / 2 : rows - rows / 2, 3}};
       const Box box = r < 2 ? half : WholeBox(tensor.shape);
       const auto index = static_cast<uint32_t>(layouts[r].tensors.size());
@@ -301,10 +304,15 @@ void FillOne(Rng& rng, std::shared_ptr<const RoutePlan>* v) {
   }
   for (uint32_t r = 0; r < 2; ++r) {
     sources[r] = {std::make_shared<const Layout>(layouts[r]), r, 0};
+  }
+  for (uint32_t r = 0; r < destinations.size(); ++r) {
     destinations[r] = {std::make_shared<const Layout>(layouts[2 + r]), r, r};
   }
-  auto plan = CompileRoutes(sources, destinations, {});
+  RouteOptions options;
+  options.relay_lag = chains ? 2 : 0;
+  auto plan = CompileRoutes(sources, destinations, options);
   REQUIRE(plan.ok());
+  REQUIRE(plan->relay.lag == options.relay_lag);
   *v = std::make_shared<const RoutePlan>(*std::move(plan));
 }
 void FillOne(Rng& rng, std::shared_ptr<const std::vector<ReplicaShare>>* v) {
@@ -347,12 +355,14 @@ void Agree(Rng& rng, TrainerIdentity* v) {
   v->world_size = v->rank + static_cast<int>(Between(rng, 1, 5));
   v->node = NodeId();  // the coordinator sets it
   v->daemon.clear();
+  v->relays = true;
 }
 void Agree(Rng& rng, EngineIdentity* v) {
   v->instance = "engine-" + std::to_string(Between(rng, 0, 99));
   v->world_size = v->rank + static_cast<int>(Between(rng, 1, 5));
   v->node = NodeId();
   v->daemon.clear();
+  v->relays = true;
   v->on_device = false;  // known to the own daemon only
 }
 void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 0, 9)); }
@@ -537,7 +547,7 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     up.incarnation = rng() | 1;
     up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}};
     up.coordinator_id = "node-0";
-    up.protocol = i % 2 == 0 ? Protocol::kV1 : Protocol::kV2;
+    up.protocol = static_cast<Protocol>(1 + i % 3);
     auto there = AcceptedFromWire(AcceptedToWire(up, kMessageBytes));
     REQUIRE(there.ok());
     CHECK(Equal(there->up, up));
@@ -554,12 +564,14 @@ TEST_CASE("The highest version that both sides speak is agreed, and none in comm
   CHECK(agree(1, 1)->protocol == Protocol::kV1);
   CHECK(agree(1, 2)->protocol == Protocol::kV2);
   CHECK_FALSE(agree(1, 2)->newer);
-  CHECK(agree(2, 3)->protocol == Protocol::kV2);
-  CHECK(agree(2, 3)->newer);
-  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {3, 0}, {3, 4}, {2, 1}, {-1, 5}}) {
+  CHECK(agree(1, 3)->protocol == Protocol::kV3);
+  CHECK_FALSE(agree(1, 3)->newer);
+  CHECK(agree(2, 4)->protocol == Protocol::kV3);
+  CHECK(agree(2, 4)->newer);
+  for (const auto& [lowest, highest] : {std::pair{0, 0}, {0, 2}, {4, 0}, {4, 5}, {2, 1}, {-1, 5}}) {
     const absl::Status status = agree(lowest, highest).status();
     CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 2"));
+    CHECK_THAT(Message(status), Catch::Matchers::Contains("this daemon speaks 1 to 3"));
   }
 }
 
@@ -569,14 +581,14 @@ TEST_CASE("A coordinator that says no version speaks the first; one that is not 
   up.spec = {2, 1, 1 << 20, 4, {}};
   up.coordinator_id = "node-0";
   v1::PeerAnswer answer = AcceptedToWire(up, kMessageBytes);
-  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV2);
+  CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV3);
   answer.mutable_accepted()->clear_protocol();
   answer.mutable_accepted()->clear_highest_protocol();
   CHECK(AcceptedFromWire(answer)->up.protocol == Protocol::kV1);
-  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(3));
+  answer.mutable_accepted()->set_protocol(static_cast<v1::ProtocolVersion>(4));
   CHECK(AcceptedFromWire(answer).status().code() == absl::StatusCode::kFailedPrecondition);
   answer.mutable_accepted()->set_protocol(v1::PROTOCOL_VERSION_2);
-  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(3));
+  answer.mutable_accepted()->set_highest_protocol(static_cast<v1::ProtocolVersion>(4));
   CHECK(AcceptedFromWire(answer)->newer);
 }
 
@@ -762,7 +774,7 @@ TEST_CASE("A malformed hello is refused with field and value") {
   CHECK_THAT(error("pong {}"), Contains("must be hello"));
   CHECK_THAT(
       error("hello { group: 'g' }"),
-      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 2"));
+      Contains("hello.protocol: the sender speaks versions 0 to 0, this daemon speaks 1 to 3"));
   CHECK_THAT(error("sequence: 1 hello { " + good + rest + "}"), Contains("sequence is 1"));
   CHECK_THAT(error("hello { protocol: PROTOCOL_VERSION_1 daemon_id: 'd' " + rest + "}"),
              Contains("hello.group has 0 characters"));

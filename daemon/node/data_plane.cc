@@ -192,8 +192,9 @@ void DataPlane::Start(GroupRecord* group, const StartMoves& start, absl::Status 
   const std::string name = group->name();
   if (PassesSlot(start)) {
     if (status.ok()) status = state_.slots->Ensure(group);
-    if (status.ok() && int64_t{start.slot.value()} >= group->machine->spec().slots) {
-      status = Error(absl::StatusCode::kInvalidArgument, "slot {}: not in the pool", start.slot);
+    for (const SlotIndex slot : {start.slot, start.received}) {
+      if (!status.ok() || int64_t{slot.value()} < group->machine->spec().slots) continue;
+      status = Error(absl::StatusCode::kInvalidArgument, "slot {}: not in the pool", slot);
     }
   }
   std::shared_ptr<Executor::Moves> moves;

@@ -46,8 +46,9 @@ struct Cluster::Daemon : public MemoryResolver {
   }
 };
 
-Cluster::Cluster(int daemons, GroupSpec spec, GroupLimits limits, TransferFaults* faults)
-    : spec_(std::move(spec)) {
+Cluster::Cluster(int daemons, GroupSpec spec, GroupLimits limits, TransferFaults* faults,
+                 const std::vector<Protocol>& protocols)
+    : spec_(std::move(spec)), sent_bytes_(static_cast<size_t>(daemons)) {
   HostTransportOptions host;
   host.threads = 2;
   host.faults = faults;
@@ -80,7 +81,9 @@ Cluster::Cluster(int daemons, GroupSpec spec, GroupLimits limits, TransferFaults
     const PeerBounds bounds = BoundsOf(spec_);
     daemon->reports = std::make_unique<ReportDecoder>(bounds);
     daemon->commands = std::make_unique<CommandDecoder>(bounds);
-    Feed(0, NodeJoined{daemon->node, fmt::format("daemon-{}", d), "here"});
+    const auto joined = static_cast<size_t>(d - 1);
+    Feed(0, NodeJoined{daemon->node, fmt::format("daemon-{}", d), "here",
+                       joined < protocols.size() ? protocols[joined] : kProtocol});
     Feed(d, LinkUp{7, spec_, std::nullopt, "daemon-0"});
   }
 }
@@ -469,6 +472,7 @@ void Cluster::On(int daemon, const StartExchange& a) {
       std::memcpy(other.Slot(there.in)->data + back->in_offset,
                   here.Slot(start.out)->data + leg.out_offset, static_cast<size_t>(leg.bytes_out));
       exchanged_bytes_ += leg.bytes_out;
+      sent_bytes_[static_cast<size_t>(epoch_daemons_.at(from))] += leg.bytes_out;
     }
   }
   const Exchange done = std::move(op);

@@ -51,7 +51,10 @@ struct Answer {
 
 class Cluster {
  public:
-  Cluster(int daemons, GroupSpec spec, GroupLimits limits = {}, TransferFaults* faults = nullptr);
+  // `protocols`: the versions that joined daemons agreed to, from daemon 1 on; the rest speak the
+  // latest.
+  Cluster(int daemons, GroupSpec spec, GroupLimits limits = {}, TransferFaults* faults = nullptr,
+          const std::vector<Protocol>& protocols = {});
   ~Cluster();
 
   // Return the rank's number for the calls below. The layout's pieces lie in region 1; the memory
@@ -79,6 +82,7 @@ class Cluster {
   int built() const { return built_; }        // node programs built
   int compared() const { return compared_; }  // comparisons of replicas, by daemon
   int64_t exchanged_bytes() const { return exchanged_bytes_; }
+  int64_t sent_bytes(int daemon) const { return sent_bytes_.at(static_cast<size_t>(daemon)); }
   MachineView View() const;
 
   static constexpr char kPoison = '\x5a';
@@ -136,6 +140,7 @@ class Cluster {
   int built_ = 0;
   int compared_ = 0;
   int64_t exchanged_bytes_ = 0;
+  std::vector<int64_t> sent_bytes_;  // over the wire, by daemon
 
   Mutex mutex_;
   CondVar posted_;

@@ -1,8 +1,10 @@
 // The life of a compiled refit on whole daemons: replay, memory that moved, other layouts, mixing
 // with push, replicas that differ, damaged bytes.
+#include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <cstring>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -426,6 +428,152 @@ TEST_CASE("an engine's instance that leaves makes room for another program") {
   REQUIRE(world.FillAndRefit(2).ok());
   CHECK(world.AllHold(2));
   CHECK(world.cluster.compiled() == 2);
+}
+
+// Two trainer ranks on daemon 0, each with half the rows, and on each other daemon an instance that
+// wants everything: these daemons form a chain.
+struct Fleet {
+  explicit Fleet(int instances, int64_t slots = 4, TransferFaults* faults = nullptr,
+                 const std::vector<Protocol>& protocols = {})
+      : cluster(instances + 1, SpecWith(slots), {}, faults, protocols) {
+    for (int r = 0; r < 2; ++r) trainers.push_back(cluster.AddTrainer(0, r, 2, World::Half(r)));
+    for (int i = 0; i < instances; ++i) {
+      engines.push_back(cluster.AddEngine(i + 1, fmt::format("i{}", i), 0, 1,
+                                          EngineLayout(0, 1, {"a", "b"}, {"n"})));
+    }
+  }
+  static GroupSpec SpecWith(int64_t slots) {
+    GroupSpec spec = SpecOf(2);
+    spec.slots = slots;
+    return spec;
+  }
+  absl::Status FillAndRefit(int64_t version, Verification verification = Verification::kReadback) {
+    for (const int t : trainers) Fill(&cluster.rank(t), version);
+    std::vector<std::shared_ptr<Answer>> answers;
+    for (const int t : trainers) {
+      answers.push_back(cluster.Refit(t, Version(version), verification));
+    }
+    if (!cluster.Run()) return absl::DeadlineExceededError("the test's own");
+    if (!answers[0]->came || !answers[1]->came) return absl::InternalError("not answered");
+    return answers[0]->status;
+  }
+  // Whether all instances but those at these places hold the version.
+  bool AllHold(int64_t version, const std::set<int>& but = {}) {
+    for (int i = 0; i < static_cast<int>(engines.size()); ++i) {
+      if (!but.contains(i) && !Holds(cluster.rank(engines[static_cast<size_t>(i)]), version)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  static constexpr int64_t kModelBytes = 2 * kRows * kColumns + kColumns;
+  Cluster cluster;
+  std::vector<int> trainers;
+  std::vector<int> engines;
+};
+
+TEST_CASE("daemons that want the same forward it, and the trainers' daemon sends it once") {
+  const int instances = GENERATE(2, 3, 6);
+  const int64_t slots = GENERATE(2, 4);
+  const auto verification =
+      GENERATE(Verification::kOff, Verification::kTransfer, Verification::kReadback);
+  CAPTURE(instances, slots);
+  Fleet fleet(instances, slots);
+  for (int64_t version = 1; version <= 3; ++version) {
+    const absl::Status status = fleet.FillAndRefit(version, verification);
+    INFO(status.ToString());
+    REQUIRE(status.ok());
+    REQUIRE(fleet.AllHold(version));
+    // Sections are aligned, so that a little more crosses.
+    CHECK(fleet.cluster.sent_bytes(0) >= version * Fleet::kModelBytes);
+    CHECK(fleet.cluster.sent_bytes(0) <= version * (Fleet::kModelBytes + 512));
+    for (int d = 1; d <= instances; ++d) {
+      CHECK(fleet.cluster.sent_bytes(d) <= version * (Fleet::kModelBytes + 512));
+    }
+  }
+  CHECK(fleet.cluster.exchanged_bytes() >= 3 * instances * Fleet::kModelBytes);
+  CHECK(fleet.cluster.compiled() == 1);
+  CHECK(fleet.cluster.built() == instances + 1);
+}
+
+TEST_CASE("a daemon of an older protocol version is in no chain, nor are the others") {
+  Fleet fleet(3, 4, nullptr, {kProtocol, Protocol::kV2});
+  REQUIRE(fleet.FillAndRefit(1).ok());
+  CHECK(fleet.AllHold(1));
+  CHECK(fleet.cluster.sent_bytes(0) >= 3 * Fleet::kModelBytes);
+  for (int d = 1; d <= 3; ++d) CHECK(fleet.cluster.sent_bytes(d) == 0);
+  // It leaves: the program is compiled anew, with chains.
+  fleet.cluster.Lose(fleet.engines[1]);
+  REQUIRE(fleet.cluster.Run());
+  const int64_t before = fleet.cluster.sent_bytes(0);
+  REQUIRE(fleet.FillAndRefit(2).ok());
+  CHECK(fleet.AllHold(2, {1}));
+  CHECK(fleet.cluster.compiled() == 2);
+  CHECK(fleet.cluster.sent_bytes(0) <= before + Fleet::kModelBytes + 512);
+}
+
+TEST_CASE("a chain is closed over a daemon whose engine left before the data phase") {
+  const int leaver = GENERATE(0, 1, 2, 3);
+  CAPTURE(leaver);
+  Fleet fleet(4);
+  REQUIRE(fleet.FillAndRefit(1).ok());
+  for (const int t : fleet.trainers) Fill(&fleet.cluster.rank(t), 2);
+  for (const int t : fleet.trainers) {
+    fleet.cluster.Begin(t, Version(2), Verification::kReadback);
+  }
+  REQUIRE(fleet.cluster.Run());
+  const int64_t before = fleet.cluster.sent_bytes(0);
+  fleet.cluster.Lose(fleet.engines[static_cast<size_t>(leaver)]);
+  REQUIRE(fleet.cluster.Run());
+  std::vector<std::shared_ptr<Answer>> answers;
+  for (const int t : fleet.trainers) {
+    answers.push_back(fleet.cluster.Refit(t, Version(2), Verification::kReadback));
+  }
+  REQUIRE(fleet.cluster.Run());
+  for (const auto& answer : answers) {
+    INFO(answer->status.ToString());
+    REQUIRE(answer->came);
+    CHECK(answer->status.ok());
+  }
+  CHECK(fleet.AllHold(2, {leaver}));
+  CHECK(fleet.cluster.compiled() == 1);
+  CHECK(fleet.cluster.sent_bytes(0) <= before + Fleet::kModelBytes + 512);
+  CHECK(fleet.cluster.sent_bytes(leaver + 1) <= Fleet::kModelBytes + 512);
+}
+
+TEST_CASE("a byte damaged after any copy of a chain is found, at whatever daemon") {
+  const int64_t slots = GENERATE(2, 4);
+  OneFault fault;
+  Fleet fleet(3, slots, &fault);
+  REQUIRE(fleet.FillAndRefit(1).ok());
+  int fired = 0;
+  std::set<std::string> found;
+  int64_t version = 2;
+  for (int store = 1; store < 400; ++store) {
+    fault.Arm(store);
+    const absl::Status status = fleet.FillAndRefit(version, Verification::kReadback);
+    if (!fault.fired()) {
+      CHECK(status.ok());
+      break;
+    }
+    ++fired;
+    CAPTURE(store, status.ToString());
+    // Bytes between sections mean nothing.
+    if (status.ok()) CHECK(fleet.AllHold(version));
+    if (!status.ok()) found.insert(std::string(status.message()));
+    ++version;
+    fault.Arm(-1);
+    REQUIRE(fleet.FillAndRefit(version).ok());
+    REQUIRE(fleet.AllHold(version));
+    ++version;
+  }
+  CHECK(fired > 20);
+  // A daemon that forwards wrong bytes is found where they arrive.
+  const bool end_to_end = std::any_of(found.begin(), found.end(), [](const std::string& message) {
+    return message.find("is not what") != std::string::npos;
+  });
+  CHECK(end_to_end);
 }
 
 }  // namespace

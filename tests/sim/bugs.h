@@ -17,7 +17,7 @@ struct Planted {
   uint64_t within;            // seeds that are tried
 };
 
-inline constexpr std::array<Planted, 17> kPlanted = {{
+inline constexpr std::array<Planted, 19> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -35,6 +35,8 @@ inline constexpr std::array<Planted, 17> kPlanted = {{
     {Bug::kBlindWire, "blind-wire", "REST", 500},
     {Bug::kPatientCleanUp, "patient-clean-up", "P4", 500},
     {Bug::kTrustedReply, "trusted-reply", "P10", 500},
+    {Bug::kSkippedForward, "skipped-forward", "P1", 500},
+    {Bug::kEarlyForward, "early-forward", "P1", 500},
 }};
 
 }  // namespace refitd::sim

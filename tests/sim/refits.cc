@@ -385,6 +385,9 @@ void World::On(int d, int g, const StartMoves& a) {
   if (a.step == MoveStep::kPack || a.step == MoveStep::kUnpack) {
     moving->use = UseProgramSlot(d, g, a.slot, what);
   }
+  if (a.step == MoveStep::kPack && bound.program->lag > 0) {
+    moving->use_of_received = UseProgramSlot(d, g, a.received, what + " forwards");
+  }
   if (over_) return;
   movings_[moving->id] = moving;
   Duration took = random_.PerMille(chances_.slow_message / 2) ? random_.Millis(20, 1500)
@@ -458,8 +461,8 @@ void World::PlanMoves(Moving* moving) {
   }
   const bool pack = a.step == MoveStep::kPack;
   std::vector<Tag>* slot = &moving->pool->slots[a.slot.value()];
-  const std::vector<RoundLeg> round = program.Round(a.round);
-  const std::vector<ExchangeLeg> legs = program.Legs(a.round);
+  const std::vector<RoundLeg> round = program.Round(a.round, a.skip_peer);
+  const std::vector<ExchangeLeg> legs = program.Legs(a.round, a.skip_peer);
   for (size_t i = 0; i < round.size(); ++i) {
     const RoundLeg& leg = round[i];
     if (leg.peer < a.skip_peer.size() && a.skip_peer[leg.peer]) continue;
@@ -470,9 +473,10 @@ void World::PlanMoves(Moving* moving) {
         from_shard(&run, move.member, move.piece, move.box);
         run.to = slot;
         run.to_at = chunk + Cells(move.chunk_byte_offset);
-        moving->sums.push_back(
-            {run.from, run.from_at, run.count, {leg.peer, leg.sent[move.chunk_box].section, 0}});
+        const ChunkBox& sent = leg.sent[move.chunk_box];
+        moving->sums.push_back({run.from, run.from_at, run.count, {sent.stream, sent.section, 0}});
       }
+      PlanForwards(moving, leg, slot, chunk);
       continue;
     }
     const size_t chunk = Cells(legs[i].in_offset);
@@ -480,7 +484,7 @@ void World::PlanMoves(Moving* moving) {
       moving->sums.push_back({slot,
                               chunk + Cells(box.chunk_byte_offset),
                               box.box.extent[0],
-                              {leg.peer, box.section, 0}});
+                              {box.stream, box.section, 0}});
     }
     for (const ChunkMove& move : leg.unpack) {
       if (moving->pids[move.member] == 0) continue;
@@ -494,6 +498,26 @@ void World::PlanMoves(Moving* moving) {
     if (run.to == nullptr || run.to_at + static_cast<size_t>(run.count) <= run.to->size()) continue;
     return Violate("P5", fmt::format("d{} g{}: round {} is packed beyond its slot", moving->d,
                                      moving->g, a.round));
+  }
+}
+
+void World::PlanForwards(Moving* moving, const RoundLeg& leg, std::vector<Tag>* slot,
+                         size_t chunk) {
+  const StartMoves& a = moving->start;
+  std::vector<Tag>* from = &moving->pool->slots[a.received.value()];
+  if (options_.bug == Bug::kEarlyForward) {
+    const auto early = moving->pool->before_round.find(a.received.value());
+    if (early != moving->pool->before_round.end()) from = &early->second;
+  }
+  for (const Forward& forward : leg.forwards) {
+    ++result_.forwards;
+    if (options_.bug == Bug::kSkippedForward && a.round == a.bound->program->lag) continue;
+    Moving::Run& run = moving->runs.emplace_back();
+    run.from = from;
+    run.from_at = Cells(forward.slot_byte_offset);
+    run.to = slot;
+    run.to_at = chunk + Cells(forward.chunk_byte_offset);
+    run.count = forward.bytes / kElementBytes;
   }
 }
 
@@ -556,6 +580,9 @@ void World::EndMoves(const std::shared_ptr<Moving>& moving) {
   const StartMoves& a = moving->start;
   MovesDone done = ResultOf(*moving);
   if (moving->use.has_value()) EndUse(moving->pool.get(), a.slot, *moving->use);
+  if (moving->use_of_received.has_value()) {
+    EndUse(moving->pool.get(), a.received, *moving->use_of_received);
+  }
   if (moving->told) return;
   if (random_.PerMille(chances_.transfer_fails)) {
     Count(Fault::kTransferFailed);
@@ -637,6 +664,9 @@ void World::On(int d, int g, const StartExchange& a) {
   const uint64_t out = UseProgramSlot(d, g, a.out, where + " sends");
   const uint64_t in = UseProgramSlot(d, g, a.in, where + " receives");
   if (over_) return;
+  if (options_.bug == Bug::kEarlyForward) {
+    m->pool->before_round[a.in.value()] = m->pool->slots[a.in.value()];
+  }
   ++result_.exchanges;
   op.started.insert(rank);
   op.shares[rank].start = a;

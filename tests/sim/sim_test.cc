@@ -46,6 +46,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
     sum.aborted += result.aborted;
     sum.events += result.events;
     sum.exchanges += result.exchanges;
+    sum.forwards += result.forwards;
     for (const int mixed : {0, 1}) {
       for (const int wide : {0, 1}) sum.refits[mixed][wide] += result.refits[mixed][wide];
     }
@@ -76,6 +77,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
   CHECK(sum.refits[1][0] > static_cast<int64_t>(kSeeds / 200));
   CHECK(sum.refits[1][1] > static_cast<int64_t>(kSeeds / 20));
   CHECK(sum.exchanges > static_cast<int64_t>(kSeeds));
+  CHECK(sum.forwards > static_cast<int64_t>(kSeeds) / 10);
 }
 
 TEST_CASE("the same seed is the same run") {

@@ -62,6 +62,9 @@ enum class Bug : uint8_t {
   // An update that was given up has no time limit to end, at both ends of a link.
   kPatientCleanUp,
   kTrustedReply,  // an answer of another kind than its call reaches the caller
+  // A daemon forwards nothing in the first round in which it has something to forward.
+  kSkippedForward,
+  kEarlyForward,  // a daemon forwards what its slot had when the bytes of the round were to come
 };
 
 struct Options {
@@ -111,6 +114,7 @@ struct Result {
   // Committed updates with a program: [tensors were pushed as well][bytes crossed the wire].
   int64_t refits[2][2] = {};
   int64_t exchanges = 0;
+  int64_t forwards = 0;  // runs of bytes that a daemon sent on along a chain
   int64_t events = 0;
   Duration virtual_time{};
   std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
@@ -172,6 +176,8 @@ struct Pool {
     std::string what;
   };
   std::vector<std::vector<Use>> uses;  // by slot
+  // For kEarlyForward, by slot: what it had before a round was received into it.
+  std::map<uint32_t, std::vector<Tag>> before_round;
 };
 
 // ---- processes ----
@@ -423,7 +429,8 @@ struct Moving {
   std::vector<int> pids;                       // by destination; 0: not touched
   std::vector<Run> runs;
   std::vector<Sum> sums;
-  std::optional<uint64_t> use;  // of its slot
+  std::optional<uint64_t> use;              // of its slot
+  std::optional<uint64_t> use_of_received;  // of the slot that it forwards from
   bool told = false;
 };
 struct Reading {
@@ -627,6 +634,8 @@ class World {
   std::shared_ptr<Shard> ShardOf(int pid, const Layout* layout) const;
   uint64_t UseProgramSlot(int d, int g, SlotIndex slot, const std::string& what);
   void PlanMoves(Moving* moving);
+  // What a pack takes from the slot of an earlier round, for the leg whose chunk is at that cell.
+  void PlanForwards(Moving* moving, const RoundLeg& leg, std::vector<Tag>* slot, size_t chunk);
   void RunMoves(const Moving& moving, bool end);
   MovesDone ResultOf(const Moving& moving) const;
   void EndMoves(const std::shared_ptr<Moving>& moving);
