@@ -273,14 +273,15 @@ void Group::Impl::AssembleIfAllHere() {
     return;
   }
   if (update->program.has_value()) {
-    // The program knows these numbers better than any rank.
+    // The plan knows these numbers better than any rank.
+    const RefitContent& content = update->program->plan->content;
     if (update->tensor_count == 0 && update->compiled->key.pushed.empty()) {
-      update->tensor_count = update->compiled->tensors;
+      update->tensor_count = content.tensors;
     }
     if (update->total_bytes == 0 && update->compiled->key.pushed.empty()) {
-      update->total_bytes = update->compiled->bytes;
+      update->total_bytes = content.bytes;
     }
-    update->accepted_bytes += update->compiled->bytes;
+    update->accepted_bytes += content.bytes;
   }
   Step(&update->state, UpdateTrigger::kAssembled);
   const Duration remaining = update->deadline - now;

@@ -128,14 +128,54 @@ bool Catalog::Wants(std::string_view tensor) const {
   return uses != nullptr && !table_->engine_only(tensor) && WantedBy(used_, *uses);
 }
 
+bool Catalog::UsesAllLists() const {
+  for (ListId list = 0; list < table_->lists(); ++list) {
+    if (!table_->free(list) && (list >= used_.size() || !used_[list])) return false;
+  }
+  return true;
+}
+
+// Every list of the table is used: all its tensors are wanted, but for those that some list does
+// not want and those that no update writes.
+int64_t Catalog::CountWanted() const {
+  auto count = static_cast<int64_t>(table_->tensors().size());
+  for (const std::string& name : table_->partly_unwanted()) {
+    ++looked_at_;
+    if (!WantedBy(used_, *table_->Find(name))) --count;
+  }
+  for (const std::string& name : table_->engine_only()) {
+    ++looked_at_;
+    const TensorTable::Uses* uses = table_->Find(name);
+    if (uses != nullptr && WantedBy(used_, *uses)) --count;
+  }
+  return count;
+}
+
 int64_t Catalog::wanted_count() const {
   if (wanted_count_.has_value()) return *wanted_count_;
+  if (UsesAllLists()) {
+    wanted_count_ = CountWanted();
+    return *wanted_count_;
+  }
   wanted_count_ = 0;
   for (const auto& [name, uses] : table_->tensors()) {
+    ++looked_at_;
     if (!WantedBy(used_, uses)) continue;
     if (!table_->engine_only(std::string_view(name.data(), name.size()))) ++*wanted_count_;
   }
   return *wanted_count_;
+}
+
+void Catalog::AddLacking(const absl::flat_hash_set<std::string_view>& held,
+                         std::set<std::string>* lacking) const {
+  for (const auto& [key, uses] : table_->tensors()) {
+    const std::string_view name(key.data(), key.size());
+    if (held.contains(name)) continue;
+    const bool known = std::any_of(uses.begin(), uses.end(), [this](const TensorTable::Use& use) {
+      return use.list < used_.size() && used_[use.list] && table_->layout(use.list) != nullptr;
+    });
+    if (known) lacking->emplace(name);
+  }
 }
 
 const std::vector<std::string>& Catalog::unwanted() const {

@@ -19,11 +19,13 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/group.h"
@@ -56,8 +58,16 @@ class Catalog {
   size_t tensor_count() const { return table_->tensors().size(); }
   // Whether an instance wants the tensor.
   bool Wants(std::string_view tensor) const;
-  // The number of tensors that instances want. Computed at the first call.
+  // The number of tensors that instances want. Computed at the first call, at the cost of the
+  // table's tensors that not all of its lists want; only if the table has a list that no rank here
+  // has, at the cost of all its tensors.
   int64_t wanted_count() const;
+  // Adds the tensors that registered ranks know and that `held` does not have.
+  void AddLacking(const absl::flat_hash_set<std::string_view>& held,
+                  std::set<std::string>* lacking) const;
+  // How many tensors of the table were looked at to count those that are wanted; tests check the
+  // cost by it.
+  int64_t looked_at() const { return looked_at_; }
   // Names of tensors that instances know and none wants; sorted. Computed at the first call.
   const std::vector<std::string>& unwanted() const;
 
@@ -102,6 +112,8 @@ class Catalog {
   // The first of this catalog's ranks that declares the tensor, and its declaration.
   const Rank* FirstRank(const TensorTable::Uses& uses, const TensorSpec** spec) const;
   bool Knows(uint32_t kind, const TensorTable::Uses& uses) const;
+  bool UsesAllLists() const;
+  int64_t CountWanted() const;
   // Whether a list that `lists` marks wants the tensor.
   bool WantedBy(const std::vector<bool>& lists, const TensorTable::Uses& uses) const;
 
@@ -119,6 +131,7 @@ class Catalog {
   std::vector<std::shared_ptr<const Layout>> layouts_;
   // Computed when they are first asked for.
   mutable std::optional<int64_t> wanted_count_;
+  mutable int64_t looked_at_ = 0;
   mutable std::optional<std::vector<std::string>> unwanted_;
   mutable std::shared_ptr<const DestinationIndex> index_;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <type_traits>
 #include <utility>
 
 #include "daemon/group/coordinator_impl.h"
@@ -14,6 +15,9 @@ namespace {
 // Once a node said that the wire failed, other nodes have this long to say whom they waited for. It
 // is less than the second within which survivors must hear of an abort.
 constexpr Duration kLongestVerdict = std::chrono::milliseconds(500);
+// Else an event that waits its turn would be copied, and may have every tensor of a model.
+static_assert(std::is_nothrow_move_constructible_v<GroupEvent>);
+
 // The shortest attempt to bring an epoch up from which a daemon can be blamed: if a shorter attempt
 // fails, no daemon is left out of the update. If a quarter of PeerLimits::wire is shorter than this
 // constant, that quarter is the limit instead.
@@ -98,20 +102,20 @@ void Coordinator::Impl::Send(NodeId node, PeerCommand command) {
 
 // ---- events ----
 
-void Coordinator::Impl::Handle(const MachineEvent& event) {
+void Coordinator::Impl::Handle(MachineEvent& event) {
   std::visit(
-      [this](const auto& outer) {
+      [this](auto& outer) {
         using Outer = std::decay_t<decltype(outer)>;
         if constexpr (std::is_same_v<Outer, GroupEvent>) {
           On(outer);
         } else {
-          std::visit([this](const auto& e) { this->On(e); }, outer);
+          std::visit([this](auto& e) { this->On(e); }, outer);
         }
       },
       event);
   // Reports of the coordinator's own worker are handled like those of any node.
   do {
-    for (const PeerReport& report : std::exchange(own_reports, {})) {
+    for (PeerReport& report : std::exchange(own_reports, {})) {
       Report(kCoordinatorNode, report);
     }
     if (spread.has_value() && own_reports.empty()) {
@@ -121,7 +125,7 @@ void Coordinator::Impl::Handle(const MachineEvent& event) {
   } while (!own_reports.empty());
 }
 
-void Coordinator::Impl::On(const GroupEvent& event) {
+void Coordinator::Impl::On(GroupEvent& event) {
   if (const auto* done = std::get_if<TransferDone>(&event)) {
     if (worker.Handle(*done, now, Out())) return;
   } else if (const auto* verified = std::get_if<VerifyDone>(&event)) {
@@ -139,12 +143,14 @@ void Coordinator::Impl::On(const GroupEvent& event) {
   } else if (std::holds_alternative<refitd::Tick>(event)) {
     Tick();
   }
-  Feed(event);
+  const auto* replace = std::get_if<ReplaceGroup>(&event);
+  const std::optional<uint64_t> incarnation =
+      replace == nullptr ? std::nullopt : std::optional(replace->incarnation);
+  Feed(std::move(event));
   if (std::exchange(overdue, false)) DropOwing();
-  if (const auto* replaced = std::get_if<ReplaceGroup>(&event);
-      replaced != nullptr && group.incarnation() == replaced->incarnation) {
+  if (incarnation.has_value() && group.incarnation() == *incarnation) {
     for (const auto& [id, node] : nodes) {
-      Do(PeerAction(SendCommand{id, PeerIncarnation{replaced->incarnation}}));
+      Do(PeerAction(SendCommand{id, PeerIncarnation{*incarnation}}));
     }
   }
 }
@@ -342,18 +348,18 @@ void Coordinator::Impl::DropLock(NodeId node) {
 
 // ---- reports ----
 
-void Coordinator::Impl::On(const ReportReceived& e) {
+void Coordinator::Impl::On(ReportReceived& e) {
   const auto it = nodes.find(e.node);
   if (it == nodes.end()) return;
   it->second.heard = now;
   Report(e.node, e.report);
 }
 
-void Coordinator::Impl::Report(NodeId id, const PeerReport& report) {
+void Coordinator::Impl::Report(NodeId id, PeerReport& report) {
   const auto it = nodes.find(id);
   Node* node = it == nodes.end() ? nullptr : &it->second;
   std::visit(
-      [this, id, node](const auto& r) {
+      [this, id, node](auto& r) {
         using R = std::decay_t<decltype(r)>;
         if constexpr (std::is_same_v<R, PeerHeaderAck>) {
           HeaderAcknowledged(id, r);
@@ -471,12 +477,14 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
 // Only the structure of other daemons' layouts counts here, and many engines have equal ones, so
 // equal layouts share one object; plans and catalogs go through each object once. Trainers' layouts
 // are not shared, since a new registration is recognised by its new object.
-std::shared_ptr<const Layout> Coordinator::Impl::Shared(std::shared_ptr<const Layout> layout,
+std::shared_ptr<const Layout> Coordinator::Impl::Shared(const std::shared_ptr<const Layout>& layout,
                                                         uint64_t digest) {
   std::weak_ptr<const Layout>& known = shared_layouts[digest];
-  if (std::shared_ptr<const Layout> before = known.lock();
-      before != nullptr && SameStructure(*before, *layout)) {
-    return before;
+  const std::shared_ptr<const Layout> before = known.lock();
+  if (before == layout) return layout;  // the daemon has compared them (KnownLayout)
+  if (before != nullptr) {
+    ++layouts_compared;
+    if (SameStructure(*before, *layout)) return before;
   }
   known = layout;
   if (shared_layouts.size() > 2 * layouts.size() + 1) {
@@ -485,9 +493,9 @@ std::shared_ptr<const Layout> Coordinator::Impl::Shared(std::shared_ptr<const La
   return layout;
 }
 
-void Coordinator::Impl::On(Node* node, const PeerCall& r) {
+void Coordinator::Impl::On(Node* node, PeerCall& r) {
   std::visit(
-      [this, node](auto event) {
+      [this, node](auto& event) {
         const CallId theirs = event.call;
         const auto member = node->members.find(event.member);
         if (member == node->members.end()) {
@@ -527,7 +535,7 @@ void Coordinator::Impl::Feed(GroupEvent event) {
   if (feeding) return;
   feeding = true;
   while (!events.empty()) {
-    const GroupEvent next = std::move(events.front());
+    GroupEvent next = std::move(events.front());
     events.pop_front();
     GroupActions group_actions;
     group.Handle(next, now, &group_actions);
@@ -1302,7 +1310,7 @@ Coordinator::Coordinator(CoordinatorOptions options)
 
 Coordinator::~Coordinator() = default;
 
-void Coordinator::Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) {
+void Coordinator::Handle(MachineEvent& event, TimePoint now, MachineActions* actions) {
   impl_->now = now;
   impl_->actions = actions;
   impl_->Handle(event);
@@ -1370,6 +1378,20 @@ absl::Status Coordinator::CanJoin(const std::string& daemon_id, const std::strin
   }
   return absl::OkStatus();
 }
+
+std::shared_ptr<const Layout> Coordinator::KnownLayout(NodeId node,
+                                                       const PeerLayout& report) const {
+  const auto at = impl_->nodes.find(node);
+  if (at == impl_->nodes.end() || !report.digest.has_value()) return nullptr;
+  const auto member = at->second.members.find(report.member);
+  if (member == at->second.members.end() || !impl_->remotes.at(member->second).engine) {
+    return nullptr;
+  }
+  const auto known = impl_->shared_layouts.find(*report.digest);
+  return known == impl_->shared_layouts.end() ? nullptr : known->second.lock();
+}
+
+int64_t Coordinator::layouts_compared() const { return impl_->layouts_compared; }
 
 MachineView Coordinator::View(TimePoint now) const {
   MachineView view;

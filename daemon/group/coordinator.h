@@ -43,7 +43,8 @@ class Coordinator : public GroupMachine {
   explicit Coordinator(CoordinatorOptions options);
   ~Coordinator() override;
 
-  void Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) override;
+  using GroupMachine::Handle;
+  void Handle(MachineEvent& event, TimePoint now, MachineActions* actions) override;
   std::optional<TimePoint> NextDeadline() const override;
   const std::string& name() const override;
   uint64_t incarnation() const override;
@@ -67,6 +68,13 @@ class Coordinator : public GroupMachine {
   // NodeJoined comes. `address`: where the daemon connects from, for messages.
   absl::Status CanJoin(const std::string& daemon_id, const std::string& boot_id,
                        const std::string& address) const;
+  // The layout that this report of an engine rank may share: another engine's, with the same
+  // digest. Null: there is none, or the member is no engine rank. If the two are equal, which takes
+  // long to find out and so is done without the daemon's mutex, the caller reports the known
+  // object.
+  std::shared_ptr<const Layout> KnownLayout(NodeId node, const PeerLayout& report) const;
+  // How many layouts the coordinator compared itself; tests check the cost by it.
+  int64_t layouts_compared() const;
   // How many members are attached to daemons that joined.
   size_t remote_members() const;
 

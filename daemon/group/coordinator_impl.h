@@ -176,11 +176,11 @@ struct Coordinator::Impl {
   explicit Impl(CoordinatorOptions coordinator_options);
 
   // ---- events ----
-  void Handle(const MachineEvent& event);
-  void On(const GroupEvent& event);
+  void Handle(MachineEvent& event);
+  void On(GroupEvent& event);
   void On(const NodeJoined& e);
   void On(const NodeLost& e) { LoseNode(e.node, e.reason); }
-  void On(const ReportReceived& e);
+  void On(ReportReceived& e);
   void On(const EpochOpened& e) { worker.Handle(e, Out()); }
   void On(const EpochUp& e) { worker.Handle(e, Out()); }
   void On(const WireDone& e) { worker.Handle(e, now, Out()); }
@@ -197,12 +197,13 @@ struct Coordinator::Impl {
   void FindNodesDue();
 
   // ---- reports of a node (also of the coordinator's own worker) ----
-  void Report(NodeId node, const PeerReport& report);
+  void Report(NodeId node, PeerReport& report);
   void On(Node* node, const PeerAttach& r);
   void On(Node* node, const PeerGone& r);
   void On(Node* node, const PeerLayout& r);
-  std::shared_ptr<const Layout> Shared(std::shared_ptr<const Layout> layout, uint64_t digest);
-  void On(Node* node, const PeerCall& r);
+  std::shared_ptr<const Layout> Shared(const std::shared_ptr<const Layout>& layout,
+                                       uint64_t digest);
+  void On(Node* node, PeerCall& r);
   void On(Node* node, const PeerCallGone& r);
   template <typename MemberReport, typename Make>
   void ForMember(Node* node, const MemberReport& report, Make make);
@@ -367,6 +368,7 @@ struct Coordinator::Impl {
   std::map<CallId, BucketEvent> buckets;    // of this daemon's trainers, until their reply
   std::map<MemberId, KnownLayout> layouts;  // of all engine ranks
   std::map<uint64_t, std::weak_ptr<const Layout>> shared_layouts;  // of remote engines, by digest
+  int64_t layouts_compared = 0;
   std::map<NodeId, ProgramId> known_programs;  // the program whose plan the node has
   std::optional<Spread> spread;
   std::optional<Epoch> epoch;

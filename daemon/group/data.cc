@@ -285,7 +285,7 @@ absl::Status Group::Impl::TakeElements(const BucketEvent& e, Taken* taken) {
                                                 : fmt::format("Begin's tensor_count was {}", most));
 }
 
-void Group::Impl::On(const BucketEvent& e) {
+void Group::Impl::On(BucketEvent& e) {
   Member* member = Trainer(e.member, e.call);
   if (member == nullptr) return;
   const std::string what = fmt::format("bucket {} of version {}", e.seq, e.version);
@@ -307,13 +307,13 @@ void Group::Impl::On(const BucketEvent& e) {
   bucket->request = Track(member, CallKind::kBucket, e.request_id, what, e.call);
   bucket->trainer = e.member;
   bucket->seq = e.seq;
-  bucket->tensors = e.tensors;
-  bucket->ranges = e.ranges;
   bucket->slot = e.slot;
-  bucket->slot_byte_offsets = e.slot_byte_offsets;
   for (size_t i = 0; i < e.tensors.size(); ++i) {
     bucket->bytes += e.ranges[i].count * ElementBytes(e.tensors[i].dtype);
   }
+  bucket->tensors = std::move(e.tensors);
+  bucket->ranges = std::move(e.ranges);
+  bucket->slot_byte_offsets = std::move(e.slot_byte_offsets);
   ++(*progress)->pending_buckets;
   (*progress)->early[e.seq] = std::move(bucket);
   TakeInOrder(*progress);

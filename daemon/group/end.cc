@@ -68,7 +68,7 @@ absl::Status Group::Impl::CheckCoverage() const {
                         tensor.covered.FirstGap(tensor.elements).value_or(0), tensor.elements);
   }
   REFITD_RETURN_IF_ERROR(CheckAllPushed());
-  const int64_t moved = update->program.has_value() ? update->compiled->tensors : 0;
+  const int64_t moved = update->program.has_value() ? update->program->plan->content.tensors : 0;
   const int64_t pushed = static_cast<int64_t>(update->pushed.size()) + moved;
   // Trainers may count tensors that no instance wants, or leave them out of the count.
   const int64_t told = update->tensor_count;
@@ -93,10 +93,11 @@ absl::Status Group::Impl::CheckAllPushed() const {
   if (compiled != nullptr && compiled->covers.lock() == update->catalog) return absl::OkStatus();
   const bool nobody_evicted =
       std::find(update->evicted.begin(), update->evicted.end(), true) == update->evicted.end();
-  // CheckBucket lets no tensor be both pushed and moved by the program, so that equal numbers mean
-  // that every wanted tensor came.
+  // CheckBucket lets no tensor be both pushed and moved by the program, and the program moves only
+  // tensors that an instance wants. So equal numbers mean that every wanted tensor came.
+  const int64_t moved = update->program.has_value() ? update->program->plan->content.tensors : 0;
   const bool all_came =
-      nobody_evicted && update->pushed_wanted + WantedAndMoved() == update->catalog->wanted_count();
+      nobody_evicted && update->pushed_wanted + moved == update->catalog->wanted_count();
   if (!all_came) {
     REFITD_RETURN_IF_ERROR(update->catalog->CheckAllPushed(
         [this](std::string_view tensor) {
@@ -109,15 +110,6 @@ absl::Status Group::Impl::CheckAllPushed() const {
     compiled->covers = update->catalog;
   }
   return absl::OkStatus();
-}
-
-// The number of tensors that an instance wants and the program brings.
-int64_t Group::Impl::WantedAndMoved() const {
-  if (!update->program.has_value()) return 0;
-  const std::vector<TensorSpec>& tensors = update->program->plan->routes.tensors;
-  return std::count_if(tensors.begin(), tensors.end(), [this](const TensorSpec& tensor) {
-    return !LeavesOut(*update->compiled, tensor.name) && update->catalog->Wants(tensor.name);
-  });
 }
 
 void Group::Impl::On(const CommitEvent& e) {
@@ -647,8 +639,9 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason,
   CommitReply done{update->version, outcomes, update->accepted_bytes, now - update->started,
                    bucket_log.Totals()};
   if (update->program.has_value()) {
-    done.left_out_tensors = static_cast<int64_t>(update->compiled->left_out.size());
-    done.left_out_bytes = update->compiled->left_out_bytes;
+    const RefitContent& content = update->program->plan->content;
+    done.left_out_tensors = static_cast<int64_t>(content.unwanted.size());
+    done.left_out_bytes = content.unwanted_bytes;
   }
   for (const auto& [call, request] : waiting) {
     if (committed) {

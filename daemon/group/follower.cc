@@ -55,11 +55,11 @@ struct Follower::Impl {
   void On(const MemberLost& e);
   void On(const LayoutRegistered& e);
   template <typename Call>
-  void Forward(const Call& e);
+  void Forward(Call&& e);
   void On(const BeginEvent& e) { Forward(e); }
   void On(const LeaseSlotEvent& e) { Forward(e); }
   void On(const ReleaseSlotEvent& e) { Forward(e); }
-  void On(const BucketEvent& e);
+  void On(BucketEvent& e);
   void On(const CommitEvent& e) { Forward(e); }
   void On(const RefitEvent& e) { Forward(e); }
   void On(const ProgramCompiled&) {}
@@ -247,8 +247,9 @@ void Follower::Impl::On(const LayoutRegistered& e) {
     Do(GroupAction(Reply{e.call, std::move(status), EmptyReply{}}));
     return;
   }
-  layouts[e.call] = {e.member, e.layout, e.digest.has_value() ? *e.digest : e.layout->Digest()};
-  Report(PeerLayout{e.member, e.layout, e.call});
+  const uint64_t digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
+  layouts[e.call] = {e.member, e.layout, digest};
+  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest});
 }
 
 // Commands come in order: an update that counts on the layout is prepared after this answer.
@@ -275,7 +276,7 @@ void Follower::Impl::AnswerLayoutsOf(MemberId member, const absl::Status& status
 // ---- calls ----
 
 template <typename Call>
-void Follower::Impl::Forward(const Call& e) {
+void Follower::Impl::Forward(Call&& e) {
   if (state != State::kJoined) {
     Do(GroupAction(Reply{e.call,
                          state == State::kLost
@@ -284,13 +285,13 @@ void Follower::Impl::Forward(const Call& e) {
                          EmptyReply{}}));
     return;
   }
-  calls[e.call] = {std::is_same_v<Call, BucketEvent>, AnswerTo(e).index()};
-  Report(PeerCall{e});
+  calls[e.call] = {std::is_same_v<std::decay_t<Call>, BucketEvent>, AnswerTo(e).index()};
+  Report(PeerCall{std::forward<Call>(e)});
 }
 
-void Follower::Impl::On(const BucketEvent& e) {
+void Follower::Impl::On(BucketEvent& e) {
   if (state == State::kJoined) buckets.emplace(e.call, e);
-  Forward(e);
+  Forward(std::move(e));
 }
 
 void Follower::Impl::On(const CallGone& e) {
@@ -501,12 +502,11 @@ Follower::Follower(FollowerOptions options) : impl_(std::make_unique<Impl>(std::
 
 Follower::~Follower() = default;
 
-void Follower::Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) {
+void Follower::Handle(MachineEvent& event, TimePoint now, MachineActions* actions) {
   Impl& f = *impl_;
   f.now = now;
   f.actions = actions;
-  std::visit([&f](const auto& outer) { std::visit([&f](const auto& e) { f.On(e); }, outer); },
-             event);
+  std::visit([&f](auto& outer) { std::visit([&f](auto& e) { f.On(e); }, outer); }, event);
   f.AnswerLostCalls();
   if (f.state == Impl::State::kJoined) {
     for (PeerReport& report : f.reports) {
@@ -607,6 +607,18 @@ PastUpdate Follower::Past(Version version) const {
 bool Follower::finished() const {
   return impl_->state == Impl::State::kLost && impl_->worker.quiet() && impl_->calls.empty();
 }
+
+std::vector<std::shared_ptr<const Layout>> Follower::LayoutsToIndex(
+    const PeerPrepare& command) const {
+  return impl_->worker.LayoutsToIndex(command);
+}
+
+absl::StatusOr<std::shared_ptr<const DestinationIndex>> Follower::MakeIndex(
+    const std::vector<MemberId>& destinations, std::vector<std::shared_ptr<const Layout>> layouts) {
+  return Worker::MakeIndex(destinations, std::move(layouts));
+}
+
+int64_t Follower::indices_made() const { return impl_->worker.indices_made(); }
 
 MachineView Follower::View(TimePoint now) const {
   const Impl& f = *impl_;

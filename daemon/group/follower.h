@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "daemon/group/machine.h"
 
@@ -30,7 +31,8 @@ class Follower : public GroupMachine {
   explicit Follower(FollowerOptions options);
   ~Follower() override;
 
-  void Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) override;
+  using GroupMachine::Handle;
+  void Handle(MachineEvent& event, TimePoint now, MachineActions* actions) override;
   std::optional<TimePoint> NextDeadline() const override;
   const std::string& name() const override;
   uint64_t incarnation() const override;
@@ -45,6 +47,13 @@ class Follower : public GroupMachine {
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version version) const override;  // of updates that this daemon took part in
   void CheckInvariants() const override;
+
+  // See Worker. The caller makes the index without its mutex and hands it in with the command.
+  std::vector<std::shared_ptr<const Layout>> LayoutsToIndex(const PeerPrepare& command) const;
+  static absl::StatusOr<std::shared_ptr<const DestinationIndex>> MakeIndex(
+      const std::vector<MemberId>& destinations,
+      std::vector<std::shared_ptr<const Layout>> layouts);
+  int64_t indices_made() const;
 
   // Whether the link is lost and no bytes of this group move any more. The caller may then destroy
   // the follower.

@@ -269,14 +269,6 @@ void Group::Impl::On(const DrainEvent&) {
 
 // ---- Group ----
 
-bool MayBeUnwanted(const GroupSpec& spec, std::string_view tensor) {
-  const std::vector<std::string>& names = spec.unwanted_tensors;
-  if (std::binary_search(names.begin(), names.end(), tensor)) return true;
-  return std::any_of(names.begin(), names.end(), [tensor](std::string_view name) {
-    return name.ends_with('*') && tensor.starts_with(name.substr(0, name.size() - 1));
-  });
-}
-
 bool EqualButTrainers(GroupSpec a, const GroupSpec& b) {
   a.trainer_ranks = b.trainer_ranks;
   return a == b;
@@ -289,11 +281,11 @@ Group::Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits
 
 Group::~Group() = default;
 
-void Group::Handle(const GroupEvent& event, TimePoint now, GroupActions* actions) {
+void Group::Handle(GroupEvent& event, TimePoint now, GroupActions* actions) {
   impl_->now = now;
   impl_->actions = actions;
   impl_->changed = false;
-  std::visit([this](const auto& e) { impl_->On(e); }, event);
+  std::visit([this](auto& e) { impl_->On(e); }, event);
   impl_->Pump();
   if (impl_->changed) actions->push_back(StateChanged{});
   impl_->actions = nullptr;

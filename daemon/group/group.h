@@ -67,8 +67,6 @@ struct GroupSpec {
 };
 // Whether both are equal apart from trainer_ranks, which the attaching trainers decide.
 bool EqualButTrainers(GroupSpec a, const GroupSpec& b);
-// Whether the tensor matches a name or a prefix of `unwanted_tensors`.
-bool MayBeUnwanted(const GroupSpec& spec, std::string_view tensor);
 
 // Limits from the daemon's config. Each wait ends at its own limit or with the update, whichever
 // comes first (P4).
@@ -711,8 +709,8 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Appends to `actions`.
-  void Handle(const GroupEvent& event, TimePoint now, GroupActions* actions);
+  // Appends to `actions`. Takes the tensors and ranges out of a bucket that it accepts.
+  void Handle(GroupEvent& event, TimePoint now, GroupActions* actions);
 
   // When the next Tick is due; nullopt: nothing waits.
   std::optional<TimePoint> NextDeadline() const;

@@ -150,7 +150,7 @@ struct Group::Impl {
   void On(const EngineFailed& e);
   void On(const LeaseSlotEvent& e);
   void On(const ReleaseSlotEvent& e);
-  void On(const BucketEvent& e);
+  void On(BucketEvent& e);
   void On(const TransferDone& e);
   void On(const AckEvent& e);
   void On(const CommitEvent& e);
@@ -311,8 +311,6 @@ struct Group::Impl {
     return HasShards(member) && !progress.without_layout;
   }
   uint32_t RelayLag(const std::vector<MemberId>& sources) const;
-  void FindUnwanted(const std::vector<MemberId>& sources, std::vector<std::string>* allowed,
-                    std::vector<std::string>* left_out) const;
   void TakeOneCalls();
   absl::StatusOr<bool> ProgramAtHand();
   group::ProgramKey KeyOf(const std::vector<MemberId>& sources) const;
@@ -336,7 +334,6 @@ struct Group::Impl {
   absl::Status CheckCoverage() const;
   int64_t UnwantedAndNotPushed() const;
   absl::Status CheckAllPushed() const;
-  int64_t WantedAndMoved() const;
   absl::Status WrittenInFull() const;
   void ReadBackIfLast();
   void SettleIfDone();

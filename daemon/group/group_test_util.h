@@ -269,6 +269,7 @@ class TestGroup {
     REQUIRE(compiling.has_value());
     auto plan = std::make_shared<RefitPlan>();
     plan->routes.tensors = Moved(*compiling);
+    plan->content = ContentOf(compiling->sources, compiling->destinations, compiling->options);
     plan->routes.wire_bytes = wire_bytes;
     if (replicas) plan->replicas.boxes.resize(1);
     const ProgramId id = compiling->program;
@@ -372,7 +373,7 @@ class TestGroup {
     return free;
   }
 
-  void Do(const GroupEvent& event) {
+  void Do(GroupEvent event) {
     GroupActions actions;
     group.Handle(event, now, &actions);
     group.CheckInvariants();
@@ -639,6 +640,7 @@ class TestGroup {
       for (const TensorSpec& tensor : source.layout->tensors) moved[tensor.name] = tensor;
     }
     for (const std::string& name : compile.options.skip_tensors) moved.erase(name);
+    for (const std::string& name : compile.options.engine_only) moved.erase(name);
     std::vector<TensorSpec> list;
     for (const auto& [name, tensor] : moved) list.push_back(tensor);
     return list;

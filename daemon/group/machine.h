@@ -207,8 +207,12 @@ struct PeerLimits {
 class GroupMachine {
  public:
   virtual ~GroupMachine() = default;
-  // Appends to `actions`.
-  virtual void Handle(const MachineEvent& event, TimePoint now, MachineActions* actions) = 0;
+  // Appends to `actions`. May take out of the event what is large; what is left in it may be large
+  // too, so that the caller frees it where nothing waits.
+  virtual void Handle(MachineEvent& event, TimePoint now, MachineActions* actions) = 0;
+  void Handle(MachineEvent&& event, TimePoint now, MachineActions* actions) {
+    Handle(event, now, actions);
+  }
   // When the next Tick is due; nullopt: nothing waits.
   virtual std::optional<TimePoint> NextDeadline() const = 0;
 

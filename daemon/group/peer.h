@@ -201,6 +201,9 @@ struct PeerPrepare {
   std::vector<MemberId> destinations;
   std::vector<uint64_t> layout_digests;  // of `destinations`, as the coordinator knows them
   int trainer_ranks = 0;                 // of the group's spec as it is now; 0: unknown
+  // Set on receipt, so that it is made without the daemon's mutex; not sent. Null, or of other
+  // layouts than the destinations have when the command is handled: the worker makes its own.
+  std::shared_ptr<const DestinationIndex> index{};
 };
 struct BucketHeader {
   UpdateId update;

@@ -179,12 +179,10 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
         {member.layout, key.destinations[d].node, key.destinations[d].instance, member.label});
   }
   compile.options.skip_tensors = key.pushed;
-  compile.options.skip_tensors.insert(compile.options.skip_tensors.end(),
-                                      spec.engine_only_tensors.begin(),
-                                      spec.engine_only_tensors.end());
+  compile.options.engine_only = spec.engine_only_tensors;
+  compile.options.unwanted_allowed = spec.unwanted_tensors;
   compile.options.relay_lag = key.relay_lag;
   compile.options.relay_slot_bytes = spec.slot_bytes;
-  FindUnwanted(sources, &compile.options.unwanted_allowed, &compiling->left_out);
   compile.options.cancelled = compiling->cancelled;
   compiling->key = std::move(key);
   Do(std::move(compile));
@@ -204,41 +202,18 @@ uint32_t Group::Impl::RelayLag(const std::vector<MemberId>& sources) const {
   return static_cast<uint32_t>(std::min<int64_t>(spec.slots / 2, kMaxRelayLag));
 }
 
-// Of the trainers' tensors, both sorted: `allowed` are those that the spec lets be unwanted (the
-// planner finds out whether an instance wants them), `left_out` are those that no instance wants.
-// An engine that knows a tensor only by name, because the bytes are another tensor's, does not want
-// it.
-void Group::Impl::FindUnwanted(const std::vector<MemberId>& sources,
-                               std::vector<std::string>* allowed,
-                               std::vector<std::string>* left_out) const {
-  std::set<std::string> may;
-  std::set<std::string> out;
-  std::set<uint64_t> seen;  // ranks often have equal layouts
-  for (const MemberId source : sources) {
-    const Member& member = *Find(source);
-    if (!seen.insert(member.layout_digest).second) continue;
-    for (const TensorSpec& tensor : member.layout->tensors) {
-      if (MayBeUnwanted(spec, tensor.name)) may.insert(tensor.name);
-      if (!update->catalog->Wants(tensor.name)) out.insert(tensor.name);
-    }
-  }
-  allowed->assign(may.begin(), may.end());
-  left_out->assign(out.begin(), out.end());
-}
-
 // Ranks without shards push: tensors that no layout has are theirs to bring, and Commit checks that
 // they came.
 void Group::Impl::AddUnheld(const std::vector<MemberId>& sources,
                             std::set<std::string>* pushed) const {
   absl::flat_hash_set<std::string_view> held;
+  absl::flat_hash_set<uint64_t> seen;  // ranks often have equal layouts
   for (const MemberId source : sources) {
-    for (const TensorSpec& tensor : Find(source)->layout->tensors) held.insert(tensor.name);
+    const Member& member = *Find(source);
+    if (!seen.insert(member.layout_digest).second) continue;
+    for (const TensorSpec& tensor : member.layout->tensors) held.insert(tensor.name);
   }
-  for (const auto& layout : update->catalog->layouts()) {
-    for (const TensorSpec& tensor : layout->tensors) {
-      if (!held.contains(tensor.name)) pushed->insert(tensor.name);
-    }
-  }
+  update->catalog->AddLacking(held, pushed);
 }
 
 void Group::Impl::On(const ProgramCompiled& e) {
@@ -254,21 +229,6 @@ void Group::Impl::On(const ProgramCompiled& e) {
   program->plan = e.plan;
   if (program->status.ok() && program->plan == nullptr) {
     program->status = absl::InternalError("no plan came");
-  }
-  if (!program->status.ok()) return;
-  // Tensors that are pushed are not left out.
-  std::erase_if(program->left_out, [this](const std::string& name) {
-    const std::vector<std::string>& pushed = program->key.pushed;
-    return std::binary_search(pushed.begin(), pushed.end(), name);
-  });
-  for (const TensorSpec& tensor : program->plan->routes.tensors) {
-    const int64_t bytes = ElementCount(WholeBox(tensor.shape)) * ElementBytes(tensor.dtype);
-    if (std::binary_search(program->left_out.begin(), program->left_out.end(), tensor.name)) {
-      program->left_out_bytes += bytes;
-    }
-    if (LeavesOut(*program, tensor.name)) continue;
-    ++program->tensors;
-    program->bytes += bytes;
   }
 }
 
@@ -287,7 +247,8 @@ bool Group::Impl::LeavesOut(const group::CompiledProgram& compiled, std::string_
   const auto in = [tensor](const std::vector<std::string>& names) {
     return std::binary_search(names.begin(), names.end(), tensor);
   };
-  return in(compiled.key.pushed) || in(spec.engine_only_tensors) || in(compiled.left_out);
+  return in(compiled.key.pushed) || in(spec.engine_only_tensors) ||
+         in(compiled.plan->content.unwanted);
 }
 
 // ---- running it ----
@@ -409,7 +370,7 @@ void Group::Impl::On(const RefitDone& e) {
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
-  update->moved_bytes += update->compiled->bytes;
+  update->moved_bytes += update->program->plan->content.bytes;
   Changed();
 }
 

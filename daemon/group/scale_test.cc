@@ -10,6 +10,7 @@
 #include "daemon/group/ack_clock.h"
 #include "daemon/group/catalog.h"
 #include "daemon/group/coordinator.h"
+#include "daemon/group/follower.h"
 #include "daemon/group/group_test_util.h"
 #include "daemon/group/stream_ends.h"
 #include "daemon/group/tensor_table.h"
@@ -162,6 +163,23 @@ TEST_CASE("A layout that is gone disagrees with nobody") {
   CHECK_FALSE((*alone)->Check(Bytes("t", 16), {false}).ok());
 }
 
+TEST_CASE("Counting what an update must bring looks at no tensor that all ranks want") {
+  constexpr int kTensors = 100;
+  const auto table = std::make_shared<TensorTable>(std::vector<std::string>{"t3", "other"});
+  auto layout = std::make_shared<Layout>(*LayoutOf(Tensors(kTensors), 0, 2));
+  layout->tensors.push_back(Bytes("tied", 8));  // known by name alone
+  std::vector<std::shared_ptr<const Layout>> layouts = {layout, LayoutOf(Tensors(kTensors), 1, 2)};
+  const auto all = Catalog::Make(Ranks(2, layouts), Names(2), table);
+  REQUIRE(all.ok());
+  CHECK((*all)->wanted_count() == kTensors - 1);
+  CHECK((*all)->looked_at() == 3);  // "tied", "t3" and "other"
+  // A list that no rank of the catalogue has: every tensor is looked at.
+  const auto half = Catalog::Make(Ranks(2, {layouts.back()}), Names(2), table);
+  REQUIRE(half.ok());
+  CHECK((*half)->wanted_count() == kTensors - 1);
+  CHECK((*half)->looked_at() == kTensors + 1);
+}
+
 TEST_CASE("Which ranks a part touches is found once for ranks with one layout") {
   const auto table = std::make_shared<TensorTable>(std::vector<std::string>());
   const std::vector<std::shared_ptr<const Layout>> halves = {LayoutOf(Tensors(2), 0, 2),
@@ -237,13 +255,17 @@ class Many {
     std::set<const Layout*> layouts;
     for (const RouteMember& member : compile.destinations) layouts.insert(member.layout.get());
     distinct_layouts = layouts.size();
+    options = compile.options;
     auto plan = CompileRefit(compile.sources, compile.destinations, compile.options);
     REQUIRE(plan.ok());
     return {compile.program, absl::OkStatus(), *plan};
   }
 
+  const Coordinator& coordinator() const { return coordinator_; }
+
   MachineActions actions;  // of the last event
   size_t distinct_layouts = 0;
+  RouteOptions options;  // of the last plan
 
  private:
   CoordinatorOptions Options() {
@@ -301,6 +323,100 @@ TEST_CASE("Equal layouts of other daemons' engines are one object, and planned a
   many.Compile();
   CHECK(many.distinct_layouts == 1);
 }
+
+TEST_CASE("A layout that its daemon found equal to a known one is not compared again") {
+  Many many;
+  CHECK(many.coordinator().layouts_compared() == kManyNodes - 1);  // handed in as they came
+  const NodeId node(5);
+  PeerLayout again;
+  again.member = MemberId(7);
+  again.layout = LayoutOf(Tensors(3));
+  again.digest = again.layout->Digest();
+  again.call = CallId(2);
+  const std::shared_ptr<const Layout> known = many.coordinator().KnownLayout(node, again);
+  REQUIRE(known != nullptr);
+  CHECK(SameStructure(*known, *again.layout));
+  again.layout = known;
+  many.Do(ReportReceived{node, again});
+  CHECK(many.coordinator().layouts_compared() == kManyNodes - 1);
+  // A trainer's layout stays an object of its own: a new registration is known by it.
+  many.Do(ReportReceived{node, PeerAttach{MemberId(8), TrainerIdentity{1, 2, 100, {}, ""}}});
+  again.member = MemberId(8);
+  CHECK(many.coordinator().KnownLayout(node, again) == nullptr);
+}
+
+TEST_CASE("What a plan moves and leaves out is counted by the planner, not in an event") {
+  Many many;
+  const ProgramCompiled compiled = many.Compile();
+  CHECK(compiled.plan->content.tensors == 3);
+  CHECK(compiled.plan->content.bytes == 24);
+  CHECK(compiled.plan->content.unwanted.empty());
+  // The action names what the spec allows, and no tensor of the trainers.
+  CHECK(many.options.unwanted_allowed.empty());
+}
+
+// ---- a joined daemon ----
+
+TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex") {
+  FollowerOptions options;
+  options.name = "g";
+  uint64_t updates = 0;
+  options.next_update = [&updates] { return UpdateId(++updates); };
+  Follower follower(std::move(options));
+  const TimePoint now{std::chrono::hours(1)};
+  MachineActions actions;
+  const auto take = [&](PeerCommand command) {
+    actions.clear();
+    follower.Handle(CommandReceived{std::move(command)}, now, &actions);
+  };
+  LinkUp up;
+  up.spec = TestGroup::DefaultSpec();
+  follower.Handle(up, now, &actions);
+  PeerPrepare prepare;
+  prepare.update = UpdateId(1);
+  prepare.remaining = std::chrono::seconds(60);
+  const auto layout = LayoutOf(Tensors(3));
+  for (uint64_t m = 1; m <= 4; ++m) {
+    EngineIdentity engine;
+    engine.instance = fmt::format("i{}", m);
+    follower.Handle(GroupEvent(EngineAttached{MemberId(m), engine}), now, &actions);
+    follower.Handle(GroupEvent(LayoutRegistered{MemberId(m), layout, CallId(m)}), now, &actions);
+    take(PeerReply{CallId(m), absl::OkStatus(), EmptyReply{}});
+    prepare.engines.push_back(MemberId(m));
+    prepare.destinations.push_back(MemberId(m));
+    prepare.layout_digests.push_back(layout->Digest());
+  }
+  const auto layouts = follower.LayoutsToIndex(prepare);
+  REQUIRE(layouts.size() == 4);
+  const auto index = Follower::MakeIndex(prepare.destinations, layouts);
+  REQUIRE(index.ok());
+  prepare.index = *index;
+  take(prepare);
+  CHECK(follower.indices_made() == 0);
+  CHECK(index->use_count() > 2);  // the follower kept it
+  // Nothing is to be made while the layouts stay the same.
+  PeerUpdateEnded ended;
+  ended.update = UpdateId(1);
+  take(ended);
+  prepare.update = UpdateId(2);
+  prepare.index = nullptr;
+  CHECK(follower.LayoutsToIndex(prepare).empty());
+  take(prepare);
+  CHECK(follower.indices_made() == 0);
+  ended.update = UpdateId(2);
+  take(ended);
+  // A rank registered anew after the index was made: the follower makes its own.
+  take(PeerCommitted{MemberId(4), Version(1)});
+  follower.Handle(GroupEvent(LayoutRegistered{MemberId(4), LayoutOf(Tensors(3)), CallId(9)}), now,
+                  &actions);
+  take(PeerReply{CallId(9), absl::OkStatus(), EmptyReply{}});
+  prepare.update = UpdateId(3);
+  prepare.index = *index;
+  take(prepare);
+  CHECK(follower.indices_made() == 1);
+}
+
+// ---- a coordinator of many daemons, once more ----
 
 TEST_CASE("All daemons are told one list of an epoch's addresses, not each a copy") {
   Many many;

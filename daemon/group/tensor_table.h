@@ -69,6 +69,9 @@ class TensorTable {
   // How many bytes an update writes to a rank with that list.
   int64_t bytes(ListId list) const { return lists_[list].bytes; }
   bool engine_only(std::string_view name) const;
+  const absl::flat_hash_set<std::string>& engine_only() const { return engine_only_; }
+  // Whether the number names no list at the moment.
+  bool free(ListId list) const { return lists_[list].free(); }
   // All list numbers are below this.
   size_t lists() const { return lists_.size(); }
   // Names that are, or were, declared with different dtypes or shapes.

@@ -148,12 +148,6 @@ struct CompiledProgram {
   std::shared_ptr<std::atomic<bool>> cancelled = std::make_shared<std::atomic<bool>>(false);
   absl::Status status;  // why there is no plan, if there is none
   std::shared_ptr<const RefitPlan> plan;
-  int64_t tensors = 0;  // tensors that it moves
-  int64_t bytes = 0;    // of those tensors, each counted once
-  // Tensors of the sources that no instance knows, and that the refit leaves out because the
-  // group's spec allows it; sorted.
-  std::vector<std::string> left_out;
-  int64_t left_out_bytes = 0;
   // The catalog for which the program was found to bring every tensor.
   std::weak_ptr<const Catalog> covers;
   // By source: the layouts whose replicas were all compared and found equal.

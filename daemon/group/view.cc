@@ -15,7 +15,7 @@ UpdateView Group::Impl::ViewOf(const Update& u) const {
   view.bytes = u.moved_bytes;
   view.total_bytes = u.total_bytes;
   view.tensors = static_cast<int64_t>(u.pushed.size());
-  if (u.refit == group::RefitPhase::kDone) view.tensors += u.compiled->tensors;
+  if (u.refit == group::RefitPhase::kDone) view.tensors += u.program->plan->content.tensors;
   view.tensor_count = u.tensor_count;
   view.buckets = u.buckets;
   view.note = u.note;

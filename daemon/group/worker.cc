@@ -37,6 +37,59 @@ void Worker::MemberLost(MemberId member, std::shared_ptr<const Layout> layout) {
 
 // ---- an update ----
 
+// The layouts of the command's destinations. The coordinator may have sent Prepare before it heard
+// of the loss of a member: the plan counts on that member's layout until its instance is evicted.
+std::vector<std::shared_ptr<const Layout>> Worker::LayoutsOf(const PeerPrepare& command) const {
+  std::vector<std::shared_ptr<const Layout>> layouts;
+  for (const MemberId member : command.destinations) {
+    const auto lost = lost_layouts_.find(member);
+    layouts.push_back(lost == lost_layouts_.end() ? callbacks_.layout(member) : lost->second);
+  }
+  return layouts;
+}
+
+std::vector<std::shared_ptr<const Layout>> Worker::LayoutsToIndex(
+    const PeerPrepare& command) const {
+  std::vector<std::shared_ptr<const Layout>> layouts = LayoutsOf(command);
+  if (index_ != nullptr && index_layouts_ == layouts) return {};
+  return layouts;
+}
+
+absl::StatusOr<std::shared_ptr<const DestinationIndex>> Worker::MakeIndex(
+    const std::vector<MemberId>& destinations, std::vector<std::shared_ptr<const Layout>> layouts) {
+  std::vector<std::string> labels;
+  for (const MemberId member : destinations) labels.push_back(fmt::format("member {}", member));
+  return DestinationIndex::Make(std::move(layouts), std::move(labels));
+}
+
+void Worker::IndexDestinations(const PeerPrepare& command, const Output& out) {
+  std::vector<std::shared_ptr<const Layout>> layouts = LayoutsOf(command);
+  if (index_ != nullptr && index_layouts_ == layouts) return;
+  if (command.index != nullptr && command.index->destinations() == layouts) {
+    index_ = command.index;
+  } else {
+    ++indices_made_;
+    absl::StatusOr<std::shared_ptr<const DestinationIndex>> index =
+        MakeIndex(command.destinations, layouts);
+    if (!index.ok()) {
+      for (const MemberId member : command.destinations) {
+        out.reports->push_back(PeerFailed{member, command.update, Message(index.status())});
+      }
+      index = DestinationIndex::Make({}, {});
+    }
+    index_ = *std::move(index);
+  }
+  index_layouts_ = std::move(layouts);
+  index_digests_.clear();
+  for (size_t d = 0; d < index_layouts_.size(); ++d) {
+    const MemberId member = command.destinations[d];
+    const bool lost = lost_layouts_.contains(member);
+    index_digests_.push_back(index_layouts_[d] == nullptr ? 0
+                             : lost                       ? index_layouts_[d]->Digest()
+                                                          : callbacks_.layout_digest(member));
+  }
+}
+
 void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out) {
   if (updates_.contains(command.update)) return;
   Update update;
@@ -46,38 +99,7 @@ void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out
   update.verification = command.verification;
   update.deadline = now + command.remaining;
   update.destinations = command.destinations;
-  std::vector<std::shared_ptr<const Layout>> layouts;
-  std::vector<std::string> labels;
-  for (size_t d = 0; d < command.destinations.size(); ++d) {
-    const MemberId member = command.destinations[d];
-    layouts.push_back(callbacks_.layout(member));
-    // The coordinator sent Prepare before it heard of the loss: the plan counts on the member's
-    // layout until its instance is evicted.
-    if (const auto lost = lost_layouts_.find(member); lost != lost_layouts_.end()) {
-      layouts.back() = lost->second;
-    }
-    labels.push_back(fmt::format("member {}", member));
-  }
-  if (index_ == nullptr || index_layouts_ != layouts) {
-    absl::StatusOr<std::shared_ptr<const DestinationIndex>> index =
-        DestinationIndex::Make(layouts, std::move(labels));
-    if (!index.ok()) {
-      for (const MemberId member : command.destinations) {
-        out.reports->push_back(PeerFailed{member, command.update, Message(index.status())});
-      }
-      index = DestinationIndex::Make({}, {});
-    }
-    index_ = *index;
-    index_layouts_ = std::move(layouts);
-    index_digests_.clear();
-    for (size_t d = 0; d < index_layouts_.size(); ++d) {
-      const MemberId member = command.destinations[d];
-      const bool lost = lost_layouts_.contains(member);
-      index_digests_.push_back(index_layouts_[d] == nullptr ? 0
-                               : lost                       ? index_layouts_[d]->Digest()
-                                                            : callbacks_.layout_digest(member));
-    }
-  }
+  IndexDestinations(command, out);
   for (size_t d = 0; d < command.destinations.size(); ++d) {
     const bool same =
         d < command.layout_digests.size() && command.layout_digests[d] == index_digests_[d];

@@ -150,6 +150,17 @@ class Worker {
   // still name the member. Nothing new touches its memory (Callbacks::attached); transfers that run
   // hold its mappings.
   void MemberLost(MemberId member, std::shared_ptr<const Layout> layout);
+  // What an index of the command's destinations is made of, so that the caller can make it without
+  // the daemon's mutex (PeerPrepare::index). Empty: the worker has that index, or needs none.
+  std::vector<std::shared_ptr<const Layout>> LayoutsToIndex(const PeerPrepare& command) const;
+  // As DestinationIndex::Make, with the labels that the worker gives. Takes as long as there are
+  // tensors in the layouts of all destinations.
+  static absl::StatusOr<std::shared_ptr<const DestinationIndex>> MakeIndex(
+      const std::vector<MemberId>& destinations,
+      std::vector<std::shared_ptr<const Layout>> layouts);
+  // How many indices the worker made itself; tests check the cost by it.
+  int64_t indices_made() const { return indices_made_; }
+
   // The coordinator is lost: nothing new is started, epochs are closed and the wire lock is
   // released.
   void AbandonAll(TimePoint now, const Output& out);
@@ -206,6 +217,8 @@ class Worker {
     std::optional<Job> job;
   };
 
+  std::vector<std::shared_ptr<const Layout>> LayoutsOf(const PeerPrepare& command) const;
+  void IndexDestinations(const PeerPrepare& command, const Output& out);
   Update* Find(UpdateId id);
   Update* FindLocal(UpdateId local);
   std::string Disagreement(const Update& update, const PeerHeader& command) const;
@@ -261,6 +274,7 @@ class Worker {
   std::vector<std::shared_ptr<const Layout>> index_layouts_;
   std::vector<uint64_t> index_digests_;
   std::shared_ptr<const DestinationIndex> index_;
+  int64_t indices_made_ = 0;
 };
 
 }  // namespace refitd

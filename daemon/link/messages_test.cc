@@ -71,7 +71,6 @@ FIELDS(InstanceOutcome, a, b, c)
 FIELDS(BroadcastTotals, a, b, c)
 FIELDS(CommitReply, a, b, c, d, e, f, g)
 FIELDS(PeerReply, a, b, c)
-FIELDS(PeerPrepare, a, b, c, d, e, f, g, h, i)
 FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
 FIELDS(PeerIssue, a, b)
@@ -108,6 +107,14 @@ auto Fields(V& v) {
   auto& [a, b, c, d, e, f, g, h, i, j, slots_on_devices, k, l] = v;
   (void)slots_on_devices;
   return std::tie(a, b, c, d, e, f, g, h, i, j, k, l);
+}
+// All but the index, which is made on arrival.
+template <typename V>
+requires std::is_same_v<std::remove_const_t<V>, PeerPrepare>
+auto Fields(V& v) {
+  auto& [a, b, c, d, e, f, g, h, i, index] = v;
+  (void)index;
+  return std::tie(a, b, c, d, e, f, g, h, i);
 }
 // All but the digest, which is computed on arrival.
 template <typename V>

@@ -97,7 +97,7 @@ class World : public TurnHost, public WireSlots {
     plane_->StopWires();
   }
 
-  void Dispatch(Turn& /*turn*/, const std::string& name, const MachineEvent& event) override {
+  void Dispatch(Turn& /*turn*/, const std::string& name, MachineEvent& event) override {
     REFITD_CHECK(name == "g");
     events_.push_back(event);
   }

@@ -106,8 +106,7 @@ class World : public TurnHost {
   }
   ~World() override { thread->Stop(); }
 
-  void Dispatch(Turn& /*turn*/, const std::string& /*group*/,
-                const MachineEvent& /*event*/) override {}
+  void Dispatch(Turn& /*turn*/, const std::string& /*group*/, MachineEvent& /*event*/) override {}
   void Drained() override {}
 
   MemberRecord* Attach(const std::string& group, std::optional<int> ordinal, bool engine = true) {

@@ -385,7 +385,7 @@ class Node : public DescriptorHandler,
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Feeds one event to the machine and performs its actions.
-  void Dispatch(Turn& turn, const std::string& group, const MachineEvent& event)
+  void Dispatch(Turn& turn, const std::string& group, MachineEvent& event)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) override;
   void Drained() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) override;
   void Perform(GroupRecord* group, MachineAction action, Turn& turn)
@@ -405,6 +405,12 @@ class Node : public DescriptorHandler,
   void LinkIsLost(const DialTry& of, absl::Status status) override;
   void TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Gives a reported layout the object of an equal one that the group knows. Compares them without
+  // the mutex: it takes as long as there are tensors.
+  void ShareLayout(uint64_t session, PeerLayout* report);
+  // Makes the index of a Prepare's destinations without the mutex: it takes as long as there are
+  // tensors in their layouts.
+  void IndexDestinations(const DialTry& of, PeerPrepare* prepare);
   // The try failed: refuses the members that this concerns, and tries again for the others.
   void JoinFailed(GroupRecord* group, const absl::Status& status, Turn& turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

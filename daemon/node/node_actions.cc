@@ -33,7 +33,7 @@ v1::EngineEvent PartEvent(const SendPart& part, int64_t slot_bytes) {
 
 }  // namespace
 
-void Node::Dispatch(Turn& turn, const std::string& name, const MachineEvent& event) {
+void Node::Dispatch(Turn& turn, const std::string& name, MachineEvent& event) {
   GroupRecord* group = groups_.Find(name);
   if (group == nullptr) return;
   MachineActions actions;

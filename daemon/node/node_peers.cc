@@ -112,7 +112,22 @@ void Node::TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn) {
   }
 }
 
+void Node::IndexDestinations(const DialTry& of, PeerPrepare* prepare) {
+  std::vector<std::shared_ptr<const Layout>> layouts;
+  {
+    MutexLock lock(&mutex_);
+    const GroupRecord* group = groups_.Find(of.group, of.id);
+    if (group == nullptr || group->follower == nullptr) return;
+    layouts = group->follower->LayoutsToIndex(*prepare);
+  }
+  if (layouts.empty()) return;
+  auto index = Follower::MakeIndex(prepare->destinations, std::move(layouts));
+  // The worker makes it again and reports the error.
+  if (index.ok()) prepare->index = *std::move(index);
+}
+
 void Node::LinkSays(const DialTry& of, PeerCommand command) {
+  if (auto* prepare = std::get_if<PeerPrepare>(&command)) IndexDestinations(of, prepare);
   Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
   if (Dialler::Current(of, &groups_) == nullptr) return;
   turn.Handle(of.group, CommandReceived{std::move(command)});
@@ -250,7 +265,21 @@ void Node::AdmitWaitingPeers(const std::string& group, Turn& turn) {
   for (Peers::Waiting& peer : peers_.TakeWaiting(group)) AdmitPeer(std::move(peer), turn);
 }
 
+void Node::ShareLayout(uint64_t session, PeerLayout* report) {
+  std::shared_ptr<const Layout> known;
+  {
+    MutexLock lock(&mutex_);
+    const std::optional<Peers::Joined> joined = peers_.Find(session);
+    if (!joined.has_value()) return;
+    const GroupRecord* group = groups_.Find(joined->group);
+    if (group == nullptr || group->coordinator == nullptr) return;
+    known = group->coordinator->KnownLayout(joined->node, *report);
+  }
+  if (known != nullptr && SameStructure(*known, *report->layout)) report->layout = known;
+}
+
 void Node::Report(uint64_t session, PeerReport report) {
+  if (auto* layout = std::get_if<PeerLayout>(&report)) ShareLayout(session, layout);
   Turn turn(this, &mutex_, &pushes_, Turn::Order::kAhead);
   if (const std::optional<Peers::Joined> joined = peers_.Find(session); joined.has_value()) {
     turn.Handle(joined->group, ReportReceived{joined->node, std::move(report)});

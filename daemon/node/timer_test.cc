@@ -23,8 +23,7 @@ class Host : public TimerHost, public TurnHost {
     next = steady_clock::now() + hours(1);
     turn.Answer([this] { ++rings; });
   }
-  void Dispatch(Turn& /*turn*/, const std::string& /*group*/,
-                const MachineEvent& /*event*/) override {}
+  void Dispatch(Turn& /*turn*/, const std::string& /*group*/, MachineEvent& /*event*/) override {}
   void Drained() override {}
 
   Mutex mutex;

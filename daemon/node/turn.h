@@ -42,8 +42,9 @@ class TurnHost {
  public:
   virtual ~TurnHost() = default;
   // Hands the event to the group's machine and performs the machine's actions. Not reentrant:
-  // events that an action causes are posted to `turn`.
-  virtual void Dispatch(Turn& turn, const std::string& group, const MachineEvent& event) = 0;
+  // events that an action causes are posted to `turn`. What is left in the event is freed without
+  // the mutex.
+  virtual void Dispatch(Turn& turn, const std::string& group, MachineEvent& event) = 0;
   // Some events were handled, and no more are posted.
   virtual void Drained() = 0;
 };

@@ -16,7 +16,7 @@ namespace {
 // Records what happens; `on_event` may post further events.
 class Host : public TurnHost {
  public:
-  void Dispatch(Turn& turn, const std::string& group, const MachineEvent& /*event*/) override {
+  void Dispatch(Turn& turn, const std::string& group, MachineEvent& /*event*/) override {
     const bool nested = std::exchange(handling_, true);
     CHECK_FALSE(nested);
     told.push_back(group);

@@ -18,8 +18,7 @@ using std::chrono::milliseconds;
 class Machine : public GroupMachine {
  public:
   explicit Machine(std::string name) : name_(std::move(name)) {}
-  void Handle(const MachineEvent& /*event*/, TimePoint /*now*/,
-              MachineActions* /*actions*/) override {}
+  void Handle(MachineEvent& /*event*/, TimePoint /*now*/, MachineActions* /*actions*/) override {}
   std::optional<TimePoint> NextDeadline() const override { return std::nullopt; }
   const std::string& name() const override { return name_; }
   uint64_t incarnation() const override { return 1; }

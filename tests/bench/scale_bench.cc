@@ -228,6 +228,7 @@ class Bench {
   void Event(const std::string& name, MachineEvent event) {
     MachineActions actions;
     std::vector<std::pair<NodeId, PeerCommand>> sent;
+    ShareLayout(&event);
     const double start = ThreadSeconds();
     coordinator_.Handle(event, now_, &actions);
     for (MachineAction& outer : actions) {
@@ -245,6 +246,16 @@ class Bench {
     }
     Count(row, took);
     for (auto& [node, command] : sent) ToNode(node, std::move(command));
+  }
+
+  // As Node::ShareLayout, which holds no mutex while it compares.
+  void ShareLayout(MachineEvent* event) const {
+    auto* peer = std::get_if<PeerEvent>(event);
+    auto* received = peer == nullptr ? nullptr : std::get_if<ReportReceived>(peer);
+    auto* report = received == nullptr ? nullptr : std::get_if<PeerLayout>(&received->report);
+    if (report == nullptr) return;
+    const auto known = coordinator_.KnownLayout(received->node, *report);
+    if (known != nullptr && SameStructure(*known, *report->layout)) report->layout = known;
   }
 
   void Count(const std::string& name, double took) {
@@ -409,9 +420,16 @@ class Bench {
   void ToFollower(const char* row, MachineEvent event) {
     MachineActions actions;
     std::vector<PeerReport> reports;
-    if (const auto* peer = std::get_if<PeerEvent>(&event)) {
-      if (const auto* received = std::get_if<CommandReceived>(peer)) {
-        if (std::holds_alternative<PeerPrepare>(received->command)) row = "joined daemon: Prepare";
+    if (auto* peer = std::get_if<PeerEvent>(&event)) {
+      if (auto* received = std::get_if<CommandReceived>(peer)) {
+        if (auto* prepare = std::get_if<PeerPrepare>(&received->command)) {
+          row = "joined daemon: Prepare";
+          // As Node::IndexDestinations, which holds no mutex while it makes the index.
+          auto layouts = follower_->LayoutsToIndex(*prepare);
+          if (!layouts.empty()) {
+            prepare->index = Must(Follower::MakeIndex(prepare->destinations, std::move(layouts)));
+          }
+        }
         if (std::holds_alternative<PeerHeader>(received->command)) {
           row = "joined daemon: part's header";
         }

@@ -371,7 +371,7 @@ void World::Drain(int d) {
   daemon.busy = true;
   std::set<int> fed;
   while (!daemon.inbox.empty() && !over_) {
-    const auto [g, event] = std::move(daemon.inbox.front());
+    auto [g, event] = std::move(daemon.inbox.front());
     daemon.inbox.pop_front();
     Machine* m = Find(d, g);
     if (m == nullptr) continue;

@@ -81,8 +81,9 @@ class ReplicaFinder {
     absl::flat_hash_map<std::string_view, uint32_t> by_name;
     by_name.reserve(tensors_.size());
     for (uint32_t t = 0; t < tensors_.size(); ++t) by_name.emplace(tensors_[t].name, t);
-    const absl::flat_hash_set<std::string_view> skipped(options_.skip_tensors.begin(),
-                                                        options_.skip_tensors.end());
+    absl::flat_hash_set<std::string_view> skipped(options_.skip_tensors.begin(),
+                                                  options_.skip_tensors.end());
+    skipped.insert(options_.engine_only.begin(), options_.engine_only.end());
     for (const TensorSpec& tensor : tensors_) left_out_.push_back(skipped.contains(tensor.name));
     for (const Layout* layout : layouts_) {
       const Ids* before = tensor_of_.empty() ? nullptr : &tensor_of_.back();
@@ -214,6 +215,53 @@ absl::Status CheckScales(const std::vector<RouteMember>& destinations,
 
 }  // namespace
 
+RefitContent ContentOf(const std::vector<RouteMember>& sources,
+                       const std::vector<RouteMember>& destinations, const RouteOptions& options) {
+  struct Tensor {
+    const TensorSpec* spec = nullptr;
+    bool wanted = false;
+  };
+  std::vector<Tensor> tensors;
+  absl::flat_hash_map<std::string_view, size_t> places;
+  absl::flat_hash_set<const Layout*> seen;
+  for (const RouteMember& source : sources) {
+    if (source.layout == nullptr || !seen.insert(source.layout.get()).second) continue;
+    for (const TensorSpec& tensor : source.layout->tensors) {
+      if (places.try_emplace(tensor.name, tensors.size()).second) {
+        tensors.push_back({&tensor, false});
+      }
+    }
+  }
+  seen.clear();
+  for (const RouteMember& member : destinations) {
+    const Layout* layout = member.layout.get();
+    if (layout == nullptr || !seen.insert(layout).second) continue;
+    for (const Piece& piece : layout->pieces) {
+      if (IsEmpty(piece.box)) continue;
+      const auto place = places.find(layout->tensors[piece.tensor].name);
+      if (place != places.end()) tensors[place->second].wanted = true;
+    }
+  }
+  const absl::flat_hash_set<std::string_view> pushed(options.skip_tensors.begin(),
+                                                     options.skip_tensors.end());
+  const absl::flat_hash_set<std::string_view> engine_only(options.engine_only.begin(),
+                                                          options.engine_only.end());
+  RefitContent content;
+  for (const auto& [spec, wanted] : tensors) {
+    if (pushed.contains(spec->name)) continue;
+    const int64_t bytes = ElementCount(WholeBox(spec->shape)) * ElementBytes(spec->dtype);
+    if (wanted && !engine_only.contains(spec->name)) {
+      ++content.tensors;
+      content.bytes += bytes;
+    } else {
+      content.unwanted.push_back(spec->name);
+      content.unwanted_bytes += bytes;
+    }
+  }
+  std::sort(content.unwanted.begin(), content.unwanted.end());
+  return content;
+}
+
 absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
     const std::vector<RouteMember>& sources, const std::vector<RouteMember>& destinations,
     const RouteOptions& options) {
@@ -222,6 +270,7 @@ absl::StatusOr<std::shared_ptr<const RefitPlan>> CompileRefit(
   REFITD_RETURN_IF_ERROR(CheckScales(destinations, options));
   REFITD_ASSIGN_OR_RETURN(plan->replicas,
                           ReplicaFinder(sources, options, plan->routes.tensors).Run());
+  plan->content = ContentOf(sources, destinations, options);
   std::vector<int64_t> shares(plan->routes.nodes);
   for (const Replica& replica : plan->replicas.boxes) {
     for (const uint32_t source : plan->replicas.HoldersOf(replica)) {

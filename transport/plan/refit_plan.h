@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -53,9 +54,25 @@ struct Replicas {
 // The most replicas of one node; the limit exists because their digests travel in one message.
 inline constexpr int64_t kMaxNodeShares = 900'000;
 
+// What a plan moves and what it leaves out, as numbers and names.
+struct RefitContent {
+  // Tensors of sources of which a destination stores an element, without those that the options
+  // leave out; and their bytes, each tensor counted once.
+  int64_t tensors = 0;
+  int64_t bytes = 0;
+  // Tensors of sources that are not pushed and that no destination wants: none stores an element,
+  // or no refit writes them. Sorted.
+  std::vector<std::string> unwanted;
+  int64_t unwanted_bytes = 0;
+};
+// Looks up every tensor of every distinct layout object.
+RefitContent ContentOf(const std::vector<RouteMember>& sources,
+                       const std::vector<RouteMember>& destinations, const RouteOptions& options);
+
 struct RefitPlan {
   RoutePlan routes;
   Replicas replicas;
+  RefitContent content;
 };
 
 // Errors as CompileRoutes; FAILED_PRECONDITION naming the rank and the tensor also where a

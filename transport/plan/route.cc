@@ -345,8 +345,8 @@ class Router {
     std::vector<std::string> reasons(plan_.tensors.size());
     FindDisagreements(&reasons);
     const Instances instances = CollectInstances();
-    const Names skipped = Set(options_.skip_tensors);
-    const Names unwanted = Set(options_.unwanted_allowed);
+    Names skipped = Set(options_.skip_tensors);
+    skipped.insert(options_.engine_only.begin(), options_.engine_only.end());
     uncovered_allowed_ = Set(options_.uncovered_allowed);
     for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
       const std::string& name = plan_.tensors[t].name;
@@ -363,7 +363,7 @@ class Router {
       }
       std::string lacking = Lacking(t, instances);
       if (lacking.empty()) continue;
-      const bool allowed = unwanted.contains(name);
+      const bool allowed = MayBeUnwanted(options_.unwanted_allowed, name);
       if (!allowed && !options_.list_unplaced) return Precondition("tensor {}: {}", name, lacking);
       AddUnplaced(t, lacking + (allowed ? " (allowed)" : ""));
     }
@@ -1683,6 +1683,13 @@ std::string ToText(const RouteExplanation& e, size_t rows) {
 }
 
 absl::Status ValidatePlan(const RoutePlan& plan) { return PlanChecker(plan).Run(); }
+
+bool MayBeUnwanted(const std::vector<std::string>& allowed, std::string_view tensor) {
+  if (std::binary_search(allowed.begin(), allowed.end(), tensor)) return true;
+  return std::any_of(allowed.begin(), allowed.end(), [tensor](std::string_view name) {
+    return name.ends_with('*') && tensor.starts_with(name.substr(0, name.size() - 1));
+  });
+}
 
 absl::StatusOr<RoutePlan> CompileRoutes(const std::vector<RouteMember>& sources,
                                         const std::vector<RouteMember>& destinations,
