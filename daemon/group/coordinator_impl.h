@@ -331,11 +331,6 @@ struct Coordinator::Impl {
   // Stops waiting for the node's wire lock.
   void DropLock(NodeId node);
   std::string Name(NodeId node) const;
-  // Whether commands that `version` of the protocol added may be sent to that daemon: its link
-  // agreed to that version or a later one. A daemon of an earlier version ends the link when an
-  // unknown command comes, so code that sends a new command must ask this first. The coordinator's
-  // own worker speaks every version; a daemon that is gone speaks none.
-  bool Speaks(NodeId node, Protocol version) const;
   NodeId NodeOf(MemberId member) const {
     const auto it = remotes.find(member);
     return it == remotes.end() ? kCoordinatorNode : it->second.node;

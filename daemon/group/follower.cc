@@ -119,9 +119,6 @@ struct Follower::Impl {
   void Announce(MemberId id, const Member& member);
   absl::Status CanRegisterLayout(MemberId member) const;
   void Report(PeerReport report);
-  // Whether reports that `version` of the protocol added may be sent to the coordinator (see
-  // Coordinator::Impl::Speaks). False before the link is up.
-  bool Speaks(Protocol version) const { return state == State::kJoined && protocol >= version; }
   void RefuseHere(CallId call);
   void AnswerLayout(CallId call, const absl::Status& status);
   void AnswerLayoutsOf(MemberId member, const absl::Status& status);

@@ -148,6 +148,26 @@ TEST_CASE("A tensor table forgets the layouts that nobody has any more") {
   CHECK(table.lists() <= 2);
 }
 
+TEST_CASE("A tensor is found by its name when the list whose name it was entered by is gone") {
+  TensorTable table({});
+  auto first = LayoutOf({Bytes("both", 8), Bytes("first", 8)});
+  const auto second = LayoutOf({Bytes("both", 8), Bytes("second", 8)});
+  table.Add(first);
+  const TensorTable::ListId stays = table.Add(second);
+  first.reset();                             // its names are freed with it
+  table.Add(LayoutOf({Bytes("third", 8)}));  // removes what nobody has any more
+  CHECK(table.Find("first") == nullptr);
+  const TensorTable::Uses* both = table.Find("both");
+  REQUIRE(both != nullptr);
+  REQUIRE(both->size() == 1);
+  CHECK(both->front().list == stays);
+  std::set<std::string> names;
+  for (const auto& [name, uses] : table.tensors()) names.emplace(name.data(), name.size());
+  CHECK(names == std::set<std::string>{"both", "second", "third"});
+  // The key is the name in the list that stayed.
+  CHECK(table.tensors().find("both")->first.data() == second->tensors[0].name.data());
+}
+
 TEST_CASE("A layout that is gone disagrees with nobody") {
   const auto table = std::make_shared<TensorTable>(std::vector<std::string>());
   auto wide = LayoutOf({Bytes("t", 16)});

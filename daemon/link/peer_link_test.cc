@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <cstdlib>
@@ -386,6 +387,36 @@ TEST_CASE("A queued report that is too large for a message comes back, and the l
   CHECK(std::get<PeerPong>(coordinator.reports.Next()).number == 2);
 }
 
+TEST_CASE(
+    "A report that can't be sent comes back once, from the Flush of whichever thread encodes") {
+  Coordinator coordinator;
+  Joined joined(DialTo(coordinator.address()));
+  joined.logs->up.Next();
+  constexpr uint64_t kReports = 40;
+  const auto send = [&joined](uint64_t first, std::vector<MemberId>* refused) {
+    for (uint64_t i = 0; i < kReports; ++i) {
+      REFITD_CHECK(joined.link->Queue(TooLargeAttach(MemberId(first + i))).ok());
+      REFITD_CHECK(joined.link->Queue(Pong(i)).ok());
+      for (const PeerLink::Refused& report : joined.link->Flush()) {
+        refused->push_back(std::get<PeerAttach>(report.report).member);
+      }
+    }
+  };
+  std::vector<MemberId> here;
+  std::vector<MemberId> there;
+  std::thread other([&] { send(1, &there); });
+  send(1 + kReports, &here);
+  other.join();
+  std::vector<MemberId> all = here;
+  all.insert(all.end(), there.begin(), there.end());
+  std::sort(all.begin(), all.end());
+  REQUIRE(all.size() == 2 * kReports);
+  for (uint64_t i = 0; i < all.size(); ++i) CHECK(all[i] == MemberId(1 + i));
+  for (uint64_t i = 0; i < 2 * kReports; ++i) {
+    CHECK(std::holds_alternative<PeerPong>(coordinator.reports.Next()));
+  }
+}
+
 // ---- a peer that does not read ----
 
 // Sends until a message does not fit any more.
@@ -581,15 +612,18 @@ class RawCoordinator final : public v1::Peer::Service {
     server_->Shutdown(std::chrono::system_clock::now());
     server_->Wait();
   }
-  grpc::Status Link(grpc::ServerContext* /*context*/,
+  grpc::Status Link(grpc::ServerContext* context,
                     grpc::ServerReaderWriter<v1::PeerAnswer, v1::PeerMessage>* stream) override {
     for (const v1::PeerAnswer& answer : answers_) stream->Write(answer);
     v1::PeerMessage message;
     while (stream->Read(&message)) {
     }
+    cancelled.Add(context->IsCancelled());
     return grpc::Status::OK;
   }
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
+
+  Log<bool> cancelled;  // by link: whether the daemon cancelled it instead of closing it
 
  private:
   const std::vector<v1::PeerAnswer> answers_;
@@ -603,6 +637,19 @@ v1::PeerAnswer Ping(uint64_t sequence, uint64_t incarnation = 77) {
   answer.set_incarnation(incarnation);
   answer.mutable_ping()->set_number(sequence);
   return answer;
+}
+
+TEST_CASE(
+    "A link whose last report is refused after it was closed ends in order, not by its limit") {
+  RawCoordinator coordinator({AcceptedToWire(Up(), kMessageBytes)});
+  Joined joined(DialTo(coordinator.address()));
+  joined.logs->up.Next();
+  REQUIRE(joined.link->Queue(Pong(1)).ok());
+  REQUIRE(joined.link->Queue(TooLargeAttach(MemberId(7))).ok());
+  joined.link->Close();
+  CHECK(joined.link->Flush().size() == 1);
+  CHECK(joined.logs->lost.Next().code() == absl::StatusCode::kCancelled);
+  CHECK_FALSE(coordinator.cancelled.Next());
 }
 
 TEST_CASE("A command that comes twice counts once; a gap or another incarnation ends the link") {

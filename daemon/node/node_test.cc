@@ -140,8 +140,14 @@ class TestNode {
   // Attaches an engine rank with staged delivery, by default alone in its instance.
   Engine AttachEngine(const std::string& group, const std::string& instance,
                       std::optional<v1::GroupSpec> spec, const TestNode* at = nullptr,
-                      int64_t wait_ms = kPatienceMs, int rank = 0, int world_size = 1) {
+                      int64_t wait_ms = kPatienceMs, int rank = 0, int world_size = 1,
+                      const std::vector<std::string>& manifest = {}) {
     v1::EngineHello hello;
+    for (const std::string& tensor : manifest) {
+      hello.mutable_manifest()->add_names(tensor);
+      hello.mutable_manifest()->add_dtypes(v1::DTYPE_FLOAT32);
+      hello.mutable_manifest()->add_shapes()->add_dims(1);
+    }
     hello.set_instance(instance);
     hello.set_rank(rank);
     hello.set_world_size(world_size);
@@ -268,6 +274,26 @@ TEST_CASE("limits.max_members counts members of joined daemons, and refuses them
     const auto again = a.AttachEngine("g", "again", Spec());
     return again.inbox->welcomed();
   }));
+}
+
+TEST_CASE("A member whose report does not fit on the link is refused with the limit, others stay") {
+  NodeOptions options;
+  options.message_bytes = 1 << 20;
+  TestNode a("a", options);
+  TestNode b("b");
+  const auto first = b.AttachEngine("g", "first", Spec(), &a);
+  REQUIRE(Eventually([&] { return first.inbox->welcomed(); }));
+  std::vector<std::string> manifest;
+  for (int i = 0; i < 8000; ++i) manifest.push_back(fmt::format("{:0>200}", i));
+  const auto large =
+      b.AttachEngine("g", "large", Spec(), &a, kPatienceMs, /*rank=*/0, /*world_size=*/1, manifest);
+  const absl::Status refused = large.inbox->Ended();
+  CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(Message(refused), Contains("message_bytes"));
+  // The daemon knows it no more, and the link goes on.
+  const auto second = b.AttachEngine("g", "second", Spec(), &a);
+  CHECK(Eventually([&] { return second.inbox->welcomed(); }));
+  CHECK_FALSE(first.inbox->end().has_value());
 }
 
 // ---- watching ----
