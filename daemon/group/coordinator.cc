@@ -225,6 +225,7 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   const Node node = std::move(it->second);
   nodes.erase(it);
   known_programs.erase(id);
+  search.Forget(id);
   Do(GroupAction(LogLine{LogLine::kWarning, fmt::format("{} left: {}", name, reason)}));
   if (spread.has_value() && spread->nodes.erase(id) > 0) {
     // In the data phase other nodes wait for its end of the communicator.
@@ -680,6 +681,7 @@ void Coordinator::Impl::Announce() {
   }
   for (auto& [node, prepare] : prepares) Send(node, std::move(prepare));
   if (spread->program.has_value()) AnnounceProgram();
+  if (search.active()) LeaveOutSuspects();
   EnsureEpoch();
 }
 
@@ -1130,6 +1132,8 @@ void Coordinator::Impl::CameUp(NodeId node, const PeerEpochUp& r) {
   }
   if (epoch->up.size() == epoch->ranks.size()) {
     epoch->ready = true;
+    if (!spread.has_value() || spread->abandoned) return;
+    JudgeSearch();
     if (spread.has_value() && !spread->abandoned) TellDataPlane(true);
   } else if (epoch->up.size() + epoch->failed.size() >= epoch->ranks.size()) {
     JudgeEpoch();
@@ -1150,7 +1154,7 @@ std::vector<NodeId> Coordinator::Impl::StillAwaited() const {
 
 // If two ranks could not reach each other, one of them must go: the rank that more of the others
 // could not reach. Ranks with trainers stay, since no update can do without them.
-std::set<NodeId> Coordinator::Impl::Unreachable(bool over) const {
+std::optional<std::set<NodeId>> Coordinator::Impl::Unreachable(bool over) const {
   std::set<NodeId> culprits;
   if (over) {
     for (const NodeId id : StillAwaited()) culprits.insert(id);
@@ -1189,29 +1193,24 @@ std::set<NodeId> Coordinator::Impl::Unreachable(bool over) const {
       const int most = times.at(worst);
       if (count > most || (count == most && !group.TrainsOn(node))) worst = node;
     }
-    if (group.TrainsOn(worst)) return {};
+    if (group.TrainsOn(worst)) return std::set<NodeId>();
     culprits.insert(worst);
   }
   if (!culprits.empty()) return culprits;
   // No rank knows whom it waited for. If only one rank can be left out, that one is left out.
-  for (const NodeId id : epoch->ranks) {
-    if (!group.TrainsOn(id)) culprits.insert(id);
-  }
-  return culprits.size() == 1 ? culprits : std::set<NodeId>();
+  culprits = Candidates(epoch->ranks);
+  if (culprits.size() > 1 || search.active()) return std::nullopt;
+  return culprits;
 }
 
-void Coordinator::Impl::JudgeEpoch() {
-  const bool had_time =
-      epoch->limit >= std::min<Duration>(kLeastAttempt, options.peer_limits.wire / 4);
-  const std::set<NodeId> culprits =
-      had_time ? Unreachable(now >= epoch->deadline) : std::set<NodeId>();
+coordinator::EpochFailure Coordinator::Impl::HowEpochFailed(
+    const std::set<NodeId>& culprits) const {
   if (epoch->failed.empty()) {
     std::string waits;
     for (const NodeId id : StillAwaited()) waits += (waits.empty() ? "" : ", ") + Name(id);
-    return EpochFailed(culprits,
-                       fmt::format("the data plane did not come up within {}: waited for {}",
-                                   Seconds(epoch->limit), waits),
-                       GiveUpClass::kDeadline);
+    return {fmt::format("the data plane did not come up within {}: waited for {}",
+                        Seconds(epoch->limit), waits),
+            GiveUpClass::kDeadline};
   }
   // A rank that waited for a culprit says more than the culprit itself.
   auto word = std::find_if(epoch->failed.begin(), epoch->failed.end(), [&culprits](const auto& f) {
@@ -1220,10 +1219,19 @@ void Coordinator::Impl::JudgeEpoch() {
   });
   if (word == epoch->failed.end()) word = epoch->failed.begin();
   const std::string message = Message(word->second.status);
-  EpochFailed(culprits,
-              fmt::format("the data plane did not come up on {}: {}{}", Name(word->first), message,
-                          NamesOfRanks(message)),
-              GiveUpClass::kTransfer);
+  return {fmt::format("the data plane did not come up on {}: {}{}", Name(word->first), message,
+                      NamesOfRanks(message)),
+          GiveUpClass::kTransfer};
+}
+
+void Coordinator::Impl::JudgeEpoch() {
+  const bool had_time =
+      epoch->limit >= std::min<Duration>(kLeastAttempt, options.peer_limits.wire / 4);
+  const std::optional<std::set<NodeId>> culprits =
+      had_time ? Unreachable(now >= epoch->deadline) : std::set<NodeId>();
+  if (!culprits.has_value()) return SearchOn();
+  const coordinator::EpochFailure how = HowEpochFailed(*culprits);
+  EpochFailed(*culprits, how.reason, how.kind);
 }
 
 void Coordinator::Impl::EpochFailed(const std::set<NodeId>& culprits, const std::string& reason,
@@ -1234,13 +1242,118 @@ void Coordinator::Impl::EpochFailed(const std::set<NodeId>& culprits, const std:
                                   [this](NodeId node) { return group.TrainsOn(node); });
   if (culprits.empty() || needed || spread->data_began) return Fail(reason, kind);
   spread->unreachable.insert(culprits.begin(), culprits.end());
-  KeepNodesOut keep{spread->update, {}, reason, kind};
+  KeepOut(culprits, {reason, kind});
+  if (spread.has_value() && !spread->abandoned) EnsureEpoch();
+}
+
+void Coordinator::Impl::KeepOut(const std::set<NodeId>& culprits,
+                                const coordinator::EpochFailure& how) {
+  KeepNodesOut keep{spread->update, {}, how.reason, how.kind};
   for (const NodeId node : culprits) {
-    keep.nodes[node] = fmt::format("{} is kept out until it attaches anew: {}", Name(node), reason);
+    search.Forget(node);
+    keep.nodes[node] =
+        fmt::format("{} is kept out until it attaches anew: {}", Name(node), how.reason);
     Do(GroupAction(LogLine{LogLine::kWarning, keep.nodes[node]}));
   }
   Feed(std::move(keep));
+}
+
+// ---- a data plane that fails and names nobody ----
+
+void Coordinator::Impl::SearchOn() {
+  search_failure = HowEpochFailed({});
+  const std::set<NodeId> candidates = Candidates(epoch->ranks);
+  CloseEpochEverywhere();
+  if (!spread.has_value() || spread->abandoned) return;
+  if (candidates.empty() || spread->data_began) {
+    return Fail(search_failure.reason, search_failure.kind);
+  }
+  const Sharing sharing = HowNodesShare();
+  LeaveOutForTry(sharing.AllOf(search.Failed(sharing.FirstOf(candidates))));
   if (spread.has_value() && !spread->abandoned) EnsureEpoch();
+}
+
+void Coordinator::Impl::LeaveOutForTry(const std::set<NodeId>& out) {
+  KeepNodesOut leave{spread->update, {}, search_failure.reason, search_failure.kind, true};
+  std::string names;
+  for (const NodeId node : out) {
+    if (!spread->nodes.contains(node) || !spread->unreachable.insert(node).second) continue;
+    leave.nodes[node] = fmt::format("{} is left out of this update to find the daemon at fault: {}",
+                                    Name(node), search_failure.reason);
+    names += (names.empty() ? "" : ", ") + Name(node);
+  }
+  if (leave.nodes.empty()) return;
+  Do(GroupAction(
+      LogLine{LogLine::kWarning,
+              fmt::format("the update to version {} leaves out {} to find the daemon at fault: {}",
+                          spread->version, names, search_failure.reason)}));
+  Feed(std::move(leave));
+}
+
+void Coordinator::Impl::JudgeSearch() {
+  if (!search.active()) return;
+  const Sharing sharing = HowNodesShare();
+  const std::set<NodeId> broken = search.CameUp(sharing.FirstOf(Candidates(epoch->ranks)));
+  if (!broken.empty()) KeepOut(Candidates(sharing.AllOf(broken)), search_failure);
+}
+
+Coordinator::Impl::Sharing Coordinator::Impl::HowNodesShare() const {
+  const GroupView view = group.View(now);
+  std::map<std::string_view, std::set<NodeId>> nodes_of;
+  for (const MemberView& member : view.members) {
+    if (member.engine) nodes_of[member.instance].insert(NodeOf(member.id));
+  }
+  Sharing sharing;
+  for (const auto& [instance, of_instance] : nodes_of) {
+    // Ranks on trainers' nodes join no nodes: those nodes are never left out.
+    const std::set<NodeId> joined = Candidates(of_instance);
+    if (joined.empty()) continue;
+    NodeId first = *joined.begin();
+    for (const NodeId node : joined) {
+      first = std::min(first, sharing.first.emplace(node, node).first->second);
+    }
+    std::set<NodeId> replaced;
+    for (const NodeId node : joined) replaced.insert(sharing.first.at(node));
+    for (auto& [node, of_node] : sharing.first) {
+      if (replaced.contains(of_node)) of_node = first;
+    }
+  }
+  for (const InstanceView& instance : view.instances) {
+    if (instance.state.find("preparing") == std::string_view::npos) continue;
+    sharing.by_instance.push_back(nodes_of[instance.name]);
+  }
+  return sharing;
+}
+
+std::set<NodeId> Coordinator::Impl::Sharing::FirstOf(const std::set<NodeId>& nodes) const {
+  std::set<NodeId> firsts;
+  for (const NodeId node : nodes) {
+    const auto at = first.find(node);
+    firsts.insert(at == first.end() ? node : at->second);
+  }
+  return firsts;
+}
+
+std::set<NodeId> Coordinator::Impl::Sharing::AllOf(const std::set<NodeId>& firsts) const {
+  std::set<NodeId> nodes = firsts;
+  for (const auto& [node, of_node] : first) {
+    if (firsts.contains(of_node)) nodes.insert(node);
+  }
+  return nodes;
+}
+
+bool Coordinator::Impl::Sharing::LeavesInstance(const std::set<NodeId>& out) const {
+  return std::any_of(by_instance.begin(), by_instance.end(), [&out](const auto& nodes) {
+    return std::none_of(nodes.begin(), nodes.end(), [&out](NodeId n) { return out.contains(n); });
+  });
+}
+
+// If no instance would be left, the update tries all of them.
+void Coordinator::Impl::LeaveOutSuspects() {
+  const Sharing sharing = HowNodesShare();
+  search.Restrict(sharing.FirstOf(Candidates(spread->nodes)));
+  const std::set<NodeId> out = sharing.AllOf(search.LeftOut());
+  if (sharing.LeavesInstance(out)) LeaveOutForTry(out);
 }
 
 // ---- the wire locks ----

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "daemon/group/coordinator.h"
+#include "daemon/group/epoch_search.h"
 #include "daemon/group/stream_ends.h"
 #include "daemon/group/worker.h"
 #include "transport/base/status.h"
@@ -132,6 +133,11 @@ struct Spread {
   TimePoint lock_deadline;
   bool yielding = false;    // another group wants a wire lock
   bool turn_taken = false;  // a part was issued since the locks were asked for
+};
+// Why an epoch did not come up.
+struct EpochFailure {
+  std::string reason;
+  GiveUpClass kind = GiveUpClass::kTransfer;
 };
 struct Epoch {
   // A rank for which the epoch did not come up.
@@ -308,8 +314,35 @@ struct Coordinator::Impl {
   Duration AttemptLimit() const;
   void TellDataPlane(bool up);
   // The nodes to blame if the epoch does not come up. `over`: its time has passed. Empty: no node
-  // can be left out for the failure.
-  std::set<NodeId> Unreachable(bool over) const;
+  // can be left out for the failure. nullopt: no failure names a node.
+  std::optional<std::set<NodeId>> Unreachable(bool over) const;
+  // The nodes that the group can do without, of a set of nodes.
+  template <typename Nodes>
+  std::set<NodeId> Candidates(const Nodes& from) const {
+    std::set<NodeId> candidates;
+    for (const NodeId node : from) {
+      if (!group.TrainsOn(node)) candidates.insert(node);
+    }
+    return candidates;
+  }
+  // Nodes that share an instance, directly or through others, are left out together, so that the
+  // search knows them as one: the first of them.
+  struct Sharing {
+    std::map<NodeId, NodeId> first;             // of all nodes that share one
+    std::vector<std::set<NodeId>> by_instance;  // those in the update that is assembled
+    std::set<NodeId> FirstOf(const std::set<NodeId>& nodes) const;
+    std::set<NodeId> AllOf(const std::set<NodeId>& firsts) const;
+    bool LeavesInstance(const std::set<NodeId>& out) const;
+  };
+  Sharing HowNodesShare() const;
+  void LeaveOutSuspects();
+  coordinator::EpochFailure HowEpochFailed(const std::set<NodeId>& culprits) const;
+  // The epoch failed and nobody is named: tries it without some of the nodes.
+  void SearchOn();
+  void LeaveOutForTry(const std::set<NodeId>& out);
+  // The epoch is up: the nodes without which it is are the broken ones, if they are known by now.
+  void JudgeSearch();
+  void KeepOut(const std::set<NodeId>& culprits, const coordinator::EpochFailure& how);
   std::vector<NodeId> StillAwaited() const;
   void JudgeEpoch();
   // Goes on without the culprits, or gives the update up.
@@ -367,6 +400,8 @@ struct Coordinator::Impl {
   std::map<NodeId, ProgramId> known_programs;  // the program whose plan the node has
   std::optional<Spread> spread;
   std::optional<Epoch> epoch;
+  EpochSearch search;
+  coordinator::EpochFailure search_failure;  // the last that named nobody
   uint64_t next_epoch = 1;
   // No node has to be pinged, or counted as silent, before this time. A report that comes later
   // moves the real time back; the next Tick computes it anew.

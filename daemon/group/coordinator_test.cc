@@ -629,6 +629,172 @@ TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody o
   CHECK(f.View().nodes[1].kept_out.empty());
 }
 
+// A group with the trainer on the coordinator's daemon and an instance on each of the other
+// daemons, or over several of them, whose data plane names nobody when it fails, as NCCL's.
+class Nameless {
+ public:
+  explicit Nameless(uint64_t daemons, std::set<NodeId> broken, uint64_t per_instance = 1)
+      : daemons_(daemons),
+        per_instance_(per_instance),
+        broken_(std::move(broken)),
+        coordinator_(MakeOptions()) {
+    Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
+    for (uint64_t n = 1; n <= daemons_; ++n) Join(NodeId(n), fmt::format("d{:02}", n));
+  }
+  void Join(NodeId node, const std::string& id) {
+    Do(NodeJoined{node, id, "elsewhere"});
+    EngineIdentity engine;
+    const uint64_t number = node.value() - 1;
+    engine.instance = fmt::format("i{}", number / per_instance_);
+    engine.rank = static_cast<int>(number % per_instance_);
+    engine.world_size = static_cast<int>(per_instance_);
+    Do(ReportReceived{node, PeerAttach{kRemoteEngine, engine}});
+    Do(ReportReceived{node, PeerLayout{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(1)}});
+  }
+  // An update until its data plane is up or it is given up. Returns the daemons that were in the
+  // epoch that came up; empty: none did.
+  std::set<NodeId> Update() {
+    BeginEvent begin;
+    begin.call = CallId(++calls_);
+    begin.member = kTrainer;
+    begin.version = Version(++version_);
+    begin.duration = std::chrono::seconds(600);
+    opened_.clear();
+    ended_ = false;
+    Do(GroupEvent(begin));
+    CHECK(prepared_.size() == daemons_ - KeptOut().size());  // all but those found broken
+    std::set<NodeId> up;
+    for (int epochs = 0; !opened_.empty() && !ended_ && up.empty(); ++epochs) {
+      REQUIRE(epochs < 40);
+      up = Connect();
+    }
+    if (!ended_) Do(GroupEvent(OperatorAbort{CallId(++calls_), "enough"}));
+    return up;
+  }
+  std::set<NodeId> KeptOut() const {
+    std::set<NodeId> out;
+    for (const NodeView& node : coordinator_.View(now_).nodes) {
+      if (!node.kept_out.empty()) out.insert(node.node);
+    }
+    return out;
+  }
+
+ private:
+  // The newest epoch comes up, or fails for all if a broken daemon is in it.
+  std::set<NodeId> Connect() {
+    const auto ranks = std::exchange(opened_, {});
+    const EpochId epoch = epoch_;
+    const bool fails = std::any_of(ranks.begin(), ranks.end(),
+                                   [this](NodeId node) { return broken_.contains(node); });
+    const absl::Status status =
+        fails ? absl::DeadlineExceededError("ncclCommInitRank took longer than 30 s")
+              : absl::OkStatus();
+    Do(EpochOpened{epoch, absl::OkStatus(), "here"});
+    for (const NodeId node : ranks) {
+      Do(ReportReceived{node, PeerEpochOpened{epoch, absl::OkStatus(), "there"}});
+    }
+    Do(EpochUp{epoch, status});
+    for (const NodeId node : ranks) Do(ReportReceived{node, PeerEpochUp{epoch, status}});
+    return fails ? std::set<NodeId>() : ranks;
+  }
+  void Do(MachineEvent event) {
+    MachineActions actions;
+    coordinator_.Handle(event, now_, &actions);
+    for (const MachineAction& outer : actions) {
+      if (const auto* group = std::get_if<GroupAction>(&outer)) {
+        ended_ |= std::holds_alternative<UpdateEnded>(*group);
+        if (std::holds_alternative<UpdateAssembled>(*group)) prepared_.clear();
+        continue;
+      }
+      const auto* send = std::get_if<SendCommand>(&std::get<PeerAction>(outer));
+      if (send == nullptr) continue;
+      if (const auto* prepare = std::get_if<PeerPrepare>(&send->command)) {
+        if (!prepare->engines.empty()) prepared_.insert(send->node);
+      } else if (const auto* open = std::get_if<PeerEpochOpen>(&send->command)) {
+        if (open->epoch != epoch_) opened_.clear();
+        epoch_ = open->epoch;
+        opened_.insert(send->node);
+      }
+    }
+  }
+  CoordinatorOptions MakeOptions() {
+    CoordinatorOptions options;
+    options.name = "g";
+    options.daemon_id = "b";
+    options.incarnation = 7;
+    options.spec = TestGroup::DefaultSpec();
+    // As many as there are: an instance that is left out for a try must not hold up assembling.
+    options.spec.min_instances =
+        std::max(1, static_cast<int>(daemons_ / per_instance_ - broken_.size()));
+    options.limits.max_duration = std::chrono::seconds(600);
+    options.next_update = [this] { return UpdateId(++updates_); };
+    options.next_member = [this] { return MemberId(++members_); };
+    options.next_call = [this] { return CallId(++remote_calls_); };
+    return options;
+  }
+
+  const uint64_t daemons_;
+  const uint64_t per_instance_;
+  const std::set<NodeId> broken_;
+  uint64_t updates_ = 0;
+  uint64_t members_ = 1000;
+  uint64_t calls_ = 0;
+  uint64_t remote_calls_ = 1000;
+  int64_t version_ = 0;
+  TimePoint now_{std::chrono::hours(1)};
+  Coordinator coordinator_;
+  std::set<NodeId> prepared_;
+  std::set<NodeId> opened_;  // ranks of the newest epoch, but the coordinator
+  EpochId epoch_;
+  bool ended_ = false;
+};
+
+TEST_CASE("a data plane that names nobody failed for ever where two daemons could be left out") {
+  SECTION("the broken one of two, the other in the epoch that comes up") {
+    Nameless g(2, {NodeId(2)});
+    CHECK(g.Update() == std::set{NodeId(1)});
+    CHECK(g.KeptOut() == std::set{NodeId(2)});
+    CHECK(g.Update() == std::set{NodeId(1)});
+  }
+  SECTION("the broken one of two, tried first") {
+    Nameless g(2, {NodeId(1)});
+    CHECK(g.Update().empty());  // no instance is left
+    CHECK(g.KeptOut().empty());
+    CHECK(g.Update() == std::set{NodeId(2)});
+    CHECK(g.Update() == std::set{NodeId(2)});
+    CHECK(g.KeptOut() == std::set{NodeId(1)});
+  }
+  SECTION("one of sixteen, whichever: every update after the first serves half at least") {
+    const uint64_t broken = GENERATE(1, 2, 7, 8, 9, 15, 16);
+    Nameless g(16, {NodeId(broken)});
+    for (int i = 0; i < 10 && g.KeptOut().empty(); ++i) {
+      const std::set<NodeId> up = g.Update();
+      CHECK((i == 0 || up.size() >= 8));
+      CHECK_FALSE(up.contains(NodeId(broken)));
+    }
+    CHECK(g.KeptOut() == std::set{NodeId(broken)});
+    CHECK(g.Update().size() == 15);  // innocent daemons are back
+  }
+  SECTION("an instance over two daemons stands and falls with both") {
+    Nameless g(8, {NodeId(4)}, 2);
+    for (int i = 0; i < 6 && g.KeptOut().empty(); ++i) g.Update();
+    CHECK(g.KeptOut() == std::set{NodeId(3), NodeId(4)});
+    CHECK(g.Update().size() == 6);
+  }
+  SECTION("the only instance is over both: no update can do without it, and nobody is kept out") {
+    Nameless g(2, {NodeId(2)}, 2);
+    for (int i = 0; i < 3; ++i) CHECK(g.Update().empty());
+    CHECK(g.KeptOut().empty());
+  }
+  SECTION("three of sixteen") {
+    const std::set<NodeId> broken = {NodeId(3), NodeId(4), NodeId(12)};
+    Nameless g(16, broken);
+    for (int i = 0; i < 20 && g.KeptOut() != broken; ++i) g.Update();
+    CHECK(g.KeptOut() == broken);
+    CHECK(g.Update().size() == 13);
+  }
+}
+
 TEST_CASE("a report about an epoch of which its daemon is no rank ended the coordinator") {
   Fixture f;
   f.Prepare();

@@ -378,6 +378,7 @@ void Group::Impl::On(const KeepNodesOut& e) {
   }
   if (!any_left) return Abandon({e.reason, e.kind});
   for (const auto& [node, reason] : e.nodes) {
+    if (e.for_now) break;
     kept_out[node] = reason;
     LetInIfEmpty(node);
   }

@@ -384,6 +384,8 @@ struct KeepNodesOut {
   std::map<NodeId, std::string> nodes;  // the reason, by node
   std::string reason;                   // the reason for giving the update up
   GiveUpClass kind = GiveUpClass::kTransfer;
+  // Only this update goes on without them; they take part in the next.
+  bool for_now = false;
 };
 // Time has passed: the group does whatever is due. Sent at NextDeadline() or later.
 struct Tick {};

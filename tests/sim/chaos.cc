@@ -44,6 +44,7 @@ void World::MakeScenario() {
   constexpr OneDaemon kOfKind[] = {OneDaemon::kOnlyEngines, OneDaemon::kOneSided, OneDaemon::kMute,
                                    OneDaemon::kWrongPayload};
   if (kind >= 6) one_daemon_ = kOfKind[kind - 6];
+  nameless_ = one_daemon_ == OneDaemon::kOneSided && options_.seed / 10 % 3 == 0;
   peer_limits_.peer = seconds(2);
   peer_limits_.wire = seconds(2);
   if (kind != 0 && kind < 6) chances_.slow_message = random_.Int(0, 60);
@@ -248,6 +249,22 @@ void World::SendWrongPayload() {
   Post(index, false, std::move(letter));
 }
 
+// Where nobody is named, no daemon may lose its place but the broken one.
+void World::CheckKeptOut(int g) {
+  if (!nameless_ || healed_) return;
+  const Machine* m = Find(GroupOf(g).home, g);
+  if (m == nullptr) return;
+  for (const NodeView& node : m->machine->View(now_).nodes) {
+    if (node.kept_out.empty()) continue;
+    for (const Daemon& daemon : daemons_) {
+      if (daemon.id != node.daemon_id) continue;
+      if (daemon.wire_trouble != Daemon::WireTrouble::kNone) continue;
+      return Violate("REST", fmt::format("g{}: {} is kept out, whose data plane works: {}", g,
+                                         node.daemon_id, node.kept_out));
+    }
+  }
+}
+
 void World::CheckRest(int g, const Round& round, const UpdateEnded& a) {
   const bool own_cost =
       one_daemon_ == OneDaemon::kOnlyEngines || one_daemon_ == OneDaemon::kOneSided;
@@ -259,6 +276,7 @@ void World::CheckRest(int g, const Round& round, const UpdateEnded& a) {
       return p.alive && DaemonAt(SeatOf(p).d).wire_trouble == Daemon::WireTrouble::kNone;
     });
     if (!whole) continue;
+    if (nameless_ && ++lost_to_search_[g] <= daemons_.size()) return;
     return Violate("REST",
                    fmt::format("g{}: the update to version {} is given up, though instance {} "
                                "could have got it: {}",

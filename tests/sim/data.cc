@@ -412,7 +412,8 @@ void World::On(int d, int g, const ConnectEpoch& a) {
   }
   InDaemon(d, a.timeout, [this, id] {
     const auto it = ends_.find(id);
-    const int rank = it == ends_.end() ? -1 : OutOfReach(it->second);
+    const int rank = it == ends_.end() || nameless_ ? -1 : OutOfReach(it->second);
+    if (nameless_ && it != ends_.end() && !it->second.answered) Count(Fault::kWireNameless);
     AnswerEpoch(id, absl::DeadlineExceededError(
                         rank < 0 ? "not all connected" : fmt::format("waited for rank {}", rank)));
   });

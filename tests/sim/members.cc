@@ -320,8 +320,9 @@ void World::CheckRegistered(int g, const Round& round) {
     }
     const Machine* m = Find(GroupOf(g).home, g);
     for (const InstanceView& view : m->machine->View(now_).group.instances) {
-      if (view.name == instance && view.reason.find("is kept out") != std::string::npos)
-        all = false;
+      if (view.name != instance) continue;
+      all &= view.reason.find("is kept out") == std::string::npos;
+      all &= view.reason.find("is left out of this update to find") == std::string::npos;
     }
     if (!all || round.instances.contains(instance)) continue;
     Violate("REG", fmt::format("g{}: update {} begins without instance {}, whose every rank is "

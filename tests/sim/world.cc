@@ -36,7 +36,7 @@ std::string_view FaultName(Fault fault) {
       "replace",         "call gone",
       "replica differs", "only engines killed",
       "wire one-sided",  "daemon mute",
-      "wrong payload"};
+      "wrong payload",   "wire nameless"};
   return kNames[static_cast<size_t>(fault)];
 }
 
@@ -619,6 +619,7 @@ void World::On(int d, int g, const UpdateEnded& a) {
   if (round == rounds_.end()) return;  // given up before it was assembled
   round->outcome = a.outcome;
   CheckRest(g, *round, a);
+  if (!over_) CheckKeptOut(g);
   if (over_) return;
   for (const auto& [id, copy] : copies_) {
     if (copy->g == g && copy->start.version == a.version && copy->d == d &&

@@ -101,6 +101,7 @@ enum class Fault : uint8_t {
   kDaemonMute,  // it answers pings and sends no reports
   // An answer of another kind than its call, or a report about an epoch that the daemon is not in.
   kWrongPayload,
+  kWireNameless,  // the data plane fails and names nobody
   kCount
 };
 std::string_view FaultName(Fault fault);
@@ -696,6 +697,7 @@ class World {
   void SendWrongPayload();
   // Checks that faults of these kinds cost only the members that they hit.
   void CheckRest(int g, const Round& round, const UpdateEnded& a);
+  void CheckKeptOut(int g);
   // Daemons without a trainer of any group and without a group of their own.
   std::vector<int> DaemonsWithoutTrainers(bool joined_only) const;
   void RestartKeptOut();
@@ -748,7 +750,11 @@ class World {
   // The fault that hits one daemon alone, which must cost the others nothing.
   enum class OneDaemon : uint8_t { kNone, kOnlyEngines, kOneSided, kMute, kWrongPayload };
   OneDaemon one_daemon_ = OneDaemon::kNone;
-  TimePoint thawed_;  // when the last freeze of a daemon ends
+  // A data plane that does not come up names nobody, as NCCL's. Finding the broken daemon may then
+  // cost a group a few updates.
+  bool nameless_ = false;
+  std::map<int, size_t> lost_to_search_;  // by group
+  TimePoint thawed_;                      // when the last freeze of a daemon ends
 
   std::vector<Daemon> daemons_;
   std::vector<GroupWorld> groups_;
