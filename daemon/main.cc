@@ -3,6 +3,7 @@
 //
 // Exit codes: daemon/config.h, ExitCode.
 #include <fmt/ranges.h>
+#include <grpc/support/log.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -12,6 +13,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -23,6 +25,7 @@
 #include "daemon/metrics.h"
 #include "daemon/node/node.h"
 #include "daemon/process/log.h"
+#include "daemon/process/log_limit.h"
 #include "daemon/process/service_manager.h"
 #include "daemon/process/version.h"
 #include "daemon/services/engine_service.h"
@@ -187,13 +190,31 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   return *std::move(transport);
 }
 
+// Logs what anybody who reaches a port can cause.
+void LogOfStrangers(const std::string& line) {
+  static auto* const limit = new LogLimit;
+  const std::optional<int64_t> left_out = limit->Admit(std::chrono::steady_clock::now());
+  if (!left_out.has_value()) return;
+  if (*left_out > 0) LogWarning("{} lines about refused connections were left out", *left_out);
+  LogWarning("{}", line);
+}
+
+// gRPC's errors, most of which are handshakes that failed, go into this log, unless gRPC was asked
+// for more by its own variable.
+void TakeGrpcLog() {
+  if (std::getenv("GRPC_VERBOSITY") != nullptr) return;
+  gpr_set_log_function(
+      [](gpr_log_func_args* line) { LogOfStrangers(fmt::format("gRPC: {}", line->message)); });
+}
+
 // Null: the configuration names no certificates.
 absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Config& config) {
   if (config.tls.empty()) return nullptr;
   ObserveTlsRefusals(
       [](const std::string& identity, const std::string& issuer, const std::string& why) {
-        LogWarning("TLS: the certificate of {}, which says it was signed by {}, is refused: {}",
-                   identity.empty() ? "somebody without an identity" : identity, issuer, why);
+        LogOfStrangers(fmt::format(
+            "TLS: the certificate of {}, which says it was signed by {}, is refused: {}",
+            identity.empty() ? "somebody without an identity" : identity, issuer, why));
       });
   REFITD_ASSIGN_OR_RETURN(auto store, CertificateStore::Create(config.tls));
   LogInfo("certificates: {}", Describe(*store->Current()));
@@ -452,6 +473,7 @@ int Run(const Invocation& invocation) {
   // Changes the environment, so it must come before any thread.
   LogNcclEnvironment(CleanNcclEnvironment(config.peers.interface));
   RequireTls13();
+  TakeGrpcLog();
   // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
   const sigset_t signals = BlockSignals();
 
@@ -463,8 +485,9 @@ int Run(const Invocation& invocation) {
   std::unique_ptr<Wire> wire = MakeHostWire(config);
   const auto certificates = LoadOwnCertificates(config);
   if (!certificates.ok()) {
+    // Their issuer's tool may not have written them yet: the service manager tries again.
     LogError("tls: {}", Message(certificates.status()));
-    return kExitUsage;
+    return kExitFailure;
   }
   const auto loss = std::make_shared<DeviceLoss>();
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);

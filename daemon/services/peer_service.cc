@@ -245,8 +245,7 @@ class LinkReactor final : public grpc::ServerBidiReactor<v1::PeerMessage, v1::Pe
         address_(TcpAddress(context->peer())),
         session_(std::make_shared<Session>(this, message_bytes)) {
     if (absl::Status status = Admit(rule); !status.ok()) {
-      LogWarning("link from {} refused: {}", address_.empty() ? "a unix socket" : address_,
-                 Message(status));
+      if (!address_.empty()) LogWarning("link from {} refused: {}", address_, Message(status));
       session_->End(std::move(status));
       return;
     }
