@@ -40,11 +40,11 @@ int Run(int argc, char** argv) {
   app.add_option("-o,--output", output, "table or json (numbers of 64 bits as strings)")
       ->check(CLI::IsMember({"table", "json"}));
 
-  const std::vector<Command> commands = {AddStatus(&app, global),  AddGroups(&app, global),
-                                         AddMembers(&app, global), AddNodes(&app, global),
-                                         AddBuckets(&app, global), AddWatch(&app, global),
-                                         AddPush(&app, global),    AddEngine(&app, global),
-                                         AddPlan(&app, global),    AddValidate(&app, global)};
+  const std::vector<Command> commands = {
+      AddStatus(&app, global),   AddGroups(&app, global),  AddMembers(&app, global),
+      AddNodes(&app, global),    AddBuckets(&app, global), AddWatch(&app, global),
+      AddPush(&app, global),     AddEngine(&app, global),  AddPlan(&app, global),
+      AddValidate(&app, global), AddDoctor(&app, global)};
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
