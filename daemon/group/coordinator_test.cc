@@ -664,11 +664,13 @@ class Nameless {
     Do(GroupEvent(begin));
     CHECK(prepared_.size() == daemons_ - KeptOut().size());  // all but those found broken
     std::set<NodeId> up;
+    if (opened_.empty() && !ended_) up = up_;  // the epoch before serves again
     for (int epochs = 0; !opened_.empty() && !ended_ && up.empty(); ++epochs) {
       REQUIRE(epochs < 40);
       up = Connect();
     }
     if (!ended_) Do(GroupEvent(OperatorAbort{CallId(++calls_), "enough"}));
+    up_ = up;
     return up;
   }
   std::set<NodeId> KeptOut() const {
@@ -746,6 +748,7 @@ class Nameless {
   std::set<NodeId> prepared_;
   std::set<NodeId> opened_;  // ranks of the newest epoch, but the coordinator
   EpochId epoch_;
+  std::set<NodeId> up_;  // ranks of the last epoch that came up, but the coordinator
   bool ended_ = false;
 };
 
