@@ -1,0 +1,337 @@
+"""Updates of full tensors that a framework's exporter yields one by one: what refitd.verl and refitd.nemo_rl share.
+
+Every trainer rank takes the same tensors from its exporter, which gathers them by collectives, and rank 0 pushes them. Each engine is
+an instance with staged delivery that hands the tensors to its framework's own loader. Imports torch when used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import hashlib
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import aio
+from ._wait import awaited
+from .engine import Engine
+from .errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
+from .events import Aborted, Committed, Joiner, Lost, Part, Prepare
+from .trainer import Trainer
+from .update import UpdateResult
+
+# The longest that an update lasts beyond what Prepare said remains; the daemon ends it earlier.
+MARGIN_SECONDS = 30.0
+
+# Tensors that fill an update up to the count it began with. Exporters yield tensors one by one and do not say how many they are, and
+# engines with staged delivery must be told before: so the first sync is filled up to `tensor_count`, and later ones to twice as many
+# tensors as the sync before had.
+FILLER = "refitd.filler."
+TENSOR_COUNT = 1 << 17
+MOST_TENSORS = 1 << 18  # of an update, by the daemon
+FILLERS_OF_A_BUCKET = 1 << 14  # the daemon takes at most four times as many tensors in a bucket
+
+CONNECT_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds", "device", "call_margin_seconds", "silence_seconds"})
+TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors"}
+
+
+class Casts:
+    """What a tensor is cast to before it is pushed."""
+
+    def __init__(self, where: str, dtype: str | None, exceptions: Mapping[str, str] | None) -> None:
+        """`where`: of the configuration, for errors. `dtype`: of floating-point tensors, None or "" as they are. `exceptions`: dtypes of
+        names, or of patterns as of fnmatch, that differ from it. Raises InvalidArgument for what is no floating-point dtype."""
+        self._dtype = _dtype_of(where, "dtype", dtype)
+        self._exceptions = [(name, _dtype_of(where, f"exceptions: {name}", other)) for name, other in dict(exceptions or {}).items()]
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is to be pushed."""
+        if self._dtype is None and not self._exceptions or not tensor.is_floating_point():
+            return tensor
+        dtype = next((dtype for pattern, dtype in self._exceptions if fnmatch.fnmatchcase(name, pattern)), self._dtype)
+        return tensor if dtype is None else tensor.to(dtype)
+
+
+class Sender:
+    """The trainer ranks' end: pushes, and compares what the ranks sent. Not thread-safe.
+
+    `who`: names the exporter's owner in errors, such as "the actor". `counted`: whether engines must be told how many tensors come.
+    """
+
+    def __init__(
+        self, who: str, casts: Casts, *, update_seconds: float, verification: str | None, tensor_count: int, counted: bool = True
+    ) -> None:
+        self._who, self._casts, self._counted = who, casts, counted
+        self._update_seconds, self._verification, self._tensor_count = update_seconds, verification, tensor_count
+        self._processes: Any = None  # the process group in which trainer ranks compare what they sent
+        self._sent = 0  # tensors of the last sync
+
+    def join(self, rank: int, world_size: int) -> None:
+        """Makes what the ranks compare by, once; every rank calls it. Raises InvalidArgument where this is another rank's place."""
+        if not torch.distributed.is_initialized():
+            if world_size > 1:
+                raise InvalidArgument(f"trainer rank {rank} of {world_size}: torch.distributed is not initialised", culprit="rank")
+            return
+        held = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if held != (rank, world_size):
+            who = f"trainer rank {rank}"
+            raise InvalidArgument(
+                f"{who} of {world_size} is rank {held[0]} of {held[1]} in torch.distributed: this is another rank's place", culprit=who
+            )
+        if self._processes is None and world_size > 1:
+            # The ranks compare in a process group of their own: a rank that failed may still gather weights in the framework's.
+            self._processes = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._update_seconds))
+
+    async def send_async(self, *arguments: Any, **options: Any) -> UpdateResult:
+        """As send(), on another thread, with this thread's GPU."""
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        return await asyncio.to_thread(self._send_on, device, *arguments, **options)
+
+    def _send_on(self, device: int | None, *arguments: Any, **options: Any) -> UpdateResult:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+        with torch.no_grad():
+            return self.send(*arguments, **options)
+
+    def send(
+        self, trainer: Trainer, instances: int, version: int, weights: Iterable[tuple[str, torch.Tensor]], note: str = ""
+    ) -> UpdateResult:
+        """Installs the tensors as `version` in all of the `instances`. Every rank calls it, with the same tensors in one order.
+
+        A failure is raised on every rank: InvalidArgument where a rank's tensors differ from those of rank 0, naming the tensor, where
+        there are none or a name comes twice; FailedPrecondition where engines are missing; UpdateAborted and DeadlineExceeded as of
+        Trainer.update. Where `weights` itself fails, the update is given up, and the other ranks fail at the latest in their time.
+        """
+        rank = trainer.rank
+        update = trainer.update(
+            version,
+            duration_seconds=self._update_seconds,
+            verification=self._verification,
+            tensor_count=self._announced() if rank == 0 else None,
+            note=note,
+        )
+        with update:
+            sent = _Sent(self._who)
+            failure: Exception | None = None
+            try:
+                if update.instances != instances:
+                    raise FailedPrecondition(f"{update.instances} of {instances} engine instances take part in version {version}")
+                self._push(update if rank == 0 else None, weights, sent)
+            except Exception as error:
+                failure = error
+            self._compare(trainer.world_size, sent, failure)
+            if failure is not None:
+                raise failure
+        self._sent = sent.count
+        assert update.result is not None
+        return update.result
+
+    def agree(self, world_size: int, version: int | None) -> int | None:
+        """The greatest of the ranks' versions."""
+        versions = self._gather(version, world_size) if world_size > 1 else [version]
+        return max((known for known in versions if known is not None), default=None)
+
+    def _announced(self) -> int | None:
+        """How many tensors the update is begun with."""
+        if not self._counted:
+            return None
+        return min(2 * self._sent, MOST_TENSORS) if self._sent else self._tensor_count
+
+    def _push(self, update: Any, weights: Iterable[tuple[str, torch.Tensor]], sent: _Sent) -> None:
+        """Pushes the tensors, and what fills the update up; with no `update`, only takes part in gathering."""
+        iterator = iter(weights)
+        taken = False  # whether `weights` itself goes on
+        try:
+            for name, tensor in iterator:
+                taken = True
+                sent.add(name, tensor)
+                if update is not None:
+                    update.push(name, self._casts.of(name, tensor))
+                taken = False
+            if not sent.count:
+                raise InvalidArgument(f"{self._who} yielded no tensor", culprit="weights")
+            if update is not None and self._counted:
+                self._fill(update, sent.count)
+        except BaseException:
+            if taken:
+                for _ in iterator:  # the other ranks gather on, and would wait for this one
+                    pass
+            raise
+
+    def _fill(self, update: Any, count: int) -> None:
+        announced = self._announced()
+        assert announced is not None
+        if count > announced:
+            self._sent = 0
+            raise FailedPrecondition(
+                f"{self._who} yielded {count} tensors, and at most {announced} were expected after the sync before; the next sync takes them"
+            )
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for i in range(announced - count):
+            update.push(f"{FILLER}{i}", nothing)
+            if i % FILLERS_OF_A_BUCKET == FILLERS_OF_A_BUCKET - 1:
+                update.flush()
+
+    def _compare(self, world_size: int, sent: _Sent, failure: Exception | None) -> None:
+        """Raises InvalidArgument on every rank where one sent other tensors than rank 0, or failed; not where this rank failed."""
+        if world_size == 1:
+            return
+        told = (sent.digest(), None if failure is None else f"{type(failure).__name__}: {failure}")
+        of_ranks = self._gather(told, world_size)
+        if failure is not None:
+            return
+        for rank, (_, text) in enumerate(of_ranks):
+            if text is not None:
+                raise UpdateAborted(f"trainer rank {rank} failed: {text}", culprit=f"trainer rank {rank}")
+        if all(digest == of_ranks[0][0] for digest, _ in of_ranks):
+            return
+        lists = self._gather(sent.entries, world_size)
+        for rank, entries in enumerate(lists):
+            if entries != lists[0]:
+                name = _first_difference(lists[0], entries)
+                raise InvalidArgument(f"trainer rank {rank} has other tensors than rank 0, first at '{name}'", culprit=f"tensor '{name}'")
+
+    def _gather(self, value: Any, world_size: int) -> list[Any]:
+        values: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(values, value, group=self._processes)
+        return values
+
+
+class _Sent:
+    """Name, dtype and shape of what a trainer rank took from its exporter, in order."""
+
+    def __init__(self, who: str) -> None:
+        self.entries: list[tuple[str, str, tuple[int, ...]]] = []
+        self._who = who
+        self._names: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self.entries)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._names:
+            raise InvalidArgument(f"{self._who} yielded tensor '{name}' twice", culprit=f"tensor '{name}'")
+        self._names.add(name)
+        self.entries.append((name, str(tensor.dtype), tuple(tensor.shape)))
+
+    def digest(self) -> bytes:
+        return hashlib.sha256(repr(self.entries).encode()).digest()
+
+
+async def receive(member: Engine, *, begin_seconds: float, who: str, keep: bool) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
+    """Yields the tensors of one update as they come, some at a time, and returns when the version is committed.
+
+    `keep`: tensors are memory of their own; else they are good until the next are asked for. `who`: begins updates, for errors.
+    Raises DeadlineExceeded where no update begins within `begin_seconds`, UpdateAborted, also after tensors were yielded: the engine's
+    weights are then torn until the next update. A caller that gives up fails the update.
+    """
+    begun: Prepare | None = None
+    over = False
+    engine = aio.Engine(member)
+    joiner = Joiner()
+    deadline = asyncio.get_running_loop().time() + begin_seconds
+    try:
+        while not over:
+            event = await engine._next(max(0.0, deadline - asyncio.get_running_loop().time()))
+            if event is None:
+                what = f"{who} did not begin" if begun is None else f"no end of version {begun.version} came"
+                raise DeadlineExceeded(f"{member.label}: {what} in its time")
+            if isinstance(event, Prepare):
+                begun = event
+                deadline = asyncio.get_running_loop().time() + event.remaining_seconds + MARGIN_SECONDS
+                await engine.ready(event.version)  # the framework has stopped generation before
+            elif isinstance(event, Part):
+                tensors = _tensors_of(joiner, event, keep)
+                if not keep and tensors:
+                    yield tensors
+                    del tensors
+                    _synchronize(member)
+                await engine.ack(event)
+                if keep and tensors:
+                    yield tensors
+            elif isinstance(event, (Aborted, Lost)):
+                over = True
+                dirty = event.dirty if isinstance(event, Aborted) else True
+                raise UpdateAborted(f"{member.label}: {event.reason}", dirty=dirty)
+            elif isinstance(event, Committed):
+                over = True
+    finally:
+        if begun is not None and not over:
+            await awaited(partial(_give_up, member, begun.version))
+
+
+async def one_by_one(batches: AsyncGenerator[list[tuple[str, torch.Tensor]], None]) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    """The tensors of receive() as single ones."""
+    async with aclosing(batches) as held:
+        async for tensors in held:
+            for name, tensor in tensors:
+                yield name, tensor
+
+
+def known_version(trainer: Trainer | None, committed: int | None) -> int | None:
+    """The group's version as far as a trainer rank knows it."""
+    told = None if trainer is None else trainer.group_version
+    return max((version for version in (told, committed) if version is not None), default=None)
+
+
+def next_version(known: int | None, wanted: int | None = None) -> int:
+    """`wanted` where it is greater than the known version, else the number after that."""
+    if wanted is not None and (known is None or wanted > known):
+        return wanted
+    return 1 if known is None else known + 1
+
+
+def rollout_device() -> str:
+    """The GPU that this worker shares with its inference engine, or "host"."""
+    if not torch.cuda.is_available():
+        return "host"
+    from .cuda import device_uuid
+
+    return device_uuid(torch.cuda.current_device())
+
+
+def _dtype_of(where: str, option: str, name: str | None) -> torch.dtype | None:
+    found = getattr(torch, name, None) if name else None
+    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise InvalidArgument(f"{where}.{option}: {name!r} is no floating-point dtype of torch", culprit=option)
+    return found
+
+
+def _first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:
+    for one, two in zip(first, other):
+        if one != two:
+            return str(two[0])
+    return str(max(first, other, key=len)[min(len(first), len(other))][0])
+
+
+def _tensors_of(joiner: Joiner, part: Part, keep: bool) -> list[tuple[str, torch.Tensor]]:
+    """The whole tensors that a part brings, without fillers; with `keep`, copied out of the daemon's memory."""
+    arrived = {id(view) for view in part.views}
+    tensors = []
+    for view in joiner.add(part):
+        if not view.name.startswith(FILLER):
+            tensor = view.torch()
+            tensors.append((view.name, tensor.clone() if keep and id(view) in arrived else tensor))
+    if keep and tensors and tensors[0][1].is_cuda:
+        torch.cuda.current_stream(tensors[0][1].device).synchronize()
+    return tensors
+
+
+def _synchronize(member: Engine) -> None:
+    """Waits for the device work that reads the tensors of a part."""
+    if member.device not in (None, "host"):
+        torch.cuda.current_stream().synchronize()
+
+
+def _give_up(member: Engine, version: int) -> None:
+    try:
+        member.fail(version, "the engine's worker gave the weights up")
+    except Error:
+        pass  # the update has ended
+    member.close()
