@@ -57,6 +57,12 @@ std::string Coordinator::Impl::Name(NodeId node) const {
   return it == nodes.end() ? fmt::format("daemon {}", node) : "daemon " + it->second.daemon_id;
 }
 
+bool Coordinator::Impl::Speaks(NodeId node, Protocol version) const {
+  if (node == kCoordinatorNode) return true;
+  const auto it = nodes.find(node);
+  return it != nodes.end() && it->second.protocol >= version;
+}
+
 std::vector<size_t> Coordinator::Impl::RanksNamed(std::string_view message) const {
   std::vector<size_t> ranks;
   for (size_t rank = 0; epoch.has_value() && rank < epoch->ranks.size(); ++rank) {

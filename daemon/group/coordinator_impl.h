@@ -364,6 +364,10 @@ struct Coordinator::Impl {
   // Stops waiting for the node's wire lock.
   void DropLock(NodeId node);
   std::string Name(NodeId node) const;
+  // Whether that daemon's link agreed to `version` of the protocol or a later one, so that it
+  // understands what the version added. The coordinator itself understands every version; a daemon
+  // that is gone understands none.
+  bool Speaks(NodeId node, Protocol version) const;
   NodeId NodeOf(MemberId member) const {
     const auto it = remotes.find(member);
     return it == remotes.end() ? kCoordinatorNode : it->second.node;
