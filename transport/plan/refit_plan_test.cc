@@ -340,5 +340,30 @@ TEST_CASE("A model of many tensors over many ranks has one box for each that is 
   CHECK((*plan)->replicas.holder_sets.size() == kParallel + 1);
 }
 
+TEST_CASE("What a plan moves is counted, and what no destination wants is named") {
+  const auto with = [](const std::vector<std::string>& stored, const std::string& named) {
+    auto layout = std::make_shared<Layout>();
+    for (const std::string& name : stored) {
+      const auto tensor = static_cast<uint32_t>(layout->tensors.size());
+      layout->tensors.push_back({name, DType::kFloat32, {4}});
+      layout->pieces.push_back({tensor, {{0}, {4}}, RegionId(1), 16 * int64_t{tensor}, {1}});
+    }
+    if (!named.empty()) layout->tensors.push_back({named, DType::kFloat32, {4}});
+    return layout;
+  };
+  const std::vector<RouteMember> sources = {{with({"a", "b", "only", "pushed", "rope"}, ""), 0},
+                                            {with({"b", "tied"}, ""), 1}};
+  const std::vector<RouteMember> destinations = {{with({"a", "pushed", "rope"}, "tied"), 0},
+                                                 {with({"b"}, "unheld"), 1}};
+  RouteOptions options;
+  options.skip_tensors = {"pushed"};
+  options.engine_only = {"rope"};
+  const RefitContent content = ContentOf(sources, destinations, options);
+  CHECK(content.tensors == 2);  // "a" and "b"
+  CHECK(content.bytes == 2 * 16);
+  CHECK(content.unwanted == std::vector<std::string>{"only", "rope", "tied"});
+  CHECK(content.unwanted_bytes == 3 * 16);
+}
+
 }  // namespace
 }  // namespace refitd
