@@ -11,8 +11,10 @@ import models
 import pytest
 import support
 import torch
+import vllm
 from support import CheckpointTrainer, EngineFailed, EngineProcess, Sending, check_refused, following, fresh, manifest_of, update
 
+VERSION = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
 SEED = int(os.environ.get("REFITD_ENGINES_SEED", "1"))
 
 
@@ -28,6 +30,8 @@ def test_five_versions_equal_a_fresh_engine(folder: Path, daemon: Any, tmp_path:
 
 @pytest.mark.parametrize("name", [name for name in models.ARCHITECTURES if name not in ("qwen3", "gpt-oss")])
 def test_five_versions_of_each_architecture(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
+    if name == "deepseek-v2-lite" and VERSION < (0, 32):
+        pytest.skip("this version of vLLM has no MLA on a CPU, or it has not been tried there")
     check_five_versions(name, folder, daemon, tmp_path)
 
 
