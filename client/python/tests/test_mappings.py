@@ -89,17 +89,15 @@ def bits(tensor):
 
 
 def megatron_trainers(mapping, full):
-    """The shards of every rank, of Megatron's parameters, which are filled from the full tensors."""
+    """The shards of every rank by refitd.megatron; what the parameters hold is said by transport/sharding alone."""
     m, p = mapping["model"], mapping["parallel"]
     parallel = megatron.Parallel(p["world"], p["pp"], p["tp"], p["ep"], p["etp"], p["cp"])
     for rank in range(p["world"]):
         place = parallel.place(rank, m["layers"], m["experts"])
         parameters, _, memory = arena_of(parameters_of(m, place))
-        held = megatron.shards(parameters, megatron.table_of(config_of(m)), place)
-        for shard in held:
-            if shard.tensor is not None:
-                shard.tensor.copy_(box_of(full[shard.name], shard.offset, shard.tensor.shape))
-        yield held
+        for _ in views_of(mapping["ranks"][rank], memory, full):
+            pass
+        yield megatron.shards(parameters, megatron.table_of(config_of(m)), place)
 
 
 def dtensor_trainers(mapping, full):
@@ -126,6 +124,17 @@ def dtensor_trainers(mapping, full):
             dist.destroy_process_group()
 
 
+def views_of(rank, memory, full=None):
+    """The pieces that transport/sharding lists for a rank, as shards over its memory, filled from the full tensors if given."""
+    for t, offset, extent, at, strides in rank["pieces"]:
+        name, dtype, shape = rank["tensors"][t]
+        span = (1 + sum((n - 1) * s for n, s in zip(extent, strides))) * torch_dtype(dtype).itemsize
+        held = memory[at : at + span].view(torch_dtype(dtype)).as_strided(extent, strides)
+        if full is not None:
+            held.copy_(box_of(full[name], offset, extent))
+        yield Shard(name, tuple(shape), held, tuple(offset))
+
+
 def listed(rank, full, filled):
     """What transport/sharding lists for a rank: shards as views of one memory, and that memory."""
     itemsizes = [torch_dtype(dtype).itemsize for _, dtype, _ in rank["tensors"]]
@@ -135,15 +144,7 @@ def listed(rank, full, filled):
     region = Region(-(-end // ALIGNMENT) * ALIGNMENT)
     memory = region.tensor((region.nbytes,), "uint8")
     memory.fill_(0xFF)
-    shards = []
-    for t, offset, extent, at, strides in rank["pieces"]:
-        name, dtype, shape = rank["tensors"][t]
-        span = (1 + sum((n - 1) * s for n, s in zip(extent, strides))) * itemsizes[t]
-        held = memory[at : at + span].view(torch_dtype(dtype)).as_strided(extent, strides)
-        if filled:
-            held.copy_(box_of(full[name], offset, extent))
-        shards.append(Shard(name, tuple(shape), held, tuple(offset)))
-    return shards, memory
+    return list(views_of(rank, memory, full if filled else None)), memory
 
 
 def trainers_of(mapping, full):
