@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "client/engine.h"
+#include "client/target.h"
 #include "client/trainer.h"
 #include "daemon/process/version.h"
 #include "daemon/refitctl/command.h"
@@ -226,9 +227,8 @@ absl::StatusOr<std::vector<double>> RefitTwice(const GlobalOptions& global) {
   std::random_device random;
   client::TrainerOptions trainer_options;
   client::ConnectOptions& connect = trainer_options.connect;
-  connect.socket = SocketOf(global);
+  connect = ConnectOf(global);
   connect.group = fmt::format("refitd-doctor-{}-{:08x}", ::getpid(), random());
-  connect.wait = global.timeout();
   connect.client = "refitctl doctor";
   client::EngineOptions engine_options;
   engine_options.connect = connect;
@@ -289,7 +289,12 @@ Finding LookAtRefit(const GlobalOptions& global) {
 std::vector<Finding> Examine(const GlobalOptions& global) {
   std::vector<Finding> findings = {LookAtMachine(), LookAtProgram(), LookAtDriver(), LookAtLimits(),
                                    LookAtSharedMemory()};
-  findings.push_back(LookAtSocket(SocketOf(global)));
+  if (!global.address.empty()) {
+    // Memory is shared through the unix socket alone, so there is no refit over TCP to try.
+    findings.push_back(LookAtDaemon(global));
+    return findings;
+  }
+  findings.push_back(LookAtSocket(client::DaemonName(ConnectOf(global))));
   if (findings.back().state != State::kOk) return findings;
   findings.push_back(LookAtDaemon(global));
   findings.push_back(LookAtRefit(global));
