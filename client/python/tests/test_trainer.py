@@ -1,6 +1,7 @@
 """Trainers and engines over a real daemon: refits of registered regions, events, what is refused."""
 
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 
 import refitd
 from support import DaemonTest, Server, whole
@@ -71,8 +72,6 @@ class RefitTest(DaemonTest):
         engine, target = self.engine(), refitd.Region(BYTES)
         engine.register_layout([spec], [whole(target, spec)])
         Server(self, engine)
-        from concurrent.futures import ThreadPoolExecutor
-
         with ThreadPoolExecutor(2) as pool:
             results = list(pool.map(lambda trainer: trainer.refit(1), trainers))
         self.assertEqual([result.bytes for result in results], [BYTES, BYTES])
@@ -88,7 +87,29 @@ class RefitTest(DaemonTest):
         Server(self, engine)
         with self.assertRaises(refitd.Error) as caught:
             trainer.refit(1)
-        self.assertRegex(str(caught.exception), r"'?w'?")
+        self.assertEqual(caught.exception.culprit, "tensor 'w'")
+        self.assertEqual(target[:], bytes(BYTES))
+
+    def test_names_that_differ_between_ranks_are_an_error_that_names_tensor_and_rank_before_anything_is_written(self):
+        trainers = [self.trainer(rank=rank, world_size=2) for rank in range(2)]
+        for rank, name in enumerate(("w", "model.w")):
+            region = refitd.Region(BYTES // 2)
+            region[:] = b"\x01" * (BYTES // 2)
+            box = refitd.Box(0, (8 * rank, 0), (8, 8), (8, 1), refitd.RegionMemory(region, 0, BYTES // 2))
+            trainers[rank].register_layout([TensorSpec(name, "float32", (16, 8))], [box])
+        engine, target = self.engine(), refitd.Region(BYTES)
+        engine.register_layout([SPEC], [whole(target, SPEC)])
+        Server(self, engine)
+
+        def refused(trainer):
+            with self.assertRaises(refitd.Error) as caught:
+                trainer.refit(1)
+            return caught.exception
+
+        with ThreadPoolExecutor(2) as pool:
+            for error in pool.map(refused, trainers):
+                self.assertEqual((error.culprit, error.dirty), ("tensor 'model.w'", False))
+                self.assertIn("trainer rank 1 ", str(error))
         self.assertEqual(target[:], bytes(BYTES))
 
     def test_shapes_and_dtypes_that_differ_between_members_are_refused_by_name(self):
