@@ -251,7 +251,7 @@ bool Cluster::Run() {
 }
 
 void Cluster::Feed(int daemon, MachineEvent event) {
-  Post([this, daemon, event = std::move(event)] {
+  Post([this, daemon, event = std::move(event)]() mutable {
     MachineActions actions;
     daemons_[static_cast<size_t>(daemon)]->machine->Handle(event, now_, &actions);
     daemons_[static_cast<size_t>(daemon)]->machine->CheckInvariants();
