@@ -1,5 +1,7 @@
 // Compiled refits through the client library and a real daemon, from trainers' shards to engines'
 // fused parameters, compared byte for byte with everything around them.
+#include <fmt/format.h>
+
 #include <catch2/catch.hpp>
 #include <future>
 #include <memory>
@@ -185,6 +187,52 @@ TEST_CASE("trainers and engines on two daemons are refitted as on one") {
     for (const auto& rank : trainers) rank->Fill(version);
     RequireRefitted(trainers, version);
     CHECK(engines.Difference(model, BytesOf(model, version)) == "");
+  }
+}
+
+TEST_CASE(
+    "daemons whose engines want the same forward it, and the trainers' daemon sends it once") {
+  Model model;
+  for (int t = 0; t < 4; ++t) {
+    model.push_back({fmt::format("w{}", t), DType::kBFloat16, {1024, 512}});
+  }
+  model.push_back({"norm", DType::kFloat32, {1024}});
+  int64_t bytes = 0;
+  for (const TensorSpec& tensor : model) bytes += TensorBytes(tensor);
+  constexpr int kInstances = 3;
+  std::vector<std::unique_ptr<Daemon>> daemons;
+  for (int d = 0; d <= kInstances; ++d) {
+    daemons.push_back(std::make_unique<Daemon>(
+        std::vector<std::string>{"--listen-tcp=127.0.0.1:0", fmt::format("--daemon-id=d{}", d)}));
+  }
+  const Ranks trainers = TensorParallel({daemons[0].get(), daemons[0].get()}, model);
+  std::vector<std::unique_ptr<Holder>> engines;
+  for (int i = 0; i < kInstances; ++i) {
+    const Daemon& daemon = *daemons[static_cast<size_t>(i + 1)];
+    v1::EngineHello hello =
+        RawEngine::Hello("g", fmt::format("i{}", i), 0, 1, v1::DELIVERY_REGISTERED, std::nullopt);
+    hello.set_coordinator(daemons[0]->address());
+    hello.set_wait_ms(30'000);
+    engines.push_back(std::make_unique<Holder>(daemon.Connect(), hello, HoldSlice(model, 0, 0, 1)));
+  }
+  for (const int64_t version : {1, 2, 3}) {
+    for (const auto& rank : trainers) rank->Fill(version);
+    for (const auto& result : RefitAll(trainers, version)) {
+      INFO(result.status());
+      REQUIRE(result.ok());
+      CHECK(result->instances.size() == kInstances);
+      for (const auto& instance : result->instances) CHECK(instance.committed);
+    }
+    for (const auto& engine : engines) {
+      CHECK(engine->Difference(model, BytesOf(model, version)) == "");
+    }
+    int64_t sent = 0;
+    for (int d = 0; d <= kInstances; ++d) {
+      const int64_t own = daemons[static_cast<size_t>(d)]->Resources().wire_bytes_sent();
+      CHECK(own <= version * bytes * 105 / 100);
+      sent += own;
+    }
+    CHECK(sent >= kInstances * version * bytes);
   }
 }
 
