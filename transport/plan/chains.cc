@@ -9,9 +9,9 @@
 namespace refitd {
 namespace {
 
-// Filling a usual chain costs one of so many parts of the time. Ten would be enough; the rest makes
-// up for rounds that are not full.
-constexpr int64_t kFillParts = 16;
+// There are so many times as many rounds as filling a usual chain takes, so that filling costs a
+// tenth. More rounds would cost more than they save: on a busy machine each costs milliseconds.
+constexpr int64_t kFillParts = 10;
 
 // Rounds are not made shorter than this to fill chains sooner: each costs about as much as sending
 // some ten thousand bytes over a fast link.

@@ -99,7 +99,7 @@ TEST_CASE("Rounds are enough for slots and for filling but not more than small r
   RelayShape shape{2, 16, 16, 32, int64_t{1} << 30};
   RelayRounds rounds = RoundsOf(shape, kSlot);
   CHECK(rounds.filling == 30);
-  CHECK(rounds.rounds == 17 * 30);  // filling decides
+  CHECK(rounds.rounds == 11 * 30);  // filling decides
   shape.node_bytes = int64_t{1} << 40;
   rounds = RoundsOf(shape, kSlot);
   CHECK(rounds.rounds - rounds.filling > (int64_t{1} << 40) / kSlot);  // slots decide
