@@ -20,7 +20,6 @@
 #include <thread>
 
 #include "client/engine.h"
-#include "client/target.h"
 #include "client/trainer.h"
 #include "daemon/process/version.h"
 #include "daemon/refitctl/command.h"
@@ -294,7 +293,8 @@ std::vector<Finding> Examine(const GlobalOptions& global) {
     findings.push_back(LookAtDaemon(global));
     return findings;
   }
-  findings.push_back(LookAtSocket(client::DaemonName(ConnectOf(global))));
+  findings.push_back(
+      LookAtSocket(global.socket.empty() ? std::string(client::kDefaultSocket) : global.socket));
   if (findings.back().state != State::kOk) return findings;
   findings.push_back(LookAtDaemon(global));
   findings.push_back(LookAtRefit(global));
