@@ -378,7 +378,11 @@ class OneFault : public TransferFaults {
   void Arm(int stores) { left_ = stores; }
   bool fired() const { return left_ == 0; }
   void AfterStore(char* data, int64_t) override {
-    if (left_ > 0 && --left_ == 0) *data ^= 0x10;
+    // Daemons' threads store at the same time, and one of them takes the last count.
+    int left = left_.load();
+    while (left > 0 && !left_.compare_exchange_weak(left, left - 1)) {
+    }
+    if (left == 1) *data ^= 0x10;
   }
 
  private:
