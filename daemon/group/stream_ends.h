@@ -9,13 +9,13 @@
 #define REFITD_DAEMON_GROUP_STREAM_ENDS_H_
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "daemon/group/peer.h"
 
 namespace refitd {
@@ -41,9 +41,10 @@ class StreamEnds {
 
   void Compare(uint32_t node, const Ends& here, uint32_t peer, const Told& there);
 
-  std::map<uint32_t, Told> told_;
+  // Hash tables, since they are freed at once: an update's end, under the mutex, waits for that.
+  absl::flat_hash_map<uint32_t, Told> told_;
   // By peer: the nodes that reported a stream to or from it.
-  std::map<uint32_t, std::set<uint32_t>> named_by_;
+  absl::flat_hash_map<uint32_t, absl::flat_hash_set<uint32_t>> named_by_;
   std::set<std::pair<uint32_t, uint32_t>> different_;  // sender, receiver
   int64_t looked_at_ = 0;
 };
