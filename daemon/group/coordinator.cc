@@ -481,7 +481,7 @@ void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
 std::shared_ptr<const Layout> Coordinator::Impl::Shared(const std::shared_ptr<const Layout>& layout,
                                                         uint64_t digest) {
   std::weak_ptr<const Layout>& known = shared_layouts[digest];
-  const std::shared_ptr<const Layout> before = known.lock();
+  std::shared_ptr<const Layout> before = known.lock();
   if (before == layout) return layout;  // the daemon has compared them (KnownLayout)
   if (before != nullptr) {
     ++layouts_compared;

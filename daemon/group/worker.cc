@@ -58,6 +58,7 @@ std::vector<std::shared_ptr<const Layout>> Worker::LayoutsToIndex(
 absl::StatusOr<std::shared_ptr<const DestinationIndex>> Worker::MakeIndex(
     const std::vector<MemberId>& destinations, std::vector<std::shared_ptr<const Layout>> layouts) {
   std::vector<std::string> labels;
+  labels.reserve(destinations.size());
   for (const MemberId member : destinations) labels.push_back(fmt::format("member {}", member));
   return DestinationIndex::Make(std::move(layouts), std::move(labels));
 }
