@@ -85,8 +85,8 @@ int ProbeErrno(const std::string& path) {
 bool Refused(const absl::Status& status) { return absl::IsUnauthenticated(status); }
 
 // Why no daemon answers at `target`. OK: it takes connections.
-absl::Status Probe(const Target& target) {
-  if (target.tcp) return WhyNoAnswer(target, After(kProbeLimit));
+absl::Status Probe(const Target& target, TimePoint deadline) {
+  if (target.tcp) return WhyNoAnswer(target, std::min(deadline, After(kProbeLimit)));
   const int error = ProbeErrno(target.name);
   if (error == 0) return absl::OkStatus();
   if (error == EACCES || error == EPERM) {
@@ -109,14 +109,14 @@ absl::Status WaitConnected(grpc::Channel* channel, const Target& target, TimePoi
     if (state == GRPC_CHANNEL_READY) return absl::OkStatus();
     if (state == GRPC_CHANNEL_TRANSIENT_FAILURE) {
       // Waiting does not mend missing rights.
-      const absl::Status why = Probe(target);
+      const absl::Status why = Probe(target, deadline);
       if (absl::IsPermissionDenied(why) || Refused(why)) return why;
     }
     const auto limit =
         std::chrono::system_clock::now() +
         std::chrono::duration_cast<std::chrono::microseconds>(Until(PieceOf(deadline, stop)));
     if (channel->WaitForStateChange(state, limit) || Until(deadline) > Duration::zero()) continue;
-    return NoDaemon(target, Probe(target));
+    return NoDaemon(target, Probe(target, After(kCleanupLimit)));
   }
 }
 
@@ -245,7 +245,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::OpenNow(const ConnectOpt
                                                                 TimePoint deadline,
                                                                 const std::stop_token& stop) {
   REFITD_ASSIGN_OR_RETURN(const Target target, TargetOf(options));
-  if (absl::Status why = Probe(target); !why.ok()) {
+  if (absl::Status why = Probe(target, deadline); !why.ok()) {
     if (Refused(why)) return why;
     return Error(absl::StatusCode::kUnavailable, "no daemon answers at {}: {}", target.name,
                  Message(why));

@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -203,8 +204,13 @@ void LogOfStrangers(const std::string& line) {
 // for more by its own variable.
 void TakeGrpcLog() {
   if (std::getenv("GRPC_VERBOSITY") != nullptr) return;
-  gpr_set_log_function(
-      [](gpr_log_func_args* line) { LogOfStrangers(fmt::format("gRPC: {}", line->message)); });
+  gpr_set_log_function([](gpr_log_func_args* line) {
+    const std::string text = fmt::format("gRPC: {}", line->message);
+    // gRPC ends the process after this line, so no limit may leave it out.
+    if (std::string_view(line->message).starts_with("assertion failed"))
+      return LogError("{}", text);
+    LogOfStrangers(text);
+  });
 }
 
 // Null: the configuration names no certificates.
@@ -246,9 +252,14 @@ struct TcpServer {
   std::unique_ptr<TcpAcceptor> tcp;
   std::unique_ptr<grpc::Server> server;  // destroyed first
 
+  // gRPC 1.51 reads its certificates outside of its lock when a handshake begins, while the
+  // beginning of another may replace them: one connection begins at a time.
+  mutable Mutex beginning;
+
   void Serve(UniqueFd fd) const {
     TcpAcceptor::NewConnectionParameters connection;
     connection.fd = fd.Release();
+    MutexLock lock(&beginning);
     tcp->HandleNewConnection(&connection);
   }
 };

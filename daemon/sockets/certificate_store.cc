@@ -46,19 +46,27 @@ std::shared_ptr<const Certificates> CertificateStore::Current() const {
 
 void CertificateStore::Refresh() {
   const auto loaded = Load(files_);
-  MutexLock lock(&mutex_);
   if (loaded.ok()) {
-    problem_.clear();
-    logged_.clear();
-    if (**loaded == *current_) return;
-    current_ = *loaded;
-    LogInfo("certificates changed: {}", Describe(*current_));
+    {
+      MutexLock lock(&mutex_);
+      problem_.clear();
+      logged_.clear();
+      if (**loaded == *current_) return;
+      current_ = *loaded;
+    }
+    // Handshakes wait for the mutex, and the log may stall.
+    LogInfo("certificates changed: {}", Describe(**loaded));
     return;
   }
   const std::string problem = Message(loaded.status());
-  if (std::exchange(problem_, problem) != problem || logged_ == problem) return;
-  logged_ = problem;
-  LogError("certificates not taken over: {}; still in force: {}", problem, Describe(*current_));
+  std::shared_ptr<const Certificates> in_force;
+  {
+    MutexLock lock(&mutex_);
+    if (std::exchange(problem_, problem) != problem || logged_ == problem) return;
+    logged_ = problem;
+    in_force = current_;
+  }
+  LogError("certificates not taken over: {}; still in force: {}", problem, Describe(*in_force));
 }
 
 }  // namespace refitd

@@ -6,6 +6,7 @@
 #include <openssl/err.h>
 #include <openssl/evp.h>
 #include <openssl/pem.h>
+#include <openssl/ssl.h>
 #include <openssl/x509.h>
 #include <openssl/x509v3.h>
 #include <unistd.h>
@@ -102,6 +103,24 @@ bool Plain(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return c > 0x20 && c < 0x7F; });
 }
 
+// Whether OpenSSL serves with them: it refuses keys and signatures that are weaker than its
+// security level, which handshakes would tell too late.
+absl::Status CheckUsable(const std::vector<X509Ptr>& chain, EVP_PKEY* key,
+                         const std::string& path) {
+  const std::unique_ptr<SSL_CTX, decltype(&SSL_CTX_free)> context(SSL_CTX_new(TLS_method()),
+                                                                  SSL_CTX_free);
+  if (context == nullptr) return Error(absl::StatusCode::kInternal, "OpenSSL gives no context");
+  bool taken = SSL_CTX_use_certificate(context.get(), chain.front().get()) == 1;
+  for (size_t i = 1; taken && i < chain.size(); ++i) {
+    taken = SSL_CTX_add1_chain_cert(context.get(), chain[i].get()) == 1;
+  }
+  if (taken && SSL_CTX_use_PrivateKey(context.get(), key) == 1) return absl::OkStatus();
+  const char* why = ERR_reason_error_string(ERR_peek_last_error());
+  const std::string reason = why == nullptr ? "no reason given" : why;
+  ERR_clear_error();
+  return Error(kInvalid, "{}: OpenSSL does not take it: {}", path, reason);
+}
+
 absl::Status CheckTimes(const X509* certificate, const std::string& path) {
   const ASN1_TIME* from = X509_get0_notBefore(certificate);
   const ASN1_TIME* until = X509_get0_notAfter(certificate);
@@ -150,6 +169,7 @@ absl::StatusOr<std::shared_ptr<const Certificates>> LoadCertificates(const TlsFi
     return Error(kInvalid, "{}: not the key of the certificate in {}", files.key,
                  files.certificate);
   }
+  REFITD_RETURN_IF_ERROR(CheckUsable(chain, key.get(), files.certificate));
   REFITD_RETURN_IF_ERROR(CheckTimes(chain.front().get(), files.certificate));
   const std::vector<X509Ptr> roots = AllCertificates(loaded->roots);
   if (roots.empty()) return Error(kInvalid, "{}: no certificate in PEM", files.roots);

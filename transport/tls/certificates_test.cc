@@ -82,6 +82,14 @@ TEST_CASE("Files that do not fit together are refused, and the message names the
   CHECK(absl::IsNotFound(LoadCertificates({folder / "none", files.key, files.roots}).status()));
 }
 
+TEST_CASE("A key that handshakes would refuse is refused when it is read") {
+  const TempFolder folder;
+  const TestAuthority authority("root");
+  const TlsFiles files = TlsFilesIn(folder / "", "own");
+  WriteTlsFiles(files, authority.Issue({.uris = {kTrainer}, .weak_key = true}), authority.root());
+  RequireRefused(files, files.certificate + ": OpenSSL does not take it: ");
+}
+
 TEST_CASE("A certificate that is not valid now is refused") {
   const TempFolder folder;
   const TestAuthority authority("root");

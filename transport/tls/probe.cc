@@ -9,6 +9,7 @@
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -126,13 +127,42 @@ absl::StatusOr<UniqueFd> ConnectTo(const std::string& address, const std::string
     if (!fd.valid()) continue;
     if (connect(fd.get(), next->ai_addr, next->ai_addrlen) == 0) return fd;
     error = errno;
-    if (error != EINPROGRESS || !WaitFor(fd.get(), POLLOUT, deadline)) continue;
+    if (error != EINPROGRESS) continue;
+    error = ETIMEDOUT;
+    if (!WaitFor(fd.get(), POLLOUT, deadline)) continue;
     socklen_t bytes = sizeof(error);
     getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &bytes);
     if (error == 0) return fd;
   }
   return Error(StatusCode::kUnavailable, "{}: {}", address, std::strerror(error));
 }
+
+// While it lives, writes of this thread to a connection that the other side has closed fail and
+// raise no SIGPIPE, which would end a trainer's or an engine's process.
+class NoSigpipe {
+ public:
+  NoSigpipe() {
+    sigemptyset(&sigpipe_);
+    sigaddset(&sigpipe_, SIGPIPE);
+    sigset_t pending;
+    sigpending(&pending);
+    pending_before_ = sigismember(&pending, SIGPIPE) == 1;
+    pthread_sigmask(SIG_BLOCK, &sigpipe_, &before_);
+  }
+  NoSigpipe(const NoSigpipe&) = delete;
+  NoSigpipe& operator=(const NoSigpipe&) = delete;
+  ~NoSigpipe() {
+    constexpr timespec kNow{0, 0};
+    while (!pending_before_ && sigtimedwait(&sigpipe_, nullptr, &kNow) < 0 && errno == EINTR) {
+    }
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+
+ private:
+  sigset_t sigpipe_{};
+  sigset_t before_{};
+  bool pending_before_ = false;
+};
 
 // Repeats an operation of OpenSSL that is not done yet. False: `deadline` passed.
 template <typename Operation>
@@ -201,6 +231,7 @@ absl::Status ProbeTcp(const std::string& address, TimePoint deadline) {
 
 absl::Status ProbeTls(const std::string& address, const Certificates& own,
                       const std::string& server, TimePoint deadline) {
+  const NoSigpipe no_sigpipe;
   const std::string host = HostOf(address);
   REFITD_ASSIGN_OR_RETURN(const UniqueFd fd, ConnectTo(address, host, deadline));
   const ContextPtr context = ContextOf(own);

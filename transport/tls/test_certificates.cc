@@ -4,6 +4,7 @@
 #include <openssl/ec.h>
 #include <openssl/evp.h>
 #include <openssl/pem.h>
+#include <openssl/rsa.h>
 #include <openssl/rand.h>
 #include <openssl/x509.h>
 #include <openssl/x509v3.h>
@@ -90,7 +91,7 @@ TestAuthority::TestAuthority(const std::string& name) : impl_(std::make_unique<I
 TestAuthority::~TestAuthority() = default;
 
 IssuedCertificate TestAuthority::Issue(const CertificateRequest& request) const {
-  EVP_PKEY* key = EVP_EC_gen("P-256");
+  EVP_PKEY* key = request.weak_key ? EVP_RSA_gen(1024) : EVP_EC_gen("P-256");
   X509* certificate = NewCertificate(key, request.from_seconds, request.until_seconds);
   SetName(certificate, "member");
   X509_set_issuer_name(certificate, X509_get_subject_name(impl_->root));
