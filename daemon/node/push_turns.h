@@ -19,7 +19,9 @@ namespace refitd {
 
 class PushTurns {
  public:
-  PushTurns() = default;
+  // `longest`: an endless row of callers ahead keeps pushes off for no longer than this (P4).
+  explicit PushTurns(std::chrono::milliseconds longest = std::chrono::milliseconds(10))
+      : longest_(longest) {}
   PushTurns(const PushTurns&) = delete;
   PushTurns& operator=(const PushTurns&) = delete;
 
@@ -46,9 +48,6 @@ class PushTurns {
   };
 
  private:
-  // P4: an endless row of callers ahead must not keep pushes off for longer than this.
-  static constexpr auto kLongest = std::chrono::milliseconds(10);
-
   void Come() {
     MutexLock lock(&gate_);
     ++ahead_;
@@ -59,11 +58,12 @@ class PushTurns {
   }
   void LetAhead() {
     MutexLock lock(&gate_);
-    const auto deadline = std::chrono::steady_clock::now() + kLongest;
+    const auto deadline = std::chrono::steady_clock::now() + longest_;
     while (ahead_ > 0 && none_ahead_.WaitUntil(&gate_, deadline)) {
     }
   }
 
+  const std::chrono::milliseconds longest_;
   Mutex one_;  // taken before gate_
   Mutex gate_;
   CondVar none_ahead_;

@@ -86,6 +86,7 @@ std::vector<ChainShare> DivideAmongOrders(int64_t bytes, int64_t least,
   int64_t most = 0;
   for (const size_t node : last) most = std::max(most, (*sends)[node]);
   std::vector<int64_t> missing;
+  missing.reserve(last.size());
   for (const size_t node : last) missing.push_back(most - (*sends)[node]);
   const int64_t level = WaterLevel(missing, bytes);
   std::vector<ChainShare> made;
