@@ -269,8 +269,8 @@ class Binder {
     return BindForwards(round, legs);
   }
 
-  // Whatever is forwarded is copied as plain bytes. No digest of it is taken here: the bytes that
-  // the chain's last node received are compared with what the source sent (P1).
+  // Whatever is forwarded is copied as plain bytes. No digest of it counts here: the bytes that
+  // each node of the chain received are compared with what the source sent (P1).
   absl::Status BindForwards(const std::vector<RoundLeg>& round,
                             const std::vector<ExchangeLeg>& legs) {
     Transfer& transfer = result_.transfer;

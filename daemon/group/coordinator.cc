@@ -689,6 +689,8 @@ void Coordinator::Impl::Announce() {
   if (spread->program.has_value()) AnnounceProgram();
   if (search.active()) LeaveOutSuspects();
   EnsureEpoch();
+  // An epoch that came up while the update before was being given up has not been judged.
+  if (spread.has_value() && !spread->abandoned && epoch.has_value() && epoch->ready) JudgeSearch();
 }
 
 void Coordinator::Impl::StartPart(const StartTransfer& a) {

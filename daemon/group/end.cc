@@ -712,7 +712,8 @@ std::string Group::Impl::WaitedFor() const {
     waits.push_back(fmt::format("a slot for part {} ({})", update->next_start, HoldersOfSlots()));
   }
   if (update->refit == group::RefitPhase::kCompared) {
-    waits.push_back(fmt::format("2 slots for the program ({})", HoldersOfSlots()));
+    const int64_t slots = std::max<int64_t>(2, 2 * update->program->plan->routes.relay.lag);
+    waits.push_back(fmt::format("{} slots for the program ({})", slots, HoldersOfSlots()));
   }
   for (const auto& [rank, progress] : update->trainers) {
     if (progress.committed) continue;

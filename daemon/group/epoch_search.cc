@@ -68,7 +68,11 @@ std::set<NodeId> EpochSearch::CameUp(const std::set<NodeId>& daemons) {
 }
 
 void EpochSearch::Forget(NodeId daemon) {
-  proven_.erase(daemon);
+  if (proven_.erase(daemon) > 0) {
+    // An epoch failed with a list and the proven daemons: the forgotten daemon may have been the
+    // cause, so it speaks against no list any more.
+    for (List& list : lists_) list.at_fault = list.half = false;
+  }
   ForgetIf([daemon](NodeId d) { return d == daemon; });
 }
 

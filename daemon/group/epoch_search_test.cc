@@ -52,6 +52,24 @@ class Plane {
   const std::set<NodeId> broken_;
 };
 
+TEST_CASE("A proven daemon that goes may have been the fault, so nobody else is blamed for it") {
+  const std::set<NodeId> all = {NodeId(1), NodeId(2), NodeId(3), NodeId(4)};
+  const auto without = [&all](const std::set<NodeId>& some) {
+    std::set<NodeId> rest = all;
+    for (const NodeId node : some) rest.erase(node);
+    return rest;
+  };
+  EpochSearch search;
+  const std::set<NodeId> proven = without(search.Failed(all));
+  REQUIRE(proven.size() == 2);
+  REQUIRE(search.CameUp(proven).empty());
+  const std::set<NodeId> suspected = without(search.LeftOut());
+  REQUIRE(suspected.size() == 3);
+  search.Failed(suspected);
+  search.Forget(*proven.begin());
+  CHECK(search.CameUp({*proven.rbegin()}).empty());
+}
+
 TEST_CASE("One broken daemon of a thousand is found in some twenty updates, and nobody else") {
   for (const uint64_t broken : {1, 2, 500, 501, 777, 999, 1000}) {
     Plane plane(1000, {NodeId(broken)});

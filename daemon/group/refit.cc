@@ -191,7 +191,8 @@ void Group::Impl::Compile(group::ProgramKey key, const std::vector<MemberId>& so
 
 // The lag of chains in the update's program; 0: a daemon of its members knows no chains, and all
 // must derive the same streams (P5). The lag is the number of pairs of slots that TakeProgramSlots
-// takes from a pool that nobody else uses.
+// takes. The update has no slots yet: those that are taken are kept by their holders beyond an
+// earlier update, and waiting for them could last until the deadline (P4).
 uint32_t Group::Impl::RelayLag(const std::vector<MemberId>& sources) const {
   const auto relays = [this](MemberId member) { return Find(member)->relays; };
   const std::vector<MemberId>& destinations = update->catalog->destinations();
@@ -199,7 +200,7 @@ uint32_t Group::Impl::RelayLag(const std::vector<MemberId>& sources) const {
       !std::all_of(destinations.begin(), destinations.end(), relays)) {
     return 0;
   }
-  return static_cast<uint32_t>(std::min<int64_t>(spec.slots / 2, kMaxRelayLag));
+  return static_cast<uint32_t>(std::min<int64_t>(ledger.free() / 2, kMaxRelayLag));
 }
 
 // Ranks without shards push: tensors that no layout has are theirs to bring, and Commit checks that
