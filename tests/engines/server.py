@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -84,6 +85,13 @@ class Server:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
+
+    def tokens_by_version(self) -> dict[int, int]:
+        """The counter of generated tokens, from the server's metrics."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found = (re.fullmatch(r'refitd_generated_tokens_total\{version="(\d+)"\} (\S+)', line) for line in lines)
+        return {int(match[1]): int(float(match[2])) for match in found if match}
 
     def complete(self, prompt: str, tokens: int = 8) -> tuple[str, int]:
         """Text, and the version when the answer began. Raises OSError for any other status than 200."""

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import models
 import pytest
 import vllm
 from refitd import testing
+from refitd.vllm.tokens import MAX_VERSIONS
 from server import Load, Server, percentile
 from support import CheckpointTrainer, Sending
 
@@ -40,6 +42,20 @@ def check_spans(load: Load, tokens: int) -> None:
     for spans in load.spans if NATIVE_VERSIONS else []:
         assert spans and spans[0]["start"] == 0 and spans[-1]["end"] == tokens, spans
         assert all(a["end"] == b["start"] and a["version"] < b["version"] for a, b in zip(spans, spans[1:])), spans
+
+
+def check_counts(counted: dict[int, int], load: Load, answers: dict[int, int]) -> None:
+    """The metric has as many tokens of each version as the answers told, for the versions that it still tells apart.
+
+    `answers`: tokens by version that were asked for beside the load.
+    """
+    if not NATIVE_VERSIONS:
+        return
+    told = Counter(answers)
+    for span in (span for spans in load.spans for span in spans):
+        told[span["version"]] += span["end"] - span["start"]
+    assert len(counted) == MAX_VERSIONS and max(counted) == max(told), (counted, told)
+    assert counted == {version: told[version] for version in counted}
 
 
 def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -72,10 +88,12 @@ def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
                 if NATIVE_VERSIONS:
                     assert choice["refitd_version"] == [{"version": version, "start": 0, "end": 8}]
             load.stop()
+            counted = server.tokens_by_version()
             trainer.close()
     assert not quiet.failures and not load.failures, (quiet.failures, load.failures)
     assert load.completions > 0
     check_spans(load, tokens=24)
+    check_counts(counted, load, answers={version: 8 for version in range(3, 23)})
     if NATIVE_VERSIONS:
         assert any(len(spans) > 1 for spans in load.spans), "no completion was under way during an update: the test shows nothing"
     figures = {
