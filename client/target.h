@@ -1,4 +1,4 @@
-// Which daemon a member or a tool talks to, and how: over its unix socket, or over TCP.
+// The daemon of a member or a tool, and the way to it: over its unix socket, or over TCP.
 //
 // P9: over TCP with mutual TLS, or in the clear only if the caller says `insecure`. Certificates
 // are read when a channel is made, so that every lease begins with those of the moment.
@@ -23,7 +23,7 @@ struct Target {
   TlsFiles tls{};        // empty: no TLS
   std::string server{};  // with TLS: as of TlsOptions
 
-  // What gRPC calls it.
+  // The target's URI for gRPC.
   std::string uri() const;
 };
 

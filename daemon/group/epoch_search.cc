@@ -27,7 +27,7 @@ std::set<NodeId> EpochSearch::Failed(const std::set<NodeId>& daemons) {
   std::set_difference(daemons.begin(), daemons.end(), proven_.begin(), proven_.end(),
                       std::inserter(tried, tried.end()));
   if (!active() || tried.empty()) {
-    // What was proven holds no more.
+    // The proofs of before hold no more.
     lists_.clear();
     proven_.clear();
     tried = daemons;
@@ -135,7 +135,7 @@ void EpochSearch::HalveFirst() {
     first.of_fault = second.of_fault = first.half = true;
     lists_.push_front(std::move(second));
     lists_.push_front(std::move(first));
-    // What is in no half is probably sound.
+    // A daemon that is in no half is probably sound.
     if (!proven_.empty()) JoinLists(/*halves=*/false);
   } else if (!proven_.empty()) {
     lists_.push_front(std::move(whole));

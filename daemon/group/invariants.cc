@@ -1,4 +1,4 @@
-// What must hold of a group after every event. CheckState is always on; CheckInvariants costs as
+// The invariants of a group, after every event. CheckState is always on; CheckInvariants costs as
 // much as the group has members, calls and parts, and is for tests, simulation and fuzzing.
 #include <algorithm>
 

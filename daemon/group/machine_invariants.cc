@@ -1,4 +1,4 @@
-// What must hold of a coordinator and of a daemon's share of the updates after every event. For
+// The invariants of a coordinator and of a daemon's share of the updates, after every event. For
 // tests, simulation and fuzzing: the cost is that of all members, calls and parts.
 #include <algorithm>
 

@@ -75,7 +75,7 @@ class DataPlane {
     Mutex* mutex;
     PushTurns* pushes;
   };
-  // What the data plane looks at. All must outlive it.
+  // The objects that the data plane uses. All must outlive it.
   struct State {
     Groups* groups;
     const Leases* leases;
@@ -122,7 +122,7 @@ class DataPlane {
   // Thread-safe until StopWires.
   const Transport& transport() const { return *transport_; }
   DeviceWire* device_wire() const { return device_wire_.get(); }
-  // Of all epochs since the start. Thread-safe until StopWires.
+  // Counts all epochs since the start. Thread-safe until StopWires.
   WireStats TotalStats() const;
 
   // ---- the end ----

@@ -43,7 +43,7 @@ class DeviceSlots : public WireSlots {
     // Makes slots and gives them back. Slots share it, since they may be destroyed later.
     std::shared_ptr<JobThreads> thread;
   };
-  // What this class looks at. All must outlive it.
+  // The objects that this class uses. All must outlive it.
   struct State {
     Groups* groups;
     const Leases* leases;

@@ -115,9 +115,10 @@ class Groups {
   // happen under the mutex. The group must exist.
   std::unique_ptr<GroupRecord> Remove(const std::string& name);
 
-  // Which empty groups must be dropped so that the group `name` may exist with a pool of `spec`
-  // beside the others; those that have been empty for longest come first. `spec` null: the pool's
-  // size is not known yet. RESOURCE_EXHAUSTED: dropping all empty groups would not make room.
+  // Names the empty groups that must be dropped so that the group `name` may exist with a pool of
+  // `spec` beside the others; those that have been empty for longest come first. `spec` null: the
+  // pool's size is not known yet. RESOURCE_EXHAUSTED: dropping all empty groups would not make
+  // room.
   absl::StatusOr<std::vector<std::string>> RoomFor(const std::string& name,
                                                    const GroupSpec* spec) const;
 

@@ -31,7 +31,7 @@ struct GlobalOptions {
   }
 };
 
-// Where and how a member of refitctl connects: socket, address, certificates.
+// The way by which a member of refitctl connects: socket, address, certificates.
 client::ConnectOptions ConnectOf(const GlobalOptions& options);
 
 // Message and code of `status`, which came from `target`. If the daemon did not answer, the message

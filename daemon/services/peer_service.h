@@ -13,7 +13,7 @@
 
 namespace refitd {
 
-// Which daemons may link (P9).
+// The rule for daemons that want to link (P9).
 struct LinkRule {
   bool tls = false;        // links come over TLS; else the configuration says `insecure`
   std::string identity{};  // with `tls`: a pattern that a daemon's identity must match; empty: any

@@ -616,7 +616,7 @@ uint64_t NodeProgram::Digest() const {
 const Stream* NodeProgram::OutgoingTo(uint32_t peer) const { return Find(outgoing, peer); }
 const Stream* NodeProgram::IncomingFrom(uint32_t peer) const { return Find(incoming, peer); }
 
-// What a round carries of one stream.
+// The share of one stream that a round carries.
 struct NodeProgram::Placed {
   uint32_t stream = 0;  // index into outgoing, or incoming
   uint32_t peer = 0;    // the node that it goes to, or comes from, in this hop
@@ -719,7 +719,7 @@ void NodeProgram::AddPack(const Placed& placed, RoundLeg* leg) const {
              });
 }
 
-// Whatever is forwarded was received `lag` rounds before, as the same bytes of the stream.
+// All bytes that are forwarded were received `lag` rounds before, as the same bytes of the stream.
 void NodeProgram::AddForwards(const Places& places, const Places& earlier,
                               std::map<uint32_t, RoundLeg>* legs) const {
   auto received = earlier.receives.begin();

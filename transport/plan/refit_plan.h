@@ -54,7 +54,7 @@ struct Replicas {
 // The most replicas of one node; the limit exists because their digests travel in one message.
 inline constexpr int64_t kMaxNodeShares = 900'000;
 
-// What a plan moves and what it leaves out, as numbers and names.
+// The bytes and tensors that a plan moves, and those that it leaves out.
 struct RefitContent {
   // Tensors of sources of which a destination stores an element, without those that the options
   // leave out; and their bytes, each tensor counted once.

@@ -122,7 +122,7 @@ struct Choice {
   std::vector<std::pair<uint32_t, uint32_t>> local;  // set of a single node, and the holders on it
 };
 
-// What each node sends and receives in a plan with chains, sections aligned.
+// The bytes that each node sends and receives in a plan with chains, sections aligned.
 class ChainLoads {
  public:
   explicit ChainLoads(uint32_t nodes)
@@ -1021,7 +1021,7 @@ class Router {
     return absl::OkStatus();
   }
 
-  // What some nodes want of sources of other nodes.
+  // The bytes that some nodes want of sources of other nodes.
   struct ChainSet {
     Ids chosen;  // indices into chosen_
     int64_t bytes = 0;
@@ -1030,7 +1030,7 @@ class Router {
   // Puts the nodes of every route to several of them into an order.
   absl::Status MakeChains() {
     std::map<Ids, ChainSet> sets;  // by nodes
-    // What each node sends if it forwards everything that it receives along a chain.
+    // The bytes that each node sends if it forwards everything that it receives along a chain.
     std::vector<int64_t> sends = node_load_;
     for (uint32_t c = 0; c < chosen_.size(); ++c) {
       const Ids& nodes = node_sets_[chosen_[c].node_set];

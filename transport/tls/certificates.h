@@ -56,7 +56,7 @@ struct Certificates {
 // message names the file.
 absl::StatusOr<std::shared_ptr<const Certificates>> LoadCertificates(const TlsFiles& files);
 
-// What the subject alternative names of a certificate say about its holder: "spiffe://..." if they
+// The subject alternative names of a certificate name its holder: "spiffe://..." if they
 // have exactly one URI and that is a SPIFFE ID; else "dns:NAME" of the first DNS name; else empty.
 // Several URIs, or a SPIFFE ID without a path or over kMaxIdentityBytes, give no SPIFFE ID.
 std::string IdentityOf(const std::vector<std::string>& uris, const std::vector<std::string>& names);

@@ -51,7 +51,7 @@ BioPtr Open(const std::string& pem) {
   return BioPtr(BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())));
 }
 
-// What the server showed, for the callback of OpenSSL that runs inside of SSL_connect on the same
+// The server's certificate as OpenSSL's callback saw it, which runs inside SSL_connect on the same
 // thread; OpenSSL keeps no certificate that it refuses.
 struct Shown {
   std::string identity;
