@@ -19,23 +19,12 @@
 
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
+#include "transport/tls/openssl_ptr.h"
 
 namespace refitd {
 namespace {
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-
-template <auto Free>
-struct Freer {
-  template <typename T>
-  void operator()(T* value) const {
-    Free(value);
-  }
-};
-using BioPtr = std::unique_ptr<BIO, Freer<BIO_free_all>>;
-using X509Ptr = std::unique_ptr<X509, Freer<X509_free>>;
-using KeyPtr = std::unique_ptr<EVP_PKEY, Freer<EVP_PKEY_free>>;
-using NamesPtr = std::unique_ptr<GENERAL_NAMES, Freer<GENERAL_NAMES_free>>;
 
 absl::StatusOr<std::string> ReadPem(const std::string& path) {
   // A FIFO or a device in place of a file must not make the reader wait (P4).
@@ -107,8 +96,7 @@ bool Plain(std::string_view text) {
 // security level, which handshakes would tell too late.
 absl::Status CheckUsable(const std::vector<X509Ptr>& chain, EVP_PKEY* key,
                          const std::string& path) {
-  const std::unique_ptr<SSL_CTX, decltype(&SSL_CTX_free)> context(SSL_CTX_new(TLS_method()),
-                                                                  SSL_CTX_free);
+  const ContextPtr context(SSL_CTX_new(TLS_method()));
   if (context == nullptr) return Error(absl::StatusCode::kInternal, "OpenSSL gives no context");
   bool taken = SSL_CTX_use_certificate(context.get(), chain.front().get()) == 1;
   for (size_t i = 1; taken && i < chain.size(); ++i) {

@@ -23,6 +23,7 @@
 
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
+#include "transport/tls/openssl_ptr.h"
 
 namespace refitd {
 namespace {
@@ -33,18 +34,6 @@ using absl::StatusCode;
 constexpr Duration kRefusalLimit = std::chrono::milliseconds(500);
 constexpr std::string_view kAlpn = "\x02h2";
 
-template <auto Free>
-struct Freer {
-  template <typename T>
-  void operator()(T* value) const {
-    Free(value);
-  }
-};
-using BioPtr = std::unique_ptr<BIO, Freer<BIO_free_all>>;
-using KeyPtr = std::unique_ptr<EVP_PKEY, Freer<EVP_PKEY_free>>;
-using X509Ptr = std::unique_ptr<X509, Freer<X509_free>>;
-using ContextPtr = std::unique_ptr<SSL_CTX, Freer<SSL_CTX_free>>;
-using SslPtr = std::unique_ptr<SSL, Freer<SSL_free>>;
 using AddressesPtr = std::unique_ptr<addrinfo, Freer<freeaddrinfo>>;
 
 BioPtr Open(const std::string& pem) {
