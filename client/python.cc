@@ -219,7 +219,7 @@ void ReadAhead(void* const* objects, int64_t index, int64_t count) {
   Prefetch(PointerAt(implementation, tensors.storage_at));
 }
 
-// Where the tensor's memory begins; false where that can't be told.
+// Finds where the tensor's memory begins; false where that can't be told.
 bool AddressOf(void* tensor, int64_t* address) {
   const refit_python& tensors = Global().tensors;
   if (tensors.implementation_at > 0 && tensors.get_address != nullptr) {

@@ -725,7 +725,8 @@ class Nameless {
     options.daemon_id = "b";
     options.incarnation = 7;
     options.spec = TestGroup::DefaultSpec();
-    // As many as there are: an instance that is left out for a try must not hold up assembling.
+    // The update takes as many instances as there are: an instance that is left out for a try must
+    // not hold up assembling.
     options.spec.min_instances =
         std::max(1, static_cast<int>(daemons_ / per_instance_ - broken_.size()));
     options.limits.max_duration = std::chrono::seconds(600);

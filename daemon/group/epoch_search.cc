@@ -80,7 +80,7 @@ void EpochSearch::ForgetIf(const std::function<bool(NodeId)>& gone) {
   List* before = nullptr;
   for (List& list : lists_) {
     if (std::erase_if(list.daemons, gone) > 0) {
-      // What is forgotten may be what was at fault.
+      // A daemon that is forgotten may be the one at fault.
       list.at_fault = list.half = false;
       if (before != nullptr) before->half = false;
     }

@@ -24,7 +24,7 @@ from .trainer import Trainer
 _ACTOR = "slime.backends.megatron_utils.actor"
 _COMMON = "slime.backends.megatron_utils.update_weight.common"
 _PREFIX = "module.module."  # of the names of parameters that slime gives
-# What slime may be told that this way of updating does not know.
+# Options of slime that are refused, since this way of updating does not know them.
 _REFUSED = ("colocate", "offload_train")
 
 

@@ -10,7 +10,7 @@ import refitd
 from refitd.vllm import delivery, manifest
 
 PACKAGE = Path(refitd.__file__).parent
-# What a formatted culprit begins with. Names of arguments, options and files stand alone, as plain expressions.
+# A formatted culprit begins with one of these. Names of arguments, options and files stand alone, as plain expressions.
 FORM = re.compile(r"(tensor|parameter|module) '|(trainer|engine|actor) rank ")
 
 
