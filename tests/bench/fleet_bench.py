@@ -140,9 +140,9 @@ class Fleet:
     def start(self) -> None:
         coordinator = "10.78.0.1:7411"
         for node in range(self.engines + 1):
-            flags = ["--daemon-id=n%d" % node, "--data-interface=v0", "--listen-unix=" + self.socket(node)]
+            flags = ["--daemon-id=n%d" % node, "--data-interface=v0", "--listen-unix=" + self.socket(node), "--insecure"]
             if node == 0:
-                flags += ["--listen-tcp=" + coordinator, "--insecure"]
+                flags += ["--listen-tcp=" + coordinator]
             self.spawn(node, [self.options.refitd, *flags])
         deadline = time.monotonic() + SECONDS
         while not all(os.path.exists(self.socket(node)) for node in range(self.engines + 1)):
