@@ -269,8 +269,9 @@ class Binder {
     return BindForwards(round, legs);
   }
 
-  // Whatever is forwarded is copied as plain bytes. No digest of it counts here: the bytes that
-  // each node of the chain received are compared with what the source sent (P1).
+  // Forwarded bytes are copied as integers of 32 bits where they can be, since the copy computes a
+  // digest by element. No digest of them counts here: the bytes that each node of the chain
+  // received are compared with those that the source sent (P1).
   absl::Status BindForwards(const std::vector<RoundLeg>& round,
                             const std::vector<ExchangeLeg>& legs) {
     Transfer& transfer = result_.transfer;
@@ -288,9 +289,14 @@ class Binder {
           transfer.destinations.emplace_back();
           transfer.readback_now.push_back(false);
         }
-        const Box box{{0}, {forward.bytes}};
-        BoundPiece source{DType::kUint8,
-                          {forward.bytes},
+        const bool words = (forward.bytes | forward.slot_byte_offset | forward.chunk_byte_offset) %
+                               ElementBytes(DType::kInt32) ==
+                           0;
+        const DType dtype = words ? DType::kInt32 : DType::kUint8;
+        const int64_t elements = forward.bytes / ElementBytes(dtype);
+        const Box box{{0}, {elements}};
+        BoundPiece source{dtype,
+                          {elements},
                           box,
                           {1},
                           memory_.received.data + forward.slot_byte_offset,

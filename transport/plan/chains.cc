@@ -10,12 +10,12 @@ namespace refitd {
 namespace {
 
 // There are so many times as many rounds as filling a usual chain takes, so that filling costs a
-// tenth. More rounds would cost more than they save: on a busy machine each costs milliseconds.
-constexpr int64_t kFillParts = 10;
+// twentieth. More rounds would cost more than they save: on a busy machine each costs milliseconds.
+constexpr int64_t kFillParts = 20;
 
 // Rounds are not made shorter than this to fill chains sooner: each costs about as much as sending
 // some ten thousand bytes over a fast link.
-constexpr int64_t kMinRoundBytes = int64_t{128} << 10;
+constexpr int64_t kMinRoundBytes = int64_t{192} << 10;
 
 // Place i of the zigzag over n nodes.
 size_t Zigzag(size_t i, size_t n) { return i % 2 == 1 ? (i + 1) / 2 : (n - i / 2) % n; }

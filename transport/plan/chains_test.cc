@@ -99,15 +99,15 @@ TEST_CASE("Rounds are enough for slots and for filling but not more than small r
   RelayShape shape{2, 16, 16, 32, int64_t{1} << 30};
   RelayRounds rounds = RoundsOf(shape, kSlot);
   CHECK(rounds.filling == 30);
-  CHECK(rounds.rounds == 11 * 30);  // filling decides
+  CHECK(rounds.rounds == 21 * 30);  // filling decides
   shape.node_bytes = int64_t{1} << 40;
   rounds = RoundsOf(shape, kSlot);
   CHECK(rounds.rounds - rounds.filling > (int64_t{1} << 40) / kSlot);  // slots decide
   shape.node_bytes = int64_t{1} << 20;
   CHECK(RoundsOf(shape, kSlot).rounds == 2 * 30 + 1);  // not shorter than the longest chain needs
   shape.node_bytes = int64_t{16} << 20;
-  CHECK(RoundsOf(shape, kSlot).rounds == 128 + 30);  // 128 KiB a round
-  shape.longest = 512;                               // some chains that matter little are longer
+  CHECK(RoundsOf(shape, kSlot).rounds == 86 + 30);  // 192 KiB a round
+  shape.longest = 512;                              // some chains that matter little are longer
   shape.node_bytes = int64_t{1} << 30;
   CHECK(RoundsOf(shape, kSlot).rounds == 2 * 2 * 511 + 1);
   CHECK(RoundsOf(shape, kSlot).filling == 30);

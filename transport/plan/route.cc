@@ -34,6 +34,11 @@ constexpr int64_t kGrains = 4;
 // An order of a chain carries at least one of so many parts of what the busiest node sends.
 constexpr int64_t kLoadParts = 256;
 
+// An order of a chain carries at least this where fewer orders load no node beyond the plan's bound:
+// each order adds a stream to every node, and so a message to every round. Several orders remain
+// where there is much to send, since one connection may not fill a link.
+constexpr int64_t kMinOrderBytes = int64_t{256} << 20;
+
 using Ids = std::vector<uint32_t>;
 
 template <typename... Args>
@@ -1044,10 +1049,16 @@ class Router {
     // Of sets that matter little, few orders carry all: each order is a stream of every node.
     int64_t least = options_.split_bytes;
     for (const int64_t bytes : sends) least = std::max(least, bytes / kLoadParts);
+    const auto most = [](const std::vector<int64_t>& loads) {
+      return *std::max_element(loads.begin(), loads.end());
+    };
+    const int64_t bound = std::max(most(node_alone_), most(node_receives_));
     for (auto& [nodes, set] : sets) {
       std::vector<int64_t> of_nodes;
       for (const uint32_t node : nodes) of_nodes.push_back(sends[node]);
-      const std::vector<ChainShare> shares = DivideAmongOrders(set.bytes, least, &of_nodes);
+      // A node that would send more than the bound is to be last in some order.
+      const int64_t share = most(of_nodes) > bound ? least : std::max(least, kMinOrderBytes);
+      const std::vector<ChainShare> shares = DivideAmongOrders(set.bytes, share, &of_nodes);
       for (size_t i = 0; i < nodes.size(); ++i) sends[nodes[i]] = of_nodes[i];
       Share(nodes, shares, &set);
     }
