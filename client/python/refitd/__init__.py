@@ -44,6 +44,7 @@ from .errors import (
 from .events import Aborted, Committed, Draining, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
 from .memory import CudaMemory, FilledMemory, HostMemory, RegionMemory
 from .regions import Region, adopt, empty, locate
+from .tls import TLS
 from .trainer import Trainer
 from .update import InstanceOutcome, Update, UpdateResult
 
@@ -112,6 +113,7 @@ __all__ = [
     "Shard",
     "StagingWarning",
     "Status",
+    "TLS",
     "TensorSpec",
     "Trainer",
     "Unauthenticated",

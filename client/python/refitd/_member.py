@@ -23,6 +23,7 @@ from ._wait import ends_soon, interruptible
 from .errors import InvalidArgument, NotFound, StagingWarning
 from .memory import CudaMemory, FilledMemory, HostMemory, RegionMemory
 from .regions import Region, aligned
+from .tls import TLS
 
 if TYPE_CHECKING:
     from .cuda import Allocation, CudaResolver
@@ -70,13 +71,17 @@ class ConnectOptions:
     silence_seconds: float | None = None
     device: str | None = None
     client: str | None = None
+    address: str | None = None
+    tls: TLS | None = None
+    insecure: bool = False
 
     def structure(self, spec: _abi.refit_group_spec | None = None) -> _abi.refit_connect_options:
         """The C structure. What it points to lives as long as the structure does."""
-        for name in ("group", "socket", "coordinator", "device", "client"):
+        for name in ("group", "socket", "coordinator", "device", "client", "address"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or "\0" in value):
                 raise InvalidArgument(f"{name}: {value!r} is no text", culprit=name)
+        self._check_tcp()
         made = _abi.sized(
             _abi.refit_connect_options,
             socket=text(self.socket),
@@ -89,10 +94,22 @@ class ConnectOptions:
             silence_ms=milliseconds(self.silence_seconds, "silence_seconds"),
             device=text(None if self.device == "host" else self.device),
             cuda_library=text(os.environ.get("REFITD_CUDA_LIBRARY")),
+            address=text(self.address),
+            insecure=int(self.insecure),
+            **({} if self.tls is None else self.tls.fields()),
         )
         if spec is not None:
             made.spec = ctypes.pointer(spec)
         return made
+
+    def _check_tcp(self) -> None:
+        if self.tls is not None and not isinstance(self.tls, TLS):
+            raise InvalidArgument(f"tls: {self.tls!r} is no refitd.TLS", culprit="tls")
+        if self.address is None and (self.tls is not None or self.insecure):
+            given = "insecure" if self.tls is None else "tls"
+            raise InvalidArgument(f"{given} is for a daemon over TCP, and no address is given", culprit=given)
+        if self.address is not None and self.socket is not None:
+            raise InvalidArgument(f"both socket {self.socket!r} and address {self.address!r} are given", culprit="address")
 
 
 def names_of(names: Sequence[str], what: str) -> list[str]:

@@ -17,6 +17,7 @@ from ._native import Handle, check, refuse_fork, text
 from ._tensors import Packer
 from ._wait import interruptible
 from .errors import Error, InvalidArgument
+from .tls import TLS
 from .update import BROADCASTS, OUTCOMES, VERIFICATIONS, Known, Update, UpdateResult, result_of
 
 
@@ -59,6 +60,9 @@ class Trainer(Member):
         reattach_seconds: float | None = None,
         silence_seconds: float | None = None,
         client: str | None = None,
+        address: str | None = None,
+        tls: TLS | None = None,
+        insecure: bool = False,
     ) -> None:
         """Attaches, and waits for daemon and group for `wait_seconds` (10).
 
@@ -72,7 +76,11 @@ class Trainer(Member):
         None: the lease's end is the end. `silence_seconds`: a daemon that is silent for so long is lost (30).
         `call_margin_seconds`: added to what remains of an update as the deadline of its calls (5). `client`: free text for status pages.
 
-        Raises Unavailable where no daemon answers, DeadlineExceeded or NotFound where the group does not appear, AlreadyExists where
+        `address`: "HOST:PORT" of the daemon, in place of `socket`. Over TCP nothing shares memory: this rank can push, and its pushes
+        travel inside calls of at most 1 MiB; it can't register. `tls`: the certificates that TCP takes; None: those that the
+        environment names. `insecure`: TCP without them is allowed, for laboratories.
+
+        Raises Unavailable where no daemon answers, Unauthenticated where a certificate is refused, DeadlineExceeded or NotFound where the group does not appear, AlreadyExists where
         this rank is attached or the group has another spec, InvalidArgument, FailedPrecondition.
         """
         super().__init__()
@@ -82,12 +90,26 @@ class Trainer(Member):
             raise InvalidArgument(f"trainer rank {rank} of group {group}: world_size is {world_size}", culprit=f"trainer rank {rank}")
         self.label = f"trainer rank {rank} of group {group}"
         self.group, self.rank, self.world_size = group, rank, world_size
-        self.device = current_gpu() if device is None else device
+        self.device = device
+        if device is None and address is None:
+            self.device = current_gpu()
+        self.shares_memory = address is None  # with the daemon
         spec = None
         if create:
             spec = group_spec(world_size, min_instances, slot_bytes, slots, engine_only_tensors, unwanted_tensors)
         connect = ConnectOptions(
-            group, socket, coordinator, wait_seconds, call_margin_seconds, reattach_seconds, silence_seconds, self.device, client
+            group,
+            socket,
+            coordinator,
+            wait_seconds,
+            call_margin_seconds,
+            reattach_seconds,
+            silence_seconds,
+            self.device,
+            client,
+            address,
+            tls,
+            insecure,
         ).structure(spec)
         options = _abi.sized(_abi.refit_trainer_options, connect=ctypes.pointer(connect), rank=rank, world_size=world_size)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _abi
 from ._buffers import CudaBytes, HostBytes
+from ._dtypes import BY_CODE
 from ._layout import TensorSpec
 from ._lists import check_name, check_tensors
 from ._native import Handle, check, error_of, text
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 VERIFICATIONS = {None: 0, "off": 1, "transfer": 2, "readback": 3}
 BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
+# Of a bucket over TCP: a quarter of what a daemon takes in a call by default (limits.inline_bytes).
+INLINE_BYTES = 1 << 20
 OUTCOMES = ("unknown", "running", "committed", "aborted")
 
 
@@ -143,9 +146,9 @@ class Known(NamedTuple):
 
 
 class _Slot:
-    """A leased slot that is being packed."""
+    """A leased slot that is being packed; without a `handle`, memory of this process whose bytes travel inside the call."""
 
-    def __init__(self, handle: Handle, data: HostBytes | CudaBytes, window: _Window) -> None:
+    def __init__(self, handle: Handle | None, data: HostBytes | CudaBytes, window: _Window) -> None:
         self.handle = handle
         self.data = data
         self.on_host = isinstance(data, HostBytes)
@@ -153,8 +156,27 @@ class _Slot:
 
     def close(self) -> None:
         """Gives the slot back, which was not pushed."""
-        self.handle.close()
+        if self.handle is not None:
+            self.handle.close()
         self.window.leave()
+
+
+def _used_bytes(tensors: int, offsets: int, count: int) -> int:
+    """Where the last of a bucket's tensors ends, from the packer's lists, whose offsets ascend."""
+    last = _abi.refit_tensor.from_address(tensors + (count - 1) * ctypes.sizeof(_abi.refit_tensor))
+    elements: int = last.count
+    if elements == _abi.WHOLE:
+        elements = math.prod((ctypes.c_int64 * last.dim_count).from_address(last.dims)) if last.dim_count else 1
+    begin: int = ctypes.c_int64.from_address(offsets + (count - 1) * ctypes.sizeof(ctypes.c_int64)).value
+    return begin + elements * BY_CODE[last.dtype].itemsize
+
+
+def _inline(bucket: _abi.refit_bucket, pointer: int, nbytes: int) -> _abi.refit_bucket:
+    """The bucket, with its bytes at `pointer`, which the library copies in the call."""
+    bucket.chunk_count = 1
+    bucket._chunks = (ctypes.c_void_p * 1)(pointer), (ctypes.c_int64 * 1)(nbytes)  # they live as long as the bucket
+    bucket.chunks, bucket.chunk_bytes = (ctypes.addressof(listed) for listed in bucket._chunks)
+    return bucket
 
 
 class Update:
@@ -169,6 +191,7 @@ class Update:
         self._handle = handle
         self._lock = threading.RLock()
         self._slot: _Slot | None = None
+        self._inline: HostBytes | None = None  # the memory of all slots, where none can be leased
         self._packer = Packer(trainer._packer)  # with what was learned before, and a bucket of its own
         self._put_fast = self._packer.push
         self._with_layout = with_layout
@@ -272,15 +295,8 @@ class Update:
             try:
                 if self._window.error is not None:
                     raise self._window.error
-                out = ctypes.c_void_p()
-                library = _abi.library()
-                with self._handle as update:
-                    check(library.refit_update_lease_slot(update, 0, byref(out)), self._label)
-                assert out.value is not None
-                handle = Handle(out.value, library.refit_slot_free, "a slot")
-                pointer, nbytes = library.refit_slot_data(out), library.refit_slot_bytes(out)
-                slot = _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle), self._window)
-                self._packer.begin(pointer if slot.on_host else None, nbytes, slot)
+                slot = self._new_slot()
+                self._packer.begin(slot.data.pointer if slot.on_host else None, slot.data.nbytes, slot)
                 return slot
             except BaseException:
                 self._window.leave()
@@ -292,6 +308,21 @@ class Update:
 
         self._slot = interruptible(lease, cancel=self._cancel, disown=disown)
         return self._slot
+
+    def _new_slot(self) -> _Slot:
+        if not self._trainer.shares_memory:
+            if self._inline is None:
+                room = bytearray(INLINE_BYTES)
+                self._inline = HostBytes(ctypes.addressof(ctypes.c_char.from_buffer(room)), INLINE_BYTES, room)
+            return _Slot(None, self._inline, self._window)
+        out = ctypes.c_void_p()
+        library = _abi.library()
+        with self._handle as update:
+            check(library.refit_update_lease_slot(update, 0, byref(out)), self._label)
+        assert out.value is not None
+        handle = Handle(out.value, library.refit_slot_free, "a slot")
+        pointer, nbytes = library.refit_slot_data(out), library.refit_slot_bytes(out)
+        return _Slot(handle, self._trainer._slot_bytes(pointer, nbytes, handle), self._window)
 
     def _send(self, then: Callable[[], None] | None = None) -> None:
         """Hands the current slot over, without waiting until it was taken in, and calls `then` in the same uninterrupted call."""
@@ -317,15 +348,24 @@ class Update:
             return
         try:
             bucket = _abi.sized(_abi.refit_bucket, tensors=tensors, tensor_count=count, packed=1, byte_offsets=offsets)
-            with self._handle as update, slot.handle as held:
-                bucket.slot = held
-                push = _abi.library().refit_update_push_async
-                check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
+            if slot.handle is None:
+                assert tensors is not None and offsets is not None
+                self._push_bucket(_inline(bucket, slot.data.pointer, _used_bytes(tensors, offsets, count)))
+            else:
+                with slot.handle as held:
+                    bucket.slot = held
+                    self._push_bucket(bucket)
         except BaseException:
             self._window.leave()  # the arguments were refused, and nothing was pushed
             raise
         finally:
-            slot.handle.close()
+            if slot.handle is not None:
+                slot.handle.close()
+
+    def _push_bucket(self, bucket: _abi.refit_bucket) -> None:
+        push = _abi.library().refit_update_push_async
+        with self._handle as update:
+            check(push(update, byref(bucket), ctypes.cast(_answered, ctypes.c_void_p), self._window.key), self._label)
 
     def flush(self) -> None:
         """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""
