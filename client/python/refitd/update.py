@@ -174,8 +174,9 @@ def _used_bytes(tensors: int, offsets: int, count: int) -> int:
 def _inline(bucket: _abi.refit_bucket, pointer: int, nbytes: int) -> _abi.refit_bucket:
     """The bucket, with its bytes at `pointer`, which the library copies in the call."""
     bucket.chunk_count = 1
-    bucket._chunks = (ctypes.c_void_p * 1)(pointer), (ctypes.c_int64 * 1)(nbytes)  # they live as long as the bucket
-    bucket.chunks, bucket.chunk_bytes = (ctypes.addressof(listed) for listed in bucket._chunks)
+    chunks, sizes = (ctypes.c_void_p * 1)(pointer), (ctypes.c_int64 * 1)(nbytes)
+    bucket.chunks, bucket.chunk_bytes = ctypes.addressof(chunks), ctypes.addressof(sizes)
+    bucket._keep = chunks, sizes  # the lists live as long as the bucket
     return bucket
 
 
