@@ -2,12 +2,13 @@
 
     python rl_loop.py                            # on policy: sample, step, refit, and so on
     python rl_loop.py --off-policy               # sampling goes on while the trainer steps and refits: at most one version late
+    python rl_loop.py --engine vllm              # vLLM's server samples; else a plain torch model, where there is no vLLM
     python rl_loop.py --stale 20                 # the refit of step 20 delivers the weights before: the alarm must find it
     python rl_loop.py --json                     # the last line is JSON
 
-The trainer's model is in float32, with its projections apart; the engine's is in bfloat16, with them fused. Both begin with the same
-random weights. After each refit the trainer and the engine score the same tokens: refitd.kl.check compares. Its control is a
-second engine model, in the trainer's process, that loads each step's checkpoint without refitd.
+The trainer is FSDP2 over gloo, `--ranks` processes, in float32 and with its projections apart; the engine is in bfloat16, with them
+fused, and begins with other random weights. After each refit the trainer and the engine score the same tokens: refitd.kl.check
+compares. Its control is a second engine, which loads each step's checkpoint without refitd (rl_engines.py).
 
 Uses the daemon at REFITD_SOCKET where that is set, else a private one. Exit status: 0; 3 where the alarm found a stale engine.
 """
@@ -19,27 +20,21 @@ import multiprocessing
 import os
 import random
 import sys
-import threading
-import time
+import tempfile
 from statistics import mean, median
 
 import torch
-from tiny_model import DTYPE, EngineModel, TrainerModel, checkpoint_manifest
+import torch.distributed as dist
+from rl_engines import KINDS, LENGTH, SECONDS, START_SECONDS, SYMBOLS, log_probabilities, vllm_is_there
+from tiny_model import DTYPE
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import refitd
 from refitd import kl, testing
 
-SYMBOLS = 16  # the task's part of the vocabulary
-LENGTH = 6  # tokens that follow the prompt's single token
 PROMPTS, SAMPLES = 16, 8  # a step's groups, and the completions in each
-SECONDS = 120  # for any answer of the engine
 ALARM = 3
-
-
-def log_probabilities(model, tokens):
-    """Of each token but the first, given those before; [batch, LENGTH]."""
-    logits = model(tokens[:, :-1])[..., :SYMBOLS].float()
-    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
 def rewards_of(tokens):
@@ -47,136 +42,107 @@ def rewards_of(tokens):
     return ((tokens[:, :-1] + 1) % SYMBOLS == tokens[:, 1:]).float()
 
 
-# ---- the engine's process ----
+# ---- what all ranks do ----
 
 
-class Weights:
-    """Keeps decoding steps and updates apart: an update waits for the end of a step, and steps wait for the update (a `keep` pause)."""
+class Ranks:
+    """A rank's part of the model, the optimizer and the trainer. Every rank calls the same methods, with what rank 0 tells."""
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.lock = threading.Lock()
-        self.version = 0
-        self.pauses_ms = {}  # by version
-        self.whole = True
-        threading.Thread(target=self._serve, daemon=True).start()
+    def __init__(self, rank, options, socket, group, folder):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
+        self.rank, self.size = rank, options.ranks
+        torch.manual_seed(0)
+        self.model = KINDS[options.engine][0]()
+        mesh = init_device_mesh("cpu", (self.size,))
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=options.learning_rate)
+        self.trainer = refitd.Trainer(group, rank=rank, world_size=self.size, socket=socket, device="host", wait_seconds=SECONDS)
+        self.trainer.register(self.model, dtype=DTYPE)
+        self.before = {}
 
-    def _serve(self):
-        held, began = False, 0.0
-        for event in self.engine:
-            if isinstance(event, refitd.Prepare):
-                held = self.lock.acquire(timeout=event.remaining_seconds)
-                began = time.perf_counter()
-                with contextlib.suppress(refitd.FailedPrecondition):  # the update may have ended meanwhile
-                    event.ready() if held else event.fail("a decoding step did not end")
-            elif isinstance(event, (refitd.Committed, refitd.Aborted)):
-                if isinstance(event, refitd.Committed):
-                    self.version, self.whole = event.version, True
-                    self.pauses_ms[event.version] = (time.perf_counter() - began) * 1e3
-                elif event.dirty:
-                    self.whole = False
-                if held and self.whole:
-                    self.lock.release()
-                    held = False
+    def told(self, value=None):
+        """What rank 0 tells."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
+    def share(self, whole):
+        """This rank's rows: whole groups of completions."""
+        return whole.chunk(self.size)[self.rank]
 
-@torch.no_grad()
-def sample(model, weights, prompts):
-    """Completions: tokens, their log-probabilities, and the version that each token was sampled with."""
-    tokens = prompts[:, None]
-    scores, versions = [], []
-    for _ in range(LENGTH):
-        with weights.lock:
-            logits = model(tokens)[:, -1, :SYMBOLS].float()
-            versions.append(weights.version)
-        distribution = torch.distributions.Categorical(logits=logits)
-        chosen = distribution.sample()
-        scores.append(distribution.log_prob(chosen))
-        tokens = torch.cat((tokens, chosen[:, None]), dim=1)
-    return tokens, torch.stack(scores, dim=1), torch.tensor(versions)
+    def step(self, tokens, sampled):
+        """One GRPO step: advantages within each group, importance from the engine's own log-probabilities, clipped. The gradients of
+        the ranks' shares are averaged by FSDP2."""
+        tokens, sampled = self.share(tokens), self.share(sampled)
+        rewards = rewards_of(tokens).view(-1, SAMPLES, LENGTH)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        advantages = advantages.view(-1, LENGTH)
+        self.before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        ratio = (log_probabilities(self.model, tokens) - sampled).exp()
+        loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
 
+    def refit(self, version, stale=False):
+        """Installs the weights; `stale`: those before the step, as a loop would that exports too early."""
+        if not stale:
+            return self.trainer.refit(version, duration_seconds=START_SECONDS)
+        now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.fill(self.before)
+        result = self.trainer.refit(version)
+        self.fill(now)
+        return result
 
-@torch.no_grad()
-def score(model, weights, tokens):
-    with weights.lock:
-        return log_probabilities(model, tokens), weights.version
+    @torch.no_grad()
+    def fill(self, tensors):
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(tensors[name])
 
+    @torch.no_grad()
+    def score(self, tokens):
+        """Log-probabilities of all tokens: each rank computes those of its share."""
+        own = log_probabilities(self.model, self.share(tokens)).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own)
+        return torch.cat(parts)
 
-def run_engine(pipe, socket, group, state):
-    """Answers the trainer's questions, sampling and scoring, until the pipe closes."""
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    model = EngineModel().to(DTYPE).requires_grad_(False)
-    model.load_weights(state.items())
-    refitd.adopt(model)
-    with refitd.Engine(group, instance="sampler", socket=socket, device="host", wait_seconds=SECONDS) as engine:
-        engine.register(refitd.capture(model.load_weights, checkpoint_manifest()))
-        weights = Weights(engine)
-        pipe.send("registered")
-        while (question := pipe.recv()) is not None:
-            what, argument = question
-            if what == "sample":
-                pipe.send(sample(model, weights, argument))
-            elif what == "score":
-                pipe.send(score(model, weights, argument))
-            else:
-                pipe.send(weights.pauses_ms.get(argument))
-
-
-class Sampler:
-    """The trainer's end of the pipe. Questions are answered in their order; `ask` does not wait."""
-
-    def __init__(self, socket, group, state):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=run_engine, args=(other, socket, group, state), daemon=True)
-        self._process.start()
-        other.close()
-
-    def answer(self):
-        if not self._pipe.poll(SECONDS):
-            raise TimeoutError(f"the engine's process did not answer within {SECONDS} s")
-        return self._pipe.recv()  # EOFError: the process ended
-
-    def ask(self, *question):
-        self._pipe.send(question)
+    def checkpoint(self):
+        """The whole weights, which only the control needs: refitd gathers nothing."""
+        return {name: tensor.full_tensor().to(DTYPE) for name, tensor in self.model.state_dict().items()}
 
     def close(self):
-        with contextlib.suppress(OSError):
-            self._pipe.send(None)
-        self._process.join(SECONDS)
-        self._process.kill()
+        self.trainer.close()
+        dist.destroy_process_group()
 
 
-# ---- the trainer's process ----
+def run_rank(rank, options, socket, group, folder):
+    """A rank other than 0: does what rank 0 says, until that says None."""
+    ranks = Ranks(rank, options, socket, group, folder)
+    while (told := ranks.told()) is not None:
+        what, arguments = told
+        getattr(ranks, what)(*arguments)
+    ranks.close()
 
 
-def checkpoint(model):
-    return {name: parameter.detach().to(DTYPE) for name, parameter in model.state_dict().items()}
-
-
-def step(model, optimizer, tokens, sampled):
-    """One GRPO step: advantages within each group, importance from the engine's own log-probabilities, clipped. Returns the reward."""
-    rewards = rewards_of(tokens).view(PROMPTS, SAMPLES, LENGTH)
-    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-    advantages = advantages.view(-1, LENGTH)
-    ratio = (log_probabilities(model, tokens) - sampled).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return rewards.mean().item()
+# ---- what rank 0 does ----
 
 
 class Loop:
-    """What happens at each version, 1 for the first step's. `history` has a record of each step."""
+    """The steps, each of which makes a version, 1 the first. `history` has a record of each step."""
 
-    def __init__(self, options, trainer, sampler, model):
-        self.options, self.trainer, self.sampler, self.model = options, trainer, sampler, model
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
-        self.control_model = EngineModel().to(DTYPE).requires_grad_(False)
+    def __init__(self, options, ranks, sampler, control):
+        self.options, self.ranks, self.sampler, self.control = options, ranks, sampler, control
         self.history = []
+
+    def all(self, what, *arguments):
+        """Calls the method on every rank."""
+        self.ranks.told((what, arguments))
+        return getattr(self.ranks, what)(*arguments)
 
     def ask_for_samples(self):
         prompts = torch.tensor([random.randrange(SYMBOLS) for _ in range(PROMPTS)]).repeat_interleave(SAMPLES)
@@ -184,6 +150,8 @@ class Loop:
 
     def run(self):
         """Ends after the steps, or where the alarm finds a stale engine."""
+        self.sampler.wait_attached()
+        self.all("refit", 0)
         for version in range(1, self.options.steps + 1):
             if version == 1 or not self.options.off_policy:
                 self.ask_for_samples()
@@ -193,37 +161,26 @@ class Loop:
             if version - 1 - versions.min() > self.options.off_policy:
                 raise AssertionError(f"step {version} got tokens of version {versions.min()}, which is older than the bound allows")
             if self.options.off_policy:
-                self.ask_for_samples()  # they are sampled while this process steps and refits
-            before = {name: parameter.detach().clone() for name, parameter in self.model.state_dict().items()}
-            reward = step(self.model, self.optimizer, tokens, sampled)
-            result = self.refit(version, before)
+                self.ask_for_samples()  # they are sampled while the ranks step and refit
+            self.all("step", tokens, sampled)
+            result = self.all("refit", version, version == self.options.stale)
             if self.options.off_policy:
                 following = self.sampler.answer()
-            record = dict(reward=reward, refit_ms=result.seconds * 1e3, tokens=count_of(versions), **self.compare(version, tokens))
+            record = dict(
+                reward=rewards_of(tokens).mean().item(), refit_ms=result.seconds * 1e3, tokens=count_of(versions), **self.compare(version, tokens)
+            )
             self.history.append(record)
             print_step(version, record)
             if record["kl"] > record["limit"]:
                 return
 
-    def refit(self, version, before):
-        """Installs the weights. With --stale, those before the step: as a loop would do that exports too early."""
-        if version != self.options.stale:
-            return self.trainer.refit(version)
-        now = {name: parameter.clone() for name, parameter in self.model.state_dict().items()}
-        self.model.load_state_dict(before)
-        result = self.trainer.refit(version)
-        self.model.load_state_dict(now)
-        return result
-
-    @torch.no_grad()
     def compare(self, version, tokens):
         """The KL of the engine to the trainer over the step's tokens, that of the control, the limit that follows, and the pause."""
         self.sampler.ask("score", tokens)
+        ours = self.all("score", tokens)
         theirs, at = self.sampler.answer()
         assert at == version, f"the engine serves version {at}, not {version}"
-        ours = log_probabilities(self.model, tokens)
-        self.control_model.load_weights(checkpoint(self.model).items())
-        control = kl.measure(ours, log_probabilities(self.control_model, tokens)).kl
+        control = kl.measure(ours, self.control.score(self.all("checkpoint"), tokens)).kl
         try:
             measured = kl.check(ours, theirs, control=control, what=f"the sampler at version {version}")
         except kl.Diverged as diverged:
@@ -235,7 +192,7 @@ class Loop:
 
 def count_of(versions):
     """How many tokens of each version a batch has."""
-    return {int(version): int(count) * PROMPTS * SAMPLES for version, count in zip(*versions.unique(return_counts=True))}
+    return {int(version): int(count) for version, count in zip(*versions.unique(return_counts=True))}
 
 
 def print_step(version, record):
@@ -271,33 +228,53 @@ def summary_of(history):
     }
 
 
-def main():
+def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--ranks", type=int, default=2, help="FSDP2 processes of the trainer; a divisor of 16 (%(default)s)")
+    parser.add_argument("--engine", choices=("auto", *KINDS), default="auto", help="auto: vllm where it is, with refitd's plugin")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--off-policy", action="store_true", help="sample the next batch during the step: one version late at most")
     parser.add_argument("--stale", type=int, metavar="STEP", help="the refit of this step delivers the weights before it")
     parser.add_argument("--json", action="store_true", help="the last line is JSON: steps, reward_first, reward_last, kl_max, ...")
     options = parser.parse_args()
+    if options.ranks < 1 or PROMPTS % options.ranks:
+        parser.error(f"--ranks: {options.ranks} does not divide {PROMPTS}")
+    if options.engine == "auto":
+        options.engine = "vllm" if vllm_is_there() else "torch"
+    return options
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+
+def main():
+    options = parse()
     random.seed(0)
     group = f"rl-loop-{os.getpid()}"
+    _, sampler_kind, control_kind, write = KINDS[options.engine]
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-loop-"))
+        write(folder)
         socket = os.environ.get("REFITD_SOCKET") or stack.enter_context(testing.daemon()).socket
-        model = TrainerModel()
-        refitd.adopt(model)
-        trainer = stack.enter_context(refitd.Trainer(group, socket=socket, device="host", min_instances=1))
-        trainer.register(model, dtype=DTYPE)
-        sampler = Sampler(socket, group, checkpoint(model))
+        sampler = sampler_kind(socket, group, folder)
         stack.callback(sampler.close)
-        assert sampler.answer() == "registered"
-        loop = Loop(options, trainer, sampler, model)
+        control = control_kind(folder)
+        stack.callback(control.close)
+        context = multiprocessing.get_context("spawn")
+        others = [
+            context.Process(target=run_rank, args=(rank, options, socket, group, folder), daemon=True) for rank in range(1, options.ranks)
+        ]
+        for process in others:
+            process.start()
+            stack.callback(process.kill)
+        ranks = Ranks(0, options, socket, group, folder)
+        loop = Loop(options, ranks, sampler, control)
         loop.run()
+        ranks.told(None)
+        ranks.close()
+        for process in others:
+            process.join(SECONDS)
     for key, label in (("reward", "reward"), ("kl", "KL"), ("control", "KL control"), ("refit_ms", "refit ms"), ("pause_ms", "pause ms")):
         plot(loop.history, key, label)
-    summary = summary_of(loop.history)
+    summary = {**summary_of(loop.history), "engine": options.engine, "ranks": options.ranks}
     print(json.dumps(summary) if options.json else summary)
     return ALARM if summary["alarm_step"] is not None else 0
 

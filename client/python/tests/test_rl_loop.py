@@ -24,9 +24,9 @@ def daemon():
 
 
 def run(daemon, *options):
-    """The exit status, the summary, and all that was printed."""
+    """The exit status, the summary, and all that was printed, with the plain torch engine and two FSDP2 ranks."""
     done = subprocess.run(
-        [sys.executable, "rl_loop.py", "--json", *options], cwd=EXAMPLES, env={**os.environ, "REFITD_SOCKET": daemon.socket},
+        [sys.executable, "rl_loop.py", "--json", "--engine", "torch", *options], cwd=EXAMPLES, env={**os.environ, "REFITD_SOCKET": daemon.socket},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS,
     )  # fmt: skip
     lines = done.stdout.splitlines()
@@ -40,9 +40,15 @@ def test_the_policy_learns_and_the_engine_serves_it(daemon, mode):
     assert status == 0 and summary["steps"] == 24 and summary["alarm_step"] is None, printed
     assert summary["reward_first"] < 0.4 and summary["reward_last"] > 0.6, printed
     assert summary["kl_max"] <= 8 * summary["kl_control"] < 1e-3, printed
-    assert summary["refit_ms"] > 0 and summary["pause_ms"] > 0
+    assert summary["refit_ms"] > 0 and summary["pause_ms"] > 0 and summary["ranks"] == 2
     last = printed.split("version  24 ")[1].splitlines()[0]
     assert "v23:" in last or (mode and "v22:" in last), last
+
+
+def test_a_trainer_of_one_rank_learns_as_well(daemon):
+    status, summary, printed = run(daemon, "--steps", "12", "--ranks", "1")
+    assert (status, summary["ranks"], summary["alarm_step"]) == (0, 1, None), printed
+    assert summary["reward_last"] > summary["reward_first"] + 0.2, printed
 
 
 @pytest.mark.parametrize("mode", [(), ("--off-policy",)])
