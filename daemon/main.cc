@@ -1,4 +1,4 @@
-// refitd: the daemon of one node. Builds configuration, sockets, the node and gRPC and joins them;
+// refitd, the daemon. Builds configuration, sockets, the daemon's state and gRPC and joins them;
 // see docs/architecture.md.
 //
 // Exit codes: daemon/config.h, ExitCode.
@@ -24,7 +24,9 @@
 #include "absl/synchronization/mutex.h"
 #include "daemon/config.h"
 #include "daemon/metrics.h"
-#include "daemon/node/node.h"
+#include "daemon/node/daemon.h"
+#include "daemon/node/joiners.h"
+#include "daemon/node/regions.h"
 #include "daemon/process/log.h"
 #include "daemon/process/log_limit.h"
 #include "daemon/process/service_manager.h"
@@ -32,6 +34,7 @@
 #include "daemon/services/engine_service.h"
 #include "daemon/services/operator_service.h"
 #include "daemon/services/peer_service.h"
+#include "daemon/services/status.h"
 #include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
 #include "daemon/sockets/certificate_store.h"
@@ -60,8 +63,8 @@ constexpr std::chrono::seconds kLostLimit{8};
 // How long a connection over TCP may take for its handshake (P4).
 constexpr Duration kHandshakeLimit = std::chrono::seconds(10);
 
-NodeOptions NodeOptionsOf(const Config& config) {
-  NodeOptions options;
+DaemonOptions DaemonOptionsOf(const Config& config) {
+  DaemonOptions options;
   options.daemon_id = config.daemon_id;
   options.advertise = config.peers.advertise;
   options.peers.peer = config.peers.silence;
@@ -383,7 +386,7 @@ struct Sockets {
 
 // `peers` hears who is at the other end of each connection of the unix socket; the servers are
 // started before the sockets.
-absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers, Node* node,
+absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers, Daemon* daemon,
                     Sockets* sockets) {
   // The unix socket comes first: of two daemons with one path only one may start.
   REFITD_ASSIGN_OR_RETURN(sockets->unix_loop,
@@ -397,7 +400,7 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
                                                             std::string(kDescriptorSocketSuffix),
                                                     .mode = config.listen.unix_mode,
                                                     .access = config.access},
-                                                   node));
+                                                   &daemon->regions()));
   return absl::OkStatus();
 }
 
@@ -417,9 +420,11 @@ std::vector<std::string> ListenersOf(const Config& config, const Sockets& socket
 
 // Null: the configuration asks for no metrics.
 absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config,
-                                                            const Metrics* metrics, Node* node) {
+                                                            const Metrics* metrics,
+                                                            Daemon* daemon) {
   if (config.metrics.listen.empty()) return nullptr;
-  return MetricsServer::Start(config.metrics.listen, metrics, [node] { return node->GetStatus(); });
+  return MetricsServer::Start(config.metrics.listen, metrics,
+                              [daemon] { return StatusOf(daemon); });
 }
 
 // False: gRPC refuses to start a server.
@@ -432,21 +437,21 @@ bool StartServers(const Config& config, std::vector<grpc::Service*> services, gr
   return servers->members.server != nullptr && (!apart || servers->links.server != nullptr);
 }
 
-// Ends the node after its running updates. An update ends or meets its own deadline, which
+// Ends the daemon after its running updates. An update ends or meets its own deadline, which
 // max_duration bounds; a second signal aborts it.
-void DrainNode(const Config& config, sigset_t signals, bool devices_lost, Node* node) {
+void DrainDaemon(const Config& config, sigset_t signals, bool devices_lost, Daemon* daemon) {
   sigdelset(&signals, SIGHUP);  // ends nothing, so it is no second signal
-  node->Drain();
+  daemon->Drain();
   std::atomic<bool> finished{false};
   std::thread second([&] {
     constexpr timespec kLook{0, 100'000'000};
     while (!finished && sigtimedwait(&signals, nullptr, &kLook) < 0) {
     }
     if (!finished) LogInfo("second signal: aborting what still runs");
-    node->Hurry();
+    daemon->Hurry();
   });
   const Duration patience = devices_lost ? Duration(kLostGrace) : config.limits.max_duration;
-  node->Finish(std::chrono::steady_clock::now() + patience);
+  daemon->Finish(std::chrono::steady_clock::now() + patience);
   finished = true;
   second.join();
 }
@@ -454,9 +459,9 @@ void DrainNode(const Config& config, sigset_t signals, bool devices_lost, Node* 
 // Serves until a signal or the loss of the GPUs, then drains.
 void ServeUntilSignal(const Config& config, const sigset_t& signals, const DeviceLoss& loss,
                       const std::vector<std::string>& listeners, CertificateStore* certificates,
-                      const Sockets& sockets, const Servers& servers, Node* node) {
+                      const Sockets& sockets, const Servers& servers, Daemon* daemon) {
   sockets.Start();
-  ServiceManager manager([node] { return node->Alive(); });
+  ServiceManager manager([daemon] { return daemon->Alive(); });
   LogInfo("refitd {} listening on {}, pid {}", kVersion, fmt::join(listeners, ", "), getpid());
   manager.Ready("serving");
   const int signal_number = AwaitEnd(signals, certificates);
@@ -465,13 +470,13 @@ void ServeUntilSignal(const Config& config, const sigset_t& signals, const Devic
   // manager starts one.
   const bool lost = !loss.why().ok();
   if (lost) {
-    node->DevicesLost(loss.why());
+    daemon->DevicesLost(loss.why());
   } else {
     LogInfo("{}: draining", signal_number == SIGTERM ? "SIGTERM" : "SIGINT");
   }
   manager.Stopping("draining");
   servers.StopServing();
-  DrainNode(config, signals, lost, node);
+  DrainDaemon(config, signals, lost, daemon);
   sockets.Stop();
   servers.Shutdown();
   LogInfo("drained");
@@ -491,7 +496,7 @@ int Run(const Invocation& invocation) {
   absl::StatusOr<std::unique_ptr<ProcessWatch>> processes = ProcessWatch::Create();
   if (!processes.ok()) return Fail(processes.status());
   Metrics metrics(static_cast<size_t>(config.limits.max_groups));
-  NodeOptions options = NodeOptionsOf(config);
+  DaemonOptions options = DaemonOptionsOf(config);
   options.observer = &metrics;
   std::unique_ptr<Wire> wire = MakeHostWire(config);
   const auto certificates = LoadOwnCertificates(config);
@@ -503,20 +508,21 @@ int Run(const Invocation& invocation) {
   const auto loss = std::make_shared<DeviceLoss>();
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
   LogInfo("cuda: {}", options.cuda.detail);
-  Node node(std::move(options), std::move(transport), processes->get(), std::move(wire),
-            MakeDialer(config, certificates->get()));
+  Daemon daemon(std::move(options), std::move(transport), processes->get(), std::move(wire),
+                MakeDialer(config, certificates->get()));
 
   PeerTable peers;
   const bool tls = *certificates != nullptr;
   const Door door(&peers, config.access, tls);
-  TrainerService trainers(&node, &door);
-  EngineService engines(&node, &door);
-  OperatorService operators(&node, &door);
-  PeerService peer_links(&node, config.limits.message_bytes, {tls, config.peers.identity});
+  TrainerService trainers(&daemon, &door);
+  EngineService engines(&daemon, &door);
+  OperatorService operators(&daemon, &door);
+  PeerService peer_links(&daemon.joiners(), config.limits.message_bytes,
+                         {tls, config.peers.identity});
 
   Servers servers;
   Sockets sockets;
-  if (absl::Status status = Listen(config, &peers, servers, &node, &sockets); !status.ok()) {
+  if (absl::Status status = Listen(config, &peers, servers, &daemon, &sockets); !status.ok()) {
     return Fail(status);
   }
   if (absl::Status status = ListenOnTcp(config, servers, &sockets); !status.ok()) {
@@ -524,7 +530,7 @@ int Run(const Invocation& invocation) {
     return kExitInUse;
   }
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
-      StartMetrics(config, &metrics, &node);
+      StartMetrics(config, &metrics, &daemon);
   if (!metrics_server.ok()) return Fail(metrics_server.status());
   if (!StartServers(config, {&trainers, &engines, &operators}, &peer_links, certificates->get(),
                     &servers)) {
@@ -532,8 +538,9 @@ int Run(const Invocation& invocation) {
   }
   std::vector<std::string> listeners = ListenersOf(config, sockets);
   if (*metrics_server != nullptr) listeners.push_back("metrics:" + (*metrics_server)->address());
-  node.SetListeners(listeners);
-  ServeUntilSignal(config, signals, *loss, listeners, certificates->get(), sockets, servers, &node);
+  daemon.SetListeners(listeners);
+  ServeUntilSignal(config, signals, *loss, listeners, certificates->get(), sockets, servers,
+                   &daemon);
   return loss->why().ok() ? kExitOk : kExitFailure;
 }
 

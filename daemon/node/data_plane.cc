@@ -37,7 +37,7 @@ DataPlane::DataPlane(Options options, const Turns& turns, const State& state)
       device_wire_(std::move(options.device_wire)) {}
 
 void DataPlane::Tell(const std::string& group, uint64_t id, MachineEvent event) {
-  Turn turn(turns_.host, turns_.mutex, turns_.pushes, Turn::Order::kAhead);
+  Turn turn(turns_, Turn::Order::kAhead);
   if (state_.groups->Find(group, id) != nullptr) turn.Handle(group, std::move(event));
 }
 
@@ -113,7 +113,7 @@ void DataPlane::Start(GroupRecord* group, const StartTransfer& start, absl::Stat
 }
 
 void DataPlane::EndTransfer(const std::string& group, const Executor::Done& done) {
-  Turn turn(turns_.host, turns_.mutex, turns_.pushes, Turn::Order::kAhead);
+  Turn turn(turns_, Turn::Order::kAhead);
   executor_.Finished(done);
   if (done.status.ok()) {
     int64_t bytes = done.slot_bytes;
@@ -132,7 +132,7 @@ void DataPlane::Start(GroupRecord* group, const StartVerify& verify, Turn& turn)
     return;
   }
   const auto done = [this, name](const VerifyDone& d) {
-    Turn ended(turns_.host, turns_.mutex, turns_.pushes, Turn::Order::kAhead);
+    Turn ended(turns_, Turn::Order::kAhead);
     ended.Handle(name, d);
   };
   const absl::Status status = executor_.Start(verify, GroupMemory(*state_.leases, *group), done);
@@ -245,7 +245,7 @@ void DataPlane::BindMoves(const std::string& name, uint64_t id,
 void DataPlane::SubmitMoves(const std::string& name, uint64_t id,
                             const std::shared_ptr<Executor::Moves>& moves) {
   const auto done = [this, name, id](Executor::Moved moved) {
-    Turn turn(turns_.host, turns_.mutex, turns_.pushes, Turn::Order::kAhead);
+    Turn turn(turns_, Turn::Order::kAhead);
     executor_.Finished(&moved);
     if (moved.done.status.ok() && moved.bytes > 0) {
       CountBytes(name, MoveKind::kCopy, moved.bytes);

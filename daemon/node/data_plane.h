@@ -69,12 +69,6 @@ class DataPlane {
     std::string no_device_wire;               // why there is none; for people
     NodeObserver* observer = nullptr;         // null: none
   };
-  // How a thread takes the mutex.
-  struct Turns {
-    TurnHost* host;
-    Mutex* mutex;
-    PushTurns* pushes;
-  };
   // The objects that the data plane uses. All must outlive it.
   struct State {
     Groups* groups;

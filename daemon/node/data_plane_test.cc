@@ -82,7 +82,7 @@ class World : public TurnHost, public WireSlots {
                                       .device_wire = nullptr,
                                       .no_device_wire = "none was asked for",
                                       .observer = &moved},
-                   DataPlane::Turns{this, &mutex_, &pushes_},
+                   Turns{this, &mutex_, &pushes_},
                    DataPlane::State{&groups, &leases, &calls, this});
     CoordinatorOptions options;
     options.name = "g";

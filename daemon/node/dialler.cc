@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "daemon/link/hello.h"
 #include "daemon/process/log.h"
 #include "transport/base/status.h"
 
@@ -27,7 +28,7 @@ void Dialler::Dial(GroupRecord* group, const Waiters& waiters, TimePoint now) {
   dial.daemon_id = options_.daemon_id;
   dial.boot_id = options_.boot_id;
   dial.limits.message_bytes = options_.message_bytes;
-  dial.spec = std::move(wish.spec);
+  if (wish.spec.has_value()) dial.spec = SpecToWire(*wish.spec);
   dial.wait = wish.wait;
   join.redial.reset();
   join.dialled_spec = dial.spec.has_value();

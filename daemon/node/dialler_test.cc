@@ -46,7 +46,7 @@ struct World : DialHost {
   void LinkSays(const DialTry& of, PeerCommand /*command*/) override { heard.push_back(of); }
   void LinkIsLost(const DialTry& of, absl::Status /*status*/) override { heard.push_back(of); }
 
-  std::shared_ptr<Sink> Wait(int wait_s, std::optional<v1::GroupSpec> spec = {}) {
+  std::shared_ptr<Sink> Wait(int wait_s, std::optional<GroupSpec> spec = {}) {
     auto sink = std::make_shared<Sink>();
     MemberRecord record;
     record.id = MemberId(++members);
@@ -81,8 +81,8 @@ struct World : DialHost {
 
 TEST_CASE("a try names this daemon, and carries what its waiting members wish") {
   World world;
-  v1::GroupSpec spec;
-  spec.set_trainer_ranks(2);
+  GroupSpec spec;
+  spec.trainer_ranks = 2;
   world.Wait(7, spec);
   world.dialler.Dial(world.group, world.waiters, kNow);
   REQUIRE(world.dials.size() == 1);
@@ -131,7 +131,7 @@ TEST_CASE("a group that does not exist yet is tried again for those who wait (P4
 
 TEST_CASE("a refused spec ends the members that brought one, and the others try without") {
   World world;
-  const auto brings = world.Wait(5, v1::GroupSpec());
+  const auto brings = world.Wait(5, GroupSpec());
   const auto without = world.Wait(5);
   world.dialler.Dial(world.group, world.waiters, kNow);
   CHECK(world.Fail(absl::FailedPreconditionError("another spec")));

@@ -24,17 +24,16 @@ void SortUnique(std::vector<std::string>* names) {
   names->erase(std::unique(names->begin(), names->end()), names->end());
 }
 
-// The spec's unwanted tensors, sorted and without repeats.
-absl::StatusOr<std::vector<std::string>> CheckUnwanted(const v1::GroupSpec& message) {
-  const auto& given = message.unwanted_tensors();
-  const auto prefixes = std::count_if(given.begin(), given.end(),
+// A name may be a prefix, with '*' at its end.
+absl::Status CheckUnwanted(const std::vector<std::string>& names) {
+  const auto prefixes = std::count_if(names.begin(), names.end(),
                                       [](const std::string& name) { return name.ends_with('*'); });
-  if (given.size() > kMaxTensorsPerLayout || prefixes > kMaxUnwantedPrefixes) {
+  const auto count = static_cast<int64_t>(names.size());
+  if (count > kMaxTensorsPerLayout || prefixes > kMaxUnwantedPrefixes) {
     return Error(absl::StatusCode::kInvalidArgument,
                  "spec.unwanted_tensors: {} names and {} prefixes, at most {} and {} may be",
-                 given.size() - prefixes, prefixes, kMaxTensorsPerLayout, kMaxUnwantedPrefixes);
+                 count - prefixes, prefixes, kMaxTensorsPerLayout, kMaxUnwantedPrefixes);
   }
-  std::vector<std::string> names(given.begin(), given.end());
   for (const std::string& name : names) {
     REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, "spec.unwanted_tensors"));
     if (name.empty() || name.find('*') < name.size() - 1) {
@@ -43,46 +42,52 @@ absl::StatusOr<std::vector<std::string>> CheckUnwanted(const v1::GroupSpec& mess
                    name);
     }
   }
-  SortUnique(&names);
-  return names;
+  return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& message, const SpecLimits& limits) {
-  REFITD_RETURN_IF_ERROR(CheckField(message.trainer_ranks(), 1, kMaxTrainerRanks, "trainer_ranks"));
-  REFITD_RETURN_IF_ERROR(CheckField(message.min_instances(), 0, kMaxEngineRanks, "min_instances"));
-  if (message.slots() != 0) {
-    REFITD_RETURN_IF_ERROR(CheckField(message.slots(), 2, kMaxSlots, "slots"));
-  }
-  REFITD_RETURN_IF_ERROR(CheckField(message.slot_bytes(), 0, limits.max_pool_bytes, "slot_bytes"));
-  if (message.slot_bytes() % 4096 != 0) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "spec.slot_bytes: {} is not a multiple of 4096", message.slot_bytes());
-  }
+GroupSpec SpecOf(const v1::GroupSpec& message) {
   GroupSpec spec;
   spec.trainer_ranks = message.trainer_ranks();
-  spec.min_instances = std::max(1, message.min_instances());
-  spec.slot_bytes = message.slot_bytes() == 0 ? limits.default_slot_bytes : message.slot_bytes();
-  spec.slots = message.slots() == 0 ? limits.default_slots : message.slots();
-  REFITD_RETURN_IF_ERROR(CheckField(message.engine_only_tensors_size(), 0, kMaxTensorsPerLayout,
-                                    "engine_only_tensors"));
-  for (const std::string& name : message.engine_only_tensors()) {
-    REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, "spec.engine_only_tensors"));
-  }
+  spec.min_instances = message.min_instances();
+  spec.slot_bytes = message.slot_bytes();
+  spec.slots = message.slots();
   spec.engine_only_tensors.assign(message.engine_only_tensors().begin(),
                                   message.engine_only_tensors().end());
-  SortUnique(&spec.engine_only_tensors);
-  REFITD_ASSIGN_OR_RETURN(spec.unwanted_tensors, CheckUnwanted(message));
+  spec.unwanted_tensors.assign(message.unwanted_tensors().begin(),
+                               message.unwanted_tensors().end());
   return spec;
 }
 
-absl::Status CheckSameSpec(const std::string& group, const v1::GroupSpec& message,
-                           const GroupSpec& known, const SpecLimits& limits) {
-  v1::GroupSpec filled = message;
-  if (filled.slots() == 0) filled.set_slots(known.slots);
-  if (filled.slot_bytes() == 0) filled.set_slot_bytes(known.slot_bytes);
-  REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(filled, limits));
+absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits) {
+  REFITD_RETURN_IF_ERROR(CheckField(wish.trainer_ranks, 1, kMaxTrainerRanks, "trainer_ranks"));
+  REFITD_RETURN_IF_ERROR(CheckField(wish.min_instances, 0, kMaxEngineRanks, "min_instances"));
+  if (wish.slots != 0) REFITD_RETURN_IF_ERROR(CheckField(wish.slots, 2, kMaxSlots, "slots"));
+  REFITD_RETURN_IF_ERROR(CheckField(wish.slot_bytes, 0, limits.max_pool_bytes, "slot_bytes"));
+  if (wish.slot_bytes % 4096 != 0) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "spec.slot_bytes: {} is not a multiple of 4096", wish.slot_bytes);
+  }
+  REFITD_RETURN_IF_ERROR(CheckField(static_cast<int64_t>(wish.engine_only_tensors.size()), 0,
+                                    kMaxTensorsPerLayout, "engine_only_tensors"));
+  for (const std::string& name : wish.engine_only_tensors) {
+    REFITD_RETURN_IF_ERROR(CheckText(name, kMaxNameBytes, "spec.engine_only_tensors"));
+  }
+  REFITD_RETURN_IF_ERROR(CheckUnwanted(wish.unwanted_tensors));
+  wish.min_instances = std::max(1, wish.min_instances);
+  if (wish.slot_bytes == 0) wish.slot_bytes = limits.default_slot_bytes;
+  if (wish.slots == 0) wish.slots = limits.default_slots;
+  SortUnique(&wish.engine_only_tensors);
+  SortUnique(&wish.unwanted_tensors);
+  return wish;
+}
+
+absl::Status CheckSameSpec(const std::string& group, GroupSpec wish, const GroupSpec& known,
+                           const SpecLimits& limits) {
+  if (wish.slots == 0) wish.slots = known.slots;
+  if (wish.slot_bytes == 0) wish.slot_bytes = known.slot_bytes;
+  REFITD_ASSIGN_OR_RETURN(const GroupSpec spec, CheckSpec(std::move(wish), limits));
   if (EqualButTrainers(spec, known)) return absl::OkStatus();
   return Error(absl::StatusCode::kFailedPrecondition, "spec: group '{}' has another", group);
 }

@@ -1,4 +1,4 @@
-// A group's spec as a message: checked and completed with the daemon's defaults (P10).
+// A group's spec as callers wish for it: checked and completed with the daemon's defaults (P10).
 //
 // Pure functions, thread-safe.
 #ifndef REFITD_DAEMON_NODE_GROUP_SPEC_H_
@@ -23,13 +23,17 @@ struct SpecLimits {
   int64_t max_pool_bytes = int64_t{16} << 30;
 };
 
-// INVALID_ARGUMENT, naming field and value: a number is out of its range, or a name is no name.
-absl::StatusOr<GroupSpec> CheckSpec(const v1::GroupSpec& message, const SpecLimits& limits);
+// The wish that the message has, unchecked. `slots` and `slot_bytes` of 0 are left to the daemon.
+GroupSpec SpecOf(const v1::GroupSpec& message);
 
-// OK: the message is `known`, where fields left to a default match any value. FAILED_PRECONDITION:
-// the message is another spec.
-absl::Status CheckSameSpec(const std::string& group, const v1::GroupSpec& message,
-                           const GroupSpec& known, const SpecLimits& limits);
+// The spec that the wish becomes. INVALID_ARGUMENT, naming field and value: a number is out of its
+// range, or a name is no name.
+absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wish, const SpecLimits& limits);
+
+// OK: the wish is `known`, where fields left to a default match any value. FAILED_PRECONDITION: the
+// wish is another spec.
+absl::Status CheckSameSpec(const std::string& group, GroupSpec wish, const GroupSpec& known,
+                           const SpecLimits& limits);
 
 // OK: the spec is `has`, but for the trainer ranks, which the group compares when trainers attach.
 // FAILED_PRECONDITION: the status names what both say.

@@ -21,7 +21,7 @@ v1::GroupSpec Message() {
 }
 
 TEST_CASE("a spec that leaves fields out gets the daemon's defaults") {
-  const absl::StatusOr<GroupSpec> spec = CheckSpec(Message(), kLimits);
+  const absl::StatusOr<GroupSpec> spec = CheckSpec(SpecOf(Message()), kLimits);
   REQUIRE(spec.ok());
   CHECK(spec->trainer_ranks == 2);
   CHECK(spec->min_instances == 1);
@@ -35,7 +35,7 @@ TEST_CASE("names of tensors are sorted and come once") {
     message.add_engine_only_tensors(name);
     message.add_unwanted_tensors(name + std::string("*"));
   }
-  const absl::StatusOr<GroupSpec> spec = CheckSpec(message, kLimits);
+  const absl::StatusOr<GroupSpec> spec = CheckSpec(SpecOf(message), kLimits);
   REQUIRE(spec.ok());
   CHECK(spec->engine_only_tensors == std::vector<std::string>{"a", "b"});
   CHECK(spec->unwanted_tensors == std::vector<std::string>{"a*", "b*"});
@@ -45,7 +45,7 @@ TEST_CASE("a bad field of a spec is named with its value (P10)") {
   const auto refused = [](auto change) {
     v1::GroupSpec message = Message();
     change(&message);
-    const absl::Status status = CheckSpec(message, kLimits).status();
+    const absl::Status status = CheckSpec(SpecOf(message), kLimits).status();
     CHECK(status.code() == kInvalid);
     return std::string(status.message());
   };
@@ -61,12 +61,13 @@ TEST_CASE("a bad field of a spec is named with its value (P10)") {
 }
 
 TEST_CASE("a spec equals the group's where it leaves slots to the default, and only there") {
-  GroupSpec known = *CheckSpec(Message(), kLimits);
+  GroupSpec known = *CheckSpec(SpecOf(Message()), kLimits);
   known.slots = 7;
-  CHECK(CheckSameSpec("g", Message(), known, kLimits).ok());
+  CHECK(CheckSameSpec("g", SpecOf(Message()), known, kLimits).ok());
   v1::GroupSpec other = Message();
   other.set_slots(4);
-  CHECK(CheckSameSpec("g", other, known, kLimits).message() == "spec: group 'g' has another");
+  CHECK(CheckSameSpec("g", SpecOf(other), known, kLimits).message() ==
+        "spec: group 'g' has another");
 
   GroupSpec trainers = known;
   trainers.trainer_ranks = 9;
@@ -77,7 +78,7 @@ TEST_CASE("a spec equals the group's where it leaves slots to the default, and o
 }
 
 TEST_CASE("sizes that a coordinator tells are bounded as an operator's are (P10)") {
-  GroupSpec told = *CheckSpec(Message(), kLimits);
+  GroupSpec told = *CheckSpec(SpecOf(Message()), kLimits);
   CHECK(CheckToldSpec(told, kLimits).ok());
   told.slot_bytes = kLimits.max_pool_bytes + 1;
   CHECK(CheckToldSpec(told, kLimits).code() == kInvalid);

@@ -75,6 +75,8 @@ struct GroupRecord {
     return preparing_begins > 0 || (broadcasts && machine->update_running());
   }
   int64_t pool_bytes() const { return machine->spec().slot_bytes * machine->spec().slots; }
+  // Makes the staging slots in host memory, unless they are there.
+  absl::Status EnsureHostPool() { return pools.EnsureHost(name(), pool_bytes()); }
 };
 
 class Groups {

@@ -28,6 +28,14 @@ struct Peer {
   std::string identity{};  // of the certificate; empty: no TLS
 };
 
+// Who calls, and the lease that the caller presents, unchecked.
+struct Caller {
+  Peer peer;
+  std::string token;
+  uint64_t incarnation = 0;
+  int protocol = 0;
+};
+
 // Memory that a member shares with this daemon.
 struct RegionRecord {
   MemorySpan memory;  // keep_alive is the mapping
@@ -58,6 +66,11 @@ struct MemberRecord {
   uint64_t incarnation = 0;  // the group's when the member attached
   WatchHandle watch;
 
+  int64_t region_bytes() const {
+    int64_t bytes = 0;
+    for (const auto& [id, region] : regions) bytes += region.memory.bytes;
+    return bytes;
+  }
   // Ends the member's stream, unless it has ended already.
   void End(absl::Status status) {
     if (trainer_sink != nullptr) std::exchange(trainer_sink, nullptr)->End(std::move(status));

@@ -2,16 +2,17 @@
 #ifndef REFITD_DAEMON_NODE_SINKS_H_
 #define REFITD_DAEMON_NODE_SINKS_H_
 
+#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
+#include "daemon/group/group.h"
 
 namespace refitd {
 
 namespace v1 {
 class EngineEvent;
 class TrainerEvent;
-class UpdateStatus;
 }  // namespace v1
 
 // One stream of events. Events go out in the order of Queue and Send. Queue, Send and End are
@@ -30,7 +31,12 @@ class EventSink {
 };
 using TrainerSink = EventSink<v1::TrainerEvent>;
 using EngineSink = EventSink<v1::EngineEvent>;
-using UpdateSink = EventSink<v1::UpdateStatus>;
+// What a watcher is told: the update of a group, as it stands.
+struct UpdateNews {
+  std::string group;
+  UpdateView update;
+};
+using UpdateSink = EventSink<UpdateNews>;
 
 }  // namespace refitd
 

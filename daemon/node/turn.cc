@@ -9,12 +9,11 @@ static_assert(std::is_nothrow_move_constructible_v<MachineEvent>);
 
 Turn::Turn(TurnHost* host, Mutex* mutex) : host_(host), mutex_(mutex) { mutex_->Lock(); }
 
-Turn::Turn(TurnHost* host, Mutex* mutex, PushTurns* pushes, Order order)
-    : host_(host), mutex_(mutex) {
+Turn::Turn(const Turns& turns, Order order) : host_(turns.host), mutex_(turns.mutex) {
   if (order == Order::kAhead) {
-    pushes->LockAhead(mutex_);
+    turns.pushes->LockAhead(mutex_);
   } else {
-    if (order == Order::kPush) push_.emplace(pushes);
+    if (order == Order::kPush) push_.emplace(turns.pushes);
     mutex_->Lock();
   }
 }

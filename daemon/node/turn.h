@@ -49,6 +49,23 @@ class TurnHost {
   virtual void Drained() = 0;
 };
 
+// Stands for the mutex in the analysis of locks: the classes of the daemon's state reach the mutex
+// by different names, of which the analysis can't tell that they mean the same mutex. A thread has
+// kInTurn while it has a turn.
+class ABSL_LOCKABLE InTurn {
+ public:
+  // Tells the analysis what it can't see (inside a callback, say); checks nothing.
+  void AssertHeld() const ABSL_ASSERT_EXCLUSIVE_LOCK() {}
+};
+inline constexpr InTurn kInTurn;
+
+// What a thread needs to take a turn.
+struct Turns {
+  TurnHost* host;
+  Mutex* mutex;
+  PushTurns* pushes;
+};
+
 class ABSL_SCOPED_LOCKABLE Turn {
  public:
   // The order in which turns that wait get the mutex.
@@ -58,9 +75,9 @@ class ABSL_SCOPED_LOCKABLE Turn {
     kPush,   // one push at a time, after those ahead
   };
 
-  Turn(TurnHost* host, Mutex* mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex);
-  Turn(TurnHost* host, Mutex* mutex, PushTurns* pushes, Order order)
-      ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex);
+  Turn(TurnHost* host, Mutex* mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex, kInTurn);
+  explicit Turn(const Turns& turns, Order order = Order::kAny)
+      ABSL_EXCLUSIVE_LOCK_FUNCTION(turns.mutex, kInTurn);
   ~Turn() ABSL_UNLOCK_FUNCTION();
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;

@@ -113,7 +113,7 @@ TEST_CASE("turns of every order exclude each other, and end") {
   for (const Turn::Order order : {Turn::Order::kAny, Turn::Order::kAhead, Turn::Order::kPush}) {
     threads.push_back(std::async(std::launch::async, [&, order] {
       for (int i = 0; i < 200; ++i) {
-        Turn turn(&host, &mutex, &pushes, order);
+        Turn turn(Turns{&host, &mutex, &pushes}, order);
         REFITD_CHECK(++inside == 1);
         --inside;
       }

@@ -21,7 +21,6 @@
 #include "absl/status/status.h"
 #include "daemon/group/machine.h"
 #include "daemon/node/member.h"
-#include "refitd/v1/types.pb.h"
 #include "transport/base/ids.h"
 
 namespace refitd {
@@ -37,7 +36,7 @@ class Waiters {
     bool waits = true;        // false: the group must exist, or the member's spec makes it
     std::string coordinator;  // empty: this daemon
     // With a coordinator: the spec with which the group would be made.
-    std::optional<v1::GroupSpec> spec;
+    std::optional<GroupSpec> spec;
   };
   // An engine rank that waits until its group has slots on its GPU: to read parts there, or because
   // an update that is being opened broadcasts.
@@ -60,7 +59,7 @@ class Waiters {
   // What a try to join tells the coordinator: the spec of a member that brings one, and the longest
   // wait.
   struct Wish {
-    std::optional<v1::GroupSpec> spec;
+    std::optional<GroupSpec> spec;
     Duration wait{};
   };
   Wish WishOf(const std::string& group, const std::string& coordinator, TimePoint now) const;

@@ -40,7 +40,7 @@ struct World {
   Waiters waiters;
 
   void Wait(const std::string& group, const std::string& coordinator, int wait_s,
-            std::optional<v1::GroupSpec> spec = {}) {
+            std::optional<GroupSpec> spec = {}) {
     sinks.push_back(std::make_shared<Sink>());
     waiters.Wait(Waiters::OfGroup{Rank(sinks.size(), sinks.back(), group), EngineAttached{},
                                   kNow + seconds(wait_s), wait_s > 0, coordinator,
@@ -83,15 +83,15 @@ TEST_CASE("a try to join carries the first spec and the longest wait of its memb
   World world;
   world.Wait("g", "b:1", 0);
   CHECK(world.waiters.WishOf("g", "b:1", kNow).wait == Duration(0));
-  v1::GroupSpec spec;
-  spec.set_trainer_ranks(3);
+  GroupSpec spec;
+  spec.trainer_ranks = 3;
   world.Wait("g", "b:1", 5, spec);
-  spec.set_trainer_ranks(4);
+  spec.trainer_ranks = 4;
   world.Wait("g", "b:1", 2, spec);
   world.Wait("g", "c:1", 9);
   const Waiters::Wish wish = world.waiters.WishOf("g", "b:1", kNow);
   REQUIRE(wish.spec.has_value());
-  CHECK(wish.spec->trainer_ranks() == 3);
+  CHECK(wish.spec->trainer_ranks == 3);
   CHECK(wish.wait == seconds(5));
 }
 

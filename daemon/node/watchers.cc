@@ -4,7 +4,6 @@
 #include <iterator>
 #include <utility>
 
-#include "daemon/node/update_status.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -81,7 +80,7 @@ void Watchers::Tell(Watcher* watcher, const GroupMachine& group, std::optional<U
     ++views_;
   }
   watcher->told[name] = *mark;
-  watcher->sink->Send(StatusOf(name, **view));
+  watcher->sink->Send({name, **view});
 }
 
 bool Watchers::EndIfIdle(const Watcher& watcher, const Machines& all) {

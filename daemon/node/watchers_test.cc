@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "refitd/v1/operator.pb.h"
-
 namespace refitd {
 namespace {
 
@@ -51,8 +49,8 @@ class Machine : public GroupMachine {
 
 class Sink : public UpdateSink {
  public:
-  void Send(v1::UpdateStatus status) override {
-    told.push_back(status.group() + " " + status.state());
+  void Send(UpdateNews news) override {
+    told.push_back(news.group + " " + std::string(news.update.state));
   }
   void End(absl::Status status) override { end = std::move(status); }
 

@@ -20,7 +20,11 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "daemon/node/node.h"
+#include "daemon/node/arrivals.h"
+#include "daemon/node/daemon.h"
+#include "daemon/node/member.h"
+#include "daemon/node/sinks.h"
+#include "daemon/node/trainer_calls.h"
 #include "daemon/sockets/accept_loop.h"
 #include "daemon/sockets/peer_credentials.h"
 #include "transport/base/mutex.h"
@@ -76,20 +80,20 @@ const Payload& PayloadAs(const ReplyPayload& payload) {
 // A unary call that is answered later, by the code that has the reply. Deletes itself.
 class PendingCall : public grpc::ServerUnaryReactor {
  public:
-  explicit PendingCall(Node* node) : node_(node), id_(node->NewCall()) {}
+  explicit PendingCall(Daemon* daemon) : daemon_(daemon), id_(daemon->NewCall()) {}
   CallId id() const { return id_; }
   void OnDone() noexcept override { delete this; }
-  void OnCancel() noexcept override { node_->CallGone(id_); }
+  void OnCancel() noexcept override { daemon_->trainer_calls().CallGone(id_); }
 
  private:
-  Node* const node_;
+  Daemon* const daemon_;
   const CallId id_;
 };
 
-// Answers later with the node's reply: `start(call, peer, reply)` begins the call, `fill(payload)`
-// fills the response if the reply is OK.
+// Answers later with the daemon's reply: `start(call, peer, reply)` begins the call,
+// `fill(payload)` fills the response if the reply is OK.
 template <typename Start, typename Fill>
-grpc::ServerUnaryReactor* AnswerLater(Node* node, const Door& door,
+grpc::ServerUnaryReactor* AnswerLater(Daemon* daemon, const Door& door,
                                       grpc::CallbackServerContext* context, Start start,
                                       Fill fill) {
   const absl::StatusOr<Peer> peer = door.Admit(*context);
@@ -98,7 +102,7 @@ grpc::ServerUnaryReactor* AnswerLater(Node* node, const Door& door,
     refused->Finish(ToGrpc(peer.status()));
     return refused;
   }
-  auto* call = new PendingCall(node);
+  auto* call = new PendingCall(daemon);
   start(call->id(), *peer, [call, fill](const absl::Status& status, const ReplyPayload& payload) {
     if (status.ok()) fill(payload);
     call->Finish(ToGrpc(status));
@@ -108,7 +112,7 @@ grpc::ServerUnaryReactor* AnswerLater(Node* node, const Door& door,
 
 // Answers later with the whole response: `start(peer, reply)` begins the call.
 template <typename Response, typename Start>
-grpc::ServerUnaryReactor* AnswerOnce(Node* node, const Door& door,
+grpc::ServerUnaryReactor* AnswerOnce(Daemon* daemon, const Door& door,
                                      grpc::CallbackServerContext* context, Response* response,
                                      Start start) {
   const absl::StatusOr<Peer> peer = door.Admit(*context);
@@ -117,7 +121,7 @@ grpc::ServerUnaryReactor* AnswerOnce(Node* node, const Door& door,
     refused->Finish(ToGrpc(peer.status()));
     return refused;
   }
-  auto* call = new PendingCall(node);
+  auto* call = new PendingCall(daemon);
   start(*peer, [call, response](const absl::StatusOr<Response>& answer) {
     if (answer.ok()) *response = *answer;
     call->Finish(ToGrpc(answer.status()));
@@ -140,8 +144,8 @@ grpc::ServerUnaryReactor* AnswerNow(const Door& door, grpc::CallbackServerContex
   return reactor;
 }
 
-// The writing half of an event stream. It outlives the stream, since the node may send at any time.
-// At most kMaxQueued events and kMaxQueuedBytes wait; a peer that reads too slowly loses its
+// The writing half of an event stream. It outlives the stream, since the daemon may send at any
+// time. At most kMaxQueued events and kMaxQueuedBytes wait; a peer that reads too slowly loses its
 // stream. Thread-safe. gRPC's operations begin without the stream's mutex, so that a caller that
 // queues an event never waits for another caller's write.
 //
@@ -253,16 +257,16 @@ class EventStream : public EventSink<Event> {
 // Attach of either role: the first message is the hello, and the stream is the lease. Deletes
 // itself.
 //
-// `Role` supplies Message, Event, `MemberId Hello(Node*, const Message&, const Peer&,
-// shared_ptr<sink>)` and `bool Answer(Node*, MemberId, const Message&)`, which returns false for an
-// orderly detach.
+// `Role` supplies Message, Event, `MemberId Hello(Daemon*, const Message&, const Peer&,
+// shared_ptr<sink>)` and `bool Answer(Daemon*, MemberId, const Message&)`, which returns false for
+// an orderly detach.
 template <typename Role>
 class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typename Role::Event> {
  public:
   using Stream = EventStream<typename Role::Event, AttachReactor>;
 
-  AttachReactor(Node* node, grpc::CallbackServerContext* context, absl::StatusOr<Peer> peer)
-      : node_(node),
+  AttachReactor(Daemon* daemon, grpc::CallbackServerContext* context, absl::StatusOr<Peer> peer)
+      : daemon_(daemon),
         context_(context),
         stream_(std::make_shared<Stream>(this)),
         peer_(std::move(peer)) {
@@ -280,12 +284,12 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
         return stream_->End(
             absl::InvalidArgumentError("kind: the first message of Attach must be hello"));
       }
-      member_ = Role::Hello(node_, message_, *peer_, stream_).value();
+      member_ = Role::Hello(daemon_, message_, *peer_, stream_).value();
     } else if (message_.has_hello()) {
       stream_->End(absl::InvalidArgumentError("kind: hello was said already"));
       return Leave("it said hello twice");
-    } else if (!Role::Answer(node_, MemberId(member_), message_)) {
-      return node_->MemberDetached(MemberId(member_));  // ends the stream
+    } else if (!Role::Answer(daemon_, MemberId(member_), message_)) {
+      return daemon_->arrivals().Detached(MemberId(member_));  // ends the stream
     }
     this->StartRead(&message_);
   }
@@ -302,11 +306,12 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
   // Losing a member twice is harmless. A read never races with itself, but a cancellation may come
   // at the same time.
   void Leave(const std::string& reason) {
-    if (const uint64_t member = member_; member != 0) node_->MemberGone(MemberId(member), reason);
+    if (const uint64_t member = member_; member != 0)
+      daemon_->arrivals().Gone(MemberId(member), reason);
     stream_->End(absl::OkStatus());
   }
 
-  Node* const node_;
+  Daemon* const daemon_;
   grpc::CallbackServerContext* const context_;
   const std::shared_ptr<Stream> stream_;
   const absl::StatusOr<Peer> peer_;

@@ -2,6 +2,10 @@
 
 #include <utility>
 
+#include "daemon/checks/bucket.h"
+#include "daemon/node/members.h"
+#include "daemon/services/hello.h"
+#include "daemon/services/region_calls.h"
 #include "daemon/services/register_layout.h"
 
 namespace refitd {
@@ -10,34 +14,33 @@ namespace {
 struct EngineRole {
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
-  static MemberId Hello(Node* node, const Message& message, const Peer& peer,
+  static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
                         std::shared_ptr<EngineSink> sink) {
-    return node->AttachEngine(message.hello(), peer, std::move(sink));
+    return daemon->arrivals().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
   }
-  static bool Answer(Node* node, MemberId member, const Message& message) {
+  static bool Answer(Daemon* daemon, MemberId member, const Message& message) {
     switch (message.kind_case()) {
       case Message::kReady:
-        node->Ready(member, message.ready());
+        daemon->members().Happened(member,
+                                   ReadyEvent{member, UpdateId(message.ready().update_id())});
         return true;
-      case Message::kAck:
-        node->Ack(member, message.ack());
+      case Message::kAck: {
+        const v1::Ack& ack = message.ack();
+        if (ack.part() < 0) return true;  // ignored like any part that was not handed out
+        daemon->members().Happened(
+            member, AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
         return true;
-      case Message::kFailed:
-        node->Failed(member, message.failed());
+      }
+      case Message::kFailed: {
+        const v1::Failed& failed = message.failed();
+        daemon->members().Happened(
+            member, EngineFailed{member, UpdateId(failed.update_id()),
+                                 std::string(Shorten(failed.reason(), kMaxReasonBytes))});
         return true;
+      }
       default:
         return !message.has_detach();
     }
-  }
-};
-
-struct EngineLayouts {
-  static absl::Status CheckLease(Node* node, const v1::Lease& lease, const Peer& peer) {
-    return node->CheckEngineLease(lease, peer);
-  }
-  static void Register(Node* node, const v1::Lease& lease, const Peer& peer, Layout layout,
-                       LayoutReply reply) {
-    node->RegisterEngineLayout(node->NewCall(), lease, peer, std::move(layout), std::move(reply));
   }
 };
 
@@ -45,28 +48,24 @@ struct EngineLayouts {
 
 grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* EngineService::Attach(
     grpc::CallbackServerContext* context) noexcept {
-  return new AttachReactor<EngineRole>(node_, context, door_->Admit(*context));
+  return new AttachReactor<EngineRole>(daemon_, context, door_->Admit(*context));
 }
 
 grpc::ServerReadReactor<v1::LayoutChunk>* EngineService::RegisterLayout(
     grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
-  return new RegisterLayoutReactor<EngineLayouts>(node_, door_->Admit(*context), response);
+  return new RegisterLayoutReactor(daemon_, door_->Admit(*context), /*engine=*/true, response);
 }
 
 grpc::ServerUnaryReactor* EngineService::RegisterRegion(
     grpc::CallbackServerContext* context, const v1::RegisterRegionRequest* request,
     v1::RegisterRegionResponse* response) noexcept {
-  return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
-    node_->RegisterRegion(*request, peer, /*engine=*/true, std::move(reply));
-  });
+  return AnswerRegisterRegion(daemon_, *door_, context, *request, /*engine=*/true, response);
 }
 
 grpc::ServerUnaryReactor* EngineService::ReleaseRegion(
     grpc::CallbackServerContext* context, const v1::ReleaseRegionRequest* request,
     v1::ReleaseRegionResponse* response) noexcept {
-  return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
-    node_->ReleaseRegion(*request, peer, /*engine=*/true, std::move(reply));
-  });
+  return AnswerReleaseRegion(daemon_, *door_, context, *request, /*engine=*/true, response);
 }
 
 }  // namespace refitd

@@ -1,4 +1,4 @@
-// refitd.v1.Engine over the node: checks the door and translates.
+// refitd.v1.Engine over the daemon: checks the door and translates.
 #ifndef REFITD_DAEMON_SERVICES_ENGINE_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_ENGINE_SERVICE_H_
 
@@ -7,10 +7,10 @@
 
 namespace refitd {
 
-// `node` and `door` must outlive the server. Thread-safe.
+// `daemon` and `door` must outlive the server. Thread-safe.
 class EngineService final : public v1::Engine::CallbackService {
  public:
-  EngineService(Node* node, const Door* door) : node_(node), door_(door) {}
+  EngineService(Daemon* daemon, const Door* door) : daemon_(daemon), door_(door) {}
 
   grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* Attach(
       grpc::CallbackServerContext* context) noexcept override;
@@ -24,7 +24,7 @@ class EngineService final : public v1::Engine::CallbackService {
                                           v1::ReleaseRegionResponse* response) noexcept override;
 
  private:
-  Node* const node_;
+  Daemon* const daemon_;
   const Door* const door_;
 };
 

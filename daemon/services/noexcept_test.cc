@@ -16,18 +16,13 @@ namespace {
 struct Role {
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
-  static MemberId Hello(Node*, const Message&, const Peer&, std::shared_ptr<EngineSink>) {
+  static MemberId Hello(Daemon*, const Message&, const Peer&, std::shared_ptr<EngineSink>) {
     return MemberId();
   }
-  static bool Answer(Node*, MemberId, const Message&) { return true; }
+  static bool Answer(Daemon*, MemberId, const Message&) { return true; }
 };
-struct Layouts {
-  static absl::Status CheckLease(Node*, const v1::Lease&, const Peer&) { return absl::OkStatus(); }
-  static void Register(Node*, const v1::Lease&, const Peer&, Layout, LayoutReply) {}
-};
-
 using Attach = AttachReactor<Role>;
-using Registering = RegisterLayoutReactor<Layouts>;
+using Registering = RegisterLayoutReactor;
 
 static_assert(noexcept(std::declval<Attach&>().OnReadDone(true)));
 static_assert(noexcept(std::declval<Attach&>().OnWriteDone(true)));

@@ -1,4 +1,4 @@
-// refitd.v1.Operator over the node: checks the door and translates.
+// refitd.v1.Operator over the daemon: checks the door and translates.
 #ifndef REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_OPERATOR_SERVICE_H_
 
@@ -7,10 +7,10 @@
 
 namespace refitd {
 
-// `node` and `door` must outlive the server. Thread-safe.
+// `daemon` and `door` must outlive the server. Thread-safe.
 class OperatorService final : public v1::Operator::CallbackService {
  public:
-  OperatorService(Node* node, const Door* door) : node_(node), door_(door) {}
+  OperatorService(Daemon* daemon, const Door* door) : daemon_(daemon), door_(door) {}
 
   grpc::ServerUnaryReactor* CreateGroup(grpc::CallbackServerContext* context,
                                         const v1::CreateGroupRequest* request,
@@ -41,7 +41,7 @@ class OperatorService final : public v1::Operator::CallbackService {
       const v1::WatchUpdatesRequest* request) noexcept override;
 
  private:
-  Node* const node_;
+  Daemon* const daemon_;
   const Door* const door_;
 };
 

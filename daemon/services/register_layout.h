@@ -1,5 +1,5 @@
 // RegisterLayout of both roles: collects the chunks of a client stream, then registers the layout
-// with the node.
+// with the daemon.
 #ifndef REFITD_DAEMON_SERVICES_REGISTER_LAYOUT_H_
 #define REFITD_DAEMON_SERVICES_REGISTER_LAYOUT_H_
 
@@ -7,19 +7,20 @@
 
 #include <utility>
 
-#include "daemon/node/node.h"
+#include "daemon/node/daemon.h"
+#include "daemon/node/layouts.h"
 #include "daemon/services/common.h"
+#include "daemon/services/trainer_events.h"
 #include "proto/convert.h"
 
 namespace refitd {
 
-// `Role` has CheckLease(node, lease, peer) and Register(node, lease, peer, layout, reply). Deletes
-// itself.
-template <typename Role>
+// Deletes itself.
 class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChunk> {
  public:
-  RegisterLayoutReactor(Node* node, absl::StatusOr<Peer> peer, v1::LayoutRegistered* response)
-      : node_(node), peer_(std::move(peer)), response_(response) {
+  RegisterLayoutReactor(Daemon* daemon, absl::StatusOr<Peer> peer, bool engine,
+                        v1::LayoutRegistered* response)
+      : daemon_(daemon), peer_(std::move(peer)), engine_(engine), response_(response) {
     if (peer_.ok()) {
       StartRead(&chunk_);
     } else {
@@ -31,9 +32,9 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
     // The stream ended or was cancelled; the decoder tells which by the last chunk.
     if (!ok) return Register();
     if (first_) {
-      lease_ = chunk_.lease();
+      caller_ = CallerOf(chunk_.lease(), *peer_);
       first_ = false;
-      const absl::Status status = Role::CheckLease(node_, lease_, *peer_);
+      const absl::Status status = daemon_->layouts().CheckLease(caller_, engine_);
       if (!status.ok()) return Finish(ToGrpc(status));
     }
     if (absl::Status status = decoder_.Add(chunk_); !status.ok()) return Finish(ToGrpc(status));
@@ -45,20 +46,25 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
   void Register() {
     absl::StatusOr<Layout> layout = std::move(decoder_).Finish();
     if (!layout.ok()) return Finish(ToGrpc(layout.status()));
-    // The node always answers. If the caller cancels meanwhile, only this object waits for the
+    // The daemon always answers. If the caller cancels meanwhile, only this object waits for the
     // answer.
-    Role::Register(node_, lease_, *peer_, *std::move(layout),
-                   [this](const absl::StatusOr<v1::LayoutRegistered>& registered) {
-                     if (registered.ok()) *response_ = *registered;
-                     Finish(ToGrpc(registered.status()));
-                   });
+    daemon_->layouts().Register(daemon_->NewCall(), caller_, engine_, *std::move(layout),
+                                [this](const absl::StatusOr<Layouts::Registered>& registered) {
+                                  if (registered.ok()) {
+                                    response_->set_digest(registered->digest);
+                                    response_->set_pieces(registered->pieces);
+                                    response_->set_bytes(registered->bytes);
+                                  }
+                                  Finish(ToGrpc(registered.status()));
+                                });
   }
 
-  Node* const node_;
+  Daemon* const daemon_;
   const absl::StatusOr<Peer> peer_;
+  const bool engine_;
   v1::LayoutRegistered* const response_;
   v1::LayoutChunk chunk_;
-  v1::Lease lease_;
+  Caller caller_;
   bool first_ = true;
   LayoutDecoder decoder_;
 };

@@ -3,7 +3,12 @@
 #include <utility>
 #include <variant>
 
+#include "daemon/services/hello.h"
+#include "daemon/services/region_calls.h"
 #include "daemon/services/register_layout.h"
+#include "daemon/services/status.h"
+#include "daemon/services/trainer_events.h"
+#include "proto/convert.h"
 
 namespace refitd {
 namespace {
@@ -11,22 +16,12 @@ namespace {
 struct TrainerRole {
   using Message = v1::TrainerMessage;
   using Event = v1::TrainerEvent;
-  static MemberId Hello(Node* node, const Message& message, const Peer& peer,
+  static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
                         std::shared_ptr<TrainerSink> sink) {
-    return node->AttachTrainer(message.hello(), peer, std::move(sink));
+    return daemon->arrivals().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
   }
-  static bool Answer(Node* /*node*/, MemberId /*member*/, const Message& message) {
+  static bool Answer(Daemon* /*daemon*/, MemberId /*member*/, const Message& message) {
     return !message.has_detach();
-  }
-};
-
-struct TrainerLayouts {
-  static absl::Status CheckLease(Node* node, const v1::Lease& lease, const Peer& peer) {
-    return node->CheckTrainerLease(lease, peer);
-  }
-  static void Register(Node* node, const v1::Lease& lease, const Peer& peer, Layout layout,
-                       LayoutReply reply) {
-    node->RegisterTrainerLayout(node->NewCall(), lease, peer, std::move(layout), std::move(reply));
   }
 };
 
@@ -37,10 +32,7 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
   response->set_left_out_tensors(committed.left_out_tensors);
   response->set_left_out_bytes(committed.left_out_bytes);
   for (const InstanceOutcome& outcome : committed.instances) {
-    v1::InstanceResult* result = response->add_instances();
-    result->set_instance(outcome.instance);
-    result->set_committed(outcome.committed);
-    result->set_reason(outcome.reason);
+    *response->add_instances() = ToWire(outcome);
   }
   for (const BroadcastTotals& totals : committed.pushed) {
     *response->add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
@@ -51,37 +43,35 @@ void Fill(const CommitReply& committed, v1::CommitResponse* response) {
 
 grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* TrainerService::Attach(
     grpc::CallbackServerContext* context) noexcept {
-  return new AttachReactor<TrainerRole>(node_, context, door_->Admit(*context));
+  return new AttachReactor<TrainerRole>(daemon_, context, door_->Admit(*context));
 }
 
 grpc::ServerReadReactor<v1::LayoutChunk>* TrainerService::RegisterLayout(
     grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
-  return new RegisterLayoutReactor<TrainerLayouts>(node_, door_->Admit(*context), response);
+  return new RegisterLayoutReactor(daemon_, door_->Admit(*context), /*engine=*/false, response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::RegisterRegion(
     grpc::CallbackServerContext* context, const v1::RegisterRegionRequest* request,
     v1::RegisterRegionResponse* response) noexcept {
-  return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
-    node_->RegisterRegion(*request, peer, /*engine=*/false, std::move(reply));
-  });
+  return AnswerRegisterRegion(daemon_, *door_, context, *request, /*engine=*/false, response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::ReleaseRegion(
     grpc::CallbackServerContext* context, const v1::ReleaseRegionRequest* request,
     v1::ReleaseRegionResponse* response) noexcept {
-  return AnswerOnce(node_, *door_, context, response, [&](const Peer& peer, auto reply) {
-    node_->ReleaseRegion(*request, peer, /*engine=*/false, std::move(reply));
-  });
+  return AnswerReleaseRegion(daemon_, *door_, context, *request, /*engine=*/false, response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::Begin(grpc::CallbackServerContext* context,
                                                 const v1::BeginRequest* request,
                                                 v1::BeginResponse* response) noexcept {
   return AnswerLater(
-      node_, *door_, context,
+      daemon_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        node_->Begin(call, *request, peer, std::move(reply));
+        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer),
+                                      EventOf(*request, daemon_->options().group.max_duration),
+                                      std::move(reply));
       },
       [response](const ReplyPayload& payload) {
         const auto& begun = PayloadAs<BeginReply>(payload);
@@ -96,9 +86,10 @@ grpc::ServerUnaryReactor* TrainerService::LeaseSlot(grpc::CallbackServerContext*
                                                     const v1::LeaseSlotRequest* request,
                                                     v1::LeaseSlotResponse* response) noexcept {
   return AnswerLater(
-      node_, *door_, context,
+      daemon_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        node_->LeaseSlot(call, *request, peer, std::move(reply));
+        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
+                                      std::move(reply));
       },
       [response](const ReplyPayload& payload) {
         const auto& leased = PayloadAs<LeaseSlotReply>(payload);
@@ -114,9 +105,12 @@ grpc::ServerUnaryReactor* TrainerService::ReleaseSlot(
     grpc::CallbackServerContext* context, const v1::ReleaseSlotRequest* request,
     v1::ReleaseSlotResponse* /*response*/) noexcept {
   return AnswerLater(
-      node_, *door_, context,
+      daemon_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        node_->ReleaseSlot(call, *request, peer, std::move(reply));
+        ReleaseSlotEvent event;
+        event.grant = {SlotIndex(request->slot()), GrantId(request->grant())};
+        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), event,
+                                      std::move(reply));
       },
       [](const ReplyPayload&) {});
 }
@@ -125,9 +119,10 @@ grpc::ServerUnaryReactor* TrainerService::PushBucket(grpc::CallbackServerContext
                                                      const v1::PushBucketRequest* request,
                                                      v1::PushBucketResponse* response) noexcept {
   return AnswerLater(
-      node_, *door_, context,
+      daemon_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        node_->PushBucket(call, *request, peer, std::move(reply));
+        daemon_->trainer_calls().PushBucket(call, *request, CallerOf(request->lease(), peer),
+                                            std::move(reply));
       },
       [response](const ReplyPayload& payload) {
         const auto& pushed = PayloadAs<BucketReply>(payload);
@@ -140,9 +135,10 @@ grpc::ServerUnaryReactor* TrainerService::Commit(grpc::CallbackServerContext* co
                                                  const v1::CommitRequest* request,
                                                  v1::CommitResponse* response) noexcept {
   return AnswerLater(
-      node_, *door_, context,
+      daemon_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        node_->Commit(call, *request, peer, std::move(reply));
+        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
+                                      std::move(reply));
       },
       [response](const ReplyPayload& payload) { Fill(PayloadAs<CommitReply>(payload), response); });
 }
@@ -151,9 +147,10 @@ grpc::ServerUnaryReactor* TrainerService::Abort(grpc::CallbackServerContext* con
                                                 const v1::AbortRequest* request,
                                                 v1::AbortResponse* /*response*/) noexcept {
   return AnswerLater(
-      node_, *door_, context,
+      daemon_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        node_->Abort(call, *request, peer, std::move(reply));
+        daemon_->trainer_calls().Call(call, CallerOf(request->lease(), peer), EventOf(*request),
+                                      std::move(reply));
       },
       [](const ReplyPayload&) {});
 }
@@ -162,9 +159,11 @@ grpc::ServerUnaryReactor* TrainerService::Refit(grpc::CallbackServerContext* con
                                                 const v1::RefitRequest* request,
                                                 v1::CommitResponse* response) noexcept {
   return AnswerLater(
-      node_, *door_, context,
+      daemon_, *door_, context,
       [&](CallId call, const Peer& peer, ReplyFunction reply) {
-        node_->Refit(call, *request, peer, std::move(reply));
+        daemon_->trainer_calls().Refit(call, CallerOf(request->lease(), peer),
+                                       EventOf(*request, daemon_->options().group.max_duration),
+                                       request->binding_generation(), std::move(reply));
       },
       [response](const ReplyPayload& payload) { Fill(PayloadAs<CommitReply>(payload), response); });
 }
@@ -172,7 +171,7 @@ grpc::ServerUnaryReactor* TrainerService::Refit(grpc::CallbackServerContext* con
 grpc::ServerUnaryReactor* TrainerService::GetUpdate(grpc::CallbackServerContext* context,
                                                     const v1::GetUpdateRequest* request,
                                                     v1::GetUpdateResponse* response) noexcept {
-  return AnswerNow(*door_, context, response, [&] { return node_->GetUpdate(*request); });
+  return AnswerNow(*door_, context, response, [&] { return refitd::GetUpdate(daemon_, *request); });
 }
 
 }  // namespace refitd

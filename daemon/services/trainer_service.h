@@ -1,4 +1,4 @@
-// refitd.v1.Trainer over the node: checks the door and translates.
+// refitd.v1.Trainer over the daemon: checks the door and translates.
 #ifndef REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_TRAINER_SERVICE_H_
 
@@ -7,10 +7,10 @@
 
 namespace refitd {
 
-// `node` and `door` must outlive the server. Thread-safe.
+// `daemon` and `door` must outlive the server. Thread-safe.
 class TrainerService final : public v1::Trainer::CallbackService {
  public:
-  TrainerService(Node* node, const Door* door) : node_(node), door_(door) {}
+  TrainerService(Daemon* daemon, const Door* door) : daemon_(daemon), door_(door) {}
 
   grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* Attach(
       grpc::CallbackServerContext* context) noexcept override;
@@ -48,7 +48,7 @@ class TrainerService final : public v1::Trainer::CallbackService {
                                       v1::GetUpdateResponse* response) noexcept override;
 
  private:
-  Node* const node_;
+  Daemon* const daemon_;
   const Door* const door_;
 };
 

@@ -26,10 +26,15 @@
 #include "client/refit.h"
 #include "client/refit_test_util.h"
 #include "client/trainer.h"
-#include "daemon/node/node.h"
+#include "daemon/node/arrivals.h"
+#include "daemon/node/daemon.h"
+#include "daemon/node/joiners.h"
+#include "daemon/node/regions.h"
 #include "daemon/services/engine_service.h"
+#include "daemon/services/hello.h"
 #include "daemon/services/operator_service.h"
 #include "daemon/services/peer_service.h"
+#include "daemon/services/status.h"
 #include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
 #include "daemon/sockets/descriptor_socket.h"
@@ -67,7 +72,7 @@ struct Machine {
   std::unique_ptr<FakeNccl> nccl;
 };
 
-// The daemon's node, services and sockets, over two or more fake GPUs.
+// The daemon's state, services and sockets, over two or more fake GPUs.
 class LocalDaemon {
  public:
   // `limit`: of device work. `id`: with an id the daemon has peers, over TCP and NCCL; empty: it
@@ -79,7 +84,7 @@ class LocalDaemon {
         machine_(machine == nullptr ? own_.get() : machine),
         id_(id) {
     processes_ = *ProcessWatch::Create();
-    NodeOptions options;
+    DaemonOptions options;
     if (!id.empty()) options.daemon_id = id;
     // Models here are small; the limits are lowered so that buckets are cut into parts.
     options.group.direct_part_bytes = 16 << 10;
@@ -110,25 +115,26 @@ class LocalDaemon {
       dial.credentials = grpc::InsecureChannelCredentials();
       return PeerLink::Dial(std::move(dial), std::move(callbacks));
     };
-    node_ = std::make_unique<Node>(std::move(options), std::move(transport), processes_.get(),
-                                   nullptr, id.empty() ? nullptr : dialer);
+    daemon_ =
+        std::make_unique<refitd::Daemon>(std::move(options), std::move(transport), processes_.get(),
+                                         nullptr, id.empty() ? nullptr : dialer);
     const AccessRule mine{{geteuid()}, {}};
     door_ = std::make_unique<Door>(&peers_, mine);
-    trainers_ = std::make_unique<TrainerService>(node_.get(), door_.get());
-    engines_ = std::make_unique<EngineService>(node_.get(), door_.get());
-    operators_ = std::make_unique<OperatorService>(node_.get(), door_.get());
+    trainers_ = std::make_unique<TrainerService>(daemon_.get(), door_.get());
+    engines_ = std::make_unique<EngineService>(daemon_.get(), door_.get());
+    operators_ = std::make_unique<OperatorService>(daemon_.get(), door_.get());
     accept_loop_ = *AcceptLoop::Create({socket(), 0600}, &peers_, [this](UniqueFd fd) {
       grpc::AddInsecureChannelFromFd(server_.get(), fd.Release());
     });
     descriptors_ = *DescriptorSocket::Create(
         {.path = socket() + std::string(kDescriptorSocketSuffix), .mode = 0600, .access = mine},
-        node_.get());
+        &daemon_->regions());
     grpc::ServerBuilder builder;
     builder.RegisterService(trainers_.get());
     builder.RegisterService(engines_.get());
     builder.RegisterService(operators_.get());
     if (!id.empty()) {
-      peer_links_ = std::make_unique<PeerService>(node_.get(), 64 * kMiB);
+      peer_links_ = std::make_unique<PeerService>(&daemon_->joiners(), 64 * kMiB);
       builder.RegisterService(peer_links_.get());
       builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
     }
@@ -136,8 +142,8 @@ class LocalDaemon {
     accept_loop_->Start();
   }
   ~LocalDaemon() {
-    node_->Drain();
-    node_->Finish(std::chrono::steady_clock::now());
+    daemon_->Drain();
+    daemon_->Finish(std::chrono::steady_clock::now());
     accept_loop_->Stop();
     descriptors_->Stop();
     server_->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(2));
@@ -151,7 +157,7 @@ class LocalDaemon {
   FakeCuda& fake() { return machine_->fake; }
   // Only for a daemon with peers.
   FakeNccl& nccl() { return *machine_->nccl; }
-  Node& node() { return *node_; }
+  refitd::Daemon& daemon() { return *daemon_; }
   const std::string& uuid(size_t device) const { return uuids_[device]; }
   absl::Status lost() {
     MutexLock lock(&mutex_);
@@ -179,7 +185,7 @@ class LocalDaemon {
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> uuids_;
   std::unique_ptr<ProcessWatch> processes_;
-  std::unique_ptr<Node> node_;
+  std::unique_ptr<refitd::Daemon> daemon_;
   PeerTable peers_;
   std::unique_ptr<Door> door_;
   std::unique_ptr<TrainerService> trainers_;
@@ -321,7 +327,7 @@ struct EndedSink : EventSink<v1::TrainerEvent> {
 TEST_CASE("a member whose credentials nobody knows gets no GPU") {
   LocalDaemon daemon;
   const auto sink = std::make_shared<EndedSink>();
-  daemon.node().AttachTrainer(daemon.TrainerOn(0), Peer{}, sink);
+  daemon.daemon().arrivals().Attach(ArrivalOf(daemon.TrainerOn(0), Peer{}), sink);
   CHECK(absl::IsPermissionDenied(sink->end));
   CHECK_THAT(Message(sink->end), Contains("device.name") && Contains(daemon.uuid(0)));
 }
@@ -335,7 +341,7 @@ TEST_CASE("a daemon without GPUs says so to whoever has one") {
   RawTrainer trainer(daemon.Connect(), RawTrainer::Hello("g"));
   REQUIRE(trainer.attached().ok());
   CheckRefused(Register(&trainer, {}).status, StatusCode::UNIMPLEMENTED, {"the test has none"});
-  const v1::GetStatusResponse status = daemon.node().GetStatus();
+  const v1::GetStatusResponse status = StatusOf(&daemon.daemon());
   REQUIRE(status.transports(1).name() == "cuda");
   CHECK(!status.transports(1).available());
   CHECK(status.transports(1).detail() == "the test has none");
@@ -1172,7 +1178,7 @@ std::unique_ptr<client::Trainer> AttachTrainer(const client::ConnectOptions& con
   return *std::move(trainer);
 }
 
-// An engine rank without a stream: when one of its calls returns, the node has handled the event.
+// An engine rank without a stream: when one of its calls returns, the daemon has handled the event.
 class DirectEngine {
  public:
   ~DirectEngine() { Leave(); }
@@ -1181,12 +1187,13 @@ class DirectEngine {
     daemon_ = daemon;
     PeerCredentials self;
     self.uid = geteuid();
-    member_ = daemon->node().AttachEngine(hello, Peer{self}, sink_);
+    member_ = daemon->daemon().arrivals().Attach(ArrivalOf(hello, Peer{self}), sink_);
   }
   void Leave() {
-    if (daemon_ != nullptr) std::exchange(daemon_, nullptr)->node().MemberGone(member_, "it left");
+    if (daemon_ != nullptr)
+      std::exchange(daemon_, nullptr)->daemon().arrivals().Gone(member_, "it left");
   }
-  void Detach() { std::exchange(daemon_, nullptr)->node().MemberDetached(member_); }
+  void Detach() { std::exchange(daemon_, nullptr)->daemon().arrivals().Detached(member_); }
   bool welcomed() const { return sink_->welcomed; }
   // The status with which its stream ended; nullopt: it has not ended.
   std::optional<absl::Status> end() const {
@@ -1352,7 +1359,7 @@ TEST_CASE("a staged rank that goes while its GPU's slots are made gets no place,
   CHECK(Eventually([&] { return daemon.fake().Count().allocation_calls == 1; }));
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
   CHECK(!goes.welcomed());
-  CHECK(daemon.node().GetStatus().resources().members() == 0);
+  CHECK(StatusOf(&daemon.daemon()).resources().members() == 0);
   // Another rank can take its place.
   CHECK(
       RawEngine(daemon.Connect(), daemon.EngineOn(1, v1::DELIVERY_STAGED, "goes")).attached().ok());
@@ -1419,7 +1426,7 @@ v1::CommitResponse PushByHandles(RawTrainer* trainer, const Block& source, const
 v1::GetUpdateStatisticsResponse StatisticsOf(LocalDaemon* daemon) {
   v1::GetUpdateStatisticsRequest request;
   request.set_group("g");
-  auto statistics = daemon->node().GetUpdateStatistics(request);
+  auto statistics = GetUpdateStatistics(&daemon->daemon(), request);
   INFO(statistics.status());
   REQUIRE(statistics.ok());
   return *std::move(statistics);
@@ -1654,7 +1661,7 @@ TEST_CASE("an engine that dies with parts on their way stays mapped until the la
   const int opened = g.daemon.fake().Count().opened_handles;
   g.one.reset();
   const auto instances = [&] {
-    const auto status = g.daemon.node().GetStatus();
+    const auto status = StatusOf(&g.daemon.daemon());
     return status.groups(0).instances_size();
   };
   REQUIRE(Eventually([&] { return instances() == 1; }));
@@ -1683,7 +1690,7 @@ TEST_CASE("an abort with parts on their way is told when the last has ended") {
   auto aborted = std::async(std::launch::async,
                             [&] { return g.trainer.Call(&v1::Trainer::Stub::Abort, abort); });
   REQUIRE(Eventually([&] {
-    const auto status = g.daemon.node().GetStatus();
+    const auto status = StatusOf(&g.daemon.daemon());
     return status.groups(0).update().state() == "draining";
   }));
   CHECK(pushed.wait_for(std::chrono::seconds(0)) != std::future_status::ready);
@@ -1992,7 +1999,7 @@ TEST_CASE("a lost context fails the running update, and whoever runs the daemon 
   daemon.fake().FailAt("kernel", 1, kIllegalAddress);
   CHECK(!trainer.Push(1, bucket).ok());
   REQUIRE(Eventually([&] { return !daemon.lost().ok(); }));
-  daemon.node().DevicesLost(daemon.lost());
+  daemon.daemon().DevicesLost(daemon.lost());
   CHECK(!trainer.Commit(1, 1).ok());
   const auto aborted = engine.engine.events().WaitFor(v1::EngineEvent::kAborted);
   REQUIRE(aborted.has_value());
@@ -2012,7 +2019,7 @@ TEST_CASE("a GPU that hangs is told; its calls are answered when its work has en
   });
   REQUIRE(Eventually([&] { return !daemon.lost().ok(); }));
   CHECK_THAT(Message(daemon.lost()), Contains("did not end its work within 100 ms"));
-  daemon.node().DevicesLost(daemon.lost());
+  daemon.daemon().DevicesLost(daemon.lost());
   // The copy may still read the call's bytes and write the engine's memory.
   CHECK(!trainer.Begin(2).ok());
   CHECK(pushed.wait_for(std::chrono::seconds(0)) != std::future_status::ready);
@@ -2116,7 +2123,7 @@ struct TwoDaemons {
 };
 
 std::vector<v1::WireEpochStatus> Epochs(LocalDaemon& daemon) {
-  const v1::GetStatusResponse status = daemon.node().GetStatus();
+  const v1::GetStatusResponse status = StatusOf(&daemon.daemon());
   REQUIRE(status.transports(1).name() == "cuda");
   const auto& epochs = status.transports(1).nccl().epochs();
   return {epochs.begin(), epochs.end()};
@@ -2152,7 +2159,7 @@ TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
     REQUIRE_OK(trainer.Commit(version, 1));
     for (const auto& engine : engines) CHECK(engine->Difference(version) == "");
   }
-  const v1::GetStatusResponse status = daemons.far.node().GetStatus();
+  const v1::GetStatusResponse status = StatusOf(&daemons.far.daemon());
   CHECK(status.resources().wire_bytes_received() >= 4 * ModelBytes(model));
   CHECK(status.resources().wire_bytes_received() < 5 * ModelBytes(model));
   // All have one epoch, and each daemon shows its end.
@@ -2198,7 +2205,7 @@ TEST_CASE("shards cross daemons from GPU to GPU: compiled refits, by NCCL's send
     REQUIRE_OK(trainer.Refit(version, 1));
     for (const auto& engine : engines) CHECK(engine->Difference(version) == "");
   }
-  CHECK(daemons.far.node().GetStatus().resources().wire_bytes_received() >= 3 * ModelBytes(model));
+  CHECK(StatusOf(&daemons.far.daemon()).resources().wire_bytes_received() >= 3 * ModelBytes(model));
 }
 
 TEST_CASE(
@@ -2231,12 +2238,12 @@ TEST_CASE(
   v1::ListMembersRequest members;
   members.set_group("g");
   REQUIRE(Eventually([&] {
-    const auto listed = daemons.near.node().ListMembers(members);
+    const auto listed = ListMembers(&daemons.near.daemon(), members);
     return listed.ok() && std::count_if(listed->members().begin(), listed->members().end(),
                                         [](const auto& m) { return m.state() == "ready"; }) == 2;
   }));
   far.reset();
-  REQUIRE(Eventually([&] { return daemons.far.node().GetStatus().resources().members() == 1; }));
+  REQUIRE(Eventually([&] { return StatusOf(&daemons.far.daemon()).resources().members() == 1; }));
   daemons.machine.fake.Block("");
   REQUIRE(begun.get().ok());
   REQUIRE_OK(trainer.Push(1, bucket));
@@ -2276,7 +2283,7 @@ TEST_CASE(
     // The member comes before the group, whose spec says what slots it needs.
     auto first = std::async(std::launch::async, [&] { return daemons.Staged(0, 4096); });
     REQUIRE(Eventually([&] {
-      const v1::GetStatusResponse status = daemons.far.node().GetStatus();
+      const v1::GetStatusResponse status = StatusOf(&daemons.far.daemon());
       return status.groups_size() == 1 && status.groups(0).state() == "joining";
     }));
     CHECK(NoPools(daemons.machine.fake));
@@ -2317,7 +2324,7 @@ TEST_CASE(
       CHECK(registered.Difference(version) == "");
     }
     // Bytes cross once, whatever the number of readers.
-    const int64_t crossed = daemons.far.node().GetStatus().resources().wire_bytes_received();
+    const int64_t crossed = StatusOf(&daemons.far.daemon()).resources().wire_bytes_received();
     CHECK(crossed >= version * ModelBytes(model));
     CHECK(crossed < 2 * version * ModelBytes(model));
     // Slots that crossed are those of the lowest GPU: there are only the four pools.
@@ -2422,7 +2429,7 @@ TEST_CASE("a GPU of another daemon without room for the slots refuses the staged
                {"group 'g'", "staging slots", "device 1", "out of memory"});
   CHECK(NoPools(daemons.machine.fake));
   // The daemon has no member left: it leaves the group, and joins again for the next member.
-  CHECK(Eventually([&] { return daemons.far.node().ListGroups()->groups_size() == 0; }));
+  CHECK(Eventually([&] { return ListGroups(&daemons.far.daemon()).groups_size() == 0; }));
   CHECK(RawEngine(daemons.far.Connect(), hello).attached().ok());
   CHECK(Eventually([&] { return NoPools(daemons.machine.fake); }));
 }
@@ -2516,7 +2523,7 @@ TEST_CASE("a wire that an update needs outlives the coordinator's last member on
   }
   REQUIRE_OK(trainer.Push(1, bucket));
   leaves.reset();
-  REQUIRE(Eventually([&] { return daemons.near.node().GetStatus().resources().members() == 0; }));
+  REQUIRE(Eventually([&] { return StatusOf(&daemons.near.daemon()).resources().members() == 0; }));
   for (LocalDaemon* daemon : {&daemons.near, &daemons.far}) {
     REQUIRE(Epochs(*daemon).size() == 1);
     CHECK(Epochs(*daemon)[0].state() == "connected");
@@ -2557,7 +2564,7 @@ TEST_CASE("what crossed was looked for in host memory when the last reader there
   auto pushed = std::async(std::launch::async, [&] { PushByHandles(&trainer, source, model, 1); });
   CHECK(Eventually([&] { return daemons.machine.nccl->Count().blocked_calls == 2; }));
   dies.reset();
-  CHECK(Eventually([&] { return daemons.near.node().GetStatus().resources().members() == 0; }));
+  CHECK(Eventually([&] { return StatusOf(&daemons.near.daemon()).resources().members() == 0; }));
   daemons.machine.nccl->Block("");
   pushed.get();
   CHECK(stays.Difference(1) == "");
@@ -2588,7 +2595,7 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
     const auto goes = [&] {
       near.reset();
       REQUIRE(
-          Eventually([&] { return daemons.near.node().GetStatus().resources().members() == 1; }));
+          Eventually([&] { return StatusOf(&daemons.near.daemon()).resources().members() == 1; }));
     };
     goes();
     near = comes_and_goes();

@@ -1,4 +1,4 @@
-// Any messages to the descriptor socket of a real node, with any descriptors: each message gets a
+// Any messages to the descriptor socket of a real daemon, with any descriptors: each message gets a
 // well-formed answer or ends its connection within a deadline, and afterwards no region and no
 // descriptor is left (P4, P8, P10).
 #include <fcntl.h>
@@ -18,8 +18,12 @@
 #include <system_error>
 #include <vector>
 
-#include "daemon/node/node.h"
+#include "daemon/node/arrivals.h"
+#include "daemon/node/daemon.h"
+#include "daemon/node/operators.h"
+#include "daemon/node/regions.h"
 #include "daemon/process/log.h"
+#include "daemon/services/hello.h"
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
 #include "daemon/test_util.h"
@@ -55,20 +59,20 @@ class Welcomed : public EventSink<Event> {
   std::string token;
 };
 
-// One node for the whole run, with a trainer and an engine attached.
-class Daemon {
+// One daemon for the whole run, with a trainer and an engine attached.
+class Target {
  public:
-  Daemon() {
+  Target() {
     REFITD_CHECK(SetLogging({.level = LogLevel::kError, .file = ""}).ok());
     auto watch = ProcessWatch::Create();
     REFITD_CHECK(watch.ok());
     watch_ = *std::move(watch);
-    NodeOptions options;
+    DaemonOptions options;
     options.default_slot_bytes = 4096;
     options.default_slots = 2;
     options.max_regions_per_member = 6;
     options.max_region_bytes = kMemfdBytes;
-    node_ = std::make_unique<Node>(options, MakeHostTransport({.threads = 1}), watch_.get());
+    daemon_ = std::make_unique<Daemon>(options, MakeHostTransport({.threads = 1}), watch_.get());
     auto trainer = std::make_shared<Welcomed<v1::TrainerEvent>>();
     v1::TrainerHello hello;
     hello.set_protocol(v1::PROTOCOL_VERSION_1);
@@ -76,7 +80,7 @@ class Daemon {
     hello.mutable_spec()->set_trainer_ranks(1);
     hello.set_world_size(1);
     const Peer self{Self()};
-    node_->AttachTrainer(hello, self, trainer);
+    daemon_->arrivals().Attach(ArrivalOf(hello, self), trainer);
     auto engine = std::make_shared<Welcomed<v1::EngineEvent>>();
     v1::EngineHello engine_hello;
     engine_hello.set_protocol(v1::PROTOCOL_VERSION_1);
@@ -84,14 +88,16 @@ class Daemon {
     engine_hello.set_instance("i");
     engine_hello.set_world_size(1);
     engine_hello.set_delivery(v1::DELIVERY_STAGED);
-    node_->AttachEngine(engine_hello, self, engine);
+    daemon_->arrivals().Attach(ArrivalOf(engine_hello, self), engine);
     REFITD_CHECK(trainer->token.size() == sizeof(Token));
     REFITD_CHECK(engine->token.size() == sizeof(Token));
     tokens_ = {trainer->token, engine->token, std::string(sizeof(Token), 'x')};
     // The pool's own descriptor stays open and is no leak.
-    REFITD_CHECK(node_->MapPool(TokenOf(DescriptorInput::TRAINER), *self.credentials).ok());
+    REFITD_CHECK(
+        daemon_->regions().MapPool(TokenOf(DescriptorInput::TRAINER), *self.credentials).ok());
     auto socket = DescriptorSocket::Create(
-        {.path = folder_ / "s.fds", .access = {.uids = {getuid()}, .gids = {}}}, node_.get());
+        {.path = folder_ / "s.fds", .access = {.uids = {getuid()}, .gids = {}}},
+        &daemon_->regions());
     REFITD_CHECK(socket.ok());
     socket_ = *std::move(socket);
   }
@@ -106,13 +112,13 @@ class Daemon {
     REFITD_CHECK(fd.valid());
     return fd;
   }
-  Node& node() { return *node_; }
+  Daemon& daemon() { return *daemon_; }
   DescriptorSocket& socket() { return *socket_; }
 
  private:
   const TempFolder folder_;
   std::unique_ptr<ProcessWatch> watch_;
-  std::unique_ptr<Node> node_;
+  std::unique_ptr<Daemon> daemon_;
   std::array<std::string, 3> tokens_;
   std::unique_ptr<DescriptorSocket> socket_;
 };
@@ -132,11 +138,11 @@ int OpenDescriptors() {
 
 class Conversation {
  public:
-  explicit Conversation(Daemon* daemon) : daemon_(daemon), connection_(daemon->Connect()) {}
+  explicit Conversation(Target* target) : target_(target), connection_(target->Connect()) {}
 
   void Say(const DescriptorInput::Message& message) {
     if (message.connect_again() || !connection_.valid()) {
-      connection_ = daemon_->Connect();
+      connection_ = target_->Connect();
       unread_ = 0;
     }
     const std::vector<UniqueFd> descriptors = Descriptors(message);
@@ -154,7 +160,7 @@ class Conversation {
   void End() {
     while (unread_ > 0 && connection_.valid()) Hear(nullptr);
     connection_.Reset();
-    REFITD_CHECK(Eventually([this] { return daemon_->socket().connections() == 0; }));
+    REFITD_CHECK(Eventually([this] { return target_->socket().connections() == 0; }));
   }
 
  private:
@@ -213,7 +219,7 @@ class Conversation {
     request.version ^= in.version_xor();
     request.kind = static_cast<DescriptorRequestKind>(in.kind());
     request.region_kind = static_cast<RegionKind>(in.region_kind());
-    const Token token = daemon_->TokenOf(in.sender());
+    const Token token = target_->TokenOf(in.sender());
     std::memcpy(request.token, token.data(), token.size());
     request.bytes = in.bytes();
     request.region_id = in.region();
@@ -332,7 +338,7 @@ class Conversation {
     REFITD_CHECK(false);
   }
 
-  Daemon* const daemon_;
+  Target* const target_;
   UniqueFd connection_;
   UniqueFd last_;
   int unread_ = 0;
@@ -341,41 +347,41 @@ class Conversation {
 
 // Releases whatever the members still hold, by number: ids only grow, and a message makes at most
 // one.
-void ReleaseAll(Daemon* daemon, int messages) {
+void ReleaseAll(Target* target, int messages) {
   static uint64_t first = 1;
   const PeerCredentials self = Self();
-  const Token trainer = daemon->TokenOf(DescriptorInput::TRAINER);
+  const Token trainer = target->TokenOf(DescriptorInput::TRAINER);
   for (uint64_t id = first; id < first + static_cast<uint64_t>(messages); ++id) {
     for (const auto sender : {DescriptorInput::TRAINER, DescriptorInput::ENGINE}) {
       const absl::Status released =
-          daemon->node().ReleaseRegion(daemon->TokenOf(sender), self, RegionId(id));
+          target->daemon().regions().ReleaseRegion(target->TokenOf(sender), self, RegionId(id));
       REFITD_CHECK(released.ok() || absl::IsNotFound(released));
     }
   }
   // The id of one more region shows how far the ids are.
   auto fd = CreateSealedMemfd("probe", kMemfdBytes);
   REFITD_CHECK(fd.ok());
-  const auto probe =
-      daemon->node().RegisterRegion(trainer, self, *std::move(fd), RegionKind::kMemfd, kMemfdBytes);
+  const auto probe = target->daemon().regions().RegisterRegion(trainer, self, *std::move(fd),
+                                                               RegionKind::kMemfd, kMemfdBytes);
   REFITD_CHECK(probe.ok() && probe->value() <= first + static_cast<uint64_t>(messages));
-  REFITD_CHECK(daemon->node().ReleaseRegion(trainer, self, *probe).ok());
+  REFITD_CHECK(target->daemon().regions().ReleaseRegion(trainer, self, *probe).ok());
   first = probe->value() + 1;
 }
 
 void FuzzOne(const DescriptorInput& input) {
   constexpr int kMaxMessages = 32;
-  static Daemon daemon;
+  static Target target;
   // Counted once: after an input the count may pass through this number before all are closed.
   static const int before = OpenDescriptors();
   const int messages = std::min(input.messages_size(), kMaxMessages);
   {
-    Conversation conversation(&daemon);
+    Conversation conversation(&target);
     for (int i = 0; i < messages; ++i) conversation.Say(input.messages(i));
     conversation.End();
   }
-  ReleaseAll(&daemon, messages);
-  const v1::ResourceStatus resources = daemon.node().GetStatus().resources();
-  REFITD_CHECK(resources.regions() == 0 && resources.members() == 2);
+  ReleaseAll(&target, messages);
+  const DaemonDetails details = target.daemon().operators().Describe();
+  REFITD_CHECK(details.regions == 0 && details.members == 2);
   // The thread that served last closes the socket a moment after removing it from its list.
   REFITD_CHECK(Eventually([] { return OpenDescriptors() == before; }));
 }

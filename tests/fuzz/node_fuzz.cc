@@ -1,4 +1,4 @@
-// Any sequence of members' and operators' calls to a real node with the host transport. As far as
+// Any sequence of members' and operators' calls to a real daemon with the host transport. As far as
 // callers can see, these must hold whatever they call:
 //  P1 a rank that is told Committed had answered Prepare and acknowledged every part, like its
 //     whole instance; its memory holds exactly the pushed bytes; every trainer rank had committed.
@@ -26,8 +26,17 @@
 #include <vector>
 
 #include "daemon/checks/bucket.h"
-#include "daemon/node/node.h"
+#include "daemon/node/arrivals.h"
+#include "daemon/node/daemon.h"
+#include "daemon/node/layouts.h"
+#include "daemon/node/members.h"
+#include "daemon/node/operators.h"
+#include "daemon/node/regions.h"
+#include "daemon/node/trainer_calls.h"
 #include "daemon/process/log.h"
+#include "daemon/services/hello.h"
+#include "daemon/services/status.h"
+#include "daemon/services/trainer_events.h"
 #include "daemon/sockets/process_watch.h"
 #include "proto/convert.h"
 #include "tests/fuzz/inputs.pb.h"
@@ -46,6 +55,7 @@ using Step = fuzz::NodeInput::Step;
 constexpr int kMaxSteps = 64;
 constexpr int64_t kMaxRegion = 16 << 10;          // bytes
 constexpr int64_t kNever = 3600 * int64_t{1000};  // ms; longer than any run
+const Duration kLongest = GroupLimits().max_duration;
 constexpr uint32_t kOtherUser = 4242;
 
 // Lets a run wait until nothing is being copied, so that it is the same each time.
@@ -168,7 +178,7 @@ struct Call {
 
 class UpdateInbox : public UpdateSink {
  public:
-  void Send(v1::UpdateStatus) override {}
+  void Send(UpdateNews) override {}
   void End(absl::Status) override {
     const int ends = ++ends_;
     REFITD_CHECK(ends == 1);
@@ -186,8 +196,8 @@ PeerCredentials User(uid_t uid) {
   return user;
 }
 
-NodeOptions Options() {
-  NodeOptions options;
+DaemonOptions Options() {
+  DaemonOptions options;
   options.group.default_duration = std::chrono::hours(1);
   options.group.ready_limit = options.group.ack_limit = std::chrono::hours(1);
   options.group.idle_limit = options.group.lease_limit = std::chrono::hours(1);
@@ -211,7 +221,7 @@ class World {
   explicit World(ProcessWatch* watch) {
     auto transport = std::make_unique<CountedTransport>();
     transport_ = transport.get();
-    node_ = std::make_unique<Node>(Options(), std::move(transport), watch);
+    daemon_ = std::make_unique<Daemon>(Options(), std::move(transport), watch);
   }
 
   void Take(const Step& step) {
@@ -223,13 +233,13 @@ class World {
         AttachEngine(step);
         break;
       case Step::kCreateGroup:
-        (void)node_->CreateGroup(step.create_group());
+        CreateGroup(step.create_group());
         break;
       case Step::kDeleteGroup:
-        (void)node_->DeleteGroup(step.delete_group());
+        (void)daemon_->operators().DeleteGroup(step.delete_group().group());
         break;
       case Step::kGetUpdate:
-        (void)node_->GetUpdate(step.get_update());
+        (void)GetUpdate(daemon_.get(), step.get_update());
         break;
       case Step::kAbortUpdate:
         AbortUpdate(step);
@@ -238,7 +248,7 @@ class World {
         Watch(step);
         break;
       case Step::kDrain:
-        node_->Drain();
+        daemon_->Drain();
         break;
       case Step::CALL_NOT_SET:
         return;
@@ -246,26 +256,25 @@ class World {
         if (members_.empty()) return;
         MemberStep(step, step.actor() % members_.size());
     }
-    node_->CheckInvariants();
+    daemon_->CheckInvariants();
     Judge();
   }
 
   // Ends everything; nothing may be left.
   void End() {
-    node_->Drain();
+    daemon_->Drain();
     Judge();
-    node_->Finish(std::chrono::steady_clock::now());
-    node_->CheckInvariants();
+    daemon_->Finish(std::chrono::steady_clock::now());
+    daemon_->CheckInvariants();
     Judge();
     for (const auto& call : calls_) {
       MutexLock lock(&call->mutex);
       REFITD_CHECK(call->replies == 1);
     }
     for (const auto& member : members_) REFITD_CHECK(member->ended());
-    const v1::GetStatusResponse status = node_->GetStatus();
-    REFITD_CHECK(status.resources().members() == 0);
-    REFITD_CHECK(status.resources().regions() == 0);
-    node_.reset();
+    const DaemonDetails details = daemon_->operators().Describe();
+    REFITD_CHECK(details.members == 0 && details.regions == 0);
+    daemon_.reset();
   }
 
  private:
@@ -291,7 +300,7 @@ class World {
     member->group = hello.group();
     member->peer = NewPeer(step);
     member->trainer_inbox = std::make_shared<Inbox<v1::TrainerEvent>>();
-    member->id = node_->AttachTrainer(hello, member->peer, member->trainer_inbox);
+    member->id = daemon_->arrivals().Attach(ArrivalOf(hello, member->peer), member->trainer_inbox);
     members_.push_back(std::move(member));
   }
 
@@ -305,19 +314,28 @@ class World {
     if (hello.delivery() == v1::DELIVERY_STAGED) member->delivery = DeliveryMode::kStaged;
     member->peer = NewPeer(step);
     member->engine_inbox = std::make_shared<Inbox<v1::EngineEvent>>();
-    member->id = node_->AttachEngine(hello, member->peer, member->engine_inbox);
+    member->id = daemon_->arrivals().Attach(ArrivalOf(hello, member->peer), member->engine_inbox);
     members_.push_back(std::move(member));
+  }
+
+  void CreateGroup(const v1::CreateGroupRequest& request) {
+    if (!CheckName(request.group(), "group").ok()) return;  // as the service does
+    (void)daemon_->operators().CreateGroup(request.group(), SpecOf(request.spec()),
+                                           request.replace(), request.request_id());
   }
 
   void AbortUpdate(const Step& step) {
     if (members_.empty()) return;
-    node_->AbortUpdate(node_->NewCall(), step.abort_update(), ReplyTo(NewCall(0, 0, "")));
+    daemon_->operators().AbortUpdate(daemon_->NewCall(), step.abort_update().group(),
+                                     step.abort_update().reason(), ReplyTo(NewCall(0, 0, "")));
   }
 
   void Watch(const Step& step) {
     auto inbox = std::make_shared<UpdateInbox>();
-    const auto watch = node_->Watch(step.watch(), inbox);
-    if (watch.ok() && step.cancel()) node_->StopWatching(*watch);
+    absl::StatusOr<Watchers::Wish> wish = WishOf(step.watch());
+    if (!wish.ok()) return;
+    const auto watch = daemon_->operators().Watch(*std::move(wish), inbox);
+    if (watch.ok() && step.cancel()) daemon_->operators().StopWatching(*watch);
   }
 
   static Token TokenOf(const Member& member) {
@@ -336,7 +354,7 @@ class World {
     auto memory = HostRegion::Map(*fd, bytes, Access::kReadWrite, false);
     REFITD_CHECK(memory.ok());
     Fill(*memory, in.fill());
-    const auto id = node_->RegisterRegion(
+    const auto id = daemon_->regions().RegisterRegion(
         TokenOf(*member), PeerOfMember(step, *member).credentials.value_or(PeerCredentials{}),
         *std::move(fd), static_cast<RegionKind>(in.kind()), bytes);
     if (id.ok()) member->regions.push_back({*id, *std::move(memory)});
@@ -356,14 +374,15 @@ class World {
     }
     const Peer peer = PeerOfMember(step, *member);
     if (!peer.credentials.has_value()) return;  // no descriptor socket over TCP
-    if (node_->ReleaseRegion(TokenOf(*member), *peer.credentials, id).ok()) {
+    if (daemon_->regions().ReleaseRegion(TokenOf(*member), *peer.credentials, id).ok()) {
       std::erase_if(member->regions, [id](const Region& region) { return region.id == id; });
     }
   }
 
   void MapPool(const Step& step, Member* member) {
     const Peer peer = PeerOfMember(step, *member);
-    auto pool = node_->MapPool(TokenOf(*member), peer.credentials.value_or(PeerCredentials{}));
+    auto pool =
+        daemon_->regions().MapPool(TokenOf(*member), peer.credentials.value_or(PeerCredentials{}));
     if (!pool.ok()) return;
     auto memory = HostRegion::Map(pool->fd, pool->bytes,
                                   member->engine ? Access::kReadOnly : Access::kReadWrite, false);
@@ -385,15 +404,15 @@ class World {
     if (!layout.ok()) return;
     // The groups are this daemon's own, so the call is answered before it returns.
     int replies = 0;
-    node_->RegisterEngineLayout(node_->NewCall(), member->lease, PeerOfMember(step, *member),
-                                *layout,
-                                [&](const absl::StatusOr<v1::LayoutRegistered>& registered) {
-                                  ++replies;
-                                  if (!registered.ok()) return;
-                                  REFITD_CHECK(registered->digest() == layout->Digest());
-                                  REFITD_CHECK(member->engine);
-                                  member->layout = *layout;
-                                });
+    daemon_->layouts().Register(
+        daemon_->NewCall(), CallerOf(member->lease, PeerOfMember(step, *member)), /*engine=*/true,
+        *layout, [&](const absl::StatusOr<Layouts::Registered>& registered) {
+          ++replies;
+          if (!registered.ok()) return;
+          REFITD_CHECK(registered->digest == layout->Digest());
+          REFITD_CHECK(member->engine);
+          member->layout = *layout;
+        });
     REFITD_CHECK(replies == 1);
   }
 
@@ -429,7 +448,7 @@ class World {
   void MemberStep(const Step& step, size_t actor) {
     Member& member = *members_[actor];
     const Peer peer = PeerOfMember(step, member);
-    const CallId id = node_->NewCall();
+    const CallId id = daemon_->NewCall();
     switch (step.call_case()) {
       case Step::kRegion:
         return AddRegion(step, &member);
@@ -443,14 +462,16 @@ class World {
         auto request = WithLease(step, member, step.begin());
         request.set_duration_ms(Never(request.duration_ms()));
         Call* call = NewCall(actor, request.version(), request.request_id());
-        node_->Begin(id, request, peer, ReplyTo(call));
+        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer),
+                                      EventOf(request, kLongest), ReplyTo(call));
         break;
       }
       case Step::kLeaseSlot: {
         auto request = WithLease(step, member, step.lease_slot());
         request.set_wait_ms(Never(request.wait_ms()));
         Call* call = NewCall(actor, request.version(), "");
-        node_->LeaseSlot(id, request, peer, ReplyTo(call));
+        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer), EventOf(request),
+                                      ReplyTo(call));
         break;
       }
       case Step::kReleaseSlot: {
@@ -460,7 +481,10 @@ class World {
           request.set_slot(grant.slot.value());
           request.set_grant(grant.grant.value());
         }
-        node_->ReleaseSlot(id, request, peer, ReplyTo(NewCall(actor, 0, "")));
+        ReleaseSlotEvent event;
+        event.grant = {SlotIndex(request.slot()), GrantId(request.grant())};
+        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer), event,
+                                      ReplyTo(NewCall(actor, 0, "")));
         break;
       }
       case Step::kPush:
@@ -470,20 +494,22 @@ class World {
         const auto request = WithLease(step, member, step.commit());
         member.asked_to_commit.insert(request.version());
         Call* call = NewCall(actor, request.version(), request.request_id());
-        node_->Commit(id, request, peer, ReplyTo(call));
+        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer), EventOf(request),
+                                      ReplyTo(call));
         break;
       }
       case Step::kAbort: {
         const auto request = WithLease(step, member, step.abort());
         Call* call = NewCall(actor, request.version(), request.request_id());
-        node_->Abort(id, request, peer, ReplyTo(call));
+        daemon_->trainer_calls().Call(id, CallerOf(request.lease(), peer), EventOf(request),
+                                      ReplyTo(call));
         break;
       }
       case Step::kReady: {
         v1::Ready ready = step.ready();
         if (!step.raw()) ready.set_update_id(member.prepare.update_id());
         member.ready.insert(ready.update_id());
-        node_->Ready(member.id, ready);
+        daemon_->members().Happened(member.id, ReadyEvent{member.id, UpdateId(ready.update_id())});
         return;
       }
       case Step::kAck: {
@@ -496,22 +522,25 @@ class World {
           }
         }
         member.read.erase({ack.update_id(), ack.part()});
-        node_->Ack(member.id, ack);
+        if (ack.part() < 0) return;  // as the service does
+        daemon_->members().Happened(
+            member.id, AckEvent{member.id, UpdateId(ack.update_id()), PartSeq(ack.part())});
         return;
       }
       case Step::kFailed: {
         v1::Failed failed = step.failed();
         if (!step.raw()) failed.set_update_id(member.prepare.update_id());
-        node_->Failed(member.id, failed);
+        daemon_->members().Happened(
+            member.id, EngineFailed{member.id, UpdateId(failed.update_id()), failed.reason()});
         return;
       }
       case Step::kGone:
-        node_->MemberGone(member.id, "the fuzzer ended it");
+        daemon_->arrivals().Gone(member.id, "the fuzzer ended it");
         return;
       default:
         return;
     }
-    if (step.cancel()) node_->CallGone(id);
+    if (step.cancel()) daemon_->trainer_calls().CallGone(id);
   }
 
   static SlotGrant TakeGrant(Member* member, uint32_t which) {
@@ -539,7 +568,8 @@ class World {
       }
     }
     call->contents = ContentsOf(member, bucket);
-    node_->PushBucket(id, call->push, PeerOfMember(step, member), ReplyTo(call));
+    daemon_->trainer_calls().PushBucket(
+        id, call->push, CallerOf(call->push.lease(), PeerOfMember(step, member)), ReplyTo(call));
   }
 
   // The pushed elements, if the bucket's memory is visible to this process.
@@ -548,7 +578,7 @@ class World {
       return std::find_if(member.regions.begin(), member.regions.end(),
                           [id](const Region& region) { return region.id == id; });
     };
-    const NodeOptions options = Options();
+    const DaemonOptions options = Options();
     const auto checked = CheckBucket(
         bucket, {.inline_bytes = options.inline_bytes, .slot_bytes = member.slot_bytes},
         [&](RegionId id) -> std::optional<int64_t> {
@@ -776,9 +806,8 @@ class World {
   }
 
   void JudgeGroups() {
-    const auto groups = node_->ListGroups();
-    REFITD_CHECK(groups.ok());
-    for (const v1::GroupStatus& group : groups->groups()) {
+    const v1::ListGroupsResponse groups = ListGroups(daemon_.get());
+    for (const v1::GroupStatus& group : groups.groups()) {
       auto& last = versions_[{group.name(), group.incarnation()}];
       if (last.has_value()) REFITD_CHECK(group.has_version() && group.version() >= *last);  // P3
       if (group.has_version()) last = group.version();
@@ -789,8 +818,8 @@ class World {
     }
   }
 
-  std::unique_ptr<Node> node_;
-  CountedTransport* transport_ = nullptr;  // owned by the node
+  std::unique_ptr<Daemon> daemon_;
+  CountedTransport* transport_ = nullptr;  // owned by the daemon
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<std::unique_ptr<Call>> calls_;
   std::map<uint64_t, Contents> pushed_;  // by update

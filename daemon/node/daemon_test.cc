@@ -1,5 +1,5 @@
-// Tests the node with real links between nodes of this process; members are sinks.
-#include "daemon/node/node.h"
+// Tests the daemon with real links between daemons of this process; members are sinks.
+#include "daemon/node/daemon.h"
 
 #include <grpcpp/grpcpp.h>
 
@@ -12,7 +12,15 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/node/arrivals.h"
+#include "daemon/node/joiners.h"
+#include "daemon/node/members.h"
+#include "daemon/node/operators.h"
+#include "daemon/node/regions.h"
+#include "daemon/node/trainer_calls.h"
+#include "daemon/services/hello.h"
 #include "daemon/services/peer_service.h"
+#include "daemon/services/trainer_events.h"
 #include "daemon/test_util.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -72,7 +80,7 @@ using EngineInbox = Inbox<v1::EngineEvent>;
 
 class UpdateInbox : public UpdateSink {
  public:
-  void Send(v1::UpdateStatus /*status*/) override { ++sent_; }
+  void Send(UpdateNews /*news*/) override { ++sent_; }
   void End(absl::Status /*status*/) override {}
   int sent() const { return sent_; }
 
@@ -90,9 +98,9 @@ v1::GroupSpec Spec(int slots = 2) {
 }
 
 // A daemon without sockets for members.
-class TestNode {
+class TestDaemon {
  public:
-  explicit TestNode(const std::string& id, NodeOptions options = {}) {
+  explicit TestDaemon(const std::string& id, DaemonOptions options = {}) {
     processes_ = *ProcessWatch::Create();
     options.daemon_id = id;
     const PeerDialer dialer = [](PeerDial dial, PeerLinkCallbacks callbacks) {
@@ -100,9 +108,9 @@ class TestNode {
       return PeerLink::Dial(std::move(dial), std::move(callbacks));
     };
     const int64_t message_bytes = options.message_bytes;
-    node_ = std::make_unique<Node>(std::move(options), MakeHostTransport({.threads = 1}),
-                                   processes_.get(), nullptr, dialer);
-    links_ = std::make_unique<PeerService>(node_.get(), message_bytes);
+    daemon_ = std::make_unique<Daemon>(std::move(options), MakeHostTransport({.threads = 1}),
+                                       processes_.get(), nullptr, dialer);
+    links_ = std::make_unique<PeerService>(&daemon_->joiners(), message_bytes);
     grpc::ServerBuilder builder;
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
@@ -110,14 +118,14 @@ class TestNode {
     server_ = builder.BuildAndStart();
     REFITD_CHECK(server_ != nullptr && port_ != 0);
   }
-  ~TestNode() {
-    node_->CheckInvariants();
-    node_->Drain();
-    node_->Finish(std::chrono::steady_clock::now());
-    node_->CheckInvariants();
+  ~TestDaemon() {
+    daemon_->CheckInvariants();
+    daemon_->Drain();
+    daemon_->Finish(std::chrono::steady_clock::now());
+    daemon_->CheckInvariants();
     server_->Shutdown(std::chrono::system_clock::now());
     server_->Wait();
-    node_.reset();
+    daemon_.reset();
   }
 
   struct Trainer {
@@ -128,18 +136,18 @@ class TestNode {
     MemberId id;
     std::shared_ptr<EngineInbox> inbox;
   };
-  // `at`: the coordinator; null: this node.
+  // `at`: the coordinator; null: this daemon.
   Trainer AttachTrainer(const std::string& group, std::optional<v1::GroupSpec> spec = Spec(),
-                        const TestNode* at = nullptr) {
+                        const TestDaemon* at = nullptr) {
     v1::TrainerHello hello;
     hello.set_world_size(1);
     Fill(group, std::move(spec), at, kPatienceMs, &hello);
     auto inbox = std::make_shared<TrainerInbox>();
-    return {node_->AttachTrainer(hello, {}, inbox), inbox};
+    return {daemon_->arrivals().Attach(ArrivalOf(hello, {}), inbox), inbox};
   }
   // Attaches an engine rank with staged delivery, by default alone in its instance.
   Engine AttachEngine(const std::string& group, const std::string& instance,
-                      std::optional<v1::GroupSpec> spec, const TestNode* at = nullptr,
+                      std::optional<v1::GroupSpec> spec, const TestDaemon* at = nullptr,
                       int64_t wait_ms = kPatienceMs, int rank = 0, int world_size = 1,
                       const std::vector<std::string>& manifest = {}) {
     v1::EngineHello hello;
@@ -154,22 +162,18 @@ class TestNode {
     hello.set_delivery(v1::DELIVERY_STAGED);
     Fill(group, std::move(spec), at, wait_ms, &hello);
     auto inbox = std::make_shared<EngineInbox>();
-    return {node_->AttachEngine(hello, {}, inbox), inbox};
+    return {daemon_->arrivals().Attach(ArrivalOf(hello, {}), inbox), inbox};
   }
-  int groups() { return node_->ListGroups()->groups_size(); }
-  bool Has(const std::string& group) {
-    v1::GetGroupRequest request;
-    request.set_group(group);
-    return node_->GetGroup(request).ok();
-  }
-  int64_t pool_bytes() { return node_->GetStatus().resources().pool_bytes(); }
+  int groups() { return static_cast<int>(daemon_->operators().Groups().size()); }
+  bool Has(const std::string& group) { return daemon_->operators().Group(group).ok(); }
+  int64_t pool_bytes() { return daemon_->operators().Describe().pool_bytes; }
   std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
-  Node& node() { return *node_; }
+  Daemon& daemon() { return *daemon_; }
 
  private:
   template <typename Hello>
-  static void Fill(const std::string& group, std::optional<v1::GroupSpec> spec, const TestNode* at,
-                   int64_t wait_ms, Hello* hello) {
+  static void Fill(const std::string& group, std::optional<v1::GroupSpec> spec,
+                   const TestDaemon* at, int64_t wait_ms, Hello* hello) {
     SayProtocol(hello);
     hello->set_group(group);
     if (spec.has_value()) *hello->mutable_spec() = *std::move(spec);
@@ -178,7 +182,7 @@ class TestNode {
   }
 
   std::unique_ptr<ProcessWatch> processes_;
-  std::unique_ptr<Node> node_;
+  std::unique_ptr<Daemon> daemon_;
   std::unique_ptr<PeerService> links_;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
@@ -187,8 +191,8 @@ class TestNode {
 // ---- joining ----
 
 TEST_CASE("A member without a spec that waits at a joined daemon holds up none that brings one") {
-  TestNode a("a");
-  TestNode b("b");
+  TestDaemon a("a");
+  TestDaemon b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
   CHECK(b.Has("g"));
   CHECK_FALSE(a.Has("g"));
@@ -198,8 +202,8 @@ TEST_CASE("A member without a spec that waits at a joined daemon holds up none t
 }
 
 TEST_CASE("Each member that waits at a joined daemon has its own deadline") {
-  TestNode a("a");
-  TestNode b("b");
+  TestDaemon a("a");
+  TestDaemon b("b");
   const auto patient = b.AttachEngine("g", "patient", std::nullopt, &a);
   const auto hasty = b.AttachEngine("g", "hasty", std::nullopt, &a, /*wait_ms=*/20);
   CHECK(hasty.inbox->Ended().code() == absl::StatusCode::kNotFound);
@@ -215,8 +219,8 @@ TEST_CASE("Each member that waits at a joined daemon has its own deadline") {
 }
 
 TEST_CASE("A member whose spec is not the group's is refused at a joined daemon, the others stay") {
-  TestNode a("a");
-  TestNode b("b");
+  TestDaemon a("a");
+  TestDaemon b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
   const auto trainer = b.AttachTrainer("g", Spec(), &a);
   const auto other = b.AttachEngine("g", "other", Spec(3), &a);
@@ -227,22 +231,22 @@ TEST_CASE("A member whose spec is not the group's is refused at a joined daemon,
 }
 
 TEST_CASE("A daemon stops joining when the last member that waited for it goes") {
-  TestNode a("a");
-  TestNode b("b");
+  TestDaemon a("a");
+  TestDaemon b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
-  b.node().MemberGone(engine.id, "it left");
+  b.daemon().arrivals().Gone(engine.id, "it left");
   CHECK(Eventually([&] { return b.groups() == 0; }));
 }
 
 // ---- who may join ----
 
 TEST_CASE("A second daemon with a live one's id is refused, and taken in when that one has gone") {
-  TestNode a("a");
-  TestNode live("b");
+  TestDaemon a("a");
+  TestDaemon live("b");
   const auto engine = live.AttachEngine("g", "i", Spec(), &a);
   REQUIRE(Eventually([&] { return engine.inbox->welcomed(); }));
 
-  TestNode same_id("b");
+  TestDaemon same_id("b");
   const auto hasty = same_id.AttachEngine("g", "j", Spec(), &a, /*wait_ms=*/50);
   const absl::Status refused = hasty.inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kAlreadyExists);
@@ -251,15 +255,16 @@ TEST_CASE("A second daemon with a live one's id is refused, and taken in when th
   CHECK_FALSE(engine.inbox->end().has_value());
 
   const auto patient = same_id.AttachEngine("g", "j", Spec(), &a);
-  live.node().MemberGone(engine.id, "it left");  // the last member there, so its daemon leaves
+  live.daemon().arrivals().Gone(engine.id,
+                                "it left");  // the last member there, so its daemon leaves
   CHECK(Eventually([&] { return patient.inbox->welcomed(); }));
 }
 
 TEST_CASE("limits.max_members counts members of joined daemons, and refuses them by name") {
-  NodeOptions options;
+  DaemonOptions options;
   options.max_members = 2;
-  TestNode a("a", options);
-  TestNode b("b");
+  TestDaemon a("a", options);
+  TestDaemon b("b");
   const auto first = b.AttachEngine("g", "first", Spec(), &a);
   const auto second = b.AttachEngine("g", "second", Spec(), &a);
   REQUIRE(Eventually([&] { return first.inbox->welcomed() && second.inbox->welcomed(); }));
@@ -269,7 +274,7 @@ TEST_CASE("limits.max_members counts members of joined daemons, and refuses them
     CHECK(status.code() == absl::StatusCode::kResourceExhausted);
     CHECK_THAT(Message(status), Contains("limits.max_members") && Contains("takes 2"));
   }
-  b.node().MemberGone(first.id, "it left");
+  b.daemon().arrivals().Gone(first.id, "it left");
   CHECK(Eventually([&] {
     const auto again = a.AttachEngine("g", "again", Spec());
     return again.inbox->welcomed();
@@ -277,10 +282,10 @@ TEST_CASE("limits.max_members counts members of joined daemons, and refuses them
 }
 
 TEST_CASE("A member whose report does not fit on the link is refused with the limit, others stay") {
-  NodeOptions options;
+  DaemonOptions options;
   options.message_bytes = 1 << 20;
-  TestNode a("a", options);
-  TestNode b("b");
+  TestDaemon a("a", options);
+  TestDaemon b("b");
   const auto first = b.AttachEngine("g", "first", Spec(), &a);
   REQUIRE(Eventually([&] { return first.inbox->welcomed(); }));
   std::vector<std::string> manifest;
@@ -300,77 +305,72 @@ TEST_CASE("A member whose report does not fit on the link is refused with the li
 
 TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get ready") {
   constexpr int kRanks = 5000;
-  NodeOptions options;
+  DaemonOptions options;
   options.max_members = kRanks + 1;
-  TestNode a("a", options);
+  TestDaemon a("a", options);
   const auto trainer = a.AttachTrainer("g");
   REQUIRE(trainer.inbox->welcomed());
-  std::vector<TestNode::Engine> ranks;
+  std::vector<TestDaemon::Engine> ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
     ranks.push_back(a.AttachEngine("g", "i", Spec(), nullptr, 0, rank, kRanks));
   }
-  v1::WatchUpdatesRequest watch;
-  watch.set_interval_ms(3'600'000);
   const auto updates = std::make_shared<UpdateInbox>();
-  REQUIRE(a.node().Watch(watch, updates).ok());
+  REQUIRE(a.daemon().operators().Watch({"", std::chrono::hours(1), false}, updates).ok());
 
   v1::BeginRequest begin;
   *begin.mutable_lease() = trainer.inbox->welcome().lease();
   begin.set_version(1);
   begin.set_tensor_count(1);
   std::atomic<bool> begun{false};
-  a.node().Begin(
-      a.node().NewCall(), begin, {},
+  a.daemon().trainer_calls().Call(
+      a.daemon().NewCall(), CallerOf(begin.lease(), {}), EventOf(begin, std::chrono::hours(1)),
       [&begun](const absl::Status& status, const ReplyPayload&) { begun = status.ok(); });
-  const int64_t before = a.node().watched_views();
-  v1::Ready ready;
-  ready.set_version(1);
-  ready.set_update_id(ranks[0].inbox->events().back().prepare().update_id());
-  for (const TestNode::Engine& rank : ranks) a.node().Ready(rank.id, ready);
+  const int64_t before = a.daemon().watched_views();
+  const UpdateId update(ranks[0].inbox->events().back().prepare().update_id());
+  for (const TestDaemon::Engine& rank : ranks) {
+    a.daemon().members().Happened(rank.id, ReadyEvent{rank.id, update});
+  }
   CHECK(begun);
   // One view, for the change that the last Ready made.
-  CHECK(a.node().watched_views() - before <= 1);
+  CHECK(a.daemon().watched_views() - before <= 1);
   CHECK(updates->sent() >= 2);  // told of that change and of the beginning
 }
 
 // ---- groups without members ----
 
 TEST_CASE("A group is given up some time after its last member left, one with a member is not") {
-  NodeOptions options;
+  DaemonOptions options;
   options.group_idle = std::chrono::milliseconds(20);
-  TestNode a("a", options);
+  TestDaemon a("a", options);
   const auto stays = a.AttachTrainer("stays");
   const auto goes = a.AttachTrainer("goes");
   REQUIRE(goes.inbox->welcomed());
   CHECK(a.groups() == 2);
-  a.node().MemberDetached(goes.id);
+  a.daemon().arrivals().Detached(goes.id);
   CHECK(Eventually([&] { return !a.Has("goes"); }));
   CHECK(a.Has("stays"));
-  a.node().MemberDetached(stays.id);
+  a.daemon().arrivals().Detached(stays.id);
   CHECK(Eventually([&] { return a.groups() == 0; }));
 }
 
 TEST_CASE("A group that was created and never joined is given up as well") {
-  NodeOptions options;
+  DaemonOptions options;
   options.group_idle = std::chrono::milliseconds(20);
-  TestNode a("a", options);
-  v1::CreateGroupRequest create;
-  create.set_group("g");
-  *create.mutable_spec() = Spec();
-  REQUIRE(a.node().CreateGroup(create).ok());
+  TestDaemon a("a", options);
+  REQUIRE(a.daemon().operators().CreateGroup("g", SpecOf(Spec()), false, "").ok());
   CHECK(Eventually([&] { return a.groups() == 0; }));
 }
 
 TEST_CASE("The run beyond max_groups takes the place of the group that was empty for the longest") {
-  NodeOptions options;
+  DaemonOptions options;
   options.max_groups = 2;
-  TestNode a("a", options);
+  TestDaemon a("a", options);
   const auto first = a.AttachTrainer("first");
   const auto second = a.AttachTrainer("second");
   const auto refused = a.AttachTrainer("third");
   CHECK(refused.inbox->Ended().code() == absl::StatusCode::kResourceExhausted);
-  a.node().MemberDetached(second.id);
-  a.node().MemberDetached(first.id);
+  a.daemon().arrivals().Detached(second.id);
+  a.daemon().arrivals().Detached(first.id);
   const auto third = a.AttachTrainer("third");
   CHECK(third.inbox->welcomed());
   CHECK(a.Has("first"));
@@ -378,30 +378,30 @@ TEST_CASE("The run beyond max_groups takes the place of the group that was empty
 }
 
 TEST_CASE("A group without members takes no staging from a run that needs it") {
-  NodeOptions options;
+  DaemonOptions options;
   options.max_pool_bytes = 2 * kSlotBytes;
-  TestNode a("a", options);
+  TestDaemon a("a", options);
   const auto first = a.AttachTrainer("first");
   CHECK(a.AttachTrainer("second").inbox->Ended().code() == absl::StatusCode::kResourceExhausted);
-  a.node().MemberDetached(first.id);
+  a.daemon().arrivals().Detached(first.id);
   CHECK(a.AttachTrainer("second").inbox->welcomed());
 }
 
 TEST_CASE("An empty group's staging pool is freed at once, and made again when it is needed") {
-  TestNode a("a");
-  const auto map = [&a](const TestNode::Engine& engine) {
+  TestDaemon a("a");
+  const auto map = [&a](const TestDaemon::Engine& engine) {
     Token token{};
     const std::string bytes = engine.inbox->welcome().lease().token();
     REQUIRE(bytes.size() == token.size());
     std::copy(bytes.begin(), bytes.end(), token.begin());
-    return a.node().MapPool(token, {}).status();
+    return a.daemon().regions().MapPool(token, {}).status();
   };
   for (int round = 0; round < 2; ++round) {
     const auto engine = a.AttachEngine("g", "i", Spec());
     REQUIRE(engine.inbox->welcomed());
     CHECK(map(engine).ok());
     CHECK(a.pool_bytes() == 2 * kSlotBytes);
-    a.node().MemberDetached(engine.id);
+    a.daemon().arrivals().Detached(engine.id);
     CHECK(a.pool_bytes() == 0);
     CHECK(a.Has("g"));
   }

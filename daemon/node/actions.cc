@@ -1,0 +1,318 @@
+#include "daemon/node/actions.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "daemon/process/log.h"
+#include "proto/convert.h"
+#include "refitd/v1/engine.pb.h"
+#include "refitd/v1/trainer.pb.h"
+
+namespace refitd {
+namespace {
+
+v1::EngineEvent PartEvent(const SendPart& part, int64_t slot_bytes) {
+  v1::EngineEvent event;
+  v1::BucketReady& bucket = *event.mutable_bucket();
+  const PartContent& content = *part.content;
+  bucket.set_version(part.version.value());
+  bucket.set_update_id(part.update.value());
+  bucket.set_part(part.part.value());
+  bucket.set_slot(part.slot.slot.value());
+  bucket.set_slot_byte_offset(int64_t{part.slot.slot.value()} * slot_bytes);
+  bucket.set_bytes(content.bytes);
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const TensorSpec& tensor = content.tensors[content.ranges[i].tensor];
+    bucket.add_names(tensor.name);
+    bucket.add_dtypes(ToWire(tensor.dtype));
+    *bucket.add_shapes() = ToWire(tensor.shape);
+    bucket.add_starts(content.ranges[i].start);
+    bucket.add_sizes(content.ranges[i].count);
+    bucket.add_byte_offsets(content.byte_offsets[i]);
+  }
+  return event;
+}
+
+}  // namespace
+
+void Actions::Dispatch(Turn& turn, const std::string& name, MachineEvent& event) {
+  GroupRecord* group = state_.groups.Find(name);
+  if (group == nullptr) return;
+  MachineActions actions;
+  group->machine->Handle(event, DaemonState::Now(), &actions);
+  for (MachineAction& action : actions) Perform(group, std::move(action), turn);
+  if (group->follower != nullptr && group->follower->finished()) {
+    life_.DropFollower(name, turn);
+  } else if (group->coordinator != nullptr) {
+    life_.NoteEmpty(group, turn);
+  }
+}
+
+// Performs one action of the group's machine. The functions are called by std::visit, which the
+// analysis of locks does not follow, so each names its lock itself.
+struct Actions::Performer {
+  Actions* own;
+  GroupRecord* group;
+  Turn& turn;
+
+  MemberRecord* Find(MemberId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    return own->state_.leases.Find(id);
+  }
+  void SendEngine(MemberId id, v1::EngineEvent event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    MemberRecord* member = Find(id);
+    if (member == nullptr || member->engine_sink == nullptr) return;
+    member->engine_sink->Queue(std::move(event));
+    turn.Flush(member->engine_sink);
+  }
+  void SendTrainer(MemberId id, v1::TrainerEvent event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    MemberRecord* member = Find(id);
+    if (member == nullptr || member->trainer_sink == nullptr) return;
+    member->trainer_sink->Queue(std::move(event));
+    turn.Flush(member->trainer_sink);
+  }
+  // Committed, Aborted and Draining have the same fields for both roles.
+  template <typename Fill>
+  void SendEither(MemberId id, Fill fill) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    MemberRecord* member = Find(id);
+    if (member == nullptr) return;
+    if (member->engine) {
+      v1::EngineEvent event;
+      fill(&event);
+      SendEngine(id, std::move(event));
+    } else {
+      v1::TrainerEvent event;
+      fill(&event);
+      SendTrainer(id, std::move(event));
+    }
+  }
+
+  void operator()(Reply& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    std::optional<Calls::Call> call = own->state_.calls.Take(a.call);
+    if (!call.has_value()) return;
+    if (call->layout.has_value()) {
+      MemberRecord* member = Find(call->layout->member);
+      if (a.status.ok() && member != nullptr) member->layout = std::move(call->layout->layout);
+    }
+    turn.Answer([reply = std::move(call->reply), status = std::move(a.status),
+                 payload = std::move(a.payload)] { reply(status, payload); });
+  }
+  void operator()(SendPrepare& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    v1::EngineEvent event;
+    event.mutable_prepare()->set_version(a.version.value());
+    event.mutable_prepare()->set_update_id(a.update.value());
+    event.mutable_prepare()->set_remaining_ms(ToMillis(a.remaining));
+    event.mutable_prepare()->set_tensor_count(a.tensor_count);
+    SendEngine(a.member, std::move(event));
+  }
+  void operator()(SendPart& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    SendEngine(a.member, PartEvent(a, group->machine->spec().slot_bytes));
+  }
+  void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    SendEither(a.member, [&](auto* event) {
+      event->mutable_committed()->set_version(a.version.value());
+      event->mutable_committed()->set_incarnation(group->machine->incarnation());
+    });
+  }
+  void operator()(SendAborted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    SendEither(a.member, [&](auto* event) {
+      event->mutable_aborted()->set_version(a.version.value());
+      event->mutable_aborted()->set_reason(a.reason);
+      event->mutable_aborted()->set_dirty(a.dirty);
+    });
+  }
+  void operator()(SendDraining& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    SendEither(a.member, [](auto* event) { event->mutable_draining(); });
+  }
+  void operator()(StartTransfer& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Start(group, std::move(a), turn);
+  }
+  void operator()(StartVerify& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Start(group, a, turn);
+  }
+  void operator()(CompileProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Compile(*group, std::move(a));
+  }
+  void operator()(StartCompare&) {}  // the coordinator performs it
+  void operator()(StartRefit&) {}    // the coordinator performs it
+  void operator()(BuildProgram& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Build(*group, std::move(a));
+  }
+  void operator()(StartMoves& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Start(group, a, turn);
+  }
+  void operator()(StartExchange& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Start(group, a, turn);
+  }
+  void operator()(ReleaseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->members_.Erase(a.member, turn);
+  }
+  void operator()(UpdateAssembled&) {}
+  void operator()(NodeOutOfUpdate&) {}  // the coordinator performs it
+  void operator()(UpdateAbandoned&) {}
+  void operator()(CleanUpOverdue&) {}  // the coordinator performs it
+  void operator()(UpdateEnded& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    turn.Last([remains = std::move(a.remains)] {});
+    own->data_plane_.Forget(a.update);
+    own->device_slots_.DropWire(group);
+    own->data_plane_.GiveUpEpochs(*group, turn);
+    // Unknown: this daemon had a share only; the coordinator counts the update.
+    if (a.outcome == Outcome::kUnknown) return;
+    group->broadcasts = false;
+    own->Count(*group, a);
+  }
+  void operator()(RefuseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    MemberRecord* member = Find(a.member);
+    if (member == nullptr) return;
+    member->End(a.status);
+    own->members_.Erase(a.member, turn);
+  }
+  void operator()(WelcomeMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    MemberRecord* member = Find(a.member);
+    if (member != nullptr) own->members_.Welcome(group, member);
+  }
+  void operator()(StateChanged&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    if (own->state_.watchers.empty()) return;
+    own->state_.watchers.Changed(*group->machine, own->state_.groups.machines(),
+                                 DaemonState::Now());
+  }
+  void operator()(LogLine& a) {
+    const LogLevel level = a.level == LogLine::kInfo      ? LogLevel::kInfo
+                           : a.level == LogLine::kWarning ? LogLevel::kWarning
+                                                          : LogLevel::kError;
+    if (!LogEnabled(level)) return;
+    own->state_.log->Add(level, fmt::format("group {}: {}", group->name(), a.text));
+    turn.Write(own->state_.log);
+  }
+
+  // ---- other daemons ----
+  void operator()(SendCommand& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->PerformSend(group, std::move(a), turn);
+  }
+  void operator()(DropNode& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->state_.peers.End(group->name(), a.node, a.status);
+  }
+  void operator()(SendReport& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->PerformSend(group, std::move(a), turn);
+  }
+  void operator()(CloseLink&) {
+    if (group->join.link == nullptr) return;
+    group->join.link->Close();
+    group->join.link.reset();
+  }
+  void operator()(MakeSlots& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->members_.MakeSlotsFor(a.member, *group);
+  }
+  void operator()(OpenEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Open(group, a, turn);
+  }
+  void operator()(ConnectEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Connect(*group, std::move(a), turn);
+  }
+  void operator()(CloseEpoch& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Close(*group, a);
+  }
+  void operator()(StartWire& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    own->data_plane_.Start(group, a, turn);
+  }
+  void operator()(AcquireWire&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    WireLock::Events events;
+    own->state_.wire_lock.Acquire(group->name(), &events);
+    for (auto& [name, event] : events) turn.Post(name, std::move(event));
+  }
+  void operator()(ReleaseWire&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn) {
+    WireLock::Events events;
+    own->state_.wire_lock.Release(group->name(), &events);
+    for (auto& [name, event] : events) turn.Post(name, std::move(event));
+  }
+};
+
+void Actions::Perform(GroupRecord* group, MachineAction action, Turn& turn) {
+  Performer performer{this, group, turn};
+  std::visit([&performer](auto& kind) { std::visit(performer, kind); }, action);
+}
+
+// Encoding a command may take long (a plan), and every daemon gets one, so encoding waits until the
+// mutex is released. A daemon to which a command can't be sent can't follow any more: its session
+// ends, and Gone follows.
+void Actions::PerformSend(GroupRecord* group, SendCommand a, Turn& turn) {
+  const std::shared_ptr<PeerSession> session = state_.peers.SessionOf(group->name(), a.node);
+  if (session == nullptr) return;
+  if (session->Queue(std::move(a.command)).ok()) turn.Flush(session);
+}
+
+// Encoding a report may take long too: an engine's layout has every tensor of its model.
+void Actions::PerformSend(GroupRecord* group, SendReport a, Turn& turn) {
+  if (group->join.link == nullptr) return;
+  if (!group->join.link->Queue(std::move(a.report)).ok()) return;  // on_lost follows
+  turn.Flush(group->join.link,
+             [this, name = group->name(), link = group->join.link.get()](
+                 PeerLink::Refused refused) { ReportRefused(name, link, std::move(refused)); });
+}
+
+// A report that can't be sent is answered with the refusal that the coordinator would send.
+void Actions::ReportRefused(const std::string& name, const PeerLink* link,
+                            PeerLink::Refused refused) {
+  Turn turn(state_.turns, Turn::Order::kAhead);
+  const GroupRecord* group = state_.groups.Find(name);
+  if (group == nullptr || group->join.link.get() != link) return;
+  absl::Status& status = refused.status;
+  if (const auto* call = std::get_if<PeerCall>(&refused.report)) {
+    const CallId id = std::visit([](const auto& event) { return event.call; }, call->event);
+    turn.Handle(name, CommandReceived{PeerReply{id, std::move(status), EmptyReply{}}});
+  } else if (const auto* attach = std::get_if<PeerAttach>(&refused.report)) {
+    turn.Handle(name, CommandReceived{PeerRefuse{attach->member, std::move(status)}});
+  } else if (const auto* layout = std::get_if<PeerLayout>(&refused.report)) {
+    turn.Handle(name, CommandReceived{PeerReply{layout->call, std::move(status), EmptyReply{}}});
+  } else {
+    turn.Handle(name, LinkLost{std::move(status)});
+  }
+}
+
+void Actions::Count(const GroupRecord& group, const UpdateEnded& ended) const {
+  if (state_.options.observer == nullptr) return;
+  const auto reason = [&ended, stops = state_.aborts]() -> std::string_view {
+    switch (ended.give_up_class) {
+      case GiveUpClass::kNone:
+        return kReasonNone;
+      case GiveUpClass::kDeadline:
+        return kReasonDeadline;
+      case GiveUpClass::kMemberLost:
+        return kReasonMemberLost;
+      case GiveUpClass::kPeerLost:
+        return kReasonPeerLost;
+      case GiveUpClass::kVerification:
+        return kReasonVerification;
+      case GiveUpClass::kAborted:
+        return kReasonAborted;
+      case GiveUpClass::kOperator:
+        return stops ? kReasonDrain : kReasonOperator;
+      case GiveUpClass::kTransfer:
+        return kReasonTransfer;
+      case GiveUpClass::kOther:
+        break;
+    }
+    return kReasonOther;
+  };
+  UpdateReport report;
+  report.group = group.name();
+  report.committed = ended.outcome == Outcome::kCommitted;
+  report.reason = reason();
+  report.prepare = ended.prepare;
+  report.data = ended.data;
+  report.verify = ended.verify;
+  report.total = ended.total;
+  report.bytes = ended.bytes;
+  for (const BroadcastTotals& totals : ended.pushed) {
+    // kAuto, the first value, is left out: the used method is always known.
+    const size_t at = static_cast<size_t>(totals.method) - 1;
+    if (at < report.pushed_bytes.size()) report.pushed_bytes[at] = totals.bytes;
+  }
+  state_.options.observer->UpdateEnded(report);
+  if (ended.give_up_class == GiveUpClass::kVerification) {
+    state_.options.observer->IntegrityFailure(report.group);
+  }
+}
+
+}  // namespace refitd

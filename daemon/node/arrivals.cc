@@ -1,0 +1,146 @@
+#include "daemon/node/arrivals.h"
+
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+
+MemberId Arrivals::Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<TrainerSink> sink) {
+  if (arrival.ok()) {
+    arrival->record.trainer_sink = std::move(sink);
+    return Attach(*std::move(arrival));
+  }
+  sink->End(arrival.status());
+  return state_.NewMember();
+}
+
+MemberId Arrivals::Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<EngineSink> sink) {
+  if (arrival.ok()) {
+    arrival->record.engine_sink = std::move(sink);
+    return Attach(*std::move(arrival));
+  }
+  sink->End(arrival.status());
+  return state_.NewMember();
+}
+
+MemberId Arrivals::Attach(Arrival arrival) {
+  MemberRecord& record = arrival.record;
+  const absl::StatusOr<std::optional<int>> ordinal = DeviceOf(record);
+  const MemberId member = state_.NewMember();
+  Turn turn(state_.turns);
+  if (!ordinal.ok()) {
+    record.End(ordinal.status());
+  } else if (state_.draining) {
+    record.End(absl::UnavailableError("the daemon is draining"));
+  } else if (absl::Status room = life_.CheckMembers(); !room.ok()) {
+    record.End(std::move(room));
+  } else {
+    record.id = member;
+    record.ordinal = *ordinal;
+    if (auto* engine = std::get_if<EngineIdentity>(&arrival.identity)) {
+      engine->on_device = ordinal->has_value();
+    }
+    Attach(std::move(arrival), turn);
+  }
+  return member;
+}
+
+void Arrivals::Attach(Arrival arrival, Turn& turn) {
+  const std::string name = arrival.record.group;
+  const std::string coordinator = joining_.CoordinatorOf(arrival.coordinator);
+  bool created = false;
+  const absl::StatusOr<GroupRecord*> found = GroupFor(arrival, coordinator, &created, turn);
+  GroupRecord* const group = found.ok() ? *found : nullptr;
+  if (!found.ok()) {
+    arrival.record.End(found.status());
+  } else if (group != nullptr && !group->join.joining) {
+    GroupEvent attached = AttachedEvent(&arrival);
+    members_.Enter(std::move(arrival.record), group, std::move(attached), turn);
+  } else if (group == nullptr && arrival.wait == Duration(0)) {
+    arrival.record.End(NoGroup(name));
+  } else {
+    const bool brings = group != nullptr && arrival.spec.has_value() && !group->join.dialled_spec;
+    GroupEvent attached = AttachedEvent(&arrival);
+    state_.waiters.Wait(Waiters::OfGroup{
+        std::move(arrival.record), std::move(attached), DaemonState::Now() + arrival.wait,
+        arrival.wait > Duration(0), coordinator, std::move(arrival.spec)});
+    // A spec that this member brings makes the group, for which others may wait at the coordinator.
+    if (group != nullptr && !group->join.redial.has_value() &&
+        (group->join.link == nullptr || brings)) {
+      joining_.Dial(group);
+    }
+    state_.timer.Wake();
+  }
+  if (created) joiners_.AdmitWaiting(name, turn);
+}
+
+GroupEvent Arrivals::AttachedEvent(Arrival* arrival) {
+  const MemberId member = arrival->record.id;
+  if (auto* engine = std::get_if<EngineIdentity>(&arrival->identity)) {
+    return EngineAttached{member, std::move(*engine)};
+  }
+  return TrainerAttached{member, std::get<TrainerIdentity>(std::move(arrival->identity))};
+}
+
+absl::StatusOr<GroupRecord*> Arrivals::GroupFor(const Arrival& arrival,
+                                                const std::string& coordinator, bool* created,
+                                                Turn& turn) {
+  const MemberRecord& record = arrival.record;
+  if (!coordinator.empty()) {
+    if (record.ordinal.has_value() && data_plane_.device_wire() == nullptr) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "device.name: '{}' with coordinator '{}': device memory moves within this "
+                   "daemon only: {}",
+                   record.device, arrival.coordinator, state_.options.cuda.no_wire);
+    }
+    return joining_.Follow(record.group, coordinator, arrival.spec, turn);
+  }
+  if (arrival.spec.has_value()) {
+    const auto* trainer = std::get_if<TrainerIdentity>(&arrival.identity);
+    const auto trainers = trainer == nullptr ? std::nullopt : std::optional(trainer->world_size);
+    return life_.Make(record.group, *arrival.spec, trainers, created, turn);
+  }
+  GroupRecord* const group = state_.groups.Find(record.group);
+  if (group != nullptr && group->follower != nullptr) return Followed(*group);
+  return group;
+}
+
+absl::StatusOr<std::optional<int>> Arrivals::DeviceOf(const MemberRecord& record) const {
+  if (record.device == "host") return std::nullopt;
+  if (state_.options.cuda.memory == nullptr) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "device.name: '{}': this daemon has no transport for it ({})", record.device,
+                 state_.options.cuda.detail);
+  }
+  const absl::StatusOr<int> ordinal = state_.options.cuda.memory->DeviceOf(record.device);
+  if (!ordinal.ok()) {
+    return Error(ordinal.status().code(), "device.name: {}", Message(ordinal.status()));
+  }
+  // P9: this daemon opens handles with its own rights, so it must know whose they are.
+  if (record.peer.credentials.has_value()) return *ordinal;
+  return Error(absl::StatusCode::kPermissionDenied,
+               "device.name: '{}': members on a GPU attach over the unix socket", record.device);
+}
+
+void Arrivals::Gone(MemberId member, const std::string& reason) {
+  End(member, reason, LeaseEnded(reason));
+}
+
+void Arrivals::Detached(MemberId member) { End(member, "it detached", absl::OkStatus()); }
+
+void Arrivals::End(MemberId member, const std::string& reason, const absl::Status& end) {
+  Turn turn(state_.turns, Turn::Order::kAhead);
+  if (std::optional<Waiters::OfGroup> waited = state_.waiters.TakeOfGroup(member)) {
+    waited->record.End(end);
+    joining_.StopIfUnwanted(waited->record.group, turn);
+  }
+  if (std::optional<Waiters::OfSlots> waited = state_.waiters.TakeOfSlots(member)) {
+    members_.EndWithoutPool(std::move(waited->record), end, turn);
+  }
+  if (MemberRecord* found = state_.leases.Find(member); found != nullptr) {
+    members_.Lose(found, reason, end, turn);
+  }
+}
+
+}  // namespace refitd

@@ -1,0 +1,114 @@
+#include "daemon/node/joiners.h"
+
+#include <optional>
+#include <utility>
+
+#include "daemon/checks/bucket.h"
+#include "daemon/checks/fields.h"
+#include "proto/protocol.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+
+absl::Status Joiners::TakeHello(Peers::Waiting* peer, bool* created, Turn& turn) {
+  const std::string group = peer->hello.group();
+  REFITD_RETURN_IF_ERROR(CheckName(group, "group"));
+  REFITD_RETURN_IF_ERROR(CheckName(peer->hello.daemon_id(), "daemon_id"));
+  if (peer->hello.boot_id() == state_.boot_id) {
+    return absl::FailedPreconditionError(
+        "boot_id: the daemon joins itself: members must name it as it listens, or as its "
+        "`advertise` says");
+  }
+  if (state_.draining) return absl::UnavailableError("the daemon is draining");
+  REFITD_ASSIGN_OR_RETURN(const Duration wait, CheckMillis(peer->hello.wait_ms(), "wait_ms"));
+  peer->deadline = DaemonState::Now() + wait;
+  if (peer->hello.has_spec()) {
+    REFITD_RETURN_IF_ERROR(
+        life_.Make(group, SpecOf(peer->hello.spec()), std::nullopt, created, turn).status());
+  }
+  state_.peers.ForgetEarlier(*peer);
+  if (state_.groups.Find(group) != nullptr) return absl::OkStatus();
+  if (wait == Duration(0)) return NoGroup(group);
+  return state_.peers.AdmitWaiting();
+}
+
+void Joiners::Hello(v1::PeerHello hello, std::string peer_address,
+                    std::shared_ptr<PeerSession> session) {
+  Turn turn(state_.turns);
+  Peers::Waiting peer{std::move(hello), std::move(peer_address), std::move(session),
+                      DaemonState::Now()};
+  const std::string group = peer.hello.group();
+  bool created = false;
+  if (absl::Status status = TakeHello(&peer, &created, turn); !status.ok()) {
+    peer.session->End(std::move(status));
+  } else if (state_.groups.Find(group) == nullptr) {
+    state_.peers.Wait(std::move(peer));
+    state_.timer.Wake();
+  } else {
+    Admit(std::move(peer), turn);
+    // Members that wait for the group under another coordinator are refused, like new ones.
+    if (created) AdmitWaiting(group, turn);
+  }
+}
+
+void Joiners::Admit(Peers::Waiting peer, Turn& turn) {
+  const std::string name = peer.hello.group();
+  GroupRecord* group = state_.groups.Find(name);
+  REFITD_CHECK(group != nullptr);
+  if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
+  if (absl::Status status =
+          group->coordinator->CanJoin(peer.hello.daemon_id(), peer.hello.boot_id(), peer.address);
+      !status.ok()) {
+    return peer.session->End(std::move(status));
+  }
+  if (absl::Status spanning = device_slots_.CheckSpanning(name, nullptr); !spanning.ok()) {
+    return peer.session->End(std::move(spanning));
+  }
+  LinkUp up;
+  up.incarnation = group->machine->incarnation();
+  up.spec = group->machine->spec();
+  up.version = group->machine->version();
+  up.coordinator_id = state_.options.daemon_id;
+  up.protocol = AgreeProtocol(peer.hello.protocol(), peer.hello.highest_protocol(), "protocol")
+                    ->protocol;  // CheckPeerHello found one
+  peer.session->Accept(up);
+  const NodeId node = state_.peers.Join(name, std::move(peer.session));
+  turn.Handle(name, NodeJoined{node, peer.hello.daemon_id(), peer.address, up.protocol,
+                               peer.hello.boot_id()});
+}
+
+void Joiners::AdmitWaiting(const std::string& group, Turn& turn) {
+  for (Waiters::OfGroup& w : state_.waiters.TakeAll(group, "")) {
+    members_.Enter(std::move(w.record), state_.groups.Find(group), std::move(w.attached), turn);
+  }
+  for (Peers::Waiting& peer : state_.peers.TakeWaiting(group)) Admit(std::move(peer), turn);
+}
+
+void Joiners::ShareLayout(uint64_t session, PeerLayout* report) {
+  std::shared_ptr<const Layout> known;
+  {
+    const Turn turn(state_.turns);
+    const std::optional<Peers::Joined> joined = state_.peers.Find(session);
+    if (!joined.has_value()) return;
+    const GroupRecord* group = state_.groups.Find(joined->group);
+    if (group == nullptr || group->coordinator == nullptr) return;
+    known = group->coordinator->KnownLayout(joined->node, *report);
+  }
+  if (known != nullptr && SameStructure(*known, *report->layout)) report->layout = known;
+}
+
+void Joiners::Report(uint64_t session, PeerReport report) {
+  if (auto* layout = std::get_if<PeerLayout>(&report)) ShareLayout(session, layout);
+  Turn turn(state_.turns, Turn::Order::kAhead);
+  if (const std::optional<Peers::Joined> joined = state_.peers.Find(session); joined.has_value()) {
+    turn.Handle(joined->group, ReportReceived{joined->node, std::move(report)});
+  }
+}
+
+void Joiners::Gone(uint64_t session, std::string reason) {
+  Turn turn(state_.turns);
+  const std::optional<Peers::Joined> joined = state_.peers.Remove(session);
+  if (joined.has_value()) turn.Handle(joined->group, NodeLost{joined->node, std::move(reason)});
+}
+
+}  // namespace refitd

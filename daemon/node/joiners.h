@@ -1,0 +1,52 @@
+// Daemons that join groups of this one, at the daemon's end of their links.
+//
+// Thread-safe, but for AdmitWaiting, which is used in a turn (turn.h).
+#ifndef REFITD_DAEMON_NODE_JOINERS_H_
+#define REFITD_DAEMON_NODE_JOINERS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "daemon/link/peer_link.h"
+#include "daemon/node/device_slots.h"
+#include "daemon/node/group_life.h"
+#include "daemon/node/members.h"
+#include "daemon/node/state.h"
+#include "daemon/node/turn.h"
+
+namespace refitd {
+
+class Joiners : public PeerAcceptor {
+ public:
+  Joiners(DaemonState* state, GroupLife* life, Members* members, const DeviceSlots* slots)
+      : state_(*state), life_(*life), members_(*members), device_slots_(*slots) {}
+
+  void Hello(v1::PeerHello hello, std::string peer_address,
+             std::shared_ptr<PeerSession> session) override;
+  void Report(uint64_t session, PeerReport report) override;
+  void Gone(uint64_t session, std::string reason) override;
+
+  // The group was made: lets members and daemons in that waited for it.
+  void AdmitWaiting(const std::string& group, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+
+ private:
+  // Checks the hello of a daemon that joins, and makes the group that its spec asks for.
+  absl::Status TakeHello(Peers::Waiting* peer, bool* created, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void Admit(Peers::Waiting peer, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Gives a reported layout the object of an equal one that the group knows. Compares them without
+  // the mutex: it takes as long as there are tensors.
+  void ShareLayout(uint64_t session, PeerLayout* report);
+
+  DaemonState& state_;
+  GroupLife& life_;
+  Members& members_;
+  const DeviceSlots& device_slots_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_JOINERS_H_

@@ -1,0 +1,68 @@
+// Groups that other daemons coordinate and this daemon joins.
+//
+// Part of the daemon's state: used in a turn (turn.h), but for what links call.
+#ifndef REFITD_DAEMON_NODE_JOINING_H_
+#define REFITD_DAEMON_NODE_JOINING_H_
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/node/dialler.h"
+#include "daemon/node/group_life.h"
+#include "daemon/node/members.h"
+#include "daemon/node/state.h"
+#include "daemon/node/turn.h"
+
+namespace refitd {
+
+class Joining : private DialHost {
+ public:
+  // `dial` null: this daemon joins no others.
+  Joining(DaemonState* state, PeerDialer dial, GroupLife* life, Members* members);
+
+  // The coordinator that a member names; empty: this daemon.
+  std::string CoordinatorOf(const std::string& address) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // The group that the daemon at `address` coordinates, joined or being joined.
+  absl::StatusOr<GroupRecord*> Follow(const std::string& name, const std::string& address,
+                                      const std::optional<GroupSpec>& spec, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Begins a try to join, for the members that wait.
+  void Dial(GroupRecord* group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Stops joining if no member waits for it any more.
+  void StopIfUnwanted(const std::string& name, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+
+  // A deadline has come: refuses members that have waited for too long, and tries again.
+  void RefuseLateMembers(TimePoint now, Turn& turn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void RedialIfDue(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Waits until every link has reported its end. `mutex` is the daemon's.
+  void AwaitLinks(Mutex* mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) { dialler_.AwaitLinks(mutex); }
+
+ private:
+  void LinkIsUp(const DialTry& of, const LinkUp& up) override;
+  void LinkSays(const DialTry& of, PeerCommand command) override;
+  void LinkIsLost(const DialTry& of, absl::Status status) override;
+
+  void TakeJoined(GroupRecord* group, const LinkUp& up, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  // Makes the index of a Prepare's destinations without the mutex: it takes as long as there are
+  // tensors in their layouts.
+  void IndexDestinations(const DialTry& of, PeerPrepare* prepare);
+  // The try failed: refuses the members that this concerns, and tries again for the others.
+  void Failed(GroupRecord* group, const absl::Status& status, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  static void Stop(GroupRecord* group, const absl::Status& status, Turn& turn);
+
+  DaemonState& state_;
+  GroupLife& life_;
+  Members& members_;
+  Dialler dialler_;  // used in a turn
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_JOINING_H_

@@ -1,0 +1,104 @@
+#include "daemon/node/layouts.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "transport/base/status.h"
+#include "transport/plan/block_scales.h"
+
+namespace refitd {
+
+absl::Status Layouts::CheckLease(const Caller& caller, bool engine) {
+  const Turn turn(state_.turns);
+  return members_.Authenticate(caller, engine).status();
+}
+
+// Checking a big layout takes long, so it is done outside the mutex, against a copy of the regions.
+absl::StatusOr<std::shared_ptr<const Layout>> Layouts::Check(const Caller& caller, bool engine,
+                                                             Layout layout) {
+  // P8: the copy has no mappings, since a region that is released meanwhile must lose its mapping
+  // at once.
+  struct Region {
+    int64_t bytes = 0;
+    Access access = Access::kReadOnly;
+  };
+  std::map<RegionId, Region> regions;
+  {
+    const Turn turn(state_.turns);
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, members_.Authenticate(caller, engine));
+    for (const auto& [id, region] : member->regions) {
+      regions.emplace_hint(regions.end(), id, Region{region.memory.bytes, region.access});
+    }
+  }
+  const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
+    const auto it = regions.find(id);
+    return it == regions.end() ? std::nullopt : std::optional<int64_t>(it->second.bytes);
+  };
+  REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
+  if (!engine) return std::make_shared<const Layout>(std::move(layout));
+  if (!layout.pushed_tensors.empty()) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "layout.pushed_tensors has {} entries: an engine rank pushes none",
+                 layout.pushed_tensors.size());
+  }
+  // A layout that a refit would refuse must not be filled by pushes either.
+  REFITD_RETURN_IF_ERROR(CheckFloat8Scales(layout));
+  for (const Piece& piece : layout.pieces) {
+    if (regions.at(piece.region).access != Access::kReadWrite) {
+      return Error(absl::StatusCode::kInvalidArgument, "region {} of tensor '{}' is not writable",
+                   piece.region, layout.tensors[piece.tensor].name);
+    }
+  }
+  return std::make_shared<const Layout>(std::move(layout));
+}
+
+absl::StatusOr<const MemberRecord*> Layouts::Admit(const Caller& caller, bool engine,
+                                                   const Layout& layout) {
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, members_.Authenticate(caller, engine));
+  REFITD_RETURN_IF_ERROR(state_.calls.Admit());
+  for (const Piece& piece : layout.pieces) {
+    if (!member->regions.contains(piece.region)) {
+      return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
+    }
+  }
+  // The greatest generation of the registered layout and of those still under way.
+  std::optional<uint64_t> greatest;
+  if (member->layout != nullptr) greatest = member->layout->binding_generation;
+  for (const std::shared_ptr<const Layout>& pending : state_.calls.LayoutsOf(member->id)) {
+    greatest = std::max(greatest.value_or(0), pending->binding_generation);
+  }
+  if (greatest.has_value() && layout.binding_generation <= *greatest) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "binding_generation: {} is not greater than the registered {}",
+                 layout.binding_generation, *greatest);
+  }
+  REFITD_RETURN_IF_ERROR(state_.groups.Of(*member)->machine->CanRegisterLayout(member->id));
+  return member;
+}
+
+void Layouts::Register(CallId call, const Caller& caller, bool engine, Layout layout, Reply reply) {
+  absl::StatusOr<std::shared_ptr<const Layout>> checked = Check(caller, engine, std::move(layout));
+  if (!checked.ok()) return reply(checked.status());
+  const Registered registered{(*checked)->Digest(), static_cast<int64_t>((*checked)->pieces.size()),
+                              (*checked)->Bytes()};
+  Turn turn(state_.turns);
+  const absl::StatusOr<const MemberRecord*> member = Admit(caller, engine, **checked);
+  if (member.ok()) {
+    const std::string group = (*member)->group;
+    const MemberId id = (*member)->id;
+    state_.calls.Add(call, {group,
+                            [reply, registered](const absl::Status& status, const ReplyPayload&) {
+                              if (status.ok()) return reply(registered);
+                              reply(status);
+                            },
+                            std::nullopt, Calls::PendingLayout{id, *checked}});
+    turn.Handle(group, LayoutRegistered{id, *checked, call, registered.digest});
+  } else {
+    turn.Answer([reply, status = member.status()] { reply(status); });
+  }
+}
+
+}  // namespace refitd

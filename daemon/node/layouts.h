@@ -1,0 +1,51 @@
+// Layouts of members: checked against the member's regions, and registered with the group's
+// coordinator.
+//
+// Thread-safe; called without the mutex.
+#ifndef REFITD_DAEMON_NODE_LAYOUTS_H_
+#define REFITD_DAEMON_NODE_LAYOUTS_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/node/members.h"
+#include "daemon/node/state.h"
+#include "transport/plan/layout.h"
+
+namespace refitd {
+
+class Layouts {
+ public:
+  Layouts(DaemonState* state, Members* members) : state_(*state), members_(*members) {}
+
+  // OK: the lease is that of a rank of that role. Called to refuse a stream before its chunks are
+  // collected.
+  absl::Status CheckLease(const Caller& caller, bool engine);
+  struct Registered {
+    uint64_t digest = 0;
+    int64_t pieces = 0;
+    int64_t bytes = 0;
+  };
+  using Reply = std::function<void(const absl::StatusOr<Registered>&)>;
+  // Replies once, as a ReplyFunction does: OK when the group's coordinator has the layout. If the
+  // coordinator is another daemon, its loss (PeerLimits::peer) and the end of the lease are answers
+  // too (P4).
+  void Register(CallId call, const Caller& caller, bool engine, Layout layout, Reply reply);
+
+ private:
+  absl::StatusOr<std::shared_ptr<const Layout>> Check(const Caller& caller, bool engine,
+                                                      Layout layout);
+  absl::StatusOr<const MemberRecord*> Admit(const Caller& caller, bool engine, const Layout& layout)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+
+  DaemonState& state_;
+  Members& members_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_LAYOUTS_H_

@@ -1,0 +1,219 @@
+#include "daemon/node/operators.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+
+absl::StatusOr<Operators::Created> Operators::CreateGroup(const std::string& name,
+                                                          const GroupSpec& wish, bool replace,
+                                                          const std::string& request_id) {
+  Turn turn(state_.turns);
+  bool created = false;
+  absl::StatusOr<GroupRecord*> made = life_.Make(name, wish, std::nullopt, &created, turn);
+  if (const GroupRecord* found = state_.groups.Find(name);
+      found != nullptr && found->follower != nullptr) {
+    return Followed(*found);
+  }
+  // For an operator, another spec means that another group has that name.
+  if (absl::IsFailedPrecondition(made.status()))
+    return absl::AlreadyExistsError(Message(made.status()));
+  REFITD_RETURN_IF_ERROR(made.status());
+  if (created) joiners_.AdmitWaiting(name, turn);
+  const GroupMachine& machine = *(*made)->machine;
+  if (!created && machine.has_trainers() && wish.trainer_ranks != machine.spec().trainer_ranks) {
+    return Error(absl::StatusCode::kAlreadyExists,
+                 "spec: group '{}' has trainer_ranks {}, and trainers are attached; this one says "
+                 "{}",
+                 name, machine.spec().trainer_ranks, wish.trainer_ranks);
+  }
+  if (created || !replace) return Created{machine.incarnation(), created};
+  REFITD_ASSIGN_OR_RETURN(const uint64_t incarnation, Replace(*made, request_id, turn));
+  return Created{incarnation, true};
+}
+
+absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::string& request_id,
+                                            Turn& turn) {
+  if (!request_id.empty() && request_id == group->replace_request)
+    return group->replace_incarnation;
+  const uint64_t incarnation = NewIncarnation();
+  const std::string name = group->name();
+  turn.Handle(name, ReplaceGroup{state_.NewCall(), incarnation});
+  if (group->machine->incarnation() != incarnation) {
+    const std::optional<UpdateView> update = group->machine->ViewUpdate(DaemonState::Now());
+    return Error(absl::StatusCode::kFailedPrecondition, "group '{}': the update to version {} runs",
+                 name, update.has_value() ? update->version.value() : -1);
+  }
+  group->replace_request = request_id;
+  group->replace_incarnation = incarnation;
+  // Trainers hear of it by the end of their streams and attach again.
+  std::vector<MemberId> trainers;
+  for (const auto& [id, member] : state_.leases.all()) {
+    if (member.group == name && !member.engine) trainers.push_back(id);
+  }
+  const std::string reason = "the group was replaced: attach again";
+  for (const MemberId id : trainers) {
+    MemberRecord* const member = state_.leases.Find(id);
+    if (member != nullptr) members_.Lose(member, reason, absl::AbortedError(reason), turn);
+  }
+  return incarnation;
+}
+
+absl::Status Operators::DeleteGroup(const std::string& name) {
+  Turn turn(state_.turns);
+  const GroupRecord* group = state_.groups.Find(name);
+  if (group == nullptr) return NoGroup(name);
+  // A record outlives its lease while copies touch its memory; such a member counts too.
+  const auto& all = state_.leases.all();
+  const auto members = std::count_if(all.begin(), all.end(),
+                                     [&](const auto& entry) { return entry.second.group == name; });
+  if (group->follower != nullptr) return Followed(*group);
+  if (members > 0 || group->machine->has_members() || group->machine->update_running()) {
+    return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members", name, members);
+  }
+  life_.Drop(name, "deleted", turn);
+  return absl::OkStatus();
+}
+
+void Operators::AbortUpdate(CallId call, const std::string& group, std::string reason,
+                            ReplyFunction reply) {
+  Turn turn(state_.turns);
+  if (state_.groups.Find(group) == nullptr) {
+    turn.Answer(
+        [reply = std::move(reply), refused = NoGroup(group)] { reply(refused, EmptyReply{}); });
+    return;
+  }
+  state_.calls.Add(call, {group, std::move(reply)});
+  turn.Handle(group, OperatorAbort{call, std::move(reason)});
+}
+
+// ---- what there is to see ----
+
+GroupDetails Operators::DetailsOf(const GroupRecord& record) const {
+  GroupDetails details{record.machine->View(DaemonState::Now()), std::nullopt};
+  const std::optional<EpochId> epoch = details.machine.epoch;
+  if (epoch.has_value()) details.moved = data_plane_.StatsOf(record, *epoch);
+  return details;
+}
+
+std::vector<GroupDetails> Operators::AllGroups() const {
+  std::vector<GroupDetails> all;
+  for (const auto& [name, group] : state_.groups.all()) all.push_back(DetailsOf(*group));
+  return all;
+}
+
+void Operators::DescribeEpochs(DaemonDetails* details) const {
+  const DeviceWire& wire = *data_plane_.device_wire();
+  std::map<EpochId, DeviceEpochStatus> open;
+  for (DeviceEpochStatus& each : wire.Describe()) {
+    const EpochId id = each.epoch;
+    open.emplace(id, std::move(each));
+  }
+  for (const DataPlane::DeviceEpoch& epoch : data_plane_.DeviceEpochs()) {
+    const auto found = open.find(epoch.wire_id);
+    if (found == open.end()) continue;
+    details->epochs.push_back({epoch.group, epoch.id, std::move(found->second)});
+    open.erase(found);
+  }
+  for (auto& [id, epoch] : open) details->epochs.push_back({"", std::nullopt, std::move(epoch)});
+  details->abandoned_epochs = wire.Abandoned();
+}
+
+DaemonDetails Operators::Describe() {
+  DaemonDetails details;
+  details.uptime = DaemonState::Now() - state_.started;
+  const bool gpus = state_.options.cuda.memory != nullptr;
+  const auto* const owner = dynamic_cast<const CommunicatorsOwner*>(&data_plane_.transport());
+  if (gpus && owner != nullptr) details.communicators = owner->Communicators();
+  details.moved = data_plane_.TotalStats();
+  const Turn turn(state_.turns);
+  if (gpus && data_plane_.device_wire() != nullptr) DescribeEpochs(&details);
+  details.listeners = state_.listeners;
+  details.serving = !state_.draining;
+  details.members = static_cast<int64_t>(state_.leases.size());
+  for (const auto& [id, member] : state_.leases.all()) {
+    details.regions += static_cast<int64_t>(member.regions.size());
+    details.region_bytes += member.region_bytes();
+  }
+  for (const auto& [name, group] : state_.groups.all()) details.pool_bytes += group->pools.bytes();
+  details.groups = AllGroups();
+  return details;
+}
+
+std::vector<GroupDetails> Operators::Groups() {
+  const Turn turn(state_.turns);
+  return AllGroups();
+}
+
+absl::StatusOr<GroupDetails> Operators::Group(const std::string& name) {
+  const Turn turn(state_.turns);
+  const GroupRecord* group = state_.groups.Find(name);
+  if (group == nullptr) return NoGroup(name);
+  return DetailsOf(*group);
+}
+
+absl::StatusOr<std::vector<MemberDetails>> Operators::MembersOf(const std::string& group) {
+  std::vector<MemberDetails> all;
+  const Turn turn(state_.turns);
+  if (!group.empty() && state_.groups.Find(group) == nullptr) return NoGroup(group);
+  for (const auto& [name, found] : state_.groups.all()) {
+    if (!group.empty() && name != group) continue;
+    for (MemberView& view : found->machine->View(DaemonState::Now()).group.members) {
+      MemberDetails member;
+      member.group = name;
+      member.view = std::move(view);
+      if (const MemberRecord* record = state_.leases.Find(member.view.id); record != nullptr) {
+        if (record->peer.credentials.has_value()) member.uid = record->peer.credentials->uid;
+        member.identity = record->peer.identity;
+        member.client = record->client;
+        member.device = record->device;
+        member.regions = static_cast<int64_t>(record->regions.size());
+        member.region_bytes = record->region_bytes();
+      }
+      all.push_back(std::move(member));
+    }
+  }
+  return all;
+}
+
+absl::StatusOr<Operators::Statistics> Operators::StatisticsOf(const std::string& group) {
+  const Turn turn(state_.turns);
+  const GroupRecord* found = state_.groups.Find(group);
+  if (found == nullptr) return NoGroup(group);
+  if (found->follower != nullptr) return Followed(*found);
+  return Statistics{found->machine->Statistics(), found->machine->ViewUpdate(DaemonState::Now())};
+}
+
+absl::StatusOr<Operators::Past> Operators::PastOf(const std::string& group, uint64_t incarnation,
+                                                  Version version) {
+  const Turn turn(state_.turns);
+  const GroupRecord* found = state_.groups.Find(group);
+  if (found == nullptr) return NoGroup(group);
+  const uint64_t current = found->machine->incarnation();
+  if (incarnation != 0 && incarnation != current) {
+    return Past{current, {Outcome::kUnknown, "that incarnation of the group is gone"}};
+  }
+  return Past{current, found->machine->Past(version)};
+}
+
+// ---- watching ----
+
+absl::StatusOr<uint64_t> Operators::Watch(Watchers::Wish wish, std::shared_ptr<UpdateSink> sink) {
+  const Turn turn(state_.turns);
+  if (!wish.group.empty() && state_.groups.Find(wish.group) == nullptr) return NoGroup(wish.group);
+  REFITD_ASSIGN_OR_RETURN(const uint64_t id,
+                          state_.watchers.Add(std::move(wish), std::move(sink),
+                                              state_.groups.machines(), DaemonState::Now()));
+  state_.timer.Wake();
+  return id;
+}
+
+void Operators::StopWatching(uint64_t watch) {
+  const Turn turn(state_.turns);
+  state_.watchers.Remove(watch);
+}
+
+}  // namespace refitd

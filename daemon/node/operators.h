@@ -1,0 +1,126 @@
+// Operators' calls: creating and deleting groups, what there is to see, watching.
+//
+// Thread-safe; called without the mutex.
+#ifndef REFITD_DAEMON_NODE_OPERATORS_H_
+#define REFITD_DAEMON_NODE_OPERATORS_H_
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "daemon/node/data_plane.h"
+#include "daemon/node/group_life.h"
+#include "daemon/node/joiners.h"
+#include "daemon/node/members.h"
+#include "daemon/node/state.h"
+#include "transport/cuda/nccl/nccl.h"
+#include "transport/cuda/nccl/wire.h"
+
+namespace refitd {
+
+// What operators see of a group.
+struct GroupDetails {
+  MachineView machine;
+  std::optional<WireStats> moved;  // by the current epoch, if it is open here
+};
+
+// What operators see of a member.
+struct MemberDetails {
+  std::string group;
+  MemberView view;
+  // Of a member of this daemon.
+  std::optional<uid_t> uid;
+  std::string identity;
+  std::string client;
+  std::string device;
+  int64_t regions = 0;
+  int64_t region_bytes = 0;
+};
+
+// What operators see of the daemon, beside what is constant.
+struct DaemonDetails {
+  Duration uptime{};
+  bool serving = false;
+  std::vector<std::string> listeners;
+  WireStats moved;  // by all epochs
+  int64_t members = 0;
+  int64_t regions = 0;
+  int64_t region_bytes = 0;
+  int64_t pool_bytes = 0;
+  std::vector<GroupDetails> groups;
+  // On GPUs.
+  std::vector<CommunicatorStatus> communicators;
+  struct Epoch {
+    std::string group;          // empty: the epoch is being closed
+    std::optional<EpochId> id;  // the group's number of it
+    DeviceEpochStatus status;
+  };
+  std::vector<Epoch> epochs;
+  int64_t abandoned_epochs = 0;
+};
+
+class Operators {
+ public:
+  Operators(DaemonState* state, GroupLife* life, Members* members, Joiners* joiners,
+            const DataPlane* data_plane)
+      : state_(*state),
+        life_(*life),
+        members_(*members),
+        joiners_(*joiners),
+        data_plane_(*data_plane) {}
+
+  struct Created {
+    uint64_t incarnation = 0;
+    bool created = false;  // or replaced
+  };
+  // `replace`: an existing group begins a new incarnation, once for each request id.
+  absl::StatusOr<Created> CreateGroup(const std::string& name, const GroupSpec& wish, bool replace,
+                                      const std::string& request_id);
+  absl::Status DeleteGroup(const std::string& name);
+  void AbortUpdate(CallId call, const std::string& group, std::string reason, ReplyFunction reply);
+
+  DaemonDetails Describe();
+  std::vector<GroupDetails> Groups();
+  absl::StatusOr<GroupDetails> Group(const std::string& name);
+  // `group` empty: of all groups.
+  absl::StatusOr<std::vector<MemberDetails>> MembersOf(const std::string& group);
+  struct Statistics {
+    UpdateStatistics statistics;
+    std::optional<UpdateView> update;
+  };
+  absl::StatusOr<Statistics> StatisticsOf(const std::string& group);
+  struct Past {
+    uint64_t incarnation = 0;  // the group's
+    PastUpdate update;
+  };
+  // `incarnation` 0: the current one.
+  absl::StatusOr<Past> PastOf(const std::string& group, uint64_t incarnation, Version version);
+
+  // Watches until StopWatching. The daemon itself ends the sink only with until_idle.
+  absl::StatusOr<uint64_t> Watch(Watchers::Wish wish, std::shared_ptr<UpdateSink> sink);
+  void StopWatching(uint64_t watch);
+
+ private:
+  absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id, Turn& turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  void DescribeEpochs(DaemonDetails* details) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  GroupDetails DetailsOf(const GroupRecord& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+  std::vector<GroupDetails> AllGroups() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
+
+  DaemonState& state_;
+  GroupLife& life_;
+  Members& members_;
+  Joiners& joiners_;
+  const DataPlane& data_plane_;
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_OPERATORS_H_

@@ -1,0 +1,57 @@
+// What a daemon is made with.
+#ifndef REFITD_DAEMON_NODE_OPTIONS_H_
+#define REFITD_DAEMON_NODE_OPTIONS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "daemon/group/group.h"
+#include "daemon/group/machine.h"
+#include "daemon/process/observer.h"
+#include "transport/base/ids.h"
+#include "transport/cuda/memory.h"
+#include "transport/cuda/nccl/nccl.h"
+#include "transport/cuda/nccl/wire.h"
+#include "transport/host/memory.h"
+
+namespace refitd {
+
+// The GPUs that this daemon serves.
+struct DeviceOptions {
+  // Null: no GPUs are served. Otherwise the transport moves memory that this has opened.
+  std::shared_ptr<CudaMemory> memory;
+  std::string detail = "not asked for";   // versions found, or why no GPUs are served; for people
+  NcclReport nccl;                        // the transport's NCCL; meaningless without memory
+  std::shared_ptr<DeviceWire> wire;       // between daemons; null: none
+  std::string no_wire = "not asked for";  // why there is no wire; for people
+};
+
+struct DaemonOptions {
+  std::string daemon_id = "refitd";  // unique in a group; wire locks are taken in its order
+  std::string advertise;             // HOST:PORT by which members name this daemon; may be empty
+  GroupLimits group;
+  PeerLimits peers;
+  int64_t default_slot_bytes = int64_t{64} << 20;
+  int default_slots = 4;
+  int64_t max_pool_bytes = int64_t{16} << 30;  // staging slots of all groups, on each device
+  int64_t max_region_bytes = kMaxRegionBytes;  // of one region
+  int64_t inline_bytes = int64_t{4} << 20;     // of one PushBucket
+  int64_t message_bytes = int64_t{8} << 20;    // of any message
+  // When this many groups exist, a new one replaces the group that has had no member for longest.
+  int max_groups = 64;
+  int max_members = 4096;  // of all groups, and of daemons that joined groups of this one
+  // A group without a member is dropped after this time; never while an update runs.
+  Duration group_idle = std::chrono::minutes(10);
+  int max_regions_per_member = 4096;
+  // Of all members: a process has 65,530 mappings by default (vm.max_map_count).
+  int max_regions = 16'384;
+  std::string descriptor_socket;  // its path, which members are told
+  DeviceOptions cuda;
+  NodeObserver* observer = nullptr;  // outlives the daemon; null: none
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_NODE_OPTIONS_H_

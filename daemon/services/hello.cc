@@ -1,0 +1,143 @@
+#include "daemon/services/hello.h"
+
+#include <string_view>
+#include <utility>
+
+#include "daemon/checks/bucket.h"
+#include "daemon/checks/fields.h"
+#include "daemon/node/group_spec.h"
+#include "proto/convert.h"
+#include "proto/protocol.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+constexpr size_t kMaxClientBytes = 128;
+constexpr size_t kMaxDeviceBytes = 64;
+constexpr size_t kMaxAddressBytes = 255;
+
+// OK: the address is empty or "HOST:PORT".
+absl::Status CheckCoordinator(std::string_view address) {
+  if (address.empty()) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckText(address, kMaxAddressBytes, "coordinator"));
+  const size_t colon = address.rfind(':');
+  const std::string_view port = colon == std::string_view::npos ? "" : address.substr(colon + 1);
+  const bool digits = !port.empty() && port.size() <= 5 &&
+                      port.find_first_not_of("0123456789") == std::string_view::npos;
+  const bool plain = address.find_first_of("/, \t\n") == std::string_view::npos;
+  if (colon != std::string_view::npos && colon > 0 && digits && plain) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, "coordinator: '{}' is not HOST:PORT", address);
+}
+
+template <typename Hello>
+absl::Status CheckHello(const Hello& hello) {
+  REFITD_RETURN_IF_ERROR(
+      AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol").status());
+  REFITD_RETURN_IF_ERROR(CheckName(hello.group(), "group"));
+  REFITD_RETURN_IF_ERROR(CheckText(hello.client(), kMaxClientBytes, "client"));
+  REFITD_RETURN_IF_ERROR(CheckText(hello.device().name(), kMaxDeviceBytes, "device.name"));
+  REFITD_RETURN_IF_ERROR(CheckCoordinator(hello.coordinator()));
+  if (hello.world_size() < 1 || hello.world_size() > kMaxEngineRanks) {
+    return Error(absl::StatusCode::kInvalidArgument, "world_size: {} is not in 1..{}",
+                 hello.world_size(), kMaxEngineRanks);
+  }
+  if (hello.rank() < 0 || hello.rank() >= hello.world_size()) {
+    return Error(absl::StatusCode::kInvalidArgument, "rank: {} is not in 0..{}", hello.rank(),
+                 hello.world_size() - 1);
+  }
+  if (hello.pid() < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "pid: {} is negative", hello.pid());
+  }
+  return CheckMillis(hello.wait_ms(), "wait_ms").status();
+}
+
+absl::StatusOr<TrainerIdentity> IdentityOf(const v1::TrainerHello& hello, const Peer& peer) {
+  REFITD_RETURN_IF_ERROR(CheckHello(hello));
+  return TrainerIdentity{hello.rank(), hello.world_size(),
+                         peer.credentials ? peer.credentials->pid : hello.pid(), NodeId(), ""};
+}
+
+absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Peer& peer) {
+  REFITD_RETURN_IF_ERROR(CheckHello(hello));
+  REFITD_RETURN_IF_ERROR(CheckName(hello.instance(), "instance"));
+  EngineIdentity identity;
+  identity.instance = hello.instance();
+  identity.rank = hello.rank();
+  identity.world_size = hello.world_size();
+  identity.pid = peer.credentials ? peer.credentials->pid : hello.pid();
+  switch (hello.delivery()) {
+    case v1::DELIVERY_REGISTERED:
+      identity.delivery = DeliveryMode::kRegistered;
+      break;
+    case v1::DELIVERY_STAGED:
+      identity.delivery = DeliveryMode::kStaged;
+      break;
+    default:
+      return Error(absl::StatusCode::kInvalidArgument,
+                   "delivery: {} is neither registered (1) nor staged (2)",
+                   static_cast<int>(hello.delivery()));
+  }
+  identity.dirty = hello.dirty();
+  if (hello.dirty() && hello.has_held_version()) {
+    return absl::InvalidArgumentError("dirty: weights that hold a version are not dirty");
+  }
+  if (hello.has_held_version()) {
+    if (hello.held_version() < 0) {
+      return Error(absl::StatusCode::kInvalidArgument, "held_version: {} is negative",
+                   hello.held_version());
+    }
+    identity.held_version = Version(hello.held_version());
+  } else if (hello.held_origin() != 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "held_origin: {:x} without a held_version",
+                 hello.held_origin());
+  }
+  identity.held_origin = hello.held_origin();
+  if (hello.has_manifest()) {
+    if (identity.delivery != DeliveryMode::kStaged) {
+      return Error(absl::StatusCode::kInvalidArgument, "manifest: only staged delivery takes one");
+    }
+    REFITD_ASSIGN_OR_RETURN(
+        identity.manifest,
+        CheckManifest(hello.manifest().names(), hello.manifest().dtypes(),
+                      hello.manifest().shapes(), "manifest", kMaxTensorsPerLayout));
+  }
+  return identity;
+}
+
+// What both roles say alike. The hello is checked.
+template <typename Hello>
+Arrival CommonArrival(const Hello& hello, const Peer& peer) {
+  Arrival arrival;
+  MemberRecord& record = arrival.record;
+  record.group = hello.group();
+  record.peer = peer;
+  record.client = hello.client();
+  record.protocol = AgreeProtocol(hello.protocol(), hello.highest_protocol(), "protocol")->protocol;
+  record.device = hello.device().name().empty() ? "host" : hello.device().name();
+  if (hello.has_spec()) arrival.spec = SpecOf(hello.spec());
+  arrival.coordinator = hello.coordinator();
+  arrival.wait = Millis(hello.wait_ms());
+  return arrival;
+}
+
+}  // namespace
+
+absl::StatusOr<Arrival> ArrivalOf(const v1::TrainerHello& hello, const Peer& peer) {
+  REFITD_ASSIGN_OR_RETURN(TrainerIdentity identity, IdentityOf(hello, peer));
+  Arrival arrival = CommonArrival(hello, peer);
+  arrival.identity = std::move(identity);
+  return arrival;
+}
+
+absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer) {
+  REFITD_ASSIGN_OR_RETURN(EngineIdentity identity, IdentityOf(hello, peer));
+  Arrival arrival = CommonArrival(hello, peer);
+  arrival.record.engine = true;
+  arrival.record.instance = identity.instance;
+  arrival.record.staged = identity.delivery == DeliveryMode::kStaged;
+  arrival.identity = std::move(identity);
+  return arrival;
+}
+
+}  // namespace refitd

@@ -1,0 +1,50 @@
+// RegisterRegion and ReleaseRegion of both roles.
+#ifndef REFITD_DAEMON_SERVICES_REGION_CALLS_H_
+#define REFITD_DAEMON_SERVICES_REGION_CALLS_H_
+
+#include <utility>
+
+#include "daemon/node/daemon.h"
+#include "daemon/node/regions.h"
+#include "daemon/services/common.h"
+#include "daemon/services/trainer_events.h"
+
+namespace refitd {
+
+inline grpc::ServerUnaryReactor* AnswerRegisterRegion(Daemon* daemon, const Door& door,
+                                                      grpc::CallbackServerContext* context,
+                                                      const v1::RegisterRegionRequest& request,
+                                                      bool engine,
+                                                      v1::RegisterRegionResponse* response) {
+  return AnswerOnce(daemon, door, context, response, [&](const Peer& peer, auto reply) {
+    const v1::CudaIpcHandle& block = request.cuda_ipc();
+    daemon->regions().RegisterDevice(
+        CallerOf(request.lease(), peer), engine,
+        {block.handle(), block.gpu_uuid(), block.byte_offset(), block.bytes()},
+        [reply](const absl::StatusOr<Regions::Registered>& registered) {
+          if (!registered.ok()) return reply(registered.status());
+          v1::RegisterRegionResponse answer;
+          answer.set_region_id(registered->id.value());
+          answer.set_bytes(registered->bytes);
+          reply(std::move(answer));
+        });
+  });
+}
+
+inline grpc::ServerUnaryReactor* AnswerReleaseRegion(Daemon* daemon, const Door& door,
+                                                     grpc::CallbackServerContext* context,
+                                                     const v1::ReleaseRegionRequest& request,
+                                                     bool engine,
+                                                     v1::ReleaseRegionResponse* response) {
+  return AnswerOnce(daemon, door, context, response, [&](const Peer& peer, auto reply) {
+    daemon->regions().Release(CallerOf(request.lease(), peer), engine,
+                              RegionId(request.region_id()), [reply](const absl::Status& status) {
+                                if (!status.ok()) return reply(status);
+                                reply(v1::ReleaseRegionResponse());
+                              });
+  });
+}
+
+}  // namespace refitd
+
+#endif  // REFITD_DAEMON_SERVICES_REGION_CALLS_H_

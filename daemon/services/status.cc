@@ -1,0 +1,293 @@
+#include "daemon/services/status.h"
+
+#include <chrono>
+#include <utility>
+
+#include "daemon/process/process_stats.h"
+#include "daemon/process/version.h"
+#include "proto/convert.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+constexpr int64_t kDefaultWatchMs = 200;
+constexpr int64_t kMinWatchMs = 20;
+constexpr int64_t kMaxWatchMs = 3'600'000;
+
+double Seconds(Duration d) { return std::chrono::duration<double>(d).count(); }
+
+std::string UuidOf(const CudaMemory& memory, int ordinal) {
+  for (const CudaDevice& device : memory.devices()) {
+    if (device.ordinal == ordinal) return device.uuid;
+  }
+  return "";
+}
+
+v1::WireEpochStatus ToWire(const DaemonDetails::Epoch& epoch, const CudaMemory& memory) {
+  v1::WireEpochStatus out;
+  out.set_group(epoch.group);
+  if (epoch.id.has_value()) out.set_epoch(epoch.id->value());
+  out.set_gpu_uuid(UuidOf(memory, epoch.status.device));
+  out.set_rank(epoch.status.rank);
+  out.set_ranks(epoch.status.size);
+  out.set_state(std::string(epoch.status.state));
+  out.set_error(Message(epoch.status.status));
+  out.set_bytes_sent(epoch.status.moved.bytes_sent);
+  out.set_bytes_received(epoch.status.moved.bytes_received);
+  return out;
+}
+
+// The loaded NCCL, and what is made with it.
+void Fill(const DeviceOptions& cuda, const DaemonDetails& details, v1::NcclStatus* status) {
+  status->set_library(cuda.nccl.library);
+  if (cuda.nccl.version != 0) status->set_version(NcclVersionText(cuda.nccl.version));
+  status->set_problem(cuda.nccl.problem);
+  status->set_no_symmetric(cuda.nccl.no_symmetric);
+  for (const CommunicatorStatus& communicator : details.communicators) {
+    v1::CommunicatorStatus* const out = status->add_communicators();
+    out->set_epoch(communicator.epoch);
+    for (const int device : communicator.devices) {
+      out->add_gpu_uuids(UuidOf(*cuda.memory, device));
+    }
+    out->set_copy_engines(communicator.copy_engines);
+    out->set_windows(communicator.windows);
+    out->set_window_bytes(communicator.window_bytes);
+    out->set_error(Message(communicator.status));
+  }
+  for (const DaemonDetails::Epoch& epoch : details.epochs) {
+    *status->add_epochs() = ToWire(epoch, *cuda.memory);
+  }
+  status->set_abandoned_epochs(details.abandoned_epochs);
+}
+
+v1::GroupStatus ToWire(const GroupDetails& details) {
+  const MachineView& machine = details.machine;
+  const GroupView& view = machine.group;
+  v1::GroupStatus status;
+  status.set_name(view.name);
+  status.set_incarnation(view.incarnation);
+  status.set_state(std::string(view.state));
+  v1::GroupSpec* spec = status.mutable_spec();
+  spec->set_trainer_ranks(view.spec.trainer_ranks);
+  spec->set_min_instances(view.spec.min_instances);
+  spec->set_slot_bytes(view.spec.slot_bytes);
+  spec->set_slots(view.spec.slots);
+  if (view.version.has_value()) status.set_version(view.version->value());
+  for (const MemberView& member : view.members) {
+    if (!member.engine) status.set_trainers(status.trainers() + 1);
+  }
+  for (const InstanceView& instance : view.instances) {
+    v1::InstanceStatus* i = status.add_instances();
+    i->set_name(instance.name);
+    i->set_state(std::string(instance.state));
+    if (instance.version.has_value()) i->set_version(instance.version->value());
+    i->set_origin(instance.origin);
+    i->set_world_size(instance.world_size);
+    i->set_attached(instance.attached);
+    i->set_reason(instance.reason);
+  }
+  if (view.update.has_value()) *status.mutable_update() = ToWire(view.name, *view.update);
+  for (const SlotView& slot : view.slots) {
+    v1::SlotStatus* s = status.add_slots();
+    s->set_slot(slot.slot.value());
+    s->set_state(std::string(SlotStateName(slot.state)));
+    s->set_holder(slot.holder);
+  }
+  status.set_updates_committed(view.committed);
+  status.set_updates_aborted(view.aborted);
+  status.set_coordinator(machine.coordinator_address);
+  for (const NodeView& node : machine.nodes) {
+    v1::NodeStatus* n = status.add_nodes();
+    n->set_daemon_id(node.daemon_id);
+    n->set_address(node.address);
+    n->set_state(std::string(node.state));
+    n->set_members(node.members);
+    n->set_silent_seconds(Seconds(node.silent));
+    n->set_kept_out(node.kept_out);
+    n->set_protocol(static_cast<int>(node.protocol));
+  }
+  if (machine.epoch.has_value()) {
+    status.set_epoch(machine.epoch->value());
+    status.set_epoch_state(std::string(machine.epoch_state));
+  }
+  if (details.moved.has_value()) {
+    status.set_wire_bytes_sent(details.moved->bytes_sent);
+    status.set_wire_bytes_received(details.moved->bytes_received);
+  }
+  return status;
+}
+
+v1::MemberStatus ToWire(const MemberDetails& details) {
+  const MemberView& view = details.view;
+  v1::MemberStatus member;
+  member.set_id(view.id.value());
+  member.set_group(details.group);
+  member.set_role(view.engine ? "engine" : "trainer");
+  member.set_instance(view.instance);
+  member.set_rank(view.rank);
+  member.set_world_size(view.world_size);
+  if (view.engine) {
+    member.set_delivery(view.delivery == DeliveryMode::kRegistered ? "registered" : "staged");
+  }
+  member.set_state(std::string(view.state));
+  member.set_pid(view.pid);
+  member.set_pieces(view.pieces);
+  member.set_layout_digest(view.layout_digest);
+  if (details.uid.has_value()) member.set_uid(*details.uid);
+  member.set_identity(details.identity);
+  member.set_client(details.client);
+  member.set_device(details.device);
+  member.set_regions(details.regions);
+  member.set_region_bytes(details.region_bytes);
+  return member;
+}
+
+v1::BucketStatistics ToWire(const BucketRecord& record) {
+  v1::BucketStatistics bucket;
+  bucket.set_group_seq(record.group_seq);
+  bucket.set_trainer_rank(record.trainer_rank);
+  bucket.set_seq(record.seq);
+  bucket.set_tensors(record.tensors);
+  bucket.set_bytes(record.bytes);
+  bucket.set_parts(record.parts);
+  bucket.set_broadcast(ToWire(record.broadcast));
+  bucket.set_seconds(Seconds(record.took));
+  return bucket;
+}
+
+}  // namespace
+
+v1::InstanceResult ToWire(const InstanceOutcome& outcome) {
+  v1::InstanceResult result;
+  result.set_instance(outcome.instance);
+  result.set_committed(outcome.committed);
+  result.set_reason(outcome.reason);
+  return result;
+}
+
+v1::UpdateStatus ToWire(const std::string& group, const UpdateView& update) {
+  v1::UpdateStatus status;
+  status.set_group(group);
+  status.set_version(update.version.value());
+  status.set_update_id(update.id.value());
+  status.set_state(std::string(update.state));
+  status.set_outcome(static_cast<v1::UpdateOutcome>(update.outcome));
+  status.set_reason(update.reason);
+  status.set_bytes(update.bytes);
+  status.set_total_bytes(update.total_bytes);
+  status.set_tensors(update.tensors);
+  status.set_tensor_count(update.tensor_count);
+  status.set_buckets(update.buckets);
+  status.set_note(update.note);
+  status.set_elapsed_seconds(Seconds(update.elapsed));
+  status.set_remaining_ms(ToMillis(update.remaining));
+  for (const InstanceOutcome& outcome : update.instances) {
+    *status.add_instances() = ToWire(outcome);
+  }
+  return status;
+}
+
+v1::GetStatusResponse StatusOf(Daemon* daemon) {
+  const DaemonOptions& options = daemon->options();
+  const DaemonDetails details = daemon->operators().Describe();
+  v1::GetStatusResponse response;
+  response.set_daemon_version(std::string(kVersion));
+  response.set_build(BuildInfo());
+  response.set_uptime_seconds(Seconds(details.uptime));
+  v1::TransportStatus* host = response.add_transports();
+  host->set_name("host");
+  host->set_available(true);
+  host->set_detail("sealed memfd regions, threaded copies");
+  v1::TransportStatus* cuda = response.add_transports();
+  cuda->set_name("cuda");
+  cuda->set_available(options.cuda.memory != nullptr);
+  cuda->set_detail(options.cuda.detail);
+  if (cuda->available()) Fill(options.cuda, details, cuda->mutable_nccl());
+  response.set_daemon_id(options.daemon_id);
+  v1::ResourceStatus* resources = response.mutable_resources();
+  resources->set_wire_bytes_sent(details.moved.bytes_sent);
+  resources->set_wire_bytes_received(details.moved.bytes_received);
+  if (const absl::StatusOr<ProcessStats> stats = ReadProcessStats(); stats.ok()) {
+    resources->set_threads(stats->threads);
+    resources->set_descriptors(stats->descriptors);
+    resources->set_anonymous_bytes(stats->anonymous_bytes);
+  }
+  for (const std::string& listener : details.listeners) response.add_listeners(listener);
+  response.set_serving(details.serving);
+  resources->set_members(details.members);
+  resources->set_regions(details.regions);
+  resources->set_region_bytes(details.region_bytes);
+  resources->set_pool_bytes(details.pool_bytes);
+  for (const GroupDetails& group : details.groups) *response.add_groups() = ToWire(group);
+  return response;
+}
+
+v1::ListGroupsResponse ListGroups(Daemon* daemon) {
+  v1::ListGroupsResponse response;
+  for (const GroupDetails& group : daemon->operators().Groups()) {
+    *response.add_groups() = ToWire(group);
+  }
+  return response;
+}
+
+absl::StatusOr<v1::GetGroupResponse> GetGroup(Daemon* daemon, const v1::GetGroupRequest& request) {
+  REFITD_ASSIGN_OR_RETURN(const GroupDetails group, daemon->operators().Group(request.group()));
+  v1::GetGroupResponse response;
+  *response.mutable_group() = ToWire(group);
+  v1::GroupSpec* const spec = response.mutable_group()->mutable_spec();
+  const GroupSpec& known = group.machine.group.spec;
+  for (const std::string& name : known.engine_only_tensors) spec->add_engine_only_tensors(name);
+  for (const std::string& name : known.unwanted_tensors) spec->add_unwanted_tensors(name);
+  return response;
+}
+
+absl::StatusOr<v1::ListMembersResponse> ListMembers(Daemon* daemon,
+                                                    const v1::ListMembersRequest& request) {
+  REFITD_ASSIGN_OR_RETURN(const std::vector<MemberDetails> members,
+                          daemon->operators().MembersOf(request.group()));
+  v1::ListMembersResponse response;
+  for (const MemberDetails& member : members) *response.add_members() = ToWire(member);
+  return response;
+}
+
+absl::StatusOr<v1::GetUpdateStatisticsResponse> GetUpdateStatistics(
+    Daemon* daemon, const v1::GetUpdateStatisticsRequest& request) {
+  REFITD_ASSIGN_OR_RETURN(const Operators::Statistics found,
+                          daemon->operators().StatisticsOf(request.group()));
+  v1::GetUpdateStatisticsResponse response;
+  if (found.update.has_value()) {
+    *response.mutable_update() = ToWire(request.group(), *found.update);
+  }
+  for (const BroadcastTotals& totals : found.statistics.pushed) {
+    *response.add_pushed() = BroadcastTotalsToWire(totals.method, totals.bytes, totals.buckets);
+  }
+  for (const BucketRecord& record : found.statistics.buckets) {
+    *response.add_buckets() = ToWire(record);
+  }
+  response.set_buckets_left_out(found.statistics.left_out);
+  return response;
+}
+
+absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
+                                                const v1::GetUpdateRequest& request) {
+  REFITD_ASSIGN_OR_RETURN(const Operators::Past past,
+                          daemon->operators().PastOf(request.group(), request.incarnation(),
+                                                     Version(request.version())));
+  v1::GetUpdateResponse response;
+  response.set_incarnation(past.incarnation);
+  response.set_outcome(static_cast<v1::UpdateOutcome>(past.update.outcome));
+  response.set_reason(past.update.reason);
+  return response;
+}
+
+absl::StatusOr<Watchers::Wish> WishOf(const v1::WatchUpdatesRequest& request) {
+  const int64_t interval = request.interval_ms() == 0 ? kDefaultWatchMs : request.interval_ms();
+  if (interval < kMinWatchMs || interval > kMaxWatchMs) {
+    return Error(absl::StatusCode::kInvalidArgument, "interval_ms: {} is not in {}..{}", interval,
+                 kMinWatchMs, kMaxWatchMs);
+  }
+  return Watchers::Wish{request.group(), std::chrono::milliseconds(interval), request.until_idle()};
+}
+
+}  // namespace refitd
