@@ -1,7 +1,7 @@
 // Orders the callers of a mutex when some of them are many and in no hurry.
 //
 // A trainer may have hundreds of pushes under way, each with some tenths of a millisecond of work
-// under the node's mutex, and a mutex is not fair: it goes to the caller that asks at the right
+// under the daemon's mutex, and a mutex is not fair: it goes to the caller that asks at the right
 // moment. Measured: with 30 pushes at once, the end of a transfer waited 6 ms for the mutex, in
 // which all slots were full and the links idle (docs/decisions.md). So pushes take the mutex one at
 // a time and let callers that free slots go ahead, which then wait for at most one push.

@@ -53,7 +53,7 @@ std::string TcpAddress(const std::string& peer) {
 
 class LinkReactor;
 
-// The node's handle of the link. Outlives the reactor.
+// The daemon's handle of the link. Outlives the reactor.
 class Session final : public PeerSession, public std::enable_shared_from_this<Session> {
  public:
   Session(LinkReactor* reactor, int64_t message_bytes)

@@ -1,4 +1,4 @@
-// refitd.v1.Peer: the coordinator's end of links, over a PeerAcceptor (the node).
+// refitd.v1.Peer: the coordinator's end of links, over a PeerAcceptor (the daemon).
 #ifndef REFITD_DAEMON_SERVICES_PEER_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_PEER_SERVICE_H_
 

@@ -248,7 +248,7 @@ class Bench {
     for (auto& [node, command] : sent) ToNode(node, std::move(command));
   }
 
-  // As Node::ShareLayout, which holds no mutex while it compares.
+  // As Joiners::ShareLayout, which holds no mutex while it compares.
   void ShareLayout(MachineEvent* event) const {
     auto* peer = std::get_if<PeerEvent>(event);
     auto* received = peer == nullptr ? nullptr : std::get_if<ReportReceived>(peer);
@@ -424,7 +424,7 @@ class Bench {
       if (auto* received = std::get_if<CommandReceived>(peer)) {
         if (auto* prepare = std::get_if<PeerPrepare>(&received->command)) {
           row = "joined daemon: Prepare";
-          // As Node::IndexDestinations, which holds no mutex while it makes the index.
+          // As Joining::IndexDestinations, which holds no mutex while it makes the index.
           auto layouts = follower_->LayoutsToIndex(*prepare);
           if (!layouts.empty()) {
             prepare->index = Must(Follower::MakeIndex(prepare->destinations, std::move(layouts)));
