@@ -17,15 +17,12 @@
 #include "absl/status/statusor.h"
 #include "proto/convert.h"
 #include "refitd/v1/types.pb.h"
+#include "transport/bucket.h"
 #include "transport/plan/layout.h"
-#include "transport/pool.h"
 #include "transport/transport.h"
 
 namespace refitd {
 
-inline constexpr int64_t kMaxTensorsPerBucket = 65'536;
-// Limit for the bytes of one bucket; sums below it can't overflow.
-inline constexpr int64_t kMaxBucketBytes = kMaxTensorBytes;
 inline constexpr size_t kMaxGroupNameBytes = 128;
 inline constexpr size_t kMaxRequestIdBytes = 64;
 inline constexpr size_t kMaxReasonBytes = 512;
@@ -34,28 +31,6 @@ inline constexpr size_t kMaxNoteBytes = 256;  // of an update
 struct BucketLimits {
   int64_t inline_bytes = 0;  // of one call
   int64_t slot_bytes = 0;    // of the group's slots
-};
-
-// A bucket whose metadata is consistent and fits the memory that it names.
-struct CheckedBucket {
-  int64_t seq = 0;
-  std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;  // ranges[i].tensor == i: the range carried of tensor i
-  int64_t bytes = 0;                // carried, of all tensors
-
-  enum class Source : uint8_t { kInline, kRegions, kSlot, kDevice };
-  Source source = Source::kInline;
-  // Where the first carried element of tensor i lies. kInline: `inline_data` points into the
-  // message. kDevice: `inline_data` points into a block that `keep_alive` holds open (P6).
-  // kRegions: in `region`, at `byte_offset`. kSlot: at `byte_offset` from the slot's start.
-  struct Place {
-    const char* inline_data = nullptr;
-    RegionId region{};
-    int64_t byte_offset = 0;
-    std::shared_ptr<const void> keep_alive{};
-  };
-  std::vector<Place> places;
-  std::optional<SlotGrant> slot;
 };
 
 // The opened blocks of device memory that bucket.cuda_ipc names: blocks[i] belongs to

@@ -13,61 +13,81 @@
 namespace refitd {
 namespace {
 
-// The pieces of a part, as a layout for the planner and bound to their memory. Piece i of both is
-// the same box. Its byte offset in the layout is 0, so that a move's source offset is relative to
-// the piece.
+// The pieces of a part, as the planner reads them and bound to their memory. Piece i of both is the
+// same box. Its byte offset for the planner is 0, so that a move's source offset is relative to the
+// piece.
 struct BoundSource {
-  std::shared_ptr<Layout> layout = std::make_shared<Layout>();
+  absl::Span<const TensorSpec> tensors;  // of the bucket: from the part's first to its last
+  std::vector<Piece> planned;
   std::vector<BoundPiece> pieces;
   std::vector<uint32_t> range_of_piece;  // index into the part's ranges
 };
 
-absl::StatusOr<MemorySpan> SourceSpan(const StartTransfer& start, const CheckedBucket& bucket,
-                                      uint32_t bucket_range, const MemoryResolver& memory) {
-  const CheckedBucket::Place& place = bucket.places[bucket_range];
+// Whether another daemon sent the part into this daemon's slot.
+bool CameOverTheWire(const StartTransfer& start) { return start.bucket_call == CallId(); }
+
+// The memory from the first element of the part's range i on.
+absl::StatusOr<MemorySpan> SourceOf(const StartTransfer& start, size_t i,
+                                    const MemoryResolver& memory) {
+  const PartContent& content = *start.content;
+  const TensorRange& range = content.ranges[i];
+  if (CameOverTheWire(start)) {
+    REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.SlotOf(start.trainer, start.source_slot->slot));
+    span.data += content.byte_offsets[i];
+    return span;
+  }
+  const CheckedBucket& bucket = *content.bucket;
+  const CheckedBucket::Place& place = bucket.places[range.tensor];
+  const int64_t within = (range.start - bucket.ranges[range.tensor].start) *
+                         ElementBytes(bucket.tensors[range.tensor].dtype);
   switch (bucket.source) {
+    case CheckedBucket::Source::kNone:
+      break;
     case CheckedBucket::Source::kInline:
       // The request outlives its answer, which comes after the last read (P6).
-      return MemorySpan{const_cast<char*>(place.inline_data), 0, nullptr};
+      return MemorySpan{const_cast<char*>(place.inline_data) + within, 0, nullptr};
     case CheckedBucket::Source::kDevice:
-      return MemorySpan{const_cast<char*>(place.inline_data), 0, place.keep_alive};
+      return MemorySpan{const_cast<char*>(place.inline_data) + within, 0, place.keep_alive};
     case CheckedBucket::Source::kRegions: {
       REFITD_ASSIGN_OR_RETURN(MemorySpan span, memory.Region(start.trainer, place.region));
-      span.data += place.byte_offset;
+      span.data += place.byte_offset + within;
       return span;
     }
     case CheckedBucket::Source::kSlot: {
       REFITD_ASSIGN_OR_RETURN(MemorySpan span,
                               memory.SlotOf(start.trainer, start.source_slot->slot));
-      span.data += place.byte_offset;
+      span.data += place.byte_offset + within;
       return span;
     }
   }
   return absl::InternalError("unknown source kind");
 }
 
-absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const CheckedBucket& bucket,
-                                       const MemoryResolver& memory,
+absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const MemoryResolver& memory,
                                        std::vector<std::shared_ptr<const void>>* keep_alive) {
   BoundSource source;
   const PartContent& content = *start.content;
-  source.layout->tensors = content.tensors;
+  if (content.ranges.empty()) return source;
+  const auto [first, last] = std::minmax_element(
+      content.ranges.begin(), content.ranges.end(),
+      [](const TensorRange& a, const TensorRange& b) { return a.tensor < b.tensor; });
+  const uint32_t begin = first->tensor;
+  source.tensors =
+      absl::MakeConstSpan(content.bucket->tensors).subspan(begin, size_t{last->tensor} - begin + 1);
   std::shared_ptr<const void> last_kept;
   for (uint32_t i = 0; i < content.ranges.size(); ++i) {
     const TensorRange& range = content.ranges[i];
-    const TensorSpec& tensor = content.tensors[range.tensor];
-    const uint32_t bucket_range = start.bucket_ranges[i];
-    REFITD_ASSIGN_OR_RETURN(MemorySpan span, SourceSpan(start, bucket, bucket_range, memory));
+    const TensorSpec& tensor = content.tensor(i);
+    REFITD_ASSIGN_OR_RETURN(MemorySpan span, SourceOf(start, i, memory));
     if (span.keep_alive != nullptr && span.keep_alive != last_kept) {
       last_kept = span.keep_alive;
       keep_alive->push_back(span.keep_alive);
     }
     const int64_t element_bytes = ElementBytes(tensor.dtype);
-    const int64_t bucket_start = bucket.ranges[bucket_range].start;
     const Dims strides = RowMajorStrides(tensor.shape);
     for (Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
-      char* data = span.data + (FirstIndex(box, tensor.shape) - bucket_start) * element_bytes;
-      source.layout->pieces.push_back({range.tensor, box, RegionId(), 0, strides});
+      char* data = span.data + (FirstIndex(box, tensor.shape) - range.start) * element_bytes;
+      source.planned.push_back({range.tensor - begin, box, RegionId(), 0, strides});
       source.pieces.push_back({tensor.dtype, tensor.shape, box, strides, data, tensor.name});
       source.range_of_piece.push_back(i);
     }
@@ -207,11 +227,10 @@ BroadcastLoad LoadOf(const StartTransfer& start, const Transfer& transfer,
 }
 
 // The method by which the part's bytes go: kDirect unless they are on GPUs.
-absl::StatusOr<BroadcastMethod> MethodOf(const StartTransfer& start, const CheckedBucket& bucket,
-                                         const Transfer& transfer, const MemoryResolver& memory,
-                                         const Transport& transport) {
+absl::StatusOr<BroadcastMethod> MethodOf(const StartTransfer& start, const Transfer& transfer,
+                                         const MemoryResolver& memory, const Transport& transport) {
   const bool on_devices = GrantOf(start).has_value() &&
-                          bucket.source != CheckedBucket::Source::kInline &&
+                          start.content->bucket->source != CheckedBucket::Source::kInline &&
                           memory.DeviceOf(start.trainer).has_value();
   if (!on_devices || start.broadcast == BroadcastMethod::kDirect) return BroadcastMethod::kDirect;
   const BroadcastLoad load = LoadOf(start, transfer, memory);
@@ -248,26 +267,27 @@ absl::StatusOr<Broadcast> BroadcastOf(const StartTransfer& start, BroadcastMetho
   return broadcast;
 }
 
-absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedBucket& bucket,
-                                      const MemoryResolver& memory, const Transport& transport,
+absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const MemoryResolver& memory,
+                                      const Transport& transport,
                                       std::vector<std::vector<uint32_t>>* originals,
                                       std::vector<uint32_t>* range_of_piece) {
   Transfer transfer;
   transfer.want_source_digests = start.want_source_digests;
   transfer.verification = start.verification;
   transfer.label = fmt::format("version {}, part {}", start.version, start.part);
-  REFITD_ASSIGN_OR_RETURN(BoundSource source,
-                          BindSource(start, bucket, memory, &transfer.keep_alive));
+  REFITD_ASSIGN_OR_RETURN(BoundSource source, BindSource(start, memory, &transfer.keep_alive));
   if (start.index != nullptr && !start.index->destinations().empty()) {
     PlanOptions options;
     options.skip_destination = start.skip_destination;
     options.require_cover = false;
-    REFITD_ASSIGN_OR_RETURN(transfer.program, Compile({source.layout}, *start.index, options));
+    const PlanSource planned{source.tensors, source.planned};
+    REFITD_ASSIGN_OR_RETURN(transfer.program,
+                            Compile(absl::MakeConstSpan(&planned, 1), *start.index, options));
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }
   transfer.readback_now.assign(transfer.destinations.size(), false);
   REFITD_ASSIGN_OR_RETURN(const BroadcastMethod method,
-                          MethodOf(start, bucket, transfer, memory, transport));
+                          MethodOf(start, transfer, memory, transport));
   if (method == BroadcastMethod::kDirect) {
     REFITD_ASSIGN_OR_RETURN(const std::vector<MemorySpan> slots, SlotsToFill(start, memory));
     for (const MemorySpan& slot : slots) {
@@ -289,29 +309,13 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, const CheckedB
 
 }  // namespace
 
-CheckedBucket Executor::SlotBucket(const StartTransfer& start) {
-  const PartContent& content = *start.content;
-  CheckedBucket bucket;
-  bucket.source = CheckedBucket::Source::kSlot;
-  bucket.tensors = content.tensors;
-  bucket.ranges = content.ranges;
-  bucket.bytes = content.bytes;
-  bucket.slot = start.source_slot;
-  for (const int64_t offset : content.byte_offsets) {
-    CheckedBucket::Place place;
-    place.byte_offset = offset;
-    bucket.places.push_back(place);
-  }
-  return bucket;
-}
-
-absl::Status Executor::Start(const StartTransfer& start, const CheckedBucket& bucket,
-                             const MemoryResolver& memory, std::function<void(Done)> done) {
+absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& memory,
+                             std::function<void(Done)> done) {
   const size_t destinations = start.index == nullptr ? 0 : start.index->destinations().size();
   std::vector<std::vector<uint32_t>> originals;
   std::vector<uint32_t> range_of_piece;
-  REFITD_ASSIGN_OR_RETURN(Transfer transfer, MakeTransfer(start, bucket, memory, *transport_,
-                                                          &originals, &range_of_piece));
+  REFITD_ASSIGN_OR_RETURN(Transfer transfer,
+                          MakeTransfer(start, memory, *transport_, &originals, &range_of_piece));
   const size_t ranges = start.want_source_digests ? start.content->ranges.size() : 0;
   Done base;
   base.update = start.update;

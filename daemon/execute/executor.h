@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "daemon/checks/bucket.h"
 #include "daemon/execute/program_executor.h"
 #include "daemon/group/group.h"
 #include "daemon/group/program.h"
@@ -56,13 +55,9 @@ class Executor {
     std::vector<Sum> sums;
   };
 
-  // `bucket` is the bucket that came with start.bucket_call, or SlotBucket(start). Not OK: no job
-  // was started, and `done` is not called.
-  absl::Status Start(const StartTransfer& start, const CheckedBucket& bucket,
-                     const MemoryResolver& memory, std::function<void(Done)> done);
-  // The bucket of a part that another daemon sent: its bytes lie in start.source_slot, as the
-  // part's content says.
-  static CheckedBucket SlotBucket(const StartTransfer& start);
+  // Not OK: no job was started, and `done` is not called.
+  absl::Status Start(const StartTransfer& start, const MemoryResolver& memory,
+                     std::function<void(Done)> done);
   // Adds the transfer's digests to those of its update.
   void Finished(const Done& done);
 

@@ -17,6 +17,13 @@ namespace {
 constexpr std::chrono::seconds kDeadline{20};
 constexpr MemberId kTrainer(1);
 
+// All of the bucket as one part, packed at these offsets.
+std::shared_ptr<const PartContent> PartOf(const CheckedBucket& bucket, std::vector<int64_t> offsets,
+                                          int64_t bytes) {
+  return std::make_shared<const PartContent>(PartContent{
+      std::make_shared<const CheckedBucket>(bucket), bucket.ranges, std::move(offsets), bytes});
+}
+
 // The memory of members and slots is in strings of this test.
 class TestMemory : public MemoryResolver {
  public:
@@ -166,24 +173,19 @@ class Bench {
     bucket.bytes = 136;
     bucket.source = CheckedBucket::Source::kRegions;
     bucket.places = {{nullptr, RegionId(1), 0}, {nullptr, RegionId(1), 96}};
-    PartContent content;
-    content.tensors = bucket.tensors;
-    content.ranges = bucket.ranges;
-    content.byte_offsets = {0, 512};
-    content.bytes = 552;
     StartTransfer start;
     start.update = UpdateId(1);
     start.version = Version(1);
     start.trainer = kTrainer;
-    start.bucket_ranges = {0, 1};
-    start.content = std::make_shared<const PartContent>(content);
+    start.bucket_call = CallId(1);
+    start.content = PartOf(bucket, {0, 512}, 552);
     start.fill_slot = SlotGrant{SlotIndex(0), GrantId(1)};
     start.index = index_;
     start.destinations = engines_;
     start.skip_destination = {false, false};
     start.verification = verification;
     start.broadcast = broadcast;
-    return executor_.Start(start, bucket, memory, std::move(done));
+    return executor_.Start(start, memory, std::move(done));
   }
 
   VerifyDone Verify() {
@@ -416,24 +418,20 @@ class StagedBench {
   // `wired`: the part is sent to other daemons as well.
   Executor::Done Run(CheckedBucket::Source source, const std::vector<MemberId>& readers,
                      bool wired = false) {
-    CheckedBucket bucket;
-    bucket.tensors = {{"t", DType::kUint8, {8}}};
-    bucket.ranges = {{0, 0, 8}};
-    bucket.source = source;
     const bool slot = source == CheckedBucket::Source::kSlot;
-    bucket.places = {{nullptr, RegionId(1), slot ? 16 : 0}};
-    StartTransfer start = Part(readers);
+    StartTransfer start = Part(readers, source);
+    start.bucket_call = CallId(1);
     start.trainer = kTrainer;
     (slot ? start.source_slot : start.fill_slot) = kGrant;
     start.wired = wired;
-    return Run(start, bucket);
+    return Run(start);
   }
   // Runs a part that another daemon sent into the slot of device 1.
   Executor::Done RunCrossed(const std::vector<MemberId>& readers) {
-    StartTransfer start = Part(readers);
+    StartTransfer start = Part(readers, CheckedBucket::Source::kNone);
     start.source_slot = kGrant;
     start.want_source_digests = true;
-    return Run(start, Executor::SlotBucket(start));
+    return Run(start);
   }
   std::string& slot(size_t device) { return *memory.device_slots[device][0]; }
 
@@ -442,26 +440,26 @@ class StagedBench {
  private:
   static constexpr SlotGrant kGrant{SlotIndex(0), GrantId(1)};
 
-  static StartTransfer Part(const std::vector<MemberId>& readers) {
-    PartContent content;
-    content.tensors = {{"t", DType::kUint8, {8}}};
-    content.ranges = {{0, 0, 8}};
-    content.byte_offsets = {16};
-    content.bytes = 24;
+  static StartTransfer Part(const std::vector<MemberId>& readers, CheckedBucket::Source source) {
+    CheckedBucket bucket;
+    bucket.tensors = {{"t", DType::kUint8, {8}}};
+    bucket.ranges = {{0, 0, 8}};
+    bucket.source = source;
+    const bool slot = source == CheckedBucket::Source::kSlot;
+    bucket.places = {{nullptr, RegionId(1), slot ? 16 : 0}};
     StartTransfer start;
-    start.bucket_ranges = {0};
-    start.content = std::make_shared<const PartContent>(content);
+    start.content = PartOf(bucket, {16}, 24);
     start.staged = readers;
     start.verification = Verification::kReadback;
     return start;
   }
-  Executor::Done Run(const StartTransfer& start, const CheckedBucket& bucket) {
+  Executor::Done Run(const StartTransfer& start) {
     std::promise<Executor::Done> promise;
     auto done = promise.get_future();
-    REQUIRE(executor_
-                .Start(start, bucket, memory,
-                       [&promise](Executor::Done d) { promise.set_value(std::move(d)); })
-                .ok());
+    REQUIRE(
+        executor_
+            .Start(start, memory, [&promise](Executor::Done d) { promise.set_value(std::move(d)); })
+            .ok());
     REQUIRE(done.wait_for(kDeadline) == std::future_status::ready);
     return done.get();
   }
@@ -552,18 +550,13 @@ TEST_CASE("memory that is gone fails the transfer before it starts") {
   bucket.ranges = {{0, 0, 4}};
   bucket.source = CheckedBucket::Source::kRegions;
   bucket.places = {{nullptr, RegionId(1), 0}};
-  PartContent content;
-  content.tensors = bucket.tensors;
-  content.ranges = bucket.ranges;
-  content.byte_offsets = {0};
-  content.bytes = 4;
   StartTransfer start;
   start.trainer = kTrainer;
-  start.bucket_ranges = {0};
-  start.content = std::make_shared<const PartContent>(content);
+  start.bucket_call = CallId(1);
+  start.content = PartOf(bucket, {0}, 4);
   bool called = false;
-  CHECK(executor.Start(start, bucket, bench.memory, [&](const Executor::Done&) { called = true; })
-            .code() == absl::StatusCode::kNotFound);
+  CHECK(executor.Start(start, bench.memory, [&](const Executor::Done&) { called = true; }).code() ==
+        absl::StatusCode::kNotFound);
   CHECK(!called);
 }
 

@@ -279,7 +279,7 @@ std::vector<uint32_t> Catalog::Touched(const PartContent& content,
   for (const TensorRange& range : content.ranges) {
     if (left == 0) break;
     if (range.count == 0) continue;
-    const TensorSpec& tensor = content.tensors[range.tensor];
+    const TensorSpec& tensor = content.bucket->tensors[range.tensor];
     const TensorTable::Uses* uses = table_->Find(tensor.name);
     if (uses == nullptr) continue;
     boxes.clear();

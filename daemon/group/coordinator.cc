@@ -44,10 +44,11 @@ Coordinator::Impl::Impl(CoordinatorOptions coordinator_options)
                     const auto it = layouts.find(member);
                     return it == layouts.end() ? 0 : it->second.digest;
                   },
-              .bucket = [this](CallId call) -> const BucketEvent* {
-                const auto it = buckets.find(call);
-                return it == buckets.end() ? nullptr : &it->second;
-              },
+              .bucket =
+                  [this](CallId call) {
+                    const auto it = buckets.find(call);
+                    return it == buckets.end() ? nullptr : it->second;
+                  },
               .attached = [this](MemberId member) { return group.Attached(member); }},
              options.peer_limits.wire) {}
 
@@ -139,7 +140,7 @@ void Coordinator::Impl::On(GroupEvent& event) {
     return Feed(std::move(told));
   } else if (const auto* bucket = std::get_if<BucketEvent>(&event)) {
     // The bucket as the trainer described it: this daemon compares the header with it (P5).
-    if (spread.has_value()) buckets.emplace(bucket->call, *bucket);
+    if (spread.has_value()) buckets.emplace(bucket->call, bucket->bucket);
   } else if (std::holds_alternative<refitd::Tick>(event)) {
     Tick();
   }
@@ -783,7 +784,7 @@ PeerHeader Coordinator::Impl::HeaderFor(NodeId node, const StartTransfer& a, con
   header.bucket_call = call == remote_calls.end() ? a.bucket_call : call->second.id;
   const auto trainer = remotes.find(a.trainer);
   header.trainer = trainer == remotes.end() ? a.trainer : trainer->second.id;
-  header.bucket_ranges = a.bucket_ranges;
+  for (const TensorRange& range : a.content->ranges) header.bucket_ranges.push_back(range.tensor);
   header.broadcast = a.broadcast;
   return header;
 }
@@ -954,7 +955,7 @@ absl::Status Coordinator::Impl::CompareDigests(const PartJob& part) const {
                         root->second[i] == received->second[i];
       if (same) continue;
       return Error(absl::StatusCode::kDataLoss, "tensor '{}': what {} received is not what {} sent",
-                   content.tensors[content.ranges[i].tensor].name, Name(sink), Name(part.root));
+                   content.tensor(i).name, Name(sink), Name(part.root));
     }
   }
   return absl::OkStatus();

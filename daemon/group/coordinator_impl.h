@@ -397,7 +397,8 @@ struct Coordinator::Impl {
   std::map<MemberId, RemoteMember> remotes;
   std::map<CallId, RemoteCall> remote_calls;
   std::map<std::pair<NodeId, CallId>, CallId> calls_of;
-  std::map<CallId, BucketEvent> buckets;    // of this daemon's trainers, until their reply
+  std::map<CallId, std::shared_ptr<const CheckedBucket>>
+      buckets;                              // of this daemon's trainers, until their reply
   std::map<MemberId, KnownLayout> layouts;  // of all engine ranks
   std::map<uint64_t, std::weak_ptr<const Layout>> shared_layouts;  // of remote engines, by digest
   int64_t layouts_compared = 0;

@@ -130,12 +130,14 @@ class Fixture {
   }
   // Pushes one bucket, which is packed here and acknowledged there.
   void Push(int64_t seq, const std::string& tensor) {
-    BucketEvent bucket = TestGroup::MakeBucket(kTrainer, 1, seq, {Bytes(tensor, 100)});
-    bucket.call = CallId(10 + static_cast<uint64_t>(seq));
+    BucketDraft draft = TestGroup::MakeBucket(kTrainer, 1, seq, {Bytes(tensor, 100)});
+    draft.call = CallId(10 + static_cast<uint64_t>(seq));
+    const BucketEvent bucket = draft;
     Forget();
     Do(GroupEvent(bucket));
     const PeerHeader header = Sent<PeerHeader>().at(0);
     const StartTransfer pack = Local<StartTransfer>().at(0);
+    CHECK(pack.content->bucket == bucket.bucket);  // no list of tensors was copied on the way
     Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
     ReportAll(PeerHeaderAck{update_, header.header.part, header.digest, ""});
   }
@@ -242,9 +244,9 @@ TEST_CASE("the header tells each daemon which of its staged ranks will be handed
   for (const uint64_t id : {7, 8}) f.Report(PeerReady{MemberId(id), update});
   f.Do(ReportReceived{kThird, PeerReady{kRemoteEngine, update}});
   if (leaves) f.Report(PeerGone{MemberId(7), "its process died"});
-  BucketEvent bucket = TestGroup::MakeBucket(kTrainer, 1, 0, {Bytes("t", 100)});
+  BucketDraft bucket = TestGroup::MakeBucket(kTrainer, 1, 0, {Bytes("t", 100)});
   bucket.call = CallId(10);
-  f.Do(GroupEvent(bucket));
+  f.Do(GroupEvent(BucketEvent(bucket)));
 
   std::map<NodeId, std::vector<MemberId>> told;
   for (const SendCommand& send : f.Local<SendCommand>()) {

@@ -20,22 +20,36 @@ absl::Status Told(const group::EndedUpdate& ended) {
                ended.what.reason);
 }
 
-int64_t CarriedBytes(const PartContent& content) {
-  int64_t bytes = 0;
-  for (const TensorRange& range : content.ranges) {
-    bytes += range.count * ElementBytes(content.tensors[range.tensor].dtype);
-  }
-  return bytes;
-}
-
 // The content of a part that goes directly, without a slot.
 PartContent WithoutSlot(PartContent content) {
   content.byte_offsets.clear();
-  content.bytes = CarriedBytes(content);
+  content.bytes = content.CarriedBytes();
   return content;
 }
 
 }  // namespace
+
+int64_t PartContent::CarriedBytes() const {
+  int64_t carried = 0;
+  for (const TensorRange& range : ranges) carried += bucket->BytesOf(range);
+  return carried;
+}
+
+PartContent WholeBucket(std::shared_ptr<const CheckedBucket> bucket) {
+  PartContent content;
+  content.ranges = bucket->ranges;
+  if (bucket->slot.has_value()) {
+    for (const TensorRange& range : bucket->ranges) {
+      const int64_t offset = bucket->places[range.tensor].byte_offset;
+      content.byte_offsets.push_back(offset);
+      content.bytes = std::max(content.bytes, offset + bucket->BytesOf(range));
+    }
+  } else {
+    content.bytes = bucket->bytes;
+  }
+  content.bucket = std::move(bucket);
+  return content;
+}
 
 absl::Status Group::Impl::NotOpen(Version wanted) const {
   for (auto it = past.rbegin(); it != past.rend(); ++it) {
@@ -110,7 +124,7 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
   // here, since the rank would otherwise wait for slots that it holds itself.
   const auto early =
       std::count_if((*progress)->early.begin(), (*progress)->early.end(),
-                    [](const auto& bucket) { return bucket.second->slot.has_value(); });
+                    [](const auto& bucket) { return bucket.second->content->slot.has_value(); });
   if (held + waiting + early >= limit) {
     Refuse(e.call,
            Error(absl::StatusCode::kResourceExhausted,
@@ -158,29 +172,32 @@ void Group::Impl::On(const ReleaseSlotEvent& e) {
 // ---- buckets ----
 
 absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const {
-  if (e.seq < 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "seq: {} is negative", e.seq);
+  const CheckedBucket& bucket = *e.bucket;
+  if (bucket.seq < 0) {
+    return Error(absl::StatusCode::kInvalidArgument, "seq: {} is negative", bucket.seq);
   }
-  if (e.seq < progress.next_seq || progress.early.contains(e.seq)) {
-    return Error(absl::StatusCode::kAlreadyExists, "seq: {} was pushed before", e.seq);
+  if (bucket.seq < progress.next_seq || progress.early.contains(bucket.seq)) {
+    return Error(absl::StatusCode::kAlreadyExists, "seq: {} was pushed before", bucket.seq);
   }
   if (progress.committed) {
-    return Precondition("seq: {}: the rank has committed version {} already", e.seq, e.version);
+    return Precondition("seq: {}: the rank has committed version {} already", bucket.seq,
+                        e.version);
   }
-  if (progress.announced.has_value() && e.seq >= *progress.announced) {
-    return Precondition("seq: {}, but the rank commits with {} buckets", e.seq,
+  if (progress.announced.has_value() && bucket.seq >= *progress.announced) {
+    return Precondition("seq: {}, but the rank commits with {} buckets", bucket.seq,
                         *progress.announced);
   }
-  if (e.seq - progress.next_seq >= limits.outstanding_buckets) {
+  if (bucket.seq - progress.next_seq >= limits.outstanding_buckets) {
     return Error(absl::StatusCode::kResourceExhausted,
                  "seq: {} is too far ahead: {} comes next, and at most {} may be outstanding",
-                 e.seq, progress.next_seq, limits.outstanding_buckets);
+                 bucket.seq, progress.next_seq, limits.outstanding_buckets);
   }
   if (progress.pending_buckets >= limits.outstanding_buckets) {
     return Error(absl::StatusCode::kResourceExhausted,
-                 "seq: {}: {} buckets are outstanding already", e.seq, progress.pending_buckets);
+                 "seq: {}: {} buckets are outstanding already", bucket.seq,
+                 progress.pending_buckets);
   }
-  for (const TensorSpec& tensor : e.tensors) {
+  for (const TensorSpec& tensor : bucket.tensors) {
     REFITD_RETURN_IF_ERROR(update->catalog->Check(tensor, update->evicted));
     if (Moves(tensor.name)) {
       return Precondition(
@@ -188,27 +205,27 @@ absl::Status Group::Impl::CheckBucket(const TrainerProgress& progress, const Buc
           tensor.name);
     }
   }
-  return CheckParts(e);
+  return CheckParts(bucket);
 }
 
 // Many ranges may name the same source bytes, so a small message could ask for any number of parts;
 // this limits them (P10).
-absl::Status Group::Impl::CheckParts(const BucketEvent& e) const {
-  if (e.slot.has_value()) return absl::OkStatus();
+absl::Status Group::Impl::CheckParts(const CheckedBucket& bucket) const {
+  if (bucket.slot.has_value()) return absl::OkStatus();
   if (update->readers.empty() && update->nodes.size() == 1 && !update->through_slots) {
     return absl::OkStatus();
   }
   const int64_t most = kMaxPartsPerBucket * spec.slot_bytes;
   int64_t bytes = 0;
-  for (size_t i = 0; i < e.tensors.size(); ++i) {
-    const int64_t range = e.ranges[i].count * ElementBytes(e.tensors[i].dtype) + kPackAlignment;
-    if (range > most - bytes) {
+  for (const TensorRange& range : bucket.ranges) {
+    const int64_t needed = bucket.BytesOf(range) + kPackAlignment;
+    if (needed > most - bytes) {
       return Error(
           absl::StatusCode::kResourceExhausted,
           "seq {}: the bucket's tensors need more than {} slots of {} bytes; '{}' is one too many",
-          e.seq, kMaxPartsPerBucket, spec.slot_bytes, e.tensors[i].name);
+          bucket.seq, kMaxPartsPerBucket, spec.slot_bytes, bucket.tensors[range.tensor].name);
     }
-    bytes += range;
+    bytes += needed;
   }
   return absl::OkStatus();
 }
@@ -216,8 +233,9 @@ absl::Status Group::Impl::CheckParts(const BucketEvent& e) const {
 // Takes the bucket's elements and its slot, or changes nothing.
 absl::Status Group::Impl::Reserve(const BucketEvent& e) {
   Taken taken;
-  absl::Status status = TakeElements(e, &taken);
-  if (status.ok() && e.slot.has_value()) status = ledger.Submit(e.member, *e.slot);
+  absl::Status status = TakeElements(*e.bucket, &taken);
+  const std::optional<SlotGrant>& slot = e.bucket->slot;
+  if (status.ok() && slot.has_value()) status = ledger.Submit(e.member, *slot);
   if (status.ok()) return status;
   // In reverse order, since a tensor may be in the bucket twice.
   for (auto it = taken.before.rbegin(); it != taken.before.rend(); ++it) {
@@ -241,12 +259,12 @@ void Group::Impl::CountPushed(const group::PushedTensor& tensor, int by) {
 }
 
 // Looks up each tensor once, since a big bucket's first byte waits for all look-ups.
-absl::Status Group::Impl::TakeElements(const BucketEvent& e, Taken* taken) {
-  update->pushed.reserve(update->pushed.size() + e.tensors.size());
-  taken->added.reserve(e.tensors.size());
-  for (size_t i = 0; i < e.tensors.size(); ++i) {
-    const TensorSpec& tensor = e.tensors[i];
-    const TensorRange& range = e.ranges[i];
+absl::Status Group::Impl::TakeElements(const CheckedBucket& bucket, Taken* taken) {
+  update->pushed.reserve(update->pushed.size() + bucket.tensors.size());
+  taken->added.reserve(bucket.tensors.size());
+  for (size_t i = 0; i < bucket.tensors.size(); ++i) {
+    const TensorSpec& tensor = bucket.tensors[i];
+    const TensorRange& range = bucket.ranges[i];
     const auto [it, added] = update->pushed.try_emplace(tensor.name);
     group::PushedTensor& known = it->second;
     if (added) {
@@ -280,15 +298,17 @@ absl::Status Group::Impl::TakeElements(const BucketEvent& e, Taken* taken) {
   const auto tensors = static_cast<int64_t>(update->pushed.size());
   const int64_t most = update->tensor_count == 0 ? kMaxTensorsPerLayout : update->tensor_count;
   if (tensors <= most) return absl::OkStatus();
-  return Precondition("seq {} would make {} tensors pushed; {}", e.seq, tensors,
+  return Precondition("seq {} would make {} tensors pushed; {}", bucket.seq, tensors,
                       update->tensor_count == 0 ? fmt::format("an update has at most {}", most)
                                                 : fmt::format("Begin's tensor_count was {}", most));
 }
 
-void Group::Impl::On(BucketEvent& e) {
+void Group::Impl::On(const BucketEvent& e) {
+  REFITD_CHECK(e.bucket != nullptr);
+  const int64_t seq = e.bucket->seq;
   Member* member = Trainer(e.member, e.call);
   if (member == nullptr) return;
-  const std::string what = fmt::format("bucket {} of version {}", e.seq, e.version);
+  const std::string what = fmt::format("bucket {} of version {}", seq, e.version);
   if (Repeated(member, CallKind::kBucket, e.request_id, what, e.call)) return;
   const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version, e.update);
   absl::Status status = progress.status();
@@ -296,9 +316,9 @@ void Group::Impl::On(BucketEvent& e) {
   if (status.ok()) status = Reserve(e);
   if (!status.ok()) {
     // The rank's Commit would wait forever for the refused bucket.
-    if (progress.ok() && e.seq >= (*progress)->next_seq &&
-        e.seq < (*progress)->announced.value_or(0) && !(*progress)->early.contains(e.seq)) {
-      WithdrawAnnounced(*progress, Precondition("seq {} was refused: {}", e.seq, Message(status)));
+    if (progress.ok() && seq >= (*progress)->next_seq && seq < (*progress)->announced.value_or(0) &&
+        !(*progress)->early.contains(seq)) {
+      WithdrawAnnounced(*progress, Precondition("seq {} was refused: {}", seq, Message(status)));
     }
     Refuse(e.call, std::move(status));
     return;
@@ -306,16 +326,9 @@ void Group::Impl::On(BucketEvent& e) {
   auto bucket = std::make_shared<Bucket>();
   bucket->request = Track(member, CallKind::kBucket, e.request_id, what, e.call);
   bucket->trainer = e.member;
-  bucket->seq = e.seq;
-  bucket->slot = e.slot;
-  for (size_t i = 0; i < e.tensors.size(); ++i) {
-    bucket->bytes += e.ranges[i].count * ElementBytes(e.tensors[i].dtype);
-  }
-  bucket->tensors = std::move(e.tensors);
-  bucket->ranges = std::move(e.ranges);
-  bucket->slot_byte_offsets = std::move(e.slot_byte_offsets);
+  bucket->content = e.bucket;
   ++(*progress)->pending_buckets;
-  (*progress)->early[e.seq] = std::move(bucket);
+  (*progress)->early[seq] = std::move(bucket);
   TakeInOrder(*progress);
   TakeAnnounced(member, *progress);
 }
@@ -328,7 +341,7 @@ void Group::Impl::TakeInOrder(TrainerProgress* progress) {
     ++progress->next_seq;
     bucket->group_seq = update->buckets++;
     bucket->turn = now;
-    update->accepted_bytes += bucket->bytes;
+    update->accepted_bytes += bucket->content->bytes;
     CutIntoParts(bucket);
   }
 }
@@ -345,21 +358,18 @@ bool Group::Impl::NeedsSlot(const Bucket& bucket) const {
 }
 
 void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
-  if (bucket->slot.has_value()) {
-    int64_t end = 0;
-    for (size_t i = 0; i < bucket->ranges.size(); ++i) {
-      end = std::max(end, bucket->slot_byte_offsets[i] +
-                              bucket->ranges[i].count * ElementBytes(bucket->tensors[i].dtype));
-    }
-    AddPart(bucket, bucket->ranges, bucket->slot_byte_offsets, end);
+  const CheckedBucket& all = *bucket->content;
+  if (all.slot.has_value()) {
+    AddPart(bucket, WholeBucket(bucket->content));
     return;
   }
   if (!NeedsSlot(*bucket)) {
     CutBetweenTensors(bucket);
     return;
   }
-  for (PackedBucket& packed : FormBuckets(bucket->tensors, bucket->ranges, spec.slot_bytes)) {
-    AddPart(bucket, packed.ranges, std::move(packed.byte_offsets), packed.bytes);
+  for (PackedBucket& packed : FormBuckets(all.tensors, all.ranges, spec.slot_bytes)) {
+    AddPart(bucket, {bucket->content, std::move(packed.ranges), std::move(packed.byte_offsets),
+                     packed.bytes});
   }
   if (bucket->parts_left == 0) FinishBucket(*bucket);
 }
@@ -367,47 +377,36 @@ void Group::Impl::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
 // Cuts a bucket that needs no slot. Only planning gains from parts here, and it works tensor by
 // tensor. However small the tensors are, the bucket makes no more parts than any other (P10).
 void Group::Impl::CutBetweenTensors(const std::shared_ptr<Bucket>& bucket) {
-  const auto tensors = static_cast<int64_t>(bucket->ranges.size());
+  const CheckedBucket& all = *bucket->content;
+  const auto tensors = static_cast<int64_t>(all.ranges.size());
   const int64_t most =
-      std::min({bucket->bytes / limits.direct_part_bytes, tensors / limits.direct_part_tensors,
+      std::min({all.bytes / limits.direct_part_bytes, tensors / limits.direct_part_tensors,
                 int64_t{kMaxPartsPerBucket}});
   const int64_t parts = std::max<int64_t>(most, 1);
-  const int64_t each = (bucket->bytes + parts - 1) / parts;
-  absl::Span<const TensorRange> rest = bucket->ranges;
-  int64_t rest_bytes = bucket->bytes;
+  const int64_t each = (all.bytes + parts - 1) / parts;
+  absl::Span<const TensorRange> rest = all.ranges;
+  int64_t rest_bytes = all.bytes;
+  const auto add = [&](absl::Span<const TensorRange> ranges, int64_t bytes) {
+    AddPart(bucket, {bucket->content, {ranges.begin(), ranges.end()}, {}, bytes});
+  };
   int64_t bytes = 0;
   for (size_t end = 0; end < rest.size();) {
-    const TensorRange& range = rest[end++];
-    bytes += range.count * ElementBytes(bucket->tensors[range.tensor].dtype);
+    bytes += all.BytesOf(rest[end++]);
     if (bytes < each || bytes == rest_bytes) continue;
-    AddPart(bucket, rest.first(end), {}, bytes);
+    add(rest.first(end), bytes);
     rest.remove_prefix(end);
     rest_bytes -= bytes;
     bytes = end = 0;
   }
-  AddPart(bucket, rest, {}, rest_bytes);
+  add(rest, rest_bytes);
 }
 
-void Group::Impl::AddPart(const std::shared_ptr<Bucket>& bucket,
-                          absl::Span<const TensorRange> ranges, std::vector<int64_t> byte_offsets,
-                          int64_t bytes) {
-  PartContent content;
+void Group::Impl::AddPart(const std::shared_ptr<Bucket>& bucket, PartContent content) {
   Part part;
-  content.tensors.reserve(ranges.size());
-  content.ranges.reserve(ranges.size());
-  part.bucket_ranges.reserve(ranges.size());
-  for (const TensorRange& range : ranges) {
-    const auto index = static_cast<uint32_t>(content.tensors.size());
-    content.tensors.push_back(bucket->tensors[range.tensor]);
-    content.ranges.push_back({index, range.start, range.count});
-    part.bucket_ranges.push_back(range.tensor);
-  }
-  content.byte_offsets = std::move(byte_offsets);
-  content.bytes = bytes;
   part.seq = PartSeq(update->end_part());
   part.bucket = bucket;
   part.content = std::make_shared<const PartContent>(std::move(content));
-  part.slot = bucket->slot;
+  part.slot = bucket->content->slot;
   update->parts.push_back(std::move(part));
   ++bucket->parts_left;
   ++bucket->parts;
@@ -422,14 +421,14 @@ void Group::Impl::FinishBucket(const Bucket& bucket) {
   BucketRecord record;
   record.group_seq = bucket.group_seq;
   record.trainer_rank = trainer.rank;
-  record.seq = bucket.seq;
-  record.tensors = static_cast<int64_t>(bucket.tensors.size());
-  record.bytes = bucket.bytes;
+  record.seq = bucket.content->seq;
+  record.tensors = static_cast<int64_t>(bucket.content->tensors.size());
+  record.bytes = bucket.content->bytes;
   record.parts = bucket.parts;
   if (*most > 0) record.broadcast = static_cast<BroadcastMethod>(most - by_method.begin());
   record.took = now - bucket.turn;
   bucket_log.Add(record);
-  Finish(bucket.request, absl::OkStatus(), BucketReply{bucket.group_seq, bucket.bytes});
+  Finish(bucket.request, absl::OkStatus(), BucketReply{bucket.group_seq, bucket.content->bytes});
 }
 
 // ---- parts ----
@@ -470,9 +469,8 @@ void Group::Impl::StartPart(Part* part) {
   start.group_seq = part->bucket->group_seq;
   start.bucket_call = part->bucket->request->first_call;
   start.trainer = part->bucket->trainer;
-  start.bucket_ranges = part->bucket_ranges;
   start.content = part->content;
-  (part->bucket->slot.has_value() ? start.source_slot : start.fill_slot) = part->slot;
+  (part->bucket->content->slot.has_value() ? start.source_slot : start.fill_slot) = part->slot;
   if (OnThisDaemon()) start.index = known.index();
   start.destinations = known.destinations();
   start.skip_destination = update->skip_destination;
@@ -514,7 +512,7 @@ void Group::Impl::On(const TransferDone& e) {
   }
   const size_t destinations = std::min(e.bytes_written.size(), update->bytes_written.size());
   for (size_t d = 0; d < destinations; ++d) update->bytes_written[d] += e.bytes_written[d];
-  const int64_t bytes = CarriedBytes(*part.content);
+  const int64_t bytes = part.content->CarriedBytes();
   update->moved_bytes += bytes;
   part.bucket->bytes_by_method[static_cast<size_t>(e.broadcast)] += bytes;
   bucket_log.AddBytes(e.broadcast, bytes);

@@ -442,7 +442,7 @@ void Group::Impl::DropUnstarted() {
   update->parts.resize(static_cast<size_t>(update->next_start - update->first_part));
   for (auto& [rank, progress] : update->trainers) {
     for (const auto& [seq, bucket] : progress.early) {
-      if (bucket->slot.has_value()) (void)ledger.Release(*bucket->slot);
+      if (bucket->content->slot.has_value()) (void)ledger.Release(*bucket->content->slot);
     }
     progress.early.clear();
   }

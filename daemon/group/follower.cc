@@ -55,11 +55,11 @@ struct Follower::Impl {
   void On(const MemberLost& e);
   void On(const LayoutRegistered& e);
   template <typename Call>
-  void Forward(Call&& e);
+  void Forward(const Call& e);
   void On(const BeginEvent& e) { Forward(e); }
   void On(const LeaseSlotEvent& e) { Forward(e); }
   void On(const ReleaseSlotEvent& e) { Forward(e); }
-  void On(BucketEvent& e);
+  void On(const BucketEvent& e);
   void On(const CommitEvent& e) { Forward(e); }
   void On(const RefitEvent& e) { Forward(e); }
   void On(const ProgramCompiled&) {}
@@ -144,9 +144,9 @@ struct Follower::Impl {
   Protocol protocol = kMinProtocol;  // agreed with the coordinator, once joined
   bool entered = false;              // a member has attached
   std::map<MemberId, Member> members;
-  std::map<CallId, SentCall> calls;       // unanswered
-  std::map<CallId, BucketEvent> buckets;  // until their reply
-  std::map<CallId, SentLayout> layouts;   // unanswered; of attached members
+  std::map<CallId, SentCall> calls;                                // unanswered
+  std::map<CallId, std::shared_ptr<const CheckedBucket>> buckets;  // until their reply
+  std::map<CallId, SentLayout> layouts;  // unanswered; of attached members
   std::deque<std::pair<Version, PastUpdate>> past;
   Worker worker;
   std::optional<TimePoint> heard;
@@ -171,10 +171,11 @@ Follower::Impl::Impl(FollowerOptions follower_options)
                     const auto it = members.find(member);
                     return it == members.end() ? 0 : it->second.layout_digest;
                   },
-              .bucket = [this](CallId call) -> const BucketEvent* {
-                const auto it = buckets.find(call);
-                return it == buckets.end() ? nullptr : &it->second;
-              },
+              .bucket =
+                  [this](CallId call) {
+                    const auto it = buckets.find(call);
+                    return it == buckets.end() ? nullptr : it->second;
+                  },
               .attached = [this](MemberId member) { return members.contains(member); }},
              options.peer_limits.wire) {}
 
@@ -273,7 +274,7 @@ void Follower::Impl::AnswerLayoutsOf(MemberId member, const absl::Status& status
 // ---- calls ----
 
 template <typename Call>
-void Follower::Impl::Forward(Call&& e) {
+void Follower::Impl::Forward(const Call& e) {
   if (state != State::kJoined) {
     Do(GroupAction(Reply{e.call,
                          state == State::kLost
@@ -282,13 +283,13 @@ void Follower::Impl::Forward(Call&& e) {
                          EmptyReply{}}));
     return;
   }
-  calls[e.call] = {std::is_same_v<std::decay_t<Call>, BucketEvent>, AnswerTo(e).index()};
-  Report(PeerCall{std::forward<Call>(e)});
+  calls[e.call] = {std::is_same_v<Call, BucketEvent>, AnswerTo(e).index()};
+  Report(PeerCall{e});
 }
 
-void Follower::Impl::On(BucketEvent& e) {
-  if (state == State::kJoined) buckets.emplace(e.call, e);
-  Forward(std::move(e));
+void Follower::Impl::On(const BucketEvent& e) {
+  if (state == State::kJoined) buckets.emplace(e.call, e.bucket);
+  Forward(e);
 }
 
 void Follower::Impl::On(const CallGone& e) {

@@ -283,16 +283,15 @@ TEST_CASE("a staged rank on a GPU is made known once it has slots, whose size th
 
 // One part that crosses to this daemon for its staged ranks.
 PeerHeader Crossing(Verification verification, std::vector<MemberId> staged) {
-  PartContent content;
-  content.tensors = {Bytes("t", 100)};
-  content.ranges = {{0, 0, 100}};
-  content.byte_offsets = {0};
-  content.bytes = 100;
+  const SlotGrant slot{SlotIndex(2), GrantId(5)};
+  BucketDraft bucket = TestGroup::MakeBucket(MemberId(), 1, 0, {Bytes("t", 100)});
+  bucket.LieIn(slot, {0});
   PeerHeader header;
   header.header.update = UpdateId(1);
   header.header.version = Version(1);
-  header.header.content = std::make_shared<const PartContent>(content);
-  header.header.slot = SlotGrant{SlotIndex(2), GrantId(5)};
+  header.header.content =
+      std::make_shared<const PartContent>(WholeBucket(BucketEvent(bucket).bucket));
+  header.header.slot = slot;
   header.header.verification = verification;
   header.digest = HeaderDigest(header.header);
   header.wired = true;
@@ -343,7 +342,7 @@ TEST_CASE(
   REQUIRE(f.Own<SendPart>().size() == 1);
   CHECK(f.Own<SendPart>()[0].member == kStaged);
   CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
-  CHECK(f.Own<SendPart>()[0].content->tensors[0].name == "t");
+  CHECK(f.Own<SendPart>()[0].content->tensor(0).name == "t");
   CHECK(f.Sent<PeerFailed>().empty());
   // No slot was filled for these ranks (P1).
   f.Command(PeerSendPart{kOther, UpdateId(1), PartSeq(0)});

@@ -281,11 +281,11 @@ Group::Group(std::string name, uint64_t incarnation, GroupSpec spec, GroupLimits
 
 Group::~Group() = default;
 
-void Group::Handle(GroupEvent& event, TimePoint now, GroupActions* actions) {
+void Group::Handle(const GroupEvent& event, TimePoint now, GroupActions* actions) {
   impl_->now = now;
   impl_->actions = actions;
   impl_->changed = false;
-  std::visit([this](auto& e) { impl_->On(e); }, event);
+  std::visit([this](const auto& e) { impl_->On(e); }, event);
   impl_->Pump();
   if (impl_->changed) actions->push_back(StateChanged{});
   impl_->actions = nullptr;

@@ -31,6 +31,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/base/ids.h"
+#include "transport/bucket.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/plan.h"
 #include "transport/plan/refit_plan.h"
@@ -255,18 +256,12 @@ struct ReleaseSlotEvent {
   SlotGrant grant;
 };
 
-// A bucket whose metadata was validated on its own: lists, dtypes, shapes, sizes, and that the
-// source lies inside its memory.
 struct BucketEvent {
   CallId call;
   MemberId member;
   std::string request_id;
   Version version;
-  int64_t seq = 0;
-  std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;         // ranges[i].tensor == i
-  std::optional<SlotGrant> slot;           // set: the source is this leased slot
-  std::vector<int64_t> slot_byte_offsets;  // where each tensor lies in `slot`
+  std::shared_ptr<const CheckedBucket> bucket;
   // The update that the rank began (BeginReply). A call that names an update is refused for any
   // other update to the same version. 0: `version` alone names the update.
   UpdateId update{};
@@ -484,12 +479,20 @@ struct SendPrepare {
 };
 // The content of one part of a bucket, which moves through a slot or directly.
 struct PartContent {
-  std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;    // ranges[i].tensor == i
+  // The bucket that was cut. Where the part came from another daemon: a bucket of the part alone.
+  std::shared_ptr<const CheckedBucket> bucket;
+  // ranges[i].tensor is an index into the bucket's lists; the range lies in the bucket's range.
+  std::vector<TensorRange> ranges;
   std::vector<int64_t> byte_offsets;  // from the slot's start; empty if there is no slot
   // With a slot: the end of what is packed in it. Without: the bytes carried.
   int64_t bytes = 0;
+
+  const TensorSpec& tensor(size_t i) const { return bucket->tensors[ranges[i].tensor]; }
+  int64_t CarriedBytes() const;
 };
+// All of a bucket as one part: where it lies in its leased slot, or without a slot.
+PartContent WholeBucket(std::shared_ptr<const CheckedBucket> bucket);
+
 // Hand one part to a staged engine rank.
 struct SendPart {
   MemberId member;
@@ -521,10 +524,10 @@ struct StartTransfer {
   Version version;
   PartSeq part;
   int64_t group_seq = 0;  // of the bucket
-  CallId bucket_call;     // names the bucket's source bytes; stays valid until its Reply
+  // The call that brought content->bucket: its source bytes stay valid until the call's Reply. 0:
+  // another daemon sent the part, which lies in `source_slot` as `content` says.
+  CallId bucket_call;
   MemberId trainer;
-  // content->ranges[i] is a sub-range of the bucket's ranges[bucket_ranges[i]].
-  std::vector<uint32_t> bucket_ranges;
   std::shared_ptr<const PartContent> content;
   std::optional<SlotGrant> source_slot;  // set: the source is this slot, which the trainer leased
   // The slot to fill: for staged engines, or, with a method other than kDirect, to broadcast
@@ -711,8 +714,8 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Appends to `actions`. Takes the tensors and ranges out of a bucket that it accepts.
-  void Handle(GroupEvent& event, TimePoint now, GroupActions* actions);
+  // Appends to `actions`.
+  void Handle(const GroupEvent& event, TimePoint now, GroupActions* actions);
 
   // When the next Tick is due; nullopt: nothing waits.
   std::optional<TimePoint> NextDeadline() const;

@@ -150,7 +150,7 @@ struct Group::Impl {
   void On(const EngineFailed& e);
   void On(const LeaseSlotEvent& e);
   void On(const ReleaseSlotEvent& e);
-  void On(BucketEvent& e);
+  void On(const BucketEvent& e);
   void On(const TransferDone& e);
   void On(const AckEvent& e);
   void On(const CommitEvent& e);
@@ -272,7 +272,7 @@ struct Group::Impl {
     return wanted != UpdateId() && (update == nullptr || update->id != wanted);
   }
   absl::Status CheckBucket(const TrainerProgress& progress, const BucketEvent& e) const;
-  absl::Status CheckParts(const BucketEvent& e) const;
+  absl::Status CheckParts(const CheckedBucket& bucket) const;
   absl::Status Reserve(const BucketEvent& e);
   // What a bucket adds: tensors that no bucket brought before, and for the other tensors the
   // elements that were covered before.
@@ -280,13 +280,12 @@ struct Group::Impl {
     std::vector<const std::string*> added;
     std::vector<std::pair<const std::string*, IntervalSet>> before;
   };
-  absl::Status TakeElements(const BucketEvent& e, Taken* taken);
+  absl::Status TakeElements(const CheckedBucket& bucket, Taken* taken);
   void CountPushed(const group::PushedTensor& tensor, int by);
   void TakeInOrder(TrainerProgress* progress);
   void CutIntoParts(const std::shared_ptr<Bucket>& bucket);
   void CutBetweenTensors(const std::shared_ptr<Bucket>& bucket);
-  void AddPart(const std::shared_ptr<Bucket>& bucket, absl::Span<const TensorRange> ranges,
-               std::vector<int64_t> byte_offsets, int64_t bytes);
+  void AddPart(const std::shared_ptr<Bucket>& bucket, PartContent content);
   void FinishBucket(const Bucket& bucket);
   // Whether the bucket's bytes pass through a slot: for staged ranks, to another daemon, or by a
   // broadcast.

@@ -43,7 +43,7 @@ class Schedule {
     MemberId id;
     bool begun = false;
     std::optional<CallId> begin;
-    std::vector<BucketEvent> plan;  // by seq
+    std::vector<BucketDraft> plan;  // by seq
     std::vector<bool> pushed;
     std::optional<CallId> lease;
     std::optional<CallId> commit;
@@ -149,9 +149,7 @@ class Schedule {
         const bool fresh =
             buckets.empty() || Chance(60) || buckets.back().tensors.back().name == tensor.name;
         if (fresh) buckets.emplace_back();
-        BucketEvent& b = buckets.back();
-        b.tensors.push_back(tensor);
-        b.ranges.push_back({static_cast<uint32_t>(b.tensors.size()) - 1, start, count});
+        buckets.back().Add(tensor, start, count);
         start += count;
       } while (start < elements);
     }
@@ -214,7 +212,7 @@ class Schedule {
     if (left.empty()) return false;
     const size_t seq =
         left[Chance(70) ? 0 : static_cast<size_t>(Pick(0, static_cast<int>(left.size()) - 1))];
-    BucketEvent e = t->plan[seq];
+    BucketDraft e = t->plan[seq];
     e.member = t->id;
     e.version = Version(version_);
     e.seq = static_cast<int64_t>(seq);
@@ -223,13 +221,14 @@ class Schedule {
     if (Fault(10)) e.tensors[0].name = "unknown";
     if (slot.has_value()) {
       int64_t end = 0;
+      std::vector<int64_t> offsets;
       for (size_t i = 0; i < e.tensors.size(); ++i) {
-        e.slot_byte_offsets.push_back(end);
+        offsets.push_back(end);
         end += e.ranges[i].count * ElementBytes(e.tensors[i].dtype);
         end = (end + 7) / 8 * 8;
       }
       if (end > g_.group.spec().slot_bytes) return false;
-      e.slot = slot;
+      e.LieIn(*slot, offsets);
     }
     const CallId call = g_.Push(e);
     const Reply* reply = g_.Answer(call);
@@ -395,7 +394,7 @@ class Schedule {
   std::map<int, Trainer> trainers_;
   std::map<std::pair<std::string, int>, MemberId> ranks_;
   std::set<MemberId> mute_;  // never answer again
-  std::vector<std::vector<BucketEvent>> plan_;
+  std::vector<std::vector<BucketDraft>> plan_;
   int64_t version_ = 1;
   Verification verification_ = Verification::kReadback;
   bool evict_late_ = false;

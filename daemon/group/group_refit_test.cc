@@ -279,7 +279,7 @@ TEST_CASE("a Refit that ends a lost update is told who lost it, and opens no oth
     CommitEvent commit{g.NewCall(), trainers[1], "", Version(5), 0, false, lost};
     g.Do(commit);
     is_told(commit.call);
-    BucketEvent bucket = TestGroup::MakeBucket(trainers[1], 5, 0, {all[2]});
+    BucketDraft bucket = TestGroup::MakeBucket(trainers[1], 5, 0, {all[2]});
     bucket.update = lost;
     is_told(g.Push(bucket));
     LeaseSlotEvent lease{g.NewCall(), trainers[1], Version(5), {}, lost};

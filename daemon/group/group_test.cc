@@ -217,7 +217,7 @@ TEST_CASE("the tensors of a refused bucket count as never pushed") {
   g.ReadyAll();
   g.Push(t, 1, 0, {model[0]});
   // The first half of "b", all of "c", and "a" once more.
-  BucketEvent twice = TestGroup::MakeBucket(t, 1, 1, {model[1], model[2], model[0]});
+  BucketDraft twice = TestGroup::MakeBucket(t, 1, 1, {model[1], model[2], model[0]});
   twice.ranges[0].count = 4;
   const CallId refused = g.Push(twice);
   CHECK(g.Code(refused) == absl::StatusCode::kAlreadyExists);
@@ -225,7 +225,7 @@ TEST_CASE("the tensors of a refused bucket count as never pushed") {
   CHECK(g.Code(early) == kPrecondition);
   CHECK_THAT(g.Text(early), Contains("tensor 'b' of instance r was never pushed"));
   // Each half is complete only with the other.
-  BucketEvent half = TestGroup::MakeBucket(t, 1, 1, {model[1], model[2]});
+  BucketDraft half = TestGroup::MakeBucket(t, 1, 1, {model[1], model[2]});
   half.ranges[0].count = 4;
   g.Push(half);
   const CallId partial = g.Commit(t, 1, 2);
@@ -667,7 +667,7 @@ TEST_CASE("a repeated request id has no second effect and gets the first answer"
   CHECK(g.Get<BeginReply>(pending).update == g.Get<BeginReply>(first).update);
   CHECK(g.Code(g.Begin(e)) == kOk);
   CHECK(g.prepares.size() == 1);
-  BucketEvent b = g.MakeBucket(t, 1, 0, kModel);
+  BucketDraft b = g.MakeBucket(t, 1, 0, kModel);
   b.request_id = "x";
   const CallId reused = g.Push(b);
   CHECK(g.Code(reused) == kInvalid);
@@ -703,7 +703,7 @@ TEST_CASE("a commit whose caller went away is answered to its repeat") {
 
 TEST_CASE("a refused request may be tried again under its id") {
   OneToOne g;
-  BucketEvent b = g.MakeBucket(g.trainer, 1, 500, kModel);
+  BucketDraft b = g.MakeBucket(g.trainer, 1, 500, kModel);
   b.request_id = "x";
   CHECK(g.Code(g.Push(b)) == kExhausted);
   b.seq = 0;
@@ -769,7 +769,7 @@ TEST_CASE("the number of unanswered buckets of a rank is limited") {
   limits.outstanding_buckets = 2;
   OneToOne g(1, TestGroup::DefaultSpec(), limits);
   g.Push(g.trainer, 1, 0, {kModel[0]});
-  BucketEvent half = g.MakeBucket(g.trainer, 1, 1, {kModel[1]});
+  BucketDraft half = g.MakeBucket(g.trainer, 1, 1, {kModel[1]});
   half.ranges[0].count = 250;
   g.Push(half);
   half.seq = 2;
@@ -802,10 +802,10 @@ TEST_CASE("tensors that an instance does not know, or knows otherwise, are refus
 
 TEST_CASE("overlapping elements are refused by name, disjoint ranges add up") {
   OneToOne g;
-  BucketEvent b = g.MakeBucket(g.trainer, 1, 0, {kModel[0], kModel[1]});
+  BucketDraft b = g.MakeBucket(g.trainer, 1, 0, {kModel[0], kModel[1]});
   b.ranges[0].count = 600;
   g.Push(b);
-  BucketEvent c = g.MakeBucket(g.trainer, 1, 1, {kModel[0]});
+  BucketDraft c = g.MakeBucket(g.trainer, 1, 1, {kModel[0]});
   c.ranges[0] = {0, 599, 401};
   const CallId overlap = g.Push(c);
   CHECK(g.Code(overlap) == kAlreadyExists);
@@ -885,9 +885,8 @@ TEST_CASE("a bucket in a leased slot is handed to staged engines from that slot"
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
   CHECK(lease.expires == seconds(30));
   CHECK(lease.slot_bytes == 4096);
-  BucketEvent b = g.MakeBucket(g.trainer, 1, 0, kModel);
-  b.slot = lease.grant;
-  b.slot_byte_offsets = {0, 1024};
+  BucketDraft b = g.MakeBucket(g.trainer, 1, 0, kModel);
+  b.LieIn(lease.grant, {0, 1024});
   const CallId push = g.Push(b);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.source_slot == lease.grant);
@@ -908,9 +907,8 @@ TEST_CASE("a bucket in a leased slot is handed to staged engines from that slot"
 TEST_CASE("a leased slot is free again after the transfer where nobody is staged") {
   OneToOne g;
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
-  BucketEvent b = g.MakeBucket(g.trainer, 1, 0, kModel);
-  b.slot = lease.grant;
-  b.slot_byte_offsets = {0, 1024};
+  BucketDraft b = g.MakeBucket(g.trainer, 1, 0, kModel);
+  b.LieIn(lease.grant, {0, 1024});
   g.Push(b);
   CHECK(g.FreeSlots() == 3);
   g.FinishAll();
@@ -918,7 +916,6 @@ TEST_CASE("a leased slot is free again after the transfer where nobody is staged
   b.seq = 1;
   b.tensors = {};
   b.ranges = {};
-  b.slot_byte_offsets = {};
   CHECK(g.Code(g.Push(b)) == kNotFound);  // the lease ended with the call
 }
 
@@ -1018,9 +1015,8 @@ TEST_CASE("parts of a broadcast start in order as slots come free, whichever end
 TEST_CASE("a bucket of a leased slot is broadcast from it") {
   OneToTwo g(BroadcastMethod::kChain);
   const auto lease = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1));
-  BucketEvent b = g.MakeBucket(g.trainer, 1, 0, kModel);
-  b.slot = lease.grant;
-  b.slot_byte_offsets = {0, 1024};
+  BucketDraft b = g.MakeBucket(g.trainer, 1, 0, kModel);
+  b.LieIn(lease.grant, {0, 1024});
   g.Push(b);
   REQUIRE(g.running.size() == 1);
   CHECK(g.running[0].transfer.broadcast == BroadcastMethod::kChain);
@@ -1168,10 +1164,10 @@ TEST_CASE(
     const StartTransfer& part = g.running[p].transfer;
     CHECK(part.part == PartSeq(p));
     CHECK(part.content->bytes == 1000);
-    REQUIRE(part.content->tensors.size() == 2);
-    CHECK(part.content->tensors[1].name == "t" + std::to_string(2 * p + 1));
-    CHECK(part.content->ranges[1] == TensorRange{1, 0, 500});
-    CHECK(part.bucket_ranges == std::vector<uint32_t>{2 * p, 2 * p + 1});
+    REQUIRE(part.content->ranges.size() == 2);
+    CHECK(part.content->tensor(1).name == "t" + std::to_string(2 * p + 1));
+    CHECK(part.content->ranges[1] == TensorRange{2 * p + 1, 0, 500});
+    CHECK(part.content->ranges[0].tensor == 2 * p);
     CHECK(part.touched == std::vector<uint32_t>{0, 1, 2});
     CHECK(part.fill_slot == std::nullopt);
   }
@@ -1206,7 +1202,7 @@ std::vector<int64_t> PartsOfBucket(const std::vector<int64_t>& sizes, GroupLimit
   g.Registered("r", tensors);
   g.Begin(trainer, 1);
   g.ReadyAll();
-  BucketEvent bucket = g.MakeBucket(trainer, 1, 0, tensors);
+  BucketDraft bucket = g.MakeBucket(trainer, 1, 0, tensors);
   for (TensorRange& range : bucket.ranges) {
     if (pushed_of_each >= 0) range.count = std::min(range.count, pushed_of_each);
   }
@@ -1215,7 +1211,7 @@ std::vector<int64_t> PartsOfBucket(const std::vector<int64_t>& sizes, GroupLimit
   uint32_t next = 0;
   for (const TestGroup::Running& running : g.running) {
     parts.push_back(running.transfer.content->bytes);
-    for (const uint32_t range : running.transfer.bucket_ranges) CHECK(range == next++);
+    for (const TensorRange& range : running.transfer.content->ranges) CHECK(range.tensor == next++);
   }
   CHECK(next == sizes.size());
   g.FinishAll();
@@ -1374,11 +1370,11 @@ TEST_CASE("what one part wrote too little, no other makes up for") {
 
 TEST_CASE("a bucket that is refused leaves no trace, whatever it was refused for") {
   OneToOne g;
-  BucketEvent part = g.MakeBucket(g.trainer, 1, 0, {kModel[0]});
+  BucketDraft part = g.MakeBucket(g.trainer, 1, 0, {kModel[0]});
   part.ranges[0].count = 400;
   g.Push(part);
   // "b" is new and comes before the refused range; so does more of "a".
-  BucketEvent bad = g.MakeBucket(g.trainer, 1, 1, {kModel[1], kModel[0]});
+  BucketDraft bad = g.MakeBucket(g.trainer, 1, 1, {kModel[1], kModel[0]});
   bad.ranges[1] = {1, 399, 601};
   CHECK(g.Code(g.Push(bad)) == kAlreadyExists);
   bad = g.MakeBucket(g.trainer, 1, 1, {kModel[0], kModel[1], kModel[0]});
@@ -1387,13 +1383,11 @@ TEST_CASE("a bucket that is refused leaves no trace, whatever it was refused for
   CHECK(g.Code(g.Push(bad)) == kAlreadyExists);
   bad = g.MakeBucket(g.trainer, 1, 1, kModel);
   bad.ranges[0] = {0, 400, 600};
-  bad.slot = SlotGrant{SlotIndex(0), GrantId(77)};
-  bad.slot_byte_offsets = {0, 1024};
+  bad.LieIn(SlotGrant{SlotIndex(0), GrantId(77)}, {0, 1024});
   CHECK(g.Code(g.Push(bad)) == kNotFound);
   g.FinishAll();
   CHECK_THAT(g.Text(g.Commit(g.trainer, 1, 1)), Contains("'a'") && Contains("element 400"));
   bad.slot.reset();
-  bad.slot_byte_offsets.clear();
   CHECK(g.Answer(g.Push(bad)) == nullptr);
   g.FinishAll();
   const CallId commit = g.Commit(g.trainer, 1, 2);
@@ -1424,7 +1418,7 @@ TEST_CASE("the statistics of the last buckets are kept until the next update, an
   CHECK(g.group.Statistics().buckets.empty());
   g.ReadyAll();
   for (int64_t seq = 0; seq < kRememberedBuckets + 3; ++seq) {
-    BucketEvent b = g.MakeBucket(g.trainer, 2, seq, {});
+    BucketDraft b = g.MakeBucket(g.trainer, 2, seq, {});
     g.Push(b);
     g.FinishAll();
   }
@@ -1462,9 +1456,8 @@ TEST_CASE("leases are limited, waited for in order, given back and named when no
 
 TEST_CASE("a rank whose leased slots wait for its own earlier bucket is told so at once") {
   OneToStaged g(SpecOf(1, 1, 2));
-  BucketEvent b = g.MakeBucket(g.trainer, 1, 1, {kModel[1]});
-  b.slot = g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1)).grant;
-  b.slot_byte_offsets = {0};
+  BucketDraft b = g.MakeBucket(g.trainer, 1, 1, {kModel[1]});
+  b.LieIn(g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1)).grant, {0});
   const CallId early = g.Push(b);
   const CallId lease = g.Lease(g.trainer, 1);
   CHECK(g.Code(lease) == kExhausted);
@@ -1519,9 +1512,8 @@ TEST_CASE("a lease that outlives its update is no reason to give up the next one
   g.ReadyAll();
   g.Advance(seconds(6));
   CHECK(g.FreeSlots() == 3);
-  BucketEvent b = g.MakeBucket(g.trainer, 2, 0, {kModel[0]});
-  b.slot = lease.grant;
-  b.slot_byte_offsets = {0};
+  BucketDraft b = g.MakeBucket(g.trainer, 2, 0, {kModel[0]});
+  b.LieIn(lease.grant, {0});
   g.Push(b);
   g.Push(g.trainer, 2, 1, {kModel[1]});
   g.Settle();

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/group/bucket_draft.h"
 #include "daemon/group/group.h"
 
 namespace refitd {
@@ -141,26 +142,25 @@ class TestGroup {
     Do(e);
     return e.call;
   }
-  static BucketEvent MakeBucket(MemberId member, int64_t version, int64_t seq,
-                                std::vector<TensorSpec> tensors) {
-    BucketEvent e;
-    e.member = member;
-    e.version = Version(version);
-    e.seq = seq;
-    e.tensors = std::move(tensors);
-    for (uint32_t i = 0; i < e.tensors.size(); ++i) {
-      e.ranges.push_back({i, 0, *ElementCount(e.tensors[i].shape)});
-    }
-    return e;
+  static BucketDraft MakeBucket(MemberId member, int64_t version, int64_t seq,
+                                const std::vector<TensorSpec>& tensors) {
+    BucketDraft draft;
+    draft.member = member;
+    draft.version = Version(version);
+    draft.seq = seq;
+    for (const TensorSpec& tensor : tensors) draft.Add(tensor, 0, *ElementCount(tensor.shape));
+    return draft;
   }
   CallId Push(BucketEvent e) {
     e.call = NewCall();
     bucket_of[e.call] = e.member;
+    pushed[e.call] = e.bucket;
     Do(e);
     return e.call;
   }
-  CallId Push(MemberId member, int64_t version, int64_t seq, std::vector<TensorSpec> tensors) {
-    return Push(MakeBucket(member, version, seq, std::move(tensors)));
+  CallId Push(MemberId member, int64_t version, int64_t seq,
+              const std::vector<TensorSpec>& tensors) {
+    return Push(MakeBucket(member, version, seq, tensors));
   }
   CallId Commit(MemberId member, int64_t version, int64_t buckets, std::string request_id = "") {
     const CallId call = NewCall();
@@ -390,6 +390,7 @@ class TestGroup {
   std::set<CallId> asked;
   std::map<CallId, Reply> replies;
   std::map<CallId, MemberId> bucket_of;
+  std::map<CallId, std::shared_ptr<const CheckedBucket>> pushed;
   std::vector<std::pair<MemberId, UpdateId>> prepared;  // unanswered
   std::vector<SendPrepare> prepares;                    // all
   std::vector<Running> running;
@@ -431,7 +432,7 @@ class TestGroup {
   static void ForEachCommon(const StartTransfer& t, size_t d, F f) {
     const Layout& layout = *t.index->destinations()[d];
     for (const TensorRange& range : t.content->ranges) {
-      const TensorSpec& tensor = t.content->tensors[range.tensor];
+      const TensorSpec& tensor = t.content->bucket->tensors[range.tensor];
       for (const Box& box : BoxesOfRange(tensor.shape, range.start, range.count)) {
         for (const Piece& piece : layout.pieces) {
           if (layout.tensors[piece.tensor].name != tensor.name) continue;
@@ -445,7 +446,7 @@ class TestGroup {
     for (size_t d = 0; d < t.destinations.size(); ++d) {
       if (t.skip_destination[d]) continue;
       for (const TensorRange& range : t.content->ranges) {
-        const std::string& name = t.content->tensors[range.tensor].name;
+        const std::string& name = t.content->bucket->tensors[range.tensor].name;
         CHECK(written_[t.destinations[d]][name].Add(range.start, range.start + range.count));
       }
     }
@@ -489,7 +490,7 @@ class TestGroup {
     CHECK(a.part == PartSeq(next_part_[a.member]++));
     CHECK(a.content->bytes <= group.spec().slot_bytes);
     for (const TensorRange& range : a.content->ranges) {
-      const TensorSpec& tensor = a.content->tensors[range.tensor];
+      const TensorSpec& tensor = a.content->bucket->tensors[range.tensor];
       CHECK(delivered_[a.member][tensor.name].Add(range.start, range.start + range.count));
     }
     for (const Handed& h : handed) {
@@ -552,7 +553,8 @@ class TestGroup {
     CHECK(a.update == UpdateId(updates_));
     CHECK(bucket_of.contains(a.bucket_call));
     CHECK(Answer(a.bucket_call) == nullptr);  // its source is still there
-    CHECK(a.bucket_ranges.size() == a.content->ranges.size());
+    // What was checked is what is moved: no list of tensors was copied on the way.
+    CHECK(a.content->bucket == pushed[a.bucket_call]);
     CheckAlive(a.trainer);
     const bool slot = a.source_slot.has_value() || a.fill_slot.has_value();
     CHECK((slot || a.broadcast == BroadcastMethod::kDirect));

@@ -38,13 +38,14 @@ uint64_t HeaderDigest(const BucketHeader& header) {
   add(header.group_seq);
   add(header.root.value());
   const PartContent& content = *header.content;
-  add(content.tensors.size());
-  for (const TensorSpec& tensor : content.tensors) add(TensorHash(tensor));
-  add(content.ranges.size());
-  for (const TensorRange& range : content.ranges) {
-    add(range.tensor);
-    add(range.start);
-    add(range.count);
+  const size_t tensors = content.ranges.size();
+  add(tensors);
+  for (size_t i = 0; i < tensors; ++i) add(TensorHash(content.tensor(i)));
+  add(tensors);
+  for (size_t i = 0; i < tensors; ++i) {
+    add(i);
+    add(content.ranges[i].start);
+    add(content.ranges[i].count);
   }
   add(content.byte_offsets.size());
   for (const int64_t offset : content.byte_offsets) add(offset);

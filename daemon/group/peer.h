@@ -223,14 +223,15 @@ struct PeerHeader {
   bool wired = false;    // the bytes cross the wire; else the part stays on this node
   // Root: pack into the slot, for the wire or for staged readers of its own.
   bool fill_slot = false;
-  EpochId epoch;                        // wired
-  WireSeq wire_seq;                     // wired
-  std::vector<uint32_t> ranks;          // wired: the epoch's ranks that take part, the root's first
-  CallId bucket_call;                   // root: names the bucket
-  MemberId trainer;                     // root
-  std::vector<uint32_t> bucket_ranges;  // root: as StartTransfer::bucket_ranges
-  std::vector<bool> skip;               // by destination; true: evicted since
-  std::vector<MemberId> staged;         // this node's ranks that will be handed the slot
+  EpochId epoch;                // wired
+  WireSeq wire_seq;             // wired
+  std::vector<uint32_t> ranks;  // wired: the epoch's ranks that take part, the root's first
+  CallId bucket_call;           // root: names the bucket
+  MemberId trainer;             // root
+  // Root: content->ranges[i] lies in the range bucket_ranges[i] of the trainer's bucket.
+  std::vector<uint32_t> bucket_ranges;
+  std::vector<bool> skip;        // by destination; true: evicted since
+  std::vector<MemberId> staged;  // this node's ranks that will be handed the slot
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as StartTransfer::broadcast
 };
 struct PeerIssue {

@@ -206,9 +206,9 @@ TEST_CASE("Which ranks a part touches is found once for ranks with one layout") 
                                                              LayoutOf(Tensors(2), 1, 2)};
   const auto catalog = Catalog::Make(Ranks(3, halves), Names(3), table);
   REQUIRE(catalog.ok());
-  PartContent content;
-  content.tensors = {Bytes("t1", 8)};
-  content.ranges = {{0, 5, 3}};  // in the upper half
+  BucketDraft draft;
+  draft.Add(Bytes("t1", 8), 5, 3);  // in the upper half
+  const PartContent content = WholeBucket(BucketEvent(draft).bucket);
   CHECK((*catalog)->Touched(content, std::vector<bool>(6)) == std::vector<uint32_t>{1, 3, 5});
   CHECK((*catalog)->Touched(content, {false, true, false, false, false, false}) ==
         std::vector<uint32_t>{3, 5});

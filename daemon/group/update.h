@@ -32,13 +32,8 @@ inline constexpr size_t kBroadcastMethods = 5;  // values of BroadcastMethod
 struct Bucket {
   std::shared_ptr<Request> request;
   MemberId trainer;
-  int64_t seq = 0;
+  std::shared_ptr<const CheckedBucket> content;
   int64_t group_seq = -1;  // set when its turn in the group's order comes
-  std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;
-  std::optional<SlotGrant> slot;
-  std::vector<int64_t> slot_byte_offsets;
-  int64_t bytes = 0;
   int64_t parts_left = 0;
   int64_t parts = 0;
   TimePoint turn;  // when its turn came
@@ -51,7 +46,6 @@ struct Part {
   PartSeq seq;
   std::shared_ptr<Bucket> bucket;
   std::shared_ptr<const PartContent> content;
-  std::vector<uint32_t> bucket_ranges;
   std::optional<SlotGrant> slot;  // leased by the trainer, or granted to be filled
   bool started = false;
   bool done = false;              // transferred

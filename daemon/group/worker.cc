@@ -149,7 +149,7 @@ std::string Worker::Disagreement(const Update& update, const PeerHeader& command
                        ToString(tensor.dtype, tensor.shape), who, ToString(dtype, shape));
   };
   if (command.is_root) {
-    const BucketEvent* bucket = callbacks_.bucket(command.bucket_call);
+    const std::shared_ptr<const CheckedBucket> bucket = callbacks_.bucket(command.bucket_call);
     if (bucket == nullptr) return "the trainer's bucket is gone";
     if (command.bucket_ranges.size() != content.ranges.size()) {
       return fmt::format("{} ranges of the bucket, but the header has {}",
@@ -158,11 +158,11 @@ std::string Worker::Disagreement(const Update& update, const PeerHeader& command
     for (size_t i = 0; i < content.ranges.size(); ++i) {
       const uint32_t b = command.bucket_ranges[i];
       const TensorRange& range = content.ranges[i];
-      if (b >= bucket->ranges.size() || range.tensor >= content.tensors.size()) {
+      if (b >= bucket->ranges.size() || range.tensor >= content.bucket->tensors.size()) {
         return fmt::format("range {} names what the bucket does not have", i);
       }
-      const TensorSpec& tensor = content.tensors[range.tensor];
-      const TensorSpec& pushed = bucket->tensors[bucket->ranges[b].tensor];
+      const TensorSpec& tensor = content.tensor(i);
+      const TensorSpec& pushed = bucket->tensors[b];
       if (tensor.name != pushed.name) {
         return fmt::format("tensor '{}': the bucket has '{}' there", tensor.name, pushed.name);
       }
@@ -178,7 +178,8 @@ std::string Worker::Disagreement(const Update& update, const PeerHeader& command
       }
     }
   }
-  for (const TensorSpec& tensor : content.tensors) {
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const TensorSpec& tensor = content.tensor(i);
     const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
     if (known == nullptr || (known->dtype == tensor.dtype && known->shape == tensor.shape)) {
       continue;
@@ -200,8 +201,8 @@ std::vector<bool> Worker::Skip(const Update& update, const std::vector<bool>& sk
 bool Worker::AnyTouched(const Update& update, const PartContent& content,
                         const std::vector<bool>& skip) const {
   if (std::find(skip.begin(), skip.end(), false) == skip.end()) return false;
-  for (const TensorSpec& tensor : content.tensors) {
-    const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const DestinationIndex::Tensor* known = update.index->Find(content.tensor(i).name);
     if (known == nullptr) continue;
     for (const DestinationIndex::Entry& entry : known->entries) {
       if (!skip[entry.destination]) return true;
@@ -246,6 +247,17 @@ void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
   }
 }
 
+// Root: the header's content as a part of the trainer's bucket, which has the bytes.
+std::shared_ptr<const PartContent> Worker::OfOwnBucket(const PeerHeader& command) const {
+  const std::shared_ptr<const PartContent>& content = command.header.content;
+  std::shared_ptr<const CheckedBucket> bucket = callbacks_.bucket(command.bucket_call);
+  REFITD_CHECK(bucket != nullptr);  // Disagreement
+  if (content->bucket == bucket) return content;
+  PartContent own{std::move(bucket), content->ranges, content->byte_offsets, content->bytes};
+  for (size_t i = 0; i < own.ranges.size(); ++i) own.ranges[i].tensor = command.bucket_ranges[i];
+  return std::make_shared<const PartContent>(std::move(own));
+}
+
 // Root: moves the bucket to slots and engines. Other nodes: moves the received slot to engines, and
 // to the slots of staged ranks on other devices.
 void Worker::Transfer(Update* update, Part* part, const Output& out) {
@@ -271,19 +283,18 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
   start.version = header.version;
   start.part = header.part;
   start.group_seq = header.group_seq;
-  start.content = header.content;
   start.index = update->index;
   start.destinations = update->destinations;
   if (command.is_root) {
     start.wired = command.wired;
     start.bucket_call = command.bucket_call;
     start.trainer = command.trainer;
-    start.bucket_ranges = command.bucket_ranges;
+    start.content = OfOwnBucket(command);
     if (header.leased) start.source_slot = header.slot;
     if (fills) start.fill_slot = header.slot;
     if (!command.wired) start.broadcast = command.broadcast;
   } else {
-    for (uint32_t i = 0; i < header.content->ranges.size(); ++i) start.bucket_ranges.push_back(i);
+    start.content = header.content;
     start.source_slot = header.slot;
   }
   part->transferring = true;

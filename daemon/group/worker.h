@@ -107,7 +107,7 @@ class Worker {
     // The digest of that layout. Called only for members whose `layout` is not null.
     std::function<uint64_t(MemberId)> layout_digest;
     // The bucket of this daemon's trainer that came with the call; null if it is gone.
-    std::function<const BucketEvent*(CallId)> bucket;
+    std::function<std::shared_ptr<const CheckedBucket>(CallId)> bucket;
     // Whether the member is attached to this daemon and its lease lives.
     std::function<bool(MemberId)> attached;
   };
@@ -222,6 +222,7 @@ class Worker {
   Update* Find(UpdateId id);
   Update* FindLocal(UpdateId local);
   std::string Disagreement(const Update& update, const PeerHeader& command) const;
+  std::shared_ptr<const PartContent> OfOwnBucket(const PeerHeader& command) const;
   std::vector<bool> Skip(const Update& update, const std::vector<bool>& skip) const;
   bool AnyTouched(const Update& update, const PartContent& content,
                   const std::vector<bool>& skip) const;

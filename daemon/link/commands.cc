@@ -17,8 +17,8 @@ namespace refitd {
 namespace {
 
 using peer::AtMost;
+using peer::BucketOf;
 using peer::CallOf;
-using peer::CheckedTensors;
 using peer::CheckIncarnation;
 using peer::CheckSize;
 using peer::FlagsOf;
@@ -35,13 +35,12 @@ using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
 using peer::SameLength;
+using peer::SetBucket;
 using peer::SetIds;
 using peer::SetSlot;
 using peer::SetStatus;
 using peer::SetStatusOf;
-using peer::SetTensors;
 using peer::SlotOf;
-using peer::TensorsOf;
 using peer::TextOf;
 using peer::TextToWire;
 using peer::VerificationOf;
@@ -130,10 +129,8 @@ void Put(const PeerHeader& v, v1::PeerAnswer* wire) {
   out->set_part(header.part.value());
   out->set_group_seq(header.group_seq);
   out->set_root(header.root.value());
-  SetTensors(header.content->tensors, header.content->ranges, header.content->byte_offsets,
-             out->mutable_content());
+  SetBucket(*header.content, header.slot, out);
   out->set_bytes(header.content->bytes);
-  if (header.slot.has_value()) SetSlot(*header.slot, out->mutable_slot());
   out->set_leased(header.leased);
   out->set_verification(ToWire(header.verification));
   out->set_digest(v.digest);
@@ -395,17 +392,13 @@ absl::StatusOr<BucketHeader> HeaderOf(const v1::PeerHeader& wire, const PeerBoun
   REFITD_RETURN_IF_ERROR(NotNegative(wire.group_seq(), "header.group_seq"));
   out.group_seq = wire.group_seq();
   out.root = NodeId(wire.root());
-  REFITD_ASSIGN_OR_RETURN(CheckedTensors tensors,
-                          TensorsOf(wire.content(), wire.has_slot(), bounds, "header.content"));
-  if (wire.bytes() != tensors.bytes) {
-    return Invalid("header.bytes is {} where the content has {}", wire.bytes(), tensors.bytes);
+  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(wire, bounds));
+  out.slot = bucket.slot;
+  PartContent content = WholeBucket(std::make_shared<const CheckedBucket>(std::move(bucket)));
+  if (wire.bytes() != content.bytes) {
+    return Invalid("header.bytes is {} where the content has {}", wire.bytes(), content.bytes);
   }
-  out.content = std::make_shared<const PartContent>(
-      PartContent{std::move(tensors.tensors), std::move(tensors.ranges),
-                  std::move(tensors.byte_offsets), tensors.bytes});
-  if (wire.has_slot()) {
-    REFITD_ASSIGN_OR_RETURN(out.slot, SlotOf(wire.slot(), bounds, "header.slot"));
-  }
+  out.content = std::make_shared<const PartContent>(std::move(content));
   out.leased = wire.leased();
   REFITD_ASSIGN_OR_RETURN(out.verification,
                           VerificationOf(wire.verification(), "header.verification"));

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/group/bucket_draft.h"
 #include "daemon/link/commands.h"
 #include "daemon/link/hello.h"
 #include "daemon/link/limits.h"
@@ -37,6 +38,7 @@ constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
 FIELDS(SlotGrant, a, b)
 FIELDS(TensorSpec, a, b, c)
 FIELDS(TensorRange, a, b, c)
+FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e, f)
 FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m)
@@ -47,7 +49,7 @@ FIELDS(PeerFailed, a, b, c)
 FIELDS(PeerAck, a, b, c)
 FIELDS(LeaseSlotEvent, a, b, c, d, e)
 FIELDS(ReleaseSlotEvent, a, b, c)
-FIELDS(BucketEvent, a, b, c, d, e, f, g, h, i, j)
+FIELDS(BucketEvent, a, b, c, d, e, f)
 FIELDS(CommitEvent, a, b, c, d, e, f, g)
 FIELDS(AbortEvent, a, b, c, d, e, f)
 FIELDS(RefitEvent, a, b, c, d, e, f, g, h, i)
@@ -149,6 +151,7 @@ bool Equal(const std::optional<T>& a, const std::optional<T>& b);
 template <typename T>
 bool Equal(const std::shared_ptr<T>& a, const std::shared_ptr<T>& b);
 bool Equal(const std::shared_ptr<const Layout>& a, const std::shared_ptr<const Layout>& b);
+bool Equal(const CheckedBucket::Place& a, const CheckedBucket::Place& b);
 bool Equal(const std::shared_ptr<const RoutePlan>& a, const std::shared_ptr<const RoutePlan>& b);
 template <typename... T>
 bool Equal(const std::variant<T...>& a, const std::variant<T...>& b);
@@ -187,6 +190,10 @@ bool Equal(const std::shared_ptr<const Layout>& a, const std::shared_ptr<const L
   return a->tensors == b->tensors && a->pieces == b->pieces &&
          a->binding_generation == b->binding_generation && a->pushed_tensors == b->pushed_tensors;
 }
+// Only places in a slot are known to other daemons.
+bool Equal(const CheckedBucket::Place& a, const CheckedBucket::Place& b) {
+  return a.byte_offset == b.byte_offset;
+}
 bool Equal(const std::shared_ptr<const RoutePlan>& a, const std::shared_ptr<const RoutePlan>& b) {
   if (a == nullptr || b == nullptr) return a == b;
   return a->Digest() == b->Digest() && a->tensors == b->tensors &&
@@ -216,28 +223,22 @@ TensorSpec RandomTensor(Rng& rng) {
   return tensor;
 }
 
-struct RandomTensors {
-  std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;
+std::shared_ptr<const CheckedBucket> SomeBucket(Rng& rng, int64_t seq,
+                                                const std::optional<SlotGrant>& slot) {
+  BucketDraft out;
+  out.seq = seq;
   std::vector<int64_t> offsets;
-  int64_t bytes = 0;
-};
-RandomTensors SomeTensors(Rng& rng, bool slot) {
-  RandomTensors out;
+  int64_t end = 0;
   for (int64_t n = Between(rng, 1, 5); n > 0; --n) {
-    out.tensors.push_back(RandomTensor(rng));
-    const int64_t count = *ElementCount(out.tensors.back().shape);
+    const TensorSpec tensor = RandomTensor(rng);
+    const int64_t count = *ElementCount(tensor.shape);
     const int64_t start = Between(rng, 0, count);
-    out.ranges.push_back(
-        {static_cast<uint32_t>(out.ranges.size()), start, Between(rng, 0, count - start)});
-    const int64_t bytes = out.ranges.back().count * ElementBytes(out.tensors.back().dtype);
-    if (slot) {
-      out.bytes = AlignUp(out.bytes);
-      out.offsets.push_back(out.bytes);
-    }
-    out.bytes += bytes;
+    out.Add(tensor, start, Between(rng, 0, count - start));
+    offsets.push_back(AlignUp(end));
+    end = offsets.back() + out.BytesOf(out.ranges.back());
   }
-  return out;
+  if (slot.has_value()) out.LieIn(*slot, offsets);
+  return BucketEvent(out).bucket;
 }
 
 template <typename T>
@@ -276,7 +277,7 @@ void FillOne(Rng& rng, ReplicaPart* v) {
 }
 void FillOne(Rng& /*rng*/, EmptyReply* /*v*/) {}
 // Filled together with the values that contain them.
-void FillOne(Rng& /*rng*/, TensorRange* /*v*/) {}
+void FillOne(Rng& /*rng*/, std::shared_ptr<const CheckedBucket>* /*v*/) {}
 void FillOne(Rng& /*rng*/, std::shared_ptr<const PartContent>* /*v*/) {}
 void FillOne(Rng& rng, std::shared_ptr<const Layout>* v) {
   Layout layout;
@@ -375,10 +376,9 @@ void Agree(Rng& rng, EngineIdentity* v) {
 void Agree(Rng& rng, PeerWelcome* v) { v->trainer_ranks = static_cast<int>(Between(rng, 0, 9)); }
 void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }
 void Agree(Rng& rng, BucketEvent* v) {
-  RandomTensors tensors = SomeTensors(rng, v->slot.has_value());
-  v->tensors = std::move(tensors.tensors);
-  v->ranges = std::move(tensors.ranges);
-  v->slot_byte_offsets = std::move(tensors.offsets);
+  std::optional<SlotGrant> slot;
+  FillOne(rng, &slot);
+  v->bucket = SomeBucket(rng, Between(rng, 0, 1'000'000'000'000), slot);
 }
 void Agree(Rng& rng, PeerPartDone* v) {
   v->failed_destination = static_cast<int>(Between(rng, -1, 5));
@@ -415,10 +415,7 @@ void Agree(Rng& rng, PeerPrepare* v) {
   v->trainer_ranks = static_cast<int>(Between(rng, 0, 9));
 }
 void Agree(Rng& rng, BucketHeader* v) {
-  RandomTensors tensors = SomeTensors(rng, v->slot.has_value());
-  v->content = std::make_shared<const PartContent>(
-      PartContent{std::move(tensors.tensors), std::move(tensors.ranges), std::move(tensors.offsets),
-                  tensors.bytes});
+  v->content = std::make_shared<const PartContent>(WholeBucket(SomeBucket(rng, 0, v->slot)));
   v->leased = v->leased && v->slot.has_value();
 }
 void Agree(Rng& rng, PeerHeader* v) {
@@ -426,7 +423,7 @@ void Agree(Rng& rng, PeerHeader* v) {
   v->fill_slot = v->fill_slot && v->header.slot.has_value();
   if (!v->header.slot.has_value()) v->staged.clear();
   v->bucket_ranges.clear();
-  for (size_t i = 0; v->is_root && i < v->header.content->tensors.size(); ++i) {
+  for (size_t i = 0; v->is_root && i < v->header.content->ranges.size(); ++i) {
     v->bucket_ranges.push_back(static_cast<uint32_t>(Between(rng, 0, 9)));
   }
   for (size_t i = 0; i < v->ranks.size(); ++i) v->ranks[i] = static_cast<uint32_t>(7 * i);
@@ -806,19 +803,18 @@ std::vector<TensorSpec> ManyTensors(size_t count, size_t name_bytes) {
 
 TEST_CASE("A message that the other daemon would not take is an error that names the limit") {
   PeerHeader header;
-  PartContent content;
-  content.tensors = ManyTensors(kMaxTensorsPerBucket, 200);
-  for (uint32_t i = 0; i < content.tensors.size(); ++i) content.ranges.push_back({i, 0, 2});
-  header.header.content = std::make_shared<const PartContent>(content);
+  BucketDraft draft;
+  draft.call = CallId(1);
+  draft.member = MemberId(1);
+  for (TensorSpec& tensor : ManyTensors(kMaxTensorsPerBucket, 200)) {
+    draft.Add(std::move(tensor), 0, 2);
+  }
+  const BucketEvent bucket = draft;
+  header.header.content = std::make_shared<const PartContent>(WholeBucket(bucket.bucket));
   const auto answer = ToWire(PeerCommand(header), kMessageBytes);
   CHECK(answer.status().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(answer.status()), Contains("more than message_bytes of 8388608"));
 
-  BucketEvent bucket;
-  bucket.call = CallId(1);
-  bucket.member = MemberId(1);
-  bucket.tensors = content.tensors;
-  bucket.ranges = content.ranges;
   const auto report = ToWire(PeerReport(PeerCall{bucket}), kBounds, kMessageBytes);
   CHECK(report.status().code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(report.status()), Contains("message_bytes"));
@@ -832,7 +828,7 @@ TEST_CASE("A bucket that passes CheckHeaderFits never makes a header that is too
     const auto answer = ToWire(PeerCommand(header), kMessageBytes);
     REQUIRE(answer.ok());
     const auto bytes = static_cast<int64_t>(answer->at(0).ByteSizeLong());
-    CHECK(CheckHeaderFits(header.header.content->tensors, bytes).code() ==
+    CHECK(CheckHeaderFits(header.header.content->bucket->tensors, bytes).code() ==
           absl::StatusCode::kResourceExhausted);
   }
   CHECK(CheckHeaderFits(ManyTensors(100, 100), kMinPeerMessageBytes).ok());

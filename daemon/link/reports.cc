@@ -19,8 +19,8 @@ namespace refitd {
 namespace {
 
 using peer::AtMost;
+using peer::BucketOf;
 using peer::CallOf;
-using peer::CheckedTensors;
 using peer::CheckSize;
 using peer::IndicesOf;
 using peer::InRange;
@@ -33,11 +33,10 @@ using peer::NotNegative;
 using peer::OpaqueOf;
 using peer::PartOf;
 using peer::ReadStatus;
+using peer::SetBucket;
 using peer::SetSlot;
 using peer::SetStatusOf;
-using peer::SetTensors;
 using peer::SlotOf;
-using peer::TensorsOf;
 using peer::TextOf;
 using peer::TextToWire;
 using peer::VersionOf;
@@ -125,9 +124,8 @@ void PutEvent(const BucketEvent& e, v1::PeerCall* wire) {
   v1::PeerBucket* out = wire->mutable_bucket();
   out->set_request_id(e.request_id);
   out->set_version(e.version.value());
-  out->set_seq(e.seq);
-  SetTensors(e.tensors, e.ranges, e.slot_byte_offsets, out->mutable_tensors());
-  if (e.slot.has_value()) SetSlot(*e.slot, out->mutable_slot());
+  out->set_seq(e.bucket->seq);
+  SetBucket(WholeBucket(e.bucket), e.bucket->slot, out);
   out->set_update_id(e.update.value());
 }
 
@@ -386,15 +384,9 @@ absl::StatusOr<PeerCall> CallFrom(const v1::PeerBucket& wire, const PeerBounds& 
                           TextOf(wire.request_id(), "bucket.request_id", kMaxRequestIdBytes));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "bucket.version"));
   REFITD_RETURN_IF_ERROR(NotNegative(wire.seq(), "bucket.seq"));
-  out.seq = wire.seq();
-  REFITD_ASSIGN_OR_RETURN(CheckedTensors tensors,
-                          TensorsOf(wire.tensors(), wire.has_slot(), bounds, "bucket.tensors"));
-  out.tensors = std::move(tensors.tensors);
-  out.ranges = std::move(tensors.ranges);
-  out.slot_byte_offsets = std::move(tensors.byte_offsets);
-  if (wire.has_slot()) {
-    REFITD_ASSIGN_OR_RETURN(out.slot, SlotOf(wire.slot(), bounds, "bucket.slot"));
-  }
+  REFITD_ASSIGN_OR_RETURN(CheckedBucket bucket, BucketOf(wire, bounds));
+  bucket.seq = wire.seq();
+  out.bucket = std::make_shared<const CheckedBucket>(std::move(bucket));
   out.update = UpdateId(wire.update_id());
   return PeerCall{std::move(out)};
 }
@@ -694,7 +686,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> ToWire(const PeerReport& report,
   if (const auto* call = std::get_if<PeerCall>(&report)) {
     // A call that the group would refuse must not end the link.
     if (const auto* bucket = std::get_if<BucketEvent>(&call->event)) {
-      REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, message_bytes));
+      REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->bucket->tensors, message_bytes));
     }
     if (const auto* begin = std::get_if<BeginEvent>(&call->event)) {
       REFITD_RETURN_IF_ERROR(

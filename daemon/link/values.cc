@@ -142,26 +142,14 @@ absl::StatusOr<std::vector<uint32_t>> IndicesOf(
   return std::vector<uint32_t>(wire.begin(), wire.end());
 }
 
-// ---- tensors ----
-
-void SetTensors(const std::vector<TensorSpec>& tensors, const std::vector<TensorRange>& ranges,
-                const std::vector<int64_t>& byte_offsets, v1::PeerTensors* wire) {
-  for (const TensorSpec& tensor : tensors) {
-    wire->add_names(tensor.name);
-    wire->add_dtypes(ToWire(tensor.dtype));
-    *wire->add_shapes() = ToWire(tensor.shape);
-  }
-  for (const TensorRange& range : ranges) {
-    wire->add_starts(range.start);
-    wire->add_sizes(range.count);
-  }
-  wire->mutable_byte_offsets()->Add(byte_offsets.begin(), byte_offsets.end());
-}
+// ---- buckets ----
 
 absl::Status SameLength(int got, size_t want, std::string_view field) {
   if (static_cast<size_t>(got) == want) return absl::OkStatus();
   return Invalid("{} has {} entries where names has {}", field, got, want);
 }
+
+namespace {
 
 absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& wire,
                                                   const std::vector<TensorSpec>& tensors,
@@ -190,22 +178,19 @@ absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& wire,
   return ranges;
 }
 
-int64_t BytesOf(const TensorSpec& tensor, const TensorRange& range) {
-  return range.count * ElementBytes(tensor.dtype);
-}
-
+// Checks that the offsets lie in the slot, are aligned, and that the ranges do not overlap.
 absl::StatusOr<std::vector<int64_t>> OffsetsOf(const v1::PeerTensors& wire,
-                                               const std::vector<TensorSpec>& tensors,
-                                               const std::vector<TensorRange>& ranges,
-                                               bool has_slot, const PeerBounds& bounds,
-                                               std::string_view name) {
+                                               const CheckedBucket& bucket, bool has_slot,
+                                               const PeerBounds& bounds, std::string_view name) {
+  const std::vector<TensorSpec>& tensors = bucket.tensors;
+  const std::vector<TensorRange>& ranges = bucket.ranges;
   const std::string field = fmt::format("{}.byte_offsets", name);
   REFITD_RETURN_IF_ERROR(SameLength(wire.byte_offsets_size(), has_slot ? tensors.size() : 0,
                                     has_slot ? field : field + " (there is no slot)"));
   std::vector<int64_t> offsets(wire.byte_offsets().begin(), wire.byte_offsets().end());
   std::vector<size_t> order;
   for (size_t i = 0; i < offsets.size(); ++i) {
-    const int64_t bytes = BytesOf(tensors[i], ranges[i]);
+    const int64_t bytes = bucket.BytesOf(ranges[i]);
     REFITD_RETURN_IF_ERROR(
         InRange(offsets[i], 0, bounds.slot_bytes - bytes, fmt::format("{}[{}]", field, i)));
     if (offsets[i] % ElementBytes(tensors[i].dtype) != 0) {
@@ -218,28 +203,68 @@ absl::StatusOr<std::vector<int64_t>> OffsetsOf(const v1::PeerTensors& wire,
             [&](size_t a, size_t b) { return offsets[a] < offsets[b]; });
   for (size_t k = 1; k < order.size(); ++k) {
     const size_t before = order[k - 1];
-    if (offsets[before] + BytesOf(tensors[before], ranges[before]) > offsets[order[k]]) {
+    if (offsets[before] + bucket.BytesOf(ranges[before]) > offsets[order[k]]) {
       return Invalid("{}[{}] is {}: overlaps entry {}", field, order[k], offsets[order[k]], before);
     }
   }
   return offsets;
 }
 
-absl::StatusOr<CheckedTensors> TensorsOf(const v1::PeerTensors& wire, bool has_slot,
-                                         const PeerBounds& bounds, std::string_view field) {
-  CheckedTensors out;
-  REFITD_RETURN_IF_ERROR(
-      InRange(wire.names_size(), 1, kMaxTensorsPerBucket, fmt::format("{}.names' length", field)));
-  REFITD_ASSIGN_OR_RETURN(out.tensors, CheckManifest(wire.names(), wire.dtypes(), wire.shapes(),
-                                                     field, kMaxTensorsPerBucket));
-  REFITD_ASSIGN_OR_RETURN(out.ranges, RangesOf(wire, out.tensors, field));
-  REFITD_ASSIGN_OR_RETURN(out.byte_offsets,
-                          OffsetsOf(wire, out.tensors, out.ranges, has_slot, bounds, field));
-  for (size_t i = 0; i < out.tensors.size(); ++i) {
-    const int64_t bytes = BytesOf(out.tensors[i], out.ranges[i]);
-    out.bytes = has_slot ? std::max(out.bytes, out.byte_offsets[i] + bytes) : out.bytes + bytes;
+template <typename Wire>
+void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,
+               v1::PeerTensors* tensors, Wire* wire) {
+  for (size_t i = 0; i < content.ranges.size(); ++i) {
+    const TensorSpec& tensor = content.tensor(i);
+    tensors->add_names(tensor.name);
+    tensors->add_dtypes(ToWire(tensor.dtype));
+    *tensors->add_shapes() = ToWire(tensor.shape);
+    tensors->add_starts(content.ranges[i].start);
+    tensors->add_sizes(content.ranges[i].count);
   }
+  tensors->mutable_byte_offsets()->Add(content.byte_offsets.begin(), content.byte_offsets.end());
+  if (slot.has_value()) SetSlot(*slot, wire->mutable_slot());
+}
+
+// `field` names the tensors in errors, `slot_field` the slot.
+template <typename Wire>
+absl::StatusOr<CheckedBucket> BucketOf(const v1::PeerTensors& tensors, const Wire& wire,
+                                       const PeerBounds& bounds, std::string_view field,
+                                       std::string_view slot_field) {
+  CheckedBucket out;
+  REFITD_RETURN_IF_ERROR(InRange(tensors.names_size(), 1, kMaxTensorsPerBucket,
+                                 fmt::format("{}.names' length", field)));
+  REFITD_ASSIGN_OR_RETURN(out.tensors,
+                          CheckManifest(tensors.names(), tensors.dtypes(), tensors.shapes(), field,
+                                        kMaxTensorsPerBucket));
+  REFITD_ASSIGN_OR_RETURN(out.ranges, RangesOf(tensors, out.tensors, field));
+  for (const TensorRange& range : out.ranges) out.bytes += out.BytesOf(range);
+  REFITD_ASSIGN_OR_RETURN(const std::vector<int64_t> offsets,
+                          OffsetsOf(tensors, out, wire.has_slot(), bounds, field));
+  if (!wire.has_slot()) return out;
+  out.source = CheckedBucket::Source::kSlot;
+  for (const int64_t offset : offsets) out.places.push_back({.byte_offset = offset});
+  REFITD_ASSIGN_OR_RETURN(out.slot, SlotOf(wire.slot(), bounds, slot_field));
   return out;
+}
+
+}  // namespace
+
+void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,
+               v1::PeerBucket* wire) {
+  SetBucket(content, slot, wire->mutable_tensors(), wire);
+}
+
+void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,
+               v1::PeerHeader* wire) {
+  SetBucket(content, slot, wire->mutable_content(), wire);
+}
+
+absl::StatusOr<CheckedBucket> BucketOf(const v1::PeerBucket& wire, const PeerBounds& bounds) {
+  return BucketOf(wire.tensors(), wire, bounds, "bucket.tensors", "bucket.slot");
+}
+
+absl::StatusOr<CheckedBucket> BucketOf(const v1::PeerHeader& wire, const PeerBounds& bounds) {
+  return BucketOf(wire.content(), wire, bounds, "header.content", "header.slot");
 }
 
 absl::StatusOr<Verification> VerificationOf(v1::Verification wire, std::string_view field) {

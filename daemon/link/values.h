@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -119,35 +120,19 @@ absl::StatusOr<std::vector<uint32_t>> IndicesOf(
     const google::protobuf::RepeatedField<uint32_t>& wire, int64_t limit, int64_t bound,
     std::string_view field);
 
-// ---- tensors ----
-
-void SetTensors(const std::vector<TensorSpec>& tensors, const std::vector<TensorRange>& ranges,
-                const std::vector<int64_t>& byte_offsets, v1::PeerTensors* wire);
+// ---- buckets ----
 
 absl::Status SameLength(int got, size_t want, std::string_view field);
 
-absl::StatusOr<std::vector<TensorRange>> RangesOf(const v1::PeerTensors& wire,
-                                                  const std::vector<TensorSpec>& tensors,
-                                                  std::string_view field);
+// What a bucket and a part's header have in common: the tensors, and the slot in which they lie.
+void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,
+               v1::PeerBucket* wire);
+void SetBucket(const PartContent& content, const std::optional<SlotGrant>& slot,
+               v1::PeerHeader* wire);
 
-int64_t BytesOf(const TensorSpec& tensor, const TensorRange& range);
-
-// Checks that the offsets lie in the slot, are aligned, and that the ranges do not overlap.
-absl::StatusOr<std::vector<int64_t>> OffsetsOf(const v1::PeerTensors& wire,
-                                               const std::vector<TensorSpec>& tensors,
-                                               const std::vector<TensorRange>& ranges,
-                                               bool has_slot, const PeerBounds& bounds,
-                                               std::string_view name);
-
-struct CheckedTensors {
-  std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;
-  std::vector<int64_t> byte_offsets;
-  int64_t bytes = 0;  // the end of the last tensor; without offsets, the bytes carried
-};
-
-absl::StatusOr<CheckedTensors> TensorsOf(const v1::PeerTensors& wire, bool has_slot,
-                                         const PeerBounds& bounds, std::string_view field);
+// A part is read as a bucket of its own. Without a slot, only the other daemon knows its bytes.
+absl::StatusOr<CheckedBucket> BucketOf(const v1::PeerBucket& wire, const PeerBounds& bounds);
+absl::StatusOr<CheckedBucket> BucketOf(const v1::PeerHeader& wire, const PeerBounds& bounds);
 
 absl::StatusOr<Verification> VerificationOf(v1::Verification wire, std::string_view field);
 

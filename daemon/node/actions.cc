@@ -24,7 +24,7 @@ v1::EngineEvent PartEvent(const SendPart& part, int64_t slot_bytes) {
   bucket.set_slot_byte_offset(int64_t{part.slot.slot.value()} * slot_bytes);
   bucket.set_bytes(content.bytes);
   for (size_t i = 0; i < content.ranges.size(); ++i) {
-    const TensorSpec& tensor = content.tensors[content.ranges[i].tensor];
+    const TensorSpec& tensor = content.tensor(i);
     bucket.add_names(tensor.name);
     bucket.add_dtypes(ToWire(tensor.dtype));
     *bucket.add_shapes() = ToWire(tensor.shape);

@@ -17,7 +17,7 @@ void Calls::Add(CallId id, Call call) {
   REFITD_CHECK(call.reply != nullptr);
   REFITD_CHECK(!calls_.contains(id));
   calls_[id] = {std::move(call.group), std::move(call.reply)};
-  if (call.bucket.has_value()) buckets_[id] = *std::move(call.bucket);
+  if (call.bucket != nullptr) buckets_[id] = std::move(call.bucket);
   if (call.layout.has_value()) layouts_[id] = *std::move(call.layout);
 }
 
@@ -41,11 +41,6 @@ const std::string* Calls::GroupOf(CallId id) const {
   return it == calls_.end() ? nullptr : &it->second.group;
 }
 
-const CheckedBucket* Calls::BucketOf(CallId id) const {
-  const auto it = buckets_.find(id);
-  return it == buckets_.end() ? nullptr : &it->second;
-}
-
 std::vector<std::shared_ptr<const Layout>> Calls::LayoutsOf(MemberId member) const {
   std::vector<std::shared_ptr<const Layout>> layouts;
   for (const auto& [id, pending] : layouts_) {
@@ -56,7 +51,7 @@ std::vector<std::shared_ptr<const Layout>> Calls::LayoutsOf(MemberId member) con
 
 bool Calls::IsSource(RegionId region) const {
   return std::any_of(buckets_.begin(), buckets_.end(), [region](const auto& entry) {
-    const CheckedBucket& bucket = entry.second;
+    const CheckedBucket& bucket = *entry.second;
     return bucket.source == CheckedBucket::Source::kRegions &&
            std::any_of(bucket.places.begin(), bucket.places.end(),
                        [region](const auto& place) { return place.region == region; });
@@ -103,7 +98,7 @@ void Calls::CheckInvariants() const {
   }
   for (const auto& [id, bucket] : buckets_) {
     REFITD_CHECK(calls_.contains(id));
-    REFITD_CHECK(bucket.ranges.size() == bucket.tensors.size());
+    REFITD_CHECK(bucket != nullptr && bucket->ranges.size() == bucket->tensors.size());
   }
   for (const auto& [id, pending] : layouts_) {
     REFITD_CHECK(calls_.contains(id));

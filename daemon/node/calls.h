@@ -22,9 +22,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "daemon/checks/bucket.h"
 #include "daemon/group/group.h"
 #include "transport/base/ids.h"
+#include "transport/bucket.h"
 #include "transport/plan/layout.h"
 
 namespace refitd {
@@ -46,7 +46,7 @@ class Calls {
   struct Call {
     std::string group;
     ReplyFunction reply;
-    std::optional<CheckedBucket> bucket{};
+    std::shared_ptr<const CheckedBucket> bucket{};
     std::optional<PendingLayout> layout{};
   };
 
@@ -59,8 +59,8 @@ class Calls {
 
   // The call's group. Null: the call is answered.
   const std::string* GroupOf(CallId id) const;
-  // Null: the call is answered, or came without a bucket.
-  const CheckedBucket* BucketOf(CallId id) const;
+  // Whether the call came with a bucket and is not answered yet.
+  bool HasBucket(CallId id) const { return buckets_.contains(id); }
   // Layouts of the member that are not answered yet.
   std::vector<std::shared_ptr<const Layout>> LayoutsOf(MemberId member) const;
   // Whether the region is the source of an unanswered bucket.
@@ -92,7 +92,7 @@ class Calls {
 
   std::map<CallId, Waiting> calls_;
   // The buckets and layouts that came with some of calls_.
-  std::map<CallId, CheckedBucket> buckets_;
+  std::map<CallId, std::shared_ptr<const CheckedBucket>> buckets_;
   std::map<CallId, PendingLayout> layouts_;
   std::map<CallId, Opening> opening_;
 };

@@ -12,13 +12,14 @@ ReplyFunction Ignore() {
   return [](const absl::Status&, const ReplyPayload&) {};
 }
 
-CheckedBucket FromRegion(RegionId region) {
+std::shared_ptr<const CheckedBucket> FromRegion(
+    RegionId region, CheckedBucket::Source source = CheckedBucket::Source::kRegions) {
   CheckedBucket bucket;
-  bucket.source = CheckedBucket::Source::kRegions;
+  bucket.source = source;
   bucket.tensors.resize(1);
   bucket.ranges.resize(1);
   bucket.places.push_back({.region = region});
-  return bucket;
+  return std::make_shared<const CheckedBucket>(std::move(bucket));
 }
 
 std::shared_ptr<const Layout> LayoutOf(uint64_t generation) {
@@ -35,7 +36,7 @@ TEST_CASE("a call is answered once, and what it brought goes with its answer") {
   calls.CheckInvariants();
   REQUIRE(calls.GroupOf(CallId(1)) != nullptr);
   CHECK(*calls.GroupOf(CallId(1)) == "g");
-  REQUIRE(calls.BucketOf(CallId(1)) != nullptr);
+  REQUIRE(calls.HasBucket(CallId(1)));
   CHECK(calls.IsSource(RegionId(7)));
   CHECK_FALSE(calls.IsSource(RegionId(8)));
   REQUIRE(calls.LayoutsOf(MemberId(3)).size() == 1);
@@ -52,7 +53,7 @@ TEST_CASE("a call is answered once, and what it brought goes with its answer") {
 
   CHECK_FALSE(calls.Take(CallId(1)).has_value());
   CHECK(calls.GroupOf(CallId(1)) == nullptr);
-  CHECK(calls.BucketOf(CallId(1)) == nullptr);
+  CHECK_FALSE(calls.HasBucket(CallId(1)));
   CHECK_FALSE(calls.IsSource(RegionId(7)));
   CHECK(calls.LayoutsOf(MemberId(3)).empty());
   calls.CheckInvariants();
@@ -60,9 +61,7 @@ TEST_CASE("a call is answered once, and what it brought goes with its answer") {
 
 TEST_CASE("a bucket that brings its bytes with the call holds no region") {
   Calls calls;
-  CheckedBucket bucket = FromRegion(RegionId(0));
-  bucket.source = CheckedBucket::Source::kInline;
-  calls.Add(CallId(1), {"g", Ignore(), std::move(bucket)});
+  calls.Add(CallId(1), {"g", Ignore(), FromRegion(RegionId(0), CheckedBucket::Source::kInline)});
   CHECK_FALSE(calls.IsSource(RegionId(0)));
 }
 

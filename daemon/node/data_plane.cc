@@ -97,12 +97,9 @@ void DataPlane::Start(GroupRecord* group, const StartTransfer& start, absl::Stat
   if (status.ok()) {
     const auto done = [this, name](const Executor::Done& d) { EndTransfer(name, d); };
     const GroupMemory memory(*state_.leases, *group);
-    // A call of 0: another daemon sent the part, which is in the slot.
-    if (start.bucket_call == CallId()) {
-      status = executor_.Start(start, Executor::SlotBucket(start), memory, done);
-    } else if (const CheckedBucket* bucket = state_.calls->BucketOf(start.bucket_call);
-               bucket != nullptr) {
-      status = executor_.Start(start, *bucket, memory, done);
+    // P6: after the answer to its call, the bucket's source may be gone.
+    if (start.bucket_call == CallId() || state_.calls->HasBucket(start.bucket_call)) {
+      status = executor_.Start(start, memory, done);
     } else {
       status = absl::InternalError("the bucket is gone");
     }

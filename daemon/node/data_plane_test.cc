@@ -387,15 +387,13 @@ struct Part {
     member.regions[RegionId(1)] = std::move(region);
     world->leases.Add(std::move(member));
 
-    auto content = std::make_shared<PartContent>();
-    content->tensors = layout->tensors;
-    content->ranges = {{0, 0, 16}};
-    content->byte_offsets = {0};
-    content->bytes = 16;
+    auto bucket = std::make_shared<CheckedBucket>();
+    bucket->tensors = layout->tensors;
+    bucket->ranges = {{0, 0, 16}};
     start.update = UpdateId(1);
     start.version = Version(1);
-    start.bucket_ranges = {0};
-    start.content = std::move(content);
+    start.content =
+        std::make_shared<const PartContent>(PartContent{bucket, bucket->ranges, {0}, 16});
     start.source_slot = SlotGrant{SlotIndex(1), GrantId(1)};
     start.index = *DestinationIndex::Make({layout}, {"engine"});
     start.destinations = {MemberId(1)};

@@ -94,7 +94,7 @@ void Layouts::Register(CallId call, const Caller& caller, bool engine, Layout la
                               if (status.ok()) return reply(registered);
                               reply(status);
                             },
-                            std::nullopt, Calls::PendingLayout{id, *checked}});
+                            nullptr, Calls::PendingLayout{id, *checked}});
     turn.Handle(group, LayoutRegistered{id, *checked, call, registered.digest});
   } else {
     turn.Answer([reply, status = member.status()] { reply(status); });

@@ -88,7 +88,7 @@ TEST_CASE("a region is not taken while a layout or an unanswered bucket uses it"
 
   const ReplyFunction ignore = [](const absl::Status&, const ReplyPayload&) {};
   world.calls.Add(CallId(1),
-                  {"g", ignore, std::nullopt, Calls::PendingLayout{MemberId(1), LayoutOn(region)}});
+                  {"g", ignore, nullptr, Calls::PendingLayout{MemberId(1), LayoutOn(region)}});
   CHECK(world.memory.Take(member, region, world.calls).status().code() ==
         absl::StatusCode::kFailedPrecondition);
   world.calls.Take(CallId(1));
@@ -96,7 +96,8 @@ TEST_CASE("a region is not taken while a layout or an unanswered bucket uses it"
   CheckedBucket bucket;
   bucket.source = CheckedBucket::Source::kRegions;
   bucket.places.push_back({.region = region});
-  world.calls.Add(CallId(2), {"g", ignore, std::move(bucket)});
+  world.calls.Add(CallId(2),
+                  {"g", ignore, std::make_shared<const CheckedBucket>(std::move(bucket))});
   CHECK(world.memory.Take(member, region, world.calls).status().code() ==
         absl::StatusCode::kFailedPrecondition);
   world.calls.Take(CallId(2));

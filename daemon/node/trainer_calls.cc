@@ -35,12 +35,13 @@ absl::StatusOr<std::pair<std::string, GroupEvent>> TrainerCalls::MakeEvent(
 }
 
 void TrainerCalls::Hand(CallId call, const Caller& caller, ReplyFunction reply,
-                        const EventFunction& event, std::optional<CheckedBucket>* push) {
-  Turn turn(state_.turns, push != nullptr ? Turn::Order::kPush : Turn::Order::kAny);
+                        const EventFunction& event, Turn::Order order) {
+  Turn turn(state_.turns, order);
   absl::StatusOr<std::pair<std::string, GroupEvent>> made = MakeEvent(caller, event);
   if (made.ok()) {
-    state_.calls.Add(call, {made->first, std::move(reply),
-                            push != nullptr ? std::exchange(*push, std::nullopt) : std::nullopt});
+    const auto* push = std::get_if<BucketEvent>(&made->second);
+    state_.calls.Add(call,
+                     {made->first, std::move(reply), push != nullptr ? push->bucket : nullptr});
     turn.Handle(made->first, std::move(made->second));
   } else {
     turn.Answer(
@@ -115,7 +116,7 @@ void TrainerCalls::PushOpened(CallId call, const v1::PushBucketRequest& request,
   };
   // Checking many tensors takes long, so it is done outside the mutex, against a copy of the
   // regions.
-  const auto check = [&]() -> absl::StatusOr<CheckedBucket> {
+  const auto check = [&]() -> absl::StatusOr<std::shared_ptr<const CheckedBucket>> {
     {
       const Turn turn(state_.turns, Turn::Order::kPush);
       REFITD_ASSIGN_OR_RETURN(const MemberRecord* const member,
@@ -133,46 +134,36 @@ void TrainerCalls::PushOpened(CallId call, const v1::PushBucketRequest& request,
       }
       limits = {state_.options.inline_bytes, state_.groups.Of(*member)->machine->spec().slot_bytes};
     }
-    return CheckBucket(request.bucket(), limits, region_bytes, device);
+    REFITD_ASSIGN_OR_RETURN(CheckedBucket checked,
+                            CheckBucket(request.bucket(), limits, region_bytes, device));
+    return std::make_shared<const CheckedBucket>(std::move(checked));
   };
-  absl::StatusOr<CheckedBucket> bucket = check();
+  const absl::StatusOr<std::shared_ptr<const CheckedBucket>> bucket = check();
   BucketEvent event;
   event.call = call;
   event.request_id = request.request_id();
   event.version = Version(request.version());
   event.update = UpdateId(request.update_id());
-  if (bucket.ok()) {
-    event.seq = bucket->seq;
-    event.tensors = bucket->tensors;
-    event.ranges = bucket->ranges;
-    event.slot = bucket->slot;
-    if (bucket->slot.has_value()) {
-      for (const CheckedBucket::Place& place : bucket->places) {
-        event.slot_byte_offsets.push_back(place.byte_offset);
-      }
-    }
-  }
-  std::optional<CheckedBucket> kept;  // kept with the call until its reply
+  if (bucket.ok()) event.bucket = *bucket;
   Hand(
       call, caller, std::move(reply),
       [&](const MemberRecord& member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
           kInTurn) -> absl::StatusOr<GroupEvent> {
         REFITD_RETURN_IF_ERROR(CheckText(request.request_id(), kMaxRequestIdBytes, "request_id"));
         REFITD_RETURN_IF_ERROR(bucket.status());
-        if (!HasRegions(member.regions, *bucket)) {
+        if (!HasRegions(member.regions, **bucket)) {
           // A region was released meanwhile: the error is as if the region had never been there.
           std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
           return CheckBucket(request.bucket(), limits, region_bytes, device).status();
         }
         if (state_.peers.Any(member.group)) {
           // Other daemons must be able to read the headers that the bucket becomes.
-          REFITD_RETURN_IF_ERROR(CheckHeaderFits(bucket->tensors, state_.options.message_bytes));
+          REFITD_RETURN_IF_ERROR(CheckHeaderFits((*bucket)->tensors, state_.options.message_bytes));
         }
         event.member = member.id;
-        kept = *std::move(bucket);
         return std::move(event);
       },
-      &kept);
+      Turn::Order::kPush);
 }
 
 void TrainerCalls::CallGone(CallId call) {

@@ -61,10 +61,9 @@ class TrainerCalls {
                                                                const EventFunction& event)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kInTurn);
   // Authenticates, and hands `event(member)` to the member's group with `reply` waiting under
-  // `call`. `push`: the bucket that `event` checked, which is kept with the call; a push lets other
-  // callers go ahead.
+  // `call`. The bucket of a BucketEvent is kept with the call.
   void Hand(CallId call, const Caller& caller, ReplyFunction reply, const EventFunction& event,
-            std::optional<CheckedBucket>* push = nullptr);
+            Turn::Order order = Turn::Order::kAny);
 
   // ---- calls that wait for device memory (trainer_calls_device.cc) ----
   // Counts a call that waits on the thread for regions: at most outstanding_buckets a member.

@@ -18,6 +18,7 @@
 #include <variant>
 #include <vector>
 
+#include "daemon/group/bucket_draft.h"
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
 #include "daemon/link/commands.h"
@@ -613,15 +614,13 @@ class Bench {
     Drain();
     int64_t buckets = 0;
     for (size_t first = 0; first < tensors; first += each, ++buckets) {
-      BucketEvent bucket;
+      BucketDraft bucket;
       bucket.seq = buckets;
       for (size_t t = first; t < std::min(first + each, tensors); ++t) {
         const TensorSpec& tensor = model_.tensors[t];
-        bucket.ranges.push_back(
-            {static_cast<uint32_t>(bucket.tensors.size()), 0, Must(ElementCount(tensor.shape))});
-        bucket.tensors.push_back(tensor);
+        bucket.Add(tensor, 0, Must(ElementCount(tensor.shape)));
       }
-      Call("bucket", 0, std::move(bucket));
+      Call("bucket", 0, BucketEvent(bucket));
       Drain();
     }
     for (int r = 0; r < size_.trainer_ranks; ++r) {

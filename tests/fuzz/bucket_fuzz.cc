@@ -71,6 +71,8 @@ void CheckPlace(const v1::Bucket& bucket, const CheckedBucket& checked, const De
                 size_t i, int64_t bytes) {
   const CheckedBucket::Place& place = checked.places[i];
   switch (checked.source) {
+    case CheckedBucket::Source::kNone:
+      break;
     case CheckedBucket::Source::kInline:
       REFITD_CHECK(InsideAChunk(bucket, place.inline_data, bytes));
       return;

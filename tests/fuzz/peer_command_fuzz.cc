@@ -27,7 +27,8 @@ constexpr int64_t kMessageBytes = 8 << 20;
 
 void CheckHeader(const PeerHeader& header) {
   const PartContent& content = *header.header.content;
-  REFITD_CHECK(!content.tensors.empty() && content.ranges.size() == content.tensors.size());
+  const std::vector<TensorSpec>& tensors = content.bucket->tensors;
+  REFITD_CHECK(!tensors.empty() && content.ranges.size() == tensors.size());
   REFITD_CHECK(!header.wired || header.header.slot.has_value());
   if (!header.header.slot.has_value()) {
     REFITD_CHECK(content.byte_offsets.empty());
@@ -35,8 +36,8 @@ void CheckHeader(const PeerHeader& header) {
   }
   REFITD_CHECK(header.header.slot->slot.value() < static_cast<uint32_t>(kBounds.slots));
   REFITD_CHECK(content.bytes <= kBounds.slot_bytes);
-  for (size_t i = 0; i < content.tensors.size(); ++i) {
-    const int64_t bytes = content.ranges[i].count * ElementBytes(content.tensors[i].dtype);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t bytes = content.ranges[i].count * ElementBytes(tensors[i].dtype);
     REFITD_CHECK(content.byte_offsets[i] >= 0 && bytes >= 0);
     REFITD_CHECK(content.byte_offsets[i] <= content.bytes - bytes);
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "daemon/group/bucket_draft.h"
 #include "daemon/link/commands.h"
 #include "daemon/link/limits.h"
 #include "daemon/link/reports.h"
@@ -29,7 +30,7 @@ struct Cluster::Daemon : public MemoryResolver {
   std::vector<char> pool;
   std::map<MemberId, Rank*> members;
   std::map<CallId, std::shared_ptr<Answer>> calls;
-  std::map<CallId, std::pair<CheckedBucket, std::vector<char>>> buckets;
+  std::map<CallId, std::vector<char>> pushed;  // the bytes of buckets, until the answer
   uint64_t next_member = 1;
   uint32_t epoch_rank = 0;
 
@@ -171,13 +172,10 @@ std::shared_ptr<Answer> Cluster::Call(int trainer, GroupEvent event) {
         if constexpr (requires { e.member; }) e.member = r.member;
       },
       event);
-  if (const auto* bucket = std::get_if<BucketEvent>(&event)) {
-    auto& stored = daemons_[static_cast<size_t>(r.daemon)]->buckets[CallId(0)];
-    stored.first.tensors = bucket->tensors;
-    stored.first.ranges = bucket->ranges;
-    auto moved = std::move(stored);
-    daemons_[static_cast<size_t>(r.daemon)]->buckets.erase(CallId(0));
-    daemons_[static_cast<size_t>(r.daemon)]->buckets[call] = std::move(moved);
+  if (std::holds_alternative<BucketEvent>(event)) {
+    auto stored = daemons_[static_cast<size_t>(r.daemon)]->pushed.extract(CallId(0));
+    stored.key() = call;
+    daemons_[static_cast<size_t>(r.daemon)]->pushed.insert(std::move(stored));
   }
   Feed(r.daemon, std::move(event));
   return answer;
@@ -202,19 +200,14 @@ std::shared_ptr<Answer> Cluster::Begin(int trainer, Version version, Verificatio
 std::shared_ptr<Answer> Cluster::Push(int trainer, Version version, int64_t seq,
                                       const TensorSpec& tensor, std::vector<char> bytes) {
   Daemon& daemon = *daemons_[static_cast<size_t>(rank(trainer).daemon)];
-  auto& stored = daemon.buckets[CallId(0)];  // Call sets the bucket's number
-  stored.second = std::move(bytes);
-  CheckedBucket::Place place;
-  place.inline_data = stored.second.data();
-  stored.first.source = CheckedBucket::Source::kInline;
-  stored.first.places = {place};
-  stored.first.bytes = static_cast<int64_t>(stored.second.size());
-  BucketEvent e;
+  BucketDraft e;
+  e.source = CheckedBucket::Source::kInline;
+  e.places.push_back({.inline_data = bytes.data()});
   e.version = version;
   e.seq = seq;
-  e.tensors = {tensor};
-  e.ranges = {{0, 0, *ElementCount(tensor.shape)}};
-  return Call(trainer, std::move(e));
+  e.Add(tensor, 0, *ElementCount(tensor.shape));
+  daemon.pushed[CallId(0)] = std::move(bytes);  // Call sets the bucket's number
+  return Call(trainer, BucketEvent(e));
 }
 
 std::shared_ptr<Answer> Cluster::Commit(int trainer, Version version, int64_t bucket_count) {
@@ -271,7 +264,7 @@ void Cluster::Perform(int daemon, const MachineAction& action) {
 
 void Cluster::On(int daemon, const Reply& a) {
   Daemon& d = *daemons_[static_cast<size_t>(daemon)];
-  d.buckets.erase(a.call);
+  d.pushed.erase(a.call);
   const auto it = d.calls.find(a.call);
   if (it == d.calls.end()) return;
   *it->second = {true, a.status, a.payload};
@@ -316,10 +309,8 @@ void Cluster::On(int daemon, const StartTransfer& a) {
                                    result.failed_destination, result.source_digests}));
     });
   };
-  const auto bucket = d.buckets.find(a.bucket_call);
   ++jobs_;
-  const absl::Status status = d.executor->Start(
-      a, bucket == d.buckets.end() ? Executor::SlotBucket(a) : bucket->second.first, d, done);
+  const absl::Status status = d.executor->Start(a, d, done);
   if (status.ok()) return;
   --jobs_;
   Feed(daemon, GroupEvent(TransferDone{a.update, a.part, status, {}, -1, {}}));

@@ -114,8 +114,9 @@ Tag World::SourceTag(const Copy& copy, size_t range, int64_t i) const {
     const int64_t cell = content.byte_offsets[range] / kElementBytes + i;
     return copy.pool->slots[copy.start.source_slot->slot.value()][static_cast<size_t>(cell)];
   }
-  const uint32_t b = copy.start.bucket_ranges[range];
-  const int64_t offset = content.ranges[range].start - copy.source->bucket.ranges[b].start;
+  REFITD_CHECK(content.bucket == copy.source->bucket);  // one object from the push to the copy
+  const uint32_t b = content.ranges[range].tensor;
+  const int64_t offset = content.ranges[range].start - content.bucket->ranges[b].start;
   return copy.source->data[b][static_cast<size_t>(offset + i)];
 }
 
@@ -146,7 +147,7 @@ void World::RunCopy(const std::shared_ptr<Copy>& copy, bool end) {
                     copy->start.verification == Verification::kReadback;
   for (size_t i = 0; i < content.ranges.size(); ++i) {
     const TensorRange& range = content.ranges[i];
-    const uint32_t t = TensorOf(copy->g, content.tensors[range.tensor].name);
+    const uint32_t t = TensorOf(copy->g, content.tensor(i).name);
     const int64_t stop = range.start + (end ? range.count : range.count / 2);
     const auto pack = [&](SlotIndex index, Pool* pool) {
       std::vector<Tag>& slot = pool->slots[index.value()];
@@ -185,7 +186,7 @@ TransferDone World::ResultOf(const Copy& copy) const {
   done.bytes_written.resize(copy.pids.size());
   for (size_t i = 0; i < content.ranges.size(); ++i) {
     const TensorRange& range = content.ranges[i];
-    const uint32_t t = TensorOf(copy.g, content.tensors[range.tensor].name);
+    const uint32_t t = TensorOf(copy.g, content.tensor(i).name);
     for (size_t k = 0; k < copy.pids.size(); ++k) {
       if (copy.pids[k] == 0) continue;
       const Process& p = ProcessOf(copy.pids[k]);
@@ -224,7 +225,7 @@ void World::EndCopy(const std::shared_ptr<Copy>& copy, bool) {
       if (copy->pids[k] == 0 || done.bytes_written[k] == 0) continue;
       Process& p = ProcessOf(copy->pids[k]);
       const TensorRange& range = copy->start.content->ranges[0];
-      const uint32_t t = TensorOf(copy->g, copy->start.content->tensors[range.tensor].name);
+      const uint32_t t = TensorOf(copy->g, copy->start.content->tensor(0).name);
       const int64_t e = std::max(range.start, p.first[t]);
       if (e >= range.start + range.count ||
           e >= p.first[t] + static_cast<int64_t>(p.cells[t].size())) {

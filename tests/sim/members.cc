@@ -390,7 +390,7 @@ void World::HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& po
     const PartContent& content = *a.content;
     for (size_t i = 0; i < content.ranges.size(); ++i) {
       const TensorRange& range = content.ranges[i];
-      const uint32_t t = TensorOf(g, content.tensors[range.tensor].name);
+      const uint32_t t = TensorOf(g, content.tensor(i).name);
       const int64_t base = content.byte_offsets[i] / kElementBytes;
       for (int64_t e = 0; e < range.count; ++e) {
         q.cells[t][static_cast<size_t>(range.start + e)] =
@@ -761,42 +761,43 @@ void World::PushMore(int pid) {
   }
 }
 
-BucketEvent World::MakeBucket(int pid, size_t bucket) const {
+BucketDraft World::MakeBucket(int pid, size_t bucket) const {
   const Process& p = ProcessOf(pid);
   const GroupWorld& group = groups_[static_cast<size_t>(SeatOf(p).g)];
-  BucketEvent e;
+  BucketDraft e;
   e.version = group.job.version;
   e.update = BegunBy(p);
   e.seq = static_cast<int64_t>(bucket);
   for (const TensorRange& range :
        group.job.plan[static_cast<size_t>(SeatOf(p).rank)][bucket].ranges) {
-    e.ranges.push_back({static_cast<uint32_t>(e.tensors.size()), range.start, range.count});
-    e.tensors.push_back(group.model[range.tensor]);
+    e.Add(group.model[range.tensor], range.start, range.count);
   }
   return e;
 }
 
 void World::PushOne(int pid, size_t bucket, std::optional<SlotGrant> slot, int tries) {
   Process& p = ProcessOf(pid);
-  BucketEvent e = MakeBucket(pid, bucket);
+  BucketDraft e = MakeBucket(pid, bucket);
   e.request_id = fmt::format("p{}.{}.{}.{}", p.attempt, p.token, bucket, tries);
   auto source = std::make_shared<Source>();
-  source->bucket = e;
   int64_t offset = 0;
+  std::vector<int64_t> offsets;
   for (size_t i = 0; i < e.ranges.size(); ++i) {
     const uint32_t t = TensorOf(SeatOf(p).g, e.tensors[i].name);
     std::vector<Tag>& data = source->data.emplace_back();
     for (int64_t k = 0; k < e.ranges[i].count; ++k) {
       data.push_back(MakeTag(p.round, t, e.ranges[i].start + k));
     }
-    if (slot.has_value()) {
-      e.slot_byte_offsets.push_back(offset);
-      offset += e.ranges[i].count * kElementBytes;
-    }
+    offsets.push_back(offset);
+    offset += e.ranges[i].count * kElementBytes;
   }
-  if (slot.has_value()) EndPack(pid, *slot);
-  e.slot = slot;
-  CallTwice(pid, e, source,
+  if (slot.has_value()) {
+    EndPack(pid, *slot);
+    e.LieIn(*slot, offsets);
+  }
+  const BucketEvent event = e;
+  source->bucket = event.bucket;
+  CallTwice(pid, event, source,
             [this, pid, bucket, slot, tries, token = p.token](const absl::Status& status,
                                                               const ReplyPayload&) {
               if (!status.ok() && slot.has_value()) GiveSlotBack(pid, *slot);
@@ -833,7 +834,7 @@ void World::GiveSlotBack(int pid, SlotGrant grant) {
 
 void World::PushLeased(int pid, size_t bucket) {
   Process& p = ProcessOf(pid);
-  const BucketEvent plan = MakeBucket(pid, bucket);
+  const BucketDraft plan = MakeBucket(pid, bucket);
   int64_t bytes = 0;
   for (const TensorRange& range : plan.ranges) bytes += range.count * kElementBytes;
   if (bytes > GroupOf(SeatOf(p).g).spec.slot_bytes) return PushOne(pid, bucket, std::nullopt, 0);

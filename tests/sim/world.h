@@ -33,6 +33,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/group/bucket_draft.h"
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
 #include "daemon/group/wire_lock.h"
@@ -163,7 +164,7 @@ struct Shard {
 
 // A bucket that a trainer pushed, with its bytes, until the answer.
 struct Source {
-  BucketEvent bucket;
+  std::shared_ptr<const CheckedBucket> bucket;
   std::vector<std::vector<Tag>> data;  // by range of the bucket
 };
 
@@ -681,7 +682,7 @@ class World {
   void PushOne(int pid, size_t bucket, std::optional<SlotGrant> slot, int tries);
   void PushLeased(int pid, size_t bucket);
   void GiveSlotBack(int pid, SlotGrant grant);
-  BucketEvent MakeBucket(int pid, size_t bucket) const;
+  BucketDraft MakeBucket(int pid, size_t bucket) const;
   void PushDone(int pid, size_t bucket, std::optional<SlotGrant> slot, int tries,
                 const absl::Status& status);
   void CommitAttempt(int pid, bool ahead);

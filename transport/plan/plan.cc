@@ -58,7 +58,7 @@ struct Replicas {
 
 class Planner {
  public:
-  Planner(const std::vector<std::shared_ptr<const Layout>>& sources, const DestinationIndex& index,
+  Planner(absl::Span<const PlanSource> sources, const DestinationIndex& index,
           const PlanOptions& options)
       : sources_(sources), index_(index), options_(options), load_(sources.size(), 0) {
     if (!options.require_cover) return;
@@ -87,9 +87,8 @@ class Planner {
     absl::flat_hash_map<std::string_view, uint32_t> by_name;
     const bool one_source = sources_.size() == 1;  // its names are unique, so no table is needed
     for (uint32_t s = 0; s < sources_.size(); ++s) {
-      if (sources_[s] == nullptr) continue;
-      group_of[s].reserve(sources_[s]->tensors.size());
-      for (const TensorSpec& spec : sources_[s]->tensors) {
+      group_of[s].reserve(sources_[s].tensors.size());
+      for (const TensorSpec& spec : sources_[s].tensors) {
         auto group = static_cast<uint32_t>(groups_.size());
         if (!one_source) group = by_name.try_emplace(spec.name, group).first->second;
         group_of[s].push_back(group);
@@ -125,8 +124,7 @@ class Planner {
   void CollectHeld(const std::vector<std::vector<uint32_t>>& group_of) {
     const auto for_each = [&](const auto& visit) {
       for (uint32_t s = 0; s < sources_.size(); ++s) {
-        if (sources_[s] == nullptr) continue;
-        const std::vector<Piece>& pieces = sources_[s]->pieces;
+        const absl::Span<const Piece> pieces = sources_[s].pieces;
         for (uint32_t p = 0; p < pieces.size(); ++p) {
           Group& group = groups_[group_of[s][pieces[p].tensor]];
           if (group.target != nullptr && !IsEmpty(pieces[p].box)) visit(group, s, p);
@@ -141,7 +139,7 @@ class Planner {
     }
     held_.resize(total);
     for_each([this](Group& group, uint32_t s, uint32_t p) {
-      held_[group.held_end++] = {s, p, &sources_[s]->pieces[p].box};
+      held_[group.held_end++] = {s, p, &sources_[s].pieces[p].box};
     });
   }
 
@@ -354,7 +352,7 @@ class Planner {
 
   void EmitMoves(const Held& from, const Box& box, const BoxIndex& wanted) {
     if (Exhausted()) return;
-    const Piece& source = sources_[from.source]->pieces[from.piece];
+    const Piece& source = sources_[from.source].pieces[from.piece];
     work_ += wanted.Query(box, [&](uint32_t w) {
       Wanted& to = wanted_[w];
       std::optional<Box> common = Intersect(box, *to.box);
@@ -444,7 +442,7 @@ class Planner {
     return index_.destinations()[destination]->pieces[piece];
   }
 
-  const std::vector<std::shared_ptr<const Layout>>& sources_;
+  const absl::Span<const PlanSource> sources_;
   const DestinationIndex& index_;
   const PlanOptions& options_;
   std::vector<Group> groups_;
@@ -537,9 +535,18 @@ const DestinationIndex::Tensor* DestinationIndex::Find(std::string_view name) co
   return it == places_.end() ? nullptr : &tensors_[it->second];
 }
 
-absl::StatusOr<Program> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
+absl::StatusOr<Program> Compile(absl::Span<const PlanSource> sources,
                                 const DestinationIndex& destinations, const PlanOptions& options) {
   return Planner(sources, destinations, options).Run();
+}
+
+absl::StatusOr<Program> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
+                                const DestinationIndex& destinations, const PlanOptions& options) {
+  std::vector<PlanSource> views(sources.size());
+  for (size_t s = 0; s < sources.size(); ++s) {
+    if (sources[s] != nullptr) views[s] = {sources[s]->tensors, sources[s]->pieces};
+  }
+  return Compile(views, destinations, options);
 }
 
 }  // namespace refitd

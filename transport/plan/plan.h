@@ -16,6 +16,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "transport/plan/layout.h"
 
 namespace refitd {
@@ -96,6 +97,13 @@ struct PlanOptions {
   int64_t max_moves = kMaxMoves;
 };
 
+// What the planner reads of one source: its tensors, and pieces whose `tensor` is an index into
+// them. Both must outlive the call.
+struct PlanSource {
+  absl::Span<const TensorSpec> tensors;
+  absl::Span<const Piece> pieces;
+};
+
 // Computes the program. Each element is read from exactly one source, whatever the number of its
 // destinations. Boxes that several sources hold (equal or partly overlapping) are divided among
 // these sources deterministically, so that the bytes read from each are balanced; boxes of
@@ -104,6 +112,8 @@ struct PlanOptions {
 // the tensor: dtype or shape disagree between sources, or a source and a destination; not covered.
 // RESOURCE_EXHAUSTED: more than max_moves moves, or boxes so irregular that planning would take
 // minutes. A source's tensor that no destination has is not an error here.
+absl::StatusOr<Program> Compile(absl::Span<const PlanSource> sources,
+                                const DestinationIndex& destinations, const PlanOptions& options);
 absl::StatusOr<Program> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
                                 const DestinationIndex& destinations, const PlanOptions& options);
 
