@@ -22,6 +22,7 @@
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/base/utf8.h"
 
 namespace refitd::client {
 
@@ -121,9 +122,6 @@ absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Resp
 // because gRPC's own words for a daemon that is gone or silent name nobody. Other statuses stay as
 // they are.
 absl::Status NameDaemon(std::string_view what, std::string_view socket, const absl::Status& status);
-
-// `text` as valid UTF-8 of at most `max_bytes`, as strings in messages must be.
-std::string CleanText(std::string_view text, size_t max_bytes);
 
 }  // namespace refitd::client
 

@@ -26,6 +26,7 @@
 #include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/mutex.h"
+#include "transport/base/temp_folder.h"
 
 namespace refitd::client {
 namespace {
@@ -207,24 +208,18 @@ class ScriptedEngineService final : public v1::Engine::Service {
 class Daemon {
  public:
   explicit Daemon(grpc::Service* service) {
-    REQUIRE(::mkdtemp(folder_.data()) != nullptr);
-    socket_ = folder_ + "/s";
     grpc::ServerBuilder builder;
     builder.AddListeningPort("unix:" + socket_, grpc::InsecureServerCredentials());
     builder.RegisterService(service);
     server_ = builder.BuildAndStart();
     REQUIRE(server_ != nullptr);
   }
-  ~Daemon() {
-    server_->Shutdown(std::chrono::system_clock::now());
-    ::unlink(socket_.c_str());
-    ::rmdir(folder_.c_str());
-  }
+  ~Daemon() { server_->Shutdown(std::chrono::system_clock::now()); }
   ConnectOptions connect() const { return {.socket = socket_, .group = "g"}; }
 
  private:
-  std::string folder_ = "/tmp/refit-test-XXXXXX";
-  std::string socket_;
+  const TempFolder folder_;
+  const std::string socket_ = folder_ / "s";
   std::unique_ptr<grpc::Server> server_;
 };
 

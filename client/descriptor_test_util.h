@@ -14,6 +14,7 @@
 #include <thread>
 #include <utility>
 
+#include "transport/base/temp_folder.h"
 #include "transport/base/unique_fd.h"
 #include "transport/host/descriptor_wire.h"
 
@@ -24,8 +25,6 @@ namespace refitd::client {
 class DescriptorPeer {
  public:
   explicit DescriptorPeer(std::function<void(int fd, int connection)> serve) {
-    REQUIRE(::mkdtemp(folder_.data()) != nullptr);
-    path_ = folder_ + "/d";
     fd_.Reset(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
@@ -43,14 +42,12 @@ class DescriptorPeer {
   ~DescriptorPeer() {
     ::shutdown(fd_.get(), SHUT_RDWR);
     thread_.join();
-    ::unlink(path_.c_str());
-    ::rmdir(folder_.c_str());
   }
   const std::string& path() const { return path_; }
 
  private:
-  std::string folder_ = "/tmp/refit-test-XXXXXX";
-  std::string path_;
+  const TempFolder folder_;
+  const std::string path_ = folder_ / "d";
   UniqueFd fd_;
   std::thread thread_;
 };

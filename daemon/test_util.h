@@ -13,7 +13,6 @@
 
 #include <chrono>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <string>
 #include <thread>
@@ -21,26 +20,10 @@
 
 #include "transport/base/eventually.h"
 #include "transport/base/status.h"
+#include "transport/base/temp_folder.h"
 #include "transport/base/unique_fd.h"
 
 namespace refitd {
-
-// A new folder under /tmp (since socket paths are short), removed at the end.
-class TempFolder {
- public:
-  TempFolder() {
-    char name[] = "/tmp/refitd_test.XXXXXX";
-    REFITD_CHECK(mkdtemp(name) != nullptr);
-    path_ = name;
-  }
-  ~TempFolder() { std::filesystem::remove_all(path_); }
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-
- private:
-  std::string path_;
-};
 
 // A child that runs `body` and then waits to be killed. It never outlives this process.
 class ChildProcess {

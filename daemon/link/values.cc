@@ -40,35 +40,6 @@ int64_t MillisToWire(Duration duration) {
 
 // ---- texts ----
 
-size_t SequenceBytes(std::string_view text) {
-  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned first = byte(0);
-  if (first < 0x80) return 1;
-  const size_t length = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
-  if (first < 0xc2 || first > 0xf4 || text.size() < length) return 0;
-  for (size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xc0U) != 0x80) return 0;
-  }
-  // Refuse overlong forms, surrogates, and values beyond Unicode.
-  if (first == 0xe0 && byte(1) < 0xa0) return 0;
-  if (first == 0xed && byte(1) > 0x9f) return 0;
-  if (first == 0xf0 && byte(1) < 0x90) return 0;
-  if (first == 0xf4 && byte(1) > 0x8f) return 0;
-  return length;
-}
-
-std::string TextToWire(std::string_view text, size_t max_bytes) {
-  std::string out;
-  out.reserve(std::min(text.size(), max_bytes));
-  while (!text.empty()) {
-    const size_t length = SequenceBytes(text);
-    if (out.size() + std::max<size_t>(length, 1) > max_bytes) break;
-    out += length == 0 ? std::string_view("?") : text.substr(0, length);
-    text.remove_prefix(std::max<size_t>(length, 1));
-  }
-  return out;
-}
-
 absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view field,
                                    size_t max_bytes) {
   if (text.size() <= max_bytes) return text;

@@ -25,6 +25,7 @@
 #include "refitd/v1/peer.pb.h"
 #include "transport/base/ids.h"
 #include "transport/base/status.h"
+#include "transport/base/utf8.h"
 
 namespace refitd::peer {
 
@@ -69,12 +70,11 @@ int64_t MillisToWire(Duration duration);
 
 // ---- texts ----
 
-// The length of the UTF-8 sequence at the start of `text`; 0: there is none.
-size_t SequenceBytes(std::string_view text);
-
 // Shortens the text and replaces bytes that are not UTF-8, since a message with such bytes in a
 // string could not be read.
-std::string TextToWire(std::string_view text, size_t max_bytes = kMaxPeerTextBytes);
+inline std::string TextToWire(std::string_view text, size_t max_bytes = kMaxPeerTextBytes) {
+  return CleanText(text, max_bytes);
+}
 
 absl::StatusOr<std::string> TextOf(const std::string& text, std::string_view field,
                                    size_t max_bytes = kMaxPeerTextBytes);

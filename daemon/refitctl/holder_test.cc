@@ -1,13 +1,10 @@
 #include "daemon/refitctl/holder.h"
 
-#include <unistd.h>
-
 #include <catch2/catch.hpp>
-#include <cstdlib>
-#include <filesystem>
 #include <random>
 
 #include "transport/base/status.h"
+#include "transport/base/temp_folder.h"
 
 namespace refitd {
 namespace {
@@ -27,11 +24,8 @@ const std::vector<TensorSpec>& Tensors() {
 class RandomCheckpoint {
  public:
   explicit RandomCheckpoint(uint64_t seed) {
-    std::string pattern = (std::filesystem::temp_directory_path() / "refitd-test-XXXXXX").string();
-    REQUIRE(::mkdtemp(pattern.data()) != nullptr);
-    folder_ = pattern;
     std::mt19937_64 random(seed);
-    auto writer = SafetensorsWriter::Create(folder_ + "/model.safetensors", Tensors());
+    auto writer = SafetensorsWriter::Create(folder_ / "model.safetensors", Tensors());
     REQUIRE(writer.ok());
     for (const TensorSpec& tensor : Tensors()) {
       std::string bytes(
@@ -42,16 +36,15 @@ class RandomCheckpoint {
     }
     REQUIRE((*writer)->Finish().ok());
   }
-  ~RandomCheckpoint() { std::filesystem::remove_all(folder_); }
   const std::string& data(size_t tensor) const { return data_[tensor]; }
   Checkpoint Open() const {
-    auto checkpoint = Checkpoint::Open(folder_);
+    auto checkpoint = Checkpoint::Open(folder_.path());
     REQUIRE(checkpoint.ok());
     return std::move(*checkpoint);
   }
 
  private:
-  std::string folder_;
+  TempFolder folder_;
   std::vector<std::string> data_;
 };
 

@@ -1,35 +1,18 @@
 #include "daemon/refitctl/safetensors.h"
 
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <catch2/catch.hpp>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 
 #include "transport/base/status.h"
+#include "transport/base/temp_folder.h"
 
 namespace refitd {
 namespace {
 
 using Catch::Contains;
-
-class TempFolder {
- public:
-  TempFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "refitd-test-XXXXXX").string();
-    REQUIRE(::mkdtemp(pattern.data()) != nullptr);
-    path_ = pattern;
-  }
-  ~TempFolder() { std::filesystem::remove_all(path_); }
-  const std::string& path() const { return path_; }
-  std::string File(std::string_view name) const { return fmt::format("{}/{}", path_, name); }
-
- private:
-  std::string path_;
-};
 
 std::string Head(const std::string& json) {
   const uint64_t length = json.size();
@@ -132,18 +115,18 @@ TEST_CASE("header lengths beyond the file or the limit are refused before anythi
   TempFolder folder;
   for (const uint64_t length : {uint64_t{9}, uint64_t{1} << 40, UINT64_MAX}) {
     std::string text(reinterpret_cast<const char*>(&length), sizeof(length));
-    Put(folder.File("model.safetensors"), text + "{}");
+    Put(folder / "model.safetensors", text + "{}");
     const absl::Status status = Checkpoint::Open(folder.path()).status();
     CHECK(status.code() == absl::StatusCode::kInvalidArgument);
     CHECK_THAT(Message(status), Contains(std::to_string(length)));
   }
-  Put(folder.File("model.safetensors"), "short");
+  Put(folder / "model.safetensors", "short");
   CHECK(Checkpoint::Open(folder.path()).status().code() == absl::StatusCode::kInvalidArgument);
 }
 
 TEST_CASE("what was written is read back, tensor by tensor and in part") {
   TempFolder folder;
-  REQUIRE(WriteFile(folder.File("model.safetensors"),
+  REQUIRE(WriteFile(folder / "model.safetensors",
                     {{"x", DType::kInt16, {3}}, {"y", DType::kUint8, {4}}}, "abcdef0123")
               .ok());
   const auto checkpoint = Checkpoint::Open(folder.path());
@@ -160,7 +143,7 @@ TEST_CASE("what was written is read back, tensor by tensor and in part") {
 
 TEST_CASE("a file that shrank after it was opened is an error and not a crash") {
   TempFolder folder;
-  const std::string path = folder.File("model.safetensors");
+  const std::string path = folder / "model.safetensors";
   REQUIRE(WriteFile(path, {{"x", DType::kUint8, {8}}}, "01234567").ok());
   const auto checkpoint = Checkpoint::Open(folder.path());
   REQUIRE(checkpoint.ok());
@@ -171,8 +154,8 @@ TEST_CASE("a file that shrank after it was opened is an error and not a crash") 
 
 TEST_CASE("shards are joined by their index") {
   TempFolder folder;
-  REQUIRE(WriteFile(folder.File("m-1.safetensors"), {{"x", DType::kUint8, {2}}}, "ab").ok());
-  REQUIRE(WriteFile(folder.File("m-2.safetensors"), {{"y", DType::kUint8, {2}}}, "cd").ok());
+  REQUIRE(WriteFile(folder / "m-1.safetensors", {{"x", DType::kUint8, {2}}}, "ab").ok());
+  REQUIRE(WriteFile(folder / "m-2.safetensors", {{"y", DType::kUint8, {2}}}, "cd").ok());
   REQUIRE(
       WriteSafetensorsIndex(folder.path(), {{"x", "m-1.safetensors"}, {"y", "m-2.safetensors"}}, 4)
           .ok());
@@ -193,9 +176,9 @@ TEST_CASE("an index that disagrees with its shards is refused with the name in t
     CHECK(status.code() == code);
     CHECK_THAT(Message(status), Contains(message));
   };
-  REQUIRE(WriteFile(folder.File("a"), {{"x", DType::kUint8, {2}}}, "ab").ok());
-  REQUIRE(WriteFile(folder.File("b"), {{"x", DType::kUint8, {1}}, {"y", DType::kUint8, {1}}}, "cd")
-              .ok());
+  REQUIRE(WriteFile(folder / "a", {{"x", DType::kUint8, {2}}}, "ab").ok());
+  REQUIRE(
+      WriteFile(folder / "b", {{"x", DType::kUint8, {1}}, {"y", DType::kUint8, {1}}}, "cd").ok());
   const auto invalid = absl::StatusCode::kInvalidArgument;
   refused({{"x", "a"}, {"y", "b"}}, invalid, "'x' is in a already");
   refused({{"x", "a"}, {"y", "a"}}, invalid, "'y' is not in a");
@@ -210,17 +193,17 @@ TEST_CASE("a folder without a checkpoint, and a pipe in place of a file, are ref
   const absl::Status none = Checkpoint::Open(folder.path()).status();
   CHECK(none.code() == absl::StatusCode::kNotFound);
   CHECK_THAT(Message(none), Contains(folder.path()));
-  REQUIRE(::mkfifo(folder.File("model.safetensors").c_str(), 0600) == 0);
+  REQUIRE(::mkfifo((folder / "model.safetensors").c_str(), 0600) == 0);
   CHECK(Checkpoint::Open(folder.path()).status().code() == absl::StatusCode::kInvalidArgument);
 }
 
 TEST_CASE("a writer that got too few bytes does not finish") {
   TempFolder folder;
-  auto writer = SafetensorsWriter::Create(folder.File("m"), {{"x", DType::kUint8, {2}}});
+  auto writer = SafetensorsWriter::Create(folder / "m", {{"x", DType::kUint8, {2}}});
   REQUIRE(writer.ok());
   REQUIRE((*writer)->Append(std::string("a")).ok());
   CHECK((*writer)->Finish().code() == absl::StatusCode::kFailedPrecondition);
-  CHECK(SafetensorsWriter::Create(folder.File("n"),
+  CHECK(SafetensorsWriter::Create(folder / "n",
                                   {{"x", DType::kUint8, {2}}, {"x", DType::kUint8, {2}}})
             .status()
             .code() == absl::StatusCode::kInvalidArgument);

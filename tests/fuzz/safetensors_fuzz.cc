@@ -5,7 +5,6 @@
 // up to the tensors' largest offset are added; 'r' the unchanged start of a file; 'i' an index. In
 // this way inputs are text.
 #include <fcntl.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,7 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <filesystem>
 #include <set>
 #include <string>
 #include <string_view>
@@ -23,6 +21,7 @@
 
 #include "daemon/refitctl/safetensors.h"
 #include "transport/base/status.h"
+#include "transport/base/temp_folder.h"
 #include "transport/base/unique_fd.h"
 #include "transport/plan/layout.h"
 
@@ -30,21 +29,6 @@ namespace refitd {
 namespace {
 
 constexpr int64_t kMaxDataBytes = 1 << 16;  // of a file that is really written
-
-// A folder of this process, removed when it ends.
-class Folder {
- public:
-  Folder() {
-    char name[] = "/tmp/refitd_fuzz.XXXXXX";
-    REFITD_CHECK(mkdtemp(name) != nullptr);
-    path_ = name;
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 std::string WithLength(std::string_view json) {
   const uint64_t length = json.size();
@@ -89,7 +73,7 @@ char DataByte(int64_t offset) { return static_cast<char>(offset * 131 >> 3); }
 // Writes the same file and opens it as a checkpoint.
 void CheckOpened(const std::string& head, const std::vector<StoredTensor>& tensors,
                  int64_t file_bytes) {
-  static const Folder folder;
+  static const TempFolder folder;
   const std::string path = folder.path() + "/model.safetensors";
   std::string bytes = head;
   for (int64_t i = static_cast<int64_t>(head.size()); i < file_bytes; ++i) {

@@ -3,11 +3,11 @@
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 
 #include "daemon/refitctl/safetensors.h"
 #include "tests/workloads/checkpoint_writer.h"
 #include "tests/workloads/models.h"
+#include "transport/base/temp_folder.h"
 
 namespace refitd::workloads {
 namespace {
@@ -50,10 +50,9 @@ TEST_CASE("a tensor filled in parts is the same as one filled at once") {
 }
 
 TEST_CASE("written checkpoints are read back with the model's tensors, in one file or several") {
-  std::string folder = (std::filesystem::temp_directory_path() / "refitd-test-XXXXXX").string();
-  REQUIRE(::mkdtemp(folder.data()) != nullptr);
+  const TempFolder folder;
   for (const int shards : {1, 3}) {
-    const std::string path = fmt::format("{}/{}", folder, shards);
+    const std::string path = folder / std::to_string(shards);
     REQUIRE(WriteModelCheckpoint(kTiny, 4, path, shards).ok());
     const auto checkpoint = Checkpoint::Open(path);
     REQUIRE(checkpoint.ok());
@@ -66,7 +65,6 @@ TEST_CASE("written checkpoints are read back with the model's tensors, in one fi
     FillBFloat16(4, 7, 0, expected);
     CHECK(stored == expected);
   }
-  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/types/span.h"
 #include "transport/base/status.h"
+#include "transport/base/utf8.h"
 #include "transport/plan/strided_bytes.h"
 
 namespace refitd {
@@ -99,23 +100,13 @@ std::string Printable(std::string_view name) {
   return name.size() > kPrinted ? text + "..." : text;
 }
 
-// The length of the well-formed UTF-8 sequence at the start of `text`; 0 if there is none, or if it
-// is a control character.
+// As Utf8SequenceBytes, but 0 for control characters.
 size_t Utf8Length(std::string_view text) {
-  const auto byte = [&](size_t i) -> uint32_t { return static_cast<unsigned char>(text[i]); };
-  const uint32_t first = byte(0);
-  if (first < 0x80) return first >= 0x20 && first != 0x7f ? 1 : 0;
-  const size_t length = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
-  if (first < 0xc2 || first > 0xf4 || text.size() < length) return 0;
-  uint32_t code = first & (0x7fU >> length);
-  for (size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xc0U) != 0x80) return 0;
-    code = code << 6U | (byte(i) & 0x3fU);
-  }
-  if (length == 2 && code < 0xa0) return 0;                            // C1 controls
-  if (length == 3 && (code < 0x800 || code >> 11U == 0x1b)) return 0;  // overlong, surrogates
-  if (length == 4 && (code < 0x10000 || code > 0x10ffff)) return 0;    // overlong, beyond Unicode
-  return length;
+  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const size_t length = Utf8SequenceBytes(text);
+  const bool c0 = length == 1 && (byte(0) < 0x20 || byte(0) == 0x7f);
+  const bool c1 = length == 2 && byte(0) == 0xc2 && byte(1) < 0xa0;
+  return c0 || c1 ? 0 : length;
 }
 
 bool IsEmpty(const Box& box) {

@@ -1,33 +1,14 @@
 #include "transport/tls/certificates.h"
 
-#include <stdlib.h>
-
 #include <catch2/catch.hpp>
-#include <filesystem>
 #include <fstream>
 
 #include "transport/base/status.h"
+#include "transport/base/temp_folder.h"
 #include "transport/tls/test_certificates.h"
 
 namespace refitd {
 namespace {
-
-// A new folder, removed at the end.
-class TempFolder {
- public:
-  TempFolder() {
-    char name[] = "/tmp/refitd_tls.XXXXXX";
-    REFITD_CHECK(mkdtemp(name) != nullptr);
-    path_ = name;
-  }
-  ~TempFolder() { std::filesystem::remove_all(path_); }
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-
- private:
-  std::string path_;
-};
 
 constexpr char kTrainer[] = "spiffe://prod/trainer/a";
 

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "transport/base/temp_folder.h"
+
 #if defined(REFITD_CUDA)
 #include "transport/cuda/nccl/api.h"
 #endif
@@ -21,28 +23,13 @@ namespace {
 using Catch::Matchers::Contains;
 using Strings = std::vector<std::string>;
 
-// A folder that is deleted with its files.
-class Folder {
- public:
-  Folder() {
-    std::string name = std::filesystem::temp_directory_path() / "nccl_test.XXXXXX";
-    REQUIRE(mkdtemp(name.data()) != nullptr);
-    path_ = name;
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-
-  const std::string& path() const { return path_; }
+struct Folder : TempFolder {
   std::string Write(const std::string& name, const std::string& text) const {
-    const std::filesystem::path file = std::filesystem::path(path_) / name;
+    const std::filesystem::path file = *this / name;
     std::filesystem::create_directories(file.parent_path());
     std::ofstream(file) << text;
     return file;
   }
-
- private:
-  std::string path_;
 };
 
 Strings Candidates(const std::map<std::string, std::string>& variables, const std::string& root) {
