@@ -543,14 +543,6 @@ uint32_t IndexOf(const Stream& stream, const Section& section) {
   return static_cast<uint32_t>(&section - stream.sections.data());
 }
 
-const Stream* Find(const std::vector<Stream>& streams, uint32_t peer) {
-  const auto end = std::partition_point(streams.begin(), streams.end(),
-                                        [](const Stream& s) { return s.chain.empty(); });
-  const auto at = std::lower_bound(streams.begin(), end, peer,
-                                   [](const Stream& s, uint32_t p) { return s.peer < p; });
-  return at == end || at->peer != peer ? nullptr : &*at;
-}
-
 constexpr uint32_t kNobody = std::numeric_limits<uint32_t>::max();
 
 // A node's place in a chain, without nodes that are gone.
@@ -612,9 +604,6 @@ uint64_t NodeProgram::Digest() const {
   }
   return chain.hash();
 }
-
-const Stream* NodeProgram::OutgoingTo(uint32_t peer) const { return Find(outgoing, peer); }
-const Stream* NodeProgram::IncomingFrom(uint32_t peer) const { return Find(incoming, peer); }
 
 // The share of one stream that a round carries.
 struct NodeProgram::Placed {

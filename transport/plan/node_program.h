@@ -168,9 +168,6 @@ class NodeProgram {
   // HashChain from 0 over: node, rounds, local.Digest(), then peer and digest of each outgoing
   // stream, then of each incoming one.
   uint64_t Digest() const;
-  // The streams without a chain to and from that peer, or null.
-  const Stream* OutgoingTo(uint32_t peer) const;
-  const Stream* IncomingFrom(uint32_t peer) const;
 
   // Nodes that are gone, by number. Empty: none.
   using Gone = std::vector<bool>;
