@@ -1,30 +1,22 @@
 #include "client/engine.h"
 
 #include <grpcpp/support/client_callback.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <deque>
 #include <functional>
 #include <utility>
 
-#include "client/attach_stream.h"
-#include "client/call.h"
-#include "client/connection.h"
 #include "client/engine_state.h"
-#include "client/layout_upload.h"
+#include "client/member.h"
 #include "client/part.h"
-#include "client/reattach.h"
 #include "proto/convert.h"
-#include "proto/protocol.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 
 namespace refitd::client {
 namespace {
-
-using Stream = AttachStream<v1::EngineMessage, v1::EngineEvent>;
 
 constexpr size_t kMaxReasonBytes = 512;  // Failed.reason
 
@@ -33,66 +25,32 @@ constexpr size_t kMaxReasonBytes = 512;  // Failed.reason
 constexpr int kLeaseShift = 48;
 constexpr uint64_t kWireUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 
-// One lease and its connection. Immutable after Open.
-struct Session {
-  std::shared_ptr<Connection> connection;
-  std::unique_ptr<v1::Engine::Stub> stub;
-  std::shared_ptr<Stream> stream;
-  uint64_t number = 0;  // counts this engine's leases
+// One lease. Immutable after Attach.
+struct Session : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
+  uint64_t number = 0;          // counts this engine's leases
+  std::optional<Version> held;  // as the hello told
 
-  ~Session() {
-    if (connection == nullptr) return;
-    connection->Detach();
-    if (stream == nullptr) return;
-    v1::EngineMessage message;
-    message.mutable_detach();
-    stream->Close(std::move(message), kCleanupLimit);
-  }
   UpdateId Update(uint64_t wire) const {
     return UpdateId((wire & kWireUpdateMask) | number << kLeaseShift);
   }
   bool Has(UpdateId update) const { return update.value() >> kLeaseShift == number; }
-  StartUpload Uploader() const {
-    return [stub = stub->async()](auto* context, auto* response, auto* reactor) {
-      stub->RegisterLayout(context, response, reactor);
-    };
-  }
   static uint64_t ToWire(UpdateId update) { return update.value() & kWireUpdateMask; }
-
-  absl::Status Start(const EngineOptions& options, TimePoint deadline, const std::stop_token& stop,
-                     std::function<void()> ended);
 };
 
-class EngineImpl final : public Engine {
+class EngineImpl final : public Member<Engine, Session> {
  public:
   explicit EngineImpl(const EngineOptions& options)
-      : options_(options),
-        regions_(
-            std::make_shared<Regions>(reattaches(), RegionOwner{true, options.connect.device})),
-        registration_(regions_, reattaches()),
+      : Member(options.connect, /*engine=*/true, options.instance, options.rank),
+        options_(options),
         state_(options.held_version, options.dirty),
         origin_(options.held_origin) {}
 
   ~EngineImpl() override {
-    reattacher_.reset();  // then nobody else changes session_
+    StopReattaching();
     MutexLock lock(&mutex_);
-    if (session_ != nullptr) session_->connection->Detach();  // before regions go
+    if (lease_ != nullptr) lease_->connection->Detach();  // before regions go
   }
 
-  absl::Status Start();
-
-  absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
-    return Share([&] { return regions_->New(bytes); });
-  }
-  absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) override {
-    return Share([&] { return regions_->AddMemfd(std::move(memfd), bytes); });
-  }
-  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) override {
-    return Share([&] { return regions_->Add(block); });
-  }
-  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) override {
-    return Share([&] { return regions_->Add(std::move(vmm), bytes); });
-  }
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
   absl::Status Ready(Version version) override;
@@ -100,33 +58,17 @@ class EngineImpl final : public Engine {
   absl::Status Fail(Version version, const std::string& reason) override;
   Weights weights() const override;
   std::optional<Version> version() const override;
-  int reattachments() const override {
-    MutexLock lock(&mutex_);
-    return reattachments_;
-  }
 
  private:
-  bool reattaches() const { return options_.connect.reattach.count() > 0; }
-  // Makes a region known to the daemon; with reattach, to the next daemon if this one is gone.
-  template <typename MakeRegion>
-  absl::StatusOr<std::shared_ptr<Region>> Share(MakeRegion make) {
-    std::shared_ptr<Session> session;
-    {
-      MutexLock lock(&mutex_);
-      REFITD_RETURN_IF_ERROR(reattaches() ? ended_ : session_->stream->status());
-      session = session_;
-    }
-    absl::StatusOr<std::shared_ptr<Region>> region = make();
-    if (region.ok()) return region;
-    REFITD_RETURN_IF_ERROR(
-        session->stream->EndBehind("registering a region", region.status(), kCleanupLimit));
-    return region;
+  std::shared_ptr<Session> NewLease() override;
+  absl::Status AttachOver(Session* session, TimePoint deadline,
+                          const std::stop_token& stop) override;
+  bool IsLost() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    NoteEnd();
+    return lost_ && ended_.ok();
   }
-  absl::Status AttachFirst(TimePoint deadline);
-  void StartReattacher();
-  absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
-  void Publish(std::shared_ptr<Session> session, std::optional<Version> held);
-  void GiveUp(absl::Status why);
+  void TakeOver(Session* session, uint64_t generation) override
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // An answer goes to the lease that its event came from. True: that lease is lost, the engine
   // attaches or has attached again, and the answer is to be dropped.
@@ -152,44 +94,27 @@ class EngineImpl final : public Engine {
   void NoteEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const EngineOptions options_;
-  const std::shared_ptr<Regions> regions_;
-  std::function<void()> wake_;  // constant after Start; null: the member does not attach again
 
-  Mutex next_mutex_;      // one event is taken at a time; locked before mutex_
-  Mutex register_mutex_;  // locked before mutex_
-  Registration registration_ ABSL_GUARDED_BY(register_mutex_);
+  Mutex next_mutex_;  // one event is taken at a time; locked before mutex_
 
-  // Held while an answer is queued, so that answers leave in the order in which the state allowed
-  // them.
-  mutable Mutex mutex_;
-  mutable CondVar changed_;
-  // The session of the last lease; it stays when the lease is lost.
-  std::shared_ptr<Session> session_ ABSL_GUARDED_BY(mutex_);
+  // mutex_ is held while an answer is queued, so that answers leave in the order in which the state
+  // allowed them.
   mutable EngineState state_ ABSL_GUARDED_BY(mutex_);
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);  // incarnation of state_'s version; 0: not known
-  // True when session_ is lost and all its events are taken.
+  // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
-  mutable absl::Status ended_ ABSL_GUARDED_BY(mutex_);  // why the member does not attach again
   // Lost and Reattached, which come before events.
   mutable std::deque<Event> notices_ ABSL_GUARDED_BY(mutex_);
-  int reattachments_ ABSL_GUARDED_BY(mutex_) = 0;
   // Mappings of the slots of lost leases, kept until Ready because the caller may still hold views
   // on them.
   std::vector<std::shared_ptr<const SlotMemory>> old_pools_ ABSL_GUARDED_BY(mutex_);
-
-  std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the other members
 };
 
 v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   v1::EngineMessage message;
   v1::EngineHello* hello = message.mutable_hello();
-  SayProtocol(hello);
-  hello->set_group(options.connect.group);
-  if (options.connect.spec) *hello->mutable_spec() = SpecToWire(*options.connect.spec);
-  hello->set_coordinator(options.connect.coordinator);
+  SayHello(options.connect, options.rank, options.world_size, deadline, hello);
   hello->set_instance(options.instance);
-  hello->set_rank(options.rank);
-  hello->set_world_size(options.world_size);
   hello->set_delivery(options.delivery == Delivery::kStaged ? v1::DELIVERY_STAGED
                                                             : v1::DELIVERY_REGISTERED);
   if (options.manifest) {
@@ -200,11 +125,6 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
       *manifest->add_shapes() = refitd::ToWire(tensor.shape);
     }
   }
-  hello->set_wait_ms(
-      std::chrono::duration_cast<std::chrono::milliseconds>(Until(deadline)).count());
-  hello->set_client(CleanText(options.connect.client, kMaxClientBytes));
-  hello->set_pid(::getpid());
-  hello->mutable_device()->set_name(options.connect.device);
   if (options.held_version) {
     hello->set_held_version(options.held_version->value());
     hello->set_held_origin(options.held_origin);
@@ -233,124 +153,53 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-absl::Status Session::Start(const EngineOptions& options, TimePoint deadline,
-                            const std::stop_token& stop, std::function<void()> ended) {
-  stub = v1::Engine::NewStub(connection->channel());
-  stream = Stream::Start(
-      [&](grpc::ClientContext* context, Stream::Reactor* reactor) {
-        stub->async()->Attach(context, reactor);
-      },
-      Hello(options, deadline),
-      {.daemon = connection->socket(), .handler = nullptr, .ended = std::move(ended)});
-  const std::stop_callback cancel(stop, [this] { stream->Cancel(); });
-  REFITD_ASSIGN_OR_RETURN(const v1::EngineEvent* const event,
-                          stream->Front(deadline + options.connect.call_margin));
-  if (event == nullptr) {
-    return Error(absl::StatusCode::kDeadlineExceeded,
-                 "Attach: the daemon at {} did not answer in time", connection->socket());
-  }
-  if (!event->has_welcome()) {
-    return Error(absl::StatusCode::kInternal, "Attach: the daemon's first event is no Welcome");
-  }
-  REFITD_RETURN_IF_ERROR(connection->Adopt(event->welcome()));
-  stream->PopFront();
-  // Map the slots now, so that a driver that is missing or refuses is an error of Attach and not of
-  // the first update.
-  if (options.delivery != Delivery::kStaged || !OnGpu(options.connect.device)) {
-    return absl::OkStatus();
-  }
-  return connection->Pool(Access::kReadOnly).status();
-}
+// ---- attaching ----
 
-absl::Status EngineImpl::Start() {
-  const TimePoint deadline = After(options_.connect.wait);
-  if (!reattaches()) return AttachFirst(deadline);
-  StartReattacher();
-  return AttachUntil(deadline, SeedOf(options_.connect.group, options_.instance, options_.rank),
-                     [&] { return AttachFirst(deadline); });
-}
-
-absl::Status EngineImpl::AttachFirst(TimePoint deadline) {
+std::shared_ptr<Session> EngineImpl::NewLease() {
   auto session = std::make_shared<Session>();
-  REFITD_ASSIGN_OR_RETURN(session->connection, Connection::Open(options_.connect, deadline));
-  REFITD_RETURN_IF_ERROR(session->Start(options_, deadline, {}, wake_));
-  REFITD_RETURN_IF_ERROR(regions_->MoveTo(session->connection, {}));
-  {
-    MutexLock lock(&mutex_);
-    session_ = std::move(session);
-  }
-  if (wake_) wake_();  // the lease may have ended meanwhile
-  return absl::OkStatus();
+  MutexLock lock(&mutex_);
+  if (lease_ != nullptr) session->number = lease_->number + 1;
+  return session;
 }
 
-// ---- attaching again ----
-
-void EngineImpl::StartReattacher() {
-  Reattacher::Hooks hooks;
-  hooks.lost = [this]() -> std::optional<absl::Status> {
-    MutexLock lock(&mutex_);
-    if (session_ == nullptr) return std::nullopt;
-    NoteEnd();
-    if (!lost_ || !ended_.ok()) return std::nullopt;
-    return session_->stream->status();
-  };
-  hooks.attach = [this](TimePoint deadline, const std::stop_token& stop) {
-    return Reattach(deadline, stop);
-  };
-  hooks.give_up = [this](absl::Status why) { GiveUp(std::move(why)); };
-  reattacher_ = std::make_unique<Reattacher>(
-      DaemonName(options_.connect), options_.connect.reattach,
-      std::max<Duration>(options_.connect.wait, kAttemptLimit),
-      SeedOf(options_.connect.group, options_.instance, options_.rank), std::move(hooks));
-  wake_ = reattacher_->Waker();
-}
-
-absl::Status EngineImpl::Reattach(TimePoint deadline, const std::stop_token& stop) {
+absl::Status EngineImpl::AttachOver(Session* session, TimePoint deadline,
+                                    const std::stop_token& stop) {
   EngineOptions options = options_;
-  auto session = std::make_shared<Session>();
   {
     // A lost lease brings no more events, so the state does not change after this.
     MutexLock lock(&mutex_);
-    options.held_version = state_.version();
-    options.held_origin = origin_;
-    options.dirty = state_.weights() != Weights::kGood;
-    session->number = session_->number + 1;
+    if (lease_ != nullptr) {
+      options.held_version = state_.version();
+      options.held_origin = origin_;
+      options.dirty = state_.weights() != Weights::kGood;
+    }
   }
-  REFITD_ASSIGN_OR_RETURN(session->connection,
-                          Connection::OpenNow(options.connect, deadline, stop));
-  REFITD_RETURN_IF_ERROR(session->Start(options, deadline, stop, wake_));
-  REFITD_RETURN_IF_ERROR(regions_->MoveTo(session->connection, stop));
-  MutexLock lock(&register_mutex_);
-  REFITD_RETURN_IF_ERROR(
-      registration_.RegisterAgain(session->connection.get(), session->Uploader(), stop).status());
-  Publish(std::move(session), options.held_version);
-  return absl::OkStatus();
+  session->held = options.held_version;
+  return session->Attach(connect_, Hello(options, deadline), /*handler=*/nullptr, wake_, deadline,
+                         stop, [&]() -> absl::Status {
+                           // Map the slots now, so that a driver that is missing or refuses is an
+                           // error of Attach and not of the first update.
+                           if (options.delivery != Delivery::kStaged || !OnGpu(connect_.device)) {
+                             return absl::OkStatus();
+                           }
+                           return session->connection->Pool(Access::kReadOnly).status();
+                         });
 }
 
-void EngineImpl::Publish(std::shared_ptr<Session> session, std::optional<Version> held) {
-  MutexLock lock(&mutex_);
+void EngineImpl::TakeOver(Session* session, uint64_t /*generation*/) {
   if (state_.has_outstanding()) {
-    if (auto pool = session_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
+    if (auto pool = lease_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
   }
-  session_.swap(session);  // the lost session is destroyed after unlocking; its stream has ended
   state_.OnReattached();
   lost_ = false;
-  ++reattachments_;
-  notices_.push_back(Reattached{state_.weights(), held});
-  changed_.NotifyAll();
-}
-
-void EngineImpl::GiveUp(absl::Status why) {
-  MutexLock lock(&mutex_);
-  ended_ = std::move(why);
-  changed_.NotifyAll();
+  notices_.push_back(Reattached{state_.weights(), session->held});
 }
 
 void EngineImpl::NoteEnd() const {
-  if (lost_ || !session_->stream->exhausted()) return;
+  if (lost_ || !lease_->stream->exhausted()) return;
   lost_ = true;
   state_.OnLost();
-  const absl::Status why = session_->stream->status();
+  const absl::Status why = lease_->stream->status();
   if (!reattaches() || !DaemonGone(why)) {
     ended_ = why;
     return;
@@ -368,7 +217,7 @@ absl::Status EngineImpl::Register(Layout layout) {
     MutexLock lock(&register_mutex_);
     {
       MutexLock state_lock(&mutex_);
-      session = session_;
+      session = lease_;
     }
     status = session->stream->status();
     if (status.ok()) {
@@ -405,7 +254,7 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
         }
         continue;
       }
-      session = session_;
+      session = lease_;
     }
     const auto event = session->stream->Front(deadline);
     if (!event.ok()) continue;  // NoteEnd knows what follows
@@ -474,8 +323,8 @@ Event EngineImpl::TakePart(const Session& session, const v1::BucketReady& bucket
 }
 
 absl::Status EngineImpl::Send(UpdateId update, v1::EngineMessage message) {
-  if (!session_->Has(update)) return absl::OkStatus();
-  return session_->stream->Send(std::move(message));
+  if (!lease_->Has(update)) return absl::OkStatus();
+  return lease_->stream->Send(std::move(message));
 }
 
 absl::Status EngineImpl::SendAck(Version version, UpdateId update, PartSeq part) {
@@ -496,7 +345,7 @@ absl::Status EngineImpl::SendFailed(Version version, const std::string& reason) 
 
 absl::StatusOr<bool> EngineImpl::Dropped() {
   NoteEnd();
-  const absl::Status lease = session_->stream->status();
+  const absl::Status lease = lease_->stream->status();
   if (!reattaches()) {
     REFITD_RETURN_IF_ERROR(lease);
     return false;

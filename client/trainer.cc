@@ -1,7 +1,6 @@
 #include "client/trainer.h"
 
 #include <grpcpp/alarm.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,14 +9,9 @@
 #include <set>
 #include <utility>
 
-#include "client/attach_stream.h"
 #include "client/bucket.h"
-#include "client/call.h"
-#include "client/connection.h"
-#include "client/layout_upload.h"
-#include "client/reattach.h"
+#include "client/member.h"
 #include "proto/convert.h"
-#include "proto/protocol.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -26,7 +20,6 @@ namespace refitd::client {
 namespace {
 
 using Stub = v1::Trainer::StubInterface::async_interface;
-using Stream = AttachStream<v1::TrainerMessage, v1::TrainerEvent>;
 
 constexpr std::chrono::seconds kDefaultDuration{120};  // for daemons that do not tell their default
 constexpr std::chrono::seconds kGetUpdateLimit{10};
@@ -56,35 +49,14 @@ struct Known {
 };
 
 // One lease, shared by all objects that came from it.
-struct Core {
-  std::shared_ptr<Connection> connection;
-  std::unique_ptr<v1::Trainer::Stub> stub;
-  std::shared_ptr<Stream> stream;
-  std::shared_ptr<Known> known;
-  // Constant after Start.
+struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
+  // Constant after Attach.
   Duration default_duration = kDefaultDuration;
   // The binding generation of the layout that the daemon has; 0: it has no layout.
   std::atomic<uint64_t> binding_generation{0};
-
-  // Closes the lease at the daemon, whether Welcome came or not.
-  ~Core() { Close(); }
-  void Close() {
-    if (connection == nullptr) return;
-    connection->Detach();
-    if (stream == nullptr) return;
-    v1::TrainerMessage message;
-    message.mutable_detach();
-    stream->Close(std::move(message), kCleanupLimit);
-  }
-  absl::Status Start(const TrainerOptions& options, TimePoint deadline, const std::stop_token& stop,
-                     std::function<void()> ended);
+  std::shared_ptr<Known> known;
 
   Stub* async() { return stub->async(); }
-  StartUpload Uploader() {
-    return [stub = async()](auto* context, auto* response, auto* reactor) {
-      stub->RegisterLayout(context, response, reactor);
-    };
-  }
 
   // If the lease ended before or during the call, the error is the lease's end, with `what` before
   // it. `untaken` (may be null) is set to whether the daemon has not taken the call up, because the
@@ -613,37 +585,16 @@ absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
   return response.status();
 }
 
-class TrainerImpl final : public Trainer {
+class TrainerImpl final : public Member<Trainer, Core> {
  public:
   explicit TrainerImpl(const TrainerOptions& options)
-      : options_(options),
-        regions_(
-            std::make_shared<Regions>(reattaches(), RegionOwner{false, options.connect.device})),
-        registration_(regions_, reattaches()) {}
+      : Member(options.connect, /*engine=*/false, "trainer", options.rank), options_(options) {}
   ~TrainerImpl() override {
-    reattacher_.reset();  // after this no other thread changes core_
-    std::shared_ptr<Core> core;
-    {
-      MutexLock lock(&mutex_);
-      core = core_;
-    }
+    StopReattaching();
+    const std::shared_ptr<Core> core = LastLease();
     if (core != nullptr) core->Close();  // objects that came from it may outlive the lease
   }
 
-  absl::Status Start();
-
-  absl::StatusOr<std::shared_ptr<Region>> NewRegion(int64_t bytes) override {
-    return Share([&] { return regions_->New(bytes); });
-  }
-  absl::StatusOr<std::shared_ptr<Region>> AddMemfd(UniqueFd memfd, int64_t bytes) override {
-    return Share([&] { return regions_->AddMemfd(std::move(memfd), bytes); });
-  }
-  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(const CudaIpcBlock& block) override {
-    return Share([&] { return regions_->Add(block); });
-  }
-  absl::StatusOr<std::shared_ptr<Region>> AddCudaRegion(UniqueFd vmm, int64_t bytes) override {
-    return Share([&] { return regions_->Add(std::move(vmm), bytes); });
-  }
   absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) override;
   absl::Status Register(Layout layout) override;
   absl::StatusOr<CommitResult> Refit(const RefitOptions& options) override;
@@ -655,33 +606,26 @@ class TrainerImpl final : public Trainer {
   }
   absl::Status health() const override {
     MutexLock lock(&mutex_);
-    return ended_.ok() ? core_->stream->status() : ended_;
-  }
-  int reattachments() const override {
-    MutexLock lock(&mutex_);
-    return reattachments_;
+    return ended_.ok() ? lease_->stream->status() : ended_;
   }
 
  private:
-  bool reattaches() const { return options_.connect.reattach.count() > 0; }
-  // Makes a region known to the daemon; with reattach, to the next daemon if this one is gone.
-  template <typename MakeRegion>
-  absl::StatusOr<std::shared_ptr<Region>> Share(MakeRegion make) {
-    std::shared_ptr<Core> core;
-    {
-      MutexLock lock(&mutex_);
-      REFITD_RETURN_IF_ERROR(reattaches() ? ended_ : core_->stream->status());
-      core = core_;
-    }
-    absl::StatusOr<std::shared_ptr<Region>> region = make();
-    if (region.ok()) return region;
-    REFITD_RETURN_IF_ERROR(
-        core->stream->EndBehind("registering a region", region.status(), kCleanupLimit));
-    return region;
+  std::shared_ptr<Core> NewLease() override {
+    auto core = std::make_shared<Core>();
+    core->known = known_;
+    return core;
   }
-  absl::Status AttachFirst(TimePoint deadline);
-  void StartReattacher();
-  absl::Status Reattach(TimePoint deadline, const std::stop_token& stop);
+  absl::Status AttachOver(Core* core, TimePoint deadline, const std::stop_token& stop) override;
+  bool IsLost() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !lease_->stream->status().ok();
+  }
+  void TakeOver(Core* core, uint64_t generation) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    core->binding_generation = generation;
+  }
+  std::shared_ptr<Core> LastLease() const {
+    MutexLock lock(&mutex_);
+    return lease_;
+  }
   // Waits until the trainer is attached, and returns the lease.
   absl::StatusOr<std::shared_ptr<Core>> Attached(TimePoint deadline);
   // The same for an update to `version`, which GetUpdate may be asked for.
@@ -704,25 +648,12 @@ class TrainerImpl final : public Trainer {
   absl::Status RegisterNow(const Layout& layout, std::shared_ptr<Core>* core);
 
   const TrainerOptions options_;
-  const std::shared_ptr<Regions> regions_;
   const std::shared_ptr<Known> known_ = std::make_shared<Known>();
-  std::function<void()> wake_;  // constant after Start; null: the member does not attach again
-
-  Mutex register_mutex_;  // before mutex_
-  Registration registration_ ABSL_GUARDED_BY(register_mutex_);
-
-  mutable Mutex mutex_;
-  CondVar changed_;
-  std::shared_ptr<Core> core_ ABSL_GUARDED_BY(mutex_);  // the last lease, also when it is lost
-  absl::Status ended_ ABSL_GUARDED_BY(mutex_);          // why the member does not attach again
-  int reattachments_ ABSL_GUARDED_BY(mutex_) = 0;
   struct Begun {
     Version version;
     uint64_t incarnation = 0;
   };
   std::optional<Begun> begun_ ABSL_GUARDED_BY(mutex_);  // last
-
-  std::unique_ptr<Reattacher> reattacher_;  // last: its thread uses all the other members
 };
 
 absl::Status CheckBeginOptions(const BeginOptions& options) {
@@ -813,7 +744,7 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
     const BeginningCall<Answer>& call) {
   const bool told = call.duration != Duration::zero();
   const TimePoint deadline = After(told ? call.duration : kDefaultDuration);
-  Backoff backoff(SeedOf(options_.connect.group, "trainer", options_.rank));
+  Backoff backoff(seed_);
   std::shared_ptr<Core> lost;  // the lease that ended during the call
   absl::Status why;            // why it ended
   bool taken_up = false;       // whether the daemon took the call up with that lease
@@ -876,10 +807,7 @@ absl::Status TrainerImpl::Register(Layout layout) {
 
 absl::Status TrainerImpl::RegisterNow(const Layout& layout, std::shared_ptr<Core>* core) {
   MutexLock lock(&register_mutex_);
-  {
-    MutexLock state_lock(&mutex_);
-    *core = core_;
-  }
+  *core = LastLease();
   REFITD_RETURN_IF_ERROR((*core)->stream->status());
   REFITD_ASSIGN_OR_RETURN(
       (*core)->binding_generation,
@@ -891,12 +819,7 @@ absl::Status TrainerImpl::Abort(Version version, const std::string& reason) {
   v1::AbortRequest request;
   request.set_version(version.value());
   request.set_reason(CleanText(reason, kMaxReasonBytes));
-  std::shared_ptr<Core> core;
-  {
-    MutexLock lock(&mutex_);
-    core = core_;
-  }
-  return core
+  return LastLease()
       ->Call<v1::AbortRequest, v1::AbortResponse>(&Stub::Abort, std::move(request),
                                                   After(kCleanupLimit), "Abort")
       .status();
@@ -907,7 +830,7 @@ absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {
   std::shared_ptr<Core> core;
   {
     MutexLock lock(&mutex_);
-    core = core_;
+    core = lease_;
     const bool last = begun_ && begun_->version == version;
     request.set_incarnation(last ? begun_->incarnation : core->connection->lease().incarnation());
   }
@@ -932,23 +855,12 @@ absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {
 
 v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
   v1::TrainerMessage message;
-  v1::TrainerHello* hello = message.mutable_hello();
-  SayProtocol(hello);
-  hello->set_group(options.connect.group);
-  if (options.connect.spec) *hello->mutable_spec() = SpecToWire(*options.connect.spec);
-  hello->set_coordinator(options.connect.coordinator);
-  hello->set_rank(options.rank);
-  hello->set_world_size(options.world_size);
-  hello->set_wait_ms(
-      std::chrono::duration_cast<std::chrono::milliseconds>(Until(deadline)).count());
-  hello->set_client(CleanText(options.connect.client, kMaxClientBytes));
-  hello->set_pid(::getpid());
-  hello->mutable_device()->set_name(options.connect.device);
+  SayHello(options.connect, options.rank, options.world_size, deadline, message.mutable_hello());
   return message;
 }
 
 // Trainers act on their calls' answers; of the events only the group's version is kept.
-Stream::Handler TrainerEvents(std::shared_ptr<Known> known) {
+Core::Stream::Handler TrainerEvents(std::shared_ptr<Known> known) {
   return [known = std::move(known)](const v1::TrainerEvent& event) {
     if (event.has_welcome()) return false;
     if (event.has_committed()) known->Committed(Version(event.committed().version()));
@@ -956,94 +868,18 @@ Stream::Handler TrainerEvents(std::shared_ptr<Known> known) {
   };
 }
 
-absl::Status Core::Start(const TrainerOptions& options, TimePoint deadline,
-                         const std::stop_token& stop, std::function<void()> ended) {
-  stub = v1::Trainer::NewStub(connection->channel());
-  stream = Stream::Start(
-      [&](grpc::ClientContext* context, Stream::Reactor* reactor) {
-        async()->Attach(context, reactor);
-      },
-      Hello(options, deadline),
-      {.daemon = connection->socket(), .handler = TrainerEvents(known), .ended = std::move(ended)});
-  const std::stop_callback cancel(stop, [this] { stream->Cancel(); });
-  REFITD_ASSIGN_OR_RETURN(const v1::TrainerEvent* const event,
-                          stream->Front(deadline + options.connect.call_margin));
-  if (event == nullptr) {
-    return Error(absl::StatusCode::kDeadlineExceeded,
-                 "Attach: the daemon at {} did not answer in time", connection->socket());
-  }
-  const v1::Welcome& welcome = event->welcome();
-  REFITD_RETURN_IF_ERROR(connection->Adopt(welcome));
-  if (welcome.limits().default_duration_ms() > 0) {
-    default_duration = std::chrono::milliseconds(welcome.limits().default_duration_ms());
-  }
-  if (welcome.has_group_version()) known->Committed(Version(welcome.group_version()));
-  stream->PopFront();
-  return absl::OkStatus();
-}
-
-absl::Status TrainerImpl::Start() {
-  const TimePoint deadline = After(options_.connect.wait);
-  if (!reattaches()) return AttachFirst(deadline);
-  StartReattacher();
-  return AttachUntil(deadline, SeedOf(options_.connect.group, "trainer", options_.rank),
-                     [&] { return AttachFirst(deadline); });
-}
-
-absl::Status TrainerImpl::AttachFirst(TimePoint deadline) {
-  auto core = std::make_shared<Core>();
-  core->known = known_;
-  REFITD_ASSIGN_OR_RETURN(core->connection, Connection::Open(options_.connect, deadline));
-  REFITD_RETURN_IF_ERROR(core->Start(options_, deadline, {}, wake_));
-  REFITD_RETURN_IF_ERROR(regions_->MoveTo(core->connection, {}));
-  {
-    MutexLock lock(&mutex_);
-    core_ = std::move(core);
-  }
-  if (wake_) wake_();  // it may have ended meanwhile
-  return absl::OkStatus();
-}
-
-// ---- attaching again ----
-
-void TrainerImpl::StartReattacher() {
-  Reattacher::Hooks hooks;
-  hooks.lost = [this]() -> std::optional<absl::Status> {
-    MutexLock lock(&mutex_);
-    if (core_ == nullptr || core_->stream->status().ok()) return std::nullopt;
-    return core_->stream->status();
-  };
-  hooks.attach = [this](TimePoint deadline, const std::stop_token& stop) {
-    return Reattach(deadline, stop);
-  };
-  hooks.give_up = [this](absl::Status why) {
-    MutexLock lock(&mutex_);
-    ended_ = std::move(why);
-    changed_.NotifyAll();
-  };
-  reattacher_ = std::make_unique<Reattacher>(
-      DaemonName(options_.connect), options_.connect.reattach,
-      std::max<Duration>(options_.connect.wait, kAttemptLimit),
-      SeedOf(options_.connect.group, "trainer", options_.rank), std::move(hooks));
-  wake_ = reattacher_->Waker();
-}
-
-absl::Status TrainerImpl::Reattach(TimePoint deadline, const std::stop_token& stop) {
-  auto core = std::make_shared<Core>();
-  core->known = known_;
-  REFITD_ASSIGN_OR_RETURN(core->connection, Connection::OpenNow(options_.connect, deadline, stop));
-  REFITD_RETURN_IF_ERROR(core->Start(options_, deadline, stop, wake_));
-  REFITD_RETURN_IF_ERROR(regions_->MoveTo(core->connection, stop));
-  MutexLock register_lock(&register_mutex_);
-  REFITD_ASSIGN_OR_RETURN(
-      core->binding_generation,
-      registration_.RegisterAgain(core->connection.get(), core->Uploader(), stop));
-  MutexLock lock(&mutex_);
-  // The lost lease is destroyed after unlocking, or with the last object that came from it.
-  core_.swap(core);
-  ++reattachments_;
-  changed_.NotifyAll();
-  return absl::OkStatus();
+absl::Status TrainerImpl::AttachOver(Core* core, TimePoint deadline, const std::stop_token& stop) {
+  return core->Attach(connect_, Hello(options_, deadline), TrainerEvents(known_), wake_, deadline,
+                      stop, [&] {
+                        const v1::Welcome& welcome = core->connection->welcome();
+                        const int64_t told_ms = welcome.limits().default_duration_ms();
+                        if (told_ms > 0)
+                          core->default_duration = std::chrono::milliseconds(told_ms);
+                        if (welcome.has_group_version()) {
+                          known_->Committed(Version(welcome.group_version()));
+                        }
+                        return absl::OkStatus();
+                      });
 }
 
 absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::AttachedFor(Version version,
@@ -1058,8 +894,8 @@ absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::Attached(TimePoint deadline) 
   MutexLock lock(&mutex_);
   while (true) {
     REFITD_RETURN_IF_ERROR(ended_);
-    const absl::Status lease = core_->stream->status();
-    if (lease.ok()) return core_;
+    const absl::Status lease = lease_->stream->status();
+    if (lease.ok()) return lease_;
     if (!reattaches()) return lease;
     if (changed_.WaitUntil(&mutex_, deadline) || Until(deadline) > Duration::zero()) continue;
     return Error(absl::StatusCode::kUnavailable, "not attached again in time; {}", Message(lease));
