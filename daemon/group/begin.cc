@@ -8,11 +8,6 @@
 namespace refitd {
 namespace {
 
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
-}
-
 // Whether the method can't work without slots.
 bool NeedsSlots(BroadcastMethod method) {
   return method != BroadcastMethod::kAuto && method != BroadcastMethod::kDirect;
@@ -227,7 +222,7 @@ std::string Group::Impl::WaitedForToAssemble() const {
       if (it == instance.ranks.end()) {
         incomplete.push_back(fmt::format("engine {} rank {}", instance_name, rank));
       } else if (const Member* member = Find(it->second);
-                 member->delivery == DeliveryMode::kRegistered && member->layout == nullptr) {
+                 NeedsLayout(member->delivery) && member->layout == nullptr) {
         incomplete.push_back(fmt::format("the layout of {}", member->label));
       }
     }
@@ -312,9 +307,9 @@ absl::Status Group::Impl::MakeParticipants() {
     for (const auto& [rank, id] : instance.ranks) {
       const Member& member = *Find(id);
       participant.members.push_back(id);
-      const bool staged = member.delivery == DeliveryMode::kStaged;
-      ranks.push_back({id, member.label, index, member.delivery, staged ? nullptr : member.layout,
-                       staged ? member.manifest : nullptr});
+      const DeliveryMode mode = member.delivery;
+      ranks.push_back({id, member.label, index, mode, NeedsLayout(mode) ? member.layout : nullptr,
+                       DeclaresManifest(mode) ? member.manifest : nullptr});
     }
   }
   const std::vector<bool> evicted(names.size());
@@ -324,9 +319,9 @@ absl::Status Group::Impl::MakeParticipants() {
   if (const Catalog::Rank* open = catalog->OpenRank(evicted);
       open != nullptr && update->tensor_count == 0) {
     return Precondition(
-        "tensor_count: 0, but {} takes staged delivery without a manifest: how many tensors it "
-        "must get has to be told",
-        open->label);
+        "tensor_count: 0, but {} takes {} delivery without a manifest: how many tensors it must "
+        "get has to be told",
+        open->label, Name(open->delivery));
   }
   update->catalog = catalog;
   // Space is reserved before any bucket comes: growing the map later would hold up other calls of
@@ -337,7 +332,7 @@ absl::Status Group::Impl::MakeParticipants() {
   update->bytes_written.resize(catalog->destinations().size());
   update->readers.clear();
   for (const Catalog::Rank& rank : catalog->ranks()) {
-    if (rank.delivery != DeliveryMode::kStaged) continue;
+    if (!ReadsSlots(rank.delivery)) continue;
     update->readers[rank.member].participant = rank.instance;
   }
   update->participants = std::move(participants);

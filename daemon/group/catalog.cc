@@ -39,7 +39,7 @@ absl::StatusOr<std::shared_ptr<const Catalog>> Catalog::Make(std::vector<Rank> r
 void Catalog::AddRank(uint32_t index) {
   const Rank& rank = ranks_[index];
   ListId list = kNoList;
-  if (rank.delivery == DeliveryMode::kRegistered) {
+  if (NeedsLayout(rank.delivery)) {
     REFITD_CHECK(rank.layout != nullptr);
     list = table_->Add(rank.layout);
     destinations_.push_back(rank.member);
@@ -247,7 +247,7 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
 const Catalog::Rank* Catalog::OpenRank(const std::vector<bool>& evicted) const {
   for (const Rank& rank : ranks_) {
     if (evicted[rank.instance]) continue;
-    if (rank.delivery == DeliveryMode::kStaged && rank.manifest == nullptr) return &rank;
+    if (!NeedsLayout(rank.delivery) && rank.manifest == nullptr) return &rank;
   }
   return nullptr;
 }

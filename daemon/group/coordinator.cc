@@ -367,7 +367,7 @@ void Coordinator::Impl::Report(NodeId id, PeerReport& report) {
           HeaderAcknowledged(id, r);
         } else if constexpr (std::is_same_v<R, PeerPartDone>) {
           PartEnded(id, r);
-        } else if constexpr (std::is_same_v<R, PeerVerified>) {
+        } else if constexpr (std::is_same_v<R, VerifyDone>) {
           Verified(id, r);
         } else if constexpr (std::is_same_v<R, PeerProgramBuilt>) {
           Built(id, r);
@@ -375,9 +375,9 @@ void Coordinator::Impl::Report(NodeId id, PeerReport& report) {
           Compared(id, r);
         } else if constexpr (std::is_same_v<R, PeerRunDone>) {
           RunEnded(id, r);
-        } else if constexpr (std::is_same_v<R, PeerEpochOpened>) {
+        } else if constexpr (std::is_same_v<R, EpochOpened>) {
           Opened(id, r);
-        } else if constexpr (std::is_same_v<R, PeerEpochUp>) {
+        } else if constexpr (std::is_same_v<R, EpochUp>) {
           CameUp(id, r);
         } else if constexpr (std::is_same_v<R, PeerWireGranted>) {
           LockGranted(id, r);
@@ -387,16 +387,9 @@ void Coordinator::Impl::Report(NodeId id, PeerReport& report) {
           if (spread.has_value() && spread->update == r.update) spread->yielding = true;
         } else if constexpr (std::is_same_v<R, PeerPong>) {
           // Taking note that the node was heard is all.
-        } else if constexpr (std::is_same_v<R, PeerReady>) {
-          ForMember(node, r, [&](MemberId m) { return ReadyEvent{m, r.update}; });
-        } else if constexpr (std::is_same_v<R, PeerFailed>) {
-          if (node == nullptr) {
-            Feed(EngineFailed{r.member, r.update, r.reason});
-          } else {
-            ForMember(node, r, [&](MemberId m) { return EngineFailed{m, r.update, r.reason}; });
-          }
-        } else if constexpr (std::is_same_v<R, PeerAck>) {
-          ForMember(node, r, [&](MemberId m) { return AckEvent{m, r.update, r.part}; });
+        } else if constexpr (std::is_same_v<R, ReadyEvent> || std::is_same_v<R, EngineFailed> ||
+                             std::is_same_v<R, AckEvent>) {
+          FeedOf(node, std::move(r));
         } else {
           if (node != nullptr) On(node, r);
         }
@@ -404,18 +397,22 @@ void Coordinator::Impl::Report(NodeId id, PeerReport& report) {
       report);
 }
 
-template <typename MemberReport, typename Make>
-void Coordinator::Impl::ForMember(Node* node, const MemberReport& report, Make make) {
-  if (node == nullptr) return;
-  const auto it = node->members.find(report.member);
-  if (it != node->members.end()) Feed(make(it->second));
+// Feeds an event of a member; `node` null: of this daemon's.
+template <typename MemberEvent>
+void Coordinator::Impl::FeedOf(Node* node, MemberEvent event) {
+  if (node != nullptr) {
+    const auto it = node->members.find(event.member);
+    if (it == node->members.end()) return;
+    event.member = it->second;
+  }
+  Feed(std::move(event));
 }
 
 void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
   if (node->members.contains(r.member)) return;
   if (options.admit_remote != nullptr) {
     if (absl::Status status = options.admit_remote(); !status.ok()) {
-      Send(node->id, PeerRefuse{r.member, std::move(status)});
+      Send(node->id, RefuseMember{r.member, std::move(status)});
       return;
     }
   }
@@ -440,7 +437,7 @@ void Coordinator::Impl::On(Node* node, const PeerAttach& r) {
   }
 }
 
-void Coordinator::Impl::On(Node* node, const PeerGone& r) {
+void Coordinator::Impl::On(Node* node, const MemberLost& r) {
   const auto it = node->members.find(r.member);
   if (it == node->members.end()) return;
   const MemberId ours = it->second;
@@ -452,17 +449,17 @@ void Coordinator::Impl::On(Node* node, const PeerGone& r) {
 void Coordinator::Impl::On(Node* node, const PeerLayout& r) {
   const auto it = node->members.find(r.member);
   if (it == node->members.end()) {
-    Send(node->id, PeerReply{r.call, absl::UnauthenticatedError("the member is not attached"), {}});
+    Send(node->id, Reply{r.call, absl::UnauthenticatedError("the member is not attached"), {}});
     return;
   }
   const MemberId ours = it->second;
   // The layout may have been sent before this coordinator's Prepare arrived there.
   if (absl::Status status = group.CanRegisterLayout(ours); !status.ok()) {
-    Send(node->id, PeerReply{r.call, std::move(status), {}});
+    Send(node->id, Reply{r.call, std::move(status), {}});
     return;
   }
   if (!r.destination.ok() && remotes.at(ours).engine) {
-    Send(node->id, PeerReply{r.call, r.destination, {}});
+    Send(node->id, Reply{r.call, r.destination, {}});
     return;
   }
   if (calls_of.contains({node->id, r.call})) return;
@@ -502,7 +499,7 @@ void Coordinator::Impl::On(Node* node, PeerCall& r) {
         const auto member = node->members.find(event.member);
         if (member == node->members.end()) {
           Send(node->id,
-               PeerReply{theirs, absl::UnauthenticatedError("the member is not attached"), {}});
+               Reply{theirs, absl::UnauthenticatedError("the member is not attached"), {}});
           return;
         }
         if (calls_of.contains({node->id, theirs})) return;
@@ -516,7 +513,7 @@ void Coordinator::Impl::On(Node* node, PeerCall& r) {
       r.event);
 }
 
-void Coordinator::Impl::On(Node* node, const PeerCallGone& r) {
+void Coordinator::Impl::On(Node* node, const CallGone& r) {
   const auto it = calls_of.find({node->id, r.call});
   if (it != calls_of.end()) Feed(CallGone{CallId(it->second)});
 }
@@ -597,23 +594,22 @@ bool Coordinator::Impl::RouteToNode(GroupAction* action) {
   if (auto* a = std::get_if<SendPart>(action)) {
     return send(a->member, [&](MemberId id) { return PeerSendPart{id, a->update, a->part}; });
   }
-  if (auto* a = std::get_if<SendCommitted>(action)) {
-    return send(a->member, [&](MemberId id) { return PeerCommitted{id, a->version}; });
-  }
-  if (auto* a = std::get_if<SendAborted>(action)) {
-    return send(a->member, [&](MemberId id) {
-      return PeerAborted{id, a->version, a->reason, a->dirty};
-    });
-  }
-  if (auto* a = std::get_if<SendDraining>(action)) {
-    return send(a->member, [](MemberId id) { return PeerDraining{id}; });
-  }
   if (auto* a = std::get_if<WelcomeMember>(action)) {
     return send(a->member, [this](MemberId id) {
       return PeerWelcome{id, group.version(), group.spec().trainer_ranks};
     });
   }
-  return false;
+  return std::visit(
+      [&send](auto& a) {
+        if constexpr (kIsOneOf<std::decay_t<decltype(a)>, MemberAction>) {
+          return send(a.member, [&a](MemberId id) {
+            a.member = id;
+            return MemberAction(std::move(a));
+          });
+        }
+        return false;
+      },
+      *action);
 }
 
 bool Coordinator::Impl::ReplyToNode(Reply* reply) {
@@ -623,7 +619,7 @@ bool Coordinator::Impl::ReplyToNode(Reply* reply) {
   const RemoteCall call = it->second;
   remote_calls.erase(it);
   calls_of.erase({call.node, call.id});
-  Send(call.node, PeerReply{call.id, std::move(reply->status), std::move(reply->payload)});
+  Send(call.node, Reply{call.id, std::move(reply->status), std::move(reply->payload)});
   return true;
 }
 
@@ -636,7 +632,7 @@ bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
   }
   remotes.erase(it);
   layouts.erase(refusal->member);
-  Send(refused.node, PeerRefuse{refused.id, std::move(refusal->status)});
+  Send(refused.node, RefuseMember{refused.id, std::move(refusal->status)});
   return true;
 }
 
@@ -1004,13 +1000,13 @@ void Coordinator::Impl::StartReadback(const StartVerify& a) {
   for (const auto& [node, verify] : commands) spread->verifying.insert(node);
   if (commands.empty()) {
     // Nothing is left to be read. The answer is handled like a worker's report, after this action.
-    own_reports.push_back(PeerVerified{a.update, absl::OkStatus(), {}});
+    own_reports.push_back(VerifyDone{a.update, absl::OkStatus(), {}});
     spread->verifying.insert(kCoordinatorNode);
   }
   for (auto& [node, verify] : commands) Send(node, std::move(verify));
 }
 
-void Coordinator::Impl::Verified(NodeId node, const PeerVerified& r) {
+void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
   if (!spread.has_value() || spread->update != r.update || spread->verifying.erase(node) == 0) {
     return;
   }
@@ -1072,7 +1068,7 @@ void Coordinator::Impl::EnsureEpoch() {
   epoch->verdict = epoch->deadline = now + epoch->limit;
   const EpochId id = epoch->id;
   for (size_t rank = 0; rank < wanted.size(); ++rank) {
-    Send(wanted[rank], PeerEpochOpen{id, static_cast<int>(rank), static_cast<int>(wanted.size())});
+    Send(wanted[rank], OpenEpoch{id, static_cast<int>(rank), static_cast<int>(wanted.size())});
   }
   TellDataPlane(false);
 }
@@ -1081,10 +1077,10 @@ void Coordinator::Impl::CloseEpochEverywhere() {
   if (!epoch.has_value()) return;
   const Epoch closed = std::move(*epoch);
   epoch.reset();
-  for (const NodeId node : closed.ranks) Send(node, PeerEpochClose{closed.id});
+  for (const NodeId node : closed.ranks) Send(node, CloseEpoch{closed.id});
 }
 
-void Coordinator::Impl::Opened(NodeId node, const PeerEpochOpened& r) {
+void Coordinator::Impl::Opened(NodeId node, const EpochOpened& r) {
   if (!epoch.has_value() || epoch->id != r.epoch) return;
   if (!epoch->has(node)) {
     return RefuseReport(node, fmt::format("it opened epoch {}, of which it is no rank", r.epoch));
@@ -1113,7 +1109,7 @@ void Coordinator::Impl::Opened(NodeId node, const PeerEpochOpened& r) {
   for (const NodeId rank : ranks) Send(rank, connect);
 }
 
-void Coordinator::Impl::CameUp(NodeId node, const PeerEpochUp& r) {
+void Coordinator::Impl::CameUp(NodeId node, const EpochUp& r) {
   if (!epoch.has_value() || epoch->id != r.epoch) return;
   if (!epoch->has(node)) {
     return RefuseReport(node,
@@ -1328,7 +1324,7 @@ Coordinator::Impl::Sharing Coordinator::Impl::HowNodesShare() const {
     }
   }
   for (const InstanceView& instance : view.instances) {
-    if (instance.state.find("preparing") == std::string_view::npos) continue;
+    if (!instance.preparing) continue;
     sharing.by_instance.push_back(nodes_of[instance.name]);
   }
   return sharing;

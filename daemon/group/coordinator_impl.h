@@ -205,19 +205,19 @@ struct Coordinator::Impl {
   // ---- reports of a node (also of the coordinator's own worker) ----
   void Report(NodeId node, PeerReport& report);
   void On(Node* node, const PeerAttach& r);
-  void On(Node* node, const PeerGone& r);
+  void On(Node* node, const MemberLost& r);
   void On(Node* node, const PeerLayout& r);
   std::shared_ptr<const Layout> Shared(const std::shared_ptr<const Layout>& layout,
                                        uint64_t digest);
   void On(Node* node, PeerCall& r);
-  void On(Node* node, const PeerCallGone& r);
-  template <typename MemberReport, typename Make>
-  void ForMember(Node* node, const MemberReport& report, Make make);
+  void On(Node* node, const CallGone& r);
+  template <typename MemberEvent>
+  void FeedOf(Node* node, MemberEvent event);
   void HeaderAcknowledged(NodeId node, const PeerHeaderAck& r);
   void PartEnded(NodeId node, const PeerPartDone& r);
-  void Verified(NodeId node, const PeerVerified& r);
-  void Opened(NodeId node, const PeerEpochOpened& r);
-  void CameUp(NodeId node, const PeerEpochUp& r);
+  void Verified(NodeId node, const VerifyDone& r);
+  void Opened(NodeId node, const EpochOpened& r);
+  void CameUp(NodeId node, const EpochUp& r);
   void LockGranted(NodeId node, const PeerWireGranted& r);
 
   // Ends the node's link over a report that no correct daemon sends, and changes nothing else.

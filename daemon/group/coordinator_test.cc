@@ -84,7 +84,7 @@ class Fixture {
   void OpenUpdate() {
     Prepare();
     BringUp(kEpoch, nodes_);
-    ReportAll(PeerReady{kRemoteEngine, update_});
+    ReportAll(ReadyEvent{kRemoteEngine, update_});
     REQUIRE(Local<Reply>().size() == 1);
   }
   // As OpenUpdate, until the update is assembled: the data plane is not up and no rank is ready.
@@ -123,7 +123,7 @@ class Fixture {
     Forget();
     Do(GroupEvent(commit));
     for (const PeerVerify& verify : Sent<PeerVerify>()) {
-      Report(PeerVerified{verify.update, absl::OkStatus(), {}});
+      Report(VerifyDone{verify.update, absl::OkStatus(), {}});
     }
     const std::vector<Reply> replies = Local<Reply>();
     return replies.size() == 1 ? replies[0].status : absl::UnknownError("not answered");
@@ -153,11 +153,11 @@ class Fixture {
   void BringUp(EpochId epoch, const std::vector<NodeId>& nodes) {
     Do(EpochOpened{epoch, absl::OkStatus(), "here"});
     for (const NodeId node : nodes) {
-      Do(ReportReceived{node, PeerEpochOpened{epoch, absl::OkStatus(), "there"}});
+      Do(ReportReceived{node, EpochOpened{epoch, absl::OkStatus(), "there"}});
     }
     Do(EpochUp{epoch, absl::OkStatus()});
     for (const NodeId node : nodes) {
-      Do(ReportReceived{node, PeerEpochUp{epoch, absl::OkStatus()}});
+      Do(ReportReceived{node, EpochUp{epoch, absl::OkStatus()}});
     }
   }
   // The first node's instance got the whole part.
@@ -241,9 +241,9 @@ TEST_CASE("the header tells each daemon which of its staged ranks will be handed
   const UpdateId update = f.Sent<PeerPrepare>().at(0).update;
   f.BringUp(kEpoch, {kNode, kThird});
   f.Do(GroupEvent(ReadyEvent{kHere, update}));
-  for (const uint64_t id : {7, 8}) f.Report(PeerReady{MemberId(id), update});
-  f.Do(ReportReceived{kThird, PeerReady{kRemoteEngine, update}});
-  if (leaves) f.Report(PeerGone{MemberId(7), "its process died"});
+  for (const uint64_t id : {7, 8}) f.Report(ReadyEvent{MemberId(id), update});
+  f.Do(ReportReceived{kThird, ReadyEvent{kRemoteEngine, update}});
+  if (leaves) f.Report(MemberLost{MemberId(7), "its process died"});
   BucketDraft bucket = TestGroup::MakeBucket(kTrainer, 1, 0, {Bytes("t", 100)});
   bucket.call = CallId(10);
   f.Do(GroupEvent(BucketEvent(bucket)));
@@ -292,7 +292,7 @@ TEST_CASE(
     "a layout of a joined daemon is answered: taken, or refused while its rank is in an update") {
   Fixture f;
   const auto layout = LayoutOf({Bytes("t", 100), Bytes("u", 100)});
-  const auto last = [&f] { return f.Sent<PeerReply>().back(); };
+  const auto last = [&f] { return f.Sent<Reply>().back(); };
   f.Report(PeerLayout{kRemoteEngine, layout, CallId(50)});
   CHECK(last().status.code() == absl::StatusCode::kUnauthenticated);
   f.OpenUpdate();  // registers layouts with call 0
@@ -319,7 +319,7 @@ TEST_CASE("an epoch that was up is closed everywhere when a rank gives its end o
   REQUIRE(f.View().epoch == kEpoch);
   f.Forget();
   f.Do(EpochUp{kEpoch, absl::CancelledError("its slots are given back")});
-  CHECK(f.Sent<PeerEpochClose>().size() == 1);
+  CHECK(f.Sent<CloseEpoch>().size() == 1);
   CHECK(f.Local<CloseEpoch>().size() == 1);
   CHECK(!f.View().epoch.has_value());
 }
@@ -388,7 +388,7 @@ TEST_CASE(
   begin.version = Version(1);
   f.Report(PeerCall{begin});
   SECTION("the daemon is lost") { f.Do(NodeLost{kNode, "gone"}); }
-  SECTION("the member is") { f.Report(PeerGone{MemberId(3), "gone"}); }
+  SECTION("the member is") { f.Report(MemberLost{MemberId(3), "gone"}); }
   CHECK(f.Local<ReleaseMember>().empty());
   CHECK(f.Local<Reply>().empty());
 }
@@ -399,16 +399,16 @@ TEST_CASE("the death of a daemon's only engine aborted the update for all") {
   f.Prepare();
   f.BringUp(kEpoch, {kNode, kThird});
   f.Forget();
-  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+  f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "its process died"}});
   CHECK(f.Sent<PeerAbandon>().size() == 1);  // no member of it is left in the update
-  const auto opened = f.Sent<PeerEpochOpen>();
+  const auto opened = f.Sent<OpenEpoch>();
   REQUIRE(opened.size() == 1);
   CHECK(opened[0].size == 2);
   const EpochId epoch = opened[0].epoch;
   f.BringUp(epoch, {kNode});
   // The daemon closes its link, having heard of the death before it heard of the update.
   f.Do(NodeLost{kThird, "no member is left"});
-  f.Report(PeerReady{kRemoteEngine, f.update()});
+  f.Report(ReadyEvent{kRemoteEngine, f.update()});
   REQUIRE(f.Local<Reply>().size() == 1);
   CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
   CHECK(f.PushAndCommit(epoch) == absl::OkStatus());
@@ -420,9 +420,9 @@ TEST_CASE("a daemon whose only engine died in the data phase serves the data pla
   f.OpenUpdate();
   f.Push(0, "t");
   f.GrantWire();
-  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
+  f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "its process died"}});
   CHECK(f.Sent<PeerAbandon>().empty());
-  CHECK(f.Sent<PeerEpochClose>().empty());
+  CHECK(f.Sent<CloseEpoch>().empty());
   PeerPartDone done;
   done.update = f.update();
   done.part = PartSeq(0);
@@ -439,9 +439,9 @@ TEST_CASE("a daemon that is left out of an update hears how it ended") {
   Fixture f;
   f.JoinThird();
   f.Prepare();
-  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "its process died"}});
-  f.BringUp(f.Sent<PeerEpochOpen>().back().epoch, {kNode});
-  f.Report(PeerReady{kRemoteEngine, f.update()});
+  f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "its process died"}});
+  f.BringUp(f.Sent<OpenEpoch>().back().epoch, {kNode});
+  f.Report(ReadyEvent{kRemoteEngine, f.update()});
   CHECK(f.PushAndCommit(EpochId(2)) == absl::OkStatus());
   std::set<NodeId> told;
   for (const SendCommand& send : f.Local<SendCommand>()) {
@@ -464,7 +464,7 @@ TEST_CASE("a daemon that answered pings and never ended its share hung the group
   f.Prepare();
   f.BringUp(kEpoch, {kNode});
   f.Do(GroupEvent(ReadyEvent{kHere, f.update()}));
-  f.Report(PeerReady{kRemoteEngine, f.update()});
+  f.Report(ReadyEvent{kRemoteEngine, f.update()});
   f.Push(0, "t");
   f.Forget();
   f.Do(GroupEvent(OperatorAbort{kOperator, "enough"}));
@@ -499,21 +499,22 @@ struct BrokenDataPlane : Fixture {
   }
   void Open() {
     Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    ReportAll(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+    ReportAll(EpochOpened{kEpoch, absl::OkStatus(), "there"});
   }
   // The update commits with a's instance; c's is told that it keeps its version.
   void CheckGoesOnWithoutThird() {
     std::vector<SendCommand> told = Local<SendCommand>();
     std::erase_if(told, [](const SendCommand& send) {
-      return !std::holds_alternative<PeerAborted>(send.command);
+      const auto* action = std::get_if<MemberAction>(&send.command);
+      return action == nullptr || !std::holds_alternative<SendAborted>(*action);
     });
     REQUIRE(told.size() == 1);
     CHECK(told[0].node == kThird);
-    CHECK_FALSE(std::get<PeerAborted>(told[0].command).dirty);
-    REQUIRE(Sent<PeerEpochOpen>().back().epoch == EpochId(2));
-    CHECK(Sent<PeerEpochOpen>().back().size == 2);
+    CHECK_FALSE(std::get<SendAborted>(std::get<MemberAction>(told[0].command)).dirty);
+    REQUIRE(Sent<OpenEpoch>().back().epoch == EpochId(2));
+    CHECK(Sent<OpenEpoch>().back().size == 2);
     CHECK(Local<Reply>().empty());
-    Report(PeerReady{kRemoteEngine, update()});
+    Report(ReadyEvent{kRemoteEngine, update()});
     CHECK(Local<Reply>().empty());  // not before the data plane is up
     BringUp(EpochId(2), {kNode});
     REQUIRE(Local<Reply>().size() == 1);
@@ -549,30 +550,30 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
   };
   SECTION("it never opens") {
     f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    f.Report(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
+    f.Report(EpochOpened{kEpoch, absl::OkStatus(), "there"});
     f.Wait(std::chrono::milliseconds(4100));
   }
   SECTION("it can't open") {
-    f.Do(ReportReceived{kThird, PeerEpochOpened{kEpoch, absl::UnavailableError("no NCCL"), ""}});
+    f.Do(ReportReceived{kThird, EpochOpened{kEpoch, absl::UnavailableError("no NCCL"), ""}});
   }
   SECTION("nobody reaches it, and it reaches nobody") {
     f.Open();
     f.Do(EpochUp{kEpoch, late("rank 2")});
-    f.Report(PeerEpochUp{kEpoch, late("rank 2")});
-    f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0, rank 1")}});
+    f.Report(EpochUp{kEpoch, late("rank 2")});
+    f.Do(ReportReceived{kThird, EpochUp{kEpoch, late("rank 0, rank 1")}});
   }
   SECTION("one other daemon can't reach it") {
     f.Open();
     f.Do(EpochUp{kEpoch, late("rank 2")});
-    f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0")}});
+    f.Do(ReportReceived{kThird, EpochUp{kEpoch, late("rank 0")}});
     f.Wait(std::chrono::milliseconds(600));  // the third daemon could report, and does not
   }
   SECTION("it comes up for the others only") {
     f.Open();
     f.Do(EpochUp{kEpoch, absl::OkStatus()});
-    f.Report(PeerEpochUp{kEpoch, absl::OkStatus()});
+    f.Report(EpochUp{kEpoch, absl::OkStatus()});
     const bool says = GENERATE(false, true);
-    if (says) f.Do(ReportReceived{kThird, PeerEpochUp{kEpoch, late("rank 0")}});
+    if (says) f.Do(ReportReceived{kThird, EpochUp{kEpoch, late("rank 0")}});
     // half of the remaining time, and a little more
     if (!says) f.Wait(std::chrono::milliseconds(3100));
     if (!says) f.Wait(std::chrono::milliseconds(1500));
@@ -581,7 +582,7 @@ TEST_CASE("a daemon with a broken data plane starved every instance") {
   // The node stays kept out until it attaches anew.
   CHECK(f.Prepared(2) == std::set<NodeId>{kNode});
   f.Do(GroupEvent(OperatorAbort{CallId(40), "enough"}));
-  f.Do(ReportReceived{kThird, PeerGone{kRemoteEngine, "it was started anew"}});
+  f.Do(ReportReceived{kThird, MemberLost{kRemoteEngine, "it was started anew"}});
   f.Do(NodeLost{kThird, "no member is left"});
   constexpr NodeId kAnew{3};
   EngineIdentity engine;
@@ -596,7 +597,7 @@ TEST_CASE("a data plane that fails for the trainer's daemon keeps nobody out") {
   BrokenDataPlane f;
   f.Open();
   const absl::Status waited = absl::DeadlineExceededError("epoch 1: waited 4000 ms for rank 0");
-  f.ReportAll(PeerEpochUp{kEpoch, waited});
+  f.ReportAll(EpochUp{kEpoch, waited});
   f.Do(EpochUp{kEpoch, absl::DeadlineExceededError("epoch 1: waited for rank 1, rank 2")});
   const std::vector<Reply> replies = f.Local<Reply>();
   REQUIRE(replies.size() == 1);
@@ -623,7 +624,7 @@ TEST_CASE("a data plane that fails for the last instance's daemon keeps nobody o
   Fixture f;
   f.Prepare();
   f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-  f.Report(PeerEpochOpened{kEpoch, absl::UnavailableError("no device"), ""});
+  f.Report(EpochOpened{kEpoch, absl::UnavailableError("no device"), ""});
   const std::vector<Reply> replies = f.Local<Reply>();
   REQUIRE(replies.size() == 1);
   CHECK_THAT(std::string(replies[0].status.message()),
@@ -695,10 +696,10 @@ class Nameless {
               : absl::OkStatus();
     Do(EpochOpened{epoch, absl::OkStatus(), "here"});
     for (const NodeId node : ranks) {
-      Do(ReportReceived{node, PeerEpochOpened{epoch, absl::OkStatus(), "there"}});
+      Do(ReportReceived{node, EpochOpened{epoch, absl::OkStatus(), "there"}});
     }
     Do(EpochUp{epoch, status});
-    for (const NodeId node : ranks) Do(ReportReceived{node, PeerEpochUp{epoch, status}});
+    for (const NodeId node : ranks) Do(ReportReceived{node, EpochUp{epoch, status}});
     return fails ? std::set<NodeId>() : ranks;
   }
   void Do(MachineEvent event) {
@@ -714,7 +715,7 @@ class Nameless {
       if (send == nullptr) continue;
       if (const auto* prepare = std::get_if<PeerPrepare>(&send->command)) {
         if (!prepare->engines.empty()) prepared_.insert(send->node);
-      } else if (const auto* open = std::get_if<PeerEpochOpen>(&send->command)) {
+      } else if (const auto* open = std::get_if<OpenEpoch>(&send->command)) {
         if (open->epoch != epoch_) opened_.clear();
         epoch_ = open->epoch;
         opened_.insert(send->node);
@@ -805,12 +806,12 @@ TEST_CASE("a report about an epoch of which its daemon is no rank ended the coor
   Fixture f;
   f.Prepare();
   f.Do(NodeJoined{kThird, "c", "elsewhere"});
-  PeerReport report = PeerEpochOpened{kEpoch, absl::OkStatus(), "nowhere"};
+  PeerReport report = EpochOpened{kEpoch, absl::OkStatus(), "nowhere"};
   SECTION("while it opens") {}
   SECTION("while it connects") {
     f.Do(EpochOpened{kEpoch, absl::OkStatus(), "here"});
-    f.Report(PeerEpochOpened{kEpoch, absl::OkStatus(), "there"});
-    report = PeerEpochUp{kEpoch, absl::OkStatus()};
+    f.Report(EpochOpened{kEpoch, absl::OkStatus(), "there"});
+    report = EpochUp{kEpoch, absl::OkStatus()};
   }
   f.Do(ReportReceived{kThird, report});
   const auto dropped = f.Local<DropNode>();
@@ -819,13 +820,13 @@ TEST_CASE("a report about an epoch of which its daemon is no rank ended the coor
   CHECK_THAT(std::string(dropped[0].status.message()),
              Catch::Contains("daemon c") && Catch::Contains("of which it is no rank"));
   // The update goes on.
-  if (std::holds_alternative<PeerEpochOpened>(report)) {
+  if (std::holds_alternative<EpochOpened>(report)) {
     f.BringUp(kEpoch, {kNode});
   } else {
     f.Do(EpochUp{kEpoch, absl::OkStatus()});
-    f.Report(PeerEpochUp{kEpoch, absl::OkStatus()});
+    f.Report(EpochUp{kEpoch, absl::OkStatus()});
   }
-  f.Report(PeerReady{kRemoteEngine, f.update()});
+  f.Report(ReadyEvent{kRemoteEngine, f.update()});
   CHECK(f.PushAndCommit(kEpoch) == absl::OkStatus());
 }
 
@@ -867,9 +868,9 @@ TEST_CASE("A member of another daemon for which there is no room is refused with
   room = absl::ResourceExhaustedError("limits.max_members");
   engine.instance = "j";
   f.Report(PeerAttach{MemberId(2), engine});
-  REQUIRE(f.Sent<PeerRefuse>().size() == 1);
-  CHECK(f.Sent<PeerRefuse>()[0].member == MemberId(2));
-  CHECK(f.Sent<PeerRefuse>()[0].status == room);
+  REQUIRE(f.Sent<RefuseMember>().size() == 1);
+  CHECK(f.Sent<RefuseMember>()[0].member == MemberId(2));
+  CHECK(f.Sent<RefuseMember>()[0].status == room);
   CHECK(f.coordinator().remote_members() == 1);
 }
 

@@ -6,11 +6,6 @@
 namespace refitd {
 namespace {
 
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
-}
-
 // The answer to a rank that takes an ended update for open.
 absl::Status Told(const group::EndedUpdate& ended) {
   if (ended.what.outcome == Outcome::kCommitted) {

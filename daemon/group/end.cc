@@ -4,15 +4,6 @@
 #include "daemon/group/group_impl.h"
 
 namespace refitd {
-namespace {
-
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
-}
-
-}  // namespace
-
 // ---- commit ----
 
 absl::Status Group::Impl::CheckCommit(const TrainerProgress& progress, const CommitEvent& e) const {

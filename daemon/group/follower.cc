@@ -9,19 +9,6 @@
 #include "transport/base/status.h"
 
 namespace refitd {
-namespace {
-
-// The payload that an OK answer to the call carries.
-ReplyPayload AnswerTo(const BeginEvent&) { return BeginReply{}; }
-ReplyPayload AnswerTo(const LeaseSlotEvent&) { return LeaseSlotReply{}; }
-ReplyPayload AnswerTo(const ReleaseSlotEvent&) { return EmptyReply{}; }
-ReplyPayload AnswerTo(const BucketEvent&) { return BucketReply{}; }
-ReplyPayload AnswerTo(const CommitEvent&) { return CommitReply{}; }
-ReplyPayload AnswerTo(const RefitEvent&) { return CommitReply{}; }
-ReplyPayload AnswerTo(const AbortEvent&) { return EmptyReply{}; }
-
-}  // namespace
-
 struct Follower::Impl {
   explicit Impl(FollowerOptions follower_options);
 
@@ -55,20 +42,14 @@ struct Follower::Impl {
   void On(const MemberLost& e);
   void On(const LayoutRegistered& e);
   template <typename Call>
-  void Forward(const Call& e);
-  void On(const BeginEvent& e) { Forward(e); }
-  void On(const LeaseSlotEvent& e) { Forward(e); }
-  void On(const ReleaseSlotEvent& e) { Forward(e); }
-  void On(const BucketEvent& e);
-  void On(const CommitEvent& e) { Forward(e); }
-  void On(const RefitEvent& e) { Forward(e); }
+  requires kIsOneOf<Call, TrainerCall>
+  void On(const Call& e);
   void On(const ProgramCompiled&) {}
   void On(const CompareDone&) {}
   void On(const RefitDone&) {}
-  void On(const AbortEvent& e) { Forward(e); }
-  void On(const ReadyEvent& e) { Report(PeerReady{e.member, e.update}); }
-  void On(const EngineFailed& e) { Report(PeerFailed{e.member, e.update, e.reason}); }
-  void On(const AckEvent& e) { Report(PeerAck{e.member, e.update, e.part}); }
+  void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update}); }
+  void On(const EngineFailed& e) { Report(EngineFailed{e.member, e.update, e.reason}); }
+  void On(const AckEvent& e) { Report(AckEvent{e.member, e.update, e.part}); }
   void On(const CallGone& e);
   void On(const OperatorAbort& e) { RefuseHere(e.call); }
   void On(const ReplaceGroup& e) { RefuseHere(e.call); }
@@ -99,13 +80,11 @@ struct Follower::Impl {
 
   // ---- commands ----
   void Take(const PeerWelcome& c);
-  void Take(const PeerRefuse& c);
-  void Take(const PeerReply& c);
+  void Take(const RefuseMember& c);
+  void Take(const Reply& c);
   void Take(const PeerPrepare& c);
   void Take(const PeerSendPart& c);
-  void Take(const PeerCommitted& c);
-  void Take(const PeerAborted& c);
-  void Take(const PeerDraining& c) { Do(GroupAction(SendDraining{c.member})); }
+  void Take(const MemberAction& c);
   void Take(const PeerUpdateEnded& c);
   void Take(const PeerPing& c) { Report(PeerPong{c.number}); }
   void Take(const PeerIncarnation& c);
@@ -228,7 +207,7 @@ void Follower::Impl::On(const MemberLost& e) {
   if (it == members.end()) return;
   worker.MemberLost(e.member, std::move(it->second.layout));
   members.erase(it);
-  Report(PeerGone{e.member, e.reason});
+  Report(MemberLost{e.member, e.reason});
   AnswerLayoutsOf(e.member,
                   Error(absl::StatusCode::kUnauthenticated, "the lease ended: {}", e.reason));
   // Copies that run hold their mappings; new copies skip the member (P6).
@@ -273,8 +252,10 @@ void Follower::Impl::AnswerLayoutsOf(MemberId member, const absl::Status& status
 
 // ---- calls ----
 
+// Forwards a trainer's call to the coordinator.
 template <typename Call>
-void Follower::Impl::Forward(const Call& e) {
+requires kIsOneOf<Call, TrainerCall>
+void Follower::Impl::On(const Call& e) {
   if (state != State::kJoined) {
     Do(GroupAction(Reply{e.call,
                          state == State::kLost
@@ -283,17 +264,14 @@ void Follower::Impl::Forward(const Call& e) {
                          EmptyReply{}}));
     return;
   }
-  calls[e.call] = {std::is_same_v<Call, BucketEvent>, AnswerTo(e).index()};
+  constexpr bool kBucket = std::is_same_v<Call, BucketEvent>;
+  if constexpr (kBucket) buckets.emplace(e.call, e.bucket);
+  calls[e.call] = {kBucket, ReplyPayload(typename Call::Answer{}).index()};
   Report(PeerCall{e});
 }
 
-void Follower::Impl::On(const BucketEvent& e) {
-  if (state == State::kJoined) buckets.emplace(e.call, e.bucket);
-  Forward(e);
-}
-
 void Follower::Impl::On(const CallGone& e) {
-  if (calls.contains(e.call)) Report(PeerCallGone{e.call});
+  if (calls.contains(e.call)) Report(CallGone{e.call});
 }
 
 void Follower::Impl::RefuseHere(CallId call) {
@@ -406,7 +384,7 @@ void Follower::Impl::Take(const PeerWelcome& c) {
   Do(GroupAction(StateChanged{}));
 }
 
-void Follower::Impl::Take(const PeerRefuse& c) {
+void Follower::Impl::Take(const RefuseMember& c) {
   if (members.erase(c.member) == 0) return;
   AnswerLayoutsOf(c.member, c.status);
   Do(GroupAction(RefuseMember{c.member, c.status}));
@@ -414,7 +392,7 @@ void Follower::Impl::Take(const PeerRefuse& c) {
 
 // An answer of another kind than its call would reach the caller as something else. No correct
 // coordinator sends one.
-void Follower::Impl::Take(const PeerReply& c) {
+void Follower::Impl::Take(const Reply& c) {
   const auto call = calls.find(c.call);
   const bool layout = layouts.contains(c.call);
   if (call == calls.end() && !layout) return;
@@ -451,19 +429,22 @@ void Follower::Impl::Take(const PeerSendPart& c) {
   if (part.ok()) {
     Do(GroupAction(*std::move(part)));
   } else {
-    Report(PeerFailed{c.member, c.update, Message(part.status())});
+    Report(EngineFailed{c.member, c.update, Message(part.status())});
   }
 }
 
-void Follower::Impl::Take(const PeerCommitted& c) {
-  version = c.version;
-  if (const auto it = members.find(c.member); it != members.end()) it->second.prepared.reset();
-  Do(GroupAction(SendCommitted{c.member, c.version}));
-}
-
-void Follower::Impl::Take(const PeerAborted& c) {
-  if (const auto it = members.find(c.member); it != members.end()) it->second.prepared.reset();
-  Do(GroupAction(SendAborted{c.member, c.version, c.reason, c.dirty}));
+void Follower::Impl::Take(const MemberAction& c) {
+  std::visit(
+      [this](const auto& action) {
+        if constexpr (requires { action.version; }) {
+          // The update is over for the member.
+          const auto it = members.find(action.member);
+          if (it != members.end()) it->second.prepared.reset();
+        }
+        Do(GroupAction(action));
+      },
+      c);
+  if (const auto* committed = std::get_if<SendCommitted>(&c)) version = committed->version;
 }
 
 void Follower::Impl::Take(const PeerUpdateEnded& c) {
@@ -485,7 +466,7 @@ void Follower::Impl::Take(const PeerIncarnation& c) {
   }
   for (const MemberId id : trainers) {
     members.erase(id);
-    Report(PeerGone{id, "the group was replaced"});
+    Report(MemberLost{id, "the group was replaced"});
     const absl::Status why =
         absl::AbortedError("the group was replaced by a new incarnation: attach again");
     AnswerLayoutsOf(id, why);
@@ -582,10 +563,10 @@ absl::Status Follower::Impl::CanRegisterLayout(MemberId member) const {
   }
   if (!it->second.engine) return absl::OkStatus();
   const auto& identity = std::get<EngineIdentity>(it->second.identity);
-  if (identity.delivery == DeliveryMode::kStaged) {
+  if (!NeedsLayout(identity.delivery)) {
     return Error(absl::StatusCode::kFailedPrecondition,
-                 "engine {} rank {} takes staged delivery: it registers no layout",
-                 identity.instance, identity.rank);
+                 "engine {} rank {} takes {} delivery: it registers no layout", identity.instance,
+                 identity.rank, Name(identity.delivery));
   }
   if (it->second.prepared.has_value()) {
     return Error(absl::StatusCode::kFailedPrecondition,

@@ -132,7 +132,7 @@ TEST_CASE("RegisterLayout was answered before the coordinator had the layout") {
   CHECK(f.Sent<PeerLayout>()[0].call == kCall);
   CHECK(f.Replies().empty());
   CHECK(f.Digest() == 0);
-  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
   REQUIRE(f.Replies().size() == 1);
   CHECK(f.Replies()[0].call == kCall);
   CHECK(f.Replies()[0].status.ok());
@@ -142,9 +142,9 @@ TEST_CASE("RegisterLayout was answered before the coordinator had the layout") {
 TEST_CASE("a layout that the coordinator refuses leaves the one before in force") {
   Fixture f;
   f.Register(kCall);
-  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
   f.Register(CallId(4), "u");
-  f.Command(PeerReply{CallId(4), absl::FailedPreconditionError("an update runs"), EmptyReply{}});
+  f.Command(Reply{CallId(4), absl::FailedPreconditionError("an update runs"), EmptyReply{}});
   REQUIRE(f.Replies().size() == 2);
   CHECK(f.Replies()[1].status == absl::FailedPreconditionError("an update runs"));
   CHECK(f.Digest() == LayoutOf({Bytes("t", 100)})->Digest());
@@ -163,14 +163,14 @@ TEST_CASE("a layout that is on its way is answered when the coordinator or the m
     code = absl::StatusCode::kUnauthenticated;
   }
   SECTION("its attachment is refused") {
-    f.Command(PeerRefuse{kEngine, absl::AbortedError("attach again")});
+    f.Command(RefuseMember{kEngine, absl::AbortedError("attach again")});
     code = absl::StatusCode::kAborted;
   }
   REQUIRE(f.Replies().size() == 1);
   CHECK(f.Replies()[0].call == kCall);
   CHECK(f.Replies()[0].status.code() == code);
   // A late answer has no effect.
-  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
   CHECK(f.Replies().size() == 1);
   CHECK(f.follower().finished());
 }
@@ -208,7 +208,7 @@ TEST_CASE("a daemon whose last member went with a call unanswered leaves with th
   CHECK_FALSE(f.follower().has_members());
   CHECK(f.Peers<CloseLink>().empty());
   CHECK_FALSE(f.follower().finished());
-  f.Command(PeerReply{kCall, absl::AbortedError("its trainer is gone"), EmptyReply{}});
+  f.Command(Reply{kCall, absl::AbortedError("its trainer is gone"), EmptyReply{}});
   CHECK(f.Replies().size() == 1);
   CHECK(f.Peers<CloseLink>().size() == 1);
   CHECK(f.follower().finished());
@@ -314,7 +314,7 @@ TEST_CASE(
   prepare.version = Version(1);
   prepare.engines = {kStaged, kOther};
   f.Command(prepare);
-  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  f.Command(OpenEpoch{EpochId(1), 1, 2});
   const auto verification = GENERATE(Verification::kOff, Verification::kTransfer);
   const bool dies = GENERATE(false, true);
   f.Command(Crossing(verification, dies ? std::vector{kStaged, kOther} : std::vector{kStaged}));
@@ -343,14 +343,14 @@ TEST_CASE(
   CHECK(f.Own<SendPart>()[0].member == kStaged);
   CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
   CHECK(f.Own<SendPart>()[0].content->tensor(0).name == "t");
-  CHECK(f.Sent<PeerFailed>().empty());
+  CHECK(f.Sent<EngineFailed>().empty());
   // No slot was filled for these ranks (P1).
   f.Command(PeerSendPart{kOther, UpdateId(1), PartSeq(0)});
   f.Command(PeerSendPart{kStaged, UpdateId(1), PartSeq(1)});
   CHECK(f.Own<SendPart>().size() == 1);
-  REQUIRE(f.Sent<PeerFailed>().size() == (dies ? 1 : 2));
-  CHECK(f.Sent<PeerFailed>()[0].member == (dies ? kStaged : kOther));
-  CHECK_THAT(f.Sent<PeerFailed>()[0].reason,
+  REQUIRE(f.Sent<EngineFailed>().size() == (dies ? 1 : 2));
+  CHECK(f.Sent<EngineFailed>()[0].member == (dies ? kStaged : kOther));
+  CHECK_THAT(f.Sent<EngineFailed>()[0].reason,
              Contains(dies ? "no slot of it is known" : "header did not say"));
 }
 
@@ -369,7 +369,7 @@ TEST_CASE("a staged rank in host memory was not handed parts whose headers name 
   prepare.version = Version(1);
   prepare.engines = {kOther, kStaged};
   f.Command(prepare);
-  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  f.Command(OpenEpoch{EpochId(1), 1, 2});
   // A coordinator that does not know the field sends no staged ranks.
   f.Command(Crossing(Verification::kOff, {}));
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
@@ -381,9 +381,9 @@ TEST_CASE("a staged rank in host memory was not handed parts whose headers name 
   REQUIRE(f.Own<SendPart>().size() == 1);
   CHECK(f.Own<SendPart>()[0].member == kOther);
   CHECK(f.Own<SendPart>()[0].slot.slot == SlotIndex(2));
-  REQUIRE(f.Sent<PeerFailed>().size() == 1);
-  CHECK(f.Sent<PeerFailed>()[0].member == kStaged);
-  CHECK_THAT(f.Sent<PeerFailed>()[0].reason, Contains("header did not say"));
+  REQUIRE(f.Sent<EngineFailed>().size() == 1);
+  CHECK(f.Sent<EngineFailed>()[0].member == kStaged);
+  CHECK_THAT(f.Sent<EngineFailed>()[0].reason, Contains("header did not say"));
 }
 
 // A program of update 1 without moves, whose one destination is this rank.
@@ -414,7 +414,7 @@ TEST_CASE("a rank that died just before Prepare came is planned with what it had
   f.AttachStaged(kStaged);  // else the daemon would leave with its last member
   f.Do(SlotsMade{kStaged, absl::OkStatus()});
   f.Register(kCall);
-  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
   PeerPrepare prepare = PrepareEngine(f.Digest());
   f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
   f.Command(prepare);
@@ -431,15 +431,15 @@ TEST_CASE("a rank that died just before Prepare came is planned with what it had
 TEST_CASE("a program was bound to what an evicted engine registered after Prepare") {
   Fixture f;
   f.Register(kCall);
-  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
   const uint64_t digest = f.Digest();
   const PeerPrepare prepare = PrepareEngine(digest);
   f.Command(prepare);
   const bool built_before = GENERATE(false, true);
   if (built_before) f.Command(MovesTo(kEngine));
-  f.Command(PeerAborted{kEngine, Version(1), "evicted", false});
+  f.Command(SendAborted{kEngine, Version(1), "evicted", false});
   f.Register(CallId(4), "another");
-  f.Command(PeerReply{CallId(4), absl::OkStatus(), EmptyReply{}});
+  f.Command(Reply{CallId(4), absl::OkStatus(), EmptyReply{}});
   CHECK(f.Digest() != digest);
   if (!built_before) f.Command(MovesTo(kEngine));
   REQUIRE(f.Peers<BuildProgram>().size() == 1);
@@ -459,7 +459,7 @@ TEST_CASE("a program was bound to what an evicted engine registered after Prepar
 TEST_CASE("a program was built on after its update had ended") {
   Fixture f;
   f.Register(kCall);
-  f.Command(PeerReply{kCall, absl::OkStatus(), EmptyReply{}});
+  f.Command(Reply{kCall, absl::OkStatus(), EmptyReply{}});
   PeerPrepare prepare = PrepareEngine(f.Digest());
   f.Command(prepare);
   f.Command(MovesTo(kEngine));
@@ -500,7 +500,7 @@ TEST_CASE("a daemon whose last member went with a part under way leaves when tha
   prepare.version = Version(1);
   prepare.engines = {kEngine};
   f.Command(prepare);
-  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  f.Command(OpenEpoch{EpochId(1), 1, 2});
   f.Command(Crossing(Verification::kTransfer, {kEngine}));
   f.Command(PeerIssue{UpdateId(1), PartSeq(0)});
   REQUIRE(f.Peers<StartWire>().size() == 1);
@@ -521,10 +521,10 @@ TEST_CASE("a daemon whose only engine died left the update that it took part in"
   prepare.engines = {kEngine};
   f.Command(prepare);
   f.Do(GroupEvent(MemberLost{kEngine, "its process died"}));
-  CHECK(f.Sent<PeerGone>().size() == 1);
+  CHECK(f.Sent<MemberLost>().size() == 1);
   CHECK(f.Peers<CloseLink>().empty());
   // The daemon still serves the update's data plane.
-  f.Command(PeerEpochOpen{EpochId(1), 1, 2});
+  f.Command(OpenEpoch{EpochId(1), 1, 2});
   CHECK(f.Peers<OpenEpoch>().size() == 1);
   f.Command(PeerUpdateEnded{UpdateId(5), Version(1), Outcome::kCommitted, ""});
   CHECK(f.Peers<CloseLink>().size() == 1);
@@ -564,11 +564,11 @@ TEST_CASE("an answer of another kind than its call left the call unanswered") {
     begin.member = kTrainer;
     begin.version = Version(1);
     f.Do(GroupEvent(begin));
-    f.Command(PeerReply{kCall, absl::OkStatus(), kinds[wrong]});
+    f.Command(Reply{kCall, absl::OkStatus(), kinds[wrong]});
   }
   SECTION("to a layout") {
     f.Register(kCall);
-    f.Command(PeerReply{kCall, absl::OkStatus(), kinds[wrong == 0 ? 1 : wrong]});
+    f.Command(Reply{kCall, absl::OkStatus(), kinds[wrong == 0 ? 1 : wrong]});
     CHECK(f.Digest() == 0);
   }
   REQUIRE(f.Replies().size() == 1);

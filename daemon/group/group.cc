@@ -324,9 +324,9 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
   if (m == nullptr || m->state == MemberState::kLeaving) {
     return Error(absl::StatusCode::kFailedPrecondition, "member {} is not attached", member);
   }
-  if (m->engine && m->delivery == DeliveryMode::kStaged) {
+  if (m->engine && !NeedsLayout(m->delivery)) {
     return Error(absl::StatusCode::kFailedPrecondition,
-                 "{} takes staged delivery: it registers no layout", m->label);
+                 "{} takes {} delivery: it registers no layout", m->label, Name(m->delivery));
   }
   if (m->state != MemberState::kAttached) {
     return Error(absl::StatusCode::kFailedPrecondition,

@@ -24,6 +24,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -40,6 +41,11 @@
 #include "transport/transport.h"
 
 namespace refitd {
+
+template <typename T, typename Variant>
+inline constexpr bool kIsOneOf = false;
+template <typename T, typename... Ts>
+inline constexpr bool kIsOneOf<T, std::variant<Ts...>> = (std::is_same_v<T, Ts> || ...);
 
 // ---- what a group is made with ----
 
@@ -101,6 +107,16 @@ struct GroupLimits {
 // ---- members ----
 
 enum class DeliveryMode : uint8_t { kRegistered = 1, kStaged = 2 };
+// What follows from an engine rank's mode. All other code asks these functions.
+// The rank takes part in updates only once it has registered a layout, and updates write to that.
+constexpr bool NeedsLayout(DeliveryMode mode) { return mode == DeliveryMode::kRegistered; }
+// The rank is handed the parts of buckets in slots, and acknowledges each.
+constexpr bool ReadsSlots(DeliveryMode mode) { return mode == DeliveryMode::kStaged; }
+// The rank may declare the tensors that every update must bring.
+constexpr bool DeclaresManifest(DeliveryMode mode) { return mode == DeliveryMode::kStaged; }
+constexpr std::string_view Name(DeliveryMode mode) {
+  return mode == DeliveryMode::kRegistered ? "registered" : "staged";
+}
 
 struct TrainerIdentity {
   int rank = 0;
@@ -178,6 +194,43 @@ struct UpdateStatistics {
   int64_t left_out = 0;
 };
 
+// ---- what calls are answered with ----
+
+struct InstanceOutcome {
+  std::string instance;
+  bool committed = false;
+  std::string reason;
+};
+
+struct BeginReply {
+  UpdateId update;
+  Duration remaining{};
+  int instances = 0;
+  int leasable_slots = 0;
+};
+struct LeaseSlotReply {
+  SlotGrant grant;
+  Duration expires{};
+  int64_t slot_bytes = 0;
+};
+struct BucketReply {
+  int64_t group_seq = 0;
+  int64_t bytes = 0;
+};
+struct CommitReply {
+  Version version;
+  std::vector<InstanceOutcome> instances;
+  int64_t bytes = 0;
+  Duration elapsed{};
+  std::vector<BroadcastTotals> pushed;  // by method
+  // How many tensors of trainers' layouts no engine wants (GroupSpec::unwanted_tensors), and their
+  // bytes.
+  int64_t left_out_tensors = 0;
+  int64_t left_out_bytes = 0;
+};
+struct EmptyReply {};
+using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
+
 // ---- events ----
 
 struct TrainerAttached {
@@ -213,6 +266,7 @@ struct LayoutRegistered {
 };
 
 struct BeginEvent {
+  using Answer = BeginReply;
   CallId call;
   MemberId member;
   std::string request_id;
@@ -244,6 +298,7 @@ struct EngineFailed {
 };
 
 struct LeaseSlotEvent {
+  using Answer = LeaseSlotReply;
   CallId call;
   MemberId member;
   Version version;
@@ -251,12 +306,14 @@ struct LeaseSlotEvent {
   UpdateId update{};  // as BucketEvent::update
 };
 struct ReleaseSlotEvent {
+  using Answer = EmptyReply;
   CallId call;
   MemberId member;
   SlotGrant grant;
 };
 
 struct BucketEvent {
+  using Answer = BucketReply;
   CallId call;
   MemberId member;
   std::string request_id;
@@ -284,6 +341,7 @@ struct AckEvent {
   PartSeq part;
 };
 struct CommitEvent {
+  using Answer = CommitReply;
   CallId call;
   MemberId member;
   std::string request_id;
@@ -297,6 +355,7 @@ struct CommitEvent {
 // compared its binding generation. The rank may have begun the update before and pushed buckets of
 // its layout's pushed_tensors; it then names the update that it ends.
 struct RefitEvent {
+  using Answer = CommitReply;
   CallId call;
   MemberId member;
   std::string request_id;
@@ -310,6 +369,7 @@ struct RefitEvent {
   UpdateId update{};
 };
 struct AbortEvent {
+  using Answer = EmptyReply;
   CallId call;
   MemberId member;
   std::string request_id;
@@ -317,6 +377,10 @@ struct AbortEvent {
   std::string reason;
   UpdateId update{};  // as BucketEvent
 };
+
+// The calls of trainer ranks. Each names what an OK answer carries as its Answer.
+using TrainerCall = std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
+                                 CommitEvent, RefitEvent, AbortEvent>;
 
 // The read-back that StartVerify asked for has ended.
 struct VerifyDone {
@@ -400,41 +464,6 @@ using GroupEvent =
 
 // ---- actions ----
 
-struct InstanceOutcome {
-  std::string instance;
-  bool committed = false;
-  std::string reason;
-};
-
-struct BeginReply {
-  UpdateId update;
-  Duration remaining{};
-  int instances = 0;
-  int leasable_slots = 0;
-};
-struct LeaseSlotReply {
-  SlotGrant grant;
-  Duration expires{};
-  int64_t slot_bytes = 0;
-};
-struct BucketReply {
-  int64_t group_seq = 0;
-  int64_t bytes = 0;
-};
-struct CommitReply {
-  Version version;
-  std::vector<InstanceOutcome> instances;
-  int64_t bytes = 0;
-  Duration elapsed{};
-  std::vector<BroadcastTotals> pushed;  // by method
-  // How many tensors of trainers' layouts no engine wants (GroupSpec::unwanted_tensors), and their
-  // bytes.
-  int64_t left_out_tensors = 0;
-  int64_t left_out_bytes = 0;
-};
-struct EmptyReply {};
-using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
-
 // Answers a call. Each call that an event brought is answered exactly once, refused calls included.
 // The answer to a PushBucket comes after the last read of its source, whatever its status (P6).
 struct Reply {
@@ -515,6 +544,8 @@ struct SendAborted {
 struct SendDraining {
   MemberId member;
 };
+// Actions that a member of another daemon hears of in the same words: its daemon performs them.
+using MemberAction = std::variant<SendCommitted, SendAborted, SendDraining>;
 
 // Copy one part of a bucket: into the slot to fill, if there is one (packed as `content` says), and
 // into every destination of `index` that is not skipped. Destinations are pairs of a member and its
@@ -652,6 +683,7 @@ struct MemberView {
 struct InstanceView {
   std::string name;
   std::string_view state;
+  bool preparing = false;  // an update waits for its ranks to be ready
   std::optional<Version> version;
   int world_size = 0;
   int attached = 0;

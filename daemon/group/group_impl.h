@@ -117,6 +117,11 @@ std::string Few(const std::vector<std::string>& names);
 
 }  // namespace group
 
+template <typename... Args>
+absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
+  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
+}
+
 struct Group::Impl {
   using Bucket = group::Bucket;
   using CallKind = group::CallKind;

@@ -66,16 +66,6 @@ struct SlotsMade {
   absl::Status status;
 };
 
-// Coordinator and follower: the data plane's answers.
-struct EpochOpened {
-  EpochId epoch;
-  absl::Status status;
-  std::string address;
-};
-struct EpochUp {
-  EpochId epoch;
-  absl::Status status;
-};
 // The collective that StartWire or StartExchange asked for has ended: it touches no memory any
 // more.
 struct WireDone {
@@ -118,21 +108,11 @@ struct CloseLink {
 struct MakeSlots {
   MemberId member;
 };
-// Open this daemon's end of a communicator; answered by EpochOpened.
-struct OpenEpoch {
-  EpochId epoch;
-  int rank = 0;
-  int size = 0;
-};
 // Connect the epoch to the ends at `addresses`. Answered by EpochUp.
 struct ConnectEpoch {
   EpochId epoch;
   std::vector<std::string> addresses;
   Duration timeout{};
-};
-// Close the epoch. Its running operations end soon, each with WireDone.
-struct CloseEpoch {
-  EpochId epoch;
 };
 // Run one collective on the slot; collectives start in the order of these actions. Answered by
 // WireDone. If `ranks` is empty, every rank of the epoch takes part; else the first of `ranks`, the

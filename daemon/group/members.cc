@@ -210,7 +210,7 @@ bool Group::Impl::Complete(const Instance& instance) const {
   if (static_cast<int>(instance.ranks.size()) != instance.world_size) return false;
   return std::all_of(instance.ranks.begin(), instance.ranks.end(), [this](const auto& rank) {
     const Member& member = *Find(rank.second);
-    return member.delivery == DeliveryMode::kStaged || member.layout != nullptr;
+    return !NeedsLayout(member.delivery) || member.layout != nullptr;
   });
 }
 

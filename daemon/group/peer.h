@@ -38,18 +38,36 @@ static_assert(kMaxGroupDaemons <= kMaxNodes);
 inline constexpr size_t kMaxDaemonIdBytes = 128;           // [A-Za-z0-9._-]
 inline constexpr size_t kMaxEpochAddressBytes = 64 << 10;  // of the opaque address of a wire's end
 
+// ---- epochs, both as messages and inside of a daemon ----
+
+// Open this daemon's end of a communicator; answered by EpochOpened.
+struct OpenEpoch {
+  EpochId epoch;
+  int rank = 0;
+  int size = 0;
+};
+// Close the epoch. Its running operations end soon, each with WireDone.
+struct CloseEpoch {
+  EpochId epoch;
+};
+struct EpochOpened {
+  EpochId epoch;
+  absl::Status status;
+  std::string address;  // opaque: how other nodes reach this node
+};
+struct EpochUp {
+  EpochId epoch;
+  absl::Status status;
+};
+
 // ---- from a joined daemon to the coordinator ----
 
 struct PeerAttach {
   MemberId member;
   std::variant<TrainerIdentity, EngineIdentity> identity;
 };
-struct PeerGone {
-  MemberId member;
-  std::string reason;
-};
 // A member's layout, structure only: regions and offsets stay with the joined daemon. Answered by
-// PeerReply, which is OK once updates that begin later count the member as registered.
+// Reply, which is OK once updates that begin later count the member as registered.
 struct PeerLayout {
   MemberId member;
   std::shared_ptr<const Layout> layout;
@@ -60,28 +78,9 @@ struct PeerLayout {
   // The layout's digest, if it was computed on receipt; not sent.
   std::optional<uint64_t> digest{};
 };
-struct PeerReady {
-  MemberId member;
-  UpdateId update;
-};
-struct PeerFailed {
-  MemberId member;
-  UpdateId update;
-  std::string reason;
-};
-struct PeerAck {
-  MemberId member;
-  UpdateId update;
-  PartSeq part;
-};
 // A trainer rank's call. The event's `call` and `member` are the joined daemon's.
 struct PeerCall {
-  std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent, CommitEvent, RefitEvent,
-               AbortEvent>
-      event;
-};
-struct PeerCallGone {
-  CallId call;
+  TrainerCall event;
 };
 struct PeerHeaderAck {
   UpdateId update;
@@ -102,20 +101,6 @@ struct PeerPartDone {
   // those of other nodes of the slot that they received.
   std::vector<uint64_t> digests;
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // root: as TransferDone::broadcast
-};
-struct PeerVerified {
-  UpdateId update;
-  absl::Status status;
-  std::vector<uint32_t> failed_destinations;  // index into PeerPrepare's
-};
-struct PeerEpochOpened {
-  EpochId epoch;
-  absl::Status status;
-  std::string address;  // opaque: how other nodes reach this node
-};
-struct PeerEpochUp {
-  EpochId epoch;
-  absl::Status status;
 };
 struct PeerWireGranted {
   UpdateId update;
@@ -167,11 +152,13 @@ struct PeerRunDone {
   std::vector<PeerStream> streams;
 };
 
+// The events of Group among the reports are its members', and VerifyDone, whose destinations are
+// numbered as in PeerPrepare.
 using PeerReport =
-    std::variant<PeerAttach, PeerGone, PeerLayout, PeerReady, PeerFailed, PeerAck, PeerCall,
-                 PeerCallGone, PeerHeaderAck, PeerPartDone, PeerVerified, PeerProgramBuilt,
-                 PeerCompared, PeerRunDone, PeerEpochOpened, PeerEpochUp, PeerWireGranted,
-                 PeerWireWaits, PeerWireWanted, PeerPong>;
+    std::variant<PeerAttach, MemberLost, PeerLayout, ReadyEvent, EngineFailed, AckEvent, PeerCall,
+                 CallGone, PeerHeaderAck, PeerPartDone, VerifyDone, PeerProgramBuilt, PeerCompared,
+                 PeerRunDone, EpochOpened, EpochUp, PeerWireGranted, PeerWireWaits, PeerWireWanted,
+                 PeerPong>;
 
 // ---- from the coordinator to a joined daemon ----
 
@@ -179,15 +166,6 @@ struct PeerWelcome {
   MemberId member;
   std::optional<Version> group_version;
   int trainer_ranks = 0;  // of the group's spec as it is now; 0: unknown
-};
-struct PeerRefuse {
-  MemberId member;
-  absl::Status status;
-};
-struct PeerReply {
-  CallId call;
-  absl::Status status;
-  ReplyPayload payload;
 };
 // An update in which this node takes part is assembled.
 struct PeerPrepare {
@@ -242,19 +220,6 @@ struct PeerSendPart {
   MemberId member;
   UpdateId update;
   PartSeq part;  // its header came before, with the member among `staged`
-};
-struct PeerCommitted {
-  MemberId member;
-  Version version;
-};
-struct PeerAborted {
-  MemberId member;
-  Version version;
-  std::string reason;
-  bool dirty = false;
-};
-struct PeerDraining {
-  MemberId member;
 };
 // Read back all destinations, once every part that was announced before has ended.
 struct PeerVerify {
@@ -318,18 +283,10 @@ struct PeerUpdateEnded {
   Outcome outcome = Outcome::kUnknown;
   std::string reason;
 };
-struct PeerEpochOpen {
-  EpochId epoch;
-  int rank = 0;
-  int size = 0;
-};
 struct PeerEpochConnect {
   EpochId epoch;
   std::shared_ptr<const std::vector<std::string>> addresses;  // by rank; null: none
   Duration timeout{};
-};
-struct PeerEpochClose {
-  EpochId epoch;
 };
 struct PeerWireLock {
   UpdateId update;
@@ -345,11 +302,12 @@ struct PeerIncarnation {
   uint64_t incarnation = 0;
 };
 
-using PeerCommand = std::variant<PeerWelcome, PeerRefuse, PeerReply, PeerPrepare, PeerHeader,
-                                 PeerIssue, PeerSendPart, PeerCommitted, PeerAborted, PeerDraining,
-                                 PeerVerify, PeerProgram, PeerCompare, PeerRun, PeerAbandon,
-                                 PeerUpdateEnded, PeerEpochOpen, PeerEpochConnect, PeerEpochClose,
-                                 PeerWireLock, PeerWireUnlock, PeerPing, PeerIncarnation>;
+// The actions of Group among the commands are for members and calls of the joined daemon.
+using PeerCommand =
+    std::variant<PeerWelcome, RefuseMember, Reply, PeerPrepare, PeerHeader, PeerIssue, PeerSendPart,
+                 MemberAction, PeerVerify, PeerProgram, PeerCompare, PeerRun, PeerAbandon,
+                 PeerUpdateEnded, OpenEpoch, PeerEpochConnect, CloseEpoch, PeerWireLock,
+                 PeerWireUnlock, PeerPing, PeerIncarnation>;
 
 // A 64-bit digest over update, version, part, group_seq, root, names, dtypes, shapes, starts,
 // counts, byte offsets, bytes, slot, grant, leased and verification, in this order. It is the same

@@ -12,11 +12,6 @@
 namespace refitd {
 namespace {
 
-template <typename... Args>
-absl::Status Precondition(fmt::format_string<Args...> format, Args&&... args) {
-  return Error(absl::StatusCode::kFailedPrecondition, format, std::forward<Args>(args)...);
-}
-
 BeginEvent BeginOf(const RefitEvent& e) {
   BeginEvent begin;
   begin.version = e.version;
@@ -119,8 +114,9 @@ absl::StatusOr<bool> Group::Impl::ProgramAtHand() {
   }
   if (!update->readers.empty()) {
     // The staged rank would be told committed without the tensors that the program moves (P1).
-    return Precondition("{} takes staged delivery: it gets what is pushed, not what layouts bring",
-                        Label(update->readers.begin()->first));
+    const Member& reader = *Find(update->readers.begin()->first);
+    return Precondition("{} takes {} delivery: it gets what is pushed, not what layouts bring",
+                        reader.label, Name(reader.delivery));
   }
   group::ProgramKey key = KeyOf(sources);
   if (program != nullptr && program->key == key) {

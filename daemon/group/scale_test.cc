@@ -401,7 +401,7 @@ TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex"
     engine.instance = fmt::format("i{}", m);
     follower.Handle(GroupEvent(EngineAttached{MemberId(m), engine}), now, &actions);
     follower.Handle(GroupEvent(LayoutRegistered{MemberId(m), layout, CallId(m)}), now, &actions);
-    take(PeerReply{CallId(m), absl::OkStatus(), EmptyReply{}});
+    take(Reply{CallId(m), absl::OkStatus(), EmptyReply{}});
     prepare.engines.push_back(MemberId(m));
     prepare.destinations.push_back(MemberId(m));
     prepare.layout_digests.push_back(layout->Digest());
@@ -426,10 +426,10 @@ TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex"
   ended.update = UpdateId(2);
   take(ended);
   // A rank registered anew after the index was made: the follower makes its own.
-  take(PeerCommitted{MemberId(4), Version(1)});
+  take(SendCommitted{MemberId(4), Version(1)});
   follower.Handle(GroupEvent(LayoutRegistered{MemberId(4), LayoutOf(Tensors(3)), CallId(9)}), now,
                   &actions);
-  take(PeerReply{CallId(9), absl::OkStatus(), EmptyReply{}});
+  take(Reply{CallId(9), absl::OkStatus(), EmptyReply{}});
   prepare.update = UpdateId(3);
   prepare.index = *index;
   take(prepare);
@@ -443,13 +443,13 @@ TEST_CASE("All daemons are told one list of an epoch's addresses, not each a cop
   many.Do(GroupEvent(many.Compile()));
   EpochId epoch;
   std::vector<NodeId> nodes;
-  for (const auto& [node, open] : many.Sent<PeerEpochOpen>()) {
+  for (const auto& [node, open] : many.Sent<OpenEpoch>()) {
     epoch = open.epoch;
     nodes.push_back(node);
   }
   many.Do(EpochOpened{epoch, absl::OkStatus(), "here"});
   for (const NodeId node : nodes) {
-    many.Do(ReportReceived{node, PeerEpochOpened{epoch, absl::OkStatus(), "there"}});
+    many.Do(ReportReceived{node, EpochOpened{epoch, absl::OkStatus(), "there"}});
   }
   std::set<const void*> lists;
   const auto connects = many.Sent<PeerEpochConnect>();

@@ -77,6 +77,8 @@ GroupView Group::View(TimePoint now) const {
     InstanceView& v = view.instances.emplace_back();
     v.name = name;
     v.state = Name(instance.state);
+    v.preparing = instance.state == InstanceState::kCleanPreparing ||
+                  instance.state == InstanceState::kDirtyPreparing;
     if (const std::optional<group::HeldVersion> held = g.VersionOf(instance); held.has_value()) {
       v.version = held->version;
       v.origin = held->origin;

@@ -74,7 +74,7 @@ void Worker::IndexDestinations(const PeerPrepare& command, const Output& out) {
         MakeIndex(command.destinations, layouts);
     if (!index.ok()) {
       for (const MemberId member : command.destinations) {
-        out.reports->push_back(PeerFailed{member, command.update, Message(index.status())});
+        out.reports->push_back(EngineFailed{member, command.update, Message(index.status())});
       }
       index = DestinationIndex::Make({}, {});
     }
@@ -105,8 +105,8 @@ void Worker::Handle(const PeerPrepare& command, TimePoint now, const Output& out
     const bool same =
         d < command.layout_digests.size() && command.layout_digests[d] == index_digests_[d];
     if (same || index_layouts_[d] == nullptr) continue;
-    out.reports->push_back(PeerFailed{command.destinations[d], command.update,
-                                      "its layout changed while the update was being prepared"});
+    out.reports->push_back(EngineFailed{command.destinations[d], command.update,
+                                        "its layout changed while the update was being prepared"});
   }
   update.index = index_;
   updates_.emplace(command.update, std::move(update));
@@ -410,7 +410,7 @@ void Worker::Handle(const WireDone& done, TimePoint now, const Output& out) {
   }
 }
 
-void Worker::Handle(const PeerEpochOpen& command, TimePoint, const Output& out) {
+void Worker::Handle(const OpenEpoch& command, TimePoint, const Output& out) {
   if (epoch_.has_value()) out.actions->push_back(PeerAction(CloseEpoch{*epoch_}));
   epoch_ = command.epoch;
   epoch_rank_ = command.rank;
@@ -421,7 +421,7 @@ void Worker::Handle(const PeerEpochOpen& command, TimePoint, const Output& out) 
 
 void Worker::Handle(const EpochOpened& event, const Output& out) {
   if (epoch_ != event.epoch) return;
-  out.reports->push_back(PeerEpochOpened{event.epoch, event.status, event.address});
+  out.reports->push_back(EpochOpened{event.epoch, event.status, event.address});
 }
 
 void Worker::Handle(const PeerEpochConnect& command, TimePoint, const Output& out) {
@@ -435,10 +435,10 @@ void Worker::Handle(const PeerEpochConnect& command, TimePoint, const Output& ou
 void Worker::Handle(const EpochUp& event, const Output& out) {
   if (epoch_ != event.epoch) return;
   if (event.status.ok()) epoch_state_ = "up";
-  out.reports->push_back(PeerEpochUp{event.epoch, event.status});
+  out.reports->push_back(EpochUp{event.epoch, event.status});
 }
 
-void Worker::Handle(const PeerEpochClose& command, TimePoint, const Output& out) {
+void Worker::Handle(const CloseEpoch& command, TimePoint, const Output& out) {
   if (epoch_ != command.epoch) return;
   out.actions->push_back(PeerAction(CloseEpoch{command.epoch}));
   epoch_.reset();
@@ -501,7 +501,7 @@ void Worker::Handle(const WireWanted&, const Output& out) {
 void Worker::Handle(const PeerVerify& command, TimePoint, const Output& out) {
   Update* update = Find(command.update);
   if (update == nullptr) {
-    PeerVerified verified;
+    VerifyDone verified;
     verified.update = command.update;
     verified.status = absl::FailedPreconditionError("this daemon was not told of the update");
     out.reports->push_back(std::move(verified));
@@ -515,7 +515,7 @@ void Worker::VerifyIfWritten(Update* update, const Output& out) {
   if (!update->to_verify.has_value() || !update->parts.empty()) return;
   if (update->job.has_value() && update->job->run.has_value() && !update->job->done) return;
   const PeerVerify command = *std::exchange(update->to_verify, std::nullopt);
-  PeerVerified verified;
+  VerifyDone verified;
   verified.update = command.update;
   if (update->abandoned) {
     verified.status = absl::CancelledError("the update was given up");
@@ -541,7 +541,7 @@ bool Worker::Handle(const VerifyDone& done, TimePoint, const Output& out) {
   Update* update = FindLocal(done.update);
   if (update == nullptr) return false;
   update->verifying = false;
-  out.reports->push_back(PeerVerified{update->id, done.status, done.failed_destinations});
+  out.reports->push_back(VerifyDone{update->id, done.status, done.failed_destinations});
   DropIfOver(update->id, out);
   return true;
 }
@@ -570,7 +570,7 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
   std::vector<UpdateId> ids;
   for (const auto& [id, update] : updates_) ids.push_back(id);
   for (const UpdateId id : ids) Handle(PeerAbandon{id}, now, out);
-  if (epoch_.has_value()) Handle(PeerEpochClose{*epoch_}, now, out);
+  if (epoch_.has_value()) Handle(CloseEpoch{*epoch_}, now, out);
   if (wire_update_.has_value()) Handle(PeerWireUnlock{*wire_update_}, now, out);
   for (const UpdateId id : ids) {
     PeerUpdateEnded ended;

@@ -128,9 +128,9 @@ class Worker {
   void Handle(const PeerRun& command, TimePoint now, const Output& out);
   void Handle(const PeerAbandon& command, TimePoint now, const Output& out);
   void Handle(const PeerUpdateEnded& command, TimePoint now, const Output& out);
-  void Handle(const PeerEpochOpen& command, TimePoint now, const Output& out);
+  void Handle(const OpenEpoch& command, TimePoint now, const Output& out);
   void Handle(const PeerEpochConnect& command, TimePoint now, const Output& out);
-  void Handle(const PeerEpochClose& command, TimePoint now, const Output& out);
+  void Handle(const CloseEpoch& command, TimePoint now, const Output& out);
   void Handle(const PeerWireLock& command, TimePoint now, const Output& out);
   void Handle(const PeerWireUnlock& command, TimePoint now, const Output& out);
 

@@ -55,7 +55,7 @@ void Put(const PeerWelcome& v, v1::PeerAnswer* wire) {
   out->set_trainer_ranks(v.trainer_ranks);
 }
 
-void Put(const PeerRefuse& v, v1::PeerAnswer* wire) {
+void Put(const RefuseMember& v, v1::PeerAnswer* wire) {
   wire->mutable_refuse()->set_member(v.member.value());
   SetStatus(v.status, wire->mutable_refuse()->mutable_status());
 }
@@ -101,7 +101,7 @@ void PutPayload(const CommitReply& r, v1::PeerReply* wire) {
   out->set_left_out_bytes(r.left_out_bytes);
 }
 
-void Put(const PeerReply& v, v1::PeerAnswer* wire) {
+void Put(const Reply& v, v1::PeerAnswer* wire) {
   v1::PeerReply* out = wire->mutable_reply();
   out->set_call(v.call.value());
   SetStatusOf(v.status, out);
@@ -160,12 +160,12 @@ void Put(const PeerSendPart& v, v1::PeerAnswer* wire) {
   out->set_part(v.part.value());
 }
 
-void Put(const PeerCommitted& v, v1::PeerAnswer* wire) {
+void Put(const SendCommitted& v, v1::PeerAnswer* wire) {
   wire->mutable_committed()->set_member(v.member.value());
   wire->mutable_committed()->set_version(v.version.value());
 }
 
-void Put(const PeerAborted& v, v1::PeerAnswer* wire) {
+void Put(const SendAborted& v, v1::PeerAnswer* wire) {
   v1::PeerAborted* out = wire->mutable_aborted();
   out->set_member(v.member.value());
   out->set_version(v.version.value());
@@ -173,8 +173,12 @@ void Put(const PeerAborted& v, v1::PeerAnswer* wire) {
   out->set_dirty(v.dirty);
 }
 
-void Put(const PeerDraining& v, v1::PeerAnswer* wire) {
+void Put(const SendDraining& v, v1::PeerAnswer* wire) {
   wire->mutable_draining()->set_member(v.member.value());
+}
+
+void Put(const MemberAction& v, v1::PeerAnswer* wire) {
+  std::visit([wire](const auto& action) { Put(action, wire); }, v);
 }
 
 void Put(const PeerVerify& v, v1::PeerAnswer* wire) {
@@ -213,7 +217,7 @@ void Put(const PeerUpdateEnded& v, v1::PeerAnswer* wire) {
   out->set_reason(TextToWire(v.reason));
 }
 
-void Put(const PeerEpochOpen& v, v1::PeerAnswer* wire) {
+void Put(const OpenEpoch& v, v1::PeerAnswer* wire) {
   v1::PeerEpochOpen* out = wire->mutable_epoch_open();
   out->set_epoch(v.epoch.value());
   out->set_rank(v.rank);
@@ -229,7 +233,7 @@ void Put(const PeerEpochConnect& v, v1::PeerAnswer* wire) {
   out->set_timeout_ms(MillisToWire(v.timeout));
 }
 
-void Put(const PeerEpochClose& v, v1::PeerAnswer* wire) {
+void Put(const CloseEpoch& v, v1::PeerAnswer* wire) {
   wire->mutable_epoch_close()->set_epoch(v.epoch.value());
 }
 
@@ -263,7 +267,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& wire, const PeerBou
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRefuse& wire, const PeerBounds&) {
-  PeerRefuse out;
+  RefuseMember out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "refuse.member"));
   REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "refuse.status", &out.status));
   if (out.status.ok()) return Invalid("refuse.status.code is 0, which refuses nothing");
@@ -352,7 +356,7 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PeerReply& wire, const PeerBoun
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReply& wire, const PeerBounds& bounds) {
-  PeerReply out;
+  Reply out;
   REFITD_ASSIGN_OR_RETURN(out.call, CallOf(wire.call(), "reply.call"));
   REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "reply.status", &out.status));
   if (!out.status.ok() && wire.payload_case() != v1::PeerReply::PAYLOAD_NOT_SET) {
@@ -477,14 +481,14 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& wire, const PeerBo
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCommitted& wire, const PeerBounds&) {
-  PeerCommitted out;
+  SendCommitted out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "committed.member"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "committed.version"));
   return out;
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerAborted& wire, const PeerBounds&) {
-  PeerAborted out;
+  SendAborted out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "aborted.member"));
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(wire.version(), "aborted.version"));
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "aborted.reason"));
@@ -506,7 +510,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerCompare& wire, const PeerBou
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerDraining& wire, const PeerBounds&) {
   REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "draining.member"));
-  return PeerDraining{member};
+  return SendDraining{member};
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerVerify& wire, const PeerBounds&) {
@@ -562,7 +566,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerUpdateEnded& wire, const Pee
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochOpen& wire, const PeerBounds&) {
   REFITD_RETURN_IF_ERROR(InRange(wire.size(), 1, kMaxNodes, "epoch_open.size"));
   REFITD_RETURN_IF_ERROR(InRange(wire.rank(), 0, wire.size() - 1, "epoch_open.rank"));
-  return PeerEpochOpen{EpochId(wire.epoch()), wire.rank(), wire.size()};
+  return OpenEpoch{EpochId(wire.epoch()), wire.rank(), wire.size()};
 }
 
 absl::StatusOr<PeerCommand> CommandOf(const v1::PeerEpochConnect& wire, const PeerBounds&) {
@@ -663,7 +667,7 @@ absl::StatusOr<PeerCommand> FromWire(const v1::PeerAnswer& answer, const PeerBou
     case v1::PeerAnswer::kEpochConnect:
       return CommandOf(answer.epoch_connect(), bounds);
     case v1::PeerAnswer::kEpochClose:
-      return PeerEpochClose{EpochId(answer.epoch_close().epoch())};
+      return CloseEpoch{EpochId(answer.epoch_close().epoch())};
     case v1::PeerAnswer::kWireLock:
       return PeerWireLock{UpdateId(answer.wire_lock().update())};
     case v1::PeerAnswer::kWireUnlock:

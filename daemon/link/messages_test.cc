@@ -43,10 +43,10 @@ FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e, f)
 FIELDS(EngineIdentity, a, b, c, d, e, f, g, h, i, j, k, l, m)
 FIELDS(PeerAttach, a, b)
-FIELDS(PeerGone, a, b)
-FIELDS(PeerReady, a, b)
-FIELDS(PeerFailed, a, b, c)
-FIELDS(PeerAck, a, b, c)
+FIELDS(MemberLost, a, b)
+FIELDS(ReadyEvent, a, b)
+FIELDS(EngineFailed, a, b, c)
+FIELDS(AckEvent, a, b, c)
 FIELDS(LeaseSlotEvent, a, b, c, d, e)
 FIELDS(ReleaseSlotEvent, a, b, c)
 FIELDS(BucketEvent, a, b, c, d, e, f)
@@ -54,32 +54,32 @@ FIELDS(CommitEvent, a, b, c, d, e, f, g)
 FIELDS(AbortEvent, a, b, c, d, e, f)
 FIELDS(RefitEvent, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerCall, a)
-FIELDS(PeerCallGone, a)
+FIELDS(CallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d)
 FIELDS(PeerPartDone, a, b, c, d, e, f, g, h)
-FIELDS(PeerVerified, a, b, c)
-FIELDS(PeerEpochOpened, a, b, c)
-FIELDS(PeerEpochUp, a, b)
+FIELDS(VerifyDone, a, b, c)
+FIELDS(EpochOpened, a, b, c)
+FIELDS(EpochUp, a, b)
 FIELDS(PeerWireGranted, a)
 FIELDS(PeerWireWaits, a, b)
 FIELDS(PeerWireWanted, a)
 FIELDS(PeerPong, a)
 FIELDS(PeerWelcome, a, b, c)
-FIELDS(PeerRefuse, a, b)
+FIELDS(RefuseMember, a, b)
 FIELDS(BeginReply, a, b, c, d)
 FIELDS(LeaseSlotReply, a, b, c)
 FIELDS(BucketReply, a, b)
 FIELDS(InstanceOutcome, a, b, c)
 FIELDS(BroadcastTotals, a, b, c)
 FIELDS(CommitReply, a, b, c, d, e, f, g)
-FIELDS(PeerReply, a, b, c)
+FIELDS(Reply, a, b, c)
 FIELDS(BucketHeader, a, b, c, d, e, f, g, h, i)
 FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n)
 FIELDS(PeerIssue, a, b)
 FIELDS(PeerSendPart, a, b, c)
-FIELDS(PeerCommitted, a, b)
-FIELDS(PeerAborted, a, b, c, d)
-FIELDS(PeerDraining, a)
+FIELDS(SendCommitted, a, b)
+FIELDS(SendAborted, a, b, c, d)
+FIELDS(SendDraining, a)
 FIELDS(PeerVerify, a, b)
 FIELDS(PlanMember, a, b)
 FIELDS(ReplicaShare, a, b, c)
@@ -92,9 +92,9 @@ FIELDS(PeerCompared, a, b, c)
 FIELDS(PeerRunDone, a, b, c, d, e, f)
 FIELDS(PeerAbandon, a)
 FIELDS(PeerUpdateEnded, a, b, c, d)
-FIELDS(PeerEpochOpen, a, b, c)
+FIELDS(OpenEpoch, a, b, c)
 FIELDS(PeerEpochConnect, a, b, c)
-FIELDS(PeerEpochClose, a)
+FIELDS(CloseEpoch, a)
 FIELDS(PeerWireLock, a)
 FIELDS(PeerWireUnlock, a)
 FIELDS(PeerPing, a)
@@ -401,13 +401,13 @@ void Agree(Rng& rng, PeerRun* v) {
     v->slots.push_back({SlotIndex(static_cast<uint32_t>(s)), GrantId(9)});
   }
 }
-void Agree(Rng& /*rng*/, PeerRefuse* v) {
+void Agree(Rng& /*rng*/, RefuseMember* v) {
   if (v->status.ok()) v->status = absl::AbortedError("no");
 }
 void Agree(Rng& rng, LeaseSlotReply* v) { v->slot_bytes = Between(rng, 1, kBounds.slot_bytes); }
 void Agree(Rng& rng, BucketReply* v) { v->bytes = Between(rng, 0, kMaxBucketBytes); }
 void Agree(Rng& rng, InstanceOutcome* v) { v->instance = "i" + std::to_string(rng() % 9); }
-void Agree(Rng& /*rng*/, PeerReply* v) {
+void Agree(Rng& /*rng*/, Reply* v) {
   if (!v->status.ok()) v->payload = EmptyReply();
 }
 void Agree(Rng& rng, PeerPrepare* v) {
@@ -428,7 +428,7 @@ void Agree(Rng& rng, PeerHeader* v) {
   }
   for (size_t i = 0; i < v->ranks.size(); ++i) v->ranks[i] = static_cast<uint32_t>(7 * i);
 }
-void Agree(Rng& rng, PeerEpochOpen* v) { v->size = v->rank + static_cast<int>(Between(rng, 1, 5)); }
+void Agree(Rng& rng, OpenEpoch* v) { v->size = v->rank + static_cast<int>(Between(rng, 1, 5)); }
 
 template <typename T>
 void Fill(Rng& rng, T* value) {
@@ -509,7 +509,7 @@ TEST_CASE("Every command arrives as it was sent") {
   ForEachAlternative<PeerCommand>(
       rng, [&](const PeerCommand& command) { CHECK(Equal(There(command), command)); });
   CHECK(v1::PeerAnswer::descriptor()->FindOneofByName("kind")->field_count() ==
-        std::variant_size_v<PeerCommand> + 1);
+        std::variant_size_v<PeerCommand> - 1 + std::variant_size_v<MemberAction> + 1);
 }
 
 TEST_CASE("What is compared differs where a field differs") {
@@ -536,8 +536,8 @@ TEST_CASE("Durations that are not whole milliseconds arrive rounded up, never as
 TEST_CASE("A text with bytes that are no UTF-8, or too many, arrives shortened and readable") {
   ReportDecoder decoder(kBounds);
   const std::string reason = "\xff\xc3(" + std::string(1020, 'x') + "\u20ac";
-  const PeerReport report = There(PeerReport(PeerGone{MemberId(1), reason}), &decoder);
-  CHECK(std::get<PeerGone>(report).reason ==
+  const PeerReport report = There(PeerReport(MemberLost{MemberId(1), reason}), &decoder);
+  CHECK(std::get<MemberLost>(report).reason ==
         "?"
         "?(" +
             std::string(1020, 'x'));
@@ -747,7 +747,7 @@ TEST_CASE("Statistics of methods that only a later version knows cost no answer 
   const auto command = FromWire(read(answer), kBounds);
   INFO(command.status().ToString());
   REQUIRE(command.ok());
-  const auto& committed = std::get<CommitReply>(std::get<PeerReply>(*command).payload);
+  const auto& committed = std::get<CommitReply>(std::get<Reply>(*command).payload);
   CHECK(committed.version == Version(7));
   REQUIRE(committed.pushed.size() == 2);
   CHECK(committed.pushed[0].method == BroadcastMethod::kChain);
@@ -905,7 +905,7 @@ TEST_CASE(
   const auto one = ToWire(PeerReport(Rows(MemberId(1), 20'000)), kBounds, kMinPeerMessageBytes);
   const auto two = ToWire(PeerReport(Rows(MemberId(2), 20'000)), kBounds, kMinPeerMessageBytes);
   const auto gone =
-      ToWire(PeerReport(PeerGone{MemberId(1), "died"}), kBounds, kMinPeerMessageBytes);
+      ToWire(PeerReport(MemberLost{MemberId(1), "died"}), kBounds, kMinPeerMessageBytes);
   ReportDecoder decoder(kBounds);
   REQUIRE(decoder.Decode(one->front()).ok());
   CHECK_THAT(Message(decoder.Decode(two->front()).status()), Contains("layout.member is 2"));

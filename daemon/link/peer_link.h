@@ -94,7 +94,7 @@ class PeerLink {
   // A report that can't be sent; the link goes on without it. RESOURCE_EXHAUSTED: a message would
   // be too large (message_bytes), or a layout has more than kMaxPeerQueuedBytes. INVALID_ARGUMENT:
   // the call is invalid. The caller treats it as the coordinator's refusal: of PeerCall and
-  // PeerLayout by PeerReply, of PeerAttach by PeerRefuse.
+  // PeerLayout by Reply, of PeerAttach by RefuseMember.
   struct Refused {
     PeerReport report;
     absl::Status status;

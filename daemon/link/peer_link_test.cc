@@ -440,7 +440,7 @@ TEST_CASE("A coordinator that does not read costs a bounded queue, then its link
   Stuck coordinator;
   Joined joined(DialTo(coordinator.address()));
   joined.logs->up.Next();
-  const PeerEpochOpened big{EpochId(1), absl::OkStatus(), std::string(kMaxEpochAddressBytes, 'a')};
+  const EpochOpened big{EpochId(1), absl::OkStatus(), std::string(kMaxEpochAddressBytes, 'a')};
   FillUp([&] { return Send(*joined.link, big); });
   const absl::Status lost = joined.logs->lost.Next();
   CHECK(lost.code() == absl::StatusCode::kResourceExhausted);

@@ -72,24 +72,24 @@ void Put(const PeerAttach& v, v1::PeerMessage* wire) {
   }
 }
 
-void Put(const PeerGone& v, v1::PeerMessage* wire) {
+void Put(const MemberLost& v, v1::PeerMessage* wire) {
   wire->mutable_gone()->set_member(v.member.value());
   wire->mutable_gone()->set_reason(TextToWire(v.reason));
 }
 
-void Put(const PeerReady& v, v1::PeerMessage* wire) {
+void Put(const ReadyEvent& v, v1::PeerMessage* wire) {
   wire->mutable_ready()->set_member(v.member.value());
   wire->mutable_ready()->set_update(v.update.value());
 }
 
-void Put(const PeerFailed& v, v1::PeerMessage* wire) {
+void Put(const EngineFailed& v, v1::PeerMessage* wire) {
   v1::PeerFailed* out = wire->mutable_failed();
   out->set_member(v.member.value());
   out->set_update(v.update.value());
   out->set_reason(TextToWire(v.reason));
 }
 
-void Put(const PeerAck& v, v1::PeerMessage* wire) {
+void Put(const AckEvent& v, v1::PeerMessage* wire) {
   v1::PeerAck* out = wire->mutable_ack();
   out->set_member(v.member.value());
   out->set_update(v.update.value());
@@ -168,7 +168,7 @@ void Put(const PeerCall& v, v1::PeerMessage* wire) {
       v.event);
 }
 
-void Put(const PeerCallGone& v, v1::PeerMessage* wire) {
+void Put(const CallGone& v, v1::PeerMessage* wire) {
   wire->mutable_call_gone()->set_call(v.call.value());
 }
 
@@ -194,7 +194,7 @@ void Put(const PeerPartDone& v, v1::PeerMessage* wire) {
   if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToWire(v.broadcast));
 }
 
-void Put(const PeerVerified& v, v1::PeerMessage* wire) {
+void Put(const VerifyDone& v, v1::PeerMessage* wire) {
   v1::PeerVerified* out = wire->mutable_verified();
   out->set_update(v.update.value());
   SetStatusOf(v.status, out);
@@ -239,14 +239,14 @@ void Put(const PeerRunDone& v, v1::PeerMessage* wire) {
   SetStreams(v.streams, out);
 }
 
-void Put(const PeerEpochOpened& v, v1::PeerMessage* wire) {
+void Put(const EpochOpened& v, v1::PeerMessage* wire) {
   v1::PeerEpochOpened* out = wire->mutable_epoch_opened();
   out->set_epoch(v.epoch.value());
   SetStatusOf(v.status, out);
   out->set_address(v.address);
 }
 
-void Put(const PeerEpochUp& v, v1::PeerMessage* wire) {
+void Put(const EpochUp& v, v1::PeerMessage* wire) {
   wire->mutable_epoch_up()->set_epoch(v.epoch.value());
   SetStatusOf(v.status, wire->mutable_epoch_up());
 }
@@ -317,28 +317,28 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& wire) {
   return out;
 }
 
-absl::StatusOr<PeerGone> ReportOf(const v1::PeerGone& wire) {
-  PeerGone out;
+absl::StatusOr<MemberLost> ReportOf(const v1::PeerGone& wire) {
+  MemberLost out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "gone.member"));
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "gone.reason"));
   return out;
 }
 
-absl::StatusOr<PeerReady> ReportOf(const v1::PeerReady& wire) {
+absl::StatusOr<ReadyEvent> ReportOf(const v1::PeerReady& wire) {
   REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(wire.member(), "ready.member"));
-  return PeerReady{member, UpdateId(wire.update())};
+  return ReadyEvent{member, UpdateId(wire.update())};
 }
 
-absl::StatusOr<PeerFailed> ReportOf(const v1::PeerFailed& wire) {
-  PeerFailed out;
+absl::StatusOr<EngineFailed> ReportOf(const v1::PeerFailed& wire) {
+  EngineFailed out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "failed.member"));
   out.update = UpdateId(wire.update());
   REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(wire.reason(), "failed.reason"));
   return out;
 }
 
-absl::StatusOr<PeerAck> ReportOf(const v1::PeerAck& wire) {
-  PeerAck out;
+absl::StatusOr<AckEvent> ReportOf(const v1::PeerAck& wire) {
+  AckEvent out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(wire.member(), "ack.member"));
   out.update = UpdateId(wire.update());
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(wire.part(), "ack.part"));
@@ -463,9 +463,9 @@ absl::StatusOr<PeerCall> ReportOf(const v1::PeerCall& wire, const PeerBounds& bo
   return out;
 }
 
-absl::StatusOr<PeerCallGone> ReportOf(const v1::PeerCallGone& wire) {
+absl::StatusOr<CallGone> ReportOf(const v1::PeerCallGone& wire) {
   REFITD_ASSIGN_OR_RETURN(const CallId call, CallOf(wire.call(), "call_gone.call"));
-  return PeerCallGone{call};
+  return CallGone{call};
 }
 
 absl::StatusOr<PeerHeaderAck> ReportOf(const v1::PeerHeaderAck& wire) {
@@ -504,8 +504,8 @@ absl::StatusOr<PeerPartDone> ReportOf(const v1::PeerPartDone& wire) {
   return out;
 }
 
-absl::StatusOr<PeerVerified> ReportOf(const v1::PeerVerified& wire) {
-  PeerVerified out;
+absl::StatusOr<VerifyDone> ReportOf(const v1::PeerVerified& wire) {
+  VerifyDone out;
   out.update = UpdateId(wire.update());
   REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "verified.status", &out.status));
   REFITD_ASSIGN_OR_RETURN(out.failed_destinations,
@@ -565,16 +565,16 @@ absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& wire) {
   return out;
 }
 
-absl::StatusOr<PeerEpochOpened> ReportOf(const v1::PeerEpochOpened& wire) {
-  PeerEpochOpened out;
+absl::StatusOr<EpochOpened> ReportOf(const v1::PeerEpochOpened& wire) {
+  EpochOpened out;
   out.epoch = EpochId(wire.epoch());
   REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "epoch_opened.status", &out.status));
   REFITD_ASSIGN_OR_RETURN(out.address, OpaqueOf(wire.address(), "epoch_opened.address"));
   return out;
 }
 
-absl::StatusOr<PeerEpochUp> ReportOf(const v1::PeerEpochUp& wire) {
-  PeerEpochUp out;
+absl::StatusOr<EpochUp> ReportOf(const v1::PeerEpochUp& wire) {
+  EpochUp out;
   out.epoch = EpochId(wire.epoch());
   REFITD_RETURN_IF_ERROR(ReadStatus(wire.status(), "epoch_up.status", &out.status));
   return out;

@@ -260,11 +260,11 @@ void Actions::ReportRefused(const std::string& name, const PeerLink* link,
   absl::Status& status = refused.status;
   if (const auto* call = std::get_if<PeerCall>(&refused.report)) {
     const CallId id = std::visit([](const auto& event) { return event.call; }, call->event);
-    turn.Handle(name, CommandReceived{PeerReply{id, std::move(status), EmptyReply{}}});
+    turn.Handle(name, CommandReceived{Reply{id, std::move(status), EmptyReply{}}});
   } else if (const auto* attach = std::get_if<PeerAttach>(&refused.report)) {
-    turn.Handle(name, CommandReceived{PeerRefuse{attach->member, std::move(status)}});
+    turn.Handle(name, CommandReceived{RefuseMember{attach->member, std::move(status)}});
   } else if (const auto* layout = std::get_if<PeerLayout>(&refused.report)) {
-    turn.Handle(name, CommandReceived{PeerReply{layout->call, std::move(status), EmptyReply{}}});
+    turn.Handle(name, CommandReceived{Reply{layout->call, std::move(status), EmptyReply{}}});
   } else {
     turn.Handle(name, LinkLost{std::move(status)});
   }

@@ -94,7 +94,7 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
   }
   identity.held_origin = hello.held_origin();
   if (hello.has_manifest()) {
-    if (identity.delivery != DeliveryMode::kStaged) {
+    if (!DeclaresManifest(identity.delivery)) {
       return Error(absl::StatusCode::kInvalidArgument, "manifest: only staged delivery takes one");
     }
     REFITD_ASSIGN_OR_RETURN(
@@ -135,7 +135,7 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   Arrival arrival = CommonArrival(hello, peer);
   arrival.record.engine = true;
   arrival.record.instance = identity.instance;
-  arrival.record.staged = identity.delivery == DeliveryMode::kStaged;
+  arrival.record.staged = ReadsSlots(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;
 }

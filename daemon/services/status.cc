@@ -128,7 +128,7 @@ v1::MemberStatus ToWire(const MemberDetails& details) {
   member.set_rank(view.rank);
   member.set_world_size(view.world_size);
   if (view.engine) {
-    member.set_delivery(view.delivery == DeliveryMode::kRegistered ? "registered" : "staged");
+    member.set_delivery(std::string(Name(view.delivery)));
   }
   member.set_state(std::string(view.state));
   member.set_pid(view.pid);

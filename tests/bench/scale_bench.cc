@@ -333,14 +333,14 @@ class Bench {
     update_ = c.update;
     stub->destinations = c.destinations;
     stub->parts.clear();
-    for (const MemberId m : c.engines) Report(node, "Ready", PeerReady{m, c.update});
+    for (const MemberId m : c.engines) Report(node, "Ready", ReadyEvent{m, c.update});
   }
-  void Take(NodeId node, Stub*, const PeerEpochOpen& c) {
+  void Take(NodeId node, Stub*, const OpenEpoch& c) {
     Report(node, "epoch opened, connected",
-           PeerEpochOpened{c.epoch, absl::OkStatus(), fmt::format("10.0.{}.1:40000", node)});
+           EpochOpened{c.epoch, absl::OkStatus(), fmt::format("10.0.{}.1:40000", node)});
   }
   void Take(NodeId node, Stub*, const PeerEpochConnect& c) {
-    Report(node, "epoch opened, connected", PeerEpochUp{c.epoch, absl::OkStatus()});
+    Report(node, "epoch opened, connected", EpochUp{c.epoch, absl::OkStatus()});
   }
   void Take(NodeId node, Stub*, const PeerWireLock& c) {
     Report(node, "other", PeerWireGranted{c.update});
@@ -362,10 +362,10 @@ class Bench {
     Report(node, "part's end", std::move(done));
   }
   void Take(NodeId node, Stub*, const PeerSendPart& c) {
-    Report(node, "Ack", PeerAck{c.member, c.update, c.part});
+    Report(node, "Ack", AckEvent{c.member, c.update, c.part});
   }
   void Take(NodeId node, Stub*, const PeerVerify& c) {
-    Report(node, "read-back's end on a node", PeerVerified{c.update, absl::OkStatus(), {}});
+    Report(node, "read-back's end on a node", VerifyDone{c.update, absl::OkStatus(), {}});
   }
   void Take(NodeId node, Stub* stub, const PeerProgram& c) {
     stub->plan_node = c.node;
@@ -453,11 +453,10 @@ class Bench {
                          : std::holds_alternative<PeerLayout>(report)    ? "RegisterLayout"
                          : std::holds_alternative<PeerHeaderAck>(report) ? "part's header agreed to"
                          : std::holds_alternative<PeerPartDone>(report)  ? "part's end"
-                         : std::holds_alternative<PeerAck>(report)       ? "Ack"
-                         : std::holds_alternative<PeerReady>(report)     ? "Ready"
-                         : std::holds_alternative<PeerVerified>(report)
-                             ? "read-back's end on a node"
-                             : "other";
+                         : std::holds_alternative<AckEvent>(report)      ? "Ack"
+                         : std::holds_alternative<ReadyEvent>(report)    ? "Ready"
+                         : std::holds_alternative<VerifyDone>(report) ? "read-back's end on a node"
+                                                                      : "other";
       inbox_.emplace_back(kind,
                           MachineEvent(PeerEvent(ReportReceived{followed(), std::move(report)})));
     }

@@ -45,7 +45,7 @@ void CheckHeader(const PeerHeader& header) {
 
 // A joined daemon has a call of every kind under way and takes the answer for one of them: an OK
 // answer of the call's kind answers it; any other ends the link, and every call with it.
-void CheckAnswer(PeerReply reply) {
+void CheckAnswer(Reply reply) {
   uint64_t updates = 0;
   FollowerOptions options;
   options.name = "g";
@@ -101,7 +101,7 @@ void FuzzOne(const v1::PeerAnswer& answer) {
   }
   if (!first->has_value()) return;  // more chunks would have to follow
   if (const auto* header = std::get_if<PeerHeader>(&**first)) CheckHeader(*header);
-  if (const auto* reply = std::get_if<PeerReply>(&**first)) CheckAnswer(*reply);
+  if (const auto* reply = std::get_if<Reply>(&**first)) CheckAnswer(*reply);
   const auto sent = ToWire(**first, kMessageBytes);
   if (!sent.ok()) {
     REFITD_CHECK(sent.status().code() == absl::StatusCode::kResourceExhausted);

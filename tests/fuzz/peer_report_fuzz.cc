@@ -58,8 +58,8 @@ void CheckEpochReport(PeerReport report) {
   feed(GroupEvent(begin));
   const std::string before(coordinator.View(now).epoch_state);
   REFITD_CHECK(before == "opening");
-  if (auto* opened = std::get_if<PeerEpochOpened>(&report)) opened->epoch = EpochId(1);
-  if (auto* up = std::get_if<PeerEpochUp>(&report)) up->epoch = EpochId(1);
+  if (auto* opened = std::get_if<EpochOpened>(&report)) opened->epoch = EpochId(1);
+  if (auto* up = std::get_if<EpochUp>(&report)) up->epoch = EpochId(1);
   actions.clear();
   feed(ReportReceived{NodeId(2), report});
   const auto dropped =
@@ -81,8 +81,8 @@ void FuzzOne(const v1::PeerMessage& message) {
   }
   (void)decoder.Decode(message);  // also as a second message
   if (!first->has_value()) return;
-  const bool of_epoch = std::holds_alternative<PeerEpochOpened>(**first) ||
-                        std::holds_alternative<PeerEpochUp>(**first);
+  const bool of_epoch =
+      std::holds_alternative<EpochOpened>(**first) || std::holds_alternative<EpochUp>(**first);
   if (of_epoch) CheckEpochReport(**first);
   const auto sent = ToWire(**first, kBounds, kMessageBytes);
   if (!sent.ok()) {

@@ -242,9 +242,9 @@ void World::SendWrongPayload() {
   Count(Fault::kWrongPayload);
   Letter letter;
   if (random_.Percent(50)) {
-    letter.report = PeerEpochUp{group.last_epoch, absl::OkStatus()};
+    letter.report = EpochUp{group.last_epoch, absl::OkStatus()};
   } else {
-    letter.report = PeerEpochOpened{group.last_epoch, absl::OkStatus(), "nowhere"};
+    letter.report = EpochOpened{group.last_epoch, absl::OkStatus(), "nowhere"};
   }
   Post(index, false, std::move(letter));
 }

@@ -733,7 +733,7 @@ void World::On(int d, int g, const SendCommand& a) {
     return Violate("P8",
                    fmt::format("d{} g{}: a command would end the link: {}", d, g, Message(read)));
   }
-  if (const auto* open = std::get_if<PeerEpochOpen>(&a.command)) {
+  if (const auto* open = std::get_if<OpenEpoch>(&a.command)) {
     GroupWorld& group = GroupOf(g);
     if (group.last_epoch != open->epoch) group.epoch_nodes.clear();
     group.last_epoch = open->epoch;
@@ -804,7 +804,7 @@ void World::On(int d, int g, const SendReport& a) {
                    fmt::format("d{} g{}: a report would end the link: {}", d, g, Message(read)));
   }
   Post(m->link, false, std::move(letter));
-  if (options_.bug == Bug::kHastyLeave && std::holds_alternative<PeerGone>(a.report) &&
+  if (options_.bug == Bug::kHastyLeave && std::holds_alternative<MemberLost>(a.report) &&
       !m->machine->has_members()) {
     CloseSide(m->link, false, true);
     Feed(d, g, LinkLost{absl::UnavailableError("no member is left")});
@@ -840,7 +840,7 @@ void World::Post(int index, bool down, Letter letter) {
   letter.number = lane.sent++;
   const bool faulty = !letter.up.has_value() && !letter.end;
   if (faulty && std::exchange(lane.lose, false)) return;
-  if (auto* reply = letter.command.has_value() ? std::get_if<PeerReply>(&*letter.command) : nullptr;
+  if (auto* reply = letter.command.has_value() ? std::get_if<Reply>(&*letter.command) : nullptr;
       lane.wrong && reply != nullptr && reply->status.ok()) {
     lane.wrong = false;
     Count(Fault::kWrongPayload);
