@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import hashlib
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import timedelta
 from functools import partial
@@ -49,12 +49,67 @@ class Casts:
         self._dtype = _dtype_of(where, "dtype", dtype)
         self._exceptions = [(name, _dtype_of(where, f"exceptions: {name}", other)) for name, other in dict(exceptions or {}).items()]
 
+    def rules(self, otherwise: torch.dtype) -> tuple[torch.dtype, dict[str, torch.dtype | None]]:
+        """The dtype and the exceptions for Trainer.register; `otherwise`: the dtype where none was configured."""
+        return self._dtype or otherwise, dict(self._exceptions)
+
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as it is to be pushed."""
         if self._dtype is None and not self._exceptions or not tensor.is_floating_point():
             return tensor
         dtype = next((dtype for pattern, dtype in self._exceptions if fnmatch.fnmatchcase(name, pattern)), self._dtype)
         return tensor if dtype is None else tensor.to(dtype)
+
+
+class Settings:
+    """What a framework's configuration says to its checkpoint engine, equal on all workers: `group`, `begin_seconds`, `options` of
+    refitd.Trainer, and `sender`, with the rest of the options."""
+
+    def __init__(
+        self,
+        where: str,
+        who: str,
+        *,
+        counted: bool = True,
+        group: str = "",
+        begin_seconds: float = 600.0,
+        update_seconds: float = 600.0,
+        verification: str | None = None,
+        tensor_count: int = TENSOR_COUNT,
+        dtype: str | None = None,
+        exceptions: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`where`: of the configuration, for errors. `who`, `counted`: as of Sender. The rest is what users set:
+
+        `group`: of refitd. `begin_seconds`: how long a rollout worker waits for the trainer to begin. `update_seconds`: of one sync,
+        from its begin. `verification`: as of Trainer.update. `tensor_count`: how many tensors the first sync has at most; it takes the
+        longer, the more it says. `dtype`: what floating-point tensors are cast to before they are sent ("bfloat16"); None: as the
+        trainer yields them. `exceptions`: dtypes of names, or of patterns as of fnmatch, that differ from it; "" leaves the tensor as it
+        is. `options`: of refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
+
+        Raises InvalidArgument that names the option.
+        """
+        if not group:
+            raise InvalidArgument(f"{where}.group is missing", culprit="group")
+        for name in options:
+            if name not in TRAINER_OPTIONS:
+                raise InvalidArgument(f"{where}.{name}: there is no such option", culprit=name)
+        self.group = group
+        self.begin_seconds = begin_seconds
+        self.options = options
+        self.sender = Sender(
+            who,
+            Casts(where, dtype, exceptions),
+            update_seconds=update_seconds,
+            verification=verification,
+            tensor_count=tensor_count,
+            counted=counted,
+        )
+
+    def only(self, names: frozenset[str]) -> dict[str, Any]:
+        """Those of the options that have one of the names."""
+        return {name: value for name, value in self.options.items() if name in names}
 
 
 class Sender:
@@ -66,7 +121,7 @@ class Sender:
     def __init__(
         self, who: str, casts: Casts, *, update_seconds: float, verification: str | None, tensor_count: int, counted: bool = True
     ) -> None:
-        self._who, self._casts, self._counted = who, casts, counted
+        self._who, self.casts, self._counted = who, casts, counted
         self._update_seconds, self._verification, self._tensor_count = update_seconds, verification, tensor_count
         self._processes: Any = None  # the process group in which trainer ranks compare what they sent
         self._sent = 0  # tensors of the last sync
@@ -89,14 +144,45 @@ class Sender:
 
     async def send_async(self, *arguments: Any, **options: Any) -> UpdateResult:
         """As send(), on another thread, with this thread's GPU."""
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        return await asyncio.to_thread(self._send_on, device, *arguments, **options)
+        return await self._on_thread(partial(self.send, *arguments, **options))
 
-    def _send_on(self, device: int | None, *arguments: Any, **options: Any) -> UpdateResult:
-        if device is not None:
-            torch.cuda.set_device(device)  # of this thread
-        with torch.no_grad():
-            return self.send(*arguments, **options)
+    async def refit_async(self, *arguments: Any, **options: Any) -> UpdateResult:
+        """As refit(), likewise."""
+        return await self._on_thread(partial(self.refit, *arguments, **options))
+
+    async def _on_thread(self, call: Callable[[], UpdateResult]) -> UpdateResult:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def run() -> UpdateResult:
+            if device is not None:
+                torch.cuda.set_device(device)  # of this thread
+            with torch.no_grad():
+                return call()
+
+        return await asyncio.to_thread(run)
+
+    def refit(self, trainer: Trainer, instances: int, version: int, register: Callable[[], None]) -> UpdateResult:
+        """Installs the shards that `register` registers as `version`. Every rank calls it.
+
+        A failure of `register` is raised on every rank before the update begins; else as of Trainer.refit, and FailedPrecondition
+        where other than `instances` engines took part.
+        """
+        failure: Exception | None = None
+        try:
+            register()
+        except Exception as error:
+            failure = error
+        if trainer.world_size > 1:
+            told = None if failure is None else f"{type(failure).__name__}: {failure}"
+            for rank, text in enumerate(self._gather(told, trainer.world_size)):
+                if text is not None and failure is None:
+                    raise UpdateAborted(f"trainer rank {rank} failed: {text}", culprit=f"trainer rank {rank}")
+        if failure is not None:
+            raise failure
+        result = trainer.refit(version, duration_seconds=self._update_seconds, verification=self._verification)
+        if len(result.instances) != instances:
+            raise FailedPrecondition(f"{len(result.instances)} of {instances} engine instances took part in version {version}")
+        return result
 
     def send(
         self, trainer: Trainer, instances: int, version: int, weights: Iterable[tuple[str, torch.Tensor]], note: str = ""
@@ -151,7 +237,7 @@ class Sender:
                 taken = True
                 sent.add(name, tensor)
                 if update is not None:
-                    update.push(name, self._casts.of(name, tensor))
+                    update.push(name, self.casts.of(name, tensor))
                 taken = False
             if not sent.count:
                 raise InvalidArgument(f"{self._who} yielded no tensor", culprit="weights")

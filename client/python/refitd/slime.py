@@ -21,30 +21,24 @@ from .errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAb
 from .megatron import Mapped, Place, shards, table_of
 from .trainer import Trainer
 
-_ACTOR = "slime.backends.megatron_utils.actor"
-_COMMON = "slime.backends.megatron_utils.update_weight.common"
 _PREFIX = "module.module."  # of the names of parameters that slime gives
 # Options of slime that are refused, since this way of updating does not know them.
 _REFUSED = ("colocate", "offload_train")
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
+    """The arguments of install()."""
+
     group: str
     table: Mapping[str, Mapped | None] | None = None
     dtype: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
-_settings: _Settings | None = None
-
-
 def init(args: Any) -> None:
-    """For --custom-megatron-init-path: install() with the group that REFITD_GROUP names. `args`: slime's."""
-    group = os.environ.get("REFITD_GROUP", "")
-    if not group:
-        raise InvalidArgument("REFITD_GROUP is not set: name the group, as for SGLang", culprit="REFITD_GROUP")
-    install(args, group)
+    """Calls install() with the group that REFITD_GROUP names: the function for --custom-megatron-init-path. `args`: slime's."""
+    install(args, group_of_environment())
 
 
 def install(
@@ -57,17 +51,35 @@ def install(
 
     Raises Unimplemented where slime is told to colocate engines or to offload training.
     """
-    global _settings
+    install_updater(Updater, args, Settings(group, table, dtype, options))
+
+
+def group_of_environment() -> str:
+    """The group that REFITD_GROUP names. Raises InvalidArgument where it names none."""
+    group = os.environ.get("REFITD_GROUP", "")
+    if not group:
+        raise InvalidArgument("REFITD_GROUP is not set: name the group, as for SGLang", culprit="REFITD_GROUP")
+    return group
+
+
+def install_updater(updater: type[Updater], args: Any, settings: Settings) -> None:
+    """Puts the class where the actor of its framework looks for its updater over NCCL. Raises as install() does."""
     for name in _REFUSED:
         if getattr(args, name, False):
             raise Unimplemented(f"--{name.replace('_', '-')}: parameters must stay where they are between updates", culprit=name)
-    _settings = _Settings(group, table, dtype, options)
-    actor: Any = importlib.import_module(_ACTOR)
-    actor.UpdateWeightFromDistributed = Updater
+    updater.settings = settings
+    actor: Any = importlib.import_module(f"{updater.framework}.backends.megatron_utils.actor")
+    actor.UpdateWeightFromDistributed = updater
 
 
 class Updater:
-    """What slime's actor calls in place of its UpdateWeightFromDistributed. One rank; not thread-safe."""
+    """One trainer rank: slime's actor calls it in place of its UpdateWeightFromDistributed. Not thread-safe.
+
+    `framework`: the package whose modules are used. `settings`: those of install(), of the whole process.
+    """
+
+    framework = "slime"
+    settings: Settings | None = None
 
     def __init__(
         self,
@@ -82,18 +94,18 @@ class Updater:
 
         Raises Unimplemented for a model that slime quantizes on the way.
         """
-        if _settings is None:
-            raise FailedPrecondition("refitd.slime.install was not called in this process")
+        if self.settings is None:
+            raise FailedPrecondition(f"refitd.{self.framework}.install was not called in this process")
         if quantization_config:
             raise Unimplemented("the checkpoint is quantized: refitd moves parameters as they are", culprit="quantization_config")
         self.args, self.model = args, model
         self.weight_version = 0
-        self._settings = _settings
+        self._settings = self.settings
         self._trainer: Trainer | None = None
         self._metrics: dict[str, float] = {}
 
     def pop_metrics(self) -> dict[str, float]:
-        """What the last update took, once."""
+        """Tells once what the last update took."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -147,13 +159,13 @@ class Updater:
             from transformers import AutoConfig
 
             table = table_of(AutoConfig.from_pretrained(self.args.hf_checkpoint))
-        common: Any = importlib.import_module(_COMMON)
+        common: Any = importlib.import_module(f"{self.framework}.backends.megatron_utils.update_weight.common")
         named = {name.removeprefix(_PREFIX): tensor for name, tensor in common.named_params_and_buffers(self.args, self.model)}
         return shards(named, table, _place(rank, self.args))
 
 
 def _place(rank: int, args: Any) -> Place:
-    """Where this rank is; slime's names have global numbers of layers and experts already."""
+    """The rank's place among Megatron's ranks; slime's names have global numbers of layers and experts already."""
     from megatron.core import parallel_state as state
 
     return Place(

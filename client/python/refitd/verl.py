@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from . import _exports
-from ._exports import CONNECT_OPTIONS, TENSOR_COUNT, TRAINER_OPTIONS
+from ._exports import CONNECT_OPTIONS
 from .engine import Engine
 from .errors import Error, FailedPrecondition, InvalidArgument
 from .trainer import Trainer
@@ -62,43 +62,22 @@ class RefitdCheckpointEngine(CheckpointEngine):
         self,
         bucket_size: int = 0,
         *,
-        group: str = "",
         is_master: bool = False,
         in_place: bool = False,
-        begin_seconds: float = 600.0,
-        update_seconds: float = 600.0,
-        verification: str | None = None,
-        tensor_count: int = TENSOR_COUNT,
-        dtype: str | None = None,
-        exceptions: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         """Attaches nothing yet. Equal on all workers, as verl makes them from one configuration.
 
-        `bucket_size`, `is_master`: given by verl, not used: tensors are packed into the daemon's slots. `group`: of refitd.
-        `in_place`: vLLM's own processes take the weights. `begin_seconds`: how long a rollout waits for the actor to begin.
-        `update_seconds`: of one sync, from its begin. `verification`: as of Trainer.update.
-        `tensor_count`: how many tensors the first sync has at most; it takes the longer, the more it says. `dtype`:
-        what floating-point tensors are cast to before they are sent ("bfloat16"); None: as the actor has them. `exceptions`: dtypes of
-        names, or of patterns as of fnmatch, that differ from it; "" leaves the tensor as it is. `options`: of
-        refitd.Trainer and refitd.Engine (`socket`, `coordinator`, `device`, `wait_seconds`, `slot_bytes`, ...).
+        `bucket_size`, `is_master`: given by verl, not used: tensors are packed into the daemon's slots. `in_place`: vLLM's own processes
+        take the weights. `options`: as of refitd._exports.Settings.
 
         Raises InvalidArgument that names the option.
         """
-        if not group:
-            raise InvalidArgument("engine_kwargs.refitd.group is missing", culprit="group")
-        for name in options:
-            if name not in TRAINER_OPTIONS:
-                raise InvalidArgument(f"engine_kwargs.refitd.{name}: there is no such option", culprit=name)
-        self.group = group
+        self._settings = _exports.Settings("engine_kwargs.refitd", "the actor", counted=not in_place, **options)
+        self.group = self._settings.group
         self.in_place = in_place
         self.wire_format = IN_PLACE if in_place else "named_tensors"
-        self._begin_seconds = begin_seconds
-        casts = _exports.Casts("engine_kwargs.refitd", dtype, exceptions)
-        self._sender = _exports.Sender(
-            "the actor", casts, update_seconds=update_seconds, verification=verification, tensor_count=tensor_count, counted=not in_place
-        )
-        self._options = options
+        self._sender = self._settings.sender
         self._place: Place | None = None
         self._trainer: Trainer | None = None
         self._engine: Engine | None = None
@@ -211,7 +190,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         if member is None:
             raise FailedPrecondition("receive_weights: init_process_group did not make this worker an engine")
         # verl's adapter of SGLang keeps tensors until it has a bucket full of them.
-        batches = _exports.receive(member, begin_seconds=self._begin_seconds, who="the actor", keep=True)
+        batches = _exports.receive(member, begin_seconds=self._settings.begin_seconds, who="the actor", keep=True)
         async with aclosing(_exports.one_by_one(batches)) as tensors:
             async for name, tensor in tensors:
                 yield name, tensor
@@ -236,10 +215,10 @@ class RefitdCheckpointEngine(CheckpointEngine):
             trainer.close()
             trainer = self._trainer = None
         if trainer is None:
-            self._trainer = Trainer(self.group, rank=place.rank, world_size=place.world_size, client="verl", **self._options)
+            self._trainer = Trainer(self.group, rank=place.rank, world_size=place.world_size, client="verl", **self._settings.options)
 
     def _attach_engine(self) -> None:
-        options = {name: value for name, value in self._options.items() if name in CONNECT_OPTIONS}
+        options = self._settings.only(CONNECT_OPTIONS)
         options.setdefault("device", _exports.rollout_device())
         # This worker does not know which weights the engine behind verl's adapter holds, so it says that they are dirty.
         self._engine = Engine(self.group, instance=self._instance, staged=True, dirty=True, client="verl", **options)
@@ -248,8 +227,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         adapter = _adapter()
         if adapter is None:
             raise FailedPrecondition("in_place: this worker's rollout is not vLLM's, or was made before refitd.verl was imported")
-        options = {name: value for name, value in self._options.items() if name in ADAPTER_OPTIONS}
-        adapter.attach(self.group, self._begin_seconds, options)
+        adapter.attach(self.group, self._settings.begin_seconds, self._settings.only(ADAPTER_OPTIONS))
 
     def _leave(self) -> None:
         engine, self._engine = self._engine, None

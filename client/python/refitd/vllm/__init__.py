@@ -12,6 +12,8 @@ vLLM, torch and FastAPI are imported where they are used only.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,4 +35,19 @@ def follow(llm: Any, **options: Any) -> Follower:
     return Follower(llm, **options)
 
 
-__all__ = ["follow", "register"]
+# The backend that vLLM made in this worker's process, for frameworks whose own code in the worker is not told of it.
+_backend: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def set_backend(backend: Any) -> None:
+    """For the backend, when vLLM makes it."""
+    global _backend
+    _backend = weakref.ref(backend)
+
+
+def backend_here() -> Any:
+    """The backend of this process's vLLM worker; None where vLLM was told of none."""
+    return _backend()
+
+
+__all__ = ["backend_here", "follow", "register", "set_backend"]

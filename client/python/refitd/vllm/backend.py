@@ -19,7 +19,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ..errors import FailedPrecondition
-from . import _versions, evidence
+from . import _versions, evidence, set_backend
 from .delivery import Delivery, decide
 from .manifest import read_manifest
 from .rank import PREPARE_SECONDS, Rank, keep_memory, tensors_of
@@ -73,6 +73,7 @@ class RefitdBackend(WeightTransferEngine):
         parameters = list(self.model.parameters())
         self.device: Any = parameters[0].device
         clean = getattr(self.model, evidence.ATTRIBUTE, None) is None  # random weights otherwise
+        set_backend(self)
         self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process)
 
     # ---- attaching ----
