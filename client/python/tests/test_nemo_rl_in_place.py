@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_nemo_rl import REAL, ROLLOUTS, Rollout, made  # noqa: E402  (first: it stands in for what refitd.nemo_rl imports)
+from test_nemo_rl import REAL, ROLLOUTS, SECONDS, Rollout, made  # noqa: E402  (first: it stands in for what refitd.nemo_rl imports)
 
 import refitd  # noqa: E402
 import refitd.nemo_rl  # noqa: E402
@@ -137,9 +137,13 @@ class Backend:
     def __init__(self, ranks=1):
         self.parallel_config = types.SimpleNamespace(world_size=ranks, data_parallel_size=1)
         self.held = {name: refitd.empty(t.shape, t.dtype) for name, t in delivered(0).items()}
-        self.failing = False
+        self.failing = ""  # where the sync that runs fails
         self.attached = []  # instances
-        self.rank = Rank(torch.device("cpu"), client="vllm", clean=True, decide=self._decide, process=lambda delivery: None)
+        self.rank = Rank(torch.device("cpu"), client="vllm", clean=True, decide=self._decide, process=self._process)
+
+    def _process(self, delivery):
+        if self.failing == "after the commit":
+            raise RuntimeError("vLLM failed")
 
     def _decide(self, settings):
         tensors = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.held.items()]
@@ -162,7 +166,9 @@ class Backend:
     finish_weight_update = start_weight_update
 
     def receive_weights(self, info):
-        if self.failing:
+        if self.failing == "at the begin":
+            self.rank._await_prepare(self.rank._member, None, SECONDS).fail("vLLM failed")
+        if self.failing in ("at once", "at the begin"):
             raise RuntimeError("vLLM failed")
         self.rank.take(None, info["wait_seconds"])
 
@@ -173,9 +179,9 @@ class Backend:
 class RolloutInPlace(Rollout):
     """As Rollout, of which each sync keeps a copy of what the backend's tensors hold then; nothing comes through the worker."""
 
-    def __init__(self, backends, *arguments):
+    def __init__(self, backends, where, *arguments):
         super().__init__(*arguments)
-        self.backends, self.backend = backends, Backend()
+        self.backends, self.backend, self.where = backends, Backend(), where
 
     def run(self):
         self.backends.backend = self.backend
@@ -185,7 +191,7 @@ class RolloutInPlace(Rollout):
             rollout_rank=self.rank, train_world_size=self.world, rollout_world_size=ROLLOUTS, metadata=metadata(engine.group, self.world)
         )
         for sync in range(self.syncs):
-            self.backend.failing = sync in self.failing
+            self.backend.failing = self.where if sync in self.failing else ""
             try:
                 asyncio.run(self.take(sync))
                 self.errors.append(None)
@@ -204,12 +210,12 @@ def daemon():
         yield running
 
 
-def sync(daemon, monkeypatch, group, plan, *, failing=((), ()), **options):
+def sync(daemon, monkeypatch, group, plan, *, failing=((), ()), where="", **options):
     options = {"in_place": True, "sharded": True, "exceptions": EXCEPTIONS, **options}
     backends = threading.local()
     monkeypatch.setattr(refitd.nemo_rl, "backend_here", lambda: getattr(backends, "backend", None))
     rollouts = [
-        RolloutInPlace(backends, made(daemon.socket, group, **options), rank, 2, len(plan), failing[rank]) for rank in range(ROLLOUTS)
+        RolloutInPlace(backends, where, made(daemon.socket, group, **options), rank, 2, len(plan), failing[rank]) for rank in range(ROLLOUTS)
     ]
     for rollout in rollouts:
         rollout.start()
@@ -245,7 +251,7 @@ def test_each_sync_writes_the_policys_tensors_where_they_are(daemon, monkeypatch
 
 def test_shards_that_can_not_be_had_end_the_sync_on_every_rank_and_the_next_works(daemon, monkeypatch):
     plan = ["adapter", "megatron", "good"]
-    errors, rollouts = sync(daemon, monkeypatch, "refused", plan, failing=((0, 1), (0, 1)))
+    errors, rollouts = sync(daemon, monkeypatch, "refused", plan, failing=((0, 1), (0, 1)), where="at once")
     assert errors[0][0][0] == "UpdateAborted" and errors[0][0][2] == "trainer rank 1" and "state_dict_adapter" in errors[0][0][1]
     assert errors[1][0][0] == "Unimplemented"
     assert [of_rank[1][0] for of_rank in errors] == ["Unimplemented"] * 2 and "DTensor workers" in errors[0][1][1]
@@ -254,10 +260,14 @@ def test_shards_that_can_not_be_had_end_the_sync_on_every_rank_and_the_next_work
         equal(rollout.held[2], delivered(3))
 
 
-def test_a_worker_that_fails_ends_the_sync_and_the_next_works(daemon, monkeypatch):
-    errors, rollouts = sync(daemon, monkeypatch, "loader", ["good", "good"], failing=((), (0,)))
-    assert all(of_rank[0] is not None and of_rank[1] is None for of_rank in errors)
+@pytest.mark.parametrize("where", ["at the begin", "after the commit"])
+def test_a_worker_that_fails_raises_and_the_next_sync_works(daemon, monkeypatch, where):
+    errors, rollouts = sync(daemon, monkeypatch, where.replace(" ", "-"), ["good", "good"], failing=((), (0,)), where=where)
+    for of_rank in errors:
+        assert of_rank[1] is None
+        assert of_rank[0] is None if where == "after the commit" else of_rank[0][0] == "UpdateAborted"
     assert str(rollouts[1].errors[0]) == "vLLM failed" and rollouts[1].errors[1] is None
+    assert (rollouts[0].errors[0] is None) == (where == "after the commit")
     assert rollouts[1].backend.attached == ["nemo-rl-1"] * 2
     for rollout in rollouts:
         equal(rollout.held[1], delivered(2))
