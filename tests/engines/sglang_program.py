@@ -25,12 +25,27 @@ class Program:
         self.engine = sglang.Engine(model_path=model, **ON_A_CPU, **options["llm"])
         self.controls = Controls(self.engine.tokenizer_manager, self.engine.loop.run_until_complete, "reset")
         self.weights: Any = None
+        self.adapter: Any = None
         if options["follow"] is not None:
             self.weights = refitd.sglang.follow(self.engine, **options["follow"])
 
-    def generate(self) -> list[list[int]]:
+    def generate(self, adapter: str | None = None) -> list[list[int]]:
+        """Greedy tokens, of the base model or with an adapter."""
         how = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        return [answer["output_ids"] for answer in self.engine.generate(PROMPTS, how)]
+        options = {} if adapter is None else {"lora_path": [adapter] * len(PROMPTS)}
+        return [answer["output_ids"] for answer in self.engine.generate(PROMPTS, how, **options)]
+
+    def load_adapter(self, name: str, folder: str) -> bool:
+        """SGLang's own way: from files."""
+        return bool(self.engine.load_lora_adapter(name, folder).success)
+
+    def follow_adapter(self, folder: str, options: dict[str, Any]) -> None:
+        import refitd.sglang
+
+        self.adapter = refitd.sglang.follow_adapter(self.engine, folder, **options)
+
+    def wait_adapter(self, version: int) -> int:
+        return int(self.adapter.wait(version, 120))
 
     def spans(self) -> list[list[Any]]:
         """Versions of the tokens of one answer, as [version, first, end]."""

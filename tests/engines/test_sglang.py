@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
+import refitd
 import support
-from support import EngineProcess, SglangProcess, check_refused, manifest_of
+import torch
+from safetensors.torch import save_file
+from support import EngineFailed, EngineProcess, SglangProcess, check_refused, manifest_of
 
 pytest.importorskip("sglang")
 
@@ -51,3 +55,52 @@ def test_parameters_skipped_silently(folder: Path, daemon: Any, tmp_path: Path) 
     missing = "model.layers.1.mlp.down_proj.weight"
     manifest = manifest_of(checkpoint, tmp_path / "manifest.json", without=missing)
     check_refused(SglangProcess, daemon, checkpoint, tmp_path, missing, manifest=manifest)
+
+
+def write_adapter(out: Path, seed: int) -> dict[str, torch.Tensor]:
+    """A LoRA adapter of the tiny Qwen3, in the files that PEFT writes; returns its tensors."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj", "down_proj"], "bias": "none", "task_type": "CAUSAL_LM"}
+    torch.manual_seed(seed)
+    tensors = {}
+    for layer in range(2):
+        for module, columns in (("self_attn.q_proj", 256), ("self_attn.o_proj", 256), ("mlp.down_proj", 512)):
+            prefix = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{prefix}.lora_A.weight"] = (torch.randn(4, columns) * 0.2).bfloat16()
+            tensors[f"{prefix}.lora_B.weight"] = (torch.randn(256, 4) * 0.2).bfloat16()
+    out.mkdir()
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "adapter_model.safetensors")
+    return tensors
+
+
+def test_an_adapter_takes_versions_in_memory(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """With each version the tokens are those of SGLang with the same adapter from its files."""
+    checkpoint = models.make("qwen3", folder, 1)
+    adapters = {seed: write_adapter(tmp_path / f"adapter-{seed}", seed) for seed in (1, 2)}
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = dict(enable_lora=True, max_lora_rank=8, lora_target_modules=targets, lora_backend="torch_native")
+    scaling = {f"{name.removesuffix('.lora_A.weight')}.lora_scaling" for name in adapters[1] if name.endswith(".lora_A.weight")}
+    held = {name: refitd.empty(tensor.shape, tensor.dtype) for name, tensor in adapters[1].items()}
+    held |= {name: refitd.empty(1, "float32", like="torch").fill_(2.0) for name in scaling}
+    with SglangProcess(checkpoint, tmp_path / "log", follow=None, dtype="bfloat16", **lora) as engine:
+        engine.started()
+        expected = {}
+        for seed in adapters:
+            assert engine.call("load_adapter", f"file-{seed}", str(tmp_path / f"adapter-{seed}"))
+            expected[seed] = engine.call("generate", f"file-{seed}")
+        base = engine.call("generate")
+        assert expected[1] != expected[2] and base not in expected.values(), "the test could not fail"
+        with refitd.Trainer("adapter", socket=daemon.socket, device="host") as trainer:
+            trainer.register(held)
+            engine.call("follow_adapter", str(tmp_path / "adapter-1"), {"group": "adapter", "instance": "a", "socket": daemon.socket})
+            for version, seed in enumerate((2, 1, 2), 1):
+                for name, tensor in adapters[seed].items():
+                    held[name].copy_(tensor)
+                trainer.refit(version)
+                assert engine.call("wait_adapter", version) == version
+                assert engine.call("generate", "policy") == expected[seed], f"version {version}"
+            held[min(scaling)].fill_(3.0)
+            trainer.refit(4)
+            with pytest.raises(EngineFailed, match="SGLang has one for all"):
+                engine.call("wait_adapter", 4)
+        assert engine.call("generate") == base

@@ -289,7 +289,7 @@ ModelConfig ScaledDown(const ModelConfig& config, const TinySize& size) {
     tiny.mla.q_lora = config.mla.q_lora == 0 ? 0 : 12;
     tiny.mla.kv_lora = 10;
     tiny.mla.nope = width;
-    tiny.mla.rope = config.fp8 ? kBlock : 1;
+    tiny.mla.rope = width;  // even, since rotation takes pairs
     tiny.mla.v = config.fp8 ? kBlock : 3;
   } else {
     tiny.kv_heads = std::max<int64_t>(1, tiny.heads * config.kv_heads / config.heads);

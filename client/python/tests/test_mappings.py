@@ -28,6 +28,7 @@ PRINT_LAYOUTS = os.environ.get("REFITD_PRINT_LAYOUTS", "")  # tools/test_torch b
 SECONDS = 120
 MOST_RANKS = 32  # of a mapping that is moved here; of larger ones test_megatron compares the layouts
 ALIGNMENT = 512
+FP8_BLOCK = 8  # transport/sharding's tiny models have a scale for a block of so many rows and columns
 
 
 def printed():
@@ -230,8 +231,16 @@ def test_engine_ranks_hold_the_full_tensors_byte_for_byte(daemon, mapping):
 def transformers_config(transformers, m):
     options = dict(
         vocab_size=m["vocabulary"], hidden_size=m["hidden"], num_hidden_layers=m["layers"], num_attention_heads=m["heads"],
-        num_key_value_heads=m["kv_heads"], head_dim=m["head_dim"], tie_word_embeddings=m["tied"], max_position_embeddings=64,
+        tie_word_embeddings=m["tied"], max_position_embeddings=64,
     )  # fmt: skip
+    if m["kv_lora"]:
+        return transformers.DeepseekV3Config(
+            q_lora_rank=m["q_lora"] or None, kv_lora_rank=m["kv_lora"], qk_nope_head_dim=m["nope"], qk_rope_head_dim=m["rope"],
+            v_head_dim=m["v"], num_key_value_heads=m["heads"], intermediate_size=m["ffn"], moe_intermediate_size=m["moe_ffn"],
+            n_routed_experts=m["experts"], n_shared_experts=m["shared_experts"], num_experts_per_tok=2, n_group=1, topk_group=1,
+            first_k_dense_replace=m["first_dense"], **options,
+        )  # fmt: skip
+    options |= dict(num_key_value_heads=m["kv_heads"], head_dim=m["head_dim"])
     if not m["experts"]:
         return transformers.Qwen3Config(intermediate_size=m["ffn"], **options)
     return transformers.Qwen3MoeConfig(
@@ -239,10 +248,25 @@ def transformers_config(transformers, m):
     )
 
 
+def dequantized(tensors, block):
+    """The tensors in bfloat16: a block of FP8 values times its scale."""
+    found = {}
+    for name, tensor in tensors.items():
+        scale = tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            whole = scale.float().repeat_interleave(block, 0).repeat_interleave(block, 1)
+            tensor = (tensor.float() * whole[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
+        if not name.endswith("_scale_inv"):
+            found[name] = tensor
+    return found
+
+
 def logprobs(transformers, m, tensors, tokens):
     """The log-probabilities that transformers' model with these tensors gives to each next token."""
     from safetensors.torch import save_file
 
+    if m["fp8"]:
+        tensors = dequantized(tensors, FP8_BLOCK)
     model = transformers.AutoModelForCausalLM.from_config(transformers_config(transformers, m), dtype=torch.bfloat16)
     import tempfile
 
@@ -257,15 +281,14 @@ def logprobs(transformers, m, tensors, tokens):
     return scores[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
-COMPUTED = [m for m in MOVED if "qwen3" in m["model"]["name"] and not m["model"]["fp8"]]
-
-
 @pytest.mark.filterwarnings("ignore::refitd.StagingWarning")
-@pytest.mark.parametrize("mapping", COMPUTED, ids=label)
+@pytest.mark.parametrize("mapping", MOVED, ids=label)
 def test_the_engine_gives_tokens_the_probabilities_that_the_trainer_gives(daemon, mapping):
     transformers = pytest.importorskip("transformers", reason="in the environment 2.11.0-trainers")
     m = mapping["model"]
     full = full_tensors(mapping)
+    if m["fp8"]:  # scales as small as those of weights are, so that logits are no larger than usual
+        full = {name: tensor * 2**-9 if name.endswith("_scale_inv") else tensor for name, tensor in full.items()}
     arrived = {name: torch.full_like(tensor, torch.nan) for name, tensor in full.items()}
     for shards, _ in refit(daemon, {**mapping, "name": mapping["name"] + " kl"}, full):
         for shard in shards:

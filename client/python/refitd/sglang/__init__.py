@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..vllm.driver import Follower
+    from .adapters import AdapterFollower
 
 
 def register() -> None:
@@ -34,4 +35,14 @@ def follow(engine: Any, **options: Any) -> Follower:
     return begin(engine, options)
 
 
-__all__ = ["follow", "register"]
+def follow_adapter(engine: Any, adapter: str, *, group: str, instance: str, **options: Any) -> AdapterFollower:
+    """Attaches a LoRA adapter of an offline `sglang.Engine`, which takes new versions in `poll` and `wait`, between calls of `generate`.
+
+    `adapter`: a folder as PEFT writes it, for names, shapes and configuration. See `refitd.sglang.adapters.AdapterFollower`.
+    """
+    from .adapters import AdapterFollower
+
+    return AdapterFollower(engine, adapter, group=group, instance=instance, **options)
+
+
+__all__ = ["follow", "follow_adapter", "register"]
