@@ -33,7 +33,7 @@ START_SECONDS = 600  # for vLLM to load
 
 
 def log_probabilities(model, tokens):
-    """Of each token but the first, given those before; [batch, LENGTH]."""
+    """The log-probability of each token but the first, given those before; [batch, LENGTH]."""
     logits = model(tokens[:, :-1])
     logits = getattr(logits, "logits", logits)[..., :SYMBOLS].float()
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
@@ -167,7 +167,7 @@ class TorchControl:
 
 
 def vllm_is_there():
-    """Whether vLLM can be imported, and finds refitd's plugin."""
+    """Tells whether vLLM can be imported, and finds refitd's plugin."""
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     return importlib.util.find_spec("vllm") is not None and "refitd" in plugins.names
 
@@ -339,7 +339,7 @@ class VllmControl(Child):
         return self.answer(START_SECONDS)
 
 
-# By name: the trainer's model, the engine, its control, and what writes the folder that both start from.
+# A kind's name gives the trainer's model, the engine, its control, and what writes the folder that both start from.
 KINDS = {
     "torch": (TrainerModel, TorchSampler, TorchControl, lambda folder: None),
     "vllm": (qwen3, VllmSampler, VllmControl, write_checkpoint),

@@ -64,7 +64,7 @@ class Ranks:
         self.before = {}
 
     def told(self, value=None):
-        """What rank 0 tells."""
+        """Returns what rank 0 tells."""
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
@@ -191,7 +191,7 @@ class Loop:
 
 
 def count_of(versions):
-    """How many tokens of each version a batch has."""
+    """Counts a batch's tokens by version."""
     return {int(version): int(count) for version, count in zip(*versions.unique(return_counts=True))}
 
 

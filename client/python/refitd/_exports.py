@@ -41,7 +41,7 @@ TRAINER_OPTIONS = CONNECT_OPTIONS | {"slot_bytes", "slots", "unwanted_tensors"}
 
 
 class Casts:
-    """What a tensor is cast to before it is pushed."""
+    """The dtypes to which tensors are cast before they are pushed."""
 
     def __init__(self, where: str, dtype: str | None, exceptions: Mapping[str, str] | None) -> None:
         """`where`: of the configuration, for errors. `dtype`: of floating-point tensors, None or "" as they are. `exceptions`: dtypes of
@@ -62,8 +62,8 @@ class Casts:
 
 
 class Settings:
-    """What a framework's configuration says to its checkpoint engine, equal on all workers: `group`, `begin_seconds`, `options` of
-    refitd.Trainer, and `sender`, with the rest of the options."""
+    """The options that a framework's configuration gives to its checkpoint engine, equal on all workers: `group`, `begin_seconds`,
+    `options` of refitd.Trainer, and `sender`, with the rest of the options."""
 
     def __init__(
         self,
@@ -143,11 +143,11 @@ class Sender:
             self._processes = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._update_seconds))
 
     async def send_async(self, *arguments: Any, **options: Any) -> UpdateResult:
-        """As send(), on another thread, with this thread's GPU."""
+        """Sends as send() does, on another thread, with this thread's GPU."""
         return await self._on_thread(partial(self.send, *arguments, **options))
 
     async def refit_async(self, *arguments: Any, **options: Any) -> UpdateResult:
-        """As refit(), likewise."""
+        """Refits as refit() does, likewise."""
         return await self._on_thread(partial(self.refit, *arguments, **options))
 
     async def _on_thread(self, call: Callable[[], UpdateResult]) -> UpdateResult:
@@ -223,7 +223,7 @@ class Sender:
         return max((known for known in versions if known is not None), default=None)
 
     def _announced(self) -> int | None:
-        """How many tensors the update is begun with."""
+        """The number of tensors that the update is begun with."""
         if not self._counted:
             return None
         return min(2 * self._sent, MOST_TENSORS) if self._sent else self._tensor_count

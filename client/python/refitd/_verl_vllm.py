@@ -23,7 +23,7 @@ def install() -> None:
 
 
 class ServerAdapter(vllm_rollout.ServerAdapter):
-    """As verl's, for its own wire formats. Of the ranks of a replica only the one with the server does something."""
+    """This is verl's adapter for verl's own wire formats. Among the ranks of a replica only the one with the server does something."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -61,7 +61,7 @@ class Term:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what is added."""
+        """The shape of what is added."""
         m, n = int(self.b.shape[0]), int(self.a.shape[1])
         return (n, m) if self.transposed else (m, n)
 
@@ -172,7 +172,7 @@ def _whole(tensor: Any) -> Any:
 
 
 def _by_the_same_rows(term: Term, tensor: Any) -> bool:
-    """Whether b's rows are sharded as the tensor's are, and neither by columns. All ranks find the same, whatever they hold."""
+    """Tells whether b's rows are sharded as the tensor's are, and neither by columns. All ranks find the same, whatever they hold."""
     if term.transposed or not is_dtensor(term.b) or not is_dtensor(tensor) or term.b.device_mesh != tensor.device_mesh:
         return False
     whole_rows = all(placement.is_replicate() or getattr(placement, "dim", None) == 0 for placement in tensor.placements)
@@ -193,7 +193,7 @@ def add(tensor: Any, b: Any, a: Any, scaling: float | Callable[[], float] = 1.0,
 
 
 def merged(model: Any) -> dict[str, Any]:
-    """What Trainer.register takes of a model of PEFT's, so that engines get the weights with all active adapters merged.
+    """Returns what Trainer.register takes of a model of PEFT's, so that engines get the weights with all active adapters merged.
 
     `model`: a PeftModel, or a model with PEFT's layers of LoRA. Names are those of the model without PEFT; modules that PEFT trains
     as a whole (`modules_to_save`) come as trained. Adapters and their scalings are read at each refit; which adapters are active,
@@ -216,7 +216,7 @@ def merged(model: Any) -> dict[str, Any]:
 
 
 def adapters(model: Any, adapter: str = "default") -> dict[str, Any]:
-    """What Trainer.register takes of one adapter of a model of PEFT's, for a group of its own.
+    """Returns what Trainer.register takes of one adapter of a model of PEFT's, for a group of its own.
 
     Names are those of PEFT's files; beside them each layer has `lora_scaling`, of shape (1,) and float32. Sharded matrices stay
     sharded. Raises InvalidArgument for an adapter that the model does not have, and as merged() does.
@@ -236,7 +236,7 @@ def adapters(model: Any, adapter: str = "default") -> dict[str, Any]:
 
 
 def engine_loop(model: Any, *, group: str, instance: str, adapter: str = "default", **options: Any) -> AdapterLoop:
-    """As refitd.engine_loop, for the adapter of an engine that is a model of PEFT's: updates bring the adapter alone.
+    """Attaches an engine that is a model of PEFT's, as refitd.engine_loop does, for its adapter: updates bring the adapter alone.
 
     `options`: as of refitd.engine_loop. Raises as it does, and as adapters() does.
     """
@@ -244,7 +244,7 @@ def engine_loop(model: Any, *, group: str, instance: str, adapter: str = "defaul
 
 
 class AdapterLoop(EngineLoop):
-    """What `engine_loop` returns: an EngineLoop over an adapter's matrices and scalings, which it updates where they are."""
+    """The EngineLoop that `engine_loop` returns, over an adapter's matrices and scalings, which it updates where they are."""
 
     def __init__(self, model: Any, adapter: str, group: str, instance: str, **options: Any) -> None:
         import torch

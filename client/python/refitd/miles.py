@@ -56,7 +56,7 @@ class Updater(slime.Updater):
         self._stale = False
 
     def is_rollout_engines_fresh(self) -> bool:
-        """Whether this rank is attached, and the trainer's ranks are those with which it attached."""
+        """Tells whether this rank is attached, and the trainer's ranks are those with which it attached."""
         return self._trainer is not None and not self._stale
 
     def mark_engine_connection_stale(self) -> None:

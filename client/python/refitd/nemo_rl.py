@@ -81,7 +81,7 @@ class Transport(CheckpointEngine):
     # ---- what NeMo-RL's synchronizer calls ----
 
     def prepare(self) -> dict[str, Any]:
-        """What all workers get of this one; NeMo-RL adds its rank. `ranks`: how many vLLM's processes of one engine are; 0 of others."""
+        """Returns what all workers get of this one; NeMo-RL adds its rank. `ranks`: of vLLM's processes in one engine; 0 of others."""
         return {"group": self.group, "in_place": self.in_place, "ranks": _ranks_of(backend_here()) if self.in_place else 0}
 
     def init_policy_process_group(
@@ -273,7 +273,7 @@ _NO_BACKEND = (
 
 
 def _ranks_of(backend: Any) -> int:
-    """How many of vLLM's processes are one engine; 0 without a backend."""
+    """Counts vLLM's processes in one engine; 0 without a backend."""
     if backend is None:
         return 0
     parallel = backend.parallel_config

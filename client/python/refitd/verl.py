@@ -41,7 +41,7 @@ ADAPTER_OPTIONS = frozenset({"socket", "coordinator", "wait_seconds"})
 
 @dataclass(frozen=True)
 class Place:
-    """What a worker is in one sync. `instances`: the engine instances that must take part; `version`: the group's before, if known."""
+    """A worker's part in one sync. `instances`: the engine instances that must take part; `version`: the group's before, if known."""
 
     role: str
     rank: int
@@ -92,7 +92,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
     # ---- what verl's manager calls, in this order, in each sync ----
 
     def prepare(self) -> dict[str, Any]:
-        """What `build_topology` gets of this worker. Ends what a failed sync left behind."""
+        """Returns what `build_topology` gets of this worker. Ends what a failed sync left behind."""
         self._leave()
         self._place = None
         adapter = _adapter() if self.in_place else None
@@ -240,7 +240,7 @@ _known_adapter: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 def set_adapter(adapter: Any) -> None:
-    """For refitd's adapter of vLLM, when verl makes it."""
+    """Notes refitd's adapter of vLLM, when verl makes it."""
     global _known_adapter
     _known_adapter = weakref.ref(adapter)
 

@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 
 BASE = "nemo_rl.utils.checkpoint_engines.base"
 REAL = importlib.util.find_spec("nemo_rl") is not None
-# Of nemo_rl/utils/checkpoint_engines/base.py at commit 7ea279abfbeb698b092856d0dab61e7cf39bc909 (2026-08-22): the methods of
-# CheckpointEngine, their arguments, and whether a subclass must have them.
+# These are the methods of CheckpointEngine in nemo_rl/utils/checkpoint_engines/base.py at commit
+# 7ea279abfbeb698b092856d0dab61e7cf39bc909 (2026-08-22), their arguments, and whether a subclass must have them.
 FACTS = {
     "get_target_weight_layout": (["self"], [], False),
     "prepare": (["self"], [], True),
@@ -86,7 +86,7 @@ def made(socket, group, **options):
 
 
 def metadata_of(engine, world):
-    """What the synchronizer gathers: the same of all workers here, but for the rank, policy's first."""
+    """Returns what the synchronizer gathers: the same of all workers here, but for the rank, policy's first."""
     return [{**engine.prepare(), "rank": rank} for rank in [*range(world), *range(ROLLOUTS)]]
 
 
@@ -345,7 +345,7 @@ def _properties(device):
 
 
 class Workers:
-    """What the synchronizer calls of NeMo-RL's worker groups: the same call on all workers, or a call with each one's arguments."""
+    """The calls that the synchronizer makes of NeMo-RL's worker groups: the same call on all workers, or a call with each one's arguments."""
 
     dp_size = ROLLOUTS
 

@@ -31,8 +31,8 @@ from refitd.vllm.settings import Settings  # noqa: E402
 
 SHAPES = {"embed.weight": (37, 6), "block.up.weight": (11, 6), "block.up.bias": (11,), "block.down.weight": (6, 11), "head.weight": (5, 6)}
 EXCEPTIONS = {"*.bias": "float32"}
-# Of nemo_rl/models/policy/workers/dtensor_policy_worker.py and _v2.py at commit 7ea279a: what the send mixin of DTensor's workers hands
-# to the checkpoint engine is dtensor_params_generator(self.model, self.dtype), a generator function with these arguments.
+# The send mixin of DTensor's workers hands dtensor_params_generator(self.model, self.dtype) to the checkpoint engine, a generator
+# function with these arguments (nemo_rl/models/policy/workers/dtensor_policy_worker.py and _v2.py at commit 7ea279a).
 GENERATOR = ["model", "target_dtype"]
 
 
@@ -132,7 +132,7 @@ def policy(rank, world, socket, group, plan, options):
 
 
 class Backend:
-    """What the transport asks of refitd.vllm.backend.RefitdBackend, over tensors that are no model's."""
+    """This answers what the transport asks of refitd.vllm.backend.RefitdBackend, over tensors that are no model's."""
 
     def __init__(self, ranks=1):
         self.parallel_config = types.SimpleNamespace(world_size=ranks, data_parallel_size=1)
@@ -177,7 +177,7 @@ class Backend:
 
 
 class RolloutInPlace(Rollout):
-    """As Rollout, of which each sync keeps a copy of what the backend's tensors hold then; nothing comes through the worker."""
+    """A Rollout that keeps a copy of the backend's tensors after each sync; nothing comes through the worker."""
 
     def __init__(self, backends, where, *arguments):
         super().__init__(*arguments)

@@ -55,7 +55,7 @@ ADAPTERS = {"slime": slime, "miles": miles}
 
 
 def named_params_and_buffers(args, model):
-    """As slime's: global numbers of layers and grouped experts, under the prefix of Megatron's two wrappers, and expert biases."""
+    """Names as slime and miles give them: global numbers of layers and grouped experts, under the prefix of Megatron's two wrappers, and expert biases."""
     from megatron.core import parallel_state as state
 
     first = state.get_expert_model_parallel_rank() * (args.num_experts or 0) // state.get_expert_model_parallel_world_size()
