@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import hashlib
+import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import timedelta
@@ -218,9 +219,22 @@ class Sender:
         return update.result
 
     def agree(self, world_size: int, version: int | None) -> int | None:
-        """The greatest of the ranks' versions."""
+        """The greatest of the ranks' versions. Raises DeadlineExceeded, naming the rank, where one does not come in `update_seconds`."""
+        self._meet(world_size)
         versions = self._gather(version, world_size) if world_size > 1 else [version]
         return max((known for known in versions if known is not None), default=None)
+
+    def _meet(self, world_size: int) -> None:
+        """Waits for all ranks. torch names the rank that is missing on rank 0, and on the others says that rank 0 gave up."""
+        if world_size == 1:
+            return
+        try:
+            torch.distributed.monitored_barrier(self._processes, timedelta(seconds=self._update_seconds))
+        except RuntimeError as error:
+            found = re.search(r"[Rr]ank (\d+) (?:failed|successfully)", str(error))
+            culprit = f"trainer rank {found[1]}" if found else None
+            missing = "some trainer ranks" if culprit is None else culprit
+            raise DeadlineExceeded(f"{missing} did not begin the sync within {self._update_seconds} s: {error}", culprit=culprit) from error
 
     def _announced(self) -> int | None:
         """The number of tensors that the update is begun with."""

@@ -121,7 +121,7 @@ class Rollout(threading.Thread):
     def __init__(self, engine, rank, world, syncs, failing=()):
         super().__init__()
         self.engine, self.rank, self.world, self.syncs, self.failing = engine, rank, world, syncs, failing
-        self.held, self.errors = [], []
+        self.held, self.errors, self.dies = [], [], False
 
     def run(self):
         engine = self.engine
@@ -140,6 +140,8 @@ class Rollout(threading.Thread):
         for name, tensor in batch:
             assert name not in self.held[-1]
             self.held[-1][name] = tensor.clone()  # a batch is good until the next is asked for
+            if len(self.held) - 1 in self.failing and self.dies:
+                self.engine._engine.close()  # the worker's process ended, as the daemon sees it
             if len(self.held) - 1 in self.failing:
                 raise RuntimeError("the loader failed")
 
@@ -165,6 +167,9 @@ def policy(rank, world, socket, group, plan, options):
     worker, errors = Policy(engine), []
     for version, weights in enumerate(plan, 1):
         worker.weights = weights(rank, version)
+        if worker.weights is None:  # this rank does not come
+            errors.append(None)
+            continue
         try:
             asyncio.run(worker.send_weights_via_checkpoint_engine())
             errors.append(None)
@@ -194,10 +199,21 @@ def breaks(rank, version):
     yield from list(weights_of(version))[2:]
 
 
-def sync(daemon, group, plan, *, world=2, failing=((), ()), **options):
+def missing(rank, version):
+    return None if rank == 1 else weights_of(version)
+
+
+def mixed(rank, version):
+    """The largest tensor first, in bfloat16, of several slots; and a bias in float32 among bfloat16."""
+    yield "model.huge.weight", torch.randn(1500, 1000, generator=torch.Generator().manual_seed(version)).bfloat16()
+    yield from weights_of(version, torch.bfloat16)
+
+
+def sync(daemon, group, plan, *, world=2, failing=((), ()), dies=False, **options):
     engines = [made(daemon.socket, group, **options) for _ in range(ROLLOUTS)]
     rollouts = [Rollout(engine, rank, world, len(plan), failing[rank]) for rank, engine in enumerate(engines)]
     for rollout in rollouts:
+        rollout.dies = dies
         rollout.start()
     errors = run_ranks(world, policy, daemon.socket, group, plan, options)
     for rollout in rollouts:
@@ -253,8 +269,25 @@ def test_failures_of_the_policy_end_the_sync_on_every_worker_and_the_next_works(
         equal(rollout.held[3], list(weights_of(4)))
 
 
-def test_a_loader_that_fails_ends_the_sync_and_the_next_works(daemon):
-    errors, rollouts = sync(daemon, "loader", [good, good], failing=((), (0,)))
+def test_a_first_tensor_larger_than_a_slot_and_a_float32_bias_among_bfloat16_arrive_as_they_are(daemon):
+    errors, rollouts = sync(daemon, "mixed", [mixed, mixed], slot_bytes=1 << 20)
+    assert errors == [[None] * 2] * 2
+    for rollout in rollouts:
+        for version, held in enumerate(rollout.held, 1):
+            equal(held, list(mixed(0, version)))
+            assert held["model.router.bias"].dtype is torch.float32 and held["model.norm.weight"].dtype is torch.bfloat16
+
+
+def test_a_policy_rank_that_does_not_come_is_named_in_bounded_time(daemon):
+    errors, rollouts = sync(daemon, "missing", [missing], update_seconds=5.0, begin_seconds=20.0, wait_seconds=SECONDS)
+    assert errors[0][0][0] == "DeadlineExceeded" and errors[0][0][2] == "trainer rank 1", errors
+    assert errors[1] == [None]
+    assert all([type(error) for error in rollout.errors] == [DeadlineExceeded] for rollout in rollouts)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_worker_that_fails_or_dies_ends_the_sync_and_the_next_works(daemon, dies):
+    errors, rollouts = sync(daemon, f"loader-{dies}", [good, good], failing=((), (0,)), dies=dies)
     assert all(of_rank[0][0] == "UpdateAborted" and of_rank[1] is None for of_rank in errors)
     assert [str(error) for error in rollouts[1].errors] == ["the loader failed"]
     equal(rollouts[1].held[1], list(weights_of(2)))
