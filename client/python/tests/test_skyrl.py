@@ -46,11 +46,12 @@ def model_of(version):
 class Server:
     """An engine behind HTTP, attached when SkyRL initialises weight transfer."""
 
-    def __init__(self, socket, refuses=()):
+    def __init__(self, socket, refuses=(), dies=(), float32=()):
         from aiohttp import web
 
-        self.socket, self.refuses = socket, refuses
-        self.held = {name: refitd.empty(shape, DTYPE, like="torch") for name, shape in SHAPES.items()}
+        self.socket, self.refuses, self.dies = socket, refuses, dies
+        dtypes = {name: torch.float32 if name in float32 else DTYPE for name in SHAPES}
+        self.held = {name: refitd.empty(shape, dtypes[name], like="torch") for name, shape in SHAPES.items()}
         self.events, self.by_version = [], {}
         self.engine = None
         self.loop = asyncio.new_event_loop()
@@ -86,7 +87,10 @@ class Server:
     def serve(self):
         for event in self.engine:
             self.events.append(event)
-            if isinstance(event, refitd.Prepare):
+            if isinstance(event, refitd.Prepare) and event.version in self.dies:
+                event.ready()
+                self.engine.close()  # its process ended, as the daemon sees it
+            elif isinstance(event, refitd.Prepare):
                 event.fail("busy") if event.version in self.refuses else event.ready()
             elif isinstance(event, refitd.Committed):
                 self.by_version[event.version] = {name: tensor.clone() for name, tensor in self.held.items()}
@@ -100,8 +104,9 @@ class Server:
             thread.join()
 
 
-def sync(rank, world, socket, urls, group, sharded, versions, spoil):
-    """What a worker of SkyRL does at initialisation and at each sync. Returns the exceptions' texts by version."""
+def sync(rank, world, socket, urls, group, sharded, versions, spoil, chunks_of):
+    """What a worker of SkyRL does at initialisation and at each sync. Returns the exceptions' texts by version. `spoil`: changes the
+    first sync's metadata. `chunks_of`: makes other chunks of those of each sync."""
     from skyrl.backends.skyrl_train import weight_sync
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
@@ -135,7 +140,10 @@ def sync(rank, world, socket, urls, group, sharded, versions, spoil):
             if spoil is not None and version == versions[0]:
                 spoil(rank, metadata)
             try:
-                await sender.send_chunks(extractor.extract_weights(DTYPE), weight_metadata=metadata)
+                chunks = extractor.extract_weights(DTYPE)
+                if chunks_of is not None:
+                    chunks = chunks_of(version == versions[0], chunks)
+                await sender.send_chunks(chunks, weight_metadata=metadata)
             except refitd.Error as error:
                 errors[version] = f"{type(error).__name__}: {error}"
         sender.teardown()
@@ -152,10 +160,10 @@ def daemon():
         yield running
 
 
-def run(daemon, group, *, sharded=False, versions=(1, 2, 3), spoil=None, refuses=()):
-    servers = [Server(daemon.socket, refuses) for _ in range(2)]
+def run(daemon, group, *, sharded=False, versions=(1, 2, 3), spoil=None, chunks_of=None, **options):
+    servers = [Server(daemon.socket, **options) for _ in range(2)]
     try:
-        errors = run_ranks(2, sync, daemon.socket, [server.url for server in servers], group, sharded, versions, spoil)
+        errors = run_ranks(2, sync, daemon.socket, [server.url for server in servers], group, sharded, versions, spoil, chunks_of)
     finally:
         for server in servers:
             server.close()
@@ -227,6 +235,44 @@ def test_an_engine_that_refuses_ends_the_sync_with_an_exception_on_every_rank(da
         assert list(of_rank) == [2] and "busy" in of_rank[2], of_rank
     for server in servers:
         assert sorted(server.by_version) == [1, 3]
+
+
+def none_at_first(first, chunks):
+    return iter(()) if first else chunks
+
+
+def test_an_empty_list_of_chunks_fails_on_every_rank_and_the_next_sync_works(daemon):
+    servers, errors = run(daemon, "empty", versions=(1, 2), chunks_of=none_at_first)
+    assert re.search("4 tensors of the metadata came in no chunk, '0.weight' among them", errors[0][1]), errors
+    assert [list(of_rank) for of_rank in errors] == [[1], [1]]
+    assert [list(server.by_version) for server in servers] == [[2], [2]]
+
+
+def float32_in_metadata(rank, metadata):
+    metadata["dtype_names"][metadata["names"].index("0.bias")] = "float32"
+
+
+def float32_bias(first, chunks):
+    for chunk in chunks:
+        chunk.tensors = [tensor.float() if name == "0.bias" else tensor for name, tensor in zip(chunk.names, chunk.tensors)]
+        yield chunk
+
+
+def test_a_float32_bias_among_bfloat16_arrives_as_it_is(daemon):
+    servers, errors = run(daemon, "bias", versions=(1,), spoil=float32_in_metadata, chunks_of=float32_bias, float32=("0.bias",))
+    assert errors == [{}, {}]
+    for server in servers:
+        for name, parameter in model_of(1).state_dict().items():
+            expected = parameter.to(DTYPE).float() if name == "0.bias" else parameter.to(DTYPE)
+            assert server.by_version[1][name].dtype == expected.dtype and torch.equal(server.by_version[1][name], expected), name
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_engines_that_die_in_a_sync_end_it_with_an_exception_on_every_rank(daemon, sharded):
+    servers, errors = run(daemon, f"dies-{sharded}", sharded=sharded, versions=(1, 2), dies=(2,))
+    assert [list(of_rank) for of_rank in errors] == [[2], [2]], errors
+    assert all("skyrl-" in of_rank[2] or "instance" in of_rank[2] for of_rank in errors), errors
+    assert [list(server.by_version) for server in servers] == [[1], [1]]
 
 
 def test_before_install_nothing_is_made():
