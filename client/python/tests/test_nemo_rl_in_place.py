@@ -168,7 +168,10 @@ class Backend:
     def receive_weights(self, info):
         if self.failing == "at the begin":
             self.rank._await_prepare(self.rank._member, None, SECONDS).fail("vLLM failed")
-        if self.failing in ("at once", "at the begin"):
+        if self.failing == "as it dies":
+            self.rank._await_prepare(self.rank._member, None, SECONDS)
+            self.rank.detach()  # its process ended, as the daemon sees it
+        if self.failing in ("at once", "at the begin", "as it dies"):
             raise RuntimeError("vLLM failed")
         self.rank.take(None, info["wait_seconds"])
 
@@ -260,14 +263,17 @@ def test_shards_that_can_not_be_had_end_the_sync_on_every_rank_and_the_next_work
         equal(rollout.held[2], delivered(3))
 
 
-@pytest.mark.parametrize("where", ["at the begin", "after the commit"])
+@pytest.mark.parametrize("where", ["at the begin", "as it dies", "after the commit"])
 def test_a_worker_that_fails_raises_and_the_next_sync_works(daemon, monkeypatch, where):
     errors, rollouts = sync(daemon, monkeypatch, where.replace(" ", "-"), ["good", "good"], failing=((), (0,)), where=where)
     for of_rank in errors:
         assert of_rank[1] is None
         assert of_rank[0] is None if where == "after the commit" else of_rank[0][0] == "UpdateAborted"
     assert str(rollouts[1].errors[0]) == "vLLM failed" and rollouts[1].errors[1] is None
-    assert (rollouts[0].errors[0] is None) == (where == "after the commit")
+    # An engine that goes away is left out: the other one gets the version, and the policy is told who was lost.
+    assert (rollouts[0].errors[0] is None) == (where != "at the begin")
+    if where == "as it dies":
+        assert all("nemo-rl-1" in of_rank[0][1] and of_rank[0][2] == "nemo-rl-1" for of_rank in errors)
     assert rollouts[1].backend.attached == ["nemo-rl-1"] * 2
     for rollout in rollouts:
         equal(rollout.held[1], delivered(2))
