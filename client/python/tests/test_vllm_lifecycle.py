@@ -66,6 +66,8 @@ class World:
         self.tell(self.machine.paused())
 
     def act_Write(self, action):
+        if action.reset_caches:
+            self.cache.clear()
         update = self.update
         if update is None or update["version"] != action.version:
             # It ended before; its end was heard already, or is told now.
@@ -77,9 +79,6 @@ class World:
     def act_Refuse(self, action):
         if self.update is not None and self.update["version"] == action.version:
             self.abort()
-
-    def act_ResetCaches(self, _):
-        self.cache.clear()
 
     def act_SetVersion(self, action):
         self.told = action.version
@@ -242,8 +241,10 @@ class ForgetsDirty(Lifecycle):
 
 
 class KeepsStaleCaches(Lifecycle):
-    def written(self, version):
-        return [action for action in super().written(version) if not isinstance(action, lifecycle.ResetCaches)]
+    def paused(self):
+        return [
+            lifecycle.Write(action.version, False) if isinstance(action, lifecycle.Write) else action for action in super().paused()
+        ]
 
 
 class StaysPausedAfterAbort(Lifecycle):
@@ -315,7 +316,7 @@ class Steps(unittest.TestCase):
         machine.paused(), machine.registered()
         self.assertFalse(machine.ready())
         self.assertEqual(machine.prepare(1), [lifecycle.Write(1)])
-        self.assertEqual(machine.written(1), [lifecycle.ResetCaches(), lifecycle.SetVersion(1), lifecycle.Resume()])
+        self.assertEqual(machine.written(1), [lifecycle.SetVersion(1), lifecycle.Resume()])
         self.assertFalse(machine.ready())
         machine.resumed()
         self.assertTrue(machine.ready(0))
@@ -357,8 +358,8 @@ class Steps(unittest.TestCase):
 
     def test_caches_are_kept_by_choice(self):
         machine = self.serving(reset_caches=False)
-        machine.prepare(2), machine.paused()
-        self.assertNotIn(lifecycle.ResetCaches(), machine.written(2))
+        machine.prepare(2)
+        self.assertEqual(machine.paused(), [lifecycle.Write(2, reset_caches=False)])
 
 
 if __name__ == "__main__":

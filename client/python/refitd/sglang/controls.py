@@ -53,11 +53,6 @@ class Controls:
 
         self._run(self._manager.continue_generation(ContinueGenerationReqInput()))
 
-    def reset_caches(self) -> None:
-        result = self._run(self._manager.flush_cache())
-        if not result.success:
-            raise RuntimeError(f"SGLang did not reset its prefix cache: {result.message}")
-
     def register(self, init_info: dict[str, Any]) -> None:
         self.ask({"do": "attach", "weights_went": self._weights_went, **init_info})
         self._weights_went = False
@@ -65,7 +60,11 @@ class Controls:
     def unregister(self) -> None:
         self.ask({"do": "detach"})
 
-    def write(self, version: int) -> None:
+    def write(self, version: int, reset_caches: bool) -> None:
+        if reset_caches:
+            result = self._run(self._manager.flush_cache())
+            if not result.success:
+                raise RuntimeError(f"SGLang did not reset its prefix cache: {result.message}")
         self.ask({"do": "take", **update_info(version)}, version)
 
     def sleep(self, level: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from ..errors import FailedPrecondition
@@ -157,3 +157,27 @@ def start_arguments(start: Callable[..., Any]) -> dict[str, Any]:
 def finish_arguments(finish: Callable[..., Any], version: int) -> tuple[Any, ...]:
     """Arguments of `finish_weight_update`: since 0.27 it takes the version, as text."""
     return (str(version),) if inspect.signature(finish).parameters else ()
+
+
+def draft_of(vllm_config: Any) -> str | None:
+    """The method of speculative decoding, where it has weights of its own."""
+    method = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
+    return None if method in (None, "ngram", "ngram_gpu", "suffix") else str(method)
+
+
+def finish(engine: Any, version: int) -> list[Coroutine[Any, Any, Any]]:
+    """The calls to an asynchronous engine that end an update. Where vLLM labels tokens (since 0.27), the label is a call of its own
+    here: `finish_weight_update(version)` sends it only when its first call was answered."""
+    if hasattr(engine, "update_weight_version"):
+        return [engine.finish_weight_update(), engine.update_weight_version(str(version))]
+    return [engine.finish_weight_update(*finish_arguments(engine.finish_weight_update, version))]
+
+
+async def pause(engine: Any, mode: str) -> None:
+    """As `pause_generation` of an asynchronous engine, without the 20 ms that it sleeps afterwards, which it says no caller needs to
+    be right."""
+    core = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
+    if core is None:
+        await engine.pause_generation(mode=mode, clear_cache=False)
+    else:
+        await core(mode=mode, clear_cache=False)

@@ -87,6 +87,12 @@ class RefitdBackend(WeightTransferEngine):
     def _decide(self, settings: Settings) -> Delivery:
         if self._vllm_config is None:
             raise FailedPrecondition("this version of vLLM gives a backend no configuration: start it with --load-format refitd")
+        draft = _versions.draft_of(self._vllm_config)
+        if draft is not None:
+            raise FailedPrecondition(
+                f"vLLM was started with a draft model (speculative_config, method '{draft}'), whose weights would stay as they are",
+                culprit="speculative_config",
+            )
         source = settings.manifest or self._vllm_config.model_config.model
         manifest = read_manifest(source)
         made = decide(self.model, manifest, settings.arena_bytes, self.device)

@@ -38,14 +38,14 @@ class Controls(Protocol):
 
     def resume(self) -> None: ...
 
-    def reset_caches(self) -> None: ...
-
     def register(self, init_info: dict[str, Any]) -> None: ...
 
     def unregister(self) -> None: ...
 
-    def write(self, version: int) -> None:
-        """Starts, makes and finishes a weight update on all ranks. Raises where a rank could not take it."""
+    def write(self, version: int, reset_caches: bool) -> None:
+        """Drops the caches if asked for, then starts and makes a weight update on all ranks. Returns when the version is in place on
+        all of them; what is left to finish is done by the next call at the latest. Raises where the caches stay, before any rank is
+        ready, or where a rank could not take the version."""
 
     def sleep(self, level: int) -> None: ...
 
@@ -186,11 +186,9 @@ class Driver:
                 return machine.pause_failed(f"vLLM could not be paused: {error}")
             return machine.paused()
         if isinstance(action, lifecycle.Write):
-            return self._write(action.version)
+            return self._write(action.version, action.reset_caches)
         if isinstance(action, lifecycle.Refuse):
             self._fail(action.version, action.reason)
-        elif isinstance(action, lifecycle.ResetCaches):
-            controls.reset_caches()
         elif isinstance(action, lifecycle.SetVersion):
             self.updates += 1
         elif isinstance(action, lifecycle.Resume):
@@ -279,7 +277,7 @@ class Driver:
         except Error as error:
             logger.info("refitd: version %d ended before it was refused: %s", version, error)
 
-    def _write(self, version: int) -> list[lifecycle.Action]:
+    def _write(self, version: int, reset_caches: bool) -> list[lifecycle.Action]:
         """Lets the workers take the version, while this rank answers and hears the outcome."""
         member = self._member
         assert member is not None
@@ -288,7 +286,7 @@ class Driver:
         hears.start()
         failure: Exception | None = None
         try:
-            self._controls.write(version)
+            self._controls.write(version, reset_caches)
         except Exception as error:
             failure = error
             self._fail(version, f"vLLM could not take it: {error}")
@@ -386,11 +384,11 @@ class OfflineControls:
     def resume(self) -> None:
         pass
 
-    def reset_caches(self) -> None:
-        self._llm.reset_prefix_cache()
-        reset = getattr(self._llm, "reset_mm_cache", None)
-        if reset is not None:
-            reset()
+    def _reset_caches(self) -> None:
+        if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RuntimeError("vLLM did not reset its prefix cache")
+        self._llm.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
 
     def register(self, init_info: dict[str, Any]) -> None:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
@@ -400,9 +398,11 @@ class OfflineControls:
             self._llm.shutdown_weight_transfer_engine()
         )
 
-    def write(self, version: int) -> None:
+    def write(self, version: int, reset_caches: bool) -> None:
         from . import _versions
 
+        if reset_caches:
+            self._reset_caches()
         llm = self._llm
         llm.start_weight_update(**_versions.start_arguments(llm.start_weight_update))
         llm.update_weights({"update_info": update_info(version)})

@@ -67,29 +67,25 @@ class ServerControls:
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
+        self._unfinished: int | None = None  # the version whose update was written, and not finished
 
     def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
     def pause(self, mode: str) -> None:
-        self._wait(self._engine.pause_generation(mode=mode, clear_cache=False))
+        self._wait(_versions.pause(self._engine, mode))
 
     def resume(self) -> None:
-        self._wait(self._engine.resume_generation())
+        self._wait(self._resume())
 
-    def reset_caches(self) -> None:
-        self._wait(self._reset_caches())
+    async def _resume(self) -> None:
+        # The engine carries calls out in the order in which they are sent, so that none waits for the answer of the one before.
+        await asyncio.gather(*self._finishing(), self._engine.resume_generation())
 
-    async def _reset_caches(self) -> None:
-        # Requests that were kept are computed anew: their blocks are of the weights before. The three calls go out together, since the
-        # engine is paused until the last is answered.
-        prefix, *_ = await asyncio.gather(
-            self._engine.reset_prefix_cache(reset_running_requests=True),
-            self._engine.reset_mm_cache(),
-            self._engine.reset_encoder_cache(),
-        )
-        if not prefix:
-            raise RuntimeError("vLLM did not reset its prefix cache")
+    def _finishing(self) -> list[Coroutine[Any, Any, Any]]:
+        """The calls that end the update which was written last, if that is still due."""
+        version, self._unfinished = self._unfinished, None
+        return [] if version is None else _versions.finish(self._engine, version)
 
     def register(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -97,18 +93,34 @@ class ServerControls:
         self._wait(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     def unregister(self) -> None:
-        self._wait(self._engine.shutdown_weight_transfer_engine())
+        self._wait(self._unregister())
 
-    def write(self, version: int) -> None:
+    async def _unregister(self) -> None:
+        await asyncio.gather(*self._finishing(), self._engine.shutdown_weight_transfer_engine())
+
+    def write(self, version: int, reset_caches: bool) -> None:
+        self._wait(self._write(version, reset_caches))
+
+    async def _write(self, version: int, reset_caches: bool) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        async def update() -> None:
-            engine = self._engine
-            await engine.start_weight_update(**_versions.start_arguments(engine.start_weight_update))
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=update_info(version)))
-            await engine.finish_weight_update(*_versions.finish_arguments(engine.finish_weight_update, version))
+        engine = self._engine
+        await asyncio.gather(*self._finishing())
+        if reset_caches:
+            await self._reset_caches()
+        start = engine.start_weight_update(**_versions.start_arguments(engine.start_weight_update))
+        await asyncio.gather(start, engine.update_weights(WeightTransferUpdateRequest(update_info=update_info(version))))
+        self._unfinished = version
 
-        self._wait(update())
+    async def _reset_caches(self) -> None:
+        # Requests that were kept are computed anew: their blocks are of the weights before. The three calls go out together.
+        prefix, *_ = await asyncio.gather(
+            self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+            self._engine.reset_mm_cache(),
+            self._engine.reset_encoder_cache(),
+        )
+        if not prefix:
+            raise RuntimeError("vLLM did not reset its prefix cache, or that of its KV connector")
 
     def sleep(self, level: int) -> None:
         self._wait(self._engine.sleep(level))

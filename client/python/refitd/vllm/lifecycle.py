@@ -44,9 +44,13 @@ class Pause:
 
 @dataclass(frozen=True)
 class Write:
-    """Let all ranks say that they are ready, and take the version. Answer with written(), aborted(), lost() or write_failed()."""
+    """Drop what was computed with the weights before, prefix cache and encoder cache, where `reset_caches` says so; then let all ranks
+    say that they are ready, and take the version. Answer with written(), aborted(), lost() or write_failed().
+
+    The caches go first: nothing is computed before Resume, and a failure to drop them then ends an update that wrote nothing."""
 
     version: int
+    reset_caches: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,6 @@ class Refuse:
 
     version: int
     reason: str
-
-
-@dataclass(frozen=True)
-class ResetCaches:
-    """Drop what was computed with the weights before: prefix cache, encoder cache."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Wake:
     """Wake the engine up."""
 
 
-Action = Union[Pause, Write, Refuse, ResetCaches, SetVersion, Resume, Register, Unregister, Sleep, Wake]
+Action = Union[Pause, Write, Refuse, SetVersion, Resume, Register, Unregister, Sleep, Wake]
 
 
 class Lifecycle:
@@ -165,7 +164,7 @@ class Lifecycle:
         self._updating, self._aborted = version, False
         if self._paused:
             self.state = State.WRITING
-            return [Write(version)]
+            return [Write(version, self.reset_caches)]
         self.state = State.PAUSING
         return self._pause(self.pause)
 
@@ -177,7 +176,7 @@ class Lifecycle:
         if self._aborted:
             return self._settle()
         self.state = State.WRITING
-        return [Write(self._updating)]
+        return [Write(self._updating, self.reset_caches)]
 
     def resumed(self) -> list[Action]:
         self._generates = not self._pause_is_last
@@ -197,8 +196,7 @@ class Lifecycle:
         """Version committed, and in place on all ranks."""
         self.clean, self.version, self.reason = True, version, ""
         self._announced = {other for other in self._announced if other > version}
-        caches: list[Action] = [ResetCaches()] if self.reset_caches else []
-        return [*caches, SetVersion(version), *self._settle()]
+        return [SetVersion(version), *self._settle()]
 
     def aborted(self, version: int, dirty: bool, reason: str = "") -> list[Action]:
         """The update was lost; `dirty`: the weights may be torn."""
