@@ -5,6 +5,7 @@ usage: engine_program.py MODEL OPTIONS     OPTIONS: JSON {"llm": {...}, "follow"
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -72,11 +73,15 @@ class Program:
     def status(self) -> list[dict[str, Any]]:
         return list(self.llm.collective_rpc(status_of))
 
-    def memory(self) -> int:
-        """Bytes of this process that are its own, without what it shares with the daemon."""
+    def memory(self) -> dict[str, int]:
+        """Bytes of this process that are its own, without what it shares with the daemon; and how many tensors it has."""
         with open("/proc/self/status") as file:
             lines = dict(line.split(":", 1) for line in file)
-        return int(lines["RssAnon"].split()[0]) * 1024
+        import torch
+
+        gc.collect()
+        tensors = sum(1 for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+        return {"bytes": int(lines["RssAnon"].split()[0]) * 1024, "tensors": tensors}
 
 
 def answer(what: dict[str, Any]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 # Wider than usual, so that greedy tokens tell one seed from another.
@@ -54,9 +57,30 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=64, intermediate_size=256)),
 }  # fmt: skip
 
+# What checkpoints of quantised models say in their configuration.
+QUANTISED: dict[str, dict[str, Any]] = {
+    "qwen3-int8": {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+                "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+            }
+        },
+    },
+    "qwen3-fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "qwen3-awq": {
+        "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["lm_head"],
+    },
+    "qwen3-gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+}  # fmt: skip
+
 
 def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
     """A checkpoint of the architecture in `folder`/NAME-DTYPE-SEED, in one safetensors file."""
+    if name in QUANTISED:
+        return _make_quantised(name, folder, seed, dtype)
     kind, options = ARCHITECTURES[name]
     out = folder / f"{name}-{dtype}-{seed}"
     if out.exists():
@@ -75,6 +99,52 @@ def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
     model.to(getattr(torch, dtype)).save_pretrained(out)
     _tokenizer().save_pretrained(out)
     return out
+
+
+def _make_quantised(name: str, folder: Path, seed: int, dtype: str) -> Path:
+    """A Qwen3 whose linear layers are quantised as the name says: FP8 and int8 from its weights, four bits at random."""
+    base = make("qwen3", folder, seed, dtype)
+    out = folder / f"{name}-{dtype}-{seed}"
+    if out.exists():
+        return out
+    shutil.copytree(base, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISED[name]}))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for key, tensor in load_file(base / "model.safetensors").items():
+        if key.endswith("_proj.weight"):
+            for suffix, part in _quantise(name, tensor, generator).items():
+                tensors[f"{key.removesuffix('weight')}{suffix}"] = part.contiguous()
+        else:
+            tensors[key] = tensor
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def _quantise(name: str, weight: Any, generator: Any) -> dict[str, Any]:
+    """The tensors of a linear layer, by the end of their names. `weight`: [outputs, inputs]."""
+    outputs, inputs = weight.shape
+    if name == "qwen3-int8":
+        scale = weight.float().abs().amax(1, keepdim=True) / 127
+        return {"weight": (weight.float() / scale).round().to(torch.int8), "weight_scale": scale.to(weight.dtype)}
+    if name == "qwen3-fp8":
+        blocks = weight.float().view(outputs // 128, 128, inputs // 128, 128)
+        scale = blocks.abs().amax((1, 3)) / 448
+        return {
+            "weight": (blocks / scale[:, None, :, None]).view(outputs, inputs).to(torch.float8_e4m3fn), "weight_scale_inv": scale,
+        }  # fmt: skip
+    groups = inputs // 128
+    scales = {"scales": (0.02 * (1 + torch.rand(groups, outputs, generator=generator))).to(weight.dtype)}
+    zeros = torch.full((groups, outputs // 8), 0x77777777, dtype=torch.int32)
+    if name == "qwen3-awq":
+        return {"qweight": _random_words((inputs, outputs // 8), generator), "qzeros": zeros, **scales}
+    index = torch.arange(inputs, dtype=torch.int32) // 128
+    return {"qweight": _random_words((inputs // 8, outputs), generator), "qzeros": zeros, "g_idx": index, **scales}
+
+
+def _random_words(shape: tuple[int, int], generator: Any) -> Any:
+    return torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
 
 
 def _tokenizer() -> Any:

@@ -130,6 +130,27 @@ class Server:
         assert ended, "the stream ended early"
         return [later - earlier for earlier, later in zip(times, times[1:])], spans
 
+    def core(self) -> int:
+        """The process that has the model."""
+        for line in subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True).stdout.splitlines():
+            pid, group, name = line.split(None, 2)
+            if group == str(self.process.pid) and "EngineCore" in name:
+                return int(pid)
+        raise AssertionError("no process of the server's is named EngineCore")
+
+    def gives_no_token(self, prompt: str, seconds: float) -> bool:
+        """Whether a completion brings no token within the time; it is given up then."""
+        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                answer.read()
+        except (OSError, http.client.HTTPException):
+            return True
+        return False
+
     def kill_when_it_answers_nothing(self, prompt: str) -> None:
         """For a server that lost its worker: it ends by itself, or fails every request."""
         deadline = time.monotonic() + CALL_SECONDS

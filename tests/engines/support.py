@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 # Far longer than anything takes on two cores; only what hangs reaches them.
 START_SECONDS = 1200.0
 CALL_SECONDS = 600.0
+# How often it is looked whether a process that does not answer is still there.
+LOOK_SECONDS = 1.0
 # The group of all tests; each has a daemon of its own.
 GROUP = "engines"
 
@@ -45,6 +48,10 @@ def die_with_parent() -> None:
 
 class EngineFailed(Exception):
     """The engine answered with an error."""
+
+
+class FreshFailed(EngineFailed):
+    """The engine can't load the checkpoint by itself."""
 
 
 class EngineProcess:
@@ -71,7 +78,7 @@ class EngineProcess:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
-        if tp == 1:
+        if tp == 1 and llm.get("pipeline_parallel_size", 1) == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             llm.setdefault("distributed_executor_backend", "uni")
         else:
@@ -92,10 +99,18 @@ class EngineProcess:
         return self
 
     def _answer(self, seconds: float) -> Any:
-        try:
-            found = self._answers.get(timeout=seconds)
-        except queue.Empty:
-            raise TimeoutError(f"no answer within {seconds} s: {self.log.read_text(errors='replace')[-3000:]}") from None
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                found = self._answers.get(timeout=LOOK_SECONDS)
+                break
+            except queue.Empty:
+                # Processes that the engine started may keep its output open after its end.
+                if self.process.poll() is not None and self._answers.empty():
+                    found = {"error": f"the engine's process ended with status {self.process.returncode}: see {self.log}"}
+                    break
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer within {seconds} s: {self.log.read_text(errors='replace')[-3000:]}") from None
         if "error" in found:
             raise EngineFailed(found["error"])
         return found["result"]
@@ -140,6 +155,15 @@ class SglangProcess(EngineProcess):
         llm["tp_size"] = tp
         if follows:
             llm.setdefault("load_format", "dummy")
+
+
+class TrainerProcess(EngineProcess):
+    """trainer_program.py, likewise: a trainer of one rank that can be killed."""
+
+    program = "trainer_program.py"
+
+    def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
+        pass
 
 
 class CheckpointTrainer:
@@ -197,9 +221,12 @@ def following(daemon: Any, **options: Any) -> dict[str, Any]:
 
 
 def fresh(kind: type[EngineProcess], checkpoint: Path, tmp_path: Path, **llm: Any) -> tuple[Any, Any]:
-    """Tokens and parameters of an engine that loaded the checkpoint itself."""
+    """Tokens and parameters of an engine that loaded the checkpoint itself. Raises FreshFailed."""
     with kind(checkpoint, tmp_path / "fresh.log", follow=None, **llm) as engine:
-        engine.started()
+        try:
+            engine.started()
+        except EngineFailed as error:
+            raise FreshFailed(str(error)) from error
         return engine.call("generate"), engine.call("parameters")
 
 
@@ -240,7 +267,7 @@ def check_five_versions(
             ranks: list[dict[str, Any]] = engine.call("status")
     finally:
         trainer.close()
-    assert len(ranks) == llm.get("tp", 1)
+    assert len(ranks) == llm.get("tp", 1) * llm.get("pipeline_parallel_size", 1)
     for rank, parameters in zip(ranks, expected[1][1]):
         delivery = rank["delivery"]
         listed = {*delivery["direct"], *delivery["processed"], *delivery["constant"]}
@@ -248,11 +275,20 @@ def check_five_versions(
     return dict(ranks[0]["delivery"])
 
 
-def check_refused(kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, **options: Any) -> None:
-    """The engine does not attach, and the error names the culprit. `options`: of `follow`."""
+def check_refused(
+    kind: type[EngineProcess],
+    daemon: Any,
+    checkpoint: Path,
+    tmp_path: Path,
+    culprit: str,
+    *,
+    llm: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """The engine does not attach, and the error names the culprit. `llm`: of the engine. `options`: of `follow`."""
     trainer = CheckpointTrainer(daemon.socket, checkpoint)
     try:
-        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16") as engine:
+        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16", **(llm or {})) as engine:
             with pytest.raises(EngineFailed, match=culprit):
                 engine.started()
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -175,6 +174,24 @@ def test_pause_under_load(mode: str, checkpoints: list[Path], tmp_path: Path) ->
         assert ends == {24} if mode == "wait" else ends <= set(range(25)), ends
 
 
+def test_two_data_parallel_replicas_commit_together(checkpoints: list[Path], tmp_path: Path) -> None:
+    """Both replicas of one server are one instance: whichever answers has the version that the server tells."""
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, "--data-parallel-size", "2") as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            texts = []
+            for version in (1, 2):
+                assert len(trainer.send(version, checkpoints[version % 2]).instances) == 1
+                server.until(lambda: ready(server, version), f"version {version}")
+                answers = {server.complete(PROMPT) for _ in range(8)}  # the replicas take turns
+                assert len(answers) == 1 and next(iter(answers))[1] == version, answers
+                texts.append(next(iter(answers))[0])
+            assert texts[0] != texts[1]
+            trainer.close()
+
+
 def test_update_while_asleep_and_resume_of_a_dirty_engine(checkpoints: list[Path], tmp_path: Path) -> None:
     """Sleep of level 1 and 2 detaches; what vLLM's own /resume would serve is refused. vLLM on a CPU
     keeps the memory of a sleeping engine, so that what is seen here is the adapter's part."""
@@ -209,15 +226,6 @@ def test_update_while_asleep_and_resume_of_a_dirty_engine(checkpoints: list[Path
             trainer.close()
 
 
-def engine_core(server: Server) -> int:
-    """The process that has the model."""
-    for line in subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True).stdout.splitlines():
-        pid, group, name = line.split(None, 2)
-        if group == str(server.process.pid) and "EngineCore" in name:
-            return int(pid)
-    raise AssertionError("no process of the server's is named EngineCore")
-
-
 @pytest.mark.parametrize("phase", ["idle", "prepare", "write"])
 def test_kill_9_of_the_worker(phase: str, checkpoints: list[Path], tmp_path: Path) -> None:
     """A server whose worker is gone answers nothing; the one that is started instead is ready with the next version only."""
@@ -231,15 +239,15 @@ def test_kill_9_of_the_worker(phase: str, checkpoints: list[Path], tmp_path: Pat
             first = server.complete(PROMPT)
             if phase == "write":
                 sending = Sending(trainer, 2, checkpoints[1])
-                os.kill(engine_core(server), signal.SIGKILL)
+                os.kill(server.core(), signal.SIGKILL)
                 sending.finished()
             elif phase == "prepare":
                 update = trainer.trainer.update(2)
                 server.until(lambda: not server.get("/refitd/status")[1]["ready"], "the update pauses it")
-                os.kill(engine_core(server), signal.SIGKILL)
+                os.kill(server.core(), signal.SIGKILL)
                 update.close()
             else:
-                os.kill(engine_core(server), signal.SIGKILL)
+                os.kill(server.core(), signal.SIGKILL)
             server.kill_when_it_answers_nothing(PROMPT)
             server.start()
             server.up()

@@ -71,7 +71,8 @@ class Captured:
     `direct`: copies into parameters that can be written in place. `processed`: parameters that can't, by name; `place` says where
     to put them. `unsupported`: tensors of the manifest that are neither, with the reason; no copy of them is in the others.
     `ignored`: tensors that the loader took and copied nowhere: the engine does not want them. `tied`: tensors whose parameter is
-    another's too, and whose copies are left to that one. `unfilled`: parameters of which the loader filled only a part, and how
+    another's too, and whose copies are left to that one. `cast`: those of `unsupported` that only another dtype of their parameters
+    keeps from being delivered, with the names of these parameters: the loader itself can put them there. `unfilled`: parameters of which the loader filled only a part, and how
     many elements it left: padding, or what is missing from the manifest. `untouched`: parameters that the loader did nothing with:
     buffers that no checkpoint has, or what is missing from the manifest.
     """
@@ -82,6 +83,7 @@ class Captured:
     unsupported: dict[str, str]
     ignored: list[str]
     tied: dict[str, str]
+    cast: dict[str, set[str]]
     unfilled: dict[str, int]
     untouched: list[str]
     _parameters: dict[str, Any] = field(repr=False)
@@ -359,6 +361,7 @@ class _Run:
         self.destinations = destinations
         self.events: list[_Event] = []
         self.unsupported: dict[str, str] = dict(skipped)
+        self.casts: dict[str, dict[str, str]] = {}  # by tensor and parameter, why a copy casts
         self._at = ""
         self._failure: Exception | None = None  # the first, which the loader may have caught
         self._runs = False
@@ -426,10 +429,11 @@ class _Run:
             return self.refuse(source.refitd_names, "is copied into a tensor that is no parameter")
         if destination.element_size() != parameter.tensor.element_size():
             return self.refuse(source.refitd_names, f"is copied into parameter '{parameter.name}' seen as {destination.dtype}")
-        if destination.dtype != source.dtype or destination.is_neg() or destination.is_conj():
-            return self.refuse(
-                source.refitd_names, f"is cast from {source.dtype} to {destination.dtype} in parameter '{parameter.name}'"
-            )
+        if destination.is_neg() or destination.is_conj():
+            return self.refuse(source.refitd_names, f"is computed with on its way into parameter '{parameter.name}'")
+        if destination.dtype != source.dtype:
+            why = f"is cast from {source.dtype} to {destination.dtype} in parameter '{parameter.name}'"
+            self.casts.setdefault(source.refitd_names[0], {})[parameter.name] = why
         walk = source.refitd_walk
         if walk.shape != source.shape and destination.shape == source.shape:
             # The elements in the order of `walk`: the destination in that shape takes the same.
@@ -708,6 +712,9 @@ def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[st
         except NotBoxes as why:
             run.refuse([event.name], f"has a view that is no box in parameter '{event.parameter.name}': {why}")
     unfilled = _judge_uses(run, events)
+    cast = {name: set(found) for name, found in run.casts.items() if name not in run.unsupported}
+    for name, found in run.casts.items():
+        run.refuse([name], next(iter(found.values())))
     # Unsupported tensors are not listed: nobody must take them for delivered, or for not wanted.
     tensors = [spec for name, spec in run.specs.items() if name not in run.unsupported]
     used = {event.parameter.name for event in run.events}
@@ -727,6 +734,7 @@ def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[st
         unsupported=run.unsupported,
         ignored=[spec.name for spec in tensors if spec.name not in copies and spec.name not in tied],
         tied={name: kept for name, kept in tied.items() if name in run.specs},
+        cast=cast,
         unfilled=unfilled,
         untouched=[name for name, tensor in destinations.parameters.items() if tensor.numel() and name not in used],
         _parameters=destinations.kernel,

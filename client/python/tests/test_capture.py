@@ -288,6 +288,15 @@ def test_what_can_not_be_delivered_in_place_is_refused_by_name(why, operation, o
     assert len(captured.without_unsupported().boxes) == 1
 
 
+def test_a_tensor_that_is_only_cast_is_told_apart_with_its_parameters():
+    cast = one(lambda p, w: p.copy_(w), dtype=torch.bfloat16)
+    assert (cast.cast, cast.unfilled) == ({"w": {"p"}}, {})
+    in_part = one(lambda p, w: p[:2].copy_(w[:2]), dtype=torch.bfloat16)
+    assert (in_part.cast, in_part.unfilled) == ({"w": {"p"}}, {"p": 12})
+    for also_refused in (lambda p, w: (p.copy_(w), p.mul_(2)), lambda p, w: p.copy_(w.to(torch.bfloat16)), lambda p, w: p.copy_(w + 1)):
+        assert one(also_refused, dtype=torch.bfloat16).cast == {}
+
+
 @pytest.mark.parametrize(
     "operation",
     [

@@ -79,10 +79,10 @@ def decide(model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device:
     held = _held(model)
     why = _reasons(model, held, inside)
     captured = _capture(model, manifest, held, inside, processed=lambda name: False)
-    _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered", "tensor")
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with one.
     module_of = {entry.name: id(entry.module) for entry in held}
     modules = {module_of[name] for name in (*captured.processed, *why)}
+    _refuse(_beyond_loading(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
     sources = _sources(captured, module_of)
     while True:
         names = {name for name, of in sources.items() if of & modules}
@@ -173,7 +173,18 @@ def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for copy in copies:
         found.setdefault(captured.tensors[copy.tensor_index].name, set()).add(module_of[copy.parameter])
+    for name, parameters in captured.cast.items():
+        found.setdefault(name, set()).update(module_of[parameter] for parameter in parameters)
     return found
+
+
+def _beyond_loading(captured: Any, module_of: dict[str, int], modules: set[int]) -> dict[str, str]:
+    """What is not supported, without tensors that the loader only casts and whose modules are processed: there the loader runs."""
+    return {
+        name: why
+        for name, why in captured.unsupported.items()
+        if name not in captured.cast or not {module_of[parameter] for parameter in captured.cast[name]} <= modules
+    }
 
 
 def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None:
@@ -217,7 +228,8 @@ def _conclude(
     device: Any,
     inside: Any,
 ) -> Delivery:
-    _refuse(captured.unsupported, "tensors of the checkpoint can't be delivered", "tensor")
+    module_of = {entry.name: id(entry.module) for entry in held}
+    _refuse(_beyond_loading(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
     _refuse(
         {name: "is a scale that the model ignores" for name in captured.ignored if name.rpartition(".")[2].endswith(("scale", "scale_inv", "zero_point", "zp"))},
         "tensors of the checkpoint would be lost",
@@ -260,7 +272,7 @@ def _conclude(
         padded=padded,
         ignored=list(captured.ignored),
         arena=arena,
-        tensors=list(captured.tensors),
+        tensors=[*captured.tensors, *(specs[name] for name in captured.cast)],
         boxes=[],
         attention=attention,
         modules={name: module for name, module in model.named_modules() if id(module) in modules},
