@@ -78,7 +78,7 @@ class EngineProcess:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
-        if tp == 1 and llm.get("pipeline_parallel_size", 1) == 1:
+        if tp == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             llm.setdefault("distributed_executor_backend", "uni")
         else:
@@ -267,7 +267,7 @@ def check_five_versions(
             ranks: list[dict[str, Any]] = engine.call("status")
     finally:
         trainer.close()
-    assert len(ranks) == llm.get("tp", 1) * llm.get("pipeline_parallel_size", 1)
+    assert len(ranks) == llm.get("tp", 1)
     for rank, parameters in zip(ranks, expected[1][1]):
         delivery = rank["delivery"]
         listed = {*delivery["direct"], *delivery["processed"], *delivery["constant"]}
@@ -275,20 +275,11 @@ def check_five_versions(
     return dict(ranks[0]["delivery"])
 
 
-def check_refused(
-    kind: type[EngineProcess],
-    daemon: Any,
-    checkpoint: Path,
-    tmp_path: Path,
-    culprit: str,
-    *,
-    llm: dict[str, Any] | None = None,
-    **options: Any,
-) -> None:
-    """The engine does not attach, and the error names the culprit. `llm`: of the engine. `options`: of `follow`."""
+def check_refused(kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, **options: Any) -> None:
+    """The engine does not attach, and the error names the culprit. `options`: of `follow`."""
     trainer = CheckpointTrainer(daemon.socket, checkpoint)
     try:
-        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16", **(llm or {})) as engine:
+        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16") as engine:
             with pytest.raises(EngineFailed, match=culprit):
                 engine.started()
     finally:

