@@ -234,17 +234,15 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   known_programs.erase(id);
   search.Forget(id);
   Do(GroupAction(LogLine{LogLine::kWarning, fmt::format("{} left: {}", name, reason)}));
-  if (spread.has_value() && spread->nodes.erase(id) > 0) {
-    // In the data phase other nodes wait for its end of the communicator.
-    if (spread->data_began) {
-      Fail(fmt::format("{} was lost: {}", name, reason), GiveUpClass::kPeerLost);
-    }
+  if (spread.has_value() && spread->nodes.erase(id) > 0 && spread->data_began) {
+    LoseInDataPhase(id, fmt::format("{} was lost: {}", name, reason));
   }
   if (epoch.has_value() &&
       std::find(epoch->ranks.begin(), epoch->ranks.end(), id) != epoch->ranks.end()) {
     CloseEpochEverywhere();
   }
-  // The remaining nodes get a new epoch before the steps that follow open the data phase.
+  // The remaining nodes get a new epoch before the steps that follow open the data phase, or go on
+  // with it.
   if (spread.has_value() && !spread->abandoned) EnsureEpoch();
   // Its calls and members stay known as another daemon's until the group is done with them.
   std::vector<CallId> calls;
@@ -281,9 +279,13 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
   if (spread.has_value() && spread->program.has_value()) {
     LoseNodeInProgram(id, Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason));
   }
+  // Its destinations were evicted above, so that nobody waits for their read-back.
   if (spread.has_value() && spread->verifying.erase(id) > 0) {
-    spread->verify_status = Error(absl::StatusCode::kUnavailable, "{} was lost: {}", name, reason);
-    CompleteVerifyIfDone();
+    if (spread->program.has_value() && spread->program->again) {
+      RunAgainIfEnded();
+    } else {
+      CompleteVerifyIfDone();
+    }
   }
   if (spread.has_value()) spread->left.erase(id);
   if (spread.has_value() && !spread->abandoned) {
@@ -291,6 +293,36 @@ void Coordinator::Impl::LoseNode(NodeId id, const std::string& reason) {
     EnsureEpoch();
   }
   Do(GroupAction(StateChanged{}));
+}
+
+// A node without trainers costs only its own instances: the others get a new epoch, and where the
+// program was running, they run it again from its beginning. What the lost node was to write counts
+// for nothing, since its instances are evicted (P1). A part that is under way would have to be sent
+// again to some of its readers only: the update is given up.
+void Coordinator::Impl::LoseInDataPhase(NodeId id, const std::string& reason) {
+  if (spread->abandoned) return;
+  if (!CanGoOnWithout(id)) return Fail(reason, GiveUpClass::kPeerLost);
+  spread->wire_verdict.reset();
+  if (!spread->program.has_value() || spread->program->running.empty()) return;
+  spread->program->again = true;
+  Do(GroupAction(LogLine{LogLine::kWarning,
+                         fmt::format("the update to version {} goes on without a daemon, and moves "
+                                     "its bytes again: {}",
+                                     spread->version, reason)}));
+}
+
+bool Coordinator::Impl::CanGoOnWithout(NodeId id) const {
+  if (group.TrainsOn(id) || !spread->parts.empty()) return false;
+  if (!spread->program.has_value() || spread->program->running.empty()) return true;
+  // Another run would drop the digests of what was pushed before, and older daemons run once.
+  return !spread->pushed && std::all_of(spread->nodes.begin(), spread->nodes.end(),
+                                        [this](NodeId n) { return Speaks(n, Protocol::kV3); });
+}
+
+bool Coordinator::Impl::NeedsWire() const {
+  if (!spread->program.has_value()) return true;
+  const ProgramJob& job = *spread->program;
+  return !job.sent || !job.running.empty();  // the program is the last part
 }
 
 // In the data phase the node stays: others wait for its end of the communicator, which its daemon
@@ -691,7 +723,7 @@ void Coordinator::Impl::Announce() {
 }
 
 void Coordinator::Impl::StartPart(const StartTransfer& a) {
-  spread->data_began = true;
+  spread->data_began = spread->pushed = true;
   StagedByNode staged;
   PartJob part = MakePartJob(a, &staged);
   PeerHeader& h = part.header;
@@ -983,6 +1015,7 @@ void Coordinator::Impl::StartReadback(const StartVerify& a) {
     spread->program->readback = a;
     return;
   }
+  spread->verify = a;
   spread->verify_status = absl::OkStatus();
   spread->verify_failed.clear();
   std::map<NodeId, PeerVerify> commands;
@@ -1010,6 +1043,7 @@ void Coordinator::Impl::Verified(NodeId node, const VerifyDone& r) {
   if (!spread.has_value() || spread->update != r.update || spread->verifying.erase(node) == 0) {
     return;
   }
+  if (spread->program.has_value() && spread->program->again) return RunAgainIfEnded();
   absl::Status status = r.status;
   if (std::any_of(spread->parts.begin(), spread->parts.end(),
                   [node](const auto& p) { return p.second.running.contains(node); })) {
@@ -1059,7 +1093,7 @@ void Coordinator::Impl::EnsureEpoch() {
                       spread->unreachable.end(), std::back_inserter(wanted));
   if (wanted.size() < 2) return TellDataPlane(true);
   if (epoch.has_value() && epoch->ranks == wanted) return TellDataPlane(epoch->ready);
-  if (spread->data_began) return;
+  if (spread->data_began && !NeedsWire()) return;
   CloseEpochEverywhere();
   epoch.emplace();
   epoch->id = EpochId(next_epoch++);

@@ -81,6 +81,10 @@ struct ProgramJob {
   std::vector<std::vector<uint64_t>> digests;  // by node of the plan
   std::optional<StartRefit> run;
   std::optional<StartVerify> readback;  // came before the program was sent
+  uint32_t attempt = 0;
+  // A node was lost while the program ran: the rest run it again when all have ended this attempt,
+  // and the read-back that follows it on each.
+  bool again = false;
   bool sent = false;
   bool wired = false;
   bool issued = false;
@@ -118,12 +122,14 @@ struct Spread {
   std::set<NodeId> unreachable;  // an epoch failed for them: the next has none of them
   bool announced = false;
   bool data_began = false;
+  bool pushed = false;  // a part was started
   bool abandoned = false;
   std::map<PartSeq, PartJob> parts;
   std::optional<ProgramJob> program;
   std::deque<PartSeq> to_issue;  // wired, in order; the program comes last
   std::optional<WireVerdict> wire_verdict;
   std::set<NodeId> verifying;
+  std::optional<StartVerify> verify;  // that the nodes were sent
   absl::Status verify_status;
   std::vector<uint32_t> verify_failed;
   // The wire lock of each node, taken in daemon-id order.
@@ -248,6 +254,7 @@ struct Coordinator::Impl {
   void RunIfAgreed();
   void RunEnded(NodeId node, const PeerRunDone& r);
   void CompleteRunIfDone();
+  void RunAgainIfEnded();
   void SendPlans();
   void AttachPlan(NodeId node, PeerProgram* command) const;
   void AbandonProgram();
@@ -357,6 +364,11 @@ struct Coordinator::Impl {
   // ---- nodes ----
   void Send(NodeId node, PeerCommand command);
   void LoseNode(NodeId node, const std::string& reason);
+  void LoseInDataPhase(NodeId node, const std::string& reason);
+  // Whether an update whose data phase has begun can do without a node that is lost.
+  bool CanGoOnWithout(NodeId node) const;
+  // Whether the update may still send something over the wire.
+  bool NeedsWire() const;
   // The node has no member left in the update and no byte has moved: the update goes on without it.
   void LeaveOut(NodeId node);
   // After the clean-up limit: nodes that have not ended their share of the update are lost.

@@ -189,6 +189,7 @@ void Coordinator::Impl::RunIfAgreed() {
   PeerRun run;
   run.update = spread->update;
   run.part = job.run->part;
+  run.attempt = job.attempt;
   // If only one daemon is left, the bytes for the others are sent nowhere.
   run.wired = job.wired = job.use.plan->routes.wire_bytes > 0 && spread->nodes.size() > 1;
   if (run.wired && !spread->abandoned && epoch.has_value()) {
@@ -231,7 +232,8 @@ void Coordinator::Impl::RunIfAgreed() {
 void Coordinator::Impl::RunEnded(NodeId node, const PeerRunDone& r) {
   if (!spread.has_value() || spread->update != r.update || !spread->program.has_value()) return;
   ProgramJob& job = *spread->program;
-  if (job.running.erase(node) == 0) return;
+  if (r.attempt != job.attempt || job.running.erase(node) == 0) return;
+  if (job.again) return RunAgainIfEnded();
   job.run_ends.Tell(job.commands.at(node).node, r.streams);
   HearEnd(node, r, "the refit", job.wired, &job);
   if (spread.has_value() && spread->program.has_value()) CompleteRunIfDone();
@@ -254,10 +256,30 @@ void Coordinator::Impl::CompleteRunIfDone() {
   Feed(std::move(done));
 }
 
+// Whatever the attempt before moved is moved again, and counted anew (P1).
+void Coordinator::Impl::RunAgainIfEnded() {
+  ProgramJob& job = *spread->program;
+  if (!job.running.empty() || !spread->verifying.empty()) return;
+  ++job.attempt;
+  job.again = job.sent = job.issued = false;
+  job.status = absl::OkStatus();
+  job.failed_destination = -1;
+  job.bytes_written.clear();
+  job.run_ends = {};
+  std::erase(spread->to_issue, job.run->part);
+  job.readback = std::exchange(spread->verify, std::nullopt);
+  RunIfAgreed();
+}
+
 // ---- giving up ----
 
 // Answers what was asked for and not begun, so that the group need not wait for it.
 void Coordinator::Impl::AbandonProgram() {
+  ProgramJob& job = *spread->program;
+  if (std::exchange(job.again, false) && job.running.empty()) {
+    job.status = absl::CancelledError("the update was given up");
+    return CompleteRunIfDone();
+  }
   CompareIfAgreed();
   if (spread.has_value() && spread->program.has_value()) RunIfAgreed();
 }
@@ -276,8 +298,12 @@ void Coordinator::Impl::LoseNodeInProgram(NodeId node, const absl::Status& why) 
     CompleteCompareIfDone();
   }
   if (spread.has_value() && job.running.erase(node) > 0) {
-    if (job.status.ok()) job.status = why;
-    CompleteRunIfDone();
+    if (job.again) {
+      RunAgainIfEnded();
+    } else {
+      if (job.status.ok()) job.status = why;
+      CompleteRunIfDone();
+    }
   }
   if (spread.has_value()) AgreeIfBuilt();
 }

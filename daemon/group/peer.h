@@ -150,6 +150,7 @@ struct PeerRunDone {
   // sections. `out`: of the sources' bytes; `in`: of the bytes received. Empty if verification is
   // off.
   std::vector<PeerStream> streams;
+  uint32_t attempt = 0;  // PeerRun's
 };
 
 // The events of Group among the reports are its members', and VerifyDone, whose destinations are
@@ -271,6 +272,8 @@ struct PeerRun {
   std::vector<uint32_t> ranks;   // wired: the epoch's rank by node of the plan; kNoRank: gone
   std::vector<SlotGrant> slots;  // wired: to send from and to receive into, in turn
   std::vector<bool> skip;        // by destination; true: evicted since
+  // Grows each time the program runs again from its beginning, without a node that was lost.
+  uint32_t attempt = 0;
 };
 // The update is given up: the node starts no part that was not issued, and still answers every
 // announced part by PeerPartDone.

@@ -128,10 +128,13 @@ void Worker::DropIfOver(UpdateId id, const Output& out) {
                   [](const auto& p) { return Running(p.second); })) {
     return;
   }
-  UpdateEnded ended;
-  ended.update = update->local;
-  ended.version = update->version;
-  out.actions->push_back(GroupAction(std::move(ended)));
+  update->earlier_locals.push_back(update->local);
+  for (const UpdateId local : update->earlier_locals) {
+    UpdateEnded ended;
+    ended.update = local;
+    ended.version = update->version;
+    out.actions->push_back(GroupAction(std::move(ended)));
+  }
   updates_.erase(id);
   CancelBuildIfUnwanted();
   GiveWireBackIfQuiet(out);
@@ -443,6 +446,15 @@ void Worker::Handle(const CloseEpoch& command, TimePoint, const Output& out) {
   out.actions->push_back(PeerAction(CloseEpoch{command.epoch}));
   epoch_.reset();
   epoch_state_ = "";
+  // A run that has nothing on the wire yet would wait for good (P4).
+  for (auto& [id, update] : updates_) {
+    if (!update.job.has_value() || !update.job->run.has_value()) continue;
+    Job& job = *update.job;
+    if (job.done || !job.run->wired || job.run->epoch != command.epoch) continue;
+    job.result.wire_failed = true;
+    StopRun(&job, absl::CancelledError("the data plane of the update was closed"));
+    EndRunIfQuiet(&update, out);
+  }
 }
 
 // ---- the wire lock ----

@@ -202,6 +202,8 @@ class Worker {
   struct Update {
     UpdateId id;
     UpdateId local;
+    // The ids before, of runs of the program that ended without a node that was lost.
+    std::vector<UpdateId> earlier_locals;
     Version version;
     Verification verification = Verification::kOff;
     TimePoint deadline;
@@ -236,6 +238,7 @@ class Worker {
   void Build(const Update& update, const Output& out);
   void CancelBuildIfUnwanted();
   void ReportBuilt(Update* update, const absl::Status& status, const Output& out);
+  void BeginRun(Update* update, const PeerRun& command);
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);

@@ -244,26 +244,46 @@ void Worker::Handle(const PeerCompare& command, TimePoint, const Output& out) {
 
 void Worker::Handle(const PeerRun& command, TimePoint now, const Output& out) {
   Update* update = Find(command.update);
-  const bool runs = update != nullptr && update->job.has_value() && update->job->run.has_value();
-  if (update == nullptr || runs || !update->job.has_value() || update->job->bound == nullptr) {
-    if (runs) return;
+  const bool ran = update != nullptr && update->job.has_value() && update->job->run.has_value();
+  if (ran && (command.attempt <= update->job->run->attempt || !update->job->done)) return;
+  if (update == nullptr || !update->job.has_value() || update->job->bound == nullptr) {
     PeerRunDone done;
     done.update = command.update;
+    done.attempt = command.attempt;
     done.status = absl::FailedPreconditionError("the program is not built here");
     out.reports->push_back(std::move(done));
     return;
   }
+  BeginRun(update, command);
   Job& job = *update->job;
-  job.run = command;
-  job.result.update = update->id;
-  job.result.bytes_written.resize(update->destinations.size());
-  for (const uint32_t rank : command.ranks) job.gone.push_back(rank == kNoRank);
   if (update->abandoned) {
     StopRun(&job, GivenUp());
   } else if (absl::Status status = CheckSlots(job); !status.ok()) {
     StopRun(&job, status);
   }
   AdvanceRun(update, now, out);
+}
+
+// A run after the first begins anew: the executor gets another id of the update, so that the digests
+// that it keeps for the read-back are those of this run alone (P1).
+void Worker::BeginRun(Update* update, const PeerRun& command) {
+  Job& job = *update->job;
+  if (job.run.has_value()) {
+    REFITD_CHECK(job.done && !Running(job) && !update->verifying);
+    Job again;
+    again.command = std::move(job.command);
+    again.reported = job.reported;
+    again.bound = std::move(job.bound);
+    again.part = job.part;
+    job = std::move(again);
+    update->earlier_locals.push_back(update->local);
+    update->local = callbacks_.next_update();
+  }
+  job.run = command;
+  job.result.update = update->id;
+  job.result.attempt = command.attempt;
+  job.result.bytes_written.resize(update->destinations.size());
+  for (const uint32_t rank : command.ranks) job.gone.push_back(rank == kNoRank);
 }
 
 absl::Status Worker::CheckSlots(const Job& job) {

@@ -203,6 +203,7 @@ void Put(const PeerRun& v, v1::PeerAnswer* wire) {
   out->mutable_ranks()->Add(v.ranks.begin(), v.ranks.end());
   for (const SlotGrant& slot : v.slots) SetSlot(slot, out->add_slots());
   out->mutable_skip()->Add(v.skip.begin(), v.skip.end());
+  out->set_attempt(v.attempt);
 }
 
 void Put(const PeerAbandon& v, v1::PeerAnswer* wire) {
@@ -549,6 +550,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerRun& wire, const PeerBounds&
     out.slots.push_back(slot);
   }
   REFITD_ASSIGN_OR_RETURN(out.skip, FlagsOf(wire.skip(), "run.skip"));
+  out.attempt = wire.attempt();
   return out;
 }
 

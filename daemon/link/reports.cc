@@ -237,6 +237,7 @@ void Put(const PeerRunDone& v, v1::PeerMessage* wire) {
     out->set_failed_destination(static_cast<uint32_t>(v.failed_destination));
   }
   SetStreams(v.streams, out);
+  out->set_attempt(v.attempt);
 }
 
 void Put(const EpochOpened& v, v1::PeerMessage* wire) {
@@ -562,6 +563,7 @@ absl::StatusOr<PeerRunDone> ReportOf(const v1::PeerRunDone& wire) {
     out.failed_destination = static_cast<int>(wire.failed_destination());
   }
   REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(wire.streams(), "run_done.streams"));
+  out.attempt = wire.attempt();
   return out;
 }
 

@@ -268,6 +268,37 @@ TEST_CASE("an engine killed in the middle of a refit costs its instance, and the
 
 // ---- daemons ----
 
+TEST_CASE("an engines' daemon killed in the middle of a refit costs its instance, and the rest commits") {
+  TwoDaemons f;
+  Daemon c{TwoDaemons::Flags("c", 2)};
+  const auto trainer = TrainerProcess(f.a, 0, 1, f.kRows, 3);
+  Holder near(f.a.Connect(), EngineIn("near"), HoldWhole(f.model));
+  Holder third(c.Connect(), EngineIn("third", f.a.address()), HoldWhole(f.model));
+  Holder dies(f.b.Connect(), EngineIn("dies", f.a.address()), HoldWhole(f.model));
+  int64_t version = 0;
+  for (bool midway = false; !midway;) {
+    REQUIRE(++version <= kAttempts);
+    const Samples samples(dies.memory().data(), dies.layout());
+    trainer->Send(fmt::format("refit {}", version));
+    midway = StopMidway(&f.b, samples);
+    if (midway) break;
+    f.b.Signal(SIGCONT);
+    REQUIRE_THAT(trainer->Answer(), StartsWith("ok"));
+  }
+  f.b.Kill();
+  const std::string answer = trainer->Answer();
+  CHECK_THAT(answer, StartsWith("ok") && Contains("near=committed") &&
+                         Contains("third=committed") && Contains("dies=") && Contains("daemon b"));
+  const std::vector<std::string> bytes = BytesOf(f.model, version);
+  CHECK(near.Difference(f.model, bytes) == "");
+  CHECK(third.Difference(f.model, bytes) == "");
+  for (const std::string instance : {"near", "third"}) {
+    CHECK(f.a.InstanceState("g", instance) == "clean");
+  }
+  trainer->Send(fmt::format("refit {}", ++version));
+  CHECK_THAT(trainer->Answer(), Contains("min_instances") || Contains("of 3 instances"));
+}
+
 TEST_CASE("a joined daemon killed in the middle of a refit is named, and its members come back") {
   TwoDaemons f;
   const auto connect = [&](const Daemon& daemon) {

@@ -17,7 +17,7 @@ struct Planted {
   uint64_t within;            // seeds that are tried
 };
 
-inline constexpr std::array<Planted, 19> kPlanted = {{
+inline constexpr std::array<Planted, 20> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenDoubt, "forgotten-doubt", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -32,11 +32,12 @@ inline constexpr std::array<Planted, 19> kPlanted = {{
     {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
     {Bug::kUnfilledSlot, "unfilled-slot", "P1", 500},
     {Bug::kHastyLeave, "hasty-leave", "REST", 500},
-    {Bug::kBlindWire, "blind-wire", "REST", 500},
+    {Bug::kBlindWire, "blind-wire", "REST", 2000},
     {Bug::kPatientCleanUp, "patient-clean-up", "P4", 500},
     {Bug::kTrustedReply, "trusted-reply", "P10", 500},
     {Bug::kSkippedForward, "skipped-forward", "P1", 500},
     {Bug::kEarlyForward, "early-forward", "P1", 500},
+    {Bug::kHalfRerun, "half-rerun", "P1 REST", 2000},
 }};
 
 }  // namespace refitd::sim

@@ -39,12 +39,12 @@ Result World::Run() {
 void World::MakeScenario() {
   // Kinds of seeds: 0 has no faults; 1 faults of members; 2 of links; 3 of daemons; 4 of the data
   // plane; 5 of all; from 6 on one fault hits one daemon, and the others must go on.
-  const auto kind = static_cast<int>(options_.seed % 10);
+  const auto kind = static_cast<int>(options_.seed % 11);
   no_faults_ = kind == 0;
   constexpr OneDaemon kOfKind[] = {OneDaemon::kOnlyEngines, OneDaemon::kOneSided, OneDaemon::kMute,
-                                   OneDaemon::kWrongPayload};
+                                   OneDaemon::kWrongPayload, OneDaemon::kLost};
   if (kind >= 6) one_daemon_ = kOfKind[kind - 6];
-  nameless_ = one_daemon_ == OneDaemon::kOneSided && options_.seed / 10 % 3 == 0;
+  nameless_ = one_daemon_ == OneDaemon::kOneSided && options_.seed / 11 % 3 == 0;
   peer_limits_.peer = seconds(2);
   peer_limits_.wire = seconds(2);
   if (kind != 0 && kind < 6) chances_.slow_message = random_.Int(0, 60);
@@ -67,7 +67,9 @@ void World::MakeScenario() {
   }
   if (kind == 3 || kind == 4 || kind == 5) chances_.chaos_operator = 25;
 
-  const int daemons = random_.Percent(10) ? 5 : random_.Int(2, 4);
+  const int daemons = random_.Percent(10)                ? 5
+                      : one_daemon_ == OneDaemon::kLost ? random_.Int(3, 4)
+                                                        : random_.Int(2, 4);
   daemons_ = std::vector<Daemon>(static_cast<size_t>(daemons));
   blocked_.assign(static_cast<size_t>(daemons),
                   std::vector<TimePoint>(static_cast<size_t>(daemons)));
@@ -98,7 +100,8 @@ void World::MakeScenario() {
     for (int t = 0; t < tensors; ++t) {
       group.model.push_back({fmt::format("t{}", t), DType::kInt64, {random_.Int(3, 90)}});
     }
-    group.way = random_.Percent(50)                   ? GroupWorld::Way::kPush
+    const int pushes = one_daemon_ == OneDaemon::kLost ? 20 : 50;
+    group.way = random_.Percent(pushes)               ? GroupWorld::Way::kPush
                 : tensors == 1 || random_.Percent(50) ? GroupWorld::Way::kRefit
                                                       : GroupWorld::Way::kMixed;
     const bool mixed = group.way == GroupWorld::Way::kMixed;
@@ -122,7 +125,7 @@ void World::MakeScenario() {
       Seat seat;
       seat.g = g;
       seat.trainer = true;
-      seat.d = random_.Int(0, daemons - 1);
+      seat.d = one_daemon_ == OneDaemon::kLost ? group.home : random_.Int(0, daemons - 1);
       seat.rank = rank;
       seat.world_size = group.spec.trainer_ranks;
       seats_.push_back(seat);
@@ -204,6 +207,19 @@ void World::BreakWireOfOne() {
   Trace("the data plane of d{} is broken ({})", d, static_cast<int>(DaemonAt(d).wire_trouble));
 }
 
+// Kills a daemon that has no trainers, and starts it anew later.
+void World::LoseDaemon() {
+  if (healed_) return;
+  const std::vector<int> candidates = DaemonsWithoutTrainers(true);
+  if (candidates.empty()) return;
+  const int d = candidates[random_.Index(candidates.size())];
+  if (!DaemonAt(d).up) return;
+  KillDaemon(d, false);
+  In(random_.Millis(100, 3000), [this, d] {
+    if (!DaemonAt(d).up) StartDaemon(d);
+  });
+}
+
 // Makes a daemon mute until its operator starts it anew.
 void World::Mute() {
   if (healed_) return;
@@ -266,14 +282,19 @@ void World::CheckKeptOut(int g) {
 }
 
 void World::CheckRest(int g, const Round& round, const UpdateEnded& a) {
-  const bool own_cost =
-      one_daemon_ == OneDaemon::kOnlyEngines || one_daemon_ == OneDaemon::kOneSided;
+  // A daemon that is lost costs others a push whose part is under way.
+  const bool refit = GroupOf(g).way == GroupWorld::Way::kRefit;
+  const bool own_cost = one_daemon_ == OneDaemon::kOnlyEngines ||
+                        one_daemon_ == OneDaemon::kOneSided ||
+                        (one_daemon_ == OneDaemon::kLost && refit);
   if (!own_cost || healed_ || a.outcome == Outcome::kCommitted) return;
   if (round.due - round.assembled < seconds(2)) return;  // it had no time to go on without them
   for (const auto& [instance, pids] : round.instances) {
-    const bool whole = std::all_of(pids.begin(), pids.end(), [this](int pid) {
+    const bool whole = std::all_of(pids.begin(), pids.end(), [this, &round](int pid) {
       const Process& p = ProcessOf(pid);
-      return p.alive && DaemonAt(SeatOf(p).d).wire_trouble == Daemon::WireTrouble::kNone;
+      const Daemon& daemon = DaemonAt(SeatOf(p).d);
+      return p.alive && daemon.wire_trouble == Daemon::WireTrouble::kNone &&
+             daemon.up && daemon.died + seconds(3) < round.assembled;  // its loss was noticed
     });
     if (!whole) continue;
     if (nameless_ && ++lost_to_search_[g] <= daemons_.size()) return;
@@ -301,6 +322,9 @@ void World::Chaos() {
       return;
     case OneDaemon::kWrongPayload:
       if (random_.Percent(30)) SendWrongPayload();
+      return;
+    case OneDaemon::kLost:
+      if (random_.Percent(20)) LoseDaemon();
       return;
   }
   const int daemons = static_cast<int>(daemons_.size());

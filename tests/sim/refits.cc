@@ -389,6 +389,7 @@ void World::On(int d, int g, const StartMoves& a) {
     moving->use_of_received = UseProgramSlot(d, g, a.received, what + " forwards");
   }
   if (over_) return;
+  m->first_runs.emplace(a.version, a.update);
   movings_[moving->id] = moving;
   Duration took = random_.PerMille(chances_.slow_message / 2) ? random_.Millis(20, 1500)
                                                               : random_.Micros(100, 8000);
@@ -526,7 +527,11 @@ void World::RunMoves(const Moving& moving, bool end) {
   Machine* m = Find(moving.d, moving.g);
   const bool sums = end && m != nullptr && m->nonce == moving.nonce &&
                     moving.start.verification == Verification::kReadback;
+  const bool writes_nothing = options_.bug == Bug::kHalfRerun && m != nullptr &&
+                              moving.start.step == MoveStep::kUnpack &&
+                              m->first_runs[moving.start.version] != moving.start.update;
   for (const Moving::Run& run : moving.runs) {
+    if (writes_nothing && run.to == nullptr) continue;
     const int64_t stop = end ? run.count : run.count / 2;
     for (int64_t i = 0; i < stop && !over_; ++i) {
       const Tag tag = (*run.from)[run.from_at + static_cast<size_t>(i)];

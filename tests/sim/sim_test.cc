@@ -47,6 +47,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
     sum.events += result.events;
     sum.exchanges += result.exchanges;
     sum.forwards += result.forwards;
+    sum.reruns += result.reruns;
     for (const int mixed : {0, 1}) {
       for (const int wide : {0, 1}) sum.refits[mixed][wide] += result.refits[mixed][wide];
     }
@@ -66,8 +67,9 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
   }
   fmt::print(
       "\nrefits committed: {} within daemons, {} over several; with pushes {} and {}; {} ends of "
-      "exchanges\n",
-      sum.refits[0][0], sum.refits[0][1], sum.refits[1][0], sum.refits[1][1], sum.exchanges);
+      "exchanges; {} runs again\n",
+      sum.refits[0][0], sum.refits[0][1], sum.refits[1][0], sum.refits[1][1], sum.exchanges,
+      sum.reruns);
   CHECK(broken == 0);
   // Fewer would mean that the scenarios test little.
   CHECK(sum.committed > static_cast<int64_t>(kSeeds));
@@ -78,6 +80,7 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
   CHECK(sum.refits[1][1] > static_cast<int64_t>(kSeeds / 20));
   CHECK(sum.exchanges > static_cast<int64_t>(kSeeds));
   CHECK(sum.forwards > static_cast<int64_t>(kSeeds) / 10);
+  CHECK(sum.reruns > static_cast<int64_t>(kSeeds) / 200);
 }
 
 TEST_CASE("the same seed is the same run") {

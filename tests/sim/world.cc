@@ -169,6 +169,7 @@ void World::KillDaemon(int d, bool silent) {
   Trace("d{} is killed{}", d, silent ? ", and nobody is told" : "");
   result_.trace_hash = (result_.trace_hash ^ 0xdead) * 0x100000001b3;
   daemon.up = false;
+  daemon.died = now_;
   daemon.silent_death = silent || options_.bug == Bug::kSwallowedDeath;
   daemon.held.clear();
   daemon.inbox.clear();
@@ -591,6 +592,8 @@ void World::On(int d, int g, const UpdateAssembled& a) {
     In(random_.Millis(0, 60), [this] { KillOnlyEngines(); });
   } else if (one_daemon_ == OneDaemon::kMute && random_.Percent(40)) {
     In(random_.Millis(0, 60), [this] { Mute(); });
+  } else if (one_daemon_ == OneDaemon::kLost && random_.Percent(60)) {
+    In(random_.Millis(0, 300), [this] { LoseDaemon(); });
   }
 }
 
@@ -766,6 +769,10 @@ void World::On(int d, int g, const SendCommand& a) {
   } else if (const auto* run = std::get_if<PeerRun>(&a.command)) {
     record = known(run->update);
     record->run = *run;
+    result_.reruns += run->attempt > 0 ? 1 : 0;
+    if (one_daemon_ == OneDaemon::kLost && random_.Percent(30)) {
+      In(random_.Millis(0, 25), [this] { LoseDaemon(); });
+    }
   } else if (const auto* issue = std::get_if<PeerIssue>(&a.command)) {
     ProgramRecord* issued = known(issue->update);
     if (issued->run.has_value() && issued->run->part == issue->part) issued->issued.insert(a.node);

@@ -66,6 +66,7 @@ enum class Bug : uint8_t {
   // A daemon forwards nothing in the first round in which it has something to forward.
   kSkippedForward,
   kEarlyForward,  // a daemon forwards what its slot had when the bytes of the round were to come
+  kHalfRerun,     // a daemon that runs a program again writes nothing that it receives
 };
 
 struct Options {
@@ -117,6 +118,7 @@ struct Result {
   int64_t refits[2][2] = {};
   int64_t exchanges = 0;
   int64_t forwards = 0;  // runs of bytes that a daemon sent on along a chain
+  int64_t reruns = 0;    // programs that a daemon was told to run again without a lost daemon
   int64_t events = 0;
   Duration virtual_time{};
   std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
@@ -305,6 +307,8 @@ struct Machine {
   std::map<MemberId, std::shared_ptr<Pool>> own_pools;
   // The digests that verification expects: by update, destination and (tensor, element).
   std::map<UpdateId, std::map<MemberId, std::vector<std::pair<uint64_t, Tag>>>> sums;
+  // The worker's id of the first run of each version's program.
+  std::map<Version, UpdateId> first_runs;
 };
 
 struct Call {
@@ -335,6 +339,7 @@ struct Daemon {
   bool drained = false;
   bool silent_death = false;
   bool mute = false;  // sends no reports but pongs
+  TimePoint died;     // when it was killed last
   // Its end of the data plane.
   enum class WireTrouble : uint8_t { kNone, kNeverOpens, kNeverConnects, kNotForItself };
   WireTrouble wire_trouble = WireTrouble::kNone;
@@ -694,6 +699,7 @@ class World {
   void Chaos();
   void KillOnlyEngines();
   void BreakWireOfOne();
+  void LoseDaemon();
   void Mute();
   void SendWrongPayload();
   // Checks that faults of these kinds cost only the members that they hit.
@@ -749,7 +755,7 @@ class World {
   bool healed_ = false;
   bool no_faults_ = false;
   // The fault that hits one daemon alone, which must cost the others nothing.
-  enum class OneDaemon : uint8_t { kNone, kOnlyEngines, kOneSided, kMute, kWrongPayload };
+  enum class OneDaemon : uint8_t { kNone, kOnlyEngines, kOneSided, kMute, kWrongPayload, kLost };
   OneDaemon one_daemon_ = OneDaemon::kNone;
   // A data plane that does not come up names nobody, as NCCL's. Finding the broken daemon may then
   // cost a group a few updates.
