@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,7 +24,18 @@ namespace refitd {
 class LogQueue {
  public:
   static constexpr size_t kMaxLines = 10'000;
+  using Sink = std::function<void(LogLevel, const std::string&)>;
 
+  // The lines go to the daemon's log.
+  LogQueue()
+      : LogQueue([](LogLevel level, const std::string& message) { LogMessage(level, message); },
+                 [](int64_t dropped) {
+                   return fmt::format("{} lines were dropped: the log took no more", dropped);
+                 }) {}
+  // The lines go to `sink`, which one thread at a time calls without the queue's mutex.
+  // `dropped_line` makes the line that counts what was dropped.
+  LogQueue(Sink sink, std::function<std::string(int64_t)> dropped_line)
+      : sink_(std::move(sink)), dropped_line_(std::move(dropped_line)) {}
   ~LogQueue() { Write(); }
 
   // A caller that adds a line must call Write once it holds no mutex.
@@ -38,7 +50,7 @@ class LogQueue {
 
   void Write() {
     for (Lines lines = Take(); !lines.empty(); lines = TakeMore()) {
-      for (const auto& [level, message] : lines) LogMessage(level, message);
+      for (const auto& [level, message] : lines) sink_(level, message);
     }
   }
 
@@ -56,12 +68,14 @@ class LogQueue {
   }
   Lines TakeLines() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (const int64_t dropped = std::exchange(dropped_, 0); dropped > 0) {
-      lines_.emplace_back(LogLevel::kWarning,
-                          fmt::format("{} lines were dropped: the log took no more", dropped));
+      lines_.emplace_back(LogLevel::kWarning, dropped_line_(dropped));
     }
     writing_ = !lines_.empty();
     return std::exchange(lines_, {});
   }
+
+  const Sink sink_;
+  const std::function<std::string(int64_t)> dropped_line_;
 
   Mutex mutex_;
   Lines lines_ ABSL_GUARDED_BY(mutex_);
