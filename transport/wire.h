@@ -47,8 +47,8 @@ namespace refitd {
 
 // The most ranks of an epoch. In a full mesh every rank has one connection to every other.
 inline constexpr int kMaxWireRanks = 256;
-// The most bytes of an address: it has a few fields and one port for each rank.
-inline constexpr size_t kMaxWireAddressBytes = 1024;
+// The most bytes of an address: it has a few fields, and an identity or one port for each rank.
+inline constexpr size_t kMaxWireAddressBytes = 4096;
 // The most epochs open at once in one daemon; each has a thread and a connection to each peer.
 inline constexpr size_t kMaxWireEpochs = 64;
 // The most operations of one epoch that have not ended.

@@ -1,0 +1,65 @@
+// One TCP connection, in the clear or under TLS. Never blocks. Not thread-safe; may be handed from
+// thread to thread. The threads that use it must have SIGPIPE blocked, since OpenSSL writes without
+// MSG_NOSIGNAL.
+#ifndef REFITD_TRANSPORT_SOCKETS_CONNECTION_H_
+#define REFITD_TRANSPORT_SOCKETS_CONNECTION_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/unique_fd.h"
+#include "transport/sockets/host_address.h"
+#include "transport/sockets/tls_context.h"
+
+namespace refitd {
+
+class Connection {
+ public:
+  Connection() = default;
+  // `ssl`: null for a connection in the clear; it must be over `fd`.
+  Connection(UniqueFd fd, SslPtr ssl) : fd_(std::move(fd)), ssl_(std::move(ssl)) {}
+  Connection(Connection&&) noexcept = default;
+  Connection& operator=(Connection&& other) noexcept {
+    ssl_ = std::move(other.ssl_);  // before the socket that it is over
+    fd_ = std::move(other.fd_);
+    return *this;
+  }
+
+  // Puts TLS over a connection in the clear.
+  void StartTls(SslPtr ssl) { ssl_ = std::move(ssl); }
+
+  bool open() const { return fd_.valid(); }
+  bool tls() const { return ssl_ != nullptr; }
+  int fd() const { return fd_.get(); }
+
+  // Goes on with the TLS handshake. True: it is done, or there is none. False: it waits for the
+  // other end. UNAVAILABLE: the connection ended. UNAUTHENTICATED: TLS failed, or found a byte
+  // wrong; so with Read and Write.
+  absl::StatusOr<bool> Handshake();
+  // Reads up to `bytes` > 0 bytes. 0: none are there. UNAVAILABLE: the connection ended or broke.
+  absl::StatusOr<int64_t> Read(char* data, int64_t bytes);
+  // Writes the start of `head` and then of `body`, which may be empty, and returns how much. 0: the
+  // other end does not take any now. After that, the same bytes, or more, must be written next.
+  absl::StatusOr<int64_t> Write(std::span<const char> head, std::span<const char> body);
+  // Of the other end's certificate; empty without TLS.
+  std::string PeerIdentity() const;
+
+ private:
+  UniqueFd fd_;
+  SslPtr ssl_;  // destroyed first
+};
+
+// A connection to `host` that is being made; it is writable when that has ended. `from`: the local
+// address.
+absl::StatusOr<UniqueFd> DialTcp(const HostAddress& from, const HostAddress& host, uint16_t port);
+// How a DialTcp ended.
+absl::Status DialOutcome(int fd);
+// Sets what every connection of the wire has.
+void PrepareSocket(int fd);
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_SOCKETS_CONNECTION_H_

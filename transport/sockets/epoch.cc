@@ -1,0 +1,748 @@
+#include "transport/sockets/epoch.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <set>
+#include <span>
+
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using absl::StatusCode;
+using std::chrono::steady_clock;
+
+// A relay passes on what came after each portion; the chain is as long as the ranks are many.
+constexpr int kChainShare = 10;
+constexpr int64_t kMinPortion = int64_t{64} << 10;
+constexpr int64_t kMaxPortion = int64_t{1} << 20;
+// What one connection moves before others get a turn.
+constexpr int64_t kTurnBytes = int64_t{4} << 20;
+// After a dial that ended without an answer.
+constexpr Duration kRedial = std::chrono::milliseconds(50);
+// The most ranks that one message names.
+constexpr size_t kMaxNamed = 16;
+
+bool Watch(int epoll, int fd, uint32_t events, void* user) {
+  epoll_event event{};
+  event.events = events;
+  event.data.ptr = user;
+  return epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+// The events of a connection are told once each, so that waiting takes no further call.
+constexpr uint32_t kLinkEvents = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+
+}  // namespace
+
+SocketEpoch::SocketEpoch(EpochId id, int rank, int size, int streams, WireListener* listener,
+                         TlsContexts* tls, WireCounters* totals)
+    : WireEpoch(id, rank, size, totals), streams_(streams), listener_(listener), tls_(tls) {}
+
+SocketEpoch::~SocketEpoch() { CloseLinks(); }
+
+absl::StatusOr<std::string> SocketEpoch::Open() {
+  address_.epoch = id_.value();
+  address_.rank = static_cast<uint32_t>(rank_);
+  address_.size = static_cast<uint32_t>(size_);
+  address_.host = listener_->options().host;
+  address_.port = listener_->port();
+  address_.tls = tls_ != nullptr;
+  address_.streams = static_cast<uint8_t>(streams_);
+  if (tls_ != nullptr) address_.identity = tls_->identity();
+  if (tls_ != nullptr && address_.identity.empty()) {
+    return Error(StatusCode::kUnavailable, "this daemon's certificate has no identity");
+  }
+  if (getrandom(address_.token.data(), address_.token.size(), 0) !=
+      static_cast<ssize_t>(address_.token.size())) {
+    return ErrnoError(errno, "getrandom");
+  }
+  epoll_.Reset(epoll_create1(EPOLL_CLOEXEC));
+  wake_.Reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!epoll_.valid() || !wake_.valid() || !Watch(epoll_.get(), wake_.get(), EPOLLIN, nullptr)) {
+    return ErrnoError(errno, fmt::format("epoch {}", id_));
+  }
+  encoded_ = EncodeSocketAddress(address_);
+  door_ = listener_->Add({id_, rank_, address_.token, [this](Arrival arrival) {
+                            MutexLock lock(&mutex_);
+                            std::erase_if(arrivals_, [&arrival](const Arrival& old) {
+                              return old.from == arrival.from && old.stream == arrival.stream;
+                            });
+                            arrivals_.push_back(std::move(arrival));
+                            Wake();
+                          }});
+  return encoded_;
+}
+
+void SocketEpoch::Wake() {
+  const uint64_t one = 1;
+  (void)!write(wake_.get(), &one, sizeof(one));  // fails only if it was woken very often already
+}
+
+void SocketEpoch::Interrupt() {
+  interrupted_ = true;
+  Wake();
+}
+
+void SocketEpoch::CloseLinks() {
+  if (door_ != 0) listener_->Remove(door_);
+  door_ = 0;
+  EndFlows();
+  ready_.clear();
+  turn_.clear();
+  dialling_.clear();
+  links_.clear();
+  MutexLock lock(&mutex_);
+  arrivals_.clear();
+}
+
+// ---- Connect and operations ----
+
+absl::Status SocketEpoch::TakeAddresses(const std::vector<std::string>& encoded) {
+  if (encoded.size() != static_cast<size_t>(size_)) {
+    return Error(StatusCode::kInvalidArgument, "epoch {}: {} addresses for {} ranks", id_,
+                 encoded.size(), size_);
+  }
+  std::vector<SocketAddress> addresses;
+  int streams = streams_;
+  for (int rank = 0; rank < size_; ++rank) {
+    REFITD_ASSIGN_OR_RETURN(SocketAddress address,
+                            DecodeSocketAddress(encoded[rank], id_, rank, size_));
+    if (rank == rank_ && encoded[rank] != encoded_) {
+      return Error(StatusCode::kInvalidArgument,
+                   "epoch {}: the address of rank {}, this one, is "
+                   "not what it gave out",
+                   id_, rank);
+    }
+    if (address.tls != address_.tls) {
+      return Error(StatusCode::kInvalidArgument,
+                   "epoch {}: rank {} {} the data plane, this rank {} {}", id_, rank,
+                   address.tls ? "encrypts" : "does not encrypt", rank_,
+                   address_.tls ? "does" : "does not");
+    }
+    streams = std::min<int>(streams, address.streams);
+    addresses.push_back(std::move(address));
+  }
+  addresses_ = std::move(addresses);
+  common_streams_ = streams;
+  return absl::OkStatus();
+}
+
+absl::Status SocketEpoch::Connect(const WireWork& work, bool* began) {
+  REFITD_RETURN_IF_ERROR(TakeAddresses(*work.connect));
+  *began = true;
+  const std::set<int> neighbours = {(rank_ + 1) % size_, (rank_ + size_ - 1) % size_};
+  for (const int peer : neighbours) {
+    for (int stream = 0; peer != rank_ && stream < common_streams_; ++stream) {
+      Link* const link = LinkTo(peer, stream);
+      link->awaited = true;
+      ++pending_;
+      Queue(link);
+    }
+  }
+  TakeArrivals();
+  return Drive(work);
+}
+
+absl::Status SocketEpoch::CheckMemory(const MemorySpan& memory) const {
+  if (memory.bytes >= 0 && (memory.data != nullptr || memory.bytes == 0)) return absl::OkStatus();
+  return Error(StatusCode::kInvalidArgument, "epoch {}: memory of {} bytes{}", id_, memory.bytes,
+               memory.data == nullptr ? " at null" : "");
+}
+
+absl::Status SocketEpoch::CheckExchange(const WireExchange& exchange) const {
+  for (const auto* legs : {&exchange.sends, &exchange.receives}) {
+    const char* const direction = legs == &exchange.sends ? "send" : "receive";
+    std::vector<bool> seen(size_, false);
+    for (const WireExchange::Leg& leg : *legs) {
+      if (leg.peer < 0 || leg.peer >= size_ || leg.peer == rank_ || seen[leg.peer]) {
+        return Error(StatusCode::kInvalidArgument,
+                     "epoch {}: exchange seq {}: a {} names rank {}; want each rank of {} but {} "
+                     "at most once",
+                     id_, exchange.seq, direction, leg.peer, size_, rank_);
+      }
+      seen[leg.peer] = true;
+      REFITD_RETURN_IF_ERROR(CheckMemory(leg.memory));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SocketEpoch::Move(const WireWork& work, bool* began) {
+  if (work.exchange.has_value()) {
+    REFITD_RETURN_IF_ERROR(CheckExchange(*work.exchange));
+    *began = true;
+    PlanExchange(*work.exchange);
+  } else {
+    const WireBroadcast& broadcast = *work.broadcast;
+    if (broadcast.root < 0 || broadcast.root >= size_) {
+      return Error(StatusCode::kInvalidArgument, "epoch {}: broadcast seq {}: root {} of {} ranks",
+                   id_, broadcast.seq, broadcast.root, size_);
+    }
+    REFITD_RETURN_IF_ERROR(CheckMemory(broadcast.memory));
+    *began = true;
+    PlanBroadcast(broadcast);
+  }
+  absl::Status status = Drive(work);
+  EndFlows();
+  return status;
+}
+
+// The ranks form a chain that starts at the root.
+void SocketEpoch::PlanBroadcast(const WireBroadcast& broadcast) {
+  const Frame frame{FrameKind::kBroadcast, broadcast.seq.value(),
+                    static_cast<uint64_t>(broadcast.root),
+                    static_cast<uint64_t>(broadcast.memory.bytes)};
+  const int position = (rank_ - broadcast.root + size_) % size_;
+  const bool sends = position + 1 < size_;
+  int64_t portion = kTurnBytes;
+  if (sends) {
+    portion =
+        std::clamp(broadcast.memory.bytes / (kChainShare * (size_ - 1)), kMinPortion, kMaxPortion);
+  }
+  if (position > 0) {
+    AddLeg((rank_ + size_ - 1) % size_, false, frame, broadcast.memory, portion);
+  }
+  const size_t receiving = flows_.size();
+  if (sends) AddLeg((rank_ + 1) % size_, true, frame, broadcast.memory, kTurnBytes);
+  // One number of connections between all ranks, so each flow passes on what one flow received.
+  for (size_t i = 0; receiving > 0 && receiving + i < flows_.size(); ++i) {
+    flows_[i]->relay = flows_[receiving + i].get();
+    flows_[receiving + i]->from = flows_[i].get();
+  }
+}
+
+void SocketEpoch::PlanExchange(const WireExchange& exchange) {
+  for (const auto* legs : {&exchange.receives, &exchange.sends}) {
+    for (const WireExchange::Leg& leg : *legs) {
+      const Frame frame{FrameKind::kExchange, exchange.seq.value(), 0,
+                        static_cast<uint64_t>(leg.memory.bytes)};
+      AddLeg(leg.peer, legs == &exchange.sends, frame, leg.memory, kTurnBytes);
+    }
+  }
+}
+
+void SocketEpoch::AddLeg(int peer, bool send, const Frame& frame, const MemorySpan& memory,
+                         int64_t portion) {
+  for (int stream = 0; stream < common_streams_; ++stream) {
+    auto flow = std::make_unique<Flow>();
+    flow->link = LinkTo(peer, stream);
+    flow->frame = frame;
+    flow->data = static_cast<char*>(memory.data);
+    flow->bytes = BytesOfStream(memory.bytes, stream, common_streams_);
+    flow->portion = portion;
+    (send ? flow->link->send : flow->link->receive) = flow.get();
+    ++pending_;
+    Queue(flow->link);
+    flows_.push_back(std::move(flow));
+  }
+}
+
+void SocketEpoch::EndFlows() {
+  for (const auto& flow : flows_) {
+    flow->link->send = nullptr;
+    flow->link->receive = nullptr;
+  }
+  flows_.clear();
+  pending_ = 0;
+}
+
+SocketEpoch::Link* SocketEpoch::LinkTo(int peer, int stream) {
+  std::unique_ptr<Link>& link = links_[{peer, stream}];
+  if (link == nullptr) {
+    link = std::make_unique<Link>();
+    link->peer = peer;
+    link->stream = stream;
+  }
+  return link.get();
+}
+
+void SocketEpoch::Queue(Link* link) {
+  if (link->queued) return;
+  link->queued = true;
+  ready_.push_back(link);
+}
+
+// ---- turns ----
+
+absl::Status SocketEpoch::Drive(const WireWork& work) {
+  while (pending_ > 0) {
+    if (interrupted_) return Closed();
+    turn_.swap(ready_);
+    for (Link* const link : turn_) {
+      link->queued = false;
+      REFITD_RETURN_IF_ERROR(Advance(link));
+    }
+    turn_.clear();
+    if (pending_ == 0) break;
+    if (steady_clock::now() >= work.deadline) return Overdue(work);
+    Wait(work);
+  }
+  return absl::OkStatus();
+}
+
+void SocketEpoch::Wait(const WireWork& work) {
+  int millis = 0;
+  if (ready_.empty()) {
+    TimePoint until = work.deadline;
+    for (const Link* link : dialling_) until = std::min(until, link->retry);
+    const Duration left = until - steady_clock::now();
+    millis = static_cast<int>(std::clamp<int64_t>(
+        std::chrono::ceil<std::chrono::milliseconds>(left).count(), 0, INT_MAX));
+  }
+  std::array<epoll_event, 64> events;
+  const int count = epoll_wait(epoll_.get(), events.data(), events.size(), millis);
+  bool woken = false;
+  for (int i = 0; i < count; ++i) {
+    auto* const link = static_cast<Link*>(events[i].data.ptr);
+    if (link == nullptr) {
+      woken = true;
+      continue;
+    }
+    const uint32_t what = events[i].events;
+    if ((what & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) link->ended = true;
+    // Under TLS either direction may wait for the other.
+    const bool both = link->ended || link->connection.tls();
+    if (both || (what & EPOLLIN) != 0) link->readable = true;
+    if (both || (what & EPOLLOUT) != 0) link->writable = true;
+    Queue(link);
+  }
+  if (woken) TakeArrivals();
+  DialAgain();
+}
+
+void SocketEpoch::DialAgain() {
+  if (dialling_.empty()) return;
+  const TimePoint now = steady_clock::now();
+  std::erase_if(dialling_, [&](Link* link) {
+    if (link->retry > now) return false;
+    Queue(link);
+    return true;
+  });
+}
+
+absl::Status SocketEpoch::Overdue(const WireWork& work) const {
+  std::set<int> waited;
+  std::string trouble;
+  const auto wait_for = [&](const Link& link) {
+    if (waited.size() < kMaxNamed) waited.insert(link.peer);
+    if (trouble.empty() && !link.trouble.empty() && link.state != Link::State::kUp) {
+      trouble = fmt::format("; the last dial of rank {}: {}", link.peer, link.trouble);
+    }
+  };
+  for (const auto& [key, link] : links_) {
+    if (link->awaited) wait_for(*link);
+  }
+  for (const auto& flow : flows_) {
+    // A relay that passed on all that it has waits for its source alone.
+    const bool starved = flow->from != nullptr && flow->link->state == Link::State::kUp &&
+                         flow->from->moved < flow->bytes && flow->moved == flow->from->moved;
+    if (!flow->done && !starved) wait_for(*flow->link);
+  }
+  std::string names;
+  for (const int peer : waited) names += fmt::format("{}rank {}", names.empty() ? "" : ", ", peer);
+  std::string what = "connecting";
+  if (!flows_.empty()) what = Describe(flows_.front()->frame);
+  return Error(StatusCode::kDeadlineExceeded, "epoch {}: {}: waited {} ms for {}{}", id_, what,
+               ToMillis(work.timeout), names, trouble);
+}
+
+absl::Status SocketEpoch::Advance(Link* link) {
+  if (link->state != Link::State::kUp) REFITD_RETURN_IF_ERROR(Establish(link));
+  if (link->state != Link::State::kUp) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(Receive(link));
+  return Send(link);
+}
+
+absl::Status SocketEpoch::BrokenLink(const Link& link, const absl::Status& why) const {
+  return Error(StatusCode::kUnavailable, "epoch {}: the connection to rank {} broke: {}", id_,
+               link.peer, Message(why));
+}
+
+// ---- connections come up ----
+
+void SocketEpoch::TakeArrivals() {
+  uint64_t count = 0;
+  (void)!read(wake_.get(), &count, sizeof(count));
+  if (addresses_.empty()) return;
+  std::vector<Arrival> arrivals;
+  {
+    MutexLock lock(&mutex_);
+    arrivals.swap(arrivals_);
+  }
+  for (Arrival& arrival : arrivals) {
+    if (!MayArrive(arrival)) continue;
+    Link* const link = LinkTo(arrival.from, arrival.stream);
+    Reset(link);
+    link->connection = std::move(arrival.connection);
+    link->state = Link::State::kAnswering;
+    link->greeting = GreetingFor(*link, GreetingKind::kWelcome);
+    if (Adopt(link)) Queue(link);
+  }
+}
+
+// False: it is closed. The control plane told which identity a rank has.
+bool SocketEpoch::MayArrive(const Arrival& arrival) const {
+  const SocketAddress& expected = addresses_[arrival.from];
+  if (arrival.identity != expected.identity) {
+    listener_->options().log(fmt::format(
+        "data plane: \"{}\" is dropped: it has the token of rank {} of epoch {}, which is \"{}\"",
+        arrival.identity, arrival.from, id_, expected.identity));
+    return false;
+  }
+  if (arrival.stream >= common_streams_) return false;
+  const auto link = links_.find({arrival.from, arrival.stream});
+  return link == links_.end() || !link->second->used;
+}
+
+void SocketEpoch::Reset(Link* link) {
+  link->connection = Connection();
+  link->state = Link::State::kAbsent;
+  link->readable = link->writable = link->ended = false;
+  link->greeted = 0;
+}
+
+// Watches the connection. False: the kernel can't.
+bool SocketEpoch::Adopt(Link* link) {
+  link->readable = link->writable = true;
+  if (Watch(epoll_.get(), link->connection.fd(), kLinkEvents, link)) return true;
+  Reset(link);
+  return false;
+}
+
+GreetingBytes SocketEpoch::GreetingFor(const Link& link, GreetingKind kind) const {
+  return EncodeGreeting({kind, id_.value(), static_cast<uint32_t>(rank_),
+                         static_cast<uint32_t>(link.peer), static_cast<uint32_t>(link.stream),
+                         addresses_[link.peer].token});
+}
+
+absl::Status SocketEpoch::Dial(Link* link) {
+  const SocketAddress& address = addresses_[link->peer];
+  absl::StatusOr<UniqueFd> fd = DialTcp(address_.host, address.host, address.port);
+  if (!fd.ok()) return Unreachable(*link, fd.status());
+  link->connection = Connection(*std::move(fd), nullptr);
+  link->state = Link::State::kConnecting;
+  if (!Adopt(link)) return BrokenLink(*link, absl::UnavailableError("epoll has no room"));
+  link->writable = false;  // until the kernel tells that the dial has ended
+  return absl::OkStatus();
+}
+
+absl::Status SocketEpoch::Unreachable(const Link& link, const absl::Status& why) const {
+  const SocketAddress& address = addresses_[link.peer];
+  return Error(StatusCode::kUnavailable, "epoch {}: rank {} at {} port {}: {}", id_, link.peer,
+               address.host.Text(), address.port, Message(why));
+}
+
+// The other end may have had too many strangers, so the link is dialled again.
+void SocketEpoch::DialLater(Link* link, const absl::Status& why) {
+  Reset(link);
+  link->trouble = Message(why);
+  link->retry = steady_clock::now() + kRedial;
+  dialling_.push_back(link);
+}
+
+absl::Status SocketEpoch::CheckIdentity(const Link& link) const {
+  if (tls_ == nullptr) return absl::OkStatus();
+  const std::string identity = link.connection.PeerIdentity();
+  const std::string& expected = addresses_[link.peer].identity;
+  if (identity != expected) {
+    return Unreachable(link, absl::UnauthenticatedError(
+                                 fmt::format("it is \"{}\", not \"{}\"", identity, expected)));
+  }
+  const std::string& pattern = listener_->options().identities;
+  if (pattern.empty() || MatchesIdentity(pattern, identity)) return absl::OkStatus();
+  return Unreachable(link, absl::UnauthenticatedError(fmt::format(
+                               "it is \"{}\", which does not match \"{}\"", identity, pattern)));
+}
+
+absl::Status SocketEpoch::Establish(Link* link) {
+  for (;;) {
+    const Link::State before = link->state;
+    const absl::StatusOr<bool> went = Step(link);
+    if (!went.ok()) {
+      if (rank_ > link->peer) {
+        Reset(link);  // its peer dials again
+        return absl::OkStatus();
+      }
+      // A connection that just ends may be dialled again; all else has a cause that stays.
+      if (went.status().code() != StatusCode::kAborted) return went.status();
+      DialLater(link, went.status());
+      return absl::OkStatus();
+    }
+    if (!*went || link->state == before) return absl::OkStatus();
+    if (link->state == Link::State::kUp) {
+      if (link->awaited) --pending_;
+      link->awaited = false;
+      link->trouble.clear();
+      return absl::OkStatus();
+    }
+  }
+}
+
+// One step towards kUp. False: it waits. ABORTED: the connection ended without a reason.
+absl::StatusOr<bool> SocketEpoch::Step(Link* link) {
+  switch (link->state) {
+    case Link::State::kAbsent:
+      if (rank_ > link->peer || link->retry > steady_clock::now()) return false;
+      REFITD_RETURN_IF_ERROR(Dial(link));
+      return true;
+    case Link::State::kConnecting: {
+      if (!link->writable) return false;
+      const absl::Status outcome = DialOutcome(link->connection.fd());
+      if (!outcome.ok()) return Unreachable(*link, outcome);
+      if (tls_ != nullptr) REFITD_RETURN_IF_ERROR(Encrypt(link));
+      link->state = Link::State::kEncrypting;
+      return true;
+    }
+    case Link::State::kEncrypting: {
+      const absl::StatusOr<bool> done = link->connection.Handshake();
+      if (!done.ok()) return Ended(*link, done.status());
+      if (!*done) return false;
+      REFITD_RETURN_IF_ERROR(CheckIdentity(*link));
+      link->greeting = GreetingFor(*link, GreetingKind::kHello);
+      link->greeted = 0;
+      link->state = Link::State::kGreeting;
+      return true;
+    }
+    case Link::State::kGreeting:
+    case Link::State::kAnswering: {
+      REFITD_ASSIGN_OR_RETURN(const bool sent, SendGreeting(link));
+      if (!sent) return false;
+      link->greeted = 0;
+      link->state = link->state == Link::State::kGreeting ? Link::State::kAsking : Link::State::kUp;
+      return true;
+    }
+    case Link::State::kAsking: {
+      REFITD_ASSIGN_OR_RETURN(const bool heard, HearWelcome(link));
+      if (heard) link->state = Link::State::kUp;
+      return heard;
+    }
+    case Link::State::kUp:
+      return false;
+  }
+  return false;
+}
+
+absl::Status SocketEpoch::Encrypt(Link* link) {
+  absl::StatusOr<SslPtr> ssl = tls_->Dial(link->connection.fd());
+  if (!ssl.ok()) return Unreachable(*link, ssl.status());
+  link->connection.StartTls(*std::move(ssl));
+  return absl::OkStatus();
+}
+
+// The end of a connection that is not up. TLS tells why, a connection that is just closed does not.
+absl::Status SocketEpoch::Ended(const Link& link, const absl::Status& why) const {
+  if (why.code() == StatusCode::kUnauthenticated) return Unreachable(link, why);
+  return absl::AbortedError(Message(why));
+}
+
+absl::StatusOr<bool> SocketEpoch::SendGreeting(Link* link) {
+  while (link->greeted < kGreetingBytes) {
+    const absl::StatusOr<int64_t> n =
+        link->connection.Write(std::span(link->greeting).subspan(link->greeted), {});
+    if (!n.ok()) return Ended(*link, n.status());
+    if (*n == 0) return false;
+    link->greeted += static_cast<size_t>(*n);
+  }
+  return true;
+}
+
+absl::StatusOr<bool> SocketEpoch::HearWelcome(Link* link) {
+  while (link->greeted < kGreetingBytes) {
+    const absl::StatusOr<int64_t> n =
+        link->connection.Read(link->greeting.data() + link->greeted,
+                              static_cast<int64_t>(kGreetingBytes - link->greeted));
+    if (!n.ok()) return Ended(*link, n.status());
+    if (*n == 0) return false;
+    link->greeted += static_cast<size_t>(*n);
+  }
+  const std::optional<Greeting> answer = DecodeGreeting(link->greeting);
+  if (answer.has_value() && answer->kind == GreetingKind::kUnknown) {
+    return Unreachable(
+        *link, absl::UnavailableError("it has no such epoch: it closed it, or its address is of "
+                                      "another epoch"));
+  }
+  if (!answer.has_value() || answer->kind != GreetingKind::kWelcome ||
+      answer->epoch != id_.value() || answer->from != static_cast<uint32_t>(link->peer) ||
+      answer->to != static_cast<uint32_t>(rank_) ||
+      answer->stream != static_cast<uint32_t>(link->stream) ||
+      !SameToken(answer->token, address_.token)) {
+    return Unreachable(*link, absl::UnauthenticatedError("its answer is not that of the rank"));
+  }
+  return true;
+}
+
+// ---- bytes leave ----
+
+absl::Status SocketEpoch::Send(Link* link) {
+  for (int64_t budget = kTurnBytes; link->writable;) {
+    const bool frame_left = link->out_sent < kFrameBytes;
+    Flow* const flow = link->send;
+    const bool in_payload = flow != nullptr && flow->started && flow->moved < flow->bytes;
+    if (!frame_left && !in_payload && !NextFrame(link)) return absl::OkStatus();
+    const std::span<const char> head = std::span(link->out).subspan(link->out_sent);
+    std::span<const char> body;
+    if (link->send != nullptr && link->send->started && !link->ack_going) {
+      body = NextBytes(*link->send);
+    }
+    if (head.empty() && body.empty()) return absl::OkStatus();  // a relay without bytes
+    link->used = true;
+    const absl::StatusOr<int64_t> n = link->connection.Write(head, body);
+    if (!n.ok()) return BrokenLink(*link, n.status());
+    if (*n == 0) {
+      link->writable = false;
+      return absl::OkStatus();
+    }
+    // What the kernel does not take at once it takes after the next event.
+    const bool whole = *n == static_cast<int64_t>(head.size() + body.size());
+    if (!whole && !link->connection.tls() && !link->ended) link->writable = false;
+    Sent(link, *n);
+    budget -= *n;
+    if (budget > 0) continue;
+    Queue(link);
+    return absl::OkStatus();
+  }
+  return absl::OkStatus();
+}
+
+// Chooses the frame to send. False: there is none.
+bool SocketEpoch::NextFrame(Link* link) {
+  Flow* const flow = link->send;
+  if (link->ack_due) {
+    link->ack_due = false;
+    link->ack_going = true;
+    link->out = EncodeFrame({FrameKind::kAck, link->receive->frame.seq, 0, 0});
+  } else if (flow != nullptr && !flow->started &&
+             (flow->from == nullptr || flow->from->moved > 0 ||
+              (flow->bytes == 0 && flow->from->started))) {
+    flow->started = true;
+    link->out = EncodeFrame(flow->frame);
+  } else {
+    return false;
+  }
+  link->out_sent = 0;
+  return true;
+}
+
+// What `flow` can send now, as far as it is contiguous.
+std::span<const char> SocketEpoch::NextBytes(const Flow& flow) const {
+  const int64_t there = flow.from == nullptr ? flow.bytes : flow.from->moved;
+  if (there == flow.moved) return {};
+  const Stretch stretch = StretchAt(flow.moved, static_cast<int64_t>(flow.frame.bytes),
+                                    flow.link->stream, common_streams_);
+  return {flow.data + stretch.offset,
+          static_cast<size_t>(std::min(stretch.bytes, there - flow.moved))};
+}
+
+void SocketEpoch::Sent(Link* link, int64_t bytes) {
+  const auto of_frame =
+      std::min<int64_t>(bytes, static_cast<int64_t>(kFrameBytes - link->out_sent));
+  link->out_sent += static_cast<size_t>(of_frame);
+  if (bytes > of_frame) {
+    link->send->moved += bytes - of_frame;
+    Count(bytes - of_frame, 0);
+  }
+  if (link->ack_going && link->out_sent == kFrameBytes) {
+    link->ack_going = false;
+    Finish(link->receive);
+  }
+}
+
+void SocketEpoch::Finish(Flow* flow) {
+  REFITD_CHECK(!flow->done && pending_ > 0);
+  flow->done = true;
+  --pending_;
+}
+
+// ---- bytes come ----
+
+absl::Status SocketEpoch::Receive(Link* link) {
+  int64_t portion = link->receive == nullptr ? kTurnBytes : link->receive->portion;
+  while (link->readable) {
+    const Flow* const flow = link->receive;
+    absl::StatusOr<bool> more = false;
+    if (flow != nullptr && flow->started && flow->moved < flow->bytes) {
+      more = ReceivePayload(link, &portion);
+    } else if ((flow != nullptr && !flow->started) ||
+               (link->send != nullptr && !link->send->done)) {
+      more = ReceiveFrame(link);
+    }
+    if (!more.ok()) return more.status();
+    if (!*more) return absl::OkStatus();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> SocketEpoch::ReceivePayload(Link* link, int64_t* portion) {
+  Flow* const flow = link->receive;
+  const Stretch stretch = StretchAt(flow->moved, static_cast<int64_t>(flow->frame.bytes),
+                                    link->stream, common_streams_);
+  const int64_t wanted = std::min({stretch.bytes, flow->bytes - flow->moved, *portion});
+  const absl::StatusOr<int64_t> n = link->connection.Read(flow->data + stretch.offset, wanted);
+  if (!n.ok()) return BrokenLink(*link, n.status());
+  // A short read has emptied the socket; more bytes are another event.
+  if (*n == 0 || (*n < wanted && !link->connection.tls() && !link->ended)) link->readable = false;
+  if (*n == 0) return false;
+  flow->moved += *n;
+  Count(0, *n);
+  if (flow->relay != nullptr) Queue(flow->relay->link);
+  if (flow->moved == flow->bytes) link->ack_due = true;
+  *portion -= *n;
+  if (*portion > 0) return true;
+  Queue(link);
+  return false;
+}
+
+absl::StatusOr<bool> SocketEpoch::ReceiveFrame(Link* link) {
+  link->used = true;
+  const auto wanted = static_cast<int64_t>(kFrameBytes - link->in_bytes);
+  const absl::StatusOr<int64_t> n = link->connection.Read(link->in.data() + link->in_bytes, wanted);
+  if (!n.ok()) return BrokenLink(*link, n.status());
+  if (*n == 0) {
+    link->readable = false;
+    return false;
+  }
+  link->in_bytes += static_cast<size_t>(*n);
+  if (link->in_bytes < kFrameBytes) return true;
+  link->in_bytes = 0;
+  const std::optional<Frame> frame = DecodeFrame(link->in);
+  if (!frame.has_value()) {
+    return BrokenLink(*link, absl::UnavailableError("what came is no frame"));
+  }
+  REFITD_RETURN_IF_ERROR(TakeFrame(link, *frame));
+  return true;
+}
+
+absl::Status SocketEpoch::TakeFrame(Link* link, const Frame& frame) {
+  Flow* const send = link->send;
+  Flow* const receive = link->receive;
+  if (frame.kind == FrameKind::kAck) {
+    const bool sent = send != nullptr && send->started && !send->done &&
+                      send->moved == send->bytes && link->out_sent == kFrameBytes;
+    if (!sent || frame.seq != send->frame.seq) {
+      return BrokenLink(*link, absl::UnavailableError("it acknowledges what it was not sent"));
+    }
+    Finish(send);
+    return absl::OkStatus();
+  }
+  const bool expected = receive != nullptr && !receive->started;
+  if (expected && frame == receive->frame) {
+    receive->started = true;
+    if (receive->bytes > 0) return absl::OkStatus();
+    link->ack_due = true;
+    if (receive->relay != nullptr) Queue(receive->relay->link);
+    return absl::OkStatus();
+  }
+  return Error(StatusCode::kFailedPrecondition, "epoch {}: rank {} is at {}, this rank {} at {}",
+               id_, link->peer, Describe(frame), rank_,
+               Describe(expected ? receive->frame : send->frame));
+}
+
+}  // namespace refitd

@@ -1,0 +1,118 @@
+// The one listening socket of a daemon's host wire. It takes connections, lets them prove that they
+// are peers, and hands those that did to their epoch.
+//
+// A stranger costs a place among kMaxStrangers for at most kStrangerLimit (P4, P10): when all
+// places are taken, the oldest connection loses its own. A peer whose place was taken dials again.
+// What anybody can cause is told to `log`, which must limit itself.
+//
+// Threads: one of its own ("refitd-wire-io"). Thread-safe.
+#ifndef REFITD_TRANSPORT_SOCKETS_LISTENER_H_
+#define REFITD_TRANSPORT_SOCKETS_LISTENER_H_
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/base/ids.h"
+#include "transport/base/mutex.h"
+#include "transport/base/unique_fd.h"
+#include "transport/sockets/connection.h"
+#include "transport/sockets/frames.h"
+
+namespace refitd {
+
+inline constexpr size_t kMaxStrangers = 128;
+inline constexpr Duration kStrangerLimit = std::chrono::seconds(5);
+
+// A connection that showed the epoch's token, and under TLS a certificate that a root signed.
+struct Arrival {
+  Connection connection;
+  int from = 0;
+  int stream = 0;
+  std::string identity;  // empty without TLS
+};
+
+class WireListener {
+ public:
+  struct Options {
+    HostAddress host;
+    uint16_t port = 0;       // 0: a free one
+    std::string identities;  // a pattern that peers' identities must match; empty: any
+    std::function<void(const std::string& line)> log;
+  };
+  // `tls`: null for connections in the clear; must outlive the listener. UNAVAILABLE,
+  // ALREADY_EXISTS: it can't listen there.
+  static absl::StatusOr<std::unique_ptr<WireListener>> Start(Options options, TlsContexts* tls);
+  ~WireListener();
+  WireListener(const WireListener&) = delete;
+  WireListener& operator=(const WireListener&) = delete;
+
+  uint16_t port() const { return port_; }
+  const Options& options() const { return options_; }
+
+  // An epoch that connections may come for. They are given to `arrived`, on the listener's thread,
+  // until Remove has returned. `arrived` must not call the listener.
+  struct Door {
+    EpochId epoch;
+    int rank = 0;
+    WireToken token{};
+    std::function<void(Arrival)> arrived;
+  };
+  // Returns a number for Remove, never 0.
+  uint64_t Add(Door door);
+  void Remove(uint64_t door);
+
+ private:
+  // A connection whose other end has proved nothing yet.
+  struct Stranger {
+    Connection connection;
+    TimePoint until;
+    bool encrypted = false;  // the TLS handshake is done, or there is none
+    GreetingBytes hello{};
+    size_t bytes = 0;  // of hello
+  };
+  using Strangers = std::list<Stranger>;
+
+  WireListener(Options options, TlsContexts* tls, UniqueFd socket, UniqueFd epoll, UniqueFd wake,
+               uint16_t port);
+  void Run();
+  void TakeConnections();
+  bool TakeConnection();
+  void Hear(Strangers::iterator stranger);
+  // True: more may come. False: the stranger is done with, either way.
+  absl::StatusOr<bool> Advance(Stranger* stranger);
+  absl::Status Admit(Stranger* stranger);
+  void Drop(Strangers::iterator stranger, const std::string& why);
+  int WaitMillis() const;
+  std::string Who(const Stranger& stranger) const;
+
+  const Options options_;
+  TlsContexts* const tls_;
+  const UniqueFd socket_;
+  const UniqueFd epoll_;
+  const UniqueFd wake_;  // written once, at the end
+  const uint16_t port_;
+
+  // Used by the listener's thread alone.
+  Strangers strangers_;                       // the oldest first
+  std::map<int, Strangers::iterator> by_fd_;  // all of strangers_
+  bool paused_ = false;                       // the process has no descriptor left
+
+  Mutex mutex_;
+  uint64_t next_door_ ABSL_GUARDED_BY(mutex_) = 1;
+  // An epoch that was closed may be here beside one that was opened with its id.
+  std::map<uint64_t, Door> doors_ ABSL_GUARDED_BY(mutex_);
+
+  std::thread thread_;  // last: it uses the other members
+};
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_SOCKETS_LISTENER_H_
