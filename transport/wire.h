@@ -25,8 +25,8 @@
 // After an operation began and failed, the epoch is lost: every later operation fails at once, and
 // a new epoch is needed.
 //
-// Bytes are neither encrypted nor authenticated (P9), so the configuration must name interfaces
-// that are trusted. Thread-safe. No call waits for a peer. Every `done` runs once, on a thread of
+// Whether bytes are encrypted and authenticated is each wire's own matter (P9); where they are not,
+// the configuration must name interfaces that are trusted. Thread-safe. No call waits for a peer. Every `done` runs once, on a thread of
 // the wire, never inside the call that it was passed to; it may call the wire but must not destroy
 // it.
 #ifndef REFITD_TRANSPORT_WIRE_H_
@@ -45,11 +45,12 @@
 
 namespace refitd {
 
-// The most ranks of an epoch. In a full mesh every rank has one connection to every other.
+// The most ranks of an epoch. Gloo's wire has a full mesh: one connection from every rank to every
+// other.
 inline constexpr int kMaxWireRanks = 256;
 // The most bytes of an address: it has a few fields, and an identity or one port for each rank.
 inline constexpr size_t kMaxWireAddressBytes = 4096;
-// The most epochs open at once in one daemon; each has a thread and a connection to each peer.
+// The most epochs open at once in one daemon; each has a thread, and connections to its peers.
 inline constexpr size_t kMaxWireEpochs = 64;
 // The most operations of one epoch that have not ended.
 inline constexpr size_t kMaxWireQueue = 4096;
@@ -99,9 +100,11 @@ class Wire {
   // INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED, UNAVAILABLE (no socket).
   virtual absl::StatusOr<std::string> Open(EpochId epoch, int rank, int size) = 0;
 
-  // Connects the epoch's ends. `addresses` has the addresses of all ranks, this rank's too, by
-  // rank. Operations may be submitted at once; they run after Connect. Refused addresses
-  // (INVALID_ARGUMENT) leave the epoch as it was; after any other failure the epoch is lost.
+  // Connects the epoch's ends: every rank with every other, or, where a wire makes connections as
+  // operations need them, with its neighbours in the ring of ranks at least. `addresses` has the
+  // addresses of all ranks, this rank's too, by rank. Operations may be submitted at once; they run
+  // after Connect. Refused addresses (INVALID_ARGUMENT) leave the epoch as it was; after any other
+  // failure the epoch is lost.
   virtual void Connect(EpochId epoch, std::vector<std::string> addresses, Duration timeout,
                        std::function<void(absl::Status)> done) = 0;
 

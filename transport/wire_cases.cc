@@ -220,16 +220,18 @@ TEST_CASE("a rank that does not come to an operation is named when the timeout h
 }
 
 TEST_CASE("Close cancels what runs and what is queued, and the peers learn of it") {
-  Mesh mesh(2);
+  Mesh mesh(3);
   mesh.Connect(kEpoch);
   RepeatedMemory source(1 << 20, 64);
   std::vector<Result> results(3);
   for (int i = 0; i < 3; ++i) {
-    mesh.wires[0]->Submit(Broadcast(kEpoch, i, 0, source.span()), Into(&results[i]));
+    // Rank 2 never comes.
+    mesh.wires[0]->Submit(WireExchange{kEpoch, WireSeq(i), {{2, source.span()}}, {}, kLong},
+                          Into(&results[i]));
   }
   Result peer;
   std::vector<char> in(1 << 20);
-  // Rank 1 waits for rank 0 in the other direction.
+  // Rank 1 waits for rank 0.
   const bool peer_waits = GENERATE(false, true);
   if (peer_waits) {
     mesh.wires[1]->Submit(WireExchange{kEpoch, WireSeq(9), {{0, Span(in)}}, {}, kLong},
@@ -244,6 +246,7 @@ TEST_CASE("Close cancels what runs and what is queued, and the peers learn of it
     CHECK_THAT(Message(status), Contains("rank 0"));
   }
   mesh.wires[1]->Close(kEpoch);
+  mesh.wires[2]->Close(kEpoch);
   // The id is free again.
   mesh.Connect(kEpoch);
 }

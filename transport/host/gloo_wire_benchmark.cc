@@ -1,15 +1,18 @@
-// Broadcast of N bytes in slots of S between processes over loopback: the wire, gloo::broadcast,
-// and the wire's exchange as a flat broadcast (the root sends to each), against memcpy.
+// Broadcast of N bytes in slots of S between processes over loopback: the wires (sockets in the
+// clear, with four connections, and under TLS; Gloo) as a chain and as an exchange (the root sends
+// to each), against gloo::broadcast, memcpy, and, between two ranks, one plain TCP connection.
 //
 //   gloo_wire_benchmark [--bytes=N] [--slot=N] [--ranks=N] [--rounds=N]
 //
 // Rank 0 is the root and reports the payload over the time from the first submission to the last
 // end. Each figure is the median of the rounds.
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -21,8 +24,11 @@
 #include <vector>
 
 #include "transport/base/status.h"
+#include "transport/base/unique_fd.h"
 #include "transport/host/gloo_baseline.h"
 #include "transport/host/gloo_wire.h"
+#include "transport/sockets/socket_wire.h"
+#include "transport/tls/test_certificates.h"
 
 namespace refitd {
 namespace {
@@ -75,6 +81,9 @@ class Rank {
     return all;
   }
   void Barrier() { Gather("b"); }
+  int rank() const { return rank_; }
+  int ranks() const { return options_.ranks; }
+  int64_t slots() const { return options_.bytes / options_.slot; }
 
   // Median GB/s of `round`, which moves all bytes once; printed by rank 0. The time ends when the
   // last rank is done.
@@ -110,7 +119,77 @@ class Rank {
   const std::vector<int> sockets_;
 };
 
-void Run(int rank, const Options& options, std::vector<int> sockets) {
+// One TCP connection from rank 0 to rank 1, as large sends and receives of a slot.
+void MeasurePlain(std::vector<char>* slot, Rank* self) {
+  const UniqueFd listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in local{};
+  local.sin_family = AF_INET;
+  local.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(local);
+  auto* const address = reinterpret_cast<sockaddr*>(&local);
+  if (bind(listener.get(), address, length) != 0 || listen(listener.get(), 1) != 0 ||
+      getsockname(listener.get(), address, &length) != 0) {
+    Must(ErrnoError(errno, "listen"));
+  }
+  std::string mine(reinterpret_cast<const char*>(&local), sizeof(local));
+  const std::vector<std::string> all = self->Gather(mine);
+  UniqueFd fd;
+  if (self->rank() == 0) {
+    std::memcpy(&local, all[1].data(), sizeof(local));
+    fd.Reset(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (connect(fd.get(), address, length) != 0) Must(ErrnoError(errno, "connect"));
+  } else if (self->rank() == 1) {
+    fd.Reset(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  }
+  self->Measure("plain TCP, rank 0 to 1", [&] {
+    for (int64_t i = 0; fd.valid() && i < self->slots(); ++i) {
+      if (!Transfer(fd.get(), slot->data(), slot->size(), self->rank() == 0)) std::_Exit(1);
+    }
+  });
+}
+
+// Broadcasts and exchanges of all bytes by one wire. The broadcast's name gets the wire's.
+void MeasureWire(const std::string& name, absl::StatusOr<std::unique_ptr<Wire>> wire,
+                 std::vector<char>* slot, Rank* self) {
+  Must(wire.status());
+  const auto mine = (*wire)->Open(kEpoch, self->rank(), self->ranks());
+  Must(mine.status());
+  const auto wait = [](auto submit) {
+    std::promise<absl::Status> promise;
+    auto future = promise.get_future();
+    submit([&promise](absl::Status status) { promise.set_value(std::move(status)); });
+    Must(future.get());
+  };
+  const std::vector<std::string> addresses = self->Gather(*mine);
+  wait([&](auto done) { (*wire)->Connect(kEpoch, addresses, kTimeout, std::move(done)); });
+  const MemorySpan span{slot->data(), static_cast<int64_t>(slot->size()), nullptr};
+  uint64_t seq = 0;
+  const auto measure = [&](const std::string& what, auto make) {
+    self->Measure(what.c_str(), [&] {
+      for (int64_t i = 0; i + 1 < self->slots(); ++i) {
+        (*wire)->Submit(make(), [](const absl::Status& status) { Must(status); });
+        ++seq;
+      }
+      wait([&](auto done) { (*wire)->Submit(make(), std::move(done)); });
+      ++seq;
+    });
+  };
+  measure(name + ": broadcast", [&] {
+    return WireBroadcast{kEpoch, WireSeq(seq), 0, span, kTimeout};
+  });
+  measure(name + ": exchange, root to each", [&] {
+    WireExchange exchange{kEpoch, WireSeq(seq), {}, {}, kTimeout};
+    if (self->rank() != 0) exchange.receives.push_back({0, span});
+    for (int peer = 1; self->rank() == 0 && peer < self->ranks(); ++peer) {
+      exchange.sends.push_back({peer, span});
+    }
+    return exchange;
+  });
+  self->Barrier();
+}
+
+void Run(int rank, const Options& options, const WireCertificates& certificates,
+         std::vector<int> sockets) {
   Rank self(rank, options, std::move(sockets));
   std::vector<char> slot(static_cast<size_t>(options.slot), static_cast<char>(rank));
   const int64_t slots = options.bytes / options.slot;
@@ -128,6 +207,8 @@ void Run(int rank, const Options& options, std::vector<int> sockets) {
     }
   });
 
+  MeasurePlain(&slot, &self);
+
   auto baseline = GlooBaseline::Connect(
       "127.0.0.1", rank, options.ranks,
       [&](const std::string& mine) -> absl::StatusOr<std::vector<std::string>> {
@@ -143,42 +224,10 @@ void Run(int rank, const Options& options, std::vector<int> sockets) {
   self.Barrier();
   baseline->reset();
 
-  auto wire = MakeGlooWire({});
-  Must(wire.status());
-  const auto mine = (*wire)->Open(kEpoch, rank, options.ranks);
-  Must(mine.status());
-  const auto wait = [](auto submit) {
-    std::promise<absl::Status> promise;
-    auto future = promise.get_future();
-    submit([&promise](absl::Status status) { promise.set_value(std::move(status)); });
-    Must(future.get());
-  };
-  const std::vector<std::string> addresses = self.Gather(*mine);
-  wait([&](auto done) { (*wire)->Connect(kEpoch, addresses, kTimeout, std::move(done)); });
-  const MemorySpan span{slot.data(), options.slot, nullptr};
-  uint64_t seq = 0;
-  const auto measure = [&](const char* name, auto make) {
-    self.Measure(name, [&] {
-      for (int64_t i = 0; i + 1 < slots; ++i) {
-        (*wire)->Submit(make(), [](const absl::Status& status) { Must(status); });
-        ++seq;
-      }
-      wait([&](auto done) { (*wire)->Submit(make(), std::move(done)); });
-      ++seq;
-    });
-  };
-  measure("wire: broadcast", [&] {
-    return WireBroadcast{kEpoch, WireSeq(seq), 0, span, kTimeout};
-  });
-  measure("wire: exchange, root to each", [&] {
-    WireExchange exchange{kEpoch, WireSeq(seq), {}, {}, kTimeout};
-    if (rank != 0) exchange.receives.push_back({0, span});
-    for (int peer = 1; rank == 0 && peer < options.ranks; ++peer) {
-      exchange.sends.push_back({peer, span});
-    }
-    return exchange;
-  });
-  self.Barrier();
+  MeasureWire("Gloo", MakeGlooWire({}), &slot, &self);
+  MeasureWire("sockets", MakeSocketWire({}), &slot, &self);
+  MeasureWire("sockets x 4", MakeSocketWire({.streams = 4}), &slot, &self);
+  MeasureWire("sockets, TLS", MakeSocketWire({.certificates = certificates}), &slot, &self);
 }
 
 int Main(int argc, char** argv) {
@@ -203,6 +252,16 @@ int Main(int argc, char** argv) {
     std::fprintf(stderr, "want 2 to 16 ranks and a slot within the bytes\n");
     return 2;
   }
+  const TestAuthority root("benchmark");  // before the ranks part
+  CertificateRequest request;
+  request.uris = {"spiffe://benchmark/daemon"};
+  const IssuedCertificate issued = root.Issue(request);
+  auto own = std::make_shared<Certificates>();
+  own->certificate = issued.certificate;
+  own->key = issued.key;
+  own->roots = root.root();
+  own->identity = request.uris.front();
+  const WireCertificates certificates = [own] { return own; };
   std::vector<int> sockets(options.ranks, -1);
   std::vector<pid_t> children;
   for (int rank = 1; rank < options.ranks; ++rank) {
@@ -215,14 +274,14 @@ int Main(int argc, char** argv) {
         if (fd >= 0) close(fd);
       }
       close(fds[0]);
-      Run(rank, options, {fds[1]});
+      Run(rank, options, certificates, {fds[1]});
       _exit(0);
     }
     close(fds[1]);
     sockets[rank] = fds[0];
     children.push_back(pid);
   }
-  Run(0, options, sockets);
+  Run(0, options, certificates, sockets);
   int result = 0;
   for (const pid_t pid : children) {
     int status = 0;

@@ -42,9 +42,13 @@ constexpr uint32_t kLinkEvents = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
 }  // namespace
 
-SocketEpoch::SocketEpoch(EpochId id, int rank, int size, int streams, WireListener* listener,
-                         TlsContexts* tls, WireCounters* totals)
-    : WireEpoch(id, rank, size, totals), streams_(streams), listener_(listener), tls_(tls) {}
+SocketEpoch::SocketEpoch(EpochId id, int rank, int size, int streams,
+                         std::shared_ptr<WireListener> listener, TlsContexts* tls,
+                         WireCounters* totals)
+    : WireEpoch(id, rank, size, totals),
+      streams_(streams),
+      listener_(std::move(listener)),
+      tls_(tls) {}
 
 SocketEpoch::~SocketEpoch() { CloseLinks(); }
 

@@ -32,10 +32,10 @@ namespace refitd {
 
 class SocketEpoch final : public WireEpoch {
  public:
-  // `listener`, and `tls` if it is not null, must outlive the epoch. `streams`: connections that
-  // this end wants between two ranks; the smaller number of the two ends counts.
-  SocketEpoch(EpochId id, int rank, int size, int streams, WireListener* listener, TlsContexts* tls,
-              WireCounters* totals);
+  // `tls`, null in the clear, must outlive the epoch. `streams`: connections that this end wants
+  // between two ranks; the smallest number of all ends counts.
+  SocketEpoch(EpochId id, int rank, int size, int streams, std::shared_ptr<WireListener> listener,
+              TlsContexts* tls, WireCounters* totals);
   ~SocketEpoch() override;
 
   absl::StatusOr<std::string> Open() override;
@@ -142,7 +142,7 @@ class SocketEpoch final : public WireEpoch {
 
   // Constant after Open.
   const int streams_;
-  WireListener* const listener_;
+  const std::shared_ptr<WireListener> listener_;
   TlsContexts* const tls_;
   SocketAddress address_;
   std::string encoded_;

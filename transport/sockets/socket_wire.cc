@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/sockets/epoch.h"
 #include "transport/sockets/listener.h"
@@ -14,24 +15,42 @@ static_assert(kSocketAddressFixedBytes + kMaxWireIdentityBytes <= kMaxWireAddres
 
 class SocketWire final : public EpochWire {
  public:
-  SocketWire(int streams, std::unique_ptr<TlsContexts> tls, std::unique_ptr<WireListener> listener)
+  SocketWire(int streams, WireListener::Options listening, std::unique_ptr<TlsContexts> tls)
       : EpochWire("refitd-wire"),
         streams_(streams),
-        tls_(std::move(tls)),
-        listener_(std::move(listener)) {}
+        listening_(std::move(listening)),
+        tls_(std::move(tls)) {}
   ~SocketWire() override { CloseAll(); }
 
   absl::StatusOr<std::string> Open(EpochId id, int rank, int size) override {
+    REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<WireListener> listener, Listen());
     return OpenEpoch(id, rank, size, fmt::format("refitd-wire-{}", id.value() % 1000), [&] {
-      return std::make_shared<SocketEpoch>(id, rank, size, streams_, listener_.get(), tls_.get(),
+      return std::make_shared<SocketEpoch>(id, rank, size, streams_, listener, tls_.get(),
                                            totals());
     });
   }
 
  private:
+  // The daemon listens while an epoch is open. The listener is destroyed under the mutex, so that
+  // its port is free when another is made.
+  absl::StatusOr<std::shared_ptr<WireListener>> Listen() {
+    MutexLock lock(&mutex_);
+    if (listener_ == nullptr) {
+      REFITD_ASSIGN_OR_RETURN(listener_, WireListener::Start(listening_, tls_.get()));
+    }
+    ++users_;
+    return std::shared_ptr<WireListener>(listener_.get(), [this](WireListener*) {
+      MutexLock release(&mutex_);
+      if (--users_ == 0) listener_ = nullptr;
+    });
+  }
+
   const int streams_;
+  const WireListener::Options listening_;
   const std::unique_ptr<TlsContexts> tls_;  // null: in the clear
-  const std::unique_ptr<WireListener> listener_;
+  Mutex mutex_;
+  std::unique_ptr<WireListener> listener_ ABSL_GUARDED_BY(mutex_);  // null: nothing listens
+  int users_ ABSL_GUARDED_BY(mutex_) = 0;                           // epochs
 };
 
 }  // namespace
@@ -51,9 +70,8 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeSocketWire(SocketWireOptions options) 
   if (options.certificates != nullptr) {
     tls = std::make_unique<TlsContexts>(std::move(options.certificates));
   }
-  REFITD_ASSIGN_OR_RETURN(auto listener, WireListener::Start(std::move(listening), tls.get()));
   return std::unique_ptr<Wire>(
-      std::make_unique<SocketWire>(options.streams, std::move(tls), std::move(listener)));
+      std::make_unique<SocketWire>(options.streams, std::move(listening), std::move(tls)));
 }
 
 }  // namespace refitd

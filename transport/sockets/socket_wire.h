@@ -37,8 +37,8 @@ struct SocketWireOptions {
   std::function<void(const std::string& line)> log{};
 };
 
-// Errors: those of FindHostAddress. INVALID_ARGUMENT: `streams`. UNAVAILABLE, ALREADY_EXISTS: it
-// can't listen.
+// Errors: those of FindHostAddress. INVALID_ARGUMENT: `streams`. It listens while an epoch is open;
+// Open fails if the port is in use.
 absl::StatusOr<std::unique_ptr<Wire>> MakeSocketWire(SocketWireOptions options);
 
 }  // namespace refitd

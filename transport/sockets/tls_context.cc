@@ -8,8 +8,9 @@
 namespace refitd {
 namespace {
 
-// The larger of OpenSSL's records is 16 KiB; one read of the socket takes several of them.
-constexpr size_t kReadBytes = size_t{256} << 10;
+// A record has at most 16 KiB; one read of the socket takes several. Strangers' connections have
+// such buffers too, so they are not larger.
+constexpr size_t kReadBytes = size_t{64} << 10;
 
 BioPtr Open(const std::string& pem) {
   return BioPtr(BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())));
