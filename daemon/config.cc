@@ -84,7 +84,12 @@ constexpr std::array kSettings = {
     Setting{"peers-identity", "peers.identity",
             "who other daemons are, such as spiffe://DOMAIN/refitd/*; empty: any"},
     Setting{"data-interface", "peers.interface",
-            "network interface of the data plane: trusted, nothing is encrypted there"},
+            "network interface of the data plane: trusted where that is not encrypted"},
+    Setting{"data-wire", "data.wire", "the data plane over host memory: sockets or gloo"},
+    Setting{"data-unencrypted", "data.unencrypted",
+            "weights in the clear between daemons though there is TLS, true or false"},
+    Setting{"data-port", "data.port", "port of the data plane; 0: a free one"},
+    Setting{"data-streams", "data.streams", "connections of the data plane between two daemons"},
     Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
     Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
     Setting{"copy-threads", "host.copy_threads",
@@ -483,6 +488,11 @@ absl::Status CheckPeers(const RefitdConfig& config) {
   return CheckDuration("peers.wire_ms", peers.wire_ms());
 }
 
+absl::Status CheckData(const RefitdConfig::Data& data) {
+  REFITD_RETURN_IF_ERROR(CheckRange("data.port", data.port(), 0, 65'535));
+  return CheckRange("data.streams", data.streams(), 1, kMaxConfiguredStreams);
+}
+
 absl::Status CheckCuda(const RefitdConfig::Cuda& cuda) {
   REFITD_RETURN_IF_ERROR(
       CheckRange("cuda.copy_blocks", cuda.copy_blocks(), 1, kMaxConfiguredCopyBlocks));
@@ -503,6 +513,7 @@ absl::Status CheckCuda(const RefitdConfig::Cuda& cuda) {
 absl::Status CheckConfig(const RefitdConfig& config) {
   REFITD_RETURN_IF_ERROR(CheckCuda(config.cuda()));
   REFITD_RETURN_IF_ERROR(CheckPeers(config));
+  REFITD_RETURN_IF_ERROR(CheckData(config.data()));
   REFITD_RETURN_IF_ERROR(CheckListen(config.listen()));
   REFITD_RETURN_IF_ERROR(CheckLimits(config.limits()));
   REFITD_RETURN_IF_ERROR(CheckStaging(config.staging()));
@@ -601,6 +612,11 @@ Config FromProto(const RefitdConfig& in) {
                              .wire = std::chrono::milliseconds(in.peers().wire_ms()),
                              .listen = {in.peers().listen().begin(), in.peers().listen().end()},
                              .identity = in.peers().identity()};
+  config.data = DataConfig{
+      .wire = in.data().wire() == RefitdConfig::Data::GLOO ? DataWire::kGloo : DataWire::kSockets,
+      .unencrypted = in.data().unencrypted(),
+      .port = static_cast<uint16_t>(in.data().port()),
+      .streams = in.data().streams()};
   config.tls = FromProto(in.tls());
   config.listen = ListenConfig{.unix_path = in.listen().unix_path(),
                                .unix_mode = in.listen().unix_mode(),
@@ -641,6 +657,11 @@ RefitdConfig ToProto(const Config& config) {
   out.mutable_peers()->set_wire_ms(ToMillis(config.peers.wire));
   for (const std::string& address : config.peers.listen) out.mutable_peers()->add_listen(address);
   out.mutable_peers()->set_identity(config.peers.identity);
+  out.mutable_data()->set_wire(config.data.wire == DataWire::kGloo ? RefitdConfig::Data::GLOO
+                                                                   : RefitdConfig::Data::SOCKETS);
+  out.mutable_data()->set_unencrypted(config.data.unencrypted);
+  out.mutable_data()->set_port(config.data.port);
+  out.mutable_data()->set_streams(config.data.streams);
   out.mutable_tls()->set_certificate(config.tls.certificate);
   out.mutable_tls()->set_key(config.tls.key);
   out.mutable_tls()->set_roots(config.tls.roots);

@@ -46,6 +46,7 @@ inline constexpr int kMaxConfiguredCompareEvery = 1'000'000;
 inline constexpr int kMaxConfiguredGroups = 4096;
 inline constexpr int kMaxConfiguredMembers = 65'536;
 inline constexpr int kMaxConfiguredCopyThreads = 256;
+inline constexpr int kMaxConfiguredStreams = 8;        // between two daemons
 inline constexpr int kMaxConfiguredCopyBlocks = 1024;  // more than a GPU has multiprocessors
 inline constexpr size_t kMaxCudaLibraryBytes = 4095;   // a path
 inline constexpr int64_t kMaxConfiguredRegionBytes = int64_t{1} << 44;  // as kMaxRegionBytes
@@ -106,6 +107,17 @@ struct PeersConfig {
   bool operator==(const PeersConfig&) const = default;
 };
 
+enum class DataWire : uint8_t { kSockets, kGloo };
+
+// The data plane over host memory.
+struct DataConfig {
+  DataWire wire = DataWire::kSockets;
+  bool unencrypted = false;  // though there is TLS
+  uint16_t port = 0;         // of DataWire::kSockets; 0: a free one
+  int streams = 1;           // connections between two daemons
+  bool operator==(const DataConfig&) const = default;
+};
+
 struct CudaConfig {
   bool enabled = true;
   int copy_blocks = 64;                        // thread blocks of a copy kernel
@@ -126,6 +138,7 @@ struct Config {
   LimitsConfig limits;
   StagingConfig staging;
   PeersConfig peers;
+  DataConfig data;
   MetricsConfig metrics;
   CudaConfig cuda;
   TlsFiles tls;

@@ -180,10 +180,24 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--data-interface=a/b", "peers.interface is \"a/b\"");
   refused("--peer-silence-ms=99", "peers.silence_ms");
   refused("--wire-ms=0", "peers.wire_ms");
+  refused("--data-wire=mpi", "MPI");
+  refused("--data-port=65536", "data.port");
+  refused("--data-streams=0", "data.streams");
+  refused("--data-streams=9", "data.streams");
   refused("--listen-unix=relative.sock", "listen.unix_path is \"relative.sock\"");
   refused("--listen-unix=/" + std::string(kMaxUnixPathBytes, 'x'),
           "listen.unix_path has 100 bytes");
   refused("--listen-unix-mode=1777", "listen.unix_mode is 01777");
+}
+
+TEST_CASE("The data plane is encrypted sockets unless the configuration says otherwise") {
+  CHECK(Load({})->config.data == DataConfig{});
+  CHECK(DataConfig{}.wire == DataWire::kSockets);
+  CHECK_FALSE(DataConfig{}.unencrypted);
+  const auto other =
+      Load({"--data-wire=gloo", "--data-unencrypted=true", "--data-port=7413", "--data-streams=4"});
+  REQUIRE(other.ok());
+  CHECK(other->config.data == DataConfig{DataWire::kGloo, true, 7413, 4});
 }
 
 TEST_CASE("A mode written without its leading zero in the file is refused") {

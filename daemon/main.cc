@@ -47,6 +47,7 @@
 #include "transport/cuda/nccl/nccl.h"
 #include "transport/host/gloo_wire.h"
 #include "transport/host/host_transport.h"
+#include "transport/sockets/socket_wire.h"
 #include "transport/tls/grpc_credentials.h"
 #include "transport/tls/refusals.h"
 
@@ -338,14 +339,39 @@ sigset_t BlockSignals() {
   return signals;
 }
 
+absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
+                                                   const CertificateStore* certificates) {
+  if (config.data.wire == DataWire::kGloo) {
+    return MakeGlooWire({.interface = config.peers.interface, .address = ""});
+  }
+  SocketWireOptions options;
+  options.interface = config.peers.interface;
+  options.port = config.data.port;
+  options.streams = config.data.streams;
+  options.log = LogOfStrangers;
+  if (certificates != nullptr && !config.data.unencrypted) {
+    options.certificates = [certificates] { return certificates->Current(); };
+    options.identities = config.peers.identity;
+  }
+  return MakeSocketWire(std::move(options));
+}
+
 // The wire over host memory; null: there is none.
-std::unique_ptr<Wire> MakeHostWire(const Config& config) {
-  absl::StatusOr<std::unique_ptr<Wire>> wire =
-      MakeGlooWire({.interface = config.peers.interface, .address = ""});
-  if (wire.ok()) return *std::move(wire);
-  // A daemon whose groups have no other node needs no wire.
-  LogWarning("no data plane to other daemons: {}", Message(wire.status()));
-  return nullptr;
+std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* certificates) {
+  // Without TLS, and without leave to do without, no other daemon is linked (P9).
+  if (certificates == nullptr && !config.listen.insecure) return nullptr;
+  absl::StatusOr<std::unique_ptr<Wire>> wire = MakeHostWire(config, certificates);
+  if (!wire.ok()) {
+    // A daemon whose groups have no other node needs no wire.
+    LogWarning("no data plane to other daemons: {}", Message(wire.status()));
+    return nullptr;
+  }
+  const bool encrypted =
+      config.data.wire == DataWire::kSockets && certificates != nullptr && !config.data.unencrypted;
+  LogInfo("data plane over host memory: {} on {}, {}",
+          config.data.wire == DataWire::kGloo ? "Gloo" : "sockets", config.peers.interface,
+          encrypted ? "TLS" : "neither encrypted nor authenticated");
+  return *std::move(wire);
 }
 
 // The daemon's gRPC servers. With listeners of their own, links have a server of their own: callers
@@ -498,13 +524,13 @@ int Run(const Invocation& invocation) {
   Metrics metrics(static_cast<size_t>(config.limits.max_groups));
   DaemonOptions options = DaemonOptionsOf(config);
   options.observer = &metrics;
-  std::unique_ptr<Wire> wire = MakeHostWire(config);
   const auto certificates = LoadOwnCertificates(config);
   if (!certificates.ok()) {
     // Their issuer's tool may not have written them yet: the service manager tries again.
     LogError("tls: {}", Message(certificates.status()));
     return kExitFailure;
   }
+  std::unique_ptr<Wire> wire = HostWireOf(config, certificates->get());
   const auto loss = std::make_shared<DeviceLoss>();
   std::unique_ptr<Transport> transport = MakeTransport(config, loss, &options.cuda);
   LogInfo("cuda: {}", options.cuda.detail);

@@ -64,6 +64,10 @@ constexpr std::array kSettings = {"listen-unix",
                                   "daemon-id",
                                   "advertise",
                                   "data-interface",
+                                  "data-wire",
+                                  "data-unencrypted",
+                                  "data-port",
+                                  "data-streams",
                                   "peer-silence-ms",
                                   "wire-ms",
                                   "default-verification"};
@@ -127,6 +131,7 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(InRange(staging.slots, kMinConfiguredSlots, kMaxConfiguredSlots));
   REFITD_CHECK(staging.max_pool_bytes >= staging.slot_bytes * staging.slots);
   REFITD_CHECK(InRange(config.copy_threads, 0, kMaxConfiguredCopyThreads));
+  REFITD_CHECK(InRange(config.data.streams, 1, kMaxConfiguredStreams));
   REFITD_CHECK(InRange(config.cuda.copy_blocks, 1, kMaxConfiguredCopyBlocks));
   REFITD_CHECK(IsWait(config.cuda.device));
   REFITD_CHECK(config.cuda.engine_bytes >= 0);

@@ -93,6 +93,17 @@ TEST_CASE(
   for (Result& result : results) CHECK(Get(result) == absl::OkStatus());
 }
 
+TEST_CASE("a daemon with the other wire is told apart by its address") {
+  Mesh mesh(2);
+  std::vector<std::string> addresses = mesh.Open(kEpoch);
+  addresses[1].replace(0, 4, "RFS1");
+  Result result;
+  mesh.wires[0]->Connect(kEpoch, addresses, kLong, Into(&result));
+  const absl::Status status = Get(result);
+  CHECK(status.code() == StatusCode::kInvalidArgument);
+  CHECK_THAT(Message(status), Contains("rank 1") && Contains("sockets") && Contains("data.wire"));
+}
+
 TEST_CASE("a peer of another epoch is told apart after it connected") {
   Mesh mesh(2);
   const EpochId other(8);
