@@ -95,10 +95,10 @@ class OperationsTest(unittest.TestCase):
 
 
 class SecurityTest(unittest.TestCase):
-    def test_it_says_first_that_the_data_plane_is_in_the_clear(self):
+    def test_it_says_first_which_bytes_are_in_the_clear(self):
         with open(SECURITY) as file:
             first = file.read().split("\n")[1]
-        self.assertRegex(first, r"data plane .* neither encrypted nor authenticated")
+        self.assertRegex(first, r"host memory is encrypted .* GPU memory \(NCCL\) is not")
 
 
 if __name__ == "__main__":
